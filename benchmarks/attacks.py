@@ -28,7 +28,6 @@ from halfmoon.aggregation.weights import FACTOR, WeightCap
 from halfmoon.api.uploads import Upload
 from halfmoon.core import rng
 from halfmoon.data import Split
-from halfmoon.engine.allocator import keep_memory
 from halfmoon.engine.driver import Diverged
 from halfmoon.engine.evaluation import Examples, tally
 from halfmoon.engine.local_clients import FederatedDataset, Training
@@ -36,6 +35,7 @@ from halfmoon.engine.loop import initial_model
 from halfmoon.engine.runtime import RuntimeSettings
 from halfmoon.engine.simulation import Simulation
 from halfmoon.runs import factory
+from halfmoon.runs.pools import keep_memory
 
 METHODS = ("fedavg-soft-labels", "fedavg-fixmatch", "feddure")
 RULES = ("mean", "cosine")

@@ -19,8 +19,8 @@ import torch
 
 from halfmoon.core import rng, tree
 from halfmoon.core.tree import Tree
-from halfmoon.engine.allocator import keep_memory
 from halfmoon.models import ResNet9
+from halfmoon.runs.pools import keep_memory
 from halfmoon.storage.manifest import sweep, verify
 from halfmoon.storage.state_store import StateView, Store
 

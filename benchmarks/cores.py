@@ -21,8 +21,7 @@ import torch
 from peer_rounds import ours
 from peer_side import processor
 
-from halfmoon.engine.allocator import keep_memory
-from halfmoon.runs.pools import Workers
+from halfmoon.runs.pools import Workers, keep_memory
 
 
 def timed(play: Callable[[], object]) -> tuple[float, float, float]:

@@ -46,10 +46,10 @@ from torch_models import TorchResNet9, twin
 from halfmoon.api.types import Batch, Local, Statistics, Task
 from halfmoon.core import tree
 from halfmoon.core.optim import Adam
-from halfmoon.engine.allocator import keep_memory
 from halfmoon.methods.feddure import FedDure
 from halfmoon.models import ResNet9
-from halfmoon.models.normalize import Normalize
+from halfmoon.models.network import Normalize
+from halfmoon.runs.pools import keep_memory
 
 Calls = dict[str, Callable[[], object]]
 CLOCKS = {"wall": time.perf_counter, "cpu": time.process_time}

@@ -42,8 +42,7 @@ from typing import Any, NamedTuple, cast
 import torch
 from peer_rounds import METHODS, SIZES, chosen, ours, plain
 
-from halfmoon.engine.allocator import keep_memory
-from halfmoon.runs.pools import Workers
+from halfmoon.runs.pools import Workers, keep_memory
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGES = {"pfl": "pfl[pytorch]==0.6.0", "flower": "flwr[simulation]>=1.41,<1.43"}

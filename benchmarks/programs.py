@@ -18,7 +18,6 @@ from peer_rounds import one_round
 
 from halfmoon import Config
 from halfmoon.data import Scenario
-from halfmoon.engine.allocator import keep_memory
 from halfmoon.engine.budget import Budget
 from halfmoon.engine.evaluation import Examples
 from halfmoon.engine.local_clients import FederatedDataset, Training
@@ -27,6 +26,7 @@ from halfmoon.engine.simulation import Simulation
 from halfmoon.methods import registry
 from halfmoon.runs import factory
 from halfmoon.runs.factory import ImageSpec
+from halfmoon.runs.pools import keep_memory
 
 ROUNDS = (("fedavg", 10), ("fedavg-fixmatch", 10), ("fedavg-fixmatch", 30))
 NETWORKS = (

@@ -35,7 +35,6 @@ from halfmoon.core.optim import SGD
 from halfmoon.core.tree import Tree
 from halfmoon.data import Split
 from halfmoon.data.partition.scenario import Scenario
-from halfmoon.engine.allocator import keep_memory
 from halfmoon.engine.budget import Budget
 from halfmoon.engine.evaluation import Examples
 from halfmoon.engine.local_clients import FederatedDataset, Training
@@ -44,8 +43,8 @@ from halfmoon.engine.sampling import Batching, Views
 from halfmoon.engine.simulation import Simulation
 from halfmoon.methods import registry
 from halfmoon.models import ResNet9, SmallCNN
-from halfmoon.models.network import Network
-from halfmoon.models.normalize import Normalize
+from halfmoon.models.network import Network, Normalize
+from halfmoon.runs.pools import keep_memory
 from halfmoon.storage import serialization
 from halfmoon.storage.manifest import START, Commit, Contents, ManifestEntry
 from halfmoon.storage.state_store import StateView, Store

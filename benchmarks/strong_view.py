@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from halfmoon.data.views import Strong
-from halfmoon.models.normalize import Normalize
+from halfmoon.models.network import Normalize
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "support"))
 import pillow_reference

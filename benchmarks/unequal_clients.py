@@ -24,13 +24,13 @@ import torch
 
 from halfmoon import Config
 from halfmoon.data.partition.split import Split
-from halfmoon.engine.allocator import keep_memory
 from halfmoon.engine.budget import Budget
 from halfmoon.engine.local_clients import FederatedDataset, Training
 from halfmoon.engine.programs import PADDED
 from halfmoon.engine.runtime import RuntimeSettings
 from halfmoon.engine.simulation import Simulation
 from halfmoon.runs import factory
+from halfmoon.runs.pools import keep_memory
 
 METHODS = ("fedavg", "fedavg-fixmatch", "feddure")
 OPTIONS: dict[str, dict[str, Any]] = {

@@ -45,7 +45,7 @@ from halfmoon.federation.server.plan import Rules, Table, about
 from halfmoon.methods import registry
 from halfmoon.methods.objectives import Objective
 from halfmoon.models import SmallCNN
-from halfmoon.models.normalize import Normalize
+from halfmoon.models.network import Normalize
 from halfmoon.sweeps import grid, recipe
 
 ROOT = Path(__file__).resolve().parents[1]

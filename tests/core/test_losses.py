@@ -8,13 +8,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from halfmoon.core.losses import cross_entropy
+from halfmoon.core.autodiff import cross_entropy
 
 LIFTED = """
 import sys
 import torch
 from halfmoon.core.autodiff import grad_and_value, lifted
-from halfmoon.core.losses import cross_entropy
+from halfmoon.core.autodiff import cross_entropy
 step = lifted(lambda p, y: grad_and_value(lambda q: (cross_entropy(q["z"], y), ()), p)[:2])
 step({"z": torch.ones(2, 3, 4)}, torch.zeros(2, 3, dtype=torch.int64))
 print({"torch._dynamo", "torch._inductor", "sympy"} & set(sys.modules))

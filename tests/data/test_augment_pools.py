@@ -16,7 +16,7 @@ from halfmoon.data.views import Shared, StrongFedLoKe, StrongSemiFL, Weak
 from halfmoon.data.views.operations import operate
 from halfmoon.data.views.pools import CUTOUT, IDENTITY, NAMES, SEMIFL, SOLARIZE, fedloke
 from halfmoon.data.views.tables import blend
-from halfmoon.models.normalize import Normalize
+from halfmoon.models.network import Normalize
 
 SIZES = [(8, 8), (28, 28), (32, 32), (33, 20), (110, 104)]  # the last one is wider than 100 pixels
 SEMIFL_NAMES = (

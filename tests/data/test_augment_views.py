@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from halfmoon.core.errors import UserError
 from halfmoon.data.views import Labeled, Plain, Shared, Strong, StrongFedLoKe, StrongSemiFL, View, Weak
 from halfmoon.data.views.pools import FEDDURE, IDENTITY
-from halfmoon.models.normalize import Normalize
+from halfmoon.models.network import Normalize
 
 MEAN, STD = (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)
 EXACT = Normalize(MEAN, STD, torch.float64)

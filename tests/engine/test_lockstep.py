@@ -13,7 +13,7 @@ from halfmoon.api.types import Method
 from halfmoon.engine import driver
 from halfmoon.engine import lockstep as lockstep_module
 from halfmoon.engine.driver import Diverged
-from halfmoon.engine.spread import Spread
+from halfmoon.engine.evaluation import Spread
 from halfmoon.methods import registry
 from halfmoon.methods.fedavg import FedAvg
 

@@ -15,7 +15,7 @@ from halfmoon.engine.sampling import Amount, Batching, DrawnUpdate, Views, batch
 from halfmoon.methods.fedavg import FedAvg
 from halfmoon.methods.objectives import FixMatch
 from halfmoon.models import SmallCNN
-from halfmoon.models.normalize import Normalize
+from halfmoon.models.network import Normalize
 
 PLAIN = Views(Plain(), {"plain": Plain(), "weak": Plain(), "strong": Plain()})
 PIXELS = Normalize((0.0,), (1 / 255,), torch.float64)  # the value of a pixel as it is

@@ -24,8 +24,7 @@ from halfmoon.federation.server.cohorts import Quarantine
 from halfmoon.federation.server.plan import Rules
 from halfmoon.federation.server.runtime import RemoteRuntime
 from halfmoon.federation.server.sessions import Answer
-from halfmoon.federation.site.memory import Memory, round_key, settle
-from halfmoon.federation.site.runtime import SiteRuntime
+from halfmoon.federation.site.runtime import Memory, SiteRuntime, round_key, settle
 from halfmoon.methods.semifl import SemiFL
 from halfmoon.storage.state_store import Store
 

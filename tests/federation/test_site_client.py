@@ -36,7 +36,7 @@ from halfmoon.federation.server.calls import RunIdentity, SiteCalls
 from halfmoon.federation.server.runtime import RemoteRuntime
 from halfmoon.federation.server.sessions import Answer
 from halfmoon.federation.site.client import SiteClient
-from halfmoon.federation.site.memory import Memory, settle
+from halfmoon.federation.site.runtime import Memory, settle
 from halfmoon.methods import registry
 from halfmoon.runs.factory import task, views
 from halfmoon.storage import atomic_io

@@ -15,7 +15,7 @@ from halfmoon.methods.batchnorm_stats import BatchNormStatistics, estimate
 from halfmoon.methods.heterofl import HeteroFL
 from halfmoon.methods.semifl import SemiFL
 from halfmoon.models import SmallCNN
-from halfmoon.models.normalize import Normalize
+from halfmoon.models.network import Normalize
 
 AS_IS = Normalize((0.0,), (1 / 255,), torch.float64)
 """Pixels as they are, 0 to 255."""

@@ -22,7 +22,7 @@ from halfmoon.methods.fedavg import FedAvg
 from halfmoon.methods.feddb import FedDB, distance, mixture
 from halfmoon.methods.objectives import FixMatch
 from halfmoon.methods.objectives.base import debiased
-from halfmoon.models.normalize import Normalize
+from halfmoon.models.network import Normalize
 
 WAYS = pytest.mark.parametrize("dma", ["paper", "released", "logits", "uniform", "size"])
 DPL = FixMatch(0.39, labels="round", debias=True, mean="used")

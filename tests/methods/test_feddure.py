@@ -22,7 +22,7 @@ from halfmoon.methods.feddure import FedDure
 from halfmoon.methods.fine_regulator import weigh
 from halfmoon.methods.regulators import followed, log_shares
 from halfmoon.models import ResNet9, SmallCNN
-from halfmoon.models.normalize import Normalize
+from halfmoon.models.network import Normalize
 
 NORMALIZE = Normalize((0.5,), (0.5,))
 

@@ -18,8 +18,7 @@ from halfmoon.core.optim import SGD
 from halfmoon.core.tree import Tree
 from halfmoon.methods.objectives import UDA, FixMatch, Objective, Supervised
 from halfmoon.models import Network
-from halfmoon.models.network import Run
-from halfmoon.models.normalize import Normalize
+from halfmoon.models.network import Normalize, Run
 
 W = log(3)
 

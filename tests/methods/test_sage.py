@@ -11,7 +11,7 @@ from halfmoon.api.types import Local, Task
 from halfmoon.core.optim import SGD
 from halfmoon.methods import registry
 from halfmoon.methods.objectives import SAGE
-from halfmoon.models.normalize import Normalize
+from halfmoon.models.network import Normalize
 
 NOBODY = Local(*[torch.zeros(0)] * 3, torch.tensor(0), torch.tensor(0))
 

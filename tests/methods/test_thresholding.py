@@ -16,7 +16,7 @@ from halfmoon.methods import registry
 from halfmoon.methods.objectives import FixMatch, PseudoLabel
 from halfmoon.methods.objectives.pseudo_labeling import surer
 from halfmoon.methods.objectives.thresholding import Threshold
-from halfmoon.models.normalize import Normalize
+from halfmoon.models.network import Normalize
 
 
 def p(*first: float) -> Tensor:

@@ -26,7 +26,7 @@ from halfmoon.cli.commands.base import flags
 from halfmoon.config.schema import NAME
 from halfmoon.core.errors import UserError
 from halfmoon.federation.server.plan import load
-from halfmoon.sites.keys import Access, changes
+from halfmoon.sites.keys import Access, key_folder
 from halfmoon.sites.keys.key_folder import LISTEN, PORT, left
 from halfmoon.sites.keys.make import add, host, init, listing, rekey, remove, renew
 
@@ -706,8 +706,8 @@ def test_those_who_change_at_once_wait_for_one_another(folder: Path) -> None:
 
 
 def test_a_lock_that_is_never_given_back_is_said(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(changes, "WAITING", 0.2)
-    with changes.locked(folder), pytest.raises(UserError, match="is being changed by another process: try again"):
+    monkeypatch.setattr(key_folder, "WAITING", 0.2)
+    with key_folder.locked(folder), pytest.raises(UserError, match="is being changed by another process: try again"):
         add(folder, "east")
 
 

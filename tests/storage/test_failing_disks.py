@@ -12,7 +12,7 @@ from failing_disk import Disk, PowerLoss, failing
 from halfmoon.config.schema import Config
 from halfmoon.core.errors import UserError
 from halfmoon.core.tree import Tree
-from halfmoon.federation.site.memory import Memory
+from halfmoon.federation.site.runtime import Memory
 from halfmoon.runs import runner
 
 RUN: dict[str, Any] = {

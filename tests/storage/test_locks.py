@@ -105,7 +105,7 @@ def test_folders_of_keys_and_of_images_are_one_processs_without_locks_too(tmp_pa
     """A change, a preparation or an export beside another one is refused with who is at work; afterwards all go on."""
     from halfmoon.sites.folders.prepare import _writing
     from halfmoon.sites.keys import make
-    from halfmoon.sites.keys.changes import LOCK
+    from halfmoon.sites.keys.key_folder import LOCK
 
     keys = tmp_path / "keys"
     make.init(keys, ["north"])
@@ -113,7 +113,7 @@ def test_folders_of_keys_and_of_images_are_one_processs_without_locks_too(tmp_pa
     make.add(keys, "south")
     other = locks.take(keys / LOCK)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("halfmoon.sites.keys.changes.WAITING", 0.0)
+        patch.setattr("halfmoon.sites.keys.key_folder.WAITING", 0.0)
         with pytest.raises(UserError, match=r"being changed by another process.*is at work, says"):
             make.add(keys, "east")
     other.free()

@@ -13,7 +13,7 @@ from halfmoon.core.tree import Tree
 from halfmoon.data.views import Plain
 from halfmoon.engine.sampling import Views
 from halfmoon.models import Network
-from halfmoon.models.normalize import Normalize
+from halfmoon.models.network import Normalize
 from halfmoon.models.passes import Run
 
 

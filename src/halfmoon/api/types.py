@@ -13,7 +13,7 @@ from halfmoon.core import tree
 from halfmoon.core.optim import Constant, Number, Optimizer, Schedule
 from halfmoon.core.tree import Tree
 from halfmoon.models import Network, track
-from halfmoon.models.normalize import Normalize
+from halfmoon.models.network import Normalize
 
 Statistics = Literal["joint", "separate"]
 """Which images share a forward pass, and so their batch statistics: all views of a step, or each view alone."""

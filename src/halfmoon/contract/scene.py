@@ -22,7 +22,7 @@ from halfmoon.engine.runtime import RuntimeSettings
 from halfmoon.engine.sampling import Batching, Views
 from halfmoon.engine.simulation import Simulation
 from halfmoon.models import Network, SmallCNN
-from halfmoon.models.normalize import Normalize
+from halfmoon.models.network import Normalize
 from halfmoon.storage.state_store import Store
 
 SIZES = ((5, 11), (3, 6), (6, 14), (4, 9))

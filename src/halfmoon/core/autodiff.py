@@ -9,10 +9,11 @@ that of the sum of their losses, taken of the tensors underneath; a gradient ins
 """
 
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, NamedTuple, cast, overload
+from typing import Any, Literal, NamedTuple, cast, overload
 
 import torch
 import torch.func
+import torch.nn.functional as F
 from torch import Tensor
 from torch._C._functorch import (
     CVmapInterpreterPtr,
@@ -219,3 +220,14 @@ def nested_like(like: Any, leaves: Iterator[Tensor]) -> Any:
         return {key: nested_like(value, leaves) for key, value in cast(Tree, like).items()}
     parts: Iterable[Any] = (nested_like(each, leaves) for each in like)
     return type(like)(*parts) if hasattr(like, "_fields") else type(like)(parts)
+
+
+def cross_entropy(logits: Tensor, labels: Tensor, reduction: Literal["mean", "none"] = "mean") -> Tensor:
+    """Return `torch.nn.functional.cross_entropy` of logits (n, classes) and labels (n,): scalar, or (n,) for "none".
+
+    Under vmap PyTorch takes it apart in Python, at every step, and imports SymPy for that; so there it is a gather.
+    """
+    if not inside():
+        return F.cross_entropy(logits, labels, reduction=reduction)
+    each = -logits.log_softmax(-1).gather(-1, labels[:, None])[:, 0]
+    return each.mean() if reduction == "mean" else each

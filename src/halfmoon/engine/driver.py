@@ -128,7 +128,7 @@ class Query:
 def update_together(context: ClientContext, down: Tree, tasks: Sequence[ClientTask]) -> dict[int, ClientResult]:
     """Return what comes of the clients that train as one program, by client; of one alone, in a plain loop.
 
-    Lifting one client only costs. It is what a `halfmoon.engine.spread.Spread` applies, in whichever process.
+    Lifting one client only costs. It is what a `halfmoon.engine.evaluation.Spread` applies, in whichever process.
     """
     with torch.no_grad():
         if len(tasks) == 1:

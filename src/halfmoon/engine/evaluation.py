@@ -1,9 +1,9 @@
 """Accuracy on a test set, the quality of pseudo-labels where the hidden labels live, and what a model leans to."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 import torch
@@ -15,9 +15,23 @@ from halfmoon.core import tree
 from halfmoon.core.tensors import numbers
 from halfmoon.core.tree import Tree
 from halfmoon.data.partition.heterogeneity import jensen_shannon, mix
-from halfmoon.engine.spread import Spread
 from halfmoon.models import Network
-from halfmoon.models.normalize import Normalize
+from halfmoon.models.network import Normalize
+
+Item = TypeVar("Item")
+Result = TypeVar("Result")
+
+
+class Spread(Protocol):
+    """What applies a function to items, as the built-in `map` does, which is the one that spreads nothing.
+
+    Results come in the order of the items, and do not depend on where they were computed.
+    """
+
+    def __call__(self, function: Callable[[Item], Result], items: Iterable[Item], /) -> Iterator[Result]:
+        """Return an iterator of function(item)."""
+        ...
+
 
 PIXELS = 2**20
 """Pixels of the images that a CPU evaluates together at most."""

@@ -21,10 +21,9 @@ from halfmoon.core.tree import Tree
 from halfmoon.data.partition.split import SERVER, Split
 from halfmoon.engine.budget import Budget, ClientSize, natural
 from halfmoon.engine.driver import ClientContext, ClientResult, ClientTask, Query, first_memory
-from halfmoon.engine.evaluation import Examples, Quality
+from halfmoon.engine.evaluation import Examples, Quality, Spread
 from halfmoon.engine.programs import PADDED, grouped
 from halfmoon.engine.sampling import Amount, Batching, Views
-from halfmoon.engine.spread import Spread
 
 Executor = Literal["loop", "vmap"]
 

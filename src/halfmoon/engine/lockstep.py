@@ -17,8 +17,8 @@ from halfmoon.core import tree
 from halfmoon.core.errors import one_line
 from halfmoon.core.tree import Tree
 from halfmoon.engine.driver import ClientResult, ClientTask, Query, update_joint
+from halfmoon.engine.evaluation import Item, Result, Spread
 from halfmoon.engine.programs import PADDED, grouped
-from halfmoon.engine.spread import Item, Result, Spread
 
 Value = TypeVar("Value")
 Results = dict[int, ClientResult]

@@ -17,9 +17,8 @@ from halfmoon.core.tensors import integers
 from halfmoon.core.tree import Tree
 from halfmoon.engine.budget import Cost
 from halfmoon.engine.driver import Diverged
-from halfmoon.engine.evaluation import Examples, Tally, tally
+from halfmoon.engine.evaluation import Examples, Spread, Tally, tally
 from halfmoon.engine.runtime import Report, Row, ServerRuntime, TooFew
-from halfmoon.engine.spread import Spread
 from halfmoon.storage.checkpoints import METRICS, Loaded
 from halfmoon.storage.run_folder import RunFolder
 

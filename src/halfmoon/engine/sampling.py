@@ -18,7 +18,7 @@ from halfmoon.core import rng
 from halfmoon.core.errors import UserError
 from halfmoon.core.tensors import tensor_of
 from halfmoon.data.views import Drawn, Labeled, Plain, Shared, Strong, View, Weak
-from halfmoon.models.normalize import Normalize
+from halfmoon.models.network import Normalize
 
 NO_ROWS = torch.zeros(0, dtype=torch.int64)
 

@@ -33,9 +33,8 @@ from halfmoon.api.requirements import Requirements
 from halfmoon.api.types import Batch, ClientUpdate, Federation, Local, Needs, Passes, Pseudo, StepMetrics, Task, sample
 from halfmoon.api.uploads import Upload
 from halfmoon.core import tree
-from halfmoon.core.autodiff import grad_and_value, vjp
+from halfmoon.core.autodiff import cross_entropy, grad_and_value, vjp
 from halfmoon.core.errors import UserError
-from halfmoon.core.losses import cross_entropy
 from halfmoon.core.optim import SGD, Number, Optimizer, descend
 from halfmoon.core.padding import mean
 from halfmoon.core.tree import Tree

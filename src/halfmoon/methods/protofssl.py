@@ -32,9 +32,8 @@ from halfmoon.api.method_entry import MethodEntry
 from halfmoon.api.requirements import Requirements
 from halfmoon.api.types import Batch, ClientUpdate, Federation, Local, Needs, Pseudo, StepMetrics, Task
 from halfmoon.api.uploads import Aux, Uplink, Upload
-from halfmoon.core.autodiff import grad_and_value
+from halfmoon.core.autodiff import cross_entropy, grad_and_value
 from halfmoon.core.errors import UserError, check_least
-from halfmoon.core.losses import cross_entropy
 from halfmoon.core.padding import joined, kept
 from halfmoon.core.tree import Tree
 from halfmoon.methods.averaging import average

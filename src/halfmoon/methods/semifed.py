@@ -35,9 +35,8 @@ from halfmoon.api.requirements import Requirements
 from halfmoon.api.types import Batch, ClientUpdate, Federation, Local, Needs, Passes, Pseudo, StepMetrics, Task
 from halfmoon.api.uploads import Upload
 from halfmoon.core import padding, tree
-from halfmoon.core.autodiff import grad_and_value
+from halfmoon.core.autodiff import cross_entropy, grad_and_value
 from halfmoon.core.errors import UserError
-from halfmoon.core.losses import cross_entropy
 from halfmoon.core.tensors import integers
 from halfmoon.core.tree import Tree
 from halfmoon.methods.averaging import ModelAveraging, average

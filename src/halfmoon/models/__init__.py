@@ -3,9 +3,8 @@
 from halfmoon.models.chains import ResNet9, SmallCNN
 from halfmoon.models.network import Network, forward, seen_by, track
 from halfmoon.models.passes import Norm
-from halfmoon.models.resnet import ResNet8, ResNet18, ResNet18ImageNet
+from halfmoon.models.resnet import ResNet8, ResNet18, ResNet18ImageNet, WideResNet
 from halfmoon.models.vit import VisionTransformer
-from halfmoon.models.wide import WideResNet
 
 NETWORKS = {
     "resnet8": ResNet8,

@@ -11,8 +11,7 @@ from halfmoon.core import tree
 from halfmoon.core.tree import Tree
 from halfmoon.models.efficientnet import centered
 from halfmoon.models.finetuned import FineTuned
-from halfmoon.models.network import Network
-from halfmoon.models.normalize import Normalize
+from halfmoon.models.network import Network, Normalize
 
 
 @dataclass(frozen=True)

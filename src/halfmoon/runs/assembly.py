@@ -1,11 +1,16 @@
 """What every run is made of, simulated or with sites: its experiment, its summary, and the card of its model."""
 
+import json
+import shlex
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from halfmoon.api.types import Task
 from halfmoon.config import schema as settings
 from halfmoon.config.schema import Config
+from halfmoon.data import Source, Split
+from halfmoon.data import summary as portrait
 from halfmoon.engine.evaluation import Examples
 from halfmoon.engine.loop import Experiment, Row
 from halfmoon.engine.runtime import ServerRuntime
@@ -14,8 +19,9 @@ from halfmoon.models import Network
 from halfmoon.report.remarks import most_used
 from halfmoon.runs.factory import ImageSpec, preparation
 from halfmoon.runs.model_card import Card
-from halfmoon.storage import atomic_io
+from halfmoon.storage import atomic_io, integrity
 from halfmoon.storage.checkpoints import TIMINGS
+from halfmoon.storage.folder_writer import Unwritable
 from halfmoon.storage.run_folder import RunFolder
 
 
@@ -86,3 +92,32 @@ def card(
         window=preparation(config).window,
         temperature=temperature,
     )
+
+
+SPLIT, HOLDINGS = "split.parquet", "split.json"
+
+
+def save(path: Path, split: Split, data: Source) -> None:
+    """Write the split and what it holds; the parquet last, as a run that goes on looks for it."""
+    counts = portrait(split, data.train.labels, data.classes)
+    try:
+        atomic_io.replace(path / HOLDINGS, (json.dumps(counts) + "\n").encode())
+    except OSError as error:
+        raise Unwritable(
+            f"{path}: {HOLDINGS} cannot be written ({atomic_io.reason(error)}). "
+            f"First mend that, then go on with: {shlex.join(['halfmoon', 'resume', str(path)])}"
+        ) from error
+    split.save(path / SPLIT)
+
+
+def note(path: Path) -> None:
+    """Write down the checksums of a split, where a kill has left it without them."""
+    if SPLIT in integrity.sums(path):
+        return
+    try:
+        integrity.note_files(path, HOLDINGS, SPLIT)
+    except OSError as error:
+        raise Unwritable(
+            f"{path}: {integrity.SUMS} cannot be written ({atomic_io.reason(error)}). "
+            f"First mend that, then go on with: {shlex.join(['halfmoon', 'resume', str(path)])}"
+        ) from error

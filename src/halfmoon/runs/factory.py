@@ -41,7 +41,7 @@ from halfmoon.models import registry as networks
 from halfmoon.models.efficientnet import MEAN, STD
 from halfmoon.models.feature_head import FirstView, on_features
 from halfmoon.models.finetuned import finetuned, slower
-from halfmoon.models.normalize import Normalize
+from halfmoon.models.network import Normalize
 from halfmoon.models.weights import read as read_weights
 from halfmoon.runs.features import cached_views, features
 

@@ -19,12 +19,11 @@ from torch import Tensor
 from halfmoon.core import rng
 from halfmoon.core.user_cache import trim
 from halfmoon.data.views import Plain, View
-from halfmoon.engine.allocator import keep_memory
 from halfmoon.engine.evaluation import Examples
 from halfmoon.engine.sampling import Views
 from halfmoon.models.feature_head import FeatureHead
-from halfmoon.models.normalize import Normalize
-from halfmoon.runs.pools import processors
+from halfmoon.models.network import Normalize
+from halfmoon.runs.pools import keep_memory, processors
 
 CHUNK = 32
 """Images that pass the backbone together: more do not fit a processor's cache."""

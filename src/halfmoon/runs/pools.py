@@ -5,6 +5,7 @@ as the run would alone; results come in the order of the cohort. So a run does n
 are. They hold no state of it: the memory of a client travels with it.
 """
 
+import ctypes
 import io
 import os
 import pickle
@@ -28,8 +29,27 @@ import torch
 from torch import Tensor
 
 from halfmoon.core.errors import UserError
-from halfmoon.engine.allocator import keep_memory
-from halfmoon.engine.spread import Item, Result
+from halfmoon.engine.evaluation import Item, Result
+
+M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # names and numbers of glibc's malloc.h
+LARGEST = 2**30
+
+
+def keep_memory() -> bool:
+    """Let glibc keep freed memory up to 1 GiB a piece; return whether it does (elsewhere than on Linux with glibc: no).
+
+    By default it maps every tensor of more than some MiB afresh and unmaps it when it is freed, so that each step of a
+    network pays for the same pages, zeroed by the kernel, again. Kept, they cost once; the process then holds on to the
+    most it has ever used. Affects speed and resident memory of the whole process, never a result; may be called again.
+    """
+    if not sys.platform.startswith("linux"):
+        return False
+    try:
+        mallopt = ctypes.CDLL(None).mallopt
+    except (OSError, AttributeError):  # another C library
+        return False
+    mallopt.argtypes, mallopt.restype = (ctypes.c_int, ctypes.c_int), ctypes.c_int
+    return mallopt(M_MMAP_THRESHOLD, LARGEST) == 1 and mallopt(M_TRIM_THRESHOLD, 2**31 - 1) == 1
 
 
 class Answer(NamedTuple):
@@ -115,7 +135,7 @@ def terminate(pool: ProcessPoolExecutor) -> None:
 
 
 class Pool(ABC):
-    """A `halfmoon.engine.spread.Spread` of at most `number` processes, which are started with the first items."""
+    """A `halfmoon.engine.evaluation.Spread` of at most `number` processes, which are started with the first items."""
 
     broken: type[BaseException] = BrokenProcessPool
     """Raised by a future whose process has ended."""

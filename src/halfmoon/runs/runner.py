@@ -13,16 +13,16 @@ from halfmoon.core.errors import UserError
 from halfmoon.core.tree import Tree
 from halfmoon.data import Split
 from halfmoon.engine import evaluation
-from halfmoon.engine.allocator import keep_memory
+from halfmoon.engine.evaluation import Spread
 from halfmoon.engine.local_clients import FederatedDataset, Training
 from halfmoon.engine.loop import Experiment, Row, play
 from halfmoon.engine.runtime import RuntimeSettings
 from halfmoon.engine.simulation import Simulation
-from halfmoon.engine.spread import Spread
 from halfmoon.methods import registry
 from halfmoon.models.finetuned import told
 from halfmoon.report.run_reader import ended
-from halfmoon.runs import assembly, checks, factory, outside, split_files, workers
+from halfmoon.runs import assembly, checks, factory, outside, workers
+from halfmoon.runs.assembly import SPLIT
 from halfmoon.runs.budgets import budget, evaluation_interval, largest_of
 from halfmoon.runs.callbacks import NULL_CALLBACK, Callback, RunInfo, guarded, told_of
 from halfmoon.runs.factory import (
@@ -43,8 +43,8 @@ from halfmoon.runs.jobs import COMPARISON, Job, parsed, render
 from halfmoon.runs.jobs import parse as jobs_of
 from halfmoon.runs.outcome import CSV, CURVES, MARKDOWN, RunResult, resuming, show
 from halfmoon.runs.parallel import Unit, side_by_side
+from halfmoon.runs.pools import keep_memory
 from halfmoon.runs.seeds import Seat, check_together, in_lockstep, needs_seeds, units_of
-from halfmoon.runs.split_files import SPLIT
 from halfmoon.runs.starts import backbone, sentence, spent, starts_of
 from halfmoon.storage import atomic_io, integrity
 from halfmoon.storage.folder_writer import CONFIG
@@ -201,8 +201,8 @@ def portray(config: Config, path: Path) -> Row:
     data = source(config)
     split = split_of(config, data)
     with _folder(path, config) as folder:
-        split_files.save(path, split, data)
-        split_files.note(path)
+        assembly.save(path, split, data)
+        assembly.note(path)
         summary = {
             **assembly.names(config, {"setting": config.setting}),
             "classes": list(data.classes),
@@ -325,8 +325,8 @@ def _play(root: Path, job: Job, shared: Problem | None, watch: Callback, seat: S
         for warning in [*(loaded.warnings if loaded else []), *([folder.remark] if folder.remark else [])]:
             watch.say(warning)
         if not (path / SPLIT).exists():
-            split_files.save(path, shared.split, shared.source)
-        split_files.note(path)
+            assembly.save(path, shared.split, shared.source)
+        assembly.note(path)
         run = RunInfo(path, config, entry.title, loaded.round if loaded else 0)
         watch.begin(run)
         training = workers.working(config) if seat is None or executor(config) == "loop" else nullcontext(seat.spread)

@@ -8,8 +8,8 @@ from typing import NamedTuple, TypeVar
 from halfmoon.config.schema import Config, text
 from halfmoon.core.errors import UserError
 from halfmoon.data import Split
+from halfmoon.engine.evaluation import Spread
 from halfmoon.engine.lockstep import lockstep
-from halfmoon.engine.spread import Spread
 from halfmoon.runs.factory import Problem, computing, executor, problem, split_of, threads, together
 
 Value = TypeVar("Value")

@@ -152,7 +152,7 @@ def problem(own: FolderFeatures, labels: np.ndarray, names: Sequence[str]) -> He
     """
     numbers, mine = np.unique(labels[own.rows], return_inverse=True)
     mine = mine - int(numbers[0] < 0)
-    classes = tuple(names[number] for number in numbers if number >= 0)
+    classes = tuple(names[int(number)] for number in numbers if number >= 0)
     if len(classes) < 2:
         raise UserError("The images that can be read have labels of fewer than two classes: label more of them.")
     contents = replace(own.contents, classes=classes, labels=mine)

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from halfmoon.core.errors import UserError
 from halfmoon.runs.callbacks import NULL_CALLBACK, Callback
-from halfmoon.runs.ray_workers import installed, join
+from halfmoon.runs.workers import installed, join
 from halfmoon.sweeps.engines import TRIES, Done, Note, SweepTask, Unit, play_unit, units
 
 

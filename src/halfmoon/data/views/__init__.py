@@ -17,7 +17,7 @@ from halfmoon.core.errors import UserError
 from halfmoon.data.views.operations import operate
 from halfmoon.data.views.pools import FEDDURE, IDENTITY, NAMES, SEMIFL, Pool, fedloke
 from halfmoon.data.views.tables import box, crop_map, gray_box_, move
-from halfmoon.models.normalize import Normalize
+from halfmoon.models.network import Normalize
 
 Drawn = dict[str, Tensor]
 Shape = tuple[int, int, int]

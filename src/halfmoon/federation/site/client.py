@@ -40,8 +40,15 @@ from halfmoon.federation.protocol.tree_spec import spec_of
 from halfmoon.federation.site import consent, secure_sum
 from halfmoon.federation.site.consent import ANY, Consent
 from halfmoon.federation.site.downlink_spec import DownlinkSpec
-from halfmoon.federation.site.memory import Memory, round_key, settle
-from halfmoon.federation.site.runtime import SiteImages, SiteRuntime, agreed_downlinks, check_version
+from halfmoon.federation.site.runtime import (
+    Memory,
+    SiteImages,
+    SiteRuntime,
+    agreed_downlinks,
+    check_version,
+    round_key,
+    settle,
+)
 from halfmoon.federation.site.site_keys import KeyFiles, KnownSites
 from halfmoon.runs.factory import computing, site_threads
 from halfmoon.runs.model_card import Card

@@ -10,7 +10,7 @@ from torch import Tensor
 from halfmoon.api.requirements import SUM, Requirements
 from halfmoon.api.types import Batch, ClientUpdate, Local, Needs, Passes, Pseudo, Task
 from halfmoon.core import padding, tree
-from halfmoon.core.losses import cross_entropy
+from halfmoon.core.autodiff import cross_entropy
 from halfmoon.core.optim import Number, at_most_one, exp
 from halfmoon.core.tree import Tree, leaves
 from halfmoon.models import forward

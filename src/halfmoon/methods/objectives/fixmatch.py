@@ -6,7 +6,7 @@ from typing import Literal
 from torch import Tensor
 
 from halfmoon.api.types import Batch, Task
-from halfmoon.core.losses import cross_entropy
+from halfmoon.core.autodiff import cross_entropy
 from halfmoon.core.padding import mean
 from halfmoon.core.tree import Tree
 from halfmoon.methods.objectives.base import NOTHING, FedAvgRow, Objective, Ramp, StepResult, ramped, supervised

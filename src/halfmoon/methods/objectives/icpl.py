@@ -9,7 +9,7 @@ from torch import Tensor
 
 from halfmoon.api.types import Batch, Local, Needs, Passes, Pseudo, Task
 from halfmoon.core import padding, rng, tree
-from halfmoon.core.losses import cross_entropy
+from halfmoon.core.autodiff import cross_entropy
 from halfmoon.core.tree import Tree
 from halfmoon.methods.objectives.base import NOTHING, Objective, StepResult, supervised
 from halfmoon.methods.objectives.mixing import one_hot

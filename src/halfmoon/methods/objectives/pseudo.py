@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from torch import Tensor
 
 from halfmoon.api.types import Batch, Needs, Passes, Task
-from halfmoon.core.losses import cross_entropy
+from halfmoon.core.autodiff import cross_entropy
 from halfmoon.core.padding import mean
 from halfmoon.core.tree import Tree
 from halfmoon.methods.objectives.base import (

@@ -13,7 +13,7 @@ from halfmoon.core.errors import UserError
 from halfmoon.core.tree import Tree
 from halfmoon.data.images import pad_to, pool
 from halfmoon.models import Network
-from halfmoon.models.normalize import Normalize
+from halfmoon.models.network import Normalize
 from halfmoon.runs.model_card import Card
 from halfmoon.storage import atomic_io
 from halfmoon.storage.run_folder import MODEL, RUN, SUMMARY

@@ -1,17 +1,21 @@
 """What changes who may come in: a new folder, a site more or less, other keys. Each says what has to be done then."""
 
 import re
+import shlex
+import socket
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
+from functools import cache
 from ipaddress import ip_address
 from pathlib import Path
 from typing import Any
 
+from jinja2 import Environment, PackageLoader, StrictUndefined
+
 from halfmoon.config.schema import NAME
 from halfmoon.core.errors import UserError, nearest
-from halfmoon.sites.keys import certificates, paths, texts
-from halfmoon.sites.keys.changes import File, change, make
+from halfmoon.sites.keys import certificates, paths
 from halfmoon.sites.keys.key_folder import (
     DAYS,
     HERE,
@@ -22,14 +26,74 @@ from halfmoon.sites.keys.key_folder import (
     REPLACED,
     THERE,
     Access,
+    File,
     Record,
     Refused,
     SiteKeys,
+    change,
     guarded,
     left,
+    make,
     reading,
 )
+from halfmoon.sites.keys.paths import CA, CERTIFICATE, KEY, LOGS, PROXY, SITE_KEYS, SUPERLINK
 from halfmoon.storage import atomic_io, toml
+
+_NGINX = {"body": "6m", "connections": 16384, "files": 32768, "backlog": 4096, "handshake": 5}
+"""nginx's limits: a body (Flower sends 5 MiB and a few hundred bytes), connections of a worker, open files, connections
+in its queue, and seconds for TLS and a header."""
+
+HALF_OPEN = 256
+"""New connections of one address that a firewall in front of the proxy lets through at once."""
+
+_UNSAFE = re.compile(r'["\\$\x00-\x1f\x7f]')
+
+
+def proxy(folder: Path, record: Record) -> str:
+    """Return nginx's configuration, which lets sites through to the SuperLink alone; raise UserError."""
+    if _UNSAFE.search(str(folder)):
+        raise UserError(
+            f"{str(folder)!r} cannot stand in nginx's configuration: choose a path without quotes, \\ and $."
+        )
+    files = {"ca": folder / CA, "certificate": folder / CERTIFICATE, "key": folder / KEY, "logs": folder / LOGS}
+    return _render(PROXY, **_NGINX, **files, record=record, nginx=nginx(folder), ipv6=speaks_ipv6())
+
+
+def nginx(folder: Path) -> str:
+    """Return the command that starts nginx; with other words behind, it sends nginx a signal."""
+    return f"nginx -c {shlex.quote(str(folder / PROXY))}"
+
+
+def superlink(folder: Path, record: Record) -> str:
+    paths = {"folder": folder, "ca": folder / CA, "certificate": folder / CERTIFICATE, "key": folder / KEY}
+    quoted = {name: shlex.quote(str(path)) for name, path in paths.items()}
+    return _render(SUPERLINK, **quoted, record=record, nginx=nginx(folder), half_open=HALF_OPEN)
+
+
+def join(name: str, record: Record, here: bool) -> str:
+    return _render("join.txt", name=name, key=f"{name}.key", record=record, site_keys=SITE_KEYS, here=here)
+
+
+@cache
+def _environment() -> Environment:
+    loader = PackageLoader("halfmoon.sites.keys")
+    return Environment(
+        loader=loader, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True
+    )
+
+
+def _render(template: str, **values: Any) -> str:
+    return _environment().get_template(template).render(**values)
+
+
+def speaks_ipv6() -> bool:
+    """Return whether this machine speaks IPv6: if not, nginx would not start with an address of it."""
+    try:
+        socket.socket(socket.AF_INET6).close()
+    except OSError:
+        return False
+    return True
+
 
 LONGEST_KEY = 2**16
 """Bytes of a public key's file at most."""
@@ -75,8 +139,8 @@ def init(
         paths.CA_KEY: File(authority.key, private=True),
         paths.CA: File(authority.certificate),
         **_server(pair),
-        paths.PROXY: File(texts.proxy(folder, record).encode()),
-        paths.SUPERLINK: File(texts.superlink(folder, record).encode()),
+        paths.PROXY: File(proxy(folder, record).encode()),
+        paths.SUPERLINK: File(superlink(folder, record).encode()),
         f"{paths.LOGS}/README": File(b"nginx writes its logs here.\n"),
     }
     for name in sites:
@@ -136,7 +200,7 @@ def renew(
         pair = certificates.server(issuer, record.hosts, record.days, now)
         files |= _server(pair)
         for name, site in record.sites.items() if hosts else ():
-            files[paths.join(name)] = File(texts.join(name, record, site.made == HERE).encode())
+            files[paths.join(name)] = File(join(name, record, site.made == HERE).encode())
         record = replace(
             record, authority=certificates.seal(issuer.certificate), certificate=certificates.seal(pair.certificate)
         )
@@ -243,7 +307,7 @@ def _with_site(
     files |= {
         paths.public(name): File(line),
         paths.authority(name): File(ca),
-        paths.join(name): File(texts.join(name, record, here).encode()),
+        paths.join(name): File(join(name, record, here).encode()),
     }
     return record, files
 
@@ -319,7 +383,7 @@ def _renewed(folder: Path, record: Record, ca: bool, moved: bool) -> tuple[str, 
         steps.append(
             f"Hand {folder / paths.CA} to every site ({names}): none gets in with the old one. Their keys stay."
         )
-    steps.append(f"Start halfmoon serve again, and let nginx read the certificate: {texts.nginx(folder)} -s reload.")
+    steps.append(f"Start halfmoon serve again, and let nginx read the certificate: {nginx(folder)} -s reload.")
     if moved and names:
         steps.append(f"Tell the sites ({names}) that they now join --server {record.address}, as each join.txt says.")
     elif not ca:
