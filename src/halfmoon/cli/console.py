@@ -110,11 +110,9 @@ class Quiet:
         return None
 
     def begin(self, run: RunInfo) -> None:
-        """A method begins."""
         self.played.append(Progress(run.folder, run.title, run.rounds, run.first, self.clock()))
 
     def round(self, run: RunInfo, row: Row) -> None:
-        """A round is over."""
         self.of(run).add(row)
 
     def end(self, run: RunInfo, summary: Row) -> None:
@@ -125,11 +123,9 @@ class Quiet:
             self.say(f"{run.title}: {summary['ended']}")
 
     def say(self, words: str) -> None:
-        """Print a sentence."""
         say(self.console, f"halfmoon: {words}")
 
     def of(self, run: RunInfo) -> Progress:
-        """Return how far a run is; several may be played at once."""
         return next(each for each in reversed(self.played) if each.folder == run.folder)
 
     def all_left(self) -> float | None:
@@ -216,7 +212,6 @@ class Rows(Quiet):
         return table
 
     def _cells(self, each: Progress) -> dict[str, str]:
-        """Return what a row says, by column, in their order."""
         left = f"{duration(each.left(self.clock()))} left" if each.took is None else duration(each.took)
         values = {BAR: " " * BAR_WIDTH, "round": f"{each.done}/{each.rounds}", "accuracy": percent(each.accuracy)}
         values |= {"pseudo-labels": percent(each.pseudo), "confident": percent(each.confident)}
@@ -244,7 +239,6 @@ def fitting(cells: Sequence[Mapping[str, str]], width: int) -> tuple[set[str], i
 
 
 def watcher(console: Console, json: bool = False, rows: int = 0, after: float = 0.0) -> Watcher:
-    """Return what shows `rows` runs, and counts the seconds of what comes `after` them."""
     terminal = console.is_terminal and not console.is_dumb_terminal
     return (Rows if terminal else Quiet if json else Lines)(console, rows=rows, after=after)
 
@@ -264,7 +258,6 @@ def line(progress: Progress, now: float) -> str:
 
 
 def percent(share: float | None) -> str:
-    """Return a share of 0 to 1 as a percentage with one decimal, `-` for none."""
     return "-" if share is None else f"{100 * share:.1f} %"
 
 

@@ -118,7 +118,6 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _end(error: BaseException) -> tuple[str, int] | None:
-    """Return the sentence and the exit code of an error, None for a mistake of the program."""
     if isinstance(error, Stopped):
         return str(error), error.code
     if isinstance(error, UserError):
@@ -160,7 +159,6 @@ def _main(words: list[str]) -> int:
 
 
 def _parser(full: bool) -> tuple[Parser, Mapping[str, argparse.ArgumentParser]]:
-    """Return the parser, and those of the commands; with `full` their help shows every option."""
     parser = Parser(prog="halfmoon", description=metadata.metadata("halfmoon")["Summary"], allow_abbrev=False)
     parser.add_argument("--version", action="version", version=f"halfmoon {metadata.version('halfmoon')}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", parser_class=Parser)
@@ -232,7 +230,6 @@ def _run(args: argparse.Namespace) -> int:
 
 
 def _play_plan(args: argparse.Namespace, plan: Plan) -> int:
-    """Show a plan for images of one's own, and play it."""
     if args.plan or not args.json:
         own.show_plan(plan, args.json)
     if args.plan:
@@ -250,7 +247,6 @@ def _play_plan(args: argparse.Namespace, plan: Plan) -> int:
 
 
 def _note(config: Config, requested: Mapping[str, Any]) -> None:
-    """Write to stderr that the method is centralized, and what a protocol no longer sets."""
     from halfmoon.methods import registry
 
     if registry.entry(config.method).pooled:

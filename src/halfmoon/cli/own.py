@@ -165,7 +165,6 @@ def _filled(requested: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _of_federation(folders: Sequence[Path], table: Mapping[str, Any], file: Path) -> list[Path]:
-    """Return the folders of a federation's sites; raise `UserError` for one that is called as none of them."""
     names = [str(each) for each in table.get("sites", ())]
     if len(folders) == 1 and folders[0].resolve().name not in names:
         missing = [name for name in names if not (folders[0] / name).is_dir()]

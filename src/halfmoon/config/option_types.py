@@ -47,7 +47,6 @@ def _adapter(kind: Any) -> TypeAdapter[Any]:
 
 
 def members(kind: Any) -> tuple[Any, ...]:
-    """Return the types of a union, or the one type."""
     return get_args(kind) if get_origin(kind) in (Union, UnionType) else (kind,)
 
 

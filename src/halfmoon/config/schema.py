@@ -66,7 +66,6 @@ AMOUNTS = ("labels_per_class", "label_ratio", "labels")
 
 
 def names_of(*parts: type) -> tuple[str, ...]:
-    """Return the names of the options of sections of a configuration."""
     return tuple(each.name for part in parts for each in fields(part))
 
 
@@ -131,7 +130,6 @@ class Config(
 
 
 def _typed(said: str, name: str, value: Any) -> Any:
-    """Return an option's value in its type; raise UserError where it is none, or names a part that nobody has."""
     value = typed(said, kinds()[name], value)
     known, kind = _PARTS.get(name, ((), "network"))
     if known and value not in known and not plugins.foreign(value, kind):
@@ -154,7 +152,6 @@ def _declared() -> Mapping[str, tuple[Any, ...]]:
 
 @remembered
 def kinds() -> Mapping[str, Any]:
-    """Return the type of every option but `options`."""
     return {name: said[0] for name, said in _declared().items() if name != "options"}
 
 
@@ -263,7 +260,6 @@ def merge(values: Mapping[str, Any], flags: Mapping[str, Any], file: Path | str 
 
 
 def _clients(given: Mapping[str, Any]) -> int:
-    """Return how many clients a run has: those of its saved split where it has one."""
     split = given.get("split")
     if split is None or not split.is_file():
         return given.get("clients", Config.clients)
@@ -384,7 +380,6 @@ def guarding(config: Config) -> dict[str, Any]:
 
 
 def _unsaved(config: Config) -> set[str]:
-    """Return the options that a run's file leaves out: where it lies, and what a saved split decides."""
     return {"run_dir", *(SCENARIO if config.split is not None else ())}
 
 
@@ -395,7 +390,6 @@ def free_folder(config: Config, word: str) -> Path:
 
 
 def parse(name: str, words: str) -> Any:
-    """Return the value that an option of this name has on the command line; raise UserError where it is none."""
     return parsed(f"--{_flag(name)}", kinds()[name], words)
 
 

@@ -143,7 +143,6 @@ class _Program(NamedTuple):
     size: int
 
     def below(self, leaf: Tensor) -> Tensor:
-        """Return the tensor (K, ...) under a client's."""
         if not is_batchedtensor(leaf):
             return leaf.expand(self.size, *leaf.shape)
         return get_unwrapped(leaf).movedim(maybe_get_bdim(leaf), 0)
@@ -154,7 +153,6 @@ class _Program(NamedTuple):
             return _marked(tree.map(self.below, params))
 
     def tree(self, below: Tree) -> Tree:
-        """Return what each client sees of tensors (K, ...)."""
         return tree.map(lambda leaf: _add_batch_dim(leaf, 0, self.level), below)
 
     def gradient(
@@ -184,7 +182,6 @@ def _marked(params: Tree) -> Tree:
 def _gradient(
     outputs: tuple[Tensor, ...], marked: Tree, cotangents: tuple[Any, ...] | None, again: bool = False
 ) -> Tree:
-    """Return the gradient in the marked leaves, zeros for those that no output depends on."""
     flat = list(tree.leaves(marked))
     known = [k for k, each in enumerate(outputs) if each.requires_grad]
     if not known:

@@ -102,7 +102,6 @@ def check_portable(name: str) -> None:
 
 
 def _bounded(value: Any) -> bool:
-    """Return whether every number, word and list of a configuration is within the bounds."""
     if isinstance(value, dict):
         value = [each for pair in cast(dict[str, Any], value).items() for each in pair]
     if isinstance(value, list):
@@ -165,7 +164,6 @@ def anchored(name: str, place: Path) -> str:
 
 @cache
 def _fetched(name: str) -> Path:
-    """Return the local copy of a model of the Hugging Face hub."""
     version(f"transformers:{name}")
     hub: Any = importlib.import_module("huggingface_hub")
     try:

@@ -58,7 +58,6 @@ def announced(kind: Kind) -> dict[str, metadata.EntryPoint]:
 
 
 def foreign(name: str, kind: Kind) -> bool:
-    """Return whether a name means a part from outside: of a module, of a package, or one that was registered."""
     if kind == "network" and hubs.package(name):
         return True
     return (kind, name) in _REGISTERED or bool(SPEC.fullmatch(name)) or name in announced(kind)
@@ -145,7 +144,6 @@ def check_method(name: str, method: Any) -> None:
 
 
 def said(kind: type, name: str) -> Any:
-    """Return what a class says of itself, None where nothing; a field is an option, and says nothing."""
     return None if name in {each.name for each in fields(kind)} else getattr(kind, name, None)
 
 

@@ -20,7 +20,6 @@ def tensor_of(array: np.ndarray[Any, Any]) -> Tensor:
 
 
 def euclidean(values: Tensor, dim: int | None = None) -> Tensor:
-    """Return the Euclidean norm of all values (), or along a dimension."""
     return cast(Tensor, torch.linalg.vector_norm(values, dim=dim))  # pyright: ignore[reportUnknownMemberType]
 
 

@@ -59,7 +59,6 @@ def leaves_as(like: Tree, tree: Tree) -> Iterator[Tensor]:
 
 
 def rebuilt(like: Tree, leaves: Iterator[Tensor]) -> Tree:
-    """Return a tree of the shape of `like` with other leaves, in the order of `leaves`."""
     return map(lambda _: next(leaves), like)
 
 
@@ -109,7 +108,6 @@ def zeros_like(tree: Tree) -> Tree:
 
 
 def select(condition: Tensor, new: Tree, old: Tree) -> Tree:
-    """Return `new` where the scalar `condition` holds, `old` elsewhere."""
     return map(lambda a, b: torch.where(condition, a, b), new, old)
 
 

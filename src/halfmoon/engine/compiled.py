@@ -110,7 +110,6 @@ class Program(NamedTuple):
 def _taken(
     client_update: ClientUpdate, together: bool, down: Tree, each: Tree, carry: Tree, batch: Batch
 ) -> tuple[Tree, StepMetrics]:
-    """Return what a step makes of one client or, `together`, of K at once."""
     if not together:
         return client_update.step(down, carry, batch)
 
@@ -268,7 +267,6 @@ def check(device: torch.device) -> None:
 
 
 def _shape(value: Any) -> Any:
-    """Return the keys of nested dicts and tuples, with the shapes, types and devices of their leaves."""
     if isinstance(value, Tensor):
         return value.shape, value.dtype, value.device
     if isinstance(value, dict):
@@ -277,5 +275,4 @@ def _shape(value: Any) -> Any:
 
 
 def _sorted(tree: Tree) -> Tree:
-    """Return a tree with sorted keys, as those of what comes from a file are."""
     return {key: _sorted(tree[key]) if isinstance(tree[key], dict) else tree[key] for key in sorted(tree)}

@@ -335,7 +335,6 @@ def _swept(context: ClientContext, client: int, data: Local) -> Local:
 
 
 def _one(batch: Batch) -> Batch:
-    """Return the batch of the only client."""
     parts: list[Any] = [leaf[0] if isinstance(leaf, Tensor) else tree.index(leaf, 0) for leaf in batch[:8]]
     return Batch(*parts)
 
@@ -350,7 +349,6 @@ def _kept(client_update: ClientUpdate, carry: Tree, padded: Local, k: int) -> Te
 
 
 def _local(padded: Local, k: int) -> Local:
-    """Return what the k-th of several clients holds, with the rows that fill it up."""
     views, real = tree.index(padded.views, k), tree.index(padded.real, k)
     return Local(*(leaf[k] for leaf in padded[:5]), views=views, real=real)
 

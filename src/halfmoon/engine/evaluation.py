@@ -119,7 +119,6 @@ def _counted(
 def scores(
     network: Network, model: Tree, normalize: Normalize, test: Examples, batch: int = 1000
 ) -> dict[str, float | list[float]]:
-    """Return {"accuracy", "loss", "per_class"} of `model` under its tracked statistics."""
     return tally(network, model, normalize, test, batch).row()
 
 
@@ -139,7 +138,6 @@ def mean_prediction(
 
 @torch.no_grad()
 def _predicted(network: Network, model: Tree, normalize: Normalize, images: Tensor) -> Tensor:
-    """Return the sum of the class probabilities (classes,) of some images."""
     params = tree.channels_last(model["params"])
     return network.exact.predict(params, model["stats"], normalize(images)).double().softmax(-1).sum(0)
 

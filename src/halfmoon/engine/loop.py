@@ -126,7 +126,6 @@ def _round(experiment: Experiment, number: int, state: _State) -> Tree:
 
 
 def _follow(experiment: Experiment, number: int, server: Tree, average: Tree) -> Tree:
-    """Return the average of the server's models after round `number`; {} where none is wanted."""
     if not experiment.ema:
         return {}
     model = experiment.method.solution(experiment.task, server)
@@ -200,7 +199,6 @@ def _best(
 def _start(
     experiment: Experiment, folder: RunFolder, loaded: Loaded | None, device: torch.device
 ) -> tuple[_State, int]:
-    """Return what the rounds start from, and the first round: from the newest sound checkpoint, or from nothing."""
     if loaded is None:
         model, given = initial_model(experiment.task, experiment.seed, device), experiment.backbone
         if given:
@@ -215,7 +213,6 @@ def _start(
 
 
 def _check(folder: RunFolder, loaded: Loaded) -> None:
-    """Raise UserError where a checkpoint, or a row of metrics before it, lacks what the end of a run needs of it."""
     cost: Any = loaded.meta.get("cost")
     counted = (
         isinstance(cost, dict)
@@ -236,7 +233,6 @@ def _check(folder: RunFolder, loaded: Loaded) -> None:
 
 
 def _is_round(row: Row, number: int) -> bool:
-    """Return whether a row of metrics has what the end of a run needs of it."""
     told: list[Any] = [row.get("test", {"accuracy": 0.0}), row.get("validation", {"accuracy": 0.0, "loss": 0.0})]
     said = all(isinstance(each, dict) and type(cast(Row, each).get("accuracy")) is float for each in told)
     loss = said and type(told[1].get("loss")) is float
@@ -250,7 +246,6 @@ def _save(folder: RunFolder, number: int, state: _State, runtime: ServerRuntime,
 
 
 def _row(number: int, report: Report) -> Row:
-    """Return the line of one round; a sample becomes its mean and, where it varies, its spread."""
     train: Row = {}
     for name, each in report.samples.items():
         total, squares, count = (float(value) for value in each)
@@ -270,7 +265,6 @@ def _row(number: int, report: Report) -> Row:
 
 
 def _result(rows: list[Row], seen: Sequence[_Validated]) -> Row:
-    """Return the last and best accuracy of test and pseudo-labels, and the last row's cost and aggregators."""
     tested = [(row["test"]["accuracy"], row["round"]) for row in rows if "test" in row]
     said = {"measured": measured(rows), "cost": rows[-1]["cost"], "aggregation": rows[-1].get("aggregation")}
     if not tested:

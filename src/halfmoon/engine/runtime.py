@@ -142,7 +142,6 @@ class ServerRuntime(ABC):
         """Have the model tested with the next query, where clients have test or validation images of their own."""
 
     def conclude(self, model: Tree) -> tuple[Row | None, Row | None]:
-        """Return what the last model does on clients' test and validation images; None where none chooses."""
         return None, None
 
     @abstractmethod
@@ -244,7 +243,6 @@ class ServerRuntime(ABC):
         return Report(cohort, self._samples, quality, self.cost.row(), aggregator=said or None)
 
     def state(self) -> Tree:
-        """Return a copy of all that is remembered here; a checkpoint commits the store instead."""
         return {"state": contents(self.state_store)}
 
     def restore(self, clients: Contents, cost: dict[str, int]) -> None:
@@ -252,7 +250,6 @@ class ServerRuntime(ABC):
         self.cost = Cost(**cost)
 
     def _ask(self, client_update: ClientUpdate, clients: Sequence[int], down: Tree, each: Tree) -> Visited:
-        """Visit clients (or the server), count what it takes, and yield what comes of it."""
         rows = images_a_call(self.device)
         context = ClientContext(client_update, self.views, self.seed, self._round, self._query, rows)
         self._query += 1

@@ -192,7 +192,6 @@ def _drawn(
 
 
 def _mixed(amount: Amount, needs: Needs, concentration: float, seed: int, *path: int | str) -> dict[str, Tensor]:
-    """Return the coefficients ~ Beta(a, a), permutations and quarter turns of every step."""
     steps, images = amount.steps, amount.labeled + len(needs.views) * amount.unlabeled
     g = rng.generator(seed, *path)
     mix = np.random.Generator(np.random.PCG64(rng.number(seed, *path))).beta(concentration, concentration, steps)
@@ -293,7 +292,6 @@ class _Chosen(NamedTuple):
 def _chosen(
     visits: Sequence[DrawnUpdate], steps: range, sizes: list[int], rows: list[Tensor], images: list[Tensor]
 ) -> _Chosen:
-    """Return what `steps` look at, of the `rows` (steps * size,) that each client update takes; empty: of none."""
     span = [_positions(visit, steps, size) for visit, size in zip(visits, sizes, strict=True)]
     chosen = [each[at] if len(each) else each for each, at in zip(rows, span, strict=True)]
     fill = None

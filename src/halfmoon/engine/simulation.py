@@ -97,7 +97,6 @@ class Simulation(ServerRuntime):
         return {**spans(each), "each": each} if each else None
 
     def _leaning(self, model: Tree, per_class: Sequence[float], u: np.ndarray, x: np.ndarray) -> Row | None:
-        """Return what a model leans to beside unlabeled rows `u` and labeled rows `x`, None without the former."""
         if not len(u):
             return None
         if not len(x) and not self.dataset.pooled:
@@ -109,11 +108,9 @@ class Simulation(ServerRuntime):
         return leaning(app_u, self._counts(x), self._counts(u), per_class)
 
     def _cohorts(self, labeled: bool) -> np.ndarray:
-        """Return the training rows of this round's cohort that are labeled, or not."""
         return np.concatenate([self.dataset.rows(k, labeled, self._stage) for k in integers(self.cohort)])
 
     def _counts(self, rows: np.ndarray) -> np.ndarray:
-        """Return how many of the training rows are of each class, (classes,)."""
         labels = self.dataset.train.labels
         held = labels[tensor_of(rows).to(labels.device)]
         return torch.bincount(held[held >= 0], minlength=self.task.network.classes).cpu().numpy()

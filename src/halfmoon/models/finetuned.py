@@ -66,14 +66,12 @@ class FineTuned(Network):
         return self if self.precision == "float32" else replace(self, precision="float32", inner=self.inner.exact)
 
     def _held(self, like: Tensor) -> Tree:
-        """Return the frozen {"params", "stats"} where `like` lies, in its type."""
         place = like.device, like.dtype
         if place not in self._moved:
             self._moved[place] = tree.to(self.frozen, *place)
         return self._moved[place]
 
     def _joined(self, params: Tree) -> tuple[Tree, Tree]:
-        """Return all parameters, and the statistics of the frozen layers."""
         held = self._held(next(tree.leaves(params)))
         return tree.merged(held["params"], params), held["stats"]
 
@@ -193,7 +191,6 @@ def slower(network: Network, params: Iterable[str]) -> frozenset[str]:
 
 
 def _named(network: Network, parameters: Sequence[str], patterns: Sequence[str]) -> set[str]:
-    """Return the parameters that are frozen."""
     found: set[str] = set()
     for pattern in patterns:
         if pattern == BACKBONE:

@@ -144,7 +144,6 @@ def _transformer(name: str, channels: int, classes: int, size: tuple[int, int]) 
 
 
 def _config(name: str, channels: int, classes: int, size: tuple[int, int]) -> Any:
-    """Return the configuration of a name for such images, without any drop-out."""
     facts = json.loads(name.partition(":")[2])
     kind = facts.pop("model_type")
     auto = importlib.import_module("transformers").AutoConfig
@@ -160,7 +159,6 @@ def _config(name: str, channels: int, classes: int, size: tuple[int, int]) -> An
 
 
 def _settled(module: nn.Module) -> nn.Module:
-    """Return the module with all drop-out, of activations and of whole paths, switched off."""
     for layer in module.modules():
         for word in ("p", "drop_prob"):
             if isinstance(layer.__dict__.get(word), float):

@@ -251,7 +251,6 @@ def blank(network: ModuleNetwork) -> nn.Module:
 
 
 def _made(network: ModuleNetwork) -> nn.Module:
-    """Call the factory; raise `UserError` where it fails or gives no module."""
     make = partial(make_named, network.name) if hubs.package(network.factory) else load(network.factory, "network")
     try:
         module = make(channels=network.channels, classes=network.classes, size=network.size)
@@ -270,8 +269,6 @@ def _made(network: ModuleNetwork) -> nn.Module:
 
 
 def _check_layers(module: nn.Module, network: ModuleNetwork) -> None:
-    """Raise `UserError` for a layer that cannot be carried, with the reason."""
-
     def refuse(name: str, layer: object, why: str) -> None:
         raise UserError(f"network {network.factory} cannot be carried: layer {name} ({type(layer).__name__}) {why}.")
 
@@ -346,7 +343,6 @@ def _tried(network: ModuleNetwork) -> str | None:
 
 
 def _logits(out: Any, network: ModuleNetwork) -> Tensor:
-    """Return the logits of what forward returned: a tensor, or something that has logits."""
     if isinstance(out, Tensor):
         return out
     logits = out.get("logits") if isinstance(out, Mapping) else getattr(out, "logits", None)
@@ -367,7 +363,6 @@ def _norms(module: nn.Module) -> dict[str, _NormBase]:
 
 
 def _read(module: nn.Module) -> Tree:
-    """Return the tree {"params", "stats"} of a module's values."""
     params = {_path(name): each.detach().float().clone() for name, each in module.named_parameters()}
     stats = {
         f"{path}/{name}": cast(Tensor, buffer).detach().float().clone()

@@ -85,7 +85,6 @@ class VisionTransformer(Network):
 
 
 def patches(x: Tensor) -> Tensor:
-    """Return the patches (B, N, C * 16) of images (B, C, H, W), row by row."""
     cut = x.unflatten(-1, (-1, PATCH)).unflatten(-3, (-1, PATCH))  # B, C, rows, 4, columns, 4
     return cut.permute(0, 2, 4, 1, 3, 5).flatten(-3).flatten(-3, -2)
 

@@ -97,7 +97,6 @@ def of_head(network: Network, path: str) -> bool:
 
 
 def _placed(network: Network, weights: Weights) -> dict[str, Tensor]:
-    """Return a file's tensors by their place in the network's tree."""
     if any(name.startswith("params/") for name in weights.tensors):
         return dict(weights.tensors)
     named = dict(weights.tensors)

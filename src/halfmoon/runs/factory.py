@@ -133,7 +133,6 @@ def problem(
 
 
 def _steps(methods: Sequence[str], task: Task) -> bool:
-    """Return whether one of the methods takes steps, and so draws views."""
     updates = (each for name in methods for each in registry.make(name).client_updates(task).values())
     return any(each.needs.trains for each in updates)
 
@@ -224,7 +223,6 @@ def preparation(config: DataOptions) -> Preparation:
 
 
 def source(config: Config) -> Source:
-    """Return the images of a configuration, shrunk and padded as it says and as its network needs."""
     return fitted(config, images(config))
 
 
@@ -301,7 +299,6 @@ def examples(images: Images, device: torch.device) -> Examples:
 
 
 def network_name(config: Config) -> str:
-    """Return the name of the network, chosen by the data where the configuration leaves it open."""
     if config.network != "auto":
         return config.network
     return "small" if config.data == "digits" else "resnet9"

@@ -58,7 +58,6 @@ def parse(plan: bytes, root: Path) -> list[Job]:
 
 
 def _inside(folder: Any) -> str:
-    """Return the name of a folder below the comparison's; raise ValueError for any other."""
     parts = Path(folder).parts if isinstance(folder, str) and folder.isprintable() else ("..",)
     if ".." in parts or Path(folder).is_absolute():
         raise ValueError(f"{str(folder)[:40]!r} is no folder in it")

@@ -55,12 +55,10 @@ class Card:
 
     @property
     def shape(self) -> tuple[int, int, int]:
-        """The (height, width, channels) of the images that the model takes."""
         return (*self.taken, self.image[0])
 
     @property
     def options(self) -> dict[str, Any]:
-        """The run's configuration, option by option, as its config.toml has it; {} where it is no TOML."""
         return toml.table(self.config)
 
     def render(self) -> dict[str, str]:
@@ -140,7 +138,6 @@ def _network(said: dict[str, Any], place: Path) -> Network:
 
 
 def _problem(card: Card) -> str:
-    """Return what does not fit together, "" where all does."""
     channels, height, width = card.image
     if channels not in (1, 3) or min(card.image) < 1 or min(card.taken) < 1 or card.shrink < 1:
         return f"images of {card.taken} are shrunk by {card.shrink} to {card.image}"

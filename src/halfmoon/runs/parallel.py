@@ -100,7 +100,6 @@ def _summaries(future: Future[list[Row] | Failed]) -> list[Row]:
 
 
 def _tell(told: Any, known: dict[Path, RunInfo], begun: Mapping[Unit, Any], watch: Callback) -> None:
-    """Pass on what the processes have told since the last look."""
     while True:
         try:
             kind, of, what = told.get_nowait()

@@ -129,7 +129,6 @@ def ready_context(*modules: str) -> BaseContext:
 
 
 def terminate(pool: ProcessPoolExecutor) -> None:
-    """End the processes of a pool, whatever they do."""
     for process in (pool._processes or {}).values():
         process.terminate()
 

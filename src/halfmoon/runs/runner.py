@@ -213,7 +213,6 @@ def portray(config: Config, path: Path) -> Row:
 
 
 def finished(path: Path) -> Row | None:
-    """Return the summary of the finished run in a folder, None where there is none."""
     return integrity.summary(path) if RunFolder.made(path) else None
 
 
@@ -302,7 +301,6 @@ def _played(root: Path, jobs: Sequence[Job], shared: Problem | None, watch: Call
 
 
 def _play_unit(root: Path, jobs: Sequence[Job], shared: Problem | None, unit: Unit, watch: Callback) -> list[Row]:
-    """Play one of the jobs, or several in lockstep, in whichever process this is."""
     config = jobs[unit[0]].config
     if shared is not None and device(config).type == "cpu":
         keep_memory()
@@ -359,7 +357,6 @@ def _finished(path: Path, config: Config) -> bool:
 
 
 def _refuse_taken(root: Path, mark: str, plan: bytes = b"") -> None:
-    """Raise `UserError` where `root` holds a comparison, a run, or anything else."""
     there = atomic_io.read(root / COMPARISON) if root.is_dir() else None
     if there is not None:
         of = "this" if there == plan else "another"

@@ -53,7 +53,6 @@ class _Problems:
 
 
 def needs_seeds(seeds: int) -> None:
-    """Raise UserError where there are too few seeds to be played together."""
     if seeds < 2:
         raise UserError("seeds_together needs two seeds or more: halfmoon compare takes them, --seeds 0 1 2.")
 

@@ -37,12 +37,10 @@ class TensorBoard(NullCallback):
     """
 
     def __init__(self) -> None:
-        """Make ready to write; raise UserError where TensorBoard is not installed."""
         self._open = _writer_type()
         self._writers: dict[Path, SummaryWriter] = {}
 
     def begin(self, run: RunInfo) -> None:
-        """Begin the run's event files with its configuration and the rounds that were played before."""
         if run.folder in self._writers:  # it was stopped, and goes on in the same process
             self._writers.pop(run.folder).close()
         self._writers[run.folder] = _begun(self._open, run.folder)
@@ -63,7 +61,6 @@ class WandB(NullCallback):
     """
 
     def __init__(self) -> None:
-        """Make ready to log; raise UserError where the package is not installed."""
         _package("wandb")
         self._open: dict[Path, Any] = {}
 
@@ -93,7 +90,6 @@ class MLflow(NullCallback):
     """
 
     def __init__(self) -> None:
-        """Make ready to log; raise UserError where the package is not installed."""
         _package("mlflow")
         self._client: Any = None
         self._runs: dict[Path, str] = {}
@@ -189,7 +185,6 @@ def _writer_type() -> type[SummaryWriter]:
 
 
 def _begun(writer_type: type[SummaryWriter], folder: Path) -> SummaryWriter:
-    """Return the writer of a run's new event files, which hold its configuration and the rows of its metrics.jsonl."""
     run = Run.read(folder)
     events = folder / EVENTS
     # Emptied, not removed: a TensorBoard that reads them would wait for them to come back. On the purge it drops

@@ -75,7 +75,6 @@ class RayWorkers(Pool):
         return lambda item: self._answer.remote(self.threads, sys.path, shared, item).future()
 
     def close(self) -> None:
-        """Leave the cluster where this has joined it."""
         if self._joined:
             self._ray.shutdown()
             self._joined = False

@@ -171,7 +171,6 @@ def _version_warning(note: dict[str, Any]) -> list[str]:
 
 
 def _read(folder: Path, round: int) -> tuple[dict[str, Any], Tree, Contents]:
-    """Return what the checkpoint of a round says, its state, and what the clients keep; raise `Damaged`."""
     unparsed = atomic_io.read(folder / f"{stem(round)}.json")
     data = atomic_io.read(folder / f"{stem(round)}.safetensors")
     if unparsed is None:
@@ -195,7 +194,6 @@ def _read(folder: Path, round: int) -> tuple[dict[str, Any], Tree, Contents]:
 
 
 def _checked(note: dict[str, Any], round: int) -> Commit:
-    """Return the mark of a note of that round; raise `Damaged` where a value is missing or of another type."""
     kinds = {"shape": dict, "metrics": int, "metrics_sha256": str, "meta": dict, **dict.fromkeys(versions(), str)}
     wrong = [name for name, kind in kinds.items() if type(note.get(name)) is not kind]
     if wrong or note.get("round") != round or note["metrics"] < 0:

@@ -36,11 +36,9 @@ class FolderWriter:
 
     @property
     def remark(self) -> str:
-        """What there is to say of the folder's lock; nothing where the system keeps it."""
         return "" if self._lock is None else self._lock.remark
 
     def own(self) -> None:
-        """Take the lock, where this process does not have it; raise `Busy` where another one does, or `Unwritable`."""
         if self._lock is None:
             self._lock = _locked(self.path)
 

@@ -139,7 +139,6 @@ def check(folder: Path, *names: str) -> None:
 
 
 def note_files(folder: Path, *names: str) -> None:
-    """Write down the checksums of those of these files that are there; raise OSError as the system does."""
     note(folder, {name: digest for name in names if (digest := digest_of(folder / name))})
 
 

@@ -113,7 +113,6 @@ def verify(folder: Path, mark: Commit) -> Contents:
 
 
 def _lines(path: Path, mark: Commit) -> list[bytes] | None:
-    """Return the lines of a manifest up to a mark, None where they are others."""
     try:
         lines = (atomic_io.read(path) or b"")[: mark.length].splitlines(keepends=True)
     except OSError:

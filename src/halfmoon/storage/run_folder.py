@@ -123,7 +123,6 @@ class RunFolder:
         self.close()
 
     def close(self) -> None:
-        """Free the lock; the folder can still be read."""
         self.writer.close()
 
     @property
@@ -135,11 +134,9 @@ class RunFolder:
         return self.summary() is not None
 
     def summary(self) -> dict[str, Any] | None:
-        """Return what `finish` wrote, None before; raise UserError where it was changed since."""
         return integrity.summary(self.path)
 
     def rows(self) -> list[dict[str, Any]]:
-        """Return the rows of `metrics.jsonl`; a last line that was cut off is left out."""
         return atomic_io.read_rows(self.path / METRICS)
 
     def verified_rows(self) -> list[dict[str, Any]]:

@@ -49,7 +49,6 @@ def map_file(path: Path) -> Tree:
 
 
 def map_tree(path: Path, shape: dict[str, Any]) -> Tree:
-    """Return what has this shape of a file of safetensors, as `map_file` does."""
     with safe_open(path, "pt") as file:
         return _filled({name: file.get_tensor(name) for name in _paths(shape)}, shape)
 

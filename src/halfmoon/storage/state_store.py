@@ -71,7 +71,6 @@ class Store:
         return self._counted[prefix]
 
     def size(self, key: str) -> int:
-        """Return the bytes of an entry, 0 where there is none."""
         return self._sizes.get(key, 0)
 
     def _count(self, key: str, nbytes: int) -> None:
@@ -224,7 +223,6 @@ class StateView:
         self.store.put(self.prefix + key, tree)
 
     def keys(self) -> list[str]:
-        """Return the keys on this state store, without the prefix, in alphabetical order."""
         return [key.removeprefix(self.prefix) for key in self.store.keys(self.prefix)]
 
 

@@ -130,7 +130,6 @@ def options(parser: argparse.ArgumentParser, names: Sequence[str], full: bool = 
 
 
 def requested(args: argparse.Namespace, names: Iterable[str]) -> dict[str, Any]:
-    """Return those of a run's options that were given, in their types; raise UserError where a value is none."""
     matches = {name: vars(args)[name] for name in names if name in vars(args)}
     return {name: settings.parse(name, each) if isinstance(each, str) else each for name, each in matches.items()}
 
@@ -190,7 +189,6 @@ def tracked(parser: argparse.ArgumentParser) -> None:
 
 
 def trackers(args: argparse.Namespace) -> list[Callback]:
-    """Return the trackers that --tracker names; raise `UserError` for one that is not there."""
     from halfmoon.runs.trackers import tracker
 
     return [tracker(name) for name in dict.fromkeys(args.tracker)]
@@ -292,7 +290,6 @@ def progress() -> Callable[[int, int], None]:
 
 
 def whole(flag: str, words: str, least: int, most: int) -> int:
-    """Return the whole number that a flag was given; raise UserError where it is none, or out of its range."""
     if not words.isdecimal() or not least <= int(words) <= most:
         raise UserError(f"{flag} is {words!r}: it must be a whole number from {least} to {most}.")
     return int(words)

@@ -65,7 +65,6 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _contents(values: Mapping[str, Any]) -> Contents | None:
-    """Return what a folder of one's own holds, None for another data set."""
     if not Path(name := values.get("data", Config.data)).is_dir():
         return None
     from halfmoon.sweeps.own_folder import look
@@ -81,7 +80,6 @@ def _image_options(contents: Contents) -> dict[str, Any]:
 
 
 def _holds(contents: Contents | None) -> dict[str, Any]:
-    """Return what a folder of one's own holds, and what `run` would train on, ready for JSON."""
     if contents is None:
         return {}
     rows = [[name, int((contents.labels == k).sum())] for k, name in enumerate(contents.classes)]
@@ -95,7 +93,6 @@ def _of_split(config: Config, path: Path) -> Config:
 
 
 def _facts(config: Config, args: argparse.Namespace) -> dict[str, Any]:
-    """Return what a data set and its split hold, ready for JSON; write the files that are asked for."""
     from halfmoon.data import fit, shrink, summary
     from halfmoon.runs.factory import images, split_of
 
@@ -164,7 +161,6 @@ def show_data(facts: Mapping[str, Any]) -> None:
 
 
 def _split_line(scenario: Mapping[str, Any], split: Mapping[str, Any]) -> str:
-    """Return in a sentence how a split was made and what it holds."""
     counts, setting = split["counts"], scenario.get("setting", "of your own")
     rule = setting
     if "dir" in setting or "fedloke" in setting:

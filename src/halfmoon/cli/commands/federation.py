@@ -113,7 +113,6 @@ def _rotate(args: argparse.Namespace) -> int:
 
 
 def _tell(args: argparse.Namespace, words: str, done: Done) -> int:
-    """Print what was done, its fingerprints, and what is to be done now."""
     from halfmoon.sites.keys import Access
 
     if args.json:
@@ -142,7 +141,6 @@ def _show(args: argparse.Namespace) -> int:
 
 
 def _rows(result: dict[str, Any]) -> list[list[str]]:
-    """Return what is shown of certificates and keys."""
     rows = [
         [f"certificate of the {name}", f"{result[name]['left']} ({result[name]['until']})", result[name]["fingerprint"]]
         for name in ("authority", "server")
@@ -188,7 +186,6 @@ def add_serve(commands: Any) -> None:
 
 
 def _serve(args: argparse.Namespace) -> int:
-    """Serve until the run is finished; return 1 where it cannot go on, 130 where it was interrupted."""
     from halfmoon.federation.flower.launch import MODEL, Halted, finished, lacking, serve
     from halfmoon.federation.flower.processes import interruptible, require_flower
     from halfmoon.federation.server.plan import load
@@ -239,7 +236,6 @@ def _page(args: argparse.Namespace, folder: Path, show: Callable[[str], None]) -
 
 
 def _agreeing(args: argparse.Namespace) -> None:
-    """Raise UserError for a flag that contradicts --access."""
     flags = {"--host": args.host, "--ca": args.ca, "--certificate": args.certificate, "--key": args.key}
     for flag, value in {**flags, "--insecure": args.insecure or None}.items():
         if args.access is not None and value is not None:
@@ -247,7 +243,6 @@ def _agreeing(args: argparse.Namespace) -> None:
 
 
 def _server(args: argparse.Namespace, folder: Path, port: int | None, sites: Sequence[str], restarts: int) -> Server:
-    """Return how the flags say that the federation is served; raise UserError where that cannot be."""
     from halfmoon.federation.flower.launch import Server
     from halfmoon.sites.keys import Access
 

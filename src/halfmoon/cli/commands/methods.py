@@ -87,7 +87,6 @@ def add_check(commands: Any) -> None:
 
 
 def _check(args: argparse.Namespace) -> int:
-    """Say of every promise whether it is kept; return 1 where one is not."""
     from halfmoon.contract import check
 
     show, promises = shower(args.json), []
@@ -107,7 +106,6 @@ def _check(args: argparse.Namespace) -> int:
 
 
 def _options(args: argparse.Namespace) -> dict[str, Any]:
-    """Return the values of --option in the types of the method's options; raise UserError for an unknown one."""
     from halfmoon.methods import registry
 
     known = registry.options(args.method)

@@ -64,7 +64,6 @@ def duration(seconds: float | None) -> str:
 
 
 def _facts(loaded: Recipe) -> dict[str, Any]:
-    """Return what there is to say of a recipe, ready for JSON."""
     from halfmoon.sweeps import grid
 
     return {

@@ -48,7 +48,6 @@ def add_leaderboard(commands: Any) -> None:
 
 
 def _leaderboard(args: argparse.Namespace) -> int:
-    """Write the page, or say whether it is as the results are."""
     from halfmoon.report import leaderboard
     from halfmoon.storage import atomic_io
 

@@ -253,7 +253,6 @@ def _tell(words: str) -> None:
 
 
 def _config(args: argparse.Namespace) -> tuple[Config, int]:
-    """Return the configuration that export's options make, and how many sites there are."""
     if not args.sites.isdecimal() or not int(args.sites):
         raise UserError(f"--sites is {args.sites!r}: it must be a whole number from 1.")
     sites = int(args.sites)
@@ -304,7 +303,6 @@ def join_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def _join(args: argparse.Namespace) -> int:
-    """Take part until interrupted, then return 130; 1 where the people here do not want to."""
     from halfmoon.federation.flower.contact import Address
     from halfmoon.federation.flower.processes import interruptible, require_flower
     from halfmoon.federation.flower.site_process import Declined, Ended, Joining, join
@@ -358,7 +356,6 @@ def _join(args: argparse.Namespace) -> int:
 
 
 def _check_methods(names: Sequence[str]) -> None:
-    """Raise UserError for a name that no method has."""
     if not names:
         return
     from halfmoon.methods import registry  # slow to import: it brings torch
@@ -392,7 +389,6 @@ def terminal() -> Terminal | None:
 
 
 def _terms(args: argparse.Namespace) -> int:
-    """Print the terms."""
     from halfmoon.federation.server.plan import load
 
     terms = load(args.config).terms

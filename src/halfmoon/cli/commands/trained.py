@@ -83,7 +83,6 @@ def _sure(parser: argparse.ArgumentParser) -> None:
 
 
 def _complain_unreadable(unreadable: Sequence[UnreadableImage]) -> int:
-    """Name the images that could not be read, and return the exit code: 1 where there are any."""
     for each in unreadable:
         complain(f"{each.path}: {each.reason}", 1)
     if not unreadable:
@@ -92,21 +91,18 @@ def _complain_unreadable(unreadable: Sequence[UnreadableImage]) -> int:
 
 
 def device_of(args: argparse.Namespace) -> torch.device:
-    """Return the device of --device; raise `UserError` where there is none."""
     from halfmoon.runs.factory import device
 
     return device(settings.Config(device=settings.parse("device", args.device)))
 
 
 def _loaded(args: argparse.Namespace) -> Model:
-    """Return the model of a command on --device; raise `UserError` where there is none."""
     from halfmoon.sites.inference import load_model
 
     return load_model(args.model, device_of(args), args.network)
 
 
 def _predict(args: argparse.Namespace) -> int:
-    """Write the table, and say what is in it and which images could not be read."""
     from halfmoon.sites.inference.image_folder import predict
 
     model = _loaded(args)
@@ -133,7 +129,6 @@ def _predict(args: argparse.Namespace) -> int:
 
 
 def _evaluate(args: argparse.Namespace) -> int:
-    """Measure, print and, with --out, write what was found."""
     from halfmoon.sites.inference.measure import evaluate, write
 
     model = _loaded(args)
@@ -205,7 +200,6 @@ def _review(args: argparse.Namespace) -> int:
 
 
 def _calibrate(args: argparse.Namespace) -> int:
-    """Fit, write the temperature into the model's file, and say what it brings."""
     from halfmoon.sites.inference.measure import calibrate
 
     result = calibrate(args.model, args.folder, str(device_of(args)), args.network)
@@ -226,7 +220,6 @@ def _calibrate(args: argparse.Namespace) -> int:
 
 
 def _export(args: argparse.Namespace) -> int:
-    """Write the files that are asked for, and say how they compare with the model."""
     if args.onnx is None and args.torch is None:
         raise UserError("nothing is to be written: give --onnx FILE, --torch FILE or both.")
     from halfmoon.sites.inference import load_model

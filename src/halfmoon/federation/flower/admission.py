@@ -83,7 +83,6 @@ class Admission:
         self._last_poll = self.now()
 
     def _read(self) -> None:
-        """Read the folder anew where its record has changed; raise UserError where it cannot be read."""
         stamp = self._access.stamp()
         if stamp == self._stamp:
             return

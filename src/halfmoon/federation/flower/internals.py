@@ -85,7 +85,6 @@ PARTS = 16
 
 
 def note(words: str) -> None:
-    """Write a line into this process' log."""
     sys.stderr.write(f"{words}\n")
 
 

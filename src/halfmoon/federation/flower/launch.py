@@ -75,7 +75,6 @@ class Server:
     apps: tuple[str, str] = APPS
 
     def __post_init__(self) -> None:
-        """Refuse what does not fit."""
         files = {"--ca": self.ca, "--certificate": self.certificate, "--key": self.key}
         missing = [flag for flag, path in files.items() if path is None]
         if missing and len(missing) < len(files):
@@ -207,7 +206,6 @@ class _Session:
             self.home.kill()
 
     def _start(self) -> None:
-        """Start a SuperLink and wait until it answers; raise UserError where it does not."""
         address = self.server.address
         if _taken(address):
             raise UserError(f"port {address.port} is taken by another process: end it, or give another --port.")

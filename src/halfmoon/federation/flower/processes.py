@@ -115,7 +115,6 @@ class Home:
         )
 
     def begun(self, script: str) -> bool:
-        """Say whether a process of this script was started since `forget`."""
         return bool(atomic_io.read(lock_of(self.folder, script)))
 
     def forget(self, script: str) -> None:

@@ -90,7 +90,6 @@ class Joining:
     all: bool = False  # whether every option of the terms is shown, not ten lines
 
     def __post_init__(self) -> None:
-        """Refuse what does not fit."""
         if not NAME.fullmatch(self.name):
             raise UserError(
                 f"--name is {self.name!r}: use up to 64 letters, digits, dots, dashes and underscores, of which the "
@@ -204,7 +203,6 @@ class _Member:
         self._connected()
 
     def _run_node(self) -> None:
-        """Start a node and watch it until it dies."""
         log = Tail(self.home.log(SUPERNODE))
         words: list[str] = []
         start = time.monotonic()

@@ -105,7 +105,6 @@ def _digits(value: int) -> str:
 
 
 def numbers(network: Network) -> int:
-    """Return how many numbers a network's parameters and statistics are; none of them is allocated."""
     return tree.size(abstract(network))
 
 

@@ -283,7 +283,6 @@ def _without_trees(kind: type[M], head: dict[str, Any], shape: dict[str, Any]) -
 
 
 def _check(name: str, value: Any) -> None:
-    """Raise Malformed for a text that is too long or cannot be shown, a number out of its range, a long list."""
     if isinstance(value, str):
         # Terms and cards are checked by whoever reads them.
         if name not in ("terms", "card") and not header.printable(value, LONGEST):

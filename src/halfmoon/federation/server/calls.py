@@ -212,7 +212,6 @@ class SiteCalls:
         return limits.weight([spec or {}, limits.evaluation(network.classes) if request.evaluation else {}])
 
     def read(self, site: str, answer: Answer, request: Request, most: int) -> Reply | None:
-        """Return the reply to a request, None where there is none that is usable; no more than `most` is read."""
         result = self._read(site, answer, request, most)
         return None if result is None else result[0]
 
@@ -297,7 +296,6 @@ class SiteCalls:
 
 
 def _serialize(requests: Mapping[str, Request]) -> dict[str, bytes]:
-    """Return requests as bytes; equal ones, as most of a cohort's are, are one object in memory."""
     cache: dict[tuple[object, ...], bytes] = {}
     mail: dict[str, bytes] = {}
     for site, request in requests.items():

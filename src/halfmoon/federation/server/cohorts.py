@@ -144,7 +144,6 @@ class CohortSampler:
         self._failures.clear()
 
     def _order(self, round: int) -> list[int]:
-        """Return all clients in the random order in which they are drawn for a round, or for another attempt at it."""
         clients = len(self.names)
         if self.settings.cohort_secret is not None:
             words = keystream(subkey(self.settings.cohort_secret, "cohort", round, self.attempt), clients)

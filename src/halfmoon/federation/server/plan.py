@@ -55,7 +55,6 @@ class Rules:
                 raise UserError(f"{TABLE}.{name} is {toml.shown(value)}: it must be at least {bound}.")
 
     def quorum(self, cohort: int) -> int:
-        """Return how many of a cohort have to answer; half of them, rounded up, where `min_replies` is None."""
         needed = -(-cohort // 2) if self.min_replies is None else self.min_replies
         return max(1, min(needed, cohort))
 
@@ -150,7 +149,6 @@ def _portable(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _read_table(raw: Mapping[str, Any], path: Path) -> tuple[Table, Rules]:
-    """Return the table with every value of its type."""
     hints = {kind: get_type_hints(kind) for kind in (Table, Rules)}
     options = {**hints[Table], **hints[Rules]}
     for name in raw:

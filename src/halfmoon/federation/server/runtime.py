@@ -90,7 +90,6 @@ class RemoteRuntime(ServerRuntime):
         self.calls.gather(self.calls.rules.quorum(self.size))
 
     def bring(self, model: Tree) -> None:
-        """Have the sites with test or validation images evaluate the model with the next query."""
         self._model = model
 
     def conclude(self, model: Tree) -> tuple[Row | None, Row | None]:
@@ -101,7 +100,6 @@ class RemoteRuntime(ServerRuntime):
         return tests.row(self._round + 1), validations.row(self._round + 1)
 
     def evaluate_last(self, model: Tree) -> Tally | None:
-        """Return a model's tally on the test images of all sites that have some and answer, None where none does."""
         names = [name for name in self.calls.evaluators() if self.calls.tests(name)]
         return self._evaluate(model, names).tests.tally()
 
@@ -137,7 +135,6 @@ class RemoteRuntime(ServerRuntime):
         return report._replace(evaluation=tests, validation=validations)
 
     def _commit(self) -> None:
-        """Write the changes of a round that is over; a second call changes nothing."""
         for store in self._stores:
             store.commit()
         self._versions.commit()

@@ -73,7 +73,6 @@ class MaskedSum:
         return {site: replace(self.requests[site], masks=mask) for site in dealers}
 
     def _announce(self, sites: Sequence[str]) -> tuple[masking.Cohort, list[str], list[bytes]]:
-        """Return the cohort of the sites with keys of this sum, their names, and their signatures."""
         able = [site for site in sites if site in self.keys]
         self._enough(len(able), "that could be asked", max(masking.LEAST, masking.threshold(len(sites))))
         session = secrets.token_bytes(SESSION)

@@ -144,7 +144,6 @@ class FederationServer:
         return write(Final(terms.hash, metadata.version("halfmoon"), text, model))
 
     def _labeled(self, folder: Path) -> Images:
-        """Return the labeled images of one of the server's folders; raise UserError where there are none."""
         return labeled_images(folder, self.plan.terms, folder / HOME / form_name(self.plan.terms))
 
     def _folder(self) -> RunFolder:
@@ -296,7 +295,6 @@ def _accuracy(folder: RunFolder, tally: Tally, results: Row) -> Row:
 
 
 def _config_text(plan: Plan) -> str:
-    """Return the run folder's config.toml: the options, and the sites."""
     terms = plan.terms
     form = terms.form
     table = {

@@ -52,7 +52,6 @@ class _Pending:
 
 
 def _unknown(data: bytes) -> bool:
-    """Say whether a site answers that it has not joined, or not any more."""
     try:
         return read(data, Refusal).kind == UNKNOWN
     except Malformed:
@@ -85,7 +84,6 @@ class ClientManager:
         return [name for name in self.terms.sites if name in self.members.nodes]
 
     def poll(self) -> list[str]:
-        """Let new sites join, and return the names of those that are connected."""
         self.members.poll()
         self._receive({})
         return self.present

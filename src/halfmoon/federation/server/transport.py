@@ -73,7 +73,6 @@ class Connection:
         return self._attempt("nodes", lambda: set(self.post.nodes()))
 
     def send(self, mail: Mapping[int, bytes], seconds: float, asks: bool) -> Mapping[int, str]:
-        """Send as `Transport.send` does, and return the tickets: none where the connection is lost."""
         return (self._attempt("send", lambda: self.post.send(mail, seconds, asks)) or {}) if mail else {}
 
     def collect(self, message_ids: Sequence[str]) -> Iterator[TransportReply]:

@@ -75,7 +75,6 @@ def _faults(up: Any, samples: Any, pattern: TreeSpec | None, uplink: Uplink | No
 
 
 def _undeclared(up: Tree, uplink: Uplink) -> Iterator[str]:
-    """Yield why a tree is no upload as its client update declares it."""
     yield from (f"{_quote((name,))} was not asked for" for name in up if name not in ("update", "weight", "aux"))
     if "update" not in up or not isinstance(up.get("weight"), Tensor):
         yield "it is no update with a weight"
@@ -145,7 +144,6 @@ def _impossible(reply: Reply, most: Amount, images: int, uplink: Uplink | None) 
 
 
 def _out_of_range(up: Upload, uplink: Uplink, images: int) -> Iterator[str]:
-    """Yield which weight, mark or count cannot be."""
     limits: dict[str, tuple[Tree, float]] = {
         "weight": ({"": up.weight}, max(1, TWICE * images) if uplink.weight == "rows" else 1)
     }

@@ -100,7 +100,6 @@ class SiteClient:
         validations: Path | None = None,
         keys: KeyFiles = KeyFiles(),  # noqa: B008 (it is frozen)
     ) -> "SiteClient":
-        """Return the client of a site folder; images in `tests` and `validations` are never trained on."""
         home = home or folder / HOME
         images = SiteImages(folder, home, tests, device, validations)
         return cls(images, name, Consent(home, terms, methods), trusted, keys)
@@ -159,7 +158,6 @@ class SiteClient:
         return self._join(message) if isinstance(message, Offer) else self._update(unparsed, message)
 
     def _finish(self, unparsed: UnparsedMessage[Any], message: Final) -> Receipt:
-        """Save the final model, test it on the site's own test images, and tell whoever waits that all is over."""
         place = self._place(message.federation)
         terms, site = self._known(message.federation, place)
         words = save_final(self.home, unparsed, terms, site)
@@ -170,13 +168,11 @@ class SiteClient:
         return Receipt(message.federation, self.version, self.name)
 
     def _place(self, federation: str) -> Path:
-        """Return the folder of a federation; raise `RefusalError` where its name is no hash of terms."""
         if not re.fullmatch("[0-9a-f]{64}", federation):  # it becomes the name of a folder
             raise RefusalError("what the server calls its federation is no hash of any.", UNKNOWN)
         return self.home / FEDERATIONS / federation[:16]
 
     def _known(self, federation: str, place: Path) -> tuple[Terms, SiteRuntime]:
-        """Return the terms that this site has joined, and its runtime; raise `RefusalError` where it has not."""
         cached = self._sites.get(federation)
         terms = cached[0] if cached else terms_in(place, self._say)
         if terms is None or terms.hash != federation:

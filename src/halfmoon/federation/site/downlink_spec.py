@@ -64,7 +64,6 @@ class DownlinkSpec:
 
     @classmethod
     def parse(cls, facts: Any, sites: int) -> "DownlinkSpec":
-        """Undo `facts`; raise ValueError, LookupError or TypeError where that cannot be."""
         return cls(_map(dict(facts), lambda kind: (tuple(kind[0]), DTYPES[kind[1]])), sites)
 
     def facts(self) -> dict[str, Any]:
@@ -153,7 +152,6 @@ class _Trial:
         )
 
     def ask_server(self, client_update: str, down: Tree) -> Upload:
-        """Refuse: no downlink depends on whether the server trains as well."""
         raise _Unknown
 
 
@@ -169,7 +167,6 @@ def _add(specs: list[TreeSpec], spec: TreeSpec) -> None:
 
 
 def _merge(one: Any, other: Any) -> Any:
-    """Return the kind that covers two leaves, () where there is none."""
     if one == other:
         return one
     if one is None or other is None or one[1] != other[1] or len(one[0]) != len(other[0]) or one[0][1:] != other[0][1:]:

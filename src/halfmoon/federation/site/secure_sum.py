@@ -154,7 +154,6 @@ class Part:
         return {"shares": to_rows(self._party(request, notes).deal())}
 
     def _mask(self, request: Request, notes: Notes, masks: Tree, plain: Callable[[Request], Reply]) -> Reply:
-        """Return the reply with the masked update in place of the upload."""
         party = self._party(request, notes)
         numbers = self._numbers(masks["sites"])
         if not set(numbers) <= set(party.cohort.numbers):
@@ -234,7 +233,6 @@ class Part:
         )
 
     def _numbers(self, leaf: Tensor) -> tuple[int, ...]:
-        """Return the numbers of sites in a message; raise `RefusalError` where they are none of this federation's."""
         numbers, count = tuple(leaf.tolist()), len(self.sites.names)
         strange = [number for number in numbers if not 0 <= number < count]
         fault = None
@@ -287,7 +285,6 @@ def erase(path: Path) -> None:
 
 
 def forget(folder: Path) -> None:
-    """Erase the secrets of all sums of the federation in a folder: it is over."""
     for path in folder.glob(f"*/{SUMS}/{SECRET}"):
         erase(path)
 

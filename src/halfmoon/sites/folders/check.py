@@ -166,7 +166,6 @@ def _told(narrow: Mapping[str, str], frames: Mapping[str, str]) -> list[Finding]
 
 
 def _compared(site: SiteFolder, classes: Sequence[str]) -> list[Finding]:
-    """Return which classes a federation does not have, and which of its classes this folder lacks."""
     if not classes:
         return []
     strange = [f"{name}{meant(name, classes)}" for name in site.classes if name not in classes]

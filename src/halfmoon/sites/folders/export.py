@@ -122,7 +122,6 @@ def _parts(source: Source, split: Split) -> list[_Part]:
 
 
 def _check(source: Source, split: Split, parts: Sequence[_Part], out: Path) -> None:
-    """Raise UserError for what no folders can hold."""
     if split.stages > 1:
         raise UserError(f"the split has {split.stages} stages, but a folder of images has no time; set stages to 1.")
     for part in parts:

@@ -136,7 +136,6 @@ class _Index:
 
 
 def _load(home: Path) -> _Index | None:
-    """Return the index in a folder; None where there is none, or one that is damaged or of another version."""
     value: Any = atomic_io.read_json(home / INDEX)
     try:
         if value["version"] != VERSION:
@@ -201,7 +200,6 @@ def _stamps(site: SiteFolder) -> dict[str, Stamp]:
 def _shape(
     site: SiteFolder, old: _Index | None, size: tuple[int, int] | None, channels: int | None
 ) -> tuple[int, int, int]:
-    """Return height, width and channels: as given, else as before, else as the images are."""
     if size is not None and channels is not None:
         return (*size, channels)
     if old is not None:
@@ -250,7 +248,6 @@ def _decode(
     old: _Index | None,
     progress: Progress | None,
 ) -> tuple[dict[str, str], int]:
-    """Write array and index; return the files left out, with reasons, and how many were decoded anew."""
     _check_space(home, len(site) * int(np.prod(shape)))
     known = _known(old, stamps, shape)
     name = f"images-{hashlib.sha256(json.dumps([shape, how.form, stamps]).encode()).hexdigest()[:16]}.npy"
@@ -319,7 +316,6 @@ def _check_space(home: Path, needed: int) -> None:
 
 
 def _known(old: _Index | None, stamps: Mapping[str, Stamp], shape: tuple[int, int, int]) -> dict[str, np.ndarray]:
-    """Return the pixels of an earlier array that are still true, by path."""
     images = old.open() if old is not None and old.shape[1:] == shape else None
     if old is None or images is None:
         return {}

@@ -159,7 +159,6 @@ def _a_slip(one: str, other: str) -> bool:
 
 
 def _given(images: Iterable[str], table: Table) -> tuple[dict[str, list[str]], list[str]]:
-    """Return the labels of each image that has any, sorted by path, and the paths that are no image's."""
     exact = set(images)
     others = {nfc(path): path for path in exact}
     given: dict[str, list[str]] = {}
@@ -228,7 +227,6 @@ def _relative(path: Path, folder: Path) -> str:
 
 
 def _classes(folder: Path, table: Table) -> tuple[tuple[str, ...], list[str]]:
-    """Return the class names in the order of their numbers, and the faults of classes.txt."""
     text, faults, _ = decoded(folder / CLASSES)
     if text is None:
         return tuple(sorted({label for _, label in table.rows})), faults

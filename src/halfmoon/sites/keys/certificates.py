@@ -114,7 +114,6 @@ def span(certificate: bytes) -> tuple[datetime, datetime]:
 
 
 def fits(key: bytes, certificate: bytes) -> bool:
-    """Say whether a private key belongs to a certificate; raise ValueError where one of them is none."""
     return _loaded(key).public_key() == x509.load_pem_x509_certificate(certificate).public_key()
 
 

@@ -300,7 +300,6 @@ def _record(folder: Path) -> Record:
 
 
 def _check(folder: Path, record: Record) -> None:
-    """Raise UserError where a file is missing, does not fit the record, or is more open to others than it should be."""
     from halfmoon.sites.keys import certificates
 
     for name in (paths.CA_KEY, paths.KEY, *map(paths.private, record.sites)):

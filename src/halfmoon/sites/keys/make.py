@@ -244,7 +244,6 @@ def host(words: str) -> str:
 
 
 def _free(names: Sequence[str], taken: Sequence[str]) -> None:
-    """Raise UserError where a name cannot be one of a site, or is taken."""
     seen = {name.casefold() for name in taken}
     for name in names:
         if not NAME.fullmatch(name):
@@ -317,7 +316,6 @@ def _save(folder: Path, record: Record, files: Mapping[str, File], gone: Sequenc
 
 
 def _lists(folder: Path, record: Record, files: Mapping[str, File]) -> dict[str, File]:
-    """Return the file of all sites' public keys, and each site's copy; raise UserError where a key is missing."""
     lines = []
     for name, site in record.sites.items():
         path = paths.public(name)
@@ -361,7 +359,6 @@ def _authority(folder: Path, record: Record) -> bytes:
 
 
 def _issuer(folder: Path, record: Record) -> certificates.Pair:
-    """Return the authority with its key; raise UserError where one is missing or does not fit."""
     path = folder / paths.CA_KEY
     guarded(path)
     issuer = certificates.Pair(atomic_io.read(path) or b"", _authority(folder, record))
@@ -376,7 +373,6 @@ def _issuer(folder: Path, record: Record) -> certificates.Pair:
 
 
 def _renewed(folder: Path, record: Record, ca: bool, moved: bool) -> tuple[str, ...]:
-    """Return what has to be done once the server's certificate is new."""
     names = ", ".join(record.sites)
     steps = []
     if ca and names:
