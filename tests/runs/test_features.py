@@ -118,3 +118,12 @@ def test_methods_that_take_no_step_need_the_plain_view_alone(tmp_path: Path) -> 
     assert told[-1][0] == told[-1][1]
     both = factory.problem(config, heads.split, ["ridge-head", "fedavg"], heads.source)
     assert both.train.images.shape[1] == 9
+
+
+def test_clients_one_by_one_and_as_one_program_learn_the_same_on_features(weights: str, tmp_path: Path) -> None:
+    config = frozen(weights, features=True, method="fedavg-fixmatch")
+    for executor in ("loop", "vmap"):
+        halfmoon.run(replace(config, executor=executor, run_dir=tmp_path / executor))
+    loop, vmap = (load_file(tmp_path / name / "model.safetensors") for name in ("loop", "vmap"))
+    for name, leaf in loop.items():
+        torch.testing.assert_close(vmap[name], leaf)

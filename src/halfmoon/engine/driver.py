@@ -340,8 +340,9 @@ def _one(batch: Batch) -> Batch:
 
 
 def _laid(batch: Batch) -> Batch:
-    u, others, more = (tree.channels_last(part) for part in (batch.u, batch.others, batch.x_views))
-    return batch._replace(x=batch.x.contiguous(memory_format=torch.channels_last), u=u, others=others, x_views=more)
+    own = {"x": batch.x}  # images, or features, which have no channels
+    x, u, others, more = (tree.channels_last(part) for part in (own, batch.u, batch.others, batch.x_views))
+    return batch._replace(x=x["x"], u=u, others=others, x_views=more)
 
 
 def _kept(client_update: ClientUpdate, carry: Tree, padded: Local, k: int) -> Tensor | None:
