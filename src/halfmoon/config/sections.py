@@ -60,6 +60,9 @@ class DataOptions:
     window: Annotated[
         tuple[float, ...] | None, "values that become black and white in 12 and 16 bit; none: each image's extremes"
     ] = None
+    group_pattern: Annotated[
+        str | None, "a regular expression that finds whose image a file is in its FOLDER/NAME; none: DICOM's patients"
+    ] = None
     image_size: Annotated[
         int | None, "pad images with zeros to this size; none: what the network needs", at_least(1)
     ] = None

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from halfmoon.core.errors import UserError
+from halfmoon.data.groups import APART, apart
 from halfmoon.data.partition.primitives import Sides, stream
 
 UNKNOWN = -1
@@ -21,7 +22,7 @@ class Images:
     labels: np.ndarray  # int64 (N,)
     spread: tuple[tuple[float, ...], tuple[float, ...]] | None = None  # `statistics` of the images, where known
     remark: str = ""  # how these came to be a part of the data set, where nobody said so
-    groups: Sequence[str] | None = None  # whose image each is, "" for nobody known: a patient of DICOM files
+    groups: Sequence[str] | None = None  # whose image each is, "" for nobody known: a patient
 
     def rows(self, chosen: np.ndarray) -> "Images":
         """Return the images of the `chosen` rows, numbers or bool (N,)."""
@@ -196,11 +197,13 @@ def hold_out(source: Source, share: float) -> Source:
             f"{source.name}: validation_share {share:g} leaves no training image of class {source.classes[lost[0]]!r}; "
             "choose a smaller share."
         )
-    left = ~held
-    if train.groups is not None:  # nor does anybody train on the unlabeled images of these patients
-        left &= ~np.isin(train.groups, sorted(set(np.array(train.groups)[held].tolist()) - {""}))
+    left = apart(np.flatnonzero(~held), np.flatnonzero(held), train.groups)
     parts = {"train": left, "validation": held}
-    return replace(source, **{name: train.rows(rows) for name, rows in parts.items()})
+    source = replace(source, **{name: train.rows(rows) for name, rows in parts.items()})
+    if train.groups is None:
+        return source
+    words = f"{held.sum():,} images are set aside for validation; {APART}"
+    return replace(source, remark="; ".join(filter(None, [source.remark, words])))
 
 
 def _chosen(source: Source, share: float, word: str, groups: Sequence[str] | None = None) -> np.ndarray:

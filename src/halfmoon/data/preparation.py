@@ -24,17 +24,19 @@ class Preparation:
     crop: whether the sides stay in proportion, and what is beyond the middle is cut off
     window: the values that become black and white in images of more than 8 bits; None: the window of a DICOM
         file, else each image's own `extremes`
+    group_pattern: what finds an image's group in its name (`halfmoon.data.groups`); no pixel depends on it
     """
 
     size: tuple[int, int] | None = None
     channels: int | None = None
     crop: bool = False
     window: tuple[float, float] | None = None
+    group_pattern: str | None = None
 
     @property
     def converts(self) -> bool:
         """Return whether images of any mode are taken."""
-        return self != Preparation()
+        return self != Preparation(group_pattern=self.group_pattern)
 
     @property
     def form(self) -> str:

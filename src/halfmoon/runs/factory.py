@@ -219,7 +219,7 @@ def preparation(config: DataOptions) -> Preparation:
     """Return how the images of a configuration are brought to one form while they are decoded."""
     size = None if config.resize is None else (config.resize, config.resize)
     window = None if config.window is None else (config.window[0], config.window[1])
-    return Preparation(size, config.channels, config.crop, window)
+    return Preparation(size, config.channels, config.crop, window, config.group_pattern)
 
 
 def source(config: Config) -> Source:

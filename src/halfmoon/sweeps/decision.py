@@ -12,7 +12,8 @@ from halfmoon.api.types import ClientUpdate, Federation, Local, Method, Task
 from halfmoon.api.uploads import Upload
 from halfmoon.core import rng
 from halfmoon.core.tree import Tree
-from halfmoon.data.partition.primitives import stream
+from halfmoon.data.groups import apart
+from halfmoon.data.partition.primitives import Sides, stream
 from halfmoon.engine.evaluation import Examples, scores
 from halfmoon.report.paired import Difference, paired
 
@@ -104,35 +105,43 @@ def more_labels(found: Difference, labels: int) -> int:
     return max(10, 10 * math.ceil(labels * ((reach / target) ** 2 - 1) / 10))
 
 
-def folds(labels: np.ndarray) -> Iterator[Fold]:
+def folds(labels: np.ndarray, groups: Sequence[str] | None = None) -> Iterator[Fold]:
     """Yield `REPEATS` cross-validations of the labeled rows in `FOLDS` parts, each with its share of every class.
 
-    `labels` is int64 (N,), negative where there is none. A class of one label is always trained on.
+    `labels` is int64 (N,), negative where there is none. A class of one label is always trained on. A group is in one
+    part, which is that of its first row; no row of it, labeled or not, is on both sides.
     """
-    unlabeled = np.flatnonzero(labels < 0)
     for repeat in range(REPEATS):
-        part, offset = np.full(len(labels), -1), 0
+        part, offset, parts = np.full(len(labels), -1), 0, dict[str, int]()
         for label in np.unique(labels[labels >= 0]):
             rows = stream(0, "folds", str(repeat), str(label)).permutation(np.flatnonzero(labels == label))
             if len(rows) > 1:
                 part[rows] = (offset + np.arange(len(rows))) % FOLDS
                 offset += len(rows)
+                for row in rows if groups is not None else ():
+                    part[row] = parts.setdefault(groups[row], part[row]) if groups[row] else part[row]
         for number in range(FOLDS):
-            if (part == number).any():
-                held = np.flatnonzero(part == number)
-                yield Fold(np.flatnonzero((labels >= 0) & (part != number)), unlabeled, held)
+            held = np.flatnonzero(part == number)
+            sides = (np.flatnonzero(rows) for rows in ((labels >= 0) & (part != number), labels < 0))
+            labeled, unlabeled = (apart(rows, held, groups) for rows in sides)
+            if len(held) and len(labeled):
+                yield Fold(labeled, unlabeled, held)
 
 
-def draws(labels: np.ndarray, counts: Sequence[int], tests: np.ndarray | None = None) -> Iterator[Fold]:
+def draws(
+    labels: np.ndarray, counts: Sequence[int], tests: np.ndarray | None = None, groups: Sequence[str] | None = None
+) -> Iterator[Fold]:
     """Yield `DRAWS` draws of so many labels of each class of rows whose labels are all known, int64 (N,).
 
-    The rows of `tests` are tested on. None: a fifth of every class, drawn anew each time.
+    The rows of `tests` are tested on. None: a fifth of every class, drawn anew each time, with all of their groups.
     """
+    owners = groups or [""] * len(labels)
     for number in range(DRAWS):
         labeled, rest, held = list[np.ndarray](), list[np.ndarray](), list[np.ndarray]()
+        sides = Sides()
         for label, count in enumerate(counts):
             rows = stream(0, "draws", str(number), str(label)).permutation(np.flatnonzero(labels == label))
-            mine = np.isin(rows, tests) if tests is not None else np.arange(len(rows)) < len(rows) // FOLDS
+            mine = np.isin(rows, sides.draw(rows, owners, len(rows) // FOLDS) if tests is None else tests)
             held.append(rows[mine])
             labeled.append(rows[~mine][:count])
             rest.append(rows[~mine][count:])

@@ -9,6 +9,7 @@ import numpy as np
 
 from halfmoon.core.errors import UserError
 from halfmoon.data import Source
+from halfmoon.data.groups import groups as groups_of
 from halfmoon.data.images import Images, statistics
 from halfmoon.data.partition.primitives import stream
 from halfmoon.data.preparation import Preparation
@@ -40,6 +41,7 @@ class Contents:
     gray: int
     looked: int
     site: bool
+    groups: Sequence[str] | None = None  # whose image each of `paths` is
 
     @property
     def labeled(self) -> int:
@@ -64,16 +66,18 @@ class Contents:
         count = len(self.paths) + self.tests
         labels = f"{self.labeled:,} with a label" if self.site else "each in the folder of its class"
         tests = f", {self.tests:,} of them for the test" if self.tests else ""
+        known = len(set(self.groups or ()) - {""})
+        tests += f", of {known:,} patients or groups" if known else ""
         return (
             f"{self.folder.name}: {count:,} images, {labels}{tests}; {len(self.classes)} classes; "
             f"{', '.join(sizes)}{more}, {colors}{of}"
         )
 
 
-def look(folder: Path) -> Contents | None:
+def look(folder: Path, pattern: str | None = None) -> Contents | None:
     """Return what a folder holds, None for one that is read in another way (parquet, idx, official files).
 
-    Raise UserError where its labels have a fault.
+    `pattern` finds an image's group in its name. Raise UserError where its labels have a fault.
     """
     tests = 0
     site = read_labels(folder).file is not None or (folder / CLASSES).exists()
@@ -85,6 +89,7 @@ def look(folder: Path) -> Contents | None:
                 "the header path,label."
             )
         paths, labels, classes = [folder / path for path in found.paths], found.labels, found.classes
+        owners = found.grouped(pattern)
     elif in_parts(folder):
         place = part_of(folder, "train")
         groups = in_classes(place or folder)
@@ -93,14 +98,20 @@ def look(folder: Path) -> Contents | None:
             tests = sum(map(len, in_classes(held).values())) if held is not None else 0
         paths = [path for group in groups.values() for path in group]
         labels = np.repeat(np.arange(len(groups)), [len(group) for group in groups.values()])
-        classes = tuple(groups)
+        classes, owners = tuple(groups), groups_of(paths, pattern)
     else:
         return None
-    return looked_at(folder, classes, paths, labels, tests, site)
+    return looked_at(folder, classes, paths, labels, tests, site, owners)
 
 
 def looked_at(
-    folder: Path, classes: Sequence[str], paths: Sequence[Path], labels: np.ndarray, tests: int = 0, site: bool = True
+    folder: Path,
+    classes: Sequence[str],
+    paths: Sequence[Path],
+    labels: np.ndarray,
+    tests: int = 0,
+    site: bool = True,
+    owners: Sequence[str] | None = None,
 ) -> Contents:
     """Return what a folder holds, with the sizes of its images; raise UserError where none of them can be read."""
     step = -(-len(paths) // LOOKED)
@@ -109,7 +120,7 @@ def looked_at(
         raise UserError(f"{folder}: none of its {len(paths):,} images can be read; see halfmoon site check.")
     sizes = dict(Counter(each[:2] for each in headers).most_common())
     gray = sum(each[2] for each in headers)
-    return Contents(folder, tuple(classes), tuple(paths), labels, tests, sizes, gray, len(headers), site)
+    return Contents(folder, tuple(classes), tuple(paths), labels, tests, sizes, gray, len(headers), site, owners)
 
 
 def readable(
@@ -141,7 +152,8 @@ def site_source(contents: Contents, how: Preparation, share: float, flip: bool, 
     pixels, rows = readable(contents, rows, how, say)
     if not pixels:
         raise UserError(f"{contents.folder}: none of its images can be read; see halfmoon site check.")
-    train = Images(np.stack(pixels), contents.labels[rows])
+    owners = None if contents.groups is None else [contents.groups[row] for row in rows]
+    train = Images(np.stack(pixels), contents.labels[rows], groups=owners)
     held = train.labels >= 0
     mean, std = statistics(train.images)
     test = Images(train.images[held], train.labels[held])

@@ -67,7 +67,7 @@ def _of_heads(plan: Plan, shared: Problem, watch: Callback) -> Decision | None:
     labels = shared.source.train.labels
     data, overlap, tested = shared.train, 1 / (FOLDS - 1), int((labels >= 0).sum())
     if plan.contents.site:
-        splits = list(folds(labels))
+        splits = list(folds(labels, shared.source.train.groups))
     else:
         assert shared.test is not None, "a folder has a test part"
         data = Examples(*(torch.cat(pair) for pair in zip(shared.train, shared.test, strict=True)))
@@ -76,7 +76,10 @@ def _of_heads(plan: Plan, shared: Problem, watch: Callback) -> Decision | None:
             tests = np.arange(len(shared.train.labels), len(labels))
             overlap = len(tests) / len(shared.train.labels)
         marked = shared.source.train.labels[shared.split.labeled & (shared.split.client != -1)]
-        splits = list(draws(labels, np.bincount(marked, minlength=len(plan.contents.classes)).tolist(), tests))
+        parts = [each.groups for each in (shared.source.train, shared.source.test)]
+        owners = None if None in parts else [name for part in parts if part for name in part]
+        counts = np.bincount(marked, minlength=len(plan.contents.classes)).tolist()
+        splits = list(draws(labels, counts, tests, owners))
         tested = len(labels) if tests is None else len(tests)
     if len(splits) < 2 or not all(map(len, splits[0])):
         return None
@@ -99,7 +102,9 @@ def _of_runs(plan: Plan, shared: Problem, root: Path, runs: list[Row], watch: Ca
     results: list[dict[str, float]] = []
     if not plan.contents.site:
         results.append({row["method"]: _last(row) for row in runs})
-    cases = list(folds(labels))[:FOLDS] if plan.contents.site else [None] * (plan.splits - 1)
+    cases: list[Fold | None] = [None] * (plan.splits - 1)
+    if plan.contents.site:
+        cases = [*folds(labels, shared.source.train.groups)][:FOLDS]
     for number, fold in enumerate(cases, start=1):
         where = root / "splits" / str(number)
         if fold is None:

@@ -16,6 +16,7 @@ from halfmoon.config.schema import Config
 from halfmoon.core import hubs
 from halfmoon.core.errors import UserError
 from halfmoon.data import Images, Source, Split
+from halfmoon.data.groups import APART
 from halfmoon.data.readers.decode import prepared
 from halfmoon.engine.evaluation import Examples
 from halfmoon.methods import registry
@@ -258,15 +259,17 @@ def _methods(pair: tuple[str, str], count: float, limit: str) -> str:
 def _others(config: Config, contents: Contents, share: float) -> list[tuple[str, str]]:
     """Return what is chosen of labels, test and mirroring, and what is left out to keep the time."""
     mirror = "yes, as you said" if config.flip else "never: left and right may matter; --flip mirrors"
+    sides = f"; {APART}" if contents.groups is not None else ""
     if contents.site:
-        labels = f"all {contents.labeled:,}; judged by {REPEATS if share else 1} x {FOLDS}-fold cross-validation"
+        labels = f"all {contents.labeled:,}; judged by {REPEATS if share else 1} x {FOLDS}-fold cross-validation{sides}"
         found = [("labels", labels)]
     else:
         count = _labels_a_class(config, contents)
         words = (
             f"{count:.0f} a class are used, at {config.clients} simulated clients; the others are hidden (--labels N)"
         )
-        held = f"{contents.tests:,} images of its own" if contents.tests else "a fifth of every class is held out"
+        drawn = f"a fifth of every class is held out{sides}"
+        held = f"{contents.tests:,} images of its own" if contents.tests else drawn
         found = [("labels", words), ("test", held)]
     less = (
         [("left out", f"{1 - share:.0%} of the images without a label, for the time (--minutes)")] if share < 1 else []

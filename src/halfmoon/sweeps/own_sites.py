@@ -22,7 +22,8 @@ from PIL import Image
 
 from halfmoon.config.schema import Config
 from halfmoon.core.errors import UserError
-from halfmoon.data import dicom, load
+from halfmoon.data import load
+from halfmoon.data.groups import apart
 from halfmoon.data.images import UNKNOWN
 from halfmoon.data.partition.primitives import Sides, stream
 from halfmoon.data.partition.split import Split
@@ -170,7 +171,7 @@ def _written(config: Config, folders: Sequence[Path], place: Path, say: Callable
     parts: dict[str, list[tuple[bytes, int | None]]] = {"train": [], "test": [], "validation": []}
     client, labeled = list[int](), list[bool]()
     for number, site in enumerate(sites):
-        part = _parts(site, config.validation_share)
+        part = _parts(site, config.validation_share, config.group_pattern)
         if (part == "").any():
             count = int((part == "").sum())
             say(f"{site.folder.name}: {count:,} images without a label are left out: their patients are test patients.")
@@ -210,14 +211,14 @@ def _classes(sites: Sequence[SiteFolder]) -> tuple[str, ...]:
     return next((site.classes for site in sites if set(site.classes) == every), tuple(sorted(every)))
 
 
-def _parts(site: SiteFolder, share: float) -> np.ndarray:
+def _parts(site: SiteFolder, share: float, pattern: str | None = None) -> np.ndarray:
     """Return of which part each image of a site is, the same every time: "test", "validation", "train" or "".
 
-    A patient of DICOM files is in one part; unlabeled images of one who is no patient of the training are in none.
+    A patient or group is in one part; unlabeled images of one who is no patient of the training are in none.
     `share` of the labeled images of a class that are not test images are for validation, if one is left to train on.
     """
     part = np.full(len(site), "train", dtype="<U10")
-    groups = dicom.patients([site.folder / path for path in site.paths]) or [""] * len(site)
+    groups = site.grouped(pattern) or [""] * len(site)
     tests, validations = Sides(), Sides()
     for label in np.unique(site.labels[site.labels >= 0]):
         of = stream(0, "own sites", "test", str(label)).permutation(np.flatnonzero(site.labels == label))
@@ -225,8 +226,8 @@ def _parts(site: SiteFolder, share: float) -> np.ndarray:
         rest = of[~np.isin(of, held)]
         part[held] = "test"
         part[validations.draw(rest, groups, min(round(share * len(rest)), len(rest) - 1))] = "validation"
-    known = {groups[row] for row in np.flatnonzero(part != "train")} - {""}
-    part[(site.labels < 0) & np.isin(groups, sorted(known))] = ""
+    bare = np.flatnonzero(site.labels < 0)
+    part[np.setdiff1d(bare, apart(bare, np.flatnonzero(part != "train"), groups))] = ""
     return part
 
 

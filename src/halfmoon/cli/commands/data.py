@@ -69,7 +69,7 @@ def _contents(values: Mapping[str, Any]) -> Contents | None:
         return None
     from halfmoon.sweeps.own_folder import look
 
-    return look(Path(name))
+    return look(Path(name), values.get("group_pattern"))
 
 
 def _image_options(contents: Contents) -> dict[str, Any]:

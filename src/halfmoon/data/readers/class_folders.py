@@ -8,6 +8,7 @@ import numpy as np
 
 from halfmoon.core.errors import UserError
 from halfmoon.data import dicom
+from halfmoon.data.groups import APART, groups
 from halfmoon.data.images import Images
 from halfmoon.data.partition.primitives import Sides, stream
 from halfmoon.data.preparation import AS_THEY_ARE, Preparation
@@ -21,7 +22,6 @@ PARTS = (("train", "training"), ("test", "testing"), ("validation", "valid", "va
 HELD_OUT = 0.2
 """The share of every class that is the test where no folder is."""
 
-PATIENTS = "no patient of the DICOM files is on both sides"
 OTHERS = "where images share a patient or an object, make folders train and test yourself"
 
 
@@ -43,11 +43,11 @@ def read_folders(
         train, held = in_classes(place), in_classes(inside or folder / test)
         same_classes(folder, train, held, test)
     else:
-        train, held, by_patient = _held_out(in_classes(folder))
+        train, held, known = _held_out(in_classes(folder), how.group_pattern)
         count = sum(map(len, held.values()))
         remark = (
             f"{folder} has no folder test, so {HELD_OUT:.0%} of the images of every class, {count:,} in all, are held "
-            f"out as the test; {PATIENTS if by_patient else OTHERS}"
+            f"out as the test; {APART if known else OTHERS}"
         )
     tests = replace(read_classes(held, cache, rgb, how), remark=remark)
     return read_classes(train, cache, rgb, how), tests, tuple(train)
@@ -73,17 +73,17 @@ def in_parts(folder: Path) -> bool:
 
 
 def _held_out(
-    classes: Mapping[str, Sequence[Path]],
+    classes: Mapping[str, Sequence[Path]], pattern: str | None
 ) -> tuple[dict[str, list[Path]], dict[str, list[Path]], bool]:
-    """Return the files of every class in two parts, to train on and held out, and whether patients tell them apart."""
+    """Return the files of every class in two parts, to train on and held out, and whether groups tell them apart."""
     train: dict[str, list[Path]] = {}
     held: dict[str, list[Path]] = {}
-    groups = dicom.patients([path for paths in classes.values() for path in paths])
+    every = groups([path for paths in classes.values() for path in paths], pattern)
     sides, first = Sides(), 0
     for name, paths in classes.items():
         if len(paths) < 2:
             raise UserError(f"{paths[0].parent}: a class of one image has none to test on; add another, or remove it.")
-        own = groups[first : first + len(paths)] if groups else [""] * len(paths)
+        own = every[first : first + len(paths)] if every else [""] * len(paths)
         first += len(paths)
         count = max(1, round(HELD_OUT * len(paths)))
         rows = set(sides.draw(stream(0, "held out", name).permutation(len(paths)), own, count).tolist())
@@ -91,10 +91,10 @@ def _held_out(
         held[name] = [path for row, path in enumerate(paths) if row in rows]
         if not train[name] or not held[name]:
             raise UserError(
-                f"{paths[0].parent}: its images are of too few patients to train and test on; add images of another "
-                "patient, or make folders train and test yourself."
+                f"{paths[0].parent}: its images are of too few patients or groups to train and test on; add images of "
+                "another, or make folders train and test yourself."
             )
-    return train, held, groups is not None
+    return train, held, every is not None
 
 
 def in_classes(part: Path) -> dict[str, list[Path]]:
@@ -148,7 +148,7 @@ def read_images(
 
     # Labels are known without decoding, so that those of kept images never are older than the folder's.
     found = store.keep(cache, paths, read, f"{'rgb' if rgb else ''}{how.form}")[0]
-    return Images(found.images, labels, found.spread, groups=dicom.patients(paths))
+    return Images(found.images, labels, found.spread, groups=groups(paths, how.group_pattern))
 
 
 def _is_image(path: Path) -> bool:

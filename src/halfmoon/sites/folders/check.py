@@ -193,14 +193,17 @@ def _tested(site: SiteFolder, equal: Mapping[bytes, list[int]], tests: Path | No
 
 
 def _patients(site: SiteFolder, tests: Path | None) -> tuple[str, ...]:
-    """Return the images whose patient, by DICOM files, has images in the test folder too."""
+    """Return the images whose patient, by labels.csv or DICOM files, has images in the test folder too."""
     held = look(tests)[0] if tests is not None else None
-    own = [site.folder / path for path in site.paths]
-    groups = dicom.patients([*own, *(held.folder / path for path in held.paths)]) if held is not None else None
-    if groups is None:
+    if held is None:
         return ()
-    both = set(groups[len(own) :]) - {""}
-    return tuple(path for path, group in zip(site.paths, groups, strict=False) if group in both)
+    if site.groups or held.groups:
+        both = set(held.groups.values())
+        return tuple(path for path in site.paths if site.groups.get(path) in both)
+    files = [each.folder / path for each in (site, held) for path in each.paths]
+    patients = dicom.patients(files) or [""] * len(files)
+    both = set(patients[len(site) :]) - {""}
+    return tuple(path for path, patient in zip(site.paths, patients, strict=False) if patient in both)
 
 
 def _folders(site: SiteFolder) -> list[Finding]:

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 LABELS = "labels.csv"
-SIGNED = ("by", "at")
-"""Columns that labels.csv may have besides path and label: who said it, and when."""
+SIGNED, GROUP = ("by", "at"), "group"
+"""Columns that labels.csv may have besides path and label: who said it, and when; whose image it is."""
 
 _SEPARATORS = {",": "", ";": "semicolons between its cells", "\t": "tabs between its cells"}
 
@@ -18,7 +18,7 @@ _SEPARATORS = {",": "", ";": "semicolons between its cells", "\t": "tabs between
 class Table(NamedTuple):
     """What labels.csv says."""
 
-    rows: list[tuple[str, str]]  # path as written, label
+    rows: list[tuple[str, str, str]]  # path as written, label, group; with a group a label may be ""
     faults: list[str]
     said: list[str]  # what is unusual about the file, and was read all the same
     file: str | None  # its name, None where there is none
@@ -52,7 +52,7 @@ def file_of(folder: Path) -> Path:
 
 def separator_of(text: str) -> str:
     first = next((line for line in text.splitlines() if line.strip(" \t,;")), "")
-    return next((each for each in _SEPARATORS if _is_header(first.split(each))), ",")
+    return next((each for each in _SEPARATORS if is_header(first.split(each))), ",")
 
 
 def decoded(path: Path) -> tuple[str | None, list[str], list[str]]:
@@ -80,12 +80,12 @@ def nfc(words: str) -> str:
     return unicodedata.normalize("NFC", words.strip())
 
 
-def _parsed(text: str) -> tuple[list[tuple[str, str]], list[str], str]:
+def _parsed(text: str) -> tuple[list[tuple[str, str, str]], list[str], str]:
     """Return the rows, the faults, and what separates the cells."""
     separator = separator_of(text)
-    rows: list[tuple[str, str]] = []
+    rows: list[tuple[str, str, str]] = []
     faults: list[str] = []
-    header = 0  # columns
+    header: list[str] = []
     lines = csv.reader(io.StringIO(text, newline=""), strict=True, delimiter=separator)
     try:
         for cells in lines:
@@ -93,17 +93,20 @@ def _parsed(text: str) -> tuple[list[tuple[str, str]], list[str], str]:
             if not any(stripped):
                 continue
             if not header:
-                if not _is_header(stripped):
+                if not is_header(stripped):
                     return (
                         [],
                         [f"line {lines.line_num} is {_clip(separator.join(stripped))}, not path,label"],
                         separator,
                     )
-                header = len(stripped)
-            elif len(cells) != header or not all(stripped[:2]):
+                header = columns(stripped)
+                continue
+            row = dict(zip(header, stripped, strict=False))
+            group = row.get(GROUP, "")
+            if len(cells) != len(header) or not row["path"] or not (row["label"] or group):
                 faults.append(f"line {lines.line_num} is not one path and one label")
             else:
-                rows.append((cells[0], nfc(stripped[1])))
+                rows.append((cells[0], nfc(row["label"]), nfc(group)))
     except csv.Error as error:
         faults.append(f"line {lines.line_num}: {error}")
     if not header and not faults:
@@ -111,9 +114,15 @@ def _parsed(text: str) -> tuple[list[tuple[str, str]], list[str], str]:
     return rows, faults, separator
 
 
-def _is_header(cells: list[str]) -> bool:
-    names = tuple(cell.strip().strip('"').strip().lower() for cell in cells)
-    return names in (("path", "label"), ("path", "label", *SIGNED))
+def columns(cells: list[str]) -> list[str]:
+    return [cell.strip().strip('"').strip().lower() for cell in cells]
+
+
+def is_header(cells: list[str]) -> bool:
+    """Return whether cells are path and label, and after them, in any order, what else labels.csv may have."""
+    names = columns(cells)
+    others = [name for name in names[2:] if name != GROUP]
+    return names[:2] == ["path", "label"] and others in ([], list(SIGNED)) and names.count(GROUP) < 2
 
 
 def _clip(words: str) -> str:

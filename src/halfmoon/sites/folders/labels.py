@@ -11,7 +11,18 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from halfmoon.core.errors import UserError
-from halfmoon.sites.folders.label_file import LABELS, SIGNED, decoded, file_of, nfc, plain, separator_of
+from halfmoon.sites.folders.label_file import (
+    GROUP,
+    LABELS,
+    SIGNED,
+    columns,
+    decoded,
+    file_of,
+    is_header,
+    nfc,
+    plain,
+    separator_of,
+)
 from halfmoon.sites.folders.prepare import HOME
 from halfmoon.storage import atomic_io, locks
 
@@ -119,8 +130,8 @@ class _Lines:
             lines = [row for row in csv.reader(io.StringIO(text, newline=""), delimiter=separator, strict=True) if row]
         except csv.Error as error:
             raise UserError(f"{file} cannot be read ({error}); mend it: its header is path,label.") from error
-        header = [cell.strip().lower() for cell in lines[0]]
-        if header not in (["path", "label"], ["path", "label", *SIGNED]):
+        header = columns(lines[0])
+        if not is_header(header):
             raise UserError(f"{file} does not begin with path,label; mend it, and answer again.")
         return cls(header, lines[1:], separator, _encoding(file))
 
@@ -131,18 +142,20 @@ class _Lines:
         present = last[1].strip() if len(last) > 1 else ""
         if nfc(present) not in (nfc(answer.seen), nfc(answer.label)):
             raise Changed(f"{answer.path} has been labeled {present or 'by nobody'} meanwhile.", present)
-        if answer.by is not None and len(self.header) == 2:
+        if answer.by is not None and SIGNED[0] not in self.header:
             self.header += SIGNED
             self.rows = [[*row, *[""] * (len(self.header) - len(row))] if row else row for row in self.rows]
         signed = ["", ""] if answer.by is None else [answer.by, datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")]
-        line = [last[0] if last else answer.path, answer.label, *signed][: len(self.header)]
+        cells = {"path": answer.path, **dict(zip(self.header, last, strict=False)), "label": answer.label}
+        cells |= dict(zip(SIGNED, signed, strict=True))
+        line = [cells.get(name, "") for name in self.header]
         for place in places:
             self.rows[place] = []
         if not places:
             places = self.places[plain(answer.path)] = [len(self.rows)]
             self.rows.append([])
         self.places[plain(answer.path)] = places[:1]
-        self.rows[places[0]] = line if answer.label else []
+        self.rows[places[0]] = line if answer.label or cells.get(GROUP) else []
 
     def render(self) -> bytes:
         text = io.StringIO()

@@ -4,13 +4,14 @@ import difflib
 import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
 
 from halfmoon.core.errors import UserError
 from halfmoon.data import dicom
+from halfmoon.data.groups import groups
 from halfmoon.data.readers.class_folders import SUFFIXES
 from halfmoon.sites.folders import label_file
 from halfmoon.sites.folders.label_file import LABELS, Table, decoded, nfc, plain
@@ -30,7 +31,7 @@ SHOWN = 10
 class SiteFolder:
     """A site: sorted `paths` relative to `folder`, `labels` int64 with -1 for none, and the class names.
 
-    `images` is uint8 (N, H, W, C) after `open_site`, else None.
+    `images` is uint8 (N, H, W, C) after `open_site`, else None. `groups` is the column of labels.csv, by path.
     """
 
     folder: Path
@@ -38,9 +39,16 @@ class SiteFolder:
     labels: np.ndarray
     classes: tuple[str, ...]
     images: np.ndarray | None = None
+    groups: Mapping[str, str] = field(default_factory=dict[str, str])
 
     def __len__(self) -> int:
         return len(self.paths)
+
+    def grouped(self, pattern: str | None = None) -> list[str] | None:
+        """Return whose image each is, by labels.csv or else by `halfmoon.data.groups.groups`."""
+        if self.groups:
+            return [self.groups.get(path, "") for path in self.paths]
+        return groups([self.folder / path for path in self.paths], pattern)
 
 
 @dataclass(frozen=True)
@@ -64,9 +72,9 @@ class Finding:
 def read(folder: Path) -> SiteFolder:
     """Return a site by its names and labels, without a look into the images.
 
-    labels.csv has path,label or path,label,by,at. Without it, folders called like classes of classes.txt give labels;
-    without classes.txt the sorted names in labels.csv number the classes. Raise UserError where there is no image, or
-    for what blocks.
+    labels.csv has path,label and perhaps by,at and group. Without it, folders called like classes of classes.txt give
+    labels; without classes.txt the sorted names in labels.csv number the classes. Raise UserError where there is no
+    image, or for what blocks.
     """
     site, findings = look(folder)
     fault = next((each for each in findings if each.blocks), None)
@@ -84,7 +92,7 @@ def look(folder: Path) -> tuple[SiteFolder, list[Finding]]:
     images, others, closed = _walk(folder)
     table = label_file.read(folder)
     classes, faults = _classes(folder, table)
-    given, missing = _given(images, table)
+    given, owners, missing = _given(images, table)
     if table.file is None:
         given = _in_class_folders(images, classes)
     number = {name: place for place, name in enumerate(classes)}
@@ -116,7 +124,7 @@ def look(folder: Path) -> tuple[SiteFolder, list[Finding]]:
         Finding("labels without a file", f"correct {LABELS}, or take the lines out", tuple(missing), blocks=True),
         Finding("files that are no images", "they are ignored", tuple(others)),
     ]
-    return SiteFolder(folder, tuple(images), labels, classes), [each for each in findings if each.names]
+    return SiteFolder(folder, tuple(images), labels, classes, groups=owners), [each for each in findings if each.names]
 
 
 def _in_class_folders(images: Iterable[str], classes: Sequence[str]) -> dict[str, list[str]]:
@@ -158,18 +166,22 @@ def _a_slip(one: str, other: str) -> bool:
     return short[start + (len(short) == len(long)) :] == long[start + 1 :]
 
 
-def _given(images: Iterable[str], table: Table) -> tuple[dict[str, list[str]], list[str]]:
+def _given(images: Iterable[str], table: Table) -> tuple[dict[str, list[str]], dict[str, str], list[str]]:
+    """Return the labels of each image that has any, sorted by path, groups, and the paths that are no image's."""
     exact = set(images)
     others = {nfc(path): path for path in exact}
     given: dict[str, list[str]] = {}
+    owners: dict[str, str] = {}
     missing: dict[str, None] = {}
-    for path, label in table.rows:
+    for path, label, group in table.rows:
         found = path if path in exact else others.get(plain(path))
         if found is None:
             missing[path] = None
-        elif label not in given.setdefault(found, []):
+            continue
+        owners |= {found: group} if group else {}
+        if label and label not in given.setdefault(found, []):
             given[found].append(label)
-    return {path: given[path] for path in sorted(given)}, list(missing)
+    return {path: given[path] for path in sorted(given)}, owners, list(missing)
 
 
 def _labeled(kind: str, remedy: str, labels: Mapping[str, str]) -> Finding:
@@ -229,7 +241,7 @@ def _relative(path: Path, folder: Path) -> str:
 def _classes(folder: Path, table: Table) -> tuple[tuple[str, ...], list[str]]:
     text, faults, _ = decoded(folder / CLASSES)
     if text is None:
-        return tuple(sorted({label for _, label in table.rows})), faults
+        return tuple(sorted({label for _, label, _ in table.rows} - {""})), faults
     lines = [nfc(line) for line in re.split(r"\r\n|\r|\n", text)]
     names = [line for line in lines if line]
     faults = [f"class {name} stands there twice" for name in dict.fromkeys(names) if names.count(name) > 1]

@@ -1,0 +1,76 @@
+"""A patient or group is on one side of every split: by names, by labels.csv, with and without labels."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from halfmoon import Config, UserError
+from halfmoon.data.groups import groups
+from halfmoon.runs import factory
+from halfmoon.sites.folders import read
+from halfmoon.sites.folders.labels import Answer, write
+from halfmoon.sweeps.own_folder import look
+from halfmoon.sweeps.own_plan import plan
+
+PATTERN = "(p[0-9]+)_"
+
+
+def written(folder: Path) -> None:
+    """Write two classes of ten patients, each with three images of either class."""
+    for label in ("cat", "dog"):
+        (folder / label).mkdir(parents=True)
+        for number in range(30):
+            pixels = np.full((8, 8), 8 * number, np.uint8)
+            Image.fromarray(pixels).save(folder / label / f"p{number // 3}_{number}.png")
+
+
+def test_a_pattern_finds_the_group_in_folder_and_name() -> None:
+    paths = [Path("x9/a/p1_3.png"), Path("x9/p22_/4.png")]
+    assert groups(paths, PATTERN) == ["p1", "p22"]
+    with pytest.raises(UserError, match=r"b\.png: its folder and name do not fit"):
+        groups([*paths, Path("p3_/a/b.png")], PATTERN)
+    for wrong, words in (("p[0-9", "no regular expression"), ("p[0-9]+", "needs one group")):
+        with pytest.raises(UserError, match=words):
+            groups(paths, wrong)
+
+
+def test_no_group_of_class_folders_is_on_two_sides(tmp_path: Path) -> None:
+    """Neither of test, nor of validation, nor of training; without the pattern some group is."""
+    written(tmp_path / "pets")
+    sides = {}
+    for pattern in (PATTERN, None):
+        found = factory.images(Config(data=str(tmp_path / "pets"), validation_share=0.25, group_pattern=pattern))
+        assert sum(map(len, found.parts.values())) == 60 or pattern
+        shades = [part.images[:, 0, 0, 0].astype(int) // 8 // 3 for part in found.parts.values()]
+        sides[pattern] = [set(each.tolist()) for each in shades]
+        assert ("no patient or group is on both sides" in found.remark) == bool(pattern)
+    assert sum(map(len, sides[PATTERN])) == len(set.union(*sides[PATTERN]))
+    assert sum(map(len, sides[None])) > len(set.union(*sides[None]))
+
+
+def test_the_column_of_labels_csv_says_whose_an_image_is(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """With a group a label may be left out; answers keep the column."""
+    ward = tmp_path / "ward"
+    written(ward)
+    rows = ["path,label,group", "cat/p0_0.png,cat,anna", "dog/p0_1.png,dog,anna", "cat/p1_3.png,,bert"]
+    (ward / "labels.csv").write_text("\n".join([*rows, "dog/p1_4.png,dog,carl", "cat/p1_5.png,cat,dora"]))
+    site = read(ward)
+    owners = site.grouped()
+    assert owners is not None
+    assert [owners[site.paths.index(path)] for path in ("cat/p0_0.png", "cat/p1_3.png", "cat/p2_6.png")] == [
+        "anna", "bert", "",
+    ]  # fmt: skip
+    assert site.classes == ("cat", "dog")
+    write(ward, Answer("cat/p1_3.png", "cat", by="eve"), Answer("cat/p0_0.png", "", seen="cat"))
+    lines = (ward / "labels.csv").read_text().splitlines()
+    assert lines[0] == "path,label,group,by,at"
+    assert lines[1] == "cat/p0_0.png,,anna,,"
+    assert [line for line in lines if line.startswith("cat/p1_3.png,cat,bert,eve,")]
+    contents = look(ward)
+    assert contents is not None
+    assert "of 4 patients or groups" in contents.sentence
+    assert ("labels", "all 4; judged by 3 x 5-fold cross-validation; no patient or group is on both sides") in plan(
+        {"network": "small"}, contents
+    ).reasons
