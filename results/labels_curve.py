@@ -1,0 +1,250 @@
+"""Accuracy against labels a class: federated methods on frozen features and from scratch, beside pooled floors.
+
+    python results/labels_curve.py play cifar10 --runs RUNS --data-dir DATA [--seeds 0 1 2 3 4] [--minutes 10]
+    python results/labels_curve.py play cifar10 --part places ...
+    python results/labels_curve.py play cifar10 --part scratch ...
+    python results/labels_curve.py report
+
+`play` appends a line to labels_curve.csv for every run that is over and skips those that are there; it ends after so
+many minutes. Seed S is that of training and of the split. Nothing was tuned: every option that is not named here has
+its default. Features are computed once for a set, and kept.
+"""
+
+import argparse
+import csv
+import itertools
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+import numpy as np
+from evidence import half_interval, interval
+
+HERE = Path(__file__).parent
+LINES, PAGE, FIGURE = (HERE / f"labels_curve.{suffix}" for suffix in ("csv", "md", "png"))
+NAMES = ("data", "where", "labels", "setting", "row", "seed", "accuracy", "seconds")
+
+TRAIN, TEST = 2500, 2000
+"""Images of a set that are used at most."""
+
+SHARES = {"cifar10": TRAIN / 50_000, "fashion_mnist": TRAIN / 60_000, "pneumonia_mnist": TRAIN / 4708}
+LABELS = (1, 3, 10, 100)
+SETTINGS = {"even": "iid-iid", "uneven": "dir-dir"}
+SHARED: dict[str, Any] = {"device": "cpu", "threads": 1, "processes": 1, "steps": 5, "checkpoint_every": 1000,
+                          "evaluate_every": 1000, "reference": "fedavg-fixmatch-global"}  # fmt: skip
+FEATURES: dict[str, Any] = {"network": "efficientnet-lite0"}
+HEAD: dict[str, Any] = {"rounds": 11, "reference": None, "budget": "none"}
+ROWS: dict[str, dict[str, Any]] = {
+    "fedavg": {},
+    "fedavg-soft-labels": {},
+    "fedavg-fixmatch-global": {},
+    "ridge-head": {**HEAD, "rounds": 1},
+    "mixture-head": HEAD,
+}
+FLOORS = ("logistic regression", "random forest")
+PLACES: dict[str, dict[str, Any]] = {
+    "2 of 20 clients": {"labels_at": "some", "labeled_clients": 2, "setting": "iid-dir"},
+    "server": {"labels_at": "server", "setting": "iid-dir"},
+}
+PLACED = {
+    "2 of 20 clients": ("fedavg", "fedavg-soft-labels", "fedavg-fixmatch-global", "cbafed", "ridge-head",
+                        "mixture-head"),
+    "server": ("partially-supervised", "semifl", "fl2", "ridge-head", "mixture-head"),
+}  # fmt: skip
+AMOUNTS = (100, 400)
+SCRATCH: dict[str, Any] = {"protocol": "few-labels", "shrink": 2, "evaluate_every": 500, "checkpoint_every": 50}
+
+Found = dict[tuple[Any, ...], dict[int, float]]  # by data, where, setting, row and labels: percent by seed
+Point = tuple[str, int, str, str, int]  # where, labels a class (places: in all), setting, row, seed
+
+
+def points(data: str, part: str, seeds: list[int]) -> Iterator[Point]:
+    """Yield what is played, seed by seed, so that what was played at any moment compares."""
+    for seed in seeds:
+        if part == "curve":
+            yield from (("features", n, "pooled", row, seed) for n, row in itertools.product(LABELS, FLOORS))
+            yield from (("features", n, s, row, seed) for n, s, row in itertools.product(LABELS, SETTINGS, ROWS))
+        elif part == "places":
+            cases = ((place, n, row) for place, n in itertools.product(PLACES, AMOUNTS) for row in PLACED[place])
+            yield from (("features", n, place, row, seed) for place, n, row in cases)
+        else:
+            cases = itertools.product((10, 100), ("fedavg", "fedavg-soft-labels"))
+            yield from (("scratch", n, "uneven", row, seed) for n, row in cases)
+
+
+def configured(data: str, point: Point, folder: Path | None) -> Any:
+    """Return the configuration of a run."""
+    from halfmoon.config.schema import Config
+
+    where, count, setting, row, seed = point
+    classes = 2 if data == "pneumonia_mnist" else 10
+    placed = PLACES.get(setting, {"setting": SETTINGS.get(setting, "iid-iid")})
+    own = SCRATCH if where == "scratch" else {**FEATURES, **ROWS.get(row, {})}
+    labels = count if setting in PLACES else count * classes
+    clients = 20 if setting in PLACES else min(10, labels)
+    who = {} if where == "scratch" else {"clients": clients, "cohort": clients}
+    values = {**SHARED, **own, **placed, **who, "labels": labels, "data_share": SHARES[data]}
+    values |= {"method": "fedavg" if row in FLOORS else row, "data": data, "data_dir": folder}
+    if setting == "server" and row not in ROWS:
+        values["reference"] = "semifl"
+    return Config.of(**values, seed=seed, split_seed=seed)
+
+
+def play(data: str, part: str, seeds: list[int], runs: Path, folder: Path | None, minutes: float) -> None:
+    """Play what is missing until the time is over."""
+    from halfmoon.runs import factory, runner
+
+    end, shared, found = time.monotonic() + 60 * minutes, dict[Any, Any](), None
+    done = {(line["data"], *_point(line)) for line in lines()}
+    for point in points(data, part, seeds):
+        if (data, *point) in done:
+            continue
+        if time.monotonic() > end:
+            return
+        where, _, _, row, seed = point
+        config = configured(data, point, folder)
+        if found is None:
+            found = factory.images(config)
+            found = replace(found, test=found.test.rows(_evenly(len(found.test))))
+        split = factory.split_of(config, factory.fitted(config, found))
+        key = where, config.rounds
+        if key not in shared:
+            began = time.process_time()
+            shared[key] = factory.problem(config, split, ("fedavg-fixmatch-global",), found)
+            print(f"{data}, {key}: {time.process_time() - began:.0f} s of a core for images and features", flush=True)
+        problem, began = replace(shared[key], split=split), time.process_time()
+        if row in FLOORS:
+            accuracy = _floor(row, problem, seed)
+        else:
+            place = runs / "-".join(map(str, (data, *point))).replace(" ", "_")
+            accuracy = runner.cell(config, place, shared=problem)["accuracy"]["last"]
+        line = [data, *point, f"{accuracy:.6f}", f"{time.process_time() - began:.2f}"]
+        with LINES.open("a", newline="") as file:
+            csv.writer(file, lineterminator="\n").writerows([line] if file.tell() else [NAMES, line])
+        print(*line, flush=True)
+
+
+def _evenly(count: int) -> np.ndarray:
+    """Return which of so many test images are used."""
+    return np.arange(count)[:: -(-count // TEST)]
+
+
+def _floor(row: str, problem: Any, seed: int) -> float:
+    """Return how often a model of scikit-learn is right that has all labels in one place."""
+    from sklearn.ensemble import RandomForestClassifier
+    from sklearn.linear_model import LogisticRegression
+
+    rows = problem.split.labeled & (problem.split.client >= 0)
+    x, test = (each.images[:, 0, 0].float().numpy() for each in (problem.train, problem.test))
+    y, true = (each.labels.numpy() for each in (problem.train, problem.test))
+    model = LogisticRegression(max_iter=2000) if row == FLOORS[0] else RandomForestClassifier(300, random_state=seed)
+    return float((model.fit(x[rows], y[rows]).predict(test) == true).mean())
+
+
+def lines() -> list[dict[str, Any]]:
+    """Return what was played."""
+    if not LINES.exists():
+        return []
+    with LINES.open(newline="") as file:
+        kinds = {"labels": int, "seed": int, "accuracy": float, "seconds": float}
+        return [{name: kinds.get(name, str)(cell) for name, cell in row.items()} for row in csv.DictReader(file)]
+
+
+def _point(line: dict[str, Any]) -> Point:
+    return line["where"], line["labels"], line["setting"], line["row"], line["seed"]
+
+
+def report() -> None:
+    """Write the tables into the page, and draw the figure."""
+    found: Found = {}
+    seconds: dict[tuple[Any, ...], list[float]] = {}
+    for line in lines():
+        key = (line["data"], line["where"], line["setting"], line["row"], line["labels"])
+        found.setdefault(key, {})[line["seed"]] = 100 * line["accuracy"]
+        seconds.setdefault(key[:4], []).append(line["seconds"])
+    page = PAGE.read_text()
+    for name, rows in _tables(found, seconds).items():
+        begin, end = f"<!-- table: {name} -->\n", "<!-- /table -->"
+        before, after = page.split(begin, 1)
+        page = f"{before}{begin}\n{rows}\n{end}{after.split(end, 1)[1]}"
+    PAGE.write_text(page)
+    _draw(found)
+
+
+def _tables(found: Found, seconds: dict[tuple[Any, ...], list[float]]) -> dict[str, str]:
+    """Return the tables by name: accuracy at each number of labels, the difference from labels only, and seconds."""
+    tables: dict[str, list[str]] = {}
+    for key in dict.fromkeys(each[:4] for each in found):
+        data, where, setting, row = key
+        name = f"{data}, {'places' if setting in PLACES else where}"
+        amounts = sorted({each[4] for each in found if each[:3] == key[:3]})
+        head = ["row", "clients", *map(str, amounts), "seconds"]
+        lines = tables.setdefault(name, [_cells(head), _cells(["---", "---", *["--:"] * (len(amounts) + 1)])])
+        cells = [_cell(found, key, amount) for amount in amounts]
+        lines.append(_cells([row, setting, *cells, f"{fmean(seconds[key]):.1f}"]))
+    return {name: "\n".join(lines) + "\n" for name, lines in tables.items()}
+
+
+def _cells(cells: list[str]) -> str:
+    return f"| {' | '.join(cells)} |"
+
+
+def _cell(found: Found, key: tuple[Any, ...], amount: int) -> str:
+    """Return a mean, and the paired difference from labels only: of heads from the ridge head."""
+    mine = found.get((*key, amount), {})
+    if not mine:
+        return ""
+    base = {"mixture-head": "ridge-head", "semifl": "partially-supervised", "fl2": "partially-supervised"}
+    own = key[3] in FLOORS or key[3] in base.values() or key[3] == "fedavg"
+    other = found.get((*key[:3], base.get(key[3], "fedavg"), amount), {})
+    differences = [value - other[seed] for seed, value in mine.items() if seed in other]
+    gain = "" if own or not differences else f" ({interval(fmean(differences), half_interval(differences))})"
+    return f"{fmean(mine.values()):.1f}{gain}"
+
+
+def _draw(found: Found) -> None:
+    """Draw accuracy against labels a class, a panel a set."""
+    from halfmoon.report.figures import figure, tidy, write
+
+    shown = [(row, "even") for row in ROWS if row != "fedavg-fixmatch-global"]
+    shown += [("fedavg", "uneven"), *((row, "pooled") for row in FLOORS)]
+    picture = figure(11, 3.6)
+    for panel, data in enumerate(SHARES, start=1):
+        axes = picture.add_subplot(1, len(SHARES), panel)
+        for number, (row, setting) in enumerate(shown):
+            means = [fmean(found[data, "features", setting, row, count].values()) for count in LABELS]
+            dashes = "--" if setting != "even" else "-"
+            axes.plot(LABELS, means, dashes, color=f"C{number}", marker="o", ms=3, label=f"{row}, {setting}")
+        axes.set(title=data, xscale="log", xlabel="labels a class", xticks=LABELS, xticklabels=LABELS)
+        tidy(axes)
+    picture.axes[0].set_ylabel("test accuracy (%)")
+    lines, names = picture.axes[0].get_legend_handles_labels()
+    picture.legend(lines, names, loc="outside lower center", ncols=len(names), fontsize=7, frameon=False)
+    write(picture, FIGURE)
+
+
+def main() -> None:
+    """Do what the command line says."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    commands = parser.add_subparsers(dest="command", required=True)
+    playing = commands.add_parser("play")
+    playing.add_argument("data", choices=SHARES)
+    playing.add_argument("--part", choices=("curve", "places", "scratch"), default="curve")
+    playing.add_argument("--runs", type=Path, required=True)
+    playing.add_argument("--data-dir", type=Path)
+    playing.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2, 3, 4])
+    playing.add_argument("--minutes", type=float, default=10)
+    commands.add_parser("report")
+    given = parser.parse_args()
+    if given.command == "report":
+        report()
+    else:
+        play(given.data, given.part, given.seeds, given.runs, given.data_dir, given.minutes)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
