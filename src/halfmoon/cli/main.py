@@ -219,7 +219,7 @@ def _run(args: argparse.Namespace) -> int:
     if args.config is None and not {"method", "baselines"} & flags.keys():
         flags = _main_job(flags)
     config = settings.resolve(values, _at_once(values, flags), file)
-    if {**values, **flags}.get("method") == settings.RECOMMENDED:
+    if {**values, **flags}.get("method") == preset.RECOMMENDED:
         print(f"recommended with labels at {config.labels_at}: {config.method}", file=sys.stderr)
     _note(config, {**values, **flags})
     folder = config.run_dir or settings.free_folder(config, config.method)

@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 from importlib import resources
 from typing import Any
 
+from halfmoon.core import hubs
 from halfmoon.core.errors import UserError
 from halfmoon.storage import toml
 
@@ -16,6 +17,30 @@ OVERRULED = {
 }  # fmt: skip
 """What of a recipe goes where this is said: epochs replace its steps, a width is that of its network, a short run ends
 before an average over its rounds has begun, and a saved split says who holds what."""
+
+
+RECOMMENDED = "recommended"
+"""In place of a method's name: the one that is recommended for the network, or else for where the labels are."""
+
+SOLVED = ("ridge-head", "mixture-head")
+"""Methods that solve a head from the sums of all clients."""
+
+
+def named(given: Mapping[str, Any]) -> str:
+    """Return the method of `given` values, with the recommended one by its name."""
+    if given["method"] != RECOMMENDED:
+        return given["method"]
+    from halfmoon.methods import registry  # slow to import: it brings torch
+
+    head = given.get("tune", "auto") in ("auto", "head") and not given.get("freeze")
+    on_features = head and given.get("network") in hubs.PRETRAINED
+    return registry.RECOMMENDED.get("features" if on_features else given.get("labels_at", "clients"), RECOMMENDED)
+
+
+def cohort_of(given: Mapping[str, Any], clients: int) -> int:
+    """Return the cohort where nobody says it: all clients for a head that is solved from their sums."""
+    most = max(1, clients)
+    return most if given.get("method") in SOLVED else min(given["cohort"], most)
 
 
 def overruled(given: Mapping[str, Any]) -> set[str]:

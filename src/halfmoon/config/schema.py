@@ -21,7 +21,7 @@ from halfmoon.api.requirements import PLACES
 from halfmoon.config import sections
 from halfmoon.config.option_types import joined, members, typed
 from halfmoon.config.option_types import parse as parsed
-from halfmoon.config.preset import check_preset, paper_run, protocol_run
+from halfmoon.config.preset import check_preset, cohort_of, named, paper_run, protocol_run
 from halfmoon.config.sections import SECTIONS
 from halfmoon.config.validation import check, check_cohort, defense
 from halfmoon.core import hubs, plugins, weight_files
@@ -39,8 +39,6 @@ _PARTS: dict[str, tuple[tuple[str, ...], plugins.Kind]] = {
     "setting": (SETTINGS, "split"),
 }
 
-# In place of a method's name: the one that is recommended for where the labels are.
-RECOMMENDED = "recommended"
 # What does not change a run's numbers, or is said by `method` and its own options.
 PLACE = {
     *("run_dir", "data_dir", "cache", "device", "executor", "compile", "threads", "workers", "processes"),
@@ -105,15 +103,14 @@ class Config(
         values = {name: _typed(name, name, getattr(self, name)) for name in kinds()}
         if all(values[name] is None for name in AMOUNTS):
             values["labels_per_class"] = LABELS
+        values["method"] = named(values)
         if values["split"] is None and values["cohort"] == Config.cohort:  # the default
-            values["cohort"] = min(values["cohort"], max(1, values["clients"]))
+            values["cohort"] = cohort_of(values, values["clients"])
         values["options"] = joined({}, self.options, "options")
         if values["protocol"] != "none":
             raise UserError(
                 "protocol fills in what is not said, which Config cannot know: use Config.of(protocol=...)."
             )
-        if values["method"] == RECOMMENDED:
-            values["method"] = _registry().RECOMMENDED.get(values["labels_at"], RECOMMENDED)
         for name, value in anchored(values, Path()).items():
             object.__setattr__(self, name, value)
         for name, allowed in ranges().items():
@@ -242,8 +239,8 @@ def merge(values: Mapping[str, Any], flags: Mapping[str, Any], file: Path | str 
         if any(layer.get(name) is not None for name in AMOUNTS):
             given |= dict.fromkeys(set(AMOUNTS) - set(layer))
     _check_split(given)
-    if given.get("method") == RECOMMENDED:
-        given["method"] = _registry().RECOMMENDED.get(given.get("labels_at", "clients"), RECOMMENDED)
+    if "method" in given:
+        given["method"] = named(given)
     requested = given.get("cohort")
     paper = paper_run(given, AMOUNTS, SCENARIO) if given.get("preset") == "paper" else {}
     given = {**paper, **given}
@@ -253,7 +250,7 @@ def merge(values: Mapping[str, Any], flags: Mapping[str, Any], file: Path | str 
     given = {**under, **given}
     clients = _clients(given)
     if requested is None:
-        given["cohort"] = min(given.get("cohort", Config.cohort), max(1, clients))
+        given["cohort"] = cohort_of({"cohort": Config.cohort, **given}, clients)
     elif given.get("split") is None:
         check_cohort(requested, clients)
     return Config(**given)

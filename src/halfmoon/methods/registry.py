@@ -33,8 +33,10 @@ ORDER = [
 RENAMED = {"tau": "threshold"}
 """Options by their names in older versions, with those of today."""
 
-RECOMMENDED: dict[str, str] = {"clients": "fedavg-soft-labels", "some": "cbafed", "server": "fl2"}
-"""What `method = "recommended"` stands for, by where labels lie; docs/choosing.md has the evidence, and its limits."""
+RECOMMENDED: dict[str, str] = {
+    "clients": "fedavg-soft-labels", "some": "fedavg", "server": "fl2", "features": "mixture-head",
+}  # fmt: skip
+"""What `method = "recommended"` stands for on a pretrained network's features, or else by where labels lie."""
 
 
 @dataclass(frozen=True)

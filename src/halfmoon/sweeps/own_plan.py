@@ -177,7 +177,7 @@ def _on_features(flags: Mapping[str, Any], contents: Contents, budget: float) ->
 
 
 def _from_scratch(flags: Mapping[str, Any], contents: Contents, budget: float) -> Plan:
-    recommended = registry.RECOMMENDED[flags.get("labels_at", "clients")]
+    recommended = registry.RECOMMENDED["server" if flags.get("labels_at") == "server" else "clients"]
     lone = {"clients": 1, "cohort": 1} if contents.site else {}
     base = {**lone, "protocol": "few-labels", **image_options(contents, False), "rounds": ROUNDS}
     config, pair = _config(contents, flags, base, ("fedavg", recommended))
