@@ -7,6 +7,7 @@ import json
 import struct
 import sys
 from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -487,9 +488,31 @@ def test_parts_have_other_usual_names(names: tuple[str, str], tmp_path: Path) ->
     assert source.remark == (f"{tmp_path} has no folder test, so the images of valid are the test" * ("valid" in names))
 
 
+def test_a_folder_of_save_to_disk_is_read_as_the_parquet_files_of_its_parts(tmp_path: Path) -> None:
+    """Its files are streams of Arrow, one or several for a part, with the schema that parquet files have."""
+    images = [encode(pixels) for pixels in noise(4)]
+    wanted = load(str(parquet_set(tmp_path / "parquet", images, [0, 1, 1, 0], classes=["normal", "ill"])))
+    for part, cuts in (("train", (0, 3, 4)), ("test", (0, 2))):
+        table = pq.read_table(tmp_path / "parquet" / f"{part}.parquet")
+        (tmp_path / "saved" / part).mkdir(parents=True)
+        for n, (first, end) in enumerate(pairwise(cuts)):
+            file = tmp_path / "saved" / part / f"data-{n:05}-of-{len(cuts) - 1:05}.arrow"
+            with pa.OSFile(str(file), "wb") as sink, pa.ipc.new_stream(sink, table.schema) as writer:
+                writer.write_table(table.slice(first, end - first))
+    (tmp_path / "saved" / "dataset_dict.json").write_text('{"splits": ["train", "test"]}')
+    source = load(str(tmp_path / "saved"))
+    assert source.classes == ("normal", "ill")
+    for part in ("train", "test"):
+        np.testing.assert_array_equal(source.parts[part].images, wanted.parts[part].images)
+        np.testing.assert_array_equal(source.parts[part].labels, wanted.parts[part].labels)
+    (tmp_path / "saved" / "train" / "data-00001-of-00002.arrow").write_bytes(b"ARROW")
+    with pytest.raises(UserError, match="not a readable arrow file"):
+        load(str(tmp_path / "saved"))
+
+
 def test_folders_of_other_programs_are_named(tmp_path: Path) -> None:
     (tmp_path / "dataset_dict.json").write_text("{}")
-    with pytest.raises(UserError, match="save_to_disk of the library datasets: write its parts as parquet"):
+    with pytest.raises(UserError, match="save_to_disk of the library datasets, but has no part train"):
         load(str(tmp_path))
     (tmp_path / "dataset_dict.json").rename(tmp_path / "labels.csv")
     with pytest.raises(UserError, match=r"site's folder, with labels.csv: `halfmoon run --data FOLDER`"):

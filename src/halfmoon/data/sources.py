@@ -151,8 +151,8 @@ def _refuse_others(folder: Path) -> None:
     """Raise UserError for a folder that another program or another command reads, with the way to it."""
     if any((folder / name).is_file() for name in ("dataset_dict.json", "state.json")):
         raise UserError(
-            f"{folder} was written by save_to_disk of the library datasets: write its parts as parquet instead, "
-            "load_from_disk(FOLDER)['train'].to_parquet('train.parquet') and the same for 'test'."
+            f"{folder} was written by save_to_disk of the library datasets, but has no part train: save a DatasetDict "
+            "with train and test, such as dataset.train_test_split(0.2).save_to_disk(FOLDER)."
         )
     if (folder / "labels.csv").is_file():
         raise UserError(

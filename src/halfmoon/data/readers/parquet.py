@@ -1,4 +1,4 @@
-"""Parquet files with encoded images, as Hugging Face writes them."""
+"""Parquet files with encoded images, as Hugging Face writes them, and the Arrow files of its save_to_disk."""
 
 import re
 from collections.abc import Iterator, Sequence
@@ -18,12 +18,33 @@ IMAGE_COLUMNS = ("image", "img")
 LABEL_COLUMNS = ("label", "labels", "fine_label")
 
 
+class ArrowFile:
+    """A file of save_to_disk, mapped into memory, with what is used here of a `pq.ParquetFile`."""
+
+    def __init__(self, path: Path) -> None:
+        """Open a file; raise what pyarrow raises."""
+        self.table = pa.ipc.open_stream(pa.memory_map(str(path))).read_all()
+        self.schema_arrow = self.table.schema
+
+    def read(self, columns: list[str]) -> pa.Table:
+        """Return some columns."""
+        return self.table.select(columns)
+
+    def iter_batches(self, batch_size: int, columns: list[str]) -> Iterator[pa.RecordBatch]:
+        """Return some columns, so many rows at most at once."""
+        return iter(self.read(columns).to_batches(batch_size))
+
+
+File = pq.ParquetFile | ArrowFile
+
+
 def shards(folder: Path, part: str) -> list[Path]:
-    """Return the files part*.parquet of a folder, in order; raise UserError if one of several is missing."""
+    """Return the files part*.parquet of a folder, or part/data*.arrow, in order; raise UserError if one is missing."""
     inside = (folder, *(folder / name for name in ("data", "plain_text", "default", "cropped_digits", folder.name)))
     found = next(filter(None, (sorted(place.glob(f"{part}*.parquet")) for place in inside)), [])
+    found = found or sorted((folder / part).glob("data-*.arrow"))
     for path in found:
-        numbered = re.search(r"-(\d+)-of-(\d+)(-[0-9a-f]+)?\.parquet$", path.name)
+        numbered = re.search(r"-(\d+)-of-(\d+)(-[0-9a-f]+)?\.(?:parquet|arrow)$", path.name)
         if numbered and len(found) != int(numbered[2]):
             raise UserError(
                 f"{path.parent}: {path.name} is one of {int(numbered[2])} files, but {len(found)} "
@@ -62,16 +83,18 @@ def column(place: object, names: Sequence[str], wanted: Sequence[str]) -> str:
     )
 
 
-def _open(path: Path) -> pq.ParquetFile:
+def _open(path: Path) -> File:
     try:
-        file = pq.ParquetFile(path)
+        file = ArrowFile(path) if path.suffix == ".arrow" else pq.ParquetFile(path)
         _ = file.schema_arrow.names  # which may be no text
         return file
     except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
-        raise UserError(f"{path}: not a readable parquet file ({one_line(error)}); fetch it again.") from error
+        raise UserError(
+            f"{path}: not a readable {path.suffix[1:]} file ({one_line(error)}); fetch it again."
+        ) from error
 
 
-def _labels(path: Path, file: pq.ParquetFile) -> np.ndarray:
+def _labels(path: Path, file: File) -> np.ndarray:
     schema = file.schema_arrow
     name = column(path, schema.names, LABEL_COLUMNS)
     if not pa.types.is_integer(schema.field(name).type):
@@ -92,7 +115,7 @@ def _labels(path: Path, file: pq.ParquetFile) -> np.ndarray:
     return labels
 
 
-def _encoded(path: Path, file: pq.ParquetFile) -> Iterator[tuple[bytes, str]]:
+def _encoded(path: Path, file: File) -> Iterator[tuple[bytes, str]]:
     schema = file.schema_arrow
     name = column(path, schema.names, IMAGE_COLUMNS)
     kind = schema.field(name).type
@@ -115,7 +138,7 @@ def _encoded(path: Path, file: pq.ParquetFile) -> Iterator[tuple[bytes, str]]:
         raise UserError(f"{path}: unreadable after row {row} ({one_line(error)}); fetch the file again.") from error
 
 
-def _names(file: pq.ParquetFile, label: str) -> tuple[str, ...] | None:
+def _names(file: File, label: str) -> tuple[str, ...] | None:
     # Hugging Face keeps class names in the schema's metadata; other writers have none.
     try:
         features = atomic_io.parsed((file.schema_arrow.metadata or {})[b"huggingface"])["info"]["features"]
