@@ -118,8 +118,9 @@ def folds(labels: np.ndarray, groups: Sequence[str] | None = None) -> Iterator[F
             if len(rows) > 1:
                 part[rows] = (offset + np.arange(len(rows))) % FOLDS
                 offset += len(rows)
-                for row in rows if groups is not None else ():
-                    part[row] = parts.setdefault(groups[row], part[row]) if groups[row] else part[row]
+                for row in rows:
+                    if groups is not None and (name := groups[int(row)]):
+                        part[row] = parts.setdefault(name, int(part[row]))
         for number in range(FOLDS):
             held = np.flatnonzero(part == number)
             sides = (np.flatnonzero(rows) for rows in ((labels >= 0) & (part != number), labels < 0))

@@ -152,7 +152,7 @@ def site_source(contents: Contents, how: Preparation, share: float, flip: bool, 
     pixels, rows = readable(contents, rows, how, say)
     if not pixels:
         raise UserError(f"{contents.folder}: none of its images can be read; see halfmoon site check.")
-    owners = None if contents.groups is None else [contents.groups[row] for row in rows]
+    owners = None if contents.groups is None else [contents.groups[int(row)] for row in rows]
     train = Images(np.stack(pixels), contents.labels[rows], groups=owners)
     held = train.labels >= 0
     mean, std = statistics(train.images)

@@ -104,7 +104,7 @@ def _of_runs(plan: Plan, shared: Problem, root: Path, runs: list[Row], watch: Ca
         results.append({row["method"]: _last(row) for row in runs})
     cases: list[Fold | None] = [None] * (plan.splits - 1)
     if plan.contents.site:
-        cases = [*folds(labels, shared.source.train.groups)][:FOLDS]
+        cases = list[Fold | None](folds(labels, shared.source.train.groups))[:FOLDS]
     for number, fold in enumerate(cases, start=1):
         where = root / "splits" / str(number)
         if fold is None:
