@@ -44,7 +44,8 @@ from halfmoon.engine.local_clients import FederatedDataset, Training
 from halfmoon.engine.loop import initial_model
 from halfmoon.engine.runtime import RuntimeSettings
 from halfmoon.engine.simulation import Simulation
-from halfmoon.runs.factory import Problem, batch_rules, budget, method, problem
+from halfmoon.runs.budgets import budget
+from halfmoon.runs.factory import Problem, batch_rules, method, problem
 
 CLIENTS, COHORT = 20, 10
 CLIP, NOISE = 1.0, 1.0

@@ -47,7 +47,8 @@ from halfmoon.methods import registry
 from halfmoon.report.tables import Result, comparison
 from halfmoon.report.writer import write_report
 from halfmoon.runs import runner
-from halfmoon.runs.factory import batch_rules, budget, task, views
+from halfmoon.runs.budgets import budget
+from halfmoon.runs.factory import batch_rules, task, views
 from halfmoon.sites.folders import check as examine
 from halfmoon.sites.folders import prepare
 from halfmoon.sites.folders.prepare import HOME
