@@ -782,7 +782,10 @@ def member_scene(folder: Path) -> Scene:
 
 
 def member_answers(scene: Scene) -> None:
-    """Have a site answer: always with something that the server can read; a refusal changes nothing but the log."""
+    """Have a site answer: always with something that the server can read.
+
+    A refusal changes nothing but the log and, where the terms can never be met, the file that ends the site's process.
+    """
     said = read(member_at(scene.folder).answer(scene.file.read_bytes()), Acceptance, Refusal, Reply)
     if isinstance(said, Refusal):
         raise UserError("the site refuses")
@@ -968,7 +971,7 @@ TARGETS = (
         member_answers,
         lambda: messages(asked),
         MESSAGE_WORDS,
-        loose=("join.log",),
+        loose=("join.log", "ended.json"),
     ),
     target(
         "reply",
