@@ -8,6 +8,7 @@ memory.
 
 import io
 from collections.abc import Iterator, Sequence
+from copy import deepcopy
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -121,6 +122,36 @@ def chosen_frame(file: Any) -> int:
     """Return the number of the frame that stands for a file, from 0: the one that it names, else the middle one."""
     frames, named = _frames(file), file.get("RepresentativeFrameNumber")
     return int(named) - 1 if named and 1 <= int(named) <= frames else frames // 2
+
+
+def frames(data: bytes, place: str, which: str) -> Iterator[tuple[int, Any]]:
+    """Yield frames of a file, by number from 1, each as a DICOM file of its own; nothing where there is but one.
+
+    `which`: "each", "middle", or numbers such as 1,5,9. Raise UserError for what cannot be read, or is not there.
+    """
+    file, tools = _opened(data, place), import_module("pydicom.pixels")
+    count = _frames(file)
+    named = {"each": [*range(1, count + 1)], "middle": [count // 2 + 1]}.get(which)
+    if named is None:
+        named = [int(number) if number.isdecimal() else 0 for number in which.split(",")]
+    if count == 1:
+        return
+    if not all(1 <= number <= count for number in named):
+        raise UserError(f"{place}: it has the frames 1 to {count}; {which} is no each, middle or numbers of these.")
+    groups = [*(file.get("PerFrameFunctionalGroupsSequence") or ())]
+    for word in ("PixelData", "PerFrameFunctionalGroupsSequence", "RepresentativeFrameNumber"):
+        file.pop(word, None)
+    for number in named:
+        try:
+            pixels = tools.pixel_array(io.BytesIO(data), index=number - 1)
+            kind = "RGB" if pixels.ndim == 3 else str(file.PhotometricInterpretation)
+            part = deepcopy(file)
+            part.set_pixel_data(pixels, kind, int(file.BitsStored))
+        except Exception as error:  # as in `read`
+            raise UserError(_undecoded(file, place, error)) from error
+        if groups:
+            part.PerFrameFunctionalGroupsSequence = [groups[number - 1]]
+        yield number, part
 
 
 def header(data: bytes, place: str) -> tuple[int, int, bool, int]:

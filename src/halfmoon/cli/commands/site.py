@@ -71,6 +71,15 @@ def add(commands: Any) -> None:
     agreement = command(group, "agreement", about, "FOLDER ", _agreement)
     agreement.add_argument("folder", metavar="FOLDER", type=Path, help="a folder that two readers have labeled")
 
+    about = "write the frames of DICOM files as files of their own"
+    frames = command(group, "frames", about, "FOLDER --out DIR ", _frames)
+    frames.add_argument(
+        "folder", metavar="FOLDER", type=Path, help="images, some of them DICOM files of several frames"
+    )
+    frames.add_argument("--out", metavar="DIR", type=Path, required=True, help="a new folder: DIR/FILE/0001.dcm ...")
+    about = "which frames: each, the middle one, or numbers from 1 such as 1,5,9 (default: each)"
+    frames.add_argument("--frames", metavar="each|middle|N,N", default="each", help=about)
+
     about = "say what the sites of a federation are asked to take part in"
     about_terms = command(group, "terms", about, "CONFIG.toml ", _terms)
     about = "the server's file: options of a run, and a table [federation]"
@@ -176,6 +185,17 @@ def _agreement(args: argparse.Namespace) -> int:
         say(f"{one} and {other}: {each.images:,} images, {each.agreement:.1%} agree, {kappa}")
         for path, *said in each.differing:
             say(f"  {path}: {' / '.join(said)}")
+    return 0
+
+
+def _frames(args: argparse.Namespace) -> int:
+    from halfmoon.sites.folders.frames import write_frames
+
+    files, count = write_frames(args.folder, args.out, args.frames)
+    if args.json:
+        print_json({"out": str(args.out), "files": files, "frames": count})
+    else:
+        say(f"{count:,} frames of {files:,} files ({args.frames}): {args.out}")
     return 0
 
 
