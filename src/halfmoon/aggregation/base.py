@@ -11,6 +11,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from halfmoon.api.types import StateStore
 from halfmoon.api.uploads import UPDATE_ONLY, Uplink, Upload
 from halfmoon.core import tree
 from halfmoon.core.tree import Tree
@@ -29,6 +30,7 @@ class AggregationContext(NamedTuple):
     asked: int  # how many were asked
     drawn: bool  # whether those asked are the round's cohort, drawn at random from all clients
     uplink: Uplink = UPDATE_ONLY  # what the work declares of its uploads
+    memory: StateStore | None = None  # what is remembered from round to round, a part of every checkpoint
 
     def only(self, places: Sequence[int]) -> "AggregationContext":
         """Return the question as if those at `places` alone had answered."""

@@ -5,10 +5,8 @@ cohort's median norm: norm bounding (Sun et al. 2019, "Can you really backdoor f
 is taken anew from each cohort. "median" and "trimmed" are the coordinate-wise median and trimmed mean (Yin et al.
 2018), "krum" is the one update that is nearest to its neighbors (Blanchard et al. 2017). The last three give every
 client the one aggregate, so that a method's weights have no say: they are unweighted, as published. "cosine" leaves
-out who points against the others, and scales down the rest as "clip" does: a client's score is the median of its
-cosines with the others, and it is outside where that is negative and more than `SPREADS` median deviations under the
-cohort's (`AGAINST`, where the cohort's is under `ALIKE`). Parameters, statistics and auxiliary sums are compared apart;
-fewer than `LEAST` clients are only scaled.
+out who points against the others (`halfmoon.aggregation.agreement`), and scales down the rest to `ROOM` times the
+median norm: closer, and honest updates that are a little longer lose what they learned.
 
 Two kinds of clients have no part in a rule: those whose upload is not finite, who are left out altogether, and those
 who weigh 0, because they had nothing to learn from and sent back what they got.
@@ -26,12 +24,13 @@ What an upload holds beside an update:
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
+from halfmoon.aggregation.agreement import Change, gram, groups, median, outside
 from halfmoon.aggregation.base import AggregationContext, changed, update
 from halfmoon.aggregation.selection import along, mixed
 from halfmoon.api.uploads import Upload
@@ -40,19 +39,8 @@ from halfmoon.core.errors import UserError
 
 Rule = Literal["clip", "cosine", "median", "trimmed", "krum"]
 
-CHUNK = 2**18
-"""Coordinates of an update that are looked at together: k x CHUNK numbers in float64 are all the memory Krum takes."""
-
-LEAST, SPREADS, LONG = 4, 3.0, 4.0
-"""The fewest clients of whom one can be outside; how many median deviations of cosines it is away then, or how many
-median lengths its sums have for each image."""
-
-ALIKE, AGAINST = 0.02, -0.25
-"""The median cosine from which a cohort agrees, and the one from which a client is outside where it does not: sites
-with other classes than the others' point elsewhere without being hostile."""
-
-Change = Mapping[str, Tensor]
-"""The update of each client, {path: (k, ...)}."""
+ROOM = 1.5
+"""How many median norms "cosine" leaves of an update."""
 
 
 class Robust:
@@ -99,7 +87,7 @@ class Robust:
         self, context: AggregationContext, up: Upload, change: Change, voters: list[int]
     ) -> tuple[Upload, dict[str, Any]]:
         if self.rule in ("clip", "cosine"):
-            return clipped(context, up, change, voters)
+            return clipped(context, up, change, voters, 1.0 if self.rule == "clip" else ROOM)
         mine = {path: leaf[voters] for path, leaf in change.items()}
         if self.rule == "krum":
             hostile = tolerated(len(voters), self.byzantine)
@@ -164,51 +152,6 @@ def only(
     return context.only(chosen), up.map(lambda leaf: leaf[chosen]), change
 
 
-def outside(context: AggregationContext, up: Upload, change: Change) -> dict[int, dict[str, Any]]:
-    """Return what was measured of each client that points against the others, by its place."""
-    voters = (up.weight > 0).nonzero().flatten().tolist()
-    if len(voters) < LEAST:
-        return {}
-    uplink = context.uplink
-    aux = {f"aux/{name}": {"": up.aux[name]} for name in (*uplink.names(reduce="sum"), *uplink.names(reduce="mean"))}
-    beside = {path: leaf for path, leaf in tree.flatten(aux).items() if leaf.is_floating_point()}
-    groups = {**_groups(change, uplink.statistics), "sums": list(beside)}
-    found: dict[int, dict[str, Any]] = {}
-    for part, paths in groups.items():
-        leaves = [{**change, **beside}[path][voters] for path in paths]
-        if not leaves:
-            continue
-        square = gram(leaves)
-        scores = agreement(square)
-        middle = median(scores)
-        bound = min(0.0, float(middle - SPREADS * median((scores - middle).abs()))) if middle > ALIKE else AGAINST
-        lengths = square.diagonal().sqrt() / (up.weight[voters].double().cpu() if part == "sums" else math.inf)
-        long = lengths > LONG * median(lengths)
-        for place, score, too_long in zip(voters, scores.tolist(), long.tolist(), strict=True):
-            if score < bound or too_long:
-                facts = {"client": context.clients[place], "part": part}
-                found.setdefault(place, {**facts, "cosine": round(score, 4), "others": round(float(middle), 4)})
-    return found
-
-
-def agreement(square: Tensor) -> Tensor:
-    """Return of each client the median of its cosines with the others (k,), from their inner products (k, k)."""
-    norms, k = square.diagonal().sqrt(), len(square)
-    cosines = square / (norms[:, None] * norms[None, :]).clamp_min(torch.finfo(torch.float64).tiny)
-    others = cosines.flatten()[1:].view(k - 1, k + 1)[:, :-1].reshape(k, k - 1)
-    return median(others.T)
-
-
-def gram(leaves: Sequence[Tensor]) -> Tensor:
-    """Return the inner products (k, k), float64, of vectors in pieces (k, ...)."""
-    total = torch.zeros((len(leaves[0]), len(leaves[0])), dtype=torch.float64)
-    for leaf in leaves:
-        for part in leaf.flatten(1).split(CHUNK, 1):
-            wide = part.double()
-            total += (wide @ wide.T).cpu()
-    return total
-
-
 def share(byzantine: float, count: int) -> int:
     """Return how many of `count` clients the share `byzantine` is, rounded down."""
     return math.floor(round(byzantine * count, 9))
@@ -224,32 +167,25 @@ def tolerated(count: int, byzantine: float) -> int:
 
 
 def clipped(
-    context: AggregationContext, up: Upload, change: Change, voters: Sequence[int]
+    context: AggregationContext, up: Upload, change: Change, voters: Sequence[int], room: float = 1.0
 ) -> tuple[Upload, dict[str, Any]]:
-    """Return uploads whose updates are at most as long as the median one, and how many were longer.
+    """Return uploads whose updates are at most `room` times as long as the median one, and how many were longer.
 
     Parameters and statistics have norms and medians of their own; both medians are those of `voters`, and of an even
-    number the mean of the middle two. An update that is no longer than the median keeps its bits.
+    number the mean of the middle two. An update that is no longer than that keeps its bits.
     """
     long = torch.zeros(len(context.clients), dtype=torch.bool)
     said: dict[str, float] = {}
-    for name, paths in _groups(change, context.uplink.statistics).items():
+    for name, paths in groups(change, context.uplink.statistics).items():
         if paths:
             norms = _norms(change, paths)
-            bound = median(norms[list(voters)])
-            said[name] = float(bound)
+            middle = median(norms[list(voters)])
+            said[name], bound = float(middle), room * middle
             over, scale = norms > bound, bound / norms
             long |= over
             shorter = {path: change[path] * along(scale, change[path]) for path in paths}
             up = mixed(over, changed(up, context, shorter), up)
     return up, {"clipped": int(long.sum()), "counted": len(context.clients), "median_norm": said}
-
-
-def median(leaf: Tensor) -> Tensor:
-    """Return the coordinate-wise median (...) of (k, ...); of an even number the mean of the middle two."""
-    ordered, k = leaf.sort(0).values, len(leaf)
-    # Halves first: the sum of two large numbers may be none.
-    return ordered[k // 2] if k % 2 else ordered[k // 2 - 1] / 2 + ordered[k // 2] / 2
 
 
 def trimmed(leaf: Tensor, cut: int) -> Tensor:
@@ -272,18 +208,10 @@ def krum(change: Change, hostile: int, statistics: Sequence[str] = ()) -> int:
 
 def distances(change: Change, statistics: Sequence[str] = ()) -> Tensor:
     """Return the squared distances (k, k), float64, between the updates' parameters, from their inner products."""
-    square = gram([change[path] for path in _groups(change, statistics)["parameters"]])
+    square = gram([change[path] for path in groups(change, statistics)["parameters"]])
     own = square.diagonal()
     # Of two numbers beyond what squares in float64 the difference is none: they are as far as can be.
     return (own[:, None] + own[None, :] - 2 * square).clamp_min(0.0).nan_to_num(nan=math.inf, posinf=math.inf)
-
-
-def _groups(change: Change, statistics: Sequence[str]) -> dict[str, list[str]]:
-    """Return the paths of the parameters, and those of the parts that are `statistics`."""
-    found: dict[str, list[str]] = {"parameters": [], "statistics": []}
-    for path in change:
-        found["statistics" if path.split("/")[0] in statistics else "parameters"].append(path)
-    return found
 
 
 def _norms(change: Change, paths: Sequence[str]) -> Tensor:

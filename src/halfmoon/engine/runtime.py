@@ -179,7 +179,8 @@ class ServerRuntime(ABC):
             at = (self._round, self._attempt, self._query - 1)
             drawn = to is None and self._fair
             uplink = self.client_updates[client_update].needs.uplink
-            context = AggregationContext(*at, client_update, down, each, clients, len(asked), drawn, uplink)
+            who = clients, len(asked), drawn, uplink, self.state_store
+            context = AggregationContext(*at, client_update, down, each, *who)
             up = self._aggregated(context, up)
         else:
             self.answered = torch.tensor(clients, dtype=torch.int64)
