@@ -112,6 +112,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except (Stopped, UserError, RuntimeError, KeyboardInterrupt, OSError) as error:
+        if "--debug" in words and isinstance(error, Stopped) and error.__cause__ is not None:
+            raise error.__cause__ from None
         if "--debug" in words or (end := _end(error)) is None:
             raise
         return complain(*end)

@@ -10,7 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from halfmoon.cli.commands.base import command, ending, option, print_json, requested, tracked, trackers
+from halfmoon.cli.commands.base import command, complain, option, print_json, requested, tracked, trackers
 from halfmoon.config import schema as settings
 from halfmoon.core.errors import UserError
 
@@ -24,8 +24,6 @@ PLACE = (
     "checkpoint_every",
 )
 """The options of a run that change none of its numbers, and so can be said for a whole sweep."""
-
-AGAIN = "stopped; the same command goes on where it was."
 
 
 def add(commands: Any) -> None:
@@ -107,9 +105,13 @@ def _play(args: argparse.Namespace, folder: SweepFolder, cells: list[Any], jobs:
         say(console, words)
 
     watch = watcher(console, args.json or jobs > 1 or args.engine == "ray")
-    # Ray prints remarks; results alone go to stdout.
-    with ending(AGAIN), redirect_stdout(sys.stderr), watch, ExitStack() as ends:
-        failed = sweep(folder, cells, _engine(args, watch, jobs, ends), tell)
+    try:
+        with redirect_stdout(sys.stderr), watch, ExitStack() as ends:  # Ray prints remarks; results alone go to stdout
+            failed = sweep(folder, cells, _engine(args, watch, jobs, ends), tell)
+    except KeyboardInterrupt:
+        if args.debug:
+            raise
+        return complain("stopped; the same command goes on where it was.", 130)  # what is finished is printed
     return 1 if failed else 0
 
 
