@@ -97,8 +97,12 @@ def test_a_hundred_images_with_every_control(session: Session) -> None:
     ActionChains(browser).click_and_hold(session["stage"]).move_by_offset(40, 10).release().perform()
     session["note"].send_keys(f"seen twice{ENTER}")
     until(lambda: len(labels(session.folder, NOTES)) == 1)
-    press(browser, "s", "n", "u", "n")
-    until(lambda: len(labels(session.folder, UNSURE)) == 1)
+    before = session["path"].text
+    press(browser, "s")
+    until(lambda: session["path"].text != before)
+    for key, count in (("n", 1), ("u", 0), ("n", 1)):
+        press(browser, key)
+        until(lambda count=count: len(labels(session.folder, UNSURE)) == count)
 
     here = session["path"].text
     session["alike"].click()
