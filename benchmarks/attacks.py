@@ -1,7 +1,7 @@
-"""Attacks by sites that know the rule, against the mean and a federation's default: accuracy on the digits.
+"""Attacks by sites that know the rule, against the mean and a federation's default: accuracy on test images.
 
-    python benchmarks/attacks.py [--sites 5 10 ...] [--methods NAME ...] [--seeds 0 1 ...] [--rules mean cosine]
-        [--out results/attacks]
+    python benchmarks/attacks.py [--data digits --data-dir DIR] [--sites 5 10 ...] [--methods NAME ...]
+        [--seeds 0 1 ...] [--rules mean cosine] [--out results/attacks]
 
 One site in five is hostile, and all hostile sites work together: they see the honest updates of a round before they
 send theirs. Each also claims twice the median number of images, which is the most that a server's cap lets through. A
@@ -95,6 +95,7 @@ class Cell(NamedTuple):
     sites: int
     attack: str
     rule: str
+    data: str = "digits"
 
 
 class Forgers:
@@ -152,13 +153,14 @@ def patched(images: Tensor) -> Tensor:
     return images
 
 
-def played(cell: Cell) -> dict[str, Any]:
+def played(cell: Cell, folder: Path | None) -> dict[str, Any]:
     """Return what came of a cell: accuracy, and how often a patch opens the back door (percent)."""
-    began, n = time.process_time(), cell.sites
+    began, n, classes = time.process_time(), cell.sites, 2 if cell.data == "pneumonia_mnist" else 10
     config = Config(
-        method=cell.method, data="digits", clients=n, cohort=n, dirichlet_alpha=0.5, labels_per_class=LABELS / 10 / n,
+        method=cell.method, data=cell.data, data_dir=folder, clients=n, cohort=n, dirichlet_alpha=0.5,
+        labels_per_class=LABELS / classes / n,
         setting="iid-dir" if cell.setting == "iid-dir" else "dir-dir", steps=6, rounds=ROUNDS, seed=cell.seed,
-        split_seed=cell.seed, device="cpu", threads=1,
+        split_seed=cell.seed, device="cpu", threads=1, network="small",
     )  # fmt: skip
     shared, method = factory.problem(config), factory.method(config)
     split = uneven(shared.split, cell.seed) if cell.setting == "uneven" else shared.split
@@ -177,7 +179,7 @@ def played(cell: Cell) -> dict[str, Any]:
     rules = [Forgers(cell.attack, hostile), WeightCap(FACTOR)]
     rules += [] if cell.rule == "mean" else [Robust(cell.rule, 0.2)]
     simulation = Simulation(
-        method, shared.task, FederatedDataset(train, split, liars=liars, classes=10), shared.views, training,
+        method, shared.task, FederatedDataset(train, split, liars=liars, classes=classes), shared.views, training,
         RuntimeSettings(n, config.seed), None, rules,
     )  # fmt: skip
     server = method.start(shared.task, initial_model(shared.task, config.seed, torch.device("cpu")))
@@ -207,22 +209,26 @@ def played(cell: Cell) -> dict[str, Any]:
 def table(rows: Sequence[dict[str, Any]]) -> str:
     """Return the tables as Markdown: points lost to what the mean reaches without an attack, over all seeds."""
     words: list[str] = []
-    kinds = dict.fromkeys((row["setting"], row["method"], row["sites"]) for row in rows)
-    for setting in SETTINGS:
-        columns = [kind for kind in kinds if kind[0] == setting]
-        if not columns:
-            continue
-        heads = [f"{method.removeprefix('fedavg-')}, {sites} sites" for _, method, sites in columns]
-        words += [f"## {setting}", "", "| attack | " + " | ".join(heads) + " |", "|---" * (1 + len(heads)) + "|"]
+    kinds = dict.fromkeys((_data(row), row["setting"], row["method"], row["sites"]) for row in rows)
+    for part in dict.fromkeys(kind[:2] for kind in kinds):
+        columns = [kind for kind in kinds if kind[:2] == part]
+        heads = [f"{method.removeprefix('fedavg-')}, {sites} sites" for *_, method, sites in columns]
+        words += [f"## {', '.join(part)}", "", "| attack | " + " | ".join(heads) + " |"]
+        words.append("|---" * (1 + len(heads)) + "|")
         for attack in ATTACKS:
             words.append(f"| {attack} | " + " | ".join(_lost(rows, kind, attack) for kind in columns) + " |")
         words.append("")
     return "\n".join(words)
 
 
-def _lost(rows: Sequence[dict[str, Any]], kind: tuple[str, str, int], attack: str) -> str:
+def _data(row: dict[str, Any]) -> str:
+    """Return the data of a row; those of the digits lack the word where they are older than it."""
+    return row.get("data", "digits")
+
+
+def _lost(rows: Sequence[dict[str, Any]], kind: tuple[str, str, str, int], attack: str) -> str:
     """Return a cell: points that the mean loses, and those of each other rule, with the number of seeds."""
-    own = [row for row in rows if (row["setting"], row["method"], row["sites"]) == kind]
+    own = [row for row in rows if (_data(row), row["setting"], row["method"], row["sites"]) == kind]
     calm = {row["seed"]: row["accuracy"] for row in own if row["attack"] == "none" and row["rule"] == "mean"}
     parts: list[str] = []
     for rule in RULES:
@@ -238,7 +244,9 @@ def _lost(rows: Sequence[dict[str, Any]], kind: tuple[str, str, int], attack: st
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Attack federations of digits by sites that know the rule.")
+    parser = argparse.ArgumentParser(description="Attack federations by sites that know the rule.")
+    parser.add_argument("--data", default="digits")
+    parser.add_argument("--data-dir", type=Path)
     parser.add_argument("--sites", type=int, nargs="+", default=[5, 10, 20, 3])
     parser.add_argument("--methods", nargs="+", default=list(METHODS))
     parser.add_argument("--settings", nargs="+", choices=SETTINGS, default=list(SETTINGS))
@@ -251,17 +259,17 @@ def main() -> None:
     torch.set_num_threads(1)
     kept, page = options.out.with_suffix(".jsonl"), options.out.with_suffix(".md")
     rows = [json.loads(line) for line in kept.read_text().splitlines()] if kept.exists() else []
-    done = {Cell(*(row[name] for name in Cell._fields)) for row in rows}
-    head = page.read_text().split(f"## {SETTINGS[0]}")[0] if page.exists() else "# Attacks that know the rule\n\n"
+    done = {Cell(*(row[name] for name in Cell._fields if name in row)) for row in rows}
+    head = page.read_text().split("## digits")[0] if page.exists() else "# Attacks that know the rule\n\n"
     for sites in options.sites:
         for method in options.methods:
             for seed in options.seeds:
                 for setting in options.settings:
                     for attack in options.attacks:
                         for rule in options.rules:
-                            cell = Cell(seed, method, setting, sites, attack, rule)
+                            cell = Cell(seed, method, setting, sites, attack, rule, options.data)
                             if cell not in done:
-                                rows.append(played(cell))
+                                rows.append(played(cell, options.data_dir))
                                 with kept.open("a") as file:
                                     file.write(json.dumps(rows[-1]) + "\n")
                                 page.write_text(head + table(rows))
