@@ -1,6 +1,6 @@
 """Attacks by sites that know the rule, against the mean and a federation's default: accuracy on test images.
 
-    python benchmarks/attacks.py [--data digits --data-dir DIR] [--sites 5 10 ...] [--methods NAME ...]
+    python benchmarks/attacks.py [--data digits --data-dir DIR] [--labels 50] [--sites 5 10 ...] [--methods NAME ...]
         [--seeds 0 1 ...] [--rules mean cosine] [--out results/attacks]
 
 One site in five is hostile, and all hostile sites work together: they see the honest updates of a round before they
@@ -41,7 +41,11 @@ from halfmoon.runs.pools import keep_memory
 METHODS = ("fedavg-soft-labels", "fedavg-fixmatch", "feddure")
 RULES = ("mean", "cosine")
 SETTINGS = ("iid-dir", "uneven")
-ROUNDS, LABELS, BOUND = 15, 50, 9.9  # BOUND: a server refuses updates of ten median norms
+ROUNDS, LABELS, BOUND = (
+    15,
+    50,
+    9.9,
+)  # LABELS: of all sites together; BOUND: a server refuses updates of ten median norms
 
 Forge = Callable[[Tensor, Tensor], Tensor]
 """(honest updates (k, D), the hostile site's own (D,)) -> what it sends."""
@@ -96,6 +100,7 @@ class Cell(NamedTuple):
     attack: str
     rule: str
     data: str = "digits"
+    labels: int = LABELS
 
 
 class Forgers:
@@ -158,7 +163,7 @@ def played(cell: Cell, folder: Path | None) -> dict[str, Any]:
     began, n, classes = time.process_time(), cell.sites, 2 if cell.data == "pneumonia_mnist" else 10
     config = Config(
         method=cell.method, data=cell.data, data_dir=folder, clients=n, cohort=n, dirichlet_alpha=0.5,
-        labels_per_class=LABELS / classes / n,
+        labels_per_class=cell.labels / classes / n,
         setting="iid-dir" if cell.setting == "iid-dir" else "dir-dir", steps=6, rounds=ROUNDS, seed=cell.seed,
         split_seed=cell.seed, device="cpu", threads=1, network="small",
     )  # fmt: skip
@@ -209,11 +214,12 @@ def played(cell: Cell, folder: Path | None) -> dict[str, Any]:
 def table(rows: Sequence[dict[str, Any]]) -> str:
     """Return the tables as Markdown: points lost to what the mean reaches without an attack, over all seeds."""
     words: list[str] = []
-    kinds = dict.fromkeys((_data(row), row["setting"], row["method"], row["sites"]) for row in rows)
-    for part in dict.fromkeys(kind[:2] for kind in kinds):
-        columns = [kind for kind in kinds if kind[:2] == part]
+    kinds = dict.fromkeys(map(_kind, rows))
+    for part in dict.fromkeys(kind[:3] for kind in kinds):
+        columns = [kind for kind in kinds if kind[:3] == part]
         heads = [f"{method.removeprefix('fedavg-')}, {sites} sites" for *_, method, sites in columns]
-        words += [f"## {', '.join(part)}", "", "| attack | " + " | ".join(heads) + " |"]
+        data, setting, labels = part
+        words += [f"## {data}, {setting}, {labels} labels", "", "| attack | " + " | ".join(heads) + " |"]
         words.append("|---" * (1 + len(heads)) + "|")
         for attack in ATTACKS:
             words.append(f"| {attack} | " + " | ".join(_lost(rows, kind, attack) for kind in columns) + " |")
@@ -221,14 +227,14 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
     return "\n".join(words)
 
 
-def _data(row: dict[str, Any]) -> str:
-    """Return the data of a row; those of the digits lack the word where they are older than it."""
-    return row.get("data", "digits")
+def _kind(row: dict[str, Any]) -> tuple[str, str, int, str, int]:
+    """Return what a column of a table shares; older rows of the digits lack data and labels."""
+    return row.get("data", "digits"), row["setting"], row.get("labels", LABELS), row["method"], row["sites"]
 
 
-def _lost(rows: Sequence[dict[str, Any]], kind: tuple[str, str, str, int], attack: str) -> str:
+def _lost(rows: Sequence[dict[str, Any]], kind: tuple[str, str, int, str, int], attack: str) -> str:
     """Return a cell: points that the mean loses, and those of each other rule, with the number of seeds."""
-    own = [row for row in rows if (_data(row), row["setting"], row["method"], row["sites"]) == kind]
+    own = [row for row in rows if _kind(row) == kind]
     calm = {row["seed"]: row["accuracy"] for row in own if row["attack"] == "none" and row["rule"] == "mean"}
     parts: list[str] = []
     for rule in RULES:
@@ -247,6 +253,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Attack federations by sites that know the rule.")
     parser.add_argument("--data", default="digits")
     parser.add_argument("--data-dir", type=Path)
+    parser.add_argument("--labels", type=int, default=LABELS, help="of all sites together")
     parser.add_argument("--sites", type=int, nargs="+", default=[5, 10, 20, 3])
     parser.add_argument("--methods", nargs="+", default=list(METHODS))
     parser.add_argument("--settings", nargs="+", choices=SETTINGS, default=list(SETTINGS))
@@ -267,7 +274,7 @@ def main() -> None:
                 for setting in options.settings:
                     for attack in options.attacks:
                         for rule in options.rules:
-                            cell = Cell(seed, method, setting, sites, attack, rule, options.data)
+                            cell = Cell(seed, method, setting, sites, attack, rule, options.data, options.labels)
                             if cell not in done:
                                 rows.append(played(cell, options.data_dir))
                                 with kept.open("a") as file:
