@@ -85,6 +85,7 @@ SMALLEST: dict[str, Small] = {
     "scale": ("--part uploads fedavg 2", {}),
     "secure_sums": ("--sites 3 --parameters 1000 --out {out}/sums", {}),
     "seeds_together": ("--methods fedavg --seeds 2 --rounds 1 --turns 1", {}),
+    "soak": ("--minutes 0.5 --rounds 4 --seconds 1 --out {out}/soak", {}),
     "site_opening": ("--images 20 --side 8", {}),
     "strong_view": ("--rounds 1", {}),
     "unlike": (
