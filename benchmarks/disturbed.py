@@ -5,7 +5,7 @@ import signal
 import subprocess
 import sysconfig
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -38,6 +38,7 @@ class Federation:
     home: Path | None = None  # of the victim, where it is not in its folder
     port: int = field(default_factory=free_port)
     running: dict[str, subprocess.Popen[bytes]] = field(default_factory=dict)
+    sites: Sequence[str] = SITES
 
     @property
     def run(self) -> Path:
@@ -129,7 +130,7 @@ class Federation:
 
     def begin(self) -> None:
         """Start all, and wait for the end of the first round."""
-        for who in ("serve", *SITES):
+        for who in ("serve", *self.sites):
             self.start(who)
         self.until(lambda: "round 1 of 4" in self.log(), "the first round")
 

@@ -1,4 +1,4 @@
-"""A site that misbehaves once, in its second round: Python imports this first where its folder is in PYTHONPATH.
+"""A site that misbehaves, most kinds once, in its second round: Python imports this where it is in PYTHONPATH.
 
 The site is joined by the plain command; of its processes the node or the worker alone is touched, as MISBEHAVE says.
 """
@@ -48,6 +48,9 @@ def spoil_answers() -> None:
             if KIND == "stranger":
                 self.version = OTHER_VERSION
             return honest(self, data)
+        if KIND == "slow":
+            time.sleep(float(os.environ["MISBEHAVE_SECONDS"]))
+            return honest(self, data)
         last = self.home / "last.answer"
         if request.round != ROUND or request.attempt:
             said = honest(self, data)
@@ -91,7 +94,20 @@ def spoil_sending() -> None:
     Fleet.send = send
 
 
-if KIND in ("twice", "cut"):
+def move_clock() -> None:
+    """Let `time.time` be as far from the truth, in seconds, as a file says."""
+    path, true = Path(os.environ["MISBEHAVE_CLOCK"]), time.time
+
+    def moved() -> float:
+        words = path.read_text() if path.exists() else ""
+        return true() + float(words or 0)
+
+    time.time = moved
+
+
+if KIND == "clock":
+    move_clock()
+elif KIND in ("twice", "cut"):
     if "flower-supernode" in sys.orig_argv:
         spoil_sending()
 elif KIND and "worker" in sys.orig_argv and "halfmoon.federation.flower.node" in sys.orig_argv:

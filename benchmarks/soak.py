@@ -1,0 +1,290 @@
+"""A federation that is disturbed all the time: five sites of real processes, for as long as asked.
+
+    python benchmarks/soak.py [--minutes 90] [--rounds 500] [--seconds 6] [--out results/soak]
+
+Every minute or two something happens: a process is killed with -9 (and its command started again), the network to a
+site is cut for seconds to minutes, a site's process stands still, or a site's clock is moved by an hour. One site is
+slow: it sleeps `--seconds` over each answer. Memory and open files of every process are read from /proc every ten
+seconds. At the end the weights are compared with the simulator's. Writes .json, .md and .png. Only Linux.
+"""
+
+import argparse
+import contextlib
+import json
+import os
+import random
+import select
+import signal
+import socket
+import socketserver
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import disturbed
+import matplotlib
+from disturbed import HALFMOON, Federation
+from federation_faults import machine
+from federation_parity import digest, written
+
+from halfmoon.config import schema as settings
+from halfmoon.federation.flower.processes import SERVER_APP, SUPERLINK, SUPERNODE, WORKER, free_port, interruptible
+from halfmoon.runs import runner
+
+matplotlib.use("agg")
+from matplotlib import pyplot as plt
+
+SITES = tuple(f"site-{number:02}" for number in range(5))
+SLOW, SHIFTED = SITES[1], SITES[2]
+EXPORT = ("site", "export", "digits", "--sites", str(len(SITES)), "--labels-per-class", "4")
+OPTIONS = {
+    "method": "fedavg-soft-labels", "steps": 4, "labeled_batch": 8, "unlabeled_batch": 16, "width": 8,
+    "aggregation": "cosine",
+}  # fmt: skip
+RULES = {"min_replies": len(SITES), "absence": 900.0, "attempts": 1000}
+PAUSE, SAMPLE = (45.0, 100.0), 10.0
+"""Seconds between two disturbances, and between two looks at memory."""
+
+
+class Link(socketserver.ThreadingTCPServer):
+    """A port that passes all on to the server's, unless it is cut."""
+
+    allow_reuse_address = daemon_threads = True
+    cut = False
+
+    def __init__(self, port: int, server: int) -> None:
+        self.server_port = server
+        super().__init__(("127.0.0.1", port), Relay)
+        threading.Thread(target=self.serve_forever, daemon=True).start()
+
+
+class Relay(socketserver.BaseRequestHandler):
+    """One connection of a link."""
+
+    server: Link
+
+    def handle(self) -> None:
+        with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", self.server.server_port)) as other:
+            ways = {self.request: other, other: self.request}
+            while not self.server.cut:
+                for source in select.select(list(ways), [], [], 0.2)[0]:
+                    data = source.recv(2**16)
+                    if not data:
+                        return
+                    ways[source].sendall(data)
+
+
+class Soak(Federation):
+    """A federation whose sites reach the server by links of their own."""
+
+    def __init__(self, folder: Path, seconds: float) -> None:
+        super().__init__(folder, sites=SITES)
+        self.seconds = seconds
+        self.links = {site: Link(free_port(), self.port) for site in SITES}
+        self.clock = folder / "clock"
+        self.clock.write_text("0")
+
+    def start(self, who: str) -> None:
+        port, self.port = self.port, self.links[who].server_address[1] if who in self.links else self.port
+        paths = [str(Path(__file__).parent / "misbehaving"), os.environ.get("PYTHONPATH", "")]
+        spoilt = {"MISBEHAVE": "slow", "MISBEHAVE_SECONDS": str(self.seconds)} if who == SLOW else {}
+        spoilt = {"MISBEHAVE": "clock", "MISBEHAVE_CLOCK": str(self.clock)} if who == SHIFTED else spoilt
+        before = dict(os.environ)
+        os.environ.update(spoilt, **({"PYTHONPATH": os.pathsep.join(filter(None, paths))} if spoilt else {}))
+        try:
+            super().start(who)
+        finally:
+            os.environ.clear()
+            os.environ.update(before)
+            self.port = port
+
+    def processes(self) -> Iterator[tuple[str, int]]:
+        """Yield the role and the number of every process that lives."""
+        for who, process in self.running.items():
+            if process.poll() is None:
+                yield f"{who}: command", process.pid
+            for script in (SUPERLINK, SERVER_APP) if who == "serve" else (SUPERNODE, WORKER):
+                number = self.number(who, script)
+                if number:
+                    yield f"{who}: {script}", number
+
+
+def disturb(fed: Soak, draw: random.Random) -> str:
+    """Do something to the federation, and return what it was."""
+    who, kind = draw.choice(SITES), draw.choice(("kill", "kill", "kill", "cut", "stand", "clock"))
+    if kind == "cut":
+        seconds = draw.choice((3, 10, 30, 90))
+        fed.links[who].cut = True
+        time.sleep(seconds)
+        fed.links[who].cut = False
+        return f"network of {who} cut for {seconds} s"
+    if kind == "clock":
+        hours = draw.choice((-1, 0, 1))
+        fed.clock.write_text(str(3600 * hours))
+        return f"clock of {SHIFTED} moved to {hours:+} h"
+    places = [(who, WORKER), (who, SUPERNODE), (who, ""), ("serve", ""), ("serve", SERVER_APP), ("serve", SUPERLINK)]
+    who, script = draw.choice(places[:2] if kind == "stand" else places)
+    number = fed.number(who, script) if script else fed.running[who].pid
+    if not number:
+        return f"{script} of {who} was not there to disturb"
+    if kind == "stand":
+        seconds = draw.randint(5, 20)
+        os.kill(number, signal.SIGSTOP)
+        time.sleep(seconds)
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(number, signal.SIGCONT)
+        return f"{script} of {who} stood still for {seconds} s"
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(number, signal.SIGKILL)
+    if not script:
+        fed.running[who].wait()
+        fed.start(who)
+    return f"kill -9 of {who}'s {script or 'command'}"
+
+
+def sample(fed: Soak, began: float) -> list[dict[str, Any]]:
+    """Return memory (resident bytes) and open files of every process."""
+    rows: list[dict[str, Any]] = []
+    for role, number in fed.processes():
+        with contextlib.suppress(OSError, IndexError, ValueError):
+            pages = int(Path(f"/proc/{number}/statm").read_text().split()[1])
+            files = len(os.listdir(f"/proc/{number}/fd"))
+            memory = pages * os.sysconf("SC_PAGE_SIZE")
+            at = round(time.monotonic() - began, 1)
+            rows.append({"at": at, "role": role, "process": number, "memory": memory, "files": files})
+    return rows
+
+
+def play(fed: Soak, minutes: float, seed: int) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """Disturb a federation until it is at its end or `minutes` are over; return the samples and what happened."""
+    for who in ("serve", *SITES):
+        fed.start(who)
+    began, samples, events, over = time.monotonic(), [], [], threading.Event()
+
+    def watch() -> None:
+        while not over.wait(SAMPLE):
+            samples.extend(sample(fed, began))
+
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    draw = random.Random(seed)
+    try:
+        fed.until(lambda: "round 1 of" in fed.log(), "the first round")
+        while time.monotonic() - began < 60 * minutes and not finished(fed):
+            time.sleep(min(draw.uniform(*PAUSE), max(1.0, 6 * minutes)))
+            if not finished(fed):
+                events.append({"at": round(time.monotonic() - began, 1), "what": disturb(fed, draw)})
+                sys.stderr.write(f"{events[-1]['at']:6.0f} s  {events[-1]['what']}\n")
+        disturbed.PATIENCE = 3600.0
+        fed.until(lambda: finished(fed), "the end")
+        fed.until(lambda: fed.running["serve"].poll() is not None, "the server's end")
+    finally:
+        over.set()
+        watcher.join()
+        fed.end()
+    return samples, events
+
+
+def finished(fed: Soak) -> bool:
+    return "finished: the model is" in fed.log()
+
+
+def growth(samples: list[dict[str, Any]], what: str) -> dict[str, float]:
+    """Return for each role the growth within its longest life, in percent: last third over the middle one's median."""
+    found: dict[str, float] = {}
+    for role in dict.fromkeys(row["role"] for row in samples):
+        own = [row for row in samples if row["role"] == role]
+        lives = [[row[what] for row in own if row["process"] == each] for each in {row["process"] for row in own}]
+        life = max(lives, key=len)
+        third = len(life) // 3
+        if third >= 3:
+            middle, last = (statistics.median(part) for part in (life[third : 2 * third], life[2 * third :]))
+            found[role] = round(100 * (last / middle - 1), 1)
+    return found
+
+
+def chart(samples: list[dict[str, Any]], events: list[dict[str, Any]], path: Path) -> None:
+    """Draw memory and open files of every role over the minutes."""
+    figure, axes = plt.subplots(2, 1, figsize=(9, 7), sharex=True, layout="constrained")
+    for axis, what, unit in zip(axes, ("memory", "files"), (2**20, 1), strict=True):
+        for role in dict.fromkeys(row["role"] for row in samples):
+            own = [row for row in samples if row["role"] == role]
+            color = "tab:red" if role.startswith("serve") else "tab:blue" if WORKER in role else "tab:gray"
+            axis.plot([r["at"] / 60 for r in own], [r[what] / unit for r in own], ".", ms=2, color=color)
+        for event in events:
+            axis.axvline(event["at"] / 60, color="0.85", lw=0.6, zorder=0)
+        axis.set_ylim(bottom=0)
+        axis.set_ylabel("memory (MiB)" if what == "memory" else "open files")
+    axes[0].set_title("server (red), sites' workers (blue), nodes and commands (gray); lines: disturbances", fontsize=9)
+    axes[1].set_xlabel("minutes")
+    figure.savefig(path, dpi=110)
+
+
+def page(facts: dict[str, Any]) -> str:
+    """Return the page of results."""
+    held, memory, files = facts["machine"], facts["memory_growth"], facts["file_growth"]
+    kinds: dict[str, int] = {}
+    for event in facts["events"]:
+        kind = next((each for each in ("kill", "network", "stood still", "clock") if each in event["what"]), "nothing")
+        kinds[kind] = kinds.get(kind, 0) + 1
+    same = "the same bytes as" if facts["weights"] == facts["straight"] else "OTHER bytes than"
+    rows = "\n".join(f"| {role} | {memory[role]:+} % | {files.get(role, 0):+} % |" for role in memory)
+    return f"""# Ninety minutes of disturbances
+
+    {facts["command"]}
+
+![memory and open files of every process](soak.png)
+
+Five sites and a server, {facts["rounds"]} rounds in {facts["minutes"]} minutes, {len(facts["events"])} disturbances:
+{", ".join(f"{kind} {count}" for kind, count in sorted(kinds.items()))}. The model has {same} the simulator's.
+The last third of the longest life of each process is compared with its middle third:
+
+| process | memory | open files |
+|---|---|---|
+{rows}
+
+{held["cores"]} cores of an {held["cpu"]}, shared with other work (load {held["load"][0]}); Python {held["python"]},
+torch {held["torch"]}, Flower {held["flwr"]}. All samples and events are in soak.json. "Clock": what `time.time` says in
+the processes of one site. A cut closes all connections of a site's link and admits none.
+"""
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Disturb a federation for a long time, and watch its memory.")
+    parser.add_argument("--minutes", type=float, default=90)
+    parser.add_argument("--rounds", type=int, default=500)
+    parser.add_argument("--seconds", type=float, default=6.0, help="that the slow site sleeps over an answer")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--out", type=Path, default=Path("results/soak"))
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory(prefix="halfmoon-soak-") as name, interruptible():
+        folder = Path(name)
+        subprocess.run([HALFMOON, *EXPORT, "--out", str(folder / "sites")], check=True)
+        file, straight = folder / "sites" / "federation.toml", folder / "straight"
+        written(folder / "sites", {**OPTIONS, "rounds": options.rounds})
+        file.write_text(file.read_text() + "".join(f"{name} = {value}\n" for name, value in RULES.items()))
+        began = time.monotonic()
+        fed = Soak(folder, options.seconds)
+        samples, events = play(fed, options.minutes, options.seed)
+        runner.cell(settings.resolve(settings.load(file), {}), straight)
+        facts: dict[str, Any] = {
+            "command": " ".join(["python benchmarks/soak.py", *sys.argv[1:]]),
+            "machine": machine(), "minutes": round((time.monotonic() - began) / 60), "rounds": options.rounds,
+            "weights": digest(fed.run), "straight": digest(straight), "events": events,
+            "memory_growth": growth(samples, "memory"), "file_growth": growth(samples, "files"), "samples": samples,
+        }  # fmt: skip
+    chart(samples, events, options.out.with_suffix(".png"))
+    options.out.with_suffix(".json").write_text(json.dumps(facts) + "\n")
+    options.out.with_suffix(".md").write_text(page(facts))
+    if facts["weights"] != facts["straight"]:
+        sys.exit("The model is not the simulator's.")
+
+
+if __name__ == "__main__":
+    main()
