@@ -15,6 +15,7 @@ from PIL import Image
 
 import halfmoon
 from halfmoon import Config, UserError, load_model
+from halfmoon.api.method_entry import MethodEntry
 from halfmoon.api.types import Needs, Passes
 from halfmoon.cli import main as cli
 from halfmoon.config import schema as settings
@@ -223,6 +224,25 @@ def test_an_objective_is_a_method(monkeypatch: pytest.MonkeyPatch) -> None:
     assert registry.make(f"{__name__}:Entropy", {"sharpness": 0.3}) == FedAvg(Entropy(0.3))
 
 
+half = MethodEntry("", "Half", "", "with another weight", FedAvg(Entropy(0.5)))
+
+
+def test_variants_of_a_class_are_told_apart_before_they_train(tmp_path: Path) -> None:
+    """Two of one title are refused by their names; a row has its own title, and an object its own options."""
+    few: dict = {"rounds": 1, "steps": 1, "data_share": 0.2, "clients": 4, "cohort": 2, "run_dir": tmp_path / "c"}
+    own, other, row = (f"{__name__}:{name}" for name in ("Entropy", "mine", "half"))
+    with pytest.raises(UserError, match=f"{own} and {other} are both called 'Entropy'"):
+        halfmoon.compare([own, other], **few)
+    assert not (tmp_path / "c").exists()
+    options = {f"{row}.prox": 0.1, f"{own}.prox": 0.2}
+    result = halfmoon.compare([Entropy(0.3), row], options=options, **few)
+    assert [each["title"] for each in result.summaries] == ["Entropy", "Half"]
+    assert not [path for path in result.runs if ":" in path.name]  # a colon means something to tar, scp and Windows
+    words = (result.runs[0] / "config.toml").read_text()
+    assert f'[options."{own}"]\nprox = 0.2\nsharpness = 0.3\n' in words
+    assert f'[options."{row}"]\nprox = 0.1\n' in words
+
+
 def test_an_option_has_its_new_name(tmp_path: Path, capsys) -> None:
     """In a file, on the command line and in a run folder: one sentence."""
     (tmp_path / "old.toml").write_text('method = "fedavg-fixmatch"\n[options]\ntau = 0.5\n')
@@ -311,3 +331,21 @@ def test_check_method_names_the_promises_that_are_broken(capsys) -> None:
     assert "differ" in broken["loop = vmap, 4 + 4 images a step"]
     assert cli.main(["check-method", name]) == 1
     assert "BROKEN  a run repeats itself" in capsys.readouterr().out
+
+
+@dataclass(frozen=True)
+class Failing(Entropy):
+    """An objective with a mistake."""
+
+    def __call__(self, task, params, stats, batch, aux=None, cached=None):
+        return batch.nothing
+
+
+def test_check_method_says_where_ones_own_code_fails(capsys) -> None:
+    """The file and line always, the traceback with --debug."""
+    line = Failing.__call__.__code__.co_firstlineno + 1
+    for more, shown in (([], False), (["--debug"], True)):
+        assert cli.main(["check-method", f"{__name__}:Failing", *more]) == 1
+        out = capsys.readouterr().out
+        assert f"it raised AttributeError at {__file__}:{line}: " in out
+        assert ("Traceback" in out) == shown

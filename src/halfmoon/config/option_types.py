@@ -73,7 +73,10 @@ def _refuse(said: str, kind: Any, value: Any) -> Any:
 
 
 def joined(old: Mapping[str, Any], new: Any, said: str) -> dict[str, Any]:
-    """Return two tables of method options as one; the new ones win, one by one."""
+    """Return two tables of method options as one; the new ones win, one by one.
+
+    The key "METHOD.NAME" says NAME in the table of METHOD.
+    """
     if not isinstance(new, Mapping):
         raise UserError(f"{said} is {toml.shown(new)}: it must be a table of the method's options.")
     result = dict(old)
@@ -85,8 +88,12 @@ def joined(old: Mapping[str, Any], new: Any, said: str) -> dict[str, Any]:
             for key, each in table.items():
                 check_scalar(f"{said}: {name}.{key}", each)
             result[name] = {**inner, **table}
+            continue
+        check_scalar(f"{said}: {name}", value)
+        method, dot, key = name.rpartition(".")
+        if dot:
+            result = joined(result, {method: {key: value}}, said)
         else:
-            check_scalar(f"{said}: {name}", value)
             result[name] = value
     return result
 

@@ -1,6 +1,7 @@
 """All promises of the contract for one method: what its author runs before anybody else does."""
 
 import tempfile
+import traceback
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -19,14 +20,18 @@ from halfmoon.methods import registry
 from halfmoon.models import Network
 from halfmoon.models import registry as networks
 
+LIBRARIES = (str(Path(__file__).parents[1]), str(Path(torch.__file__).parent))
+"""The folders of halfmoon and torch: an author wrote the other files of a traceback."""
+
 
 @dataclass(frozen=True)
 class Kept:
-    """One promise: what it says, whether it is kept, and what was measured or what is wrong."""
+    """One promise: what it says, whether it is kept, what was measured or is wrong, and the author's traceback."""
 
     promise: str
     kept: bool
     said: str = ""
+    trace: str = ""
 
 
 def check(method: str, options: dict[str, Any] | None = None, network: str | None = None) -> Iterator[Kept]:
@@ -46,7 +51,8 @@ def check(method: str, options: dict[str, Any] | None = None, network: str | Non
         except Broken as broken:
             return Kept(promise, False, str(broken))
         except Exception as error:  # whatever an author's code does
-            return Kept(promise, False, f"it raised {type(error).__name__}: {' '.join(str(error).split())[:300]}")
+            words = f"it raised {type(error).__name__}{_place(error)}: {' '.join(str(error).split())[:300]}"
+            return Kept(promise, False, words, "".join(traceback.format_exception(error)))
         return Kept(promise, True, said if isinstance(said, str) else "")
 
     def played(rule: str, executor: str) -> str:
@@ -82,6 +88,13 @@ def check(method: str, options: dict[str, Any] | None = None, network: str | Non
                 "sites behind messages compute the same" + (", 2 + the rest" if rule == "rest" else ""),
                 lambda rule=rule: _leaving(checks.sites_compute_the_same(entry, rule, runs[rule, "loop"], which)[1]),
             )
+
+
+def _place(error: Exception) -> str:
+    """Return the last line of the author's own code in an error's traceback, as " at FILE:LINE"."""
+    frames = [(each.filename, each.lineno) for each in traceback.extract_tb(error.__traceback__)]
+    own = [f" at {file}:{line}" for file, line in frames if not file.startswith(LIBRARIES)]
+    return own[-1] if own else ""
 
 
 def _again(entry: registry.MethodEntry, network: Network, run: list[Played]) -> None:

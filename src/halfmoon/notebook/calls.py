@@ -50,11 +50,11 @@ def run(
         UserError: an option does not fit, or `run_dir` holds another configuration.
         Diverged: a loss or a weight is no finite number.
     """
-    if isinstance(method, str):
-        options["method"], method = method, None
-    config = _configured(config, options)
     if method is not None:
-        config = outside.named(config, method)
+        options["method"], own = outside.stated(method)
+        old = config.options if config else {}
+        options["options"] = schema.joined(options.get("options", old), own, "options")
+    config = _configured(config, options)
     entry = registry.entry(config.method)
     if entry.pooled:
         warn(f"{config.method} is centralized: it trains on all rows in one place.")
@@ -66,7 +66,7 @@ def run(
 
 @python_errors
 def compare(
-    methods: Sequence[str],
+    methods: Sequence[outside.OwnMethod | str],
     config: Config | None = None,
     seeds: int | Sequence[int] = 1,
     watch: Callback = NULL_CALLBACK,
@@ -77,7 +77,7 @@ def compare(
     The shared budget is that of `reference` or, without one, of the method that takes most by its own rule.
 
     Args:
-        methods: their names.
+        methods: their names, or objects of your own, of different classes.
         config: the options that all share; without it they are `options`.
         seeds: of training; 3 are 0, 1 and 2.
         watch: is told of each run and round.
@@ -89,10 +89,14 @@ def compare(
     """
     if isinstance(methods, str):
         raise UserError(f"methods is {methods!r}: it must be a list of names.")
-    config = _configured(config, {"method": methods[0] if methods else Config.method, "baselines": (), **options})
+    parts = [outside.stated(each) for each in methods]
+    names = [name for name, _ in parts]
+    old = options.get("options", config.options if config else {})
+    options["options"] = schema.joined(old, {name: own for name, own in parts if own}, "options")
+    config = _configured(config, {"method": names[0] if names else Config.method, "baselines": (), **options})
     numbers = list(range(seeds)) if isinstance(seeds, int) else list(seeds)
     with _watched(watch) as eyes:
-        result = _ended(runner.compare(config, list(methods), numbers, eyes, again=True))
+        result = _ended(runner.compare(config, names, numbers, eyes, again=True))
     if len(numbers) == 1:
         warn(ONE_SEED.replace("halfmoon compare --seeds 0 1 2 3 4", "seeds=5"))
     return result

@@ -33,6 +33,7 @@ def check(jobs: Sequence[Job], shared: Problem, watch: Callback) -> None:
             "gains nothing; leave it out, or take a GPU or a processor with AVX-512."
         )
     entries = [registry.entry(job.config.method) for job in jobs]
+    _refuse_one_title(entries)
     for job, each in zip(jobs, entries, strict=True):
         factory.method(job.config)
         workers.count(job.config)
@@ -72,3 +73,13 @@ def check(jobs: Sequence[Job], shared: Problem, watch: Callback) -> None:
             f"{few} of {split.clients} clients have fewer labeled images than a batch of {config.labeled_batch}: "
             "their images repeat within a batch."
         )
+
+
+def _refuse_one_title(entries: Sequence[registry.MethodEntry]) -> None:
+    owners: dict[str, str] = {}
+    for each in entries:
+        if (owner := owners.setdefault(each.title, each.name)) != each.name:
+            raise UserError(
+                f"{owner} and {each.name} are both called {each.title!r} in tables: make one of them a "
+                "halfmoon.api.method_entry.MethodEntry with a title of its own."
+            )

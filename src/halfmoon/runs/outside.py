@@ -57,11 +57,18 @@ def _differing(method: Any, name: str) -> dict[str, Any]:
 
 def named(config: Config, method: OwnMethod) -> Config:
     """Return the configuration of a method that was given as an object: its name, and the options that it has."""
+    name, options = stated(method)
+    return replace(config, method=name, options={**config.options, **options})
+
+
+def stated(method: OwnMethod | str) -> tuple[str, dict[str, Any]]:
+    """Return a method's name, under which this process knows it, and the options in which an object differs."""
+    if isinstance(method, str):
+        return method, {}
     name, part = register(method), registry.instance("of one's own", method)
     if isinstance(part, registry.MethodEntry):
-        return replace(config, method=name)
-    part = FedAvg(part) if isinstance(part, Objective) else part
-    return replace(config, method=name, options={**config.options, **_differing(part, name)})
+        return name, {}
+    return name, _differing(FedAvg(part) if isinstance(part, Objective) else part, name)
 
 
 def check(config: Config, words: str, root: Path) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from halfmoon.aggregation.attacks import Hostile, hostile
-from halfmoon.config.schema import Config, check_methods, free_folder, identity, own_options, text
+from halfmoon.config.schema import Config, check_methods, folder_of, free_folder, identity, own_options, text
 from halfmoon.core.errors import UserError
 from halfmoon.core.tree import Tree
 from halfmoon.data import Split
@@ -101,7 +101,11 @@ def compare(
         needs_seeds(len(seeds))
 
     def planned(reference: str) -> list[Job]:
-        return [Job(f"{m}-seed{seed}", _alone(config, m, reference, seed=seed)) for m in methods for seed in seeds]
+        return [
+            Job(folder_of(f"{m}-seed{seed}"), _alone(config, m, reference, seed=seed))
+            for m in methods
+            for seed in seeds
+        ]
 
     jobs = planned(config.reference or methods[0])
     for job in jobs:
@@ -220,7 +224,7 @@ def _jobs(config: Config) -> list[Job]:
     jobs = [Job(".", config)]
     for name in config.baselines:
         alone = _alone(config, name, config.reference or config.method, options=own_options(config, name))
-        jobs.append(Job(f"{BASELINES}/{name}", alone))
+        jobs.append(Job(f"{BASELINES}/{folder_of(name)}", alone))
     return jobs
 
 

@@ -142,10 +142,9 @@ def layers(args: argparse.Namespace) -> tuple[dict[str, Any], dict[str, Any], Pa
         path, sign, value = words.partition("=")
         if not sign or not path:
             raise UserError(f"--option {words!r} is not NAME=VALUE: write, for example, --option threshold=0.9.")
-        method, dot, name = path.rpartition(".")
-        (own.setdefault(method, {}) if dot else own)[name] = _value(value)
+        own[path] = _value(value)
     if own:
-        flags["options"] = own
+        flags["options"] = settings.joined({}, own, "--option")
     values = settings.load(args.config) if args.config else {}
     return values, settings.anchored(flags, Path()), args.config or "the file"
 

@@ -95,6 +95,8 @@ def _check(args: argparse.Namespace) -> int:
         if not args.json:
             words = f": {each.said}" if each.said else ""
             show(f"{'kept' if each.kept else 'BROKEN':7} {each.promise}{words}")
+            if args.debug and each.trace:
+                show(each.trace)
     broken = [each for each in promises if not each.kept]
     if args.json:
         print_json({"method": args.method, "kept": not broken, "promises": [asdict(each) for each in promises]})
