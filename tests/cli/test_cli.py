@@ -472,7 +472,7 @@ def row(number: int, accuracy: float | None = None, pseudo: float | None = None)
     if accuracy is not None:
         result["test"] = {"accuracy": accuracy}
     if pseudo is not None:
-        result["pseudo"] = {"accuracy": pseudo, "share_above": 0.125}
+        result["pseudo"] = {"accuracy": pseudo, "share_used": 0.25}
     return result
 
 
@@ -500,7 +500,7 @@ def test_a_pipe_gets_at_most_ten_lines_a_method(rounds: int) -> None:
         watch.round(run, row(number, 0.5, 0.25))
     lines = file.getvalue().splitlines()
     assert len(lines) == min(10, rounds)
-    assert lines[-1] == f"FedDure: round {rounds}/{rounds}, accuracy 50.0 %, pseudo-labels 25.0 %, confident 12.5 %"
+    assert lines[-1] == f"FedDure: round {rounds}/{rounds}, accuracy 50.0 %, pseudo-labels 25.0 %, used 25.0 %"
 
 
 def test_a_terminal_gets_one_live_row_a_method() -> None:
@@ -523,7 +523,7 @@ def test_a_terminal_gets_one_live_row_a_method() -> None:
         first, second = plain.file.getvalue().splitlines()[1:]
     assert first.startswith("FedAvg [labeled]")
     assert first.split()[-6:] == ["1/4", "50.0", "%", "-", "-", "1:03"]
-    assert second.split()[-9:] == ["1/4", "25.0", "%", "75.0", "%", "12.5", "%", "0:30", "left"]
+    assert second.split()[-9:] == ["1/4", "25.0", "%", "75.0", "%", "25.0", "%", "0:30", "left"]
 
 
 @pytest.mark.parametrize(("width", "ruled"), [(80, True), (15, False)])

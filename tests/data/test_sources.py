@@ -515,7 +515,7 @@ def test_folders_of_other_programs_are_named(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="save_to_disk of the library datasets, but has no part train"):
         load(str(tmp_path))
     (tmp_path / "dataset_dict.json").rename(tmp_path / "labels.csv")
-    with pytest.raises(UserError, match=r"site's folder, with labels.csv: `halfmoon run --data FOLDER`"):
+    with pytest.raises(UserError, match=r"site's folder, with labels.csv and no test images: `halfmoon run --data "):
         load(str(tmp_path))
 
 

@@ -145,6 +145,7 @@ def test_a_sweep_is_played_and_read(tmp_path: Path) -> None:
         ("give --clients 2 and --resize N, or --seeds 0 1 2.", "give clients=2 and resize=N, or seeds=[0, 1, 2]."),
         ("take --executor loop or --device cpu.", 'take executor="loop" or device="cpu".'),
         ("say --freeze instead", "say freeze instead"),
+        ("`halfmoon run --data a --lr 2` or --lr 2", "`halfmoon run --data a --lr 2` or lr=2"),
         ("go on with: halfmoon resume runs/a", 'go on with: halfmoon.resume("runs/a")'),
     ],
 )

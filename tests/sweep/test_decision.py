@@ -41,6 +41,7 @@ def test_no_difference_on_few_images_is_no_proof() -> None:
     """Of 30 images none differs: up to 3/30, ten points, can hide; of 200, a point and a half."""
     few, many = decide([100] * 5, [100] * 5, 0.25, 30), decide([100] * 5, [100] * 5, 0.25, 200)
     assert (few.kind, few.difference.high, many.kind) == ("unknown", pytest.approx(10), "equal")
+    assert few.sentence.startswith("Both are at the ceiling (+0.0 points, 95 % -10.0 to +10.0)")
 
 
 def test_false_alarms_of_cross_validation() -> None:

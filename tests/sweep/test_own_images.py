@@ -168,3 +168,5 @@ def test_data_shows_a_folder_as_run_would_read_it(tmp_path: Path, capsys: pytest
     a_ward(tmp_path / "ward", 5, 2)
     assert main(["data", "ward"]) == 0
     assert "ward: 15 images, 6 with a label; 3 classes; 32x32, gray." in capsys.readouterr().out
+    assert main(["data", "ward", "--clients", "2"]) == 2
+    assert "--clients needs a split, but " in capsys.readouterr().err

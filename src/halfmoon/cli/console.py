@@ -42,7 +42,7 @@ class Progress:
     done: int = field(init=False)
     accuracy: float | None = field(default=None, init=False)  # of the last evaluation
     pseudo: float | None = field(default=None, init=False)
-    confident: float | None = field(default=None, init=False)
+    used: float | None = field(default=None, init=False)
     took: float | None = None  # seconds, once it is through
     aggregator: Row = field(default_factory=dict)  # what stood between uploads and method says of the last round
 
@@ -53,7 +53,7 @@ class Progress:
         """Take over a round's line of metrics.jsonl."""
         self.done = row["round"]
         pseudo = row.get("pseudo") or {}
-        self.pseudo, self.confident = pseudo.get("accuracy"), pseudo.get("share_above")
+        self.pseudo, self.used = pseudo.get("accuracy"), pseudo.get("share_used")
         self.aggregator = row.get("aggregation") or {}
         if "test" in row:
             self.accuracy = row["test"]["accuracy"]
@@ -214,7 +214,7 @@ class Rows(Quiet):
     def _cells(self, each: Progress) -> dict[str, str]:
         left = f"{duration(each.left(self.clock()))} left" if each.took is None else duration(each.took)
         values = {BAR: " " * BAR_WIDTH, "round": f"{each.done}/{each.rounds}", "accuracy": percent(each.accuracy)}
-        values |= {"pseudo-labels": percent(each.pseudo), "confident": percent(each.confident)}
+        values |= {"pseudo-labels": percent(each.pseudo), "used": percent(each.used)}
         if any("epsilon" in other.aggregator for other in self.played):
             epsilon = each.aggregator.get("epsilon")
             values["epsilon"] = "-" if epsilon is None else f"{epsilon:.4g}"
@@ -228,7 +228,7 @@ def fitting(cells: Sequence[Mapping[str, str]], width: int) -> tuple[set[str], i
     """
     columns = {"round", "time"}
     room = width - SHORTEST
-    order = [*columns, "accuracy", "epsilon", "pseudo-labels", "confident", BAR]
+    order = [*columns, "accuracy", "epsilon", "pseudo-labels", "used", BAR]
     for name in order:
         if name in cells[0]:
             needed = GAP + max(len(name) if name != BAR else 0, *(len(each[name]) for each in cells))
@@ -248,8 +248,8 @@ def line(progress: Progress, now: float) -> str:
     parts = [f"round {progress.done}/{progress.rounds}", f"accuracy {percent(progress.accuracy)}"]
     if progress.pseudo is not None:
         parts.append(f"pseudo-labels {percent(progress.pseudo)}")
-    if progress.confident is not None:
-        parts.append(f"confident {percent(progress.confident)}")
+    if progress.used is not None:
+        parts.append(f"used {percent(progress.used)}")
     numbers = {name: value for name, value in progress.aggregator.items() if isinstance(value, int | float)}
     parts += [f"{name.replace('_', ' ')} {value:.4g}" for name, value in numbers.items()]
     if progress.done < progress.rounds:

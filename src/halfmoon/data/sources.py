@@ -156,8 +156,9 @@ def _refuse_others(folder: Path) -> None:
         )
     if (folder / "labels.csv").is_file():
         raise UserError(
-            f"{folder} is a site's folder, with labels.csv: `halfmoon run --data FOLDER` without a method trains on it "
-            "alone, and `halfmoon run --sites FOLDER FOLDER` on two or more."
+            f"{folder} is a site's folder, with labels.csv and no test images: `halfmoon run --data {folder}` chooses "
+            f"methods and tests itself, `halfmoon run --sites {folder} OTHER --method NAME` plays one on two and more; "
+            "for other calls sort labeled images into train/CLASS and test/CLASS."
         )
 
 

@@ -13,12 +13,14 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 _FLAG = re.compile(r"--([a-z]+(?:-[a-z]+)*)((?: -?\d[\w.-]*)+(?<!\.)| [A-Z]+\b| [a-z][\w-]*)?")
+_COMMAND = re.compile(r"(`halfmoon [^`]+`)")
 _RESUME = re.compile(r"`?halfmoon resume ([^\s`;,]+)`?(?<!\.)")
 
 
 def in_python(words: str) -> str:
-    """Return a sentence with options and commands as Python has them."""
-    return _FLAG.sub(_option, _RESUME.sub(r'halfmoon.resume("\1")', words))
+    """Return a sentence with options as Python has them; a command in backticks stays one of the shell."""
+    parts = _COMMAND.split(_RESUME.sub(r'halfmoon.resume("\1")', words))
+    return "".join(each if number % 2 else _FLAG.sub(_option, each) for number, each in enumerate(parts))
 
 
 def _option(match: re.Match[str]) -> str:

@@ -54,6 +54,8 @@ class Decision:
         """The decision in words, with its interval."""
         d = self.difference
         points = f"{d.mean:+.1f} points, 95 % {d.low:+.1f} to {d.high:+.1f}"
+        if self.base == self.ours == 100:
+            return f"Both are at the ceiling ({points}): no tested image is left that unlabeled images could win."
         if self.kind == "unknown":
             more = f"about {self.missing:,} more would" if self.missing else "more would"
             return f"Cannot tell with so few labels ({points}): {more}."
