@@ -18,9 +18,10 @@ from PIL import Image
 
 import halfmoon
 from halfmoon.cli import main as cli
+from halfmoon.contract import check
 from halfmoon.methods import registry
 from halfmoon.report import tables
-from halfmoon.runs import runner
+from halfmoon.runs import outside, runner
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = [
@@ -179,7 +180,14 @@ def test_python_on_a_page_runs_and_prints_what_stands_below_it(page: Path) -> No
             ran += 1
         elif language == "text":
             assert form(printed.getvalue()) == form(content)
-    assert ran >= (8 if page.stem == "quickstart" else 1)
+    assert ran >= (6 if page.stem == "quickstart" else 1)
+
+
+def test_the_method_of_the_rules_keeps_them() -> None:
+    names: dict[str, Any] = {"__name__": "page"}
+    exec(dict(blocks(ROOT / "docs/contract.md"))["python"], names)
+    outside.register(names["bold"])
+    assert [each for each in check("page:ByLabels") if not each.kept] == []
 
 
 class Command(NamedTuple):
