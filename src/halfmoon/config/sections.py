@@ -159,7 +159,7 @@ class NetworkOptions:
     ] = "auto"
     features: Annotated[
         bool | None,
-        "in a simulation, compute a frozen backbone's features once, and train on them; none: for pretrained networks",
+        "compute a frozen backbone's features once, and train on them; none: for pretrained networks",
     ] = None
     backbone_lr: Annotated[float, "learning rate of all layers but the head, in units of lr", POSITIVE] = 1.0
 

@@ -1,7 +1,7 @@
 """From a configuration to what its methods share: data, split, task, views and batch rule."""
 
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
 from functools import partial
@@ -22,7 +22,7 @@ from halfmoon.api.types import Method, Task
 from halfmoon.config.schema import Config, method_options, weights_of
 from halfmoon.config.sections import BatchOptions, DataOptions, MachineOptions, OptimizerOptions, PartitionOptions
 from halfmoon.config.validation import normalization
-from halfmoon.core import hubs, tree
+from halfmoon.core import hubs, tree, weight_files
 from halfmoon.core.errors import UserError
 from halfmoon.core.hubs import frozen
 from halfmoon.core.optim import SGD, Adam, Clipped, Constant, Cosine, Optimizer, Schedule, Slower, Steps
@@ -39,13 +39,12 @@ from halfmoon.methods import registry
 from halfmoon.models import Network
 from halfmoon.models import registry as networks
 from halfmoon.models.efficientnet import MEAN, STD
-from halfmoon.models.feature_head import FirstView, on_features
+from halfmoon.models.feature_head import on_features
 from halfmoon.models.finetuned import finetuned, slower
+from halfmoon.models.hubs import weights as published
 from halfmoon.models.network import Normalize
 from halfmoon.models.weights import read as read_weights
-from halfmoon.runs.features import cached_views, features
-
-Progress = Callable[[int, int], None]
+from halfmoon.runs.features import Progress, inputs
 
 TINY = 500_000
 """Products an image up to which clients in one program take less of a processor's time than one by one."""
@@ -119,27 +118,17 @@ def problem(
     train, test = examples(data.train, place), examples(data.test, place)
     _, height, width, _ = found.train.images.shape
     validation = None if data.validation is None else examples(data.validation, place)
-    shared, recipes = task(config, form), views(config, form)
-    if config.features or (config.features is None and config.network in hubs.PRETRAINED):
-        head = on_features(shared.network)
-        if head is not None:
-            of = partial(features, head, recipes, shared.normalize, user_cache("features"), progress=progress)
-            train, test = of(train, augmented=_steps(methods or (config.method,), shared)), of(test)
-            validation = None if validation is None else of(validation)
-            shared, recipes = replace(shared, network=head, normalize=FirstView()), cached_views(recipes)
-        elif config.features:
-            raise UserError("features needs a frozen backbone: set tune to 'head', or leave features out.")
-    return Problem(data, split, train, test, shared, recipes, batching, serving, (height, width), validation)
-
-
-def _steps(methods: Sequence[str], task: Task) -> bool:
-    updates = (each for name in methods for each in registry.make(name).client_updates(task).values())
-    return any(each.needs.trains for each in updates)
+    own = inputs(config, task(config, form), views(config, form), user_cache("features"), methods, progress)
+    train, test = own.trained(train), own.tested(test)
+    validation = None if validation is None else own.tested(validation)
+    return Problem(data, split, train, test, own.task, own.views, batching, serving, (height, width), validation)
 
 
 def task(config: Config, form: ImageSpec) -> Task:
     """Return what all methods of a configuration share; raises `UserError` where the network cannot take the images."""
     network = _network(config, form)
+    if config.features and on_features(network) is None:
+        raise UserError("features needs a frozen backbone: set tune to 'head', or leave features out.")
     return Task(
         network=network,
         optimizer=_optimizer(config, network),
@@ -311,6 +300,8 @@ def _network(config: Config, form: ImageSpec) -> Network:
     network.check(form.image)
     network = replace(network, precision=config.precision)
     start = weights_of(config)
+    if config.network in hubs.PRETRAINED and (own := published(config.network)) is not None:
+        weight_files.offer(own)  # the terms of a federation name it by its hash
     if start is None:
         if frozen(config):
             raise UserError("freeze needs weights: layers that stay at random values learn nothing.")

@@ -1,32 +1,39 @@
 """Features of a frozen backbone, computed once: of each image the plain view, a labeled, weak and several strong ones.
 
-They lie in the user's cache folder, (N, views, 1, F) in half precision, and are mapped into memory. A file is named by
-the hash of the weights, the recipes of the views and the pixels.
+They lie in a cache folder, (N, views, 1, F) in half precision, and are mapped into memory. A file is named by the hash
+of the weights, the recipes of the views and the pixels. An image's views and features depend on its pixels alone, so
+that a site has those of the simulator.
 """
 
 import hashlib
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from halfmoon.core import rng
+from halfmoon.api.types import ClientUpdate, Task
+from halfmoon.config.schema import Config
+from halfmoon.core import hubs, rng
 from halfmoon.core.user_cache import trim
 from halfmoon.data.views import Plain, View
 from halfmoon.engine.evaluation import Examples
 from halfmoon.engine.sampling import Views
-from halfmoon.models.feature_head import FeatureHead
+from halfmoon.methods import registry
+from halfmoon.models.feature_head import FeatureHead, FirstView, on_features
 from halfmoon.models.network import Normalize
 from halfmoon.runs.pools import keep_memory, processors
 
+Progress = Callable[[int, int], None]
+
 CHUNK = 32
-"""Images that pass the backbone together: more do not fit a processor's cache."""
+"""Images that pass the backbone together, always as many: more exceed a processor's cache, fewer round otherwise."""
 
 DRAWS = {"labeled": 2, "weak": 2, "strong": 4}
 """How many views of an image are drawn of each recipe; a step takes one of them at random."""
@@ -60,6 +67,43 @@ def cached_views(views: Views) -> Views:
     return Views(CachedView(0, 1) if plain else starts["labeled"], unlabeled)
 
 
+@dataclass(frozen=True)
+class Inputs:
+    """What a run trains on: its task and views, and what brings images to that form, those to train on and others."""
+
+    task: Task
+    views: Views
+    trained: Callable[[Examples], Examples] = lambda images: images
+    tested: Callable[[Examples], Examples] = lambda images: images
+
+
+def inputs(
+    config: Config,
+    task: Task,
+    views: Views,
+    folder: Path,
+    methods: Sequence[str] = (),
+    progress: Progress = lambda done, count: None,
+) -> Inputs:
+    """Return images as they are, or, where a configuration wants that, features that are kept in `folder`.
+
+    `methods` are all that play; where none of them takes steps, features are those of the plain views alone.
+    """
+    wanted = config.features or (config.features is None and config.network in hubs.PRETRAINED)
+    head = on_features(task.network) if wanted else None
+    if head is None:
+        return Inputs(task, views)
+    of = partial(features, head, views, task.normalize, folder, progress=progress)
+    updates = (each for name in methods or (config.method,) for each in _updates(name, task))
+    augmented = any(each.needs.trains for each in updates)
+    task = replace(task, network=head, normalize=FirstView())
+    return Inputs(task, cached_views(views), partial(of, augmented=augmented), of)
+
+
+def _updates(method: str, task: Task) -> Iterable[ClientUpdate]:
+    return registry.make(method).client_updates(task).values()
+
+
 def features(
     head: FeatureHead,
     views: Views,
@@ -67,7 +111,7 @@ def features(
     folder: Path,
     examples: Examples,
     augmented: bool = False,
-    progress: Callable[[int, int], None] = lambda done, count: None,
+    progress: Progress = lambda done, count: None,
 ) -> Examples:
     """Return the features of images in their place: all views, or, not `augmented`, the plain one alone.
 
@@ -78,7 +122,7 @@ def features(
         named: Mapping[str, View] = {"labeled": views.labeled, **views.unlabeled}
         recipes += [named[name] for name, count in DRAWS.items() for _ in range(count)]
     images = examples.images
-    words = f"{head.inner.sha256} {type(head.inner.inner).__name__} {head.inner.inner.head} {recipes} {normalize}"
+    words = f"2 {head.inner.sha256} {type(head.inner.inner).__name__} {head.inner.inner.head} {recipes} {normalize}"
     digest = hashlib.sha256(words.encode())
     for part in images.split(4096):
         digest.update(part.contiguous().cpu().numpy().tobytes())
@@ -96,7 +140,7 @@ def _write(
     images: Tensor,
     recipes: Sequence[View],
     normalize: Normalize,
-    progress: Callable[[int, int], None],
+    progress: Progress,
 ) -> None:
     """Write the features of all images, chunk by chunk on all processors; the bytes do not depend on how many."""
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -135,15 +179,19 @@ def _chunks(
     keep_memory()
     network, model = head.whole(head.init(torch.Generator().manual_seed(0)))
     shape = (images.shape[1], images.shape[2], images.shape[3])
-    draws = [recipe.draw(len(images), shape, rng.generator(0, "features", n)) for n, recipe in enumerate(recipes)]
 
     def chunk(start: int) -> tuple[int, np.ndarray]:
-        rows = slice(start, start + CHUNK)
+        rows = torch.arange(start, start + CHUNK).clamp_max(len(images) - 1)
+        pixels = images[rows.to(images.device)]
+        names = [hashlib.sha256(image.contiguous().cpu().numpy().tobytes()).hexdigest() for image in pixels]
         parts = []
         with torch.no_grad():
-            for recipe, drawn in zip(recipes, draws, strict=True):
-                x = recipe.apply(images[rows], {name: leaf[rows] for name, leaf in drawn.items()}, normalize)
+            for number, recipe in enumerate(recipes):
+                draws = [recipe.draw(1, shape, rng.generator(0, "features", number, name)) for name in names]
+                x = recipe.apply(
+                    pixels, {each: torch.cat([own[each] for own in draws]) for each in draws[0]}, normalize
+                )
                 parts.append(network.represent(model["params"], model["stats"], x)[1])
-        return start, torch.stack(parts, 1)[:, :, None].half().cpu().numpy()
+        return start, torch.stack(parts, 1)[: len(images) - start, :, None].half().cpu().numpy()
 
     return chunk

@@ -52,7 +52,7 @@ class UplinkSpec:
         for other, downlink, spec in self._cache:
             if other == client_update and downlink == structure:
                 return spec
-        spec = self._play(context, down)
+        spec = self._play(replace(context, client_update=client_update), down)
         self._cache.append((client_update, structure, spec))
         return spec
 

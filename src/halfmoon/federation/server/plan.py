@@ -15,6 +15,7 @@ from halfmoon.core.errors import UserError, nearest
 from halfmoon.data.partition.split import Split
 from halfmoon.federation.protocol.terms import Terms, shared
 from halfmoon.methods import registry
+from halfmoon.models.efficientnet import MEAN, STD
 from halfmoon.models.hubs import weights as published
 from halfmoon.runs.factory import ImageSpec, network_name
 from halfmoon.sites.folders.export import place_of
@@ -119,6 +120,8 @@ def load(path: Path) -> Plan:
     values |= _portable(settings.anchored(values, path.parent))
     channels = 3 if table.image[:1] == (3,) else 1  # another number is refused below
     means, deviations = (values * channels if len(values) == 1 else values for values in (table.mean, table.std))
+    if values.get("network") in hubs.PRETRAINED:  # it brings them, as in a simulation
+        means, deviations = MEAN[:channels], STD[:channels]
     form = ImageSpec(table.image, table.classes, table.mirror, means, deviations)  # type: ignore[arg-type] (checked by Terms)
     terms = Terms.of(table.name or path.stem, table.sites, form, values, path.name)
     terms.check()

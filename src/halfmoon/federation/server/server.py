@@ -19,6 +19,7 @@ from halfmoon.config.validation import DEFENDED, DEFENSE, normalization
 from halfmoon.core import tree
 from halfmoon.core.errors import UserError
 from halfmoon.core.tree import Tree
+from halfmoon.core.user_cache import user_cache
 from halfmoon.data import Images, Split
 from halfmoon.data.partition.split import SERVER
 from halfmoon.engine.budget import Budget, ClientSize
@@ -41,6 +42,7 @@ from halfmoon.federation.server.sessions import ClientManager
 from halfmoon.federation.server.transport import SPOOL, Spool, Transport, content
 from halfmoon.methods import registry
 from halfmoon.runs import assembly, budgets, factory
+from halfmoon.runs.features import inputs
 from halfmoon.runs.model_card import Card
 from halfmoon.sites.folders.prepare import HOME
 from halfmoon.sites.inference.load import load_model
@@ -197,22 +199,23 @@ class FederationServer:
     def _experiment(self, manager: ClientManager, patience: float) -> Experiment:
         terms, config, rules = self.plan.terms, self.plan.config, self.plan.rules
         task, views = factory.task(config, terms.form), factory.views(config, terms.form)
+        own = inputs(config, task, views, user_cache("features"))
         store = Store(cap=config.memory_cap * 1_000_000)
         place = factory.device(config)
         test, validation = (
-            None if path is None else factory.examples(self._labeled(path), place)
+            None if path is None else own.tested(factory.examples(self._labeled(path), place))
             for path in (self.plan.test, self.plan.validation)
         )
         batching, server_batching = factory.batch_rules(config)
         measure = budgets.budget(config, task)
         server = None
         if self.plan.server is not None and config.labels_at == "server":
-            rows = factory.examples(self._labeled(self.plan.server), place)
+            rows = own.trained(factory.examples(self._labeled(self.plan.server), place))
             count = len(rows.labels)
             split = Split(np.full(count, SERVER), np.ones(count, bool), len(terms.sites))
             training = Training(batching, measure, server_batching)
             state_store = StateView(store, "client/", place)
-            server = LocalClients(FederatedDataset(rows, split), views, training, config.seed, state_store)
+            server = LocalClients(FederatedDataset(rows, split), own.views, training, config.seed, state_store)
         calls = SiteCalls(
             manager,
             terms.sites,
@@ -227,8 +230,10 @@ class FederationServer:
         secret = None if config.dp_clip is None else self._secret()
         runtime_settings = RuntimeSettings(config.cohort, config.seed, device=place, cohort_secret=secret)
         between = factory.aggregators(config, self._secret(), self.path, summed=config.secure_aggregation)
-        runtime = RemoteRuntime(factory.method(config), task, views, calls, runtime_settings, server, store, between)
-        return assembly.experiment(config, task, runtime, test, validation)
+        runtime = RemoteRuntime(
+            factory.method(config), own.task, own.views, calls, runtime_settings, server, store, between
+        )
+        return assembly.experiment(config, own.task, runtime, test, validation)
 
 
 def _cap(plan: Plan, say: Callable[[str], None]) -> WeightCap | None:

@@ -39,6 +39,7 @@ from halfmoon.federation.site.downlink_spec import DownlinkSpec
 from halfmoon.methods import registry
 from halfmoon.runs.budgets import budget
 from halfmoon.runs.factory import batch_rules, device, examples, method, preparation, task, views
+from halfmoon.runs.features import Progress, inputs
 from halfmoon.sites.folders.prepare import open_site
 from halfmoon.sites.folders.site_folder import SiteFolder
 from halfmoon.storage import atomic_io, serialization
@@ -282,6 +283,16 @@ def _check_labels(terms: Terms, own: Method, shared: Task, labeled: int, unlabel
         raise RefusalError(f"method {entry.name} needs images without a label, but this site has none.")
 
 
+def _counted(say: Callable[[str], None]) -> Progress:
+    """Return what says after every thousand images or so, and at the end, how many have features."""
+
+    def progress(done: int, count: int) -> None:
+        if done == count or not done % 1024:
+            say(f"{done:,} of {count:,} images have features, which are computed once and stay here")
+
+    return progress
+
+
 @dataclass(frozen=True)
 class SiteImages:
     """The images in `folder`, decoded into `home`; `tests` and `validations` are folders of others, for no training."""
@@ -298,13 +309,16 @@ class SiteImages:
         assert folder.images is not None, "it was just prepared"
         number = terms.sites.index(name)
         site = SiteRuntime.of(terms, number, folder.images, numbered(folder, terms), version, self.device)
-        device = site.local_clients.dataset.train.labels.device
+        local, device = site.local_clients, site.local_clients.dataset.train.labels.device
+        own = inputs(terms.config, site.task, local.views, self.home / "features", progress=_counted(say))
+        dataset = replace(local.dataset, train=own.trained(local.dataset.train))
         other = {
-            part: examples(labeled_images(path, terms, self.home / f"{part}-{form_name(terms)}"), device)
+            part: own.tested(examples(labeled_images(path, terms, self.home / f"{part}-{form_name(terms)}"), device))
             for part, path in (("tests", self.tests), ("validations", self.validations))
             if path is not None
         }
-        return replace(site, held_out=HeldOut(**other))
+        local = replace(local, dataset=dataset, views=own.views)
+        return replace(site, task=own.task, local_clients=local, held_out=HeldOut(**other))
 
     def _decoded(self, terms: Terms, say: Callable[[str], None]) -> SiteFolder:
         """Return the folder, decoded at home, or beside that where another form is at home already."""
