@@ -68,12 +68,15 @@ def _orthogonal(honest: Tensor, own: Tensor) -> Tensor:
     return honest.norm(dim=1).median() * _unit(rest + 0.05 * rest.norm() * mean)
 
 
+def flip(part: str, factor: float) -> tuple[str, Forge]:
+    """Return the attack that sends minus `factor` times its update of a part."""
+    return part, lambda honest, own: -factor * own
+
+
 FORGED: dict[str, tuple[str, Forge]] = {
-    "sign flip x1": ("params", lambda honest, own: -own),
-    "sign flip x4": ("params", lambda honest, own: -4 * own),
+    **{f"sign flip x{factor}": flip("params", factor) for factor in (1, 4)},
     "sign flip at the bound": ("params", lambda honest, own: -BOUND * honest.norm(dim=1).median() * _unit(own)),
-    "statistics flip x1": ("stats", lambda honest, own: -own),
-    "statistics flip x4": ("stats", lambda honest, own: -4 * own),
+    **{f"statistics flip x{factor}": flip("stats", factor) for factor in (1, 4)},
     "others' mean reversed": (
         "params",
         lambda honest, own: -honest.norm(dim=1).median() * _unit(honest.mean(0)),
@@ -221,7 +224,7 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
         data, setting, labels = part
         words += [f"## {data}, {setting}, {labels} labels", "", "| attack | " + " | ".join(heads) + " |"]
         words.append("|---" * (1 + len(heads)) + "|")
-        for attack in ATTACKS:
+        for attack in dict.fromkeys((*ATTACKS, *(row["attack"] for row in rows))):
             words.append(f"| {attack} | " + " | ".join(_lost(rows, kind, attack) for kind in columns) + " |")
         words.append("")
     return "\n".join(words)
@@ -261,7 +264,12 @@ def main() -> None:
     parser.add_argument("--rules", nargs="+", default=list(RULES))
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2, 3, 4])
     parser.add_argument("--out", type=Path, default=Path("results/attacks"))
+    parser.add_argument("--factors", type=float, nargs="*", default=[], help="more factors of flipped updates")
     options = parser.parse_args()
+    for factor in options.factors:
+        names = {f"sign flip x{factor:g}": "params", f"statistics flip x{factor:g}": "stats"}
+        FORGED.update({name: flip(part, factor) for name, part in names.items()})
+        options.attacks += [name for name in names if name not in options.attacks]
     keep_memory()
     torch.set_num_threads(1)
     kept, page = options.out.with_suffix(".jsonl"), options.out.with_suffix(".md")
