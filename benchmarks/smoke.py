@@ -46,6 +46,7 @@ SMALLEST: dict[str, Small] = {
     "client_store": ("--clients 8 --width 4 --cap-mib 1 --cohort 2 --rounds 1", {}),
     "compiled_step": ("--methods fedavg --scenes small-loop --turns 1", {}),
     "cores": ("--cohort 2 --steps 1 --turns 1 --cores 2", {}),
+    "coverage": ("--trials 2 --out {out}/coverage.md", {"SPLITS": (3,), "IMAGES": (20,)}),
     "damaged_federations": ("--places 1", {}),
     "damaged_folders": ("--places 1", {}),
     "dicom_files": ("--files 20", {}),

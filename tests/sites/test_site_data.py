@@ -478,7 +478,11 @@ def test_a_killed_export_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        ("", "site needs to know what to do: choose one of: agreement, check, export, frames, join, label, prepare, terms."),
+        (
+            "",
+            "site needs to know what to do: choose one of: "
+            "agreement, check, export, frames, join, label, prepare, terms.",
+        ),
         ("check nowhere", "nowhere: there is no such folder; give the folder of a site."),
         ("prepare nowhere", "nowhere: there is no such folder; give the folder of a site."),
         ("prepare s --size 3", "--size is '3': it must be height x width in pixels, such as 32x32."),

@@ -58,6 +58,7 @@ class Tally(NamedTuple):
 
     confusion: Tensor  # (classes, classes) int64; rows: true class, columns: predicted class
     loss: float  # mean cross-entropy
+    correct: np.ndarray | None = None  # (N,) bool, None where images are at several places
 
     @property
     def per_class(self) -> list[float]:
@@ -97,23 +98,25 @@ def tally(
     loss = torch.zeros((), dtype=torch.float64, device=test.labels.device)
     batch = at_once(test.images, batch) if statistics == "running" else TOGETHER
     parts = map(Examples, torch.split(test.images, batch), torch.split(test.labels, batch))
-    for count, total in spread(partial(_counted, network, model, normalize, statistics), parts):
+    correct: list[np.ndarray] = []
+    for count, total, right in spread(partial(_counted, network, model, normalize, statistics), parts):
         cells += count
         loss += total
-    return Tally(cells.reshape(classes, classes), float(loss) / len(test.labels))
+        correct.append(right.cpu().numpy())
+    return Tally(cells.reshape(classes, classes), float(loss) / len(test.labels), np.concatenate(correct))
 
 
 @torch.no_grad()
 def _counted(
     network: Network, model: Tree, normalize: Normalize, statistics: Labeling, part: Examples
-) -> tuple[Tensor, Tensor]:
-    """Return how often each predicted class meets each true one (classes * classes,), and the sum of the losses ()."""
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return how often each predicted class meets each true one (classes * classes,), the losses' sum, who is right."""
     params, (images, labels), classes = tree.channels_last(model["params"]), part, network.classes
     network = network.exact
     x = normalize(images)
     logits = network.predict(params, model["stats"], x) if statistics == "running" else network.train(params, x)[0]
-    loss = F.cross_entropy(logits, labels, reduction="sum").double()
-    return torch.bincount(labels * classes + logits.argmax(-1), minlength=classes * classes), loss
+    loss, said = F.cross_entropy(logits, labels, reduction="sum").double(), logits.argmax(-1)
+    return torch.bincount(labels * classes + said, minlength=classes * classes), loss, said == labels
 
 
 def scores(

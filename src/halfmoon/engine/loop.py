@@ -66,15 +66,16 @@ def initial_model(task: Task, seed: int, device: torch.device) -> Tree:
 
 
 def play(experiment: Experiment, folder: RunFolder, loaded: Loaded | None, watch: Callable[[Row], None]) -> Row:
-    """Play the rounds that are left; return {"model", "confusion", "accuracy", "cost", "aggregation", "ended"}.
+    """Play the rounds that are left; return {"model", "confusion", "accuracy", "cost", "aggregation", "ended", ...}.
 
     "model" is that of the last round or, with validation images, of the round that was best on them. "confusion" is
-    that of "model" on the test set: rows are true classes, columns predicted ones. Without a test set it and "accuracy"
-    are None. Where clients' validation images have chosen, "concluded" is what their test images say of the last model,
-    and "chosen" {"round", "accuracy"}; both are None elsewhere. "aggregation" is what the last row says of aggregators.
-    "ended" says why the run is over before its last round, None where it is not. The folder gets a line a round and a
-    checkpoint every `checkpoint_every` rounds; the run goes on from `loaded`, the folder's newest checkpoint, if there
-    is one. Raises `halfmoon.engine.driver.Diverged` when a loss is not a number.
+    that of "model" on the test set: rows are true classes, columns predicted ones; "correct" (N,) says which images
+    are right. Without a test set these and "accuracy" are None. Where clients' validation images have chosen,
+    "concluded" is what their test images say of the last model, and "chosen" {"round", "accuracy"}; both are None
+    elsewhere. "aggregation" is what the last row says of aggregators. "ended" says why the run is over before its
+    last round, None where it is not. The folder gets a line a round and a checkpoint every `checkpoint_every`
+    rounds; the run goes on from `loaded`, the folder's newest checkpoint, if there is one. Raises
+    `halfmoon.engine.driver.Diverged` when a loss is not a number.
     """
     task, runtime = experiment.task, experiment.runtime
     state, first = _start(experiment, folder, loaded, runtime.device)
@@ -107,7 +108,7 @@ def play(experiment: Experiment, folder: RunFolder, loaded: Loaded | None, watch
     if told is None and experiment.test is not None:  # it was stopped between an evaluation and its end
         told = _tally(experiment, model, experiment.test)
     confusion = None if told is None else [integers(row) for row in told.confusion]
-    result = _result(folder.verified_rows(), seen)
+    result = {**_result(folder.verified_rows(), seen), "correct": None if told is None else told.correct}
     chosen = None if validated is None or not seen else {"round": max(seen).round, "accuracy": max(seen).accuracy}
     return {"model": model, "confusion": confusion, "concluded": tested, "chosen": chosen, **result, "ended": ended}
 

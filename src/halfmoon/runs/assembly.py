@@ -1,10 +1,13 @@
 """What every run is made of, simulated or with sites: its experiment, its summary, and the card of its model."""
 
+import base64
 import json
 import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from halfmoon.api.types import Task
 from halfmoon.config import schema as settings
@@ -59,6 +62,11 @@ def summary(
         "cost": played["cost"],
         "classes": list(classes),
         "confusion": played["confusion"],
+        **(
+            {}
+            if played["correct"] is None
+            else {"correct": base64.b64encode(np.packbits(played["correct"]).tobytes()).decode()}
+        ),
         "seconds": round(seconds, 1),
         **({"defenses": chosen} if (chosen := settings.guarding(config)) else {}),
         **{name: played[name] for name in ("aggregation", "ended") if played[name] is not None},
