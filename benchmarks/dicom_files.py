@@ -38,7 +38,7 @@ def row(path: Path) -> tuple[str, str]:
     except UserError as error:
         return "refused", f"| {name} | refused: {str(error).removeprefix(f'{name}: ').replace('|', '/')[:150]} | |"
     height, width, channels = pixels.shape
-    return "read", f"| {name} | read, {about}, {dicom.header(data, name)[3]} frames | {width}x{height}x{channels} |"
+    return "read", f"| {name} | read, {about}, {dicom.header(path, name)[3]} frames | {width}x{height}x{channels} |"
 
 
 def archive(folder: Path) -> str:

@@ -11,13 +11,13 @@ from collections.abc import Iterator, Sequence
 from copy import deepcopy
 from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 from PIL import Image
 
 from halfmoon.core.errors import UserError, install, one_line
-from halfmoon.data.preparation import MOST_PIXELS, extremes
+from halfmoon.data.preparation import MOST_PIXELS, STRIP, extremes
 
 SUFFIXES = (".dcm", ".dicom")
 MAGIC = b"DICM"
@@ -48,7 +48,7 @@ def holds_image(path: Path | str) -> bool:
     return is_dicom(head) and not kind.startswith(_NO_IMAGES)
 
 
-def read(data: bytes, place: str) -> Image.Image:
+def read(data: BinaryIO, place: str) -> Image.Image:
     """Return the frame that stands for a DICOM file: the one that the file names, else the middle one.
 
     Color is 8-bit RGB. Gray has mode I;16 or F; `info` says what a gray means, value = slope * gray + intercept
@@ -68,15 +68,20 @@ def read(data: bytes, place: str) -> Image.Image:
         raise UserError(_undecoded(file, place, error)) from error
 
 
-def _decoded(file: Any, data: bytes, place: str) -> Image.Image:
+def _decoded(file: Any, data: BinaryIO, place: str) -> Image.Image:
     tools: Any = import_module("pydicom.pixels")
     frame, kind = chosen_frame(file), str(file.get("PhotometricInterpretation", ""))
-    pixels = tools.pixel_array(io.BytesIO(data), index=frame)
+    data.seek(0)
+    pixels = tools.pixel_array(data, index=frame, view_only=True)
     if kind == "PALETTE COLOR":
         pixels = tools.apply_color_lut(pixels, file)
     if pixels.ndim == 3:
         depth = 8 * pixels.dtype.itemsize if kind == "PALETTE COLOR" else int(file.get("BitsStored", 8))
-        return Image.fromarray((pixels >> max(0, depth - 8)).astype(np.uint8))
+        image = Image.new("RGB", pixels.shape[1::-1])
+        for top in range(0, len(pixels), STRIP):  # Pillow makes two more copies on the way
+            strip = pixels[top : top + STRIP, :, :3] >> max(0, depth - 8)
+            image.paste(Image.fromarray(strip.astype(np.uint8)), (0, top))
+        return image
     if "ModalityLUTSequence" in file:
         pixels = tools.apply_modality_lut(pixels, file)
     return _gray(file, frame, np.asarray(pixels), kind == "MONOCHROME1", place)
@@ -112,7 +117,7 @@ def _gray(file: Any, frame: int, pixels: np.ndarray, inverted: bool, place: str)
         stored = (top - most, top) if inverted else (0.0, most)
         ends = tuple(end * slope + intercept for end in stored)
     else:
-        ends = tuple(end * slope + intercept for end in extremes(pixels))
+        ends = tuple(end * slope + intercept for end in extremes([pixels], pixels.size))
     image.info |= {"rescale": (slope, intercept), "window": (min(ends), max(ends)), "frames": _frames(file)}
     image.info["modality"] = str(file.get("Modality", ""))
     return image
@@ -129,7 +134,7 @@ def frames(data: bytes, place: str, which: str) -> Iterator[tuple[int, Any]]:
 
     `which`: "each", "middle", or numbers such as 1,5,9. Raise UserError for what cannot be read, or is not there.
     """
-    file, tools = _opened(data, place), import_module("pydicom.pixels")
+    file, tools = _opened(io.BytesIO(data), place), import_module("pydicom.pixels")
     count = _frames(file)
     named = {"each": [*range(1, count + 1)], "middle": [count // 2 + 1]}.get(which)
     if named is None:
@@ -154,12 +159,15 @@ def frames(data: bytes, place: str, which: str) -> Iterator[tuple[int, Any]]:
         yield number, part
 
 
-def header(data: bytes, place: str) -> tuple[int, int, bool, int]:
-    """Return height, width, whether it is gray, and the number of frames, without the pixels."""
-    file = _opened(data, place)
+def header(path: Path, place: str) -> tuple[int, int, bool, int, int]:
+    """Return height, width, whether it is gray, the number of frames, and the bytes a pixel that decoding takes."""
+    file = _opened(path, place)
     try:
-        gray = str(file.get("PhotometricInterpretation", "")).startswith("MONOCHROME")
-        return int(file.get("Rows") or 0), int(file.get("Columns") or 0), gray, _frames(file)
+        kind = str(file.get("PhotometricInterpretation", ""))
+        gray, syntax = kind.startswith("MONOCHROME"), file.file_meta.get("TransferSyntaxUID")
+        packed = bool(syntax and syntax.is_compressed)
+        cost = (20 if packed else 8) if gray else (9 if kind == "RGB" and not packed else 36)
+        return int(file.get("Rows") or 0), int(file.get("Columns") or 0), gray, _frames(file), cost
     except Exception as error:
         raise UserError(_undecoded(file, place, error)) from error
 
@@ -187,13 +195,13 @@ def _identifiers(path: Path) -> tuple[str, str]:
         return "", ""
 
 
-def _opened(data: bytes, place: str) -> Any:
+def _opened(data: BinaryIO | Path, place: str) -> Any:
     try:
         pydicom = import_module("pydicom")  # an extra, needed here only
     except ImportError as error:
         raise UserError(f"{place} is a DICOM file: {install('dicom')} to read it.") from error
     try:
-        return pydicom.dcmread(io.BytesIO(data), stop_before_pixels=True)
+        return pydicom.dcmread(data, stop_before_pixels=True)
     except Exception as error:  # whatever a damaged file makes it raise
         raise UserError(f"{place}: not a readable DICOM file ({one_line(error)[:200]}).") from error
 

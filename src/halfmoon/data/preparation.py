@@ -1,5 +1,6 @@
 """How images are brought to one form while they are decoded: size, channels, cutting, what is black and white."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -75,16 +76,23 @@ def middle(height: int, width: int, tall: int, wide: int) -> tuple[float, float,
     return left, top, width - left, height - top
 
 
-def extremes(pixels: np.ndarray) -> tuple[float, float]:
+def extremes(strips: Iterable[np.ndarray], count: int) -> tuple[float, float]:
     """Return the values of black and white of an image that names none: all but half a percent at either end.
 
-    One bright spot so leaves the rest visible. Of images above `SAMPLE` values evenly spread ones are looked at.
+    One bright spot so leaves the rest visible. The `count` values come in parts; above `SAMPLE` evenly spread ones
+    are looked at.
     """
-    sample = pixels.reshape(-1)[:: max(1, pixels.size // SAMPLE)]
+    step, at = max(1, count // SAMPLE), 0
+    parts, ends = [], []
+    for strip in strips:
+        parts.append(strip.reshape(-1)[-at % step :: step].copy())
+        ends += [strip.min(), strip.max()]
+        at += strip.size
+    sample = np.concatenate(parts)
     low = np.percentile(sample, OUTLIERS, method="lower")
     high = np.percentile(sample, 100 - OUTLIERS, method="higher")
     if high <= low:
-        low, high = pixels.min(), pixels.max()
+        low, high = min(ends), max(ends)
     return float(low), float(high if high > low else low + 1)
 
 
@@ -99,7 +107,7 @@ def eight_bits(pixels: np.ndarray, window: tuple[float, float] | None, place: st
             f"{place}: its pixels have 32 bits and no known range; convert the image to 8 or 16 bits, or say which "
             "values are black and white (--window LOW HIGH)."
         )
-    low, high = extremes(pixels) if window is None else window
+    low, high = extremes([pixels], pixels.size) if window is None else window
     gray = np.empty(pixels.shape, np.uint8)
     for first in range(0, len(pixels), STRIP):
         rows = slice(first, first + STRIP)

@@ -22,7 +22,7 @@ from PIL import Image
 from halfmoon.core.errors import UserError
 from halfmoon.data import dicom
 from halfmoon.data.preparation import MOST_PIXELS, eight_bits, extremes
-from halfmoon.data.readers.decode import FORMATS, converted, deep, grays, in_stored, upright
+from halfmoon.data.readers.decode import FORMATS, converted, deep, grays, in_stored, loaded, strips, upright
 from halfmoon.sites.folders.prepare import HOME
 from halfmoon.storage import atomic_io
 
@@ -34,6 +34,9 @@ CACHE_BYTES = 32 * 2**20
 
 LARGE_FILE, LARGE_PIXELS = 2**22, 2**20
 """Bytes and pixels above which an image takes its turn."""
+
+MOST_BYTES = 8 * MOST_PIXELS
+"""What the decoder of one image may take."""
 
 QUEUE = 8
 """Large images that are waited for at once; any number of requests may wait for one."""
@@ -68,17 +71,15 @@ def picture(path: Path, name: str, small: bool = False, window: tuple[float, flo
     """
     most = SMALL if small else WHOLE
     try:
-        image = upright(path.read_bytes(), name, partial(_reduced, most=2 * most if small else most))
+        with path.open("rb") as file:
+            image = upright(file, name, partial(_reduced, most=2 * most if small else most))
     except OSError as error:
         raise UserError(f"{name}: {atomic_io.reason(error)}.") from error
     if deep(image):
         pixels = grays(image)
-        about, ends = image.info, in_stored(image, window)
-        del image
-        ends = extremes(pixels) if ends is None else ends
-        pixels = shrunk(pixels, 2 * most if small else most)
+        ends = in_stored(image, window) or image.info.get("extremes") or extremes([pixels], pixels.size)
         if not small:
-            return _packed(pixels, ends, about)
+            return _packed(pixels, ends, image.info)
         image = Image.fromarray(eight_bits(pixels, ends, name))
     image = converted(image, name, 1 if image.mode in ("1", "L", "LA") else 3)
     image.thumbnail((most, most), Image.Resampling.BILINEAR)
@@ -87,9 +88,18 @@ def picture(path: Path, name: str, small: bool = False, window: tuple[float, flo
 
 
 def _reduced(image: Image.Image, most: int) -> Image.Image:
-    """Return an image of 8 bits with a longer side of about `most`, without its alpha; others as they are."""
+    """Return an opened image with its pixels, where it can its longer side about `most`, without its alpha.
+
+    `info` has the `extremes` of a deep image that was larger.
+    """
+    image.draft(None, (most, most))
+    image = loaded(image)
+    if deep(image) and max(image.size) > most:
+        less = Image.fromarray(shrunk(image, most))
+        less.info = image.info | {"extremes": extremes(strips(image), image.width * image.height)}
+        return less
     factor = max(image.size) // most
-    if factor < 2 or image.mode not in ("L", "LA", "RGB", "RGBA"):
+    if factor < 2 or image.mode not in ("L", "LA", "RGB", "RGBA", "CMYK"):
         return image
     if image.mode in ("LA", "RGBA"):
         parts = [image.getchannel(name).reduce(factor) for name in image.mode[:-1]]
@@ -99,15 +109,17 @@ def _reduced(image: Image.Image, most: int) -> Image.Image:
     return image.reduce(factor)
 
 
-def shrunk(pixels: np.ndarray, most: int) -> np.ndarray:
-    """Return grays (H, W) averaged over squares so that no side is longer than `most`."""
-    factor = -(-max(pixels.shape) // most)
-    if factor == 1 or min(pixels.shape) < factor:
-        return pixels
-    height, width = (side // factor for side in pixels.shape)
-    rows = (pixels[row * factor : (row + 1) * factor, : width * factor] for row in range(height))
-    means = np.stack([row.reshape(factor, width, factor).mean((0, 2), dtype=np.float64) for row in rows])
-    return means.astype(np.float32) if pixels.dtype.kind == "f" else np.rint(means).astype(pixels.dtype)
+def shrunk(image: Image.Image, most: int) -> np.ndarray:
+    """Return a deep image's grays (H, W) averaged over squares so that no side is longer than `most`."""
+    factor = -(-max(image.size) // most)
+    if min(image.size) < factor:
+        return grays(image)
+    width, means = image.width // factor, []
+    for rows in strips(image, factor):
+        if len(rows) == factor:
+            squares = rows[:, : width * factor].reshape(factor, width, factor)
+            means.append(squares.mean((0, 2), dtype=np.float64))
+    return np.stack(means).astype(np.float32) if image.mode == "F" else np.rint(means).astype(rows.dtype)
 
 
 def _packed(pixels: np.ndarray, window: tuple[float, float], about: Mapping[Any, Any]) -> Picture:
@@ -131,24 +143,26 @@ def _encoded(image: Image.Image, form: str) -> bytes:
 
 def is_large(path: Path, name: str) -> bool:
     """Return whether an image has to take its turn, from its header; raise UserError if it is too large to show."""
+    large = False
     try:
-        if path.stat().st_size > LARGE_FILE:
-            return True
-        data = path.read_bytes()
-        if dicom.is_dicom(data):
-            height, width = dicom.header(data, name)[:2]
+        large = path.stat().st_size > LARGE_FILE
+        if dicom.holds_image(path):
+            height, width, _, _, cost = dicom.header(path, name)
         else:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
-                with Image.open(io.BytesIO(data), formats=FORMATS) as image:
-                    width, height = image.size
+                with Image.open(path, formats=FORMATS) as image:
+                    (width, height), cost = image.size, 20 if image.format == "WEBP" else 8
     except MemoryError:
         raise
     except Exception:  # the decoder says what is wrong
-        return False
-    if width * height > MOST_PIXELS:
-        raise UserError(f"{name}: the image has {width}x{height} pixels, of {MOST_PIXELS:,} at most; make it smaller.")
-    return width * height > LARGE_PIXELS
+        return large
+    most = MOST_BYTES // cost
+    if width * height > most:
+        raise UserError(
+            f"{name}: the image has {width}x{height} pixels, of {most:,} at most in its format; make it smaller."
+        )
+    return large or width * height > LARGE_PIXELS
 
 
 class Pictures:

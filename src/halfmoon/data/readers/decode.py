@@ -2,8 +2,9 @@
 
 import io
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
+from typing import BinaryIO
 
 import numpy as np
 from PIL import Image, ImageMode, ImageOps, UnidentifiedImageError
@@ -76,11 +77,23 @@ def _depth(image: Image.Image) -> int:
     return 1 if ImageMode.getmode(image.mode).basemode == "L" or image.mode.startswith(("I", "F")) else 3
 
 
-def upright(data: bytes, place: str, first: Callable[[Image.Image], Image.Image] = lambda image: image) -> Image.Image:
+def loaded(image: Image.Image) -> Image.Image:
+    """Return an opened image with its pixels as they lie in the file: Pillow itself turns a TIFF."""
+    exif = image.getexif() if image.format == "TIFF" else Image.Exif()
+    tag = exif.pop(_ORIENTATION, None)
+    image.load()
+    if tag is not None:
+        image._size = image.im.size  # of a TIFF it is the turned one until then
+        exif[_ORIENTATION] = tag
+        image.info["exif"] = exif.tobytes()
+    return image
+
+
+def upright(data: bytes | BinaryIO, place: str, load: Callable[[Image.Image], Image.Image] = loaded) -> Image.Image:
     """Return one encoded image in its own mode and depth, turned as its EXIF tag says; raise UserError as `fitted`.
 
-    `first` takes it as it lies in the file: two whole ones are in memory where a large image is turned."""
-    image = first(_open(data, place))
+    `load` reads the pixels and may make them fewer: turning a large image takes its memory twice."""
+    image = _open(data, place, load)
     return image if "rescale" in image.info else _turned(image)
 
 
@@ -99,7 +112,7 @@ def header(path: Path) -> tuple[int, int, bool] | None:
     """Return an image file's upright height and width, and whether it is gray, without decoding; None for no image."""
     try:
         if dicom.holds_image(path):
-            return dicom.header(path.read_bytes(), str(path))[:3]
+            return dicom.header(path, str(path))[:3]
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             with Image.open(path, formats=FORMATS) as image:
@@ -138,12 +151,17 @@ def converted(image: Image.Image, place: str, channels: int, window: tuple[float
         raise UserError(f"{place}: an image of mode {image.mode} cannot be converted; make it gray or RGB.") from error
 
 
+def strips(image: Image.Image, rows: int = STRIP) -> Iterator[np.ndarray]:
+    """Yield an image's values a few rows at a time, as Pillow gives them away in two copies."""
+    for top in range(0, image.height, rows):
+        yield np.asarray(image.crop((0, top, image.width, min(top + rows, image.height))))
+
+
 def grays(image: Image.Image) -> np.ndarray:
-    """Return an image's values (H, W); a few rows at a time, as Pillow gives them away in two copies."""
-    strips = ((top, min(top + STRIP, image.height)) for top in range(0, image.height, STRIP))
+    """Return an image's values (H, W)."""
     values = np.empty((image.height, image.width), np.asarray(image.crop((0, 0, 1, 1))).dtype)
-    for top, bottom in strips:
-        values[top:bottom] = np.asarray(image.crop((0, top, image.width, bottom)))
+    for number, strip in enumerate(strips(image)):
+        values[number * STRIP : number * STRIP + len(strip)] = strip
     return values
 
 
@@ -194,19 +212,22 @@ def stack(
     return rows.array()
 
 
-def _open(data: bytes, place: str) -> Image.Image:
+def _open(data: bytes | BinaryIO, place: str, load: Callable[[Image.Image], Image.Image] = loaded) -> Image.Image:
     """Return an image that is read to its end; raise UserError where it is none, is cut off or is too large."""
-    if dicom.is_dicom(data):
-        return dicom.read(data, place)
+    data = io.BytesIO(data) if isinstance(data, bytes) else data
+    head = data.read(132)
+    data.seek(0)
+    if dicom.is_dicom(head):
+        return load(dicom.read(data, place))
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # about odd metadata, which Pillow leaves out
-            image = Image.open(io.BytesIO(data), formats=FORMATS)
+            image = Image.open(data, formats=FORMATS)
             # Pillow itself only warns up to twice its limit, and what a warning does is one thing for all threads.
             most = min(MOST_PIXELS, Image.MAX_IMAGE_PIXELS or MOST_PIXELS)
             if image.width * image.height > most:
                 raise Image.DecompressionBombError(f"{image.width}x{image.height} pixels, of {most:,} at most")
-            image.load()
+            image = load(image)
     except Image.DecompressionBombError as error:
         raise UserError(f"{place}: the image is too large to open safely ({error}); make it smaller.") from error
     except UnidentifiedImageError as error:  # its own words name an object in memory
