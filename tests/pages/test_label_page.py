@@ -103,6 +103,14 @@ def test_the_keyboard_alone_labels_undoes_skips_and_doubts(browser: Any, page: s
     assert browser.get_log("browser") == []
 
 
+def test_undo_waits_for_the_answer_that_is_on_its_way(browser: Any, page: str, folder: Path) -> None:
+    opened(browser, page)
+    first = shown(browser)
+    browser.execute_script("for (const key of '1u') document.dispatchEvent(new KeyboardEvent('keydown', { key }))")
+    until(lambda: browser.find_element("id", "spoken").get_attribute("textContent") == "Undone.")
+    assert (shown(browser), labels(folder)) == (first, {})
+
+
 def test_a_skipped_image_comes_back_last_on_the_wall(browser: Any, page: str) -> None:
     opened(browser, page)
     first = shown(browser)

@@ -10,7 +10,8 @@ const skipped = new Set(JSON.parse(sessionStorage.getItem("skipped") ?? "[]")); 
 const done = []; // what can be undone: {row, before, after, kind}
 let row = -1;
 let since = 0;
-let busy = false;
+let busy = 0; // things that are being done, or wait
+let doing = Promise.resolve();
 
 const look = new Look(byId("stage"), byId("image"), tools());
 const wall = new Wall(byId("wall"), { fill, open: (place) => goTo(wall.rows[place]), source: (at) => `image/${at}?small=1`, changed: drawBulk });
@@ -97,7 +98,10 @@ function drawCurve(points) {
   host.dataset.drawn = points.length;
 }
 
-const train = () => act(async () => takeOver(data, await ask("train", {})));
+const train = () => act(async () => {
+  takeOver(data, await ask("train", {}));
+  draw();
+}, true);
 
 // All images, those most like one first.
 const similar = (at) => act(async () => {
@@ -105,21 +109,15 @@ const similar = (at) => act(async () => {
   data.similar = { at, rows: (await ask(`similar/${at}`)).rows };
   view("all");
   showAll(false, "similar");
-});
+}, true);
 const similarHere = () => similar([...wall.chosen][0] ?? wall.rows[wall.focused]);
 
-// Do one thing at a time, and say what went wrong.
-async function act(what) {
-  if (busy) return;
-  busy = true;
-  try {
-    await what();
-    notice("");
-  } catch (error) {
-    notice(error.message);
-  } finally {
-    busy = false;
-  }
+// Do one thing at a time, and say what went wrong. What concerns the image that is shown is left out meanwhile.
+function act(what, waiting = false) {
+  if (busy && !waiting) return;
+  busy += 1;
+  doing = doing.then(what).then(() => notice(""), (error) => notice(error.message)).finally(() => (busy -= 1));
+  return doing;
 }
 
 const give = (n) => act(async () => {
@@ -214,7 +212,7 @@ const undo = () => act(async () => {
     draw();
     showAll(true);
   }
-});
+}, true);
 
 async function suggest() {
   data.suggested = "";
@@ -356,11 +354,13 @@ byId("way").addEventListener("change", () => act(async () => {
   await orderAgain();
   next();
 }));
-byId("note").addEventListener("change", () => act(async () => {
+byId("note").addEventListener("change", () => {
   const [at, note] = [row, byId("note").value.trim()];
-  takeOver(data, await ask("note", { row: at, note, by: data.name ?? "", since: data.facts.version }));
-  data.notes[at] = note;
-}));
+  act(async () => {
+    takeOver(data, await ask("note", { row: at, note, by: data.name ?? "", since: data.facts.version }));
+    data.notes[at] = note;
+  }, true);
+});
 
 try {
   const found = await ask("start");
