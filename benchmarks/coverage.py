@@ -55,8 +55,8 @@ PAGE = """# Do the intervals hold the truth?
 
 An interval over seeds alone says what other splits would give on the same test images. That of `halfmoon compare` is
 for other test images as well: a random effect of the split and one of the image, with Satterthwaite's degrees of
-freedom (`halfmoon.report.paired.crossed`); it is never narrower than the first. Of {trials:,} simulated comparisons, 95 % should hold the truth; three
-standard errors are 1.5 %.
+freedom (`halfmoon.report.paired.crossed`); it is never narrower than the first. Of {trials:,} simulated comparisons,
+95 % should hold the truth; three standard errors are 1.5 %.
 
 How many intervals hold it, and in brackets their median width in points:
 
