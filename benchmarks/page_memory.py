@@ -19,8 +19,8 @@ from typing import Any
 
 import numpy as np
 import pydicom
-from pydicom import uid
 from PIL import Image
+from pydicom import uid
 
 REQUESTS = 40
 KINDS = {
