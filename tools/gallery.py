@@ -111,9 +111,12 @@ def shown(output: Any, name: str, pictures: Pages) -> str:
         pictures[file] = base64.b64decode(data["image/png"])
         return f"![figure {len(pictures)} of this example, drawn by the cell above]({file})"
     if "text/html" in data:
-        table = re.sub(r"<style.*?</style>|\n\s*", "", "".join(data["text/html"]), flags=re.DOTALL)
+        table = re.sub(
+            r"<style.*?</style>|\n\s*| border=.1. class=.dataframe.", "", "".join(data["text/html"]), flags=re.DOTALL
+        )
         return f'<div class="output" markdown="0">{table}</div>'
     words = "".join(output.get("text") or data.get("text/plain", ""))
     if output.get("name") == "stderr":
-        words = "\n".join(dict.fromkeys(re.findall(r"Warning: .*", words)))
+        warnings = dict.fromkeys(re.findall(r"Warning: (.*)", words))
+        return "\n\n".join(f'!!! warning ""\n    {each}' for each in warnings)
     return f"```text\n{words.rstrip()}\n```" if words.strip() else ""

@@ -174,7 +174,7 @@ def test_a_method_as_an_object(tmp_path: Path) -> None:
     assert one.summaries[0]["confusion"] == two.summaries[0]["confusion"]
     assert halfmoon.resume(tmp_path / "own").summaries == one.summaries
     with pytest.raises(UserError, match=r"differs from Local\(\) in more than its options"):
-        outside.named(config, Local(Supervised()))
+        outside.stated(Local(Supervised()))
 
 
 @dataclass(frozen=True)
@@ -203,14 +203,14 @@ mine = partial(FedAvg, Entropy(0.2), prox=0.1)
 @pytest.mark.parametrize("part", [mine, FedAvg(Entropy(0.2), prox=0.1)])
 def test_fedavg_around_an_objective_goes_by_the_objective(part) -> None:
     """Its name, words and options are those of the objective; those of other objectives are refused."""
-    config = outside.named(Config(), part)
-    assert config.method.endswith("test_plugins:Entropy")
-    assert config.options == {"sharpness": 0.2, "prox": 0.1}
-    row = registry.entry(config.method)
+    name, options = outside.stated(part)
+    assert name.endswith("test_plugins:Entropy")
+    assert options == {"sharpness": 0.2, "prox": 0.1}
+    row = registry.entry(name)
     assert (row.title, row.about) == ("Entropy", "Be sure of unlabeled images")
-    assert registry.make(config.method, config.options) == FedAvg(Entropy(0.2), prox=0.1)
+    assert registry.make(name, options) == FedAvg(Entropy(0.2), prox=0.1)
     with pytest.raises(UserError, match="no option 'threshold'"):
-        registry.make(config.method, {"threshold": 0.5})
+        registry.make(name, {"threshold": 0.5})
 
 
 def test_an_objective_is_a_method(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -297,7 +297,7 @@ def test_an_installed_package_announces_its_parts(tmp_path: Path, monkeypatch: p
         "[halfmoon.splits]\nspread = brought:rule\n"
     )
     monkeypatch.syspath_prepend(str(tmp_path))
-    plugins._announced.cache_clear()
+    plugins.announced.cache_clear()
     try:
         assert "theirs" in registry.names()
         assert registry.entry("theirs").about == "FedAvg with FixMatch, once more"
@@ -306,7 +306,7 @@ def test_an_installed_package_announces_its_parts(tmp_path: Path, monkeypatch: p
             ("theirs", "brought", "1.5"), ("net", "brought", "1.5"), ("spread", "brought", "1.5"),
         ]  # fmt: skip
     finally:
-        plugins._announced.cache_clear()
+        plugins.announced.cache_clear()
 
 
 @dataclass(frozen=True)

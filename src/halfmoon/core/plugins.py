@@ -53,8 +53,9 @@ def register(kind: Kind, name: str, part: Any) -> None:
     _REGISTERED[kind, name] = part
 
 
+@cache
 def announced(kind: Kind) -> dict[str, metadata.EntryPoint]:
-    return _announced(kind)
+    return {point.name: point for point in metadata.entry_points(group=GROUPS[kind])}
 
 
 def foreign(name: str, kind: Kind) -> bool:
@@ -177,11 +178,6 @@ def _module(where: str, name: str, kind: Kind) -> ModuleType:
         raise UserError(f"{kind} {name}: importing {where} failed ({_why(error)}).") from error
     except Exception as error:  # whatever somebody else's code does
         raise UserError(f"{kind} {name}: importing {where} failed ({_why(error)}).") from error
-
-
-@cache
-def _announced(kind: Kind) -> dict[str, metadata.EntryPoint]:
-    return {point.name: point for point in metadata.entry_points(group=GROUPS[kind])}
 
 
 def _version(where: str) -> str:

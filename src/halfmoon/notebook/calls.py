@@ -50,11 +50,10 @@ def run(
         UserError: an option does not fit, or `run_dir` holds another configuration.
         Diverged: a loss or a weight is no finite number.
     """
+    own: dict[str, Any] = {}
     if method is not None:
         options["method"], own = outside.stated(method)
-        old = config.options if config else {}
-        options["options"] = schema.joined(options.get("options", old), own, "options")
-    config = _configured(config, options)
+    config = _configured(config, options, own)
     entry = registry.entry(config.method)
     if entry.pooled:
         warn(f"{config.method} is centralized: it trains on all rows in one place.")
@@ -91,9 +90,8 @@ def compare(
         raise UserError(f"methods is {methods!r}: it must be a list of names.")
     parts = [outside.stated(each) for each in methods]
     names = [name for name, _ in parts]
-    old = options.get("options", config.options if config else {})
-    options["options"] = schema.joined(old, {name: own for name, own in parts if own}, "options")
-    config = _configured(config, {"method": names[0] if names else Config.method, "baselines": (), **options})
+    options = {"method": names[0] if names else Config.method, "baselines": (), **options}
+    config = _configured(config, options, {name: own for name, own in parts if own})
     numbers = list(range(seeds)) if isinstance(seeds, int) else list(seeds)
     with _watched(watch) as eyes:
         result = _ended(runner.compare(config, names, numbers, eyes, again=True))
@@ -176,8 +174,10 @@ def sweep(
     return SweepResults(folder.path)
 
 
-def _configured(config: Config | None, options: dict[str, Any]) -> Config:
+def _configured(config: Config | None, options: dict[str, Any], own: dict[str, Any]) -> Config:
+    """Return a configuration with these options, those of its methods joined with the `own` of objects."""
     options = {name: paths(value) if name == "run_dir" else value for name, value in options.items()}
+    options["options"] = schema.joined(options.get("options", config.options if config else {}), own, "options")
     return Config.of(**options) if config is None else replace(config, **options) if options else config
 
 

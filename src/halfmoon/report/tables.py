@@ -146,13 +146,6 @@ class Table:
             for line, count in zip(self.lines, seeds, strict=True)
         ]
 
-    def as_text(self) -> str:
-        """Return aligned columns for a terminal."""
-        rows = [self.headings, *self.cells]
-        widths = [max(map(len, words)) for words in zip(*rows, strict=True)]
-        rows.insert(1, ["-" * width for width in widths])
-        return "".join(f"{'  '.join(_aligned(row, widths))}".rstrip() + "\n" for row in rows)
-
     def as_markdown(self) -> str:
         """Return a Markdown table."""
         rows = [[cell.replace("|", "\\|") for cell in row] for row in [self.headings, *self.cells]]

@@ -3,7 +3,6 @@
 import re
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -53,12 +52,6 @@ def _differing(method: Any, name: str) -> dict[str, Any]:
             "run's file could not say: give such a method a class, or an Entry, of its own."
         )
     return options
-
-
-def named(config: Config, method: OwnMethod) -> Config:
-    """Return the configuration of a method that was given as an object: its name, and the options that it has."""
-    name, options = stated(method)
-    return replace(config, method=name, options={**config.options, **options})
 
 
 def stated(method: OwnMethod | str) -> tuple[str, dict[str, Any]]:

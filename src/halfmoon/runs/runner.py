@@ -52,24 +52,15 @@ from halfmoon.storage.run_folder import BASELINES, SUMMARY, RunFolder
 from halfmoon.storage.state_store import Store
 
 
-def start(
-    config: Config,
-    watch: Callback = NULL_CALLBACK,
-    method: outside.OwnMethod | None = None,
-    shared: Problem | None = None,
-) -> RunResult:
+def start(config: Config, watch: Callback = NULL_CALLBACK, shared: Problem | None = None) -> RunResult:
     """Play `config.method` and those `baselines` it in a new run folder.
 
-    `method` is one of your own, in place of `config.method`: the run's file names its class and its options, and
-    `resume` goes on with it where that class can be imported, or where it is given the method as well. `shared` is what
-    `halfmoon.runs.factory.problem` has made of the configuration, where it was made before.
+    `shared` is what `halfmoon.runs.factory.problem` has made of the configuration, where it was made before.
 
     Raises `UserError` for a configuration or data that cannot work, before anything is written, and
     `halfmoon.engine.driver.Diverged` when a loss is not a number.
     """
     watch = guarded(watch)
-    if method is not None:
-        config = outside.named(config, method)
     check_methods(config)
     if config.seeds_together:
         needs_seeds(1)

@@ -42,7 +42,8 @@ def selection(recipe: Recipe, words: Sequence[str]) -> Selection:
     for part in (part.strip() for word in words for part in word.split(",")):
         axis, sign, name = (word.strip() for word in part.partition("="))
         if not sign or not name:
-            raise UserError(f"--only {part!r} is not AXIS=VALUE: write, for example, --only {_example(recipe)}.")
+            example = ",".join(f"{axis}={values[0].name}" for axis, values in list(recipe.axes.items())[:2])
+            raise UserError(f"--only {part!r} is not AXIS=VALUE: write, for example, --only {example}.")
         if axis not in recipe.axes:
             raise UserError(f"--only: recipe {recipe.name} has no axis {axis!r}: {nearest(axis, recipe.axes)}")
         values = [value.name for value in recipe.axes[axis]]
@@ -136,7 +137,3 @@ def _config(values: dict[str, Any], name: str) -> Config:
     config = replace(config, options=options)
     settings.check_methods(config)
     return config
-
-
-def _example(recipe: Recipe) -> str:
-    return ",".join(f"{axis}={values[0].name}" for axis, values in list(recipe.axes.items())[:2])

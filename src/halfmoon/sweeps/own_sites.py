@@ -163,7 +163,9 @@ def _share(rows: _Rows, share: float) -> np.ndarray:
 def _written(config: Config, folders: Sequence[Path], place: Path, say: Callable[[str], None]) -> _Rows:
     """Decode the folders' images into train.parquet and test.parquet, and return who holds which rows."""
     if len(folders) < 2 or len({folder.resolve() for folder in folders}) < len(folders):
-        raise UserError("--sites needs the folders of two sites or more, each once.")
+        raise UserError(
+            "--sites needs the folders of two sites or more, each once; one alone is `halfmoon run --data FOLDER`."
+        )
     sites = [read(folder) for folder in folders]
     classes = _classes(sites)
     how = preparation(config)

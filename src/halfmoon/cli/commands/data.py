@@ -49,7 +49,13 @@ def run(args: argparse.Namespace) -> int:
         if contents is not None:
             layer = {**_image_options(contents), **layer}
         if contents is not None and contents.site:
-            _refuse_split(contents, {**layer, "png": args.png, "save": args.save})
+            requested = {**layer, "png": args.png, "save": args.save}
+            for each in ("data_share", *settings.SCENARIO, "split", "png", "save"):
+                if requested.get(each) is not None:
+                    raise UserError(
+                        f"--{each.replace('_', '-')} needs a split, but {contents.folder} is a site's folder, with "
+                        "labels.csv, which stays whole: leave it out."
+                    )
             facts_of_sets.append({"name": contents.folder.name, **_holds(contents)})
             continue
         config = settings.merge(values, layer, file)
@@ -63,16 +69,6 @@ def run(args: argparse.Namespace) -> int:
     for facts in facts_of_sets:
         show_data(facts)
     return 0
-
-
-def _refuse_split(contents: Contents, requested: Mapping[str, Any]) -> None:
-    """Raise UserError for an option that a site's folder, which is never split, would not follow."""
-    for name in ("data_share", *settings.SCENARIO, "split", "png", "save"):
-        if requested.get(name) is not None:
-            raise UserError(
-                f"--{name.replace('_', '-')} needs a split, but {contents.folder} is a site's folder, with labels.csv, "
-                "which stays whole: leave it out."
-            )
 
 
 def _contents(values: Mapping[str, Any]) -> Contents | None:
