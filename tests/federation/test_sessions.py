@@ -131,6 +131,7 @@ def test_a_late_answer_is_named_and_discarded(street: Street, manager: ClientMan
     answers = ask(manager)
     assert answers["north"] == Answer(None, "it did not answer within 100 s")
     assert 100 < street.time - began < 101
+    assert street.heard("waiting for north: ") == 1
     street.nodes_[7] = node("north", 20.0, b"on time")
     assert ask(manager, "north", what="round 2")["north"].data == b"on time"
     assert street.heard("too late") == 0
@@ -369,7 +370,7 @@ def test_gather_says_that_it_waits_and_gives_up_with_the_reasons() -> None:
     assert 100 < street.time < 101
     waits = [said for said in street.said if said.startswith("waiting for sites")]
     assert len(waits) == 4
-    assert waits[-1] == "waiting for sites: 1 of 3 are there, 3 needed"
+    assert waits[-1] == "waiting for sites: 1 of 3 are there, 3 needed; missing: south, west"
 
 
 def test_gather_waits_for_a_post_that_is_not_there_yet() -> None:

@@ -18,6 +18,7 @@ from halfmoon.pages.alarms import alarms
 from halfmoon.pages.follow import Followed, Follower, Lines, ceiling_alarms, folders
 from halfmoon.pages.server import beside
 from halfmoon.pages.watch import Watching, variants
+from halfmoon.storage import locks
 
 
 def row(number, loss=1.0, accuracy=None, share=None):
@@ -205,6 +206,33 @@ def test_a_federation_that_waits_is_not_stopped(tmp_path: Path):
     assert run.facts(now + 3700)["state"] == "stopped"
     run.options = {"federation": {"round_timeout": 200}}
     assert run.facts(now + 300)["state"] == "stopped"
+    pending = "2026-11-21 04:57:13  waiting for site-01: round 2, query 1 (train)\n"
+    log.write_text(f"{beginning}{repeats}{pending}2026-11-21 04:57:20  site-01 is no longer connected\n")
+    words = "waiting for site-01 since 2026-11-21 04:57:13: round 2, query 1 (train)"
+    assert (run.facts(now)["state"], run.facts(now)["waiting"]) == ("waiting", words)
+
+
+def test_a_run_is_stopped_when_no_process_holds_its_lock(tmp_path: Path):
+    """However long a round takes, who holds the lock lives; two minutes after the lock is free it is stopped."""
+    write_run(tmp_path / "r", 1, 0, finished=False, config="rounds = 20\n[federation]\n")
+    run, now = Followed(tmp_path / "r", "r"), time.time()
+    run.update()
+    with locks.held(tmp_path / "r" / ".lock"):
+        assert run.facts(now + 10000)["state"] == "running"
+    (tmp_path / "r" / "serve.log").write_text("")
+    assert run.facts(now + 130)["state"] == "stopped"
+    assert run.facts(now + 100)["state"] == "running"
+
+
+def test_who_is_left_out_is_named_until_the_next_round(tmp_path: Path):
+    words = "its parameters point against the others (cosine -0.540, median 0.040)"
+    log = tmp_path / "serve.log"
+    log.write_text(f"2026-11-21 04:54:09  round 1 of 9: 3 sites, mean loss 2.0; west was left out: {words}\n")
+    (west,) = eventlog.federation(tmp_path)["sites"]
+    assert (west["state"], west["words"], west["left out"]) == ("left out", f"west was left out: {words}", 1)
+    with log.open("a") as file:
+        file.write("2026-11-21 04:55:09  round 2 of 9: 3 sites, mean loss 1.9\n")
+    assert eventlog.federation(tmp_path)["sites"][0]["state"] == "here"
 
 
 def test_a_site_sees_its_own_part_in_a_sentence(tmp_path: Path):
@@ -253,7 +281,9 @@ def test_the_sentences_of_the_federation_are_still_the_same():
         "is right on {share:.2%} of the {kind} images here",
         "received {size(received)}; {trained}",
         "; sends {sent}",
-        "waiting for sites: {here} of {len(self.terms.sites)} are there, {wanted} needed",
+        "waiting for sites: {here} of {total} are there, {needed} needed; missing: {missing}",
+        "waiting for {named}: {what}",
+        "{fact['site']} was left out: its {fact['part']} point against the others (cosine ",
         ", it is right on {share:.2%} of your test images",
         "finished: the model lies in {path}{share}",
     ):

@@ -15,7 +15,8 @@ SHOWN = 150
 _LINE = re.compile(r"(\d{4}-\d\d-\d\d \d\d:\d\d:\d\d)  (.*)")
 _SITE = r"(?P<site>[A-Za-z0-9._-]+)"
 
-_WAITING = re.compile(r"waiting for sites: (\d+ of \d+ are there, \d+ needed)")
+_WAITING = re.compile(r"(waiting for (?:sites|[\w., -]+)): (.*)")
+_OUTSIDE = re.compile(rf"; ({_SITE} was left out: its [^;]*)")
 
 _EVENTS = (
     (re.compile(rf"{_SITE} is (?:back|there)\b.*?: ([\d,]+) images with a label"), "here"),
@@ -23,6 +24,7 @@ _EVENTS = (
     (re.compile(rf"{_SITE} is not listened to any more"), "away"),
     (re.compile(rf"{_SITE} answered .* too late"), "late"),
     (re.compile(rf"{_SITE} did not answer"), "silent"),
+    (re.compile(rf"{_SITE} has no part in round \d+: it was not connected"), "away"),
     (re.compile(rf"{_SITE} has no part in round"), "refused"),
     (re.compile(rf"refused in round \d+: the answer of {_SITE}:"), "refused"),
     (re.compile(rf"{_SITE} is (?:set aside|quarantined)"), "set aside"),
@@ -53,13 +55,13 @@ def last_change(folder: Path) -> float | None:
 
 def waiting(folder: Path) -> str:
     """Return for whom a federation waits and since when, as the end of its log has it; "" if it goes on."""
-    since = text = ""
+    since = whom = text = ""
     for when, words in reversed(lines(folder / SERVER_LOG)):
-        if match := _WAITING.match(words):
-            since, text = when, text or match[1]
-        elif not any(pattern.match(words) for pattern, _ in _EVENTS):
+        if (match := _WAITING.match(words)) and match[1] == (whom or match[1]):
+            since, whom, text = when, match[1], text or match[2]
+        elif match or not any(pattern.match(words) for pattern, _ in _EVENTS):
             break
-    return f"waiting for sites since {since}: {text}" if text else ""
+    return f"{whom} since {since}: {text}" if text else ""
 
 
 def federation(folder: Path) -> dict[str, Any] | None:
@@ -69,19 +71,30 @@ def federation(folder: Path) -> dict[str, Any] | None:
         return None
     sites: dict[str, dict[str, Any]] = {name: _fresh(name) for name in _sites(folder)}
     for when, words in said:
-        for pattern, state in _EVENTS:
-            match = pattern.match(words)
-            if match is None:
-                continue
-            site = sites.setdefault(match["site"], _fresh(match["site"]))
-            site |= {"state": state, "when": when, "words": words}
+        if words.startswith("round "):  # whom the last one left out is back
+            for site in sites.values():
+                site["state"] = "here" if site["state"] == "left out" else site["state"]
+        found = [(match["site"], "left out", match[1]) for match in _OUTSIDE.finditer(words)]
+        matches = ((pattern.match(words), state) for pattern, state in _EVENTS)
+        found += [(match["site"], state, words) for match, state in matches if match][:1]
+        for name, state, about in found:
+            site = sites.setdefault(name, _fresh(name))
+            site |= {"state": state, "when": when, "words": about}
             site[state] = site.get(state, 0) + 1
-            break
     return {"sites": list(sites.values()), "log": [list(each) for each in said[-SHOWN:]]}
 
 
 def _fresh(name: str) -> dict[str, Any]:
-    return {"name": name, "state": "not yet there", "when": "", "words": "", "late": 0, "silent": 0, "refused": 0}
+    return {
+        "name": name,
+        "state": "not yet there",
+        "when": "",
+        "words": "",
+        "late": 0,
+        "silent": 0,
+        "refused": 0,
+        "left out": 0,
+    }
 
 
 def _sites(folder: Path) -> Sequence[str]:

@@ -10,7 +10,8 @@ from typing import Any
 from halfmoon.pages import eventlog
 from halfmoon.pages.alarms import Alarm, alarms
 from halfmoon.report.bands import short, thinned
-from halfmoon.storage import atomic_io, toml
+from halfmoon.storage import atomic_io, locks, toml
+from halfmoon.storage.folder_writer import LOCK
 
 METRICS, TIMINGS, SUMMARY, RUN, CONFIG = "metrics.jsonl", "timings.jsonl", "summary.json", "run.json", "config.toml"
 SWEEP = "sweep.json"
@@ -151,16 +152,15 @@ class Followed:
         if self.summary is not None:
             return "finished", age
         patience = max(SILENT, 10 * max(self.seconds()[-PACE:], default=0.0))
-        log = eventlog.last_change(self.path)
+        log, words = eventlog.last_change(self.path), eventlog.waiting(self.path)
         if log is not None:
             age = max(0.0, min(age, now - log))
-            waiting = bool(eventlog.waiting(self.path))  # it says so every half minute
-            if waiting and age <= SILENT:
-                return "waiting", age
-            patience = SILENT if waiting else max(patience, self.answer_timeout())
-        if age > patience:
+            # Of sites that are missing it says so every half minute.
+            patience = SILENT if words.startswith("waiting for sites") else max(patience, self.answer_timeout())
+        held = locks.is_held(self.path / LOCK)
+        if not held and age > (patience if held is None else SILENT):
             return "stopped", age
-        return ("running" if self.metrics.rows else "waiting"), age
+        return ("running" if self.metrics.rows and not words else "waiting"), age
 
     def answer_timeout(self) -> float:
         """Return how many seconds a federation waits for a site's answer without a word."""

@@ -166,7 +166,7 @@ def reason(error: OSError) -> str:
 if sys.platform == "win32":
     import msvcrt
 
-    def flock(handle: int) -> bool:
+    def flock(handle: int, shared: bool = False) -> bool:
         """Lock an open file until it is closed, or raise OSError at once where another process holds it."""
         msvcrt.locking(handle, msvcrt.LK_NBLCK, 1)
         return True
@@ -176,13 +176,13 @@ if sys.platform == "win32":
 else:
     import fcntl
 
-    def flock(handle: int) -> bool:
+    def flock(handle: int, shared: bool = False) -> bool:
         """Lock an open file until it is closed, or raise OSError at once where another process holds it.
 
         Return False where the file system has no locks: then nobody is kept out (`halfmoon.storage.locks`).
         """
         try:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(handle, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
         except OSError as error:
             if error.errno not in _NO_LOCKS:
                 raise

@@ -65,6 +65,17 @@ def take(path: Path) -> Lock:
         raise
 
 
+def is_held(path: Path) -> bool | None:
+    """Return whether a process holds the lock of a file, None where nobody can know; readers do not exclude readers."""
+    try:
+        with atomic_io.opened(path, os.O_RDONLY) as handle:
+            return False if atomic_io.flock(handle, shared=True) else None
+    except BlockingIOError:
+        return True
+    except OSError:
+        return None
+
+
 @contextmanager
 def held(path: Path, patience: float = 0.0) -> Iterator[Lock]:
     """Hold a lock that is waited for so many seconds; raise `Held` where another process keeps it, OSError as usual."""

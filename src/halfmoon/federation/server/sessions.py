@@ -105,7 +105,9 @@ class ClientManager:
                 why = f" ({'; '.join(faults)})" if faults else ""
                 raise UserError(f"{here} of {needed} sites that are needed have joined{why}.")
             if now - last_line > AGAIN and here < needed:
-                self.say(f"waiting for sites: {here} of {len(self.terms.sites)} are there, {needed} needed")
+                missing = ", ".join(name for name in self.terms.sites if name not in self.members.nodes)
+                total = len(self.terms.sites)
+                self.say(f"waiting for sites: {here} of {total} are there, {needed} needed; missing: {missing}")
                 last_line = now
             self._pause(start, now)
 
@@ -114,7 +116,7 @@ class ClientManager:
 
         A site that is cut off and comes back in time is asked again.
         """
-        start = self.clock.now()
+        start, named = self.clock.now(), ""
         late = {name for name in requests if name in self._gone and name not in self.members.nodes}
         waiting = {name: -math.inf if name in late else start for name in requests}  # since when
         pending, answers = dict[str, _Pending](), dict[str, Answer]()
@@ -138,6 +140,10 @@ class ClientManager:
                 else:
                     answers[name] = answer
             if len(answers) < len(requests):
+                names_left = ", ".join(name for name in requests if name not in answers)
+                if answers and now - start > AGAIN and names_left != named:
+                    named = names_left
+                    self.say(f"waiting for {named}: {what}")
                 self._pause(start, now)
         missing = {name for name in requests if answers[name].reason.startswith(AWAY)}
         self._gone = (self._gone - set(requests)) | (missing - self.members.nodes.keys())

@@ -4,7 +4,7 @@ import { announce, ask, byId, count, html, notice } from "./common.js";
 const EVERY = 2000;
 const CHARTS = [
   ["accuracy", "Test accuracy, %", true],
-  ["exam", "Accuracy on the sites' own test images, %", true],
+  ["evaluation", "Accuracy on the sites' own test images, %", true],
   ["loss", "Mean loss", false],
   ["pseudo", "Correct pseudo-labels, %", true],
   ["above", "Correct among the confident ones, %", true],
@@ -15,7 +15,7 @@ const CHARTS = [
   ["epsilon", "Privacy spent: epsilon", false],
 ];
 const COLUMNS = [
-  ["round", "round", 0], ["accuracy", "accuracy %", 2], ["exam", "sites' accuracy %", 2], ["loss", "loss", 4], ["pseudo", "pseudo-labels right %", 2],
+  ["round", "round", 0], ["accuracy", "accuracy %", 2], ["evaluation", "sites' accuracy %", 2], ["loss", "loss", 4], ["pseudo", "pseudo-labels right %", 2],
   ["share_above", "confident %", 2], ["above", "right of these %", 2], ["cohort", "clients", 0], ["sent", "sent up, MB", 3], ["seconds", "seconds", 1], ["epsilon", "epsilon", 3],
 ];
 
@@ -160,13 +160,13 @@ function drawTable() {
 function drawSites(federation) {
   byId("sites-section").hidden = !federation;
   if (!federation) return;
-  const head = ["site", "state", "last word", "at", "late", "no answer", "refused"];
+  const head = ["site", "state", "last word", "at", "late", "no answer", "refused", "left out"];
   byId("sites").replaceChildren(
     html("thead", null, html("tr", null, head.map((word, n) => html("th", { scope: "col", class: n < 4 ? "left" : null }, word)))),
     html("tbody", null, federation.sites.map((site) => html("tr", null,
       html("td", { class: "left" }, site.name), html("td", { class: "left" }, html("span", { class: `state ${site.state.split(" ").at(-1)}` }, site.state)),
       html("td", { class: "left name", title: site.words }, site.words), html("td", { class: "left" }, site.when),
-      html("td", null, count(site.late)), html("td", null, count(site.silent)), html("td", null, count(site.refused))))));
+      html("td", null, count(site.late)), html("td", null, count(site.silent)), html("td", null, count(site.refused)), html("td", null, count(site["left out"]))))));
 }
 
 function drawSite(site) {
@@ -183,7 +183,7 @@ function drawSite(site) {
       [row.when, row.did, row.received, row.sends].map((word) => html("td", { class: "left" }, word))))));
   const look = { color: "#0072B2", dashes: "", marker: "o" };
   const lines = {};
-  if (site.tests.length) lines.exam = { x: site.tests.map(([round]) => round), y: site.tests.map(([, right]) => right) };
+  if (site.tests.length) lines.evaluation = { x: site.tests.map(([round]) => round), y: site.tests.map(([, right]) => right) };
   const losses = site.rows.filter((row) => row.loss !== null);
   if (losses.length) lines.loss = { x: losses.map((row) => row.round), y: losses.map((row) => row.loss) };
   runs.clear();
