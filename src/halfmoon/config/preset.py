@@ -22,8 +22,8 @@ before an average over its rounds has begun, and a saved split says who holds wh
 RECOMMENDED = "recommended"
 """In place of a method's name: the one that is recommended for the network, or else for where the labels are."""
 
-SOLVED = ("ridge-head", "mixture-head")
-"""Methods that solve a head from the sums of all clients."""
+SOLVED = {"ridge-head": 0, "mixture-head": 10}
+"""Methods that solve a head from the sums of all clients in one round, and how many rounds of EM follow by default."""
 
 
 def named(given: Mapping[str, Any]) -> str:

@@ -21,7 +21,7 @@ from halfmoon.api.requirements import PLACES
 from halfmoon.config import sections
 from halfmoon.config.option_types import joined, members, typed
 from halfmoon.config.option_types import parse as parsed
-from halfmoon.config.preset import check_preset, cohort_of, named, paper_run, protocol_run
+from halfmoon.config.preset import SOLVED, check_preset, cohort_of, named, paper_run, protocol_run
 from halfmoon.config.sections import SECTIONS
 from halfmoon.config.validation import check, check_cohort, defense
 from halfmoon.core import hubs, plugins, weight_files
@@ -310,6 +310,14 @@ def own_options(config: Config, method: str) -> dict[str, Any]:
             hint = _registry().hint(name, known)
             raise UserError(f"method {method} has no option {name!r}: {hint}")
     return {name: typed(f"option {name} of {method}", known[name].type, value) for name, value in given.items()}
+
+
+def rounds_of(config: Config) -> int:
+    """Return how many rounds are played: a head that is solved from sums needs no more than its own."""
+    if config.method not in SOLVED:
+        return config.rounds
+    later = own_options(config, config.method).get("em_rounds", SOLVED[config.method])
+    return min(config.rounds, 1 + later)
 
 
 def text(config: Config) -> str:

@@ -118,7 +118,7 @@ class Followed:
     @property
     def rounds(self) -> int:
         """Return how many rounds the run has, 0 where its configuration does not say."""
-        value = self.options.get("rounds")
+        value = (self.summary or self.options).get("rounds")
         return value if type(value) is int else 0
 
     @property

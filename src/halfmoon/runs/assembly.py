@@ -11,7 +11,7 @@ import numpy as np
 
 from halfmoon.api.types import Task
 from halfmoon.config import schema as settings
-from halfmoon.config.schema import Config
+from halfmoon.config.schema import Config, rounds_of
 from halfmoon.data import Source, Split
 from halfmoon.data import summary as portrait
 from halfmoon.engine.evaluation import Examples
@@ -44,7 +44,7 @@ def names(config: Config, place: Mapping[str, Any]) -> Row:
         "data": config.data,
         **place,
         "seed": config.seed,
-        "rounds": config.rounds,
+        "rounds": rounds_of(config),
         "budget": {"rule": config.budget, "reference": registry.entry(config.reference or config.method).title},
     }
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from halfmoon.config.schema import Config
+from halfmoon.config.schema import Config, rounds_of
 from halfmoon.engine.loop import Row
 
 
@@ -26,7 +26,7 @@ class RunInfo:
     @property
     def rounds(self) -> int:
         """Return how many rounds the whole run has."""
-        return self.config.rounds
+        return rounds_of(self.config)
 
 
 class Callback(Protocol):

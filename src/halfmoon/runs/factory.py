@@ -19,7 +19,7 @@ from halfmoon.aggregation.secure.fixed_point import Sums
 from halfmoon.aggregation.weights import WeightCap
 from halfmoon.api.split_options import SplitOptions
 from halfmoon.api.types import Method, Task
-from halfmoon.config.schema import Config, method_options, weights_of
+from halfmoon.config.schema import Config, method_options, rounds_of, weights_of
 from halfmoon.config.sections import BatchOptions, DataOptions, MachineOptions, OptimizerOptions, PartitionOptions
 from halfmoon.config.validation import normalization
 from halfmoon.core import hubs, tree, weight_files
@@ -136,7 +136,7 @@ def task(config: Config, form: ImageSpec) -> Task:
         statistics=config.statistics,
         labeling=config.labeling,
         testing=config.test_statistics,
-        rounds=config.rounds,
+        rounds=rounds_of(config),
         schedule=_schedule(config),
     )
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from halfmoon.aggregation.attacks import Hostile, hostile
-from halfmoon.config.schema import Config, check_methods, folder_of, free_folder, identity, own_options, text
+from halfmoon.config.schema import Config, check_methods, folder_of, free_folder, identity, own_options, rounds_of, text
 from halfmoon.core.errors import UserError
 from halfmoon.core.tree import Tree
 from halfmoon.data import Split
@@ -381,14 +381,14 @@ def _folder(path: Path, config: Config) -> Iterator[RunFolder]:
 
 def _experiment(config: Config, shared: Problem, path: Path, spread: Spread, watch: Callback) -> Experiment:
     """Return the experiment; what a simulation draws noise from is its seed, so that it can be played again."""
-    entry = registry.entry(config.method)
+    entry, task = registry.entry(config.method), replace(shared.task, rounds=rounds_of(config))
     made = factory.method(config)
     bad = hostile(shared.split.clients, config.attackers, config.seed)
     liars = frozenset(bad if config.attack == "label-flip" else ())
     attacks = () if config.attack == "none" else (Hostile(config.attack, bad, config.seed, config.attack_factor),)
     runtime = Simulation(
         made,
-        shared.task,
+        task,
         FederatedDataset(
             shared.train,
             shared.split,
@@ -401,7 +401,7 @@ def _experiment(config: Config, shared: Problem, path: Path, spread: Spread, wat
         shared.views,
         Training(
             shared.batching,
-            budget(config, shared.task),
+            budget(config, task),
             shared.serving,
             executor(config),
             spread,
@@ -422,5 +422,5 @@ def _experiment(config: Config, shared: Problem, path: Path, spread: Spread, wat
     every = evaluation_interval(config, shared)
     if every > 1 and config.evaluate_every is None:
         watch.say(f"Test images are evaluated every {every} rounds (--evaluate-every 1: after each).")
-    made = assembly.experiment(config, shared.task, runtime, shared.test, shared.validation)
+    made = assembly.experiment(config, task, runtime, shared.test, shared.validation)
     return replace(made, spread=spread, evaluate_every=every)

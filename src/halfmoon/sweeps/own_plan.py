@@ -314,7 +314,7 @@ def head_task(config: Config, form: ImageSpec) -> tuple[FeatureHead, Task, Norma
     head = on_features(task.network)
     if head is None:
         raise UserError(f"network {config.network} has no head that can be trained on features: name a --method.")
-    return head, replace(task, network=head, normalize=FirstView()), task.normalize
+    return head, replace(task, network=head, normalize=FirstView(), rounds=config.rounds), task.normalize
 
 
 def _head_seconds(config: Config, form: ImageSpec) -> dict[str, tuple[float, float]]:

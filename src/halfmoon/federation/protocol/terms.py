@@ -123,9 +123,9 @@ class Terms:
     def sentence(self) -> str:
         """Return the terms in a sentence for the people at a site."""
         channels, height, width = self.form.image
-        config = self.config
+        config, rounds = self.config, settings.rounds_of(self.config)
         return (
-            f"federation {self.name} ({self.hash[:8]}): {registry.entry(config.method).title} for {config.rounds} "
+            f"federation {self.name} ({self.hash[:8]}): {registry.entry(config.method).title} for {rounds} "
             f"rounds, {config.cohort} of {len(self.sites)} sites a round; images {height}x{width} with {channels} "
             f"channel{'s' if channels > 1 else ''}; classes {', '.join(self.form.classes)}"
         )
@@ -147,7 +147,7 @@ class Terms:
 
     def _brief(self, numbers: int) -> tuple[str, ...]:
         """Return ten lines for a person: what leaves, to whom, how long, and which defenses there are."""
-        config, (channels, height, width) = self.config, self.form.image
+        config, rounds, (channels, height, width) = self.config, settings.rounds_of(self.config), self.form.image
         kinds = {
             "the server sees only the sum of many sites (secure aggregation)": config.secure_aggregation,
             "noise hides what one site gives (differential privacy)": config.dp_clip is not None,
@@ -163,7 +163,7 @@ class Terms:
             f"What leaves: the numbers of the trained network, {size(numbers)} or so a round, and counts of images.",
             "What never leaves: images, labels of single images, names of files and folders.",
             "To whom: the federation's server, which gives the average to all sites.",
-            f"How long: {config.rounds} rounds, {config.cohort} of {len(self.sites)} sites in each; it ends by itself.",
+            f"How long: {rounds} rounds, {config.cohort} of {len(self.sites)} sites in each; it ends by itself.",
             f"Defenses: {defenses or 'none besides encryption: numbers can tell something about images'}.",
             f"Code from outside halfmoon: {outside or 'none'}.",
             f"Ctrl-C ends it at any time. All options: --all, or halfmoon site terms. Hash: {self.hash}",

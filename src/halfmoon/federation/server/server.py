@@ -178,7 +178,7 @@ class FederationServer:
             say(f"going on after round {checkpoint.round}")
         manager.gather(rules.quorum(config.cohort), patience)
         runtime = experiment.runtime
-        results = play(experiment, folder, checkpoint, lambda row: say(round_line(row, config.rounds)))
+        results = play(experiment, folder, checkpoint, lambda row: say(round_line(row, settings.rounds_of(config))))
         if isinstance(runtime, RemoteRuntime) and experiment.test is None:
             tally = runtime.evaluate_last(results["model"])
             if tally is not None:
