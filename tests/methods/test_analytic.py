@@ -1,16 +1,19 @@
 """Heads solved from sums: equal to a pooled solution written in NumPy, whoever holds which images."""
 
+import json
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file
 from scenes import begin, play, simulate
 from torch import Tensor, nn
 
 import halfmoon
 from halfmoon import Config, UserError
+from halfmoon.aggregation.privacy.accounting import epsilon
 from halfmoon.api.types import Task
 from halfmoon.core import tree
 from halfmoon.core.optim import Adam
@@ -134,7 +137,7 @@ def solved(method: RidgeHead, name: str, rounds: int, cohort: int | None = None)
     return play(method, simulation, begin(method, shared), range(rounds))[-1].server["head"]
 
 
-SPLITS = ("1", "2", "10", "50", "200", "class", "classes", "some", "server", "sizes")
+SPLITS = ("1", "2", "10", "50", "1000", "class", "classes", "some", "server", "sizes")
 
 
 @pytest.mark.parametrize("name", SPLITS)
@@ -178,8 +181,21 @@ def test_a_run_solves_the_head(method: str, cached: bool, tmp_path: Path, monkey
     )  # fmt: skip
     halfmoon.run(replace(config, run_dir=tmp_path / "first"))
     weights = str(tmp_path / "first" / "model.safetensors")
-    config = replace(config, method=method, weights=weights, rounds=3, features=cached, run_dir=tmp_path / "run")
+    config = replace(config, method=method, weights=weights, rounds=40, features=cached, run_dir=tmp_path / "run")
     result = halfmoon.run(replace(config, tune="head"))
     assert result.summaries[0]["accuracy"]["last"] > 0.3
     with pytest.raises(UserError, match="frozen backbone"):
         halfmoon.run(replace(config, features=False, run_dir=tmp_path / "other"))
+    plain = load_file(tmp_path / "run" / "model.safetensors")["params/head/weight"]
+    guarded = replace(config, tune="head", secure_aggregation=True, run_dir=tmp_path / "masked")
+    halfmoon.run(guarded)
+    masked = load_file(tmp_path / "masked" / "model.safetensors")["params/head/weight"]
+    torch.testing.assert_close(masked, plain, rtol=1e-4, atol=1e-4)
+    halfmoon.run(replace(guarded, dp_clip=1e4, dp_noise=1e-8, run_dir=tmp_path / "noised"))
+    noised = load_file(tmp_path / "noised" / "model.safetensors")["params/head/weight"]
+    torch.testing.assert_close(noised, plain, rtol=1e-2, atol=1e-2)
+    with (tmp_path / "noised" / "metrics.jsonl").open() as lines:
+        spent = [json.loads(line)["aggregation"]["epsilon"] for line in lines]
+    rounds = {"ridge-head": 1, "mixture-head": 11}[method]  # the first releases two sums, each other one
+    expected = [epsilon([(1e-8, None)] * (2 + number), config.dp_delta) for number in range(rounds)]
+    assert spent == pytest.approx(expected)

@@ -7,7 +7,8 @@ MixtureHead: ten rounds of EM follow. Clients send sums over their unlabeled ima
 fits Gaussians of one covariance in the leading principal directions, and adds their logits to the ridge head's.
 
 server: params, stats, and in float64 head, ridge, first and second moments of h, label statistics, correction.
-down: params and head.  memory: nothing.  up: no update, weight 1, and sums in float64.
+down: params, head, and zeros.  memory: nothing.  up: weight 1, and in the place of the zeros sums in float64, of
+symmetric matrices the upper triangle.
 
 Departures: AFL and Fed3R regress on f itself without an intercept; AFL adds the strength at each client and removes it
 at the server. Here the server adds it once, to the sum, so a client of any rank is welcome.
@@ -27,7 +28,7 @@ from halfmoon.api.types import ClientUpdate, Federation, Task
 from halfmoon.core import tree
 from halfmoon.core.errors import UserError
 from halfmoon.core.tree import Tree
-from halfmoon.methods.analytic_sums import MeanSums, MomentSums, SoftSums
+from halfmoon.methods.analytic_sums import MeanSums, MomentSums, SoftSums, Sums, symmetric
 
 SHARPNESS = (4.0, 6.0)
 """Spread of the mixture head's logits in its first and last round."""
@@ -47,8 +48,7 @@ class RidgeHead:
 
     def requirements(self, norm: str) -> Requirements:
         """Return what the server needs of uploads, and where labels may lie."""
-        reason = "its sums travel beside an update, where neither secure sums nor robust rules look"
-        return Requirements(reason=reason, places=ANYWHERE, counts_statistics="aggregation 'mean' among trusted sites")
+        return Requirements("sum", places=ANYWHERE, counts_statistics="aggregation 'mean' among trusted sites")
 
     def client_updates(self, task: Task) -> Mapping[str, ClientUpdate]:
         """Return the queries."""
@@ -70,17 +70,20 @@ class RidgeHead:
         """Ask for the mean, then for the moments, and solve; after the first round return `server`."""
         if task.round > 0:
             return server
-        server, sums = self.statistics(server, federation)
+        server, sums = self.statistics(task, server, federation)
         return {**server, "head": {**server["head"], **solve(sums, self.strength)}}
 
-    def statistics(self, server: Tree, federation: Federation) -> tuple[Tree, Tree]:
+    def statistics(self, task: Task, server: Tree, federation: Federation) -> tuple[Tree, Tree]:
         """Return the server's tree with the mean as its center, and the sums of all clients' moments."""
-        sums = total(federation, "mean", server, True)
+        sums = total(MeanSums(task), "mean", server, federation, True)
         center = sums["q"] / sums["count"].clamp_min(1)
         server = {**server, "head": {**server["head"], "center": center}}
-        sums = total(federation, "moments", server, True)
+        sums = total(MomentSums(task), "moments", server, federation, True)
+        sums |= {name: symmetric(sums[name], len(center)) for name in ("hh", "label_hh")}
         if not sums["label_counts"].sum() > 0:
-            raise UserError("neither a client nor the server has a labeled image: a head cannot be solved.")
+            raise UserError(
+                "neither a client nor the server has a labeled image, or noise hides them: a head cannot be solved."
+            )
         return server, sums
 
     def solution(self, task: Task, server: Tree) -> Tree:
@@ -113,8 +116,8 @@ class MixtureHead(RidgeHead):
         if task.round > self.em_rounds:
             return server
         if task.round == 0:
-            return self._first(*self.statistics(server, federation))
-        return self._step(task.round - 1, server, total(federation, "soft labels", server))
+            return self._first(*self.statistics(task, server, federation))
+        return self._step(task.round - 1, server, total(SoftSums(task), "soft labels", server, federation))
 
     def _first(self, server: Tree, sums: Tree) -> Tree:
         """Return the server's tree after the statistics: the ridge head without the labels' prior gives soft labels."""
@@ -161,7 +164,7 @@ class MixtureHead(RidgeHead):
         return {**server, "head": {**server["head"], **head}, "correction": correction}
 
 
-def total(federation: Federation, query: str, server: Tree, serving: bool = False) -> Tree:
+def total(update: Sums, query: str, server: Tree, federation: Federation, serving: bool = False) -> Tree:
     """Return the sums of all clients' answers, and of the server's own where `serving`; raise `UserError` where the
     cohort is not all clients."""
     if len(federation.cohort) != federation.clients:
@@ -170,9 +173,11 @@ def total(federation: Federation, query: str, server: Tree, serving: bool = Fals
             f"{len(federation.cohort)}: set cohort to {federation.clients}."
         )
     down = {"params": server["params"], "head": server["head"]}
-    sums = federation.average(query, down).aux
+    down["sums"] = update.zeros(down)
+    mean = federation.average(query, down)
+    sums = tree.map(lambda leaf: leaf * len(federation.answered), mean.update["sums"])
     if serving and federation.labeled:
-        sums = tree.map(torch.add, sums, federation.ask_server(query, down).aux)
+        sums = tree.map(torch.add, sums, federation.ask_server(query, down).update["sums"])
     return sums
 
 

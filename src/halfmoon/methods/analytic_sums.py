@@ -10,35 +10,38 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from halfmoon.api.types import ClientUpdate, Local, Needs, Passes
-from halfmoon.api.uploads import Aux, Uplink, Upload
+from halfmoon.api.uploads import Uplink, Upload
 from halfmoon.core.tree import Tree
 from halfmoon.methods.objectives.base import chunks
 
 
 @dataclass(frozen=True)
 class Sums(ClientUpdate):
-    """Send sums over a client's images, without a step; subclasses say which."""
+    """Send sums over a client's images, without a step; subclasses say which.
 
-    @property
-    def names(self) -> tuple[str, ...]:
-        """Return the names of the sums."""
-        raise NotImplementedError
+    They go up as an update of zeros that come down: so they can be masked and clipped as every update.
+    """
 
     @property
     def needs(self) -> Needs:
-        aux = {name: Aux("sum", "statistic") for name in self.names}
-        return Needs(trains=False, all_rows=True, uplink=Uplink((), (), "one", aux))
+        return Needs(trains=False, all_rows=True, uplink=Uplink(("sums",), ("sums",), "one"))
 
     def sums(self, down: Tree, data: Local) -> Tree:
         """Return the sums by name, float64."""
         raise NotImplementedError
+
+    def zeros(self, down: Tree) -> Tree:
+        """Return the sums of no images."""
+        like, none = down["head"]["center"], torch.zeros((), dtype=torch.int64, device=down["head"]["center"].device)
+        images = like.new_zeros(0, 1, 1, len(like))
+        return self.sums(down, Local(images, none.new_zeros(0), images, none, none))
 
     @torch.no_grad()
     def begin(self, down: Tree, memory: Tree, data: Local) -> Tree:
         return self.sums(down, data)
 
     def finish(self, down: Tree, carry: Tree, data: Local) -> tuple[Upload, Tree]:
-        return Upload({}, torch.ones_like(data.labeled, dtype=torch.float64), carry), {}
+        return Upload({"sums": carry}, torch.ones_like(data.labeled, dtype=torch.float64)), {}
 
     def passes(self, labeled: int, unlabeled: int) -> Passes:
         return Passes(0, 0)
@@ -64,10 +67,6 @@ class Sums(ClientUpdate):
 class MeanSums(Sums):
     """How many images there are, and the sum of their q."""
 
-    @property
-    def names(self) -> tuple[str, ...]:
-        return ("count", "q")
-
     def sums(self, down: Tree, data: Local) -> Tree:
         q = self.roots(down, torch.cat([data.x, data.u]))
         return {"count": (data.labeled + data.unlabeled).to(q.dtype), "q": q.sum(0)}
@@ -75,11 +74,7 @@ class MeanSums(Sums):
 
 @dataclass(frozen=True)
 class MomentSums(Sums):
-    """First and second moments of h, of all images and of the labeled ones, by class."""
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        return ("count", "h", "hh", "label_counts", "label_h", "label_hh", "label_hy")
+    """First and second moments of h, of all images and of the labeled ones, by class; of h h' the upper triangle."""
 
     def sums(self, down: Tree, data: Local) -> Tree:
         x, u = self.unit(down, data.x), self.unit(down, data.u)
@@ -88,10 +83,10 @@ class MomentSums(Sums):
         return {
             "count": (data.labeled + data.unlabeled).to(x.dtype),
             "h": x.sum(0) + u.sum(0),
-            "hh": own + u.T @ u,
+            "hh": triangle(own + u.T @ u),
             "label_counts": y.sum(0),
             "label_h": x.sum(0),
-            "label_hh": own,
+            "label_hh": triangle(own),
             "label_hy": x.T @ y,
         }
 
@@ -100,11 +95,22 @@ class MomentSums(Sums):
 class SoftSums(Sums):
     """Soft labels r of the unlabeled images: the sum of r (K,), and of r h' (K, F)."""
 
-    @property
-    def names(self) -> tuple[str, ...]:
-        return ("r", "rh")
-
     def sums(self, down: Tree, data: Local) -> Tree:
         h, head = self.unit(down, data.u), down["head"]
         r = (h @ head["weight"].T + head["bias"]).softmax(1)
         return {"r": r.sum(0), "rh": r.T @ h}
+
+
+def triangle(matrix: Tensor) -> Tensor:
+    """Return the upper triangle of a matrix (F, F), row by row, (F (F + 1) / 2,)."""
+    rows, columns = torch.triu_indices(*matrix.shape, device=matrix.device)
+    return matrix[rows, columns]
+
+
+def symmetric(upper: Tensor, side: int) -> Tensor:
+    """Return the symmetric matrix (side, side) of an upper triangle."""
+    rows, columns = torch.triu_indices(side, side, device=upper.device)
+    matrix = upper.new_zeros(side, side)
+    matrix[rows, columns] = upper
+    matrix[columns, rows] = upper
+    return matrix

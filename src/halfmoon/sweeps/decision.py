@@ -176,7 +176,8 @@ class _OnePlace:
     clients, labeled = 1, 0
 
     def __init__(self, updates: Mapping[str, ClientUpdate], data: Local) -> None:
-        self.updates, self.data, self.cohort = updates, data, torch.zeros(1, dtype=torch.int64)
+        self.updates, self.data = updates, data
+        self.cohort = self.answered = torch.zeros(1, dtype=torch.int64)
 
     def average(self, client_update: str, down: Tree) -> Upload:
-        return Upload({}, torch.ones(1), self.updates[client_update].begin(down, {}, self.data))
+        return Upload({"sums": self.updates[client_update].begin(down, {}, self.data)}, torch.ones(1))
