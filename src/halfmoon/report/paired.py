@@ -59,7 +59,7 @@ def crossed(ours: np.ndarray, base: np.ndarray) -> Difference:
     total = float(max(squares[0], squares[0] + squares[1] - squares[2]))
     spread = sum(s**2 / free for s, free in zip(squares, (n - 1, m - 1, (n - 1) * (m - 1)), strict=True))
     both = _student(float(d.mean()), total / (n * m), total**2 / spread if spread else n - 1)
-    alone = paired(splits[:, 0], np.zeros(n))
+    alone = paired(splits[:, 0].tolist(), [0.0] * n)
     return both if both.high > alone.high else alone
 
 
