@@ -14,6 +14,7 @@ from halfmoon.config import preset
 from halfmoon.config import schema as settings
 from halfmoon.config.schema import Config
 from halfmoon.core.errors import UserError, nearest
+from halfmoon.core.plugins import folder_of
 
 if TYPE_CHECKING:
     from halfmoon.sweeps.own_images import Played
@@ -136,7 +137,7 @@ def rehearsal_of(args: argparse.Namespace, layer: Mapping[str, Any], file: Path 
         values = {**_form(table), **values}
     values |= {"data": "digits", "clients": max(1, len(folders)), "cohort": min(5, max(1, len(folders)))}
     config = settings.resolve({}, values, file)
-    root = config.run_dir or Path("runs", settings.folder_of(f"sites-{config.method}-seed{config.seed}"))
+    root = config.run_dir or Path("runs", folder_of(f"sites-{config.method}-seed{config.seed}"))
     return replace(config, run_dir=root), folders
 
 

@@ -390,13 +390,8 @@ def _unsaved(config: Config) -> set[str]:
 
 def free_folder(config: Config, word: str) -> Path:
     """Return the next free runs/<data>-<word>-seed<seed>-<n>; `word` is the method, or what the run is."""
-    name = folder_of(f"{Path(config.data).name}-{word}-seed{config.seed}")
+    name = plugins.folder_of(f"{Path(config.data).name}-{word}-seed{config.seed}")
     return next(path for n in count(1) if not (path := Path("runs", f"{name}-{n}")).exists())
-
-
-def folder_of(name: str) -> str:
-    """Return the name of a folder for a part such as my_module:Mine: colons mean something to tar, scp and Windows."""
-    return name.replace(":", ".")
 
 
 def parse(name: str, words: str) -> Any:

@@ -205,3 +205,8 @@ def _digest(where: str) -> str:
 
 def _why(error: Exception) -> str:
     return f"{type(error).__name__}: {one_line(error)[:200]}"
+
+
+def folder_of(name: str) -> str:
+    """Return the name of a folder for a part such as my_module:Mine: colons mean something to tar, scp and Windows."""
+    return name.replace(":", ".")

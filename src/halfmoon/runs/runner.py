@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from halfmoon.aggregation.attacks import Hostile, hostile
-from halfmoon.config.schema import Config, check_methods, folder_of, free_folder, identity, own_options, rounds_of, text
+from halfmoon.config.schema import Config, check_methods, free_folder, identity, own_options, rounds_of, text
 from halfmoon.core.errors import UserError
+from halfmoon.core.plugins import folder_of
 from halfmoon.core.tree import Tree
 from halfmoon.data import Split
 from halfmoon.engine import evaluation
