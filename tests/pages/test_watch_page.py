@@ -26,7 +26,7 @@ def row(number, loss=1.0, accuracy=None, share=None):
     if accuracy is not None:
         found["test"] = {"accuracy": accuracy}
     if share is not None:
-        found["pseudo"] = {"share_above": share}
+        found["pseudo"] = {"share_above": 0.0, "share_used": share}
     return found
 
 
@@ -130,7 +130,7 @@ def test_a_loss_that_grows_while_the_accuracy_falls_is_one():
 
 
 def test_nobody_confident_and_a_fallen_accuracy_are_alarms():
-    assert kinds([row(n, share=0.004) for n in range(1, 6)]) == ["nobody confident"]
+    assert kinds([row(n, share=0.004) for n in range(1, 6)]) == ["none used"]
     assert kinds([row(n, share=0.004) for n in range(1, 5)]) == []
     assert kinds([row(n, share=0.004 if n < 5 else 0.2) for n in range(1, 6)]) == []
     assert kinds([row(n, accuracy=a) for n, a in enumerate((0.5, 0.7, 0.5, 0.5), 1)]) == ["fallen"]

@@ -4,7 +4,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 QUIET = 5
-"""Rounds in a row without a confident pseudo-label that are worth a word."""
+"""Rounds in a row without a pseudo-label in use that are worth a word."""
 
 WORSE = 0.05
 """How far below its best an accuracy is where a growing loss is bad news: some methods weigh more and more rows."""
@@ -42,11 +42,11 @@ def _diverged(rows: Sequence[Mapping[str, Any]]) -> Iterator[Alarm]:
 
 
 def _nobody(rows: Sequence[Mapping[str, Any]]) -> Iterator[Alarm]:
-    """No pseudo-label was confident for several rounds."""
-    shares = [(row.get("pseudo") or {}).get("share_above") for row in rows[-QUIET:]]
+    """No pseudo-label was used for several rounds."""
+    shares = [(row.get("pseudo") or {}).get("share_used") for row in rows[-QUIET:]]
     if len(shares) == QUIET and all(share is not None and share < 0.005 for share in shares):
-        words = f"nobody is confident: in {QUIET} rounds under 0.5 % of the pseudo-labels were above the threshold"
-        yield Alarm("nobody confident", words)
+        words = f"unlabeled images teach nothing: in {QUIET} rounds under 0.5 % of the pseudo-labels were used"
+        yield Alarm("none used", words)
 
 
 def _fallen(rows: Sequence[Mapping[str, Any]]) -> Iterator[Alarm]:
