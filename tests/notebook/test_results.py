@@ -124,14 +124,15 @@ def test_a_sweep_is_played_and_read(tmp_path: Path) -> None:
         'title = "Two rates"\npaper = "none"\nitem = "none"\nabout = "two rates"\nkind = "table"\nrows = "method"\n'
         'columns = ["lr"]\nseeds = [0]\n'
         "[protocol]\nrounds = 1\nclients = 4\ncohort = 2\ndata_share = 0.3\nsteps = 1\n"
-        '[axes.method.fedavg]\nset = { method = "fedavg" }\n'
+        '[axes.method.fedavg]\nset = { method = "fedavg" }\n[axes.method.same]\nset = { method = "fedavg" }\n'
         '[axes.lr."0.01"]\nset = { lr = 0.01 }\n[axes.lr."0.02"]\nset = { lr = 0.02 }\n'
     )
     result = halfmoon.sweep(recipe, out=tmp_path / "out", seeds=2)
-    assert "4 runs of 2 cells" in repr(result)
-    assert list(result.summary["seeds"]) == ["2", "2"]
+    assert "8 runs of 4 cells" in repr(result)
+    assert list(result.summary["seeds"]) == ["2"] * 4
     table = result.to_frame()
     assert set(table["axis:lr"]) == {"0.01", "0.02"}
+    assert set(table["axis:method"]) == {"fedavg", "same"}  # cells that share their runs
     assert halfmoon.load_run(result.folder).to_frame().equals(table)
     assert "<table>" in result._repr_html_()
     with pytest.raises(halfmoon.UserError, match="belongs into the recipe"):

@@ -144,14 +144,11 @@ class SweepResults(Results):
 
     def to_frame(self) -> pd.DataFrame:
         """Return what runs have, with the axes of the sweep as columns behind: "axis:NAME"."""
-        places = {
-            run.path: (cell, entry)
-            for cell, entry in self.study.finished()
-            if (run := self.study.run(entry)) is not None
-        }
+        runs = ((cell, self.study.run(entry)) for cell, entry in self.study.finished())
         parts = [
-            Results(self.folder, [path]).to_frame().assign(**{f"axis:{axis}": name for axis, name in cell.at.items()})
-            for path, (cell, _) in places.items()
+            Results(self.folder, [run.path]).to_frame().assign(**{f"axis:{axis}": at for axis, at in cell.at.items()})
+            for cell, run in runs
+            if run is not None
         ]
         return pd.concat(parts, ignore_index=True) if parts else super().to_frame()
 

@@ -49,7 +49,7 @@ def _differing(method: Any, name: str) -> dict[str, Any]:
     if registry.with_options(theirs, options) != method:
         raise UserError(
             f"method {name} differs from {type(registry.core(method)).__name__}() in more than its options, which a "
-            "run's file could not say: give such a method a class, or an Entry, of its own."
+            "run's file could not say: give such a method a class or a MethodEntry of its own."
         )
     return options
 

@@ -60,7 +60,9 @@ def run(args: argparse.Namespace) -> int:
             continue
         config = settings.merge(values, layer, file)
         if config.split is not None and "data" not in {**values, **layer}:
-            config = _of_split(config, config.split)
+            from halfmoon.data import Split
+
+            config = replace(config, data=Split.load(config.split).origin.source or config.data)
         facts_of_sets.append({**_facts(config, args), **_holds(contents)})
     if args.json:
         print_json({"data": facts_of_sets})
@@ -91,12 +93,6 @@ def _holds(contents: Contents | None) -> dict[str, Any]:
         return {}
     rows = [[name, int((contents.labels == k).sum())] for k, name in enumerate(contents.classes)]
     return {"holds": contents.sentence, "labels": dict(rows), "trained_on": _image_options(contents)}
-
-
-def _of_split(config: Config, path: Path) -> Config:
-    from halfmoon.data import Split
-
-    return replace(config, data=Split.load(path).origin.source or config.data)
 
 
 def _facts(config: Config, args: argparse.Namespace) -> dict[str, Any]:
