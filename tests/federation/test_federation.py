@@ -58,6 +58,7 @@ from halfmoon.federation.protocol.messages import (
     read,
     write,
 )
+from halfmoon.federation.site import consent
 from halfmoon.federation.site.client import SiteClient
 from halfmoon.runs import runner
 from halfmoon.runs.factory import task
@@ -496,12 +497,16 @@ def test_resume_says_who_goes_on(play: Callable[..., Played], capsys: pytest.Cap
 
 def test_a_test_at_a_site_sends_counts_alone(play: Callable[..., Played]) -> None:
     """Where sites have test images of their own, a confusion matrix and a loss go up beside; no image, no path.
-    One site has the server's test folder here: what it counts of the model after round 1 is what the server counts."""
+    All have the server's test folder here: each counts of the model after round 1 what the server counts.
+    Rows name the accuracy of the two whose people share it."""
     known = play("fedavg", "clients")
     town = known.town
     with recorded() as letters:
         file = town.write("fedavg", test=None)
-        local.rehearse(file, town.runs / file.stem, town.folder, {"site-01": town.folder / "test"})
+        for name in ("site-01", "site-02"):
+            consent.share_accuracy(town.folder / name / ".halfmoon", True)
+        tests = dict.fromkeys(("site-00", "site-01", "site-02"), town.folder / "test")
+        local.rehearse(file, town.runs / file.stem, town.folder, tests)
     there = Played(town.runs / file.stem, Path(), letters, town)
     check_replies(there)
     check_requests(there)
@@ -515,7 +520,13 @@ def test_a_test_at_a_site_sends_counts_alone(play: Callable[..., Played]) -> Non
         assert {name: tuple(leaf.shape) for name, leaf in evaluation.items()} == {"confusion": (10, 10), "loss": ()}
     assert bits(there.run) == bits(known.run)
     summary, other = (json.loads((run / "summary.json").read_text()) for run in (there.run, known.run))
-    assert summary["confusion"] == other["confusion"]
+    assert summary["confusion"] == (3 * np.array(other["confusion"])).tolist()
+    tested = [(row["cohort"], row["evaluation"]) for row in rows(there.run) if row.get("evaluation")]
+    assert tested
+    for cohort, row in tested:
+        assert row.get("by_site", {}) == dict.fromkeys(
+            {"site-01", "site-02"} & {f"site-0{k}" for k in cohort}, row["accuracy"]
+        )
 
 
 def test_validation_images_of_sites_choose_the_round(play: Callable[..., Played]) -> None:

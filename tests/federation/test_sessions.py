@@ -363,13 +363,15 @@ def test_gather_waits_for_those_who_come_soon() -> None:
 
 
 def test_gather_says_that_it_waits_and_gives_up_with_the_reasons() -> None:
-    """In 100 s it says so at 0, 30, 60 and 90 s; the sentence at the end has what the refused ones said."""
+    """In 100 s it says so at 0, 30, 60 and 90 s, and when one comes.
+
+    The sentence at the end has what the refused ones said."""
     street = Street({1: node("north"), 2: mute(refusal(UNFIT, "it has no label."))})
     with pytest.raises(UserError, match=r"^1 of 3 sites that are needed have joined \(a site does not join: it has no"):
         street.manager().gather(3, 100.0)
     assert 100 < street.time < 101
     waits = [said for said in street.said if said.startswith("waiting for sites")]
-    assert len(waits) == 4
+    assert len(waits) == 5
     assert waits[-1] == "waiting for sites: 1 of 3 are there, 3 needed; missing: south, west"
 
 

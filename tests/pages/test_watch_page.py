@@ -200,6 +200,8 @@ def test_a_federation_that_waits_is_not_stopped(tmp_path: Path):
     assert (facts["state"], facts["alarms"]) == ("waiting", [])
     assert facts["waiting"] == "waiting for sites since 2026-11-21 04:53:13: 0 of 3 are there, 2 needed"
     assert run.facts(now + 130)["state"] == "stopped"
+    log.write_text(f"{beginning}{repeats}2026-11-21 04:55:43  2 of 3 sites are there\n")
+    assert run.facts(now)["waiting"] == "", "round 1 has begun"
     log.write_text(f"{beginning}{repeats}2026-11-21 04:56:13  round 1 of 10: 3 sites, mean loss 2.0267\n")
     assert run.facts(now)["waiting"] == ""
     assert run.facts(now + 3000)["state"] == "waiting"  # for an answer, up to round_timeout
@@ -222,6 +224,15 @@ def test_a_run_is_stopped_when_no_process_holds_its_lock(tmp_path: Path):
     (tmp_path / "r" / "serve.log").write_text("")
     assert run.facts(now + 130)["state"] == "stopped"
     assert run.facts(now + 100)["state"] == "running"
+
+
+def test_sites_that_share_their_accuracy_are_drawn_beside_the_mean(tmp_path: Path):
+    rows = [{"round": n, "evaluation": {"accuracy": 0.5, "by_site": {"west": 0.25 * n}}} for n in (1, 2)]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(each) + "\n" for each in (*rows, {"round": 3})))
+    run = Followed(tmp_path, "r")
+    run.update()
+    (west,) = run.drawn()["sites"]
+    assert (west["look"]["title"], west["x"], west["y"]) == ("west", [1, 2], [25.0, 50.0])
 
 
 def test_who_is_left_out_is_named_until_the_next_round(tmp_path: Path):

@@ -10,6 +10,7 @@ from typing import Any
 from halfmoon.pages import eventlog
 from halfmoon.pages.alarms import Alarm, alarms
 from halfmoon.report.bands import short, thinned
+from halfmoon.report.styles import as_json, styles
 from halfmoon.storage import atomic_io, locks, toml
 from halfmoon.storage.folder_writer import LOCK
 
@@ -213,7 +214,17 @@ class Followed:
         clocked = {n: float(value) for n, value in pace.items() if isinstance(value, int | float)}
         if clocked:
             lines["seconds"] = _line(list(clocked), list(clocked.values()))
-        return {"lines": lines, "rows": [_row(each, sent, clocked) for each in self.metrics.rows[-SHOWN:]]}
+        rows = [(row["round"], (row.get("evaluation") or {}).get("by_site") or {}) for row in self.metrics.rows]
+        names = sorted({name for _, shared in rows for name in shared})
+        sites = []
+        for name, style in zip(names, styles([self.method, *names])[1:], strict=True):
+            xs, ys = zip(*[(round, 100 * shared[name]) for round, shared in rows if name in shared], strict=True)
+            sites.append({"look": {**as_json(style), "title": name}, **_line(xs, ys)})
+        return {
+            "lines": lines,
+            "sites": sites,
+            "rows": [_row(each, sent, clocked) for each in self.metrics.rows[-SHOWN:]],
+        }
 
 
 def _line(xs: Sequence[int], ys: Sequence[float]) -> dict[str, Any]:

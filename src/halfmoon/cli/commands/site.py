@@ -308,6 +308,8 @@ def join_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--test", metavar="FOLDER", type=Path, help=about)
     about = "a folder of labeled images that choose the round whose model is kept, and are never trained on"
     parser.add_argument("--validation", metavar="FOLDER", type=Path, help=f"{about} (default: none)")
+    about = "let the server show the accuracy on your --test images beside the mean of all sites"
+    parser.add_argument("--share-accuracy", action="store_true", help=about)
     about = (
         "the terms to take part on: the hash that halfmoon site terms shows, or 8 or more of its first digits; or any"
     )
@@ -326,6 +328,7 @@ def _join(args: argparse.Namespace) -> int:
     from halfmoon.federation.flower.contact import Address
     from halfmoon.federation.flower.processes import interruptible, require_flower
     from halfmoon.federation.flower.site_process import Declined, Ended, Joining, join
+    from halfmoon.federation.site import consent
     from halfmoon.sites.folders.prepare import HOME
     from halfmoon.sites.folders.site_folder import read
 
@@ -360,6 +363,7 @@ def _join(args: argparse.Namespace) -> int:
         site_keys=args.site_keys,
         all=args.all,
     )
+    consent.share_accuracy(site.home, args.share_accuracy)
     left = f"{args.name} has left; the same command joins again, with all that it remembers."
     try:
         with ending(left), interruptible():

@@ -93,7 +93,9 @@ class Request:
 
 @dataclass(frozen=True)
 class Acceptance:
-    """A site takes part with so many images of each kind; `key` is its public lasting key, in hexadecimal."""
+    """A site takes part with so many images of each kind; `key` is its public lasting key, in hexadecimal.
+
+    `shared` is 1 where its people let its own accuracy be shown."""
 
     federation: str
     version: str
@@ -103,6 +105,7 @@ class Acceptance:
     tests: int = 0
     validations: int = 0
     key: str = ""
+    shared: int = 0
 
 
 @dataclass(frozen=True)

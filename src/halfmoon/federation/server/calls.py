@@ -33,6 +33,7 @@ class FederatedEvaluation:
 
     cap: float = 0.0
     results: list[tuple[Tensor, float]] = field(default_factory=list)
+    by_site: dict[str, float] = field(default_factory=dict)  # of those sites alone whose people agreed
 
     def add(self, result: object, classes: int, tests: int) -> bool:
         """Add the results of a site, where it has some; one that cannot be is left out."""
@@ -63,9 +64,13 @@ class FederatedEvaluation:
         return Tally(total, loss / max(1, int(total.sum())))
 
     def row(self, round: int) -> dict[str, Any] | None:
-        """Return {"round", "sites", "accuracy", "loss", "per_class"} of the model of a round, None for nothing."""
-        tally = self.tally()
-        return None if tally is None else {"round": round, "sites": len(self.results), **tally.row()}
+        """Return {"round", "sites", "accuracy", "loss", "per_class"} of the model of a round, None for nothing.
+
+        `by_site` has the accuracy of each site that shares it."""
+        if (tally := self.tally()) is None:
+            return None
+        shared = {"by_site": dict(self.by_site)} if self.by_site else {}
+        return {"round": round, "sites": len(self.results), **tally.row(), **shared}
 
 
 class Evaluations(NamedTuple):
@@ -103,6 +108,7 @@ class Inspection:
     tests, validations: how many test and validation images of its own a site has; 0 where nobody asks.
     keys: the lasting keys of sites, if uploads come under masks: then their sum is all that can be read.
     cap: the cap of weights, where single ones are seen.
+    shared: whether a site lets its own accuracy be shown.
     """
 
     patterns: UplinkSpec
@@ -111,6 +117,7 @@ class Inspection:
     validations: Callable[[str], int] = lambda _: 0
     keys: Callable[[], Mapping[str, bytes]] | None = None
     cap: WeightCap | None = None
+    shared: Callable[[str], bool] = lambda _: False
 
 
 @dataclass(frozen=True)
@@ -199,6 +206,9 @@ class SiteCalls:
             (evaluations.validations, reply.evaluation.get("validation"), self.validations(site)),
         )
         valid = [total.add(result, network.classes, count) for total, result, count in parts if count]
+        if all(valid) and self.tests(site) and self.inspection is not None and self.inspection.shared(site):
+            cells = evaluations.tests.results[-1][0]
+            evaluations.tests.by_site[site] = int(cells.trace()) / int(cells.sum())
         if not all(valid):
             self.say(f"{site} tested a model in a way that cannot be: that is left out")
 

@@ -283,6 +283,7 @@ def _inspection(
         validations,
         (lambda: lasting_keys(manager.acceptances)) if config.secure_aggregation else None,
         _cap(plan, say),
+        lambda name: name in manager.acceptances and manager.acceptances[name].shared == 1,
     )
 
 

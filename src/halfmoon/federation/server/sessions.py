@@ -93,7 +93,7 @@ class ClientManager:
 
         Raise UserError where they have not after `patience` seconds.
         """
-        start, last_line = self.clock.now(), -1e9
+        start, last_line, said = self.clock.now(), -1e9, ""
         while "nodes" in self.connection.cut or not self.members.complete:
             self.poll()
             now = self.clock.now()
@@ -104,12 +104,14 @@ class ClientManager:
                 faults = sorted({words for _, words in self.members.warnings})
                 why = f" ({'; '.join(faults)})" if faults else ""
                 raise UserError(f"{here} of {needed} sites that are needed have joined{why}.")
-            if now - last_line > AGAIN and here < needed:
-                missing = ", ".join(name for name in self.terms.sites if name not in self.members.nodes)
+            missing = ", ".join(name for name in self.terms.sites if name not in self.members.nodes)
+            if here < needed and (now - last_line > AGAIN or missing != said):
                 total = len(self.terms.sites)
                 self.say(f"waiting for sites: {here} of {total} are there, {needed} needed; missing: {missing}")
-                last_line = now
+                last_line, said = now, missing
             self._pause(start, now)
+        if said:
+            self.say(f"{len(self.members.nodes)} of {len(self.terms.sites)} sites are there")
 
     def exchange(self, requests: Mapping[str, bytes], what: str) -> dict[str, Answer]:
         """Send each named site its request, and return its answer, or why there is none; `what` names the exchange.

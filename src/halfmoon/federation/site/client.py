@@ -205,7 +205,8 @@ class SiteClient:
             f"{terms.sentence()}; this site gives {labeled:,} images with a label and {unlabeled:,} without{others}"
         )
         key = self.keys.public(self.home) if terms.config.secure_aggregation else ""
-        return Acceptance(terms.hash, self.version, self.name, labeled, unlabeled, tests, validations, key)
+        shared = int((self.home / consent.SHARED).exists())
+        return Acceptance(terms.hash, self.version, self.name, labeled, unlabeled, tests, validations, key, shared)
 
     def _agree_to(self, terms: Terms, kind: str) -> None:
         """Raise `RefusalError` for terms without the consent of the site's people; write down those for them to see."""

@@ -13,6 +13,9 @@ from halfmoon.storage import atomic_io
 
 T = TypeVar("T")
 
+SHARED = "share-accuracy"
+"""The file in a site's home by which its people let its own accuracy stand beside the mean."""
+
 ENDED = "ended.json"
 """The file in a site's home that says that its part is over, and why."""
 
@@ -80,6 +83,14 @@ def agreements(home: Path) -> list[str]:
 def agree(home: Path, hash: str) -> None:
     atomic_io.replace(home / AGREED, json.dumps({"terms": sorted({*agreements(home), hash})}).encode())
     withdraw(home)
+
+
+def share_accuracy(home: Path, on: bool) -> None:
+    if on:
+        home.mkdir(parents=True, exist_ok=True)
+        (home / SHARED).touch()
+    else:
+        (home / SHARED).unlink(missing_ok=True)
 
 
 def _read(path: Path, kind: TypeAdapter[T]) -> T | None:

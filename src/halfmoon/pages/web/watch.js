@@ -114,6 +114,9 @@ function drawCharts() {
     const drawn = shown.filter((run) => run.lines?.[key]?.y.some((value) => value !== 0) && run.lines[key].x.length > 0);
     const looks = new Set(drawn.map((run) => JSON.stringify(run.look)));
     const lines = [...looks].map((look) => lineOf(drawn.filter((run) => JSON.stringify(run.look) === look), key, weight));
+    const sites = (key === "evaluation" && drawn.length === 1 && drawn[0].sites) || [];
+    if (sites.length) lines[0].look.title = "all sites";
+    lines.push(...sites.map(({ look, x, y }) => ({ look: inDark(look), seeds: 1, x, mean: y, low: y, high: y })));
     let figure = figures.get(key);
     if (!lines.length) {
       figure?.root.remove();
