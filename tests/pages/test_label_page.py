@@ -103,6 +103,15 @@ def test_the_keyboard_alone_labels_undoes_skips_and_doubts(browser: Any, page: s
     assert browser.get_log("browser") == []
 
 
+def test_a_series_is_leafed_through(browser: Any, page: str) -> None:
+    opened(browser, page)
+    first = shown(browser)
+    pressed(browser, "\ue00f")
+    assert int(Path(shown(browser)).stem) == int(Path(first).stem) + 1
+    browser.find_element("id", "earlier").click()
+    until(lambda: shown(browser) == first)
+
+
 def test_undo_waits_for_the_answer_that_is_on_its_way(browser: Any, page: str, folder: Path) -> None:
     opened(browser, page)
     first = shown(browser)

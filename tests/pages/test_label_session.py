@@ -100,9 +100,11 @@ def test_a_hundred_images_with_every_control(session: Session) -> None:
     before = session["path"].text
     press(browser, "s")
     until(lambda: session["path"].text != before)
+    doubted = session["path"].text
     for key, count in (("n", 1), ("u", 0), ("n", 1)):
         press(browser, key)
         until(lambda count=count: len(labels(session.folder, UNSURE)) == count)
+        until(lambda count=count: (session["path"].text == doubted) == (count == 0))  # the page has the answer
 
     here = session["path"].text
     session["alike"].click()

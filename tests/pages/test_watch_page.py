@@ -243,7 +243,14 @@ def test_who_is_left_out_is_named_until_the_next_round(tmp_path: Path):
     assert (west["state"], west["words"], west["left out"]) == ("left out", f"west was left out: {words}", 1)
     with log.open("a") as file:
         file.write("2026-11-21 04:55:09  round 2 of 9: 3 sites, mean loss 1.9\n")
-    assert eventlog.federation(tmp_path)["sites"][0]["state"] == "here"
+        file.write("2026-11-21 04:55:20  west has no part in round 3: it was not connected for 60 s\n")
+        file.write("2026-11-21 04:55:29  round 3 of 9: 2 sites, mean loss 1.9\n")
+    (tmp_path / "terms.json").write_text('{"sites": ["east", "west"]}')
+    states = [
+        [each["state"] for each in eventlog.federation(tmp_path, [{"round": 3, "cohort": cohort}])["sites"]]
+        for cohort in ([0], [0, 1])
+    ]
+    assert states == [["here", "away"], ["here", "here"]]
 
 
 def test_a_site_sees_its_own_part_in_a_sentence(tmp_path: Path):

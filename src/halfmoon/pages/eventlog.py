@@ -1,7 +1,7 @@
 """What a federation's log tells of its sites, and a site's log of its part: sentences, read back as far as known."""
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -64,16 +64,22 @@ def waiting(folder: Path) -> str:
     return f"{whom} since {since}: {text}" if text else ""
 
 
-def federation(folder: Path) -> dict[str, Any] | None:
-    """Return the sites of a server's run folder with their last news, and the log's end; None for other folders."""
+def federation(folder: Path, rows: Iterable[Mapping[str, Any]] = ()) -> dict[str, Any] | None:
+    """Return the sites of a server's run folder with their last news, and the log's end; None for other folders.
+
+    `rows` of its rounds say who took part in one, and so is there.
+    """
     said = lines(folder / SERVER_LOG)
     if not said:
         return None
-    sites: dict[str, dict[str, Any]] = {name: _fresh(name) for name in _sites(folder)}
+    names = _sites(folder)
+    sites: dict[str, dict[str, Any]] = {name: _fresh(name) for name in names}
+    cohorts = {row["round"]: row.get("cohort") or () for row in rows}
     for when, words in said:
-        if words.startswith("round "):  # whom the last one left out is back
-            for site in sites.values():
-                site["state"] = "here" if site["state"] == "left out" else site["state"]
+        if match := re.match(r"round (\d+) of", words):
+            there = {names[k] for k in cohorts.get(int(match[1]), ()) if k < len(names)}
+            for name, site in sites.items():
+                site["state"] = "here" if name in there or site["state"] == "left out" else site["state"]
         found = [(match["site"], "left out", match[1]) for match in _OUTSIDE.finditer(words)]
         matches = ((pattern.match(words), state) for pattern, state in _EVENTS)
         found += [(match["site"], state, words) for match, state in matches if match][:1]

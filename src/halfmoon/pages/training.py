@@ -148,7 +148,7 @@ class Training:
             return "Trained. Two labels of one class, or more, are needed to judge it."
         point = self.points[-1]
         ends = f"95 %: {point['low']:.0f} to {point['high']:.0f}"
-        few = " Few were random, so all of them judge: chosen ones are harder than the rest."
+        few = ". Few were random, so all of them judge: chosen ones are harder than the rest."
         by = few if point["judged"] == point["labels"] > point["random"] else f" on {point['judged']:,} random ones."
         return f"{point['labels']:,} labels: {point['accuracy']:.0f} % right ({ends}){by} {point['advice']}"
 

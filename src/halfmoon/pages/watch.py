@@ -73,13 +73,14 @@ class Watching:
                 if have.get(str(number)) != str(run.version):
                     fact |= run.drawn()
                 facts.append(fact)
+            rows = next((run.metrics.rows for run in runs if run.path == self.root.resolve()), ())
             bounds = ceiling_alarms(runs, self._ceilings, self._floors)
             return {
                 "runs": facts,
                 "planned": self.follower.planned(),
                 "left_out": self.follower.left_out,
                 "alarms": [each._asdict() for each in bounds],
-                "federation": eventlog.federation(self.root),
+                "federation": eventlog.federation(self.root, rows),
                 "site": eventlog.site(self.root),
             }
 

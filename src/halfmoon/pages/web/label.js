@@ -98,6 +98,12 @@ function drawCurve(points) {
   host.dataset.drawn = points.length;
 }
 
+// The image before or after in its folder, as in a series.
+function beside(by) {
+  const folder = (at) => data.paths[at]?.split("/").slice(0, -1).join("/");
+  if (row >= 0 && folder(row + by) === folder(row)) goTo(row + by);
+}
+
 const train = () => act(async () => {
   takeOver(data, await ask("train", {}));
   draw();
@@ -313,7 +319,7 @@ keys((key) => {
   const acts = {
     u: undo, undo, Backspace: undo, s: skip, n: doubt, z: () => look.toggle(), "+": () => look.by(1), "-": () => look.by(-1),
     c: () => announce(look.cycle()), w: () => view("all"), "?": () => byId("keys").showModal(), "/": () => byId("find").focus(),
-    "=": () => data.facts.guesses && similar(row), m: () => !byId("suggesting").hidden && byId("suggest").click(),
+    PageUp: () => beside(-1), PageDown: () => beside(1), "=": () => data.facts.guesses && similar(row), m: () => !byId("suggesting").hidden && byId("suggest").click(),
   };
   if (ARROWS[key] && row >= 0) return look.turn(...ARROWS[key]), true;
   if (!acts[key]) return false;
@@ -336,6 +342,8 @@ byId("undo").addEventListener("click", undo);
 byId("skip").addEventListener("click", skip);
 byId("doubt").addEventListener("click", doubt);
 byId("zoom").addEventListener("click", () => look.toggle());
+byId("earlier").addEventListener("click", () => beside(-1));
+byId("later").addEventListener("click", () => beside(1));
 byId("help").addEventListener("click", () => byId("keys").showModal());
 byId("tab-one").addEventListener("click", () => view("one"));
 byId("tab-all").addEventListener("click", () => view("all"));

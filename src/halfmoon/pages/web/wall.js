@@ -114,6 +114,7 @@ export class Wall {
     cell.style.cssText = `left:${4 + (place % this.columns) * this.side}px;top:${Math.floor(place / this.columns) * this.tall}px;width:${this.side}px;height:${this.tall}px`;
     const image = html("img", { alt: "", draggable: "false", decoding: "async" });
     image.addEventListener("load", () => image.classList.toggle("tiny", image.naturalWidth < 96));
+    image.addEventListener("error", () => image.replaceWith(html("span", { class: "unread" }, "cannot be shown")));
     cell.append(image);
     this.dress(cell, place);
     cell.timer = setTimeout(() => (image.src = this.source(this.rows[place])), PAUSE);

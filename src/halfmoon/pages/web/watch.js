@@ -163,13 +163,14 @@ function drawTable() {
 function drawSites(federation) {
   byId("sites-section").hidden = !federation;
   if (!federation) return;
-  const head = ["site", "state", "last word", "at", "late", "no answer", "refused", "left out"];
+  const head = ["site", "state", "last word", "at", "late", "no answer", "refused", "left out", "accuracy %"];
+  const [shared = []] = [...runs.values()].map((run) => run.sites);
   byId("sites").replaceChildren(
     html("thead", null, html("tr", null, head.map((word, n) => html("th", { scope: "col", class: n < 4 ? "left" : null }, word)))),
-    html("tbody", null, federation.sites.map((site) => html("tr", null,
-      html("td", { class: "left" }, site.name), html("td", { class: "left" }, html("span", { class: `state ${site.state.split(" ").at(-1)}` }, site.state)),
+    html("tbody", null, federation.sites.map((site) => [site, shared.find(({ look }) => look.title === site.name)]).map(([site, own]) => html("tr", null,
+      html("td", { class: "left" }, own ? [sample(inDark(own.look)), " "] : null, site.name), html("td", { class: "left" }, html("span", { class: `state ${site.state.split(" ").at(-1)}` }, site.state)),
       html("td", { class: "left name", title: site.words }, site.words), html("td", { class: "left" }, site.when),
-      html("td", null, count(site.late)), html("td", null, count(site.silent)), html("td", null, count(site.refused)), html("td", null, count(site["left out"]))))));
+      html("td", null, count(site.late)), html("td", null, count(site.silent)), html("td", null, count(site.refused)), html("td", null, count(site["left out"])), html("td", null, own ? number(own.y.at(-1), 2) : "–")))));
 }
 
 function drawSite(site) {
