@@ -309,6 +309,8 @@ def test_folders_without_known_labels_are_refused(tmp_path: Path) -> None:
         with pytest.raises(UserError, match=words):
             labeled_paths(tmp_path / name, ["0", "1"])
     assert image_paths(tmp_path / "odd") == ["0/0.png", "cat/1.png", "cat/2.png"]
+    (tmp_path / "odd" / "IM0001").write_bytes(bytes(128) + b"DICM")
+    assert "IM0001" in image_paths(tmp_path / "odd"), "DICOM is known by its content, as at a site"
 
 
 def test_a_labeled_image_that_is_broken_is_left_out_and_named(home, tmp_path, capsys):

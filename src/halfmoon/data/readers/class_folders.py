@@ -125,7 +125,7 @@ def same_classes(folder: Path, train: Mapping[str, object], held: Mapping[str, o
 
 
 def images_in(folder: Path) -> list[Path]:
-    return sorted(path for path in folder.iterdir() if _is_image(path)) if folder.is_dir() else []
+    return sorted(path for path in folder.iterdir() if is_image(path)) if folder.is_dir() else []
 
 
 def read_classes(
@@ -151,7 +151,7 @@ def read_images(
     return Images(found.images, labels, found.spread, groups=groups(paths, how.group_pattern))
 
 
-def _is_image(path: Path) -> bool:
+def is_image(path: Path) -> bool:
     if path.name.startswith(".") or not path.is_file():
         return False
     return path.suffix.lower() in SUFFIXES or dicom.holds_image(path)

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import numpy as np
 
 from halfmoon.core.errors import UserError
-from halfmoon.data.readers.class_folders import SUFFIXES
+from halfmoon.data.readers.class_folders import SUFFIXES, is_image
 from halfmoon.data.readers.decode import fitted
 from halfmoon.data.readers.whole_files import replacing
 from halfmoon.report.spreadsheet import harmless_row
@@ -49,9 +49,9 @@ def image_paths(folder: Path) -> list[str]:
     for place, folders, files in os.walk(folder, onerror=_refuse):
         folders[:] = [name for name in folders if not name.startswith(".")]
         near = Path(place).relative_to(folder)
-        paths += [
-            (near / name).as_posix() for name in files if name.lower().endswith(SUFFIXES) and not name.startswith(".")
-        ]
+        shown = (name for name in files if not name.startswith("."))
+        shown = (name for name in shown if name.lower().endswith(SUFFIXES) or is_image(Path(place, name)))
+        paths += [(near / name).as_posix() for name in shown]
     if not paths:
         raise UserError(f"{folder}: there is no image in it or below it ({', '.join(SUFFIXES)}).")
     return sorted(paths)
