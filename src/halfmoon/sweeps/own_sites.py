@@ -18,9 +18,11 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
+import torch
 from PIL import Image
 
 from halfmoon.config.schema import Config
+from halfmoon.core import hubs
 from halfmoon.core.errors import UserError
 from halfmoon.data import load
 from halfmoon.data.groups import apart
@@ -30,14 +32,21 @@ from halfmoon.data.partition.split import Split
 from halfmoon.data.preparation import Preparation
 from halfmoon.data.readers.decode import prepared
 from halfmoon.engine.loop import Row
+from halfmoon.methods.analytic import RidgeHead
 from halfmoon.runs.callbacks import NULL_CALLBACK, Callback, RunInfo
 from halfmoon.runs.factory import preparation
 from halfmoon.runs.runner import cell
 from halfmoon.sites.folders import SiteFolder, read
 from halfmoon.storage import atomic_io
+from halfmoon.sweeps.decision import FOLDS, JOINING, REPEATS, UNLABELED, Decision, Fold, decide, folds, right, solved
+from halfmoon.sweeps.own_labels import FolderFeatures, folder_features, problem
+from halfmoon.sweeps.own_plan import PRETRAINED
 
 HELD_OUT = 3
 """One of so many labeled images of each class and site is a test image."""
+
+FEDERATION = "the federation"
+"""What decides of all sites together."""
 
 SHARES = (0.25, 0.5)
 """The shares of the labels that the curve is played with, beside all."""
@@ -129,6 +138,52 @@ def rehearse(config: Config, folders: Sequence[Path], root: Path, watch: Callbac
         )
     play(f"federation, {config.method}, all labels", "all-labels", config.method, rows.split())
     return table
+
+
+def gains(folders: Sequence[Path], pattern: str | None = None, watch: Callback = NULL_CALLBACK) -> dict[str, Decision]:
+    """Return by site whether joining helps it, and of the federation whether unlabeled images do.
+
+    Heads on a pretrained network's features are solved anew on every split of a repeated cross-validation: a federation
+    has the same head as all images in one place. Each site is tested on its own images. Return {} where the network's
+    package is missing. Raise UserError where none of a folder's images can be read, or only one class has labels.
+    """
+    if not hubs.installed(PRETRAINED):
+        return {}
+    sites, own = [read(folder) for folder in folders], list[FolderFeatures]()
+    classes, labels, client, groups = _classes(sites), list[int](), list[int](), list[str]()
+    for number, site in enumerate(sites):
+        watch.say(f"features of {len(site):,} images of {site.folder.resolve().name}, kept for the next time")
+        mine = folder_features(site.folder, site.paths, lambda *_: None)
+        owners = site.grouped(pattern) or [""] * len(site)
+        for row in mine.rows.tolist():
+            labels.append(classes.index(site.classes[site.labels[row]]) if site.labels[row] >= 0 else -1)
+            groups.append(f"{number} {owners[row]}" if owners[row] else "")
+        client += [number] * len(mine.rows)
+        own.append(mine)
+    values = torch.cat([each.values for each in own])
+    head = problem(replace(own[0], values=values, rows=np.arange(len(values))), np.array(labels), classes)
+    data, holder, marks = head.data, np.array(client), head.data.labels.numpy()
+    pairs: dict[str, list[tuple[float, ...]]] = {}
+    for fold in folds(np.where(marks >= 0, marks * len(sites) + holder, -1), groups):
+        joined, base = (solved(method, head.task, data, fold) for method in (head.method, RidgeHead()))
+        both = tuple(right(head.task, model, data, fold.test) for model in (joined, base))
+        pairs.setdefault(FEDERATION, []).append(both)
+        for number, site in enumerate(sites):
+            mine = Fold(*(rows[holder[rows] == number] for rows in fold))
+            if len(mine.labeled) and len(mine.test):
+                alone = solved(head.method, head.task, data, mine)
+                both = tuple(right(head.task, model, data, mine.test) for model in (joined, alone))
+                pairs.setdefault(site.folder.resolve().name, []).append(both)
+        watch.say(f"split {len(pairs[FEDERATION])} of {FOLDS * REPEATS}")
+    counts = {site.folder.resolve().name: int((site.labels >= 0).sum()) for site in sites}
+    counts[FEDERATION] = sum(counts.values())
+    found: dict[str, Decision] = {}
+    for name, each in pairs.items():
+        if len(each) > 1:
+            ours, base = zip(*each, strict=True)
+            words = UNLABELED if name == FEDERATION else JOINING
+            found[name] = decide(ours, base, 1 / (FOLDS - 1), counts[name], words)
+    return found
 
 
 def forest(data: Path, labeled: np.ndarray, say: Callable[[str], None]) -> float | None:
