@@ -2,6 +2,7 @@
 
 import csv
 import json
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -148,6 +149,15 @@ def test_a_lone_site_from_scratch(tmp_path: Path, scratch: None, capsys: pytest.
     assert outcome["decision"]["splits"] == 5
     assert [row["method"] for row in outcome["runs"]] == ["fedavg-soft-labels", "fedavg"]
     assert outcome["runs"][0]["accuracy"] is None
+    first = (tmp_path / "run" / "decision.json").read_bytes(), (tmp_path / "run" / "model.safetensors").read_bytes()
+    shutil.rmtree(tmp_path / "run" / "splits" / "5")
+    for name in ("decision.json", "summary.json", "model.safetensors"):
+        (tmp_path / "run" / name).unlink()
+    assert main(["resume", "run", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["decision"] == outcome["decision"]
+    again = (tmp_path / "run" / "decision.json").read_bytes(), (tmp_path / "run" / "model.safetensors").read_bytes()
+    assert again == first
+    assert main(["resume", "run"]) == 0  # a finished one is read
 
 
 def test_a_plan_is_for_folders(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -242,7 +242,10 @@ def _play_plan(args: argparse.Namespace, plan: Plan) -> int:
         own.show_plan(plan, args.json)
     if args.plan:
         return 0
-    folder = plan.config.run_dir or settings.free_folder(plan.config, plan.config.method)
+    return _play_rows(args, plan, plan.config.run_dir or settings.free_folder(plan.config, plan.config.method))
+
+
+def _play_rows(args: argparse.Namespace, plan: Plan, folder: Path, again: bool = False) -> int:
     from halfmoon.sweeps.own_images import play
 
     def show(args: argparse.Namespace, folder: Path, played: Played) -> None:
@@ -250,8 +253,7 @@ def _play_plan(args: argparse.Namespace, plan: Plan) -> int:
             print_outcome(played.outcome, args.json, args.wide, played.decision)
         own.show_played(plan, played, folder, args.json)
 
-    again = "start it again in another --run-dir"
-    return _play(args, folder, lambda watch: play(plan, folder, watch), show, again, plan.rows, plan.after)
+    return _play(args, folder, lambda watch: play(plan, folder, watch, again), show, "", plan.rows, plan.after)
 
 
 def _note(config: Config, requested: Mapping[str, Any]) -> None:
@@ -310,7 +312,10 @@ def _compare(args: argparse.Namespace) -> int:
 
 def _resume(args: argparse.Namespace) -> int:
     from halfmoon.runs import runner
+    from halfmoon.sweeps.own_images import left
 
+    if (plan := left(args.folder)) is not None:
+        return _play_rows(args, plan, args.folder, again=True)
     return _play(args, args.folder, lambda watch: runner.resume(args.folder, watch))
 
 

@@ -101,7 +101,7 @@ class _FinalCost(BaseModel):
 class _Final(BaseModel):
     title: str
     seed: Count
-    accuracy: _Accuracy
+    accuracy: _Accuracy | None
     cost: _FinalCost
 
 

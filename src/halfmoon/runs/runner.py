@@ -125,10 +125,16 @@ def compare(
     return _play_all(root, jobs, shared, watch)
 
 
-def resume(root: Path, watch: Callback = NULL_CALLBACK, method: outside.OwnMethod | None = None) -> RunResult:
+def resume(
+    root: Path,
+    watch: Callback = NULL_CALLBACK,
+    method: outside.OwnMethod | None = None,
+    shared: Problem | None = None,
+) -> RunResult:
     """Go on with a run or a comparison where it was left; what is finished is neither played nor loaded again.
 
-    `method` is the one of your own that `start` was given, where its class cannot be imported by its name.
+    `method` is the one of your own that `start` was given, where its class cannot be imported by its name, and `shared`
+    what it was given as such.
     """
     watch = guarded(watch)
     if method is not None:
@@ -152,7 +158,8 @@ def resume(root: Path, watch: Callback = NULL_CALLBACK, method: outside.OwnMetho
         return _play_all(root, jobs, None, watch)
     kept = root / jobs[0].folder / SPLIT
     integrity.check(kept.parent, SPLIT)
-    return _play_all(root, jobs, _shared(jobs, Split.load(kept) if kept.exists() else None, watch), watch)
+    split = Split.load(kept) if kept.exists() else None
+    return _play_all(root, jobs, _shared(jobs, split, watch, shared=shared), watch)
 
 
 def cell(

@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from halfmoon.config.schema import Config, identity
 from halfmoon.core.errors import UserError
 from halfmoon.data import Images
 from halfmoon.engine.evaluation import Examples
@@ -14,12 +15,13 @@ from halfmoon.engine.loop import Row
 from halfmoon.runs import factory, runner
 from halfmoon.runs.callbacks import Callback, told_of
 from halfmoon.runs.factory import Problem
+from halfmoon.runs.jobs import parsed
 from halfmoon.runs.runner import RunResult
 from halfmoon.storage import atomic_io
-from halfmoon.storage.run_folder import BASELINES
+from halfmoon.storage.run_folder import BASELINES, PLAN, RunFolder
 from halfmoon.sweeps.decision import FOLDS, Decision, Fold, decide, draws, folds, head_accuracy
-from halfmoon.sweeps.own_folder import site_source
-from halfmoon.sweeps.own_plan import Plan, one_holder
+from halfmoon.sweeps.own_folder import look, site_source
+from halfmoon.sweeps.own_plan import Plan, Step, one_holder
 
 DECISION = "decision.json"
 
@@ -33,12 +35,31 @@ class Played:
     decision: Decision | None
 
 
-def play(plan: Plan, root: Path, watch: Callback) -> Played:
-    """Play the rows in the folder `root` and decide; a decision is None where one split alone was played.
+def left(root: Path) -> Plan | None:
+    """Return the plan of a run folder, to go on with it; None where it was not made by a plan."""
+    record = atomic_io.read_json(root / PLAN)
+    if record is None or not RunFolder.made(root):
+        return None
+    with RunFolder.open(root) as folder:
+        config = replace(parsed(folder.config, root), baselines=tuple(record.pop("baselines")))
+    contents = look(Path(config.data), config.group_pattern)
+    if contents is None:
+        raise UserError(f"{config.data}, on which {root} was trained, holds no images any more: put them back.")
+    pair = record["pair"][0], record["pair"][1]
+    return Plan(config, contents, **{**record, "pair": pair}, reasons=(), steps=(Step("", 0.0),))
+
+
+def play(plan: Plan, root: Path, watch: Callback, again: bool = False) -> Played:
+    """Play the rows in the folder `root`, or go on `again`, and decide; a decision is None where one split was played.
 
     Raise what `halfmoon.runs.runner.start` raises.
     """
     config = replace(plan.config, run_dir=root)
+    if not again:
+        RunFolder.refuse(root, identity(config, config.method))
+        facts = {name: getattr(plan, name) for name in ("pair", "heads", "splits", "share")}
+        root.mkdir(parents=True, exist_ok=True)
+        atomic_io.replace(root / PLAN, json.dumps({**facts, "baselines": config.baselines}).encode())
     methods = [config.method, *config.baselines]
     if plan.contents.site:
         flip = bool(config.flip)
@@ -54,7 +75,7 @@ def play(plan: Plan, root: Path, watch: Callback) -> Played:
             path = root if name == config.method else root / BASELINES / name
             runs.append(runner.cell(one, path, watch, tests=False, shared=shared))
     else:
-        outcome = runner.start(config, watch, shared=shared)
+        outcome = _gone_on(config, watch, shared)
         runs = outcome.summaries
     decision = _of_heads(plan, shared, watch) if plan.heads else _of_runs(plan, shared, root, runs, watch)
     if decision is not None:
@@ -112,7 +133,7 @@ def _of_runs(plan: Plan, shared: Problem, root: Path, runs: list[Row], watch: Ca
             part = replace(shared, split=factory.split_of(config, shared.source))
         else:
             config, part = replace(plan.config, run_dir=where), _part(shared, fold)
-        rows = runner.start(config, watch, shared=part).summaries
+        rows = _gone_on(config, watch, part).summaries
         results.append({row["method"]: _last(row) for row in rows})
     base, ours = ([row[name] for row in results] for name in plan.pair)
     if len(results) < 2:
@@ -121,6 +142,13 @@ def _of_runs(plan: Plan, shared: Problem, root: Path, runs: list[Row], watch: Ca
     if plan.contents.site:
         return decide(ours, base, 1 / (FOLDS - 1), int((labels >= 0).sum()))
     return decide(ours, base, tests / len(labels), tests)
+
+
+def _gone_on(config: Config, watch: Callback, shared: Problem) -> RunResult:
+    assert config.run_dir is not None, "each is played in a folder of its own"
+    if RunFolder.made(config.run_dir):
+        return runner.resume(config.run_dir, watch, shared=shared)
+    return runner.start(config, watch, shared=shared)
 
 
 def _part(shared: Problem, fold: Fold) -> Problem:
