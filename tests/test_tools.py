@@ -36,12 +36,16 @@ def locked() -> list[Requirement]:
 
 
 def test_the_lock_names_one_version_of_everything_with_checksums() -> None:
-    """And not PyTorch, whose builds have other checksums on every index."""
+    """PyTorch, whose builds have other checksums on every index, is in a list of its own, of the pinned version."""
     text = (ROOT / "requirements" / "ci.txt").read_text()
     packages = [block for block in re.split(r"^(?=[\w-])", text, flags=re.MULTILINE) if not block.startswith("#")]
     assert len(packages) > 100
     assert all(re.match(r"[\w-]+==\S+", each) and "--hash=sha256:" in each for each in packages)
     assert not {"torch", "torchvision"} & {plain(each.name) for each in locked()}
+    torch = (ROOT / "requirements" / "torch.txt").read_text()
+    (pin,) = re.findall("^torch==.*$", (ROOT / "constraints.txt").read_text(), re.MULTILINE)
+    assert re.findall("^torch.*$", torch, re.MULTILINE) == [pin + " \\"]
+    assert torch.count("--hash=sha256:") > 20
 
 
 def test_the_lock_fits_what_the_package_asks_for() -> None:
@@ -70,25 +74,27 @@ def test_the_notes_of_a_tag_are_its_section() -> None:
 
 
 def test_a_signature_is_of_these_checksums_and_this_key(tmp_path: Path) -> None:
-    """As docs/security.md verifies it; a changed byte or another key is found, and without a key nothing is signed."""
+    """As docs/security.md verifies it; a changed byte or another key is found, and without a key it fails."""
     sums, other = tmp_path / "SHA256SUMS", tmp_path / "other"
     sums.write_text("ab  halfmoon.whl\n")
     for key in (tmp_path / "key", other):
         subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(key)], check=True)
 
-    def sign(**more: str) -> str:
-        done = subprocess.run(
-            [ROOT / ".ci" / "sign", sums], env={"PATH": os.environ["PATH"], **more}, capture_output=True, text=True,
-            check=True,
+    def sign(program: str = "sign", **more: str) -> "subprocess.CompletedProcess[str]":
+        environment = {"PATH": os.environ["PATH"], **more}
+        return subprocess.run(
+            [ROOT / ".ci" / program, *([sums] if program == "sign" else [])],
+            env=environment, capture_output=True, text=True, check=False,
         )  # fmt: skip
-        return done.stdout
 
     def verified(key: Path) -> bool:
         (tmp_path / "signers").write_text(f"maintainer {key.with_suffix('.pub').read_text()}")
         (words,) = re.findall(r"^\$ (ssh-keygen -Y verify .*)$", (ROOT / "docs" / "security.md").read_text(), re.M)
         return not subprocess.run(words, cwd=tmp_path, shell=True, capture_output=True, check=False).returncode
 
-    assert "signing skipped" in sign()
+    for done in (sign(), sign("release")):
+        assert done.returncode == 1
+        assert done.stderr.startswith("not signed: name a private SSH key in HALFMOON_SIGNING_KEY")
     assert not (tmp_path / "SHA256SUMS.sig").exists()
     sign(HALFMOON_SIGNING_KEY=str(other))
     assert not verified(tmp_path / "key")
@@ -99,20 +105,30 @@ def test_a_signature_is_of_these_checksums_and_this_key(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("found", "code", "words"),
+    ("found", "flags", "code", "words"),
     [
-        ([{"name": "a", "skip_reason": "not on PyPI"}] * 3, 0, "skipped: .* knows none of 3 packages"),
-        ([{"name": "a", "version": "1", "vulns": []}, {"name": "b", "skip_reason": "?"}], 0, "^1 packages .* 1 more"),
-        ([{"name": "a", "version": "1", "vulns": [{"id": "CVE-1"}]}], 1, "a 1: CVE-1"),
+        ([{"name": "a", "skip_reason": "not on PyPI"}] * 3, "", 1, "skipped: .* knows none of 3 packages"),
+        ([{"name": "a", "skip_reason": "not on PyPI"}], "--allow-skipped", 0, "skipped: .* knows none of 1 packages"),
+        (
+            [{"name": "a", "version": "1", "vulns": []}, {"name": "b", "skip_reason": "?"}],
+            "",
+            0,
+            "^1 packages .* 1 more",
+        ),
+        ([{"name": "a", "version": "1", "vulns": [{"id": "CVE-1"}]}], "--allow-skipped", 1, "a 1: CVE-1"),
     ],
 )
-def test_an_audit_counts_what_was_compared(tmp_path: Path, found: list[dict], code: int, words: str) -> None:
+def test_an_audit_counts_what_was_compared(
+    tmp_path: Path, found: list[dict], flags: str, code: int, words: str
+) -> None:
     """An index that is a mirror knows no package: no vulnerability found there means nothing, and is not said."""
     program = tmp_path / "pip-audit"
     program.write_text(f"#!/bin/sh\ncat <<'END'\n{json.dumps({'dependencies': found})}\nEND\n")
     program.chmod(0o755)
     path = f"{tmp_path}{os.pathsep}{os.environ['PATH']}"
-    done = subprocess.run([ROOT / ".ci" / "audit"], env={"PATH": path}, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [ROOT / ".ci" / "audit", *flags.split()], env={"PATH": path}, capture_output=True, text=True, check=False
+    )
     assert done.returncode == code
     assert re.search(words, done.stdout)
 

@@ -1,13 +1,18 @@
 """Write requirements/ci.txt, every version and checksum that CI installs: `python tools/lock.py`.
 
-The list holds what the extra `dev` needs on Python 3.11 and later, and what PyTorch needs, but not PyTorch itself: its
-builds have other checksums on every index, so constraints.txt pins its version alone. Needs uv and a package index.
+The list holds what the extra `dev` needs on Python 3.11 and later, and what PyTorch needs. PyTorch itself is in
+requirements/torch.txt, with the checksums of its builds on PyPI and of the wheels in PIP_FIND_LINKS: CPU builds of
+another index. Needs uv, PyPI and a package index.
 """
 
+import hashlib
+import json
+import os
 import re
 import subprocess
 import tempfile
 import tomllib
+import urllib.request
 from importlib import metadata
 from pathlib import Path
 
@@ -17,7 +22,11 @@ ROOT = Path(__file__).resolve().parents[1]
 LOCK = ROOT / "requirements" / "ci.txt"
 HEADER = """\
 # Every version and checksum that CI installs; written by `python tools/lock.py`, do not edit.
-# PyTorch is not in it: constraints.txt pins its version, and its builds differ between indexes.
+# PyTorch is in torch.txt.
+"""
+TORCH = """\
+# The builds of PyTorch that CI may install; written by `python tools/lock.py`, do not edit.
+# pip install --require-hashes --no-deps -r requirements/torch.txt
 """
 
 
@@ -42,6 +51,21 @@ def of_torch() -> list[Requirement]:
     ]
 
 
+def torch() -> str:
+    """Return the line that takes PyTorch of constraints.txt by its checksums: CPython, Linux, macOS and Windows."""
+    (pin,) = [line for line in (ROOT / "constraints.txt").read_text().splitlines() if line.startswith("torch==")]
+    request = urllib.request.Request("https://pypi.org/simple/torch/")
+    request.add_header("Accept", "application/vnd.pypi.simple.v1+json")
+    with urllib.request.urlopen(request, timeout=60) as answer:
+        files = json.load(answer)["files"]
+    version = pin.partition("==")[2]
+    found = {file["hashes"]["sha256"] for file in files if file["filename"].startswith(f"torch-{version}-")}
+    for folder in os.environ.get("PIP_FIND_LINKS", "").split():
+        for wheel in Path(folder).glob(f"torch-{version}[-+]*.whl"):
+            found.add(hashlib.sha256(wheel.read_bytes()).hexdigest())
+    return " \\\n    ".join([pin, *(f"--hash=sha256:{each}" for each in sorted(found))]) + "\n"
+
+
 def main() -> None:
     """Resolve for every platform and Python 3.11 and later at once, and write the file."""
     with tempfile.TemporaryDirectory() as folder:
@@ -53,6 +77,7 @@ def main() -> None:
         how += ["--generate-hashes", "--no-header", "--no-annotate"]
         subprocess.run(["uv", "pip", "compile", *how, "--output-file", str(locked), str(listed)], check=True)
         LOCK.parent.mkdir(exist_ok=True)
+        LOCK.with_name("torch.txt").write_text(TORCH + torch(), encoding="utf-8")
         LOCK.write_text(HEADER + locked.read_text(encoding="utf-8"), encoding="utf-8")
 
 
