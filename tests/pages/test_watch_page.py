@@ -222,8 +222,10 @@ def test_a_run_is_stopped_when_no_process_holds_its_lock(tmp_path: Path):
     with locks.held(tmp_path / "r" / ".lock"):
         assert run.facts(now + 10000)["state"] == "running"
     (tmp_path / "r" / "serve.log").write_text("")
-    assert run.facts(now + 130)["state"] == "stopped"
     assert run.facts(now + 100)["state"] == "running"
+    facts = run.facts(now + 130)
+    assert facts["state"] == "stopped"
+    assert "(halfmoon serve goes on)" in facts["alarms"][-1]["words"]
 
 
 def test_sites_that_share_their_accuracy_are_drawn_beside_the_mean(tmp_path: Path):

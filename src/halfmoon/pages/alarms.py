@@ -20,9 +20,11 @@ class Alarm(NamedTuple):
     words: str
 
 
-def alarms(rows: Sequence[Mapping[str, Any]], state: str, age: float) -> list[Alarm]:
-    """Return what is odd about a run's rows; `state` and `age` (seconds since its last word) are those of its files."""
-    return [*_diverged(rows), *_nobody(rows), *_fallen(rows), *_stopped(state, age)]
+def alarms(rows: Sequence[Mapping[str, Any]], state: str, age: float, command: str = "resume") -> list[Alarm]:
+    """Return what is odd about a run's rows; `state` and `age` (seconds since its last word) are those of its files.
+
+    `command` goes on with it where it was stopped."""
+    return [*_diverged(rows), *_nobody(rows), *_fallen(rows), *_stopped(state, age, command)]
 
 
 def _diverged(rows: Sequence[Mapping[str, Any]]) -> Iterator[Alarm]:
@@ -63,8 +65,8 @@ def _tested(rows: Sequence[Mapping[str, Any]]) -> list[float]:
     return [row["test"]["accuracy"] for row in rows if (row.get("test") or {}).get("accuracy") is not None]
 
 
-def _stopped(state: str, age: float) -> Iterator[Alarm]:
+def _stopped(state: str, age: float, command: str) -> Iterator[Alarm]:
     if state == "stopped":
         minutes = round(age / 60)
         ago = f"{minutes} minutes" if minutes < 120 else f"{minutes // 60} hours"
-        yield Alarm("stopped", f"no word for {ago}: it was stopped, or its machine sleeps (halfmoon resume goes on)")
+        yield Alarm("stopped", f"no word for {ago}: it was stopped, or its machine sleeps (halfmoon {command} goes on)")

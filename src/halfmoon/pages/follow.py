@@ -182,6 +182,7 @@ class Followed:
         _, accuracy = self.series("test", "accuracy", 100.0)
         if not accuracy:
             _, accuracy = self.series("evaluation", "accuracy", 100.0)
+        again = "resume" if eventlog.last_change(self.path) is None else "serve"
         return {
             "name": self.name,
             "method": self.method,
@@ -196,7 +197,7 @@ class Followed:
             "left": None if state != "running" else self.left(age),
             "accuracy": accuracy[-1] if accuracy else None,
             "best": max(accuracy, default=None),
-            "alarms": [each._asdict() for each in alarms(self.metrics.rows, state, age)],
+            "alarms": [each._asdict() for each in alarms(self.metrics.rows, state, age, again)],
             "version": self.version,
         }
 

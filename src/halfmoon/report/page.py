@@ -73,7 +73,9 @@ def missing(study: Study) -> list[str]:
         f"No class distributions ({old}, or nobody has unlabeled images), so no divergences": [
             n for n, run in plain if charts and not any(row.get("prior") for row in run.rows)
         ],
-        f"No confusion matrix ({old})": [n for n, run in plain if charts and not (run.summary or {}).get("confusion")],
+        f"No confusion matrix ({old}, or without test images)": [
+            n for n, run in plain if charts and not (run.summary or {}).get("confusion")
+        ],
         "No picture of clients and classes, no class distributions (a federation: its sites keep their counts)": [
             n for n, run in here if run.federated
         ],
