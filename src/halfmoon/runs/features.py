@@ -8,7 +8,7 @@ that a site has those of the simulator.
 import hashlib
 import os
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
@@ -18,8 +18,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from halfmoon.api.types import ClientUpdate, Task
-from halfmoon.config.schema import Config
+from halfmoon.api.types import Task
+from halfmoon.config.schema import Config, own_options
 from halfmoon.core import hubs, rng
 from halfmoon.core.user_cache import trim
 from halfmoon.data.views import Plain, View
@@ -56,15 +56,14 @@ class CachedView:
         return images[torch.arange(len(images), device=images.device), views, 0].float()
 
 
-def cached_views(views: Views) -> Views:
-    """Return the recipes that take cached views in the place of those that draw new ones."""
-    starts, first = {}, 1
-    for name in DRAWS:
-        starts[name] = CachedView(first, DRAWS[name])
+def cached_views(used: Sequence[str]) -> Views:
+    """Return the recipes that take the `used` cached views in the place of those that draw new ones."""
+    views: dict[str, View] = {"plain": CachedView(0, 1)}
+    first = 1
+    for name in used:
+        views[name] = CachedView(first, DRAWS[name])
         first += DRAWS[name]
-    unlabeled: dict[str, View] = {name: starts.get(name, CachedView(0, 1)) for name in views.unlabeled}
-    plain = isinstance(views.labeled, Plain)
-    return Views(CachedView(0, 1) if plain else starts["labeled"], unlabeled)
+    return Views(views.pop("labeled", views["plain"]), views)
 
 
 @dataclass(frozen=True)
@@ -87,21 +86,23 @@ def inputs(
 ) -> Inputs:
     """Return images as they are, or, where a configuration wants that, features that are kept in `folder`.
 
-    `methods` are all that play; where none of them takes steps, features are those of the plain views alone.
+    `methods` are all that play: views that none of them takes are not computed.
     """
     wanted = config.features or (config.features is None and config.network in hubs.PRETRAINED)
     head = on_features(task.network) if wanted else None
     if head is None:
         return Inputs(task, views)
     of = partial(features, head, views, task.normalize, folder, progress=progress)
-    updates = (each for name in methods or (config.method,) for each in _updates(name, task))
-    augmented = any(each.needs.trains for each in updates)
-    task = replace(task, network=head, normalize=FirstView())
-    return Inputs(task, cached_views(views), partial(of, augmented=augmented), of)
-
-
-def _updates(method: str, task: Task) -> Iterable[ClientUpdate]:
-    return registry.make(method).client_updates(task).values()
+    taken = set[str]()
+    for name in methods or (config.method,):
+        for update in registry.make(name, own_options(config, name)).client_updates(task).values():
+            needs = update.needs
+            named = (*needs.views, *needs.labeled_views, *needs.others, *needs.sweep)
+            taken |= {view.rstrip("0123456789") for view in named}
+            if needs.trains and not isinstance(views.labeled, Plain):
+                taken.add("labeled")
+    used = [name for name in DRAWS if name in taken]
+    return Inputs(replace(task, network=head, normalize=FirstView()), cached_views(used), partial(of, used=used), of)
 
 
 def features(
@@ -110,19 +111,17 @@ def features(
     normalize: Normalize,
     folder: Path,
     examples: Examples,
-    augmented: bool = False,
+    used: Sequence[str] = (),
     progress: Progress = lambda done, count: None,
 ) -> Examples:
-    """Return the features of images in their place: all views, or, not `augmented`, the plain one alone.
+    """Return the features of images in their place: of the plain view, and of those `used`, some of `DRAWS`.
 
     Raise OSError where the cache folder cannot be written.
     """
-    recipes: list[View] = [Plain()]
-    if augmented:
-        named: Mapping[str, View] = {"labeled": views.labeled, **views.unlabeled}
-        recipes += [named[name] for name, count in DRAWS.items() for _ in range(count)]
+    named: Mapping[str, View] = {"labeled": views.labeled, **views.unlabeled}
+    recipes = {"plain": Plain(), **{f"{name} {k}": named[name] for name in used for k in range(DRAWS[name])}}
     images = examples.images
-    words = f"2 {head.inner.sha256} {type(head.inner.inner).__name__} {head.inner.inner.head} {recipes} {normalize}"
+    words = f"3 {head.inner.sha256} {type(head.inner.inner).__name__} {head.inner.inner.head} {recipes} {normalize}"
     digest = hashlib.sha256(words.encode())
     for part in images.split(4096):
         digest.update(part.contiguous().cpu().numpy().tobytes())
@@ -138,7 +137,7 @@ def _write(
     path: Path,
     head: FeatureHead,
     images: Tensor,
-    recipes: Sequence[View],
+    recipes: Mapping[str, View],
     normalize: Normalize,
     progress: Progress,
 ) -> None:
@@ -165,7 +164,7 @@ def seconds(head: FeatureHead, images: Tensor, normalize: Normalize) -> float:
     """
     count = len(processors())
     images = images.repeat(-(-CHUNK * count // len(images)), 1, 1, 1)[: CHUNK * count]
-    chunk = _chunks(head, images, [Plain()], normalize)
+    chunk = _chunks(head, images, {"plain": Plain()}, normalize)
     began = time.perf_counter()
     with ThreadPoolExecutor(count) as pool:
         list(pool.map(chunk, range(0, len(images), CHUNK)))
@@ -173,7 +172,7 @@ def seconds(head: FeatureHead, images: Tensor, normalize: Normalize) -> float:
 
 
 def _chunks(
-    head: FeatureHead, images: Tensor, recipes: Sequence[View], normalize: Normalize
+    head: FeatureHead, images: Tensor, recipes: Mapping[str, View], normalize: Normalize
 ) -> Callable[[int], tuple[int, np.ndarray]]:
     """Return what gives the features (n, views, 1, F) of the `CHUNK` images from a row on, and that row."""
     keep_memory()
@@ -186,8 +185,8 @@ def _chunks(
         names = [hashlib.sha256(image.contiguous().cpu().numpy().tobytes()).hexdigest() for image in pixels]
         parts = []
         with torch.no_grad():
-            for number, recipe in enumerate(recipes):
-                draws = [recipe.draw(1, shape, rng.generator(0, "features", number, name)) for name in names]
+            for view, recipe in recipes.items():
+                draws = [recipe.draw(1, shape, rng.generator(0, "features", view, name)) for name in names]
                 x = recipe.apply(
                     pixels, {each: torch.cat([own[each] for own in draws]) for each in draws[0]}, normalize
                 )
