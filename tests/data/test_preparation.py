@@ -208,7 +208,7 @@ def test_each_middle_or_chosen_frames_become_files(tmp_path: Path) -> None:
     dicom(tmp_path / "ward" / "single.dcm", stored[0])
     for which, numbers in (("each", [1, 2, 3, 4, 5]), ("middle", [3]), ("1,4", [1, 4])):
         out = tmp_path / which
-        assert write_frames(tmp_path / "ward", out, which) == (1, len(numbers))
+        assert write_frames(tmp_path / "ward", out, which) == (1, len(numbers), [])
         files = sorted(out.rglob("*.dcm"))
         assert [file.relative_to(out).as_posix() for file in files] == [f"a/{n:04}.dcm" for n in numbers]
         grays = [int(fitted(file.read_bytes(), "a", 2, 2, 1)[0, 0, 0]) for file in files]
@@ -218,6 +218,10 @@ def test_each_middle_or_chosen_frames_become_files(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="it has the frames 1 to 5; 1,6 is no each, middle or numbers of these"):
         write_frames(tmp_path / "ward", tmp_path / "more", "1,6")
     assert not (tmp_path / "more").exists()
+    dicom(tmp_path / "ward" / "b.dcm", stored[:3], NumberOfFrames=3)
+    files, count, (why,) = write_frames(tmp_path / "ward", tmp_path / "most", "1,4")
+    assert (files, count, why[:6]) == (1, 2, "b.dcm:")
+    assert not (tmp_path / "most" / "b").exists()
     with pytest.raises(UserError, match="exists: choose a new --out"):
         write_frames(tmp_path / "ward", tmp_path / "each", "each")
 

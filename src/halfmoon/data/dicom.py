@@ -72,7 +72,7 @@ def _decoded(file: Any, data: BinaryIO, place: str) -> Image.Image:
     tools: Any = import_module("pydicom.pixels")
     frame, kind = chosen_frame(file), str(file.get("PhotometricInterpretation", ""))
     data.seek(0)
-    pixels = tools.pixel_array(data, index=frame, view_only=True)
+    pixels = tools.pixel_array(data, index=frame)
     if kind == "PALETTE COLOR":
         pixels = tools.apply_color_lut(pixels, file)
     if pixels.ndim == 3:

@@ -191,10 +191,12 @@ def _agreement(args: argparse.Namespace) -> int:
 def _frames(args: argparse.Namespace) -> int:
     from halfmoon.sites.folders.frames import write_frames
 
-    files, count = write_frames(args.folder, args.out, args.frames)
+    files, count, left_out = write_frames(args.folder, args.out, args.frames)
     if args.json:
-        print_json({"out": str(args.out), "files": files, "frames": count})
+        print_json({"out": str(args.out), "files": files, "frames": count, "left_out": left_out})
     else:
+        for words in left_out:
+            say(f"left out: {words}")
         say(f"{count:,} frames of {files:,} files ({args.frames}): {args.out}")
     return 0
 
