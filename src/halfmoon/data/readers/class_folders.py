@@ -152,6 +152,7 @@ def read_images(
 
 
 def is_image(path: Path) -> bool:
+    """Return whether a file that is not hidden is an image by its suffix, or a DICOM file by its content."""
     if path.name.startswith(".") or not path.is_file():
         return False
     return path.suffix.lower() in SUFFIXES or dicom.holds_image(path)

@@ -86,6 +86,7 @@ def agree(home: Path, hash: str) -> None:
 
 
 def share_accuracy(home: Path, on: bool) -> None:
+    """Write down whether the accuracy of a site may stand beside the mean of all."""
     if on:
         home.mkdir(parents=True, exist_ok=True)
         (home / SHARED).touch()
