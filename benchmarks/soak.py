@@ -195,18 +195,22 @@ def finished(fed: Soak) -> bool:
     return "finished: the model is" in fed.log()
 
 
-def growth(samples: list[dict[str, Any]], what: str) -> dict[str, float]:
-    """Return for each role the growth within its longest life, in percent: last third over the middle one's median."""
-    found: dict[str, float] = {}
+def medians(samples: list[dict[str, Any]], what: str) -> dict[str, tuple[float, float]]:
+    """Return for each role the medians of the middle and of the last third of the longest life of its processes."""
+    found: dict[str, tuple[float, float]] = {}
     for role in dict.fromkeys(row["role"] for row in samples):
         own = [row for row in samples if row["role"] == role]
         lives = [[row[what] for row in own if row["process"] == each] for each in {row["process"] for row in own}]
         life = max(lives, key=len)
         third = len(life) // 3
         if third >= 3:
-            middle, last = (statistics.median(part) for part in (life[third : 2 * third], life[2 * third :]))
-            found[role] = round(100 * (last / middle - 1), 1)
+            found[role] = statistics.median(life[third : 2 * third]), statistics.median(life[2 * third :])
     return found
+
+
+def thinned(samples: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return one sample a minute of each process."""
+    return list({(row["process"], row["at"] // 60): row for row in samples}.values())
 
 
 def chart(samples: list[dict[str, Any]], events: list[dict[str, Any]], path: Path) -> None:
@@ -228,14 +232,18 @@ def chart(samples: list[dict[str, Any]], events: list[dict[str, Any]], path: Pat
 
 def page(facts: dict[str, Any]) -> str:
     """Return the page of results."""
-    held, memory, files = facts["machine"], facts["memory_growth"], facts["file_growth"]
+    held, memory, files = facts["machine"], facts["memory"], facts["files"]
+    largest = max(last / middle - 1 for middle, last in memory.values())
     kinds: dict[str, int] = {}
     for event in facts["events"]:
         kind = next((each for each in ("kill", "network", "stood still", "clock") if each in event["what"]), "nothing")
         kinds[kind] = kinds.get(kind, 0) + 1
     same = "the same bytes as" if facts["weights"] == facts["straight"] else "OTHER bytes than"
-    rows = "\n".join(f"| {role} | {memory[role]:+} % | {files.get(role, 0):+} % |" for role in memory)
-    return f"""# Ninety minutes of disturbances
+    rows = "\n".join(
+        f"| {role} | {middle / 2**20:.1f} | {last / 2**20:.1f} | {files[role][0]:g} | {files[role][1]:g} |"
+        for role, (middle, last) in memory.items()
+    )
+    return f"""# A federation that is disturbed all the time
 
     {facts["command"]}
 
@@ -243,15 +251,16 @@ def page(facts: dict[str, Any]) -> str:
 
 Five sites and a server, {facts["rounds"]} rounds in {facts["minutes"]} minutes, {len(facts["events"])} disturbances:
 {", ".join(f"{kind} {count}" for kind, count in sorted(kinds.items()))}. The model has {same} the simulator's.
-The last third of the longest life of each process is compared with its middle third:
+No process grows by more than {largest:.1%} from the middle third of its longest life to the last.
 
-| process | memory | open files |
-|---|---|---|
+| process | MiB, middle third | last third | open files, middle third | last third |
+|---|--:|--:|--:|--:|
 {rows}
 
 {held["cores"]} cores of an {held["cpu"]}, shared with other work (load {held["load"][0]}); Python {held["python"]},
-torch {held["torch"]}, Flower {held["flwr"]}. All samples and events are in soak.json. "Clock": what `time.time` says in
-the processes of one site. A cut closes all connections of a site's link and admits none.
+torch {held["torch"]}, Flower {held["flwr"]}.
+soak.json has a sample a minute and all events. "Clock": what `time.time` says in the processes of one site. A cut
+closes all connections of a site's link and admits none.
 """
 
 
@@ -277,7 +286,7 @@ def main() -> None:
             "command": " ".join(["python benchmarks/soak.py", *sys.argv[1:]]),
             "machine": machine(), "minutes": round((time.monotonic() - began) / 60), "rounds": options.rounds,
             "weights": digest(fed.run), "straight": digest(straight), "events": events,
-            "memory_growth": growth(samples, "memory"), "file_growth": growth(samples, "files"), "samples": samples,
+            "memory": medians(samples, "memory"), "files": medians(samples, "files"), "samples": thinned(samples),
         }  # fmt: skip
     chart(samples, events, options.out.with_suffix(".png"))
     options.out.with_suffix(".json").write_text(json.dumps(facts) + "\n")
