@@ -31,7 +31,7 @@ ROOT = Path(__file__).resolve().parents[1]
 PATIENCE = 420
 """Seconds until a script counts as stuck."""
 
-IMPORTED = {"disturbed", "flower_grid", "federation_stock", "peer_rounds", "peer_side", "smoke"}
+IMPORTED = {"disturbed", "federation_stock", "peer_rounds", "peer_side", "smoke"}
 """Modules of benchmarks/ that other scripts import or start."""
 
 Small = tuple[str, dict[str, Any]]
