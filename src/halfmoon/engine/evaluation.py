@@ -61,6 +61,11 @@ class Tally(NamedTuple):
     correct: np.ndarray | None = None  # (N,) bool, None where images are at several places
 
     @property
+    def packed(self) -> bytes | None:
+        """The bits of `correct`, eight in a byte."""
+        return None if self.correct is None else np.packbits(self.correct).tobytes()
+
+    @property
     def per_class(self) -> list[float]:
         """Return the accuracy of each class, to six digits; 0 for a class without test images."""
         shares = self.confusion.diagonal() / self.confusion.sum(1).clamp_min(1)

@@ -69,7 +69,7 @@ def play(experiment: Experiment, folder: RunFolder, loaded: Loaded | None, watch
     """Play the rounds that are left; return {"model", "confusion", "accuracy", "cost", "aggregation", "ended", ...}.
 
     "model" is that of the last round or, with validation images, of the round that was best on them. "confusion" is
-    that of "model" on the test set: rows are true classes, columns predicted ones; "correct" (N,) says which images
+    that of "model" on the test set: rows are true classes, columns predicted ones; "correct" packs in bits which images
     are right. Without a test set these and "accuracy" are None. Where clients' validation images have chosen,
     "concluded" is what their test images say of the last model, and "chosen" {"round", "accuracy"}; both are None
     elsewhere. "aggregation" is what the last row says of aggregators. "ended" says why the run is over before its
@@ -108,7 +108,7 @@ def play(experiment: Experiment, folder: RunFolder, loaded: Loaded | None, watch
     if told is None and experiment.test is not None:  # it was stopped between an evaluation and its end
         told = _tally(experiment, model, experiment.test)
     confusion = None if told is None else [integers(row) for row in told.confusion]
-    result = {**_result(folder.verified_rows(), seen), "correct": None if told is None else told.correct}
+    result = {**_result(folder.verified_rows(), seen), "correct": None if told is None else told.packed}
     chosen = None if validated is None or not seen else {"round": max(seen).round, "accuracy": max(seen).accuracy}
     return {"model": model, "confusion": confusion, "concluded": tested, "chosen": chosen, **result, "ended": ended}
 

@@ -7,8 +7,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from halfmoon.api.types import Task
 from halfmoon.config import schema as settings
 from halfmoon.config.schema import Config, rounds_of
@@ -62,11 +60,7 @@ def summary(
         "cost": played["cost"],
         "classes": list(classes),
         "confusion": played["confusion"],
-        **(
-            {}
-            if played["correct"] is None
-            else {"correct": base64.b64encode(np.packbits(played["correct"]).tobytes()).decode()}
-        ),
+        **({} if played["correct"] is None else {"correct": base64.b64encode(played["correct"]).decode()}),
         "seconds": round(seconds, 1),
         **({"defenses": chosen} if (chosen := settings.guarding(config)) else {}),
         **{name: played[name] for name in ("aggregation", "ended") if played[name] is not None},
