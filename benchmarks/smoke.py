@@ -86,7 +86,7 @@ SMALLEST: dict[str, Small] = {
     "scale": ("--part uploads fedavg 2", {}),
     "secure_sums": ("--sites 3 --parameters 1000 --out {out}/sums", {}),
     "seeds_together": ("--methods fedavg --seeds 2 --rounds 1 --turns 1", {}),
-    "soak": ("--minutes 0.5 --rounds 4 --seconds 1 --out {out}/soak", {}),
+    "soak": ("--minutes 0 --rounds 2 --seconds 1 --out {out}/soak", {"SAMPLE": 0.2}),
     "site_opening": ("--images 20 --side 8", {}),
     "strong_view": ("--rounds 1", {}),
     "unlike": (
@@ -112,6 +112,15 @@ RESULTS: dict[str, Small] = {
         {"METHODS": {"feddure": None, "fedavg-fixmatch": None}, "SHARED": {"rounds": 1, "clients": 4, "cohort": 2}},
     ),
     "feddure_trials": ("play --seeds 9 --runs {out}", {"TRIALS": 1}),
+    "labels_curve": (
+        "play cifar10 --seeds 9 --runs {out} --data-dir {data}",
+        {
+            "SHARES": {"cifar10": 0.2},
+            "LABELS": (1,),
+            "SETTINGS": {"uneven": None},
+            "ROWS": dict.fromkeys(("fedavg", "fedavg-soft-labels", "fedavg-fixmatch-global", "mixture-head")),
+        },
+    ),
     "starts": (
         "play digits --seeds 9 --starts none simsiam --runs {out}",
         {"SHARED": {"rounds": 1, "start_rounds": 1, "clients": 4, "cohort": 2}, "RATES": 1},

@@ -233,7 +233,7 @@ def chart(samples: list[dict[str, Any]], events: list[dict[str, Any]], path: Pat
 def page(facts: dict[str, Any]) -> str:
     """Return the page of results."""
     held, memory, files = facts["machine"], facts["memory"], facts["files"]
-    largest = max(last / middle - 1 for middle, last in memory.values())
+    largest = max((last / middle - 1 for middle, last in memory.values()), default=0.0)
     kinds: dict[str, int] = {}
     for event in facts["events"]:
         kind = next((each for each in ("kill", "network", "stood still", "clock") if each in event["what"]), "nothing")
