@@ -16,6 +16,7 @@ import os
 import statistics
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import torch
 from peer_rounds import ours
@@ -30,6 +31,13 @@ def timed(play: Callable[[], object]) -> tuple[float, float, float]:
     play()
     wall, spent = time.perf_counter() - clock, time.process_time() - own
     return spent, processor() - everything - spent, wall
+
+
+def megabytes(process: int) -> int:
+    """Return the memory of a process, of pages that several share its part; 0 where the system does not say."""
+    file = Path(f"/proc/{process}/smaps_rollup")
+    lines = file.read_text().splitlines() if file.exists() else []
+    return sum(int(line.split()[1]) for line in lines if line.startswith("Pss:")) // 1000
 
 
 def main() -> None:
@@ -51,10 +59,12 @@ def main() -> None:
         serial, workers, both = timed(together)
         if turn:  # the first starts the processes
             found.append((one, serial, workers / given.cohort, clock / both))
+    memory = [megabytes(process) for process in (os.getpid(), *((pool._pool and pool._pool._processes) or ()))]
     pool.close()
     one, serial, client, faster = (statistics.median(column) for column in zip(*found, strict=True))
     print(f"one process {one:.2f} s, serial {serial:.3f} s, a client {client:.3f} s (load {os.getloadavg()[0]:.1f})")
     print(f"two workers by the clock: {faster:.2f} times as fast")
+    print("MB of this process and of each worker, shared pages by part:", *memory)
     for cores in given.cores:
         speed = one / (serial + -(-given.cohort // cores) * client)
         print(f"{cores:>3} cores: {speed:.2f} times, {speed / min(given.cohort, cores):.2f} of min(cohort, cores)")

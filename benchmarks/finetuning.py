@@ -1,11 +1,11 @@
 """What given weights bring a federation: from scratch, training all of them, slower layers, or the head alone.
 
-    python benchmarks/finetuning.py DATA [FOLDER]
+    python benchmarks/finetuning.py DATA [FOLDER [OUT]]
 
-DATA holds fashion_mnist and pneumonia_mnist, FOLDER (a temporary one) the runs. A small network of width 16 learns
-Fashion-MNIST in one place; no X-ray is seen there. Then 20 clients with 5 labels of each class on average train it on
-chest X-rays, 5 a round, under FixMatch. The learning rate of each row is the better of two on validation images of seed
-100; test images chose nothing. Seed S is the seed of training and of the split. Writes results/finetuning.md and .json.
+DATA holds fashion_mnist and pneumonia_mnist, FOLDER (a temporary one) the runs; results are OUT.md and OUT.json. A
+small network of width 16 learns Fashion-MNIST in one place; no X-ray is seen there. Then 20 clients with 5 labels of
+each class on average train it on chest X-rays, 5 a round, under FixMatch. The learning rate of each row is the better
+of two on validation images of seed 100; test images chose nothing. Seed S is that of training and of the split.
 """
 
 import json
@@ -19,7 +19,7 @@ from typing import Any
 import halfmoon
 from halfmoon import Config
 
-RESULTS = Path(__file__).parents[1] / "results"
+RESULTS = Path(__file__).parents[1] / "results" / "finetuning"
 SEEDS, CHOICE, RATES = (0, 1, 2), 100, (8e-3, 2e-3)
 PLACE: dict[str, Any] = {"device": "cpu", "threads": 1, "network": "small", "width": 16, "checkpoint_every": 20}
 FIRST: dict[str, Any] = {
@@ -77,8 +77,9 @@ def main() -> None:
             "first": 100 * first["accuracy"]["last"], "rows": rows, "seconds": round(time.perf_counter() - began),
             "processor_seconds": round(time.process_time() - processor),
         }  # fmt: skip
-    (RESULTS / "finetuning.json").write_text(json.dumps(facts, indent=1) + "\n")
-    (RESULTS / "finetuning.md").write_text(table(facts))
+    out = Path(sys.argv[3]) if len(sys.argv) > 3 else RESULTS
+    out.with_suffix(".json").write_text(json.dumps(facts, indent=1) + "\n")
+    out.with_suffix(".md").write_text(table(facts))
 
 
 def table(facts: dict[str, Any]) -> str:

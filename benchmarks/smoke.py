@@ -59,7 +59,7 @@ SMALLEST: dict[str, Small] = {
     "federation_faults": ("--only undisturbed --out {out}/faults", {}),
     "federation_parity": ("--methods semifl --ways simulator --rounds 1 --out {out}/parity", {}),
     "finetuning": (
-        "{data} {out}",
+        "{data} {out} {out}/finetuning",
         {"SEEDS": (0, 1), "RATES": (8e-3,), "FIRST": {"rounds": 1, "steps": 1}, "THEN": {"rounds": 1, "steps": 1}},
     ),
     "foreign_app": ("", {}),

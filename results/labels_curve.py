@@ -2,6 +2,7 @@
 
     python results/labels_curve.py play cifar10 --runs RUNS --data-dir DATA [--seeds 0 1 2 3 4] [--minutes 10]
     python results/labels_curve.py play cifar10 --part places ...
+    python results/labels_curve.py play cifar10 --part layers ...
     python results/labels_curve.py play cifar10 --part scratch ...
     python results/labels_curve.py report
 
@@ -56,6 +57,8 @@ PLACED = {
     "server": ("partially-supervised", "semifl", "fl2", "ridge-head", "mixture-head"),
 }  # fmt: skip
 AMOUNTS = (100, 400)
+LAYERS: dict[str, Any] = {"network": "efficientnet-lite0", "resize": 64, "tune": "last", "cohort": 5, "steps": 4,
+                          "rounds": 8, "unlabeled_batch": 20, "evaluate_every": 500}  # fmt: skip
 SCRATCH: dict[str, Any] = {"protocol": "few-labels", "shrink": 2, "evaluate_every": 500, "checkpoint_every": 50}
 
 Found = dict[tuple[Any, ...], dict[int, float]]  # by data, where, setting, row and labels: percent by seed
@@ -71,6 +74,8 @@ def points(data: str, part: str, seeds: list[int]) -> Iterator[Point]:
         elif part == "places":
             cases = ((place, n, row) for place, n in itertools.product(PLACES, AMOUNTS) for row in PLACED[place])
             yield from (("features", n, place, row, seed) for place, n, row in cases)
+        elif part == "layers":
+            yield from (("layers", 10, "even", row, seed) for row in ("fedavg", "fedavg-soft-labels"))
         else:
             cases = itertools.product((10, 100), ("fedavg", "fedavg-soft-labels"))
             yield from (("scratch", n, "uneven", row, seed) for n, row in cases)
@@ -83,11 +88,11 @@ def configured(data: str, point: Point, folder: Path | None) -> Any:
     where, count, setting, row, seed = point
     classes = 2 if data == "pneumonia_mnist" else 10
     placed = PLACES.get(setting, {"setting": SETTINGS.get(setting, "iid-iid")})
-    own = SCRATCH if where == "scratch" else {**FEATURES, **ROWS.get(row, {})}
+    own = {"scratch": SCRATCH, "layers": LAYERS}.get(where, {**FEATURES, **ROWS.get(row, {})})
     labels = count if setting in PLACES else count * classes
     clients = 20 if setting in PLACES else min(10, labels)
     who = {} if where == "scratch" else {"clients": clients, "cohort": clients}
-    values = {**SHARED, **own, **placed, **who, "labels": labels, "data_share": SHARES[data]}
+    values = {**SHARED, **placed, **who, **own, "labels": labels, "data_share": SHARES[data]}
     values |= {"method": "fedavg" if row in FLOORS else row, "data": data, "data_dir": folder}
     if setting == "server" and row not in ROWS:
         values["reference"] = "semifl"
@@ -233,7 +238,7 @@ def main() -> None:
     commands = parser.add_subparsers(dest="command", required=True)
     playing = commands.add_parser("play")
     playing.add_argument("data", choices=SHARES)
-    playing.add_argument("--part", choices=("curve", "places", "scratch"), default="curve")
+    playing.add_argument("--part", choices=("curve", "places", "layers", "scratch"), default="curve")
     playing.add_argument("--runs", type=Path, required=True)
     playing.add_argument("--data-dir", type=Path)
     playing.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2, 3, 4])

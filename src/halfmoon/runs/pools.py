@@ -201,7 +201,7 @@ class Workers(Pool):
             self._pool = None
 
     def _started(self) -> ProcessPoolExecutor:
-        context, here = get_context("spawn"), processors()
+        context, here = ready_context("halfmoon.runs.runner"), processors()
         places = context.SimpleQueue()
         own = self.number * self.threads == len(here)  # else they would crowd on some
         for k in range(self.number):
