@@ -17,6 +17,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -36,7 +37,7 @@ sys.path[:0] = [str(TESTS / "support"), str(TESTS / "storage")]
 
 import test_failing_disks as disks  # noqa: E402
 import test_integrity as folders  # noqa: E402
-from fuzz_targets import TARGETS  # noqa: E402
+from fuzz_targets import TARGETS, bombs  # noqa: E402
 from fuzzing import Broken, attempt  # noqa: E402
 
 SAME, REFUSED, SILENT, TRACEBACK, HUNG = VERDICTS = ("same", "refused", "silent", "traceback", "hung")
@@ -131,6 +132,62 @@ def _hostile(place: Path, names: tuple[str, ...]) -> Iterator[Trial]:
 
 
 @contextmanager
+def _bomb(place: Path) -> Iterator[Trial]:
+    """A small file unpacks to up to four gigabytes; memory and time of a trial are bounded."""
+    made = {target.name: target for target in TARGETS if target.name in dict(bombs())}
+    scenes = {name: target.scene(place / name) for name, target in made.items()}
+
+    def trial(chance: random.Random) -> str:
+        name, pack = chance.choice(bombs())
+        try:
+            return REFUSED if attempt(made[name], scenes[name], pack(chance.randint(1, 256))) == "refused" else SAME
+        except Broken as broken:
+            return TRACEBACK if broken.__cause__ else SILENT
+
+    yield trial
+
+
+@contextmanager
+def _actor(place: Path) -> Iterator[Trial]:
+    """A process of Ray that trains clients is killed in the middle of a run, which is then gone on with."""
+    import ray  # an extra
+
+    options = {**folders.SMALL, "rounds": folders.ROUNDS, "executor": "loop"}
+    runner.cell(Config(**options), place / "straight")
+    wanted, number = folders.numbers(place / "straight"), iter(range(10**9))
+    ray.init(num_cpus=2, log_to_driver=False, logging_level="ERROR", include_dashboard=False)
+
+    def trial(chance: random.Random) -> str:
+        path, verdict = place / f"run-{next(number)}", SAME
+        config = Config(**options, workers="ray")
+        killer = threading.Timer(chance.uniform(0, 0.5), _kill_actors)
+        killer.start()
+        try:
+            runner.cell(config, path)
+        except UserError:
+            verdict = REFUSED
+        finally:
+            killer.join()
+        runner.cell(config, path)
+        assert folders.numbers(path) == wanted
+        return verdict
+
+    yield trial
+    ray.shutdown()
+
+
+def _kill_actors() -> None:
+    """Kill the processes of Ray that compute for this one, as soon as there are any."""
+    until, missing = time.monotonic() + 5, True
+    while missing and time.monotonic() < until:
+        for process in Path("/proc").glob("[0-9]*"):
+            with suppress(OSError):
+                if (process / "cmdline").read_bytes().startswith(b"ray::_answer"):
+                    os.kill(int(process.name), signal.SIGKILL)
+                    missing = False
+
+
+@contextmanager
 def _worker(place: Path) -> Iterator[Trial]:
     """One of the processes that train clients dies."""
 
@@ -172,6 +229,7 @@ def _cache(place: Path) -> Iterator[Trial]:
 
 FILES = {
     "hostile image": ("image", "predict", "idx", "parquet", "records"),
+    "hostile DICOM": ("dicom",),
     "hostile CSV or TOML": ("config", "federation", "labels", "classes"),
     "hostile model or run folder": (
         *("model", "split", "run-metrics.jsonl", "run-timings.jsonl", "run-summary.json", "run-split.json"),
@@ -191,7 +249,9 @@ KINDS: dict[str, Callable[[Path], Any]] = {
     "cut file": lambda place: _damaged(place, "cut"),
     "deleted file": lambda place: _damaged(place, "delete"),
     **{kind: lambda place, names=names: _hostile(place, names) for kind, names in FILES.items()},
+    "archive bomb": _bomb,
     "dead worker": _worker,
+    "dead Ray actor": _actor,
     "planted cache": _cache,
 }
 
@@ -240,7 +300,8 @@ def page(facts: dict[str, Any]) -> str:
     total = [sum(counts[verdict] for counts in facts["counts"].values()) for verdict in VERDICTS]
     rows.append(f"| all | {sum(total):,} | " + " | ".join(f"{count:,}" for count in total) + " |")
     notes = "".join(f"- {note}\n" for note in facts["notes"])
-    how = "Of hostile bytes, the same bytes are those that could be read and changed nothing else."
+    how = "Of hostile bytes, the same bytes are those that could be read and changed nothing else. "
+    how += "The planted cache is one cheap check, repeated. Behind a dead actor a run goes on to the same bytes."
     return f"# Faults\n\n    python benchmarks/faults.py\n\n{chr(10).join(rows)}\n\n{how}\n\n{notes}".rstrip() + "\n"
 
 

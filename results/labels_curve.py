@@ -58,7 +58,7 @@ PLACED = {
 }  # fmt: skip
 AMOUNTS = (100, 400)
 LAYERS: dict[str, Any] = {"network": "efficientnet-lite0", "resize": 64, "tune": "last", "cohort": 5, "steps": 4,
-                          "rounds": 8, "unlabeled_batch": 20, "evaluate_every": 500}  # fmt: skip
+                          "rounds": 24, "unlabeled_batch": 20, "evaluate_every": 500}  # fmt: skip
 SCRATCH: dict[str, Any] = {"protocol": "few-labels", "shrink": 2, "evaluate_every": 500, "checkpoint_every": 50}
 
 Found = dict[tuple[Any, ...], dict[int, float]]  # by data, where, setting, row and labels: percent by seed

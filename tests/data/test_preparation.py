@@ -7,13 +7,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from fuzz_targets import deflated_dicom, dicom_file
 from PIL import Image
 
 from halfmoon import Config, UserError
 from halfmoon.data import load
 from halfmoon.data.images import Images, statistics
 from halfmoon.data.preparation import Preparation, checked_window, eight_bits, middle
-from halfmoon.data.readers.decode import fitted, prepared
+from halfmoon.data.readers.decode import decode, fitted, prepared
 from halfmoon.runs import factory
 from halfmoon.sites.folders.frames import write_frames
 
@@ -300,3 +301,13 @@ def test_images_in_the_bytes_of_a_file_give_no_warning(recwarn, request):
     assert made.images.is_contiguous()
     assert np.array_equal(made.images.numpy(), pixels.transpose(0, 3, 1, 2))
     assert not recwarn.list
+
+
+def test_a_deflated_dicom_is_read_and_a_bomb_is_refused() -> None:
+    """Three megabytes that unpack to three gigabytes end in a sentence, before they are in memory."""
+    pytest.importorskip("pydicom")
+    stored = np.arange(35, dtype=np.uint16).reshape(5, 7)
+    data = deflated_dicom(stored.tobytes(), WindowCenter=17.5, WindowWidth=36)
+    assert decode(data, "a").tolist() == decode(dicom_file(stored, WindowCenter=17.5, WindowWidth=36), "a").tolist()
+    with pytest.raises(UserError, match="it unpacks to over 268,435,456 bytes"):
+        decode(deflated_dicom(bytes(2**24), 20), "a")

@@ -270,6 +270,94 @@ def image_seeds() -> tuple[bytes, ...]:
     return (*plain, *odd, *turned, *packed)
 
 
+@cache
+def dicom_seeds() -> tuple[bytes, ...]:
+    """Return DICOM files of 8 and 16 bits, gray and color, of several frames, plain and compressed."""
+    from pydicom.uid import RLELossless
+
+    gray, frames = np.arange(35, dtype=np.uint16).reshape(5, 7) * 100, np.arange(105, dtype=np.uint16).reshape(3, 5, 7)
+    color = {"SamplesPerPixel": 3, "PlanarConfiguration": 0, "PhotometricInterpretation": "RGB"}
+    bytes_ = {"BitsAllocated": 8, "BitsStored": 8, "HighBit": 7}
+    files = [
+        dicom_file(gray),
+        dicom_file(gray, PhotometricInterpretation="MONOCHROME1", RescaleSlope=2, RescaleIntercept=-1000),
+        dicom_file(frames, NumberOfFrames=3, RepresentativeFrameNumber=2),
+        dicom_file((gray // 100).astype(np.uint8), **bytes_),
+        dicom_file(np.repeat(gray[..., None] // 100, 3, 2).astype(np.uint8), **color, **bytes_),
+        dicom_file(frames, NumberOfFrames=3, syntax=RLELossless),
+    ]
+    return (*files, deflated_dicom(gray.tobytes()))
+
+
+def dicom_file(pixels: np.ndarray, syntax: str | None = None, **header: object) -> bytes:
+    """Return a DICOM file of 12 bits, compressed where a transfer syntax is named."""
+    from pydicom.dataset import FileDataset, FileMetaDataset
+    from pydicom.uid import ExplicitVRLittleEndian
+
+    meta = FileMetaDataset()
+    meta.TransferSyntaxUID = ExplicitVRLittleEndian
+    meta.MediaStorageSOPClassUID, meta.MediaStorageSOPInstanceUID = "1.2.840.10008.5.1.4.1.1.7", "1.2.3"
+    plain = {"SOPClassUID": meta.MediaStorageSOPClassUID, "SOPInstanceUID": "1.2.3", "Rows": 5, "Columns": 7,
+             "SamplesPerPixel": 1, "BitsAllocated": 16, "BitsStored": 12, "HighBit": 11, "PixelRepresentation": 0,
+             "PhotometricInterpretation": "MONOCHROME2",
+             "PixelData": pixels.tobytes() + bytes(pixels.nbytes % 2)}  # fmt: skip
+    file = FileDataset("it", {}, file_meta=meta, preamble=bytes(128))
+    for name, value in {**plain, **header}.items():
+        setattr(file, name, value)
+    if syntax is not None:
+        file.compress(syntax, generate_instance_uid=False)
+    out = io.BytesIO()
+    file.save_as(out, enforce_file_format=True)
+    return out.getvalue()
+
+
+def deflated_dicom(pixels: bytes, repeats: int = 1, **header: object) -> bytes:
+    """Return a DICOM file whose header and pixels are deflated; the pixels are there so many times."""
+    from pydicom.uid import DeflatedExplicitVRLittleEndian
+
+    whole = dicom_file(np.zeros(0, np.uint16), PixelData=b"", **header)
+    length = whole.find(b"\2\0\0\0UL\4\0") + 8
+    start = length + 4 + int.from_bytes(whole[length : length + 4], "little")
+    old, new = b"1.2.840.10008.1.2.1\0", DeflatedExplicitVRLittleEndian.encode()
+    meta = whole[:start].replace(old, new + bytes(len(new) % 2)).replace(b"UI\x14\0" + new, b"UI\x16\0" + new)
+    meta = meta[:length] + (len(meta) - length - 4).to_bytes(4, "little") + meta[length + 4 :]
+    packer = zlib.compressobj(9, zlib.DEFLATED, -zlib.MAX_WBITS)
+    tail = (len(pixels) * repeats).to_bytes(4, "little")
+    first = packer.compress(whole[start:-4] + tail) + packer.flush(zlib.Z_FULL_FLUSH)
+    again = packer.compress(pixels) + packer.flush(zlib.Z_FULL_FLUSH)
+    return meta + first + again * repeats + packer.flush()
+
+
+@cache
+def bombs() -> tuple[tuple[str, Callable[[int], bytes]], ...]:
+    """Return, by target, what makes a small file that unpacks to so many pieces of 16 MiB."""
+    piece = bytes(2**24)
+    member, gray = gzip.compress(piece, mtime=0), zlib.compress(piece)
+    shape = {"Rows": 8192, "Columns": 8192}
+
+    def idx(count: int) -> bytes:
+        head = b"\0\0\x08\x03" + struct.pack(">3I", count, 4096, 4096)
+        return gzip.compress(head, mtime=0) + member * count
+
+    def tiff(count: int) -> bytes:
+        strips = Image.fromarray(np.zeros((4096, 16), np.uint8))
+        return picture_of(strips.resize((4096, 16 * min(count, 500))), compression="tiff_adobe_deflate")
+
+    return (
+        ("idx", idx),
+        ("dicom", lambda count: deflated_dicom(piece, count, **shape)),
+        ("image", lambda count: png(8000, 8000 * count, 8, 0, chunk(b"IDAT", gray))),
+        ("image", lambda count: png(8, 8, 8, 0, *[chunk(b"zTXt", b"a\0\0" + gray)] * count, chunk(b"IDAT", gray))),
+        ("predict", tiff),
+    )
+
+
+def picture_of(image: Image.Image, **options: Any) -> bytes:
+    out = io.BytesIO()
+    image.save(out, "TIFF", **options)
+    return out.getvalue()
+
+
 def read_image(scene: Scene) -> None:
     """Decode as data sets, sites and `halfmoon predict` do."""
     data, faults = scene.file.read_bytes(), []
@@ -881,6 +969,7 @@ TARGETS = (
         lambda: st.one_of(pictures(), png_files()),
         IMAGE_WORDS,
     ),
+    target("dicom", "DICOM files: the decoders of sites", alone("it.dcm"), dicom_seeds, read_image),
     target(
         "idx",
         "idx files, gzipped",

@@ -7,6 +7,7 @@ memory.
 """
 
 import io
+import zlib
 from collections.abc import Iterator, Sequence
 from copy import deepcopy
 from importlib import import_module
@@ -23,6 +24,12 @@ SUFFIXES = (".dcm", ".dicom")
 MAGIC = b"DICM"
 _CLASS = b"\x02\x00\x02\x00UI"
 """What stands before the kind of object in a file's first bytes."""
+
+_DEFLATED, _PLAIN = b"1.2.840.10008.1.2.1.99", b"1.2.840.10008.1.2.1\0\0\0"
+"""Explicit VR Little Endian, deflated and not."""
+
+LARGEST = 2**28
+"""Bytes that a deflated file may unpack to, for a thousandth of them can claim to."""
 
 _STORED = b"1.2.840.10008.5.1.4.1.1."
 _NO_IMAGES = (
@@ -54,6 +61,7 @@ def read(data: BinaryIO, place: str) -> Image.Image:
     Color is 8-bit RGB. Gray has mode I;16 or F; `info` says what a gray means, value = slope * gray + intercept
     (`rescale`), and how it is shown (`window`: the values of black and white). Raise UserError for what cannot be read.
     """
+    data = _plain(data, place)
     file = _opened(data, place)
     try:
         if not file.get("Rows") or not file.get("Columns"):
@@ -134,7 +142,8 @@ def frames(data: bytes, place: str, which: str) -> Iterator[tuple[int, Any]]:
 
     `which`: "each", "middle", or numbers such as 1,5,9. Raise UserError for what cannot be read, or is not there.
     """
-    file, tools = _opened(io.BytesIO(data), place), import_module("pydicom.pixels")
+    content = _plain(io.BytesIO(data), place)
+    file, tools = _opened(content, place), import_module("pydicom.pixels")
     count = _frames(file)
     named = {"each": [*range(1, count + 1)], "middle": [count // 2 + 1]}.get(which)
     if named is None:
@@ -148,7 +157,8 @@ def frames(data: bytes, place: str, which: str) -> Iterator[tuple[int, Any]]:
         file.pop(word, None)
     for number in named:
         try:
-            pixels = tools.pixel_array(io.BytesIO(data), index=number - 1)
+            content.seek(0)
+            pixels = tools.pixel_array(content, index=number - 1)
             kind = "RGB" if pixels.ndim == 3 else str(file.PhotometricInterpretation)
             part = deepcopy(file)
             part.set_pixel_data(pixels, kind, int(file.BitsStored))
@@ -161,7 +171,8 @@ def frames(data: bytes, place: str, which: str) -> Iterator[tuple[int, Any]]:
 
 def header(path: Path, place: str) -> tuple[int, int, bool, int, int]:
     """Return height, width, whether it is gray, the number of frames, and the bytes a pixel that decoding takes."""
-    file = _opened(path, place)
+    with path.open("rb") as data:
+        file = _opened(_plain(data, place), place)
     try:
         kind = str(file.get("PhotometricInterpretation", ""))
         gray, syntax = kind.startswith("MONOCHROME"), file.file_meta.get("TransferSyntaxUID")
@@ -189,13 +200,30 @@ def _identifiers(path: Path) -> tuple[str, str]:
     try:
         with path.open("rb") as data:
             tags = ["PatientID", "StudyInstanceUID"]
-            file = import_module("pydicom").dcmread(data, stop_before_pixels=True, specific_tags=tags)
+            file = import_module("pydicom").dcmread(_plain(data, ""), stop_before_pixels=True, specific_tags=tags)
         return str(file.get("PatientID") or "").strip(), str(file.get("StudyInstanceUID") or "").strip()
     except Exception:  # whoever decodes it says what is wrong
         return "", ""
 
 
-def _opened(data: BinaryIO | Path, place: str) -> Any:
+def _plain(data: BinaryIO, place: str) -> BinaryIO:
+    """Return the file, or what it unpacks to where it is deflated; raise UserError where that is over `LARGEST`."""
+    head = data.read(1024)
+    data.seek(0)
+    if _DEFLATED not in head:
+        return data
+    content, unpacker = data.read(), zlib.decompressobj(-zlib.MAX_WBITS)
+    start = 144 + int.from_bytes(content[140:144], "little")  # behind group 2, whose first element is its length
+    try:
+        body = unpacker.decompress(content[start:], LARGEST)
+    except zlib.error as error:
+        raise UserError(f"{place}: not a readable DICOM file ({error}).") from error
+    if unpacker.unconsumed_tail:
+        raise UserError(f"{place}: it unpacks to over {LARGEST:,} bytes; convert, replace or remove it.")
+    return io.BytesIO(content[:start].replace(_DEFLATED, _PLAIN) + body)
+
+
+def _opened(data: BinaryIO, place: str) -> Any:
     try:
         pydicom = import_module("pydicom")  # an extra, needed here only
     except ImportError as error:
