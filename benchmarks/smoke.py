@@ -65,6 +65,7 @@ SMALLEST: dict[str, Small] = {
     "foreign_app": ("", {}),
     "fuzz": ("--cases 5 --seconds 3 --only toml --out {out}/fuzz --findings {out}/findings", {}),
     "half_open": ("--connections 5 --seconds 1", {}),
+    "hostile_site": ("--rounds 1 --only hostile --out {out}/hostile", {}),
     "label_choice": (
         "--out {out}/choice",
         {"SEEDS": (0, 1), "ROUNDS": 2, "JUDGED": (), "POOL": 60, "TESTS": 20},

@@ -51,6 +51,12 @@ def spoil_answers() -> None:
         if KIND == "slow":
             time.sleep(float(os.environ["MISBEHAVE_SECONDS"]))
             return honest(self, data)
+        if KIND == "turned":  # in every round: the update with its sign turned, times four
+            reply = read(honest(self, data), Reply)
+            down, flat = tree.flatten(request.down), tree.flatten(reply.up)
+            before = {f"update/{path}": leaf for path, leaf in down.items() if path.startswith("params/")}
+            flat |= {path: leaf + 4 * (leaf - flat[path]) for path, leaf in before.items() if path in flat}
+            return write(replace(reply, up=tree.unflatten(flat)))
         last = self.home / "last.answer"
         if request.round != ROUND or request.attempt:
             said = honest(self, data)

@@ -1,0 +1,88 @@
+"""One site of five turns the sign of its update, times four: real processes, the default rule beside a mean.
+
+    python benchmarks/hostile_site.py [--rounds 12] [--out results/hostile_site]
+
+Each way is played once, with digits, ten labels a site and soft labels: nobody hostile, a hostile site, and a hostile
+site whose federation takes a plain mean. Writes .md: the accuracies, and how often the log names the site. Only
+Linux.
+"""
+
+import argparse
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from disturbed import HALFMOON, VICTIM, Federation
+from federation_faults import machine
+from federation_parity import written
+
+from halfmoon.federation.flower.processes import interruptible
+from halfmoon.storage import atomic_io
+
+SITES = tuple(f"site-{number:02}" for number in range(5))
+EXPORT = ("site", "export", "digits", "--sites", "5", "--labels-per-class", "1", "--setting", "iid-dir")
+OPTIONS = {"method": "fedavg-soft-labels", "steps": 6}
+SAYS = {
+    "calm": "nobody is hostile, default",
+    "hostile": "a hostile site, default",
+    "hostile-mean": "a hostile site, mean",
+}
+WAYS: dict[str, tuple[str, dict[str, Any]]] = {
+    "calm": ("", {}),
+    "hostile": ("turned", {}),
+    "hostile-mean": ("turned", {"aggregation": "mean"}),
+}
+
+
+def play(folder: Path, spoil: str, options: dict[str, Any]) -> tuple[float, int, list[str]]:
+    """Return the accuracy of the last model in percent, and which sites the log names how often as left out."""
+    subprocess.run([HALFMOON, *EXPORT, "--out", str(folder / "sites")], check=True, capture_output=True)
+    file = written(folder / "sites", options)
+    file.write_text(file.read_text() + f"min_replies = {len(SITES)}\n")
+    fed = Federation(folder, spoil=spoil, sites=SITES)
+    try:
+        for who in ("serve", *SITES):
+            fed.start(who)
+        fed.until(lambda: fed.running["serve"].poll() == 0, "the end")
+    finally:
+        fed.end()
+    log = fed.log()
+    others = [site for site in SITES if site != VICTIM and f"{site} was left out" in log]
+    accuracy = atomic_io.read_json(fed.run / "summary.json")["accuracy"]["last"]
+    return 100 * accuracy, log.count(f"{VICTIM} was left out"), others
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=12)
+    parser.add_argument("--only", nargs="+", choices=WAYS, default=list(WAYS))
+    parser.add_argument("--out", type=Path, default=Path("results/hostile_site"))
+    options, began = parser.parse_args(), time.monotonic()
+    lines = ["| federation | accuracy (%) | rounds without the site | other sites left out |", "|---|--:|--:|---|"]
+    for way in options.only:
+        spoil, own = WAYS[way]
+        with tempfile.TemporaryDirectory(prefix="halfmoon-hostile-") as folder, interruptible():
+            accuracy, count, others = play(Path(folder), spoil, {**OPTIONS, **own, "rounds": options.rounds})
+        lines.append(f"| {SAYS[way]} | {accuracy:.1f} | {count} of {options.rounds} | {', '.join(others) or 'none'} |")
+        print(lines[-1], flush=True)
+    where = ", ".join(f"{name} {value}" for name, value in machine().items())
+    page = f"""# A hostile site among real processes
+
+    {" ".join(["python benchmarks/hostile_site.py", *sys.argv[1:]])}
+
+Five sites of `halfmoon site join` with ten labels each, and `halfmoon serve`. {VICTIM} sends its update with the sign
+turned, times four, in every round. Each way was played once, so the table shows that it works, not how much it costs
+([attacks](attacks.md) has five seeds).
+
+{chr(10).join(lines)}
+
+{time.monotonic() - began:.0f} s; {where}.
+"""
+    options.out.with_suffix(".md").write_text(page)
+
+
+if __name__ == "__main__":
+    main()
