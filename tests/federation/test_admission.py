@@ -20,7 +20,7 @@ from halfmoon.core.errors import UserError
 from halfmoon.federation.flower import admission, site_process
 from halfmoon.federation.flower.admission import Admission
 from halfmoon.federation.flower.contact import Address
-from halfmoon.federation.flower.internals import RECEIVING, SENT
+from halfmoon.federation.flower.internals import RECEIVING, REPLY
 from halfmoon.federation.flower.launch import Server, run_config, superlink
 from halfmoon.federation.flower.link import holders
 from halfmoon.federation.flower.processes import SUPERNODE, Home
@@ -402,7 +402,7 @@ def test_a_supernode_that_has_given_up_is_started_again(tmp_path: Path, monkeypa
 
 
 @pytest.mark.parametrize(
-    ("lines", "lingers"), [([RECEIVING, SENT], False), ([RECEIVING, SENT, RECEIVING], True), ([RECEIVING], True)]
+    ("lines", "lingers"), [([RECEIVING, REPLY], False), ([RECEIVING, REPLY, RECEIVING], True), ([RECEIVING], True)]
 )
 def test_a_site_goes_as_soon_as_its_last_answer_is_sent(tmp_path, monkeypatch, lines, lingers):
     """A site whose part is over waits for its node to send what it answers, longer where it does not say so."""

@@ -73,7 +73,7 @@ REASONS = {
 LOST, REACHED = "Connection attempt failed", "Connection successful"
 """Words of a node that loses its server, and reaches it again."""
 
-RECEIVING, SENT = "receiving a message", "sent an answer"
+RECEIVING, REPLY = "receiving a message", "sent an answer"
 """Words of a node about a message and its answer; it has one at a time."""
 
 PIECE = 5 * 2**20
@@ -106,7 +106,7 @@ class MessageList:
             self._ask = self.client.PullMessages
             self.client.PullMessages = self._hand
 
-    def ready(self, message_ids: Sequence[str]) -> Sequence[str]:
+    def with_reply(self, message_ids: Sequence[str]) -> Sequence[str]:
         """Return the tickets whose reply has come; all of them where nobody can say."""
         if self.client is None or not message_ids:
             return message_ids

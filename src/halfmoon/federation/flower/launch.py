@@ -207,7 +207,7 @@ class _Session:
 
     def _start(self) -> None:
         address = self.server.address
-        if _taken(address):
+        if _in_use(address):
             raise UserError(f"port {address.port} is taken by another process: end it, or give another --port.")
         for script in (SUPEREXEC, SUPERLINK):
             self.home.forget(script)
@@ -328,7 +328,7 @@ def _rounds(run: Path) -> int:
     return (atomic_io.read(run / METRICS) or b"").count(b"\n")
 
 
-def _taken(address: Address) -> bool:
+def _in_use(address: Address) -> bool:
     """Say whether somebody listens at an address; raise UserError where this machine does not have it."""
     try:
         places = socket.getaddrinfo(address.host, address.port, type=socket.SOCK_STREAM)

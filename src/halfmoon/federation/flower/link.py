@@ -94,8 +94,8 @@ class GridPost:
         with _connecting():
             if self._list is None or self._list.client is not internals.client_of(self.grid):
                 self._list = internals.MessageList(self.grid, self.most)
-            ready = self._list.ready(message_ids)
-        for message_id in ready:
+            complete = self._list.with_reply(message_ids)
+        for message_id in complete:
             yield from self._collect(message_id)
 
     def _collect(self, message_id: str) -> list[TransportReply]:

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from halfmoon.federation.flower import internals
-from halfmoon.federation.flower.internals import RECEIVING, SENT, Fleet, Packet
+from halfmoon.federation.flower.internals import RECEIVING, REPLY, Fleet, Packet
 from halfmoon.federation.flower.processes import SUPERNODE, WORKER, command, enter, interruptible
 from halfmoon.federation.protocol import bundle
 from halfmoon.federation.protocol.bundle import Foreign
@@ -77,7 +77,7 @@ def _loop(fleet: Fleet, worker: "Worker", checker: "Checker", config: dict[str, 
             answer = worker.answer(packet, config)
         last = time.monotonic()
         if fleet.send(answer, last - begin):
-            internals.note(SENT)
+            internals.note(REPLY)
 
 
 class Checker:
@@ -127,7 +127,7 @@ class Worker:
         """Return the worker's answer to a message; that of a worker that has died says so."""
         self.start()
         try:
-            _put(self.link, [atomic_io.render({"config": config}), *internals.to_frames(packet)])
+            _send(self.link, [atomic_io.render({"config": config}), *internals.to_frames(packet)])
             return internals.from_frames(_get(self.link))
         except (OSError, EOFError):
             self.stop()
@@ -142,7 +142,7 @@ class Worker:
             self.process.wait()
 
 
-def work(number: str, app: str) -> int:
+def serve_pipe(number: str, app: str) -> int:
     """Answer the messages that come through a pipe, until the node is gone."""
     module, attribute = app.split(":")
     client_app = getattr(importlib.import_module(module), attribute)
@@ -150,7 +150,7 @@ def work(number: str, app: str) -> int:
         while True:
             facts, *frames = _get(link)
             config = atomic_io.parsed(facts)["config"]
-            _put(link, internals.to_frames(_answer(client_app, internals.from_frames(frames), config)))
+            _send(link, internals.to_frames(_answer(client_app, internals.from_frames(frames), config)))
     return 0
 
 
@@ -163,7 +163,7 @@ def _answer(app: Callable[..., Any], packet: Packet, config: dict[str, Any]) -> 
         return internals.failure(packet.message, RAISED, type(error).__name__)
 
 
-def _put(link: Connection, frames: Sequence[bytes]) -> None:
+def _send(link: Connection, frames: Sequence[bytes]) -> None:
     link.send_bytes(str(len(frames)).encode())
     for frame in frames:
         link.send_bytes(frame)
@@ -175,4 +175,4 @@ def _get(link: Connection) -> list[bytes]:
 
 if __name__ == "__main__":
     place = enter(sys.argv[1])
-    sys.exit(serve(place) if sys.argv[1] == SUPERNODE else work(*sys.argv[2:]))
+    sys.exit(serve(place) if sys.argv[1] == SUPERNODE else serve_pipe(*sys.argv[2:]))

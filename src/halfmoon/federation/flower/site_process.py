@@ -11,7 +11,7 @@ from typing import Any, Protocol
 from halfmoon.config.schema import NAME
 from halfmoon.core.errors import UserError
 from halfmoon.federation.flower.contact import Absent, Address, reach, trust
-from halfmoon.federation.flower.internals import LOST, REACHED, REASONS, RECEIVING, SENT
+from halfmoon.federation.flower.internals import LOST, REACHED, REASONS, RECEIVING, REPLY
 from halfmoon.federation.flower.node import FILE, LOG
 from halfmoon.federation.flower.processes import SUPERNODE, Home, alone, require_flower, stop
 from halfmoon.federation.protocol.bundle import APPS
@@ -213,7 +213,7 @@ class _Member:
             end = consent.ending(self.site.home)
             words = [*words, *self._read(log)][-200:]  # so it has the message that is the end
             if end is not None:
-                self._leave(end, [word for word in words if word in (RECEIVING, SENT)][-1:] == [SENT])
+                self._leave(end, [word for word in words if word in (RECEIVING, REPLY)][-1:] == [REPLY])
             time.sleep(EVERY)
         text = "\n".join([*words, *log.lines()])
         self.pause = CALLING if time.monotonic() - start > STEADY else min(2 * self.pause, LONGEST_PAUSE)
@@ -222,11 +222,11 @@ class _Member:
         self._show()
         time.sleep(self.pause)
 
-    def _leave(self, end: consent.End, sent: bool) -> None:
+    def _leave(self, end: consent.End, complete: bool) -> None:
         """Raise `Ended` once the last answer is sent and the server has had time to see it."""
-        if self.over is None or self.over[0] != sent:
-            self.over = sent, time.monotonic()
-        if time.monotonic() - self.over[1] > (PARTING if sent else LINGER):
+        if self.over is None or self.over[0] != complete:
+            self.over = complete, time.monotonic()
+        if time.monotonic() - self.over[1] > (PARTING if complete else LINGER):
             self._show()
             raise Ended(end.code, end.reason)
 
@@ -270,7 +270,7 @@ class _Member:
                 for line in offer.lines() if self.site.all or not offer.brief else offer.brief:
                     self.show(line)
                 self._ask()
-        person = self._asked()
+        person = self._responder()
         answer = None if person is None else person.answer()
         if answer is None or self.offer is None:
             return
@@ -280,9 +280,9 @@ class _Member:
         self._say(f"agreed to the terms {self.offer.hash}; the server asks again within half a minute")
         self.offer = None
 
-    def _asked(self) -> Person | None:
+    def _responder(self) -> Person | None:
         return None if self.offer is None or self.site.terms else self.person
 
     def _ask(self) -> None:
-        if person := self._asked():
+        if person := self._responder():
             person.ask(QUESTION)
