@@ -61,7 +61,7 @@ from halfmoon.federation.server.validation import check_schema
 from halfmoon.federation.site import secure_sum
 from halfmoon.federation.site.runtime import NOTHING
 from halfmoon.federation.site.secure_sum import SECRET, SUMS, Part, forget
-from halfmoon.federation.site.site_keys import KNOWN, KeyFiles, KnownSites
+from halfmoon.federation.site.site_keys import PEERS, KeyFiles, KnownSites
 
 FEDERATION, RUN, VERSION = "f" * 64, "0" * 32, "0.1.0"
 
@@ -761,7 +761,7 @@ def test_a_server_cannot_put_keys_of_its_own_in(known: str, tmp_path: Path) -> N
         forging(village, lasting=False).begin()
     village.round += 1
     if known == "neither":
-        assert not list(tmp_path.rglob(KNOWN))  # what was refused is not remembered
+        assert not list(tmp_path.rglob(PEERS))  # what was refused is not remembered
         with pytest.raises(
             RefusalError, match="other keys of this site"
         ):  # site 1 sees that another is shown as its own

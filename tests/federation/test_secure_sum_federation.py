@@ -44,7 +44,7 @@ from halfmoon.federation.server.transport import SPOOL
 from halfmoon.federation.site.client import SiteClient
 from halfmoon.federation.site.runtime import SiteRuntime
 from halfmoon.federation.site.secure_sum import SECRET, SUMS
-from halfmoon.federation.site.site_keys import KNOWN, OWN
+from halfmoon.federation.site.site_keys import OWN, PEERS
 from halfmoon.runs import runner
 from halfmoon.sites.keys.make import init
 
@@ -183,7 +183,7 @@ def test_a_site_that_has_lost_its_keys_has_no_part_and_stops_nobody(town: Town) 
         run = town.play(file)
     assert [row["aggregation"]["summed"] for row in rows(run)] == [SITES - 1, SITES, SITES - 1]
     (home / OWN).unlink()
-    for path in town.folder.rglob(KNOWN):
+    for path in town.folder.rglob(PEERS):
         path.unlink()
 
 
@@ -203,7 +203,7 @@ def test_sites_take_part_under_the_keys_that_were_handed_out(town, tmp_path, mon
     town.forget()
     run = town.play(town.write("fedavg", rounds=1, cohort=SITES, secure_aggregation=True))
     assert rows(run)[0]["aggregation"] == {"summed": SITES}
-    assert not list(town.folder.rglob(KNOWN))
+    assert not list(town.folder.rglob(PEERS))
     assert list(town.folder.rglob(f"{SUMS}/*.json"))
     assert not list(town.folder.rglob(f"{SUMS}/{SECRET}"))
     lines = listed.read_bytes().replace(b"site-02", b"nobody").replace(b"site-03", b"site-02")
@@ -302,7 +302,7 @@ def watched(town: Town, folder: Path, secure: bool, rounds: int = 1) -> Iterator
     That is looked for when the last answer of a stage is still missing."""
     file = town.write("fedavg", rounds=rounds, cohort=SITES, secure_aggregation=secure)
     members = [SiteClient.at(town.folder / name, name) for name in town.names]
-    for path in town.folder.rglob(KNOWN):  # a test before may have given a site a new secret
+    for path in town.folder.rglob(PEERS):  # a test before may have given a site a new secret
         path.unlink()
     seen, counts = StepResult(), dict[tuple[int, int, str], int]()
     original = SiteRuntime.reply

@@ -93,7 +93,7 @@ class ClientManager:
 
         Raise UserError where they have not after `patience` seconds.
         """
-        start, last_line, said = self.clock.now(), -1e9, ""
+        start, last_line, last_missing = self.clock.now(), -1e9, ""
         while "nodes" in self.connection.cut or not self.members.complete:
             self.poll()
             now = self.clock.now()
@@ -105,12 +105,12 @@ class ClientManager:
                 why = f" ({'; '.join(faults)})" if faults else ""
                 raise UserError(f"{here} of {needed} sites that are needed have joined{why}.")
             missing = ", ".join(name for name in self.terms.sites if name not in self.members.nodes)
-            if here < needed and (now - last_line > AGAIN or missing != said):
+            if here < needed and (now - last_line > AGAIN or missing != last_missing):
                 total = len(self.terms.sites)
                 self.say(f"waiting for sites: {here} of {total} are there, {needed} needed; missing: {missing}")
-                last_line, said = now, missing
+                last_line, last_missing = now, missing
             self._pause(start, now)
-        if said:
+        if last_missing:
             self.say(f"{len(self.members.nodes)} of {len(self.terms.sites)} sites are there")
 
     def exchange(self, requests: Mapping[str, bytes], what: str) -> dict[str, Answer]:

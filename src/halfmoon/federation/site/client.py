@@ -159,7 +159,7 @@ class SiteClient:
 
     def _finish(self, unparsed: UnparsedMessage[Any], message: Final) -> Receipt:
         place = self._place(message.federation)
-        terms, site = self._known(message.federation, place)
+        terms, site = self._membership(message.federation, place)
         words = save_final(self.home, unparsed, terms, site)
         words = show_final(self.images.folder, self.home, words)
         secure_sum.forget(place)
@@ -172,7 +172,7 @@ class SiteClient:
             raise RefusalError("what the server calls its federation is no hash of any.", UNKNOWN)
         return self.home / FEDERATIONS / federation[:16]
 
-    def _known(self, federation: str, place: Path) -> tuple[Terms, SiteRuntime]:
+    def _membership(self, federation: str, place: Path) -> tuple[Terms, SiteRuntime]:
         cached = self._sites.get(federation)
         terms = cached[0] if cached else terms_in(place, self._say)
         if terms is None or terms.hash != federation:
@@ -232,7 +232,7 @@ class SiteClient:
 
     def _update(self, unparsed: UnparsedMessage[Any], request: Request) -> Reply:
         place = self._place(request.federation)
-        terms, site = self._known(request.federation, place)
+        terms, site = self._membership(request.federation, place)
         site.check_message(request, unparsed)
         secure_sum.check_masks(unparsed.pattern("masks"), terms)
         try:

@@ -283,12 +283,12 @@ def _check_labels(terms: Terms, own: Method, shared: Task, labeled: int, unlabel
         raise RefusalError(f"method {entry.name} needs images without a label, but this site has none.")
 
 
-def _counted(say: Callable[[str], None]) -> Progress:
+def _progress_printer(say: Callable[[str], None]) -> Progress:
     """Return what says after every thousand images or so, and at the end, how many have features."""
 
-    def progress(done: int, count: int) -> None:
-        if done == count or not done % 1024:
-            say(f"{done:,} of {count:,} images have features, which are computed once and stay here")
+    def progress(number: int, count: int) -> None:
+        if number == count or not number % 1024:
+            say(f"{number:,} of {count:,} images have features, which are computed once and stay here")
 
     return progress
 
@@ -310,7 +310,7 @@ class SiteImages:
         number = terms.sites.index(name)
         site = SiteRuntime.of(terms, number, folder.images, numbered(folder, terms), version, self.device)
         local, device = site.local_clients, site.local_clients.dataset.train.labels.device
-        own = inputs(terms.config, site.task, local.views, self.home / "features", progress=_counted(say))
+        own = inputs(terms.config, site.task, local.views, self.home / "features", progress=_progress_printer(say))
         dataset = replace(local.dataset, train=own.trained(local.dataset.train))
         other = {
             part: own.tested(examples(labeled_images(path, terms, self.home / f"{part}-{form_name(terms)}"), device))

@@ -302,8 +302,8 @@ class Notes:
     def begin(self, session: str) -> None:
         """Forget the answers of another session, but not of which sites' sum shares were told."""
         if self._facts.get("session") != session:
-            told = self._facts.get("told")
-            self._facts = {"session": session} | ({} if told is None else {"told": told})
+            survivors = self._facts.get("told")
+            self._facts = {"session": session} | ({} if survivors is None else {"told": survivors})
             self._write()
 
     def has(self, stage: str) -> bool:

@@ -19,7 +19,7 @@ from halfmoon.storage import atomic_io
 if TYPE_CHECKING:
     from cryptography.hazmat.primitives.asymmetric import ec
 
-OWN, KNOWN = "site.key", "site_keys.json"
+OWN, PEERS = "site.key", "site_keys.json"
 """In a site's home the key that it generates for itself; in a federation's folder the keys of the others."""
 
 
@@ -81,7 +81,7 @@ class KnownSites:
         if self.file is not None:
             self._compare(read_keys(self.file), keys)
             return
-        path = self.folder / KNOWN
+        path = self.folder / PEERS
         before = atomic_io.read_json(path)
         if before is None and atomic_io.read(path) is not None:
             raise UserError(f"{path} is damaged: put it back from a backup; the round goes on without this site.")
@@ -91,7 +91,7 @@ class KnownSites:
             if record.setdefault(name, key.hex()) != key.hex():
                 raise RefusalError(
                     f"the server says that {name} has another key ({mark(key)}) than before. Where its people confirm "
-                    f"that, {KNOWN} is removed here."
+                    f"that, {PEERS} is removed here."
                 )
         if record == before:
             return
