@@ -145,7 +145,7 @@ def test_order_and_marks_of_a_column(tmp_path: Path) -> None:
     score = final(study)
     found = order(study, score, ("dir-dir",))
     assert found.published == found.measured == [*reversed(METHODS.values())]
-    assert found.tau == 1
+    assert found.kendall_tau == 1
     assert order(study, score, ("iid-iid",)) == ([], [], None)
     mark = score.mark("feddure", ("dir-dir",))
     shares = [100 * accuracy_of(2, seed, 12) for seed in (0, 1)]

@@ -10,7 +10,7 @@ from matplotlib.lines import Line2D
 
 from halfmoon.report.figures import figure, style, tidy, write
 
-SHOWN = 40
+MOST_CLIENTS = 40
 """At most so many clients are drawn."""
 
 _POINTS = 72  # per inch
@@ -23,7 +23,7 @@ def areas(counts: np.ndarray, largest: float) -> np.ndarray:
     return counts * (largest / top) if top else np.zeros(counts.shape)
 
 
-def evenly(clients: int, most: int = SHOWN) -> np.ndarray:
+def evenly(clients: int, most: int = MOST_CLIENTS) -> np.ndarray:
     """Return the numbers of at most `most` clients, evenly from the first to the last."""
     if clients <= most:
         return np.arange(clients)
@@ -58,7 +58,7 @@ def bubbles(summary: Mapping[str, Any], path: Path) -> None:
         axes.set_title(f"{kind}: {summary['counts'][kind]:,} images", fontsize=8.5, loc="left", fontweight="bold")
         _mark(axes.yaxis, [str(name) for name in classes], height)
     _mark(panels[1].xaxis, [str(k) for k in numbers], width / 2.2, ["server"] if server else [], before)
-    what = "client" if clients <= SHOWN else f"client ({SHOWN} of {clients} shown, evenly chosen)"
+    what = "client" if clients <= MOST_CLIENTS else f"client ({MOST_CLIENTS} of {clients} shown, evenly chosen)"
     panels[1].set_xlabel(what, fontsize=8.5)
     write(picture, path)
 

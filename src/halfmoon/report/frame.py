@@ -116,8 +116,8 @@ def _values(study: Study, entry: StudyCell) -> dict[str, Any]:
     run = study.run(entry)
     values["rounds"] = run.rows[-1]["round"] if run and run.rows else None
     cost = entry.cost or {}
-    sent = cost.get("bytes_down"), cost.get("bytes_up")
-    values["sent"] = None if None in sent else sum(number or 0 for number in sent) / 1e6
+    traffic = cost.get("bytes_down"), cost.get("bytes_up")
+    values["sent"] = None if None in traffic else sum(number or 0 for number in traffic) / 1e6
     values["costs"] = bool(cost)
     return {**values, **{name: cost.get(name) for name in COST}, "seconds": entry.seconds}
 

@@ -94,9 +94,9 @@ def _column(study: Study, score: Score, column: Column) -> list[str]:
         lines.append(f"| {' | '.join([title.replace('|', BAR), *_cells(mark, full)])} |")
     ranking = order(study, score, column)
     if len(ranking.published) > 1:
-        tau = "" if ranking.tau is None else f" (Kendall's tau {ranking.tau:.2f})"
+        kendall = "" if ranking.kendall_tau is None else f" (Kendall's tau {ranking.kendall_tau:.2f})"
         lines += ["", f"Published order: {' > '.join(ranking.published)}.", ""]
-        lines += [f"Measured order{tau}: {' > '.join(ranking.measured)}."]
+        lines += [f"Measured order{kendall}: {' > '.join(ranking.measured)}."]
     return [*lines, ""]
 
 

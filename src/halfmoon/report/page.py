@@ -170,8 +170,8 @@ def count(value: float | None) -> str:
 
 
 def taus_of(study: Study, score: Score) -> list[str]:
-    taus = [order(study, score, column).tau for column in study.columns]
-    return ["" if tau is None else signed(tau) for tau in taus]
+    taus = [order(study, score, column).kendall_tau for column in study.columns]
+    return ["" if each is None else signed(each) for each in taus]
 
 
 def seeds_words(mark: Mark) -> str:

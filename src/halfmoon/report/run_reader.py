@@ -187,9 +187,9 @@ class Run:
 
 def find(root: Path) -> list[Run]:
     """Read all runs in a folder and below it, the folder's own first; raise UserError if there is none."""
-    found = {mark.parent for mark in root.rglob("run.json")}
+    folders = {mark.parent for mark in root.rglob("run.json")}
     paths = sorted(
-        (path for path in found if path == root or not path.name.startswith(START)),
+        (path for path in folders if path == root or not path.name.startswith(START)),
         key=lambda path: (len(path.parts), path),
     )
     if not paths:

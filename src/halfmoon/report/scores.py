@@ -118,7 +118,7 @@ class Order(NamedTuple):
 
     published: list[str]
     measured: list[str]
-    tau: float | None  # None for fewer than two rows, or where all are equal
+    kendall_tau: float | None  # None for fewer than two rows, or where all are equal
 
 
 def order(study: Study, score: Score, column: Column) -> Order:

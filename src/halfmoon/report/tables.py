@@ -32,7 +32,7 @@ class Result:
     up: int
     client: int | None = None
     server: int | None = None
-    chosen: float | None = None
+    selection: float | None = None
 
     @classmethod
     def of(cls, summary: Mapping[str, Any], method: str | None = None) -> "Result":
@@ -46,7 +46,7 @@ class Result:
             *(cost[name] for name in ("labeled_steps", "forward", "backward", "bytes_down", "bytes_up")),
             client=cost.get("stored_client"),
             server=cost.get("stored_server"),
-            chosen=accuracy.get("chosen"),
+            selection=accuracy.get("chosen"),
         )
 
 
@@ -100,7 +100,7 @@ def _megabytes(number: float) -> float:
 # 1 MB = 10^6 bytes; messages and memory of methods differ by orders of magnitude.
 _COLUMNS = (
     _Column("last_percent", "last %", "last", _percent, 2, narrow=True),
-    _Column("chosen_percent", "chosen %", "chosen", _percent, 2, narrow=True, optional=True),
+    _Column("chosen_percent", "chosen %", "selection", _percent, 2, narrow=True, optional=True),
     _Column("best_percent", "best %", "best", _percent, 2),
     _Column("labeled_steps", "labeled steps", "labeled_steps", _count, 0, narrow=True),
     _Column("forward_images", "forward (images)", "forward", _count, 0),

@@ -14,7 +14,7 @@ def web(package: str, name: str) -> str:
 
 @cache
 def _environment(package: str) -> Environment:
-    made = Environment(
+    environment = Environment(
         loader=FunctionLoader(lambda name: web(package, name)),
         autoescape=True,
         undefined=StrictUndefined,
@@ -22,8 +22,8 @@ def _environment(package: str) -> Environment:
         lstrip_blocks=True,
     )
     # Data in a script element: `tojson` leaves no `<`, `>`, `&` or quote in it, and nothing that is no JSON.
-    made.policies["json.dumps_kwargs"] = {"allow_nan": False, "separators": (",", ":")}
-    return made
+    environment.policies["json.dumps_kwargs"] = {"allow_nan": False, "separators": (",", ":")}
+    return environment
 
 
 def _safe(package: str, name: str) -> Markup:
