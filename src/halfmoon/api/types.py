@@ -148,8 +148,8 @@ def sample(values: Tensor, real: Tensor | None = None) -> WeightedMetric:
     """Sum `values` (any shape) up to a `WeightedMetric`; of values (n,) with a mask `real` (n,), the real ones."""
     values = values.detach()
     if real is not None:
-        counted = values * real
-        return WeightedMetric(counted.sum(), counted.square().sum(), real.to(values.dtype).sum())
+        without_padding = values * real
+        return WeightedMetric(without_padding.sum(), without_padding.square().sum(), real.to(values.dtype).sum())
     return WeightedMetric(values.sum(), values.square().sum(), torch.ones_like(values).sum())
 
 

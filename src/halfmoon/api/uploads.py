@@ -28,9 +28,9 @@ class Upload(NamedTuple):
         return {"update": self.update, "weight": self.weight, **({"aux": self.aux} if self.aux else {})}
 
     @classmethod
-    def of(cls, held: Tree) -> "Upload":
+    def of(cls, content: Tree) -> "Upload":
         """Undo `tree`; raises KeyError for a tree without an update or a weight."""
-        return cls(held["update"], held["weight"], held.get("aux", NO_AUX))
+        return cls(content["update"], content["weight"], content.get("aux", NO_AUX))
 
     @property
     def parts(self) -> dict[str, Tree]:
@@ -93,12 +93,12 @@ class Uplink:
 
     def names(self, *values: Values, reduce: Reduction | None = None) -> list[str]:
         """Return the auxiliary tensors that hold one of these kinds of values (none named: any), and are reduced so."""
-        wanted = {name: aux for name, aux in self.aux.items() if reduce is None or aux.reduce == reduce}
-        return [name for name, aux in wanted.items() if not values or aux.values in values]
+        matches = {name: aux for name, aux in self.aux.items() if reduce is None or aux.reduce == reduce}
+        return [name for name, aux in matches.items() if not values or aux.values in values]
 
     def check(self, up: Upload, down: Tree, client_update: str) -> None:
         """Raise `UserError` where an upload holds what is not declared, or an update of what did not come down."""
-        known, sent = tree.flatten({name: down[name] for name in self.update if name in down}), tree.flatten(up.update)
+        before = tree.flatten({name: down[name] for name in self.update if name in down})
         strange = [f"update {name!r}" for name in up.update if name not in self.update]
         strange += [f"aux {name!r}" for name in up.aux if name not in self.aux]
         if strange:
@@ -106,8 +106,8 @@ class Uplink:
                 f"{client_update} sends {strange[0]}, which it does not declare: name it in the `uplink` of its "
                 "client update."
             )
-        for path, leaf in sent.items():
-            if path not in known or known[path].shape != leaf.shape:
+        for path, leaf in tree.flatten(up.update).items():
+            if path not in before or before[path].shape != leaf.shape:
                 raise UserError(
                     f"{client_update} sends {path!r} as an update, but nothing of that name and shape came down: "
                     "send it in `aux`, and declare it in the `uplink` of its client update."
