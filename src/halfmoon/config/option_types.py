@@ -12,10 +12,10 @@ from halfmoon.core.errors import UserError, nearest
 from halfmoon.storage import toml
 
 
-def parse(said: str, kind: Any, words: str) -> Any:
+def parse(subject: str, kind: Any, words: str) -> Any:
     """Return the value of this type that `words` spell; `none` is None where it may be.
 
-    Raise UserError, in which the value is called `said`, where the words are no such value.
+    Raise UserError, in which the value is called `subject`, where the words are no such value.
     """
     if NoneType in members(kind) and words == "none":
         return None
@@ -24,21 +24,21 @@ def parse(said: str, kind: Any, words: str) -> Any:
     try:
         return _adapter(kind).validate_strings(words)
     except ValidationError:
-        return _refuse(said, kind, words)
+        return _refuse(subject, kind, words)
 
 
 def expected(kind: Any) -> str:
     """Return in words what a value of this type is."""
     kinds = [member for member in members(kind) if member is not NoneType]
     words = {bool: "true or false", int: "a whole number", float: "a number", str: "text", Path: "a path"}
-    said: list[str] = []
+    phrases: list[str] = []
     for member in kinds:
         if get_origin(member) is Literal:
-            said.append(" or ".join(repr(choice) for choice in get_args(member)))
+            phrases.append(" or ".join(repr(choice) for choice in get_args(member)))
         else:
             numbers = get_origin(member) is tuple and get_args(member)[0] in (int, float)
-            said.append("a list of numbers" if numbers else words.get(member, "a list of names"))
-    return " or ".join(said)
+            phrases.append("a list of numbers" if numbers else words.get(member, "a list of names"))
+    return " or ".join(phrases)
 
 
 @remembered
@@ -50,10 +50,10 @@ def members(kind: Any) -> tuple[Any, ...]:
     return get_args(kind) if get_origin(kind) in (Union, UnionType) else (kind,)
 
 
-def typed(said: str, kind: Any, value: Any) -> Any:
+def typed(subject: str, kind: Any, value: Any) -> Any:
     """Return `value` as this type; an int serves as a float, a list as a tuple, text as a path, nothing else.
 
-    Raise UserError, in which the value is called `said`, for another.
+    Raise UserError, in which the value is called `subject`, for another.
     """
     if isinstance(value, list):
         value = tuple(cast("list[Any]", value))
@@ -62,23 +62,23 @@ def typed(said: str, kind: Any, value: Any) -> Any:
     try:
         return _adapter(kind).validate_python(value, strict=True)
     except ValidationError:
-        return _refuse(said, kind, value)
+        return _refuse(subject, kind, value)
 
 
-def _refuse(said: str, kind: Any, value: Any) -> Any:
+def _refuse(subject: str, kind: Any, value: Any) -> Any:
     choices = [choice for member in members(kind) if get_origin(member) is Literal for choice in get_args(member)]
     if choices and isinstance(value, str) and int not in members(kind):
-        raise UserError(f"{said} is {value!r}: {nearest(value, choices)}")
-    raise UserError(f"{said} is {toml.shown(value)}: it must be {expected(kind)}.")
+        raise UserError(f"{subject} is {value!r}: {nearest(value, choices)}")
+    raise UserError(f"{subject} is {toml.shown(value)}: it must be {expected(kind)}.")
 
 
-def joined(old: Mapping[str, Any], new: Any, said: str) -> dict[str, Any]:
+def merge_options(old: Mapping[str, Any], new: Any, subject: str) -> dict[str, Any]:
     """Return two tables of method options as one; the new ones win, one by one.
 
     The key "METHOD.NAME" says NAME in the table of METHOD.
     """
     if not isinstance(new, Mapping):
-        raise UserError(f"{said} is {toml.shown(new)}: it must be a table of the method's options.")
+        raise UserError(f"{subject} is {toml.shown(new)}: it must be a table of the method's options.")
     result = dict(old)
     for name, value in cast("Mapping[str, Any]", new).items():
         if isinstance(value, Mapping):
@@ -86,19 +86,19 @@ def joined(old: Mapping[str, Any], new: Any, said: str) -> dict[str, Any]:
             before = result.get(name)
             inner = cast("Mapping[str, Any]", before if isinstance(before, Mapping) else {})
             for key, each in table.items():
-                check_scalar(f"{said}: {name}.{key}", each)
+                check_scalar(f"{subject}: {name}.{key}", each)
             result[name] = {**inner, **table}
             continue
-        check_scalar(f"{said}: {name}", value)
+        check_scalar(f"{subject}: {name}", value)
         method, dot, key = name.rpartition(".")
         if dot:
-            result = joined(result, {method: {key: value}}, said)
+            result = merge_options(result, {method: {key: value}}, subject)
         else:
             result[name] = value
     return result
 
 
-def check_scalar(said: str, value: Any) -> None:
-    """Raise UserError, in which the value is called `said`, where it is no number, text, true or false."""
+def check_scalar(subject: str, value: Any) -> None:
+    """Raise UserError, in which the value is called `subject`, where it is no number, text, true or false."""
     if not isinstance(value, bool | int | float | str):
-        raise UserError(f"{said} is {toml.shown(value)}: it must be a number, text, true or false.")
+        raise UserError(f"{subject} is {toml.shown(value)}: it must be a number, text, true or false.")

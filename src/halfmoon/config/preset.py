@@ -26,46 +26,46 @@ SOLVED = {"ridge-head": 0, "mixture-head": 10}
 """Methods that solve a head from the sums of all clients in one round, and how many rounds of EM follow by default."""
 
 
-def named(given: Mapping[str, Any]) -> str:
-    """Return the method of `given` values, with the recommended one by its name."""
-    if given["method"] != RECOMMENDED:
-        return given["method"]
+def named(settings: Mapping[str, Any]) -> str:
+    """Return the method of these settings, with the recommended one by its name."""
+    if settings["method"] != RECOMMENDED:
+        return settings["method"]
     from halfmoon.methods import registry  # slow to import: it brings torch
 
-    head = given.get("tune", "auto") in ("auto", "head") and not given.get("freeze")
-    on_features = head and given.get("network") in hubs.PRETRAINED
-    return registry.RECOMMENDED.get("features" if on_features else given.get("labels_at", "clients"), RECOMMENDED)
+    head = settings.get("tune", "auto") in ("auto", "head") and not settings.get("freeze")
+    on_features = head and settings.get("network") in hubs.PRETRAINED
+    return registry.RECOMMENDED.get("features" if on_features else settings.get("labels_at", "clients"), RECOMMENDED)
 
 
-def cohort_of(given: Mapping[str, Any], clients: int) -> int:
+def cohort_of(settings: Mapping[str, Any], clients: int) -> int:
     """Return the cohort where nobody says it: all clients for a head that is solved from their sums."""
     most = max(1, clients)
-    return most if given.get("method") in SOLVED else min(given["cohort"], most)
+    return most if settings.get("method") in SOLVED else min(settings["cohort"], most)
 
 
-def overruled(given: Mapping[str, Any]) -> set[str]:
-    """Return what a recipe no longer says where these values are given."""
-    return {each for name in given if given[name] is not None for each in OVERRULED.get(name, ())}
+def overruled(settings: Mapping[str, Any]) -> set[str]:
+    """Return what a recipe no longer says under these settings."""
+    return {each for name in settings if settings[name] is not None for each in OVERRULED.get(name, ())}
 
 
-def left_out(given: Mapping[str, Any]) -> dict[str, tuple[Any, str]]:
-    """Return what the protocol of `given` values would set and another option displaces: {name: (value, that option)}.
+def left_out(settings: Mapping[str, Any]) -> dict[str, tuple[Any, str]]:
+    """Return what the protocol of `settings` would set and another option displaces: {name: (value, that option)}.
 
     Steps beside epochs are no loss, and a saved split has its own setting: both could not be kept.
     """
-    values = protocol_values(given.get("protocol", "none"))
+    values = protocol_values(settings.get("protocol", "none"))
     return {
         name: (values[name], cause)
         for cause in ("network", "rounds")
         for name in OVERRULED[cause]
-        if given.get(cause) is not None and name in values and given.get(name) is None
+        if settings.get(cause) is not None and name in values and settings.get(name) is None
     }
 
 
-def protocol_run(given: Mapping[str, Any], amounts: Sequence[str], scenario: Sequence[str]) -> dict[str, Any]:
-    """Return what the protocol that `given` values name says of a run, without what they say in other words."""
-    values = protocol_values(given.get("protocol", "none"))
-    without = _said_otherwise(given, amounts, scenario) | overruled(given)
+def protocol_run(settings: Mapping[str, Any], amounts: Sequence[str], scenario: Sequence[str]) -> dict[str, Any]:
+    """Return what the protocol that `settings` name says of a run, without what they say in other words."""
+    values = protocol_values(settings.get("protocol", "none"))
+    without = _said_otherwise(settings, amounts, scenario) | overruled(settings)
     return {name: value for name, value in values.items() if name not in without}
 
 
@@ -79,21 +79,21 @@ def protocol_values(name: str) -> Mapping[str, Any]:
     return toml.loads(file.read_text("utf-8")).get(key, {})
 
 
-def paper_run(given: Mapping[str, Any], amounts: Sequence[str], scenario: Sequence[str]) -> dict[str, Any]:
-    """Return what the paper fixes, without what `given` values say in other words.
+def paper_run(settings: Mapping[str, Any], amounts: Sequence[str], scenario: Sequence[str]) -> dict[str, Any]:
+    """Return what the paper fixes, without what `settings` say in other words.
 
     Of the `amounts` of labels one is enough, and a saved split decides the `scenario`.
     """
     from halfmoon.methods import registry  # slow to import: it brings torch
 
-    without = _said_otherwise(given, amounts, scenario)
-    fixed = registry.entry(given.get("method", "feddure")).paper_run
+    without = _said_otherwise(settings, amounts, scenario)
+    fixed = registry.entry(settings.get("method", "feddure")).paper_run
     return {name: value for name, value in fixed.items() if name not in without}
 
 
-def _said_otherwise(given: Mapping[str, Any], amounts: Sequence[str], scenario: Sequence[str]) -> set[str]:
-    said = any(given.get(name) is not None for name in amounts)
-    return {*(amounts if said else ()), *(scenario if given.get("split") is not None else ())}
+def _said_otherwise(settings: Mapping[str, Any], amounts: Sequence[str], scenario: Sequence[str]) -> set[str]:
+    amount = any(settings.get(name) is not None for name in amounts)
+    return {*(amounts if amount else ()), *(scenario if settings.get("split") is not None else ())}
 
 
 def check_preset(config: Any) -> None:
@@ -101,5 +101,5 @@ def check_preset(config: Any) -> None:
     from halfmoon.methods import registry  # slow to import: it brings torch
 
     if config.preset == "paper" and not registry.entry(config.method).paper_options:
-        known = ", ".join(name for name in registry.names() if registry.entry(name).paper_options)
-        raise UserError(f"method {config.method} has no preset 'paper'; the methods that have one: {known}.")
+        methods = ", ".join(name for name in registry.names() if registry.entry(name).paper_options)
+        raise UserError(f"method {config.method} has no preset 'paper'; the methods that have one: {methods}.")

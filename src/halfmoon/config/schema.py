@@ -19,7 +19,7 @@ from typing import Any, get_args, get_type_hints
 from halfmoon.api.ranges import Range
 from halfmoon.api.requirements import PLACES
 from halfmoon.config import sections
-from halfmoon.config.option_types import joined, members, typed
+from halfmoon.config.option_types import members, merge_options, typed
 from halfmoon.config.option_types import parse as parsed
 from halfmoon.config.preset import SOLVED, check_preset, cohort_of, named, paper_run, protocol_run
 from halfmoon.config.sections import SECTIONS
@@ -106,7 +106,7 @@ class Config(
         values["method"] = named(values)
         if values["split"] is None and values["cohort"] == Config.cohort:  # the default
             values["cohort"] = cohort_of(values, values["clients"])
-        values["options"] = joined({}, self.options, "options")
+        values["options"] = merge_options({}, self.options, "options")
         if values["protocol"] != "none":
             raise UserError(
                 "protocol fills in what is not said, which Config cannot know: use Config.of(protocol=...)."
@@ -126,40 +126,40 @@ class Config(
         return f"Config({', '.join(f'{name}={value!r}' for name, value in changed.items() if value != {})})"
 
 
-def _typed(said: str, name: str, value: Any) -> Any:
-    value = typed(said, kinds()[name], value)
-    known, kind = _PARTS.get(name, ((), "network"))
-    if known and value not in known and not plugins.foreign(value, kind):
+def _typed(subject: str, name: str, value: Any) -> Any:
+    value = typed(subject, kinds()[name], value)
+    choices, kind = _PARTS.get(name, ((), "network"))
+    if choices and value not in choices and not plugins.foreign(value, kind):
         if plugins.is_module(value):
             part = "make" if kind == "network" else "rule"
-            raise UserError(f"{said} is {value!r}, a module: name its function too, such as {value}:{part}.")
-        raise UserError(f"{said} is {value!r}: {nearest(value, [*known, *plugins.announced(kind)])}")
+            raise UserError(f"{subject} is {value!r}, a module: name its function too, such as {value}:{part}.")
+        raise UserError(f"{subject} is {value!r}: {nearest(value, [*choices, *plugins.announced(kind)])}")
     return value
 
 
 @remembered
 def _declared() -> Mapping[str, tuple[Any, ...]]:
     """Return (type, help, range if there is one) of every option, in the order of the sections."""
-    found: dict[str, tuple[Any, ...]] = {}
+    declarations: dict[str, tuple[Any, ...]] = {}
     for section in SECTIONS.values():
         hints = get_type_hints(section, include_extras=True)
-        found |= {each.name: get_args(hints[each.name]) for each in fields(section)}
-    return found
+        declarations |= {each.name: get_args(hints[each.name]) for each in fields(section)}
+    return declarations
 
 
 @remembered
 def kinds() -> Mapping[str, Any]:
-    return {name: said[0] for name, said in _declared().items() if name != "options"}
+    return {name: row[0] for name, row in _declared().items() if name != "options"}
 
 
 @remembered
 def helps() -> Mapping[str, str]:
-    return {name: said[1] for name, said in _declared().items()}
+    return {name: row[1] for name, row in _declared().items()}
 
 
 @remembered
 def ranges() -> Mapping[str, Range]:
-    return {name: said[2] for name, said in _declared().items() if len(said) > 2}
+    return {name: row[2] for name, row in _declared().items() if len(row) > 2}
 
 
 def load(path: Path) -> dict[str, Any]:
@@ -225,41 +225,41 @@ def resolve(values: Mapping[str, Any], flags: Mapping[str, Any], file: Path | st
 
 def merge(values: Mapping[str, Any], flags: Mapping[str, Any], file: Path | str = "the file") -> Config:
     """Do what `resolve` does, without a look at the methods' own options."""
-    given: dict[str, Any] = {}
+    settings: dict[str, Any] = {}
     for layer, spelled in ((values, f"{{}} in {Path(file).name}"), (flags, "--{}")):
         for name, value in layer.items():
-            said = spelled.format(name if layer is values else _flag(name))
+            subject = spelled.format(name if layer is values else _flag(name))
             if name not in helps():
                 raise unknown_option(name, file if layer is values else None)
             if name == "options":
-                given[name] = joined(given.get(name, {}), value, said)
+                settings[name] = merge_options(settings.get(name, {}), value, subject)
             else:
-                given[name] = _typed(said, name, value)
+                settings[name] = _typed(subject, name, value)
         # Of two options that exclude each other, the later layer's displaces the earlier one's.
         if any(layer.get(name) is not None for name in AMOUNTS):
-            given |= dict.fromkeys(set(AMOUNTS) - set(layer))
-    _check_split(given)
-    if "method" in given:
-        given["method"] = named(given)
-    requested = given.get("cohort")
-    paper = paper_run(given, AMOUNTS, SCENARIO) if given.get("preset") == "paper" else {}
-    given = {**paper, **given}
-    under = protocol_run(given, AMOUNTS, SCENARIO)
-    given["protocol"] = "none"  # its values stand in its place
-    given["options"] = joined(under.get("options", {}), given.get("options", {}), "options")
-    given = {**under, **given}
-    clients = _clients(given)
+            settings |= dict.fromkeys(set(AMOUNTS) - set(layer))
+    _check_split(settings)
+    if "method" in settings:
+        settings["method"] = named(settings)
+    requested = settings.get("cohort")
+    paper = paper_run(settings, AMOUNTS, SCENARIO) if settings.get("preset") == "paper" else {}
+    settings = {**paper, **settings}
+    under = protocol_run(settings, AMOUNTS, SCENARIO)
+    settings["protocol"] = "none"  # its values stand in its place
+    settings["options"] = merge_options(under.get("options", {}), settings.get("options", {}), "options")
+    settings = {**under, **settings}
+    clients = _clients(settings)
     if requested is None:
-        given["cohort"] = cohort_of({"cohort": Config.cohort, **given}, clients)
-    elif given.get("split") is None:
+        settings["cohort"] = cohort_of({"cohort": Config.cohort, **settings}, clients)
+    elif settings.get("split") is None:
         check_cohort(requested, clients)
-    return Config(**given)
+    return Config(**settings)
 
 
-def _clients(given: Mapping[str, Any]) -> int:
-    split = given.get("split")
+def _clients(settings: Mapping[str, Any]) -> int:
+    split = settings.get("split")
     if split is None or not split.is_file():
-        return given.get("clients", Config.clients)
+        return settings.get("clients", Config.clients)
     from halfmoon.data import Split  # not needed where nothing is saved
 
     return Split.load(split).clients
@@ -294,8 +294,8 @@ def check_place(method: str, place: Any) -> None:
 
 def method_options(config: Config, method: str) -> dict[str, Any]:
     """Return what `own_options` does, over the options of the preset."""
-    chosen = own_options(config, method)
-    return {**_registry().entry(method).paper_options, **chosen} if config.preset == "paper" else chosen
+    own = own_options(config, method)
+    return {**_registry().entry(method).paper_options, **own} if config.preset == "paper" else own
 
 
 def own_options(config: Config, method: str) -> dict[str, Any]:
@@ -303,13 +303,13 @@ def own_options(config: Config, method: str) -> dict[str, Any]:
 
     Raise UserError where the method has no such option, or a value has the wrong type.
     """
-    known = _registry().options(method)
-    given = {**(_bare(config) if method == config.method else {}), **_tables(config).get(method, {})}
-    for name in given:
-        if name not in known:
-            hint = _registry().hint(name, known)
+    options = _registry().options(method)
+    values = {**(_bare(config) if method == config.method else {}), **_tables(config).get(method, {})}
+    for name in values:
+        if name not in options:
+            hint = _registry().hint(name, options)
             raise UserError(f"method {method} has no option {name!r}: {hint}")
-    return {name: typed(f"option {name} of {method}", known[name].type, value) for name, value in given.items()}
+    return {name: typed(f"option {name} of {method}", options[name].type, value) for name, value in values.items()}
 
 
 def rounds_of(config: Config) -> int:
@@ -417,14 +417,14 @@ def unknown_option(name: str, file: Path | str | None) -> UserError:
         old = f"option {name!r} in {Path(file).name}" if file is not None else f"option '--{_flag(name)}'"
         return UserError(f"{old} is called {new} since version 0.2: rename it.")
     if file is None:
-        flags = [f"--{_flag(known)}" for known in helps()]
+        flags = [f"--{_flag(each)}" for each in helps()]
         return UserError(f"unknown option '--{_flag(name)}': {nearest(f'--{_flag(name)}', flags)}")
     return UserError(f"unknown option {name!r} in {Path(file).name}: {nearest(name, helps())}")
 
 
-def _check_split(given: Mapping[str, Any]) -> None:
-    clash = [name for name in SCENARIO if given.get(name) is not None]
-    if clash and given.get("split") is not None:
+def _check_split(settings: Mapping[str, Any]) -> None:
+    clash = [name for name in SCENARIO if settings.get(name) is not None]
+    if clash and settings.get("split") is not None:
         raise UserError(
             f"{clash[0]} and split exclude each other: the saved split has its own {clash[0]}; give one of them."
         )

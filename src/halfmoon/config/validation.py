@@ -50,9 +50,9 @@ def _check_pixels(c: Any) -> None:
 
 
 def _check_together(c: Any) -> None:
-    said = [name for name in ("labels_per_class", "label_ratio", "labels") if getattr(c, name) is not None]
-    if len(said) > 1:
-        raise UserError(f"{said[0]} and {said[1]} exclude each other: give one of them.")
+    amounts = [name for name in ("labels_per_class", "label_ratio", "labels") if getattr(c, name) is not None]
+    if len(amounts) > 1:
+        raise UserError(f"{amounts[0]} and {amounts[1]} exclude each other: give one of them.")
     if c.labeled_clients is not None and c.labels_at != "some":
         raise UserError(f"labeled_clients is {c.labeled_clients}, but labels_at is {c.labels_at!r}: set it to 'some'.")
     if c.split is None:
@@ -111,8 +111,8 @@ def _check_guards(c: Any) -> None:
         raise UserError(f"{there} needs {missing}: differential privacy is a clipped update and noise in units of it.")
     if c.dp_epsilon is not None and not private:
         raise UserError("dp_epsilon needs dp_clip and dp_noise: without them nothing is private.")
-    for name, wanted in (("dp_clip", private), ("secure_aggregation", c.secure_aggregation)):
-        if wanted and c.aggregation != "mean":
+    for name, active in (("dp_clip", private), ("secure_aggregation", c.secure_aggregation)):
+        if active and c.aggregation != "mean":
             raise UserError(
                 f"{name} and aggregation {c.aggregation!r} exclude each other: "
                 f"{'its noise is measured by a mean' if private else 'it hides what the other has to look at'}."
