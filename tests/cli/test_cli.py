@@ -552,7 +552,7 @@ def test_json_on_a_pipe_shows_no_progress() -> None:
     assert isinstance(watch, console.Quiet)
     assert isinstance(watch.console.file, io.StringIO)
     assert watch.console.file.getvalue() == ""
-    assert len(watch.played) == 1
+    assert len(watch.runs) == 1
 
 
 @pytest.mark.parametrize("width", [50, 60, 72, 80, 90, 110])

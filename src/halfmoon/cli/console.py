@@ -39,7 +39,7 @@ class Progress:
     rounds: int
     first: int
     began: float
-    done: int = field(init=False)
+    round: int = field(init=False)
     accuracy: float | None = field(default=None, init=False)  # of the last evaluation
     pseudo: float | None = field(default=None, init=False)
     used: float | None = field(default=None, init=False)
@@ -47,11 +47,11 @@ class Progress:
     aggregator: Row = field(default_factory=dict)  # what stood between uploads and method says of the last round
 
     def __post_init__(self) -> None:
-        self.done = self.first
+        self.round = self.first
 
     def add(self, row: Row) -> None:
         """Take over a round's line of metrics.jsonl."""
-        self.done = row["round"]
+        self.round = row["round"]
         pseudo = row.get("pseudo") or {}
         self.pseudo, self.used = pseudo.get("accuracy"), pseudo.get("share_used")
         self.aggregator = row.get("aggregation") or {}
@@ -60,14 +60,14 @@ class Progress:
 
     def left(self, now: float) -> float | None:
         """Return the seconds this method still needs at its mean pace, None before its first round."""
-        played = self.done - self.first
-        return (now - self.began) / played * (self.rounds - self.done) if played else None
+        rounds = self.round - self.first
+        return (now - self.began) / rounds * (self.rounds - self.round) if rounds else None
 
 
 class Watcher(Protocol):
     """A `halfmoon.runs.callbacks.Callback` that owns a part of the screen while it is entered."""
 
-    played: list[Progress]
+    runs: list[Progress]
 
     def __enter__(self) -> Watcher: ...
 
@@ -99,7 +99,7 @@ class Quiet:
         self, console: Console, clock: Callable[[], float] = time.monotonic, rows: int = 0, after: float = 0.0
     ) -> None:
         self.console, self.clock, self.rows, self.after = console, clock, rows, after
-        self.played: list[Progress] = []
+        self.runs: list[Progress] = []
 
     def __enter__(self) -> Quiet:
         return self
@@ -110,7 +110,7 @@ class Quiet:
         return None
 
     def begin(self, run: RunInfo) -> None:
-        self.played.append(Progress(run.folder, run.title, run.rounds, run.first, self.clock()))
+        self.runs.append(Progress(run.folder, run.title, run.rounds, run.first, self.clock()))
 
     def round(self, run: RunInfo, row: Row) -> None:
         self.of(run).add(row)
@@ -126,7 +126,7 @@ class Quiet:
         say(self.console, f"halfmoon: {words}")
 
     def of(self, run: RunInfo) -> Progress:
-        return next(each for each in reversed(self.played) if each.folder == run.folder)
+        return next(each for each in reversed(self.runs) if each.folder == run.folder)
 
     def all_left(self) -> float | None:
         """Return the seconds that all `rows` still need, and what comes `after` them; None before the first round.
@@ -134,13 +134,13 @@ class Quiet:
         A row that has not begun takes as long as the others in their mean, and as many are played at once.
         """
         now = self.clock()
-        lefts = [each.left(now) for each in self.played if each.took is None]
-        known = [left for left in lefts if left is not None]
-        if len(known) < len(lefts) or not self.played:
+        lefts = [each.left(now) for each in self.runs if each.took is None]
+        times = [left for left in lefts if left is not None]
+        if len(times) < len(lefts) or not self.runs:
             return None
-        lengths = [each.took or now - each.began + (each.left(now) or 0) for each in self.played]
-        waiting = max(0, self.rows - len(self.played)) * sum(lengths) / len(lengths)
-        return max(known, default=0) + waiting / max(1, len(known)) + self.after
+        lengths = [each.took or now - each.began + (each.left(now) or 0) for each in self.runs]
+        waiting = max(0, self.rows - len(self.runs)) * sum(lengths) / len(lengths)
+        return max(times, default=0) + waiting / max(1, len(times)) + self.after
 
     def tell_guards(self, run: RunInfo) -> None:
         """Say which defenses, privacy and attacks a run has, where it has some."""
@@ -162,7 +162,7 @@ class Lines(Quiet):
     def round(self, run: RunInfo, row: Row) -> None:
         super().round(run, row)
         now = self.of(run)
-        if now.done * STEPS // now.rounds > (now.done - 1) * STEPS // now.rounds:
+        if now.round * STEPS // now.rounds > (now.round - 1) * STEPS // now.rounds:
             left = self.all_left() if self.rows > 1 else None
             whole = f"; all rows: {duration(left)} left" if left else ""
             say(self.console, f"{line(now, self.clock())}{whole}")
@@ -193,29 +193,29 @@ class Rows(Quiet):
     def table(self) -> Table:
         """Return the rows as they are now."""
         table = Table(box=None, pad_edge=False, caption_justify="left")
-        if not self.played:
+        if not self.runs:
             return table
         if self.rows > 1:
             table.caption = f"all rows: {duration(self.all_left())} left"
-        cells = [self._cells(each) for each in self.played]
+        cells = [self._cells(each) for each in self.runs]
         names, room = fitting(cells, self.console.width)
         table.add_column("method", no_wrap=True, overflow="ellipsis", max_width=room)
         if BAR in names:
             table.add_column("")
-        shown = [name for name in cells[0] if name in names and name != BAR]
-        for name in shown:
+        columns = [name for name in cells[0] if name in names and name != BAR]
+        for name in columns:
             width = max(len(name), *(len(each[name]) for each in cells))
             table.add_column(name, justify="right", no_wrap=True, min_width=width)
-        for each, values in zip(self.played, cells, strict=True):
-            bar = [ProgressBar(each.rounds, each.done, width=BAR_WIDTH)] if BAR in names else []
-            table.add_row(escape(each.title), *bar, *(values[name] for name in shown))
+        for each, values in zip(self.runs, cells, strict=True):
+            bar = [ProgressBar(each.rounds, each.round, width=BAR_WIDTH)] if BAR in names else []
+            table.add_row(escape(each.title), *bar, *(values[name] for name in columns))
         return table
 
     def _cells(self, each: Progress) -> dict[str, str]:
         left = f"{duration(each.left(self.clock()))} left" if each.took is None else duration(each.took)
-        values = {BAR: " " * BAR_WIDTH, "round": f"{each.done}/{each.rounds}", "accuracy": percent(each.accuracy)}
+        values = {BAR: " " * BAR_WIDTH, "round": f"{each.round}/{each.rounds}", "accuracy": percent(each.accuracy)}
         values |= {"pseudo-labels": percent(each.pseudo), "used": percent(each.used)}
-        if any("epsilon" in other.aggregator for other in self.played):
+        if any("epsilon" in other.aggregator for other in self.runs):
             epsilon = each.aggregator.get("epsilon")
             values["epsilon"] = "-" if epsilon is None else f"{epsilon:.4g}"
         return {**values, "time": left}
@@ -245,14 +245,14 @@ def watcher(console: Console, json: bool = False, rows: int = 0, after: float = 
 
 def line(progress: Progress, now: float) -> str:
     """Return how far a method is, in words."""
-    parts = [f"round {progress.done}/{progress.rounds}", f"accuracy {percent(progress.accuracy)}"]
+    parts = [f"round {progress.round}/{progress.rounds}", f"accuracy {percent(progress.accuracy)}"]
     if progress.pseudo is not None:
         parts.append(f"pseudo-labels {percent(progress.pseudo)}")
     if progress.used is not None:
         parts.append(f"used {percent(progress.used)}")
     numbers = {name: value for name, value in progress.aggregator.items() if isinstance(value, int | float)}
     parts += [f"{name.replace('_', ' ')} {value:.4g}" for name, value in numbers.items()]
-    if progress.done < progress.rounds:
+    if progress.round < progress.rounds:
         parts.append(f"{duration(progress.left(now))} left")
     return f"{progress.title}: {', '.join(parts)}"
 

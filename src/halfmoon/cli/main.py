@@ -169,7 +169,7 @@ def _parser(full: bool) -> tuple[Parser, Mapping[str, argparse.ArgumentParser]]:
     own.sites_flags(run)
     own.plan_flags(run)
     tracked(run)
-    _shown(run)
+    _wide(run)
     options(run, [name for name in settings.kinds() if name != "seeds_together"], full)
 
     compare = command(
@@ -178,7 +178,7 @@ def _parser(full: bool) -> tuple[Parser, Mapping[str, argparse.ArgumentParser]]:
     compare.add_argument("--methods", nargs="+", metavar="NAME", required=True, help="the methods to compare")
     compare.add_argument("--seeds", nargs="+", metavar="N", default=["0"], help="seeds of training (default: 0)")
     tracked(compare)
-    _shown(compare)
+    _wide(compare)
     options(compare, [name for name in settings.kinds() if name not in ("method", "baselines", "seed")], full)
 
     searching = command(
@@ -192,14 +192,14 @@ def _parser(full: bool) -> tuple[Parser, Mapping[str, argparse.ArgumentParser]]:
     resume.add_argument("folder", type=Path, metavar="DIR", help="the run folder")
     base.checked(resume)
     tracked(resume)
-    _shown(resume)
+    _wide(resume)
 
     for add in OTHERS:
         add(commands)
     return parser, commands.choices
 
 
-def _shown(parser: argparse.ArgumentParser) -> None:
+def _wide(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--wide", action="store_true", help="print all columns, also those beyond 80 characters")
 
 
@@ -248,10 +248,10 @@ def _play_plan(args: argparse.Namespace, plan: Plan) -> int:
 def _play_rows(args: argparse.Namespace, plan: Plan, folder: Path, again: bool = False) -> int:
     from halfmoon.sweeps.own_images import play
 
-    def show(args: argparse.Namespace, folder: Path, played: Played) -> None:
-        if played.outcome is not None:
-            print_outcome(played.outcome, args.json, args.wide, played.decision)
-        own.show_played(plan, played, folder, args.json)
+    def show(args: argparse.Namespace, folder: Path, result: Played) -> None:
+        if result.outcome is not None:
+            print_outcome(result.outcome, args.json, args.wide, result.decision)
+        own.show_played(plan, result, folder, args.json)
 
     return _play(args, folder, lambda watch: play(plan, folder, watch, again), show, "", plan.rows, plan.after)
 
@@ -358,7 +358,7 @@ def _play(
         if (words := out_of_memory(error)) is None:
             raise
         raise Stopped(f"{words} What was saved is intact: {again or f'go on with: {_resuming(folder)}'}") from error
-    if not watch.played:
+    if not watch.runs:
         watch.say(f"{folder} is finished already; this is what came out.")
     show(args, folder, outcome)
     return 0

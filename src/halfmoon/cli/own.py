@@ -83,12 +83,12 @@ def show_plan(plan: Plan, as_json: bool) -> None:
     show(["step", "minutes"], [*rows, ["in all, about", f"{plan.seconds / 60:.1f}"]])
 
 
-def show_played(plan: Plan, played: Played, root: Path, as_json: bool) -> None:
+def show_played(plan: Plan, result: Played, root: Path, as_json: bool) -> None:
     """Print the decision, and which model to use; as JSON only where no other table was printed."""
-    decision = played.decision
+    decision = result.decision
     if as_json:
-        if played.outcome is None:
-            print_json({"folder": str(root), "runs": played.runs, "decision": decision and decision.as_json()})
+        if result.outcome is None:
+            print_json({"folder": str(root), "runs": result.runs, "decision": decision and decision.as_json()})
         return
     if decision is None:
         every = plan.contents.site and plan.contents.labeled == len(plan.contents.paths)
@@ -143,9 +143,9 @@ def rehearsal_of(args: argparse.Namespace, layer: Mapping[str, Any], file: Path 
     return replace(config, run_dir=root), folders
 
 
-def print_rows(args: argparse.Namespace, folder: Path, found: tuple[list[RehearsalRow], dict[str, Decision]]) -> None:
+def print_rows(args: argparse.Namespace, folder: Path, result: tuple[list[RehearsalRow], dict[str, Decision]]) -> None:
     """Print the table of a rehearsal that lies in `folder`, and what each site gains."""
-    table, gains = found
+    table, gains = result
     if args.json:
         facts = {"folder": str(folder), "rows": [asdict(each) for each in table]}
         print_json({**facts, "gains": {name: each.as_json() for name, each in gains.items()}})

@@ -62,11 +62,11 @@ class Cell(Silent):
             self._draw()
 
     def _draw(self) -> None:
-        if not self.played:
+        if not self.runs:
             return
         self._last = self.clock()
         ipython = import_module("IPython.display")  # it is there in a notebook
-        page = ipython.HTML(progress_table(self.played, self._last))
+        page = ipython.HTML(progress_table(self.runs, self._last))
         if self._handle is None:
             self._handle = ipython.display(page, display_id=True)
         else:
@@ -78,8 +78,8 @@ def progress_table(runs: list[Progress], now: float) -> str:
     lines = []
     for each in runs:
         left = f"{duration(each.left(now))} left" if each.took is None else duration(each.took)
-        bar = f'<progress value="{each.done}" max="{each.rounds}" aria-label="rounds of {escape(each.title)}">'
-        cells = [escape(each.title), f"{bar}</progress>", f"{each.done}/{each.rounds}", percent(each.accuracy), left]
+        bar = f'<progress value="{each.round}" max="{each.rounds}" aria-label="rounds of {escape(each.title)}">'
+        cells = [escape(each.title), f"{bar}</progress>", f"{each.round}/{each.rounds}", percent(each.accuracy), left]
         lines.append("".join(f"<td>{cell}</td>" for cell in cells))
     heads = "".join(f"<th>{name}</th>" for name in ("method", "", "round", "accuracy", "time"))
     return f"<table><thead><tr>{heads}</tr></thead><tbody><tr>{'</tr><tr>'.join(lines)}</tr></tbody></table>"

@@ -171,15 +171,15 @@ def checked(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--unchecked", action="store_true", help=about)
 
 
-def reading(given: argparse.Namespace, command: Callable[[argparse.Namespace], int]) -> int:
+def reading(args: argparse.Namespace, command: Callable[[argparse.Namespace], int]) -> int:
     """Run a command, with --unchecked on folders without checksums as well, and return its exit code."""
-    if not getattr(given, "unchecked", False):
-        return command(given)
+    if not getattr(args, "unchecked", False):
+        return command(args)
     from halfmoon.storage import integrity
 
     complain("files without a checksum are not checked: their numbers are those that the folder says now.", 0)
     with integrity.unchecked():
-        return command(given)
+        return command(args)
 
 
 def tracked(parser: argparse.ArgumentParser) -> None:
@@ -207,8 +207,8 @@ def model_first(command: str) -> UserError:
     return UserError(f"{command} takes the model first, without --model: write halfmoon {command} RUN ...")
 
 
-def leftover(args: argparse.Namespace, rest: Sequence[str], known: Mapping[str, argparse.ArgumentParser]) -> UserError:
-    """Return the complaint about the first argument that nobody takes; `known` are the parsers of the commands."""
+def leftover(args: argparse.Namespace, rest: list[str], parsers: Mapping[str, argparse.ArgumentParser]) -> UserError:
+    """Return the complaint about the first argument that nobody takes; `parsers` are the parsers of the commands."""
     command: str | None = args.command
     if command in TRAINED and any(word.split("=")[0] == "--model" for word in rest):
         return model_first(command)
@@ -228,7 +228,7 @@ def leftover(args: argparse.Namespace, rest: Sequence[str], known: Mapping[str, 
         )
     if name in settings.RENAMED:
         return settings.unknown_option(name, None)
-    return UserError(f"unknown option {flag!r}: {nearest(flag, flags(known[command], args))}")
+    return UserError(f"unknown option {flag!r}: {nearest(flag, flags(parsers[command], args))}")
 
 
 def say(words: str) -> None:
@@ -279,11 +279,11 @@ def progress() -> Callable[[int, int], None]:
     """Return what writes to stderr, every few seconds, how many images are done."""
     last = time.monotonic()
 
-    def tell(done: int, of: int) -> None:
+    def tell(count: int, of: int) -> None:
         nonlocal last
         if time.monotonic() - last > EVERY:
             last = time.monotonic()
-            sys.stderr.write(f"halfmoon: {done:,} of {of:,} images\n")
+            sys.stderr.write(f"halfmoon: {count:,} of {of:,} images\n")
 
     return tell
 

@@ -75,22 +75,22 @@ def _init(args: argparse.Namespace) -> int:
 
     days = whole("--days", args.days, 1, MOST_DAYS)
     port, listen = whole("--port", args.port, 1, 2**16 - 1), whole("--listen", args.listen, 1, 2**16 - 1)
-    done = init(args.folder, args.sites, args.host, days, port, listen, args.images)
-    return _tell(args, f"{done.facts['folder']} is made.", done)
+    change = init(args.folder, args.sites, args.host, days, port, listen, args.images)
+    return _tell(args, f"{change.facts['folder']} is made.", change)
 
 
 def _add(args: argparse.Namespace) -> int:
     from halfmoon.sites.keys.make import add
 
-    done = add(args.folder, args.name, args.public_key)
-    return _tell(args, f"{args.name} may come in.", done)
+    change = add(args.folder, args.name, args.public_key)
+    return _tell(args, f"{args.name} may come in.", change)
 
 
 def _remove(args: argparse.Namespace) -> int:
     from halfmoon.sites.keys.make import remove
 
-    done = remove(args.folder, args.name)
-    return _tell(args, f"{args.name} may not come in any more, and its key never again.", done)
+    change = remove(args.folder, args.name)
+    return _tell(args, f"{args.name} may not come in any more, and its key never again.", change)
 
 
 def _rotate(args: argparse.Namespace) -> int:
@@ -104,21 +104,21 @@ def _rotate(args: argparse.Namespace) -> int:
     if not renewing and (args.host or args.days is not None):
         raise UserError("--host and --days stand in the server's certificate: they go with --server or --ca.")
     if args.site is not None:
-        done = rekey(args.folder, args.site, args.public_key)
-        return _tell(args, f"the key of {args.site} is new; the one before never comes back.", done)
+        change = rekey(args.folder, args.site, args.public_key)
+        return _tell(args, f"the key of {args.site} is new; the one before never comes back.", change)
     days = None if args.days is None else whole("--days", args.days, 1, MOST_DAYS)
-    done = renew(args.folder, args.host, days, args.ca)
+    change = renew(args.folder, args.host, days, args.ca)
     what = "the authority and the server's certificate are" if args.ca else "the server's certificate is"
-    return _tell(args, f"{what} new.", done)
+    return _tell(args, f"{what} new.", change)
 
 
-def _tell(args: argparse.Namespace, words: str, done: Done) -> int:
+def _tell(args: argparse.Namespace, words: str, change: Done) -> int:
     from halfmoon.sites.keys import Access
 
     if args.json:
-        print_json({**done.facts, "advice": list(done.advice)})
+        print_json({**change.facts, "advice": list(change.advice)})
     else:
-        say("\n".join([words, *done.advice]))
+        say("\n".join([words, *change.advice]))
     try:
         _warn(Access.open(args.folder).warnings())
     except UserError as error:  # something else is wrong with the folder; what was asked for is done

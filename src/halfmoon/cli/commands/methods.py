@@ -110,11 +110,11 @@ def _check(args: argparse.Namespace) -> int:
 def _options(args: argparse.Namespace) -> dict[str, Any]:
     from halfmoon.methods import registry
 
-    known = registry.options(args.method)
-    chosen = {}
-    for said in args.option:
-        name, equals, words = said.partition("=")
-        if not equals or name not in known:
-            raise UserError(f"--option {said}: write NAME=VALUE, NAME one of: {', '.join(known) or '(none)'}.")
-        chosen[name] = parse(f"--option {name}", known[name].type, words)
-    return chosen
+    options = registry.options(args.method)
+    values = {}
+    for text in args.option:
+        name, equals, words = text.partition("=")
+        if not equals or name not in options:
+            raise UserError(f"--option {text}: write NAME=VALUE, NAME one of: {', '.join(options) or '(none)'}.")
+        values[name] = parse(f"--option {name}", options[name].type, words)
+    return values

@@ -144,7 +144,7 @@ def _detail(facts: dict[str, Any]) -> None:
     for name, at in facts["panels"].items():
         words = "; ".join(f"{axis} {', '.join(names)}" for axis, names in at.items())
         say(f"  panel {name}: {words}")
-    options = [f"{name} = {_shown(value)}" for name, value in facts["protocol"].items()]
+    options = [f"{name} = {_text(value)}" for name, value in facts["protocol"].items()]
     say(f"\n  protocol: {', '.join(options) or 'the defaults'}")
     for scale in facts["scales"]:
         say(f"  scale {scale['name']}: {scale['about']}")
@@ -166,9 +166,9 @@ def _show_cost(cost: dict[str, Any]) -> None:
     show([cost["of"], "timed", "s a round", "runs", "all runs"], rows)
 
 
-def _shown(value: Any) -> str:
+def _text(value: Any) -> str:
     from halfmoon.storage import toml
 
     if isinstance(value, dict):
-        return "{" + ", ".join(f"{name} = {_shown(each)}" for name, each in value.items()) + "}"
+        return "{" + ", ".join(f"{name} = {_text(each)}" for name, each in value.items()) + "}"
     return toml.shown(value) if isinstance(value, bool | int | float | str) else str(value)

@@ -118,8 +118,8 @@ def _check(args: argparse.Namespace) -> int:
 
     how = Preparation(_size(args.size), _channels(args.channels), args.crop, checked_window(args.window))
     sheet = None if args.sheet is None else ContactSheet(len(look(args.folder)[0]), how)
-    seen = None if sheet is None else sheet.add
-    result = check(args.folder, progress(), classes=args.classes, tests=args.test, seen=seen)
+    add = None if sheet is None else sheet.add
+    result = check(args.folder, progress(), classes=args.classes, tests=args.test, seen=add)
     if sheet is not None and args.sheet is not None:
         count = sheet.write(args.sheet)
         sys.stderr.write(f"halfmoon: {args.sheet} shows {count} images\n")
@@ -173,18 +173,18 @@ def _show_finding(finding: Any) -> None:
 def _agreement(args: argparse.Namespace) -> int:
     from halfmoon.sites.folders.agreement import agreements
 
-    found = agreements(args.folder)
-    if not found:
+    pairs = agreements(args.folder)
+    if not pairs:
         raise UserError(f"{args.folder}: no image has two readers; label some with --reader NAME (site label).")
     if args.json:
-        print_json([vars(each) for each in found])
+        print_json([vars(each) for each in pairs])
         return 0
-    for each in found:
+    for each in pairs:
         one, other = each.readers
         kappa = "no kappa: both gave one class alone" if each.kappa is None else f"kappa {each.kappa:.2f}"
         say(f"{one} and {other}: {each.images:,} images, {each.agreement:.1%} agree, {kappa}")
-        for path, *said in each.differing:
-            say(f"  {path}: {' / '.join(said)}")
+        for path, *labels in each.differing:
+            say(f"  {path}: {' / '.join(labels)}")
     return 0
 
 
@@ -209,21 +209,21 @@ def _prepare(args: argparse.Namespace) -> int:
     from halfmoon.sites.folders import prepare
 
     how = (args.crop, checked_window(args.window))
-    done = prepare(args.folder, _size(args.size), _channels(args.channels), args.out, progress(), *how)
-    assert done.site.images is not None
-    count, height, width, channels = done.site.images.shape
+    result = prepare(args.folder, _size(args.size), _channels(args.channels), args.out, progress(), *how)
+    assert result.site.images is not None
+    count, height, width, channels = result.site.images.shape
     if args.json:
-        left_out = [{"path": path, "reason": reason} for path, reason in done.left_out.items()]
-        facts = {"folder": str(args.folder), "home": str(done.home), "shape": [count, height, width, channels]}
-        print_json(facts | {"written": done.fresh, "decoded": done.decoded, "left_out": left_out})
+        left_out = [{"path": path, "reason": reason} for path, reason in result.left_out.items()]
+        facts = {"folder": str(args.folder), "home": str(result.home), "shape": [count, height, width, channels]}
+        print_json(facts | {"written": result.fresh, "decoded": result.decoded, "left_out": left_out})
         return 0
     from halfmoon.sites.folders.site_folder import SHOWN
 
-    labeled = int((done.site.labels >= 0).sum())
-    what = f"{done.decoded:,} decoded now" if done.fresh else "nothing had changed"
-    lines = [f"{path}: {reason}" for path, reason in done.left_out.items()]
+    labeled = int((result.site.labels >= 0).sum())
+    what = f"{result.decoded:,} decoded now" if result.fresh else "nothing had changed"
+    lines = [f"{path}: {reason}" for path, reason in result.left_out.items()]
     say(
-        f"{done.home}: {count:,} images as {height}x{width} with {channels} channel(s), {labeled:,} labeled; {what}",
+        f"{result.home}: {count:,} images as {height}x{width} with {channels} channel(s), {labeled:,} labeled; {what}",
     )
     if lines:
         more = [f"... and {len(lines) - SHOWN:,} more (--json lists all)"] if len(lines) > SHOWN else []

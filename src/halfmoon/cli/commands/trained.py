@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 OUT = Path("predictions.csv")
 
-SHOWN = 12
+MOST_CLASSES = 12
 """The most classes whose confusion matrix is printed."""
 
 
@@ -106,23 +106,23 @@ def _predict(args: argparse.Namespace) -> int:
     from halfmoon.sites.inference.image_folder import predict
 
     model = _loaded(args)
-    known = None
+    reference = None
     if args.like is not None:
         from halfmoon.sites.inference import unlike
 
-        known = unlike.known(model, args.like)
-    result = predict(model, args.folder, args.out, args.sure, known and known.unlike)
-    if known is not None and unlike.many(result.unlike, result.images):
+        reference = unlike.known(model, args.like)
+    result = predict(model, args.folder, args.out, args.sure, reference and reference.unlike)
+    if reference is not None and unlike.many(result.unlike, result.images):
         about = f"{result.unlike:,} of {result.images:,} images look unlike those of {args.like}"
         complain(f"{about} ({unlike.RATE:.0%} of its own do): do not rely on their labels.", 0)
     if args.json:
         facts = {"out": str(result.out), "images": result.images, "sure": args.sure, "unsure": result.unsure}
-        facts |= {"unlike": result.unlike} if known is not None else {}
+        facts |= {"unlike": result.unlike} if reference is not None else {}
         print_json({**facts, "labels": result.labels, "unreadable": [each._asdict() for each in result.unreadable]})
     else:
         show(["label", "images"], [[name, f"{count:,}"] for name, count in result.labels.items()])
         say(f"unsure, below {args.sure:g}: {result.unsure:,} of {result.images:,} images")
-        if known is not None:
+        if reference is not None:
             say(f"unlike those of {args.like}: {result.unlike:,}")
         say(f"table: {result.out}")
     return _complain_unreadable(result.unreadable)
@@ -154,7 +154,7 @@ def _show_metrics(result: dict[str, Any], files: Sequence[str]) -> None:
         for each in result["per_class"]
     ]
     show(["class", "precision %", "recall %", "F1 %", "images"], rows)
-    if len(result["classes"]) <= SHOWN:
+    if len(result["classes"]) <= MOST_CLASSES:
         say("\nconfusion (rows: true class, columns: predicted class)")
         matrix = zip(result["classes"], result["confusion"], strict=True)
         show(["", *result["classes"]], [[name, *map(str, row)] for name, row in matrix])
