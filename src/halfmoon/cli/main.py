@@ -276,7 +276,11 @@ def _main_job(flags: Mapping[str, Any]) -> dict[str, Any]:
         return {"baselines": OTHER_DATA, "protocol": "few-labels", **flags}
     without = preset.overruled(flags)
     recipe = {name: value for name, value in MAIN_JOB.items() if name not in without}
-    return {**recipe, **flags, "options": settings.joined(recipe["options"], flags.get("options", {}), "--option")}
+    return {
+        **recipe,
+        **flags,
+        "options": settings.merge_options(recipe["options"], flags.get("options", {}), "--option"),
+    }
 
 
 def _at_once(values: Mapping[str, Any], flags: dict[str, Any]) -> dict[str, Any]:

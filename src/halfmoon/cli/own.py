@@ -172,7 +172,7 @@ def print_rows(args: argparse.Namespace, folder: Path, result: tuple[list[Rehear
 def _filled(requested: Mapping[str, Any]) -> dict[str, Any]:
     without = preset.overruled(requested) | ({"options"} if "method" in requested else set())
     rest = {name: value for name, value in RECIPE.items() if name not in without}
-    own = settings.joined(rest.get("options", {}), requested.get("options", {}), "--option")
+    own = settings.merge_options(rest.get("options", {}), requested.get("options", {}), "--option")
     return {**rest, **requested, "options": own}
 
 

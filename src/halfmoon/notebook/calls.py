@@ -177,7 +177,7 @@ def sweep(
 def _configured(config: Config | None, options: dict[str, Any], own: dict[str, Any]) -> Config:
     """Return a configuration with these options, those of its methods joined with the `own` of objects."""
     options = {name: paths(value) if name == "run_dir" else value for name, value in options.items()}
-    options["options"] = schema.joined(options.get("options", config.options if config else {}), own, "options")
+    options["options"] = schema.merge_options(options.get("options", config.options if config else {}), own, "options")
     return Config.of(**options) if config is None else replace(config, **options) if options else config
 
 

@@ -64,7 +64,7 @@ def layered(layers: Iterable[Layer]) -> dict[str, Any]:
             result = {name: value for name, value in result.items() if name not in settings.AMOUNTS}
         for name, value in layer.items():
             if name == "options":
-                result[name] = settings.joined(result.get(name, {}), value, name)
+                result[name] = settings.merge_options(result.get(name, {}), value, name)
             elif name != UNSET:
                 result[name] = value
     return result
@@ -109,7 +109,7 @@ def check_layer(layer: Any, where: str) -> None:
     for name in (*layer, *map(str, unset)):
         if name not in (*settings.helps(), UNSET):
             raise UserError(f"{where}: unknown option {name!r}: {nearest(name, settings.helps())}")
-    settings.joined({}, layer.get("options", {}), f"{where}, options")
+    settings.merge_options({}, layer.get("options", {}), f"{where}, options")
 
 
 def _beside(path: Path, base: str, over: tuple[Path, ...]) -> Path:

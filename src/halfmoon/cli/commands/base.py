@@ -144,7 +144,7 @@ def layers(args: argparse.Namespace) -> tuple[dict[str, Any], dict[str, Any], Pa
             raise UserError(f"--option {words!r} is not NAME=VALUE: write, for example, --option threshold=0.9.")
         own[path] = _value(value)
     if own:
-        flags["options"] = settings.joined({}, own, "--option")
+        flags["options"] = settings.merge_options({}, own, "--option")
     values = settings.load(args.config) if args.config else {}
     return values, settings.anchored(flags, Path()), args.config or "the file"
 
