@@ -188,7 +188,7 @@ def remembered(store: Store, clients: Iterable[int], round: int) -> Counter[str]
             view.put(str(client), {"w": torch.zeros(5000)} if found is None else found)
         mark: Commit = store.commit(round)
         store.prune(round - 1)
-        store.held("client/")
+        store.total_bytes("client/")
         store.size("client/-2")
     finally:
         sys.setprofile(None)

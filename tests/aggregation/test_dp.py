@@ -590,7 +590,7 @@ def run(path: Path, promise: Promise = PROMISE, rounds: int = 2, every: int = 2)
     """Play a private run in a folder, or go on with it there, to its end."""
     method = Clipped(registry.make("fedavg"), promise.clip)
     shared = task(GROUPED, rounds=rounds, dtype=torch.float32)
-    with RunFolder.open(path) if RunFolder.made(path) else RunFolder.create(path, "", "0" * 64) as folder:
+    with RunFolder.open(path) if RunFolder.exists(path) else RunFolder.create(path, "", "0" * 64) as folder:
         loaded = folder.load()
         store = Store()
         there = simulate(method, shared, aggregators=[private(path, promise)], store=store, client_dropout=0.3)

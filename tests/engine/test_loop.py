@@ -32,7 +32,7 @@ def run(path: Path, method: Method, rounds: int, **options: Any) -> tuple[Any, l
     shared = task(dtype=torch.float32, rounds=rounds)
     made = Experiment(method, shared, simulate(method, shared), TEST, 3, **options)
     with RunFolder.open(path) if path.exists() else RunFolder.create(path, "", "0" * 64) as folder:
-        loaded = folder.load() if RunFolder.made(path) else None
+        loaded = folder.load() if RunFolder.exists(path) else None
         return play(made, folder, loaded, lambda row: None), folder.rows()
 
 

@@ -219,7 +219,7 @@ def test_a_run_is_stopped_when_no_process_holds_its_lock(tmp_path: Path):
     write_run(tmp_path / "r", 1, 0, finished=False, config="rounds = 20\n[federation]\n")
     run, now = Followed(tmp_path / "r", "r"), time.time()
     run.update()
-    with locks.held(tmp_path / "r" / ".lock"):
+    with locks.hold(tmp_path / "r" / ".lock"):
         assert run.facts(now + 10000)["state"] == "running"
     (tmp_path / "r" / "serve.log").write_text("")
     assert run.facts(now + 100)["state"] == "running"

@@ -11,7 +11,7 @@ import pytest
 from halfmoon.core.errors import UserError
 from halfmoon.storage import atomic_io, locks
 from halfmoon.storage.folder_writer import Busy
-from halfmoon.storage.locks import Held
+from halfmoon.storage.locks import Conflict
 from halfmoon.storage.run_folder import RunFolder
 
 
@@ -28,7 +28,7 @@ def lockless(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_lock_of_the_system_needs_no_file_and_no_remark(tmp_path: Path):
     one = locks.take(tmp_path / "l")
-    with pytest.raises(Held):
+    with pytest.raises(Conflict):
         locks.take(tmp_path / "l")
     one.free()
     again = locks.take(tmp_path / "l")
@@ -42,7 +42,7 @@ def test_without_locks_a_file_keeps_the_second_one_out_and_it_is_said(tmp_path: 
     """The sentence names the process that is there, and what to do where it is not; afterwards nothing is left."""
     one = locks.take(tmp_path / "l")
     assert "has no locks" in one.remark
-    with pytest.raises(Held, match=r"is at work.*remove the file"):
+    with pytest.raises(Conflict, match=r"is at work.*remove the file"):
         locks.take(tmp_path / "l")
     one.free()
     locks.take(tmp_path / "l").free()
@@ -66,10 +66,10 @@ def test_the_file_of_another_machine_and_a_damaged_one_are_left_to_people(tmp_pa
     """Nobody here can say whether that process lives."""
     owner = tmp_path / "l.owner"
     owner.write_text('{"host": "elsewhere", "process": 7, "boot": "", "began": ""}')
-    with pytest.raises(Held, match="process 7 on elsewhere"):
+    with pytest.raises(Conflict, match="process 7 on elsewhere"):
         locks.take(tmp_path / "l")
     owner.write_text("{")
-    with pytest.raises(Held, match="cannot be read"):
+    with pytest.raises(Conflict, match="cannot be read"):
         locks.take(tmp_path / "l")
 
 

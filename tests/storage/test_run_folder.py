@@ -742,9 +742,9 @@ def test_create_refuses_a_folder_with_other_things_and_leaves_it_alone(tmp_path:
 def test_create_takes_a_folder_whose_baselines_were_faster(tmp_path: Path) -> None:
     """Runs that are played side by side begin in any order: those beside a run lie in its folder."""
     RunFolder.create(tmp_path / "run" / "baselines" / "fedavg", "x = 2\n", OTHER).close()
-    assert not RunFolder.made(tmp_path / "run")
+    assert not RunFolder.exists(tmp_path / "run")
     RunFolder.create(tmp_path / "run", "x = 1\n", ONE).close()
-    assert RunFolder.made(tmp_path / "run")
+    assert RunFolder.exists(tmp_path / "run")
 
 
 def test_create_takes_an_empty_folder_and_makes_parents(tmp_path: Path) -> None:

@@ -450,7 +450,7 @@ def test_shelves_share_a_store(tmp_path: Path) -> None:
     helpers.put("17", ten(2))
     helpers.put("3", ten(3))
     assert (mine.keys(), helpers.keys()) == (["17"], ["17", "3"])
-    assert (store.held("client/"), store.held("helpers/"), store.nbytes) == (40, 80, 120)
+    assert (store.total_bytes("client/"), store.total_bytes("helpers/"), store.nbytes) == (40, 80, 120)
     assert same(mine.get("17"), ten(1))
     assert same(helpers.get("17"), ten(2))
     assert mine.get("3") is None

@@ -18,7 +18,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 
 from halfmoon.config.schema import GUARDS, Config
-from halfmoon.storage.toml import shown
+from halfmoon.storage.toml import text as toml_text
 
 if TYPE_CHECKING:
     from halfmoon.runs.callbacks import RunInfo
@@ -145,7 +145,7 @@ class Quiet:
     def tell_guards(self, run: RunInfo) -> None:
         """Say which defenses, privacy and attacks a run has, where it has some."""
         args = {name: (getattr(run.config, name), getattr(Config, name)) for name in GUARDS}
-        guards = [f"{name} {shown(value)}" for name, (value, default) in args.items() if value != default]
+        guards = [f"{name} {toml_text(value)}" for name, (value, default) in args.items() if value != default]
         if guards:
             self.say(f"{run.title}: {', '.join(guards)}.")
 

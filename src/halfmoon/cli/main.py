@@ -264,7 +264,7 @@ def _note(config: Config, requested: Mapping[str, Any]) -> None:
         hint = f"; {federated} is its federated form" if federated in registry.names() else ""
         complain(f"{config.method} is centralized: it trains on all rows in one place{hint}.", 0)
     for name, (value, cause) in preset.left_out(requested).items():
-        flag = f"--{name.replace('_', '-')} {toml.shown(value)}"
+        flag = f"--{name.replace('_', '-')} {toml.text(value)}"
         complain(f"protocol {requested['protocol']} sets {name}, but not beside {cause}: {flag} keeps it.", 0)
 
 

@@ -69,7 +69,7 @@ def _refuse(subject: str, kind: Any, value: Any) -> Any:
     choices = [choice for member in members(kind) if get_origin(member) is Literal for choice in get_args(member)]
     if choices and isinstance(value, str) and int not in members(kind):
         raise UserError(f"{subject} is {value!r}: {nearest(value, choices)}")
-    raise UserError(f"{subject} is {toml.shown(value)}: it must be {expected(kind)}.")
+    raise UserError(f"{subject} is {toml.text(value)}: it must be {expected(kind)}.")
 
 
 def merge_options(old: Mapping[str, Any], new: Any, subject: str) -> dict[str, Any]:
@@ -78,7 +78,7 @@ def merge_options(old: Mapping[str, Any], new: Any, subject: str) -> dict[str, A
     The key "METHOD.NAME" says NAME in the table of METHOD.
     """
     if not isinstance(new, Mapping):
-        raise UserError(f"{subject} is {toml.shown(new)}: it must be a table of the method's options.")
+        raise UserError(f"{subject} is {toml.text(new)}: it must be a table of the method's options.")
     result = dict(old)
     for name, value in cast("Mapping[str, Any]", new).items():
         if isinstance(value, Mapping):
@@ -101,4 +101,4 @@ def merge_options(old: Mapping[str, Any], new: Any, subject: str) -> dict[str, A
 def check_scalar(subject: str, value: Any) -> None:
     """Raise UserError, in which the value is called `subject`, where it is no number, text, true or false."""
     if not isinstance(value, bool | int | float | str):
-        raise UserError(f"{subject} is {toml.shown(value)}: it must be a number, text, true or false.")
+        raise UserError(f"{subject} is {toml.text(value)}: it must be a number, text, true or false.")

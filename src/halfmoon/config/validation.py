@@ -27,7 +27,7 @@ def normalization(c: Any) -> str:
 def check(c: Any) -> None:
     """Raise UserError for the first impossible value or combination; ranges are declared with the options."""
     if c.momentum >= 1:
-        raise UserError(f"momentum is {toml.shown(c.momentum)}: it must be below 1.")
+        raise UserError(f"momentum is {toml.text(c.momentum)}: it must be below 1.")
     _check_images(c)
     _check_together(c)
     _check_network(c)
@@ -39,14 +39,14 @@ def _check_images(c: Any) -> None:
         raise UserError(f"channels is {c.channels}: it must be 1 (gray) or 3 (RGB).")
     _check_pixels(c)
     if c.window is not None and not (len(c.window) == 2 and -math.inf < c.window[0] < c.window[1] < math.inf):
-        raise UserError(f"window is {toml.shown(c.window)}: it must be two numbers, of black and, larger, of white.")
+        raise UserError(f"window is {toml.text(c.window)}: it must be two numbers, of black and, larger, of white.")
 
 
 def _check_pixels(c: Any) -> None:
     for name in ("pixel_mean", "pixel_std"):
         values, least = getattr(c, name), (0 if name == "pixel_mean" else 1e-9)
         if values is not None and not (values and all(least <= value < math.inf for value in values)):
-            raise UserError(f"{name} is {toml.shown(values)}: it must be numbers from 0, of a deviation above it.")
+            raise UserError(f"{name} is {toml.text(values)}: it must be numbers from 0, of a deviation above it.")
 
 
 def _check_together(c: Any) -> None:
@@ -75,7 +75,7 @@ def _check_together(c: Any) -> None:
     if c.shared_views and c.labeled_batch == "all":
         raise UserError("shared_views needs a number as labeled_batch: 'all' differs from client to client.")
     if c.momentum and c.optimizer != "sgd":
-        raise UserError(f"momentum is {toml.shown(c.momentum)}, but {c.optimizer} has none: use optimizer 'sgd'.")
+        raise UserError(f"momentum is {toml.text(c.momentum)}, but {c.optimizer} has none: use optimizer 'sgd'.")
     methods = (c.method, *c.baselines)
     twice = [name for name in methods if methods.count(name) > 1]
     if twice:

@@ -235,7 +235,7 @@ class ServerRuntime(ABC):
 
     def stored(self, server: int) -> None:
         """Take note of the bytes of the server's tree; what lies on its state store counts too."""
-        beside = self.store.held("state/") + self.store.size(f"client/{SERVER}")
+        beside = self.store.total_bytes("state/") + self.store.size(f"client/{SERVER}")
         self.cost.stored_server = max(self.cost.stored_server, server + beside)
 
     def close(self) -> Report:

@@ -189,7 +189,7 @@ def _watched(watch: Callback) -> Iterator[Callbacks]:
 
 def _begun(root: Path, config: Config) -> bool:
     """Return whether a folder holds a run of this configuration, with these baselines."""
-    if not RunFolder.made(root):
+    if not RunFolder.exists(root):
         return False
     with RunFolder.open(root) as folder:
         same = folder.identity == schema.identity(config, config.method)

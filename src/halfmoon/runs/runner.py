@@ -184,7 +184,7 @@ def cell(
         integrity.check(path, SPLIT)
         shared = _shared([job], Split.load(kept) if kept.exists() else None, watch, seat, shared)
         shared = shared if tests else replace(shared, test=None)
-        if not RunFolder.made(path):
+        if not RunFolder.exists(path):
             (job,) = _settled([job], shared)
             check_together(job.config)
         if device(config).type == "cpu":
@@ -216,7 +216,7 @@ def portray(config: Config, path: Path) -> Row:
 
 
 def finished(path: Path) -> Row | None:
-    return integrity.summary(path) if RunFolder.made(path) else None
+    return integrity.summary(path) if RunFolder.exists(path) else None
 
 
 def _jobs(config: Config) -> list[Job]:
@@ -353,7 +353,7 @@ def _temperature(config: Config, shared: Problem, model: Tree) -> float:
 
 
 def _finished(path: Path, config: Config) -> bool:
-    if not RunFolder.made(path):
+    if not RunFolder.exists(path):
         return False
     with _folder(path, config) as folder:
         return folder.finished
@@ -374,7 +374,7 @@ def _refuse_taken(root: Path, mark: str, plan: bytes = b"") -> None:
 def _folder(path: Path, config: Config) -> Iterator[RunFolder]:
     """Open the folder of a run, or make it."""
     mark = identity(config, config.method)
-    if RunFolder.made(path):
+    if RunFolder.exists(path):
         folder = RunFolder.open(path)
         if folder.identity != mark:
             raise UserError(

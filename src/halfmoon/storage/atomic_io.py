@@ -28,7 +28,7 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
 
 def rows(data: bytes, path: Path) -> list[dict[str, Any]]:
     """Return what `read_rows` returns of these bytes, which are those of a file."""
-    found = []
+    table = []
     for number, line in enumerate(data.split(b"\n")[:-1], start=1):
         try:
             row = parsed(line)
@@ -36,24 +36,24 @@ def rows(data: bytes, path: Path) -> list[dict[str, Any]]:
                 raise ValueError("it is no object")
         except ValueError as error:
             raise UserError(f"{path}, line {number}: not a row of metrics ({error}); restore it.") from error
-        found.append(row)
-    return found
+        table.append(row)
+    return table
 
 
 def numbers(path: Path, key: str, value: str) -> list[tuple[int, float]]:
     """Return (row[key], row[value]) of a file of rows that nothing depends on; a damaged line is left out."""
-    found: list[tuple[int, float]] = []
+    pairs: list[tuple[int, float]] = []
     try:
         lines = (read(path) or b"").split(b"\n")[:-1]
     except OSError:
-        return found
+        return pairs
     for line in lines:
         with suppress(ValueError, LookupError, TypeError):
             row = parsed(line)
             number, seconds = row[key], float(row[value])
             if type(number) is int and math.isfinite(seconds):
-                found.append((number, seconds))
-    return found
+                pairs.append((number, seconds))
+    return pairs
 
 
 def parsed(data: bytes | str) -> Any:

@@ -26,7 +26,7 @@ from halfmoon.storage.state_store import Store
 CLIENTS = "clients"
 """The folder, in that of the run, of what clients keep."""
 
-KEPT = 2
+CHECKPOINTS = 2
 """How many checkpoints stay: the newest and the one to fall back on."""
 
 METRICS, TIMINGS = "metrics.jsonl", "timings.jsonl"
@@ -83,10 +83,10 @@ class Checkpoints:
         self.writer.saved = round
         with self.writer.writing("the folder"):
             rounds = self._rounds()
-            for old in rounds[:-KEPT]:
+            for old in rounds[:-CHECKPOINTS]:
                 self._remove(old)
             if clients is not None:
-                clients.prune(rounds[-KEPT:][0])
+                clients.prune(rounds[-CHECKPOINTS:][0])
 
     def load(self) -> Loaded | None:
         """Return the newest checkpoint that is whole, as `halfmoon.storage.run_folder.RunFolder.load` says."""
@@ -104,7 +104,7 @@ class Checkpoints:
                 self._remove(bad)
             self.writer.saved = round
             older = [each for each in rounds if each < round]
-            for old in older[: 1 - KEPT]:  # a kill after a save has left them
+            for old in older[: 1 - CHECKPOINTS]:  # a kill after a save has left them
                 self._remove(old)
             with self.writer.writing(CLIENTS):
                 clients = sweep(clients, older[-1] if older else round)
@@ -142,8 +142,8 @@ class Checkpoints:
             return clients.commit(round)
 
     def _rounds(self) -> list[int]:
-        found = (_CHECKPOINT.fullmatch(entry.name) for entry in self.path.iterdir())
-        return sorted({int(match[1]) for match in found if match})
+        matches = (_CHECKPOINT.fullmatch(entry.name) for entry in self.path.iterdir())
+        return sorted({int(match[1]) for match in matches if match})
 
     def _remove(self, round: int) -> None:
         # The JSON first: without it the other file is nothing.

@@ -72,17 +72,17 @@ class FolderWriter:
                 else f"the checkpoint of round {self.saved} is intact"
             )
             cure = "free some space" if error.errno in (errno.ENOSPC, errno.EDQUOT) else "make it writable"
-            made = (self.path / CONFIG).exists()
+            exists = (self.path / CONFIG).exists()
             raise Unwritable(
                 f"{self.path}: {what} cannot be written ({atomic_io.reason(error)}); {intact}. "
-                f"First {cure}, then {f'go on with: {resume_command(self.path)}' if made else 'start the run again.'}"
+                f"First {cure}, then {f'go on with: {resume_command(self.path)}' if exists else 'start the run again.'}"
             ) from error
 
 
 def _locked(path: Path) -> locks.Lock:
     try:
         return locks.take(path / LOCK)
-    except locks.Held as error:
+    except locks.Conflict as error:
         who = f" ({error.strerror})" if error.strerror and locks.OWNER in error.strerror else ""
         raise Busy(f"another process is running in {path}{who}; wait for it, or choose another --run-dir.") from error
     except OSError as error:

@@ -40,11 +40,11 @@ def unseal(data: bytes) -> dict[str, Any]:
     """Return the object in a line of `seal`; raise `Unsealed` where a bit of it is another one."""
     try:
         facts = atomic_io.parsed(data)
-        said = facts.pop(KEY)
+        checksum = facts.pop(KEY)
     except (ValueError, KeyError, AttributeError, TypeError) as error:
         raise Unsealed("it is unreadable") from error
     # The bytes are compared, not the values: a changed blank would parse to the same values.
-    if atomic_io.digest(atomic_io.render(facts)) != said or seal(facts) != data:
+    if atomic_io.digest(atomic_io.render(facts)) != checksum or seal(facts) != data:
         raise Unsealed("its checksum differs")
     return facts
 
@@ -59,10 +59,10 @@ def check_lines(data: bytes) -> dict[str, Any]:
     """Return the object of `seal_lines`, or one without a checksum; raise `Unsealed` where a bit is another one."""
     try:
         facts = atomic_io.parsed(data)
-        said = facts.pop(KEY, None)
+        checksum = facts.pop(KEY, None)
     except (ValueError, AttributeError, TypeError) as error:
         raise Unsealed("it is unreadable") from error
-    if said is not None and seal_lines(facts) != data:
+    if checksum is not None and seal_lines(facts) != data:
         raise Unsealed("its checksum differs")
     return facts
 
@@ -94,10 +94,10 @@ def sums(folder: Path) -> dict[str, str]:
 def note(folder: Path, digests: Mapping[str, str]) -> None:
     """Write checksums of more files of a folder down; raise OSError as the system does."""
     try:
-        held = sums(folder)
+        files = sums(folder)
     except UserError:  # it is about to be written anew
-        held = {}
-    atomic_io.replace(folder / SUMS, seal({"files": dict(sorted({**held, **digests}.items()))}))
+        files = {}
+    atomic_io.replace(folder / SUMS, seal({"files": dict(sorted({**files, **digests}.items()))}))
 
 
 _UNCHECKED = [False]
@@ -174,10 +174,10 @@ def check_run(folder: Path) -> None:
 
 def summary(folder: Path) -> dict[str, Any] | None:
     """Return what a finished run's summary says, None where it is not finished; raise UserError for a changed one."""
-    found = atomic_io.read_json(folder / SUMMARY)
-    if found is not None:
+    facts = atomic_io.read_json(folder / SUMMARY)
+    if facts is not None:
         check(folder, SUMMARY)
-    return found
+    return facts
 
 
 class Appended:

@@ -30,7 +30,7 @@ REMARK = (
 )
 
 
-class Held(OSError):
+class Conflict(OSError):
     """Another process holds the lock; `str` says which, if known."""
 
 
@@ -49,14 +49,14 @@ class Lock:
 
 
 def take(path: Path) -> Lock:
-    """Lock a file, which is made where it is missing; raise `Held` where another process has it, OSError as usual."""
+    """Lock a file, made where it is missing; raise `Conflict` where another process has it, OSError as usual."""
     handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
     try:
         try:
             if atomic_io.flock(handle):
                 return Lock(handle)
         except OSError as error:
-            raise Held(*error.args) from error
+            raise Conflict(*error.args) from error
         owner = path.with_name(path.name + OWNER)
         _claim(owner)
         return Lock(handle, owner, REMARK.format(folder=path.parent, file=owner.name))
@@ -77,14 +77,14 @@ def is_held(path: Path) -> bool | None:
 
 
 @contextmanager
-def held(path: Path, patience: float = 0.0) -> Iterator[Lock]:
-    """Hold a lock that is waited for so many seconds; raise `Held` where another process keeps it, OSError as usual."""
+def hold(path: Path, patience: float = 0.0) -> Iterator[Lock]:
+    """Hold a lock, waited for so many seconds; raise `Conflict` where another process keeps it, OSError as usual."""
     end = time.monotonic() + patience
     while True:
         try:
             lock = take(path)
             break
-        except Held:
+        except Conflict:
             if time.monotonic() >= end:
                 raise
         time.sleep(0.02)
@@ -97,7 +97,7 @@ def held(path: Path, patience: float = 0.0) -> Iterator[Lock]:
 
 
 def _claim(owner: Path) -> None:
-    """Make the file that says who is there; raise `Held` where a process that may live has made it."""
+    """Make the file that says who is there; raise `Conflict` where a process that may live has made it."""
     mine = json.dumps(_process(os.getpid())).encode()
     while True:
         try:
@@ -110,30 +110,30 @@ def _claim(owner: Path) -> None:
 
 
 def _drop_dead(owner: Path) -> None:
-    """Remove the file of a process that is gone; raise `Held` for any other."""
-    seen = atomic_io.read(owner)
-    if seen is None:
+    """Remove the file of a process that is gone; raise `Conflict` for any other."""
+    content = atomic_io.read(owner)
+    if content is None:
         return
     try:
-        facts = atomic_io.parsed(seen)
-        known = facts["host"] == socket.gethostname()
-        dead = known and _process(int(facts["process"])) != facts
+        facts = atomic_io.parsed(content)
+        local = facts["host"] == socket.gethostname()
+        dead = local and _process(int(facts["process"])) != facts
     except (ValueError, LookupError, TypeError):
-        raise Held(errno.EWOULDBLOCK, f"{owner} cannot be read; where nobody is at work, remove it") from None
+        raise Conflict(errno.EWOULDBLOCK, f"{owner} cannot be read; where nobody is at work, remove it") from None
     if not dead:
         where = f"process {facts['process']} on {str(facts['host'])[:64]}"
-        raise Held(errno.EWOULDBLOCK, f"{where} is at work, says {owner}; where that is not so, remove the file")
+        raise Conflict(errno.EWOULDBLOCK, f"{where} is at work, says {owner}; where that is not so, remove the file")
     # Another may have done the same and be there by now: what was taken away is looked at before it is thrown away.
-    aside = owner.with_name(f"{owner.name}.{secrets.token_hex(4)}")
+    spare = owner.with_name(f"{owner.name}.{secrets.token_hex(4)}")
     try:
-        os.rename(owner, aside)
+        os.rename(owner, spare)
     except FileNotFoundError:
         return
-    if aside.read_bytes() != seen:
-        os.link(aside, owner)
-        aside.unlink()
-        raise Held(errno.EWOULDBLOCK, "another process was faster")
-    aside.unlink()
+    if spare.read_bytes() != content:
+        os.link(spare, owner)
+        spare.unlink()
+        raise Conflict(errno.EWOULDBLOCK, "another process was faster")
+    spare.unlink()
 
 
 def _process(number: int) -> dict[str, Any]:

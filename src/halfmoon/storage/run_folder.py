@@ -86,7 +86,7 @@ class RunFolder:
             )
 
     @staticmethod
-    def made(path: Path) -> bool:
+    def exists(path: Path) -> bool:
         """Return whether a run was begun here; one that was killed while its folder was made was not."""
         return (path / RUN).exists() and not {entry.name for entry in path.iterdir()} <= _BEGUN
 
@@ -94,7 +94,7 @@ class RunFolder:
     def open(cls, path: Path) -> "RunFolder":
         """Open the folder of a run that exists; raise UserError if it is none or its configuration was changed."""
         head = integrity.object_of(path / RUN)
-        if head is not None and not cls.made(path):
+        if head is not None and not cls.exists(path):
             raise UserError(f"{path}: the run was stopped before its {CONFIG} was written; start it again.")
         if head is None or not isinstance(head.get("identity"), str):
             raise UserError(f"{path} is not a run folder (it has no readable {RUN}); give the folder of a run.")

@@ -74,8 +74,8 @@ def with_seal(data: bytes, meta: dict[str, str]) -> bytes:
 def check_seal(data: bytes) -> bool:
     """Say whether a file of `with_seal` is as it was written; one without a seal passes. Raise ValueError for none."""
     header, _ = _header(data)
-    said = header["__metadata__"].get(SEAL)
-    return said is None or said == _seal(data)
+    checksum = header["__metadata__"].get(SEAL)
+    return checksum is None or checksum == _seal(data)
 
 
 def _header(data: bytes) -> tuple[dict[str, Any], int]:
@@ -119,11 +119,11 @@ def _order(leaf: Tensor) -> list[int] | None:
 
 
 def _paths(shape: dict[str, Any], prefix: str = "") -> list[str]:
-    found: list[str] = []
+    paths: list[str] = []
     for key, value in shape.items():
         path = f"{prefix}{key}"
-        found += _paths(value, f"{path}/") if isinstance(value, dict) else [path]
-    return found
+        paths += _paths(value, f"{path}/") if isinstance(value, dict) else [path]
+    return paths
 
 
 def _filled(flat: dict[str, Tensor], shape: dict[str, Any], prefix: str = "") -> Tree:

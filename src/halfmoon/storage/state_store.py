@@ -47,9 +47,9 @@ class Store:
         self.mark = START
         self._trees: OrderedDict[str, Tree] = OrderedDict()  # in memory, the least recently used first
         self._sizes: dict[str, int] = {}  # bytes of every entry
-        self._counted = Counter[str]()  # of all, and of those with keys of one prefix
+        self._bytes = Counter[str]()  # of all, and of those with keys of one prefix
         self._files: dict[str, ManifestEntry] = {}  # where an entry's present content is on disk
-        self._kept: dict[str, ManifestEntry] = {}  # as of the last commit
+        self._last_commit: dict[str, ManifestEntry] = {}  # as of the last commit
         self._changed: set[str] = set()  # since then
         self._replaced: list[tuple[int, str]] = []
         self._version = -1
@@ -61,25 +61,25 @@ class Store:
     def keys(self, prefix: str = "") -> list[str]:
         return sorted(key for key in self._sizes if key.startswith(prefix))
 
-    def held(self, prefix: str = "") -> int:
+    def total_bytes(self, prefix: str = "") -> int:
         """Return the bytes of the entries, in memory or not, whose keys begin with `prefix`: "", or all up to a "/".
 
         They are counted when entries come and go, so that asking costs the same among any number of them.
         """
         if prefix and not prefix.endswith("/"):
             raise ValueError(f"bytes are counted by the part of a key up to its first '/', not by {prefix!r}")
-        return self._counted[prefix]
+        return self._bytes[prefix]
 
     def size(self, key: str) -> int:
         return self._sizes.get(key, 0)
 
     def _count(self, key: str, nbytes: int) -> None:
         for prefix in {"", key[: key.find("/") + 1]}:
-            self._counted[prefix] += nbytes
+            self._bytes[prefix] += nbytes
 
     @property
     def nbytes(self) -> int:
-        return self.held()
+        return self.total_bytes()
 
     @property
     def resident(self) -> int:
@@ -123,7 +123,7 @@ class Store:
     def discard(self, key: str) -> None:
         """Take a tree out, if it is there."""
         self._forget(key)
-        if key in self._kept:
+        if key in self._last_commit:
             self._changed.add(key)
         else:
             self._changed.discard(key)
@@ -150,8 +150,8 @@ class Store:
         lines = [manifest.line(version, key, self._files.get(key)) for key in keys]
         folder.mkdir(parents=True, exist_ok=True)
         self.mark = manifest.append(folder, self.mark, lines)
-        self._replaced += [(version, self._kept.pop(key).file) for key in keys if key in self._kept]
-        self._kept.update({key: self._files[key] for key in keys if key in self._files})
+        self._replaced += [(version, self._last_commit.pop(key).file) for key in keys if key in self._last_commit]
+        self._last_commit.update({key: self._files[key] for key in keys if key in self._files})
         self._changed, self._version = set(), version
         return self.mark
 
@@ -178,9 +178,9 @@ class Store:
             self._forget(key)
         self.settle(contents.folder)
         self.mark, self._version = contents.mark, contents.version
-        self._files, self._kept = dict(contents.entries), dict(contents.entries)
+        self._files, self._last_commit = dict(contents.entries), dict(contents.entries)
         self._sizes = {key: entry.nbytes for key, entry in contents.entries.items()}
-        self._counted.clear()
+        self._bytes.clear()
         for key, nbytes in self._sizes.items():
             self._count(key, nbytes)
         self._changed, self._replaced = set(), list(contents.replaced)
@@ -192,7 +192,7 @@ class Store:
         if self._trees.pop(key, None) is not None:
             self._resident -= self._sizes[key]
         entry = self._files.pop(key, None)
-        if entry is not None and entry != self._kept.get(key):
+        if entry is not None and entry != self._last_commit.get(key):
             self.disk.remove(entry)
         self._count(key, -self._sizes.pop(key))
 
@@ -216,8 +216,8 @@ class StateView:
 
         A copy even on the CPU: a leaf mapped from a file starts anywhere in memory, and a sum may depend on that.
         """
-        found = self.store.get(self.prefix + key)
-        return None if found is None else tree.map(lambda leaf: leaf.to(self.device, copy=True), found)
+        state = self.store.get(self.prefix + key)
+        return None if state is None else tree.map(lambda leaf: leaf.to(self.device, copy=True), state)
 
     def put(self, key: str, tree: Tree) -> None:
         self.store.put(self.prefix + key, tree)

@@ -13,38 +13,38 @@ def key(name: str) -> str:
     return name if bare else value(name)
 
 
-def value(held: Any) -> str:
+def value(item: Any) -> str:
     """Return a TOML value; raise TypeError for what TOML cannot say."""
-    if isinstance(held, bool):
-        return "true" if held else "false"
-    if isinstance(held, int):
+    if isinstance(item, bool):
+        return "true" if item else "false"
+    if isinstance(item, int):
         # Python writes no number of over 4,300 digits, except in hexadecimal, which TOML knows, too.
-        return str(held) if held.bit_length() < 10_000 else hex(held)
-    if isinstance(held, float):
-        return repr(held)
-    if isinstance(held, str | Path):
+        return str(item) if item.bit_length() < 10_000 else hex(item)
+    if isinstance(item, float):
+        return repr(item)
+    if isinstance(item, str | Path):
         # JSON escapes what TOML's basic strings must escape, except DEL.
-        return json.dumps(str(held), ensure_ascii=False).replace("\x7f", "\\u007f")
-    if isinstance(held, Sequence):
-        return f"[{', '.join(value(each) for each in held)}]"
-    raise TypeError(f"no TOML for {held!r}")
+        return json.dumps(str(item), ensure_ascii=False).replace("\x7f", "\\u007f")
+    if isinstance(item, Sequence):
+        return f"[{', '.join(value(each) for each in item)}]"
+    raise TypeError(f"no TOML for {item!r}")
 
 
-def shown(held: Any) -> str:
+def text(item: Any) -> str:
     """Return a value as a TOML file has it, "none" for None, or as Python has it."""
     try:
-        return value(held)
+        return value(item)
     except TypeError:
-        return "none" if held is None else repr(held)
+        return "none" if item is None else repr(item)
 
 
 def loads(words: str) -> dict[str, Any]:
     """Return what TOML says; raise tomllib.TOMLDecodeError for whatever is none that Python reads."""
     try:
-        found = tomllib.loads(words)
+        content = tomllib.loads(words)
         # In hexadecimal any number can be read, but not be written as Python writes numbers.
-        str(found)
-        return found
+        str(content)
+        return content
     except tomllib.TOMLDecodeError:
         raise
     except RecursionError as error:

@@ -38,7 +38,7 @@ class Played:
 def left(root: Path) -> Plan | None:
     """Return the plan of a run folder, to go on with it; None where it was not made by a plan."""
     record = atomic_io.read_json(root / PLAN)
-    if record is None or not RunFolder.made(root):
+    if record is None or not RunFolder.exists(root):
         return None
     with RunFolder.open(root) as folder:
         config = replace(parsed(folder.config, root), baselines=tuple(record.pop("baselines")))
@@ -146,7 +146,7 @@ def _of_runs(plan: Plan, shared: Problem, root: Path, runs: list[Row], watch: Ca
 
 def _gone_on(config: Config, watch: Callback, shared: Problem) -> RunResult:
     assert config.run_dir is not None, "each is played in a folder of its own"
-    if RunFolder.made(config.run_dir):
+    if RunFolder.exists(config.run_dir):
         return runner.resume(config.run_dir, watch, shared=shared)
     return runner.start(config, watch, shared=shared)
 

@@ -65,5 +65,5 @@ def _number(args: argparse.Namespace, name: str, kind: type[int] | type[float]) 
         return None
     value = parse(f"--{name}", kind, words)
     if not (value > 0 and math.isfinite(value)):
-        raise UserError(f"--{name} is {toml.shown(value)}: it must be a number above 0.")
+        raise UserError(f"--{name} is {toml.text(value)}: it must be a number above 0.")
     return value

@@ -171,4 +171,4 @@ def _text(value: Any) -> str:
 
     if isinstance(value, dict):
         return "{" + ", ".join(f"{name} = {_text(each)}" for name, each in value.items()) + "}"
-    return toml.shown(value) if isinstance(value, bool | int | float | str) else str(value)
+    return toml.text(value) if isinstance(value, bool | int | float | str) else str(value)

@@ -185,7 +185,7 @@ class Split:
             last = (images if type(images) is int else len(row)) - 1
             raise UserError(f"{path}: its rows are not 0 to {last} in order; make a new split.")
         if not 0 < clients <= MOST:
-            raise UserError(f"{path}: it says that there are {toml.shown(clients)} clients; make a new split.")
+            raise UserError(f"{path}: it says that there are {toml.text(clients)} clients; make a new split.")
         return cls(client, labeled, clients, origin, stage[0] if stage else None)
 
 

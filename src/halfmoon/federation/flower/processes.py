@@ -212,7 +212,7 @@ def alone(path: Path, words: str) -> Iterator[None]:
     path.parent.mkdir(parents=True, exist_ok=True)
     try:
         lock = locks.take(path)
-    except locks.Held as error:
+    except locks.Conflict as error:
         raise UserError(words) from error
     try:
         yield

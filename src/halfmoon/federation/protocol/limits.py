@@ -95,7 +95,7 @@ def _check_option(name: str, value: Any) -> None:
     if isinstance(value, int) and abs(value) > OPTION:
         raise UserError(f"the option {name} is {_digits(value)}: a federation has {OPTION:,} at most.")
     if isinstance(value, float) and not math.isfinite(value):
-        raise UserError(f"the option {name} is {toml.shown(value)}: it must be a number.")
+        raise UserError(f"the option {name} is {toml.text(value)}: it must be a number.")
     if isinstance(value, str) and (len(value) > WORD or not value.isprintable()):
         raise UserError(f"the option {name} is {value[:WORD]!r}: it may have {WORD} letters, without breaks.")
 

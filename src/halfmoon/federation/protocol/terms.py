@@ -134,8 +134,8 @@ class Terms:
         """Return the terms for the people at a site: a sentence, and every option that counts."""
         config, about, program = self.config, settings.helps(), self.program
         names = [name for name in settings.kinds() if name in shared() and name != "method"]
-        rows = [(name, toml.shown(getattr(config, name)), about[name]) for name in names]
-        rows += [(name, toml.shown(value), f"an option of {config.method}") for name, value in self._options().items()]
+        rows = [(name, toml.text(getattr(config, name)), about[name]) for name in names]
+        rows += [(name, toml.text(value), f"an option of {config.method}") for name, value in self._options().items()]
         count, frozen = limits.sizes(config, self.form)
         rows += [("halfmoon", program["halfmoon"], "the version that runs at the server and at every site")]
         rows += [("bundle", program["bundle"][:16], "hash of the app bundle, without code, that a site accepts")]
@@ -194,15 +194,15 @@ def _check_form(form: ImageSpec) -> None:
     if not all(isinstance(value, tuple) for value in (image, classes, form.mean, form.std)):
         raise UserError("image, classes, mean and std must be lists.")
     if type(form.mirror) is not bool:
-        raise UserError(f"mirror is {toml.shown(form.mirror)}: it must be true or false.")
+        raise UserError(f"mirror is {toml.text(form.mirror)}: it must be true or false.")
     sides = all(type(side) is int and 1 <= side <= LARGEST for side in image)
     if len(image) != 3 or not sides or image[0] not in (1, 3):
         raise UserError(
-            f"image is {toml.shown(image)}: it must be channels (1 or 3), height and width, such as [1, 28, 28]."
+            f"image is {toml.text(image)}: it must be channels (1 or 3), height and width, such as [1, 28, 28]."
         )
     if len(classes) < 2 or not all(type(c) is str and c for c in classes) or len(set(classes)) < len(classes):
-        raise UserError(f"classes is {toml.shown(classes)}: it must name two classes or more, each once.")
+        raise UserError(f"classes is {toml.text(classes)}: it must name two classes or more, each once.")
     for name, values in (("mean", form.mean), ("std", form.std)):
         finite = len(values) == image[0] and all(isinstance(v, float) and math.isfinite(v) for v in values)
         if not finite or (name == "std" and min(values) <= 0):
-            raise UserError(f"{name} is {toml.shown(values)}: it must be one number for each of {image[0]} channels.")
+            raise UserError(f"{name} is {toml.text(values)}: it must be one number for each of {image[0]} channels.")

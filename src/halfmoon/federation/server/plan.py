@@ -47,13 +47,13 @@ class Rules:
 
     def __post_init__(self) -> None:
         if self.images is not None and min(self.images, default=0) < 1:
-            raise UserError(f"{TABLE}.images is {toml.shown(self.images)}: it must have a number from 1 for each site.")
+            raise UserError(f"{TABLE}.images is {toml.text(self.images)}: it must have a number from 1 for each site.")
         least = dict.fromkeys(("weight_cap", "strikes", "norm_bound", "absence", "round_timeout", "linger"), 0)
         least |= {"min_replies": 1, "attempts": 1}
         for name, bound in least.items():
             value = self.__dict__[name]
             if value is not None and not (value >= bound and math.isfinite(value)):
-                raise UserError(f"{TABLE}.{name} is {toml.shown(value)}: it must be at least {bound}.")
+                raise UserError(f"{TABLE}.{name} is {toml.text(value)}: it must be at least {bound}.")
 
     def quorum(self, cohort: int) -> int:
         needed = -(-cohort // 2) if self.min_replies is None else self.min_replies

@@ -150,7 +150,7 @@ class FederationServer:
 
     def _folder(self) -> RunFolder:
         terms = self.plan.terms
-        if not RunFolder.made(self.path):
+        if not RunFolder.exists(self.path):
             return RunFolder.create(self.path, _config_text(self.plan), terms.hash)
         folder = RunFolder.open(self.path)
         if folder.identity != terms.hash:

@@ -171,9 +171,9 @@ def _write(
 @contextmanager
 def _alone(out: Path) -> Iterator[None]:
     try:
-        with locks.held(out / MARK):
+        with locks.hold(out / MARK):
             yield
-    except locks.Held as error:
+    except locks.Conflict as error:
         words = f"{out} is being written by another process; wait for it ({atomic_io.reason(error)})."
         raise UserError(words) from error
 

@@ -99,9 +99,9 @@ def _locked(folder: Path) -> Iterator[None]:
     home = folder / HOME
     try:
         home.mkdir(exist_ok=True)
-        with locks.held(home / LOCK, PATIENCE):
+        with locks.hold(home / LOCK, PATIENCE):
             yield
-    except locks.Held as error:
+    except locks.Conflict as error:
         raise UserError(f"{folder / LABELS} is being written by another process; try again.") from error
     except OSError as error:
         raise UserError(f"{home} cannot be written ({atomic_io.reason(error)}); the answer is not kept.") from error

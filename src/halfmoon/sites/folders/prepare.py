@@ -228,9 +228,9 @@ def _writing(home: Path) -> Iterator[None]:
     """Hold the place for one process; what the system refuses becomes a sentence."""
     try:
         home.mkdir(parents=True, exist_ok=True)
-        with locks.held(home / LOCK):
+        with locks.hold(home / LOCK):
             yield
-    except locks.Held as error:
+    except locks.Conflict as error:
         words = f"{home} is being prepared by another process; wait for it ({atomic_io.reason(error)})."
         raise UserError(words) from error
     except OSError as error:

@@ -41,7 +41,7 @@ def make(folder: Path, files: Mapping[str, File]) -> None:
         _clear(folder)
         born = Path(mkdtemp(prefix=f".{folder.name}{_BORN}", dir=folder.parent))
         try:
-            with locks.held(born / LOCK) as lock:
+            with locks.hold(born / LOCK) as lock:
                 _write(born, files)
                 os.replace(born, folder)
                 if lock.owner is not None:  # it has moved along, and says that somebody is at work
@@ -88,10 +88,10 @@ def finish(folder: Path) -> None:
 def locked(folder: Path) -> Iterator[None]:
     """Hold the folder's lock and finish what was left; raise UserError where it cannot be had or used."""
     try:
-        with locks.held(folder / LOCK, WAITING):
+        with locks.hold(folder / LOCK, WAITING):
             finish(folder)
             yield
-    except locks.Held as error:
+    except locks.Conflict as error:
         raise UserError(
             f"{folder} is being changed by another process: try again when that is done ({atomic_io.reason(error)})."
         ) from error
@@ -103,9 +103,9 @@ def _clear(folder: Path) -> None:
     """Delete what was left by those who were killed while they made this folder."""
     for left in folder.parent.glob(f".{folder.name}{_BORN}*"):
         try:
-            with locks.held(left / LOCK):
+            with locks.hold(left / LOCK):
                 shutil.rmtree(left)
-        except locks.Held:
+        except locks.Conflict:
             continue  # it is being made right now
 
 
