@@ -35,7 +35,7 @@ class FineTuned(Network):
     sha256: str = field(kw_only=True)
     patterns: tuple[str, ...] = field(kw_only=True)
     fresh: bool = field(kw_only=True)
-    given: Tree = field(
+    start: Tree = field(
         kw_only=True, compare=False, repr=False
     )  # the trained part of the weights, without a fresh head
     frozen: Tree = field(kw_only=True, compare=False, repr=False)
@@ -47,36 +47,36 @@ class FineTuned(Network):
         return self.inner.head
 
     def init(self, generator: torch.Generator) -> Tree:
-        drawn = tree.flatten(self.inner.init(generator))
-        given, frozen = tree.flatten(self.given), tree.flatten(self.frozen)
+        random = tree.flatten(self.inner.init(generator))
+        weights, frozen = tree.flatten(self.start), tree.flatten(self.frozen)
         shapes = torch.get_default_device().type == "meta"
         start = {
-            path: given[path].clone() if path in given and not shapes else leaf
-            for path, leaf in drawn.items()
+            path: weights[path].clone() if path in weights and not shapes else leaf
+            for path, leaf in random.items()
             if path not in frozen
         }
         return {"params": {}, "stats": {}, **tree.unflatten(start)}
 
     def whole(self, model: Tree) -> tuple[Network, Tree]:
         like = next(tree.leaves(model["params"]))
-        return self.inner.exact, tree.merged(self._held(like), model)
+        return self.inner.exact, tree.merged(self._frozen_at(like), model)
 
     @property
     def exact(self) -> Network:
         return self if self.precision == "float32" else replace(self, precision="float32", inner=self.inner.exact)
 
-    def _held(self, like: Tensor) -> Tree:
+    def _frozen_at(self, like: Tensor) -> Tree:
         place = like.device, like.dtype
         if place not in self._moved:
             self._moved[place] = tree.to(self.frozen, *place)
         return self._moved[place]
 
-    def _joined(self, params: Tree) -> tuple[Tree, Tree]:
-        held = self._held(next(tree.leaves(params)))
-        return tree.merged(held["params"], params), held["stats"]
+    def _with_frozen(self, params: Tree) -> tuple[Tree, Tree]:
+        frozen = self._frozen_at(next(tree.leaves(params)))
+        return tree.merged(frozen["params"], params), frozen["stats"]
 
     def unseen(self, params: Tree) -> Tree:
-        moments = tree.flatten(self.inner.unseen(self._joined(params)[0]))
+        moments = tree.flatten(self.inner.unseen(self._with_frozen(params)[0]))
         frozen = tree.flatten(self.frozen["stats"])
         return tree.unflatten({path: leaf for path, leaf in moments.items() if path not in frozen})
 
@@ -89,13 +89,13 @@ class FineTuned(Network):
     def train(
         self, params: Tree, x: Tensor, settled: Tree | None = None, real: Tensor | None = None
     ) -> tuple[Tensor, Tree]:
-        whole, stats = self._joined(params)
+        whole, stats = self._with_frozen(params)
         return self.inner.train(whole, x, tree.merged(stats, settled or {}), real)
 
     def embed(
         self, params: Tree, x: Tensor, settled: Tree | None = None, real: Tensor | None = None
     ) -> tuple[Tensor, Tensor, Tree]:
-        whole, stats = self._joined(params)
+        whole, stats = self._with_frozen(params)
         return self.inner.embed(whole, x, tree.merged(stats, settled or {}), real)
 
     def linearize(self, params: Tree, x: Tensor, real: Tensor | None = None) -> tuple[Tensor, list[Tensor]]:
@@ -119,12 +119,12 @@ class FineTuned(Network):
             ) from error
 
     def predict(self, params: Tree, stats: Tree, x: Tensor) -> Tensor:
-        whole, held = self._joined(params)
-        return self.inner.predict(whole, tree.merged(held, stats), x)
+        whole, frozen = self._with_frozen(params)
+        return self.inner.predict(whole, tree.merged(frozen, stats), x)
 
     def represent(self, params: Tree, stats: Tree, x: Tensor) -> tuple[Tensor, Tensor]:
-        whole, held = self._joined(params)
-        return self.inner.represent(whole, tree.merged(held, stats), x)
+        whole, frozen = self._with_frozen(params)
+        return self.inner.represent(whole, tree.merged(frozen, stats), x)
 
 
 @lru_cache(maxsize=8)
@@ -135,8 +135,8 @@ def finetuned(network: Network, weights: Weights, patterns: tuple[str, ...], cla
     weight is frozen keeps its statistics. The head is drawn anew where the weights have none, or one for other classes.
     Raise `UserError` where the weights are not the network's, a pattern names nothing, or nothing is left to train.
     """
-    held, fresh = fitted(network, weights, classes)
-    flat = tree.flatten(held)
+    values, fresh = fitted(network, weights, classes)
+    flat = tree.flatten(values)
     with torch.device("meta"):
         every = list(tree.flatten(network.init(torch.Generator())))
     parameters = [path.removeprefix("params/") for path in every if path.startswith("params/")]
@@ -155,7 +155,7 @@ def finetuned(network: Network, weights: Weights, patterns: tuple[str, ...], cla
     }
     frozen = settled | {f"params/{path}" for path in still}
     parts = [{path: flat[path] for path in flat if (path in frozen) is side} for side in (False, True)]
-    given, fixed = ({"params": {}, "stats": {}, **tree.unflatten(part)} for part in parts)
+    start, fixed = ({"params": {}, "stats": {}, **tree.unflatten(part)} for part in parts)
     tracked = any(path.startswith("stats/") and path not in frozen for path in every)
     norm = "batch" if tracked else "none" if network.norm == "batch" else network.norm
     return FineTuned(
@@ -168,12 +168,12 @@ def finetuned(network: Network, weights: Weights, patterns: tuple[str, ...], cla
         sha256=weights.sha256,
         patterns=patterns,
         fresh=fresh,
-        given=given,
+        start=start,
         frozen={**fixed, "params": tree.channels_last(fixed["params"])},
     )
 
 
-def told(network: Network) -> str | None:
+def training_summary(network: Network) -> str | None:
     """Return in a sentence what of a network is trained, None where it starts from no weights."""
     if not isinstance(network, FineTuned):
         return None
@@ -191,18 +191,18 @@ def slower(network: Network, params: Iterable[str]) -> frozenset[str]:
 
 
 def _named(network: Network, parameters: Sequence[str], patterns: Sequence[str]) -> set[str]:
-    found: set[str] = set()
+    paths: set[str] = set()
     for pattern in patterns:
         if pattern == BACKBONE:
             _headed(network, "freeze backbone")
-            found |= {path for path in parameters if not of_head(network, path)}
+            paths |= {path for path in parameters if not of_head(network, path)}
             continue
         matched = {path for path in parameters if _matches(path, pattern)}
         if not matched:
             layers = {place for path in parameters for place in _places(path)} | {BACKBONE}
             raise UserError(f"freeze names {pattern!r}, but the network has no such layer: {nearest(pattern, layers)}")
-        found |= matched
-    return found
+        paths |= matched
+    return paths
 
 
 def _frozen(layer: str, still: set[str], patterns: Sequence[str]) -> bool:
@@ -214,8 +214,8 @@ def _frozen(layer: str, still: set[str], patterns: Sequence[str]) -> bool:
 
 
 def _matches(path: str, pattern: str) -> bool:
-    wanted = pattern.replace(".", "/")
-    return any(fnmatchcase(place, wanted) for place in _places(path))
+    glob = pattern.replace(".", "/")
+    return any(fnmatchcase(place, glob) for place in _places(path))
 
 
 def _places(path: str) -> list[str]:

@@ -67,8 +67,8 @@ def size(name: str, channels: int, classes: int, image: tuple[int, int]) -> int:
     """Return how many numbers the parameters and statistics of a network are; it is not made."""
     with torch.device("meta"):
         module = make(name, channels, classes, image)
-    kept = [leaf for key, leaf in module.named_buffers() if key.endswith(("running_mean", "running_var"))]
-    return sum(leaf.numel() for leaf in (*module.parameters(), *kept))
+    statistics = [leaf for key, leaf in module.named_buffers() if key.endswith(("running_mean", "running_var"))]
+    return sum(leaf.numel() for leaf in (*module.parameters(), *statistics))
 
 
 def make(name: str, channels: int, classes: int, size: tuple[int, int]) -> nn.Module:
@@ -77,10 +77,10 @@ def make(name: str, channels: int, classes: int, size: tuple[int, int]) -> nn.Mo
     Raise `UserError` where the package is missing, has no such network, or none for such images.
     """
     with _bounded(name):
-        return _made(name, channels, classes, size)
+        return _module(name, channels, classes, size)
 
 
-def _made(name: str, channels: int, classes: int, size: tuple[int, int]) -> nn.Module:
+def _module(name: str, channels: int, classes: int, size: tuple[int, int]) -> nn.Module:
     package = hubs.package(name)
     hubs.version(name)
     try:
@@ -130,8 +130,8 @@ def converted(name: str, module: nn.Module, tensors: Mapping[str, Tensor]) -> di
             f"transformers cannot read the weights of {hubs.shown(name)} ({one_line(error)[:200]})."
         ) from error
     absent = {*info["missing_keys"], *(each[0] for each in info["mismatched_keys"])}
-    found = {key: value for key, value in read.state_dict().items() if key not in absent}
-    return found | {key: tensors[key] for key in (*info["unexpected_keys"], *absent) if key in tensors}
+    state = {key: value for key, value in read.state_dict().items() if key not in absent}
+    return state | {key: tensors[key] for key in (*info["unexpected_keys"], *absent) if key in tensors}
 
 
 def _transformer(name: str, channels: int, classes: int, size: tuple[int, int]) -> nn.Module:
@@ -149,9 +149,9 @@ def _config(name: str, channels: int, classes: int, size: tuple[int, int]) -> An
     auto = importlib.import_module("transformers").AutoConfig
     if "timm" in kind:
         raise UserError(f"network {hubs.shown(name)} stands for a network of timm: give --network timm:NAME.")
-    known = auto.for_model(kind).to_dict()
-    facts = {key: value for key, value in facts.items() if key in known and "backbone" not in key}
-    drops = {key: 0.0 for key, value in {**known, **facts}.items() if "drop" in key and isinstance(value, int | float)}
+    base = auto.for_model(kind).to_dict()
+    facts = {key: value for key, value in facts.items() if key in base and "backbone" not in key}
+    drops = {key: 0.0 for key, value in {**base, **facts}.items() if "drop" in key and isinstance(value, int | float)}
     config = auto.for_model(kind, **{**facts, **drops}, num_labels=classes, num_channels=channels)
     if hasattr(config, "image_size"):
         config.image_size = size[0] if size[0] == size[1] else list(size)

@@ -60,7 +60,7 @@ class ModuleNetwork(Network):
         if torch.get_default_device().type == "meta":  # somebody asks for shapes alone
             return tree.map(lambda leaf: leaf.to("meta"), template.first)
         with _seeded(generator):
-            return _read(_made(self))
+            return _read(_new_module(self))
 
     def unseen(self, params: Tree) -> Tree:
         like = next(tree.leaves(params))
@@ -81,8 +81,8 @@ class ModuleNetwork(Network):
     def train(
         self, params: Tree, x: Tensor, settled: Tree | None = None, real: Tensor | None = None
     ) -> tuple[Tensor, Tree]:
-        logits, seen = self._pass(params, x, settled or {}, True, real)
-        return logits, seen.moments
+        logits, record = self._pass(params, x, settled or {}, True, real)
+        return logits, record.moments
 
     def embed(
         self, params: Tree, x: Tensor, settled: Tree | None = None, real: Tensor | None = None
@@ -92,8 +92,8 @@ class ModuleNetwork(Network):
                 f"network {self.factory} does not end in a linear layer, on whose input another head could stand; "
                 "choose another method, or let forward return what the last nn.Linear gives."
             )
-        logits, seen = self._pass(params, x, settled or {}, True, real)
-        return logits, widened(seen.inputs[self.head]), seen.moments
+        logits, record = self._pass(params, x, settled or {}, True, real)
+        return logits, widened(record.inputs[self.head]), record.moments
 
     def linearize(self, params: Tree, x: Tensor, real: Tensor | None = None) -> tuple[Tensor, list[Tensor]]:
         return self.train(params, x, real=real)[0], []
@@ -115,23 +115,23 @@ class ModuleNetwork(Network):
         return self._pass(params, x, stats, train=False)[0]
 
     def represent(self, params: Tree, stats: Tree, x: Tensor) -> tuple[Tensor, Tensor]:
-        logits, seen = self._pass(params, x, stats, train=False)
-        return logits, widened(seen.inputs.get(self.head or "", logits))
+        logits, record = self._pass(params, x, stats, train=False)
+        return logits, widened(record.inputs.get(self.head or "", logits))
 
     def _pass(
         self, params: Tree, x: Tensor, stats: Tree, train: bool, real: Tensor | None = None
     ) -> "tuple[Tensor, _Pass]":
         """Call the module; batch normalizations that `stats` has do not look at the batch."""
         template = _template(self)
-        seen = _Pass(tree.flatten(stats), {}, {}, real)
-        held = {path.replace("/", "."): leaf for path, leaf in tree.flatten(params).items()}
-        constants = template.constants(x.device, next(iter(held.values())).dtype)
-        with template.passing(seen, train), multiplying(self.precision, x.device):
-            logits = widened(_logits(functional_call(template.module, {**held, **constants}, (x,)), self))
+        record = _Pass(tree.flatten(stats), {}, {}, real)
+        tensors = {path.replace("/", "."): leaf for path, leaf in tree.flatten(params).items()}
+        constants = template.constants(x.device, next(iter(tensors.values())).dtype)
+        with template.passing(record, train), multiplying(self.precision, x.device):
+            logits = widened(_logits(functional_call(template.module, {**tensors, **constants}, (x,)), self))
         if train:
-            order = [name for name in template.tracked if name in seen.moments]
-            seen.moments = tree.unflatten({f"{n}/{k}": v for n in order for k, v in seen.moments[n].items()})
-        return logits, seen
+            order = [name for name in template.tracked if name in record.moments]
+            record.moments = tree.unflatten({f"{n}/{k}": v for n in order for k, v in record.moments[n].items()})
+        return logits, record
 
 
 def from_factory(factory: str, channels: int, classes: int, size: tuple[int, int]) -> ModuleNetwork:
@@ -169,20 +169,20 @@ class _Batch(nn.Module):
 
     def forward(self, z: Tensor) -> Tensor:
         """Normalize by the statistics of the pass, or by the batch's own, and then say which they were."""
-        seen, z = self._spoken.seen, widened(z)
-        if f"{self.name}/mean" in seen.settled:
-            mean, var = seen.settled[f"{self.name}/mean"], seen.settled[f"{self.name}/var"]
+        record, z = self._spoken.record, widened(z)
+        if f"{self.name}/mean" in record.settled:
+            mean, var = record.settled[f"{self.name}/mean"], record.settled[f"{self.name}/var"]
             return F.batch_norm(z, mean, var, self.weight, self.bias, False, MOMENTUM, self.eps)
-        if self.name in seen.moments:
+        if self.name in record.moments:
             raise UserError(f"layer {self.name} normalizes batches in two places; give each place a layer of its own.")
-        if seen.real is not None:
-            out, mean, _, var = masked_batch_norm(z, seen.real, self.weight, self.bias, self.eps)
-            seen.moments[self.name] = {"mean": mean.detach(), "var": var}
+        if record.real is not None:
+            out, mean, _, var = masked_batch_norm(z, record.real, self.weight, self.bias, self.eps)
+            record.moments[self.name] = {"mean": mean.detach(), "var": var}
             return out
         out, mean, inverse = torch.native_batch_norm(z, self.weight, self.bias, None, None, True, MOMENTUM, self.eps)
         count = z.numel() // z.shape[1]
         var = (inverse.detach().pow(-2) - self.eps) * (count / max(count - 1, 1))
-        seen.moments[self.name] = {"mean": mean.detach(), "var": var}
+        record.moments[self.name] = {"mean": mean.detach(), "var": var}
         return out
 
 
@@ -192,15 +192,15 @@ class _Template:
     def __init__(self, module: nn.Module, network: ModuleNetwork) -> None:
         _check_layers(module, network)
         self.first = _read(module)
-        self.seen = _Pass({}, {}, {})
+        self.record = _Pass({}, {}, {})
         self.tracked = list(_norms(module))
         self.linears = {_path(name): each for name, each in module.named_modules() if isinstance(each, nn.Linear)}
         for name, layer in _norms(module).items():
             parent, _, last = name.replace("/", ".").rpartition(".")
             setattr(module.get_submodule(parent), last, _Batch(name, layer, self))
-        self.kept = {name: buffer.clone() for name, buffer in module.named_buffers()}
+        self.buffers = {name: buffer.clone() for name, buffer in module.named_buffers()}
         for name, layer in self.linears.items():
-            layer.register_forward_pre_hook(partial(self._given, name))
+            layer.register_forward_pre_hook(partial(self._keep_input, name))
         for layer in module.modules():
             for name, parameter in list(layer._parameters.items()):
                 if parameter is not None:
@@ -208,27 +208,27 @@ class _Template:
         self.module, self.training = module.train(), True
         self._moved: dict[tuple[torch.device, torch.dtype], dict[str, Tensor]] = {}
 
-    def _given(self, name: str, layer: nn.Module, inputs: tuple[Any, ...]) -> None:
-        self.seen.inputs[name] = inputs[0]
+    def _keep_input(self, name: str, layer: nn.Module, inputs: tuple[Any, ...]) -> None:
+        self.record.inputs[name] = inputs[0]
 
     def constants(self, device: torch.device, dtype: torch.dtype) -> dict[str, Tensor]:
         """Return the buffers that no statistics are, where the images lie."""
         if (device, dtype) not in self._moved:
-            moved = {n: b.to(device, dtype if b.is_floating_point() else None) for n, b in self.kept.items()}
+            moved = {n: b.to(device, dtype if b.is_floating_point() else None) for n, b in self.buffers.items()}
             self._moved[device, dtype] = moved
         return self._moved[device, dtype]
 
     @contextmanager
-    def passing(self, seen: _Pass, train: bool):
-        """Let the layers speak to `seen`."""
+    def passing(self, record: _Pass, train: bool):
+        """Let the layers speak to `record`."""
         if train != self.training:
             self.module.train(train)
             self.training = train
-        before, self.seen = self.seen, seen
+        before, self.record = self.record, record
         try:
             yield
         finally:
-            self.seen = before
+            self.record = before
 
 
 _OWN = threading.local()
@@ -241,16 +241,16 @@ def _template(network: ModuleNetwork) -> _Template:
     if key not in templates:
         meta = torch.get_default_device().type == "meta"
         with torch.device("cpu") if meta else nullcontext(), _seeded(torch.Generator().manual_seed(0)):
-            templates[key] = _Template(_made(network), network)
+            templates[key] = _Template(_new_module(network), network)
     return templates[key]
 
 
 def blank(network: ModuleNetwork) -> nn.Module:
     with torch.device("cpu"), _seeded(torch.Generator().manual_seed(0)):
-        return _made(network)
+        return _new_module(network)
 
 
-def _made(network: ModuleNetwork) -> nn.Module:
+def _new_module(network: ModuleNetwork) -> nn.Module:
     make = partial(make_named, network.name) if hubs.package(network.factory) else load(network.factory, "network")
     try:
         module = make(channels=network.channels, classes=network.classes, size=network.size)

@@ -14,9 +14,9 @@ from halfmoon.core.tree import Tree
 from halfmoon.models.passes import (
     MOMENTUM,
     Batched,
-    Counted,
     Norm,
     Precision,
+    ProductCount,
     Recorded,
     Run,
     Settled,
@@ -25,7 +25,7 @@ from halfmoon.models.passes import (
     widened,
 )
 
-SEEN = "any real row"
+ANY_REAL = "any real row"
 """Beside the moments of a pass over padded rows: whether any was real, a name that no layer has; else none counts."""
 
 
@@ -108,7 +108,7 @@ class Network(ABC):
         """Return how many products one image of `shape` (C, H, W) costs forward, None where that cannot be counted."""
         with torch.device("meta"):
             params = self.init(torch.Generator())["params"]
-        run = Counted(params, self.norm)
+        run = ProductCount(params, self.norm)
         self.layers(torch.zeros(1, *shape), run)
         return run.products
 
@@ -165,12 +165,12 @@ class Network(ABC):
 def track(stats: Tree, moments: Tree) -> Tree:
     """Return the running statistics after one more forward pass, with PyTorch's momentum of 0.1."""
     new = tree.map(lambda old, new: torch.lerp(old, new, MOMENTUM), stats, moments)
-    return new if SEEN not in moments else tree.select(moments[SEEN], new, stats)
+    return new if ANY_REAL not in moments else tree.select(moments[ANY_REAL], new, stats)
 
 
 def seen_by(moments: Tree, real: Tensor | None) -> Tree:
     """Return a pass's moments with the mark by which `track` leaves out those of no row that is `real` (B,)."""
-    return moments if real is None else {**moments, SEEN: real.any()}
+    return moments if real is None else {**moments, ANY_REAL: real.any()}
 
 
 def forward(
@@ -213,14 +213,14 @@ def forward(
 
 def kernels(params: Tree) -> Tree:
     """Return the kernels of convolutions and linear layers: the leaves of two dimensions or more."""
-    found: Tree = {}
+    tensors: Tree = {}
     for name, part in params.items():
         if isinstance(part, dict):
             if inner := kernels(cast(Tree, part)):
-                found[name] = inner
+                tensors[name] = inner
         elif part.dim() >= 2:
-            found[name] = part
-    return found
+            tensors[name] = part
+    return tensors
 
 
 def linear(generator: torch.Generator, inputs: int, outputs: int) -> Tree:

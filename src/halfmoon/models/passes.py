@@ -89,10 +89,10 @@ class Run(ABC):
 
     def pool(self, z: Tensor, size: int | list[int], stride: int | None = None, padding: int = 0) -> Tensor:
         """Take the maximum of each window of `size`; without a stride the windows are tiles."""
-        taken = None
+        maxima = None
         if z.device.type == "cpu":
-            taken = side_by_side(lambda many: _largest(many, size, stride, padding), z)
-        return F.max_pool2d(z, size, stride, padding) if taken is None else taken
+            maxima = side_by_side(lambda many: _largest(many, size, stride, padding), z)
+        return F.max_pool2d(z, size, stride, padding) if maxima is None else maxima
 
     def layer_norm(self, name: str, z: Tensor) -> Tensor:
         """Normalize z (..., features) over its features: the same in training and evaluation."""
@@ -117,7 +117,7 @@ class Settled(Run):
 
 
 @dataclass
-class Counted(Run):
+class ProductCount(Run):
     """A pass that counts products in convolutions and linear layers, and computes none: parameters may be "meta"."""
 
     products: int = 0
@@ -301,13 +301,13 @@ def masked_batch_norm(
 
 
 def _masked_tangent(
-    z: Tensor, seen: tuple[Tensor, Tensor, Tensor], real: Tensor, moving: tuple[Tensor, Tensor, Tensor]
+    z: Tensor, batch: tuple[Tensor, Tensor, Tensor], real: Tensor, moving: tuple[Tensor, Tensor, Tensor]
 ) -> Tensor:
     """Return the tangent of w n + b, n = (x - mean) inverse, as x moves along z, w along dw and b along db.
 
     dn = inverse (dx - mean(dx) - n mean(n dx)), the means over the real rows.
     """
-    (x, mean, inverse), (w, dw, db) = seen, moving
+    (x, mean, inverse), (w, dw, db) = batch, moving
     n = (x - _broad(mean, z)) * _broad(inverse, z)
     along = _real_mean(n * z, real)
     still = z - _broad(_real_mean(z, real), z)

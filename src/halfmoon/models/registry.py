@@ -62,25 +62,25 @@ def _check_size(name: str, network: Network) -> None:
 def described(network: Network) -> dict[str, Any]:
     """Return what `parsed` makes the network of again, ready for JSON."""
     if isinstance(network, ModuleNetwork):
-        held = {"channels": network.channels, "classes": network.classes, "size": list(network.size)}
-        return {"name": network.name, **held}
+        values = {"channels": network.channels, "classes": network.classes, "size": list(network.size)}
+        return {"name": network.name, **values}
     (name,) = [name for name, kind in NETWORKS.items() if type(network) is kind]
-    held = {each.name: getattr(network, each.name) for each in fields(network)}
-    del held["precision"]  # of training: what is described is tested and shipped
-    return {"name": name, **held}
+    values = {each.name: getattr(network, each.name) for each in fields(network)}
+    del values["precision"]  # of training: what is described is tested and shipped
+    return {"name": name, **values}
 
 
-def parsed(said: Mapping[str, Any]) -> Network:
+def parsed(description: Mapping[str, Any]) -> Network:
     """Return the network of a description; raise `UserError` where there is none, or it makes none."""
-    name, values = str(said.get("name")), {key: value for key, value in said.items() if key != "name"}
+    name, values = str(description.get("name")), {key: value for key, value in description.items() if key != "name"}
     if name not in NETWORKS:
         return _from_outside(name, values)
-    known = {each.name: each for each in fields(NETWORKS[name]) if each.name != "precision"}
+    options = {each.name: each for each in fields(NETWORKS[name]) if each.name != "precision"}
     for key, value in values.items():
-        wanted = known.get(key)
-        if wanted is None:
+        option = options.get(key)
+        if option is None:
             raise UserError(f"it has no {key!r}")
-        kind = int if wanted.default is MISSING else type(wanted.default)
+        kind = int if option.default is MISSING else type(option.default)
         if type(value) is not kind or (kind is int and value < 1):
             raise UserError(f"{key} is {value!r}")
     return NETWORKS[name](**values)

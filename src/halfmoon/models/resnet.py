@@ -68,10 +68,10 @@ class WideResNet(Network):
     def layers(self, x: Tensor, run: Run) -> Tensor:
         z = run.conv("stem", x)
         for name, _, _, stride in self._blocks():
-            seen = run.relu(run.norm(f"{name}a", z))
-            inner = run.relu(run.norm(f"{name}b", run.conv(f"{name}a", seen, stride)))
+            inputs = run.relu(run.norm(f"{name}a", z))
+            inner = run.relu(run.norm(f"{name}b", run.conv(f"{name}a", inputs, stride)))
             if f"{name}shortcut" in run.params:
-                z = run.conv(f"{name}shortcut", seen, stride)
+                z = run.conv(f"{name}shortcut", inputs, stride)
             z = z + run.conv(f"{name}b", inner)
         return run.linear("head", run.relu(run.norm("final", z)).mean((-2, -1)))
 
@@ -198,8 +198,8 @@ class ResNet18(ResidualNetwork):
             return f"{part}/head/{last}"
         group, number = layers[:2] if len(layers) > 2 else ("", "")
         unit = "/".join(layers[2:] if group else layers)
-        known = not group or (group in ("layer1", "layer2", "layer3", "layer4") and number in ("0", "1"))
-        if unit not in _UNITS or not known:
+        valid = not group or (group in ("layer1", "layer2", "layer3", "layer4") and number in ("0", "1"))
+        if unit not in _UNITS or not valid:
             return path
         suffix, kind = _UNITS[unit]
         name = f"block{2 * int(group[-1]) - 1 + int(number)}{suffix}" if group else "stem"

@@ -28,12 +28,12 @@ class Weights:
     tensors: Mapping[str, Tensor] = field(default_factory=dict, compare=False, repr=False)
 
 
-def read(said: str) -> Weights:
+def read(name: str) -> Weights:
     """Return the weights of a file that a path, or the hash of an offered one, names.
 
     Raise `UserError` where there is no such file, or it is no safetensors file of finite numbers.
     """
-    path = weight_files.find(said)
+    path = weight_files.find(name)
     if path.suffix in (".pt", ".pth", ".bin", ".ckpt"):
         raise UserError(
             f"weights {path} is a pickle, which can run code when it is opened: save its tensors as safetensors "
@@ -46,7 +46,7 @@ def read(said: str) -> Weights:
 def _read(path: Path, sha256: str) -> Weights:
     try:
         with safe_open(path, "pt") as file:
-            said = file.metadata() or {}
+            metadata = file.metadata() or {}
             # Copies: what is mapped would change with the file.
             tensors = {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118 (it is no dict)
     except (OSError, SafetensorError) as error:
@@ -55,7 +55,7 @@ def _read(path: Path, sha256: str) -> Weights:
         if value.is_floating_point() and not value.isfinite().all():
             raise UserError(f"weights {path}: the tensor {name!r} holds values that are not finite.")
     try:
-        classes = tuple(str(each) for each in json.loads(said["classes"]))
+        classes = tuple(str(each) for each in json.loads(metadata["classes"]))
     except (KeyError, TypeError, ValueError):
         classes = None
     return Weights(path.name, sha256, classes, tensors)
@@ -68,27 +68,27 @@ def fitted(network: Network, weights: Weights, classes: tuple[str, ...]) -> tupl
     tensors that the network lacks, lacks a place for, or has in another shape.
     """
     with torch.device("meta"):
-        wanted = tree.flatten(network.init(torch.Generator()))
-    found = _placed(network, weights)
-    head = {path for path in wanted if path.startswith("params/") and of_head(network, path.removeprefix("params/"))}
+        shapes = tree.flatten(network.init(torch.Generator()))
+    tensors = _placed(network, weights)
+    head = {path for path in shapes if path.startswith("params/") and of_head(network, path.removeprefix("params/"))}
     other = weights.classes is not None and weights.classes != classes
-    fresh = bool(head) and (other or any(p not in found or found[p].shape != wanted[p].shape for p in head))
-    leave = {path for path in {*wanted, *found} if fresh and of_head(network, path.removeprefix("params/"))}
-    for path in sorted(wanted.keys() - leave):
-        if path not in found:
-            near = f"it has {', '.join(sorted(found)[:3])} ..." if found else "it has none of its tensors"
+    fresh = bool(head) and (other or any(p not in tensors or tensors[p].shape != shapes[p].shape for p in head))
+    leave = {path for path in {*shapes, *tensors} if fresh and of_head(network, path.removeprefix("params/"))}
+    for path in sorted(shapes.keys() - leave):
+        if path not in tensors:
+            near = f"it has {', '.join(sorted(tensors)[:3])} ..." if tensors else "it has none of its tensors"
             raise UserError(
-                f"weights {weights.name} lack the tensor {_said(path)} of the network ({near}): give a file of this "
+                f"weights {weights.name} lack the tensor {_dotted(path)} of the network ({near}): give a file of this "
                 "network."
             )
-        _check_shape(weights, path, found[path].shape, wanted[path].shape)
-    beyond = sorted(found.keys() - wanted.keys() - leave)
+        _check_shape(weights, path, tensors[path].shape, shapes[path].shape)
+    beyond = sorted(tensors.keys() - shapes.keys() - leave)
     if beyond:
         raise UserError(
-            f"weights {weights.name} have a tensor {_said(beyond[0])}, for which the network has no place: give a file "
-            "of this network."
+            f"weights {weights.name} have a tensor {_dotted(beyond[0])}, for which the network has no place: give a "
+            "file of this network."
         )
-    flat = {path: found[path].float().contiguous() for path in wanted if path not in leave}
+    flat = {path: tensors[path].float().contiguous() for path in shapes if path not in leave}
     return {"params": {}, "stats": {}, **tree.unflatten(flat)}, fresh
 
 
@@ -104,8 +104,8 @@ def _placed(network: Network, weights: Weights) -> dict[str, Tensor]:
         module = blank(network)
         if hubs.package(network.factory):
             named = converted(network.name, module, named)
-        aside = {name for name, _ in module.named_buffers() if network.path_of(name) not in _statistics(network)}
-        named = {name: value for name, value in named.items() if name not in aside}
+        constants = {name for name, _ in module.named_buffers() if network.path_of(name) not in _statistics(network)}
+        named = {name: value for name, value in named.items() if name not in constants}
     places = {name: network.path_of(name) for name in named}
     return {place: named[name] for name, place in places.items() if place is not None}
 
@@ -122,10 +122,10 @@ def _check_shape(weights: Weights, path: str, have: torch.Size, want: torch.Size
     if len(have) == len(want) == 4 and have[1] != want[1] and have[0] == want[0] and have[2:] == want[2:]:
         advice = f"they are for images of {have[1]} channels, these have {want[1]}: set channels to {have[1]}"
     raise UserError(
-        f"weights {weights.name}: the tensor {_said(path)} is {tuple(have)}, but the network's is {tuple(want)}; "
+        f"weights {weights.name}: the tensor {_dotted(path)} is {tuple(have)}, but the network's is {tuple(want)}; "
         f"{advice}."
     )
 
 
-def _said(path: str) -> str:
+def _dotted(path: str) -> str:
     return path.partition("/")[2].replace("/", ".")

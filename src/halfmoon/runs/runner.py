@@ -20,7 +20,7 @@ from halfmoon.engine.loop import Experiment, Row, play
 from halfmoon.engine.runtime import RuntimeSettings
 from halfmoon.engine.simulation import Simulation
 from halfmoon.methods import registry
-from halfmoon.models.finetuned import told
+from halfmoon.models.finetuned import training_summary
 from halfmoon.report.run_reader import ended
 from halfmoon.runs import assembly, checks, factory, outside, workers
 from halfmoon.runs.assembly import SPLIT
@@ -256,7 +256,7 @@ def _shared(
         make = partial(problem, methods=methods, progress=told_of(watch)) if seat is None else seat.problem
         shared = make(jobs[0].config, split)
     checks.check([*jobs, *starts_of(jobs)], shared, watch)
-    if (words := told(shared.task.network)) is not None:
+    if (words := training_summary(shared.task.network)) is not None:
         watch.say(words)
     return shared
 
