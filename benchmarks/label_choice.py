@@ -65,7 +65,7 @@ def curve(
         recall = [(predicted == test[1])[test[1] == k].mean() for k in np.unique(test[1])]
         row = {"order": way, "labels": BATCH * (turn + 1), "accuracy": 100 * statistics.fmean(recall)}
         if way == "mixed" and row["labels"] in JUDGED:
-            point = head.judged(lambda step, done, count: None, drawn_at_random(held, held < -1, seed))
+            point = head.cross_validate(lambda step, done, count: None, drawn_at_random(held, held < -1, seed))
             assert point is not None, "there are labels enough"
             row |= {name: getattr(point, name) for name in COLUMNS[6:]} | {"cross_validated": point.accuracy}
         yield row

@@ -11,7 +11,7 @@ from halfmoon.data.groups import groups
 from halfmoon.runs import factory
 from halfmoon.sites.folders import read
 from halfmoon.sites.folders.labels import Answer, write
-from halfmoon.sweeps.own_folder import look
+from halfmoon.sweeps.own_folder import contents_of
 from halfmoon.sweeps.own_plan import plan
 
 PATTERN = "(p[0-9]+)_"
@@ -68,7 +68,7 @@ def test_the_column_of_labels_csv_says_whose_an_image_is(tmp_path: Path, capsys:
     assert lines[0] == "path,label,group,by,at"
     assert lines[1] == "cat/p0_0.png,,anna,,"
     assert [line for line in lines if line.startswith("cat/p1_3.png,cat,bert,eve,")]
-    contents = look(ward)
+    contents = contents_of(ward)
     assert contents is not None
     assert "of 4 patients or groups" in contents.sentence
     assert ("labels", "all 4; judged by 3 x 5-fold cross-validation; no patient or group is on both sides") in plan(

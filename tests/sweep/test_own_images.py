@@ -16,7 +16,7 @@ from halfmoon.core import hubs
 from halfmoon.sites.folders import read
 from halfmoon.sweeps import decision as decision_rule
 from halfmoon.sweeps import own_plan
-from halfmoon.sweeps.own_folder import look
+from halfmoon.sweeps.own_folder import contents_of
 from halfmoon.sweeps.own_labels import folder_features, problem
 from halfmoon.sweeps.own_plan import plan
 
@@ -65,26 +65,26 @@ def a_ward(folder: Path, count: int, labeled: int) -> None:
 def test_what_a_folder_holds_is_seen_without_decoding_it(tmp_path: Path) -> None:
     written(tmp_path / "a" / "Training", 5, 224)
     written(tmp_path / "a" / "Testing", 2, 224)
-    found = look(tmp_path / "a")
+    found = contents_of(tmp_path / "a")
     assert (found.labeled, found.tests, found.side, found.channels, found.site) == (15, 6, 224, 1, False)
     Image.new("RGB", (9, 7)).save(tmp_path / "a" / "Training" / "0" / "wide.png")
-    found = look(tmp_path / "a")
+    found = contents_of(tmp_path / "a")
     assert (found.channels, dict(found.sizes)) == (3, {(224, 224): 15, (7, 9): 1})
     assert found.sentence == (
         "a: 22 images, each in the folder of its class, 6 of them for the test; 3 classes; 224x224, 9x7, gray and RGB"
     )
     a_ward(tmp_path / "ward", 4, 1)
-    ward = look(tmp_path / "ward")
+    ward = contents_of(tmp_path / "ward")
     assert (ward.labeled, len(ward.paths), ward.site) == (3, 12, True)
     (tmp_path / "ward" / "labels.csv").write_text("path,label\n")
     (tmp_path / "ward" / "classes.txt").write_text("0\n1\n")
     with pytest.raises(UserError, match="no image has a label: `halfmoon site label"):
-        look(tmp_path / "ward")
+        contents_of(tmp_path / "ward")
 
 
 def test_large_images_never_train_at_224(tmp_path: Path, pretrained: None) -> None:
     written(tmp_path / "photos", 12, 224)
-    found = look(tmp_path / "photos")
+    found = contents_of(tmp_path / "photos")
     assert found is not None
     made = plan({"data": str(tmp_path / "photos"), "clients": 2}, found)
     assert (made.config.resize, made.config.network, made.config.flip) == (112, "efficientnet-lite0", False)
@@ -96,7 +96,7 @@ def test_large_images_never_train_at_224(tmp_path: Path, pretrained: None) -> No
 
 def test_from_scratch_rounds_and_size_fit_the_minutes(tmp_path: Path, scratch: None) -> None:
     written(tmp_path / "photos", 20, 96)
-    found = look(tmp_path / "photos")
+    found = contents_of(tmp_path / "photos")
     assert found is not None
     flags = {"data": str(tmp_path / "photos"), "clients": 2, "labels_per_class": 2.0}
     short, long = plan(flags, found, 1e-3), plan(flags, found, 1e3)
@@ -133,7 +133,7 @@ def test_a_lone_site_trains_and_is_judged_on_its_labels(
     assert (decision["splits"], decision["low"] <= decision["mean"] <= decision["high"]) == (5, True)
     site = read(tmp_path / "ward")
     own = folder_features(site.folder, site.paths, lambda *step: None)
-    point = problem(own, site.labels, site.classes).judged(lambda *step: None)
+    point = problem(own, site.labels, site.classes).cross_validate(lambda *step: None)
     assert point is not None
     assert (point.labels, point.accuracy) == (24, decision["with_unlabeled"])
     assert main(["predict", "run", "ward", "--out", "said.csv"]) == 0

@@ -18,7 +18,7 @@ from halfmoon.core.errors import UserError, install
 from halfmoon.engine.loop import Row
 from halfmoon.runs.callbacks import NullCallback, RunInfo
 from halfmoon.sweeps import grid, recipe
-from halfmoon.sweeps.engines import TRIES, Done, Here, SweepTask
+from halfmoon.sweeps.engines import TRIES, Here, SweepTask, TaskResult
 from halfmoon.sweeps.play import Step, sweep
 from halfmoon.sweeps.ray_engine import Rays, Share, share
 from halfmoon.sweeps.sweep_folder import SweepFolder
@@ -156,10 +156,10 @@ def asked(monkeypatch: pytest.MonkeyPatch, words: str, split_only: bool = False)
     fake = SimpleNamespace(
         is_initialized=lambda: True, nodes=lambda: [node(CPU=4.0, GPU=1.0)], cancel=lambda ref, force: None,
         remote=lambda function: SimpleNamespace(options=options), wait=lambda refs, num_returns: (refs, []),
-        get=lambda ref: [Done(SweepTask(Path("x"), ""), {})], exceptions=SimpleNamespace(RayTaskError=OSError),
+        get=lambda ref: [TaskResult(SweepTask(Path("x"), ""), {})], exceptions=SimpleNamespace(RayTaskError=OSError),
     )  # fmt: skip
     monkeypatch.setitem(sys.modules, "ray", fake)
-    done: list[Done] = []
+    done: list[TaskResult] = []
     task = SweepTask(Path("cells/abc"), words, split_only)
     Rays(jobs=2).play([task], done.append)
     assert [one.task for one in done] == [task]
@@ -272,14 +272,14 @@ def test_the_command_plays_on_ray(ray, mine, tmp_path, monkeypatch, capsys):
 
 @pytest.mark.slow
 def test_a_mistake_and_a_worker_that_always_dies_are_sentences(ray: Any, tmp_path: Path) -> None:
-    rays, done = Rays(jobs=2, watch=Deadly()), dict[str, Done]()
+    rays, done = Rays(jobs=2, watch=Deadly()), dict[str, TaskResult]()
     tasks = [
         SweepTask(tmp_path / "wrong", 'method = "fedure"\n'),
         SweepTask(tmp_path / "dead", 'method = "fedavg"\nrounds = 1\nsteps = 1\nwidth = 4\nseed = 1\ndevice = "cpu"\n'),
         SweepTask(tmp_path / "sound", 'method = "fedavg"\nrounds = 1\nsteps = 1\nwidth = 4\ndevice = "cpu"\n'),
     ]
 
-    def note(one: Done) -> None:
+    def note(one: TaskResult) -> None:
         done[one.task.folder.name] = one
 
     rays.play(tasks, note)

@@ -22,7 +22,7 @@ from halfmoon.runs import runner, seeds
 from halfmoon.runs.callbacks import Callback, NullCallback, RunInfo
 from halfmoon.sweeps import play as playing
 from halfmoon.sweeps import recipe
-from halfmoon.sweeps.engines import Done, Engine, Here, Note, Processes, SweepTask
+from halfmoon.sweeps.engines import Engine, Here, Note, Processes, SweepTask, TaskResult
 from halfmoon.sweeps.grid import cells, selection
 from halfmoon.sweeps.play import Step, sweep
 from halfmoon.sweeps.sweep_folder import FORMAT, SweepFolder
@@ -475,7 +475,7 @@ def test_two_sweeps_at_once_play_each_run_once(mine: Path, shell: Shell, monkeyp
 
     class Asking(Here):
         def play(self, tasks: Sequence[SweepTask], note: Note) -> None:
-            def noted(done: Done) -> None:
+            def noted(done: TaskResult) -> None:
                 busy.append(done.busy)
                 note(done)
 

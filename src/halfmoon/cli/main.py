@@ -56,7 +56,7 @@ from halfmoon.storage import toml
 
 if TYPE_CHECKING:
     from halfmoon.runs.runner import Callback, RunResult
-    from halfmoon.sweeps.own_images import Played
+    from halfmoon.sweeps.own_images import PlanResult
     from halfmoon.sweeps.own_plan import Plan
 
 Outcome = TypeVar("Outcome")
@@ -248,7 +248,7 @@ def _play_plan(args: argparse.Namespace, plan: Plan) -> int:
 def _play_rows(args: argparse.Namespace, plan: Plan, folder: Path, again: bool = False) -> int:
     from halfmoon.sweeps.own_images import play
 
-    def show(args: argparse.Namespace, folder: Path, result: Played) -> None:
+    def show(args: argparse.Namespace, folder: Path, result: PlanResult) -> None:
         if result.outcome is not None:
             print_outcome(result.outcome, args.json, args.wide, result.decision)
         own.show_played(plan, result, folder, args.json)

@@ -19,9 +19,9 @@ from halfmoon.core.plugins import folder_of
 
 if TYPE_CHECKING:
     from halfmoon.sweeps.decision import Decision
-    from halfmoon.sweeps.own_images import Played
+    from halfmoon.sweeps.own_images import PlanResult
     from halfmoon.sweeps.own_plan import Plan
-    from halfmoon.sweeps.own_sites import Played as RehearsalRow
+    from halfmoon.sweeps.own_sites import ResultRow
 
 
 ELSEWHERE = {"method", "baselines", "protocol", "preset", "split"}
@@ -53,10 +53,10 @@ def planned(args: argparse.Namespace, flags: Mapping[str, Any]) -> Plan | None:
     """
     name = flags.get("data", Config.data)
     if args.config is None and not ELSEWHERE & flags.keys() and Path(name).is_dir():
-        from halfmoon.sweeps.own_folder import look
+        from halfmoon.sweeps.own_folder import contents_of
         from halfmoon.sweeps.own_plan import MINUTES, plan
 
-        contents = look(Path(name), flags.get("group_pattern"))
+        contents = contents_of(Path(name), flags.get("group_pattern"))
         if contents is not None:
             return plan(flags, contents, args.minutes or MINUTES)
     if args.plan or args.minutes is not None:
@@ -83,7 +83,7 @@ def show_plan(plan: Plan, as_json: bool) -> None:
     show(["step", "minutes"], [*rows, ["in all, about", f"{plan.seconds / 60:.1f}"]])
 
 
-def show_played(plan: Plan, result: Played, root: Path, as_json: bool) -> None:
+def show_played(plan: Plan, result: PlanResult, root: Path, as_json: bool) -> None:
     """Print the decision, and which model to use; as JSON only where no other table was printed."""
     decision = result.decision
     if as_json:
@@ -143,7 +143,7 @@ def rehearsal_of(args: argparse.Namespace, layer: Mapping[str, Any], file: Path 
     return replace(config, run_dir=root), folders
 
 
-def print_rows(args: argparse.Namespace, folder: Path, result: tuple[list[RehearsalRow], dict[str, Decision]]) -> None:
+def print_rows(args: argparse.Namespace, folder: Path, result: tuple[list[ResultRow], dict[str, Decision]]) -> None:
     """Print the table of a rehearsal that lies in `folder`, and what each site gains."""
     table, gains = result
     if args.json:

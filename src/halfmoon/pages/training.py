@@ -57,7 +57,7 @@ def work(pipe: Connection, folder: Path, paths: Sequence[str]) -> None:
                 features = np.zeros((len(paths), values[1].shape[1]), np.float32)
                 probabilities[own.rows], features[own.rows] = values
                 pipe.send(Trained(Guesses(probabilities, features), head.classes))
-                point = head.judged(tell, drawn[own.rows])
+                point = head.cross_validate(tell, drawn[own.rows])
                 pipe.send({**point._asdict(), "advice": point.advice} if point else {})
             except Exception as error:
                 pipe.send(str(error) if isinstance(error, UserError) else f"The training failed: {one_line(error)}.")

@@ -81,16 +81,16 @@ def decide(
     """Judge accuracies in percent of two methods on the same splits, tested on `labels` different images in all.
 
     The interval is that of `interval`."""
-    found = interval(ours, base, overlap, labels)
+    difference = interval(ours, base, overlap, labels)
     kind: Kind = "unknown"
-    if found.low > 0:
+    if difference.low > 0:
         kind = "help"
-    elif found.high < 0:
+    elif difference.high < 0:
         kind = "harm"
-    elif found.high < MARGIN:
+    elif difference.high < MARGIN:
         kind = "equal"
-    missing = more_labels(found, labels) if kind == "unknown" else 0
-    return Decision(kind, float(np.mean(base)), float(np.mean(ours)), found, len(ours), labels, missing, words)
+    missing = more_labels(difference, labels) if kind == "unknown" else 0
+    return Decision(kind, float(np.mean(base)), float(np.mean(ours)), difference, len(ours), labels, missing, words)
 
 
 def interval(ours: Sequence[float], base: Sequence[float], overlap: float, labels: int) -> Difference:
@@ -99,17 +99,17 @@ def interval(ours: Sequence[float], base: Sequence[float], overlap: float, label
     The interval is that of the corrected resampled t-test (`halfmoon.report.paired.paired`). Where all splits show one
     difference it is that of a proportion of which none of n was seen, 3 / n.
     """
-    found = paired(ours, base, overlap)
-    reach = 300 / labels if found.low == found.high else 0
-    return Difference(found.mean, found.low - reach, found.high + reach, found.p)
+    difference = paired(ours, base, overlap)
+    reach = 300 / labels if difference.low == difference.high else 0
+    return Difference(difference.mean, difference.low - reach, difference.high + reach, difference.p)
 
 
-def more_labels(found: Difference, labels: int) -> int:
+def more_labels(difference: Difference, labels: int) -> int:
     """Return about how many more labels would make the interval as narrow as its mean, or `MARGIN`, is large.
 
     Its width shrinks with the square root of their number; rounded up to tens.
     """
-    reach, target = found.high - found.mean, max(abs(found.mean), MARGIN)
+    reach, target = difference.high - difference.mean, max(abs(difference.mean), MARGIN)
     return max(10, 10 * math.ceil(labels * ((reach / target) ** 2 - 1) / 10))
 
 
@@ -130,11 +130,11 @@ def folds(labels: np.ndarray, groups: Sequence[str] | None = None) -> Iterator[F
                     if groups is not None and (name := groups[int(row)]):
                         part[row] = parts.setdefault(name, int(part[row]))
         for number in range(FOLDS):
-            held = np.flatnonzero(part == number)
+            tests = np.flatnonzero(part == number)
             sides = (np.flatnonzero(rows) for rows in ((labels >= 0) & (part != number), labels < 0))
-            labeled, unlabeled = (apart(rows, held, groups) for rows in sides)
-            if len(held) and len(labeled):
-                yield Fold(labeled, unlabeled, held)
+            labeled, unlabeled = (apart(rows, tests, groups) for rows in sides)
+            if len(tests) and len(labeled):
+                yield Fold(labeled, unlabeled, tests)
 
 
 def draws(
@@ -146,15 +146,15 @@ def draws(
     """
     owners = groups or [""] * len(labels)
     for number in range(DRAWS):
-        labeled, rest, held = list[np.ndarray](), list[np.ndarray](), list[np.ndarray]()
+        labeled, rest, test_rows = list[np.ndarray](), list[np.ndarray](), list[np.ndarray]()
         sides = Sides()
         for label, count in enumerate(counts):
             rows = stream(0, "draws", str(number), str(label)).permutation(np.flatnonzero(labels == label))
             mine = np.isin(rows, sides.draw(rows, owners, len(rows) // FOLDS) if tests is None else tests)
-            held.append(rows[mine])
+            test_rows.append(rows[mine])
             labeled.append(rows[~mine][:count])
             rest.append(rows[~mine][count:])
-        yield Fold(*(np.sort(np.concatenate(each)) for each in (labeled, rest, held)))
+        yield Fold(*(np.sort(np.concatenate(each)) for each in (labeled, rest, test_rows)))
 
 
 def head_accuracy(method: Method, task: Task, data: Examples, fold: Fold) -> float:
@@ -165,8 +165,8 @@ def head_accuracy(method: Method, task: Task, data: Examples, fold: Fold) -> flo
 def right(task: Task, model: Tree, data: Examples, rows: np.ndarray) -> float:
     """Return how often, in percent, a model is right on rows, int64."""
     test = torch.from_numpy(rows)
-    found = scores(task.network, model, task.normalize, Examples(data.images[test], data.labels[test]))
-    return 100 * cast(float, found["accuracy"])
+    metrics = scores(task.network, model, task.normalize, Examples(data.images[test], data.labels[test]))
+    return 100 * cast(float, metrics["accuracy"])
 
 
 def solved(method: Method, task: Task, data: Examples, fold: Fold) -> Tree:

@@ -42,7 +42,7 @@ class SweepTask:
     split_only: bool = False
 
 
-class Done(NamedTuple):
+class TaskResult(NamedTuple):
     """What became of a task: a summary, or one sentence about what is wrong; `busy` where another process plays it."""
 
     task: SweepTask
@@ -51,7 +51,7 @@ class Done(NamedTuple):
     busy: bool = False
 
 
-Note = Callable[[Done], None]
+Note = Callable[[TaskResult], None]
 """Told of every task that is over, in the process that asked."""
 
 
@@ -69,23 +69,23 @@ Unit = tuple[SweepTask, ...]
 
 def units(tasks: Sequence[SweepTask]) -> list[Unit]:
     """Return the tasks as they are played together, in the order of the first ones."""
-    found: dict[object, list[SweepTask]] = {}
+    groups: dict[object, list[SweepTask]] = {}
     for number, task in enumerate(tasks):
         values = tomllib.loads(task.words)
         together = values.get("seeds_together") and not task.split_only
         alike = {name: value for name, value in values.items() if name not in ("seed", "split_seed")}
-        found.setdefault(repr(alike) if together else number, []).append(task)
-    return [tuple(each) for each in found.values()]
+        groups.setdefault(repr(alike) if together else number, []).append(task)
+    return [tuple(each) for each in groups.values()]
 
 
-def play_unit(unit: Unit, watch: Callback = NULL_CALLBACK) -> list[Done]:
+def play_unit(unit: Unit, watch: Callback = NULL_CALLBACK) -> list[TaskResult]:
     """Play one task in this process to its end, or several in lockstep; one that fails does not stop the others."""
     if len(unit) == 1:
         return [play(unit[0], watch)]
     try:
         config = _config(unit[0])
     except UserError as error:  # in the options that they have in common
-        return [Done(task, None, str(error)) for task in unit]
+        return [TaskResult(task, None, str(error)) for task in unit]
     return in_lockstep([partial(play, task, watch) for task in unit], config)
 
 
@@ -93,24 +93,24 @@ def _config(task: SweepTask) -> Config:
     return resolve(tomllib.loads(task.words), {"run_dir": str(task.folder)}, task.folder / "config.toml")
 
 
-def play(task: SweepTask, watch: Callback = NULL_CALLBACK, seat: Seat | None = None) -> Done:
+def play(task: SweepTask, watch: Callback = NULL_CALLBACK, seat: Seat | None = None) -> TaskResult:
     """Play one task in this process to its end, from where its folder says that it was left."""
     try:
         config = _config(task)
         if task.split_only:
-            return Done(task, runner.portray(config, task.folder))
-        return Done(task, runner.cell(config, task.folder, watch, seat=seat))
+            return TaskResult(task, runner.portray(config, task.folder))
+        return TaskResult(task, runner.cell(config, task.folder, watch, seat=seat))
     except Busy as error:
-        return Done(task, None, str(error), busy=True)
+        return TaskResult(task, None, str(error), busy=True)
     except (UserError, Diverged) as error:
-        return Done(task, None, str(error))
+        return TaskResult(task, None, str(error))
     except (MemoryError, torch.OutOfMemoryError) as error:
-        return Done(task, None, f"out of memory ({_first_line(error)}); play fewer --jobs, or a smaller scale.")
+        return TaskResult(task, None, f"out of memory ({_first_line(error)}); play fewer --jobs, or a smaller scale.")
     except Exception as error:  # a defect costs one cell, not a sweep of days
         path = task.folder.with_name(f"{task.folder.name}-{DEFECT}")
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(traceback.format_exc(), encoding="utf-8")
-        return Done(task, None, f"{type(error).__name__}: {_first_line(error)}; the traceback is in {path}.")
+        return TaskResult(task, None, f"{type(error).__name__}: {_first_line(error)}; the traceback is in {path}.")
 
 
 def _first_line(error: BaseException) -> str:
@@ -127,8 +127,8 @@ class Here:
     def play(self, tasks: Sequence[SweepTask], note: Note) -> None:
         """Play all tasks in their order."""
         for unit in units(tasks):
-            for done in play_unit(unit, self.watch):
-                note(done)
+            for result in play_unit(unit, self.watch):
+                note(result)
 
 
 class Processes:
@@ -151,11 +151,11 @@ class Processes:
             for unit in [unit for unit in left if tries[unit] >= TRIES]:
                 left.remove(unit)
                 for task in unit:
-                    note(Done(task, None, f"its process died {TRIES} times: killed, or out of memory."))
+                    note(TaskResult(task, None, f"its process died {TRIES} times: killed, or out of memory."))
 
-    def _until_broken(self, asked: Sequence[Unit], tries: dict[Unit, int], note: Note) -> list[Unit]:
+    def _until_broken(self, queue: Sequence[Unit], tries: dict[Unit, int], note: Note) -> list[Unit]:
         """Return the units that were not over when a process died; none where all are over."""
-        waiting, running = list(asked), dict[Future[list[Done]], Unit]()
+        waiting, running = list(queue), dict[Future[list[TaskResult]], Unit]()
         with ProcessPoolExecutor(self.jobs, ready_context(__name__)) as pool:
             try:
                 while waiting or running:
@@ -163,10 +163,10 @@ class Processes:
                         unit = waiting.pop(0)
                         running[pool.submit(play_unit, unit, self.watch)] = unit
                     for future in wait(running, return_when=FIRST_COMPLETED).done:
-                        made = future.result()
+                        results = future.result()
                         del running[future]
-                        for done in made:
-                            note(done)
+                        for result in results:
+                            note(result)
             except BrokenProcessPool:
                 # All that ran are suspects: nobody says whose process it was.
                 for unit in running.values():

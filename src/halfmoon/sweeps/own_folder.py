@@ -20,7 +20,7 @@ from halfmoon.sites.folders.label_file import LABELS
 from halfmoon.sites.folders.label_file import read as read_labels
 from halfmoon.sites.folders.site_folder import CLASSES
 
-LOOKED = 200
+HEADERS = 200
 """Images whose size and mode are read from their headers."""
 
 
@@ -28,7 +28,7 @@ LOOKED = 200
 class Contents:
     """What a folder holds: images to train on, their `labels` int64 (N,) with -1 for none, and images of a test part.
 
-    `sizes` counts (height, width) and `gray` the gray ones of the `looked` images whose headers were read. `site`: it
+    `sizes` counts (height, width) and `gray` the gray ones of the `headers` images whose headers were read. `site`: it
     is a site's folder, in which labels are few; else every image lies in the folder of its class.
     """
 
@@ -39,7 +39,7 @@ class Contents:
     tests: int
     sizes: Mapping[tuple[int, int], int]
     gray: int
-    looked: int
+    headers: int
     site: bool
     groups: Sequence[str] | None = None  # whose image each of `paths` is
 
@@ -54,27 +54,27 @@ class Contents:
 
     @property
     def channels(self) -> int:
-        return 1 if self.gray == self.looked else 3
+        return 1 if self.gray == self.headers else 3
 
     @property
     def sentence(self) -> str:
         """What is there, in words."""
         sizes = [f"{width}x{height}" for height, width in list(self.sizes)[:3]]
         more = f" and {len(self.sizes) - 3} more sizes" if len(self.sizes) > 3 else ""
-        colors = "gray" if self.gray == self.looked else "gray and RGB" if self.gray else "RGB"
-        of = f" ({self.looked} looked at)" if self.looked < len(self.paths) else ""
+        colors = "gray" if self.gray == self.headers else "gray and RGB" if self.gray else "RGB"
+        of = f" ({self.headers} looked at)" if self.headers < len(self.paths) else ""
         count = len(self.paths) + self.tests
         labels = f"{self.labeled:,} with a label" if self.site else "each in the folder of its class"
         tests = f", {self.tests:,} of them for the test" if self.tests else ""
-        known = len(set(self.groups or ()) - {""})
-        tests += f", of {known:,} patients or groups" if known else ""
+        owners = len(set(self.groups or ()) - {""})
+        tests += f", of {owners:,} patients or groups" if owners else ""
         return (
             f"{self.folder.name}: {count:,} images, {labels}{tests}; {len(self.classes)} classes; "
             f"{', '.join(sizes)}{more}, {colors}{of}"
         )
 
 
-def look(folder: Path, pattern: str | None = None) -> Contents | None:
+def contents_of(folder: Path, pattern: str | None = None) -> Contents | None:
     """Return what a folder holds, None for one that is read in another way (parquet, idx, official files).
 
     `pattern` finds an image's group in its name. Raise UserError where its labels have a fault.
@@ -82,20 +82,20 @@ def look(folder: Path, pattern: str | None = None) -> Contents | None:
     tests = 0
     site = read_labels(folder).file is not None or (folder / CLASSES).exists()
     if site:
-        found = read(folder)
-        if not (found.labels >= 0).any():
+        site_folder = read(folder)
+        if not (site_folder.labels >= 0).any():
             raise UserError(
                 f"{folder}: no image has a label: `halfmoon site label {folder}` labels a few, or write {LABELS} with "
                 "the header path,label."
             )
-        paths, labels, classes = [folder / path for path in found.paths], found.labels, found.classes
-        owners = found.grouped(pattern)
+        paths, labels, classes = [folder / path for path in site_folder.paths], site_folder.labels, site_folder.classes
+        owners = site_folder.grouped(pattern)
     elif in_parts(folder):
         place = part_of(folder, "train")
         groups = in_classes(place or folder)
         if place is not None:
-            held = part_of(folder, "test") or part_of(folder, "validation")
-            tests = sum(map(len, in_classes(held).values())) if held is not None else 0
+            test_part = part_of(folder, "test") or part_of(folder, "validation")
+            tests = sum(map(len, in_classes(test_part).values())) if test_part is not None else 0
         paths = [path for group in groups.values() for path in group]
         labels = np.repeat(np.arange(len(groups)), [len(group) for group in groups.values()])
         classes, owners = tuple(groups), groups_of(paths, pattern)
@@ -114,7 +114,7 @@ def looked_at(
     owners: Sequence[str] | None = None,
 ) -> Contents:
     """Return what a folder holds, with the sizes of its images; raise UserError where none of them can be read."""
-    step = -(-len(paths) // LOOKED)
+    step = -(-len(paths) // HEADERS)
     headers = [each for each in map(header, paths[::step]) if each is not None]
     if not headers:
         raise UserError(f"{folder}: none of its {len(paths):,} images can be read; see halfmoon site check.")
@@ -127,19 +127,19 @@ def readable(
     contents: Contents, rows: np.ndarray, how: Preparation, say: Callable[[str], None]
 ) -> tuple[list[np.ndarray], np.ndarray]:
     """Return the images of rows, each uint8 (H, W, C), and which rows these are; what cannot be read is left out."""
-    pixels, kept = list[np.ndarray](), list[int]()
+    pixels, indices = list[np.ndarray](), list[int]()
     for row in rows.tolist():
         path = contents.paths[row]
         try:
-            found = prepared(path.read_bytes(), str(path), how)
-            if pixels and found.shape != pixels[0].shape:
-                raise UserError(f"{path}: it is {found.shape[1]}x{found.shape[0]}, the others are not; give --resize.")
+            image = prepared(path.read_bytes(), str(path), how)
+            if pixels and image.shape != pixels[0].shape:
+                raise UserError(f"{path}: it is {image.shape[1]}x{image.shape[0]}, the others are not; give --resize.")
         except (UserError, OSError) as error:
             say(f"left out: {error}")
             continue
-        pixels.append(found)
-        kept.append(row)
-    return pixels, np.array(kept, np.int64)
+        pixels.append(image)
+        indices.append(row)
+    return pixels, np.array(indices, np.int64)
 
 
 def site_source(contents: Contents, how: Preparation, share: float, flip: bool, say: Callable[[str], None]) -> Source:
@@ -154,7 +154,7 @@ def site_source(contents: Contents, how: Preparation, share: float, flip: bool, 
         raise UserError(f"{contents.folder}: none of its images can be read; see halfmoon site check.")
     owners = None if contents.groups is None else [contents.groups[int(row)] for row in rows]
     train = Images(np.stack(pixels), contents.labels[rows], groups=owners)
-    held = train.labels >= 0
+    labeled = train.labels >= 0
     mean, std = statistics(train.images)
-    test = Images(train.images[held], train.labels[held])
+    test = Images(train.images[labeled], train.labels[labeled])
     return Source(contents.folder.name, train, test, contents.classes, flip, mean, std)

@@ -20,14 +20,14 @@ from halfmoon.runs.runner import RunResult
 from halfmoon.storage import atomic_io
 from halfmoon.storage.run_folder import BASELINES, PLAN, RunFolder
 from halfmoon.sweeps.decision import FOLDS, Decision, Fold, decide, draws, folds, head_accuracy
-from halfmoon.sweeps.own_folder import look, site_source
+from halfmoon.sweeps.own_folder import contents_of, site_source
 from halfmoon.sweeps.own_plan import Plan, Step, one_holder
 
 DECISION = "decision.json"
 
 
 @dataclass(frozen=True)
-class Played:
+class PlanResult:
     """What was played, the recommended method first; `outcome` is None where no image was left to test on."""
 
     runs: list[Row]
@@ -42,14 +42,14 @@ def left(root: Path) -> Plan | None:
         return None
     with RunFolder.open(root) as folder:
         config = replace(parsed(folder.config, root), baselines=tuple(record.pop("baselines")))
-    contents = look(Path(config.data), config.group_pattern)
+    contents = contents_of(Path(config.data), config.group_pattern)
     if contents is None:
         raise UserError(f"{config.data}, on which {root} was trained, holds no images any more: put them back.")
     pair = record["pair"][0], record["pair"][1]
     return Plan(config, contents, **{**record, "pair": pair}, reasons=(), steps=(Step("", 0.0),))
 
 
-def play(plan: Plan, root: Path, watch: Callback, again: bool = False) -> Played:
+def play(plan: Plan, root: Path, watch: Callback, again: bool = False) -> PlanResult:
     """Play the rows in the folder `root`, or go on `again`, and decide; a decision is None where one split was played.
 
     Raise what `halfmoon.runs.runner.start` raises.
@@ -63,11 +63,11 @@ def play(plan: Plan, root: Path, watch: Callback, again: bool = False) -> Played
     methods = [config.method, *config.baselines]
     if plan.contents.site:
         flip = bool(config.flip)
-        found = site_source(plan.contents, factory.preparation(config), plan.share, flip, watch.say)
-        split = one_holder(found.train.labels)
+        source = site_source(plan.contents, factory.preparation(config), plan.share, flip, watch.say)
+        split = one_holder(source.train.labels)
     else:
-        found, split = replace(factory.images(config), mirror=bool(config.flip)), None
-    shared = factory.problem(config, split, methods, found, told_of(watch))
+        source, split = replace(factory.images(config), mirror=bool(config.flip)), None
+    shared = factory.problem(config, split, methods, source, told_of(watch))
     outcome, runs = None, list[Row]()
     if plan.contents.site:
         for name in methods:
@@ -80,7 +80,7 @@ def play(plan: Plan, root: Path, watch: Callback, again: bool = False) -> Played
     decision = _of_heads(plan, shared, watch) if plan.heads else _of_runs(plan, shared, root, runs, watch)
     if decision is not None:
         atomic_io.replace(root / DECISION, (json.dumps(decision.as_json(), indent=2) + "\n").encode())
-    return Played(runs, outcome, decision)
+    return PlanResult(runs, outcome, decision)
 
 
 def _of_heads(plan: Plan, shared: Problem, watch: Callback) -> Decision | None:
@@ -105,9 +105,9 @@ def _of_heads(plan: Plan, shared: Problem, watch: Callback) -> Decision | None:
     if len(splits) < 2 or not all(map(len, splits[0])):
         return None
     results: list[tuple[float, float]] = []
-    made = [factory.method(replace(plan.config, method=name, options={}, baselines=())) for name in plan.pair]
+    heads = [factory.method(replace(plan.config, method=name, options={}, baselines=())) for name in plan.pair]
     for number, fold in enumerate(splits, start=1):
-        base, ours = (head_accuracy(method, shared.task, data, fold) for method in made)
+        base, ours = (head_accuracy(method, shared.task, data, fold) for method in heads)
         results.append((base, ours))
         if number % FOLDS == 0:
             watch.say(f"split {number} of {len(splits)}: labels only {base:.1f} %, with unlabeled images {ours:.1f} %.")

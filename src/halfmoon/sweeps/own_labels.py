@@ -82,7 +82,7 @@ def folder_features(folder: Path, paths: Sequence[str], tell: Progress) -> Folde
     config, form = head_config({}, contents)[0], _form(contents)
     head, _, normalize = head_task(config, form)
     views, cache = factory.views(config, form), user_cache("features")
-    values, kept = list[Tensor](), list[np.ndarray]()
+    values, indices = list[Tensor](), list[np.ndarray]()
     for first in range(0, len(paths), PART):
         tell("features of images", first, len(paths))
         rows = np.arange(first, min(first + PART, len(paths)))
@@ -90,10 +90,10 @@ def folder_features(folder: Path, paths: Sequence[str], tell: Progress) -> Folde
         if pixels:
             images = factory.examples(Images(np.stack(pixels), contents.labels[rows]), torch.device("cpu"))
             values.append(features(head, views, normalize, cache, images).images)
-            kept.append(rows)
-    if not kept:
+            indices.append(rows)
+    if not indices:
         raise UserError(f"{folder}: none of its images can be read; see halfmoon site check.")
-    return FolderFeatures(contents, torch.cat(values), np.concatenate(kept))
+    return FolderFeatures(contents, torch.cat(values), np.concatenate(indices))
 
 
 def _form(contents: Contents) -> ImageSpec:
@@ -117,13 +117,13 @@ class HeadProblem:
         everything = Fold(np.flatnonzero(labels >= 0), np.flatnonzero(labels < 0), np.arange(0))
         return solved(self.method, self.task, self.data, everything)
 
-    def judged(self, tell: Progress, drawn: np.ndarray | None = None) -> Point | None:
+    def cross_validate(self, tell: Progress, sample: np.ndarray | None = None) -> Point | None:
         """Return how often such a head is right, by cross-validation; None where a class of two labels is missing.
 
-        It is judged on the labels that chance has `drawn`, bool (n,), and on all where these are fewer than `LEAST`."""
+        It is judged on labels that chance drew, `sample` bool (n,), or on all where these are fewer than `LEAST`."""
         labels = self.data.labels.numpy()
-        random = int(drawn.sum()) if drawn is not None else int((labels >= 0).sum())
-        tests = drawn if drawn is not None and random >= LEAST else labels >= 0
+        random = int(sample.sum()) if sample is not None else int((labels >= 0).sum())
+        tests = sample if sample is not None and random >= LEAST else labels >= 0
         splits = [fold._replace(test=fold.test[tests[fold.test]]) for fold in folds(labels)]
         splits = [fold for fold in splits if len(fold.test)]
         whole, halves = list[float](), list[float]()
@@ -140,9 +140,9 @@ class HeadProblem:
         if len(splits) < 2:
             return None
         counts = int((labels >= 0).sum()), random, int(tests.sum())
-        found, gain = (interval(whole, base, 1 / (FOLDS - 1), counts[2]) for base in ([0.0] * len(whole), halves))
-        ends = max(0.0, found.low), min(100.0, found.high)
-        return Point(*counts, found.mean, *ends, gain.mean, gain.low, gain.high)
+        accuracy, gain = (interval(whole, base, 1 / (FOLDS - 1), counts[2]) for base in ([0.0] * len(whole), halves))
+        ends = max(0.0, accuracy.low), min(100.0, accuracy.high)
+        return Point(*counts, accuracy.mean, *ends, gain.mean, gain.low, gain.high)
 
 
 def problem(own: FolderFeatures, labels: np.ndarray, names: Sequence[str]) -> HeadProblem:
@@ -174,5 +174,5 @@ def half(fold: Fold, labels: np.ndarray, number: int) -> Fold:
     """Return a fold in which every other label of each class, drawn by its number, is unknown."""
     order = stream(0, "half of the labels", str(number)).permutation(fold.labeled)
     parts = [order[labels[order] == label] for label in np.unique(labels[order])]
-    kept = np.sort(np.concatenate([part[: -(-len(part) // 2)] for part in parts]))
-    return fold._replace(labeled=kept, unlabeled=np.sort(np.setdiff1d(np.r_[fold.labeled, fold.unlabeled], kept)))
+    labeled = np.sort(np.concatenate([part[: -(-len(part) // 2)] for part in parts]))
+    return fold._replace(labeled=labeled, unlabeled=np.sort(np.setdiff1d(np.r_[fold.labeled, fold.unlabeled], labeled)))

@@ -131,7 +131,7 @@ def head_config(flags: Mapping[str, Any], contents: Contents) -> tuple[Config, t
     )
     count = _labels_a_class(config, contents)
     if count > FEW:
-        config = settings.resolve({}, {**_said(config), "method": HEADS[0], "baselines": ()})
+        config = settings.resolve({}, {**_values(config), "method": HEADS[0], "baselines": ()})
     return config, pair, count
 
 
@@ -229,11 +229,11 @@ def _config(
         "method": pair[1],
         "baselines": (pair[0],),
     }
-    given = {name: value for name, value in flags.items() if value is not None}
-    return settings.resolve({**own, **base}, given), pair
+    options = {name: value for name, value in flags.items() if value is not None}
+    return settings.resolve({**own, **base}, options), pair
 
 
-def _said(config: Config) -> dict[str, Any]:
+def _values(config: Config) -> dict[str, Any]:
     return {name: getattr(config, name) for name in settings.helps() if getattr(config, name) is not None}
 
 
@@ -262,19 +262,19 @@ def _others(config: Config, contents: Contents, share: float) -> list[tuple[str,
     sides = f"; {APART}" if contents.groups is not None else ""
     if contents.site:
         labels = f"all {contents.labeled:,}; judged by {REPEATS if share else 1} x {FOLDS}-fold cross-validation{sides}"
-        found = [("labels", labels)]
+        reasons = [("labels", labels)]
     else:
         count = _labels_a_class(config, contents)
         words = (
             f"{count:.0f} a class are used, at {config.clients} simulated clients; the others are hidden (--labels N)"
         )
-        drawn = f"a fifth of every class is held out{sides}"
-        held = f"{contents.tests:,} images of its own" if contents.tests else drawn
-        found = [("labels", words), ("test", held)]
+        fifth = f"a fifth of every class is held out{sides}"
+        tests = f"{contents.tests:,} images of its own" if contents.tests else fifth
+        reasons = [("labels", words), ("test", tests)]
     less = (
         [("left out", f"{1 - share:.0%} of the images without a label, for the time (--minutes)")] if share < 1 else []
     )
-    return [*found, ("mirrored", mirror), *less]
+    return [*reasons, ("mirrored", mirror), *less]
 
 
 # What takes how long
@@ -326,19 +326,19 @@ def _head_seconds(config: Config, form: ImageSpec) -> dict[str, tuple[float, flo
     few, many, classes = 100, 400, len(form.classes)
     values = torch.rand(many + classes, 1, 1, FEATURES, generator=torch.Generator().manual_seed(0))
     data = Examples(values, torch.arange(many + classes) % classes)
-    found: dict[str, tuple[float, float]] = {}
+    costs: dict[str, tuple[float, float]] = {}
     start, busy = time.perf_counter(), time.process_time()
     for name in HEADS:
         method, seconds = registry.make(name), list[float]()
-        for count in (few, many) if found else (few, few, many):  # the very first one warms up
+        for count in (few, many) if costs else (few, few, many):  # the very first one warms up
             rows = np.arange(count + classes)
             began = time.process_time()
             head_accuracy(method, task, data, Fold(rows[:classes], rows[classes:], rows[:classes]))
             seconds.append(time.process_time() - began)
         slope = max(0.0, seconds[-1] - seconds[-2]) / (many - few)
-        found[name] = (max(0.0, seconds[-2] - few * slope), slope)
+        costs[name] = (max(0.0, seconds[-2] - few * slope), slope)
     slower = (time.perf_counter() - start) / (time.process_time() - busy)
-    return {name: (slower * a, slower * b) for name, (a, b) in found.items()}
+    return {name: (slower * a, slower * b) for name, (a, b) in costs.items()}
 
 
 def _round_seconds(config: Config, contents: Contents) -> tuple[float, float]:
@@ -363,11 +363,11 @@ def _blank(config: Config, contents: Contents) -> Problem:
     labels = contents.labels[rows]
     if contents.site:
         labels = contents.labels[np.argsort(contents.labels < 0, kind="stable")][:SYNTHETIC]
-    held = np.arange(min(_tested(contents), SYNTHETIC)) % len(contents.classes)
+    tests = np.arange(min(_tested(contents), SYNTHETIC)) % len(contents.classes)
     shape = (height, width, channels)
-    train, test = (Images(np.zeros((len(each), *shape), np.uint8), each.astype(np.int64)) for each in (labels, held))
-    found = Source(contents.folder.name, train, test, contents.classes, False, form.mean, form.std)
-    return factory.problem(config, one_holder(labels) if contents.site else None, found=found)
+    train, test = (Images(np.zeros((len(each), *shape), np.uint8), each.astype(np.int64)) for each in (labels, tests))
+    source = Source(contents.folder.name, train, test, contents.classes, False, form.mean, form.std)
+    return factory.problem(config, one_holder(labels) if contents.site else None, found=source)
 
 
 def one_holder(labels: np.ndarray) -> Split:

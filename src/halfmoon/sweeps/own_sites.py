@@ -53,7 +53,7 @@ SHARES = (0.25, 0.5)
 
 
 @dataclass(frozen=True)
-class Played:
+class ResultRow:
     """One row of the table: what was trained on how many labels, and how often it is right on how many images."""
 
     name: str
@@ -100,7 +100,7 @@ class _Titled:
         self.watch.say(words)
 
 
-def rehearse(config: Config, folders: Sequence[Path], root: Path, watch: Callback = NULL_CALLBACK) -> list[Played]:
+def rehearse(config: Config, folders: Sequence[Path], root: Path, watch: Callback = NULL_CALLBACK) -> list[ResultRow]:
     """Play all rows in the folder `root`, or go on there, and return the table.
 
     `config.method` is the one with semi-supervision, and `watch` is told of each run under its row's name.
@@ -112,7 +112,7 @@ def rehearse(config: Config, folders: Sequence[Path], root: Path, watch: Callbac
     base = replace(base, clients=len(folders), cohort=min(config.cohort, len(folders)), resize=None, channels=None)
     base = replace(base, crop=False, window=None, reference=config.reference or config.method)
     base = replace(base, validation_share=0.0, validation_part=config.validation_share > 0)
-    table: list[Played] = []
+    table: list[ResultRow] = []
 
     def play(name: str, word: str, method: str, split: Split) -> None:
         path = root / "splits" / f"{word}.parquet"
@@ -121,7 +121,7 @@ def rehearse(config: Config, folders: Sequence[Path], root: Path, watch: Callbac
         options = one.options if method == config.method else {}
         summary = cell(replace(one, options=options), root / word, _Titled(watch, name))
         right = summary["accuracy"]["chosen" if base.validation_part else "last"]
-        table.append(Played(name, int((split.labeled & (split.client >= 0)).sum()), right, rows.tests))
+        table.append(ResultRow(name, int((split.labeled & (split.client >= 0)).sum()), right, rows.tests))
 
     for number, name in enumerate(rows.names):
         play(f"{name} alone", f"alone-{number}", "partially-supervised", rows.split(site=number))
@@ -129,7 +129,7 @@ def rehearse(config: Config, folders: Sequence[Path], root: Path, watch: Callbac
     right = forest(root / "data", rows.labeled, watch.say)
     if right is not None:
         name = "all labels in one place, a random forest on pixels"
-        table.append(Played(name, int(rows.labeled.sum()), right, rows.tests))
+        table.append(ResultRow(name, int(rows.labeled.sum()), right, rows.tests))
     play("federation, labels only", "labels-only", "fedavg", rows.split())
     for share in SHARES:
         part = _share(rows, share)
@@ -165,25 +165,25 @@ def gains(folders: Sequence[Path], pattern: str | None = None, watch: Callback =
     data, holder, marks = head.data, np.array(client), head.data.labels.numpy()
     pairs: dict[str, list[tuple[float, ...]]] = {}
     for fold in folds(np.where(marks >= 0, marks * len(sites) + holder, -1), groups):
-        joined, base = (solved(method, head.task, data, fold) for method in (head.method, RidgeHead()))
-        both = tuple(right(head.task, model, data, fold.test) for model in (joined, base))
+        together, base = (solved(method, head.task, data, fold) for method in (head.method, RidgeHead()))
+        both = tuple(right(head.task, model, data, fold.test) for model in (together, base))
         pairs.setdefault(FEDERATION, []).append(both)
         for number, site in enumerate(sites):
             mine = Fold(*(rows[holder[rows] == number] for rows in fold))
             if len(mine.labeled) and len(mine.test):
                 alone = solved(head.method, head.task, data, mine)
-                both = tuple(right(head.task, model, data, mine.test) for model in (joined, alone))
+                both = tuple(right(head.task, model, data, mine.test) for model in (together, alone))
                 pairs.setdefault(site.folder.resolve().name, []).append(both)
         watch.say(f"split {len(pairs[FEDERATION])} of {FOLDS * REPEATS}")
     counts = {site.folder.resolve().name: int((site.labels >= 0).sum()) for site in sites}
     counts[FEDERATION] = sum(counts.values())
-    found: dict[str, Decision] = {}
+    decisions: dict[str, Decision] = {}
     for name, each in pairs.items():
         if len(each) > 1:
             ours, base = zip(*each, strict=True)
             words = UNLABELED if name == FEDERATION else JOINING
-            found[name] = decide(ours, base, 1 / (FOLDS - 1), counts[name], words)
-    return found
+            decisions[name] = decide(ours, base, 1 / (FOLDS - 1), counts[name], words)
+    return decisions
 
 
 def forest(data: Path, labeled: np.ndarray, say: Callable[[str], None]) -> float | None:
@@ -279,9 +279,9 @@ def _parts(site: SiteFolder, share: float, pattern: str | None = None) -> np.nda
     tests, validations = Sides(), Sides()
     for label in np.unique(site.labels[site.labels >= 0]):
         of = stream(0, "own sites", "test", str(label)).permutation(np.flatnonzero(site.labels == label))
-        held = tests.draw(of, groups, len(of) // HELD_OUT)
-        rest = of[~np.isin(of, held)]
-        part[held] = "test"
+        test_rows = tests.draw(of, groups, len(of) // HELD_OUT)
+        rest = of[~np.isin(of, test_rows)]
+        part[test_rows] = "test"
         part[validations.draw(rest, groups, min(round(share * len(rest)), len(rest) - 1))] = "validation"
     bare = np.flatnonzero(site.labels < 0)
     part[np.setdiff1d(bare, apart(bare, np.flatnonzero(part != "train"), groups))] = ""

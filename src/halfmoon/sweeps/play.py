@@ -8,7 +8,7 @@ from typing import Any
 from halfmoon.config.schema import Config, identity, text
 from halfmoon.core.errors import UserError
 from halfmoon.runs import runner
-from halfmoon.sweeps.engines import Done, Engine, SweepTask
+from halfmoon.sweeps.engines import Engine, SweepTask, TaskResult
 from halfmoon.sweeps.grid import Cell, cells
 from halfmoon.sweeps.sweep_folder import SweepFolder, entry
 
@@ -48,7 +48,7 @@ def sweep(folder: SweepFolder, requested: Sequence[Cell], engine: Engine, tell: 
             failed.append(f"{named[mark][0]}: {why}")
         tell(Step(over, len(named), named[mark][0], summary, why, before))
 
-    def note(outcome: Done) -> None:
+    def note(outcome: TaskResult) -> None:
         if outcome.busy:
             waiting.append(outcome.task)
             return

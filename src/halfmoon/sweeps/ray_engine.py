@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from halfmoon.core.errors import UserError
 from halfmoon.runs.callbacks import NULL_CALLBACK, Callback
 from halfmoon.runs.workers import installed, join
-from halfmoon.sweeps.engines import TRIES, Done, Note, SweepTask, Unit, play_unit, units
+from halfmoon.sweeps.engines import TRIES, Note, SweepTask, TaskResult, Unit, play_unit, units
 
 
 class Share(NamedTuple):
@@ -39,15 +39,15 @@ class Rays:
         cluster answers.
         """
         self._ray = installed()
-        self._joined = join(self._ray, address)
+        self._own_connection = join(self._ray, address)
         self._share = share(self._ray.nodes(), jobs)
         self._watch = watch
 
     def close(self) -> None:
         """Leave the cluster that this has joined, and end it where it was started for this."""
-        if self._joined:
+        if self._own_connection:
             self._ray.shutdown()
-            self._joined = False
+            self._own_connection = False
 
     def play(self, tasks: Sequence[SweepTask], note: Note) -> None:
         """Play all tasks; one whose worker dies (killed, out of memory) is begun again, `TRIES` times at most."""
@@ -56,12 +56,12 @@ class Rays:
         try:
             for unit in units(tasks):
                 # Elsewhere, a relative path would be another.
-                sent = tuple(replace(task, folder=task.folder.absolute()) for task in unit)
-                running[remote.options(**self._options(unit[0])).remote(sent, self._watch)] = unit
+                copies = tuple(replace(task, folder=task.folder.absolute()) for task in unit)
+                running[remote.options(**self._options(unit[0])).remote(copies, self._watch)] = unit
             while running:
-                (ready, *_), _ = ray.wait(list(running), num_returns=1)
-                for done in self._outcomes(ready, running.pop(ready)):
-                    note(done)
+                (reference, *_), _ = ray.wait(list(running), num_returns=1)
+                for result in self._outcomes(reference, running.pop(reference)):
+                    note(result)
         except BaseException:
             for each in running:
                 ray.cancel(each, force=True)
@@ -72,15 +72,15 @@ class Rays:
         gpus = 0 if task.split_only or device == "cpu" else self._share.gpus
         return {"name": task.folder.name, "num_cpus": self._share.cpus, "num_gpus": gpus, "max_retries": TRIES - 1}
 
-    def _outcomes(self, ready: Any, unit: Unit) -> list[Done]:
+    def _outcomes(self, reference: Any, unit: Unit) -> list[TaskResult]:
         errors = self._ray.exceptions
         try:
-            return [done._replace(task=task) for done, task in zip(self._ray.get(ready), unit, strict=True)]
+            return [result._replace(task=task) for result, task in zip(self._ray.get(reference), unit, strict=True)]
         except errors.RayTaskError:  # a defect of the program, as it would be here
             raise
         except errors.RayError as error:
             why = f"{type(error).__name__}: its worker died {TRIES} times: killed, or out of memory."
-            return [Done(task, None, why) for task in unit]
+            return [TaskResult(task, None, why) for task in unit]
 
 
 def share(nodes: Sequence[dict[str, Any]], jobs: int) -> Share:

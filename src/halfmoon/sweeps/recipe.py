@@ -66,7 +66,7 @@ MEASURES: Mapping[str, str] = {
     "pseudo.global": "accuracy of the global model's pseudo-labels",
 }
 """What can be compared, in words."""
-Known = Mapping[str, Sequence[str]]
+AxisValues = Mapping[str, Sequence[str]]
 """The names of the values of every axis."""
 
 _KEYS = {
@@ -219,7 +219,7 @@ def _measure(name: Any, where: str) -> str:
     return name
 
 
-def _skip(value: Sequence[Any], axis_values: Known, where: str) -> tuple[At, ...]:
+def _skip(value: Sequence[Any], axis_values: AxisValues, where: str) -> tuple[At, ...]:
     entries = tuple(_at(entry, axis_values, f"{where}, skip") for entry in value)
     if not all(entries):
         raise UserError(f"{where}, skip: an entry without an axis would leave out every cell; remove it.")
@@ -250,12 +250,12 @@ def _values(axis: str, values: Any, where: str) -> tuple[Value, ...]:
     return tuple(result)
 
 
-def _whens(all_of: Sequence[Any], inherited: int, axis_values: Known, where: str) -> tuple[When, ...]:
+def _whens(all_of: Sequence[Any], inherited: int, axis_values: AxisValues, where: str) -> tuple[When, ...]:
     """Return what is said of some cells; a base file speaks of axes and values that not every recipe over it has."""
     return tuple(_when(entry, axis_values if place >= inherited else None, where) for place, entry in enumerate(all_of))
 
 
-def _when(keys: Any, axis_values: Known | None, where: str) -> When:
+def _when(keys: Any, axis_values: AxisValues | None, where: str) -> When:
     here = f"{where}, when"
     _check_keys(keys, _KEYS["when"], here)
     check_layer(keys.get("set", {}), here)
@@ -263,7 +263,7 @@ def _when(keys: Any, axis_values: Known | None, where: str) -> When:
     return When(_at(keys.get("at", {}), axis_values, here), keys.get("set", {}), keys.get("published", {}))
 
 
-def _at(keys: Any, axis_values: Known | None, where: str) -> At:
+def _at(keys: Any, axis_values: AxisValues | None, where: str) -> At:
     """Return which values are meant; with `known` they have to be there."""
     if not isinstance(keys, Mapping):
         raise UserError(f"{where}: it must be a table of axes with the values that are meant.")
@@ -283,7 +283,7 @@ def _at(keys: Any, axis_values: Known | None, where: str) -> At:
     return at
 
 
-def _scale(name: str, keys: Mapping[str, Any], inherited: int, axis_values: Known, where: str) -> Scale:
+def _scale(name: str, keys: Mapping[str, Any], inherited: int, axis_values: AxisValues, where: str) -> Scale:
     here = f"{where}, scale {name}"
     if not keys.get("about"):
         raise UserError(f"{here}: about is missing; say in words what the scale changes.")

@@ -166,14 +166,14 @@ def table(facts: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
     """Return headings and rows: a cell's accuracies over seeds beside the published one, or how many splits it has."""
     axes = [axis["name"] for axis in facts["axes"]]
     if facts["kind"] == "splits":
-        made = [[*(cell["at"][axis] for axis in axes), str(len(cell["runs"]))] for cell in facts["cells"]]
-        return [*axes, "splits"], made
+        counts = [[*(cell["at"][axis] for axis in axes), str(len(cell["runs"]))] for cell in facts["cells"]]
+        return [*axes, "splits"], counts
     rows = []
     for cell in facts["cells"]:
-        done = [run["accuracy"] for run in cell["runs"] if run.get("accuracy")]
-        values = [tables.spread([100 * each[name] for each in done]) if done else None for name in ("last", "best")]
-        known = cell["published"]
-        published = "" if known is None else tables.plus_minus(tables.Spread(known["mean"], known["deviation"]))
+        scores = [run["accuracy"] for run in cell["runs"] if run.get("accuracy")]
+        values = [tables.spread([100 * each[name] for each in scores]) if scores else None for name in ("last", "best")]
+        paper = cell["published"]
+        published = "" if paper is None else tables.plus_minus(tables.Spread(paper["mean"], paper["deviation"]))
         measured = [tables.plus_minus(value) or "-" for value in values]
-        rows.append([*(cell["at"][axis] for axis in axes), *measured, f"{len(done)}", published])
+        rows.append([*(cell["at"][axis] for axis in axes), *measured, f"{len(scores)}", published])
     return [*axes, "last %", "best %", "seeds", "published %"], rows

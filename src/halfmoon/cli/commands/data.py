@@ -76,9 +76,9 @@ def run(args: argparse.Namespace) -> int:
 def _contents(values: Mapping[str, Any]) -> Contents | None:
     if not Path(name := values.get("data", Config.data)).is_dir():
         return None
-    from halfmoon.sweeps.own_folder import look
+    from halfmoon.sweeps.own_folder import contents_of
 
-    return look(Path(name), values.get("group_pattern"))
+    return contents_of(Path(name), values.get("group_pattern"))
 
 
 def _image_options(contents: Contents) -> dict[str, Any]:
