@@ -257,13 +257,13 @@ def test_passes_are_what_went_through_the_network(name, statistics, labeling):
     simulation = simulate(method, shared, held, cohort=2)
     weights = tree.flatten(NETWORK.init(torch.Generator())["params"])
     counter = Passing(weights["conv1/conv/weight"].shape, weights["conv3/conv/weight"].shape)
-    visit = simulation._visit
+    visit = simulation._client_rounds
 
     def watched(*given):
         with counter:
             return iter(list(visit(*given)))
 
-    simulation._visit = watched  # the server's own computing, an embedding say, is nobody's visit
+    simulation._client_rounds = watched  # the server's own computing, an embedding say, is nobody's visit
     (_, last) = play(method, simulation, begin(method, shared), range(2))
     assert (counter.forward, counter.backward) == (last.report.cost["forward"], last.report.cost["backward"])
 

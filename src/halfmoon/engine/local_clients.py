@@ -147,7 +147,7 @@ class LocalClients:
         """
         hidden: dict[int, Tensor] = {}
         remaining = iter(clients)  # not zip, which holds what it has given last
-        for outcome in _without_gradients(self._visit(context, clients, stage, down, each, hidden)):
+        for outcome in _without_gradients(self._client_rounds(context, clients, stage, down, each, hidden)):
             client = next(remaining)
             if outcome.memory:
                 self.memories.put(str(client), outcome.memory)
@@ -159,7 +159,7 @@ class LocalClients:
             yield outcome._replace(memory={}, seen=())
             del outcome  # or it would be held while the next client trains
 
-    def _visit(
+    def _client_rounds(
         self,
         context: ClientContext,
         clients: Sequence[int],

@@ -74,7 +74,7 @@ class RuntimeSettings:
 
 
 class ServerRuntime(ABC):
-    """A federation that the round loop drives, on this machine or over a network: `_visit` knows where clients are.
+    """A federation that the round loop drives, on this machine or over a network: `_client_rounds` knows where clients are.
 
     A round is `open`, any number of queries, `close`. Everything drawn depends on (seed, round, query, client) alone. A
     client of the cohort fails to answer with probability `settings.client_dropout`, for a whole round; one always
@@ -127,7 +127,7 @@ class ServerRuntime(ABC):
         return None
 
     @abstractmethod
-    def _visit(self, context: ClientContext, clients: Sequence[int], down: Tree, each: Tree) -> Visited:
+    def _client_rounds(self, context: ClientContext, clients: Sequence[int], down: Tree, each: Tree) -> Visited:
         """Visit clients (or the `SERVER`); `each` (leaves (K, ...)) is merged into `down`, a slice for each.
 
         Yield what came of it by client, in their order, of those who answered: of one at least, if it is the cohort.
@@ -254,7 +254,7 @@ class ServerRuntime(ABC):
         rows = images_a_call(self.device)
         context = ClientContext(client_update, self.views, self.seed, self._round, self._query, rows)
         self._query += 1
-        for client, outcome in self._visit(context, clients, down, each):
+        for client, outcome in self._client_rounds(context, clients, down, each):
             if client != SERVER:
                 self.cost.stored_client = max(self.cost.stored_client, outcome.kept)
             for name, new in outcome.samples.items():

@@ -118,7 +118,7 @@ class Simulation(ServerRuntime):
     def state(self) -> Tree:
         return {"client": contents(self.memories), **super().state()}
 
-    def _visit(self, context: ClientContext, clients: Sequence[int], down: Tree, each: Tree) -> Visited:
+    def _client_rounds(self, context: ClientContext, clients: Sequence[int], down: Tree, each: Tree) -> Visited:
         first = integers(self.cohort)[: self._kept]
         remaining = iter(clients)
         for outcome in self.local_clients.visit(context, clients, self._stage, down, each, self._quality):

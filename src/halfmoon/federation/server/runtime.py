@@ -139,7 +139,7 @@ class RemoteRuntime(ServerRuntime):
             store.commit()
         self._versions.commit()
 
-    def _visit(self, context: ClientContext, clients: Sequence[int], down: Tree, each: Tree) -> Visited:
+    def _client_rounds(self, context: ClientContext, clients: Sequence[int], down: Tree, each: Tree) -> Visited:
         if list(clients) == [SERVER]:
             assert self.server is not None, "a method asks a server for its labels where it has some"
             (result,) = self.server.visit(context, clients, None, down, each, self._quality)
