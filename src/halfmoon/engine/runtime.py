@@ -74,7 +74,7 @@ class RuntimeSettings:
 
 
 class ServerRuntime(ABC):
-    """A federation that the round loop drives, on this machine or over a network: `_client_rounds` knows where clients are.
+    """A federation that the round loop drives, on this machine or by network; `_client_rounds` knows where clients are.
 
     A round is `open`, any number of queries, `close`. Everything drawn depends on (seed, round, query, client) alone. A
     client of the cohort fails to answer with probability `settings.client_dropout`, for a whole round; one always
