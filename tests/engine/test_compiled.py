@@ -13,7 +13,7 @@ import pytest
 import torch
 from callbacks import Stop
 from safetensors.torch import load_file
-from scenes import Played, begin, dataset, furthest, play, same, simulate, task
+from scenes import Snapshot, begin, dataset, furthest, play, same, simulate, task
 from torch import Tensor
 from torch.fx import GraphModule
 
@@ -54,7 +54,7 @@ def graphs(monkeypatch: pytest.MonkeyPatch) -> list[GraphModule]:
 
 def played(
     method: Method, executor: Any, compiling: bool, batching: Batching | None = None, **of: Any
-) -> tuple[list[Played], list[str]]:
+) -> tuple[list[Snapshot], list[str]]:
     """Return the rounds of a run in double precision under a falling rate, cohorts of 3 of 4, and what was said."""
     said: list[str] = []
     shared = task(rounds=ROUNDS, schedule=Cosine(0.1))

@@ -6,7 +6,7 @@ from fractions import Fraction
 from functools import partial
 
 import pytest
-from scenes import Played, begin, dataset, furthest, play, same, simulate, task
+from scenes import Snapshot, begin, dataset, furthest, play, same, simulate, task
 from spies import Counting
 
 from halfmoon.api.types import Method
@@ -35,10 +35,10 @@ def programs(monkeypatch) -> list[int]:
     return seen
 
 
-def run(method: Method, seed: int, rounds: range = range(2), before: list[Played] | None = None):
+def run(method: Method, seed: int, rounds: range = range(2), before: list[Snapshot] | None = None):
     """Return a run of unequal clients in double precision; with what was played `before`, one that goes on."""
 
-    def played(spread: Spread) -> list[Played]:
+    def played(spread: Spread) -> list[Snapshot]:
         shared = task(rounds=4)
         simulation = simulate(method, shared, dataset(), executor="vmap", seed=seed)
         simulation.local_clients.training = replace(simulation.local_clients.training, spread=spread)
@@ -52,7 +52,7 @@ def run(method: Method, seed: int, rounds: range = range(2), before: list[Played
     return played
 
 
-def agree(together: list[Played], alone: list[Played], costs: bool = True) -> None:
+def agree(together: list[Snapshot], alone: list[Snapshot], costs: bool = True) -> None:
     for ours, theirs in zip(together, alone, strict=True):
         assert furthest(ours.server, theirs.server) < CLOSE
         assert furthest(ours.state, theirs.state) < CLOSE
@@ -93,10 +93,10 @@ def test_alone_a_run_has_the_bits_of_one_played_apart():
 
 def test_who_diverges_leaves_the_others_their_way(programs: list[int]):
     """Client 3 of one run fails in the second round: the other plays on, and the failure is told at the end."""
-    ends: list[list[Played]] = []
+    ends: list[list[Snapshot]] = []
     fine, doomed = Counting(), Counting(doomed=3, when=1)
 
-    def noted(spread: Spread) -> list[Played]:
+    def noted(spread: Spread) -> list[Snapshot]:
         ends.append(run(fine, 1, range(4))(spread))
         return ends[-1]
 

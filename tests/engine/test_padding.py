@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from scenes import CLASSES, NETWORK, Played, begin, dataset, furthest, play, simulate, task
+from scenes import CLASSES, NETWORK, Snapshot, begin, dataset, furthest, play, simulate, task
 from torch import Tensor
 from torch.func import vmap
 
@@ -81,7 +81,7 @@ def programs(monkeypatch) -> list[int]:
     return seen
 
 
-def agree(loop: list[Played], many: list[Played]) -> None:
+def agree(loop: list[Snapshot], many: list[Snapshot]) -> None:
     assert executors_agree(loop, many) < CLOSE
 
 

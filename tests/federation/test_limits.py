@@ -433,7 +433,7 @@ def test_what_an_honest_server_sends_is_known_and_what_others_send_is_not(name: 
         remote.close()
     downlinks = DownlinkSpec.of(method, shared, Views(), IMAGE, SEED, len(remote.names))
     assert DownlinkSpec.parse(json.loads(json.dumps(downlinks.facts())), len(remote.names)) == downlinks
-    seen = [scan(data, Request, Reply) for data in wire.seen]
+    seen = [scan(data, Request, Reply) for data in wire.messages]
     asked = [(each.message.client_update, each.pattern("down")) for each in seen if isinstance(each.message, Request)]
     assert {client_update for client_update, _ in asked} == set(downlinks.specs)
     for client_update, pattern in asked:

@@ -47,14 +47,14 @@ def test_nothing_but_numbers_travels() -> None:
     for number in range(ROUNDS):
         remote.open(number)
         server = method.round(remote.task, server, remote)
-    said = b"".join(wire.seen)
+    said = b"".join(wire.messages)
     assert len(said) > 100_000
     for site in wire.sites.values():
         images = site.local_clients.dataset.train.images
         for image in images:
             assert image[0, 0].numpy().tobytes() not in said
             assert (image.double() / 255).numpy().tobytes()[:64] not in said
-    replies = [read(data, Reply) for data in wire.seen if b'\\"reply\\"' in data]
+    replies = [read(data, Reply) for data in wire.messages if b'\\"reply\\"' in data]
     assert {tuple(sorted(Upload.of(reply.up).parts)) for reply in replies} == {("params", "stats", "weight")}
 
 

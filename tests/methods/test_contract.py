@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from scenes import Played, begin, furthest, play
+from scenes import Snapshot, begin, furthest, play
 
 from halfmoon.api.types import ClientUpdate, Method, Task
 from halfmoon.contract import checks
@@ -48,7 +48,7 @@ def scene(
 
 
 @cache
-def straight(name: str, rule: str, executor: str = "loop") -> list[Played]:
+def straight(name: str, rule: str, executor: str = "loop") -> list[Snapshot]:
     """Return the rounds of a run, shared by the tests below."""
     method, shared, simulation = scene(name, rule, executor)
     return play(method, simulation, begin(method, shared), range(ROUNDS))
@@ -57,7 +57,7 @@ def straight(name: str, rule: str, executor: str = "loop") -> list[Played]:
 class Again(NamedTuple):
     """A second run, and what it was given, with copies made before."""
 
-    played: list[Played]
+    played: list[Snapshot]
     simulation: Simulation
     client_updates: dict[str, ClientUpdate]
     given: tuple[Tree, Tree]  # the model, and the server's tree of the first round

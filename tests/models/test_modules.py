@@ -8,7 +8,7 @@ import outside_parts
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from scenes import Played, begin, dataset, furthest, play, simulate, task
+from scenes import Snapshot, begin, dataset, furthest, play, simulate, task
 from torch import Tensor, nn
 
 from halfmoon.core import plugins, rng, tree
@@ -33,7 +33,7 @@ def as_theirs(model: Tree) -> Tree:
     return {"params": model["params"], "stats": {name: {"norm": each} for name, each in model["stats"].items()}}
 
 
-def played(which, name: str, executor: str, model: Tree, separate: bool = False) -> Played:
+def played(which, name: str, executor: str, model: Tree, separate: bool = False) -> Snapshot:
     rules = {"statistics": "separate", "labeling": "running"} if separate else {}
     shared = task(which, rounds=3, **rules)
     method = registry.make(name)

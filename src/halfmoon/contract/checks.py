@@ -8,7 +8,7 @@ import torch
 
 from halfmoon.api.method_entry import MethodEntry
 from halfmoon.api.types import Method, Task
-from halfmoon.contract.scene import NETWORK, Played, begin, dataset, furthest, play, same, simulate, task
+from halfmoon.contract.scene import NETWORK, Snapshot, begin, dataset, furthest, play, same, simulate, task
 from halfmoon.contract.sites import behind
 from halfmoon.core import tree
 from halfmoon.core.tree import Tree
@@ -46,14 +46,14 @@ def scene(
     Labels lie at `place`, by default the first that the method can use.
     """
     shared = task(network, rounds=ROUNDS, **STATISTICS[rule])
-    held = dataset(SIZES, all_labels=entry.all_labels, pooled=entry.pooled, place=place or entry.places[0])
+    federation = dataset(SIZES, all_labels=entry.all_labels, pooled=entry.pooled, place=place or entry.places[0])
     simulation = simulate(
-        entry.method, shared, held, batching=BATCHINGS[rule], executor=cast(Executor, executor), **options
+        entry.method, shared, federation, batching=BATCHINGS[rule], executor=cast(Executor, executor), **options
     )
     return entry.method, shared, simulation
 
 
-def straight(entry: MethodEntry, rule: str, executor: str = "loop", network: Network = NETWORK) -> list[Played]:
+def straight(entry: MethodEntry, rule: str, executor: str = "loop", network: Network = NETWORK) -> list[Snapshot]:
     """Return the rounds of a run."""
     method, shared, simulation = scene(entry, rule, executor, network=network)
     return play(method, simulation, begin(method, shared), range(ROUNDS))
@@ -68,7 +68,7 @@ def numbers(row: Any) -> list[float]:
     return [-1e300 if row is None else float(row)]
 
 
-def executors_agree(loop: list[Played], vmap: list[Played]) -> float:
+def executors_agree(loop: list[Snapshot], vmap: list[Snapshot]) -> float:
     """Compare two runs, client by client and lifted: server, memories, metrics; return the largest difference."""
     worst = 0.0
     for number, (one, many) in enumerate(zip(loop, vmap, strict=True), 1):
@@ -95,24 +95,24 @@ def _same_names(what: str, ours: Tree, theirs: Tree) -> None:
         raise Broken(f"the {what} has {differing[0]!r} in one run and not in the other")
 
 
-def repeats(one: list[Played], two: list[Played]) -> None:
+def repeats(one: list[Snapshot], two: list[Snapshot]) -> None:
     """Compare two runs of one seed, bit by bit."""
     for number, (a, b) in enumerate(zip(one, two, strict=True), 1):
         if not (same(a.server, b.server) and same(a.state, b.state) and numbers(a.report) == numbers(b.report)):
             raise Broken(f"two runs of one seed differ after round {number}: it draws random numbers, or keeps state")
 
 
-def resumes(entry: MethodEntry, run: list[Played], executor: str, folder: Path, network: Network = NETWORK) -> None:
+def resumes(entry: MethodEntry, run: list[Snapshot], executor: str, folder: Path, network: Network = NETWORK) -> None:
     """Save after the last round but one, restore from the folder, and compare the last round bit by bit."""
     _, halfway, whole = run
     clients = Store()
     for state_store, trees in halfway.state.items():
         for key, each in trees.items():
             clients.put(f"{state_store}/{key}", each)
-    with RunFolder.create(folder, "", "0" * 64) as held:
-        held.save(2, {"server": halfway.server}, {"cost": halfway.report.cost}, clients)
-    with RunFolder.open(folder) as held:
-        loaded = held.load()
+    with RunFolder.create(folder, "", "0" * 64) as run_folder:
+        run_folder.save(2, {"server": halfway.server}, {"cost": halfway.report.cost}, clients)
+    with RunFolder.open(folder) as run_folder:
+        loaded = run_folder.load()
     if loaded is None or loaded.round != 2:
         raise Broken("what was saved after round 2 cannot be read")
     method, _, simulation = scene(entry, "both", executor, network=network)
@@ -161,9 +161,9 @@ def holds_tensors(method: Method, shared: Task, server: Tree, model: Tree) -> No
         raise Broken("its solution is no model of the network: other names or shapes")
 
 
-def leaves_as_given(given: Tree, copy: Tree) -> None:
+def leaves_as_given(argument: Tree, copy: Tree) -> None:
     """What a method is given is not written into."""
-    if not same(given, copy):
+    if not same(argument, copy):
         raise Broken("it writes into a tree that it was given")
 
 
@@ -176,7 +176,7 @@ def counts_passes(method: Method, shared: Task) -> None:
 
 
 def sites_compute_the_same(
-    entry: MethodEntry, rule: str, run: list[Played], network: Network = NETWORK
+    entry: MethodEntry, rule: str, run: list[Snapshot], network: Network = NETWORK
 ) -> tuple[list[bytes], list[Reply]]:
     """Play the run between sites that are sent messages, and compare all of it bit by bit.
 
@@ -190,15 +190,15 @@ def sites_compute_the_same(
         server = method.round(remote.task, server, remote)
         report = remote.close()
         ours, theirs = ({key: [float(v) for v in s] for key, s in r.samples.items()} for r in (report, there.report))
-        told = report.cohort == there.report.cohort and report.cost == there.report.cost and ours == theirs
+        same_report = report.cohort == there.report.cohort and report.cost == there.report.cost and ours == theirs
         if not same(server, there.server):
             raise Broken(f"after round {number + 1} sites behind messages have another server's tree than a simulation")
-        if not told or not same(remote.state(), {"state": there.state["state"]}):
+        if not same_report or not same(remote.state(), {"state": there.state["state"]}):
             raise Broken(f"in round {number + 1} sites behind messages report something else than a simulation")
-    said = b"".join(wire.seen)
+    traffic = b"".join(wire.messages)
     for site in wire.sites.values():
         for image in site.local_clients.dataset.train.images:
             bits = (image[0, 0].numpy().tobytes(), (image.double() / 255).numpy().tobytes()[:64])
-            if any(each in said for each in bits):
+            if any(each in traffic for each in bits):
                 raise Broken("pixels of a site's image are in what it sends")
-    return wire.seen, [read(data, Reply) for data in wire.seen if b'\\"reply\\"' in data]
+    return wire.messages, [read(data, Reply) for data in wire.messages if b'\\"reply\\"' in data]

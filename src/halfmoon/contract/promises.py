@@ -13,7 +13,7 @@ import torch
 from halfmoon.api.uploads import Upload
 from halfmoon.contract import checks
 from halfmoon.contract.checks import BATCHINGS, ROUNDS, Broken
-from halfmoon.contract.scene import CLASSES, NETWORK, Played, begin, play
+from halfmoon.contract.scene import CLASSES, NETWORK, Snapshot, begin, play
 from halfmoon.core import rng, tree
 from halfmoon.federation.protocol.messages import Reply
 from halfmoon.methods import registry
@@ -43,19 +43,19 @@ def check(method: str, options: dict[str, Any] | None = None, network: str | Non
     entry = replace(registry.entry(method), method=registry.make(method, options))
     which = NETWORK if network is None else networks.make(network, 1, CLASSES, (8, 8), "batch", None)
     which.check((1, 8, 8))
-    runs: dict[tuple[str, str], list[Played]] = {}
+    runs: dict[tuple[str, str], list[Snapshot]] = {}
 
     def tried(promise: str, function: Callable[[], Any]) -> Kept:
         try:
-            said = function()
+            message = function()
         except Broken as broken:
             return Kept(promise, False, str(broken))
         except Exception as error:  # whatever an author's code does
             words = f"it raised {type(error).__name__}{_place(error)}: {' '.join(str(error).split())[:300]}"
             return Kept(promise, False, words, "".join(traceback.format_exception(error)))
-        return Kept(promise, True, said if isinstance(said, str) else "")
+        return Kept(promise, True, message if isinstance(message, str) else "")
 
-    def played(rule: str, executor: str) -> str:
+    def execute(rule: str, executor: str) -> str:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             runs[rule, executor] = checks.straight(entry, rule, executor, which)
@@ -65,7 +65,7 @@ def check(method: str, options: dict[str, Any] | None = None, network: str | Non
     for rule in BATCHINGS:
         words = {"both": "4 + 4 images a step", "rest": "2 + the rest, separate passes"}[rule]
         for executor in ("loop", "vmap"):
-            yield tried(f"plays in {executor}, {words}", lambda rule=rule, executor=executor: played(rule, executor))
+            yield tried(f"plays in {executor}, {words}", lambda rule=rule, executor=executor: execute(rule, executor))
         if {(rule, "loop"), (rule, "vmap")} <= runs.keys():
             pair = runs[rule, "loop"], runs[rule, "vmap"]
             yield tried(f"loop = vmap, {words}", lambda p=pair: f"within {checks.executors_agree(*p):.1e}")
@@ -97,7 +97,7 @@ def _place(error: Exception) -> str:
     return own[-1] if own else ""
 
 
-def _again(entry: registry.MethodEntry, network: Network, run: list[Played]) -> None:
+def _again(entry: registry.MethodEntry, network: Network, run: list[Snapshot]) -> None:
     """Play once more, and look at what was given, and at what is kept."""
     method, shared, simulation = checks.scene(entry, "both", network=network)
     client_updates = dict(method.client_updates(shared.at(ROUNDS - 1)))
@@ -108,14 +108,14 @@ def _again(entry: registry.MethodEntry, network: Network, run: list[Played]) -> 
     checks.keeps_no_state(entry, simulation, client_updates)
 
 
-def _tensors(entry: registry.MethodEntry, network: Network, run: list[Played]) -> None:
+def _tensors(entry: registry.MethodEntry, network: Network, run: list[Snapshot]) -> None:
     method, shared, _ = checks.scene(entry, "both", network=network)
     model = tree.to(network.init(rng.generator(0, "model")), dtype=torch.float64)
     for server in (begin(method, shared), run[-1].server):
         checks.holds_tensors(method, shared, server, model)
 
 
-def _trained(entry: registry.MethodEntry, network: Network, run: list[Played]) -> str:
+def _trained(entry: registry.MethodEntry, network: Network, run: list[Snapshot]) -> str:
     method, shared, _ = checks.scene(entry, "both", network=network)
     before, after = (method.solution(shared, each) for each in (begin(method, shared), run[-1].server))
     moved = checks.furthest(after["params"], before["params"])
@@ -126,7 +126,7 @@ def _trained(entry: registry.MethodEntry, network: Network, run: list[Played]) -
     return f"parameters move by {moved:.2g}"
 
 
-def _resumed(entry: registry.MethodEntry, network: Network, executor: str, run: list[Played]) -> None:
+def _resumed(entry: registry.MethodEntry, network: Network, executor: str, run: list[Snapshot]) -> None:
     with tempfile.TemporaryDirectory() as folder:
         checks.resumes(entry, run, executor, Path(folder) / "run", network)
 

@@ -80,7 +80,7 @@ def task(network: Network = NETWORK, dtype: torch.dtype = torch.float64, **share
 def simulate(
     method: Method,
     shared: Task,
-    held: FederatedDataset | None = None,
+    federation: FederatedDataset | None = None,
     *,
     views: Views | None = None,
     batching: Batching | None = None,
@@ -93,11 +93,11 @@ def simulate(
 ) -> Simulation:
     """Return a federation of the four clients, three a round, in batches of 4 + 4; lifted, all are one program."""
     training = Training(batching or Batching(4, 4), budget or Budget(), serving, executor, padded=Fraction(1))
-    drawn = RuntimeSettings(**{"cohort": 3, "seed": 3, **settings})
-    return Simulation(method, shared, held or dataset(), views or Views(), training, drawn, store, aggregators)
+    setup = RuntimeSettings(**{"cohort": 3, "seed": 3, **settings})
+    return Simulation(method, shared, federation or dataset(), views or Views(), training, setup, store, aggregators)
 
 
-class Played(NamedTuple):
+class Snapshot(NamedTuple):
     """What there is after a round."""
 
     server: Tree
@@ -112,14 +112,14 @@ def begin(method: Method, shared: Task, seed: int = 0) -> Tree:
     )
 
 
-def play(method: Method, simulation: Simulation, server: Tree, rounds: range) -> list[Played]:
+def play(method: Method, simulation: Simulation, server: Tree, rounds: range) -> list[Snapshot]:
     """Play rounds and keep what each leaves."""
-    played = []
+    results = []
     for number in rounds:
         simulation.open(number)
         server = method.round(simulation.task, server, simulation)
-        played.append(Played(server, simulation.state(), simulation.close()))
-    return played
+        results.append(Snapshot(server, simulation.state(), simulation.close()))
+    return results
 
 
 def same(ours: Tree, theirs: Tree) -> bool:

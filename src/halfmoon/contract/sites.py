@@ -22,23 +22,23 @@ from halfmoon.storage.state_store import StateView, Store
 SEED, VERSION, HASH, RUN = 3, "0.1.0", "f" * 64, "0" * 32
 
 
-def alone(held: FederatedDataset, k: int) -> FederatedDataset:
+def alone(dataset: FederatedDataset, k: int) -> FederatedDataset:
     """Return what a site has: its own rows and nobody else's, without the labels that are hidden."""
-    mine = np.flatnonzero(held.split.client == k)
-    labeled = held.split.labeled[mine]
-    labels = held.train.labels[mine].clone()
-    if not held.all_labels:
+    mine = np.flatnonzero(dataset.split.client == k)
+    labeled = dataset.split.labeled[mine]
+    labels = dataset.train.labels[mine].clone()
+    if not dataset.all_labels:
         labels[torch.from_numpy(~labeled)] = 0
-    split = Split(np.full(len(mine), k), labeled, held.split.clients)
+    split = Split(np.full(len(mine), k), labeled, dataset.split.clients)
     return FederatedDataset(
-        Examples(held.train.images[mine], labels), split, held.all_labels, reuse_labeled=held.reuse_labeled
+        Examples(dataset.train.images[mine], labels), split, dataset.all_labels, reuse_labeled=dataset.reuse_labeled
     )
 
 
-def local_clients(held: FederatedDataset, batching: Batching, store: Store) -> LocalClients:
+def local_clients(dataset: FederatedDataset, batching: Batching, store: Store) -> LocalClients:
     """Return what computes at a site, or at the server, with its own store."""
     state_store = StateView(store, "client/", torch.device("cpu"))
-    return LocalClients(held, Views(), Training(batching, Budget()), SEED, state_store)
+    return LocalClients(dataset, Views(), Training(batching, Budget()), SEED, state_store)
 
 
 class Wire:
@@ -47,13 +47,13 @@ class Wire:
     def __init__(self, sites: Mapping[str, SiteRuntime]) -> None:
         """Carry messages to these sites."""
         self.sites = sites
-        self.seen: list[bytes] = []
+        self.messages: list[bytes] = []
 
     def exchange(self, requests: Mapping[str, bytes], what: str) -> Mapping[str, Answer]:
         """Have each site answer, last to first: the order of replies is nobody's promise."""
-        self.seen += requests.values()
+        self.messages += requests.values()
         replies = {name: answer(self.sites[name], requests[name]) for name in reversed(list(requests))}
-        self.seen += replies.values()
+        self.messages += replies.values()
         return {name: Answer(data) for name, data in replies.items()}
 
 
@@ -64,13 +64,13 @@ def answer(site: SiteRuntime, data: bytes) -> bytes:
 
 def behind(simulation: Simulation, batching: Batching) -> tuple[RemoteRuntime, Wire]:
     """Return the runtime of a server whose clients are sites with what the simulation's clients hold."""
-    held, method, shared = simulation.dataset, simulation.method, simulation.base
+    dataset, method, shared = simulation.dataset, simulation.method, simulation.base
     sites = {}
-    for k in range(held.clients):
-        own = local_clients(alone(held, k), batching, Store())
+    for k in range(dataset.clients):
+        own = local_clients(alone(dataset, k), batching, Store())
         sites[f"site-{k}"] = SiteRuntime(k, method, shared, own, HASH, VERSION)
     wire, store = Wire(sites), Store()
-    server = local_clients(alone(held, SERVER), batching, store) if simulation.labeled else None
+    server = local_clients(alone(dataset, SERVER), batching, store) if simulation.labeled else None
     remote = RemoteRuntime(
         method, shared, Views(), SiteCalls(wire, list(sites), RunIdentity(HASH, VERSION, RUN)),
         RuntimeSettings(simulation.size, SEED), server=server, store=store,
