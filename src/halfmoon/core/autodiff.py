@@ -46,49 +46,49 @@ def grad_and_value(function: Callable[..., tuple[Tensor, Any]], params: Tree, *r
     if (program := _program()) is not None:
         marked = program.marked(params)
         with torch.enable_grad():
-            loss, aside = function(program.tree(marked), *rest)
+            loss, aux = function(program.tree(marked), *rest)
         gradient = program.gradient((loss,), marked, None)
-        return gradient, loss.detach(), _detached(aside)
+        return gradient, loss.detach(), _detached(aux)
     if inside():
         # What is not differentiated is closed over: torch.func would wrap every leaf of an argument.
         def closed(p: Tree) -> tuple[Tensor, Any]:
             return function(p, *rest)
 
-        gradient, (loss, aside) = torch.func.grad_and_value(closed, has_aux=True)(params)
-        return gradient, loss, aside
+        gradient, (loss, aux) = torch.func.grad_and_value(closed, has_aux=True)(params)
+        return gradient, loss, aux
     with torch.enable_grad():
         marked = _marked(params)
-        loss, aside = function(marked, *rest)
+        loss, aux = function(marked, *rest)
         gradient = _gradient((loss,), marked, None)
-    return gradient, loss.detach(), _detached(aside)
+    return gradient, loss.detach(), _detached(aux)
 
 
 def vjp(function: Callable[[Tree], tuple[Any, Any]], params: Tree) -> tuple[Any, Callable[..., Tree], Any]:
-    """Return (outputs, pull, aside) of function(params) = (outputs, aside), outputs a tensor or a tuple of them.
+    """Return (outputs, pull, aux) of function(params) = (outputs, aux), outputs a tensor or a tuple of them.
 
     pull(cotangents, again) returns the gradient in `params`; `again`: another pull follows. All results are detached.
     """
     if (program := _program()) is not None:
         leaves = program.marked(params)
         with torch.enable_grad():
-            outputs, aside = function(program.tree(leaves))
+            outputs, aux = function(program.tree(leaves))
         results = cast("tuple[Tensor, ...]", outputs if isinstance(outputs, tuple) else (outputs,))
 
         def together(cotangents: Any, again: bool) -> Tree:
             pulled = cast("tuple[Any, ...]", cotangents if isinstance(cotangents, tuple) else (cotangents,))
             return program.gradient(results, leaves, pulled, again)
 
-        return _detached(outputs), together, _detached(aside)
+        return _detached(outputs), together, _detached(aux)
     if inside():
-        outputs, pull, aside = cast(Any, torch.func.vjp(function, params, has_aux=True))
+        outputs, pull, aux = cast(Any, torch.func.vjp(function, params, has_aux=True))
 
         def lifted_back(cotangents: Any, again: bool) -> Tree:
             return pull(cotangents, retain_graph=again)[0]
 
-        return outputs, lifted_back, aside
+        return outputs, lifted_back, aux
     with torch.enable_grad():
         marked = _marked(params)
-        outputs, aside = function(marked)
+        outputs, aux = function(marked)
     heads = cast("tuple[Tensor, ...]", outputs if isinstance(outputs, tuple) else (outputs,))
 
     def back(cotangents: Any, again: bool) -> Tree:
@@ -96,7 +96,7 @@ def vjp(function: Callable[[Tree], tuple[Any, Any]], params: Tree) -> tuple[Any,
         with torch.enable_grad():
             return _gradient(heads, marked, pulled, again)
 
-    return _detached(outputs), back, _detached(aside)
+    return _detached(outputs), back, _detached(aux)
 
 
 def lifted(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -109,8 +109,8 @@ def lifted(function: Callable[..., Any]) -> Callable[..., Any]:
         level = _vmap_increment_nesting(size, "error")
         try:
             wrapped = (_add_batch_dim(leaf, 0, level) for leaf in leaves)
-            made = function(*nested_like(arguments, wrapped))
-            return nested_like(made, (_remove_batch_dim(leaf, level, size, 0) for leaf in nested_leaves(made)))
+            result = function(*nested_like(arguments, wrapped))
+            return nested_like(result, (_remove_batch_dim(leaf, level, size, 0) for leaf in nested_leaves(result)))
         finally:
             _vmap_decrement_nesting()
 
@@ -126,8 +126,8 @@ def side_by_side(function: Callable[[Tensor], Tensor], z: Tensor) -> Tensor | No
         return None
     differentiable = torch.is_grad_enabled()
     with temporarily_pop_interpreter_stack(), torch.set_grad_enabled(differentiable):
-        made = function(program.below(z).movedim(0, 1).flatten(1, 2))
-        apart = torch.unflatten(made, 1, (program.size, -1))
+        output = function(program.below(z).movedim(0, 1).flatten(1, 2))
+        apart = torch.unflatten(output, 1, (program.size, -1))
     return _add_batch_dim(apart, 1, program.level)
 
 
@@ -162,8 +162,8 @@ class _Program(NamedTuple):
         with temporarily_pop_interpreter_stack(), torch.enable_grad():
             heads = tuple(self.below(each) for each in outputs)
             pulled = (torch.ones_like(heads[0]),) if cotangents is None else tuple(map(self.below, cotangents))
-            found = _gradient(heads, marked, pulled, again)
-        return self.tree(found)
+            gradients = _gradient(heads, marked, pulled, again)
+        return self.tree(gradients)
 
 
 def _program() -> _Program | None:
@@ -183,16 +183,16 @@ def _gradient(
     outputs: tuple[Tensor, ...], marked: Tree, cotangents: tuple[Any, ...] | None, again: bool = False
 ) -> Tree:
     flat = list(tree.leaves(marked))
-    known = [k for k, each in enumerate(outputs) if each.requires_grad]
-    if not known:
+    active = [k for k, each in enumerate(outputs) if each.requires_grad]
+    if not active:
         return tree.zeros_like(tree.map(Tensor.detach, marked))
-    heads = [outputs[k] for k in known]
+    heads = [outputs[k] for k in active]
     if cotangents is not None:
         # The gradient of a sum of products is the cotangent, bit by bit; handed to autograd, a first cotangent imports
         # SymPy, which takes most of a second.
-        heads = [tree.sum_of((outputs[k] * cotangents[k]).sum() for k in known)]
-    found = torch.autograd.grad(heads, flat, retain_graph=again, allow_unused=True, materialize_grads=True)
-    return nested_like(marked, iter(found))
+        heads = [tree.sum_of((outputs[k] * cotangents[k]).sum() for k in active)]
+    gradients = torch.autograd.grad(heads, flat, retain_graph=again, allow_unused=True, materialize_grads=True)
+    return nested_like(marked, iter(gradients))
 
 
 def _detached(value: Any) -> Any:

@@ -26,6 +26,6 @@ def install(extra: str) -> str:
 
 def nearest(word: str, choices: Iterable[str]) -> str:
     """Return `did you mean 'x'?` for the choice closest to `word`, or the list of choices."""
-    known = sorted(choices)
-    close = difflib.get_close_matches(word, known, n=1, cutoff=0.5)
-    return f"did you mean '{close[0]}'?" if close else f"choose one of: {', '.join(known)}."
+    names = sorted(choices)
+    close = difflib.get_close_matches(word, names, n=1, cutoff=0.5)
+    return f"did you mean '{close[0]}'?" if close else f"choose one of: {', '.join(names)}."

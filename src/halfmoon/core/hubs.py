@@ -35,7 +35,7 @@ CONFIG, WEIGHTS = "config.json", "model.safetensors"
 NUMBER, ENTRIES, WORD = 2**16, 256, 100
 """The largest number in a configuration of `transformers`, the most entries of a list, and letters of a word."""
 
-_ASIDE = (
+_IRRELEVANT = (
     *("id2label", "label2id", "num_labels", "num_channels", "transformers_version", "torch_dtype", "dtype"),
     *("auto_map", "architectures", "quantization_config", "attn_implementation", "problem_type"),
 )
@@ -63,16 +63,16 @@ def frozen(config: Any) -> tuple[str, ...]:
 
 def version(name: str) -> str:
     """Return the version of the package that a network's name stands for; raise `UserError` where it is missing."""
-    wanted = package(name) or name
+    library = package(name) or name
     try:
-        return metadata.version(wanted)
+        return metadata.version(library)
     except metadata.PackageNotFoundError:
         raise UserError(
-            f"network {shown(name)} needs the package {wanted}, which is not installed: {PACKAGES[wanted]}."
+            f"network {short_name(name)} needs the package {library}, which is not installed: {PACKAGES[library]}."
         ) from None
 
 
-def shown(name: str) -> str:
+def short_name(name: str) -> str:
     """Return a network's name for a sentence: what `portable` gives without the whole of its configuration."""
     first, _, rest = name.partition(":")
     if first != "transformers" or not rest.startswith("{"):
@@ -132,8 +132,8 @@ def portable(name: str) -> str:
     except (ValueError, LookupError, TypeError) as error:
         raise UserError(f"network {name}: {path} is no configuration of a model of transformers.") from error
     # Code that a folder brings is never run.
-    held = {key: value for key, value in facts.items() if key not in _ASIDE and not key.startswith("_")}
-    return f"transformers:{json.dumps({**held, 'model_type': str(kind)}, sort_keys=True, separators=(',', ':'))}"
+    settings = {key: value for key, value in facts.items() if key not in _IRRELEVANT and not key.startswith("_")}
+    return f"transformers:{json.dumps({**settings, 'model_type': str(kind)}, sort_keys=True, separators=(',', ':'))}"
 
 
 def folder(name: str) -> Path:

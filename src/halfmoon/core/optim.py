@@ -111,13 +111,13 @@ class Adam:
         return tree.map(moved, params, first, second), {"first": first, "second": second, "steps": steps}
 
     def _at_once(
-        self, params: Tree, gradient: Tree, state: Tree, counted: tuple[Tensor, Tensor, Tensor], lr: float
+        self, params: Tree, gradient: Tree, state: Tree, terms: tuple[Tensor, Tensor, Tensor], lr: float
     ) -> tuple[Tree, Tree]:
         """Do what `step` does with one call for all leaves, which no transform of `torch.func` could see through.
 
         The same kernels on each leaf, and so the same bits: a step on a small network costs more calls than arithmetic.
         """
-        steps, shift, scale = counted
+        steps, shift, scale = terms
         # In one order: that of what comes from a file may be another.
         p, g, m, v = (
             list(tree.leaves_as(params, each)) for each in (params, gradient, state["first"], state["second"])
@@ -130,8 +130,8 @@ class Adam:
         calls._foreach_mul_(denominator, scale.to(dtype))
         calls._foreach_add_(denominator, shift.to(dtype))
         new = calls._foreach_addcdiv(p, first, denominator, value=-lr)
-        made = (tree.rebuilt(params, iter(each)) for each in (new, first, second))
-        return next(made), {"first": next(made), "second": next(made), "steps": steps}
+        trees = (tree.rebuilt(params, iter(each)) for each in (new, first, second))
+        return next(trees), {"first": next(trees), "second": next(trees), "steps": steps}
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,7 @@ def mean_or_zero(values: Tensor, real: Tensor | None) -> Tensor:
     return share(real, values) @ values
 
 
-def kept(values: Tensor, real: Tensor | None) -> Tensor:
+def mask(values: Tensor, real: Tensor | None) -> Tensor:
     """Return values (n,) with 0 in the rows that are padding."""
     return values if real is None else values * real
 
@@ -43,6 +43,6 @@ def share(real: Tensor, like: Tensor) -> Tensor:
     return real.to(like.dtype) / real.sum().clamp_min(1)
 
 
-def joined(real: tuple[Tensor, ...]) -> Tensor | None:
+def concat(real: tuple[Tensor, ...]) -> Tensor | None:
     """Return the mask of groups of rows that are concatenated, None where no group has one."""
     return torch.cat(real) if real else None

@@ -111,9 +111,9 @@ def origin(name: str, kind: Kind) -> Origin:
     Of a network that a package brings by name, the hash is that of the name and the package's version.
     """
     if kind == "network" and (package := hubs.package(name)):
-        version, said = hubs.version(name), hubs.portable(name)
-        facts = hashlib.sha256(f"{package} {version} {said}".encode())
-        return Origin(hubs.shown(said), package, version, facts.hexdigest())
+        version, portable = hubs.version(name), hubs.portable(name)
+        facts = hashlib.sha256(f"{package} {version} {portable}".encode())
+        return Origin(hubs.short_name(portable), package, version, facts.hexdigest())
     part = load(name, kind)
     point = announced(kind).get(name)
     where = getattr(part, "__module__", None) or type(part).__module__
@@ -144,15 +144,15 @@ def check_method(name: str, method: Any) -> None:
         raise UserError(f"method {name} cannot be used: {type(method).__name__} {what} (see halfmoon.Method).")
 
 
-def said(kind: type, name: str) -> Any:
+def class_value(kind: type, name: str) -> Any:
     return None if name in {each.name for each in fields(kind)} else getattr(kind, name, None)
 
 
 def said_of(kind: type) -> dict[str, Any]:
     """Return what stands in the table about a method's class: title, paper, the docstring's first line."""
     about = (kind.__doc__ or "").strip().partition("\n")[0].rstrip(".")
-    words = {"title": str(said(kind, "title") or kind.__name__), "paper": str(said(kind, "paper") or "")}
-    own = {each: value for each in ("all_labels", "pooled") if (value := said(kind, each)) is not None}
+    words = {"title": str(class_value(kind, "title") or kind.__name__), "paper": str(class_value(kind, "paper") or "")}
+    own = {each: value for each in ("all_labels", "pooled") if (value := class_value(kind, each)) is not None}
     return {"about": about, **words, **own}
 
 
@@ -160,10 +160,10 @@ def _module(where: str, name: str, kind: Kind) -> ModuleType:
     """Import a module that may lie in the present folder, and let processes that are started from here find it too."""
     here = str(Path.cwd())
     try:
-        known = where in sys.modules or util.find_spec(where.partition(".")[0]) is not None
+        importable = where in sys.modules or util.find_spec(where.partition(".")[0]) is not None
     except (ImportError, ValueError):
-        known = False
-    if not known and here not in sys.path:
+        importable = False
+    if not importable and here not in sys.path:
         sys.path.insert(0, here)
         paths = [here, *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
         os.environ["PYTHONPATH"] = os.pathsep.join(dict.fromkeys(paths))
@@ -185,8 +185,8 @@ def _version(where: str) -> str:
     top = where.partition(".")[0]
     for name in metadata.packages_distributions().get(top, ()):
         return metadata.version(name)
-    said = getattr(sys.modules.get(top), "__version__", None)
-    return said if isinstance(said, str) and re.fullmatch(r"[\w.+-]{1,40}", said) else "without a version"
+    release = getattr(sys.modules.get(top), "__version__", None)
+    return release if isinstance(release, str) and re.fullmatch(r"[\w.+-]{1,40}", release) else "without a version"
 
 
 def _digest(where: str) -> str:

@@ -118,7 +118,7 @@ class Balanced(LabeledOnce):
     def begin(self, down: Tree, memory: Tree, data: Local) -> Tree:
         guess = sweep_logits(self.task, down["params"], down["stats"], data.views["weak"], data.u_real)
         pseudo = self.pseudo_label(guess.softmax(-1), down["share"])
-        pseudo = pseudo._replace(weight=padding.kept(pseudo.weight, data.u_real))
+        pseudo = pseudo._replace(weight=padding.mask(pseudo.weight, data.u_real))
         if self.task.round < self.options.warmup * self.task.rounds:
             pseudo = pseudo._replace(weight=torch.zeros_like(pseudo.weight))
         carry = {**super().begin(down, memory, data), **pseudo._asdict(), "real": data.real}
@@ -163,7 +163,7 @@ class Balanced(LabeledOnce):
         groups, joint = (batch.x, batch.u["weak"]), self.task.statistics == "joint"
         (labeled, logits), _, moments = forward(self.task.network, params, joint, groups, real=batch.masks(1))
         pseudo = Pseudo(*(carry[name][batch.u_rows] for name in ("label", "confidence", "weight")))
-        pseudo = pseudo._replace(weight=padding.kept(pseudo.weight, batch.u_real))
+        pseudo = pseudo._replace(weight=padding.mask(pseudo.weight, batch.u_real))
         taught = (per_image(logits, pseudo.label) * pseudo.weight).sum() / pseudo.weight.sum().clamp_min(1)
         labels = supervised(labeled, batch.y, batch.x_real)
         return labels + self.options.unlabeled_weight * taught, (moments, pseudo)

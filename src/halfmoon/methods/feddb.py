@@ -166,7 +166,7 @@ class Debiased(LocalTraining):
         """Return APP-U (classes,) after a step whose weak views have been looked at with the model in front of it."""
         p = sweep_logits(self.task, carry["params"], carry["stats"], batch.u["weak"], batch.u_real)
         p = p.softmax(-1)
-        rows = padding.kept(torch.ones_like(used), batch.u_real) if self.options.accumulate_over == "all" else used
+        rows = padding.mask(torch.ones_like(used), batch.u_real) if self.options.accumulate_over == "all" else used
         counted, keep = rows[:, None], self._keep(carry, padding.count(p, batch.u_real))
         new = keep * carry["appu"] + (1 - keep) * (p * counted).sum(0) / counted.sum().clamp_min(1)
         return torch.where(counted.sum() > 0, new, carry["appu"])

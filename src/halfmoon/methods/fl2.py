@@ -118,8 +118,8 @@ class SharpnessAware(LabeledOnce):
         """Take one optimizer step."""
         o, rows, params = self.options, batch.u_rows, carry["params"]
         label, confidence, used = (carry[name][rows] for name in ("label", "confidence", "weight"))
-        used, real = padding.kept(used, batch.u_real), batch.masks(1)
-        hard = padding.kept((confidence >= o.threshold).to(used.dtype), batch.u_real)
+        used, real = padding.mask(used, batch.u_real), batch.masks(1)
+        hard = padding.mask((confidence >= o.threshold).to(used.dtype), batch.u_real)
         network, joint = self.task.network, self.task.statistics == "joint"
 
         def look(params: Tree) -> tuple[tuple[Tensor, Tensor], tuple[Any, ...]]:

@@ -34,7 +34,7 @@ from halfmoon.api.types import Batch, ClientUpdate, Federation, Local, Needs, Ps
 from halfmoon.api.uploads import Aux, Uplink, Upload
 from halfmoon.core.autodiff import cross_entropy, grad_and_value
 from halfmoon.core.errors import UserError, check_least
-from halfmoon.core.padding import joined, kept
+from halfmoon.core.padding import concat, mask
 from halfmoon.core.tree import Tree
 from halfmoon.methods.averaging import average
 from halfmoon.methods.objectives.base import chunks
@@ -141,12 +141,12 @@ class Episodes(ClientUpdate):
         o, known, there = self.options, down["known"], down["there"]
         labeled, unlabeled, moments = self._look(params, batch)
         received = (down["helpers"] * there[:, None, None]).sum(0) / there.sum().clamp_min(1)
-        support = kept(supports(batch.y), batch.x_real)
+        support = mask(supports(batch.y), batch.x_real)
         member = one_hot(batch.y, len(known), labeled) * support[:, None]
         here = member.sum(0) > 0
         prototypes = torch.where(here[:, None], member.T @ labeled, received)
         far = torch.where(here | ((known > 0) & (there.sum() > 0)), 0.0, FAR)
-        query = kept(1 - support, batch.x_real)
+        query = mask(1 - support, batch.x_real)
         asked = cross_entropy(-distances(labeled, prototypes) - far, batch.y, reduction="none") * query
         loss = (asked.sum() if len(batch.y) else labeled.sum() * 0.0) / query.sum().clamp_min(1)
         each = torch.stack([(-distances(unlabeled, p) - FAR * (1 - known)).softmax(-1) for p in down["helpers"]])
@@ -163,7 +163,7 @@ class Episodes(ClientUpdate):
         """Return the features of labeled and unlabeled images, and the moments of the passes."""
         x, u = batch.x, batch.u["weak"]
         if self.task.statistics == "joint" or not len(x):
-            real = joined(batch.masks(1))
+            real = concat(batch.masks(1))
             _, features, moments = self.task.network.embed(params, torch.cat([x, u]), real=real)
             return features[: len(x)], features[len(x) :], [moments]
         masks = batch.masks(1) or (None, None)

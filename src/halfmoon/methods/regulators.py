@@ -47,7 +47,7 @@ def local_student(
         before = len(batch.x)
         alone = apart or task.labeling == "running"
         views = (batch.x, *views) if alone else (batch.x, *views, batch.u["weak"])
-        real = padding.joined(batch.masks(len(views) - 1))
+        real = padding.concat(batch.masks(len(views) - 1))
     images = torch.cat(views)
 
     def tangent(direction: Tree) -> Tensor:

@@ -199,8 +199,8 @@ class Growing(ClientUpdate):
             with torch.no_grad():
                 target = network.predict(params, carry["stats"], view).detach()
         stored = carry["labels"][batch.u_rows]
-        has = padding.kept((stored != NONE).to(plain.dtype), batch.u_real)
-        without = padding.kept(1 - has, batch.u_real)
+        has = padding.mask((stored != NONE).to(plain.dtype), batch.u_real)
+        without = padding.mask(1 - has, batch.u_real)
         own = F.cross_entropy(labeled, batch.y, reduction="sum") if len(batch.x) else labeled.sum() * 0.0
         own = own if batch.x_real is None else per_image(labeled, batch.y) @ batch.x_real.to(own.dtype)
         accepted = cross_entropy(plain, stored.clamp_min(0), reduction="none") * has

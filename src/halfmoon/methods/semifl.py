@@ -302,7 +302,7 @@ class Mixing(LabeledOnce):
             judged = [self._guess(params, down, carry, images, batch.u_real) for images in weak]
             pseudo, state = o.rule.pseudo_label(judged[0], batch.u_rows, carry["thresholds"], batch.u_real)
             labels = [pseudo.label, *(each.argmax(-1) for each in judged[1:])]
-        used = padding.kept(pseudo.weight.to(batch.x.dtype), batch.u_real)
+        used = padding.mask(pseudo.weight.to(batch.x.dtype), batch.u_real)
         taught, share = [batch.u["strong"]], torch.ones((), dtype=batch.x.dtype, device=batch.x.device)
         if o.mix_weight:
             share = batch.mixing["mix"].to(batch.x.dtype)

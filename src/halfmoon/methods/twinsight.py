@@ -29,7 +29,7 @@ from halfmoon.api.requirements import Requirements
 from halfmoon.api.types import Batch, ClientUpdate, Needs, Passes, StepMetrics, Task, sample
 from halfmoon.core import rng, tree
 from halfmoon.core.autodiff import grad_and_value
-from halfmoon.core.padding import joined, mean, row_mean
+from halfmoon.core.padding import concat, mean, row_mean
 from halfmoon.core.tree import Tree
 from halfmoon.methods.averaging import ModelAveraging
 from halfmoon.methods.objectives.base import guess_of, supervised
@@ -102,7 +102,7 @@ class Twins(ClientUpdate):
         """Return the loss, and (moments of the classifier and the twin, guesses of unlabeled images, its terms)."""
         o, network, twin = self.options, self.task.network, params[TWIN]
         a, b = (torch.cat([batch.x_views[view], batch.u[view]]) for view in VIEWS)
-        real, both = joined(batch.masks(1)), joined(batch.masks(1) * 2)
+        real, both = concat(batch.masks(1)), concat(batch.masks(1) * 2)
         logits, features, moments = network.embed(params, a, real=real)
         if self.task.statistics == "joint":
             hidden, own, last = network.embed(twin, torch.cat([a, b]), real=both)

@@ -43,14 +43,14 @@ def _bounded(name: str) -> Iterator[None]:
         if threading.get_ident() == owner and part is not None:
             layers += 1
             if layers > LAYERS:
-                raise UserError(f"network {hubs.shown(name)} has more than {LAYERS:,} layers.")
+                raise UserError(f"network {hubs.short_name(name)} has more than {LAYERS:,} layers.")
 
     def parameter(_: nn.Module, __: str, part: nn.Parameter | None) -> None:
         nonlocal parameters
         if threading.get_ident() == owner and part is not None:
             parameters += part.numel()
             if parameters > MOST:
-                raise UserError(f"network {hubs.shown(name)} has more than {MOST:,} parameters.")
+                raise UserError(f"network {hubs.short_name(name)} has more than {MOST:,} parameters.")
 
     hooks = (
         register_module_module_registration_hook(layer),
@@ -100,7 +100,7 @@ def _module(name: str, channels: int, classes: int, size: tuple[int, int]) -> nn
         raise
     except Exception as error:  # whatever the package says of a name that it does not have
         raise UserError(
-            f"network {hubs.shown(name)} cannot be made ({type(error).__name__}: {one_line(error)[:200]})."
+            f"network {hubs.short_name(name)} cannot be made ({type(error).__name__}: {one_line(error)[:200]})."
         ) from error
     return _settled(module)
 
@@ -127,7 +127,7 @@ def converted(name: str, module: nn.Module, tensors: Mapping[str, Tensor]) -> di
             )
     except Exception as error:  # whatever is in somebody's file
         raise UserError(
-            f"transformers cannot read the weights of {hubs.shown(name)} ({one_line(error)[:200]})."
+            f"transformers cannot read the weights of {hubs.short_name(name)} ({one_line(error)[:200]})."
         ) from error
     absent = {*info["missing_keys"], *(each[0] for each in info["mismatched_keys"])}
     state = {key: value for key, value in read.state_dict().items() if key not in absent}
@@ -148,7 +148,7 @@ def _config(name: str, channels: int, classes: int, size: tuple[int, int]) -> An
     kind = facts.pop("model_type")
     auto = importlib.import_module("transformers").AutoConfig
     if "timm" in kind:
-        raise UserError(f"network {hubs.shown(name)} stands for a network of timm: give --network timm:NAME.")
+        raise UserError(f"network {hubs.short_name(name)} stands for a network of timm: give --network timm:NAME.")
     base = auto.for_model(kind).to_dict()
     facts = {key: value for key, value in facts.items() if key in base and "backbone" not in key}
     drops = {key: 0.0 for key, value in {**base, **facts}.items() if "drop" in key and isinstance(value, int | float)}

@@ -142,7 +142,7 @@ def from_factory(factory: str, channels: int, classes: int, size: tuple[int, int
     about = ""
     if hubs.package(factory) == "transformers":
         about = hubs.portable(factory).partition(":")[2]
-        factory = hubs.shown(f"transformers:{about}")
+        factory = hubs.short_name(f"transformers:{about}")
     network = ModuleNetwork(channels, classes, factory=factory, size=size, about=about)
     return replace(network, norm="batch" if _template(network).first["stats"] else "none")
 

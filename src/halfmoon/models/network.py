@@ -189,7 +189,7 @@ def forward(
     """
     groups = (*taught, *frozen)
     if joint:
-        logits, moments = network.train(params, torch.cat(groups), real=padding.joined(real))
+        logits, moments = network.train(params, torch.cat(groups), real=padding.concat(real))
         parts = list(logits.split([len(group) for group in groups]))
         return parts[: len(taught)], [part.detach() for part in parts[len(taught) :]], [moments]
     masks = real or (None,) * len(groups)

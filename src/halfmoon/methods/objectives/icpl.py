@@ -92,7 +92,7 @@ class ICPL(Objective):
         sure = wide >= self.threshold
         if self.sure == "either":
             sure = sure | (local >= self.threshold)
-        used = padding.kept(sure[len(x) :].to(guess.dtype), batch.u_real)
+        used = padding.mask(sure[len(x) :].to(guess.dtype), batch.u_real)
         pseudo = Pseudo(label[len(x) :], wide[len(x) :], used)
         taught = padding.mean(cross_entropy(logits[1], pseudo.label, reduction="none") * used, batch.u_real)
         kinds = self._kinds(g, label, sure, aux["prior"], batch.y)
@@ -116,7 +116,7 @@ class ICPL(Objective):
         """Return the logits and the features of each group of images, and the moments of the passes."""
         if task.statistics == "joint":
             sizes = [len(group) for group in groups]
-            every, inputs, moments = task.network.embed(params, torch.cat(groups), real=padding.joined(real))
+            every, inputs, moments = task.network.embed(params, torch.cat(groups), real=padding.concat(real))
             return [*torch.split(every, sizes)], [*torch.split(inputs, sizes)], [moments]
         head: Tensor = params["head"]["weight"]
         logits: list[Tensor] = []
@@ -143,7 +143,7 @@ class ICPL(Objective):
 
     def _contrast(self, params: Tree, features: list[Tensor], kinds: "Kinds", batch: Batch) -> Tensor:
         """Return InfoNCE over the strong and the weak views, of features of labeled, strong and weak images."""
-        head, labeled, real = params["feature_head"], len(batch.x), padding.joined(batch.masks(2))
+        head, labeled, real = params["feature_head"], len(batch.x), padding.concat(batch.masks(2))
         z = F.normalize(F.linear(torch.cat(features), head["weight"], head["bias"]), dim=-1)
         proxies = F.normalize(F.linear(params["head"]["weight"], params["proxy_head"]["weight"]), dim=-1)
         sets = torch.cat([kinds.sets, kinds.sets[labeled:]])

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from halfmoon.api.types import Batch, Needs, Passes, Task
-from halfmoon.core.padding import joined, mean
+from halfmoon.core.padding import concat, mean
 from halfmoon.core.tree import Tree
 from halfmoon.methods.objectives.base import (
     NOTHING,
@@ -54,7 +54,7 @@ class MixMatch(Consistency):
         q = sharpened(guess, self.temperature)
         y = one_hot(batch.y, task.network.classes, q)
         targets = mixed(torch.cat([y, q, q]), mix, order)
-        apart = mean((torch.cat(u).softmax(-1) - targets[len(y) :]).square(), joined(real[1:]))
+        apart = mean((torch.cat(u).softmax(-1) - targets[len(y) :]).square(), concat(real[1:]))
         loss = self.total(task, soft_cross_entropy(x, targets[: len(y)], batch.x_real), apart)
         return loss, StepResult(moments, (guess_of(guess),))
 

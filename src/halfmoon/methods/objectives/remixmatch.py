@@ -9,7 +9,7 @@ from torch import Tensor
 
 from halfmoon.api.types import Batch, Local, Needs, Passes, Task
 from halfmoon.core.errors import UserError
-from halfmoon.core.padding import joined, row_mean
+from halfmoon.core.padding import concat, row_mean
 from halfmoon.core.tree import Tree
 from halfmoon.methods.objectives.base import (
     NOTHING,
@@ -106,7 +106,7 @@ class ReMixMatch(Objective):
         y = one_hot(batch.y, task.network.classes, q)
         targets = mixed(torch.cat([y, *[q] * len(u)]), mix, order)
         grown = ramped(task, 1.0, self.ramp, self.ramp_shape)
-        every = joined(batch.masks(len(u))[1:])
+        every = concat(batch.masks(len(u))[1:])
         loss = soft_cross_entropy(x, targets[: len(y)], batch.x_real)
         loss = loss + grown * self.unlabeled_weight * soft_cross_entropy(torch.cat(u), targets[len(y) :], every)
         loss = loss + grown * self.anchor_weight * soft_cross_entropy(anchor, q, batch.u_real)
@@ -140,7 +140,7 @@ class ReMixMatch(Objective):
             return logits, guess, F.linear(features, head["weight"], head["bias"]), [*moments, last]
         groups = (*taught, turned, weak) if task.labeling == "batch" else (*taught, turned)
         sizes = [len(group) for group in groups]
-        mask = joined(batch.masks(len(groups) - 1))
+        mask = concat(batch.masks(len(groups) - 1))
         every, features, moments = task.network.embed(params, torch.cat(groups), real=mask)
         logits = list(torch.split(every, sizes))
         rotations = F.linear(torch.split(features, sizes)[len(taught)], head["weight"], head["bias"])

@@ -12,7 +12,7 @@ from halfmoon.api.requirements import ANYWHERE, Requirements
 from halfmoon.api.types import Batch, Local, Needs, Passes, Task
 from halfmoon.core import rng, tree
 from halfmoon.core.errors import UserError
-from halfmoon.core.padding import joined, mean
+from halfmoon.core.padding import concat, mean
 from halfmoon.core.tree import Tree
 from halfmoon.methods.objectives.base import NOTHING, FedAvgRow, Objective, StepResult, supervised
 from halfmoon.models.network import affine, linear
@@ -166,7 +166,7 @@ def through(head: Tree, z: Tensor, batch: Batch) -> Tensor:
 
 def both(batch: Batch) -> Tensor | None:
     """Return the mask (2 b,) of both views' rows, None where no row is padding."""
-    return joined(batch.masks(2)[1:])
+    return concat(batch.masks(2)[1:])
 
 
 def agreement(predicted: Tensor, projected: Tensor, batch: Batch) -> Tensor:

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from halfmoon.api.types import Local, Pseudo
-from halfmoon.core.padding import kept, mean, row_mean, share
+from halfmoon.core.padding import mask, mean, row_mean, share
 from halfmoon.core.tree import Tree
 
 Rule = Literal["fixed", "freematch", "flexmatch", "softmatch", "fl2"]
@@ -107,7 +107,7 @@ class Threshold:
             variance = _variance(highest, real, state["variance"])
             state = {**state, **self._running(state, confidence=mean(highest, real), variance=variance)}
         pseudo = self._weighed(p, state)
-        pseudo = pseudo._replace(weight=kept(pseudo.weight, real))
+        pseudo = pseudo._replace(weight=mask(pseudo.weight, real))
         if self.rule == "flexmatch":
             state = {**state, "label": self._stored(pseudo, rows, state["label"], real)}
         return pseudo, state
@@ -131,7 +131,7 @@ class Threshold:
             confidence, label = p.max(-1)
             state = {**state, "label": _own(torch.where(confidence >= self.threshold, label, NONE), real)}
         pseudo = self._weighed(p, state)
-        return pseudo._replace(weight=kept(pseudo.weight, real))
+        return pseudo._replace(weight=mask(pseudo.weight, real))
 
     def _weighed(self, p: Tensor, state: Tree) -> Pseudo:
         """Return labels, confidences and weights under a state that is up to date."""
