@@ -274,7 +274,7 @@ class Overheard(Simulation):
     passed: set[str]
     known: dict[int, set[int]]  # who sent a tensor, by its bytes' hash
 
-    def _visit(
+    def _client_rounds(
         self, context: ClientContext, clients: Sequence[int], down: Tree, each: Tree
     ) -> Iterator[tuple[int, ClientResult]]:
         sent: dict[int, set[int]] = {}
@@ -284,7 +284,7 @@ class Overheard(Simulation):
                 sent.setdefault(client, set()).update(marks)
                 if any(self.known.get(mark, {client}) - {client} for mark in marks):
                     self.passed.add(path.split("/")[0])
-        outcomes = dict(super()._visit(context, clients, down, each))
+        outcomes = dict(super()._client_rounds(context, clients, down, each))
         for client, outcome in outcomes.items():
             for leaf in tree.leaves(outcome.up.update) if client != SERVER else ():
                 # What a client sends back as it came tells nothing of it.
