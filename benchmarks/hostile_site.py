@@ -25,16 +25,12 @@ from halfmoon.storage import atomic_io
 SITES = tuple(f"site-{number:02}" for number in range(5))
 EXPORT = ("site", "export", "digits", "--sites", "5", "--labels-per-class", "1", "--setting", "iid-dir")
 OPTIONS = {"method": "fedavg-soft-labels", "steps": 6}
-SAYS = {
-    "calm": "nobody is hostile, default",
-    "hostile": "a hostile site, default",
-    "hostile-mean": "a hostile site, mean",
+WAYS: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "calm": ("nobody is hostile, default", "", {}),
+    "hostile": ("a hostile site, default", "turned", {}),
+    "hostile-mean": ("a hostile site, mean", "turned", {"aggregation": "mean"}),
 }
-WAYS: dict[str, tuple[str, dict[str, Any]]] = {
-    "calm": ("", {}),
-    "hostile": ("turned", {}),
-    "hostile-mean": ("turned", {"aggregation": "mean"}),
-}
+"""What a way is called, how its hostile site misbehaves, and its options."""
 
 
 def play(folder: Path, spoil: str, options: dict[str, Any]) -> tuple[float, int, list[str]]:
@@ -63,10 +59,10 @@ def main() -> None:
     options, began = parser.parse_args(), time.monotonic()
     lines = ["| federation | accuracy (%) | rounds without the site | other sites left out |", "|---|--:|--:|---|"]
     for way in options.only:
-        spoil, own = WAYS[way]
+        name, spoil, own = WAYS[way]
         with tempfile.TemporaryDirectory(prefix="halfmoon-hostile-") as folder, interruptible():
             accuracy, count, others = play(Path(folder), spoil, {**OPTIONS, **own, "rounds": options.rounds})
-        lines.append(f"| {SAYS[way]} | {accuracy:.1f} | {count} of {options.rounds} | {', '.join(others) or 'none'} |")
+        lines.append(f"| {name} | {accuracy:.1f} | {count} of {options.rounds} | {', '.join(others) or 'none'} |")
         print(lines[-1], flush=True)
     where = ", ".join(f"{name} {value}" for name, value in machine().items())
     page = f"""# A hostile site among real processes

@@ -171,8 +171,11 @@ def frames(data: bytes, place: str, which: str) -> Iterator[tuple[int, Any]]:
 
 def header(path: Path, place: str) -> tuple[int, int, bool, int, int]:
     """Return height, width, whether it is gray, the number of frames, and the bytes a pixel that decoding takes."""
-    with path.open("rb") as data:
-        file = _opened(_plain(data, place), place)
+    try:
+        with path.open("rb") as data:
+            file = _opened(_plain(data, place), place)
+    except OSError as error:
+        raise UserError(f"{place}: not a readable DICOM file ({one_line(error)[:200]}).") from error
     try:
         kind = str(file.get("PhotometricInterpretation", ""))
         gray, syntax = kind.startswith("MONOCHROME"), file.file_meta.get("TransferSyntaxUID")
@@ -210,10 +213,10 @@ def _plain(data: BinaryIO, place: str) -> BinaryIO:
     """Return the file, or what it unpacks to where it is deflated; raise UserError where that is over `LARGEST`."""
     head = data.read(1024)
     data.seek(0)
-    if _DEFLATED not in head:
+    start = 144 + int.from_bytes(head[140:144], "little")  # behind group 2, whose first element is its length
+    if _DEFLATED not in head[:start]:
         return data
     content, unpacker = data.read(), zlib.decompressobj(-zlib.MAX_WBITS)
-    start = 144 + int.from_bytes(content[140:144], "little")  # behind group 2, whose first element is its length
     try:
         body = unpacker.decompress(content[start:], LARGEST)
     except zlib.error as error:
