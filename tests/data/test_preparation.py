@@ -125,8 +125,8 @@ def test_the_configuration_says_it(tmp_path: Path) -> None:
 def dicom(path: Path, pixels: np.ndarray, **header: object) -> bytes:
     """Write a DICOM file as a scanner would, with a person's name in it."""
     pytest.importorskip("pydicom")
-    sides = {"Rows": pixels.shape[-2], "Columns": pixels.shape[-1]}
-    path.write_bytes(dicom_file(pixels.astype(np.uint16), PatientName="Doe^Jane", **{**sides, **header}))
+    plain = {"PatientName": "Doe^Jane", "Rows": pixels.shape[-2], "Columns": pixels.shape[-1]}
+    path.write_bytes(dicom_file(pixels.astype(np.uint16), **{**plain, **header}))
     return path.read_bytes()
 
 
