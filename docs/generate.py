@@ -458,7 +458,7 @@ def recipes() -> str:
         found = recipe.load(name)
         count = len(grid.combinations(found, {}))
         rows.append(
-            [f"`{name}`", shorten(found.about, 110, placeholder=" ..."), found.kind, str(count), str(len(found.seeds))]
+            [f"`{name}`", shorten(found.about, 92, placeholder=" ..."), found.kind, str(count), str(len(found.seeds))]
         )
     return table(["recipe", "what is run", "kind", "cells", "seeds"], rows)
 

@@ -47,6 +47,8 @@ SHARES = {1.0, 2.0, 5.0, 7.5, 10.0}  # of 500 CIFAR-10 images a client, ten clas
 GAMMAS = {0.3, 0.5, 0.7, 1.0}
 
 PANELS: dict[str, dict[str, Panel]] = {
+    # "three runs on CIFAR-10"; the text: "under internal and external imbalance"
+    "feddure-figure1": {"all": Panel({"cifar10"}, {"setting": "dir-dir", "cohort": 5}, {})},
     # "Comparison of data distribution between FedMatch and our (DIR, DIR) setting"
     "feddure-figure3": {
         "a, b": Panel({"cifar10"}, {"setting": "fedmatch-noniid"}, {}),
@@ -125,7 +127,10 @@ PANELS: dict[str, dict[str, Panel]] = {
     },
 }
 
+EXISTING = {"fedavg-uda", "fedprox-uda", "fedavg-fixmatch", "fedprox-fixmatch", "fedmatch"}
 CURVES = {
+    # "green line, which is FedAvg* in Table 1", "fully supervised learning (orange line)", "existing ... methods"
+    "feddure-figure1": {"feddure", "fedavg", "fedavg-sl"} | EXISTING,
     "feddure-figure4": {"fedavg-fixmatch", "fedmatch", "feddure"},
     "feddure-figure5": {"feddure"},
     "feddure-figure6": {"fedavg-fixmatch", "fedmatch", "feddure"},
@@ -145,7 +150,7 @@ CURVES = {
 }
 """The curves (or bars) of each figure: methods, or what else tells them apart."""
 
-KINDS = {"feddure-figure3": "splits", "fedloke-figure6a": "table"} | dict.fromkeys(
+KINDS = {"feddure-figure1": "table", "feddure-figure3": "splits", "fedloke-figure6a": "table"} | dict.fromkeys(
     (
         "feddb-figure1",
         "feddb-figure3",

@@ -8,6 +8,7 @@ from collections import Counter
 from dataclasses import replace
 from functools import cache
 from importlib import resources
+from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -37,14 +38,14 @@ FOLDER = Path(str(resources.files("halfmoon"))) / "recipes"
 NAMES = recipe.names()
 SCALES = (None, "small", "tiny")
 ASKED = {
-    "feddure": ("table1", "table2", "figure3", "figure4", "figure5", "figure6", "figure6cd"),
+    "feddure": ("table1", "table2", "figure1", "figure3", "figure4", "figure5", "figure6", "figure6cd"),
     "fedloke": (
         *("table1", "table2", "table4", "table5", "table6"),
         *("figure2", "figure4", "figure5", "figure6", "figure7"),
     ),
     "feddb": ("table1", "table2", "table3", "table4", "figure1", "figure3", "figure5", "figure6", "figure7"),
     "semifl": ("table1", "table2", "figure2", "figure5", "figure6"),
-    "proxyfl": ("table1",),
+    "proxyfl": ("table1", "table6"),
     "fl2": ("table1",),
     "cbafed": ("table1", "table2", "table3"),
     "twinsight": ("table1", "table2"),
@@ -300,7 +301,7 @@ def test_every_published_number_stands_in_one_cell() -> None:
         assert published.note == row["note"]
         numbers[name] += 1
         taken.add((name, *sorted(at.items())))
-    assert len(taken) == len(ROWS) == 824
+    assert len(taken) == len(ROWS) == 980
     for name in NAMES:
         if "-table" in name and name != "feddb-table4":
             shown = sum(cell.published is not None for cell in every_cell(name, None))
@@ -330,6 +331,14 @@ def test_numbers_of_the_ablation_are_those_of_the_tables() -> None:
             there = cell_at(f"feddb-table{table}", dataset="svhn", setting=setting, method=one)
             assert here.published == there.published
             assert mark(here) == mark(there)
+
+
+def test_figure_1_of_feddure_plays_cells_of_table_1() -> None:
+    """All eight are Table 1's at (DIR, DIR), which a sweep of either plays once for both."""
+    here = [cell for cell in every_cell("feddure-figure1", None) if cell.at["dataset"] == "cifar10"]
+    assert len(here) == 8
+    assert {mark(cell) for cell in here} < {mark(cell) for cell in every_cell("feddure-table1", None)}
+    assert not any(cell.published for cell in here)  # the text prints no height
 
 
 def test_a_number_that_two_rows_claim_is_none() -> None:
@@ -387,11 +396,13 @@ def test_sages_protocol_by_hand() -> None:
 
 
 def test_proxyfls_labels_by_hand() -> None:
-    """Its code takes 460 images of each class of SVHN; 10 % of the others, whose classes are of one size."""
+    """Its code takes 460 images of each class of SVHN; 10 % of the others, whose classes are of one size. Table 6 has
+    twice as many."""
     labels = {name: np.repeat(np.arange(len(each)), each) for name, each in COUNTS.items()}
     wanted = {"svhn": [460] * 10, "cifar10": [500] * 10, "cifar100": [50] * 100, "cinic10": [900] * 10}
-    for data, counts in wanted.items():
-        config = cell_at("proxyfl-table1", dataset=data, setting="pair-0_1", method="proxyfl").configs[0]
+    for (data, tenth), (table, times) in product(wanted.items(), {"1": 1, "6": 2}.items()):
+        config = cell_at(f"proxyfl-table{table}", dataset=data, setting="pair-0_1", method="proxyfl").configs[0]
+        counts = [times * count for count in tenth]
         split = factory.scenario(config).split(labels[data], len(counts))
         assert np.bincount(labels[data][split.labeled]).tolist() == counts
         assert len(labels[data]) - sum(counts) == (~split.labeled).sum()  # whom the labeled images join, unlabeled
