@@ -139,23 +139,23 @@ class MixtureHead(RidgeHead):
 
     def _step(self, step: int, server: Tree, sums: Tree) -> Tree:
         """Return the server's tree after a step of EM, the class totals divided out once."""
-        known, r = server["moments"], sums["r"]
+        moments, r = server["moments"], sums["r"]
         if not r.sum() > 0:
             return server  # no client has an unlabeled image
-        counts, basis = known["label_counts"], known["basis"]
+        counts, basis = moments["label_counts"], moments["basis"]
         trust = counts.mean() / (counts.mean() + self.even_labels)
-        label_weight = trust / (1 - trust) * known["unlabeled"] / counts.sum()
+        label_weight = trust / (1 - trust) * moments["unlabeled"] / counts.sum()
         mass = r + label_weight * counts
-        means = (sums["rh"] @ basis + label_weight * known["label_sums"]) / mass[:, None]
+        means = (sums["rh"] @ basis + label_weight * moments["label_sums"]) / mass[:, None]
         between = (means * mass[:, None]).T @ means
-        covariance = (known["scatter"] + label_weight * known["label_scatter"] - between) / mass.sum()
+        covariance = (moments["scatter"] + label_weight * moments["label_scatter"] - between) / mass.sum()
         identity = torch.eye(len(covariance), dtype=r.dtype, device=r.device)
         covariance = torch.lerp(covariance, covariance.trace() / len(covariance) * identity, self.shrinkage)
         slopes = solution(covariance, means.T)
         mixture = {"weight": (basis @ slopes).T, "bias": -0.5 * (means.T * slopes).sum(0)}
-        mixture = unit_spread(mixture, known)
+        mixture = unit_spread(mixture, moments)
         both = tree.map(lambda a, b: trust * a + (1 - trust) * b, server["ridge"], mixture)
-        both = unit_spread(both, known)
+        both = unit_spread(both, moments)
         share = min(step + 1, self.em_rounds - 1) / max(self.em_rounds - 1, 1)
         sharpness = SHARPNESS[0] + (SHARPNESS[1] - SHARPNESS[0]) * share
         totals = (r * len(r) / r.sum()).clamp_min(1e-9)

@@ -47,7 +47,7 @@ class BatchNormStatistics(ClientUpdate):
     def begin(self, down: Tree, memory: Tree, data: Local) -> Tree:
         if not len(data.x) + len(data.u):
             return {"moments": self.task.network.unseen(down["params"])}
-        return {"moments": counted(self.task, down["params"], data)}
+        return {"moments": row_moments(self.task, down["params"], data)}
 
     def finish(self, down: Tree, carry: Tree, data: Local) -> tuple[Upload, Tree]:
         return Upload({}, data.rows, {"moments": carry["moments"]}), {}
@@ -71,14 +71,14 @@ def counting(norm: str, over: Over) -> Requirements:
 
 
 @torch.no_grad()
-def counted(task: Task, params: Tree, data: Local) -> Tree:
+def row_moments(task: Task, params: Tree, data: Local) -> Tree:
     """Return the moments (as stats) of all rows of a client in nearly equal batches, summed over rows; {} of none.
 
     Rows that are padding are left out: the batches are those that the others make alone.
     """
     images, total = torch.cat([data.x, data.u]), {}
     if data.real:
-        return _counted_apart(task, params, data, images)
+        return _row_moments_apart(task, params, data, images)
     for part in chunks(images) if len(images) else ():
         rows, moments = len(part), task.network.train(params, task.normalize(part))[1]
         total = total or tree.zeros_like(moments)
@@ -86,9 +86,9 @@ def counted(task: Task, params: Tree, data: Local) -> Tree:
     return total
 
 
-def _counted_apart(task: Task, params: Tree, data: Local, images: Tensor) -> Tree:
-    """Return what `counted` does of images (n, C, H, W) of which some are padding: at the end of labeled and unlabeled
-    ones."""
+def _row_moments_apart(task: Task, params: Tree, data: Local, images: Tensor) -> Tree:
+    """Return what `row_moments` does of images (n, C, H, W), of which the last labeled and the last unlabeled ones
+    are padding."""
     at = torch.arange(len(images), device=images.device)
     own = torch.where(at < data.labeled, at, at - data.labeled + len(data.x)).clamp_max(len(images) - 1)
     rows, there, _ = masked_chunks(at < data.labeled + data.unlabeled)
@@ -111,12 +111,12 @@ def estimate(federation: Federation, server: Tree, over: Over, serving: bool = T
     if not server.get("stats"):
         return {}
     down = {"params": server["params"]}
-    asked = {
+    cohorts = {
         "all": torch.split(torch.arange(federation.clients), max(1, len(federation.cohort))),
         "cohort": (federation.cohort,),
         "server": (),
     }[over]
-    counts = [up for clients in asked if len((up := federation.ask("census", down, to=clients)).weight)]
+    counts = [up for clients in cohorts if len((up := federation.ask("census", down, to=clients)).weight)]
     if serving and federation.labeled:
         counts.append(federation.ask_server("census", down).map(lambda leaf: leaf[None]))
     rows = sum(float(each.weight.sum()) for each in counts)

@@ -6,8 +6,8 @@ loss.
 
 What an objective keeps beside the model (Mean Teacher's averaged teacher, ReMixMatch's class frequencies) travels and
 is averaged with it. An averaged teacher's batch statistics are counted at the end of a client update over all local
-rows, un-augmented and without a step (`batchnorm_stats.counted`). A client that has nothing to train on (no labels, and
-an objective that wants them) weighs nothing. Where the average of the server's models gives the pseudo-labels
+rows, un-augmented and without a step (`batchnorm_stats.row_moments`). A client that has nothing to train on (no labels,
+and an objective that wants them) weighs nothing. Where the average of the server's models gives the pseudo-labels
 (`teacher` "average"), the server keeps it and sends it down beside the model.
 
 server: params, stats and what the objective keeps beside, or average.  down: the same.  memory: with `keep_optimizer`,
@@ -31,7 +31,7 @@ from halfmoon.api.uploads import Uplink, Upload
 from halfmoon.core import tree
 from halfmoon.core.autodiff import grad_and_value
 from halfmoon.core.tree import Tree
-from halfmoon.methods.batchnorm_stats import counted
+from halfmoon.methods.batchnorm_stats import row_moments
 from halfmoon.methods.objectives import Objective, Supervised
 
 
@@ -66,12 +66,12 @@ class LocalTraining(ClientUpdate):
 
     def step(self, down: Tree, carry: Tree, batch: Batch) -> tuple[Tree, StepMetrics]:
         """Take one optimizer step on objective + proximal term."""
-        gradient, loss, seen = grad_and_value(self._loss, carry["params"], carry, batch)
+        gradient, loss, result = grad_and_value(self._loss, carry["params"], carry, batch)
         if self.prox:
             pull = partial(torch.add, alpha=self.prox)
             gradient = tree.map(lambda g, new, old: pull(g, new - old), gradient, carry["params"], down["params"])
-        new = self.advance(carry, gradient, seen.moments, **seen.aux)
-        return {**new, **self.objective.after(carry, new["params"])}, StepMetrics(loss, {}, seen.pseudo)
+        new = self.advance(carry, gradient, result.moments, **result.aux)
+        return {**new, **self.objective.after(carry, new["params"])}, StepMetrics(loss, {}, result.pseudo)
 
     def finish(self, down: Tree, carry: Tree, data: Local) -> tuple[Upload, Tree]:
         weight = data.rows if self.needs.views else data.rows * (data.labeled > 0)
@@ -79,7 +79,7 @@ class LocalTraining(ClientUpdate):
         own = {name: carry[name] for name in self.objective.remember(self.task, down)}
         new = {**carry, **self.objective.finish(self.task, carry)}
         if self.counts and len(data.x) + len(data.u):
-            rows, total = data.labeled + data.unlabeled, counted(self.task, carry["teacher"], data)
+            rows, total = data.labeled + data.unlabeled, row_moments(self.task, carry["teacher"], data)
             mean = tree.map(lambda leaf: leaf / rows.clamp_min(1), total)
             new["teacher_stats"] = tree.select(rows > 0, mean, carry["teacher_stats"])
         update = {name: new[name] for name in self.needs.uplink.update if name in new}

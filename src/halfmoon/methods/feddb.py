@@ -133,12 +133,12 @@ class Debiased(LocalTraining):
 
     def step(self, down: Tree, carry: Tree, batch: Batch) -> tuple[Tree, StepMetrics]:
         """Take one optimizer step, and let APP-U follow the model in front of it."""
-        gradient, loss, seen = grad_and_value(self._loss, carry["params"], carry, batch)
-        new = self.advance(carry, gradient, seen.moments, **seen.aux)
+        gradient, loss, result = grad_and_value(self._loss, carry["params"], carry, batch)
+        new = self.advance(carry, gradient, result.moments, **result.aux)
         new["images"] = carry["images"] + padding.count(batch.u_rows, batch.u_real)
         if self.options.accumulate == "step":
-            new["appu"] = self._accumulated(carry, batch, seen.pseudo[0].weight)
-        return new, StepMetrics(loss, {}, seen.pseudo)
+            new["appu"] = self._accumulated(carry, batch, result.pseudo[0].weight)
+        return new, StepMetrics(loss, {}, result.pseudo)
 
     def finish(self, down: Tree, carry: Tree, data: Local) -> tuple[Upload, Tree]:
         appu = carry["appu"]
@@ -167,9 +167,9 @@ class Debiased(LocalTraining):
         p = sweep_logits(self.task, carry["params"], carry["stats"], batch.u["weak"], batch.u_real)
         p = p.softmax(-1)
         rows = padding.mask(torch.ones_like(used), batch.u_real) if self.options.accumulate_over == "all" else used
-        counted, keep = rows[:, None], self._keep(carry, padding.count(p, batch.u_real))
-        new = keep * carry["appu"] + (1 - keep) * (p * counted).sum(0) / counted.sum().clamp_min(1)
-        return torch.where(counted.sum() > 0, new, carry["appu"])
+        weight, keep = rows[:, None], self._keep(carry, padding.count(p, batch.u_real))
+        new = keep * carry["appu"] + (1 - keep) * (p * weight).sum(0) / weight.sum().clamp_min(1)
+        return torch.where(weight.sum() > 0, new, carry["appu"])
 
 
 def mixture(appu: Tensor, dma: DMA, steps: int = 100, lr: float = 1.0) -> Tensor:

@@ -162,7 +162,7 @@ PAPER_RUN: dict[str, int | float | str] = {
 """What the paper fixes of a run beside the method (Section 4.1)."""
 
 
-class Judged(NamedTuple):
+class Regulation(NamedTuple):
     """What the regulators say of one minibatch."""
 
     weights: Tensor  # (b,) m_i of Eq. 6
@@ -203,8 +203,8 @@ class Regulated(ClientUpdate):
         if self.options.coarse:
             carry["coarse"] = self._learner("coarse", down["params"])
         if self.options.fine:
-            kept, fresh = memory["regulator"], not self.options.keep_regulator_optimizer
-            carry["regulator"] = self._learner("regulator", kept["params"]) if fresh else dict(kept)
+            regulator, fresh = memory["regulator"], not self.options.keep_regulator_optimizer
+            carry["regulator"] = self._learner("regulator", regulator["params"]) if fresh else dict(regulator)
         if self.options.reward_baseline is not None:
             carry["baseline"] = memory["baseline"]
         if self.options.judge_prior:
@@ -216,26 +216,26 @@ class Regulated(ClientUpdate):
 
     def step(self, down: Tree, carry: Tree, batch: Batch) -> tuple[Tree, StepMetrics]:
         """Take one step of Algorithm 1, lines 8 to 17 (Eq. 1 to 10)."""
-        guess = self.options.guessing.look
+        forward = self.options.guessing.outputs
 
-        def look(params: Tree) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, list[Tree]]]:
-            labeled, strong, weak, moments = guess(self.task, params, carry["stats"], batch, carry["cached"])
+        def outputs(params: Tree) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, list[Tree]]]:
+            labeled, strong, weak, moments = forward(self.task, params, carry["stats"], batch, carry["cached"])
             return (labeled, strong), (weak, moments)
 
-        (labeled, strong), pull, (weak, moments) = vjp(look, carry["params"])
-        (label, confidence, counted), own = self.options.guessing.pseudo_label(weak, batch, carry)  # Eq. 1
+        (labeled, strong), pull, (weak, moments) = vjp(outputs, carry["params"])
+        (label, confidence, mask), own = self.options.guessing.pseudo_label(weak, batch, carry)  # Eq. 1
         if self.options.coarse:
             student = coarse_student(self.task, carry["coarse"]["params"], batch)
         else:
             apart = self.options.labels == "round"
             student = local_student(self.task, carry["params"], batch, (labeled, strong), pull, apart)
-        judged = self._judge(carry, batch, student, label, strong, counted)
-        gate, regulators = down["gate"].to(strong.dtype), judged.carry
+        regulation = self._regulate(carry, batch, student, label, strong, mask)
+        gate, regulators = down["gate"].to(strong.dtype), regulation.carry
         if self.options.labeled_first:
             joint = carry["steps"] >= self.options.labeled_first
             gate, before = gate * joint.to(gate.dtype), {name: carry[name] for name in regulators}
             regulators = {**tree.select(joint, regulators, before), "steps": carry["steps"] + 1}
-        trust = (judged.weights + judged.reward) * gate
+        trust = (regulation.weights + regulation.reward) * gate
 
         def loss(z: Tree) -> tuple[Tensor, tuple[Any, ...]]:  # Eq. 7, 8 and 9; Eq. 10 is the optimizer's step
             taught = mean(trust * per_image(z["strong"], label), batch.u_real)
@@ -243,9 +243,9 @@ class Regulated(ClientUpdate):
 
         cotangent, value, _ = grad_and_value(loss, {"labeled": labeled, "strong": strong})
         gradient = pull((cotangent["labeled"], cotangent["strong"]), False)
-        samples = {"m": sample(judged.weights, batch.u_real), "d": sample(judged.d)}
+        samples = {"m": sample(regulation.weights, batch.u_real), "d": sample(regulation.d)}
         samples["mean_logit"] = sample(strong.mean(-1), batch.u_real)
-        samples |= {name: sample(norm) for name, norm in judged.norms.items()}
+        samples |= {name: sample(norm) for name, norm in regulation.norms.items()}
         notes = StepMetrics(value, samples, (Pseudo(label, confidence, trust),))
         return self.advance(carry, gradient, moments, **own, **regulators), notes
 
@@ -273,21 +273,21 @@ class Regulated(ClientUpdate):
             forward, backward = forward + tangent + labeled, backward + whole_back + labeled
         return Passes(forward, backward)
 
-    def _judge(
-        self, carry: Tree, batch: Batch, student: Student, label: Tensor, strong: Tensor, counted: Tensor
-    ) -> Judged:
+    def _regulate(
+        self, carry: Tree, batch: Batch, student: Student, label: Tensor, strong: Tensor, mask: Tensor
+    ) -> Regulation:
         """Let F-reg, then C-reg, take their step, and return their verdicts."""
         new: Tree = {}
         norms: dict[str, Tensor] = {}
         regulator: Tree = {}
-        seen, through = self.options.regulator_input, self.options.through_weights
-        weighted = WeightedLoss.of(student.z, label, seen, through, batch.u_real)
+        kind, through = self.options.regulator_input, self.options.through_weights
+        weighted = WeightedLoss.of(student.z, label, kind, through, batch.u_real)
         if self.options.fine:
             new["regulator"], norms["regulator_gradient"] = self._teach_fine(carry, batch, student, weighted)
             regulator = new["regulator"]["params"]
             weights = weigh(regulator, strong, self.options.regulator_input)  # Eq. 6
         else:
-            weights = counted
+            weights = mask
         if self.options.normalize_weights:
             weights = weights / mean(weights, batch.u_real).clamp_min(1e-12)
         d = reward = torch.zeros_like(weights.mean())
@@ -305,15 +305,15 @@ class Regulated(ClientUpdate):
                 new["baseline"] = followed(carry["baseline"], d, self.options.reward_baseline)
             if self.options.reward_bound is not None:
                 reward = reward.clamp(-self.options.reward_bound, self.options.reward_bound)
-        return Judged(weights, d, reward, new, norms)
+        return Regulation(weights, d, reward, new, norms)
 
     def _teach_fine(self, carry: Tree, batch: Batch, student: Student, weighted: WeightedLoss) -> tuple[Tree, Tensor]:
         """Return F-reg after a step on the labeled loss at the virtual parameters (Eq. 4, 5), and its gradient norm."""
         before = carry["regulator"]
         lr = rate(self.options, self.task, "virtual")
         virtual = descend(student.params, student.pull(weighted.blame(before["params"]), True), lr)
-        judged, _, _ = grad_and_value(lambda params: (self._labeled_loss(params, carry, batch), ()), virtual)
-        lesson = weighted.lesson(before["params"], student.tangent(judged))
+        labeled_gradient, _, _ = grad_and_value(lambda params: (self._labeled_loss(params, carry, batch), ()), virtual)
+        lesson = weighted.lesson(before["params"], student.tangent(labeled_gradient))
         gradient = tree.map(lambda leaf: leaf * -lr, lesson)  # Eq. 5
         return self._learned("regulator", before, gradient), norm(gradient)
 
@@ -347,8 +347,8 @@ def _cross_entropy(logits: Tensor, batch: Batch) -> Tensor:
 
 def rate(options: FedDure, task: Task, which: Literal["virtual", "coarse", "regulator"]) -> Number:
     """Return eta_s, eta or eta_w; the paper sets all three to the optimizer's."""
-    chosen = {"virtual": options.virtual_lr, "coarse": options.coarse_lr, "regulator": options.regulator_lr}[which]
-    return task.optimizer.lr if chosen is None else chosen * task.rate
+    lr = {"virtual": options.virtual_lr, "coarse": options.coarse_lr, "regulator": options.regulator_lr}[which]
+    return task.optimizer.lr if lr is None else lr * task.rate
 
 
 ROWS = (

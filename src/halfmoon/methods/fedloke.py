@@ -101,7 +101,7 @@ class Cotraining(ClientUpdate):
     def remember(self, down: Tree, generator: torch.Generator) -> Tree:
         if not self.options.local:
             return {}
-        return mutual.kept(mutual.first_model(self.task, down, self.options.private, generator), "params", "stats")
+        return mutual.memory_of(mutual.first_model(self.task, down, self.options.private, generator), "params", "stats")
 
     def begin(self, down: Tree, memory: Tree, data: Local) -> Tree:
         received = model_of(down)
@@ -135,16 +135,16 @@ class Cotraining(ClientUpdate):
             )
             loss = loss + other
         names = ("global", "local") if o.local else ("global",)
-        shown = "global" if o.global_labels else names[-1]  # guesses that teach somebody
+        teaching = "global" if o.global_labels else names[-1]  # guesses that teach somebody
         teaches = {"global": lam if o.global_labels or not o.local else 0.0, "local": lam}
         guesses = {"global": main.guess, "local": local.guess}
-        made = {name: mutual.pseudo_labels(guess, teaches[name] * used[name]) for name, guess in guesses.items()}
+        pseudo = {name: mutual.pseudo_labels(guess, teaches[name] * used[name]) for name, guess in guesses.items()}
         samples = {f"{name}_sure": sample(used[name], batch.u_real) for name in names}
-        return new, StepMetrics(loss, samples, (made[shown],), made if o.local else {})
+        return new, StepMetrics(loss, samples, (pseudo[teaching],), pseudo if o.local else {})
 
     def finish(self, down: Tree, carry: Tree, data: Local) -> tuple[Upload, Tree]:
         up = Upload(model_of(carry["global"]), mutual.weight_of(data, self.options.weights))
-        return up, (mutual.kept(carry["local"], "params", "stats") if self.options.local else {})
+        return up, (mutual.memory_of(carry["local"], "params", "stats") if self.options.local else {})
 
     def passes(self, labeled: int, unlabeled: int) -> Passes:
         forward, backward = weak_and_strong_passes(self.task, labeled, unlabeled)
@@ -154,13 +154,13 @@ class Cotraining(ClientUpdate):
     def _pass(self, model: Tree, batch: Batch, labeled: str) -> mutual.Pass:
         """Return what a model says of the labeled images' view `labeled`, and of both views of the unlabeled ones."""
         quiet, loud = self.needs.views
-        seen = batch._replace(x=batch.x_views[labeled], u={"weak": batch.u[quiet], "strong": batch.u[loud]})
+        views = batch._replace(x=batch.x_views[labeled], u={"weak": batch.u[quiet], "strong": batch.u[loud]})
 
-        def look(params: Tree) -> mutual.Looked:
-            logits, strong, weak, moments = weak_and_strong(self.task, params, model["stats"], seen)
+        def outputs(params: Tree) -> mutual.Outputs:
+            logits, strong, weak, moments = weak_and_strong(self.task, params, model["stats"], views)
             return (logits, strong), (weak, moments)
 
-        return mutual.passed(look, model["params"])
+        return mutual.passed(outputs, model["params"])
 
 
 ROWS = (

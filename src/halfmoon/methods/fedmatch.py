@@ -138,25 +138,25 @@ class FedMatch:
 
     def _nearest(self, psi: Tree, federation: Federation) -> Tree:
         """Return the helpers of each client of the cohort: psi, leaves (K, H, ...), and who is "there", (K, H)."""
-        state_store, known = federation.state_store, dict[int, Tensor]()
+        state_store, vectors = federation.state_store, dict[int, Tensor]()
         for key in state_store.keys():  # noqa: SIM118
             if key.startswith("embedding-"):
-                known[int(key.removeprefix("embedding-"))] = (state_store.get(key) or {})["vector"]
-        chosen = [nearest(known, client, self.helpers) for client in integers(federation.cohort)]
+                vectors[int(key.removeprefix("embedding-"))] = (state_store.get(key) or {})["vector"]
+        neighbors = [nearest(vectors, client, self.helpers) for client in integers(federation.cohort)]
         nobody = tree.zeros_like(psi)
-        there = torch.tensor([[float(k < len(own)) for k in range(self.helpers)] for own in chosen])
+        there = torch.tensor([[float(k < len(own)) for k in range(self.helpers)] for own in neighbors])
         trees = [
             tree.stack([state_store.get(f"psi-{k}") or nobody for k in own] + [nobody] * (self.helpers - len(own)))
-            for own in chosen
+            for own in neighbors
         ]
         return {"helpers": tree.stack(trees), "there": there.to(next(tree.leaves(psi)))}
 
 
-def nearest(known: dict[int, Tensor], client: int, count: int) -> list[int]:
+def nearest(vectors: dict[int, Tensor], client: int, count: int) -> list[int]:
     """Return up to `count` other clients by the distance of their embeddings (C,); none for a client without one."""
-    if client not in known:
+    if client not in vectors:
         return []
-    away = {other: float(euclidean(vector - known[client])) for other, vector in known.items() if other != client}
+    away = {other: float(euclidean(vector - vectors[client])) for other, vector in vectors.items() if other != client}
     return sorted(away, key=lambda other: (away[other], other))[:count]
 
 
@@ -216,10 +216,10 @@ class Disjoint(ClientUpdate):
         received = {name: down[name] for name in ("sigma", "psi")}
         changed = {name: changes(part, part, -1.0) for name, part in received.items()}
         if "met" in memory:
-            known = memory["met"] > 0
+            met = memory["met"] > 0
             some = {name: changes(memory[name], part, self._delta) for name, part in received.items()}
             fresh = {name: patched(memory[name], part, self._delta) for name, part in received.items()}
-            changed, received = tree.select(known, some, changed), tree.select(known, fresh, received)
+            changed, received = tree.select(met, some, changed), tree.select(met, fresh, received)
         carry = {**received, "received": received, "changed": changed, "stats": down["stats"]}
         carry["optimizer"] = self.task.optimizer.init(received["sigma"])
         carry["psi_optimizer"] = self.task.optimizer.init(received["psi"])
@@ -241,8 +241,8 @@ class Disjoint(ClientUpdate):
             taught, labeled = labeled_step(self.task, self.options.labeled_weight, carry, carry["psi"], batch)
             carry = taught if batch.x_real is None else tree.select(batch.x_real.any(), taught, carry)
         helped = self._ask_helpers(down, carry, batch)
-        gradient, loss, seen = grad_and_value(self._loss, carry["psi"], carry, batch, *helped)
-        moments, pseudo, samples, state = seen
+        gradient, loss, aux = grad_and_value(self._loss, carry["psi"], carry, batch, *helped)
+        moments, pseudo, samples, state = aux
         psi, optimizer = self.task.optimizer.step(carry["psi"], gradient, carry["psi_optimizer"])
         stats = reduce(track, moments, carry["stats"])
         new = {"psi": psi, "psi_optimizer": optimizer, "stats": stats, "thresholds": state}
@@ -256,14 +256,14 @@ class Disjoint(ClientUpdate):
             helpers = [tree.index(down["helpers"], k) for k in range(self.helpers)]
             there["helpers"] = torch.stack([changes(received["psi"], each, self._delta) for each in helpers])
         back = {name: changes(received[name], new[name], self._delta) for name in new}
-        sent = {name: patched(received[name], new[name], self._delta) for name in new}
+        upload = {name: patched(received[name], new[name], self._delta) for name in new}
         image = self.task.normalize(noise(data.u)).to(data.u.device)
-        embedding = self.task.network.predict(composed(**sent), carry["stats"], image)[0].softmax(-1)
+        embedding = self.task.network.predict(composed(**upload), carry["stats"], image)[0].softmax(-1)
         aux = {"embedding": embedding, "labels": labels, "changed": {"down": there, "up": back}}
-        memory = {} if self.options.delta_threshold is None else {**sent, "met": torch.ones_like(labels)}
+        memory = {} if self.options.delta_threshold is None else {**upload, "met": torch.ones_like(labels)}
         if self.options.rule.runs:
             memory = {"thresholds": carry["thresholds"], **memory}
-        return Upload({**sent, "stats": carry["stats"]}, torch.ones_like(labels), aux), memory
+        return Upload({**upload, "stats": carry["stats"]}, torch.ones_like(labels), aux), memory
 
     def passes(self, labeled: int, unlabeled: int) -> Passes:
         shared = self.task.labeling == "batch" and self.task.statistics == "joint"
@@ -298,7 +298,7 @@ class Disjoint(ClientUpdate):
     def _loss(self, psi: Tree, carry: Tree, batch: Batch, *helped: Tensor) -> tuple[Tensor, tuple[Any, ...]]:
         """Return L_u(psi), and (moments, pseudo-labels, samples)."""
         o = self.options
-        strong, quiet, moments = self._look(composed(carry["sigma"], psi), carry["stats"], batch)
+        strong, quiet, moments = self._outputs(composed(carry["sigma"], psi), carry["stats"], batch)
         own = debiased(quiet.detach(), carry["prior"]) if o.debias else quiet.detach()
         (label, confidence, used), state = o.rule.pseudo_label(
             own.softmax(-1), batch.u_rows, carry["thresholds"], batch.u_real
@@ -316,7 +316,7 @@ class Disjoint(ClientUpdate):
         pseudo = (Pseudo(label, confidence, used),)
         return (each * used).sum() / count + penalty, (moments, pseudo, {"penalty": sample(penalty)}, state)
 
-    def _look(self, theta: Tree, stats: Tree, batch: Batch) -> tuple[Tensor, Tensor, list[Tree]]:
+    def _outputs(self, theta: Tree, stats: Tree, batch: Batch) -> tuple[Tensor, Tensor, list[Tree]]:
         """Return the logits (b, classes) of strong and guessed view, and the moments."""
         network, joint = self.task.network, self.task.statistics == "joint"
         strong, view, real = batch.u["strong"], batch.u[self.options.view], batch.masks(2)[1:]

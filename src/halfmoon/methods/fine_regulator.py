@@ -37,37 +37,37 @@ class _Answers(NamedTuple):
     weights: Tensor  # (n,) H in (0, 1)
 
 
-def weigh(regulator: Tree, z: Tensor, seen: Input) -> Tensor:
+def weigh(regulator: Tree, z: Tensor, kind: Input) -> Tensor:
     """Return H (n,) in (0, 1) for logits z (n, classes)."""
-    return _answers(regulator, _shown(z, seen)).weights
+    return _answers(regulator, _inputs(z, kind)).weights
 
 
 @dataclass(frozen=True)
 class WeightedLoss:
     """The cross-entropy of n images, which F-reg weighs: what does not depend on F-reg is computed once."""
 
-    shown: Tensor  # (n, inputs) what F-reg sees
+    x: Tensor  # (n, inputs) what F-reg sees
     loss: Tensor  # (n,) c
     error: Tensor  # (n, classes) e
-    seen: Input
+    kind: Input
     through: Through
     count: Tensor | int  # n
 
     @classmethod
-    def of(cls, z: Tensor, label: Tensor, seen: Input, through: Through, real: Tensor | None = None) -> "WeightedLoss":
+    def of(cls, z: Tensor, label: Tensor, kind: Input, through: Through, real: Tensor | None = None) -> "WeightedLoss":
         """Return the loss of logits z (n, classes) and labels (n,) int64; with a mask `real` (n,), of the real rows."""
         log_p = z.log_softmax(-1)
         loss, error = -log_p.gather(-1, label[:, None])[:, 0], log_p.exp() - F.one_hot(label, z.shape[-1])
         if real is None:
-            return cls(_shown(z, seen), loss, error, seen, through, len(loss))
+            return cls(_inputs(z, kind), loss, error, kind, through, len(loss))
         # All derivatives are linear in these two.
-        return cls(_shown(z, seen), loss * real, error * real[:, None], seen, through, real.sum())
+        return cls(_inputs(z, kind), loss * real, error * real[:, None], kind, through, real.sum())
 
     def blame(self, regulator: Tree) -> Tensor:
         """Return dL/dz (n, classes); without F-reg ({}) all weights are 1."""
         if not regulator:
             return self.error / self.count
-        hidden, weights = _answers(regulator, self.shown)
+        hidden, weights = _answers(regulator, self.x)
         blame = weights[:, None] * self.error
         if self.through == "product":
             slope = self.loss * weights * (1 - weights)
@@ -77,37 +77,37 @@ class WeightedLoss:
 
     def lesson(self, regulator: Tree, tangent: Tensor) -> Tree:
         """Return d(D L)/dw, a tree like `regulator`, along the `tangent` (n, classes) of the logits."""
-        hidden, weights = _answers(regulator, self.shown)
+        hidden, weights = _answers(regulator, self.x)
         weight, out = regulator["hidden"]["weight"], regulator["out"]["weight"][0]
         slope = weights * (1 - weights) / self.count
         value = slope * (self.error * tangent).sum(-1)  # d(D L)/da
         if self.through == "detached":
             back = _unrectified(value, regulator, hidden)
-            return _gradient(back.mT @ self.shown, back.sum(0), value @ hidden, value)
-        shown = self._along(tangent)
-        moved = torch.where(hidden > 0, F.linear(shown, weight), 0.0)  # the tangent of the hidden layer
+            return _gradient(back.mT @ self.x, back.sum(0), value @ hidden, value)
+        x_tangent = self._along(tangent)
+        moved = torch.where(hidden > 0, F.linear(x_tangent, weight), 0.0)  # the tangent of the hidden layer
         change = self.loss * slope  # d(D L)/dDa
         value = value + change * (1 - 2 * weights) * (moved @ out)
         back, along = (_unrectified(each, regulator, hidden) for each in (value, change))
-        return _gradient(back.mT @ self.shown + along.mT @ shown, back.sum(0), value @ hidden + change @ moved, value)
+        return _gradient(back.mT @ self.x + along.mT @ x_tangent, back.sum(0), value @ hidden + change @ moved, value)
 
     def _along(self, tangent: Tensor) -> Tensor:
         """Return how F-reg's input moves along a tangent of the logits."""
-        if self.seen == "softmax":
-            return self.shown * (tangent - (self.shown * tangent).sum(-1, keepdim=True))
-        return tangent - tangent.mean(-1, keepdim=True) if self.seen == "centered" else tangent
+        if self.kind == "softmax":
+            return self.x * (tangent - (self.x * tangent).sum(-1, keepdim=True))
+        return tangent - tangent.mean(-1, keepdim=True) if self.kind == "centered" else tangent
 
     _back = _along  # both maps are symmetric
 
 
-def _shown(z: Tensor, seen: Input) -> Tensor:
-    if seen == "softmax":
+def _inputs(z: Tensor, kind: Input) -> Tensor:
+    if kind == "softmax":
         return z.softmax(-1)
-    return z - z.mean(-1, keepdim=True) if seen == "centered" else z
+    return z - z.mean(-1, keepdim=True) if kind == "centered" else z
 
 
-def _answers(regulator: Tree, shown: Tensor) -> _Answers:
-    hidden = F.relu(F.linear(shown, regulator["hidden"]["weight"], regulator["hidden"]["bias"]))
+def _answers(regulator: Tree, x: Tensor) -> _Answers:
+    hidden = F.relu(F.linear(x, regulator["hidden"]["weight"], regulator["hidden"]["bias"]))
     out = F.linear(hidden, regulator["out"]["weight"], regulator["out"]["bias"])
     return _Answers(hidden, out.squeeze(-1).sigmoid())
 

@@ -122,7 +122,7 @@ class SharpnessAware(LabeledOnce):
         hard = padding.mask((confidence >= o.threshold).to(used.dtype), batch.u_real)
         network, joint = self.task.network, self.task.statistics == "joint"
 
-        def look(params: Tree) -> tuple[tuple[Tensor, Tensor], tuple[Any, ...]]:
+        def outputs(params: Tree) -> tuple[tuple[Tensor, Tensor], tuple[Any, ...]]:
             (labeled, strong), _, _ = forward(network, params, joint, (batch.x, batch.u["strong"]), real=real)
             return (labeled, strong), ()
 
@@ -130,7 +130,7 @@ class SharpnessAware(LabeledOnce):
             mean = (per_image(z["strong"], label) * used).sum() / used.sum().clamp_min(1)
             return supervised(z["labeled"], batch.y, batch.x_real) + o.unlabeled_weight * mean, ()
 
-        (labeled, strong), pull, _ = vjp(look, params)
+        (labeled, strong), pull, _ = vjp(outputs, params)
         cotangent, loss, _ = grad_and_value(taught, {"labeled": labeled, "strong": strong})
         gradient = pull((cotangent["labeled"], cotangent["strong"]), o.sharpness)
         samples = {
@@ -157,8 +157,8 @@ class SharpnessAware(LabeledOnce):
         return self.advance(carry, gradient), StepMetrics(loss, samples, (Pseudo(label, confidence, used),))
 
     def finish(self, down: Tree, carry: Tree, data: Local) -> tuple[Upload, Tree]:
-        drawn = self.keep(carry, data)
-        trained = torch.ones_like(carry["status"]) if drawn is None else drawn.any() & (data.unlabeled > 0)
+        mask = self.keep(carry, data)
+        trained = torch.ones_like(carry["status"]) if mask is None else mask.any() & (data.unlabeled > 0)
         status = carry["status"] if self.options.status_aware else torch.zeros_like(carry["status"])
         _, memory = super().finish(down, carry, data)
         return Upload({"params": carry["params"]}, ((1 - status).clamp_min(1e-6) * trained).double()), memory
@@ -179,13 +179,13 @@ def ascent(params: Tree, gradient: Tree, rho: float, eta: float) -> Tree:
 
 
 def _sizes(params: Tree, eta: float) -> Tree:
-    found: Tree = {}
+    sizes: Tree = {}
     for name, part in params.items():
         if isinstance(part, dict):
-            found[name] = _sizes(cast(Tree, part), eta)
+            sizes[name] = _sizes(cast(Tree, part), eta)
         else:
-            found[name] = part.abs() + eta if name == "weight" else torch.ones_like(part)
-    return found
+            sizes[name] = part.abs() + eta if name == "weight" else torch.ones_like(part)
+    return sizes
 
 
 ROWS = (MethodEntry("fl2", "(FL)^2", "(FL)^2, NeurIPS 2024", "SemiFL for very few labels, by three changes", FL2()),)

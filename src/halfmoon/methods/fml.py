@@ -73,7 +73,7 @@ class MutualLearning(ClientUpdate):
 
     def remember(self, down: Tree, generator: torch.Generator) -> Tree:
         model = mutual.first_model(self.task, down, self.options.private, generator)
-        return self._kept(mutual.learner(self.task, model))
+        return self._memory(mutual.learner(self.task, model))
 
     def begin(self, down: Tree, memory: Tree, data: Local) -> Tree:
         private = mutual.learner(self.task, model_of(memory))
@@ -91,14 +91,14 @@ class MutualLearning(ClientUpdate):
         if not self.needs.views:
             return new, StepMetrics(loss, {}, ())
         guesses = {"global": meme.guess, "local": private.guess}
-        made = {name: mutual.pseudo_labels(guess, mutual.sure(guess, o.delta)) for name, guess in guesses.items()}
-        own = made["local"]
-        return new, StepMetrics(loss, {"private_sure": sample(own.weight, batch.u_real)}, (own,), made)
+        pseudo = {name: mutual.pseudo_labels(guess, mutual.sure(guess, o.delta)) for name, guess in guesses.items()}
+        own = pseudo["local"]
+        return new, StepMetrics(loss, {"private_sure": sample(own.weight, batch.u_real)}, (own,), pseudo)
 
     def finish(self, down: Tree, carry: Tree, data: Local) -> tuple[Upload, Tree]:
         weight = mutual.weight_of(data, self.options.weights)
         weight = weight if self.needs.views else weight * (data.labeled > 0)
-        return Upload(model_of(carry["meme"]), weight), self._kept(carry["private"])
+        return Upload(model_of(carry["meme"]), weight), self._memory(carry["private"])
 
     def passes(self, labeled: int, unlabeled: int) -> Passes:
         return Passes(2 * (labeled + unlabeled), 2 * (labeled + unlabeled))
@@ -107,13 +107,13 @@ class MutualLearning(ClientUpdate):
         """Return what a model says of labeled and unlabeled images; its guesses are its logits of the same pass."""
         groups = (batch.x, *(batch.u[name] for name in self.needs.views))
 
-        def look(params: Tree) -> mutual.Looked:
+        def outputs(params: Tree) -> mutual.Outputs:
             joint, real = self.task.statistics == "joint", batch.masks(len(self.needs.views))
             parts, _, moments = forward(self.task.network, params, joint, groups, real=real)
             labeled, unlabeled = parts[0], parts[1] if self.needs.views else parts[0][:0]
             return (labeled, unlabeled), (unlabeled.detach(), moments)
 
-        return mutual.passed(look, model["params"])
+        return mutual.passed(outputs, model["params"])
 
     def _lesson(self, teacher: mutual.Pass, batch: Batch, share: float):
         """Return share * CE(y) + (1 - share) * KL on labeled images + unlabeled_weight * KL on unlabeled ones."""
@@ -130,8 +130,8 @@ class MutualLearning(ClientUpdate):
 
         return loss
 
-    def _kept(self, private: Tree) -> Tree:
-        return mutual.kept(private, "params", "stats", *(["optimizer"] if self.options.keep_optimizer else []))
+    def _memory(self, private: Tree) -> Tree:
+        return mutual.memory_of(private, "params", "stats", *(["optimizer"] if self.options.keep_optimizer else []))
 
 
 ROWS = (

@@ -43,6 +43,6 @@ def apart(params: Tree) -> tuple[Tree, Tree]:
     return tree.unflatten(next(parts)), tree.unflatten(next(parts))
 
 
-def joined(rest: Tree, kernel: Tree) -> Tree:
+def merge(rest: Tree, kernel: Tree) -> Tree:
     """Return what `apart` has taken apart."""
     return tree.unflatten({**tree.flatten(rest), **tree.flatten(kernel)})

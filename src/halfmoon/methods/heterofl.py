@@ -80,16 +80,16 @@ class HeteroFL(ModelAveraging):
 
     def round(self, task: Task, server: Tree, federation: Federation) -> Tree:
         """Let each client train the part it can hold, and average entry by entry."""
-        rates, kept = parsed(self.rates), fixed(task.network)
+        rates, fixed_dims = parsed(self.rates), fixed(task.network)
         cohort, whole = federation.cohort, tree.flatten(server["params"])
-        total, held = tree.zeros_like(whole), tree.zeros_like(whole)
+        total, counts = tree.zeros_like(whole), tree.zeros_like(whole)
         for rate in sorted(set(rates), reverse=True):
             mine = torch.tensor([k for k in integers(cohort) if rates[k % len(rates)] == rate], dtype=torch.int64)
             if len(mine):
-                up = federation.ask(name(rate), {"params": cut(server["params"], rate, kept)}, to=mine)
+                up = federation.ask(name(rate), {"params": cut(server["params"], rate, fixed_dims)}, to=mine)
                 if len(up.weight):  # one of them at least has answered
-                    self._count(up, total, held)
-        mean = {path: torch.where(held[path] > 0, total[path] / held[path], old) for path, old in whole.items()}
+                    self._count(up, total, counts)
+        mean = {path: torch.where(counts[path] > 0, total[path] / counts[path], old) for path, old in whole.items()}
         new: Tree = {"params": tree.unflatten(mean)}
         if self.server_momentum:
             params, momentum = momentum_step(server["params"], new["params"], server["momentum"], self.server_momentum)
@@ -97,7 +97,7 @@ class HeteroFL(ModelAveraging):
         stats = estimate(federation, {**new, "stats": server.get("stats", {})}, self.sbn, serving=False)
         return {**new, "stats": stats}
 
-    def _count(self, up: Upload, total: dict[str, Tensor], held: dict[str, Tensor]) -> None:
+    def _count(self, up: Upload, total: dict[str, Tensor], counts: dict[str, Tensor]) -> None:
         """Add the uploads (k, ...) of one rate into the leading part of the sums, and the number of their holders."""
         for path, leaf in tree.flatten(up.update["params"]).items():
             there = up.weight.to(leaf.dtype)[:, None]
@@ -106,7 +106,7 @@ class HeteroFL(ModelAveraging):
             there = there.reshape(*there.shape, *[1] * (leaf.dim() - 2))
             part = tuple(slice(size) for size in leaf.shape[1:])
             total[path][part] += (leaf * there).sum(0)
-            held[path][part] += there.sum(0)
+            counts[path][part] += there.sum(0)
 
 
 @dataclass(frozen=True)
@@ -122,8 +122,8 @@ class Narrow(ClientUpdate):
         return Needs(masks=True, keep_optimizer=keep, uplink=uplink)
 
     def begin(self, down: Tree, memory: Tree, data: Local) -> Tree:
-        seen = F.one_hot(data.y, self.task.network.classes).sum(0)  # rows beyond the client's own repeat them
-        present = (seen > 0) & (data.labeled > 0)
+        counts = F.one_hot(data.y, self.task.network.classes).sum(0)  # rows beyond the client's own repeat them
+        present = (counts > 0) & (data.labeled > 0)
         return {**super().begin(down, memory, data), "present": present}
 
     def step(self, down: Tree, carry: Tree, batch: Batch) -> tuple[Tree, StepMetrics]:
@@ -151,14 +151,14 @@ def name(rate: float) -> str:
 def parsed(rates: str) -> tuple[float, ...]:
     """Return the rates of "1-0.5-0.25"; raises `UserError` where one is no number in (0, 1] or none is 1."""
     try:
-        found = tuple(float(each) for each in rates.split("-"))
+        values = tuple(float(each) for each in rates.split("-"))
     except ValueError:
-        found = ()
-    if not found or not all(0 < rate <= 1 for rate in found) or max(found) < 1:
+        values = ()
+    if not values or not all(0 < rate <= 1 for rate in values) or max(values) < 1:
         raise UserError(
             f"rates is {rates!r}: give numbers above 0 and at most 1 with '-' between them and one of them 1: '1-0.5'."
         )
-    return found
+    return values
 
 
 @lru_cache(maxsize=8)
@@ -173,11 +173,11 @@ def fixed(network: Network) -> dict[str, tuple[bool, ...]]:
     return {path: tuple(d > 1 or a != b for d, (a, b) in enumerate(sizes)) for path, sizes in pairs.items()}
 
 
-def cut(params: Tree, rate: float, kept: Mapping[str, tuple[bool, ...]]) -> Tree:
-    """Return the leading ceil(rate * n) entries along every dimension (n) of each leaf, all along those in `kept`."""
+def cut(params: Tree, rate: float, dims: Mapping[str, tuple[bool, ...]]) -> Tree:
+    """Return the leading ceil(rate * n) entries along every dimension (n) of each leaf, all along those in `dims`."""
 
     def part(path: str, leaf: Tensor) -> Tensor:
-        sizes = [n if whole else math.ceil(round(rate * n, 9)) for n, whole in zip(leaf.shape, kept[path], strict=True)]
+        sizes = [n if whole else math.ceil(round(rate * n, 9)) for n, whole in zip(leaf.shape, dims[path], strict=True)]
         return leaf[tuple(slice(size) for size in sizes)].contiguous()
 
     return tree.unflatten({path: part(path, leaf) for path, leaf in tree.flatten(params).items()})

@@ -21,7 +21,7 @@ from halfmoon.models import track
 Weights = Literal["size", "uniform"]
 """What a client's upload weighs: |labeled| + |unlabeled| rows (McMahan et al. 2017), or 1."""
 
-Looked = tuple[tuple[Tensor, Tensor], tuple[Tensor, list[Tree]]]
+Outputs = tuple[tuple[Tensor, Tensor], tuple[Tensor, list[Tree]]]
 """((logits of labeled images, logits of unlabeled ones), (detached guesses, moments of the passes))."""
 
 
@@ -40,7 +40,7 @@ def learner(task: Task, model: Tree) -> Tree:
     return {**model, "optimizer": task.optimizer.init(model["params"])}
 
 
-def kept(model: Tree, *names: str) -> Tree:
+def memory_of(model: Tree, *names: str) -> Tree:
     """Return named parts of a learner for a memory, without empty ones: a flat tree keeps no trace of these."""
     return {name: model[name] for name in names if model[name]}
 
@@ -59,20 +59,20 @@ def pseudo_labels(guess: Tensor, weight: Tensor) -> Pseudo:
     return Pseudo(label, confidence, weight)
 
 
-def passed(look: Callable[[Tree], Looked], params: Tree) -> Pass:
-    """Return what the model of `params` says, where `look` passes the images of a minibatch."""
-    (labeled, unlabeled), pull, (guess, moments) = vjp(look, params)
+def passed(forward: Callable[[Tree], Outputs], params: Tree) -> Pass:
+    """Return what the model of `params` says, where `forward` passes the images of a minibatch."""
+    (labeled, unlabeled), pull, (guess, moments) = vjp(forward, params)
     return Pass(labeled, unlabeled, guess, moments, pull)
 
 
-def advance(task: Task, model: Tree, seen: Pass, loss: Callable[[Tensor, Tensor], Tensor]) -> tuple[Tree, Tensor]:
+def advance(task: Task, model: Tree, outputs: Pass, loss: Callable[[Tensor, Tensor], Tensor]) -> tuple[Tree, Tensor]:
     """Return the learner after one step on loss(labeled, unlabeled) of its logits, and that loss ()."""
-    logits = {"labeled": seen.labeled, "unlabeled": seen.unlabeled}
+    logits = {"labeled": outputs.labeled, "unlabeled": outputs.unlabeled}
     cotangent, value, _ = grad_and_value(lambda z: (loss(z["labeled"], z["unlabeled"]), ()), logits)
-    gradient = seen.pull((cotangent["labeled"], cotangent["unlabeled"]), False)
+    gradient = outputs.pull((cotangent["labeled"], cotangent["unlabeled"]), False)
     params, optimizer = task.optimizer.step(model["params"], gradient, model["optimizer"])
     stats = model["stats"]
-    for moments in seen.moments:
+    for moments in outputs.moments:
         stats = track(stats, moments)
     return {"params": params, "stats": stats, "optimizer": optimizer}, value
 

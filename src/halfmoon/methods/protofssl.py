@@ -82,14 +82,14 @@ class ProtoFSSL:
         new, own = average(up, server), up.aux["own"]
         present = up.aux["present"] * (up.weight > 0)[:, None]
         share = present / present.sum(0).clamp_min(1)
-        seen = (present.sum(0) > 0)[:, None]
-        mean = torch.where(seen, (share[..., None] * own).sum(0), server["mean"])
+        class_present = (present.sum(0) > 0)[:, None]
+        mean = torch.where(class_present, (share[..., None] * own).sum(0), server["mean"])
         filled = torch.where(present[..., None] > 0, own, mean)
-        chosen = (up.weight > 0).nonzero().flatten()[: self.helpers]
+        indices = (up.weight > 0).nonzero().flatten()[: self.helpers]
         helpers, there = torch.zeros_like(server["helpers"]), torch.zeros_like(server["there"])
-        helpers[: len(chosen)], there[: len(chosen)] = filled[chosen].to(helpers), 1.0
-        known = torch.maximum(server["known"], seen[:, 0].to(server["known"]))
-        return {**new, "mean": mean.to(server["mean"]), "known": known, "helpers": helpers, "there": there}
+        helpers[: len(indices)], there[: len(indices)] = filled[indices].to(helpers), 1.0
+        class_mask = torch.maximum(server["known"], class_present[:, 0].to(server["known"]))
+        return {**new, "mean": mean.to(server["mean"]), "known": class_mask, "helpers": helpers, "there": there}
 
     def solution(self, task: Task, server: Tree) -> Tree:
         mean = server["mean"]
@@ -138,18 +138,18 @@ class Episodes(ClientUpdate):
         return self.task.network.predict(params, model["stats"], self.task.normalize(images))
 
     def _loss(self, params: Tree, down: Tree, batch: Batch) -> tuple[Tensor, tuple[list[Tree], Pseudo]]:
-        o, known, there = self.options, down["known"], down["there"]
-        labeled, unlabeled, moments = self._look(params, batch)
+        o, class_mask, there = self.options, down["known"], down["there"]
+        labeled, unlabeled, moments = self._batch_features(params, batch)
         received = (down["helpers"] * there[:, None, None]).sum(0) / there.sum().clamp_min(1)
         support = mask(supports(batch.y), batch.x_real)
-        member = one_hot(batch.y, len(known), labeled) * support[:, None]
+        member = one_hot(batch.y, len(class_mask), labeled) * support[:, None]
         here = member.sum(0) > 0
         prototypes = torch.where(here[:, None], member.T @ labeled, received)
-        far = torch.where(here | ((known > 0) & (there.sum() > 0)), 0.0, FAR)
+        far = torch.where(here | ((class_mask > 0) & (there.sum() > 0)), 0.0, FAR)
         query = mask(1 - support, batch.x_real)
-        asked = cross_entropy(-distances(labeled, prototypes) - far, batch.y, reduction="none") * query
-        loss = (asked.sum() if len(batch.y) else labeled.sum() * 0.0) / query.sum().clamp_min(1)
-        each = torch.stack([(-distances(unlabeled, p) - FAR * (1 - known)).softmax(-1) for p in down["helpers"]])
+        query_loss = cross_entropy(-distances(labeled, prototypes) - far, batch.y, reduction="none") * query
+        loss = (query_loss.sum() if len(batch.y) else labeled.sum() * 0.0) / query.sum().clamp_min(1)
+        each = torch.stack([(-distances(unlabeled, p) - FAR * (1 - class_mask)).softmax(-1) for p in down["helpers"]])
         mean = (each * there[:, None, None]).sum(0) / there.sum().clamp_min(1)
         target = sharpened(mean, o.temperature)
         target = target if o.through_target else target.detach()
@@ -159,7 +159,7 @@ class Episodes(ClientUpdate):
         pseudo = Pseudo(label, confidence, counts * torch.ones_like(confidence))
         return loss + o.unlabeled_weight * counts * taught, (moments, pseudo)
 
-    def _look(self, params: Tree, batch: Batch) -> tuple[Tensor, Tensor, list[Tree]]:
+    def _batch_features(self, params: Tree, batch: Batch) -> tuple[Tensor, Tensor, list[Tree]]:
         """Return the features of labeled and unlabeled images, and the moments of the passes."""
         x, u = batch.x, batch.u["weak"]
         if self.task.statistics == "joint" or not len(x):

@@ -134,33 +134,33 @@ def options(name: str) -> dict[str, Option]:
     return options_in(entry(name).method)
 
 
-def make(name: str, chosen: dict[str, Any] | None = None) -> Method:
-    """Return the method with `chosen` options in place of its defaults; raises `UserError` for an unknown one."""
-    method, chosen = entry(name).method, dict(chosen or {})
-    known = options_in(method)
-    for option in sorted(set(chosen) - set(known)):
-        raise UserError(f"{name} has no option '{option}': {hint(option, known)}")
-    return with_options(method, chosen)
+def make(name: str, options: dict[str, Any] | None = None) -> Method:
+    """Return the method with `options` options in place of its defaults; raises `UserError` for an unknown one."""
+    method, options = entry(name).method, dict(options or {})
+    defaults = options_in(method)
+    for option in sorted(set(options) - set(defaults)):
+        raise UserError(f"{name} has no option '{option}': {hint(option, defaults)}")
+    return with_options(method, options)
 
 
-def hint(option: str, known: dict[str, Option]) -> str:
+def hint(option: str, defaults: dict[str, Option]) -> str:
     """Return what to say of an option that a method does not have: its new name, or the nearest of those it has."""
-    if RENAMED.get(option) in known:
+    if RENAMED.get(option) in defaults:
         return f"{option} is now called {RENAMED[option]}."
-    return nearest(option, known) if known else "it has no options of its own."
+    return nearest(option, defaults) if defaults else "it has no options of its own."
 
 
 def options_in(node: Any) -> dict[str, Option]:
     """Return the fields of a method, and of its objective, that are options."""
-    found: dict[str, Option] = {}
+    options: dict[str, Option] = {}
     types = _types(cast("type[Any]", type(node)))
     for each in fields(node):
         value = node.__dict__[each.name]
         if is_dataclass(value):
-            found.update(options_in(value))
+            options.update(options_in(value))
         else:
-            found[each.name] = Option(types[each.name], value)
-    return found
+            options[each.name] = Option(types[each.name], value)
+    return options
 
 
 @cache
@@ -169,13 +169,13 @@ def _types(kind: type) -> dict[str, Any]:
     return typing.get_type_hints(kind)
 
 
-def with_options(node: Any, chosen: dict[str, Any]) -> Any:
+def with_options(node: Any, options: dict[str, Any]) -> Any:
     """Return a method with these options in place of its own, its objective's among them."""
     changes: dict[str, Any] = {}
     for each in fields(node):
         value = node.__dict__[each.name]
         if is_dataclass(value):
-            changes[each.name] = with_options(value, chosen)
-        elif each.name in chosen:
-            changes[each.name] = chosen[each.name]
+            changes[each.name] = with_options(value, options)
+        elif each.name in options:
+            changes[each.name] = options[each.name]
     return replace(node, **changes)

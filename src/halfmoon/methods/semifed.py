@@ -85,8 +85,8 @@ class SemiFed(ModelAveraging):
         """Let the cohort train, after labeling in a labeling round, and average; keep who sent what."""
         down = {"params": server["params"], "stats": server.get("stats", {})}
         last = Last(federation, self.peers)
-        known = last.models(down) if self._labels(task) else []
-        up = federation.ask("train", {**down, "peers": tree.stack(known)} if known else down)
+        peers = last.models(down) if self._labels(task) else []
+        up = federation.ask("train", {**down, "peers": tree.stack(peers)} if peers else down)
         last.put(task.round, up)
         return average(up, down)
 
@@ -110,8 +110,8 @@ class Last:
     def models(self, like: Tree) -> list[Tree]:
         """Return the models there are, each with the names of `like`."""
         state_store = self.federation.state_store
-        found = [state_store.get(f"model-{place}") for place in range(self.count)]
-        return [{name: model.get(name, {}) for name in like} for model in found if model is not None]
+        models = [state_store.get(f"model-{place}") for place in range(self.count)]
+        return [{name: model.get(name, {}) for name in like} for model in models if model is not None]
 
     def put(self, round: int, up: Upload) -> None:
         """Keep the uploads of those who answered."""
@@ -175,13 +175,13 @@ class Growing(ClientUpdate):
         count = next((len(leaf) for leaf in tree.leaves(peers["params"])), 0)
         models = [down, *(tree.index(peers, k) for k in range(count))]
         logits = [sweep_logits(self.task, each["params"], each["stats"], images, data.u_real) for each in models]
-        said = [each.softmax(-1).max(-1) for each in logits]
-        confidence, label = (torch.stack([each[part] for each in said]) for part in (0, 1))
+        guesses = [each.softmax(-1).max(-1) for each in logits]
+        confidence, label = (torch.stack([each[part] for each in guesses]) for part in (0, 1))
         sure = confidence >= o.threshold_in(self.task)
         names = torch.arange(self.task.network.classes, device=label.device)
         for_class = label[..., None] == names
-        counted = for_class & sure[..., None] if o.confident == "agreeing" else for_class
-        votes, winner = counted.sum(0).max(-1)
+        mask = for_class & sure[..., None] if o.confident == "agreeing" else for_class
+        votes, winner = mask.sum(0).max(-1)
         accepted = votes >= ceil(round(o.agree * len(models), 9))
         if o.confident == "all":
             accepted = accepted & sure.all(0)

@@ -59,7 +59,7 @@ from halfmoon.core.tree import Tree
 from halfmoon.methods.averaging import combine
 from halfmoon.methods.batchnorm_stats import BatchNormStatistics, Over, counting, estimate
 from halfmoon.methods.fedavg import LocalTraining
-from halfmoon.methods.halves import apart, joined
+from halfmoon.methods.halves import apart, merge
 from halfmoon.methods.objectives import Supervised
 from halfmoon.methods.objectives.base import (
     LabeledOnce,
@@ -130,7 +130,7 @@ class SemiFL:
         if not self.halves:
             return model["params"] if trained is None else trained
         psi = model["psi"] if trained is None else trained
-        return joined(model["rest"], tree.map(torch.add, model["sigma"], psi))
+        return merge(model["rest"], tree.map(torch.add, model["sigma"], psi))
 
     def requirements(self, norm: str) -> Requirements:
         return counting(norm, self.sbn)
@@ -228,10 +228,10 @@ class Mixing(LabeledOnce):
 
     def remember(self, down: Tree, generator: torch.Generator) -> Tree:
         first = down[self.options.trained]
-        kept = {"optimizer": self.task.optimizer.init(first)} if self.options.keep_optimizer else {}
+        memory = {"optimizer": self.task.optimizer.init(first)} if self.options.keep_optimizer else {}
         like = next(tree.leaves(first))
         state = self.options.rule.remember(self.task.network.classes, like)
-        return {**kept, "thresholds": state} if state and self.options.labels == "step" else kept
+        return {**memory, "thresholds": state} if state and self.options.labels == "step" else memory
 
     def begin(self, down: Tree, memory: Tree, data: Local) -> Tree:
         first = down[self.options.trained]
@@ -269,12 +269,12 @@ class Mixing(LabeledOnce):
             new = {**tree.select(teaches, new, carry), "thresholds": state}
         if self.options.labels == "step":
             return new, StepMetrics(loss, {}, (pseudo,))
-        kept = sample((carry["weight"] > 0).to(loss.dtype), carry["real"].get("u"))
-        return new, StepMetrics(loss, {"kept": kept}, (pseudo,))
+        confident = sample((carry["weight"] > 0).to(loss.dtype), carry["real"].get("u"))
+        return new, StepMetrics(loss, {"kept": confident}, (pseudo,))
 
     def finish(self, down: Tree, carry: Tree, data: Local) -> tuple[Upload, Tree]:
-        drawn, rows = self.keep(carry, data), data.unlabeled > 0
-        trained = rows if drawn is None else rows & drawn.any()
+        mask, rows = self.keep(carry, data), data.unlabeled > 0
+        trained = rows if mask is None else rows & mask.any()
         names = ("optimizer", "thresholds") if self.options.keep_optimizer else ("thresholds",)
         memory = {name: carry[name] for name in names if name != "thresholds" or self._runs}
         return Upload({self.options.trained: carry["params"]}, trained.double()), memory
@@ -299,9 +299,9 @@ class Mixing(LabeledOnce):
             pseudo, state = Pseudo(*(carry[name][batch.u_rows] for name in ("label", "confidence", "weight"))), {}
             labels = [carry["label"][at] for at in rows]
         else:
-            judged = [self._guess(params, down, carry, images, batch.u_real) for images in weak]
-            pseudo, state = o.rule.pseudo_label(judged[0], batch.u_rows, carry["thresholds"], batch.u_real)
-            labels = [pseudo.label, *(each.argmax(-1) for each in judged[1:])]
+            guesses = [self._guess(params, down, carry, images, batch.u_real) for images in weak]
+            pseudo, state = o.rule.pseudo_label(guesses[0], batch.u_rows, carry["thresholds"], batch.u_real)
+            labels = [pseudo.label, *(each.argmax(-1) for each in guesses[1:])]
         used = padding.mask(pseudo.weight.to(batch.x.dtype), batch.u_real)
         taught, share = [batch.u["strong"]], torch.ones((), dtype=batch.x.dtype, device=batch.x.device)
         if o.mix_weight:

@@ -186,8 +186,8 @@ def ramped(task: Task, weight: float, share: float, shape: Ramp = "linear") -> N
 
     All steps of a round have one weight. "sigmoid" starts at exp(-5).
     """
-    done = 1.0 if share <= 0 else at_most_one(task.round / (share * task.rounds))
-    return weight * (done if shape == "linear" else exp(-5 * (1 - done) ** 2))
+    progress = 1.0 if share <= 0 else at_most_one(task.round / (share * task.rounds))
+    return weight * (progress if shape == "linear" else exp(-5 * (1 - progress) ** 2))
 
 
 def debiased(logits: Tensor, prior: Tensor) -> Tensor:

@@ -34,7 +34,7 @@ class FixMatch(PseudoLabeling, Objective):
     def __call__(
         self, task: Task, params: Tree, stats: Tree, batch: Batch, aux: Tree = NOTHING, cached: Tree = NOTHING
     ) -> tuple[Tensor, StepResult]:
-        labeled, strong, weak, moments = self.look(task, params, stats, batch, cached)
+        labeled, strong, weak, moments = self.outputs(task, params, stats, batch, cached)
         pseudo, aux = self.pseudo_label(weak, batch, aux)
         loss = cross_entropy(strong, pseudo.label, reduction="none") * pseudo.weight
         consistency = mean(loss, batch.u_real) if self.mean == "all" else loss.sum() / pseudo.weight.sum().clamp_min(1)

@@ -81,7 +81,7 @@ class ICPL(Objective):
         self, task: Task, params: Tree, stats: Tree, batch: Batch, aux: Tree = NOTHING, cached: Tree = NOTHING
     ) -> tuple[Tensor, StepResult]:
         x, weak, strong = batch.x, batch.u["weak"], batch.u["strong"]
-        logits, features, moments = self._look(task, params, (x, strong, weak), batch.masks(2))
+        logits, features, moments = self._outputs(task, params, (x, strong, weak), batch.masks(2))
         guess = logits[2].detach()
         if task.labeling == "running":
             with torch.no_grad():
@@ -98,19 +98,19 @@ class ICPL(Objective):
         kinds = self._kinds(g, label, sure, aux["prior"], batch.y)
         contrast = self._contrast(params, features, kinds, batch)
         labels = one_hot(batch.y, g.shape[-1], g)
-        seen = (labels if batch.x_real is None else labels * batch.x_real[:, None]).sum(0)
-        counted = seen + (one_hot(pseudo.label, g.shape[-1], g) * used[:, None]).sum(0)
+        label_counts = (labels if batch.x_real is None else labels * batch.x_real[:, None]).sum(0)
+        counts = label_counts + (one_hot(pseudo.label, g.shape[-1], g) * used[:, None]).sum(0)
         loss = (
             supervised(logits[0], batch.y, batch.x_real) + self.unlabeled_weight * taught + self.proxy_weight * contrast
         )
-        return loss, StepResult(moments, (pseudo,), {"counts": aux["counts"] + counted})
+        return loss, StepResult(moments, (pseudo,), {"counts": aux["counts"] + counts})
 
     def passes(self, task: Task, labeled: int, unlabeled: int) -> Passes:
         again = unlabeled if task.labeling == "running" else 0
         taught = labeled + 2 * unlabeled
         return Passes(taught + again + labeled + unlabeled, taught)
 
-    def _look(
+    def _outputs(
         self, task: Task, params: Tree, groups: tuple[Tensor, ...], real: tuple[Tensor, ...]
     ) -> tuple[list[Tensor], list[Tensor], list[Tree]]:
         """Return the logits and the features of each group of images, and the moments of the passes."""
@@ -124,12 +124,12 @@ class ICPL(Objective):
         passes: list[Tree] = []
         for group, mask in zip(groups, real or (None,) * len(groups), strict=True):
             if len(group):
-                said, given, moments = task.network.embed(params, group, real=mask)
+                z, h, moments = task.network.embed(params, group, real=mask)
                 passes.append(seen_by(moments, mask))
             else:
-                said, given = head.new_zeros(0, len(head)), head.new_zeros(0, head.shape[1])
-            logits.append(said)
-            features.append(given)
+                z, h = head.new_zeros(0, len(head)), head.new_zeros(0, head.shape[1])
+            logits.append(z)
+            features.append(h)
         return logits, features, passes
 
     def _kinds(self, g: Tensor, label: Tensor, sure: Tensor, prior: Tensor, y: Tensor) -> "Kinds":

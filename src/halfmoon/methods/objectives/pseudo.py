@@ -61,8 +61,8 @@ class PseudoLabel(PseudoLabeling, Objective):
         return supervised(labeled, batch.y, batch.x_real) + weight * taught, StepResult(moments, (pseudo,), aux)
 
     def passes(self, task: Task, labeled: int, unlabeled: int) -> Passes:
-        asked = self.teacher != "local" and self.labels == "step"
-        again = (self._again(task) + asked) * unlabeled
+        remote = self.teacher != "local" and self.labels == "step"
+        again = (self._again(task) + remote) * unlabeled
         return Passes(labeled + unlabeled + again, labeled + unlabeled)
 
     def _again(self, task: Task) -> bool:

@@ -110,8 +110,8 @@ class PseudoLabeling:
         if self.labels == "round":
             cached["guess"] = guess
         if self.rule.sweeps:
-            judged = debiased(guess, cached["prior"]) if self.debias else guess
-            cached["profile"] = self.rule.begin({}, data, judged.softmax(-1))
+            logits = debiased(guess, cached["prior"]) if self.debias else guess
+            cached["profile"] = self.rule.begin({}, data, logits.softmax(-1))
         return cached
 
     def remember(self, task: Task, down: Tree) -> Tree:
@@ -125,11 +125,11 @@ class PseudoLabeling:
 
     def pseudo_label(self, guess: Tensor, batch: Batch, aux: Tree) -> tuple[Pseudo, Tree]:
         """Return the pseudo-labels of logits (b, classes) on the images of a step, and the thresholds' new state."""
-        kept = aux.get("thresholds", {})
-        pseudo, state = self.rule.pseudo_label(guess.softmax(-1), batch.u_rows, kept, batch.u_real)
+        thresholds = aux.get("thresholds", {})
+        pseudo, state = self.rule.pseudo_label(guess.softmax(-1), batch.u_rows, thresholds, batch.u_real)
         return pseudo, {"thresholds": state} if state else {}
 
-    def look(
+    def outputs(
         self, task: Task, params: Tree, stats: Tree, batch: Batch, cached: Tree
     ) -> tuple[Tensor, Tensor, Tensor, list[Tree]]:
         """Return the logits of labeled and strong images, detached (debiased) guesses (b, classes), and the moments."""

@@ -99,7 +99,7 @@ class ReMixMatch(Objective):
         strong = batch.u["strong"]
         taught = (*images, strong)
         turned = quarter_turns(strong, batch.mixing["turn"]) if self.rotation_weight else None
-        (x, *u, anchor), (weak,), rotations, moments = self._look(task, params, stats, taught, turned, batch)
+        (x, *u, anchor), (weak,), rotations, moments = self._outputs(task, params, stats, taught, turned, batch)
         raw = weak.softmax(-1)
         guess, news = self._align(raw, aux, cached, batch.u_real)
         q = sharpened(guess, self.temperature)
@@ -127,7 +127,7 @@ class ReMixMatch(Objective):
         predicted = torch.lerp(aux["predicted"], row_mean(guess, real), 1 - self.alignment_decay)
         return aligned / aligned.sum(-1, keepdim=True), {"predicted": predicted}
 
-    def _look(
+    def _outputs(
         self, task: Task, params: Tree, stats: Tree, taught: tuple[Tensor, ...], turned: Tensor | None, batch: Batch
     ) -> tuple[list[Tensor], list[Tensor], Tensor, list[Tree]]:
         """Return the logits of the taught groups, of the guessed one, of the rotation head (b, 4), and the moments."""

@@ -48,18 +48,18 @@ class SelfSupervised(Objective):
         if task.network.head is None:
             raise UserError("a start needs a network that ends in a linear layer, on whose input a projector stands.")
         like = tree.flatten(model["params"])[f"{task.network.head}/weight"]
-        g, inputs, drawn = rng.generator(0, "self-supervised"), like.shape[1], dict[str, Any]()
+        g, inputs, projectors = rng.generator(0, "self-supervised"), like.shape[1], dict[str, Any]()
         for name in self.heads:
             first, last = linear(g, inputs, self.hidden), linear(g, self.hidden, self.projected)
-            drawn[name] = {"first": {"weight": first["weight"], "norm": affine(self.hidden)}, "last": last}
+            projectors[name] = {"first": {"weight": first["weight"], "norm": affine(self.hidden)}, "last": last}
             inputs = self.projected
-        params = {**model["params"], **tree.to(drawn, like.device, like.dtype)}
+        params = {**model["params"], **tree.to(projectors, like.device, like.dtype)}
         return super().start(task, {**model, "params": params})
 
     def passes(self, task: Task, labeled: int, unlabeled: int) -> Passes:
         return Passes(2 * unlabeled, 2 * unlabeled)
 
-    def look(self, task: Task, params: Tree, batch: Batch) -> tuple[Tensor, list[Tree]]:
+    def projections(self, task: Task, params: Tree, batch: Batch) -> tuple[Tensor, list[Tree]]:
         """Return the projections (2 b, projected) of both views, and the moments of the passes."""
         images, real = [batch.u[name] for name in self.needs.views], batch.masks(2)[1:]
         if task.statistics == "joint":
@@ -68,7 +68,7 @@ class SelfSupervised(Objective):
             task.network.embed(params, each, real=mask)
             for each, mask in zip(images, real or (None,) * len(images), strict=True)
         ]
-        features = torch.cat([seen for _, seen, _ in passes])
+        features = torch.cat([h for _, h, _ in passes])
         return through(params[PROJECTOR], features, batch), [moments for *_, moments in passes]
 
 
@@ -87,7 +87,7 @@ class SimCLR(SelfSupervised):
     def __call__(
         self, task: Task, params: Tree, stats: Tree, batch: Batch, aux: Tree = NOTHING, cached: Tree = NOTHING
     ) -> tuple[Tensor, StepResult]:
-        projections, moments = self.look(task, params, batch)
+        projections, moments = self.projections(task, params, batch)
         loss = info_nce(projections, self.temperature, both(batch))
         return loss, StepResult(moments, ())
 
@@ -102,7 +102,7 @@ class SimSiam(SelfSupervised):
     def __call__(
         self, task: Task, params: Tree, stats: Tree, batch: Batch, aux: Tree = NOTHING, cached: Tree = NOTHING
     ) -> tuple[Tensor, StepResult]:
-        projections, moments = self.look(task, params, batch)
+        projections, moments = self.projections(task, params, batch)
         alike = agreement(through(params[PREDICTOR], projections, batch), projections, batch)
         return -alike / 2, StepResult(moments, ())
 
@@ -147,9 +147,9 @@ class BYOL(SelfSupervised):
     def __call__(
         self, task: Task, params: Tree, stats: Tree, batch: Batch, aux: Tree = NOTHING, cached: Tree = NOTHING
     ) -> tuple[Tensor, StepResult]:
-        projections, moments = self.look(task, params, batch)
+        projections, moments = self.projections(task, params, batch)
         with torch.no_grad():
-            targets, _ = self.look(task, aux["target"], batch)
+            targets, _ = self.projections(task, aux["target"], batch)
         alike = agreement(through(params[PREDICTOR], projections, batch), targets, batch)
         return 4 - 2 * alike, StepResult(moments, ())
 

@@ -77,8 +77,8 @@ class Threshold:
             return {"label": rows, "mark": torch.zeros((), dtype=torch.float64, device=like.device)}
         return {}
 
-    def begin(self, known: Tree, data: Local, p: Tensor | None = None) -> Tree:
-        """Return what a client update starts with, of what is `known`; "fl2" needs the predictions p (U, C) on all
+    def begin(self, state: Tree, data: Local, p: Tensor | None = None) -> Tree:
+        """Return what a client update starts with, of its stored `state`; "fl2" needs the predictions p (U, C) on all
         rows.
 
         Where other rows have come than those that labels were kept of (in a stream), no row has one.
@@ -87,8 +87,8 @@ class Threshold:
             assert p is not None
             return self._profile(p, data.u_real)
         if self.rule != "flexmatch":
-            return known
-        label, mark = remembered(known, data)
+            return state
+        label, mark = remembered(state, data)
         return {"label": _own(label, data.u_real), "mark": mark}
 
     def pseudo_label(self, p: Tensor, rows: Tensor, state: Tree, real: Tensor | None = None) -> tuple[Pseudo, Tree]:
@@ -162,8 +162,8 @@ class Threshold:
     def _aligned(self, p: Tensor, state: Tree, real: Tensor | None) -> tuple[Tensor, Tree]:
         """Return p divided by its running mean, which starts as the first minibatch's, and the state with that."""
         now = row_mean(p, real).to(state["classes"])
-        seen = state["classes"].sum() > 0
-        classes = torch.where(seen, torch.lerp(state["classes"], now, 1 - self.decay), now)
+        has_mean = state["classes"].sum() > 0
+        classes = torch.where(has_mean, torch.lerp(state["classes"], now, 1 - self.decay), now)
         return self._divided(p, classes), {**state, "classes": classes}
 
     @staticmethod
@@ -187,15 +187,15 @@ class Threshold:
         return torch.where(new == NONE, stored, new)
 
 
-def remembered(known: Tree, data: Local) -> tuple[Tensor, Tensor]:
+def remembered(memory: Tree, data: Local) -> tuple[Tensor, Tensor]:
     """Return the labels (U,) that rows have, `NONE` where they have none, and the mark () of these rows.
 
-    `known` has "label" and "mark" of the last time: where other rows have come since, no row has a label.
+    `memory` has "label" and "mark" of the last time: where other rows have come since, no row has a label.
     """
     pixels = data.u if data.u_real is None else data.u * data.u_real[:, None, None, None]
     label, mark = torch.full_like(data.u[:, 0, 0, 0], NONE, dtype=torch.int64), pixels.sum().double()
-    if len(known["label"]) == len(label):
-        label = torch.where(known["mark"] == mark, known["label"], label)
+    if len(memory["label"]) == len(label):
+        label = torch.where(memory["mark"] == mark, memory["label"], label)
     return label, mark
 
 

@@ -30,7 +30,7 @@ class UDA(PseudoLabeling, Objective):
     def __call__(
         self, task: Task, params: Tree, stats: Tree, batch: Batch, aux: Tree = NOTHING, cached: Tree = NOTHING
     ) -> tuple[Tensor, StepResult]:
-        labeled, strong, weak, moments = self.look(task, params, stats, batch, cached)
+        labeled, strong, weak, moments = self.outputs(task, params, stats, batch, cached)
         pseudo, aux = self.pseudo_label(weak, batch, aux)
         target = (weak / self.temperature).softmax(-1)
         consistency = mean(F.cross_entropy(strong, target, reduction="none") * pseudo.weight, batch.u_real)
