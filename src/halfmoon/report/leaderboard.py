@@ -94,7 +94,8 @@ def _column(study: Study, score: Score, column: Column) -> list[str]:
         lines.append(f"| {' | '.join([title.replace('|', BAR), *_cells(mark, full)])} |")
     ranking = order(study, score, column)
     if len(ranking.published) > 1:
-        kendall = "" if ranking.kendall_tau is None else f" (Kendall's tau {ranking.kendall_tau:.2f})"
+        interval = " [{:.2f}, {:.2f}]".format(*ranking.interval) if ranking.interval else ""
+        kendall = "" if ranking.kendall_tau is None else f" (Kendall's tau {ranking.kendall_tau:.2f}{interval})"
         lines += ["", f"Published order: {' > '.join(ranking.published)}.", ""]
         lines += [f"Measured order{kendall}: {' > '.join(ranking.measured)}."]
     return [*lines, ""]
