@@ -21,7 +21,7 @@ import halfmoon
 from halfmoon.data import load
 from halfmoon.sites.inference import Model, load_model
 from halfmoon.sites.inference.image_folder import batches, image_paths
-from halfmoon.sites.inference.unlike import known, many
+from halfmoon.sites.inference.unlike import many, reference
 
 KNOWN, OTHERS, FOREIGN, SHARE = 150, 200, 100, 0.02
 NETWORKS: dict[str, dict[str, Any]] = {
@@ -65,7 +65,7 @@ def main() -> None:
                     shared = {"data": data[name], "data_share": share, "clients": 1, "cohort": 1, "seed": seed}
                     halfmoon.run(halfmoon.Config(**{**shared, **NETWORKS[network], "run_dir": root / "run"}))
                     model = load_model(root / "run")
-                    about = known(model, written(root / "known", own[:KNOWN]))
+                    about = reference(model, written(root / "known", own[:KNOWN]))
                     for side, images in {name: own[KNOWN:], **sides}.items():
                         found = about.unlike(features(model, written(root / side.replace(" ", "-"), images)))
                         facts = {"network": network, "known": name, "images": side, "seed": seed}

@@ -447,12 +447,17 @@ def test_banned_names_are_found_where_they_are_bound():
 
 
 STILL = {
-    "aggregation", "data", "engine", "runs", "sites",
-    "sweeps", "federation.protocol", "contract", "pages",
+    "aggregation", "data", "engine", "runs", "sweeps", "federation.protocol",
+    "contract", "pages",
 }  # fmt: skip
 """Packages that still bind banned names; this list only shrinks."""
 
+ALLOWED = {
+    "sites.keys.key_folder": {"made"},  # the field of `SiteKeys` is a key of access.json
+}
+"""Names that a module binds because files on disk or messages on the wire have them."""
+
 
 def test_only_listed_packages_bind_banned_names():
-    homes = {home(name) for name in INSIDE if banned_names(tree_of(name))}
+    homes = {home(name) for name in INSIDE if banned_names(tree_of(name)) - ALLOWED.get(name, set())}
     assert sorted(homes - STILL - {"federation"}) == []

@@ -63,7 +63,7 @@ def test_the_column_of_labels_csv_says_whose_an_image_is(tmp_path: Path, capsys:
         "anna", "bert", "",
     ]  # fmt: skip
     assert site.classes == ("cat", "dog")
-    write(ward, Answer("cat/p1_3.png", "cat", by="eve"), Answer("cat/p0_0.png", "", seen="cat"))
+    write(ward, Answer("cat/p1_3.png", "cat", by="eve"), Answer("cat/p0_0.png", "", previous="cat"))
     lines = (ward / "labels.csv").read_text().splitlines()
     assert lines[0] == "path,label,group,by,at"
     assert lines[1] == "cat/p0_0.png,,anna,,"

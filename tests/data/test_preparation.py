@@ -250,11 +250,11 @@ def archive(folder: Path, patients: int, each: int) -> None:
 
 def test_files_without_a_suffix_are_known_by_their_content(tmp_path: Path) -> None:
     """A site is read as an archive writes it; the index of the medium is no image."""
-    from halfmoon.sites.folders import look, prepare
+    from halfmoon.sites.folders import prepare, scan
 
     archive(tmp_path / "site", 3, 4)
     (tmp_path / "site/notes").write_text("no image")
-    site, findings = look(tmp_path / "site")
+    site, findings = scan(tmp_path / "site")
     assert len(site) == 12
     assert [each.names for each in findings if each.kind == "files that are no images"] == [("DICOMDIR", "notes")]
     assert prepare(tmp_path / "site", channels=1).site.images.shape == (12, 2, 2, 1)

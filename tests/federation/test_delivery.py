@@ -74,7 +74,7 @@ def test_a_site_finds_its_model_and_a_card_in_a_folder_that_it_sees(tmp_path: Pa
     folder = ward(tmp_path / "s")
     member = SiteClient.at(folder, "north", tests=ward(tmp_path / "t"))
     read(member.answer(write(Offer(member.version, TERMS.text))), Acceptance)
-    site, before = folders.read(folder), folders.look(folder)[1]
+    site, before = folders.read(folder), folders.scan(folder)[1]
     read(member.answer(write(final(member.version))), Receipt)
     shown = folder / "halfmoon-model"
     text, page = ((shown / name).read_text() for name in ("model-card.md", "model-card.html"))
@@ -89,7 +89,7 @@ def test_a_site_finds_its_model_and_a_card_in_a_folder_that_it_sees(tmp_path: Pa
     over = consent.ending(folder / ".halfmoon")
     assert over is not None
     assert str(shown) in over.reason
-    assert folders.look(folder)[1] == before, "the folder of the model is none of images"
+    assert folders.scan(folder)[1] == before, "the folder of the model is none of images"
     parts = {"<b>a</b>": ["<i>*x*</i>"]}
     about_model.write(tmp_path, "<u>", parts)
     assert "<i>" not in (tmp_path / "model-card.html").read_text()

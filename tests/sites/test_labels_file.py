@@ -35,7 +35,7 @@ def test_an_answer_is_a_line_and_is_read_back(tmp_path: Path):
     write(site, Answer("0.png", "dog"))
     assert said(site) == "path,label\n2.png,cat\n0.png,dog\n"
     assert list(read(site).labels) == [1, -1, 0, -1, -1, -1]
-    write(site, Answer("2.png", "", seen="cat"))
+    write(site, Answer("2.png", "", previous="cat"))
     assert said(site) == "path,label\n0.png,dog\n"
 
 
@@ -43,7 +43,7 @@ def test_other_lines_stay_as_they_were_written(tmp_path: Path):
     """Other slashes, quotes, a byte order mark and semicolons are the writer's own."""
     text = b'\xef\xbb\xbfpath;label\r\n.\\1.png;"cat"\r\n2.png;dog\r\n'
     site = folder(tmp_path, text=text)
-    write(site, Answer("1.png", "dog", seen="cat"), Answer("3.png", "cat"))
+    write(site, Answer("1.png", "dog", previous="cat"), Answer("3.png", "cat"))
     assert (site / "labels.csv").read_bytes() == "\ufeffpath;label\n.\\1.png;dog\n2.png;dog\n3.png;cat\n".encode()
 
 
@@ -74,7 +74,7 @@ def test_an_answer_over_another_persons_is_refused(tmp_path: Path):
         write(site, Answer("0.png", "dog"))
     assert (refused.value.present, said(site)) == ("cat", before)
     write(site, Answer("0.png", "cat"))  # the same answer is no conflict
-    write(site, Answer("0.png", "dog", seen="cat"))
+    write(site, Answer("0.png", "dog", previous="cat"))
     assert labels(site) == {"0.png": "dog"}
 
 

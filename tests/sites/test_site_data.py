@@ -21,7 +21,7 @@ from halfmoon.data.readers.decode import header
 from halfmoon.engine.local_clients import FederatedDataset
 from halfmoon.methods import registry
 from halfmoon.runs import factory
-from halfmoon.sites.folders import check, look, open_site, prepare, read
+from halfmoon.sites.folders import check, open_site, prepare, read, scan
 from halfmoon.storage import atomic_io
 
 draw = np.random.default_rng(0)
@@ -126,7 +126,7 @@ def test_a_fault_is_a_sentence_and_blocks(tmp_path: Path, labels: bytes, classes
 
 def test_no_folder_and_no_image(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="there is no such folder; give the folder of a site"):
-        look(tmp_path / "not")
+        scan(tmp_path / "not")
     (tmp_path / "notes.txt").write_text("none")
     with pytest.raises(UserError, match="there is no image in it"):
         read(tmp_path)
@@ -140,7 +140,7 @@ def test_what_is_no_image_is_never_opened(tmp_path: Path) -> None:
     (tmp_path / "s" / "dead.png").symlink_to("nowhere.png")
     (tmp_path / "s" / "far").symlink_to(tmp_path / "far")
     shutil.copy(tmp_path / "s" / "a.png", os.fsdecode(os.fsencode(tmp_path / "s") + b"/\xff.png"))
-    found, (others,) = look(tmp_path / "s")
+    found, (others,) = scan(tmp_path / "s")
     assert found.paths == ("a.png", "b.png", "c.png")
     assert others.names == ("\\udcff.png", "dead.png", "far", "pipe.png")
     assert not others.blocks

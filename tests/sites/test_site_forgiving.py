@@ -8,7 +8,7 @@ from PIL import Image
 
 from halfmoon.cli.main import main
 from halfmoon.core.errors import UserError
-from halfmoon.sites.folders import check, look, open_site, prepare, read
+from halfmoon.sites.folders import check, open_site, prepare, read, scan
 
 CLASSES = ["glioma", "meningioma", "none"]
 
@@ -80,7 +80,7 @@ def test_images_in_class_folders_have_these_labels(tmp_path: Path) -> None:
     """Where a classes.txt names the folders; others stay unlabeled. Without one, the check asks for it."""
     place = folder(tmp_path / "s", {"glioma/a.png": "x", "none/b.png": "x", "later/c.png": "x"})
     (place / "labels.csv").unlink()
-    found = look(place)[0]
+    found = scan(place)[0]
     assert found.labels.tolist() == [-1, -1, -1]
     assert kinds(place)["folders that look like classes"] == (
         "glioma (1 images)",

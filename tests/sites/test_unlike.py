@@ -12,7 +12,7 @@ from halfmoon.cli import main as cli
 from halfmoon.core.errors import UserError
 from halfmoon.data import load
 from halfmoon.sites.inference import load_model
-from halfmoon.sites.inference.unlike import RATE, Known, known, many
+from halfmoon.sites.inference.unlike import RATE, Reference, many, reference
 
 SOURCE = load("digits")
 
@@ -39,10 +39,10 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_the_limit_is_the_distance_that_one_of_twenty_exceeds(place: Path):
-    found = known(load_model(place / "run"), place / "known")
+    found = reference(load_model(place / "run"), place / "known")
     far = 2 - 2 * np.sort(found.features @ found.features.T, axis=1)[:, -6]
     assert np.mean(far > found.limit) == pytest.approx(RATE, abs=0.01)
-    assert Known(found.features, found.limit).unlike(7 * found.features[far <= found.limit]).sum() == 0
+    assert Reference(found.features, found.limit).unlike(7 * found.features[far <= found.limit]).sum() == 0
 
 
 def test_predict_warns_of_negatives_and_not_of_others(place: Path, capsys: pytest.CaptureFixture[str]):
@@ -61,7 +61,7 @@ def test_predict_warns_of_negatives_and_not_of_others(place: Path, capsys: pytes
 
 def test_few_images_tell_nothing(place: Path):
     with pytest.raises(UserError, match="has 39 images that can be read: to know what is unlike them takes 40"):
-        known(load_model(place / "run"), place / "few")
+        reference(load_model(place / "run"), place / "few")
 
 
 def test_many_are_more_than_chance_brings():

@@ -17,7 +17,7 @@ from halfmoon.sites.keys.key_folder import DAYS, LISTEN, MOST_DAYS, PORT
 
 if TYPE_CHECKING:
     from halfmoon.federation.flower.launch import Server
-    from halfmoon.sites.keys.make import Done
+    from halfmoon.sites.keys.make import Result
 
 
 FOLDER = "FOLDER "
@@ -112,7 +112,7 @@ def _rotate(args: argparse.Namespace) -> int:
     return _tell(args, f"{what} new.", change)
 
 
-def _tell(args: argparse.Namespace, words: str, change: Done) -> int:
+def _tell(args: argparse.Namespace, words: str, change: Result) -> int:
     from halfmoon.sites.keys import Access
 
     if args.json:

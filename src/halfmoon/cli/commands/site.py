@@ -113,13 +113,13 @@ def _forming(parser: argparse.ArgumentParser) -> None:
 
 def _check(args: argparse.Namespace) -> int:
     from halfmoon.data.preparation import Preparation, checked_window
-    from halfmoon.sites.folders import check, look
+    from halfmoon.sites.folders import check, scan
     from halfmoon.sites.folders.check import ContactSheet
 
     how = Preparation(_size(args.size), _channels(args.channels), args.crop, checked_window(args.window))
-    sheet = None if args.sheet is None else ContactSheet(len(look(args.folder)[0]), how)
+    sheet = None if args.sheet is None else ContactSheet(len(scan(args.folder)[0]), how)
     add = None if sheet is None else sheet.add
-    result = check(args.folder, progress(), classes=args.classes, tests=args.test, seen=add)
+    result = check(args.folder, progress(), classes=args.classes, tests=args.test, on_image=add)
     if sheet is not None and args.sheet is not None:
         count = sheet.write(args.sheet)
         sys.stderr.write(f"halfmoon: {args.sheet} shows {count} images\n")
@@ -160,13 +160,13 @@ def _show(result: Survey) -> None:
 
 
 def _show_finding(finding: Any) -> None:
-    from halfmoon.sites.folders.site_folder import SHOWN
+    from halfmoon.sites.folders.site_folder import MOST_NAMES
 
     lines = finding.lines()
-    more = [f"... and {len(lines) - SHOWN:,} more (--json lists all)"] if len(lines) > SHOWN else []
+    more = [f"... and {len(lines) - MOST_NAMES:,} more (--json lists all)"] if len(lines) > MOST_NAMES else []
     count = f" ({len(lines):,})"
     say(f"\n{finding.kind}{count}: {finding.remedy}")
-    for line in [*lines[:SHOWN], *more]:
+    for line in [*lines[:MOST_NAMES], *more]:
         say(f"  {line}")
 
 
@@ -217,7 +217,7 @@ def _prepare(args: argparse.Namespace) -> int:
         facts = {"folder": str(args.folder), "home": str(result.home), "shape": [count, height, width, channels]}
         print_json(facts | {"written": result.fresh, "decoded": result.decoded, "left_out": left_out})
         return 0
-    from halfmoon.sites.folders.site_folder import SHOWN
+    from halfmoon.sites.folders.site_folder import MOST_NAMES
 
     labeled = int((result.site.labels >= 0).sum())
     what = f"{result.decoded:,} decoded now" if result.fresh else "nothing had changed"
@@ -226,8 +226,8 @@ def _prepare(args: argparse.Namespace) -> int:
         f"{result.home}: {count:,} images as {height}x{width} with {channels} channel(s), {labeled:,} labeled; {what}",
     )
     if lines:
-        more = [f"... and {len(lines) - SHOWN:,} more (--json lists all)"] if len(lines) > SHOWN else []
-        say("\n  ".join([f"left out ({len(lines):,}):", *lines[:SHOWN], *more]))
+        more = [f"... and {len(lines) - MOST_NAMES:,} more (--json lists all)"] if len(lines) > MOST_NAMES else []
+        say("\n  ".join([f"left out ({len(lines):,}):", *lines[:MOST_NAMES], *more]))
     return 0
 
 

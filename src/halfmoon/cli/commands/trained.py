@@ -110,7 +110,7 @@ def _predict(args: argparse.Namespace) -> int:
     if args.like is not None:
         from halfmoon.sites.inference import unlike
 
-        reference = unlike.known(model, args.like)
+        reference = unlike.reference(model, args.like)
     result = predict(model, args.folder, args.out, args.sure, reference and reference.unlike)
     if reference is not None and unlike.many(result.unlike, result.images):
         about = f"{result.unlike:,} of {result.images:,} images look unlike those of {args.like}"

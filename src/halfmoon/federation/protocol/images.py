@@ -12,7 +12,7 @@ from halfmoon.federation.protocol.terms import Terms
 from halfmoon.runs.factory import preparation
 from halfmoon.sites.folders import Prepared, prepare
 from halfmoon.sites.folders.prepare import open_site
-from halfmoon.sites.folders.site_folder import SiteFolder, meant, read
+from halfmoon.sites.folders.site_folder import SiteFolder, read, suggestion
 
 
 def form_name(terms: Terms) -> str:
@@ -54,7 +54,7 @@ def numbered(site: SiteFolder, terms: Terms) -> np.ndarray:
     used = {int(label) for label in np.unique(site.labels[site.labels >= 0])}
     strange = [name for number, name in enumerate(site.classes) if number in used and name not in classes]
     if strange:
-        near = ", ".join(f"{name}{meant(name, classes)}" for name in strange)
+        near = ", ".join(f"{name}{suggestion(name, classes)}" for name in strange)
         words = (
             f"{site.folder} has labels of classes that federation {terms.name} does not have: {near}. Its classes "
             f"are {', '.join(classes)}: correct the labels, or agree on the classes."

@@ -53,7 +53,7 @@ from halfmoon.federation.site.site_keys import KeyFiles, KnownSites
 from halfmoon.runs.factory import computing, site_threads
 from halfmoon.runs.model_card import Card
 from halfmoon.sites.folders.prepare import HOME
-from halfmoon.sites.folders.site_folder import LAST_MODEL, meant
+from halfmoon.sites.folders.site_folder import LAST_MODEL, suggestion
 from halfmoon.sites.inference import about_model
 from halfmoon.sites.inference.load import load_model
 from halfmoon.storage import atomic_io
@@ -186,7 +186,7 @@ class SiteClient:
         with _possible():
             terms = Terms.parse(offer.terms)
         if self.name not in terms.sites:
-            near = meant(self.name, terms.sites)
+            near = suggestion(self.name, terms.sites)
             raise Impossible(f"federation {terms.name} has no site {self.name}{near}.")
         self._agree_to(terms, UNFIT)
         with _possible():

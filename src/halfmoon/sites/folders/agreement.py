@@ -37,19 +37,19 @@ def reader_file(name: str) -> str:
 
 def agreements(folder: Path) -> list[Agreement]:
     """Return how labels.csv and the readers agree, each pair that has an image in common."""
-    found = {"labels.csv": labels(folder)}
+    by_reader = {"labels.csv": labels(folder)}
     files = sorted(file.stem for file in (folder / READERS).glob("*.csv") if not file.stem.endswith(".not-sure"))
-    found |= {name: labels(folder, reader_file(name)) for name in files}
-    names = list(found)
+    by_reader |= {name: labels(folder, reader_file(name)) for name in files}
+    names = list(by_reader)
     pairs = [(one, other) for k, one in enumerate(names) for other in names[k + 1 :]]
-    return [compared((a, b), found[a], found[b]) for a, b in pairs if found[a].keys() & found[b].keys()]
+    return [compared((a, b), by_reader[a], by_reader[b]) for a, b in pairs if by_reader[a].keys() & by_reader[b].keys()]
 
 
 def compared(readers: tuple[str, str], one: Mapping[str, str], other: Mapping[str, str]) -> Agreement:
     """Return how two readers' labels by path agree on the images that both have."""
     paths = sorted(one.keys() & other.keys())
     classes = sorted({*(one[path] for path in paths), *(other[path] for path in paths)})
-    a, b = (np.array([classes.index(said[path]) for path in paths]) for said in (one, other))
+    a, b = (np.array([classes.index(reader[path]) for path in paths]) for reader in (one, other))
     agreement = float((a == b).mean())
     shares = [np.bincount(each, minlength=len(classes)) / len(paths) for each in (a, b)]
     chance = float(shares[0] @ shares[1])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import io
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -10,24 +11,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from PIL import Image
 
 from halfmoon.core.errors import UserError
 from halfmoon.data import dicom
-from halfmoon.data.preparation import used
-from halfmoon.data.readers.decode import converted, deep, upright
+from halfmoon.data.preparation import Preparation, used
+from halfmoon.data.readers.decode import converted, deep, prepared, upright
 from halfmoon.sites.folders import label_file
-from halfmoon.sites.folders.site_folder import CLASSES, LABELS, Finding, SiteFolder, look, meant
+from halfmoon.sites.folders.site_folder import CLASSES, LABELS, Finding, SiteFolder, scan, suggestion
+from halfmoon.storage import atomic_io
 
 if TYPE_CHECKING:
     from halfmoon.api.requirements import Place
-
-import io
-
-from PIL import Image
-
-from halfmoon.data.preparation import Preparation
-from halfmoon.data.readers.decode import prepared
-from halfmoon.storage import atomic_io
 
 NARROW = 0.1
 """The share of its 16 bits below which an image is named."""
@@ -90,14 +85,15 @@ def check(
     *,
     classes: Sequence[str] = (),
     tests: Path | None = None,
-    seen: Callable[[str, bytes], None] | None = None,
+    on_image: Callable[[str, bytes], None] | None = None,
 ) -> Survey:
     """Return the contents of a site folder, one image at a time; raise UserError where there is none.
 
     Equal images have equal pixels as 8-bit RGB. `classes` are a federation's, `tests` is a folder of test images,
-    `seen` gets every readable image.
+    `on_image` gets every readable image.
     """
-    site, findings = look(folder)
+    site, findings = scan(folder)
+    test = None if tests is None else scan(tests)[0]
     sizes: Counter[tuple[int, int, str]] = Counter()
     equal: dict[bytes, list[int]] = {}
     broken: dict[str, str] = {}
@@ -105,7 +101,7 @@ def check(
     frames: dict[str, str] = {}
     for row, path in enumerate(site.paths):
         try:
-            size, key, share, count = _image(folder / path, path, seen)
+            size, key, share, count = _image(folder / path, path, on_image)
         except UserError as error:
             broken[path] = str(error).removeprefix(f"{path}: ")
         else:
@@ -118,10 +114,10 @@ def check(
         if progress is not None:
             progress(row + 1, len(site))
     findings += [
-        *_told(narrow, frames),
+        *_depth_and_frames(narrow, frames),
         *_compared(site, classes),
-        Finding("images that are test images as well", "take them out of one of the two", _tested(site, equal, tests)),
-        Finding("images of patients of the test", "take the patients out of one of the two", _patients(site, tests)),
+        Finding("images that are test images as well", "take them out of one of the two", _tested(site, equal, test)),
+        Finding("images of patients of the test", "take the patients out of one of the two", _patients(site, test)),
         *_folders(site),
     ]
     labels = np.array([-1 if path in broken else label for path, label in zip(site.paths, site.labels, strict=True)])
@@ -139,7 +135,7 @@ def check(
 
 
 def _image(
-    path: Path, name: str, seen: Callable[[str, bytes], None] | None = None
+    path: Path, name: str, on_image: Callable[[str, bytes], None] | None = None
 ) -> tuple[tuple[int, int, str], bytes, float | None, int]:
     """Return an image's height, width and mode, a key of its pixels, what it uses of 16 bits, and its frames."""
     try:
@@ -149,13 +145,13 @@ def _image(
     image = upright(data, name)
     pixels = converted(image, name, 3)
     key = hashlib.blake2b(f"{pixels.size}".encode() + pixels.tobytes(), digest_size=16).digest()
-    if seen is not None:
-        seen(name, data)
+    if on_image is not None:
+        on_image(name, data)
     share = used(np.asarray(image)) if deep(image) and "rescale" not in image.info else None
     return (image.height, image.width, image.mode), key, share, image.info.get("frames", 1)
 
 
-def _told(narrow: Mapping[str, str], frames: Mapping[str, str]) -> list[Finding]:
+def _depth_and_frames(narrow: Mapping[str, str], frames: Mapping[str, str]) -> list[Finding]:
     """Return which images of more than 8 bits are nearly of one gray, and which files have several frames."""
     remedy = "each is spread from black to white by itself; to give all the same black and white, say --window LOW HIGH"
     one = "the frame that the file names, else the middle one, stands for all; cut out others by another program"
@@ -168,7 +164,7 @@ def _told(narrow: Mapping[str, str], frames: Mapping[str, str]) -> list[Finding]
 def _compared(site: SiteFolder, classes: Sequence[str]) -> list[Finding]:
     if not classes:
         return []
-    strange = [f"{name}{meant(name, classes)}" for name in site.classes if name not in classes]
+    strange = [f"{name}{suggestion(name, classes)}" for name in site.classes if name not in classes]
     lacking = [name for name in classes if name not in site.classes]
     remedy = "correct them, or agree on the classes"
     return [
@@ -177,30 +173,29 @@ def _compared(site: SiteFolder, classes: Sequence[str]) -> list[Finding]:
     ]
 
 
-def _tested(site: SiteFolder, equal: Mapping[bytes, list[int]], tests: Path | None) -> tuple[tuple[str, ...], ...]:
+def _tested(site: SiteFolder, equal: Mapping[bytes, list[int]], test: SiteFolder | None) -> tuple[tuple[str, ...], ...]:
     """Return the images of a folder that are test images too, with those."""
-    found: list[tuple[str, ...]] = []
-    held = look(tests)[0] if tests is not None else None
-    for path in held.paths if held is not None else ():
-        assert tests is not None, "where there are paths, there is a folder"
+    matches: list[tuple[str, ...]] = []
+    if test is None:
+        return ()
+    for path in test.paths:
         try:
-            key = _image(tests / path, path)[1]
+            key = _image(test.folder / path, path)[1]
         except UserError:
             continue
         if key in equal:
-            found.append((*(site.paths[row] for row in equal[key]), f"{tests.name}/{path}"))
-    return tuple(found)
+            matches.append((*(site.paths[row] for row in equal[key]), f"{test.folder.name}/{path}"))
+    return tuple(matches)
 
 
-def _patients(site: SiteFolder, tests: Path | None) -> tuple[str, ...]:
+def _patients(site: SiteFolder, test: SiteFolder | None) -> tuple[str, ...]:
     """Return the images whose patient, by labels.csv or DICOM files, has images in the test folder too."""
-    held = look(tests)[0] if tests is not None else None
-    if held is None:
+    if test is None:
         return ()
-    if site.groups or held.groups:
-        both = set(held.groups.values())
+    if site.groups or test.groups:
+        both = set(test.groups.values())
         return tuple(path for path in site.paths if site.groups.get(path) in both)
-    files = [each.folder / path for each in (site, held) for path in each.paths]
+    files = [each.folder / path for each in (site, test) for path in each.paths]
     patients = dicom.patients(files) or [""] * len(files)
     both = set(patients[len(site) :]) - {""}
     return tuple(path for path, patient in zip(site.paths, patients, strict=False) if patient in both)
@@ -234,16 +229,16 @@ def _duplicates(site: SiteFolder, groups: list[list[int]]) -> list[Finding]:
         else:
             kind = unlabeled if labels == {-1} else labeled
         kind.append(tuple(site.paths[row] for row in rows))
-    return [Finding(kind, "keep one of each group", tuple(found)) for kind, found in kinds.items()]
+    return [Finding(kind, "keep one of each group", tuple(names)) for kind, names in kinds.items()]
 
 
 def _classes(site: SiteFolder, mix: Mapping[str, int], labeled: int) -> list[Finding]:
     empty = [name for name, count in mix.items() if not count] if labeled else []
-    found = [Finding("classes without a label", "label an image of each, if there is one", tuple(empty))]
+    findings = [Finding("classes without a label", "label an image of each, if there is one", tuple(empty))]
     if labeled and not (site.folder / CLASSES).exists():
         remedy = f"numbered as sorted in {LABELS}; all sites of a federation need the same {CLASSES}"
-        found.append(Finding(f"{CLASSES} is not there", remedy, (f"classes: {', '.join(site.classes)}",)))
-    return found
+        findings.append(Finding(f"{CLASSES} is not there", remedy, (f"classes: {', '.join(site.classes)}",)))
+    return findings
 
 
 def _methods(labeled: bool) -> dict[Place, tuple[str, ...]]:

@@ -66,19 +66,19 @@ def federation(config: Config, source: Source, split: Split) -> str:
     from halfmoon.methods import registry  # slow to import: it brings torch
 
     height, width, channels = source.train.images.shape[1:]
-    given = {
+    options = {
         name: getattr(config, name) for name in ("data", "data_dir", "data_share", "image_size", "shrink", *PIXELS)
     }
     if config.split is not None:
-        given["split"] = SPLIT
+        options["split"] = SPLIT
     else:
-        given |= {name: getattr(config, name) for name in SCENARIO}
+        options |= {name: getattr(config, name) for name in SCENARIO}
     if height == width:  # whatever the network, the simulator then pads to what the sites hold
-        given["image_size"] = height
+        options["image_size"] = height
     usable = registry.names_at(place_of(split) if config.split is not None else config.labels_at)
-    given["method"] = Config.method if Config.method in usable else usable[0]
-    given["cohort"] = min(Config.cohort, split.clients)
-    lines = [f"{name} = {toml.value(value)}" for name, value in given.items() if value is not None]
+    options["method"] = Config.method if Config.method in usable else usable[0]
+    options["cohort"] = min(Config.cohort, split.clients)
+    lines = [f"{name} = {toml.value(value)}" for name, value in options.items() if value is not None]
     about = [
         "# Written by halfmoon site export. The same split in the simulator: halfmoon run --config federation.toml",
     ]
@@ -137,8 +137,8 @@ def _check(source: Source, split: Split, parts: Sequence[_Part], out: Path) -> N
 
 
 def _mark(words: str, split: Split) -> str:
-    held = split.client.tobytes() + split.labeled.tobytes()
-    return atomic_io.digest(f"{words}{split.origin.labels_sha256}{atomic_io.digest(held)}".encode())
+    assignment = split.client.tobytes() + split.labeled.tobytes()
+    return atomic_io.digest(f"{words}{split.origin.labels_sha256}{atomic_io.digest(assignment)}".encode())
 
 
 def _write(
@@ -180,12 +180,12 @@ def _alone(out: Path) -> Iterator[None]:
 
 def _claim(out: Path, mark: str) -> None:
     """Mark an empty folder as this export's; raise UserError where it holds anything else."""
-    held = atomic_io.read(out / MARK)
-    if held is not None and held.decode(errors="replace").strip() == mark:
+    content = atomic_io.read(out / MARK)
+    if content is not None and content.decode(errors="replace").strip() == mark:
         return
-    if held:
+    if content:
         raise UserError(f"{out} holds an export with other options; give another folder.")
-    if held is None and any(each.name != f".{MARK}{atomic_io.PARTIAL}" for each in out.iterdir()):
+    if content is None and any(each.name != f".{MARK}{atomic_io.PARTIAL}" for each in out.iterdir()):
         raise UserError(f"{out} is not empty, and nothing is overwritten; give another folder.")
     atomic_io.replace(out / MARK, f"{mark}\n".encode())
 

@@ -20,34 +20,38 @@ class Table(NamedTuple):
 
     rows: list[tuple[str, str, str]]  # path as written, label, group; with a group a label may be ""
     faults: list[str]
-    said: list[str]  # what is unusual about the file, and was read all the same
+    oddities: list[str]  # of the file, which was read all the same
     file: str | None  # its name, None where there is none
 
 
 def read(folder: Path) -> Table:
     """Return the lines of labels.csv, whatever the case of its name; an absent file has none."""
-    found = sorted(path.name for path in folder.iterdir() if path.name.lower() == LABELS and path.is_file())
-    if len(found) > 1 and LABELS not in found:
-        return Table([], [f"there are {' and '.join(found)}: keep one of them"], [], found[0])
-    if not found:
+    names = _names(folder)
+    if len(names) > 1 and LABELS not in names:
+        return Table([], [f"there are {' and '.join(names)}: keep one of them"], [], names[0])
+    if not names:
         return Table([], [], [], None)
-    name = LABELS if LABELS in found else found[0]
-    said = [] if name == LABELS else [f"it is called {name}"]
+    name = LABELS if LABELS in names else names[0]
+    oddities = [] if name == LABELS else [f"it is called {name}"]
     text, fault, marked = decoded(folder / name)
     if text is None:
-        return Table([], fault, said, name)
+        return Table([], fault, oddities, name)
     rows, faults, separator = _parsed(text)
-    said += [_SEPARATORS[separator]] if _SEPARATORS[separator] else []
-    return Table(rows, faults, [*said, *marked], name)
+    oddities += [_SEPARATORS[separator]] if _SEPARATORS[separator] else []
+    return Table(rows, faults, [*oddities, *marked], name)
 
 
 def file_of(folder: Path) -> Path:
     """Return the file that holds a folder's labels, or will: labels.csv, or one whose name differs in case."""
     try:
-        found = sorted(path.name for path in folder.iterdir() if path.name.lower() == LABELS and path.is_file())
+        names = _names(folder)
     except OSError:
-        found = []
-    return folder / (LABELS if LABELS in found or not found else found[0])
+        names = []
+    return folder / (LABELS if LABELS in names or not names else names[0])
+
+
+def _names(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir() if path.name.lower() == LABELS and path.is_file())
 
 
 def separator_of(text: str) -> str:

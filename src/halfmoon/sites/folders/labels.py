@@ -47,11 +47,11 @@ class Changed(UserError):
 
 @dataclass(frozen=True)
 class Answer:
-    """One label ("" takes it back), the one `seen` there before, and `by` whom it is, where that is written down."""
+    """One label ("" takes it back), the `previous` one there, and `by` whom it is, where that is written down."""
 
     path: str
     label: str
-    seen: str = ""
+    previous: str = ""
     by: str | None = None
 
 
@@ -140,7 +140,7 @@ class _Lines:
         places = self.places.get(plain(answer.path), [])
         last = self.rows[places[-1]] if places else []
         present = last[1].strip() if len(last) > 1 else ""
-        if nfc(present) not in (nfc(answer.seen), nfc(answer.label)):
+        if nfc(present) not in (nfc(answer.previous), nfc(answer.label)):
             raise Changed(f"{answer.path} has been labeled {present or 'by nobody'} meanwhile.", present)
         if answer.by is not None and SIGNED[0] not in self.header:
             self.header += SIGNED

@@ -94,7 +94,7 @@ def open_site(folder: Path, out: Path | None = None, form: str | None = None) ->
     changed = sorted(path for path in stamps.keys() | index.stamps.keys() if stamps.get(path) != index.stamps.get(path))
     if changed:
         raise UserError(f"{folder} has changed since it was prepared ({some(changed, 3)}): {again} again.")
-    if index.classes != site.classes or index.labels != _labels(site, index):
+    if index.classes != site.classes or index.labels != _labels(site, index.left_out):
         raise UserError(f"{folder}: labels or classes have changed since it was prepared: {again} again.")
     if index.open() is None:
         raise UserError(f"{home / index.images} is missing or damaged: {again} again.")
@@ -143,7 +143,7 @@ def _load(home: Path) -> _Index | None:
         files = value["files"]
         stamps = {each["path"]: (each["bytes"], each["mtime"]) for each in [*files, *value["left_out"]]}
         n, height, width, channels = value["shape"]
-        found = _Index(
+        index = _Index(
             home,
             Path(value["images"]).name,
             (n, height, width, channels),
@@ -155,14 +155,14 @@ def _load(home: Path) -> _Index | None:
         )
     except (KeyError, TypeError, ValueError):
         return None
-    numbers = [*found.shape, *found.labels.values(), *(number for stamp in stamps.values() for number in stamp)]
-    words = [*found.classes, *stamps, *found.left_out.values(), found.form]
+    numbers = [*index.shape, *index.labels.values(), *(number for stamp in stamps.values() for number in stamp)]
+    words = [*index.classes, *stamps, *index.left_out.values(), index.form]
     plain = all(type(each) is int for each in numbers) and all(isinstance(each, str) for each in words)
-    return found if plain and n >= 0 and height > 0 and width > 0 and channels in (1, 3) else None
+    return index if plain and n >= 0 and height > 0 and width > 0 and channels in (1, 3) else None
 
 
-def _labels(site: SiteFolder, index: _Index) -> dict[str, int]:
-    return {path: int(label) for path, label in zip(site.paths, site.labels, strict=True) if path not in index.left_out}
+def _labels(site: SiteFolder, left_out: Mapping[str, str]) -> dict[str, int]:
+    return {path: int(label) for path, label in zip(site.paths, site.labels, strict=True) if path not in left_out}
 
 
 def _opened(site: SiteFolder, index: _Index) -> SiteFolder:
@@ -172,7 +172,7 @@ def _opened(site: SiteFolder, index: _Index) -> SiteFolder:
 
 def _unchanged(site: SiteFolder, home: Path, old: _Index) -> Prepared:
     """Return what lies there already; labels need no decoding, so only the index is written where they changed."""
-    new = replace(old, labels=_labels(site, old), classes=site.classes)
+    new = replace(old, labels=_labels(site, old.left_out), classes=site.classes)
     if new != old:
         with _writing(home):
             new.write()
@@ -205,22 +205,22 @@ def _shape(
     if old is not None:
         _, height, width, depth = old.shape
         return (*(size or (height, width)), channels or depth)
-    found: Counter[tuple[int, int]] = Counter()
+    sizes: Counter[tuple[int, int]] = Counter()
     gray = True
     for path in site.paths:
-        seen = header(site.folder / path)
-        if seen is not None:
-            found[seen[:2]] += 1
-            gray = gray and seen[2]
-    if not found:
+        form = header(site.folder / path)
+        if form is not None:
+            sizes[form[:2]] += 1
+            gray = gray and form[2]
+    if not sizes:
         raise UserError(f"{site.folder}: none of its {len(site):,} images can be read; see halfmoon site check.")
-    if size is None and len(found) > 1:
-        (height, width), count = found.most_common(1)[0]
+    if size is None and len(sizes) > 1:
+        (height, width), count = sizes.most_common(1)[0]
         raise UserError(
-            f"{site.folder}: its images have {len(found):,} sizes, most of them ({count:,}) {height}x{width}; give one "
+            f"{site.folder}: its images have {len(sizes):,} sizes, most of them ({count:,}) {height}x{width}; give one "
             f"by --size HxW."
         )
-    return (*(size or next(iter(found))), channels or (1 if gray else 3))
+    return (*(size or next(iter(sizes))), channels or (1 if gray else 3))
 
 
 @contextmanager
@@ -249,10 +249,9 @@ def _decode(
     progress: Progress | None,
 ) -> tuple[dict[str, str], int]:
     _check_space(home, len(site) * int(np.prod(shape)))
-    known = _known(old, stamps, shape)
+    reusable = _reusable(old, stamps, shape)
     name = f"images-{hashlib.sha256(json.dumps([shape, how.form, stamps]).encode()).hexdigest()[:16]}.npy"
     partial = home / f".{name}{atomic_io.PARTIAL}"
-    kept: list[str] = []
     left_out: dict[str, str] = {}
     count = 0
     try:
@@ -260,30 +259,28 @@ def _decode(
             head = _head(len(site), shape)
             file.write(head)
             for row, path in enumerate(site.paths):
-                pixels = known.get(path)
+                pixels = reusable.get(path)
                 try:
                     if pixels is None:
                         count += 1
                         pixels = _pixels(site.folder / path, path, shape, how)
                     file.write(pixels.tobytes())
-                    kept.append(path)
                 except UserError as error:
                     left_out[path] = str(error).removeprefix(f"{path}: ")
                 if progress is not None:
                     progress(row + 1, len(site))
-            if not kept:
+            if len(left_out) == len(site):
                 raise UserError(f"{site.folder}: none of its {len(site):,} images can be read.")
             file.seek(0)
-            file.write(_head(len(kept), shape))
+            labels = _labels(site, left_out)
+            file.write(_head(len(labels), shape))
             file.flush()
             os.fsync(file.fileno())
         os.replace(partial, home / name)
     except BaseException:
         partial.unlink(missing_ok=True)
         raise
-    given = dict(zip(site.paths, map(int, site.labels), strict=True))
-    labels = {path: given[path] for path in kept}
-    _Index(home, name, (len(kept), *shape), site.classes, labels, dict(stamps), left_out, how.form).write()
+    _Index(home, name, (len(labels), *shape), site.classes, labels, dict(stamps), left_out, how.form).write()
     for each in home.iterdir():
         if _ARRAY.fullmatch(each.name) and each.name != name:
             with suppress(OSError):  # Windows keeps files that someone has open
@@ -315,7 +312,7 @@ def _check_space(home: Path, needed: int) -> None:
         )
 
 
-def _known(old: _Index | None, stamps: Mapping[str, Stamp], shape: tuple[int, int, int]) -> dict[str, np.ndarray]:
+def _reusable(old: _Index | None, stamps: Mapping[str, Stamp], shape: tuple[int, int, int]) -> dict[str, np.ndarray]:
     images = old.open() if old is not None and old.shape[1:] == shape else None
     if old is None or images is None:
         return {}

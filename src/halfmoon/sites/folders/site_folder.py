@@ -23,7 +23,7 @@ LAST_MODEL = "halfmoon-model"
 UNLABELED = -1
 """The label of an image that has none."""
 
-SHOWN = 10
+MOST_NAMES = 10
 """Names that a message lists before it counts."""
 
 
@@ -76,7 +76,7 @@ def read(folder: Path) -> SiteFolder:
     labels; without classes.txt the sorted names in labels.csv number the classes. Raise UserError where there is no
     image, or for what blocks.
     """
-    site, findings = look(folder)
+    site, findings = scan(folder)
     fault = next((each for each in findings if each.blocks), None)
     if fault is not None:
         raise UserError(f"{folder}: {fault.kind}: {some(fault.lines(), 3)}; {fault.remedy}.")
@@ -85,27 +85,27 @@ def read(folder: Path) -> SiteFolder:
     return site
 
 
-def look(folder: Path) -> tuple[SiteFolder, list[Finding]]:
+def scan(folder: Path) -> tuple[SiteFolder, list[Finding]]:
     """Return a site as far as it can be read, and its oddities; raise UserError where there is no folder."""
     if not folder.is_dir():
         raise UserError(f"{folder}: there is no such folder; give the folder of a site.")
     images, others, closed = _walk(folder)
     table = label_file.read(folder)
     classes, faults = _classes(folder, table)
-    given, owners, missing = _given(images, table)
+    names_by_path, owners, missing = _labels_of(images, table)
     if table.file is None:
-        given = _in_class_folders(images, classes)
+        names_by_path = _in_class_folders(images, classes)
     number = {name: place for place, name in enumerate(classes)}
     labels = np.full(len(images), UNLABELED, np.int64)
     for place, path in enumerate(images):
-        names = given.get(path, ())
+        names = names_by_path.get(path, ())
         if len(names) == 1:
             labels[place] = number.get(names[0], UNLABELED)
-    twice = {path: ", ".join(names) for path, names in given.items() if len(names) > 1}
+    twice = {path: ", ".join(names) for path, names in names_by_path.items() if len(names) > 1}
     # A broken classes.txt has every label wrong; it is named alone.
     strange = {
-        path: ", ".join(f"{name}{meant(name, classes)}" for name in names)
-        for path, names in given.items()
+        path: ", ".join(f"{name}{suggestion(name, classes)}" for name in names)
+        for path, names in names_by_path.items()
         if set(names) - number.keys() and not faults
     }
     findings = [
@@ -120,7 +120,7 @@ def look(folder: Path) -> tuple[SiteFolder, list[Finding]]:
             tuple(_near(labels, classes) if not (folder / CLASSES).exists() else ()),
             blocks=True,
         ),
-        Finding(f"how {LABELS} was read", "nothing is to be done", tuple(table.said)),
+        Finding(f"how {LABELS} was read", "nothing is to be done", tuple(table.oddities)),
         Finding("labels without a file", f"correct {LABELS}, or take the lines out", tuple(missing), blocks=True),
         Finding("files that are no images", "they are ignored", tuple(others)),
     ]
@@ -129,12 +129,12 @@ def look(folder: Path) -> tuple[SiteFolder, list[Finding]]:
 
 def _in_class_folders(images: Iterable[str], classes: Sequence[str]) -> dict[str, list[str]]:
     """Return the class of each image that lies in a folder called like a class of classes.txt."""
-    known = set(classes)
+    folders = set(classes)
     pairs = ((path, nfc(path.partition("/")[0])) for path in images if "/" in path)
-    return {path: [name] for path, name in pairs if name in known}
+    return {path: [name] for path, name in pairs if name in folders}
 
 
-def meant(name: str, classes: Iterable[str]) -> str:
+def suggestion(name: str, classes: Iterable[str]) -> str:
     """Return ": did you mean x?" for the class whose name is nearest, "" where none is near."""
     near = difflib.get_close_matches(name, list(classes), n=1, cutoff=0.7)
     return f" (did you mean {near[0]}?)" if near else ""
@@ -146,13 +146,13 @@ def _near(labels: np.ndarray, classes: Sequence[str]) -> list[str]:
     Digits count as meant (grade 1, grade 2), and so do differences in words of less than five letters.
     """
     counts = np.bincount(labels[labels >= 0], minlength=len(classes))
-    found = []
+    questions = []
     for a, rare in enumerate(classes):
         for b, frequent in enumerate(classes):
             few = counts[a] < counts[b] and counts[a] <= max(1, counts[b] // 10)
             if a != b and few and _a_slip(rare, frequent):
-                found.append(f"{rare} ({counts[a]:,} labels): did you mean {frequent} ({counts[b]:,})?")
-    return found
+                questions.append(f"{rare} ({counts[a]:,} labels): did you mean {frequent} ({counts[b]:,})?")
+    return questions
 
 
 def _a_slip(one: str, other: str) -> bool:
@@ -166,32 +166,32 @@ def _a_slip(one: str, other: str) -> bool:
     return short[start + (len(short) == len(long)) :] == long[start + 1 :]
 
 
-def _given(images: Iterable[str], table: Table) -> tuple[dict[str, list[str]], dict[str, str], list[str]]:
+def _labels_of(images: Iterable[str], table: Table) -> tuple[dict[str, list[str]], dict[str, str], list[str]]:
     """Return the labels of each image that has any, sorted by path, groups, and the paths that are no image's."""
     exact = set(images)
     others = {nfc(path): path for path in exact}
-    given: dict[str, list[str]] = {}
+    labels: dict[str, list[str]] = {}
     owners: dict[str, str] = {}
     missing: dict[str, None] = {}
     for path, label, group in table.rows:
-        found = path if path in exact else others.get(plain(path))
-        if found is None:
+        image = path if path in exact else others.get(plain(path))
+        if image is None:
             missing[path] = None
             continue
-        owners |= {found: group} if group else {}
-        if label and label not in given.setdefault(found, []):
-            given[found].append(label)
-    return {path: given[path] for path in sorted(given)}, owners, list(missing)
+        owners |= {image: group} if group else {}
+        if label and label not in labels.setdefault(image, []):
+            labels[image].append(label)
+    return {path: labels[path] for path in sorted(labels)}, owners, list(missing)
 
 
 def _labeled(kind: str, remedy: str, labels: Mapping[str, str]) -> Finding:
     return Finding(kind, remedy, tuple(labels), tuple(labels.values()), blocks=True)
 
 
-def some(names: Iterable[str], shown: int = SHOWN) -> str:
+def some(names: Iterable[str], most: int = MOST_NAMES) -> str:
     listed = list(names)
-    more = len(listed) - shown
-    return ", ".join(listed[:shown]) + (f" and {more:,} more" if more > 0 else "")
+    more = len(listed) - most
+    return ", ".join(listed[:most]) + (f" and {more:,} more" if more > 0 else "")
 
 
 def _walk(folder: Path) -> tuple[list[str], list[str], list[str]]:
@@ -201,7 +201,7 @@ def _walk(folder: Path) -> tuple[list[str], list[str], list[str]]:
     closed: list[str] = []
 
     def refused(error: OSError) -> None:
-        closed.append(_shown(_relative(Path(error.filename), folder)))
+        closed.append(_printable(_relative(Path(error.filename), folder)))
 
     # A folder may have a million files, and is walked at every start: paths are plain words here, not Path objects.
     for place, inside, names in os.walk(folder, onerror=refused):
@@ -209,15 +209,15 @@ def _walk(folder: Path) -> tuple[list[str], list[str], list[str]]:
         above = _relative(Path(place), folder)
         start = "" if above == "." else f"{above}/"
         # os.walk does not follow links to folders: they can lead in circles or out of the site.
-        others += [_shown(start + name) for name in inside if os.path.islink(os.path.join(place, name))]
+        others += [_printable(start + name) for name in inside if os.path.islink(os.path.join(place, name))]
         for name in names:
             path = start + name
             if name.startswith(".") or path.lower() == LABELS or path == CLASSES:
                 continue
-            if _is_image(place, name) and _shown(path) == path:
+            if _is_image(place, name) and _printable(path) == path:
                 images.append(path)
             else:  # a name that is not UTF-8 could not stand in a table
-                others.append(_shown(path))
+                others.append(_printable(path))
     return sorted(images), sorted(others), sorted(closed)
 
 
@@ -230,7 +230,7 @@ def _is_image(place: str, name: str) -> bool:
     return os.path.isfile(whole) or Path(whole).is_file()
 
 
-def _shown(name: str) -> str:
+def _printable(name: str) -> str:
     return name.encode("utf-8", "backslashreplace").decode()
 
 

@@ -47,16 +47,16 @@ def sections(card: Card, origin: Origin, sha256: str, confusion: np.ndarray | No
     height, width, channels = card.shape
     form = f"{width}x{height}, {'gray' if channels == 1 else 'RGB'}"
     window = "" if card.window is None else f"; black and white are {card.window[0]:g} and {card.window[1]:g}"
-    judged = ["This site gave no test images, so nothing is known of it here (site join --test FOLDER)."]
+    accuracy = ["This site gave no test images, so nothing is known of it here (site join --test FOLDER)."]
     if confusion is not None and confusion.sum():
         right, totals = confusion.diagonal(), confusion.sum(1)
         share, count = right.sum() / totals.sum(), int(totals.sum())
         z = 1.96**2 / count  # Wilson's interval
         middle, half = share + z / 2, 1.96 * (share * (1 - share) / count + z / count / 4) ** 0.5
         low, high = (middle - half) / (1 + z), (middle + half) / (1 + z)
-        judged = [f"Right on {share:.1%} of {count:,} test images of this site (95 %: {low:.1%} to {high:.1%})."]
+        accuracy = [f"Right on {share:.1%} of {count:,} test images of this site (95 %: {low:.1%} to {high:.1%})."]
         parts = zip(card.classes, right.tolist(), totals.tolist(), strict=True)
-        judged += [f"{name}: {hits:,} of {total:,} right" for name, hits, total in parts]
+        accuracy += [f"{name}: {hits:,} of {total:,} right" for name, hits, total in parts]
     calibrated = f"Probabilities are of logits divided by {card.temperature:g}, fitted on images held out for that."
     return {
         "Model": [
@@ -69,7 +69,7 @@ def sections(card: Card, origin: Origin, sha256: str, confusion: np.ndarray | No
             f"Federation {origin.name}: {origin.rounds:,} rounds, sites {', '.join(origin.sites)}",
             f"This site: {origin.labeled:,} images with a label and {origin.unlabeled:,} without. None left it.",
         ],
-        "How it was judged": judged,
+        "How it was judged": accuracy,
         "Calibration": [calibrated if card.temperature != 1 else "Its probabilities are not calibrated."],
         "Limits": list(LIMITS),
         "License": ["None was agreed on in the terms: ask who runs the federation before you pass the model on."],
@@ -79,10 +79,10 @@ def sections(card: Card, origin: Origin, sha256: str, confusion: np.ndarray | No
 
 def write(folder: Path, title: str, parts: dict[str, list[str]]) -> None:
     """Write both files of a card, each whole or not at all."""
-    lines = [f"# {title}", "", *(line for name, said in parts.items() for line in _section(name, said))]
+    lines = [f"# {title}", "", *(line for name, points in parts.items() for line in _section(name, points))]
     body = "".join(
-        f"<h2>{escape(name)}</h2><ul>{''.join(f'<li>{escape(line)}</li>' for line in said)}</ul>\n"
-        for name, said in parts.items()
+        f"<h2>{escape(name)}</h2><ul>{''.join(f'<li>{escape(line)}</li>' for line in points)}</ul>\n"
+        for name, points in parts.items()
     )
     page = (
         f'<!doctype html><html lang="en"><meta charset="utf-8"><meta name="viewport" content="width=device-width">'
@@ -92,8 +92,8 @@ def write(folder: Path, title: str, parts: dict[str, list[str]]) -> None:
         atomic_io.replace(folder / name, text.encode())
 
 
-def _section(name: str, said: Sequence[str]) -> list[str]:
-    return [f"## {name}", "", *(f"- {_plain(line)}" for line in said), ""]
+def _section(name: str, points: Sequence[str]) -> list[str]:
+    return [f"## {name}", "", *(f"- {_plain(line)}" for line in points), ""]
 
 
 def _plain(line: str) -> str:

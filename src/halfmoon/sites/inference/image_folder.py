@@ -49,9 +49,9 @@ def image_paths(folder: Path) -> list[str]:
     for place, folders, files in os.walk(folder, onerror=_refuse):
         folders[:] = [name for name in folders if not name.startswith(".")]
         near = Path(place).relative_to(folder)
-        shown = (name for name in files if not name.startswith("."))
-        shown = (name for name in shown if name.lower().endswith(SUFFIXES) or is_image(Path(place, name)))
-        paths += [(near / name).as_posix() for name in shown]
+        visible = (name for name in files if not name.startswith("."))
+        visible = (name for name in visible if name.lower().endswith(SUFFIXES) or is_image(Path(place, name)))
+        paths += [(near / name).as_posix() for name in visible]
     if not paths:
         raise UserError(f"{folder}: there is no image in it or below it ({', '.join(SUFFIXES)}).")
     return sorted(paths)

@@ -22,7 +22,7 @@ RATE, SURE = 0.05, 0.001
 
 
 @dataclass(frozen=True, eq=False)
-class Known:
+class Reference:
     """Images that a model knows: features (n, F) of length one, and the distance beyond which others look unlike."""
 
     features: np.ndarray
@@ -33,7 +33,7 @@ class Known:
         return _distances(_unit(features), self.features, NEAREST) > self.limit
 
 
-def known(model: Model, folder: Path) -> Known:
+def reference(model: Model, folder: Path) -> Reference:
     """Return the images of a folder, at most `MOST` of them; raise UserError where there are too few.
 
     Each one's distance to the others gives the limit, which a share of `RATE` of them exceeds.
@@ -46,7 +46,7 @@ def known(model: Model, folder: Path) -> Known:
         raise UserError(f"{folder} has {count} images that can be read: to know what is unlike them takes {LEAST}.")
     features = _unit(np.concatenate(parts))
     own = np.sort(_distances(features, features, NEAREST + 1))  # the nearest is the image itself
-    return Known(features, float(own[min(count, int(np.ceil((count + 1) * (1 - RATE)))) - 1]))
+    return Reference(features, float(own[min(count, int(np.ceil((count + 1) * (1 - RATE)))) - 1]))
 
 
 def many(unlike: int, images: int) -> bool:

@@ -46,10 +46,10 @@ def authority(days: int, now: datetime) -> Pair:
     key = ec.generate_private_key(ec.SECP384R1())
     serial = x509.random_serial_number()
     name = _named(f"federation authority {serial:x}"[:40])
-    made = _builder(name, name, key, serial, now, now + timedelta(days=days))
-    made = made.add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
-    made = made.add_extension(_usage(digital_signature=False, key_cert_sign=True), critical=True)
-    return Pair(_pem(key), made.sign(key, hashes.SHA384()).public_bytes(serialization.Encoding.PEM))
+    builder = _builder(name, name, key, serial, now, now + timedelta(days=days))
+    builder = builder.add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
+    builder = builder.add_extension(_usage(digital_signature=False, key_cert_sign=True), critical=True)
+    return Pair(_pem(key), builder.sign(key, hashes.SHA384()).public_bytes(serialization.Encoding.PEM))
 
 
 def server(issuer: Pair, hosts: Sequence[str], days: int, now: datetime) -> Pair:
@@ -64,13 +64,14 @@ def server(issuer: Pair, hosts: Sequence[str], days: int, now: datetime) -> Pair
     key = ec.generate_private_key(ec.SECP384R1())
     end = min(now + timedelta(days=days), above.not_valid_after_utc)
     names = [_alternative(host) for host in dict.fromkeys([*hosts, *NEAR])]
-    made = _builder(above.subject, _named("federation server"), key, x509.random_serial_number(), now, end)
-    made = made.add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
-    made = made.add_extension(_usage(digital_signature=True, key_cert_sign=False), critical=True)
-    made = made.add_extension(x509.ExtendedKeyUsage([ExtendedKeyUsageOID.SERVER_AUTH]), critical=False)
-    made = made.add_extension(x509.SubjectAlternativeName(names), critical=False)
-    made = made.add_extension(x509.AuthorityKeyIdentifier.from_issuer_public_key(signer.public_key()), critical=False)
-    return Pair(_pem(key), made.sign(signer, hashes.SHA384()).public_bytes(serialization.Encoding.PEM))
+    builder = _builder(above.subject, _named("federation server"), key, x509.random_serial_number(), now, end)
+    builder = builder.add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
+    builder = builder.add_extension(_usage(digital_signature=True, key_cert_sign=False), critical=True)
+    builder = builder.add_extension(x509.ExtendedKeyUsage([ExtendedKeyUsageOID.SERVER_AUTH]), critical=False)
+    builder = builder.add_extension(x509.SubjectAlternativeName(names), critical=False)
+    signer_key = x509.AuthorityKeyIdentifier.from_issuer_public_key(signer.public_key())
+    builder = builder.add_extension(signer_key, critical=False)
+    return Pair(_pem(key), builder.sign(signer, hashes.SHA384()).public_bytes(serialization.Encoding.PEM))
 
 
 def site(name: str) -> tuple[bytes, bytes]:
@@ -121,9 +122,9 @@ def _builder(
     issuer: x509.Name, subject: x509.Name, key: ec.EllipticCurvePrivateKey, serial: int, now: datetime, end: datetime
 ) -> x509.CertificateBuilder:
     own = x509.SubjectKeyIdentifier.from_public_key(key.public_key())
-    made = x509.CertificateBuilder().issuer_name(issuer).subject_name(subject).public_key(key.public_key())
-    made = made.serial_number(serial).not_valid_before(now - _SKEW).not_valid_after(end)
-    return made.add_extension(own, critical=False)
+    builder = x509.CertificateBuilder().issuer_name(issuer).subject_name(subject).public_key(key.public_key())
+    builder = builder.serial_number(serial).not_valid_before(now - _SKEW).not_valid_after(end)
+    return builder.add_extension(own, critical=False)
 
 
 def _usage(digital_signature: bool, key_cert_sign: bool) -> x509.KeyUsage:

@@ -21,7 +21,7 @@ from halfmoon.storage import atomic_io, locks
 WAITING = 10.0
 """Seconds that the lock is waited for; whoever has it needs it for less than one."""
 
-_NEXT, _READY, _BORN, _GONE = ".next", ".ready", ".partial-", ".gone"
+_NEXT, _PENDING, _BORN, _GONE = ".next", ".ready", ".partial-", ".gone"
 
 
 @dataclass(frozen=True)
@@ -58,29 +58,29 @@ def change(folder: Path, files: Mapping[str, File], gone: Sequence[str] = ()) ->
     """Put files into a locked folder and delete others: all or none."""
     os.mkdir(folder / _NEXT, 0o700)
     _write(folder / _NEXT, {**files, _GONE: File(json.dumps(list(gone)).encode())})
-    os.replace(folder / _NEXT, folder / _READY)
+    os.replace(folder / _NEXT, folder / _PENDING)
     atomic_io.sync_folder(folder)
     finish(folder)
 
 
 def finish(folder: Path) -> None:
     """Put into place what a change in a locked folder has left to do; clear away what never counted."""
-    ready = folder / _READY
+    pending = folder / _PENDING
     if (folder / _NEXT).exists():
         shutil.rmtree(folder / _NEXT)
-    if not ready.is_dir():
+    if not pending.is_dir():
         return
-    gone = json.loads((ready / _GONE).read_bytes())
-    paths = [path.relative_to(ready) for path in ready.rglob("*") if path.is_file() and path.name != _GONE]
+    gone = json.loads((pending / _GONE).read_bytes())
+    paths = [path.relative_to(pending) for path in pending.rglob("*") if path.is_file() and path.name != _GONE]
     for path in sorted(paths, key=lambda each: (each == Path(RECORD), each)):
         _folders(folder, path.parent)
-        os.replace(ready / path, folder / path)
+        os.replace(pending / path, folder / path)
         atomic_io.sync_folder((folder / path).parent)
     for name in gone:
         (folder / name).unlink(missing_ok=True)
         with suppress(OSError):  # something else lies there
             (folder / name).parent.rmdir()
-    os.replace(ready, folder / _NEXT)  # it is done, however far the next line comes
+    os.replace(pending, folder / _NEXT)  # it is done, however far the next line comes
     shutil.rmtree(folder / _NEXT)
 
 
@@ -233,31 +233,33 @@ class Access:
         """Return how long the certificates are valid; raise UserError where they cannot be read."""
         from halfmoon.sites.keys import certificates
 
-        found = []
+        terms = []
         for what, path, remedy in (
             ("the authority's certificate", self.ca, "--ca"),
             ("the server's certificate", self.certificate, "--server"),
         ):
             data = _bytes(path)
             try:
-                found.append(Term(what, certificates.seal(data), *certificates.span(data), remedy))
+                terms.append(Term(what, certificates.seal(data), *certificates.span(data), remedy))
             except ValueError as error:
                 raise UserError(f"{path} cannot be read ({error}): restore it from a copy.") from error
-        return found
+        return terms
 
     def warnings(self, now: datetime | None = None) -> list[str]:
         """Return a sentence for each certificate that has run out, will within a month, or is not valid yet."""
         now = now or datetime.now(UTC)
-        found = []
+        sentences = []
         for term in self.terms():
             order = f"halfmoon federation rotate {self.folder} {term.remedy}"
             if term.end <= now:
-                found.append(f"{term.what} {left(term.end, now)}, and no site can come in: run {order}.")
+                sentences.append(f"{term.what} {left(term.end, now)}, and no site can come in: run {order}.")
             elif term.end - now <= SOON:
-                found.append(f"{term.what} runs out {left(term.end, now)}: run {order} before.")
+                sentences.append(f"{term.what} runs out {left(term.end, now)}: run {order} before.")
             if term.begin > now:
-                found.append(f"{term.what} is not valid before {term.begin:%Y-%m-%d %H:%M} UTC: look at this clock.")
-        return found
+                sentences.append(
+                    f"{term.what} is not valid before {term.begin:%Y-%m-%d %H:%M} UTC: look at this clock."
+                )
+        return sentences
 
 
 def left(end: datetime, now: datetime) -> str:

@@ -103,7 +103,7 @@ _HOST = re.compile(rf"(?=.{{1,253}}$)({_LABEL}\.)*(?=[a-z0-9-]*[a-z]){_LABEL}")
 
 
 @dataclass(frozen=True)
-class Done:
+class Result:
     """What was changed, and in sentences what has to be handed out and started again; nothing of it is secret."""
 
     facts: Mapping[str, Any]
@@ -119,7 +119,7 @@ def init(
     listen: int = LISTEN,
     images: Sequence[str] = (),
     now: datetime | None = None,
-) -> Done:
+) -> Result:
     """Make a folder with an authority, a server's certificate, and a key for each site.
 
     `images` says NAME=COUNT of every site or of none. Raise UserError for a bad name, host or number.
@@ -155,10 +155,10 @@ def init(
         table = f"sites = {toml.value(list(declared))} and images = {toml.value(list(declared.values()))}"
         advice.append(f"In the federation's file, write {table} below [federation]: no site counts for more images.")
         facts["images"] = declared
-    return Done(facts, (*advice, _safe(folder)))
+    return Result(facts, (*advice, _safe(folder)))
 
 
-def add(folder: Path, name: str, key: Path | None = None, now: datetime | None = None) -> Done:
+def add(folder: Path, name: str, key: Path | None = None, now: datetime | None = None) -> Result:
     """Let one more site come in, with its own public key or a new one; raise UserError where name or key is taken."""
     folder = folder.absolute()
     line = None if key is None else _read_public(key, name)
@@ -167,25 +167,25 @@ def add(folder: Path, name: str, key: Path | None = None, now: datetime | None =
         record, files = _with_site(record, name, line, _authority(folder, record), now or datetime.now(UTC))
         _save(folder, record, files)
     serving = f"A running halfmoon serve lets {name} in within seconds."
-    return Done(_facts(folder, record, name), (_handing(folder, name, line is None), serving, _telling(folder)))
+    return Result(_facts(folder, record, name), (_handing(folder, name, line is None), serving, _telling(folder)))
 
 
-def remove(folder: Path, name: str, now: datetime | None = None) -> Done:
+def remove(folder: Path, name: str, now: datetime | None = None) -> Result:
     """Let a site come in no more; its key never comes back. Raise UserError where there is no such site."""
     folder = folder.absolute()
     with reading(folder) as record:
         site = _site(record, name)
         rest = {other: each for other, each in record.sites.items() if other != name}
         record = replace(_refusing(record, name, REMOVED, now or datetime.now(UTC)), sites=rest)
-        gone = [paths.private(name), paths.public(name), paths.authority(name), paths.join(name), paths.known(name)]
+        gone = [paths.private(name), paths.public(name), paths.authority(name), paths.join(name), paths.site_keys(name)]
         _save(folder, record, {}, gone)
     facts = {**_facts(folder, record), "removed": {name: site.fingerprint}}
-    return Done(facts, (f"A running halfmoon serve shuts {name} out within seconds.",))
+    return Result(facts, (f"A running halfmoon serve shuts {name} out within seconds.",))
 
 
 def renew(
     folder: Path, hosts: Sequence[str] = (), days: int | None = None, ca: bool = False, now: datetime | None = None
-) -> Done:
+) -> Result:
     """Make a new certificate of the server, and with `ca` a new authority; raise UserError where its key is missing."""
     folder, now = folder.absolute(), now or datetime.now(UTC)
     with reading(folder) as record:
@@ -205,10 +205,10 @@ def renew(
             record, authority=certificates.seal(issuer.certificate), certificate=certificates.seal(pair.certificate)
         )
         change(folder, files | {paths.RECORD: record.file()})
-    return Done(_facts(folder, record), _renewed(folder, record, ca, bool(hosts)))
+    return Result(_facts(folder, record), _renewed(folder, record, ca, bool(hosts)))
 
 
-def rekey(folder: Path, name: str, key: Path | None = None, now: datetime | None = None) -> Done:
+def rekey(folder: Path, name: str, key: Path | None = None, now: datetime | None = None) -> Result:
     """Give a site another key; raise UserError where its key was made there and no new public key is given."""
     folder, now = folder.absolute(), now or datetime.now(UTC)
     line = None if key is None else _read_public(key, name)
@@ -221,7 +221,7 @@ def rekey(folder: Path, name: str, key: Path | None = None, now: datetime | None
         _save(folder, record, files, [paths.private(name)] if here and line else [])
     advice = _handing(folder, name, line is None)
     serving = f"A running halfmoon serve takes the new key of {name} within seconds, and the old one no more."
-    return Done(_facts(folder, record, name), (advice, serving, _telling(folder)))
+    return Result(_facts(folder, record, name), (advice, serving, _telling(folder)))
 
 
 def host(words: str) -> str:
@@ -243,22 +243,22 @@ def host(words: str) -> str:
     return plain.lower()
 
 
-def _free(names: Sequence[str], taken: Sequence[str]) -> None:
-    seen = {name.casefold() for name in taken}
+def _free(names: Sequence[str], others: Sequence[str]) -> None:
+    folded = {name.casefold() for name in others}
     for name in names:
         if not NAME.fullmatch(name):
             raise UserError(
                 f"{name!r} cannot be a site's name: use up to 64 letters, digits, dots, dashes and underscores, of "
                 "which the first is a letter or a digit."
             )
-        if name.casefold() in seen:
+        if name.casefold() in folded:
             raise UserError(f"there are two sites {name!r}: a name is one site's alone, in capitals or not.")
-        seen.add(name.casefold())
+        folded.add(name.casefold())
 
 
 def _declared(images: Sequence[str], sites: Sequence[str]) -> dict[str, int]:
     """Return how many images each site has, in the order of sites, from NAME=COUNT; raise UserError for a mistake."""
-    found: dict[str, int] = {}
+    counts: dict[str, int] = {}
     for words in images:
         name, _, count = words.partition("=")
         if not re.fullmatch(r"[1-9][0-9]{0,11}", count):
@@ -266,13 +266,13 @@ def _declared(images: Sequence[str], sites: Sequence[str]) -> dict[str, int]:
         if name not in sites:
             hint = nearest(name, sites) if sites else "name them there."
             raise UserError(f"--images {words}: there is no site {name!r} among --sites; {hint}")
-        if name in found:
+        if name in counts:
             raise UserError(f"--images says twice how many images {name} has: say it once.")
-        found[name] = int(count)
-    missing = [name for name in sites if name not in found]
-    if found and missing:
+        counts[name] = int(count)
+    missing = [name for name in sites if name not in counts]
+    if counts and missing:
         raise UserError(f"--images has no count for {', '.join(missing)}: declare those of every site, or of none.")
-    return {name: found[name] for name in sites} if found else {}
+    return {name: counts[name] for name in sites} if counts else {}
 
 
 def _numbers(days: int, port: int, listen: int) -> None:
@@ -324,7 +324,7 @@ def _lists(folder: Path, record: Record, files: Mapping[str, File]) -> dict[str,
             raise UserError(f"{folder / path} is missing or another key than {paths.RECORD} says: restore it.")
         lines.append(line)
     whole = File(b"".join(lines))
-    return {paths.SITE_KEYS: whole, **{paths.known(name): whole for name in record.sites}}
+    return {paths.SITE_KEYS: whole, **{paths.site_keys(name): whole for name in record.sites}}
 
 
 def _site(record: Record, name: str) -> SiteKeys:

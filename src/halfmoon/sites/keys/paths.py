@@ -23,7 +23,7 @@ def authority(name: str) -> str:
     return site(name, CA)
 
 
-def known(name: str) -> str:
+def site_keys(name: str) -> str:
     return site(name, SITE_KEYS)
 
 
