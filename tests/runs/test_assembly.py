@@ -20,7 +20,7 @@ def test_a_card_says_how_images_are_made_ready(options: dict[str, Any]):
     network = registry.make("small", 1, 2, (16, 16), "batch", None)
     federated = assembly.card(config, FORM, network, "words")
     assert (federated.crop, federated.window) == (("crop" in options), (-100.0, 300.0) if options else None)
-    assert (federated.taken, federated.shrink, federated.image) == ((16, 16), 1, (1, 16, 16))
+    assert (federated.input_size, federated.shrink, federated.image) == ((16, 16), 1, (1, 16, 16))
     simulated = assembly.card(dataclasses.replace(config, shrink=2), FORM, network, "words", (32, 32), 1.5)
-    assert (simulated.taken, simulated.shrink, simulated.temperature) == ((32, 32), 2, 1.5)
+    assert (simulated.input_size, simulated.shrink, simulated.temperature) == ((32, 32), 2, 1.5)
     assert simulated.crop == federated.crop

@@ -88,7 +88,7 @@ def test_a_runs_own_test_set_gives_its_accuracy_and_confusion(home, name, capsys
 def test_the_file_says_how_images_are_made_ready(home: Path) -> None:
     """Digits are 8x8; averaged over 2x2 blocks they are 4x4, padded to 9x9."""
     card = load_model(home / "padded").card
-    assert (card.taken, card.shrink, card.image, card.shape) == ((8, 8), 2, (1, 9, 9), (8, 8, 1))
+    assert (card.input_size, card.shrink, card.image, card.shape) == ((8, 8), 2, (1, 9, 9), (8, 8, 1))
     assert card.classes == tuple("0123456789")
     assert (card.method, card.options["lr"], card.options["image_size"]) == ("fedavg-sl", 0.01, 9)
     assert card == load_model(home / "padded" / "model.safetensors").card

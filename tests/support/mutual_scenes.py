@@ -76,7 +76,7 @@ class Negative:
     def draw(self, n: int, shape: tuple[int, int, int], generator: torch.Generator) -> dict[str, Tensor]:
         return {}
 
-    def apply(self, images: Tensor, drawn: dict[str, Tensor], normalize: Normalize) -> Tensor:
+    def apply(self, images: Tensor, draws: dict[str, Tensor], normalize: Normalize) -> Tensor:
         return normalize(255 - images)
 
 

@@ -17,7 +17,7 @@ from halfmoon.api.types import Batch, Local, Needs
 from halfmoon.core import rng
 from halfmoon.core.errors import UserError
 from halfmoon.core.tensors import tensor_of
-from halfmoon.data.views import Drawn, Labeled, Plain, Shared, Strong, View, Weak
+from halfmoon.data.views import Draws, Labeled, Plain, Shared, Strong, View, Weak
 from halfmoon.models.network import Normalize
 
 NO_ROWS = torch.zeros(0, dtype=torch.int64)
@@ -110,13 +110,13 @@ class DrawnUpdate(NamedTuple):
 
     amount: Amount
     x_rows: Tensor  # (steps * labeled,) int64
-    x_drawn: Drawn
+    x_drawn: Draws
     u_rows: Tensor  # (steps * unlabeled,) int64
-    u_drawn: dict[str, Drawn]
+    u_drawn: dict[str, Draws]
     o_rows: Tensor  # (steps * unlabeled,) int64, of the second minibatches; empty where none is wanted
-    o_drawn: dict[str, Drawn]
+    o_drawn: dict[str, Draws]
     mixed: dict[str, Tensor]  # leaves (steps, ...): "mix", "order", "turn"
-    more_drawn: dict[str, Drawn]  # by name, of the labeled images' further views
+    more_drawn: dict[str, Draws]  # by name, of the labeled images' further views
 
 
 def recipe(views: Views, name: str) -> View:
@@ -187,7 +187,7 @@ def _shape(local: Local) -> tuple[int, int, int]:
 
 def _drawn(
     views: Views, names: Sequence[str], total: int, shape: tuple[int, int, int], seed: int, *path: int | str
-) -> dict[str, Drawn]:
+) -> dict[str, Draws]:
     return {name: recipe(views, name).draw(total, shape, rng.generator(seed, *path, name)) for name in names}
 
 
@@ -275,11 +275,11 @@ class _Chosen(NamedTuple):
         """Return leaves (n_k, ...) as one (K, n, ...); where a client lacks images of a step, its last repeats."""
         return torch.stack(leaves) if self.fill is None else torch.cat(leaves)[self.fill.to(leaves[0].device)]
 
-    def named(self, views: Views, drawn: Sequence[dict[str, Drawn]], normalize: Normalize) -> dict[str, Tensor]:
+    def named(self, views: Views, drawn: Sequence[dict[str, Draws]], normalize: Normalize) -> dict[str, Tensor]:
         """Return the views that are drawn, by name, each as `view` makes it."""
         return {name: self.view(recipe(views, name), [each[name] for each in drawn], normalize) for name in drawn[0]}
 
-    def view(self, view: View, drawn: Sequence[Drawn], normalize: Normalize) -> Tensor:
+    def view(self, view: View, drawn: Sequence[Draws], normalize: Normalize) -> Tensor:
         """Return one view of every client's rows, (K, n, C, H, W), made in one call."""
         picked = torch.cat([each[r.to(each.device)] for each, r in zip(self.images, self.rows, strict=True)])
         joined = {name: torch.cat([d[name][at] for d, at in zip(drawn, self.span, strict=True)]) for name in drawn[0]}

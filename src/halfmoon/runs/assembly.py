@@ -48,22 +48,22 @@ def names(config: Config, place: Mapping[str, Any]) -> Row:
 
 
 def summary(
-    config: Config, place: Mapping[str, Any], classes: Sequence[str], folder: RunFolder, played: Mapping[str, Any]
+    config: Config, place: Mapping[str, Any], classes: Sequence[str], folder: RunFolder, results: Mapping[str, Any]
 ) -> Row:
     """Return summary.json of a run that has played, as `names` begins it."""
     seconds = sum(seconds for _, seconds in atomic_io.numbers(folder.path / TIMINGS, "round", "seconds"))
     return {
         **names(config, place),
-        "accuracy": played["accuracy"],
-        **({"measured": played["measured"]} if played["measured"] else {}),
+        "accuracy": results["accuracy"],
+        **({"measured": results["measured"]} if results["measured"] else {}),
         **({} if (used := most_used(folder.rows())) is None else {"most_used": used}),
-        "cost": played["cost"],
+        "cost": results["cost"],
         "classes": list(classes),
-        "confusion": played["confusion"],
-        **({} if played["correct"] is None else {"correct": base64.b64encode(played["correct"]).decode()}),
+        "confusion": results["confusion"],
+        **({} if results["correct"] is None else {"correct": base64.b64encode(results["correct"]).decode()}),
         "seconds": round(seconds, 1),
-        **({"defenses": chosen} if (chosen := settings.guarding(config)) else {}),
-        **{name: played[name] for name in ("aggregation", "ended") if played[name] is not None},
+        **({"defenses": defenses} if (defenses := settings.guarding(config)) else {}),
+        **{name: results[name] for name in ("aggregation", "ended") if results[name] is not None},
         "finished": True,
     }
 
@@ -73,18 +73,18 @@ def card(
     form: ImageSpec,
     network: Network,
     words: str,
-    taken: tuple[int, int] | None = None,
+    input_size: tuple[int, int] | None = None,
     temperature: float = 1.0,
 ) -> Card:
     """Return what the file of a run's model says of itself; `words` is the run's config.toml.
 
-    `taken` are height and width of the images before anything was done to them, where they are not those of `form`.
+    `input_size` is height and width of the images before anything was done to them, where they are not those of `form`.
     """
     return Card(
         classes=form.classes,
         image=form.image,
-        taken=taken or form.image[1:],
-        shrink=config.shrink if taken else 1,
+        input_size=input_size or form.image[1:],
+        shrink=config.shrink if input_size else 1,
         mean=form.mean,
         std=form.std,
         network=network,

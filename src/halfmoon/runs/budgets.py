@@ -54,5 +54,7 @@ def evaluation_interval(config: Config, shared: Problem) -> int:
     dataset = FederatedDataset(shared.train, shared.split, entry.all_labels, entry.pooled, config.reuse_labeled)
     sizes = [dataset.own(client) for client in range(dataset.clients)]
     amounts = [natural(shared.batching, rule, size) for size in sizes]
-    work = sum(amount.steps * cost(rule, amount) for amount in amounts) * min(config.cohort, len(sizes)) / len(sizes)
-    return min(config.rounds, math.ceil(images / (EVALUATION * max(work, 1))))
+    round_cost = (
+        sum(amount.steps * cost(rule, amount) for amount in amounts) * min(config.cohort, len(sizes)) / len(sizes)
+    )
+    return min(config.rounds, math.ceil(images / (EVALUATION * max(round_cost, 1))))

@@ -118,12 +118,12 @@ def told_of(watch: Callback, clock: Callable[[], float] = time.monotonic) -> Cal
     """Return what tells a watch, every `EVERY` seconds, how many images have features, and how long the rest takes."""
     began = last = clock()
 
-    def tell(done: int, count: int) -> None:
+    def tell(number: int, count: int) -> None:
         nonlocal last
         now = clock()
-        if now - last >= EVERY and done < count:
+        if now - last >= EVERY and number < count:
             last = now
-            left = round((now - began) / done * (count - done))
-            watch.say(f"features: {done:,} of {count:,} images, {left // 60}:{left % 60:02} left.")
+            left = round((now - began) / number * (count - number))
+            watch.say(f"features: {number:,} of {count:,} images, {left // 60}:{left % 60:02} left.")
 
     return tell

@@ -81,7 +81,7 @@ class Problem:
     views: Views  # the recipes of augmented images, by name
     batching: Batching  # how clients draw minibatches
     serving: Batching  # the batch rule of the server's own training
-    taken: tuple[int, int]  # height and width of the images before anything was done to them
+    input_size: tuple[int, int]  # height and width of the images before anything was done to them
     validation: Examples | None = None  # training images that nobody trains on
 
     def __repr__(self) -> str:
@@ -92,8 +92,8 @@ def problem(
     config: Config,
     split: Split | None = None,
     methods: Sequence[str] = (),
-    found: Source | None = None,
-    progress: Progress = lambda done, count: None,
+    raw: Source | None = None,
+    progress: Progress = lambda *_: None,
 ) -> Problem:
     """Return data, split, task, views and batch rule of `config`.
 
@@ -101,14 +101,14 @@ def problem(
         config: what to play.
         split: one that was drawn before.
         methods: all that play on it; where none of them takes steps, features are those of the plain views alone.
-        found: the data set, where it was read before.
+        raw: the data set, where it was read before.
         progress: is told how many images of how many have features.
 
     Raises:
         UserError: they do not fit.
     """
-    found = images(config) if found is None else found
-    data = fitted(config, found)
+    raw = images(config) if raw is None else raw
+    data = fitted(config, raw)
     if split is None:
         split = split_of(config, data)
     else:
@@ -116,7 +116,7 @@ def problem(
     place, form = device(config), ImageSpec.of(data)
     batching, serving = batch_rules(config)
     train, test = examples(data.train, place), examples(data.test, place)
-    _, height, width, _ = found.train.images.shape
+    _, height, width, _ = raw.train.images.shape
     validation = None if data.validation is None else examples(data.validation, place)
     own = inputs(config, task(config, form), views(config, form), user_cache("features"), methods, progress)
     train, test = own.trained(train), own.tested(test)
@@ -143,8 +143,8 @@ def task(config: Config, form: ImageSpec) -> Task:
 
 def method(config: Config) -> Method:
     """Return the method of a configuration with its options; raises `UserError` where aggregators do not fit it."""
-    made = registry.make(config.method, method_options(config, config.method))
-    entry = replace(registry.entry(config.method), method=made)
+    instance = registry.make(config.method, method_options(config, config.method))
+    entry = replace(registry.entry(config.method), method=instance)
     norm = normalization(config)
     singles = entry.unsummed(norm)
     if config.aggregation != "mean" and (why := entry.unrobust(config.aggregation, norm)):
@@ -155,7 +155,7 @@ def method(config: Config) -> Method:
                 f"{option} cannot be used with method {config.method}: {singles}. The server would have to see more "
                 "than a sum."
             )
-    return made if config.dp_clip is None else clipping.Clipped(made, config.dp_clip)
+    return instance if config.dp_clip is None else clipping.Clipped(instance, config.dp_clip)
 
 
 def aggregators(config: Config, secret: bytes, folder: Path, summed: bool = False) -> tuple[Aggregator, ...]:
@@ -164,18 +164,18 @@ def aggregators(config: Config, secret: bytes, folder: Path, summed: bool = Fals
     `secret` is what noise is drawn from, known to the server alone; `folder` is the run's. `summed` says that masked
     uploads were added up before they come here.
     """
-    found: list[Aggregator] = []
+    stages: list[Aggregator] = []
     if config.weight_cap:
-        found.append(WeightCap(config.weight_cap))
+        stages.append(WeightCap(config.weight_cap))
     if config.aggregation != "mean":
-        found.append(Robust(config.aggregation, config.byzantine))
+        stages.append(Robust(config.aggregation, config.byzantine))
     elif config.attack != "none":  # else nothing comes here that is not finite
-        found.append(Finite(robust=not config.secure_aggregation and config.dp_clip is None))
+        stages.append(Finite(robust=not config.secure_aggregation and config.dp_clip is None))
     if config.secure_aggregation:
-        found.append(Sums(even=config.dp_clip is not None, done=summed))
+        stages.append(Sums(even=config.dp_clip is not None, done=summed))
     if config.dp_clip is not None:
-        found.append(_private(config, secret, folder))
-    return tuple(found)
+        stages.append(_private(config, secret, folder))
+    return tuple(stages)
 
 
 def _private(config: Config, secret: bytes, folder: Path) -> Private:
@@ -196,12 +196,12 @@ def images(config: DataOptions) -> Source:
     if config.validation_part and config.validation_share:
         raise UserError("validation_part and validation_share both say what chooses a round; leave one of them out.")
     load = partial(load_source, config.data, config.data_dir, cache=config.cache, how=preparation(config))
-    found = subset(load(), config.data_share)
-    if config.validation_part and found.remark:
-        raise UserError(f"validation_part needs images apart from the test, but {found.remark}.")
+    data = subset(load(), config.data_share)
+    if config.validation_part and data.remark:
+        raise UserError(f"validation_part needs images apart from the test, but {data.remark}.")
     if config.validation_part:
-        return replace(found, validation=load(test="validation").test)
-    return hold_out(found, config.validation_share)
+        return replace(data, validation=load(test="validation").test)
+    return hold_out(data, config.validation_share)
 
 
 def preparation(config: DataOptions) -> Preparation:
@@ -215,25 +215,25 @@ def source(config: Config) -> Source:
     return fitted(config, images(config))
 
 
-def fitted(config: Config, found: Source) -> Source:
+def fitted(config: Config, data: Source) -> Source:
     """Return images shrunk and padded as a configuration says and as its network needs, with its constants."""
-    found = shrink(found, config.shrink)
-    _, height, width, _ = found.train.images.shape
+    data = shrink(data, config.shrink)
+    _, height, width, _ = data.train.images.shape
     size = padded(config, height, width)
     if network_name(config) in hubs.PRETRAINED:
-        found = replace(found, mean=MEAN[: len(found.mean)], std=STD[: len(found.std)])
-    found = fit(found, size) if size is not None and (height, width) != (size, size) else found
-    return replace(found, mean=_pixels(config, "pixel_mean", found.mean), std=_pixels(config, "pixel_std", found.std))
+        data = replace(data, mean=MEAN[: len(data.mean)], std=STD[: len(data.std)])
+    data = fit(data, size) if size is not None and (height, width) != (size, size) else data
+    return replace(data, mean=_pixels(config, "pixel_mean", data.mean), std=_pixels(config, "pixel_std", data.std))
 
 
 def _pixels(config: Config, name: str, own: tuple[float, ...]) -> tuple[float, ...]:
     """Return a constant of normalization for every channel: what a configuration says, or the data's `own`."""
-    said = getattr(config, name)
-    if said is None or len(said) == len(own):
-        return said or own
-    if len(said) > 1:
-        raise UserError(f"{name} has {len(said)} numbers, but the images have {len(own)} channels; give one a channel.")
-    return said * len(own)
+    values = getattr(config, name)
+    if values is None or len(values) == len(own):
+        return values or own
+    if len(values) > 1:
+        raise UserError(f"{name} has {len(values)} numbers, but the images have {len(own)} channels; give one each.")
+    return values * len(own)
 
 
 def padded(config: Config, height: int, width: int) -> int | None:
@@ -306,13 +306,13 @@ def _network(config: Config, form: ImageSpec) -> Network:
         if frozen(config):
             raise UserError("freeze needs weights: layers that stay at random values learn nothing.")
         return network
-    made = finetuned(network, read_weights(start), frozen(config), form.classes)
-    if config.dp_clip is not None and made.norm == "batch":
+    network = finetuned(network, read_weights(start), frozen(config), form.classes)
+    if config.dp_clip is not None and network.norm == "batch":
         raise UserError(
             "dp_clip needs a network that tracks no statistics of batches in its trained part: they would leave the "
             "clients without noise; freeze the backbone, or set norm to 'group' or 'none'."
         )
-    return made
+    return network
 
 
 def views(config: Config, form: ImageSpec) -> Views:
@@ -387,20 +387,18 @@ def threads(config: Config) -> int:
     a run would depend on the machine. Processors are used by training several clients (`halfmoon.runs.workers`). A
     method that has all rows in one place has one client: all.
     """
-    wanted = config.threads
-    on_processor = device(config).type == "cpu"
-    if wanted is None and on_processor and not registry.entry(config.method).pooled:
+    if config.threads is None and device(config).type == "cpu" and not registry.entry(config.method).pooled:
         return 1
     return site_threads(config)
 
 
 def site_threads(config: Config) -> int:
     """Return with how many processor threads a site, or the server of a federation, computes."""
-    wanted = config.threads
-    if wanted is None and network_name(config) == "small" and device(config).type == "cpu":
-        wanted = 1  # its convolutions are smaller than the cost of waking a second thread
+    number = config.threads
+    if number is None and network_name(config) == "small" and device(config).type == "cpu":
+        number = 1  # its convolutions are smaller than the cost of waking a second thread
     # More threads than processors only cost, and thousands crash the process.
-    return min(wanted, os.cpu_count() or 1) if wanted else torch.get_num_threads()
+    return min(number, os.cpu_count() or 1) if number else torch.get_num_threads()
 
 
 @contextmanager

@@ -50,9 +50,9 @@ class CachedView:
         """Return which of the views each of n rows takes (n,)."""
         return {"view": torch.randint(self.count, (n,), generator=generator)}
 
-    def apply(self, images: Tensor, drawn: dict[str, Tensor], normalize: Normalize) -> Tensor:
+    def apply(self, images: Tensor, draws: dict[str, Tensor], normalize: Normalize) -> Tensor:
         """Return the features (n, F), float32."""
-        views = self.first + drawn["view"].to(images.device)
+        views = self.first + draws["view"].to(images.device)
         return images[torch.arange(len(images), device=images.device), views, 0].float()
 
 
@@ -82,26 +82,26 @@ def inputs(
     views: Views,
     folder: Path,
     methods: Sequence[str] = (),
-    progress: Progress = lambda done, count: None,
+    progress: Progress = lambda *_: None,
 ) -> Inputs:
     """Return images as they are, or, where a configuration wants that, features that are kept in `folder`.
 
     `methods` are all that play: views that none of them takes are not computed.
     """
-    wanted = config.features or (config.features is None and config.network in hubs.PRETRAINED)
-    head = on_features(task.network) if wanted else None
+    use_head = config.features or (config.features is None and config.network in hubs.PRETRAINED)
+    head = on_features(task.network) if use_head else None
     if head is None:
         return Inputs(task, views)
     of = partial(features, head, views, task.normalize, folder, progress=progress)
-    taken = set[str]()
+    view_names = set[str]()
     for name in methods or (config.method,):
         for update in registry.make(name, own_options(config, name)).client_updates(task).values():
             needs = update.needs
             named = (*needs.views, *needs.labeled_views, *needs.others, *needs.sweep)
-            taken |= {view.rstrip("0123456789") for view in named}
+            view_names |= {view.rstrip("0123456789") for view in named}
             if needs.trains and not isinstance(views.labeled, Plain):
-                taken.add("labeled")
-    used = [name for name in DRAWS if name in taken]
+                view_names.add("labeled")
+    used = [name for name in DRAWS if name in view_names]
     return Inputs(replace(task, network=head, normalize=FirstView()), cached_views(used), partial(of, used=used), of)
 
 
@@ -112,7 +112,7 @@ def features(
     folder: Path,
     examples: Examples,
     used: Sequence[str] = (),
-    progress: Progress = lambda done, count: None,
+    progress: Progress = lambda *_: None,
 ) -> Examples:
     """Return the features of images in their place: of the plain view, and of those `used`, some of `DRAWS`.
 
@@ -129,8 +129,8 @@ def features(
     if not path.is_file():
         _write(path, head, images, recipes, normalize, progress)
     os.utime(path)
-    held = torch.from_numpy(np.load(path, mmap_mode="c", allow_pickle=False))
-    return Examples(held.to(images.device), examples.labels)
+    values = torch.from_numpy(np.load(path, mmap_mode="c", allow_pickle=False))
+    return Examples(values.to(images.device), examples.labels)
 
 
 def _write(
@@ -149,9 +149,9 @@ def _write(
     partial = path.with_name(f".{path.name}-{os.getpid()}")
     out = np.lib.format.open_memmap(partial, "w+", np.float16, (len(images), *first.shape[1:]))
     with ThreadPoolExecutor(len(processors())) as pool:
-        for done, (start, values) in enumerate(pool.map(chunk, starts), start=1):
+        for number, (start, values) in enumerate(pool.map(chunk, starts), start=1):
             out[start : start + CHUNK] = values
-            progress(min(len(images), done * CHUNK), len(images))
+            progress(min(len(images), number * CHUNK), len(images))
     out.flush()
     os.replace(partial, path)
     trim(path.parent, path.stem)

@@ -34,7 +34,7 @@ _MAYBE: dict[str, Any] = {"crop": bool, "window": tuple[float, float], "temperat
 class Card:
     """What a model is, how its images are made ready, and where it comes from.
 
-    Images are resampled to `taken` (height, width), with `crop` in proportion; they are averaged over blocks of
+    Images are resampled to `input_size` (height, width), with `crop` in proportion; they are averaged over blocks of
     `shrink` x `shrink`, padded with zeros to `image` (channels, height, width), and normalized by `mean` and `std` (of
     pixels in 0..1, one a channel). Probabilities are the softmax of the network's logits divided by `temperature`
     (`halfmoon.sites.inference.measure`).
@@ -42,7 +42,7 @@ class Card:
 
     classes: tuple[str, ...]
     image: tuple[int, int, int]
-    taken: tuple[int, int]
+    input_size: tuple[int, int]
     shrink: int
     mean: tuple[float, ...]
     std: tuple[float, ...]
@@ -55,7 +55,7 @@ class Card:
 
     @property
     def shape(self) -> tuple[int, int, int]:
-        return (*self.taken, self.image[0])
+        return (*self.input_size, self.image[0])
 
     @property
     def options(self) -> dict[str, Any]:
@@ -68,7 +68,7 @@ class Card:
             "format": SCALED if scaled else PLAIN,
             "classes": json.dumps(self.classes),
             "image": json.dumps(self.image),
-            "taken": json.dumps(self.taken),
+            "taken": json.dumps(self.input_size),
             "shrink": json.dumps(self.shrink),
             "mean": json.dumps(self.mean),
             "std": json.dumps(self.std),
@@ -81,28 +81,27 @@ class Card:
         }
 
     @classmethod
-    def parse(cls, said: Mapping[str, str], place: Path) -> "Card":
+    def parse(cls, metadata: Mapping[str, str], place: Path) -> "Card":
         """Return the card of metadata; raise `UserError`, which names `place`, for what is missing or cannot be."""
-        _check_format(said, place)
-        missing = [name for name in (*_KINDS, *_WORDS) if name not in said]
+        _check_format(metadata, place)
+        missing = [name for name in (*_KINDS, *_WORDS) if name not in metadata]
         if missing:
             raise UserError(f"{place}: the model's metadata lack {missing[0]!r}; take an undamaged copy of the file.")
-        held = {
-            name: _parsed(name, said[name], place) for name in (*_KINDS, *(each for each in _MAYBE if each in said))
-        }
-        network = _network(held.pop("network"), place)
-        card = cls(**held, network=network, method=said["method"], config=said["config"])
+        names = [name for name in (*_KINDS, *_MAYBE) if name in metadata]
+        fields = {name: _parsed(name, metadata[name], place) for name in names}
+        network, size = _network(fields.pop("network"), place), fields.pop("taken")
+        card = cls(**fields, input_size=size, network=network, method=metadata["method"], config=metadata["config"])
         problem = _problem(card)
         if problem:
             raise UserError(f"{place}: the model's metadata disagree ({problem}); take an undamaged copy of the file.")
         return card
 
 
-def _check_format(said: Mapping[str, str], place: Path) -> None:
-    number = said.get("format")
+def _check_format(metadata: Mapping[str, str], place: Path) -> None:
+    number = metadata.get("format")
     if number in (PLAIN, SCALED):
         return
-    if number is None and {"classes", "network", "image"} <= said.keys():
+    if number is None and {"classes", "network", "image"} <= metadata.keys():
         raise UserError(
             f"{place} was written by an older halfmoon, which did not say how its images were made ready; "
             "train the model again."
@@ -127,20 +126,20 @@ def _parsed(name: str, words: str, place: Path) -> Any:
         ) from error
 
 
-def _network(said: dict[str, Any], place: Path) -> Network:
+def _network(description: dict[str, Any], place: Path) -> Network:
     try:
-        return networks.parsed(said)
+        return networks.parsed(description)
     except (TypeError, UserError) as error:
         raise UserError(
-            f"{place}: the model's network {said.get('name')} cannot be made ({str(error).removesuffix('.')}); take an "
-            "undamaged copy of the file, or the halfmoon that made it."
+            f"{place}: the model's network {description.get('name')} cannot be made ({str(error).removesuffix('.')}); "
+            "take an undamaged copy of the file, or the halfmoon that made it."
         ) from error
 
 
 def _problem(card: Card) -> str:
     channels, height, width = card.image
-    if channels not in (1, 3) or min(card.image) < 1 or min(card.taken) < 1 or card.shrink < 1:
-        return f"images of {card.taken} are shrunk by {card.shrink} to {card.image}"
+    if channels not in (1, 3) or min(card.image) < 1 or min(card.input_size) < 1 or card.shrink < 1:
+        return f"images of {card.input_size} are shrunk by {card.shrink} to {card.image}"
     if len(card.classes) != card.network.classes or len(set(card.classes)) != len(card.classes):
         return f"{len(set(card.classes))} class names for {card.network.classes} classes"
     if card.network.channels != channels:
@@ -151,9 +150,9 @@ def _problem(card: Card) -> str:
         return f"window {card.window}"
     if not 0 < card.temperature < math.inf:
         return f"a temperature of {card.temperature:g}"
-    if any(side % card.shrink for side in card.taken):
-        return f"shrink {card.shrink} does not divide images of {card.taken}"
-    small = tuple(side // card.shrink for side in card.taken)
+    if any(side % card.shrink for side in card.input_size):
+        return f"shrink {card.shrink} does not divide images of {card.input_size}"
+    small = tuple(side // card.shrink for side in card.input_size)
     if small != (height, width) and (height != width or max(small) > height):
         return f"images of {small} are padded to {(height, width)}"
     try:

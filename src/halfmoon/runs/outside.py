@@ -69,18 +69,18 @@ def check(config: Config, words: str, root: Path) -> None:
 
     `root` is named in it.
     """
-    held = set(_LINE.findall(words))
+    lines = set(_LINE.findall(words))
     start = weights_of(config)
     line = "" if start is None else f"weights from {weight_files.title(start)} sha256 {weight_files.named(start)}"
-    before = next((each for each in held if each.startswith("weights from ")), "")
+    before = next((each for each in lines if each.startswith("weights from ")), "")
     if line.rpartition(" ")[2] != before.rpartition(" ")[2]:
         raise UserError(
             f"{root} was begun with the {before or 'network without weights'}, but here is {line or 'no such file'}: "
             "restore it, or start anew."
         )
     for each in origins(config):
-        if str(each) in held:
+        if str(each) in lines:
             continue
-        before = next((line for line in sorted(held) if line.startswith(f"{each.part} from ")), None)
+        before = next((line for line in sorted(lines) if line.startswith(f"{each.part} from ")), None)
         was = f"was begun with {before.rpartition(' from ')[2]}" if before else f"does not say which {each.part} it had"
         raise UserError(f"{root} {was}, but here is {str(each).rpartition(' from ')[2]}: restore it, or start anew.")

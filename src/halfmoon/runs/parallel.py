@@ -68,51 +68,51 @@ def side_by_side(
     if count < 2:
         return {}
     context = ready_context(__name__, "halfmoon.runs.runner")
-    told, begun = context.Queue(), {unit: context.Event() for unit in units}
-    found: dict[Unit, list[Row]] = {}
-    known: dict[Path, RunInfo] = {}
-    with ProcessPoolExecutor(count, context, _begin, (play, told, begun, count)) as pool:
+    messages, begun = context.Queue(), {unit: context.Event() for unit in units}
+    rows: dict[Unit, list[Row]] = {}
+    runs: dict[Path, RunInfo] = {}
+    with ProcessPoolExecutor(count, context, _begin, (play, messages, begun, count)) as pool:
         waiting: dict[Future[list[Row] | Failed], Unit] = {pool.submit(_play, unit): unit for unit in units}
         try:
             while waiting:
-                done = wait(waiting, TICK, FIRST_COMPLETED).done
-                _tell(told, known, begun, watch)
-                for future in done:
-                    found[waiting.pop(future)] = _summaries(future)
+                finished = wait(waiting, TICK, FIRST_COMPLETED).done
+                _tell(messages, runs, begun, watch)
+                for future in finished:
+                    rows[waiting.pop(future)] = _summaries(future)
         except BaseException:
             terminate(pool)
             raise
-    _tell(told, known, begun, watch)  # all that was put before the processes ended
-    return found
+    _tell(messages, runs, begun, watch)  # all that was put before the processes ended
+    return rows
 
 
 def _summaries(future: Future[list[Row] | Failed]) -> list[Row]:
     try:
-        made = future.result()
+        result = future.result()
     except BrokenProcessPool as error:
         raise UserError(
             "a process that played a run was killed, or the memory is full: go on with the run folder, or choose fewer "
             "--processes."
         ) from error
-    if isinstance(made, Failed):
-        raise made.error from made.cause
-    return made
+    if isinstance(result, Failed):
+        raise result.error from result.cause
+    return result
 
 
-def _tell(told: Any, known: dict[Path, RunInfo], begun: Mapping[Unit, Any], watch: Callback) -> None:
+def _tell(messages: Any, runs: dict[Path, RunInfo], begun: Mapping[Unit, Any], watch: Callback) -> None:
     while True:
         try:
-            kind, of, what = told.get_nowait()
+            kind, of, what = messages.get_nowait()
         except Empty:
             return
         if kind == "begin":
-            known[what.folder] = what
+            runs[what.folder] = what
             watch.begin(what)
             begun[of].set()
         elif kind == "say":
             watch.say(what)
         else:
-            getattr(watch, kind)(known[of], what)
+            getattr(watch, kind)(runs[of], what)
 
 
 class _Teller:
@@ -122,7 +122,7 @@ class _Teller:
         self.unit = unit
 
     def begin(self, run: RunInfo) -> None:
-        _STATE["told"].put(("begin", self.unit, run))
+        _STATE["messages"].put(("begin", self.unit, run))
         begun = _STATE["begun"][self.unit]
         while not begun.wait(1.0):  # a tracker reads the folder as it is before the first round
             _stay()
@@ -130,13 +130,13 @@ class _Teller:
 
     def round(self, run: RunInfo, row: Row) -> None:
         _stay()
-        _STATE["told"].put(("round", run.folder, row))
+        _STATE["messages"].put(("round", run.folder, row))
 
     def end(self, run: RunInfo, summary: Row) -> None:
-        _STATE["told"].put(("end", run.folder, summary))
+        _STATE["messages"].put(("end", run.folder, summary))
 
     def say(self, words: str) -> None:
-        _STATE["told"].put(("say", self.unit, words))
+        _STATE["messages"].put(("say", self.unit, words))
 
 
 def _stay() -> None:
@@ -145,10 +145,10 @@ def _stay() -> None:
         os._exit(1)
 
 
-def _begin(play: Callable[[Unit, Callback], list[Row]], told: Any, begun: Mapping[Unit, Any], count: int) -> None:
+def _begin(play: Callable[[Unit, Callback], list[Row]], messages: Any, begun: Mapping[Unit, Any], count: int) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the one that asked ends the others
     share(count)
-    _STATE.update(play=play, told=told, begun=begun, parent=os.getppid())
+    _STATE.update(play=play, messages=messages, begun=begun, parent=os.getppid())
 
 
 def _play(unit: Unit) -> list[Row] | Failed:

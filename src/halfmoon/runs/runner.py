@@ -156,10 +156,13 @@ def resume(
         jobs = _jobs(config)
     if all(_finished(root / job.folder, job.config) for job in jobs):
         return _play_all(root, jobs, None, watch)
-    kept = root / jobs[0].folder / SPLIT
-    integrity.check(kept.parent, SPLIT)
-    split = Split.load(kept) if kept.exists() else None
+    split = _stored_split(root / jobs[0].folder)
     return _play_all(root, jobs, _shared(jobs, split, watch, shared=shared), watch)
+
+
+def _stored_split(path: Path) -> Split | None:
+    integrity.check(path, SPLIT)
+    return Split.load(path / SPLIT) if (path / SPLIT).exists() else None
 
 
 def cell(
@@ -180,9 +183,7 @@ def cell(
     check_methods(config)
     job = Job(".", config)
     if not _finished(path, config):
-        kept = path / SPLIT
-        integrity.check(path, SPLIT)
-        shared = _shared([job], Split.load(kept) if kept.exists() else None, watch, seat, shared)
+        shared = _shared([job], _stored_split(path), watch, seat, shared)
         shared = shared if tests else replace(shared, test=None)
         if not RunFolder.exists(path):
             (job,) = _settled([job], shared)
@@ -198,9 +199,9 @@ def portray(config: Config, path: Path) -> Row:
 
     Raise what `cell` raises.
     """
-    done = finished(path)
-    if done is not None:
-        return done
+    summary = finished(path)
+    if summary is not None:
+        return summary
     data = source(config)
     split = split_of(config, data)
     with _folder(path, config) as folder:
@@ -265,7 +266,7 @@ def _play_all(root: Path, jobs: Sequence[Job], shared: Problem | None, watch: Ca
     """Play what is not finished, job by job, and draw the curves of all; without `shared` all must be finished."""
     if shared is not None:
         _play_starts(root, jobs, shared, watch)
-    rows = _played(root, jobs, shared, watch)
+    rows = _play_jobs(root, jobs, shared, watch)
     summaries = [rows[number] for number in range(len(jobs))]
     paths = [root / job.folder for job in jobs]
     outcome = RunResult(root, summaries, root / CURVES, paths, [root / CSV, root / MARKDOWN])
@@ -284,23 +285,23 @@ def _play_starts(root: Path, jobs: Sequence[Job], shared: Problem, watch: Callba
         with _folder(root, jobs[0].config):  # the run's own folder comes first: a run is resumed by what it says
             pass
     own = factory.task(left[0].config, ImageSpec.of(shared.source))  # with the start's rounds and learning rate
-    _played(root, left, replace(shared, task=own, test=None, validation=None), watch)
+    _play_jobs(root, left, replace(shared, task=own, test=None, validation=None), watch)
     for start in left:
         watch.say(sentence(root, start))
 
 
-def _played(root: Path, jobs: Sequence[Job], shared: Problem | None, watch: Callback) -> dict[int, Row]:
+def _play_jobs(root: Path, jobs: Sequence[Job], shared: Problem | None, watch: Callback) -> dict[int, Row]:
     """Return the summaries of jobs by number; what is not finished is played."""
     left = [shared is not None and not _finished(root / job.folder, job.config) for job in jobs]
     units = units_of([job.config for job in jobs], left)
     waiting = [unit for unit in units if left[unit[0]]]
     if any(":" in job.config.method for job in jobs):
         waiting = []  # a method that was given as an object may be known to this process alone
-    made = side_by_side(partial(_play_unit, root, tuple(jobs), shared), waiting, jobs[0].config, watch)
+    by_unit = side_by_side(partial(_play_unit, root, tuple(jobs), shared), waiting, jobs[0].config, watch)
     for unit in units:
-        if unit not in made:
-            made[unit] = _play_unit(root, jobs, shared, unit, watch)
-    return {number: row for unit, its in made.items() for number, row in zip(unit, its, strict=True)}
+        if unit not in by_unit:
+            by_unit[unit] = _play_unit(root, jobs, shared, unit, watch)
+    return {number: row for unit, its in by_unit.items() for number, row in zip(unit, its, strict=True)}
 
 
 def _play_unit(root: Path, jobs: Sequence[Job], shared: Problem | None, unit: Unit, watch: Callback) -> list[Row]:
@@ -316,9 +317,9 @@ def _play(root: Path, job: Job, shared: Problem | None, watch: Callback, seat: S
     path, config = root / job.folder, job.config
     entry = registry.entry(config.method)
     with _folder(path, config) as folder:
-        done = folder.summary()
-        if done is not None:
-            return ended(done, path / SUMMARY)
+        summary = folder.summary()
+        if summary is not None:
+            return ended(summary, path / SUMMARY)
         assert shared is not None, "an unfinished job needs its data"
         if config.executor == "auto":
             config = replace(config, executor=parsed(folder.config, path).executor)
@@ -334,12 +335,12 @@ def _play(root: Path, job: Job, shared: Problem | None, watch: Callback, seat: S
         with training as spread, computing(threads(config)):
             experiment = _experiment(config, shared, path, spread, watch)
             experiment = replace(experiment, backbone=backbone(root, config, shared.task.network))
-            played = play(experiment, folder, loaded, lambda row: watch.round(run, row))
-        summary = assembly.summary(config, {"setting": config.setting}, shared.source.classes, folder, played)
+            results = play(experiment, folder, loaded, lambda row: watch.round(run, row))
+        summary = assembly.summary(config, {"setting": config.setting}, shared.source.classes, folder, results)
         summary |= spent(root, config)
-        network, model = shared.task.network.whole(played["model"])
-        form, found = ImageSpec.of(shared.source), _temperature(config, shared, played["model"])
-        card = assembly.card(config, form, network, text(config), shared.taken, found)
+        network, model = shared.task.network.whole(results["model"])
+        form, temperature = ImageSpec.of(shared.source), _temperature(config, shared, results["model"])
+        card = assembly.card(config, form, network, text(config), shared.input_size, temperature)
         folder.finish(model, card.render(), summary)
     watch.end(run, summary)
     return summary
@@ -390,12 +391,12 @@ def _folder(path: Path, config: Config) -> Iterator[RunFolder]:
 def _experiment(config: Config, shared: Problem, path: Path, spread: Spread, watch: Callback) -> Experiment:
     """Return the experiment; what a simulation draws noise from is its seed, so that it can be played again."""
     entry, task = registry.entry(config.method), replace(shared.task, rounds=rounds_of(config))
-    made = factory.method(config)
+    method = factory.method(config)
     bad = hostile(shared.split.clients, config.attackers, config.seed)
     liars = frozenset(bad if config.attack == "label-flip" else ())
     attacks = () if config.attack == "none" else (Hostile(config.attack, bad, config.seed, config.attack_factor),)
     runtime = Simulation(
-        made,
+        method,
         task,
         FederatedDataset(
             shared.train,
@@ -430,5 +431,5 @@ def _experiment(config: Config, shared: Problem, path: Path, spread: Spread, wat
     every = evaluation_interval(config, shared)
     if every > 1 and config.evaluate_every is None:
         watch.say(f"Test images are evaluated every {every} rounds (--evaluate-every 1: after each).")
-    made = assembly.experiment(config, task, runtime, shared.test, shared.validation)
-    return replace(made, spread=spread, evaluate_every=every)
+    method = assembly.experiment(config, task, runtime, shared.test, shared.validation)
+    return replace(method, spread=spread, evaluate_every=every)

@@ -20,11 +20,11 @@ def units_of(configs: Sequence[Config], left: Sequence[bool]) -> list[tuple[int,
 
     Together are those that say so, differ in nothing but their seeds, and have something `left` to play.
     """
-    found: dict[object, list[int]] = {}
+    groups: dict[object, list[int]] = {}
     for number, (config, playing) in enumerate(zip(configs, left, strict=True)):
         alike = text(replace(config, seed=0, split_seed=0)) if config.seeds_together and playing else number
-        found.setdefault(alike, []).append(number)
-    return [tuple(numbers) for numbers in found.values()]
+        groups.setdefault(alike, []).append(number)
+    return [tuple(numbers) for numbers in groups.values()]
 
 
 class Seat(NamedTuple):

@@ -29,8 +29,8 @@ def start_of(config: Config) -> Job | None:
 
 def starts_of(jobs: Sequence[Job]) -> list[Job]:
     """Return the different starts of jobs."""
-    found = filter(None, (start_of(job.config) for job in jobs))
-    return list({start.folder: start for start in found}.values())
+    starts = filter(None, (start_of(job.config) for job in jobs))
+    return list({start.folder: start for start in starts}.values())
 
 
 def backbone(root: Path, config: Config, network: Network) -> Mapping[str, Tensor]:
@@ -38,8 +38,8 @@ def backbone(root: Path, config: Config, network: Network) -> Mapping[str, Tenso
     start = start_of(config)
     if start is None:
         return {}
-    found = read(str(root / start.folder / MODEL)).tensors
-    return {path: leaf for path, leaf in found.items() if not of_head(network, path.removeprefix("params/"))}
+    tensors = read(str(root / start.folder / MODEL)).tensors
+    return {path: leaf for path, leaf in tensors.items() if not of_head(network, path.removeprefix("params/"))}
 
 
 def spent(root: Path, config: Config) -> Row:

@@ -98,8 +98,8 @@ class MLflow(NullCallback):
         """Begin the run with its configuration, or go on with it."""
         if self._client is None:
             self._client = _package("mlflow").MlflowClient()
-        known = self._client.get_experiment_by_name("halfmoon")
-        experiment = known.experiment_id if known else self._client.create_experiment("halfmoon")
+        record = self._client.get_experiment_by_name("halfmoon")
+        experiment = record.experiment_id if record else self._client.create_experiment("halfmoon")
         same = self._client.search_runs([experiment], f"tags.halfmoon = '{_mark(run)}'")
         if same:
             self._runs[run.folder] = same[0].info.run_id
@@ -165,15 +165,15 @@ def replay(folder: Path) -> Path:
 
 def scalars(row: Row) -> dict[str, float]:
     """Return the numbers of a row of metrics.jsonl by their place in it: {"test/accuracy": 0.5}, without the round."""
-    found: dict[str, float] = {}
+    numbers: dict[str, float] = {}
     waiting: list[tuple[str, Any]] = [(key, value) for key, value in row.items() if key != "round"]
     while waiting:
         name, value = waiting.pop(0)
         if isinstance(value, dict):
             waiting += [(f"{name}/{key}", inner) for key, inner in value.items()]
         elif isinstance(value, int | float) and not isinstance(value, bool):
-            found[name] = float(value)
-    return found
+            numbers[name] = float(value)
+    return numbers
 
 
 def _writer_type() -> type[SummaryWriter]:

@@ -57,7 +57,7 @@ class RayWorkers(Pool):
         Raise UserError where Ray is not installed, no cluster answers, or no machine has enough processors.
         """
         self._ray = ray = installed()
-        self._joined = join(ray, None)
+        self._owns_cluster = join(ray, None)
         self.broken = ray.exceptions.RayError
         alive = [node["Resources"].get("CPU", 0) for node in ray.nodes() if node["Alive"]]
         free = sum(int(cpus) // threads for cpus in alive)
@@ -75,9 +75,9 @@ class RayWorkers(Pool):
         return lambda item: self._answer.remote(self.threads, sys.path, shared, item).future()
 
     def close(self) -> None:
-        if self._joined:
+        if self._owns_cluster:
             self._ray.shutdown()
-            self._joined = False
+            self._owns_cluster = False
 
 
 def _answer(threads: int, path: list[str], function: bytes, item: bytes) -> bytes:
@@ -110,9 +110,9 @@ def count(config: Config) -> int:
             )
         return config.cohort if config.workers == "ray" else min(config.workers, config.cohort)
     small = factory.network_name(config) == "small" or registry.entry(config.method).pooled
-    given = ":" in config.method  # as an object, perhaps: known to this process alone
+    local = ":" in config.method  # given as an object, perhaps: known to this process alone
     alone = here and factory.executor(config) == "loop"
-    if not alone or small or given or config.threads is not None:
+    if not alone or small or local or config.threads is not None:
         return 1
     free = min(len(processors()), torch.get_num_threads()) // _SHARE["runs"]
     return max(1, min(free, config.cohort))

@@ -367,7 +367,7 @@ def _blank(config: Config, contents: Contents) -> Problem:
     shape = (height, width, channels)
     train, test = (Images(np.zeros((len(each), *shape), np.uint8), each.astype(np.int64)) for each in (labels, tests))
     source = Source(contents.folder.name, train, test, contents.classes, False, form.mean, form.std)
-    return factory.problem(config, one_holder(labels) if contents.site else None, found=source)
+    return factory.problem(config, one_holder(labels) if contents.site else None, raw=source)
 
 
 def one_holder(labels: np.ndarray) -> Split:

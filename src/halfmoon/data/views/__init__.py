@@ -19,18 +19,18 @@ from halfmoon.data.views.pools import FEDDURE, IDENTITY, NAMES, SEMIFL, Pool, fe
 from halfmoon.data.views.tables import box, crop_map, gray_box_, move
 from halfmoon.models.network import Normalize
 
-Drawn = dict[str, Tensor]
+Draws = dict[str, Tensor]
 Shape = tuple[int, int, int]
 
 
 class View(Protocol):
     """A recipe of views: hyper-parameters only, the random numbers are an argument."""
 
-    def draw(self, n: int, shape: Shape, generator: torch.Generator) -> Drawn:
+    def draw(self, n: int, shape: Shape, generator: torch.Generator) -> Draws:
         """Draw for n rows of images (C, H, W): a dict of CPU tensors, every leaf (n, ...)."""
         ...
 
-    def apply(self, images: Tensor, drawn: Drawn, normalize: Normalize) -> Tensor:
+    def apply(self, images: Tensor, draws: Draws, normalize: Normalize) -> Tensor:
         """Return the normalized view (n, C, H, W) of uint8 images (n, C, H, W), on their device.
 
         The draws may stay on the CPU, which is where sorting them is cheapest.
@@ -42,10 +42,10 @@ class View(Protocol):
 class Plain:
     """The image as it is, normalized: nothing is drawn."""
 
-    def draw(self, n: int, shape: Shape, generator: torch.Generator) -> Drawn:
+    def draw(self, n: int, shape: Shape, generator: torch.Generator) -> Draws:
         return {}
 
-    def apply(self, images: Tensor, drawn: Drawn, normalize: Normalize) -> Tensor:
+    def apply(self, images: Tensor, draws: Draws, normalize: Normalize) -> Tensor:
         return normalize(images)
 
 
@@ -64,19 +64,19 @@ class Labeled:
     def __post_init__(self) -> None:
         _check_cutout("Labeled", self.cutout)
 
-    def draw(self, n: int, shape: Shape, generator: torch.Generator) -> Drawn:
+    def draw(self, n: int, shape: Shape, generator: torch.Generator) -> Draws:
         """Draw flip, top, left (n,) and the box's centre (n, 2) in pixels; raises UserError for a bad pad."""
-        drawn = _draw_crop(n, shape, self.flip, self.pad, generator)
-        drawn["centre"] = torch.stack([torch.randint(side, (n,), generator=generator) for side in shape[1:]], dim=1)
-        return drawn
+        draws = _draw_crop(n, shape, self.flip, self.pad, generator)
+        draws["centre"] = torch.stack([torch.randint(side, (n,), generator=generator) for side in shape[1:]], dim=1)
+        return draws
 
-    def apply(self, images: Tensor, drawn: Drawn, normalize: Normalize) -> Tensor:
-        drawn = _moved(drawn, images.device)
-        floats = normalize(_cropped(images, drawn, self.pad, reflect=False))
+    def apply(self, images: Tensor, draws: Draws, normalize: Normalize) -> Tensor:
+        draws = _moved(draws, images.device)
+        floats = normalize(_cropped(images, draws, self.pad, reflect=False))
         half = _side(self.cutout, images.shape) // 2  # an odd side loses a pixel, as in the released code
         if half == 0:
             return floats
-        keep = box(drawn["centre"] - half, 2 * half, (images.shape[2], images.shape[3])) == 0
+        keep = box(draws["centre"] - half, 2 * half, (images.shape[2], images.shape[3])) == 0
         return floats.mul_(keep)
 
 
@@ -91,12 +91,12 @@ class Weak:
     flip: bool = True
     pad: int | None = None
 
-    def draw(self, n: int, shape: Shape, generator: torch.Generator) -> Drawn:
+    def draw(self, n: int, shape: Shape, generator: torch.Generator) -> Draws:
         """Draw flip, top, left (n,); raises UserError for a bad pad."""
         return _draw_crop(n, shape, self.flip, self.pad, generator)
 
-    def apply(self, images: Tensor, drawn: Drawn, normalize: Normalize) -> Tensor:
-        return normalize(_cropped(images, _moved(drawn, images.device), self.pad, reflect=True))
+    def apply(self, images: Tensor, draws: Draws, normalize: Normalize) -> Tensor:
+        return normalize(_cropped(images, _moved(draws, images.device), self.pad, reflect=True))
 
 
 @dataclass(frozen=True)
@@ -114,7 +114,7 @@ class Augmented(ABC):
         if self.operations < 0:
             raise UserError(f"{type(self).__name__}.operations is {self.operations}: choose 0 or more.")
 
-    def draw(self, n: int, shape: Shape, generator: torch.Generator) -> Drawn:
+    def draw(self, n: int, shape: Shape, generator: torch.Generator) -> Draws:
         """Draw flip, top, left (n,), and for each operation what `drawn_operations` does.
 
         `operation` numbers `pools.NAMES`, a skipped one is the Identity; `negative` takes the other direction of the
@@ -129,19 +129,19 @@ class Augmented(ABC):
         return crop | self.drawn_operations((n, self.operations), shape, generator)
 
     @abstractmethod
-    def drawn_operations(self, slots: tuple[int, int], shape: Shape, generator: torch.Generator) -> Drawn:
+    def drawn_operations(self, slots: tuple[int, int], shape: Shape, generator: torch.Generator) -> Draws:
         """Draw operation and negative (n, operations), and what else the view needs of each row."""
 
     @abstractmethod
-    def operated(self, views: Tensor, drawn: Drawn) -> Tensor:
+    def operated(self, views: Tensor, draws: Draws) -> Tensor:
         """Return mirrored and cropped images, uint8 (n, C, H, W), after their operations."""
 
-    def apply(self, images: Tensor, drawn: Drawn, normalize: Normalize) -> Tensor:
-        return normalize(self.pixels(images, drawn))
+    def apply(self, images: Tensor, draws: Draws, normalize: Normalize) -> Tensor:
+        return normalize(self.pixels(images, draws))
 
-    def pixels(self, images: Tensor, drawn: Drawn) -> Tensor:
+    def pixels(self, images: Tensor, draws: Draws) -> Tensor:
         """Return the view before normalization, uint8 (n, C, H, W)."""
-        return self.operated(_cropped(images, _moved(drawn, images.device), self.pad, reflect=True), drawn)
+        return self.operated(_cropped(images, _moved(draws, images.device), self.pad, reflect=True), draws)
 
 
 @dataclass(frozen=True)
@@ -162,7 +162,7 @@ class Strong(Augmented):
         super().__post_init__()
         _check_cutout("Strong", self.cutout)
 
-    def drawn_operations(self, slots: tuple[int, int], shape: Shape, generator: torch.Generator) -> Drawn:
+    def drawn_operations(self, slots: tuple[int, int], shape: Shape, generator: torch.Generator) -> Draws:
         """Draw operation, level, negative (n, operations); corner (n, 2) of the box."""
         operation = _skipped(_draw_operation(FEDDURE, slots, generator), generator)
         level = torch.randint(1, self.magnitude, slots, generator=generator)
@@ -170,10 +170,10 @@ class Strong(Augmented):
         corner = _draw_corner(slots[:1], shape, _side(self.cutout, (0, *shape)), generator)
         return {"operation": operation, "level": level, "negative": negative, "corner": corner}
 
-    def operated(self, views: Tensor, drawn: Drawn) -> Tensor:
-        views = operate(views, drawn["operation"], drawn["level"], drawn["negative"])
+    def operated(self, views: Tensor, draws: Draws) -> Tensor:
+        views = operate(views, draws["operation"], draws["level"], draws["negative"])
         side = _side(self.cutout, views.shape)
-        return views if side == 0 else gray_box_(views, drawn["corner"].to(views.device), side + 1)
+        return views if side == 0 else gray_box_(views, draws["corner"].to(views.device), side + 1)
 
 
 @dataclass(frozen=True)
@@ -185,16 +185,16 @@ class StrongSemiFL(Augmented):
     15.5 % of the views of 32x32 images without anything of the image, and 25 % get no operation. `flip=False` for SVHN.
     """
 
-    def drawn_operations(self, slots: tuple[int, int], shape: Shape, generator: torch.Generator) -> Drawn:
+    def drawn_operations(self, slots: tuple[int, int], shape: Shape, generator: torch.Generator) -> Draws:
         """Draw operation, negative (n, operations); corner (n, operations, 2) of Cutout's box."""
         operation = _skipped(_draw_operation(SEMIFL, slots, generator), generator)
         negative = torch.rand(slots, generator=generator) < 0.5
         corner = _draw_corner(slots, shape, SEMIFL.box, generator)
         return {"operation": operation, "negative": negative, "corner": corner}
 
-    def operated(self, views: Tensor, drawn: Drawn) -> Tensor:
-        level = torch.zeros_like(drawn["operation"])
-        return operate(views, drawn["operation"], level, drawn["negative"], SEMIFL, drawn["corner"])
+    def operated(self, views: Tensor, draws: Draws) -> Tensor:
+        level = torch.zeros_like(draws["operation"])
+        return operate(views, draws["operation"], level, draws["negative"], SEMIFL, draws["corner"])
 
 
 @dataclass(frozen=True)
@@ -214,13 +214,13 @@ class StrongFedLoKe(Augmented):
         super().__post_init__()
         fedloke(self.magnitude)
 
-    def drawn_operations(self, slots: tuple[int, int], shape: Shape, generator: torch.Generator) -> Drawn:
+    def drawn_operations(self, slots: tuple[int, int], shape: Shape, generator: torch.Generator) -> Draws:
         operation = _draw_operation(fedloke(self.magnitude), slots, generator)
         return {"operation": operation, "negative": torch.rand(slots, generator=generator) < 0.5}
 
-    def operated(self, views: Tensor, drawn: Drawn) -> Tensor:
-        level = torch.zeros_like(drawn["operation"])
-        return operate(views, drawn["operation"], level, drawn["negative"], fedloke(self.magnitude))
+    def operated(self, views: Tensor, draws: Draws) -> Tensor:
+        level = torch.zeros_like(draws["operation"])
+        return operate(views, draws["operation"], level, draws["negative"], fedloke(self.magnitude))
 
 
 @dataclass(frozen=True)
@@ -238,16 +238,16 @@ class Shared:
         if self.rows < 1:
             raise UserError(f"Shared.rows is {self.rows}: give the images of a step, at least 1.")
 
-    def draw(self, n: int, shape: Shape, generator: torch.Generator) -> Drawn:
+    def draw(self, n: int, shape: Shape, generator: torch.Generator) -> Draws:
         """Draw as the view does for ceil(n / rows) rows and repeat each draw: every leaf (n, ...).
 
         Raises what the view raises.
         """
-        drawn = self.view.draw(-(-n // self.rows), shape, generator)
-        return {name: leaf.repeat_interleave(self.rows, 0)[:n] for name, leaf in drawn.items()}
+        draws = self.view.draw(-(-n // self.rows), shape, generator)
+        return {name: leaf.repeat_interleave(self.rows, 0)[:n] for name, leaf in draws.items()}
 
-    def apply(self, images: Tensor, drawn: Drawn, normalize: Normalize) -> Tensor:
-        return self.view.apply(images, drawn, normalize)
+    def apply(self, images: Tensor, draws: Draws, normalize: Normalize) -> Tensor:
+        return self.view.apply(images, draws, normalize)
 
 
 def _draw_operation(pool: Pool, slots: tuple[int, ...], generator: torch.Generator) -> Tensor:
@@ -267,7 +267,7 @@ def _draw_corner(slots: tuple[int, ...], shape: Shape, side: int, generator: tor
     return (centre - side / 2).clamp_min_(0).long()
 
 
-def _draw_crop(n: int, shape: Shape, flip: bool, pad: int | None, generator: torch.Generator) -> Drawn:
+def _draw_crop(n: int, shape: Shape, flip: bool, pad: int | None, generator: torch.Generator) -> Draws:
     pad = _pad(pad, (n, *shape))
     return {
         # Drawn even where it is not used, so that `flip` changes no other draw.
@@ -277,17 +277,17 @@ def _draw_crop(n: int, shape: Shape, flip: bool, pad: int | None, generator: tor
     }
 
 
-def _cropped(images: Tensor, drawn: Drawn, pad: int | None, reflect: bool) -> Tensor:
+def _cropped(images: Tensor, draws: Draws, pad: int | None, reflect: bool) -> Tensor:
     if images.dtype is not torch.uint8:
         raise UserError(f"a view got images of {images.dtype}: give uint8 pixels, 0 to 255.")
     size = (images.shape[2], images.shape[3])
     pixels = _pad(pad, images.shape)
-    maps = crop_map(drawn["top"], drawn["left"], drawn["flip"], pixels, size, reflect)
+    maps = crop_map(draws["top"], draws["left"], draws["flip"], pixels, size, reflect)
     return move(images, maps, inside=reflect)
 
 
-def _moved(drawn: Drawn, device: torch.device) -> Drawn:
-    return {name: leaf.to(device) for name, leaf in drawn.items()}
+def _moved(draws: Draws, device: torch.device) -> Draws:
+    return {name: leaf.to(device) for name, leaf in draws.items()}
 
 
 def _pad(pad: int | None, shape: tuple[int, ...]) -> int:
