@@ -15,7 +15,7 @@ from halfmoon.data.views.operations import operate
 from halfmoon.data.views.pools import EQUALIZE, FEDDURE, IDENTITY
 from halfmoon.data.views.tables import blend
 
-NAMES, LEVELS = FEDDURE.drawn, FEDDURE.levels
+NAMES, LEVELS = FEDDURE.operations, FEDDURE.levels
 SHARED = Path(__file__).resolve().parents[3] / "shared" / "data"
 SIZES = [(8, 8), (16, 16), (28, 28), (32, 32), (12, 20), (33, 32)]
 

@@ -76,11 +76,11 @@ def test_the_pools_have_the_magnitudes_of_the_released_codes() -> None:
     assert (int(pool.shift[0] * 32), pool.bits, pool.pixels, pool.bilinear, pool.box) == (4, (7,), False, False, 0)
     assert (pool.degrees, pool.threshold) == ((9.0,), (178.5,))
     assert (*pool.factor, *pool.opposite) == pytest.approx((1.27, 0.73))
-    assert set(pool.drawn) == set(NAMES) - {"Cutout"}
-    assert len(pool.drawn) == 14
+    assert set(pool.operations) == set(NAMES) - {"Cutout"}
+    assert len(pool.operations) == 14
     assert (SEMIFL.degrees, SEMIFL.shear, SEMIFL.shift, SEMIFL.bits) == ((30.0,), (0.3,), (100.0,), (4,))
     assert (SEMIFL.threshold, SEMIFL.factor, SEMIFL.opposite, SEMIFL.box) == ((0,), (1.9,), (1.9,), 40)
-    assert sorted(SEMIFL.drawn) == sorted(name if name != "Invert" else "Solarize" for name in SEMIFL_NAMES)
+    assert sorted(SEMIFL.operations) == sorted(name if name != "Invert" else "Solarize" for name in SEMIFL_NAMES)
 
 
 @pytest.mark.parametrize("factor", [0.73, 1.27, 1.9, *SEMIFL.factor, *fedloke(9).factor, *fedloke(9).opposite])

@@ -187,7 +187,7 @@ def test_draws_have_the_distributions_of_the_recipe() -> None:
     # A slot does something with probability 1/2 * 13/14, each of the 13 equally; identity takes the other 15/28.
     active = drawn["operation"] != IDENTITY
     assert abs(active.double().mean().item() - 13 / 28) < 5 * math.sqrt(13 / 28 * 15 / 28 / (2 * n))
-    assert len(FEDDURE.drawn) - 1 == IDENTITY
+    assert len(FEDDURE.operations) - 1 == IDENTITY
     assert uniform(drawn["operation"][active], 13)
     both = active.all(1)
     assert uniform(drawn["operation"][both] @ torch.tensor([13, 1]), 169)

@@ -20,7 +20,7 @@ from PIL import Image
 from halfmoon.core.errors import UserError
 from halfmoon.data import load
 from halfmoon.data.images import statistics
-from halfmoon.data.sources import KNOWN
+from halfmoon.data.sources import DATASETS
 
 FISH, FROG, CROC = "n01443537", "n01641577", "n01698640"
 
@@ -51,7 +51,7 @@ def cifar10(folder: Path, *, meta: bool = True) -> np.ndarray:
         pair = range(2 * number, 2 * number + 2)
         (folder / f"{name}.bin").write_bytes(b"".join(record(pixels[i], i % 10) for i in pair))
     if meta:
-        (folder / "batches.meta.txt").write_text("\n".join(KNOWN["cifar10"].classes) + "\n\n")
+        (folder / "batches.meta.txt").write_text("\n".join(DATASETS["cifar10"].classes) + "\n\n")
     return pixels
 
 
@@ -60,7 +60,7 @@ def cifar100(folder: Path) -> np.ndarray:
     pixels = noise(5)
     (folder / "train.bin").write_bytes(b"".join(record(pixels[i], 19 - i, 33 * i) for i in range(4)))
     (folder / "test.bin").write_bytes(record(pixels[4], 7, 42))
-    (folder / "fine_label_names.txt").write_text("\n".join(KNOWN["cifar100"].classes) + "\n")
+    (folder / "fine_label_names.txt").write_text("\n".join(DATASETS["cifar100"].classes) + "\n")
     return pixels
 
 
@@ -88,7 +88,7 @@ def tiny(folder: Path, *, wnids: bool = True, words: bool = True) -> Path:
 def test_sizes_of_known_sets() -> None:
     """The counts of the sets' own pages: CIFAR 50,000 + 10,000, SVHN 73,257 + 26,032, CINIC-10 a third of 270,000
     each, Fashion-MNIST 60,000 + 10,000, Tiny ImageNet 200 classes of 500 and 50."""
-    assert {name: (known.train, known.test, known.shape, len(known.classes)) for name, known in KNOWN.items()} == {
+    assert {name: (known.train, known.test, known.shape, len(known.classes)) for name, known in DATASETS.items()} == {
         "cifar10": (50_000, 10_000, (32, 32, 3), 10),
         "cifar100": (50_000, 10_000, (32, 32, 3), 100),
         "svhn": (73_257, 26_032, (32, 32, 3), 10),
@@ -96,13 +96,13 @@ def test_sizes_of_known_sets() -> None:
         "fashion_mnist": (60_000, 10_000, (28, 28, 1), 10),
         "tiny_imagenet": (100_000, 10_000, (64, 64, 3), 200),
     }
-    for known in KNOWN.values():
+    for known in DATASETS.values():
         assert len(known.mean) == len(known.std) == known.shape[2]
         assert len(set(known.classes)) == len(known.classes)
-    assert [name for name, known in KNOWN.items() if not known.mirror] == ["svhn"]
-    assert KNOWN["cifar100"].classes[26] == "crab"  # the hub's own list says "cra"
+    assert [name for name, known in DATASETS.items() if not known.mirror] == ["svhn"]
+    assert DATASETS["cifar100"].classes[26] == "crab"  # the hub's own list says "cra"
     for name in ("cifar100", "tiny_imagenet"):  # so class folders have the official order
-        assert list(KNOWN[name].classes) == sorted(KNOWN[name].classes)
+        assert list(DATASETS[name].classes) == sorted(DATASETS[name].classes)
 
 
 @pytest.mark.parametrize("place", ["", "cifar10", "cifar-10-batches-bin", "cifar10/cifar-10-batches-bin"])
@@ -113,8 +113,8 @@ def test_cifar10_binary(tmp_path: Path, place: str) -> None:
     np.testing.assert_array_equal(source.test.images, pixels[10:])
     assert source.train.labels.tolist() == list(range(10))
     assert source.test.labels.tolist() == [0, 1]
-    assert source.classes == KNOWN["cifar10"].classes
-    assert (source.name, source.mirror, source.mean) == ("cifar10", True, KNOWN["cifar10"].mean)
+    assert source.classes == DATASETS["cifar10"].classes
+    assert (source.name, source.mirror, source.mean) == ("cifar10", True, DATASETS["cifar10"].mean)
 
 
 @pytest.mark.parametrize("place", ["cifar100", "cifar-100-binary"])
@@ -220,7 +220,7 @@ def test_cinic10_folders(tmp_path: Path) -> None:
     pixels[3, names[0]] = pixels[3, names[0]][..., :1]
     for (label, name), image in pixels.items():
         for part in ("train", "test"):
-            write_image(tmp_path / part / KNOWN["cinic10"].classes[label] / name, image)
+            write_image(tmp_path / part / DATASETS["cinic10"].classes[label] / name, image)
     (tmp_path / "valid" / "airplane").mkdir(parents=True)
     (tmp_path / "valid" / "airplane" / "broken.png").write_bytes(b"no image")
     source = load("cinic10", tmp_path)
@@ -228,7 +228,7 @@ def test_cinic10_folders(tmp_path: Path) -> None:
     assert sorted(names)[2] == names[0]
     np.testing.assert_array_equal(source.train.images, wanted)
     assert source.train.labels.tolist() == [label for label in range(10) for _ in names]
-    assert source.classes == KNOWN["cinic10"].classes
+    assert source.classes == DATASETS["cinic10"].classes
     with pytest.raises(UserError, match=r"class folder automobile is in train but not in valid"):
         load("cinic10", tmp_path, test="valid")
 
@@ -366,7 +366,7 @@ def test_cifar100_parquet_prefers_the_fine_label(tmp_path: Path) -> None:
     source = load("cifar100", tmp_path)
     np.testing.assert_array_equal(source.train.images, pixels)
     assert source.train.labels.tolist() == [49, 99, 0]
-    assert source.classes == KNOWN["cifar100"].classes
+    assert source.classes == DATASETS["cifar100"].classes
 
 
 @pytest.mark.parametrize(
@@ -380,18 +380,18 @@ def test_cifar100_parquet_prefers_the_fine_label(tmp_path: Path) -> None:
 )
 def test_parquet_files_of_the_hub_repositories(tmp_path: Path, name: str, folder: str, held: str) -> None:
     """Gray images are made RGB where a set has them; valid of Tiny ImageNet and cropped_digits of SVHN are found."""
-    size = KNOWN[name].shape[0]
+    size = DATASETS[name].shape[0]
     pixels = [noise(1, size, 3, seed=i)[0] for i in range(3)]
-    if KNOWN[name].gray:
+    if DATASETS[name].gray:
         pixels[1] = pixels[1][..., :1]
     write_parquet(tmp_path / folder / "train-00000-of-00001.parquet", pixels, "image", label=[1, 0, 2])
     write_parquet(tmp_path / folder / f"{held}.parquet", pixels[:2], "image", label=[5, 4])
     source = load(name, tmp_path)
-    shape = KNOWN[name].shape
+    shape = DATASETS[name].shape
     np.testing.assert_array_equal(source.train.images, [np.broadcast_to(image, shape) for image in pixels])
     assert source.test.labels.tolist() == [5, 4]
-    assert source.classes == KNOWN[name].classes
-    assert source.mirror == KNOWN[name].mirror
+    assert source.classes == DATASETS[name].classes
+    assert source.mirror == DATASETS[name].mirror
 
 
 def test_a_cache_tells_gray_from_gray_made_color(tmp_path: Path) -> None:
@@ -438,8 +438,8 @@ def test_names_resolve_to_hub_repositories(monkeypatch, name, image, repository,
     """Repository, configuration and parts as the hub has them; CIFAR-100 has a coarse label too, which is not taken."""
     asked = []
     labels = {"coarse_label": [0, 1], "fine_label": [49, 4]} if name == "cifar100" else {"label": [9, 4]}
-    size = KNOWN[name].shape[0]
-    second = noise(1, size, 1 if KNOWN[name].gray else 3, seed=1)[0]
+    size = DATASETS[name].shape[0]
+    second = noise(1, size, 1 if DATASETS[name].gray else 3, seed=1)[0]
 
     def load_dataset(path: str, config: str | None, split: str) -> Rows:
         asked.append((path, config, split))
@@ -451,9 +451,9 @@ def test_names_resolve_to_hub_repositories(monkeypatch, name, image, repository,
     monkeypatch.setitem(sys.modules, "datasets", module)
     source = load(name)
     assert asked == [(repository, config, "train"), (repository, config, held)]
-    np.testing.assert_array_equal(source.train.images[1], np.broadcast_to(second, KNOWN[name].shape))
+    np.testing.assert_array_equal(source.train.images[1], np.broadcast_to(second, DATASETS[name].shape))
     assert source.test.labels.tolist()[1] == 4
     assert source.test.labels.tolist()[0] == (49 if name == "cifar100" else 9)
-    assert source.classes == KNOWN[name].classes
+    assert source.classes == DATASETS[name].classes
     load(name, test="validation")
     assert asked[-1] == (repository, config, "validation")

@@ -191,10 +191,10 @@ def patients(paths: Sequence[Path]) -> list[str] | None:
 
     A file without either, or of another format, is "". None where no file has any. Identifiers are nowhere written.
     """
-    known = [_identifiers(path) for path in paths]
-    who = 1 if len({patient for patient, _ in known} - {""}) == 1 else 0
-    found = [each[who] or each[1 - who] for each in known]
-    return found if any(found) else None
+    identifiers = [_identifiers(path) for path in paths]
+    who = 1 if len({patient for patient, _ in identifiers} - {""}) == 1 else 0
+    names = [each[who] or each[1 - who] for each in identifiers]
+    return names if any(names) else None
 
 
 def _identifiers(path: Path) -> tuple[str, str]:

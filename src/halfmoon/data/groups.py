@@ -19,13 +19,13 @@ def groups(paths: Sequence[Path], pattern: str | None = None) -> list[str] | Non
     """
     if pattern is None:
         return dicom.patients(paths)
-    expression, found = compiled(pattern), list[str]()
+    expression, names = compiled(pattern), list[str]()
     for path in paths:
         match = expression.search("/".join(path.parts[-2:]))
         if match is None or match[1] is None:
             raise UserError(f"{path}: its folder and name do not fit group_pattern {pattern!r}; correct the pattern.")
-        found.append(match[1])
-    return found
+        names.append(match[1])
+    return names
 
 
 def compiled(pattern: str) -> re.Pattern[str]:
@@ -39,9 +39,9 @@ def compiled(pattern: str) -> re.Pattern[str]:
     return expression
 
 
-def apart(rows: np.ndarray, held: np.ndarray, groups: Sequence[str] | None) -> np.ndarray:
+def apart(rows: np.ndarray, others: np.ndarray, groups: Sequence[str] | None) -> np.ndarray:
     """Return those of the rows, int64, whose group has no row among the `held` ones."""
     if groups is None:
         return rows
     names = np.array(groups)
-    return rows[~np.isin(names[rows], sorted(set(names[held].tolist()) - {""}))]
+    return rows[~np.isin(names[rows], sorted(set(names[others].tolist()) - {""}))]

@@ -24,10 +24,10 @@ class Images:
     remark: str = ""  # how these came to be a part of the data set, where nobody said so
     groups: Sequence[str] | None = None  # whose image each is, "" for nobody known: a patient
 
-    def rows(self, chosen: np.ndarray) -> "Images":
+    def rows(self, selection: np.ndarray) -> "Images":
         """Return the images of the `chosen` rows, numbers or bool (N,)."""
-        groups = None if self.groups is None else np.array(self.groups)[chosen].tolist()
-        return Images(self.images[chosen], self.labels[chosen], groups=groups)
+        groups = None if self.groups is None else np.array(self.groups)[selection].tolist()
+        return Images(self.images[selection], self.labels[selection], groups=groups)
 
     def __post_init__(self) -> None:
         shape, dtype = self.images.shape, self.images.dtype
@@ -73,8 +73,8 @@ class Source:
     @property
     def parts(self) -> dict[str, Images]:
         """Return the parts that are there: train, test, validation."""
-        found = {"train": self.train, "test": self.test, "validation": self.validation}
-        return {name: part for name, part in found.items() if part is not None}
+        parts = {"train": self.train, "test": self.test, "validation": self.validation}
+        return {name: part for name, part in parts.items() if part is not None}
 
     def __post_init__(self) -> None:
         for word, part in self.parts.items():
@@ -178,8 +178,8 @@ def subset(source: Source, share: float) -> Source:
     """
     if share == 1:
         return source
-    kept = _chosen(source, share, "share")
-    return replace(source, train=source.train.rows(kept))
+    rows = _class_share(source, share, "share")
+    return replace(source, train=source.train.rows(rows))
 
 
 def hold_out(source: Source, share: float) -> Source:
@@ -190,36 +190,36 @@ def hold_out(source: Source, share: float) -> Source:
     if not share:
         return source
     train = source.train
-    held = _chosen(source, share, "validation", train.groups) & (train.labels != UNKNOWN)
-    lost = np.setdiff1d(train.labels[held], train.labels[~held])
+    selection = _class_share(source, share, "validation", train.groups) & (train.labels != UNKNOWN)
+    lost = np.setdiff1d(train.labels[selection], train.labels[~selection])
     if len(lost):
         raise UserError(
             f"{source.name}: validation_share {share:g} leaves no training image of class {source.classes[lost[0]]!r}; "
             "choose a smaller share."
         )
-    left = apart(np.flatnonzero(~held), np.flatnonzero(held), train.groups)
-    parts = {"train": left, "validation": held}
+    left = apart(np.flatnonzero(~selection), np.flatnonzero(selection), train.groups)
+    parts = {"train": left, "validation": selection}
     source = replace(source, **{name: train.rows(rows) for name, rows in parts.items()})
     if train.groups is None:
         return source
-    words = f"{held.sum():,} images are set aside for validation; {APART}"
+    words = f"{selection.sum():,} images are set aside for validation; {APART}"
     return replace(source, remark="; ".join(filter(None, [source.remark, words])))
 
 
-def _chosen(source: Source, share: float, word: str, groups: Sequence[str] | None = None) -> np.ndarray:
+def _class_share(source: Source, share: float, word: str, groups: Sequence[str] | None = None) -> np.ndarray:
     """Return which training images, bool (N,), are the share of every class, at least one, that `word` draws.
 
     With `groups` none has images on both sides."""
-    kept = np.zeros(len(source.train), bool)
+    mask = np.zeros(len(source.train), bool)
     sides = Sides()
     for label in np.unique(source.train.labels):
         rows = np.flatnonzero(source.train.labels == label)
         if groups is not None and label == UNKNOWN:
             continue
-        chosen = stream(0, word, source.name, str(label)).permutation(rows)
+        order = stream(0, word, source.name, str(label)).permutation(rows)
         count = max(1, round(share * len(rows)))
-        kept[chosen[:count] if groups is None else sides.draw(chosen, groups, count)] = True
-    return kept
+        mask[order[:count] if groups is None else sides.draw(order, groups, count)] = True
+    return mask
 
 
 def shrink(source: Source, factor: int) -> Source:

@@ -58,12 +58,12 @@ class Preparation:
         size, depth = self.size or (height, width), self.channels or channels
         if (height, width, channels) == (*size, depth):
             return images
-        made = np.empty((count, *size, depth), np.uint8)
+        result = np.empty((count, *size, depth), np.uint8)
         for row, pixels in enumerate(images):
             image = Image.fromarray(pixels[:, :, 0] if channels == 1 else pixels)
             image = self.resized(image if depth == channels else image.convert({1: "L", 3: "RGB"}[depth]))
-            made[row] = np.asarray(image).reshape(*size, depth)
-        return made
+            result[row] = np.asarray(image).reshape(*size, depth)
+        return result
 
 
 AS_THEY_ARE = Preparation()

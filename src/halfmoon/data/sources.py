@@ -8,20 +8,20 @@ from pathlib import Path
 import numpy as np
 
 from halfmoon.core.errors import UserError, nearest
+from halfmoon.data.datasets import DATASETS, DatasetInfo
 from halfmoon.data.images import UNKNOWN, Images, Source, statistics
-from halfmoon.data.known import KNOWN, Known
-from halfmoon.data.partition.primitives import apportion, stream
+from halfmoon.data.partition.primitives import apportion, stream, take_labeled
 from halfmoon.data.preparation import AS_THEY_ARE, Preparation
 from halfmoon.data.readers import binary, class_folders, hub, idx, parquet, tinyimagenet
 from halfmoon.data.readers import cache as store
 
-__all__ = ["DIGITS", "KNOWN", "Known", "load", "names"]
+__all__ = ["DATASETS", "DIGITS", "DatasetInfo", "load", "names"]
 
 DIGITS = "1,437 + 360 gray images, 8x8, 10 classes (UCI's handwritten digits, embedded); always there, the default"
 
 
 def names() -> dict[str, str]:
-    return {"digits": DIGITS} | {name: known.about for name, known in KNOWN.items()}
+    return {"digits": DIGITS} | {name: info.about for name, info in DATASETS.items()}
 
 
 def load(
@@ -55,31 +55,31 @@ def load(
         if test != "test":
             raise UserError(f"digits has no part {test!r}, only train and test.")
         return _prepared(_digits(bool(mirror)), how)
-    known = KNOWN.get(name)
-    folder = _folder(name, data_dir, known)
-    mirrors = known is None or known.mirror
+    info = DATASETS.get(name)
+    folder = _folder(name, data_dir, info)
+    mirrors = info is None or info.mirror
     if folder is not None:
         official = _official(folder, name)
-        mirrors = mirrors and (official is None or KNOWN[official].mirror)
-        train, held, classes = _read(folder, name, official, test, cache, how)
-    elif known is not None:
-        part = known.held if test == "test" else test
-        train, held, classes = hub.read(known.hub, part, known.config, known.gray, how)
+        mirrors = mirrors and (official is None or DATASETS[official].mirror)
+        train, tests, classes = _read(folder, name, official, test, cache, how)
+    elif info is not None:
+        part = info.test_part if test == "test" else test
+        train, tests, classes = hub.read(info.hub, part, info.config, info.gray, how)
     elif re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", name):
-        train, held, classes = hub.read(name, test, how=how)
+        train, tests, classes = hub.read(name, test, how=how)
     else:
         raise UserError(f"no data set or folder is called {name!r}; {nearest(name, names())}")
     if classes is None:
-        classes = known.classes if known else _numbered(name, train.labels)
-    if known:
+        classes = info.classes if info else _numbered(name, train.labels)
+    if info:
         _check_known(folder or name, name, train, classes, how)
-    title = name if known else Path(name).name if folder else name
+    title = name if info else Path(name).name if folder else name
     mirrored = mirrors if mirror is None else mirror
-    if known and not how.converts:
-        return Source(title, train, held, classes, mirrored, known.mean, known.std, remark=held.remark)
-    train, held = (replace(each, images=how.applied(each.images)) for each in (train, held))
+    if info and not how.converts:
+        return Source(title, train, tests, classes, mirrored, info.mean, info.std, remark=tests.remark)
+    train, tests = (replace(each, images=how.applied(each.images)) for each in (train, tests))
     mean, std = train.spread or statistics(train.images)
-    return Source(title, train, held, classes, mirrored, mean, std, remark=held.remark)
+    return Source(title, train, tests, classes, mirrored, mean, std, remark=tests.remark)
 
 
 def _prepared(source: Source, how: Preparation) -> Source:
@@ -90,14 +90,14 @@ def _prepared(source: Source, how: Preparation) -> Source:
     return replace(source, train=train, test=test, mean=mean, std=std)
 
 
-def _folder(name: str, data_dir: Path | None, known: Known | None) -> Path | None:
+def _folder(name: str, data_dir: Path | None, info: DatasetInfo | None) -> Path | None:
     if data_dir is None:
-        return Path(name) if known is None and Path(name).is_dir() else None
+        return Path(name) if info is None and Path(name).is_dir() else None
     if not data_dir.is_dir():
         raise UserError(f"{data_dir}: there is no such folder; --data-dir is where {name} lies.")
-    if known:
+    if info:
         place = data_dir / name if (data_dir / name).is_dir() else data_dir
-        inside = known.folder and place / known.folder
+        inside = info.folder and place / info.folder
         return inside if inside and inside.is_dir() else place
     for place in (data_dir / name, Path(name)):
         if place.is_dir():
@@ -107,24 +107,24 @@ def _folder(name: str, data_dir: Path | None, known: Known | None) -> Path | Non
 
 def _official(folder: Path, name: str) -> str | None:
     """Return the set whose official files are in the folder; under a known name, that one or none."""
-    found = {
+    checks = {
         "cifar10": lambda: binary.is_here(folder, "cifar10"),
         "cifar100": lambda: binary.is_here(folder, "cifar100"),
         "tiny_imagenet": lambda: tinyimagenet.is_here(folder),
     }
-    return next((key for key, here in found.items() if (name == key or name not in KNOWN) and here()), None)
+    return next((key for key, here in checks.items() if (name == key or name not in DATASETS) and here()), None)
 
 
 def _read(
     folder: Path, name: str, official: str | None, test: str, cache: Path | None, how: Preparation
 ) -> tuple[Images, Images, tuple[str, ...] | None]:
-    known = KNOWN.get(name)
-    rgb = known is not None and known.gray
+    info = DATASETS.get(name)
+    rgb = info is not None and info.gray
     if idx.is_here(folder):
         _only_test(folder, "an idx set", test)
         return idx.read_pair(folder, "train"), idx.read_pair(folder, "t10k"), None
     if files := parquet.shards(folder, "train"):
-        return _read_parquet(folder, files, known, test, cache, how)
+        return _read_parquet(folder, files, info, test, cache, how)
     if official in binary.LAYOUTS:
         _only_test(folder, f"the binary version of {official}", test)
         return binary.read(folder, official)
@@ -132,10 +132,10 @@ def _read(
         return tinyimagenet.read(folder, test, cache, how)
     if class_folders.part_of(folder, "train") is not None:
         return class_folders.read_folders(folder, test, cache, rgb, how)
-    binary.refuse_pickles(folder, [key for key in binary.PICKLES if name == key or known is None])
-    if known:
+    binary.refuse_pickles(folder, [key for key in binary.PICKLES if name == key or info is None])
+    if info:
         raise UserError(
-            f"{folder}: {name} is not here; expected {known.files}, or train*.parquet and {known.held}*.parquet."
+            f"{folder}: {name} is not here; expected {info.files}, or train*.parquet and {info.test_part}*.parquet."
         )
     _refuse_others(folder)
     if class_folders.in_parts(folder):
@@ -163,18 +163,22 @@ def _refuse_others(folder: Path) -> None:
 
 
 def _read_parquet(
-    folder: Path, files: list[Path], known: Known | None, test: str, cache: Path | None, how: Preparation
+    folder: Path, files: list[Path], info: DatasetInfo | None, test: str, cache: Path | None, how: Preparation
 ) -> tuple[Images, Images, tuple[str, ...] | None]:
-    rgb = known is not None and known.gray
+    rgb = info is not None and info.gray
     form = f"{'rgb' if rgb else ''}{how.form}"
     # A known set may call its test part otherwise, but a file that is called test is meant to be it.
-    held = parquet.shards(folder, test)
-    if not held and known and test == "test":
-        held = parquet.shards(folder, known.held)
-    if not held:
+    tests = parquet.shards(folder, test)
+    if not tests and info and test == "test":
+        tests = parquet.shards(folder, info.test_part)
+    if not tests:
         raise UserError(f"{folder}: there is no {test}*.parquet beside train*.parquet.")
     train, classes = store.keep(cache, files, lambda into: parquet.read_parquet(files, rgb, how, into), form)
-    return train, store.keep(cache, held, lambda into: parquet.read_parquet(held, rgb, how, into), form)[0], classes
+    return (
+        train,
+        store.keep(cache, tests, lambda into: parquet.read_parquet(tests, rgb, how, into), form)[0],
+        classes,
+    )
 
 
 def _only_test(folder: Path, what: str, test: str) -> None:
@@ -184,14 +188,14 @@ def _only_test(folder: Path, what: str, test: str) -> None:
 
 def _check_known(place: object, name: str, train: Images, classes: tuple[str, ...], how: Preparation) -> None:
     """Raise UserError where channels or classes tell that this is another set than the one that is asked for."""
-    known, channels = KNOWN[name], train.images.shape[3]
-    if channels != len(known.mean) and how.channels is None:
+    info, channels = DATASETS[name], train.images.shape[3]
+    if channels != len(info.mean) and how.channels is None:
         raise UserError(
-            f"{place}: images of {name} have {len(known.mean)} channel(s), but these have {channels}; check the folder."
+            f"{place}: images of {name} have {len(info.mean)} channel(s), but these have {channels}; check the folder."
         )
-    if len(classes) > len(known.classes):
+    if len(classes) > len(info.classes):
         raise UserError(
-            f"{place}: {name} has {len(known.classes)} classes, but there are {len(classes)} here; check the folder."
+            f"{place}: {name} has {len(info.classes)} classes, but there are {len(classes)} here; check the folder."
         )
 
 
@@ -216,12 +220,8 @@ def _digits(mirror: bool) -> Source:
     with embedded.open("rb") as file, np.load(file, allow_pickle=False) as arrays:
         images = np.rint(arrays["images"].astype(np.float64) * 255 / 16).astype(np.uint8)[..., None]
         labels = arrays["labels"].astype(np.int64)
-    draw = stream(0, "digits", "test")
-    quota = apportion(np.bincount(labels), 360)
-    held = np.zeros(len(labels), bool)
-    for label, count in enumerate(quota):
-        held[draw.permutation(np.flatnonzero(labels == label))[:count]] = True
-    train = Images(images[~held], labels[~held])
+    test = take_labeled(labels, apportion(np.bincount(labels), 360), stream(0, "digits", "test"))
+    train = Images(images[~test], labels[~test])
     mean, std = statistics(train.images)
     classes = tuple(str(digit) for digit in range(10))
-    return Source("digits", train, Images(images[held], labels[held]), classes, mirror, mean, std)
+    return Source("digits", train, Images(images[test], labels[test]), classes, mirror, mean, std)

@@ -23,8 +23,8 @@ def counts(split: Split, labels: np.ndarray, classes: int) -> tuple[np.ndarray, 
         cells = split.client[mine] * classes + labels[mine]
         return np.bincount(cells, minlength=split.clients * classes).reshape(split.clients, classes)
 
-    held = (split.client >= 0) & (labels != UNKNOWN)
-    return of(held & split.labeled), of(held & ~split.labeled)
+    mask = (split.client >= 0) & (labels != UNKNOWN)
+    return of(mask & split.labeled), of(mask & ~split.labeled)
 
 
 def mix(numbers: np.ndarray) -> np.ndarray:
@@ -107,10 +107,10 @@ def _distances(p: np.ndarray, q: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _stages(split: Split) -> list[int]:
-    held = (split.client >= 0) & ~split.labeled
+    mask = (split.client >= 0) & ~split.labeled
     if split.stage is None:
-        return [int(held.sum())]
-    return np.bincount(split.stage[held], minlength=split.stages).tolist()
+        return [int(mask.sum())]
+    return np.bincount(split.stage[mask], minlength=split.stages).tolist()
 
 
 def _entropy(p: np.ndarray) -> np.ndarray:
@@ -123,10 +123,10 @@ def _sizes(sizes: np.ndarray) -> dict[str, float]:
 
 
 def _range(values: np.ndarray) -> dict[str, float | None]:
-    known = values[~np.isnan(values)]
-    if not known.size:
+    values = values[~np.isnan(values)]
+    if not values.size:
         return {"mean": None, "min": None, "max": None}
-    return {"mean": float(known.mean()), "min": float(known.min()), "max": float(known.max())}
+    return {"mean": float(values.mean()), "min": float(values.min()), "max": float(values.max())}
 
 
 def _number(value: np.ndarray | np.floating) -> float | None:

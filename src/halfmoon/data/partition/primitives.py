@@ -22,7 +22,7 @@ class Sides:
     """Hold out rows so that a group, such as a patient, is on one side alone, over any number of draws."""
 
     def __init__(self) -> None:
-        self.held: dict[str, bool] = {}
+        self.by_group: dict[str, bool] = {}  # whether it is held out
 
     def draw(self, order: np.ndarray, groups: Sequence[str], count: int) -> np.ndarray:
         """Return which of the rows in `order` are held out: the first, about `count`, each with all of its group.
@@ -30,21 +30,21 @@ class Sides:
         `groups` has the group of every row; one of "" is alone. A group of an earlier draw stays on its side.
         """
         rows: list[int] = order.tolist()
-        held = [row for row in rows if self.held.get(groups[row], False)]
+        selection = [row for row in rows if self.by_group.get(groups[row], False)]
         together: dict[str, list[int]] = {}
         for row in rows:
             together.setdefault(groups[row], []).append(row)
         for row in rows:
             group = groups[row]
-            if group in self.held:
+            if group in self.by_group:
                 continue
             members = together[group] if group else [row]
             # A large group would be more than the half of it too much.
-            chosen = len(held) < count and (not held or len(held) + len(members) / 2 <= count)
-            held += members if chosen else []
+            out = len(selection) < count and (not selection or len(selection) + len(members) / 2 <= count)
+            selection += members if out else []
             if group:
-                self.held[group] = chosen
-        return np.array(held, np.int64)
+                self.by_group[group] = out
+        return np.array(selection, np.int64)
 
 
 def apportion(weights: np.ndarray, total: int) -> np.ndarray:
@@ -58,10 +58,10 @@ def apportion(weights: np.ndarray, total: int) -> np.ndarray:
 
 def take_labeled(labels: np.ndarray, counts: np.ndarray, draw: np.random.Generator) -> np.ndarray:
     """Return which rows are labeled, bool (N,): the first counts[c] of a permutation inside each class c."""
-    chosen = np.zeros(len(labels), bool)
+    labeled = np.zeros(len(labels), bool)
     for label, count in enumerate(counts):
-        chosen[draw.permutation(np.flatnonzero(labels == label))[:count]] = True
-    return chosen
+        labeled[draw.permutation(np.flatnonzero(labels == label))[:count]] = True
+    return labeled
 
 
 def deal(labels: np.ndarray, clients: int, draw: np.random.Generator) -> np.ndarray:
@@ -129,8 +129,8 @@ def _what_would(labels: np.ndarray, clients: int, dirichlet_alpha: float, min_si
 
     def enough(count: int, alpha: float) -> bool:
         draw = stream(0, "what would")
-        made = (_spread_once(labels, count, alpha, draw, cap) for _ in range(3))
-        return any(int(np.bincount(holder, minlength=count).min()) >= min_size for holder in made)
+        holders = (_spread_once(labels, count, alpha, draw, cap) for _ in range(3))
+        return any(int(np.bincount(holder, minlength=count).min()) >= min_size for holder in holders)
 
     alphas = (dirichlet_alpha * 2**k for k in range(1, 8))
     counts = (clients >> k for k in range(1, clients.bit_length() - 1))

@@ -83,16 +83,16 @@ def fill_in_turn(
     counts = np.zeros((clients, classes), np.int64)
     for k in range(clients - 1):
         shares = draw.dirichlet(np.full(classes, dirichlet_alpha))
-        wanted = np.round(shares * size).astype(np.int64)
-        wanted[shares.argmax()] += size - wanted.sum()
-        if wanted.min() < 0:
+        quota = np.round(shares * size).astype(np.int64)
+        quota[shares.argmax()] += size - quota.sum()
+        if quota.min() < 0:
             # A few rows over many classes can round up to more than the largest class can take back.
-            wanted = apportion(shares, size).astype(np.int64)
-        given = np.minimum(wanted, left)
+            quota = apportion(shares, size).astype(np.int64)
+        amounts = np.minimum(quota, left)
         # The lowest classes first: each gives what it has until the client is full.
-        spare = np.cumsum(left - given)
-        top_up = np.diff(np.minimum(spare, size - given.sum()), prepend=0)
-        counts[k] = given + top_up
+        spare = np.cumsum(left - amounts)
+        top_up = np.diff(np.minimum(spare, size - amounts.sum()), prepend=0)
+        counts[k] = amounts + top_up
         left -= counts[k]
     counts[-1] = left
     holder = _hand_out(counts, pools, len(labels))
@@ -153,12 +153,12 @@ def give_equal_classes(
     It is the number that the smallest class allows; the rest goes to nobody. `names` are those of the classes, `what`
     that of the rows, for messages. Raise UserError where a class has fewer rows than there are clients.
     """
-    held = np.bincount(labels, minlength=len(names))
-    each = int(held.min()) // clients
+    totals = np.bincount(labels, minlength=len(names))
+    each = int(totals.min()) // clients
     if not each:
         raise UserError(
-            f"class {names[int(held.argmin())]} has {held.min()} {what} to share, fewer than one for each of {clients} "
-            "clients; ask for fewer clients or another number of labels, or choose setting iid-iid."
+            f"class {names[int(totals.argmin())]} has {totals.min()} {what} to share, fewer than one for each of "
+            f"{clients} clients; ask for fewer clients or another number of labels, or choose setting iid-iid."
         )
     return _hand_out(np.full((clients, len(names)), each), _pools(labels, len(names), draw), len(labels))
 
@@ -218,17 +218,17 @@ def _round(exact: np.ndarray, pools: np.ndarray, draw: np.random.Generator) -> n
     owed = np.zeros(exact.shape[1])
     sizes = np.round(exact.sum(1)).astype(np.int64)
     for k in draw.permutation(len(exact)):
-        given = np.minimum(np.floor(exact[k]).astype(np.int64), left)
-        rest = exact[k] - given
-        while (short := int(sizes[k] - given.sum())) > 0:
+        amounts = np.minimum(np.floor(exact[k]).astype(np.int64), left)
+        rest = exact[k] - amounts
+        while (short := int(sizes[k] - amounts.sum())) > 0:
             # First the classes of which the client has a fraction to round up, those that are owed most before others.
             urgency = np.where(rest > _FAINT, owed + rest, -len(exact) + owed)
-            open_ = np.flatnonzero(given < left)
-            given[open_[np.argsort(-urgency[open_], kind="stable")[:short]]] += 1
-            rest = exact[k] - given
+            open_ = np.flatnonzero(amounts < left)
+            amounts[open_[np.argsort(-urgency[open_], kind="stable")[:short]]] += 1
+            rest = exact[k] - amounts
         owed += rest
-        left -= given
-        counts[k] = given
+        left -= amounts
+        counts[k] = amounts
     return counts
 
 

@@ -87,10 +87,9 @@ class Scenario(SplitOptions):
         remainder, none. Raise UserError where the request cannot be met.
         """
         names = [str(c) for c in range(classes)] if isinstance(classes, int) else list(classes)
-        held = _held(self, labels, names)
+        totals = _class_totals(self, labels, names)
         if self.setting in _RULES:
-            part = self._one_draw if self._joint else self._two_draws
-            client, labeled = part(labels, held, names)
+            client, labeled = self._one_draw(labels, names) if self._joint else self._two_draws(labels, totals, names)
         else:
             client, labeled = _from_outside(self, labels, len(names))
         if self.unlabeled_share < 1:
@@ -103,9 +102,9 @@ class Scenario(SplitOptions):
         """Whether labeled rows are marked among those that a client holds, in place of a pool."""
         return self.setting in _RULES and _RULES[self.setting].labeled is None and self.labels_at != "server"
 
-    def _two_draws(self, labels: np.ndarray, held: np.ndarray, names: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
+    def _two_draws(self, labels: np.ndarray, totals: np.ndarray, names: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
         """Return client and labeled where a labeled pool and its complement are shared apart."""
-        labeled = take_labeled(labels, _pool(self, held, names), stream(self.seed, "split", "pool"))
+        labeled = take_labeled(labels, _pool(self, totals, names), stream(self.seed, "split", "pool"))
         client = np.full(len(labels), SERVER, np.int64)
         by_labeled, by_unlabeled = _RULES[self.setting]
         if self.labels_at != "server":
@@ -120,7 +119,7 @@ class Scenario(SplitOptions):
             client[~labeled] = by_unlabeled(self, _Part(labels[~labeled], names, self.clients, draw, "unlabeled"))
         return client, labeled
 
-    def _one_draw(self, labels: np.ndarray, held: np.ndarray, names: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
+    def _one_draw(self, labels: np.ndarray, names: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
         """Return client and labeled where clients mark some of their rows: both kinds have one distribution."""
         size = len(labels) // self.clients
         marked = _marked(self, size, len(names))
@@ -129,8 +128,8 @@ class Scenario(SplitOptions):
         labeled = np.zeros(len(labels), bool)
         draw = stream(self.seed, "split", "marks")
         some = set(_labeled_clients(self).tolist())
-        for k, held in enumerate(holdings(client, self.clients)):
-            rows = draw.permutation(held)
+        for k, own in enumerate(holdings(client, self.clients)):
+            rows = draw.permutation(own)
             labeled[rows[: marked if k in some else 0]] = True
         return client, labeled
 
@@ -207,8 +206,8 @@ def _pairs(scenario: Scenario, part: _Part) -> np.ndarray:
     min_size = _least(scenario, part, 10)
     _enough(part, max(1, min_size))
     images = f"{part.what} images"
-    kept = {"min_size": min_size, "tries": scenario.tries, "what": images}
-    return rules.pair_blocks(part.labels, part.clients, scenario.dirichlet_alpha, part.draw, **kept)
+    limits = {"min_size": min_size, "tries": scenario.tries, "what": images}
+    return rules.pair_blocks(part.labels, part.clients, scenario.dirichlet_alpha, part.draw, **limits)
 
 
 def _equal_classes(scenario: Scenario, part: _Part) -> np.ndarray:
@@ -252,10 +251,10 @@ def _from_outside(scenario: Scenario, labels: np.ndarray, classes: int) -> tuple
         raise
     except Exception as error:  # whatever somebody else's code does
         raise UserError(f"setting {name} failed ({type(error).__name__}: {one_line(error)[:200]}).") from error
-    for what, given, kind in (("client", client, "iu"), ("labeled", labeled, "b")):
-        if given.shape != labels.shape or given.dtype.kind not in kind:
+    for what, array, kind in (("client", client, "iu"), ("labeled", labeled, "b")):
+        if array.shape != labels.shape or array.dtype.kind not in kind:
             raise UserError(
-                f"setting {name}: its {what} is {given.dtype} {given.shape}; it must return client, int "
+                f"setting {name}: its {what} is {array.dtype} {array.shape}; it must return client, int "
                 f"({len(labels)},), and labeled, bool ({len(labels)},)."
             )
     if client.min() < SERVER or client.max() >= scenario.clients:
@@ -300,7 +299,7 @@ def _check_labels(scenario: Scenario) -> None:
         )
 
 
-def _held(scenario: Scenario, labels: np.ndarray, names: Sequence[str]) -> np.ndarray:
+def _class_totals(scenario: Scenario, labels: np.ndarray, names: Sequence[str]) -> np.ndarray:
     """Return how many rows each class has, int64 (classes,)."""
     if scenario.clients > len(labels):
         raise UserError(f"{scenario.clients} clients cannot share {len(labels)} images; ask for fewer clients.")
@@ -309,36 +308,36 @@ def _held(scenario: Scenario, labels: np.ndarray, names: Sequence[str]) -> np.nd
             f"labels run from {labels.min()} to {labels.max()}, but {len(names)} classes are numbered "
             f"0 to {len(names) - 1}; give all classes."
         )
-    held = np.bincount(labels, minlength=len(names))
-    if not held.min():
-        raise UserError(f"class {names[int(held.argmin())]} has no image; leave it out or add images.")
-    return held
+    totals = np.bincount(labels, minlength=len(names))
+    if not totals.min():
+        raise UserError(f"class {names[int(totals.argmin())]} has no image; leave it out or add images.")
+    return totals
 
 
-def _pool(scenario: Scenario, held: np.ndarray, names: Sequence[str]) -> np.ndarray:
+def _pool(scenario: Scenario, totals: np.ndarray, names: Sequence[str]) -> np.ndarray:
     """Return how many rows of each class are labeled, int64 (classes,)."""
-    clients, short = scenario.clients, int(held.argmin())
-    most = int(held[short])
+    clients, short = scenario.clients, int(totals.argmin())
+    most = int(totals[short])
     if scenario.label_ratio is not None:
-        pool = np.floor(held * scenario.label_ratio + 0.5).astype(np.int64)
-        asked, remedy = f"label_ratio {scenario.label_ratio:g}", ""
+        pool = np.floor(totals * scenario.label_ratio + 0.5).astype(np.int64)
+        request, remedy = f"label_ratio {scenario.label_ratio:g}", ""
     elif scenario.labels is not None:
         pool = np.full(len(names), scenario.labels // len(names), np.int64)
-        asked, remedy = f"labels {scenario.labels}", f"set labels to {most * len(names)} or less"
+        request, remedy = f"labels {scenario.labels}", f"set labels to {most * len(names)} or less"
     else:
         assert scenario.labels_per_class is not None
         pool = np.full(len(names), math.floor(clients * scenario.labels_per_class + 0.5), np.int64)
-        asked = f"labels_per_class {scenario.labels_per_class:g} for {clients} clients"
+        request = f"labels_per_class {scenario.labels_per_class:g} for {clients} clients"
         remedy = (
             f"set labels_per_class to {_decimal(most / clients)} or less, or clients to "
             f"{math.floor(most / scenario.labels_per_class)} or less"
         )
     if pool[short] > most:
         raise UserError(
-            f"{asked} needs {pool[short]} labeled images of class {names[short]}, which has {most}; {remedy}."
+            f"{request} needs {pool[short]} labeled images of class {names[short]}, which has {most}; {remedy}."
         )
     if not pool.min():
-        raise UserError(f"{asked} leaves class {names[int(pool.argmin())]} without a label; ask for more labels.")
+        raise UserError(f"{request} leaves class {names[int(pool.argmin())]} without a label; ask for more labels.")
     return pool
 
 
@@ -346,16 +345,16 @@ def _marked(scenario: Scenario, size: int, classes: int) -> int:
     """Return how many of its `size` rows a labeled client marks where labels come from no pool."""
     if scenario.label_ratio is not None:
         # The authors' int(r * n), but 0.29 * 100 is 29 here.
-        marked, asked = math.floor(scenario.label_ratio * size + 1e-9), f"label_ratio {scenario.label_ratio:g}"
+        marked, request = math.floor(scenario.label_ratio * size + 1e-9), f"label_ratio {scenario.label_ratio:g}"
     else:
         assert scenario.labels_per_class is not None
         marked = math.floor(scenario.labels_per_class * classes + 0.5)
-        asked = f"labels_per_class {scenario.labels_per_class:g}"
+        request = f"labels_per_class {scenario.labels_per_class:g}"
     if not marked:
-        raise UserError(f"{asked} labels none of the {size} images of a client; ask for more labels.")
+        raise UserError(f"{request} labels none of the {size} images of a client; ask for more labels.")
     if marked > size:
         raise UserError(
-            f"{asked} labels {marked} images of each client, which has {size}; set labels_per_class to "
+            f"{request} labels {marked} images of each client, which has {size}; set labels_per_class to "
             f"{_decimal(size / classes)} or less, or ask for fewer clients."
         )
     return marked
@@ -375,8 +374,8 @@ def _stage(scenario: Scenario, client: np.ndarray, labeled: np.ndarray) -> np.nd
         return None
     draw = stream(scenario.seed, "split", "stages")
     stage = np.zeros(len(client), np.int64)
-    for k, held in enumerate(holdings(client, scenario.clients)):
-        rows = draw.permutation(held[~labeled[held]])
+    for k, own in enumerate(holdings(client, scenario.clients)):
+        rows = draw.permutation(own[~labeled[own]])
         if len(rows) < stages:
             raise UserError(
                 f"client {k} has {len(rows)} unlabeled images, fewer than {stages} stages; ask for fewer stages, fewer "

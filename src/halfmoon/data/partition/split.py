@@ -21,7 +21,7 @@ SERVER = -2
 MOST = 2**24
 """Clients that a saved split may say it has: what is counted for each of them stays within the memory of a laptop."""
 
-SHOWN = 12
+MOST_HOLDERS = 12
 """Holders that a split names when it is printed."""
 
 SCHEMA = pa.schema([("row", pa.int64()), ("client", pa.int64()), ("labeled", pa.bool_())])
@@ -89,9 +89,9 @@ class Split:
 
     def __repr__(self) -> str:
         lines = [f"{name}: {labeled:,} labeled, {rest:,} unlabeled" for name, labeled, rest in self.counts()]
-        more = [f"... {len(lines) - SHOWN} more"] if len(lines) > SHOWN else []
+        more = [f"... {len(lines) - MOST_HOLDERS} more"] if len(lines) > MOST_HOLDERS else []
         head = f"<Split of {len(self):,} images over {self.clients:,} clients, {int(self.labeled.sum()):,} labeled>"
-        return "\n  ".join([head, *lines[:SHOWN], *more])
+        return "\n  ".join([head, *lines[:MOST_HOLDERS], *more])
 
     @property
     def stages(self) -> int:
@@ -122,12 +122,12 @@ class Split:
     def check(self, source: Source) -> None:
         """Raise UserError where this split was made for other training rows than those of `source`."""
         count = len(source.train)
-        made = f"the split was made for {self.origin.source or 'another data set'} ({len(self)} images)"
+        words = f"the split was made for {self.origin.source or 'another data set'} ({len(self)} images)"
         if len(self) != count:
-            raise UserError(f"{made}, but {source.name} has {count}; load that data set or make a new split.")
+            raise UserError(f"{words}, but {source.name} has {count}; load that data set or make a new split.")
         if self.origin.labels_sha256 not in ("", hash_labels(source.train.labels)):
             raise UserError(
-                f"{made}, but the labels of {source.name} differ from its labels or stand in another order; "
+                f"{words}, but the labels of {source.name} differ from its labels or stand in another order; "
                 "load that data set or make a new split."
             )
         bare = np.flatnonzero(self.labeled & (source.train.labels == UNKNOWN))
@@ -173,10 +173,10 @@ class Split:
         except (KeyError, TypeError, ValueError) as error:
             raise UserError(f"{path}: it does not say what it splits; only files saved by halfmoon do.") from error
         if not (table.schema.equals(SCHEMA) or table.schema.equals(STAGED)):
-            held = ", ".join(f"{part.name} {part.type}" for part in table.schema)
+            columns = ", ".join(f"{part.name} {part.type}" for part in table.schema)
             raise UserError(
                 f"{path}: columns must be row int64, client int64, labeled bool (and stage int64 where rows come in "
-                f"stages), but are {held}."
+                f"stages), but are {columns}."
             )
         if any(part.null_count for part in table.columns):
             raise UserError(f"{path}: a value is missing; make a new split.")

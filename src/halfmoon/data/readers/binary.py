@@ -11,8 +11,8 @@ from pathlib import Path
 import numpy as np
 
 from halfmoon.core.errors import UserError
+from halfmoon.data.datasets import DATASETS
 from halfmoon.data.images import Images
-from halfmoon.data.known import KNOWN
 
 PIXELS = 3 * 32 * 32
 
@@ -55,10 +55,10 @@ def read(folder: Path, name: str) -> tuple[Images, Images, tuple[str, ...]]:
     layout = LAYOUTS[name]
     missing = [file for file in (*layout.train, layout.test) if not (folder / file).is_file()]
     if missing:
-        raise UserError(f"{folder / missing[0]} is missing; the binary version of {name} is {KNOWN[name].files}.")
-    train = [read_records(folder / file, layout.classes) for file in layout.train]
-    joined = Images(np.concatenate([part.images for part in train]), np.concatenate([part.labels for part in train]))
-    return joined, read_records(folder / layout.test, layout.classes), _names(folder / layout.names, name)
+        raise UserError(f"{folder / missing[0]} is missing; the binary version of {name} is {DATASETS[name].files}.")
+    parts = [read_records(folder / file, layout.classes) for file in layout.train]
+    train = Images(np.concatenate([part.images for part in parts]), np.concatenate([part.labels for part in parts]))
+    return train, read_records(folder / layout.test, layout.classes), _names(folder / layout.names, name)
 
 
 def read_records(path: Path, classes: Sequence[int]) -> Images:
@@ -97,22 +97,22 @@ def refuse_pickles(folder: Path, names: Sequence[str]) -> None:
             if all((place / file).is_file() for file in files):
                 raise UserError(
                     f"{place}: this is the Python version of {name}, whose files are pickles, and opening a pickle "
-                    f"can run any program hidden in it; take the binary version ({KNOWN[name].files}) or parquet "
+                    f"can run any program hidden in it; take the binary version ({DATASETS[name].files}) or parquet "
                     "files instead."
                 )
 
 
 def _names(path: Path, name: str) -> tuple[str, ...]:
-    known = KNOWN[name].classes
+    classes = DATASETS[name].classes
     if not path.is_file():
-        return known
+        return classes
     try:
-        found = tuple(line.strip() for line in path.read_text("utf-8").splitlines() if line.strip())
+        names = tuple(line.strip() for line in path.read_text("utf-8").splitlines() if line.strip())
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"{path}: the class names cannot be read ({error}); download or remove it.") from error
-    if len(found) != len(known) or len(set(found)) != len(found):
+    if len(names) != len(classes) or len(set(names)) != len(names):
         raise UserError(
-            f"{path}: it has {len(set(found))} different class names, but {name} has {len(known)}; "
+            f"{path}: it has {len(set(names))} different class names, but {name} has {len(classes)}; "
             "download or remove it."
         )
-    return found
+    return names

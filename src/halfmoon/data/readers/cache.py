@@ -62,9 +62,9 @@ def keep(folder: Path | None, files: Sequence[Path], read: Reader, form: str = "
 
 def _through(folder: Path, files: Sequence[Path], read: Reader, form: str) -> Decoded:
     path = folder / f"images-{key(files, form)}.npy"
-    kept = _kept(path)
-    if kept is not None:
-        return kept
+    stored = _stored(path)
+    if stored is not None:
+        return stored
     partial = path.with_name(f".{path.name}-{os.getpid()}.part")
     try:
         images, names = read(partial)
@@ -79,11 +79,11 @@ def _through(folder: Path, files: Sequence[Path], read: Reader, form: str) -> De
     finally:
         with suppress(OSError):
             partial.unlink(missing_ok=True)
-    found = _kept(path)
-    return found if found is not None else (images, names)
+    stored = _stored(path)
+    return stored if stored is not None else (images, names)
 
 
-def _kept(path: Path) -> Decoded | None:
+def _stored(path: Path) -> Decoded | None:
     """Return what was kept, None where it is not whole."""
     facts: Any = atomic_io.read_json(path.with_suffix(".json"))
     try:

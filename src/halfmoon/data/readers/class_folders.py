@@ -40,16 +40,16 @@ def read_folders(
         inside = part_of(folder, test)
         if inside is None and test == "test" and (inside := part_of(folder, "validation")) is not None:
             remark = f"{folder} has no folder test, so the images of {inside.name} are the test"
-        train, held = in_classes(place), in_classes(inside or folder / test)
-        same_classes(folder, train, held, test)
+        train, test_paths = in_classes(place), in_classes(inside or folder / test)
+        same_classes(folder, train, test_paths, test)
     else:
-        train, held, known = _held_out(in_classes(folder), how.group_pattern)
-        count = sum(map(len, held.values()))
+        train, test_paths, grouped = _held_out(in_classes(folder), how.group_pattern)
+        count = sum(map(len, test_paths.values()))
         remark = (
             f"{folder} has no folder test, so {HELD_OUT:.0%} of the images of every class, {count:,} in all, are held "
-            f"out as the test; {APART if known else OTHERS}"
+            f"out as the test; {APART if grouped else OTHERS}"
         )
-    tests = replace(read_classes(held, cache, rgb, how), remark=remark)
+    tests = replace(read_classes(test_paths, cache, rgb, how), remark=remark)
     return read_classes(train, cache, rgb, how), tests, tuple(train)
 
 
@@ -60,8 +60,8 @@ def part_of(folder: Path, part: str) -> Path | None:
     if (folder / part).is_dir():
         return folder / part
     names = next((names for names in PARTS if part in names), (part,))
-    known = {each.name.lower(): each for each in sorted(folder.iterdir()) if each.is_dir()}
-    return next((known[name] for name in names if name in known), None)
+    folders = {each.name.lower(): each for each in sorted(folder.iterdir()) if each.is_dir()}
+    return next((folders[name] for name in names if name in folders), None)
 
 
 def in_parts(folder: Path) -> bool:
@@ -77,7 +77,7 @@ def _held_out(
 ) -> tuple[dict[str, list[Path]], dict[str, list[Path]], bool]:
     """Return the files of every class in two parts, to train on and held out, and whether groups tell them apart."""
     train: dict[str, list[Path]] = {}
-    held: dict[str, list[Path]] = {}
+    test: dict[str, list[Path]] = {}
     every = groups([path for paths in classes.values() for path in paths], pattern)
     sides, first = Sides(), 0
     for name, paths in classes.items():
@@ -88,35 +88,35 @@ def _held_out(
         count = max(1, round(HELD_OUT * len(paths)))
         rows = set(sides.draw(stream(0, "held out", name).permutation(len(paths)), own, count).tolist())
         train[name] = [path for row, path in enumerate(paths) if row not in rows]
-        held[name] = [path for row, path in enumerate(paths) if row in rows]
-        if not train[name] or not held[name]:
+        test[name] = [path for row, path in enumerate(paths) if row in rows]
+        if not train[name] or not test[name]:
             raise UserError(
                 f"{paths[0].parent}: its images are of too few patients or groups to train and test on; add images of "
                 "another, or make folders train and test yourself."
             )
-    return train, held, every is not None
+    return train, test, every is not None
 
 
 def in_classes(part: Path) -> dict[str, list[Path]]:
     """Return the image files of each class folder in `part`, both sorted by name; raise UserError for none."""
     if not part.is_dir():
         raise UserError(f"{part}: there is no such folder; expected {part.name}/CLASS/*.png.")
-    found = {
+    paths_of = {
         folder.name: images_in(folder) or images_in(folder / "images")
         for folder in sorted(part.iterdir())
         if folder.is_dir() and not folder.name.startswith(".")
     }
-    if not found:
+    if not paths_of:
         raise UserError(f"{part}: it has no class folders; expected {part.name}/CLASS/*.png.")
-    for name, paths in found.items():
+    for name, paths in paths_of.items():
         if not paths:
             raise UserError(f"{part / name}: there is no image in it ({', '.join(SUFFIXES)}); fill or remove it.")
-    return found
+    return paths_of
 
 
-def same_classes(folder: Path, train: Mapping[str, object], held: Mapping[str, object], test: str) -> None:
+def same_classes(folder: Path, train: Mapping[str, object], other: Mapping[str, object], test: str) -> None:
     """Raise UserError where a class of the training part has no folder in the part `test`, or the other way."""
-    differing = sorted(train.keys() ^ held.keys())
+    differing = sorted(train.keys() ^ other.keys())
     if differing:
         here, there = ("train", test) if differing[0] in train else (test, "train")
         raise UserError(
@@ -147,8 +147,8 @@ def read_images(
         return Images(stack(encoded, len(paths), rgb, how, into), labels), None
 
     # Labels are known without decoding, so that those of kept images never are older than the folder's.
-    found = store.keep(cache, paths, read, f"{'rgb' if rgb else ''}{how.form}")[0]
-    return Images(found.images, labels, found.spread, groups=groups(paths, how.group_pattern))
+    stored = store.keep(cache, paths, read, f"{'rgb' if rgb else ''}{how.form}")[0]
+    return Images(stored.images, labels, stored.spread, groups=groups(paths, how.group_pattern))
 
 
 def is_image(path: Path) -> bool:

@@ -44,7 +44,7 @@ def read(
                 f"({type(error).__name__}: {error}); go online, {LAYOUT}."
             ) from error
         place = f"{repository}, {part}"
-        image, label = (column(place, rows.column_names, wanted) for wanted in (IMAGE_COLUMNS, LABEL_COLUMNS))
+        image, label = (column(place, rows.column_names, candidates) for candidates in (IMAGE_COLUMNS, LABEL_COLUMNS))
         names = names or _names(rows.features[label])
         # Undecoded, so that every image goes through the same checks as a file.
         rows = rows.cast_column(image, datasets.Image(decode=False))

@@ -35,15 +35,15 @@ def read_idx(path: Path, axes: int) -> np.ndarray:
         )
     shape = struct.unpack(f">{axes}I", data[4:head])
     # Python numbers do not overflow, whatever the header claims.
-    wanted = 1
+    size = 1
     for length in shape:
-        wanted *= length
-    if len(data) - head != wanted:
+        size *= length
+    if len(data) - head != size:
         raise UserError(
-            f"{path}: the header says {' x '.join(map(str, shape))} = {wanted} bytes, "
+            f"{path}: the header says {' x '.join(map(str, shape))} = {size} bytes, "
             f"but {len(data) - head} follow; download it again."
         )
-    if not wanted:  # numpy has no arrays of nothing whose other sides are too long
+    if not size:  # numpy has no arrays of nothing whose other sides are too long
         return np.zeros((0,) * axes, np.uint8)
     return np.frombuffer(data, np.uint8, offset=head).reshape(shape)
 

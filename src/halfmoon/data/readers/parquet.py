@@ -41,16 +41,16 @@ File = pq.ParquetFile | ArrowFile
 def shards(folder: Path, part: str) -> list[Path]:
     """Return the files part*.parquet of a folder, or part/data*.arrow, in order; raise UserError if one is missing."""
     inside = (folder, *(folder / name for name in ("data", "plain_text", "default", "cropped_digits", folder.name)))
-    found = next(filter(None, (sorted(place.glob(f"{part}*.parquet")) for place in inside)), [])
-    found = found or sorted((folder / part).glob("data-*.arrow"))
-    for path in found:
+    paths = next(filter(None, (sorted(place.glob(f"{part}*.parquet")) for place in inside)), [])
+    paths = paths or sorted((folder / part).glob("data-*.arrow"))
+    for path in paths:
         numbered = re.search(r"-(\d+)-of-(\d+)(-[0-9a-f]+)?\.(?:parquet|arrow)$", path.name)
-        if numbered and len(found) != int(numbered[2]):
+        if numbered and len(paths) != int(numbered[2]):
             raise UserError(
-                f"{path.parent}: {path.name} is one of {int(numbered[2])} files, but {len(found)} "
-                f"{'is' if len(found) == 1 else 'are'} there; fetch the missing ones."
+                f"{path.parent}: {path.name} is one of {int(numbered[2])} files, but {len(paths)} "
+                f"{'is' if len(paths) == 1 else 'are'} there; fetch the missing ones."
             )
-    return found
+    return paths
 
 
 def read_parquet(
@@ -73,13 +73,13 @@ def read_parquet(
     )
 
 
-def column(place: object, names: Sequence[str], wanted: Sequence[str]) -> str:
+def column(place: object, names: Sequence[str], candidates: Sequence[str]) -> str:
     """Return the first wanted column that is there; raise UserError with the columns that are."""
-    for name in wanted:
+    for name in candidates:
         if name in names:
             return name
     raise UserError(
-        f"{place}: there is no column {' or '.join(wanted)}; it has {', '.join(names) or 'no columns'}. Rename one."
+        f"{place}: there is no column {' or '.join(candidates)}; it has {', '.join(names) or 'no columns'}. Rename one."
     )
 
 
@@ -106,10 +106,10 @@ def _labels(path: Path, file: File) -> np.ndarray:
         values = file.read(columns=[name]).column(name)
     except (pa.ArrowException, OSError) as error:
         raise UserError(f"{path}: column {name} cannot be read ({one_line(error)}); fetch the file again.") from error
-    known = values.is_valid().to_numpy()
+    valid = values.is_valid().to_numpy()
     labels = np.full(len(values), UNKNOWN, np.int64)
-    labels[known] = values.drop_null().to_numpy()
-    wrong = np.flatnonzero(known & (labels < 0))
+    labels[valid] = values.drop_null().to_numpy()
+    wrong = np.flatnonzero(valid & (labels < 0))
     if len(wrong):
         raise UserError(f"{path}, row {wrong[0]}: label {labels[wrong[0]]} is negative; labels are numbered from 0.")
     return labels

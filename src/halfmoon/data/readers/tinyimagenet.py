@@ -40,7 +40,7 @@ def read(
     _check_ids(folder / "wnids.txt", train)
     return (
         class_folders.read_classes(train, cache, rgb=True, how=how),
-        _held(folder, train, cache, how),
+        _validation(folder, train, cache, how),
         _words(folder / "words.txt", tuple(train)),
     )
 
@@ -59,13 +59,13 @@ def _check_ids(path: Path, train: dict[str, list[Path]]) -> None:
         raise UserError(f"{path}: it does not list {name}, which is a folder of train; unpack the archive again.")
 
 
-def _held(folder: Path, train: dict[str, list[Path]], cache: Path | None, how: Preparation) -> Images:
+def _validation(folder: Path, train: dict[str, list[Path]], cache: Path | None, how: Preparation) -> Images:
     """Return the images of `val`, labeled by the annotations, or by class folders where there are none to label."""
     images = class_folders.images_in(folder / "val" / "images")
     if not images:
-        held = class_folders.in_classes(folder / "val")
-        class_folders.same_classes(folder, train, held, "val")
-        return class_folders.read_classes(held, cache, rgb=True, how=how)
+        paths = class_folders.in_classes(folder / "val")
+        class_folders.same_classes(folder, train, paths, "val")
+        return class_folders.read_classes(paths, cache, rgb=True, how=how)
     path = folder / "val" / ANNOTATIONS
     if not path.is_file():
         raise UserError(f"{path} is missing; it says which class each image of val/images has.")
@@ -84,17 +84,17 @@ def _held(folder: Path, train: dict[str, list[Path]], cache: Path | None, how: P
 def _annotated(path: Path, wnids: list[str]) -> dict[str, int]:
     """Return the label of each image that a line `name <tab> wnid <tab> ...` names (the rest is a box)."""
     numbers = {wnid: label for label, wnid in enumerate(wnids)}
-    found: dict[str, int] = {}
+    labels: dict[str, int] = {}
     for row, line in enumerate(_lines(path), 1):
         name, wnid, *_ = [*line.split("\t"), "", ""]
         if not name or not wnid:
             raise UserError(f"{path}, line {row}: expected an image and a class apart by a tab, but it is {line!r}.")
         if wnid not in numbers:
             raise UserError(f"{path}, line {row}: {name} is of class {wnid}, which is no folder of train.")
-        if name in found:
+        if name in labels:
             raise UserError(f"{path}, line {row}: {name} has a line before; an image has one class.")
-        found[name] = numbers[wnid]
-    return found
+        labels[name] = numbers[wnid]
+    return labels
 
 
 def _words(path: Path, wnids: tuple[str, ...]) -> tuple[str, ...]:

@@ -38,7 +38,7 @@ class Rows:
     def __init__(self, count: int, path: Path | None = None) -> None:
         """Take `count` rows; `path` is where they go, None: memory."""
         self.count, self.path, self.written = count, path, 0
-        self._held: np.ndarray | None = None
+        self._array: np.ndarray | None = None
         self._file: Any = None
 
     def __enter__(self) -> "Rows":
@@ -60,17 +60,17 @@ class Rows:
         if self._file is not None:
             self._file.write(row.tobytes())
         else:
-            if self._held is None:
-                self._held = np.empty((self.count, *row.shape), np.uint8)
-            self._held[self.written] = row
+            if self._array is None:
+                self._array = np.empty((self.count, *row.shape), np.uint8)
+            self._array[self.written] = row
         self.written += 1
 
     def array(self) -> np.ndarray:
         """Return all rows."""
         if self.path is not None:
             return mapped(self.path)
-        assert self._held is not None, "there is a row"
-        return self._held
+        assert self._array is not None, "there is a row"
+        return self._array
 
 
 def npy_head(shape: tuple[int, ...]) -> bytes:

@@ -252,7 +252,7 @@ class Shared:
 
 def _draw_operation(pool: Pool, slots: tuple[int, ...], generator: torch.Generator) -> Tensor:
     """Draw operations of a pool, uniformly by name: numbers of `NAMES`, of shape `slots`."""
-    numbers = torch.tensor([NAMES.index(name) for name in pool.drawn])
+    numbers = torch.tensor([NAMES.index(name) for name in pool.operations])
     return numbers[torch.randint(len(numbers), slots, generator=generator)]
 
 

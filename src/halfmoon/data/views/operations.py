@@ -88,8 +88,8 @@ def _geometric(images: Tensor, number: np.ndarray, first: list[int], pool: Pool)
     moved = tables.move(images, maps.index_select(0, _placed(number, images)), inside=False)
     rows = slice(first[SHEAR_X], first[TRANSLATE_X])
     if pool.bilinear and rows.start < rows.stop:
-        chosen = _placed(number[rows] - SHEAR_X * 2 * pool.levels, images)
-        near, far, weight = (table.index_select(0, chosen) for table in tables.shear_maps(pool, *size, images.device))
+        numbers = _placed(number[rows] - SHEAR_X * 2 * pool.levels, images)
+        near, far, weight = (table.index_select(0, numbers) for table in tables.shear_maps(pool, *size, images.device))
         moved[rows] = _between(tables.move(images[rows], near, False), tables.move(images[rows], far, False), weight)
     return moved
 

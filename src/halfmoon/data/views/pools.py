@@ -32,7 +32,7 @@ class Pool:
     Cutout's gray box is `box` + 1 pixels a side.
     """
 
-    drawn: tuple[str, ...]
+    operations: tuple[str, ...]
     degrees: tuple[float, ...]
     shear: tuple[float, ...]
     shift: tuple[float, ...]
@@ -53,7 +53,7 @@ _TENTHS = range(11)
 _FEDDURE_FACTOR = tuple(level * 0.9 / 10 + 0.05 for level in _TENTHS)
 
 FEDDURE = Pool(
-    drawn=NAMES[:CUTOUT],
+    operations=NAMES[:CUTOUT],
     degrees=tuple(int(level * 30 / 10) for level in _TENTHS),
     shear=tuple(level * 0.3 / 10 for level in _TENTHS),
     shift=tuple(level * 0.3 / 10 for level in _TENTHS),
@@ -66,7 +66,7 @@ FEDDURE = Pool(
 
 SEMIFL = Pool(
     # Solarize stands twice: from 0 on it inverts every value, so it is the pool's Invert as well.
-    drawn=(
+    operations=(
         *("AutoContrast", "Brightness", "Color", "Contrast", "Cutout", "Equalize", "Solarize", "Posterize"),
         *("Rotate", "Sharpness", "ShearX", "ShearY", "Solarize", "TranslateX", "TranslateY"),
     ),
@@ -97,7 +97,7 @@ def fedloke(magnitude: int) -> Pool:
         raise UserError(f"RandAugment's magnitude is {magnitude}: choose 0 to 30.")
     share = magnitude / 30
     return Pool(
-        drawn=NAMES[:CUTOUT],
+        operations=NAMES[:CUTOUT],
         degrees=(30 * share,),
         shear=(0.3 * share,),
         shift=(150 / 331 * share,),
