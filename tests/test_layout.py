@@ -447,12 +447,14 @@ def test_banned_names_are_found_where_they_are_bound():
 
 
 STILL = {
-    "aggregation", "engine", "sweeps", "federation.protocol", "contract", "pages",
+    "aggregation", "engine", "contract", "pages",
 }  # fmt: skip
 """Packages that still bind banned names; this list only shrinks."""
 
 ALLOWED = {
+    "federation.protocol.messages": {"kept"},  # the field of `Reply` is one of the message's header
     "sites.keys.key_folder": {"made"},  # the field of `SiteKeys` is a key of access.json
+    "sweeps.own_labels": {"judged"},  # the field of `Point` is a key of a folder's trainings-*.jsonl
 }
 """Names that a module binds because files on disk or messages on the wire have them."""
 
