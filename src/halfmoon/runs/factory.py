@@ -20,12 +20,12 @@ from halfmoon.aggregation.weights import WeightCap
 from halfmoon.api.split_options import SplitOptions
 from halfmoon.api.types import Method, Task
 from halfmoon.config.schema import Config, method_options, rounds_of, weights_of
-from halfmoon.config.sections import BatchOptions, DataOptions, MachineOptions, OptimizerOptions, PartitionOptions
+from halfmoon.config.sections import BatchOptions, DataOptions, MachineOptions, PartitionOptions
 from halfmoon.config.validation import normalization
 from halfmoon.core import hubs, tree, weight_files
 from halfmoon.core.errors import UserError
 from halfmoon.core.hubs import frozen
-from halfmoon.core.optim import SGD, Adam, Clipped, Constant, Cosine, Optimizer, Schedule, Slower, Steps
+from halfmoon.core.optim import SGD, Adam, Clipped, Constant, Cosine, Optimizer, Slower, Steps
 from halfmoon.core.user_cache import user_cache
 from halfmoon.data import Images, Scenario, Source, Split, fit, hold_out, shrink, subset
 from halfmoon.data import load as load_source
@@ -137,7 +137,7 @@ def task(config: Config, form: ImageSpec) -> Task:
         labeling=config.labeling,
         testing=config.test_statistics,
         rounds=rounds_of(config),
-        schedule=_schedule(config),
+        schedule={"constant": Constant(), "cosine": Cosine(), "step": Steps()}[config.schedule],
     )
 
 
@@ -341,10 +341,6 @@ def _optimizer(config: Config, network: Network) -> Optimizer:
     with torch.device("meta"):
         every = network.init(torch.Generator())["params"]
     return Slower(optimizer, config.backbone_lr, slower(network, tree.flatten(every)))
-
-
-def _schedule(config: OptimizerOptions) -> Schedule:
-    return {"constant": Constant(), "cosine": Cosine(), "step": Steps()}[config.schedule]
 
 
 def device(config: MachineOptions) -> torch.device:

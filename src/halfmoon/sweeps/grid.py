@@ -88,7 +88,8 @@ def combinations(recipe: Recipe, only: Selection) -> list[tuple[Value, ...]]:
 
     Raise UserError where the recipe skips all of them.
     """
-    result = [values for values in product(*selected_values(recipe, only).values()) if not _skipped(recipe, values)]
+    cells = product(*selected_values(recipe, only).values())
+    result = [each for each in cells if not any(meets(when, _at(recipe, each)) for when in recipe.skip)]
     if not result:
         raise UserError(f"recipe {recipe.name} has none of these cells: they are combinations that it leaves out.")
     return result
@@ -96,10 +97,6 @@ def combinations(recipe: Recipe, only: Selection) -> list[tuple[Value, ...]]:
 
 def _at(recipe: Recipe, values: Sequence[Value]) -> dict[str, str]:
     return dict(zip(recipe.axes, (value.name for value in values), strict=True))
-
-
-def _skipped(recipe: Recipe, values: Sequence[Value]) -> bool:
-    return any(meets(when, _at(recipe, values)) for when in recipe.skip)
 
 
 def _cell(recipe: Recipe, values: Sequence[Value], seeds: Sequence[int], scale: Scale | None, over: Layer) -> Cell:

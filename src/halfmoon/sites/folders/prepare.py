@@ -1,13 +1,12 @@
 """A site's images decoded once, into a memory-mapped array beside an index that tells whether it is still true."""
 
 import hashlib
-import io
 import json
 import os
 import re
 import shutil
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -18,6 +17,7 @@ import numpy as np
 from halfmoon.core.errors import UserError
 from halfmoon.data.preparation import Preparation
 from halfmoon.data.readers.decode import fitted, header
+from halfmoon.data.readers.whole_files import npy_head
 from halfmoon.sites.folders.site_folder import SiteFolder, read, some
 from halfmoon.storage import atomic_io, locks
 
@@ -256,8 +256,7 @@ def _decode(
     count = 0
     try:
         with partial.open("wb") as file:
-            head = _head(len(site), shape)
-            file.write(head)
+            file.write(npy_head((len(site), *shape)))  # numpy leaves room in it for any number of rows
             for row, path in enumerate(site.paths):
                 pixels = reusable.get(path)
                 try:
@@ -273,7 +272,7 @@ def _decode(
                 raise UserError(f"{site.folder}: none of its {len(site):,} images can be read.")
             file.seek(0)
             labels = _labels(site, left_out)
-            file.write(_head(len(labels), shape))
+            file.write(npy_head((len(labels), *shape)))
             file.flush()
             os.fsync(file.fileno())
         os.replace(partial, home / name)
@@ -286,13 +285,6 @@ def _decode(
             with suppress(OSError):  # Windows keeps files that someone has open
                 each.unlink(missing_ok=True)
     return left_out, count
-
-
-def _head(count: int, shape: Sequence[int]) -> bytes:
-    """Return the head of a .npy file of uint8; numpy leaves room in it for any number of rows."""
-    file = io.BytesIO()
-    np.lib.format.write_array_header_1_0(file, {"descr": "|u1", "fortran_order": False, "shape": (count, *shape)})
-    return file.getvalue()
 
 
 def _pixels(path: Path, name: str, shape: tuple[int, int, int], how: Preparation) -> np.ndarray:

@@ -79,7 +79,9 @@ def sections(card: Card, origin: Origin, sha256: str, confusion: np.ndarray | No
 
 def write(folder: Path, title: str, parts: dict[str, list[str]]) -> None:
     """Write both files of a card, each whole or not at all."""
-    lines = [f"# {title}", "", *(line for name, points in parts.items() for line in _section(name, points))]
+    lines = [f"# {title}", ""]
+    for name, points in parts.items():
+        lines += [f"## {name}", "", *(f"- {_plain(line)}" for line in points), ""]
     body = "".join(
         f"<h2>{escape(name)}</h2><ul>{''.join(f'<li>{escape(line)}</li>' for line in points)}</ul>\n"
         for name, points in parts.items()
@@ -90,10 +92,6 @@ def write(folder: Path, title: str, parts: dict[str, list[str]]) -> None:
     )
     for name, text in zip(FILES, ("\n".join(lines), page), strict=True):
         atomic_io.replace(folder / name, text.encode())
-
-
-def _section(name: str, points: Sequence[str]) -> list[str]:
-    return [f"## {name}", "", *(f"- {_plain(line)}" for line in points), ""]
 
 
 def _plain(line: str) -> str:
