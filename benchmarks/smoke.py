@@ -7,11 +7,13 @@ fails the check. Images are stand-ins of random pixels in the formats of Fashion
 """
 
 import argparse
+import atexit
 import gzip
 import importlib
 import io
-import json
+import multiprocessing
 import os
+import runpy
 import shutil
 import struct
 import subprocess
@@ -34,6 +36,10 @@ PATIENCE = 420
 IMPORTED = {"disturbed", "federation_stock", "peer_rounds", "peer_side", "smoke"}
 """Modules of benchmarks/ that other scripts import or start."""
 
+SHARED = ["torch", "numpy", "pyarrow.parquet", "PIL.Image", "halfmoon.runs.runner"]
+"""What most scripts import."""
+SERVER = multiprocessing.get_context("forkserver")
+
 Small = tuple[str, dict[str, Any]]
 
 SMALLEST: dict[str, Small] = {
@@ -52,7 +58,7 @@ SMALLEST: dict[str, Small] = {
     "dicom_files": ("--files 20", {}),
     "failing_disks": ("--every 60", {}),
     "false_counts": ("--seeds 0 --out {out}/counts.md", {"RULES": ("mean",), "COMMON": {"rounds": 1}}),
-    "faults": ("--minutes 1", {}),
+    "faults": ("--minutes 0", {}),
     "feddure_step": ("--width 4 --seconds 1 --unlabeled 10", {}),
     "federation_attacks": ("--only undisturbed --out {out}/attacks", {}),
     "federation_cost": ("--rounds 3 --steps 1 --out {out}/cost", {"MODELS": {"small, width 16": ("small", 16)}}),
@@ -190,16 +196,31 @@ def smaller(value: Any, small: Any) -> Any:
     return value[:small] if isinstance(value, list) else small
 
 
-def child(name: str, constants: str) -> None:
-    """Run a script's `main` with other constants, in this process; its words are those of the command line."""
-    script = importlib.import_module(name)
-    for key, small in json.loads(constants).items():
-        setattr(script, key, smaller(getattr(script, key), small))
-    script.main()
+def child(home: str, name: str, words: list[str], constants: dict[str, Any], out: str) -> None:
+    """Run a script in this process: as its command line does, or its `main` with other constants."""
+    with open(f"{out}/said", "w") as said:
+        for stream in (1, 2):
+            os.dup2(said.fileno(), stream)
+    os.chdir(out)
+    path = Path(home, f"{name}.py")
+    sys.path[:] = [home, *(place for place in sys.path if Path(place) != ROOT / "benchmarks")]
+    sys.argv = [str(path), *words]
+    try:
+        if constants:
+            script = importlib.import_module(name)
+            for key, small in constants.items():
+                setattr(script, key, smaller(getattr(script, key), small))
+            script.main()
+        else:
+            runpy.run_path(str(path), run_name="__main__")
+    finally:
+        atexit._run_exitfuncs()  # which a process of multiprocessing leaves out
 
 
 def started(name: str, folder: Path) -> tuple[float, str]:
-    """Run a script in a folder of its own; return its seconds, and the end of its words where it failed."""
+    """Run a script in a folder and a process of its own; return its seconds, and the end of its words where it failed.
+
+    The process is forked from one that has imported `SHARED`: sixty times PyTorch's import are minutes."""
     benchmark = name in SMALLEST
     words, constants = SMALLEST[name] if benchmark else RESULTS[name]
     out = folder / name
@@ -209,19 +230,17 @@ def started(name: str, folder: Path) -> tuple[float, str]:
     if not benchmark:  # a report writes tables into pages
         shutil.copytree(ROOT / "docs", out / "docs")
         shutil.copy(ROOT / "README.md", out)
-    lines = [words, "report"] if words.startswith("play ") else [words]
     begin = time.perf_counter()
-    for line in lines:
-        code = f"import sys; sys.path[:0] = {[str(home), str(ROOT / 'benchmarks')]!r}; import smoke; "
-        code += f"smoke.child({name!r}, {json.dumps(constants)!r})"
-        script = ["-c", code] if constants else [str(home / f"{name}.py")]
-        command = [sys.executable, *script, *line.format(**places).split()]
-        try:
-            done = subprocess.run(command, cwd=out, capture_output=True, text=True, timeout=PATIENCE)
-        except subprocess.TimeoutExpired:
+    for line in [words, "report"] if words.startswith("play ") else [words]:
+        given = (str(home), name, line.format(**places).split(), constants, str(out))
+        process = SERVER.Process(target=child, args=given)
+        process.start()
+        process.join(PATIENCE)
+        if process.exitcode is None:
+            process.kill()
             return time.perf_counter() - begin, f"did not end within {PATIENCE} seconds"
-        if done.returncode:
-            return time.perf_counter() - begin, "\n".join((done.stdout + done.stderr).splitlines()[-12:])
+        if process.exitcode:
+            return time.perf_counter() - begin, "\n".join((out / "said").read_text().splitlines()[-12:])
     return time.perf_counter() - begin, ""
 
 
@@ -239,6 +258,7 @@ def main() -> None:
         data(folder / "data")
         run(folder / "run")
         os.environ["OMP_NUM_THREADS"] = "1"
+        SERVER.set_forkserver_preload(SHARED)
         with ThreadPoolExecutor(options.jobs) as pool:
             outcomes = pool.map(lambda name: (name, *started(name, folder)), options.only)
             for name, seconds, words in outcomes:
