@@ -63,7 +63,7 @@ from halfmoon.storage import atomic_io
 from halfmoon.storage.run_folder import TIMINGS
 
 MODELS = {"small, width 16": ("small", 16), "ResNet-9, width 16": ("resnet9", 16)}
-BATCH, LR, SIDE = 10, 0.05, 16
+SITES, BATCH, LR, SIDE = 3, 10, 0.05, 16
 STOCK = ("federation_stock:server", "federation_stock:client")
 
 
@@ -81,7 +81,7 @@ class Plan:
         """Write three sites whose images are decoded; return the federation's file."""
         sites = self.folder / "sites"
         if not sites.exists():
-            words = ["--sites", "3", "--labels-per-class", "8", "--image-size", str(SIDE), "--out", sites]
+            words = ["--sites", str(SITES), "--labels-per-class", "8", "--image-size", str(SIDE), "--out", sites]
             here.run(*halfmoon("site", "export", "digits", *words))
             for name in names(sites):
                 found = prepare(sites / name, (SIDE, SIDE), 1, sites / name / ".halfmoon").site
@@ -94,7 +94,7 @@ class Plan:
             kept = [line for line in text.splitlines() if line.split(" = ")[0] != "test"]
             (sites / "federation.toml").write_text("\n".join(kept) + "\n")
         options = {
-            "method": "fedavg", "rounds": self.rounds, "cohort": 3, "steps": self.steps, "labeled_batch": BATCH,
+            "method": "fedavg", "rounds": self.rounds, "cohort": SITES, "steps": self.steps, "labeled_batch": BATCH,
             "budget": "none", "labeled_view": "plain", "optimizer": "sgd", "lr": LR, "network": self.network,
             "width": self.width, "evaluate_every": self.rounds, "threads": 1,
         }  # fmt: skip
@@ -189,7 +189,7 @@ def stock(here: Place, plan: Plan, file: Path) -> Measured:
     (home / "app").mkdir(parents=True)
     address = Address("127.0.0.1", free_port())
     config = {"network": plan.network, "width": plan.width, "steps": plan.steps, "batch": BATCH, "lr": LR}
-    config |= {"rounds": plan.rounds, "sites": 3, "times": str(times)}
+    config |= {"rounds": plan.rounds, "sites": SITES, "times": str(times)}
     (home / "app/pyproject.toml").write_text(project(STOCK, config))
     (home / "config.toml").write_text(connection(address))
     here = replace(here, more={"PYTHONPATH": str(Path(__file__).parent), "FLWR_HOME": str(home)})

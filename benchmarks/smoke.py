@@ -61,7 +61,10 @@ SMALLEST: dict[str, Small] = {
     "faults": ("--minutes 0", {}),
     "feddure_step": ("--width 4 --seconds 1 --unlabeled 10", {}),
     "federation_attacks": ("--only undisturbed --out {out}/attacks", {}),
-    "federation_cost": ("--rounds 3 --steps 1 --out {out}/cost", {"MODELS": {"small, width 16": ("small", 16)}}),
+    "federation_cost": (
+        "--rounds 3 --steps 1 --out {out}/cost",
+        {"MODELS": {"small, width 16": ("small", 4), "ResNet-9, width 16": None}, "SITES": 2},
+    ),
     "federation_faults": ("--only undisturbed --out {out}/faults", {}),
     "federation_parity": ("--methods semifl --ways simulator --rounds 1 --out {out}/parity", {}),
     "finetuning": (
