@@ -42,6 +42,10 @@ SERVER = multiprocessing.get_context("forkserver")
 
 Small = tuple[str, dict[str, Any]]
 
+NAMES = ("site-00", "site-01", "site-02")
+EXPORT = ("site", "export", "digits", "--sites", str(len(NAMES)), "--labels-per-class", "4")
+"""The sites of federations that have five elsewhere."""
+
 SMALLEST: dict[str, Small] = {
     "accountants": ("", {"PLANS": ((10, 10, 8.0),), "ROUNDS": (1,)}),
     "attacks": (
@@ -65,7 +69,7 @@ SMALLEST: dict[str, Small] = {
         "--rounds 3 --steps 1 --out {out}/cost",
         {"MODELS": {"small, width 16": ("small", 4), "ResNet-9, width 16": None}, "SITES": 2},
     ),
-    "federation_faults": ("--only undisturbed --out {out}/faults", {}),
+    "federation_faults": ("--only undisturbed --out {out}/faults", {"OPTIONS": {"rounds": 2, "steps": 2}}),
     "federation_parity": ("--methods semifl --ways simulator --rounds 1 --out {out}/parity", {}),
     "finetuning": (
         "{data} {out} {out}/finetuning",
@@ -74,7 +78,7 @@ SMALLEST: dict[str, Small] = {
     "foreign_app": ("", {}),
     "fuzz": ("--cases 5 --seconds 3 --only toml --out {out}/fuzz --findings {out}/findings", {}),
     "half_open": ("--connections 5 --seconds 1", {}),
-    "hostile_site": ("--rounds 1 --only hostile --out {out}/hostile", {}),
+    "hostile_site": ("--rounds 1 --only hostile --out {out}/hostile", {"SITES": NAMES, "EXPORT": EXPORT}),
     "label_choice": (
         "--out {out}/choice",
         {"SEEDS": (0, 1), "ROUNDS": 2, "JUDGED": (), "POOL": 60, "TESTS": 20},
@@ -91,12 +95,20 @@ SMALLEST: dict[str, Small] = {
     "programs": ("--clients 4 --together 2 --turns 1 --networks small:8:8:1", {}),
     "robust": (
         "--data-dir {data} --kept {out}/robust.jsonl",
-        {"METHODS": ("fedavg-fixmatch",), "RULES": ("median",), "SHARES": (0.2,), "COMMON": {"rounds": 1}},
+        {
+            "METHODS": ("fedavg-fixmatch",),
+            "RULES": ("median",),
+            "SHARES": (0.2,),
+            "COMMON": {"rounds": 1, "labels_per_class": 2.0},
+        },
     ),
     "scale": ("--part uploads fedavg 2", {}),
     "secure_sums": ("--sites 3 --parameters 1000 --out {out}/sums", {}),
     "seeds_together": ("--methods fedavg --seeds 2 --rounds 1 --turns 1", {}),
-    "soak": ("--minutes 0 --rounds 2 --seconds 1 --out {out}/soak", {"SAMPLE": 0.2}),
+    "soak": (
+        "--minutes 0 --rounds 2 --seconds 1 --out {out}/soak",
+        {"SAMPLE": 0.2, "SITES": NAMES, "EXPORT": EXPORT, "RULES": {"min_replies": len(NAMES)}},
+    ),
     "site_opening": ("--images 20 --side 8", {}),
     "strong_view": ("--rounds 1", {}),
     "unlike": (
@@ -260,7 +272,8 @@ def main() -> None:
         folder = Path(place)
         data(folder / "data")
         run(folder / "run")
-        os.environ["OMP_NUM_THREADS"] = "1"
+        # Inductor would compile a program to see whether the processor's vectors do what its description says.
+        os.environ.update(OMP_NUM_THREADS="1", TORCHINDUCTOR_VEC_ISA_OK="1")
         SERVER.set_forkserver_preload(SHARED)
         with ThreadPoolExecutor(options.jobs) as pool:
             outcomes = pool.map(lambda name: (name, *started(name, folder)), options.only)

@@ -19,6 +19,9 @@ eighth longer on two cores (11:15 for 9:57)."""
 
 torch.set_num_threads(1)
 
+# Else Inductor compiles programs for ten seconds to see whether the processor has the vectors that it says.
+os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")
+
 # pytest stores the asserts that it has rewritten: without these files each process rewrites 6,000, in eight seconds.
 sys.dont_write_bytecode = False
 

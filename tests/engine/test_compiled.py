@@ -199,8 +199,9 @@ def test_a_run_by_inductor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     without, but near; the option stays out of the run's identity, as the executor does."""
     common = tmp_path / "tmp"
     common.mkdir()
-    for name, value in {"XDG_CACHE_HOME": tmp_path / "cache", "TMPDIR": common, compiled.CACHE: ""}.items():
+    for name, value in {"XDG_CACHE_HOME": tmp_path / "cache", "TMPDIR": common, compiled.CACHE: common}.items():
         monkeypatch.setenv(name, str(value))
+    monkeypatch.delenv(compiled.CACHE)  # which compiling sets
     monkeypatch.setattr(tempfile, "tempdir", None)
     config = Config(**TINY, compile=True)
     straight = runner.start(replace(config, run_dir=tmp_path / "straight")).folder
