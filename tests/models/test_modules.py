@@ -1,5 +1,6 @@
 """Any `torch.nn.Module` as a network: the same numbers as a network of ours, in every executor, or a reason why not."""
 
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,7 +18,7 @@ from halfmoon.core.tree import Tree
 from halfmoon.methods import registry
 from halfmoon.models import SmallCNN
 from halfmoon.models import registry as networks
-from halfmoon.models.modules import ModuleNetwork, from_factory
+from halfmoon.models.modules import ModuleNetwork, from_factory, represents
 
 OURS = SmallCNN(1, 4, 4)
 SIZES = ((5, 4), (3, 8), (6, 7), (4, 6))
@@ -77,6 +78,16 @@ def test_passes_equal_ours() -> None:
         assert furthest(d, as_theirs({"params": {}, "stats": b})["stats"]) == 0
     assert torch.equal(OURS.embed(model["params"], x)[1], which.embed(theirs["params"], x)[1])
     assert torch.equal(OURS.predict(model["params"], model["stats"], x), which.predict(**theirs, x=x))
+
+
+def test_features_are_those_of_the_module() -> None:
+    """Of a model whose statistics are those of trained networks, not the first ones; several threads may ask."""
+    which, x = network("Rows", 3), torch.randn(6, 3, 8, 8)
+    model = which.init(rng.generator(4, "model"))
+    model["stats"] = tree.map(lambda leaf: torch.rand_like(leaf) + 0.5, model["stats"])
+    with ThreadPoolExecutor(2) as pool:
+        found = list(pool.map(represents(which, model), x.split(3)))
+    torch.testing.assert_close(torch.cat(found), which.represent(model["params"], model["stats"], x)[1])
 
 
 def test_a_module_is_drawn_from_the_generator() -> None:

@@ -41,3 +41,11 @@ class Patches(nn.Module):
         q, k, v = self.mix(self.norm(z)).chunk(3, -1)
         z = z + (q @ k.transpose(1, 2) / 8**0.5).softmax(-1) @ v
         return self.head(F.gelu(z).mean(1))
+
+
+class Rows(nn.Sequential):
+    """A convolution and its normalization in a row, and one after another layer."""
+
+    def __init__(self, channels: int, classes: int, size: tuple[int, int]) -> None:
+        row = nn.Sequential(nn.Conv2d(channels, 6, 3, bias=False), nn.BatchNorm2d(6), nn.ReLU(), nn.BatchNorm2d(6))
+        super().__init__(row, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(6, classes))

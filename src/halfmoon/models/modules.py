@@ -7,10 +7,11 @@ package do; every other layer stays what it is. A pass is `torch.func.functional
 """
 
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
+from itertools import pairwise
 from typing import Any, ClassVar, cast
 
 import torch
@@ -20,6 +21,7 @@ from torch.func import functional_call, jvp, vmap
 from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.modules.instancenorm import _InstanceNorm
 from torch.nn.modules.lazy import LazyModuleMixin
+from torch.nn.utils.fusion import fuse_conv_bn_eval
 
 from halfmoon.core import hubs, tree
 from halfmoon.core.errors import UserError, one_line
@@ -27,7 +29,7 @@ from halfmoon.core.plugins import load
 from halfmoon.core.tree import Tree
 from halfmoon.models.hubs import make as make_named
 from halfmoon.models.network import Network
-from halfmoon.models.passes import MOMENTUM, masked_batch_norm, multiplying, widened
+from halfmoon.models.passes import MOMENTUM, by_batch, multiplying, widened
 
 _RANDOM = (nn.modules.dropout._DropoutNd, nn.RReLU)
 
@@ -175,13 +177,7 @@ class _Batch(nn.Module):
             return F.batch_norm(z, mean, var, self.weight, self.bias, False, MOMENTUM, self.eps)
         if self.name in record.moments:
             raise UserError(f"layer {self.name} normalizes batches in two places; give each place a layer of its own.")
-        if record.real is not None:
-            out, mean, _, var = masked_batch_norm(z, record.real, self.weight, self.bias, self.eps)
-            record.moments[self.name] = {"mean": mean.detach(), "var": var}
-            return out
-        out, mean, inverse = torch.native_batch_norm(z, self.weight, self.bias, None, None, True, MOMENTUM, self.eps)
-        count = z.numel() // z.shape[1]
-        var = (inverse.detach().pow(-2) - self.eps) * (count / max(count - 1, 1))
+        out, mean, _, var = by_batch(z, record.real, self.weight, self.bias, self.eps)
         record.moments[self.name] = {"mean": mean.detach(), "var": var}
         return out
 
@@ -248,6 +244,26 @@ def _template(network: ModuleNetwork) -> _Template:
 def blank(network: ModuleNetwork) -> nn.Module:
     with torch.device("cpu"), _seeded(torch.Generator().manual_seed(0)):
         return _new_module(network)
+
+
+def represents(network: Network, model: Tree) -> Callable[[Tensor], Tensor]:
+    """Return what gives the features (B, F) that `network.represent` gives under this model, sooner for a module.
+
+    Its batch normalizations right behind a convolution become part of that: equal but for rounding.
+    """
+    if not isinstance(network, ModuleNetwork) or network.head is None:
+        return lambda x: network.represent(model["params"], model["stats"], x)[1]
+    module, leaves = blank(network).eval().requires_grad_(False), tree.flatten(model)
+    places = {name: network.path_of(name) for name in module.state_dict()}
+    module.load_state_dict({name: leaves[place] for name, place in places.items() if place in leaves}, strict=False)
+    for row in [each for each in module.modules() if type(each) is nn.Sequential]:
+        for (name, conv), (after, norm) in pairwise(list(row.named_children())):
+            if type(conv) is nn.Conv2d and type(norm) is nn.BatchNorm2d:
+                row.add_module(name, fuse_conv_bn_eval(conv, norm))
+                row.add_module(after, nn.Identity())
+    module.set_submodule(network.head.replace("/", "."), nn.Identity())
+    module.to(memory_format=torch.channels_last)  # pyright: ignore[reportCallIssue]
+    return lambda x: widened(_logits(module(x), network))
 
 
 def _new_module(network: ModuleNetwork) -> nn.Module:

