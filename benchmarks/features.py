@@ -61,7 +61,7 @@ def plain(data: str, method: str, folder: str) -> None:
     @torch.no_grad()
     def computed(pixels: Any, recipe: Any) -> Any:
         parts = []
-        for some in pixels.split(64):
+        for some in pixels.split(32):
             x = (
                 normalize(some)
                 if recipe is None
