@@ -75,7 +75,8 @@ def points(data: str, part: str, seeds: list[int]) -> Iterator[Point]:
             cases = ((place, n, row) for place, n in itertools.product(PLACES, AMOUNTS) for row in PLACED[place])
             yield from (("features", n, place, row, seed) for place, n, row in cases)
         elif part == "layers":
-            yield from (("layers", 10, "even", row, seed) for row in ("fedavg", "fedavg-soft-labels"))
+            cases = itertools.product((10, 3), ("fedavg", "fedavg-soft-labels"))
+            yield from (("layers", n, "even", row, seed) for n, row in cases)
         else:
             cases = itertools.product((10, 100), ("fedavg", "fedavg-soft-labels"))
             yield from (("scratch", n, "uneven", row, seed) for n, row in cases)
