@@ -169,7 +169,7 @@ def _sources(page: str) -> str:
     """Return where the departures of a page's methods are written: the file's docstring, which the site shows here."""
     folder = "objectives/" if not (ROOT / "src" / "halfmoon" / "methods" / f"{page}.py").exists() else ""
     path = f"src/halfmoon/methods/{folder}{page}.py"
-    return f"They are in [the file's docstring](../../{path})."
+    return f"[The file's docstring](../../{path})."
 
 
 def _family_options(names: list[str]) -> str:
@@ -457,9 +457,8 @@ def recipes() -> str:
     for name in recipe.names():
         found = recipe.load(name)
         count = len(grid.combinations(found, {}))
-        rows.append(
-            [f"`{name}`", shorten(found.about, 92, placeholder=" ..."), found.kind, str(count), str(len(found.seeds))]
-        )
+        about = shorten(found.about.replace("test accuracy", "accuracy"), 66, placeholder=" ...")
+        rows.append([f"`{name}`", about, found.kind, str(count), str(len(found.seeds))])
     return table(["recipe", "what is run", "kind", "cells", "seeds"], rows)
 
 

@@ -103,7 +103,7 @@ def departures(text: str) -> str:
         several = [each for each in words if "Departure" in each] or [max(words, key=len)]
         return "\n\n".join(re.sub(r"\s*\bRaises\b.*", "", each, flags=re.DOTALL) for each in several)
 
-    link = r"They are in \[the file's docstring\]\(\.\./\.\./(\S+)\)\."
+    link = r"\[The file's docstring\]\(\.\./\.\./(\S+)\)\."
     return re.sub(link, lambda found: paragraphs(found).replace("<", "&lt;"), text)
 
 

@@ -52,6 +52,7 @@ OTHERS = (
     "semifed",
     "fml",
     "rscfed",
+    "fedirm",
 )
 REST = Batching("all", "rest", epochs=2)
 CLOSE = 1e-12

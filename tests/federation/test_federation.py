@@ -229,6 +229,7 @@ SENT: dict[str, dict[str, set[str]]] = {
     "fl2": SEMIFL,
     "cbafed": {"train": {*MODEL, "weight", "share"}},
     "rscfed": {"train": {*MODEL, "weight", "labels"}},
+    "fedirm": {"train": {*MODEL, "weight", "relation", "related"}},
     "protofssl": {"train": {*MODEL, "weight", "own", "present"}},
     "proxyfl": {"train": {*MODEL, "weight", "prior"}},
 }
@@ -282,6 +283,8 @@ def check_table(there: Played, method: str) -> None:
                 assert tuple(leaf.shape) == known[rest], path
             elif head == "own":  # ProtoFSSL's prototypes: one vector a class, as the head's rows
                 assert tuple(leaf.shape) == known["head/weight"], path
+            elif head == "relation":  # FedIRM's: classes by classes
+                assert tuple(leaf.shape) == 2 * known["head/bias"], path
             else:
                 assert leaf.dim() <= 1, path
                 assert leaf.numel() <= len(CLASSES), path

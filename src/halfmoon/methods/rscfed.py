@@ -30,7 +30,7 @@ from torch import Tensor
 
 from halfmoon.api.method_entry import MethodEntry
 from halfmoon.api.requirements import Requirements
-from halfmoon.api.types import Batch, ClientUpdate, Federation, Local, Needs, Passes, StepMetrics, Task
+from halfmoon.api.types import Batch, ClientUpdate, Federation, Local, Needs, StepMetrics, Task
 from halfmoon.api.uploads import Aux, Uplink, Upload
 from halfmoon.core import padding, rng, tree
 from halfmoon.core.autodiff import grad_and_value
@@ -38,11 +38,10 @@ from halfmoon.core.errors import check_least
 from halfmoon.core.tensors import euclidean
 from halfmoon.core.tree import Tree
 from halfmoon.methods.averaging import ModelAveraging, average
+from halfmoon.methods.local_teacher import TeacherClient
 from halfmoon.methods.objectives.base import follow, guess_of, supervised, teacher_logits
 from halfmoon.methods.objectives.mixing import sharpened
 from halfmoon.models import forward
-
-TEACHER = ("teacher", "teacher_steps")
 
 
 @dataclass(frozen=True)
@@ -95,7 +94,7 @@ class RSCFed(ModelAveraging):
 
 
 @dataclass(frozen=True)
-class Following(ClientUpdate):
+class Following(TeacherClient):
     """The client of RSCFed."""
 
     options: RSCFed = RSCFed()
@@ -104,13 +103,6 @@ class Following(ClientUpdate):
     def needs(self) -> Needs:
         uplink = Uplink(aux={"labels": Aux(values="mark")})
         return Needs(("weak", "weak2"), masks=True, keep_optimizer=self.options.keep_optimizer, uplink=uplink)
-
-    def remember(self, down: Tree, generator: torch.Generator) -> Tree:
-        steps = torch.tensor(-1.0, dtype=torch.float64, device=next(tree.leaves(down["params"])).device)
-        return {"teacher": down["params"], "teacher_steps": steps, **super().remember(down, generator)}
-
-    def begin(self, down: Tree, memory: Tree, data: Local) -> Tree:
-        return {**super().begin(down, memory, data), **{name: memory[name] for name in TEACHER}}
 
     def step(self, down: Tree, carry: Tree, batch: Batch) -> tuple[Tree, StepMetrics]:
         """Take one optimizer step, which the teacher follows."""
@@ -121,11 +113,7 @@ class Following(ClientUpdate):
 
     def finish(self, down: Tree, carry: Tree, data: Local) -> tuple[Upload, Tree]:
         up, memory = super().finish(down, carry, data)
-        own = {name: carry[name] for name in TEACHER}
-        return up._replace(aux={"labels": (data.labeled > 0).double()}), {**memory, **own}
-
-    def passes(self, labeled: int, unlabeled: int) -> Passes:
-        return Passes(labeled + 2 * unlabeled, labeled + unlabeled)
+        return up._replace(aux={"labels": (data.labeled > 0).double()}), memory
 
     def _loss(self, params: Tree, carry: Tree, batch: Batch) -> tuple[Tensor, tuple[list[Tree], Tensor]]:
         joint, groups = self.task.statistics == "joint", (batch.x, batch.u["weak2"])

@@ -1,45 +1,7 @@
 """Recipes: one TOML file a table or figure of a paper, its grid of runs, and what they are set to.
 
-    title = "FedDure, Table 1"      # how it is called
-    paper = "FedDure"
-    item = "Table 1"
-    about = "one sentence"
-    reading = "what the paper leaves open, and how it is read here"
-    sources = "the sentences of the paper, or its code, that the protocol is from"
-    extends = "_feddure"            # a file beside it whose keys are the defaults of this one's
-    kind = "table"                  # table, lines (accuracy against `x`), curves (against rounds), splits (no training)
-    rows = "method"
-    columns = ["dataset", "setting"]
-    x = "dirichlet_alpha"           # for lines: an axis whose values are named by numbers
-    seeds = [0, 1, 2]
-    measure = "test"                # what is compared: test (accuracy), pseudo (accuracy of the pseudo-labels that
-                                    # teach), pseudo.local or pseudo.global (of the model at its client, or the other),
-                                    # used (the share of unlabeled images whose pseudo-label teaches)
-    published = { table = "1" }     # which rows of the published numbers the cells are looked up in
-    panels = { a = { setting = "iid-dir" } }  # a figure's panels as its caption names them: which cells each shows
-    skip = [{ setting = "centralized", method = ["fedavg"] }]  # combinations of values that are no cells
-
-    [protocol]                      # options of a run, those of methods in [protocol.options.METHOD]
-    rounds = 200
-
-    [axes.method.feddure]           # one value of one axis: its title, and the options that it sets
-    title = "FedDure"               # as the paper prints it
-    set = { method = "feddure" }
-    published = { method = "FedDure" }  # where its name in the published numbers is not its title
-    measure = "pseudo.local"        # where this value's is another than the recipe's
-    extra = true                    # not of the paper: only where `--only` asks for it
-
-    [[when]]                        # options of some cells, later ones win
-    at = { dataset = ["svhn"], setting = ["iid"] }
-    set = { labels = 1000 }
-    published = { labels = "1000 labels" }
-
-    [scales.small]                  # a scaled-down version, marked in everything that comes out
-    about = "what it changes"
-    reading = "how the paper is read there, in place of the recipe's reading"
-    set = { rounds = 40 }
-    when = [{ at = { method = ["feddb"] }, set = { steps = 5 } }]
-
+docs/recipes.md, "A recipe of one's own", says what a file holds, field by field; `recipe_file.KEYS` which fields there
+are. A value of an axis may say how the published numbers call it, and a scale how the paper is read there (`reading`).
 A `set` may hold `unset`, a list of options that go back to their defaults. A cell's options are the protocol, then its
 values' in the order of the axes, then `when`, then the scale's and its `when`, then what the command line says. A scale
 that both files have is the base's, then this one's; what is said `about` it is this one's.
@@ -110,7 +72,7 @@ class Scale:
 
 @dataclass(frozen=True)
 class Recipe:
-    """A table or a figure: what the head of this module describes."""
+    """A table or a figure; docs/recipes.md says what its fields are."""
 
     name: str
     title: str
@@ -172,7 +134,7 @@ def _recipe(name: str, keys: Mapping[str, Any]) -> Recipe:
     where = f"recipe {name}"
     missing = [key for key in _NEEDED if key not in keys]
     if missing:
-        raise UserError(f"{where}: {missing[0]} is missing; see halfmoon.sweeps.recipe for what a recipe holds.")
+        raise UserError(f"{where}: {missing[0]} is missing; docs/recipes.md says what a recipe holds.")
     axes = {axis: _values(axis, values, where) for axis, values in keys["axes"].items()}
     axis_values = {axis: [value.name for value in values] for axis, values in axes.items()}
     inherited = keys.get(INHERITED, {})

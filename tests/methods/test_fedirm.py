@@ -1,0 +1,89 @@
+"""FedIRM: a client update against a torch module with its teacher, and relations on the server."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from scenes import CLASSES, NETWORK, begin, dataset, play, simulate, task
+from torch import Tensor
+from torch_models import TorchSmall, twin
+
+from halfmoon.api.types import Batch, Local
+from halfmoon.core import tree
+from halfmoon.core.optim import SGD
+from halfmoon.engine.sampling import Batching
+from halfmoon.methods.fedirm import FedIRM
+
+
+def images(count: int, seed: int) -> Tensor:
+    return torch.randn(count, 1, 8, 8, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def matrix(z: Tensor, y: Tensor) -> Tensor:
+    """Return the relations class by class, in a loop: a class that nobody is of has logits 0."""
+    rows = [z[y == c].mean(0) if bool((y == c).any()) else torch.zeros(CLASSES).double() for c in range(CLASSES)]
+    return torch.stack([F.softmax(row / 2, 0) for row in rows])
+
+
+def test_a_client_update_with_its_teacher_and_relations():
+    """Two steps, both on batch statistics; images that are not sure have no part in the relations."""
+    options = FedIRM(unlabeled_weight=3.0, confidence=0.31, entropy=1.35, decay=0.6, ramp=0.0, warmup=0.0)
+    shared = task(optimizer=SGD(0.3))
+    client_update, down = options.client_updates(shared)["train"], begin(options, shared)
+    wanted = matrix(
+        3 * torch.randn(9, CLASSES, generator=torch.Generator().manual_seed(5)).double(), torch.arange(9) % 3
+    )
+    down |= {"relation": wanted, "related": torch.ones(()).double()}
+    nobody = Local(*[torch.zeros(0)] * 3, torch.tensor(2), torch.tensor(12))
+    memory = client_update.remember(down, torch.Generator())
+    carry = client_update.begin(down, memory, nobody)
+    model = twin(TorchSmall(1, CLASSES, NETWORK.width), down).train()
+    teacher = twin(TorchSmall(1, CLASSES, NETWORK.width), down).train()
+    optimizer = torch.optim.SGD(model.parameters(), 0.3)
+    seen, kept = [], []
+    for number in range(2):
+        u = {"weak": images(12, number), "weak2": 4 * images(12, number + 10)}
+        batch = Batch(images(2, number + 20), torch.tensor([0, number]), torch.arange(2), u, torch.arange(12))
+        carry, notes = client_update.step(down, carry, batch)
+        optimizer.zero_grad()
+        z = model(torch.cat([batch.x, u["weak2"]]))
+        x, z = z[:2], z[2:]
+        with torch.no_grad():
+            q = teacher(u["weak"]).softmax(-1)
+        p = z.softmax(-1)
+        sure = [i for i in range(12) if p[i].max() >= 0.31 and torch.distributions.Categorical(p[i]).entropy() < 1.35]
+        own = matrix(z[sure], z[sure].argmax(-1))
+        both = F.kl_div(own.log(), wanted, reduction="batchmean") + F.kl_div(wanted.log(), own, reduction="batchmean")
+        loss = F.cross_entropy(x, batch.y) + 3 * (F.mse_loss(p, q, reduction="sum") / 12 + both / 2)
+        assert float(notes.loss) == pytest.approx(loss.item(), rel=1e-12)
+        loss.backward()
+        optimizer.step()
+        seen.append(matrix(x.detach(), batch.y))
+        kept.append(len(sure))
+        with torch.no_grad():
+            for old, new in zip(teacher.parameters(), model.parameters(), strict=True):
+                keep = (0.0, 0.5)[number]
+                old.mul_(keep).add_((1 - keep) * new)
+    assert min(kept) > 0
+    assert max(kept) < 12
+    for part, theirs in (("params", model), ("teacher", teacher)):
+        for (name, p), leaf in zip(theirs.named_parameters(), tree.leaves(carry[part]), strict=True):
+            torch.testing.assert_close(leaf, p.detach(), rtol=1e-8, atol=1e-10, msg=name)
+    up, _ = client_update.finish(down, carry, nobody)
+    torch.testing.assert_close(up.update["relation"], (seen[0] + seen[1]) / 2)
+    assert (float(up.weight), float(up.update["related"])) == (14, 1)
+
+
+def test_relations_are_those_of_clients_with_labels():
+    """During the warm-up clients without labels weigh nothing; relations are rows of probabilities, and stay."""
+    shared = task(rounds=4)
+    method = FedIRM(warmup=0.5)
+    simulation = simulate(method, shared, dataset(place="some"), batching=Batching(4, 4))
+    servers = [each.server for each in play(method, simulation, begin(method, shared), range(4))]
+    for server in servers:
+        assert float(server["related"]) == 1
+        torch.testing.assert_close(server["relation"].sum(-1), torch.ones(CLASSES).double())
+    alone = FedIRM(warmup=1.0)
+    simulation = simulate(alone, shared, dataset(place="some"), batching=Batching(4, 4))
+    floor = [each.server for each in play(alone, simulation, begin(alone, shared), range(4))]
+    assert torch.equal(servers[1]["relation"], floor[1]["relation"])
+    assert not torch.equal(servers[3]["relation"], floor[3]["relation"])
