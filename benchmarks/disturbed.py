@@ -11,7 +11,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from halfmoon.federation.flower.processes import SCRIPTS, SUPERNODE, WORKER, Home, free_port, lock_of
+from federation_parity import free_port
+
+from halfmoon.federation.flower.processes import SCRIPTS, SUPERNODE, WORKER, Home, lock_of
 from halfmoon.storage import atomic_io
 
 HALFMOON = str(Path(sysconfig.get_path("scripts"), "halfmoon"))

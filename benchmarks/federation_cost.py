@@ -34,6 +34,7 @@ from federation_parity import (
     Place,
     about,
     connection,
+    free_port,
     halfmoon,
     joined,
     machine,
@@ -54,7 +55,6 @@ from halfmoon.federation.flower import client_app as clients
 from halfmoon.federation.flower import local
 from halfmoon.federation.flower.contact import Address
 from halfmoon.federation.flower.link import unwrapped
-from halfmoon.federation.flower.processes import free_port
 from halfmoon.federation.server.plan import load
 from halfmoon.runs import runner
 from halfmoon.runs.factory import task

@@ -19,6 +19,7 @@ import platform
 import shlex
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import sysconfig
@@ -37,7 +38,7 @@ from safetensors.numpy import load_file
 from halfmoon.config import schema as settings
 from halfmoon.federation.flower.contact import Address, reach
 from halfmoon.federation.flower.local import rehearse
-from halfmoon.federation.flower.processes import ENVIRONMENT, free_port, interruptible
+from halfmoon.federation.flower.processes import ENVIRONMENT, interruptible
 from halfmoon.federation.protocol.bundle import APPS
 from halfmoon.runs import runner
 
@@ -138,6 +139,13 @@ def place(where: Path | None = None) -> Iterator[Place]:
                 yield here
         finally:
             here.clear()
+
+
+def free_port() -> int:
+    """Return a port of loopback that is free now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
 
 
 def script(name: str) -> Path:

@@ -31,10 +31,10 @@ import disturbed
 import matplotlib
 from disturbed import HALFMOON, Federation
 from federation_faults import machine
-from federation_parity import digest, written
+from federation_parity import digest, free_port, written
 
 from halfmoon.config import schema as settings
-from halfmoon.federation.flower.processes import SERVER_APP, SUPERLINK, SUPERNODE, WORKER, free_port, interruptible
+from halfmoon.federation.flower.processes import SERVER_APP, SUPERLINK, SUPERNODE, WORKER, interruptible
 from halfmoon.runs import runner
 
 matplotlib.use("agg")

@@ -19,6 +19,7 @@ from ipaddress import ip_address
 from pathlib import Path
 
 import pytest
+from federations import free_port
 from PIL import Image
 
 from halfmoon.cli import main as cli
@@ -27,7 +28,7 @@ from halfmoon.federation.flower import internals, processes, site_process
 from halfmoon.federation.flower.contact import Absent, Address, reach
 from halfmoon.federation.flower.launch import Halted, Server, connection, finished, run_config, serve, superlink
 from halfmoon.federation.flower.node import RAISED, Worker
-from halfmoon.federation.flower.processes import ENVIRONMENT, SERVER_APP, SUPERLINK, Home, alone, free_port
+from halfmoon.federation.flower.processes import ENVIRONMENT, SERVER_APP, SUPERLINK, Home, alone
 from halfmoon.federation.flower.site_process import Joining, facts
 from halfmoon.federation.protocol import bundle
 from halfmoon.federation.protocol.bundle import project

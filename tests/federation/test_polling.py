@@ -1,9 +1,22 @@
 """A site that has just answered asks again soon; one that has nothing to do asks as seldom as Flower's own program."""
 
+import time
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 
 pytest.importorskip("flwr")
 
+from flwr.app import Message
+from flwr.common.serde import message_to_proto
+from flwr.proto.message_pb2 import PullObjectResponse
+from flwr.proto.runtime_pb2 import PullAppMessagesResponse
+from flwr.supercore.inflatable.inflatable_utils import ObjectUnavailableError
+from flwr.superlink.grid import http_grid
+
+from halfmoon.federation.flower import internals
+from halfmoon.federation.flower.link import GridPost, unwrapped, wrapped
 from halfmoon.federation.flower.node import pause
 
 
@@ -18,3 +31,59 @@ def test_a_request_waits_half_of_the_round_at_most():
         step = pause(time)
         assert step <= max(0.1, time / 2)
         time += step
+
+
+class Late:
+    """A SuperLink with one message, whose objects come with the second question for each."""
+
+    def __init__(self) -> None:
+        with internals.identity():
+            message = Message(wrapped(b"model"), 7, "train")
+            self.packet = internals.pack(message)
+        self.asked: list[str] = []
+
+    def content(self, name: str) -> bytes:
+        self.asked.append(name)
+        if self.asked.count(name) < 2:
+            raise ObjectUnavailableError(name)
+        return self.packet.objects[name]
+
+    def found(self, request: Any) -> PullObjectResponse:
+        try:
+            return PullObjectResponse(
+                object_found=True, object_available=True, object_content=self.content(request.object_id)
+            )
+        except ObjectUnavailableError:
+            return PullObjectResponse(object_found=True)
+
+    def replies(self, request: Any) -> PullAppMessagesResponse:
+        message = message_to_proto(self.packet.message)
+        message.metadata.reply_to_message_id = "asked"
+        return PullAppMessagesResponse(messages_list=[message], message_object_trees=[self.packet.tree])
+
+
+def test_a_site_fetches_a_request_whose_objects_are_under_way_without_flowers_wait_of_a_second():
+    link = Late()
+    fleet = internals.Fleet(
+        [None, lambda: (link.packet.message, link.packet.tree), *[None] * 3, lambda _, name: link.content(name), None,
+         lambda *_: None]
+    )  # fmt: skip
+    start = time.monotonic()
+    packet = fleet.receive()
+    assert packet is not None
+    assert time.monotonic() - start < 0.6
+    assert unwrapped(internals.unpack(packet).content) == b"model"
+
+
+def test_a_server_fetches_an_answer_whose_objects_are_under_way_without_flowers_wait_of_a_second(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    monkeypatch.setattr(http_grid, "pull_objects", vars(http_grid)["pull_objects"])  # as it was, once the test is over
+    link, grid = Late(), http_grid.HttpGrid(token="t")
+    calls = {"PullMessages": link.replies, "PullObject": link.found, "ConfirmMessageReceived": lambda _: None}
+    grid._client = SimpleNamespace(**calls)  # type: ignore[assignment]
+    grid._run = SimpleNamespace(run_id=1)  # type: ignore[assignment]
+    start = time.monotonic()
+    replies = list(GridPost(grid).collect(["asked"]))
+    assert [reply.data for reply in replies] == [b"model"]
+    assert time.monotonic() - start < 0.6

@@ -1,5 +1,6 @@
 """Made-up posts, clocks and links: nodes appear and vanish, answers come late, twice, spoiled or not at all."""
 
+import socket
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from importlib import metadata
@@ -18,6 +19,13 @@ SMALL = {"method": "fedavg", "network": "small", "width": 2, "cohort": 2, "round
 
 Comes = tuple[float, bytes | None]
 """Seconds until something comes for a ticket, and what: bytes, or None for a problem."""
+
+
+def free_port() -> int:
+    """Return a port of loopback that is free now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
 
 
 def terms(sites: Sequence[str] = SITES, form: ImageSpec = FORM, **values: Any) -> Terms:

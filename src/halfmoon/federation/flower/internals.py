@@ -34,7 +34,8 @@ NAMES: Mapping[str, tuple[str, ...]] = {
     "flwr.supercore.inflatable.inflatable_object:get_object_tree": (),
     "flwr.supercore.inflatable.inflatable_object:iterate_object_tree": (),
     "flwr.supercore.inflatable.inflatable_utils:inflate_object_from_contents": (),
-    "flwr.supercore.inflatable.inflatable_utils:pull_objects": (),
+    "flwr.supercore.inflatable.inflatable_utils:pull_objects": ("initial_backoff", "backoff_cap"),
+    "flwr.superlink.grid.http_grid:pull_objects": ("object_ids", "pull_object_fn"),
     "flwr.supercore.inflatable.inflatable_utils:push_object_contents_from_iterable": (),
     "flwr.supercore.fab:Fab": ("content",),
     "flwr.supercore.run:RunNotRunningException": (),
@@ -95,7 +96,7 @@ class Oversized(ValueError):
 class MessageList:
     """Asks a SuperLink once for all replies, in place of a Grid's client, and refuses those of too many pieces unread.
 
-    Flower has no hook for either: a Grid without such a client is asked for each ticket.
+    Flower has no hook for that, nor for when it tries again: a Grid without such a client is asked for each ticket.
     """
 
     def __init__(self, grid: Any, most: int | None) -> None:
@@ -103,6 +104,9 @@ class MessageList:
         self._most = None if most is None else PARTS + most // PIECE
         self._replies: dict[str, tuple[Any, Any]] = {}
         if self.client is not None:
+            from flwr.superlink.grid import http_grid
+
+            http_grid.pull_objects = fetched  # pyright: ignore[reportPrivateImportUsage]
             self._ask = self.client.PullMessages
             self.client.PullMessages = self._hand
 
@@ -130,6 +134,14 @@ class MessageList:
         return PullAppMessagesResponse(
             messages_list=[message for message, _ in replies], message_object_trees=[tree for _, tree in replies]
         )
+
+
+def fetched(object_ids: Sequence[str], pull_object_fn: Callable[[str], bytes]) -> dict[str, bytes]:
+    """Return these objects, asking for those under way again after 0.02 s to 1 s: Flower waits 1 s to 10 s."""
+    from flwr.supercore.inflatable.inflatable_utils import pull_objects
+
+    names = list(dict.fromkeys(object_ids))
+    return pull_objects(names, pull_object_fn, max_tries_per_object=None, initial_backoff=0.02, backoff_cap=1.0)
 
 
 def client_of(grid: Any) -> Any:
@@ -192,20 +204,18 @@ class Fleet:
     def receive(self) -> Packet | None:
         """Return the next message; None where there is none, or it cannot be fetched as a whole."""
         from flwr.supercore.inflatable.inflatable_object import iterate_object_tree
-        from flwr.supercore.inflatable.inflatable_utils import pull_objects
         from flwr.supercore.run import RunNotRunningException
 
         try:
-            pair = self._pull()
+            if (pair := self._pull()) is None:
+                return None
         except RunNotRunningException:
-            return None
-        if pair is None:
             return None
         message, tree = pair
         run, name = message.metadata.run_id, message.metadata.message_id
         try:
-            names = dict.fromkeys(part.object_id for part in iterate_object_tree(tree))
-            objects = pull_objects(list(names), lambda part: self._pull_object(run, part))
+            names = [part.object_id for part in iterate_object_tree(tree)]
+            objects = fetched(names, partial(self._pull_object, run))
             self._confirm(run, name)
         except Exception as error:  # its run is over, or the server has lost a part of it
             note(f"cannot receive the message {name}: {type(error).__name__}: {error}")

@@ -41,7 +41,6 @@ _STOPPED = re.compile(r"\S+ \S+  stopped: (.*)")
 _WORDS, _ERROR = re.compile(r"\w"), re.compile(r"\w(Error|Exception|Exit)\b")
 _COLORS = re.compile(r"\x1b\[\d*m")
 _CONNECTION = "halfmoon"
-_IN_USE = {errno.EADDRINUSE}
 
 Ended = Literal["finished", "link", "app"]
 
@@ -338,7 +337,7 @@ def _in_use(address: Address) -> bool:
     except PermissionError as error:
         raise UserError(f"port {address.port} may not be used by you: give a --port from 1024.") from error
     except OSError as error:
-        if isinstance(error, socket.gaierror) or error.errno not in _IN_USE:
+        if isinstance(error, socket.gaierror) or error.errno != errno.EADDRINUSE:
             raise UserError(f"--host {address.host} is no address of this machine ({error.strerror}).") from error
         return True
     return False
