@@ -71,6 +71,17 @@ SMALLEST: dict[str, Small] = {
         {"MODELS": {"small, width 16": ("small", 4), "ResNet-9, width 16": None}, "SITES": 2},
     ),
     "federation_faults": ("--only undisturbed --out {out}/faults", {"OPTIONS": {"rounds": 2, "steps": 2}}),
+    "federation_link": (
+        "--turns 1 --out {out}/link",
+        {
+            "LOOPBACK": {
+                "small, 20 steps, Flower's waits": None,
+                "small, 20 steps": ("small", 16, 1, 3),
+                "small, 1,000 steps": None,
+            },
+            "SLOW": {"small, 20 steps": ("small", 16, 1, 3, True), "ResNet-9, 20 steps": None},
+        },
+    ),
     "federation_parity": ("--methods semifl --ways simulator --rounds 1 --out {out}/parity", {}),
     "finetuning": (
         "{data} {out} {out}/finetuning",
@@ -85,6 +96,7 @@ SMALLEST: dict[str, Small] = {
         {"SEEDS": (0, 1), "ROUNDS": 2, "JUDGED": (), "POOL": 60, "TESTS": 20},
     ),
     "large_data": ("8000 8 {out}", {}),
+    "large_model": ("--width 8 --turns 1 --methods fedavg", {}),
     "leakage": ("--trials 1 --out {out}/leakage.md", {"STEPS": 2, "ATTEMPTS": 2, "ROUNDS": (0,)}),
     "page_memory": ("--side 256", {"REQUESTS": 4}),
     "peers": ("--only plain halfmoon --cohorts 5 --sizes tiny --turns 1 --folder {out}/environments", {}),

@@ -232,3 +232,17 @@ def test_adam_of_one_client_is_that_of_a_lifted_one_whatever_the_order_of_its_st
     for ours, theirs in zip(alone, lifted, strict=True):
         for name, leaf in tree.flatten(ours).items():
             assert torch.equal(leaf, tree.flatten(theirs)[name][0]), name
+
+
+def test_a_large_model_moves_as_its_leaves_do_alone():
+    """Leaf by leaf from 16 MiB on, all at once below: the same bits."""
+    g = torch.Generator().manual_seed(0)
+    params = {name: torch.randn(count, generator=g) for name, count in {"large": 2**22, "a": 7, "b": 1000}.items()}
+    whole, parts = params, {name: {name: leaf} for name, leaf in params.items()}
+    state, states = Adam(1e-2).init(whole), {name: Adam(1e-2).init(part) for name, part in parts.items()}
+    for _ in range(2):
+        gradient = tree.map(lambda leaf: torch.randn(leaf.shape, generator=g), whole)
+        whole, state = Adam(1e-2).step(whole, gradient, state)
+        for name in parts:
+            parts[name], states[name] = Adam(1e-2).step(parts[name], {name: gradient[name]}, states[name])
+    assert all(torch.equal(whole[name], parts[name][name]) for name in parts)

@@ -17,7 +17,7 @@ from halfmoon.core.errors import UserError
 from halfmoon.data.partition.heterogeneity import jensen_shannon, mix
 from halfmoon.engine.evaluation import Examples, Quality, at_once, leaning, mean_prediction, scores, tally
 from halfmoon.engine.loop import measured
-from halfmoon.models import track
+from halfmoon.models import SmallCNN, track
 from halfmoon.runs import factory
 
 counted = hnp.arrays(np.int64, (2, 6), elements=st.integers(0, 9)).filter(lambda n: (n.sum(1) > 0).all())
@@ -248,3 +248,25 @@ def test_a_cpu_looks_at_as_many_images_together_as_make_a_million_pixels() -> No
     parts = [tally(shared.network, made, shared.normalize, Examples(*(leaf[rows] for leaf in large)))
              for rows in (slice(0, 256), slice(256, None))]  # fmt: skip
     assert torch.equal(one.confusion, parts[0].confusion + parts[1].confusion)
+
+
+def test_a_cpu_sends_few_images_through_the_network_in_one_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The activations of 150 images of 32x32 at once would be larger than many a model; the bits are those of one."""
+    network = SmallCNN(channels=3, classes=10, width=4)
+    model = network.init(rng.generator(0, "model"))
+    images = torch.randint(0, 256, (150, 3, 32, 32), dtype=torch.uint8, generator=rng.generator(0, "images"))
+    test, normalize = Examples(images, torch.arange(150) % 10), lambda x: x.float() / 255
+    with torch.no_grad():
+        logits = network.predict(tree.channels_last(model["params"]), model["stats"], normalize(images))
+    counts, predict = list[int](), SmallCNN.predict
+
+    def counted(self: SmallCNN, params: tree.Tree, stats: tree.Tree, x: torch.Tensor) -> torch.Tensor:
+        counts.append(len(x))
+        return predict(self, params, stats, x)
+
+    monkeypatch.setattr(SmallCNN, "predict", counted)
+    said = tally(network, model, normalize, test)
+    assert counts == [64, 64, 22]
+    loss = torch.nn.functional.cross_entropy(logits, test.labels, reduction="sum")
+    assert said.loss == float(loss.double()) / 150
+    assert torch.equal(torch.from_numpy(said.correct), logits.argmax(-1) == test.labels)

@@ -96,7 +96,8 @@ class Adam:
         c1, c2 = 1 - self.beta1**steps, (1 - self.beta2**steps).sqrt()
         scale, shift = c1 / c2, c1 * self.eps
         lr = self.lr
-        if not inside() and not isinstance(lr, Tensor):
+        # From 16 MiB on leaf by leaf: what all of them need in between is two models more.
+        if not inside() and not isinstance(lr, Tensor) and tree.nbytes(params) < 2**24:
             return self._at_once(params, gradient, state, (steps, c1 * self.eps, c1 / c2), lr)
         first = tree.map(lambda m, g: torch.lerp(m, g, 1 - self.beta1), state["first"], gradient)
         # lerp, not addcmul_ or lerp_: vmap has no batching rule for these

@@ -76,12 +76,12 @@ class Tally(NamedTuple):
         return {"accuracy": accuracy, "loss": self.loss, "per_class": self.per_class}
 
 
-def at_once(images: Tensor, most: int) -> int:
-    """Return how many of the images (N, C, H, W) are looked at together: `most`, on a CPU up to `PIXELS` pixels.
+def at_once(images: Tensor, most: int, pixels: int = PIXELS) -> int:
+    """Return how many of the images (N, C, H, W) are looked at together: `most`, on a CPU up to so many pixels.
 
     The activations of a thousand images of 64x64 take a gigabyte, and are no faster than those of 256.
     """
-    return most if images.device.type != "cpu" else max(1, min(most, PIXELS // (images.shape[-2] * images.shape[-1])))
+    return most if images.device.type != "cpu" else max(1, min(most, pixels // (images.shape[-2] * images.shape[-1])))
 
 
 @torch.no_grad()
@@ -118,8 +118,10 @@ def _counted(
     """Return how often each predicted class meets each true one (classes * classes,), the losses' sum, who is right."""
     params, (images, labels), classes = tree.channels_last(model["params"]), part, network.classes
     network = network.exact
-    x = normalize(images)
-    logits = network.predict(params, model["stats"], x) if statistics == "running" else network.train(params, x)[0]
+    if statistics == "running":
+        logits = _logits(network, params, model["stats"], normalize, images)
+    else:
+        logits = network.train(params, normalize(images))[0]
     loss, said = F.cross_entropy(logits, labels, reduction="sum").double(), logits.argmax(-1)
     return torch.bincount(labels * classes + said, minlength=classes * classes), loss, said == labels
 
@@ -147,7 +149,13 @@ def mean_prediction(
 @torch.no_grad()
 def _predicted(network: Network, model: Tree, normalize: Normalize, images: Tensor) -> Tensor:
     params = tree.channels_last(model["params"])
-    return network.exact.predict(params, model["stats"], normalize(images)).double().softmax(-1).sum(0)
+    return _logits(network.exact, params, model["stats"], normalize, images).double().softmax(-1).sum(0)
+
+
+def _logits(network: Network, params: Tree, stats: Tree, normalize: Normalize, images: Tensor) -> Tensor:
+    """Return the logits (n, classes), to the bit those of one pass, whose activations would be larger than a model."""
+    parts = torch.split(images, at_once(images, len(images), 2**16))
+    return torch.cat([network.predict(params, stats, normalize(part)) for part in parts])
 
 
 def leaning(
@@ -236,5 +244,5 @@ def fit_temperature(network: Network, model: Tree, normalize: Normalize, images:
     """Return the temperature of `model` = {"params", "stats"} on labeled images that it was not trained on."""
     params = tree.channels_last(model["params"])
     some = torch.split(images.images, at_once(images.images, batch))
-    parts = [network.exact.predict(params, model["stats"], normalize(each)).double() for each in some]
+    parts = [_logits(network.exact, params, model["stats"], normalize, each).double() for each in some]
     return temperature(torch.cat(parts), images.labels)

@@ -52,10 +52,7 @@ def _bounded(name: str) -> Iterator[None]:
             if parameters > MOST:
                 raise UserError(f"network {hubs.short_name(name)} has more than {MOST:,} parameters.")
 
-    hooks = (
-        register_module_module_registration_hook(layer),
-        register_module_parameter_registration_hook(parameter),
-    )
+    hooks = (register_module_module_registration_hook(layer), register_module_parameter_registration_hook(parameter))
     try:
         yield
     finally:

@@ -157,11 +157,7 @@ class Labeling(FolderPage):
         return (
             super().start(request)
             | self.queue(request)
-            | {
-                "by": self.options.by,
-                "notes": self.book.notes(),
-                "differing": self._differing(),
-            }
+            | {"by": self.options.by, "notes": self.book.notes(), "differing": self._differing()}
         )
 
     def _differing(self) -> list[int]:

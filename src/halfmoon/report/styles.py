@@ -7,13 +7,7 @@ from typing import Any, NamedTuple
 # Okabe and Ito (2008), told apart under every color blindness; without their yellow, too pale for a line on white, and
 # with a violet and a gray in place of black, which can be seen on a dark page as well.
 _COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#6A51A3", "#737373")
-_DASHES = (
-    (0, ()),
-    (0, (5, 1.5)),
-    (0, (1.5, 1.2)),
-    (0, (6, 1.5, 1.5, 1.5)),
-    (0, (3, 1.2, 1.2, 1.2, 1.2, 1.2)),
-)
+_DASHES = ((0, ()), (0, (5, 1.5)), (0, (1.5, 1.2)), (0, (6, 1.5, 1.5, 1.5)), (0, (3, 1.2, 1.2, 1.2, 1.2, 1.2)))
 _MARKERS = ("o", "s", "^", "D", "v", "P", "X", "<", ">", "*", "p", "H")
 
 SLOTS = 60

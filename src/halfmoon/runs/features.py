@@ -140,12 +140,7 @@ def features(
 
 
 def _write(
-    path: Path,
-    head: FeatureHead,
-    images: Tensor,
-    recipes: Mapping[str, View],
-    normalize: Normalize,
-    progress: Progress,
+    path: Path, head: FeatureHead, images: Tensor, recipes: Mapping[str, View], normalize: Normalize, progress: Progress
 ) -> None:
     """Write the features of all images, chunk by chunk on all processors; the bytes do not depend on how many."""
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -31,10 +31,7 @@ MEASURES: Mapping[str, str] = {
 AxisValues = Mapping[str, Sequence[str]]
 """The names of the values of every axis."""
 
-_KEYS = {
-    "value": ("title", "set", "published", "measure", "extra"),
-    "when": ("at", "set", "published"),
-}
+_KEYS = {"value": ("title", "set", "published", "measure", "extra"), "when": ("at", "set", "published")}
 _NEEDED = ("title", "paper", "item", "about", "rows", "axes")
 
 

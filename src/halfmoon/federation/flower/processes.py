@@ -33,11 +33,7 @@ SUPERNODE, WORKER = "flower-supernode", "worker"
 FOLDER = "HALFMOON_FLOWER"
 """The variable of the environment that names the folder of the locks."""
 
-ENVIRONMENT = {
-    "FLWR_TELEMETRY_ENABLED": "0",
-    "FLWR_DISABLE_UPDATE_CHECK": "1",
-    "RAY_USAGE_STATS_ENABLED": "0",
-}
+ENVIRONMENT = {"FLWR_TELEMETRY_ENABLED": "0", "FLWR_DISABLE_UPDATE_CHECK": "1", "RAY_USAGE_STATS_ENABLED": "0"}
 """The environment of every process of Flower: they report nothing to anybody."""
 
 COLORS = ("FORCE_COLOR", "CLICOLOR_FORCE", "TTY_COMPATIBLE")
