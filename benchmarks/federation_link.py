@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from federation_cost import TRAINED, Plan, seconds
+from federation_cost import SITES, TRAINED, Plan, seconds
 from federation_parity import Place, about, free_port, halfmoon, joined, machine, place, save
 
 from halfmoon.core import rng, tree
@@ -32,8 +32,6 @@ from halfmoon.storage.run_folder import TIMINGS
 
 DELAY, RATE = 0.02, 1e6 / 8
 """Seconds of delay each way, and bytes a second in each direction."""
-
-SITES = 3
 
 FLOWERS_WAITS = """\
 from halfmoon.federation.flower import internals

@@ -2,10 +2,10 @@
 
     python benchmarks/large_model.py [--width 120] [--turns 2] [--methods fedavg fedavg-fixmatch]
 
-ResNet-9 on digits, padded to 16x16, whose weights are most of the memory: 2 rounds of 2 clients, 3 steps each, Adam. Each
-side is a process of its own, in turns; its largest resident memory and processor time are what `os.wait4` says. The
-plain loop has a global network and one that trains, its gradients and its Adam, a sum of the updates, the test images'
-accuracy and a `torch.save` of the model each round; its unlabeled images are noise on the same digits.
+ResNet-9 on digits, padded to 16x16, whose weights are most of the memory: 2 rounds of 2 clients, 3 steps each, Adam.
+Each side is a process of its own, in turns; its largest resident memory and processor time are what `os.wait4` says.
+The plain loop has a global network and one that trains, its gradients and its Adam, a sum of the updates, the test
+images' accuracy and a `torch.save` of the model each round; its unlabeled images are noise on the same digits.
 """
 
 import argparse
