@@ -115,7 +115,7 @@ class ByHand:
     def steps(self, client: int) -> list[Step]:
         """Return the steps of a client's update, of views that are made once."""
         local, _ = self.dataset.local(client)
-        amount = Budget().amount(self.batching, self.update, self.dataset.own(client), self.dataset.given(client))
+        amount = Budget().amount(self.batching, self.update, self.dataset.own(client), self.dataset.split_size(client))
         drawn = draw(amount, local, self.views, Needs(self.update.needs.views), None, 0, "visit", 0, 0, client)
         normalize = self.task.normalize
         x, y = self.views.labeled.apply(local.x[drawn.x_rows], drawn.x_drawn, normalize), local.y[drawn.x_rows]

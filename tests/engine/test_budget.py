@@ -134,8 +134,8 @@ def test_played_rounds_keep_to_the_budget(name):
 def test_costs_add_up_by_hand():
     """3 steps of 4 + 5 images and 14 forward, 9 backward a step; then 2 steps of 4 + 0 and 4, 4."""
     total = Cost()
-    total.visit(Amount(3, 4, 5), Passes(14, 9))
-    total.visit(Amount(2, 4, 0), Passes(4, 4))
+    total.add(Amount(3, 4, 5), Passes(14, 9))
+    total.add(Amount(2, 4, 0), Passes(4, 4))
     assert total.row() == {
         "labeled_steps": 5,
         "labeled_images": 20,

@@ -83,7 +83,7 @@ def test_no_program_is_padded_more_than_the_bound():
         for places in groups:
             widest = held[places[0]]
             for place in places:
-                widest = widest.joined(held[place])
+                widest = widest.maximum(held[place])
             images = sum(held[place].images(of) for place in places)
             whole = len(places) * widest.images(of)
             assert whole - images <= PADDED * whole

@@ -396,7 +396,7 @@ def test_all_labels_turns_every_row_into_a_labeled_one():
         assert (int(local.labeled), int(local.unlabeled)) == (labeled + unlabeled, 0)
         assert len(local.u) == len(hidden) == 0
         assert tuple(vars(every.own(k)).values()) == (labeled + unlabeled, 0)
-        assert tuple(vars(every.given(k)).values()) == (labeled, unlabeled)
+        assert tuple(vars(every.split_size(k)).values()) == (labeled, unlabeled)
 
 
 def test_a_client_holds_its_rows():

@@ -57,13 +57,13 @@ def queries(name: str, place: str | None = None, **options: Any) -> tuple[Task, 
     method, shared, simulation = scene(name, "both", place=place, **options)
     asked: list[Trip] = []
     local_clients = simulation.local_clients
-    visit, held = local_clients.visit, local_clients.dataset
+    visit, held = local_clients.update, local_clients.dataset
 
     def spied(context, clients, stage, down, each, quality):
         outcomes = list(visit(context, clients, stage, down, each, quality))
         if list(clients) != [SERVER]:
             downlinks = [{**down, **tree.index(each, k)} for k in range(len(clients))]
-            own = [(held.own(k), held.given(k)) for k in clients]
+            own = [(held.own(k), held.split_size(k)) for k in clients]
             most = [
                 Budget().amount(local_clients.training.batching, context.client_update, *holding) for holding in own
             ]
@@ -71,7 +71,7 @@ def queries(name: str, place: str | None = None, **options: Any) -> tuple[Task, 
             asked.append(Trip(context, clients, downlinks, outcomes, most, images))
         return outcomes
 
-    simulation.local_clients.visit = spied
+    simulation.local_clients.update = spied
     server = begin(method, shared)
     for number in range(2):
         simulation.open(number)
@@ -86,7 +86,7 @@ def answer(outcome: ClientResult, **changes: Any) -> Reply:
         "amount": list(outcome.amount),
         "traffic": list(outcome.traffic),
         "swept": outcome.swept,
-        "kept": outcome.kept,
+        "kept": outcome.memory_bytes,
         "up": outcome.up.tree,
         "samples": samples,
         **changes,

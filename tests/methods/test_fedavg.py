@@ -74,7 +74,7 @@ def test_the_server_averages_its_cohort_by_all_rows():
     server = begin(method, shared)
     simulation.open(0)
     up = simulation.ask("train", server)
-    weights = [held.given(int(k)).labeled + held.given(int(k)).unlabeled for k in simulation.cohort]
+    weights = [held.split_size(int(k)).labeled + held.split_size(int(k)).unlabeled for k in simulation.cohort]
     assert up.weight.tolist() == weights
     (played,) = play(method, simulate(method, shared, held), server, range(1))
     for path, leaf in tree.flatten({"params": up.update["params"], "stats": up.update["stats"]}).items():

@@ -337,7 +337,7 @@ def test_what_travels_and_what_is_counted():
     base = FedAvg(DPL, keep_optimizer=True)
     reference = play(base, simulate(base, shared), begin(base, shared), range(1))[-1]
     first, cohort = costs["none"].report.cost, costs["none"].report.cohort
-    swept = sum(held.given(k).unlabeled for k in cohort)
+    swept = sum(held.split_size(k).unlabeled for k in cohort)
     assert first["bytes_down"] == reference.report.cost["bytes_down"]
     assert first["bytes_up"] == reference.report.cost["bytes_up"] + 3 * 4 * 8
     assert first["forward"] == reference.report.cost["forward"]

@@ -657,7 +657,7 @@ def test_a_visit_counts_epochs_over_the_kept_rows():
         Amount(9, 0, 4, epochs=3),
     )
     assert outcome.amount.steps == 3
-    (seen,) = outcome.seen  # the pseudo-labels of all rows are judged, those of the steps are some of them
+    (seen,) = outcome.observations  # the pseudo-labels of all rows are judged, those of the steps are some of them
     assert seen.rows.tolist() == list(range(9))
     assert seen.pseudo.weight.nonzero().flatten().tolist() == [2, 5]
 

@@ -31,20 +31,20 @@ class Budget:
     reference: ClientUpdate | None = None
     all_labels: bool = False
 
-    def amount(self, batching: Batching, client_update: ClientUpdate, own: ClientSize, given: ClientSize) -> Amount:
+    def amount(self, batching: Batching, client_update: ClientUpdate, own: ClientSize, size: ClientSize) -> Amount:
         """Return the amount of a client update of `client_update` to a client that trains on `own` rows.
 
-        `given` are its rows in the split."""
+        `size` are its rows in the split."""
         amount = natural(batching, client_update, own)
         if self.rule == "none" or self.reference is None or not client_update.needs.trains or not amount.steps:
             return amount
-        holding = ClientSize(given.labeled + given.unlabeled, 0) if self.all_labels else given
+        holding = ClientSize(size.labeled + size.unlabeled, 0) if self.all_labels else size
         if client_update == self.reference and own == holding:
             return amount
-        wanted = natural(batching, self.reference, holding)
+        target = natural(batching, self.reference, holding)
         if self.rule == "labeled-steps":
-            return amount._replace(steps=wanted.steps, epochs=0)
-        images = wanted.steps * cost(self.reference, wanted) + self.reference.swept(*astuple(holding))
+            return amount._replace(steps=target.steps, epochs=0)
+        images = target.steps * cost(self.reference, target) + self.reference.swept(*astuple(holding))
         steps = (images - client_update.swept(*astuple(own))) / cost(client_update, amount)
         return amount._replace(steps=max(1, round(steps)), epochs=0)
 
@@ -65,22 +65,22 @@ def natural(batching: Batching, client_update: ClientUpdate, own: ClientSize) ->
 def largest(
     rule: Rule, batching: Batching, client_updates: Mapping[str, tuple[ClientUpdate, bool]], sizes: Sequence[ClientSize]
 ) -> str:
-    """Return the name of the work that takes most by the batch rule alone, the first of equal ones.
+    """Return the name of the client update that takes most by the batch rule alone, the first of equal ones.
 
-    `client_updates` are (work, whether it trains on all rows as labeled ones) by name, `sizes` what the split gives
+    `client_updates` are (update, whether it trains on all rows as labeled ones) by name, `sizes` what the split gives
     to each client. "forwards" counts images through the classifier, another rule steps.
     """
 
-    def taken(client_update: ClientUpdate, all_labels: bool) -> int:
+    def usage(client_update: ClientUpdate, all_labels: bool) -> int:
         total = 0
-        for given in sizes:
-            own = ClientSize(given.labeled + given.unlabeled, 0) if all_labels else given
+        for size in sizes:
+            own = ClientSize(size.labeled + size.unlabeled, 0) if all_labels else size
             amount = natural(batching, client_update, own)
             images = amount.steps * cost(client_update, amount) + client_update.swept(*astuple(own))
             total += images if rule == "forwards" else amount.steps
         return total
 
-    return max(client_updates, key=lambda name: taken(*client_updates[name]))
+    return max(client_updates, key=lambda name: usage(*client_updates[name]))
 
 
 def cost(client_update: ClientUpdate, amount: Amount) -> int:
@@ -107,7 +107,7 @@ class Cost:
     stored_client: int = 0
     stored_server: int = 0
 
-    def visit(self, amount: Amount, passes: Passes, swept: int = 0) -> None:
+    def add(self, amount: Amount, passes: Passes, swept: int = 0) -> None:
         """Count one client's update; `swept` images went through the network outside its steps."""
         self.labeled_steps += amount.steps
         self.labeled_images += amount.steps * amount.labeled

@@ -1,4 +1,4 @@
-"""The steps of a client update: as its work writes them, or compiled into one program for each shape.
+"""The steps of a client update: as it writes them, or compiled into one program for each shape.
 
 A compiled step is traced once (`make_fx` sees through vmap and autograd alike) and becomes one program of PyTorch's
 Inductor: C++ on a processor, Triton's kernels, replayed as CUDA graphs, on a GPU. What changes from round to round, the
@@ -28,9 +28,9 @@ from halfmoon.core.tree import Tree
 from halfmoon.core.user_cache import user_cache
 
 SHAPES = 8
-"""For how many shapes of its steps a work is compiled at most, in one process."""
+"""For how many shapes of its steps a client update is compiled at most, in one process."""
 
-WORKS = 16
+CLIENT_UPDATES = 16
 """Of how many client updates the programs are kept."""
 
 CACHE = "TORCHINDUCTOR_CACHE_DIR"
@@ -56,25 +56,25 @@ class Steps:
     compiled: bool = False
     remark: str = ""
     _program: "Program | None" = None
-    _sent: list[Tensor] = field(default_factory=list[Tensor])
+    _inputs: list[Tensor] = field(default_factory=list[Tensor])
 
     def __call__(self, carry: Tree, batch: Batch) -> tuple[Tree, StepMetrics]:
         if self.compiled and (self._program is None or not self._program.steady):
             self._find(carry, batch)
         if self._program is None:
-            return _taken(self.client_update, self.together, self.down, self.each, carry, batch)
-        return self._program.taken(self._sent, carry, batch)
+            return _step(self.client_update, self.together, self.down, self.each, carry, batch)
+        return self._program.step(self._inputs, carry, batch)
 
     def _find(self, carry: Tree, batch: Batch) -> None:
         """Take the program for these shapes or, where there is none, no other either."""
         down, each = _sorted(self.down), _sorted(self.each)
-        found = _program(self.client_update, self.together, (down, each, _sorted(carry), batch))
-        if isinstance(found, Program):
+        program = _program(self.client_update, self.together, (down, each, _sorted(carry), batch))
+        if isinstance(program, Program):
             numbers = batch.x.new_tensor(_numbers(self.client_update))
-            self._program, self._sent = found, [numbers, *found.layout.leaves((down, each))]
+            self._program, self._inputs = program, [numbers, *program.layout.leaves((down, each))]
         else:
             self._program, self.compiled = None, False
-            self.remark = f"The steps of {type(self.client_update).__name__} train without compile: {found}."
+            self.remark = f"The steps of {type(self.client_update).__name__} train without compile: {program}."
 
 
 @dataclass(frozen=True)
@@ -98,16 +98,16 @@ class Program(NamedTuple):
     layout: Layout
     gpu: bool
 
-    def taken(self, sent: Sequence[Tensor], carry: Tree, batch: Batch) -> tuple[Tree, StepMetrics]:
+    def step(self, inputs: Sequence[Tensor], carry: Tree, batch: Batch) -> tuple[Tree, StepMetrics]:
         """Return what comes of a step."""
         if self.gpu:
             torch.compiler.cudagraph_mark_step_begin()
-        made = self.run(*sent, *self.layout.leaves((_sorted(carry), batch)))
+        outputs = self.run(*inputs, *self.layout.leaves((_sorted(carry), batch)))
         # A CUDA graph writes its next results over these.
-        return nested_like(self.like, (leaf.clone() for leaf in made) if self.gpu else iter(made))
+        return nested_like(self.like, (leaf.clone() for leaf in outputs) if self.gpu else iter(outputs))
 
 
-def _taken(
+def _step(
     client_update: ClientUpdate, together: bool, down: Tree, each: Tree, carry: Tree, batch: Batch
 ) -> tuple[Tree, StepMetrics]:
     if not together:
@@ -135,24 +135,24 @@ def _program(client_update: ClientUpdate, together: bool, arguments: Arguments) 
         hash(alike)
     except TypeError:
         return "its options cannot be compared"
-    known = _programs(alike, together, torch.get_num_threads())
+    programs = _programs(alike, together, torch.get_num_threads())
     shape = _shape(arguments)
-    if shape not in known and len(known) >= SHAPES:
+    if shape not in programs and len(programs) >= SHAPES:
         return (
             f"they come in more than {SHAPES} shapes, and are compiled for the first {SHAPES} of a process alone, so "
             "that last digits depend on their order; clients are alike with a number as unlabeled_batch"
         )
-    if shape not in known:
+    if shape not in programs:
         # As it is written first: what is wrong with it is raised as ever, and networks keep what they make but once.
-        _taken(client_update, together, *arguments)
+        _step(client_update, together, *arguments)
         try:
-            known[shape] = _compiled(client_update, together, arguments)
+            programs[shape] = _compiled(client_update, together, arguments)
         except Exception as error:  # whatever PyTorch cannot do
-            known[shape] = f"PyTorch cannot compile them ({type(error).__name__}: {one_line(error)[:160]})"
-    return known[shape]
+            programs[shape] = f"PyTorch cannot compile them ({type(error).__name__}: {one_line(error)[:160]})"
+    return programs[shape]
 
 
-@lru_cache(maxsize=WORKS)
+@lru_cache(maxsize=CLIENT_UPDATES)
 def _programs(client_update: ClientUpdate, together: bool, threads: int) -> dict[Any, Program | str]:
     """Return the programs by shape, to be filled, of a work in any round; a number of threads is written into them."""
     return {}
@@ -163,16 +163,16 @@ def _compiled(client_update: ClientUpdate, together: bool, arguments: Arguments)
     x = arguments[3].x
     loop = not together and x.device.type == "cpu"
     layout = Layout(torch.channels_last if loop else torch.contiguous_format)
-    made: list[tuple[Tree, StepMetrics]] = []
+    outputs: list[tuple[Tree, StepMetrics]] = []
 
     def flat(numbers: Tensor, *leaves: Tensor) -> list[Tensor]:
         there = _with_numbers(client_update, *numbers.unbind())
-        carry, notes = _taken(there, together, *nested_like(arguments, iter(leaves)))
-        made[:] = [(_sorted(carry), notes)]
-        return layout.leaves(made[0])
+        carry, notes = _step(there, together, *nested_like(arguments, iter(leaves)))
+        outputs[:] = [(_sorted(carry), notes)]
+        return layout.leaves(outputs[0])
 
     run = built(flat, [x.new_ones(3), *layout.leaves(arguments)])
-    (result,) = made
+    (result,) = outputs
     steady = _shape(result[0]) == _shape(arguments[2])
     like = nested_like(result, (torch.empty(0) for _ in nested_leaves(result)))
     return Program(run, like, steady, layout, x.device.type == "cuda")
@@ -218,9 +218,9 @@ def private_cache() -> Path:
     from torch._inductor.runtime.cache_dir_utils import default_cache_dir  # slow to import
 
     folder = user_cache("inductor")
-    chosen = os.environ.get(CACHE)
-    if chosen and chosen != default_cache_dir():  # PyTorch writes its default there, too
-        folder = Path(chosen)
+    path = os.environ.get(CACHE)
+    if path and path != default_cache_dir():  # PyTorch writes its default there, too
+        folder = Path(path)
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         facts = folder.lstat()
@@ -259,9 +259,9 @@ def check(device: torch.device) -> None:
     except UserError:
         raise
     except Exception as error:
-        wanted = "a C++ compiler (g++ or clang++)" if device.type == "cpu" else "Triton and a C compiler"
+        tools = "a C++ compiler (g++ or clang++)" if device.type == "cpu" else "Triton and a C compiler"
         raise UserError(
-            f"compile needs {wanted}, and PyTorch finds none that works ({type(error).__name__}: "
+            f"compile needs {tools}, and PyTorch finds none that works ({type(error).__name__}: "
             f"{one_line(error)[:160]}); install it, or leave compile out."
         ) from error
 

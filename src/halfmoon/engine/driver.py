@@ -84,8 +84,8 @@ class ClientContext:
 class ClientResult(NamedTuple):
     """What one client's update leaves: its upload, its memory, and what was counted.
 
-    `swept` images went through the network outside the steps; `kept` are the bytes of the memory, wherever that is.
-    `seen` are its pseudo-labels, for whoever knows the hidden labels. `remark` says why its steps were not compiled.
+    `swept` images went through the network outside the steps; `memory_bytes` is the memory's size, wherever that is.
+    `observations` are its pseudo-labels, for whoever knows the hidden labels. `remark`: why steps were not compiled.
     """
 
     up: Upload
@@ -94,8 +94,8 @@ class ClientResult(NamedTuple):
     amount: Amount
     traffic: tuple[int, int]  # bytes down and up
     swept: int = 0
-    kept: int = 0
-    seen: tuple[Observed, ...] = ()
+    memory_bytes: int = 0
+    observations: tuple[Observed, ...] = ()
     remark: str = ""
 
 
@@ -134,18 +134,18 @@ def update_together(context: ClientContext, down: Tree, tasks: Sequence[ClientTa
         if len(tasks) == 1:
             client, private, memory, data, amount, _ = tasks[0]
             return {client: update_one(context, client, {**down, **private}, memory, data, amount)}
-        made = update_many([context] * len(tasks), down, tree.stack([each.private for each in tasks]), tasks)
-    return {task.client: result for task, result in zip(tasks, made, strict=True)}
+        results = update_many([context] * len(tasks), down, tree.stack([each.private for each in tasks]), tasks)
+    return {task.client: result for task, result in zip(tasks, results, strict=True)}
 
 
-def update_joint(asked: Sequence[tuple[Query, ClientTask]]) -> list[ClientResult]:
+def update_joint(queries: Sequence[tuple[Query, ClientTask]]) -> list[ClientResult]:
     """Return what comes of clients of several runs that train as one program, in their order.
 
     Their queries are alike; what a run sends down is private to its clients, which draw from its seed.
     """
     with torch.no_grad():
-        private = tree.stack([{**query.down, **task.private} for query, task in asked])
-        return update_many([query.context for query, _ in asked], {}, private, [task for _, task in asked])
+        private = tree.stack([{**query.down, **task.private} for query, task in queries])
+        return update_many([query.context for query, _ in queries], {}, private, [task for _, task in queries])
 
 
 def update_one(
@@ -160,28 +160,28 @@ def update_one(
     laid = data.x.device.type == "cpu"
     if laid:
         down, memory = tree.channels_last(down), tree.channels_last(memory)
-    data = held = _swept(context, client, data)
+    data = padded = _swept(context, client, data)
     if context.roomy:
-        held = _local(_padded([data], True), 0)
-        memory = _filled(client_update, memory, data, len(held.u))
-    carry = client_update.begin(down, memory, held)
-    judged = _judged(client_update, carry, held, len(data.u))
-    visit = _drawn(context, client, data, amount, client_update.keep(carry, held))
+        padded = _local(_padded([data], True), 0)
+        memory = _filled(client_update, memory, data, len(padded.u))
+    carry = client_update.begin(down, memory, padded)
+    guesses = _guesses(client_update, carry, padded, len(data.u))
+    update = _draw(context, client, data, amount, client_update.keep(carry, padded))
     step, log = Steps(client_update, down, compiled=context.compiled), _Log()
-    for stacked in batches([data], [visit], context.views, client_update.task.normalize, context.rows):
+    for stacked in batches([data], [update], context.views, client_update.task.normalize, context.rows):
         batch = _one(stacked)
         batch = _laid(batch) if laid else batch
         carry, notes = step(carry, batch)
         log.add(notes, batch.u_rows)
-    samples, seen = log.of(context, client)
-    up, memory = client_update.finish(down, carry, held)
+    samples, observations = log.of(context, client)
+    up, memory = client_update.finish(down, carry, padded)
     if context.roomy:
         memory = _filled(client_update, memory, data)
-    _check_upload(context, client, up, down, visit.amount.steps)
+    _check_upload(context, client, up, down, update.amount.steps)
     traffic = client_update.traffic(down, up)
     up, memory = up.map(Tensor.contiguous), tree.contiguous(memory)
     swept, size = client_update.swept(len(data.x), len(data.u)), tree.nbytes(memory)
-    return ClientResult(up, memory, samples, visit.amount, traffic, swept, size, judged or seen, step.remark)
+    return ClientResult(up, memory, samples, update.amount, traffic, swept, size, guesses or observations, step.remark)
 
 
 def update_many(
@@ -210,37 +210,37 @@ def update_many(
         return lifted(one)
 
     carry: Tree = merged(client_update.begin)(each, memory, padded)
-    judged = [
-        _judged(client_update, tree.index(carry, k), _local(padded, k), len(data.u))
+    guesses = [
+        _guesses(client_update, tree.index(carry, k), _local(padded, k), len(data.u))
         if client_update.guesses(carry, padded)
         else ()
         for k, data in enumerate(datas)
     ]
-    visits = [
-        _drawn(context, task.client, data, task.amount, _kept(client_update, carry, padded, k))
+    updates = [
+        _draw(context, task.client, data, task.amount, client_update.keep(tree.index(carry, k), _local(padded, k)))
         for k, (context, task, data) in enumerate(zip(contexts, tasks, datas, strict=True))
     ]
     device = padded.y.device
-    steps = torch.tensor([visit.amount.steps for visit in visits], device=device)
-    fewest = min(visit.amount.steps for visit in visits)
+    steps = torch.tensor([update.amount.steps for update in updates], device=device)
+    fewest = min(update.amount.steps for update in updates)
     step, log = Steps(client_update, downlinks, each, True, shared.compiled), _Log()
-    for t, batch in enumerate(batches(datas, visits, views, normalize, shared.rows)):
+    for t, batch in enumerate(batches(datas, updates, views, normalize, shared.rows)):
         new, notes = step(carry, batch)
         carry = new if t < fewest else lifted(tree.select)(t < steps, new, carry)
         log.add(notes, batch.u_rows)
-    logs = [log.of(contexts[k], task.client, k, visits[k].amount) for k, task in enumerate(tasks)]
+    logs = [log.of(contexts[k], task.client, k, updates[k].amount) for k, task in enumerate(tasks)]
     up, memory = merged(client_update.finish)(each, carry, padded)
     results: list[ClientResult] = []
     finite = _finite(up)  # of all clients at once
     for k, task in enumerate(tasks):
         mine, received = up.at(k), {**downlinks, **tree.index(each, k)}
-        _check_upload(contexts[k], task.client, mine, received, visits[k].amount.steps, finite)
+        _check_upload(contexts[k], task.client, mine, received, updates[k].amount.steps, finite)
         # A clone: a slice would keep the memories of the whole group alive.
         own = tree.map(torch.clone, _filled(client_update, tree.index(memory, k), datas[k]))
         traffic = client_update.traffic(received, mine)
         samples, labels = logs[k]
-        amount, swept = visits[k].amount, client_update.swept(len(datas[k].x), len(datas[k].u))
-        size, labels = tree.nbytes(own), judged[k] or labels
+        amount, swept = updates[k].amount, client_update.swept(len(datas[k].x), len(datas[k].u))
+        size, labels = tree.nbytes(own), guesses[k] or labels
         results.append(ClientResult(mine, own, samples, amount, traffic, swept, size, labels, step.remark))
     return results
 
@@ -275,10 +275,10 @@ class _Log:
             return {}, ()
         own = slice(None if amount is None else amount.unlabeled)  # of a step's unlabeled images, the rest is padding
 
-        def joined(leaves: Iterable[Tensor]) -> Tensor:
+        def stack(leaves: Iterable[Tensor]) -> Tensor:
             return torch.stack(list(leaves))[many]
 
-        losses = joined(notes.loss for notes in self.steps).detach()
+        losses = stack(notes.loss for notes in self.steps).detach()
         bad = diverged(losses).nonzero()
         if len(bad):
             raise Diverged(context.round, client, int(bad[0]), float(losses[bad[0]]))
@@ -286,15 +286,15 @@ class _Log:
         samples = {"loss": WeightedMetric(losses.sum(), losses.square().sum(), torch.ones_like(losses).sum())}
         for name in first.samples:
             parts = zip(*(notes.samples[name] for notes in self.steps), strict=True)
-            samples[name] = WeightedMetric(*(joined(part).sum(0) for part in parts))
+            samples[name] = WeightedMetric(*(stack(part).sum(0) for part in parts))
         if not first.pseudo:
             return samples, ()
 
         def pseudo(each: Iterable[Pseudo]) -> Pseudo:
-            return Pseudo(*(joined(leaves)[:, own].flatten() for leaves in zip(*each, strict=True)))
+            return Pseudo(*(stack(leaves)[:, own].flatten() for leaves in zip(*each, strict=True)))
 
         models = {name: pseudo(notes.models[name] for notes in self.steps) for name in first.models}
-        rows = joined(self.rows)[:, own].flatten()
+        rows = stack(self.rows)[:, own].flatten()
         return samples, (Observed(rows, pseudo(notes.pseudo[0] for notes in self.steps), models),)
 
 
@@ -324,7 +324,7 @@ def add(old: WeightedMetric | None, new: WeightedMetric) -> WeightedMetric:
     return WeightedMetric(old.total + new.total, old.squares + new.squares, old.count + new.count)
 
 
-def _drawn(context: ClientContext, client: int, data: Local, amount: Amount, keep: Tensor | None) -> DrawnUpdate:
+def _draw(context: ClientContext, client: int, data: Local, amount: Amount, keep: Tensor | None) -> DrawnUpdate:
     needs = context.client_update.needs
     return draw(amount, data, context.views, needs, keep, context.seed, *context.path(client))
 
@@ -345,10 +345,6 @@ def _laid(batch: Batch) -> Batch:
     return batch._replace(x=x["x"], u=u, others=others, x_views=more)
 
 
-def _kept(client_update: ClientUpdate, carry: Tree, padded: Local, k: int) -> Tensor | None:
-    return client_update.keep(tree.index(carry, k), _local(padded, k))
-
-
 def _local(padded: Local, k: int) -> Local:
     views, real = tree.index(padded.views, k), tree.index(padded.real, k)
     return Local(*(leaf[k] for leaf in padded[:5]), views=views, real=real)
@@ -365,15 +361,15 @@ def _filled(client_update: ClientUpdate, memory: Tree, data: Local, length: int 
         if length is None:
             flat[path] = leaf[:own]
             continue
-        known = leaf if len(leaf) == own else leaf[:0]
-        flat[path] = torch.cat([known, leaf.new_full((length - len(known),), nothing)])
+        rows = leaf if len(leaf) == own else leaf[:0]
+        flat[path] = torch.cat([rows, leaf.new_full((length - len(rows),), nothing)])
     return tree.unflatten(flat) if client_update.needs.row_memory else memory
 
 
-def _judged(client_update: ClientUpdate, carry: Tree, data: Local, rows: int) -> tuple[Observed, ...]:
+def _guesses(client_update: ClientUpdate, carry: Tree, data: Local, rows: int) -> tuple[Observed, ...]:
     """Return the pseudo-labels of the client's own `rows` where a client update makes them once, when it begins."""
-    made = tuple(Pseudo(*(leaf[:rows] for leaf in pseudo)) for pseudo in client_update.guesses(carry, data))
-    return tuple(Observed(torch.arange(rows, device=own.label.device), own, {}) for own in made)
+    pseudo = tuple(Pseudo(*(leaf[:rows] for leaf in each)) for each in client_update.guesses(carry, data))
+    return tuple(Observed(torch.arange(rows, device=own.label.device), own, {}) for own in pseudo)
 
 
 def _padded(datas: Sequence[Local], roomy: bool) -> Local:

@@ -104,7 +104,7 @@ def tally(
     batch = at_once(test.images, batch) if statistics == "running" else TOGETHER
     parts = map(Examples, torch.split(test.images, batch), torch.split(test.labels, batch))
     correct: list[np.ndarray] = []
-    for count, total, right in spread(partial(_counted, network, model, normalize, statistics), parts):
+    for count, total, right in spread(partial(_counts, network, model, normalize, statistics), parts):
         cells += count
         loss += total
         correct.append(right.cpu().numpy())
@@ -112,7 +112,7 @@ def tally(
 
 
 @torch.no_grad()
-def _counted(
+def _counts(
     network: Network, model: Tree, normalize: Normalize, statistics: Labeling, part: Examples
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return how often each predicted class meets each true one (classes * classes,), the losses' sum, who is right."""
@@ -122,8 +122,8 @@ def _counted(
         logits = _logits(network, params, model["stats"], normalize, images)
     else:
         logits = network.train(params, normalize(images))[0]
-    loss, said = F.cross_entropy(logits, labels, reduction="sum").double(), logits.argmax(-1)
-    return torch.bincount(labels * classes + said, minlength=classes * classes), loss, said == labels
+    loss, predictions = F.cross_entropy(logits, labels, reduction="sum").double(), logits.argmax(-1)
+    return torch.bincount(labels * classes + predictions, minlength=classes * classes), loss, predictions == labels
 
 
 def scores(
@@ -195,9 +195,9 @@ class Quality:
             self.models[name].add(each, hidden)
         right = (pseudo.label == hidden).double()
         kinds = torch.ones_like(right), (pseudo.confidence >= self.threshold).double(), (pseudo.weight > 0).double()
-        known = (hidden >= 0).double()
-        self.totals += torch.cat([torch.stack([each, each * known, each * right]).sum(1) for each in kinds])
-        belongs = F.one_hot(hidden.clamp(min=0), self.classes).double() * known[:, None]
+        labeled = (hidden >= 0).double()
+        self.totals += torch.cat([torch.stack([each, each * labeled, each * right]).sum(1) for each in kinds])
+        belongs = F.one_hot(hidden.clamp(min=0), self.classes).double() * labeled[:, None]
         self.per_class += torch.stack([(belongs * right[:, None]).sum(0), belongs.sum(0)])
 
     def row(self) -> dict[str, Any] | None:
@@ -205,16 +205,16 @@ class Quality:
 
         An accuracy is that over the images whose label is known.
         """
-        seen, known, right, above, above_known, above_right, used, used_known, used_right = numbers(self.totals)
-        if not seen:
+        total, labeled, right, above, above_labeled, above_right, used, used_labeled, used_right = numbers(self.totals)
+        if not total:
             return None
         hits, rows = (numbers(part) for part in self.per_class)
         return {
-            "accuracy": right / known if known else None,
-            "share_above": above / seen,
-            "accuracy_above": above_right / above_known if above_known else None,
-            "share_used": used / seen,
-            "accuracy_used": used_right / used_known if used_known else None,
+            "accuracy": right / labeled if labeled else None,
+            "share_above": above / total,
+            "accuracy_above": above_right / above_labeled if above_labeled else None,
+            "share_used": used / total,
+            "accuracy_used": used_right / used_labeled if used_labeled else None,
             "per_class": [h / n if n else None for h, n in zip(hits, rows, strict=True)],
             **({"models": {name: each.row() for name, each in self.models.items()}} if self.models else {}),
         }

@@ -55,10 +55,9 @@ class FederatedDataset:
         return None if self.split.stage is None else round * self.split.stages // rounds
 
     def own(self, client: int, stage: int | None = None) -> ClientSize:
-        given = self.given(client, stage)
-        return ClientSize(len(self._union(client, stage)), 0) if self.all_labels else given
+        return ClientSize(len(self._union(client, stage)), 0) if self.all_labels else self.split_size(client, stage)
 
-    def given(self, client: int, stage: int | None = None) -> ClientSize:
+    def split_size(self, client: int, stage: int | None = None) -> ClientSize:
         return ClientSize(*(len(self._rows(client, labeled, stage)) for labeled in (True, False)))
 
     def local(self, client: int, stage: int | None = None) -> tuple[Local, Tensor]:
@@ -69,9 +68,9 @@ class FederatedDataset:
         images, labels = self.train
         x, u = (tensor_of(self.rows(client, kind, stage)).to(labels.device) for kind in (True, False))
         counts = torch.tensor([len(x), len(u)], device=labels.device)
-        told = self.classes - 1 - labels[x] if client in self.liars else labels[x]
+        y = self.classes - 1 - labels[x] if client in self.liars else labels[x]
         # Of images that are mapped into memory, channels lie last.
-        return Local(images[x].contiguous(), told, images[u].contiguous(), counts[0], counts[1]), labels[u]
+        return Local(images[x].contiguous(), y, images[u].contiguous(), counts[0], counts[1]), labels[u]
 
     def rows(self, client: int, labeled: bool, stage: int | None = None) -> np.ndarray:
         """Return the training rows, int64, that the client (or the `SERVER`) has as labeled ones, or as unlabeled.
@@ -85,12 +84,12 @@ class FederatedDataset:
     def _rows(self, client: int, labeled: bool, stage: int | None) -> np.ndarray:
         if self.reuse_labeled and not labeled and client != SERVER:
             return self._union(client, stage)
-        return self._given(client, labeled, stage)
+        return self._split_rows(client, labeled, stage)
 
     def _union(self, client: int, stage: int | None) -> np.ndarray:
-        return np.union1d(*(self._given(client, labeled, stage) for labeled in (True, False)))
+        return np.union1d(*(self._split_rows(client, labeled, stage) for labeled in (True, False)))
 
-    def _given(self, client: int, labeled: bool, stage: int | None) -> np.ndarray:
+    def _split_rows(self, client: int, labeled: bool, stage: int | None) -> np.ndarray:
         if self.pooled:
             return np.flatnonzero((self.split.client != -1) & (self.split.labeled == labeled))
         return self.split.rows(client, labeled, stage)
@@ -118,7 +117,7 @@ class Training:
 
 @dataclass
 class LocalClients:
-    """Clients (and perhaps the server's own rows) on this machine, visited one by one or lifted together by vmap.
+    """Clients (and perhaps the server's own rows) on this machine, trained one by one or lifted together by vmap.
 
     What clients remember lies in `memories`, by number.
     """
@@ -128,9 +127,9 @@ class LocalClients:
     training: Training
     seed: int
     memories: StateStore
-    _said: set[str] = field(default_factory=set[str])
+    _remarks: set[str] = field(default_factory=set[str])
 
-    def visit(
+    def update(
         self,
         context: ClientContext,
         clients: Sequence[int],
@@ -139,7 +138,7 @@ class LocalClients:
         each: Tree,
         quality: Quality,
     ) -> Iterator[ClientResult]:
-        """Visit clients (or the `SERVER`), remember what they keep, and yield what comes of it in their order.
+        """Train clients (or the `SERVER`), remember what they keep, and yield what comes of it in their order.
 
         `each` (leaves (K, ...)) is merged into `down`, a different slice for each client. `quality` compares
         pseudo-labels with the labels that are hidden from the work. Nothing that was yielded is held here, and what is
@@ -151,12 +150,12 @@ class LocalClients:
             client = next(remaining)
             if outcome.memory:
                 self.memories.put(str(client), outcome.memory)
-            for seen in outcome.seen:
-                quality.add(seen.pseudo, hidden[client][seen.rows], seen.models)
-            if outcome.remark not in {"", *self._said}:
-                self._said.add(outcome.remark)
+            for observation in outcome.observations:
+                quality.add(observation.pseudo, hidden[client][observation.rows], observation.models)
+            if outcome.remark not in {"", *self._remarks}:
+                self._remarks.add(outcome.remark)
                 self.training.say(outcome.remark)
-            yield outcome._replace(memory={}, seen=())
+            yield outcome._replace(memory={}, observations=())
             del outcome  # or it would be held while the next client trains
 
     def _client_rounds(
@@ -182,14 +181,14 @@ class LocalClients:
             return ClientTask(clients[k], private, memory, data, amounts[k], kind)
 
         tasks = map(task, range(len(clients)))
-        done: dict[int, ClientResult] = {}
+        results: dict[int, ClientResult] = {}
         turns = iter(clients)
         turn = next(turns, None)
-        for made in self.training.spread(Query(context, down), self._programs(context.client_update, tasks)):
-            done |= made
-            made.clear()  # or what is yielded would be held while the next clients train
-            while turn in done:
-                yield done.pop(turn)
+        for part in self.training.spread(Query(context, down), self._programs(context.client_update, tasks)):
+            results |= part
+            part.clear()  # or what is yielded would be held while the next clients train
+            while turn in results:
+                yield results.pop(turn)
                 turn = next(turns, None)
 
     def _programs(self, client_update: ClientUpdate, tasks: Iterable[ClientTask]) -> Iterator[list[ClientTask]]:
@@ -226,8 +225,8 @@ class LocalClients:
     def _amount(self, client_update: ClientUpdate, client: int, stage: int | None) -> Amount:
         if client == SERVER:
             return natural(self.training.serving or self.training.batching, client_update, self.dataset.own(client))
-        own, given = self.dataset.own(client, stage), self.dataset.given(client, stage)
-        return self.training.budget.amount(self.training.batching, client_update, own, given)
+        own, size = self.dataset.own(client, stage), self.dataset.split_size(client, stage)
+        return self.training.budget.amount(self.training.batching, client_update, own, size)
 
     def _memory(self, context: ClientContext, client: int, down: Tree) -> Tree:
         return self.memories.get(str(client)) or first_memory(context.client_update, down, self.seed, client)
@@ -246,8 +245,8 @@ def _without_gradients(results: Iterator[ClientResult]) -> Iterator[ClientResult
     """Yield what an iterator does, which works without gradients; whoever takes it may have some."""
     while True:
         with torch.no_grad():
-            found = next(results, None)
-        if found is None:
+            result = next(results, None)
+        if result is None:
             return
-        yield found
-        del found
+        yield result
+        del result

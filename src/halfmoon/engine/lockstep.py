@@ -24,7 +24,7 @@ Value = TypeVar("Value")
 Results = dict[int, ClientResult]
 
 
-class Asked(NamedTuple):
+class Request(NamedTuple):
     """A query of one run, and its clients in the programs in which they would train without company."""
 
     query: Query
@@ -45,12 +45,11 @@ def lockstep(
     try:
         for run in runs:
             run.go_on()
-        while waiting := [run for run in runs if run.asked is not None]:
-            first = min(_when(run.asked) for run in waiting)
-            ready = [run for run in waiting if _when(run.asked) == first]
-            for run, answer in zip(
-                ready, _answers([cast(Asked, run.asked) for run in ready], most, padded), strict=True
-            ):
+        while waiting := [run for run in runs if run.request is not None]:
+            first = min(_when(run.request) for run in waiting)
+            group = [run for run in waiting if _when(run.request) == first]
+            requests = [cast(Request, run.request) for run in group]
+            for run, answer in zip(group, _answers(requests, most, padded), strict=True):
                 run.go_on(answer)
     finally:
         for run in runs:
@@ -70,7 +69,7 @@ class _Run(Generic[Value]):
 
     def __init__(self, play: Callable[[Spread], Value]) -> None:
         """Take note of the run; it begins when it may `go_on`."""
-        self.asked: Asked | None = None
+        self.request: Request | None = None
         self.value: Value | None = None
         self.error: BaseException | None = None
         self._answer: Results | Exception | None = None
@@ -84,7 +83,7 @@ class _Run(Generic[Value]):
 
         Raise what it has raised where that is no `Exception`.
         """
-        self._answer, self.asked = answer, None
+        self._answer, self.request = answer, None
         self._still.clear()
         self._turn.release()
         self._still.wait()
@@ -117,7 +116,7 @@ class _Run(Generic[Value]):
         """Have clients trained with those of the other runs; compute anything else here (a `Spread`)."""
         if not isinstance(function, Query):
             return map(function, items)
-        self.asked = Asked(function, cast("list[list[ClientTask]]", list(items)))
+        self.request = Request(function, cast("list[list[ClientTask]]", list(items)))
         self._still.set()
         self._await_turn()
         answer, self._answer = self._answer, None
@@ -126,70 +125,70 @@ class _Run(Generic[Value]):
         return iter([cast(Result, answer)])
 
 
-def _when(asked: Asked | None) -> tuple[int, int]:
-    context = cast(Asked, asked).query.context
+def _when(request: Request | None) -> tuple[int, int]:
+    context = cast(Request, request).query.context
     return context.round, context.query
 
 
-def _answers(asked: Sequence[Asked], most: int | None, padded: Fraction) -> list[Results | Exception]:
+def _answers(requests: Sequence[Request], most: int | None, padded: Fraction) -> list[Results | Exception]:
     """Return what comes of the clients of every run, or what they raise.
 
     Where one program for all fails, each run's clients train apart: who has failed then fails alone. Where nobody has,
     it was the program, too large for the memory perhaps, and a warning says so.
     """
     failed: Exception | None = None
-    if len(asked) > 1:
+    if len(requests) > 1:
         try:
-            return list(_joint(asked, most, padded))
+            return list(_joint(requests, most, padded))
         except Exception as error:
             failed = error
-    made = [_apart(each) for each in asked]
-    if failed is not None and not any(isinstance(each, Exception) for each in made):
+    answers = [_apart(each) for each in requests]
+    if failed is not None and not any(isinstance(each, Exception) for each in answers):
         words = f"Seeds train one by one, which takes longer: one program for all failed ({one_line(failed)})."
         warnings.warn(words, RuntimeWarning, stacklevel=2)
-    return made
+    return answers
 
 
-def _apart(asked: Asked) -> Results | Exception:
+def _apart(request: Request) -> Results | Exception:
     """Return what comes of a run's clients in its own programs."""
-    made: Results = {}
+    results: Results = {}
     try:
-        for tasks in asked.programs:
-            made |= asked.query(tasks)
+        for tasks in request.programs:
+            results |= request.query(tasks)
     except Exception as error:
         return error
-    return made
+    return results
 
 
-def _joint(asked: Sequence[Asked], most: int | None, padded: Fraction) -> list[Results]:
+def _joint(requests: Sequence[Request], most: int | None, padded: Fraction) -> list[Results]:
     """Return what comes of the clients of every run, in programs of clients of several runs."""
-    made: list[Results] = [{} for _ in asked]
-    for part in _parts(asked, most, padded):
+    results: list[Results] = [{} for _ in requests]
+    for part in _parts(requests, most, padded):
         if len({run for run, _ in part}) == 1:
             run = part[0][0]
-            made[run] |= asked[run].query([task for _, task in part])
+            results[run] |= requests[run].query([task for _, task in part])
             continue
-        results = update_joint([(asked[run].query, task) for run, task in part])
-        for (run, task), result in zip(part, results, strict=True):
-            made[run][task.client] = result
-    return made
+        outcomes = update_joint([(requests[run].query, task) for run, task in part])
+        for (run, task), result in zip(part, outcomes, strict=True):
+            results[run][task.client] = result
+    return results
 
 
-def _parts(asked: Sequence[Asked], most: int | None, padded: Fraction) -> Iterator[list[tuple[int, ClientTask]]]:
+def _parts(requests: Sequence[Request], most: int | None, padded: Fraction) -> Iterator[list[tuple[int, ClientTask]]]:
     """Yield the clients of each program: about `most`, of one kind, and not too unlike in size (`grouped`)."""
-    for kin in _alike(asked):
-        client_update = asked[kin[0][0]].query.context.client_update
+    for kin in _alike(requests):
+        client_update = requests[kin[0][0]].query.context.client_update
         for places in grouped(client_update, [task.extent for _, task in kin], padded):
             group = [kin[place] for place in places]
             count = max(1, round(len(group) / most)) if most else 1
             yield from (group[k * len(group) // count : (k + 1) * len(group) // count] for k in range(count))
 
 
-def _alike(asked: Sequence[Asked]) -> Iterable[list[tuple[int, ClientTask]]]:
+def _alike(requests: Sequence[Request]) -> Iterable[list[tuple[int, ClientTask]]]:
     """Return the clients, with the numbers of their runs, in groups of those that can train as one program."""
     client_updates: list[ClientUpdate] = []
     groups: dict[tuple[Any, ...], list[tuple[int, ClientTask]]] = {}
-    for run, (query, programs) in enumerate(asked):
+    for run, (query, programs) in enumerate(requests):
         if query.context.client_update not in client_updates:
             client_updates.append(query.context.client_update)
         shared = client_updates.index(query.context.client_update), _shapes(query.down)
@@ -198,5 +197,5 @@ def _alike(asked: Sequence[Asked]) -> Iterable[list[tuple[int, ClientTask]]]:
     return groups.values()
 
 
-def _shapes(sent: Tree) -> tuple[tuple[str, Any, Any], ...]:
-    return tuple(sorted((path, leaf.shape, str(leaf.dtype)) for path, leaf in tree.flatten(sent).items()))
+def _shapes(down: Tree) -> tuple[tuple[str, Any, Any], ...]:
+    return tuple(sorted((path, leaf.shape, str(leaf.dtype)) for path, leaf in tree.flatten(down).items()))

@@ -79,7 +79,7 @@ def play(experiment: Experiment, folder: RunFolder, loaded: Loaded | None, watch
     """
     task, runtime = experiment.task, experiment.runtime
     state, first = _start(experiment, folder, loaded, runtime.device)
-    seen, told = _validated(experiment, folder.rows()), None
+    scores, test = _validated(experiment, folder.rows()), None
     number, ended = first, runtime.ended(first) if first < task.rounds else None
     if ended is not None and not first:
         raise UserError(ended)
@@ -89,12 +89,12 @@ def play(experiment: Experiment, folder: RunFolder, loaded: Loaded | None, watch
         runtime.stored(tree.nbytes(server))
         state = state._replace(server=server, average=_follow(experiment, number, server, state.average))
         row = _row(number, runtime.close())
-        state, seen = _best(state, seen, before, _validated(experiment, [row]))
+        state, scores = _best(state, scores, before, _validated(experiment, [row]))
         number += 1
         ended = runtime.ended(number) if number < task.rounds else None
         last = number == task.rounds or ended is not None
         if number % experiment.evaluate_every == 0 or last:
-            state, seen, told = _evaluate(experiment, state, seen, told, row)
+            state, scores, test = _evaluate(experiment, state, scores, test, row)
             trim(tree.nbytes(server))
         folder.log(row)
         if number % experiment.checkpoint_every == 0 or last:
@@ -104,23 +104,24 @@ def play(experiment: Experiment, folder: RunFolder, loaded: Loaded | None, watch
         watch(row)
     tested, validated = runtime.conclude(state.solution(experiment))
     if validated is not None:
-        said = _validated(experiment, [{"validation": {**validated, "round": number}, "round": number}])
-        state, seen = _best(state, seen, state.solution(experiment), said)
+        latest = _validated(experiment, [{"validation": {**validated, "round": number}, "round": number}])
+        state, scores = _best(state, scores, state.solution(experiment), latest)
     model = state.chosen or state.solution(experiment)
-    if told is None and experiment.test is not None:  # it was stopped between an evaluation and its end
-        told = _tally(experiment, model, experiment.test)
-    confusion = None if told is None else [integers(row) for row in told.confusion]
-    result = {**_result(folder.verified_rows(), seen), "correct": None if told is None else told.packed}
-    chosen = None if validated is None or not seen else {"round": max(seen).round, "accuracy": max(seen).accuracy}
-    return {"model": model, "confusion": confusion, "concluded": tested, "chosen": chosen, **result, "ended": ended}
+    if test is None and experiment.test is not None:  # it was stopped between an evaluation and its end
+        test = _tally(experiment, model, experiment.test)
+    confusion = None if test is None else [integers(row) for row in test.confusion]
+    result = {**_result(folder.verified_rows(), scores), "correct": None if test is None else test.packed}
+    best = None if validated is None or not scores else max(scores)
+    choice = best and {"round": best.round, "accuracy": best.accuracy}
+    return {"model": model, "confusion": confusion, "concluded": tested, "chosen": choice, **result, "ended": ended}
 
 
 def _round(experiment: Experiment, number: int, state: _State) -> Tree:
     """Return the server's tree after a round, which is played until enough clients have answered."""
     while True:
         experiment.runtime.open(number)
-        wanted = experiment.test is None or experiment.validation is None
-        if wanted and number and number % experiment.evaluate_every == 0:
+        remote = experiment.test is None or experiment.validation is None
+        if remote and number and number % experiment.evaluate_every == 0:
             experiment.runtime.bring(state.solution(experiment))
         try:
             return experiment.method.round(experiment.task.at(number), state.server, experiment.runtime)
@@ -141,11 +142,11 @@ def _tally(experiment: Experiment, model: Tree, images: Examples) -> Tally:
 
 
 def _evaluate(
-    experiment: Experiment, state: _State, seen: "list[_Validated]", told: Tally | None, row: Row
+    experiment: Experiment, state: _State, scores: "list[_Validated]", previous: Tally | None, row: Row
 ) -> "tuple[_State, list[_Validated], Tally | None]":
     """Put into the row what the round's model is worth; keep it if the validation images say that it is the best.
 
-    `seen` is what they have said so far; `told` and the tally that is returned are the test set's of the run's model.
+    `scores` is what they have said so far; `previous`, and the one returned, is the test set's of the run's model.
     """
     model = state.solution(experiment)
     images = experiment.test
@@ -160,10 +161,10 @@ def _evaluate(
         )
         row |= {} if at_clients is None else {"clients": at_clients}
     if experiment.validation is None:
-        return state, seen, test
+        return state, scores, test
     row["validation"] = _tally(experiment, model, experiment.validation).row()
-    chosen, seen = _best(state, seen, model, _validated(experiment, [row]))
-    return chosen, seen, test if chosen is not state else told
+    best, scores = _best(state, scores, model, _validated(experiment, [row]))
+    return best, scores, test if best is not state else previous
 
 
 class _Validated(NamedTuple):
@@ -174,8 +175,8 @@ class _Validated(NamedTuple):
     round: int
 
     @classmethod
-    def of(cls, told: Row, round: int) -> "_Validated":
-        return cls(told["accuracy"], -told["loss"], round)
+    def of(cls, row: Row, round: int) -> "_Validated":
+        return cls(row["accuracy"], -row["loss"], round)
 
 
 def _validated(experiment: Experiment, rows: list[Row]) -> list[_Validated]:
@@ -185,27 +186,27 @@ def _validated(experiment: Experiment, rows: list[Row]) -> list[_Validated]:
     """
     if not requirements_of(experiment.method).labeled:
         return []
-    said = [(row["validation"], row["validation"].get("round", row["round"])) for row in rows if "validation" in row]
-    return [_Validated.of(*each) for each in said]
+    results = [(row["validation"], row["validation"].get("round", row["round"])) for row in rows if "validation" in row]
+    return [_Validated.of(*each) for each in results]
 
 
 def _best(
-    state: _State, seen: list[_Validated], model: Tree, said: list[_Validated]
+    state: _State, scores: list[_Validated], model: Tree, latest: list[_Validated]
 ) -> tuple[_State, list[_Validated]]:
-    """Keep a model if it is the best so far; `said` is what the validation images say of it, or nothing."""
-    if not said:
-        return state, seen
-    seen = [*seen, *said]
-    return (state._replace(chosen=model) if max(seen) == seen[-1] else state), seen
+    """Keep a model if it is the best so far; `latest` is what the validation images say of it, or nothing."""
+    if not latest:
+        return state, scores
+    scores = [*scores, *latest]
+    return (state._replace(chosen=model) if max(scores) == scores[-1] else state), scores
 
 
 def _start(
     experiment: Experiment, folder: RunFolder, loaded: Loaded | None, device: torch.device
 ) -> tuple[_State, int]:
     if loaded is None:
-        model, given = initial_model(experiment.task, experiment.seed, device), experiment.backbone
-        if given:
-            flat = {path: given.get(path, leaf).to(leaf) for path, leaf in tree.flatten(model).items()}
+        model, backbone = initial_model(experiment.task, experiment.seed, device), experiment.backbone
+        if backbone:
+            flat = {path: backbone.get(path, leaf).to(leaf) for path, leaf in tree.flatten(model).items()}
             model = {**model, **tree.unflatten(flat)}
         state = _State(tree.to(experiment.method.start(experiment.task, model), device))
         _save(folder, 0, state, experiment.runtime, experiment.runtime.close().cost)
@@ -218,13 +219,13 @@ def _start(
 
 def _check(folder: RunFolder, loaded: Loaded) -> None:
     cost: Any = loaded.meta.get("cost")
-    counted = (
+    valid_cost = (
         isinstance(cost, dict)
         and cost.keys() <= _COUNTS
         and all(type(each) is int for each in cast(Row, cost).values())
     )
     parts = loaded.state.keys() <= set(_State._fields) and all(isinstance(part, dict) for part in loaded.state.values())
-    if not counted or not parts or "server" not in loaded.state:
+    if not valid_cost or not parts or "server" not in loaded.state:
         raise UserError(f"{folder.path}: its checkpoint holds no state of a run; start the run again elsewhere.")
     rows = folder.rows()
     fine = [_is_round(row, number) for number, row in enumerate(rows, start=1)]
@@ -237,9 +238,9 @@ def _check(folder: RunFolder, loaded: Loaded) -> None:
 
 
 def _is_round(row: Row, number: int) -> bool:
-    told: list[Any] = [row.get("test", {"accuracy": 0.0}), row.get("validation", {"accuracy": 0.0, "loss": 0.0})]
-    said = all(isinstance(each, dict) and type(cast(Row, each).get("accuracy")) is float for each in told)
-    loss = said and type(told[1].get("loss")) is float
+    metrics: list[Any] = [row.get("test", {"accuracy": 0.0}), row.get("validation", {"accuracy": 0.0, "loss": 0.0})]
+    valid = all(isinstance(each, dict) and type(cast(Row, each).get("accuracy")) is float for each in metrics)
+    loss = valid and type(metrics[1].get("loss")) is float
     return row.get("round") == number and isinstance(row.get("cost"), dict) and loss
 
 
@@ -268,17 +269,17 @@ def _row(number: int, report: Report) -> Row:
     }
 
 
-def _result(rows: list[Row], seen: Sequence[_Validated]) -> Row:
+def _result(rows: list[Row], scores: Sequence[_Validated]) -> Row:
     tested = [(row["test"]["accuracy"], row["round"]) for row in rows if "test" in row]
-    said = {"measured": measured(rows), "cost": rows[-1]["cost"], "aggregation": rows[-1].get("aggregation")}
+    common = {"measured": measured(rows), "cost": rows[-1]["cost"], "aggregation": rows[-1].get("aggregation")}
     if not tested:
-        return {"accuracy": None, **said}
+        return {"accuracy": None, **common}
     accuracy = _last_and_best(tested)
-    if seen:
-        chosen = max(seen)
+    if scores:
+        best = max(scores)
         by_round = {round: share for share, round in tested}
-        accuracy |= {"chosen": by_round[chosen.round], "chosen_round": chosen.round, "validation": chosen.accuracy}
-    return {"accuracy": accuracy, **said}
+        accuracy |= {"chosen": by_round[best.round], "chosen_round": best.round, "validation": best.accuracy}
+    return {"accuracy": accuracy, **common}
 
 
 def measured(rows: Sequence[Row]) -> Row:
@@ -287,16 +288,15 @@ def measured(rows: Sequence[Row]) -> Row:
     "pseudo" is the accuracy of the pseudo-labels that a method teaches with, "pseudo.MODEL" that of one of several
     models, "used" the share of the unlabeled images whose pseudo-label teaches.
     """
-    found: dict[str, list[tuple[float, int]]] = {}
+    series: dict[str, list[tuple[float, int]]] = {}
     for row in rows:
-        made = row.get("pseudo")
-        if made:
-            each = {"pseudo": made["accuracy"], "used": made["share_used"]}
-            each |= {f"pseudo.{name}": its["accuracy"] for name, its in made.get("models", {}).items()}
+        if pseudo := row.get("pseudo"):
+            each = {"pseudo": pseudo["accuracy"], "used": pseudo["share_used"]}
+            each |= {f"pseudo.{name}": its["accuracy"] for name, its in pseudo.get("models", {}).items()}
             for name, value in each.items():
                 if value is not None:  # of pseudo-labels whose truth nobody knows
-                    found.setdefault(name, []).append((value, row["round"]))
-    return {name: _last_and_best(values) for name, values in found.items()}
+                    series.setdefault(name, []).append((value, row["round"]))
+    return {name: _last_and_best(values) for name, values in series.items()}
 
 
 def _last_and_best(measured: Sequence[tuple[float, int]]) -> Row:

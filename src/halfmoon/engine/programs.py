@@ -30,7 +30,7 @@ class Extent(NamedTuple):
         steps = self.amount.steps * cost(client_update, self.amount) if self.amount.steps else 0
         return client_update.swept(*astuple(self.rows)) + steps
 
-    def joined(self, other: "Extent") -> "Extent":
+    def maximum(self, other: "Extent") -> "Extent":
         rows = (max(each) for each in zip(astuple(self.rows), astuple(other.rows), strict=True))
         return Extent(Amount(*map(max, self.amount, other.amount)), ClientSize(*rows))
 
@@ -46,7 +46,7 @@ def grouped(client_update: ClientUpdate, extents: Sequence[Extent], padded: Frac
     programs: list[list[int]] = []
     widest, own = None, 0  # what the last program is padded to, and the images that are its clients'
     for place in sorted(range(len(extents)), key=lambda place: (-images[place], place)):
-        wider = extents[place] if widest is None else widest.joined(extents[place])
+        wider = extents[place] if widest is None else widest.maximum(extents[place])
         whole = (len(programs[-1]) + 1) * wider.images(client_update) if programs else 0
         if programs and whole - own - images[place] <= padded * whole:
             programs[-1].append(place)

@@ -162,29 +162,29 @@ class ServerRuntime(ABC):
 
         Of `to` nobody may answer; then the weights are (0,), and nothing else is there.
         """
-        asked = self.cohort if to is None else to.cpu()
-        there = answering(asked, self.settings.client_dropout, self.seed, self._round)
+        recipients = self.cohort if to is None else to.cpu()
+        there = answering(recipients, self.settings.client_dropout, self.seed, self._round)
         private = {} if each is None else each
-        chosen = tree.map(lambda leaf: leaf[there], private)
+        own = tree.map(lambda leaf: leaf[there], private)
         ups = {
             client: outcome.up
-            for client, outcome in self._ask(self.client_updates[client_update], integers(asked[there]), down, chosen)
+            for client, outcome in self._ask(self.client_updates[client_update], integers(recipients[there]), down, own)
         }
         up, clients = stack(list(ups.values())), tuple(ups)
         del ups  # what is stacked is not held twice
         if clients and self.aggregators:
-            place = {client: k for k, client in enumerate(integers(asked))}
+            place = {client: k for k, client in enumerate(integers(recipients))}
             mine = torch.tensor([place[client] for client in clients], dtype=torch.int64)
             each = tree.map(lambda leaf: leaf[mine.to(leaf.device)], private)
             at = (self._round, self._attempt, self._query - 1)
-            drawn = to is None and self._fair
+            fair = to is None and self._fair
             uplink = self.client_updates[client_update].needs.uplink
-            who = clients, len(asked), drawn, uplink, self.state_store
+            who = clients, len(recipients), fair, uplink, self.state_store
             context = AggregationContext(*at, client_update, down, each, *who)
             up = self._aggregated(context, up)
         else:
             self.answered = torch.tensor(clients, dtype=torch.int64)
-        self._lose(asked, tree.nbytes(down) + tree.nbytes(private) // len(asked))
+        self._lose(recipients, tree.nbytes(down) + tree.nbytes(private) // len(recipients))
         return up
 
     def average(self, client_update: str, down: Tree) -> Upload:
@@ -195,21 +195,21 @@ class ServerRuntime(ABC):
         update = self.client_updates[client_update]
         if self.aggregators:
             return mean_of(self.ask(client_update, down), update.needs.uplink, down, client_update)
-        mean, asked, answered = UploadMean(update.needs.uplink, client_update), self.cohort, list[int]()
-        there = answering(asked, self.settings.client_dropout, self.seed, self._round)
-        for client, outcome in self._ask(update, integers(asked[there]), down, {}):
+        mean, recipients, answered = UploadMean(update.needs.uplink, client_update), self.cohort, list[int]()
+        there = answering(recipients, self.settings.client_dropout, self.seed, self._round)
+        for client, outcome in self._ask(update, integers(recipients[there]), down, {}):
             mean.add(outcome.up)
             answered.append(client)
             del outcome  # or it would be held while the next client trains
         self.answered = torch.tensor(answered, dtype=torch.int64)
-        self._lose(asked, tree.nbytes(down))
+        self._lose(recipients, tree.nbytes(down))
         return mean.result(down)
 
-    def _lose(self, asked: Tensor, sent: int) -> None:
-        """Take those who have not answered out of the cohort; they were sent something too, `sent` bytes each."""
-        mute = asked[~torch.isin(asked, self.answered)]
+    def _lose(self, recipients: Tensor, nbytes: int) -> None:
+        """Take those who have not answered out of the cohort; they were sent something too, `nbytes` bytes each."""
+        mute = recipients[~torch.isin(recipients, self.answered)]
         self.cohort = self.cohort[~torch.isin(self.cohort, mute)]
-        self.cost.bytes_down += len(mute) * sent
+        self.cost.bytes_down += len(mute) * nbytes
 
     def _aggregated(self, context: AggregationContext, up: Upload) -> Upload:
         """Return the uploads that the aggregators let through; whose answer does not count has not answered."""
@@ -239,9 +239,9 @@ class ServerRuntime(ABC):
         self.cost.stored_server = max(self.cost.stored_server, server + beside)
 
     def close(self) -> Report:
-        said = {name: value for aggregator in self.aggregators for name, value in aggregator.row().items()}
+        row = {name: value for aggregator in self.aggregators for name, value in aggregator.row().items()}
         cohort, quality = integers(self.cohort), self._quality.row()
-        return Report(cohort, self._samples, quality, self.cost.row(), aggregator=said or None)
+        return Report(cohort, self._samples, quality, self.cost.row(), aggregator=row or None)
 
     def state(self) -> Tree:
         return {"state": contents(self.state_store)}
@@ -256,11 +256,11 @@ class ServerRuntime(ABC):
         self._query += 1
         for client, outcome in self._client_rounds(context, clients, down, each):
             if client != SERVER:
-                self.cost.stored_client = max(self.cost.stored_client, outcome.kept)
+                self.cost.stored_client = max(self.cost.stored_client, outcome.memory_bytes)
             for name, new in outcome.samples.items():
                 self._samples[name] = add(self._samples.get(name), new)
             passes = client_update.passes(outcome.amount.labeled, outcome.amount.unlabeled)
-            self.cost.visit(outcome.amount, passes, outcome.swept)
+            self.cost.add(outcome.amount, passes, outcome.swept)
             self.cost.bytes_down += outcome.traffic[0]
             self.cost.bytes_up += outcome.traffic[1]
             yield client, outcome
@@ -275,14 +275,14 @@ def contents(store: StateStore) -> Tree:
     return {key: store.get(key) for key in store.keys()}  # noqa: SIM118
 
 
-def answering(asked: Tensor, dropout: float, seed: int, round: int) -> Tensor:
-    """Return the places in `asked` of those who answer in a round, each with probability 1 - `dropout`.
+def answering(recipients: Tensor, dropout: float, seed: int, round: int) -> Tensor:
+    """Return the places in `recipients` of those who answer in a round, each with probability 1 - `dropout`.
 
     At least one does.
     """
     if not dropout:
-        return torch.arange(len(asked))
-    draws = [float(torch.rand((), generator=rng.generator(seed, "silent", round, int(k)))) for k in asked]
+        return torch.arange(len(recipients))
+    draws = [float(torch.rand((), generator=rng.generator(seed, "silent", round, int(k)))) for k in recipients]
     there = [place for place, number in enumerate(draws) if number >= dropout]
     return torch.tensor(there or [max(range(len(draws)), key=draws.__getitem__)])
 
@@ -299,11 +299,11 @@ def first_of_permutation(count: int, size: int, generator: torch.Generator) -> T
     size = min(size, count)
     pairs = torch.empty((size + 1) // 2, dtype=torch.int64).random_(-(2**63), None, generator=generator)
     moved: dict[int, int] = {}
-    chosen: list[int] = []
+    indices: list[int] = []
     for place in range(size):
         pair = int(pairs[place // 2])
         word = (pair >> 32 if place % 2 == 0 else pair) % WORD  # the first of a pair of words is the higher one
         other = place + word % (count - place)
-        chosen.append(moved.get(other, other))
+        indices.append(moved.get(other, other))
         moved[other] = moved.get(place, place)
-    return torch.tensor(chosen, dtype=torch.int64)
+    return torch.tensor(indices, dtype=torch.int64)

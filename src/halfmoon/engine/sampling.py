@@ -159,14 +159,14 @@ def draw(
     total = amount.steps * amount.labeled
     x_rows = cycle(torch.arange(len(local.x)), total, g) if total else NO_ROWS
     x_drawn = views.labeled.draw(total, shape, g)
-    more_drawn = _drawn(on_labels(views, amount.labeled), needs.labeled_views, total, shape, seed, *path, "labeled")
+    more_drawn = _draws(on_labels(views, amount.labeled), needs.labeled_views, total, shape, seed, *path, "labeled")
     total = amount.steps * amount.unlabeled
     u_rows = cycle(allowed, total, rng.generator(seed, *path, "unlabeled")) if needs.views and total else NO_ROWS
-    u_drawn = _drawn(views, needs.views, total, shape, seed, *path)
+    u_drawn = _draws(views, needs.views, total, shape, seed, *path)
     o_rows, o_drawn = NO_ROWS, {}
     if needs.others and total:
         o_rows = torch.randint(count, (total,), generator=rng.generator(seed, *path, "others"))
-        o_drawn = _drawn(views, needs.others, total, shape, seed, *path, "others")
+        o_drawn = _draws(views, needs.others, total, shape, seed, *path, "others")
     mixed = {} if needs.mixup is None else _mixed(amount, needs, needs.mixup, seed, *path, "mixup")
     return DrawnUpdate(amount, x_rows, x_drawn, u_rows, u_drawn, o_rows, o_drawn, mixed, more_drawn)
 
@@ -176,8 +176,8 @@ def sweep(local: Local, views: Views, names: Sequence[str], normalize: Normalize
     if not names:
         return local
     n = len(local.u)
-    drawn = _drawn(views, names, n, _shape(local), seed, *path, "sweep")
-    return local._replace(views={name: recipe(views, name).apply(local.u, drawn[name], normalize) for name in names})
+    draws = _draws(views, names, n, _shape(local), seed, *path, "sweep")
+    return local._replace(views={name: recipe(views, name).apply(local.u, draws[name], normalize) for name in names})
 
 
 def _shape(local: Local) -> tuple[int, int, int]:
@@ -185,7 +185,7 @@ def _shape(local: Local) -> tuple[int, int, int]:
     return channels, height, width
 
 
-def _drawn(
+def _draws(
     views: Views, names: Sequence[str], total: int, shape: tuple[int, int, int], seed: int, *path: int | str
 ) -> dict[str, Draws]:
     return {name: recipe(views, name).draw(total, shape, rng.generator(seed, *path, name)) for name in names}
@@ -204,35 +204,35 @@ def _mixed(amount: Amount, needs: Needs, concentration: float, seed: int, *path:
 
 
 def batches(
-    locals_: Sequence[Local], visits: Sequence[DrawnUpdate], views: Views, normalize: Normalize, rows: int
+    locals_: Sequence[Local], updates: Sequence[DrawnUpdate], views: Views, normalize: Normalize, rows: int
 ) -> Iterator[Batch]:
-    """Yield the batches of K clients' visits step by step, every leaf (K, ...).
+    """Yield the batches of K clients' updates step by step, every leaf (K, ...).
 
-    Views are made for several steps in one call, about `rows` images at a time: they do not depend on it. Where visits
+    Views are made for several steps in one call, about `rows` images at a time: they do not depend on it. Where updates
     differ in their images a step, those with fewer are filled up, which `Batch.real` says; a client update that is over
     repeats its last step, and one without any shows the longest one's images, which the caller discards.
     """
-    longest = max(range(len(visits)), key=lambda k: visits[k].amount.steps)
-    seats = [k if visit.amount.steps else longest for k, visit in enumerate(visits)]
-    locals_, visits = [locals_[k] for k in seats], [visits[k] for k in seats]
-    sizes = [visit.amount.labeled for visit in visits], [visit.amount.unlabeled for visit in visits]
+    longest = max(range(len(updates)), key=lambda k: updates[k].amount.steps)
+    seats = [k if update.amount.steps else longest for k, update in enumerate(updates)]
+    locals_, updates = [locals_[k] for k in seats], [updates[k] for k in seats]
+    sizes = [update.amount.labeled for update in updates], [update.amount.unlabeled for update in updates]
     labeled, unlabeled = (max(each) for each in sizes)
     device = locals_[0].y.device
     real = _real(sizes, device)
-    last = max(visit.amount.steps for visit in visits)
-    together = max(1, rows // max(1, len(visits) * max(labeled, unlabeled)))
+    last = max(update.amount.steps for update in updates)
+    together = max(1, rows // max(1, len(updates) * max(labeled, unlabeled)))
     for first in range(0, last, together):
         steps = range(first, min(first + together, last))
-        mine = _chosen(visits, steps, sizes[0], [v.x_rows for v in visits], [c.x for c in locals_])
-        x = mine.view(views.labeled, [v.x_drawn for v in visits], normalize)
-        more = mine.named(views, [v.more_drawn for v in visits], normalize)
+        mine = _step_images(updates, steps, sizes[0], [d.x_rows for d in updates], [c.x for c in locals_])
+        x = mine.view(views.labeled, [d.x_drawn for d in updates], normalize)
+        more = mine.named(views, [d.more_drawn for d in updates], normalize)
         y = mine.stacked([c.y[r.to(device)] for c, r in zip(locals_, mine.rows, strict=True)])
         x_index = mine.stacked(mine.rows).to(device)
-        mine = _chosen(visits, steps, sizes[1], [v.u_rows for v in visits], [c.u for c in locals_])
-        u, u_index = mine.named(views, [v.u_drawn for v in visits], normalize), mine.stacked(mine.rows).to(device)
-        mine = _chosen(visits, steps, sizes[1], [v.o_rows for v in visits], [c.u for c in locals_])
-        others, o_index = mine.named(views, [v.o_drawn for v in visits], normalize), mine.stacked(mine.rows).to(device)
-        mixed = [_widened(_at(visit, steps), visit, labeled, unlabeled) for visit in visits]
+        mine = _step_images(updates, steps, sizes[1], [d.u_rows for d in updates], [c.u for c in locals_])
+        u, u_index = mine.named(views, [d.u_drawn for d in updates], normalize), mine.stacked(mine.rows).to(device)
+        mine = _step_images(updates, steps, sizes[1], [d.o_rows for d in updates], [c.u for c in locals_])
+        others, o_index = mine.named(views, [d.o_drawn for d in updates], normalize), mine.stacked(mine.rows).to(device)
+        mixed = [_widened(_at(update, steps), update, labeled, unlabeled) for update in updates]
         mixed = {name: torch.stack([each[name] for each in mixed]).to(device) for name in mixed[0]}
         for step in range(len(steps)):
             a, b = slice(step * labeled, (step + 1) * labeled), slice(step * unlabeled, (step + 1) * unlabeled)
@@ -263,7 +263,7 @@ def _real(sizes: tuple[list[int], list[int]], device: torch.device) -> dict[str,
     }
 
 
-class _Chosen(NamedTuple):
+class _StepImages(NamedTuple):
     """The images of K clients that several steps look at."""
 
     images: list[Tensor]  # K of (rows of the client, C, H, W)
@@ -275,29 +275,29 @@ class _Chosen(NamedTuple):
         """Return leaves (n_k, ...) as one (K, n, ...); where a client lacks images of a step, its last repeats."""
         return torch.stack(leaves) if self.fill is None else torch.cat(leaves)[self.fill.to(leaves[0].device)]
 
-    def named(self, views: Views, drawn: Sequence[dict[str, Draws]], normalize: Normalize) -> dict[str, Tensor]:
+    def named(self, views: Views, draws: Sequence[dict[str, Draws]], normalize: Normalize) -> dict[str, Tensor]:
         """Return the views that are drawn, by name, each as `view` makes it."""
-        return {name: self.view(recipe(views, name), [each[name] for each in drawn], normalize) for name in drawn[0]}
+        return {name: self.view(recipe(views, name), [each[name] for each in draws], normalize) for name in draws[0]}
 
-    def view(self, view: View, drawn: Sequence[Draws], normalize: Normalize) -> Tensor:
+    def view(self, view: View, draws: Sequence[Draws], normalize: Normalize) -> Tensor:
         """Return one view of every client's rows, (K, n, C, H, W), made in one call."""
         picked = torch.cat([each[r.to(each.device)] for each, r in zip(self.images, self.rows, strict=True)])
-        joined = {name: torch.cat([d[name][at] for d, at in zip(drawn, self.span, strict=True)]) for name in drawn[0]}
-        made = view.apply(picked, joined, normalize)
+        params = {name: torch.cat([d[name][at] for d, at in zip(draws, self.span, strict=True)]) for name in draws[0]}
+        output = view.apply(picked, params, normalize)
         if self.fill is None:
-            return torch.unflatten(made, 0, (len(self.rows), -1))
-        return made[self.fill.to(made.device)]
+            return torch.unflatten(output, 0, (len(self.rows), -1))
+        return output[self.fill.to(output.device)]
 
 
-def _chosen(
-    visits: Sequence[DrawnUpdate], steps: range, sizes: list[int], rows: list[Tensor], images: list[Tensor]
-) -> _Chosen:
-    span = [_positions(visit, steps, size) for visit, size in zip(visits, sizes, strict=True)]
-    chosen = [each[at] if len(each) else each for each, at in zip(rows, span, strict=True)]
+def _step_images(
+    updates: Sequence[DrawnUpdate], steps: range, sizes: list[int], rows: list[Tensor], images: list[Tensor]
+) -> _StepImages:
+    span = [_positions(update, steps, size) for update, size in zip(updates, sizes, strict=True)]
+    indices = [each[at] if len(each) else each for each, at in zip(rows, span, strict=True)]
     fill = None
-    if len(set(sizes)) > 1 and any(len(each) for each in chosen):
+    if len(set(sizes)) > 1 and any(len(each) for each in indices):
         fill = _fill(sizes, len(steps))
-    return _Chosen(images, chosen, span, fill)
+    return _StepImages(images, indices, span, fill)
 
 
 def _fill(sizes: list[int], steps: int) -> Tensor:
@@ -314,15 +314,15 @@ def _fill(sizes: list[int], steps: int) -> Tensor:
     return torch.stack(places)
 
 
-def _at(visit: DrawnUpdate, steps: range) -> dict[str, Tensor]:
+def _at(update: DrawnUpdate, steps: range) -> dict[str, Tensor]:
     """Return the mixing draws of `steps`; steps beyond the client update's end repeat the last."""
-    at = torch.arange(steps.start, steps.stop).clamp_max(visit.amount.steps - 1)
-    return {name: leaf[at] for name, leaf in visit.mixed.items()}
+    at = torch.arange(steps.start, steps.stop).clamp_max(update.amount.steps - 1)
+    return {name: leaf[at] for name, leaf in update.mixed.items()}
 
 
-def _widened(mixed: dict[str, Tensor], visit: DrawnUpdate, labeled: int, unlabeled: int) -> dict[str, Tensor]:
+def _widened(mixed: dict[str, Tensor], update: DrawnUpdate, labeled: int, unlabeled: int) -> dict[str, Tensor]:
     """Return mixing draws (steps, ...) for so many images a step; what fills it up is mixed with itself, unturned."""
-    amount, views = visit.amount, len(visit.u_drawn)
+    amount, views = update.amount, len(update.u_drawn)
     if not mixed or (amount.labeled, amount.unlabeled) == (labeled, unlabeled):
         return mixed
     places = torch.arange(labeled + views * unlabeled)
@@ -334,7 +334,7 @@ def _widened(mixed: dict[str, Tensor], visit: DrawnUpdate, labeled: int, unlabel
     return {**mixed, "order": order, "turn": turn}
 
 
-def _positions(visit: DrawnUpdate, steps: range, size: int) -> Tensor:
+def _positions(update: DrawnUpdate, steps: range, size: int) -> Tensor:
     """Return where the images of `steps` stand in the client update; steps beyond its end repeat the last."""
-    at = torch.arange(steps.start, steps.stop).clamp_max(visit.amount.steps - 1)
+    at = torch.arange(steps.start, steps.stop).clamp_max(update.amount.steps - 1)
     return (at[:, None] * size + torch.arange(size)).flatten()

@@ -48,8 +48,7 @@ class Simulation(ServerRuntime):
         self.local_clients = LocalClients(dataset, views, training, self.seed, self.memories)
         self._spread = training.spread
         self._stage: int | None = None
-        self._kept = settings.client_models
-        self._sent: dict[int, Tree] = {}  # what clients of this round have sent last
+        self._uploads: dict[int, Tree] = {}  # what clients of this round have sent last
 
     @property
     def labeled(self) -> int:
@@ -58,7 +57,7 @@ class Simulation(ServerRuntime):
     def open(self, round: int) -> None:
         super().open(round)
         self._stage = self.dataset.stage(round, self.base.rounds)
-        self._sent = {}
+        self._uploads = {}
 
     def again(self, few: TooFew) -> None:
         raise few  # who does not answer on one machine will not answer the second time either
@@ -88,7 +87,7 @@ class Simulation(ServerRuntime):
         each client, {local, global}_{js_app_u, js_labeled} their means over clients, and _low and _high the extremes.
         """
         each: list[Row] = []
-        for client, local in sorted(self._sent.items()):
+        for client, local in sorted(self._uploads.items()):
             u, x = (self.dataset.rows(client, labeled, self._stage) for labeled in (False, True))
             ours = self._leaning(model, per_class, u, x)
             if ours is not None:
@@ -112,31 +111,31 @@ class Simulation(ServerRuntime):
 
     def _counts(self, rows: np.ndarray) -> np.ndarray:
         labels = self.dataset.train.labels
-        held = labels[tensor_of(rows).to(labels.device)]
-        return torch.bincount(held[held >= 0], minlength=self.task.network.classes).cpu().numpy()
+        labels = labels[tensor_of(rows).to(labels.device)]
+        return torch.bincount(labels[labels >= 0], minlength=self.task.network.classes).cpu().numpy()
 
     def state(self) -> Tree:
         return {"client": contents(self.memories), **super().state()}
 
     def _client_rounds(self, context: ClientContext, clients: Sequence[int], down: Tree, each: Tree) -> Visited:
-        first = integers(self.cohort)[: self._kept]
+        first = integers(self.cohort)[: self.settings.client_models]
         remaining = iter(clients)
-        for outcome in self.local_clients.visit(context, clients, self._stage, down, each, self._quality):
+        for outcome in self.local_clients.update(context, clients, self._stage, down, each, self._quality):
             client = next(remaining)
             if client in first and "params" in outcome.up.update:
-                self._sent[client] = {"stats": {}, **down, **outcome.up.update}
+                self._uploads[client] = {"stats": {}, **down, **outcome.up.update}
             yield client, outcome
             del outcome
 
 
 def spans(each: Sequence[Row]) -> Row:
     """Return mean, low and high over clients of what {"local", "global"} rows of `leaning` say of divergences."""
-    made: Row = {}
+    result: Row = {}
     for whose in ("local", "global"):
         for name in ("js_app_u", "js_labeled"):
             values = [row[whose][name] for row in each if row[whose][name] is not None]
             if values:
                 mean = round(float(np.mean(values)), 6)
                 key = f"{whose}_{name}"
-                made |= {key: mean, f"{key}_low": min(values), f"{key}_high": max(values)}
-    return made
+                result |= {key: mean, f"{key}_low": min(values), f"{key}_high": max(values)}
+    return result

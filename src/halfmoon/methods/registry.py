@@ -134,13 +134,13 @@ def options(name: str) -> dict[str, Option]:
     return options_in(entry(name).method)
 
 
-def make(name: str, options: dict[str, Any] | None = None) -> Method:
-    """Return the method with `options` options in place of its defaults; raises `UserError` for an unknown one."""
-    method, options = entry(name).method, dict(options or {})
+def make(name: str, values: dict[str, Any] | None = None) -> Method:
+    """Return the method with `values` options in place of its defaults; raises `UserError` for an unknown one."""
+    method, values = entry(name).method, dict(values or {})
     defaults = options_in(method)
-    for option in sorted(set(options) - set(defaults)):
+    for option in sorted(set(values) - set(defaults)):
         raise UserError(f"{name} has no option '{option}': {hint(option, defaults)}")
-    return with_options(method, options)
+    return with_options(method, values)
 
 
 def hint(option: str, defaults: dict[str, Option]) -> str:
@@ -152,15 +152,15 @@ def hint(option: str, defaults: dict[str, Option]) -> str:
 
 def options_in(node: Any) -> dict[str, Option]:
     """Return the fields of a method, and of its objective, that are options."""
-    options: dict[str, Option] = {}
+    table: dict[str, Option] = {}
     types = _types(cast("type[Any]", type(node)))
     for each in fields(node):
         value = node.__dict__[each.name]
         if is_dataclass(value):
-            options.update(options_in(value))
+            table.update(options_in(value))
         else:
-            options[each.name] = Option(types[each.name], value)
-    return options
+            table[each.name] = Option(types[each.name], value)
+    return table
 
 
 @cache
@@ -169,13 +169,13 @@ def _types(kind: type) -> dict[str, Any]:
     return typing.get_type_hints(kind)
 
 
-def with_options(node: Any, options: dict[str, Any]) -> Any:
+def with_options(node: Any, values: dict[str, Any]) -> Any:
     """Return a method with these options in place of its own, its objective's among them."""
     changes: dict[str, Any] = {}
     for each in fields(node):
         value = node.__dict__[each.name]
         if is_dataclass(value):
-            changes[each.name] = with_options(value, options)
-        elif each.name in options:
-            changes[each.name] = options[each.name]
+            changes[each.name] = with_options(value, values)
+        elif each.name in values:
+            changes[each.name] = values[each.name]
     return replace(node, **changes)

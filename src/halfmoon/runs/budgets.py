@@ -36,7 +36,7 @@ def largest_of(configs: Sequence[Config], shared: Problem) -> str:
                 entry.all_labels,
             )
     dataset = FederatedDataset(shared.train, shared.split, reuse_labeled=configs[0].reuse_labeled)
-    sizes = [dataset.given(client) for client in range(dataset.clients)]
+    sizes = [dataset.split_size(client) for client in range(dataset.clients)]
     return largest(configs[0].budget, shared.batching, client_updates, sizes) if client_updates else configs[0].method
 
 

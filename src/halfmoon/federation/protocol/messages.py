@@ -159,7 +159,7 @@ class Reply:
             amount=list(result.amount),
             traffic=list(result.traffic),
             swept=result.swept,
-            kept=result.kept,
+            kept=result.memory_bytes,
             up=result.up.tree,
             samples={name: sample._asdict() for name, sample in result.samples.items()},
         )

@@ -63,7 +63,7 @@ class UplinkSpec:
         context = replace(context, views=self.views, seed=self.seed)
         quality = Quality(self.task.network.classes, 1.0, cpu)
         try:
-            (result,) = local_clients.visit(context, [0], None, tree.zeros_like(down), {}, quality)
+            (result,) = local_clients.update(context, [0], None, tree.zeros_like(down), {}, quality)
         except Diverged:
             return None
         return spec_of(result.up.tree)

@@ -142,7 +142,7 @@ class RemoteRuntime(ServerRuntime):
     def _client_rounds(self, context: ClientContext, clients: Sequence[int], down: Tree, each: Tree) -> Visited:
         if list(clients) == [SERVER]:
             assert self.server is not None, "a method asks a server for its labels where it has some"
-            (result,) = self.server.visit(context, clients, None, down, each, self._quality)
+            (result,) = self.server.update(context, clients, None, down, each, self._quality)
             yield SERVER, result
             return
         name = next(name for name, own in self.client_updates.items() if own is context.client_update)

@@ -321,7 +321,7 @@ def save_final(home: Path, unparsed: UnparsedMessage[Final], terms: Terms, site:
     atomic_io.replace(path, data)
     load_model(path, network=terms.config.network)
     test = site.evaluate(message.model)
-    rows = site.local_clients.dataset.given(site.number)
+    rows = site.local_clients.dataset.split_size(site.number)
     counts = (site.task.rounds, rows.labeled, rows.unlabeled)
     origin = about_model.Origin(terms.name, terms.hash, terms.sites, *counts, site.version)
     confusion = test["confusion"].numpy() if "confusion" in test else None

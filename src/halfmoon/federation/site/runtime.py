@@ -175,7 +175,7 @@ class SiteRuntime:
         dataset = FederatedDataset(rows, split, entry.all_labels, reuse_labeled=config.reuse_labeled)
         rules, measure = batch_rules(config), budget(config, shared)
         for client_update in own.client_updates(shared).values():
-            amount = measure.amount(rules[0], client_update, dataset.own(number), dataset.given(number))
+            amount = measure.amount(rules[0], client_update, dataset.own(number), dataset.split_size(number))
             fault = limits.check_update(client_update, amount, terms.form.image)
             if fault is not None:
                 raise RefusalError(fault)
@@ -224,7 +224,7 @@ class SiteRuntime:
         stage = local.dataset.stage(request.round, self.task.rounds)
         # Its unlabeled rows have no labels to compare pseudo-labels with: nobody reads this.
         quality = Quality(shared.network.classes, 1.0, place)
-        (result,) = local.visit(context, [self.number], stage, request.down, {}, quality)
+        (result,) = local.update(context, [self.number], stage, request.down, {}, quality)
         return replace(Reply.of(request, self.version, result), evaluation=evaluation)
 
     def evaluate(self, model: Tree) -> Tree:
