@@ -9,7 +9,7 @@ import torch
 from scenes import begin, dataset, furthest, play, simulate, task
 from test_contract import scene
 
-from halfmoon.aggregation import AggregationContext, changed, sent, update
+from halfmoon.aggregation import AggregationContext, changed, downlinks, update
 from halfmoon.aggregation.privacy.clipping import Clipped
 from halfmoon.api.requirements import requirements_of
 from halfmoon.api.uploads import Upload
@@ -74,7 +74,7 @@ def test_an_update_is_what_a_client_changed_and_nothing_else():
     one = changed(up, asked, {"params/w": torch.tensor([5.0, 5.0])})
     assert one.update["params"]["w"].tolist() == [[6.0, 7.0], [6.0, 7.0]]
     assert one.weight.tolist() == [2.0, 3.0]
-    assert sent(asked.only([1]))["own"].tolist() == [[20.0]]
+    assert downlinks(asked.only([1]))["own"].tolist() == [[20.0]]
     assert asked.only([1]).clients == (7,)
 
 
@@ -92,8 +92,8 @@ def test_a_guard_that_does_nothing_changes_nothing_and_knows_who_answered():
         (k, 0, "train") for k in ROUNDS
     ]
     assert list(aggregator.seen[-1].clients) == two.report.cohort
-    assert aggregator.seen[-1].asked == baselines.size
-    assert all(asked.drawn for asked in aggregator.seen)
+    assert aggregator.seen[-1].cohort == baselines.size
+    assert all(asked.random_cohort for asked in aggregator.seen)
     assert two.report.aggregator == {"questions": 3}
 
 

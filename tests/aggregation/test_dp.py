@@ -458,7 +458,7 @@ def test_a_cohort_of_those_who_are_left_is_no_random_one(tmp_path: Path) -> None
     there.open(1)
     assert not there._fair
     aggregator = private(tmp_path, PROMISE._replace(clients=40))
-    for number, changes in enumerate(({}, {"drawn": False}, {"attempt": 1})):
+    for number, changes in enumerate(({}, {"random_cohort": False}, {"attempt": 1})):
         aggregator.uploads(question(ORIGIN, 3, round=number, **changes), vector([1.0, 0], [0, 1.0], [1.0, 1.0]))
     assert [each.sampled for each in aggregator.ledger.releases] == [Sampled(3, 40), None, None]
 

@@ -31,11 +31,11 @@ from halfmoon.aggregation.secure.masking import (
     announcement,
     coefficients,
     derive,
-    joined,
     public,
+    reconstruct,
     split,
     threshold,
-    unmasked,
+    unmask,
 )
 from halfmoon.api.uploads import Upload
 from halfmoon.config.schema import Config
@@ -81,7 +81,7 @@ def test_shares_are_the_published_ones() -> None:
     """The example of Wikipedia's article on Shamir's secret sharing: 1234 + 166 x + 94 x^2 modulo 1613."""
     shares = split(1234, 3, range(1, 7), [166, 94], prime=1613)
     assert shares == [1494, 329, 965, 176, 1188, 775]
-    assert joined({2: 329, 4: 176, 5: 1188}, prime=1613) == 1234
+    assert reconstruct({2: 329, 4: 176, 5: 1188}, prime=1613) == 1234
 
 
 def test_the_field_is_a_field() -> None:
@@ -96,8 +96,8 @@ def test_any_of_enough_shares_tell_a_secret_and_fewer_tell_nothing() -> None:
     secret = int.from_bytes(bytes(range(32)), "big")
     shares = dict(zip(range(1, 8), split(secret, 4, range(1, 8), coefficients(b"k" * 32, 3)), strict=True))
     for some in ((1, 2, 3, 4), (7, 5, 2, 3), (1, 2, 3, 4, 5, 6, 7)):
-        assert joined({k: shares[k] for k in some}) == secret
-    assert joined({k: shares[k] for k in (1, 2, 3)}) != secret
+        assert reconstruct({k: shares[k] for k in some}) == secret
+    assert reconstruct({k: shares[k] for k in (1, 2, 3)}) != secret
     for share in range(11):
         secrets = [s for s in range(11) for drawn in range(11) if split(s, 2, [3], [drawn], prime=11) == [share]]
         assert sorted(secrets) == list(range(11))
@@ -383,9 +383,9 @@ def test_fewer_shares_than_the_threshold_take_no_mask_off(tmp_path: Path) -> Non
         told[k] = {j: int.from_bytes(row.numpy().tobytes(), "big") for j, row in enumerate(said.up["shares"])}
     vectors = {k: replies[f"site-{k}"].up["sum"].numpy().view(np.uint64) for k in range(9)}
     with pytest.raises(UnreadableShare, match="6 sites have stayed to the end, and 7 are needed"):
-        unmasked(masking, vectors, told)
+        unmask(masking, vectors, told)
     party = Party(village.secret(9), 9, masking.cohort)
-    assert joined({k + 1: shares[9] for k, shares in told.items()}) != int.from_bytes(party.private, "big")
+    assert reconstruct({k + 1: shares[9] for k, shares in told.items()}) != int.from_bytes(party.private, "big")
 
 
 def spread_of(vector: np.ndarray) -> float:

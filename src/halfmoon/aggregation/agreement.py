@@ -50,15 +50,15 @@ def outside(context: AggregationContext, up: Upload, change: Change) -> dict[int
     uplink = context.uplink
     aux = {name: up.aux[name] for kind in ("sum", "mean") for name in uplink.names(reduce=kind)}
     sums = [leaf[voters] for leaf in tree.flatten({"aux": aux}).values() if leaf.is_floating_point()]
-    found: dict[int, dict[str, Any]] = {}
+    outliers: dict[int, dict[str, Any]] = {}
     if sums:
         square = gram(sums)
         lengths = square.diagonal().sqrt() / up.weight[voters].double().cpu()
-        found = _apart("sums", agreement(square), lengths > LONG * median(lengths))
+        outliers = _apart("sums", agreement(square), lengths > LONG * median(lengths))
     for part, paths in groups(change, uplink.statistics).items():
         if paths:
-            found = _compared(context, part, {path: change[path][voters] for path in paths}) | found
-    return {voters[place]: {"client": context.clients[voters[place]], **facts} for place, facts in found.items()}
+            outliers = _compared(context, part, {path: change[path][voters] for path in paths}) | outliers
+    return {voters[place]: {"client": context.clients[voters[place]], **facts} for place, facts in outliers.items()}
 
 
 def _compared(context: AggregationContext, part: str, leaves: Change) -> dict[int, dict[str, Any]]:
@@ -69,14 +69,14 @@ def _compared(context: AggregationContext, part: str, leaves: Change) -> dict[in
     past |= tree.flatten(memory or {})
     square = gram([torch.cat([leaf, past[path].to(leaf)[None]]) for path, leaf in leaves.items()])
     now = square[:count, :count]
-    found = _apart(part, alignment(square)) | _apart(part, agreement(now))
+    outliers = _apart(part, alignment(square)) | _apart(part, agreement(now))
     if context.memory is not None:
         share = 1 / now.diagonal().sqrt().clamp_min(TINY)
-        share[list(found)] = 0
-        share /= max(1, count - len(found))
+        share[list(outliers)] = 0
+        share /= max(1, count - len(outliers))
         new = {path: HISTORY * past[path] + (along(share, leaf) * leaf).sum(0) for path, leaf in leaves.items()}
         context.memory.put(key, tree.unflatten(new))
-    return found
+    return outliers
 
 
 def _apart(part: str, scores: Tensor, long: Tensor | None = None) -> dict[int, dict[str, Any]]:
@@ -132,7 +132,7 @@ def median(leaf: Tensor) -> Tensor:
 
 def groups(change: Change, statistics: Sequence[str]) -> dict[str, list[str]]:
     """Return the paths of the parameters, and those of the parts that are `statistics`."""
-    found: dict[str, list[str]] = {"parameters": [], "statistics": []}
+    paths: dict[str, list[str]] = {"parameters": [], "statistics": []}
     for path in change:
-        found["statistics" if path.split("/")[0] in statistics else "parameters"].append(path)
-    return found
+        paths["statistics" if path.split("/")[0] in statistics else "parameters"].append(path)
+    return paths

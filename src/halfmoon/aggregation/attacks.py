@@ -95,14 +95,14 @@ def hostile(clients: int, share: float, seed: int) -> list[int]:
 
 def _inflated(up: Upload, hostile: Sequence[int]) -> Upload:
     """Return uploads in which the hostile ones count `LIE` times the rows that they have."""
-    told = up.weight.clone()
-    told[list(hostile)] *= LIE
-    return up._replace(weight=told)
+    weight = up.weight.clone()
+    weight[list(hostile)] *= LIE
+    return up._replace(weight=weight)
 
 
 def _noisy(change: dict[str, Tensor], generator: torch.Generator) -> dict[str, Tensor]:
     """Return an update with Gaussian noise of `NOISE` times its norm, over all leaves together."""
-    drawn = {path: torch.randn(leaf.shape, generator=generator, dtype=torch.float64) for path, leaf in change.items()}
-    own, length = (tree.squared_norm({p: leaf.double() for p, leaf in t.items()}).sqrt() for t in (change, drawn))
+    noise = {path: torch.randn(leaf.shape, generator=generator, dtype=torch.float64) for path, leaf in change.items()}
+    own, length = (tree.squared_norm({p: leaf.double() for p, leaf in t.items()}).sqrt() for t in (change, noise))
     scale = NOISE * float(own) / float(length)
-    return {path: leaf + (scale * drawn[path]).to(leaf) for path, leaf in change.items()}
+    return {path: leaf + (scale * noise[path]).to(leaf) for path, leaf in change.items()}

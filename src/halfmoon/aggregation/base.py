@@ -27,15 +27,15 @@ class AggregationContext(NamedTuple):
     down: Tree  # what went down to all
     each: Tree  # what went to each beside (leaves (k, ...)), in the order of `clients`
     clients: tuple[int, ...]  # who answered, in the order of the uploads
-    asked: int  # how many were asked
-    drawn: bool  # whether those asked are the round's cohort, drawn at random from all clients
+    cohort: int  # how many were asked
+    random_cohort: bool  # whether those asked are the round's cohort, drawn at random from all clients
     uplink: Uplink = UPDATE_ONLY  # what the work declares of its uploads
     memory: StateStore | None = None  # what is remembered from round to round, a part of every checkpoint
 
     def only(self, places: Sequence[int]) -> "AggregationContext":
         """Return the question as if those at `places` alone had answered."""
-        chosen = torch.tensor(list(places), dtype=torch.int64)
-        each = tree.map(lambda leaf: leaf[chosen.to(leaf.device)], self.each)
+        indices = torch.tensor(list(places), dtype=torch.int64)
+        each = tree.map(lambda leaf: leaf[indices.to(leaf.device)], self.each)
         return self._replace(clients=tuple(self.clients[place] for place in places), each=each)
 
 
@@ -55,7 +55,7 @@ class Aggregator(Protocol):
         ...
 
 
-def sent(context: AggregationContext) -> dict[str, Tensor]:
+def downlinks(context: AggregationContext) -> dict[str, Tensor]:
     """Return what each client was sent, by path: leaves (k, ...), or (1, ...) where it was the same for all."""
     shared = {path: leaf.unsqueeze(0) for path, leaf in tree.flatten(context.down).items()}
     return {**shared, **tree.flatten(context.each)}
@@ -63,8 +63,8 @@ def sent(context: AggregationContext) -> dict[str, Tensor]:
 
 def update(up: Upload, context: AggregationContext) -> dict[str, Tensor]:
     """Return by how much each client changed what it was sent: {path: (k, ...)}, floating leaves alone."""
-    known = sent(context)
-    return {path: leaf - known[path] for path, leaf in tree.flatten(up.update).items() if leaf.is_floating_point()}
+    down = downlinks(context)
+    return {path: leaf - down[path] for path, leaf in tree.flatten(up.update).items() if leaf.is_floating_point()}
 
 
 def changed(up: Upload, context: AggregationContext, change: dict[str, Tensor]) -> Upload:
@@ -72,7 +72,7 @@ def changed(up: Upload, context: AggregationContext, change: dict[str, Tensor]) 
 
     A leaf (...) is one aggregate in the place of every client's. What is no update (weights, counts) stays as it is.
     """
-    known, count = sent(context), len(context.clients)
+    down, count = downlinks(context), len(context.clients)
 
     def moved(branch: Tree, above: str) -> Tree:
         new: Tree = {}
@@ -81,7 +81,7 @@ def changed(up: Upload, context: AggregationContext, change: dict[str, Tensor]) 
             if isinstance(leaf, dict):  # also an empty one: a network without statistics has {"stats": {}}
                 new[name] = moved(leaf, f"{path}/")
             elif path in change:
-                each = known[path] + change[path]
+                each = down[path] + change[path]
                 new[name] = each.expand(count, *each.shape[1:])
             else:
                 new[name] = leaf

@@ -64,21 +64,21 @@ class Robust:
             self._row["not_finite"] = sorted({*self._row.get("not_finite", ()), *lost})
             context, up, change = only(places, context, up, change)
         if self.rule == "cosine":
-            found = outside(context, up, change)
-            inside = [place for place in range(len(places)) if place not in found]
-            if found:
-                self._row["outside"] = [*self._row.get("outside", ()), *found.values()]
+            outliers = outside(context, up, change)
+            inside = [place for place in range(len(places)) if place not in outliers]
+            if outliers:
+                self._row["outside"] = [*self._row.get("outside", ()), *outliers.values()]
                 context, up, change = only(inside, context, up, change)
                 places = [places[place] for place in inside]
         voters = (up.weight > 0).nonzero().flatten().tolist()
         if change and voters:
-            up, said = self._ruled(context, up, change, voters)
-            self._row |= said
+            up, measures = self._ruled(context, up, change, voters)
+            self._row |= measures
         return places, up
 
     def row(self) -> dict[str, Any]:
-        said, self._row = self._row, {}
-        return said
+        row, self._row = self._row, {}
+        return row
 
     def ended(self, round: int) -> str | None:
         return None
@@ -147,9 +147,9 @@ def only(
     places: Sequence[int], context: AggregationContext, up: Upload, change: Change
 ) -> tuple[AggregationContext, Upload, Change]:
     """Return a question, its uploads and updates as if those at `places` alone had answered."""
-    chosen = list(places)
-    change = {path: leaf[chosen] for path, leaf in change.items()}
-    return context.only(chosen), up.map(lambda leaf: leaf[chosen]), change
+    indices = list(places)
+    change = {path: leaf[indices] for path, leaf in change.items()}
+    return context.only(indices), up.map(lambda leaf: leaf[indices]), change
 
 
 def share(byzantine: float, count: int) -> int:
@@ -175,17 +175,17 @@ def clipped(
     number the mean of the middle two. An update that is no longer than that keeps its bits.
     """
     long = torch.zeros(len(context.clients), dtype=torch.bool)
-    said: dict[str, float] = {}
+    medians: dict[str, float] = {}
     for name, paths in groups(change, context.uplink.statistics).items():
         if paths:
             norms = _norms(change, paths)
             middle = median(norms[list(voters)])
-            said[name], bound = float(middle), room * middle
+            medians[name], bound = float(middle), room * middle
             over, scale = norms > bound, bound / norms
             long |= over
             shorter = {path: change[path] * along(scale, change[path]) for path in paths}
             up = mixed(over, changed(up, context, shorter), up)
-    return up, {"clipped": int(long.sum()), "counted": len(context.clients), "median_norm": said}
+    return up, {"clipped": int(long.sum()), "counted": len(context.clients), "median_norm": medians}
 
 
 def trimmed(leaf: Tensor, cut: int) -> Tensor:

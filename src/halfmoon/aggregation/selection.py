@@ -13,10 +13,10 @@ def along(values: Tensor, leaf: Tensor) -> Tensor:
     return there.reshape(-1, *[1] * (leaf.dim() - 1))
 
 
-def mixed(chosen: Tensor, new: Upload, old: Upload) -> Upload:
-    """Return the uploads `new` at the places where `chosen` (k,) holds, and `old`, bit by bit, at the others."""
+def mixed(mask: Tensor, new: Upload, old: Upload) -> Upload:
+    """Return the uploads `new` at the places where `mask` (k,) holds, and `old`, bit by bit, at the others."""
 
     def one(a: Tensor, b: Tensor) -> Tensor:
-        return b if a is b else torch.where(along(chosen, b), a, b)
+        return b if a is b else torch.where(along(mask, b), a, b)
 
     return Upload.of(tree.map(one, new.tree, old.tree))

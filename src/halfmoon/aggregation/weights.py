@@ -73,8 +73,8 @@ class WeightCap:
             self.warn(clients[heaviest], share)
 
     def row(self) -> dict[str, Any]:
-        said, self._row = self._row, {}
-        return said
+        row, self._row = self._row, {}
+        return row
 
     def ended(self, round: int) -> str | None:
         return None
@@ -90,10 +90,9 @@ def capped(up: Upload, uplink: Uplink, scale: Sequence[float]) -> Upload:
 
 def caps(weights: Sequence[float], factor: float, declared: Sequence[float | None] = ()) -> list[float]:
     """Return the most that each may weigh: what is declared of it, else `factor` times the lower median above 0."""
-    known = declared or [None] * len(weights)
     positive = [weight for weight in weights if weight > 0]
     limit = factor * statistics.median_low(positive) if factor and positive else float("inf")
-    return [limit if each is None else float(each) for each in known]
+    return [limit if each is None else float(each) for each in declared or [None] * len(weights)]
 
 
 def scaled(part: Tree | Tensor, scale: Sequence[float]) -> Any:

@@ -217,7 +217,7 @@ class ServerRuntime(ABC):
             places, up = aggregator.uploads(context, up)
             if not places:
                 what = f"round {context.round + 1}, query {context.query + 1} ({context.client_update})"
-                raise TooFew(f"{what} has no usable upload of {context.asked}.")
+                raise TooFew(f"{what} has no usable upload of {context.cohort}.")
             context = context if len(places) == len(context.clients) else context.only(places)
         self.answered = torch.tensor(context.clients, dtype=torch.int64)
         return up

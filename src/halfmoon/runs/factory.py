@@ -172,7 +172,7 @@ def aggregators(config: Config, secret: bytes, folder: Path, summed: bool = Fals
     elif config.attack != "none":  # else nothing comes here that is not finite
         stages.append(Finite(robust=not config.secure_aggregation and config.dp_clip is None))
     if config.secure_aggregation:
-        stages.append(Sums(even=config.dp_clip is not None, done=summed))
+        stages.append(Sums(even=config.dp_clip is not None, means=summed))
     if config.dp_clip is not None:
         stages.append(_private(config, secret, folder))
     return tuple(stages)

@@ -60,8 +60,8 @@ def curve(noise: float, sampled: Sampled | None) -> np.ndarray:
     plain = dp_event.GaussianDpEvent(noise / 2)
     if sampled is None or sampled.cohort >= sampled.clients:
         return _divergences(plain)
-    drawn = dp_event.SampledWithoutReplacementDpEvent(sampled.clients, sampled.cohort, plain)
-    return np.minimum(_divergences(plain), _divergences(drawn))
+    event = dp_event.SampledWithoutReplacementDpEvent(sampled.clients, sampled.cohort, plain)
+    return np.minimum(_divergences(plain), _divergences(event))
 
 
 def _divergences(event: DpEvent) -> np.ndarray:

@@ -25,10 +25,9 @@ class Clipped:
 
     def client_updates(self, task: Task) -> Mapping[str, ClientUpdate]:
         """Return the client updates of the method, each with its upload clipped."""
-        found = self.method.client_updates(task)
         return {
             name: ClippedUpdate(client_update.task, client_update=client_update, norm=self.norm)
-            for name, client_update in found.items()
+            for name, client_update in self.method.client_updates(task).items()
         }
 
     def start(self, task: Task, model: Tree) -> Tree:
@@ -93,8 +92,8 @@ def clipped(up: Upload, down: Tree, norm: float) -> Upload:
     The norm is that of the numbers that are sent, after they are rounded to their type. An update within the bound
     stays as it is, bit by bit; so does what is no update.
     """
-    known = tree.flatten(down)
-    moved = {path: (leaf, known[path]) for path, leaf in tree.flatten(up.update).items() if leaf.is_floating_point()}
+    before = tree.flatten(down)
+    moved = {path: (leaf, before[path]) for path, leaf in tree.flatten(up.update).items() if leaf.is_floating_point()}
     if not moved:
         return up
     length = _length([new.double() - old.double() for new, old in moved.values()])

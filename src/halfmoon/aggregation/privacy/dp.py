@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from halfmoon.aggregation.base import AggregationContext, changed, sent, update
+from halfmoon.aggregation.base import AggregationContext, changed, downlinks, update
 from halfmoon.aggregation.privacy import accounting
 from halfmoon.aggregation.privacy.accounting import Sampled
 from halfmoon.aggregation.privacy.ledger import Ledger, Release
@@ -66,43 +66,43 @@ class Private:
         mark = self._mark(context, flat)
         self._write_down(context, mark)
         noise = gaussians(subkey(self.secret, "noise", mark), len(flat))
-        mean = torch.from_numpy((flat + self.promise.noise * self.promise.clip * noise) / context.asked)
+        mean = torch.from_numpy((flat + self.promise.noise * self.promise.clip * noise) / context.cohort)
         parts = mean.split([leaf.numel() for leaf in total.values()])
-        known = tree.flatten(up.update)
+        leaves = tree.flatten(up.update)
         change = {
-            path: part.reshape(total[path].shape).to(known[path]) for path, part in zip(total, parts, strict=True)
+            path: part.reshape(total[path].shape).to(leaves[path]) for path, part in zip(total, parts, strict=True)
         }
         up = changed(up, context, change)
         return places, up._replace(weight=torch.ones_like(up.weight))
 
     def row(self) -> dict[str, Any]:
-        said = [release for release in self.ledger.releases if release.round <= self._round]
-        return {"epsilon": self._epsilon(said), "delta": self.promise.delta}
+        releases = [release for release in self.ledger.releases if release.round <= self._round]
+        return {"epsilon": self._epsilon(releases), "delta": self.promise.delta}
 
     def ended(self, round: int) -> str | None:
         """Return why `round` may not be played: it would cost more than the budget has left."""
         self.ledger.check(round)
-        held, budget = self.ledger.releases, self.promise.budget
-        if budget is None or any(release.round == round for release in held):
+        past, budget = self.ledger.releases, self.promise.budget
+        if budget is None or any(release.round == round for release in past):
             return None  # a round that was played before a kill has been paid
-        then = self._epsilon([*held, Release(round, 0, 0, self._drawn(self.promise.cohort), self.promise.noise, "")])
+        then = self._epsilon([*past, Release(round, 0, 0, self._sample(self.promise.cohort), self.promise.noise, "")])
         if then <= budget:
             return None
-        if not held:
+        if not past:
             return (
                 f"dp_epsilon is {budget:g}, but the first round alone costs {then:.4g} (at delta "
                 f"{self.promise.delta:g}, {self.promise.cohort} of {self.promise.clients} clients a round): raise "
                 "dp_noise, or dp_epsilon."
             )
         return (
-            f"the privacy budget is spent: epsilon is {self._epsilon(held):.4g} after round {round}, and another round "
+            f"the privacy budget is spent: epsilon is {self._epsilon(past):.4g} after round {round}, and another round "
             f"would make it {then:.4g}, over dp_epsilon {budget:g} (at delta {self.promise.delta:g})."
         )
 
     def _write_down(self, context: AggregationContext, mark: bytes) -> None:
         """Write a release into the ledger before anybody sees it; raise UserError where it would cost too much."""
-        drawn = self._drawn(context.asked) if context.drawn and not context.attempt else None
-        release = Release(*context[:3], drawn, self.promise.noise, mark.hex())
+        sampled = self._sample(context.cohort) if context.random_cohort and not context.attempt else None
+        release = Release(*context[:3], sampled, self.promise.noise, mark.hex())
         if release in self.ledger:
             return
         then = self._epsilon([*self.ledger.releases, release])
@@ -117,10 +117,10 @@ class Private:
 
     def _mark(self, context: AggregationContext, flat: np.ndarray) -> bytes:
         """Return what tells a sum from any other, without telling the sum: a hash under the secret."""
-        facts = (*context[:3], context.client_update, context.asked, f"{self.promise.clip!r} {self.promise.noise!r}")
+        facts = (*context[:3], context.client_update, context.cohort, f"{self.promise.clip!r} {self.promise.noise!r}")
         return subkey(self.secret, "sum", *facts, sha256(flat.astype("<f8").tobytes()).digest())
 
-    def _drawn(self, cohort: int) -> Sampled | None:
+    def _sample(self, cohort: int) -> Sampled | None:
         return Sampled(cohort, self.promise.clients) if cohort < self.promise.clients else None
 
     def _epsilon(self, releases: Sequence[Release]) -> float:
@@ -145,13 +145,13 @@ def clipped_sum(context: AggregationContext, up: Upload, clip: float) -> tuple[l
     Updates are taken one after the other in the order of the uploads, on the CPU, so that the sum has the same bits
     wherever the clients are.
     """
-    known = sent(context)
+    down = downlinks(context)
     flat = tree.flatten(up.update)
     paths = sorted(update(up, context))
     total = {path: torch.zeros(flat[path].shape[1:], dtype=torch.float64) for path in paths}
     places: list[int] = []
     for place in range(len(context.clients)):
-        change = {path: _row(flat[path], place) - _row(known[path], place) for path in paths}
+        change = {path: _row(flat[path], place) - _row(down[path], place) for path in paths}
         length = math.sqrt(math.fsum(float(leaf.reshape(-1).square().sum()) for leaf in change.values()))
         if not math.isfinite(length):
             continue

@@ -41,17 +41,17 @@ class Ledger:
         self._seal = ""
         self.releases: list[Release] = []
         try:
-            held = atomic_io.read(path) or b""
-            whole = held.rfind(b"\n") + 1
+            data = atomic_io.read(path) or b""
+            whole = data.rfind(b"\n") + 1
             # A last line without its end is of a release that a kill has stopped: nobody has seen that.
             atomic_io.cut(path, whole)
         except OSError as error:
             raise UserError(f"{path}: it cannot be read ({atomic_io.reason(error)}); make it readable.") from error
-        for number, line in enumerate(held[:whole].splitlines(keepends=True), start=1):
+        for number, line in enumerate(data[:whole].splitlines(keepends=True), start=1):
             self._take(number, line)
 
     def __contains__(self, release: Release) -> bool:
-        return any(release.mark == known.mark for known in self.releases)
+        return any(release.mark == each.mark for each in self.releases)
 
     def add(self, release: Release) -> None:
         """Write a release down; it is on the disk when this returns."""
@@ -70,8 +70,8 @@ class Ledger:
 
     def check(self, rounds: int) -> None:
         """Raise UserError where one of the first `rounds` rounds, which were played, has no line."""
-        known = {release.round for release in self.releases}
-        missing = next((number for number in range(rounds) if number not in known), None)
+        numbers = {release.round for release in self.releases}
+        missing = next((number for number in range(rounds) if number not in numbers), None)
         if missing is not None:
             raise UserError(
                 f"{self.path} has no line of round {missing + 1}, but the run has played {rounds}: restore the file, "
@@ -97,20 +97,20 @@ class Ledger:
 
 def _entry(release: Release) -> dict[str, Any]:
     """Return what a line says of a release; rounds count from 1, as in metrics.jsonl."""
-    drawn = None if release.sampled is None else list(release.sampled)
+    sampled = None if release.sampled is None else list(release.sampled)
     return {
         "round": release.round + 1,
         "attempt": release.attempt,
         "query": release.query,
-        "drawn": drawn,
+        "drawn": sampled,
         "noise": release.noise,
         "mark": release.mark,
     }
 
 
 def _release(entry: dict[str, Any]) -> Release:
-    drawn = None if entry["drawn"] is None else Sampled(*entry["drawn"])
-    return Release(entry["round"] - 1, entry["attempt"], entry["query"], drawn, entry["noise"], entry["mark"])
+    sampled = None if entry["drawn"] is None else Sampled(*entry["drawn"])
+    return Release(entry["round"] - 1, entry["attempt"], entry["query"], sampled, entry["noise"], entry["mark"])
 
 
 def _sealed(before: str, entry: dict[str, Any]) -> str:

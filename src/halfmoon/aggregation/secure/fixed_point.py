@@ -90,17 +90,17 @@ class Sums:
     """An aggregator that puts the mean of a sum in fixed point in the place of every upload, as masked sums give it.
 
     In a simulation nothing is masked, and the numbers are the same. With `even` every client weighs 1, whatever it has.
-    With `done` the uploads are means of sums already: a real server gets nothing else.
+    With `means` the uploads are means of sums already: a real server gets nothing else.
     """
 
     even: bool
-    done: bool = False
+    means: bool = False
     summed: int = 0
 
     def uploads(self, context: AggregationContext, up: Upload) -> tuple[Sequence[int], Upload]:
         """Return the places of the clients whose update fits into the sum, and the mean for each of them."""
         places = list(range(len(context.clients)))
-        if not self.done:
+        if not self.means:
             places, up = self._summed(context, up)
         self.summed = len(places)
         return places, up
@@ -113,7 +113,7 @@ class Sums:
         places: list[int] = []
         for place, weight in enumerate(weights):
             try:
-                mine = contribution({path: leaf[place] for path, leaf in changes.items()}, weight, context.asked)
+                mine = contribution({path: leaf[place] for path, leaf in changes.items()}, weight, context.cohort)
             except TooLarge:  # a site would refuse
                 continue
             places.append(place)
@@ -122,8 +122,8 @@ class Sums:
             return [], up
         change, weight = mean(total, {path: leaf[0] for path, leaf in changes.items()})
         if len(places) < len(weights):
-            kept = torch.tensor(places, device=total.device)
-            up, context = up.map(lambda leaf: leaf[kept]), context.only(places)
+            indices = torch.tensor(places, device=total.device)
+            up, context = up.map(lambda leaf: leaf[indices]), context.only(places)
         return places, spread(up, context, change, weight)
 
     def row(self) -> dict[str, Any]:

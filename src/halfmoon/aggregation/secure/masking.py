@@ -137,18 +137,18 @@ def split(secret: int, threshold: int, at: Sequence[int], draws: Sequence[int], 
 
 def lagrange(places: Sequence[int], prime: int = PRIME) -> dict[int, int]:
     """Return what the share at each place counts in the secret: the Lagrange polynomials at 0."""
-    found = {}
+    weights = {}
     for here in places:
         above = below = 1
         for there in places:
             if there != here:
                 above = above * there % prime
                 below = below * (there - here) % prime
-        found[here] = above * pow(below, -1, prime) % prime
-    return found
+        weights[here] = above * pow(below, -1, prime) % prime
+    return weights
 
 
-def joined(shares: Mapping[int, int], prime: int = PRIME) -> int:
+def reconstruct(shares: Mapping[int, int], prime: int = PRIME) -> int:
     """Return the secret whose shares, at least as many as its threshold, are given by place."""
     counts = lagrange(list(shares), prime)
     return sum(share * counts[place] for place, share in shares.items()) % prime
@@ -162,23 +162,23 @@ def coefficients(key: bytes, count: int) -> list[int]:
 
 @dataclass(frozen=True)
 class Cohort:
-    """Whom a sum is begun with: `asked` are the numbers of all that it was to be of, `numbers` those that have keys.
+    """Whom a sum is begun with: `members` are the numbers of all that it was to be of, `numbers` those that have keys.
 
     Both are ascending; `keys` are the public keys of each, `PUBLIC` bytes.
     """
 
     scene: Scene
-    asked: tuple[int, ...]
+    members: tuple[int, ...]
     numbers: tuple[int, ...]
     keys: tuple[bytes, ...]
 
     @property
     def threshold(self) -> int:
-        return threshold(len(self.asked))
+        return threshold(len(self.members))
 
     @cached_property
     def digest(self) -> str:
-        facts = [*astuple(self.scene), list(self.asked), list(self.numbers), [key.hex() for key in self.keys]]
+        facts = [*astuple(self.scene), list(self.members), list(self.numbers), [key.hex() for key in self.keys]]
         return sha256(json.dumps(facts).encode()).hexdigest()
 
 
@@ -232,11 +232,11 @@ class Party:
         key."""
         cohort, at = self.cohort, [number + 1 for number in self.cohort.numbers]
         rows: list[list[int]] = []
-        for name, held in (("seed", self.seed), ("private", self.private)):
-            drawn = coefficients(
+        for name, value in (("seed", self.seed), ("private", self.private)):
+            polynomial = coefficients(
                 derive(self.secret, f"shares of the {name}", cohort.digest, self.number), cohort.threshold - 1
             )
-            rows.append(split(int.from_bytes(held, "big"), cohort.threshold, at, drawn))
+            rows.append(split(int.from_bytes(value, "big"), cohort.threshold, at, polynomial))
         unparsed = []
         for number, keys, *pair in zip(cohort.numbers, cohort.keys, *rows, strict=True):
             plain = b"".join(share.to_bytes(WIDE, "big") for share in pair)
@@ -260,15 +260,15 @@ class Party:
         from cryptography.exceptions import InvalidTag
 
         keys = dict(zip(self.cohort.numbers, self.cohort.keys, strict=True))
-        told: dict[int, int] = {}
+        shares: dict[int, int] = {}
         for number, unparsed in dealt.items():
             try:
                 plain = self._cipher(keys[number], number, self.number).decrypt(bytes(12), unparsed, None)
             except (InvalidTag, KeyError) as error:
                 raise UnreadableShare(f"the shares that site number {number} has dealt cannot be read.") from error
             part = plain[:WIDE] if number in survived else plain[WIDE:]
-            told[number] = int.from_bytes(part, "big")
-        return told
+            shares[number] = int.from_bytes(part, "big")
+        return shares
 
     def _cipher(self, keys: bytes, giver: int, taker: int):
         """Return AES-GCM under a key that is used for one message: its nonce can be 0."""
@@ -278,30 +278,30 @@ class Party:
         return AESGCM(derive(agreed, "to", self.cohort.digest, giver, taker))
 
 
-def unmasked(masking: Masking, vectors: Mapping[int, np.ndarray], told: Mapping[int, Mapping[int, int]]) -> np.ndarray:
+def unmask(masking: Masking, vectors: Mapping[int, np.ndarray], shares: Mapping[int, Mapping[int, int]]) -> np.ndarray:
     """Return the sum of those whose masked vectors are given, int64 (n,).
 
-    `told` has what each of them who answered has told: its shares, by whose they are. Raise `UnreadableShare` where
+    `shares` has what each of them who answered has told: its shares, by whose they are. Raise `UnreadableShare` where
     they are too few, or do not give the private key of one that has dropped.
     """
-    wanted = masking.cohort.threshold
-    if min(len(told), len(vectors)) < wanted:
-        raise UnreadableShare(f"{min(len(told), len(vectors))} sites have stayed to the end, and {wanted} are needed.")
-    chosen = sorted(told)[:wanted]
+    least = masking.cohort.threshold
+    if min(len(shares), len(vectors)) < least:
+        raise UnreadableShare(f"{min(len(shares), len(vectors))} sites have stayed to the end, and {least} are needed.")
+    senders = sorted(shares)[:least]
     total = np.zeros_like(next(iter(vectors.values())))
     for vector in vectors.values():
         total += vector
-    counts = lagrange([teller + 1 for teller in chosen])
+    counts = lagrange([sender + 1 for sender in senders])
     for number in masking.numbers:
-        secret = sum(told[teller][number] * counts[teller + 1] for teller in chosen) % PRIME
+        secret = sum(shares[sender][number] * counts[sender + 1] for sender in senders) % PRIME
         if secret >> 8 * KEY:
             raise UnreadableShare("the shares that were told do not fit together.")
-        found = secret.to_bytes(KEY, "big")
+        key = secret.to_bytes(KEY, "big")
         if number in vectors:
-            total -= masking.own(number, found, len(total))
+            total -= masking.own(number, key, len(total))
             continue
-        if public(found) != masking.key(number):
+        if public(key) != masking.key(number):
             raise UnreadableShare("the shares of a private key do not fit together.")
         for other in vectors:
-            total += masking.pairwise(number, found, other, len(total))
+            total += masking.pairwise(number, key, other, len(total))
     return total.view(np.int64)

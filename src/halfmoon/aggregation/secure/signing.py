@@ -82,11 +82,11 @@ def point(line: bytes) -> bytes:
     return public(key)
 
 
-def fingerprint(found: bytes) -> str:
+def fingerprint(key: bytes) -> str:
     """Return the fingerprint of a public key as `ssh-keygen -l` shows it; raise ValueError where it is none."""
     from cryptography.hazmat.primitives import serialization as form
 
-    line = _read(found).public_bytes(form.Encoding.OpenSSH, form.PublicFormat.OpenSSH)
+    line = _read(key).public_bytes(form.Encoding.OpenSSH, form.PublicFormat.OpenSSH)
     digest = hashlib.sha256(base64.b64decode(line.split()[1])).digest()
     return f"SHA256:{base64.b64encode(digest).decode().rstrip('=')}"
 
@@ -99,35 +99,35 @@ def sign(key: ec.EllipticCurvePrivateKey, text: bytes) -> bytes:
     return r.to_bytes(HALF, "big") + s.to_bytes(HALF, "big")
 
 
-def signed(found: bytes, text: bytes, signature: bytes) -> bool:
+def signed(key: bytes, text: bytes, signature: bytes) -> bool:
     """Say whether a signature of a text is by the private half of a public key; False where that is none."""
     from cryptography.exceptions import InvalidSignature
     from cryptography.hazmat.primitives.asymmetric.utils import encode_dss_signature
 
     r, s = (int.from_bytes(half, "big") for half in (signature[:HALF], signature[HALF:]))
     try:
-        _read(found).verify(encode_dss_signature(r, s), text, _scheme())
+        _read(key).verify(encode_dss_signature(r, s), text, _scheme())
     except (ValueError, InvalidSignature):
         return False
     return True
 
 
-def usable(found: bytes) -> bool:
+def usable(key: bytes) -> bool:
     """Say whether these bytes are a public key of one of the curves."""
     try:
-        _read(found)
+        _read(key)
     except ValueError:
         return False
     return True
 
 
-def _read(found: bytes) -> ec.EllipticCurvePublicKey:
+def _read(key: bytes) -> ec.EllipticCurvePublicKey:
     curves = _curves()
     from cryptography.hazmat.primitives.asymmetric import ec
 
-    if len(found) not in curves:
+    if len(key) not in curves:
         raise ValueError("it has the length of no public key")
-    return ec.EllipticCurvePublicKey.from_encoded_point(curves[len(found)], found)
+    return ec.EllipticCurvePublicKey.from_encoded_point(curves[len(key)], key)
 
 
 def _scheme() -> ec.ECDSA:

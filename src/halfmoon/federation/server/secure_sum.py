@@ -62,7 +62,7 @@ class MaskedSum:
         keys = [self.keys[site].rjust(POINT, b"\0") for site in names]
         masks = {"sites": torch.tensor(cohort.numbers), "keys": to_rows(cohort.keys)}
         masks |= {"signatures": to_rows(signatures), "lasting": to_rows(keys)}
-        deal = {DEAL: {"asked": torch.tensor(cohort.asked), **masks}}
+        deal = {DEAL: {"asked": torch.tensor(cohort.members), **masks}}
         spec: TreeSpec = {"shares": ((len(names), masking.SEALED), torch.uint8)}
         replies = self.ask({site: self._sum_only(site, deal) for site in names}, spec, f"{self.what}, shares")
         self._enough(len(replies), "that have dealt shares", cohort.threshold)
@@ -116,7 +116,7 @@ class MaskedSum:
         }
         vectors = {self.numbers[site]: replies[site].up["sum"].numpy().view(np.uint64) for site in there}
         try:
-            total = torch.from_numpy(masking.unmasked(parties, vectors, plain))
+            total = torch.from_numpy(masking.unmask(parties, vectors, plain))
         except masking.UnreadableShare as error:
             raise TooFew(f"{self.what} has a sum that cannot be read: {error}") from error
         if not sound(total):

@@ -162,7 +162,7 @@ class Part:
             raise RefusalError(f"{len(numbers)} sites have dealt shares, and {party.cohort.threshold} are needed.")
         notes.once(MASK, list(numbers))
         reply = plain(request)
-        vector = self._vector(request, reply.up, len(party.cohort.asked))
+        vector = self._vector(request, reply.up, len(party.cohort.members))
         # Other values under the same masks would show by how much they differ.
         notes.once("vector", atomic_io.digest(vector.tobytes()))
         hidden = torch.from_numpy(party.mask(vector, masking.Masking(party.cohort, numbers)).view(np.int64))
