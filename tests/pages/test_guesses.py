@@ -40,7 +40,7 @@ def test_an_image_that_cannot_be_read_is_unknown(tmp_path: Path):
         Image.fromarray(draw.integers(0, 256, (9, 9), np.uint8)).save(tmp_path / f"{n}.png")
     (tmp_path / "1.png").write_bytes(b"no image")
     found = guess(model(), tmp_path, ["0.png", "1.png", "2.png"])
-    assert list(found.known) == [True, False, True]
+    assert list(found.mask) == [True, False, True]
     assert list(found.predicted >= 0) == [True, False, True]
 
 
@@ -58,4 +58,4 @@ def test_guessing_says_what_went_wrong_and_how_far_it_is(tmp_path: Path):
     done.start()
     done.wait()
     assert done.result is not None
-    assert (done.done, done.classes, done.error) == (1, ("a", "b", "c"), "")
+    assert (done.count, done.classes, done.error) == (1, ("a", "b", "c"), "")

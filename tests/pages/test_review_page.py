@@ -26,7 +26,7 @@ NAMES = ("+a.png", "b.png", "c.png", "d.png", "e.png")
 
 def through(probabilities: np.ndarray = PROBABILITIES, classes: tuple[str, ...] = CLASSES) -> Any:
     guesses = Guesses(probabilities, np.zeros((len(probabilities), 1)))
-    return SimpleNamespace(result=guesses, classes=classes, done=5, of=5, error="")
+    return SimpleNamespace(result=guesses, classes=classes, count=5, of=5, error="")
 
 
 def folder(path: Path, lines: str = "b.png,dog\nc.png,dog\n+a.png,=1+1\n") -> Path:

@@ -71,7 +71,7 @@ def test_a_run_tells_how_far_it_is_and_how_long_it_takes(tmp_path: Path):
     facts = run.facts(time.time())
     assert (facts["state"], facts["round"], facts["rounds"]) == ("running", 12, 20)
     assert facts["left"] == pytest.approx(8 * 0.5, abs=1)  # 8 rounds of half a second
-    drawn = run.drawn()
+    drawn = run.plot()
     assert drawn["lines"]["accuracy"]["x"] == [2, 4, 6, 8, 10, 12]
     assert drawn["lines"]["sent"]["y"] == [0.5] * 12
     assert drawn["rows"][-1]["cohort"] == 2
@@ -93,7 +93,7 @@ def test_runs_are_found_in_a_run_a_comparison_and_a_sweep(tmp_path: Path):
     follower = Follower(sweep)
     follower.update()
     assert follower.planned() == 12
-    assert all(run.done == 12 for run in follower.runs.values())
+    assert all(run.round == 12 for run in follower.runs.values())
 
 
 def test_runs_beyond_what_a_page_can_show_are_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -233,7 +233,7 @@ def test_sites_that_share_their_accuracy_are_drawn_beside_the_mean(tmp_path: Pat
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(each) + "\n" for each in (*rows, {"round": 3})))
     run = Followed(tmp_path, "r")
     run.update()
-    (west,) = run.drawn()["sites"]
+    (west,) = run.plot()["sites"]
     assert (west["look"]["title"], west["x"], west["y"]) == ("west", [1, 2], [25.0, 50.0])
 
 

@@ -25,7 +25,7 @@ LIBRARIES = (str(Path(__file__).parents[1]), str(Path(torch.__file__).parent))
 
 
 @dataclass(frozen=True)
-class Kept:
+class PromiseResult:
     """One promise: what it says, whether it is kept, what was measured or is wrong, and the author's traceback."""
 
     promise: str
@@ -34,7 +34,7 @@ class Kept:
     trace: str = ""
 
 
-def check(method: str, options: dict[str, Any] | None = None, network: str | None = None) -> Iterator[Kept]:
+def check(method: str, options: dict[str, Any] | None = None, network: str | None = None) -> Iterator[PromiseResult]:
     """Yield every promise as it is tried, for a method by name with these options.
 
     `network` is one from outside to try it on, for gray images of 8x8 pixels. Raise `UserError` where there is no such
@@ -45,15 +45,15 @@ def check(method: str, options: dict[str, Any] | None = None, network: str | Non
     which.check((1, 8, 8))
     runs: dict[tuple[str, str], list[Snapshot]] = {}
 
-    def tried(promise: str, function: Callable[[], Any]) -> Kept:
+    def tried(promise: str, function: Callable[[], Any]) -> PromiseResult:
         try:
             message = function()
         except Broken as broken:
-            return Kept(promise, False, str(broken))
+            return PromiseResult(promise, False, str(broken))
         except Exception as error:  # whatever an author's code does
             words = f"it raised {type(error).__name__}{_place(error)}: {' '.join(str(error).split())[:300]}"
-            return Kept(promise, False, words, "".join(traceback.format_exception(error)))
-        return Kept(promise, True, message if isinstance(message, str) else "")
+            return PromiseResult(promise, False, words, "".join(traceback.format_exception(error)))
+        return PromiseResult(promise, True, message if isinstance(message, str) else "")
 
     def execute(rule: str, executor: str) -> str:
         with warnings.catch_warnings():

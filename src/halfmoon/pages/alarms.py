@@ -36,11 +36,11 @@ def _diverged(rows: Sequence[Mapping[str, Any]]) -> Iterator[Alarm]:
     if losses[-1] is None:
         yield Alarm("diverged", f"diverged: the loss of round {number} is no number; try a smaller lr or clip_norm")
         return
-    known = [loss for loss in losses if loss is not None]
+    finite = [loss for loss in losses if loss is not None]
     tested = _tested(rows)
     worse = not tested or tested[-1] < max(tested) - WORSE
-    if len(known) >= 6 and worse and min(known[-3:]) > 3 * max(known[:3]) + 1:
-        yield Alarm("diverged", f"the loss rose from {known[0]:.2f} to {known[-1]:.2f}: it is diverging")
+    if len(finite) >= 6 and worse and min(finite[-3:]) > 3 * max(finite[:3]) + 1:
+        yield Alarm("diverged", f"the loss rose from {finite[0]:.2f} to {finite[-1]:.2f}: it is diverging")
 
 
 def _nobody(rows: Sequence[Mapping[str, Any]]) -> Iterator[Alarm]:

@@ -82,20 +82,20 @@ class Book:
             rows = sorted({row for version, row in self._changes if version > since})
             return [[row, int(self.labels[row]), int(self.unsure[row])] for row in rows]
 
-    def answer(self, row: int, label: str, seen: str, by: str | None) -> None:
+    def answer(self, row: int, label: str, previous: str, by: str | None) -> None:
         """Write an image's label, as `answers` does."""
-        self.answers_of([(row, label, seen)], by)
+        self.answers_of([(row, label, previous)], by)
 
-    def answers_of(self, said: Sequence[tuple[int, str, str]], by: str | None) -> None:
+    def answers_of(self, entries: Sequence[tuple[int, str, str]], by: str | None) -> None:
         """Write labels, all or none, each as (row, label, what the person saw); the label "" takes one back.
 
         Raise Changed where one has another label by now, UserError for an unknown row or class.
         """
-        known = {"", *map(nfc, self.classes)}
-        for _, label, _ in said:
-            if nfc(label) not in known:
+        names = {"", *map(nfc, self.classes)}
+        for _, label, _ in entries:
+            if nfc(label) not in names:
                 raise UserError(f"there is no class {label!r} here.")
-        answers = [Answer(self._path(row), label, seen, by) for row, label, seen in said]
+        answers = [Answer(self._path(row), label, previous, by) for row, label, previous in entries]
         if self.foldered:
             rows = np.flatnonzero(self.labels >= 0)
             write(self.folder, *(Answer(self.paths[n], self.classes[self.labels[n]]) for n in rows))
@@ -105,7 +105,7 @@ class Book:
         except Changed:
             self.refresh()
             raise
-        named = [Answer(self.paths[row], "", "not sure") for row, label, _ in said if label and self.unsure[row]]
+        named = [Answer(self.paths[row], "", "not sure") for row, label, _ in entries if label and self.unsure[row]]
         if named:
             write(self.folder, *named, name=self.doubts)
         self.answers += len(answers)

@@ -27,7 +27,7 @@ class Guesses:
     features: np.ndarray
 
     @property
-    def known(self) -> np.ndarray:
+    def mask(self) -> np.ndarray:
         """Return which images the model has seen, bool (N,)."""
         return np.asarray(np.isfinite(self.probabilities).all(1))
 
@@ -35,14 +35,14 @@ class Guesses:
     def uncertainty(self) -> np.ndarray:
         """Return 1 - (largest probability - second largest), (N,): 0 for sure, 1 for a tie; NaN where unknown."""
         if self.probabilities.shape[1] == 1:
-            return np.where(self.known, 0.0, np.nan)
+            return np.where(self.mask, 0.0, np.nan)
         top = np.sort(self.probabilities, 1)[:, -2:]
         return 1 - (top[:, 1] - top[:, 0])
 
     @property
     def predicted(self) -> np.ndarray:
         """Return the most probable class, int64 (N,); -1 where unknown."""
-        return np.where(self.known, np.nan_to_num(self.probabilities).argmax(1), -1)
+        return np.where(self.mask, np.nan_to_num(self.probabilities).argmax(1), -1)
 
 
 def random_order(open_: np.ndarray, seed: int = 0) -> np.ndarray:
@@ -58,11 +58,10 @@ def with_random(order: np.ndarray, random: np.ndarray) -> np.ndarray:
     """Return an order of rows in which every one of `EVERY` is the next of a random order of the same rows.
 
     What was drawn at random tells how good a model is; what was chosen is harder than the rest."""
-    seen, sources, found = set[int](), (iter(order.tolist()), iter(random.tolist())), list[int]()
+    sources, rows = (iter(order.tolist()), iter(random.tolist())), dict[int, None]()  # rows in their order
     for place in range(1, len(order) + 1):
-        found.append(next(row for row in sources[place % EVERY == 0] if row not in seen))
-        seen.add(found[-1])
-    return np.array(found, np.int64)
+        rows[next(row for row in sources[place % EVERY == 0] if row not in rows)] = None
+    return np.array(list(rows), np.int64)
 
 
 def drawn_at_random(labels: np.ndarray, passed: np.ndarray, seed: int = 0) -> np.ndarray:
@@ -73,9 +72,9 @@ def drawn_at_random(labels: np.ndarray, passed: np.ndarray, seed: int = 0) -> np
     order = random_order(np.ones(len(labels), bool), seed)
     share = np.cumsum((labels >= 0)[order] | passed[order]) / np.arange(1, len(order) + 1)
     enough = np.flatnonzero(share >= 0.9)
-    found = np.zeros(len(labels), bool)
-    found[order[: enough[-1] + 1 if len(enough) else 0]] = True
-    return found & (labels >= 0)
+    mask = np.zeros(len(labels), bool)
+    mask[order[: enough[-1] + 1 if len(enough) else 0]] = True
+    return mask & (labels >= 0)
 
 
 def ranks(uncertainty: np.ndarray) -> np.ndarray:
@@ -96,58 +95,58 @@ def order(
     """
     if guesses is None:
         return random_order(open_, seed)
-    known = guesses.known
-    rows = random_order(open_ & known, seed)  # ties are broken by chance, not by name
-    blind = random_order(open_ & ~known, seed)
+    mask = guesses.mask
+    rows = random_order(open_ & mask, seed)  # ties are broken by chance, not by name
+    blind = random_order(open_ & ~mask, seed)
     uncertainty = guesses.uncertainty[rows]
-    chosen = _spread(guesses, labels, rows, min(spread, len(rows)))
-    rest = np.setdiff1d(np.arange(len(rows)), chosen, assume_unique=True)
+    places = _spread(guesses, labels, rows, min(spread, len(rows)))
+    rest = np.setdiff1d(np.arange(len(rows)), places, assume_unique=True)
     rest = rest[np.argsort(-uncertainty[rest], kind="stable")]
-    return np.concatenate([rows[chosen], rows[rest], blind])
+    return np.concatenate([rows[places], rows[rest], blind])
 
 
 def novelty(guesses: Guesses, labels: np.ndarray) -> np.ndarray:
     """Return how far each image (N,) is, in features, from the nearest that has a label; NaN where nobody can tell.
 
     That is what `order` multiplies by the uncertainty, as it stands before the first image is chosen."""
-    space, held = standardized(guesses.features, guesses.known), np.flatnonzero((labels >= 0) & guesses.known)
+    space, labeled = standardized(guesses.features, guesses.mask), np.flatnonzero((labels >= 0) & guesses.mask)
     squares, nearest = (space**2).sum(1), np.full(len(space), np.nan)
-    for first in range(0, len(held), 256):
-        some = held[first : first + 256]
+    for first in range(0, len(labeled), 256):
+        some = labeled[first : first + 256]
         nearest = np.fmin(nearest, (squares[:, None] + squares[some] - 2 * space @ space[some].T).min(1))
-    return np.where(guesses.known, np.sqrt(np.maximum(nearest, 0)), np.nan)
+    return np.where(guesses.mask, np.sqrt(np.maximum(nearest, 0)), np.nan)
 
 
 def nearest(guesses: Guesses, row: int) -> np.ndarray:
     """Return all rows by their distance, in features, from one of them; what the model has not seen comes last."""
     distances = _distances(guesses.features, guesses.features[row])
-    return np.argsort(np.where(guesses.known, distances, np.inf), kind="stable")
+    return np.argsort(np.where(guesses.mask, distances, np.inf), kind="stable")
 
 
 def _spread(guesses: Guesses, labels: np.ndarray, rows: np.ndarray, count: int) -> np.ndarray:
     """Return places in `rows`, `count` of them, chosen greedily."""
-    space = standardized(guesses.features, guesses.known)
+    space = standardized(guesses.features, guesses.mask)
     points, predicted = space[rows], guesses.predicted[rows]
     weight = guesses.uncertainty[rows] + 0.05  # what the model is sure of counts a little: it may be surely wrong
-    held = np.flatnonzero((labels >= 0) & guesses.known)
+    labeled = np.flatnonzero((labels >= 0) & guesses.mask)
     nearest = np.full(len(rows), np.inf)
-    for row in held:
+    for row in labeled:
         np.minimum(nearest, _distances(points, space[row]), out=nearest)
-    if not len(held) and len(rows):  # the first is the most ordinary: an outlier teaches little
+    if not len(labeled) and len(rows):  # the first is the most ordinary: an outlier teaches little
         nearest = 1 / (1e-9 + _distances(points, points.mean(0)))
-    counts = np.bincount(labels[held], minlength=guesses.probabilities.shape[1]).astype(float)
+    counts = np.bincount(labels[labeled], minlength=guesses.probabilities.shape[1]).astype(float)
     free = np.ones(len(rows), bool)
-    chosen = np.empty(count, np.int64)
+    places = np.empty(count, np.int64)
     for n in range(count):
         here = free & (predicted == _next_class(counts, predicted[free]))
         score = np.where(here, weight * nearest, -1.0)
         place = int(score.argmax())
-        chosen[n] = place
+        places[n] = place
         free[place] = False
         counts[predicted[place]] += 1
         distance = _distances(points, points[place])
-        nearest = distance if n == 0 and not len(held) else np.minimum(nearest, distance)
-    return chosen
+        nearest = distance if n == 0 and not len(labeled) else np.minimum(nearest, distance)
+    return places
 
 
 def _next_class(counts: np.ndarray, predicted: np.ndarray) -> int:
@@ -161,10 +160,10 @@ def _distances(points: np.ndarray, point: np.ndarray) -> np.ndarray:
     return np.einsum("nf,nf->n", difference, difference)
 
 
-def standardized(features: np.ndarray, known: np.ndarray) -> np.ndarray:
+def standardized(features: np.ndarray, mask: np.ndarray) -> np.ndarray:
     """Return features (N, F) with mean 0 and deviation 1 over the known rows; a constant one becomes 0."""
-    held = features[known].astype(np.float64)
-    if not len(held):
+    rows = features[mask].astype(np.float64)
+    if not len(rows):
         return np.zeros(features.shape)
-    mean, deviation = held.mean(0), held.std(0)
-    return np.where(known[:, None], (features - mean) / np.where(deviation > 1e-12, deviation, 1.0), 0.0)
+    mean, deviation = rows.mean(0), rows.std(0)
+    return np.where(mask[:, None], (features - mean) / np.where(deviation > 1e-12, deviation, 1.0), 0.0)

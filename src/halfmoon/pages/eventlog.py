@@ -11,7 +11,7 @@ SERVER_LOG, SITE_LOG, HOME = "serve.log", "join.log", ".halfmoon"
 TAIL = 2**20
 """Bytes of a log that are read: its end."""
 
-SHOWN = 150
+LIMIT = 150
 _LINE = re.compile(r"(\d{4}-\d\d-\d\d \d\d:\d\d:\d\d)  (.*)")
 _SITE = r"(?P<site>[A-Za-z0-9._-]+)"
 
@@ -41,8 +41,8 @@ def lines(path: Path) -> list[tuple[str, str]]:
             text = file.read().decode("utf-8", "replace")
     except OSError:
         return []
-    found = (_LINE.fullmatch(line) for line in text.splitlines())
-    return [(match[1], match[2]) for match in found if match]
+    matches = (_LINE.fullmatch(line) for line in text.splitlines())
+    return [(match[1], match[2]) for match in matches if match]
 
 
 def last_change(folder: Path) -> float | None:
@@ -69,25 +69,25 @@ def federation(folder: Path, rows: Iterable[Mapping[str, Any]] = ()) -> dict[str
 
     `rows` of its rounds say who took part in one, and so is there.
     """
-    said = lines(folder / SERVER_LOG)
-    if not said:
+    entries = lines(folder / SERVER_LOG)
+    if not entries:
         return None
     names = _sites(folder)
     sites: dict[str, dict[str, Any]] = {name: _fresh(name) for name in names}
     cohorts = {row["round"]: row.get("cohort") or () for row in rows}
-    for when, words in said:
+    for when, words in entries:
         if match := re.match(r"round (\d+) of", words):
             there = {names[k] for k in cohorts.get(int(match[1]), ()) if k < len(names)}
             for name, site in sites.items():
                 site["state"] = "here" if name in there or site["state"] == "left out" else site["state"]
-        found = [(match["site"], "left out", match[1]) for match in _OUTSIDE.finditer(words)]
+        events = [(match["site"], "left out", match[1]) for match in _OUTSIDE.finditer(words)]
         matches = ((pattern.match(words), state) for pattern, state in _EVENTS)
-        found += [(match["site"], state, words) for match, state in matches if match][:1]
-        for name, state, about in found:
+        events += [(match["site"], state, words) for match, state in matches if match][:1]
+        for name, state, about in events:
             site = sites.setdefault(name, _fresh(name))
             site |= {"state": state, "when": when, "words": about}
             site[state] = site.get(state, 0) + 1
-    return {"sites": list(sites.values()), "log": [list(each) for each in said[-SHOWN:]]}
+    return {"sites": list(sites.values()), "log": [list(each) for each in entries[-LIMIT:]]}
 
 
 def _fresh(name: str) -> dict[str, Any]:
@@ -106,12 +106,12 @@ def _fresh(name: str) -> dict[str, Any]:
 def _sites(folder: Path) -> Sequence[str]:
     """Return the names of a federation's sites as its terms say, [] where there are none."""
     for name in ("summary.json", "terms.json"):
-        held = (atomic_io.read_json(folder / name) or {}).get("sites")
-        if isinstance(held, list) and all(isinstance(each, str) for each in held):
-            return held
+        names = (atomic_io.read_json(folder / name) or {}).get("sites")
+        if isinstance(names, list) and all(isinstance(each, str) for each in names):
+            return names
     text = (atomic_io.read(folder / "config.toml") or b"").decode("utf-8", "replace")
-    held = (toml.table(text).get("federation") or {}).get("sites")
-    return [str(each) for each in held] if isinstance(held, list) else []
+    names = (toml.table(text).get("federation") or {}).get("sites")
+    return [str(each) for each in names] if isinstance(names, list) else []
 
 
 def site_home(folder: Path) -> Path | None:
@@ -131,12 +131,12 @@ def site(folder: Path) -> dict[str, Any] | None:
     home = site_home(folder)
     if home is None:
         return None
-    said = lines(home / SITE_LOG)
+    entries = lines(home / SITE_LOG)
     view: dict[str, Any] = {"federation": "", "method": "", "rounds": 0, "round": 0, "asked": False, "right": None}
     view["over"] = False
     helped: dict[int, dict[str, Any]] = {}
     tests: list[list[float]] = []
-    for when, words in said:
+    for when, words in entries:
         if match := _OF.search(words):
             # Another federation begins its rounds anew.
             if match[1] != view["federation"]:
@@ -159,8 +159,8 @@ def site(folder: Path) -> dict[str, Any] | None:
             if match[1]:
                 view["right"] = float(match[1])
                 tests.append([view["rounds"], float(match[1])])
-    view |= {"helped": len(helped), "rows": [helped[n] for n in sorted(helped)][-SHOWN:], "tests": tests}
-    return view | {"sentence": sentence(view), "log": [list(each) for each in said[-SHOWN:]]}
+    view |= {"helped": len(helped), "rows": [helped[n] for n in sorted(helped)][-LIMIT:], "tests": tests}
+    return view | {"sentence": sentence(view), "log": [list(each) for each in entries[-LIMIT:]]}
 
 
 def sentence(view: dict[str, Any]) -> str:

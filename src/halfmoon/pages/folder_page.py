@@ -54,9 +54,8 @@ class FolderPage:
     def facts(self, since: Any) -> dict[str, Any]:
         """Return what `state` does; without a whole number as version there are no changes."""
         model = None
-        if self.guessing is not None:
-            ready = self.guessing.result is not None
-            model = {"done": self.guessing.done, "of": self.guessing.of, "ready": ready, "error": self.guessing.error}
+        if (guess := self.guessing) is not None:
+            model = {"done": guess.count, "of": guess.of, "ready": guess.result is not None, "error": guess.error}
         version = since if type(since) is int else self.book.version
         return self.book.facts(version) | {"model": model}
 

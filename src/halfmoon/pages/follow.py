@@ -16,7 +16,7 @@ from halfmoon.storage.folder_writer import LOCK
 
 METRICS, TIMINGS, SUMMARY, RUN, CONFIG = "metrics.jsonl", "timings.jsonl", "summary.json", "run.json", "config.toml"
 SWEEP = "sweep.json"
-SHOWN = 200
+LIMIT = 200
 """Rows of a table at most, the last ones."""
 
 PACE = 5
@@ -123,7 +123,7 @@ class Followed:
         return value if type(value) is int else 0
 
     @property
-    def done(self) -> int:
+    def round(self) -> int:
         return self.metrics.rows[-1]["round"] if self.metrics.rows else 0
 
     def series(self, part: str, name: str, factor: float = 1.0) -> tuple[list[int], list[float]]:
@@ -138,8 +138,8 @@ class Followed:
 
     def seconds(self) -> list[float]:
         """Return the seconds of each round that is timed."""
-        found = (row.get("seconds") for row in self.timings.rows)
-        return [float(value) for value in found if isinstance(value, int | float)]
+        values = (row.get("seconds") for row in self.timings.rows)
+        return [float(value) for value in values if isinstance(value, int | float)]
 
     def state(self, now: float) -> tuple[str, float]:
         """Return "finished", "running", "stopped" or "waiting", and the seconds since its last word."""
@@ -158,8 +158,8 @@ class Followed:
             age = max(0.0, min(age, now - log))
             # Of sites that are missing it says so every half minute.
             patience = SILENT if words.startswith("waiting for sites") else max(patience, self.answer_timeout())
-        held = locks.is_held(self.path / LOCK)
-        if not held and age > (patience if held is None else SILENT):
+        lock = locks.is_held(self.path / LOCK)
+        if not lock and age > (patience if lock is None else SILENT):
             return "stopped", age
         return ("running" if self.metrics.rows and not words else "waiting"), age
 
@@ -174,7 +174,7 @@ class Followed:
         recent = self.seconds()[-PACE:]
         if self.summary is not None or not recent or self.rounds <= 0:
             return None
-        return max(0.0, statistics.fmean(recent) * (self.rounds - self.done) - age)
+        return max(0.0, statistics.fmean(recent) * (self.rounds - self.round) - age)
 
     def facts(self, now: float) -> dict[str, Any]:
         """Return what the list of runs says of it."""
@@ -190,7 +190,7 @@ class Followed:
             "data": Path(str(self.options.get("data", ""))).name,
             "seed": self.options.get("seed", 0),
             "rounds": self.rounds,
-            "round": self.done,
+            "round": self.round,
             "state": state,
             "waiting": eventlog.waiting(self.path) if state == "waiting" else "",
             "age": round(age),
@@ -201,16 +201,16 @@ class Followed:
             "version": self.version,
         }
 
-    def drawn(self) -> dict[str, Any]:
+    def plot(self) -> dict[str, Any]:
         """Return its lines and the last rows of its table."""
         lines = {}
         for key, (part, name, factor) in QUANTITIES.items():
             xs, ys = self.series(part, name, factor)
             if xs:
                 lines[key] = _line(xs, ys)
-        sent = _sent(self.metrics.rows)
-        if len(sent):
-            lines["sent"] = _line(list(sent), list(sent.values()))
+        uploads = _uploads(self.metrics.rows)
+        if len(uploads):
+            lines["sent"] = _line(list(uploads), list(uploads.values()))
         pace = {row["round"]: row.get("seconds") for row in self.timings.rows}
         clocked = {n: float(value) for n, value in pace.items() if isinstance(value, int | float)}
         if clocked:
@@ -224,51 +224,51 @@ class Followed:
         return {
             "lines": lines,
             "sites": sites,
-            "rows": [_row(each, sent, clocked) for each in self.metrics.rows[-SHOWN:]],
+            "rows": [_row(each, uploads, clocked) for each in self.metrics.rows[-LIMIT:]],
         }
 
 
 def _line(xs: Sequence[int], ys: Sequence[float]) -> dict[str, Any]:
-    kept = set(thinned(xs))
-    pairs = [(x, short(y)) for x, y in zip(xs, ys, strict=True) if x in kept]
+    subset = set(thinned(xs))
+    pairs = [(x, short(y)) for x, y in zip(xs, ys, strict=True) if x in subset]
     return {"x": [x for x, _ in pairs], "y": [y for _, y in pairs]}
 
 
-def _sent(rows: Iterable[Mapping[str, Any]]) -> dict[int, float]:
+def _uploads(rows: Iterable[Mapping[str, Any]]) -> dict[int, float]:
     """Return the megabytes that went up in each round: what left the clients."""
-    found, before = {}, 0
+    megabytes, before = {}, 0
     for row in rows:
         total = (row.get("cost") or {}).get("bytes_up")
         if isinstance(total, int):
-            found[row["round"]], before = (total - before) / 1e6, total
-    return found
+            megabytes[row["round"]], before = (total - before) / 1e6, total
+    return megabytes
 
 
-def _row(row: Mapping[str, Any], sent: Mapping[int, float], seconds: Mapping[int, float]) -> dict[str, Any]:
+def _row(row: Mapping[str, Any], uploads: Mapping[int, float], seconds: Mapping[int, float]) -> dict[str, Any]:
     """Return a line of the table: numbers, None where there is none."""
-    found: dict[str, Any] = {"round": row["round"]}
+    result: dict[str, Any] = {"round": row["round"]}
     for key, (part, name, factor) in QUANTITIES.items():
         value = (row.get(part) or {}).get(name) if isinstance(row.get(part), dict) else None
-        found[key] = short(value * factor) if isinstance(value, int | float) else None
+        result[key] = short(value * factor) if isinstance(value, int | float) else None
     cohort = row.get("cohort")
-    found["cohort"] = len(cohort) if isinstance(cohort, list) else None
-    found["sent"], found["seconds"] = sent.get(row["round"]), seconds.get(row["round"])
-    return found
+    result["cohort"] = len(cohort) if isinstance(cohort, list) else None
+    result["sent"], result["seconds"] = uploads.get(row["round"]), seconds.get(row["round"])
+    return result
 
 
 def folders(root: Path) -> list[tuple[Path, str]]:
     """Return the run folders at, below, or named by a folder, with short names, in their order."""
-    found: dict[Path, str] = {}
+    names: dict[Path, str] = {}
     facts = atomic_io.read_json(root / SWEEP) if (root / SWEEP).is_file() else None
     if facts is not None:
         for path, name in _of_sweep(root, facts):
-            found.setdefault(path.resolve(), name)
+            names.setdefault(path.resolve(), name)
     marks = [root / RUN] if (root / RUN).is_file() else []
     marks += sorted(root.glob(f"*/{RUN}")) + sorted(root.glob(f"*/*/{RUN}"))
     for mark in marks:
         where = mark.parent.relative_to(root).as_posix()
-        found.setdefault(mark.parent.resolve(), root.resolve().name if where == "." else where)
-    return list(found.items())
+        names.setdefault(mark.parent.resolve(), root.resolve().name if where == "." else where)
+    return list(names.items())
 
 
 def _of_sweep(root: Path, facts: Mapping[str, Any]) -> Iterable[tuple[Path, str]]:
@@ -293,16 +293,16 @@ class Follower:
         self.root = root
         self.runs: dict[Path, Followed] = {}
         self.left_out = 0
-        self._looked = 0.0
+        self._scan_time = 0.0
 
     def update(self, every: float = 3.0) -> None:
         """Read what is new in all runs; look for new ones every few seconds."""
         now = time.monotonic()
-        if not self.runs or now - self._looked > every:
-            self._looked = now
-            found = folders(self.root)
-            self.left_out = max(0, len(found) - MOST)
-            for path, name in found[:MOST]:
+        if not self.runs or now - self._scan_time > every:
+            self._scan_time = now
+            pairs = folders(self.root)
+            self.left_out = max(0, len(pairs) - MOST)
+            for path, name in pairs[:MOST]:
                 if path not in self.runs:
                     self.runs[path] = Followed(path, name)
         for run in self.runs.values():
@@ -320,7 +320,7 @@ class Follower:
 
 def ceiling_alarms(runs: Sequence[Followed], ceilings: set[str], floors: set[str]) -> list[Alarm]:
     """Return an alarm for each finished upper bound that ended below the labels alone, on the same data and seed."""
-    found = []
+    result = []
     for high in runs:
         for low in runs:
             if high.method not in ceilings or low.method not in floors or not (high.summary and low.summary):
@@ -333,8 +333,8 @@ def ceiling_alarms(runs: Sequence[Followed], ceilings: set[str], floors: set[str
                     f"{high.name}: all labels end at {100 * top:.1f} %, below labels only ({100 * bottom:.1f} %): "
                     "more rounds, or another learning rate, before anything is compared"
                 )
-                found.append(Alarm("ceiling", words))
-    return found
+                result.append(Alarm("ceiling", words))
+    return result
 
 
 def _last(summary: Mapping[str, Any] | None) -> float | None:

@@ -24,7 +24,7 @@ def guess(
     """Return a model's guesses of the images of a folder, a batch in memory at a time; `stop` ends it early."""
     probabilities = np.full((len(paths), len(model.classes)), np.nan)
     features: np.ndarray | None = None
-    for done, batch in enumerate(batches(model, folder, paths), start=1):
+    for number, batch in enumerate(batches(model, folder, paths), start=1):
         if stop():
             break
         if len(batch.rows):
@@ -33,5 +33,5 @@ def guess(
                 features = np.zeros((len(paths), vectors.shape[1]), np.float32)
             probabilities[batch.rows], features[batch.rows] = model.scaled(logits), vectors
         if progress is not None:
-            progress(min(done * model.batch, len(paths)), len(paths))
+            progress(min(number * model.batch, len(paths)), len(paths))
     return Guesses(probabilities, np.zeros((len(paths), 1), np.float32) if features is None else features)

@@ -18,7 +18,7 @@ class Guessing:
 
     def __init__(self, load: Callable[[], Model], folder: Path, paths: Sequence[str]) -> None:
         """Prepare to run the model that `load` returns; `start` begins."""
-        self.done, self.of = 0, len(paths)
+        self.count, self.of = 0, len(paths)
         self.result: Guesses | None = None
         self.classes: tuple[str, ...] = ()
         self.error = ""
@@ -35,8 +35,8 @@ class Guessing:
         self._thread.join()
 
     def _run(self, load: Callable[[], Model], folder: Path, paths: Sequence[str]) -> None:
-        def tell(done: int, of: int) -> None:
-            self.done = done
+        def tell(count: int, of: int) -> None:
+            self.count = count
 
         try:
             from halfmoon.pages.guesses import guess  # slow to import: it brings torch

@@ -90,10 +90,10 @@ def ranked(guesses: Guesses | None, classes: Sequence[str], book: Book, seed: in
 
     What has a label, or was found too hard to name, is left out.
     """
-    chosen = None if way == "random" else guesses
+    basis = None if way == "random" else guesses
     left = (book.labels < 0) & ~book.unsure
-    rows = order(chosen, own_labels(classes, book), left, seed, *([0] * (way == "unsure")))
-    return with_random(rows, random_order(left, seed)) if way == ORDERS[0] and chosen is not None else rows
+    rows = order(basis, own_labels(classes, book), left, seed, *([0] * (way == "unsure")))
+    return with_random(rows, random_order(left, seed)) if way == ORDERS[0] and basis is not None else rows
 
 
 def own_labels(classes: Sequence[str], book: Book) -> np.ndarray:
@@ -150,8 +150,8 @@ class Labeling(FolderPage):
             uncertainty = guesses.uncertainty[rows]
             far = novelty(guesses, own_labels(classes, self.book))[rows]
         values = np.round(np.nan_to_num(uncertainty), 6).tolist()
-        found = {"order": rows.tolist(), "uncertainty": values}
-        return found | {"rank": ranks(uncertainty).tolist(), "far": ranks(far).tolist()}
+        result = {"order": rows.tolist(), "uncertainty": values}
+        return result | {"rank": ranks(uncertainty).tolist(), "far": ranks(far).tolist()}
 
     def start(self, request: Request) -> dict[str, Any]:
         return (
@@ -170,7 +170,7 @@ class Labeling(FolderPage):
     def guess(self, request: Request) -> dict[str, Any]:
         """Return what the model would say of an image: only asked for where the person wants to see it."""
         row, (guesses, classes) = of_row(request, len(self.site)), self.guesses
-        if guesses is None or not guesses.known[row]:
+        if guesses is None or not guesses.mask[row]:
             return {"label": "", "probability": None}
         best = int(guesses.predicted[row])
         return {"label": classes[best], "probability": float(guesses.probabilities[row, best])}
@@ -178,15 +178,15 @@ class Labeling(FolderPage):
     def similar(self, request: Request) -> dict[str, Any]:
         """Return all rows, those whose features are nearest to an image's first: itself."""
         row, (guesses, _) = of_row(request, len(self.site)), self.guesses
-        if guesses is None or not guesses.known[row]:
+        if guesses is None or not guesses.mask[row]:
             raise UserError("Similar images need a model's features of this image: train first.")
         return {"rows": nearest(guesses, row).tolist()}
 
     def train(self, request: Request) -> dict[str, Any]:
         """Train on what is labeled now, in the background."""
         self.book.refresh()
-        drawn = drawn_at_random(self.book.labels, self.book.unsure, self.options.seed)
-        self.training.begin(self.book.labels, self.book.classes, drawn)
+        mask = drawn_at_random(self.book.labels, self.book.unsure, self.options.seed)
+        self.training.begin(self.book.labels, self.book.classes, mask)
         return self.facts(None)
 
     def answer(self, request: Request) -> dict[str, Any]:
@@ -198,10 +198,10 @@ class Labeling(FolderPage):
     def answers(self, request: Request) -> dict[str, Any]:
         """Write the answers to many images, all or none: `said` has [row, label, the label that was seen] of each."""
         message = body(request)
-        said = message.get("said")
-        if not isinstance(said, list) or not all(isinstance(each, list) and len(each) == 3 for each in said):
+        entries = message.get("said")
+        if not isinstance(entries, list) or not all(isinstance(each, list) and len(each) == 3 for each in entries):
             raise UserError("said is no list of [row, label, seen].")
-        named: list[dict[str, Any]] = [dict(zip(("row", "label", "seen"), each, strict=True)) for each in said]
+        named: list[dict[str, Any]] = [dict(zip(("row", "label", "seen"), each, strict=True)) for each in entries]
         many = [(of_row(each, len(self.site)), words(each, "label"), words(each, "seen")) for each in named]
         self.book.answers_of(many, self._by(message))
         return self.facts(message.get("since"))

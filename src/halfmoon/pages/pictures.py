@@ -182,26 +182,26 @@ class Pictures:
     def get(self, path: str, small: bool) -> Picture:
         """Return a picture; raise UserError if the image cannot be read, `Busy` if too many are waited for."""
         key = (path, small)
-        if (found := self._from_cache(key)) is not None:
-            return found
-        kept = self._kept(path) if small else None
-        if kept is not None and (data := atomic_io.read(kept)):
+        if (image := self._from_cache(key)) is not None:
+            return image
+        thumbnail = self._thumbnail(path) if small else None
+        if thumbnail is not None and (data := atomic_io.read(thumbnail)):
             return self._cache(key, Picture(data))
         if not is_large(self.folder / path, path):
-            return self._decoded(key, kept)
+            return self._decoded(key, thumbnail)
         with self._lock:
             if key not in self._waiting and len(self._waiting) >= QUEUE:
                 raise Busy(f"{path}: too many large images are requested at once; load the page again.")
             self._waiting[key] += 1
         try:
             with self._turn:
-                return self._from_cache(key) or self._decoded(key, kept)
+                return self._from_cache(key) or self._decoded(key, thumbnail)
         finally:
             with self._lock:
                 self._waiting[key] -= 1
                 self._waiting += Counter()  # without those that nobody waits for
 
-    def _kept(self, path: str) -> Path | None:
+    def _thumbnail(self, path: str) -> Path | None:
         """Return where a file's small picture is kept, None where it is not worth it."""
         try:
             facts = (self.folder / path).stat()
@@ -217,22 +217,22 @@ class Pictures:
                 self._cached.move_to_end(key)
             return self._cached.get(key)
 
-    def _decoded(self, key: tuple[str, bool], kept: Path | None) -> Picture:
+    def _decoded(self, key: tuple[str, bool], thumbnail: Path | None) -> Picture:
         path, small = key
-        made = picture(self.folder / path, path, small, self.window)
-        if kept is not None:
+        image = picture(self.folder / path, path, small, self.window)
+        if thumbnail is not None:
             with suppress(OSError):  # a folder that cannot be written is shown all the same
-                kept.parent.mkdir(parents=True, exist_ok=True)
-                part = kept.with_name(f".{kept.name}-{os.getpid()}-{threading.get_ident()}")
-                part.write_bytes(made.data)
-                os.replace(part, kept)
-        return self._cache(key, made)
+                thumbnail.parent.mkdir(parents=True, exist_ok=True)
+                part = thumbnail.with_name(f".{thumbnail.name}-{os.getpid()}-{threading.get_ident()}")
+                part.write_bytes(image.data)
+                os.replace(part, thumbnail)
+        return self._cache(key, image)
 
-    def _cache(self, key: tuple[str, bool], made: Picture) -> Picture:
+    def _cache(self, key: tuple[str, bool], image: Picture) -> Picture:
         with self._lock:
             if key not in self._cached:
-                self._cached[key] = made
-                self.bytes += len(made.data)
+                self._cached[key] = image
+                self.bytes += len(image.data)
             while self.bytes > CACHE_BYTES and len(self._cached) > 1:
                 self.bytes -= len(self._cached.popitem(last=False)[1].data)
-        return made
+        return image

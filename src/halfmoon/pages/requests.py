@@ -59,12 +59,12 @@ def picture_of(request: Request, pictures: Pictures, paths: Sequence[str]) -> Re
 
     row = of_row(request, len(paths))
     try:
-        found = pictures.get(paths[row], request.query_params.get("small") == "1")
+        image = pictures.get(paths[row], request.query_params.get("small") == "1")
     except Busy as error:
         return PlainTextResponse(str(error), 503, {"retry-after": "2"})
     except UserError as error:
         return PlainTextResponse(str(error), 415)
     headers = {"cache-control": "private, max-age=3600"}
-    if found.grays is not None:
-        headers["x-grays"] = json.dumps(found.grays)
-    return Response(found.data, media_type=found.kind, headers=headers)
+    if image.grays is not None:
+        headers["x-grays"] = json.dumps(image.grays)
+    return Response(image.data, media_type=image.kind, headers=headers)

@@ -72,7 +72,7 @@ class Review(FolderPage):
         order = np.argsort(-values, axis=1, kind="stable")[:, :2]
         top = np.take_along_axis(values, order, 1)
         own = np.array([self.book.classes.index(name) for name in self.guessing.classes])
-        predicted = np.where(guesses.known, own[order[:, 0]], -1)
+        predicted = np.where(guesses.mask, own[order[:, 0]], -1)
         return {
             "predicted": predicted.tolist(),
             "probability": np.round(top[:, 0], 6).tolist(),
@@ -89,7 +89,7 @@ class Review(FolderPage):
         names = self.guessing.classes
         number = np.array([names.index(name) if name in names else -1 for name in self.book.classes] + [-1])
         truth = number[self.book.labels]
-        rows = np.flatnonzero((truth >= 0) & guesses.known)
+        rows = np.flatnonzero((truth >= 0) & guesses.mask)
         if not len(rows):
             return {"images": 0}
         return scores(truth[rows], guesses.predicted[rows], guesses.probabilities[rows].max(1), classes=names)

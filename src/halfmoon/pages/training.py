@@ -32,7 +32,7 @@ class Trained:
     classes: tuple[str, ...]
 
 
-def work(pipe: Connection, folder: Path, paths: Sequence[str]) -> None:
+def serve(pipe: Connection, folder: Path, paths: Sequence[str]) -> None:
     """Answer (labels, classes, drawn at random) by (step, done, of) as it goes, by `Trained`, and at its end by a point
     of the curve (a dict, empty with too few labels) or by a sentence; features stay in memory."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the page
@@ -42,13 +42,13 @@ def work(pipe: Connection, folder: Path, paths: Sequence[str]) -> None:
 
     torch.set_num_threads(1)  # images, and splits, are computed side by side
 
-    def tell(step: str, done: int, of: int) -> None:
-        pipe.send((step, done, of))
+    def tell(step: str, count: int, of: int) -> None:
+        pipe.send((step, count, of))
 
     own = None
     with suppress(EOFError):
         while True:
-            labels, classes, drawn = pipe.recv()
+            labels, classes, mask = pipe.recv()
             try:
                 own = own or own_labels.folder_features(folder, paths, tell)
                 head = own_labels.problem(own, labels, classes)
@@ -57,7 +57,7 @@ def work(pipe: Connection, folder: Path, paths: Sequence[str]) -> None:
                 features = np.zeros((len(paths), values[1].shape[1]), np.float32)
                 probabilities[own.rows], features[own.rows] = values
                 pipe.send(Trained(Guesses(probabilities, features), head.classes))
-                point = head.cross_validate(tell, drawn[own.rows])
+                point = head.cross_validate(tell, mask[own.rows])
                 pipe.send({**point._asdict(), "advice": point.advice} if point else {})
             except Exception as error:
                 pipe.send(str(error) if isinstance(error, UserError) else f"The training failed: {one_line(error)}.")
@@ -78,15 +78,15 @@ class Training:
         self._process: Any = None
         self._pipe: Any = None
         self._began = self._ends = 0.0
-        self._judged = True
+        self._has_point = True
 
-    def begin(self, labels: np.ndarray, classes: Sequence[str], drawn: np.ndarray) -> None:
-        """Train in the background, and judge by those labels that were `drawn` at random, bool (N,).
+    def begin(self, labels: np.ndarray, classes: Sequence[str], mask: np.ndarray) -> None:
+        """Train in the background, and judge by those labels that `mask`, bool (N,), says were drawn at random.
 
         Raise UserError where a training is running, or the network is not installed."""
-        known = np.unique(labels[labels >= 0])
-        if len(known) < 2:
-            only = f"All labels are {classes[known[0]]!r}: label images of another class too" if len(known) else ""
+        ids = np.unique(labels[labels >= 0])
+        if len(ids) < 2:
+            only = f"All labels are {classes[ids[0]]!r}: label images of another class too" if len(ids) else ""
             raise UserError(f"{only or 'No image has a label yet: label a few of every class'}, then train.")
         if not installed(NETWORK):
             raise UserError(f"Training needs the pretrained network: {install('pretrained')}.")
@@ -97,22 +97,22 @@ class Training:
         if self._process is None or not self._process.is_alive():
             context = multiprocessing.get_context("spawn")
             self._pipe, other = context.Pipe()
-            self._process = context.Process(target=work, args=(other, self.folder, self.paths), daemon=True)
+            self._process = context.Process(target=serve, args=(other, self.folder, self.paths), daemon=True)
             self._process.start()
             other.close()  # so that its end is seen
-        self._pipe.send((labels, list(classes), drawn))
+        self._pipe.send((labels, list(classes), mask))
         threading.Thread(target=self._follow, daemon=True).start()
 
     def _follow(self) -> None:
         """Take what the process says until it is done, or dead."""
         message: Any = "The training was ended before it was done: train again."
         with suppress(EOFError, OSError):
-            while not isinstance(found := self._pipe.recv(), (str, dict)):
-                if isinstance(found, Trained):
-                    self.result, self.count = found, self.count + 1
+            while not isinstance(reply := self._pipe.recv(), (str, dict)):
+                if isinstance(reply, Trained):
+                    self.result, self.count = reply, self.count + 1
                 else:
-                    self._tell(found)
-            message = found
+                    self._tell(reply)
+            message = reply
         if isinstance(message, str):
             self.error = message
         elif message:
@@ -120,14 +120,14 @@ class Training:
             with suppress(OSError):  # a folder that cannot be written shows the curve as long as the page is open
                 self._file.parent.mkdir(exist_ok=True)
                 atomic_io.append(self._file, atomic_io.render(message))
-        self._judged = bool(message)
+        self._has_point = bool(message)
         self.progress = None
 
     def _tell(self, progress: tuple[str, int, int]) -> None:
-        now, (step, done, of) = time.monotonic(), progress
+        now, (step, count, of) = time.monotonic(), progress
         if self.progress is None or step != self.progress[0]:
             self._began = now
-        self._ends = now + (now - self._began) / done * (of - done) if done else 0.0
+        self._ends = now + (now - self._began) / count * (of - count) if count else 0.0
         self.progress = progress
 
     def facts(self) -> dict[str, Any]:
@@ -138,13 +138,13 @@ class Training:
     def words(self) -> str:
         """Say how far a training is, or what the last one found."""
         if (progress := self.progress) is not None:
-            step, done, of = progress
+            step, count, of = progress
             left = max(0, round(self._ends - time.monotonic()))
-            time_left = f", {left // 60}:{left % 60:02} left" if done else ""
-            return f"{step}: {done:,} of {of:,}{time_left}" if of else "starting"
+            time_left = f", {left // 60}:{left % 60:02} left" if count else ""
+            return f"{step}: {count:,} of {of:,}{time_left}" if of else "starting"
         if self.error or not (self.points or self.result):
             return self.error
-        if not self._judged:
+        if not self._has_point:
             return "Trained. Two labels of one class, or more, are needed to judge it."
         point = self.points[-1]
         ends = f"95 %: {point['low']:.0f} to {point['high']:.0f}"

@@ -71,7 +71,7 @@ class Watching:
                 fact["title"] = self._titles.get(run.method, fact["title"])
                 fact["look"] = as_json(styles[names[number]])
                 if have.get(str(number)) != str(run.version):
-                    fact |= run.drawn()
+                    fact |= run.plot()
                 facts.append(fact)
             rows = next((run.metrics.rows for run in runs if run.path == self.root.resolve()), ())
             bounds = ceiling_alarms(runs, self._ceilings, self._floors)
@@ -93,16 +93,16 @@ def variants(runs: Sequence[Followed]) -> list[str]:
 
     Runs that differ in their seed alone are drawn alike: a method keeps its look.
     """
-    seen: dict[str, list[str]] = {}
-    found = []
+    by_method: dict[str, list[str]] = {}
+    names = []
     for each in runs:
         own = repr(sorted((key, str(value)) for key, value in each.options.items() if key not in ("seed", "run_dir")))
-        kinds = seen.setdefault(each.method, [])
+        kinds = by_method.setdefault(each.method, [])
         if own not in kinds:
             kinds.append(own)
         number = kinds.index(own)
-        found.append(f"{each.method} ({number + 1})" if number else each.method)
-    return found
+        names.append(f"{each.method} ({number + 1})" if number else each.method)
+    return names
 
 
 def run(root: Path, port: int | None, browser: bool, say: Callable[[str], None]) -> None:

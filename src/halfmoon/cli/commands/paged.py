@@ -135,7 +135,7 @@ def _list(args: argparse.Namespace, count: int, seed: int, site: Any, load: Any)
     facts: list[dict[str, Any]] = [{"path": site.paths[row]} for row in rows]
     if guesses is not None:
         for row, fact, place in zip(rows, facts, rank, strict=False):
-            guess_exists = bool(guesses.known[row])
+            guess_exists = bool(guesses.mask[row])
             fact["predicted"] = names[guesses.predicted[row]] if guess_exists else None
             fact["uncertainty"] = float(guesses.uncertainty[row]) if guess_exists else None
             fact["uncertainty_rank"] = place or None
