@@ -93,8 +93,9 @@ def _apart(part: str, scores: Tensor, long: Tensor | None = None) -> dict[int, d
 
 def agreement(square: Tensor) -> Tensor:
     """Return of each client the median of its cosines with the others (k,), from their inner products (k, k)."""
-    k = len(square)
-    others = _cosines(square).flatten()[1:].view(k - 1, k + 1)[:, :-1].reshape(k, k - 1)
+    k, norms = len(square), square.diagonal().sqrt()
+    cosines = square / (norms[:, None] * norms[None, :]).clamp_min(TINY)
+    others = cosines.flatten()[1:].view(k - 1, k + 1)[:, :-1].reshape(k, k - 1)
     return median(others.T)
 
 
@@ -106,11 +107,6 @@ def alignment(square: Tensor) -> Tensor:
     rest = torch.cat([(1 - torch.eye(k, dtype=inner.dtype)) / (k - 1), torch.ones(k, 1, dtype=inner.dtype)], 1)
     lengths = (rest @ inner @ rest.T).diagonal().clamp_min(0).sqrt()
     return (rest @ inner).diagonal() / lengths.clamp_min(TINY)
-
-
-def _cosines(square: Tensor) -> Tensor:
-    norms = square.diagonal().sqrt()
-    return square / (norms[:, None] * norms[None, :]).clamp_min(TINY)
 
 
 def gram(leaves: Sequence[Tensor]) -> Tensor:

@@ -70,7 +70,8 @@ class Steps:
         down, each = _sorted(self.down), _sorted(self.each)
         program = _program(self.client_update, self.together, (down, each, _sorted(carry), batch))
         if isinstance(program, Program):
-            numbers = batch.x.new_tensor(_numbers(self.client_update))
+            task = self.client_update.task
+            numbers = batch.x.new_tensor([task.optimizer.lr, task.round, task.rate])
             self._program, self._inputs = program, [numbers, *program.layout.leaves((down, each))]
         else:
             self._program, self.compiled = None, False
@@ -117,10 +118,6 @@ def _step(
         return client_update.step({**down, **private}, carry, batch)
 
     return lifted(one)(each, carry, batch)
-
-
-def _numbers(client_update: ClientUpdate) -> list[Any]:
-    return [client_update.task.optimizer.lr, client_update.task.round, client_update.task.rate]
 
 
 def _with_numbers(client_update: ClientUpdate, lr: Any, round: Any, rate: Any) -> ClientUpdate:

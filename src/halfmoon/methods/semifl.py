@@ -299,7 +299,8 @@ class Mixing(LabeledOnce):
             pseudo, state = Pseudo(*(carry[name][batch.u_rows] for name in ("label", "confidence", "weight"))), {}
             labels = [carry["label"][at] for at in rows]
         else:
-            guesses = [self._guess(params, down, carry, images, batch.u_real) for images in weak]
+            teacher = [teacher_logits(self.task, params, down["stats"], images, batch.u_real) for images in weak]
+            guesses = [self._predicted(each, carry.get("prior")) for each in teacher]
             pseudo, state = o.rule.pseudo_label(guesses[0], batch.u_rows, carry["thresholds"], batch.u_real)
             labels = [pseudo.label, *(each.argmax(-1) for each in guesses[1:])]
         used = padding.mask(pseudo.weight.to(batch.x.dtype), batch.u_real)
@@ -326,10 +327,6 @@ class Mixing(LabeledOnce):
         at = torch.where(sure, torch.arange(len(sure), device=sure.device), sure.int().argmax())
         labeled = torch.ones_like(batch.y, dtype=torch.bool) if batch.x_real is None else batch.x_real
         return (labeled, *[sure] * len(taught)), [images[at] for images in taught]
-
-    def _guess(self, params: Tree, down: Tree, carry: Tree, images: Tensor, real: Tensor | None) -> Tensor:
-        """Return the predictions (b, classes) that label a step, under the task's `labeling` statistics."""
-        return self._predicted(teacher_logits(self.task, params, down["stats"], images, real), carry.get("prior"))
 
     def _predicted(self, guess: Tensor, expected: Tensor | None) -> Tensor:
         """Return the predictions of logits (b, classes), debiased where that is wanted."""
