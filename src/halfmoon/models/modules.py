@@ -247,10 +247,7 @@ def blank(network: ModuleNetwork) -> nn.Module:
 
 
 def represents(network: Network, model: Tree) -> Callable[[Tensor], Tensor]:
-    """Return what gives the features (B, F) that `network.represent` gives under this model, sooner for a module.
-
-    Its batch normalizations right behind a convolution become part of that: equal but for rounding.
-    """
+    """Return what gives the features (B, F) of `network.represent`; a module's convolutions take in normalizations."""
     if not isinstance(network, ModuleNetwork) or network.head is None:
         return lambda x: network.represent(model["params"], model["stats"], x)[1]
     module, leaves = blank(network).eval().requires_grad_(False), tree.flatten(model)

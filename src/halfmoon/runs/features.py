@@ -32,6 +32,7 @@ from halfmoon.models.network import Normalize
 from halfmoon.runs.pools import keep_memory, processors
 
 Progress = Callable[[int, int], None]
+Chunk = Callable[[int], tuple[int, np.ndarray]]
 
 CHUNK = 16
 """Images that pass the backbone together, always as many: more exceed a processor's cache, fewer round otherwise."""
@@ -58,10 +59,7 @@ class CachedView:
 
 
 def cached_views(used: Sequence[str], labeled: str = "labeled") -> Views:
-    """Return the recipes that take the `used` cached views in the place of those that draw new ones.
-
-    `labeled` names the one of labeled images; where that is not used, they have the plain view.
-    """
+    """Return the recipes that take the `used` cached views, for labeled images that one, or plain ones without it."""
     views: dict[str, View] = {"plain": CachedView(0, 1)}
     first = 1
     for name in used:
@@ -133,26 +131,22 @@ def features(
         digest.update(part.contiguous().cpu().numpy().tobytes())
     path = folder / f"{digest.hexdigest()[:32]}.npy"
     if not path.is_file():
-        _write(path, head, images, recipes, normalize, progress)
+        _write(path, _chunks(head, images, recipes, normalize), len(images), progress)
     os.utime(path)
     values = torch.from_numpy(np.load(path, mmap_mode="c", allow_pickle=False))
     return Examples(values.to(images.device), examples.labels)
 
 
-def _write(
-    path: Path, head: FeatureHead, images: Tensor, recipes: Mapping[str, View], normalize: Normalize, progress: Progress
-) -> None:
+def _write(path: Path, chunk: Chunk, count: int, progress: Progress) -> None:
     """Write the features of all images, chunk by chunk on all processors; the bytes do not depend on how many."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    chunk = _chunks(head, images, recipes, normalize)
-    starts = range(0, len(images), CHUNK)
     _, first = chunk(0)
     partial = path.with_name(f".{path.name}-{os.getpid()}")
-    out = np.lib.format.open_memmap(partial, "w+", np.float16, (len(images), *first.shape[1:]))
+    out = np.lib.format.open_memmap(partial, "w+", np.float16, (count, *first.shape[1:]))
     with ThreadPoolExecutor(len(processors())) as pool:
-        for number, (start, values) in enumerate(pool.map(chunk, starts), start=1):
+        for number, (start, values) in enumerate(pool.map(chunk, range(0, count, CHUNK)), start=1):
             out[start : start + CHUNK] = values
-            progress(min(len(images), number * CHUNK), len(images))
+            progress(min(count, number * CHUNK), count)
     out.flush()
     os.replace(partial, path)
     trim(path.parent, path.stem)
@@ -172,9 +166,7 @@ def seconds(head: FeatureHead, images: Tensor, normalize: Normalize) -> float:
     return (time.perf_counter() - began) / len(images)
 
 
-def _chunks(
-    head: FeatureHead, images: Tensor, recipes: Mapping[str, View], normalize: Normalize
-) -> Callable[[int], tuple[int, np.ndarray]]:
+def _chunks(head: FeatureHead, images: Tensor, recipes: Mapping[str, View], normalize: Normalize) -> Chunk:
     """Return what gives the features (n, views, 1, F) of the `CHUNK` images from a row on, and that row."""
     keep_memory()
     represent = represents(*head.whole(head.init(torch.Generator().manual_seed(0))))
@@ -188,10 +180,8 @@ def _chunks(
         with torch.no_grad():
             for view, recipe in recipes.items():
                 draws = [recipe.draw(1, shape, rng.generator(0, "features", view, name)) for name in names]
-                x = recipe.apply(
-                    pixels, {each: torch.cat([own[each] for own in draws]) for each in draws[0]}, normalize
-                )
-                parts.append(represent(x))
+                drawn = {each: torch.cat([own[each] for own in draws]) for each in draws[0]}
+                parts.append(represent(recipe.apply(pixels, drawn, normalize)))
         return start, torch.stack(parts, 1)[: len(images) - start, :, None].half().cpu().numpy()
 
     return chunk
