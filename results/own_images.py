@@ -21,6 +21,7 @@ def main() -> None:
     parser.add_argument("--data-dir", type=Path, required=True)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--images", type=int, default=3000)
+    parser.add_argument("--parts", action="store_true", help="every fifth in test/CLASS, the others in train/CLASS")
     options = parser.parse_args()
     source = halfmoon.load_data("cifar10", options.data_dir)
     left = {name: options.images // len(source.classes) for name in source.classes}
@@ -29,7 +30,8 @@ def main() -> None:
         if not left[name]:
             continue
         left[name] -= 1
-        path = options.out / name / f"{number:05}.jpg"
+        part = options.out / ("train" if left[name] % 5 else "test") if options.parts else options.out
+        path = part / name / f"{number:05}.jpg"
         path.parent.mkdir(parents=True, exist_ok=True)
         Image.fromarray(pixels).resize((SIDE, SIDE), Image.Resampling.BICUBIC).save(path, quality=QUALITY)
 
