@@ -180,8 +180,8 @@ def _chunks(head: FeatureHead, images: Tensor, recipes: Mapping[str, View], norm
         with torch.no_grad():
             for view, recipe in recipes.items():
                 draws = [recipe.draw(1, shape, rng.generator(0, "features", view, name)) for name in names]
-                drawn = {each: torch.cat([own[each] for own in draws]) for each in draws[0]}
-                parts.append(represent(recipe.apply(pixels, drawn, normalize)))
+                numbers = {each: torch.cat([own[each] for own in draws]) for each in draws[0]}
+                parts.append(represent(recipe.apply(pixels, numbers, normalize)))
         return start, torch.stack(parts, 1)[: len(images) - start, :, None].half().cpu().numpy()
 
     return chunk
