@@ -55,6 +55,7 @@ SMALLEST: dict[str, Small] = {
     "calibration": ("{data}/pneumonia_mnist {run}", {}),
     "client_store": ("--clients 8 --width 4 --cap-mib 1 --cohort 2 --rounds 1", {}),
     "compiled_step": ("--methods fedavg --scenes small-loop --turns 1", {}),
+    "convergence": ("--out {out}/convergence", {"HORIZONS": (1, 2, 3), "SEEDS": (0, 1), "LOOKS": 1}),
     "cores": ("--cohort 2 --steps 1 --turns 1 --cores 2", {}),
     "coverage": ("--trials 2 --out {out}/coverage.md", {"SPLITS": (3,), "IMAGES": (20,)}),
     "damaged_federations": ("--places 1", {}),
