@@ -71,7 +71,7 @@ SMALLEST: dict[str, Small] = {
         "--rounds 3 --steps 1 --out {out}/cost",
         {"MODELS": {"small, width 16": ("small", 4), "ResNet-9, width 16": None}, "SITES": 2},
     ),
-    "federation_faults": ("--only undisturbed --out {out}/faults", {"OPTIONS": {"rounds": 2, "steps": 2}}),
+    "federation_faults": ("--only undisturbed --out {out}/faults", {"OPTIONS": {"steps": 2}}),
     "federation_link": (
         "--turns 1 --out {out}/link",
         {
