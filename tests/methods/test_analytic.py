@@ -137,7 +137,7 @@ def solved(method: RidgeHead, name: str, rounds: int, cohort: int | None = None)
     return play(method, simulation, begin(method, shared), range(rounds))[-1].server["head"]
 
 
-SPLITS = ("1", "2", "10", "50", "1000", "class", "classes", "some", "server", "sizes")
+SPLITS = ("1", "2", "10", "200", "class", "classes", "some", "server", "sizes")
 
 
 @pytest.mark.parametrize("name", SPLITS)
@@ -173,7 +173,8 @@ def test_derivatives_of_a_centered_head_on_features() -> None:
 @pytest.mark.parametrize("method", ["ridge-head", "mixture-head"])
 @pytest.mark.parametrize("cached", [False, True])
 def test_a_run_solves_the_head(method: str, cached: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The accuracy rises above chance, with features cached or not, and the whole model is saved."""
+    """The accuracy rises above chance, with features cached or not, and the whole model is saved. With features it is
+    the same under a mask; without, under noise, whose budget only rounds that release sums spend."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     config = Config(
         method="fedavg", network=f"{__name__}:make", rounds=1, data_share=0.3, clients=3, cohort=3, steps=1,
@@ -188,9 +189,11 @@ def test_a_run_solves_the_head(method: str, cached: bool, tmp_path: Path, monkey
         halfmoon.run(replace(config, features=False, run_dir=tmp_path / "other"))
     plain = load_file(tmp_path / "run" / "model.safetensors")["params/head/weight"]
     guarded = replace(config, tune="head", secure_aggregation=True, run_dir=tmp_path / "masked")
-    halfmoon.run(guarded)
-    masked = load_file(tmp_path / "masked" / "model.safetensors")["params/head/weight"]
-    torch.testing.assert_close(masked, plain, rtol=1e-4, atol=1e-4)
+    if cached:
+        halfmoon.run(guarded)
+        masked = load_file(tmp_path / "masked" / "model.safetensors")["params/head/weight"]
+        torch.testing.assert_close(masked, plain, rtol=1e-4, atol=1e-4)
+        return
     halfmoon.run(replace(guarded, dp_clip=1e4, dp_noise=1e-8, run_dir=tmp_path / "noised"))
     noised = load_file(tmp_path / "noised" / "model.safetensors")["params/head/weight"]
     torch.testing.assert_close(noised, plain, rtol=1e-2, atol=1e-2)
