@@ -1,4 +1,4 @@
-"""A hundred images are labeled through a real browser with every control of the page, and trained on on the way."""
+"""Sixty images are labeled through a real browser with every control of the page, and trained on on the way."""
 
 import multiprocessing
 from collections.abc import Iterator
@@ -18,7 +18,7 @@ from halfmoon.sites.folders import read
 from halfmoon.sites.folders.labels import NOTES, UNSURE, labels
 
 pytestmark = needs_browser
-COUNT, WANTED = 150, 100
+COUNT, WANTED = 100, 60
 SHIFT, CONTROL, ENTER, ESCAPE, DOWN = "\ue008", "\ue009", "\ue007", "\ue00c", "\ue015"
 
 
@@ -73,7 +73,7 @@ def session(tmp_path: Path) -> Iterator[Session]:
     page.training.stop()
 
 
-def test_a_hundred_images_with_every_control(session: Session) -> None:
+def test_sixty_images_with_every_control(session: Session) -> None:
     browser, truth = session.browser, session.truth
     session["train"].click()
     until(lambda: session["notice"].text == "No image has a label yet: label a few of every class, then train.")
@@ -90,7 +90,7 @@ def test_a_hundred_images_with_every_control(session: Session) -> None:
     until(lambda: session["trained"].text == "The training was ended before it was done: train again.")
     Select(session["way"]).select_by_value("unsure")
     until(lambda: "rank 1 of" in session["rank"].text)
-    session.label(40)
+    session.label(30)
     press(browser, "m")
     assert until(lambda: session["suggestion"].text).startswith("The model says ")
     press(browser, "z", "z", "c", DOWN)
@@ -141,5 +141,5 @@ def test_a_hundred_images_with_every_control(session: Session) -> None:
     session.train()
     until(lambda: "splits of the cross-validation" in session["trained"].text, 60)
     until(lambda: len(browser.find_elements("css selector", "#curve .marker")) == 1, 150)
-    assert session["trained"].text.startswith("100 labels: ")
+    assert session["trained"].text.startswith(f"{WANTED} labels: ")
     assert [row for row in browser.get_log("browser") if " 422 " not in row["message"]] == []
