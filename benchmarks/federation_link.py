@@ -61,7 +61,7 @@ LOOPBACK = {
 }
 SLOW = {
     "small, 20 steps": Scene("small", 16, 20, 6, slow=True),
-    "ResNet-9, 20 steps": Scene("resnet9", 16, 20, 3, slow=True),
+    "ResNet-9, 20 steps": Scene("resnet9", 16, 20, 2, slow=True),
 }
 
 
@@ -101,25 +101,22 @@ class Proxy:
             return
         await asyncio.gather(self.up.carry(reader, back), self.down.carry(there, writer))
 
-    async def _serve(self) -> None:
-        async with await asyncio.start_server(self._connect, "127.0.0.1", self.port) as server:
-            await server.serve_forever()
+    async def _serve(self, started: list[Any]) -> None:
+        over = asyncio.Event()
+        async with await asyncio.start_server(self._connect, "127.0.0.1", self.port):
+            started += [asyncio.get_running_loop(), over]
+            await over.wait()
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        loop = asyncio.new_event_loop()
-        work = loop.create_task(self._serve())
-
-        def run() -> None:
-            with suppress(asyncio.CancelledError):
-                loop.run_until_complete(work)
-
-        thread = threading.Thread(target=run, daemon=True)
+        started: list[Any] = []
+        thread = threading.Thread(target=lambda: asyncio.run(self._serve(started)), daemon=True)
         thread.start()
         try:
             yield
         finally:
-            loop.call_soon_threadsafe(work.cancel)
+            loop, over = started
+            loop.call_soon_threadsafe(over.set)
             thread.join(10)
 
 

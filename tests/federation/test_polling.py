@@ -1,8 +1,10 @@
 """A site that has just answered asks again soon; one that has nothing to do asks as seldom as Flower's own program."""
 
+import threading
 import time
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 
@@ -10,10 +12,12 @@ pytest.importorskip("flwr")
 
 from flwr.app import Message
 from flwr.common.serde import message_to_proto
-from flwr.proto.message_pb2 import PullObjectResponse
+from flwr.proto.fleet_pb2 import RegisterNodeFleetResponse
+from flwr.proto.message_pb2 import PullObjectResponse, PushObjectResponse
 from flwr.proto.runtime_pb2 import PullAppMessagesResponse
 from flwr.supercore.inflatable.inflatable_utils import ObjectUnavailableError
 from flwr.superlink.grid import http_grid
+from flwr.supernode import fleet_http_connection
 
 from halfmoon.federation.flower import internals
 from halfmoon.federation.flower.link import GridPost, unwrapped, wrapped
@@ -87,3 +91,38 @@ def test_a_server_fetches_an_answer_whose_objects_are_under_way_without_flowers_
     replies = list(GridPost(grid).collect(["asked"]))
     assert [reply.data for reply in replies] == [b"model"]
     assert time.monotonic() - start < 0.6
+
+
+class Slow(BaseHTTPRequestHandler):
+    """A SuperLink over a link so slow that an object of 1 MiB takes a second, and that has nothing to say."""
+
+    calls: ClassVar[list[str]] = []
+
+    def do_POST(self) -> None:
+        size = int(self.headers["content-length"])
+        self.rfile.read(size)
+        self.calls.append(self.path)
+        time.sleep(size / 2**20)
+        answers = {"/v1/fleet/push-object": PushObjectResponse(stored=True)}
+        self.send_response(200)
+        body = answers.get(self.path, RegisterNodeFleetResponse(node_id=7)).SerializeToString()
+        self.send_header("content-length", str(len(body)))
+        self.send_header("content-type", "application/protobuf")
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, format: str, *args: Any) -> None:
+        pass
+
+
+def test_an_answer_over_a_slow_link_is_sent_once(monkeypatch: pytest.MonkeyPatch):
+    """Flower's client sends a request that takes longer than 30 s again, and again: here it is half a second."""
+    monkeypatch.setattr(internals, "ANSWER", 0.5)
+    monkeypatch.setattr(internals, "SLOWEST", 2**18)
+    monkeypatch.setattr(fleet_http_connection, "FleetHttpClient", vars(fleet_http_connection)["FleetHttpClient"])
+    with ThreadingHTTPServer(("127.0.0.1", 0), Slow) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        with internals.fleet(f"127.0.0.1:{server.server_port}", None, None) as fleet:
+            fleet._push_object(1, "session", "a" * 64, bytes(2**20))
+        server.shutdown()
+    assert Slow.calls.count("/v1/fleet/push-object") == 1

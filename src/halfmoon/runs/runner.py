@@ -126,10 +126,7 @@ def compare(
 
 
 def resume(
-    root: Path,
-    watch: Callback = NULL_CALLBACK,
-    method: outside.OwnMethod | None = None,
-    shared: Problem | None = None,
+    root: Path, watch: Callback = NULL_CALLBACK, method: outside.OwnMethod | None = None, shared: Problem | None = None
 ) -> RunResult:
     """Go on with a run or a comparison where it was left; what is finished is neither played nor loaded again.
 
@@ -245,11 +242,7 @@ def _alone(config: Config, name: str, reference: str, **changes: Any) -> Config:
 
 
 def _shared(
-    jobs: Sequence[Job],
-    split: Split | None,
-    watch: Callback,
-    seat: Seat | None = None,
-    shared: Problem | None = None,
+    jobs: Sequence[Job], split: Split | None, watch: Callback, seat: Seat | None = None, shared: Problem | None = None
 ) -> Problem:
     """Return what all jobs share; raise `UserError`, before anything is written, where a job cannot work on it."""
     if shared is None:

@@ -72,11 +72,7 @@ class Decision:
 
 
 def decide(
-    ours: Sequence[float],
-    base: Sequence[float],
-    overlap: float,
-    labels: int,
-    words: tuple[str, str, str] = UNLABELED,
+    ours: Sequence[float], base: Sequence[float], overlap: float, labels: int, words: tuple[str, str, str] = UNLABELED
 ) -> Decision:
     """Judge accuracies in percent of two methods on the same splits, tested on `labels` different images in all.
 

@@ -25,6 +25,8 @@ VERSIONS = ("1.41.0", "1.42.0")
 
 NAMES: Mapping[str, tuple[str, ...]] = {
     "flwr.supernode.fleet_http_connection:http_request_response": (),
+    "flwr.supernode.fleet_http_client:FleetHttpClient": ("_unary_unary",),
+    "flwr.supernode.fleet_http_connection:FleetHttpClient": (),
     "flwr.app.message:remove_content_from_message": (),
     "flwr.common.serde:message_to_proto": (),
     "flwr.common.serde:message_from_proto": (),
@@ -80,6 +82,10 @@ RECEIVING, REPLY = "receiving a message", "sent an answer"
 PIECE = 5 * 2**20
 """Bytes into which Flower cuts an array at least; behind `halfmoon.sites.keys` nginx lets none through of over 6
 MiB."""
+
+ANSWER, SLOWEST = 30.0, 2**14
+"""Seconds that a SuperLink has for an answer, as Flower gives it; and bytes a second of a link over which a request is
+still sent, for which Flower gives no time: 5 MiB at 1 Mbit/s would be sent again and again."""
 
 PARTS = 16
 """Objects that a message of ours is made of, beside its pieces, and some to spare."""
@@ -253,8 +259,14 @@ def fleet(server: str, ca: Path | None, key: Path | None) -> Iterator[Fleet]:
     """Connect to a SuperLink; the process ends where that does not work, and what goes wrong later is printed."""
     from cryptography.exceptions import UnsupportedAlgorithm
     from cryptography.hazmat.primitives.serialization import load_ssh_private_key
-    from flwr.supernode.fleet_http_connection import http_request_response
+    from flwr.supernode import fleet_http_connection
+    from flwr.supernode.fleet_http_client import FleetHttpClient
 
+    class Patient(FleetHttpClient):
+        def _unary_unary(self, **words: Any) -> Any:
+            return super()._unary_unary(**{"timeout": ANSWER + words["request"].ByteSize() / SLOWEST, **words})
+
+    fleet_http_connection.FleetHttpClient = Patient  # pyright: ignore[reportPrivateImportUsage]
     pair = None
     if key is not None:
         try:
@@ -262,7 +274,8 @@ def fleet(server: str, ca: Path | None, key: Path | None) -> Iterator[Fleet]:
         except (OSError, ValueError, UnsupportedAlgorithm) as error:
             raise SystemExit(f"{NO_KEY}: {error}") from error
         pair = private, private.public_key()
-    with http_request_response(server, ca is None, None if ca is None else str(ca), pair) as functions:
+    connecting = fleet_http_connection.http_request_response
+    with connecting(server, ca is None, None if ca is None else str(ca), pair) as functions:
         yield Fleet(functions)
 
 

@@ -138,11 +138,7 @@ def export_torch(model: Model, path: Path, real: np.ndarray | None = None) -> Ex
 
 
 def _write_checked(
-    path: Path,
-    data: bytes,
-    model: Model,
-    run: Callable[[np.ndarray], np.ndarray],
-    real: np.ndarray | None,
+    path: Path, data: bytes, model: Model, run: Callable[[np.ndarray], np.ndarray], real: np.ndarray | None
 ) -> ExportResult:
     """Compare what was read back from `data` with the model, and write it."""
     noise = _noise(model, _RANDOM).numpy()

@@ -139,11 +139,7 @@ class PredictionResult:
 
 
 def predict(
-    model: Model,
-    folder: Path,
-    out: Path,
-    sure: float = 0.9,
-    unlike: Callable[[np.ndarray], np.ndarray] | None = None,
+    model: Model, folder: Path, out: Path, sure: float = 0.9, unlike: Callable[[np.ndarray], np.ndarray] | None = None
 ) -> PredictionResult:
     """Write a CSV file with the `COLUMNS` of each readable image, whole or not at all, and return its counts.
 
