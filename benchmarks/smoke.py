@@ -124,6 +124,7 @@ SMALLEST: dict[str, Small] = {
         {"SAMPLE": 0.2, "SITES": NAMES, "EXPORT": EXPORT, "RULES": {"min_replies": len(NAMES)}},
     ),
     "site_opening": ("--images 20 --side 8", {}),
+    "start": ("--turns 1", {}),
     "strong_view": ("--rounds 1", {}),
     "unlike": (
         "--seeds 0 --networks small --out {out}/unlike.csv",
