@@ -174,11 +174,7 @@ def _read_parquet(
     if not tests:
         raise UserError(f"{folder}: there is no {test}*.parquet beside train*.parquet.")
     train, classes = store.keep(cache, files, lambda into: parquet.read_parquet(files, rgb, how, into), form)
-    return (
-        train,
-        store.keep(cache, tests, lambda into: parquet.read_parquet(tests, rgb, how, into), form)[0],
-        classes,
-    )
+    return train, store.keep(cache, tests, lambda into: parquet.read_parquet(tests, rgb, how, into), form)[0], classes
 
 
 def _only_test(folder: Path, what: str, test: str) -> None:

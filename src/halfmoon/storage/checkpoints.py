@@ -81,12 +81,16 @@ class Checkpoints:
                 self._remove(round)  # a half would take the place that is missing
             raise
         self.writer.saved = round
+        self.keep(CHECKPOINTS, clients)
+
+    def keep(self, count: int, clients: Store | None = None) -> None:
+        """Remove all checkpoints but the newest ones, and what only these say of the clients."""
         with self.writer.writing("the folder"):
             rounds = self._rounds()
-            for old in rounds[:-CHECKPOINTS]:
+            for old in rounds[:-count]:
                 self._remove(old)
             if clients is not None:
-                clients.prune(rounds[-CHECKPOINTS:][0])
+                clients.prune(rounds[-count:][0])
 
     def load(self) -> Loaded | None:
         """Return the newest checkpoint that is whole, as `halfmoon.storage.run_folder.RunFolder.load` says."""
@@ -104,8 +108,7 @@ class Checkpoints:
                 self._remove(bad)
             self.writer.saved = round
             older = [each for each in rounds if each < round]
-            for old in older[: 1 - CHECKPOINTS]:  # a kill after a save has left them
-                self._remove(old)
+            self.keep(CHECKPOINTS)  # a kill after a save has left others
             with self.writer.writing(CLIENTS):
                 clients = sweep(clients, older[-1] if older else round)
             going = f"going on from {stem(round)}"

@@ -181,6 +181,7 @@ class RunFolder:
         data = with_seal(pack(model)[0], meta)
         self.writer.write(MODEL, data)
         self.writer.note({MODEL: atomic_io.digest(data), METRICS: self.metrics.digest})
+        self.checkpoints.keep(1)  # there is nothing to fall back for any more
         self.conclude(summary)
 
     def conclude(self, summary: dict[str, Any]) -> None:
