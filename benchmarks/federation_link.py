@@ -192,7 +192,8 @@ def row(name: str, scene: Scene, found: Found) -> str:
     wire = "" if found.wire is None else f"{found.wire / 1e6:.3f}"
     share = "" if found.wire is None else f"{found.wire / found.necessary:.3f}"
     spread = f"{whole:.2f} ({min(found.rounds):.2f} to {max(found.rounds):.2f})"
-    return f"| {name} | {spread} | {computing:.1f} | {link:.1f} | {whole / (computing + link):.2f} | {wire} | {share} |"
+    times = f"{whole / (computing + link):.2f}" if computing + link else ""  # logs say tenths of seconds
+    return f"| {name} | {spread} | {computing:.1f} | {link:.1f} | {times} | {wire} | {share} |"
 
 
 def page(found: dict[str, dict[str, Found]], facts: dict[str, Any]) -> str:
