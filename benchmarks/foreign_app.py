@@ -2,15 +2,21 @@
 
     python benchmarks/foreign_app.py
 
-Over real processes and TLS, with the certificate of the true server (whoever has its machine has that). The test of
-tests/federation/test_flower_launch.py plays the same in the midst of a run. It fails where the app's module was loaded
+Over real processes and TLS, with the certificate of the true server (whoever has its machine has that);
+tests/federation/test_bundle.py plays the same without processes. It fails where the app's module was loaded
 at the site, where the server was not told (Flower's error 7), or where the site's log does not say that it refused.
 """
 
 import json
+import os
+import signal
+import subprocess
 import sys
+import sysconfig
 import tempfile
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 TESTS = Path(__file__).resolve().parent.parent / "tests"
@@ -18,9 +24,81 @@ sys.path[:0] = [str(TESTS / "support"), str(TESTS / "federation")]
 
 import test_flower_launch as t  # noqa: E402
 
-from halfmoon.federation.flower.processes import Home  # noqa: E402
+from halfmoon.federation.flower.contact import Absent, Address, reach  # noqa: E402
+from halfmoon.federation.flower.processes import ENVIRONMENT, Home  # noqa: E402
+from halfmoon.federation.protocol import bundle  # noqa: E402
 
 REFUSED = "refused: the server wants another program executed here than the agreed one"
+
+EVIL = {
+    "pyproject.toml": bundle.project(("evil_server:app", "evil_client:app")),
+    "evil_client.py": """
+from pathlib import Path
+from flwr.clientapp import ClientApp
+Path({pwned!r}).write_text("executed")
+app = ClientApp()
+""",
+    "evil_server.py": """
+import time
+from pathlib import Path
+from flwr.app import Message, RecordDict
+from flwr.serverapp import ServerApp
+app = ServerApp()
+
+@app.main()
+def main(grid, context):
+    while not (nodes := list(grid.get_node_ids())):
+        time.sleep(0.1)
+    asked, replies = grid.push_messages([Message(RecordDict(), nodes[0], "query")]), []
+    while not replies:
+        time.sleep(0.1)
+        replies = list(grid.pull_messages(asked))
+    Path({heard!r}).write_text(str(replies[0].error.code if replies[0].has_error() else "it answers"))
+""",
+}
+"""An app of whoever has taken the server's place: its client's half writes a file as soon as it is loaded."""
+
+
+@contextmanager
+def foreign(scene: t.Stage) -> Iterator[Path]:
+    """Let a plain SuperLink have the server's port, with a run of a foreign app; give what it has heard of it."""
+    home = scene.folder / f"foreign-{time.monotonic_ns()}"
+    pwned, heard = home / "pwned", home / "heard"
+    (home / "app").mkdir(parents=True)
+    for name, text in EVIL.items():
+        words = text.replace("{pwned!r}", repr(str(pwned))).replace("{heard!r}", repr(str(heard)))
+        (home / "app" / name).write_text(words)
+    address = f"127.0.0.1:{scene.port}"
+    (home / "config.toml").write_text(
+        f'[superlink]\ndefault = "x"\n[superlink.x]\naddress = "{address}"\nroot-certificates = "{scene.files["ca"]}"\n'
+    )
+    environment = {**os.environ, **ENVIRONMENT, "FLWR_HOME": str(home)}
+    flags = ("--ssl-ca-certfile", "--ssl-certfile", "--ssl-keyfile")
+    given = [str(word) for pair in zip(flags, scene.files.values(), strict=True) for word in pair]
+    scripts = Path(sysconfig.get_path("scripts"))
+    command = [str(scripts / "flower-superlink"), "--host", "127.0.0.1", "--port", str(scene.port), *given]
+    with (home / "log").open("wb") as log:
+        link = subprocess.Popen(
+            command, stdout=log, stderr=log, env=environment, cwd=home, start_new_session=True
+        )  # fmt: skip
+    try:
+        t.wait(lambda: _answers(scene.port, scene.files["ca"]))
+        words = [str(scripts / "flwr"), "run", str(home / "app"), "x"]
+        subprocess.run(words, env=environment, cwd=home, capture_output=True, check=True)
+        t.wait(heard.exists)
+        yield heard
+        assert not pwned.exists(), "a site has executed what a server has sent"
+    finally:
+        os.killpg(link.pid, signal.SIGKILL)
+        link.wait()
+
+
+def _answers(port: int, ca: Path) -> bool:
+    try:
+        reach(Address("127.0.0.1", port), ca)
+    except Absent:
+        return False
+    return True
 
 
 def main() -> None:
@@ -32,10 +110,11 @@ def main() -> None:
             site = scene.start(t.JOIN, "j", scene.port, scene.folder / "ward", scene.files["ca"])
             for when in ("before the first run", "after the run"):
                 before, began = scene.said("j").count(REFUSED), time.monotonic()
-                with scene.foreign() as heard:  # ends with an error where the app was loaded
+                with foreign(scene) as heard:  # ends with an error where the app was loaded
                     code = heard.read_text()
                 assert code == "7", f"{when}: the server heard {code}"
                 refused = scene.said("j").count(REFUSED) - before
+                assert refused, f"{when}: the site's log does not say that it refused"
                 print(
                     f"{when}: error {code}, {refused} line in the log, nothing loaded, {time.monotonic() - began:.0f} s"
                 )

@@ -8,7 +8,6 @@ import signal
 import ssl
 import subprocess
 import sys
-import sysconfig
 import threading
 import time
 import tomllib
@@ -28,7 +27,7 @@ from halfmoon.federation.flower import internals, processes, site_process
 from halfmoon.federation.flower.contact import Absent, Address, reach
 from halfmoon.federation.flower.launch import Halted, Server, connection, finished, run_config, serve, superlink
 from halfmoon.federation.flower.node import RAISED, Worker
-from halfmoon.federation.flower.processes import ENVIRONMENT, SERVER_APP, SUPERLINK, Home, alone
+from halfmoon.federation.flower.processes import SERVER_APP, SUPERLINK, Home, alone
 from halfmoon.federation.flower.site_process import Joining, facts
 from halfmoon.federation.protocol import bundle
 from halfmoon.federation.protocol.bundle import project
@@ -470,35 +469,6 @@ with interruptible():
 """
 
 
-EVIL = {
-    "pyproject.toml": bundle.project(("evil_server:app", "evil_client:app")),
-    "evil_client.py": """
-from pathlib import Path
-from flwr.clientapp import ClientApp
-Path({pwned!r}).write_text("executed")
-app = ClientApp()
-""",
-    "evil_server.py": """
-import time
-from pathlib import Path
-from flwr.app import Message, RecordDict
-from flwr.serverapp import ServerApp
-app = ServerApp()
-
-@app.main()
-def main(grid, context):
-    while not (nodes := list(grid.get_node_ids())):
-        time.sleep(0.1)
-    asked, replies = grid.push_messages([Message(RecordDict(), nodes[0], "query")]), []
-    while not replies:
-        time.sleep(0.1)
-        replies = list(grid.pull_messages(asked))
-    Path({heard!r}).write_text(str(replies[0].error.code if replies[0].has_error() else "it answers"))
-""",
-}
-"""An app of whoever has taken the server's place: its client's half writes a file as soon as it is loaded."""
-
-
 class Stage:
     """A folder with toy apps, and the processes that are started in it."""
 
@@ -524,40 +494,6 @@ class Stage:
 
     def serve(self, name: str) -> subprocess.Popen[bytes]:
         return self.start(SERVE, name, self.folder / "f.toml", self.run, self.port, *self.files.values())
-
-    @contextmanager
-    def foreign(self) -> Iterator[Path]:
-        """Let a plain SuperLink have the server's port, with a run of a foreign app; give what it has heard of it."""
-        home = self.folder / f"foreign-{time.monotonic_ns()}"
-        pwned, heard = home / "pwned", home / "heard"
-        (home / "app").mkdir(parents=True)
-        for name, text in EVIL.items():
-            words = text.replace("{pwned!r}", repr(str(pwned))).replace("{heard!r}", repr(str(heard)))
-            (home / "app" / name).write_text(words)
-        address = f"127.0.0.1:{self.port}"
-        (home / "config.toml").write_text(
-            f'[superlink]\ndefault = "x"\n[superlink.x]\naddress = "{address}"\n'
-            f'root-certificates = "{self.files["ca"]}"\n'
-        )
-        environment = {**os.environ, **ENVIRONMENT, "FLWR_HOME": str(home)}
-        flags = ("--ssl-ca-certfile", "--ssl-certfile", "--ssl-keyfile")
-        given = [str(word) for pair in zip(flags, self.files.values(), strict=True) for word in pair]
-        scripts = Path(sysconfig.get_path("scripts"))
-        command = [str(scripts / "flower-superlink"), "--host", "127.0.0.1", "--port", str(self.port), *given]
-        with (home / "log").open("wb") as log:
-            link = subprocess.Popen(
-                command, stdout=log, stderr=log, env=environment, cwd=home, start_new_session=True
-            )  # fmt: skip
-        try:
-            wait(lambda: _answers(self.port, self.files["ca"]))
-            words = [str(scripts / "flwr"), "run", str(home / "app"), "x"]
-            subprocess.run(words, env=environment, cwd=home, capture_output=True, check=True)
-            wait(heard.exists)
-            yield heard
-            assert not pwned.exists(), "a site has executed what a server has sent"
-        finally:
-            os.killpg(link.pid, signal.SIGKILL)
-            link.wait()
 
     def said(self, name: str) -> str:
         return (self.folder / name).read_text()
@@ -591,20 +527,11 @@ def stage(tmp_path: Path) -> Iterator[Callable[..., Stage]]:
         Home(folder).kill()
 
 
-def _answers(port: int, ca: Path) -> bool:
-    try:
-        reach(Address("127.0.0.1", port), ca)
-    except Absent:
-        return False
-    return True
-
-
 @pytest.mark.slow
 @LINUX
 def test_a_federation_survives_kills_and_leaves_no_process(stage: Callable[..., Stage]):
     """Over TLS: the SuperLink is killed after round 1 and `serve` after round 2; each round was played once, in order.
-    A killed `serve` takes its processes along at once, and so does a site that is told to end. Whoever has the server's
-    place in the midst of the run has nothing executed at the site, and is told so (error 7 of Flower)."""
+    A killed `serve` takes its processes along at once, and so does a site that is told to end."""
     scene = stage(rounds=3)
     (scene.folder / "ward").mkdir()
     site = scene.start(JOIN, "j", scene.port, scene.folder / "ward", scene.files["ca"])
@@ -617,8 +544,6 @@ def test_a_federation_survives_kills_and_leaves_no_process(stage: Callable[..., 
     serving.kill()
     serving.wait()
     wait(lambda: not scene.family("run"), 5)
-    with scene.foreign() as heard:
-        assert heard.read_text() == "7"
     again = scene.serve("s2")
     assert again.wait(90) == 0, scene.said("s2")
     rows = [json.loads(line) for line in (scene.run / "metrics.jsonl").read_text().splitlines()]
@@ -632,7 +557,6 @@ def test_a_federation_survives_kills_and_leaves_no_process(stage: Callable[..., 
     # Each loss is said once, however often Flower tries; the last one may be of the server that has finished.
     assert said.count(": waiting for it") - said.count("answers\n") in (0, 1)
     assert said.count(": waiting for it") <= 5
-    assert said.count("refused: the server wants another program executed here than the agreed one") == 1
     assert "asked for 2" in said
 
 
