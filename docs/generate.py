@@ -146,9 +146,9 @@ def method_page(page: str) -> str:
     names = families()[page]
     entries = [registry.entry(name) for name in names]
     first = entries[0].method
-    rows = [[f"`{each.name}`", each.labels, each.about] for each in entries]
+    rows = "".join(f"- `{each.name}`: {each.about}. Labels: {each.labels}.\n" for each in entries)
     papers = "; ".join(dict.fromkeys(paper for each in entries for paper in each.paper.split("; ")))
-    parts = [f"Paper: {papers}.\n\n{table(['name', 'labels needed', 'in a sentence'], rows)}"]
+    parts = [f"Paper: {papers}.\n\n{rows}"]
     federated = [each.name for each in entries if not each.pooled]
     if federated:
         shared = page not in ("fedavg", type(first).__module__.rpartition(".")[2])

@@ -53,6 +53,7 @@ OTHERS = (
     "fml",
     "rscfed",
     "fedirm",
+    "fedcon",
 )
 REST = Batching("all", "rest", epochs=2)
 CLOSE = 1e-12
@@ -104,10 +105,10 @@ def of(name: str) -> Method:
 
 def sizes_of(name: str) -> tuple[tuple[int, int], ...]:
     """Return `UNEQUAL`, but for methods of which rounding shows at a client with one unlabeled image.
-    Divided by their mean, its own prediction, its classes are equally likely; and an L1 norm has a kink at the weights
-    that it alone does not move."""
+    Divided by their mean, its own prediction, its classes are equally likely; an L1 norm has a kink at the weights that
+    it alone does not move; and FedCon's predictor normalizes over its two views."""
     debiased = registry.options(name).get("debias")
-    alone = name.startswith("fedmatch") or name == "feddb" or (debiased is not None and debiased.default)
+    alone = name.startswith("fedmatch") or name in ("feddb", "fedcon") or (debiased is not None and debiased.default)
     return tuple((labeled, unlabeled + (alone and unlabeled == 1)) for labeled, unlabeled in UNEQUAL)
 
 

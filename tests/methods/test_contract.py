@@ -157,14 +157,17 @@ def test_the_clients_of_the_scene_differ(rule):
 
 @EVERY
 def test_training_changes_the_model_and_uses_pseudo_labels(name):
-    """The rounds that the other tests compare do something: parameters move, and some pseudo-labels count."""
+    """The rounds that the other tests compare do something: parameters move, and some pseudo-labels count.
+
+    FedCon alone learns from its views without one.
+    """
     method, shared, _ = scene(name, "both")
     server = begin(method, shared)
     last = straight(name, "both")[-1]
     before, after = method.solution(shared, server), method.solution(shared, last.server)
     assert furthest(after["params"], before["params"]) > 1e-3
     assert furthest(after["stats"], before["stats"]) > 1e-3
-    if any(client_update.needs.views for client_update in method.client_updates(shared).values()):
+    if name != "fedcon" and any(client_update.needs.views for client_update in method.client_updates(shared).values()):
         assert last.report.pseudo is not None
         assert last.report.pseudo["share_used"] > 0
         used = min(one.report.pseudo["share_used"] for one in straight(name, "both") if one.report.pseudo)

@@ -25,8 +25,8 @@ ORDER = [
     "fedprox-uda", "fedavg-fixmatch", "fedprox-fixmatch", "fedavg-fixmatch-global", "fedavg-soft-labels",
     "fixmatch-proxy-tuning", "sage", "proxyfl", "protofssl", "feddb", "fixmatch-feddpl", "supervised",
     "partially-supervised", "pi-model", "pseudo-label", "mean-teacher", "mixmatch", "uda", "remixmatch", "fixmatch",
-    "fedloke", "fml", "semifl", "semifl-feddpl", "cbafed", "twin-sight", "rscfed", "fedirm", "fl2", "heterofl",
-    "fedmatch", "fedmatch-feddpl", "fedmatch-semifl", "fedrgd", "fedrgd-feddpl", "semifed",
+    "fedloke", "fml", "semifl", "semifl-feddpl", "cbafed", "twin-sight", "rscfed", "fedirm", "fl2", "fedcon",
+    "heterofl", "fedmatch", "fedmatch-feddpl", "fedmatch-semifl", "fedrgd", "fedrgd-feddpl", "semifed",
 ]  # fmt: skip
 """The order of methods in tables; one that is not named here comes last."""
 

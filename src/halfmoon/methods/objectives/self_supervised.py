@@ -1,5 +1,6 @@
 """Losses that need no label, of two views of each unlabeled image: SimCLR, BYOL with FedEMA's clients, and SimSiam."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, ClassVar, Literal
@@ -45,13 +46,10 @@ class SelfSupervised(Objective):
         return Needs((self.view, f"{self.view}2"), masks=True)
 
     def start(self, task: Task, model: Tree) -> Tree:
-        if task.network.head is None:
-            raise UserError("a start needs a network that ends in a linear layer, on whose input a projector stands.")
-        like = tree.flatten(model["params"])[f"{task.network.head}/weight"]
+        like = head_weight(task, model["params"])
         g, inputs, projectors = rng.generator(0, "self-supervised"), like.shape[1], dict[str, Any]()
         for name in self.heads:
-            first, last = linear(g, inputs, self.hidden), linear(g, self.hidden, self.projected)
-            projectors[name] = {"first": {"weight": first["weight"], "norm": affine(self.hidden)}, "last": last}
+            projectors[name] = mlp(g, inputs, self.hidden, self.projected)
             inputs = self.projected
         params = {**model["params"], **tree.to(projectors, like.device, like.dtype)}
         return super().start(task, {**model, "params": params})
@@ -61,15 +59,8 @@ class SelfSupervised(Objective):
 
     def projections(self, task: Task, params: Tree, batch: Batch) -> tuple[Tensor, list[Tree]]:
         """Return the projections (2 b, projected) of both views, and the moments of the passes."""
-        images, real = [batch.u[name] for name in self.needs.views], batch.masks(2)[1:]
-        if task.statistics == "joint":
-            images, real = [torch.cat(images)], real and (torch.cat(real),)
-        passes = [
-            task.network.embed(params, each, real=mask)
-            for each, mask in zip(images, real or (None,) * len(images), strict=True)
-        ]
-        features = torch.cat([h for _, h, _ in passes])
-        return through(params[PROJECTOR], features, batch), [moments for *_, moments in passes]
+        features, moments = both_features(task, params, self.needs.views, batch)
+        return through(params[PROJECTOR], features, batch), moments
 
 
 @dataclass(frozen=True)
@@ -155,6 +146,29 @@ class BYOL(SelfSupervised):
 
     def passes(self, task: Task, labeled: int, unlabeled: int) -> Passes:
         return Passes(4 * unlabeled, 2 * unlabeled)
+
+
+def head_weight(task: Task, params: Tree) -> Tensor:
+    """Return the weight (classes, F) of the layer that projectors stand beside; raises `UserError` if there is none."""
+    if task.network.head is None:
+        raise UserError("a start needs a network that ends in a linear layer, on whose input a projector stands.")
+    return tree.flatten(params)[f"{task.network.head}/weight"]
+
+
+def mlp(generator: torch.Generator, inputs: int, hidden: int, outputs: int) -> dict[str, Any]:
+    """Return the parameters of a projector or predictor, which `through` runs."""
+    first, last = linear(generator, inputs, hidden), linear(generator, hidden, outputs)
+    return {"first": {"weight": first["weight"], "norm": affine(hidden)}, "last": last}
+
+
+def both_features(task: Task, params: Tree, views: Sequence[str], batch: Batch) -> tuple[Tensor, list[Tree]]:
+    """Return what the head is given (2 b, F) of two views of the unlabeled images, and the moments of the passes."""
+    images, real = [batch.u[name] for name in views], batch.masks(2)[1:]
+    if task.statistics == "joint":
+        images, real = [torch.cat(images)], real and (torch.cat(real),)
+    masks = real or (None,) * len(images)
+    passes = [task.network.embed(params, each, real=mask) for each, mask in zip(images, masks, strict=True)]
+    return torch.cat([h for _, h, _ in passes]), [moments for *_, moments in passes]
 
 
 def through(head: Tree, z: Tensor, batch: Batch) -> Tensor:

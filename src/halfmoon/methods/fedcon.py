@@ -1,0 +1,140 @@
+"""FedCon (Long et al. 2021): the server learns the classes, clients the features, from two views of each image.
+
+The server trains f on two draws x, x' of each labeled image, with a target g that follows f and stays there:
+
+    loss = (CE(y, f(x)) + CE(y, f(x')) + w (KL(g(x') || f(x)) + KL(g(x) || f(x')))) / 2, mean over images,
+
+w = `consistency_weight` exp(-5 (1 - t)^2), where t grows to 1 over the first `ramp` of the rounds. A client trains h,
+all of f but its head. A predictor q, of two layers with three times as many features between them, guesses what a
+target k, which follows h, makes of the other view. q and k stay at their client, and clients weigh alike:
+
+    loss = -(s(q(h(weak)), k(weak2)) + s(q(h(weak2)), k(weak))) / 2, mean over images, s the cosine.
+
+server: params, stats.  down: the same.  memory: the target; at clients the predictor, at the server the target's steps.
+up: params, with the head that came down where there is no label, stats, weight (1, or 0 without an image).
+
+Formulas and constants are those of the authors' code. Departures: it keeps the server's target and never calls it, so
+that both sides of the KL are f's; here one is g, which starts as the mean of the models, and has a constant decay, not
+a cosine. Its clients come last in a round; here the server does, and trains once before the first. q normalizes both
+views together (theirs is 12,288 wide: three times their features of CIFAR-10). A client with labels adds mean CE(y, f).
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from halfmoon.api.method_entry import MethodEntry
+from halfmoon.api.requirements import Requirements
+from halfmoon.api.types import Batch, ClientUpdate, Federation, Local, Needs, Passes, StepMetrics, Task
+from halfmoon.api.uploads import Uplink, Upload
+from halfmoon.core import padding, tree
+from halfmoon.core.autodiff import grad_and_value
+from halfmoon.core.tree import Tree
+from halfmoon.methods.averaging import ModelAveraging, model_of
+from halfmoon.methods.local_teacher import TeacherClient
+from halfmoon.methods.mutual import divergence
+from halfmoon.methods.objectives.base import follow, ramped, supervised
+from halfmoon.methods.objectives.self_supervised import PREDICTOR, agreement, both_features, head_weight, mlp, through
+from halfmoon.models import forward
+
+
+@dataclass(frozen=True)
+class FedCon(ModelAveraging):
+    """FedCon with the settings of the authors' code, whose ramp is 100 of 200 rounds."""
+
+    needed = Requirements("sum", "", ("server", "clients", "some"))
+    consistency_weight: float = 1.0
+    ramp: float = 0.5
+    server_decay: float = 0.9996
+    target_decay: float = 0.999
+
+    def client_updates(self, task: Task) -> Mapping[str, ClientUpdate]:
+        return {"train": ContrastiveClient(task, self), "fine-tune": ServerUpdate(task, self)}
+
+    def round(self, task: Task, server: Tree, federation: Federation) -> Tree:
+        """Let the cohort train, average, and train on the server's labels."""
+        model = model_of(server)
+        if task.round == 0 and federation.labeled:
+            model = federation.ask_server("fine-tune", model).update
+        mean = model_of(federation.average("train", model).update)
+        return federation.ask_server("fine-tune", mean).update if federation.labeled else mean
+
+
+@dataclass(frozen=True)
+class ServerUpdate(TeacherClient):
+    """FedCon's server, on its labeled images; the teacher is its target."""
+
+    options: FedCon = FedCon()
+
+    @property
+    def needs(self) -> Needs:
+        return Needs(labeled_views=("weak",), masks=True)
+
+    def step(self, down: Tree, carry: Tree, batch: Batch) -> tuple[Tree, StepMetrics]:
+        """Take one optimizer step, which the target follows."""
+        gradient, loss, moments = grad_and_value(self._loss, carry["params"], carry, batch)
+        new = self.advance(carry, gradient, moments)
+        return {**new, **follow(carry, new["params"], self.options.server_decay)}, StepMetrics(loss, {}, ())
+
+    def _loss(self, params: Tree, carry: Tree, batch: Batch) -> tuple[Tensor, list[Tree]]:
+        network, joint, real = self.task.network, self.task.statistics == "joint", batch.masks(0) * 2
+        (one, two), _, moments = forward(network, params, joint, (views := (batch.x, batch.x_views["weak"])), real=real)
+        _, (slow_one, slow_two), _ = forward(network, carry["teacher"], joint, (), views, real)
+        labels = supervised(one, batch.y, batch.x_real) + supervised(two, batch.y, batch.x_real)
+        apart = padding.mean_or_zero(divergence(slow_two, one) + divergence(slow_one, two), batch.x_real)
+        weight = ramped(self.task, self.options.consistency_weight, self.options.ramp, "sigmoid")
+        return (labels + weight * apart) / 2, moments
+
+    def passes(self, labeled: int, unlabeled: int) -> Passes:
+        return Passes(4 * labeled, 2 * labeled)
+
+
+@dataclass(frozen=True)
+class ContrastiveClient(ClientUpdate):
+    """FedCon's client, whose carry has the predictor among the parameters."""
+
+    options: FedCon = FedCon()
+
+    @property
+    def needs(self) -> Needs:
+        return Needs(("weak", "weak2"), masks=True, own_memory=True, uplink=Uplink(weight="one"))
+
+    def remember(self, down: Tree, generator: torch.Generator) -> Tree:
+        features = (like := head_weight(self.task, down["params"])).shape[1]
+        predictor = mlp(generator, features, 3 * features, features)
+        return {"target": down["params"], PREDICTOR: tree.to(predictor, like.device, like.dtype)}
+
+    def begin(self, down: Tree, memory: Tree, data: Local) -> Tree:
+        down = {**down, "params": {**down["params"], PREDICTOR: memory[PREDICTOR]}}
+        return {**super().begin(down, memory, data), "target": memory["target"]}
+
+    def step(self, down: Tree, carry: Tree, batch: Batch) -> tuple[Tree, StepMetrics]:
+        """Take one optimizer step, which the target follows."""
+        gradient, loss, moments = grad_and_value(self._loss, carry["params"], carry, batch)
+        new, rate = self.advance(carry, gradient, moments), 1 - self.options.target_decay
+        own = {name: new["params"][name] for name in carry["target"]}
+        target = tree.map(lambda old, now: torch.lerp(old, now, rate), carry["target"], own)
+        return {**new, "target": target}, StepMetrics(loss, {}, ())
+
+    def finish(self, down: Tree, carry: Tree, data: Local) -> tuple[Upload, Tree]:
+        params = tree.flatten({name: carry["params"][name] for name in carry["target"]})
+        for path in [path for path in params if path.startswith(f"{self.task.network.head}/")]:
+            params[path] = torch.where(data.labeled > 0, params[path], tree.flatten(down["params"])[path])
+        up = Upload({"params": tree.unflatten(params), "stats": carry["stats"]}, (data.rows > 0).double())
+        return up, {"target": carry["target"], PREDICTOR: carry["params"][PREDICTOR]}
+
+    def _loss(self, params: Tree, carry: Tree, batch: Batch) -> tuple[Tensor, list[Tree]]:
+        (z,), _, labeled = forward(self.task.network, params, False, (batch.x,), real=batch.masks(0))
+        features, moments = both_features(self.task, params, self.needs.views, batch)
+        with torch.no_grad():
+            targets, _ = both_features(self.task, carry["target"], self.needs.views, batch)
+        alike = agreement(through(params[PREDICTOR], features, batch), targets, batch)
+        return supervised(z, batch.y, batch.x_real) - alike / 2, labeled + moments
+
+    def passes(self, labeled: int, unlabeled: int) -> Passes:
+        return Passes(labeled + 4 * unlabeled, labeled + 2 * unlabeled)
+
+
+ROWS = (MethodEntry("fedcon", "FedCon", "FedCon, arXiv 2109.04533", "clients learn features from two views", FedCon()),)

@@ -1,0 +1,140 @@
+"""FedCon: two steps of the server and of a client against torch modules, and what travels."""
+
+import copy
+import itertools
+import math
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from scenes import CLASSES, NETWORK, begin, dataset, furthest, play, same, simulate, task
+from torch import Tensor, nn
+from torch_models import TorchSmall, twin
+
+from halfmoon.api.types import Batch, Local
+from halfmoon.core import tree
+from halfmoon.core.optim import SGD
+from halfmoon.engine.sampling import Batching
+from halfmoon.methods.fedcon import FedCon
+
+
+def images(count: int, seed: int) -> Tensor:
+    return torch.randn(count, 1, 8, 8, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def holder(labeled: int, unlabeled: int) -> Local:
+    return Local(*[torch.zeros(0)] * 3, torch.tensor(labeled), torch.tensor(unlabeled))
+
+
+def small(model: dict[str, Any]) -> TorchSmall:
+    return twin(TorchSmall(1, CLASSES, NETWORK.width), model)
+
+
+def close(own: dict[str, Any], module: nn.Module) -> None:
+    for (name, p), leaf in zip(module.named_parameters(), tree.leaves(own), strict=True):
+        torch.testing.assert_close(leaf, p.detach(), rtol=1e-8, atol=1e-10, msg=name)
+
+
+def test_two_steps_of_the_server():
+    """Round 1 of 8, a ramp over 4: w = 2 exp(-5 (3 / 4)^2). The target is the mean of the models after one step."""
+    options, shared = FedCon(consistency_weight=2.0, ramp=0.5, server_decay=0.3), task(optimizer=SGD(0.3), rounds=8)
+    shared = shared.at(1)
+    update, down = options.client_updates(shared)["fine-tune"], begin(options, shared)
+    carry = update.begin(down, update.remember(down, torch.Generator()), holder(6, 0))
+    other = tree.map(lambda leaf: leaf + 0.1 * torch.randn(leaf.shape, dtype=leaf.dtype), down["params"])
+    carry["teacher"] = other
+    model, target = small(down), small({**down, "params": other})
+    optimizer = torch.optim.SGD(model.parameters(), 0.3)
+    for number in range(2):
+        x, weak, y = images(6, number), images(6, number + 10), torch.arange(6) % CLASSES
+        nothing = {"weak": images(0, 0)}
+        batch = Batch(x, y, torch.arange(6), nothing, torch.arange(0), x_views={"weak": weak})
+        carry, notes = update.step(down, carry, batch)
+        one, two = model(torch.cat([x, weak])).split(6)
+        with torch.no_grad():
+            slow = target(torch.cat([x, weak])).softmax(-1).split(6)
+        apart = F.kl_div(one.log_softmax(-1), slow[1], reduction="batchmean")
+        apart = apart + F.kl_div(two.log_softmax(-1), slow[0], reduction="batchmean")
+        loss = F.cross_entropy(one, y) / 2 + F.cross_entropy(two, y) / 2 + math.exp(-5 * 0.75**2) * apart
+        assert float(notes.loss) == pytest.approx(loss.item(), rel=1e-12)
+        assert apart.item() > 1e-3
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        keep = (0.0, 0.3)[number]
+        with torch.no_grad():
+            for old, new in zip(target.parameters(), model.parameters(), strict=True):
+                old.mul_(keep).add_((1 - keep) * new)
+    close(carry["params"], model)
+    close(carry["teacher"], target)
+    buffers = dict(model.named_buffers())
+    torch.testing.assert_close(carry["stats"]["conv1"]["mean"], buffers["conv1.norm.running_mean"])
+
+
+def predictor_of(part: dict[str, Any]) -> nn.Module:
+    first, last = part["first"]["weight"], part["last"]["weight"]
+    module = nn.Sequential(nn.Linear(first.shape[1], len(first), bias=False), nn.BatchNorm1d(len(first)), nn.ReLU(),
+                           nn.Linear(*last.T.shape)).double()  # fmt: skip
+    values = (first, part["first"]["norm"]["weight"], part["first"]["norm"]["bias"], last, part["last"]["bias"])
+    for own, leaf in zip(module.parameters(), values, strict=True):
+        own.data.copy_(leaf)
+    return module
+
+
+@pytest.mark.parametrize("labeled", [0, 3])
+def test_two_steps_of_a_client(labeled: int):
+    """Features predict those of the target, which keeps 0.8 of itself; labels, where there are some, teach alone."""
+    options, shared = FedCon(target_decay=0.8), task(optimizer=SGD(0.3, weight_decay=0.1), statistics="separate")
+    update, down = options.client_updates(shared)["train"], begin(options, shared)
+    memory = update.remember(down, torch.Generator().manual_seed(1))
+    features = down["params"]["head"]["weight"].shape[1]
+    assert memory["predictor"]["first"]["weight"].shape == (3 * features, features)
+    model, target, head = small(down), copy.deepcopy(small(down)), predictor_of(memory["predictor"])
+    optimizer = torch.optim.SGD([*model.parameters(), *head.parameters()], 0.3, weight_decay=0.1)
+    data = holder(labeled, 5)
+    carry = update.begin(down, memory, data)
+    for number in range(2):
+        x, y = images(labeled, number + 20), torch.arange(labeled)
+        u = {"weak": images(5, number), "weak2": images(5, number + 10)}
+        carry, notes = update.step(down, carry, Batch(x, y, torch.arange(labeled), u, torch.arange(5)))
+        loss = F.cross_entropy(model(x), y) if labeled else 0.0
+        guess = head(torch.cat([model.features(u["weak"]), model.features(u["weak2"])]))
+        with torch.no_grad():
+            slow = torch.cat([target.features(u["weak2"]), target.features(u["weak"])])
+        for a, b in zip(guess, slow, strict=True):
+            loss = loss - a @ b / (a.norm() * b.norm()) / 10
+        assert float(notes.loss) == pytest.approx(loss.item(), rel=1e-10)
+        optimizer.zero_grad()
+        loss.backward()
+        for p in model.head.parameters():
+            p.grad = torch.zeros_like(p) if p.grad is None else p.grad
+        optimizer.step()
+        with torch.no_grad():
+            for old, new in zip(target.parameters(), model.parameters(), strict=True):
+                old.mul_(0.8).add_(0.2 * new)
+    up, memory = update.finish(down, carry, data)
+    close(memory["target"], target)
+    for own, p in zip(tree.leaves(memory["predictor"]["last"]), head[3].parameters(), strict=True):
+        torch.testing.assert_close(own, p.detach(), rtol=1e-8, atol=1e-10)
+    assert same(up.update["params"]["head"], down["params"]["head"]) == (not labeled)
+    own = {name: part for name, part in up.update["params"].items() if name != "head"}
+    theirs = {name: p.detach() for name, p in model.named_parameters() if not name.startswith("head")}
+    for (name, p), leaf in zip(theirs.items(), tree.leaves(own), strict=True):
+        torch.testing.assert_close(leaf, p, rtol=1e-8, atol=1e-10, msg=name)
+    assert float(up.weight) == 1
+
+
+def test_the_server_trains_before_the_first_round_and_last_in_each():
+    """The head moves by the server's trainings: two by the end of the first round, three by that of the second."""
+    shared = task(rounds=3)
+    method = FedCon()
+    simulation = simulate(method, shared, dataset(place="server"), batching=Batching(4, 4))
+    start = begin(method, shared)
+    played = play(method, simulation, start, range(2))
+    heads = [each["params"]["head"] for each in (start, *(one.server for one in played))]
+    assert all(furthest(after, before) > 0 for before, after in itertools.pairwise(heads))
+    assert all(one.report.pseudo is None for one in played)
+    steps = [float(leaf) for path, leaf in tree.flatten(played[-1].state).items() if path.endswith("teacher_steps")]
+    once = [float(leaf) for path, leaf in tree.flatten(played[0].state).items() if path.endswith("teacher_steps")]
+    assert (steps[0] + 1) / (once[0] + 1) == 1.5
