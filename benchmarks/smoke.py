@@ -65,7 +65,7 @@ SMALLEST: dict[str, Small] = {
     "false_counts": ("--seeds 0 --out {out}/counts.md", {"RULES": ("mean",), "COMMON": {"rounds": 1}}),
     "faults": ("--minutes 0", {}),
     "feddure_step": ("--width 4 --seconds 1 --unlabeled 10", {}),
-    "features": ("{data} --images 120 --turns 1", {"ROUNDS": 2, "STEPS": 1, "ROWS": ("fedavg", "mixture-head")}),
+    "features": ("{data} --images 120 --turns 1", {"METHODS": ("fedavg",), "ROUNDS": 2, "ROWS": ("mixture-head",)}),
     "federation_attacks": ("--only undisturbed --out {out}/attacks", {}),
     "federation_cost": (
         "--rounds 3 --steps 1 --out {out}/cost",
