@@ -25,7 +25,7 @@ class Images:
     groups: Sequence[str] | None = None  # whose image each is, "" for nobody known: a patient
 
     def rows(self, selection: np.ndarray) -> "Images":
-        """Return the images of the `chosen` rows, numbers or bool (N,)."""
+        """Return the images of the rows in `selection`, numbers or bool (N,)."""
         groups = None if self.groups is None else np.array(self.groups)[selection].tolist()
         return Images(self.images[selection], self.labels[selection], groups=groups)
 
