@@ -101,8 +101,10 @@ def test_a_program_that_starts_processes_runs_once(tmp_path: Path) -> None:
     lines = ["import os, time", "from halfmoon.runs.pools import Workers", "print('once')", "pool = Workers(2)"]
     lines += ["next(iter(pool(time.sleep, [0.0, 60.0, 60.0])))", "print(*pool._pool._processes, flush=True)"]
     file.write_text("\n".join([*lines, "os.kill(os.getpid(), 9)"]))
-    done = subprocess.run([sys.executable, file], capture_output=True, text=True, check=False, timeout=120)
-    first, numbers = done.stdout.splitlines()
+    out = tmp_path / "out.txt"
+    with out.open("w") as stream:  # no pipe, which the processes would hold open
+        subprocess.run([sys.executable, file], stdout=stream, check=False, timeout=120)
+    first, numbers = out.read_text().splitlines()
     assert first == "once"
     for number in numbers.split():
         end = time.monotonic() + 30
