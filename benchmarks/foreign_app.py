@@ -112,9 +112,9 @@ def main() -> None:
                 before, began = scene.said("j").count(REFUSED), time.monotonic()
                 with foreign(scene) as heard:  # ends with an error where the app was loaded
                     code = heard.read_text()
+                    t.wait(lambda before=before: scene.said("j").count(REFUSED) > before)  # it writes when it has answered
                 assert code == "7", f"{when}: the server heard {code}"
                 refused = scene.said("j").count(REFUSED) - before
-                assert refused, f"{when}: the site's log does not say that it refused"
                 print(
                     f"{when}: error {code}, {refused} line in the log, nothing loaded, {time.monotonic() - began:.0f} s"
                 )
