@@ -112,7 +112,8 @@ def main() -> None:
                 before, began = scene.said("j").count(REFUSED), time.monotonic()
                 with foreign(scene) as heard:  # ends with an error where the app was loaded
                     code = heard.read_text()
-                    t.wait(lambda before=before: scene.said("j").count(REFUSED) > before)  # it writes when it has answered
+                    # It writes that when it has answered.
+                    t.wait(lambda before=before: scene.said("j").count(REFUSED) > before)
                 assert code == "7", f"{when}: the server heard {code}"
                 refused = scene.said("j").count(REFUSED) - before
                 print(

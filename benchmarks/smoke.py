@@ -278,7 +278,7 @@ def main() -> None:
     """Start all scripts, some at a time, and end with 1 where one fails or is not listed."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="+", metavar="NAME", default=[*SMALLEST, *RESULTS])
-    parser.add_argument("--jobs", type=int, default=2, help="scripts at a time")
+    parser.add_argument("--jobs", type=int, default=4, help="scripts at a time; many wait (default: 4)")
     options = parser.parse_args()
     scripts = {path.stem for place in ("benchmarks", "results") for path in (ROOT / place).glob("*.py")}
     missing = sorted(scripts - {*SMALLEST, *RESULTS, *IMPORTED})
