@@ -89,7 +89,10 @@ export class Wall {
     if (!anew && side === this.side && columns === this.columns) return this.draw();
     Object.assign(this, { columns, side, tall: side + this.extra });
     this.room.style.height = `${Math.ceil(this.rows.length / columns) * this.tall}px`;
-    for (const cell of this.cells.values()) cell.remove();
+    for (const cell of this.cells.values()) {
+      clearTimeout(cell.timer);
+      cell.remove();
+    }
     this.cells.clear();
     this.draw();
   }
@@ -117,7 +120,8 @@ export class Wall {
     image.addEventListener("error", () => image.replaceWith(html("span", { class: "unread" }, "cannot be shown")));
     cell.append(image);
     this.dress(cell, place);
-    cell.timer = setTimeout(() => (image.src = this.source(this.rows[place])), PAUSE);
+    const source = this.source(this.rows[place]); // which may have changed when the timer ends
+    cell.timer = setTimeout(() => (image.src = source), PAUSE);
     this.room.append(cell);
     this.cells.set(place, cell);
   }
