@@ -1,6 +1,7 @@
 """SimCLR, BYOL with FedEMA and SimSiam: a step against torch modules and sums over pairs, and the mixing by hand."""
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,6 +10,7 @@ from scenes import CLASSES, NETWORK, begin, task
 from torch import Tensor, nn
 from torch_models import TorchSmall, twin
 
+import halfmoon
 from halfmoon.api.types import Batch
 from halfmoon.contract import check
 from halfmoon.core import tree
@@ -143,6 +145,25 @@ def test_the_share_of_a_client_s_own_network_by_hand():
 def test_keeps_every_promise(name: str):
     """Loop = vmap, resuming bit by bit, sites behind messages, and the others of the contract."""
     assert [kept for kept in check(name) if not kept.kept] == []
+
+
+NETWORK_OF_ONES_OWN = """
+from torch import nn
+
+def make(classes, channels, size):
+    return nn.Sequential(nn.Conv2d(channels, 4, 3), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4, classes))
+"""
+
+
+@pytest.mark.parametrize("name", [*registry.STARTS, "fedcon", "fedirm"])
+def test_a_module_of_ones_own_is_trained(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A module takes no parameters but its own, and its head has another name than ours."""
+    (tmp_path / "module_of_ones_own.py").write_text(NETWORK_OF_ONES_OWN)
+    monkeypatch.syspath_prepend(tmp_path)
+    way = {"method": "fedavg", "start": name, "start_rounds": 1} if name in registry.STARTS else {"method": name}
+    few = {"clients": 2, "rounds": 1, "steps": 1, "run_dir": tmp_path / "run"}
+    run = halfmoon.run(network="module_of_ones_own:make", **few, **way)
+    assert 0 <= run.summaries[-1]["accuracy"]["last"] <= 1
 
 
 def test_a_network_without_a_head_is_refused_in_a_sentence():

@@ -35,8 +35,8 @@ from halfmoon.core.tree import Tree
 from halfmoon.methods.averaging import ModelAveraging, model_of
 from halfmoon.methods.local_teacher import TeacherClient
 from halfmoon.methods.mutual import divergence
+from halfmoon.methods.objectives import self_supervised as byol
 from halfmoon.methods.objectives.base import follow, ramped, supervised
-from halfmoon.methods.objectives.self_supervised import PREDICTOR, agreement, both_features, head_weight, mlp, through
 from halfmoon.models import forward
 
 
@@ -102,35 +102,35 @@ class ContrastiveClient(ClientUpdate):
         return Needs(("weak", "weak2"), masks=True, own_memory=True, uplink=Uplink(weight="one"))
 
     def remember(self, down: Tree, generator: torch.Generator) -> Tree:
-        features = (like := head_weight(self.task, down["params"])).shape[1]
-        predictor = mlp(generator, features, 3 * features, features)
-        return {"target": down["params"], PREDICTOR: tree.to(predictor, like.device, like.dtype)}
+        features = (like := byol.head_weight(self.task, down["params"])).shape[1]
+        predictor = byol.mlp(generator, features, 3 * features, features)
+        return {"target": down["params"], byol.PREDICTOR: tree.to(predictor, like.device, like.dtype)}
 
     def begin(self, down: Tree, memory: Tree, data: Local) -> Tree:
-        down = {**down, "params": {**down["params"], PREDICTOR: memory[PREDICTOR]}}
+        down = {**down, "params": {**down["params"], byol.PREDICTOR: memory[byol.PREDICTOR]}}
         return {**super().begin(down, memory, data), "target": memory["target"]}
 
     def step(self, down: Tree, carry: Tree, batch: Batch) -> tuple[Tree, StepMetrics]:
         """Take one optimizer step, which the target follows."""
         gradient, loss, moments = grad_and_value(self._loss, carry["params"], carry, batch)
         new, rate = self.advance(carry, gradient, moments), 1 - self.options.target_decay
-        own = {name: new["params"][name] for name in carry["target"]}
-        target = tree.map(lambda old, now: torch.lerp(old, now, rate), carry["target"], own)
+        target = tree.map(lambda a, b: torch.lerp(a, b, rate), carry["target"], byol.network_params(new["params"]))
         return {**new, "target": target}, StepMetrics(loss, {}, ())
 
     def finish(self, down: Tree, carry: Tree, data: Local) -> tuple[Upload, Tree]:
-        params = tree.flatten({name: carry["params"][name] for name in carry["target"]})
+        params = tree.flatten(byol.network_params(carry["params"]))
         for path in [path for path in params if path.startswith(f"{self.task.network.head}/")]:
             params[path] = torch.where(data.labeled > 0, params[path], tree.flatten(down["params"])[path])
         up = Upload({"params": tree.unflatten(params), "stats": carry["stats"]}, (data.rows > 0).double())
-        return up, {"target": carry["target"], PREDICTOR: carry["params"][PREDICTOR]}
+        return up, {"target": carry["target"], byol.PREDICTOR: carry["params"][byol.PREDICTOR]}
 
     def _loss(self, params: Tree, carry: Tree, batch: Batch) -> tuple[Tensor, list[Tree]]:
-        (z,), _, labeled = forward(self.task.network, params, False, (batch.x,), real=batch.masks(0))
-        features, moments = both_features(self.task, params, self.needs.views, batch)
+        groups, real = (batch.x,), batch.masks(0)
+        (z,), _, labeled = forward(self.task.network, byol.network_params(params), False, groups, real=real)
+        features, moments = byol.both_features(self.task, params, self.needs.views, batch)
         with torch.no_grad():
-            targets, _ = both_features(self.task, carry["target"], self.needs.views, batch)
-        alike = agreement(through(params[PREDICTOR], features, batch), targets, batch)
+            targets, _ = byol.both_features(self.task, carry["target"], self.needs.views, batch)
+        alike = byol.agreement(byol.through(params[byol.PREDICTOR], features, batch), targets, batch)
         return supervised(z, batch.y, batch.x_real) - alike / 2, labeled + moments
 
     def passes(self, labeled: int, unlabeled: int) -> Passes:

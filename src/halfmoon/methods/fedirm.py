@@ -30,6 +30,7 @@ from halfmoon.api.method_entry import MethodEntry
 from halfmoon.api.requirements import Requirements
 from halfmoon.api.types import Batch, ClientUpdate, Federation, Local, Needs, StepMetrics, Task
 from halfmoon.api.uploads import Uplink, Upload
+from halfmoon.core import tree
 from halfmoon.core.autodiff import grad_and_value
 from halfmoon.core.padding import mask, mean
 from halfmoon.core.tree import Tree
@@ -59,8 +60,8 @@ class FedIRM(ModelAveraging):
         return {"train": RelationClient(task, self)}
 
     def start(self, task: Task, model: Tree) -> Tree:
-        head = model["params"]["head"]["weight"]
-        return {**model, "relation": head.new_zeros(len(head), len(head)), "related": head.new_zeros(())}
+        like, classes = next(tree.leaves(model["params"])), task.network.classes
+        return {**model, "relation": like.new_zeros(classes, classes), "related": like.new_zeros(())}
 
     def round(self, task: Task, server: Tree, federation: Federation) -> Tree:
         """Let the cohort train, and average models and relations."""

@@ -29,6 +29,7 @@ from halfmoon.api.requirements import Requirements
 from halfmoon.api.types import Batch, ClientUpdate, Needs, Passes, StepMetrics, Task, sample
 from halfmoon.core import rng, tree
 from halfmoon.core.autodiff import grad_and_value
+from halfmoon.core.errors import UserError
 from halfmoon.core.padding import concat, mean, row_mean
 from halfmoon.core.tree import Tree
 from halfmoon.methods.averaging import ModelAveraging
@@ -57,6 +58,8 @@ class TwinSight(ModelAveraging):
         return {"train": Twins(task, self)}
 
     def start(self, task: Task, model: Tree) -> Tree:
+        if task.network.head != "head":
+            raise UserError("twin-sight needs a network of halfmoon's own: its twin has another head in that place.")
         like = model["params"]["head"]["weight"]
         g = rng.generator(0, "twin-sight")
         fresh = task.network.init(g)

@@ -151,7 +151,7 @@ class BYOL(SelfSupervised):
 def head_weight(task: Task, params: Tree) -> Tensor:
     """Return the weight (classes, F) of the layer that projectors stand beside; raises `UserError` if there is none."""
     if task.network.head is None:
-        raise UserError("a start needs a network that ends in a linear layer, on whose input a projector stands.")
+        raise UserError("a projector needs a network that ends in a linear layer, on whose input it stands.")
     return tree.flatten(params)[f"{task.network.head}/weight"]
 
 
@@ -161,13 +161,19 @@ def mlp(generator: torch.Generator, inputs: int, hidden: int, outputs: int) -> d
     return {"first": {"weight": first["weight"], "norm": affine(hidden)}, "last": last}
 
 
+def network_params(params: Tree) -> Tree:
+    """Return the parameters of the network, without those of a projector and a predictor, which no module has."""
+    return {name: part for name, part in params.items() if name not in (PROJECTOR, PREDICTOR)}
+
+
 def both_features(task: Task, params: Tree, views: Sequence[str], batch: Batch) -> tuple[Tensor, list[Tree]]:
     """Return what the head is given (2 b, F) of two views of the unlabeled images, and the moments of the passes."""
     images, real = [batch.u[name] for name in views], batch.masks(2)[1:]
     if task.statistics == "joint":
         images, real = [torch.cat(images)], real and (torch.cat(real),)
     masks = real or (None,) * len(images)
-    passes = [task.network.embed(params, each, real=mask) for each, mask in zip(images, masks, strict=True)]
+    own = network_params(params)
+    passes = [task.network.embed(own, each, real=mask) for each, mask in zip(images, masks, strict=True)]
     return torch.cat([h for _, h, _ in passes]), [moments for *_, moments in passes]
 
 
