@@ -181,8 +181,8 @@ class RunFolder:
         data = with_seal(pack(model)[0], meta)
         self.writer.write(MODEL, data)
         self.writer.note({MODEL: atomic_io.digest(data), METRICS: self.metrics.digest})
-        self.checkpoints.keep(1)  # there is nothing to fall back for any more
         self.conclude(summary)
+        self.checkpoints.keep(1)  # a finished run has nothing to fall back for
 
     def conclude(self, summary: dict[str, Any]) -> None:
         """Write `summary.json`, which ends the run."""
