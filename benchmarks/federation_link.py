@@ -38,7 +38,7 @@ from halfmoon.federation.flower import internals
 def waits(object_ids, pull_object_fn):
     from flwr.supercore.inflatable.inflatable_utils import pull_objects
     return pull_objects(list(dict.fromkeys(object_ids)), pull_object_fn)
-internals.fetched = waits
+internals.pull_soon = waits
 """
 """A `sitecustomize` that puts Flower's own waits in place of ours."""
 

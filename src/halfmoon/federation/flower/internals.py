@@ -112,7 +112,7 @@ class MessageList:
         if self.client is not None:
             from flwr.superlink.grid import http_grid
 
-            http_grid.pull_objects = fetched  # pyright: ignore[reportPrivateImportUsage]
+            http_grid.pull_objects = pull_soon  # pyright: ignore[reportPrivateImportUsage]
             self._ask = self.client.PullMessages
             self.client.PullMessages = self._hand
 
@@ -142,7 +142,7 @@ class MessageList:
         )
 
 
-def fetched(object_ids: Sequence[str], pull_object_fn: Callable[[str], bytes]) -> dict[str, bytes]:
+def pull_soon(object_ids: Sequence[str], pull_object_fn: Callable[[str], bytes]) -> dict[str, bytes]:
     """Return these objects, asking for those under way again after 0.02 s to 1 s: Flower waits 1 s to 10 s."""
     from flwr.supercore.inflatable.inflatable_utils import pull_objects
 
@@ -221,7 +221,7 @@ class Fleet:
         run, name = message.metadata.run_id, message.metadata.message_id
         try:
             names = [part.object_id for part in iterate_object_tree(tree)]
-            objects = fetched(names, partial(self._pull_object, run))
+            objects = pull_soon(names, partial(self._pull_object, run))
             self._confirm(run, name)
         except Exception as error:  # its run is over, or the server has lost a part of it
             note(f"cannot receive the message {name}: {type(error).__name__}: {error}")
@@ -262,11 +262,11 @@ def fleet(server: str, ca: Path | None, key: Path | None) -> Iterator[Fleet]:
     from flwr.supernode import fleet_http_connection
     from flwr.supernode.fleet_http_client import FleetHttpClient
 
-    class Patient(FleetHttpClient):
+    class SlowLinkClient(FleetHttpClient):
         def _unary_unary(self, **words: Any) -> Any:
             return super()._unary_unary(**{"timeout": ANSWER + words["request"].ByteSize() / SLOWEST, **words})
 
-    fleet_http_connection.FleetHttpClient = Patient  # pyright: ignore[reportPrivateImportUsage]
+    fleet_http_connection.FleetHttpClient = SlowLinkClient  # pyright: ignore[reportPrivateImportUsage]
     pair = None
     if key is not None:
         try:
