@@ -22,7 +22,8 @@ import torch
 from peer_rounds import ours
 from peer_side import processor
 
-from halfmoon.runs.pools import Workers, keep_memory
+from halfmoon.core.memory import keep_memory
+from halfmoon.runs.pools import Workers
 
 
 def timed(play: Callable[[], object]) -> tuple[float, float, float]:

@@ -1,19 +1,10 @@
 """What PyTorch's own types leave unknown, with types: numbers, arrays, norms, the normal distribution."""
 
-import ctypes
-from contextlib import suppress
 from typing import Any, cast
 
 import numpy as np
 import torch
 from torch import Tensor
-
-
-def trim(nbytes: int) -> None:
-    """Where a model is as large as this, give the pages of freed tensors back: their holes add to what comes next."""
-    if nbytes >= 2**25:
-        with suppress(OSError, AttributeError):  # elsewhere than with glibc
-            ctypes.CDLL(None).malloc_trim(0)
 
 
 def integers(values: Tensor) -> list[int]:

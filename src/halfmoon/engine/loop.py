@@ -13,7 +13,8 @@ from halfmoon.api.requirements import requirements_of
 from halfmoon.api.types import Method, Task
 from halfmoon.core import rng, tree
 from halfmoon.core.errors import UserError
-from halfmoon.core.tensors import integers, trim
+from halfmoon.core.memory import release_memory
+from halfmoon.core.tensors import integers
 from halfmoon.core.tree import Tree
 from halfmoon.engine.budget import Cost
 from halfmoon.engine.driver import Diverged
@@ -95,11 +96,11 @@ def play(experiment: Experiment, folder: RunFolder, loaded: Loaded | None, watch
         last = number == task.rounds or ended is not None
         if number % experiment.evaluate_every == 0 or last:
             state, scores, test = _evaluate(experiment, state, scores, test, row)
-            trim(tree.nbytes(server))
+            release_memory(tree.nbytes(server))
         folder.log(row)
         if number % experiment.checkpoint_every == 0 or last:
             _save(folder, number, state, runtime, row["cost"])
-            trim(tree.nbytes(server))
+            release_memory(tree.nbytes(server))
         folder.time({"round": number, "seconds": round(time.perf_counter() - began, 4)})
         watch(row)
     tested, validated = runtime.conclude(state.solution(experiment))
@@ -210,7 +211,7 @@ def _start(
             model = {**model, **tree.unflatten(flat)}
         state = _State(tree.to(experiment.method.start(experiment.task, model), device))
         _save(folder, 0, state, experiment.runtime, experiment.runtime.close().cost)
-        trim(tree.nbytes(state.server))
+        release_memory(tree.nbytes(state.server))
         return state, 0
     _check(folder, loaded)
     experiment.runtime.restore(loaded.clients, loaded.meta["cost"])

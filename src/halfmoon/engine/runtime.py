@@ -14,7 +14,8 @@ from halfmoon.api.types import ClientUpdate, Method, StateStore, Task, WeightedM
 from halfmoon.api.uploads import Upload, stack
 from halfmoon.core import rng, tree
 from halfmoon.core.errors import UserError
-from halfmoon.core.tensors import integers, trim
+from halfmoon.core.memory import release_memory
+from halfmoon.core.tensors import integers
 from halfmoon.core.tree import Tree
 from halfmoon.data.partition.split import SERVER
 from halfmoon.engine.budget import Cost
@@ -265,7 +266,7 @@ class ServerRuntime(ABC):
             self.cost.bytes_up += outcome.traffic[1]
             yield client, outcome
             del outcome
-            trim(tree.nbytes(down))
+            release_memory(tree.nbytes(down))
 
     def _fresh_quality(self) -> Quality:
         return Quality(self.base.network.classes, self.settings.confidence_threshold, self.device)

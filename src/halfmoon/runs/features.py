@@ -21,6 +21,7 @@ from torch import Tensor
 from halfmoon.api.types import Task
 from halfmoon.config.schema import Config, own_options
 from halfmoon.core import hubs, rng
+from halfmoon.core.memory import keep_memory
 from halfmoon.core.user_cache import trim
 from halfmoon.data.views import Plain, View
 from halfmoon.engine.evaluation import Examples
@@ -29,7 +30,7 @@ from halfmoon.methods import registry
 from halfmoon.models.feature_head import FeatureHead, FirstView, on_features
 from halfmoon.models.modules import represents
 from halfmoon.models.network import Normalize
-from halfmoon.runs.pools import keep_memory, processors
+from halfmoon.runs.pools import processors
 
 Progress = Callable[[int, int], None]
 Chunk = Callable[[int], tuple[int, np.ndarray]]

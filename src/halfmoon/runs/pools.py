@@ -5,7 +5,6 @@ as the run would alone; results come in the order of the cohort. So a run does n
 are. They hold no state of it: the memory of a client travels with it.
 """
 
-import ctypes
 import io
 import os
 import pickle
@@ -29,27 +28,8 @@ import torch
 from torch import Tensor
 
 from halfmoon.core.errors import UserError
+from halfmoon.core.memory import keep_memory
 from halfmoon.engine.evaluation import Item, Result
-
-M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # names and numbers of glibc's malloc.h
-LARGEST = 2**30
-
-
-def keep_memory() -> bool:
-    """Let glibc keep freed memory up to 1 GiB a piece; return whether it does (elsewhere than on Linux with glibc: no).
-
-    By default it maps every tensor of more than some MiB afresh and unmaps it when it is freed, so that each step of a
-    network pays for the same pages, zeroed by the kernel, again. Kept, they cost once; the process then holds on to the
-    most it has ever used. Affects speed and resident memory of the whole process, never a result; may be called again.
-    """
-    if not sys.platform.startswith("linux"):
-        return False
-    try:
-        mallopt = ctypes.CDLL(None).mallopt
-    except (OSError, AttributeError):  # another C library
-        return False
-    mallopt.argtypes, mallopt.restype = (ctypes.c_int, ctypes.c_int), ctypes.c_int
-    return mallopt(M_MMAP_THRESHOLD, LARGEST) == 1 and mallopt(M_TRIM_THRESHOLD, 2**31 - 1) == 1
 
 
 class Answer(NamedTuple):

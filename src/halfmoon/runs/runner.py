@@ -10,6 +10,7 @@ from typing import Any
 from halfmoon.aggregation.attacks import Hostile, hostile
 from halfmoon.config.schema import Config, check_methods, free_folder, identity, own_options, rounds_of, text
 from halfmoon.core.errors import UserError
+from halfmoon.core.memory import keep_memory
 from halfmoon.core.plugins import folder_of
 from halfmoon.core.tree import Tree
 from halfmoon.data import Split
@@ -44,7 +45,6 @@ from halfmoon.runs.jobs import COMPARISON, Job, parsed, render
 from halfmoon.runs.jobs import parse as jobs_of
 from halfmoon.runs.outcome import CSV, CURVES, MARKDOWN, RunResult, resuming, show
 from halfmoon.runs.parallel import Unit, side_by_side
-from halfmoon.runs.pools import keep_memory
 from halfmoon.runs.seeds import Seat, check_together, in_lockstep, needs_seeds, units_of
 from halfmoon.runs.starts import backbone, sentence, spent, starts_of
 from halfmoon.storage import atomic_io, integrity

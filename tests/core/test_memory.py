@@ -6,11 +6,11 @@ import sys
 
 import pytest
 
-from halfmoon.runs import pools
+from halfmoon.core import memory
 
 FAULTS = """
 import ctypes, resource, sys
-from halfmoon.runs.pools import keep_memory
+from halfmoon.core.memory import keep_memory
 c = ctypes.CDLL(None)
 c.malloc.argtypes, c.malloc.restype, c.free.argtypes = (ctypes.c_size_t,), ctypes.c_void_p, (ctypes.c_void_p,)
 def take(size):
@@ -41,7 +41,7 @@ def test_memory_taken_again_costs_no_fault():
 
 def test_elsewhere_it_does_nothing(monkeypatch):
     """On another system, or with a C library that has no such switch, it says no and raises nothing."""
-    monkeypatch.setattr(pools.ctypes, "CDLL", lambda name: object())
-    assert not pools.keep_memory()
-    monkeypatch.setattr(pools.sys, "platform", "darwin")
-    assert not pools.keep_memory()
+    monkeypatch.setattr(memory.ctypes, "CDLL", lambda name: object())
+    assert not memory.keep_memory()
+    monkeypatch.setattr(memory.sys, "platform", "darwin")
+    assert not memory.keep_memory()
