@@ -279,6 +279,17 @@ def test_kills_at_every_stage_change_no_byte(shell: Shell, straight: Path, tmp_p
     assert_same(root, straight)
 
 
+def test_a_kill_right_after_the_summary_changes_no_byte(shell: Shell, straight: Path, tmp_path: Path) -> None:
+    """It leaves a finished run with the checkpoint that a damaged one would have fallen back on."""
+    root = tmp_path / "run"
+    shutil.copytree(straight, root)
+    for part in ("", "baselines/fedavg/"):
+        for suffix in ("json", "safetensors"):
+            shutil.copyfile(root / f"{part}checkpoint-000005.{suffix}", root / f"{part}checkpoint-000004.{suffix}")
+    assert shell(f"resume {root}").code == 0
+    assert_same(root, straight)
+
+
 def test_a_comparison_survives_kills_and_knows_its_folder(shell: Shell, tmp_path: Path) -> None:
     assert shell(f"{COMPARE} --run-dir {tmp_path / 'straight'}").code == 0
     kills = killed_often(shell, COMPARE, tmp_path / "killed", 7)
