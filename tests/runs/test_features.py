@@ -13,6 +13,7 @@ from halfmoon import Config, UserError, load_model
 from halfmoon.core import tree
 from halfmoon.models.finetuned import FineTuned
 from halfmoon.runs import factory, features
+from halfmoon.runs.callbacks import NullCallback, told_of
 
 SMALL = Config(method="fedavg", rounds=1, data_share=0.2, clients=3, cohort=2, steps=2, budget="none", threads=1)
 
@@ -118,6 +119,24 @@ def test_methods_that_take_no_step_need_the_plain_view_alone(tmp_path: Path) -> 
     assert told[-1][0] == told[-1][1]
     both = factory.problem(config, heads.split, ["ridge-head", "fedavg"], heads.source)
     assert both.train.images.shape[1] == 3  # two labeled views more
+
+
+def test_the_time_left_is_that_of_the_images_at_hand() -> None:
+    """Reading took 100 s; then 16 training images a second get features, and 8 test images a second after them."""
+    times, said = iter([0, 100, 111, 121, 199, 200, 215]), []
+
+    class Watch(NullCallback):
+        def say(self, words: str) -> None:
+            said.append(words)
+
+    tell = told_of(Watch(), lambda: float(next(times)))
+    for number, count in ((16, 1000), (192, 1000), (352, 1000), (1000, 1000), (16, 500), (136, 500)):
+        tell(number, count)
+    assert said == [
+        "features: 192 of 1,000 images, 0:50 left.",
+        "features: 352 of 1,000 images, 0:40 left.",
+        "features: 136 of 500 images, 0:46 left.",
+    ]
 
 
 def test_clients_one_by_one_and_as_one_program_learn_the_same_on_features(weights: str, tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 What they are told stands in the run folder as well; metrics.jsonl is the source, and no watch can change it.
 """
 
+import math
 import time
 import warnings
 from collections.abc import Callable
@@ -117,13 +118,16 @@ def guarded(watch: Callback) -> Callbacks:
 def told_of(watch: Callback, clock: Callable[[], float] = time.monotonic) -> Callable[[int, int], None]:
     """Return what tells a watch, every `EVERY` seconds, how many images have features, and how long the rest takes."""
     began = last = clock()
+    first = math.inf  # images with features at the time `began`
 
     def tell(number: int, count: int) -> None:
-        nonlocal last
+        nonlocal last, began, first
         now = clock()
-        if now - last >= EVERY and number < count:
+        if number <= first:  # training images begin, or those for the test after them
+            began, first = now, number
+        elif now - last >= EVERY and number < count:
             last = now
-            left = round((now - began) / number * (count - number))
+            left = round((now - began) / (number - first) * (count - number))
             watch.say(f"features: {number:,} of {count:,} images, {left // 60}:{left % 60:02} left.")
 
     return tell
