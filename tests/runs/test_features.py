@@ -123,7 +123,8 @@ def test_methods_that_take_no_step_need_the_plain_view_alone(tmp_path: Path) -> 
 
 def test_the_time_left_is_that_of_the_images_at_hand() -> None:
     """Reading took 100 s; then 16 training images a second get features, and 8 test images a second after them."""
-    times, said = iter([0, 100, 111, 121, 199, 200, 215]), []
+    times = iter([0, 100, 111, 121, 199, 200, 215])
+    said: list[str] = []
 
     class Watch(NullCallback):
         def say(self, words: str) -> None:
