@@ -47,6 +47,11 @@ class Upload(NamedTuple):
         """Apply a function to all leaves."""
         return Upload(tree.map(function, self.update), function(self.weight), tree.map(function, self.aux))
 
+    @property
+    def widened(self) -> "Upload":
+        """The upload with what was sent in float16 as float32, as the server computes with it."""
+        return self.map(lambda leaf: leaf.float() if leaf.dtype == torch.float16 else leaf)
+
     def at(self, place: int) -> "Upload":
         """Return the upload of one of several clients."""
         return self.map(lambda leaf: leaf[place])

@@ -231,6 +231,9 @@ class AggregationOptions:
         "leaves out who points against the others, the default of a federation's server",
     ] = "mean"
     byzantine: Annotated[float, "share of a cohort that trimmed and krum expect to be hostile", BELOW_HALF] = 0.2
+    upload_precision: Annotated[
+        Literal["float32", "float16"], "what clients send parameters in; float16 takes half the bytes"
+    ] = "float32"
     secure_aggregation: Annotated[bool, "the server learns the sum of a cohort's uploads alone"] = False
     attack: Annotated[
         Literal["none", "sign-flip", "noise", "label-flip", "stale", "nan", "false-counts", "sign-flip-false-counts"],

@@ -117,6 +117,10 @@ def _check_guards(c: Any) -> None:
                 f"{name} and aggregation {c.aggregation!r} exclude each other: "
                 f"{'its noise is measured by a mean' if private else 'it hides what the other has to look at'}."
             )
+    if c.secure_aggregation and c.upload_precision != "float32":
+        raise UserError(
+            "secure_aggregation and upload_precision exclude each other: masked sums are of whole numbers of 64 bits."
+        )
     if c.secure_aggregation and c.cohort < 3:
         raise UserError(f"secure_aggregation needs a cohort of 3 or more, not {c.cohort}: fewer hide nothing.")
     if private and c.norm == "batch" and "backbone" not in hubs.frozen(c):

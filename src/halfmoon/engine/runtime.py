@@ -264,7 +264,7 @@ class ServerRuntime(ABC):
             self.cost.add(outcome.amount, passes, outcome.swept)
             self.cost.bytes_down += outcome.traffic[0]
             self.cost.bytes_up += outcome.traffic[1]
-            yield client, outcome
+            yield client, outcome._replace(up=outcome.up.widened)
             del outcome
             release_memory(tree.nbytes(down))
 

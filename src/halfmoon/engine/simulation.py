@@ -123,7 +123,7 @@ class Simulation(ServerRuntime):
         for outcome in self.local_clients.update(context, clients, self._stage, down, each, self._quality):
             client = next(remaining)
             if client in first and "params" in outcome.up.update:
-                self._uploads[client] = {"stats": {}, **down, **outcome.up.update}
+                self._uploads[client] = {"stats": {}, **down, **outcome.up.widened.update}
             yield client, outcome
             del outcome
 
