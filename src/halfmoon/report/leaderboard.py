@@ -94,8 +94,7 @@ def _column(study: Study, score: Score, column: Column) -> list[str]:
         lines.append(f"| {' | '.join([title.replace('|', BAR), *_cells(mark, full)])} |")
     ranking = order(study, score, column)
     if len(ranking.published) > 1:
-        interval = " [{:.2f}, {:.2f}]".format(*ranking.interval) if ranking.interval else ""
-        kendall = "" if ranking.kendall_tau is None else f" (Kendall's tau {ranking.kendall_tau:.2f}{interval})"
+        kendall = f" (Kendall's tau {ranking.tau})" if ranking.tau else ""
         lines += ["", f"Published order: {' > '.join(ranking.published)}.", ""]
         lines += [f"Measured order{kendall}: {' > '.join(ranking.measured)}."]
     return [*lines, ""]

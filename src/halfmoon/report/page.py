@@ -170,8 +170,7 @@ def count(value: float | None) -> str:
 
 
 def taus_of(study: Study, score: Score) -> list[str]:
-    taus = [order(study, score, column).kendall_tau for column in study.columns]
-    return ["" if each is None else signed(each) for each in taus]
+    return [order(study, score, column).tau for column in study.columns]
 
 
 def seeds_words(mark: Mark) -> str:

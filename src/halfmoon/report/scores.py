@@ -146,6 +146,12 @@ class Order(NamedTuple):
     kendall_tau: float | None  # None for fewer than two rows, or where all are equal
     interval: tuple[float, float] | None  # of 95 %, over seeds
 
+    @property
+    def tau(self) -> str:
+        """Kendall's tau with its interval, "0.37 [-0.08, 0.70]"; "" where it is undefined."""
+        interval = " [{:.2f}, {:.2f}]".format(*self.interval) if self.interval else ""
+        return "" if self.kendall_tau is None else f"{self.kendall_tau:.2f}{interval}"
+
 
 def order(study: Study, score: Score, column: Column) -> Order:
     """Compare the published order of a column with the measured one, over the rows that have both."""
