@@ -82,6 +82,27 @@ def test_what_a_folder_holds_is_seen_without_decoding_it(tmp_path: Path) -> None
         contents_of(tmp_path / "ward")
 
 
+def test_a_folder_called_unlabeled_is_no_class(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Beside class folders its images have no label; beside a folder train they are refused with what to do."""
+    folder = tmp_path / "pets"
+    written(folder, 5)
+    written(folder / "Unlabeled", 4, where="{label}-{number}.png")
+    found = contents_of(folder)
+    assert (found.classes, found.labeled, len(found.paths), found.site) == (CLASSES, 15, 27, True)
+    assert (np.bincount(found.labels + 1) == [12, 5, 5, 5]).all()
+    assert main(["run", "--data", str(folder), "--method", "fedavg"]) == 2
+    assert "is a site's folder, with images without a label in Unlabeled" in capsys.readouterr().err
+    (folder / "classes.txt").write_text("0\n1\n2\nUnlabeled\n")  # where it is meant as a class
+    assert contents_of(folder).labeled == 27
+    for name, place in (("beside", "unlabelled"), ("inside", "train/unlabeled")):
+        written(tmp_path / name / "train", 2)
+        written(tmp_path / name / "test", 1)
+        written(tmp_path / name / place, 1, where="{label}-{number}.png")
+        for words in (["data"], ["run", "--plan", "--data"], ["run", "--method", "fedavg", "--data"]):
+            assert main([*words, str(tmp_path / name)]) == 2
+            assert "images without a label need a labels.csv in" in capsys.readouterr().err
+
+
 def test_large_images_never_train_at_224(tmp_path: Path, pretrained: None) -> None:
     written(tmp_path / "photos", 12, 224)
     found = contents_of(tmp_path / "photos")

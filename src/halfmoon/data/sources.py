@@ -154,9 +154,11 @@ def _refuse_others(folder: Path) -> None:
             f"{folder} was written by save_to_disk of the library datasets, but has no part train: save a DatasetDict "
             "with train and test, such as dataset.train_test_split(0.2).save_to_disk(FOLDER)."
         )
-    if (folder / "labels.csv").is_file():
+    without = None if class_folders.part_of(folder, "train") else class_folders.unlabeled_in(folder)
+    if (folder / "labels.csv").is_file() or without is not None:
+        what = "labels.csv" if without is None else f"images without a label in {without.name}"
         raise UserError(
-            f"{folder} is a site's folder, with labels.csv and no test images: `halfmoon run --data {folder}` chooses "
+            f"{folder} is a site's folder, with {what} and no test images: `halfmoon run --data {folder}` chooses "
             f"methods and tests itself, `halfmoon run --sites {folder} OTHER --method NAME` plays one on two and more; "
             "for other calls sort labeled images into train/CLASS and test/CLASS."
         )

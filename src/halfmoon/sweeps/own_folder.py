@@ -13,12 +13,11 @@ from halfmoon.data.groups import groups as groups_of
 from halfmoon.data.images import Images, statistics
 from halfmoon.data.partition.primitives import stream
 from halfmoon.data.preparation import Preparation
-from halfmoon.data.readers.class_folders import in_classes, in_parts, part_of
+from halfmoon.data.readers.class_folders import in_classes, in_parts, part_of, refuse_unlabeled
 from halfmoon.data.readers.decode import header, prepared
 from halfmoon.sites.folders import read
 from halfmoon.sites.folders.label_file import LABELS
-from halfmoon.sites.folders.label_file import read as read_labels
-from halfmoon.sites.folders.site_folder import CLASSES
+from halfmoon.sites.folders.site_folder import is_site
 
 HEADERS = 200
 """Images whose size and mode are read from their headers."""
@@ -80,7 +79,7 @@ def contents_of(folder: Path, pattern: str | None = None) -> Contents | None:
     `pattern` finds an image's group in its name. Raise UserError where its labels have a fault.
     """
     tests = 0
-    site = read_labels(folder).file is not None or (folder / CLASSES).exists()
+    site = is_site(folder)
     if site:
         site_folder = read(folder)
         if not (site_folder.labels >= 0).any():
@@ -94,6 +93,7 @@ def contents_of(folder: Path, pattern: str | None = None) -> Contents | None:
         place = part_of(folder, "train")
         groups = in_classes(place or folder)
         if place is not None:
+            refuse_unlabeled(folder, place)
             test_part = part_of(folder, "test") or part_of(folder, "validation")
             tests = sum(map(len, in_classes(test_part).values())) if test_part is not None else 0
         paths = [path for group in groups.values() for path in group]

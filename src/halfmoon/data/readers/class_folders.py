@@ -22,6 +22,9 @@ PARTS = (("train", "training"), ("test", "testing"), ("validation", "valid", "va
 HELD_OUT = 0.2
 """The share of every class that is the test where no folder is."""
 
+UNLABELED = ("unlabeled", "unlabelled")
+"""Names, in lower case, of a folder whose images have no label."""
+
 OTHERS = "where images share a patient or an object, make folders train and test yourself"
 
 
@@ -37,6 +40,7 @@ def read_folders(
     """
     remark = ""
     if (place := part_of(folder, "train")) is not None:
+        refuse_unlabeled(folder, place)
         inside = part_of(folder, test)
         if inside is None and test == "test" and (inside := part_of(folder, "validation")) is not None:
             remark = f"{folder} has no folder test, so the images of {inside.name} are the test"
@@ -62,6 +66,21 @@ def part_of(folder: Path, part: str) -> Path | None:
     names = next((names for names in PARTS if part in names), (part,))
     folders = {each.name.lower(): each for each in sorted(folder.iterdir()) if each.is_dir()}
     return next((folders[name] for name in names if name in folders), None)
+
+
+def unlabeled_in(folder: Path) -> Path | None:
+    """Return the folder of images without a label in a folder, None where there is none."""
+    inside = sorted(folder.iterdir()) if folder.is_dir() else []
+    return next((each for each in inside if each.name.lower() in UNLABELED and each.is_dir()), None)
+
+
+def refuse_unlabeled(folder: Path, train: Path) -> None:
+    """Raise UserError where images without a label lie in or beside the folder `train`, whose images all have one."""
+    if (without := unlabeled_in(folder) or unlabeled_in(train)) is not None:
+        raise UserError(
+            f"{without}: with a folder {train.name}, images without a label need a labels.csv in {folder} that names "
+            "the labeled ones (path,label)."
+        )
 
 
 def in_parts(folder: Path) -> bool:

@@ -17,8 +17,7 @@ from halfmoon.core.errors import UserError
 from halfmoon.data import dicom
 from halfmoon.data.preparation import Preparation, used
 from halfmoon.data.readers.decode import converted, deep, prepared, upright
-from halfmoon.sites.folders import label_file
-from halfmoon.sites.folders.site_folder import CLASSES, LABELS, Finding, SiteFolder, scan, suggestion
+from halfmoon.sites.folders.site_folder import CLASSES, Finding, SiteFolder, is_site, scan, suggestion
 from halfmoon.storage import atomic_io
 
 if TYPE_CHECKING:
@@ -205,7 +204,7 @@ def _folders(site: SiteFolder) -> list[Finding]:
     """Return the folders that images lie in, where nothing else gives them labels and there are a few of them."""
     counts = Counter(path.partition("/")[0] for path in site.paths if "/" in path)
     few = 2 <= len(counts) <= 50 and sum(counts.values()) == len(site)
-    named = (site.folder / CLASSES).exists() or label_file.read(site.folder).file
+    named = is_site(site.folder)
     names = [f"{name} ({count:,} images)" for name, count in sorted(counts.items())] if few and not named else []
     remedy = f"name them in {CLASSES}, one a line, and they are labels, where they are meant so"
     return [Finding("folders that look like classes", remedy, tuple(names))]
@@ -236,7 +235,7 @@ def _classes(site: SiteFolder, mix: Mapping[str, int], labeled: int) -> list[Fin
     empty = [name for name, count in mix.items() if not count] if labeled else []
     findings = [Finding("classes without a label", "label an image of each, if there is one", tuple(empty))]
     if labeled and not (site.folder / CLASSES).exists():
-        remedy = f"numbered as sorted in {LABELS}; all sites of a federation need the same {CLASSES}"
+        remedy = f"numbered as sorted; all sites of a federation need the same {CLASSES}"
         findings.append(Finding(f"{CLASSES} is not there", remedy, (f"classes: {', '.join(site.classes)}",)))
     return findings
 

@@ -12,7 +12,7 @@ import numpy as np
 from halfmoon.core.errors import UserError
 from halfmoon.data import dicom
 from halfmoon.data.groups import groups
-from halfmoon.data.readers.class_folders import SUFFIXES
+from halfmoon.data.readers.class_folders import SUFFIXES, part_of, unlabeled_in
 from halfmoon.sites.folders import label_file
 from halfmoon.sites.folders.label_file import LABELS, Table, decoded, nfc, plain
 
@@ -69,11 +69,18 @@ class Finding:
         return [f"{name}: {reason}" for name, reason in zip(names, self.reasons, strict=True)]
 
 
+def is_site(folder: Path) -> bool:
+    """Return whether a folder says which of its images have a label: by a table, or by a folder of those without."""
+    named = label_file.read(folder).file is not None or (folder / CLASSES).exists()
+    return named or (unlabeled_in(folder) is not None and part_of(folder, "train") is None)
+
+
 def read(folder: Path) -> SiteFolder:
     """Return a site by its names and labels, without a look into the images.
 
     labels.csv has path,label and perhaps by,at and group. Without it, folders called like classes of classes.txt give
-    labels; without classes.txt the sorted names in labels.csv number the classes. Raise UserError where there is no
+    labels; without classes.txt the sorted names in labels.csv number the classes. Without both, a folder `unlabeled`
+    makes classes of the folders beside it. Raise UserError where there is no
     image, or for what blocks.
     """
     site, findings = scan(folder)
@@ -91,7 +98,7 @@ def scan(folder: Path) -> tuple[SiteFolder, list[Finding]]:
         raise UserError(f"{folder}: there is no such folder; give the folder of a site.")
     images, others, closed = _walk(folder)
     table = label_file.read(folder)
-    classes, faults = _classes(folder, table)
+    classes, faults = _classes(folder, table, images)
     names_by_path, owners, missing = _labels_of(images, table)
     if table.file is None:
         names_by_path = _in_class_folders(images, classes)
@@ -238,8 +245,11 @@ def _relative(path: Path, folder: Path) -> str:
     return path.relative_to(folder).as_posix()
 
 
-def _classes(folder: Path, table: Table) -> tuple[tuple[str, ...], list[str]]:
+def _classes(folder: Path, table: Table, images: Iterable[str]) -> tuple[tuple[str, ...], list[str]]:
     text, faults, _ = decoded(folder / CLASSES)
+    if text is None and table.file is None and (without := unlabeled_in(folder)) is not None:
+        tops = {nfc(path.partition("/")[0]) for path in images if "/" in path}
+        return tuple(sorted(tops - {nfc(without.name)})), faults
     if text is None:
         return tuple(sorted({label for _, label, _ in table.rows} - {""})), faults
     lines = [nfc(line) for line in re.split(r"\r\n|\r|\n", text)]
