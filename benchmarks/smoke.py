@@ -129,6 +129,7 @@ SMALLEST: dict[str, Small] = {
     "site_opening": ("--images 20 --side 8", {}),
     "start": ("--turns 1", {}),
     "strong_view": ("--rounds 1", {}),
+    "upload_precision": ("--rounds 1 --seeds 40", {}),
     "unlike": (
         "--seeds 0 --networks small --out {out}/unlike.csv",
         {"KNOWN": 50, "OTHERS": 20, "FOREIGN": 10, "NETWORKS": {"small": {"rounds": 1, "steps": 2}}},

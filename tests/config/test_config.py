@@ -91,7 +91,8 @@ def configs(draw: st.DrawFn) -> Config:
         chosen[name] = draw(positive) if private else None
     many = chosen["aggregation"] == "mean" and chosen["cohort"] >= 3  # fewer hide nothing
     chosen["secure_aggregation"] = many and draw(st.booleans())
-    chosen["upload_precision"] = "float32" if chosen["secure_aggregation"] else "float16"
+    if chosen["secure_aggregation"]:
+        chosen["upload_precision"] = "float32"
     chosen["client_dropout"] = draw(st.floats(0, 1, exclude_max=True))
     for name in ("clip_norm", "clip_value"):
         chosen[name] = draw(st.none() | positive)

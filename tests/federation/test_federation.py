@@ -185,6 +185,7 @@ def test_what_is_tuned_of_a_pretrained_network_travels_and_is_saved(tune: str, p
         ("feddb", {"aggregation": "trimmed", "byzantine": 0.34, "cohort": 3}),
         ("fedavg", {"aggregation": "krum", "cohort": 3}),
         ("fedavg-soft-labels", {"upload_precision": "float16", "aggregation": "cosine", "cohort": 3}),
+        ("feddure", {"upload_precision": "int8"}),
         ("fedavg", {"secure_aggregation": True, "cohort": 3}),
         ("feddure", {"secure_aggregation": True, "cohort": 3, "norm": "group"}),
         ("fedloke", {"secure_aggregation": True, "cohort": 3}),

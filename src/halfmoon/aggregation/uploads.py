@@ -1,4 +1,4 @@
-"""A method whose clients change what they send: clipped for differential privacy, or rounded to fewer bytes."""
+"""A method whose clients change what they send: they clip it, for differential privacy."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -9,7 +9,6 @@ from torch import Tensor
 
 from halfmoon.api.types import Batch, ClientUpdate, Federation, Local, Method, Needs, Passes, StepMetrics, Task
 from halfmoon.api.uploads import Uplink, Upload
-from halfmoon.core import tree
 from halfmoon.core.tree import Tree
 
 
@@ -19,23 +18,6 @@ class UploadChange(Protocol):
     def __call__(self, up: Upload, down: Tree, uplink: Uplink) -> Upload:
         """Return what is sent in place of `up`, of a client that was sent `down`."""
         ...
-
-
-@dataclass(frozen=True)
-class Rounded:
-    """Rounds learned parameters to float16, which halves the bytes of an upload; the server widens them again.
-
-    A parameter moves by at most 2^-11 of itself (2^-25 near zero); one beyond 65,504 becomes infinite, which ends the
-    run as diverged. Running statistics, weights and what goes beside an update stay as they are.
-    """
-
-    def __call__(self, up: Upload, down: Tree, uplink: Uplink) -> Upload:
-        learned = {name: part for name, part in up.update.items() if name not in uplink.statistics}
-        return up._replace(update={**up.update, **tree.map(_half, learned)})
-
-
-def _half(leaf: Tensor) -> Tensor:
-    return leaf.half() if leaf.dtype == torch.float32 else leaf
 
 
 @dataclass(frozen=True)

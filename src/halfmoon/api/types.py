@@ -8,7 +8,7 @@ from typing import Any, Literal, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from halfmoon.api.uploads import UPDATE_ONLY, Uplink, Upload
+from halfmoon.api.uploads import UPDATE_ONLY, Precision, Uplink, Upload
 from halfmoon.core import tree
 from halfmoon.core.optim import Constant, Number, Optimizer, Schedule
 from halfmoon.core.tree import Tree
@@ -38,6 +38,7 @@ class Task:
     statistics: Statistics = "joint"
     labeling: Labeling = "batch"
     testing: Labeling = "running"
+    upload_precision: Precision = "float32"  # of what clients send of a model
     rounds: int = 200
     schedule: Schedule = field(default_factory=Constant)  # of the learning rate
     round: int = 0  # counted from 0

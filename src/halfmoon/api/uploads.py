@@ -47,11 +47,6 @@ class Upload(NamedTuple):
         """Apply a function to all leaves."""
         return Upload(tree.map(function, self.update), function(self.weight), tree.map(function, self.aux))
 
-    @property
-    def widened(self) -> "Upload":
-        """The upload with what was sent in float16 as float32, as the server computes with it."""
-        return self.map(lambda leaf: leaf.float() if leaf.dtype == torch.float16 else leaf)
-
     def at(self, place: int) -> "Upload":
         """Return the upload of one of several clients."""
         return self.map(lambda leaf: leaf[place])
@@ -63,6 +58,9 @@ def stack(uploads: Sequence[Upload]) -> Upload:
         return Upload({}, torch.zeros(0, dtype=torch.float64))
     return Upload.of(tree.stack([each.tree for each in uploads]))
 
+
+Precision = Literal["float32", "float16", "int8"]
+"""What an update travels in: whole, or the difference from what came down in fewer bits."""
 
 Reduction = Literal["sum", "mean", "each"]
 """What the server does with an auxiliary tensor: it adds those of all clients, which come multiplied by their weights;

@@ -1,6 +1,6 @@
 """Trees: nested dicts whose leaves are tensors. Everything that is stored, sent or lifted is one."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, cast, overload
 
 import torch
@@ -83,6 +83,14 @@ def unflatten(flat: dict[str, Tensor]) -> Tree:
             node = node.setdefault(parent, {})
         node[name] = leaf
     return tree
+
+
+def replaced(tree: Tree, new: Mapping[str, Any], above: str = "") -> Tree:
+    """Return a tree with what is in `new`, by path, in place of its own leaves; branches without leaves stay."""
+    return {
+        key: replaced(value, new, f"{above}{key}/") if isinstance(value, dict) else new.get(f"{above}{key}", value)  # pyright: ignore[reportUnknownArgumentType]
+        for key, value in tree.items()
+    }
 
 
 def merged(first: Tree, second: Tree) -> Tree:

@@ -8,14 +8,16 @@ bit.
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import astuple, dataclass, field, replace
 from fractions import Fraction
+from functools import partial
 from typing import Literal
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from halfmoon.aggregation.precision import encoded
 from halfmoon.api.types import ClientUpdate, Local, StateStore
-from halfmoon.core import tree
+from halfmoon.core import rng, tree
 from halfmoon.core.tensors import tensor_of
 from halfmoon.core.tree import Tree
 from halfmoon.data.partition.split import SERVER, Split
@@ -145,9 +147,9 @@ class LocalClients:
         remembered is not yielded.
         """
         hidden: dict[int, Tensor] = {}
-        remaining = iter(clients)  # not zip, which holds what it has given last
+        remaining = iter(enumerate(clients))  # not zip, which holds what it has given last
         for outcome in _without_gradients(self._client_rounds(context, clients, stage, down, each, hidden)):
-            client = next(remaining)
+            place, client = next(remaining)
             if outcome.memory:
                 self.memories.put(str(client), outcome.memory)
             for observation in outcome.observations:
@@ -155,7 +157,10 @@ class LocalClients:
             if outcome.remark not in {"", *self._remarks}:
                 self._remarks.add(outcome.remark)
                 self.training.say(outcome.remark)
-            yield outcome._replace(memory={}, observations=())
+            outcome = outcome._replace(memory={}, observations=())
+            if client != SERVER:
+                outcome = _encoded(context, client, {**down, **tree.index(each, place)}, outcome)
+            yield outcome
             del outcome  # or it would be held while the next client trains
 
     def _client_rounds(
@@ -230,6 +235,16 @@ class LocalClients:
 
     def _memory(self, context: ClientContext, client: int, down: Tree) -> Tree:
         return self.memories.get(str(client)) or first_memory(context.client_update, down, self.seed, client)
+
+
+def _encoded(context: ClientContext, client: int, down: Tree, outcome: ClientResult) -> ClientResult:
+    """Return what came of a client with its upload in the bytes that travel; one in float32 stays as it is."""
+    update = context.client_update
+    if update.task.upload_precision == "float32":
+        return outcome
+    draws = partial(rng.generator, context.seed, "upload", context.round, context.query, client)
+    up = encoded(outcome.up, down, update.task.upload_precision, update.needs.uplink, draws)
+    return outcome._replace(up=up, traffic=update.traffic(down, up))
 
 
 def _alike(client_update: ClientUpdate, tasks: list[ClientTask], padded: Fraction) -> Iterator[list[ClientTask]]:

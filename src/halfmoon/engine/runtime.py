@@ -10,6 +10,7 @@ from torch import Tensor
 
 from halfmoon.aggregation import AggregationContext, Aggregator
 from halfmoon.aggregation.mean import UploadMean, mean_of
+from halfmoon.aggregation.precision import decoded
 from halfmoon.api.types import ClientUpdate, Method, StateStore, Task, WeightedMetric
 from halfmoon.api.uploads import Upload, stack
 from halfmoon.core import rng, tree
@@ -255,6 +256,7 @@ class ServerRuntime(ABC):
         rows = images_a_call(self.device)
         context = ClientContext(client_update, self.views, self.seed, self._round, self._query, rows)
         self._query += 1
+        places = {client: place for place, client in enumerate(clients)}
         for client, outcome in self._client_rounds(context, clients, down, each):
             if client != SERVER:
                 self.cost.stored_client = max(self.cost.stored_client, outcome.memory_bytes)
@@ -264,7 +266,9 @@ class ServerRuntime(ABC):
             self.cost.add(outcome.amount, passes, outcome.swept)
             self.cost.bytes_down += outcome.traffic[0]
             self.cost.bytes_up += outcome.traffic[1]
-            yield client, outcome._replace(up=outcome.up.widened)
+            received = {**down, **tree.index(each, places[client])}
+            precision = "float32" if client == SERVER else client_update.task.upload_precision
+            yield client, outcome._replace(up=decoded(outcome.up, received, precision))
             del outcome
             release_memory(tree.nbytes(down))
 

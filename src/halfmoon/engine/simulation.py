@@ -7,6 +7,7 @@ import numpy as np
 import torch
 
 from halfmoon.aggregation import Aggregator
+from halfmoon.aggregation.precision import decoded
 from halfmoon.api.types import Method, StateStore, Task
 from halfmoon.core import rng
 from halfmoon.core.tensors import integers, tensor_of
@@ -123,7 +124,8 @@ class Simulation(ServerRuntime):
         for outcome in self.local_clients.update(context, clients, self._stage, down, each, self._quality):
             client = next(remaining)
             if client in first and "params" in outcome.up.update:
-                self._uploads[client] = {"stats": {}, **down, **outcome.up.widened.update}
+                up = decoded(outcome.up, down, self.task.upload_precision)
+                self._uploads[client] = {"stats": {}, **down, **up.update}
             yield client, outcome
             del outcome
 

@@ -16,7 +16,7 @@ from halfmoon.aggregation.privacy.dp import Private, Promise
 from halfmoon.aggregation.privacy.ledger import LEDGER, Ledger
 from halfmoon.aggregation.robust import Finite, Robust
 from halfmoon.aggregation.secure.fixed_point import Sums
-from halfmoon.aggregation.uploads import Changed, Rounded
+from halfmoon.aggregation.uploads import Changed
 from halfmoon.aggregation.weights import WeightCap
 from halfmoon.api.split_options import SplitOptions
 from halfmoon.api.types import Method, Task
@@ -137,6 +137,7 @@ def task(config: Config, form: ImageSpec) -> Task:
         statistics=config.statistics,
         labeling=config.labeling,
         testing=config.test_statistics,
+        upload_precision=config.upload_precision,
         rounds=rounds_of(config),
         schedule={"constant": Constant(), "cosine": Cosine(), "step": Steps()}[config.schedule],
     )
@@ -156,8 +157,6 @@ def method(config: Config) -> Method:
                 f"{option} cannot be used with method {config.method}: {singles}. The server would have to see more "
                 "than a sum."
             )
-    if config.upload_precision == "float16":
-        instance = Changed(instance, Rounded())
     return instance if config.dp_clip is None else Changed(instance, Clip(config.dp_clip))
 
 

@@ -4,7 +4,6 @@ McMahan, Ramage, Talwar and Zhang 2018 (Learning Differentially Private Recurren
 a client changes is one vector, and where its Euclidean norm is over the bound, it is scaled down to it.
 """
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -46,17 +45,9 @@ def clipped(up: Upload, down: Tree, norm: float) -> Upload:
         start = old.double()
         return torch.where(fits, new, (start + scale * (new.double() - start)).to(new.dtype))
 
-    return up._replace(update=_exchanged(up.update, {path: shorter(new, old) for path, (new, old) in moved.items()}))
+    return up._replace(update=tree.replaced(up.update, {path: shorter(new, old) for path, (new, old) in moved.items()}))
 
 
 def _length(leaves: list[Tensor]) -> Tensor:
     """Return the Euclidean norm of leaves taken together, in the order of their elements whatever their layout."""
     return torch.stack([leaf.reshape(-1).square().sum() for leaf in leaves]).sum().sqrt()
-
-
-def _exchanged(branch: Tree, new: Mapping[str, Tensor], above: str = "") -> Tree:
-    """Return a tree with the leaves in `new`, by path, in place of its own; branches without leaves stay."""
-    return {
-        name: _exchanged(leaf, new, f"{above}{name}/") if isinstance(leaf, dict) else new.get(f"{above}{name}", leaf)
-        for name, leaf in branch.items()
-    }

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from halfmoon.aggregation.precision import decoded
 from halfmoon.aggregation.weights import WeightCap, caps
 from halfmoon.api.types import ClientUpdate
 from halfmoon.api.uploads import Upload
@@ -282,7 +283,10 @@ class SiteCalls:
             if fault is not None:
                 return self.refuse(site, fault, context.round)
             if uplink is not None:
-                upload = Upload.of(reply.up)
+                precision = context.client_update.task.upload_precision
+                upload = decoded(Upload.of(reply.up), down, precision)
+                if precision != "float32" and (fault := check_schema(upload.tree, {}, None)) is not None:
+                    return self.refuse(site, fault, context.round)
                 weight = float(upload.weight)
                 norm = norms({site: upload}, {site: down}, uplink)[site]
         return CheckedReply(replace(reply, up={}), answer.data, shape, weight, norm)

@@ -49,6 +49,7 @@ class DownlinkSpec:
         cls, method: Method, task: Task, views: Views, image: tuple[int, int, int], seed: int, sites: int
     ) -> "DownlinkSpec":
         """Return the shapes that a server of the method sends; nothing where one cannot be computed."""
+        task = replace(task, upload_precision="float32")  # as the server computes with what comes
         uplinks = UplinkSpec(task, views, image, seed)
         specs: dict[str, list[TreeSpec]] = {}
         for clients in COHORTS:
