@@ -81,12 +81,19 @@ def executors_agree(loop: list[Snapshot], vmap: list[Snapshot]) -> float:
             raise Broken(f"in round {number} loop and vmap report another cohort or cost")
         if many.report.samples.keys() != one.report.samples.keys():
             raise Broken(f"in round {number} loop and vmap report other samples")
-        pairs = ((many.report.samples, one.report.samples), (many.report.pseudo, one.report.pseudo))
+        pairs = ((many.report.samples, one.report.samples), (_used(many.report.pseudo), _used(one.report.pseudo)))
         for ours, theirs in pairs:
             for a, b in zip(numbers(ours), numbers(theirs), strict=True):
                 if not abs(a - b) <= CLOSE * max(1.0, abs(b)):
                     raise Broken(f"in round {number} loop and vmap report {a} and {b}")
     return worst
+
+
+def _used(pseudo: dict[str, Any] | None) -> dict[str, Any]:
+    """Return what a report says of guesses that count; where all classes tie, rounding chooses the label of others."""
+    named = (pseudo or {}).items()
+    rows = {name: value for name, value in named if name not in ("accuracy", "per_class", "models")}
+    return rows | {name: _used(model) for name, model in (pseudo or {}).get("models", {}).items()}
 
 
 def _same_names(what: str, ours: Tree, theirs: Tree) -> None:
