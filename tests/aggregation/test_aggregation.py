@@ -10,8 +10,7 @@ from scenes import begin, dataset, furthest, play, simulate, task
 from test_contract import scene
 
 from halfmoon.aggregation import AggregationContext, changed, downlinks, update
-from halfmoon.aggregation.privacy.clipping import Clip
-from halfmoon.aggregation.uploads import Changed
+from halfmoon.aggregation.privacy.clipping import Clipped
 from halfmoon.api.requirements import requirements_of
 from halfmoon.api.uploads import Upload
 from halfmoon.config.schema import Config
@@ -152,8 +151,8 @@ def test_the_servers_own_training_is_not_clipped():
     """Clients' updates are cut to nothing: what is left of a round of SemiFL is its fine-tuning, whole."""
     made, shared = registry.make("semifl", {"threshold": 0.39, "sbn": "server", "server_momentum": 0.0}), task(rounds=1)
     first = begin(made, shared)
-    clipped = simulate(Changed(made, Clip(1e-12)), shared, dataset(place="server"))
-    (played,) = play(Changed(made, Clip(1e-12)), clipped, first, range(1))
+    clipped = simulate(Clipped(made, 1e-12), shared, dataset(place="server"))
+    (played,) = play(Clipped(made, 1e-12), clipped, first, range(1))
     moved = furthest(played.server["params"], first["params"])
     alone = simulate(made, shared, dataset(place="server"))
     alone.open(0)

@@ -21,11 +21,10 @@ from scenes import NETWORK, begin, dataset, furthest, play, simulate, split, tas
 from halfmoon.aggregation import AggregationContext
 from halfmoon.aggregation.privacy import accounting
 from halfmoon.aggregation.privacy.accounting import Sampled
-from halfmoon.aggregation.privacy.clipping import Clip, clipped
+from halfmoon.aggregation.privacy.clipping import Clipped, ClippedUpdate, clipped
 from halfmoon.aggregation.privacy.dp import Private, Promise, clipped_sum, spent
 from halfmoon.aggregation.privacy.ledger import LEDGER, Ledger, Release
 from halfmoon.aggregation.secure import csprng
-from halfmoon.aggregation.uploads import Changed, ChangedUpdate
 from halfmoon.api.uploads import Upload
 from halfmoon.cli import console
 from halfmoon.cli import main as cli
@@ -150,7 +149,7 @@ def test_a_bound_below_the_rounding_of_the_model_leaves_nothing() -> None:
 def test_loop_equals_vmap_behind_clipping(name: str) -> None:
     got = {}
     for executor, norm in (("loop", 0.05), ("vmap", 0.05), ("loop", 1e9)):
-        made = Changed(registry.make(name), Clip(norm))
+        made = Clipped(registry.make(name), norm)
         shared = task(GROUPED)
         held = dataset(all_labels=registry.entry(name).all_labels)
         got[executor, norm] = play(made, simulate(made, shared, held, executor=executor), begin(made, shared), range(1))
@@ -163,8 +162,8 @@ def test_a_clipped_client_update_differs_in_its_upload_alone() -> None:
     for name in SUMS:
         shared = task(GROUPED)
         for key, client_update in registry.make(name).client_updates(shared).items():
-            around = Changed(registry.make(name), Clip(1.0)).client_updates(shared)[key]
-            assert isinstance(around, ChangedUpdate)
+            around = Clipped(registry.make(name), 1.0).client_updates(shared)[key]
+            assert isinstance(around, ClippedUpdate)
             assert (around.task, around.needs) == (client_update.task, client_update.needs)
             assert (around.passes(3, 5), around.swept(3, 5)) == (client_update.passes(3, 5), client_update.swept(3, 5))
             later = replace(around, task=shared.at(7))
@@ -233,7 +232,7 @@ def test_what_is_no_update_stops_the_run(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", SUMS)
 def test_no_method_sends_more_than_an_update_and_a_weight(name: str, tmp_path: Path) -> None:
     """Played with the server's half; where nobody is noised or clipped much, all that is left is equal weights."""
-    made = Changed(registry.make(name), Clip(1e6))
+    made = Clipped(registry.make(name), 1e6)
     shared, held = task(GROUPED), dataset(all_labels=registry.entry(name).all_labels)
     aggregator = private(tmp_path, PROMISE._replace(clip=1e6, noise=1e-20))
     there = simulate(made, shared, held, aggregators=[aggregator])
@@ -589,7 +588,7 @@ class Killed(BaseException):
 
 def run(path: Path, promise: Promise = PROMISE, rounds: int = 2, every: int = 2) -> None:
     """Play a private run in a folder, or go on with it there, to its end."""
-    method = Changed(registry.make("fedavg"), Clip(promise.clip))
+    method = Clipped(registry.make("fedavg"), promise.clip)
     shared = task(GROUPED, rounds=rounds, dtype=torch.float32)
     with RunFolder.open(path) if RunFolder.exists(path) else RunFolder.create(path, "", "0" * 64) as folder:
         loaded = folder.load()
@@ -710,7 +709,7 @@ def test_a_private_server_that_is_stopped_goes_on(flower: Any) -> None:
 
 def test_a_configuration_brings_both_halves(tmp_path: Path) -> None:
     config = Config(method="fedavg", norm="group", dp_clip=0.5, dp_noise=2.0, dp_epsilon=3.0, clients=9, cohort=4)
-    assert factory.method(config) == Changed(registry.make("fedavg"), Clip(0.5))
+    assert factory.method(config) == Clipped(registry.make("fedavg"), 0.5)
     (aggregator,) = factory.aggregators(config, b"x", tmp_path)
     assert isinstance(aggregator, Private)
     assert aggregator.promise == Promise(0.5, 2.0, 1e-5, 3.0, 4, 9)

@@ -17,8 +17,7 @@ from test_dp import GROUPED, PROMISE, private
 import halfmoon
 from halfmoon import Config
 from halfmoon.aggregation.precision import decoded, encoded, quantized
-from halfmoon.aggregation.privacy.clipping import Clip
-from halfmoon.aggregation.uploads import Changed
+from halfmoon.aggregation.privacy.clipping import Clipped
 from halfmoon.api.uploads import UPDATE_ONLY, Upload
 from halfmoon.contract.sites import Wire, behind
 from halfmoon.core import rng, tree
@@ -188,6 +187,16 @@ def test_a_run_sends_a_half_and_a_quarter_of_the_bytes_and_says_so(tmp_path: Pat
     assert sent["int8"] == sent["float32"] / 4 + 4 * tensors
 
 
+def test_the_models_of_clients_are_measured_as_the_server_has_them(tmp_path: Path) -> None:
+    rows = {}
+    for precision in ("float32", "int8"):
+        halfmoon.run(replace(FEW, client_models=2, steps=8, upload_precision=precision, run_dir=tmp_path / precision))
+        last = json.loads((tmp_path / precision / "metrics.jsonl").read_text().splitlines()[-1])
+        rows[precision] = last["clients"]
+    assert rows["int8"]["local_js_app_u"] == pytest.approx(rows["float32"]["local_js_app_u"], abs=0.02)
+    assert rows["int8"] != rows["float32"]
+
+
 def test_messages_shrink_as_the_uploads_do() -> None:
     """A small network of width 64: its header is little beside its 113 kB."""
     lengths = {}
@@ -230,7 +239,7 @@ def test_a_server_refuses_what_is_not_finite_once_it_is_unpacked(spoiled: str) -
 @pytest.mark.parametrize("precision", ["float16", "int8"])
 def test_a_private_mean_moves_by_no_more_than_the_clients_may(precision: Any, tmp_path: Path) -> None:
     """Rounding may lengthen a clipped update; the server clips it again before it adds noise, here next to none."""
-    made, shared = Changed(registry.make("fedavg"), Clip(0.05)), task(GROUPED, upload_precision=precision)
+    made, shared = Clipped(registry.make("fedavg"), 0.05), task(GROUPED, upload_precision=precision)
     guard = private(tmp_path, PROMISE._replace(clip=0.05, noise=1e-20))
     first = begin(made, shared)
     (after,) = play(made, simulate(made, shared, aggregators=[guard]), first, range(1))

@@ -9,8 +9,7 @@ from scenes import CLASSES, NETWORK, Snapshot, begin, dataset, furthest, play, s
 from torch import Tensor
 from torch.func import vmap
 
-from halfmoon.aggregation.privacy.clipping import Clip
-from halfmoon.aggregation.uploads import Changed
+from halfmoon.aggregation.privacy.clipping import Clipped
 from halfmoon.api.types import Batch, ClientUpdate, Local, Method
 from halfmoon.contract.checks import executors_agree
 from halfmoon.core import tree
@@ -398,7 +397,7 @@ def test_every_work_of_the_catalog_masks():
     assert FedAvg(Supervised()).client_updates(shared)["train"].needs.masks
     assert FedAvg(Supervised(decay=0.9)).client_updates(shared)["train"].needs.masks
     assert not ClientUpdate(shared).needs.masks
-    clipped = Changed(FedAvg(FixMatch()), Clip(1.0)).client_updates(shared)["train"]
+    clipped = Clipped(FedAvg(FixMatch()), 1.0).client_updates(shared)["train"]
     assert clipped.needs.masks
     for name in FEDERATED:
         assert all(

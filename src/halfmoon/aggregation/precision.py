@@ -27,8 +27,6 @@ def encoded(
     `draws` makes of its path. Running statistics, whole numbers, the weight and what goes beside an update stay exact.
     So does a part of the update that is one tensor: a distribution over classes must not fall below 0.
     """
-    if precision == "float32":
-        return up
     before = tree.flatten(down)
     trees = {name: part for name, part in up.update.items() if isinstance(part, dict) and name not in uplink.statistics}
     changes: dict[str, Any] = {}

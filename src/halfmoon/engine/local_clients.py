@@ -158,7 +158,7 @@ class LocalClients:
                 self._remarks.add(outcome.remark)
                 self.training.say(outcome.remark)
             outcome = outcome._replace(memory={}, observations=())
-            if client != SERVER:
+            if client != SERVER and context.client_update.task.upload_precision != "float32":
                 outcome = _encoded(context, client, {**down, **tree.index(each, place)}, outcome)
             yield outcome
             del outcome  # or it would be held while the next client trains
@@ -238,10 +238,8 @@ class LocalClients:
 
 
 def _encoded(context: ClientContext, client: int, down: Tree, outcome: ClientResult) -> ClientResult:
-    """Return what came of a client with its upload in the bytes that travel; one in float32 stays as it is."""
+    """Return what came of a client with its upload in the bytes that travel."""
     update = context.client_update
-    if update.task.upload_precision == "float32":
-        return outcome
     draws = partial(rng.generator, context.seed, "upload", context.round, context.query, client)
     up = encoded(outcome.up, down, update.task.upload_precision, update.needs.uplink, draws)
     return outcome._replace(up=up, traffic=update.traffic(down, up))

@@ -256,7 +256,7 @@ class ServerRuntime(ABC):
         rows = images_a_call(self.device)
         context = ClientContext(client_update, self.views, self.seed, self._round, self._query, rows)
         self._query += 1
-        places = {client: place for place, client in enumerate(clients)}
+        precision = client_update.task.upload_precision
         for client, outcome in self._client_rounds(context, clients, down, each):
             if client != SERVER:
                 self.cost.stored_client = max(self.cost.stored_client, outcome.memory_bytes)
@@ -266,9 +266,10 @@ class ServerRuntime(ABC):
             self.cost.add(outcome.amount, passes, outcome.swept)
             self.cost.bytes_down += outcome.traffic[0]
             self.cost.bytes_up += outcome.traffic[1]
-            received = {**down, **tree.index(each, places[client])}
-            precision = "float32" if client == SERVER else client_update.task.upload_precision
-            yield client, outcome._replace(up=decoded(outcome.up, received, precision))
+            if precision != "float32" and client != SERVER:
+                received = {**down, **tree.index(each, clients.index(client))}
+                outcome = outcome._replace(up=decoded(outcome.up, received, precision))
+            yield client, outcome
             del outcome
             release_memory(tree.nbytes(down))
 

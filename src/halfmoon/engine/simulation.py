@@ -7,8 +7,7 @@ import numpy as np
 import torch
 
 from halfmoon.aggregation import Aggregator
-from halfmoon.aggregation.precision import decoded
-from halfmoon.api.types import Method, StateStore, Task
+from halfmoon.api.types import ClientUpdate, Method, StateStore, Task
 from halfmoon.core import rng
 from halfmoon.core.tensors import integers, tensor_of
 from halfmoon.core.tree import Tree
@@ -119,13 +118,16 @@ class Simulation(ServerRuntime):
         return {"client": contents(self.memories), **super().state()}
 
     def _client_rounds(self, context: ClientContext, clients: Sequence[int], down: Tree, each: Tree) -> Visited:
-        first = integers(self.cohort)[: self.settings.client_models]
         remaining = iter(clients)
         for outcome in self.local_clients.update(context, clients, self._stage, down, each, self._quality):
-            client = next(remaining)
+            yield next(remaining), outcome
+            del outcome
+
+    def _ask(self, client_update: ClientUpdate, clients: Sequence[int], down: Tree, each: Tree) -> Visited:
+        first = integers(self.cohort)[: self.settings.client_models]
+        for client, outcome in super()._ask(client_update, clients, down, each):
             if client in first and "params" in outcome.up.update:
-                up = decoded(outcome.up, down, self.task.upload_precision)
-                self._uploads[client] = {"stats": {}, **down, **up.update}
+                self._uploads[client] = {"stats": {}, **down, **outcome.up.update}
             yield client, outcome
             del outcome
 

@@ -11,12 +11,11 @@ import numpy as np
 import torch
 
 from halfmoon.aggregation import Aggregator
-from halfmoon.aggregation.privacy.clipping import Clip
+from halfmoon.aggregation.privacy import clipping
 from halfmoon.aggregation.privacy.dp import Private, Promise
 from halfmoon.aggregation.privacy.ledger import LEDGER, Ledger
 from halfmoon.aggregation.robust import Finite, Robust
 from halfmoon.aggregation.secure.fixed_point import Sums
-from halfmoon.aggregation.uploads import Changed
 from halfmoon.aggregation.weights import WeightCap
 from halfmoon.api.split_options import SplitOptions
 from halfmoon.api.types import Method, Task
@@ -157,7 +156,7 @@ def method(config: Config) -> Method:
                 f"{option} cannot be used with method {config.method}: {singles}. The server would have to see more "
                 "than a sum."
             )
-    return instance if config.dp_clip is None else Changed(instance, Clip(config.dp_clip))
+    return instance if config.dp_clip is None else clipping.Clipped(instance, config.dp_clip)
 
 
 def aggregators(config: Config, secret: bytes, folder: Path, summed: bool = False) -> tuple[Aggregator, ...]:

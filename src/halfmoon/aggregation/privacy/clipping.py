@@ -4,24 +4,86 @@ McMahan, Ramage, Talwar and Zhang 2018 (Learning Differentially Private Recurren
 a client changes is one vector, and where its Euclidean norm is over the bound, it is scaled down to it.
 """
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
 
-from halfmoon.api.uploads import Uplink, Upload
+from halfmoon.api.types import Batch, ClientUpdate, Federation, Local, Method, Needs, Passes, StepMetrics, Task
+from halfmoon.api.uploads import Upload
 from halfmoon.core import tree
 from halfmoon.core.tree import Tree
 
 
 @dataclass(frozen=True)
-class Clip:
-    """Clips an upload, so that all that one client update changes has at most the norm `norm`."""
+class Clipped:
+    """A method whose clients clip what they send: all that one client update changes has at most the norm `norm`."""
 
+    method: Method
     norm: float
 
-    def __call__(self, up: Upload, down: Tree, uplink: Uplink) -> Upload:
-        return clipped(up, down, self.norm)
+    def client_updates(self, task: Task) -> Mapping[str, ClientUpdate]:
+        """Return the client updates of the method, each with its upload clipped."""
+        return {
+            name: ClippedUpdate(client_update.task, client_update=client_update, norm=self.norm)
+            for name, client_update in self.method.client_updates(task).items()
+        }
+
+    def start(self, task: Task, model: Tree) -> Tree:
+        return self.method.start(task, model)
+
+    def round(self, task: Task, server: Tree, federation: Federation) -> Tree:
+        return self.method.round(task, server, federation)
+
+    def solution(self, task: Task, server: Tree) -> Tree:
+        return self.method.solution(task, server)
+
+
+@dataclass(frozen=True)
+class ClippedUpdate(ClientUpdate):
+    """A client update like another one, with what it sends clipped."""
+
+    client_update: ClientUpdate = field(kw_only=True)
+    norm: float = field(kw_only=True)
+
+    def __post_init__(self) -> None:
+        # Whoever replaces the task of this client update means the one inside.
+        object.__setattr__(self, "client_update", replace(self.client_update, task=self.task))
+
+    @property
+    def needs(self) -> Needs:
+        return self.client_update.needs
+
+    @property
+    def at_server(self) -> ClientUpdate:
+        """Return the client update without the clip: the server's own images are not a client's."""
+        return self.client_update
+
+    def remember(self, down: Tree, generator: torch.Generator) -> Tree:
+        return self.client_update.remember(down, generator)
+
+    def begin(self, down: Tree, memory: Tree, data: Local) -> Tree:
+        return self.client_update.begin(down, memory, data)
+
+    def keep(self, carry: Tree, data: Local) -> Tensor | None:
+        return self.client_update.keep(carry, data)
+
+    def step(self, down: Tree, carry: Tree, batch: Batch) -> tuple[Tree, StepMetrics]:
+        return self.client_update.step(down, carry, batch)
+
+    def finish(self, down: Tree, carry: Tree, data: Local) -> tuple[Upload, Tree]:
+        up, memory = self.client_update.finish(down, carry, data)
+        return clipped(up, down, self.norm), memory
+
+    def passes(self, labeled: int, unlabeled: int) -> Passes:
+        return self.client_update.passes(labeled, unlabeled)
+
+    def swept(self, labeled: int, unlabeled: int) -> int:
+        return self.client_update.swept(labeled, unlabeled)
+
+    def traffic(self, down: Tree, up: Upload) -> tuple[int, int]:
+        return self.client_update.traffic(down, up)
 
 
 def clipped(up: Upload, down: Tree, norm: float) -> Upload:
