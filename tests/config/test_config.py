@@ -362,3 +362,9 @@ def test_the_recommended_method_is_picked_by_where_labels_are(place: str, name: 
     assert place in registry.entry("mixture-head").places
     assert resolved == config.resolve({"method": name, **given}, {"options": {"keep_optimizer": True}})
     assert place in registry.entry(name).places
+
+
+def test_a_name_longer_than_a_file_s_is_unknown_like_any_other() -> None:
+    with pytest.raises(UserError, match="network is '000"):
+        Config(network="0" * 300)
+    assert Config(data="0" * 300).data == "0" * 300

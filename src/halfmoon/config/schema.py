@@ -5,6 +5,7 @@ The same fields are the flags of the command line, the keys of a TOML file and t
 
 import hashlib
 import json
+import os
 import re
 import tomllib
 from collections.abc import Mapping, Sequence
@@ -440,7 +441,7 @@ def _is_folder(data: str, folder: Path, values: Mapping[str, Any]) -> bool:
     """Say whether `data` means a folder, not the name of a data set."""
     if data.startswith((".", "/", "~")):
         return True
-    if data == "digits" or values.get("data_dir") is not None or not (folder / data).is_dir():
+    if data == "digits" or values.get("data_dir") is not None or not os.path.isdir(folder / data):
         return False
     from halfmoon.data import sources  # not needed for the embedded digits
 

@@ -66,7 +66,8 @@ def foreign(name: str, kind: Kind) -> bool:
 
 def is_module(name: str) -> bool:
     path = Path(*name.split("."))
-    return path.with_suffix(".py").is_file() or (path / "__init__.py").is_file()
+    # Of a name that is too long for a file system Path.is_file raises OSError.
+    return os.path.isfile(path.with_suffix(".py")) or os.path.isfile(path / "__init__.py")
 
 
 def load(name: str, kind: Kind) -> Any:
