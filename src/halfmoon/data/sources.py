@@ -154,7 +154,7 @@ def _refuse_others(folder: Path) -> None:
             f"{folder} was written by save_to_disk of the library datasets, but has no part train: save a DatasetDict "
             "with train and test, such as dataset.train_test_split(0.2).save_to_disk(FOLDER)."
         )
-    without = None if class_folders.part_of(folder, "train") else class_folders.unlabeled_in(folder)
+    without = class_folders.unlabeled_in(folder)
     if (folder / "labels.csv").is_file() or without is not None:
         what = "labels.csv" if without is None else f"images without a label in {without.name}"
         raise UserError(

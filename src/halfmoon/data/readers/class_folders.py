@@ -69,18 +69,21 @@ def part_of(folder: Path, part: str) -> Path | None:
 
 
 def unlabeled_in(folder: Path) -> Path | None:
-    """Return the folder of images without a label in a folder, None where there is none."""
-    inside = sorted(folder.iterdir()) if folder.is_dir() else []
-    return next((each for each in inside if each.name.lower() in UNLABELED and each.is_dir()), None)
+    """Return the folder of images without a label beside class folders; None where there is none, or a folder train."""
+    return None if part_of(folder, "train") else _unlabeled(folder)
 
 
 def refuse_unlabeled(folder: Path, train: Path) -> None:
     """Raise UserError where images without a label lie in or beside the folder `train`, whose images all have one."""
-    if (without := unlabeled_in(folder) or unlabeled_in(train)) is not None:
+    if (without := _unlabeled(folder) or _unlabeled(train)) is not None:
         raise UserError(
             f"{without}: with a folder {train.name}, images without a label need a labels.csv in {folder} that names "
             "the labeled ones (path,label)."
         )
+
+
+def _unlabeled(folder: Path) -> Path | None:
+    return next((each for each in sorted(folder.iterdir()) if each.name.lower() in UNLABELED and each.is_dir()), None)
 
 
 def in_parts(folder: Path) -> bool:

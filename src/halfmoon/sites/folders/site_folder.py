@@ -12,7 +12,7 @@ import numpy as np
 from halfmoon.core.errors import UserError
 from halfmoon.data import dicom
 from halfmoon.data.groups import groups
-from halfmoon.data.readers.class_folders import SUFFIXES, part_of, unlabeled_in
+from halfmoon.data.readers.class_folders import SUFFIXES, unlabeled_in
 from halfmoon.sites.folders import label_file
 from halfmoon.sites.folders.label_file import LABELS, Table, decoded, nfc, plain
 
@@ -72,7 +72,7 @@ class Finding:
 def is_site(folder: Path) -> bool:
     """Return whether a folder says which of its images have a label: by a table, or by a folder of those without."""
     named = label_file.read(folder).file is not None or (folder / CLASSES).exists()
-    return named or (unlabeled_in(folder) is not None and part_of(folder, "train") is None)
+    return named or unlabeled_in(folder) is not None
 
 
 def read(folder: Path) -> SiteFolder:
@@ -80,8 +80,7 @@ def read(folder: Path) -> SiteFolder:
 
     labels.csv has path,label and perhaps by,at and group. Without it, folders called like classes of classes.txt give
     labels; without classes.txt the sorted names in labels.csv number the classes. Without both, a folder `unlabeled`
-    makes classes of the folders beside it. Raise UserError where there is no
-    image, or for what blocks.
+    makes classes of the folders beside it. Raise UserError where there is no image, or for what blocks.
     """
     site, findings = scan(folder)
     fault = next((each for each in findings if each.blocks), None)
