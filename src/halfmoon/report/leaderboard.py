@@ -94,7 +94,7 @@ def _column(study: Study, score: Score, column: Column) -> list[str]:
         lines.append(f"| {' | '.join([title.replace('|', BAR), *_cells(mark, full)])} |")
     ranking = order(study, score, column)
     if len(ranking.published) > 1:
-        kendall = f" (Kendall's tau {ranking.text})" if ranking.text else ""
+        kendall = f" (Kendall's tau {ranking.agreement})" if ranking.agreement else ""
         lines += ["", f"Published order: {' > '.join(ranking.published)}.", ""]
         lines += [f"Measured order{kendall}: {' > '.join(ranking.measured)}."]
     return [*lines, ""]

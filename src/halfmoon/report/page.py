@@ -170,7 +170,7 @@ def count(value: float | None) -> str:
 
 
 def taus_of(study: Study, score: Score) -> list[str]:
-    return [order(study, score, column).text for column in study.columns]
+    return [order(study, score, column).agreement for column in study.columns]
 
 
 def seeds_words(mark: Mark) -> str:

@@ -147,7 +147,7 @@ class Order(NamedTuple):
     interval: tuple[float, float] | None  # of 95 %, over seeds
 
     @property
-    def text(self) -> str:
+    def agreement(self) -> str:
         """Kendall's tau with its interval, "0.37 [-0.08, 0.70]"; "" where it is undefined."""
         interval = " [{:.2f}, {:.2f}]".format(*self.interval) if self.interval else ""
         return "" if self.kendall_tau is None else f"{self.kendall_tau:.2f}{interval}"
