@@ -40,7 +40,10 @@ SHARED = ["torch", "numpy", "pyarrow.parquet", "PIL.Image", "halfmoon.runs.runne
 """What most scripts import."""
 SERVER = multiprocessing.get_context("forkserver")
 
-LONGEST = ("federation_cost", "federation_link", "federation_faults", "federation_attacks", "faults", "soak")
+LONGEST = (
+    "compiled_step", "faults", "features", "federation_attacks", "federation_cost", "federation_faults",
+    "federation_link", "soak",
+)  # fmt: skip
 """What begins first: a long script that begins last would end alone."""
 
 Small = tuple[str, dict[str, Any]]
@@ -129,12 +132,12 @@ SMALLEST: dict[str, Small] = {
     "site_opening": ("--images 20 --side 8", {}),
     "start": ("--turns 1", {}),
     "strong_view": ("--rounds 1", {}),
-    "upload_precision": ("--rounds 1 --seeds 40", {}),
     "unlike": (
         "--seeds 0 --networks small --out {out}/unlike.csv",
         {"KNOWN": 50, "OTHERS": 20, "FOREIGN": 10, "NETWORKS": {"small": {"rounds": 1, "steps": 2}}},
     ),
     "unequal_clients": ("--methods fedavg --cohorts 2 --turns 1", {}),
+    "upload_precision": ("--rounds 1 --seeds 40", {}),
 }
 """The command line of each script of benchmarks/, and the constants that make it small."""
 
