@@ -10,6 +10,7 @@ network have scripts of their own: `federation_faults.py` and `federation_attack
 """
 
 import argparse
+import faulthandler
 import json
 import multiprocessing
 import os
@@ -47,6 +48,8 @@ from fuzzing import Broken, attempt  # noqa: E402
 SAME, REFUSED, SILENT, TRACEBACK, HUNG = VERDICTS = ("same", "refused", "silent", "traceback", "hung")
 PATIENCE = 180
 """Seconds that a process may take over its share before it counts as hung."""
+TRIES = 10
+"""Runs in which a process of Ray is looked for, to be killed."""
 
 Trial = Callable[[random.Random], str]
 """Plays one trial and returns its verdict; an AssertionError is "silent", another exception "traceback"."""
@@ -162,7 +165,7 @@ def _actor(place: Path) -> Iterator[Trial]:
     ray.init(num_cpus=2, log_to_driver=False, logging_level="ERROR", include_dashboard=False)
 
     def trial(chance: random.Random) -> str:
-        while True:
+        for _ in range(TRIES):
             path, killed = place / f"run-{next(number)}", list[int]()
             config = Config(**options, workers="ray")
             killer = threading.Timer(chance.uniform(0, 0.5), _kill_actors, [killed])
@@ -174,6 +177,7 @@ def _actor(place: Path) -> Iterator[Trial]:
             assert folders.numbers(path) == wanted
             if killed:  # else the run was over first
                 return SAME
+        raise RuntimeError(f"no process of Ray could be killed in {TRIES} runs")
 
     yield trial
     ray.shutdown()
@@ -291,7 +295,8 @@ def started(kind: str, seed: int, seconds: float) -> dict[str, Any]:
     found = facts[-1] if facts else {"counts": dict.fromkeys(VERDICTS, 0), "notes": []}
     if fault:
         found["counts"][fault] += 1
-        last = "did not end" if fault == HUNG else "\n".join(lines)[-500:]
+        last = "did not end\n" if fault == HUNG else ""
+        last += "\n".join(lines)[-1500:]
         found["notes"].append(f"{kind}, seed {seed}: {last}")
     return found
 
@@ -301,7 +306,9 @@ def _told(kind: str, seed: int, seconds: float, said: str) -> None:
     with open(said, "w") as file:
         for stream in (1, 2):
             os.dup2(file.fileno(), stream)
+    faulthandler.dump_traceback_later(seconds + PATIENCE - 5)  # where one hangs, its note says where
     child(kind, seed, seconds)
+    faulthandler.cancel_dump_traceback_later()
 
 
 def page(facts: dict[str, Any]) -> str:

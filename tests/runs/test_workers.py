@@ -148,7 +148,7 @@ def test_a_client_trains_with_one_thread_wherever_it_trains() -> None:
 
 @pytest.mark.slow
 def test_two_machines_of_a_ray_cluster_train_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two nodes of one processor each; the run joins their cluster, and leaves it."""
+    """Two nodes of one processor each; the run joins their cluster, and leaves it; a killed process ends it."""
     ray = pytest.importorskip("ray", reason="Ray is not installed: pip install 'halfmoon[ray]'")
     from ray.cluster_utils import Cluster
 
@@ -161,6 +161,10 @@ def test_two_machines_of_a_ray_cluster_train_the_same(tmp_path: Path, monkeypatc
         halfmoon.run(Config(**TINY, workers=1, run_dir=tmp_path / "here"))
         halfmoon.run(Config(**TINY, workers="ray", run_dir=tmp_path / "there"))
         assert not ray.is_initialized()
+        pool = workers.RayWorkers(2)
+        with pytest.raises(UserError, match="process of the Ray cluster that trained clients died"):
+            list(pool(os._exit, [1, 1, 1]))
+        pool.close()
     finally:
         cluster.shutdown()
     same_run(tmp_path / "here", tmp_path / "there")
