@@ -162,7 +162,9 @@ def _actor(place: Path) -> Iterator[Trial]:
     options = {**folders.SMALL, "rounds": folders.ROUNDS, "executor": "loop"}
     runner.cell(Config(**options), place / "straight")
     wanted, number = folders.numbers(place / "straight"), iter(range(10**9))
-    ray.init(num_cpus=2, log_to_driver=False, logging_level="ERROR", include_dashboard=False)
+    # Ray makes its workers nice: on a busy machine they would hardly get to compute.
+    system = {"worker_niceness": 0}
+    ray.init(num_cpus=2, log_to_driver=False, logging_level="ERROR", include_dashboard=False, _system_config=system)
 
     def trial(chance: random.Random) -> str:
         for _ in range(TRIES):

@@ -154,7 +154,9 @@ def test_two_machines_of_a_ray_cluster_train_the_same(tmp_path: Path, monkeypatc
 
     monkeypatch.setenv("RAY_USAGE_STATS_ENABLED", "0")
     monkeypatch.setenv("RAY_raylet_start_wait_time_s", "120")  # a busy machine
-    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "num_gpus": 0, "include_dashboard": False})
+    # Ray makes its workers nice: beside other tests on few cores they would hardly get to compute.
+    head = {"num_cpus": 1, "num_gpus": 0, "include_dashboard": False, "_system_config": {"worker_niceness": 0}}
+    cluster = Cluster(initialize_head=True, head_node_args=head)
     try:
         cluster.add_node(num_cpus=1, num_gpus=0)
         monkeypatch.setenv("RAY_ADDRESS", str(cluster.address))
