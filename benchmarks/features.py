@@ -70,7 +70,7 @@ def plain(data: str, method: str, folder: str) -> None:
             parts.append(net.features(x).half())
         return torch.cat(parts)
 
-    recipes = [None, Weak(), Weak()] + [Strong()] * 4 * (method != "fedavg")
+    recipes = [None, Weak(), Weak()] + [Strong()] * 2 * (method != "fedavg")
     np.save(f"{folder}/train.npy", torch.stack([computed(images, each) for each in recipes], 1).numpy())
     np.save(f"{folder}/test.npy", computed(tests, None).numpy())
     x, test = (torch.from_numpy(np.load(f"{folder}/{part}.npy", mmap_mode="c")) for part in ("train", "test"))
@@ -89,7 +89,7 @@ def plain(data: str, method: str, folder: str) -> None:
                     some = rows[torch.randint(len(rows), (UNLABELED,))]
                     with torch.no_grad():
                         sure, guess = head(x[some, torch.randint(1, 3, (UNLABELED,))].float()).softmax(1).max(1)
-                    strong = head(x[some, torch.randint(3, 7, (UNLABELED,))].float())
+                    strong = head(x[some, torch.randint(3, 5, (UNLABELED,))].float())
                     loss = loss + (F.cross_entropy(strong, guess, reduction="none") * (sure >= 0.95)).mean()
                 optimizer.zero_grad()
                 loss.backward()

@@ -36,7 +36,7 @@ def frozen(weights: str, **options: object) -> Config:
 
 
 def test_the_plain_view_in_the_cache_is_what_the_backbone_gives(weights: str) -> None:
-    """In half precision; test images have this view alone, training images two weak and four strong ones as well."""
+    """In half precision; test images have this view alone, training images two weak and two strong ones as well."""
     with_cache = factory.problem(frozen(weights, features=True), methods=["fedavg-fixmatch"])
     without = factory.problem(frozen(weights))
     network = without.task.network
@@ -44,7 +44,7 @@ def test_the_plain_view_in_the_cache_is_what_the_backbone_gives(weights: str) ->
     model = network.init(torch.Generator().manual_seed(0))
     x = without.task.normalize(without.train.images)
     expected = network.represent(model["params"], model["stats"], x)[1]
-    assert with_cache.train.images.shape == (len(x), 7, 1, 32)
+    assert with_cache.train.images.shape == (len(x), 5, 1, 32)
     assert with_cache.test.images.shape[1:] == (1, 1, 32)
     torch.testing.assert_close(with_cache.train.images[:, 0, 0], expected.half())
     assert not torch.equal(with_cache.train.images[:, 3], with_cache.train.images[:, 4])  # two strong views

@@ -43,9 +43,20 @@ class Patches(nn.Module):
         return self.head(F.gelu(z).mean(1))
 
 
+class Residual(nn.Module):
+    """What comes in is read again after the row, whose first layer therefore must not overwrite it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.row = nn.Sequential(nn.ReLU(), nn.Conv2d(6, 6, 3, padding=1), nn.ReLU6())
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.row(x)
+
+
 class Rows(nn.Sequential):
-    """A convolution and its normalization in a row, and one after another layer."""
+    """A convolution and its normalization in a row, one after another layer, and a residual block."""
 
     def __init__(self, channels: int, classes: int, size: tuple[int, int]) -> None:
         row = nn.Sequential(nn.Conv2d(channels, 6, 3, bias=False), nn.BatchNorm2d(6), nn.ReLU(), nn.BatchNorm2d(6))
-        super().__init__(row, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(6, classes))
+        super().__init__(row, Residual(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(6, classes))

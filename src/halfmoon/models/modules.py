@@ -258,6 +258,11 @@ def represents(network: Network, model: Tree) -> Callable[[Tensor], Tensor]:
             if type(conv) is nn.Conv2d and type(norm) is nn.BatchNorm2d:
                 row.add_module(name, fuse_conv_bn_eval(conv, norm))
                 row.add_module(after, nn.Identity())
+        own = False  # whether nobody else reads what comes in, so that it may be overwritten
+        for name, layer in list(row.named_children()):
+            if own and type(layer) in (nn.ReLU, nn.ReLU6):
+                row.add_module(name, type(layer)(inplace=True))
+            own = type(layer) is nn.Conv2d or (own and type(layer) is nn.Identity)
     module.set_submodule(network.head.replace("/", "."), nn.Identity())
     module.to(memory_format=torch.channels_last)  # pyright: ignore[reportCallIssue]
     return lambda x: widened(_logits(module(x), network))

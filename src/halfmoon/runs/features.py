@@ -38,8 +38,10 @@ Chunk = Callable[[int], tuple[int, np.ndarray]]
 CHUNK = 16
 """Images that pass the backbone together, always as many: more exceed a processor's cache, fewer round otherwise."""
 
-DRAWS = {"labeled": 2, "weak": 2, "strong": 4}
-"""How many views of an image are drawn of each recipe; a step takes one of them at random."""
+DRAWS = {"labeled": 2, "weak": 2, "strong": 2}
+"""How many views of an image are drawn of each recipe; a step takes one of them at random.
+
+Four strong ones gained nothing over two (`results/features.md`)."""
 
 
 @dataclass(frozen=True)
