@@ -148,7 +148,7 @@ def test_a_client_trains_with_one_thread_wherever_it_trains() -> None:
 
 @pytest.mark.slow
 def test_two_machines_of_a_ray_cluster_train_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two nodes of one processor each; the run joins their cluster, and leaves it; a killed process ends it."""
+    """Two nodes of one processor each; the run joins their cluster, and leaves it. A killed process ends one."""
     ray = pytest.importorskip("ray", reason="Ray is not installed: pip install 'halfmoon[ray]'")
     from ray.cluster_utils import Cluster
 
