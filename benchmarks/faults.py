@@ -308,9 +308,8 @@ def _told(kind: str, seed: int, seconds: float, said: str) -> None:
     with open(said, "w") as file:
         for stream in (1, 2):
             os.dup2(file.fileno(), stream)
-    faulthandler.dump_traceback_later(seconds + PATIENCE - 5)  # where one hangs, its note says where
+    faulthandler.dump_traceback_later(seconds + PATIENCE - 5)  # so that the note says where it hangs
     child(kind, seed, seconds)
-    faulthandler.cancel_dump_traceback_later()
 
 
 def page(facts: dict[str, Any]) -> str:

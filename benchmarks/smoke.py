@@ -69,7 +69,7 @@ SMALLEST: dict[str, Small] = {
     "dicom_files": ("--files 20", {}),
     "failing_disks": ("--every 60", {}),
     "false_counts": ("--seeds 0 --out {out}/counts.md", {"RULES": ("mean",), "COMMON": {"rounds": 1}}),
-    # Of Ray, tests/runs/test_workers.py kills a process; its cluster takes long to start.
+    # A process of Ray is killed in tests/runs/test_workers.py: its cluster takes long to start.
     "faults": ("--minutes 0", {"KINDS": {"dead Ray actor": None}}),
     "feddure_step": ("--width 4 --seconds 1 --unlabeled 10", {}),
     "features": ("{data} --images 120 --turns 1", {"METHODS": ("fedavg",), "ROUNDS": 2, "ROWS": ("mixture-head",)}),
