@@ -8,10 +8,23 @@ import torch
 
 import halfmoon
 from halfmoon import Config
+from halfmoon.core import tree
 from halfmoon.engine.evaluation import Examples
 from halfmoon.report.paired import Difference, paired
 from halfmoon.runs import factory
-from halfmoon.sweeps.decision import DRAWS, FOLDS, REPEATS, Fold, decide, draws, folds, head_accuracy, more_labels
+from halfmoon.sweeps import decision
+from halfmoon.sweeps.decision import (
+    DRAWS,
+    FOLDS,
+    REPEATS,
+    Fold,
+    decide,
+    draws,
+    folds,
+    head_accuracy,
+    more_labels,
+    solved,
+)
 
 
 def test_the_interval_is_nadeau_and_bengios_by_hand() -> None:
@@ -123,3 +136,9 @@ def test_a_head_in_one_place_is_the_runs_head(method: str, tmp_path: Path, monke
     assert head_accuracy(made, shared.task, data, fold) == pytest.approx(
         100 * outcome.summaries[0]["accuracy"]["last"], abs=1e-9
     )
+    head = tree.flatten(solved(made, shared.task, data, fold)["params"])
+    monkeypatch.setattr(decision, "SPARE", 1280)  # more than there are: all directions
+    whole = tree.flatten(solved(made, shared.task, data, fold)["params"])
+    for name in ("weight", "bias", "center"):
+        path = f"{shared.task.network.head}/{name}"
+        np.testing.assert_allclose(head[path], whole[path], rtol=0, atol=1e-11)

@@ -20,7 +20,10 @@ class Sums(ClientUpdate):
     """Send sums over a client's images, without a step; subclasses say which.
 
     They go up as an update of zeros that come down: so they can be masked and clipped as every update.
+    With a `basis` (F, r), orthonormal columns that span all q of a federation in one place, q is given in it: (r,).
     """
+
+    basis: Tensor | None = None
 
     @property
     def needs(self) -> Needs:
@@ -55,7 +58,8 @@ class Sums(ClientUpdate):
         if not len(images):
             return center.new_zeros(0, len(center))
         parts = [network.represent(down["params"], {}, self.task.normalize(part))[1] for part in chunks(images)]
-        return torch.cat(parts).to(center.dtype).clamp_min(0).sqrt()
+        q = torch.cat(parts).to(center.dtype).clamp_min(0).sqrt()
+        return q if self.basis is None else q @ self.basis
 
     def unit(self, down: Tree, images: Tensor) -> Tensor:
         """Return h (n, F), float64."""
