@@ -1,6 +1,5 @@
 """The pages are true: their Python runs, their commands are understood, their tables are those of the code."""
 
-import importlib.util
 import io
 import json
 import os
@@ -9,12 +8,12 @@ import shlex
 import tomllib
 from contextlib import redirect_stdout
 from pathlib import Path
-from types import ModuleType
 from typing import Any, NamedTuple
 
 import pytest
 from packaging.requirements import Requirement
 from PIL import Image
+from scripts import script
 
 import halfmoon
 from halfmoon.cli import main as cli
@@ -31,17 +30,7 @@ PAGES = [
 FENCE = re.compile(r"^```(\w+)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 
 
-def load_generator() -> ModuleType:
-    """Return docs/generate.py, which is no part of the package."""
-    spec = importlib.util.spec_from_file_location("generate", ROOT / "docs" / "generate.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-generate = load_generator()
+generate = script("docs/generate.py")
 
 
 def read(name: str) -> str:

@@ -8,22 +8,12 @@ import re
 import shutil
 import subprocess
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 from packaging.requirements import Requirement
+from scripts import script
 
 ROOT = Path(__file__).resolve().parents[1]
-
-
-def script(path: str) -> ModuleType:
-    """Return a script of the repository, which is no part of the package, as a module."""
-    spec = importlib.util.spec_from_file_location(Path(path).stem, ROOT / path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 def plain(name: str) -> str:

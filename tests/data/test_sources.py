@@ -1,7 +1,6 @@
 """Sources: pixels and labels as they are in the files, and messages that name the file and the row."""
 
 import gzip
-import importlib.util
 import io
 import json
 import struct
@@ -20,6 +19,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 from PIL import Image
+from scripts import script
 
 from halfmoon.core.errors import UserError
 from halfmoon.data import Images, Source, fit, hold_out, load, names, pad_to, shrink, subset
@@ -217,13 +217,9 @@ def test_digits_are_scikit_learns_with_a_fixed_stratified_test() -> None:
 
 
 def test_the_embedded_digits_are_what_the_script_writes() -> None:
-    spec = importlib.util.spec_from_file_location("embed_digits", ROOT / "tools" / "embed_digits.py")
-    assert spec is not None
-    assert spec.loader is not None
-    script = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(script)
-    wanted = script.arrays()
-    with np.load(script.DIGITS, allow_pickle=False) as embedded:
+    embed = script("tools/embed_digits.py")
+    wanted = embed.arrays()
+    with np.load(embed.DIGITS, allow_pickle=False) as embedded:
         assert set(embedded) == set(wanted)
         for name in wanted:
             assert embedded[name].dtype == np.uint8

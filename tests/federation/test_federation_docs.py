@@ -3,7 +3,6 @@
 import ast
 import contextlib
 import csv
-import importlib.util
 import os
 import re
 import shlex
@@ -14,11 +13,11 @@ import time
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
-from types import ModuleType
 
 import numpy as np
 import pytest
 from safetensors.numpy import load_file
+from scripts import script
 
 from halfmoon.cli import main as cli
 from halfmoon.federation.server.plan import Rules, load
@@ -255,16 +254,6 @@ def test_the_pages_file_is_a_federation(tmp_path: Path):
     assert plan.rules == Rules()
 
 
-def generator() -> ModuleType:
-    """Return docs/generate.py, which is no part of the package."""
-    spec = importlib.util.spec_from_file_location("generate", ROOT / "docs" / "generate.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
 def test_every_part_that_leaves_a_site_is_explained():
     text = chapter("What leaves a site", "#")
     table, below = text.split("<!-- /generated -->")
@@ -280,7 +269,7 @@ def test_every_part_that_leaves_a_site_is_explained():
 def test_every_flag_of_a_command_is_on_the_page_of_commands(command: str):
     page = (ROOT / "docs" / "cli_federation.md").read_text(encoding="utf-8")
     own = page.split(f"## halfmoon {command}\n")[1].split("\n## ")[0] + page.split("\n## ")[0]
-    flags = generator().flags(command)
+    flags = script("docs/generate.py").flags(command)
     assert len(flags) > 8
     assert not [flag for flag in flags if not re.search(rf"`{flag}\b", own)]
 

@@ -1,11 +1,12 @@
 """FedMatch: penalties, votes, neighbors, bytes by hand, its losses against autograd, and where it is another method."""
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
+from fakes import Line, line
 from scenes import CLASSES, begin, dataset, furthest, play, same, simulate, task
 from spies import Spy
 from torch import Tensor
@@ -20,12 +21,11 @@ from halfmoon.methods.fedavg import FedAvg
 from halfmoon.methods.fedmatch import Disjoint, FedMatch, composed, nearest, noise, vote
 from halfmoon.models import Network, SmallCNN
 from halfmoon.models.network import kernels
-from halfmoon.models.passes import Run
 
 BARE = SmallCNN(1, CLASSES, 4, "none")
 """Without normalization or bias, as FedMatch's authors have it: everything is a kernel."""
 
-RATE = 0.01
+LINE, RATE = Line(), 0.01
 ALONE: dict[str, Any] = {
     "consistency_weight": 0.0,
     "unlabeled_weight": 0.0,
@@ -34,28 +34,6 @@ ALONE: dict[str, Any] = {
     "l1_threshold": 0.0,
 }
 """Options under which nothing moves psi."""
-
-
-@dataclass(frozen=True)
-class Line(Network):
-    """Logits w_c * x for x the mean of an image: one weight a class, and no bias."""
-
-    channels: int = 1
-    classes: int = 2
-
-    def init(self, generator: torch.Generator) -> Tree:
-        return {"params": {"head": {"weight": torch.ones(self.classes, 1)}}, "stats": {}}
-
-    def layers(self, x: Tensor, run: Run) -> Tensor:
-        return run.linear("head", x.mean((-3, -2, -1))[:, None])
-
-    def check(self, shape: tuple[int, int, int]) -> None:
-        pass
-
-
-def line(*weights: float) -> Tree:
-    """Return a kernel of `Line`."""
-    return {"head": {"weight": torch.tensor(weights, dtype=torch.float64)[:, None]}}
 
 
 def images(*values: float) -> Tensor:
@@ -77,7 +55,7 @@ def batch_of(u: Tensor, strong: Tensor, x: Tensor | None = None, y: Tensor | Non
     return Batch(x, y, torch.arange(len(x)), {"plain": u, "weak": u, "strong": strong}, torch.arange(len(u)))
 
 
-def work_of(method: FedMatch, network: Network = Line(), helpers: int = 0, **shared: Any) -> Disjoint:
+def work_of(method: FedMatch, network: Network = LINE, helpers: int = 0, **shared: Any) -> Disjoint:
     """Return the client's work with so many helpers, under plain SGD."""
     return Disjoint(task(network, optimizer=SGD(RATE), **shared), replace(method, helpers=helpers), helpers)
 

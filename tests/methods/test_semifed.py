@@ -1,11 +1,12 @@
 """SemiFed: votes and loss by hand, the step against autograd, labels that stay, the models that travel."""
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from math import log
 from typing import Any
 
 import pytest
 import torch
+from fakes import Line, line
 from scenes import CLASSES, begin, dataset, furthest, play, same, simulate, task
 from spies import Spy
 from torch import Tensor
@@ -19,31 +20,13 @@ from halfmoon.engine.sampling import Batching
 from halfmoon.methods.fedavg import FedAvg
 from halfmoon.methods.semifed import Growing, SemiFed
 from halfmoon.models import Network, SmallCNN
-from halfmoon.models.passes import Run
 
-BARE = SmallCNN(1, CLASSES, 4, "none")
-
-
-@dataclass(frozen=True)
-class Line(Network):
-    """Logits w_c * x for x the mean of an image: one weight a class."""
-
-    channels: int = 1
-    classes: int = 3
-
-    def init(self, generator: torch.Generator) -> Tree:
-        return {"params": {"head": {"weight": torch.ones(self.classes, 1)}}, "stats": {}}
-
-    def layers(self, x: Tensor, run: Run) -> Tensor:
-        return run.linear("head", x.mean((-3, -2, -1))[:, None])
-
-    def check(self, shape: tuple[int, int, int]) -> None:
-        pass
+BARE, LINE = SmallCNN(1, CLASSES, 4, "none"), Line(classes=3)
 
 
 def model(*weights: float) -> Tree:
     """Return a model of `Line`."""
-    return {"params": {"head": {"weight": torch.tensor(weights, dtype=torch.float64)[:, None]}}, "stats": {}}
+    return {"params": line(*weights), "stats": {}}
 
 
 def images(*values: float) -> Tensor:
@@ -58,7 +41,7 @@ def client(seen: Tensor, labeled: int = 1, shade: int = 0) -> Local:
     return Local(x, torch.zeros(labeled, dtype=torch.int64), u, *counts, {"plain": seen})
 
 
-def work_of(method: SemiFed, labels: bool = False, network: Network = Line(), **shared: Any) -> Growing:
+def work_of(method: SemiFed, labels: bool = False, network: Network = LINE, **shared: Any) -> Growing:
     """Return the client's work under plain SGD of rate 0.1."""
     return Growing(task(network, optimizer=SGD(0.1), **shared), method, labels)
 

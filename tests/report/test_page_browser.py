@@ -2,40 +2,25 @@
 
 import base64
 import json
-import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from browsers import chromium, needs_browser
 from page_scenes import METHODS, entry, split_of, sweep, write_run, write_sweep
 
 from halfmoon.report.gather import gather
 from halfmoon.report.page import as_html
 
-webdriver = pytest.importorskip("selenium.webdriver", reason="selenium is not installed: pip install -e '.[dev]'")
-BROWSER = next(
-    (found for name in ("chromium", "chromium-browser", "google-chrome") if (found := shutil.which(name))), None
-)
-DRIVER = shutil.which("chromedriver")
-pytestmark = pytest.mark.skipif(
-    BROWSER is None or DRIVER is None, reason="no Chromium with its driver: apt-get install chromium chromium-driver"
-)
-
+pytestmark = needs_browser
 ODD = "<b onmouseover=alert(1)>cat</b>"
 
 
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Any]:
-    options = webdriver.ChromeOptions()
-    options.binary_location = BROWSER or ""
-    for word in ("--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--hide-scrollbars"):
-        options.add_argument(word)
-    options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
-    driver = webdriver.Chrome(options=options, service=webdriver.ChromeService(executable_path=DRIVER))
-    driver.set_script_timeout(10)
-    yield driver
-    driver.quit()
+    with chromium() as browser:
+        yield browser
 
 
 def along() -> dict[str, Any]:

@@ -46,6 +46,28 @@ class Pixel(Network):
         pass
 
 
+@dataclass(frozen=True)
+class Line(Network):
+    """Logits w_c * x for x the mean of an image: one weight a class, and no bias."""
+
+    channels: int = 1
+    classes: int = 2
+
+    def init(self, generator: torch.Generator) -> Tree:
+        return {"params": line(*[1.0] * self.classes), "stats": {}}
+
+    def layers(self, x: Tensor, run: Run) -> Tensor:
+        return run.linear("head", x.mean((-3, -2, -1))[:, None])
+
+    def check(self, shape: tuple[int, int, int]) -> None:
+        pass
+
+
+def line(*weights: float) -> Tree:
+    """Return the parameters of `Line`."""
+    return {"head": {"weight": torch.tensor(weights, dtype=torch.float64)[:, None]}}
+
+
 def weight(value: float) -> Tree:
     """Return the parameters of `Pixel` with w = value."""
     return {"pixel": {"norm": {"bias": torch.tensor([value], dtype=torch.float64)}}}
