@@ -13,6 +13,7 @@ import halfmoon
 from halfmoon import UserError
 from halfmoon.cli.main import main
 from halfmoon.core import hubs
+from halfmoon.runs import factory
 from halfmoon.sites.folders import read
 from halfmoon.sweeps import decision as decision_rule
 from halfmoon.sweeps import own_plan
@@ -182,6 +183,32 @@ def test_a_lone_site_from_scratch(tmp_path: Path, scratch: None, capsys: pytest.
     again = (tmp_path / "run" / "decision.json").read_bytes(), (tmp_path / "run" / "model.safetensors").read_bytes()
     assert again == first
     assert main(["resume", "run"]) == 0  # a finished one is read
+
+
+def test_images_of_other_formats_are_left_out_with_a_word(
+    tmp_path: Path, scratch: None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What a telephone writes would be missing in silence. Hidden folders and other files are not counted."""
+    written(tmp_path / "photos", 12)
+    for name in ("0/one.HEIC", "0/two.heic", "1/three.gif", "1/notes.txt", ".trash/four.gif"):
+        (tmp_path / "photos" / name).parent.mkdir(exist_ok=True)
+        (tmp_path / "photos" / name).touch()
+    (tmp_path / "photos" / "0" / "0.png").rename(tmp_path / "photos" / "0" / "0.JFIF")
+    assert main(["run", "--data", "photos", "--plan"]) == 0
+    words = capsys.readouterr().out
+    assert "photos: 36 images" in words
+    assert "left out: files of formats that are not read (2 .heic, 1 .gif): convert them to PNG or JPEG" in words
+
+
+@pytest.mark.parametrize(("count", "clients"), [(3, 2), (5, 4), (12, 10), (40, 20)])
+def test_few_images_are_shared_out_among_few_clients(count: int, clients: int, tmp_path: Path, scratch: None) -> None:
+    """A fifth is held out, and of each class every client can have one; a split of them is possible."""
+    written(tmp_path / "photos", count)
+    config = plan({"data": "photos"}, contents_of(tmp_path / "photos")).config
+    assert config.clients == clients >= config.cohort
+    split = factory.problem(config, methods=[config.method]).split
+    assert len(np.unique(split.client[split.client >= 0])) == clients
+    assert plan({"data": "photos", "clients": 2}, contents_of(tmp_path / "photos")).config.clients == 2
 
 
 def test_a_plan_is_for_folders(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

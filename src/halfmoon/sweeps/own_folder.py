@@ -1,5 +1,6 @@
 """What a folder of images of one's own holds, and the images themselves: class folders, or a site's with labels.csv."""
 
+import mimetypes
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -13,7 +14,7 @@ from halfmoon.data.groups import groups as groups_of
 from halfmoon.data.images import Images, statistics
 from halfmoon.data.partition.primitives import stream
 from halfmoon.data.preparation import Preparation
-from halfmoon.data.readers.class_folders import in_classes, in_parts, part_of, refuse_unlabeled
+from halfmoon.data.readers.class_folders import SUFFIXES, in_classes, in_parts, part_of, refuse_unlabeled
 from halfmoon.data.readers.decode import header, prepared
 from halfmoon.sites.folders import read
 from halfmoon.sites.folders.label_file import LABELS
@@ -102,6 +103,14 @@ def contents_of(folder: Path, pattern: str | None = None) -> Contents | None:
     else:
         return None
     return looked_at(folder, classes, paths, labels, tests, site, owners)
+
+
+def other_formats(folder: Path) -> Counter[str]:
+    """Return how many image files in and below a folder, by suffix, are of formats that are not read."""
+    inside = (path.relative_to(folder) for path in folder.rglob("*"))
+    visible = (path for path in inside if not any(part.startswith(".") for part in path.parts))
+    kinds = (path.suffix.lower() for path in visible if str(mimetypes.guess_type(path.name)[0]).startswith("image/"))
+    return Counter(kind for kind in kinds if kind not in SUFFIXES)
 
 
 def looked_at(

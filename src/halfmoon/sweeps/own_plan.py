@@ -17,6 +17,7 @@ from halfmoon.core import hubs
 from halfmoon.core.errors import UserError
 from halfmoon.data import Images, Source, Split
 from halfmoon.data.groups import APART
+from halfmoon.data.readers.class_folders import HELD_OUT
 from halfmoon.data.readers.decode import prepared
 from halfmoon.engine.evaluation import Examples
 from halfmoon.methods import registry
@@ -29,7 +30,7 @@ from halfmoon.runs.runner import cell
 from halfmoon.storage import atomic_io
 from halfmoon.storage.checkpoints import TIMINGS
 from halfmoon.sweeps.decision import DRAWS, FOLDS, REPEATS, Fold, head_accuracy
-from halfmoon.sweeps.own_folder import Contents
+from halfmoon.sweeps.own_folder import Contents, other_formats
 
 MINUTES = 10.0
 """What a run on images of one's own takes at most where nobody says how long."""
@@ -114,7 +115,7 @@ def image_options(contents: Contents, heads: bool) -> dict[str, Any]:
 
 def head_config(flags: Mapping[str, Any], contents: Contents) -> tuple[Config, tuple[str, str], float]:
     """Return the configuration of heads on features, the two methods, and how many labels each class has."""
-    clients = 1 if contents.site else flags.get("clients", Config.clients)
+    clients = _clients(flags, contents)
     config, pair = _config(
         contents,
         flags,
@@ -178,8 +179,8 @@ def _on_features(flags: Mapping[str, Any], contents: Contents, budget: float) ->
 
 def _from_scratch(flags: Mapping[str, Any], contents: Contents, budget: float) -> Plan:
     recommended = registry.RECOMMENDED["server" if flags.get("labels_at") == "server" else "clients"]
-    lone = {"clients": 1, "cohort": 1} if contents.site else {}
-    base = {**lone, "protocol": "few-labels", **image_options(contents, False), "rounds": ROUNDS}
+    size = image_options(contents, False)
+    base = {"clients": _clients(flags, contents), "protocol": "few-labels", **size, "rounds": ROUNDS}
     config, pair = _config(contents, flags, base, ("fedavg", recommended))
     timed = {name: _round_seconds(replace(config, method=name, baselines=()), contents) for name in pair}
     splits, begin = FOLDS if contents.site else SCRATCH_SPLITS, 0.0
@@ -233,6 +234,14 @@ def _config(
     return settings.resolve({**own, **base}, options), pair
 
 
+def _clients(flags: Mapping[str, Any], contents: Contents) -> int:
+    """Return how many clients the images are shared out to: no more than the smallest class has to train on."""
+    if contents.site or "clients" in flags:
+        return 1 if contents.site else flags["clients"]
+    fewest = int(np.bincount(contents.labels).min())
+    return max(1, min(Config.clients, fewest if contents.tests else fewest - max(1, round(HELD_OUT * fewest))))
+
+
 def _values(config: Config) -> dict[str, Any]:
     return {name: getattr(config, name) for name in settings.helps() if getattr(config, name) is not None}
 
@@ -271,10 +280,11 @@ def _others(config: Config, contents: Contents, share: float) -> list[tuple[str,
         fifth = f"a fifth of every class is held out{sides}"
         tests = f"{contents.tests:,} images of its own" if contents.tests else fifth
         reasons = [("labels", words), ("test", tests)]
-    less = (
-        [("left out", f"{1 - share:.0%} of the images without a label, for the time (--minutes)")] if share < 1 else []
-    )
-    return [*reasons, ("mirrored", mirror), *less]
+    less = [f"{1 - share:.0%} of the images without a label, for the time (--minutes)"] if share < 1 else []
+    if kinds := other_formats(contents.folder):
+        counts = ", ".join(f"{count:,} {kind}" for kind, count in kinds.most_common(3))
+        less.append(f"files of formats that are not read ({counts}): convert them to PNG or JPEG")
+    return [*reasons, ("mirrored", mirror), *(("left out", words) for words in less)]
 
 
 # What takes how long

@@ -15,7 +15,7 @@ from halfmoon.data.preparation import AS_THEY_ARE, Preparation
 from halfmoon.data.readers import cache as store
 from halfmoon.data.readers.decode import stack
 
-SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".tif", ".tiff", *dicom.SUFFIXES)
+SUFFIXES = (".png", ".jpg", ".jpeg", ".jfif", ".webp", ".bmp", ".tif", ".tiff", *dicom.SUFFIXES)
 PARTS = (("train", "training"), ("test", "testing"), ("validation", "valid", "val"))
 """The parts of a data set by the names, in lower case, that their folders have."""
 
