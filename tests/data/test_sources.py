@@ -506,6 +506,25 @@ def test_a_folder_of_save_to_disk_is_read_as_the_parquet_files_of_its_parts(tmp_
         load(str(tmp_path / "saved"))
 
 
+@pytest.mark.parametrize(
+    ("files", "words"),
+    [
+        (["a.png", "b.png"], r": its 2 images have no label: `halfmoon site label .*` labels a few, or sort them"),
+        (["cat/a.png"], r": cat is its only class folder; sort images of another class, too"),
+        (["cat/a.png", "dog/a.png", "old/notes.txt"], r"/old: there is no image in it, as in a class folder"),
+        (["all/cat/a.png", "all/dog/a.png"], r": class folders lie in all: give the folder .*/all, or move them up"),
+    ],
+)
+def test_images_that_are_not_sorted_are_refused_with_what_to_do(files: list[str], words: str, tmp_path: Path) -> None:
+    for name in files:
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_bytes(good())
+    with pytest.raises(UserError, match=words):
+        load(str(tmp_path))
+    with pytest.raises(UserError, match=f"{files[0]} is a file: give the folder that holds the images"):
+        load(str(tmp_path / files[0]))
+
+
 def test_folders_of_other_programs_are_named(tmp_path: Path) -> None:
     (tmp_path / "dataset_dict.json").write_text("{}")
     with pytest.raises(UserError, match="save_to_disk of the library datasets, but has no part train"):

@@ -194,9 +194,11 @@ def test_images_of_other_formats_are_left_out_with_a_word(
         (tmp_path / "photos" / name).parent.mkdir(exist_ok=True)
         (tmp_path / "photos" / name).touch()
     (tmp_path / "photos" / "0" / "0.png").rename(tmp_path / "photos" / "0" / "0.JFIF")
+    written(tmp_path / "photos", 2, where="{label}-{number}.png")
     assert main(["run", "--data", "photos", "--plan"]) == 0
     words = capsys.readouterr().out
     assert "photos: 36 images" in words
+    assert "left out: images in no class folder (6): put them into a folder unlabeled" in words
     assert "left out: files of formats that are not read (2 .heic, 1 .gif): convert them to PNG or JPEG" in words
 
 

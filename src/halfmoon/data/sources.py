@@ -65,6 +65,8 @@ def load(
     elif info is not None:
         part = info.test_part if test == "test" else test
         train, tests, classes = hub.read(info.hub, part, info.config, info.gray, how)
+    elif Path(name).is_file():
+        raise UserError(f"{name} is a file: give the folder that holds the images.")
     elif re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", name):
         train, tests, classes = hub.read(name, test, how=how)
     else:
@@ -141,6 +143,7 @@ def _read(
     if class_folders.in_parts(folder):
         _only_test(folder, "a folder of class folders alone", test)
         return class_folders.read_folders(folder, test, cache, rgb, how)
+    class_folders.refuse_unsorted(folder)
     raise UserError(
         f"{folder}: no data set is here; expected train*.parquet and {test}*.parquet, or train/CLASS/*.png and "
         f"{test}/CLASS/*.png, or the official files of MNIST, CIFAR or Tiny ImageNet (docs/data.md names them)."

@@ -17,7 +17,7 @@ from halfmoon.core import hubs
 from halfmoon.core.errors import UserError
 from halfmoon.data import Images, Source, Split
 from halfmoon.data.groups import APART
-from halfmoon.data.readers.class_folders import HELD_OUT
+from halfmoon.data.readers.class_folders import HELD_OUT, images_in
 from halfmoon.data.readers.decode import prepared
 from halfmoon.engine.evaluation import Examples
 from halfmoon.methods import registry
@@ -281,6 +281,9 @@ def _others(config: Config, contents: Contents, share: float) -> list[tuple[str,
         tests = f"{contents.tests:,} images of its own" if contents.tests else fifth
         reasons = [("labels", words), ("test", tests)]
     less = [f"{1 - share:.0%} of the images without a label, for the time (--minutes)"] if share < 1 else []
+    if not contents.site and (loose := images_in(contents.folder)):
+        words = "put them into a folder unlabeled, and they train without a label"
+        less.append(f"images in no class folder ({len(loose):,}): {words}")
     if kinds := other_formats(contents.folder):
         counts = ", ".join(f"{count:,} {kind}" for kind, count in kinds.most_common(3))
         less.append(f"files of formats that are not read ({counts}): convert them to PNG or JPEG")

@@ -90,8 +90,33 @@ def in_parts(folder: Path) -> bool:
     """Return whether a folder has a training part, or else class folders of images."""
     if part_of(folder, "train") is not None:
         return True
-    classes = [each for each in folder.iterdir() if each.is_dir() and not each.name.startswith(".")]
-    return len(classes) > 1 and all(images_in(each) or images_in(each / "images") for each in classes)
+    classes = _folders(folder)
+    return len(classes) > 1 and all(map(_images_of, classes))
+
+
+def refuse_unsorted(folder: Path) -> None:
+    """Raise UserError for images that no two class folders hold, with what to do."""
+    classes = _folders(folder)
+    empty = next((each for each in classes if not _images_of(each)), None)
+    if len(classes) > 1 and empty is not None and any(map(_images_of, classes)):
+        raise UserError(f"{empty}: there is no image in it, as in a class folder; fill or remove it.")
+    if len(classes) == 1 and empty is None:
+        raise UserError(f"{folder}: {classes[0].name} is its only class folder; sort images of another class, too.")
+    if (inner := next(filter(in_parts, classes), None)) is not None:
+        raise UserError(f"{folder}: class folders lie in {inner.name}: give the folder {inner}, or move them up.")
+    if loose := images_in(folder):
+        raise UserError(
+            f"{folder}: its {len(loose):,} images have no label: `halfmoon site label {folder}` labels a few, or sort "
+            "them into a folder for each class."
+        )
+
+
+def _folders(folder: Path) -> list[Path]:
+    return sorted(each for each in folder.iterdir() if each.is_dir() and not each.name.startswith("."))
+
+
+def _images_of(folder: Path) -> list[Path]:
+    return images_in(folder) or images_in(folder / "images")
 
 
 def _held_out(
@@ -123,11 +148,7 @@ def in_classes(part: Path) -> dict[str, list[Path]]:
     """Return the image files of each class folder in `part`, both sorted by name; raise UserError for none."""
     if not part.is_dir():
         raise UserError(f"{part}: there is no such folder; expected {part.name}/CLASS/*.png.")
-    paths_of = {
-        folder.name: images_in(folder) or images_in(folder / "images")
-        for folder in sorted(part.iterdir())
-        if folder.is_dir() and not folder.name.startswith(".")
-    }
+    paths_of = {folder.name: _images_of(folder) for folder in _folders(part)}
     if not paths_of:
         raise UserError(f"{part}: it has no class folders; expected {part.name}/CLASS/*.png.")
     for name, paths in paths_of.items():
