@@ -308,6 +308,10 @@ def test_folders_without_known_labels_are_refused(tmp_path: Path) -> None:
     }.items():
         with pytest.raises(UserError, match=words):
             labeled_paths(tmp_path / name, ["0", "1"])
+    write_images(tmp_path / "pets", TEST.images[:4], ["0/0.png", "1/0.png", "Unlabeled/0.png", "Unlabeled/1.png"])
+    assert labeled_paths(tmp_path / "pets", ["0", "1"])[0] == ["0/0.png", "1/0.png"]
+    with pytest.raises(UserError, match=r"0.png: this is a file; give a folder"):
+        image_paths(tmp_path / "pets" / "0" / "0.png")
     assert image_paths(tmp_path / "odd") == ["0/0.png", "cat/1.png", "cat/2.png"]
     (tmp_path / "odd" / "IM0001").write_bytes(bytes(128) + b"DICM")
     assert "IM0001" in image_paths(tmp_path / "odd"), "DICOM is known by its content, as at a site"
@@ -413,7 +417,7 @@ def test_real_images_are_compared_on_as_well(home: Path, tmp_path: Path) -> None
         ("predict run test --device gpu", "--device is 'gpu'"),
         ("predict run test --out run/summary.json/p.csv", "cannot be written"),
         ("predict run gone", "no such folder"),
-        ("evaluate run run/model.safetensors", "no such folder"),
+        ("evaluate run run/model.safetensors", "this is a file"),
         ("evaluate run test --out run/summary.json", "cannot be written"),
         ("export run", "give --onnx FILE, --torch FILE or both"),
         ("export run --torch gone/m.pt2", "cannot be written"),

@@ -147,9 +147,10 @@ def test_one_command_plans_plays_and_decides(tmp_path, pretrained, monkeypatch, 
 
 
 def test_a_lone_site_trains_and_is_judged_on_its_labels(
-    tmp_path: Path, pretrained: None, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, pretrained: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The labeling page judges a head as `run` does."""
+    """The labeling page judges a head as `run` does. On the images that it was trained on, a model's accuracy comes
+    with a word, and its temperature is not fitted."""
     monkeypatch.setattr(decision_rule, "REPEATS", 1)
     a_ward(tmp_path / "ward", 14, 8)
     assert main(["run", "--data", "ward", "--run-dir", "run"]) == 0
@@ -164,6 +165,14 @@ def test_a_lone_site_trains_and_is_judged_on_its_labels(
     rows = list(csv.DictReader((tmp_path / "said.csv").open()))
     right = [row["label"] == Path(row["path"]).name[0] for row in rows]
     assert (len(right), np.mean(right) > 0.8) == (42, True)
+    assert main(["evaluate", "run", "ward"]) == 0
+    assert "ward has the images that the model was trained on" in capsys.readouterr().err
+    assert main(["calibrate", "run", "ward"]) == 2
+    assert "the model was trained on these images" in capsys.readouterr().err
+    shutil.copytree(tmp_path / "ward", tmp_path / "new")
+    assert main(["calibrate", "run", "new"]) == 0
+    assert main(["evaluate", "run", "new"]) == 0
+    assert "trained on" not in capsys.readouterr().err
 
 
 def test_a_lone_site_from_scratch(tmp_path: Path, scratch: None, capsys: pytest.CaptureFixture[str]) -> None:

@@ -145,6 +145,8 @@ def _evaluate(args: argparse.Namespace) -> int:
         print_json({**result, "unreadable": [each._asdict() for each in unreadable], "files": files})
     else:
         _show_metrics(result, files)
+    if result["trained_on"]:
+        complain(f"{args.folder} has the images that the model was trained on: on new ones it is right less often.", 0)
     return _complain_unreadable(unreadable)
 
 

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import numpy as np
 
 from halfmoon.core.errors import UserError
-from halfmoon.data.readers.class_folders import SUFFIXES, is_image
+from halfmoon.data.readers.class_folders import SUFFIXES, is_image, unlabeled_in
 from halfmoon.data.readers.decode import fitted
 from halfmoon.data.readers.whole_files import replacing
 from halfmoon.report.spreadsheet import harmless_row
@@ -44,7 +44,8 @@ class ImageBatch(NamedTuple):
 def image_paths(folder: Path) -> list[str]:
     """Return the sorted paths of all images in and below a folder, without hidden ones; raise `UserError` for none."""
     if not folder.is_dir():
-        raise UserError(f"{folder}: there is no such folder; give a folder of images.")
+        what = "this is a file" if folder.is_file() else "there is no such folder"
+        raise UserError(f"{folder}: {what}; give a folder of images.")
     paths = []
     for place, folders, files in os.walk(folder, onerror=_refuse):
         folders[:] = [name for name in folders if not name.startswith(".")]
@@ -70,6 +71,8 @@ def labeled_paths(folder: Path, classes: Sequence[str]) -> tuple[list[str], np.n
             raise UserError(f"{folder / LABELS} names no image; write a line with path and label for each labeled one.")
     else:
         pairs = [(path, path.split("/")[0]) for path in image_paths(folder) if "/" in path]
+        if (without := unlabeled_in(folder)) is not None:
+            pairs = [(path, name) for path, name in pairs if name != without.name]
         if not pairs:
             raise UserError(
                 f"{folder} has neither a {LABELS} nor class folders; sort the images into a folder for each class, "

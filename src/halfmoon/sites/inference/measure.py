@@ -3,6 +3,7 @@
 import csv
 import io
 import json
+import tomllib
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -13,6 +14,7 @@ import torch
 import torch.nn.functional as F
 
 from halfmoon.core.errors import UserError
+from halfmoon.data.readers.class_folders import part_of
 from halfmoon.engine.evaluation import temperature
 from halfmoon.report.spreadsheet import harmless_row
 from halfmoon.sites.inference.image_folder import UnreadableImage, batches, check_share, labeled_paths
@@ -27,12 +29,22 @@ Scores = dict[str, Any]
 
 
 def evaluate(model: Model, folder: Path, sure: float = 0.9) -> tuple[Scores, list[UnreadableImage]]:
-    """Return `scores` and "auc" on a folder of labeled images, and the unreadable ones; raise `UserError` for none."""
+    """Return `scores`, "auc" and "trained_on" on a folder of labeled images, and the unreadable ones.
+
+    Raise `UserError` for none that can be read."""
     check_share(sure)
     truth, logits, unreadable = labeled_logits(model, folder)
     values = model.scaled(logits)
     metrics = scores(truth, values.argmax(1), values.max(1), classes=model.classes, sure=sure)
-    return {**metrics, "auc": auc(truth, values)}, unreadable
+    return {**metrics, "auc": auc(truth, values), "trained_on": trained_on(model, folder)}, unreadable
+
+
+def trained_on(model: Model, folder: Path) -> bool:
+    """Return whether a folder, or its part of the training images, is what the model's run was given as its data."""
+    data = Path(tomllib.loads(model.card.config).get("data", ""))
+    if not data.is_absolute() or not data.is_dir():
+        return False
+    return folder.resolve() in {each.resolve() for each in (data, part_of(data, "train")) if each is not None}
 
 
 def labeled_logits(model: Model, folder: Path) -> tuple[np.ndarray, np.ndarray, list[UnreadableImage]]:
@@ -196,6 +208,10 @@ def fit(logits: np.ndarray, labels: np.ndarray, at: float) -> Fit:
 def calibrate(path: Path, folder: Path, device: str = "cpu", network: str | None = None) -> CalibrationResult:
     """Fit the temperature of a model on labeled images, and write it into its file; raise `UserError`."""
     place, model = model_file(path), load_model(path, device, network)
+    if trained_on(model, folder):
+        raise UserError(
+            f"{folder}: the model was trained on these images; calibrate on labeled ones that are new to it."
+        )
     labels, logits, unreadable = labeled_logits(model, folder)
     value = temperature(torch.from_numpy(logits), torch.from_numpy(labels))
     write_temperature(place, model, value)
