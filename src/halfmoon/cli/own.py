@@ -24,10 +24,6 @@ if TYPE_CHECKING:
     from halfmoon.sweeps.own_sites import ResultRow
 
 
-ELSEWHERE = {"method", "baselines", "protocol", "preset", "split"}
-"""Options that say themselves what is played."""
-
-
 def plan_flags(parser: argparse.ArgumentParser) -> None:
     """Add the flags of a plan to a parser."""
     about = "with --data FOLDER: say what would be trained, why and how long it takes, and stop"
@@ -51,20 +47,15 @@ def planned(args: argparse.Namespace, flags: Mapping[str, Any]) -> Plan | None:
 
     Raise `UserError` where --plan or --minutes is given all the same.
     """
-    name = flags.get("data", Config.data)
-    if args.config is None and not ELSEWHERE & flags.keys() and Path(name).is_dir():
-        from halfmoon.sweeps.own_folder import contents_of
-        from halfmoon.sweeps.own_plan import MINUTES, plan
+    from halfmoon.sweeps import own_plan
 
-        contents = contents_of(Path(name), flags.get("group_pattern"))
-        if contents is not None:
-            return plan(flags, contents, args.minutes or MINUTES)
-    if args.plan or args.minutes is not None:
+    plan = own_plan.planned(flags, args.minutes) if args.config is None else None
+    if plan is None and (args.plan or args.minutes is not None):
         raise UserError(
             "--plan and --minutes go with --data FOLDER, a folder of class folders or of images with a labels.csv, and "
-            f"without {', '.join('--' + each for each in sorted(ELSEWHERE))} and --config."
+            f"without {', '.join('--' + each for each in sorted(own_plan.ELSEWHERE))} and --config."
         )
-    return None
+    return plan
 
 
 def show_plan(plan: Plan, as_json: bool) -> None:

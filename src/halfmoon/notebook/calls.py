@@ -20,8 +20,8 @@ from halfmoon.runs import factory, outside, runner
 from halfmoon.runs.callbacks import NULL_CALLBACK, Callback, Callbacks
 from halfmoon.runs.jobs import parsed
 from halfmoon.runs.runner import RunResult
-from halfmoon.storage.run_folder import RunFolder
-from halfmoon.sweeps import engines, grid, play, recipe
+from halfmoon.storage.run_folder import BASELINES, RunFolder
+from halfmoon.sweeps import engines, grid, own_images, own_plan, play, recipe
 from halfmoon.sweeps.sweep_folder import SweepFolder
 
 load_data = python_errors(data.load)
@@ -33,17 +33,20 @@ def run(
     config: Config | None = None,
     watch: Callback = NULL_CALLBACK,
     method: outside.OwnMethod | str | None = None,
+    minutes: float | None = None,
     **options: Any,
 ) -> Results:
     """Train `method`, and the `baselines` of its options beside it, in a new run folder or in `run_dir`.
 
     Without `run_dir` each call starts anew. With it the same call again goes on where it was stopped, and reads what is
-    finished.
+    finished. Where `data` is a folder of images of your own, and no method, recipe or split is named, labels only and
+    the recommended method are played, and `decision` says whether unlabeled images help.
 
     Args:
         config: the options of the run; without it they are `options`.
         watch: is told of each run and round.
         method: a name, or an object of your own.
+        minutes: to which a plan for images of your own is fitted; None: 10.
         options: those of `Config`; beside a `config` they change it.
 
     Raises:
@@ -51,6 +54,16 @@ def run(
         Diverged: a loss or a weight is no finite number.
     """
     own: dict[str, Any] = {}
+    if config is None and method is None and (plan := own_plan.planned(schema.anchored(options, Path()), minutes)):
+        root = plan.config.run_dir or schema.free_folder(plan.config, plan.config.method)
+        begun = own_images.left(root)
+        if begun is None or begun.contents.folder != plan.contents.folder:
+            warn(f"{plan.contents.sentence}; {dict(plan.reasons)['methods']}; about {plan.seconds / 60:.1f} minutes")
+            return _planned(plan, root, watch)
+        warn(f"{root} holds a run on these images: it goes on, or is read; another run_dir starts anew.")
+        return _planned(begun, root, watch, again=True)
+    if minutes is not None:
+        raise UserError("minutes goes with data=FOLDER, images of your own, and without a method, recipe or split.")
     if method is not None:
         options["method"], own = outside.stated(method)
     config = _configured(config, options, own)
@@ -113,8 +126,11 @@ def resume(folder: Path | str, watch: Callback = NULL_CALLBACK, method: outside.
         UserError: nothing is there that can go on.
         Diverged: a loss or a weight is no finite number.
     """
+    root = paths(folder)
+    if (plan := own_images.left(root)) is not None:
+        return _planned(plan, root, watch, again=True)
     with _watched(watch) as eyes:
-        return _ended(runner.resume(paths(folder), eyes, method))
+        return _ended(runner.resume(root, eyes, method))
 
 
 @python_errors
@@ -172,6 +188,15 @@ def sweep(
         for failed in play.sweep(folder, cells, engines.Here(eyes), lambda step: None):
             warn(f"failed: {failed}")
     return SweepResults(folder.path)
+
+
+def _planned(plan: own_plan.Plan, root: Path, watch: Callback, again: bool = False) -> Results:
+    """Play a plan for images of one's own in the folder `root`, or go on with it."""
+    with _watched(watch) as eyes:
+        result = own_images.play(plan, root, eyes, again)
+    if result.outcome is not None:
+        return _ended(result.outcome)
+    return Results(root, [root, *(root / BASELINES / name for name in plan.config.baselines)])
 
 
 def _configured(config: Config | None, options: dict[str, Any], own: dict[str, Any]) -> Config:

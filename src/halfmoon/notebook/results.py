@@ -20,7 +20,8 @@ from halfmoon.report.paired import differences
 from halfmoon.report.remarks import remarks
 from halfmoon.report.run_reader import Run
 from halfmoon.runs.runner import CSV, CURVES, MARKDOWN
-from halfmoon.storage.run_folder import MODEL
+from halfmoon.storage import atomic_io
+from halfmoon.storage.run_folder import DECISION, MODEL
 from halfmoon.sweeps import sweep_folder
 
 NAMES = 4
@@ -65,6 +66,13 @@ class Results:
         return pd.DataFrame(paired.as_json()["rows"] if paired else [])
 
     @property
+    def decision(self) -> Row | None:
+        """Whether unlabeled images help, of images of one's own: "sentence", "mean", "low", "high" and others.
+
+        None where it was not asked, or one split was played."""
+        return atomic_io.read_json(self.folder / DECISION)
+
+    @property
     def model(self) -> Model:
         """The trained model of the first finished run; `halfmoon.load_model(results.runs[1])` is another one."""
         path = next((path for path in self.runs if (path / MODEL).exists()), self.runs[0])
@@ -107,6 +115,7 @@ class Results:
         words = [f"{name} {value:.1f} %" for name, value in self.summary["last_percent"].items()]
         open_runs = [f"{run.title}: {len(run.rows)} rounds so far" for run in self._read if run.summary is None]
         words = [*words[:NAMES], *(["..."] if len(words) > NAMES else []), *open_runs[:NAMES]]
+        words += [self.decision["sentence"]] if self.decision else []
         count = f"{len(self.runs)} run{'s'[: len(self.runs) != 1]}"
         return f"<{count} in {self._place}{': ' if words else ''}{', '.join(words)}>"
 
@@ -118,6 +127,7 @@ class Results:
             parts += [html_table(paired.headings, paired.cells), f"<p>{escape(paired.sentence)}</p>"]
         sentences = [gain(self.summaries, ceilings), *remarks(self.summaries, ceilings)]
         sentences += [f"{run.title}: {len(run.rows)} rounds, not finished." for run in self._read if not run.summary]
+        sentences += [self.decision["sentence"]] if self.decision else []
         parts += [f"<p>{escape(words)}</p>" for words in sentences if words]
         return "".join([*parts, f"<p><code>{escape(self._place)}</code></p>"])
 

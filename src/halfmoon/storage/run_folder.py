@@ -19,7 +19,7 @@ from halfmoon.storage.state_store import Store
 
 RUN, MODEL, SUMMARY = "run.json", "model.safetensors", "summary.json"
 # Where the runs beside a run lie: another process may begin with one of them before the folder is a run's.
-BASELINES, PLAN = "baselines", "plan.json"
+BASELINES, PLAN, DECISION = "baselines", "plan.json", "decision.json"
 # What a creation leaves that was killed before its config.toml.
 _BEGUN = {BASELINES, LOCK, f"{LOCK}{locks.OWNER}", RUN, f".{RUN}{atomic_io.PARTIAL}", f".{CONFIG}{atomic_io.PARTIAL}"}
 _BEGUN |= {PLAN, f".{PLAN}{atomic_io.PARTIAL}"}

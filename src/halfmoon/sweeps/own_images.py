@@ -18,12 +18,10 @@ from halfmoon.runs.factory import Problem
 from halfmoon.runs.jobs import parsed
 from halfmoon.runs.runner import RunResult
 from halfmoon.storage import atomic_io
-from halfmoon.storage.run_folder import BASELINES, PLAN, RunFolder
+from halfmoon.storage.run_folder import BASELINES, DECISION, PLAN, RunFolder
 from halfmoon.sweeps.decision import FOLDS, Decision, Fold, decide, draws, folds, head_accuracy
 from halfmoon.sweeps.own_folder import contents_of, site_source
 from halfmoon.sweeps.own_plan import Plan, Step, one_holder
-
-DECISION = "decision.json"
 
 
 @dataclass(frozen=True)
@@ -77,13 +75,13 @@ def play(plan: Plan, root: Path, watch: Callback, again: bool = False) -> PlanRe
     else:
         outcome = _gone_on(config, watch, shared)
         runs = outcome.summaries
-    decision = _of_heads(plan, shared, watch) if plan.heads else _of_runs(plan, shared, root, runs, watch)
+    decision = _of_heads(plan, shared) if plan.heads else _of_runs(plan, shared, root, runs, watch)
     if decision is not None:
         atomic_io.replace(root / DECISION, (json.dumps(decision.as_json(), indent=2) + "\n").encode())
     return PlanResult(runs, outcome, decision)
 
 
-def _of_heads(plan: Plan, shared: Problem, watch: Callback) -> Decision | None:
+def _of_heads(plan: Plan, shared: Problem) -> Decision | None:
     """Decide by heads that are solved anew on every split."""
     labels = shared.source.train.labels
     data, overlap, tested = shared.train, 1 / (FOLDS - 1), int((labels >= 0).sum())
@@ -104,13 +102,8 @@ def _of_heads(plan: Plan, shared: Problem, watch: Callback) -> Decision | None:
         tested = len(labels) if tests is None else len(tests)
     if len(splits) < 2 or not all(map(len, splits[0])):
         return None
-    results: list[tuple[float, float]] = []
     heads = [factory.method(replace(plan.config, method=name, options={}, baselines=())) for name in plan.pair]
-    for number, fold in enumerate(splits, start=1):
-        base, ours = (head_accuracy(method, shared.task, data, fold) for method in heads)
-        results.append((base, ours))
-        if number % FOLDS == 0:
-            watch.say(f"split {number} of {len(splits)}: labels only {base:.1f} %, with unlabeled images {ours:.1f} %.")
+    results = [[head_accuracy(method, shared.task, data, fold) for method in heads] for fold in splits]
     base, ours = zip(*results, strict=True)
     return decide(ours, base, overlap, tested)
 

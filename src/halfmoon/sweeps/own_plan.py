@@ -30,7 +30,10 @@ from halfmoon.runs.runner import cell
 from halfmoon.storage import atomic_io
 from halfmoon.storage.checkpoints import TIMINGS
 from halfmoon.sweeps.decision import DRAWS, FOLDS, REPEATS, Fold, head_accuracy
-from halfmoon.sweeps.own_folder import Contents, other_formats
+from halfmoon.sweeps.own_folder import Contents, contents_of, other_formats
+
+ELSEWHERE = {"method", "baselines", "protocol", "preset", "split"}
+"""Options that say themselves what is played."""
 
 MINUTES = 10.0
 """What a run on images of one's own takes at most where nobody says how long."""
@@ -90,6 +93,15 @@ class Plan:
         rows = [{"step": step.name, "minutes": step.seconds / 60} for step in self.steps]
         facts = {"folder": str(self.contents.folder), "holds": self.contents.sentence, "chosen": dict(self.reasons)}
         return {**facts, "steps": rows, "minutes": self.seconds / 60}
+
+
+def planned(flags: Mapping[str, Any], minutes: float | None = None) -> Plan | None:
+    """Return the `plan` for a folder of images of one's own, None where the options say themselves what is played."""
+    folder = Path(flags.get("data", Config.data))
+    if ELSEWHERE & flags.keys() or not folder.is_dir():
+        return None
+    contents = contents_of(folder, flags.get("group_pattern"))
+    return None if contents is None else plan(flags, contents, minutes or MINUTES)
 
 
 def plan(flags: Mapping[str, Any], contents: Contents, minutes: float = MINUTES) -> Plan:

@@ -129,7 +129,7 @@ def _predict(args: argparse.Namespace) -> int:
 
 
 def _evaluate(args: argparse.Namespace) -> int:
-    from halfmoon.sites.inference.measure import evaluate, write
+    from halfmoon.sites.inference.measure import TOO_GOOD, evaluate, write
 
     model = _loaded(args)
     result, unreadable = evaluate(model, args.folder, args.sure)
@@ -146,7 +146,7 @@ def _evaluate(args: argparse.Namespace) -> int:
     else:
         _show_metrics(result, files)
     if result["trained_on"]:
-        complain(f"{args.folder} has the images that the model was trained on: on new ones it is right less often.", 0)
+        complain(f"{args.folder} {TOO_GOOD}", 0)
     return _complain_unreadable(unreadable)
 
 

@@ -22,6 +22,9 @@ from halfmoon.sites.inference.load import Model, load_model, model_file
 from halfmoon.storage import atomic_io, integrity
 from halfmoon.storage.serialization import with_seal
 
+TOO_GOOD = "has the images that the model was trained on: on new ones it is right less often."
+"""What is said of the scores of a folder, after its name."""
+
 BINS = 15
 """Bins of the reliability table, as in Guo et al. (ICML 2017)."""
 
@@ -45,6 +48,14 @@ def trained_on(model: Model, folder: Path) -> bool:
     if not data.is_absolute() or not data.is_dir():
         return False
     return folder.resolve() in {each.resolve() for each in (data, part_of(data, "train")) if each is not None}
+
+
+def refuse_trained_on(model: Model, folder: Path) -> None:
+    """Raise UserError for images on which a model is surer than on new ones."""
+    if trained_on(model, folder):
+        raise UserError(
+            f"{folder}: the model was trained on these images; calibrate on labeled ones that are new to it."
+        )
 
 
 def labeled_logits(model: Model, folder: Path) -> tuple[np.ndarray, np.ndarray, list[UnreadableImage]]:
