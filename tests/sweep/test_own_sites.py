@@ -117,15 +117,19 @@ def test_what_a_site_gains_by_joining_is_judged_over_splits(tmp_path: Path, monk
 
 
 def test_the_table_has_every_question_of_a_manager(tmp_path, capsys, monkeypatch):
-    """Each site alone, all labels together, the federation with labels only, with fewer labels, and with all."""
+    """Each site alone, all labels together, the federation with labels only, with fewer labels, and with all. A site
+    without a label, as one of class folders alone, learns nothing alone, and is said."""
     monkeypatch.setattr(hubs, "installed", lambda name: False)
     folders = [str(site(tmp_path / name, 12, 20)) for name in ("a", "bb")]
+    folders.append(str(site(tmp_path / "c", 0, 10)))
     words = ["run", "--sites", *folders, "--rounds", "1", "--steps", "1", "--network", "small", "--channels", "1"]
     words += ["--run-dir", str(tmp_path / "r")]
     assert main(words) == 0
     out, told = capsys.readouterr()
     assert "a alone: round 1/1, accuracy" in told
     assert "federation, labels only" in out
+    assert "c alone" not in out
+    assert "c: no image has a label; `halfmoon site check " in told
     tests = pq.read_metadata(tmp_path / "r" / "data" / "test.parquet").num_rows
     assert f"{tests} in all: a row is good to {98 / tests**0.5:.0f} points or better" in " ".join(out.split())
     assert main([*words, "--json"]) == 0

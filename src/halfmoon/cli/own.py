@@ -130,7 +130,8 @@ def rehearsal_of(args: argparse.Namespace, layer: Mapping[str, Any], file: Path 
         values = {**_form(table), **values}
     values |= {"data": "digits", "clients": max(1, len(folders)), "cohort": min(5, max(1, len(folders)))}
     config = settings.resolve({}, values, file)
-    root = config.run_dir or Path("runs", folder_of(f"sites-{config.method}-seed{config.seed}"))
+    names = "-".join(folder.resolve().name for folder in folders[:3])
+    root = config.run_dir or Path("runs", folder_of(f"sites-{names}-{config.method}-seed{config.seed}"))
     return replace(config, run_dir=root), folders
 
 

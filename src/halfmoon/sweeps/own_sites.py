@@ -124,7 +124,8 @@ def rehearse(config: Config, folders: Sequence[Path], root: Path, watch: Callbac
         table.append(ResultRow(name, int((split.labeled & (split.client >= 0)).sum()), right, rows.tests))
 
     for number, name in enumerate(rows.names):
-        play(f"{name} alone", f"alone-{number}", "partially-supervised", rows.split(site=number))
+        if rows.labeled[rows.client == number].any():
+            play(f"{name} alone", f"alone-{number}", "partially-supervised", rows.split(site=number))
     play("all labels in one place", "together", "partially-supervised", rows.split())
     right = forest(root / "data", rows.labeled, watch.say)
     if right is not None:
@@ -228,6 +229,9 @@ def _written(config: Config, folders: Sequence[Path], place: Path, say: Callable
     parts: dict[str, list[tuple[bytes, int | None]]] = {"train": [], "test": [], "validation": []}
     client, labeled = list[int](), list[bool]()
     for number, site in enumerate(sites):
+        if not (site.labels >= 0).any():
+            check = f"`halfmoon site check {site.folder}`"
+            say(f"{site.folder.name}: no image has a label; {check} says which folders look like classes.")
         part = _parts(site, config.validation_share, config.group_pattern)
         if (part == "").any():
             count = int((part == "").sum())
