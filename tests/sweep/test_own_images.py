@@ -238,16 +238,17 @@ def test_images_of_other_formats_are_left_out_with_a_word(
     assert "left out: files of formats that are not read (2 .heic, 1 .gif): convert them to PNG or JPEG" in words
 
 
-@pytest.mark.parametrize(("count", "clients"), [(3, 2), (40, 20)])
-def test_few_images_are_shared_out_among_few_clients(count: int, clients: int, tmp_path: Path, scratch: None) -> None:
-    """A fifth is held out, and of each class every client can have one; a split of them is possible."""
+@pytest.mark.parametrize(("count", "clients", "labels"), [(2, 1, 3), (8, 3, 9), (30, 12, 30), (60, 20, 30)])
+def test_few_images_are_shared_out_among_few_clients(count, clients, labels, tmp_path: Path, scratch: None) -> None:
+    """A fifth is held out. Half of the rest have labels, up to ten of each class, and everybody gets some."""
     written(tmp_path / "photos", count)
-    tiny = {"resize": 8, "network": "small", "width": 4}
-    config = plan({"data": "photos", **tiny}, contents_of(tmp_path / "photos")).config
-    assert config.clients == clients >= config.cohort
-    split = factory.problem(config, methods=[config.method]).split
-    assert len(np.unique(split.client[split.client >= 0])) == clients
-    assert plan({"data": "photos", "clients": 2, **tiny}, contents_of(tmp_path / "photos")).config.clients == 2
+    contents, tiny = contents_of(tmp_path / "photos"), {"data": "photos", "resize": 8, "network": "small", "width": 4}
+    config = plan(tiny, contents).config
+    split = factory.problem(config, methods=["fedavg"]).split
+    assert (config.clients, int(split.labeled.sum())) == (clients, labels)
+    assert len(np.unique(split.client[split.client >= 0])) == clients >= config.cohort
+    asked = plan({**tiny, "clients": 2, "labels_per_class": 0.5}, contents).config
+    assert (asked.clients, asked.labels, asked.labels_per_class) == (2, None, 0.5)
 
 
 def test_a_plan_is_for_folders(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -35,6 +35,9 @@ from halfmoon.sweeps.own_folder import Contents, contents_of, other_formats
 ELSEWHERE = {"method", "baselines", "protocol", "preset", "split"}
 """Options that say themselves what is played."""
 
+LABELED = {"labels", "labels_per_class", "label_ratio"}
+"""Options that say how many labels are used."""
+
 MINUTES = 10.0
 """What a run on images of one's own takes at most where nobody says how long."""
 
@@ -127,15 +130,15 @@ def image_options(contents: Contents, heads: bool) -> dict[str, Any]:
 
 def head_config(flags: Mapping[str, Any], contents: Contents) -> tuple[Config, tuple[str, str], float]:
     """Return the configuration of heads on features, the two methods, and how many labels each class has."""
-    clients = _clients(flags, contents)
+    shared = _sharing(flags, contents)
     config, pair = _config(
         contents,
         flags,
         {
             **image_options(contents, True),
             "network": PRETRAINED,
-            "clients": clients,
-            "cohort": clients,
+            **shared,
+            "cohort": shared["clients"],
             "rounds": 1 + int(registry.options(HEADS[1])["em_rounds"].default),
             "budget": "none",
             "executor": "loop",
@@ -192,7 +195,7 @@ def _on_features(flags: Mapping[str, Any], contents: Contents, budget: float) ->
 def _from_scratch(flags: Mapping[str, Any], contents: Contents, budget: float) -> Plan:
     recommended = registry.RECOMMENDED["server" if flags.get("labels_at") == "server" else "clients"]
     size = image_options(contents, False)
-    base = {"clients": _clients(flags, contents), "protocol": "few-labels", **size, "rounds": ROUNDS}
+    base = {**_sharing(flags, contents), "protocol": "few-labels", **size, "rounds": ROUNDS}
     config, pair = _config(contents, flags, base, ("fedavg", recommended))
     timed = {name: _round_seconds(replace(config, method=name, baselines=()), contents) for name in pair}
     splits, begin = FOLDS if contents.site else SCRATCH_SPLITS, 0.0
@@ -246,12 +249,16 @@ def _config(
     return settings.resolve({**own, **base}, options), pair
 
 
-def _clients(flags: Mapping[str, Any], contents: Contents) -> int:
-    """Return how many clients the images are shared out to: no more than the smallest class has to train on."""
+def _sharing(flags: Mapping[str, Any], contents: Contents) -> dict[str, int]:
+    """Return how many clients share the images out, and of a few images how many labels: half of the smallest class."""
     if contents.site or "clients" in flags:
-        return 1 if contents.site else flags["clients"]
+        return {"clients": 1 if contents.site else flags["clients"]}
     fewest = int(np.bincount(contents.labels).min())
-    return max(1, min(Config.clients, fewest if contents.tests else fewest - max(1, round(HELD_OUT * fewest))))
+    half = max(1, (fewest if contents.tests else fewest - max(1, round(HELD_OUT * fewest))) // 2)
+    if half >= Config.clients:
+        return {"clients": Config.clients}
+    labels = min(half, round(settings.LABELS * Config.clients)) * len(contents.classes)
+    return {"clients": half} | ({} if LABELED & flags.keys() else {"labels": labels})
 
 
 def _values(config: Config) -> dict[str, Any]:
