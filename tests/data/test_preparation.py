@@ -14,7 +14,7 @@ from halfmoon import Config, UserError
 from halfmoon.data import load
 from halfmoon.data.images import Images, statistics
 from halfmoon.data.preparation import Preparation, checked_window, eight_bits, middle
-from halfmoon.data.readers.decode import decode, fitted, prepared
+from halfmoon.data.readers.decode import decode, fitted, header, prepared
 from halfmoon.runs import factory
 from halfmoon.sites.folders.frames import write_frames
 
@@ -232,6 +232,7 @@ def test_dicom_that_holds_no_image_says_so(tmp_path: Path) -> None:
     ):
         with pytest.raises(UserError, match=words):
             fitted(data, "a", 1, 1, 1)
+    assert header(tmp_path / "a.dcm") is None  # else gray images beside it would be taken for colored ones
 
 
 def archive(folder: Path, patients: int, each: int) -> None:

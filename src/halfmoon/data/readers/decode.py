@@ -112,7 +112,8 @@ def header(path: Path) -> tuple[int, int, bool] | None:
     """Return an image file's upright height and width, and whether it is gray, without decoding; None for no image."""
     try:
         if dicom.holds_image(path):
-            return dicom.header(path, str(path))[:3]
+            facts = dicom.header(path, str(path))[:3]
+            return facts if all(facts[:2]) else None  # a report, or a plan of radiation
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             with Image.open(path, formats=FORMATS) as image:
