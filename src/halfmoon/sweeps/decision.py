@@ -196,7 +196,7 @@ def solved(method: Method, task: Task, data: Examples, fold: Fold) -> Tree:
 
 def spanning(rows: Tensor) -> Tensor:
     """Return orthonormal columns (F, n + `SPARE`) whose span holds `rows` (n, F)."""
-    spare = torch.eye(rows.shape[1], SPARE, dtype=rows.dtype)
+    spare = torch.eye(rows.shape[1], SPARE, dtype=rows.dtype, device=rows.device)
     columns = torch.linalg.qr(torch.cat([rows.T, spare], 1))  # pyright: ignore[reportUnknownMemberType]
     return cast(Tensor, columns[0])
 
