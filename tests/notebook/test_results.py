@@ -179,3 +179,9 @@ def test_the_table_of_a_notebook_escapes_titles() -> None:
     page = progress.progress_table([line], 10.0)
     assert "<b>" not in page
     assert all(words in page for words in ('value="5" max="10"', "50.0 %", "0:10 left"))
+
+
+def test_what_is_no_name_of_data_is_refused_in_a_line() -> None:
+    with pytest.raises(halfmoon.UserError, match=r"^data in Config.of is .* \.\.\.: it must be text") as caught:
+        halfmoon.run(data=np.zeros((300, 8, 8, 1), np.uint8))
+    assert len(str(caught.value)) < 200

@@ -11,6 +11,9 @@ from pydantic import TypeAdapter, ValidationError
 from halfmoon.core.errors import UserError, nearest
 from halfmoon.storage import toml
 
+MOST_SHOWN = 120
+"""Characters of a wrong value that an error shows."""
+
 
 def parse(subject: str, kind: Any, words: str) -> Any:
     """Return the value of this type that `words` spell; `none` is None where it may be.
@@ -69,7 +72,9 @@ def _refuse(subject: str, kind: Any, value: Any) -> Any:
     choices = [choice for member in members(kind) if get_origin(member) is Literal for choice in get_args(member)]
     if choices and isinstance(value, str) and int not in members(kind):
         raise UserError(f"{subject} is {value!r}: {nearest(value, choices)}")
-    raise UserError(f"{subject} is {toml.text(value)}: it must be {expected(kind)}.")
+    words = " ".join(toml.text(value).split())
+    words = words if len(words) <= MOST_SHOWN else f"{words[:MOST_SHOWN]} ..."
+    raise UserError(f"{subject} is {words}: it must be {expected(kind)}.")
 
 
 def merge_options(old: Mapping[str, Any], new: Any, subject: str) -> dict[str, Any]:

@@ -100,10 +100,10 @@ class Plan:
 
 def planned(flags: Mapping[str, Any], minutes: float | None = None) -> Plan | None:
     """Return the `plan` for a folder of images of one's own, None where the options say themselves what is played."""
-    folder = Path(flags.get("data", Config.data))
-    if ELSEWHERE & flags.keys() or not folder.is_dir():
+    data = flags.get("data")
+    if ELSEWHERE & flags.keys() or not isinstance(data, str | Path) or not Path(data).is_dir():
         return None
-    contents = contents_of(folder, flags.get("group_pattern"))
+    contents = contents_of(Path(data), flags.get("group_pattern"))
     return None if contents is None else plan(flags, contents, minutes or MINUTES)
 
 
