@@ -555,6 +555,15 @@ def test_json_on_a_pipe_shows_no_progress() -> None:
     assert len(watch.runs) == 1
 
 
+@pytest.mark.parametrize("terminal", [False, True])
+def test_what_each_of_many_runs_would_say_is_said_once(terminal: bool) -> None:
+    file = io.StringIO()
+    with console.watcher(Console(file=file, force_terminal=terminal, width=80)) as watch:
+        for words in ("batches repeat", "batches repeat", "another", "batches repeat"):
+            watch.say(words)
+    assert (file.getvalue().count("batches repeat"), file.getvalue().count("another")) == (1, 1)
+
+
 @pytest.mark.parametrize("width", [50, 60, 72, 80, 90, 110])
 def test_a_narrow_terminal_never_loses_the_time_that_is_left(width: int) -> None:
     """With the longest titles, epsilon and hours; columns go before the time does, and names before columns."""

@@ -100,6 +100,7 @@ class Quiet:
     ) -> None:
         self.console, self.clock, self.rows, self.after = console, clock, rows, after
         self.runs: list[Progress] = []
+        self._sentences = set[str]()
 
     def __enter__(self) -> Quiet:
         return self
@@ -123,7 +124,9 @@ class Quiet:
             self.say(f"{run.title}: {summary['ended']}")
 
     def say(self, words: str) -> None:
-        say(self.console, f"halfmoon: {words}")
+        if words not in self._sentences:  # each of many runs would say the same
+            self._sentences.add(words)
+            say(self.console, f"halfmoon: {words}")
 
     def of(self, run: RunInfo) -> Progress:
         return next(each for each in reversed(self.runs) if each.folder == run.folder)
