@@ -26,7 +26,9 @@ FAST = (
     "tests/models/test_norms.py",
     "tests/methods/test_objectives.py",
 )
-"""Tests that an edit breaks first: the layout, configuration, mathematics, partitions, the round, and one method."""
+"""Tests that an edit breaks first: the layout, configuration, mathematics, partitions, the round, and one method.
+
+Without those that are marked slow: with lint and types they should stay below 90 seconds."""
 
 
 @nox.session
@@ -34,7 +36,7 @@ def fast(session: nox.Session) -> None:
     """Lint, types, and the tests that matter for an edit; what follows `--` goes to pytest, as more files to test."""
     install(session)
     lint(session)
-    session.run("python", "-m", "pytest", *FAST, *session.posargs)
+    session.run("python", "-m", "pytest", "-m", "not slow", *FAST, *session.posargs)
 
 
 @nox.session

@@ -191,6 +191,7 @@ TINY: dict[str, Any] = {
 }  # fmt: skip
 
 
+@pytest.mark.slow
 @COMPILER
 def test_a_run_by_inductor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """Its programs lie in the user's own cache: what lies in the common one, in the folder of temporary files, is
