@@ -401,6 +401,22 @@ def test_a_supernode_that_has_given_up_is_started_again(tmp_path: Path, monkeypa
         assert "the connection ended: the server's Flower failed over a call" in shown[-1]
 
 
+def test_a_site_that_waited_gives_its_server_time_to_know_its_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """It asked before its key was registered, and told its people that the server does not let it in."""
+    shown: list[str] = []
+    with supernode_saying("ERROR: [2004] unknown key", tmp_path, monkeypatch, shown, seconds=0.1) as (member, _):
+        member.lost = True
+        member._connected()
+        member._run_node()
+        member._show()
+        assert "answers" in shown[-1]
+        monkeypatch.setattr(site_process, "ADMISSION", -1.0)
+        member.lost = True
+        member._connected()
+        member._run_node()
+        assert "the connection ended: the server does not let this site's key in" in shown[-1]
+
+
 @pytest.mark.parametrize(
     ("lines", "lingers"), [([RECEIVING, REPLY], False), ([RECEIVING, REPLY, RECEIVING], True), ([RECEIVING], True)]
 )

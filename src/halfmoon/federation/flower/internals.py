@@ -56,13 +56,13 @@ NAMES: Mapping[str, tuple[str, ...]] = {
 }
 """MODULE:NAME of each use, with the parameters or attributes that are used."""
 
-NO_KEY = "--key is no private key"
+NO_KEY, UNKNOWN_KEY = "--key is no private key", "2004]"
 
 REASONS = {
     "CERTIFICATE_VERIFY_FAILED": "the server's certificate is not to be trusted",
     "WRONG_VERSION_NUMBER": "the server does not speak TLS",
     "2001]": "the server wants sites with a key: give --key FILE",
-    "2004]": "the server does not let this site's key in: it does not know it, or not any more, or another process "
+    UNKNOWN_KEY: "the server does not let this site's key in: it does not know it, or not any more, or another process "
     "uses it (one that was killed counts for a minute)",
     "401 Unauthorized": "the server does not accept this site's key, or the clocks of the two machines differ",
     NO_KEY: "--key is no private key (elliptic curve, in OpenSSH's format)",

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 from halfmoon.config.schema import NAME
 from halfmoon.core.errors import UserError
 from halfmoon.federation.flower.contact import Absent, Address, reach, trust
-from halfmoon.federation.flower.internals import LOST, REACHED, REASONS, RECEIVING, REPLY
+from halfmoon.federation.flower.internals import LOST, REACHED, REASONS, RECEIVING, REPLY, UNKNOWN_KEY
 from halfmoon.federation.flower.node import FILE, LOG
 from halfmoon.federation.flower.processes import SUPERNODE, Home, alone, require_flower, stop
 from halfmoon.federation.protocol.bundle import APPS
@@ -26,6 +26,8 @@ CALLING = 1.0
 """Seconds between two calls of a server that is not there."""
 STEADY = 30.0
 """Seconds after which a node counts as one that works."""
+ADMISSION = 10.0
+"""Seconds in which a server that has just come up may still have to register its sites' keys."""
 LONGEST_PAUSE = 60.0
 """Seconds of pause, at most, before a node that has died is started again."""
 
@@ -166,6 +168,7 @@ class _Member:
         self.node: subprocess.Popen[bytes] | None = None
         self.pause = CALLING
         self.lost = False
+        self.admission = 0.0  # until when a server that has come up may not know the site's key yet
         self.over: tuple[bool, float] | None = None  # the part is over: whether the last answer is sent, since when
         self.offer: TermsSummary | None = None  # on the screen, waiting for a yes
 
@@ -216,6 +219,9 @@ class _Member:
                 self._leave(end, [word for word in words if word in (RECEIVING, REPLY)][-1:] == [REPLY])
             time.sleep(EVERY)
         text = "\n".join([*words, *log.lines()])
+        if UNKNOWN_KEY in text and time.monotonic() < self.admission:
+            time.sleep(CALLING)
+            return
         self.pause = CALLING if time.monotonic() - start > STEADY else min(2 * self.pause, LONGEST_PAUSE)
         reason = next((meaning for sign, meaning in REASONS.items() if sign in text), f"see {log.path}")
         self._say(f"the connection ended: {reason}; trying again in {self.pause:.0f} s")
@@ -243,7 +249,7 @@ class _Member:
 
     def _connected(self) -> None:
         if self.lost:
-            self.lost = False
+            self.lost, self.admission = False, time.monotonic() + ADMISSION
             self._say(f"{self.site.server} answers")
 
     def _say(self, words: str) -> None:
