@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from halfmoon.core.errors import UserError
     from halfmoon.data import Images, Scenario, Source, Split
     from halfmoon.engine.driver import Diverged
-    from halfmoon.notebook.calls import compare, load_data, load_run, problem, resume, run, sweep
+    from halfmoon.notebook.calls import compare, load_data, load_run, problem, resume, run, save_data, sweep
     from halfmoon.notebook.results import Results, SweepResults
     from halfmoon.notebook.trained import Model, load_model
     from halfmoon.runs.callbacks import Callback, Callbacks, NullCallback, RunInfo
@@ -28,6 +28,7 @@ _PLACES = {
     "resume": ("halfmoon.notebook.calls", "resume"),
     "load_run": ("halfmoon.notebook.calls", "load_run"),
     "load_data": ("halfmoon.notebook.calls", "load_data"),
+    "save_data": ("halfmoon.notebook.calls", "save_data"),
     "problem": ("halfmoon.notebook.calls", "problem"),
     "Problem": ("halfmoon.runs.factory", "Problem"),
     "Model": ("halfmoon.notebook.trained", "Model"),
@@ -84,6 +85,7 @@ __all__ = [
     "problem",
     "resume",
     "run",
+    "save_data",
     "sweep",
     "tracker",
 ]

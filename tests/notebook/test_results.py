@@ -181,7 +181,31 @@ def test_the_table_of_a_notebook_escapes_titles() -> None:
     assert all(words in page for words in ('value="5" max="10"', "50.0 %", "0:10 left"))
 
 
-def test_what_is_no_name_of_data_is_refused_in_a_line() -> None:
-    with pytest.raises(halfmoon.UserError, match=r"^data in Config.of is .* \.\.\.: it must be text") as caught:
-        halfmoon.run(data=np.zeros((300, 8, 8, 1), np.uint8))
-    assert len(str(caught.value)) < 200
+def test_images_in_memory_become_a_folder_that_runs_read(tmp_path: Path) -> None:
+    """To the pixel, with class names and labels that nobody knows; the same images again leave the files alone."""
+    digits = halfmoon.load_data("digits")
+    labels = digits.train.labels[:300].copy()
+    labels[:5] = -1
+    train, test = halfmoon.Images(digits.train.images[:300], labels), digits.test
+    names = [f"digit {n}" for n in range(10)]
+    folder = halfmoon.save_data(tmp_path / "mine", train, test, names, validation=test)
+    found = halfmoon.load_data(str(folder))
+    assert np.array_equal(found.train.images, train.images)
+    assert np.array_equal(found.train.labels, labels)
+    assert np.array_equal(found.test.images, test.images)
+    assert found.classes == tuple(names)
+    before = {path: path.stat().st_mtime_ns for path in folder.iterdir()}
+    halfmoon.save_data(folder, train, test, names, validation=test)
+    assert {path: path.stat().st_mtime_ns for path in folder.iterdir()} == before
+    whole = halfmoon.save_data(tmp_path / "whole", digits.train, test, names, validation=test)
+    options = {"method": "fedavg", "validation_part": True, **SMALL}
+    assert halfmoon.run(data=str(whole), run_dir=tmp_path / "run", **options).summaries[0]["accuracy"]["chosen"] > 0
+    with pytest.raises(halfmoon.UserError, match=r"^data must be a name or a folder: halfmoon\.save_data"):
+        halfmoon.run(data=(train.images, labels))
+    with pytest.raises(halfmoon.UserError, match=r"^data in Config.of is .{9,140} \.\.\.: it must be text"):
+        halfmoon.compare(METHODS, data=train.images)
+    with pytest.raises(halfmoon.UserError, match=r"row 5 of train has label .*, but the 1 classes"):
+        halfmoon.save_data(tmp_path / "wrong", train, test, ["one"])
+    (tmp_path / "file").touch()
+    with pytest.raises(halfmoon.UserError, match="file: it cannot be written"):
+        halfmoon.save_data(tmp_path / "file", train, test, names)

@@ -17,6 +17,7 @@ from halfmoon.cli.main import main
 from halfmoon.config import schema as settings
 from halfmoon.core import hubs
 from halfmoon.data import load
+from halfmoon.data.readers import parquet
 from halfmoon.engine.loop import Row
 from halfmoon.runs.callbacks import NullCallback, RunInfo
 from halfmoon.sweeps import decision, own_sites
@@ -189,7 +190,7 @@ def test_a_random_forest_is_a_floor_or_left_out_with_a_sentence(tmp_path, monkey
     pixels[12:] = 255
     rows = [(_encoded(each), k // 12) for k, each in enumerate(pixels)]
     for part in ("train", "test"):
-        own_sites._write(tmp_path / f"{part}.parquet", rows, ("black", "white"))
+        parquet.write(tmp_path / f"{part}.parquet", rows, ("black", "white"))
     labeled = np.arange(24) % 12 < 2
     assert own_sites.forest(tmp_path, labeled, print) == 1.0
     assert own_sites.forest(tmp_path, np.arange(24) < 2, print) == 0.5  # the black ones alone

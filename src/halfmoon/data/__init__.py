@@ -4,7 +4,7 @@ from halfmoon.data.images import Images, Source, fit, hold_out, pad_to, shrink, 
 from halfmoon.data.partition.heterogeneity import summary
 from halfmoon.data.partition.scenario import Scenario
 from halfmoon.data.partition.split import SERVER, Split
-from halfmoon.data.sources import load, names
+from halfmoon.data.sources import load, names, save
 
 __all__ = [
     "SERVER",
@@ -17,6 +17,7 @@ __all__ = [
     "load",
     "names",
     "pad_to",
+    "save",
     "shrink",
     "subset",
     "summary",

@@ -1,6 +1,7 @@
 """Data sets by name or path: what can be loaded, and where each is looked for."""
 
 import re
+from collections.abc import Sequence
 from dataclasses import replace
 from importlib import resources
 from pathlib import Path
@@ -14,8 +15,9 @@ from halfmoon.data.partition.primitives import apportion, stream, take_labeled
 from halfmoon.data.preparation import AS_THEY_ARE, Preparation
 from halfmoon.data.readers import binary, class_folders, hub, idx, parquet, tinyimagenet
 from halfmoon.data.readers import cache as store
+from halfmoon.storage import atomic_io
 
-__all__ = ["DATASETS", "DIGITS", "DatasetInfo", "load", "names"]
+__all__ = ["DATASETS", "DIGITS", "DatasetInfo", "load", "names", "save"]
 
 DIGITS = "1,437 + 360 gray images, 8x8, 10 classes (UCI's handwritten digits, embedded); always there, the default"
 
@@ -82,6 +84,33 @@ def load(
     train, tests = (replace(each, images=how.applied(each.images)) for each in (train, tests))
     mean, std = train.spread or statistics(train.images)
     return Source(title, train, tests, classes, mirrored, mean, std, remark=tests.remark)
+
+
+def save(
+    folder: Path | str, train: Images, test: Images, classes: Sequence[str], validation: Images | None = None
+) -> Path:
+    """Write images in memory as a data set that `data=FOLDER` reads, and return its folder.
+
+    Args:
+        folder: where train.parquet and test.parquet are written, with the images as PNG.
+        train: the images to train on, uint8 (N, H, W, 1 or 3); label -1 is one that nobody knows.
+        test: those to test on.
+        classes: their names, by label.
+        validation: images that choose the round, with `validation_part=True`.
+
+    Raises:
+        UserError: parts and classes disagree, or the folder cannot be written.
+    """
+    place, names = Path(folder), tuple(classes)
+    source = Source(place.name, train, test, names, True, (), (), validation)
+    try:
+        for name, part in source.parts.items():
+            labels = [None if label == UNKNOWN else int(label) for label in part.labels]
+            rows = list(zip(map(parquet.png, part.images), labels, strict=True))
+            parquet.write(place / f"{name}.parquet", rows, names)
+    except OSError as error:
+        raise UserError(f"{place}: it cannot be written ({atomic_io.reason(error)}); choose another folder.") from error
+    return place
 
 
 def _prepared(source: Source, how: Preparation) -> Source:

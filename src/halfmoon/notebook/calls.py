@@ -25,6 +25,7 @@ from halfmoon.sweeps import engines, grid, own_images, own_plan, play, recipe
 from halfmoon.sweeps.sweep_folder import SweepFolder
 
 load_data = python_errors(data.load)
+save_data = python_errors(data.save)
 problem = python_errors(factory.problem)
 
 
@@ -54,6 +55,8 @@ def run(
         Diverged: a loss or a weight is no finite number.
     """
     own: dict[str, Any] = {}
+    if not isinstance(options.get("data", ""), str | Path):
+        raise UserError("data must be a name or a folder: halfmoon.save_data(FOLDER, ...) writes images as one.")
     if config is None and method is None and (plan := own_plan.planned(schema.anchored(options, Path()), minutes)):
         root = plan.config.run_dir or schema.free_folder(plan.config, plan.config.method)
         begun = own_images.left(root)

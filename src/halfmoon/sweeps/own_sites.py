@@ -8,18 +8,13 @@ images without a label as well, and with fewer labels.
 """
 
 import importlib
-import io
-import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pyarrow as pa
-import pyarrow.parquet as pq
 import torch
-from PIL import Image
 
 from halfmoon.config.schema import Config
 from halfmoon.core import hubs
@@ -29,15 +24,14 @@ from halfmoon.data.groups import apart
 from halfmoon.data.images import UNKNOWN
 from halfmoon.data.partition.primitives import Sides, stream
 from halfmoon.data.partition.split import Split
-from halfmoon.data.preparation import Preparation
 from halfmoon.data.readers.decode import prepared
+from halfmoon.data.readers.parquet import png, write
 from halfmoon.engine.loop import Row
 from halfmoon.methods.analytic import RidgeHead
 from halfmoon.runs.callbacks import NULL_CALLBACK, Callback, RunInfo
 from halfmoon.runs.factory import preparation
 from halfmoon.runs.runner import cell
 from halfmoon.sites.folders import SiteFolder, read
-from halfmoon.storage import atomic_io
 from halfmoon.sweeps.decision import FOLDS, JOINING, REPEATS, UNLABELED, Decision, Fold, decide, folds, right, solved
 from halfmoon.sweeps.own_labels import FolderFeatures, folder_features, problem
 from halfmoon.sweeps.own_plan import PRETRAINED
@@ -242,7 +236,7 @@ def _written(config: Config, folders: Sequence[Path], place: Path, say: Callable
             label = int(site.labels[row])
             named = classes.index(site.classes[label]) if label >= 0 else None
             try:
-                data = _png((site.folder / path).read_bytes(), path, replace(how, channels=channels))
+                data = png(prepared((site.folder / path).read_bytes(), path, replace(how, channels=channels)))
             except (UserError, OSError) as error:
                 say(f"{site.folder.name}: left out: {error}")
                 continue
@@ -260,7 +254,7 @@ def _written(config: Config, folders: Sequence[Path], place: Path, say: Callable
         )
     for name, rows in parts.items():
         if rows:
-            _write(place / f"{name}.parquet", rows, classes)
+            write(place / f"{name}.parquet", rows, classes)
     labels = np.array([UNKNOWN if label is None else label for _, label in parts["train"]], np.int64)
     names = tuple(site.folder.resolve().name for site in sites)
     return _Rows(np.array(client, np.int64), labels, np.array(labeled, bool), names, len(parts["test"]))
@@ -290,23 +284,3 @@ def _parts(site: SiteFolder, share: float, pattern: str | None = None) -> np.nda
     bare = np.flatnonzero(site.labels < 0)
     part[np.setdiff1d(bare, apart(bare, np.flatnonzero(part != "train"), groups))] = ""
     return part
-
-
-def _png(data: bytes, name: str, how: Preparation) -> bytes:
-    pixels = prepared(data, name, how)
-    file = io.BytesIO()
-    Image.fromarray(pixels[:, :, 0] if pixels.shape[2] == 1 else pixels).save(file, "PNG")
-    return file.getvalue()
-
-
-def _write(path: Path, rows: Sequence[tuple[bytes, int | None]], classes: Sequence[str]) -> None:
-    """Write a part as the readers of data sets take it; one that is the same already stays."""
-    kind: dict[str, Any] = {"info": {"features": {"label": {"names": list(classes)}}}}
-    labels = pa.array([label for _, label in rows], pa.int64())
-    table = pa.table({"image": [{"bytes": data} for data, _ in rows], "label": labels})
-    file = pa.BufferOutputStream()
-    pq.write_table(table.replace_schema_metadata({"huggingface": json.dumps(kind)}), file)
-    data = file.getvalue().to_pybytes()
-    if atomic_io.read(path) != data:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        atomic_io.replace(path, data)

@@ -1,12 +1,16 @@
 """Parquet files with encoded images, as Hugging Face writes them, and the Arrow files of its save_to_disk."""
 
+import io
+import json
 import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
+from PIL import Image
 
 from halfmoon.core.errors import UserError, one_line
 from halfmoon.data.images import UNKNOWN, Images
@@ -146,3 +150,23 @@ def _names(file: File, label: str) -> tuple[str, ...] | None:
     except (KeyError, TypeError, ValueError):
         return None
     return tuple(str(name) for name in names)
+
+
+def png(pixels: np.ndarray) -> bytes:
+    """Return one image, uint8 (H, W, 1 or 3), as a PNG file."""
+    file = io.BytesIO()
+    Image.fromarray(pixels[:, :, 0] if pixels.shape[2] == 1 else pixels).save(file, "PNG")
+    return file.getvalue()
+
+
+def write(path: Path, rows: Sequence[tuple[bytes, int | None]], classes: Sequence[str]) -> None:
+    """Write encoded images with labels, None for an unknown one, as they are read; a file that is the same stays."""
+    kind: dict[str, Any] = {"info": {"features": {"label": {"names": list(classes)}}}}
+    labels = pa.array([label for _, label in rows], pa.int64())
+    table = pa.table({"image": [{"bytes": data} for data, _ in rows], "label": labels})
+    file = pa.BufferOutputStream()
+    pq.write_table(table.replace_schema_metadata({"huggingface": json.dumps(kind)}), file)
+    data = file.getvalue().to_pybytes()
+    if atomic_io.read(path) != data:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        atomic_io.replace(path, data)
