@@ -202,8 +202,10 @@ def test_images_in_memory_become_a_folder_that_runs_read(tmp_path: Path) -> None
     assert halfmoon.run(data=str(whole), run_dir=tmp_path / "run", **options).summaries[0]["accuracy"]["chosen"] > 0
     with pytest.raises(halfmoon.UserError, match=r"^data must be a name or a folder: halfmoon\.save_data"):
         halfmoon.run(data=(train.images, labels))
-    with pytest.raises(halfmoon.UserError, match=r"^data in Config.of is .{9,140} \.\.\.: it must be text"):
+    with pytest.raises(halfmoon.UserError, match=r"^data must be a name or a folder"):
         halfmoon.compare(METHODS, data=train.images)
+    with pytest.raises(halfmoon.UserError, match=r"^rounds in Config.of is .{9,140} \.\.\.: it must be a whole number"):
+        halfmoon.run(method="fedavg", rounds=train.images)
     with pytest.raises(halfmoon.UserError, match=r"row 5 of train has label .*, but the 1 classes"):
         halfmoon.save_data(tmp_path / "wrong", train, test, ["one"])
     (tmp_path / "file").touch()

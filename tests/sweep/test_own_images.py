@@ -200,6 +200,8 @@ def test_in_python_a_folder_is_planned_too(tmp_path: Path, pretrained: None, mon
     assert (tmp_path / "python" / "model.safetensors").read_bytes() == model
     with pytest.raises(UserError, match=r"^minutes goes with data=FOLDER"):
         halfmoon.run(method="fedavg", minutes=1)
+    with pytest.raises(UserError, match=r"^minutes is -1: it must be a number above 0"):
+        halfmoon.run(data="ward", minutes=-1)
 
 
 def test_a_lone_site_from_scratch(tmp_path: Path, scratch: None, capsys: pytest.CaptureFixture[str]) -> None:

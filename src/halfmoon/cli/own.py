@@ -47,13 +47,17 @@ def planned(args: argparse.Namespace, flags: Mapping[str, Any]) -> Plan | None:
 
     Raise `UserError` where --plan or --minutes is given all the same.
     """
-    from halfmoon.sweeps import own_plan
+    plan = None
+    if args.config is None and Path(flags.get("data", Config.data)).is_dir():
+        from halfmoon.sweeps import own_plan  # slow to import, and most runs have no plan
 
-    plan = own_plan.planned(flags, args.minutes) if args.config is None else None
+        plan = own_plan.planned(flags, args.minutes)
     if plan is None and (args.plan or args.minutes is not None):
+        from halfmoon.sweeps.own_plan import ELSEWHERE
+
         raise UserError(
             "--plan and --minutes go with --data FOLDER, a folder of class folders or of images with a labels.csv, and "
-            f"without {', '.join('--' + each for each in sorted(own_plan.ELSEWHERE))} and --config."
+            f"without {', '.join('--' + each for each in sorted(ELSEWHERE))} and --config."
         )
     return plan
 

@@ -8,7 +8,7 @@ from typing import Any, Literal, Union, cast, get_args, get_origin
 
 from pydantic import TypeAdapter, ValidationError
 
-from halfmoon.core.errors import UserError, nearest
+from halfmoon.core.errors import UserError, nearest, one_line
 from halfmoon.storage import toml
 
 MOST_SHOWN = 120
@@ -72,7 +72,7 @@ def _refuse(subject: str, kind: Any, value: Any) -> Any:
     choices = [choice for member in members(kind) if get_origin(member) is Literal for choice in get_args(member)]
     if choices and isinstance(value, str) and int not in members(kind):
         raise UserError(f"{subject} is {value!r}: {nearest(value, choices)}")
-    words = " ".join(toml.text(value).split())
+    words = one_line(toml.text(value))
     words = words if len(words) <= MOST_SHOWN else f"{words[:MOST_SHOWN]} ..."
     raise UserError(f"{subject} is {words}: it must be {expected(kind)}.")
 

@@ -432,7 +432,7 @@ def _check_split(settings: Mapping[str, Any]) -> None:
 
 
 def _absolute(folder: Path, path: str | Path) -> Path:
-    with suppress(RuntimeError):  # a tilde before no user's name stays what it is
+    with suppress(RuntimeError, ValueError):  # a tilde before no user's name stays what it is
         path = Path(path).expanduser()
     return (folder / path).absolute()
 

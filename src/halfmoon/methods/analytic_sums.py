@@ -20,7 +20,7 @@ class Sums(ClientUpdate):
     """Send sums over a client's images, without a step; subclasses say which.
 
     They go up as an update of zeros that come down: so they can be masked and clipped as every update.
-    With a `basis` (F, r), orthonormal columns that span all q of a federation in one place, q is given in it: (r,).
+    With a `basis` (F, r), orthonormal columns that span all q of a federation in one place, q is expressed in it: (r,).
     """
 
     basis: Tensor | None = None

@@ -4,7 +4,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from halfmoon import data
 from halfmoon.config import schema
@@ -21,8 +21,11 @@ from halfmoon.runs.callbacks import NULL_CALLBACK, Callback, Callbacks
 from halfmoon.runs.jobs import parsed
 from halfmoon.runs.runner import RunResult
 from halfmoon.storage.run_folder import BASELINES, RunFolder
-from halfmoon.sweeps import engines, grid, own_images, own_plan, play, recipe
+from halfmoon.sweeps import engines, grid, play, recipe
 from halfmoon.sweeps.sweep_folder import SweepFolder
+
+if TYPE_CHECKING:
+    from halfmoon.sweeps.own_plan import Plan
 
 load_data = python_errors(data.load)
 save_data = python_errors(data.save)
@@ -55,16 +58,8 @@ def run(
         Diverged: a loss or a weight is no finite number.
     """
     own: dict[str, Any] = {}
-    if not isinstance(options.get("data", ""), str | Path):
-        raise UserError("data must be a name or a folder: halfmoon.save_data(FOLDER, ...) writes images as one.")
-    if config is None and method is None and (plan := own_plan.planned(schema.anchored(options, Path()), minutes)):
-        root = plan.config.run_dir or schema.free_folder(plan.config, plan.config.method)
-        begun = own_images.left(root)
-        if begun is None or begun.contents.folder != plan.contents.folder:
-            warn(f"{plan.contents.sentence}; {dict(plan.reasons)['methods']}; about {plan.seconds / 60:.1f} minutes")
-            return _planned(plan, root, watch)
-        warn(f"{root} holds a run on these images: it goes on, or is read; another run_dir starts anew.")
-        return _planned(begun, root, watch, again=True)
+    if config is None and method is None and (plan := _plan(options, minutes)) is not None:
+        return _start_plan(plan, watch)
     if minutes is not None:
         raise UserError("minutes goes with data=FOLDER, images of your own, and without a method, recipe or split.")
     if method is not None:
@@ -129,9 +124,11 @@ def resume(folder: Path | str, watch: Callback = NULL_CALLBACK, method: outside.
         UserError: nothing is there that can go on.
         Diverged: a loss or a weight is no finite number.
     """
+    from halfmoon.sweeps import own_images
+
     root = paths(folder)
     if (plan := own_images.left(root)) is not None:
-        return _planned(plan, root, watch, again=True)
+        return _play_plan(plan, root, watch, again=True)
     with _watched(watch) as eyes:
         return _ended(runner.resume(root, eyes, method))
 
@@ -193,8 +190,32 @@ def sweep(
     return SweepResults(folder.path)
 
 
-def _planned(plan: own_plan.Plan, root: Path, watch: Callback, again: bool = False) -> Results:
-    """Play a plan for images of one's own in the folder `root`, or go on with it."""
+def _plan(options: Mapping[str, Any], minutes: float | None) -> "Plan | None":
+    """Return the plan for images of one's own, None where `data` is no folder of them, or others say what is played."""
+    if not isinstance(place := options.get("data"), str | Path) or not Path(place).is_dir():
+        return None
+    from halfmoon.sweeps import own_plan  # slow to import, and most runs have no plan
+
+    return own_plan.planned(schema.anchored(options, Path()), minutes)
+
+
+def _start_plan(plan: "Plan", watch: Callback) -> Results:
+    """Play a plan in its folder, or go on with the run on these images that is there."""
+    from halfmoon.sweeps import own_images
+
+    root = plan.config.run_dir or schema.free_folder(plan.config, plan.config.method)
+    before = own_images.left(root)
+    if before is None or before.contents.folder != plan.contents.folder:
+        warn(f"{plan.contents.sentence}; {dict(plan.reasons)['methods']}; about {plan.seconds / 60:.1f} minutes")
+        return _play_plan(plan, root, watch)
+    warn(f"{root} holds a run on these images: it goes on, or is read; another run_dir starts anew.")
+    return _play_plan(before, root, watch, again=True)
+
+
+def _play_plan(plan: "Plan", root: Path, watch: Callback, again: bool = False) -> Results:
+    """Play a plan in the folder `root`, or go on with it `again`."""
+    from halfmoon.sweeps import own_images
+
     with _watched(watch) as eyes:
         result = own_images.play(plan, root, eyes, again)
     if result.outcome is not None:
@@ -204,6 +225,8 @@ def _planned(plan: own_plan.Plan, root: Path, watch: Callback, again: bool = Fal
 
 def _configured(config: Config | None, options: dict[str, Any], own: dict[str, Any]) -> Config:
     """Return a configuration with these options, those of its methods joined with the `own` of objects."""
+    if not isinstance(options.get("data", ""), str | Path):
+        raise UserError("data must be a name or a folder: halfmoon.save_data(FOLDER, ...) writes images as one.")
     options = {name: paths(value) if name == "run_dir" else value for name, value in options.items()}
     options["options"] = schema.merge_options(options.get("options", config.options if config else {}), own, "options")
     return Config.of(**options) if config is None else replace(config, **options) if options else config

@@ -115,7 +115,7 @@ class Results:
         words = [f"{name} {value:.1f} %" for name, value in self.summary["last_percent"].items()]
         open_runs = [f"{run.title}: {len(run.rows)} rounds so far" for run in self._read if run.summary is None]
         words = [*words[:NAMES], *(["..."] if len(words) > NAMES else []), *open_runs[:NAMES]]
-        words += [self.decision["sentence"]] if self.decision else []
+        words += [decision["sentence"]] if (decision := self.decision) else []
         count = f"{len(self.runs)} run{'s'[: len(self.runs) != 1]}"
         return f"<{count} in {self._place}{': ' if words else ''}{', '.join(words)}>"
 
@@ -127,7 +127,7 @@ class Results:
             parts += [html_table(paired.headings, paired.cells), f"<p>{escape(paired.sentence)}</p>"]
         sentences = [gain(self.summaries, ceilings), *remarks(self.summaries, ceilings)]
         sentences += [f"{run.title}: {len(run.rows)} rounds, not finished." for run in self._read if not run.summary]
-        sentences += [self.decision["sentence"]] if self.decision else []
+        sentences += [decision["sentence"]] if (decision := self.decision) else []
         parts += [f"<p>{escape(words)}</p>" for words in sentences if words]
         return "".join([*parts, f"<p><code>{escape(self._place)}</code></p>"])
 

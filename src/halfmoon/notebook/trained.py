@@ -68,8 +68,8 @@ class Model(load.Model):
         """
         image_folder.check_share(sure)
         truth, logits = self._labeled(images)
-        if not isinstance(images, Images) and measure.trained_on(self, Path(images)):
-            warn(f"{images} {measure.TOO_GOOD}")
+        if not isinstance(images, Images) and measure.has_training_images(self, Path(images)):
+            warn(f"{images} {measure.TRAINING_IMAGES}")
         values = self.scaled(logits)
         scores = measure.scores(truth, values.argmax(1), values.max(1), classes=self.classes, sure=sure)
         return {**scores, "auc": measure.auc(truth, values)}
@@ -85,7 +85,7 @@ class Model(load.Model):
             UserError: labels are missing, the model was trained on the folder, or its file cannot be written.
         """
         if not isinstance(images, Images):
-            measure.refuse_trained_on(self, Path(images))
+            measure.refuse_training_images(self, Path(images))
         truth, logits = self._labeled(images)
         value = temperature(torch.from_numpy(logits), torch.from_numpy(truth))
         measure.write_temperature(self.path, self, value)

@@ -182,7 +182,7 @@ def solved(method: Method, task: Task, data: Examples, fold: Fold) -> Tree:
     images, head = torch.cat([local.x, local.u]), server["head"]
     basis = None
     if 2 * (len(images) + SPARE) < len(head["center"]):
-        basis = spanning(updates["mean"].roots(server, images))
+        basis = orthonormal_basis(updates["mean"].roots(server, images))
         updates = {name: replace(update, basis=basis) for name, update in updates.items()}
         server = {**server, "head": {**head, "weight": head["weight"] @ basis, "center": head["center"] @ basis}}
     federation = cast(Federation, _OnePlace(updates, local))
@@ -194,7 +194,7 @@ def solved(method: Method, task: Task, data: Examples, fold: Fold) -> Tree:
     return method.solution(task, server)
 
 
-def spanning(rows: Tensor) -> Tensor:
+def orthonormal_basis(rows: Tensor) -> Tensor:
     """Return orthonormal columns (F, n + `SPARE`) whose span holds `rows` (n, F)."""
     spare = torch.eye(rows.shape[1], SPARE, dtype=rows.dtype, device=rows.device)
     columns = torch.linalg.qr(torch.cat([rows.T, spare], 1))  # pyright: ignore[reportUnknownMemberType]

@@ -1,6 +1,7 @@
 """What a folder of images of one's own holds, and the images themselves: class folders, or a site's with labels.csv."""
 
 import mimetypes
+import os
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -107,10 +108,12 @@ def contents_of(folder: Path, pattern: str | None = None) -> Contents | None:
 
 def other_formats(folder: Path) -> Counter[str]:
     """Return how many image files in and below a folder, by suffix, are of formats that are not read."""
-    inside = (path.relative_to(folder) for path in folder.rglob("*"))
-    visible = (path for path in inside if not any(part.startswith(".") for part in path.parts))
-    kinds = (path.suffix.lower() for path in visible if str(mimetypes.guess_type(path.name)[0]).startswith("image/"))
-    return Counter(kind for kind in kinds if kind not in SUFFIXES)
+    suffixes = Counter[str]()
+    for _, folders, files in os.walk(folder):
+        folders[:] = [name for name in folders if not name.startswith(".")]
+        suffixes.update(os.path.splitext(name)[1].lower() for name in files if not name.startswith("."))
+    images = {each for each in suffixes if str(mimetypes.guess_type(f"a{each}")[0]).startswith("image/")}
+    return Counter({each: suffixes[each] for each in images.difference(SUFFIXES)})
 
 
 def looked_at(

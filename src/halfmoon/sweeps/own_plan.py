@@ -17,7 +17,7 @@ from halfmoon.core import hubs
 from halfmoon.core.errors import UserError
 from halfmoon.data import Images, Source, Split
 from halfmoon.data.groups import APART
-from halfmoon.data.readers.class_folders import HELD_OUT, images_in
+from halfmoon.data.readers.class_folders import HELD_OUT, images_in, part_of
 from halfmoon.data.readers.decode import prepared
 from halfmoon.engine.evaluation import Examples
 from halfmoon.methods import registry
@@ -99,11 +99,13 @@ class Plan:
 
 
 def planned(flags: Mapping[str, Any], minutes: float | None = None) -> Plan | None:
-    """Return the `plan` for a folder of images of one's own, None where the options say themselves what is played."""
-    data = flags.get("data")
-    if ELSEWHERE & flags.keys() or not isinstance(data, str | Path) or not Path(data).is_dir():
-        return None
-    contents = contents_of(Path(data), flags.get("group_pattern"))
+    """Return the `plan` for `data`, a folder, None where it holds no images of one's own or options say what is played.
+
+    Raise `UserError` as `plan`, and for minutes that are not above 0."""
+    if minutes is not None and not 0 < minutes < 1e6:
+        raise UserError(f"--minutes is {minutes}: it must be a number above 0.")
+    folder = Path(flags["data"])
+    contents = None if ELSEWHERE & flags.keys() else contents_of(folder, flags.get("group_pattern"))
     return None if contents is None else plan(flags, contents, minutes or MINUTES)
 
 
@@ -251,8 +253,8 @@ def _config(
 
 def _sharing(flags: Mapping[str, Any], contents: Contents) -> dict[str, int]:
     """Return how many clients share the images out, and of a few images how many labels: half of the smallest class."""
-    if contents.site or "clients" in flags:
-        return {"clients": 1 if contents.site else flags["clients"]}
+    if clients := 1 if contents.site else flags.get("clients"):
+        return {"clients": clients}
     fewest = int(np.bincount(contents.labels).min())
     half = max(1, (fewest if contents.tests else fewest - max(1, round(HELD_OUT * fewest))) // 2)
     if half >= Config.clients:
@@ -300,7 +302,8 @@ def _others(config: Config, contents: Contents, share: float) -> list[tuple[str,
         tests = f"{contents.tests:,} images of its own" if contents.tests else fifth
         reasons = [("labels", words), ("test", tests)]
     less = [f"{1 - share:.0%} of the images without a label, for the time (--minutes)"] if share < 1 else []
-    if not contents.site and (loose := images_in(contents.folder)):
+    in_train = part_of(contents.folder, "train") is not None  # beside which there is no folder unlabeled
+    if not (contents.site or in_train) and (loose := images_in(contents.folder)):
         words = "put them into a folder unlabeled, and they train without a label"
         less.append(f"images in no class folder ({len(loose):,}): {words}")
     if kinds := other_formats(contents.folder):

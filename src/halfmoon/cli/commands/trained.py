@@ -129,7 +129,7 @@ def _predict(args: argparse.Namespace) -> int:
 
 
 def _evaluate(args: argparse.Namespace) -> int:
-    from halfmoon.sites.inference.measure import TOO_GOOD, evaluate, write
+    from halfmoon.sites.inference.measure import TRAINING_IMAGES, evaluate, write
 
     model = _loaded(args)
     result, unreadable = evaluate(model, args.folder, args.sure)
@@ -145,8 +145,8 @@ def _evaluate(args: argparse.Namespace) -> int:
         print_json({**result, "unreadable": [each._asdict() for each in unreadable], "files": files})
     else:
         _show_metrics(result, files)
-    if result["trained_on"]:
-        complain(f"{args.folder} {TOO_GOOD}", 0)
+    if result["training_images"]:
+        complain(f"{args.folder} {TRAINING_IMAGES}", 0)
     return _complain_unreadable(unreadable)
 
 

@@ -3,7 +3,6 @@
 import csv
 import io
 import json
-import tomllib
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -22,7 +21,7 @@ from halfmoon.sites.inference.load import Model, load_model, model_file
 from halfmoon.storage import atomic_io, integrity
 from halfmoon.storage.serialization import with_seal
 
-TOO_GOOD = "has the images that the model was trained on: on new ones it is right less often."
+TRAINING_IMAGES = "has the images that the model was trained on: on new ones it is right less often."
 """What is said of the scores of a folder, after its name."""
 
 BINS = 15
@@ -32,27 +31,27 @@ Scores = dict[str, Any]
 
 
 def evaluate(model: Model, folder: Path, sure: float = 0.9) -> tuple[Scores, list[UnreadableImage]]:
-    """Return `scores`, "auc" and "trained_on" on a folder of labeled images, and the unreadable ones.
+    """Return `scores`, "auc" and "training_images" on a folder of labeled images, and the unreadable ones.
 
     Raise `UserError` for none that can be read."""
     check_share(sure)
     truth, logits, unreadable = labeled_logits(model, folder)
     values = model.scaled(logits)
     metrics = scores(truth, values.argmax(1), values.max(1), classes=model.classes, sure=sure)
-    return {**metrics, "auc": auc(truth, values), "trained_on": trained_on(model, folder)}, unreadable
+    return {**metrics, "auc": auc(truth, values), "training_images": has_training_images(model, folder)}, unreadable
 
 
-def trained_on(model: Model, folder: Path) -> bool:
+def has_training_images(model: Model, folder: Path) -> bool:
     """Return whether a folder, or its part of the training images, is what the model's run was given as its data."""
-    data = Path(tomllib.loads(model.card.config).get("data", ""))
+    data = Path(model.card.options.get("data", ""))
     if not data.is_absolute() or not data.is_dir():
         return False
     return folder.resolve() in {each.resolve() for each in (data, part_of(data, "train")) if each is not None}
 
 
-def refuse_trained_on(model: Model, folder: Path) -> None:
+def refuse_training_images(model: Model, folder: Path) -> None:
     """Raise UserError for images on which a model is surer than on new ones."""
-    if trained_on(model, folder):
+    if has_training_images(model, folder):
         raise UserError(
             f"{folder}: the model was trained on these images; calibrate on labeled ones that are new to it."
         )
@@ -219,10 +218,7 @@ def fit(logits: np.ndarray, labels: np.ndarray, at: float) -> Fit:
 def calibrate(path: Path, folder: Path, device: str = "cpu", network: str | None = None) -> CalibrationResult:
     """Fit the temperature of a model on labeled images, and write it into its file; raise `UserError`."""
     place, model = model_file(path), load_model(path, device, network)
-    if trained_on(model, folder):
-        raise UserError(
-            f"{folder}: the model was trained on these images; calibrate on labeled ones that are new to it."
-        )
+    refuse_training_images(model, folder)
     labels, logits, unreadable = labeled_logits(model, folder)
     value = temperature(torch.from_numpy(logits), torch.from_numpy(labels))
     write_temperature(place, model, value)
