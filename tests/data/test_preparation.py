@@ -1,6 +1,8 @@
 """Images as they are: sizes, modes, depths and DICOM brought to one form while they are decoded, kept as maps."""
 
 import io
+import warnings
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -233,6 +235,16 @@ def test_dicom_that_holds_no_image_says_so(tmp_path: Path) -> None:
         with pytest.raises(UserError, match=words):
             fitted(data, "a", 1, 1, 1)
     assert header(tmp_path / "a.dcm") is None  # else gray images beside it would be taken for colored ones
+
+
+def test_threads_that_decode_leave_warnings_as_they_are() -> None:
+    """Left by threads in another order than they came, Python's own `catch_warnings` leaves them ignored for good."""
+    file = io.BytesIO()
+    Image.new("P", (60, 60)).save(file, "PNG", transparency=b"\0" * 9)
+    before = list(warnings.filters)
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(lambda _: fitted(file.getvalue(), "a", 8, 8, 3), range(400)))
+    assert list(warnings.filters) == before
 
 
 def archive(folder: Path, patients: int, each: int) -> None:

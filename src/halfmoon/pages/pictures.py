@@ -7,7 +7,6 @@ import hashlib
 import io
 import os
 import threading
-import warnings
 from collections import Counter, OrderedDict
 from collections.abc import Mapping
 from contextlib import suppress
@@ -22,7 +21,17 @@ from PIL import Image
 from halfmoon.core.errors import UserError
 from halfmoon.data import dicom
 from halfmoon.data.preparation import MOST_PIXELS, eight_bits, extremes
-from halfmoon.data.readers.decode import FORMATS, converted, deep, grays, in_stored, loaded, strips, upright
+from halfmoon.data.readers.decode import (
+    FORMATS,
+    NO_WARNINGS,
+    converted,
+    deep,
+    grays,
+    in_stored,
+    loaded,
+    strips,
+    upright,
+)
 from halfmoon.sites.folders.prepare import HOME
 from halfmoon.storage import atomic_io
 
@@ -149,10 +158,8 @@ def is_large(path: Path, name: str) -> bool:
         if dicom.holds_image(path):
             height, width, _, _, cost = dicom.header(path, name)
         else:
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")
-                with Image.open(path, formats=FORMATS) as image:
-                    (width, height), cost = image.size, 20 if image.format == "WEBP" else 8
+            with NO_WARNINGS, Image.open(path, formats=FORMATS) as image:
+                (width, height), cost = image.size, 20 if image.format == "WEBP" else 8
     except MemoryError:
         raise
     except Exception:  # the decoder says what is wrong

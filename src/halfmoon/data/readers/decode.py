@@ -1,10 +1,11 @@
 """Encoded image files (PNG, JPEG, WebP ...) into one uint8 array; errors name file and row."""
 
 import io
+import threading
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 import numpy as np
 from PIL import Image, ImageMode, ImageOps, UnidentifiedImageError
@@ -20,6 +21,32 @@ FORMATS = ("PNG", "JPEG", "WEBP", "TIFF", "BMP")
 
 _ORIENTATION = 0x0112
 """EXIF's tag; from 5 on it swaps height and width."""
+
+
+class _NoWarnings:
+    """Ignores warnings while a thread is inside.
+
+    `warnings.catch_warnings`, which threads leave in another order than they came, would ignore them for good."""
+
+    def __init__(self) -> None:
+        self._lock, self._inside, self._filters = threading.Lock(), 0, warnings.catch_warnings()
+
+    def __enter__(self) -> None:
+        with self._lock:
+            if not self._inside:
+                self._filters = warnings.catch_warnings()
+                self._filters.__enter__()
+                warnings.simplefilter("ignore")
+            self._inside += 1
+
+    def __exit__(self, *error: Any) -> None:
+        with self._lock:
+            self._inside -= 1
+            if not self._inside:
+                self._filters.__exit__(*error)
+
+
+NO_WARNINGS = _NoWarnings()
 
 
 def decode(data: bytes, place: str) -> np.ndarray:
@@ -100,8 +127,7 @@ def upright(data: bytes | BinaryIO, place: str, load: Callable[[Image.Image], Im
 def _turned(image: Image.Image) -> Image.Image:
     """Return an image turned as its EXIF tag says, as it is where there is none that can be read."""
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
+        with NO_WARNINGS:
             ImageOps.exif_transpose(image, in_place=True)
     except Exception:  # EXIF data that is no EXIF data says nothing about the image, which was read
         pass
@@ -114,17 +140,15 @@ def header(path: Path) -> tuple[int, int, bool] | None:
         if dicom.holds_image(path):
             facts = dicom.header(path, str(path))[:3]
             return facts if all(facts[:2]) else None  # a report, or a plan of radiation
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            with Image.open(path, formats=FORMATS) as image:
-                gray = ImageMode.getmode(image.mode).basemode == "L"
-                if image.format == "TIFF":  # Pillow says its size turned or not, as its version and the file have it
-                    turned = upright(path.read_bytes(), str(path))
-                    return turned.height, turned.width, gray
-                # A PNG's tag may stand behind its pixels, where Pillow would decode to look for it.
-                tagged = image.format != "PNG" or "exif" in image.info
-                lying = tagged and _lies(image)
-                return (image.width, image.height, gray) if lying else (image.height, image.width, gray)
+        with NO_WARNINGS, Image.open(path, formats=FORMATS) as image:
+            gray = ImageMode.getmode(image.mode).basemode == "L"
+            if image.format == "TIFF":  # Pillow says its size turned or not, as its version and the file have it
+                turned = upright(path.read_bytes(), str(path))
+                return turned.height, turned.width, gray
+            # A PNG's tag may stand behind its pixels, where Pillow would decode to look for it.
+            tagged = image.format != "PNG" or "exif" in image.info
+            lying = tagged and _lies(image)
+            return (image.width, image.height, gray) if lying else (image.height, image.width, gray)
     except MemoryError:
         raise
     except Exception:  # as in `_open`; whoever decodes it says what is wrong
@@ -145,8 +169,7 @@ def converted(image: Image.Image, place: str, channels: int, window: tuple[float
     if deep(image):
         image = Image.fromarray(eight_bits(grays(image), in_stored(image, window), place))
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # about palettes with transparency, which is left out on purpose
+        with NO_WARNINGS:  # about palettes with transparency, which is left out on purpose
             return image if image.mode == mode else image.convert(mode)
     except ValueError as error:
         raise UserError(f"{place}: an image of mode {image.mode} cannot be converted; make it gray or RGB.") from error
@@ -221,8 +244,7 @@ def _open(data: bytes | BinaryIO, place: str, load: Callable[[Image.Image], Imag
     if dicom.is_dicom(head):
         return load(dicom.read(data, place))
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # about odd metadata, which Pillow leaves out
+        with NO_WARNINGS:  # about odd metadata, which Pillow leaves out
             image = Image.open(data, formats=FORMATS)
             # Pillow itself only warns up to twice its limit, and what a warning does is one thing for all threads.
             most = min(MOST_PIXELS, Image.MAX_IMAGE_PIXELS or MOST_PIXELS)
