@@ -156,9 +156,10 @@ def method_page(page: str) -> str:
         alike: dict[tuple[str, ...], list[str]] = {}
         for name in federated:
             alike.setdefault(tuple(map(_units, measured(name))), []).append(f"`{name}`")
-        traffic = [[", ".join(same), *cells] for cells, same in alike.items()]
-        header = ["name", "down", "up", "a client keeps", "the server keeps"]
-        parts.append(f"## Traffic and memory\n\n{moves}\n\n{table(header, traffic)}")
+        parts.append(f"## Traffic and memory\n\n{moves}\n")
+        if not shared or list(alike) != [tuple(map(_units, measured("fedavg")))]:
+            header = ["name", "down", "up", "a client keeps", "the server keeps"]
+            parts.append(table(header, [[", ".join(same), *cells] for cells, same in alike.items()]))
     if page != "feddure":
         parts.append(f"## Options\n\n{_family_options(names)}")
     parts.append("## Departures\n\n" + _sources(page) + "\n")
@@ -452,14 +453,14 @@ def _terms(labeled: int, unlabeled: int, letters: str) -> str:
 
 
 def recipes() -> str:
-    """Return a table of the recipes that come with halfmoon: what each plays, its kind, cells and seeds."""
+    """Return a table of the recipes that come with halfmoon: what each plays, its cells and seeds."""
     rows = []
     for name in recipe.names():
         found = recipe.load(name)
         count = len(grid.combinations(found, {}))
         about = shorten(found.about.replace("test accuracy", "accuracy"), 66, placeholder=" ...")
-        rows.append([f"`{name}`", about, found.kind, str(count), str(len(found.seeds))])
-    return table(["recipe", "what is run", "kind", "cells", "seeds"], rows)
+        rows.append([f"`{name}`", about, str(count), str(len(found.seeds))])
+    return table(["recipe", "what is run", "cells", "seeds"], rows)
 
 
 BLOCKS: dict[str, Callable[[], str]] = {

@@ -23,7 +23,7 @@ from halfmoon.methods.objectives.base import FedAvgRow
 ORDER = [
     "feddure", "feddure-without-creg", "feddure-without-freg", "fedavg", "fedavg-sl", "fedprox-sl", "fedavg-uda",
     "fedprox-uda", "fedavg-fixmatch", "fedprox-fixmatch", "fedavg-fixmatch-global", "fedavg-soft-labels",
-    "fixmatch-proxy-tuning", "sage", "proxyfl", "protofssl", "feddb", "fixmatch-feddpl", "supervised",
+    "fixmatch-proxy-tuning", "fedlabel", "sage", "proxyfl", "protofssl", "feddb", "fixmatch-feddpl", "supervised",
     "partially-supervised", "pi-model", "pseudo-label", "mean-teacher", "mixmatch", "uda", "remixmatch", "fixmatch",
     "fedloke", "fml", "semifl", "semifl-feddpl", "cbafed", "twin-sight", "rscfed", "fedirm", "fl2", "fedcon",
     "heterofl", "fedmatch", "fedmatch-feddpl", "fedmatch-semifl", "fedrgd", "fedrgd-feddpl", "semifed",

@@ -1,6 +1,7 @@
 """Semi-supervised objectives: a loss is one function of a model and a minibatch; one file a loss."""
 
 from halfmoon.methods.objectives.base import Objective, StepResult
+from halfmoon.methods.objectives.fedlabel import FedLabel
 from halfmoon.methods.objectives.fixmatch import FixMatch
 from halfmoon.methods.objectives.icpl import ICPL
 from halfmoon.methods.objectives.mean_teacher import MeanTeacher
@@ -16,6 +17,7 @@ __all__ = [
     "ICPL",
     "SAGE",
     "UDA",
+    "FedLabel",
     "FixMatch",
     "MeanTeacher",
     "MixMatch",
