@@ -458,7 +458,7 @@ def recipes() -> str:
     for name in recipe.names():
         found = recipe.load(name)
         count = len(grid.combinations(found, {}))
-        about = shorten(found.about.replace("test accuracy", "accuracy"), 66, placeholder=" ...")
+        about = shorten(found.about.replace("test accuracy", "accuracy"), 60, placeholder=" ...")
         rows.append([f"`{name}`", about, str(count), str(len(found.seeds))])
     return table(["recipe", "what is run", "cells", "seeds"], rows)
 

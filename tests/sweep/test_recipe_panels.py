@@ -120,6 +120,9 @@ PANELS: dict[str, dict[str, Panel]] = {
     },
     # "Results of CIFAR10 dataset with (a) N_S = 250 and (b) N_S = 4000"
     "semifl-figure5": {"a": Panel({"cifar10"}, {"labels": 250}, {}), "b": Panel({"cifar10"}, {"labels": 4000}, {})},
+    # The captions are in the appendix: read as those of Figure 5
+    "semifl-figure7": {"a": Panel({"svhn"}, {"labels": 250}, {}), "b": Panel({"svhn"}, {"labels": 1000}, {})},
+    "semifl-figure8": {"a": Panel({"cifar100"}, {"labels": 2500}, {}), "b": Panel({"cifar100"}, {"labels": 10000}, {})},
     # "measuring the quality of Pseudo Labeling with CIFAR10 dataset": (a) to (c) IID, (d) to (f) Non-IID, K = 2
     "semifl-figure6": {
         "a, b, c": Panel({"cifar10"}, {"setting": "semifl-iid", "labels": 4000}, {}, "pseudo"),
@@ -146,6 +149,8 @@ CURVES = {
     "feddb-figure7": FEDDB,
     "semifl-figure2": {"supervised", "partially-supervised", "fedsgd-fixmatch", "fedavg-fixmatch"},
     "semifl-figure5": {"fedmatch", "fedrgd", "semifl"},
+    "semifl-figure7": {"fedmatch", "fedrgd", "semifl"},
+    "semifl-figure8": {"fedmatch", "fedrgd", "semifl"},
     "semifl-figure6": {"semifl", "global-labels", "alternate", "fedavg-fixmatch"},
 }
 """The curves (or bars) of each figure: methods, or what else tells them apart."""
@@ -160,6 +165,8 @@ KINDS = {"feddure-figure1": "table", "feddure-figure3": "splits", "fedloke-figur
         "semifl-figure2",
         "semifl-figure5",
         "semifl-figure6",
+        "semifl-figure7",
+        "semifl-figure8",
     ),
     "curves",
 )

@@ -44,7 +44,7 @@ ASKED = {
         *("figure2", "figure4", "figure5", "figure6", "figure7"),
     ),
     "feddb": ("table1", "table2", "table3", "table4", "figure1", "figure3", "figure5", "figure6", "figure7"),
-    "semifl": ("table1", "table2", "figure2", "figure5", "figure6"),
+    "semifl": ("table1", "table2", "figure2", "figure5", "figure6", "figure7", "figure8", "ablations"),
     "proxyfl": ("table1", "table6"),
     "fl2": ("table1",),
     "cbafed": ("table1", "table2", "table3"),
