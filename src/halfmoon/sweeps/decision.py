@@ -16,7 +16,7 @@ from halfmoon.core.tree import Tree
 from halfmoon.data.groups import apart
 from halfmoon.data.partition.primitives import Sides, stream
 from halfmoon.engine.evaluation import Examples, scores
-from halfmoon.methods.analytic_sums import Sums
+from halfmoon.methods.analytic import Sums
 from halfmoon.report.paired import Difference, paired
 
 MARGIN = 2.0
