@@ -18,9 +18,8 @@ from halfmoon.core.errors import UserError
 from halfmoon.core.optim import SGD, Adam
 from halfmoon.engine.driver import first_memory
 from halfmoon.methods import registry
-from halfmoon.methods.feddure import FedDure
+from halfmoon.methods.feddure import FedDure, followed, log_shares
 from halfmoon.methods.fine_regulator import weigh
-from halfmoon.methods.regulators import followed, log_shares
 from halfmoon.models import ResNet9, SmallCNN
 from halfmoon.models.network import Normalize
 
