@@ -37,7 +37,7 @@ SemiFL's tables have a version of their own: `halfmoon.methods.semifl`, `fedmatc
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import reduce
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import numpy as np
 import torch
@@ -54,7 +54,6 @@ from halfmoon.core.errors import check_least
 from halfmoon.core.tensors import euclidean, integers, normal_cdf, normal_quantile, tensor_of
 from halfmoon.core.tree import Tree
 from halfmoon.methods.averaging import average
-from halfmoon.methods.halves import changes, composed, cut, patched
 from halfmoon.methods.mutual import divergence
 from halfmoon.methods.objectives.base import debiased, prior, supervised, sweep_logits, teacher_logits
 from halfmoon.methods.objectives.thresholding import Rule, Threshold
@@ -340,6 +339,32 @@ class Disjoint(ClientUpdate):
         models = [composed(received["sigma"], tree.index(helpers, k)) for k in range(self.helpers)]
         logits = [teacher_logits(self.task, theta, carry["stats"], view, batch.u_real) for theta in models]
         return torch.stack(logits), down["there"].to(view.dtype)
+
+
+def composed(sigma: Tree, psi: Tree) -> Tree:
+    """Return theta: sigma + psi, where there is a psi."""
+    theta: Tree = {}
+    for name, part in sigma.items():
+        if isinstance(part, dict):
+            part = composed(cast(Tree, part), psi.get(name, {}))
+        theta[name] = part + psi[name] if name in psi and not isinstance(part, dict) else part
+    return theta
+
+
+def cut(psi: Tree, threshold: float) -> Tree:
+    """Return psi without its entries up to `threshold`."""
+    return tree.map(lambda leaf: torch.where(leaf.abs() <= threshold, 0.0, leaf), psi)
+
+
+def patched(old: Tree, new: Tree, threshold: float) -> Tree:
+    """Return `old` with the entries of `new` that are further away than `threshold`, or that are no numbers."""
+    return tree.map(lambda a, b: torch.where((b - a).abs() <= threshold, a, b), old, new)
+
+
+def changes(old: Tree, new: Tree, threshold: float) -> Tensor:
+    """Return how many entries `patched` takes over, as float64."""
+    pairs = zip(tree.leaves(old), tree.leaves(new), strict=True)
+    return tree.sum_of((~((b - a).abs() <= threshold)).sum().double() for a, b in pairs)
 
 
 def labeled_step(task: Task, weight: float, carry: Tree, psi: Tree, batch: Batch) -> tuple[Tree, Tensor]:

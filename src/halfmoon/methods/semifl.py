@@ -59,7 +59,6 @@ from halfmoon.core.tree import Tree
 from halfmoon.methods.averaging import combine
 from halfmoon.methods.batchnorm_stats import BatchNormStatistics, Over, counting, estimate
 from halfmoon.methods.fedavg import LocalTraining
-from halfmoon.methods.halves import apart, merge
 from halfmoon.methods.objectives import Supervised
 from halfmoon.methods.objectives.base import (
     LabeledOnce,
@@ -333,6 +332,19 @@ class Mixing(LabeledOnce):
         if self.options.debias and expected is not None:
             guess = debiased(guess, expected)
         return guess.softmax(-1)
+
+
+def apart(params: Tree) -> tuple[Tree, Tree]:
+    """Return the kernels of all layers but the head, and the rest: biases, normalizations and the head."""
+    flat = tree.flatten(params)
+    kernel = {path for path, leaf in flat.items() if leaf.dim() > 1 and not path.startswith("head/")}
+    parts = ({path: leaf for path, leaf in flat.items() if (path in kernel) is own} for own in (True, False))
+    return tree.unflatten(next(parts)), tree.unflatten(next(parts))
+
+
+def merge(rest: Tree, kernel: Tree) -> Tree:
+    """Return what `apart` has taken apart."""
+    return tree.unflatten({**tree.flatten(rest), **tree.flatten(kernel)})
 
 
 ROWS = (
