@@ -19,7 +19,7 @@ from halfmoon.core.errors import UserError
 from halfmoon.methods import registry
 from halfmoon.methods.fedavg import FedAvg
 from halfmoon.methods.objectives import MixMatch, ReMixMatch
-from halfmoon.methods.objectives.mixing import mixed, one_hot, sharpened, soft_cross_entropy
+from halfmoon.methods.objectives.base import mixed, one_hot, sharpened, soft_cross_entropy
 from halfmoon.methods.objectives.remixmatch import TINY, quarter_turns
 
 RULED = pytest.mark.parametrize(

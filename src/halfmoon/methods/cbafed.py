@@ -37,8 +37,7 @@ from halfmoon.core.autodiff import grad_and_value
 from halfmoon.core.errors import check_least
 from halfmoon.core.tree import Tree
 from halfmoon.methods.averaging import ModelAveraging, model_of
-from halfmoon.methods.objectives.base import LabeledOnce, per_image, supervised, sweep_logits
-from halfmoon.methods.objectives.mixing import one_hot
+from halfmoon.methods.objectives.base import LabeledOnce, one_hot, per_image, supervised, sweep_logits
 from halfmoon.models import forward
 
 

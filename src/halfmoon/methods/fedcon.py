@@ -33,10 +33,9 @@ from halfmoon.core import padding, tree
 from halfmoon.core.autodiff import grad_and_value
 from halfmoon.core.tree import Tree
 from halfmoon.methods.averaging import ModelAveraging, model_of
-from halfmoon.methods.local_teacher import TeacherClient
 from halfmoon.methods.mutual import divergence
 from halfmoon.methods.objectives import self_supervised as byol
-from halfmoon.methods.objectives.base import follow, ramped, supervised
+from halfmoon.methods.objectives.base import TeacherClient, follow, ramped, supervised
 from halfmoon.models import forward
 
 

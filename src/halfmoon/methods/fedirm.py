@@ -2,7 +2,7 @@
 
 The relations R (classes, classes) of logits z with labels y: R_c = softmax(mean of the z_i with y_i = c / temperature),
 uniform where there is none. A labeled image teaches by cross-entropy; an unlabeled one by a mean teacher, which stays
-at its client (`halfmoon.methods.local_teacher`), and by the relations of the guesses that are sure:
+at its client (`TeacherClient`), and by the relations of the guesses that are sure:
 
     loss = mean CE(y, f(x)) + w (mean_i ||p_i - softmax teacher(weak_i)||^2 + (KL(R | S) + KL(S | R)) / 2 / classes),
 
@@ -35,10 +35,16 @@ from halfmoon.core.autodiff import grad_and_value
 from halfmoon.core.padding import mask, mean
 from halfmoon.core.tree import Tree
 from halfmoon.methods.averaging import ModelAveraging, model_of
-from halfmoon.methods.local_teacher import TeacherClient
 from halfmoon.methods.mutual import sure
-from halfmoon.methods.objectives.base import follow, guess_of, ramped, supervised, teacher_logits
-from halfmoon.methods.objectives.mixing import one_hot
+from halfmoon.methods.objectives.base import (
+    TeacherClient,
+    follow,
+    guess_of,
+    one_hot,
+    ramped,
+    supervised,
+    teacher_logits,
+)
 from halfmoon.models import forward
 
 

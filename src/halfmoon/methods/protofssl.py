@@ -37,8 +37,7 @@ from halfmoon.core.errors import UserError, check_least
 from halfmoon.core.padding import concat, mask
 from halfmoon.core.tree import Tree
 from halfmoon.methods.averaging import average
-from halfmoon.methods.objectives.base import chunks
-from halfmoon.methods.objectives.mixing import one_hot, sharpened, soft_cross_entropy
+from halfmoon.methods.objectives.base import chunks, one_hot, sharpened, soft_cross_entropy
 from halfmoon.models import seen_by
 
 FAR = 1e4

@@ -38,9 +38,7 @@ from halfmoon.core.errors import check_least
 from halfmoon.core.tensors import euclidean
 from halfmoon.core.tree import Tree
 from halfmoon.methods.averaging import ModelAveraging, average
-from halfmoon.methods.local_teacher import TeacherClient
-from halfmoon.methods.objectives.base import follow, guess_of, supervised, teacher_logits
-from halfmoon.methods.objectives.mixing import sharpened
+from halfmoon.methods.objectives.base import TeacherClient, follow, guess_of, sharpened, supervised, teacher_logits
 from halfmoon.models import forward
 
 

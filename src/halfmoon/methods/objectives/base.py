@@ -5,10 +5,12 @@ from dataclasses import KW_ONLY, dataclass, field
 from typing import ClassVar, Literal, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from halfmoon.api.requirements import SUM, Requirements
 from halfmoon.api.types import Batch, ClientUpdate, Local, Needs, Passes, Pseudo, Task
+from halfmoon.api.uploads import Upload
 from halfmoon.core import padding, tree
 from halfmoon.core.autodiff import cross_entropy
 from halfmoon.core.optim import Number, at_most_one, exp
@@ -225,6 +227,30 @@ class LabeledOnce(ClientUpdate):
         return (Pseudo(carry["label"], carry["confidence"], carry["weight"]),)
 
 
+TEACHER = ("teacher", "teacher_steps")
+
+
+class TeacherClient(ClientUpdate):
+    """A client with a mean teacher of its own, which stays with it from round to round; a step lets it `follow`.
+
+    memory: the teacher's parameters and steps, and what `ClientUpdate` remembers.
+    """
+
+    def remember(self, down: Tree, generator: torch.Generator) -> Tree:
+        steps = torch.tensor(-1.0, dtype=torch.float64, device=next(tree.leaves(down["params"])).device)
+        return {"teacher": down["params"], "teacher_steps": steps, **super().remember(down, generator)}
+
+    def begin(self, down: Tree, memory: Tree, data: Local) -> Tree:
+        return {**super().begin(down, memory, data), **{name: memory[name] for name in TEACHER}}
+
+    def finish(self, down: Tree, carry: Tree, data: Local) -> tuple[Upload, Tree]:
+        up, memory = super().finish(down, carry, data)
+        return up, {**memory, **{name: carry[name] for name in TEACHER}}
+
+    def passes(self, labeled: int, unlabeled: int) -> Passes:
+        return Passes(labeled + 2 * unlabeled, labeled + unlabeled)
+
+
 @torch.no_grad()
 def running_logits(task: Task, params: Tree, stats: Tree, images: Tensor) -> Tensor:
     """Return detached logits (n, classes) of all images (n, C, H, W) under these statistics."""
@@ -318,3 +344,32 @@ def weak_and_strong(task: Task, params: Tree, stats: Tree, batch: Batch) -> tupl
 def weak_and_strong_passes(task: Task, labeled: int, unlabeled: int) -> Passes:
     """Count the images of `weak_and_strong` and of one backward pass through it."""
     return guessing_passes(task, labeled + unlabeled, unlabeled)
+
+
+def mixed(rows: Tensor, mix: Tensor, order: Tensor) -> Tensor:
+    """Return l rows + (1 - l) rows[order] for rows (n, ...), a permutation (n,) and l = max(mix, 1 - mix), mix ().
+
+    So each row stays closer to itself than to its partner (MixMatch, Eq. 9).
+    """
+    share = mix.maximum(1 - mix).to(rows.dtype)
+    return share * rows + (1 - share) * rows[order]
+
+
+def sharpened(p: Tensor, temperature: float) -> Tensor:
+    """Return p^(1 / temperature), normalized, for probabilities p (n, classes) (MixMatch, Eq. 7)."""
+    return (p.clamp_min(1e-30).log() / temperature).softmax(-1)
+
+
+def one_hot(y: Tensor, classes: int, like: Tensor) -> Tensor:
+    """Return labels y (n,) as distributions (n, classes) of the dtype of `like` (vmap refuses `F.one_hot`)."""
+    return (y[:, None] == torch.arange(classes, device=y.device)).to(like.dtype)
+
+
+def soft_cross_entropy(logits: Tensor, target: Tensor, real: Tensor | None = None) -> Tensor:
+    """Return the mean cross-entropy of logits (n, classes) for distributions (n, classes); zero for no row.
+
+    With a mask `real` (n,), the mean is over the real rows.
+    """
+    if real is not None:
+        return padding.share(real, logits) @ F.cross_entropy(logits, target, reduction="none")
+    return F.cross_entropy(logits, target) if len(target) else logits.sum() * 0.0

@@ -11,8 +11,7 @@ from halfmoon.api.types import Batch, Local, Needs, Passes, Pseudo, Task
 from halfmoon.core import padding, rng, tree
 from halfmoon.core.autodiff import cross_entropy
 from halfmoon.core.tree import Tree
-from halfmoon.methods.objectives.base import NOTHING, Objective, StepResult, supervised
-from halfmoon.methods.objectives.mixing import one_hot
+from halfmoon.methods.objectives.base import NOTHING, Objective, StepResult, one_hot, supervised
 from halfmoon.methods.objectives.pseudo_labeling import received
 from halfmoon.models import seen_by
 from halfmoon.models.network import linear

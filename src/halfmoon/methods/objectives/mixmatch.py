@@ -15,9 +15,12 @@ from halfmoon.methods.objectives.base import (
     StepResult,
     guess_of,
     guessing_passes,
+    mixed,
+    one_hot,
+    sharpened,
+    soft_cross_entropy,
     taught_and_guessed,
 )
-from halfmoon.methods.objectives.mixing import mixed, one_hot, sharpened, soft_cross_entropy
 
 
 @dataclass(frozen=True)
@@ -25,7 +28,7 @@ class MixMatch(Consistency):
     """CE(y', f(x')) + w mean ||q' - softmax f(u')||^2 / classes on mixtures x', u' with mixed labels y', q'.
 
     An unlabeled image's q is its mean prediction over two weak views, sharpened with `temperature`. Labeled images and
-    both views are mixed with a permutation of all of them (`mixing.mixed`), with a coefficient from
+    both views are mixed with a permutation of all of them (`base.mixed`), with a coefficient from
     Beta(concentration, concentration): one a step, where the authors' code draws one for each image. The averaged
     teacher of `decay` only evaluates. Defaults: the
     paper's for CIFAR-10, but for the ramp: its 16,000 steps, 1/64 of its run, are more than a short run has, and a

@@ -18,11 +18,14 @@ from halfmoon.methods.objectives.base import (
     Ramp,
     StepResult,
     guess_of,
+    mixed,
+    one_hot,
     ramped,
+    sharpened,
+    soft_cross_entropy,
     supervised,
     taught_and_guessed,
 )
-from halfmoon.methods.objectives.mixing import mixed, one_hot, sharpened, soft_cross_entropy
 
 TINY = 1e-6
 """Added to both class frequencies before one is divided by the other (the authors' code)."""

@@ -15,11 +15,11 @@ from halfmoon.methods.objectives.base import (
     FedAvgRow,
     Objective,
     StepResult,
+    one_hot,
     supervised,
     weak_and_strong,
     weak_and_strong_passes,
 )
-from halfmoon.methods.objectives.mixing import one_hot
 from halfmoon.methods.objectives.pseudo_labeling import received
 
 
