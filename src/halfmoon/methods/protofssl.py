@@ -34,11 +34,10 @@ from halfmoon.api.types import Batch, ClientUpdate, Federation, Local, Needs, Ps
 from halfmoon.api.uploads import Aux, Uplink, Upload
 from halfmoon.core.autodiff import cross_entropy, grad_and_value
 from halfmoon.core.errors import UserError, check_least
-from halfmoon.core.padding import concat, mask
+from halfmoon.core.padding import mask
 from halfmoon.core.tree import Tree
 from halfmoon.methods.averaging import average
-from halfmoon.methods.objectives.base import chunks, one_hot, sharpened, soft_cross_entropy
-from halfmoon.models import seen_by
+from halfmoon.methods.objectives.base import chunks, embedded, one_hot, sharpened, soft_cross_entropy
 
 FAR = 1e4
 """The distance of a class of which nobody knows a prototype."""
@@ -138,7 +137,8 @@ class Episodes(ClientUpdate):
 
     def _loss(self, params: Tree, down: Tree, batch: Batch) -> tuple[Tensor, tuple[list[Tree], Pseudo]]:
         o, class_mask, there = self.options, down["known"], down["there"]
-        labeled, unlabeled, moments = self._batch_features(params, batch)
+        groups = (batch.x, batch.u["weak"])
+        _, (labeled, unlabeled), moments = embedded(self.task, params, groups, batch.masks(1))
         received = (down["helpers"] * there[:, None, None]).sum(0) / there.sum().clamp_min(1)
         support = mask(supports(batch.y), batch.x_real)
         member = one_hot(batch.y, len(class_mask), labeled) * support[:, None]
@@ -157,17 +157,6 @@ class Episodes(ClientUpdate):
         confidence, label = target.detach().max(-1)
         pseudo = Pseudo(label, confidence, counts * torch.ones_like(confidence))
         return loss + o.unlabeled_weight * counts * taught, (moments, pseudo)
-
-    def _batch_features(self, params: Tree, batch: Batch) -> tuple[Tensor, Tensor, list[Tree]]:
-        """Return the features of labeled and unlabeled images, and the moments of the passes."""
-        x, u = batch.x, batch.u["weak"]
-        if self.task.statistics == "joint" or not len(x):
-            real = concat(batch.masks(1))
-            _, features, moments = self.task.network.embed(params, torch.cat([x, u]), real=real)
-            return features[: len(x)], features[len(x) :], [moments]
-        masks = batch.masks(1) or (None, None)
-        one, two = (self.task.network.embed(params, *each) for each in ((x, None, masks[0]), (u, None, masks[1])))
-        return one[1], two[1], [seen_by(one[2], masks[0]), two[2]]
 
 
 def supports(y: Tensor) -> Tensor:

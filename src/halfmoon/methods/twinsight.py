@@ -33,7 +33,7 @@ from halfmoon.core.errors import UserError
 from halfmoon.core.padding import concat, mean, row_mean
 from halfmoon.core.tree import Tree
 from halfmoon.methods.averaging import ModelAveraging
-from halfmoon.methods.objectives.base import guess_of, supervised
+from halfmoon.methods.objectives.base import embedded, guess_of, supervised
 from halfmoon.methods.objectives.self_supervised import info_nce
 from halfmoon.models import track
 from halfmoon.models.network import linear
@@ -105,19 +105,15 @@ class Twins(ClientUpdate):
         """Return the loss, and (moments of the classifier and the twin, guesses of unlabeled images, its terms)."""
         o, network, twin = self.options, self.task.network, params[TWIN]
         a, b = (torch.cat([batch.x_views[view], batch.u[view]]) for view in VIEWS)
-        real, both = concat(batch.masks(1)), concat(batch.masks(1) * 2)
+        real = concat(batch.masks(1))
         logits, features, moments = network.embed(params, a, real=real)
-        if self.task.statistics == "joint":
-            hidden, own, last = network.embed(twin, torch.cat([a, b]), real=both)
-            passes, own = [moments, last], own[: len(a)]
-        else:
-            one, two = network.embed(twin, a, real=real), network.embed(twin, b, real=real)
-            hidden, own, passes = torch.cat([one[0], two[0]]), one[1], [moments, one[2], two[2]]
-        z = F.linear(F.relu(hidden), twin[PROJECTOR]["weight"], twin[PROJECTOR]["bias"])
-        terms = {"contrast": info_nce(z, o.temperature, both), "gram": gram_distance(own, features, real)}
+        views = () if real is None else (real, real)
+        hidden, (own, _), passes = embedded(self.task, twin, (a, b), views)
+        z = F.linear(F.relu(torch.cat(hidden)), twin[PROJECTOR]["weight"], twin[PROJECTOR]["bias"])
+        terms = {"contrast": info_nce(z, o.temperature, concat(views)), "gram": gram_distance(own, features, real)}
         loss = supervised(logits[: len(batch.x)], batch.y, batch.x_real)
         loss = loss + o.contrast_weight * terms["contrast"] + o.gram_weight * terms["gram"]
-        return loss, (passes, logits[len(batch.x) :].softmax(-1), terms)
+        return loss, ([moments, *passes], logits[len(batch.x) :].softmax(-1), terms)
 
 
 def gram_distance(one: Tensor, other: Tensor, real: Tensor | None = None) -> Tensor:

@@ -1,6 +1,6 @@
 """What an objective is, and what most of them compute with: losses, sweeps, debiasing, forward passes."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import KW_ONLY, dataclass, field
 from typing import ClassVar, Literal, NamedTuple
 
@@ -15,7 +15,7 @@ from halfmoon.core import padding, tree
 from halfmoon.core.autodiff import cross_entropy
 from halfmoon.core.optim import Number, at_most_one, exp
 from halfmoon.core.tree import Tree, leaves
-from halfmoon.models import forward
+from halfmoon.models import forward, seen_by
 
 Ramp = Literal["linear", "sigmoid"]
 """How a weight grows: t, or exp(-5 (1 - t)^2) (Laine and Aila 2017), for t from 0 to 1."""
@@ -325,6 +325,33 @@ def taught_and_guessed(
         guesses = [task.network.predict(params, stats, group).detach() for group in guessed]
     logits, _, moments = forward(task.network, params, joint, taught, real=real[: len(taught)])
     return logits, guesses, moments
+
+
+def embedded(
+    task: Task, params: Tree, groups: Sequence[Tensor], real: tuple[Tensor, ...]
+) -> tuple[list[Tensor], list[Tensor], list[Tree]]:
+    """Return the logits of each group of images, what the head was given of it (n, F), and the moments of the passes.
+
+    Under the task's rule which groups share a pass. `real` has a mask of each group where rows are padding.
+    """
+    network = task.network
+    if task.statistics == "joint":
+        sizes = [len(group) for group in groups]
+        every, inputs, moments = network.embed(params, torch.cat([*groups]), real=padding.concat(real))
+        return [*torch.split(every, sizes)], [*torch.split(inputs, sizes)], [moments]
+    logits: list[Tensor] = []
+    features: list[Tensor] = []
+    passes: list[Tree] = []
+    for group, mask in zip(groups, real or (None,) * len(groups), strict=True):
+        if len(group):
+            z, h, moments = network.embed(params, group, real=mask)
+            passes.append(seen_by(moments, mask))
+        else:
+            head = params["head"]["weight"]
+            z, h = head.new_zeros(0, len(head)), head.new_zeros(0, head.shape[1])
+        logits.append(z)
+        features.append(h)
+    return logits, features, passes
 
 
 def guessing_passes(task: Task, taught: int, guessed: int) -> Passes:

@@ -11,9 +11,8 @@ from halfmoon.api.types import Batch, Local, Needs, Passes, Pseudo, Task
 from halfmoon.core import padding, rng, tree
 from halfmoon.core.autodiff import cross_entropy
 from halfmoon.core.tree import Tree
-from halfmoon.methods.objectives.base import NOTHING, Objective, StepResult, one_hot, supervised
+from halfmoon.methods.objectives.base import NOTHING, Objective, StepResult, embedded, one_hot, supervised
 from halfmoon.methods.objectives.pseudo_labeling import received
-from halfmoon.models import seen_by
 from halfmoon.models.network import linear
 
 LEAST = 1e-6
@@ -80,7 +79,7 @@ class ICPL(Objective):
         self, task: Task, params: Tree, stats: Tree, batch: Batch, aux: Tree = NOTHING, cached: Tree = NOTHING
     ) -> tuple[Tensor, StepResult]:
         x, weak, strong = batch.x, batch.u["weak"], batch.u["strong"]
-        logits, features, moments = self._outputs(task, params, (x, strong, weak), batch.masks(2))
+        logits, features, moments = embedded(task, params, (x, strong, weak), batch.masks(2))
         guess = logits[2].detach()
         if task.labeling == "running":
             with torch.no_grad():
@@ -108,28 +107,6 @@ class ICPL(Objective):
         again = unlabeled if task.labeling == "running" else 0
         taught = labeled + 2 * unlabeled
         return Passes(taught + again + labeled + unlabeled, taught)
-
-    def _outputs(
-        self, task: Task, params: Tree, groups: tuple[Tensor, ...], real: tuple[Tensor, ...]
-    ) -> tuple[list[Tensor], list[Tensor], list[Tree]]:
-        """Return the logits and the features of each group of images, and the moments of the passes."""
-        if task.statistics == "joint":
-            sizes = [len(group) for group in groups]
-            every, inputs, moments = task.network.embed(params, torch.cat(groups), real=padding.concat(real))
-            return [*torch.split(every, sizes)], [*torch.split(inputs, sizes)], [moments]
-        head: Tensor = params["head"]["weight"]
-        logits: list[Tensor] = []
-        features: list[Tensor] = []
-        passes: list[Tree] = []
-        for group, mask in zip(groups, real or (None,) * len(groups), strict=True):
-            if len(group):
-                z, h, moments = task.network.embed(params, group, real=mask)
-                passes.append(seen_by(moments, mask))
-            else:
-                z, h = head.new_zeros(0, len(head)), head.new_zeros(0, head.shape[1])
-            logits.append(z)
-            features.append(h)
-        return logits, features, passes
 
     def _kinds(self, g: Tensor, label: Tensor, sure: Tensor, prior: Tensor, y: Tensor) -> "Kinds":
         """Return the classes of labeled and unlabeled images, of predictions g (B + b, classes)."""

@@ -15,7 +15,7 @@ from halfmoon.core import rng, tree
 from halfmoon.core.errors import UserError
 from halfmoon.core.padding import concat, mean
 from halfmoon.core.tree import Tree
-from halfmoon.methods.objectives.base import NOTHING, FedAvgRow, Objective, StepResult, supervised
+from halfmoon.methods.objectives.base import NOTHING, FedAvgRow, Objective, StepResult, embedded, supervised
 from halfmoon.models.network import affine, linear
 from halfmoon.models.passes import Batched
 
@@ -168,13 +168,9 @@ def network_params(params: Tree) -> Tree:
 
 def both_features(task: Task, params: Tree, views: Sequence[str], batch: Batch) -> tuple[Tensor, list[Tree]]:
     """Return what the head is given (2 b, F) of two views of the unlabeled images, and the moments of the passes."""
-    images, real = [batch.u[name] for name in views], batch.masks(2)[1:]
-    if task.statistics == "joint":
-        images, real = [torch.cat(images)], real and (torch.cat(real),)
-    masks = real or (None,) * len(images)
-    own = network_params(params)
-    passes = [task.network.embed(own, each, real=mask) for each, mask in zip(images, masks, strict=True)]
-    return torch.cat([h for _, h, _ in passes]), [moments for *_, moments in passes]
+    images = [batch.u[name] for name in views]
+    _, features, moments = embedded(task, network_params(params), images, batch.masks(2)[1:])
+    return torch.cat(features), moments
 
 
 def through(head: Tree, z: Tensor, batch: Batch) -> Tensor:
