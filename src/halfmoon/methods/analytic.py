@@ -139,11 +139,9 @@ class RidgeHead:
     strength: float = 1.0
 
     def requirements(self, norm: str) -> Requirements:
-        """Return what the server needs of uploads, and where labels may lie."""
         return Requirements("sum", places=ANYWHERE, counts_statistics="aggregation 'mean' among trusted sites")
 
     def client_updates(self, task: Task) -> Mapping[str, ClientUpdate]:
-        """Return the queries."""
         return {"mean": MeanSums(task), "moments": MomentSums(task)}
 
     def start(self, task: Task, model: Tree) -> Tree:
@@ -179,7 +177,6 @@ class RidgeHead:
         return server, sums
 
     def solution(self, task: Task, server: Tree) -> Tree:
-        """Return the model with the head that was solved."""
         flat = tree.flatten(server["params"])
         head = {f"{task.network.head}/{name}": leaf for name, leaf in server["head"].items()}
         params = {path: head[path].to(leaf.dtype) for path, leaf in flat.items()}
@@ -200,7 +197,6 @@ class MixtureHead(RidgeHead):
     em_rounds: int = 10
 
     def client_updates(self, task: Task) -> Mapping[str, ClientUpdate]:
-        """Return the queries."""
         return {**super().client_updates(task), "soft labels": SoftSums(task)}
 
     def round(self, task: Task, server: Tree, federation: Federation) -> Tree:

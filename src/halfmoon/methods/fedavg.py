@@ -65,7 +65,6 @@ class LocalTraining(ClientUpdate):
         return {**super().begin(down, memory, data), **travels, **own, "cached": cached}
 
     def step(self, down: Tree, carry: Tree, batch: Batch) -> tuple[Tree, StepMetrics]:
-        """Take one optimizer step on objective + proximal term."""
         gradient, loss, result = grad_and_value(self._loss, carry["params"], carry, batch)
         if self.prox:
             pull = partial(torch.add, alpha=self.prox)
@@ -119,7 +118,6 @@ class FedAvg:
         return first if self.objective.averages is None else {**first, "average": model}
 
     def round(self, task: Task, server: Tree, federation: Federation) -> Tree:
-        """Let the cohort train, and average."""
         new, keep = federation.average("train", server).update, self.objective.averages
         if keep is None:
             return new

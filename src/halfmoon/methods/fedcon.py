@@ -53,7 +53,6 @@ class FedCon(ModelAveraging):
         return {"train": ContrastiveClient(task, self), "fine-tune": ServerUpdate(task, self)}
 
     def round(self, task: Task, server: Tree, federation: Federation) -> Tree:
-        """Let the cohort train, average, and train on the server's labels."""
         model = model_of(server)
         if task.round == 0 and federation.labeled:
             model = federation.ask_server("fine-tune", model).update
@@ -72,7 +71,6 @@ class ServerUpdate(TeacherClient):
         return Needs(labeled_views=("weak",), masks=True)
 
     def step(self, down: Tree, carry: Tree, batch: Batch) -> tuple[Tree, StepMetrics]:
-        """Take one optimizer step, which the target follows."""
         gradient, loss, moments = grad_and_value(self._loss, carry["params"], carry, batch)
         new = self.advance(carry, gradient, moments)
         return {**new, **follow(carry, new["params"], self.options.server_decay)}, StepMetrics(loss, {}, ())
@@ -110,7 +108,6 @@ class ContrastiveClient(ClientUpdate):
         return {**super().begin(down, memory, data), "target": memory["target"]}
 
     def step(self, down: Tree, carry: Tree, batch: Batch) -> tuple[Tree, StepMetrics]:
-        """Take one optimizer step, which the target follows."""
         gradient, loss, moments = grad_and_value(self._loss, carry["params"], carry, batch)
         new, rate = self.advance(carry, gradient, moments), 1 - self.options.target_decay
         target = tree.map(lambda a, b: torch.lerp(a, b, rate), carry["target"], byol.network_params(new["params"]))

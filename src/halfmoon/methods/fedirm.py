@@ -70,7 +70,6 @@ class FedIRM(ModelAveraging):
         return {**model, "relation": like.new_zeros(classes, classes), "related": like.new_zeros(())}
 
     def round(self, task: Task, server: Tree, federation: Federation) -> Tree:
-        """Let the cohort train, and average models and relations."""
         new = federation.average("train", {"stats": {}, **server}).update
         share = new["related"]
         relation = torch.where(share > 0, new["relation"] / share.clamp_min(1e-12), server["relation"])
@@ -99,7 +98,6 @@ class RelationClient(TeacherClient):
         return {**super().begin(down, memory, data), "relation": nothing, "steps": nothing[0, 0], "gate": gate}
 
     def step(self, down: Tree, carry: Tree, batch: Batch) -> tuple[Tree, StepMetrics]:
-        """Take one optimizer step, which the teacher follows, and count the relations of the labeled images."""
         gradient, loss, (moments, pseudo, matrix) = grad_and_value(self._loss_of, carry["params"], down, carry, batch)
         new = self.advance(carry, gradient, moments)
         new |= follow(carry, new["params"], self.options.decay)

@@ -127,12 +127,10 @@ class Cotraining(ClientUpdate):
             return loss
 
         new: Tree = {}
-        new["global"], loss = mutual.advance(self.task, carry["global"], main, lesson(local.guess, used["local"], lam))
+        new["global"], loss = mutual.advance(self, carry["global"], main, lesson(local.guess, used["local"], lam))
         if o.local:
-            weight = lam if o.global_labels else 0.0
-            new["local"], other = mutual.advance(
-                self.task, carry["local"], local, lesson(main.guess, used["global"], weight)
-            )
+            taught = lesson(main.guess, used["global"], lam if o.global_labels else 0.0)
+            new["local"], other = mutual.advance(self, carry["local"], local, taught)
             loss = loss + other
         names = ("global", "local") if o.local else ("global",)
         teaching = "global" if o.global_labels else names[-1]  # guesses that teach somebody

@@ -176,15 +176,11 @@ class Teaching(ClientUpdate):
         return {"sigma": down["sigma"], "stats": down["stats"], "optimizer": self.task.optimizer.init(down["sigma"])}
 
     def step(self, down: Tree, carry: Tree, batch: Batch) -> tuple[Tree, StepMetrics]:
-        """Take one step on L_s."""
         new, loss = labeled_step(self.task, self.options.labeled_weight, carry, down["psi"], batch)
         return new, StepMetrics(loss, {}, ())
 
     def finish(self, down: Tree, carry: Tree, data: Local) -> tuple[Upload, Tree]:
         return Upload({"sigma": carry["sigma"], "stats": carry["stats"]}, (data.labeled > 0).double()), {}
-
-    def passes(self, labeled: int, unlabeled: int) -> Passes:
-        return Passes(labeled, labeled)
 
 
 @dataclass(frozen=True)

@@ -82,7 +82,6 @@ class FL2(ModelAveraging):
         return {**model, "momentum": tree.zeros_like(model["params"])}
 
     def round(self, task: Task, server: Tree, federation: Federation) -> Tree:
-        """Let the cohort train, average, fine-tune on the server's labels, and count the statistics."""
         model = {"params": server["params"], "stats": server.get("stats", {})}
         if task.round == 0:
             for _ in range(self.warmup if federation.labeled else 0):
@@ -115,7 +114,6 @@ class SharpnessAware(LabeledOnce):
         return {**super().begin(down, memory, data), "status": status, "real": data.real, **pseudo._asdict()}
 
     def step(self, down: Tree, carry: Tree, batch: Batch) -> tuple[Tree, StepMetrics]:
-        """Take one optimizer step."""
         o, rows, params = self.options, batch.u_rows, carry["params"]
         label, confidence, used = (carry[name][rows] for name in ("label", "confidence", "weight"))
         used, real = padding.mask(used, batch.u_real), batch.masks(1)

@@ -81,12 +81,11 @@ class MutualLearning(ClientUpdate):
         return {"meme": mutual.learner(self.task, model_of(down)), "private": private}
 
     def step(self, down: Tree, carry: Tree, batch: Batch) -> tuple[Tree, StepMetrics]:
-        """Take one step of both models, each on its labels and on the other's predictions."""
         o = self.options
         meme, private = (self._pass(carry[name], batch) for name in ("meme", "private"))
         lessons = self._lesson(private, batch, o.meme_share), self._lesson(meme, batch, o.private_share)
-        one, loss = mutual.advance(self.task, carry["meme"], meme, lessons[0])
-        two, other = mutual.advance(self.task, carry["private"], private, lessons[1])
+        one, loss = mutual.advance(self, carry["meme"], meme, lessons[0])
+        two, other = mutual.advance(self, carry["private"], private, lessons[1])
         new, loss = {"meme": one, "private": two}, loss + other
         if not self.needs.views:
             return new, StepMetrics(loss, {}, ())

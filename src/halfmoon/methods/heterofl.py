@@ -127,7 +127,6 @@ class Narrow(ClientUpdate):
         return {**super().begin(down, memory, data), "present": present}
 
     def step(self, down: Tree, carry: Tree, batch: Batch) -> tuple[Tree, StepMetrics]:
-        """Take one optimizer step on the masked cross-entropy."""
         gradient, loss, _ = grad_and_value(self._loss, carry["params"], carry["present"], batch)
         return self.advance(carry, gradient), StepMetrics(loss, {}, ())
 

@@ -10,13 +10,12 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from halfmoon.api.types import Local, Pseudo, Task
+from halfmoon.api.types import ClientUpdate, Local, Pseudo, Task
 from halfmoon.api.uploads import Uplink
 from halfmoon.core import tree
 from halfmoon.core.autodiff import grad_and_value, vjp
 from halfmoon.core.tree import Tree
 from halfmoon.methods.averaging import model_of
-from halfmoon.models import track
 
 Weights = Literal["size", "uniform"]
 """What a client's upload weighs: |labeled| + |unlabeled| rows (McMahan et al. 2017), or 1."""
@@ -65,16 +64,14 @@ def passed(forward: Callable[[Tree], Outputs], params: Tree) -> Pass:
     return Pass(labeled, unlabeled, guess, moments, pull)
 
 
-def advance(task: Task, model: Tree, outputs: Pass, loss: Callable[[Tensor, Tensor], Tensor]) -> tuple[Tree, Tensor]:
+def advance(
+    update: ClientUpdate, model: Tree, outputs: Pass, loss: Callable[[Tensor, Tensor], Tensor]
+) -> tuple[Tree, Tensor]:
     """Return the learner after one step on loss(labeled, unlabeled) of its logits, and that loss ()."""
     logits = {"labeled": outputs.labeled, "unlabeled": outputs.unlabeled}
     cotangent, value, _ = grad_and_value(lambda z: (loss(z["labeled"], z["unlabeled"]), ()), logits)
     gradient = outputs.pull((cotangent["labeled"], cotangent["unlabeled"]), False)
-    params, optimizer = task.optimizer.step(model["params"], gradient, model["optimizer"])
-    stats = model["stats"]
-    for moments in outputs.moments:
-        stats = track(stats, moments)
-    return {"params": params, "stats": stats, "optimizer": optimizer}, value
+    return update.advance(model, gradient, outputs.moments), value
 
 
 def divergence(teacher: Tensor, student: Tensor) -> Tensor:
@@ -83,17 +80,13 @@ def divergence(teacher: Tensor, student: Tensor) -> Tensor:
     return (target.exp() * (target - guess)).sum(-1)
 
 
-def entropy(logits: Tensor) -> Tensor:
-    """Return the Shannon entropy (n,) in nats of softmax(logits), logits (n, classes)."""
-    log = logits.log_softmax(-1)
-    return -(log.exp() * log).sum(-1)
-
-
 def sure(guess: Tensor, delta: float | None) -> Tensor:
     """Return 1 (n,) where a guess's entropy is below `delta` nats, else 0, of logits (n, classes); None trusts all."""
     if delta is None:
         return torch.ones_like(guess[:, 0])
-    return (entropy(guess) < delta).to(guess.dtype)
+    log = guess.log_softmax(-1)
+    entropy = -(log.exp() * log).sum(-1)
+    return (entropy < delta).to(guess.dtype)
 
 
 def uplink_of(weights: Weights) -> Uplink:

@@ -108,7 +108,6 @@ class Episodes(ClientUpdate):
         return Needs(("weak",), masks=True, uplink=Uplink(weight="one", aux=aux))
 
     def step(self, down: Tree, carry: Tree, batch: Batch) -> tuple[Tree, StepMetrics]:
-        """Play one episode."""
         gradient, loss, (moments, pseudo) = grad_and_value(self._loss, carry["params"], down, batch)
         return self.advance(carry, gradient, moments), StepMetrics(loss, {}, (pseudo,))
 

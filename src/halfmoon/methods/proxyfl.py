@@ -67,7 +67,6 @@ class ProxyTuning:
         return self.method.start(task, model)
 
     def round(self, task: Task, server: Tree, federation: Federation) -> Tree:
-        """Play the method's round, and tune the classifier that it leaves."""
         listener = Listener(federation)
         new = self.method.round(task, server, cast(Federation, listener))
         if not len(rows := listener.rows):
@@ -91,7 +90,6 @@ class Listener:
         return getattr(self._federation, name)
 
     def ask(self, client_update: str, down: Tree, each: Tree | None = None, to: Tensor | None = None) -> Upload:
-        """Ask, and keep the classifiers of those that weigh something."""
         up = self._federation.ask(client_update, down, each, to)
         head = up.update.get("params", {}).get("head")
         if head is not None:
@@ -99,7 +97,6 @@ class Listener:
         return up
 
     def average(self, client_update: str, down: Tree) -> Upload:
-        """Ask, keep the classifiers, and return the mean."""
         return mean_of(self.ask(client_update, down), Uplink(), down, client_update)
 
 

@@ -66,7 +66,6 @@ class RSCFed(ModelAveraging):
         return {"train": Following(task, self)}
 
     def round(self, task: Task, server: Tree, federation: Federation) -> Tree:
-        """Let the cohort train, and average in groups."""
         server = {"stats": {}, **server}
         up = federation.ask("train", server)
         if not bool(up.weight.sum() > 0):
@@ -103,7 +102,6 @@ class Following(TeacherClient):
         return Needs(("weak", "weak2"), masks=True, keep_optimizer=self.options.keep_optimizer, uplink=uplink)
 
     def step(self, down: Tree, carry: Tree, batch: Batch) -> tuple[Tree, StepMetrics]:
-        """Take one optimizer step, which the teacher follows."""
         gradient, loss, (moments, target) = grad_and_value(self._loss, carry["params"], carry, batch)
         new = self.advance(carry, gradient, moments)
         new |= follow(carry, new["params"], self.options.decay)

@@ -153,7 +153,6 @@ class Growing(ClientUpdate):
         return {**super().begin(down, memory, data), "labels": labels, "mark": mark}
 
     def step(self, down: Tree, carry: Tree, batch: Batch) -> tuple[Tree, StepMetrics]:
-        """Take one optimizer step."""
         gradient, loss, (moments, pseudo) = grad_and_value(self._loss, carry["params"], carry, batch)
         return self.advance(carry, gradient, moments), StepMetrics(loss, {}, pseudo)
 

@@ -150,7 +150,6 @@ class SemiFL:
         return {"rest": rest, "sigma": sigma, "psi": psi, **stats, "momentum": tree.zeros_like(psi)}
 
     def round(self, task: Task, server: Tree, federation: Federation) -> Tree:
-        """Let the cohort train, average, fine-tune on the server's labels, and count the statistics."""
         model: Tree = {"stats": {}, **{name: part for name, part in server.items() if name != "momentum"}}
         if task.round == 0:
             model = {**model, "stats": estimate(federation, self.solution(task, model), self.sbn)}
@@ -178,27 +177,21 @@ class SigmaTraining(ClientUpdate):
 
     @property
     def needs(self) -> Needs:
-        return Needs(masks=True, uplink=Uplink(("sigma",), ()))
+        return Needs(masks=True, keep_optimizer=self.options.keep_optimizer, uplink=Uplink(("sigma",), ()))
 
     def remember(self, down: Tree, generator: torch.Generator) -> Tree:
-        return {"optimizer": self.task.optimizer.init(down["sigma"])} if self.options.keep_optimizer else {}
+        return super().remember({"params": down["sigma"]}, generator)
 
     def begin(self, down: Tree, memory: Tree, data: Local) -> Tree:
-        optimizer = memory.get("optimizer") or self.task.optimizer.init(down["sigma"])
-        return {"sigma": down["sigma"], "optimizer": optimizer}
+        return super().begin({"params": down["sigma"]}, memory, data)
 
     def step(self, down: Tree, carry: Tree, batch: Batch) -> tuple[Tree, StepMetrics]:
-        """Take one optimizer step on CE(y, f(x; sigma + psi))."""
-        gradient, loss, _ = grad_and_value(self._loss, carry["sigma"], down, batch)
-        sigma, optimizer = self.task.optimizer.step(carry["sigma"], gradient, carry["optimizer"])
-        return {"sigma": sigma, "optimizer": optimizer}, StepMetrics(loss, {}, ())
+        gradient, loss, _ = grad_and_value(self._loss, carry["params"], down, batch)
+        return self.advance(carry, gradient), StepMetrics(loss, {}, ())
 
     def finish(self, down: Tree, carry: Tree, data: Local) -> tuple[Upload, Tree]:
-        memory = {"optimizer": carry["optimizer"]} if self.options.keep_optimizer else {}
-        return Upload({"sigma": carry["sigma"]}, (data.labeled > 0).double()), memory
-
-    def passes(self, labeled: int, unlabeled: int) -> Passes:
-        return Passes(labeled, labeled)
+        _, memory = super().finish(down, carry, data)
+        return Upload({"sigma": carry["params"]}, (data.labeled > 0).double()), memory
 
     def _loss(self, sigma: Tree, down: Tree, batch: Batch) -> tuple[Tensor, tuple[()]]:
         theta = self.options.parameters({**down, "sigma": sigma})
@@ -222,20 +215,18 @@ class Mixing(LabeledOnce):
             mixup=o.concentration if o.mix_weight else None,
             masks=True,
             row_memory=o.rule.row_memory if self._runs else {},
+            keep_optimizer=o.keep_optimizer,
             uplink=Uplink((o.trained,), (), "one"),
         )
 
     def remember(self, down: Tree, generator: torch.Generator) -> Tree:
         first = down[self.options.trained]
-        memory = {"optimizer": self.task.optimizer.init(first)} if self.options.keep_optimizer else {}
-        like = next(tree.leaves(first))
-        state = self.options.rule.remember(self.task.network.classes, like)
+        memory = super().remember({"params": first}, generator)
+        state = self.options.rule.remember(self.task.network.classes, next(tree.leaves(first)))
         return {**memory, "thresholds": state} if state and self.options.labels == "step" else memory
 
     def begin(self, down: Tree, memory: Tree, data: Local) -> Tree:
-        first = down[self.options.trained]
-        optimizer = memory.get("optimizer") or self.task.optimizer.init(first)
-        carry = {"params": first, "optimizer": optimizer, "thresholds": {}}
+        carry = {**super().begin({"params": down[self.options.trained]}, memory, data), "thresholds": {}}
         rule, by_step = self.options.rule, self.options.labels == "step"
         if by_step and not rule.sweeps:
             carry["thresholds"] = rule.begin(memory.get("thresholds", {}), data)
@@ -274,9 +265,9 @@ class Mixing(LabeledOnce):
     def finish(self, down: Tree, carry: Tree, data: Local) -> tuple[Upload, Tree]:
         mask, rows = self.keep(carry, data), data.unlabeled > 0
         trained = rows if mask is None else rows & mask.any()
-        names = ("optimizer", "thresholds") if self.options.keep_optimizer else ("thresholds",)
-        memory = {name: carry[name] for name in names if name != "thresholds" or self._runs}
-        return Upload({self.options.trained: carry["params"]}, trained.double()), memory
+        _, memory = super().finish(down, carry, data)
+        own = {"thresholds": carry["thresholds"]} if self._runs else {}
+        return Upload({self.options.trained: carry["params"]}, trained.double()), {**memory, **own}
 
     def passes(self, labeled: int, unlabeled: int) -> Passes:
         sets = 2 if self.options.mix_weight else 1

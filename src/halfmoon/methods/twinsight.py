@@ -91,7 +91,6 @@ class Twins(ClientUpdate):
         return Needs(VIEWS, labeled_views=VIEWS, masks=True, keep_optimizer=self.options.keep_optimizer)
 
     def step(self, down: Tree, carry: Tree, batch: Batch) -> tuple[Tree, StepMetrics]:
-        """Take one optimizer step of both networks."""
         gradient, loss, (passes, guess, terms) = grad_and_value(self._loss, carry["params"], batch)
         own, twin = _without_twin(carry["stats"]), reduce(track, passes[1:], carry["stats"].get(TWIN, {}))
         new = self.advance(carry, gradient, stats={**track(own, passes[0]), **_named(twin)})

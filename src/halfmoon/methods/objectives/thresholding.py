@@ -55,14 +55,9 @@ class Threshold:
         return self.rule not in ("fixed", "fl2")
 
     @property
-    def of_rows(self) -> bool:
-        """Return whether something is remembered of each row."""
-        return self.rule == "flexmatch"
-
-    @property
     def row_memory(self) -> Mapping[str, int]:
         """Return which leaf of a client's "thresholds" has an entry for each row (`Needs.row_memory`)."""
-        return {"thresholds/label": NONE} if self.of_rows else {}
+        return {"thresholds/label": NONE} if self.rule == "flexmatch" else {}
 
     def remember(self, classes: int, like: Tensor) -> Tree:
         """Return what a client knows that has not trained yet; `like` has the dtype and device of the model."""
