@@ -11,7 +11,7 @@ import importlib
 import os
 import re
 import sys
-from collections.abc import Generator, Iterable
+from collections.abc import Generator, Iterable, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, fields, is_dataclass
 from functools import cache
@@ -184,10 +184,16 @@ def _module(where: str, name: str, kind: Kind) -> ModuleType:
 def _version(where: str) -> str:
     """Return the version of the package that brings a module, or the one that the module names."""
     top = where.partition(".")[0]
-    for name in metadata.packages_distributions().get(top, ()):
+    for name in _distributions(tuple(sys.path)).get(top, ()):
         return metadata.version(name)
     release = getattr(sys.modules.get(top), "__version__", None)
     return release if isinstance(release, str) and re.fullmatch(r"[\w.+-]{1,40}", release) else "without a version"
+
+
+@cache
+def _distributions(path: tuple[str, ...]) -> Mapping[str, list[str]]:
+    """Return the names of the packages on `sys.path` by their modules; it reads the records of all of them."""
+    return metadata.packages_distributions()
 
 
 def _digest(where: str) -> str:
