@@ -79,23 +79,14 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / f"{name}.py"
 
 
-SMALL = ["--rounds", "1", "--data-share", "0.2", "--clients", "4", "--cohort", "2"]
+SMALL = ["--rounds", "1", "--data-share", "0.2", "--clients", "4", "--cohort", "2", "--steps", "1"]
 
 
 def test_one_run_has_a_method_a_network_and_a_split_of_ones_own(here: Path, capsys) -> None:
     """The command plays it, its file names module and hash, resume checks them, predict wants the name said."""
     own = here.stem
-    flags = [
-        "--method",
-        f"{own}:Mine",
-        "--network",
-        f"{own}:make",
-        "--setting",
-        f"{own}:rule",
-        "--option",
-        "threshold=0.5",
-    ]
-    assert cli.main(["run", *flags, *SMALL, "--run-dir", "r"]) == 0
+    flags = f"--method {own}:Mine --network {own}:make --setting {own}:rule --option threshold=0.5"
+    assert cli.main(["run", *flags.split(), *SMALL, "--run-dir", "r"]) == 0
     words = Path("r/config.toml").read_text()
     digest = hashlib.sha256(f"{here.name}\0".encode() + hashlib.sha256(here.read_bytes()).digest()).hexdigest()
     for part in ("Mine", "make", "rule"):
@@ -145,7 +136,7 @@ set = { method = "OWN:Mine" }
 def test_compare_sweep_report_and_predict_take_them(here: Path) -> None:
     """Beside a method of ours, in a grid, on a page, and to label images; only the last wants the network said."""
     own = here.stem
-    words = ["compare", "--methods", "fedavg", f"{own}:Mine", "--network", f"{own}:make", *SMALL, "--steps", "1"]
+    words = ["compare", "--methods", "fedavg", f"{own}:Mine", "--network", f"{own}:make", *SMALL]
     assert cli.main([*words, "--run-dir", "c"]) == 0
     assert cli.main(["resume", "c"]) == 0
     Path("own.toml").write_text(RECIPE.replace("OWN", own))

@@ -161,7 +161,7 @@ def test_a_module_of_ones_own_is_trained(name: str, tmp_path: Path, monkeypatch:
     (tmp_path / "module_of_ones_own.py").write_text(NETWORK_OF_ONES_OWN)
     monkeypatch.syspath_prepend(tmp_path)
     way = {"method": "fedavg", "start": name, "start_rounds": 1} if name in registry.STARTS else {"method": name}
-    few = {"clients": 2, "rounds": 1, "steps": 1, "run_dir": tmp_path / "run"}
+    few = {"clients": 2, "rounds": 1, "steps": 1, "data_share": 0.2, "run_dir": tmp_path / "run"}
     run = halfmoon.run(network="module_of_ones_own:make", **few, **way)
     assert 0 <= run.summaries[-1]["accuracy"]["last"] <= 1
 
