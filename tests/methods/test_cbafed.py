@@ -3,9 +3,8 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from scenes import CLASSES, NETWORK, begin, dataset, furthest, play, same, simulate, task
-from torch import Tensor
-from torch_models import TorchSmall, twin
+from method_scenes import assert_same, begun, images, small
+from scenes import begin, dataset, furthest, play, same, simulate, task
 
 from halfmoon.api.types import Batch, Local
 from halfmoon.core import tree
@@ -47,18 +46,14 @@ def test_first_and_second_classes():
     assert pseudo.confidence.tolist() == pytest.approx([0.7, 0.9, 0.25, 0.55])
 
 
-def images(count: int, seed: int) -> Tensor:
-    return torch.randn(count, 1, 8, 8, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
-
-
 def test_a_visit_with_labels_goes_back():
     """Four labeled images in batches of two, back by 0.8 after every second epoch: after steps 4 and 8 of 9."""
     options, shared = CBAFed(local_residual_every=2), task(optimizer=SGD(0.5))
     client_update, down = options.client_updates(shared)["train"], begin(options, shared)
     x = torch.zeros(4, 1, 8, 8, dtype=torch.uint8)
     nobody = Local(x, torch.zeros(4).long(), x[:0], torch.tensor(4), torch.tensor(0), {"weak": images(0, 0)})
-    carry = client_update.begin(down, client_update.remember(down, torch.Generator()), nobody)
-    model = twin(TorchSmall(1, CLASSES, NETWORK.width), down).train()
+    carry = begun(client_update, down, nobody)
+    model = small(down)
     optimizer = torch.optim.SGD(model.parameters(), 0.5)
     saved = {name: leaf.clone() for name, leaf in model.state_dict().items() if leaf.is_floating_point()}
     for number in range(9):
@@ -72,8 +67,7 @@ def test_a_visit_with_labels_goes_back():
             state = model.state_dict()
             saved = {name: 0.8 * old + 0.2 * state[name] for name, old in saved.items()}
             model.load_state_dict({**state, **saved})
-    for (name, p), leaf in zip(model.named_parameters(), tree.leaves(carry["params"]), strict=True):
-        torch.testing.assert_close(leaf, p.detach(), rtol=1e-8, atol=1e-10, msg=name)
+    assert_same(carry["params"], model)
     for layer, stats in carry["stats"].items():
         mean = model.get_buffer(f"{layer}.norm.running_mean")
         torch.testing.assert_close(stats["mean"], mean, rtol=1e-8, atol=1e-10)

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 import textbook_objectives as textbook
 import torch
-from scenes import begin, dataset, furthest, play, same, simulate, task
+from method_scenes import lifted, rounds_of
+from scenes import begin, dataset, furthest, same, simulate, task
 from test_objectives import Line, W, batch, pseudo_label
 from textbook_objectives import NETWORK, Textbook, drawn_batch, module_of
 from torch.func import grad_and_value
@@ -210,7 +211,7 @@ def test_a_teacher_that_only_evaluates_changes_no_step(objective):
     shared = task(rounds=3)
     runs = []
     for method in (FedAvg(objective), FedAvg(replace(objective, decay=0.9))):
-        played = play(method, simulate(method, shared), begin(method, shared), range(2))[-1]
+        played = rounds_of(method, shared, rounds=2)[-1]
         runs.append((played.server, method.solution(shared, played.server)))
     (plain, evaluated), (taught, average) = runs
     assert same({"params": plain["params"]}, {"params": taught["params"]})
@@ -223,16 +224,10 @@ def test_a_federated_teacher_runs_in_both_executors():
     """FedAvg(MeanTeacher()) on unequal clients: loop = vmap, and the teacher is the clients' weighted mean."""
     shared = task(rounds=3)
     method = FedAvg(MeanTeacher(), prox=0.01)
-    one, many = (
-        play(method, simulate(method, shared, executor=executor), begin(method, shared), range(3))[-1]
-        for executor in ("loop", "vmap")
-    )
-    assert furthest(one.server, many.server) < 1e-9
+    first = lifted(method, shared, rounds=3)[0]
     simulation = simulate(method, shared)
     simulation.open(0)
-    server = begin(method, shared)
-    up = simulation.ask("train", server)
-    (first,) = play(method, simulate(method, shared), server, range(1))
+    up = simulation.ask("train", begin(method, shared))
     share = up.weight / up.weight.sum()
     bias = (share[:, None] * up.update["teacher"]["head"]["bias"]).sum(0)
     torch.testing.assert_close(first.server["teacher"]["head"]["bias"], bias, rtol=1e-12, atol=1e-14)
@@ -249,5 +244,5 @@ def test_a_client_without_unlabeled_rows_has_a_uniform_prior():
     assert prior(torch.zeros(0, 4)).tolist() == [0.25] * 4
     shared, held = task(), dataset(((5, 11), (3, 0), (6, 14)))
     method = FedAvg(FixMatch(0.39, labels="round", debias=True))
-    played = play(method, simulate(method, shared, held), begin(method, shared), range(1))[-1]
+    played = rounds_of(method, shared, held)[-1]
     assert all(bool(leaf.isfinite().all()) for leaf in tree.leaves(played.server))

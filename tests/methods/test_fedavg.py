@@ -4,6 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from fakes import Pixel, Told, value, weight
+from method_scenes import lifted, rounds_of
 from scenes import CLASSES, begin, dataset, furthest, play, same, simulate, task
 from torch_models import TorchSmall, twin
 
@@ -89,7 +90,7 @@ def test_prox_of_zero_is_fedavg_bit_by_bit(pair):
     for name, chosen in ((pair[0], {}), (pair[1], {"prox": 0.0}), (pair[1], {"prox": 0.5})):
         method, shared = registry.make(name, chosen), task()
         held = dataset(all_labels=registry.entry(name).all_labels)
-        runs.append(play(method, simulate(method, shared, held), begin(method, shared), range(2))[-1].server)
+        runs.append(rounds_of(method, shared, held, rounds=2)[-1].server)
     assert same(runs[0], runs[1])
     assert furthest(runs[2], runs[0]) > 1e-4
 
@@ -230,7 +231,7 @@ def test_an_average_of_one_model_teaches_as_the_received_one(objective, labels, 
         "newest": {"teacher": "average", "teacher_decay": 0.0},
     }.items():
         method = FedAvg(objective(threshold=0.3, labels=labels, **options))
-        runs[name] = play(method, simulate(method, shared, held), begin(method, shared), range(4))
+        runs[name] = rounds_of(method, shared, held, rounds=4)
     ends = {name: [each.server["params"] for each in played] for name, played in runs.items()}
     for number in range(4):
         assert same(ends["newest"][number], ends["received"][number])
@@ -244,13 +245,8 @@ def test_an_average_of_one_model_teaches_as_the_received_one(objective, labels, 
 @pytest.mark.parametrize("norm", ["batch", "group"])
 def test_loop_and_vmap_agree_where_the_average_teaches(norm):
     """As everywhere, to rounding, with statistics and without."""
-    method, runs = FedAvg(FixMatch(threshold=0.3, teacher="average", debias=True)), []
-    shared = task(SmallCNN(1, CLASSES, 4, norm))
-    for executor in ("loop", "vmap"):
-        simulation = simulate(method, shared, dataset(), executor=executor)
-        runs.append(play(method, simulation, begin(method, shared), range(3))[-1])
-    assert furthest(runs[1].server, runs[0].server) < 1e-9
-    assert runs[1].report.cost == runs[0].report.cost
+    method = FedAvg(FixMatch(threshold=0.3, teacher="average", debias=True))
+    lifted(method, task(SmallCNN(1, CLASSES, 4, norm)), rounds=3)
 
 
 @pytest.mark.parametrize(

@@ -8,32 +8,14 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from scenes import CLASSES, NETWORK, begin, dataset, furthest, play, same, simulate, task
-from torch import Tensor, nn
-from torch_models import TorchSmall, twin
+from method_scenes import assert_same, begun, images, local, rounds_of, small
+from scenes import CLASSES, begin, dataset, furthest, same, task
+from torch import nn
 
-from halfmoon.api.types import Batch, Local
+from halfmoon.api.types import Batch
 from halfmoon.core import tree
 from halfmoon.core.optim import SGD
-from halfmoon.engine.sampling import Batching
 from halfmoon.methods.fedcon import FedCon
-
-
-def images(count: int, seed: int) -> Tensor:
-    return torch.randn(count, 1, 8, 8, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
-
-
-def holder(labeled: int, unlabeled: int) -> Local:
-    return Local(*[torch.zeros(0)] * 3, torch.tensor(labeled), torch.tensor(unlabeled))
-
-
-def small(model: dict[str, Any]) -> TorchSmall:
-    return twin(TorchSmall(1, CLASSES, NETWORK.width), model)
-
-
-def close(own: dict[str, Any], module: nn.Module) -> None:
-    for (name, p), leaf in zip(module.named_parameters(), tree.leaves(own), strict=True):
-        torch.testing.assert_close(leaf, p.detach(), rtol=1e-8, atol=1e-10, msg=name)
 
 
 def test_two_steps_of_the_server():
@@ -41,7 +23,7 @@ def test_two_steps_of_the_server():
     options, shared = FedCon(consistency_weight=2.0, ramp=0.5, server_decay=0.3), task(optimizer=SGD(0.3), rounds=8)
     shared = shared.at(1)
     update, down = options.client_updates(shared)["fine-tune"], begin(options, shared)
-    carry = update.begin(down, update.remember(down, torch.Generator()), holder(6, 0))
+    carry = begun(update, down, local(6, 0))
     other = tree.map(lambda leaf: leaf + 0.1 * torch.randn(leaf.shape, dtype=leaf.dtype), down["params"])
     carry["teacher"] = other
     model, target = small(down), small({**down, "params": other})
@@ -66,8 +48,8 @@ def test_two_steps_of_the_server():
         with torch.no_grad():
             for old, new in zip(target.parameters(), model.parameters(), strict=True):
                 old.mul_(keep).add_((1 - keep) * new)
-    close(carry["params"], model)
-    close(carry["teacher"], target)
+    assert_same(carry["params"], model)
+    assert_same(carry["teacher"], target)
     buffers = dict(model.named_buffers())
     torch.testing.assert_close(carry["stats"]["conv1"]["mean"], buffers["conv1.norm.running_mean"])
 
@@ -92,7 +74,7 @@ def test_two_steps_of_a_client(labeled: int):
     assert memory["predictor"]["first"]["weight"].shape == (3 * features, features)
     model, target, head = small(down), copy.deepcopy(small(down)), predictor_of(memory["predictor"])
     optimizer = torch.optim.SGD([*model.parameters(), *head.parameters()], 0.3, weight_decay=0.1)
-    data = holder(labeled, 5)
+    data = local(labeled, 5)
     carry = update.begin(down, memory, data)
     for number in range(2):
         x, y = images(labeled, number + 20), torch.arange(labeled)
@@ -114,7 +96,7 @@ def test_two_steps_of_a_client(labeled: int):
             for old, new in zip(target.parameters(), model.parameters(), strict=True):
                 old.mul_(0.8).add_(0.2 * new)
     up, memory = update.finish(down, carry, data)
-    close(memory["target"], target)
+    assert_same(memory["target"], target)
     for own, p in zip(tree.leaves(memory["predictor"]["last"]), head[3].parameters(), strict=True):
         torch.testing.assert_close(own, p.detach(), rtol=1e-8, atol=1e-10)
     assert same(up.update["params"]["head"], down["params"]["head"]) == (not labeled)
@@ -129,9 +111,8 @@ def test_the_server_trains_before_the_first_round_and_last_in_each():
     """The head moves by the server's trainings: two by the end of the first round, three by that of the second."""
     shared = task(rounds=3)
     method = FedCon()
-    simulation = simulate(method, shared, dataset(place="server"), batching=Batching(4, 4))
     start = begin(method, shared)
-    played = play(method, simulation, start, range(2))
+    played = rounds_of(method, shared, dataset(place="server"), rounds=2)
     heads = [each["params"]["head"] for each in (start, *(one.server for one in played))]
     assert all(furthest(after, before) > 0 for before, after in itertools.pairwise(heads))
     assert all(one.report.pseudo is None for one in played)

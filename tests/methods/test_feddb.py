@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from method_scenes import begun, rounds_of
 from scenes import ADAM, begin, dataset, furthest, play, same, simulate, task
 from test_objectives import Line, W
 from torch import Tensor
@@ -66,7 +67,7 @@ def test_app_u_and_labels_by_hand():
     one that is used.
     """
     client_update, model = line(FedDB(threshold=0.7))
-    carry = client_update.begin(model, client_update.remember(model, torch.Generator()), client(1, 1, -1, 2))
+    carry = begun(client_update, model, client(1, 1, -1, 2))
     appu = torch.tensor([2.65 / 4, 1.35 / 4], dtype=torch.float64)
     torch.testing.assert_close(carry["appu"], appu, rtol=1e-12, atol=0)
     _, notes = client_update.step(model, carry, given([-1, 5], [-1, 1], [2, 0]))
@@ -77,14 +78,14 @@ def test_app_u_and_labels_by_hand():
     assert pseudo.weight.tolist() == [1.0, 0.0]
     assert float(notes.loss) == pytest.approx(2 * log(4 / 3), rel=1e-9)
     plain, _ = line(FedDB(threshold=0.7, debias=False))
-    carry = plain.begin(model, plain.remember(model, torch.Generator()), client(1, 1, -1, 2))
+    carry = begun(plain, model, client(1, 1, -1, 2))
     assert plain.step(model, carry, given([-1, 5], [-1, 1], [2, 0]))[1].pseudo[0].weight.tolist() == [1.0, 1.0]
 
 
 def test_a_gradient_by_hand():
     """-1/4 of the labeled image, and of class 1 at x = -1, where class 0 has 1/4: (1/4) * -1. SGD at 1/2 adds 1/4."""
     client_update, model = line(FedDB(threshold=0.7))
-    carry = client_update.begin(model, client_update.remember(model, torch.Generator()), client(1, 1, -1, 2))
+    carry = begun(client_update, model, client(1, 1, -1, 2))
     new, _ = client_update.step(model, carry, given([-1, 5], [-1, 1], [2, 0]))
     assert float(new["params"]["w"]) == pytest.approx(W + 0.5 * 0.5, rel=1e-12)
 
@@ -97,7 +98,7 @@ def test_accumulation_by_hand():
     """
     client_update, model = line(FedDB(threshold=0.7, gamma=0.25))
     data = client(1, 2)
-    carry = client_update.begin(model, client_update.remember(model, torch.Generator()), data)
+    carry = begun(client_update, model, data)
     carry, _ = client_update.step(model, carry, given([1, 1], [1, 2], [0, 1]))
     assert carry["appu"].tolist() == pytest.approx([0.825, 0.175], rel=1e-12)
     w = float(carry["params"]["w"])
@@ -124,7 +125,7 @@ def test_other_accumulations_by_hand():
     for how, epochs in (("finish", 1), ("finish", 1.5), ("none", 1)):
         client_update, model = line(FedDB(threshold=0.7, gamma=0.25, accumulate=how))
         assert client_update.needs.views == ("strong",)
-        carry = client_update.begin(model, client_update.remember(model, torch.Generator()), data)
+        carry = begun(client_update, model, data)
         carry, _ = client_update.step(model, carry, given([1, 1], [], [0, 1]))
         if epochs > 1:
             carry, _ = client_update.step(model, carry, given([1], [], [0]))
@@ -133,7 +134,7 @@ def test_other_accumulations_by_hand():
         w, keep = float(carry["params"]["w"]), 0.25**epochs if how == "finish" else 1.0
         assert float(up.aux["appu"][0]) == pytest.approx(keep * 0.825 + (1 - keep) * (s(w) + s(2 * w)) / 2, rel=1e-12)
     client_update, model = line(FedDB(threshold=0.7, gamma=0.25, accumulate_over="used"))
-    carry = client_update.begin(model, client_update.remember(model, torch.Generator()), client(1, 1, -1, 2))
+    carry = begun(client_update, model, client(1, 1, -1, 2))
     before = float(carry["appu"][0])
     new, _ = client_update.step(model, carry, given([1, 1], [-1, 1], [2, 0]))  # of these two, the first
     keep = sqrt(0.25)
@@ -146,7 +147,7 @@ def test_no_confident_image_leaves_the_labeled_loss():
     """Above 1 no guess counts: the step is that of the labeled image alone, and nothing is divided by zero."""
     for mean in ("used", "all"):
         client_update, model = line(FedDB(threshold=1.01, mean=mean))
-        carry = client_update.begin(model, client_update.remember(model, torch.Generator()), client(1, 2))
+        carry = begun(client_update, model, client(1, 2))
         new, notes = client_update.step(model, carry, given([1, 1], [1, 2], [0, 1]))
         assert float(notes.loss) == pytest.approx(log(4 / 3), rel=1e-12)
         assert float(new["params"]["w"]) == pytest.approx(W + 0.5 / 4, rel=1e-12)
@@ -159,7 +160,7 @@ def test_a_uniform_app_u_changes_no_label():
     torch.testing.assert_close(debiased(logits, flat).softmax(-1), logits.softmax(-1), rtol=1e-12, atol=1e-14)
     client_update, model = line(FedDB(accumulate="finish"))
     data = client()
-    carry = client_update.begin(model, client_update.remember(model, torch.Generator()), data)
+    carry = begun(client_update, model, data)
     up, _ = client_update.finish(model, carry, data)
     assert up.aux["appu"].tolist() == [0.5, 0.5]
 
@@ -176,10 +177,7 @@ def average_by_rows(*, keep: bool, **options: Any) -> tuple[Any, Any]:
 def test_by_rows_and_without_accumulation_it_is_fedavg_bit_by_bit(keep, rule, options):
     """Two rounds: FedDB(dma="size") and FedAvg(FixMatch(labels="round", debias=True, mean="used"))."""
     shared = task(**rule)
-    runs = [
-        play(method, simulate(method, shared), begin(method, shared), range(2))[-1]
-        for method in average_by_rows(keep=keep, **options)
-    ]
+    runs = [rounds_of(method, shared, rounds=2)[-1] for method in average_by_rows(keep=keep, **options)]
     assert same(runs[0].server, runs[1].server)
     assert same(runs[0].state, runs[1].state)
     assert runs[0].report.pseudo == runs[1].report.pseudo
@@ -190,10 +188,7 @@ def test_accumulating_changes_no_step(how):
     """What is accumulated goes to the server: with weights by rows, the model is the same in every bit."""
     shared = task()
     plain = FedDB(threshold=0.39, dma="size", accumulate="none")
-    one, two = (
-        play(method, simulate(method, shared), begin(method, shared), range(2))[-1].server
-        for method in (plain, replace(plain, accumulate=how))
-    )
+    one, two = (rounds_of(method, shared, rounds=2)[-1].server for method in (plain, replace(plain, accumulate=how)))
     assert same(one, two)
 
 
@@ -333,9 +328,9 @@ def test_what_travels_and_what_is_counted():
     costs = {}
     for how in ("none", "step", "finish"):
         method = FedDB(threshold=0.39, accumulate=how)
-        costs[how] = play(method, simulate(method, shared), begin(method, shared), range(1))[-1]
+        costs[how] = rounds_of(method, shared)[-1]
     base = FedAvg(DPL, keep_optimizer=True)
-    reference = play(base, simulate(base, shared), begin(base, shared), range(1))[-1]
+    reference = rounds_of(base, shared)[-1]
     first, cohort = costs["none"].report.cost, costs["none"].report.cohort
     swept = sum(held.split_size(k).unlabeled for k in cohort)
     assert first["bytes_down"] == reference.report.cost["bytes_down"]

@@ -6,7 +6,8 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.nn.functional as F
-from scenes import CLASSES, begin, dataset, furthest, play, simulate, task
+from method_scenes import lifted
+from scenes import CLASSES, task
 from textbook_feddure import Textbook
 from torch import nn
 from torch_models import TorchResNet9, TorchSmall, twin
@@ -522,8 +523,4 @@ def test_loop_equals_vmap_with_every_option():
         regulator_start="client", coarse_step="plain", judge_prior=True, labeled_first=1, reward_baseline=0.9,
         reward_bound=0.1, debias=True, keep_optimizer=True,
     )  # fmt: skip
-    shared, ends = task(SmallCNN(1, CLASSES, 4)), []
-    for executor in ("loop", "vmap"):
-        simulation = simulate(method, shared, dataset(), cohort=4, executor=executor)
-        ends.append(play(method, simulation, begin(method, shared), range(2))[-1].server)
-    assert furthest(*ends) < 1e-9
+    lifted(method, task(SmallCNN(1, CLASSES, 4)), cohort=4)

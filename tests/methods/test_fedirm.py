@@ -3,19 +3,13 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from scenes import CLASSES, NETWORK, begin, dataset, play, simulate, task
+from method_scenes import assert_same, begun, images, local, rounds_of, small
+from scenes import CLASSES, begin, dataset, task
 from torch import Tensor
-from torch_models import TorchSmall, twin
 
-from halfmoon.api.types import Batch, Local
-from halfmoon.core import tree
+from halfmoon.api.types import Batch
 from halfmoon.core.optim import SGD
-from halfmoon.engine.sampling import Batching
 from halfmoon.methods.fedirm import FedIRM
-
-
-def images(count: int, seed: int) -> Tensor:
-    return torch.randn(count, 1, 8, 8, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
 def matrix(z: Tensor, y: Tensor) -> Tensor:
@@ -33,11 +27,7 @@ def test_a_client_update_with_its_teacher_and_relations():
         3 * torch.randn(9, CLASSES, generator=torch.Generator().manual_seed(5)).double(), torch.arange(9) % 3
     )
     down |= {"relation": wanted, "related": torch.ones(()).double()}
-    nobody = Local(*[torch.zeros(0)] * 3, torch.tensor(2), torch.tensor(12))
-    memory = client_update.remember(down, torch.Generator())
-    carry = client_update.begin(down, memory, nobody)
-    model = twin(TorchSmall(1, CLASSES, NETWORK.width), down).train()
-    teacher = twin(TorchSmall(1, CLASSES, NETWORK.width), down).train()
+    carry, model, teacher = begun(client_update, down, local(2, 12)), small(down), small(down)
     optimizer = torch.optim.SGD(model.parameters(), 0.3)
     seen, kept = [], []
     for number in range(2):
@@ -65,10 +55,9 @@ def test_a_client_update_with_its_teacher_and_relations():
                 old.mul_(keep).add_((1 - keep) * new)
     assert min(kept) > 0
     assert max(kept) < 12
-    for part, theirs in (("params", model), ("teacher", teacher)):
-        for (name, p), leaf in zip(theirs.named_parameters(), tree.leaves(carry[part]), strict=True):
-            torch.testing.assert_close(leaf, p.detach(), rtol=1e-8, atol=1e-10, msg=name)
-    up, _ = client_update.finish(down, carry, nobody)
+    assert_same(carry["params"], model)
+    assert_same(carry["teacher"], teacher)
+    up, _ = client_update.finish(down, carry, local(2, 12))
     torch.testing.assert_close(up.update["relation"], (seen[0] + seen[1]) / 2)
     assert (float(up.weight), float(up.update["related"])) == (14, 1)
 
@@ -76,14 +65,10 @@ def test_a_client_update_with_its_teacher_and_relations():
 def test_relations_are_those_of_clients_with_labels():
     """During the warm-up clients without labels weigh nothing; relations are rows of probabilities, and stay."""
     shared = task(rounds=4)
-    method = FedIRM(warmup=0.5)
-    simulation = simulate(method, shared, dataset(place="some"), batching=Batching(4, 4))
-    servers = [each.server for each in play(method, simulation, begin(method, shared), range(4))]
+    servers = [each.server for each in rounds_of(FedIRM(warmup=0.5), shared, dataset(place="some"), rounds=4)]
     for server in servers:
         assert float(server["related"]) == 1
         torch.testing.assert_close(server["relation"].sum(-1), torch.ones(CLASSES).double())
-    alone = FedIRM(warmup=1.0)
-    simulation = simulate(alone, shared, dataset(place="some"), batching=Batching(4, 4))
-    floor = [each.server for each in play(alone, simulation, begin(alone, shared), range(4))]
+    floor = [each.server for each in rounds_of(FedIRM(warmup=1.0), shared, dataset(place="some"), rounds=4)]
     assert torch.equal(servers[1]["relation"], floor[1]["relation"])
     assert not torch.equal(servers[3]["relation"], floor[3]["relation"])

@@ -8,7 +8,19 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from mutual_scenes import FIXED, PIXEL, autograd_step, batches, differentiable, local, looked, model, pixels, tracked
+from method_scenes import (
+    FIXED,
+    PIXEL,
+    autograd_step,
+    batches,
+    differentiable,
+    local,
+    looked,
+    model,
+    pixels,
+    rounds_of,
+    tracked,
+)
 from scenes import CLASSES, SIZES, begin, dataset, furthest, play, same, simulate, task
 from spies import Spy
 from torch import Tensor
@@ -299,7 +311,7 @@ def test_the_first_round_has_no_unsupervised_loss():
     runs = []
     for delta in (None, 0.0):
         method = FedLoKe(delta=delta, ramp_rounds=4)
-        runs.append(play(method, simulate(method, shared), begin(method, shared), range(2)))
+        runs.append(rounds_of(method, shared, rounds=2))
     (first, second), (quiet, later) = runs
     assert furthest(first.server, quiet.server) == 0
     assert furthest(first.state, quiet.state) == 0
@@ -323,7 +335,7 @@ def test_an_infinite_bound_lets_all_guesses_through():
     plays = []
     for delta in (None, float("inf"), log(CLASSES) + 1e-6):
         method = FedLoKe(delta=delta, ramp_rounds=0)
-        plays.append(play(method, simulate(method, shared), begin(method, shared), range(2))[-1])
+        plays.append(rounds_of(method, shared, rounds=2)[-1])
         assert plays[-1].report.pseudo["share_used"] == 1
         assert same(plays[-1].server, plays[0].server)
 
@@ -378,7 +390,7 @@ def test_networks_without_statistics_go_on_after_a_checkpoint(name, norm, execut
     """
     method, shared = registry.make(name), task(SmallCNN(1, CLASSES, 4, norm), optimizer=SGD(0.1, momentum=0.9))
     read = lambda part: tree.unflatten({name: leaf.clone() for name, leaf in tree.flatten(part).items()})  # noqa: E731
-    whole = play(method, simulate(method, shared, executor=executor), begin(method, shared), range(3))
+    whole = rounds_of(method, shared, executor=executor, rounds=3)
     simulation = simulate(method, shared, executor=executor)
     for client, memory in whole[0].state["client"].items():
         simulation.memories.put(client, read(memory))

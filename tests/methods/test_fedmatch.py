@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from fakes import Line, line
+from method_scenes import begun
 from scenes import CLASSES, begin, dataset, furthest, play, same, simulate, task
 from spies import Spy
 from torch import Tensor
@@ -278,7 +279,7 @@ def test_debiasing_turns_the_clients_own_vote():
     assert debiased.needs.sweep == ("plain",)
     down, data = down_of(line(1, 0), line(0, 0)), client(0, 4)._replace(views={"plain": images(2, 2, 2, -1)})
     for client_update, label, sure in ((plain, 0, 0.622459), (debiased, 1, 0.6190)):
-        carry = client_update.begin(down, client_update.remember(down, torch.Generator()), data)
+        carry = begun(client_update, down, data)
         _, notes = client_update.step(down, carry, batch_of(images(0.5), images(0.5)))
         assert notes.pseudo[0].label.tolist() == [label]
         assert notes.pseudo[0].confidence.tolist() == pytest.approx([sure], rel=1e-3)

@@ -3,19 +3,14 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from scenes import CLASSES, NETWORK, begin, dataset, furthest, play, same, simulate, task
-from torch import Tensor
-from torch_models import TorchSmall, twin
+from method_scenes import begun, images, local, rounds_of, small
+from scenes import NETWORK, begin, dataset, furthest, same, task
 
-from halfmoon.api.types import Batch, Local
+from halfmoon.api.types import Batch
 from halfmoon.core import tree
 from halfmoon.core.optim import SGD
 from halfmoon.methods.fl2 import FL2, ascent
 from halfmoon.methods.semifl import SemiFL
-
-
-def images(count: int, seed: int) -> Tensor:
-    return torch.randn(count, 1, 8, 8, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
 def test_a_step_up_by_hand():
@@ -46,7 +41,7 @@ def test_a_step_as_asam_does_it():
     client_update = options.client_updates(shared)["train"]
     new, notes = client_update.step(down, carry, batch)
 
-    model = twin(TorchSmall(1, CLASSES, NETWORK.width), down).train()
+    model = small(down)
     leaves = list(model.named_parameters())
     y, hard = label[rows], (confidence[rows] >= 0.95).double()
     z = model(strong[rows])
@@ -75,20 +70,19 @@ def test_status_and_thresholds():
     """t is the mean confidence of the weak views under the received statistics; a client weighs 1 - t, or 1."""
     shared = task()
     down = begin(FL2(), shared)
-    u = torch.zeros(5, 1, 8, 8, dtype=torch.uint8)
-    data = Local(u[:0], torch.zeros(0).long(), u, torch.tensor(0), torch.tensor(5), {"weak": images(5, 1)})
+    data = local(0, 5, weak=images(5, 1))
     p = NETWORK.predict(down["params"], down["stats"], data.views["weak"]).softmax(-1)
     t, q = p.max(-1).values.mean(), p.mean(0)
     for options, weight in ((FL2(), float(1 - t)), (FL2(status_aware=False), 1.0)):
         client_update = options.client_updates(shared)["train"]
-        carry = client_update.begin(down, client_update.remember(down, torch.Generator()), data)
+        carry = begun(client_update, down, data)
         wanted = p.max(-1).values >= t * q[p.argmax(-1)] / q.max()
         assert client_update.keep(carry, data).tolist() == wanted.tolist()
         assert wanted.any()
         up, _ = client_update.finish(down, carry, data)
         assert float(up.weight) == pytest.approx(weight, rel=1e-12)
     client_update = FL2(adaptive=False).client_updates(shared)["train"]  # nothing reaches 0.95
-    carry = client_update.begin(down, client_update.remember(down, torch.Generator()), data)
+    carry = begun(client_update, down, data)
     assert not client_update.keep(carry, data).any()
     assert float(client_update.finish(down, carry, data)[0].weight) == 0
 
@@ -100,8 +94,7 @@ def test_without_its_parts_it_is_semifl_without_a_mix():
         FL2(adaptive=False, sharpness=False, status_aware=False, warmup=0, threshold=0.39),
         SemiFL(mix_weight=0.0, threshold=0.39),
     ):
-        simulation = simulate(method, shared, dataset(place="server"))
-        runs.append(play(method, simulation, begin(method, shared), range(2))[-1])
+        runs.append(rounds_of(method, shared, dataset(place="server"), rounds=2)[-1])
     assert furthest(runs[0].server, runs[1].server) < 1e-9
     assert runs[0].report.cost == runs[1].report.cost
 
@@ -111,10 +104,8 @@ def test_each_switch_changes_the_run():
     shared = task(rounds=1)
     options = {"threshold": 0.3, "warmup": 1}
     every = [FL2(**options, **{name: False}) for name in ("adaptive", "sharpness", "status_aware")]
-    servers = []
-    for method in (FL2(**options), *every, FL2(threshold=0.3, warmup=2)):
-        simulation = simulate(method, shared, dataset(place="server"))
-        servers.append(play(method, simulation, begin(method, shared), range(1))[-1].server)
+    methods = (FL2(**options), *every, FL2(threshold=0.3, warmup=2))
+    servers = [rounds_of(method, shared, dataset(place="server"))[-1].server for method in methods]
     assert not any(same(one, other) for k, one in enumerate(servers) for other in servers[:k])
     with pytest.raises(Exception, match="warmup is -1"):
         FL2(warmup=-1)

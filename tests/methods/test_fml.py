@@ -7,7 +7,18 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from mutual_scenes import PIXEL, autograd_step, batches, differentiable, local, looked, model, pixels, tracked
+from method_scenes import (
+    PIXEL,
+    autograd_step,
+    batches,
+    differentiable,
+    local,
+    looked,
+    model,
+    pixels,
+    rounds_of,
+    tracked,
+)
 from scenes import CLASSES, SIZES, begin, dataset, furthest, play, same, simulate, task
 from spies import Spy
 from torch import Tensor
@@ -146,7 +157,7 @@ def test_without_distillation_a_private_model_trains_alone(keep):
     """
     shared = task(optimizer=SGD(0.1, momentum=0.9))
     spy = Spy(replace(ALONE, keep_optimizer=keep))
-    ours = play(spy, simulate(spy, shared), begin(spy, shared), range(3))
+    ours = rounds_of(spy, shared, rounds=3)
     seed = 3  # the scene's
     fresh = tree.to(shared.network.init(rng.generator(seed, "remember")), dtype=torch.float64)
     modules: dict[int, TorchSmall] = {}

@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from fakes import Told
+from method_scenes import lifted, rounds_of
 from scenes import CLASSES, SIZES, begin, dataset, furthest, play, same, simulate, task
 from test_batchnorm_stats import counted
 from torch import Tensor, nn
@@ -253,7 +254,7 @@ def test_all_wide_and_unmasked_it_is_fedavg_with_static_statistics(keep_optimize
     held = dataset(((4, 8),) * 4, all_labels=True)
     shared = task(optimizer=SGD(0.1, momentum=0.9))
     ours, theirs = HeteroFL(masked=False, keep_optimizer=keep_optimizer), FedAvg(keep_optimizer=keep_optimizer)
-    one, two = (play(m, simulate(m, shared, held), begin(m, shared), range(3)) for m in (ours, theirs))
+    one, two = (rounds_of(m, shared, held, rounds=3) for m in (ours, theirs))
     assert furthest(one[-1].server["params"], two[-1].server["params"]) < 1e-12
     assert furthest(one[-1].state, two[-1].state) < 1e-12
     assert one[-1].report.cost["labeled_steps"] == two[-1].report.cost["labeled_steps"]
@@ -282,19 +283,10 @@ def test_bytes_by_hand():
 @pytest.mark.parametrize("options", [{}, {"keep_optimizer": True, "server_momentum": 0.5, "sbn": "cohort"}])
 def test_widths_lift(options):
     """Loop and vmap agree with clients of three widths, two of them in one program, some without an answer."""
-    runs = []
-    for executor in ("loop", "vmap"):
-        method, shared = HeteroFL("1-0.5-0.3", **options), task()
-        held = dataset((*SIZES, (4, 4), (3, 7)), all_labels=True)
-        simulation = simulate(method, shared, held, executor=executor, cohort=6, client_dropout=0.3)
-        runs.append(play(method, simulation, begin(method, shared), range(3)))
-    for one, many in zip(*runs, strict=True):
-        assert furthest(many.server, one.server) < 1e-9
-        assert furthest(many.state, one.state) < 1e-9
-        assert many.report.cost == one.report.cost
-        assert many.report.cohort == one.report.cohort
-    assert min(len(one.report.cohort) for one in runs[0]) < 6
-    assert furthest(runs[0][-1].server["params"], begin(HeteroFL(), task())["params"]) > 1e-2
+    held = dataset((*SIZES, (4, 4), (3, 7)), all_labels=True)
+    run = lifted(HeteroFL("1-0.5-0.3", **options), task(), held, rounds=3, cohort=6, client_dropout=0.3)
+    assert min(len(one.report.cohort) for one in run) < 6
+    assert furthest(run[-1].server["params"], begin(HeteroFL(), task())["params"]) > 1e-2
 
 
 def test_the_cohort_alone_may_be_counted():

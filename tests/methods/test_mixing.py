@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 import textbook_objectives as textbook
 import torch
-from scenes import begin, dataset, furthest, play, same, simulate, task
+from method_scenes import lifted, rounds_of
+from scenes import begin, dataset, furthest, same, task
 from test_consistency import check, learned
 from test_objectives import Line, W, batch
 from textbook_objectives import NETWORK, Textbook, drawn_batch, module_of
@@ -203,7 +204,7 @@ def test_options_of_remixmatch_do_what_they_say():
 def test_the_solution_has_the_networks_own_shape():
     """After three rounds of three clients the rotation head has learned, and is not in what is evaluated."""
     shared, method = task(rounds=3), FedAvg(ReMixMatch())
-    server = play(method, simulate(method, shared), begin(method, shared), range(3))[-1].server
+    server = rounds_of(method, shared, rounds=3)[-1].server
     plain = shared.network.init(torch.Generator())
     assert tree.flatten(method.solution(shared, server)).keys() == tree.flatten(plain).keys()
     assert same({"p": method.solution(shared, server)["params"]["head"]}, {"p": server["teacher"]["head"]})
@@ -222,14 +223,4 @@ def test_what_remixmatch_cannot_do():
 @pytest.mark.parametrize("objective", [MixMatch(), ReMixMatch(), ReMixMatch(align=False, rotation_weight=0.0)])
 def test_federated_mixing_runs_in_both_executors(objective):
     """On unequal clients, some without labels: loop = vmap."""
-    shared, method = task(rounds=3), FedAvg(objective)
-    one, many = (
-        play(
-            method,
-            simulate(method, shared, dataset(place="some"), executor=executor),
-            begin(method, shared),
-            range(3),
-        )[-1]
-        for executor in ("loop", "vmap")
-    )
-    assert furthest(one.server, many.server) < 1e-9
+    lifted(FedAvg(objective), task(rounds=3), dataset(place="some"), rounds=3)

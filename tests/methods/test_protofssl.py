@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from method_scenes import images
 from scenes import CLASSES, NETWORK, begin, dataset, furthest, play, simulate, task
 from torch import Tensor
 
@@ -13,10 +14,6 @@ from halfmoon.core.tree import Tree
 from halfmoon.engine.sampling import Batching
 from halfmoon.methods.protofssl import ProtoFSSL, distances, supports
 from halfmoon.models import SmallCNN
-
-
-def images(count: int, seed: int) -> Tensor:
-    return torch.randn(count, 1, 8, 8, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
 def textbook(options: ProtoFSSL, params: Tree, down: Tree, batch: Batch) -> Tensor:

@@ -6,6 +6,7 @@ from math import exp
 import pytest
 import torch
 import torch.nn.functional as F
+from method_scenes import images, rounds_of
 from scenes import CLASSES, NETWORK, begin, furthest, play, same, simulate, task
 from torch import Tensor
 
@@ -17,11 +18,6 @@ from halfmoon.methods import registry
 from halfmoon.methods.fedavg import FedAvg
 from halfmoon.methods.objectives import ICPL
 from halfmoon.methods.proxyfl import ProxyTuning, slope, tune, widest
-
-
-def images(count: int, seed: int) -> Tensor:
-    g = torch.Generator().manual_seed(seed)
-    return torch.randn(count, 1, 8, 8, generator=g, dtype=torch.float64)
 
 
 def given() -> Batch:
@@ -162,7 +158,7 @@ def test_any_averaging_method_can_take_the_step():
         runs = []
         for method in (inner, ProxyTuning(inner, tuning_passes=0), ProxyTuning(inner, tuning_lr=0.1)):
             shared = task(rounds=1)
-            runs.append(play(method, simulate(method, shared), begin(method, shared), range(1))[-1].server)
+            runs.append(rounds_of(method, shared)[-1].server)
         plain, none, tuned = runs
         assert same(plain, none)
         assert not torch.equal(plain["params"]["head"]["weight"], tuned["params"]["head"]["weight"])

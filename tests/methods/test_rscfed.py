@@ -5,19 +5,13 @@ from math import exp
 import pytest
 import torch
 import torch.nn.functional as F
-from scenes import CLASSES, NETWORK, begin, dataset, furthest, play, same, simulate, task
-from torch import Tensor
-from torch_models import TorchSmall, twin
+from method_scenes import assert_same, images, local, rounds_of, small
+from scenes import begin, dataset, furthest, same, task
 
-from halfmoon.api.types import Batch, Local
+from halfmoon.api.types import Batch
 from halfmoon.core import tree
 from halfmoon.core.optim import SGD
-from halfmoon.engine.sampling import Batching
 from halfmoon.methods.rscfed import RSCFed
-
-
-def images(count: int, seed: int) -> Tensor:
-    return torch.randn(count, 1, 8, 8, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
 def test_weights_by_hand():
@@ -46,12 +40,10 @@ def test_a_visit_with_its_teacher():
     """
     options, shared = RSCFed(unlabeled_weight=2.0, decay=0.6), task(optimizer=SGD(0.3))
     client_update, down = options.client_updates(shared)["train"], begin(options, shared)
-    nobody = Local(*[torch.zeros(0)] * 3, torch.tensor(2), torch.tensor(3))
     memory = client_update.remember(down, torch.Generator())
     memory["teacher"] = tree.map(lambda leaf: leaf * 1.1 + 0.01, memory["teacher"])
-    carry = client_update.begin(down, memory, nobody)
-    model = twin(TorchSmall(1, CLASSES, NETWORK.width), down).train()
-    teacher = twin(TorchSmall(1, CLASSES, NETWORK.width), {**down, "params": memory["teacher"]}).train()
+    carry = client_update.begin(down, memory, local(2, 3))
+    model, teacher = small(down), small({**down, "params": memory["teacher"]})
     optimizer = torch.optim.SGD(model.parameters(), 0.3)
     for number in range(3):
         u = {"weak": images(3, number), "weak2": images(3, number + 10)}
@@ -70,10 +62,9 @@ def test_a_visit_with_its_teacher():
             for old, new in zip(teacher.parameters(), model.parameters(), strict=True):
                 keep = (0.0, 0.5, 0.6)[number]
                 old.mul_(keep).add_((1 - keep) * new)
-    for part, theirs in (("params", model), ("teacher", teacher)):
-        for (name, p), leaf in zip(theirs.named_parameters(), tree.leaves(carry[part]), strict=True):
-            torch.testing.assert_close(leaf, p.detach(), rtol=1e-8, atol=1e-10, msg=name)
-    up, kept = client_update.finish(down, carry, nobody)
+    assert_same(carry["params"], model)
+    assert_same(carry["teacher"], teacher)
+    up, kept = client_update.finish(down, carry, local(2, 3))
     assert same(kept["teacher"], carry["teacher"])
     assert kept["teacher_steps"] == 2
     assert (float(up.weight), float(up.aux["labels"])) == (5, 1)
@@ -86,8 +77,7 @@ def test_one_group_of_all_without_distance_is_fedavg():
         "all": {"groups": 1, "size": 9}, "twice": {"groups": 2, "size": 3}, "single": {"groups": 1, "size": 1},
     }.items():  # fmt: skip
         method = RSCFed(beta=0.0, beta_labeled=0.0, labeled_factor=1.0, **options)
-        simulation = simulate(method, shared, dataset(place="some"), batching=Batching(4, 4))
-        servers[name] = play(method, simulation, begin(method, shared), range(1))[-1].server
+        servers[name] = rounds_of(method, shared, dataset(place="some"))[-1].server
     assert furthest(servers["all"], servers["twice"]) < 1e-12
     assert furthest(servers["all"], servers["single"]) > 1e-3
     with pytest.raises(Exception, match="groups is 0"):

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from fakes import Line, line
+from method_scenes import begun, lifted
 from scenes import CLASSES, begin, dataset, furthest, play, same, simulate, task
 from spies import Spy
 from torch import Tensor
@@ -91,7 +92,7 @@ def test_the_threshold_moves_in_a_straight_line():
     client_update = work_of(method, True, rounds=10)
     for round, expected in ((7, -1), (8, 0)):
         now = replace(client_update, task=client_update.task.at(round))
-        carry = now.begin(SOFT, now.remember(SOFT, torch.Generator()), client(images(1)))
+        carry = begun(now, SOFT, client(images(1)))
         assert carry["labels"].tolist() == [expected]
 
 
@@ -99,7 +100,7 @@ def test_a_label_stays():
     """What was accepted is kept against all later votes; what was not may still be; other rows begin without labels."""
     method, data = SemiFed(threshold=0.9, agree=1.0), client(images(1, 0), shade=3)
     client_update = work_of(method, True)
-    carry = client_update.begin(OTHER, client_update.remember(OTHER, torch.Generator()), data)
+    carry = begun(client_update, OTHER, data)
     assert carry["labels"].tolist() == [1, -1]
     _, memory = client_update.finish(OTHER, carry, data)
     assert labeled(method, [FIRM], data._replace(views={"plain": images(1, 1)}), memory) == [1, 0]
@@ -113,7 +114,7 @@ def step(method: SemiFed, at: Tree, batch: Batch, labels: list[int], **shared: A
     """Return the carry and the notes after a step at a model, with these labels of the rows."""
     client_update = work_of(method, **shared)
     data = client(torch.zeros(len(labels), 1, 1, 1), len(batch.x))
-    carry = client_update.begin(at, client_update.remember(at, torch.Generator()), data)
+    carry = begun(client_update, at, data)
     return client_update.step(at, {**carry, "labels": torch.tensor(labels)}, batch)
 
 
@@ -239,15 +240,8 @@ def test_no_peers_leaves_the_vote_to_the_server():
 def test_clients_of_one_size_are_lifted_together():
     """Equal clients, some met before and some not: loop and vmap agree, with labels given and used."""
     method, shared = SemiFed(interval=1, threshold=0.3, agree=0.6), task(BARE, optimizer=SGD(0.1))
-    held, runs = dataset(((4, 8),) * 4), []
-    for executor in ("loop", "vmap"):
-        simulation = simulate(method, shared, held, executor=executor, cohort=2)
-        runs.append(play(method, simulation, begin(method, shared), range(4)))
-    for one, two in zip(*runs, strict=True):
-        assert furthest(one.server, two.server) < 1e-12
-        assert furthest(one.state, two.state) < 1e-12
-        assert one.report.cost == two.report.cost
-    labels = [memory["labels"] for memory in runs[0][-1].state["client"].values()]
+    run = lifted(method, shared, dataset(((4, 8),) * 4), rounds=4, cohort=2)
+    labels = [memory["labels"] for memory in run[-1].state["client"].values()]
     assert all(len(each) == 8 for each in labels)
     assert 0 < sum(int((each >= 0).sum()) for each in labels) < 32
 

@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from fakes import Pixel, Told, pixels, upload, value, weight
+from method_scenes import begun, lifted, rounds_of
 from scenes import CLASSES, NETWORK, begin, dataset, furthest, play, same, simulate, task
 from test_batchnorm_stats import counted
 from torch_models import TorchSmall, twin
@@ -43,7 +44,7 @@ def one_step(method: SemiFL, w: float, batch: Batch, rows: torch.Tensor, labeled
     """Return the loss and the gradient of a first step of `Pixel` at w, by SGD of rate 1."""
     client_update = method.client_updates(task(Pixel(), optimizer=SGD(1.0), statistics="separate"))["train"]
     down = {"params": weight(w), "stats": {}}
-    carry = client_update.begin(down, client_update.remember(down, torch.Generator()), client(rows, labeled))
+    carry = begun(client_update, down, client(rows, labeled))
     carry, notes = client_update.step(down, carry, batch)
     return float(notes.loss), w - value(carry["params"])
 
@@ -109,7 +110,7 @@ def test_only_confident_rows_are_drawn_and_others_are_any():
         ([], 3, [], 0),
     ):
         data = client(pixels(values), labeled)
-        carry = client_update.begin(down, client_update.remember(down, torch.Generator()), data)
+        carry = begun(client_update, down, data)
         drawn = client_update.keep(carry, data)
         assert drawn is not None
         assert drawn.tolist() == kept
@@ -129,7 +130,7 @@ def test_debiasing_by_hand():
     found = {}
     for debias in (True, False):
         client_update = SemiFL(debias=debias).client_updates(task(Pixel()))["train"]
-        found[debias] = client_update.begin(down, client_update.remember(down, torch.Generator()), client(rows))
+        found[debias] = begun(client_update, down, client(rows))
     assert found[True]["label"].tolist() == [0, 0, 1]
     assert found[True]["confidence"].tolist() == pytest.approx([0.7326, 0.5490, 0.6866], abs=1e-4)
     assert found[False]["label"].tolist() == [0, 0, 0]
@@ -238,7 +239,7 @@ def test_unsure_images_are_not_in_the_pass(sure, executor):
     optimizer.step()
 
     client_update = SemiFL(threshold=threshold, labels="step", mix_weight=0.0).client_updates(shared)["train"]
-    carry = client_update.begin(model, client_update.remember(model, torch.Generator()), client(sweep))
+    carry = begun(client_update, model, client(sweep))
 
     def step(carry, u):
         after, notes = client_update.step(model, carry, batch._replace(u=u, others={}, mixing={}))
@@ -265,7 +266,7 @@ def test_a_mixture_of_one_image_is_its_weak_view():
         others={"weak": batch.others["weak"] + 9}, mixing={**batch.mixing, "other_rows": batch.u_rows}
     )
     down, client_update = begin(method, shared), method.client_updates(shared)["train"]
-    carry = client_update.begin(down, client_update.remember(down, torch.Generator()), client(sweep))
+    carry = begun(client_update, down, client(sweep))
     one, notes = client_update.step(down, carry, batch)
     assert same(one["params"], client_update.step(down, carry, other)[0]["params"])
     label = carry["label"][batch.u_rows]
@@ -282,9 +283,7 @@ def test_the_labels_of_a_step_follow_the_model_of_the_moment():
             task(Pixel(), optimizer=SGD(1.0), statistics="separate")
         )["train"]
         down = {"params": weight(0.1), "stats": {}}
-        carry = client_update.begin(
-            down, client_update.remember(down, torch.Generator()), client(pixels([1.0, 1.0]), 1)
-        )
+        carry = begun(client_update, down, client(pixels([1.0, 1.0]), 1))
         batch = batch_of([1.0], [1.0], [1.0], [0], [1], 0.5)
         batch = batch._replace(x=pixels([1.0]), y=torch.tensor([1]), x_rows=torch.tensor([0]))
         seen[labels] = []
@@ -475,7 +474,7 @@ def test_without_mixing_it_is_fixmatch_on_the_clients(place):
         ours = SemiFL(threshold=threshold, mix_weight=0.0, server_momentum=0.0)
         theirs = FedAvg(FixMatch(threshold=threshold, labels="round", mean="used"), keep_optimizer=True)
         if place == "clients":
-            one, two = (play(m, simulate(m, shared, held), begin(m, shared), range(3)) for m in (ours, theirs))
+            one, two = (rounds_of(m, shared, held, rounds=3) for m in (ours, theirs))
             assert furthest(one[-1].server["params"], two[-1].server["params"]) < 1e-12
             assert furthest(one[-1].state, two[-1].state) < 1e-12
             assert one[-1].report.cost["labeled_steps"] == two[-1].report.cost["labeled_steps"] > 0
@@ -590,24 +589,16 @@ def test_a_clients_momentum_lives_on_where_it_is_kept():
 )
 def test_every_variant_lifts(method, place):
     """Loop and vmap agree on the readings that are no row of the catalog, wherever labels lie."""
-    runs = []
-    for executor in ("loop", "vmap"):
-        shared = task(statistics="separate")
-        simulation = simulate(method, shared, dataset(place=place), executor=executor)
-        runs.append(play(method, simulation, begin(method, shared), range(2))[-1])
-    assert furthest(runs[1].server, runs[0].server) < 1e-9
-    assert furthest(runs[1].state, runs[0].state) < 1e-9
-    assert runs[1].report.cost == runs[0].report.cost
+    last = lifted(method, task(statistics="separate"), dataset(place=place))[-1]
     first = method.solution(task(), begin(method, task()))
-    assert furthest(method.solution(task(), runs[0].server)["params"], first["params"]) > 1e-3
+    assert furthest(method.solution(task(), last.server)["params"], first["params"]) > 1e-3
 
 
 def test_a_server_without_labels_keeps_nothing():
     """With labels at the clients it takes no step and remembers no optimizer; at the server it does."""
     for place in ("clients", "server"):
-        simulation = simulate(SemiFL(threshold=0.3), task(), dataset(place=place))
-        play(SemiFL(threshold=0.3), simulation, begin(SemiFL(), task()), range(1))
-        assert (str(SERVER) in simulation.state()["client"]) == (place == "server")
+        (last,) = rounds_of(SemiFL(threshold=0.3), task(), dataset(place=place))
+        assert (str(SERVER) in last.state["client"]) == (place == "server")
 
 
 @pytest.mark.parametrize(("labels", "mix_weight"), [("round", 1.0), ("round", 0.0), ("step", 1.0), ("step", 0.0)])
@@ -634,7 +625,7 @@ def test_passes_are_what_goes_through_the_network(labels, mix_weight, statistics
     assert isinstance(client_update, Mixing)
     batch, sweep = random_batch(5, 6)
     batch = batch._replace(u={name: batch.u[name] for name in client_update.needs.views})
-    carry = client_update.begin(down, client_update.remember(down, torch.Generator()), client(sweep, 5))
+    carry = begun(client_update, down, client(sweep, 5))
     assert seen["forward"] == client_update.swept(5, 9) == (9 if labels == "round" else 0)
     seen.update(forward=0, backward=0)
     client_update.step(down, carry, batch)

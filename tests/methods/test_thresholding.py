@@ -1,17 +1,16 @@
 """Thresholds that follow the model: every number by hand, and their state where it belongs, in every method."""
 
-from dataclasses import replace
 from math import exp, log
 
 import pytest
 import torch
-from scenes import begin, dataset, furthest, play, same, simulate, task
+from method_scenes import lifted, rounds_of
+from scenes import dataset, same, task
 from test_objectives import Line, batch, pseudo_label
 from torch import Tensor
 
 from halfmoon.api.types import Local, Task
 from halfmoon.core.optim import SGD
-from halfmoon.engine.sampling import Batching
 from halfmoon.methods import registry
 from halfmoon.methods.objectives import FixMatch, PseudoLabel
 from halfmoon.methods.objectives.pseudo_labeling import surer
@@ -213,16 +212,10 @@ def test_in_every_method_state_stays_at_the_clients(name, rule):
     options = {**METHODS[name], "thresholding": rule}
     method = registry.make(name, options)
     shared, entry = task(rounds=2), registry.entry(name)
-    runs = []
-    for executor in ("loop", "vmap"):
-        held = dataset(SIZES, pooled=entry.pooled, place=entry.places[0])
-        simulation = simulate(method, shared, held, batching=Batching(4, 4), executor=executor, cohort=4)
-        runs.append(play(method, simulation, begin(method, shared), range(2)))
-    for one, many in zip(*runs, strict=True):
-        assert furthest(many.server, one.server) < 1e-9
-        assert furthest(many.state, one.state) < 1e-9
-        assert not any("threshold" in path for path in one.server)
-    memories = runs[0][-1].state["client"]
+    held = dataset(SIZES, pooled=entry.pooled, place=entry.places[0])
+    run = lifted(method, shared, held, cohort=4)
+    assert not any("threshold" in path for one in run for path in one.server)
+    memories = run[-1].state["client"]
     kept = rule != "fl2" and name != "semifl"  # SemiFL looks at all rows in every visit
     states = [memory["thresholds"] for memory in memories.values() if "thresholds" in memory]
     assert bool(states) == kept
@@ -230,22 +223,15 @@ def test_in_every_method_state_stays_at_the_clients(name, rule):
         assert sorted(len(state["label"]) for state in states) == ([25] if entry.pooled else [4, 6, 7, 8])
     if kept and rule == "freematch" and len(states) > 1:
         assert len({float(state["confidence"]) for state in states}) == len(states)
-    plain = registry.make(name, METHODS[name])
-    simulation = simulate(plain, shared, dataset(SIZES, pooled=entry.pooled, place=entry.places[0]), cohort=4)
-    assert not same(play(plain, simulation, begin(plain, shared), range(2))[-1].server, runs[0][-1].server)
+    plain = rounds_of(registry.make(name, METHODS[name]), shared, held, rounds=2, cohort=4)
+    assert not same(plain[-1].server, run[-1].server)
 
 
 @pytest.mark.parametrize("teacher", ["global", "both"])
 @pytest.mark.parametrize("name", ["fedavg-fixmatch", "fedprox-uda", "pseudo-label"])
 def test_received_labels_in_both_executors(name, teacher):
-    method, played = registry.make(name, {"teacher": teacher, "threshold": 0.39}), []
-    shared = replace(task(rounds=2), labeling="running")
-    for executor in ("loop", "vmap"):
-        held = dataset(SIZES, pooled=registry.entry(name).pooled)
-        simulation = simulate(method, shared, held, executor=executor)
-        played.append(play(method, simulation, begin(method, shared), range(2)))
-    for one, many in zip(*played, strict=True):
-        assert furthest(many.server, one.server) < 1e-9
+    method, shared = registry.make(name, {"teacher": teacher, "threshold": 0.39}), task(rounds=2, labeling="running")
+    lifted(method, shared, dataset(SIZES, pooled=registry.entry(name).pooled))
     passes = method.client_updates(shared)["train"].passes(4, 6)
     assert passes.forward == {"fedavg-fixmatch": 16, "fedprox-uda": 16, "pseudo-label": 10}[name] + 6 * (
         teacher == "both"

@@ -5,6 +5,7 @@ from math import exp, log
 import pytest
 import torch
 import torch.nn.functional as F
+from method_scenes import images
 from scenes import CLASSES, NETWORK, begin, dataset, play, same, simulate, task
 from torch import Tensor
 from torch_models import TorchSmall, twin
@@ -16,10 +17,6 @@ from halfmoon.engine.sampling import Batching
 from halfmoon.methods.fedavg import FedAvg
 from halfmoon.methods.objectives.self_supervised import info_nce
 from halfmoon.methods.twinsight import TwinSight, gram_distance
-
-
-def images(count: int, seed: int) -> Tensor:
-    return torch.randn(count, 1, 8, 8, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
 def test_info_nce_by_hand():

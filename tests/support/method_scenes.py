@@ -1,16 +1,20 @@
-"""What the tests of FedLoKe and FML share: a network of two weights, views without chance, and autograd's steps."""
+"""What the tests of methods share: images, clients and runs, a network of two weights, fixed views, and oracles."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
-from scenes import CLASSES
-from torch import Tensor
+from scenes import CLASSES, NETWORK, Snapshot, begin, play, simulate
+from torch import Tensor, nn
+from torch_models import TorchSmall, twin
 
-from halfmoon.api.types import Batch, Local, Task
+from halfmoon.api.types import Batch, ClientUpdate, Local, Method, Task
+from halfmoon.contract.checks import executors_agree
 from halfmoon.core import tree
 from halfmoon.core.tree import Tree
 from halfmoon.data.views import Plain
+from halfmoon.engine.local_clients import FederatedDataset
 from halfmoon.engine.sampling import Views
 from halfmoon.models import Network
 from halfmoon.models.network import Normalize
@@ -47,26 +51,60 @@ def pixels(*values: float) -> Tensor:
     return torch.tensor(values, dtype=torch.float64).view(-1, 1, 1, 1)
 
 
-def local(labeled: int = 5, unlabeled: int = 6) -> Local:
+def images(count: int, seed: int) -> Tensor:
+    """Return random images (count, 1, 8, 8), as a network sees them."""
+    return torch.randn(count, 1, 8, 8, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def local(labeled: int = 5, unlabeled: int = 6, y: Tensor | None = None, **views: Tensor) -> Local:
+    """Return a client of these counts; steps bring images of their own."""
     nothing = torch.zeros(0, 1, 8, 8, dtype=torch.uint8)
-    return Local(nothing, torch.zeros(0), nothing, torch.tensor(labeled), torch.tensor(unlabeled))
+    y = torch.zeros(0, dtype=torch.int64) if y is None else y
+    return Local(nothing, y, nothing, torch.tensor(labeled), torch.tensor(unlabeled), views)
+
+
+def begun(update: ClientUpdate, down: Tree, data: Local) -> Tree:
+    """Return the carry of a client's first update."""
+    return update.begin(down, update.remember(down, torch.Generator()), data)
+
+
+def rounds_of(
+    method: Method, shared: Task, held: FederatedDataset | None = None, *, rounds: int = 1, **options: Any
+) -> list[Snapshot]:
+    """Return the first rounds of a federation."""
+    return play(method, simulate(method, shared, held, **options), begin(method, shared), range(rounds))
+
+
+def lifted(
+    method: Method, shared: Task, held: FederatedDataset | None = None, *, rounds: int = 2, **options: Any
+) -> list[Snapshot]:
+    """Return the first rounds, which are the same client by client and with clients as one program: to 1e-9."""
+    loop, vmap = (rounds_of(method, shared, held, rounds=rounds, executor=each, **options) for each in ("loop", "vmap"))
+    executors_agree(loop, vmap)
+    return loop
+
+
+def small(down: Tree) -> TorchSmall:
+    """Return the network of the scene as a module in training, with a model's parameters and statistics."""
+    return twin(TorchSmall(1, CLASSES, NETWORK.width), down).train()
+
+
+def assert_same(params: Tree, module: nn.Module, rtol: float = 1e-8, atol: float = 1e-10) -> None:
+    """Compare parameters with a module's."""
+    for (name, p), leaf in zip(module.named_parameters(), tree.leaves(params), strict=True):
+        torch.testing.assert_close(leaf, p.detach(), rtol=rtol, atol=atol, msg=name)
 
 
 def batches(names: tuple[str, ...], count: int = 3) -> list[Batch]:
     """Return batches of 5 + 6 random images with all of these views, of labeled and of unlabeled images."""
     g = torch.Generator().manual_seed(1)
     draw = lambda n: torch.randn(n, 1, 8, 8, generator=g, dtype=torch.float64)  # noqa: E731
-    return [
-        Batch(
-            draw(5),
-            torch.randint(0, CLASSES, (5,), generator=g),
-            torch.arange(5),
-            {name: draw(6) for name in names},
-            torch.arange(6),
-            x_views={name: draw(5) for name in names},
-        )
-        for _ in range(count)
-    ]
+    found = []
+    for _ in range(count):
+        x, y = draw(5), torch.randint(0, CLASSES, (5,), generator=g)
+        u, views = {name: draw(6) for name in names}, {name: draw(5) for name in names}
+        found.append(Batch(x, y, torch.arange(5), u, torch.arange(6), x_views=views))
+    return found
 
 
 @dataclass(frozen=True)
