@@ -128,5 +128,3 @@ def test_warm_up_is_for_labels_alone():
     first, second = play(method, simulation, begin(method, shared), range(2))
     assert first.report.pseudo is None or first.report.pseudo["share_used"] == 0
     assert second.report.pseudo["share_used"] > 0
-    with pytest.raises(Exception, match="residual_every is 0"):
-        CBAFed(residual_every=0)

@@ -4,11 +4,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 from fakes import Pixel, Told, value, weight
-from method_scenes import lifted, rounds_of
+from method_scenes import assert_same, batches, lifted, local, rounds_of, small
 from scenes import CLASSES, begin, dataset, furthest, play, same, simulate, task
-from torch_models import TorchSmall, twin
 
-from halfmoon.api.types import Batch, Local
 from halfmoon.api.uploads import Upload, stack
 from halfmoon.core import tree
 from halfmoon.core.errors import UserError
@@ -24,28 +22,6 @@ from halfmoon.methods.objectives import UDA, FixMatch
 from halfmoon.methods.objectives.pseudo import PseudoLabel
 from halfmoon.methods.proxyfl import ProxyTuning
 from halfmoon.models import SmallCNN
-
-
-def local(labeled: int, unlabeled: int) -> Local:
-    """Return a client of these counts."""
-    nothing = torch.zeros(0, 1, 8, 8, dtype=torch.uint8)
-    return Local(nothing, torch.zeros(0), nothing, torch.tensor(labeled), torch.tensor(unlabeled))
-
-
-def batches(count: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> list[Batch]:
-    """Return batches of 5 + 6 random images."""
-    g = torch.Generator().manual_seed(seed)
-    draw = lambda n: torch.randn(n, 1, 8, 8, generator=g, dtype=dtype)  # noqa: E731
-    return [
-        Batch(
-            draw(5),
-            torch.randint(0, CLASSES, (5,), generator=g),
-            torch.arange(5),
-            {"weak": draw(6), "strong": draw(6)},
-            torch.arange(6),
-        )
-        for _ in range(count)
-    ]
 
 
 def test_the_average_by_hand():
@@ -103,10 +79,10 @@ def test_the_proximal_gradient_is_autograds(objective):
     shared = task(optimizer=SGD(lr))
     client_update = method.client_updates(shared)["train"]
     down = begin(method, shared)
-    carry = client_update.begin(down, {}, local(5, 6))
+    carry = client_update.begin(down, {}, local())
     params = tree.map(lambda leaf: leaf.clone().requires_grad_(), down["params"])
     stats = down["stats"]
-    for batch in batches(3):
+    for batch in batches(("weak", "strong")):
         before = stats
         carry, notes = client_update.step(down, carry, batch)
         plain, seen = method.objective(shared, params, before, batch)
@@ -127,9 +103,9 @@ def test_every_visit_starts_with_a_fresh_optimizer_from_what_came_down():
     method, shared = FedAvg(), task(optimizer=SGD(0.1, momentum=0.9))
     client_update = method.client_updates(shared)["train"]
     down = begin(method, shared)
-    carry, _ = client_update.step(down, client_update.begin(down, {}, local(5, 6)), batches(1)[0])
+    carry, _ = client_update.step(down, client_update.begin(down, {}, local()), batches(("weak", "strong"), 1)[0])
     assert any(leaf.any() for leaf in tree.leaves(carry["optimizer"]))
-    again = client_update.begin(down, {}, local(5, 6))
+    again = client_update.begin(down, {}, local())
     assert not any(leaf.any() for leaf in tree.leaves(again["optimizer"]))
     assert again["params"] is down["params"]
 
@@ -137,14 +113,9 @@ def test_every_visit_starts_with_a_fresh_optimizer_from_what_came_down():
 @pytest.mark.parametrize(
     ("ours", "theirs", "options"),
     [
-        (
-            SGD(0.1, momentum=0.9, weight_decay=0.01),
-            torch.optim.SGD,
-            {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.01},
-        ),
-        (Adam(1e-2, eps=1e-3), torch.optim.Adam, {"lr": 1e-2, "eps": 1e-3}),
+        (SGD, torch.optim.SGD, {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.01}),
+        (Adam, torch.optim.Adam, {"lr": 1e-2, "eps": 1e-3}),
     ],
-    ids=["sgd", "adam"],
 )
 def test_one_client_with_everything_is_centralized_training(ours, theirs, options):
     """A round of one client that holds all rows, whole-batch steps: the same as a module, its optimizer and a loop.
@@ -153,7 +124,7 @@ def test_one_client_with_everything_is_centralized_training(ours, theirs, option
     changes a mean by rounding only. Parameters and running statistics agree.
     """
     held = dataset(((20, 0),), all_labels=True)
-    shared = task(optimizer=ours)
+    shared = task(optimizer=ours(**options))
     views = Views(labeled=Plain())
     method = FedAvg()
     server = begin(method, shared)
@@ -161,20 +132,17 @@ def test_one_client_with_everything_is_centralized_training(ours, theirs, option
     (played,) = play(method, simulation, server, range(1))
     assert played.report.cost["labeled_steps"] == 2
 
-    oracle = twin(TorchSmall(1, CLASSES, shared.network.width), server)
+    oracle = small(server)
     optimizer = theirs(oracle.parameters(), **options)
     images = held.train.images.double() / 255 * 2 - 1
     for _ in range(2):
         optimizer.zero_grad()
         F.cross_entropy(oracle(images), held.train.labels).backward()
         optimizer.step()
-    for (name, p), leaf in zip(oracle.named_parameters(), tree.leaves(played.server["params"]), strict=True):
-        torch.testing.assert_close(leaf, p.detach(), rtol=1e-9, atol=1e-10, msg=name)
-    for layer, stats in played.server["stats"].items():
-        torch.testing.assert_close(
-            stats["mean"], oracle.get_buffer(f"{layer}.norm.running_mean"), rtol=1e-9, atol=1e-10
-        )
-        torch.testing.assert_close(stats["var"], oracle.get_buffer(f"{layer}.norm.running_var"), rtol=1e-9, atol=1e-10)
+    assert_same(played.server["params"], oracle, rtol=1e-9)
+    for path, leaf in tree.flatten(played.server["stats"]).items():
+        layer, name = path.split("/")
+        torch.testing.assert_close(leaf, oracle.get_buffer(f"{layer}.norm.running_{name}"), rtol=1e-9, atol=1e-10)
 
 
 def test_equal_clients_come_back_as_one():
@@ -188,18 +156,10 @@ def test_equal_clients_come_back_as_one():
         classes[torch.from_numpy(held.split.rows(k, True))] = labels
     held = type(held)(type(held.train)(images, classes), held.split)
     shared, method = task(), FedAvg()
-    server = begin(method, shared)
-    runs = [
-        play(
-            method,
-            simulate(method, shared, held, views=Views(labeled=Plain()), batching=Batching(6), cohort=size),
-            server,
-            range(1),
-        )[-1].server
-        for size in (1, 3)
-    ]
-    assert furthest(runs[0], runs[1]) < 1e-12
-    assert furthest(runs[0], server) > 1e-3
+    options = {"views": Views(labeled=Plain()), "batching": Batching(6)}
+    one, three = (rounds_of(method, shared, held, cohort=size, **options)[-1].server for size in (1, 3))
+    assert furthest(one, three) < 1e-12
+    assert furthest(one, begin(method, shared)) > 1e-3
 
 
 def test_the_average_of_the_servers_models_by_hand():

@@ -28,7 +28,6 @@ from torch.distributions import Categorical
 
 from halfmoon.api.types import Batch, Task
 from halfmoon.core import tree
-from halfmoon.core.errors import UserError
 from halfmoon.core.optim import SGD
 from halfmoon.engine.sampling import Batching
 from halfmoon.methods import registry
@@ -399,13 +398,3 @@ def test_networks_without_statistics_go_on_after_a_checkpoint(name, norm, execut
     for one, two in zip(whole[1:], again, strict=True):
         assert same(one.server, two.server)
         assert same(one.state, two.state)
-
-
-@pytest.mark.parametrize(
-    ("wrong", "words"),
-    [({"ema": 1.5}, "ema is 1.5"), ({"ema": -0.1}, "ema is"), ({"ramp_rounds": -1}, "ramp_rounds is -1")],
-)
-def test_impossible_options_are_refused(wrong, words):
-    """In a sentence that names the option."""
-    with pytest.raises(UserError, match=words):
-        replace(FedLoKe(), **wrong)

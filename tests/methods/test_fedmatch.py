@@ -14,7 +14,6 @@ from torch import Tensor
 
 from halfmoon.api.types import Batch, Local, Task
 from halfmoon.core import tree
-from halfmoon.core.errors import UserError
 from halfmoon.core.optim import SGD
 from halfmoon.core.tree import Tree
 from halfmoon.engine.sampling import Batching
@@ -519,11 +518,3 @@ def replay(method: FedMatch, shared: Task, executor: str) -> Any:
     simulation = simulate(method, shared, executor=executor)
     play(method, simulation, begin(method, shared), range(1))
     return simulation
-
-
-def test_options_that_cannot_be():
-    """A number of helpers below 0, an interval below 1."""
-    with pytest.raises(UserError, match="interval is 0"):
-        FedMatch(interval=0)
-    with pytest.raises(UserError, match="helpers is -1"):
-        FedMatch(helpers=-1)

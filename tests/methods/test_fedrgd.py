@@ -12,7 +12,6 @@ from torch import Tensor
 
 from halfmoon.api.uploads import Upload
 from halfmoon.core import tree
-from halfmoon.core.errors import UserError
 from halfmoon.core.optim import SGD
 from halfmoon.core.tree import Tree
 from halfmoon.engine.sampling import Batching
@@ -232,9 +231,3 @@ def test_the_row_with_feddpl_debiases():
     assert client_update.needs.sweep == ("weak",)
     assert client_update.needs.views == ("weak", "strong")
     assert registry.make("fedrgd", {"groups": 3, "threshold": 0.8}) == FedRGD(FixMatch(threshold=0.8), groups=3)
-
-
-def test_no_group_is_refused():
-    """At least one."""
-    with pytest.raises(UserError, match="groups is 0"):
-        FedRGD(groups=0)

@@ -27,7 +27,6 @@ from torch_models import TorchSmall, twin
 
 from halfmoon.api.types import Batch, Task
 from halfmoon.core import rng, tree
-from halfmoon.core.errors import UserError
 from halfmoon.core.optim import SGD
 from halfmoon.engine.driver import first_memory
 from halfmoon.methods.fedavg import FedAvg
@@ -286,11 +285,3 @@ def test_a_known_clients_first_memory_is_not_drawn_again():
         server = play(method, simulation, server, range(number, number + 1))[-1].server
         counts.append(len(drawn))
     assert counts == [5, 1, 1]
-
-
-@pytest.mark.parametrize("name", ["private_share", "meme_share"])
-@pytest.mark.parametrize("share", [-0.1, 1.5])
-def test_impossible_shares_are_refused(name, share):
-    """In a sentence that names the option."""
-    with pytest.raises(UserError, match=f"{name} is {share}"):
-        replace(FML(), **{name: share})

@@ -128,5 +128,3 @@ def test_a_round_by_hand():
     assert new["helpers"][:, :, 0].tolist() == [[1, 7, 0, 0], [3, 7, 0, 0]]
     with pytest.raises(Exception, match="head with a bias"):
         options.start(shared, SmallCNN(1, CLASSES, 4, "none").init(torch.Generator()))
-    with pytest.raises(Exception, match="helpers is 0"):
-        ProtoFSSL(helpers=0)

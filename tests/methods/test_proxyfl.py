@@ -180,5 +180,3 @@ def test_the_solution_has_no_heads():
     server = begin(ProxyTuning(), task())
     assert {"feature_head", "proxy_head"} < set(server["params"])
     assert not {"feature_head", "proxy_head"} & set(ProxyTuning().solution(task(), server)["params"])
-    with pytest.raises(Exception, match="tuning_batch is 0"):
-        ProxyTuning(tuning_batch=0)

@@ -14,7 +14,6 @@ from torch import Tensor
 
 from halfmoon.api.types import Batch, Local
 from halfmoon.core import tree
-from halfmoon.core.errors import UserError
 from halfmoon.core.optim import SGD
 from halfmoon.core.tree import Tree
 from halfmoon.engine.sampling import Batching
@@ -258,15 +257,3 @@ def test_clients_without_labels_follow_themselves():
         assert float(up.weight[place]) == own.labeled + own.unlabeled
         if not own.labeled:
             assert furthest(up.at(place).update["params"], server["params"]) > 1e-6
-
-
-def test_options_that_cannot_be():
-    """An interval of 0, fewer than no peers, no share of the models."""
-    cases: tuple[tuple[dict[str, Any], str], ...] = (
-        ({"interval": 0}, "every 0 rounds"),
-        ({"peers": -1}, "-1 peers"),
-        ({"agree": 0.0}, "agree is 0"),
-    )
-    for options, words in cases:
-        with pytest.raises(UserError, match=words):
-            SemiFed(**options)

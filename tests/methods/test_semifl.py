@@ -15,7 +15,6 @@ from torch_models import TorchSmall, twin
 from halfmoon.api.types import Batch, Local
 from halfmoon.api.uploads import Upload
 from halfmoon.core import tree
-from halfmoon.core.errors import UserError
 from halfmoon.core.optim import SGD
 from halfmoon.data.partition.split import SERVER
 from halfmoon.data.views import Plain
@@ -433,12 +432,6 @@ def test_momentum_of_halves_is_psis_alone():
     for name in ("psi", "sigma"):
         assert furthest(two.server[name], one.server[name]) > 1e-4
     assert same(two.server["rest"], first["rest"])
-
-
-def test_halves_are_refused_beside_the_clients():
-    """Where the server trains beside the clients there is nothing to average: its half is another."""
-    with pytest.raises(UserError, match="halves"):
-        SemiFL(halves=True, fine_tune=False)
 
 
 @pytest.mark.parametrize(("sbn", "who"), [("all", [[0, 1], [2, 3]]), ("cohort", [[0, 1]]), ("server", [])])

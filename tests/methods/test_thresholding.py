@@ -176,8 +176,6 @@ def test_the_received_model_guesses():
     other = judged("both", log(3) / 2, -log(3), 2)
     assert (other.label.tolist(), other.weight.tolist()) == ([1], [1.0])
     assert other.confidence.tolist() == pytest.approx([0.9], rel=1e-12)
-    with pytest.raises(Exception, match="labels are the round's"):
-        FixMatch(labels="round", teacher="global")
 
 
 def test_of_equals_the_first_counts():
