@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from scenes import Snapshot, begin, furthest, play
+from scenes import CLASSES, Snapshot, begin, furthest, play
 
 from halfmoon.api.types import Method, Task
 from halfmoon.contract import checks
@@ -17,12 +17,13 @@ from halfmoon.core.errors import UserError
 from halfmoon.core.tree import Tree
 from halfmoon.engine.simulation import Simulation
 from halfmoon.methods import registry
+from halfmoon.models import SmallCNN
 
 # An untrained network of four classes is sure of nothing; three rounds see the foot of a ramp, and no tenth round.
 SOME = {"threshold": 0.39, "delta": 1.35, "ramp_rounds": 2, "interval": 1, "tuning_passes": 5}
 
 
-def method_of(name: str) -> Method:
+def method_of(name: str, **more: Any) -> Method:
     """Return a method that uses some, but not all, of its pseudo-labels on random images."""
     options = registry.options(name)
     some = {key: value for key, value in SOME.items() if key in options}
@@ -33,12 +34,12 @@ def method_of(name: str) -> Method:
         some["threshold"] = 0.32 if options["teacher"].default == "global" else 0.31
     if "tail" in options:
         some["threshold"] = 0.25  # to which the share of a class, 0.1, is added
-    return registry.make(name, some)
+    return registry.make(name, {**some, **more})
 
 
-def row_of(name: str) -> registry.MethodEntry:
+def row_of(name: str, **more: Any) -> registry.MethodEntry:
     """Return the method's row with the options of `method_of`."""
-    return dataclasses.replace(registry.entry(name), method=method_of(name))
+    return dataclasses.replace(registry.entry(name), method=method_of(name, **more))
 
 
 def scene(
@@ -180,6 +181,20 @@ def test_a_run_repeats_itself_and_changes_nothing_that_it_was_given(name):
 def test_a_restored_run_goes_on_bit_by_bit(name, executor, tmp_path: Path):
     """Saved after round 2 and restored from the run folder: round 3 equals that of the straight run."""
     checks.resumes(row_of(name), straight(name, "both", executor), executor, tmp_path / "run")
+
+
+@pytest.mark.parametrize("norm", ["group", "none"])
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [("fedloke", {}), ("fml", {}), ("fedmatch", {"debias": True}), ("fedrgd", {"return_group": True, "decay": 0.9})],
+)
+def test_networks_without_statistics_go_on_after_a_checkpoint(name, options, norm, tmp_path):
+    """Empty statistics leave no trace on disk: a run whose trees were written and read plays on bit by bit."""
+    row, network = row_of(name, **options), SmallCNN(1, CLASSES, 4, norm)
+    runs = {executor: checks.straight(row, "both", executor, network) for executor in ("loop", "vmap")}
+    checks.executors_agree(*runs.values())
+    for executor, run in runs.items():
+        checks.resumes(row, run, executor, tmp_path / executor, network)
 
 
 @EVERY_ROW

@@ -30,11 +30,9 @@ from halfmoon.api.types import Batch, Task
 from halfmoon.core import tree
 from halfmoon.core.optim import SGD
 from halfmoon.engine.sampling import Batching
-from halfmoon.methods import registry
 from halfmoon.methods.fedavg import FedAvg
 from halfmoon.methods.fedloke import FedLoKe
 from halfmoon.methods.objectives import UDA
-from halfmoon.models import SmallCNN
 
 RULES = pytest.mark.parametrize(
     ("statistics", "labeling"), [("joint", "batch"), ("separate", "batch"), ("joint", "running")]
@@ -377,24 +375,3 @@ def test_the_mean_by_size_or_uniform():
         simulation = simulate(method, shared, held, cohort=4)
         simulation.open(0)
         assert simulation.ask("train", begin(FedLoKe(), shared)).weight.tolist() == expected
-
-
-@pytest.mark.parametrize("name", ["fedloke", "fml"])
-@pytest.mark.parametrize("norm", ["group", "none"])
-@pytest.mark.parametrize("executor", ["loop", "vmap"])
-def test_networks_without_statistics_go_on_after_a_checkpoint(name, norm, executor):
-    """Empty statistics leave no trace on disk: a run whose trees were written and read plays on bit by bit.
-
-    With clients that are met in the second round for the first time among those who come back.
-    """
-    method, shared = registry.make(name), task(SmallCNN(1, CLASSES, 4, norm), optimizer=SGD(0.1, momentum=0.9))
-    read = lambda part: tree.unflatten({name: leaf.clone() for name, leaf in tree.flatten(part).items()})  # noqa: E731
-    whole = rounds_of(method, shared, executor=executor, rounds=3)
-    simulation = simulate(method, shared, executor=executor)
-    for client, memory in whole[0].state["client"].items():
-        simulation.memories.put(client, read(memory))
-    again = play(method, simulation, read(whole[0].server), range(1, 3))
-    assert len({tuple(one.report.cohort) for one in whole}) > 1
-    for one, two in zip(whole[1:], again, strict=True):
-        assert same(one.server, two.server)
-        assert same(one.state, two.state)

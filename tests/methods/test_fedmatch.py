@@ -12,7 +12,7 @@ from scenes import CLASSES, begin, dataset, furthest, play, same, simulate, task
 from spies import Spy
 from torch import Tensor
 
-from halfmoon.api.types import Batch, Local, Task
+from halfmoon.api.types import Batch, Local
 from halfmoon.core import tree
 from halfmoon.core.optim import SGD
 from halfmoon.core.tree import Tree
@@ -496,25 +496,3 @@ def test_the_start_and_what_is_evaluated():
     assert furthest(server["psi"], tree.map(lambda leaf: 0.2 * leaf, kernels(model["params"]))) == 0
     parts = {"sigma": line(1, 2), "psi": line(0.3, -0.31), "stats": {}}
     assert method.solution(shared, parts)["params"]["head"]["weight"].flatten().tolist() == [1.0, 1.69]
-
-
-@pytest.mark.parametrize("executor", ["loop", "vmap"])
-def test_without_normalization_rounds_go_on_after_a_checkpoint(executor):
-    """Empty statistics leave no trace in a file: a server's tree that was flattened plays the same round."""
-    method, shared = FedMatch(interval=1, threshold=0.3, debias=True), task(BARE, optimizer=SGD(RATE))
-    simulation = simulate(method, shared, executor=executor)
-    first, _ = play(method, simulation, begin(method, shared), range(2))
-    straight = simulate(method, shared, executor=executor)
-    play(method, straight, begin(method, shared), range(1))
-    flat = tree.unflatten(tree.flatten(first.server))
-    assert "stats" not in flat
-    (again,) = play(method, straight, flat, range(1, 2))
-    (second,) = play(method, replay(method, shared, executor), first.server, range(1, 2))
-    assert same(again.server, second.server)
-
-
-def replay(method: FedMatch, shared: Task, executor: str) -> Any:
-    """Return a federation that has played its first round."""
-    simulation = simulate(method, shared, executor=executor)
-    play(method, simulation, begin(method, shared), range(1))
-    return simulation

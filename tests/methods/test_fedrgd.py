@@ -177,22 +177,6 @@ def test_return_group_changes_who_starts_where():
     assert furthest(runs[1][1].server["params"], runs[0][1].server["params"]) > 1e-6
 
 
-def test_groups_survive_a_checkpoint_in_both_executors():
-    """With `return_group`, a teacher and nothing tracked: loop = vmap, and a flattened tree plays the same round."""
-    method, shared = FedRGD(replace(SURE, decay=0.9), return_group=True), task(GROUPED, optimizer=SGD(0.05))
-    held, rounds = dataset(place="server"), []
-    for executor in ("loop", "vmap"):
-        simulation = simulate(method, shared, held, executor=executor)
-        first, second = play(method, simulation, begin(method, shared), range(2))
-        flat = tree.unflatten(tree.flatten(first.server))
-        assert "stats" not in flat
-        (again,) = play(method, simulate(method, shared, held, executor=executor), flat, range(1, 2))
-        assert same(again.server, second.server)
-        assert set(method.solution(shared, flat)) == {"params", "stats"}
-        rounds.append(second.server)
-    assert furthest(*rounds) < 1e-12
-
-
 def test_the_servers_copies_are_plain_training():
     """Labels at the server, clients that are sure of nothing: their models stay, and each copy is SGD on the labels.
 
