@@ -233,16 +233,6 @@ def norm(gradient: Tree) -> Tensor:
     return euclidean(torch.stack([euclidean(leaf) for leaf in tree.leaves(gradient)]))
 
 
-class Regulation(NamedTuple):
-    """What the regulators say of one minibatch."""
-
-    weights: Tensor  # (b,) m_i of Eq. 6
-    d: Tensor  # () of Eq. 3, zero without C-reg
-    reward: Tensor  # () what is made of d: it weighs the term of Eq. 8
-    carry: Tree  # the regulators' new parts of the carry
-    norms: dict[str, Tensor]  # gradient norms of Theorems 1 and 2
-
-
 @dataclass(frozen=True)
 class Regulated(ClientUpdate):
     """The client of FedDure: F-reg and C-reg take a step each, then the local model does."""
@@ -300,13 +290,13 @@ class Regulated(ClientUpdate):
         else:
             apart = self.options.labels == "round"
             student = local_student(self.task, carry["params"], batch, (labeled, strong), pull, apart)
-        regulation = self._regulate(carry, batch, student, label, strong, mask)
-        gate, regulators = down["gate"].to(strong.dtype), regulation.carry
+        weights, d, reward, regulators, norms = self._regulate(carry, batch, student, label, strong, mask)
+        gate = down["gate"].to(strong.dtype)
         if self.options.labeled_first:
             joint = carry["steps"] >= self.options.labeled_first
             gate, before = gate * joint.to(gate.dtype), {name: carry[name] for name in regulators}
             regulators = {**tree.select(joint, regulators, before), "steps": carry["steps"] + 1}
-        trust = (regulation.weights + regulation.reward) * gate
+        trust = (weights + reward) * gate
 
         def loss(z: Tree) -> tuple[Tensor, tuple[Any, ...]]:  # Eq. 7, 8 and 9; Eq. 10 is the optimizer's step
             taught = mean(trust * per_image(z["strong"], label), batch.u_real)
@@ -314,9 +304,9 @@ class Regulated(ClientUpdate):
 
         cotangent, value, _ = grad_and_value(loss, {"labeled": labeled, "strong": strong})
         gradient = pull((cotangent["labeled"], cotangent["strong"]), False)
-        samples = {"m": sample(regulation.weights, batch.u_real), "d": sample(regulation.d)}
+        samples = {"m": sample(weights, batch.u_real), "d": sample(d)}
         samples["mean_logit"] = sample(strong.mean(-1), batch.u_real)
-        samples |= {name: sample(norm) for name, norm in regulation.norms.items()}
+        samples |= {name: sample(norm) for name, norm in norms.items()}
         notes = StepMetrics(value, samples, (Pseudo(label, confidence, trust),))
         return self.advance(carry, gradient, moments, **own, **regulators), notes
 
@@ -346,8 +336,12 @@ class Regulated(ClientUpdate):
 
     def _regulate(
         self, carry: Tree, batch: Batch, student: Student, label: Tensor, strong: Tensor, mask: Tensor
-    ) -> Regulation:
-        """Let F-reg, then C-reg, take their step, and return their verdicts."""
+    ) -> tuple[Tensor, Tensor, Tensor, Tree, dict[str, Tensor]]:
+        """Let F-reg, then C-reg, take their step, and return their verdicts.
+
+        The weights m_i (b,) of Eq. 6, d () of Eq. 3, zero without C-reg, and what is made of it: the reward (), which
+        weighs the term of Eq. 8; the regulators' new parts of the carry; the gradient norms of Theorems 1 and 2.
+        """
         new: Tree = {}
         norms: dict[str, Tensor] = {}
         regulator: Tree = {}
@@ -376,12 +370,12 @@ class Regulated(ClientUpdate):
                 new["baseline"] = followed(carry["baseline"], d, self.options.reward_baseline)
             if self.options.reward_bound is not None:
                 reward = reward.clamp(-self.options.reward_bound, self.options.reward_bound)
-        return Regulation(weights, d, reward, new, norms)
+        return weights, d, reward, new, norms
 
     def _teach_fine(self, carry: Tree, batch: Batch, student: Student, weighted: WeightedLoss) -> tuple[Tree, Tensor]:
         """Return F-reg after a step on the labeled loss at the virtual parameters (Eq. 4, 5), and its gradient norm."""
         before = carry["regulator"]
-        lr = rate(self.options, self.task, "virtual")
+        lr = self._rate("virtual")
         virtual = descend(student.params, student.pull(weighted.blame(before["params"]), True), lr)
         labeled_gradient, _, _ = grad_and_value(lambda params: (self._labeled_loss(params, carry, batch), ()), virtual)
         lesson = weighted.lesson(before["params"], student.tangent(labeled_gradient))
@@ -390,8 +384,13 @@ class Regulated(ClientUpdate):
 
     def _optimizer(self, which: Literal["coarse", "regulator"]) -> Optimizer:
         """Return the shared optimizer with this regulator's learning rate, or C-reg's plain step."""
-        lr, plain = rate(self.options, self.task, which), which == "coarse" and self.options.coarse_step == "plain"
+        lr, plain = self._rate(which), which == "coarse" and self.options.coarse_step == "plain"
         return SGD(lr) if plain else self.task.optimizer.with_lr(lr)
+
+    def _rate(self, which: Literal["virtual", "coarse", "regulator"]) -> Number:
+        """Return eta_s, eta or eta_w; the paper sets all three to the optimizer's."""
+        lr: float | None = getattr(self.options, f"{which}_lr")
+        return self.task.optimizer.lr if lr is None else lr * self.task.rate
 
     def _learner(self, which: Literal["coarse", "regulator"], params: Tree) -> Tree:
         return {"params": params, "optimizer": self._optimizer(which).init(params)}
@@ -414,12 +413,6 @@ def _cross_entropy(logits: Tensor, batch: Batch) -> Tensor:
     if batch.x_real is None:
         return cross_entropy(logits, batch.y)
     return mean(per_image(logits, batch.y), batch.x_real)
-
-
-def rate(options: FedDure, task: Task, which: Literal["virtual", "coarse", "regulator"]) -> Number:
-    """Return eta_s, eta or eta_w; the paper sets all three to the optimizer's."""
-    lr = {"virtual": options.virtual_lr, "coarse": options.coarse_lr, "regulator": options.regulator_lr}[which]
-    return task.optimizer.lr if lr is None else lr * task.rate
 
 
 ROWS = (

@@ -15,7 +15,7 @@ products as the MLP has layers, in place of nested transforms of `torch.func`.
 """
 
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import Literal
 
 import torch
 import torch.nn.functional as F
@@ -30,16 +30,9 @@ Through = Literal["product", "detached"]
 """Whether gradients of the weighted loss also pass through F-reg's input."""
 
 
-class _Answers(NamedTuple):
-    """What the layers of F-reg say of n images."""
-
-    hidden: Tensor  # (n, hidden) after the rectifier
-    weights: Tensor  # (n,) H in (0, 1)
-
-
 def weigh(regulator: Tree, z: Tensor, kind: Input) -> Tensor:
     """Return H (n,) in (0, 1) for logits z (n, classes)."""
-    return _answers(regulator, _inputs(z, kind)).weights
+    return _answers(regulator, _inputs(z, kind))[1]
 
 
 @dataclass(frozen=True)
@@ -106,10 +99,11 @@ def _inputs(z: Tensor, kind: Input) -> Tensor:
     return z - z.mean(-1, keepdim=True) if kind == "centered" else z
 
 
-def _answers(regulator: Tree, x: Tensor) -> _Answers:
+def _answers(regulator: Tree, x: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the hidden layer (n, hidden) after the rectifier, and H (n,) in (0, 1)."""
     hidden = F.relu(F.linear(x, regulator["hidden"]["weight"], regulator["hidden"]["bias"]))
     out = F.linear(hidden, regulator["out"]["weight"], regulator["out"]["bias"])
-    return _Answers(hidden, out.squeeze(-1).sigmoid())
+    return hidden, out.squeeze(-1).sigmoid()
 
 
 def _unrectified(cotangent: Tensor, regulator: Tree, hidden: Tensor) -> Tensor:

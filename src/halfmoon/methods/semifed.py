@@ -84,10 +84,10 @@ class SemiFed(ModelAveraging):
     def round(self, task: Task, server: Tree, federation: Federation) -> Tree:
         """Let the cohort train, after labeling in a labeling round, and average; keep who sent what."""
         down = {"params": server["params"], "stats": server.get("stats", {})}
-        last = Last(federation, self.peers)
-        peers = last.models(down) if self._labels(task) else []
+        peers = self._last_models(federation, down) if self._labels(task) else []
         up = federation.ask("train", {**down, "peers": tree.stack(peers)} if peers else down)
-        last.put(task.round, up)
+        if self.peers:
+            self._put(federation, task.round, up)
         return average(up, down)
 
     def threshold_in(self, task: Task) -> float:
@@ -98,29 +98,17 @@ class SemiFed(ModelAveraging):
     def _labels(self, task: Task) -> bool:
         return (task.round + 1) % self.interval == 0
 
-
-@dataclass(frozen=True)
-class Last:
-    """The models that up to `count` clients sent last, on the server's state store: a newcomer takes the oldest's
-    place."""
-
-    federation: Federation
-    count: int
-
-    def models(self, like: Tree) -> list[Tree]:
-        """Return the models there are, each with the names of `like`."""
-        state_store = self.federation.state_store
-        models = [state_store.get(f"model-{place}") for place in range(self.count)]
+    def _last_models(self, federation: Federation, like: Tree) -> list[Tree]:
+        """Return the models that up to `peers` clients sent last, each with the names of `like`."""
+        models = [federation.state_store.get(f"model-{place}") for place in range(self.peers)]
         return [{name: model.get(name, {}) for name in like} for model in models if model is not None]
 
-    def put(self, round: int, up: Upload) -> None:
-        """Keep the uploads of those who answered."""
-        if not self.count:
-            return
-        state_store, nobody = self.federation.state_store, torch.full((self.count,), NONE)
+    def _put(self, federation: Federation, round: int, up: Upload) -> None:
+        """Keep the uploads of those who answered: a newcomer takes the oldest's place."""
+        state_store, nobody = federation.state_store, torch.full((self.peers,), NONE)
         book = state_store.get("book") or {"client": nobody, "round": nobody}
         client, when = book["client"].tolist(), book["round"].tolist()
-        for k, number in enumerate(integers(self.federation.answered)):
+        for k, number in enumerate(integers(federation.answered)):
             place = client.index(number) if number in client else when.index(min(when))
             client[place], when[place] = number, round
             state_store.put(f"model-{place}", tree.index(up.update, k))

@@ -1,7 +1,7 @@
 """ProxyFL's client loss (CVPR 2026): labels of the received model, and features drawn to proxies of likely classes."""
 
 from dataclasses import dataclass
-from typing import ClassVar, Literal, NamedTuple
+from typing import ClassVar, Literal
 
 import torch
 import torch.nn.functional as F
@@ -93,8 +93,8 @@ class ICPL(Objective):
         used = padding.mask(sure[len(x) :].to(guess.dtype), batch.u_real)
         pseudo = Pseudo(label[len(x) :], wide[len(x) :], used)
         taught = padding.mean(cross_entropy(logits[1], pseudo.label, reduction="none") * used, batch.u_real)
-        kinds = self._kinds(g, label, sure, aux["prior"], batch.y)
-        contrast = self._contrast(params, features, kinds, batch)
+        sets, pull = self._classes(g, label, sure, aux["prior"], batch.y)
+        contrast = self._contrast(params, features, sets, pull, batch)
         labels = one_hot(batch.y, g.shape[-1], g)
         label_counts = (labels if batch.x_real is None else labels * batch.x_real[:, None]).sum(0)
         counts = label_counts + (one_hot(pseudo.label, g.shape[-1], g) * used[:, None]).sum(0)
@@ -108,22 +108,23 @@ class ICPL(Objective):
         taught = labeled + 2 * unlabeled
         return Passes(taught + again + labeled + unlabeled, taught)
 
-    def _kinds(self, g: Tensor, label: Tensor, sure: Tensor, prior: Tensor, y: Tensor) -> "Kinds":
-        """Return the classes of labeled and unlabeled images, of predictions g (B + b, classes)."""
+    def _classes(self, g: Tensor, label: Tensor, sure: Tensor, prior: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        """Return of images with predictions g (B + b, classes), labeled ones first, the set of classes as 0 and 1, and
+        the weights of proxies, both (B + b, classes)."""
         top = one_hot(label, g.shape[-1], g)
         wide = (g > prior).to(g.dtype)
         sets, pull = torch.where(sure[:, None], top, wide), torch.where(sure[:, None], top, wide * g)
         if self.labeled_sets == "label":
             sets = torch.cat([one_hot(y, g.shape[-1], g), sets[len(y) :]])
-        return Kinds(sets, pull)
+        return sets, pull
 
-    def _contrast(self, params: Tree, features: list[Tensor], kinds: "Kinds", batch: Batch) -> Tensor:
+    def _contrast(self, params: Tree, features: list[Tensor], sets: Tensor, pull: Tensor, batch: Batch) -> Tensor:
         """Return InfoNCE over the strong and the weak views, of features of labeled, strong and weak images."""
         head, labeled, real = params["feature_head"], len(batch.x), padding.concat(batch.masks(2))
         z = F.normalize(F.linear(torch.cat(features), head["weight"], head["bias"]), dim=-1)
         proxies = F.normalize(F.linear(params["head"]["weight"], params["proxy_head"]["weight"]), dim=-1)
-        sets = torch.cat([kinds.sets, kinds.sets[labeled:]])
-        anchors, pull = z[labeled:], torch.cat([kinds.pull[labeled:]] * 2)
+        sets = torch.cat([sets, sets[labeled:]])
+        anchors, pull = z[labeled:], torch.cat([pull[labeled:]] * 2)
         positive = (anchors * (pull @ proxies)).sum(-1, keepdim=True)
         alike = anchors @ z.T
         apart = (sets[labeled:] @ sets.T == 0) & (alike > LEAST)
@@ -131,10 +132,3 @@ class ICPL(Objective):
         negative = torch.where(apart, alike, -torch.inf)
         each = torch.cat([positive, negative], -1).logsumexp(-1, keepdim=True) - positive
         return padding.mean(each, None if real is None else real[labeled:])
-
-
-class Kinds(NamedTuple):
-    """The classes of labeled and unlabeled images, (B + b, classes): a set of 0 and 1, and the weights of proxies."""
-
-    sets: Tensor
-    pull: Tensor
