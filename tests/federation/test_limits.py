@@ -223,11 +223,6 @@ def test_reading_takes_as_much_memory_again():
         read(crafted({f"down/{path}": leaf()}, two), Request)
 
 
-def test_what_is_permuted_in_memory_is_laid_out_once():
-    down = {"x": torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last)}
-    assert torch.equal(read(write(replace(REQUEST, down=down)), Request).down["x"], down["x"])
-
-
 @pytest.mark.parametrize("kind", [Request, Reply])
 @pytest.mark.parametrize(
     "name", ["round", "attempt", "query", "latest", "oldest", "amount", "traffic", "swept", "kept"]

@@ -95,9 +95,7 @@ def stage(tmp_path: Path) -> Make:
             method = replace(method, sbn="cohort")
         held, heard = simulation.dataset, list[str]()
         sites = {
-            f"site-{k}": SiteRuntime(
-                k, method, shared, ground_of(alone(held, k), BATCHINGS["both"], Store()), HASH, VERSION
-            )
+            f"site-{k}": SiteRuntime(k, method, shared, ground_of(alone(held, k), BATCHINGS["both"], Store()), VERSION)
             for k in range(held.clients)
         }
         link, store = Link(sites, tmp_path / str(len(count)), fate), Store()

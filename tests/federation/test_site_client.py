@@ -273,22 +273,25 @@ def test_terms_that_are_none_are_refused(member: SiteClient, text: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("changes", "kind"),
+    ("changes", "said"),
     [
-        ({"round": ROUNDS}, UNFIT), ({"round": -1}, UNFIT), ({"round": 10**30}, UNFIT),
-        ({"client_update": "steal"}, UNFIT), ({"down": {}}, UNFIT), ({"down": {"params": {"x": torch.ones(2)}}}, UNFIT),
-        ({"federation": "a" * 64}, UNKNOWN), ({"evaluation": {"x": torch.ones(2)}}, UNFIT),
-        ({"run": "../../x"}, UNFIT), ({"run": ""}, UNFIT), ({"run": "A" * 32}, UNFIT),
-        ({"latest": [1]}, UNFIT), ({"latest": [0, 0, -1]}, UNFIT), ({"oldest": [0, 0, "x"]}, UNFIT),
+        ({"round": ROUNDS}, "asks for round 5 of 4"), ({"round": -1}, "round"), ({"round": 10**30}, "round"),
+        ({"client_update": "steal"}, "asks for 'steal', which the method does not have"),
+        ({"down": {}}, "is missing"), ({"down": {"params": {"x": torch.ones(2)}}}, "is missing"),
+        ({"evaluation": {"x": torch.ones(2)}}, "the one that was agreed on"), ({"run": "../../x"}, "no number of any"),
+        ({"run": ""}, "no number of any"), ({"run": "A" * 32}, "no number of any"),
+        ({"latest": [1]}, "a round, an attempt and a query"), ({"latest": [0, 0, -1]}, "latest is not made of whole"),
+        ({"oldest": [0, 0, "x"]}, "oldest is not made of whole"),
     ],
 )  # fmt: skip
-def test_requests_that_cannot_be_done(member, script, changes, kind):
+def test_requests_that_cannot_be_done(member, script, changes, said):
     """Each has its answer, and the next honest request has the right one."""
     member.answer(offer())
     request = read(script[0][0], Request)
-    data = member.answer(write(replace(request, **changes)))
-    if kind is not None:
-        assert told(data).kind == kind
+    refusal = told(member.answer(write(replace(request, **changes))))
+    assert refusal.kind == UNFIT
+    assert said in refusal.reason
+    assert told(member.answer(write(replace(request, federation="a" * 64)))).kind == UNKNOWN
     assert member.answer(script[0][0]) == script[0][1]
 
 

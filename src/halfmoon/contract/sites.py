@@ -68,7 +68,7 @@ def behind(simulation: Simulation, batching: Batching) -> tuple[RemoteRuntime, W
     sites = {}
     for k in range(dataset.clients):
         own = local_clients(alone(dataset, k), batching, Store())
-        sites[f"site-{k}"] = SiteRuntime(k, method, shared, own, HASH, VERSION)
+        sites[f"site-{k}"] = SiteRuntime(k, method, shared, own, VERSION)
     wire, store = Wire(sites), Store()
     server = local_clients(alone(dataset, SERVER), batching, store) if simulation.labeled else None
     remote = RemoteRuntime(

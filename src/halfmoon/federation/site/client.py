@@ -235,10 +235,7 @@ class SiteClient:
         terms, site = self._membership(request.federation, place)
         site.check_message(request, unparsed)
         secure_sum.check_masks(unparsed.pattern("masks"), terms)
-        try:
-            latest, oldest = round_key(request.latest), round_key(request.oldest)
-        except ValueError as error:
-            raise RefusalError(f"what the server asks to go on from is no client update: {error}.") from error
+        latest, oldest = round_key(request.latest), round_key(request.oldest)
         if not re.fullmatch("[0-9a-f]{32}", request.run):  # it becomes the name of a folder
             raise RefusalError("what the server calls its run is no number of any.")
         folder = place / request.run

@@ -26,7 +26,6 @@ from halfmoon.federation.protocol.images import decode, form_name, labeled_image
 from halfmoon.federation.protocol.log import size
 from halfmoon.federation.protocol.messages import (
     OTHER_VERSION,
-    UNKNOWN,
     RefusalError,
     Reply,
     Request,
@@ -45,7 +44,7 @@ from halfmoon.sites.folders.site_folder import SiteFolder
 from halfmoon.storage import atomic_io, serialization
 from halfmoon.storage.state_store import StateView, Store
 
-_FILE = re.compile(r"memory-(\d{6,})-(\d{3,})-(\d{3,})-([0-9a-f]{16})\.safetensors")
+_FILE = re.compile(r"memory-(\d{6,})-(\d{3,})-(\d{3,})-[0-9a-f]{16}\.safetensors")
 _INSTEAD = "what was remembered before it counts; put it back from a backup."
 
 
@@ -97,17 +96,19 @@ def settle(folder: Path, oldest: RoundKey | None) -> None:
 
 
 def round_key(numbers: Sequence[int]) -> RoundKey | None:
-    """Return the client update that three numbers name, None for no numbers; raises ValueError for others."""
+    """Return the client update that three numbers name, None for no numbers; raise `RefusalError` for others."""
     if not numbers:
         return None
-    if len(numbers) != 3 or not all(type(number) is int and number >= 0 for number in numbers):
-        raise ValueError("it must be a round, an attempt and a query, from 0")
+    if len(numbers) != 3:
+        raise RefusalError(
+            "what the server asks to go on from is no client update: it must be a round, an attempt and a query, from "
+            "0."
+        )
     return (numbers[0], numbers[1], numbers[2])
 
 
 def _read(path: Path) -> Tree | None:
-    match = _FILE.fullmatch(path.name)
-    if match is None or not atomic_io.digest(path.read_bytes()).startswith(match[4]):
+    if atomic_io.digest(path.read_bytes())[:16] != path.stem.rpartition("-")[2]:
         return None
     try:
         return serialization.map_file(path)
@@ -144,13 +145,12 @@ def agreed_downlinks(text: str) -> DownlinkSpec:
 
 @dataclass
 class SiteRuntime:
-    """The client `number` of the federation with the hash `federation`; `local_clients` has its rows alone."""
+    """The client `number` of a federation; `local_clients` has its rows alone."""
 
     number: int
     method: Method
     task: Task
     local_clients: LocalClients
-    federation: str
     version: str
     held_out: HeldOut = field(default_factory=HeldOut)
     downlinks: DownlinkSpec = field(default_factory=lambda: DownlinkSpec({}, 0))
@@ -181,11 +181,12 @@ class SiteRuntime:
                 raise RefusalError(fault)
         training = Training(rules[0], measure, rules[1])
         local_clients = LocalClients(dataset, views(config, terms.form), training, config.seed, memories)
-        return cls(number, own, shared, local_clients, terms.hash, version)
+        return cls(number, own, shared, local_clients, version)
 
     def check_message(self, request: Request, unparsed: UnparsedMessage[Any]) -> None:
         """Raise `RefusalError` for a request that this site does not answer; of its trees the header alone was read."""
-        self.check(request)
+        if request.round >= self.task.rounds:
+            raise RefusalError(f"the server asks for round {request.round + 1} of {self.task.rounds}.")
         down, evaluation = unparsed.pattern("down"), unparsed.pattern("evaluation")
         fault = self.downlinks.fault(request.client_update, down)
         if fault is not None or (down and not request.client_update):
@@ -206,7 +207,6 @@ class SiteRuntime:
 
     def reply(self, request: Request, memories: StateStore | None = None) -> Reply:
         """Answer a request; `memories` is where the site remembers. Raises `RefusalError` where it will not."""
-        self.check(request)
         shared = self.task.at(request.round)
         evaluation = self.evaluate(request.evaluation) if request.evaluation else {}
         if not request.client_update:
@@ -237,18 +237,6 @@ class SiteRuntime:
         tests, validations = self.held_out
         test = {} if tests is None else evaluation(tests)
         return test if validations is None else {**test, "validation": evaluation(validations)}
-
-    def check(self, request: Request) -> None:
-        """Raise `RefusalError` for a request of another version or federation, or of a round that does not exist."""
-        check_version(self.version, request.version)
-        if request.federation != self.federation:
-            raise RefusalError(
-                f"the server plays federation {request.federation[:8]}, but this site joined {self.federation[:8]}; "
-                "join again with the server's configuration.",
-                UNKNOWN,
-            )
-        if not 0 <= request.round < self.task.rounds:
-            raise RefusalError(f"the server asks for round {request.round + 1} of {self.task.rounds}.")
 
 
 def check_version(mine: str, theirs: str) -> None:
