@@ -29,7 +29,7 @@ from halfmoon.engine.sampling import Amount, Views
 from halfmoon.federation.protocol.messages import Reply
 from halfmoon.federation.protocol.tree_spec import TreeSpec, UplinkSpec, spec_of
 from halfmoon.federation.server.cohorts import Quarantine, Refusals
-from halfmoon.federation.server.validation import LARGEST, SWEEPS, check_counts, check_norm, check_schema, norms
+from halfmoon.federation.server.validation import LARGEST, SWEEPS, check_counts, check_norm, check_schema, update_norm
 from halfmoon.methods import registry
 
 FEDERATED = [name for name in registry.names() if not registry.entry(name).pooled]
@@ -122,7 +122,9 @@ def test_the_pattern_is_that_of_every_real_upload(name: str, place: str) -> None
             assert check_counts(reply, query.most[k], query.images[k], uplink) is None
         sites = [str(client) for client in query.clients]
         ups = dict(zip(sites, [outcome.up for outcome in query.outcomes], strict=True))
-        found = norms(ups, dict(zip(sites, query.downlinks, strict=True)), uplink)
+        found = {
+            name: update_norm(up, down, uplink) for (name, up), down in zip(ups.items(), query.downlinks, strict=True)
+        }
         assert all(math.isfinite(norm) for norm in found.values())
         assert check_norm(found, 10.0) == {}
 
@@ -416,8 +418,8 @@ def test_the_norm_of_an_update_by_hand() -> None:
     kinds = {"labels": "mark", "changed": "count", "moments": "statistic", "extra": "number"}
     uplink = Uplink(aux={name: Aux(values=kind) for name, kind in kinds.items()})  # type: ignore[arg-type]
     up = Upload(update, torch.tensor(1e9), aux)
-    assert norms({"here": up}, {"here": down, "elsewhere": {}}, uplink) == {"here": 85.0}
-    assert norms({"idle": Upload(down, torch.tensor(1.0))}, {"idle": down}, uplink) == {"idle": 0.0}
+    assert update_norm(up, down, uplink) == 85.0
+    assert update_norm(Upload(down, torch.tensor(1.0)), down, uplink) == 0.0
 
 
 def test_a_norm_is_taken_in_float64() -> None:
@@ -425,7 +427,7 @@ def test_a_norm_is_taken_in_float64() -> None:
     for value, dtype, norm in ((1e30, torch.float32, 2e30), (1e200, F64, math.inf)):
         down = {"params": torch.zeros(4, dtype=dtype)}
         up = Upload({"params": torch.full((4,), value, dtype=dtype)}, torch.ones(()))
-        assert norms({"a": up}, {"a": down}, UPDATE_ONLY)["a"] == pytest.approx(norm, rel=1e-6)
+        assert update_norm(up, down, UPDATE_ONLY) == pytest.approx(norm, rel=1e-6)
 
 
 @pytest.mark.parametrize(
@@ -469,7 +471,7 @@ def test_an_update_scaled_by_1000_is_refused_and_no_other(sizes: list[float], da
         f"site-{k}": Upload({"params": {"a": down["params"]["a"] + scaled[k] * direction}}, torch.ones(()))
         for k in order
     }
-    found = norms(ups, dict.fromkeys(ups, down), UPDATE_ONLY)
+    found = {name: update_norm(up, down, UPDATE_ONLY) for name, up in ups.items()}
     assert found[f"site-{wrong}"] == pytest.approx(scaled[wrong], rel=1e-9)
     assert list(check_norm(found, 10.0)) == [f"site-{wrong}"]
     assert check_norm(found, 10.0) == check_norm(dict(sorted(found.items())), 10.0)
@@ -501,16 +503,12 @@ def test_limit_0_sets_no_site_aside() -> None:
     book = Quarantine(NAMES, 0, None)
     assert not any(book.refuse("north", round, "late") for round in range(50))
     assert book.sites == frozenset()
-    with pytest.raises(UserError, match="the limit of refused replies is -1"):
-        Quarantine(NAMES, -1, None)
 
 
 def test_an_unknown_site_is_an_error() -> None:
     book = Quarantine(NAMES, 1, None)
     with pytest.raises(UserError, match=r"there is no site 'sout'.*did you mean 'south'"):
         book.readmit("sout")
-    with pytest.raises(UserError, match="there is no site 'east'"):
-        book.refuse("east", 0, "late")
 
 
 def test_every_change_is_on_the_disk(tmp_path: Path) -> None:

@@ -24,7 +24,7 @@ from halfmoon.federation.server.plan import Rules
 from halfmoon.federation.server.secure_sum import layout, sum_spec
 from halfmoon.federation.server.sessions import Answer
 from halfmoon.federation.server.transport import Spooled, content, part
-from halfmoon.federation.server.validation import check_counts, check_norm, check_schema, norms
+from halfmoon.federation.server.validation import check_counts, check_norm, check_schema, update_norm
 from halfmoon.models import Network
 
 
@@ -103,7 +103,7 @@ class Link(Protocol):
 
 @dataclass(frozen=True)
 class Inspection:
-    """The server's knowledge of sites before they answer, by which it checks their answers.
+    """The server's knowledge of sites before they answer, by which it checks their answers; none without `patterns`.
 
     most: the most that a client update at a site may train on, and how many images the site has.
     tests, validations: how many test and validation images of its own a site has; 0 where nobody asks.
@@ -112,9 +112,9 @@ class Inspection:
     shared: whether a site lets its own accuracy be shown.
     """
 
-    patterns: UplinkSpec
-    most: Callable[[ClientUpdate, str], tuple[Amount, int]]
-    tests: Callable[[str], int]
+    patterns: UplinkSpec | None = None
+    most: Callable[[ClientUpdate, str], tuple[Amount, int]] = lambda client_update, site: (Amount(0, 0, 0), 0)
+    tests: Callable[[str], int] = lambda _: 0
     validations: Callable[[str], int] = lambda _: 0
     keys: Callable[[], Mapping[str, bytes]] | None = None
     cap: WeightCap | None = None
@@ -137,7 +137,7 @@ class CheckedReply:
 
 @dataclass
 class SiteCalls:
-    """Sends requests to the sites `names` and checks their answers, as far as there is an `inspection`.
+    """Sends requests to the sites `names` and checks their answers by the `inspection`.
 
     `quarantine` counts unusable answers; `gather` returns when so many sites are connected.
     """
@@ -147,20 +147,13 @@ class SiteCalls:
     run: RunIdentity
     rules: Rules = field(default_factory=Rules)
     quarantine: Quarantine = None  # type: ignore[assignment] (made of the rules by default)
-    inspection: Inspection | None = None
+    inspection: Inspection = Inspection()
     say: Callable[[str], None] = lambda _: None
     gather: Callable[[int], None] = lambda _: None
 
     def __post_init__(self) -> None:
         if self.quarantine is None:
             self.quarantine = Quarantine(self.names, self.rules.strikes, None)
-        inspection = self.inspection
-        self.keys = None if inspection is None else inspection.keys
-        """The keys of sites whose uploads come under masks, None where uploads are sent plainly."""
-        self.cap = None if inspection is None else inspection.cap
-        """The cap of weights, None where there is none."""
-        self.tests = (lambda _: 0) if inspection is None else inspection.tests
-        self.validations = (lambda _: 0) if inspection is None else inspection.validations
 
     def exchange(self, requests: Mapping[str, Request], what: str) -> Mapping[str, Answer]:
         return self.link.exchange(_serialize(requests), what)
@@ -170,23 +163,24 @@ class SiteCalls:
         replies: dict[str, Reply] = {}
         for site, answer in self.exchange(requests, what).items():
             reply = self.read(site, answer, requests[site], limits.weight([spec]))
-            fault = None if reply is None else check_schema(reply.up, reply.samples, spec)
-            if fault is not None:
+            if reply is None:
+                continue
+            if fault := check_schema(reply.up, reply.samples, spec):
                 self.refuse(site, fault, requests[site].round)
-            elif reply is not None:
+            else:
                 replies[site] = reply
         return replies
 
     def plain_spec(self, context: ClientContext, down: Tree) -> TreeSpec:
         """Return the shape of the uploads that a masked query hides."""
-        spec = self.inspection and self.inspection.patterns.of(context, down)
+        spec = self.inspection.patterns and self.inspection.patterns.of(context, down)
         if not spec:
             raise UserError("what sites would send cannot be found out, so that no masked sum of it can be read.")
         return spec
 
     def evaluators(self) -> list[str]:
         names = [name for name in self.names if name not in self.quarantine.sites]
-        return [name for name in names if self.tests(name) or self.validations(name)]
+        return [name for name in names if self.inspection.tests(name) or self.inspection.validations(name)]
 
     def evaluate(self, requests: Mapping[str, Request], network: Network) -> Evaluations:
         """Return the sites' results on a model that comes without a client update."""
@@ -202,12 +196,13 @@ class SiteCalls:
         """Add the results of a site, where it has some; one that cannot be is left out."""
         if not reply.evaluation:
             return
+        tests, validations = self.inspection.tests(site), self.inspection.validations(site)
         parts = (
-            (evaluations.tests, reply.evaluation, self.tests(site)),
-            (evaluations.validations, reply.evaluation.get("validation"), self.validations(site)),
+            (evaluations.tests, reply.evaluation, tests),
+            (evaluations.validations, reply.evaluation.get("validation"), validations),
         )
         valid = [total.add(result, network.classes, count) for total, result, count in parts if count]
-        if all(valid) and self.tests(site) and self.inspection is not None and self.inspection.shared(site):
+        if all(valid) and tests and self.inspection.shared(site):
             cells = evaluations.tests.results[-1][0]
             evaluations.tests.by_site[site] = int(cells.trace()) / int(cells.sum())
         if not all(valid):
@@ -215,9 +210,10 @@ class SiteCalls:
 
     def most(self, context: ClientContext | None, request: Request, down: Tree, network: Network) -> int:
         """Return the most bytes of an honest site's reply; `context` is None where its shape is not known."""
-        if self.inspection is None:
+        patterns = self.inspection.patterns
+        if patterns is None:
             return messages.LARGEST
-        spec = None if context is None else self.inspection.patterns.of(context, down)
+        spec = None if context is None else patterns.of(context, down)
         if spec is None and request.client_update:
             return limits.unsure(network)
         return limits.weight([spec or {}, limits.evaluation(network.classes) if request.evaluation else {}])
@@ -268,16 +264,16 @@ class SiteCalls:
     def _check(
         self, site: str, answer: Answer, request: Request, context: ClientContext, down: Tree, network: Network
     ) -> CheckedReply | None:
-        hidden = self.keys is not None
+        hidden = self.inspection.keys is not None
         result = self._read(site, answer, request, self.most(None if hidden else context, request, down, network))
         if result is None or answer.data is None:
             return None
         reply, shape = result
         weight, norm = 0.0, 0.0
-        if self.inspection is not None:
+        if self.inspection.patterns is not None:
             uplink = None if hidden else context.client_update.needs.uplink
-            specs = self.inspection.patterns
-            spec = sum_spec(layout(self.plain_spec(context, down))) if hidden else specs.of(context, down)
+            patterns = self.inspection.patterns
+            spec = sum_spec(layout(self.plain_spec(context, down))) if hidden else patterns.of(context, down)
             fault = check_schema(reply.up, reply.samples, spec, uplink)
             fault = fault or check_counts(reply, *self.inspection.most(context.client_update, site), uplink)
             if fault is not None:
@@ -288,15 +284,15 @@ class SiteCalls:
                 if precision != "float32" and (fault := check_schema(upload.tree, {}, None)) is not None:
                     return self.refuse(site, fault, context.round)
                 weight = float(upload.weight)
-                norm = norms({site: upload}, {site: down}, uplink)[site]
+                norm = update_norm(upload, down, uplink)
         return CheckedReply(replace(reply, up={}), answer.data, shape, weight, norm)
 
     def weight_scale(self, replies: Mapping[int, CheckedReply]) -> dict[int, float]:
         """Return the factor of the weight of each client, by number, so that none is too large."""
         clients = list(replies)
-        if self.cap is None:
+        if self.inspection.cap is None:
             return dict.fromkeys(clients, 1.0)
-        scale = self.cap.scale(clients, [replies[client].weight for client in clients])
+        scale = self.inspection.cap.scale(clients, [replies[client].weight for client in clients])
         return dict(zip(clients, scale, strict=True))
 
     def refuse(self, site: str, reason: str, round: int) -> None:

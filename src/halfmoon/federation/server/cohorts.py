@@ -35,8 +35,6 @@ class Quarantine:
     """
 
     def __init__(self, names: Sequence[str], limit: int, path: Path | None) -> None:
-        if limit < 0:
-            raise UserError(f"the limit of refused replies is {limit}: give 1 or more, or 0 to set no site aside.")
         self.limit, self.path = limit, path
         before = {} if path is None else _read(path)
         self._refusals = {name: before.get(name, Refusals(name)) for name in names}
@@ -47,21 +45,17 @@ class Quarantine:
 
     def refuse(self, name: str, round: int, reason: str) -> bool:
         """Count a reply that was refused in `round` (from 0); return whether the site is in quarantine from now on."""
-        self._check(name)
         count = self._refusals[name].count + 1
         self._change(Refusals(name, count, round, reason))
         return count == self.limit
 
     def readmit(self, name: str) -> None:
-        self._check(name)
+        if name not in self._refusals:
+            raise UserError(f"there is no site {name!r} in this federation: {nearest(name, self._refusals)}")
         self._change(Refusals(name))
 
     def rows(self) -> list[Refusals]:
         return [row._replace(quarantined=0 < self.limit <= row.count) for row in self._refusals.values()]
-
-    def _check(self, name: str) -> None:
-        if name not in self._refusals:
-            raise UserError(f"there is no site {name!r} in this federation: {nearest(name, self._refusals)}")
 
     def _change(self, new: Refusals) -> None:
         refusals = {**self._refusals, new.name: new}

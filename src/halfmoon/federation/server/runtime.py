@@ -94,13 +94,13 @@ class RemoteRuntime(ServerRuntime):
 
     def conclude(self, model: Tree) -> tuple[Row | None, Row | None]:
         """Return the last model's rows on the sites' images; Nones where no site has validation images."""
-        if not any(self.calls.validations(name) for name in self.names):
+        if not any(self.calls.inspection.validations(name) for name in self.names):
             return None, None
         tests, validations = self._evaluate(model, self.calls.evaluators())
         return tests.row(self._round + 1), validations.row(self._round + 1)
 
     def evaluate_last(self, model: Tree) -> Tally | None:
-        names = [name for name in self.calls.evaluators() if self.calls.tests(name)]
+        names = [name for name in self.calls.evaluators() if self.calls.inspection.tests(name)]
         return self._evaluate(model, names).tests.tally()
 
     def _evaluate(self, model: Tree, names: Sequence[str]) -> Evaluations:
@@ -125,7 +125,7 @@ class RemoteRuntime(ServerRuntime):
         self._attempt = 0
         self.cohorts.end_round()
         report = super().close()
-        if self.calls.cap is not None and (row := self.calls.cap.row()):
+        if self.calls.inspection.cap is not None and (row := self.calls.inspection.cap.row()):
             report = report._replace(aggregator={**row, **(report.aggregator or {})})
         for fact in (report.aggregator or {}).get("outside", ()):
             fact["site"] = self.names[fact["client"]]
@@ -159,10 +159,10 @@ class RemoteRuntime(ServerRuntime):
             site: self._request(site, context.round, context.query, name, own, model if site in evaluators else {})
             for site, own in downlinks.items()
         }
-        masked = None
-        if self.calls.keys is not None:
+        masked, keys = None, self.calls.inspection.keys
+        if keys is not None:
             places = {self.names[k]: k for k in clients}
-            masked = MaskedSum(requests, places, self.calls.keys(), self._ask_masked, what)
+            masked = MaskedSum(requests, places, keys(), self._ask_masked, what)
             requests = masked.begin()
         network = self.base.network
         replies = self.calls.checked(self.calls.exchange(requests, what), requests, context, downlinks, network)

@@ -156,18 +156,15 @@ def _out_of_range(up: Upload, uplink: Uplink, images: int) -> Iterator[str]:
             yield f"its {name} is {wrong[0]:g}, not {bound}, the most for {images} images"
 
 
-def norms(ups: Mapping[str, Upload], downlinks: Mapping[str, Tree], uplink: Uplink) -> dict[str, float]:
-    """Return the Euclidean norm of each site's update, in float64: of up - down, and of "number"s as they are.
+def update_norm(up: Upload, down: Tree, uplink: Uplink) -> float:
+    """Return the Euclidean norm of a site's update, in float64: of up - down, and of "number"s as they are.
 
     Statistics measure images and would drown the parameters (a variance may be 1e4); they, weights, marks and counts
     are left out.
     """
-    return {name: _norm(up, tree.flatten(downlinks[name]), uplink) for name, up in ups.items()}
-
-
-def _norm(up: Upload, down: Mapping[str, Tensor], uplink: Uplink) -> float:
+    before = tree.flatten(down)
     update = {name: part for name, part in up.update.items() if name not in uplink.statistics}
-    changes = [leaf.double() - down[path] for path, leaf in tree.flatten(update).items() if leaf.dtype in FLOATS]
+    changes = [leaf.double() - before[path] for path, leaf in tree.flatten(update).items() if leaf.dtype in FLOATS]
     numbers = tree.flatten({name: up.aux[name] for name in uplink.names("number") if name in up.aux})
     changes += [leaf.double() for leaf in numbers.values() if leaf.dtype in FLOATS]
     return math.hypot(*(float(torch.linalg.vector_norm(leaf)) for leaf in changes))
