@@ -6,7 +6,6 @@ import shutil
 import socket
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import suppress
 from dataclasses import dataclass, fields, replace
 from functools import cache
 from pathlib import Path
@@ -44,7 +43,7 @@ from halfmoon.config import schema as settings
 from halfmoon.config.schema import Config
 from halfmoon.core import hubs, rng, tree, weight_files
 from halfmoon.core.errors import UserError
-from halfmoon.federation.flower import client_app, local
+from halfmoon.federation.flower import local
 from halfmoon.federation.flower.internals import identity
 from halfmoon.federation.flower.link import unwrapped, wrapped
 from halfmoon.federation.protocol.messages import (
@@ -365,35 +364,6 @@ def noted(data: bytes, secret: bytes) -> bytes:
     return write(replace(said, up={**said.up, "note": torch.frombuffer(bytearray(secret), dtype=torch.uint8)}))
 
 
-def line(site: SiteClient) -> np.ndarray:
-    """Return a row of pixels of a site's last image, (8,)."""
-    ((_, opened),) = site._sites.values()
-    rows = opened.local_clients.dataset.train.images[-1, 0].numpy()
-    return rows[np.argmax([len(set(row.tolist())) for row in rows])]
-
-
-def given(site: SiteClient) -> np.ndarray:
-    """Return the labels that a site has, int64."""
-    ((_, opened),) = site._sites.values()
-    held = opened.local_clients.dataset
-    return held.train.labels[torch.from_numpy(held.split.labeled)].numpy()
-
-
-LEAKS: dict[str, Callable[[SiteClient, bytes], bytes]] = {
-    "pixels": lambda site, data: noted(data, line(site).tobytes()),
-    "shares": lambda site, data: noted(data, (line(site) / 255).astype("f4").tobytes()),
-    "shares in float64": lambda site, data: noted(data, (line(site) / 255).tobytes()),
-    "labels": lambda site, data: noted(data, given(site).tobytes()),
-    "labels in bytes": lambda site, data: noted(data, given(site).astype("u1").tobytes()),
-    "labels in words": lambda site, data: noted(data, str(given(site).tolist()).encode()),
-    "the folder": lambda site, data: noted(data, str(site.images.folder).encode()),
-    "a file": lambda site, data: noted(data, b"0012.png"),
-    "a class": lambda site, data: noted(data, CLASSES[3].encode()),
-    "the folder in the header": lambda site, data: renamed(data, f"train {site.images.folder}"),
-    "the machine in the header": lambda site, data: renamed(data, f"train {Path.home()}"),
-}
-
-
 def renamed(data: bytes, client_update: str) -> bytes:
     try:
         return write(replace(read(data, Reply), client_update=client_update))
@@ -401,54 +371,69 @@ def renamed(data: bytes, client_update: str) -> bytes:
         return data
 
 
-def stubbed(town: Town, monkeypatch: pytest.MonkeyPatch, change: Callable[[SiteClient, bytes], bytes]) -> Played:
-    """Play one attempt of one round with sites that change what they answer."""
-    original = SiteClient.answer
-    monkeypatch.setattr(SiteClient, "answer", lambda self, data: change(self, original(self, data)))
-    file = town.write("fedavg", "attempts = 1", rounds=1)
-    client_app._client.cache_clear()
-    with recorded() as letters, suppress(UserError):
-        town.play(file)
-    client_app._client.cache_clear()
-    assert len(letters) in (3 + 2, 3 + 2 + 3)  # three joins and a round of two; where it counts, the final model to all
-    return Played(town.runs / file.stem, Path(), letters, town)
+def line(town: Town, name: str) -> np.ndarray:
+    """Return a row of pixels of a folder's last image, (8,)."""
+    rows = town.images(name)[0][-1, :, :, 0]
+    return rows[np.argmax([len(set(row.tolist())) for row in rows])]
 
 
-def test_honest_sites_pass(towns: Callable[[str], Town], monkeypatch: pytest.MonkeyPatch) -> None:
-    """The stubs below fail for what they add, not for being stubs."""
-    check_replies(stubbed(towns("clients"), monkeypatch, lambda site, data: noted(data, b"nothing")))
+def given(town: Town, name: str) -> np.ndarray:
+    """Return the labels that a site has, int64."""
+    labels = town.images(name)[1]
+    return labels[labels >= 0]
+
+
+LEAKS: dict[str, Callable[[Town, str, bytes], bytes]] = {
+    "pixels": lambda town, name, data: noted(data, line(town, name).tobytes()),
+    "shares": lambda town, name, data: noted(data, (line(town, name) / 255).astype("f4").tobytes()),
+    "shares in float64": lambda town, name, data: noted(data, (line(town, name) / 255).tobytes()),
+    "labels": lambda town, name, data: noted(data, given(town, name).tobytes()),
+    "labels in bytes": lambda town, name, data: noted(data, given(town, name).astype("u1").tobytes()),
+    "labels in words": lambda town, name, data: noted(data, str(given(town, name).tolist()).encode()),
+    "the folder": lambda town, name, data: noted(data, str(town.folder / name).encode()),
+    "a file": lambda town, name, data: noted(data, b"0012.png"),
+    "a class": lambda town, name, data: noted(data, CLASSES[3].encode()),
+    "the folder in the header": lambda town, name, data: renamed(data, f"train {town.folder / name}"),
+    "the machine in the header": lambda town, name, data: renamed(data, f"train {Path.home()}"),
+}
+
+
+def leaking(there: Played, change: Callable[[Town, str, bytes], bytes], **more: ConfigRecord) -> Played:
+    """Return a federation whose sites have changed their answers, and sent `more` records beside."""
+    letters: list[Letter] = []
+    with identity():
+        for letter in there.letters:
+            content = wrapped(change(there.town, there.town.names[letter.node - 1000], told(letter.reply)))
+            content.update(more)
+            letters.append(replace(letter, reply=Message(content, letter.node, "train")))
+    return replace(there, letters=letters)
 
 
 @pytest.mark.parametrize("leak", list(LEAKS))
-def test_a_leak_is_found(leak: str, towns: Callable[[str], Town], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Sites that send something of theirs along fail the check that the real ones pass."""
+def test_a_leak_is_found(leak: str, play: Callable[..., Played]) -> None:
+    """Answers with something of the site's in them fail the check that the real ones pass, and harmless ones do not."""
+    there = play("fedavg", "clients")
+    check_replies(leaking(there, lambda town, name, data: noted(data, b"nothing")))
     with pytest.raises(AssertionError):
-        check_replies(stubbed(towns("clients"), monkeypatch, LEAKS[leak]))
+        check_replies(leaking(there, LEAKS[leak]))
 
 
-def test_a_leak_beside_the_message_is_found(towns: Callable[[str], Town], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_leak_beside_the_message_is_found(play: Callable[..., Played]) -> None:
     """Flower would carry other records along."""
-
-    def more(data: bytes) -> Any:
-        content = wrapped(data)
-        content["config"] = ConfigRecord({"seconds": 3})
-        return content
-
-    monkeypatch.setattr(client_app, "wrapped", more)
     with pytest.raises(AssertionError, match="another record"):
-        check_replies(stubbed(towns("clients"), monkeypatch, lambda site, data: data))
+        check_replies(
+            leaking(play("fedavg", "clients"), lambda town, name, data: data, config=ConfigRecord({"seconds": 3}))
+        )
 
 
-def test_a_leak_of_the_server_is_found(towns: Callable[[str], Town], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_leak_of_the_server_is_found(play: Callable[..., Played]) -> None:
     """A server that sends a row of its test images, or its path, fails the check that the real one passes."""
-    town = towns("clients")
-    there = stubbed(town, monkeypatch, lambda site, data: data)
+    there = play("fedavg", "clients")
     check_requests(there)
-    images, _ = town.images("test")
+    images, _ = there.town.images("test")
     row = next(row for row in images[5, :, :, 0] if len(set(row.tolist()) - {0}) >= 4)
     asked = next(letter.asked for letter in there.letters if isinstance(letter.asked, Request))
-    assert isinstance(asked, Request)
-    for secret in (row.tobytes(), str(town.folder).encode(), CLASSES[0].encode()):
+    for secret in (row.tobytes(), str(there.town.folder).encode(), CLASSES[0].encode()):
         down = {**asked.down, "note": torch.frombuffer(bytearray(secret), dtype=torch.uint8)}
         with identity():
             message = Message(wrapped(write(replace(asked, down=down))), 1000, "train")
