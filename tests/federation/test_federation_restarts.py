@@ -181,6 +181,7 @@ def test_what_names_the_run_is_refused_where_it_is_damaged_or_missing(stopped, s
             path.write_bytes(data)
         with pytest.raises(UserError, match=rf"number {said}.*put it back from a backup"):
             there.town.play(there.file, run)
+        assert f"stopped: {path} {said}" in (path.parent / "serve.log").read_text()
         path.write_bytes(held)
     for downs in there.town.folder.rglob("downs.json"):
         data = downs.read_bytes()

@@ -1,6 +1,5 @@
 """The processes of a federation: what is started, what is refused in a sentence, what survives a kill, what is left."""
 
-import datetime
 import http.server
 import json
 import os
@@ -11,10 +10,11 @@ import sys
 import threading
 import time
 import tomllib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
+from datetime import UTC, datetime
 from importlib import metadata
-from ipaddress import ip_address
 from pathlib import Path
 
 import pytest
@@ -23,7 +23,7 @@ from PIL import Image
 
 from halfmoon.cli import main as cli
 from halfmoon.core.errors import UserError
-from halfmoon.federation.flower import internals, processes, site_process
+from halfmoon.federation.flower import internals, launch, processes, site_process
 from halfmoon.federation.flower.contact import Absent, Address, reach
 from halfmoon.federation.flower.launch import Halted, Server, connection, finished, run_config, serve, superlink
 from halfmoon.federation.flower.node import RAISED, Worker
@@ -31,40 +31,23 @@ from halfmoon.federation.flower.processes import SERVER_APP, SUPERLINK, Home, al
 from halfmoon.federation.flower.site_process import Joining, facts
 from halfmoon.federation.protocol import bundle
 from halfmoon.federation.protocol.bundle import project
-from halfmoon.federation.protocol.log import Tail
+from halfmoon.federation.protocol.log import EventLog, Tail
+from halfmoon.sites.keys import certificates
 
 pytest.importorskip("flwr")
 
 LINUX = pytest.mark.skipif(sys.platform != "linux", reason="only Linux ends children with their parent")
 
 
-def authority(folder: Path, hosts: tuple[str, ...] = ("localhost", "127.0.0.1")) -> dict[str, Path]:
-    """Write the files of an authority and of a server whose certificate names `hosts`."""
-    from cryptography import x509
-    from cryptography.hazmat.primitives import hashes, serialization
-    from cryptography.hazmat.primitives.asymmetric import ec
-
+def authority(folder: Path) -> dict[str, Path]:
+    """Write the files of an authority and of a server's certificate that it signed."""
     folder.mkdir(parents=True, exist_ok=True)
-    keys = [ec.generate_private_key(ec.SECP256R1()) for _ in range(2)]
-    names = [x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, words)]) for words in ("authority", "server")]
-    now = datetime.datetime.now(datetime.UTC)
-
-    def signed(subject: int, *extensions: tuple[x509.ExtensionType, bool]) -> bytes:
-        made = x509.CertificateBuilder().subject_name(names[subject]).issuer_name(names[0])
-        made = made.public_key(keys[subject].public_key()).serial_number(x509.random_serial_number())
-        made = made.not_valid_before(now - datetime.timedelta(1)).not_valid_after(now + datetime.timedelta(1))
-        for extension, critical in extensions:
-            made = made.add_extension(extension, critical)
-        return made.sign(keys[0], hashes.SHA256()).public_bytes(serialization.Encoding.PEM)
-
-    usage = x509.KeyUsage(False, False, False, False, False, True, True, False, False)
-    numbers = [x509.IPAddress(ip_address(host)) for host in hosts if host[0].isdigit()]
-    words = [x509.DNSName(host) for host in hosts if not host[0].isdigit()]
+    now = datetime.now(UTC)
+    signer = certificates.authority(2, now)
+    server = certificates.server(signer, (), 1, now)
     files = {name: folder / f"{name}.pem" for name in ("ca", "certificate", "key")}
-    files["ca"].write_bytes(signed(0, (x509.BasicConstraints(True, None), True), (usage, True)))
-    files["certificate"].write_bytes(signed(1, (x509.SubjectAlternativeName([*numbers, *words]), False)))
-    secret = serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
-    files["key"].write_bytes(keys[1].private_bytes(*secret))
+    for path, data in zip(files.values(), (signer.certificate, server.certificate, server.key), strict=True):
+        path.write_bytes(data)
     return files
 
 
@@ -267,9 +250,10 @@ def listening(known: str = "/health", **files: Path) -> Iterator[Address]:
         server.server_close()
 
 
-def test_a_server_is_told_from_nobody_and_from_others(tmp_path: Path):
+def test_a_server_is_told_from_nobody_and_from_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     files, strange = authority(tmp_path / "a"), authority(tmp_path / "b")
-    elsewhere = authority(tmp_path / "c", ("192.0.2.7",))
+    monkeypatch.setattr(certificates, "NEAR", ("192.0.2.7",))
+    elsewhere = authority(tmp_path / "c")
     with pytest.raises(Absent, match="does not answer"):
         reach(Address("127.0.0.1", free_port()), None)
     with pytest.raises(Absent):
@@ -416,14 +400,11 @@ client = ClientApp()
 @server.main()
 def main(grid: Grid, context: Context) -> None:
     run, metrics = Path(context.run_config["run-dir"]), Path(context.run_config["run-dir"], "metrics.jsonl")
-    facts = json.loads(Path(context.run_config["federation"]).read_text())
+    rounds = json.loads(Path(context.run_config["federation"]).read_text())["rounds"]
     log = EventLog(run / "serve.log")
     done = metrics.read_text().count("\\n") if metrics.exists() else 0
     log.say(f"goes on after round {done}")
-    if facts.get("stop"):
-        log.say(f"stopped: {facts['stop']}")
-        raise ValueError(facts["stop"])
-    for number in range(done, facts["rounds"]):
+    for number in range(done, rounds):
         content, asked, replies = RecordDict({"c": ConfigRecord({"n": number})}), {}, []
         while not replies:
             for node in set(grid.get_node_ids()) - asked.keys():  # one that is gone counts as connected for a minute
@@ -472,10 +453,10 @@ with interruptible():
 class Stage:
     """A folder with toy apps, and the processes that are started in it."""
 
-    def __init__(self, folder: Path, **facts: object) -> None:
+    def __init__(self, folder: Path) -> None:
         self.folder, self.run, self.port = folder, folder / "run", free_port()
         (folder / "toys.py").write_text(APPS)
-        (folder / "f.toml").write_text(json.dumps(facts))
+        (folder / "f.toml").write_text('{"rounds": 3}')
         self.files = authority(folder)
         self.started: list[subprocess.Popen[bytes]] = []
 
@@ -511,16 +492,11 @@ class Stage:
 
 
 @pytest.fixture
-def stage(tmp_path: Path) -> Iterator[Callable[..., Stage]]:
+def scene(tmp_path: Path) -> Iterator[Stage]:
     """Give a stage; whatever happens, nothing goes on afterwards."""
-    made: list[Stage] = []
-
-    def make(**facts: object) -> Stage:
-        made.append(Stage(tmp_path, **facts))
-        return made[-1]
-
-    yield make
-    for each in (process for one in made for process in one.started):
+    made = Stage(tmp_path)
+    yield made
+    for each in made.started:
         each.kill()
         each.wait()
     for folder in (tmp_path / "run" / "flower", tmp_path / "ward" / "home" / "flower"):
@@ -529,10 +505,9 @@ def stage(tmp_path: Path) -> Iterator[Callable[..., Stage]]:
 
 @pytest.mark.slow
 @LINUX
-def test_a_federation_survives_kills_and_leaves_no_process(stage: Callable[..., Stage]):
+def test_a_federation_survives_kills_and_leaves_no_process(scene: Stage):
     """Over TLS: the SuperLink is killed after round 1 and `serve` after round 2; each round was played once, in order.
     A killed `serve` takes its processes along at once, and so does a site that is told to end."""
-    scene = stage(rounds=3)
     (scene.folder / "ward").mkdir()
     site = scene.start(JOIN, "j", scene.port, scene.folder / "ward", scene.files["ca"])
     serving = scene.serve("s")
@@ -560,12 +535,24 @@ def test_a_federation_survives_kills_and_leaves_no_process(stage: Callable[..., 
     assert "asked for 2" in said
 
 
-@pytest.mark.slow
-def test_what_the_log_calls_stopped_is_the_end(stage: Callable[..., Stage], monkeypatch: pytest.MonkeyPatch):
+def test_what_the_log_calls_stopped_is_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """The sentence of the server's program is the error; nothing is started again; a second server is refused."""
-    scene = stage(rounds=1, stop="there is no disk left.")
-    monkeypatch.setenv("PYTHONPATH", f"{scene.folder}:{os.environ.get('PYTHONPATH', '')}")
-    server = Server(scene.folder / "f.toml", scene.run, port=scene.port, apps=("toys:server", "toys:client"))
+    started: list[str] = []
+
+    def start(self: Home, script: str, arguments: Sequence[str]) -> subprocess.Popen[bytes]:
+        started.append(script)
+        return subprocess.Popen(["sleep", "60"])
+
+    def flwr(self: Home, arguments: Sequence[str], seconds: float = 60.0) -> subprocess.CompletedProcess[bytes]:
+        log = EventLog(self.folder.parent / "serve.log")
+        log.say("goes on after round 0")
+        log.say("stopped: there is no disk left.")
+        return subprocess.CompletedProcess(arguments, 0, b'{"run-id": 7}', b"")
+
+    monkeypatch.setattr(Home, "start", start)
+    monkeypatch.setattr(Home, "flwr", flwr)
+    monkeypatch.setattr(launch, "reach", lambda address, ca: None)
+    server = Server(tmp_path / "f.toml", tmp_path / "run", port=free_port())
     seen: list[str] = []
 
     def show(line: str) -> None:
@@ -576,9 +563,9 @@ def test_what_the_log_calls_stopped_is_the_end(stage: Callable[..., Stage], monk
     with pytest.raises(Halted, match=r"^there is no disk left\.$"):
         serve(server, show)
     assert [line.split("  ")[1] for line in seen] == ["goes on after round 0", "stopped: there is no disk left."]
-    assert scene.family() == []
+    assert started == [SUPERLINK]
     with listening() as other, pytest.raises(UserError, match=f"port {other.port} is taken"):
-        serve(Server(scene.folder / "f.toml", scene.run, port=other.port), show)
+        serve(replace(server, port=other.port), show)
 
 
 def test_flower_prints_no_colors_in_a_notebook(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
