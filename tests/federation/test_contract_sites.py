@@ -4,14 +4,14 @@ In a file of its own behind `test_contract.py`, whose runs it compares with: one
 """
 
 import pytest
-from test_contract import BATCHINGS, row_of, straight
-from test_messages import FEDERATED
+from test_contract import BATCHINGS, DISTINCT, row_of, straight
 
 from halfmoon.contract import checks
+from halfmoon.methods import registry
 
 
 @pytest.mark.parametrize("rule", list(BATCHINGS))
-@pytest.mark.parametrize("name", FEDERATED)
+@pytest.mark.parametrize("name", [name for name in DISTINCT if not registry.entry(name).pooled])
 def test_sites_compute_what_a_simulation_computes(name: str, rule: str) -> None:
     """The server's tree after every round, what is reported and what is counted are equal in every bit."""
     checks.sites_compute_the_same(row_of(name), rule, straight(name, rule))

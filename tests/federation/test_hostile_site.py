@@ -19,7 +19,7 @@ from halfmoon.storage import atomic_io
 
 LIAR = "site-01"
 SPLIT = {"data": "digits", "clients": 5, "cohort": 5, "setting": "iid-dir", "labels_per_class": 1.0}
-OPTIONS = {"method": "fedavg-soft-labels", "rounds": 12, "steps": 6}
+OPTIONS = {"method": "fedavg-soft-labels", "rounds": 8, "steps": 6}
 
 
 @pytest.fixture

@@ -56,7 +56,7 @@ from halfmoon.federation.site.downlink_spec import DownlinkSpec
 from halfmoon.methods import registry
 from halfmoon.methods.fedavg import FedAvg
 from halfmoon.methods.objectives import FixMatch
-from halfmoon.models import SmallCNN, modules
+from halfmoon.models import SmallCNN, hubs, modules
 from halfmoon.runs.factory import task
 
 IMAGE = (1, 8, 8)
@@ -563,14 +563,15 @@ def test_a_site_refuses_a_visit_that_would_not_end(tmp_path: Path):
     ("more", "words"),
     [
         ({"num_hidden_layers": 3_000_000}, "a configuration's numbers go up to 65,536"),
-        ({"num_hidden_layers": 65_536}, "has more than 4,096 layers"),
+        ({"num_hidden_layers": 65_536}, "has more than 64 layers"),
         ({"hidden_size": 65_536, "num_attention_heads": 1}, "has more than 268,435,456 parameters"),
         ({"strides": [1] * 1000}, "its lists to 256 entries"),
     ],
 )
-def test_a_network_of_the_terms_is_bounded_before_it_is_made(more: dict[str, Any], words: str):
+def test_a_network_of_the_terms_is_bounded_before_it_is_made(more, words, monkeypatch):
     """A server's configuration of transformers takes neither memory nor time of a site that agreed to nothing."""
     pytest.importorskip("transformers")
+    monkeypatch.setattr(hubs, "LAYERS", 64)
     vit = {"model_type": "vit", "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "patch_size": 4}
     facts = json.loads(terms().text)
     facts["config"]["network"] = "transformers:" + json.dumps(vit | more)

@@ -15,7 +15,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from scenes import begin, task
-from test_contract import scene
+from test_contract import DISTINCT, scene
 
 from halfmoon.api.types import Batch, ClientUpdate, Local, Needs, StepMetrics, Task
 from halfmoon.api.uploads import UPDATE_ONLY, Aux, Uplink, Upload
@@ -32,7 +32,7 @@ from halfmoon.federation.server.cohorts import Quarantine, Refusals
 from halfmoon.federation.server.validation import LARGEST, SWEEPS, check_counts, check_norm, check_schema, update_norm
 from halfmoon.methods import registry
 
-FEDERATED = [name for name in registry.names() if not registry.entry(name).pooled]
+FEDERATED = [name for name in DISTINCT if not registry.entry(name).pooled]
 IMAGE, F64 = (1, 8, 8), torch.float64
 
 
