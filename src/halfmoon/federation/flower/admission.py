@@ -15,15 +15,10 @@ from halfmoon.federation.flower.internals import ControlApi, Node
 from halfmoon.sites.keys import Access
 from halfmoon.storage import atomic_io
 
-KEYS = "keys.json"
-"""The file with whose key each node has, among those of Flower's processes."""
-
-EVERY = 3.0
-"""Seconds between two polls of the keys and of the nodes."""
-HOUR = 3600.0
-"""Seconds between two warnings of what runs out."""
-ANSWER = 10.0
-"""Seconds that the SuperLink has for an answer."""
+KEYS = "keys.json"  # the file with whose key each node has, among those of Flower's processes
+EVERY = 3.0  # seconds between two polls of the keys and of the nodes
+HOUR = 3600.0  # seconds between two warnings of what runs out
+ANSWER = 10.0  # seconds that the SuperLink has for an answer
 
 
 def control(address: Address, ca: Path) -> ControlApi:

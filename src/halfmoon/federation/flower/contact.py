@@ -9,8 +9,7 @@ from pathlib import Path
 
 from halfmoon.core.errors import UserError
 
-SECONDS = 3.0
-"""How long an answer is waited for."""
+SECONDS = 3.0  # how long an answer is waited for
 
 
 class Absent(UserError):

@@ -20,8 +20,7 @@ from halfmoon.federation.protocol.bundle import Foreign
 
 T = TypeVar("T")
 
-VERSIONS = ("1.41.0", "1.42.0")
-"""The versions of Flower in which all of `NAMES` exists."""
+VERSIONS = ("1.41.0", "1.42.0")  # the versions of Flower in which all of `NAMES` exists
 
 NAMES: Mapping[str, tuple[str, ...]] = {
     "flwr.supernode.fleet_http_connection:http_request_response": (),
@@ -87,8 +86,7 @@ ANSWER, SLOWEST = 30.0, 2**14
 """Seconds that a SuperLink has for an answer, as Flower gives it; and bytes a second of a link over which a request is
 still sent, for which Flower gives no time: 5 MiB at 1 Mbit/s would be sent again and again."""
 
-PARTS = 16
-"""Objects that a message of ours is made of, beside its pieces, and some to spare."""
+PARTS = 16  # objects that a message of ours is made of, beside its pieces, and some to spare
 
 
 def note(words: str) -> None:

@@ -28,14 +28,10 @@ DELIVERY = "delivery.json"
 RUN_CONFIG = "run.toml"
 """The file, in the folder of Flower's processes, of what the ServerApp is told."""
 
-STARTING = 60.0
-"""Seconds until a SuperLink has to answer, or a ServerApp to have begun."""
-EVERY = 0.1
-"""Seconds between two looks at processes and logs."""
-CLOSING = 10.0
-"""Seconds that a ServerApp has for its last words to Flower once its run is finished."""
-LONGEST_PAUSE = 10.0
-"""Seconds of pause, at most, before what has died twice is started again."""
+STARTING = 60.0  # seconds until a SuperLink has to answer, or a ServerApp to have begun
+EVERY = 0.1  # seconds between two looks at processes and logs
+CLOSING = 10.0  # seconds that a ServerApp has for its last words to Flower once its run is finished
+LONGEST_PAUSE = 10.0  # seconds of pause, at most, before what has died twice is started again
 
 _STOPPED = re.compile(r"\S+ \S+  stopped: (.*)")
 _WORDS, _ERROR = re.compile(r"\w"), re.compile(r"\w(Error|Exception|Exit)\b")

@@ -10,8 +10,7 @@ from flwr.serverapp import Grid
 
 from halfmoon.federation.flower import internals
 
-CRASHED = 2
-"""Flower's code of a ClientApp that raised."""
+CRASHED = 2  # Flower's code of a ClientApp that raised
 
 
 class LocalGrid(Grid):

@@ -24,14 +24,12 @@ from halfmoon.storage import atomic_io, locks
 
 SUPERLINK, SUPEREXEC = "flower-superlink", "flower-superexec"
 SERVER_APP, FLWR = "flwr-serverapp", "flwr"
-SCRIPTS = (SUPERLINK, SUPEREXEC, SERVER_APP, FLWR)
-"""Commands of Flower at a server."""
+SCRIPTS = (SUPERLINK, SUPEREXEC, SERVER_APP, FLWR)  # commands of Flower at a server
 
 SUPERNODE, WORKER = "flower-supernode", "worker"
 """Processes of a site, both of `halfmoon.federation.flower.node`."""
 
-FOLDER = "HALFMOON_FLOWER"
-"""The variable of the environment that names the folder of the locks."""
+FOLDER = "HALFMOON_FLOWER"  # the variable of the environment that names the folder of the locks
 
 ENVIRONMENT = {"FLWR_TELEMETRY_ENABLED": "0", "FLWR_DISABLE_UPDATE_CHECK": "1", "RAY_USAGE_STATS_ENABLED": "0"}
 """The environment of every process of Flower: they report nothing to anybody."""
@@ -39,11 +37,8 @@ ENVIRONMENT = {"FLWR_TELEMETRY_ENABLED": "0", "FLWR_DISABLE_UPDATE_CHECK": "1", 
 COLORS = ("FORCE_COLOR", "CLICOLOR_FORCE", "TTY_COMPATIBLE")
 """Variables, set in notebooks among others, that make Flower color its JSON, which could not be read then."""
 
-GRACE = 5.0
-"""Seconds that a process has to end by itself once it is asked to."""
-
-PATIENCE = 60.0
-"""Seconds until a process gives up on a predecessor that does not end."""
+GRACE = 5.0  # seconds that a process has to end by itself once it is asked to
+PATIENCE = 60.0  # seconds until a process gives up on a predecessor that does not end
 
 _PR_SET_PDEATHSIG = 1
 

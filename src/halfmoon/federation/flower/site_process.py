@@ -20,16 +20,12 @@ from halfmoon.federation.site import consent
 from halfmoon.federation.site.consent import PINNED
 from halfmoon.storage import atomic_io
 
-EVERY = 0.2
-"""Seconds between two looks at processes and logs."""
-CALLING = 1.0
-"""Seconds between two calls of a server that is not there."""
-STEADY = 30.0
-"""Seconds after which a node counts as one that works."""
+EVERY = 0.2  # seconds between two looks at processes and logs
+CALLING = 1.0  # seconds between two calls of a server that is not there
+STEADY = 30.0  # seconds after which a node counts as one that works
 ADMISSION = 10.0
 """Seconds in which a server that has just come up may still have to register its sites' keys."""
-LONGEST_PAUSE = 60.0
-"""Seconds of pause, at most, before a node that has died is started again."""
+LONGEST_PAUSE = 60.0  # seconds of pause, at most, before a node that has died is started again
 
 PARTING, LINGER = 3.0, 8.0
 """Seconds until a site whose part is over goes: after its last answer is sent, which its server has to see before it is

@@ -19,14 +19,12 @@ from halfmoon.storage import toml
 APPS = ("halfmoon.federation.flower.server_app:app", "halfmoon.federation.flower.client_app:app")
 """The ServerApp and the ClientApp of every federation."""
 
-OLDEST = "1.41.0"
-"""The oldest Flower that plays the bundle."""
+OLDEST = "1.41.0"  # the oldest Flower that plays the bundle
 
 PROJECT, CONTENT = "pyproject.toml", ".info/CONTENT"
 """The files of a bundle: ours, and Flower's list of them."""
 
-LARGEST = 2**16
-"""Bytes of a bundle, and of a file in it, at most: ours has less than one kilobyte."""
+LARGEST = 2**16  # bytes of a bundle, and of a file in it, at most: ours has less than one kilobyte
 
 
 class Foreign(ValueError):

@@ -15,20 +15,14 @@ import torch
 
 from halfmoon.federation.protocol.tree_spec import TreeSpec
 
-LONGEST = 2**22
-"""Bytes of a header at most."""
-
-TENSORS = 2**14
-"""Tensors of a message at most."""
+LONGEST = 2**22  # bytes of a header at most
+TENSORS = 2**14  # tensors of a message at most
 
 DIMENSIONS, ELEMENTS = 8, 2**36
 """Dimensions of a tensor at most, and the largest product of those that are not 0."""
 
-DEEPEST = 16
-"""Names inside each other, at most."""
-
-NAME = 200
-"""Characters of one name at most."""
+DEEPEST = 16  # names inside each other, at most
+NAME = 200  # characters of one name at most
 
 DTYPES = {
     "BOOL": torch.bool, "U8": torch.uint8, "I8": torch.int8, "I16": torch.int16, "I32": torch.int32,

@@ -25,12 +25,10 @@ from halfmoon.models import Network, hubs
 from halfmoon.runs.factory import ImageSpec, task
 from halfmoon.storage import toml
 
-TERMS = 2**20
-"""Bytes of terms at most."""
+TERMS = 2**20  # bytes of terms at most
 
 SITES = CLASSES = 2**15
-WORD = 100
-"""Characters of a class name, and of an option that is a text, at most."""
+WORD = 100  # characters of a class name, and of an option that is a text, at most
 
 MOST = {
     "rounds": 10**6, "steps": 10**6, "epochs": 10**4, "server_epochs": 10**4, "labeled_batch": 10**5,
@@ -38,14 +36,12 @@ MOST = {
 }  # fmt: skip
 """Options of a run, and the most that terms may say of each."""
 
-OPTION = 10**6
-"""A method's own option that is a whole number is at most this."""
+OPTION = 10**6  # a method's own option that is a whole number is at most this
 
 NETWORK = 2**28
 """Numbers of a network at most: 268 million, 1.1 GB. The largest one of the papers has 23 million."""
 
-STEP = 2**27
-"""Values of a step's images at most (512 MiB): 890 images of 224x224 with 3 channels."""
+STEP = 2**27  # values of a step's images at most (512 MiB): 890 images of 224x224 with 3 channels
 
 UPDATE = 10**7
 """Images that a client update may train on in its steps. The batches of all steps are in memory at once."""
@@ -53,8 +49,7 @@ UPDATE = 10**7
 ROOM = 2**20
 """Bytes that a reply may have beside its tensors and their places in the header: counts and samples."""
 
-PLACE = 1024
-"""Bytes that one tensor takes in a header at most, beside its name."""
+PLACE = 1024  # bytes that one tensor takes in a header at most, beside its name
 
 UNSURE, TIMES = 2**26, 16
 """Bytes of a message whose trees have unknown shapes, at most: so many, and as many times the model's."""

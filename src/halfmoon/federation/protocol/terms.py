@@ -18,8 +18,7 @@ from halfmoon.methods import registry
 from halfmoon.runs.factory import ImageSpec, method, task
 from halfmoon.storage import toml
 
-LARGEST = 4096
-"""Pixels of a side at most."""
+LARGEST = 4096  # pixels of a side at most
 
 LOCAL = {
     "baselines", "data", "data_share", "validation_share", "validation_part", "image_size", "resize", "channels",

@@ -21,8 +21,7 @@ from halfmoon.runs.factory import ImageSpec, network_name
 from halfmoon.sites.folders.export import place_of
 from halfmoon.storage import toml
 
-OWN = (*PLACE, "evaluate_every", "server_ema")
-"""Options of the server's machine alone."""
+OWN = (*PLACE, "evaluate_every", "server_ema")  # options of the server's machine alone
 
 
 @dataclass(frozen=True)

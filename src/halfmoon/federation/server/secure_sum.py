@@ -36,8 +36,7 @@ from halfmoon.federation.protocol.messages import (
 )
 from halfmoon.federation.protocol.tree_spec import TreeSpec, fill
 
-UPDATE = "update/"
-"""The path of the update in an upload that travels."""
+UPDATE = "update/"  # the path of the update in an upload that travels
 
 Ask = Callable[[Mapping[str, Request], TreeSpec, str], Mapping[str, Reply]]
 """Sends each named site a request, and returns the replies whose `up` has the shape; the text names the exchange."""

@@ -230,8 +230,7 @@ class ClientManager:
             self.say(f"{request.name} did not answer {request.what}: {problem}")
 
 
-PERIOD, HASTE = 2.0, 0.5
-"""Seconds between two polls for new sites, and where some are missing."""
+PERIOD, HASTE = 2.0, 0.5  # seconds between two polls for new sites, and where some are missing
 
 AGAIN = 30.0
 """Seconds after which a node that would not join, or did not answer, is asked once more."""

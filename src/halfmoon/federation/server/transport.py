@@ -100,8 +100,7 @@ class Connection:
         return result
 
 
-SPOOL = "spool"
-"""The subfolder of a run for answers that wait."""
+SPOOL = "spool"  # the subfolder of a run for answers that wait
 
 
 class Spooled:

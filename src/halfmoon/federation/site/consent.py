@@ -16,15 +16,13 @@ T = TypeVar("T")
 SHARED = "share-accuracy"
 """The file in a site's home by which its people let its own accuracy stand beside the mean."""
 
-ENDED = "ended.json"
-"""The file in a site's home that says that its part is over, and why."""
+ENDED = "ended.json"  # the file in a site's home that says that its part is over, and why
 
 OFFERED, AGREED = "offered.json", "agreed.json"
 """Files in a site's home: the terms that wait for a yes, and the hashes of those that have had one."""
 
 ANY = "any"
-PINNED = re.compile(r"any|[0-9a-f]{8,64}")
-"""Values of `--terms`: `ANY`, or a hash or its beginning."""
+PINNED = re.compile(r"any|[0-9a-f]{8,64}")  # values of `--terms`: `ANY`, or a hash or its beginning
 
 
 @dataclass(frozen=True)
