@@ -10,7 +10,6 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from halfmoon.core.errors import UserError
-from halfmoon.federation.flower.contact import Address, trust
 from halfmoon.federation.flower.internals import ControlApi, Node
 from halfmoon.sites.keys import Access
 from halfmoon.storage import atomic_io
@@ -19,10 +18,6 @@ KEYS = "keys.json"  # the file with whose key each node has, among those of Flow
 EVERY = 3.0  # seconds between two polls of the keys and of the nodes
 HOUR = 3600.0  # seconds between two warnings of what runs out
 ANSWER = 10.0  # seconds that the SuperLink has for an answer
-
-
-def control(address: Address, ca: Path) -> ControlApi:
-    return ControlApi(f"https://{address}", trust(ca), ANSWER)
 
 
 def pem(line: bytes) -> bytes:

@@ -31,16 +31,9 @@ app = ClientApp()
 
 
 @app.train()
-def train(message: Message, context: Context) -> Message:
-    return _answer(message, context)
-
-
 @app.query()
-def query(message: Message, context: Context) -> Message:
-    return _answer(message, context)
-
-
-def _answer(message: Message, context: Context) -> Message:
+def answer(message: Message, context: Context) -> Message:
+    """Return the site's answer to a message."""
     facts = {name: str(value) for name, value in context.node_config.items()}
     if "name" not in facts:
         config = context.run_config

@@ -13,8 +13,9 @@ from pathlib import Path
 from typing import Literal
 
 from halfmoon.core.errors import UserError
-from halfmoon.federation.flower.admission import KEYS, Admission, control
+from halfmoon.federation.flower.admission import ANSWER, KEYS, Admission
 from halfmoon.federation.flower.contact import Absent, Address, reach, trust
+from halfmoon.federation.flower.internals import ControlApi
 from halfmoon.federation.flower.processes import SERVER_APP, SUPEREXEC, SUPERLINK, Home, alone, require_flower, stop
 from halfmoon.federation.protocol.bundle import APPS, PROJECT, project
 from halfmoon.federation.protocol.log import EventLog, Tail
@@ -218,8 +219,8 @@ class _Session:
         server = self.server
         if server.access is None or server.ca is None:
             return
-        registry, path = control(server.address.near, server.ca), self.home.folder / KEYS
-        self.admission = Admission(server.access, registry, path, server.sites, self.log.say)
+        registry = ControlApi(f"https://{server.address.near}", trust(server.ca), ANSWER)
+        self.admission = Admission(server.access, registry, self.home.folder / KEYS, server.sites, self.log.say)
         self.admission.open()
         self._show()
 

@@ -244,16 +244,11 @@ class Membership:
         clock: Clock,
     ) -> None:  # fmt: skip
         self.connection, self.terms, self.timeout, self.say, self.clock = connection, terms, timeout, say, clock
-        self.acceptances: dict[str, Acceptance] = {}
-        """The messages by which sites joined, also of those that are gone."""
-        self.nodes: dict[str, int] = {}
-        """The node of each site that is connected."""
-        self.connected: set[int] = set()
-        """The nodes at the last poll, whether they have joined or not."""
-        self.offers: dict[str, int] = {}
-        """The nodes that were asked to join and have not answered, by ticket."""
-        self.warnings: set[tuple[int, str]] = set()
-        """Faults of nodes that the log has."""
+        self.acceptances: dict[str, Acceptance] = {}  # by which sites joined, also of those that are gone
+        self.nodes: dict[str, int] = {}  # the node of each site that is connected
+        self.connected: set[int] = set()  # the nodes at the last poll, whether they have joined or not
+        self.offers: dict[str, int] = {}  # by ticket the nodes that were asked to join and have not answered
+        self.warnings: set[tuple[int, str]] = set()  # faults of nodes that the log has
         self._offer = write(Offer(version, terms.text))
         self._holders: Mapping[int, NodeIdentity] | None = None  # whose key each node has, where sites have keys
         self._since: dict[str, str] = {}  # when the process that joined had connected

@@ -26,7 +26,6 @@ from halfmoon.aggregation import AggregationContext, update
 from halfmoon.aggregation.secure import masking, signing
 from halfmoon.aggregation.secure.fixed_point import check_upload, contribution
 from halfmoon.api.uploads import Upload
-from halfmoon.core.errors import UserError
 from halfmoon.core.tree import Tree
 from halfmoon.federation.protocol.messages import (
     DEAL,
@@ -45,7 +44,7 @@ from halfmoon.federation.protocol.messages import (
 )
 from halfmoon.federation.protocol.terms import Terms
 from halfmoon.federation.protocol.tree_spec import TreeSpec
-from halfmoon.federation.site.site_keys import KnownSites
+from halfmoon.federation.site.site_keys import KnownSites, read_private
 from halfmoon.storage import atomic_io
 
 if TYPE_CHECKING:
@@ -294,10 +293,7 @@ class Notes:
 
     def __init__(self, folder: Path, request: Request) -> None:
         self.path = folder / f"{request.round:06d}-{request.attempt:03d}-{request.query:03d}.json"
-        facts = atomic_io.read_json(self.path)
-        if facts is None and atomic_io.read(self.path) is not None:
-            raise UserError(f"{self.path} is damaged: put it back from a backup; the round goes on without this site.")
-        self._facts = facts or {}
+        self._facts = read_private(self.path) or {}
 
     def begin(self, session: str) -> None:
         """Forget the answers of another session, but not of which sites' sum shares were told."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from halfmoon.aggregation.secure import signing
 from halfmoon.core.errors import UserError
@@ -48,6 +48,14 @@ class KeyFiles:
         return signing.public(self.load(home).public_key()).hex()
 
 
+def read_private(path: Path) -> dict[str, Any] | None:
+    """Return what a site has put down for itself, None where it has not; raise UserError for a damaged file."""
+    facts = atomic_io.read_json(path)
+    if facts is None and atomic_io.read(path) is not None:
+        raise UserError(f"{path} is damaged: put it back from a backup; the round goes on without this site.")
+    return facts
+
+
 def read_keys(path: Path) -> dict[str, bytes]:
     """Return each site's public key in a file of OpenSSH's lines, whose comments are the names; raise UserError."""
     data = atomic_io.read(path)
@@ -82,9 +90,7 @@ class KnownSites:
             self._compare(read_keys(self.file), keys)
             return
         path = self.folder / PEERS
-        before = atomic_io.read_json(path)
-        if before is None and atomic_io.read(path) is not None:
-            raise UserError(f"{path} is damaged: put it back from a backup; the round goes on without this site.")
+        before = read_private(path)
         record = dict(before or {})
         for number, key in keys.items():
             name = self.names[number]
