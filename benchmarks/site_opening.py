@@ -18,8 +18,7 @@ import numpy as np
 import torch
 from PIL import Image
 
-from halfmoon.federation.protocol.images import numbered
-from halfmoon.federation.protocol.terms import Terms
+from halfmoon.federation.protocol.terms import Terms, numbered
 from halfmoon.federation.site.runtime import SiteRuntime
 from halfmoon.runs.factory import ImageSpec
 from halfmoon.sites.folders import prepare

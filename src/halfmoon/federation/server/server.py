@@ -29,9 +29,9 @@ from halfmoon.engine.loop import Experiment, Row, play
 from halfmoon.engine.runtime import RuntimeSettings
 from halfmoon.engine.sampling import Amount
 from halfmoon.federation.protocol import limits
-from halfmoon.federation.protocol.images import form_name, labeled_images
 from halfmoon.federation.protocol.log import EventLog
 from halfmoon.federation.protocol.messages import Final, Malformed, Receipt, Refusal, read, write
+from halfmoon.federation.protocol.terms import form_name, labeled_images
 from halfmoon.federation.protocol.tree_spec import UplinkSpec
 from halfmoon.federation.server.calls import Inspection, RunIdentity, SiteCalls
 from halfmoon.federation.server.cohorts import Quarantine

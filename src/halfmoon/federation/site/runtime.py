@@ -22,7 +22,6 @@ from halfmoon.engine.evaluation import Examples, Quality, tally
 from halfmoon.engine.local_clients import FederatedDataset, LocalClients, Training
 from halfmoon.engine.sampling import Amount
 from halfmoon.federation.protocol import limits
-from halfmoon.federation.protocol.images import decode, form_name, labeled_images, numbered, prepared_folder
 from halfmoon.federation.protocol.log import size
 from halfmoon.federation.protocol.messages import (
     OTHER_VERSION,
@@ -32,12 +31,12 @@ from halfmoon.federation.protocol.messages import (
     RoundKey,
     UnparsedMessage,
 )
-from halfmoon.federation.protocol.terms import Terms
+from halfmoon.federation.protocol.terms import Terms, decode, form_name, labeled_images, numbered, prepared_folder
 from halfmoon.federation.protocol.tree_spec import spec_of
 from halfmoon.federation.site.downlink_spec import DownlinkSpec
 from halfmoon.methods import registry
 from halfmoon.runs.budgets import budget
-from halfmoon.runs.factory import batch_rules, device, examples, method, preparation, task, views
+from halfmoon.runs.factory import batch_rules, device, examples, method, task, views
 from halfmoon.runs.features import Progress, inputs
 from halfmoon.sites.folders.prepare import open_site
 from halfmoon.sites.folders.site_folder import SiteFolder
@@ -310,8 +309,7 @@ class SiteImages:
 
     def _decoded(self, terms: Terms, say: Callable[[str], None]) -> SiteFolder:
         """Return the folder, decoded at home, or beside that where another form is at home already."""
-        form = preparation(terms.config).form
-        if (folder := prepared_folder(self.folder, self.home, terms, form)) is not None:
+        if (folder := prepared_folder(self.folder, self.home, terms)) is not None:
             return folder
         out = self.home / form_name(terms) if self._occupied() else self.home
         result = decode(self.folder, out, terms)
