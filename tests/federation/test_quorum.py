@@ -11,22 +11,17 @@ import torch
 from scenes import begin, play, same
 from test_contract import BATCHINGS, ROUNDS, scene
 
-from halfmoon.contract.sites import HASH, SEED, VERSION, alone
-from halfmoon.contract.sites import local_clients as ground_of
+from halfmoon.contract.sites import HASH, VERSION, behind
+from halfmoon.core import tree
 from halfmoon.core.tree import Tree
-from halfmoon.data.partition.split import SERVER
 from halfmoon.engine.loop import TooFew
-from halfmoon.engine.runtime import RuntimeSettings
-from halfmoon.engine.sampling import Views
 from halfmoon.federation.protocol.messages import FAILED, Refusal, Request, read, write
 from halfmoon.federation.server.calls import RunIdentity, SiteCalls
-from halfmoon.federation.server.cohorts import Quarantine
 from halfmoon.federation.server.plan import Rules
 from halfmoon.federation.server.runtime import RemoteRuntime
 from halfmoon.federation.server.sessions import Answer
 from halfmoon.federation.site.runtime import Memory, SiteRuntime, round_key, settle
 from halfmoon.methods.semifl import SemiFL
-from halfmoon.storage.state_store import Store
 
 CPU = torch.device("cpu")
 RUN = "a" * 32
@@ -92,21 +87,12 @@ def stage(tmp_path: Path) -> Make:
         count.append(1)
         method, shared, simulation = scene(name, "both", place=place, cohort=cohort)
         if isinstance(method, SemiFL):  # the statistics are asked of the cohort, whose quorum is the round's
-            method = replace(method, sbn="cohort")
-        held, heard = simulation.dataset, list[str]()
-        sites = {
-            f"site-{k}": SiteRuntime(k, method, shared, ground_of(alone(held, k), BATCHINGS["both"], Store()), VERSION)
-            for k in range(held.clients)
-        }
-        link, store = Link(sites, tmp_path / str(len(count)), fate), Store()
-        remote = RemoteRuntime(
-            method, shared, Views(),
-            SiteCalls(link, list(sites), RunIdentity(HASH, VERSION, run), rules or Rules(min_replies=2),
-                      say=heard.append),
-            RuntimeSettings(cohort, SEED),
-            server=ground_of(alone(held, SERVER), BATCHINGS["both"], store) if simulation.labeled else None,
-            store=store,
-        )  # fmt: skip
+            simulation.method = method = replace(method, sbn="cohort")
+        remote, wire = behind(simulation, BATCHINGS["both"])
+        link, heard = Link(wire.sites, tmp_path / str(len(count)), fate), list[str]()
+        identity = RunIdentity(HASH, VERSION, run)
+        remote.calls = SiteCalls(link, remote.names, identity, rules or Rules(min_replies=2), say=heard.append)
+        remote.cohorts.quarantine = remote.calls.quarantine
         return Stage(method, begin(method, shared), remote, link, heard)
 
     return made
@@ -125,6 +111,15 @@ def turn(stage: Stage, number: int, server: Tree) -> tuple[Tree, list[int]]:
             remote.stored(0)
             remote.saved(number + 1)
             return server, remote.close().cohort
+
+
+def rounds(stage: Stage, count: int = ROUNDS) -> tuple[Tree, list[list[int]]]:
+    """Play rounds; return the server's tree and the cohorts."""
+    server, drawn = stage.server, list[list[int]]()
+    for number in range(count):
+        server, cohort = turn(stage, number, server)
+        drawn.append(cohort)
+    return server, drawn
 
 
 def forced(stage: Stage, number: int, server: Tree, cohort: list[int]) -> Tree:
@@ -161,11 +156,7 @@ def failing(number: int, attempts: int, how: str, count: int = 1) -> Fate:
 @pytest.mark.parametrize("cohort", [1, 2, 3, 4])
 def test_undisturbed_cohorts_are_those_of_a_simulation(stage: Make, cohort: int) -> None:
     scenery = stage(cohort=cohort, rules=Rules())
-    server, drawn = scenery.server, []
-    for number in range(ROUNDS):
-        server, each = turn(scenery, number, server)
-        drawn.append(each)
-    assert drawn == cohorts(cohort)
+    assert rounds(scenery)[1] == cohorts(cohort)
     assert [(number, attempt) for number, attempt, _, _ in scenery.link.asked] == [(0, 0), (1, 0), (2, 0)]
 
 
@@ -275,12 +266,7 @@ def test_sites_of_another_run_bring_nothing_of_it(stage: Make) -> None:
     second.link.folder = first.link.folder
     first.link.fate = failing(0, 1, LOST)
     third = stage("fedloke", cohort=2)
-    servers = []
-    for scenery in (first, second, third):
-        server = scenery.server
-        for number in range(ROUNDS):
-            server, _ = turn(scenery, number, server)
-        servers.append(server)
+    servers = [rounds(scenery)[0] for scenery in (first, second, third)]
     assert same(*servers[1:])
     assert not same(*servers[:2])
 
@@ -289,42 +275,24 @@ def test_an_answer_that_did_not_count_is_not_remembered(stage: Make) -> None:
     """A site works in the first round, but too late. In the next ones it is as a client that was silent in that round.
     FedLoKe's sites remember a model each: with the late visit in it, the result is another one."""
     rules = Rules(min_replies=1)
-
-    def played(how: str) -> Tree:
-        scenery = stage("fedloke", failing(0, 1, how), cohort=4, rules=rules)
-        server = scenery.server
-        for number in range(ROUNDS):
-            server, _ = turn(scenery, number, server)
-        return server
-
-    assert same(played(LOST), played(GONE))
+    lost, gone = (rounds(stage("fedloke", failing(0, 1, how), cohort=4, rules=rules))[0] for how in (LOST, GONE))
+    assert same(lost, gone)
 
 
 @pytest.mark.parametrize("name", ["semifl", "feddb", "semifed"])
 def test_a_method_goes_on_without_a_site_that_it_loses_on_the_way(stage: Make, name: str) -> None:
     """The site that fails in a trip is asked nothing more in that round; in the next one it is back."""
     scenery = stage(name, failing(1, 9, GONE), cohort=4, rules=Rules(min_replies=2))
-    server = scenery.server
-    for number in range(ROUNDS):
-        server, cohort = turn(scenery, number, server)
-        assert len(cohort) == (3 if number == 1 else 4)
+    server, drawn = rounds(scenery)
+    assert [len(cohort) for cohort in drawn] == [4, 3, 4]
     assert max(attempt for _, attempt, _, _ in scenery.link.asked) == 0
-    assert bool(torch.stack([leaf.isfinite().all() for leaf in leaves(server)]).all())
-
-
-def leaves(branch: Tree) -> list[torch.Tensor]:
-    found: list[torch.Tensor] = []
-    for value in branch.values():
-        found += leaves(value) if isinstance(value, dict) else [value] if value.is_floating_point() else []
-    return found
+    assert all(bool(leaf.isfinite().all()) for leaf in tree.leaves(server) if leaf.is_floating_point())
 
 
 def test_a_site_that_is_lost_between_trips_is_not_asked_again_in_the_round(stage: Make) -> None:
     """SemiFL with labels at the server: training first, the statistics of the average then."""
     scenery = stage("semifl", failing(1, 9, GONE), cohort=4, place="server")
-    server = scenery.server
-    for number in range(2):
-        server, _ = turn(scenery, number, server)
+    rounds(scenery, 2)
     queries = [sites for number, _, _, sites in scenery.link.asked if number == 1]
     assert [len(sites) for sites in queries] == [4, 3]
 
@@ -335,30 +303,23 @@ def test_strikes_set_a_site_aside(stage: Make) -> None:
         fate=lambda site, request: NOISE if site == "site-2" else GONE if site == "site-1" else "",
         cohort=4, rules=Rules(min_replies=1, strikes=2),
     )  # fmt: skip
-    scenery.remote.calls.quarantine = scenery.remote.cohorts.quarantine = Quarantine(scenery.remote.names, 2, None)
-    server = scenery.server
-    drawn = []
-    for number in range(ROUNDS):
-        server, _ = turn(scenery, number, server)
-        drawn.append(scenery.link.asked[-1][-1])
-    assert drawn == [("site-0", "site-1", "site-2", "site-3")] * 2 + [("site-0", "site-1", "site-3")]
+    rounds(scenery)
+    whole = ("site-0", "site-1", "site-2", "site-3")
+    assert [sites for _, _, _, sites in scenery.link.asked] == [whole, whole, ("site-0", "site-1", "site-3")]
     rows = {row.name: (row.count, row.quarantined) for row in scenery.remote.calls.quarantine.rows()}
     assert rows == {"site-0": (0, False), "site-1": (0, False), "site-2": (2, True), "site-3": (0, False)}
     assert sum("site-2 is set aside after 2 unusable answers" in said for said in scenery.heard) == 1
 
 
 def test_the_others_are_drawn_as_before_where_one_is_aside(stage: Make) -> None:
-    scenery = stage(cohort=2)
-    scenery.remote.calls.quarantine = scenery.remote.cohorts.quarantine = Quarantine(scenery.remote.names, 1, None)
+    scenery = stage(cohort=2, rules=Rules(min_replies=2, strikes=1))
     aside = next(k for k in range(4) if k not in cohorts(2)[0])
     scenery.remote.calls.quarantine.refuse(f"site-{aside}", 0, "noise")
-    server = scenery.server
-    for number in range(ROUNDS):
-        server, cohort = turn(scenery, number, server)
+    for cohort, before in zip(rounds(scenery)[1], cohorts(2), strict=True):
         assert aside not in cohort
         assert len(cohort) == 2
-        if aside not in cohorts(2)[number]:
-            assert cohort == cohorts(2)[number]
+        if aside not in before:
+            assert cohort == before
 
 
 def test_where_every_site_is_aside_all_stops(stage: Make) -> None:
@@ -407,7 +368,7 @@ def test_what_a_failed_attempt_reports_is_gone(stage: Make) -> None:
     }
 
 
-@pytest.mark.parametrize("rules", [Rules(), Rules(min_replies=2)])
+@pytest.mark.parametrize("rules", [Rules(strikes=1), Rules(min_replies=2, strikes=1)])
 @pytest.mark.parametrize("how", ["aside", "away"])
 def test_statistics_of_all_sites_are_taken_without_one(stage: Make, how: str, rules: Rules) -> None:
     """SemiFL asks all sites a cohort's number at a time, 3 + 1 here: a group of one may have nobody in it."""
@@ -415,19 +376,12 @@ def test_statistics_of_all_sites_are_taken_without_one(stage: Make, how: str, ru
     played = stage("semifl", lambda site, request: away if site == "site-3" else "", cohort=3, rules=rules)
     method = replace(played.method, sbn="all")
     played.remote.method = method
-    played.remote.calls.quarantine = played.remote.cohorts.quarantine = Quarantine(played.remote.names, 1, None)
     if how == "aside":
         played.remote.calls.quarantine.refuse("site-3", 0, "noise")
-    server = played.server
-    for number in range(3):
-        server, cohort = turn(played._replace(method=method), number, server)
-        assert 3 not in cohort
+    assert not [cohort for cohort in rounds(played._replace(method=method))[1] if 3 in cohort]
 
 
 def test_a_rate_whose_sites_are_all_away_is_left_out(stage: Make) -> None:
     """HeteroFL asks the sites of each rate apart."""
     played = stage("heterofl", lambda site, request: GONE if site == "site-3" else "", cohort=4, rules=Rules())
-    server = played.server
-    for number in range(3):
-        server, cohort = turn(played, number, server)
-        assert cohort == [0, 1, 2]
+    assert rounds(played)[1] == [[0, 1, 2]] * ROUNDS
