@@ -6,11 +6,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-import numpy as np
 from federations import VERSION, Street, ask, node, refusal, terms
-from PIL import Image
 from safetensors.torch import save_file
 from scenes import same
+from test_site_client import folder as folder_of
 
 from halfmoon.core import rng, tree, weight_files
 from halfmoon.federation.flower import launch
@@ -30,17 +29,9 @@ from halfmoon.sites.inference.load import load_model
 TERMS = terms(("north", "south"), method="fedavg-fixmatch", cohort=2, rounds=2, labeled_batch=2, unlabeled_batch=2)
 
 
-def ward(path: Path, labels: int = 4) -> Path:
-    """Write a folder of eight images of 8x8, some with labels."""
-    path.mkdir(parents=True)
-    draw = np.random.default_rng(0)
-    for k in range(8):
-        Image.fromarray(draw.integers(0, 256, (8, 8), np.uint8)).save(path / f"{k}.png")
-    names = TERMS.form.classes
-    rows = [f"{k}.png,{names[k % len(names)]}" for k in range(labels)]
-    (path / "labels.csv").write_text("\n".join(["path,label", *rows]))
-    (path / "classes.txt").write_text("\n".join(names))
-    return path
+def ward(path: Path) -> Path:
+    """Write a folder of eight images of 8x8, four of them with labels."""
+    return folder_of(path, {0: "sound", 1: "ill", 2: "sound", 3: "ill"})
 
 
 def final(version: str, **changes: str) -> Final:

@@ -2,6 +2,8 @@
 
 import importlib
 import inspect
+import subprocess
+import sys
 from importlib import metadata
 from typing import Any
 
@@ -45,3 +47,24 @@ def test_a_message_made_here_has_an_author_and_a_number():
         message = Message(RecordDict(), 7, "query")
         number(message, "message-3")
     assert (message.metadata.message_id, message.metadata.src_node_id) == ("message-3", 1)
+
+
+LATE = """
+import sys
+
+import halfmoon.federation.flower.client_app
+
+import torch
+from halfmoon.core.autodiff import grad_and_value
+
+before = set(sys.modules)
+grad_and_value(lambda params: (params["w"].square().sum(), ()), {"w": torch.ones(2)})
+late = sorted(set(sys.modules) - before)
+assert not late, f"{len(late)} modules, such as {late[:3]}"
+"""
+
+
+def test_a_worker_imports_nothing_for_its_first_gradient():
+    """What is imported late is imported for every message to a site; torch.func's own gradient needs 800 modules."""
+    done = subprocess.run([sys.executable, "-c", LATE], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr

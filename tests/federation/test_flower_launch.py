@@ -23,14 +23,13 @@ from PIL import Image
 
 from halfmoon.cli import main as cli
 from halfmoon.core.errors import UserError
-from halfmoon.federation.flower import internals, launch, processes, site_process
+from halfmoon.federation.flower import internals, launch, processes
 from halfmoon.federation.flower.contact import Absent, Address, reach
 from halfmoon.federation.flower.launch import Halted, Server, connection, finished, run_config, serve, superlink
 from halfmoon.federation.flower.node import RAISED, Worker
 from halfmoon.federation.flower.processes import SERVER_APP, SUPERLINK, Home, alone
 from halfmoon.federation.flower.site_process import Joining, facts
 from halfmoon.federation.protocol import bundle
-from halfmoon.federation.protocol.bundle import project
 from halfmoon.federation.protocol.log import EventLog, Tail
 from halfmoon.sites.keys import certificates
 
@@ -68,15 +67,9 @@ def test_the_superlink_is_started_with_its_database_and_without_installing(tmp_p
     }
 
 
-def test_the_app_that_flower_is_given_has_no_code_and_names_no_folder(tmp_path: Path):
-    """It is the same at every server; quotes, blanks and letters beyond ASCII in a folder's name come through."""
+def test_what_flower_is_told_beside_the_app(tmp_path: Path):
+    """Quotes, blanks and letters beyond ASCII in a folder's name come through."""
     folder = tmp_path / 'a "b" é'
-    app = tomllib.loads(project())
-    assert app["tool"]["flwr"]["app"]["config"] == {"federation": "", "run-dir": "", "keys": ""}
-    assert app["tool"]["flwr"]["app"]["components"] == {
-        "serverapp": "halfmoon.federation.flower.server_app:app",
-        "clientapp": "halfmoon.federation.flower.client_app:app",
-    }
     given = tomllib.loads(run_config(Server(folder / "f.toml", folder / "run")))
     assert given == {"federation": f"{folder}/f.toml", "run-dir": f"{folder}/run"}
     files = authority(tmp_path)
@@ -102,13 +95,6 @@ def test_a_sites_processes_are_told_by_a_file_where_the_server_is_and_who_they_a
     files = authority(tmp_path)
     safe = facts(member(folder, ca=files["ca"], key=files["key"]))
     assert (safe["ca"], safe["key"], safe["config"]["key"]) == (str(files["ca"]), *[str(files["key"])] * 2)
-
-
-def test_names_of_sites_are_those_of_the_terms():
-    """The pattern stands in two places, as the one of the terms would bring torch."""
-    from halfmoon.federation.protocol import terms
-
-    assert site_process.NAME.pattern == terms.NAME.pattern
 
 
 @pytest.mark.parametrize(

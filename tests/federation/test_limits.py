@@ -336,17 +336,6 @@ def harmless(tmp_path: Path) -> None:
     assert not (tmp_path / "ran").exists()
 
 
-def test_a_pickle_is_never_loaded_by_a_reader(tmp_path: Path, pickles: dict[str, bytes]):
-    fine = {"request's tensor", "reply's tensor", "terms"}
-    for name, data in pickles.items():
-        if name in fine:
-            read(data, Offer, Request, Reply)
-            continue
-        with pytest.raises(Malformed):
-            read(data, Offer, Request, Acceptance, Refusal, Reply)
-    harmless(tmp_path)
-
-
 def test_a_pickle_is_never_loaded_by_a_site(tmp_path: Path, pickles: dict[str, bytes]):
     """Before it has joined and after: refused as what cannot be read, or as what its method does not send."""
     ward = folder(tmp_path / "ward", {0: "sound", 3: "ill"})
@@ -559,6 +548,9 @@ def test_a_site_refuses_a_visit_that_would_not_end(tmp_path: Path):
     assert (said.kind, said.reason.split(":")[1]) == (UNFIT, " a site trains on 10,000,000 at most.")
 
 
+VIT = {"model_type": "vit", "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "patch_size": 4}
+
+
 @pytest.mark.parametrize(
     ("more", "words"),
     [
@@ -572,9 +564,8 @@ def test_a_network_of_the_terms_is_bounded_before_it_is_made(more, words, monkey
     """A server's configuration of transformers takes neither memory nor time of a site that agreed to nothing."""
     pytest.importorskip("transformers")
     monkeypatch.setattr(hubs, "LAYERS", 64)
-    vit = {"model_type": "vit", "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "patch_size": 4}
     facts = json.loads(terms().text)
-    facts["config"]["network"] = "transformers:" + json.dumps(vit | more)
+    facts["config"]["network"] = "transformers:" + json.dumps(VIT | more)
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     with pytest.raises(UserError, match=words):
         Terms.parse(json.dumps(facts))
@@ -584,8 +575,7 @@ def test_a_network_of_the_terms_is_bounded_before_it_is_made(more, words, monkey
 def test_a_network_of_the_terms_is_made_after_the_yes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """Before people agree a module is only counted: no tensor of it is made."""
     pytest.importorskip("transformers")
-    vit = {"model_type": "vit", "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "patch_size": 4}
-    about = terms(("north",), network="transformers:" + json.dumps(vit), width=None, cohort=1)
+    about = terms(("north",), network="transformers:" + json.dumps(VIT), width=None, cohort=1)
     made: list[str] = []
     make = modules.make_named
 

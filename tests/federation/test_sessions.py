@@ -1,7 +1,7 @@
 """Who is there: names instead of nodes, restarts, late and lost answers, on a made-up street with a made-up clock."""
 
 import pytest
-from federations import SITES, TERMS, Node, Street, ask, joined, mute, node, refusal, terms
+from federations import SITES, Node, Street, ask, joined, mute, node, refusal, terms
 
 from halfmoon.core.errors import UserError
 from halfmoon.federation.protocol.messages import FAILED, UNFIT, UNKNOWN, Offer, Refusal, RefusalError, read, write
@@ -98,15 +98,6 @@ def test_a_vanished_site_of_which_the_post_tells(street: Street, manager: Client
     answers = ask(manager)
     assert answers["north"] == Answer(None, "it was not connected for 20 s")
     assert 30 < street.time - began < 32
-
-
-def test_a_site_that_was_never_there_is_given_up() -> None:
-    street = Street({7: node("north")})
-    manager = street.manager()
-    manager.gather(1, 60.0)
-    answers = ask(manager)
-    assert answers["north"].data == b"north:do"
-    assert {answers[name].reason for name in ("south", "west")} == {"it was not connected for 20 s"}
 
 
 def test_a_short_break_costs_nothing(street: Street, manager: ClientManager) -> None:
@@ -422,19 +413,3 @@ def test_what_is_no_message_is_handed_on(street: Street, manager: ClientManager,
     """The roster does not judge answers: who asked does, and counts them."""
     street.nodes_[7] = node("north", said=spoiled)
     assert ask(manager)["north"] == Answer(spoiled)
-
-
-def test_terms_travel_whole(street: Street) -> None:
-    """What a node is asked to join is an offer with the version and the terms, as text."""
-    mail: list[bytes] = []
-    there = street.nodes_[7]
-    street.nodes_ = {7: there}
-    send = street.send
-
-    def seen(out: dict[int, bytes], seconds: float, asks: bool) -> dict[int, str]:
-        mail.extend(out.values())
-        return dict(send(out, seconds, asks))
-
-    street.send = seen  # type: ignore[method-assign]
-    street.manager().gather(1, 60.0)
-    assert {read(data, Offer).terms for data in mail} == {TERMS.text}

@@ -16,6 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scenes import begin, task
 from test_contract import DISTINCT, scene
+from test_messages import REQUEST
 
 from halfmoon.api.types import Batch, ClientUpdate, Local, Needs, StepMetrics, Task
 from halfmoon.api.uploads import UPDATE_ONLY, Aux, Uplink, Upload
@@ -81,17 +82,7 @@ def queries(name: str, place: str | None = None, **options: Any) -> tuple[Task, 
 
 def answer(outcome: ClientResult, **changes: Any) -> Reply:
     """Return the reply of a site that did what `outcome` says."""
-    samples = {name: each._asdict() for name, each in outcome.samples.items()}
-    given: dict[str, Any] = {
-        "amount": list(outcome.amount),
-        "traffic": list(outcome.traffic),
-        "swept": outcome.swept,
-        "kept": outcome.memory_bytes,
-        "up": outcome.up.tree,
-        "samples": samples,
-        **changes,
-    }
-    return Reply(federation="f", version="1", run="0" * 32, round=0, attempt=0, query=0, client_update="train", **given)
+    return replace(Reply.of(REQUEST, "1", outcome), **changes)
 
 
 PLACES = [(name, place) for name in FEDERATED for place in registry.entry(name).places]
