@@ -20,7 +20,6 @@ pytest.importorskip("flwr")
 
 from flwr.app import ConfigRecord, Message
 from rehearsals import (
-    CASES,
     CLASSES,
     SECRET,
     SHORT,
@@ -35,6 +34,7 @@ from rehearsals import (
     recorded,
     rows,
 )
+from test_contract import DISTINCT
 
 import halfmoon
 from halfmoon.api.uploads import Upload
@@ -59,6 +59,7 @@ from halfmoon.federation.protocol.messages import (
 )
 from halfmoon.federation.site import consent
 from halfmoon.federation.site.client import SiteClient
+from halfmoon.methods import registry
 from halfmoon.runs import runner
 from halfmoon.runs.factory import task
 
@@ -115,6 +116,16 @@ def compare(there: Played) -> None:
         assert (a["pseudo"], a["prior"]) == (None, None)
         assert a["cost"] == b["cost"]
         assert a.get("aggregation") == b.get("aggregation")
+
+
+CASES = [
+    (name, place)
+    for name in (*DISTINCT, "fedavg-sl", "fedmatch-semifl", "feddure-without-creg", "feddure-without-freg")
+    if not registry.entry(name).pooled
+    for place in (("all",) if registry.entry(name).all_labels else registry.entry(name).places)
+]
+"""Every federated method of the catalog, with labels wherever it can use them; beside those that differ from another in
+more than options, one for which every image has a label, and those that send something else."""
 
 
 @pytest.mark.parametrize(("method", "place"), CASES)
@@ -217,10 +228,8 @@ AVERAGED = {"train": {*MODEL, "weight"}}
 SENT: dict[str, dict[str, set[str]]] = {
     "feddb": {"train": {*MODEL, "weight", "appu"}},
     "semifl": SEMIFL,
-    "semifl-feddpl": SEMIFL,
     "heterofl": {"train-1": {"params", "present", "weight"}, "census": {"moments", "weight"}},
     "fedmatch": {"train": MATCH},
-    "fedmatch-feddpl": {"train": MATCH},
     "fedmatch-semifl": {"train": {"psi", "weight"}, "census": {"moments", "weight"}},
     "fl2": SEMIFL,
     "cbafed": {"train": {*MODEL, "weight", "share"}},
@@ -239,9 +248,7 @@ TOLD: dict[str, set[str]] = {
     "fedloke": {"loss", "global_sure", "local_sure"},
     "fml": {"loss", "private_sure"},
     "semifl": {"loss", "kept"},
-    "semifl-feddpl": {"loss", "kept"},
     "fedmatch": {"loss", "penalty"},
-    "fedmatch-feddpl": {"loss", "penalty"},
     "fl2": {"loss", "kept", "status", "sharpness"},
     "cbafed": {"loss", "kept"},
     "twin-sight": {"loss", "contrast", "gram"},

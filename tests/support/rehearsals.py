@@ -47,14 +47,6 @@ SHORT = {"rounds": 2, "cohort": 2, "width": 4, "labeled_batch": 4, "unlabeled_ba
 EAGER = {"threshold": 0.12, "delta": 3.0, "ramp_rounds": 2, "interval": 2}
 """Options under which methods are sure of guesses from the start: one of ten classes has ln 10 = 2.3 nats at most."""
 
-CASES = [
-    (name, place)
-    for name in registry.names()
-    if not registry.entry(name).pooled
-    for place in (("all",) if registry.entry(name).all_labels else registry.entry(name).places)
-]
-"""Every federated method of the catalog, with labels wherever it can use them."""
-
 
 @dataclass(frozen=True)
 class Letter:
