@@ -226,22 +226,14 @@ DIFFERENT = [
     {"width": 8}, {"norm": "group"}, {"epochs": 2}, {"budget": "none"}, {"reuse_labeled": True}, {"flip": True},
     {"labels_at": "some"}, {"statistics": "separate"}, {"clip_norm": 1.0}, {"schedule": "constant"},
 ]  # fmt: skip
+FORMS = [
+    {"sites": ["south", "north", "west"]}, {"classes": ["ill", "sound"]}, {"image": [1, 8, 16]}, {"mirror": True},
+    {"mean": [0.6]}, {"std": [0.5]}, {"name": "other"}, {"sites": ["north", "south"]},
+]  # fmt: skip
 
 
-@pytest.mark.parametrize("options", DIFFERENT, ids=lambda options: next(iter(options)))
-def test_what_changes_numbers_changes_the_hash(plan: Write, options: dict[str, Any]) -> None:
-    assert plan(options=options).terms.hash != plan().terms.hash
-
-
-@pytest.mark.parametrize(
-    "table",
-    [
-        {"sites": ["south", "north", "west"]}, {"classes": ["ill", "sound"]}, {"image": [1, 8, 16]}, {"mirror": True},
-        {"mean": [0.6]}, {"std": [0.5]}, {"name": "other"}, {"sites": ["north", "south"]},
-    ],
-    ids=lambda table: next(iter(table)),
-)  # fmt: skip
-def test_who_takes_part_and_what_images_are_like_changes_the_hash(plan: Write, table: dict[str, Any]) -> None:
+@pytest.mark.parametrize("table", [*({"options": options} for options in DIFFERENT), *FORMS], ids=str)
+def test_what_changes_numbers_changes_the_hash(plan: Write, table: dict[str, Any]) -> None:
     """The order of the sites too: it numbers them, and draws depend on the number."""
     assert plan(**table).terms.hash != plan().terms.hash
 
@@ -252,19 +244,14 @@ HERE = [
     {"min_size": 2}, {"labels_per_class": 3.0}, {"client_dropout": 0.5}, {"confidence_threshold": 0.5},
     {"setting": "iid-iid"}, {"cache": "there"},
 ]  # fmt: skip
+RULES = [
+    {"round_timeout": 5.0}, {"absence": 1.0}, {"min_replies": 2}, {"attempts": 2}, {"strikes": 0}, {"test": "t"},
+]  # fmt: skip
 
 
-@pytest.mark.parametrize("options", HERE, ids=lambda options: next(iter(options)))
-def test_what_one_machine_does_for_itself_does_not_change_the_hash(plan: Write, options: dict[str, Any]) -> None:
-    assert plan(options=options).terms.hash == plan().terms.hash
-
-
-@pytest.mark.parametrize(
-    "table",
-    [{"round_timeout": 5.0}, {"absence": 1.0}, {"min_replies": 2}, {"attempts": 2}, {"strikes": 0}, {"test": "t"}],
-    ids=lambda table: next(iter(table)),
-)
-def test_how_a_server_deals_with_sites_does_not_change_the_hash(plan: Write, table: dict[str, Any]) -> None:
+@pytest.mark.parametrize("table", [*({"options": options} for options in HERE), *RULES], ids=str)
+def test_what_one_machine_does_for_itself_does_not_change_the_hash(plan: Write, table: dict[str, Any]) -> None:
+    """Nor how a server deals with sites."""
     assert plan(**table).terms.hash == plan().terms.hash
 
 
