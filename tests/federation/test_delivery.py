@@ -111,7 +111,7 @@ def test_who_does_not_have_it_is_named() -> None:
     street = Street({1: node("north", said=there), 2: node("south", said=refusal("failed", "its disk"))})
     manager = street.manager()
     manager.gather(2, 100.0, 0.0)
-    assert deliver(manager, ["north", "south", "west"], b"all", Path("m"), street.said.append) == ["north"]
+    assert deliver(manager, ["north", "south", "west"], b"all", Path("m")) == ["north"]
     assert "the final model is at 1 of 3 sites" in street.said
     assert "south does not have the final model (its disk): send it m, or serve the federation again" in street.said
     assert (
@@ -128,12 +128,12 @@ def test_the_server_stays_for_who_was_away(tmp_path: Path) -> None:
     manager.gather(1, 100.0, 0.0)
     street.at(street.time + 60, lambda: street.nodes_.update({3: node("west", said=there["west"])}))
     began = street.time
-    hand_out(manager, ["north", "south", "west"], b"all", tmp_path, street.said.append, 200.0)
+    hand_out(manager, ["north", "south", "west"], b"all", tmp_path, 200.0)
     assert 200 <= street.time - began < 250
     assert json.loads((tmp_path / "delivery.json").read_text()) == {"has": ["north", "west"], "lacks": ["south"]}
     assert "the server stays for south, west: who comes back gets the model" in street.said
     street.nodes_[2] = node("south", said=write(Receipt("f", VERSION, "south")))
-    hand_out(manager, ["south"], b"all", tmp_path, street.said.append, 30.0)
+    hand_out(manager, ["south"], b"all", tmp_path, 30.0)
     assert json.loads((tmp_path / "delivery.json").read_text()) == {"has": ["north", "south", "west"], "lacks": []}
 
 

@@ -31,7 +31,7 @@ def take(pipe: BinaryIO) -> tuple[int, int, bytes] | None:
 
 
 class PipePost:
-    """A `halfmoon.federation.server.sessions.Transport` over two pipes."""
+    """A `halfmoon.federation.server.transport.Transport` over two pipes."""
 
     def __init__(self, sites: int, into: BinaryIO, out: BinaryIO) -> None:
         self.sites, self.into, self.out, self.count = sites, into, out, 0

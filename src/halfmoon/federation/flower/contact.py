@@ -24,13 +24,13 @@ class Address:
     port: int
 
     @classmethod
-    def parse(cls, words: str, flag: str = "--server") -> "Address":
+    def parse(cls, words: str) -> "Address":
         """Return the address in HOST:PORT; raise UserError where there is none."""
         host, colon, port = words.rpartition(":")
         host = host[1:-1] if host.startswith("[") and host.endswith("]") else host
         plain = host and "/" not in host and (":" not in host or words.startswith("["))
         if not colon or not plain or not port.isdecimal() or not 0 < int(port) < 2**16:
-            raise UserError(f"{flag} is {words!r}: it must be HOST:PORT, such as 192.0.2.7:9092.")
+            raise UserError(f"--server is {words!r}: it must be HOST:PORT, such as 192.0.2.7:9092.")
         return cls(host, int(port))
 
     def __str__(self) -> str:
@@ -59,12 +59,12 @@ def trust(ca: Path) -> ssl.SSLContext:
         ) from error
 
 
-def reach(address: Address, ca: Path | None, seconds: float = SECONDS) -> None:
+def reach(address: Address, ca: Path | None) -> None:
     """Raise Absent where no server answers, UserError where one does that cannot be talked to like this."""
     if ca is None:
-        link = http.client.HTTPConnection(address.host, address.port, timeout=seconds)
+        link = http.client.HTTPConnection(address.host, address.port, timeout=SECONDS)
     else:
-        link = http.client.HTTPSConnection(address.host, address.port, timeout=seconds, context=trust(ca))
+        link = http.client.HTTPSConnection(address.host, address.port, timeout=SECONDS, context=trust(ca))
     try:
         link.request("GET", "/health")
         status = link.getresponse().status
@@ -78,7 +78,7 @@ def reach(address: Address, ca: Path | None, seconds: float = SECONDS) -> None:
             f"{address} does not speak TLS ({error.reason}); it was started without certificates."
         ) from error
     except (http.client.HTTPException, ConnectionResetError) as error:
-        if ca is None and _speaks_tls(address, seconds):
+        if ca is None and _speaks_tls(address):
             raise _tls_only(address) from error
         raise Absent(f"{address} closes the connection") from error
     except OSError as error:
@@ -87,7 +87,7 @@ def reach(address: Address, ca: Path | None, seconds: float = SECONDS) -> None:
         link.close()
     if status in (http.client.BAD_GATEWAY, http.client.SERVICE_UNAVAILABLE, http.client.GATEWAY_TIMEOUT):
         raise Absent(f"{address} is a proxy whose server does not answer ({status})")
-    if status == http.client.BAD_REQUEST and ca is None and _speaks_tls(address, seconds):  # a proxy's answer
+    if status == http.client.BAD_REQUEST and ca is None and _speaks_tls(address):  # a proxy's answer
         raise _tls_only(address)
     if status != http.client.OK:
         raise UserError(f"something answers at {address}, but it is no server of a federation; check host and port.")
@@ -97,11 +97,11 @@ def _tls_only(address: Address) -> UserError:
     return UserError(f"{address} speaks TLS only: give the file of its authority by --ca FILE.")
 
 
-def _speaks_tls(address: Address, seconds: float) -> bool:
+def _speaks_tls(address: Address) -> bool:
     """Say whether a TLS handshake works at all; nothing is sent, and nobody is trusted."""
     blind = ssl.create_default_context()
     blind.check_hostname, blind.verify_mode = False, ssl.CERT_NONE
-    link = http.client.HTTPSConnection(address.host, address.port, timeout=seconds, context=blind)
+    link = http.client.HTTPSConnection(address.host, address.port, timeout=SECONDS, context=blind)
     try:
         link.connect()
     except OSError:

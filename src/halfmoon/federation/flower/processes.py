@@ -184,13 +184,13 @@ def hold(path: Path) -> None:
     os.ftruncate(handle, len(number))
 
 
-def stop(process: subprocess.Popen[bytes] | None, seconds: float = GRACE) -> None:
+def stop(process: subprocess.Popen[bytes] | None) -> None:
     """Ask a process to end, and kill it with its group where it does not."""
     if process is None or process.poll() is not None:
         return
     process.terminate()
     with suppress(subprocess.TimeoutExpired):
-        process.wait(seconds)
+        process.wait(GRACE)
     if process.poll() is None:
         _kill_group(process.pid)
         process.wait()

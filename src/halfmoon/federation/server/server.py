@@ -137,7 +137,7 @@ class FederationServer:
         own = tree.flatten(limits.abstract(factory.task(terms.config, terms.form).network))
         whole = tree.flatten({"params": saved.params, "stats": saved.stats})
         model = {"params": {}, "stats": {}, **tree.unflatten({path: whole[path].contiguous() for path in own})}
-        hand_out(self._manager(post), names, self._final(saved.card, model), self.path, self.log.say, patience)
+        hand_out(self._manager(post), names, self._final(saved.card, model), self.path, patience)
 
     def _final(self, card: Card, model: Tree) -> bytes:
         """Return the message with the trained part, and a card of the terms, not of where the model lies."""
@@ -190,7 +190,7 @@ class FederationServer:
         card = assembly.card(config, terms.form, network, _config_text(self.plan))
         names = [name for name in terms.sites if name not in self._register().sites]
         # Before the run ends: then nobody answers any more.
-        hand_out(manager, names, self._final(card, results["model"]), self.path, say, rules.linger)
+        hand_out(manager, names, self._final(card, results["model"]), self.path, rules.linger)
         spool.clear()
         folder.finish(model, card.render(), summary)
         say(f"finished: the model is {self.path / 'model.safetensors'}")
@@ -223,7 +223,7 @@ class FederationServer:
             # A bound from what the others sent would let one site's update decide whose counts.
             rules if config.dp_clip is None else replace(rules, norm_bound=0.0),
             self._register(),
-            _inspection(self.plan, manager, task, measure, (test is None, validation is None), self.log.say),
+            _inspection(self.plan, manager, task, measure, (test is None, validation is None)),
             self.log.say,
             lambda needed: manager.gather(needed, patience, 0.0),
         )
@@ -249,12 +249,7 @@ def _cap(plan: Plan, say: Callable[[str], None]) -> WeightCap | None:
 
 
 def _inspection(
-    plan: Plan,
-    manager: ClientManager,
-    task: Task,
-    measure: Budget,
-    parts: tuple[bool, bool],
-    say: Callable[[str], None],
+    plan: Plan, manager: ClientManager, task: Task, measure: Budget, parts: tuple[bool, bool]
 ) -> Inspection:
     """Return the knowledge of sites; `parts` says whether their test and their validation images are used."""
     terms, config, rules = plan.terms, plan.config, plan.rules
@@ -282,7 +277,7 @@ def _inspection(
         tests,
         validations,
         (lambda: lasting_keys(manager.acceptances)) if config.secure_aggregation else None,
-        _cap(plan, say),
+        _cap(plan, manager.say),
         lambda name: name in manager.acceptances and manager.acceptances[name].shared == 1,
     )
 
@@ -358,16 +353,14 @@ PERIOD, RETRY = 2.0, 30.0
 """Seconds between two polls for sites that were away, and between two attempts at one that did not take the model."""
 
 
-def hand_out(
-    manager: ClientManager, names: Sequence[str], final: bytes, run: Path, say: Callable[[str], None], seconds: float
-) -> None:
+def hand_out(manager: ClientManager, names: Sequence[str], final: bytes, run: Path, seconds: float) -> None:
     """Deliver the final model to sites, also to those that come back within `seconds`, and write who has it."""
     record = atomic_io.read_json(run / DELIVERY) or {}
     has: list[str] = record.get("has", [])
     attempts: dict[str, float] = {}
 
     def serve(some: Sequence[str]) -> list[str]:
-        has.extend(deliver(manager, some, final, run / MODEL, say))
+        has.extend(deliver(manager, some, final, run / MODEL))
         lacks = [name for name in names if name not in has]
         facts = {**record, "has": sorted(set(has)), "lacks": lacks}
         atomic_io.replace(run / DELIVERY, (json.dumps(facts) + "\n").encode())
@@ -375,7 +368,7 @@ def hand_out(
 
     lacks, end = serve(names), manager.clock.now() + seconds
     if lacks and seconds > 0:
-        say(f"the server stays for {', '.join(lacks)}: who comes back gets the model")
+        manager.say(f"the server stays for {', '.join(lacks)}: who comes back gets the model")
     while lacks and (now := manager.clock.now()) < end:
         here = manager.poll()
         back = [name for name in lacks if name in here and now - attempts.get(name, -RETRY) >= RETRY]
@@ -386,9 +379,7 @@ def hand_out(
             manager.clock.sleep(PERIOD)
 
 
-def deliver(
-    manager: ClientManager, names: Sequence[str], final: bytes, model: Path, say: Callable[[str], None]
-) -> list[str]:
+def deliver(manager: ClientManager, names: Sequence[str], final: bytes, model: Path) -> list[str]:
     """Send sites the final model and return those that have it; `model` is its place here."""
     has, missing = list[str](), dict[str, str]()
     for name, answer in manager.exchange(dict.fromkeys(names, final), "the final model").items():
@@ -401,7 +392,7 @@ def deliver(
             has.append(name)
         except Malformed as error:
             missing[name] = str(error)
-    say(f"the final model is at {len(has)} of {len(names)} sites")
+    manager.say(f"the final model is at {len(has)} of {len(names)} sites")
     for name, why in missing.items():
-        say(f"{name} does not have the final model ({why}): send it {model}, or serve the federation again")
+        manager.say(f"{name} does not have the final model ({why}): send it {model}, or serve the federation again")
     return has

@@ -1,6 +1,6 @@
 """The exchange with the sites of a federation: time limits, late answers, sites that come back.
 
-Nothing here reads requests; `halfmoon.federation.server.sessions` knows who is connected.
+Nothing here reads requests; `Membership` knows who is connected.
 """
 
 import math
