@@ -112,8 +112,8 @@ def sizes(config: Config, form: ImageSpec) -> tuple[int, int]:
     if names.package(config.network) and config.network not in names.PRETRAINED:
         return hubs.size(config.network, channels, len(form.classes), (height, width)), 0
     network = task(config, form).network
-    whole = network.whole(abstract(network))[0]
-    return numbers(network), numbers(whole) - numbers(network)
+    trained = numbers(network)
+    return trained, numbers(network.whole(abstract(network))[0]) - trained
 
 
 def abstract(network: Network) -> tree.Tree:
