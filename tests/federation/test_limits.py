@@ -18,7 +18,7 @@ from typing import Any, NoReturn
 
 import pytest
 import torch
-from federations import Street, mute, node, terms
+from federations import Street, bytes_of, mute, node, terms
 from scenes import begin
 from test_messages import FEDERATED, REQUEST, Bad, federation
 from test_site_client import TERMS, folder, made, offer, play, told
@@ -91,11 +91,6 @@ def crafted(tensors: Mapping[str, Any], shape: Any, body: bytes = b"\0" * 4, hea
         "shape": shape if isinstance(shape, str) else json.dumps(shape),
     }
     return bytes_of(json.dumps({"__metadata__": texts, **tensors}), body)
-
-
-def bytes_of(text: str, body: bytes = b"") -> bytes:
-    data = text.encode()
-    return len(data).to_bytes(8, "little") + data + body
 
 
 def nested(depth: int) -> tuple[dict[str, Any], Any]:
@@ -223,16 +218,14 @@ def test_reading_takes_as_much_memory_again():
         read(crafted({f"down/{path}": leaf()}, two), Request)
 
 
-@pytest.mark.parametrize("kind", [Request, Reply])
 @pytest.mark.parametrize(
-    "name", ["round", "attempt", "query", "latest", "oldest", "amount", "traffic", "swept", "kept"]
+    ("message", "name"),
+    [(each, name) for each in (REQUEST, REPLY) for name, value in vars(each).items() if isinstance(value, int | list)],
+    ids=lambda value: str(value)[:10],
 )
-def test_numbers_have_a_range(kind: type[Any], name: str):
+def test_numbers_have_a_range(message: Request | Reply, name: str):
     """Whole numbers from 0 below 2^63, and lists that are short."""
-    message = REQUEST if kind is Request else REPLY
-    if name not in message.__dict__:
-        return
-    plain = message.__dict__[name]
+    kind, plain = type(message), vars(message)[name]
     length = len(plain) if isinstance(plain, list) else 0
 
     def said(value: Any) -> bytes:

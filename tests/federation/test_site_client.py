@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from federations import terms
+from federations import bytes_of, terms
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from PIL import Image
@@ -536,23 +536,12 @@ Anything = st.recursive(
 ENDLESS = settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 
-def bent(head: Mapping[str, Any]) -> bytes:
-    """Return a message with this head and no tensors, as `write` makes it, whatever the head holds."""
-    plain = json.dumps({"__metadata__": {"halfmoon": json.dumps(head), "shape": json.dumps({})}}).encode()
-    plain += b" " * (-len(plain) % 8)
-    return len(plain).to_bytes(8, "little") + plain
-
-
-def test_bent_is_a_message() -> None:
-    head = {"message": "offer", "version": "1", "terms": "2"}
-    assert read(bent(head), Offer) == Offer("1", "2")
-
-
 @ENDLESS
 @given(changes=st.dictionaries(st.sampled_from([*Request.__dataclass_fields__, "message"]), Anything, max_size=3))
 def test_whatever_a_request_says_there_is_a_discreet_answer(steady: SiteClient, changes: dict[str, Any]) -> None:
     head = {"message": "request", **REQUEST.__dict__, "version": steady.version, **changes}
-    data = steady.answer(bent({name: value for name, value in head.items() if name not in ("down", "evaluation")}))
+    plain = {name: value for name, value in head.items() if name not in ("down", "evaluation")}
+    data = steady.answer(bytes_of(json.dumps({"__metadata__": {"halfmoon": json.dumps(plain), "shape": "{}"}})))
     discreet(data)
     assert isinstance(read(data, Refusal, Reply), Refusal) or not changes["client_update"]
 

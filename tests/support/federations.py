@@ -35,6 +35,12 @@ def terms(sites: Sequence[str] = SITES, form: ImageSpec = FORM, **values: Any) -
 TERMS = terms()
 
 
+def bytes_of(header: str, body: bytes = b"") -> bytes:
+    """Return a message with any header."""
+    data = header.encode()
+    return len(data).to_bytes(8, "little") + data + body
+
+
 @dataclass
 class Node:
     """What is behind a node's number: `join` answers an offer, `client_update` a request; each may repeat."""
