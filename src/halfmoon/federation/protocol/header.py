@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from halfmoon.federation.protocol.tree_spec import TreeSpec
+from halfmoon.federation.protocol.tree_spec import TreeSpec, leaves
 
 LONGEST = 2**22  # bytes of a header at most
 TENSORS = 2**14  # tensors of a message at most
@@ -96,21 +96,9 @@ def check_shape(shape: Any, tensors: Tensors) -> None:
 
 
 def pattern(shape: dict[str, Any], tensors: Tensors, name: str) -> TreeSpec:
-    """Return the pattern of the tree `name` in a message, whose shape was checked."""
-    leaves: TreeSpec = {}
-
-    def walk(branch: dict[str, Any], path: str) -> None:
-        for key, value in branch.items():
-            place = f"{path}{key}"
-            if not isinstance(value, dict):
-                leaves[place] = tensors[f"{name}/{place}"]
-            elif value:
-                walk(value, f"{place}/")
-            else:
-                leaves[place] = None
-
-    walk(shape.get(name, {}), "")
-    return leaves
+    """Return the pattern of the tree `name` in a message, whose shape was checked; a branch without leaves is None."""
+    paths = ["/".join(path) for path, _ in leaves(shape.get(name, {}))]
+    return {path: tensors.get(f"{name}/{path}") for path in paths}
 
 
 def printable(text: str, longest: int) -> bool:
