@@ -7,9 +7,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch.func import grad_and_value, vjp, vmap
-from torch_models import module_of, twin
+from torch_models import module_of, scene, twin
 
-from halfmoon.core import rng, tree
+from halfmoon.core import tree
 from halfmoon.core.errors import UserError
 from halfmoon.models import ResNet9, SmallCNN, WideResNet, forward, track
 from halfmoon.models.passes import group_count
@@ -23,14 +23,6 @@ CASES = [
     (replace(network, norm=norm), side) for network, side in NETWORKS.values() for norm in ("batch", "group", "none")
 ]
 EVERY = pytest.mark.parametrize(("network", "side"), CASES, ids=str)
-
-
-def scene(network, side, seed=0, rows=5):
-    g = rng.generator(seed, "norms")
-    model = tree.to(network.init(g), dtype=torch.float64)
-    model = tree.map(lambda leaf: leaf + 0.2 * torch.rand(leaf.shape, generator=g, dtype=leaf.dtype), model)
-    x = torch.randn(rows, network.channels, side, side, generator=g, dtype=torch.float64)
-    return model, x, torch.arange(rows) % network.classes
 
 
 def equal(one, two, tolerance=1e-9) -> None:

@@ -4,9 +4,10 @@ import pytest
 import torch
 from torch.func import jvp, vjp, vmap
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch_models import scene
 
 from halfmoon.core import rng, tree
-from halfmoon.models import ResNet9, SmallCNN, WideResNet
+from halfmoon.models import ResNet8, ResNet9, SmallCNN, WideResNet
 
 CASES = [  # 40 channels are 20 groups of 2, 64 are 32 groups of 2
     (ResNet9(3, 10, 4), 16),
@@ -20,24 +21,23 @@ CASES = [  # 40 channels are 20 groups of 2, 64 are 32 groups of 2
     (WideResNet(3, 4, 2, depth=10), 8),
     (WideResNet(1, 4, 1, "group", 10), 8),
     (WideResNet(1, 4, 1, "none", 10), 12),
+    (ResNet8(3, 4, 4), 8),
 ]
 EVERY = pytest.mark.parametrize(("network", "side"), CASES, ids=lambda value: str(value))
 
 
-def scene(network, side, seed=1, rows=6):
-    """Return parameters whose normalizations are not the fresh ones, images and a direction."""
-    g = rng.generator(seed, "tangent")
-    params = tree.to(network.init(g), dtype=torch.float64)["params"]
-    draw = lambda *shape: torch.randn(shape, generator=g, dtype=torch.float64)  # noqa: E731
-    params = tree.map(lambda leaf: leaf + 0.2 * draw(*leaf.shape), params)
-    direction = tree.map(lambda leaf: draw(*leaf.shape), params)
-    return params, draw(rows, network.channels, side, side), direction
+def moving(network, side, seed=1):
+    """Return parameters, images and a direction."""
+    model, x, _ = scene(network, side, seed)
+    g = rng.generator(seed, "direction")
+    direction = tree.map(lambda leaf: torch.randn(leaf.shape, generator=g, dtype=leaf.dtype), model["params"])
+    return model["params"], x, direction
 
 
 @EVERY
 def test_recording_changes_nothing(network, side):
     """The logits, and what is pulled back from them, are those of a plain training pass, bit by bit."""
-    params, x, _ = scene(network, side)
+    params, x, _ = moving(network, side)
     z, pull = vjp(lambda p: network.train(p, x)[0], params)
     recorded, pull_recorded, _ = vjp(lambda p: network.linearize(p, x), params, has_aux=True)
     assert torch.equal(z, recorded)
@@ -50,7 +50,7 @@ def test_recording_changes_nothing(network, side):
 def test_tangent_equals_jvp(network, side, laid):
     """1e-12 relative, whether the tape comes from a plain pass or out of `vjp`, in both layouts.
     The oracle stays in the plain layout: PyTorch's own `jvp` of a group normalization refuses channels-last."""
-    params, x, direction = scene(network, side)
+    params, x, direction = moving(network, side)
     _, theirs = jvp(lambda p: network.train(p, x)[0], (params,), (direction,))
     params, x, direction = laid(params), laid({"x": x})["x"], laid(direction)
     _, _, tape = vjp(lambda p: network.linearize(p, x), params, has_aux=True)
@@ -62,7 +62,7 @@ def test_tangent_equals_jvp(network, side, laid):
 @EVERY
 def test_each_leaf_moves_the_logits_as_a_difference_does(network, side):
     """Central differences along one leaf's direction at a time, step 1e-6: 1e-6 of the whole tangent."""
-    params, x, direction = scene(network, side)
+    params, x, direction = moving(network, side)
     tape = network.linearize(params, x)[1]
     whole = network.tangent(params, x, tape, direction).norm()
     zeros = tree.flatten(tree.zeros_like(direction))
@@ -82,7 +82,7 @@ def test_each_leaf_moves_the_logits_as_a_difference_does(network, side):
 def test_tangent_lifts(norm):
     """Three clients under vmap, with their own parameters, images and directions, get the tangents they get alone."""
     network = SmallCNN(2, 4, 20, norm)
-    scenes = [scene(network, 8, seed) for seed in range(3)]
+    scenes = [moving(network, 8, seed) for seed in range(3)]
 
     def one(params, x, direction):
         _, _, tape = vjp(lambda p: network.linearize(p, x), params, has_aux=True)
@@ -97,7 +97,7 @@ def test_tangent_lifts(norm):
 @pytest.mark.parametrize("norm", ["batch", "group", "none"])
 def test_tangent_writes_into_nothing(norm):
     network = SmallCNN(1, 4, 4, norm)
-    params, x, direction = scene(network, 8)
+    params, x, direction = moving(network, 8)
     tape = network.linearize(params, x)[1]
     given = [*tree.leaves(params), *tree.leaves(direction), *tape, x]
     copies = [leaf.clone() for leaf in given]
@@ -120,7 +120,7 @@ class Convolutions(TorchDispatchMode):
 def test_tangent_takes_two_convolutions_a_layer(norm):
     """One in the first layer, whose images do not move, and two in each of the seven others: 15."""
     network = ResNet9(1, 5, 3, norm)
-    params, x, direction = scene(network, 16)
+    params, x, direction = moving(network, 16)
     tape = network.linearize(params, x)[1]
     with Convolutions() as counted:
         network.tangent(params, x, tape, direction)

@@ -6,8 +6,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from halfmoon.core import tree
-from halfmoon.models import Network, ResNet9, SmallCNN, WideResNet
+from halfmoon.core import rng, tree
+from halfmoon.models import Network, ResNet8, ResNet9, SmallCNN, WideResNet
 
 
 def normalization(channels: int, norm: str) -> nn.Module:
@@ -84,22 +84,45 @@ class Unit(nn.Module):
         self.conv = nn.Conv2d(inputs, outputs, kernel, stride, kernel // 2, bias=False)
 
 
-class TorchWide(nn.Module):
-    """WRN-depth-k; block n is made of the modules block{n}a, block{n}b and, where channels change, block{n}shortcut."""
+class Normed(nn.Module):
+    """A convolution without bias, and the normalization behind it."""
+
+    def __init__(self, inputs: int, outputs: int, kernel: int, stride: int = 1, norm: str = "batch") -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(inputs, outputs, kernel, stride, kernel // 2, bias=False)
+        self.norm = normalization(outputs, norm)
+
+    def forward(self, z: Tensor) -> Tensor:
+        return self.norm(self.conv(z))
+
+
+class Residual(nn.Module):
+    """Block n is made of the modules block{n}a, block{n}b and, where channels change, block{n}shortcut."""
+
+    def add_blocks(self, widths: list[int], unit: type[Unit | Normed], norm: str, shortcut_norm: str | None) -> None:
+        """Add a block from each width to the next; where the width changes, but in the first one, sides are halved."""
+        self.blocks: list[list[nn.Module]] = []
+        for n, (old, new) in enumerate(itertools.pairwise(widths), 1):
+            stride = 2 if n > 1 and old != new else 1
+            block: list[nn.Module] = [unit(old, new, 3, stride, norm), unit(new, new, 3, 1, norm)]
+            if old != new:
+                block.append(unit(old, new, 1, stride, shortcut_norm))
+            for name, part in zip(("a", "b", "shortcut"), block, strict=False):
+                self.add_module(f"block{n}{name}", part)
+            self.blocks.append(block)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.features(x))
+
+
+class TorchWide(Residual):
+    """WRN-depth-k."""
 
     def __init__(self, channels: int, classes: int, k: int, depth: int = 28, norm: str = "batch") -> None:
         super().__init__()
         self.stem = Unit(channels, 16, 3)
         widths = [16] + [w * k for w in (16, 32, 64) for _ in range((depth - 4) // 6)]
-        self.blocks: list[list[Unit]] = []
-        for n, (old, new) in enumerate(itertools.pairwise(widths), 1):
-            stride = 2 if n > 1 and old != new else 1
-            block = [Unit(old, new, 3, stride, norm), Unit(new, new, 3, 1, norm)]
-            if old != new:
-                block.append(Unit(old, new, 1, stride))
-            for name, unit in zip(("a", "b", "shortcut"), block, strict=False):
-                self.add_module(f"block{n}{name}", unit)
-            self.blocks.append(block)
+        self.add_blocks(widths, Unit, norm, None)
         self.final = nn.ModuleDict({"norm": normalization(widths[-1], norm)})
         self.head = nn.Linear(widths[-1], classes, bias=norm != "none")
 
@@ -111,15 +134,28 @@ class TorchWide(nn.Module):
             z = inner + (short[0].conv(seen) if short else z)
         return nn.AdaptiveAvgPool2d(1)(F.relu(self.final["norm"](z))).flatten(1)
 
-    def forward(self, x: Tensor) -> Tensor:
-        return self.head(self.features(x))
+
+class TorchResNet8(Residual):
+    """ResNet-8: a stem and three blocks of w, 2 w and 4 w channels."""
+
+    def __init__(self, channels: int, classes: int, w: int, norm: str = "batch") -> None:
+        super().__init__()
+        self.stem = Normed(channels, w, 3, norm=norm)
+        self.add_blocks([w, w, 2 * w, 4 * w], Normed, norm, norm)
+        self.head = nn.Linear(4 * w, classes, bias=norm != "none")
+
+    def features(self, x: Tensor) -> Tensor:
+        z = F.relu(self.stem(x))
+        for first, second, *short in self.blocks:
+            z = F.relu(second(F.relu(first(z))) + (short[0](z) if short else z))
+        return z.mean((2, 3))
 
 
 def module_of(network: Network) -> nn.Module:
     """Return a fresh module with the layers of `network`."""
     if isinstance(network, WideResNet):
         return TorchWide(network.channels, network.classes, network.width, network.depth, network.norm)
-    make = {ResNet9: TorchResNet9, SmallCNN: TorchSmall}[type(network)]
+    make = {ResNet8: TorchResNet8, ResNet9: TorchResNet9, SmallCNN: TorchSmall}[type(network)]
     return make(network.channels, network.classes, network.width, network.norm)
 
 
@@ -139,3 +175,12 @@ def twin(module: nn.Module, model: dict) -> nn.Module:
     module = module.to(like.dtype)
     module.load_state_dict(state_dict(model))
     return module.train()
+
+
+def scene(network: Network, side: int, seed: int = 0, rows: int = 5) -> tuple[dict, Tensor, Tensor]:
+    """Return a model whose statistics and normalizations are not the fresh ones, images and labels, in float64."""
+    g = rng.generator(seed, "models")
+    model = tree.to(network.init(g), dtype=torch.float64)
+    model = tree.map(lambda leaf: leaf + 0.2 * torch.rand(leaf.shape, generator=g, dtype=leaf.dtype), model)
+    x = torch.randn(rows, network.channels, side, side, generator=g, dtype=torch.float64)
+    return model, x, torch.arange(rows) % network.classes
