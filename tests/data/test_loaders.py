@@ -3,18 +3,14 @@
 Pixels are compared with what numpy drew or with what Pillow decodes, never with our own reader.
 """
 
-import io
 import pickle
-import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import numpy as np
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
+from image_files import Rows, encode, fake_hub, noise, write_parquet
 from PIL import Image
 
 from halfmoon.core.errors import UserError
@@ -25,13 +21,9 @@ from halfmoon.data.sources import DATASETS
 FISH, FROG, CROC = "n01443537", "n01641577", "n01698640"
 
 
-def noise(count: int, size: int = 32, channels: int = 3, seed: int = 0) -> np.ndarray:
-    return np.random.default_rng(seed).integers(0, 256, (count, size, size, channels), np.uint8)
-
-
 def write_image(path: Path, pixels: np.ndarray) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
-    Image.fromarray(pixels[..., 0] if pixels.shape[2] == 1 else pixels).save(path)
+    path.write_bytes(encode(pixels, "JPEG" if path.suffix == ".JPEG" else "PNG"))
 
 
 def pillow_rgb(path: Path) -> np.ndarray:
@@ -46,7 +38,7 @@ def record(pixels: np.ndarray, *labels: int) -> bytes:
 def cifar10(folder: Path, *, meta: bool = True) -> np.ndarray:
     """Write two images for each of six files, labels counting up; return the twelve in the order of the files."""
     folder.mkdir(parents=True, exist_ok=True)
-    pixels = noise(12)
+    pixels = noise(12, 32)
     for number, name in enumerate([*(f"data_batch_{i}" for i in range(1, 6)), "test_batch"]):
         pair = range(2 * number, 2 * number + 2)
         (folder / f"{name}.bin").write_bytes(b"".join(record(pixels[i], i % 10) for i in pair))
@@ -57,7 +49,7 @@ def cifar10(folder: Path, *, meta: bool = True) -> np.ndarray:
 
 def cifar100(folder: Path) -> np.ndarray:
     folder.mkdir(parents=True, exist_ok=True)
-    pixels = noise(5)
+    pixels = noise(5, 32)
     (folder / "train.bin").write_bytes(b"".join(record(pixels[i], 19 - i, 33 * i) for i in range(4)))
     (folder / "test.bin").write_bytes(record(pixels[4], 7, 42))
     (folder / "fine_label_names.txt").write_text("\n".join(DATASETS["cifar100"].classes) + "\n")
@@ -207,7 +199,7 @@ def test_one_set_is_not_taken_for_another(tmp_path: Path) -> None:
         load("cifar10", tmp_path)
     for part in ("train", "test"):
         for label in range(11):
-            write_image(tmp_path / "cinic10" / part / f"c{label:02}" / "0.png", noise(1)[0])
+            write_image(tmp_path / "cinic10" / part / f"c{label:02}" / "0.png", noise(1, 32)[0])
     with pytest.raises(UserError, match=r"cinic10 has 10 classes, but there are 11 here"):
         load("cinic10", tmp_path)
 
@@ -216,7 +208,9 @@ def test_cinic10_folders(tmp_path: Path) -> None:
     """The names of its files begin with cifar10- or with a WordNet id, so sorted CIFAR's images come first; a gray
     one is made RGB, and the part `valid` is not read (here it could not be)."""
     names = ("n02691156_10.png", "cifar10-train-7.png", "cifar10-train-10.png")
-    pixels = {(label, name): noise(1, seed=10 * label + i)[0] for label in range(10) for i, name in enumerate(names)}
+    pixels = {
+        (label, name): noise(1, 32, seed=10 * label + i)[0] for label in range(10) for i, name in enumerate(names)
+    }
     pixels[3, names[0]] = pixels[3, names[0]][..., :1]
     for (label, name), image in pixels.items():
         for part in ("train", "test"):
@@ -345,24 +339,11 @@ def test_kept_images_get_the_labels_of_the_annotations(tmp_path: Path) -> None:
     np.testing.assert_array_equal(again.test.images[1], pillow_rgb(folder / "val" / "images" / "val_1.JPEG"))
 
 
-def encoded(pixels: np.ndarray) -> bytes:
-    file = io.BytesIO()
-    Image.fromarray(pixels[..., 0] if pixels.shape[2] == 1 else pixels).save(file, "PNG")
-    return file.getvalue()
-
-
-def write_parquet(path: Path, pixels: list[np.ndarray], image: str, **labels: list[int]) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    kind = pa.struct([("bytes", pa.binary()), ("path", pa.string())])
-    column = pa.array([{"bytes": encoded(x), "path": None} for x in pixels], kind)
-    pq.write_table(pa.table({image: column, **labels}), path)
-
-
 def test_cifar100_parquet_prefers_the_fine_label(tmp_path: Path) -> None:
-    pixels = noise(3)
+    pixels = noise(3, 32)
     for part in ("train", "test"):
         path = tmp_path / "cifar100" / "cifar100" / f"{part}-00000-of-00001.parquet"
-        write_parquet(path, list(pixels), "img", coarse_label=[3, 2, 1], fine_label=[49, 99, 0])
+        write_parquet(path, pixels, [49, 99, 0], image="img", label="fine_label", coarse_label=[3, 2, 1])
     source = load("cifar100", tmp_path)
     np.testing.assert_array_equal(source.train.images, pixels)
     assert source.train.labels.tolist() == [49, 99, 0]
@@ -384,8 +365,8 @@ def test_parquet_files_of_the_hub_repositories(tmp_path: Path, name: str, folder
     pixels = [noise(1, size, 3, seed=i)[0] for i in range(3)]
     if DATASETS[name].gray:
         pixels[1] = pixels[1][..., :1]
-    write_parquet(tmp_path / folder / "train-00000-of-00001.parquet", pixels, "image", label=[1, 0, 2])
-    write_parquet(tmp_path / folder / f"{held}.parquet", pixels[:2], "image", label=[5, 4])
+    write_parquet(tmp_path / folder / "train-00000-of-00001.parquet", pixels, [1, 0, 2])
+    write_parquet(tmp_path / folder / f"{held}.parquet", pixels[:2], [5, 4])
     source = load(name, tmp_path)
     shape = DATASETS[name].shape
     np.testing.assert_array_equal(source.train.images, [np.broadcast_to(image, shape) for image in pixels])
@@ -396,33 +377,11 @@ def test_parquet_files_of_the_hub_repositories(tmp_path: Path, name: str, folder
 
 def test_a_cache_tells_gray_from_gray_made_color(tmp_path: Path) -> None:
     for part in ("train", "valid"):
-        write_parquet(tmp_path / f"{part}.parquet", list(noise(2, 64, 1)), "image", label=[0, 1])
+        write_parquet(tmp_path / f"{part}.parquet", noise(2, 64, 1), [0, 1])
     cache = tmp_path / "cache"
     assert load(str(tmp_path), test="valid", cache=cache).train.images.shape == (2, 64, 64, 1)
     for _ in range(2):
         assert load("tiny_imagenet", tmp_path, cache=cache).train.images.shape == (2, 64, 64, 3)
-
-
-class Rows:
-    """As much of `datasets.Dataset` as the reader uses, its images not decoded."""
-
-    def __init__(self, pixels: list[np.ndarray], image: str, **labels: list[int]) -> None:
-        columns = {image: [{"bytes": encoded(x), "path": None} for x in pixels], **labels}
-        self.columns, self.column_names = columns, list(columns)
-        self.features = dict.fromkeys(columns, SimpleNamespace())
-
-    def cast_column(self, column: str, kind: dict[str, bool]) -> "Rows":
-        assert kind == {"decode": False}
-        return self
-
-    def __len__(self) -> int:
-        return len(self.columns[self.column_names[0]])
-
-    def __getitem__(self, column: str) -> list[Any]:
-        return self.columns[column]
-
-    def __iter__(self) -> Iterator[dict[str, Any]]:
-        return iter(dict(zip(self.columns, row, strict=True)) for row in zip(*self.columns.values(), strict=True))
 
 
 @pytest.mark.parametrize(
@@ -445,10 +404,7 @@ def test_names_resolve_to_hub_repositories(monkeypatch, name, image, repository,
         asked.append((path, config, split))
         return Rows([noise(1, size)[0], second], image, **labels)
 
-    module = ModuleType("datasets")
-    module.load_dataset = load_dataset  # type: ignore[attr-defined]
-    module.Image = lambda decode: {"decode": decode}  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "datasets", module)
+    fake_hub(monkeypatch, load_dataset)
     source = load(name)
     assert asked == [(repository, config, "train"), (repository, config, held)]
     np.testing.assert_array_equal(source.train.images[1], np.broadcast_to(second, DATASETS[name].shape))

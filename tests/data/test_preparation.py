@@ -1,8 +1,8 @@
 """Images as they are: sizes, modes, depths and DICOM brought to one form while they are decoded, kept as maps."""
 
-import io
 import warnings
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from fuzz_targets import deflated_dicom, dicom_file
+from image_files import encode
 from PIL import Image
 
 from halfmoon import Config, UserError
@@ -20,11 +21,9 @@ from halfmoon.data.readers.decode import decode, fitted, header, prepared
 from halfmoon.runs import factory
 from halfmoon.sites.folders.frames import write_frames
 
-
-def png(pixels: np.ndarray) -> bytes:
-    file = io.BytesIO()
-    Image.fromarray(pixels).save(file, "PNG")
-    return file.getvalue()
+rng = np.random.default_rng(0)
+GRAY = rng.integers(0, 256, (8, 6), np.uint8)
+RGB = rng.integers(0, 256, (8, 6, 3), np.uint8)
 
 
 def mixed(folder: Path) -> Path:
@@ -35,8 +34,98 @@ def mixed(folder: Path) -> Path:
             for k, shape in enumerate([(20, 30), (30, 20, 3), (16, 16)]):
                 place = folder / part / name
                 place.mkdir(parents=True, exist_ok=True)
-                (place / f"{k}.png").write_bytes(png(draw.integers(0, 256, shape, np.uint8)))
+                (place / f"{k}.png").write_bytes(encode(draw.integers(0, 256, shape, np.uint8)))
     return folder
+
+
+@pytest.mark.parametrize(("form", "options"), [("PNG", {}), ("TIFF", {}), ("BMP", {}), ("WEBP", {"lossless": True})])
+def test_exact_pixels_are_kept(form: str, options: dict[str, bool]) -> None:
+    assert np.array_equal(fitted(encode(RGB, form, **options), "a", 8, 6, 3), RGB)
+    if form != "WEBP":  # it has no gray
+        assert np.array_equal(fitted(encode(GRAY, form), "a", 8, 6, 1)[:, :, 0], GRAY)
+
+
+def test_gray_becomes_three_equal_channels_and_alpha_is_left_out() -> None:
+    assert np.array_equal(fitted(encode(GRAY), "a", 8, 6, 3), np.repeat(GRAY[:, :, None], 3, 2))
+    alpha = Image.fromarray(rng.integers(0, 256, (8, 6), np.uint8))
+    seen, gray = Image.fromarray(RGB), Image.fromarray(GRAY)
+    seen.putalpha(alpha)
+    gray.putalpha(alpha)
+    assert (seen.mode, gray.mode) == ("RGBA", "LA")
+    assert np.array_equal(fitted(encode(seen), "a", 8, 6, 3), RGB)
+    assert np.array_equal(fitted(encode(gray), "a", 8, 6, 1)[:, :, 0], GRAY)
+
+
+def test_rgb_becomes_gray_by_luma() -> None:
+    """ITU-R 601: 0.299 R + 0.587 G + 0.114 B, to one gray level."""
+    gray = fitted(encode(RGB), "a", 8, 6, 1)[:, :, 0]
+    assert np.abs(gray - RGB @ np.array([0.299, 0.587, 0.114])).max() <= 1
+
+
+def test_palette_bilevel_and_cmyk() -> None:
+    palette = Image.fromarray(np.array([[0, 1], [1, 0]], np.uint8), "P")
+    palette.putpalette([10, 20, 30, 40, 50, 60])
+    assert fitted(encode(palette), "a", 2, 2, 3)[0].tolist() == [[10, 20, 30], [40, 50, 60]]
+    bits = Image.fromarray(GRAY).convert("1")
+    assert np.array_equal(fitted(encode(bits), "a", 8, 6, 1)[:, :, 0], np.asarray(bits) * 255)
+    # No ink is white; full cyan takes all red.
+    ink = Image.fromarray(np.array([[[0, 0, 0, 0], [255, 0, 0, 0]]], np.uint8), "CMYK")
+    assert fitted(encode(ink, "TIFF"), "a", 1, 2, 3)[0].tolist() == [[255, 255, 255], [0, 255, 255]]
+
+
+@pytest.mark.parametrize("form", ["PNG", "TIFF"])
+def test_sixteen_bits_are_scaled_not_cut_off(form: str) -> None:
+    """255 / 65535 = 1 / 257: 257 k becomes k, and everything within half a step of it (+-128) does."""
+    deep = np.array([[0, 128, 129, 257, 25700, 65535]], np.uint16)
+    assert fitted(encode(deep, form), "a", 1, 6, 1)[0, :, 0].tolist() == [0, 0, 1, 1, 100, 255]
+    assert fitted(encode(deep, form), "a", 1, 6, 3)[0, 4].tolist() == [100, 100, 100]
+
+
+def test_pixels_without_a_range_are_refused() -> None:
+    for pixels in (np.ones((2, 2), np.float32), np.array([[0, 70000]], np.int32)):
+        with pytest.raises(UserError, match=r"^a: its pixels have 32 bits and no known range; convert"):
+            fitted(encode(pixels, "TIFF"), "a", 2, 2, 1)
+
+
+@pytest.mark.parametrize("form", ["PNG", "JPEG", "TIFF"])
+def test_the_orientation_tag_turns_the_image(form: str) -> None:
+    """Orientation 6: the first row of the file is the right column of the scene, so it is turned clockwise."""
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    blocks = np.kron(np.array([[0, 255], [100, 200]], np.uint8), np.ones((16, 8), np.uint8))  # (32, 16)
+    got = fitted(encode(blocks, form, exif=exif), "a", 16, 32, 1)[:, :, 0]
+    assert np.abs(got.astype(int) - np.rot90(blocks, -1)).max() <= (8 if form == "JPEG" else 0)
+
+
+def test_resampling_is_antialiased() -> None:
+    """Halving with a triangle of radius 2 pixels: weights (1, 3, 3, 1) / 8 inside; stripes 0, 255 become 127 or 128."""
+    stripes = np.tile(np.array([0, 255], np.uint8), (16, 16))
+    small = fitted(encode(stripes), "a", 8, 16, 1)[:, 1:-1, 0]
+    assert set(small.ravel().tolist()) <= {127, 128}
+    assert fitted(encode(GRAY), "a", 3, 50, 3).shape == (3, 50, 3)
+
+
+def test_damage_is_a_sentence_with_the_name() -> None:
+    whole = encode(rng.integers(0, 256, (64, 64, 3), np.uint8), "JPEG")
+    for data in (whole[: len(whole) // 2], b"", b"no image", encode(RGB)[:60]):
+        with pytest.raises(UserError, match=r"^x/y\.png: not a readable image .*; replace or remove it\.$"):
+            fitted(data, "x/y.png", 8, 8, 3)
+
+
+def test_other_formats_are_not_opened() -> None:
+    with pytest.raises(UserError, match=r"^a: not a readable image \(no known format\)"):
+        fitted(encode(GRAY, "GIF"), "a", 8, 6, 1)
+
+
+def test_damaged_files_never_raise_anything_else() -> None:
+    draw = np.random.default_rng(1)
+    for form in ("PNG", "TIFF", "JPEG", "WEBP", "BMP"):
+        whole = np.frombuffer(encode(RGB, form), np.uint8)
+        for _ in range(60):
+            broken = whole.copy()
+            broken[draw.integers(0, len(broken), 3)] = draw.integers(0, 256, 3)
+            with suppress(UserError):
+                assert fitted(broken.tobytes(), "a", 4, 4, 3).shape == (4, 4, 3)
 
 
 def test_mixed_sizes_and_modes_are_named_or_taken(tmp_path: Path) -> None:
@@ -88,7 +177,7 @@ def test_every_source_is_resized() -> None:
     plain, made = load("digits"), load("digits", how=Preparation((16, 16), 3))
     assert made.train.images.shape == (1437, 16, 16, 3)
     for row in (0, 700):
-        data = png(plain.train.images[row, :, :, 0])
+        data = encode(plain.train.images[row, :, :, 0])
         assert np.array_equal(made.train.images[row], fitted(data, "x", 16, 16, 3))
     assert made.mean == pytest.approx(plain.mean * 3, abs=0.01)
 
@@ -96,8 +185,8 @@ def test_every_source_is_resized() -> None:
 def test_crop_keeps_the_middle_in_proportion() -> None:
     """A 4x8 image of four columns 0, 1, 2, 3 (two wide each), cut to 4x4: the columns 1 and 2 stay."""
     wide = np.repeat(np.arange(4, dtype=np.uint8) * 60, 2)[None].repeat(4, 0)
-    assert prepared(png(wide), "x", Preparation((4, 4), 1, crop=True))[0, :, 0].tolist() == [60, 60, 120, 120]
-    assert prepared(png(wide), "x", Preparation((4, 4), 1))[0, :, 0].tolist() != [60, 60, 120, 120]
+    assert prepared(encode(wide), "x", Preparation((4, 4), 1, crop=True))[0, :, 0].tolist() == [60, 60, 120, 120]
+    assert prepared(encode(wide), "x", Preparation((4, 4), 1))[0, :, 0].tolist() != [60, 60, 120, 120]
     assert middle(4, 8, 4, 4) == (2, 0, 6, 4)
     assert middle(9, 3, 2, 2) == (0, 3, 3, 6)
 
@@ -105,9 +194,9 @@ def test_crop_keeps_the_middle_in_proportion() -> None:
 def test_twelve_bits_do_not_become_black() -> None:
     """Values 100 to 4095 in 16 bits are spread over 0..255; a window says what is black and white instead."""
     deep = np.array([[100, 4095, 2098]], np.uint16)
-    assert fitted(png(deep), "x", 1, 3, 1)[0, :, 0].tolist() == [0, 255, 128]  # 1998 / 3995 * 255 = 127.53
-    assert fitted(png(deep), "x", 1, 3, 1, window=(0, 4095))[0, :, 0].tolist() == [6, 255, 131]  # 6.23, 130.65
-    assert fitted(png(deep), "x", 1, 3, 1, window=(2000, 2200))[0, :, 0].tolist() == [0, 255, 125]
+    assert fitted(encode(deep), "x", 1, 3, 1)[0, :, 0].tolist() == [0, 255, 128]  # 1998 / 3995 * 255 = 127.53
+    assert fitted(encode(deep), "x", 1, 3, 1, window=(0, 4095))[0, :, 0].tolist() == [6, 255, 131]  # 6.23, 130.65
+    assert fitted(encode(deep), "x", 1, 3, 1, window=(2000, 2200))[0, :, 0].tolist() == [0, 255, 125]
     assert eight_bits(np.array([[7, 7]], np.uint16), None, "x").tolist() == [[0, 0]]
     assert eight_bits(np.array([[0.5, 2.0]], np.float32), (0, 1), "x").tolist() == [[128, 255]]
     for wrong in ((1,), (2, 1), (0, float("nan"))):
@@ -239,11 +328,10 @@ def test_dicom_that_holds_no_image_says_so(tmp_path: Path) -> None:
 
 def test_threads_that_decode_leave_warnings_as_they_are() -> None:
     """Left by threads in another order than they came, Python's own `catch_warnings` leaves them ignored for good."""
-    file = io.BytesIO()
-    Image.new("P", (60, 60)).save(file, "PNG", transparency=b"\0" * 9)
+    file = encode(Image.new("P", (60, 60)), transparency=b"\0" * 9)
     before = list(warnings.filters)
     with ThreadPoolExecutor(8) as pool:
-        list(pool.map(lambda _: fitted(file.getvalue(), "a", 8, 8, 3), range(400)))
+        list(pool.map(lambda _: fitted(file, "a", 8, 8, 3), range(400)))
     assert list(warnings.filters) == before
 
 

@@ -1,15 +1,12 @@
 """Training images that nobody has labeled: no rule deals them, no method takes them as labeled, no guess is judged."""
 
-import io
 import json
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
-from PIL import Image
+from image_files import noise, write_parquet
 
 from halfmoon.config.schema import Config
 from halfmoon.core.errors import UserError
@@ -17,21 +14,11 @@ from halfmoon.data import Split, hold_out, load, summary
 from halfmoon.runs.runner import start
 
 
-def write(path: Path, labels: list[int | None]) -> None:
-    """Write as many noisy images of 8x8 pixels with these labels."""
-    rows = []
-    for pixels in np.random.default_rng(0).integers(0, 256, (len(labels), 8, 8), np.uint8):
-        file = io.BytesIO()
-        Image.fromarray(pixels).save(file, "PNG")
-        rows.append({"bytes": file.getvalue()})
-    pq.write_table(pa.table({"image": rows, "label": pa.array(labels, pa.int64())}), path)
-
-
 @pytest.fixture
 def place(tmp_path: Path) -> Path:
     """Return the folder of six training images, of which two have no label, and two test images."""
-    write(tmp_path / "train.parquet", [0, 1, None, 0, 1, None])
-    write(tmp_path / "test.parquet", [0, 1])
+    write_parquet(tmp_path / "train.parquet", noise(6, 8), [0, 1, None, 0, 1, None])
+    write_parquet(tmp_path / "test.parquet", noise(2, 8), [0, 1])
     return tmp_path
 
 
@@ -65,6 +52,6 @@ def test_they_are_not_set_aside_for_validation(place: Path) -> None:
 
 
 def test_a_test_image_needs_its_label(place: Path) -> None:
-    write(place / "test.parquet", [0, None])
+    write_parquet(place / "test.parquet", noise(2, 8), [0, None])
     with pytest.raises(UserError, match=r"row 1 of test has no label, but only training images can go without one"):
         load(str(place))
