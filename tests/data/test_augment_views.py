@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from halfmoon.core.errors import UserError
 from halfmoon.data.views import Labeled, Plain, Shared, Strong, StrongFedLoKe, StrongSemiFL, View, Weak
-from halfmoon.data.views.pools import FEDDURE, IDENTITY
+from halfmoon.data.views.pools import CUTOUT, FEDDURE, IDENTITY, NAMES, SOLARIZE
 from halfmoon.models.network import Normalize
 
 MEAN, STD = (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)
@@ -80,22 +80,31 @@ def test_labeled_crops_from_black_mirrors_and_cuts_after_normalization(seed: int
         np.testing.assert_allclose(view.numpy(), expected, atol=1e-12)
 
 
+PIPELINES = (
+    (Strong(), lambda image, row, side: reference.strong_pixels(image, row, side // 8, side // 2)),
+    (StrongSemiFL(operations=3), lambda image, row, side: reference.semifl_pixels(image, row, side // 8)),
+    (StrongFedLoKe(operations=3), lambda image, row, side: reference.fedloke_pixels(image, row, side // 8, 9)),
+)
+
+
 @settings(max_examples=40, deadline=None)
 @given(seed=st.integers(0, 2**31 - 1), side=st.sampled_from([8, 16, 28, 32]), channels=st.sampled_from([1, 3]))
-def test_strong_equals_the_same_pipeline_in_pillow(seed: int, side: int, channels: int) -> None:
-    images, strong = noise(8, channels, side, seed), Strong()
+def test_strong_views_equal_the_same_pipelines_in_pillow(seed: int, side: int, channels: int) -> None:
+    images = noise(8, channels, side, seed)
     images[:4] = images[:4] // 5 + 40
-    drawn = strong.draw(8, (channels, side, side), seeded(seed))
-    pixels = strong.pixels(images, drawn).numpy()
-    for view, image, row in zip(pixels, images.numpy(), reference.rows_of(drawn), strict=True):
-        np.testing.assert_array_equal(view, reference.strong_pixels(image, row, side // 8, side // 2))
+    for view, pipeline in PIPELINES:
+        drawn = view.draw(8, (channels, side, side), seeded(seed))
+        pixels = view.pixels(images, drawn).numpy()
+        for made, image, row in zip(pixels, images.numpy(), reference.rows_of(drawn), strict=True):
+            np.testing.assert_array_equal(made, pipeline(image, row, side))
 
 
-def test_strong_normalizes_its_pixels() -> None:
-    images, strong = noise(4), Strong()
-    drawn = strong.draw(4, (3, 32, 32), seeded())
-    expected = normalized(strong.pixels(images, drawn).numpy())
-    np.testing.assert_allclose(strong.apply(images, drawn, EXACT).numpy(), expected, atol=1e-12)
+@pytest.mark.parametrize("view", [Strong(), StrongSemiFL(), StrongFedLoKe()], ids=repr)
+def test_strong_views_normalize_their_pixels(view: Strong | StrongSemiFL | StrongFedLoKe) -> None:
+    images = noise(4)
+    drawn = view.draw(4, (3, 32, 32), seeded())
+    expected = normalized(view.pixels(images, drawn).numpy())
+    np.testing.assert_allclose(view.apply(images, drawn, EXACT).numpy(), expected, atol=1e-12)
 
 
 @pytest.mark.parametrize("view", VIEWS, ids=repr)
@@ -198,6 +207,87 @@ def test_draws_have_the_distributions_of_the_recipe() -> None:
     assert uniform(corner[corner > 0] - 1, 23)
     centre = Labeled().draw(n, (3, 32, 32), seeded(6))["centre"]
     assert uniform(centre[:, 0] * 32 + centre[:, 1], 1024)
+
+
+def near(values: torch.Tensor, probability: float) -> bool:
+    """Return whether the share of True is within five standard deviations of its probability."""
+    error = abs(values.double().mean().item() - probability)
+    return error < 5 * math.sqrt(probability * (1 - probability) / values.numel())
+
+
+def test_semifl_draws_have_the_distributions_of_the_recipe() -> None:
+    """A slot is one of 15 with probability 1/30 each, 2/30 for Solarize with Invert, and skipped otherwise. A box's
+    corner is max(0, u - 20) for a centre u in [0, 32), cut to whole pixels: 0 for u < 21, then 1 to 11 alike."""
+    drawn = StrongSemiFL().draw(30_000, (3, 32, 32), seeded(1))
+    assert set(drawn) == {"flip", "top", "left", "operation", "negative", "corner"}
+    for kind in range(len(NAMES)):
+        share = {IDENTITY: 1 / 2, SOLARIZE: 2 / 30}.get(kind, 1 / 30)
+        assert near(drawn["operation"] == kind, share), NAMES[kind]
+    assert near((drawn["operation"] == IDENTITY).all(1), 1 / 4)  # nothing but the mirror and the crop
+    assert near(drawn["negative"], 1 / 2)
+    assert drawn["corner"].shape == (30_000, 2, 2)
+    for place in range(12):
+        assert near(drawn["corner"] == place, 21 / 32 if place == 0 else 1 / 32)
+    assert near((drawn["corner"] == 0).all(2), (21 / 32) ** 2)
+
+
+def test_fedloke_draws_have_the_distributions_of_the_recipe() -> None:
+    """14 operations alike, the Identity among them, and either direction."""
+    drawn = StrongFedLoKe().draw(30_000, (3, 32, 32), seeded(2))
+    assert set(drawn) == {"flip", "top", "left", "operation", "negative"}
+    for kind in range(CUTOUT):
+        assert near(drawn["operation"] == kind, 1 / 14), NAMES[kind]
+    both = drawn["operation"] == IDENTITY
+    assert near(both.all(1), 1 / 196)
+    assert near(drawn["negative"], 1 / 2)
+
+
+def test_the_share_of_semifl_views_that_carry_no_image() -> None:
+    """15.5 % of the views of two different images are the same image: nothing of either is left.
+    A slot translates everything away with probability t = 2/30 and covers everything with g = 1/30 (21/32)^2 = 0.01436
+    (both corners at 0). Nothing is left with 1 - (1 - t - g)^2 = 15.55 %, after a translation with 1 - (1 - t)^2 =
+    12.89 %, the rest under gray. The view ends black where the last slot translates, or the first does and the last
+    neither inverts (2/30) nor cuts (1/30) nor translates: t + t (1 - t - 3/30) = 12.22 %. It ends as gray 127 where
+    the last slot covers everything, or the first does and the last leaves it so (1/2 skipped, AutoContrast, Color,
+    Contrast, Equalize, Sharpness 5/30, Cutout 1/30, less what is counted already): g + g (0.7 - g) = 2.42 %."""
+    n, strong = 10_000, StrongSemiFL()
+    one, other = noise(1, seed=3), noise(1, seed=4)
+    drawn = strong.draw(n, (3, 32, 32), seeded(5))
+    equal, black, gray = [], [], []
+    for start in range(0, n, 500):
+        part = {name: leaf[start : start + 500] for name, leaf in drawn.items()}
+        pixels = [strong.pixels(image.expand(500, -1, -1, -1), part).flatten(1) for image in (one, other)]
+        equal.append((pixels[0] == pixels[1]).all(1))
+        black.append((pixels[0] == 0).all(1))
+        gray.append((pixels[0] == 127).all(1))
+    shift, cover = 2 / 30, (21 / 32) ** 2 / 30
+    assert near(torch.cat(equal), 1 - (1 - shift - cover) ** 2)
+    assert near(torch.cat(black), shift + shift * (1 - shift - 3 / 30))
+    assert near(torch.cat(gray), cover + cover * (0.7 - cover))
+
+
+def test_shared_draws_once_for_the_rows_of_a_step() -> None:
+    """Row i has draw i // 4 of the view itself, the last group cut short."""
+    view = StrongSemiFL()
+    shared, alone = Shared(view, 4).draw(10, (3, 32, 32), seeded(6)), view.draw(3, (3, 32, 32), seeded(6))
+    assert set(shared) == set(alone)
+    for name, leaf in shared.items():
+        assert leaf.shape[0] == 10
+        for row in range(10):
+            assert torch.equal(leaf[row], alone[name][row // 4])
+    assert Shared(view, 4).draw(0, (3, 32, 32), seeded())["corner"].shape == (0, 2, 2)
+
+
+def test_shared_treats_a_step_alike_and_steps_differently() -> None:
+    """Copies of one image: as many different weak views as steps with different draws, each filling its step."""
+    shared, normalize = Shared(Weak(), 32), Normalize((0.0,), (1.0,))
+    images = noise(1, 1, seed=7).expand(320, -1, -1, -1)
+    views = shared.apply(images, shared.draw(320, (1, 32, 32), seeded(8)), normalize).flatten(1)
+    steps = views.view(10, 32, -1)
+    assert (steps == steps[:, :1]).all()
+    assert len(steps[:, 0].unique(dim=0)) > 5
+    every = Shared(Weak(), 1).draw(50, (1, 32, 32), seeded(9))
+    assert all(torch.equal(leaf, every[name]) for name, leaf in Weak().draw(50, (1, 32, 32), seeded(9)).items())
 
 
 def test_magnitude_bounds_the_levels() -> None:
