@@ -92,7 +92,7 @@ def test_fedloke_operations_equal_pillow(name: str) -> None:
 
 
 def test_autocontrast_equals_pillow_for_every_spread_of_values() -> None:
-    """All pairs with 0 or 255, so every spread, and a quarter of the others; an image has all values between its two."""
+    """All pairs with 0 or 255, so every spread, and a quarter of the others; an image has what is between."""
     low, high = np.triu_indices(256)
     some = (low == 0) | (high == 255) | (np.random.default_rng(0).random(len(low)) < 0.25)
     low, high = low[some][:, None], high[some][:, None]

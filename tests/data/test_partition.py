@@ -1,5 +1,6 @@
 """Partitions: the routines against an oracle written from the rule, exact sizes, and the file of a split."""
 
+import hashlib
 import json
 import re
 import subprocess
@@ -202,21 +203,28 @@ def test_a_split_that_does_not_fit_itself_is_refused() -> None:
         Split(client.astype(np.int32), labeled, 3)
 
 
-def test_a_saved_split_comes_back_with_its_origin(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("scenario", "more"),
+    [
+        (Scenario(clients=7, seed=3), []),
+        (Scenario("fedmatch-stream", 7, stages=3, labels_at="server", seed=3), ["stage"]),
+    ],
+)
+def test_a_saved_split_comes_back_with_its_origin(tmp_path: Path, scenario: Scenario, more: list[str]) -> None:
     source = load("digits")
-    scenario = Scenario(clients=7, seed=3)
     split = scenario.split(source.train.labels, source.classes, source.name)
     path = tmp_path / "run" / "split.parquet"
     split.save(path)
     again = Split.load(path)
     np.testing.assert_array_equal(again.client, split.client)
     np.testing.assert_array_equal(again.labeled, split.labeled)
+    np.testing.assert_array_equal(again.stage, split.stage)
     assert (again.clients, again.origin) == (7, split.origin)
     assert Scenario(**again.origin.scenario) == scenario
     assert again.origin.labels_sha256 == hash_labels(source.train.labels)
     again.check(source)
     table = pq.read_table(path)
-    assert table.column_names == ["row", "client", "labeled"]
+    assert table.column_names == ["row", "client", "labeled", *more]
     assert table.column("row").to_pylist() == list(range(1437))
     facts = json.loads(table.schema.metadata[b"halfmoon"])
     assert (facts["source"], facts["images"], facts["seed"], facts["clients"]) == ("digits", 1437, 3, 7)
@@ -228,8 +236,6 @@ def test_a_saved_split_comes_back_with_its_origin(tmp_path: Path) -> None:
 
 def test_the_hash_is_that_of_little_endian_numbers() -> None:
     """sha256 of the 16 bytes 01 00*7 02 00*7, by hashlib's own rule, whatever type the labels have."""
-    import hashlib
-
     wanted = hashlib.sha256(bytes([1, *[0] * 7, 2, *[0] * 7])).hexdigest()
     for kind in (np.int64, np.uint8, ">i4"):
         assert hash_labels(np.array([1, 2], kind)) == wanted
@@ -246,39 +252,36 @@ def test_a_split_of_other_data_is_refused() -> None:
     replace(split, origin=Origin()).check(tiny(np.roll(labels, 1)))
 
 
-def test_a_file_that_is_no_split_is_named(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("change", "metadata", "words"),
+    [
+        (lambda table: table, {}, "does not say what it splits"),
+        (lambda table: table, {b"halfmoon": b"{"}, "does not say what it splits"),
+        (lambda table: table.drop_columns(["labeled"]), None, r"columns must be .* but are row int64, client int64"),
+        (lambda table: table.slice(1), None, "its rows are not 0 to 89 in order"),
+        (lambda table: table.set_column(1, "client", pa.array([None] * 90, pa.int64())), None, "a value is missing"),
+        (
+            lambda table: table.set_column(1, "client", pa.array([5] * 90)),
+            None,
+            "row 0 of the split belongs to client 5",
+        ),
+    ],
+)
+def test_a_changed_split_is_named(tmp_path: Path, change, metadata, words: str) -> None:
     path = tmp_path / "split.parquet"
-    with pytest.raises(UserError, match=r"split.parquet: not a readable split"):
-        Split.load(path)
-    path.write_bytes(b"nothing")
-    with pytest.raises(UserError, match=r"split.parquet: not a readable split"):
-        Split.load(path)
-    split = Scenario(clients=3).split(mixed(90, 3), 3)
-    split.save(path)
+    Scenario(clients=3).split(mixed(90, 3), 3).save(path)
     table = pq.read_table(path)
-    facts = table.schema.metadata
+    facts = table.schema.metadata if metadata is None else metadata
+    pq.write_table(change(table).replace_schema_metadata(facts), path)
+    with pytest.raises(UserError, match=words):
+        Split.load(path)
 
-    def rewrite(changed: pa.Table, metadata: dict[bytes, bytes] | None = None) -> None:
-        pq.write_table(changed.replace_schema_metadata(facts if metadata is None else metadata), path)
 
-    rewrite(table, {})
-    with pytest.raises(UserError, match="does not say what it splits"):
-        Split.load(path)
-    rewrite(table, {b"halfmoon": b"{"})
-    with pytest.raises(UserError, match="does not say what it splits"):
-        Split.load(path)
-    rewrite(table.drop_columns(["labeled"]))
-    with pytest.raises(UserError, match=r"columns must be .* but are row int64, client int64"):
-        Split.load(path)
-    rewrite(table.slice(1))
-    with pytest.raises(UserError, match="its rows are not 0 to 89 in order"):
-        Split.load(path)
-    rewrite(table.set_column(1, "client", pa.array([None] * 90, pa.int64())))
-    with pytest.raises(UserError, match="a value is missing"):
-        Split.load(path)
-    rewrite(table.set_column(1, "client", pa.array([5] * 90, pa.int64())))
-    with pytest.raises(UserError, match="row 0 of the split belongs to client 5"):
-        Split.load(path)
+def test_a_file_that_is_no_split_is_named(tmp_path: Path) -> None:
+    for path in (tmp_path / "none.parquet", tmp_path / "split.parquet"):
+        (tmp_path / "split.parquet").write_bytes(b"nothing")
+        with pytest.raises(UserError, match=rf"{path.name}: not a readable split"):
+            Split.load(path)
 
 
 def test_a_split_that_cannot_be_written_is_said(tmp_path: Path) -> None:

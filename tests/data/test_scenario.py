@@ -159,10 +159,6 @@ def test_a_ratio_takes_the_place_of_the_default_only() -> None:
     s = Scenario(label_ratio=0.1)
     assert (s.labels_per_class, s.label_ratio) == (None, 0.1)
     assert Scenario(**asdict(s)) == s
-    with pytest.raises(UserError, match="exactly one of"):
-        Scenario(labels_per_class=4, label_ratio=0.1)
-    with pytest.raises(UserError, match="exactly one of"):
-        Scenario(labels_per_class=None)
 
 
 def test_the_smallest_client_has_a_fifth_of_the_mean_or_ten() -> None:
@@ -214,11 +210,27 @@ def test_the_cap_can_be_lifted() -> None:
         ({"labels_per_class": float("nan")}, "labels_per_class is nan"),
         ({"min_size": -1}, "min_size is -1"),
         ({"tries": 0}, "tries is 0"),
+        ({"unlabeled_share": 0}, "unlabeled_share is 0: it must be above 0"),
+        ({"labels_per_class": None}, "exactly one of"),
+        ({"labels_per_class": 4, "label_ratio": 0.1}, "exactly one of"),
+        ({"labels": 0}, "labels is 0: it must be at least 1"),
+        ({"labels": 100, "label_ratio": 0.1}, "give exactly one of labels_per_class, label_ratio and labels"),
+        ({"labels": 100, "labels_per_class": 4}, "give exactly one of"),
+        ({"labels_at": "client"}, "labels_at 'client' is unknown; choose clients, server or some"),
+        ({"labels_at": "some"}, "labeled_clients is None and labels_at is 'some'; give labeled_clients a number"),
+        ({"labeled_clients": 3}, "labeled_clients is 3 and labels_at is 'clients'; give"),
+        ({"labels_at": "some", "labeled_clients": 0}, "labeled_clients is 0: it must be at least 1"),
+        ({"labels_at": "some", "labeled_clients": 101}, "labeled_clients is 101; it must be"),
+        ({"classes_per_client": 0}, "classes_per_client is 0"),
+        ({"stages": 0}, "stages is 0"),
+        ({"setting": "fedmatch-stream"}, "only one stage, which is fedmatch-noniid; set stages to 2 or more"),
+        ({"setting": "fedloke", "labels": 100}, "fedloke labels random rows of each client, so .* give label_ratio"),
     ],
 )
 def test_a_field_out_of_range_is_said_at_once(fields: dict[str, Any], message: str) -> None:
-    with pytest.raises(UserError, match=message):
+    with pytest.raises(UserError, match=message) as caught:
         Scenario(**fields)
+    assert str(caught.value).count(". ") == 0
 
 
 def test_more_labels_than_images_names_the_class_and_the_largest_value() -> None:
@@ -259,21 +271,43 @@ def test_a_request_that_cannot_be_met_is_said(fields: dict[str, Any], classes: A
         Scenario(**fields).split(labels, classes)
 
 
-def test_the_split_remembers_its_scenario() -> None:
-    scenario = Scenario(clients=5, seed=9)
-    origin = scenario.split(CIFAR[:500], 10, "cifar10").origin
-    assert (origin.scenario, origin.source) == (asdict(scenario), "cifar10")
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"labels": 130}, "labels 130 needs 65 labeled images of class bee, which has 30; set labels to 60 or less"),
+        ({"labels": 1}, "labels 1 leaves class ant without a label"),
+        (
+            {"setting": "semifl-shards", "clients": 5, "classes_per_client": 3},
+            "5 clients with 3 .* as a multiple of 2,",
+        ),
+        (
+            {"setting": "semifl-shards", "clients": 24, "labels": 20},
+            "class ant has 10 labeled images to share, fewer than its 24 shards",
+        ),
+        ({"setting": "semifl-iid", "clients": 5, "labels": 4}, "5 clients with at least 1 labeled images each need 5"),
+        (
+            {"setting": "fedmatch-iid", "clients": 8, "labels": 50},
+            "class bee has 5 unlabeled images to share, fewer than",
+        ),
+        (
+            {"setting": "fedloke", "clients": 46},
+            "labels 10 images of each client, which has 5; set labels_per_class to",
+        ),
+        ({"setting": "fedloke", "clients": 5, "label_ratio": 0.01}, "label_ratio 0.01 labels none of the 46 images of"),
+        ({"clients": 5, "stages": 100, "min_size": 1}, "client . has .. unlabeled images, fewer than 100 stages"),
+    ],
+)
+def test_a_request_that_uneven_classes_do_not_meet_is_said(fields: dict[str, Any], message: str) -> None:
+    """200 images of ant and 30 of bee."""
+    labels = np.repeat([0, 1], [200, 30])
+    with pytest.raises(UserError, match=message):
+        Scenario(**fields).split(labels, ("ant", "bee"))
 
 
 def test_a_share_of_the_unlabeled_rows_leaves_the_labels_as_they_are() -> None:
     labels = np.arange(1000) % 10
-    whole = Scenario("dir-dir", clients=5, labels_per_class=2, seed=3).split(labels, 10)
-    half = Scenario("dir-dir", clients=5, labels_per_class=2, seed=3, unlabeled_share=0.5).split(labels, 10)
-    assert (half.labeled == whole.labeled).all()
-    assert (half.client[half.labeled] == whole.client[whole.labeled]).all()
-    for k in range(5):
-        mine = whole.rows(k, labeled=False)
-        assert len(half.rows(k, labeled=False)) == round(len(mine) / 2)
-        assert set(half.rows(k, labeled=False)) < set(mine)
-    with pytest.raises(UserError, match="unlabeled_share is 0: it must be above 0"):
-        Scenario(unlabeled_share=0)
+    scenario = Scenario(clients=5, labels_per_class=2, seed=3)
+    whole, half = scenario.split(labels, 10), replace(scenario, unlabeled_share=0.5).split(labels, 10)
+    np.testing.assert_array_equal(half.labeled, whole.labeled)
+    np.testing.assert_array_equal(half.client[half.labeled], whole.client[whole.labeled])
+    np.testing.assert_array_equal(sizes(half, False), np.round(sizes(whole, False) / 2))

@@ -9,22 +9,18 @@ import pyarrow.parquet as pq
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from test_scenario import CIFAR, sizes
 
 from halfmoon.core.errors import UserError
 from halfmoon.data import SERVER, Scenario, Split
 from halfmoon.data.partition.heterogeneity import counts, mix, total_variation
 from halfmoon.data.partition.scenario import SETTINGS, Place
 
-CIFAR = np.random.default_rng(0).permutation(np.repeat(np.arange(10), 5000))
 CIFAR100 = np.random.default_rng(0).permutation(np.repeat(np.arange(100), 500))
 SVHN = np.repeat(np.arange(10), (4948, 13861, 10585, 8497, 7458, 6882, 5727, 5595, 5045, 4659))
 
 
 PLACES: tuple[Place, ...] = get_args(Place)
-
-
-def sizes(split: Split, labeled: bool) -> np.ndarray:
-    return np.array([len(split.rows(k, labeled)) for k in range(split.clients)])
 
 
 def three_numbers(of: np.ndarray) -> list[float]:
@@ -301,77 +297,6 @@ def test_labels_in_all_are_floor_labels_by_classes_of_each() -> None:
     np.testing.assert_array_equal(split.labeled, same.labeled)
     np.testing.assert_array_equal(split.client, same.client)
     assert split.labeled.sum() == 100
-
-
-@pytest.mark.parametrize(
-    ("fields", "message"),
-    [
-        ({"labels": 0}, "labels is 0: it must be at least 1"),
-        ({"labels": 100, "label_ratio": 0.1}, "give exactly one of labels_per_class, label_ratio and labels"),
-        ({"labels": 100, "labels_per_class": 4}, "give exactly one of"),
-        ({"labels_at": "client"}, "labels_at 'client' is unknown; choose clients, server or some"),
-        ({"labels_at": "some"}, "labeled_clients is None and labels_at is 'some'; give labeled_clients a number"),
-        ({"labeled_clients": 3}, "labeled_clients is 3 and labels_at is 'clients'; give"),
-        ({"labels_at": "some", "labeled_clients": 0}, "labeled_clients is 0: it must be at least 1"),
-        ({"labels_at": "some", "labeled_clients": 101}, "labeled_clients is 101; it must be"),
-        ({"classes_per_client": 0}, "classes_per_client is 0"),
-        ({"stages": 0}, "stages is 0"),
-        ({"setting": "fedmatch-stream"}, "only one stage, which is fedmatch-noniid; set stages to 2 or more"),
-        ({"setting": "fedloke", "labels": 100}, "fedloke labels random rows of each client, so .* give label_ratio"),
-    ],
-)
-def test_a_field_out_of_range_is_said_at_once(fields: dict[str, Any], message: str) -> None:
-    with pytest.raises(UserError, match=message) as caught:
-        Scenario(**fields)
-    assert str(caught.value).count(". ") == 0
-
-
-@pytest.mark.parametrize(
-    ("fields", "message"),
-    [
-        ({"labels": 130}, "labels 130 needs 65 labeled images of class bee, which has 30; set labels to 60 or less"),
-        ({"labels": 1}, "labels 1 leaves class ant without a label"),
-        (
-            {"setting": "semifl-shards", "clients": 5, "classes_per_client": 3},
-            "5 clients with 3 .* as a multiple of 2,",
-        ),
-        (
-            {"setting": "semifl-shards", "clients": 24, "labels": 20},
-            "class ant has 10 labeled images to share, fewer than its 24 shards",
-        ),
-        ({"setting": "semifl-iid", "clients": 5, "labels": 4}, "5 clients with at least 1 labeled images each need 5"),
-        (
-            {"setting": "fedmatch-iid", "clients": 8, "labels": 50},
-            "class bee has 5 unlabeled images to share, fewer than",
-        ),
-        (
-            {"setting": "fedloke", "clients": 46},
-            "labels 10 images of each client, which has 5; set labels_per_class to",
-        ),
-        ({"setting": "fedloke", "clients": 5, "label_ratio": 0.01}, "label_ratio 0.01 labels none of the 46 images of"),
-        ({"clients": 5, "stages": 100, "min_size": 1}, "client . has .. unlabeled images, fewer than 100 stages"),
-    ],
-)
-def test_a_request_that_cannot_be_met_is_said(fields: dict[str, Any], message: str) -> None:
-    """200 images of ant and 30 of bee."""
-    labels = np.repeat([0, 1], [200, 30])
-    with pytest.raises(UserError, match=message):
-        Scenario(**fields).split(labels, ("ant", "bee"))
-
-
-def test_rows_of_the_server_and_stages_are_kept(tmp_path: Path) -> None:
-    labels = CIFAR[:3000]
-    split = Scenario("fedmatch-stream", 10, stages=3, labels_at="server").split(labels, 10)
-    path = tmp_path / "split.parquet"
-    split.save(path)
-    again = Split.load(path)
-    for one, other in ((again.client, split.client), (again.labeled, split.labeled), (again.stage, split.stage)):
-        assert one is not None
-        assert other is not None
-        np.testing.assert_array_equal(one, other)
-    assert (again.stages, again.origin) == (3, split.origin)
-    assert pq.read_table(path).column_names == ["row", "client", "labeled", "stage"]
-    assert len(again.rows(SERVER, True)) == 500
 
 
 def test_a_file_from_before_stages_is_read(tmp_path: Path) -> None:
