@@ -8,13 +8,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_partition import mixed
 
+from halfmoon.api.split_options import SplitOptions
 from halfmoon.core.errors import UserError
 from halfmoon.data.partition import rules
 from halfmoon.data.partition.primitives import stream
+from halfmoon.data.partition.rules import Part
 
 CIFAR = np.random.default_rng(0).permutation(np.repeat(np.arange(10), 5000))
 
-Fill = Callable[[np.ndarray, int, int, float, np.random.Generator], np.ndarray]
+Fill = Callable[[SplitOptions, Part], np.ndarray]
 
 
 def table(holder: np.ndarray, labels: np.ndarray, clients: int, classes: int) -> np.ndarray:
@@ -23,31 +25,36 @@ def table(holder: np.ndarray, labels: np.ndarray, clients: int, classes: int) ->
     return cells.reshape(clients, classes)
 
 
-def letters(classes: int) -> list[str]:
-    return [chr(97 + label) for label in range(classes)]
+def part(labels: np.ndarray, classes: int, clients: int, seed: int = 0) -> Part:
+    """Return rows to share out; the classes are called a, b, c ..."""
+    return Part(labels, [chr(97 + label) for label in range(classes)], clients, stream(seed, "x"), "labeled")
 
 
-@given(st.integers(1, 200), st.integers(1, 20), st.integers(0, 99))
+def alpha(value: float) -> SplitOptions:
+    return SplitOptions(dirichlet_alpha=value)
+
+
+@given(st.integers(20, 200), st.integers(1, 20), st.integers(0, 99))
 def test_equal_sizes_leave_the_remainder_to_nobody(rows: int, clients: int, seed: int) -> None:
-    holder = rules.cut_evenly(clients, rows, stream(seed, "x"))
+    holder = rules.cut_evenly(SplitOptions(), part(np.zeros(rows, np.int64), 1, clients, seed))
     assert np.bincount(holder + 1, minlength=clients + 1).tolist() == [rows % clients] + [rows // clients] * clients
 
 
 def test_equal_sizes_are_not_balanced_by_class() -> None:
     """460 random rows of 10 classes: a class count has a standard deviation of sqrt(460 * 0.1 * 0.9) = 6.4."""
     labels = CIFAR[:46_000]
-    counts = table(rules.cut_evenly(100, 46_000, stream(0, "x")), labels, 100, 10)
+    counts = table(rules.cut_evenly(SplitOptions(), part(labels, 10, 100)), labels, 100, 10)
     assert 5.5 < (counts - 46).std() < 7.3
 
 
 def test_shards_are_contiguous_and_their_leftovers_come_first() -> None:
     """Two classes, 4 clients with 2 shards: 4 shards a class. 11 rows are cut into 3, 3, 3, 2, 8 into 2, 2, 2, 2."""
     labels = np.array([0] * 5 + [1] * 4 + [0] * 6 + [1] * 4)
-    holder = rules.cut_shards(labels, "ab", 4, 2, stream(0, "x"))
+    holder = rules.cut_shards(SplitOptions(), part(labels, 2, 4))
     for label, sizes in ((0, (3, 3, 3, 2)), (1, (2, 2, 2, 2))):
         of_class = holder[labels == label]
-        for part in np.split(of_class, np.cumsum(sizes)[:-1]):
-            assert len(set(part.tolist())) == 1
+        for shard in np.split(of_class, np.cumsum(sizes)[:-1]):
+            assert len(set(shard.tolist())) == 1
     assert set(np.bincount(holder)) <= {4, 5, 6}
 
 
@@ -57,7 +64,7 @@ def test_a_client_draws_a_class_twice_as_often_as_the_multiset_says() -> None:
     labels = mixed(46_000, 10)
     doubles = 0
     for seed in range(60):
-        counts = table(rules.cut_shards(labels, letters(10), 100, 2, stream(seed, "x")), labels, 100, 10)
+        counts = table(rules.cut_shards(SplitOptions(), part(labels, 10, 100, seed)), labels, 100, 10)
         assert set(np.unique(counts)) <= {0, 230, 460}
         assert (counts.sum(1) == 460).all()
         doubles += int((counts == 460).sum())
@@ -68,10 +75,10 @@ def test_shards_that_do_not_come_out_even_are_refused() -> None:
     with pytest.raises(
         UserError, match=r"7 clients with 2 shards each make 14 shards, which 10 classes cannot .* of 5,"
     ):
-        rules.cut_shards(mixed(500, 10), letters(10), 7, 2, stream(0, "x"))
-    rules.cut_shards(mixed(500, 10), letters(10), 15, 2, stream(0, "x"))
-    with pytest.raises(UserError, match="class b has 3 rows to share, fewer than its 4 shards"):
-        rules.cut_shards(np.array([0] * 9 + [1] * 3), "ab", 4, 2, stream(0, "x"))
+        rules.cut_shards(SplitOptions(), part(mixed(500, 10), 10, 7))
+    rules.cut_shards(SplitOptions(), part(mixed(500, 10), 10, 15))
+    with pytest.raises(UserError, match="class b has 3 labeled images to share, fewer than its 4 shards"):
+        rules.cut_shards(SplitOptions(), part(np.array([0] * 9 + [1] * 3), 2, 4))
 
 
 def in_words(labels, classes, clients, dirichlet_alpha, draw):
@@ -102,7 +109,7 @@ def in_words(labels, classes, clients, dirichlet_alpha, draw):
 @pytest.mark.parametrize(("dirichlet_alpha", "clients"), [(0.01, 9), (0.1, 20), (0.5, 23), (50.0, 7)])
 def test_filling_in_turn_equals_the_routine_in_words(seed: int, dirichlet_alpha: float, clients: int) -> None:
     labels = mixed(1000, 10, seed)
-    holder = rules.fill_in_turn(labels, 10, clients, dirichlet_alpha, stream(seed, "x"))
+    holder = rules.fill_in_turn(alpha(dirichlet_alpha), part(labels, 10, clients, seed))
     held, rest, _ = in_words(labels, 10, clients, dirichlet_alpha, stream(seed, "x"))
     for k in range(clients):
         assert np.flatnonzero(holder == k).tolist() == sorted(held[k])
@@ -129,7 +136,7 @@ def test_a_rounding_error_larger_than_the_largest_count() -> None:
     then takes the 10 largest remainders, at most one row of a class."""
     labels = mixed(160, 16)
     for seed in range(5):
-        counts = table(rules.fill_in_turn(labels, 16, 16, 1e5, stream(seed, "x")), labels, 16, 16)
+        counts = table(rules.fill_in_turn(alpha(1e5), part(labels, 16, 16, seed)), labels, 16, 16)
         assert (counts.sum(1) == 10).all()
         assert counts[:8].max() == 1
 
@@ -139,7 +146,7 @@ def test_a_rounding_error_larger_than_the_largest_count() -> None:
 def test_gammas_without_bounds(fill: Fill, dirichlet_alpha: float) -> None:
     """Eight classes and eight clients: the first client is of one class, or even."""
     labels = mixed(640, 8)
-    counts = table(fill(labels, 8, 8, dirichlet_alpha, stream(0, "x")), labels, 8, 8)
+    counts = table(fill(alpha(dirichlet_alpha), part(labels, 8, 8)), labels, 8, 8)
     assert (counts.sum(1) == 80).all()
     if dirichlet_alpha == 1e9:
         assert (counts == 10).all()
@@ -156,7 +163,7 @@ def concentration(fill: Fill, dirichlet_alpha: float) -> tuple[float, float]:
     first, last = [], []
     labels = mixed(5000, 10)
     for seed in range(20):
-        shares = table(fill(labels, 10, 50, dirichlet_alpha, stream(seed, "x")), labels, 50, 10) / 100
+        shares = table(fill(alpha(dirichlet_alpha), part(labels, 10, 50, seed)), labels, 50, 10) / 100
         squares = np.square(shares).sum(1)
         first.append(squares[:10].mean())
         last.append(squares[-10:].mean())
@@ -218,7 +225,7 @@ def test_filled_clients_have_one_size_and_share_all_but_a_remainder(
     """For any gamma from 1e-4 to 1e4, and classes of very different size, some of them empty."""
     draw = np.random.default_rng(seed)
     labels = draw.choice(classes, 211, p=draw.dirichlet(np.full(classes, 0.7)))
-    holder = fill(labels, classes, clients, 10.0**power, stream(seed, "x"))
+    holder = fill(alpha(10.0**power), part(labels, classes, clients, seed))
     assert np.bincount(holder + 1, minlength=clients + 1).tolist() == [211 % clients] + [211 // clients] * clients
 
 
@@ -245,7 +252,7 @@ def test_peaked_clients_of_cifar() -> None:
     """450 rows each: 225 of the own class, 67.5 of both neighbors, 9 of the opposite class, 13.5 of the others;
     ten types use each pool of 4,500 up."""
     labels = mixed(45_000, 10)
-    counts = table(rules.give_peaked(labels, 10, 100, stream(0, "x")), labels, 100, 10)
+    counts = table(rules.give_peaked(SplitOptions(), part(labels, 10, 100)), labels, 100, 10)
     assert (counts.sum(1) == 450).all()
     assert (counts.sum(0) == 4500).all()
     for k in range(100):
@@ -256,7 +263,7 @@ def test_peaked_clients_of_cifar() -> None:
 def test_peaked_clients_of_uneven_classes_stay_within_the_pools() -> None:
     """A class of 50 rows cannot give half of 4 clients' 47 to each of them; nobody gets the 2 rows left over."""
     labels = np.repeat([0, 1, 2], [50, 100, 40])
-    counts = table(rules.give_peaked(labels, 3, 4, stream(0, "x")), labels, 4, 3)
+    counts = table(rules.give_peaked(SplitOptions(), part(labels, 3, 4)), labels, 4, 3)
     assert (counts.sum(1) == 47).all()
     assert (counts.sum(0) <= [50, 100, 40]).all()
     assert counts.sum() == 188
@@ -269,11 +276,13 @@ def test_peaked_clients_of_uneven_classes_stay_within_the_pools() -> None:
 def test_equal_classes_take_what_the_smallest_allows() -> None:
     """Of 50, 100 and 40 rows, four clients take 10 of each class, and nobody the other 70."""
     labels = np.repeat([0, 1, 2], [50, 100, 40])
-    holder = rules.give_equal_classes(labels, "abc", 4, stream(0, "x"))
+    holder = rules.give_equal_classes(SplitOptions(), part(labels, 3, 4))
     assert (table(holder, labels, 4, 3) == 10).all()
     assert (holder == -1).sum() == 70
-    with pytest.raises(UserError, match="class c has 40 rows to share, fewer than one for each of 41 clients; ask"):
-        rules.give_equal_classes(labels, "abc", 41, stream(0, "x"))
+    with pytest.raises(
+        UserError, match="class c has 40 labeled images to share, fewer than one for each of 41 clients"
+    ):
+        rules.give_equal_classes(SplitOptions(), part(labels, 3, 41))
 
 
 def test_thinning_keeps_a_share_of_each_clients_unlabeled_rows() -> None:

@@ -1,14 +1,16 @@
 """How SemiFL, FedDB, FedLoKe and FedMatch hand rows to clients, each rule named after what it does.
 
-Every rule returns the client of each row, int64 (N,), -1 for a row that nobody gets; `labels` are int (N,) in
-0..classes-1, and all draws come from one explicit generator. Departures from the authors' code are named.
+Every rule returns the client of each row of a part, int64 (N,), -1 for a row that nobody gets. Departures from the
+authors' code are named.
 """
 
 import math
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 
+from halfmoon.api.split_options import SplitOptions
 from halfmoon.core.errors import UserError
 from halfmoon.data.partition.primitives import apportion, spread
 
@@ -19,32 +21,46 @@ _SWEEPS = 2000
 _FAINT = 1e-3
 
 
-def cut_evenly(clients: int, rows: int, draw: np.random.Generator) -> np.ndarray:
+class Part(NamedTuple):
+    """What a rule shares out: rows with these labels, int (N,), among so many clients; all draws come from `draw`."""
+
+    labels: np.ndarray
+    names: Sequence[str]  # of the classes, by label
+    clients: int
+    draw: np.random.Generator
+    what: str  # the rows, in messages
+
+    def check(self, least: int = 1) -> None:
+        """Raise UserError where there are fewer than `least` rows for each client."""
+        rows, clients = len(self.labels), self.clients
+        if least * clients > rows:
+            raise UserError(
+                f"{clients} clients with at least {least} {self.what} images each need {least * clients}, but "
+                f"there are {rows}; ask for fewer clients, a smaller min_size or another share of labels."
+            )
+
+
+def cut_evenly(options: SplitOptions, part: Part) -> np.ndarray:
     """Give floor(rows / clients) random rows to each client and the remainder to nobody (SemiFL, NeurIPS 2022, IID).
 
     Classes are not balanced inside a client, as in the authors' code.
     """
-    each = rows // clients
+    part.check()
+    rows, each = len(part.labels), len(part.labels) // part.clients
     holder = np.full(rows, -1, np.int64)
-    holder[draw.permutation(rows)[: each * clients]] = np.repeat(np.arange(clients), each)
+    holder[part.draw.permutation(rows)[: each * part.clients]] = np.repeat(np.arange(part.clients), each)
     return holder
 
 
-def cut_shards(
-    labels: np.ndarray,
-    names: Sequence[str],
-    clients: int,
-    per_client: int,
-    draw: np.random.Generator,
-    what: str = "rows",
-) -> np.ndarray:
-    """Give each client `per_client` random shards of one class each (SemiFL, NeurIPS 2022, "K classes").
+def cut_shards(options: SplitOptions, part: Part) -> np.ndarray:
+    """Give each client `classes_per_client` random shards of one class each (SemiFL, NeurIPS 2022, "K classes").
 
-    A class, in the order of the rows, is cut into clients * per_client / classes contiguous shards; rows left over go
-    one each to its first shards. A client may draw two shards of a class, so it has at most `per_client` classes.
-    `names` are those of the classes, `what` that of the rows, for messages. Raise UserError where the shards of a
-    class are no whole number or more than its rows.
+    A class, in the order of the rows, is cut into clients * classes_per_client / classes contiguous shards; rows left
+    over go one each to its first shards. A client may draw two shards of a class, so it has at most that many classes.
+    Raise UserError where the shards of a class are no whole number or more than its rows.
     """
+    labels, names, clients, draw, what = part
+    per_client = options.classes_per_client
     classes = len(names)
     shards, odd = divmod(clients * per_client, classes)
     if odd:
@@ -59,8 +75,8 @@ def cut_shards(
         rows = np.flatnonzero(labels == label)
         if len(rows) < shards:
             raise UserError(
-                f"class {name} has {len(rows)} {what} to share, fewer than its {shards} shards; ask for fewer clients, "
-                "a smaller classes_per_client or another number of labels."
+                f"class {name} has {len(rows)} {what} images to share, fewer than its {shards} shards; ask for fewer "
+                "clients, a smaller classes_per_client or another number of labels."
             )
         mine = order[label * shards : (label + 1) * shards] // per_client
         sizes = len(rows) // shards + (np.arange(shards) < len(rows) % shards)
@@ -68,21 +84,21 @@ def cut_shards(
     return holder
 
 
-def fill_in_turn(
-    labels: np.ndarray, classes: int, clients: int, dirichlet_alpha: float, draw: np.random.Generator
-) -> np.ndarray:
+def fill_in_turn(options: SplitOptions, part: Part) -> np.ndarray:
     """Fill clients of floor(N / clients) rows one after another from class pools (FedLoKe, CIKM 2023, authors' code).
 
     For each client: q ~ Dirichlet(alpha) over the classes, round(q * size) rows of each, the rounding error on the
     largest. What an exhausted class cannot give comes from the lowest class that has rows: late clients are no
     Dirichlet draws. The last client takes all that is left; what it has above the others goes to nobody.
     """
-    pools = _pools(labels, classes, draw)
+    part.check()
+    labels, clients, draw = part.labels, part.clients, part.draw
+    pools = _pools(part)
     left = np.array([len(pool) for pool in pools])
     size = len(labels) // clients
-    counts = np.zeros((clients, classes), np.int64)
+    counts = np.zeros((clients, len(pools)), np.int64)
     for k in range(clients - 1):
-        shares = draw.dirichlet(np.full(classes, dirichlet_alpha))
+        shares = draw.dirichlet(np.full(len(pools), options.dirichlet_alpha))
         quota = np.round(shares * size).astype(np.int64)
         quota[shares.argmax()] += size - quota.sum()
         if quota.min() < 0:
@@ -100,28 +116,17 @@ def fill_in_turn(
     return holder
 
 
-def fill_together(
-    labels: np.ndarray, classes: int, clients: int, dirichlet_alpha: float, draw: np.random.Generator
-) -> np.ndarray:
+def fill_together(options: SplitOptions, part: Part) -> np.ndarray:
     """Fill clients of floor(N / clients) rows by Dirichlet(alpha) mixes that are fitted to the class pools together.
 
     `fill_in_turn` without its bias of order: the clients' mixes are drawn first, then changed as little as the
     pools demand (`fit_counts`), so that early and late clients are alike. Fewer than `clients` rows go to nobody.
     """
-    logs = _log_dirichlet(dirichlet_alpha, (clients, classes), draw)
-    return _fitted(labels, logs, draw)
+    part.check()
+    return _fitted(part, _log_dirichlet(options.dirichlet_alpha, (part.clients, len(part.names)), part.draw))
 
 
-def pair_blocks(
-    labels: np.ndarray,
-    clients: int,
-    dirichlet_alpha: float,
-    draw: np.random.Generator,
-    *,
-    min_size: int,
-    tries: int,
-    what: str = "rows",
-) -> np.ndarray:
+def pair_blocks(options: SplitOptions, part: Part, min_size: int, tries: int) -> np.ndarray:
     """Cut the rows into even random blocks, and each of them by Dirichlet(alpha) between two clients (SAGE, CVPR 2025).
 
     Inside a block every class is shared out as in `primitives.spread`, with its cap; then the sizes are made equal: the
@@ -130,13 +135,17 @@ def pair_blocks(
     Dirichlet has 2.6, 5.5 and 7.0. Rows beyond clients * floor(N / clients) go to nobody. Of an odd number
     of clients the last one has half a block for itself.
     """
+    part.check(max(1, min_size))
+    labels, _, clients, draw, what = part
     each = len(labels) // clients
     holder = np.full(len(labels), -1, np.int64)
     order = draw.permutation(len(labels))
     holder[order[2 * each * (clients // 2) : each * clients]] = clients - 1
     for block in range(clients // 2):
         rows = order[2 * each * block : 2 * each * (block + 1)]
-        side = spread(labels[rows], 2, dirichlet_alpha, draw, min_size=min_size, tries=tries, what=what)
+        side = spread(
+            labels[rows], 2, options.dirichlet_alpha, draw, min_size=min_size, tries=tries, what=f"{what} images"
+        )
         larger = int(side.mean() > 0.5)
         own = np.flatnonzero(side == larger)
         highest = own[np.argsort(labels[rows][own], kind="stable")][each:]
@@ -145,33 +154,34 @@ def pair_blocks(
     return holder
 
 
-def give_equal_classes(
-    labels: np.ndarray, names: Sequence[str], clients: int, draw: np.random.Generator, what: str = "rows"
-) -> np.ndarray:
+def give_equal_classes(options: SplitOptions, part: Part) -> np.ndarray:
     """Give every client the same number of rows of every class (FedMatch, ICLR 2021, batch IID).
 
-    It is the number that the smallest class allows; the rest goes to nobody. `names` are those of the classes, `what`
-    that of the rows, for messages. Raise UserError where a class has fewer rows than there are clients.
+    It is the number that the smallest class allows; the rest goes to nobody. Raise UserError where a class has fewer
+    rows than there are clients.
     """
-    totals = np.bincount(labels, minlength=len(names))
-    each = int(totals.min()) // clients
+    totals = np.bincount(part.labels, minlength=len(part.names))
+    each = int(totals.min()) // part.clients
     if not each:
         raise UserError(
-            f"class {names[int(totals.argmin())]} has {totals.min()} {what} to share, fewer than one for each of "
-            f"{clients} clients; ask for fewer clients or another number of labels, or choose setting iid-iid."
+            f"class {part.names[int(totals.argmin())]} has {totals.min()} {part.what} images to share, fewer than one "
+            f"for each of {part.clients} clients; ask for fewer clients or another number of labels, or choose setting "
+            "iid-iid."
         )
-    return _hand_out(np.full((clients, len(names)), each), _pools(labels, len(names), draw), len(labels))
+    return _hand_out(np.full((part.clients, len(totals)), each), _pools(part), len(part.labels))
 
 
-def give_peaked(labels: np.ndarray, classes: int, clients: int, draw: np.random.Generator) -> np.ndarray:
+def give_peaked(options: SplitOptions, part: Part) -> np.ndarray:
     """Give client k floor(N / clients) rows with half of them from class k mod classes (FedMatch, batch non-IID).
 
     Counts are the expected ones of `peaked`, fitted to the class pools where these are uneven; the authors' code
     takes rows class by class until a pool is empty. Fewer than `clients` rows go to nobody.
     """
-    types = np.arange(clients) % classes
+    part.check()
+    classes = len(part.names)
+    types = np.arange(part.clients) % classes
     shares = peaked(classes)[(np.arange(classes) - types[:, None]) % classes]
-    return _fitted(labels, np.log(shares), draw)
+    return _fitted(part, np.log(shares))
 
 
 def peaked(classes: int) -> np.ndarray:
@@ -232,16 +242,15 @@ def _round(exact: np.ndarray, pools: np.ndarray, draw: np.random.Generator) -> n
     return counts
 
 
-def _fitted(labels: np.ndarray, logs: np.ndarray, draw: np.random.Generator) -> np.ndarray:
-    clients, classes = logs.shape
-    pools = _pools(labels, classes, draw)
-    counts = fit_counts(logs, len(labels) // clients, np.array([len(pool) for pool in pools]), draw)
-    return _hand_out(counts, pools, len(labels))
+def _fitted(part: Part, logs: np.ndarray) -> np.ndarray:
+    pools, rows = _pools(part), len(part.labels)
+    counts = fit_counts(logs, rows // part.clients, np.array([len(pool) for pool in pools]), part.draw)
+    return _hand_out(counts, pools, rows)
 
 
-def _pools(labels: np.ndarray, classes: int, draw: np.random.Generator) -> list[np.ndarray]:
+def _pools(part: Part) -> list[np.ndarray]:
     """Return the rows of each class in random order."""
-    return [draw.permutation(np.flatnonzero(labels == label)) for label in range(classes)]
+    return [part.draw.permutation(np.flatnonzero(part.labels == label)) for label in range(len(part.names))]
 
 
 def _hand_out(counts: np.ndarray, pools: list[np.ndarray], rows: int) -> np.ndarray:
