@@ -9,7 +9,7 @@ from torch import Tensor
 
 from halfmoon.core.errors import UserError
 from halfmoon.core.tree import Tree
-from halfmoon.models.network import Network, affine, fresh_stats, linear, uniform
+from halfmoon.models.network import Network, affine, check_sides, fresh_stats, linear, uniform
 from halfmoon.models.passes import Run
 
 CUT_NORMAL_STD = 0.87962566103423978
@@ -75,11 +75,7 @@ class ResNet9(Chain):
         return run.linear("head", z)
 
     def check(self, shape: tuple[int, int, int]) -> None:
-        if min(shape[1:]) < 16 or shape[1] % 8 or shape[2] % 8:
-            raise UserError(
-                f"ResNet-9 takes images whose sides are multiples of 8 and at least 16, not {shape[1]}x{shape[2]}; "
-                "set image_size to the next such size, or use network = 'small'."
-            )
+        check_sides("ResNet-9", shape, multiple=8, least=16)
 
 
 @dataclass(frozen=True)

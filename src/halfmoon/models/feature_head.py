@@ -54,7 +54,7 @@ class FeatureHead(Network):
     def embed(
         self, params: Tree, x: Tensor, settled: Tree | None = None, real: Tensor | None = None
     ) -> tuple[Tensor, Tensor, Tree]:
-        return self.predict(params, {}, x), x, {}
+        return *self.represent(params, {}, x), {}
 
     def linearize(self, params: Tree, x: Tensor, real: Tensor | None = None) -> tuple[Tensor, list[Tensor]]:
         return self.predict(params, {}, x), []
@@ -66,16 +66,13 @@ class FeatureHead(Network):
             return self.predict(direction, {}, x)  # logits are linear in the head
         return jvp(lambda p: self.predict(p, {}, x), (params,), (direction,))[1]
 
-    def predict(self, params: Tree, stats: Tree, x: Tensor) -> Tensor:
+    def represent(self, params: Tree, stats: Tree, x: Tensor) -> tuple[Tensor, Tensor]:
         flat, center = tree.flatten(params), self._leaf(params, "center")
-        x = x if center is None else centered(x.to(center.dtype), center)
-        return F.linear(x, flat[f"{self.head}/weight"], flat[f"{self.head}/bias"])
+        h = x if center is None else centered(x.to(center.dtype), center)
+        return F.linear(h, flat[f"{self.head}/weight"], flat[f"{self.head}/bias"]), x
 
     def _leaf(self, params: Tree, name: str) -> Tensor | None:
         return tree.flatten(params).get(f"{self.head}/{name}")
-
-    def represent(self, params: Tree, stats: Tree, x: Tensor) -> tuple[Tensor, Tensor]:
-        return self.predict(params, stats, x), x
 
 
 @dataclass(frozen=True)

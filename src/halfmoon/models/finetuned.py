@@ -12,12 +12,11 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
-from torch.func import jvp
 
 from halfmoon.core import tree
 from halfmoon.core.errors import UserError, nearest
 from halfmoon.core.tree import Tree
-from halfmoon.models.network import Network
+from halfmoon.models.network import Network, forward_tangent
 from halfmoon.models.weights import Weights, fitted, of_head
 
 BACKBONE = "backbone"
@@ -108,19 +107,11 @@ class FineTuned(Network):
     ) -> Tensor:
         if not self.patterns:
             return self.inner.tangent(params, x, tape, direction, real)
-        # PyTorch's forward-mode of a group normalization refuses other layouts.
-        params, x, direction = tree.contiguous(params), x.contiguous(), tree.contiguous(direction)
-        try:
-            return jvp(lambda p: self.train(p, x, real=real)[0], (params,), (direction,))[1]
-        except NotImplementedError as error:
-            raise UserError(
-                "the trained part of the network has a layer that PyTorch cannot differentiate forward, which this "
-                "method needs; freeze that layer too, or choose another method."
-            ) from error
-
-    def predict(self, params: Tree, stats: Tree, x: Tensor) -> Tensor:
-        whole, frozen = self._with_frozen(params)
-        return self.inner.predict(whole, tree.merged(frozen, stats), x)
+        refusal = (
+            "the trained part of the network has a layer that PyTorch cannot differentiate forward, which this "
+            "method needs; freeze that layer too, or choose another method."
+        )
+        return forward_tangent(self, params, x, direction, real, refusal)
 
     def represent(self, params: Tree, stats: Tree, x: Tensor) -> tuple[Tensor, Tensor]:
         whole, frozen = self._with_frozen(params)

@@ -17,7 +17,7 @@ from typing import Any, ClassVar, cast
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.func import functional_call, jvp, vmap
+from torch.func import functional_call, vmap
 from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.modules.instancenorm import _InstanceNorm
 from torch.nn.modules.lazy import LazyModuleMixin
@@ -28,7 +28,7 @@ from halfmoon.core.errors import UserError, one_line
 from halfmoon.core.plugins import load
 from halfmoon.core.tree import Tree
 from halfmoon.models.hubs import make as make_named
-from halfmoon.models.network import Network
+from halfmoon.models.network import Network, forward_tangent
 from halfmoon.models.passes import MOMENTUM, by_batch, multiplying, widened
 
 _RANDOM = (nn.modules.dropout._DropoutNd, nn.RReLU)
@@ -103,15 +103,11 @@ class ModuleNetwork(Network):
     def tangent(
         self, params: Tree, x: Tensor, tape: list[Tensor], direction: Tree, real: Tensor | None = None
     ) -> Tensor:
-        # PyTorch's forward-mode of a group normalization refuses other layouts.
-        params, x, direction = tree.contiguous(params), x.contiguous(), tree.contiguous(direction)
-        try:
-            return jvp(lambda p: self.train(p, x, real=real)[0], (params,), (direction,))[1]
-        except NotImplementedError as error:
-            raise UserError(
-                f"network {self.factory} has a layer that PyTorch cannot differentiate forward, which this method "
-                f"needs ({one_line(error)[:120]}); replace that layer, or choose another method."
-            ) from error
+        refusal = (
+            f"network {self.factory} has a layer that PyTorch cannot differentiate forward, which this method needs "
+            "({}); replace that layer, or choose another method."
+        )
+        return forward_tangent(self, params, x, direction, real, refusal)
 
     def predict(self, params: Tree, stats: Tree, x: Tensor) -> Tensor:
         return self._pass(params, x, stats, train=False)[0]

@@ -7,9 +7,10 @@ from typing import ClassVar, cast, get_args
 
 import torch
 from torch import Tensor
+from torch.func import jvp
 
 from halfmoon.core import padding, tree
-from halfmoon.core.errors import UserError, nearest
+from halfmoon.core.errors import UserError, nearest, one_line
 from halfmoon.core.tree import Tree
 from halfmoon.models.passes import (
     MOMENTUM,
@@ -150,7 +151,7 @@ class Network(ABC):
 
     def predict(self, params: Tree, stats: Tree, x: Tensor) -> Tensor:
         """Return logits (B, classes) under the tracked statistics ({} where nothing is tracked)."""
-        return self._passed(x, Settled(params, self.norm, stats))
+        return self.represent(params, stats, x)[0]
 
     def represent(self, params: Tree, stats: Tree, x: Tensor) -> tuple[Tensor, Tensor]:
         """Return (logits, features): what `predict` does, with the features (B, F) that the head was given.
@@ -160,6 +161,31 @@ class Network(ABC):
         run = Settled(params, self.norm, stats)
         logits = self._passed(x, run)
         return logits, widened(run.inputs.get(self.head or "", logits))
+
+
+def check_sides(name: str, shape: tuple[int, int, int], multiple: int, least: int) -> None:
+    """Raise `UserError` where a side of images (C, H, W) is below `least` or no multiple."""
+    _, height, width = shape
+    if min(height, width) < least or height % multiple or width % multiple:
+        raise UserError(
+            f"{name} takes images whose sides are multiples of {multiple} and at least {least}, not {height}x{width}; "
+            "set image_size to the next such size, or use network = 'small'."
+        )
+
+
+def forward_tangent(
+    network: Network, params: Tree, x: Tensor, direction: Tree, real: Tensor | None, refusal: str
+) -> Tensor:
+    """Return `Network.tangent` by `torch.func.jvp`, without a tape.
+
+    Raise `UserError` with the words of `refusal`, and {} in them for PyTorch's, where a layer has no such derivative.
+    """
+    # PyTorch's forward-mode of a group normalization refuses other layouts.
+    params, x, direction = tree.contiguous(params), x.contiguous(), tree.contiguous(direction)
+    try:
+        return jvp(lambda p: network.train(p, x, real=real)[0], (params,), (direction,))[1]
+    except NotImplementedError as error:
+        raise UserError(refusal.format(one_line(error)[:120])) from error
 
 
 def track(stats: Tree, moments: Tree) -> Tree:

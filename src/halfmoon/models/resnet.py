@@ -9,7 +9,7 @@ from torch import Tensor
 
 from halfmoon.core.errors import UserError
 from halfmoon.core.tree import Tree
-from halfmoon.models.network import Network, affine, fresh_stats, linear
+from halfmoon.models.network import Network, affine, check_sides, fresh_stats, linear
 from halfmoon.models.passes import Run
 
 STEM = 16
@@ -36,12 +36,7 @@ class WideResNet(Network):
             )
 
     def _blocks(self) -> Iterator[tuple[str, int, int, int]]:
-        inputs, each = STEM, (self.depth - 4) // 6
-        for number in range(3 * each):
-            group, place = divmod(number, each)
-            outputs = STEM * 2**group * self.width
-            yield f"block{number + 1}", inputs, outputs, 2 if group and not place else 1
-            inputs = outputs
+        return residual_blocks(STEM, STEM * self.width, 3, (self.depth - 4) // 6)
 
     def init(self, generator: torch.Generator) -> Tree:
         params: Tree = {"stem": {"conv": kaiming(generator, self.channels, STEM, 3)}}
@@ -76,11 +71,16 @@ class WideResNet(Network):
         return run.linear("head", run.relu(run.norm("final", z)).mean((-2, -1)))
 
     def check(self, shape: tuple[int, int, int]) -> None:
-        if min(shape[1:]) < 8 or shape[1] % 4 or shape[2] % 4:
-            raise UserError(
-                f"A Wide ResNet takes images whose sides are multiples of 4 and at least 8, not {shape[1]}x{shape[2]}; "
-                "set image_size to the next such size, or use network = 'small'."
-            )
+        check_sides("A Wide ResNet", shape, multiple=4, least=8)
+
+
+def residual_blocks(inputs: int, width: int, groups: int, depth: int) -> Iterator[tuple[str, int, int, int]]:
+    """Yield name, inputs, outputs and stride of each block: groups of `depth`, each twice as wide as the last one."""
+    for number in range(groups * depth):
+        group, place = divmod(number, depth)
+        outputs = width * 2**group
+        yield f"block{number + 1}", inputs, outputs, 2 if group and not place else 1
+        inputs = outputs
 
 
 def kaiming(generator: torch.Generator, inputs: int, outputs: int, kernel: int) -> Tree:
@@ -105,11 +105,7 @@ class ResidualNetwork(Network):
     width: int = 64
 
     def _blocks(self) -> Iterator[tuple[str, int, int, int]]:
-        inputs = self.width
-        for number in range(self.groups * self.depth):
-            outputs = self.width * 2 ** (number // self.depth)
-            yield f"block{number + 1}", inputs, outputs, 2 if inputs != outputs else 1
-            inputs = outputs
+        return residual_blocks(self.width, self.width, self.groups, self.depth)
 
     def init(self, generator: torch.Generator) -> Tree:
         """Return {"params", "stats"}: convolutions `kaiming`, the head PyTorch's."""
@@ -158,11 +154,7 @@ class ResNet8(ResidualNetwork):
     depth: ClassVar[int] = 1
 
     def check(self, shape: tuple[int, int, int]) -> None:
-        if min(shape[1:]) < 8 or shape[1] % 4 or shape[2] % 4:
-            raise UserError(
-                f"ResNet-8 takes images whose sides are multiples of 4 and at least 8, not {shape[1]}x{shape[2]}; "
-                "set image_size to the next such size, or use network = 'small'."
-            )
+        check_sides("ResNet-8", shape, multiple=4, least=8)
 
 
 _UNITS = {
