@@ -53,14 +53,14 @@ def load(
     Raises:
         UserError: the name is unknown or a file cannot be read; the message names file and row.
     """
+    info = DATASETS.get(name)
+    folder = None if name == "digits" else _folder(name, data_dir, info)
+    mirrors = name != "digits" and (info is None or info.mirror)
     if name == "digits":
         if test != "test":
             raise UserError(f"digits has no part {test!r}, only train and test.")
-        return _prepared(_digits(bool(mirror)), how)
-    info = DATASETS.get(name)
-    folder = _folder(name, data_dir, info)
-    mirrors = info is None or info.mirror
-    if folder is not None:
+        train, tests, classes = _digits()
+    elif folder is not None:
         official = _official(folder, name)
         mirrors = mirrors and (official is None or DATASETS[official].mirror)
         train, tests, classes = _read(folder, name, official, test, cache, how)
@@ -111,14 +111,6 @@ def save(
     except OSError as error:
         raise UserError(f"{place}: it cannot be written ({atomic_io.reason(error)}); choose another folder.") from error
     return place
-
-
-def _prepared(source: Source, how: Preparation) -> Source:
-    if not how.converts:
-        return source
-    train, test = (replace(each, images=how.applied(each.images)) for each in (source.train, source.test))
-    mean, std = statistics(train.images)
-    return replace(source, train=train, test=test, mean=mean, std=std)
 
 
 def _folder(name: str, data_dir: Path | None, info: DatasetInfo | None) -> Path | None:
@@ -240,8 +232,8 @@ def _numbered(name: str, labels: np.ndarray) -> tuple[str, ...]:
     return tuple(str(label) for label in range(len(counts)))
 
 
-def _digits(mirror: bool) -> Source:
-    """Return the embedded 1,797 digits, 0..16 scaled to 0..255, with 360 rows for the test.
+def _digits() -> tuple[Images, Images, tuple[str, ...]]:
+    """Return the embedded 1,797 digits, 0..16 scaled to 0..255, with 360 rows for the test, and the classes.
 
     The test rows are drawn once and for all: each class gives its share of 360 (largest remainders), the
     first rows of a permutation inside the class with seed 0.
@@ -251,7 +243,5 @@ def _digits(mirror: bool) -> Source:
         images = np.rint(arrays["images"].astype(np.float64) * 255 / 16).astype(np.uint8)[..., None]
         labels = arrays["labels"].astype(np.int64)
     test = take_labeled(labels, apportion(np.bincount(labels), 360), stream(0, "digits", "test"))
-    train = Images(images[~test], labels[~test])
-    mean, std = statistics(train.images)
-    classes = tuple(str(digit) for digit in range(10))
-    return Source("digits", train, Images(images[test], labels[test]), classes, mirror, mean, std)
+    train, tests = (Images(images[part], labels[part]) for part in (~test, test))
+    return train, tests, tuple(str(digit) for digit in range(10))

@@ -5,19 +5,21 @@ every start is read there, and the pixels themselves only where somebody looks a
 """
 
 import hashlib
+import io
 import json
 import os
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import numpy as np
 
 from halfmoon.core.errors import UserError
 from halfmoon.core.user_cache import trim, user_cache
 from halfmoon.data.images import Images, statistics
-from halfmoon.data.readers.whole_files import mapped, replacing
 from halfmoon.storage import atomic_io
 
 Decoded = tuple[Images, tuple[str, ...] | None]
@@ -105,3 +107,59 @@ def key(files: Sequence[Path], form: str = "") -> str:
         facts = path.stat()
         digest.update(f"\0{os.path.abspath(path)}\0{facts.st_size}\0{facts.st_mtime_ns}".encode())
     return digest.hexdigest()[:16]
+
+
+@contextmanager
+def replacing(path: Path) -> Iterator[IO[bytes]]:
+    """Give a binary file that takes the place of `path` when the block ends well, else vanishes.
+
+    It is written in the same folder (made where missing), flushed to the disk and renamed. Raises OSError.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}-", suffix=".part")
+    try:
+        with os.fdopen(handle, "wb") as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        # mkstemp files are private; a data file is as readable as its folder lets it be.
+        os.chmod(temporary, 0o644)
+        os.replace(temporary, path)
+    except BaseException:
+        Path(temporary).unlink(missing_ok=True)
+        raise
+
+
+def collected(rows: Iterator[np.ndarray], count: int, into: Path | None) -> np.ndarray:
+    """Return `count` rows of uint8 of one shape as one array: in memory, or in a file `into` that is mapped.
+
+    The rows are written to the file one by one. Raise UserError where there are none, OSError as the system does.
+    """
+    first = next(rows, None)
+    if first is None:
+        raise UserError("there are no images to read.")
+    shape, every = (count, *first.shape), chain([first], rows)
+    if into is None:
+        array = np.empty(shape, np.uint8)
+        for number, row in enumerate(every):
+            array[number] = row
+        return array
+    into.parent.mkdir(parents=True, exist_ok=True)
+    with into.open("wb") as file:
+        file.write(npy_head(shape))
+        for row in every:
+            file.write(row.tobytes())
+        file.flush()
+        os.fsync(file.fileno())
+    return mapped(into)
+
+
+def npy_head(shape: tuple[int, ...]) -> bytes:
+    """Return the head of a .npy file of uint8."""
+    file = io.BytesIO()
+    np.lib.format.write_array_header_1_0(file, {"descr": "|u1", "fortran_order": False, "shape": shape})
+    return file.getvalue()
+
+
+def mapped(path: Path) -> np.ndarray:
+    return np.load(path, mmap_mode="c", allow_pickle=False)

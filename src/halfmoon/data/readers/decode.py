@@ -13,7 +13,7 @@ from PIL import Image, ImageMode, ImageOps, UnidentifiedImageError
 from halfmoon.core.errors import UserError, one_line
 from halfmoon.data import dicom
 from halfmoon.data.preparation import AS_THEY_ARE, MOST_PIXELS, STRIP, Preparation, eight_bits
-from halfmoon.data.readers.whole_files import Rows
+from halfmoon.data.readers.cache import collected
 
 MODES = ("L", "RGB")
 FORMATS = ("PNG", "JPEG", "WEBP", "TIFF", "BMP")
@@ -95,13 +95,10 @@ def prepared(data: bytes, place: str, how: Preparation) -> np.ndarray:
     """
     image = upright(data, place)
     if image.mode not in MODES or how.channels is not None:
-        image = converted(image, place, how.channels or _depth(image), how.window)
+        gray = ImageMode.getmode(image.mode).basemode == "L" or deep(image)
+        image = converted(image, place, how.channels or (1 if gray else 3), how.window)
     pixels = np.asarray(how.resized(image))
     return pixels[:, :, None] if pixels.ndim == 2 else pixels
-
-
-def _depth(image: Image.Image) -> int:
-    return 1 if ImageMode.getmode(image.mode).basemode == "L" or image.mode.startswith(("I", "F")) else 3
 
 
 def loaded(image: Image.Image) -> Image.Image:
@@ -217,23 +214,22 @@ def stack(
     file `into`, one by one, where there is one: the result is that file, mapped into memory.
     Raise UserError as `decode` does, and where size or channels differ from the first image.
     """
-    shape: tuple[int, ...] = ()
-    first = ""
-    with Rows(count, into) as rows:
-        for data, place in images:
-            pixels = prepared(data, place, how) if how.converts else decode(data, place)
-            if rgb and how.channels is None and pixels.shape[2] == 1:
-                pixels = np.repeat(pixels, 3, axis=2)
-            shape, first = shape or pixels.shape, first or place
-            if pixels.shape != shape:
-                raise UserError(
-                    f"{place}: the image is {_form(pixels.shape)}, but {first} is {_form(shape)}; all images need one "
-                    "size and one mode: give them --resize N, --channels 1 or 3, or both."
-                )
-            rows.add(pixels)
-    if not shape:
-        raise UserError("there are no images to read.")
-    return rows.array()
+    return collected(_alike(images, rgb, how), count, into)
+
+
+def _alike(images: Iterable[tuple[bytes, str]], rgb: bool, how: Preparation) -> Iterator[np.ndarray]:
+    shape, first = None, ""
+    for data, place in images:
+        pixels = prepared(data, place, how) if how.converts else decode(data, place)
+        if rgb and how.channels is None and pixels.shape[2] == 1:
+            pixels = np.repeat(pixels, 3, axis=2)
+        shape, first = shape or pixels.shape, first or place
+        if pixels.shape != shape:
+            raise UserError(
+                f"{place}: the image is {_form(pixels.shape)}, but {first} is {_form(shape)}; all images need one "
+                "size and one mode: give them --resize N, --channels 1 or 3, or both."
+            )
+        yield pixels
 
 
 def _open(data: bytes | BinaryIO, place: str, load: Callable[[Image.Image], Image.Image] = loaded) -> Image.Image:

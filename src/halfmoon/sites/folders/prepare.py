@@ -16,8 +16,8 @@ import numpy as np
 
 from halfmoon.core.errors import UserError
 from halfmoon.data.preparation import Preparation
+from halfmoon.data.readers.cache import npy_head
 from halfmoon.data.readers.decode import fitted, header
-from halfmoon.data.readers.whole_files import npy_head
 from halfmoon.sites.folders.site_folder import SiteFolder, read, some
 from halfmoon.storage import atomic_io, locks
 

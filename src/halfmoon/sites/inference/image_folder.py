@@ -14,9 +14,9 @@ from typing import NamedTuple
 import numpy as np
 
 from halfmoon.core.errors import UserError
+from halfmoon.data.readers.cache import replacing
 from halfmoon.data.readers.class_folders import SUFFIXES, is_image, unlabeled_in
 from halfmoon.data.readers.decode import fitted
-from halfmoon.data.readers.whole_files import replacing
 from halfmoon.report.spreadsheet import harmless_row
 from halfmoon.sites.folders.site_folder import LABELS, read
 from halfmoon.sites.inference.load import Model
