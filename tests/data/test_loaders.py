@@ -387,6 +387,7 @@ def test_a_cache_tells_gray_from_gray_made_color(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "image", "repository", "config", "held"),
     [
+        ("cifar10", "img", "uoft-cs/cifar10", None, "test"),
         ("cifar100", "img", "uoft-cs/cifar100", None, "test"),
         ("svhn", "image", "ufldl-stanford/svhn", "cropped_digits", "test"),
         ("cinic10", "image", "flwrlabs/cinic10", None, "test"),

@@ -68,9 +68,14 @@ def test_every_pass_is_rounded_and_its_results_are_float32(name, masked):
 
 
 @pytest.mark.parametrize(
-    "method", [FedAvg(), FedAvg(FixMatch(threshold=0.3)), FedDure()], ids=["fedavg", "fixmatch", "feddure"]
+    ("method", "batching"),
+    [
+        (FedAvg(), Batching(4, 4)),
+        (FedAvg(FixMatch(threshold=0.3)), Batching("all", "rest")),
+        (FedDure(), Batching("all", "rest")),
+    ],
+    ids=["fedavg", "fixmatch", "feddure"],
 )
-@pytest.mark.parametrize("batching", [Batching(4, 4), Batching("all", "rest")], ids=["equal", "padded"])
 def test_a_round_trains_in_both_executors(method, batching):
     """One round of SGD moves the model as float32 does, to the rounding of products; all that travels is float32."""
     moved: dict[tuple[str, str], Any] = {}
