@@ -124,9 +124,9 @@ def test_networks_have_no_side_effect(network, side):
 )
 def test_networks_have_the_sizes_of_their_papers(network, parameters: int, tracked: int) -> None:
     """ResNet-8 has ProxyFL's 1.23 million, with ImageNet's stem ResNet-18 has torchvision's 11,689,512.
-    ResNet-9 without normalization has FedMatch's 6,568,640. In the convolutions are 9 * (3 * 64 + 64 * 128 + 2 * 128^2 +
-    128 * 256 + 256 * 512 + 2 * 512^2) = 9 * 729,280, in the head 512 * 10, and there is no bias. Its normalized channels
-    are 64 + 128 + 128 + 128 + 256 + 512 + 512 + 512 = 2,240. GroupNorm (FedRGD) has batch normalization's parameters."""
+    ResNet-9 without normalization has FedMatch's 6,568,640. In the convolutions are 9 * (3 * 64 + 64 * 128 + 2 * 128^2
+    + 128 * 256 + 256 * 512 + 2 * 512^2) = 9 * 729,280, in the head 512 * 10, and there is no bias. Its normalized
+    channels are 64 + 3 * 128 + 256 + 3 * 512 = 2,240. GroupNorm (FedRGD) has the parameters of batch normalization."""
     with torch.device("meta"):
         model = network.init(torch.Generator())
     assert (tree.size(model["params"]), tree.size(model["stats"])) == (parameters, tracked)

@@ -45,41 +45,30 @@ def to_array(image: Image.Image) -> np.ndarray:
     return array[None] if array.ndim == 2 else array.transpose(2, 0, 1)
 
 
-def operation(image: Image.Image, name: str, level: int, negative: bool) -> Image.Image:
-    """Return one operation of FedDure's RandAugmentMC at a level of 0 to 10 (tenths of its largest magnitude)."""
-    sign = -1 if negative else 1
-    shear = sign * (float(level) * 0.3 / 10)
+def changed(
+    image: Image.Image,
+    name: str,
+    *,
+    factor: float,
+    bits: int,
+    threshold: float,
+    degrees: float,
+    shear: float,
+    shift: tuple[float, float],
+    resample: Image.Resampling = Image.Resampling.NEAREST,
+    corner: tuple[int, int] = (0, 0),
+) -> Image.Image:
+    """Return one operation at the strength that is given for it, translations by `shift` pixels (across, down)."""
     if name in ENHANCERS:
-        return ENHANCERS[name](image).enhance(float(level) * 0.9 / 10 + 0.05)
-    match name:
-        case "AutoContrast":
-            return ImageOps.autocontrast(image)
-        case "Equalize":
-            return ImageOps.equalize(image)
-        case "Posterize":
-            return ImageOps.posterize(image, int(level * 4 / 10) + 4)
-        case "Solarize":
-            return ImageOps.solarize(image, 256 - int(level * 256 / 10))
-        case "Rotate":
-            return image.rotate(sign * int(level * 30 / 10))
-        case "ShearX":
-            return _affine(image, (1, shear, 0, 0, 1, 0))
-        case "ShearY":
-            return _affine(image, (1, 0, 0, shear, 1, 0))
-        case "TranslateX":
-            return _affine(image, (1, 0, int(shear * image.width), 0, 1, 0))
-        case "TranslateY":
-            return _affine(image, (1, 0, 0, 0, 1, int(shear * image.height)))
-        case "Identity":
-            return image
-    raise ValueError(name)
-
-
-def semifl_operation(image: Image.Image, name: str, negative: bool, corner: tuple[int, int]) -> Image.Image:
-    """Return one operation of SemiFL's RandAugment(n=2, m=10), always at its maximum: v = 10 of 10."""
-    sign, bilinear = -1 if negative else 1, Image.Resampling.BILINEAR
-    if name in ENHANCERS:
-        return ENHANCERS[name](image).enhance(1.8 * 10 / 10 + 0.1)
+        return ENHANCERS[name](image).enhance(factor)
+    matrices = {
+        "ShearX": (1, shear, 0, 0, 1, 0),
+        "ShearY": (1, 0, 0, shear, 1, 0),
+        "TranslateX": (1, 0, shift[0], 0, 1, 0),
+        "TranslateY": (1, 0, 0, 0, 1, shift[1]),
+    }
+    if name in matrices:
+        return image.transform(image.size, Image.Transform.AFFINE, matrices[name], resample)
     match name:
         case "AutoContrast":
             return ImageOps.autocontrast(image)
@@ -87,55 +76,67 @@ def semifl_operation(image: Image.Image, name: str, negative: bool, corner: tupl
             return cutout(image, *corner, 40)
         case "Equalize":
             return ImageOps.equalize(image)
+        case "Identity":
+            return image
         case "Invert":
             return ImageOps.invert(image)
         case "Posterize":
-            return ImageOps.posterize(image, 4)
+            return ImageOps.posterize(image, bits)
         case "Rotate":
-            return image.rotate(sign * 30.0)
-        case "ShearX":
-            return _affine(image, (1, sign * 0.3, 0, 0, 1, 0), bilinear)
-        case "ShearY":
-            return _affine(image, (1, 0, 0, sign * 0.3, 1, 0), bilinear)
+            return image.rotate(degrees)
         case "Solarize":
-            return ImageOps.solarize(image, 256 - 256)
-        case "TranslateX":
-            return _affine(image, (1, 0, sign * 100.0, 0, 1, 0), bilinear)
-        case "TranslateY":
-            return _affine(image, (1, 0, 0, 0, 1, sign * 100.0), bilinear)
-        case "Identity":
-            return image
+            return ImageOps.solarize(image, threshold)
     raise ValueError(name)
+
+
+def operation(image: Image.Image, name: str, level: int, negative: bool) -> Image.Image:
+    """Return one operation of FedDure's RandAugmentMC at a level of 0 to 10 (tenths of its largest magnitude)."""
+    sign = -1 if negative else 1
+    shear = sign * (float(level) * 0.3 / 10)
+    return changed(
+        image,
+        name,
+        factor=float(level) * 0.9 / 10 + 0.05,
+        bits=int(level * 4 / 10) + 4,
+        threshold=256 - int(level * 256 / 10),
+        degrees=sign * int(level * 30 / 10),
+        shear=shear,
+        shift=(int(shear * image.width), int(shear * image.height)),
+    )
+
+
+def semifl_operation(image: Image.Image, name: str, negative: bool, corner: tuple[int, int]) -> Image.Image:
+    """Return one operation of SemiFL's RandAugment(n=2, m=10), always at its maximum: v = 10 of 10."""
+    sign = -1 if negative else 1
+    return changed(
+        image,
+        name,
+        factor=1.8 * 10 / 10 + 0.1,
+        bits=4,
+        threshold=256 - 256,
+        degrees=sign * 30.0,
+        shear=sign * 0.3,
+        shift=(sign * 100.0, sign * 100.0),
+        resample=Image.Resampling.BILINEAR,
+        corner=corner,
+    )
 
 
 def fedloke_operation(image: Image.Image, name: str, negative: bool, magnitude: int) -> Image.Image:
     """Return one operation of torchvision's RandAugment at a magnitude of 0 to 30, on Pillow images.
     Its `negative` is Pillow's: torchvision's translations have the other sign, which a random sign does not tell."""
     sign = -1 if negative else 1
-    if name in ENHANCERS:
-        return ENHANCERS[name](image).enhance(1.0 + sign * 0.9 * magnitude / 30)
-    match name:
-        case "AutoContrast":
-            return ImageOps.autocontrast(image)
-        case "Equalize":
-            return ImageOps.equalize(image)
-        case "Posterize":
-            return ImageOps.posterize(image, 8 - round(magnitude / (30 / 4)))
-        case "Solarize":
-            return ImageOps.solarize(image, 255.0 - 255.0 / 30 * magnitude)
-        case "Rotate":
-            return image.rotate(sign * 30.0 * magnitude / 30)
-        case "ShearX":
-            return _affine(image, (1, sign * 0.3 * magnitude / 30, 0, 0, 1, 0))
-        case "ShearY":
-            return _affine(image, (1, 0, 0, sign * 0.3 * magnitude / 30, 1, 0))
-        case "TranslateX":
-            return _affine(image, (1, 0, sign * int(150.0 / 331.0 * image.width * magnitude / 30), 0, 1, 0))
-        case "TranslateY":
-            return _affine(image, (1, 0, 0, 0, 1, sign * int(150.0 / 331.0 * image.height * magnitude / 30)))
-        case "Identity":
-            return image
-    raise ValueError(name)
+    across, down = (sign * int(150.0 / 331.0 * side * magnitude / 30) for side in image.size)
+    return changed(
+        image,
+        name,
+        factor=1.0 + sign * 0.9 * magnitude / 30,
+        bits=8 - round(magnitude / (30 / 4)),
+        threshold=255.0 - 255.0 / 30 * magnitude,
+        degrees=sign * 30.0 * magnitude / 30,
+        shear=sign * 0.3 * magnitude / 30,
+        shift=(across, down),
+    )
 
 
 def crop(array: np.ndarray, flip: bool, top: int, left: int, pad: int) -> np.ndarray:
@@ -194,7 +195,3 @@ def strong(images: np.ndarray, rows: list[dict], mean: np.ndarray, std: np.ndarr
         pixels = torch.from_numpy(np.ascontiguousarray(strong_pixels(array, row, pad, side)))
         scaled.append(pixels.to(torch.float32).div_(255).sub_(torch.from_numpy(mean)).div_(torch.from_numpy(std)))
     return torch.stack(scaled)
-
-
-def _affine(image, matrix, resample=Image.Resampling.NEAREST):
-    return image.transform(image.size, Image.Transform.AFFINE, matrix, resample)
