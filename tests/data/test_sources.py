@@ -296,6 +296,7 @@ def good() -> bytes:
         ([good()], [0], {"label": "target"}, r"no column label or labels or fine_label; it has image, target"),
         ([good()], [0], {"image": "photo"}, r"no column image or img; it has photo, label"),
         ([good(), good()], [0, 2], {}, r"labels run from 0 to 2, but no training image has label 1"),
+        ([good(), good()], [0, 10**12], {}, r"labels run from 0 to 10{12}, but no training image has label 1;"),
         ([], [], {}, r"train.parquet: there are no rows"),
     ],
 )

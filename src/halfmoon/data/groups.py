@@ -40,7 +40,7 @@ def compiled(pattern: str) -> re.Pattern[str]:
 
 
 def apart(rows: np.ndarray, others: np.ndarray, groups: Sequence[str] | None) -> np.ndarray:
-    """Return those of the rows, int64, whose group has no row among the `held` ones."""
+    """Return those of the rows, int64, whose group has no row among the `others`."""
     if groups is None:
         return rows
     names = np.array(groups)

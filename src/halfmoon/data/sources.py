@@ -222,14 +222,14 @@ def _check_known(place: object, name: str, train: Images, classes: tuple[str, ..
 
 
 def _numbered(name: str, labels: np.ndarray) -> tuple[str, ...]:
-    counts = np.bincount(labels[labels != UNKNOWN])
-    if not counts.all():
-        empty = int(np.flatnonzero(counts == 0)[0])
+    present = np.unique(labels[labels != UNKNOWN])
+    gaps = np.flatnonzero(present != np.arange(len(present)))
+    if len(gaps):
         raise UserError(
-            f"{name}: labels run from 0 to {len(counts) - 1}, but no training image has label {empty}; "
+            f"{name}: labels run from 0 to {present[-1]}, but no training image has label {gaps[0]}; "
             "number the classes without gaps."
         )
-    return tuple(str(label) for label in range(len(counts)))
+    return tuple(str(label) for label in present)
 
 
 def _digits() -> tuple[Images, Images, tuple[str, ...]]:
