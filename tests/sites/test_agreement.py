@@ -9,8 +9,7 @@ from PIL import Image
 from halfmoon import UserError
 from halfmoon.pages.label import Labeling, Options
 from halfmoon.sites.folders import read
-from halfmoon.sites.folders.agreement import agreements, compared
-from halfmoon.sites.folders.labels import Answer, labels, write
+from halfmoon.sites.folders.labels import Answer, agreements, compared, labels, write
 
 
 def test_kappa_by_hand():

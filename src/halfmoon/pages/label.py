@@ -18,8 +18,7 @@ from halfmoon.pages.guessing import Guessing
 from halfmoon.pages.requests import body, of_row, one_of, words
 from halfmoon.pages.server import App, application
 from halfmoon.pages.training import Training
-from halfmoon.sites.folders.agreement import agreements, reader_file
-from halfmoon.sites.folders.labels import plain
+from halfmoon.sites.folders.labels import agreements, plain, reader_file
 from halfmoon.sites.folders.site_folder import CLASSES, LABELS, SiteFolder, read
 from halfmoon.storage import atomic_io
 

@@ -18,7 +18,7 @@ from halfmoon.pages.guessing import Guessing
 from halfmoon.pages.requests import body, of_row, words
 from halfmoon.pages.server import App, application
 from halfmoon.report.spreadsheet import harmless
-from halfmoon.sites.folders.label_file import file_of
+from halfmoon.sites.folders.labels import file_of
 from halfmoon.sites.folders.site_folder import CLASSES, UNLABELED, SiteFolder, read
 
 if TYPE_CHECKING:

@@ -18,7 +18,7 @@ from halfmoon.data.preparation import Preparation
 from halfmoon.data.readers.class_folders import SUFFIXES, in_classes, in_parts, part_of, refuse_unlabeled
 from halfmoon.data.readers.decode import header, prepared
 from halfmoon.sites.folders import read
-from halfmoon.sites.folders.label_file import LABELS
+from halfmoon.sites.folders.labels import LABELS
 from halfmoon.sites.folders.site_folder import is_site
 
 HEADERS = 200

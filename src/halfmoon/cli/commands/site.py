@@ -174,7 +174,7 @@ def _show_finding(finding: Any) -> None:
 
 
 def _agreement(args: argparse.Namespace) -> int:
-    from halfmoon.sites.folders.agreement import agreements
+    from halfmoon.sites.folders.labels import agreements
 
     pairs = agreements(args.folder)
     if not pairs:

@@ -6,7 +6,7 @@ import hashlib
 import io
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,17 +17,20 @@ from halfmoon.core.errors import UserError
 from halfmoon.data import dicom
 from halfmoon.data.preparation import Preparation, used
 from halfmoon.data.readers.decode import converted, deep, prepared, upright
-from halfmoon.sites.folders.site_folder import CLASSES, Finding, SiteFolder, is_site, scan, suggestion
+from halfmoon.sites.folders.site_folder import (
+    CLASSES,
+    Finding,
+    Progress,
+    SiteFolder,
+    image_bytes,
+    is_site,
+    scan,
+    suggestion,
+)
 from halfmoon.storage import atomic_io
 
 if TYPE_CHECKING:
     from halfmoon.api.requirements import Place
-
-NARROW = 0.1
-"""The share of its 16 bits below which an image is named."""
-
-Progress = Callable[[int, int], None]
-"""Told how many images are done, and of how many."""
 
 
 @dataclass(frozen=True)
@@ -51,7 +54,7 @@ class Survey:
         return bool(self.methods)
 
     def as_json(self) -> dict[str, Any]:
-        """Return everything, ready for JSON; of equal files each group is a list of names."""
+        """Return everything, ready for JSON; of equal files each group is a tuple of names."""
         return {
             "folder": str(self.folder),
             "images": self.images,
@@ -63,18 +66,9 @@ class Survey:
                 {"height": height, "width": width, "mode": mode, "images": count}
                 for (height, width, mode), count in self.sizes.items()
             ],
-            "findings": [
-                {
-                    "kind": each.kind,
-                    "remedy": each.remedy,
-                    "blocks": each.blocks,
-                    "names": [name if isinstance(name, str) else list(name) for name in each.names],
-                    "reasons": list(each.reasons),
-                }
-                for each in self.findings
-            ],
+            "findings": [asdict(each) for each in self.findings],
             "can_take_part": self.can_take_part,
-            "methods": {place: list(names) for place, names in self.methods.items()},
+            "methods": dict(self.methods),
         }
 
 
@@ -100,13 +94,13 @@ def check(
     frames: dict[str, str] = {}
     for row, path in enumerate(site.paths):
         try:
-            size, key, share, count = _image(folder / path, path, on_image)
+            size, key, share, count = _image(folder, path, on_image)
         except UserError as error:
             broken[path] = str(error).removeprefix(f"{path}: ")
         else:
             sizes[size] += 1
             equal.setdefault(key, []).append(row)
-            if share is not None and share < NARROW:
+            if share is not None and share < 0.1:
                 narrow[path] = f"{share:.1%} of the 16 bits"
             if count > 1:
                 frames[path] = f"one of {count:,} frames"
@@ -134,13 +128,10 @@ def check(
 
 
 def _image(
-    path: Path, name: str, on_image: Callable[[str, bytes], None] | None = None
+    folder: Path, name: str, on_image: Callable[[str, bytes], None] | None = None
 ) -> tuple[tuple[int, int, str], bytes, float | None, int]:
     """Return an image's height, width and mode, a key of its pixels, what it uses of 16 bits, and its frames."""
-    try:
-        data = path.read_bytes()
-    except OSError as error:
-        raise UserError(f"{name}: {error.strerror or error}.") from error
+    data = image_bytes(folder, name)
     image = upright(data, name)
     pixels = converted(image, name, 3)
     key = hashlib.blake2b(f"{pixels.size}".encode() + pixels.tobytes(), digest_size=16).digest()
@@ -174,12 +165,12 @@ def _compared(site: SiteFolder, classes: Sequence[str]) -> list[Finding]:
 
 def _tested(site: SiteFolder, equal: Mapping[bytes, list[int]], test: SiteFolder | None) -> tuple[tuple[str, ...], ...]:
     """Return the images of a folder that are test images too, with those."""
-    matches: list[tuple[str, ...]] = []
     if test is None:
         return ()
+    matches: list[tuple[str, ...]] = []
     for path in test.paths:
         try:
-            key = _image(test.folder / path, path)[1]
+            key = _image(test.folder, path)[1]
         except UserError:
             continue
         if key in equal:
@@ -248,19 +239,16 @@ def _methods(labeled: bool) -> dict[Place, tuple[str, ...]]:
     return {place: tuple(registry.names_at(place)) for place in places}
 
 
-ACROSS, MOST = 12, 96
-"""Images in a row, and in all."""
-
-SIDE, GAP = 64, 4
-"""Pixels of an image that has no size of its own, and between two."""
+ACROSS, MOST, GAP = 12, 96, 4
+"""Images in a row, and in all; pixels between two."""
 
 
 class ContactSheet:
     """Collects images as a network sees them, evenly from the whole folder, and writes one PNG file."""
 
     def __init__(self, total: int, how: Preparation) -> None:
-        size = how.size or (SIDE, SIDE)
-        self.how = Preparation(size, how.channels or 3, how.crop, how.window)
+        self.size = how.size or (64, 64)
+        self.how = Preparation(self.size, how.channels or 3, how.crop, how.window)
         self.every = max(1, -(-total // MOST))
         self.met = 0
         self.images: list[np.ndarray] = []
@@ -274,7 +262,7 @@ class ContactSheet:
         """Write the PNG file and return how many images are on it; raise UserError where there are none."""
         if not self.images:
             raise UserError(f"{path}: there is no image to show.")
-        height, width = self.how.size or (SIDE, SIDE)
+        height, width = self.size
         rows = -(-len(self.images) // ACROSS)
         page = np.full((rows * (height + GAP) + GAP, ACROSS * (width + GAP) + GAP, 3), 128, np.uint8)
         for place, image in enumerate(self.images):

@@ -1,40 +1,159 @@
-"""One answer at a time into a site's labels.csv: whole or not at all, and no two writers lose each other's."""
+"""labels.csv, as people write it and one answer at a time, and where the readers of a site disagree.
+
+Other names' cases, semicolons, tabs and byte order marks are read, and said. An answer is written whole or not at all,
+and no two writers lose each other's.
+"""
 
 import codecs
 import csv
 import io
+import itertools
+import posixpath
 import threading
-from collections.abc import Iterator
+import unicodedata
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
 
 from halfmoon.core.errors import UserError
-from halfmoon.sites.folders.label_file import (
-    GROUP,
-    LABELS,
-    SIGNED,
-    columns,
-    decoded,
-    file_of,
-    is_header,
-    nfc,
-    plain,
-    separator_of,
-)
-from halfmoon.sites.folders.prepare import HOME
 from halfmoon.storage import atomic_io, locks
 
-LOCK = "labels.lock"
+HOME = ".halfmoon"
+"""The folder in a site's that holds what halfmoon writes there, besides labels.csv and classes.txt."""
+
+LABELS = "labels.csv"
+SIGNED, GROUP = ("by", "at"), "group"
+"""Columns that labels.csv may have besides path and label: who said it, and when; whose image it is."""
+
 UNSURE = f"{HOME}/not-sure.csv"
 """The file of those images that somebody has looked at and could not name, with the columns of labels.csv."""
 
 NOTES = f"{HOME}/notes.csv"
 """The file of what people noted about images: the note stands where labels.csv has the label."""
 
-PATIENCE = 10.0
-"""Seconds to wait for others who write."""
+READERS = f"{HOME}/readers"
+"""The folder of the labels of other readers, one file each, with the columns of labels.csv."""
+
+_SEPARATORS = {",": "", ";": "semicolons between its cells", "\t": "tabs between its cells"}
+_MARKS = {codecs.BOM_UTF8: "utf-8-sig", codecs.BOM_UTF16_LE: "utf-16", codecs.BOM_UTF16_BE: "utf-16"}
+_ENCODINGS = {"utf-8": "", "utf-8-sig": "a byte order mark", "utf-16": "a byte order mark of UTF-16"}
+
+
+class Table(NamedTuple):
+    """What labels.csv says."""
+
+    rows: list[tuple[str, str, str]]  # path as written, label, group; with a group a label may be ""
+    faults: list[str]
+    oddities: list[str]  # of the file, which was read all the same
+    file: str | None  # its name, None where there is none
+
+
+def read_table(folder: Path) -> Table:
+    """Return the lines of labels.csv, whatever the case of its name; an absent file has none."""
+    names = _names(folder)
+    if not names:
+        return Table([], [], [], None)
+    name = file_of(folder).name
+    if len(names) > 1 and name != LABELS:
+        return Table([], [f"there are {' and '.join(names)}: keep one of them"], [], name)
+    oddities = [] if name == LABELS else [f"it is called {name}"]
+    text, faults, encoding = decoded(folder / name)
+    if text is None:
+        return Table([], faults, oddities, name)
+    rows, faults, separator = _parsed(text)
+    return Table(rows, faults, [*oddities, *filter(None, (_SEPARATORS[separator], _ENCODINGS[encoding]))], name)
+
+
+def file_of(folder: Path) -> Path:
+    """Return the file that holds a folder's labels, or will: labels.csv, or one whose name differs in case."""
+    names = _names(folder)
+    return folder / (LABELS if LABELS in names or not names else names[0])
+
+
+def _names(folder: Path) -> list[str]:
+    """Return the names of a folder's files that are labels.csv in any case, none where it cannot be opened."""
+    try:
+        return sorted(path.name for path in folder.iterdir() if path.name.lower() == LABELS and path.is_file())
+    except OSError:
+        return []
+
+
+def decoded(path: Path) -> tuple[str | None, list[str], str]:
+    """Return the text of a file, or None and what is wrong, and its encoding; an absent file is no fault."""
+    encoding = "utf-8"
+    try:
+        data = path.read_bytes()
+        encoding = next((name for mark, name in _MARKS.items() if data.startswith(mark)), encoding)
+        return data.decode(encoding), [], encoding
+    except FileNotFoundError:
+        return None, [], encoding
+    except OSError as error:
+        return None, [atomic_io.reason(error)], encoding
+    except UnicodeDecodeError as error:
+        kind = "UTF-16" if encoding == "utf-16" else "UTF-8"
+        return None, [f"byte {error.start} is not {kind}: save the file as UTF-8"], encoding
+
+
+def plain(path: str) -> str:
+    """Return a path in the one way that names its image: forward slashes, no ./, accents in one character."""
+    return nfc(posixpath.normpath(path.strip().replace("\\", "/")))
+
+
+def nfc(words: str) -> str:
+    return unicodedata.normalize("NFC", words.strip())
+
+
+def _parsed(text: str) -> tuple[list[tuple[str, str, str]], list[str], str]:
+    """Return the rows, the faults, and what separates the cells."""
+    separator = _separator_of(text)
+    rows: list[tuple[str, str, str]] = []
+    faults: list[str] = []
+    header: list[str] = []
+    lines = csv.reader(io.StringIO(text, newline=""), strict=True, delimiter=separator)
+    try:
+        for cells in lines:
+            stripped = [cell.strip() for cell in cells]
+            if not any(stripped):
+                continue
+            if not header:
+                if not _is_header(stripped):
+                    words = separator.join(stripped)
+                    words = words if len(words) <= 60 else f"{words[:57]}..."
+                    return [], [f"line {lines.line_num} is {words!r}, not path,label"], separator
+                header = _columns(stripped)
+                continue
+            row = dict(zip(header, stripped, strict=False))
+            group = row.get(GROUP, "")
+            if len(cells) != len(header) or not row["path"] or not (row["label"] or group):
+                faults.append(f"line {lines.line_num} is not one path and one label")
+            else:
+                rows.append((cells[0], nfc(row["label"]), nfc(group)))
+    except csv.Error as error:
+        faults.append(f"line {lines.line_num}: {error}")
+    if not header and not faults:
+        faults.append("it has no header path,label")
+    return rows, faults, separator
+
+
+def _separator_of(text: str) -> str:
+    first = next((line for line in text.splitlines() if line.strip(" \t,;")), "")
+    return next((each for each in _SEPARATORS if _is_header(first.split(each))), ",")
+
+
+def _columns(cells: list[str]) -> list[str]:
+    return [cell.strip().strip('"').strip().lower() for cell in cells]
+
+
+def _is_header(cells: list[str]) -> bool:
+    """Return whether cells are path and label, and after them, in any order, what else labels.csv may have."""
+    names = _columns(cells)
+    others = [name for name in names[2:] if name != GROUP]
+    return names[:2] == ["path", "label"] and others in ([], list(SIGNED)) and names.count(GROUP) < 2
 
 
 class Changed(UserError):
@@ -77,10 +196,7 @@ def write(folder: Path, *answers: Answer, name: str = LABELS) -> None:
 
 def labels(folder: Path, name: str = LABELS) -> dict[str, str]:
     """Return the label of each path in a folder's labels.csv, by `plain` paths; raise UserError as `write` does."""
-    try:
-        rows = _Lines.read(_file(folder, name)).rows
-    except OSError as error:
-        raise UserError(f"{folder / name} cannot be read ({atomic_io.reason(error)}).") from error
+    rows = _Lines.read(_file(folder, name)).rows
     return {plain(row[0]): nfc(row[1]) for row in rows if len(row) > 1 and row[1].strip()}
 
 
@@ -99,7 +215,7 @@ def _locked(folder: Path) -> Iterator[None]:
     home = folder / HOME
     try:
         home.mkdir(exist_ok=True)
-        with locks.hold(home / LOCK, PATIENCE):
+        with locks.hold(home / "labels.lock", 10.0):
             yield
     except locks.Conflict as error:
         raise UserError(f"{folder / LABELS} is being written by another process; try again.") from error
@@ -110,7 +226,7 @@ def _locked(folder: Path) -> Iterator[None]:
 class _Lines:
     """The lines of a labels.csv as they were written: separator, byte order mark and unknown lines are kept."""
 
-    def __init__(self, header: list[str], rows: list[list[str]], separator: str, encoding: str) -> None:
+    def __init__(self, header: list[str], rows: list[list[str]], separator: str = ",", encoding: str = "utf-8") -> None:
         self.header, self.rows, self.separator, self.encoding = header, rows, separator, encoding
         self.places: dict[str, list[int]] = {}  # of each image's lines; a line that was taken out is empty
         for place, row in enumerate(rows):
@@ -119,21 +235,20 @@ class _Lines:
     @classmethod
     def read(cls, file: Path) -> "_Lines":
         """Read a file; raise UserError where it is none that can be added to."""
-        text, faults, _ = decoded(file)
-        if text is None and faults:
+        text, faults, encoding = decoded(file)
+        if faults:
             raise UserError(f"{file} cannot be read ({faults[0]}); mend it: its header is path,label.")
-        if not (text or "").strip():
-            return cls(["path", "label"], [], ",", "utf-8")
-        assert text is not None, "it is no blank"
-        separator = separator_of(text)
+        if text is None or not text.strip():
+            return cls(["path", "label"], [])
+        separator = _separator_of(text)
         try:
             lines = [row for row in csv.reader(io.StringIO(text, newline=""), delimiter=separator, strict=True) if row]
         except csv.Error as error:
             raise UserError(f"{file} cannot be read ({error}); mend it: its header is path,label.") from error
-        header = columns(lines[0])
-        if not is_header(header):
+        header = _columns(lines[0])
+        if not _is_header(header):
             raise UserError(f"{file} does not begin with path,label; mend it, and answer again.")
-        return cls(header, lines[1:], separator, _encoding(file))
+        return cls(header, lines[1:], separator, encoding)
 
     def put(self, answer: Answer) -> None:
         """Take over an answer, in the place of the image's present line or at the end."""
@@ -164,12 +279,49 @@ class _Lines:
         return text.getvalue().encode(self.encoding)
 
 
-def _encoding(file: Path) -> str:
-    """Return in what a file is written: with the byte order mark that it had."""
-    data = atomic_io.read(file) or b""
-    marks = {codecs.BOM_UTF8: "utf-8-sig", codecs.BOM_UTF16_LE: "utf-16", codecs.BOM_UTF16_BE: "utf-16"}
-    return next((name for mark, name in marks.items() if data.startswith(mark)), "utf-8")
-
-
 def _file(folder: Path, name: str) -> Path:
     return file_of(folder) if name == LABELS else folder / name
+
+
+@dataclass(frozen=True)
+class Agreement:
+    """How the labels of two readers agree: on how many images of both, by chance corrected, and where they do not.
+
+    `kappa` is Cohen's (1960): (agreement - chance) / (1 - chance), None where both gave one class alone.
+    `differing` has (path, one's label, the other's label).
+    """
+
+    readers: tuple[str, str]
+    images: int
+    agreement: float
+    kappa: float | None
+    differing: tuple[tuple[str, str, str], ...]
+
+
+def reader_file(name: str) -> str:
+    """Return where a reader's labels are, within a site's folder; raise UserError for a name that is no file's."""
+    if not name or name != "".join(c for c in name if c.isalnum() or c in "-_") or len(name) > 40:
+        raise UserError(f"the reader {name!r} needs a name of letters, digits, - and _, 40 at most.")
+    return f"{READERS}/{name}.csv"
+
+
+def agreements(folder: Path) -> list[Agreement]:
+    """Return how labels.csv and the readers agree, each pair that has an image in common."""
+    by_reader = {LABELS: labels(folder)}
+    files = sorted(file.stem for file in (folder / READERS).glob("*.csv") if not file.stem.endswith(".not-sure"))
+    by_reader |= {name: labels(folder, reader_file(name)) for name in files}
+    pairs = itertools.combinations(by_reader, 2)
+    return [compared((a, b), by_reader[a], by_reader[b]) for a, b in pairs if by_reader[a].keys() & by_reader[b].keys()]
+
+
+def compared(readers: tuple[str, str], one: Mapping[str, str], other: Mapping[str, str]) -> Agreement:
+    """Return how two readers' labels by path agree on the images that both have."""
+    paths = sorted(one.keys() & other.keys())
+    classes = sorted({*(one[path] for path in paths), *(other[path] for path in paths)})
+    a, b = (np.array([classes.index(reader[path]) for path in paths]) for reader in (one, other))
+    agreement = float((a == b).mean())
+    shares = [np.bincount(each, minlength=len(classes)) / len(paths) for each in (a, b)]
+    chance = float(shares[0] @ shares[1])
+    kappa = (agreement - chance) / (1 - chance) if chance < 1 else None
+    differing = tuple((path, one[path], other[path]) for path in paths if one[path] != other[path])
+    return Agreement(readers, len(paths), agreement, kappa, differing)

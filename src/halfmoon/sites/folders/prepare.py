@@ -6,7 +6,7 @@ import os
 import re
 import shutil
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -18,10 +18,11 @@ from halfmoon.core.errors import UserError
 from halfmoon.data.preparation import Preparation
 from halfmoon.data.readers.cache import npy_head
 from halfmoon.data.readers.decode import fitted, header
-from halfmoon.sites.folders.site_folder import SiteFolder, read, some
+from halfmoon.sites.folders.labels import HOME
+from halfmoon.sites.folders.site_folder import Progress, SiteFolder, image_bytes, read, some
 from halfmoon.storage import atomic_io, locks
 
-HOME, INDEX, LOCK = ".halfmoon", "index.json", "lock"
+INDEX, LOCK = "index.json", "lock"
 VERSION = 3
 """Of the index; raise it when decoding starts to give other pixels."""
 
@@ -30,9 +31,6 @@ LARGEST = 4096
 
 _ARRAY = re.compile(rf"images-[0-9a-f]{{16}}\.npy|\.images-[0-9a-f]{{16}}\.npy{re.escape(atomic_io.PARTIAL)}")
 """The arrays that are this module's own, whole or not."""
-
-Progress = Callable[[int, int], None]
-"""Told how many images are done, and of how many."""
 
 Stamp = tuple[int, int]  # a file's bytes and its time of change in ns
 
@@ -64,7 +62,10 @@ def prepare(
     differ and none is given, or the place cannot be written.
     """
     site, home = read(folder), out or folder / HOME
-    _check_form(size, channels)
+    if size is not None and not all(1 <= side <= LARGEST for side in size):
+        raise UserError(f"the size is {size[0]}x{size[1]}; each side must be from 1 to {LARGEST} pixels.")
+    if channels not in (None, 1, 3):
+        raise UserError(f"channels is {channels}; it must be 1 (gray) or 3 (RGB).")
     stamps = _stamps(site)
     old = _load(home)
     shape, how = _shape(site, old, size, channels), Preparation(crop=crop, window=window)
@@ -72,10 +73,8 @@ def prepare(
     if old is not None and old.shape[1:] == shape and old.stamps == stamps and old.open() is not None:
         return _unchanged(site, home, old)
     with _writing(home):
-        left_out, count = _decode(site, stamps, shape, how, home, old, progress)
-        index = _load(home)
-    assert index is not None, "it was just written"
-    return Prepared(_opened(site, index), home, True, count, left_out)
+        index, count = _decode(site, stamps, shape, how, home, old, progress)
+    return Prepared(_opened(site, index), home, True, count, index.left_out)
 
 
 def open_site(folder: Path, out: Path | None = None, form: str | None = None) -> SiteFolder:
@@ -179,13 +178,6 @@ def _unchanged(site: SiteFolder, home: Path, old: _Index) -> Prepared:
     return Prepared(_opened(site, new), home, new != old, 0, old.left_out)
 
 
-def _check_form(size: tuple[int, int] | None, channels: int | None) -> None:
-    if size is not None and not all(1 <= side <= LARGEST for side in size):
-        raise UserError(f"the size is {size[0]}x{size[1]}; each side must be from 1 to {LARGEST} pixels.")
-    if channels not in (None, 1, 3):
-        raise UserError(f"channels is {channels}; it must be 1 (gray) or 3 (RGB).")
-
-
 def _stamps(site: SiteFolder) -> dict[str, Stamp]:
     stamps = {}
     for path in site.paths:
@@ -247,8 +239,14 @@ def _decode(
     home: Path,
     old: _Index | None,
     progress: Progress | None,
-) -> tuple[dict[str, str], int]:
-    _check_space(home, len(site) * int(np.prod(shape)))
+) -> tuple[_Index, int]:
+    """Write the array and its index, and return that and how many images were decoded."""
+    needed, free = len(site) * int(np.prod(shape)), shutil.disk_usage(home).free
+    if needed > free:
+        raise UserError(
+            f"{home} has room for {free:,} bytes, but the decoded images need {needed:,}; give another folder by --out "
+            "or a smaller --size."
+        )
     reusable = _reusable(old, stamps, shape)
     name = f"images-{hashlib.sha256(json.dumps([shape, how.form, stamps]).encode()).hexdigest()[:16]}.npy"
     partial = home / f".{name}{atomic_io.PARTIAL}"
@@ -262,7 +260,7 @@ def _decode(
                 try:
                     if pixels is None:
                         count += 1
-                        pixels = _pixels(site.folder / path, path, shape, how)
+                        pixels = fitted(image_bytes(site.folder, path), path, *shape, how.crop, how.window)
                     file.write(pixels.tobytes())
                 except UserError as error:
                     left_out[path] = str(error).removeprefix(f"{path}: ")
@@ -279,29 +277,13 @@ def _decode(
     except BaseException:
         partial.unlink(missing_ok=True)
         raise
-    _Index(home, name, (len(labels), *shape), site.classes, labels, dict(stamps), left_out, how.form).write()
+    index = _Index(home, name, (len(labels), *shape), site.classes, labels, dict(stamps), left_out, how.form)
+    index.write()
     for each in home.iterdir():
         if _ARRAY.fullmatch(each.name) and each.name != name:
             with suppress(OSError):  # Windows keeps files that someone has open
                 each.unlink(missing_ok=True)
-    return left_out, count
-
-
-def _pixels(path: Path, name: str, shape: tuple[int, int, int], how: Preparation) -> np.ndarray:
-    try:
-        data = path.read_bytes()
-    except OSError as error:
-        raise UserError(f"{name}: {atomic_io.reason(error)}.") from error
-    return fitted(data, name, *shape, how.crop, how.window)
-
-
-def _check_space(home: Path, needed: int) -> None:
-    free = shutil.disk_usage(home).free
-    if needed > free:
-        raise UserError(
-            f"{home} has room for {free:,} bytes, but the decoded images need {needed:,}; give another folder by --out "
-            "or a smaller --size."
-        )
+    return index, count
 
 
 def _reusable(old: _Index | None, stamps: Mapping[str, Stamp], shape: tuple[int, int, int]) -> dict[str, np.ndarray]:

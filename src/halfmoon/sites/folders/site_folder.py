@@ -3,7 +3,7 @@
 import difflib
 import os
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -13,8 +13,8 @@ from halfmoon.core.errors import UserError
 from halfmoon.data import dicom
 from halfmoon.data.groups import groups
 from halfmoon.data.readers.class_folders import SUFFIXES, unlabeled_in
-from halfmoon.sites.folders import label_file
-from halfmoon.sites.folders.label_file import LABELS, Table, decoded, nfc, plain
+from halfmoon.sites.folders.labels import LABELS, Table, decoded, nfc, plain, read_table
+from halfmoon.storage import atomic_io
 
 CLASSES = "classes.txt"
 LAST_MODEL = "halfmoon-model"
@@ -25,6 +25,9 @@ UNLABELED = -1
 
 MOST_NAMES = 10
 """Names that a message lists before it counts."""
+
+Progress = Callable[[int, int], None]
+"""Told how many images are done, and of how many."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -57,9 +60,9 @@ class Finding:
 
     kind: str
     remedy: str
+    blocks: bool = field(default=False, kw_only=True)
     names: tuple[str | tuple[str, ...], ...]
     reasons: tuple[str, ...] = ()
-    blocks: bool = False
 
     def lines(self) -> list[str]:
         """Return every name in words, with its reason."""
@@ -71,7 +74,7 @@ class Finding:
 
 def is_site(folder: Path) -> bool:
     """Return whether a folder says which of its images have a label: by a table, or by a folder of those without."""
-    named = label_file.read(folder).file is not None or (folder / CLASSES).exists()
+    named = read_table(folder).file is not None or (folder / CLASSES).exists()
     return named or unlabeled_in(folder) is not None
 
 
@@ -96,7 +99,7 @@ def scan(folder: Path) -> tuple[SiteFolder, list[Finding]]:
     if not folder.is_dir():
         raise UserError(f"{folder}: there is no such folder; give the folder of a site.")
     images, others, closed = _walk(folder)
-    table = label_file.read(folder)
+    table = read_table(folder)
     classes, faults = _classes(folder, table, images)
     names_by_path, owners, missing = _labels_of(images, table)
     if table.file is None:
@@ -207,12 +210,12 @@ def _walk(folder: Path) -> tuple[list[str], list[str], list[str]]:
     closed: list[str] = []
 
     def refused(error: OSError) -> None:
-        closed.append(_printable(_relative(Path(error.filename), folder)))
+        closed.append(_printable(Path(error.filename).relative_to(folder).as_posix()))
 
     # A folder may have a million files, and is walked at every start: paths are plain words here, not Path objects.
     for place, inside, names in os.walk(folder, onerror=refused):
         inside[:] = sorted(name for name in inside if not name.startswith(".") and name != LAST_MODEL)
-        above = _relative(Path(place), folder)
+        above = Path(place).relative_to(folder).as_posix()
         start = "" if above == "." else f"{above}/"
         # os.walk does not follow links to folders: they can lead in circles or out of the site.
         others += [_printable(start + name) for name in inside if os.path.islink(os.path.join(place, name))]
@@ -240,8 +243,11 @@ def _printable(name: str) -> str:
     return name.encode("utf-8", "backslashreplace").decode()
 
 
-def _relative(path: Path, folder: Path) -> str:
-    return path.relative_to(folder).as_posix()
+def image_bytes(folder: Path, path: str) -> bytes:
+    try:
+        return (folder / path).read_bytes()
+    except OSError as error:
+        raise UserError(f"{path}: {atomic_io.reason(error)}.") from error
 
 
 def _classes(folder: Path, table: Table, images: Iterable[str]) -> tuple[tuple[str, ...], list[str]]:
