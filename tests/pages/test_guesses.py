@@ -9,8 +9,7 @@ import torch
 from PIL import Image
 
 from halfmoon.models import SmallCNN
-from halfmoon.pages.guesses import guess
-from halfmoon.pages.guessing import Guessing
+from halfmoon.pages.guesses import Guessing, guess
 from halfmoon.sites.inference import Card, Model
 
 draw = np.random.default_rng(0)

@@ -1,22 +1,25 @@
-"""Share what the pages of label and review have in common: a site's labels, its pictures, and a model's progress."""
+"""What the pages of label and review have in common: a site's labels, its pictures, and what they read of requests."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import json
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from halfmoon.core.errors import UserError
 from halfmoon.pages.book import Book
-from halfmoon.pages.guessing import Guessing
-from halfmoon.pages.pictures import Pictures
-from halfmoon.pages.requests import picture_of
-from halfmoon.pages.server import App, serve
+from halfmoon.pages.guesses import Guessing
+from halfmoon.pages.pictures import Busy, Pictures
+from halfmoon.pages.server import Endpoint, application, serve
 from halfmoon.sites.folders.site_folder import LABELS, SiteFolder
+from halfmoon.storage import atomic_io
 
 if TYPE_CHECKING:
     from starlette.requests import Request
     from starlette.responses import Response
+    from starlette.types import ASGIApp
 
 
 class FolderPage:
@@ -60,10 +63,42 @@ class FolderPage:
         return self.book.facts(version) | {"model": model}
 
     def image(self, request: Request) -> Response:
-        return picture_of(request, self.pictures, self.site.paths)
+        """Return the image of a request, small with ?small=1."""
+        from starlette.responses import PlainTextResponse, Response
+
+        path = self.site.paths[of_row(request, len(self.site))]
+        try:
+            image = self.pictures.get(path, request.query_params.get("small") == "1")
+        except Busy as error:
+            return PlainTextResponse(str(error), 503, {"retry-after": "2"})
+        except UserError as error:
+            return PlainTextResponse(str(error), 415)
+        headers = {"cache-control": "private, max-age=3600"}
+        if image.grays is not None:
+            headers["x-grays"] = json.dumps(image.grays)
+        return Response(image.data, media_type=image.kind, headers=headers)
+
+    def answer(self, request: Request) -> dict[str, Any]:
+        """Write an image's label; the first one turns labels of class folders into a labels.csv with all of them."""
+        message = body(request)
+        row, label, before = of_row(message, len(self.site)), words(message, "label"), words(message, "seen")
+        self.book.answer(row, label, before, self.name_in(message))
+        return self.facts(message.get("since"))
+
+    def name_in(self, message: Mapping[str, Any]) -> str | None:
+        """Return who answers, None where nobody is named."""
+        return None
+
+    def application(
+        self, page: str, title: str, gets: Mapping[str, Endpoint], posts: Mapping[str, Endpoint]
+    ) -> ASGIApp:
+        """Return the page's app: `gets` and `posts` are its own endpoints, beside those that all of them have."""
+        gets = {"/start": self.start, "/state": self.state, "/image/{row:int}": self.image, **gets}
+        title = f"{title} {self.site.folder.resolve().name}"
+        return application(page, title, gets, {"/answer": self.answer, **posts})
 
     def serve(
-        self, app: App, action: str, noun: str, port: int | None, browser: bool, say: Callable[[str], None]
+        self, app: ASGIApp, action: str, noun: str, port: int | None, browser: bool, say: Callable[[str], None]
     ) -> None:
         """Serve the page until Ctrl-C, which raises KeyboardInterrupt, and say how many answers were written."""
         if self.guessing is not None:
@@ -75,3 +110,30 @@ class FolderPage:
                 self.guessing.stop()
             count = self.book.answers
             say(f"{count} {noun if count == 1 else f'{noun}s'} written to {self.site.folder / self.book.table}.")
+
+
+def body(request: Request) -> dict[str, Any]:
+    """Return the JSON object that was sent; raise UserError for anything else."""
+    try:
+        message = atomic_io.parsed(request.state.body)
+    except ValueError as error:
+        raise UserError("the request is no JSON.") from error
+    if not isinstance(message, dict):
+        raise UserError("the request is no object.")
+    return message
+
+
+def words(message: Mapping[str, Any], name: str) -> str:
+    """Return a text of one line and 300 letters at most; raise UserError where it is none."""
+    value = message.get(name, "")
+    if not isinstance(value, str) or len(value) > 300 or any(ord(letter) < 32 for letter in value):
+        raise UserError(f"{name} is no short text of one line.")
+    return value.strip()
+
+
+def of_row(message: Any, count: int) -> int:
+    """Return the row that a request's path or a body names; raise UserError where there is none such."""
+    row = message.get("row") if isinstance(message, dict) else message.path_params["row"]
+    if type(row) is not int or not 0 <= row < count:
+        raise UserError(f"there is no image {row}.")
+    return row

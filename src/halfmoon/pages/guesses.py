@@ -1,7 +1,8 @@
-"""Compute a model's probabilities and features of a folder's images."""
+"""A model's probabilities and features of a folder's images, also in the background, while a page is in use."""
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -9,19 +10,18 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from halfmoon.pages.choice import Guesses
-from halfmoon.sites.inference.image_folder import batches
+from halfmoon.sites.folders.site_folder import Progress
 
 if TYPE_CHECKING:
     from halfmoon.sites.inference.load import Model
-
-Progress = Callable[[int, int], None]
-"""Told how many images are done, and of how many."""
 
 
 def guess(
     model: Model, folder: Path, paths: Sequence[str], progress: Progress | None = None, stop: Callable[[], bool] = bool
 ) -> Guesses:
     """Return a model's guesses of the images of a folder, a batch in memory at a time; `stop` ends it early."""
+    from halfmoon.sites.inference.image_folder import batches  # slow to import: it brings torch
+
     probabilities = np.full((len(paths), len(model.classes)), np.nan)
     features: np.ndarray | None = None
     for number, batch in enumerate(batches(model, folder, paths), start=1):
@@ -35,3 +35,38 @@ def guess(
         if progress is not None:
             progress(min(number * model.batch, len(paths)), len(paths))
     return Guesses(probabilities, np.zeros((len(paths), 1), np.float32) if features is None else features)
+
+
+class Guessing:
+    """Guesses on their way: how many images are done, and what came out once all are."""
+
+    def __init__(self, load: Callable[[], Model], folder: Path, paths: Sequence[str]) -> None:
+        """Prepare to run the model that `load` returns; `start` begins."""
+        self.count, self.of = 0, len(paths)
+        self.result: Guesses | None = None
+        self.classes: tuple[str, ...] = ()
+        self.error = ""
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run, args=(load, folder, paths), daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def stop(self) -> None:
+        self._stop.set()
+
+    def wait(self) -> None:
+        self._thread.join()
+
+    def _run(self, load: Callable[[], Model], folder: Path, paths: Sequence[str]) -> None:
+        def tell(count: int, of: int) -> None:
+            self.count = count
+
+        try:
+            model = load()
+            result = guess(model, folder, paths, tell, self._stop.is_set)
+        except Exception as error:  # the page shows it; without it, the order would silently stay random
+            self.error = str(error)
+            return
+        if not self._stop.is_set():
+            self.classes, self.result = model.classes, result

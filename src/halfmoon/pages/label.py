@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,10 +13,8 @@ import numpy as np
 from halfmoon.core.errors import UserError
 from halfmoon.pages.book import Book
 from halfmoon.pages.choice import Guesses, drawn_at_random, nearest, novelty, order, random_order, ranks, with_random
-from halfmoon.pages.folder_page import FolderPage
-from halfmoon.pages.guessing import Guessing
-from halfmoon.pages.requests import body, of_row, one_of, words
-from halfmoon.pages.server import App, application
+from halfmoon.pages.folder_page import FolderPage, body, of_row, words
+from halfmoon.pages.guesses import Guessing
 from halfmoon.pages.training import Training
 from halfmoon.sites.folders.labels import agreements, plain, reader_file
 from halfmoon.sites.folders.site_folder import CLASSES, LABELS, SiteFolder, read
@@ -24,6 +22,7 @@ from halfmoon.storage import atomic_io
 
 if TYPE_CHECKING:
     from starlette.requests import Request
+    from starlette.types import ASGIApp
 
     from halfmoon.sites.inference.load import Model
 
@@ -69,15 +68,6 @@ def open_folder(folder: Path, classes: Sequence[str] = ()) -> SiteFolder:
     except OSError as error:
         raise UserError(f"{file} cannot be written ({atomic_io.reason(error)}); make the folder writable.") from error
     return read(folder)
-
-
-def need_classes(site: SiteFolder, names: Sequence[str]) -> None:
-    """Raise UserError where nobody says which classes there are."""
-    if not names:
-        raise UserError(
-            f"{site.folder} does not say which classes there are: give them by --classes NAME ..., or write a "
-            f"{CLASSES} with one name a line."
-        )
 
 
 ORDERS = ("mixed", "unsure", "random")
@@ -135,11 +125,11 @@ class Labeling(FolderPage):
                 self._order = key, rows[self._again[rows]] if self._again.any() else rows
             return self._order[1]
 
-    def queue(self, request: Request | None = None) -> dict[str, Any]:
+    def queue(self, request: Request) -> dict[str, Any]:
         """Return the rows to label in the order of ?way=, and why: uncertainty, its rank, and that of `novelty`.
 
         A rank of 0 is unknown."""
-        way = ORDERS[0] if request is None else request.query_params.get("way", ORDERS[0])
+        way = request.query_params.get("way", ORDERS[0])
         if way not in ORDERS:
             raise UserError(f"there is no order {way!r}.")
         self.book.refresh()
@@ -153,11 +143,8 @@ class Labeling(FolderPage):
         return result | {"rank": ranks(uncertainty).tolist(), "far": ranks(far).tolist()}
 
     def start(self, request: Request) -> dict[str, Any]:
-        return (
-            super().start(request)
-            | self.queue(request)
-            | {"by": self.options.by, "notes": self.book.notes(), "differing": self._differing()}
-        )
+        facts = {"by": self.options.by, "notes": self.book.notes(), "differing": self._differing()}
+        return super().start(request) | self.queue(request) | facts
 
     def _differing(self) -> list[int]:
         """Return the rows on which two readers disagree; a second reader does not see them."""
@@ -188,12 +175,6 @@ class Labeling(FolderPage):
         self.training.begin(self.book.labels, self.book.classes, mask)
         return self.facts(None)
 
-    def answer(self, request: Request) -> dict[str, Any]:
-        message = body(request)
-        row, label, before = of_row(message, len(self.site)), words(message, "label"), words(message, "seen")
-        self.book.answer(row, label, before, self._by(message))
-        return self.facts(message.get("since"))
-
     def answers(self, request: Request) -> dict[str, Any]:
         """Write the answers to many images, all or none: `said` has [row, label, the label that was seen] of each."""
         message = body(request)
@@ -202,36 +183,30 @@ class Labeling(FolderPage):
             raise UserError("said is no list of [row, label, seen].")
         named: list[dict[str, Any]] = [dict(zip(("row", "label", "seen"), each, strict=True)) for each in entries]
         many = [(of_row(each, len(self.site)), words(each, "label"), words(each, "seen")) for each in named]
-        self.book.answers_of(many, self._by(message))
+        self.book.answers_of(many, self.name_in(message))
         return self.facts(message.get("since"))
 
     def note(self, request: Request) -> dict[str, Any]:
         message = body(request)
-        self.book.note(of_row(message, len(self.site)), words(message, "note"), self._by(message))
+        self.book.note(of_row(message, len(self.site)), words(message, "note"), self.name_in(message))
         return self.facts(message.get("since"))
 
     def doubt(self, request: Request) -> dict[str, Any]:
         """Note that an image is too hard to name, or take that back."""
         message = body(request)
-        self.book.doubt(of_row(message, len(self.site)), one_of(message, "on", (True, False)), self._by(message))
+        row, doubted = of_row(message, len(self.site)), message.get("on")
+        if not isinstance(doubted, bool):
+            raise UserError("on is none of True, False.")
+        self.book.doubt(row, doubted, self.name_in(message))
         return self.facts(message.get("since"))
 
-    def _by(self, message: dict[str, Any]) -> str | None:
+    def name_in(self, message: Mapping[str, Any]) -> str | None:
         return None if self.options.by is None else words(message, "by") or self.options.by
 
-    def app(self) -> App:
-        """Return the page's app."""
-        gets = {
-            "/start": self.start,
-            "/state": self.state,
-            "/queue": self.queue,
-            "/guess/{row:int}": self.guess,
-            "/similar/{row:int}": self.similar,
-            "/image/{row:int}": self.image,
-        }
-        posts = {"/answer": self.answer, "/answers": self.answers, "/doubt": self.doubt, "/note": self.note}
-        posts["/train"] = self.train
-        return application("label", f"Label {self.site.folder.resolve().name}", gets, posts)
+    def app(self) -> ASGIApp:
+        gets = {"/queue": self.queue, "/guess/{row:int}": self.guess, "/similar/{row:int}": self.similar}
+        posts = {"/answers": self.answers, "/doubt": self.doubt, "/note": self.note, "/train": self.train}
+        return self.application("label", "Label", gets, posts)
 
 
 def run(
@@ -247,7 +222,11 @@ def run(
 
     Raise UserError where nobody names a class, or the port is taken.
     """
-    need_classes(site, site.classes or classes)
+    if not (site.classes or classes):
+        raise UserError(
+            f"{site.folder} does not say which classes there are: give them by --classes NAME ..., or write a "
+            f"{CLASSES} with one name a line."
+        )
     guessing = Guessing(load, site.folder, site.paths) if load is not None else None
     labeling = Labeling(site, classes, guessing, options)
     try:

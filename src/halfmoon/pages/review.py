@@ -14,9 +14,7 @@ import numpy as np
 from halfmoon.core.errors import UserError
 from halfmoon.pages.choice import Guesses
 from halfmoon.pages.folder_page import FolderPage
-from halfmoon.pages.guessing import Guessing
-from halfmoon.pages.requests import body, of_row, words
-from halfmoon.pages.server import App, application
+from halfmoon.pages.guesses import Guessing
 from halfmoon.report.spreadsheet import harmless
 from halfmoon.sites.folders.labels import file_of
 from halfmoon.sites.folders.site_folder import CLASSES, UNLABELED, SiteFolder, read
@@ -24,6 +22,7 @@ from halfmoon.sites.folders.site_folder import CLASSES, UNLABELED, SiteFolder, r
 if TYPE_CHECKING:
     from starlette.requests import Request
     from starlette.responses import Response
+    from starlette.types import ASGIApp
 
     from halfmoon.sites.inference.load import Model
 
@@ -94,13 +93,6 @@ class Review(FolderPage):
             return {"images": 0}
         return scores(truth[rows], guesses.predicted[rows], guesses.probabilities[rows].max(1), classes=names)
 
-    def answer(self, request: Request) -> dict[str, Any]:
-        """Write a corrected label; the first one turns labels of class folders into a labels.csv with all of them."""
-        message = body(request)
-        row, label, before = of_row(message, len(self.site)), words(message, "label"), words(message, "seen")
-        self.book.answer(row, label, before, None)
-        return self.facts(message.get("since"))
-
     def table(self, request: Request) -> Response:
         """Return all predictions as CSV: what a spreadsheet would take for a formula is text."""
         from starlette.responses import Response
@@ -125,17 +117,9 @@ class Review(FolderPage):
         headers = {"content-disposition": f'attachment; filename="predictions-{name}.csv"', "cache-control": "no-store"}
         return Response(text.getvalue().encode("utf-8", "surrogateescape"), media_type="text/csv", headers=headers)
 
-    def app(self) -> App:
-        """Return the page's app."""
-        gets = {
-            "/start": self.start,
-            "/state": self.state,
-            "/predictions": self.predictions,
-            "/scores": self.scores,
-            "/predictions.csv": self.table,
-            "/image/{row:int}": self.image,
-        }
-        return application("review", f"Review {self.site.folder.resolve().name}", gets, {"/answer": self.answer})
+    def app(self) -> ASGIApp:
+        gets = {"/predictions": self.predictions, "/scores": self.scores, "/predictions.csv": self.table}
+        return self.application("review", "Review", gets, {})
 
 
 def run(model: Model, name: str, folder: Path, port: int | None, browser: bool, say: Callable[[str], None]) -> None:

@@ -14,7 +14,7 @@ import sys
 import tempfile
 import threading
 import webbrowser
-from collections.abc import Awaitable, Callable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from html import escape
 from pathlib import Path
@@ -27,24 +27,14 @@ from halfmoon.sites.folders.labels import Changed
 if TYPE_CHECKING:
     from starlette.requests import Request
     from starlette.responses import Response
+    from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 HOST = "127.0.0.1"
 LARGEST = 2**20
 """Bytes of a request's body at most: answers to a wall of images."""
 
-Scope = MutableMapping[str, Any]
-Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
-Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
-App = Callable[[Scope, Receive, Send], Awaitable[None]]
 Endpoint = Callable[["Request"], Any]
 """Takes a request and returns a response, or a value for JSON; a UserError becomes an answer with its sentence."""
-
-KINDS = {".css": "text/css", ".js": "text/javascript", ".html": "text/html", ".svg": "image/svg+xml"}
-
-_ASSET = re.compile(r"[a-z]{1,32}\.[a-z]{1,8}")
-
-SHARED = ("draw.js", "charts.js")
-"""Scripts of a report's charts, which pages use too."""
 
 HEADERS = {
     "content-security-policy": "default-src 'none'; script-src 'self'; style-src 'self' 'unsafe-inline'; "
@@ -73,7 +63,7 @@ class Guard:
     it. A request that changes something must say its Origin.
     """
 
-    def __init__(self, app: App, token: str, port: int) -> None:
+    def __init__(self, app: ASGIApp, token: str, port: int) -> None:
         """Stand before `app`."""
         self.app, self.token = app, token.encode()
         self.hosts = {f"{name}:{port}" for name in (HOST, "localhost")}
@@ -97,7 +87,7 @@ class Guard:
             return
         inside = {**scope, "path": f"/{rest}", "raw_path": None, "root_path": ""}
 
-        async def headed(message: MutableMapping[str, Any]) -> None:
+        async def headed(message: Message) -> None:
             if message["type"] == "http.response.start":
                 names = {name for name, _ in message.get("headers", [])}
                 extra = [(k.encode(), v.encode()) for k, v in HEADERS.items() if k.encode() not in names]
@@ -135,7 +125,7 @@ async def _plain(send: Send, status: int, words: str, headers: Sequence[tuple[by
     await send({"type": "http.response.body", "body": words.encode()})
 
 
-def application(page: str, title: str, gets: Mapping[str, Endpoint], posts: Mapping[str, Endpoint]) -> App:
+def application(page: str, title: str, gets: Mapping[str, Endpoint], posts: Mapping[str, Endpoint]) -> ASGIApp:
     """Return the app of a page: the file web/`page`.html at its root, what it loads, and its own addresses.
 
     `gets` and `posts` are endpoints by path; they run in threads.
@@ -190,14 +180,15 @@ def _index(page: str, title: str) -> Response:
 def _asset(name: str) -> Response:
     from starlette.responses import PlainTextResponse, Response
 
-    kind = KINDS.get(Path(name).suffix)
+    package = "halfmoon.report" if name in ("draw.js", "charts.js") else "halfmoon.pages"
     try:
-        if kind is None or not _ASSET.fullmatch(name):
+        if not re.fullmatch(r"[a-z]{1,32}\.(css|js)", name):
             raise FileNotFoundError(name)
-        package = "halfmoon.report" if name in SHARED else "halfmoon.pages"
-        return Response(templates.web(package, name), media_type=kind, headers={"cache-control": "no-cache"})
+        content = templates.web(package, name)
     except FileNotFoundError:
         return PlainTextResponse("There is no such file.", 404)
+    kind = "text/css" if name.endswith(".css") else "text/javascript"
+    return Response(content, media_type=kind, headers={"cache-control": "no-cache"})
 
 
 def listening(port: int | None) -> socket.socket:
@@ -215,10 +206,10 @@ def listening(port: int | None) -> socket.socket:
     return sock
 
 
-def serve(app: App, what: str, port: int | None, browser: bool, say: Callable[[str], None]) -> None:
+def serve(app: ASGIApp, what: str, port: int | None, browser: bool, say: Callable[[str], None]) -> None:
     """Serve a page until Ctrl-C, which raises KeyboardInterrupt; `say` gets the address.
 
-    Raise UserError where the port is taken or the extra "pages" is not installed.
+    Raise UserError where the port is taken.
     """
     with _server(app, port) as (server, sock, address):
         say(f"{what}: {address}\nOnly this machine can open it. Ctrl-C ends it.")
@@ -239,10 +230,10 @@ def _open_browser(address: str) -> Iterator[None]:
 
 
 @contextmanager
-def beside(app: App, what: str, port: int | None, say: Callable[[str], None]) -> Iterator[str]:
+def beside(app: ASGIApp, what: str, port: int | None, say: Callable[[str], None]) -> Iterator[str]:
     """Serve a page in a thread while something else is done, and give its address; `say` gets it, too.
 
-    Raise UserError where the port is taken or the extra "pages" is not installed.
+    Raise UserError where the port is taken.
     """
     with _server(app, port) as (server, sock, address):
         thread = threading.Thread(target=server.run, kwargs={"sockets": [sock]}, daemon=True)
@@ -256,24 +247,19 @@ def beside(app: App, what: str, port: int | None, say: Callable[[str], None]) ->
 
 
 @contextmanager
-def _server(app: App, port: int | None) -> Iterator[tuple[Any, socket.socket, str]]:
+def _server(app: ASGIApp, port: int | None) -> Iterator[tuple[Any, socket.socket, str]]:
     """Give uvicorn's server, its socket, and the address with a new token."""
-    require_pages()
     import uvicorn
 
     with listening(port) as sock:
         token, bound = secrets.token_urlsafe(18), sock.getsockname()[1]
-        yield _uvicorn(uvicorn, Guard(app, token, bound)), sock, f"http://{HOST}:{bound}/{token}/"
-
-
-def _uvicorn(uvicorn: Any, app: App) -> Any:
-    config = uvicorn.Config(
-        app,
-        log_level="error",
-        access_log=False,
-        server_header=False,
-        lifespan="off",
-        ws="none",
-        timeout_graceful_shutdown=2,
-    )
-    return uvicorn.Server(config)
+        config = uvicorn.Config(
+            Guard(app, token, bound),
+            log_level="error",
+            access_log=False,
+            server_header=False,
+            lifespan="off",
+            ws="none",
+            timeout_graceful_shutdown=2,
+        )
+        yield uvicorn.Server(config), sock, f"http://{HOST}:{bound}/{token}/"

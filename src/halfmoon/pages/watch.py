@@ -11,12 +11,13 @@ from typing import TYPE_CHECKING, Any
 from halfmoon.core.errors import UserError
 from halfmoon.pages import eventlog
 from halfmoon.pages.follow import Followed, Follower, ceiling_alarms
-from halfmoon.pages.server import App, application, serve
+from halfmoon.pages.server import application, serve
 from halfmoon.report.styles import as_json
 from halfmoon.report.styles import styles as styles_of
 
 if TYPE_CHECKING:
     from starlette.requests import Request
+    from starlette.types import ASGIApp
 
 
 class Watching:
@@ -84,7 +85,7 @@ class Watching:
                 "site": eventlog.site(self.root),
             }
 
-    def app(self) -> App:
+    def app(self) -> ASGIApp:
         return application("watch", self.root.resolve().name, {"/data": self.data}, {})
 
 
@@ -111,6 +112,5 @@ def run(root: Path, port: int | None, browser: bool, say: Callable[[str], None])
     Raise UserError where there is nothing to watch or the port is taken.
     """
     watching = Watching(root)
-    app = watching.app()
     threading.Thread(target=watching.learn, daemon=True).start()
-    serve(app, f"watch {root}", port, browser, say)
+    serve(watching.app(), f"watch {root}", port, browser, say)
