@@ -14,8 +14,7 @@ from page_scenes import write_run, write_sweep
 
 from halfmoon.cli import main as cli
 from halfmoon.pages import eventlog
-from halfmoon.pages.alarms import alarms
-from halfmoon.pages.follow import Followed, Follower, Lines, ceiling_alarms, folders
+from halfmoon.pages.follow import Followed, Follower, Lines, alarms, ceiling_alarms, folders
 from halfmoon.pages.server import beside
 from halfmoon.pages.watch import Watching, variants
 from halfmoon.storage import locks

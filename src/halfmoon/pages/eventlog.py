@@ -5,12 +5,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from halfmoon.sites.folders.labels import HOME
 from halfmoon.storage import atomic_io, toml
 
-SERVER_LOG, SITE_LOG, HOME = "serve.log", "join.log", ".halfmoon"
-TAIL = 2**20
-"""Bytes of a log that are read: its end."""
-
+SERVER_LOG, SITE_LOG = "serve.log", "join.log"
 LIMIT = 150
 _LINE = re.compile(r"(\d{4}-\d\d-\d\d \d\d:\d\d:\d\d)  (.*)")
 _SITE = r"(?P<site>[A-Za-z0-9._-]+)"
@@ -37,7 +35,7 @@ def lines(path: Path) -> list[tuple[str, str]]:
     try:
         with path.open("rb") as file:
             size = file.seek(0, 2)
-            file.seek(max(0, size - TAIL))
+            file.seek(max(0, size - 2**20))  # the end is enough
             text = file.read().decode("utf-8", "replace")
     except OSError:
         return []
@@ -91,16 +89,8 @@ def federation(folder: Path, rows: Iterable[Mapping[str, Any]] = ()) -> dict[str
 
 
 def _fresh(name: str) -> dict[str, Any]:
-    return {
-        "name": name,
-        "state": "not yet there",
-        "when": "",
-        "words": "",
-        "late": 0,
-        "silent": 0,
-        "refused": 0,
-        "left out": 0,
-    }
+    counts = dict.fromkeys(("late", "silent", "refused", "left out"), 0)
+    return {"name": name, "state": "not yet there", "when": "", "words": "", **counts}
 
 
 def _sites(folder: Path) -> Sequence[str]:

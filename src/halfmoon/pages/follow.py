@@ -1,14 +1,13 @@
-"""Run folders while they grow: rows read once, as far as they are written, and what they say so far."""
+"""Run folders while they grow: rows read once, as far as they are written, what they say so far, and what is odd."""
 
 import statistics
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from halfmoon.pages import eventlog
-from halfmoon.pages.alarms import Alarm, alarms
 from halfmoon.report.bands import short, thinned
 from halfmoon.report.styles import as_json, styles
 from halfmoon.storage import atomic_io, locks, toml
@@ -25,13 +24,11 @@ PACE = 5
 SILENT = 120.0
 """Seconds without a word after which a run is taken for stopped, where its rounds are short."""
 
-ROUND_TIMEOUT = 3600.0
-"""Seconds that a site may take for an answer where the federation's file does not say (its `round_timeout`)."""
-
 MOST = 64
 """Runs that are followed at once at most."""
 
-Row = dict[str, Any]
+QUIET = 5
+"""Rounds in a row without a pseudo-label in use that are worth a word."""
 
 QUANTITIES = {
     "accuracy": ("test", "accuracy", 100.0),
@@ -51,7 +48,7 @@ class Lines:
     """The rows of a file of JSON lines, as far as they are whole; each is read once."""
 
     path: Path
-    rows: list[Row] = field(default_factory=list)
+    rows: list[dict[str, Any]] = field(default_factory=list)
     at: int = 0
     stamp: tuple[int, int] = (0, 0)
 
@@ -126,20 +123,15 @@ class Followed:
     def round(self) -> int:
         return self.metrics.rows[-1]["round"] if self.metrics.rows else 0
 
-    def series(self, part: str, name: str, factor: float = 1.0) -> tuple[list[int], list[float]]:
-        """Return the rounds that have a number, and the numbers."""
-        xs, ys = [], []
-        for row in self.metrics.rows:
-            value = (row.get(part) or {}).get(name) if isinstance(row.get(part), dict) else None
-            if isinstance(value, int | float) and not isinstance(value, bool):
-                xs.append(row["round"])
-                ys.append(value * factor)
-        return xs, ys
+    def series(self, key: str) -> dict[int, float]:
+        """Return one of `QUANTITIES` by round, where it is a number."""
+        values = {row["round"]: _quantity(row, key) for row in self.metrics.rows}
+        return {round: value for round, value in values.items() if value is not None}
 
-    def seconds(self) -> list[float]:
+    def seconds(self) -> dict[int, float]:
         """Return the seconds of each round that is timed."""
-        values = (row.get("seconds") for row in self.timings.rows)
-        return [float(value) for value in values if isinstance(value, int | float)]
+        values = {row["round"]: row.get("seconds") for row in self.timings.rows}
+        return {round: float(value) for round, value in values.items() if isinstance(value, int | float)}
 
     def state(self, now: float) -> tuple[str, float]:
         """Return "finished", "running", "stopped" or "waiting", and the seconds since its last word."""
@@ -152,7 +144,7 @@ class Followed:
         age = max(0.0, now - last / 1e9)
         if self.summary is not None:
             return "finished", age
-        patience = max(SILENT, 10 * max(self.seconds()[-PACE:], default=0.0))
+        patience = max(SILENT, 10 * max(self._pace(), default=0.0))
         log, words = eventlog.last_change(self.path), eventlog.waiting(self.path)
         if log is not None:
             age = max(0.0, min(age, now - log))
@@ -164,14 +156,17 @@ class Followed:
         return ("running" if self.metrics.rows and not words else "waiting"), age
 
     def answer_timeout(self) -> float:
-        """Return how many seconds a federation waits for a site's answer without a word."""
+        """Return how many seconds a federation waits for a site's answer without a word, by its `round_timeout`."""
         table = self.options.get("federation")
         value = table.get("round_timeout") if isinstance(table, dict) else None
-        return float(value) if isinstance(value, int | float) else ROUND_TIMEOUT
+        return float(value) if isinstance(value, int | float) else 3600.0
 
-    def left(self, age: float = 0.0) -> float | None:
+    def _pace(self) -> list[float]:
+        return list(self.seconds().values())[-PACE:]
+
+    def left(self, age: float) -> float | None:
         """Return the seconds that are left at the pace of the last rounds; None where nobody can know."""
-        recent = self.seconds()[-PACE:]
+        recent = self._pace()
         if self.summary is not None or not recent or self.rounds <= 0:
             return None
         return max(0.0, statistics.fmean(recent) * (self.rounds - self.round) - age)
@@ -179,9 +174,7 @@ class Followed:
     def facts(self, now: float) -> dict[str, Any]:
         """Return what the list of runs says of it."""
         state, age = self.state(now)
-        _, accuracy = self.series("test", "accuracy", 100.0)
-        if not accuracy:
-            _, accuracy = self.series("evaluation", "accuracy", 100.0)
+        accuracy = list((self.series("accuracy") or self.series("evaluation")).values())
         again = "resume" if eventlog.last_change(self.path) is None else "serve"
         return {
             "name": self.name,
@@ -203,35 +196,28 @@ class Followed:
 
     def plot(self) -> dict[str, Any]:
         """Return its lines and the last rows of its table."""
-        lines = {}
-        for key, (part, name, factor) in QUANTITIES.items():
-            xs, ys = self.series(part, name, factor)
-            if xs:
-                lines[key] = _line(xs, ys)
-        uploads = _uploads(self.metrics.rows)
-        if len(uploads):
-            lines["sent"] = _line(list(uploads), list(uploads.values()))
-        pace = {row["round"]: row.get("seconds") for row in self.timings.rows}
-        clocked = {n: float(value) for n, value in pace.items() if isinstance(value, int | float)}
-        if clocked:
-            lines["seconds"] = _line(list(clocked), list(clocked.values()))
+        uploads, seconds = _uploads(self.metrics.rows), self.seconds()
+        curves = {key: self.series(key) for key in QUANTITIES} | {"sent": uploads, "seconds": seconds}
+        lines = {key: _line(values) for key, values in curves.items() if values}
         rows = [(row["round"], (row.get("evaluation") or {}).get("by_site") or {}) for row in self.metrics.rows]
         names = sorted({name for _, shared in rows for name in shared})
         sites = []
         for name, style in zip(names, styles([self.method, *names])[1:], strict=True):
-            xs, ys = zip(*[(round, 100 * shared[name]) for round, shared in rows if name in shared], strict=True)
-            sites.append({"look": {**as_json(style), "title": name}, **_line(xs, ys)})
-        return {
-            "lines": lines,
-            "sites": sites,
-            "rows": [_row(each, uploads, clocked) for each in self.metrics.rows[-LIMIT:]],
-        }
+            values = {round: 100 * shared[name] for round, shared in rows if name in shared}
+            sites.append({"look": {**as_json(style), "title": name}, **_line(values)})
+        table = [_row(each, uploads, seconds) for each in self.metrics.rows[-LIMIT:]]
+        return {"lines": lines, "sites": sites, "rows": table}
 
 
-def _line(xs: Sequence[int], ys: Sequence[float]) -> dict[str, Any]:
-    subset = set(thinned(xs))
-    pairs = [(x, short(y)) for x, y in zip(xs, ys, strict=True) if x in subset]
-    return {"x": [x for x, _ in pairs], "y": [y for _, y in pairs]}
+def _quantity(row: Mapping[str, Any], key: str) -> float | None:
+    part, name, factor = QUANTITIES[key]
+    value = row[part].get(name) if isinstance(row.get(part), dict) else None
+    return value * factor if isinstance(value, int | float) and not isinstance(value, bool) else None
+
+
+def _line(values: Mapping[int, float]) -> dict[str, Any]:
+    rounds = thinned(list(values))
+    return {"x": rounds, "y": [short(values[round]) for round in rounds]}
 
 
 def _uploads(rows: Iterable[Mapping[str, Any]]) -> dict[int, float]:
@@ -247,9 +233,9 @@ def _uploads(rows: Iterable[Mapping[str, Any]]) -> dict[int, float]:
 def _row(row: Mapping[str, Any], uploads: Mapping[int, float], seconds: Mapping[int, float]) -> dict[str, Any]:
     """Return a line of the table: numbers, None where there is none."""
     result: dict[str, Any] = {"round": row["round"]}
-    for key, (part, name, factor) in QUANTITIES.items():
-        value = (row.get(part) or {}).get(name) if isinstance(row.get(part), dict) else None
-        result[key] = short(value * factor) if isinstance(value, int | float) else None
+    for key in QUANTITIES:
+        value = _quantity(row, key)
+        result[key] = None if value is None else short(value)
     cohort = row.get("cohort")
     result["cohort"] = len(cohort) if isinstance(cohort, list) else None
     result["sent"], result["seconds"] = uploads.get(row["round"]), seconds.get(row["round"])
@@ -295,10 +281,10 @@ class Follower:
         self.left_out = 0
         self._scan_time = 0.0
 
-    def update(self, every: float = 3.0) -> None:
+    def update(self) -> None:
         """Read what is new in all runs; look for new ones every few seconds."""
         now = time.monotonic()
-        if not self.runs or now - self._scan_time > every:
+        if not self.runs or now - self._scan_time > 3.0:
             self._scan_time = now
             pairs = folders(self.root)
             self.left_out = max(0, len(pairs) - MOST)
@@ -316,6 +302,63 @@ class Follower:
             return sum(len(cell.get("runs") or ()) for cell in cells if isinstance(cell, dict))
         jobs = (atomic_io.read_json(self.root / "comparison.json") or {}).get("jobs")
         return len(jobs) if isinstance(jobs, list) else 0
+
+
+class Alarm(NamedTuple):
+    """Something odd: which rule, and what it saw."""
+
+    kind: str
+    words: str
+
+
+def alarms(rows: Sequence[Mapping[str, Any]], state: str, age: float, command: str = "resume") -> list[Alarm]:
+    """Return what is odd about a run's rows; `state` and `age` (seconds since its last word) are those of its files.
+
+    `command` goes on with it where it was stopped."""
+    return [*_diverged(rows), *_nobody(rows), *_fallen(rows), *_stopped(state, age, command)]
+
+
+def _diverged(rows: Sequence[Mapping[str, Any]]) -> Iterator[Alarm]:
+    """The loss is no number any more, or has stayed far above where it began while the accuracy fell."""
+    losses = [row["train"]["loss"] for row in rows if isinstance(row.get("train"), dict) and "loss" in row["train"]]
+    if not losses:
+        return
+    number = rows[-1]["round"]
+    if losses[-1] is None:
+        yield Alarm("diverged", f"diverged: the loss of round {number} is no number; try a smaller lr or clip_norm")
+        return
+    finite = [loss for loss in losses if loss is not None]
+    tested = _tested(rows)
+    # Some methods weigh more and more rows: a growing loss is bad news where the accuracy is below its best.
+    worse = not tested or tested[-1] < max(tested) - 0.05
+    if len(finite) >= 6 and worse and min(finite[-3:]) > 3 * max(finite[:3]) + 1:
+        yield Alarm("diverged", f"the loss rose from {finite[0]:.2f} to {finite[-1]:.2f}: it is diverging")
+
+
+def _nobody(rows: Sequence[Mapping[str, Any]]) -> Iterator[Alarm]:
+    """No pseudo-label was used for several rounds."""
+    shares = [(row.get("pseudo") or {}).get("share_used") for row in rows[-QUIET:]]
+    if len(shares) == QUIET and all(share is not None and share < 0.005 for share in shares):
+        words = f"unlabeled images teach nothing: in {QUIET} rounds under 0.5 % of the pseudo-labels were used"
+        yield Alarm("none used", words)
+
+
+def _fallen(rows: Sequence[Mapping[str, Any]]) -> Iterator[Alarm]:
+    """The accuracy has fallen far below its best for two evaluations."""
+    tested = _tested(rows)
+    if len(tested) >= 4 and max(tested[-2:]) < max(tested) - 0.15:
+        yield Alarm("fallen", f"the accuracy fell from {100 * max(tested):.1f} to {100 * tested[-1]:.1f} %")
+
+
+def _tested(rows: Sequence[Mapping[str, Any]]) -> list[float]:
+    return [row["test"]["accuracy"] for row in rows if (row.get("test") or {}).get("accuracy") is not None]
+
+
+def _stopped(state: str, age: float, command: str) -> Iterator[Alarm]:
+    if state == "stopped":
+        minutes = round(age / 60)
+        ago = f"{minutes} minutes" if minutes < 120 else f"{minutes // 60} hours"
+        yield Alarm("stopped", f"no word for {ago}: it was stopped, or its machine sleeps (halfmoon {command} goes on)")
 
 
 def ceiling_alarms(runs: Sequence[Followed], ceilings: set[str], floors: set[str]) -> list[Alarm]:
