@@ -11,9 +11,6 @@ from halfmoon.core.errors import UserError
 from halfmoon.sites.folders.labels import NOTES, UNSURE, Answer, Changed, labels, nfc, plain, stamp, write
 from halfmoon.sites.folders.site_folder import LABELS, UNLABELED, SiteFolder
 
-STARVED = 3
-"""A class is starved where it has fewer labels than this part of the mean."""
-
 
 class Book:
     """The labels and the not-sure marks of a site's N images, read again whenever a file has changed.
@@ -136,11 +133,11 @@ class Book:
         return np.bincount(self.labels[self.labels >= 0], minlength=len(self.classes)).tolist()
 
     def starved(self) -> list[int]:
-        """Return the classes that have far fewer labels than the others, once there are two a class on average."""
+        """Return the classes with fewer labels than a third of the mean, once there are two a class on average."""
         counts = np.array(self.counts())
         if counts.sum() < 2 * len(counts):
             return []
-        return np.flatnonzero(counts * STARVED < counts.mean()).tolist()
+        return np.flatnonzero(counts * 3 < counts.mean()).tolist()
 
     def facts(self, since: int) -> dict[str, Any]:
         """Return what every page shows of the labels, and what has changed after the version `since`."""

@@ -32,26 +32,17 @@ from halfmoon.data.readers.decode import (
     strips,
     upright,
 )
-from halfmoon.sites.folders.prepare import HOME
+from halfmoon.sites.folders.labels import HOME
 from halfmoon.storage import atomic_io
-
-SMALL, WHOLE = 160, 2048
-"""Pixels of the longer side: of a wall's picture, and of the largest that is sent."""
 
 CACHE_BYTES = 32 * 2**20
 """Bytes of pictures that stay in memory, encoded."""
-
-LARGE_FILE, LARGE_PIXELS = 2**22, 2**20
-"""Bytes and pixels above which an image takes its turn."""
 
 MOST_BYTES = 8 * MOST_PIXELS
 """What the decoder of one image may take."""
 
 QUEUE = 8
 """Large images that are waited for at once; any number of requests may wait for one."""
-
-THUMBNAILS, WORTH = f"{HOME}/thumbnails", 2**16
-"""Where small pictures are kept, and the bytes of a file from which it is worth it."""
 
 
 class Busy(UserError):
@@ -78,7 +69,7 @@ def picture(path: Path, name: str, small: bool = False, window: tuple[float, flo
 
     A small one is 8-bit, as training sees it. Raise UserError where it cannot be read.
     """
-    most = SMALL if small else WHOLE
+    most = 160 if small else 2048  # pixels of the longer side
     try:
         with path.open("rb") as file:
             image = upright(file, name, partial(_reduced, most=2 * most if small else most))
@@ -154,7 +145,7 @@ def is_large(path: Path, name: str) -> bool:
     """Return whether an image has to take its turn, from its header; raise UserError if it is too large to show."""
     large = False
     try:
-        large = path.stat().st_size > LARGE_FILE
+        large = path.stat().st_size > 2**22
         if dicom.holds_image(path):
             height, width, _, _, cost = dicom.header(path, name)
         else:
@@ -169,13 +160,13 @@ def is_large(path: Path, name: str) -> bool:
         raise UserError(
             f"{name}: the image has {width}x{height} pixels, of {most:,} at most in its format; make it smaller."
         )
-    return large or width * height > LARGE_PIXELS
+    return large or width * height > 2**20
 
 
 class Pictures:
     """The pictures of a folder's images, by `window` where one is given.
 
-    Those used last stay in memory, up to `CACHE_BYTES`; small ones of large files are kept in `THUMBNAILS`.
+    Those used last stay in memory, up to `CACHE_BYTES`; small ones of large files are kept on the disk.
     """
 
     def __init__(self, folder: Path, window: tuple[float, float] | None = None) -> None:
@@ -209,14 +200,14 @@ class Pictures:
                 self._waiting += Counter()  # without those that nobody waits for
 
     def _thumbnail(self, path: str) -> Path | None:
-        """Return where a file's small picture is kept, None where it is not worth it."""
+        """Return where a file's small picture is kept, None for a small file, which is decoded as fast."""
         try:
             facts = (self.folder / path).stat()
         except OSError:
             return None
         words = f"1 {path} {facts.st_size} {facts.st_mtime_ns} {self.window}"
         name = hashlib.sha256(words.encode("utf-8", "surrogateescape")).hexdigest()[:24]
-        return self.folder / THUMBNAILS / name if facts.st_size > WORTH else None
+        return self.folder / HOME / "thumbnails" / name if facts.st_size > 2**16 else None
 
     def _from_cache(self, key: tuple[str, bool]) -> Picture | None:
         with self._lock:

@@ -21,8 +21,6 @@ from halfmoon.pages.choice import Guesses
 from halfmoon.sites.folders.labels import HOME
 from halfmoon.storage import atomic_io
 
-NETWORK = "efficientnet-lite0"
-
 
 @dataclass(frozen=True, eq=False)
 class Trained:
@@ -88,7 +86,7 @@ class Training:
         if len(ids) < 2:
             only = f"All labels are {classes[ids[0]]!r}: label images of another class too" if len(ids) else ""
             raise UserError(f"{only or 'No image has a label yet: label a few of every class'}, then train.")
-        if not installed(NETWORK):
+        if not installed("efficientnet-lite0"):
             raise UserError(f"Training needs the pretrained network: {install('pretrained')}.")
         with self._lock:
             if self.progress is not None:
