@@ -24,13 +24,8 @@ except ImportError as error:
         f"keys and certificates need the library cryptography, which is not installed: {install('flower')}."
     ) from error
 
-NEAR = ("localhost", "127.0.0.1", "::1")
-"""What every certificate of a server names beside its hosts: its own programs call it by these."""
-
-_SKEW = timedelta(hours=1)  # sites whose clocks are slow believe a new certificate too
 _CURVES = (ec.SECP256R1, ec.SECP384R1, ec.SECP521R1)  # those that both OpenSSH and Flower know
 _NOTHING = serialization.NoEncryption()
-_PRIVATE = b"PRIVATE KEY-----"
 
 
 @dataclass(frozen=True)
@@ -46,9 +41,7 @@ def authority(days: int, now: datetime) -> Pair:
     key = ec.generate_private_key(ec.SECP384R1())
     serial = x509.random_serial_number()
     name = _named(f"federation authority {serial:x}"[:40])
-    builder = _builder(name, name, key, serial, now, now + timedelta(days=days))
-    builder = builder.add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
-    builder = builder.add_extension(_usage(digital_signature=False, key_cert_sign=True), critical=True)
+    builder = _builder(name, name, key, serial, now, now + timedelta(days=days), ca=True)
     return Pair(_pem(key), builder.sign(key, hashes.SHA384()).public_bytes(serialization.Encoding.PEM))
 
 
@@ -63,10 +56,10 @@ def server(issuer: Pair, hosts: Sequence[str], days: int, now: datetime) -> Pair
     signer = _loaded(issuer.key)
     key = ec.generate_private_key(ec.SECP384R1())
     end = min(now + timedelta(days=days), above.not_valid_after_utc)
-    names = [_alternative(host) for host in dict.fromkeys([*hosts, *NEAR])]
-    builder = _builder(above.subject, _named("federation server"), key, x509.random_serial_number(), now, end)
-    builder = builder.add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
-    builder = builder.add_extension(_usage(digital_signature=True, key_cert_sign=False), critical=True)
+    # Programs on the server's own machine call it by the last three.
+    names = [_alternative(host) for host in dict.fromkeys([*hosts, "localhost", "127.0.0.1", "::1"])]
+    serial = x509.random_serial_number()
+    builder = _builder(above.subject, _named("federation server"), key, serial, now, end, ca=False)
     builder = builder.add_extension(x509.ExtendedKeyUsage([ExtendedKeyUsageOID.SERVER_AUTH]), critical=False)
     builder = builder.add_extension(x509.SubjectAlternativeName(names), critical=False)
     signer_key = x509.AuthorityKeyIdentifier.from_issuer_public_key(signer.public_key())
@@ -83,7 +76,7 @@ def site(name: str) -> tuple[bytes, bytes]:
 
 def public(data: bytes, source: str, name: str) -> bytes:
     """Return the line of a public key with the site's name; raise UserError for any other key."""
-    if _PRIVATE in data:
+    if b"PRIVATE KEY-----" in data:
         raise UserError(f"{source} is a private key, which no one but its site may have: give the file NAME.pub.")
     words = "it must be the line that ssh-keygen -t ecdsa -b 384 writes into NAME.pub"
     try:
@@ -119,16 +112,22 @@ def fits(key: bytes, certificate: bytes) -> bool:
 
 
 def _builder(
-    issuer: x509.Name, subject: x509.Name, key: ec.EllipticCurvePrivateKey, serial: int, now: datetime, end: datetime
+    issuer: x509.Name,
+    subject: x509.Name,
+    key: ec.EllipticCurvePrivateKey,
+    serial: int,
+    now: datetime,
+    end: datetime,
+    ca: bool,
 ) -> x509.CertificateBuilder:
-    own = x509.SubjectKeyIdentifier.from_public_key(key.public_key())
+    """Return a certificate that signs others (`ca`), or that shows who somebody is."""
+    begin = now - timedelta(hours=1)  # sites whose clocks are slow believe a new certificate too
     builder = x509.CertificateBuilder().issuer_name(issuer).subject_name(subject).public_key(key.public_key())
-    builder = builder.serial_number(serial).not_valid_before(now - _SKEW).not_valid_after(end)
-    return builder.add_extension(own, critical=False)
-
-
-def _usage(digital_signature: bool, key_cert_sign: bool) -> x509.KeyUsage:
-    return x509.KeyUsage(digital_signature, False, False, False, False, key_cert_sign, False, False, False)
+    builder = builder.serial_number(serial).not_valid_before(begin).not_valid_after(end)
+    builder = builder.add_extension(x509.SubjectKeyIdentifier.from_public_key(key.public_key()), critical=False)
+    builder = builder.add_extension(x509.BasicConstraints(ca=ca, path_length=0 if ca else None), critical=True)
+    usage = x509.KeyUsage(not ca, False, False, False, False, ca, False, False, False)
+    return builder.add_extension(usage, critical=True)
 
 
 def _named(words: str) -> x509.Name:

@@ -112,12 +112,10 @@ def _clear(folder: Path) -> None:
 def _write(root: Path, files: Mapping[str, File]) -> None:
     for name, file in files.items():
         _folders(root, Path(name).parent)
-        handle = os.open(root / name, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600 if file.private else 0o644)
-        try:
+        mode = 0o600 if file.private else 0o644
+        with atomic_io.opened(root / name, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode) as handle:
             atomic_io.write_all(handle, file.data)
             os.fsync(handle)
-        finally:
-            os.close(handle)
 
 
 def _folders(root: Path, path: Path) -> None:
@@ -130,13 +128,9 @@ DAYS, PORT, LISTEN = 365, 9092, 9443
 MOST_DAYS = 3650
 """How long an authority is valid; what it signs never outlives it."""
 SCHEMA = 1
-SOON = timedelta(days=30)
-"""How long before it runs out a certificate is warned about."""
 
 HERE, THERE = "here", "at the site"
 """Where a site's key was made."""
-REMOVED, REPLACED = "removed", "replaced"
-"""Why a key may not come in any more."""
 
 
 @dataclass(frozen=True)
@@ -155,7 +149,7 @@ class Refused:
     name: str
     fingerprint: str
     since: str
-    why: str
+    why: str  # removed or replaced
 
 
 @dataclass(frozen=True)
@@ -194,10 +188,7 @@ class Term:
 
 @dataclass(frozen=True)
 class Access:
-    """Who may come in: the server's TLS files and port, the public key and fingerprint of each site by name.
-
-    `removed` has sites that may not any more, `refused` every key that must never come in.
-    """
+    """Who may come in: the server's TLS files and port, and the public key of each site by name."""
 
     folder: Path
     ca: Path
@@ -253,7 +244,7 @@ class Access:
             order = f"halfmoon federation rotate {self.folder} {term.remedy}"
             if term.end <= now:
                 sentences.append(f"{term.what} {left(term.end, now)}, and no site can come in: run {order}.")
-            elif term.end - now <= SOON:
+            elif term.end - now <= timedelta(days=30):
                 sentences.append(f"{term.what} runs out {left(term.end, now)}: run {order} before.")
             if term.begin > now:
                 sentences.append(

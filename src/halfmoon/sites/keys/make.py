@@ -4,9 +4,9 @@ import re
 import shlex
 import socket
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
-from functools import cache
 from ipaddress import ip_address
 from pathlib import Path
 from typing import Any
@@ -22,8 +22,6 @@ from halfmoon.sites.keys.key_folder import (
     LISTEN,
     MOST_DAYS,
     PORT,
-    REMOVED,
-    REPLACED,
     THERE,
     Access,
     File,
@@ -36,27 +34,29 @@ from halfmoon.sites.keys.key_folder import (
     make,
     reading,
 )
-from halfmoon.sites.keys.paths import CA, CERTIFICATE, KEY, LOGS, PROXY, SITE_KEYS, SUPERLINK
+from halfmoon.sites.keys.paths import CA, CERTIFICATE, JOIN, KEY, LOGS, PROXY, SITE_KEYS, SUPERLINK
 from halfmoon.storage import atomic_io, toml
 
 _NGINX = {"body": "6m", "connections": 16384, "files": 32768, "backlog": 4096, "handshake": 5}
 """nginx's limits: a body (Flower sends 5 MiB and a few hundred bytes), connections of a worker, open files, connections
 in its queue, and seconds for TLS and a header."""
 
-HALF_OPEN = 256
-"""New connections of one address that a firewall in front of the proxy lets through at once."""
-
-_UNSAFE = re.compile(r'["\\$\x00-\x1f\x7f]')
+_TEMPLATES = Environment(
+    loader=PackageLoader("halfmoon.sites.keys"),
+    undefined=StrictUndefined,
+    trim_blocks=True,
+    lstrip_blocks=True,
+    keep_trailing_newline=True,
+)
 
 
 def proxy(folder: Path, record: Record) -> str:
     """Return nginx's configuration, which lets sites through to the SuperLink alone; raise UserError."""
-    if _UNSAFE.search(str(folder)):
+    if re.search(r'["\\$\x00-\x1f\x7f]', str(folder)):
         raise UserError(
             f"{str(folder)!r} cannot stand in nginx's configuration: choose a path without quotes, \\ and $."
         )
-    files = {"ca": folder / CA, "certificate": folder / CERTIFICATE, "key": folder / KEY, "logs": folder / LOGS}
-    return _render(PROXY, **_NGINX, **files, record=record, nginx=nginx(folder), ipv6=speaks_ipv6())
+    return _render(PROXY, **_NGINX, **_files(folder), record=record, nginx=nginx(folder), ipv6=speaks_ipv6())
 
 
 def nginx(folder: Path) -> str:
@@ -65,25 +65,22 @@ def nginx(folder: Path) -> str:
 
 
 def superlink(folder: Path, record: Record) -> str:
-    paths = {"folder": folder, "ca": folder / CA, "certificate": folder / CERTIFICATE, "key": folder / KEY}
-    quoted = {name: shlex.quote(str(path)) for name, path in paths.items()}
-    return _render(SUPERLINK, **quoted, record=record, nginx=nginx(folder), half_open=HALF_OPEN)
+    quoted = {name: shlex.quote(str(path)) for name, path in _files(folder).items()}
+    half_open = 256  # new connections of one address that a firewall in front of the proxy lets through at once
+    return _render(SUPERLINK, **quoted, record=record, nginx=nginx(folder), half_open=half_open)
 
 
 def join(name: str, record: Record, here: bool) -> str:
-    return _render("join.txt", name=name, key=f"{name}.key", record=record, site_keys=SITE_KEYS, here=here)
+    return _render(JOIN, name=name, key=f"{name}.key", record=record, site_keys=SITE_KEYS, here=here)
 
 
-@cache
-def _environment() -> Environment:
-    loader = PackageLoader("halfmoon.sites.keys")
-    return Environment(
-        loader=loader, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True
-    )
+def _files(folder: Path) -> dict[str, Path]:
+    names = {"folder": "", "ca": CA, "certificate": CERTIFICATE, "key": KEY, "logs": LOGS}
+    return {name: folder / file for name, file in names.items()}
 
 
 def _render(template: str, **values: Any) -> str:
-    return _environment().get_template(template).render(**values)
+    return _TEMPLATES.get_template(template).render(**values)
 
 
 def speaks_ipv6() -> bool:
@@ -94,9 +91,6 @@ def speaks_ipv6() -> bool:
         return False
     return True
 
-
-LONGEST_KEY = 2**16
-"""Bytes of a public key's file at most."""
 
 _LABEL = r"[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?"
 _HOST = re.compile(rf"(?=.{{1,253}}$)({_LABEL}\.)*(?=[a-z0-9-]*[a-z]){_LABEL}")
@@ -176,9 +170,9 @@ def remove(folder: Path, name: str, now: datetime | None = None) -> Result:
     with reading(folder) as record:
         site = _site(record, name)
         rest = {other: each for other, each in record.sites.items() if other != name}
-        record = replace(_refusing(record, name, REMOVED, now or datetime.now(UTC)), sites=rest)
-        gone = [paths.private(name), paths.public(name), paths.authority(name), paths.join(name), paths.site_keys(name)]
-        _save(folder, record, {}, gone)
+        record = replace(_refusing(record, name, "removed", now or datetime.now(UTC)), sites=rest)
+        others = [paths.site(name, file) for file in (CA, JOIN, SITE_KEYS)]
+        _save(folder, record, {}, [paths.private(name), paths.public(name), *others])
     facts = {**_facts(folder, record), "removed": {name: site.fingerprint}}
     return Result(facts, (f"A running halfmoon serve shuts {name} out within seconds.",))
 
@@ -196,11 +190,11 @@ def renew(
         issuer = certificates.authority(MOST_DAYS, now) if ca else _issuer(folder, record)
         if ca:
             files |= {paths.CA_KEY: File(issuer.key, private=True), paths.CA: File(issuer.certificate)}
-            files |= {paths.authority(name): File(issuer.certificate) for name in record.sites}
+            files |= {paths.site(name, CA): File(issuer.certificate) for name in record.sites}
         pair = certificates.server(issuer, record.hosts, record.days, now)
         files |= _server(pair)
         for name, site in record.sites.items() if hosts else ():
-            files[paths.join(name)] = File(join(name, record, site.made == HERE).encode())
+            files[paths.site(name, JOIN)] = File(join(name, record, site.made == HERE).encode())
         record = replace(
             record, authority=certificates.seal(issuer.certificate), certificate=certificates.seal(pair.certificate)
         )
@@ -216,7 +210,7 @@ def rekey(folder: Path, name: str, key: Path | None = None, now: datetime | None
         here = _site(record, name).made == HERE
         if not here and line is None:
             raise UserError(f"the key of {name} was made at the site: have a new one made, and give --public-key FILE.")
-        record = _refusing(record, name, REPLACED, now)
+        record = _refusing(record, name, "replaced", now)
         record, files = _with_site(record, name, line, _authority(folder, record), now)
         _save(folder, record, files, [paths.private(name)] if here and line else [])
     advice = _handing(folder, name, line is None)
@@ -305,8 +299,8 @@ def _with_site(
     record = replace(record, sites={**record.sites, name: site})
     files |= {
         paths.public(name): File(line),
-        paths.authority(name): File(ca),
-        paths.join(name): File(join(name, record, here).encode()),
+        paths.site(name, CA): File(ca),
+        paths.site(name, JOIN): File(join(name, record, here).encode()),
     }
     return record, files
 
@@ -324,7 +318,7 @@ def _lists(folder: Path, record: Record, files: Mapping[str, File]) -> dict[str,
             raise UserError(f"{folder / path} is missing or another key than {paths.RECORD} says: restore it.")
         lines.append(line)
     whole = File(b"".join(lines))
-    return {paths.SITE_KEYS: whole, **{paths.site_keys(name): whole for name in record.sites}}
+    return {SITE_KEYS: whole, **{paths.site(name, SITE_KEYS): whole for name in record.sites}}
 
 
 def _site(record: Record, name: str) -> SiteKeys:
@@ -341,7 +335,7 @@ def _refusing(record: Record, name: str, why: str, now: datetime) -> Record:
 def _read_public(path: Path, name: str) -> bytes:
     try:
         with path.open("rb") as file:
-            data = file.read(LONGEST_KEY)
+            data = file.read(2**16)
     except OSError as error:
         raise UserError(f"{path} cannot be read ({atomic_io.reason(error)}): give the file of a public key.") from error
     return certificates.public(data, str(path), name)
@@ -350,11 +344,9 @@ def _read_public(path: Path, name: str) -> bytes:
 def _authority(folder: Path, record: Record) -> bytes:
     path = folder / paths.CA
     data = atomic_io.read(path) or b""
-    try:
+    with suppress(ValueError):
         if certificates.seal(data) == record.authority:
             return data
-    except ValueError:
-        pass
     raise UserError(f"{path} is missing, or not the one that {paths.RECORD} says: restore it from a copy.")
 
 
@@ -364,11 +356,9 @@ def _issuer(folder: Path, record: Record) -> certificates.Pair:
     issuer = certificates.Pair(atomic_io.read(path) or b"", _authority(folder, record))
     if not issuer.key:
         raise UserError(f"{path} is not there, and nothing can be signed without it: put it back for a moment.")
-    try:
+    with suppress(ValueError):
         if certificates.fits(issuer.key, issuer.certificate):
             return issuer
-    except ValueError:
-        pass
     raise UserError(f"{path} is not the key of {paths.CA}: restore it from a copy, or make a new authority with --ca.")
 
 
@@ -416,9 +406,6 @@ def _stamp(now: datetime) -> str:
     return now.strftime("%Y-%m-%dT%H:%M:%SZ")
 
 
-SERVER, AUTHORITY = "server", "authority"
-
-
 def listing(folder: Path, now: datetime | None = None) -> dict[str, Any]:
     """Return a folder's certificates, sites, refused keys and warnings; raise UserError where it is damaged."""
     now = now or datetime.now(UTC)
@@ -430,7 +417,7 @@ def listing(folder: Path, now: datetime | None = None) -> dict[str, Any]:
         ]
     terms = {
         name: {"fingerprint": term.fingerprint, "until": f"{term.end:%Y-%m-%d}", "left": left(term.end, now)}
-        for name, term in zip((AUTHORITY, SERVER), access.terms(), strict=True)
+        for name, term in zip(("authority", "server"), access.terms(), strict=True)
     }
     about = {"hosts": list(record.hosts), "port": record.port, "listen": record.listen}
     refused = [asdict(each) for each in record.refused]

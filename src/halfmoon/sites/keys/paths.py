@@ -4,7 +4,7 @@ RECORD, LOCK = "access.json", ".lock"
 CA, CA_KEY = "ca.crt", "ca/ca.key"
 CERTIFICATE, KEY = "server/server.crt", "server/server.key"
 SITE_KEYS = "sites.pub"
-SUPERLINK, PROXY, LOGS = "superlink.txt", "nginx.conf", "nginx"
+JOIN, SUPERLINK, PROXY, LOGS = "join.txt", "superlink.txt", "nginx.conf", "nginx"
 
 
 def site(name: str, file: str = "") -> str:
@@ -17,15 +17,3 @@ def private(name: str) -> str:
 
 def public(name: str) -> str:
     return site(name, f"{name}.pub")
-
-
-def authority(name: str) -> str:
-    return site(name, CA)
-
-
-def site_keys(name: str) -> str:
-    return site(name, SITE_KEYS)
-
-
-def join(name: str) -> str:
-    return site(name, "join.txt")
