@@ -7,8 +7,7 @@ import io
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -27,10 +26,6 @@ if TYPE_CHECKING:
     from halfmoon.api.requirements import Place
 
 FEDERATION, SPLIT, MARK = "federation.toml", "split.parquet", ".halfmoon-export"
-Tell = Callable[[str], None]
-
-IMAGES = "images"
-"""The folder of a site's images."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -43,22 +38,39 @@ class _Part:
     labeled: np.ndarray
 
 
-def export(config: Config, source: Source, split: Split, out: Path, tell: Tell | None = None) -> bool:
+def export(config: Config, source: Source, split: Split, out: Path, tell: Callable[[str], object] = str) -> bool:
     """Write a data set as site folders, `server` where it holds labels, `test`, and federation.toml.
 
     Images are PNGs named by their row. A folder appears when it is whole, and another call makes those that are
-    missing. Return whether anything was left to write. Raise UserError where a folder cannot hold it, or cannot be
-    written.
+    missing: a mark tells an unfinished export of these sites, federation.toml a finished one. Return whether anything
+    was left to write. Raise UserError where a folder cannot hold it, or cannot be written.
     """
     parts = _parts(source, split)
     words = federation(config, source, split)
     _check(source, split, parts, out)
     try:
-        return _write(source, parts, out, words, split, config.split is not None, tell or (lambda _: None))
+        out.mkdir(parents=True, exist_ok=True)
+        _claim(out, _mark(words, split))
+        with locks.hold(out / MARK):
+            if (out / FEDERATION).exists():
+                return False
+            for part in parts:
+                if (out / part.name).exists():
+                    tell(f"{part.name}: there already")
+                    continue
+                _write_part(source, part, out)
+                tell(f"{part.name}: {len(part.rows):,} images, {int(part.labeled.sum()):,} with a label")
+            if config.split is not None:
+                split.save(out / SPLIT)
+            atomic_io.replace(out / FEDERATION, words.encode())
+    except locks.Conflict as error:
+        words = f"{out} is being written by another process; wait for it ({atomic_io.reason(error)})."
+        raise UserError(words) from error
     except OSError as error:
         raise UserError(
             f"{out} cannot be written ({atomic_io.reason(error)}); mend that, then export again."
         ) from error
+    return True
 
 
 def federation(config: Config, source: Source, split: Split) -> str:
@@ -79,9 +91,7 @@ def federation(config: Config, source: Source, split: Split) -> str:
     options["method"] = Config.method if Config.method in usable else usable[0]
     options["cohort"] = min(Config.cohort, split.clients)
     lines = [f"{name} = {toml.value(value)}" for name, value in options.items() if value is not None]
-    about = [
-        "# Written by halfmoon site export. The same split in the simulator: halfmoon run --config federation.toml",
-    ]
+    about = "# Written by halfmoon site export. The same split in the simulator: halfmoon run --config federation.toml"
     parts = holders(split)
     folders = {"test": "test", **({"server": "server"} if "server" in parts else {})}
     table = {
@@ -96,7 +106,7 @@ def federation(config: Config, source: Source, split: Split) -> str:
     }
     served = [f"{name} = {toml.value(value)}" for name, value in table.items()]
     why = "# What halfmoon serve needs to know beside; a simulation does not look at it."
-    return "\n".join([*about, *lines, "", why, f"[{TABLE}]", *served]) + "\n"
+    return "\n".join([about, *lines, "", why, f"[{TABLE}]", *served]) + "\n"
 
 
 def holders(split: Split) -> dict[str, int]:
@@ -141,43 +151,6 @@ def _mark(words: str, split: Split) -> str:
     return atomic_io.digest(f"{words}{split.origin.labels_sha256}{atomic_io.digest(assignment)}".encode())
 
 
-def _write(
-    source: Source,
-    parts: Sequence[_Part],
-    out: Path,
-    words: str,
-    split: Split,
-    saved: bool,
-    tell: Callable[[str], None],
-) -> bool:
-    """Write what is missing; a mark tells an unfinished export of these sites, federation.toml a finished one."""
-    out.mkdir(parents=True, exist_ok=True)
-    _claim(out, _mark(words, split))
-    with _alone(out):
-        if (out / FEDERATION).exists():
-            return False
-        for part in parts:
-            if (out / part.name).exists():
-                tell(f"{part.name}: there already")
-                continue
-            _write_part(source, part, out)
-            tell(f"{part.name}: {len(part.rows):,} images, {int(part.labeled.sum()):,} with a label")
-        if saved:
-            split.save(out / SPLIT)
-        atomic_io.replace(out / FEDERATION, words.encode())
-    return True
-
-
-@contextmanager
-def _alone(out: Path) -> Iterator[None]:
-    try:
-        with locks.hold(out / MARK):
-            yield
-    except locks.Conflict as error:
-        words = f"{out} is being written by another process; wait for it ({atomic_io.reason(error)})."
-        raise UserError(words) from error
-
-
 def _claim(out: Path, mark: str) -> None:
     """Mark an empty folder as this export's; raise UserError where it holds anything else."""
     content = atomic_io.read(out / MARK)
@@ -195,9 +168,9 @@ def _write_part(source: Source, part: _Part, out: Path) -> None:
     partial = out / f".{part.name}{atomic_io.PARTIAL}"
     if partial.exists():  # a kill's leftover, in a folder marked as ours
         shutil.rmtree(partial)
-    (partial / IMAGES).mkdir(parents=True)
+    (partial / "images").mkdir(parents=True)
     digits = max(2, len(str(len(part.images) - 1)))
-    names = [f"{IMAGES}/{row:0{digits}}.png" for row in part.rows]
+    names = [f"images/{row:0{digits}}.png" for row in part.rows]
     for row, name in zip(part.rows, names, strict=True):
         pixels = part.images.images[row]
         Image.fromarray(pixels[:, :, 0] if pixels.shape[2] == 1 else pixels).save(partial / name)
