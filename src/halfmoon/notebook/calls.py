@@ -4,7 +4,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from halfmoon import data
 from halfmoon.config import schema
@@ -21,11 +21,9 @@ from halfmoon.runs.callbacks import NULL_CALLBACK, Callback, Callbacks
 from halfmoon.runs.jobs import parsed
 from halfmoon.runs.runner import RunResult
 from halfmoon.storage.run_folder import BASELINES, RunFolder
-from halfmoon.sweeps import engines, grid, play, recipe
+from halfmoon.sweeps import engines, grid, own_images, own_plan, play, recipe
+from halfmoon.sweeps.own_plan import Plan
 from halfmoon.sweeps.sweep_folder import SweepFolder
-
-if TYPE_CHECKING:
-    from halfmoon.sweeps.own_plan import Plan
 
 load_data = python_errors(data.load)
 save_data = python_errors(data.save)
@@ -124,8 +122,6 @@ def resume(folder: Path | str, watch: Callback = NULL_CALLBACK, method: outside.
         UserError: nothing is there that can go on.
         Diverged: a loss or a weight is no finite number.
     """
-    from halfmoon.sweeps import own_images
-
     root = paths(folder)
     if (plan := own_images.left(root)) is not None:
         return _play_plan(plan, root, watch, again=True)
@@ -190,19 +186,15 @@ def sweep(
     return SweepResults(folder.path)
 
 
-def _plan(options: Mapping[str, Any], minutes: float | None) -> "Plan | None":
+def _plan(options: Mapping[str, Any], minutes: float | None) -> Plan | None:
     """Return the plan for images of one's own, None where `data` is no folder of them, or others say what is played."""
     if not isinstance(place := options.get("data"), str | Path) or not Path(place).is_dir():
         return None
-    from halfmoon.sweeps import own_plan  # slow to import, and most runs have no plan
-
     return own_plan.planned(schema.anchored(options, Path()), minutes)
 
 
-def _start_plan(plan: "Plan", watch: Callback) -> Results:
+def _start_plan(plan: Plan, watch: Callback) -> Results:
     """Play a plan in its folder, or go on with the run on these images that is there."""
-    from halfmoon.sweeps import own_images
-
     root = plan.config.run_dir or schema.free_folder(plan.config, plan.config.method)
     before = own_images.left(root)
     if before is None or before.contents.folder != plan.contents.folder:
@@ -212,10 +204,8 @@ def _start_plan(plan: "Plan", watch: Callback) -> Results:
     return _play_plan(before, root, watch, again=True)
 
 
-def _play_plan(plan: "Plan", root: Path, watch: Callback, again: bool = False) -> Results:
+def _play_plan(plan: Plan, root: Path, watch: Callback, again: bool = False) -> Results:
     """Play a plan in the folder `root`, or go on with it `again`."""
-    from halfmoon.sweeps import own_images
-
     with _watched(watch) as eyes:
         result = own_images.play(plan, root, eyes, again)
     if result.outcome is not None:

@@ -11,7 +11,6 @@ import torch
 
 from halfmoon.core.errors import UserError
 from halfmoon.data import Images
-from halfmoon.engine.evaluation import temperature
 from halfmoon.notebook.progress import warn
 from halfmoon.notebook.wording import paths, python_errors
 from halfmoon.sites.inference import export, image_folder, load, measure
@@ -70,9 +69,7 @@ class Model(load.Model):
         truth, logits = self._labeled(images)
         if not isinstance(images, Images) and measure.has_training_images(self, Path(images)):
             warn(f"{images} {measure.TRAINING_IMAGES}")
-        values = self.scaled(logits)
-        scores = measure.scores(truth, values.argmax(1), values.max(1), classes=self.classes, sure=sure)
-        return {**scores, "auc": measure.auc(truth, values)}
+        return measure.measured(self, truth, logits, sure)
 
     @python_errors
     def calibrate(self, images: Images | Path | str) -> "Model":
@@ -87,8 +84,7 @@ class Model(load.Model):
         if not isinstance(images, Images):
             measure.refuse_training_images(self, Path(images))
         truth, logits = self._labeled(images)
-        value = temperature(torch.from_numpy(logits), torch.from_numpy(truth))
-        measure.write_temperature(self.path, self, value)
+        value = measure.write_temperature(self.path, self, logits, truth)
         return replace(self, card=replace(self.card, temperature=value))
 
     @python_errors

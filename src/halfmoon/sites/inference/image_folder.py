@@ -18,12 +18,10 @@ from halfmoon.data.readers.cache import replacing
 from halfmoon.data.readers.class_folders import SUFFIXES, is_image, unlabeled_in
 from halfmoon.data.readers.decode import fitted
 from halfmoon.report.spreadsheet import harmless_row
-from halfmoon.sites.folders.site_folder import LABELS, read
+from halfmoon.sites.folders.labels import LABELS
+from halfmoon.sites.folders.site_folder import read, some
 from halfmoon.sites.inference.load import Model
 from halfmoon.storage import atomic_io
-
-READERS = 4
-"""Threads that decode: Pillow lets others run while it reads an image."""
 
 
 class UnreadableImage(NamedTuple):
@@ -85,7 +83,7 @@ def labeled_paths(folder: Path, classes: Sequence[str]) -> tuple[list[str], np.n
         more = f" ({others} more besides)" if others else ""
         raise UserError(
             f"{folder}: the model does not know the class {name!r} of {count} images{more}; its classes are: "
-            f"{_listed(classes)}."
+            f"{some(classes, 20)}."
         )
     return [path for path, _ in pairs], np.array([numbers[_plain(name)] for _, name in pairs], np.int64)
 
@@ -101,7 +99,7 @@ def batches(model: Model, folder: Path, paths: Sequence[str]) -> Iterator[ImageB
         except UserError as error:
             return UnreadableImage(path, str(error).removeprefix(f"{path}: "))
 
-    with ThreadPoolExecutor(min(READERS, os.cpu_count() or 1)) as readers:
+    with ThreadPoolExecutor(min(4, os.cpu_count() or 1)) as readers:  # Pillow lets others run while it reads an image
         for first in range(0, len(paths), model.batch):
             results = list(readers.map(pixels, paths[first : first + model.batch]))
             rows = [first + k for k, result in enumerate(results) if isinstance(result, np.ndarray)]
@@ -119,11 +117,6 @@ def _refuse(error: OSError) -> None:
     raise UserError(
         f"{error.filename}: the folder cannot be read ({atomic_io.reason(error)}); make it readable."
     ) from error
-
-
-def _listed(names: Sequence[str], most: int = 20) -> str:
-    rest = len(names) - most
-    return ", ".join(names[:most]) + (f" and {rest} more" if rest > 0 else "")
 
 
 COLUMNS = ("path", "label", "probability", "sure", "runner_up", "runner_up_probability")

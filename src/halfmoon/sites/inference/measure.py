@@ -24,9 +24,6 @@ from halfmoon.storage.serialization import with_seal
 TRAINING_IMAGES = "has the images that the model was trained on: on new ones it is right less often."
 """What is said of the scores of a folder, after its name."""
 
-BINS = 15
-"""Bins of the reliability table, as in Guo et al. (ICML 2017)."""
-
 Scores = dict[str, Any]
 
 
@@ -36,9 +33,15 @@ def evaluate(model: Model, folder: Path, sure: float = 0.9) -> tuple[Scores, lis
     Raise `UserError` for none that can be read."""
     check_share(sure)
     truth, logits, unreadable = labeled_logits(model, folder)
+    metrics = measured(model, truth, logits, sure)
+    return {**metrics, "training_images": has_training_images(model, folder)}, unreadable
+
+
+def measured(model: Model, truth: np.ndarray, logits: np.ndarray, sure: float) -> Scores:
+    """Return `scores` and "auc" of a model's logits (N, classes) of images whose classes are `truth`, int64 (N,)."""
     values = model.scaled(logits)
     metrics = scores(truth, values.argmax(1), values.max(1), classes=model.classes, sure=sure)
-    return {**metrics, "auc": auc(truth, values), "training_images": has_training_images(model, folder)}, unreadable
+    return {**metrics, "auc": auc(truth, values)}
 
 
 def has_training_images(model: Model, folder: Path) -> bool:
@@ -130,7 +133,7 @@ def _ratio(part: np.ndarray, whole: np.ndarray) -> np.ndarray:
     return part / np.maximum(whole, 1)
 
 
-def calibration(correct: np.ndarray, confidence: np.ndarray, bins: int = BINS) -> tuple[float, list[dict[str, Any]]]:
+def calibration(correct: np.ndarray, confidence: np.ndarray, bins: int = 15) -> tuple[float, list[dict[str, Any]]]:
     """Return the expected calibration error (Guo et al., ICML 2017, Equation 3) and its reliability table.
 
     Bin m has the images whose probability of the predicted class is in ((m-1)/M, m/M]; an empty one has None for
@@ -220,17 +223,18 @@ def calibrate(path: Path, folder: Path, device: str = "cpu", network: str | None
     place, model = model_file(path), load_model(path, device, network)
     refuse_training_images(model, folder)
     labels, logits, unreadable = labeled_logits(model, folder)
-    value = temperature(torch.from_numpy(logits), torch.from_numpy(labels))
-    write_temperature(place, model, value)
+    value = write_temperature(place, model, logits, labels)
     before, after = (fit(logits, labels, at) for at in (model.card.temperature, value))
     return CalibrationResult(place, len(labels), before, after, unreadable)
 
 
-def write_temperature(place: Path, model: Model, value: float) -> None:
-    """Put a temperature into the card of the model file that `model` was read from."""
+def write_temperature(place: Path, model: Model, logits: np.ndarray, labels: np.ndarray) -> float:
+    """Put the temperature that fits these logits into the card of the model file, and return it."""
+    value = temperature(torch.from_numpy(logits), torch.from_numpy(labels))
     try:
         atomic_io.replace(place, with_seal(place.read_bytes(), replace(model.card, temperature=value).render()))
         if place.name in integrity.sums(place.parent):  # a run's folder knows the checksum of its model
             integrity.note(place.parent, {place.name: integrity.digest_of(place) or ""})
     except OSError as error:
         raise UserError(f"{place}: it cannot be written ({atomic_io.reason(error)}); make it writable.") from error
+    return value
