@@ -269,11 +269,11 @@ def test_calibration_by_hand() -> None:
 
 
 def test_a_table_of_labels_says_the_same_as_folders(home, tmp_path, capsys):
-    """Unlabeled images beside the labeled ones count for nothing; the files hold what is printed."""
+    """Whatever the case of its name. Images without a label count for nothing; the files hold what is printed."""
     names = [f"{k:03}.png" for k in range(30)]
     write_images(tmp_path / "site", TEST.images[:30], names)
     lines = [f"{name},{y}" for name, y in zip(names[:20], TEST.labels, strict=False)]
-    (tmp_path / "site" / "labels.csv").write_text("\n".join(["path,label", *reversed(lines)]))
+    (tmp_path / "site" / "Labels.csv").write_text("\n".join(["path,label", *reversed(lines)]))
     write_images(tmp_path / "sorted", TEST.images[:20], [f"{TEST.labels[k]}/{names[k]}" for k in range(20)])
     found = []
     for name in ("site", "sorted"):

@@ -18,7 +18,7 @@ from halfmoon.data.readers.cache import replacing
 from halfmoon.data.readers.class_folders import SUFFIXES, is_image, unlabeled_in
 from halfmoon.data.readers.decode import fitted
 from halfmoon.report.spreadsheet import harmless_row
-from halfmoon.sites.folders.labels import LABELS
+from halfmoon.sites.folders.labels import LABELS, file_of
 from halfmoon.sites.folders.site_folder import read, some
 from halfmoon.sites.inference.load import Model
 from halfmoon.storage import atomic_io
@@ -61,10 +61,9 @@ def labeled_paths(folder: Path, classes: Sequence[str]) -> tuple[list[str], np.n
 
     Raise `UserError` where there is neither, and for a class that is not in `classes`.
     """
-    if (folder / LABELS).is_file():
+    if file_of(folder).is_file():
         site = read(folder)
-        names = [site.classes[label] if label >= 0 else "" for label in site.labels]
-        pairs = [(path, name) for path, name, label in zip(site.paths, names, site.labels, strict=True) if label >= 0]
+        pairs = [(path, site.classes[label]) for path, label in zip(site.paths, site.labels, strict=True) if label >= 0]
         if not pairs:
             raise UserError(f"{folder / LABELS} names no image; write a line with path and label for each labeled one.")
     else:
