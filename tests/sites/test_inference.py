@@ -25,6 +25,8 @@ from halfmoon.core import tree
 from halfmoon.core.errors import UserError
 from halfmoon.data import load
 from halfmoon.models import NETWORKS
+from halfmoon.notebook import trained
+from halfmoon.report.spreadsheet import harmless_row
 from halfmoon.runs.model_card import Card
 from halfmoon.sites.inference import Model, export, load_model, measure
 from halfmoon.sites.inference import load as deployed
@@ -222,6 +224,20 @@ def test_a_name_that_is_no_text_is_written_as_it_is(home: Path, tmp_path: Path) 
     os.rename(bytes(folder / "x.png"), bytes(folder) + b"/\xff.png")
     assert cli.main(["predict", str(home / "run"), str(folder), "--out", str(tmp_path / "p.csv")]) == 0
     assert (tmp_path / "p.csv").read_bytes().splitlines()[1].startswith(b"\xff.png,")
+
+
+def test_a_folder_and_an_array_have_the_same_labels(tmp_path: Path) -> None:
+    """Also where a name looks like no value (None) or like a formula."""
+    plain = build("small", "batch", (1, 8, 8), (8, 8), width=2)
+    card = replace(plain.card, classes=("None", "-x", "=1"))
+    model = trained.Model(card, plain.params, plain.stats, plain.device, tmp_path / "m")
+    write_images(tmp_path, TEST.images[:20], [f"-{k:02}.png" for k in range(20)])
+    found, expected = model.predict(tmp_path), model.predict(TEST.images[:20])
+    assert list(found["path"]) == [f"-{k:02}.png" for k in range(20)]
+    for name in ("label", "runner_up"):
+        assert list(found[name]) == list(expected[name])
+    for name in ("probability", "runner_up_probability"):
+        assert found[name].tolist() == pytest.approx(expected[name].tolist(), abs=1e-6)
 
 
 def test_scores_are_those_of_scikit_learn() -> None:

@@ -1,6 +1,5 @@
 """A trained model as one object: predict, evaluate, calibrate, export."""
 
-import tempfile
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -39,9 +38,11 @@ class Model(load.Model):
             UserError: images are of another form, or there are none.
         """
         if isinstance(images, str | Path):
-            with tempfile.TemporaryDirectory() as place:
-                result = image_folder.predict(self, Path(images), Path(place) / "table.csv", sure)
-                return _warned(pd.read_csv(result.out, dtype={"label": str, "runner_up": str}), result.unreadable)
+            folder, unreadable = Path(images), list[image_folder.UnreadableImage]()
+            rows = image_folder.predictions(self, folder, image_folder.checked_paths(folder, sure), sure, unreadable)
+            table = pd.DataFrame(rows, columns=[*image_folder.COLUMNS])
+            shares = ["probability", "runner_up_probability"]
+            return _warned(table.assign(**{name: pd.to_numeric(table[name]) for name in shares}), unreadable)
         image_folder.check_share(sure)
         values = self.probabilities(images.images if isinstance(images, Images) else images)
         order = np.argsort(-values, axis=1, kind="stable")

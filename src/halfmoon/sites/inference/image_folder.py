@@ -142,8 +142,7 @@ def predict(
     model knows, bool (N,); it is another column. Raise `UserError` where there is no image, or it cannot be
     written.
     """
-    check_share(sure)
-    paths = image_paths(folder)
+    paths = checked_paths(folder, sure)
     counts: Counter[str] = Counter()
     unsure = strange = 0
     unreadable: list[UnreadableImage] = []
@@ -153,21 +152,11 @@ def predict(
             text = io.TextIOWrapper(file, "utf-8", errors="surrogateescape", newline="", write_through=True)
             table = csv.writer(text, lineterminator="\n")
             table.writerow(COLUMNS if unlike is None else (*COLUMNS, "unlike"))
-            for batch in batches(model, folder, paths):
-                if not batch.rows:
-                    unreadable += batch.unreadable
-                    continue
-                logits, features = model.represent(batch.images)
-                odd = np.zeros(len(logits), bool) if unlike is None else unlike(features)
-                strange += int(odd.sum())
-                for row, values, far in zip(batch.rows, model.scaled(logits), odd, strict=True):
-                    label, others = _best(model, values)
-                    confident = values.max() >= sure
-                    cells = [paths[row], label, f"{values.max():.6f}", "yes" if confident else "no", *others]
-                    table.writerow(harmless_row(cells if unlike is None else [*cells, "yes" if far else "no"]))
-                    counts[label] += 1
-                    unsure += not confident
-                unreadable += batch.unreadable
+            for cells in predictions(model, folder, paths, sure, unreadable, unlike):
+                table.writerow(harmless_row(cells))
+                counts[cells[1]] += 1
+                unsure += cells[3] == "no"
+                strange += cells[6:] == ["yes"]
             text.detach()
     except OSError as error:
         raise UserError(f"{out}: it cannot be written ({atomic_io.reason(error)}); choose another --out.") from error
@@ -175,12 +164,33 @@ def predict(
     return PredictionResult(out, sum(counts.values()), unsure, labels, unreadable, strange)
 
 
+def checked_paths(folder: Path, sure: float) -> list[str]:
+    check_share(sure)
+    return image_paths(folder)
+
+
+def predictions(
+    model: Model,
+    folder: Path,
+    paths: Sequence[str],
+    sure: float,
+    unreadable: list[UnreadableImage],
+    unlike: Callable[[np.ndarray], np.ndarray] | None = None,
+) -> Iterator[list[str]]:
+    """Yield the cells of each readable image, of `COLUMNS` and of `unlike`; the others are added to `unreadable`."""
+    for batch in batches(model, folder, paths):
+        unreadable += batch.unreadable
+        if not batch.rows:
+            continue
+        logits, features = model.represent(batch.images)
+        odd = None if unlike is None else unlike(features)
+        for place, (row, values) in enumerate(zip(batch.rows, model.scaled(logits), strict=True)):
+            best, *others = np.argsort(-values, kind="stable")
+            cells = [paths[row], model.classes[best], f"{values[best]:.6f}", "yes" if values[best] >= sure else "no"]
+            cells += [model.classes[others[0]], f"{values[others[0]]:.6f}"] if others else ["", ""]
+            yield cells if odd is None else [*cells, "yes" if odd[place] else "no"]
+
+
 def check_share(sure: float) -> None:
     if not 0 <= sure <= 1:
         raise UserError(f"--sure is {sure:g}: it must be a probability, from 0 to 1.")
-
-
-def _best(model: Model, values: np.ndarray) -> tuple[str, list[str]]:
-    order = np.argsort(-values, kind="stable")
-    second = [word for k in order[1:2] for word in (model.classes[k], f"{values[k]:.6f}")]
-    return model.classes[order[0]], second or ["", ""]
