@@ -149,17 +149,14 @@ class Followed:
         if log is not None:
             age = max(0.0, min(age, now - log))
             # Of sites that are missing it says so every half minute.
-            patience = SILENT if words.startswith("waiting for sites") else max(patience, self.answer_timeout())
+            table = self.options.get("federation")
+            value = table.get("round_timeout") if isinstance(table, dict) else None
+            timeout = float(value) if isinstance(value, int | float) else 3600.0  # of a site's answer
+            patience = SILENT if words.startswith("waiting for sites") else max(patience, timeout)
         lock = locks.is_held(self.path / LOCK)
         if not lock and age > (patience if lock is None else SILENT):
             return "stopped", age
         return ("running" if self.metrics.rows and not words else "waiting"), age
-
-    def answer_timeout(self) -> float:
-        """Return how many seconds a federation waits for a site's answer without a word, by its `round_timeout`."""
-        table = self.options.get("federation")
-        value = table.get("round_timeout") if isinstance(table, dict) else None
-        return float(value) if isinstance(value, int | float) else 3600.0
 
     def _pace(self) -> list[float]:
         return list(self.seconds().values())[-PACE:]
@@ -315,10 +312,25 @@ def alarms(rows: Sequence[Mapping[str, Any]], state: str, age: float, command: s
     """Return what is odd about a run's rows; `state` and `age` (seconds since its last word) are those of its files.
 
     `command` goes on with it where it was stopped."""
-    return [*_diverged(rows), *_nobody(rows), *_fallen(rows), *_stopped(state, age, command)]
+    tested = [row["test"]["accuracy"] for row in rows if (row.get("test") or {}).get("accuracy") is not None]
+    result = [*_diverged(rows, tested)]
+    shares = [(row.get("pseudo") or {}).get("share_used") for row in rows[-QUIET:]]
+    if len(shares) == QUIET and all(share is not None and share < 0.005 for share in shares):
+        words = f"unlabeled images teach nothing: in {QUIET} rounds under 0.5 % of the pseudo-labels were used"
+        result.append(Alarm("none used", words))
+    # Far below its best for two evaluations.
+    if len(tested) >= 4 and max(tested[-2:]) < max(tested) - 0.15:
+        words = f"the accuracy fell from {100 * max(tested):.1f} to {100 * tested[-1]:.1f} %"
+        result.append(Alarm("fallen", words))
+    if state == "stopped":
+        minutes = round(age / 60)
+        ago = f"{minutes} minutes" if minutes < 120 else f"{minutes // 60} hours"
+        words = f"no word for {ago}: it was stopped, or its machine sleeps (halfmoon {command} goes on)"
+        result.append(Alarm("stopped", words))
+    return result
 
 
-def _diverged(rows: Sequence[Mapping[str, Any]]) -> Iterator[Alarm]:
+def _diverged(rows: Sequence[Mapping[str, Any]], tested: Sequence[float]) -> Iterator[Alarm]:
     """The loss is no number any more, or has stayed far above where it began while the accuracy fell."""
     losses = [row["train"]["loss"] for row in rows if isinstance(row.get("train"), dict) and "loss" in row["train"]]
     if not losses:
@@ -328,37 +340,10 @@ def _diverged(rows: Sequence[Mapping[str, Any]]) -> Iterator[Alarm]:
         yield Alarm("diverged", f"diverged: the loss of round {number} is no number; try a smaller lr or clip_norm")
         return
     finite = [loss for loss in losses if loss is not None]
-    tested = _tested(rows)
     # Some methods weigh more and more rows: a growing loss is bad news where the accuracy is below its best.
     worse = not tested or tested[-1] < max(tested) - 0.05
     if len(finite) >= 6 and worse and min(finite[-3:]) > 3 * max(finite[:3]) + 1:
         yield Alarm("diverged", f"the loss rose from {finite[0]:.2f} to {finite[-1]:.2f}: it is diverging")
-
-
-def _nobody(rows: Sequence[Mapping[str, Any]]) -> Iterator[Alarm]:
-    """No pseudo-label was used for several rounds."""
-    shares = [(row.get("pseudo") or {}).get("share_used") for row in rows[-QUIET:]]
-    if len(shares) == QUIET and all(share is not None and share < 0.005 for share in shares):
-        words = f"unlabeled images teach nothing: in {QUIET} rounds under 0.5 % of the pseudo-labels were used"
-        yield Alarm("none used", words)
-
-
-def _fallen(rows: Sequence[Mapping[str, Any]]) -> Iterator[Alarm]:
-    """The accuracy has fallen far below its best for two evaluations."""
-    tested = _tested(rows)
-    if len(tested) >= 4 and max(tested[-2:]) < max(tested) - 0.15:
-        yield Alarm("fallen", f"the accuracy fell from {100 * max(tested):.1f} to {100 * tested[-1]:.1f} %")
-
-
-def _tested(rows: Sequence[Mapping[str, Any]]) -> list[float]:
-    return [row["test"]["accuracy"] for row in rows if (row.get("test") or {}).get("accuracy") is not None]
-
-
-def _stopped(state: str, age: float, command: str) -> Iterator[Alarm]:
-    if state == "stopped":
-        minutes = round(age / 60)
-        ago = f"{minutes} minutes" if minutes < 120 else f"{minutes // 60} hours"
-        yield Alarm("stopped", f"no word for {ago}: it was stopped, or its machine sleeps (halfmoon {command} goes on)")
 
 
 def ceiling_alarms(runs: Sequence[Followed], ceilings: set[str], floors: set[str]) -> list[Alarm]:
