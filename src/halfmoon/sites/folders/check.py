@@ -106,8 +106,11 @@ def check(
                 frames[path] = f"one of {count:,} frames"
         if progress is not None:
             progress(row + 1, len(site))
+    spread = "each is spread from black to white by itself; to give all the same black and white, say --window LOW HIGH"
+    middle = "the frame that the file names, else the middle one, stands for all; cut out others by another program"
     findings += [
-        *_depth_and_frames(narrow, frames),
+        Finding("images that use little of their range", spread, tuple(narrow), tuple(narrow.values())),
+        Finding("files of several frames", middle, tuple(frames), tuple(frames.values())),
         *_compared(site, classes),
         Finding("images that are test images as well", "take them out of one of the two", _tested(site, equal, test)),
         Finding("images of patients of the test", "take the patients out of one of the two", _patients(site, test)),
@@ -139,16 +142,6 @@ def _image(
         on_image(name, data)
     share = used(np.asarray(image)) if deep(image) and "rescale" not in image.info else None
     return (image.height, image.width, image.mode), key, share, image.info.get("frames", 1)
-
-
-def _depth_and_frames(narrow: Mapping[str, str], frames: Mapping[str, str]) -> list[Finding]:
-    """Return which images of more than 8 bits are nearly of one gray, and which files have several frames."""
-    remedy = "each is spread from black to white by itself; to give all the same black and white, say --window LOW HIGH"
-    one = "the frame that the file names, else the middle one, stands for all; cut out others by another program"
-    return [
-        Finding("images that use little of their range", remedy, tuple(narrow), tuple(narrow.values())),
-        Finding("files of several frames", one, tuple(frames), tuple(frames.values())),
-    ]
 
 
 def _compared(site: SiteFolder, classes: Sequence[str]) -> list[Finding]:

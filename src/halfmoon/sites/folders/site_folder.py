@@ -101,10 +101,11 @@ def scan(folder: Path) -> tuple[SiteFolder, list[Finding]]:
     images, others, closed = _walk(folder)
     table = read_table(folder)
     classes, faults = _classes(folder, table, images)
-    names_by_path, owners, missing = _labels_of(images, table)
-    if table.file is None:
-        names_by_path = _in_class_folders(images, classes)
     number = {name: place for place, name in enumerate(classes)}
+    names_by_path, owners, missing = _labels_of(images, table)
+    if table.file is None:  # folders called like classes of classes.txt give labels
+        tops = {path: nfc(path.partition("/")[0]) for path in images if "/" in path}
+        names_by_path = {path: [name] for path, name in tops.items() if name in number}
     labels = np.full(len(images), UNLABELED, np.int64)
     for place, path in enumerate(images):
         names = names_by_path.get(path, ())
@@ -134,13 +135,6 @@ def scan(folder: Path) -> tuple[SiteFolder, list[Finding]]:
         Finding("files that are no images", "they are ignored", tuple(others)),
     ]
     return SiteFolder(folder, tuple(images), labels, classes, groups=owners), [each for each in findings if each.names]
-
-
-def _in_class_folders(images: Iterable[str], classes: Sequence[str]) -> dict[str, list[str]]:
-    """Return the class of each image that lies in a folder called like a class of classes.txt."""
-    folders = set(classes)
-    pairs = ((path, nfc(path.partition("/")[0])) for path in images if "/" in path)
-    return {path: [name] for path, name in pairs if name in folders}
 
 
 def suggestion(name: str, classes: Iterable[str]) -> str:

@@ -84,7 +84,8 @@ def scores(
     "confusion" are true classes; "sure" is about images with a probability of at least `sure`. Shares are in 0..1.
     """
     correct = truth == predicted
-    confusion = confusion_matrix(truth, predicted, len(classes))
+    pairs = np.bincount(truth * len(classes) + predicted, minlength=len(classes) ** 2)
+    confusion = pairs.reshape(len(classes), len(classes))
     hits, support, predictions = confusion.diagonal(), confusion.sum(1), confusion.sum(0)
     precision, recall = _ratio(hits, predictions), _ratio(hits, support)
     f1 = _ratio(2 * hits, support + predictions)
@@ -122,11 +123,6 @@ def auc(truth: np.ndarray, probabilities: np.ndarray) -> float | None:
     mine, ranks = counts[both], rankdata(probabilities[:, both], axis=0)
     sums = (ranks * (truth[:, None] == both)).sum(0)
     return float(np.mean((sums - mine * (mine + 1) / 2) / (mine * (len(truth) - mine)))) if len(both) else None
-
-
-def confusion_matrix(truth: np.ndarray, predicted: np.ndarray, classes: int) -> np.ndarray:
-    """Return how often class i was predicted as class j, int64 (classes, classes), from two int64 arrays (N,)."""
-    return np.bincount(truth * classes + predicted, minlength=classes * classes).reshape(classes, classes)
 
 
 def _ratio(part: np.ndarray, whole: np.ndarray) -> np.ndarray:
