@@ -4,12 +4,13 @@ import json
 import os
 import re
 import time
-from collections.abc import Iterator
+import urllib.error
+import urllib.request
 from pathlib import Path
 from typing import Any
 
 import pytest
-from browsers import chromium, needs_browser, serving, sized, until
+from browsers import needs_browser, opened, serving, sized, until
 from page_scenes import write_run, write_sweep
 
 from halfmoon.cli import main as cli
@@ -80,7 +81,8 @@ def test_a_run_tells_how_far_it_is_and_how_long_it_takes(tmp_path: Path):
     assert run.facts(time.time() + 3600)["state"] == "finished"
 
 
-def test_runs_are_found_in_a_run_a_comparison_and_a_sweep(tmp_path: Path):
+def test_runs_are_found_in_a_run_a_comparison_and_a_sweep(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Those beyond what a page can show are counted."""
     write_run(tmp_path / "one", 0, 0)
     assert [name for _, name in folders(tmp_path / "one")] == ["one"]
     write_run(tmp_path / "one" / "beside" / "fixmatch", 1, 0)
@@ -93,11 +95,8 @@ def test_runs_are_found_in_a_run_a_comparison_and_a_sweep(tmp_path: Path):
     follower.update()
     assert follower.planned() == 12
     assert all(run.round == 12 for run in follower.runs.values())
-
-
-def test_runs_beyond_what_a_page_can_show_are_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("halfmoon.pages.follow.MOST", 5)
-    follower = Follower(write_sweep(tmp_path))
+    follower = Follower(sweep)
     follower.update()
     assert (len(follower.runs), follower.left_out) == (5, 7)
 
@@ -128,17 +127,14 @@ def test_a_loss_that_grows_while_the_accuracy_falls_is_one():
     assert kinds(better) == []  # methods that use more and more pseudo-labels have growing losses
 
 
-def test_nobody_confident_and_a_fallen_accuracy_are_alarms():
+def test_nobody_confident_a_fallen_accuracy_and_silence_are_alarms():
     assert kinds([row(n, share=0.004) for n in range(1, 6)]) == ["none used"]
     assert kinds([row(n, share=0.004) for n in range(1, 5)]) == []
     assert kinds([row(n, share=0.004 if n < 5 else 0.2) for n in range(1, 6)]) == []
     assert kinds([row(n, accuracy=a) for n, a in enumerate((0.5, 0.7, 0.5, 0.5), 1)]) == ["fallen"]
     assert kinds([row(n, accuracy=a) for n, a in enumerate((0.5, 0.7, 0.5, 0.6), 1)]) == []
-
-
-def test_silence_is_an_alarm():
-    (alarm,) = alarms([row(1)], "stopped", 3 * 3600)
-    assert alarm.words.startswith("no word for 3 hours")
+    (silence,) = alarms([row(1)], "stopped", 3 * 3600)
+    assert silence.words.startswith("no word for 3 hours")
 
 
 def test_a_ceiling_below_its_floor_is_an_alarm(tmp_path: Path):
@@ -267,7 +263,10 @@ def test_a_site_sees_its_own_part_in_a_sentence(tmp_path: Path):
     assert eventlog.site(home) == found
 
 
-def test_a_site_is_told_that_it_is_over(tmp_path: Path):
+def test_a_site_is_told_that_it_is_asked_and_that_it_is_over(tmp_path: Path):
+    asked = "2026-11-21 04:53:18  asked to take part in federation a (12ab): FedAvg for 9 rounds\n"
+    (tmp_path / "join.log").write_text(asked)
+    assert eventlog.site(tmp_path)["sentence"].startswith("You are asked to take part in a;")
     over = "2026-11-21 05:00:00  finished: the model lies in /x, it is right on 65.83% of your test images"
     (tmp_path / "join.log").write_text(f"{SITE}{over}\n")
     found = eventlog.site(tmp_path)
@@ -275,14 +274,6 @@ def test_a_site_is_told_that_it_is_over(tmp_path: Path):
         "The federation is over: your images helped in 2 of 50 rounds, the model is right on 66 % of your test images."
     )
     assert found["tests"][-1] == [50, 65.83]
-
-
-def test_a_site_that_was_only_asked_says_so(tmp_path: Path):
-    (tmp_path / "join.log").write_text(
-        "2026-11-21 04:53:18  asked to take part in federation a (12ab): FedAvg for 9 rounds\n"
-    )
-    found = eventlog.site(tmp_path)
-    assert found["sentence"].startswith("You are asked to take part in a;")
 
 
 def test_the_sentences_of_the_federation_are_still_the_same():
@@ -319,9 +310,6 @@ def test_what_cannot_be_watched_is_a_sentence(tmp_path: Path, capsys: pytest.Cap
 
 
 def test_a_page_beside_a_federation_only_answers_questions(tmp_path: Path):
-    import urllib.error
-    import urllib.request
-
     (tmp_path / "serve.log").write_text(SERVER)
     said: list[str] = []
     with beside(Watching(tmp_path).app(), "page", None, said.append) as address:
@@ -331,20 +319,6 @@ def test_a_page_beside_a_federation_only_answers_questions(tmp_path: Path):
         origin = {"Origin": address[: address.index("/", 8)]}
         with pytest.raises(urllib.error.HTTPError, match="405"):
             urllib.request.urlopen(urllib.request.Request(f"{address}data", b"{}", origin))
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Any]:
-    with chromium() as found:
-        yield found
-
-
-def opened(browser: Any, address: str, width: int = 1400, dark: bool = False) -> None:
-    sized(browser, width, dark=dark)
-    browser.get("about:blank")  # what an earlier page says when its program has ended is no fault of this one
-    browser.get_log("browser")
-    browser.get(address)
-    until(lambda: browser.execute_script("return document.body.dataset.ready"))
 
 
 @needs_browser

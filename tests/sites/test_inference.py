@@ -484,7 +484,5 @@ def test_the_page_runs_in_order_and_prints_what_stands_there(tmp_path, monkeypat
 
 def test_what_looks_like_a_formula_is_text_in_a_table() -> None:
     """`=1+1` as a class, and a file called `@x.png`, get an apostrophe; a number stays one."""
-    from halfmoon.report.spreadsheet import harmless_row
-
-    cells = harmless_row(["@x.png", "=1+1", "0.512345", "yes", "-cat", 0.5, None])
-    assert cells == ["'@x.png", "'=1+1", "0.512345", "yes", "'-cat", 0.5, None]
+    cells = harmless_row(["@x.png", "=1+1", "+1", "\t=1", "\r=1", "0.512345", "a=1", "-cat", 0.5, None])
+    assert cells == ["'@x.png", "'=1+1", "'+1", "'\t=1", "'\r=1", "0.512345", "a=1", "'-cat", 0.5, None]

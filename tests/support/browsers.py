@@ -1,7 +1,6 @@
 """A headless Chromium for the tests of pages, and a page's app served in a thread."""
 
 import shutil
-import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -17,7 +16,6 @@ DRIVER = shutil.which("chromedriver")
 needs_browser = pytest.mark.skipif(
     BROWSER is None or DRIVER is None, reason="no Chromium with its driver: apt-get install chromium chromium-driver"
 )
-TOKEN = "a-token-of-the-tests"
 
 
 @contextmanager
@@ -29,7 +27,7 @@ def chromium() -> Iterator[Any]:
         options.add_argument(word)
     options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
     driver = webdriver.Chrome(options=options, service=webdriver.ChromeService(executable_path=DRIVER))
-    driver.set_script_timeout(10)
+    driver.set_script_timeout(60)
     try:
         yield driver
     finally:
@@ -39,20 +37,10 @@ def chromium() -> Iterator[Any]:
 @contextmanager
 def serving(app: Any) -> Iterator[str]:
     """Serve a page's app behind its guard in a thread, and give its address."""
-    uvicorn = pytest.importorskip("uvicorn", reason="uvicorn is not installed: pip install 'halfmoon[pages]'")
-    from halfmoon.pages.server import HOST, Guard, listening
+    from halfmoon.pages.server import beside
 
-    sock = listening(None)
-    port = sock.getsockname()[1]
-    server = uvicorn.Server(uvicorn.Config(Guard(app, TOKEN, port), log_level="error", lifespan="off", ws="none"))
-    thread = threading.Thread(target=server.run, kwargs={"sockets": [sock]}, daemon=True)
-    thread.start()
-    try:
-        yield f"http://{HOST}:{port}/{TOKEN}/"
-    finally:
-        server.should_exit = True
-        thread.join(5)
-        sock.close()
+    with beside(app, "page", None, str) as address:
+        yield address
 
 
 def until(condition: Callable[[], Any], seconds: float = 8.0) -> Any:
@@ -73,6 +61,15 @@ def sized(browser: Any, width: int, height: int = 900, dark: bool = False) -> No
     )
     scheme = [{"name": "prefers-color-scheme", "value": "dark" if dark else "light"}]
     browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": scheme})
+
+
+def opened(browser: Any, address: str, width: int = 1400, dark: bool = False) -> None:
+    """Open a page, and wait until it is drawn."""
+    sized(browser, width, dark=dark)
+    browser.get("about:blank")  # what an earlier page says when its program has ended is no fault of this one
+    browser.get_log("browser")
+    browser.get(address)
+    until(lambda: browser.execute_script("return document.body.dataset.ready"))
 
 
 def press(browser: Any, *keys: str) -> None:

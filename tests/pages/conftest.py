@@ -1,0 +1,14 @@
+"""One browser for all tests of pages."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+
+@pytest.fixture(scope="session")
+def browser() -> Iterator[Any]:
+    from browsers import chromium
+
+    with chromium() as found:
+        yield found
