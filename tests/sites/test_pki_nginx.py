@@ -11,7 +11,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -122,32 +122,21 @@ def _ended(keys: Path) -> None:
 @pytest.fixture(params=["me", "nobody"])
 def door(request: pytest.FixtureRequest) -> Iterator[Door]:
     """Give a door with a stand-in behind it, run by who runs the tests, and by a user who may do little."""
-    who = None
-    if request.param == "nobody":
-        if os.getuid() != 0:
-            pytest.skip("only root can run nginx as somebody else")
-        who = "nobody"
-    home = Path(tempfile.mkdtemp(prefix="a door's "))
-    home.chmod(0o755)
-    try:
-        keys = home / "keys"
-        port, listen = free_port(), free_port()
+    who = None if request.param == "me" else "nobody"
+    if who and os.getuid() != 0:
+        pytest.skip("only root can run nginx as somebody else")
+    with tempfile.TemporaryDirectory(prefix="a door's ") as home, ExitStack() as ending:
+        os.chmod(home, 0o755)
+        keys, port, listen, link = Path(home, "keys"), free_port(), free_port(), Link()
         init(keys, ["north"], port=port, listen=listen)
         if who is not None:
             subprocess.run(["chown", "-R", who, str(keys)], check=True)
-        link = Link()
         server = link.serve(port, keys)
-        try:
-            _started(keys, who)
-            try:
-                yield Door(keys, listen, link)
-            finally:
-                _ended(keys)
-        finally:
-            server.shutdown()
-            server.server_close()
-    finally:
-        shutil.rmtree(home)
+        ending.callback(server.server_close)
+        ending.callback(server.shutdown)
+        _started(keys, who)
+        ending.callback(_ended, keys)
+        yield Door(keys, listen, link)
 
 
 def soon(condition: Callable[[], bool]) -> None:
@@ -355,6 +344,7 @@ def test_a_new_certificate_is_taken_by_a_reload(door: Door) -> None:
     reload(door, lambda: all(shown() == expected for _ in range(5)))
 
 
+@pytest.mark.parametrize("door", ["nobody" if hasattr(os, "getuid") and os.getuid() == 0 else "me"], indirect=True)
 def test_connections_that_say_nothing_keep_nobody_out(door: Door):
     """More than a worker of nginx had once (1,024 each): a site is answered while they are open, and they are cut off.
     benchmarks/half_open.py holds 10,000 for a minute."""
