@@ -1,6 +1,5 @@
 """A folder is labeled through a real browser, and trained on on the way: what the order and the curve say then."""
 
-import multiprocessing
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -34,22 +33,12 @@ class Session:
     def done(self) -> int:
         return len(labels(self.folder))
 
-    def label(self, until_there_are: int) -> None:
-        while self.done < until_there_are:
-            before = self["path"].text
-            press(self.browser, self.truth[before])
-            until(lambda before=before: self["path"].text != before)
-
     def cells(self) -> list[tuple[Any, str]]:
         """Return the cells of the wall in their order, and their images."""
         until(lambda: self.browser.find_elements("css selector", "#wall .cell"))
         found = self.browser.find_elements("css selector", "#wall .cell")
         found.sort(key=lambda cell: int(cell.get_attribute("data-place")))
         return [(cell, cell.get_attribute("title").split(":")[0]) for cell in found]
-
-    def train(self) -> None:
-        self["train"].click()
-        until(lambda: not self["train"].is_enabled())
 
 
 @pytest.fixture
@@ -73,20 +62,14 @@ def test_a_folder_is_labeled_and_trained_on(session: Session) -> None:
     browser, truth = session.browser, session.truth
     session["train"].click()
     until(lambda: session["notice"].text == "No image has a label yet: label a few of every class, then train.")
-    session.label(10)
-    session.train()
-    refused = browser.execute_async_script(
-        "const done = arguments[0]; const headers = { 'content-type': 'application/json' };"
-        "fetch('train', { method: 'POST', headers, body: '{}' }).then((answer) => answer.json()).then(done)"
-    )
-    assert refused["error"] == "A training is running, in this tab or another: wait for its end."
+    while session.done < WANTED:
+        before = session["path"].text
+        press(browser, truth[before])
+        until(lambda before=before: session["path"].text != before)
+    assert {name: truth[name] for name in labels(session.folder)} == labels(session.folder)
+    session["train"].click()
+    until(lambda: not session["train"].is_enabled())
     until(lambda: session["rank"].text.startswith("uncertainty"), 90)
-    (process,) = multiprocessing.active_children()
-    process.kill()
-    until(lambda: session["trained"].text == "The training was ended before it was done: train again.")
-    Select(session["way"]).select_by_value("unsure")
-    until(lambda: "rank 1 of" in session["rank"].text)
-    session.label(14)
 
     here = session["path"].text
     session["alike"].click()
@@ -111,10 +94,6 @@ def test_a_folder_is_labeled_and_trained_on(session: Session) -> None:
     press(browser, "=")
     until(lambda: Select(session["which"]).first_selected_option.text == f"like {first}")
     session["tab-one"].click()
-    session.label(WANTED)
-    assert {name: truth[name] for name in labels(session.folder)} == labels(session.folder)
-    session.train()
-    until(lambda: "splits of the cross-validation" in session["trained"].text, 60)
     until(lambda: len(browser.find_elements("css selector", "#curve .marker")) == 1, 150)
     assert session["trained"].text.startswith(f"{WANTED} labels: ")
     assert [row for row in browser.get_log("browser") if " 422 " not in row["message"]] == []
