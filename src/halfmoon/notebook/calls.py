@@ -11,9 +11,8 @@ from halfmoon.config import schema
 from halfmoon.config.schema import Config
 from halfmoon.core.errors import UserError
 from halfmoon.methods import registry
-from halfmoon.notebook.progress import warn, watcher
+from halfmoon.notebook.progress import paths, python_errors, warn, watcher
 from halfmoon.notebook.results import Results, SweepResults, results_in
-from halfmoon.notebook.wording import paths, python_errors
 from halfmoon.report.paired import ONE_SEED
 from halfmoon.report.remarks import remarks
 from halfmoon.runs import factory, outside, runner

@@ -1,24 +1,29 @@
-"""How far runs are, live: rows on a terminal, a table in a notebook, nothing elsewhere; remarks are Python warnings."""
+"""How far runs are, live: rows on a terminal, a table in a notebook, nothing elsewhere; remarks are Python warnings.
 
+Errors and remarks have the words of whoever reads them: an option is `clients=2` in Python, not `--clients 2`.
+"""
+
+import re
 import sys
 import time
 import warnings
 from collections.abc import Callable
+from functools import wraps
 from html import escape
 from importlib import import_module
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, ParamSpec, TypeVar, get_args
 
 from rich.console import Console
 
 from halfmoon.cli.console import Progress, Quiet, Row, Rows, duration, percent
-from halfmoon.notebook.wording import in_python
+from halfmoon.config import schema
+from halfmoon.core.errors import UserError
 from halfmoon.runs.callbacks import RunInfo
 
 PACKAGE = str(Path(__file__).resolve().parents[1])
-EVERY = 0.25
-"""Seconds between two pictures of a notebook's table."""
+EVERY = 0.25  # seconds between two pictures of a notebook's table
 
 
 def warn(words: str) -> None:
@@ -92,3 +97,56 @@ def watcher() -> Silent | Terminal | Cell:
     if getattr(shell, "kernel", None) is not None:
         return Cell(console)
     return Terminal(console) if console.is_terminal and not console.is_dumb_terminal else Silent(console)
+
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+_FLAG = re.compile(r"--([a-z]+(?:-[a-z]+)*)((?: -?\d[\w.-]*)+(?<!\.)| [A-Z]+\b| [a-z][\w-]*)?")
+_COMMAND = re.compile(r"(`halfmoon [^`]+`)")
+_RESUME = re.compile(r"`?halfmoon resume ([^\s`;,]+)`?(?<!\.)")
+
+
+def in_python(words: str) -> str:
+    """Return a sentence with options as Python has them; a command in backticks stays one of the shell."""
+    parts = _COMMAND.split(_RESUME.sub(r'halfmoon.resume("\1")', words))
+    return "".join(each if number % 2 else _FLAG.sub(_option, each) for number, each in enumerate(parts))
+
+
+def _option(match: re.Match[str]) -> str:
+    name, values = match[1].replace("-", "_"), (match[2] or "").split()
+    if values and values[0][0].islower():
+        if values[0] not in _choices(name):
+            return name + match[2]
+        values = [f'"{values[0]}"']
+    listed = ", ".join(values)
+    return f"{name}=[{listed}]" if len(values) > 1 else f"{name}={listed}" if values else name
+
+
+def _choices(name: str) -> set[str]:
+    """Return the words that an option can be, {} where they are not listed."""
+    waiting, words = [schema.kinds().get(name)], set[str]()
+    while waiting:
+        kind = waiting.pop()
+        words |= {kind} if isinstance(kind, str) else set()
+        waiting += get_args(kind)
+    return words | (set(schema.NETWORKS) if name == "network" else set())
+
+
+def python_errors(call: Callable[P, R]) -> Callable[P, R]:
+    """Return a function whose `UserError`s name arguments, not flags."""
+
+    @wraps(call)
+    def translated(*args: P.args, **options: P.kwargs) -> R:
+        try:
+            return call(*args, **options)
+        except UserError as error:
+            error.args = (in_python(str(error)),)
+            raise
+
+    return translated
+
+
+def paths(value: Any) -> Any:
+    """Return a text as a path, anything else as it is: people write folders as texts."""
+    return Path(value) if isinstance(value, str) else value

@@ -24,8 +24,7 @@ from halfmoon.storage import atomic_io
 from halfmoon.storage.run_folder import DECISION, MODEL
 from halfmoon.sweeps import sweep_folder
 
-NAMES = 4
-"""Methods that a line names at most."""
+NAMES = 4  # methods that a line names at most
 
 
 class Results:

@@ -10,8 +10,7 @@ import torch
 
 from halfmoon.core.errors import UserError
 from halfmoon.data import Images
-from halfmoon.notebook.progress import warn
-from halfmoon.notebook.wording import paths, python_errors
+from halfmoon.notebook.progress import paths, python_errors, warn
 from halfmoon.sites.inference import export, image_folder, load, measure
 
 

@@ -9,11 +9,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-EVERY = 5
-"""One of so many images is a random one."""
-
-SPREAD = 600
-"""So many images are chosen one by one; the rest follows by uncertainty."""
+EVERY = 5  # one of so many images is a random one
+SPREAD = 600  # so many images are chosen one by one; the rest follows by uncertainty
 
 
 @dataclass(frozen=True, eq=False)

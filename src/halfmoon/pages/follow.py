@@ -15,20 +15,14 @@ from halfmoon.storage.folder_writer import LOCK
 
 METRICS, TIMINGS, SUMMARY, RUN, CONFIG = "metrics.jsonl", "timings.jsonl", "summary.json", "run.json", "config.toml"
 SWEEP = "sweep.json"
-LIMIT = 200
-"""Rows of a table at most, the last ones."""
-
-PACE = 5
-"""Rounds by whose mean the time that is left is told."""
+LIMIT = 200  # rows of a table at most, the last ones
+PACE = 5  # rounds by whose mean the time that is left is told
 
 SILENT = 120.0
 """Seconds without a word after which a run is taken for stopped, where its rounds are short."""
 
-MOST = 64
-"""Runs that are followed at once at most."""
-
-QUIET = 5
-"""Rounds in a row without a pseudo-label in use that are worth a word."""
+MOST = 64  # runs that are followed at once at most
+QUIET = 5  # rounds in a row without a pseudo-label in use that are worth a word
 
 QUANTITIES = {
     "accuracy": ("test", "accuracy", 100.0),

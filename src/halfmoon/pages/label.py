@@ -26,8 +26,7 @@ if TYPE_CHECKING:
 
     from halfmoon.sites.inference.load import Model
 
-AGAIN = 20
-"""Answers after which the order is chosen anew."""
+AGAIN = 20  # answers after which the order is chosen anew
 
 
 @dataclass(frozen=True)

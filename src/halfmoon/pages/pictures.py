@@ -35,14 +35,9 @@ from halfmoon.data.readers.decode import (
 from halfmoon.sites.folders.labels import HOME
 from halfmoon.storage import atomic_io
 
-CACHE_BYTES = 32 * 2**20
-"""Bytes of pictures that stay in memory, encoded."""
-
-MOST_BYTES = 8 * MOST_PIXELS
-"""What the decoder of one image may take."""
-
-QUEUE = 8
-"""Large images that are waited for at once; any number of requests may wait for one."""
+CACHE_BYTES = 32 * 2**20  # bytes of pictures that stay in memory, encoded
+MOST_BYTES = 8 * MOST_PIXELS  # what the decoder of one image may take
+QUEUE = 8  # large images that are waited for at once; any number of requests may wait for one
 
 
 class Busy(UserError):

@@ -30,8 +30,7 @@ if TYPE_CHECKING:
     from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 HOST = "127.0.0.1"
-LARGEST = 2**20
-"""Bytes of a request's body at most: answers to a wall of images."""
+LARGEST = 2**20  # bytes of a request's body at most: answers to a wall of images
 
 Endpoint = Callable[["Request"], Any]
 """Takes a request and returns a response, or a value for JSON; a UserError becomes an answer with its sentence."""

@@ -232,8 +232,7 @@ def _methods(labeled: bool) -> dict[Place, tuple[str, ...]]:
     return {place: tuple(registry.names_at(place)) for place in places}
 
 
-ACROSS, MOST, GAP = 12, 96, 4
-"""Images in a row, and in all; pixels between two."""
+ACROSS, MOST, GAP = 12, 96, 4  # images in a row, and in all; pixels between two
 
 
 class ContactSheet:

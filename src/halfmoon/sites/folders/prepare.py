@@ -23,11 +23,8 @@ from halfmoon.sites.folders.site_folder import Progress, SiteFolder, image_bytes
 from halfmoon.storage import atomic_io, locks
 
 INDEX, LOCK = "index.json", "lock"
-VERSION = 3
-"""Of the index; raise it when decoding starts to give other pixels."""
-
-LARGEST = 4096
-"""Pixels of a side at most."""
+VERSION = 3  # of the index; raise it when decoding starts to give other pixels
+LARGEST = 4096  # pixels of a side at most
 
 _ARRAY = re.compile(rf"images-[0-9a-f]{{16}}\.npy|\.images-[0-9a-f]{{16}}\.npy{re.escape(atomic_io.PARTIAL)}")
 """The arrays that are this module's own, whole or not."""

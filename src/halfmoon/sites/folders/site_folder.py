@@ -20,14 +20,10 @@ CLASSES = "classes.txt"
 LAST_MODEL = "halfmoon-model"
 """The folder of a federation's last model and its card, which holds no images."""
 
-UNLABELED = -1
-"""The label of an image that has none."""
+UNLABELED = -1  # the label of an image that has none
+MOST_NAMES = 10  # names that a message lists before it counts
 
-MOST_NAMES = 10
-"""Names that a message lists before it counts."""
-
-Progress = Callable[[int, int], None]
-"""Told how many images are done, and of how many."""
+Progress = Callable[[int, int], None]  # told how many images are done, and of how many
 
 
 @dataclass(frozen=True, eq=False)

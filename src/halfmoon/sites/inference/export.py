@@ -26,8 +26,7 @@ from halfmoon.sites.inference.image_folder import batches, image_paths
 from halfmoon.sites.inference.load import MOST, Model
 from halfmoon.storage import atomic_io
 
-TOLERANCE = 1e-4
-"""The largest difference of a probability that is accepted."""
+TOLERANCE = 1e-4  # the largest difference of a probability that is accepted
 
 CARD = "halfmoon.json"
 """The name under which a torch.export program holds the card, for `extra_files` of `torch.export.load`."""

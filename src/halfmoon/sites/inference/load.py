@@ -19,8 +19,7 @@ from halfmoon.storage import atomic_io
 from halfmoon.storage.run_folder import MODEL, RUN, SUMMARY
 from halfmoon.storage.serialization import check_seal
 
-MOST, PIXELS = 256, 2**19
-"""Images, and their pixels, of a batch at most: they bound the memory."""
+MOST, PIXELS = 256, 2**19  # images, and their pixels, of a batch at most: they bound the memory
 
 
 @dataclass(frozen=True, eq=False)

@@ -18,8 +18,7 @@ from halfmoon.sites.keys import paths
 from halfmoon.sites.keys.paths import LOCK, RECORD
 from halfmoon.storage import atomic_io, locks
 
-WAITING = 10.0
-"""Seconds that the lock is waited for; whoever has it needs it for less than one."""
+WAITING = 10.0  # seconds that the lock is waited for; whoever has it needs it for less than one
 
 _NEXT, _PENDING, _BORN, _GONE = ".next", ".ready", ".partial-", ".gone"
 
@@ -125,12 +124,10 @@ def _folders(root: Path, path: Path) -> None:
 
 DAYS, PORT, LISTEN = 365, 9092, 9443
 """How long a server's certificate is valid, and the ports, where nothing else is said."""
-MOST_DAYS = 3650
-"""How long an authority is valid; what it signs never outlives it."""
+MOST_DAYS = 3650  # how long an authority is valid; what it signs never outlives it
 SCHEMA = 1
 
-HERE, THERE = "here", "at the site"
-"""Where a site's key was made."""
+HERE, THERE = "here", "at the site"  # where a site's key was made
 
 
 @dataclass(frozen=True)
