@@ -9,7 +9,6 @@ import pytest
 import halfmoon
 from halfmoon.methods.objectives import FixMatch
 from halfmoon.notebook import progress
-from halfmoon.notebook.wording import in_python
 from halfmoon.storage.atomic_io import read_rows
 
 SMALL = {"rounds": 2, "clients": 4, "cohort": 2, "data_share": 0.3, "steps": 2, "threads": 1}
@@ -151,7 +150,7 @@ def test_a_sweep_is_played_and_read(tmp_path: Path) -> None:
     ],
 )
 def test_sentences_in_python(words: str, python: str) -> None:
-    assert in_python(words) == python
+    assert progress.in_python(words) == python
 
 
 def test_one_name_in_place_of_a_list_is_named() -> None:
@@ -198,7 +197,7 @@ def test_images_in_memory_become_a_folder_that_runs_read(tmp_path: Path) -> None
     halfmoon.save_data(folder, train, test, names, validation=test)
     assert {path: path.stat().st_mtime_ns for path in folder.iterdir()} == before
     whole = halfmoon.save_data(tmp_path / "whole", digits.train, test, names, validation=test)
-    options = {"method": "fedavg", "validation_part": True, **SMALL}
+    options = {"method": "fedavg", "network": "small", "validation_part": True, **SMALL}
     assert halfmoon.run(data=str(whole), run_dir=tmp_path / "run", **options).summaries[0]["accuracy"]["chosen"] > 0
     with pytest.raises(halfmoon.UserError, match=r"^data must be a name or a folder: halfmoon\.save_data"):
         halfmoon.run(data=(train.images, labels))

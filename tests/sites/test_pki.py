@@ -376,18 +376,11 @@ def test_the_stamp_changes_with_the_record_alone(folder: Path) -> None:
     assert access.stamp() == ()
 
 
-@pytest.mark.parametrize(
-    ("words", "plain"),
-    [
-        ("Federation.Example", "federation.example"),
-        ("192.0.2.7", "192.0.2.7"),
-        ("[2001:DB8:0::7]", "2001:db8::7"),
-        ("xn--bcher-kva.example", "xn--bcher-kva.example"),
-        ("server-1", "server-1"),
-    ],
-)
-def test_hosts_that_can_be_used(words: str, plain: str) -> None:
-    assert host(words) == plain
+def test_hosts_that_can_be_used() -> None:
+    assert host("Federation.Example") == "federation.example"
+    assert host("[2001:DB8:0::7]") == "2001:db8::7"
+    for words in ("192.0.2.7", "xn--bcher-kva.example", "server-1"):
+        assert host(words) == words
 
 
 def test_hosts_that_cannot_be_used(tmp_path: Path) -> None:

@@ -386,7 +386,8 @@ def test_a_header_tells_what_decoding_would(tmp_path: Path) -> None:
 
 
 def exported(out: Path, *words: str) -> None:
-    assert cli.main(["site", "export", "digits", "--sites", "3", "--out", str(out), *words]) == 0
+    some = ["--sites", "3", "--data-share", "0.3"] if "--split" not in words else ["--sites", "3"]
+    assert cli.main(["site", "export", "digits", *some, "--out", str(out), *words]) == 0
 
 
 DIR = ("--labels-per-class", "2")
@@ -394,7 +395,7 @@ CASES = {
     "dir-dir": DIR,
     "server": ("--setting", "semifl-iid", "--labels", "40", "--labels-at", "server", "--split-seed", "3"),
     "some": ("--setting", "iid-iid", "--labels-at", "some", "--labeled-clients", "2", *DIR, "--shrink", "2"),
-    "padded": (*DIR, "--image-size", "10", "--data-share", "0.3"),
+    "padded": (*DIR, "--image-size", "10"),
 }
 
 
