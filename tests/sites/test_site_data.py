@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from fuzz_targets import dicom_file
 from PIL import Image
 
 from halfmoon.cli import main as cli
@@ -22,6 +23,7 @@ from halfmoon.engine.local_clients import FederatedDataset
 from halfmoon.methods import registry
 from halfmoon.runs import factory
 from halfmoon.sites.folders import check, open_site, prepare, read, scan
+from halfmoon.sites.folders.frames import write_frames
 from halfmoon.storage import atomic_io
 
 draw = np.random.default_rng(0)
@@ -383,6 +385,15 @@ def test_a_header_tells_what_decoding_would(tmp_path: Path) -> None:
     assert header(tmp_path / "c.png") == (3, 2, True)
     (tmp_path / "d.png").write_bytes(b"none")
     assert header(tmp_path / "d.png") is None
+
+
+def test_frames_of_files_that_differ_in_their_last_number_stay_apart(tmp_path: Path) -> None:
+    """Many DICOM files are called by an identifier: 1.2.3 and 1.2.4 have no suffix that could be left out."""
+    (tmp_path / "ward").mkdir()
+    for name in ("1.2.3", "1.2.4", "a.dcm"):
+        (tmp_path / "ward" / name).write_bytes(dicom_file(np.zeros((2, 5, 7), np.uint16), NumberOfFrames=2))
+    assert write_frames(tmp_path / "ward", tmp_path / "out", "each") == (3, 6, [])
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["1.2.3", "1.2.4", "a"]
 
 
 def exported(out: Path, *words: str) -> None:

@@ -15,16 +15,19 @@ def write_frames(folder: Path, out: Path, which: str) -> tuple[int, int, list[st
     """Write the frames of a folder's files that have several; return of how many files, how many frames, and a sentence
     about each file that is left out.
 
-    `which` is that of `halfmoon.data.dicom.frames`. Raise UserError where no file has them, or where `out` exists.
+    A folder of frames is called like its file, without its suffix unless the rest is another file's too. `which` is
+    that of `halfmoon.data.dicom.frames`. Raise UserError where no file has them, or where `out` exists.
     """
     if out.exists():
         raise UserError(f"{out} exists: choose a new --out.")
     paths = [path for path in read(folder).paths if dicom.holds_image(folder / path)]
+    stems = Counter(Path(path).with_suffix("") for path in paths)
     counts, left_out = Counter[str](), list[str]()
     try:
         with TemporaryDirectory(dir=out.parent, prefix=".frames-") as place:  # all of them are written, or none
             for path in paths:
-                target = Path(place, "out", Path(path).with_suffix(""))
+                stem = Path(path).with_suffix("")
+                target = Path(place, "out", stem if stems[stem] == 1 else path)
                 try:
                     for number, part in dicom.frames((folder / path).read_bytes(), path, which):
                         target.mkdir(parents=True, exist_ok=True)
