@@ -153,6 +153,11 @@ def test_sentences_in_python(words: str, python: str) -> None:
     assert progress.in_python(words) == python
 
 
+def test_without_a_finished_run_there_is_no_model(tmp_path: Path) -> None:
+    with pytest.raises(halfmoon.UserError, match=r"holds no model\.safetensors; give the folder of a finished run"):
+        _ = halfmoon.Results(tmp_path, []).model
+
+
 def test_one_name_in_place_of_a_list_is_named() -> None:
     """A text is a sequence of letters: "f" would be the first method."""
     with pytest.raises(halfmoon.UserError, match="methods is 'fedavg': it must be a list of names"):

@@ -74,8 +74,8 @@ class Results:
     @property
     def model(self) -> Model:
         """The trained model of the first finished run; `halfmoon.load_model(results.runs[1])` is another one."""
-        path = next((path for path in self.runs if (path / MODEL).exists()), self.runs[0])
-        return load_model(path)
+        first = self.runs[0] if self.runs else self.folder
+        return load_model(next((path for path in self.runs if (path / MODEL).exists()), first))
 
     def to_frame(self) -> pd.DataFrame:
         """Return a row for each run, round and metric: run, method, seed, round, metric, value.
