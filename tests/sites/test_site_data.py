@@ -134,6 +134,17 @@ def test_no_folder_and_no_image(tmp_path: Path) -> None:
         read(tmp_path)
 
 
+def test_a_folder_that_cannot_be_opened_is_a_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: Any) -> None:
+        raise PermissionError(13, "Permission denied", str(tmp_path))
+
+    monkeypatch.setattr(os, "listdir", refuse)
+    monkeypatch.setattr(os, "scandir", refuse)
+    with pytest.raises(UserError, match=r"folders that cannot be opened: \.; let them be read"):
+        read(tmp_path)
+    assert not check(tmp_path).can_take_part
+
+
 def test_what_is_no_image_is_never_opened(tmp_path: Path) -> None:
     """A pipe, a dead link, a linked folder, a name that is not UTF-8: reading the first would wait for ever."""
     site(tmp_path / "s")

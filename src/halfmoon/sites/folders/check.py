@@ -188,8 +188,8 @@ def _folders(site: SiteFolder) -> list[Finding]:
     """Return the folders that images lie in, where nothing else gives them labels and there are a few of them."""
     counts = Counter(path.partition("/")[0] for path in site.paths if "/" in path)
     few = 2 <= len(counts) <= 50 and sum(counts.values()) == len(site)
-    named = is_site(site.folder)
-    names = [f"{name} ({count:,} images)" for name, count in sorted(counts.items())] if few and not named else []
+    unnamed = few and not is_site(site.folder)
+    names = [f"{name} ({count:,} images)" for name, count in sorted(counts.items())] if unnamed else []
     remedy = f"name them in {CLASSES}, one a line, and they are labels, where they are meant so"
     return [Finding("folders that look like classes", remedy, tuple(names))]
 

@@ -234,15 +234,16 @@ def _printable(name: str) -> str:
 
 
 def image_bytes(folder: Path, path: str) -> bytes:
+    """Return the bytes of an image of a site; raise UserError where it cannot be read."""
     try:
         return (folder / path).read_bytes()
     except OSError as error:
         raise UserError(f"{path}: {atomic_io.reason(error)}.") from error
 
 
-def _classes(folder: Path, table: Table, images: Iterable[str]) -> tuple[tuple[str, ...], list[str]]:
+def _classes(folder: Path, table: Table, images: Sequence[str]) -> tuple[tuple[str, ...], list[str]]:
     text, faults, _ = decoded(folder / CLASSES)
-    if text is None and table.file is None and (without := unlabeled_in(folder)) is not None:
+    if text is None and table.file is None and images and (without := unlabeled_in(folder)) is not None:
         tops = {nfc(path.partition("/")[0]) for path in images if "/" in path}
         return tuple(sorted(tops - {nfc(without.name)})), faults
     if text is None:
