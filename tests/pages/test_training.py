@@ -72,8 +72,8 @@ def test_a_training_gives_guesses_of_what_can_be_read(tmp_path: Path):
     assert (found.error, found.count) == ("", 1)
     assert found.result is not None
     assert found.result.classes == ("0", "1")
-    assert list(found.result.guesses.mask) == [n != 5 for n in range(12)]
-    assert np.mean(found.result.guesses.predicted == truth) > 0.7
+    assert list(found.result.mask) == [n != 5 for n in range(12)]
+    assert np.mean(found.result.predicted == truth) > 0.7
     assert found.words == "Trained. Two labels of one class, or more, are needed to judge it."
     found.stop()
 

@@ -17,11 +17,12 @@ SPREAD = 600  # so many images are chosen one by one; the rest follows by uncert
 class Guesses:
     """What a model makes of N images: `probabilities` float64 (N, classes) and `features` float32 (N, F).
 
-    A row of an image that could not be read is NaN.
+    A row of an image that could not be read is NaN. `classes` are the model's.
     """
 
     probabilities: np.ndarray
     features: np.ndarray
+    classes: tuple[str, ...] = ()
 
     @property
     def mask(self) -> np.ndarray:
@@ -82,16 +83,12 @@ def ranks(uncertainty: np.ndarray) -> np.ndarray:
     return np.where(np.isfinite(uncertainty), ranks, 0)
 
 
-def order(
-    guesses: Guesses | None, labels: np.ndarray, open_: np.ndarray, seed: int = 0, spread: int = SPREAD
-) -> np.ndarray:
+def order(guesses: Guesses, labels: np.ndarray, open_: np.ndarray, seed: int = 0, spread: int = SPREAD) -> np.ndarray:
     """Return the rows to label, the most useful first: every row where `open_` bool (N,) is true, once.
 
-    `labels` int64 (N,) are those of the model's classes that are given already, -1 for none. Without guesses the order
-    is random; images that the model has not seen come last. `spread` images are chosen one by one.
+    `labels` int64 (N,) are those of the model's classes that are given already, -1 for none. Images that the model has
+    not seen come last. `spread` images are chosen one by one.
     """
-    if guesses is None:
-        return random_order(open_, seed)
     mask = guesses.mask
     rows = random_order(open_ & mask, seed)  # ties are broken by chance, not by name
     blind = random_order(open_ & ~mask, seed)
@@ -135,7 +132,8 @@ def _spread(guesses: Guesses, labels: np.ndarray, rows: np.ndarray, count: int) 
     free = np.ones(len(rows), bool)
     places = np.empty(count, np.int64)
     for n in range(count):
-        here = free & (predicted == _next_class(counts, predicted[free]))
+        left = np.unique(predicted[free])
+        here = free & (predicted == left[counts[left].argmin()])  # the class with the fewest labels
         score = np.where(here, weight * nearest, -1.0)
         place = int(score.argmax())
         places[n] = place
@@ -144,12 +142,6 @@ def _spread(guesses: Guesses, labels: np.ndarray, rows: np.ndarray, count: int) 
         distance = _distances(points, points[place])
         nearest = distance if n == 0 and not len(labeled) else np.minimum(nearest, distance)
     return places
-
-
-def _next_class(counts: np.ndarray, predicted: np.ndarray) -> int:
-    """Return the class with the fewest labels among those that are still predicted somewhere."""
-    left = np.unique(predicted)
-    return int(left[counts[left].argmin()])
 
 
 def _distances(points: np.ndarray, point: np.ndarray) -> np.ndarray:

@@ -23,18 +23,18 @@ def guess(
     from halfmoon.sites.inference.image_folder import batches  # slow to import: it brings torch
 
     probabilities = np.full((len(paths), len(model.classes)), np.nan)
-    features: np.ndarray | None = None
+    features = np.zeros((len(paths), 1), np.float32)
     for number, batch in enumerate(batches(model, folder, paths), start=1):
         if stop():
             break
         if len(batch.rows):
             logits, vectors = model.represent(batch.images)
-            if features is None:
+            if features.shape[1] != vectors.shape[1]:  # the first ones
                 features = np.zeros((len(paths), vectors.shape[1]), np.float32)
             probabilities[batch.rows], features[batch.rows] = model.scaled(logits), vectors
         if progress is not None:
             progress(min(number * model.batch, len(paths)), len(paths))
-    return Guesses(probabilities, np.zeros((len(paths), 1), np.float32) if features is None else features)
+    return Guesses(probabilities, features, model.classes)
 
 
 class Guessing:

@@ -73,20 +73,21 @@ ORDERS = ("mixed", "unsure", "random")
 """Ways to order images: unsure ones spread over classes and looks, the least sure first, and by chance."""
 
 
-def ranked(guesses: Guesses | None, classes: Sequence[str], book: Book, seed: int, way: str = ORDERS[0]) -> np.ndarray:
-    """Return the rows to label, the most useful first; `classes` are those of the guesses.
-
-    What has a label, or was found too hard to name, is left out.
-    """
-    basis = None if way == "random" else guesses
+def ranked(guesses: Guesses | None, book: Book, seed: int, way: str = ORDERS[0]) -> np.ndarray:
+    """Return the rows to label, the most useful first, without those that have a label or were too hard to name."""
     left = (book.labels < 0) & ~book.unsure
-    rows = order(basis, own_labels(classes, book), left, seed, *([0] * (way == "unsure")))
-    return with_random(rows, random_order(left, seed)) if way == ORDERS[0] and basis is not None else rows
+    by_chance = random_order(left, seed)
+    if guesses is None or way == "random":
+        return by_chance
+    labels = own_labels(guesses, book)
+    if way == "unsure":
+        return order(guesses, labels, left, seed, spread=0)
+    return with_random(order(guesses, labels, left, seed), by_chance)
 
 
-def own_labels(classes: Sequence[str], book: Book) -> np.ndarray:
+def own_labels(guesses: Guesses, book: Book) -> np.ndarray:
     """Return the labels as numbers of a model's classes, -1 for none and for those that it does not have."""
-    number = {name: n for n, name in enumerate(classes)}
+    number = {name: n for n, name in enumerate(guesses.classes)}
     return np.array([number.get(name, -1) for name in book.classes] + [-1])[book.labels]
 
 
@@ -103,24 +104,22 @@ class Labeling(FolderPage):
         self.training = Training(site.folder, site.paths, table)
 
     @property
-    def guesses(self) -> tuple[Guesses | None, Sequence[str]]:
-        """Return what the last training, or else the model, makes of the images, and its classes; None: not yet."""
-        if (trained := self.training.result) is not None:
-            return trained.guesses, trained.classes
-        return (self.guessing.result, self.guessing.classes) if self.guessing else (None, ())
+    def guesses(self) -> Guesses | None:
+        """Return what the last training, or else the model, makes of the images; None: not yet."""
+        return self.training.result or (self.guessing.result if self.guessing else None)
 
     def facts(self, since: Any) -> dict[str, Any]:
         """Return what every page shows; `guesses` counts what they came from, 0 as long as there are none."""
-        count = 2 * self.training.count + int(self.guesses[0] is not None)
+        count = 2 * self.training.count + int(self.guesses is not None)
         return super().facts(since) | {"training": self.training.facts(), "guesses": count}
 
     def order(self, way: str = ORDERS[0]) -> np.ndarray:
         """Return the rows to label; chosen anew when the guesses come, and after every `AGAIN` labels."""
         with self._lock:
-            guesses, classes = self.guesses
+            guesses = self.guesses
             key = (int((self.book.labels >= 0).sum()) // AGAIN, id(guesses), way)
             if self._order is None or self._order[0] != key:
-                rows = ranked(guesses, classes, self.book, self.options.seed, way)
+                rows = ranked(guesses, self.book, self.options.seed, way)
                 self._order = key, rows[self._again[rows]] if self._again.any() else rows
             return self._order[1]
 
@@ -132,11 +131,11 @@ class Labeling(FolderPage):
         if way not in ORDERS:
             raise UserError(f"there is no order {way!r}.")
         self.book.refresh()
-        rows, (guesses, classes) = self.order(way), self.guesses
+        rows, guesses = self.order(way), self.guesses
         uncertainty = far = np.full(len(rows), np.nan)
         if guesses is not None:
             uncertainty = guesses.uncertainty[rows]
-            far = novelty(guesses, own_labels(classes, self.book))[rows]
+            far = novelty(guesses, own_labels(guesses, self.book))[rows]
         values = np.round(np.nan_to_num(uncertainty), 6).tolist()
         result = {"order": rows.tolist(), "uncertainty": values}
         return result | {"rank": ranks(uncertainty).tolist(), "far": ranks(far).tolist()}
@@ -154,15 +153,15 @@ class Labeling(FolderPage):
 
     def guess(self, request: Request) -> dict[str, Any]:
         """Return what the model would say of an image: only asked for where the person wants to see it."""
-        row, (guesses, classes) = of_row(request, len(self.site)), self.guesses
+        row, guesses = of_row(request, len(self.site)), self.guesses
         if guesses is None or not guesses.mask[row]:
             return {"label": "", "probability": None}
         best = int(guesses.predicted[row])
-        return {"label": classes[best], "probability": float(guesses.probabilities[row, best])}
+        return {"label": guesses.classes[best], "probability": float(guesses.probabilities[row, best])}
 
     def similar(self, request: Request) -> dict[str, Any]:
         """Return all rows, those whose features are nearest to an image's first: itself."""
-        row, (guesses, _) = of_row(request, len(self.site)), self.guesses
+        row, guesses = of_row(request, len(self.site)), self.guesses
         if guesses is None or not guesses.mask[row]:
             raise UserError("Similar images need a model's features of this image: train first.")
         return {"rows": nearest(guesses, row).tolist()}

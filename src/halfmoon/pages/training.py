@@ -8,7 +8,6 @@ import threading
 import time
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -22,16 +21,8 @@ from halfmoon.sites.folders.labels import HOME
 from halfmoon.storage import atomic_io
 
 
-@dataclass(frozen=True, eq=False)
-class Trained:
-    """What a training made: its guesses and their classes."""
-
-    guesses: Guesses
-    classes: tuple[str, ...]
-
-
 def serve(pipe: Connection, folder: Path, paths: Sequence[str]) -> None:
-    """Answer (labels, classes, drawn at random) by (step, done, of) as it goes, by `Trained`, and at its end by a point
+    """Answer (labels, classes, drawn at random) by (step, done, of) as it goes, by `Guesses`, and at its end by a point
     of the curve (a dict, empty with too few labels) or by a sentence; features stay in memory."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the page
     import torch
@@ -54,7 +45,7 @@ def serve(pipe: Connection, folder: Path, paths: Sequence[str]) -> None:
                 probabilities = np.full((len(paths), len(head.classes)), np.nan)
                 features = np.zeros((len(paths), values[1].shape[1]), np.float32)
                 probabilities[own.rows], features[own.rows] = values
-                pipe.send(Trained(Guesses(probabilities, features), head.classes))
+                pipe.send(Guesses(probabilities, features, head.classes))
                 point = head.cross_validate(tell, mask[own.rows])
                 pipe.send({**point._asdict(), "advice": point.advice} if point else {})
             except Exception as error:
@@ -68,7 +59,7 @@ class Training:
         """Prepare to train on labels in the file `table` of a folder; nothing starts yet."""
         self.folder, self.paths = folder, paths
         self.count, self.error = 0, ""
-        self.result: Trained | None = None
+        self.result: Guesses | None = None
         self.progress: tuple[str, int, int] | None = None
         self._file = folder / HOME / f"trainings-{Path(table).stem}.jsonl"
         self.points = atomic_io.read_rows(self._file)
@@ -106,7 +97,7 @@ class Training:
         message: Any = "The training was ended before it was done: train again."
         with suppress(EOFError, OSError):
             while not isinstance(reply := self._pipe.recv(), (str, dict)):
-                if isinstance(reply, Trained):
+                if isinstance(reply, Guesses):
                     self.result, self.count = reply, self.count + 1
                 else:
                     self._tell(reply)

@@ -125,7 +125,7 @@ def _list(args: argparse.Namespace, count: int, seed: int, site: Any, load: Any)
 
         model = load()
         guesses, names = guess(model, site.folder, site.paths, progress()), model.classes
-    rows = ranked(guesses, names, Book(site, site.classes or names), seed)
+    rows = ranked(guesses, Book(site, site.classes or names), seed)
     rank = ranks(guesses.uncertainty[rows]).tolist() if guesses is not None else []
     rows = rows[:count]
     if not args.json:
