@@ -61,6 +61,12 @@ def one_sentence(words: str) -> None:
     assert "Traceback" not in words
 
 
+def told(words: list[str], capsys: pytest.CaptureFixture[str]) -> dict:
+    """Return what a command prints as JSON."""
+    assert cli.main([*words, "--json"]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
 @pytest.fixture(scope="module")
 def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return a folder with two runs and the digits' test images: `run`, `padded` and `test/CLASS/NNNN.png`."""
@@ -90,8 +96,7 @@ def build(
 def test_a_runs_own_test_set_gives_its_accuracy_and_confusion(home, name, capsys):
     """The images go through PNG, and in one run through shrinking (8 to 4) and padding (4 to 9) as in training."""
     summary = json.loads((home / name / "summary.json").read_text())
-    assert cli.main(["evaluate", str(home / name), str(home / "test"), "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
+    found = told(["evaluate", str(home / name), str(home / "test")], capsys)
     assert found["accuracy"] == summary["accuracy"]["last"]
     assert found["confusion"] == summary["confusion"]
     assert len({row.index(max(row)) for row in found["confusion"]}) > 1, "a model of one class would prove nothing"
@@ -301,11 +306,8 @@ def test_a_table_of_labels_says_the_same_as_folders(home, tmp_path, capsys):
     lines = [f"{name},{y}" for name, y in zip(names[:20], TEST.labels, strict=False)]
     (tmp_path / "site" / "Labels.csv").write_text("\n".join(["path,label", *reversed(lines)]))
     write_images(tmp_path / "sorted", TEST.images[:20], [f"{TEST.labels[k]}/{names[k]}" for k in range(20)])
-    found = []
-    for name in ("site", "sorted"):
-        words = ["evaluate", str(home / "run"), str(tmp_path / name), "--json", "--out", str(tmp_path / "o")]
-        assert cli.main(words) == 0
-        found.append(json.loads(capsys.readouterr().out))
+    words = ["evaluate", str(home / "run"), "--out", str(tmp_path / "o")]
+    found = [told([*words, str(tmp_path / name)], capsys) for name in ("site", "sorted")]
     for name in ("images", "accuracy", "confusion", "sure", "per_class"):
         assert found[0][name] == found[1][name]
     for one, two in zip(found[0]["reliability"], found[1]["reliability"], strict=True):
@@ -550,12 +552,6 @@ def test_calibration_error_is_the_textbooks(seed):
     found = fit(logits, labels, 0.4)
     assert found.calibration_error == pytest.approx(textbook_ece(softmax(logits / 0.4, axis=1), labels), rel=1e-9)
     assert found.loss == pytest.approx(-np.log(softmax(logits / 0.4, axis=1)[np.arange(500), labels]).mean(), rel=1e-9)
-
-
-def told(words: list[str], capsys: pytest.CaptureFixture[str]) -> dict:
-    """Return what a command prints as JSON."""
-    assert cli.main([*words, "--json"]) == 0
-    return json.loads(capsys.readouterr().out)
 
 
 def test_a_calibrated_model_tells_the_truth_everywhere(home: Path, tmp_path: Path, capsys) -> None:

@@ -87,7 +87,14 @@ def load_model(path: Path | str, device: torch.device | str = "cpu", network: st
     or a damaged one.
     """
     place = model_file(Path(path))
-    _check_seal(place)
+    try:
+        intact = check_seal(place.read_bytes())
+    except (OSError, ValueError):  # no safetensors file, or none at all: whoever reads it says so
+        intact = True
+    if not intact:
+        raise UserError(
+            f"{place} was changed since it was written (its checksum differs): take an undamaged copy of the file."
+        )
     try:
         with safe_open(place, "pt") as file:
             metadata = file.metadata() or {}
@@ -127,17 +134,6 @@ def model_file(path: Path) -> Path:
     if runs:
         raise UserError(f"{path} holds {len(runs)} run(s), not one; give the folder of one of them: {', '.join(runs)}.")
     raise UserError(f"{path} holds no {MODEL}; give the folder of a finished run.")
-
-
-def _check_seal(place: Path) -> None:
-    try:
-        intact = check_seal(place.read_bytes())
-    except (OSError, ValueError):  # no safetensors file, or none at all: whoever reads it says so
-        return
-    if not intact:
-        raise UserError(
-            f"{place} was changed since it was written (its checksum differs): take an undamaged copy of the file."
-        )
 
 
 def _check_images(images: np.ndarray, shape: tuple[int, int, int]) -> None:
