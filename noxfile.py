@@ -1,9 +1,13 @@
 """The checks of an edit and of a change: `nox -s fast`, `nox -s full`; with `--no-venv` in the current environment."""
 
+import os
 from concurrent.futures import ThreadPoolExecutor
 from tempfile import TemporaryDirectory
 
 import nox
+
+# In a fresh environment nothing is compiled: where nothing may be stored, each process compiles all that it imports.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
 nox.options.sessions = ["fast"]
 nox.options.reuse_venv = "yes"

@@ -11,7 +11,13 @@ from pathlib import Path
 
 import hypothesis
 import pytest
-import torch
+
+# Where nothing compiled is stored, each of hundreds of processes compiles PyTorch's and Flower's modules, in seconds,
+# and pytest rewrites the asserts of 6,000 tests.
+sys.dont_write_bytecode = False
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+
+import torch  # noqa: E402
 
 WORKERS = 2
 """How many processes share the whole suite: with more, files that share what is costly are torn apart; three took an
@@ -21,9 +27,6 @@ torch.set_num_threads(1)
 
 # Else Inductor compiles programs for ten seconds to see whether the processor has the vectors that it says.
 os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")
-
-# pytest stores the asserts that it has rewritten: without these files each process rewrites 6,000, in eight seconds.
-sys.dont_write_bytecode = False
 
 # How long an example takes, or is looked for, says more about who else computes than about halfmoon.
 hypothesis.settings.register_profile("shared", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow])
