@@ -23,7 +23,6 @@ import attackers  # pyright: ignore[reportMissingImports]
 from attackers import (  # pyright: ignore[reportMissingImports]
     ATTACKS,
     EXPORT,
-    HALFMOON,
     MALLORY,
     NGINX,
     OPTIONS,
@@ -34,6 +33,7 @@ from attackers import (  # pyright: ignore[reportMissingImports]
     Stuck,
 )
 from federation_faults import machine
+from federation_parity import export
 
 from halfmoon.federation.flower.processes import interruptible
 from halfmoon.sites.keys import Access, make
@@ -171,7 +171,7 @@ def main() -> None:
     failed: dict[str, str] = {}
     with tempfile.TemporaryDirectory(prefix="halfmoon-attacks-") as folder, interruptible():
         exported = Path(folder, "sites")
-        subprocess.run([HALFMOON, *EXPORT, "--out", str(exported)], check=True)
+        export(*EXPORT, out=exported)
         attackers.write(exported)
         fed = Besieged(Path(folder, "fed"), exported)
         try:

@@ -34,6 +34,7 @@ from federation_parity import (
     Place,
     about,
     connection,
+    export,
     free_port,
     halfmoon,
     joined,
@@ -81,8 +82,8 @@ class Plan:
         """Write three sites whose images are decoded; return the federation's file."""
         sites = self.folder / "sites"
         if not sites.exists():
-            words = ["--sites", str(SITES), "--labels-per-class", "8", "--image-size", str(SIDE), "--out", sites]
-            here.run(*halfmoon("site", "export", "digits", *words))
+            words = ("--sites", str(SITES), "--labels-per-class", "8", "--image-size", str(SIDE))
+            export("site", "export", "digits", *words, out=sites)
             for name in names(sites):
                 found = prepare(sites / name, (SIDE, SIDE), 1, sites / name / ".halfmoon").site
                 assert found.images is not None
@@ -123,6 +124,11 @@ class Measured:
     bytes: int
     traffic: int | None = None
     beyond: list[float] = field(default_factory=list)
+
+    @property
+    def spread(self) -> "Spread":
+        """The spread of the seconds between the first round and the last, or of all where there are no others."""
+        return Spread(self.seconds[1:-1] or self.seconds)
 
 
 def traffic(said: Any) -> int | None:
@@ -171,16 +177,21 @@ def over_processes(here: Place, plan: Plan, file: Path) -> Measured:
     with joined(here, file.parent, port):
         here.run(*halfmoon("serve", file, "--run-dir", run, "--port", str(port)))
     here.clear()
-    slowest, total = [0.0] * plan.rounds, 0.0
-    for log in file.parent.glob("*/.halfmoon/join.log"):
+    took, (slowest, total) = seconds(run), trained(file.parent, plan.rounds)
+    beyond = [round - computing for round, computing in zip(took, slowest, strict=True)]
+    return Measured(took, int(total) // plan.rounds, beyond=beyond)
+
+
+def trained(sites: Path, rounds: int) -> tuple[list[float], float]:
+    """Return from the sites' logs the seconds that the slowest computed in each round, and the bytes of all rounds."""
+    slowest, total = [0.0] * rounds, 0.0
+    for log in sites.glob("*/.halfmoon/join.log"):
         for match in TRAINED.finditer(log.read_text()):
             number = int(match[1]) - 1
             slowest[number] = max(slowest[number], float(match[3]))
             sizes = SIZE.findall(match[2]) + SIZE.findall(match[4])
             total += sum(float(n) * {"B": 1, "kB": 1e3, "MB": 1e6}[unit] for n, unit in sizes)
-    took = seconds(run)
-    beyond = [round - computing for round, computing in zip(took, slowest, strict=True)]
-    return Measured(took, int(total) // plan.rounds, beyond=beyond)
+    return slowest, total
 
 
 def stock(here: Place, plan: Plan, file: Path) -> Measured:
@@ -260,18 +271,17 @@ def page(found: Mapping[str, Mapping[str, Measured]], facts: Mapping[str, Any], 
     lines += [SCENE.format(**words, counted=options.rounds - 2), f"{about(facts)} Load of the machine: {load}.", ""]
     head = "s a round | times the simulator | bytes of messages a round | `flwr ls`: bytes a round"
     for model, ways in found.items():
-        first = Spread(next(iter(ways.values())).seconds[1:-1]).median
+        first = next(iter(ways.values())).spread.median
         lines += [f"## {model}", "", f"| | {head} |", "|---|---|---|---|---|"]
         for way, each in ways.items():
-            spread = Spread(each.seconds[1:-1])
+            spread = each.spread
             seen = "" if each.traffic is None else f"{each.traffic // options.rounds:,}"
             lines.append(f"| {way} | {spread.said(2)} | {spread.median / first:.1f} | {each.bytes:,} | {seen} |")
-        beyond = Spread(ways["halfmoon, real processes"].beyond[1:-1])
-        lines += [
-            "",
-            f"Beyond its slowest site's computing, a round over real processes takes {beyond.said(1)} s.",
-        ]
         lines.append("")
+        if "halfmoon, real processes" in ways:
+            beyond = Spread(ways["halfmoon, real processes"].beyond[1:-1])
+            sentence = f"Beyond its slowest site's computing, a round over real processes takes {beyond.said(1)} s."
+            lines += [sentence, ""]
     return "\n".join(lines)
 
 

@@ -25,7 +25,8 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from disturbed import HALFMOON, LATE, SITES, TIMEOUT, VICTIM, Federation, Stuck
+from disturbed import LATE, SITES, TIMEOUT, VICTIM, Federation, Stuck
+from federation_parity import export
 from safetensors.numpy import load_file
 
 from halfmoon.federation.flower.processes import SERVER_APP, SUPERLINK, SUPERNODE, WORKER, interruptible
@@ -321,7 +322,7 @@ def main() -> None:
     failed: dict[str, str] = {}
     with tempfile.TemporaryDirectory(prefix="halfmoon-faults-") as folder, interruptible():
         exported = Path(folder, "exported")
-        subprocess.run([HALFMOON, *EXPORT, "--out", str(exported)], check=True)
+        export(*EXPORT, out=exported)
         for name in options.only:
             try:
                 outcomes[name] = play(name, exported, Path(folder, name))

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from federation_cost import SITES, TRAINED, Plan, seconds
+from federation_cost import SITES, Plan, seconds, trained
 from federation_parity import Place, about, free_port, halfmoon, joined, machine, place, save
 
 from halfmoon.core import rng, tree
@@ -171,10 +171,7 @@ def play(here: Place, name: str, scene: Scene) -> Found:
             over.set()
             watcher.join()
     here.clear()
-    slowest = [0.0] * scene.rounds
-    for log in file.parent.glob("*/.halfmoon/join.log"):
-        for match in TRAINED.finditer(log.read_text()):
-            slowest[int(match[1]) - 1] = max(slowest[int(match[1]) - 1], float(match[3]))
+    slowest, _ = trained(file.parent, scene.rounds)
     found = Found(necessary(file), seconds(run)[1:], slowest[1:])
     last = max(marks)
     if scene.slow and 1 in marks and last > 1:

@@ -35,6 +35,7 @@ from typing import Any
 
 from safetensors.numpy import load_file
 
+from halfmoon.cli import main as cli
 from halfmoon.config import schema as settings
 from halfmoon.federation.flower.contact import Address, reach
 from halfmoon.federation.flower.local import rehearse
@@ -156,6 +157,12 @@ def script(name: str) -> Path:
 def halfmoon(*words: str | Path) -> list[str | Path]:
     """Return a command of halfmoon's."""
     return [script("halfmoon"), *words]
+
+
+def export(*words: str, out: Path) -> None:
+    """Write the sites of a `halfmoon site export`, by the command in this process; raise Stuck where it fails."""
+    if cli.main([*words, "--out", str(out)]):
+        raise Stuck(f"halfmoon {' '.join(words)} failed")
 
 
 def written(sites: Path, options: Mapping[str, Any]) -> Path:
@@ -299,8 +306,7 @@ def exported(here: Place, labels: str) -> Path:
     """Write three sites and decode their images once, for every copy; return their folder."""
     out = here.folder / f"sites-{labels}"
     if not out.exists():
-        words = ["--sites", "3", "--labels-per-class", "4", "--labels-at", labels, "--out", out]
-        here.run(*halfmoon("site", "export", "digits", *words))
+        export("site", "export", "digits", "--sites", "3", "--labels-per-class", "4", "--labels-at", labels, out=out)
     return out
 
 

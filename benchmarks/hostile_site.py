@@ -8,16 +8,15 @@ Linux.
 """
 
 import argparse
-import subprocess
 import sys
 import tempfile
 import time
 from pathlib import Path
 from typing import Any
 
-from disturbed import HALFMOON, VICTIM, Federation
+from disturbed import VICTIM, Federation
 from federation_faults import machine
-from federation_parity import written
+from federation_parity import export, written
 
 from halfmoon.federation.flower.processes import interruptible
 from halfmoon.storage import atomic_io
@@ -35,7 +34,7 @@ WAYS: dict[str, tuple[str, str, dict[str, Any]]] = {
 
 def play(folder: Path, spoil: str, options: dict[str, Any]) -> tuple[float, int, list[str]]:
     """Return the accuracy of the last model in percent, and which sites the log names how often as left out."""
-    subprocess.run([HALFMOON, *EXPORT, "--out", str(folder / "sites")], check=True, capture_output=True)
+    export(*EXPORT, out=folder / "sites")
     file = written(folder / "sites", options)
     file.write_text(file.read_text() + f"min_replies = {len(SITES)}\n")
     fed = Federation(folder, spoil=spoil, sites=SITES)

@@ -18,7 +18,6 @@ import signal
 import socket
 import socketserver
 import statistics
-import subprocess
 import sys
 import tempfile
 import threading
@@ -29,9 +28,9 @@ from typing import Any
 
 import disturbed
 import matplotlib
-from disturbed import HALFMOON, Federation
+from disturbed import Federation
 from federation_faults import machine
-from federation_parity import digest, free_port, written
+from federation_parity import digest, export, free_port, written
 
 from halfmoon.config import schema as settings
 from halfmoon.federation.flower.processes import SERVER_APP, SUPERLINK, SUPERNODE, WORKER, interruptible
@@ -274,7 +273,7 @@ def main() -> None:
     options = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="halfmoon-soak-") as name, interruptible():
         folder = Path(name)
-        subprocess.run([HALFMOON, *EXPORT, "--out", str(folder / "sites")], check=True)
+        export(*EXPORT, out=folder / "sites")
         file, straight = folder / "sites" / "federation.toml", folder / "straight"
         written(folder / "sites", {**OPTIONS, "rounds": options.rounds})
         file.write_text(file.read_text() + "".join(f"{name} = {value}\n" for name, value in RULES.items()))
