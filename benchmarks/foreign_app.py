@@ -30,6 +30,9 @@ from halfmoon.federation.protocol import bundle  # noqa: E402
 
 REFUSED = "refused: the server wants another program executed here than the agreed one"
 
+MOMENTS = ("before the first run", "after the run")
+"""When the foreign app comes; between them the true server plays a run."""
+
 EVIL = {
     "pyproject.toml": bundle.project(("evil_server:app", "evil_client:app")),
     "evil_client.py": """
@@ -108,7 +111,7 @@ def main() -> None:
         try:
             (scene.folder / "ward").mkdir()
             site = scene.start(t.JOIN, "j", scene.port, scene.folder / "ward", scene.files["ca"])
-            for when in ("before the first run", "after the run"):
+            for when in MOMENTS:
                 before, began = scene.said("j").count(REFUSED), time.monotonic()
                 with foreign(scene) as heard:  # ends with an error where the app was loaded
                     code = heard.read_text()

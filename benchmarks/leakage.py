@@ -53,6 +53,11 @@ CLIP, NOISE = 1.0, 1.0
 POOL, TRIALS, ATTEMPTS, STEPS = 50, 10, 8, 500
 ROUNDS = (0, 4, 19)
 """Rounds, from 0, whose updates are tried."""
+METHODS = ("feddure", "fedavg-fixmatch", "fedavg")
+BASE: dict[str, Any] = {
+    "data": "digits", "clients": CLIENTS, "cohort": COHORT, "rounds": 20, "norm": "group", "seed": 0,
+    "setting": "iid-iid", "labels_per_class": 1.0, "labeled_batch": 10, "unlabeled_batch": 10, "budget": "none",
+}  # fmt: skip
 
 Flat = dict[str, Tensor]
 
@@ -306,12 +311,9 @@ def main() -> None:
     given = parser.parse_args()
     torch.set_num_threads(1)
     began = time.perf_counter()
-    base = Config(
-        method="feddure", data="digits", clients=CLIENTS, cohort=COHORT, rounds=20, norm="group", seed=0,
-        setting="iid-iid", labels_per_class=1.0, labeled_batch=10, unlabeled_batch=10, budget="none",
-    )  # fmt: skip
+    base = Config(**BASE)
     members: list[dict[str, Any]] = []
-    for name in ("feddure", "fedavg-fixmatch", "fedavg"):
+    for name in METHODS:
         config = replace(base, method=name)
         members += membership(config, problem(config), ROUNDS)
     one = replace(

@@ -49,6 +49,7 @@ PACKAGES = {"pfl": "pfl[pytorch]==0.6.0", "flower": "flwr[simulation]>=1.41,<1.4
 SIDES = ("plain", "halfmoon", *PACKAGES)
 TITLES = {"fedavg": "FedAvg", "fixmatch": "FixMatch", "tiny": "digits' network", "resnet9": "ResNet-9, width 16"}
 LARGEST = {"tiny": 1000, "large": 20}  # a cohort of 100 large clients takes minutes a round
+STARTS = 3
 STARTUP = """
 import tempfile, time
 import torch
@@ -167,7 +168,7 @@ def sides_of(
 def startup() -> tuple[float, float]:
     """Return the seconds, of the processor and the clock, from `import torch` to the end of a round, afresh."""
     command = [sys.executable, "-c", STARTUP]
-    done = [subprocess.run(command, capture_output=True, text=True, check=True).stdout.split() for _ in range(3)]
+    done = [subprocess.run(command, capture_output=True, text=True, check=True).stdout.split() for _ in range(STARTS)]
     cpu, wall = (min(float(each[k - 2]) for each in done) for k in range(2))
     return round(cpu, 2), round(wall, 2)
 
