@@ -4,6 +4,7 @@
 
 Numbers mean nothing at this size. A script that is missing from `SMALLEST` and `IMPORTED`, or that ends with an error,
 fails the check. Images are stand-ins of random pixels in the formats of Fashion-MNIST, PneumoniaMNIST and CIFAR-10.
+Federations whose real processes the tests play already, or another script, are played in one process (`REHEARSED`).
 """
 
 import argparse
@@ -16,7 +17,6 @@ import os
 import runpy
 import shutil
 import struct
-import subprocess
 import sys
 import tempfile
 import time
@@ -36,21 +36,46 @@ PATIENCE = 420
 IMPORTED = {"disturbed", "federation_stock", "peer_rounds", "peer_side", "smoke"}
 """Modules of benchmarks/ that other scripts import or start."""
 
-SHARED = ["torch", "numpy", "pyarrow.parquet", "PIL.Image", "halfmoon.runs.runner"]
-"""What most scripts import."""
+SHARED = [
+    "torch", "numpy", "pyarrow.parquet", "PIL.Image", "matplotlib.pyplot", "scipy.stats", "sklearn.metrics",
+    "halfmoon.runs.runner", "halfmoon.cli.main", "halfmoon.federation.flower.local",
+    "halfmoon.federation.flower.client_app", "halfmoon.federation.flower.server_app",
+]  # fmt: skip
+"""What many scripts import."""
 SERVER = multiprocessing.get_context("forkserver")
 
-LONGEST = (
-    "compiled_step", "faults", "features", "federation_attacks", "federation_cost", "federation_faults",
-    "federation_link", "soak",
-)  # fmt: skip
+LONGEST = ("federation_cost", "federation_link", "soak", "foreign_app", "features", "faults", "compiled_step", "peers")
 """What begins first: a long script that begins last would end alone."""
 
 Small = tuple[str, dict[str, Any]]
 
-NAMES = ("site-00", "site-01", "site-02")
-EXPORT = ("site", "export", "digits", "--sites", str(len(NAMES)), "--labels-per-class", "4")
-"""The sites of federations that have five elsewhere."""
+REHEARSED = {
+    "federation_attacks": ("attackers", "Besieged"),
+    "federation_faults": ("disturbed", "Federation"),
+    "hostile_site": ("disturbed", "Federation"),
+}
+"""Scripts whose federations are played in one process, and the class that would start their processes."""
+
+ONE = ("site-00",)
+NAMES = ("site-00", "site-01")
+
+
+ALIKE = (
+    "failing call", "full disk", "too many files", "cut file", "deleted file", "hostile image", "hostile DICOM",
+    "hostile model or run folder", "hostile server", "dead Ray actor",
+)  # fmt: skip
+"""Kinds of faults that are left out."""
+
+
+def export(sites: int) -> tuple[str, ...]:
+    """Return the command that writes the sites of federations which have five elsewhere."""
+    return ("site", "export", "digits", "--sites", str(sites), "--labels-per-class", "4")
+
+
+def untouched(graph: Any, inputs: Any) -> Any:
+    """Return a traced step as it is, in place of a program of Inductor, which takes half a minute to make."""
+    return graph
+
 
 SMALLEST: dict[str, Small] = {
     "accountants": ("", {"PLANS": ((10, 10, 8.0),), "ROUNDS": (1,)}),
@@ -60,55 +85,93 @@ SMALLEST: dict[str, Small] = {
     ),
     "calibration": ("{data}/pneumonia_mnist {run}", {}),
     "client_store": ("--clients 8 --width 4 --cap-mib 1 --cohort 2 --rounds 1", {}),
-    "compiled_step": ("--methods fedavg --scenes small-loop --turns 1", {}),
-    "convergence": ("--out {out}/convergence", {"HORIZONS": (1, 2, 3), "SEEDS": (0, 1), "LOOKS": 1}),
+    # tests/engine/test_compiled.py compiles.
+    "compiled_step": (
+        "--methods fedavg --scenes small-loop --turns 1",
+        {"halfmoon.engine.compiled.inductor": untouched},
+    ),
+    "convergence": (
+        "--out {out}/convergence",
+        {"HORIZONS": (1, 2, 3), "SEEDS": (0, 1), "LOOKS": 1, "FEDERATION": {"clients": 2, "cohort": 2}},
+    ),
     "cores": ("--cohort 2 --steps 1 --turns 1 --cores 2", {}),
     "coverage": ("--trials 2 --out {out}/coverage.md", {"SPLITS": (3,), "IMAGES": (20,)}),
     "damaged_federations": ("--places 1", {}),
     "damaged_folders": ("--places 1", {}),
     "dicom_files": ("--files 20", {}),
     "failing_disks": ("--every 60", {}),
-    "false_counts": ("--seeds 0 --out {out}/counts.md", {"RULES": ("mean",), "COMMON": {"rounds": 1}}),
-    # A process of Ray is killed in tests/runs/test_workers.py: its cluster takes long to start.
-    "faults": ("--minutes 0", {"KINDS": {"dead Ray actor": None}}),
+    "false_counts": (
+        "--seeds 0 --out {out}/counts.md",
+        {"RULES": ("mean",), "ATTACKS": ("none", "false-counts"), "COMMON": {"rounds": 1}},
+    ),
+    # One kind of each function; a process of Ray is killed in tests/runs/test_workers.py.
+    "faults": ("--minutes 0", {"KINDS": dict.fromkeys(ALIKE)}),
     "feddure_step": ("--width 4 --seconds 1 --unlabeled 10", {}),
-    "features": ("{data} --images 120 --turns 1", {"METHODS": ("fedavg",), "ROUNDS": 2, "ROWS": ("mixture-head",)}),
+    "features": (
+        "{data} --images 40 --turns 1",
+        {
+            "METHODS": ("fedavg",),
+            "SHARE": 0.05,
+            "CLIENTS": 2,
+            "ROUNDS": 2,
+            "ROWS": ("mixture-head",),
+            "COMMON": {"clients": 2, "cohort": 2},
+            "FILL": {"resize": 32, "labels": 20},
+        },
+    ),
     "federation_attacks": ("--only undisturbed --out {out}/attacks", {}),
     "federation_cost": (
-        "--rounds 3 --steps 1 --out {out}/cost",
-        {"MODELS": {"small, width 16": ("small", 4), "ResNet-9, width 16": None}, "SITES": 1},
+        "--rounds 1 --steps 1 --out {out}/cost",
+        {
+            "MODELS": {"small, width 16": ("small", 4), "ResNet-9, width 16": None},
+            "SITES": 1,
+            "WAYS": {"halfmoon, real processes": None},  # federation_link.py plays these
+        },
     ),
     "federation_faults": ("--only undisturbed --out {out}/faults", {"OPTIONS": {"steps": 2}}),
     "federation_link": (
         "--turns 1 --out {out}/link",
         {
+            "federation_cost.SITES": 1,
             "LOOPBACK": {
                 "small, 20 steps, Flower's waits": None,
                 "small, 20 steps": None,
                 "small, 1,000 steps": None,
             },
-            "SLOW": {"small, 20 steps": ("small", 16, 1, 3, True), "ResNet-9, 20 steps": None},
+            "SLOW": {"small, 20 steps": ("small", 4, 1, 3, True), "ResNet-9, 20 steps": None},
         },
     ),
     "federation_parity": ("--methods semifl --ways simulator --rounds 1 --out {out}/parity", {}),
     "finetuning": (
         "{data} {out} {out}/finetuning",
-        {"SEEDS": (0, 1), "RATES": (8e-3,), "FIRST": {"rounds": 1, "steps": 1}, "THEN": {"rounds": 1, "steps": 1}},
+        {
+            "SEEDS": (0, 1),
+            "RATES": (8e-3,),
+            "FIRST": {"rounds": 1, "steps": 1},
+            "THEN": {"rounds": 1, "steps": 1},
+            "ROWS": {"given weights, all trained": None, "given weights, backbone at a tenth of the rate": None},
+        },
     ),
-    "foreign_app": ("", {}),
+    "foreign_app": ("", {"MOMENTS": ("after the run",)}),
     "fuzz": ("--cases 5 --seconds 3 --only toml --out {out}/fuzz --findings {out}/findings", {}),
     "half_open": ("--connections 5 --seconds 1", {}),
-    "hostile_site": ("--rounds 1 --only hostile --out {out}/hostile", {"SITES": NAMES, "EXPORT": EXPORT}),
+    "hostile_site": ("--rounds 1 --only hostile --out {out}/hostile", {"SITES": NAMES, "EXPORT": export(2)}),
     "label_choice": (
         "--out {out}/choice",
-        {"SEEDS": (0, 1), "ROUNDS": 2, "JUDGED": (), "POOL": 60, "TESTS": 20},
+        {"SEEDS": (0, 1), "ROUNDS": 2, "JUDGED": (), "POOL": 45, "TESTS": 12},
     ),
-    "large_data": ("8000 8 {out}", {}),
+    "large_data": ("6000 8 {out}", {}),
     "large_model": ("--width 8 --turns 1 --methods fedavg", {}),
-    "leakage": ("--trials 1 --out {out}/leakage.md", {"STEPS": 2, "ATTEMPTS": 2, "ROUNDS": (0,)}),
-    "page_memory": ("--side 256", {"REQUESTS": 4}),
-    "peers": ("--only plain halfmoon --cohorts 5 --sizes tiny --turns 1 --folder {out}/environments", {}),
-    "precision": ("--rounds 1 --seeds 0", {}),
+    "leakage": (
+        "--trials 1 --out {out}/leakage.md",
+        {"STEPS": 2, "ATTEMPTS": 2, "ROUNDS": (0,), "METHODS": ("feddure",), "BASE": {"data_share": 0.2, "width": 4}},
+    ),
+    "page_memory": ("--side 256 --kinds palette-png turned-rgba-tiff dicom-jpeg2000", {"REQUESTS": 4}),
+    "peers": (
+        "--only plain halfmoon --cohorts 5 --sizes tiny --turns 1 --folder {out}/environments",
+        {"STARTS": 1},
+    ),
+    "precision": ("--rounds 1 --seeds 0", {"METHODS": {"fedavg-fixmatch": None, "fedavg-soft-labels": None}}),
     "privacy": (
         "--data-dir {data} --kept {out}/privacy.jsonl",
         {"METHODS": ("fedavg",), "COMMON": {"rounds": 1, "clients": 10, "cohort": 5}},
@@ -128,7 +191,7 @@ SMALLEST: dict[str, Small] = {
     "seeds_together": ("--methods fedavg --seeds 2 --rounds 1 --turns 1", {}),
     "soak": (
         "--minutes 0 --rounds 2 --seconds 1 --out {out}/soak",
-        {"SAMPLE": 0.2, "SITES": NAMES, "EXPORT": EXPORT, "RULES": {"min_replies": len(NAMES)}},
+        {"SAMPLE": 0.2, "SITES": ONE, "SLOW": ONE[0], "EXPORT": export(1), "RULES": {"min_replies": 1}},
     ),
     "site_opening": ("--images 20 --side 8", {}),
     "start": ("--turns 1", {}),
@@ -138,7 +201,7 @@ SMALLEST: dict[str, Small] = {
         {"KNOWN": 50, "OTHERS": 20, "FOREIGN": 10, "NETWORKS": {"small": {"rounds": 1, "steps": 2}}},
     ),
     "unequal_clients": ("--methods fedavg --cohorts 2 --turns 1", {}),
-    "upload_precision": ("--rounds 1 --seeds 40", {}),
+    "upload_precision": ("--rounds 1 --seeds 40", {"VARIANTS": {"float16": None}}),
 }
 """The command line of each script of benchmarks/, and the constants that make it small."""
 
@@ -149,18 +212,22 @@ RESULTS: dict[str, Small] = {
     ),
     "equal_trials": (
         "play digits --trials 1 --seeds 90 91 --rounds 1 --runs {out}",
-        {"KNOBS": dict.fromkeys(("fedavg-uda", "fedmatch", "fedloke", "sage", "proxyfl"))},
+        {
+            "KNOBS": dict.fromkeys(
+                ("fedavg-soft-labels", "fedavg-uda", "feddure", "fedmatch", "fedloke", "sage", "proxyfl")
+            )
+        },
     ),
     "evidence": ("play digits --seeds 99 --rows fedavg --runs {out}", {"SETS": {"digits": {"rounds": 1}}}),
     "feddure_budget": (
         "play --seeds 9 --steps 1 --schedules constant --width 4 --shrink 4 --runs {out} --data-dir {data}",
         {"METHODS": {"feddure": None, "fedavg-fixmatch": None}, "SHARED": {"rounds": 1, "clients": 4, "cohort": 2}},
     ),
-    "feddure_trials": ("play --seeds 9 --runs {out}", {"TRIALS": 1}),
+    "feddure_trials": ("play --seeds 9 --runs {out}", {"TRIALS": 1, "ROUNDS": 1}),
     "labels_curve": (
         "play cifar10 --seeds 9 --runs {out} --data-dir {data}",
         {
-            "SHARES": {"cifar10": 0.2},
+            "SHARES": {"cifar10": 0.1},
             "LABELS": (1,),
             "SETTINGS": {"uneven": None},
             "ROWS": dict.fromkeys(("fedavg", "fedavg-soft-labels", "fedavg-fixmatch-global", "mixture-head")),
@@ -210,17 +277,18 @@ def data(folder: Path) -> None:
 
 def run(folder: Path) -> None:
     """Play a run whose folder some scripts read."""
-    words = [
-        "run",
-        "--data",
-        str(folder.parent / "data" / "pneumonia_mnist"),
-        "--network",
-        "small",
-        "--method",
-        "fedavg",
-    ]
-    words += ["--rounds", "1", "--validation-share", "0.2", "--clients", "5", "--run-dir", str(folder)]
-    subprocess.run([sys.executable, "-m", "halfmoon", *words], check=True, capture_output=True, cwd=folder.parent)
+    import halfmoon
+
+    data = folder.parent / "data" / "pneumonia_mnist"
+    own = {
+        "network": "small",
+        "method": "fedavg",
+        "rounds": 1,
+        "validation_share": 0.2,
+        "clients": 5,
+        "labeled_batch": 2,
+    }
+    halfmoon.run(halfmoon.Config.of(data=str(data), run_dir=folder, **own))
 
 
 def smaller(value: Any, small: Any) -> Any:
@@ -234,6 +302,35 @@ def smaller(value: Any, small: Any) -> Any:
     return value[:small] if isinstance(value, list) else small
 
 
+class Over:
+    """A command that has ended."""
+
+    def poll(self) -> int:
+        return 0
+
+    def wait(self, *_: Any) -> int:
+        return 0
+
+    def kill(self) -> None:
+        """Do nothing."""
+
+    terminate = kill
+    send_signal = wait
+
+
+def rehearse(fed: Any, who: str, *words: str, **_: str) -> None:
+    """Play a federation at once where its server is started, in this process; a site's command is over at once."""
+    from halfmoon.federation.flower import local
+
+    fed.running[who] = Over()
+    if who == "serve":
+        file = Path(words[1]) if words else fed.folder / "sites" / "federation.toml"
+        if getattr(fed, "spoil", ""):
+            os.environ["MISBEHAVE"] = fed.spoil
+            runpy.run_path(str(ROOT / "benchmarks" / "misbehaving" / "sitecustomize.py"))["spoil_answers"]()
+        local.rehearse(file, fed.run, file.parent)
+
+
 def child(home: str, name: str, words: list[str], constants: dict[str, Any], out: str) -> None:
     """Run a script in this process: as its command line does, or its `main` with other constants."""
     with open(f"{out}/said", "w") as said:
@@ -244,10 +341,15 @@ def child(home: str, name: str, words: list[str], constants: dict[str, Any], out
     sys.path[:] = [home, *(place for place in sys.path if Path(place) != ROOT / "benchmarks")]
     sys.argv = [str(path), *words]
     try:
-        if constants:
+        if constants or name in REHEARSED:
             script = importlib.import_module(name)
-            for key, small in constants.items():
-                setattr(script, key, smaller(getattr(script, key), small))
+            for words_, small in constants.items():
+                place, _, key = words_.rpartition(".")
+                module = importlib.import_module(place or name)
+                setattr(module, key, smaller(getattr(module, key), small))
+            if name in REHEARSED:
+                place, key = REHEARSED[name]
+                getattr(importlib.import_module(place), key).start = rehearse
             script.main()
         else:
             runpy.run_path(str(path), run_name="__main__")
@@ -293,11 +395,12 @@ def main() -> None:
     failures = dict.fromkeys(missing, "is not in SMALLEST or RESULTS of benchmarks/smoke.py")
     with tempfile.TemporaryDirectory(prefix="halfmoon-smoke-") as place:
         folder = Path(place)
-        data(folder / "data")
-        run(folder / "run")
-        # Inductor would compile a program to see whether the processor's vectors do what its description says.
-        os.environ.update(OMP_NUM_THREADS="1", TORCHINDUCTOR_VEC_ISA_OK="1")
+        os.environ["OMP_NUM_THREADS"] = "1"
         SERVER.set_forkserver_preload(SHARED)
+        data(folder / "data")
+        first = SERVER.Process(target=run, args=(folder / "run",))
+        first.start()
+        first.join()
         with ThreadPoolExecutor(options.jobs) as pool:
             names = sorted(options.only, key=lambda name: name not in LONGEST)
             outcomes = pool.map(lambda name: (name, *started(name, folder)), names)
