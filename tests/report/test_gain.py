@@ -55,12 +55,12 @@ def test_nothing_is_said_where_one_of_the_three_is_missing(missing: str):
 
 def test_the_table_fits_80_columns_and_shows_the_chosen_round_where_there_is_one():
     runs = [{**each, "seed": seed} for seed in (0, 1) for each in three(0.861, 0.915, 0.956)]
-    table = tables.comparison([tables.Result.of(each) for each in runs])
+    table = tables.comparison(runs)
     narrow = replace(table, wide=False)
     assert narrow.headings == ["method", "last %", "labeled steps", "over"]
     assert sum(2 + max(map(len, column)) for column in zip(narrow.headings, *narrow.cells, strict=True)) <= 82
     assert "chosen %" not in table.headings
     chosen = [summary("feddure", 0.9, seed, chosen=0.95, chosen_round=3) for seed in (0, 1)]
-    narrow = replace(tables.comparison([tables.Result.of(each) for each in chosen]), wide=False)
+    narrow = replace(tables.comparison(chosen), wide=False)
     assert narrow.cells == [["FedDure", "90.00 ± 0.00", "95.00 ± 0.00", "1,234,567", "2 seeds"]]
     assert sum(2 + max(map(len, column)) for column in zip(narrow.headings, *narrow.cells, strict=True)) <= 82

@@ -20,7 +20,7 @@ from halfmoon.report.curves import curve, curves, spaced
 from halfmoon.report.figures import style
 from halfmoon.report.run_reader import Run, find
 from halfmoon.report.styles import _HOMES, SLOTS, slots, styles
-from halfmoon.report.tables import Result, comparison, spread
+from halfmoon.report.tables import comparison, spread
 from halfmoon.storage import integrity
 
 
@@ -118,9 +118,9 @@ def test_find_takes_a_run_and_those_beside_it(tmp_path: Path) -> None:
 def test_a_table_of_three_seeds_and_of_one() -> None:
     """Last 0.80, 0.82, 0.87: mean 0.83, squares of differences 9 + 1 + 16 = 26 in 1e-4, so s = sqrt(26 / 2) = 3.6056 %.
     Best 0.9 three times: 90 with deviation 0. 1,500,000 bytes are 1.50 MB and 4,000 bytes 0.00400 MB, 1 MB = 10^6."""
-    rows = [Result.of(summary("FedDure", seed, last, 0.9)) for seed, last in enumerate((0.80, 0.82, 0.87))]
-    rows.insert(1, Result.of(summary("FedAvg", 0, 0.5, None, steps=600)))
-    table = comparison(rows)
+    runs = [summary("FedDure", seed, last, 0.9) for seed, last in enumerate((0.80, 0.82, 0.87))]
+    runs.insert(1, summary("FedAvg", 0, 0.5, None, steps=600))
+    table = comparison(runs)
     assert table.headings == [
         "method",
         "last %",
@@ -156,7 +156,7 @@ def test_traffic_keeps_three_digits_however_small(megabytes: tuple[float, ...], 
     made = [summary("A", seed, 0.5, 0.5) for seed in range(len(megabytes))]
     for each, sent in zip(made, megabytes, strict=True):
         each["cost"]["bytes_up"] = round(sent * 1e6)
-    assert comparison([Result.of(each) for each in made]).cells[0][7] == shown
+    assert comparison(made).cells[0][7] == shown
 
 
 def test_a_run_that_measured_no_memory_leaves_a_blank() -> None:
@@ -164,7 +164,7 @@ def test_a_run_that_measured_no_memory_leaves_a_blank() -> None:
     old, new = summary("A", 0, 0.5, 0.5), summary("A", 1, 0.5, 0.5)
     del old["cost"]["stored_client"], old["cost"]["stored_server"]
     for runs in ([old], [old, new]):
-        table = comparison([Result.of(each) for each in runs])
+        table = comparison(runs)
         assert table.cells[0][8:10] == ["", ""]
         assert table.as_json()[0]["megabytes_client"] is None
         (row,) = csv.DictReader(io.StringIO(table.as_csv()))
@@ -173,12 +173,12 @@ def test_a_run_that_measured_no_memory_leaves_a_blank() -> None:
 
 def test_costs_that_differ_between_seeds_show_it() -> None:
     """Steps 600 and 1200: mean 900, s = sqrt(2 * 300^2 / 1) = 424.26."""
-    table = comparison([Result.of(summary("A", s, 0.5, 0.5, steps)) for s, steps in ((0, 600), (1, 1200))])
+    table = comparison([summary("A", s, 0.5, 0.5, steps) for s, steps in ((0, 600), (1, 1200))])
     assert table.cells[0][3] == "900 ± 424"
 
 
 def test_the_table_as_markdown() -> None:
-    table = comparison([Result.of(summary("A|B", 0, 0.5, 0.625)), Result.of(summary("Longer", 0, 0.25, 0.5))])
+    table = comparison([summary("A|B", 0, 0.5, 0.625), summary("Longer", 0, 0.25, 0.5)])
     assert table.cells[0] == [
         *("A|B", "50.00", "62.50", "1,200", "1,234,567", "48,000", "1.50", "23.5", "0.00400", "0", "1 seed"),
     ]  # fmt: skip
@@ -191,7 +191,7 @@ def test_the_table_as_markdown() -> None:
 
 def test_the_table_as_csv_and_json_is_not_rounded() -> None:
     """Last 1/3 and 2/3: mean 50 %, s = sqrt(2 * (50/3)^2) = 23.570226 %."""
-    table = comparison([Result.of(summary("A, B", s, (1 + s) / 3, None)) for s in (0, 1)])
+    table = comparison([summary("A, B", s, (1 + s) / 3, None) for s in (0, 1)])
     (row,) = csv.DictReader(io.StringIO(table.as_csv()))
     assert row["method"] == "A, B"
     assert row["seeds"] == "2"
@@ -210,7 +210,7 @@ def test_the_table_as_csv_and_json_is_not_rounded() -> None:
 
 def test_one_seed_has_no_deviation() -> None:
     assert spread([3.0]) == (3.0, None)
-    table = comparison([Result.of(summary("A", 0, 0.5, 0.5))])
+    table = comparison([summary("A", 0, 0.5, 0.5)])
     assert table.as_json()[0]["last_percent"] == {"mean": 50.0, "deviation": None}
 
 
@@ -223,9 +223,7 @@ def test_spread_is_numpys(values: list[float]) -> None:
 
 def test_one_seed_twice_is_refused() -> None:
     with pytest.raises(UserError, match="A comes twice with seed 4"):
-        comparison([Result.of(summary("A", 4, 0.5, 0.5)), Result.of(summary("A", 4, 0.6, 0.6))])
-    named = [Result.of(summary("A", 4, 0.5, 0.5)), Result.of(summary("A", 4, 0.6, 0.6), "A, tau 0.9")]
-    assert [line.method for line in comparison(named).lines] == ["A", "A, tau 0.9"]
+        comparison([summary("A", 4, 0.5, 0.5), summary("A", 4, 0.6, 0.6)])
 
 
 def test_a_curve_is_the_mean_over_the_rounds_that_all_seeds_have() -> None:

@@ -44,7 +44,7 @@ from halfmoon.federation.server.runtime import RemoteRuntime
 from halfmoon.federation.server.sessions import Answer
 from halfmoon.federation.site.client import SiteClient
 from halfmoon.methods import registry
-from halfmoon.report.tables import Result, comparison
+from halfmoon.report.tables import comparison
 from halfmoon.report.writer import write_report
 from halfmoon.runs import runner
 from halfmoon.runs.budgets import budget
@@ -614,7 +614,7 @@ def resume_finished(scene: Scene) -> None:
         (run / name).touch()
     try:
         outcome = runner.resume(run)
-        comparison([Result.of(summary) for summary in outcome.summaries])
+        comparison(outcome.summaries)
     finally:
         for name in ("curves.png", "table.csv", "table.md"):
             (run / name).unlink()

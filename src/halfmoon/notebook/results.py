@@ -51,7 +51,7 @@ class Results:
 
     @cached_property
     def _table(self) -> tables.Table:
-        return tables.comparison([tables.Result.of(each) for each in self.summaries if each["accuracy"]])
+        return tables.comparison([each for each in self.summaries if each["accuracy"]])
 
     @property
     def summary(self) -> pd.DataFrame:

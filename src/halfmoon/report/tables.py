@@ -4,50 +4,13 @@ import csv
 import io
 import math
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from halfmoon.core.errors import UserError
 from halfmoon.report.spreadsheet import harmless
 from halfmoon.report.study import Published
-
-
-@dataclass(frozen=True)
-class Result:
-    """Accuracies and costs of one run: accuracies as shares, passes in images, messages and memory in bytes.
-
-    `client` is the largest memory of a client between its rounds, `server` the server's largest; None where a run is
-    from a version that did not measure it. `chosen` is the accuracy in the round that the validation images chose.
-    """
-
-    method: str
-    seed: int
-    last: float | None
-    best: float | None
-    labeled_steps: int
-    forward: int
-    backward: int
-    down: int
-    up: int
-    client: int | None = None
-    server: int | None = None
-    selection: float | None = None
-
-    @classmethod
-    def of(cls, summary: Mapping[str, Any], method: str | None = None) -> "Result":
-        """Read a run's summary.json; `method` is the name in the table, the method's title if None."""
-        cost, accuracy = summary["cost"], summary["accuracy"]
-        return cls(
-            summary["title"] if method is None else method,
-            summary["seed"],
-            accuracy["last"],
-            accuracy.get("best"),
-            *(cost[name] for name in ("labeled_steps", "forward", "backward", "bytes_down", "bytes_up")),
-            client=cost.get("stored_client"),
-            server=cost.get("stored_server"),
-            selection=accuracy.get("chosen"),
-        )
 
 
 class Spread(NamedTuple):
@@ -77,38 +40,35 @@ def plus_minus(value: Spread | Published | None) -> str:
 class _Column(NamedTuple):
     key: str  # in CSV and JSON
     heading: str
-    attribute: str  # of a `Result`
-    unit: Callable[[float], float]
+    part: str  # of a run's summary.json
+    name: str  # in this part
     digits: int | None  # after the point; None: as many as show three significant ones
     missing: str = "unknown"
     narrow: bool = False  # whether a terminal of 80 columns has room for it
     optional: bool = False  # whether it is left out where no run has it
 
-
-def _percent(share: float) -> float:
-    return 100 * share
-
-
-def _count(number: float) -> float:
-    return number
-
-
-def _megabytes(number: float) -> float:
-    return number / 1e6
+    def values(self, summaries: Sequence[Mapping[str, Any]]) -> list[float | None]:
+        """Return the quantity of every run in the unit of the heading; None where a run did not measure it."""
+        numbers = [summary[self.part].get(self.name) for summary in summaries]
+        if self.part == "accuracy":
+            return [None if share is None else 100 * share for share in numbers]
+        if self.key.startswith("megabytes"):  # 10^6 bytes
+            return [None if count is None else count / 1e6 for count in numbers]
+        return numbers
 
 
-# 1 MB = 10^6 bytes; messages and memory of methods differ by orders of magnitude.
+# Messages and memory of methods differ by orders of magnitude.
 _COLUMNS = (
-    _Column("last_percent", "last %", "last", _percent, 2, narrow=True),
-    _Column("chosen_percent", "chosen %", "selection", _percent, 2, narrow=True, optional=True),
-    _Column("best_percent", "best %", "best", _percent, 2),
-    _Column("labeled_steps", "labeled steps", "labeled_steps", _count, 0, narrow=True),
-    _Column("forward_images", "forward (images)", "forward", _count, 0),
-    _Column("backward_images", "backward (images)", "backward", _count, 0),
-    _Column("megabytes_down", "sent down (MB)", "down", _megabytes, None),
-    _Column("megabytes_up", "sent up (MB)", "up", _megabytes, None),
-    _Column("megabytes_client", "kept by a client (MB)", "client", _megabytes, None, ""),
-    _Column("megabytes_server", "kept by the server (MB)", "server", _megabytes, None, ""),
+    _Column("last_percent", "last %", "accuracy", "last", 2, narrow=True),
+    _Column("chosen_percent", "chosen %", "accuracy", "chosen", 2, narrow=True, optional=True),
+    _Column("best_percent", "best %", "accuracy", "best", 2),
+    _Column("labeled_steps", "labeled steps", "cost", "labeled_steps", 0, narrow=True),
+    _Column("forward_images", "forward (images)", "cost", "forward", 0),
+    _Column("backward_images", "backward (images)", "cost", "backward", 0),
+    _Column("megabytes_down", "sent down (MB)", "cost", "bytes_down", None),
+    _Column("megabytes_up", "sent up (MB)", "cost", "bytes_up", None),
+    _Column("megabytes_client", "kept by a client (MB)", "cost", "stored_client", None, ""),
+    _Column("megabytes_server", "kept by the server (MB)", "cost", "stored_server", None, ""),
 )
 
 
@@ -177,28 +137,25 @@ class Table:
         ]
 
 
-def comparison(rows: Sequence[Result]) -> Table:
-    """Put one line a method, in the order given, over the seeds of each.
+def comparison(summaries: Sequence[Mapping[str, Any]]) -> Table:
+    """Put one line a method, in the order of the runs' summaries (summary.json), over the seeds of each.
 
     Raise UserError if one method comes twice with one seed: that would be counted as two seeds.
     """
-    groups: dict[str, list[Result]] = {}
-    for row in rows:
-        group = groups.setdefault(row.method, [])
-        if any(other.seed == row.seed for other in group):
+    groups: dict[str, list[Mapping[str, Any]]] = {}
+    for summary in summaries:
+        method, seed = summary["title"], summary["seed"]
+        group = groups.setdefault(method, [])
+        if any(other["seed"] == seed for other in group):
             raise UserError(
-                f"{row.method} comes twice with seed {row.seed}; compare runs of different seeds, or name them apart."
+                f"{method} comes twice with seed {seed}; compare runs of different seeds, or name them apart."
             )
-        group.append(row)
-    return Table(tuple(_line(method, group) for method, group in groups.items()))
-
-
-def _line(method: str, group: Sequence[Result]) -> Line:
-    values = {}
-    for column in _COLUMNS:
-        numbers = [getattr(result, column.attribute) for result in group]
-        values[column.key] = mean_of([None if number is None else column.unit(number) for number in numbers])
-    return Line(method, tuple(result.seed for result in group), values)
+        group.append(summary)
+    lines = []
+    for method, group in groups.items():
+        values = {column.key: mean_of(column.values(group)) for column in _COLUMNS}
+        lines.append(Line(method, tuple(summary["seed"] for summary in group), values))
+    return Table(tuple(lines))
 
 
 def _cell(value: Spread | None, column: _Column) -> str:

@@ -10,7 +10,7 @@ from halfmoon.engine.loop import Row
 from halfmoon.methods import registry
 from halfmoon.report.remarks import remarks
 from halfmoon.report.run_reader import Run
-from halfmoon.report.tables import Result, comparison
+from halfmoon.report.tables import comparison
 from halfmoon.storage import atomic_io
 
 CURVES, CSV, MARKDOWN = "curves.png", "table.csv", "table.md"
@@ -31,7 +31,7 @@ def show(outcome: RunResult) -> None:
     """Write the picture and the tables of what came out; each is there whole or not at all."""
     from halfmoon.report.curves import curves  # Matplotlib is slow to import, and workers draw nothing
 
-    table = comparison([Result.of(summary) for summary in outcome.summaries])
+    table = comparison(outcome.summaries)
     notes = "".join(f"\n{each}\n" for each in remarks(outcome.summaries, registry.ceilings()))
     staged = outcome.curves.with_name(f".{CURVES}{atomic_io.PARTIAL}")
     try:

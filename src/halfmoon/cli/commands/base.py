@@ -314,7 +314,7 @@ def print_outcome(outcome: RunResult, as_json: bool, wide: bool, decision: Decis
     from halfmoon.report.paired import ONE_SEED, differences
     from halfmoon.report.remarks import remarks
 
-    table = tables.comparison([tables.Result.of(summary) for summary in outcome.summaries])
+    table = tables.comparison(outcome.summaries)
     paired = differences(outcome.summaries, registry.ceilings())
     sentence = gain(outcome.summaries, registry.ceilings())
     notes = remarks(outcome.summaries, registry.ceilings())
