@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from halfmoon.report import gain as module
+from halfmoon.report import remarks as module
 from halfmoon.report import tables
 
 TITLES = {"fedavg": "FedAvg (labeled only)", "fedavg-sl": "FedAvg-SL (all labels)", "feddure": "FedDure"}

@@ -13,6 +13,7 @@ from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from page_scenes import METHODS, accuracy_of, entry, note_sums, split_of, sweep, write_run, write_sweep
 
@@ -98,16 +99,6 @@ def test_kendall_by_hand() -> None:
     assert kendall([1, 2], [5, 5]) is None
 
 
-def test_equal_steps_by_hand() -> None:
-    """Ends at 60, 45 and 90 steps: 45 is common; the last evaluations not after it are at 40, 45 and 30."""
-    runs = [[(20, 0.2), (40, 0.4), (60, 0.6)], [(15, 0.1), (45, 0.5)], [(30, 0.3), (60, 0.7), (90, 0.9)]]
-    assert frame.common_steps(runs) == 45
-    assert [frame.at_steps(run, 45) for run in runs] == [0.4, 0.5, 0.3]
-    assert frame.at_steps(runs[2], 29) is None
-    assert frame.common_steps([*runs, []]) is None
-    assert frame.common_steps([]) is None
-
-
 def test_equal_steps_of_runs(tmp_path: Path) -> None:
     """5 and 15 steps a round over 12 rounds, evaluated every second: 60 is common, there the second is at round 4."""
     write_run(tmp_path / "cmp" / "a", 1, 0)
@@ -190,7 +181,7 @@ def test_loose_runs_become_a_grid(tmp_path: Path) -> None:
     cell = study.cell("fixmatch (tau 0.9)", ("0.1",))
     assert [run.seed for run in cell.runs] == [0, 1]
     assert study.cell("feddure", ("0.1",)) is None
-    assert common_options(list(study.runs.values())) == {"data": "digits"}
+    assert common_options(study) == {"data": "digits"}
 
 
 def test_methods_may_differ_in_what_is_not_the_world(tmp_path: Path) -> None:
@@ -491,7 +482,7 @@ def test_a_federations_folder_is_reported_as_one(tmp_path: Path) -> None:
     """Its curve is the sites' accuracy after the round that they evaluated, and nothing is blamed on old versions."""
     write_federation(tmp_path / "fed")
     (study,) = gather([tmp_path / "fed"])
-    assert common_options(list(study.runs.values()))["federation"] == "ward"
+    assert common_options(study)["federation"] == "ward"
     assert [note.split(" (a federation")[0] for note in missing(study)] == [
         "No picture of clients and classes, no class distributions",
         "No confusion matrix",
@@ -513,7 +504,9 @@ def test_many_rounds_are_thinned() -> None:
     kept = bands.thinned(range(1, 2001), 300)
     assert (len(kept), kept[0], kept[-1]) == (300, 1, 2000)
     assert kept == sorted(set(kept))
+    assert set(np.diff(kept)) == {6, 7}
     assert bands.thinned([3, 5], 300) == [3, 5]
+    assert bands.thinned(range(7), 3) == [0, 3, 6]
 
 
 def test_a_different_split_is_drawn_once(tmp_path: Path) -> None:

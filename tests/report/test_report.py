@@ -14,12 +14,10 @@ from PIL import Image
 
 from halfmoon.core.errors import UserError
 from halfmoon.methods import registry
-from halfmoon.report.about import described
-from halfmoon.report.bubbles import areas, bubbles, evenly
-from halfmoon.report.curves import curve, curves, spaced
-from halfmoon.report.figures import style
+from halfmoon.report.curves import curve, curves, described, spaced
+from halfmoon.report.diagrams import areas, bubbles
 from halfmoon.report.run_reader import Run, find
-from halfmoon.report.styles import _HOMES, SLOTS, slots, styles
+from halfmoon.report.styles import _HOMES, SLOTS, slots, style, styles
 from halfmoon.report.tables import comparison, spread
 from halfmoon.storage import integrity
 
@@ -362,16 +360,6 @@ def measured(clients: int, classes: int) -> dict[str, Any]:
 def test_areas_are_proportional_to_counts() -> None:
     assert areas(np.array([[0, 1], [2, 4]]), 100.0).tolist() == [[0, 25], [50, 100]]
     assert areas(np.zeros((2, 2), dtype=int), 100.0).tolist() == [[0, 0], [0, 0]]
-
-
-def test_chosen_clients_are_even() -> None:
-    assert evenly(5).tolist() == [0, 1, 2, 3, 4]
-    assert evenly(40).tolist() == list(range(40))
-    assert evenly(7, 3).tolist() == [0, 3, 6]
-    many = evenly(1000)
-    assert len(set(many.tolist())) == 40
-    assert (many[0], many[-1]) == (0, 999)
-    assert set(np.diff(many).tolist()) <= {25, 26}
 
 
 @pytest.mark.parametrize(("clients", "classes"), [(1, 2), (20, 10), (100, 10), (100, 100)])

@@ -32,7 +32,7 @@ from halfmoon.engine.evaluation import COLDEST, HOTTEST
 from halfmoon.engine.evaluation import temperature as of_tensors
 from halfmoon.models import NETWORKS
 from halfmoon.notebook import trained
-from halfmoon.report import reliability
+from halfmoon.report import diagrams
 from halfmoon.report.spreadsheet import harmless_row
 from halfmoon.runs import factory
 from halfmoon.runs.model_card import Card
@@ -610,8 +610,8 @@ def test_the_picture_has_a_bar_for_each_bin(tmp_path: Path, monkeypatch: pytest.
     p = softmax(logits, axis=1)
     found = measure.scores(labels, p.argmax(1), p.max(1), "abcd")
     kept = []
-    monkeypatch.setattr(reliability, "write", lambda made, path: kept.append(made))  # before it becomes pixels
-    reliability.reliability(found, tmp_path / "r.png")
+    monkeypatch.setattr(diagrams, "write", lambda made, path: kept.append(made))  # before it becomes pixels
+    diagrams.reliability(found, tmp_path / "r.png")
     bars = kept[0].axes[0].patches
     full = [row for row in found["reliability"] if row["images"]]
     assert [bar.get_height() for bar in bars] == [row["accuracy"] for row in full]

@@ -14,10 +14,9 @@ from halfmoon.engine.loop import Row
 from halfmoon.methods import registry
 from halfmoon.notebook.trained import Model, load_model
 from halfmoon.report import frame, gather, study, tables
-from halfmoon.report.gain import gain
 from halfmoon.report.headline import headline
 from halfmoon.report.paired import differences
-from halfmoon.report.remarks import remarks
+from halfmoon.report.remarks import gain, remarks
 from halfmoon.report.run_reader import Run
 from halfmoon.runs.runner import CSV, CURVES, MARKDOWN
 from halfmoon.storage import atomic_io

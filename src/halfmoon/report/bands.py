@@ -8,13 +8,13 @@ MOST_POINTS = 300
 """A curve has at most this many points; rounds between them are left out evenly."""
 
 
-def curve(seeds: Sequence[Mapping[int, float]], most: int = MOST_POINTS) -> dict[str, Any]:
+def curve(seeds: Sequence[Mapping[int, float]]) -> dict[str, Any]:
     """Return {"x", "mean", "low", "high"} of {round: value} of each seed, over the rounds that all seeds have.
 
     Nothing is in it where no round is common to all.
     """
     common = sorted(set.intersection(*map(set, seeds))) if seeds else []
-    rounds = thinned(common, most)
+    rounds = thinned(common)
     return {"x": rounds, **band([[seed[number] for number in rounds] for seed in seeds])} if rounds else {}
 
 
@@ -29,7 +29,7 @@ def band(seeds: Sequence[Sequence[float]]) -> dict[str, list[float]]:
 
 
 def thinned(rounds: Sequence[int], most: int = MOST_POINTS) -> list[int]:
-    """Return at most `most` rounds, evenly spaced, the first and the last among them."""
+    """Return at most `most` rounds or other numbers, evenly spaced, the first and the last among them."""
     if len(rounds) <= most:
         return list(rounds)
     return [rounds[round(n * (len(rounds) - 1) / (most - 1))] for n in range(most)]

@@ -1,8 +1,8 @@
 """Learning curves: test accuracy, and the quality of pseudo-labels, round by round."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from matplotlib.axes import Axes
@@ -10,10 +10,10 @@ from matplotlib.figure import Figure
 from matplotlib.font_manager import FontProperties
 from matplotlib.ticker import MaxNLocator
 
-from halfmoon.report.about import described
-from halfmoon.report.figures import GRAY, Style, figure, tidy, write
+from halfmoon.report.figures import GRAY, figure, tidy, write
 from halfmoon.report.frame import METRICS
-from halfmoon.report.run_reader import Run
+from halfmoon.report.run_reader import Run, data_name
+from halfmoon.report.styles import Style
 from halfmoon.report.styles import styles as styles_of
 
 _AT_THE_END = 8  # so many names find room beside the ends of their lines; more go into a legend
@@ -50,11 +50,7 @@ def curves(runs: Sequence[Run], path: Path) -> None:
     that is confident (above the threshold of the diagnostics); a panel without anything above zero is left out. The
     head says on what. Raise UserError if the picture cannot be written.
     """
-    groups: dict[str, list[Run]] = {}
-    for run in runs:
-        groups.setdefault(run.title, []).append(run)
-    methods = [str(group[0].options.get("method", title)) for title, group in groups.items()]
-    styles = dict(zip(groups, styles_of(methods), strict=True))
+    groups, styles = _by_title(runs)
     panels = {what: lines for what in _PANELS if (lines := _lively(groups, what))}
     beside = 0.06 * max(map(len, groups), default=0) if len(groups) <= _AT_THE_END else 0.0
     width = 6.0 if panels else 4.6
@@ -83,16 +79,20 @@ def curves(runs: Sequence[Run], path: Path) -> None:
 def metric_curves(runs: Sequence[Run], metric: str, axes: Axes) -> None:
     """Draw a metric of `halfmoon.report.frame.METRICS` as `curves` does, with a legend."""
     part, name, factor = METRICS[metric]
-    groups: dict[str, list[Run]] = {}
-    for run in runs:
-        if run.series(part, name):
-            groups.setdefault(run.title, []).append(run)
-    methods = [str(group[0].options.get("method", title)) for title, group in groups.items()]
-    styles = dict(zip(groups, styles_of(methods), strict=True))
+    groups, styles = _by_title([run for run in runs if run.series(part, name)])
     label = f"{metric.replace('_', ' ')}{' (%)' if factor == 100 else ''}"
     _draw(axes, groups, styles, (part, name), label, factor)
     if groups:
         axes.legend(frameon=False, fontsize=8, title=_note(groups) or None, title_fontsize=7.5)
+
+
+def _by_title(runs: Sequence[Run]) -> tuple[dict[str, list[Run]], dict[str, Style]]:
+    """Return the runs of each line, and how it is drawn."""
+    groups: dict[str, list[Run]] = {}
+    for run in runs:
+        groups.setdefault(run.title, []).append(run)
+    methods = [str(group[0].options.get("method", title)) for title, group in groups.items()]
+    return groups, dict(zip(groups, styles_of(methods), strict=True))
 
 
 def _lively(groups: dict[str, list[Run]], what: tuple[str, str]) -> dict[str, list[Run]]:
@@ -104,8 +104,7 @@ def _lively(groups: dict[str, list[Run]], what: tuple[str, str]) -> dict[str, li
 
 
 def _head(picture: Figure, runs: Sequence[Run]) -> None:
-    words = described(runs) if runs else ""
-    if words:
+    if runs and (words := described(runs)):
         picture.suptitle(words, fontsize=8.5, color=GRAY, x=0.01, ha="left")
 
 
@@ -250,3 +249,39 @@ def _note(groups: dict[str, list[Run]]) -> str:
         return ""
     seeds = f"{counts[0]}" if len(counts) == 1 else f"{counts[0]} to {counts[-1]}"
     return f"mean of {seeds} seeds; band: smallest to largest"
+
+
+def _split_words(options: Mapping[str, Any]) -> str:
+    """Return how a split was made: its setting, clients and concentration, as far as the options say."""
+    setting = str(options.get("setting", ""))
+    alpha = options.get("dirichlet_alpha")
+    parts = [setting] if setting else []
+    if alpha is not None and ("dir" in setting or "fedloke" in setting):
+        parts[-1:] = [f"{setting} (\N{GREEK SMALL LETTER ALPHA} = {alpha:g})"]
+    if isinstance(options.get("clients"), int):
+        parts.append(f"{options['clients']} clients")
+    return ", ".join(parts)
+
+
+def _label_words(runs: Sequence[Run]) -> str:
+    """Return how many labels there are, "" where no run says it, or they differ."""
+    counts = {(run.split or {}).get("counts", {}).get("labeled") for run in runs}
+    (count,) = counts if len(counts) == 1 else (None,)
+    return "" if count is None else f"{count:,} labels"
+
+
+def _seed_words(runs: Sequence[Run]) -> str:
+    """Return the seeds, the first few by number."""
+    numbers = {run.options.get("seed", 0) for run in runs}
+    seeds = sorted(n for n in numbers if isinstance(n, int))
+    if len(seeds) > 1 and seeds == list(range(seeds[0], seeds[-1] + 1)):
+        return f"seeds {seeds[0]} to {seeds[-1]}"
+    return f"{'seed' if len(seeds) == 1 else 'seeds'} {', '.join(map(str, seeds))}" if seeds else ""
+
+
+def described(runs: Sequence[Run]) -> str:
+    """Return a line for a picture's head: data, split, labels and seeds, as far as all runs share them."""
+    first, *others = [run.options for run in runs]
+    shared = {key: value for key, value in first.items() if all(other.get(key) == value for other in others)}
+    parts = [data_name(shared["data"]) if shared.get("data") else "", _split_words(shared)]
+    return " \N{MIDDLE DOT} ".join(part for part in [*parts, _label_words(runs), _seed_words(runs)] if part)

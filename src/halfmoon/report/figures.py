@@ -7,9 +7,6 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
 from halfmoon.core.errors import UserError
-from halfmoon.report.styles import Style, style
-
-__all__ = ["DOTS", "GRAY", "Style", "figure", "style", "tidy", "write"]
 
 DOTS = 200
 """Dots per inch of a saved picture."""

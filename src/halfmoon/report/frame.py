@@ -125,19 +125,19 @@ def _values(study: Study, entry: StudyCell) -> dict[str, Any]:
 def _add_equal_steps(study: Study, table: pd.DataFrame) -> None:
     """Fill in the accuracies at the largest number of labeled steps that all finished runs of a column reached."""
     entries = [entry for cell in study.sweep.cells for entry in cell.runs or [None]]
-    curves = [evaluations(entry, study.run(entry)) if entry and entry.finished else None for entry in entries]
+    curves = {n: _evaluations(entry, study.run(entry)) for n, entry in enumerate(entries) if entry and entry.finished}
     for column in range(len(study.columns)):
-        places = [n for n, place in enumerate(table["column"]) if place == column and curves[n] is not None]
-        steps = common_steps([curves[n] or [] for n in places])
-        if steps is None:
+        places = [n for n, place in enumerate(table["column"]) if place == column and n in curves]
+        steps = min((curves[n][-1][0] if curves[n] else 0 for n in places), default=0)
+        if not steps:
             continue
         for n in places:
-            share = at_steps(curves[n] or [], steps)
+            share = next((share for used, share in reversed(curves[n]) if used <= steps), None)
             table.at[n, "equal_labeled_steps"] = steps
             table.at[n, "equal_steps_percent"] = None if share is None else 100 * share
 
 
-def evaluations(entry: StudyCell, run: Run | None) -> list[tuple[float, float]]:
+def _evaluations(entry: StudyCell, run: Run | None) -> list[tuple[float, float]]:
     """Return (labeled steps so far, test accuracy as a share) by round; of a run without its folder the end alone."""
     rows = run.rows if run else []
     pairs = [((row.get("cost") or {}).get("labeled_steps"), (row.get("test") or {}).get("accuracy")) for row in rows]
@@ -146,16 +146,6 @@ def evaluations(entry: StudyCell, run: Run | None) -> list[tuple[float, float]]:
     if not pairs and entry.accuracy and steps is not None:
         return [(steps, entry.accuracy.last)]
     return pairs
-
-
-def common_steps(runs: Sequence[Sequence[tuple[float, float]]]) -> float | None:
-    """Return the largest number of labeled steps that all runs reached; None where one has none at all."""
-    return min((run[-1][0] if run else 0 for run in runs), default=0) or None
-
-
-def at_steps(run: Sequence[tuple[float, float]], steps: float) -> float | None:
-    """Return the accuracy of the last evaluation not after `steps`, None where there is none."""
-    return next((share for used, share in reversed(run) if used <= steps), None)
 
 
 def as_csv(studies: Sequence[Study]) -> str:

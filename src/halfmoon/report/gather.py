@@ -7,8 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from halfmoon.core.errors import UserError
-from halfmoon.report.about import data_name
-from halfmoon.report.run_reader import Run, find
+from halfmoon.report.run_reader import Run, data_name, find
 from halfmoon.report.study import (
     CONFIGURATION,
     FORMAT,
@@ -22,6 +21,7 @@ from halfmoon.report.study import (
     Value,
     has_numbers,
     is_number,
+    letters,
     read_sweep,
 )
 from halfmoon.storage import atomic_io, toml
@@ -163,9 +163,10 @@ def _with_data_names(runs: Sequence[Loose]) -> list[Loose]:
     ]
 
 
-def common_options(runs: Sequence[Run]) -> dict[str, Any]:
-    """Return the options that all runs have alike, without those that say where and not what."""
-    first, *others = [run.options for run in _with_data_names([Loose.of(run) for run in runs])] or [{}]
+def common_options(study: Study) -> dict[str, Any]:
+    """Return the options that all runs of a study have alike, without those that say where and not what."""
+    runs = _with_data_names([Loose.of(run) for run in study.runs.values()])
+    first, *others = [run.options for run in runs] or [{}]
     return {key: value for key, value in first.items() if all(other.get(key) == value for other in others)}
 
 
@@ -178,14 +179,10 @@ def _merged(place: Mapping[str, str]) -> dict[str, str]:
 def _axis(key: str, places: Sequence[str]) -> Axis:
     names = list(dict.fromkeys(places))
     if key == CONFIGURATION:
-        return Axis(key, [Value(name, f"configuration {_letter(n)}") for n, name in enumerate(names)])
+        return Axis(key, [Value(name, f"configuration {letters(n)}") for n, name in enumerate(names)])
     # Numbers get the name of their axis wherever they are shown.
     bare = {name for name in names if key in ("data", "setting") or is_number(name)}
     return Axis(key, [Value(name, name if name in bare else f"{key} {name}") for name in names])
-
-
-def _letter(number: int) -> str:
-    return (_letter(number // 26 - 1) if number >= 26 else "") + chr(ord("A") + number % 26)
 
 
 def _title(runs: Sequence[Loose], rows: Sequence[str]) -> str:

@@ -5,8 +5,8 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from halfmoon.report import frame
-from halfmoon.report.gain import FLOOR, NO_BOUND
 from halfmoon.report.paired import paired
+from halfmoon.report.remarks import FLOOR, NO_BOUND
 from halfmoon.report.scores import final
 from halfmoon.report.study import Study
 from halfmoon.report.tables import Spread

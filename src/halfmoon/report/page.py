@@ -4,10 +4,11 @@ from collections.abc import Mapping, Sequence
 from importlib import metadata
 from typing import Any
 
-from halfmoon.report import gather, scores, series, templates
+from halfmoon.report import scores, series, templates
+from halfmoon.report.gather import common_options
 from halfmoon.report.headline import headline
 from halfmoon.report.scores import Mark, Score, equal, final, order
-from halfmoon.report.study import Column, Study, scale_words
+from halfmoon.report.study import Column, Study, letters, scale_words
 from halfmoon.report.tables import plus_minus
 from halfmoon.storage.atomic_io import finite
 
@@ -116,10 +117,6 @@ def _machine(machine: Mapping[str, Any]) -> str:
     return ", ".join(words)
 
 
-def common_options(study: Study) -> dict[str, Any]:
-    return gather.common_options(list(study.runs.values()))
-
-
 def uneven(study: Study) -> bool:
     """Return whether equal labeled steps are another matter than the runs' ends: a table that says the same is none."""
     score, even = final(study), equal(study)
@@ -145,19 +142,15 @@ class TableNotes:
         """Return the letter that stands for a note."""
         if words not in self.words:
             self.words.append(words)
-        return _letters(self.words.index(words))
+        return letters(self.words.index(words)).lower()
 
 
-def _letters(number: int) -> str:
-    return (_letters(number // 26 - 1) if number >= 26 else "") + chr(ord("a") + number % 26)
-
-
-def signed(value: float) -> str:
-    return f"{value:.2f}".replace("-", "\N{MINUS SIGN}")
+def signed(words: str) -> str:
+    return words.replace("-", "\N{MINUS SIGN}")
 
 
 def points(difference: float) -> str:
-    return f"{difference:+.2f}".replace("-", "\N{MINUS SIGN}")
+    return signed(f"{difference:+.2f}")
 
 
 def count(value: float | None) -> str:

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from scipy import special
 
-from halfmoon.report.gain import FLOOR
+from halfmoon.report.remarks import FLOOR
 
 LEVEL = 0.95
 SEEDS = 5

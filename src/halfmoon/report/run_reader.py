@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 from functools import cache
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Annotated, Any
 
 from pydantic import BaseModel, Field, TypeAdapter, ValidationError
@@ -14,29 +14,18 @@ from halfmoon.storage.folder_writer import START
 
 Number = Annotated[float, Field(allow_inf_nan=False)]
 Count = Annotated[int, Field(ge=0, le=2**63)]
-Shares = list[Number | None] | None
 
 # What a report takes from the files of a run; whatever else is in them stays as it is.
 
 
-class _Test(BaseModel):
-    accuracy: Number | None = None
-    per_class: Shares = None
-
-
-class _Train(BaseModel):
+class _Measures(BaseModel):
     loss: Number | None = None
-
-
-class _Aggregation(BaseModel):
     epsilon: Number | None = None
-
-
-class _Pseudo(BaseModel):
     accuracy: Number | None = None
     accuracy_above: Number | None = None
     share_above: Number | None = None
     share_used: Number | None = None
+    per_class: list[Number | None] | None = None
 
 
 class _Prior(BaseModel):
@@ -71,11 +60,11 @@ class _Accuracy(BaseModel):
 
 class _Row(BaseModel):
     round: Count
-    test: _Test | None = None
-    train: _Train | None = None
+    test: _Measures | None = None
+    train: _Measures | None = None
     evaluation: _Evaluation | None = None  # of a federation's sites, of the model after another round
-    aggregation: _Aggregation | None = None
-    pseudo: _Pseudo | None = None
+    aggregation: _Measures | None = None
+    pseudo: _Measures | None = None
     prior: _Prior | None = None
     cost: _Cost | None = None
 
@@ -112,13 +101,12 @@ class _Counts(BaseModel):
     classes: list[str | int]
 
 
-class _Client(BaseModel):
-    labeled_classes: list[Count]
-    unlabeled_classes: list[Count]
-
-
 class _Server(BaseModel):
     labeled_classes: list[Count]
+
+
+class _Client(_Server):
+    unlabeled_classes: list[Count]
 
 
 class _Split(BaseModel):
@@ -195,6 +183,12 @@ def find(root: Path) -> list[Run]:
     if not paths:
         raise UserError(f"{root} holds no run; give the folder of a run or of a comparison.")
     return [Run.read(path) for path in paths]
+
+
+def data_name(value: object, parts: int = 1) -> str:
+    """Return the name of a data set: of a folder its last `parts`, never the whole path of a machine."""
+    words = str(value).rstrip("/\\")
+    return "/".join(PurePath(words.replace("\\", "/")).parts[-parts:]) or words
 
 
 def _summary(path: Path) -> dict[str, Any] | None:

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from halfmoon.report import frame
-from halfmoon.report.bands import band, curve, short
+from halfmoon.report.bands import band, curve, short, thinned
 from halfmoon.report.run_reader import Run
 from halfmoon.report.scores import Score
 from halfmoon.report.study import Column, Study
@@ -159,9 +159,7 @@ def users_title(study: Study, users: Sequence[User], everyone: Sequence[User]) -
 
 def _split(split: Data, users: Sequence[User], title: str) -> Data:
     clients = len(split["each"])
-    numbers = list(range(clients))
-    if clients > SHOWN_CLIENTS:
-        numbers = [round(n * (clients - 1) / (SHOWN_CLIENTS - 1)) for n in range(SHOWN_CLIENTS)]
+    numbers = thinned(range(clients), SHOWN_CLIENTS)
     server = split.get("server")
     return {
         "title": title,

@@ -251,6 +251,11 @@ def is_number(word: str) -> bool:
         return False
 
 
+def letters(number: int) -> str:
+    """Return A to Z, AA, AB, ... for numbers from 0."""
+    return (letters(number // 26 - 1) if number >= 26 else "") + chr(ord("A") + number % 26)
+
+
 def _with_runs(sweep: Sweep, root: Path) -> Study:
     """Read the folders of the finished runs, and note those that are absent or hold another run by now."""
     runs: dict[str, Run] = {}

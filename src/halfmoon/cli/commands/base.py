@@ -310,9 +310,8 @@ def print_outcome(outcome: RunResult, as_json: bool, wide: bool, decision: Decis
     made."""
     from halfmoon.methods import registry
     from halfmoon.report import tables
-    from halfmoon.report.gain import gain
     from halfmoon.report.paired import ONE_SEED, differences
-    from halfmoon.report.remarks import remarks
+    from halfmoon.report.remarks import gain, remarks
 
     table = tables.comparison(outcome.summaries)
     paired = differences(outcome.summaries, registry.ceilings())

@@ -104,7 +104,7 @@ def _facts(config: Config, args: argparse.Namespace) -> dict[str, Any]:
     split = split_of(config, source)
     facts = summary(split, source.train.labels, source.classes)
     if args.png:
-        from halfmoon.report.bubbles import bubbles
+        from halfmoon.report.diagrams import bubbles
 
         bubbles(facts, args.png)
     if args.save:

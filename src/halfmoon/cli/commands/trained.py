@@ -136,7 +136,7 @@ def _evaluate(args: argparse.Namespace) -> int:
     result["temperature"] = model.card.temperature
     files = [str(path) for path in write(result, unreadable, args.out)] if args.out is not None else []
     if args.out is not None:
-        from halfmoon.report.reliability import reliability  # Matplotlib is slow to import
+        from halfmoon.report.diagrams import reliability  # Matplotlib is slow to import
 
         picture = args.out / "reliability.png"
         reliability(result, picture)

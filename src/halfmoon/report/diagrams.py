@@ -1,4 +1,4 @@
-"""Who holds how much of what: FedDure's Figure 3, one bubble a client and class."""
+"""Diagrams of a split (who holds how much of what: FedDure's Figure 3) and of a model's calibration."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -8,12 +8,15 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.lines import Line2D
 
-from halfmoon.report.figures import figure, style, tidy, write
+from halfmoon.report.bands import thinned
+from halfmoon.report.figures import GRAY, figure, tidy, write
+from halfmoon.report.styles import style
 
 MOST_CLIENTS = 40
 """At most so many clients are drawn."""
 
 _POINTS = 72  # per inch
+_LABEL = 8.5  # points
 _APART = 2  # columns that a server takes: its own, and an empty one
 
 
@@ -21,13 +24,6 @@ def areas(counts: np.ndarray, largest: float) -> np.ndarray:
     """Return bubble areas proportional to counts; the largest count has the area `largest` (square points)."""
     top = counts.max(initial=0)
     return counts * (largest / top) if top else np.zeros(counts.shape)
-
-
-def evenly(clients: int, most: int = MOST_CLIENTS) -> np.ndarray:
-    """Return the numbers of at most `most` clients, evenly from the first to the last."""
-    if clients <= most:
-        return np.arange(clients)
-    return np.linspace(0, clients - 1, most).round().astype(np.int64)
 
 
 def bubbles(summary: Mapping[str, Any], path: Path) -> None:
@@ -38,7 +34,7 @@ def bubbles(summary: Mapping[str, Any], path: Path) -> None:
     """
     classes: Sequence[str] = summary["counts"]["classes"]
     clients = summary["counts"]["clients"]
-    numbers = evenly(clients)
+    numbers = thinned(range(clients), MOST_CLIENTS)
     server = summary["server"]
     before = _APART if server else 0
     columns = before + len(numbers)
@@ -55,11 +51,11 @@ def bubbles(summary: Mapping[str, Any], path: Path) -> None:
         if server and kind == "labeled":
             counts[0] = server["labeled_classes"]
         _panel(axes, counts, largest, style(number).color)
-        axes.set_title(f"{kind}: {summary['counts'][kind]:,} images", fontsize=8.5, loc="left", fontweight="bold")
+        axes.set_title(f"{kind}: {summary['counts'][kind]:,} images", fontsize=_LABEL, loc="left", fontweight="bold")
         _mark(axes.yaxis, [str(name) for name in classes], height)
     _mark(panels[1].xaxis, [str(k) for k in numbers], width / 2.2, ["server"] if server else [], before)
     what = "client" if clients <= MOST_CLIENTS else f"client ({MOST_CLIENTS} of {clients} shown, evenly chosen)"
-    panels[1].set_xlabel(what, fontsize=8.5)
+    panels[1].set_xlabel(what, fontsize=_LABEL)
     write(picture, path)
 
 
@@ -111,3 +107,32 @@ def _mark(axis: Any, names: list[str], inches: float, ahead: Sequence[str] = (),
     every = max(1, int(np.ceil(0.115 / inches)))
     places = [*range(len(ahead)), *range(first, first + len(names), every)]
     axis.set_ticks(places, [*ahead, *names[::every]], fontsize=7.5)
+
+
+def reliability(scores: Mapping[str, Any], path: Path) -> None:
+    """Draw a PNG of a model's calibration: bars of accuracy over probability, and below them the images of each bin.
+
+    `scores` is the dict of `halfmoon.sites.inference.measure.scores`. A bar below the diagonal says that the model is
+    right less often than it says. Raise UserError if the picture cannot be written.
+    """
+    rows = [row for row in scores["reliability"] if row["images"]]
+    left, width = [row["above"] for row in rows], [row["to"] - row["above"] for row in rows]
+    picture = figure(4.2, 4.6)
+    above, below = picture.subplots(2, 1, sharex=True, height_ratios=(3, 1))
+    above.plot([0, 1], [0, 1], color=GRAY, linewidth=1, dashes=(4, 2), label="as often right as it says")
+    bars = {"align": "edge", "edgecolor": "white", "linewidth": 0.5}
+    above.bar(left, [row["accuracy"] for row in rows], width, color=style(0).color, label="accuracy", **bars)
+    means = [row["confidence"] for row in rows]
+    above.plot(means, [row["accuracy"] for row in rows], "o", color=style(1).color, markersize=3.5, label="at the mean")
+    above.set_ylabel("accuracy", fontsize=_LABEL)
+    above.set_ylim(0, 1)
+    error = f"expected calibration error {100 * scores['calibration_error']:.2f} %, {scores['images']:,} images"
+    above.set_title(error, fontsize=_LABEL, loc="left", fontweight="bold")
+    above.legend(fontsize=7.5, frameon=False, loc="upper left")
+    below.bar(left, [row["images"] for row in rows], width, color=GRAY, **bars)
+    below.set_ylabel("images", fontsize=_LABEL)
+    below.set_xlabel("probability of the label", fontsize=_LABEL)
+    below.set_xlim(0, 1)
+    for axes in (above, below):
+        tidy(axes)
+    write(picture, path)
