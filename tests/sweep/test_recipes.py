@@ -29,8 +29,7 @@ from halfmoon.sweeps import recipe
 from halfmoon.sweeps.engines import Here
 from halfmoon.sweeps.grid import Cell, cells, selection
 from halfmoon.sweeps.play import Step, sweep
-from halfmoon.sweeps.published import lookup
-from halfmoon.sweeps.recipe import Recipe
+from halfmoon.sweeps.recipe import Recipe, lookup
 from halfmoon.sweeps.recipe_file import INHERITED, layered, read
 from halfmoon.sweeps.sweep_folder import SweepFolder
 

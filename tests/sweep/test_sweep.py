@@ -18,6 +18,7 @@ from halfmoon.config.schema import Config
 from halfmoon.core.errors import UserError
 from halfmoon.engine import driver
 from halfmoon.engine.loop import Row
+from halfmoon.report.study import FORMAT
 from halfmoon.runs import runner, seeds
 from halfmoon.runs.callbacks import Callback, NullCallback, RunInfo
 from halfmoon.sweeps import play as playing
@@ -25,7 +26,7 @@ from halfmoon.sweeps import recipe
 from halfmoon.sweeps.engines import Engine, Here, Note, Processes, SweepTask, TaskResult
 from halfmoon.sweeps.grid import cells, selection
 from halfmoon.sweeps.play import Step, sweep
-from halfmoon.sweeps.sweep_folder import FORMAT, SweepFolder
+from halfmoon.sweeps.sweep_folder import SweepFolder
 
 RECIPE = """
 title = "Mine, Table 1"

@@ -3,13 +3,11 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
-from typing import Any
 
 from halfmoon.config import schema as settings
 from halfmoon.config.schema import Config
 from halfmoon.core.errors import UserError, nearest
-from halfmoon.sweeps.published import COLUMNS, Published, lookup
-from halfmoon.sweeps.recipe import Recipe, Scale, Value, meets
+from halfmoon.sweeps.recipe import COLUMNS, Published, Recipe, Scale, Value, lookup, meets
 from halfmoon.sweeps.recipe_file import Layer, layered
 
 Selection = Mapping[str, tuple[str, ...]]
@@ -117,20 +115,13 @@ def _cell(recipe: Recipe, values: Sequence[Value], seeds: Sequence[int], scale: 
     published = lookup(where) if recipe.published and measure == "test" else None  # the papers print test accuracies
     cell = Cell(at, published, {}, measure)
     try:
-        config = _config(layered([*layers, over]), recipe.name)
-        configs = {seed: replace(config, seed=seed, split_seed=seed) for seed in seeds}
+        config = settings.merge(layered([*layers, over]), {}, recipe.name)
+        methods = {config.method, config.reference}
+        options = {
+            name: value for name, value in config.options.items() if name in methods or not isinstance(value, Mapping)
+        }
+        configs = {seed: replace(config, seed=seed, split_seed=seed, options=options) for seed in seeds}
+        settings.check_methods(configs[seeds[0]])
     except UserError as error:
         raise UserError(f"recipe {recipe.name}, cell {cell.words}: {error}") from error
     return replace(cell, configs=configs)
-
-
-def _config(values: dict[str, Any], name: str) -> Config:
-    """Return a checked configuration that holds the options of its own methods alone."""
-    config = settings.merge(values, {}, name)
-    methods = {config.method, config.reference}
-    options = {
-        name: value for name, value in config.options.items() if name in methods or not isinstance(value, Mapping)
-    }
-    config = replace(config, options=options)
-    settings.check_methods(config)
-    return config

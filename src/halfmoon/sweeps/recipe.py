@@ -7,15 +7,16 @@ values' in the order of the axes, then `when`, then the scale's and its `when`, 
 that both files have is the base's, then this one's; what is said `about` it is this one's.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+import csv
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from importlib import resources
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
 from halfmoon.core.errors import UserError, nearest
-from halfmoon.sweeps.published import COLUMNS
-from halfmoon.sweeps.recipe_file import INHERITED, Layer, check_layer, folder, read
+from halfmoon.sweeps.recipe_file import INHERITED, Layer, check_layer, check_shape, folder, nearest_of, read
 
 Kind = Literal["table", "lines", "curves", "splits"]
 At = Mapping[str, tuple[str, ...]]
@@ -31,7 +32,10 @@ MEASURES: Mapping[str, str] = {
 AxisValues = Mapping[str, Sequence[str]]
 """The names of the values of every axis."""
 
-_KEYS = {"value": ("title", "set", "published", "measure", "extra"), "when": ("at", "set", "published")}
+COLUMNS = dict.fromkeys(("paper", "table", "dataset", "setting", "labels", "method"), object)
+"""The columns of the published numbers (`halfmoon/recipes/published.csv`)."""
+_VALUE = dict.fromkeys(("title", "set", "published", "measure", "extra"), object)
+_WHEN = dict.fromkeys(("at", "set", "published"), object)
 _NEEDED = ("title", "paper", "item", "about", "rows", "axes")
 
 
@@ -95,7 +99,7 @@ class Recipe:
     def scale(self, name: str) -> Scale:
         """Return a scale by its name; raise UserError with the nearest one for an unknown."""
         if name not in self.scales:
-            raise UserError(f"recipe {self.name} has no scale {name!r}: {_nearest(name, self.scales)}")
+            raise UserError(f"recipe {self.name} has no scale {name!r}: {nearest_of(name, self.scales)}")
         return self.scales[name]
 
     def words(self, scale: Scale | None) -> str:
@@ -142,15 +146,15 @@ def _recipe(name: str, keys: Mapping[str, Any]) -> Recipe:
     }
     kind = keys.get("kind", "table")
     if kind not in get_args(Kind):
-        raise UserError(f"{where}: kind is {kind!r}: {_nearest(kind, get_args(Kind))}")
+        raise UserError(f"{where}: kind is {kind!r}: {nearest_of(kind, get_args(Kind))}")
     for key in ("rows", "x"):
         if keys.get(key) is not None and keys[key] not in axes:
-            raise UserError(f"{where}: {key} is {keys[key]!r}, which is no axis: {_nearest(keys[key], axes)}")
+            raise UserError(f"{where}: {key} is {keys[key]!r}, which is no axis: {nearest_of(keys[key], axes)}")
     columns = tuple(map(str, keys.get("columns", [axis for axis in axes if axis != keys["rows"]])))
     for axis in columns:
         if axis not in axes:
-            raise UserError(f"{where}: columns has {axis!r}, which is no axis: {_nearest(axis, axes)}")
-    _check_keys(keys.get("published", {}), COLUMNS, f"{where}, published")
+            raise UserError(f"{where}: columns has {axis!r}, which is no axis: {nearest_of(axis, axes)}")
+    check_shape(keys.get("published", {}), COLUMNS, f"{where}, published")
     return Recipe(
         name,
         *(str(keys[key]) for key in ("title", "paper", "item", "about")),
@@ -200,10 +204,10 @@ def _values(axis: str, values: Any, where: str) -> tuple[Value, ...]:
         here = f"{where}, axis {axis}, value {name}"
         if not isinstance(keys, Mapping) or not keys:
             raise UserError(f"{here}: it needs a title and what it sets.")
-        _check_keys(keys, _KEYS["value"], here)
+        check_shape(keys, _VALUE, here)
         check_layer(keys.get("set", {}), here)
         title = str(keys.get("title", name))
-        _check_keys(keys.get("published", {}), COLUMNS, f"{here}, published")
+        check_shape(keys.get("published", {}), COLUMNS, f"{here}, published")
         measure = _measure(keys["measure"], here) if "measure" in keys else None
         result.append(Value(name, title, keys.get("set", {}), keys.get("published"), measure, bool(keys.get("extra"))))
     return tuple(result)
@@ -216,9 +220,9 @@ def _whens(all_of: Sequence[Any], inherited: int, axis_values: AxisValues, where
 
 def _when(keys: Any, axis_values: AxisValues | None, where: str) -> When:
     here = f"{where}, when"
-    _check_keys(keys, _KEYS["when"], here)
+    check_shape(keys, _WHEN, here)
     check_layer(keys.get("set", {}), here)
-    _check_keys(keys.get("published", {}), COLUMNS, f"{here}, published")
+    check_shape(keys.get("published", {}), COLUMNS, f"{here}, published")
     return When(_at(keys.get("at", {}), axis_values, here), keys.get("set", {}), keys.get("published", {}))
 
 
@@ -235,10 +239,10 @@ def _at(keys: Any, axis_values: AxisValues | None, where: str) -> At:
         if axis_values is None:
             continue
         if axis not in axis_values:
-            raise UserError(f"{where}: {axis!r} is no axis: {_nearest(axis, axis_values)}")
+            raise UserError(f"{where}: {axis!r} is no axis: {nearest_of(axis, axis_values)}")
         for name in at[axis]:
             if name not in axis_values[axis]:
-                raise UserError(f"{where}: axis {axis} has no value {name!r}: {_nearest(name, axis_values[axis])}")
+                raise UserError(f"{where}: axis {axis} has no value {name!r}: {nearest_of(name, axis_values[axis])}")
     return at
 
 
@@ -250,14 +254,34 @@ def _scale(name: str, keys: Mapping[str, Any], inherited: int, axis_values: Axis
     return Scale(name, keys["about"], keys.get("set", {}), whens, keys.get("reading", ""))
 
 
-def _check_keys(keys: Any, fields: Sequence[str], where: str) -> None:
-    if not isinstance(keys, Mapping):
-        raise UserError(f"{where}: it must be a table.")
-    for key in keys:
-        if key not in fields:
-            raise UserError(f"{where}: unknown field {key!r}: {nearest(key, fields)}")
+class Published(NamedTuple):
+    """A published test accuracy in percent; `deviation` is as the paper gives it, None where it gives none."""
+
+    mean: float
+    deviation: float | None
+    note: str
 
 
-def _nearest(word: str, choices: Iterable[str]) -> str:
-    entries = list(choices)
-    return nearest(word, entries) if entries else "there is none."
+def lookup(where: Mapping[str, str]) -> Published | None:
+    """Return the one published number whose columns are all as in `where`; None where there is none, or several."""
+    values = tuple(where.values())
+    rows = _by(tuple(where)).get(values, []) if all(isinstance(value, str) for value in values) else []
+    if len(rows) != 1 or not rows[0]["mean"]:
+        return None
+    (row,) = rows
+    return Published(float(row["mean"]), float(row["std"]) if row["std"] else None, row["note"])
+
+
+@cache
+def _by(columns: tuple[str, ...]) -> Mapping[tuple[str, ...], list[Mapping[str, str]]]:
+    """Return the rows by what stands in some columns: a sweep looks up thousands of cells."""
+    rows: dict[tuple[str, ...], list[Mapping[str, str]]] = {}
+    for row in _rows():
+        rows.setdefault(tuple(row[column] for column in columns), []).append(row)
+    return rows
+
+
+@cache
+def _rows() -> tuple[Mapping[str, str], ...]:
+    words = (folder() / "published.csv").read_text(encoding="utf-8")
+    return tuple(csv.DictReader(words.splitlines()))

@@ -78,18 +78,19 @@ def _own(path: Path) -> dict[str, Any]:
         raise UserError(f"{path} cannot be read ({error}); give a recipe's name or file.") from error
     except tomllib.TOMLDecodeError as error:
         raise UserError(f"{path} is not valid TOML: {error}.") from error
-    _check_shape(own, KEYS, path.name)
+    check_shape(own, KEYS, path.name)
     check_layer(own.get("protocol", {}), f"{path.name}, protocol")
     for name, values in own.get("axes", {}).items():
         if not isinstance(values, Mapping | list) or not values:
             raise UserError(f"{path.name}: axis {name} has no values; write [axes.{name}.NAME] for each.")
     for name, keys in own.get("scales", {}).items():
-        _check_shape(keys, _SCALE, f"{path.name}, scale {name}")
+        check_shape(keys, _SCALE, f"{path.name}, scale {name}")
         check_layer(keys.get("set", {}), f"{path.name}, scale {name}")
     return own
 
 
-def _check_shape(keys: Any, shapes: Mapping[str, type], where: str) -> None:
+def check_shape(keys: Any, shapes: Mapping[str, type], where: str) -> None:
+    """Raise UserError for what is no table, for a key that is not one of `shapes`, or that holds something else."""
     if not isinstance(keys, Mapping):
         raise UserError(f"{where}: it must be a table.")
     for key, value in keys.items():
@@ -112,6 +113,12 @@ def check_layer(layer: Any, where: str) -> None:
     settings.merge_options({}, layer.get("options", {}), f"{where}, options")
 
 
+def nearest_of(word: str, choices: Iterable[str]) -> str:
+    """Return the hint at the choice that was meant; there may be none."""
+    entries = list(choices)
+    return nearest(word, entries) if entries else "there is none."
+
+
 def _beside(path: Path, base: str, over: tuple[Path, ...]) -> Path:
     """Return the file that a recipe extends: the one beside it, else the one that comes with halfmoon."""
     beside = path.with_name(f"{base}.toml") if Path(base).name == base else path
@@ -131,8 +138,7 @@ def _axes_over(under: Mapping[str, Any], own: Mapping[str, Any], file: str) -> d
         if isinstance(values, list):
             unknown = [name for name in values if name not in base]
             if unknown:
-                hint = nearest(str(unknown[0]), base) if base else "there is none."
-                raise UserError(f"{file}: axis {axis} has no value {unknown[0]!r}: {hint}")
+                raise UserError(f"{file}: axis {axis} has no value {unknown[0]!r}: {nearest_of(str(unknown[0]), base)}")
             axes[axis] = {name: base[name] for name in values}
         else:
             axes[axis] = {name: value or base.get(name, {}) for name, value in values.items()}

@@ -11,12 +11,12 @@ from typing import Any
 from halfmoon.config.schema import identity
 from halfmoon.core.errors import UserError
 from halfmoon.report import tables
+from halfmoon.report.study import FORMAT, SWEEP
 from halfmoon.storage import atomic_io, integrity
 from halfmoon.sweeps.grid import Cell
 from halfmoon.sweeps.recipe import MEASURES, Recipe, Scale
 
-SWEEP, CELLS, SPLITS = "sweep.json", "cells", "splits"
-FORMAT = 1
+CELLS, SPLITS = "cells", "splits"
 
 Results = dict[str, dict[str, Any]]
 """What became of runs, by identity: what a run's entry in sweep.json has beside its names."""
