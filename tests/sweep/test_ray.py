@@ -12,44 +12,18 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from sweep_scenes import RECIPE, played
 
 from halfmoon.cli import main as cli
 from halfmoon.core.errors import UserError, install
 from halfmoon.engine.loop import Row
 from halfmoon.runs.callbacks import NullCallback, RunInfo
-from halfmoon.sweeps import grid, recipe
-from halfmoon.sweeps.engines import TRIES, Here, SweepTask, TaskResult
-from halfmoon.sweeps.play import Step, sweep
+from halfmoon.sweeps.engines import TRIES, SweepTask, TaskResult
 from halfmoon.sweeps.ray_engine import Rays, Share, share
 from halfmoon.sweeps.sweep_folder import SweepFolder
 
-RECIPE = """
-title = "Mine, Table 1"
-paper = "Mine"
-item = "Table 1"
-about = "two methods"
-rows = "method"
-seeds = [0, 1]
-
-[protocol]
-data = "digits"
-rounds = 5
-clients = 4
-cohort = 2
-steps = 2
-width = 4
-threads = 1
-device = "cpu"
-
-[axes.method.fedavg]
-title = "FedAvg"
-set = { method = "fedavg" }
-
-[axes.method.feddure]
-title = "FedDure"
-set = { method = "feddure" }
-"""
-DOOMED, LAST = "feddure", 3
+FEW = "amount=few"
+DOOMED, LAST = "fedavg-fixmatch", 3
 """The method one of whose runs is killed, and the round after which it is."""
 
 
@@ -87,8 +61,7 @@ def ray() -> Iterator[Any]:
     os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
     options = {"num_cpus": 2, "num_gpus": 0, "include_dashboard": False, "object_store_memory": 100_000_000}
     # Workers unpickle the witness of this file, and so have to find it.
-    paths = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
-    environment = {"env_vars": {"PYTHONPATH": paths}}
+    environment = {"env_vars": {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}}
     # Ray makes its workers nice: beside other tests on few cores they would hardly get to compute.
     system = {"worker_niceness": 0}
     module.init(**options, runtime_env=environment, log_to_driver=False, logging_level="ERROR", _system_config=system)
@@ -103,13 +76,6 @@ def mine(tmp_path: Path) -> Path:
     path = tmp_path / "mine.toml"
     path.write_text(RECIPE)
     return path
-
-
-def played(path: Path, out: Path, engine: Any) -> tuple[SweepFolder, list[Step]]:
-    found = recipe.load(str(path))
-    folder, steps = SweepFolder(out, found, None), list[Step]()
-    assert sweep(folder, grid.cells(found, {}), engine, steps.append) == []
-    return folder, steps
 
 
 def runs(folder: SweepFolder) -> dict[str, Path]:
@@ -223,12 +189,13 @@ def test_a_killed_worker_loses_nothing(ray: Any, mine: Path, tmp_path: Path) -> 
     """Four runs on two workers; one dies by SIGKILL after its third round. The bytes are those of a straight sweep.
     Nothing is run twice: every round of every run is played once, the killed run's by two processes, the second of
     which begins after the third round. What is finished is not begun again by a second sweep."""
-    straight, _ = played(mine, tmp_path / "straight", Here())
+    straight, _, failed = played(mine, FEW, scale=None, seeds=(0, 1), out="straight")
+    assert failed == []
     notes, killed = tmp_path / "notes", list[tuple[int, Path, int]]()
     killer = threading.Thread(target=kill_the_doomed, args=(notes, killed))
     killer.start()
     rays = Rays(jobs=2, watch=Witness(notes))
-    folder, steps = played(mine, tmp_path / "rays", rays)
+    folder, steps, _ = played(mine, FEW, scale=None, seeds=(0, 1), engine=rays)
     killer.join()
     ((pid, victim, newest),) = killed
     assert newest == LAST
@@ -249,7 +216,7 @@ def test_a_killed_worker_loses_nothing(ray: Any, mine: Path, tmp_path: Path) -> 
     workers = {each["pid"] for each in told}
     assert len(workers) >= 2
     assert os.getpid() not in workers
-    _, steps = played(mine, tmp_path / "rays", rays)
+    _, steps, _ = played(mine, FEW, scale=None, seeds=(0, 1), engine=rays)
     assert [step.before for step in steps] == [True] * 4
     assert len(notes.read_text().splitlines()) == len(told)
 
@@ -258,14 +225,15 @@ def test_the_command_plays_on_ray(ray, mine, tmp_path, monkeypatch, capsys):
     """With a relative --out, which workers see where the command sees it, and a tracker, which looks on there."""
     monkeypatch.chdir(tmp_path)
     words = (
-        "sweep mine.toml --engine ray --jobs 2 --only method=fedavg --seeds 0 --out here --tracker tensorboard --json"
+        "sweep mine.toml --engine ray --jobs 2 --only amount=few,method=fedavg --scale short --seeds 0 --out here "
+        "--tracker tensorboard --json"
     )
     assert cli.main(words.split()) == 0
     printed = json.loads(capsys.readouterr().out)
     (run,) = [run for cell in printed["cells"] for run in cell["runs"]]
     assert run["finished"]
-    path = tmp_path / "here" / "mine" / run["folder"]
-    assert len((path / "metrics.jsonl").read_text().splitlines()) == 5
+    path = tmp_path / "here" / "mine-short" / run["folder"]
+    assert len((path / "metrics.jsonl").read_text().splitlines()) == 2
     assert list((path / "tensorboard").iterdir())
     assert ray.is_initialized()  # a cluster that was there before is left as it was
 
