@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from page_scenes import entry, sweep
 
 from halfmoon.cli import main as cli
 from halfmoon.cli.commands.report import BOARD
@@ -13,38 +14,29 @@ from halfmoon.report.leaderboard import add, board
 
 ROOT = Path(__file__).parents[2]
 
-COST = {"labeled_steps": 100}
 
-
-def entry(seed: int, last: float, best: float) -> dict[str, Any]:
+def run(seed: int, last: float, best: float) -> dict[str, Any]:
     accuracy = {"last": last, "best": best, "best_round": 3}
-    return {"seed": seed, "identity": f"{seed}", "folder": "../cells/none", "finished": True, "failed": None} | {
-        "accuracy": accuracy, "cost": COST, "seconds": 30.0,
-    }  # fmt: skip
+    return entry({"seed": seed, "accuracy": accuracy, "cost": {"labeled_steps": 100}, "seconds": 30.0})
 
 
 def summary(**changes: Any) -> dict[str, Any]:
     """One column, three methods: two with published numbers, one unfinished."""
-    unfinished = {"seed": 0, "identity": "9", "folder": "../cells/none", "finished": False, "failed": None}
     published = {"mean": 50.0, "deviation": 1.0, "note": ""}
-    cells = [
-        {
-            "at": {"data": "a", "method": "x"},
-            "published": published,
-            "runs": [entry(0, 0.50, 0.6), entry(1, 0.54, 0.6)],
-        },
-        {"at": {"data": "a", "method": "y"}, "published": {**published, "mean": 60.0}, "runs": [entry(0, 0.4, 0.4)]},
-        {"at": {"data": "a", "method": "z"}, "published": None, "runs": [unfinished]},
-    ]
+    runs = {"x": [run(0, 0.50, 0.6), run(1, 0.54, 0.6)], "y": [run(0, 0.4, 0.4)], "z": [{"seed": 0}]}
+    numbers = {"x": published, "y": {**published, "mean": 60.0}, "z": None}
+    cells = [{"at": {"data": "a", "method": m}, "published": numbers[m], "runs": each} for m, each in runs.items()]
     axes = {"data": ["a"], "method": ["x", "y", "z"]}
-    return {
-        "format": 1, "recipe": "r", "title": "Paper, Table 9", "paper": "Paper", "item": "Table 9",
+    made = {
+        "title": "Paper, Table 9",
         "about": "what it is",
-        "reading": "", "scale": None, "kind": "table", "rows": "method", "columns": ["data"], "x": None,
+        "scale": None,
+        "columns": ["data"],
         "axes": [{"name": n, "values": [{"name": v, "title": v.upper()} for v in vs]} for n, vs in axes.items()],
-        "command": "halfmoon sweep r\nhalfmoon sweep r --seeds 1", "machine": {"cpu": "C", "cores": 2, "gpu": None},
-        "versions": {"halfmoon": "0"}, "cells": cells,
-    } | changes  # fmt: skip
+        "command": "halfmoon sweep r\nhalfmoon sweep r --seeds 1",
+        "cells": cells,
+    }
+    return sweep(**(made | changes))
 
 
 def put(results: Path, facts: dict[str, Any], name: str = "r") -> None:

@@ -1,17 +1,74 @@
-"""What is said under a comparison: the budget, a ceiling below the floor, thresholds that nobody passes."""
+"""What is said under a comparison: what was won, the budget, a sunk ceiling, thresholds that nobody passes."""
+
+from dataclasses import replace
+from typing import Any
 
 import pytest
 
+from halfmoon.report import remarks as module
 from halfmoon.report.remarks import most_used, remarks
+from halfmoon.report.tables import comparison
 
-TITLES = {"fedavg": "FedAvg (labeled only)", "fedavg-fixmatch": "FedAvg + FixMatch", "fedavg-sl": "FedAvg-SL"}
+TITLES = {
+    "fedavg": "FedAvg (labeled only)",
+    "fedavg-fixmatch": "FedAvg + FixMatch",
+    "fedavg-sl": "FedAvg-SL (all labels)",
+    "feddure": "FedDure",
+}
+COST = dict.fromkeys(("labeled_steps", "forward", "backward", "bytes_down", "bytes_up"), 1_234_567)
 
 
-def run(method, last, used=None, rule="labeled-steps", seed=0):
-    said = {} if used is None else {"most_used": used}
-    budget = {"rule": rule, "reference": "FedAvg-SL"}
-    names = {"method": method, "title": TITLES[method], "seed": seed}
-    return {**names, "accuracy": {"last": last}, "budget": budget, **said}
+def gain(runs: list[dict[str, Any]]) -> str | None:
+    return module.gain(runs, ("fedavg-sl", "fedprox-sl", "supervised"))
+
+
+def run(method: str, last: float, used: float | None = None, rule: str = "labeled-steps", seed: int = 0) -> dict:
+    facts = {"method": method, "title": TITLES[method], "seed": seed, "cost": COST}
+    facts |= {"accuracy": {"last": last, "best": last}, "budget": {"rule": rule, "reference": "FedAvg-SL"}}
+    return facts if used is None else {**facts, "most_used": used}
+
+
+def three(floor: float, method: float, top: float, seed: int = 0) -> list[dict[str, Any]]:
+    return [run("feddure", method, seed=seed), run("fedavg", floor, seed=seed), run("fedavg-sl", top, seed=seed)]
+
+
+def test_the_share_of_the_way_is_said_in_a_sentence():
+    said = gain(three(0.861, 0.915, 0.956))
+    assert said == "FedDure won 5.4 of the 9.5 points between FedAvg (labeled only) and FedAvg-SL (all labels)."
+    assert gain(three(0.861, 0.851, 0.956)) == "FedDure ended 1.0 points below FedAvg (labeled only)."
+
+
+def test_a_method_above_all_labels_has_won_no_part_of_a_way():
+    """5.6 of 2.5 points are no share: all labels were not trained to their end."""
+    assert gain(three(0.7, 0.756, 0.725)) == (
+        "FedDure ended 5.6 points above FedAvg (labeled only) and 3.1 above FedAvg-SL (all labels). "
+        "All labels are no upper bound here: more rounds or another rate would be needed."
+    )
+
+
+def test_it_is_said_of_the_mean_over_the_seeds():
+    assert gain([*three(0.8, 0.9, 1.0), *three(0.7, 0.7, 0.9, seed=1)]) == (
+        "FedDure won 5.0 of the 20.0 points between FedAvg (labeled only) and FedAvg-SL (all labels), "
+        "in the mean of 2 seeds."
+    )
+
+
+@pytest.mark.parametrize("missing", ["feddure", "fedavg", "fedavg-sl"])
+def test_nothing_is_said_where_one_of_the_three_is_missing(missing: str):
+    assert gain([each for each in three(0.8, 0.9, 1.0) if each["method"] != missing]) is None
+    assert gain(three(0.8, 0.9, 0.8)) is None
+
+
+def test_the_table_fits_80_columns_and_shows_the_chosen_round_where_there_is_one():
+    runs = [each for seed in (0, 1) for each in three(0.861, 0.915, 0.956, seed)]
+    table = comparison(runs)
+    assert replace(table, wide=False).headings == ["method", "last %", "labeled steps", "over"]
+    assert "chosen %" not in table.headings
+    for each in runs:
+        each["accuracy"]["chosen"] = 0.95
+    narrow = replace(comparison(runs), wide=False)
+    assert narrow.cells[0] == ["FedDure", "91.50 ± 0.00", "95.00 ± 0.00", "1,234,567", "2 seeds"]
+    assert sum(2 + max(map(len, column)) for column in zip(narrow.headings, *narrow.cells, strict=True)) <= 82
 
 
 def test_the_budget_says_whose_it_is():
@@ -28,7 +85,7 @@ def test_a_ceiling_below_the_floor_is_said_in_the_mean_over_seeds():
     """70 and 76 are 73 in the mean, below 74; 75 and 76 are not."""
     floor = [run("fedavg", 0.74, seed=seed) for seed in (0, 1)]
     sunk = remarks([*floor, run("fedavg-sl", 0.70), run("fedavg-sl", 0.76, seed=1)], ["fedavg-sl"])
-    assert sunk[1].startswith("FedAvg-SL ends at 73.0 %, not above labels alone (74.0 %)")
+    assert sunk[1].startswith("FedAvg-SL (all labels) ends at 73.0 %, not above labels alone (74.0 %)")
     assert "a decaying learning rate" in sunk[1]
     assert len(remarks([*floor, run("fedavg-sl", 0.75), run("fedavg-sl", 0.76, seed=1)], ["fedavg-sl"])) == 1
 
