@@ -15,7 +15,19 @@ from typing import Any
 
 import numpy as np
 import pytest
-from page_scenes import METHODS, accuracy_of, entry, note_sums, split_of, sweep, write_run, write_sweep
+from page_scenes import (
+    METHODS,
+    accuracy_of,
+    entry,
+    facts_of,
+    note_sums,
+    put,
+    split_of,
+    sweep,
+    write_lines,
+    write_run,
+    write_sweep,
+)
 
 from halfmoon.cli.commands import report
 from halfmoon.cli.commands.base import Parser
@@ -25,11 +37,22 @@ from halfmoon.report.gather import common_options, gather
 from halfmoon.report.headline import headline
 from halfmoon.report.page import as_html, missing
 from halfmoon.report.scores import Mark, equal, final, kendall, order, tau_interval, verdict
-from halfmoon.report.study import Published, read_sweep
+from halfmoon.report.study import Published, Study, read_sweep
 from halfmoon.report.tables import Spread
 from halfmoon.report.writer import write_report
 
 SCALE = "Scale “small”: 12 of 200 rounds: not the paper's experiment."
+
+
+@pytest.fixture(scope="module")
+def study(tmp_path_factory: pytest.TempPathFactory) -> Study:
+    """Two settings, three methods, two seeds; published numbers in the second setting."""
+    return read_sweep(write_sweep(tmp_path_factory.mktemp("study")) / "sweep.json")
+
+
+@pytest.fixture(scope="module")
+def page(study: Study) -> str:
+    return as_html([study])
 
 
 class Reader(HTMLParser):
@@ -128,11 +151,11 @@ def test_the_interval_of_tau_by_students_t() -> None:
 def test_equal_steps_without_a_folder(tmp_path: Path) -> None:
     """A run of whom only its end is known has a number there alone: of 60 and 120 steps the second has none at 60."""
     folder = write_sweep(tmp_path, seeds=1)
-    facts = json.loads((folder / "sweep.json").read_text())
+    facts = facts_of(folder)
     for cell in facts["cells"]:
         cell["runs"][0]["folder"] = "gone"
         cell["runs"][0]["cost"]["labeled_steps"] = 120 if cell["at"]["method"] == "feddure" else 60
-    (folder / "sweep.json").write_text(json.dumps(facts))
+    put(folder, facts)
     study = read_sweep(folder / "sweep.json")
     score = equal(study)
     assert score.steps == {("iid-iid",): 60, ("dir-dir",): 60}
@@ -143,9 +166,8 @@ def test_equal_steps_without_a_folder(tmp_path: Path) -> None:
     assert lost.note in Reader(as_html([study])).text
 
 
-def test_order_and_marks_of_a_column(tmp_path: Path) -> None:
+def test_order_and_marks_of_a_column(study: Study) -> None:
     """Accuracies grow with the method as the published 60, 70, 80 do: tau 1; without published ones there is none."""
-    study = read_sweep(write_sweep(tmp_path) / "sweep.json")
     score = final(study)
     found = order(study, score, ("dir-dir",))
     assert found.published == found.measured == [*reversed(METHODS.values())]
@@ -280,9 +302,9 @@ def test_a_bad_out_is_one_sentence(tmp_path: Path) -> None:
 
 def test_a_folder_that_holds_another_run_by_now_is_left_out(tmp_path: Path) -> None:
     folder = write_sweep(tmp_path, seeds=1)
-    facts = json.loads((folder / "sweep.json").read_text())
+    facts = facts_of(folder)
     facts["cells"][0]["runs"][0]["identity"] = "what it was"
-    (folder / "sweep.json").write_text(json.dumps(facts))
+    put(folder, facts)
     study = read_sweep(folder / "sweep.json")
     assert missing(study) == ["The folders of 1 finished runs hold another run by now: no charts of those."]
     assert len(study.runs) == 5
@@ -291,10 +313,10 @@ def test_a_folder_that_holds_another_run_by_now_is_left_out(tmp_path: Path) -> N
 def test_the_csv_parses_back(tmp_path: Path) -> None:
     """Six cells of two seeds, unrounded; the cell with a failed run says why, the one without runs keeps its number."""
     folder = write_sweep(tmp_path)
-    facts = json.loads((folder / "sweep.json").read_text())
+    facts = facts_of(folder)
     facts["cells"][3]["runs"] = []
     facts["cells"][4]["runs"][1] = {"seed": 1, "finished": False, "failed": 'the loss, "again", is no number'}
-    (folder / "sweep.json").write_text(json.dumps(facts))
+    put(folder, facts)
     rows = list(csv.DictReader(io.StringIO(frame.as_csv([read_sweep(folder / "sweep.json")]))))
     assert len(rows) == 2 * 6 - 1
     first = rows[0]
@@ -322,7 +344,7 @@ def test_an_axis_named_like_a_column_keeps_apart(tmp_path: Path) -> None:
     facts["axes"][0]["name"] = "seed"
     done = write_run(tmp_path / "cells" / "a", 0, 7)
     facts["cells"] = [{"at": {"seed": "iid-iid", "method": "fedavg"}, "runs": [entry(done, "cells/a")]}]
-    (tmp_path / "sweep.json").write_text(json.dumps(facts))
+    put(tmp_path, facts)
     (row,) = csv.DictReader(io.StringIO(frame.as_csv(gather([tmp_path]))))
     assert (row["axis_seed"], row["seed"]) == ("iid-iid", "7")
 
@@ -378,7 +400,7 @@ def test_nothing_that_is_given_becomes_markup(tmp_path: Path) -> None:
     runs = [entry(done, "cells/a"), {"seed": 1, "finished": False, "failed": EVIL}]
     published = {"mean": 50.0, "deviation": None, "note": EVIL}
     facts["cells"] = [{"at": {"setting": "iid-iid", "method": "fixmatch"}, "runs": runs, "published": published}]
-    (tmp_path / "x" / "sweep.json").write_text(json.dumps(facts))
+    put(tmp_path / "x", facts)
     write_run(tmp_path / "<script>&amp;" / "b", 2, 0, title=EVIL, names=names)
     page = as_html(gather([tmp_path / "x", tmp_path / "<script>&amp;"]))
     read = Reader(page)
@@ -392,9 +414,8 @@ def test_nothing_that_is_given_becomes_markup(tmp_path: Path) -> None:
     assert data["studies"][0]["styles"][1]["title"] == EVIL
 
 
-def test_the_page_needs_no_network(tmp_path: Path) -> None:
+def test_the_page_needs_no_network(page: str) -> None:
     """Nothing is fetched; the one address is the name of SVG, which no browser asks for."""
-    page = as_html(gather([write_sweep(tmp_path)]))
     assert set(re.findall(r"\w+://[^\s\"'<]+", page)) == {"http://www.w3.org/2000/svg"}
     names = [name for name, value in Reader(page).attributes if name in ("src", "href") and value != "data:,"]
     assert names == []
@@ -402,8 +423,7 @@ def test_the_page_needs_no_network(tmp_path: Path) -> None:
     assert "url(" not in page
 
 
-def test_every_table_carries_the_scale(tmp_path: Path) -> None:
-    page = as_html(gather([write_sweep(tmp_path)]))
+def test_every_table_carries_the_scale(tmp_path: Path, page: str) -> None:
     read = Reader(page)
     # A grid of all columns (at equal steps it would say the same); in each of two columns costs; and the order where
     # something is published.
@@ -413,10 +433,10 @@ def test_every_table_carries_the_scale(tmp_path: Path) -> None:
     assert "Scale “" not in Reader(free).text
 
 
-def test_the_page_says_the_numbers(tmp_path: Path) -> None:
+def test_the_page_says_the_numbers(page: str) -> None:
     """FedDure: seeds 0.1 + 0.71 (1 - e^-3) + 0.01 s, so 77.47 and 78.47: mean 77.97, s = 1 / sqrt 2; paper 80 +- 1.
     2 sqrt(0.5 + 1) = 2.45 against -2.03: within."""
-    text = Reader(as_html(gather([write_sweep(tmp_path)]))).text
+    text = Reader(page).text
     assert "77.97 ± 0.71" in text
     assert "paper 80.00 ± 1.00" in text
     assert "\N{MINUS SIGN}2.03 within 2\N{GREEK SMALL LETTER SIGMA}" in text
@@ -426,9 +446,8 @@ def test_the_page_says_the_numbers(tmp_path: Path) -> None:
     assert "halfmoon sweep toy-table1 --scale small" in text
 
 
-def test_lines_are_means_in_bands_over_seeds(tmp_path: Path) -> None:
+def test_lines_are_means_in_bands_over_seeds(study: Study) -> None:
     """Seeds differ by 0.01: mean in the middle, the band one point wide; accuracy above is known from round 4 on."""
-    study = read_sweep(write_sweep(tmp_path) / "sweep.json")
     group = series.group(study, ("iid-iid",))
     assert group["classes"] == ["cat", "dog", "ship"]
     none, some = group["lines"][0], group["lines"][1]
@@ -509,9 +528,8 @@ def test_many_rounds_are_thinned() -> None:
     assert bands.thinned(range(7), 3) == [0, 3, 6]
 
 
-def test_a_different_split_is_drawn_once(tmp_path: Path) -> None:
+def test_a_different_split_is_drawn_once(tmp_path: Path, study: Study) -> None:
     """Two settings with a split each, which 3 methods with 2 seeds share."""
-    study = read_sweep(write_sweep(tmp_path) / "sweep.json")
     first, second = series.splits(study)
     assert (first["title"], first["runs"]) == ("IID-IID", 6)
     assert second["title"] == "DIR-DIR"
@@ -524,9 +542,8 @@ def test_a_different_split_is_drawn_once(tmp_path: Path) -> None:
     assert len(split["labeled"]) == 40
 
 
-def test_splits_are_named_after_who_uses_them(tmp_path: Path) -> None:
+def test_splits_are_named_after_who_uses_them(study: Study) -> None:
     """A column, its rows and seeds where they are not all of it; nothing where all share one."""
-    study = read_sweep(write_sweep(tmp_path) / "sweep.json")
     every = [series.User((c,), r, s) for c in ("iid-iid", "dir-dir") for r in METHODS for s in (0, 1)]
     assert series.users_title(study, every, every) == ""
     assert series.users_title(study, every[:6], every) == "IID-IID"
@@ -543,40 +560,20 @@ def test_very_many_classes_are_listed(tmp_path: Path) -> None:
     assert len(line["confusion"]["largest"]) == 20
 
 
-def along(root: Path) -> Path:
-    """Write a sweep of kind lines over gamma, with one published point."""
-    facts = sweep(kind="lines", x="dirichlet_alpha", columns=["dirichlet_alpha"], scale=None)
-    facts["axes"][0] = {"name": "dirichlet_alpha", "values": [{"name": n, "title": n} for n in ("1.0", "0.3")]}
-    for g, dirichlet_alpha in enumerate(("1.0", "0.3")):
-        for m, method in enumerate(METHODS):
-            done = write_run(root / "cells" / f"{g}{m}", m, g, steps=5 if m else 10)
-            published = {"mean": 70.0, "deviation": 2.0} if m == 2 and g else None
-            runs = [entry(done, f"../cells/{g}{m}")]
-            facts["cells"].append(
-                {"at": {"dirichlet_alpha": dirichlet_alpha, "method": method}, "runs": runs, "published": published}
-            )
-    (root / "lines").mkdir()
-    (root / "lines" / "sweep.json").write_text(json.dumps(facts))
-    return root / "lines"
-
-
 def test_accuracy_along_an_axis(tmp_path: Path) -> None:
-    study = read_sweep(along(tmp_path) / "sweep.json")
+    """Rows are lines; where rows are the axis, the columns are."""
+    folder = write_lines(tmp_path)
+    study = read_sweep(folder / "sweep.json")
     (panel,) = series.against_x(study, final(study))
     assert (panel["label"], panel["title"]) == ("dirichlet_alpha", "")
     assert [line["title"] for line in panel["lines"]] == [*METHODS.values()]
     line = panel["lines"][2]
-    assert [point["x"] for point in line["points"]] == [0.3, 1.0]
-    assert line["points"][1]["mean"] == pytest.approx(100 * accuracy_of(2, 0, 12), abs=1e-3)
-    assert line["published"] == [{"x": 0.3, "mean": 70.0, "deviation": 2.0}]
+    assert [point["x"] for point in line["points"]] == [0.1, 0.5, 1.0]
+    assert line["points"][2]["mean"] == pytest.approx(100 * accuracy_of(2, 0, 12), abs=1e-3)
+    assert line["published"][0] == {"x": 0.1, "mean": 62.0, "deviation": 1.0}
     assert panel["lines"][0]["published"] == []
-    assert "dirichlet_alpha 0.3" in Reader(as_html([study])).text
-
-
-def test_lines_whose_rows_are_the_axis(tmp_path: Path) -> None:
-    folder = along(tmp_path)
-    facts = json.loads((folder / "sweep.json").read_text()) | {"rows": "dirichlet_alpha", "columns": ["method"]}
-    (folder / "sweep.json").write_text(json.dumps(facts))
+    assert "dirichlet_alpha 0.5" in Reader(as_html([study])).text
+    put(folder, facts_of(folder) | {"rows": "dirichlet_alpha", "columns": ["method"]})
     study = read_sweep(folder / "sweep.json")
     (panel,) = series.against_x(study, final(study))
     assert [line["title"] for line in panel["lines"]] == [*METHODS.values()]
@@ -584,12 +581,11 @@ def test_lines_whose_rows_are_the_axis(tmp_path: Path) -> None:
 
 def test_a_sweep_that_compares_something_else_says_so(tmp_path: Path) -> None:
     """Its numbers are called what they are, and no test accuracy at equal steps stands beside them."""
-    folder = along(tmp_path)
+    folder = write_lines(tmp_path)
     text = Reader(as_html([read_sweep(folder / "sweep.json")])).text
     assert "Test accuracy along dirichlet_alpha" in text
     assert "at equal labeled steps" in text
-    facts = json.loads((folder / "sweep.json").read_text()) | {"measure": "accuracy of pseudo-labels"}
-    (folder / "sweep.json").write_text(json.dumps(facts))
+    put(folder, facts_of(folder) | {"measure": "accuracy of pseudo-labels"})
     text = Reader(as_html([read_sweep(folder / "sweep.json")])).text
     assert "Accuracy of pseudo-labels along dirichlet_alpha" in text
     assert "at equal labeled steps" not in text
@@ -597,11 +593,11 @@ def test_a_sweep_that_compares_something_else_says_so(tmp_path: Path) -> None:
 
 def test_kind_splits_shows_nothing_else(tmp_path: Path) -> None:
     folder = write_sweep(tmp_path, kind="splits")
-    facts = json.loads((folder / "sweep.json").read_text())
+    facts = facts_of(folder)
     for cell in facts["cells"]:
         for run in cell["runs"]:
             run |= {"accuracy": None, "cost": None}
-    (folder / "sweep.json").write_text(json.dumps(facts))
+    put(folder, facts)
     page = as_html(gather([folder]))
     assert "table" not in Reader(page).tags
     (study,) = data_of(page)["studies"]
@@ -707,10 +703,9 @@ def test_the_headline_has_the_interval_of_the_difference(tmp_path: Path) -> None
     assert "11.0 points above FedAvg (labeled only) (95 % interval -1.7 to +23.7, so 2 seeds cannot tell" in words
 
 
-def test_the_headline_of_several_columns_counts(tmp_path: Path) -> None:
-    study = read_sweep(write_sweep(tmp_path) / "sweep.json")
+def test_the_headline_of_several_columns_counts(study: Study, page: str) -> None:
     assert headline(study).startswith("FedDure ends highest in all 2 columns. In the mean of the columns it is ")
-    assert f'<p class="headline">{headline(study)}</p>' in as_html([study])
+    assert f'<p class="headline">{headline(study)}</p>' in page
 
 
 def test_two_unlike_runs_have_two_lines_of_head_and_a_folded_list(tmp_path: Path) -> None:
@@ -767,7 +762,7 @@ def test_latex_of_any_number_of_runs_has_tables_that_fit(tmp_path: Path, columns
             facts["cells"].append(
                 {"at": {"setting": name, "method": method}, "published": None, "runs": [entry(summary)]}
             )
-    (tmp_path / "sweep.json").write_text(json.dumps(facts))
+    put(tmp_path, facts)
     study = read_sweep(tmp_path / "sweep.json")
     words = latex.table(study, final(study), "Accuracy")
     tables = re.findall(r"\\begin\{tabular\}\{(l[lr]*)\}(.*?)\\end\{tabular\}", words, re.S)

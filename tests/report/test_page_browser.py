@@ -1,14 +1,13 @@
 """The page of `halfmoon report` in a real browser: charts, legends, choices, tooltips, a phone, and paper."""
 
 import base64
-import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from browsers import chromium, needs_browser
-from page_scenes import METHODS, entry, split_of, sweep, write_run, write_sweep
+from page_scenes import METHODS, entry, put, split_of, sweep, write_lines, write_run, write_sweep
 
 from halfmoon.report.gather import gather
 from halfmoon.report.page import as_html
@@ -23,37 +22,17 @@ def browser() -> Iterator[Any]:
         yield browser
 
 
-def along() -> dict[str, Any]:
-    """Return a sweep of kind lines over gamma without its cells."""
-    facts = sweep(kind="lines", x="dirichlet_alpha", columns=["dirichlet_alpha"], scale=None, title="Toy, Figure 2")
-    facts["axes"][0] = {"name": "dirichlet_alpha", "values": [{"name": n, "title": n} for n in ("0.1", "0.5", "1.0")]}
-    return facts
-
-
 @pytest.fixture(scope="module")
 def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Write a page of a table with two columns, of lines along gamma, and of splits alone."""
     root = tmp_path_factory.mktemp("page")
     table = write_sweep(root, names=[ODD, "dog", "ship"])
-    facts = along()
-    for g, dirichlet_alpha in enumerate(("0.1", "0.5", "1.0")):
-        for m, method in enumerate(METHODS):
-            done = write_run(root / "more" / f"{g}{m}", m, g, extras=False)
-            published = {"mean": 60.0 + m, "deviation": 1.0} if m == 2 else None
-            cell = {
-                "at": {"dirichlet_alpha": dirichlet_alpha, "method": method},
-                "runs": [entry(done, f"../more/{g}{m}")],
-            }
-            facts["cells"].append(cell | {"published": published})
-    (root / "lines").mkdir()
-    (root / "lines" / "sweep.json").write_text(json.dumps(facts))
+    lines = write_lines(root)
     alone = sweep(kind="splits", scale=None)
     done = write_run(root / "s", 1, 0, split=split_of(5, ["a", "b"], server=True))
     alone["cells"] = [{"at": {"setting": "iid-iid", "method": "fixmatch"}, "runs": [entry(done, "../s")]}]
-    (root / "splits").mkdir()
-    (root / "splits" / "sweep.json").write_text(json.dumps(alone))
     path = root / "page.html"
-    path.write_text(as_html(gather([table, root / "lines", root / "splits"])), encoding="utf-8")
+    path.write_text(as_html(gather([table, lines, put(root / "splits", alone)])), encoding="utf-8")
     return path
 
 

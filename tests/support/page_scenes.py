@@ -148,7 +148,28 @@ def write_sweep(root: Path, seeds: int = 2, **changes: Any) -> Path:
                 runs.append(entry(done, f"../{folder}"))
             published = {"mean": 60.0 + 10 * m, "deviation": 1.0 if m else None, "note": ""} if s else None
             made["cells"].append({"at": {"setting": setting, "method": method}, "published": published, "runs": runs})
-    folder = root / "toy-table1-small"
-    folder.mkdir(parents=True)
+    return put(root / "toy-table1-small", made)
+
+
+def write_lines(root: Path) -> Path:
+    """Write a sweep of kind lines along three concentrations; FedDure alone has published numbers."""
+    places = ("1.0", "0.5", "0.1")
+    made = sweep(kind="lines", x="dirichlet_alpha", columns=["dirichlet_alpha"], scale=None, title="Toy, Figure 2")
+    made["axes"][0] = {"name": "dirichlet_alpha", "values": [{"name": name, "title": name} for name in places]}
+    for place, name in enumerate(places):
+        for m, method in enumerate(METHODS):
+            done = write_run(root / "more" / f"{place}{m}", m, place, extras=False, steps=5 if m else 10)
+            published = {"mean": 62.0, "deviation": 1.0} if m == 2 else None
+            at = {"dirichlet_alpha": name, "method": method}
+            made["cells"].append({"at": at, "published": published, "runs": [entry(done, f"../more/{place}{m}")]})
+    return put(root / "lines", made)
+
+
+def put(folder: Path, made: dict[str, Any]) -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
     (folder / "sweep.json").write_text(json.dumps(made))
     return folder
+
+
+def facts_of(folder: Path) -> dict[str, Any]:
+    return json.loads((folder / "sweep.json").read_text())
