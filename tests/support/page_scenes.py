@@ -71,13 +71,14 @@ def write_run(
     split: dict[str, Any] | None = None,
     steps: int = 5,
     config: str = "",
+    data: str = "digits",
 ) -> dict[str, Any]:
     """Write a run folder and return its summary; without `extras` it is one of an older version."""
     names = names or ["cat", "dog", "ship"]
     key = list(METHODS)[method]
     path.mkdir(parents=True)
     (path / "run.json").write_text(json.dumps({"identity": f"id-{key}-{seed}-{config}", "halfmoon": "0.1.0"}))
-    (path / "config.toml").write_text(f'method = "{key}"\ndata = "digits"\nseed = {seed}\n{config}')
+    (path / "config.toml").write_text(f'method = "{key}"\ndata = "{data}"\nseed = {seed}\n{config}')
     (path / "metrics.jsonl").write_text(metrics(method, seed, rounds, len(names), prior=extras, steps=steps))
     (path / "timings.jsonl").write_text("".join(f'{{"round": {r}, "seconds": 0.5}}\n' for r in range(1, rounds + 1)))
     last = accuracy_of(method, seed, rounds)
