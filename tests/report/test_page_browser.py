@@ -207,8 +207,8 @@ def test_what_old_runs_lack_leaves_no_empty_place(browser: Any, page: Path) -> N
     assert not browser.find_element("css selector", '[data-study="1"] [data-splits]').is_displayed()
 
 
-@pytest.mark.parametrize("width", [380, 768, 1200])
-def test_no_screen_scrolls_sideways(browser: Any, page: Path, width: int) -> None:
+@pytest.mark.parametrize("width", [380, 768, 1200, 1600])
+def test_charts_fill_every_screen_and_none_scrolls_sideways(browser: Any, page: Path, width: int) -> None:
     opened(browser, page, width)
     assert browser.execute_script("return document.documentElement.scrollWidth") == width
     wide = browser.execute_script(
@@ -216,11 +216,6 @@ def test_no_screen_scrolls_sideways(browser: Any, page: Path, width: int) -> Non
         ".filter((each) => each.getBoundingClientRect().right > innerWidth + 1).length"
     )
     assert wide == 0
-
-
-@pytest.mark.parametrize("width", [768, 1280, 1600])
-def test_every_row_of_charts_fills_the_width(browser: Any, page: Path, width: int) -> None:
-    opened(browser, page, width)
     short = browser.execute_script(
         "return [...document.querySelectorAll('.charts')].flatMap((host) => { const ends = {};"
         "for (const each of host.children) { const box = each.getBoundingClientRect();"
