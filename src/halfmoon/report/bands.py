@@ -1,30 +1,26 @@
 """Curves over seeds for JSON: mean, smallest and largest by round; needs neither pandas nor torch."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 MOST_POINTS = 300
 """A curve has at most this many points; rounds between them are left out evenly."""
 
 
-def curve(seeds: Sequence[Mapping[int, float]]) -> dict[str, Any]:
-    """Return {"x", "mean", "low", "high"} of {round: value} of each seed, over the rounds that all seeds have.
-
-    Nothing is in it where no round is common to all.
-    """
-    common = sorted(set.intersection(*map(set, seeds))) if seeds else []
-    rounds = thinned(common)
-    return {"x": rounds, **band([[seed[number] for number in rounds] for seed in seeds])} if rounds else {}
+def curve(table: Any) -> dict[str, Any]:
+    """Return {"x", "mean", "low", "high"} of a data frame with a line for each round and a column for each seed."""
+    rounds = thinned(table.index.tolist())
+    return {"x": rounds, **band(table.loc[rounds].values)}
 
 
-def band(seeds: Sequence[Sequence[float]]) -> dict[str, list[float]]:
-    """Return mean, low and high over seeds, each a sequence of the same length, with six digits."""
-    columns = list(zip(*seeds, strict=True))
+def band(lines: Iterable[Iterable[float]]) -> dict[str, list[float]]:
+    """Return mean, low and high of each line, whose numbers are those of the seeds, with six digits."""
+    seeds = [list(line) for line in lines]
     return {
-        "mean": [short(math.fsum(values) / len(values)) for values in columns],
-        "low": [short(min(values)) for values in columns],
-        "high": [short(max(values)) for values in columns],
+        "mean": [short(math.fsum(values) / len(values)) for values in seeds],
+        "low": [short(min(values)) for values in seeds],
+        "high": [short(max(values)) for values in seeds],
     }
 
 

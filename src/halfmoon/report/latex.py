@@ -2,9 +2,8 @@
 
 import unicodedata
 from collections.abc import Mapping, Sequence
-from itertools import groupby
 
-from halfmoon.report.scores import Mark, Score, equal, final
+from halfmoon.report.scores import Mark, Score, column_heads, equal, final
 from halfmoon.report.study import CONFIGURATION, Column, Published, Study, Value, scale_words
 from halfmoon.report.tables import Spread, plus_minus
 
@@ -93,7 +92,7 @@ def _tabular(
     study: Study, score: Score, columns: Sequence[Column], rows: Sequence[Value], beside: Mapping[Column, bool]
 ) -> list[str]:
     widths = [2 if beside[column] else 1 for column in columns]
-    lines = [rf"\begin{{tabular}}{{l{'r' * sum(widths)}}}", r"\toprule", *_heads(study, columns, widths)]
+    lines = [rf"\begin{{tabular}}{{l{'r' * sum(widths)}}}", r"\toprule", *_heads(study, columns, beside)]
     if any(width == 2 for width in widths):
         heads = [word for width in widths for word in (["here", "paper"] if width == 2 else ["here"])]
         lines.append(" & ".join(["", *heads]) + r" \\")
@@ -111,15 +110,14 @@ def _tabular(
     return [*lines, r"\bottomrule", r"\end{tabular}"]
 
 
-def _heads(study: Study, columns: Sequence[Column], widths: Sequence[int]) -> list[str]:
+def _heads(study: Study, columns: Sequence[Column], beside: Mapping[Column, bool]) -> list[str]:
     """Return a line of headings for each axis of the columns, with rules below those that span several."""
     lines = []
-    for depth, name in enumerate(study.column_axes):
+    for heads in column_heads(study, columns):
         cells, rules, place = [""], [], 2
-        numbered = zip(columns, widths, strict=True)
-        for key, same in groupby(numbered, key=lambda pair, d=depth: pair[0][: d + 1]):
-            width = sum(pair[1] for pair in same)
-            cells.append(rf"\multicolumn{{{width}}}{{c}}{{{escaped(study.value_title(name, key[-1]))}}}")
+        for title, below in heads:
+            width = sum(2 if beside[column] else 1 for column in below)
+            cells.append(rf"\multicolumn{{{width}}}{{c}}{{{escaped(title)}}}")
             # A rule below a single column would only repeat the one below the head.
             rules += [rf"\cmidrule(lr){{{place}-{place + width - 1}}}"] if width > 1 else []
             place += width

@@ -194,12 +194,12 @@ def costs_of(study: Study, column: Column) -> list[tuple[str, list[float | None]
     return rows
 
 
-def column_heads(study: Study) -> list[list[tuple[str, int]]]:
-    """Return for each axis of the columns its headings with how many columns they span; equal neighbors share one."""
+def column_heads(study: Study, columns: Sequence[Column]) -> list[list[tuple[str, list[Column]]]]:
+    """Return for each axis of the columns its headings with the columns they span; equal neighbors share one."""
     return [
         [
-            (study.value_title(name, key[-1]), len(list(same)))
-            for key, same in groupby(study.columns, key=lambda column, d=depth: column[: d + 1])
+            (study.value_title(name, key[-1]), list(same))
+            for key, same in groupby(columns, key=lambda column, d=depth: column[: d + 1])
         ]
         for depth, name in enumerate(study.column_axes)
     ]

@@ -1,6 +1,7 @@
 """Data of a page's charts, made from the data frames of a study and ready for JSON; shares are percent."""
 
 from collections.abc import Sequence
+from operator import itemgetter
 from typing import Any, NamedTuple
 
 from halfmoon.report import frame
@@ -51,16 +52,17 @@ def group(study: Study, column: Column) -> Data:
 
 def _line(table: Any, runs: Sequence[Run]) -> Data:
     """Return the charts of one row: a curve over seeds for each metric, costs, and the final state by class."""
-    seeds: dict[str, list[dict[int, float]]] = {}
-    for (metric, _), points in table.groupby(["metric", "run"], sort=False):
-        seeds.setdefault(str(metric), []).append(dict(zip(points["round"], points["value"], strict=True)))
-    whole = {metric: values for metric, values in seeds.items() if len(values) == len(runs)}
-    series = {metric: line for metric in CURVES if (line := curve(whole.get(metric, [])))}
+    tables = {
+        metric: points.pivot(index="round", columns="run", values="value").dropna()
+        for metric, points in table.groupby("metric")
+        if points["run"].nunique() == len(runs)
+    }
+    series = {metric: curve(tables[metric]) for metric in CURVES if metric in tables and len(tables[metric])}
     rounds = series.get("accuracy", {}).get("x", [])
     costs = {
-        cost: band([[values[number] for number in rounds] for values in whole[cost]])["mean"]
+        cost: band(tables[cost].loc[rounds].values)["mean"]
         for cost in COSTS
-        if rounds and cost in whole and all(set(rounds) <= values.keys() for values in whole[cost])
+        if rounds and cost in tables and set(rounds) <= set(tables[cost].index)
     }
     per_class = [(_last(run, "test") or {}).get("per_class") for run in runs]
     return {
@@ -80,7 +82,7 @@ def _by_class(shares: Sequence[Sequence[float]], runs: int) -> Data | None:
     """Return shares by class in percent over seeds, None where a run has none or other classes."""
     if len(shares) < runs or len({len(seed) for seed in shares}) != 1:
         return None
-    return band([[100 * share for share in seed] for seed in shares])
+    return band([[100 * share for share in seeds] for seeds in zip(*shares, strict=True)])
 
 
 def _prior(runs: Sequence[Run]) -> Data | None:
@@ -211,14 +213,15 @@ def against_x(study: Study, score: Score) -> list[Data]:
             "label": x,
             "own": line_axis != rows,
             "lines": [
-                {"line": n, "title": study.axis(line_axis).title(name), **as_json(style), **_by_x(panel[name])}
+                {
+                    "line": n,
+                    "title": study.axis(line_axis).title(name),
+                    **as_json(style),
+                    **{key: sorted(points, key=itemgetter("x")) for key, points in panel[name].items()},
+                }
                 for n, (name, style) in enumerate(zip(names, styles(names), strict=True))
                 if name in panel
             ],
         }
         for title, panel in panels.items()
     ]
-
-
-def _by_x(line: Data) -> Data:
-    return {key: sorted(points, key=lambda point: point["x"]) for key, points in line.items()}
