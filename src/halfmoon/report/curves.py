@@ -56,7 +56,8 @@ def curves(runs: Sequence[Run], path: Path) -> None:
     width = 6.0 if panels else 4.6
     columns, rows = _legend_grid(list(groups), width)
     picture = figure(width + beside, 3.5 if len(groups) <= _AT_THE_END else 3.5 + 0.19 * rows)
-    _head(picture, runs)
+    if runs and (words := described(runs)):
+        picture.suptitle(words, fontsize=8.5, color=GRAY, x=0.01, ha="left")
     grid = picture.add_gridspec(max(1, len(panels)), 2 if panels else 1, width_ratios=(1.5, 1) if panels else (1,))
     main = picture.add_subplot(grid[:, 0])
     for place, (what, lines) in enumerate(panels.items()):
@@ -101,11 +102,6 @@ def _lively(groups: dict[str, list[Run]], what: tuple[str, str]) -> dict[str, li
     if not any(line.high.any() for line in lines.values()):
         return {}
     return {title: groups[title] for title, line in lines.items() if len(line.rounds)}
-
-
-def _head(picture: Figure, runs: Sequence[Run]) -> None:
-    if runs and (words := described(runs)):
-        picture.suptitle(words, fontsize=8.5, color=GRAY, x=0.01, ha="left")
 
 
 def _legend(picture: Figure, main: Axes, columns: int, note: str) -> None:

@@ -8,7 +8,7 @@ import pandas as pd
 
 from halfmoon.report.run_reader import Run
 from halfmoon.report.spreadsheet import harmless, harmless_row
-from halfmoon.report.study import TEST, Cell, Study, StudyCell
+from halfmoon.report.study import TEST, Study, StudyCell
 
 METRICS = {
     "accuracy": ("test", "accuracy", 100.0),
@@ -88,19 +88,15 @@ def cells(study: Study) -> Any:
     lines = []
     for cell in study.sweep.cells:
         head = {"row": cell.at[study.sweep.rows], "column": study.column_of(cell)}
-        head |= {f"axis:{name}": value for name, value in cell.at.items()} | _published(cell)
+        head |= {f"axis:{name}": value for name, value in cell.at.items()}
+        if published := cell.published:
+            head |= {"published_percent": published.mean, "published_deviation": published.deviation}
+            head["published_note"] = published.note
         lines += [{**head, **_values(study, entry)} for entry in cell.runs] or [head]
     table = pd.DataFrame([[line.get(name) for name in names] for line in lines], columns=names, dtype=object)
     if study.sweep.measure == TEST:
         _add_equal_steps(study, table)
     return table
-
-
-def _published(cell: Cell) -> dict[str, Any]:
-    if cell.published is None:
-        return {}
-    names = ("published_percent", "published_deviation", "published_note")
-    return dict(zip(names, (cell.published.mean, cell.published.deviation, cell.published.note), strict=True))
 
 
 def _values(study: Study, entry: StudyCell) -> dict[str, Any]:

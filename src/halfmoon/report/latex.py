@@ -3,7 +3,7 @@
 import unicodedata
 from collections.abc import Mapping, Sequence
 
-from halfmoon.report.scores import Mark, Score, column_heads, equal, final
+from halfmoon.report.scores import Score, column_heads, equal, final
 from halfmoon.report.study import CONFIGURATION, Column, Published, Study, Value, scale_words
 from halfmoon.report.tables import Spread, plus_minus
 
@@ -101,7 +101,8 @@ def _tabular(
         cells = [escaped(row.title)]
         for column in columns:
             mark = score.mark(row.name, column)
-            cells += [_measured(mark), *([_number(mark.published)] if beside[column] else [])]
+            star = r"$^{\ast}$" if mark.verdict and mark.verdict.within else ""
+            cells += [_number(mark.last) + star, *([_number(mark.published)] if beside[column] else [])]
         lines.append(" & ".join(cells) + r" \\")
     if score.steps is not None:
         numbers = (f"{score.steps[column] or 0:,.0f}" for column in columns)
@@ -144,10 +145,6 @@ def _caption(study: Study, what: str, score: Score, beside: bool) -> str:
     if short:
         words.append(f"Not every run is finished (seeds of a cell: {', '.join(short)}).")
     return " ".join(words)
-
-
-def _measured(mark: Mark) -> str:
-    return _number(mark.last) + ("$^{\\ast}$" if mark.verdict and mark.verdict.within else "")
 
 
 def _number(value: Spread | Published | None) -> str:

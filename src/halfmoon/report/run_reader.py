@@ -216,10 +216,15 @@ def valid(kind: Any, value: Any, path: Path) -> Any:
     try:
         _adapter(kind).validate_python(value, strict=True)
     except ValidationError as error:
-        first = error.errors(include_url=False, include_input=False)[0]
-        where = ".".join(str(part)[:40] for part in first["loc"])
-        raise UserError(f"{path} is damaged{f' at {where}' if where else ''} ({first['msg']}); restore it.") from error
+        raise damage(error, path) from error
     return value
+
+
+def damage(error: ValidationError, path: Path) -> UserError:
+    """Return the sentence that says where a file is damaged first."""
+    first = error.errors(include_url=False, include_input=False)[0]
+    where = ".".join(str(part)[:40] for part in first["loc"])
+    return UserError(f"{path} is damaged{f' at {where}' if where else ''} ({first['msg']}); restore it.")
 
 
 @cache

@@ -11,7 +11,7 @@ from typing import Any, Literal
 from pydantic import TypeAdapter, ValidationError
 
 from halfmoon.core.errors import UserError
-from halfmoon.report.run_reader import Run
+from halfmoon.report.run_reader import Run, damage
 from halfmoon.storage import atomic_io, integrity
 
 Column = tuple[str, ...]
@@ -211,9 +211,7 @@ def read_sweep(file: Path) -> Study:
     try:
         sweep = TypeAdapter(Sweep).validate_json(json.dumps(head), strict=True)
     except ValidationError as error:
-        first = error.errors()[0]
-        where = ".".join(str(part) for part in first["loc"])
-        raise UserError(f"{file} is damaged at {where} ({first['msg']}); restore it.") from error
+        raise damage(error, file) from error
     _check(sweep, file)
     return _with_runs(sweep, file.parent)
 

@@ -156,11 +156,13 @@ def head_config(flags: Mapping[str, Any], contents: Contents) -> tuple[Config, t
 def _on_features(flags: Mapping[str, Any], contents: Contents, budget: float) -> Plan:
     config, pair, count = head_config(flags, contents)
     form = _form(config, contents)
-    reading, image = _reading(config, contents), _image_seconds(config, form)
+    head, task, normalize = head_task(config, form)
+    reading = _reading(config, contents)
+    image = features.seconds(head, torch.zeros(1, *form.image, dtype=torch.uint8), normalize)
     train = len(contents.paths) if contents.site or contents.tests else round(0.8 * len(contents.paths))
     tests = contents.labeled if contents.site else contents.tests or len(contents.paths) - train
     splits = FOLDS * REPEATS if contents.site else DRAWS
-    costs = _head_seconds(config, form)
+    costs = _head_seconds(task, len(form.classes))
     each = reading + image
 
     def fixed(images: float) -> float:
@@ -337,12 +339,6 @@ def _form(config: Config, contents: Contents) -> ImageSpec:
     )
 
 
-def _image_seconds(config: Config, form: ImageSpec) -> float:
-    """Return the seconds that the features of an image take."""
-    head, _, normalize = head_task(config, form)
-    return features.seconds(head, torch.zeros(1, *form.image, dtype=torch.uint8), normalize)
-
-
 def head_task(config: Config, form: ImageSpec) -> tuple[FeatureHead, Task, Normalize]:
     """Return the head of a configuration, its task on features, and how images are normalized before."""
     task = factory.task(config, form)
@@ -352,13 +348,12 @@ def head_task(config: Config, form: ImageSpec) -> tuple[FeatureHead, Task, Norma
     return head, replace(task, network=head, normalize=FirstView(), rounds=config.rounds), task.normalize
 
 
-def _head_seconds(config: Config, form: ImageSpec) -> dict[str, tuple[float, float]]:
+def _head_seconds(task: Task, classes: int) -> dict[str, tuple[float, float]]:
     """Return by head the seconds that it takes without images, and those that each image adds.
 
     They are the processor's, times how much longer all of it took on a machine that does other work as well.
     """
-    _, task, _ = head_task(config, form)
-    few, many, classes = 100, 400, len(form.classes)
+    few, many = 100, 400
     values = torch.rand(many + classes, 1, 1, FEATURES, generator=torch.Generator().manual_seed(0))
     data = Examples(values, torch.arange(many + classes) % classes)
     costs: dict[str, tuple[float, float]] = {}

@@ -81,7 +81,10 @@ class SweepFolder:
             ],
             "command": self.command,
             "machine": machine(),
-            "versions": versions(),
+            "versions": {
+                **{name: metadata.version(name) for name in ("halfmoon", "torch")},
+                "python": platform.python_version(),
+            },
             "cells": [self._cell(cell) for cell in cells],
         }
 
@@ -144,15 +147,6 @@ def machine() -> dict[str, Any]:
 
 def cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
-def versions() -> dict[str, str]:
-    """Return the versions of what computes."""
-    return {
-        "halfmoon": metadata.version("halfmoon"),
-        "torch": metadata.version("torch"),
-        "python": platform.python_version(),
-    }
 
 
 def _processor() -> str:
