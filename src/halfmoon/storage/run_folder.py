@@ -22,7 +22,7 @@ RUN, MODEL, SUMMARY = "run.json", "model.safetensors", "summary.json"
 BASELINES, PLAN, DECISION = "baselines", "plan.json", "decision.json"
 # What a creation leaves that was killed before its config.toml.
 _BEGUN = {BASELINES, LOCK, f"{LOCK}{locks.OWNER}", RUN, f".{RUN}{atomic_io.PARTIAL}", f".{CONFIG}{atomic_io.PARTIAL}"}
-_BEGUN |= {PLAN, f".{PLAN}{atomic_io.PARTIAL}"}
+_BEGUN |= {PLAN, f".{PLAN}{atomic_io.PARTIAL}", f".comparison.json{atomic_io.PARTIAL}"}
 
 
 class RunFolder:
