@@ -35,35 +35,19 @@ class Callback(Protocol):
 
     def begin(self, run: RunInfo) -> None:
         """A run begins, or goes on after round `run.first`; its folder and config.toml exist."""
-        ...
 
     def round(self, run: RunInfo, row: Row) -> None:
         """A round is over; `row` is its line of metrics.jsonl, which is written already."""
-        ...
 
     def end(self, run: RunInfo, summary: Row) -> None:
         """A run is through; `summary` is its summary.json, which is written already."""
-        ...
 
     def say(self, words: str) -> None:
         """Something the user should know, in `words`."""
-        ...
 
 
-class NullCallback:
+class NullCallback(Callback):
     """Say nothing of `run`, `row`, `summary` or `words`; a callback of one's own says what differs."""
-
-    def begin(self, run: RunInfo) -> None:
-        """Say nothing."""
-
-    def round(self, run: RunInfo, row: Row) -> None:
-        """Say nothing."""
-
-    def end(self, run: RunInfo, summary: Row) -> None:
-        """Say nothing."""
-
-    def say(self, words: str) -> None:
-        """Say nothing."""
 
 
 NULL_CALLBACK = NullCallback()
