@@ -1,15 +1,18 @@
-"""What every run is made of, simulated or with sites: its experiment, its summary, and the card of its model."""
+"""What every run is made of and leaves, simulated or with sites: experiment, split, summary, card, picture, tables."""
 
 import base64
 import json
 import shlex
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from halfmoon.api.types import Task
 from halfmoon.config import schema as settings
 from halfmoon.config.schema import Config, rounds_of
+from halfmoon.core.errors import UserError
 from halfmoon.data import Source, Split
 from halfmoon.data import summary as portrait
 from halfmoon.engine.evaluation import Examples
@@ -17,7 +20,9 @@ from halfmoon.engine.loop import Experiment, Row
 from halfmoon.engine.runtime import ServerRuntime
 from halfmoon.methods import registry
 from halfmoon.models import Network
-from halfmoon.report.remarks import most_used
+from halfmoon.report.remarks import most_used, remarks
+from halfmoon.report.run_reader import Run
+from halfmoon.report.tables import comparison
 from halfmoon.runs.factory import ImageSpec, preparation
 from halfmoon.runs.model_card import Card
 from halfmoon.storage import atomic_io, integrity
@@ -107,7 +112,7 @@ def save(path: Path, split: Split, data: Source) -> None:
     except OSError as error:
         raise Unwritable(
             f"{path}: {HOLDINGS} cannot be written ({atomic_io.reason(error)}). "
-            f"First mend that, then go on with: {shlex.join(['halfmoon', 'resume', str(path)])}"
+            f"First mend that, then go on with: {resuming(path)}"
         ) from error
     split.save(path / SPLIT)
 
@@ -121,5 +126,46 @@ def note(path: Path) -> None:
     except OSError as error:
         raise Unwritable(
             f"{path}: {integrity.SUMS} cannot be written ({atomic_io.reason(error)}). "
-            f"First mend that, then go on with: {shlex.join(['halfmoon', 'resume', str(path)])}"
+            f"First mend that, then go on with: {resuming(path)}"
         ) from error
+
+
+CURVES, CSV, MARKDOWN = "curves.png", "table.csv", "table.md"
+
+
+@dataclass(frozen=True)
+class RunResult:
+    """What is left when all jobs are through; `summaries` and `runs` are in the order of the jobs."""
+
+    folder: Path
+    summaries: list[Row]
+    curves: Path
+    runs: list[Path]
+    tables: list[Path]
+
+
+def show(outcome: RunResult) -> None:
+    """Write the picture and the tables of what came out; each is there whole or not at all."""
+    from halfmoon.report.curves import curves  # Matplotlib is slow to import, and workers draw nothing
+
+    table = comparison(outcome.summaries)
+    notes = "".join(f"\n{each}\n" for each in remarks(outcome.summaries, registry.ceilings()))
+    staged = outcome.curves.with_name(f".{CURVES}{atomic_io.PARTIAL}")
+    try:
+        for path, words in zip(outcome.tables, (table.as_csv(), table.as_markdown() + notes), strict=True):
+            atomic_io.replace(path, words.encode())
+        curves([Run.read(path) for path in outcome.runs], staged)
+        staged.replace(outcome.curves)
+    except OSError as error:
+        raise UserError(
+            f"{outcome.folder}: tables and curves cannot be written ({atomic_io.reason(error)}); "
+            f"the runs are finished: first mend that, then: {resuming(outcome.folder)}"
+        ) from error
+    finally:
+        with suppress(OSError):
+            staged.unlink(missing_ok=True)
+
+
+def resuming(root: Path) -> str:
+    """Return the command that goes on with what is in a folder."""
+    return shlex.join(["halfmoon", "resume", str(root)])

@@ -24,7 +24,7 @@ from halfmoon.methods import registry
 from halfmoon.models.finetuned import training_summary
 from halfmoon.report.run_reader import ended
 from halfmoon.runs import assembly, checks, factory, outside, workers
-from halfmoon.runs.assembly import SPLIT
+from halfmoon.runs.assembly import CSV, CURVES, MARKDOWN, SPLIT, RunResult, resuming, show
 from halfmoon.runs.budgets import budget, evaluation_interval, largest_of
 from halfmoon.runs.callbacks import NULL_CALLBACK, Callback, RunInfo, guarded, told_of
 from halfmoon.runs.factory import (
@@ -41,12 +41,10 @@ from halfmoon.runs.factory import (
     threads,
     together,
 )
-from halfmoon.runs.jobs import COMPARISON, Job, parsed, render
+from halfmoon.runs.jobs import COMPARISON, Job, backbone, parsed, render, sentence, spent, starts_of
 from halfmoon.runs.jobs import parse as jobs_of
-from halfmoon.runs.outcome import CSV, CURVES, MARKDOWN, RunResult, resuming, show
 from halfmoon.runs.parallel import Unit, side_by_side
 from halfmoon.runs.seeds import Seat, check_together, in_lockstep, needs_seeds, units_of
-from halfmoon.runs.starts import backbone, sentence, spent, starts_of
 from halfmoon.storage import atomic_io, integrity
 from halfmoon.storage.folder_writer import CONFIG
 from halfmoon.storage.run_folder import BASELINES, SUMMARY, RunFolder
