@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from halfmoon.cli import main as cli
-from halfmoon.cli.commands.recipes import duration
+from halfmoon.cli.commands.sweep import duration
 from halfmoon.sweeps import cost, recipe
 from halfmoon.sweeps.cost import words_of
 from halfmoon.sweeps.grid import cells

@@ -7,15 +7,14 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import TracebackType
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.live import Live
-from rich.markup import escape
 from rich.progress_bar import ProgressBar
 from rich.table import Table
+from rich.text import Text
 
 from halfmoon.config.schema import GUARDS, Config
 from halfmoon.storage.toml import text as toml_text
@@ -26,7 +25,6 @@ if TYPE_CHECKING:
 Row = dict[str, Any]
 BAR, BAR_WIDTH = "bar", 12  # of progress, where a terminal has room for it
 SHORTEST, GAP = 16, 2  # columns that a method's name has at least, and that lie between two columns
-SHOWN_CLIENTS, SHOWN_CLASSES = 20, 12  # rows and columns of a table of clients
 STEPS = 10  # lines a method prints where there is no terminal
 
 
@@ -43,8 +41,8 @@ class Progress:
     accuracy: float | None = field(default=None, init=False)  # of the last evaluation
     pseudo: float | None = field(default=None, init=False)
     used: float | None = field(default=None, init=False)
-    took: float | None = None  # seconds, once it is through
-    aggregator: Row = field(default_factory=dict)  # what stood between uploads and method says of the last round
+    took: float | None = field(default=None, init=False)  # seconds, once it is through
+    aggregator: Row = field(default_factory=dict, init=False)  # what stands before the method says of the last round
 
     def __post_init__(self) -> None:
         self.round = self.first
@@ -64,50 +62,24 @@ class Progress:
         return (now - self.began) / rounds * (self.rounds - self.round) if rounds else None
 
 
-class Watcher(Protocol):
-    """A `halfmoon.runs.callbacks.Callback` that owns a part of the screen while it is entered."""
-
-    runs: list[Progress]
-
-    def __enter__(self) -> Watcher: ...
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None: ...
-
-    def begin(self, run: RunInfo) -> None:
-        """A method begins."""
-        ...
-
-    def round(self, run: RunInfo, row: Row) -> None:
-        """A round is over."""
-        ...
-
-    def end(self, run: RunInfo, summary: Row) -> None:
-        """A method is through."""
-        ...
-
-    def say(self, words: str) -> None:
-        """Something the user should know."""
-        ...
-
-
+@dataclass
 class Quiet:
-    """Note how far every method is, and show nothing but what has to be said."""
+    """Note how far every method is, and show nothing but what has to be said.
 
-    def __init__(
-        self, console: Console, clock: Callable[[], float] = time.monotonic, rows: int = 0, after: float = 0.0
-    ) -> None:
-        self.console, self.clock, self.rows, self.after = console, clock, rows, after
-        self.runs: list[Progress] = []
-        self._sentences = set[str]()
+    It is a `halfmoon.runs.callbacks.Callback` that owns a part of the screen while it is entered.
+    """
+
+    console: Console
+    clock: Callable[[], float] = time.monotonic
+    rows: int = 0
+    after: float = 0.0
+    runs: list[Progress] = field(default_factory=list)
+    _sentences: set[str] = field(default_factory=set)
 
     def __enter__(self) -> Quiet:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         return None
 
     def begin(self, run: RunInfo) -> None:
@@ -174,20 +146,13 @@ class Lines(Quiet):
 class Rows(Quiet):
     """Keep one live row a method on a terminal."""
 
-    def __init__(
-        self, console: Console, clock: Callable[[], float] = time.monotonic, rows: int = 0, after: float = 0.0
-    ) -> None:
-        super().__init__(console, clock, rows, after)
-        self.live = Live(console=console, get_renderable=self.table, refresh_per_second=4, transient=True)
-
     def __enter__(self) -> Rows:
-        self.live.start(refresh=True)
+        self._live = Live(console=self.console, get_renderable=self.table, refresh_per_second=4, transient=True)
+        self._live.start(refresh=True)
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.live.stop()
+    def __exit__(self, *error: object) -> None:
+        self._live.stop()
 
     def begin(self, run: RunInfo) -> None:
         super().begin(run)
@@ -211,7 +176,7 @@ class Rows(Quiet):
             table.add_column(name, justify="right", no_wrap=True, min_width=width)
         for each, values in zip(self.runs, cells, strict=True):
             bar = [ProgressBar(each.rounds, each.round, width=BAR_WIDTH)] if BAR in names else []
-            table.add_row(escape(each.title), *bar, *(values[name] for name in columns))
+            table.add_row(Text(each.title), *bar, *(values[name] for name in columns))
         return table
 
     def _cells(self, each: Progress) -> dict[str, str]:
@@ -241,7 +206,7 @@ def fitting(cells: Sequence[Mapping[str, str]], width: int) -> tuple[set[str], i
     return columns, max(1, SHORTEST + room)
 
 
-def watcher(console: Console, json: bool = False, rows: int = 0, after: float = 0.0) -> Watcher:
+def watcher(console: Console, json: bool = False, rows: int = 0, after: float = 0.0) -> Quiet:
     terminal = console.is_terminal and not console.is_dumb_terminal
     return (Rows if terminal else Quiet if json else Lines)(console, rows=rows, after=after)
 
@@ -291,11 +256,11 @@ def show(console: Console, header: Sequence[str], rows: Sequence[Sequence[str]],
     for name, flush, width in zip(header, right, widths, strict=True):
         first = name == header[0]
         if wrap:
-            table.add_column(escape(name), no_wrap=first)
+            table.add_column(Text(name), no_wrap=first)
         else:
-            table.add_column(escape(name), justify="right" if flush else "left", min_width=width)
+            table.add_column(Text(name), justify="right" if flush else "left", min_width=width)
     for row in rows:
-        table.add_row(*map(escape, row))
+        table.add_row(*map(Text, row))
     console.print(table)
 
 
@@ -321,7 +286,7 @@ def wrapped(console: Console, words: str) -> str:
 
 
 def say(console: Console, words: str) -> None:
-    console.print(words, markup=False, highlight=False, soft_wrap=True)
+    console.print(words, markup=False, emoji=False, highlight=False, soft_wrap=True)
 
 
 def _number(words: str) -> bool:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 import errno
 import os
-import shlex
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -18,20 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from halfmoon.cli import own
-from halfmoon.cli.commands import (
-    base,
-    data,
-    federation,
-    methods,
-    paged,
-    privacy,
-    recipes,
-    report,
-    site,
-    sweep,
-    trained,
-    tune,
-)
+from halfmoon.cli.commands import base, data, federation, methods, paged, privacy, report, site, sweep, trained
 from halfmoon.cli.commands.base import (
     TRAINED,
     Parser,
@@ -72,7 +58,7 @@ OTHER_DATA = ("fedavg", "fedavg-fixmatch-global", "fedavg-soft-labels", "fedavg-
 """The methods beside FedDure where `halfmoon run` names other data and no method."""
 
 OTHERS = (
-    methods.add, data.add, recipes.add, sweep.add, report.add, report.add_leaderboard, federation.add_federation,
+    methods.add, data.add, sweep.add_recipes, sweep.add, report.add, report.add_leaderboard, federation.add_federation,
     site.add, federation.add_serve, trained.add, paged.add_watch, privacy.add, methods.add_check,
 )  # fmt: skip
 """What adds the other commands."""
@@ -182,9 +168,9 @@ def _parser(full: bool) -> tuple[Parser, Mapping[str, argparse.ArgumentParser]]:
     options(compare, [name for name in settings.kinds() if name not in ("method", "baselines", "seed")], full)
 
     searching = command(
-        commands, "tune", "search options of a run by validation images", "--knob NAME=VALUES ... ", tune.tune
+        commands, "tune", "search options of a run by validation images", "--knob NAME=VALUES ... ", sweep.tune
     )
-    tune.add_flags(searching)
+    sweep.search_flags(searching)
     left_out = ("baselines", "seed", "seeds_together")
     options(searching, [name for name in settings.kinds() if name not in left_out], full)
 
@@ -262,10 +248,10 @@ def _note(config: Config, requested: Mapping[str, Any]) -> None:
     if registry.entry(config.method).pooled:
         federated = f"fedavg-{config.method}"
         hint = f"; {federated} is its federated form" if federated in registry.names() else ""
-        complain(f"{config.method} is centralized: it trains on all rows in one place{hint}.", 0)
+        complain(f"{config.method} is centralized: it trains on all rows in one place{hint}.")
     for name, (value, cause) in preset.left_out(requested).items():
         flag = f"--{name.replace('_', '-')} {toml.text(value)}"
-        complain(f"protocol {requested['protocol']} sets {name}, but not beside {cause}: {flag} keeps it.", 0)
+        complain(f"protocol {requested['protocol']} sets {name}, but not beside {cause}: {flag} keeps it.")
 
 
 def _main_job(flags: Mapping[str, Any]) -> dict[str, Any]:
@@ -344,6 +330,7 @@ def _play(
 
     from halfmoon.cli.console import watcher
     from halfmoon.engine.driver import Diverged
+    from halfmoon.runs.assembly import resuming
     from halfmoon.runs.callbacks import Callbacks
 
     watch = watcher(Console(stderr=True), args.json, rows, after)
@@ -354,22 +341,15 @@ def _play(
             outcome = play(Callbacks(watch, *tracking, warn=watch.say))
     except KeyboardInterrupt as error:
         saved = any((folder / name).exists() for name in ("run.json", "comparison.json"))
-        again = again or (f"go on with: {_resuming(folder)}" if saved else "nothing was saved yet.")
+        again = again or (f"go on with: {resuming(folder)}" if saved else "nothing was saved yet.")
         raise Stopped(f"stopped; {again}", 130) from error
     except Diverged as error:
         raise Stopped(f"{error} The run folder is {folder}.") from error
     except (MemoryError, RuntimeError) as error:
         if (words := out_of_memory(error)) is None:
             raise
-        raise Stopped(f"{words} What was saved is intact: {again or f'go on with: {_resuming(folder)}'}") from error
+        raise Stopped(f"{words} What was saved is intact: {again or f'go on with: {resuming(folder)}'}") from error
     if not watch.runs:
         watch.say(f"{folder} is finished already; this is what came out.")
     show(args, folder, outcome)
     return 0
-
-
-# Words
-
-
-def _resuming(folder: Path) -> str:
-    return shlex.join(["halfmoon", "resume", str(folder)])

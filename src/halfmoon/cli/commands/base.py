@@ -14,7 +14,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from types import FrameType
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from halfmoon.config import schema as settings
@@ -177,7 +176,7 @@ def reading(args: argparse.Namespace, command: Callable[[argparse.Namespace], in
         return command(args)
     from halfmoon.storage import integrity
 
-    complain("files without a checksum are not checked: their numbers are those that the folder says now.", 0)
+    complain("files without a checksum are not checked: their numbers are those that the folder says now.")
     with integrity.unchecked():
         return command(args)
 
@@ -237,7 +236,7 @@ def say(words: str) -> None:
 
     from halfmoon.cli import console
 
-    console.say(Console(emoji=False), words)  # rich makes a picture of ":CD:", which fingerprints have
+    console.say(Console(), words)
 
 
 def show(header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
@@ -246,7 +245,7 @@ def show(header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
 
     from halfmoon.cli import console
 
-    console.show(Console(emoji=False), header, rows)
+    console.show(Console(), header, rows)
 
 
 def print_json(value: Any) -> None:
@@ -270,7 +269,7 @@ def ending(words: str) -> Iterator[None]:
         raise Stopped(words, 130) from error
 
 
-def complain(words: str, code: int) -> int:
+def complain(words: str, code: int = 0) -> int:
     sys.stderr.write(f"halfmoon: {words}\n")
     return code
 
@@ -288,9 +287,10 @@ def progress() -> Callable[[int, int], None]:
     return tell
 
 
-def whole(flag: str, words: str, least: int, most: int) -> int:
-    if not words.isdecimal() or not least <= int(words) <= most:
-        raise UserError(f"{flag} is {words!r}: it must be a whole number from {least} to {most}.")
+def whole(flag: str, words: str, least: int, most: int | None = None) -> int:
+    if not words.isdecimal() or int(words) < least or (most is not None and int(words) > most):
+        limit = "" if most is None else f" to {most}"
+        raise UserError(f"{flag} is {words!r}: it must be a whole number from {least}{limit}.")
     return int(words)
 
 
@@ -349,7 +349,7 @@ def print_outcome(outcome: RunResult, as_json: bool, wide: bool, decision: Decis
 
 def catch_end() -> None:
     if threading.current_thread() is threading.main_thread():
-        signal.signal(signal.SIGTERM, _interrupt)
+        signal.signal(signal.SIGTERM, signal.default_int_handler)
 
 
 def out_of_memory(error: BaseException) -> str | None:
@@ -359,7 +359,3 @@ def out_of_memory(error: BaseException) -> str | None:
     if type(error).__name__ == "OutOfMemoryError" or "CUDA out of memory" in str(error):
         return "the GPU's memory is used up: take smaller batches, --executor loop or --device cpu."
     return None
-
-
-def _interrupt(number: int, frame: FrameType | None) -> None:
-    raise KeyboardInterrupt

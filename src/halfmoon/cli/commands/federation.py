@@ -4,14 +4,25 @@ from __future__ import annotations
 
 import argparse
 import shlex
-import sys
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from halfmoon.cli.commands.base import Command, Stopped, actions, command, ending, print_json, say, show, shower, whole
+from halfmoon.cli.commands.base import (
+    Command,
+    Stopped,
+    actions,
+    command,
+    complain,
+    ending,
+    print_json,
+    say,
+    show,
+    shower,
+    whole,
+)
 from halfmoon.core.errors import UserError
 from halfmoon.sites.keys.key_folder import DAYS, LISTEN, MOST_DAYS, PORT
 
@@ -120,9 +131,11 @@ def _tell(args: argparse.Namespace, words: str, change: Result) -> int:
     else:
         say("\n".join([words, *change.advice]))
     try:
-        _warn(Access.open(args.folder).warnings())
+        warnings = Access.open(args.folder).warnings()
     except UserError as error:  # something else is wrong with the folder; what was asked for is done
-        _warn([str(error)])
+        warnings = [str(error)]
+    for warning in warnings:
+        complain(warning)
     return 0
 
 
@@ -136,7 +149,8 @@ def _show(args: argparse.Namespace) -> int:
         hosts = ", ".join(result["hosts"]) or "this machine alone"
         say(f"{result['folder']}: sites call {hosts}, port {result['listen']}")
         show(["what", "runs out", "fingerprint (SHA-256)"], _rows(result))
-    _warn(result["warnings"])
+    for warning in result["warnings"]:
+        complain(warning)
     return 0
 
 
@@ -151,11 +165,6 @@ def _rows(result: dict[str, Any]) -> list[list[str]]:
     for key in result["refused"]:
         rows.append([f"key of {key['name']}", f"{key['why'].upper()} on {key['since'][:10]}", key["fingerprint"]])
     return rows
-
-
-def _warn(warnings: list[str]) -> None:
-    for words in warnings:
-        sys.stderr.write(f"halfmoon: {words}\n")
 
 
 HOST, RESTARTS = "127.0.0.1", 5

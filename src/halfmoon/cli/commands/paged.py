@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -58,14 +57,6 @@ def loader(path: Path, device: str, network: str | None) -> Callable[[], Model]:
     return load
 
 
-def tell(words: str) -> None:
-    shower(False)(words)
-
-
-def note(words: str) -> None:
-    sys.stderr.write(f"halfmoon: {words}\n")
-
-
 def label_flags(parser: argparse.ArgumentParser) -> None:
     """Add the flags of the action."""
     parser.add_argument("folder", metavar="FOLDER", type=Path, help="images, and perhaps labels.csv and classes.txt")
@@ -110,7 +101,7 @@ def run_label(args: argparse.Namespace) -> int:
         raise UserError(f"{args.model}: there is no such file or folder; give the folder of a finished run.")
     options = Options(args.by, seed, checked_window(args.window), args.reader)
     with ending("the page is closed."):
-        label(site, load, classes, options, port, not args.no_browser, tell)
+        label(site, load, classes, options, port, not args.no_browser, shower(False))
     return 0
 
 
@@ -129,8 +120,9 @@ def _list(args: argparse.Namespace, count: int, seed: int, site: Any, load: Any)
     rank = ranks(guesses.uncertainty[rows]).tolist() if guesses is not None else []
     rows = rows[:count]
     if not args.json:
+        show = shower(False)
         for row in rows:
-            tell(site.paths[row])
+            show(site.paths[row])
         return 0
     facts: list[dict[str, Any]] = [{"path": site.paths[row]} for row in rows]
     if guesses is not None:
@@ -157,5 +149,5 @@ def _watch(args: argparse.Namespace) -> int:
 
     port = place(args)
     with ending("the page is closed; what it showed goes on."):
-        watch(args.folder, port, not args.no_browser, tell)
+        watch(args.folder, port, not args.no_browser, shower(False))
     return 0

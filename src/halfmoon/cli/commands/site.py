@@ -23,6 +23,7 @@ from halfmoon.cli.commands.base import (
     say,
     show,
     shower,
+    whole,
 )
 from halfmoon.cli.commands.paged import label_flags, run_label
 from halfmoon.config import schema as settings
@@ -278,9 +279,7 @@ def _tell(words: str) -> None:
 
 
 def _config(args: argparse.Namespace) -> tuple[Config, int]:
-    if not args.sites.isdecimal() or not int(args.sites):
-        raise UserError(f"--sites is {args.sites!r}: it must be a whole number from 1.")
-    sites = int(args.sites)
+    sites = whole("--sites", args.sites, 1)
     flags = requested(args, OPTIONS)
     values = settings.load(args.config) if args.config else {}
     # Which clients train in a round is decided later.

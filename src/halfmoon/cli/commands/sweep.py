@@ -1,34 +1,49 @@
-"""`halfmoon sweep RECIPE`: play a table or a figure of a paper, or of one's own."""
+"""`halfmoon recipes` and `sweep`: tables and figures of papers, what one costs and to play it; `tune`: a search."""
 
 from __future__ import annotations
 
 import argparse
 import shlex
 import sys
+from collections.abc import Sequence
 from contextlib import ExitStack, redirect_stdout
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from halfmoon.cli.commands.base import command, complain, option, print_json, requested, tracked, trackers
+from halfmoon.cli.commands.base import (
+    command,
+    complain,
+    layers,
+    option,
+    print_json,
+    requested,
+    say,
+    show,
+    tracked,
+    trackers,
+    whole,
+)
 from halfmoon.config import schema as settings
 from halfmoon.core.errors import UserError
+from halfmoon.storage import toml
 
 if TYPE_CHECKING:
     from halfmoon.sweeps.engines import Engine
     from halfmoon.sweeps.play import Step
+    from halfmoon.sweeps.recipe import Recipe
     from halfmoon.sweeps.sweep_folder import SweepFolder
 
-PLACE = (
-    *("data_dir", "cache", "device", "executor", "compile", "threads", "workers", "seeds_together", "memory_cap"),
-    "checkpoint_every",
-)
+TIMED = ("data_dir", "cache", "device", "executor", "compile", "threads", "workers")
+"""The options of a run that change how long it takes and none of its numbers."""
+
+PLACE = (*TIMED, "seeds_together", "memory_cap", "checkpoint_every")
 """The options of a run that change none of its numbers, and so can be said for a whole sweep."""
 
 
 def add(commands: Any) -> None:
     """Add the command's parser."""
-    parser = command(commands, "sweep", "play a table or figure of a paper (see halfmoon recipes)", "RECIPE ", run)
+    parser = command(commands, "sweep", "play a table or figure of a paper (see halfmoon recipes)", "RECIPE ", _sweep)
     parser.add_argument("recipe", metavar="RECIPE", help="a recipe's name, or a TOML file of one's own")
     about = "only these cells: AXIS=VALUE,AXIS=VALUE; a further value of one axis is one more; may be repeated"
     parser.add_argument("--only", metavar="CELLS", action="append", default=[], help=about)
@@ -47,22 +62,18 @@ def add(commands: Any) -> None:
         option(group, name)
 
 
-def run(args: argparse.Namespace) -> int:
+def _sweep(args: argparse.Namespace) -> int:
     """Play the sweep; 1 where a run failed."""
-    from rich.console import Console
-
-    from halfmoon.cli.console import say, show
     from halfmoon.sweeps import grid, recipe
     from halfmoon.sweeps.sweep_folder import SweepFolder, cores, table
 
     plan = recipe.load(args.recipe)
     scale = plan.scale(args.scale) if args.scale else None
-    jobs = _whole("--jobs", args.jobs, 1)
-    over = requested(args, PLACE)
-    over = settings.anchored(over, Path())
+    jobs = whole("--jobs", args.jobs, 1)
+    over = settings.anchored(requested(args, PLACE), Path())
     if jobs > 1 and args.engine == "local" and "threads" not in over:
         over["threads"] = max(1, cores() // jobs)
-    seeds = [_whole("--seeds", word, 0) for word in args.seeds] if args.seeds else None
+    seeds = [whole("--seeds", word, 0) for word in args.seeds] if args.seeds else None
     cells = grid.cells(plan, grid.selection(plan, args.only), seeds, scale, over)
     words = shlex.join(["halfmoon", *args.words])
     folder = SweepFolder(args.out, plan, scale)
@@ -76,18 +87,17 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         print_json({"folder": str(folder.path), **facts})
     else:
-        console = Console()
         if scale is not None:
-            say(console, f"SCALED DOWN, not the paper's experiment: {scale.about}")
-        show(console, *table(facts))
-        say(console, f"sweep folder: {folder.path}\nas a page: halfmoon report {folder.path} --out page.html")
+            say(f"SCALED DOWN, not the paper's experiment: {scale.about}")
+        show(*table(facts))
+        say(f"sweep folder: {folder.path}\nas a page: halfmoon report {folder.path} --out page.html")
     return code
 
 
 def _play(args: argparse.Namespace, folder: SweepFolder, cells: list[Any], jobs: int) -> int:
     from rich.console import Console
 
-    from halfmoon.cli.console import duration, say, watcher
+    from halfmoon.cli import console as screen
     from halfmoon.sweeps.play import sweep
 
     console = Console(stderr=True)
@@ -99,12 +109,12 @@ def _play(args: argparse.Namespace, folder: SweepFolder, cells: list[Any], jobs:
         elif step.summary and "accuracy" in step.summary:
             accuracy = step.summary["accuracy"]
             words += f"last {100 * accuracy['last']:.2f}, best {100 * accuracy['best']:.2f} %"
-            words += ", finished before" if step.before else f" ({duration(step.summary['seconds'])})"
+            words += ", finished before" if step.before else f" ({screen.duration(step.summary['seconds'])})"
         else:
             words += "finished"
-        say(console, words)
+        screen.say(console, words)
 
-    watch = watcher(console, args.json or jobs > 1 or args.engine == "ray")
+    watch = screen.watcher(console, args.json or jobs > 1 or args.engine == "ray")
     try:
         with redirect_stdout(sys.stderr), watch, ExitStack() as ends:  # Ray prints remarks; results alone go to stdout
             failed = sweep(folder, cells, _engine(args, watch, jobs, ends), tell)
@@ -131,25 +141,207 @@ def _engine(args: argparse.Namespace, watch: Any, jobs: int, ends: ExitStack) ->
     return engines.Processes(jobs, watching) if jobs > 1 else engines.Here(Callbacks(watch, watching, warn=watch.say))
 
 
-def _whole(flag: str, word: str, least: int) -> int:
-    if not word.isdecimal() or int(word) < least:
-        raise UserError(f"{flag} is {word!r}: it must be a whole number from {least}.")
-    return int(word)
-
-
 def _list(cells: list[Any], as_json: bool) -> int:
-    from rich.console import Console
-
-    from halfmoon.cli.console import show
-    from halfmoon.config.schema import identity
-
     rows = [
-        (cell.words, str(seed), identity(config, config.method)[:16])
+        (cell.words, str(seed), settings.identity(config, config.method)[:16])
         for cell in cells
         for seed, config in cell.configs.items()
     ]
     if as_json:
         print_json([dict(zip(("cell", "seed", "identity"), row, strict=True)) for row in rows])
     else:
-        show(Console(), ("cell", "seed", "identity"), rows)
+        show(("cell", "seed", "identity"), rows)
+    return 0
+
+
+def add_recipes(commands: Any) -> None:
+    """Add the command's parser."""
+    about = "list the tables and figures that sweep plays, and with --time what one costs on this machine"
+    parser = command(commands, "recipes", about, "[NAME ...] ", _recipes)
+    parser.add_argument("names", metavar="NAME", nargs="*", help="only these, one alone in detail; a TOML file too")
+    about = "play a round of one cell of each row of the recipe, and multiply its seconds"
+    parser.add_argument("--time", action="store_true", help=about)
+    parser.add_argument("--scale", metavar="NAME", help="with --time: a scaled-down version, such as small")
+    about = "with --time: only these cells: AXIS=VALUE,AXIS=VALUE, as in halfmoon sweep"
+    parser.add_argument("--only", metavar="CELLS", action="append", default=[], help=about)
+    group = parser.add_argument_group("machine")
+    for name in TIMED:
+        option(group, name)
+
+
+def _recipes(args: argparse.Namespace) -> int:
+    from halfmoon.sweeps import recipe
+
+    loaded = [recipe.load(name) for name in args.names or recipe.names()]
+    if args.time and len(loaded) != 1:
+        raise UserError("--time is about one recipe: write, for example, halfmoon recipes feddure-table1 --time.")
+    if not args.time and (args.scale or args.only):
+        raise UserError("--scale and --only go with --time.")
+    facts = [_facts(each) for each in loaded]
+    if args.time:
+        facts[0]["cost"] = _cost(loaded[0], args)
+    if args.json:
+        print_json({"recipes": facts})
+    elif len(facts) == 1:
+        _detail(facts[0])
+    else:
+        _show_recipes(facts)
+    return 0
+
+
+def duration(seconds: float | None) -> str:
+    """Return seconds in the unit that fits, from seconds to years; `-` for none."""
+    if seconds is None:
+        return "-"
+    for size, unit in ((31_557_600, "years"), (86_400, "days"), (3_600, "hours"), (60, "min")):
+        if seconds >= 1.5 * size:
+            return f"{seconds / size:,.1f} {unit}" if seconds < 10 * size else f"{seconds / size:,.0f} {unit}"
+    return f"{seconds:.0f} s"
+
+
+def _facts(loaded: Recipe) -> dict[str, Any]:
+    from halfmoon.sweeps import grid
+
+    return {
+        "name": loaded.name,
+        "title": loaded.title,
+        "paper": loaded.paper,
+        "item": loaded.item,
+        "about": loaded.about,
+        "reading": loaded.words(None),
+        "kind": loaded.kind,
+        "cells": len(grid.combinations(loaded, {})),
+        "seeds": list(loaded.seeds),
+        "panels": {name: {axis: list(names) for axis, names in at.items()} for name, at in loaded.panels.items()},
+        "scales": [{"name": each.name, "about": each.about} for each in loaded.scales.values()],
+        "axes": [
+            {"name": axis, "values": [{"name": each.name, "title": each.title, "extra": each.extra} for each in values]}
+            for axis, values in loaded.axes.items()
+        ],
+        "protocol": dict(loaded.protocol),
+    }
+
+
+def _cost(loaded: Recipe, args: argparse.Namespace) -> dict[str, Any]:
+    """Return what the cells that are asked for cost on this machine: a timed round of each row, multiplied."""
+    from halfmoon.sweeps import cost, grid
+    from halfmoon.sweeps.sweep_folder import machine
+
+    scale = loaded.scale(args.scale) if args.scale else None
+    over = requested(args, TIMED)
+    cells = grid.cells(loaded, grid.selection(loaded, args.only), None, scale, settings.anchored(over, Path()))
+    rows = {
+        name: {
+            "cell": row.cell,
+            "seconds_per_round": round(row.seconds_per_round, 4),
+            "runs": row.runs,
+            "seconds": round(row.seconds, 3),
+        }
+        for name, row in cost.price(loaded, cells).items()
+    }
+    return {
+        "machine": cost.words_of(machine()),
+        "scale": scale and {"name": scale.name, "about": scale.about},
+        "of": loaded.rows,
+        "rows": rows,
+        "runs": sum(row["runs"] for row in rows.values()),
+        "seconds": round(sum(row["seconds"] for row in rows.values()), 3),
+    }
+
+
+def _show_recipes(facts: Sequence[dict[str, Any]]) -> None:
+    rows = [
+        [
+            *(each["name"], each["title"], f"{each['cells']:,}", str(len(each["seeds"]))),
+            ", ".join(scale["name"] for scale in each["scales"]) or "-",
+            each["about"],
+        ]
+        for each in facts
+    ]
+    show(["name", "title", "cells", "seeds", "scales", "what it is"], rows)
+    say("in detail: halfmoon recipes NAME; to play one: halfmoon sweep NAME")
+
+
+def _detail(facts: dict[str, Any]) -> None:
+    say(f"{facts['name']}: {facts['title']}\n  {facts['about']}")
+    if facts["reading"]:
+        say(f"  reading: {facts['reading']}")
+    seeds = ", ".join(map(str, facts["seeds"]))
+    say(f"  {facts['cells']:,} cells, each with seeds {seeds}; cells that are alike share a run\n")
+    for axis in facts["axes"]:
+        names = [f"{value['name']}{' (with --only)' if value['extra'] else ''}" for value in axis["values"]]
+        say(f"  {axis['name']}: {', '.join(names)}")
+    for name, at in facts["panels"].items():
+        words = "; ".join(f"{axis} {', '.join(names)}" for axis, names in at.items())
+        say(f"  panel {name}: {words}")
+    options = [f"{name} = {_text(value)}" for name, value in facts["protocol"].items()]
+    say(f"\n  protocol: {', '.join(options) or 'the defaults'}")
+    for scale in facts["scales"]:
+        say(f"  scale {scale['name']}: {scale['about']}")
+    if "cost" in facts:
+        _show_cost(facts["cost"])
+    else:
+        say(f"\nwhat it costs here: halfmoon recipes {facts['name']} --time")
+
+
+def _show_cost(cost: dict[str, Any]) -> None:
+    if cost["scale"]:
+        say(f"\n  SCALED DOWN, not the paper's experiment: {cost['scale']['about']}")
+    say(f"\ncost on {cost['machine']}: a round of one cell of each row was timed, and multiplied")
+    rows = [
+        [name, each["cell"], f"{each['seconds_per_round']:.2f}", f"{each['runs']:,}", duration(each["seconds"])]
+        for name, each in cost["rows"].items()
+    ]
+    rows.append(["all", "", "", f"{cost['runs']:,}", duration(cost["seconds"])])
+    show([cost["of"], "timed", "s a round", "runs", "all runs"], rows)
+
+
+def _text(value: Any) -> str:
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{name} = {_text(each)}" for name, each in value.items()) + "}"
+    return toml.text(value) if isinstance(value, bool | int | float | str) else str(value)
+
+
+def search_flags(parser: argparse.ArgumentParser) -> None:
+    about = "an option to search: NAME=LOW..HIGH or NAME=VALUE,VALUE (METHOD.NAME of a method's own); may be repeated"
+    parser.add_argument("--knob", metavar="NAME=VALUES", action="append", default=[], help=about)
+    parser.add_argument("--trials", metavar="N", type=int, default=20, help="trials in all (default: 20)")
+    about = "seeds that each trial is played with (default: 100; leave those that you report out)"
+    parser.add_argument("--seeds", metavar="N", type=int, nargs="+", default=[100], help=about)
+
+
+def tune(args: argparse.Namespace) -> int:
+    """Search, and say what came out."""
+    from rich.console import Console
+
+    from halfmoon.cli import console as screen
+    from halfmoon.sweeps.tuning import BEST, KNOBS, TABLE, Knob
+    from halfmoon.sweeps.tuning import tune as search
+
+    if args.trials < 1 or min(args.seeds) < 0:
+        raise UserError("--trials must be at least 1, and --seeds whole numbers from 0.")
+    values, flags, file = layers(args)
+    knobs = [Knob.parse(words) for words in args.knob or KNOBS]
+    config = settings.resolve(values, flags, file)
+    folder = config.run_dir or settings.free_folder(config, "tune")
+    console = Console(stderr=True)
+    trials = search(config, knobs, args.trials, args.seeds, folder, lambda words: screen.say(console, words))
+    if args.json:
+        rows = [{"trial": each.number, "validation_accuracy": each.accuracy, "values": each.values} for each in trials]
+        print_json({"folder": str(folder), "best": str(folder / BEST), "trials": rows})
+        return 0
+    names = [knob.name for knob in knobs]
+    cells = [
+        [
+            str(each.number),
+            "diverged" if each.accuracy is None else f"{100 * each.accuracy:.2f}",
+            *(f"{value:.3g}" if isinstance(value := each.values[name], float) else str(value) for name in names),
+        ]
+        for each in trials[:10]
+    ]
+    show(["trial", "validation %", *names], cells)
+    if config.budget != "none" and not (config.reference or config.steps or "steps" in names):
+        words = f"Budget: what {config.method} takes by its own rule. compare gives every method the largest budget: "
+        say(words + "to search for a comparison, name the method that takes most with --reference.")
+    say(f"all trials: {folder / TABLE}\nthe best: halfmoon run --config {folder / BEST}")
     return 0

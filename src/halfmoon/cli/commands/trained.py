@@ -8,15 +8,12 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from halfmoon.cli.commands.base import command, complain, ending, print_json, say, show
-from halfmoon.cli.commands.paged import from_outside, loader, on_device, place, served, tell
+from halfmoon.cli.commands.base import command, complain, ending, print_json, say, show, shower
+from halfmoon.cli.commands.paged import from_outside, loader, on_device, place, served
 from halfmoon.config import schema as settings
 from halfmoon.core.errors import UserError
 
 if TYPE_CHECKING:
-    import torch
-
-    from halfmoon.sites.inference import Model
     from halfmoon.sites.inference.image_folder import UnreadableImage
 
 OUT = Path("predictions.csv")
@@ -90,22 +87,10 @@ def _complain_unreadable(unreadable: Sequence[UnreadableImage]) -> int:
     return complain(f"{len(unreadable)} image(s) could not be read; the results are of the others.", 1)
 
 
-def device_of(args: argparse.Namespace) -> torch.device:
-    from halfmoon.runs.factory import device
-
-    return device(settings.Config(device=settings.parse("device", args.device)))
-
-
-def _loaded(args: argparse.Namespace) -> Model:
-    from halfmoon.sites.inference import load_model
-
-    return load_model(args.model, device_of(args), args.network)
-
-
 def _predict(args: argparse.Namespace) -> int:
     from halfmoon.sites.inference.image_folder import predict
 
-    model = _loaded(args)
+    model = loader(args.model, args.device, args.network)()
     reference = None
     if args.like is not None:
         from halfmoon.sites.inference import unlike
@@ -131,7 +116,7 @@ def _predict(args: argparse.Namespace) -> int:
 def _evaluate(args: argparse.Namespace) -> int:
     from halfmoon.sites.inference.measure import TRAINING_IMAGES, evaluate, write
 
-    model = _loaded(args)
+    model = loader(args.model, args.device, args.network)()
     result, unreadable = evaluate(model, args.folder, args.sure)
     result["temperature"] = model.card.temperature
     files = [str(path) for path in write(result, unreadable, args.out)] if args.out is not None else []
@@ -197,14 +182,16 @@ def _review(args: argparse.Namespace) -> int:
     port = place(args)
     model = loader(args.model, args.device, args.network)()
     with ending("the page is closed."):
-        review(model, args.model.resolve().name, args.folder, port, not args.no_browser, tell)
+        review(model, args.model.resolve().name, args.folder, port, not args.no_browser, shower(False))
     return 0
 
 
 def _calibrate(args: argparse.Namespace) -> int:
+    from halfmoon.runs.factory import device
     from halfmoon.sites.inference.measure import calibrate
 
-    result = calibrate(args.model, args.folder, str(device_of(args)), args.network)
+    where = device(settings.Config(device=settings.parse("device", args.device)))
+    result = calibrate(args.model, args.folder, str(where), args.network)
     if args.json:
         facts = {"model": str(result.model), "images": result.images, "before": asdict(result.before)}
         print_json(
