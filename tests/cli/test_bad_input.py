@@ -2,12 +2,12 @@
 
 import json
 import os
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from safetensors import safe_open
 
 from halfmoon.cli import main as cli
 from halfmoon.data import Split, load
@@ -59,31 +59,21 @@ SENTENCES = {
     "run --image-size 6": "images of 8x8 do not fit into 6x6; shrink them first.",
     "run --shrink 3": "digits: 3 does not divide images of 8x8; choose a factor that divides both.",
     "run --shrink 4": "The small network takes images of at least 4x4 pixels, not 2x2.",
-    "run --width 0": "width is 0: it must be at least 1.",
     "run --width 1000000000": (
         f"width is 1000000000: network small would take 216,000,000,176,000,000,040 bytes for its parameters "
         f"alone, but this machine's memory has {MEMORY:,}; choose a smaller width."
     ),
-    "run --width -16": "width is -16: it must be at least 1.",
-    "run --lr nan": "lr is nan: it must be a number above 0.",
     "run --option fedavg.threshold=0.9": "method fedavg has no option 'threshold': "
     "choose one of: decay, keep_optimizer, prox.",
-    "run --method fedavg-fixmatch --option threshhold=0.9": (
-        "method fedavg-fixmatch has no option 'threshhold': did you mean 'threshold'?"
-    ),
     "run --config unknown.toml": "unknown option 'roundz' in unknown.toml: did you mean 'rounds'?",
-    "run --config typed.toml": 'rounds in typed.toml is "3": it must be a whole number.',
-    "run --config broken.toml": "broken.toml is not valid TOML: Invalid value (at line 1, column 10).",
     "compare --methods fedavg fedavg": "compare needs one or more different methods, not fedavg, fedavg.",
     "compare --methods fedavg --seeds 1 1": "compare needs one or more different seeds, not 1, 1.",
 }
-FILES = {"unknown.toml": "roundz = 3\n", "typed.toml": 'rounds = "3"\n', "broken.toml": "rounds = = 3\n"}
 
 
 @pytest.mark.parametrize(("words", "sentence"), SENTENCES.items())
 def test_the_exact_sentence(words: str, sentence: str, capsys: pytest.CaptureFixture[str]) -> None:
-    for name, content in FILES.items():
-        Path(name).write_text(content)
+    Path("unknown.toml").write_text("roundz = 3\n")
     before = listing()
     assert cli.main(words.split()) == 2
     assert capsys.readouterr() == ("", f"halfmoon: {sentence}\n")
@@ -109,21 +99,18 @@ def test_a_smallest_size_that_no_draw_meets(capsys: pytest.CaptureFixture[str]) 
     assert listing() == {}
 
 
-def changed_split(change: Callable[[np.ndarray, np.ndarray], None], source: str = "digits") -> None:
-    """Save s.parquet: digits dealt in turn to four clients, ten of each labeled, then changed."""
-    labels = load("digits").train.labels
-    client = np.arange(len(labels), dtype=np.int64) % 4
-    labeled = np.arange(len(labels)) < 40
-    change(client, labeled)
-    Split(client, labeled, 4, Origin({}, source, hash_labels(labels))).save(Path("s.parquet"))
+LABELS = load("digits").train.labels
+CLIENT = np.arange(len(LABELS), dtype=np.int64) % 4
+LABELED = np.arange(len(LABELS)) < 40
+"""Digits dealt in turn to four clients, ten of each labeled."""
 
 
-def unlabel_client_2(client: np.ndarray, labeled: np.ndarray) -> None:
-    labeled[client == 2] = False
+def save_split(client: np.ndarray, labeled: np.ndarray, source: str, mark: str) -> None:
+    Split(client, labeled, 4, Origin({}, source, mark)).save(Path("s.parquet"))
 
 
 def test_a_client_without_labels(capsys: pytest.CaptureFixture[str]) -> None:
-    changed_split(unlabel_client_2)
+    save_split(CLIENT, LABELED & (CLIENT != 2), "digits", hash_labels(LABELS))
     before = listing()
     words = "run --split s.parquet --cohort 2 --rounds 1 --method"
     assert cli.main(f"{words} feddure".split()) == 2
@@ -156,19 +143,16 @@ def test_labels_where_a_method_cannot_use_them(capsys: pytest.CaptureFixture[str
 
 
 def test_a_split_of_other_data(capsys: pytest.CaptureFixture[str]) -> None:
-    labels = load("digits").train.labels
-    client = np.arange(len(labels), dtype=np.int64) % 4
-    labeled = np.arange(len(labels)) < 40
-    Split(client, labeled, 4, Origin({}, "xrays", hash_labels(labels[::-1]))).save(Path("s.parquet"))
+    save_split(CLIENT, LABELED, "xrays", hash_labels(LABELS[::-1]))
     assert cli.main(["run", "--split", "s.parquet", "--cohort", "2"]) == 2
     assert capsys.readouterr().err == (
-        f"halfmoon: the split was made for xrays ({len(labels)} images), but the labels of digits differ from its "
+        f"halfmoon: the split was made for xrays ({len(LABELS)} images), but the labels of digits differ from its "
         "labels or stand in another order; load that data set or make a new split.\n"
     )
-    Split(client[:-1], labeled[:-1], 4, Origin({}, "xrays", "")).save(Path("s.parquet"))
+    save_split(CLIENT[:-1], LABELED[:-1], "xrays", "")
     assert cli.main(["run", "--split", "s.parquet", "--cohort", "2"]) == 2
     assert capsys.readouterr().err == (
-        f"halfmoon: the split was made for xrays ({len(labels) - 1} images), but digits has {len(labels)}; load that "
+        f"halfmoon: the split was made for xrays ({len(LABELS) - 1} images), but digits has {len(LABELS)}; load that "
         "data set or make a new split.\n"
     )
     assert cli.main(["run", "--split", "nowhere.parquet"]) == 2
@@ -180,9 +164,9 @@ def test_a_split_of_other_data(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_a_cohort_larger_than_the_split(capsys: pytest.CaptureFixture[str]) -> None:
-    changed_split(lambda client, labeled: None)
+    save_split(CLIENT, LABELED, "digits", hash_labels(LABELS))
     assert cli.main(["run", "--split", "s.parquet", "--cohort", "5"]) == 2
-    assert capsys.readouterr().err == ("halfmoon: cohort is 5, but the split has 4 clients; choose a smaller one.\n")
+    assert capsys.readouterr().err == "halfmoon: cohort is 5, but the split has 4 clients; choose a smaller one.\n"
     assert not Path("runs").exists()
 
 
@@ -198,7 +182,7 @@ def test_a_folder_of_another_configuration(capsys: pytest.CaptureFixture[str]) -
     assert listing() == before
 
 
-@pytest.mark.parametrize("words", ["--clients 2", "--clients 1 --protocol few-labels", "--split s.parquet"])
+@pytest.mark.parametrize("words", ["--clients 2 --protocol few-labels", "--split s.parquet"])
 def test_the_default_cohort_is_never_larger_than_the_clients(words: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["data", "--clients", "2", "--labels-per-class", "5", "--save", "s.parquet"]) == 0
     capsys.readouterr()
@@ -210,10 +194,8 @@ def test_the_default_cohort_is_never_larger_than_the_clients(words: str, capsys:
 
 
 def test_one_client_is_a_federation(capsys: pytest.CaptureFixture[str]) -> None:
-    words = (
-        "run --method feddure --clients 1 --cohort 1 --rounds 1 --steps 2 --width 4 --threads 1 --labels-per-class 5"
-    )
-    assert cli.main([*words.split(), "--json"]) == 0
+    words = "run --method feddure --clients 1 --rounds 1 --steps 2 --width 4 --threads 1 --labels-per-class 5 --json"
+    assert cli.main(words.split()) == 0
     (run,) = json.loads(capsys.readouterr().out)["runs"]
     assert run["cost"]["labeled_steps"] == 2
 
@@ -234,32 +216,28 @@ def test_a_processor_without_bfloat16_is_noticed(capability, remarks, capsys, mo
     assert capsys.readouterr().err.count("has no bfloat16") == remarks
 
 
-def test_resnet9_pads_digits_to_16(capsys: pytest.CaptureFixture[str]) -> None:
+def test_resnet9_pads_digits_to_16() -> None:
     assert cli.main(f"run --method fedavg --network resnet9 {TINY} --run-dir r".split()) == 0
-    from safetensors import safe_open
-
     with safe_open("r/model.safetensors", "pt") as file:
         assert json.loads(file.metadata()["image"]) == [1, 16, 16]
 
 
-def test_the_narrowest_networks_and_smallest_images_work() -> None:
-    assert cli.main(f"run --method fedavg {TINY} --width 1 --shrink 2".split()) == 0
-
-
 def test_every_method_runs_batched(capsys: pytest.CaptureFixture[str]) -> None:
-    words = f"compare --methods {' '.join(registry.names())} {TINY} --rounds 2 --executor vmap --run-dir c --json"
+    words = f"compare --methods {' '.join(registry.names())} {TINY} --executor vmap --run-dir c --json"
     assert cli.main(words.split()) == 0
     runs = json.loads(capsys.readouterr().out)["runs"]
     assert [run["method"] for run in runs] == registry.names()
     assert all(run["finished"] for run in runs)
     for name in registry.names():
-        assert len(Path(f"c/{name}-seed0/metrics.jsonl").read_text().splitlines()) == 2
+        assert len(Path(f"c/{name}-seed0/metrics.jsonl").read_text().splitlines()) == 1
 
 
 def test_the_number_of_threads_is_only_borrowed() -> None:
-    """A run uses the threads it was given, at most one a processor, and PyTorch has its own number back after it."""
+    """A run uses the threads it was given, at most one a processor, and PyTorch has its own number back after it.
+
+    It is one of the narrowest network, on the smallest images."""
     before = torch.get_num_threads()
-    assert cli.main(f"run --method fedavg {TINY} --threads 100000".split()) == 0
+    assert cli.main(f"run --method fedavg {TINY} --width 1 --shrink 2 --threads 100000".split()) == 0
     assert torch.get_num_threads() == before
 
 

@@ -14,32 +14,10 @@ from halfmoon.cli.main import main
 from halfmoon.engine.runtime import ServerRuntime
 from halfmoon.storage.run_folder import RunFolder
 
-RUN = [
-    "run",
-    "--method",
-    "fedavg",
-    "--data",
-    "digits",
-    "--network",
-    "small",
-    "--width",
-    "2",
-    "--clients",
-    "4",
-    "--cohort",
-    "2",
-    "--rounds",
-    "3",
-    "--steps",
-    "1",
-    "--device",
-    "cpu",
-    "--executor",
-    "loop",
-    "--threads",
-    "1",
-    "--run-dir",
-]
+RUN = (
+    "run --method fedavg --network small --width 2 --clients 4 --cohort 2 --rounds 3 --steps 1 --device cpu "
+    "--executor loop --threads 1 --run-dir"
+)
 
 
 @pytest.fixture(autouse=True)
@@ -52,7 +30,7 @@ def _handlers() -> Iterator[None]:
 @pytest.fixture(scope="module")
 def straight(tmp_path_factory: pytest.TempPathFactory) -> bytes:
     folder = tmp_path_factory.mktemp("straight") / "run"
-    assert main([*RUN, str(folder)]) == 0
+    assert main([*RUN.split(), str(folder)]) == 0
     return (folder / "model.safetensors").read_bytes()
 
 
@@ -72,7 +50,7 @@ def test_an_order_to_end_ends_as_ctrl_c_does(tmp_path, straight, monkeypatch, ca
 
     with monkeypatch.context() as patch:
         patch.setattr(RunFolder, "save", ending)
-        assert main([*RUN, str(tmp_path / "run")]) == 130
+        assert main([*RUN.split(), str(tmp_path / "run")]) == 130
     assert f"stopped; go on with: halfmoon resume {tmp_path / 'run'}" in capsys.readouterr().err
     assert gone_on(tmp_path / "run") == straight
 
@@ -103,7 +81,7 @@ def test_used_up_memory_ends_with_a_sentence_and_an_intact_checkpoint(
     with monkeypatch.context() as patch:
         patch.setattr(ServerRuntime, "close", closing)
         patch.setattr(ServerRuntime, "_ask", asking)
-        assert main([*RUN, str(tmp_path / "run")]) == 1
+        assert main([*RUN.split(), str(tmp_path / "run")]) == 1
     said = capsys.readouterr().err
     assert "the memory of this machine is used up" in said
     assert f"go on with: halfmoon resume {tmp_path / 'run'}" in said

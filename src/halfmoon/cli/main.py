@@ -167,12 +167,7 @@ def _parser(full: bool) -> tuple[Parser, Mapping[str, argparse.ArgumentParser]]:
     _wide(compare)
     options(compare, [name for name in settings.kinds() if name not in ("method", "baselines", "seed")], full)
 
-    searching = command(
-        commands, "tune", "search options of a run by validation images", "--knob NAME=VALUES ... ", sweep.tune
-    )
-    sweep.search_flags(searching)
-    left_out = ("baselines", "seed", "seeds_together")
-    options(searching, [name for name in settings.kinds() if name not in left_out], full)
+    sweep.add_tune(commands, full)
 
     resume = command(commands, "resume", "go on with a run that was stopped", "DIR ", _resume)
     resume.add_argument("folder", type=Path, metavar="DIR", help="the run folder")

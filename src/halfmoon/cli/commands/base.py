@@ -288,6 +288,7 @@ def progress() -> Callable[[int, int], None]:
 
 
 def whole(flag: str, words: str, least: int, most: int | None = None) -> int:
+    """Return the number that `words` spell, the value of a flag; raise UserError where it is none in this range."""
     if not words.isdecimal() or int(words) < least or (most is not None and int(words) > most):
         limit = "" if most is None else f" to {most}"
         raise UserError(f"{flag} is {words!r}: it must be a whole number from {least}{limit}.")

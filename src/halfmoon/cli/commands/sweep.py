@@ -16,6 +16,7 @@ from halfmoon.cli.commands.base import (
     complain,
     layers,
     option,
+    options,
     print_json,
     requested,
     say,
@@ -302,15 +303,19 @@ def _text(value: Any) -> str:
     return toml.text(value) if isinstance(value, bool | int | float | str) else str(value)
 
 
-def search_flags(parser: argparse.ArgumentParser) -> None:
+def add_tune(commands: Any, full: bool) -> None:
+    """Add the command's parser; its help shows all options of a run where it is `full`."""
+    parser = command(commands, "tune", "search options of a run by validation images", "--knob NAME=VALUES ... ", _tune)
     about = "an option to search: NAME=LOW..HIGH or NAME=VALUE,VALUE (METHOD.NAME of a method's own); may be repeated"
     parser.add_argument("--knob", metavar="NAME=VALUES", action="append", default=[], help=about)
     parser.add_argument("--trials", metavar="N", type=int, default=20, help="trials in all (default: 20)")
     about = "seeds that each trial is played with (default: 100; leave those that you report out)"
     parser.add_argument("--seeds", metavar="N", type=int, nargs="+", default=[100], help=about)
+    left_out = ("baselines", "seed", "seeds_together")
+    options(parser, [name for name in settings.kinds() if name not in left_out], full)
 
 
-def tune(args: argparse.Namespace) -> int:
+def _tune(args: argparse.Namespace) -> int:
     """Search, and say what came out."""
     from rich.console import Console
 
