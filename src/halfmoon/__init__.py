@@ -20,40 +20,20 @@ if TYPE_CHECKING:
     from halfmoon.runs.factory import Problem
     from halfmoon.runs.trackers import tracker
 
-_PLACES = {
-    "run": ("halfmoon.notebook.calls", "run"),
-    "compare": ("halfmoon.notebook.calls", "compare"),
-    "sweep": ("halfmoon.notebook.calls", "sweep"),
-    "tracker": ("halfmoon.runs.trackers", "tracker"),
-    "resume": ("halfmoon.notebook.calls", "resume"),
-    "load_run": ("halfmoon.notebook.calls", "load_run"),
-    "load_data": ("halfmoon.notebook.calls", "load_data"),
-    "save_data": ("halfmoon.notebook.calls", "save_data"),
-    "problem": ("halfmoon.notebook.calls", "problem"),
-    "Problem": ("halfmoon.runs.factory", "Problem"),
-    "Model": ("halfmoon.notebook.trained", "Model"),
-    "load_model": ("halfmoon.notebook.trained", "load_model"),
-    "Results": ("halfmoon.notebook.results", "Results"),
-    "SweepResults": ("halfmoon.notebook.results", "SweepResults"),
-    "RunInfo": ("halfmoon.runs.callbacks", "RunInfo"),
-    "Callback": ("halfmoon.runs.callbacks", "Callback"),
-    "Callbacks": ("halfmoon.runs.callbacks", "Callbacks"),
-    "NullCallback": ("halfmoon.runs.callbacks", "NullCallback"),
-    "Config": ("halfmoon.config.schema", "Config"),
-    "Diverged": ("halfmoon.engine.driver", "Diverged"),
-    "UserError": ("halfmoon.core.errors", "UserError"),
-    "Images": ("halfmoon.data", "Images"),
-    "Source": ("halfmoon.data", "Source"),
-    "Scenario": ("halfmoon.data", "Scenario"),
-    "Split": ("halfmoon.data", "Split"),
-    "Batch": ("halfmoon.api.types", "Batch"),
-    "Federation": ("halfmoon.api.types", "Federation"),
-    "Local": ("halfmoon.api.types", "Local"),
-    "Method": ("halfmoon.api.types", "Method"),
-    "StepMetrics": ("halfmoon.api.types", "StepMetrics"),
-    "Task": ("halfmoon.api.types", "Task"),
-    "ClientUpdate": ("halfmoon.api.types", "ClientUpdate"),
+_MODULES = {
+    "api.types": ("Batch", "ClientUpdate", "Federation", "Local", "Method", "StepMetrics", "Task"),
+    "config.schema": ("Config",),
+    "core.errors": ("UserError",),
+    "data": ("Images", "Scenario", "Source", "Split"),
+    "engine.driver": ("Diverged",),
+    "notebook.calls": ("compare", "load_data", "load_run", "problem", "resume", "run", "save_data", "sweep"),
+    "notebook.results": ("Results", "SweepResults"),
+    "notebook.trained": ("Model", "load_model"),
+    "runs.callbacks": ("Callback", "Callbacks", "NullCallback", "RunInfo"),
+    "runs.factory": ("Problem",),
+    "runs.trackers": ("tracker",),
 }
+"""The public names by the modules that have them."""
 
 __all__ = [
     "Batch",
@@ -93,10 +73,10 @@ __all__ = [
 
 def __getattr__(name: str) -> Any:
     """Import a public name on its first use, so that `halfmoon --help` does not wait for torch."""
-    if name not in _PLACES:
-        raise AttributeError(f"module 'halfmoon' has no attribute '{name}'")
-    module, attribute = _PLACES[name]
-    return import_module(module).__dict__[attribute]
+    for module, names in _MODULES.items():
+        if name in names:
+            return getattr(import_module(f"halfmoon.{module}"), name)
+    raise AttributeError(f"module 'halfmoon' has no attribute '{name}'")
 
 
 def __dir__() -> list[str]:
