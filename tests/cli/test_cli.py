@@ -172,6 +172,8 @@ MISTAKES = {
         "dirichlet_alpha and split exclude each other: the saved split has its own dirichlet_alpha; give one of them."
     ),
     "data --cohort 3": "unknown option '--cohort': ",
+    f"privacy --clients 1{'0' * 400} --cohort 5 --rounds 1 --noise 1": "--clients is 1000",
+    f"site export digits --sites {'9' * 5000} --out x": "--sites is '9999",
     "resume": "the following arguments are required: DIR.",
     "resume nowhere": "nowhere is not a run folder",
     "resume x --rounds 9": "--rounds cannot change on the way: halfmoon resume goes on as the run was configured.",
@@ -217,6 +219,9 @@ def test_a_failed_run_ends_with_code_1(fake: Fake, capsys: pytest.CaptureFixture
 
 
 def test_control_c_names_the_way_back(fake: Fake, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    fake.act = raising(MemoryError())
+    assert cli.main(["run", "--run-dir", "my run"]) == 1
+    assert capsys.readouterr().err.endswith("or end other programs. Nothing was saved yet.\n")
     fake.act = raising(KeyboardInterrupt())
     assert cli.main(["run", "--run-dir", "my run"]) == 130
     assert capsys.readouterr().err == "halfmoon: stopped; nothing was saved yet.\n"

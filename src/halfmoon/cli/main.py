@@ -18,22 +18,6 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from halfmoon.cli import own
 from halfmoon.cli.commands import base, data, federation, methods, paged, privacy, report, site, sweep, trained
-from halfmoon.cli.commands.base import (
-    TRAINED,
-    Parser,
-    Stopped,
-    catch_end,
-    command,
-    complain,
-    layers,
-    leftover,
-    model_first,
-    options,
-    out_of_memory,
-    print_outcome,
-    tracked,
-    trackers,
-)
 from halfmoon.config import preset
 from halfmoon.config import schema as settings
 from halfmoon.config.schema import Config
@@ -97,16 +81,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         # Whoever read the output has seen enough; nothing may be written when Python closes stdout.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
-    except (Stopped, UserError, RuntimeError, KeyboardInterrupt, OSError) as error:
-        if "--debug" in words and isinstance(error, Stopped) and error.__cause__ is not None:
+    except (base.Stopped, UserError, RuntimeError, KeyboardInterrupt, OSError) as error:
+        if "--debug" in words and isinstance(error, base.Stopped) and error.__cause__ is not None:
             raise error.__cause__ from None
         if "--debug" in words or (end := _end(error)) is None:
             raise
-        return complain(*end)
+        return base.complain(*end)
 
 
 def _end(error: BaseException) -> tuple[str, int] | None:
-    if isinstance(error, Stopped):
+    if isinstance(error, base.Stopped):
         return str(error), error.code
     if isinstance(error, UserError):
         cause = error.__cause__
@@ -128,51 +112,50 @@ def _main(words: list[str]) -> int:
         near = OTHER_NAMES.get(words[0])
         hint = f"did you mean {near!r}?" if near else nearest(words[0], commands)
         raise UserError(f"unknown command {words[0]!r}: {hint}")
-    if words and words[0] in TRAINED and any(word.split("=")[0] == "--model" for word in words):
-        raise model_first(words[0])
+    if words and words[0] in base.TRAINED and any(word.split("=")[0] == "--model" for word in words):
+        raise base.model_first(words[0])
     words = ["--help" if word == "--help-all" else word for word in words]
     if not words:
         parser.print_help()
         return 0
     args, rest = parser.parse_known_args(words)
     if rest:
-        raise leftover(args, rest, commands)
+        raise base.leftover(args, rest, commands)
     if args.command is None:
         raise UserError(f"no command is given: {nearest('', commands)}")
     args.words = words
     return base.reading(args, args.do)
 
 
-# The parser
-
-
-def _parser(full: bool) -> tuple[Parser, Mapping[str, argparse.ArgumentParser]]:
-    parser = Parser(prog="halfmoon", description=metadata.metadata("halfmoon")["Summary"], allow_abbrev=False)
+def _parser(full: bool) -> tuple[base.Parser, Mapping[str, argparse.ArgumentParser]]:
+    parser = base.Parser(prog="halfmoon", description=metadata.metadata("halfmoon")["Summary"], allow_abbrev=False)
     parser.add_argument("--version", action="version", version=f"halfmoon {metadata.version('halfmoon')}")
-    commands = parser.add_subparsers(dest="command", metavar="COMMAND", parser_class=Parser)
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND", parser_class=base.Parser)
 
-    run = command(commands, "run", "train a method; without --method and --config: the main job on digits", "", _run)
+    run = base.command(
+        commands, "run", "train a method; without --method and --config: the main job on digits", "", _run
+    )
     own.sites_flags(run)
     own.plan_flags(run)
-    tracked(run)
+    base.tracked(run)
     _wide(run)
-    options(run, [name for name in settings.kinds() if name != "seeds_together"], full)
+    base.options(run, [name for name in settings.kinds() if name != "seeds_together"], full)
 
-    compare = command(
+    compare = base.command(
         commands, "compare", "train several methods on the same split and cohorts", "--methods NAME ... ", _compare
     )
     compare.add_argument("--methods", nargs="+", metavar="NAME", required=True, help="the methods to compare")
     compare.add_argument("--seeds", nargs="+", metavar="N", default=["0"], help="seeds of training (default: 0)")
-    tracked(compare)
+    base.tracked(compare)
     _wide(compare)
-    options(compare, [name for name in settings.kinds() if name not in ("method", "baselines", "seed")], full)
+    base.options(compare, [name for name in settings.kinds() if name not in ("method", "baselines", "seed")], full)
 
     sweep.add_tune(commands, full)
 
-    resume = command(commands, "resume", "go on with a run that was stopped", "DIR ", _resume)
+    resume = base.command(commands, "resume", "go on with a run that was stopped", "DIR ", _resume)
     resume.add_argument("folder", type=Path, metavar="DIR", help="the run folder")
     base.checked(resume)
-    tracked(resume)
+    base.tracked(resume)
     _wide(resume)
 
     for add in OTHERS:
@@ -184,11 +167,8 @@ def _wide(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--wide", action="store_true", help="print all columns, also those beyond 80 characters")
 
 
-# The commands
-
-
 def _run(args: argparse.Namespace) -> int:
-    values, flags, file = layers(args)
+    values, flags, file = base.layers(args)
     if args.sites:
         config, folders = own.rehearsal_of(args, {**values, **flags}, file)
         assert config.run_dir is not None
@@ -231,7 +211,7 @@ def _play_rows(args: argparse.Namespace, plan: Plan, folder: Path, again: bool =
 
     def show(args: argparse.Namespace, folder: Path, result: PlanResult) -> None:
         if result.outcome is not None:
-            print_outcome(result.outcome, args.json, args.wide, result.decision)
+            base.print_outcome(result.outcome, args.json, args.wide, result.decision)
         own.show_played(plan, result, folder, args.json)
 
     return _play(args, folder, lambda watch: play(plan, folder, watch, again), show, "", plan.rows, plan.after)
@@ -243,10 +223,10 @@ def _note(config: Config, requested: Mapping[str, Any]) -> None:
     if registry.entry(config.method).pooled:
         federated = f"fedavg-{config.method}"
         hint = f"; {federated} is its federated form" if federated in registry.names() else ""
-        complain(f"{config.method} is centralized: it trains on all rows in one place{hint}.")
+        base.complain(f"{config.method} is centralized: it trains on all rows in one place{hint}.")
     for name, (value, cause) in preset.left_out(requested).items():
         flag = f"--{name.replace('_', '-')} {toml.text(value)}"
-        complain(f"protocol {requested['protocol']} sets {name}, but not beside {cause}: {flag} keeps it.")
+        base.complain(f"protocol {requested['protocol']} sets {name}, but not beside {cause}: {flag} keeps it.")
 
 
 def _main_job(flags: Mapping[str, Any]) -> dict[str, Any]:
@@ -273,7 +253,7 @@ def _at_once(values: Mapping[str, Any], flags: dict[str, Any]) -> dict[str, Any]
 
 
 def _compare(args: argparse.Namespace) -> int:
-    values, flags, file = layers(args)
+    values, flags, file = base.layers(args)
     seeds = []
     for word in args.seeds:
         if not word.isdecimal():
@@ -305,7 +285,7 @@ def _resume(args: argparse.Namespace) -> int:
 
 
 def _outcome(args: argparse.Namespace, folder: Path, outcome: RunResult) -> None:
-    print_outcome(outcome, as_json=args.json, wide=args.wide)
+    base.print_outcome(outcome, as_json=args.json, wide=args.wide)
 
 
 def _play(
@@ -325,26 +305,33 @@ def _play(
 
     from halfmoon.cli.console import watcher
     from halfmoon.engine.driver import Diverged
-    from halfmoon.runs.assembly import resuming
     from halfmoon.runs.callbacks import Callbacks
 
     watch = watcher(Console(stderr=True), args.json, rows, after)
-    catch_end()
-    tracking = trackers(args)
+    base.catch_end()
+    tracking = base.trackers(args)
     try:
         with watch:
             outcome = play(Callbacks(watch, *tracking, warn=watch.say))
     except KeyboardInterrupt as error:
-        saved = any((folder / name).exists() for name in ("run.json", "comparison.json"))
-        again = again or (f"go on with: {resuming(folder)}" if saved else "nothing was saved yet.")
-        raise Stopped(f"stopped; {again}", 130) from error
+        raise base.Stopped(f"stopped; {again or _way_back(folder) or 'nothing was saved yet.'}", 130) from error
     except Diverged as error:
-        raise Stopped(f"{error} The run folder is {folder}.") from error
+        raise base.Stopped(f"{error} The run folder is {folder}.") from error
     except (MemoryError, RuntimeError) as error:
-        if (words := out_of_memory(error)) is None:
+        if (words := base.out_of_memory(error)) is None:
             raise
-        raise Stopped(f"{words} What was saved is intact: {again or f'go on with: {resuming(folder)}'}") from error
+        way_back = again or _way_back(folder)
+        intact = f"What was saved is intact: {way_back}" if way_back else "Nothing was saved yet."
+        raise base.Stopped(f"{words} {intact}") from error
     if not watch.runs:
         watch.say(f"{folder} is finished already; this is what came out.")
     show(args, folder, outcome)
     return 0
+
+
+def _way_back(folder: Path) -> str:
+    """Return how to go on with a run that was stopped, nothing where nothing was saved."""
+    from halfmoon.runs.assembly import resuming
+
+    saved = any((folder / name).exists() for name in ("run.json", "comparison.json"))
+    return f"go on with: {resuming(folder)}" if saved else ""

@@ -289,10 +289,11 @@ def progress() -> Callable[[int, int], None]:
 
 def whole(flag: str, words: str, least: int, most: int | None = None) -> int:
     """Return the number that `words` spell, the value of a flag; raise UserError where it is none in this range."""
-    if not words.isdecimal() or int(words) < least or (most is not None and int(words) > most):
+    number = int(words) if words.isdecimal() and len(words) <= 100 else -1  # of more digits Python makes no number
+    if number < least or (most is not None and number > most):
         limit = "" if most is None else f" to {most}"
         raise UserError(f"{flag} is {words!r}: it must be a whole number from {least}{limit}.")
-    return int(words)
+    return number
 
 
 def shower(json: bool) -> Callable[[str], None]:

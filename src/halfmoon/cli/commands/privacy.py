@@ -1,14 +1,13 @@
 """`halfmoon privacy`: what a plan costs in epsilon, or how much noise an epsilon needs, before anything is trained."""
 
 import argparse
-import math
 from typing import Any
 
+from halfmoon.api.ranges import POSITIVE
 from halfmoon.cli.commands.base import command, print_json, say
 from halfmoon.config.option_types import parse
 from halfmoon.config.schema import Config
 from halfmoon.core.errors import UserError
-from halfmoon.storage import toml
 
 WHOLE = {"clients": "clients in all", "cohort": "clients that train in a round", "rounds": "rounds that are played"}
 REAL = {
@@ -64,6 +63,5 @@ def _number(args: argparse.Namespace, name: str, kind: type[int] | type[float]) 
     if words is None:
         return None
     value = parse(f"--{name}", kind, words)
-    if not (value > 0 and math.isfinite(value)):
-        raise UserError(f"--{name} is {toml.text(value)}: it must be a number above 0.")
+    POSITIVE.check(f"--{name}", value)
     return value
