@@ -1,10 +1,12 @@
 """What lies under everything that is said: `preset = "paper"`, what the main method's paper fixes of a run, and under
 that a protocol by name: the experiment in which papers compare methods, or the recipe for few labels."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
+from dataclasses import fields
 from importlib import resources
 from typing import Any
 
+from halfmoon.config.sections import PartitionOptions
 from halfmoon.core import hubs
 from halfmoon.core.errors import UserError
 from halfmoon.storage import toml
@@ -18,6 +20,11 @@ OVERRULED = {
 """What of a recipe goes where this is said: epochs replace its steps, a width is that of its network, a short run ends
 before an average over its rounds has begun, and a saved split says who holds what."""
 
+AMOUNTS = ("labels_per_class", "label_ratio", "labels")
+"""Three ways to say how many labels there are."""
+
+SCENARIO = tuple(each.name for each in fields(PartitionOptions) if each.name != "split")
+"""What a saved split decides in place of the options."""
 
 RECOMMENDED = "recommended"
 """In place of a method's name: the one that is recommended for the network, or else for where the labels are."""
@@ -62,10 +69,10 @@ def left_out(settings: Mapping[str, Any]) -> dict[str, tuple[Any, str]]:
     }
 
 
-def protocol_run(settings: Mapping[str, Any], amounts: Sequence[str], scenario: Sequence[str]) -> dict[str, Any]:
+def protocol_run(settings: Mapping[str, Any]) -> dict[str, Any]:
     """Return what the protocol that `settings` name says of a run, without what they say in other words."""
     values = protocol_values(settings.get("protocol", "none"))
-    without = _said_otherwise(settings, amounts, scenario) | overruled(settings)
+    without = _said_otherwise(settings) | overruled(settings)
     return {name: value for name, value in values.items() if name not in without}
 
 
@@ -79,21 +86,18 @@ def protocol_values(name: str) -> Mapping[str, Any]:
     return toml.loads(file.read_text("utf-8")).get(key, {})
 
 
-def paper_run(settings: Mapping[str, Any], amounts: Sequence[str], scenario: Sequence[str]) -> dict[str, Any]:
-    """Return what the paper fixes, without what `settings` say in other words.
-
-    Of the `amounts` of labels one is enough, and a saved split decides the `scenario`.
-    """
+def paper_run(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what the paper fixes, without what `settings` say in other words."""
     from halfmoon.methods import registry  # slow to import: it brings torch
 
-    without = _said_otherwise(settings, amounts, scenario)
+    without = _said_otherwise(settings)
     fixed = registry.entry(settings.get("method", "feddure")).paper_run
     return {name: value for name, value in fixed.items() if name not in without}
 
 
-def _said_otherwise(settings: Mapping[str, Any], amounts: Sequence[str], scenario: Sequence[str]) -> set[str]:
-    amount = any(settings.get(name) is not None for name in amounts)
-    return {*(amounts if amount else ()), *(scenario if settings.get("split") is not None else ())}
+def _said_otherwise(settings: Mapping[str, Any]) -> set[str]:
+    amount = any(settings.get(name) is not None for name in AMOUNTS)
+    return {*(AMOUNTS if amount else ()), *(SCENARIO if settings.get("split") is not None else ())}
 
 
 def check_preset(config: Any) -> None:

@@ -22,7 +22,7 @@ from halfmoon.api.requirements import PLACES
 from halfmoon.config import sections
 from halfmoon.config.option_types import members, merge_options, typed
 from halfmoon.config.option_types import parse as parsed
-from halfmoon.config.preset import SOLVED, check_preset, cohort_of, named, paper_run, protocol_run
+from halfmoon.config.preset import AMOUNTS, SCENARIO, SOLVED, check_preset, cohort_of, named, paper_run, protocol_run
 from halfmoon.config.sections import SECTIONS
 from halfmoon.config.validation import check, check_cohort, defense
 from halfmoon.core import hubs, plugins, weight_files
@@ -60,16 +60,12 @@ RENAMED = {
     "gamma": "dirichlet_alpha",
     "confident": "confidence_threshold",
 }
-# Three ways to say how many labels there are.
-AMOUNTS = ("labels_per_class", "label_ratio", "labels")
 
 
 def names_of(*parts: type) -> tuple[str, ...]:
     return tuple(each.name for part in parts for each in fields(part))
 
 
-# What a saved split decides in place of the options.
-SCENARIO = tuple(name for name in names_of(sections.PartitionOptions) if name != "split")
 ATTACKS = ("attack", "attackers", "attack_factor", "weight_cap")
 # What stands between the clients' uploads and a method.
 GUARDS = names_of(sections.AggregationOptions, sections.PrivacyOptions)
@@ -243,9 +239,9 @@ def merge(values: Mapping[str, Any], flags: Mapping[str, Any], file: Path | str 
     if "method" in settings:
         settings["method"] = named(settings)
     requested = settings.get("cohort")
-    paper = paper_run(settings, AMOUNTS, SCENARIO) if settings.get("preset") == "paper" else {}
+    paper = paper_run(settings) if settings.get("preset") == "paper" else {}
     settings = {**paper, **settings}
-    under = protocol_run(settings, AMOUNTS, SCENARIO)
+    under = protocol_run(settings)
     settings["protocol"] = "none"  # its values stand in its place
     settings["options"] = merge_options(under.get("options", {}), settings.get("options", {}), "options")
     settings = {**under, **settings}
