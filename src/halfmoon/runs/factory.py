@@ -109,10 +109,7 @@ def problem(
     """
     raw = images(config) if raw is None else raw
     data = fitted(config, raw)
-    if split is None:
-        split = split_of(config, data)
-    else:
-        split.check(data)
+    split = split_of(config, data, split)
     place, form = device(config), ImageSpec.of(data)
     batching, serving = batch_rules(config)
     train, test = examples(data.train, place), examples(data.test, place)
@@ -262,12 +259,13 @@ def scenario(config: PartitionOptions) -> Scenario:
     return Scenario(**{each.name: getattr(config, each.name) for each in fields(SplitOptions)}, seed=config.split_seed)
 
 
-def split_of(config: Config, data: Source) -> Split:
-    """Return the split of a configuration: the saved one it names, or a new one."""
-    if config.split is not None:
+def split_of(config: Config, data: Source, split: Split | None = None) -> Split:
+    """Return the split of a configuration: the `split` that was drawn before, the saved one it names, or a new one."""
+    if split is None and config.split is not None:
         if not config.split.is_file():
             raise UserError(f"{config.split}: there is no such file; save a split with halfmoon data --save.")
         split = Split.load(config.split)
+    if split is not None:
         split.check(data)
         return split
     unknown = int((data.train.labels == UNKNOWN).sum())

@@ -34,24 +34,6 @@ class Seat(NamedTuple):
     problem: Callable[[Config, Split | None], Problem]  # as `factory.problem`, but images are read once for all
 
 
-class _Problems:
-    """What runs play on that differ in their seeds: equal in all but the split, and so in their works."""
-
-    def __init__(self) -> None:
-        self._first: Problem | None = None
-
-    def of(self, config: Config, split: Split | None) -> Problem:
-        """Return what a run plays on; raise `UserError` as `factory.problem` does."""
-        if self._first is None:
-            self._first = problem(config, split)
-            return self._first
-        if split is None:
-            split = split_of(config, self._first.source)
-        else:
-            split.check(self._first.source)
-        return replace(self._first, split=split)
-
-
 def needs_seeds(seeds: int) -> None:
     if seeds < 2:
         raise UserError("seeds_together needs two seeds or more: halfmoon compare takes them, --seeds 0 1 2.")
@@ -75,10 +57,17 @@ def check_together(config: Config) -> None:
 
 def in_lockstep(plays: Sequence[Callable[[Seat], Value]], config: Config) -> list[Value]:
     """Play runs of equal configurations, whatever their seeds, and return what they return (`lockstep`)."""
-    problems = _Problems()
+    first: Problem | None = None
+
+    def same_images(config: Config, split: Split | None) -> Problem:
+        nonlocal first
+        if first is None:
+            first = problem(config, split)
+            return first
+        return replace(first, split=split_of(config, first.source, split))
 
     def seated(play: Callable[[Seat], Value], spread: Spread) -> Value:
-        return play(Seat(spread, problems.of))
+        return play(Seat(spread, same_images))
 
     with computing(threads(config)):
         return lockstep([partial(seated, play) for play in plays], together(config))
