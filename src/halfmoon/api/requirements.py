@@ -1,7 +1,7 @@
 """What a method declares of itself: what it needs of uploads, and where labels may lie."""
 
 from dataclasses import dataclass
-from typing import Literal, Protocol, runtime_checkable
+from typing import Literal
 
 Place = Literal["clients", "some", "server"]
 """Where labels lie: at every client, at some of them, or at the server alone."""
@@ -40,15 +40,10 @@ SUM = Requirements("sum", "")
 """What a method requires that averages uploads and expects labels at clients."""
 
 
-@runtime_checkable
-class Declares(Protocol):
-    """A method that says what it requires."""
-
-    def requirements(self, norm: str) -> Requirements:
-        """Return what the method requires with a network of this norm ("batch", "group" or "none")."""
-        ...
-
-
 def requirements_of(method: object, norm: str = "batch") -> Requirements:
-    """Return what a method requires; a method that declares nothing needs every single upload."""
-    return method.requirements(norm) if isinstance(method, Declares) else Requirements()
+    """Return what a method's `requirements(norm)` says, with a network of this norm ("batch", "group" or "none").
+
+    A method that declares nothing needs every single upload.
+    """
+    declared = getattr(method, "requirements", None)
+    return Requirements() if declared is None else declared(norm)

@@ -109,9 +109,6 @@ def _forming(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--window", metavar=("LOW", "HIGH"), nargs=2, type=float, help=about)
 
 
-# Check
-
-
 def _check(args: argparse.Namespace) -> int:
     from halfmoon.data.preparation import Preparation, checked_window
     from halfmoon.sites.folders import check, scan
@@ -164,14 +161,17 @@ def _show(result: Survey) -> None:
 
 
 def _show_finding(finding: Any) -> None:
+    lines = finding.lines()
+    say(f"\n{finding.kind} ({len(lines):,}): {finding.remedy}")
+    for line in _first(lines):
+        say(f"  {line}")
+
+
+def _first(lines: list[str]) -> list[str]:
     from halfmoon.sites.folders.site_folder import MOST_NAMES
 
-    lines = finding.lines()
     more = [f"... and {len(lines) - MOST_NAMES:,} more (--json lists all)"] if len(lines) > MOST_NAMES else []
-    count = f" ({len(lines):,})"
-    say(f"\n{finding.kind}{count}: {finding.remedy}")
-    for line in [*lines[:MOST_NAMES], *more]:
-        say(f"  {line}")
+    return [*lines[:MOST_NAMES], *more]
 
 
 def _agreement(args: argparse.Namespace) -> int:
@@ -205,9 +205,6 @@ def _frames(args: argparse.Namespace) -> int:
     return 0
 
 
-# Prepare
-
-
 def _prepare(args: argparse.Namespace) -> int:
     from halfmoon.data.preparation import checked_window
     from halfmoon.sites.folders import prepare
@@ -221,8 +218,6 @@ def _prepare(args: argparse.Namespace) -> int:
         facts = {"folder": str(args.folder), "home": str(result.home), "shape": [count, height, width, channels]}
         print_json(facts | {"written": result.fresh, "decoded": result.decoded, "left_out": left_out})
         return 0
-    from halfmoon.sites.folders.site_folder import MOST_NAMES
-
     labeled = int((result.site.labels >= 0).sum())
     what = f"{result.decoded:,} decoded now" if result.fresh else "nothing had changed"
     lines = [f"{path}: {reason}" for path, reason in result.left_out.items()]
@@ -230,8 +225,7 @@ def _prepare(args: argparse.Namespace) -> int:
         f"{result.home}: {count:,} images as {height}x{width} with {channels} channel(s), {labeled:,} labeled; {what}",
     )
     if lines:
-        more = [f"... and {len(lines) - MOST_NAMES:,} more (--json lists all)"] if len(lines) > MOST_NAMES else []
-        say("\n  ".join([f"left out ({len(lines):,}):", *lines[:MOST_NAMES], *more]))
+        say("\n  ".join([f"left out ({len(lines):,}):", *_first(lines)]))
     return 0
 
 
@@ -248,9 +242,6 @@ def _channels(words: str | None) -> int | None:
     if words not in (None, "1", "3"):
         raise UserError(f"--channels is {words!r}: it must be 1 (gray) or 3 (RGB).")
     return words and int(words)
-
-
-# Export
 
 
 def _export(args: argparse.Namespace) -> int:
