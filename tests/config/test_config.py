@@ -122,7 +122,7 @@ def method_options(draw: st.DrawFn) -> dict[str, Any]:
 
 
 @given(configs())
-@settings(deadline=None, max_examples=150)
+@settings(max_examples=80)
 def test_text_loads_as_the_same_configuration(tmp_path_factory: pytest.TempPathFactory, drawn: Config) -> None:
     path = tmp_path_factory.mktemp("run") / "config.toml"
     path.write_text(config.text(drawn), encoding="utf-8")

@@ -1,14 +1,18 @@
-"""The card of a model is put together once, for simulated runs and for federations."""
+"""What a run folder says: the card of a model, of simulated runs and federations alike; the plan of a comparison."""
 
 import dataclasses
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from halfmoon.config.schema import Config
+from halfmoon.core.errors import UserError
 from halfmoon.models import registry
 from halfmoon.runs import assembly
 from halfmoon.runs.factory import ImageSpec
+from halfmoon.runs.jobs import parse
+from halfmoon.storage import integrity
 
 FORM = ImageSpec((1, 16, 16), ("cat", "dog"), False, (0.5,), (0.25,))
 
@@ -24,3 +28,18 @@ def test_a_card_says_how_images_are_made_ready(options: dict[str, Any]):
     simulated = assembly.card(dataclasses.replace(config, shrink=2), FORM, network, "words", (32, 32), 1.5)
     assert (simulated.input_size, simulated.shrink, simulated.temperature) == ((32, 32), 2, 1.5)
     assert simulated.crop == federated.crop
+
+
+@pytest.mark.parametrize(
+    ("jobs", "said"),
+    [
+        ([{"folder": "../..", "config": ""}], "no folder in it"),
+        ([{"folder": "/tmp", "config": ""}], "no folder in it"),
+        ([{"folder": "one"}], "config"),
+        ([], "it names no run"),
+    ],
+)
+def test_a_plan_names_folders_below_it(tmp_path: Path, jobs: list[dict[str, Any]], said: str):
+    """A seal finds damage, not malice: one that is right says nothing of what stands in the file."""
+    with pytest.raises(UserError, match=said):
+        parse(integrity.seal({"jobs": jobs}), tmp_path)

@@ -68,7 +68,7 @@ def test_a_run_on_features_learns_as_one_without(weights: str, tmp_path: Path) -
 
 @pytest.mark.parametrize("method", ["fedavg-fixmatch", "feddure", "fedavg-soft-labels", "feddb"])
 def test_every_kind_of_method_plays_on_features(method: str, weights: str, tmp_path: Path) -> None:
-    config = frozen(weights, features=True, checkpoint_every=1)
+    config = replace(frozen(weights, features=True), rounds=1)
     straight = halfmoon.run(replace(config, method=method, run_dir=tmp_path / "run"))
     row = json.loads((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()[0])
     assert row["cost"]["bytes_up"] < 2 * 3 * 4 * (330 + 33 * 10)

@@ -17,20 +17,20 @@ SMALL: dict[str, Any] = {"clients": 4, "cohort": 2, "rounds": 2, "steps": 2, "wi
 
 
 class Told(NullCallback):
-    """Note what one is told of each run, and in which process."""
+    """Note what one is told of each run, by its folder, and in which process."""
 
     def __init__(self) -> None:
         self.said: dict[str, list[object]] = {}
 
     def begin(self, run: RunInfo) -> None:
         assert not (run.folder / METRICS).exists()
-        self.said[run.config.method] = ["begin"]
+        self.said[run.folder.name] = ["begin"]
 
     def round(self, run: RunInfo, row: Row) -> None:
-        self.said[run.config.method].append((row["round"], os.getpid()))
+        self.said[run.folder.name].append((row["round"], os.getpid()))
 
     def end(self, run: RunInfo, summary: Row) -> None:
-        self.said[run.config.method].append(summary["method"])
+        self.said[run.folder.name].append(summary["method"])
 
 
 def test_runs_side_by_side_are_those_played_one_after_another(tmp_path: Path) -> None:
@@ -42,8 +42,8 @@ def test_runs_side_by_side_are_those_played_one_after_another(tmp_path: Path) ->
         assert (left / METRICS).read_bytes() == (right / METRICS).read_bytes()
     assert [each["accuracy"] for each in made.summaries] == [each["accuracy"] for each in one.summaries]
     here = os.getpid()
-    names = ("fedavg-fixmatch", "fedavg", "fedavg-sl")
-    assert watch.said == {name: ["begin", (1, here), (2, here), name] for name in names}
+    names = {"two": "fedavg-fixmatch", "fedavg": "fedavg", "fedavg-sl": "fedavg-sl"}
+    assert watch.said == {folder: ["begin", (1, here), (2, here), name] for folder, name in names.items()}
 
 
 def test_the_first_run_that_fails_ends_all(tmp_path: Path) -> None:

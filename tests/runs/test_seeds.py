@@ -1,6 +1,7 @@
 """The seeds of a comparison as one batch: every run has its own folder, and the numbers of one played apart."""
 
 import json
+import os
 import tomllib
 from dataclasses import replace
 from pathlib import Path
@@ -8,7 +9,9 @@ from typing import Any
 
 import pytest
 import torch
+from callbacks import Stop
 from safetensors.torch import load_file
+from test_parallel import Told
 
 import halfmoon
 from halfmoon.config.schema import Config
@@ -18,7 +21,6 @@ from halfmoon.engine import driver, loop
 from halfmoon.engine.driver import Diverged
 from halfmoon.engine.loop import Row
 from halfmoon.runs import factory, runner
-from halfmoon.runs.callbacks import NullCallback, RunInfo
 
 SMALL: dict[str, Any] = {
     "clients": 5, "cohort": 3, "rounds": 2, "steps": 2, "width": 4, "labels_per_class": 2.0, "device": "cpu",
@@ -73,14 +75,6 @@ def agree(together: Path, apart: Path) -> None:
         assert one["train"] == pytest.approx(two["train"], rel=1e-9)
 
 
-class StopAt(NullCallback):
-    """Press Ctrl-C after the first round of one seed."""
-
-    def round(self, run: RunInfo, row: Row) -> None:
-        if run.config.seed == 1 and row["round"] == 1:
-            raise KeyboardInterrupt
-
-
 @pytest.mark.usefixtures("doubles")
 def test_seeds_together_are_those_played_apart(tmp_path: Path, programs: list[int]) -> None:
     """A method with memory and one without; interrupted when one seed is a round ahead, and gone on with."""
@@ -89,7 +83,7 @@ def test_seeds_together_are_those_played_apart(tmp_path: Path, programs: list[in
     assert set(programs) == {1}
     programs.clear()
     with pytest.raises(KeyboardInterrupt):
-        runner.compare(config(tmp_path / "together", seeds_together=True), methods, (0, 1, 2), StopAt())
+        runner.compare(config(tmp_path / "together", seeds_together=True), methods, (0, 1, 2), Stop(seed=1))
     first = tmp_path / "together" / "feddure-seed0"
     assert len(rows(first)) == 1
     assert not first.with_name("feddure-seed2").joinpath("metrics.jsonl").exists()
@@ -118,23 +112,15 @@ def test_one_that_diverges_leaves_the_others(tmp_path: Path, monkeypatch: pytest
 
 
 def test_processes_play_the_seeds_of_one_method_each(tmp_path: Path) -> None:
-    class Told(NullCallback):
-        def __init__(self) -> None:
-            self.said: dict[str, list[object]] = {}
-
-        def begin(self, run: RunInfo) -> None:
-            self.said[run.folder.name] = []
-
-        def round(self, run: RunInfo, row: Row) -> None:
-            self.said[run.folder.name].append(row["round"])
-
-        def end(self, run: RunInfo, summary: Row) -> None:
-            self.said[run.folder.name].append(summary["seed"])
-
     watch, options = Told(), {"seeds_together": True, "rounds": 2}
     one = runner.compare(config(tmp_path / "one", **options), ["fedavg", "fedavg-sl"], (0, 1))
     two = runner.compare(config(tmp_path / "two", **options, processes=2), ["fedavg", "fedavg-sl"], (0, 1), watch)
-    assert watch.said == {f"{name}-seed{seed}": [1, 2, seed] for name in ("fedavg", "fedavg-sl") for seed in (0, 1)}
+    here = os.getpid()
+    assert watch.said == {
+        f"{method}-seed{seed}": ["begin", (1, here), (2, here), method]
+        for method in ("fedavg", "fedavg-sl")
+        for seed in (0, 1)
+    }
     for ours, theirs in zip(two.runs, one.runs, strict=True):
         assert (ours / "metrics.jsonl").read_bytes() == (theirs / "metrics.jsonl").read_bytes()
 

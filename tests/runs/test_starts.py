@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from callbacks import Stop
 
 from halfmoon import Config
 from halfmoon.core.errors import UserError
@@ -14,9 +15,7 @@ from halfmoon.core.weight_files import digest
 from halfmoon.models.weights import read
 from halfmoon.report.run_reader import find
 from halfmoon.runs import runner
-from halfmoon.runs.callbacks import NullCallback, RunInfo
-
-Row = dict[str, Any]
+from halfmoon.runs.assembly import RunResult
 
 
 def config(folder: Path, **options: Any) -> Config:
@@ -32,24 +31,16 @@ def same(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> bool
     return ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)
 
 
-class StopIn(NullCallback):
-    """Press Ctrl-C after the first round of a method."""
-
-    def __init__(self, method: str) -> None:
-        self.method = method
-
-    def round(self, run: RunInfo, row: Row) -> None:
-        if run.config.method == self.method and row["round"] == 1:
-            raise KeyboardInterrupt
+@pytest.fixture(scope="module")
+def straight(tmp_path_factory: pytest.TempPathFactory) -> RunResult:
+    return runner.start(config(tmp_path_factory.mktemp("straight") / "run", baselines=("fedavg-fixmatch",)))
 
 
 @pytest.mark.parametrize("method", ["byol", "fedavg"])
-def test_a_stopped_run_goes_on_bit_by_bit(tmp_path: Path, method: str) -> None:
+def test_a_stopped_run_goes_on_bit_by_bit(tmp_path: Path, straight: RunResult, method: str) -> None:
     """Stopped in the start, whose clients have memories, or behind it; the baseline goes on from the same start."""
-    baselines = ("fedavg-fixmatch",)
-    straight = runner.start(config(tmp_path / "straight", baselines=baselines))
     with pytest.raises(KeyboardInterrupt):
-        runner.start(config(tmp_path / "stopped", baselines=baselines), StopIn(method))
+        runner.start(config(tmp_path / "stopped", baselines=("fedavg-fixmatch",)), Stop(method=method))
     resumed = runner.resume(tmp_path / "stopped")
     for ours, theirs in zip(resumed.runs, straight.runs, strict=True):
         assert same(model(ours), model(theirs))

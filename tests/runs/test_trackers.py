@@ -5,7 +5,6 @@ import os
 import pickle
 import struct
 import sys
-import time
 import warnings
 from pathlib import Path
 from typing import Any
@@ -20,8 +19,6 @@ from halfmoon.engine.loop import Row
 from halfmoon.runs import runner
 from halfmoon.runs.callbacks import RunInfo
 from halfmoon.runs.trackers import EVENTS, TensorBoard, replay, scalars, tracker
-
-FILES = ("metrics.jsonl", "model.safetensors", "config.toml", "split.parquet")
 
 
 def config(path: Path, **options: Any) -> halfmoon.Config:
@@ -88,6 +85,11 @@ class Raising(halfmoon.NullCallback):
             raise self.error
 
 
+@pytest.fixture(autouse=True)
+def _elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
 @pytest.fixture(scope="module")
 def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return the folder of a run that nobody tracked."""
@@ -144,13 +146,10 @@ def test_a_single_callback_is_guarded_by_every_way_to_play(tmp_path: Path) -> No
     assert broken.asked == 1
 
 
-def test_the_command_line_says_that_a_tracker_failed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_command_line_says_that_a_tracker_failed(monkeypatch, capsys):
     def fail(*_: Any) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(TensorBoard, "begin", fail)
     words = "run --method fedavg --rounds 2 --steps 2 --width 4 --threads 1 --tracker tensorboard --run-dir r"
     assert cli.main(words.split()) == 0
@@ -178,9 +177,9 @@ def test_the_configuration_is_a_text(tracked: Path) -> None:
     assert shown == f"```toml\n{(tracked / 'config.toml').read_text()}```"
 
 
-@pytest.mark.parametrize("name", FILES)
-def test_a_tracker_changes_no_byte_of_a_run(tracked: Path, plain: Path, name: str) -> None:
-    assert (tracked / name).read_bytes() == (plain / name).read_bytes()
+def test_a_tracker_changes_no_byte_of_a_run(tracked: Path, plain: Path) -> None:
+    for name in ("metrics.jsonl", "model.safetensors", "config.toml", "split.parquet"):
+        assert (tracked / name).read_bytes() == (plain / name).read_bytes()
 
 
 def test_a_tracker_can_be_sent_to_the_process_that_plays(tmp_path: Path, plain: Path) -> None:
@@ -201,9 +200,11 @@ def test_a_resumed_run_doubles_and_misses_no_step(tmp_path: Path, plain: Path, b
     with pytest.raises(KeyboardInterrupt):
         halfmoon.run(chosen, watches)
     assert len(rows(tmp_path / "run")) == 3
-    reader = EventAccumulator(str(tmp_path / "run" / EVENTS)).Reload() if before else None
-    if before:
-        time.sleep(1.1)  # a reader follows the names of event files, in which time goes by seconds
+    reader = None
+    for file in (tmp_path / "run" / EVENTS).glob("*") if before else ():
+        # A reader follows the names of event files, in which time goes by seconds.
+        file.rename(file.with_name("events.out.tfevents.1000000000.before"))
+        reader = EventAccumulator(str(tmp_path / "run" / EVENTS)).Reload()
     notes = Notes()
     halfmoon.resume(tmp_path / "run", halfmoon.Callbacks(board, notes))
     assert notes.told[0][1].first == 2
@@ -252,10 +253,7 @@ def test_a_number_that_is_not_finite_stays_out(tmp_path: Path) -> None:
 # What goes wrong
 
 
-def test_without_the_extra_a_sentence_says_what_to_install(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.chdir(tmp_path)
+def test_without_the_extra_a_sentence_says_what_to_install(tmp_path, monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
     assert cli.main(["run", "--tracker", "tensorboard"]) == 2
     said = capsys.readouterr().err
@@ -263,12 +261,8 @@ def test_without_the_extra_a_sentence_says_what_to_install(
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("command", ["run", "compare --methods fedavg", "resume r"])
-def test_an_unknown_tracker_is_a_sentence(
-    command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    assert cli.main([*command.split(), "--tracker", "tensorbord"]) == 2
+def test_an_unknown_tracker_is_a_sentence(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["compare", "--methods", "fedavg", "--tracker", "tensorbord"]) == 2
     assert capsys.readouterr().err == "halfmoon: unknown tracker 'tensorbord': did you mean 'tensorboard'?\n"
     assert list(tmp_path.iterdir()) == []
 
@@ -282,8 +276,7 @@ def test_a_replay_of_no_run_is_a_sentence(tmp_path: Path) -> None:
         replay(tmp_path)
 
 
-def test_every_run_of_a_comparison_is_tracked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
+def test_every_run_of_a_comparison_is_tracked(tmp_path: Path) -> None:
     words = "compare --methods fedavg fedavg-fixmatch --rounds 2 --steps 2 --width 4 --threads 1 --run-dir r --json"
     assert cli.main([*words.split(), "--tracker", "tensorboard"]) == 0
     for name in ("fedavg-seed0", "fedavg-fixmatch-seed0"):

@@ -85,14 +85,12 @@ def test_what_a_client_raises_is_raised_here(pool: Workers) -> None:
     assert list(pool(math.sqrt, [4.0, 9.0])) == [2.0, 3.0]
 
 
-def test_a_killed_process_ends_the_run_with_a_sentence() -> None:
-    made = Workers(2)
-    try:
-        with pytest.raises(UserError, match="was killed, or the memory is full: go on with the run folder"):
-            list(made(os._exit, [1, 1, 1]))
-    finally:
-        made.close()
-    assert made._pool is None
+def test_a_killed_process_ends_the_run_with_a_sentence(pool: Workers) -> None:
+    """And its pool, which would begin anew."""
+    with pytest.raises(UserError, match="was killed, or the memory is full: go on with the run folder"):
+        list(pool(os._exit, [1, 1, 1]))
+    pool.close()
+    assert pool._pool is None
 
 
 def test_a_program_that_starts_processes_runs_once(tmp_path: Path) -> None:
