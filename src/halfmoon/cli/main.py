@@ -331,7 +331,7 @@ def _play(
 
 def _way_back(folder: Path) -> str:
     """Return how to go on with a run that was stopped, nothing where nothing was saved."""
-    from halfmoon.runs.assembly import resuming
+    from halfmoon.storage.folder_writer import resume_command
 
     saved = any((folder / name).exists() for name in ("run.json", "comparison.json"))
-    return f"go on with: {resuming(folder)}" if saved else ""
+    return f"go on with: {resume_command(folder)}" if saved else ""

@@ -2,7 +2,6 @@
 
 import base64
 import json
-import shlex
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -27,7 +26,7 @@ from halfmoon.runs.factory import ImageSpec, preparation
 from halfmoon.runs.model_card import Card
 from halfmoon.storage import atomic_io, integrity
 from halfmoon.storage.checkpoints import TIMINGS
-from halfmoon.storage.folder_writer import Unwritable
+from halfmoon.storage.folder_writer import Unwritable, resume_command
 from halfmoon.storage.run_folder import RunFolder
 
 
@@ -112,7 +111,7 @@ def save(path: Path, split: Split, data: Source) -> None:
     except OSError as error:
         raise Unwritable(
             f"{path}: {HOLDINGS} cannot be written ({atomic_io.reason(error)}). "
-            f"First mend that, then go on with: {resuming(path)}"
+            f"First mend that, then go on with: {resume_command(path)}"
         ) from error
     split.save(path / SPLIT)
 
@@ -126,7 +125,7 @@ def note(path: Path) -> None:
     except OSError as error:
         raise Unwritable(
             f"{path}: {integrity.SUMS} cannot be written ({atomic_io.reason(error)}). "
-            f"First mend that, then go on with: {resuming(path)}"
+            f"First mend that, then go on with: {resume_command(path)}"
         ) from error
 
 
@@ -159,13 +158,8 @@ def show(outcome: RunResult) -> None:
     except OSError as error:
         raise UserError(
             f"{outcome.folder}: tables and curves cannot be written ({atomic_io.reason(error)}); "
-            f"the runs are finished: first mend that, then: {resuming(outcome.folder)}"
+            f"the runs are finished: first mend that, then: {resume_command(outcome.folder)}"
         ) from error
     finally:
         with suppress(OSError):
             staged.unlink(missing_ok=True)
-
-
-def resuming(root: Path) -> str:
-    """Return the command that goes on with what is in a folder."""
-    return shlex.join(["halfmoon", "resume", str(root)])

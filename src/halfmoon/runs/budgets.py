@@ -3,7 +3,7 @@
 import math
 from collections.abc import Sequence
 
-from halfmoon.api.types import ClientUpdate, Task
+from halfmoon.api.types import ClientUpdate, Method, Task
 from halfmoon.config.schema import Config
 from halfmoon.engine.budget import Budget, cost, largest, natural
 from halfmoon.engine.local_clients import FederatedDataset
@@ -20,9 +20,12 @@ SMALL_TEST = 1_000
 def budget(config: Config, task: Task) -> Budget:
     """Return what the client updates of a configuration's method are measured by."""
     name = config.reference or config.method
-    return Budget(
-        config.budget, next(iter(registry.make(name).client_updates(task).values())), registry.entry(name).all_labels
-    )
+    return Budget(config.budget, _training(registry.make(name), task), registry.entry(name).all_labels)
+
+
+def _training(method: Method, task: Task) -> ClientUpdate:
+    """Return the client update that trains: a method's first."""
+    return next(iter(method.client_updates(task).values()))
 
 
 def largest_of(configs: Sequence[Config], shared: Problem) -> str:
@@ -31,10 +34,7 @@ def largest_of(configs: Sequence[Config], shared: Problem) -> str:
     for config in configs:
         entry = registry.entry(config.method)
         if not entry.pooled:
-            client_updates[config.method] = (
-                next(iter(method(config).client_updates(shared.task).values())),
-                entry.all_labels,
-            )
+            client_updates[config.method] = (_training(method(config), shared.task), entry.all_labels)
     dataset = FederatedDataset(shared.train, shared.split, reuse_labeled=configs[0].reuse_labeled)
     sizes = [dataset.split_size(client) for client in range(dataset.clients)]
     return largest(configs[0].budget, shared.batching, client_updates, sizes) if client_updates else configs[0].method
@@ -50,11 +50,10 @@ def evaluation_interval(config: Config, shared: Problem) -> int:
     if config.evaluate_every is not None or images < SMALL_TEST:
         return config.evaluate_every or 1
     entry = registry.entry(config.reference or config.method)
-    rule = next(iter(registry.make(entry.name).client_updates(shared.task).values()))
+    rule = _training(registry.make(entry.name), shared.task)
     dataset = FederatedDataset(shared.train, shared.split, entry.all_labels, entry.pooled, config.reuse_labeled)
     sizes = [dataset.own(client) for client in range(dataset.clients)]
     amounts = [natural(shared.batching, rule, size) for size in sizes]
-    round_cost = (
-        sum(amount.steps * cost(rule, amount) for amount in amounts) * min(config.cohort, len(sizes)) / len(sizes)
-    )
+    all_clients = sum(amount.steps * cost(rule, amount) for amount in amounts)
+    round_cost = all_clients * min(config.cohort, len(sizes)) / len(sizes)
     return min(config.rounds, math.ceil(images / (EVALUATION * max(round_cost, 1))))

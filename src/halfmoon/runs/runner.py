@@ -24,7 +24,7 @@ from halfmoon.methods import registry
 from halfmoon.models.finetuned import training_summary
 from halfmoon.report.run_reader import ended
 from halfmoon.runs import assembly, checks, factory, outside, workers
-from halfmoon.runs.assembly import CSV, CURVES, MARKDOWN, SPLIT, RunResult, resuming, show
+from halfmoon.runs.assembly import CSV, CURVES, MARKDOWN, SPLIT, RunResult, show
 from halfmoon.runs.budgets import budget, evaluation_interval, largest_of
 from halfmoon.runs.callbacks import NULL_CALLBACK, Callback, RunInfo, guarded, told_of
 from halfmoon.runs.factory import (
@@ -46,7 +46,7 @@ from halfmoon.runs.jobs import parse as jobs_of
 from halfmoon.runs.parallel import Unit, side_by_side
 from halfmoon.runs.seeds import Seat, check_together, in_lockstep, needs_seeds, units_of
 from halfmoon.storage import atomic_io, integrity
-from halfmoon.storage.folder_writer import CONFIG
+from halfmoon.storage.folder_writer import CONFIG, resume_command
 from halfmoon.storage.run_folder import BASELINES, SUMMARY, RunFolder
 from halfmoon.storage.state_store import Store
 
@@ -357,7 +357,7 @@ def _refuse_taken(root: Path, mark: str, plan: bytes = b"") -> None:
     if there is not None:
         of = "this" if there == plan else "another"
         raise UserError(
-            f"{root} holds a comparison of {of} configuration; `{resuming(root)}` goes on with it, "
+            f"{root} holds a comparison of {of} configuration; `{resume_command(root)}` goes on with it, "
             "or choose another --run-dir."
         )
     RunFolder.refuse(root, mark)
