@@ -3,12 +3,12 @@
 import json
 import os
 import pickle
-import struct
 import sys
 import warnings
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
@@ -38,19 +38,14 @@ def read(folder: Path) -> dict[str, list[tuple[int, float]]]:
     return {tag: [(each.step, each.value) for each in events.Scalars(tag)] for tag in events.Tags()["scalars"]}
 
 
-def single(value: float) -> float:
-    """Return a number as the 4 bytes of an event file hold it."""
-    return struct.unpack("f", struct.pack("f", value))[0]
-
-
 def expected(folder: Path) -> dict[str, Any]:
-    """Return the scalars that a run's metrics.jsonl asks for: the numbers in the parts of its rows."""
+    """Return the scalars that a run's metrics.jsonl asks for: the numbers in the parts of its rows, in 4 bytes."""
     found: dict[str, list[tuple[int, float]]] = {}
     for row in rows(folder):
         for part, values in row.items():
             for name, value in values.items() if isinstance(values, dict) else []:
                 if isinstance(value, int | float):
-                    found.setdefault(f"{part}/{name}", []).append((row["round"], single(value)))
+                    found.setdefault(f"{part}/{name}", []).append((row["round"], float(np.float32(value))))
     return found
 
 
