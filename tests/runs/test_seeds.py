@@ -51,7 +51,7 @@ def doubles(monkeypatch: pytest.MonkeyPatch) -> None:
         made = problem(*given, **options)
         return replace(made, task=replace(made.task, normalize=replace(made.task.normalize, dtype=torch.float64)))
 
-    monkeypatch.setattr(runner, "problem", exact)
+    monkeypatch.setattr(factory, "problem", exact)
     monkeypatch.setattr(loop, "initial_model", lambda *given: tree.to(initial(*given), dtype=torch.float64))
 
 

@@ -16,7 +16,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from halfmoon.config.schema import GUARDS, Config
+from halfmoon.config.schema import guarding
 from halfmoon.storage.toml import text as toml_text
 
 if TYPE_CHECKING:
@@ -62,7 +62,7 @@ class Progress:
         return (now - self.began) / rounds * (self.rounds - self.round) if rounds else None
 
 
-@dataclass
+@dataclass(eq=False)
 class Quiet:
     """Note how far every method is, and show nothing but what has to be said.
 
@@ -73,8 +73,8 @@ class Quiet:
     clock: Callable[[], float] = time.monotonic
     rows: int = 0
     after: float = 0.0
-    runs: list[Progress] = field(default_factory=list)
-    _sentences: set[str] = field(default_factory=set)
+    runs: list[Progress] = field(default_factory=list, init=False)
+    _sentences: set[str] = field(default_factory=set, init=False)
 
     def __enter__(self) -> Quiet:
         return self
@@ -119,8 +119,7 @@ class Quiet:
 
     def tell_guards(self, run: RunInfo) -> None:
         """Say which defenses, privacy and attacks a run has, where it has some."""
-        args = {name: (getattr(run.config, name), getattr(Config, name)) for name in GUARDS}
-        guards = [f"{name} {toml_text(value)}" for name, (value, default) in args.items() if value != default]
+        guards = [f"{name} {toml_text(value)}" for name, value in guarding(run.config).items()]
         if guards:
             self.say(f"{run.title}: {', '.join(guards)}.")
 

@@ -67,8 +67,6 @@ def names_of(*parts: type) -> tuple[str, ...]:
 
 
 ATTACKS = ("attack", "attackers", "attack_factor", "weight_cap")
-# What stands between the clients' uploads and a method.
-GUARDS = names_of(sections.AggregationOptions, sections.PrivacyOptions)
 IMAGES = ("resize", "channels", "crop", "window", "group_pattern")
 PIXELS = ("pixel_mean", "pixel_std")
 
@@ -377,8 +375,9 @@ def identity(config: Config, method: str) -> str:
 
 def guarding(config: Config) -> dict[str, Any]:
     """Return the options of defenses, privacy and attacks that a configuration sets: a run's summary has them."""
-    default = {each.name: each.default for each in fields(Config)}
-    return {name: value for name in GUARDS if (value := getattr(config, name)) != default[name]}
+    names = names_of(sections.AggregationOptions, sections.PrivacyOptions)
+    values = {name: getattr(config, name) for name in names}
+    return {name: value for name, value in values.items() if value != getattr(Config, name)}
 
 
 def _unsaved(config: Config) -> set[str]:

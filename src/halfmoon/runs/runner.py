@@ -27,20 +27,7 @@ from halfmoon.runs import assembly, checks, factory, outside, workers
 from halfmoon.runs.assembly import CSV, CURVES, MARKDOWN, SPLIT, RunResult, show
 from halfmoon.runs.budgets import budget, evaluation_interval, largest_of
 from halfmoon.runs.callbacks import NULL_CALLBACK, Callback, RunInfo, guarded, told_of
-from halfmoon.runs.factory import (
-    ImageSpec,
-    Problem,
-    aggregators,
-    computing,
-    device,
-    executor,
-    problem,
-    settled,
-    source,
-    split_of,
-    threads,
-    together,
-)
+from halfmoon.runs.factory import ImageSpec, Problem
 from halfmoon.runs.jobs import COMPARISON, Job, backbone, parsed, render, sentence, spent, starts_of
 from halfmoon.runs.jobs import parse as jobs_of
 from halfmoon.runs.parallel import Unit, side_by_side
@@ -183,7 +170,7 @@ def cell(
         if not RunFolder.exists(path):
             (job,) = _settled([job], shared)
             check_together(job.config)
-        if device(config).type == "cpu":
+        if factory.device(config).type == "cpu":
             keep_memory()
         _play_starts(path, [job], shared, watch)
     return _play(path, job, shared, watch, seat)
@@ -197,8 +184,8 @@ def portray(config: Config, path: Path) -> Row:
     summary = finished(path)
     if summary is not None:
         return summary
-    data = source(config)
-    split = split_of(config, data)
+    data = factory.source(config)
+    split = factory.split_of(config, data)
     with _folder(path, config) as folder:
         assembly.save(path, split, data)
         assembly.note(path)
@@ -230,7 +217,7 @@ def _settled(jobs: Sequence[Job], shared: Problem) -> list[Job]:
     networks, and did for all before there was a choice.
     """
     network, image = shared.task.network, ImageSpec.of(shared.source).image
-    return [replace(job, config=settled(job.config, network, image)) for job in jobs]
+    return [replace(job, config=factory.settled(job.config, network, image)) for job in jobs]
 
 
 def _alone(config: Config, name: str, reference: str, **changes: Any) -> Config:
@@ -245,7 +232,7 @@ def _shared(
     """Return what all jobs share; raise `UserError`, before anything is written, where a job cannot work on it."""
     if shared is None:
         methods = [job.config.method for job in [*starts_of(jobs), *jobs]]
-        make = partial(problem, methods=methods, progress=told_of(watch)) if seat is None else seat.problem
+        make = partial(factory.problem, methods=methods, progress=told_of(watch)) if seat is None else seat.problem
         shared = make(jobs[0].config, split)
     checks.check([*jobs, *starts_of(jobs)], shared, watch)
     if (words := training_summary(shared.task.network)) is not None:
@@ -297,7 +284,7 @@ def _play_jobs(root: Path, jobs: Sequence[Job], shared: Problem | None, watch: C
 
 def _play_unit(root: Path, jobs: Sequence[Job], shared: Problem | None, unit: Unit, watch: Callback) -> list[Row]:
     config = jobs[unit[0]].config
-    if shared is not None and device(config).type == "cpu":
+    if shared is not None and factory.device(config).type == "cpu":
         keep_memory()
     plays = [partial(_play, root, jobs[number], shared, watch) for number in unit]
     return in_lockstep(plays, config) if len(plays) > 1 else [plays[0]()]
@@ -323,8 +310,11 @@ def _play(root: Path, job: Job, shared: Problem | None, watch: Callback, seat: S
         assembly.note(path)
         run = RunInfo(path, config, entry.title, loaded.round if loaded else 0)
         watch.begin(run)
-        training = workers.working(config) if seat is None or executor(config) == "loop" else nullcontext(seat.spread)
-        with training as spread, computing(threads(config)):
+        if seat is None or factory.executor(config) == "loop":
+            training = workers.working(config)
+        else:
+            training = nullcontext(seat.spread)
+        with training as spread, factory.computing(factory.threads(config)):
             experiment = _experiment(config, shared, path, spread, watch)
             experiment = replace(experiment, backbone=backbone(root, config, shared.task.network))
             results = play(experiment, folder, loaded, lambda row: watch.round(run, row))
@@ -404,9 +394,9 @@ def _experiment(config: Config, shared: Problem, path: Path, spread: Spread, wat
             shared.batching,
             budget(config, task),
             shared.serving,
-            executor(config),
+            factory.executor(config),
             spread,
-            together(config),
+            factory.together(config),
             compiled=config.compile,
             say=watch.say,
         ),
@@ -418,7 +408,7 @@ def _experiment(config: Config, shared: Problem, path: Path, spread: Spread, wat
             client_models=config.client_models,
         ),
         store=Store(cap=config.memory_cap * 1_000_000),
-        aggregators=(*attacks, *aggregators(config, f"seed {config.seed}".encode(), path)),
+        aggregators=(*attacks, *factory.aggregators(config, f"seed {config.seed}".encode(), path)),
     )
     every = evaluation_interval(config, shared)
     if every > 1 and config.evaluate_every is None:
