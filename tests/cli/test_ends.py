@@ -55,14 +55,13 @@ def test_an_order_to_end_ends_as_ctrl_c_does(tmp_path, straight, monkeypatch, ca
     assert gone_on(tmp_path / "run") == straight
 
 
-@pytest.mark.parametrize("where", ["client", "server"])
 @pytest.mark.parametrize(
-    "error", [MemoryError(), RuntimeError("[...] DefaultCPUAllocator: can't allocate memory: ...")]
+    ("where", "error"),
+    [("client", MemoryError()), ("server", RuntimeError("[...] DefaultCPUAllocator: can't allocate memory: ..."))],
 )
 def test_used_up_memory_ends_with_a_sentence_and_an_intact_checkpoint(
-    tmp_path: Path, straight: bytes, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
-    where: str, error: Exception,
-):  # fmt: skip
+    tmp_path, straight, monkeypatch, capsys, where, error
+):
     closed = 0
     close, ask = ServerRuntime.close, ServerRuntime._ask
 
