@@ -98,7 +98,7 @@ def measure(options: argparse.Namespace, folder: Path) -> dict[str, float]:
     result = {"MiB at the start": meter.peaks["VmHWM"]}
     store = Store(folder / "clients", options.cap_mib * MIB)
     visits = play(store, cohorts, options.width, meter)
-    result["MiB kept by all clients"] = store.nbytes / MIB
+    result["MiB kept by all clients"] = store.total_bytes() / MIB
     result |= {f"peak {name}, MiB": value for name, value in meter.peaks.items()}
     result |= {f"ms a {name}": 1000 * seconds / meter.calls[name] for name, seconds in meter.seconds.items()}
     result["s for all rounds"] = sum(meter.seconds.values())

@@ -3,7 +3,7 @@
 import os
 import re
 import stat
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
@@ -17,7 +17,7 @@ import torch
 from scenes import begin, furthest, play
 from test_contract import scene
 
-from halfmoon.aggregation import AggregationContext, changed
+from halfmoon.aggregation import AggregationContext
 from halfmoon.aggregation.secure import signing
 from halfmoon.aggregation.secure.fixed_point import SCALE, Sums, TooLarge, check_upload, contribution, mean, sound
 from halfmoon.aggregation.secure.masking import (
@@ -31,8 +31,8 @@ from halfmoon.aggregation.secure.masking import (
     announcement,
     coefficients,
     derive,
+    lagrange,
     public,
-    reconstruct,
     split,
     threshold,
     unmask,
@@ -66,15 +66,13 @@ from halfmoon.federation.site.site_keys import PEERS, KeyFiles, KnownSites
 FEDERATION, RUN, VERSION = "f" * 64, "0" * 32, "0.1.0"
 
 
-@pytest.fixture(scope="module", autouse=True)
-def no_waiting() -> Iterator[None]:
-    """Do without a disk that survives the machine's fall."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(os, "fsync", lambda handle: None)
-        yield
-
-
 # ---- Shamir's shares and the primitives around them
+
+
+def reconstruct(shares: Mapping[int, int], prime: int = PRIME) -> int:
+    """Return the secret whose shares are given by place."""
+    counts = lagrange(list(shares), prime)
+    return sum(share * counts[place] for place, share in shares.items()) % prime
 
 
 def test_shares_are_the_published_ones() -> None:
@@ -220,16 +218,6 @@ def test_lifted_clients_have_the_same_sum_to_rounding() -> None:
     assert lifted.report.aggregator == loop.report.aggregator == {"summed": 3}
 
 
-def test_a_branch_without_leaves_stays() -> None:
-    """Networks without statistics have {"stats": {}}; so has an aggregate in the place of their uploads."""
-    up = Upload({"params": {"w": torch.ones(2, 3)}, "stats": {}}, torch.ones(2))
-    down = {"params": {"w": torch.zeros(3)}, "stats": {}}
-    new = changed(up, asked(down, 2), {"params/w": torch.full((3,), 5.0)})
-    assert list(new.update) == ["params", "stats"]
-    assert new.update["stats"] == {}
-    assert new.update["params"]["w"].tolist() == [[5.0] * 3] * 2
-
-
 def test_a_sum_of_two_is_no_sum() -> None:
     with pytest.raises(UserError, match="secure_aggregation needs a cohort of 3 or more, not 2"):
         Config(method="fedavg", cohort=2, secure_aggregation=True)
@@ -321,10 +309,13 @@ class Village:
         keys = {name: self.key(k) for k, name in enumerate(self.names)}
         return MaskedSum(requests, numbers, keys, self.ask, "round 1, query 1 (train)")
 
+    def trained(self, sum: MaskedSum) -> dict[str, Reply]:
+        """Begin a sum, and return what the sites send up under their masks."""
+        return self.ask(sum.begin(), sum_spec(layout(spec_of(self.upload(0).tree))), "the work")
+
     def play(self) -> torch.Tensor:
         sum = self.sum()
-        like = layout(spec_of(self.upload(0).tree))
-        return sum.total(self.ask(sum.begin(), sum_spec(like), "the work"))
+        return sum.total(self.trained(sum))
 
 
 def exact(village: Village, there: list[int]) -> tuple[np.ndarray, np.ndarray]:
@@ -372,7 +363,7 @@ def test_fewer_shares_than_the_threshold_take_no_mask_off(tmp_path: Path) -> Non
     """What six of ten tell is refused; taken all the same, it gives another key than the one that is looked for."""
     village = Village(tmp_path, 10, {MASK: {9}})
     sum, told = village.sum(), {}
-    replies = village.ask(sum.begin(), sum_spec(layout(spec_of(village.upload(0).tree))), "the work")
+    replies = village.trained(sum)
     village.drops = {REVEAL: {6, 7, 8}}
     with pytest.raises(TooFew, match="a sum needs 7"):
         sum.total(replies)
@@ -493,7 +484,7 @@ def test_a_site_tells_seeds_or_keys_but_never_both_of_one(tmp_path: Path) -> Non
     """Of those whose vectors came it tells the seed's share, of the others the key's: as they were dealt."""
     village = Village(tmp_path, 7, {MASK: {6}})
     sum = village.sum()
-    replies = village.ask(sum.begin(), sum_spec(layout(spec_of(village.upload(0).tree))), "the work")
+    replies = village.trained(sum)
     secrets = [village.secret(k) for k in range(7)]  # before they are erased
     sum.total(replies)
     first = sent(village)
@@ -550,9 +541,8 @@ def test_a_site_refuses_what_would_tell_more_than_a_sum(tmp_path: Path) -> None:
     refused(altered(reveal, REVEAL, survived=numbers(1, 2, 3, 4)), "leaves out this one's")
     refused(altered(reveal, REVEAL, survived=numbers(0, 1, 2, 3, 7)), "sites whose updates it cannot have")
     refused(altered(reveal, REVEAL, survived=numbers(0, 1, 2, 2, 3)), "sites whose updates it cannot have")
-    refused(
-        altered(reveal, REVEAL, shares=reveal.masks[REVEAL]["shares"][:4]), "other sites than those that have dealt"
-    )
+    fewer = reveal.masks[REVEAL]["shares"][:4]
+    refused(altered(reveal, REVEAL, shares=fewer), "other sites than those that have dealt")
     with pytest.raises(UnreadableShare, match="the shares that site number 0 has dealt cannot be read"):
         village.answer(0, write(reveal))  # those of round 0
 
@@ -560,7 +550,7 @@ def test_a_site_refuses_what_would_tell_more_than_a_sum(tmp_path: Path) -> None:
 def test_shares_that_were_changed_or_meant_for_another_are_not_read(tmp_path: Path) -> None:
     village = Village(tmp_path, 4)
     sum = village.sum()
-    replies = village.ask(sum.begin(), sum_spec(layout(spec_of(village.upload(0).tree))), "the work")
+    replies = village.trained(sum)
     spoiled = bytearray(sum._shares["site-2"][0])
     spoiled[5] ^= 1
     sum._shares["site-2"][0] = bytes(spoiled)
@@ -598,8 +588,7 @@ def test_a_site_whose_keys_are_none_is_left_out(what: str, tmp_path: Path) -> No
     else:
         sum = village.sum()
         sum.keys = {**sum.keys, "site-2": sum.keys["site-1"]}  # what it showed when it joined is not what it signs with
-        like = layout(spec_of(village.upload(0).tree))
-        total = sum.total(village.ask(sum.begin(), sum_spec(like), "the work"))
+        total = sum.total(village.trained(sum))
     assert np.array_equal(total.numpy(), exact(village, [0, 1, 3])[0])
 
 
@@ -607,8 +596,7 @@ def test_a_sum_that_a_site_has_spoiled_is_not_used(tmp_path: Path) -> None:
     """Shares of another key, and a vector under other masks: the round has no sum."""
     village = Village(tmp_path, 4)
     sum = village.sum()
-    like = layout(spec_of(village.upload(0).tree))
-    replies = village.ask(sum.begin(), sum_spec(like), "the work")
+    replies = village.trained(sum)
     noise = torch.from_numpy(np.random.default_rng(0).integers(-(2**63), 2**63, 1208))
     spoiled = {**replies, "site-1": replace(replies["site-1"], up={"sum": noise})}
     with pytest.raises(TooFew, match="from which the masks do not come off"):
@@ -762,9 +750,8 @@ def test_a_server_cannot_put_keys_of_its_own_in(known: str, tmp_path: Path) -> N
     village.round += 1
     if known == "neither":
         assert not list(tmp_path.rglob(PEERS))  # what was refused is not remembered
-        with pytest.raises(
-            RefusalError, match="other keys of this site"
-        ):  # site 1 sees that another is shown as its own
+        # Site 1 sees that another is shown as its own.
+        with pytest.raises(RefusalError, match="other keys of this site"):
             forging(village, lasting=True).begin()
         assert [words for words in village.said if words.startswith("from now on the key of site-1 is SHA256:")]
         return
@@ -814,8 +801,7 @@ def test_a_recorded_sum_cannot_be_opened_with_what_sites_keep(tmp_path: Path) ->
     each run of 32 bytes in any file, plain or in hexadecimal, is tried as the secret of each site."""
     village = Village(tmp_path, 4)
     sum = village.sum()
-    like = layout(spec_of(village.upload(0).tree))
-    replies = village.ask(sum.begin(), sum_spec(like), "the work")
+    replies = village.trained(sum)
     during = {k: village.secret(k) for k in range(4)}
     sum.total(replies)
     masking = sum._masking

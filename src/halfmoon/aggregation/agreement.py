@@ -19,8 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from halfmoon.aggregation.base import AggregationContext
-from halfmoon.aggregation.selection import along
+from halfmoon.aggregation.base import AggregationContext, along
 from halfmoon.api.uploads import Upload
 from halfmoon.core import tree
 

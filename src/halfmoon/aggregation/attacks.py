@@ -23,8 +23,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from halfmoon.aggregation.base import AggregationContext, changed, update
-from halfmoon.aggregation.selection import mixed
+from halfmoon.aggregation.base import AggregationContext, Aggregator, changed, mixed, update
 from halfmoon.api.uploads import Upload
 from halfmoon.core import rng, tree
 
@@ -41,7 +40,7 @@ LIE = 1e6
 """What a false count is multiplied by: as much as a federation's server let through of a site with a key."""
 
 
-class Hostile:
+class Hostile(Aggregator):
     """The first guard of a simulation: the uploads of `clients` (by number) become what `attack` makes of them.
 
     All that it draws comes from (`seed`, "attack", round, query, client). Its row names the hostile clients of a round.
@@ -73,9 +72,6 @@ class Hostile:
     def row(self) -> dict[str, Any]:
         met, self._met = sorted(self._met), set()
         return {"hostile": met}
-
-    def ended(self, round: int) -> str | None:
-        return None
 
     def _spoiled(self, change: dict[str, Tensor], generator: torch.Generator) -> dict[str, Tensor]:
         """Return what a hostile client says that it has changed, for what it would have said."""

@@ -48,17 +48,32 @@ class Aggregator(Protocol):
 
     def row(self) -> dict[str, Any]:
         """Return what there is to say of the round that is over, for its line in metrics.jsonl."""
-        ...
+        return {}
 
     def ended(self, round: int) -> str | None:
         """Return in a sentence why `round` (from 0) may not be played, None where it may."""
-        ...
+        return None
 
 
 def downlinks(context: AggregationContext) -> dict[str, Tensor]:
     """Return what each client was sent, by path: leaves (k, ...), or (1, ...) where it was the same for all."""
     shared = {path: leaf.unsqueeze(0) for path, leaf in tree.flatten(context.down).items()}
     return {**shared, **tree.flatten(context.each)}
+
+
+def along(values: Tensor, leaf: Tensor) -> Tensor:
+    """Return (k,) in a shape that meets a leaf (k, ...), on its device; numbers in its dtype."""
+    there = values.to(leaf.device) if values.dtype == torch.bool else values.to(leaf)
+    return there.reshape(-1, *[1] * (leaf.dim() - 1))
+
+
+def mixed(mask: Tensor, new: Upload, old: Upload) -> Upload:
+    """Return the uploads `new` at the places where `mask` (k,) holds, and `old`, bit by bit, at the others."""
+
+    def one(a: Tensor, b: Tensor) -> Tensor:
+        return b if a is b else torch.where(along(mask, b), a, b)
+
+    return Upload.of(tree.map(one, new.tree, old.tree))
 
 
 def update(up: Upload, context: AggregationContext) -> dict[str, Tensor]:

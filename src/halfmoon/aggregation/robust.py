@@ -31,8 +31,7 @@ import torch
 from torch import Tensor
 
 from halfmoon.aggregation.agreement import Change, gram, groups, median, outside
-from halfmoon.aggregation.base import AggregationContext, changed, update
-from halfmoon.aggregation.selection import along, mixed
+from halfmoon.aggregation.base import AggregationContext, Aggregator, along, changed, mixed, update
 from halfmoon.api.uploads import Upload
 from halfmoon.core import tree
 from halfmoon.core.errors import UserError
@@ -43,7 +42,7 @@ ROOM = 1.5
 """How many median norms "cosine" leaves of an update."""
 
 
-class Robust:
+class Robust(Aggregator):
     """An aggregator that lets a cohort's uploads through as `rule` leaves them.
 
     `byzantine` is the share of hostile clients that "trimmed" and "krum" expect. Its row says what was clipped, trimmed
@@ -80,9 +79,6 @@ class Robust:
         row, self._row = self._row, {}
         return row
 
-    def ended(self, round: int) -> str | None:
-        return None
-
     def _ruled(
         self, context: AggregationContext, up: Upload, change: Change, voters: list[int]
     ) -> tuple[Upload, dict[str, Any]]:
@@ -101,7 +97,7 @@ class Robust:
         return changed(up, context, new), {"trimmed": 2 * cut, "counted": len(voters)}
 
 
-class Finite:
+class Finite(Aggregator):
     """An aggregator before a plain mean: an upload that is not finite ends the run, in place of all that was learned.
 
     `robust` says whether a robust rule could stand here instead: not where masks or noise follow.
@@ -129,12 +125,6 @@ class Finite:
             "an aggregation that would leave it out does not go with secure_aggregation or dp_clip; play without the "
             "attack, or without them"
         )
-
-    def row(self) -> dict[str, Any]:
-        return {}
-
-    def ended(self, round: int) -> str | None:
-        return None
 
 
 def finite(leaves: Sequence[Tensor]) -> list[int]:

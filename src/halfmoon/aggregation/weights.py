@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from halfmoon.aggregation.base import AggregationContext
+from halfmoon.aggregation.base import AggregationContext, Aggregator
 from halfmoon.api.uploads import Uplink, Upload
 from halfmoon.core import tree
 from halfmoon.core.tree import Tree
@@ -27,7 +27,7 @@ OWNER = 0.5
 """A share of all weights above which one client decides alone."""
 
 
-class WeightCap:
+class WeightCap(Aggregator):
     """An aggregator that caps weights (k,); its row says whose were, and which share of the sum the heaviest client
     has.
 
@@ -75,9 +75,6 @@ class WeightCap:
     def row(self) -> dict[str, Any]:
         row, self._row = self._row, {}
         return row
-
-    def ended(self, round: int) -> str | None:
-        return None
 
 
 def capped(up: Upload, uplink: Uplink, scale: Sequence[float]) -> Upload:

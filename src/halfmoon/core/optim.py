@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from halfmoon.core import tree
-from halfmoon.core.autodiff import inside
+from halfmoon.core.autodiff import inside, nested_like
 from halfmoon.core.errors import UserError
 from halfmoon.core.tree import Tree
 
@@ -131,7 +131,7 @@ class Adam:
         calls._foreach_mul_(denominator, scale.to(dtype))
         calls._foreach_add_(denominator, shift.to(dtype))
         new = calls._foreach_addcdiv(p, first, denominator, value=-lr)
-        trees = (tree.rebuilt(params, iter(each)) for each in (new, first, second))
+        trees = (nested_like(params, iter(each)) for each in (new, first, second))
         return next(trees), {"first": next(trees), "second": next(trees), "steps": steps}
 
 

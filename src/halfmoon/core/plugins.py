@@ -170,14 +170,13 @@ def _module(where: str, name: str, kind: Kind) -> ModuleType:
         os.environ["PYTHONPATH"] = os.pathsep.join(dict.fromkeys(paths))
     try:
         return importlib.import_module(where)
-    except ModuleNotFoundError as error:
-        if error.name and (where == error.name or where.startswith(f"{error.name}.")):
+    except Exception as error:  # whatever somebody else's code does
+        absent = error.name if isinstance(error, ModuleNotFoundError) else None
+        if absent and (where == absent or where.startswith(f"{absent}.")):
             raise UserError(
-                f"{kind} {name}: there is no module {error.name}, neither installed nor in {here}; install it, or "
+                f"{kind} {name}: there is no module {absent}, neither installed nor in {here}; install it, or "
                 "start in its folder."
             ) from error
-        raise UserError(f"{kind} {name}: importing {where} failed ({_why(error)}).") from error
-    except Exception as error:  # whatever somebody else's code does
         raise UserError(f"{kind} {name}: importing {where} failed ({_why(error)}).") from error
 
 

@@ -58,10 +58,6 @@ def leaves_as(like: Tree, tree: Tree) -> Iterator[Tensor]:
             yield tree[key]
 
 
-def rebuilt(like: Tree, leaves: Iterator[Tensor]) -> Tree:
-    return map(lambda _: next(leaves), like)
-
-
 def flatten(tree: Tree, prefix: str = "") -> dict[str, Tensor]:
     """Return `{"a/b/c": leaf}`; an empty dict in the tree leaves no trace."""
     flat: dict[str, Tensor] = {}

@@ -72,22 +72,10 @@ class Steps:
         if isinstance(program, Program):
             task = self.client_update.task
             numbers = batch.x.new_tensor([task.optimizer.lr, task.round, task.rate])
-            self._program, self._inputs = program, [numbers, *program.layout.leaves((down, each))]
+            self._program, self._inputs = program, [numbers, *_laid((down, each), program.images)]
         else:
             self._program, self.compiled = None, False
             self.remark = f"The steps of {type(self.client_update).__name__} train without compile: {program}."
-
-
-@dataclass(frozen=True)
-class Layout:
-    """How the leaves of compiled steps lie in memory; 4-dimensional ones channels-last where the loop lays them so."""
-
-    images: torch.memory_format
-
-    def leaves(self, value: Any) -> list[Tensor]:
-        formats = {4: self.images}
-        each = nested_leaves(value)
-        return [leaf.contiguous(memory_format=formats.get(leaf.dim(), torch.contiguous_format)) for leaf in each]
 
 
 class Program(NamedTuple):
@@ -96,14 +84,14 @@ class Program(NamedTuple):
     run: Graph  # of numbers, what is sent, carry and batch, leaf by leaf
     like: tuple[Tree, StepMetrics]  # what comes of it, with other leaves
     steady: bool  # whether the carry that comes out has the shape of the one that went in
-    layout: Layout
+    images: torch.memory_format  # of 4-dimensional leaves: channels-last where the loop lays them so
     gpu: bool
 
     def step(self, inputs: Sequence[Tensor], carry: Tree, batch: Batch) -> tuple[Tree, StepMetrics]:
         """Return what comes of a step."""
         if self.gpu:
             torch.compiler.cudagraph_mark_step_begin()
-        outputs = self.run(*inputs, *self.layout.leaves((_sorted(carry), batch)))
+        outputs = self.run(*inputs, *_laid((_sorted(carry), batch), self.images))
         # A CUDA graph writes its next results over these.
         return nested_like(self.like, (leaf.clone() for leaf in outputs) if self.gpu else iter(outputs))
 
@@ -159,20 +147,20 @@ def _compiled(client_update: ClientUpdate, together: bool, arguments: Arguments)
     """Trace a step and compile it; raise whatever PyTorch raises."""
     x = arguments[3].x
     loop = not together and x.device.type == "cpu"
-    layout = Layout(torch.channels_last if loop else torch.contiguous_format)
+    images = torch.channels_last if loop else torch.contiguous_format
     outputs: list[tuple[Tree, StepMetrics]] = []
 
     def flat(numbers: Tensor, *leaves: Tensor) -> list[Tensor]:
         there = _with_numbers(client_update, *numbers.unbind())
         carry, notes = _step(there, together, *nested_like(arguments, iter(leaves)))
         outputs[:] = [(_sorted(carry), notes)]
-        return layout.leaves(outputs[0])
+        return _laid(outputs[0], images)
 
-    run = built(flat, [x.new_ones(3), *layout.leaves(arguments)])
+    run = built(flat, [x.new_ones(3), *_laid(arguments, images)])
     (result,) = outputs
     steady = _shape(result[0]) == _shape(arguments[2])
     like = nested_like(result, (torch.empty(0) for _ in nested_leaves(result)))
-    return Program(run, like, steady, layout, x.device.type == "cuda")
+    return Program(run, like, steady, images, x.device.type == "cuda")
 
 
 def built(function: Graph, inputs: Sequence[Tensor]) -> Graph:
@@ -261,6 +249,13 @@ def check(device: torch.device) -> None:
             f"compile needs {tools}, and PyTorch finds none that works ({type(error).__name__}: "
             f"{one_line(error)[:160]}); install it, or leave compile out."
         ) from error
+
+
+def _laid(value: Any, images: torch.memory_format) -> list[Tensor]:
+    """Return the leaves of compiled steps as they lie in memory, 4-dimensional ones as `images`."""
+    formats = {4: images}
+    leaves = nested_leaves(value)
+    return [leaf.contiguous(memory_format=formats.get(leaf.dim(), torch.contiguous_format)) for leaf in leaves]
 
 
 def _shape(value: Any) -> Any:

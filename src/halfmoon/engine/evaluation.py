@@ -126,12 +126,6 @@ def _counts(
     return torch.bincount(labels * classes + predictions, minlength=classes * classes), loss, predictions == labels
 
 
-def scores(
-    network: Network, model: Tree, normalize: Normalize, test: Examples, batch: int = 1000
-) -> dict[str, float | list[float]]:
-    return tally(network, model, normalize, test, batch).row()
-
-
 @torch.no_grad()
 def mean_prediction(
     network: Network, model: Tree, normalize: Normalize, images: Tensor, batch: int = 1000, spread: Spread = map

@@ -179,11 +179,14 @@ class LocalClients:
         remembers = bool(first_memory(context.client_update, {**down, **tree.index(each, 0)}, self.seed, clients[0]))
 
         def task(k: int) -> ClientTask:
-            private = tree.index(each, k)
-            memory = self._memory(context, clients[k], {**down, **private}) if remembers else {}
-            data, hidden[clients[k]] = self.dataset.local(clients[k], stage)
-            kind = self._kind(context.client_update, clients[k], stage, amounts[k], memory)
-            return ClientTask(clients[k], private, memory, data, amounts[k], kind)
+            client, private = clients[k], tree.index(each, k)
+            memory: Tree = {}
+            if remembers:
+                start = {**down, **private}
+                memory = self.memories.get(str(client)) or first_memory(context.client_update, start, self.seed, client)
+            data, hidden[client] = self.dataset.local(client, stage)
+            kind = self._kind(context.client_update, client, stage, amounts[k], memory)
+            return ClientTask(client, private, memory, data, amounts[k], kind)
 
         tasks = map(task, range(len(clients)))
         results: dict[int, ClientResult] = {}
@@ -232,9 +235,6 @@ class LocalClients:
             return natural(self.training.serving or self.training.batching, client_update, self.dataset.own(client))
         own, size = self.dataset.own(client, stage), self.dataset.split_size(client, stage)
         return self.training.budget.amount(self.training.batching, client_update, own, size)
-
-    def _memory(self, context: ClientContext, client: int, down: Tree) -> Tree:
-        return self.memories.get(str(client)) or first_memory(context.client_update, down, self.seed, client)
 
 
 def _encoded(context: ClientContext, client: int, down: Tree, outcome: ClientResult) -> ClientResult:

@@ -175,10 +175,6 @@ class _Validated(NamedTuple):
     lead: float  # minus the loss: it decides between equal accuracies
     round: int
 
-    @classmethod
-    def of(cls, row: Row, round: int) -> "_Validated":
-        return cls(row["accuracy"], -row["loss"], round)
-
 
 def _validated(experiment: Experiment, rows: list[Row]) -> list[_Validated]:
     """Return what rows say: of their own round's model or, where clients judge, of that of the round before.
@@ -187,8 +183,11 @@ def _validated(experiment: Experiment, rows: list[Row]) -> list[_Validated]:
     """
     if not requirements_of(experiment.method).labeled:
         return []
-    results = [(row["validation"], row["validation"].get("round", row["round"])) for row in rows if "validation" in row]
-    return [_Validated.of(*each) for each in results]
+    return [
+        _Validated(result["accuracy"], -result["loss"], result.get("round", row["round"]))
+        for row in rows
+        if (result := row.get("validation")) is not None
+    ]
 
 
 def _best(
@@ -258,16 +257,9 @@ def _row(number: int, report: Report) -> Row:
         mean = total / count
         train[name] = mean
         train[f"{name}_spread"] = math.sqrt(max(0.0, squares / count - mean * mean))
-    return {
-        "round": number + 1,
-        "cohort": report.cohort,
-        "train": train,
-        "pseudo": report.pseudo,
-        "cost": report.cost,
-        **({} if report.evaluation is None else {"evaluation": report.evaluation}),
-        **({} if report.validation is None else {"validation": report.validation}),
-        **({} if report.aggregator is None else {"aggregation": report.aggregator}),
-    }
+    row = {"round": number + 1, "cohort": report.cohort, "train": train, "pseudo": report.pseudo, "cost": report.cost}
+    more = {"evaluation": report.evaluation, "validation": report.validation, "aggregation": report.aggregator}
+    return row | {name: part for name, part in more.items() if part is not None}
 
 
 def _result(rows: list[Row], scores: Sequence[_Validated]) -> Row:

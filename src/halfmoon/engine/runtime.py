@@ -135,20 +135,20 @@ class ServerRuntime(ABC):
         Yield what came of it by client, in their order, of those who answered: of one at least, if it is the cohort.
         """
 
-    @abstractmethod
     def again(self, few: TooFew) -> None:
         """Make ready to play the round again that too few have answered, or raise `few`."""
+        raise few  # who does not answer on one machine will not answer the second time either
 
-    @abstractmethod
     def bring(self, model: Tree) -> None:
         """Have the model tested with the next query, where clients have test or validation images of their own."""
+        return  # on one machine there is a test set or none
 
     def conclude(self, model: Tree) -> tuple[Row | None, Row | None]:
         return None, None
 
-    @abstractmethod
     def saved(self, round: int) -> None:
         """Take note that the first `round` rounds are on the disk."""
+        return  # what clients on one machine remember is a part of what was saved
 
     def open(self, round: int) -> None:
         """Begin a round: draw its cohort, the same for every method of one seed."""

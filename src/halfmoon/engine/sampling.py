@@ -256,9 +256,8 @@ def _real(sizes: tuple[list[int], list[int]], device: torch.device) -> dict[str,
     """Return which of the K clients' labeled and unlabeled images of a step are no padding, (K, images); {} if all."""
     if all(len(set(each)) == 1 for each in sizes):
         return {}
-    counts = {name: torch.tensor(each, device=device) for name, each in zip("xu", sizes, strict=True)}
     return {
-        name: torch.arange(max(each), device=device) < counts[name][:, None]
+        name: torch.arange(max(each), device=device) < torch.tensor(each, device=device)[:, None]
         for name, each in zip("xu", sizes, strict=True)
     }
 

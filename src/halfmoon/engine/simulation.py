@@ -15,7 +15,7 @@ from halfmoon.data.partition.split import SERVER
 from halfmoon.engine.driver import ClientContext
 from halfmoon.engine.evaluation import leaning, mean_prediction
 from halfmoon.engine.local_clients import FederatedDataset, LocalClients, Training
-from halfmoon.engine.runtime import Row, RuntimeSettings, ServerRuntime, TooFew, Visited, contents
+from halfmoon.engine.runtime import Row, RuntimeSettings, ServerRuntime, Visited, contents
 from halfmoon.engine.sampling import Views
 from halfmoon.storage.state_store import StateView, Store
 
@@ -58,15 +58,6 @@ class Simulation(ServerRuntime):
         super().open(round)
         self._stage = self.dataset.stage(round, self.base.rounds)
         self._uploads = {}
-
-    def again(self, few: TooFew) -> None:
-        raise few  # who does not answer on one machine will not answer the second time either
-
-    def bring(self, model: Tree) -> None:
-        return None  # on one machine there is a test set or none
-
-    def saved(self, round: int) -> None:
-        return None  # what clients on this machine remember is a part of what was saved
 
     def prior(self, model: Tree, per_class: Sequence[float]) -> Row | None:
         """Return what the model leans to, None where the cohort has no unlabeled row.

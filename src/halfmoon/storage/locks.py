@@ -149,8 +149,6 @@ def _process(number: int) -> dict[str, Any]:
 def _lives(number: int) -> bool:
     try:
         os.kill(number, 0)
-    except ProcessLookupError:
-        return False
-    except OSError:
-        return True
+    except OSError as error:
+        return not isinstance(error, ProcessLookupError)
     return True

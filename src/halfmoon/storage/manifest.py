@@ -188,13 +188,11 @@ def _checked(folder: Path, entry: ManifestEntry) -> bool:
     copy = folder / copy_of(entry.file)
     try:
         _check(folder, entry.file, entry)
-    except Damaged:
+    except Damaged as damage:
         try:
             _check(folder, copy.name, entry)
         except Damaged:
-            copy = None
-        if copy is None:
-            raise
+            raise damage from None
         _mend(folder / entry.file, copy.read_bytes())
         _check(folder, entry.file, entry)
         return True

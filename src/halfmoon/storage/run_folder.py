@@ -146,14 +146,14 @@ class RunFolder:
 
     def log(self, row: dict[str, Any]) -> None:
         """Add a row to `metrics.jsonl`; a number that is not finite becomes null. Raise UserError if it cannot."""
-        line = _line(row)
+        line = atomic_io.render(atomic_io.finite(row))
         self.writer.append(METRICS, line)
         self.metrics.add(line)
 
     def time(self, row: dict[str, Any]) -> None:
         """Add a row to `timings.jsonl`, which nothing depends on: where it cannot be written it is lost."""
         with suppress(Unwritable):
-            self.writer.append(TIMINGS, _line(row))
+            self.writer.append(TIMINGS, atomic_io.render(atomic_io.finite(row)))
 
     def save(self, round: int, state: Tree, meta: dict[str, Any], clients: Store | None = None) -> None:
         """Write the checkpoint of a round and remove all but the last two.
@@ -191,10 +191,6 @@ class RunFolder:
         # Before the summary, which ends the run: one that is there always has its checksum.
         self.writer.note({SUMMARY: atomic_io.digest(data), CONFIG: atomic_io.digest(self.config.encode())})
         self.writer.write(SUMMARY, data)
-
-
-def _line(row: dict[str, Any]) -> bytes:
-    return (json.dumps(atomic_io.finite(row), allow_nan=False) + "\n").encode()
 
 
 def _summarized(summary: dict[str, Any]) -> bytes:

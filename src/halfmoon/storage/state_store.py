@@ -53,10 +53,7 @@ class Store:
         self._changed: set[str] = set()  # since then
         self._replaced: list[tuple[int, str]] = []
         self._version = -1
-        self._resident = 0
-
-    def __contains__(self, key: str) -> bool:
-        return key in self._sizes
+        self.resident = 0  # bytes in memory
 
     def keys(self, prefix: str = "") -> list[str]:
         return sorted(key for key in self._sizes if key.startswith(prefix))
@@ -76,14 +73,6 @@ class Store:
     def _count(self, key: str, nbytes: int) -> None:
         for prefix in {"", key[: key.find("/") + 1]}:
             self._bytes[prefix] += nbytes
-
-    @property
-    def nbytes(self) -> int:
-        return self.total_bytes()
-
-    @property
-    def resident(self) -> int:
-        return self._resident
 
     @property
     def changed(self) -> bool:
@@ -112,10 +101,10 @@ class Store:
         if nbytes > self.cap:
             self._files[key] = self.disk.spill(key, value)
         else:
-            while self._resident + nbytes > self.cap:
+            while self.resident + nbytes > self.cap:
                 self._evict(next(iter(self._trees)))
             self._trees[key] = tree.map(lambda leaf: leaf.detach().to("cpu", copy=True), value)
-            self._resident += nbytes
+            self.resident += nbytes
         self._sizes[key] = nbytes
         self._count(key, nbytes)
         self._changed.add(key)
@@ -190,7 +179,7 @@ class Store:
         if key not in self._sizes:
             return
         if self._trees.pop(key, None) is not None:
-            self._resident -= self._sizes[key]
+            self.resident -= self._sizes[key]
         entry = self._files.pop(key, None)
         if entry is not None and entry != self._last_commit.get(key):
             self.disk.remove(entry)
@@ -200,7 +189,7 @@ class Store:
         if key not in self._files:
             self._files[key] = self.disk.spill(key, self._trees[key])
         del self._trees[key]
-        self._resident -= self._sizes[key]
+        self.resident -= self._sizes[key]
 
 
 @dataclass(frozen=True)

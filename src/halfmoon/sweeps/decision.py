@@ -15,7 +15,7 @@ from halfmoon.core import rng
 from halfmoon.core.tree import Tree
 from halfmoon.data.groups import apart
 from halfmoon.data.partition.primitives import Sides, stream
-from halfmoon.engine.evaluation import Examples, scores
+from halfmoon.engine.evaluation import Examples, tally
 from halfmoon.methods.analytic import Sums
 from halfmoon.report.paired import Difference, paired
 
@@ -166,7 +166,7 @@ def head_accuracy(method: Method, task: Task, data: Examples, fold: Fold) -> flo
 def right(task: Task, model: Tree, data: Examples, rows: np.ndarray) -> float:
     """Return how often, in percent, a model is right on rows, int64."""
     test = torch.from_numpy(rows)
-    metrics = scores(task.network, model, task.normalize, Examples(data.images[test], data.labels[test]))
+    metrics = tally(task.network, model, task.normalize, Examples(data.images[test], data.labels[test])).row()
     return 100 * cast(float, metrics["accuracy"])
 
 

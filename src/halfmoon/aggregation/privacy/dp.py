@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from halfmoon.aggregation.base import AggregationContext, changed, downlinks, update
+from halfmoon.aggregation.base import AggregationContext, Aggregator, changed, downlinks, update
 from halfmoon.aggregation.privacy import accounting
 from halfmoon.aggregation.privacy.accounting import Sampled
 from halfmoon.aggregation.privacy.ledger import Ledger, Release
@@ -41,8 +41,8 @@ class Promise(NamedTuple):
 
 
 @dataclass
-class Private:
-    """A `halfmoon.aggregation.Aggregator` that puts the noised mean in the place of every update.
+class Private(Aggregator):
+    """An aggregator that puts the noised mean in the place of every update.
 
     `secret` is what noise is drawn from. Raises UserError for an upload that holds more than an update and a weight,
     and for a release that the budget does not allow.

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from halfmoon.aggregation.base import AggregationContext, changed, update
+from halfmoon.aggregation.base import AggregationContext, Aggregator, changed, update
 from halfmoon.api.uploads import Upload
 from halfmoon.core import tree
 from halfmoon.core.errors import UserError
@@ -86,7 +86,7 @@ def check_upload(up: Upload, changes: Mapping[str, Any]) -> None:
 
 
 @dataclass
-class Sums:
+class Sums(Aggregator):
     """An aggregator that puts the mean of a sum in fixed point in the place of every upload, as masked sums give it.
 
     In a simulation nothing is masked, and the numbers are the same. With `even` every client weighs 1, whatever it has.
@@ -128,6 +128,3 @@ class Sums:
 
     def row(self) -> dict[str, Any]:
         return {"summed": self.summed}
-
-    def ended(self, round: int) -> str | None:
-        return None

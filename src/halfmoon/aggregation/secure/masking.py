@@ -148,12 +148,6 @@ def lagrange(places: Sequence[int], prime: int = PRIME) -> dict[int, int]:
     return weights
 
 
-def reconstruct(shares: Mapping[int, int], prime: int = PRIME) -> int:
-    """Return the secret whose shares, at least as many as its threshold, are given by place."""
-    counts = lagrange(list(shares), prime)
-    return sum(share * counts[place] for place, share in shares.items()) % prime
-
-
 def coefficients(key: bytes, count: int) -> list[int]:
     """Return numbers of the field, drawn from a key used for this alone; 512 bits each leave no bias to speak of."""
     words = keystream(key, 8 * count).astype("<u8").tobytes()
