@@ -9,14 +9,14 @@ import torch
 from scenes import begin, dataset, furthest, play, simulate, task
 from test_contract import scene
 
-from halfmoon.aggregation import AggregationContext, changed, downlinks, update
+from halfmoon.aggregation import AggregationContext, Aggregator, changed, downlinks, update
+from halfmoon.aggregation.mean import UploadMean
 from halfmoon.aggregation.privacy.clipping import Clipped
 from halfmoon.api.requirements import requirements_of
-from halfmoon.api.uploads import Upload
+from halfmoon.api.uploads import Aux, Uplink, Upload
 from halfmoon.config.schema import Config
 from halfmoon.core import tree
 from halfmoon.core.errors import UserError
-from halfmoon.core.tree import Tree
 from halfmoon.engine.loop import TooFew
 from halfmoon.methods import registry
 from halfmoon.methods.fedavg import FedAvg
@@ -27,7 +27,7 @@ ROUNDS = range(3)
 
 
 @dataclass
-class Recorder:
+class Recorder(Aggregator):
     """A guard that does `act` and keeps what it was told."""
 
     act: Any = None
@@ -39,14 +39,6 @@ class Recorder:
 
     def row(self) -> dict[str, Any]:
         return {"questions": len(self.seen)}
-
-    def ended(self, round: int) -> str | None:
-        return None
-
-
-def question(down: Tree, each: Tree, clients: tuple[int, ...]) -> AggregationContext:
-    """Return a question of round 1 that all were asked and all answered."""
-    return AggregationContext(0, 0, 0, "train", down, each, clients, len(clients), True)
 
 
 def mean_for_all(asked: AggregationContext, up: Upload) -> tuple[Sequence[int], Upload]:
@@ -63,7 +55,7 @@ def test_an_update_is_what_a_client_changed_and_nothing_else():
         "round": torch.tensor([4, 4]),
     }
     up = Upload(parts, torch.tensor([2.0, 3.0]), {"beside": torch.ones(2, 3)})
-    asked = question(down, each, (4, 7))
+    asked = AggregationContext(0, 0, 0, "train", down, each, (4, 7), 2, True)
     change = update(up, asked)
     assert {path: leaf.tolist() for path, leaf in change.items()} == {
         "params/w": [[0.5, 0.0], [-1.0, 0.0]],
@@ -83,14 +75,11 @@ def test_a_guard_that_does_nothing_changes_nothing_and_knows_who_answered():
     made, shared, plain = scene("fedavg-fixmatch", "both", client_dropout=0.4)
     aggregator = Recorder()
     _, _, baselines = scene("fedavg-fixmatch", "both", client_dropout=0.4, aggregators=[aggregator])
-    for one, two in zip(
-        play(made, plain, begin(made, shared), ROUNDS), play(made, baselines, begin(made, shared), ROUNDS), strict=True
-    ):
+    rounds = [play(made, each, begin(made, shared), ROUNDS) for each in (plain, baselines)]
+    for one, two in zip(*rounds, strict=True):
         assert furthest(two.server, one.server) == 0
         assert two.report.cohort == one.report.cohort
-    assert [(asked.round, asked.query, asked.client_update) for asked in aggregator.seen] == [
-        (k, 0, "train") for k in ROUNDS
-    ]
+    assert [asked[:4] for asked in aggregator.seen] == [(k, 0, 0, "train") for k in ROUNDS]
     assert list(aggregator.seen[-1].clients) == two.report.cohort
     assert aggregator.seen[-1].cohort == baselines.size
     assert all(asked.random_cohort for asked in aggregator.seen)
@@ -114,6 +103,36 @@ def test_whom_a_guard_leaves_out_has_not_answered():
     _, _, empty = scene("fedavg", "both", aggregators=[Recorder(lambda asked, up: ([], up))])
     with pytest.raises(TooFew, match=r"round 1, query 1 \(train\) has no usable upload"):
         play(made, empty, begin(made, shared), [0])
+
+
+def test_a_mean_reduces_what_goes_beside_as_it_is_declared() -> None:
+    """(1 * 2 + 3 * 6) / 4 = 5; sums add up; what the server needs of each client cannot be averaged; nobody weighs."""
+    uplink = Uplink(aux={"share": Aux("mean"), "moments": Aux("sum", "statistic")})
+    mean, down = UploadMean(uplink, "train"), {"params": {"w": torch.tensor([7.0])}}
+    for value, weight in ((2.0, 1.0), (6.0, 3.0), (99.0, 0.0)):
+        leaf = torch.tensor([value])
+        mean.add(Upload({"params": {"w": leaf}}, torch.tensor(weight), {"share": leaf, "moments": weight * leaf}))
+    got = mean.result(down)
+    assert (got.update["params"]["w"].tolist(), float(got.weight)) == ([5.0], 4.0)
+    assert (got.aux["share"].tolist(), got.aux["moments"].tolist()) == ([5.0], [20.0])
+    nobody = UploadMean(Uplink(), "train")
+    nobody.add(Upload({"params": {"w": torch.tensor([1.0])}}, torch.tensor(0.0)))
+    assert nobody.result(down).update == down
+    with pytest.raises(UserError, match="needs 'appu' of each client"):
+        UploadMean(Uplink(aux={"appu": Aux()}), "train")
+
+
+def test_what_a_client_update_does_not_declare_is_refused() -> None:
+    down = {"params": {"w": torch.zeros(2)}}
+    one = torch.ones(())
+    Uplink().check(Upload({"params": {"w": torch.ones(2)}, "stats": {}}, one), down, "Mine")
+    for up, said in (
+        (Upload({"more": {}}, one), "Mine sends update 'more', which it does not declare"),
+        (Upload({}, one, {"appu": one}), "Mine sends aux 'appu', which it does not declare"),
+        (Upload({"params": {"w": torch.ones(3)}}, one), "Mine sends 'params/w' as an update, but nothing"),
+    ):
+        with pytest.raises(UserError, match=said):
+            Uplink().check(up, down, "Mine")
 
 
 SUMS = [name for name in registry.names() if not registry.entry(name).singles]

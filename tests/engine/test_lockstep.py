@@ -10,7 +10,6 @@ from scenes import Snapshot, begin, dataset, furthest, play, same, simulate, tas
 from spies import Counting
 
 from halfmoon.api.types import Method
-from halfmoon.engine import driver
 from halfmoon.engine import lockstep as lockstep_module
 from halfmoon.engine.driver import Diverged
 from halfmoon.engine.evaluation import Spread
@@ -22,17 +21,9 @@ lockstep = partial(lockstep_module.lockstep, padded=Fraction(1))
 SEEDS = (0, 1, 2)
 
 
-@pytest.fixture
-def programs(monkeypatch) -> list[int]:
-    """Return of how many runs each program of the test had clients."""
-    seen, update_many = list[int](), driver.update_many
-
-    def many(contexts, *rest):
-        seen.append(len({context.seed for context in contexts}))
-        return update_many(contexts, *rest)
-
-    monkeypatch.setattr(driver, "update_many", many)
-    return seen
+def runs_of(programs: list[list[tuple[int, int]]]) -> list[int]:
+    """Return of how many runs each program had clients."""
+    return [len({seed for seed, _ in program}) for program in programs]
 
 
 def run(method: Method, seed: int, rounds: range = range(2), before: list[Snapshot] | None = None):
@@ -61,19 +52,19 @@ def agree(together: list[Snapshot], alone: list[Snapshot], costs: bool = True) -
 
 
 @pytest.mark.parametrize("name", ["fedavg-sl", "feddure", "semifed", "heterofl"])
-def test_seeds_together_are_the_seeds_alone(name: str, programs: list[int]):
+def test_seeds_together_are_the_seeds_alone(name: str, programs):
     """To rounding: without memory and with, masking padding or not, with what is sent to single clients."""
     method = registry.entry(name).method
     alone = [run(method, seed)(map) for seed in SEEDS]
-    assert set(programs) <= {1}
+    assert set(runs_of(programs)) <= {1}
     programs.clear()
     for ours, theirs in zip(lockstep([run(method, seed) for seed in SEEDS]), alone, strict=True):
         agree(ours, theirs)
-    assert max(programs) == 3
+    assert max(runs_of(programs)) == 3
 
 
 @pytest.mark.parametrize("name", ["fedavg-fixmatch", "feddure"])
-def test_a_run_that_is_behind_catches_up(name: str, programs: list[int]):
+def test_a_run_that_is_behind_catches_up(name: str, programs):
     """One goes on after its first round, one begins: two rounds in company, one alone for each at either end."""
     method = registry.entry(name).method
     first, second = run(method, 0, range(3))(map), run(method, 1, range(2))(map)
@@ -81,7 +72,7 @@ def test_a_run_that_is_behind_catches_up(name: str, programs: list[int]):
     ours, other = lockstep([run(method, 0, range(1, 3), first[:1]), run(method, 1, range(2))])
     agree(ours, first[1:], costs=False)
     agree(other, second)
-    assert programs == [1, 2, 1]
+    assert runs_of(programs) == [1, 2, 1]
 
 
 def test_alone_a_run_has_the_bits_of_one_played_apart():
@@ -91,7 +82,7 @@ def test_alone_a_run_has_the_bits_of_one_played_apart():
     assert all(same(a.server, b.server) and same(a.state, b.state) for a, b in zip(ours, theirs, strict=True))
 
 
-def test_who_diverges_leaves_the_others_their_way(programs: list[int]):
+def test_who_diverges_leaves_the_others_their_way():
     """Client 3 of one run fails in the second round: the other plays on, and the failure is told at the end."""
     ends: list[list[Snapshot]] = []
     fine, doomed = Counting(), Counting(doomed=3, when=1)
@@ -121,22 +112,15 @@ def test_a_program_that_fails_alone_is_said(monkeypatch):
         assert all(same(a.server, b.server) for a, b in zip(ours, theirs, strict=True))
 
 
-def test_about_so_many_clients_make_a_program(monkeypatch):
+def test_about_so_many_clients_make_a_program(programs):
     """Nine alike: in programs of about two, four of 2, 2, 2 and 3; of about seven, one."""
-    seen, update_many = list[int](), driver.update_many
-
-    def many(contexts, *rest):
-        seen.append(len(contexts))
-        return update_many(contexts, *rest)
-
-    monkeypatch.setattr(driver, "update_many", many)
     for most in (2, 7):
         lockstep([run(FedAvg(), seed, range(1)) for seed in SEEDS], most)
-    assert seen == [2, 2, 2, 3, 9]
+    assert [len(program) for program in programs] == [2, 2, 2, 3, 9]
 
 
 @pytest.mark.parametrize("where", ["a run", "a program"])
-def test_an_interruption_ends_all(where: str, programs: list[int], monkeypatch):
+def test_an_interruption_ends_all(where: str, programs, monkeypatch):
     """Whoever presses Ctrl-C, in a run or while clients train: no thread is left, and nobody trains any more."""
     before, closed = threading.active_count(), list[int]()
 
@@ -158,6 +142,6 @@ def test_an_interruption_ends_all(where: str, programs: list[int], monkeypatch):
 
     with pytest.raises(KeyboardInterrupt):
         lockstep([watched(seed) for seed in SEEDS])
-    assert programs == [3]
+    assert runs_of(programs) == [3]
     assert sorted(closed) == [0, 1, 2]
     assert threading.active_count() == before

@@ -40,21 +40,9 @@ UNEQUAL = ((5, 11), (1, 1), (2, 14), (4, 3))
 BARE = ((5, 11), (0, 1), (1, 14), (0, 6))
 """The same with two clients that have no label."""
 OTHERS = (
-    "proxyfl",
-    "fedloke",
-    "feddb",
-    "semifl",
-    "fedmatch",
-    "fl2",
-    "cbafed",
-    "twin-sight",
-    "protofssl",
-    "semifed",
-    "fml",
-    "rscfed",
-    "fedirm",
-    "fedcon",
-)
+    "proxyfl", "fedloke", "feddb", "semifl", "fedmatch", "fl2", "cbafed", "twin-sight", "protofssl", "semifed", "fml",
+    "rscfed", "fedirm", "fedcon",
+)  # fmt: skip
 REST = Batching("all", "rest", epochs=2)
 CLOSE = 1e-12
 THRESHOLD = 0.3
@@ -71,20 +59,16 @@ def rounds(method: Method, executor: Executor, sizes: Any = UNEQUAL, batching: B
 
 
 @pytest.fixture
-def programs(monkeypatch) -> list[int]:
-    """Return how many clients each program of the test had."""
-    seen, update_many = list[int](), driver.update_many
+def agree(programs):
+    """Return a test that a method's rounds are equal in loop and vmap, there as programs of so many clients."""
 
-    def many(contexts: Any, *rest: Any) -> Any:
-        seen.append(len(contexts))
-        return update_many(contexts, *rest)
+    def check(method: Method, *where: Any, clients: int = 4, **shared: Any) -> list[Snapshot]:
+        loop, many = (rounds(method, executor, *where, **shared) for executor in ("loop", "vmap"))
+        assert executors_agree(loop, many) < CLOSE
+        assert {len(program) for program in programs} == {clients}
+        return many
 
-    monkeypatch.setattr(driver, "update_many", many)
-    return seen
-
-
-def agree(loop: list[Snapshot], many: list[Snapshot]) -> None:
-    assert executors_agree(loop, many) < CLOSE
+    return check
 
 
 SOME = {"threshold": THRESHOLD, "delta": 1.35, "ramp_rounds": 0, "interval": 1, "tuning_passes": 2}
@@ -95,11 +79,8 @@ def of(name: str) -> Method:
     """Return a method that uses some of its pseudo-labels on random images."""
     options = registry.options(name)
     some = {key: value for key, value in SOME.items() if key in options}
-    if "tail" in options:
-        some |= {
-            "threshold": 0.25,
-            "warmup": 0.0,
-        }  # a class's share, 0.1, is added; and pseudo-labels teach from the start
+    if "tail" in options:  # a class's share, 0.1, is added; and pseudo-labels teach from the start
+        some |= {"threshold": 0.25, "warmup": 0.0}
     return registry.make(name, some)
 
 
@@ -113,13 +94,10 @@ def sizes_of(name: str) -> tuple[tuple[int, int], ...]:
 
 
 @pytest.mark.parametrize("name", FEDERATED)
-def test_unequal_clients_are_one_program_that_equals_the_loop(name, programs):
+def test_unequal_clients_are_one_program_that_equals_the_loop(name, agree):
     """Images a step, steps and sizes differ; one client has one image of each kind. All take two rounds together.
     With joint statistics; the contract's "rest" has separate ones."""
-    loop = rounds(of(name), "loop", sizes_of(name))
-    agree(loop, rounds(of(name), "vmap", sizes_of(name)))
-    assert set(programs) == {4}
-    last = loop[-1].report.pseudo
+    last = agree(of(name), sizes_of(name))[-1].report.pseudo
     assert last is None or last["share_used"] > 0
 
 
@@ -134,17 +112,15 @@ def test_unequal_clients_are_one_program_that_equals_the_loop(name, programs):
         *[(name, "separate", "running") for name in OTHERS],
     ],
 )
-def test_a_client_without_labels_is_one_of_the_program(name, statistics, labeling, programs):
+def test_a_client_without_labels_is_one_of_the_program(name, statistics, labeling, agree):
     """Its labeled images are padding alone: they teach nothing, and no running statistic sees them."""
-    shared = {"statistics": statistics, "labeling": labeling}
-    agree(rounds(of(name), "loop", BARE, **shared), rounds(of(name), "vmap", BARE, **shared))
-    assert set(programs) == {4}
+    agree(of(name), BARE, statistics=statistics, labeling=labeling)
 
 
-def test_clients_without_a_step_are_left_out(programs):
+def test_clients_without_a_step_are_left_out(agree, programs):
     """On labels alone, who has none has no step to be padded."""
-    agree(rounds(FedAvg(), "loop", BARE), rounds(FedAvg(), "vmap", BARE))
-    assert programs == [2, 2, 2, 2]
+    agree(FedAvg(), BARE, clients=2)
+    assert len(programs) == 4
 
 
 OPTIONS: list[dict[str, Any]] = [
@@ -162,11 +138,9 @@ OPTIONS: list[dict[str, Any]] = [
 
 
 @pytest.mark.parametrize("options", OPTIONS, ids=lambda options: "-".join(map(str, options.values())))
-@pytest.mark.parametrize("shared", [{}, {"statistics": "separate", "labeling": "running"}], ids=["joint", "separate"])
-def test_every_option_of_pseudo_labels_leaves_padding_out(options, shared, programs):
-    method = FedAvg(FixMatch(**{"threshold": THRESHOLD, **options}))
-    agree(rounds(method, "loop", BARE, **shared), rounds(method, "vmap", BARE, **shared))
-    assert programs == [4, 4]
+def test_every_option_of_pseudo_labels_leaves_padding_out(options, agree):
+    """Under separate statistics; under joint ones the catalog's methods do."""
+    agree(FedAvg(FixMatch(**{"threshold": THRESHOLD, **options})), BARE, statistics="separate", labeling="running")
 
 
 REGULATED: list[dict[str, Any]] = [
@@ -180,12 +154,9 @@ REGULATED: list[dict[str, Any]] = [
 
 
 @pytest.mark.parametrize("options", REGULATED, ids=lambda options: "-".join(map(str, options.values())))
-@pytest.mark.parametrize("statistics", ["joint", "separate"])
-def test_feddure_leaves_padding_out(options, statistics, programs):
+def test_feddure_leaves_padding_out(options, agree):
     """Both regulators, each alone, and what they look at: labeled losses, weights, tangents and virtual steps."""
-    method = FedDure(**options)
-    agree(rounds(method, "loop", statistics=statistics), rounds(method, "vmap", statistics=statistics))
-    assert programs == [4, 4]
+    agree(FedDure(**options), statistics="separate")
 
 
 ROWS: list[Method] = [
@@ -199,13 +170,10 @@ ROWS: list[Method] = [
 
 
 @pytest.mark.parametrize("method", ROWS, ids=lambda method: type(method).__name__.lower())
-def test_what_is_remembered_of_each_row_is_that_of_the_clients_own(method, programs):
+def test_what_is_remembered_of_each_row_is_that_of_the_clients_own(method, agree):
     """FlexMatch and SemiFed keep a label of each row: no row that is padding has one, counts, or is kept."""
-    shared: dict[str, Any] = {"statistics": "separate", "labeling": "running"}
     sizes = UNEQUAL if isinstance(method, FedDure) else BARE  # its regulators need labels
-    loop, many = rounds(method, "loop", sizes, **shared), rounds(method, "vmap", sizes, **shared)
-    agree(loop, many)
-    assert set(programs) == {4}
+    many = agree(method, sizes, statistics="separate", labeling="running")
     ends = ("thresholds/label", "/labels")
     labels = {path: leaf for path, leaf in tree.flatten(many[-1].state).items() if path.endswith(ends)}
     assert sorted(len(leaf) for leaf in labels.values()) == sorted(unlabeled for _, unlabeled in sizes)
@@ -235,11 +203,9 @@ MIXED: list[Objective] = [
 
 @pytest.mark.parametrize("objective", MIXED, ids=["mixmatch", "remixmatch", "unturned", "teacher", "pi", "averaged"])
 @pytest.mark.parametrize("shared", [{}, {"statistics": "separate", "labeling": "running"}], ids=["joint", "separate"])
-def test_objectives_of_one_place_leave_padding_out_at_clients(objective, shared, programs):
+def test_objectives_of_one_place_leave_padding_out_at_clients(objective, shared, agree):
     """Mixtures have real partners alone, and averaged teachers' statistics are counted over real rows."""
-    method, sizes = FedAvg(objective, keep_optimizer=True), BARE if objective.needs.views else UNEQUAL
-    agree(rounds(method, "loop", sizes, **shared), rounds(method, "vmap", sizes, **shared))
-    assert programs == [4, 4]
+    agree(FedAvg(objective, keep_optimizer=True), BARE if objective.needs.views else UNEQUAL, **shared)
 
 
 CHOICES: list[Method] = [
@@ -260,10 +226,9 @@ CHOICES: list[Method] = [
 
 
 @pytest.mark.parametrize("method", CHOICES, ids=lambda method: type(method).__name__.lower())
-def test_options_of_methods_leave_padding_out(method, programs):
+def test_options_of_methods_leave_padding_out(method, agree):
     """What is counted only under an option: teachers' guesses, thresholds over all rows, epochs, means."""
-    agree(rounds(method, "loop", BARE), rounds(method, "vmap", BARE))
-    assert set(programs) == {4}
+    agree(method, BARE)
 
 
 @pytest.mark.parametrize("network", [WideResNet(1, CLASSES, 1), ResNet18(1, CLASSES, 2)], ids=["wrn", "resnet18"])
@@ -281,12 +246,11 @@ def test_a_pass_of_padding_alone_stays_finite_in_a_deep_network(network):
     assert all(bool((leaf == 0).all()) for leaf in tree.leaves(gradient))
 
 
-def test_a_client_that_is_larger_than_a_pass_is_looked_at_as_alone(monkeypatch):
+def test_a_client_that_is_larger_than_a_pass_is_looked_at_as_alone(agree, monkeypatch):
     monkeypatch.setattr("halfmoon.methods.objectives.base.CHUNK", 4)
     monkeypatch.setattr(chunks, "__defaults__", (4,))
     monkeypatch.setattr(masked_chunks, "__defaults__", (4,))
-    method = FedAvg(FixMatch(threshold=THRESHOLD, labels="round"))
-    agree(rounds(method, "loop"), rounds(method, "vmap"))
+    agree(FedAvg(FixMatch(threshold=THRESHOLD, labels="round")))
 
 
 SPOILED: dict[str, Method] = {
@@ -397,9 +361,7 @@ def test_every_work_of_the_catalog_masks():
     assert FedAvg(Supervised()).client_updates(shared)["train"].needs.masks
     assert FedAvg(Supervised(decay=0.9)).client_updates(shared)["train"].needs.masks
     assert not ClientUpdate(shared).needs.masks
-    clipped = Clipped(FedAvg(FixMatch()), 1.0).client_updates(shared)["train"]
-    assert clipped.needs.masks
+    assert Clipped(FedAvg(FixMatch()), 1.0).client_updates(shared)["train"].needs.masks
     for name in FEDERATED:
-        assert all(
-            client_update.needs.masks for client_update in registry.entry(name).method.client_updates(shared).values()
-        ), name
+        for client_update in registry.entry(name).method.client_updates(shared).values():
+            assert client_update.needs.masks, name

@@ -1,21 +1,23 @@
-"""Which clients train as one program: by sizes alone, and with little padding, whatever the sizes are."""
+"""Which clients train as one program, by sizes alone and with little padding; and that it waits for no device."""
 
 import random
+from collections import Counter
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from scenes import begin, dataset, play, simulate, task
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from halfmoon.api.types import ClientUpdate
+from halfmoon.api.types import ClientUpdate, Method
 from halfmoon.contract.checks import executors_agree
-from halfmoon.engine import driver
 from halfmoon.engine.budget import ClientSize, natural
-from halfmoon.engine.driver import update_together
 from halfmoon.engine.lockstep import lockstep
 from halfmoon.engine.programs import PADDED, Extent, grouped
 from halfmoon.engine.sampling import Batching
 from halfmoon.methods.batchnorm_stats import BatchNormStatistics
 from halfmoon.methods.fedavg import FedAvg
+from halfmoon.methods.feddure import FedDure
 from halfmoon.methods.objectives import FixMatch
 
 
@@ -54,10 +56,8 @@ def test_images_a_step_count_as_steps_do():
     batching = Batching("all", "rest", steps=1)
     assert grouped(client_update(), extents([(3, 3), (12, 12)], batching, client_update())) == [[1], [0]]
     assert grouped(client_update(), extents([(6, 6), (12, 12)], batching, client_update())) == [[0, 1]]
-    assert grouped(client_update(), extents([(12, 1), (1, 12)], batching, client_update())) == [
-        [1],
-        [0],
-    ]  # unlike in kind: half
+    unlike = extents([(12, 1), (1, 12)], batching, client_update())  # in kind: half
+    assert grouped(client_update(), unlike) == [[1], [0]]
 
 
 def test_rows_count_where_they_are_looked_at():
@@ -89,36 +89,22 @@ def test_no_program_is_padded_more_than_the_bound():
             assert whole - images <= PADDED * whole
 
 
-def test_a_simulation_lifts_what_is_alike_and_answers_in_order(monkeypatch):
+def test_a_simulation_lifts_what_is_alike_and_answers_in_order(programs):
     """Five clients of which one is far larger: it trains in the loop, and the round is as without programs."""
     sizes = ((2, 4), (2, 40), (2, 5), (2, 4), (2, 5))
-    seen: list[list[int]] = []
-
-    def watched(context, down, tasks):
-        seen.append([each.client for each in tasks])
-        return update_together(context, down, tasks)
-
-    monkeypatch.setattr(driver, "update_together", watched)
     method, shared = FedAvg(FixMatch(threshold=0.3)), task()
     played = []
     for executor in ("loop", "vmap"):
         simulation = simulate(method, shared, dataset(sizes), batching=Batching(2, 4), executor=executor, cohort=5)
         simulation.local_clients.training = replace(simulation.local_clients.training, padded=PADDED)
         played.append(play(method, simulation, begin(method, shared), range(1))[0])
-    assert seen[-2:] == [[1], [0, 2, 3, 4]]
+    assert [[client for _, client in each] for each in programs] == [[0, 2, 3, 4]]
     assert executors_agree(*([one] for one in played)) < 1e-12
 
 
-def test_runs_in_lockstep_keep_the_bound(monkeypatch):
+def test_runs_in_lockstep_keep_the_bound(programs):
     """Two runs of three clients with 1, 10 and 2 steps: both large ones and a small one have 8 of 30 padded."""
-    sizes, seen = ((2, 4), (2, 40), (2, 5)), list[list[int]]()
-    update_many = driver.update_many
-
-    def watched(contexts, down, each, tasks):
-        seen.append([task.client for task in tasks])
-        return update_many(contexts, down, each, tasks)
-
-    monkeypatch.setattr(driver, "update_many", watched)
+    sizes = ((2, 4), (2, 40), (2, 5))
 
     def run(seed):
         def played(spread):
@@ -130,4 +116,54 @@ def test_runs_in_lockstep_keep_the_bound(monkeypatch):
 
     method, shared = FedAvg(FixMatch(threshold=0.3)), task()
     lockstep([run(0), run(1)])
-    assert [sorted(clients) for clients in seen] == [[1, 1, 2], [0, 0, 2]]
+    assert [sorted(client for _, client in each) for each in programs] == [[1, 1, 2], [0, 0, 2]]
+
+
+WAITING = ("_local_scalar_dense", "nonzero", "masked_select", "is_nonzero", "equal")
+"""What a device has to be waited for: `.item()`, `float`, `bool`, `if` and `x[mask]` come to these."""
+
+
+class Waits(TorchDispatchMode):
+    """Counts the calls for which a device would have to be waited for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func.overloadpacket.__name__
+        if name in WAITING:
+            self.seen[name] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def waits(method: Method, steps: int) -> Counter[str]:
+    """Return what one lifted round of three clients with so many steps waits for, the first round left out."""
+    shared = task()
+    simulation = simulate(method, shared, dataset(), batching=Batching(4, 4, steps=steps), executor="vmap")
+    server = begin(method, shared)
+    for number in range(2):
+        simulation.open(number)
+        with Waits() as counted:
+            server = method.round(simulation.task, server, simulation)
+        simulation.close()
+    return counted.seen
+
+
+METHODS = {
+    "fixmatch": FedAvg(FixMatch(threshold=0.3)),
+    "fixmatch-round": FedAvg(FixMatch(threshold=0.3, labels="round")),
+    "feddure": FedDure(),
+}
+
+EACH = 5
+"""Reads of each client when its update is over: two of its pseudo-labels, one of its losses, of its upload and of its
+weight."""
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_a_program_of_clients_waits_at_its_end_alone(name):
+    """Under vmap, which a GPU runs, a round of six steps waits as often as one of two: a few times a client."""
+    short, long = (waits(METHODS[name], steps) for steps in (2, 6))
+    assert short == long
+    assert 0 < sum(long.values()) <= EACH * 3

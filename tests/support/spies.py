@@ -154,44 +154,6 @@ class Counting:
         return server
 
 
-@dataclass(frozen=True)
-class EchoWork(ClientUpdate):
-    """Send back all that the client holds."""
-
-    def begin(self, down: Tree, memory: Tree, data: Local) -> Tree:
-        return {"nothing": down["nothing"]}
-
-    def step(self, down: Tree, carry: Tree, batch: Batch) -> tuple[Tree, StepMetrics]:
-        return carry, StepMetrics(batch.x.sum(), {}, ())
-
-    def finish(self, down: Tree, carry: Tree, data: Local) -> tuple[Upload, Tree]:
-        return Upload({}, torch.ones(()).double(), data._asdict()), {}
-
-    @property
-    def needs(self) -> Needs:
-        return Needs(uplink=Uplink((), (), "one", dict.fromkeys(Local._fields, Aux())))
-
-    def passes(self, labeled: int, unlabeled: int) -> Passes:
-        return Passes(0, 0)
-
-
-@dataclass(frozen=True)
-class Echo:
-    """A method whose clients send back all that they hold."""
-
-    def client_updates(self, task: Task) -> Mapping[str, ClientUpdate]:
-        return {"echo": EchoWork(task)}
-
-    def start(self, task: Task, model: Tree) -> Tree:
-        return {}
-
-    def round(self, task: Task, server: Tree, federation: Federation) -> Tree:
-        return federation.ask("echo", {"nothing": torch.zeros(())}).aux
-
-    def solution(self, task: Task, server: Tree) -> Tree:
-        return server
-
-
 def tensors(what: Any) -> list[Tensor]:
     """Return all tensors in nested tuples, lists and dicts."""
     if isinstance(what, Tensor):
