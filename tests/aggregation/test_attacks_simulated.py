@@ -6,9 +6,10 @@ from typing import Any, get_args
 
 import pytest
 import torch
+from callbacks import resumed
 from scenes import CLASSES, SIZES, begin, dataset, furthest, play, same
 from test_contract import scene
-from test_robust import SMALL, stopping
+from test_robust import SMALL
 
 from halfmoon.aggregation import AggregationContext
 from halfmoon.aggregation.attacks import NOISE, Attack, Hostile, hostile
@@ -245,23 +246,15 @@ def honest(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @EVERY
-def test_a_run_under_attack_repeats_itself_when_it_is_stopped(attack: Attack, honest: Path, tmp_path, monkeypatch):
+def test_a_run_under_attack_repeats_itself_when_it_is_stopped(attack: Attack, honest: Path, tmp_path: Path):
     """Killed after its second round and resumed, the run has the bytes of a straight one, noise and rows as well.
     Without the attack it has others: the option reaches the clients."""
-    run = {**HONEST, "attack": attack, "attackers": 0.2}
-    runner.start(Config(run_dir=tmp_path / "whole", **run))
-    monkeypatch.setattr(runner, "play", stopping(runner.play, 2))
-    with pytest.raises(KeyboardInterrupt):
-        runner.start(Config(run_dir=tmp_path / "cut", **run))
-    monkeypatch.undo()
-    runner.resume(tmp_path / "cut")
-    for name in ("model.safetensors", METRICS):
-        assert (tmp_path / "cut" / name).read_bytes() == (tmp_path / "whole" / name).read_bytes()
-    models = [(each / "model.safetensors").read_bytes() for each in (tmp_path / "whole", honest)]
+    folder = resumed(Config(**HONEST, attack=attack, attackers=0.2), tmp_path, 2)
+    models = [(each / "model.safetensors").read_bytes() for each in (folder, honest)]
     assert models[0] != models[1]
-    rows = [json.loads(line) for line in (tmp_path / "whole" / METRICS).read_text().splitlines()]
+    rows = [json.loads(line) for line in (folder / METRICS).read_text().splitlines()]
     assert [row["aggregation"]["hostile"] for row in rows] == [hostile(5, 0.2, 0)] * 3
-    summaries = [json.loads((each / "summary.json").read_text()) for each in (tmp_path / "whole", honest)]
+    summaries = [json.loads((each / "summary.json").read_text()) for each in (folder, honest)]
     assert summaries[0]["defenses"] == {"aggregation": "median", "attack": attack, "attackers": 0.2}
     assert summaries[1]["defenses"] == {"aggregation": "median"}
 

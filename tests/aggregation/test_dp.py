@@ -71,11 +71,7 @@ ORIGIN = {"params": {"w": torch.zeros(2)}}
 
 def test_the_stream_is_aes_in_counter_mode_from_zero() -> None:
     """E(K, 0), E(K, 1), E(K, 2) for K = 0 of 256 bits, as the GCM specification's test cases 13 and 14 print them."""
-    blocks = (
-        "dc95c078a2408989ad48a21492842087"
-        "530f8afbc74536b9a963b4f1c4cb738b"
-        "cea7403d4d606b6e074ec5d3baf39d18"
-    )  # fmt: skip
+    blocks = "dc95c078a2408989ad48a21492842087530f8afbc74536b9a963b4f1c4cb738bcea7403d4d606b6e074ec5d3baf39d18"
     assert csprng.keystream(bytes(32), 6).tobytes().hex() == blocks
     words = np.frombuffer(bytes.fromhex(blocks), "<u8")
     uniform = [(2 * (int(word) >> 12) + 1) / 2**53 for word in words]
@@ -110,14 +106,14 @@ def test_an_update_is_scaled_down_to_the_bound(dtype: torch.dtype, size: float) 
     sent = clipped(Upload(up, torch.tensor(9.0), {"new": torch.ones(3)}), down, 1.0)
     got = sent.update
     del down["steps"]
-    moved = {
-        path: (tree.flatten(up)[path].double() - leaf.double()).numpy() for path, leaf in tree.flatten(down).items()
-    }
-    length = math.sqrt(sum(float((leaf**2).sum()) for leaf in moved.values()))
-    ours = {
-        path: (tree.flatten(got)[path].double() - leaf.double()).numpy() for path, leaf in tree.flatten(down).items()
-    }
-    assert math.sqrt(math.fsum(float((leaf**2).sum()) for leaf in ours.values())) <= 1.0
+
+    def change(new: Tree) -> tuple[dict[str, np.ndarray], float]:
+        there = tree.flatten(new)
+        leaves = {path: (there[path].double() - old.double()).numpy() for path, old in tree.flatten(down).items()}
+        return leaves, math.sqrt(math.fsum(float((leaf**2).sum()) for leaf in leaves.values()))
+
+    (moved, length), (ours, sent_length) = change(up), change(got)
+    assert sent_length <= 1.0
     for path, leaf in ours.items():
         # What is rounded away of weights of about 3, or was left room for.
         assert leaf == pytest.approx(moved[path] * min(1.0, 1.0 / length), abs=40 * torch.finfo(dtype).eps)
@@ -139,10 +135,8 @@ def test_rounding_never_lengthens_a_clipped_update_beyond_the_bound(dtype: torch
 
 def test_a_bound_below_the_rounding_of_the_model_leaves_nothing() -> None:
     """Weights of 1e6 in float32 cannot move by 1e-3: an update that was clipped to that is zero."""
-    down = {"w": torch.full((3,), 1e6)}
-    assert (
-        clipped(Upload({"w": torch.full((3,), 1e6 + 7)}, torch.ones(())), down, 1e-3).update["w"].tolist() == [1e6] * 3
-    )
+    sent = clipped(Upload({"w": torch.full((3,), 1e6 + 7)}, torch.ones(())), {"w": torch.full((3,), 1e6)}, 1e-3)
+    assert sent.update["w"].tolist() == [1e6] * 3
 
 
 @pytest.mark.parametrize("name", ["feddure", "fedavg-fixmatch", "fedloke", "fml"])
@@ -177,13 +171,8 @@ def test_replacing_one_client_moves_the_sum_by_twice_the_bound_at_most() -> None
     rows = torch.randn(5, 30, generator=g) * torch.tensor([0.01, 0.1, 1.0, 10.0, 1e4])[:, None]
     down = {"params": {"w": torch.randn(30, generator=g)}}
     sums = []
-    for other in (
-        rows[0],
-        -rows[4],
-        rows[4],
-        torch.zeros(30),
-        *(torch.full((30,), x) for x in (math.nan, math.inf, 3e38)),
-    ):
+    odd = [torch.full((30,), value) for value in (0.0, math.nan, math.inf, 3e38)]
+    for other in (rows[0], -rows[4], rows[4], *odd):
         mine = torch.cat([rows[1:], other[None]]) + down["params"]["w"]
         places, total = clipped_sum(question(down, 5), Upload({"params": {"w": mine}}, torch.ones(5)), 0.5)
         assert places == ([0, 1, 2, 3, 4] if bool(other.isfinite().all()) else [0, 1, 2, 3])
@@ -291,10 +280,10 @@ def test_a_drawn_cohort_costs_no_less_than_two_neighbors_differ(cohort: int, noi
             near, far = (math.exp(-(((x - mean) / noise) ** 2) / 2) for mean in (0, way))
             return ((1 - q) * near + q * far) / (noise * math.sqrt(2 * math.pi))
 
-        value, _ = scipy.integrate.quad(
-            lambda x, a=order: density(x, 1) * (density(x, 1) / density(x, -1)) ** (a - 1), -30 * noise, 30 * noise,
-            limit=400,
-        )  # fmt: skip
+        def moment(x: float, order: int = order) -> float:
+            return density(x, 1) * (density(x, 1) / density(x, -1)) ** (order - 1)
+
+        value, _ = scipy.integrate.quad(moment, -30 * noise, 30 * noise, limit=400)
         true = math.log(value) / (order - 1)
         assert true <= curve[at] * (1 + 1e-6)
         worse += true > halved[at]
@@ -520,11 +509,10 @@ def test_a_ledger_that_cannot_be_written_stops_the_release(tmp_path: Path) -> No
 
 def test_the_same_sum_is_counted_once_and_another_one_again(tmp_path: Path) -> None:
     aggregator = private(tmp_path)
-    first = aggregator.uploads(question(ORIGIN, 1, 2), vector([1.0, 0.0]))[1]
+    _, first = aggregator.uploads(question(ORIGIN, 1, 2), vector([1.0, 0.0]))
     again = private(tmp_path)  # a server that was killed before its checkpoint
-    assert torch.equal(
-        again.uploads(question(ORIGIN, 1, 2), vector([1.0, 0.0]))[1].update["params"]["w"], first.update["params"]["w"]
-    )
+    _, second = again.uploads(question(ORIGIN, 1, 2), vector([1.0, 0.0]))
+    assert torch.equal(second.update["params"]["w"], first.update["params"]["w"])
     assert len(again.ledger.releases) == 1
     again.uploads(question(ORIGIN, 1, 2), vector([0.0, 1.0]))
     assert len(again.ledger.releases) == 2
@@ -618,9 +606,8 @@ def killing(at: int, half: bool) -> Callable[[int, bytes], None]:
 
 
 @pytest.mark.parametrize("half", [False, True], ids=["before", "half-written"])
-def test_a_private_run_that_is_killed_at_any_write_goes_on(half: bool, tmp_path: Path, monkeypatch) -> None:
+def test_a_private_run_that_is_killed_at_any_write_goes_on(half: bool, tmp_path: Path) -> None:
     """The same bytes, the ledger's and epsilon among them, as of a run that nobody stopped."""
-    monkeypatch.setattr(atomic_io.os, "fsync", lambda handle: None)
     tmp_path.joinpath("straight").mkdir()
     run(tmp_path / "straight")
     wanted = left(tmp_path / "straight")
@@ -682,12 +669,10 @@ def test_a_federation_gives_the_simulators_bits_with_the_same_secret(method: str
     runner.cell(settings.resolve(settings.load(file), {}), simulated)
     assert rehearsals.bits(run) == rehearsals.bits(simulated)
     assert (run / LEDGER).read_bytes() == (simulated / LEDGER).read_bytes()
-    told = [
-        [(row["train"], row["cohort"], row["aggregation"]) for row in rehearsals.rows(path)]
-        for path in (run, simulated)
-    ]
-    assert told[0] == told[1]
-    assert f"epsilon {told[0][-1][2]['epsilon']:.4g}" in (run / "serve.log").read_text()
+    ours, theirs = rehearsals.rows(run), rehearsals.rows(simulated)
+    for key in ("train", "cohort", "aggregation"):
+        assert [row[key] for row in ours] == [row[key] for row in theirs]
+    assert f"epsilon {ours[-1]['aggregation']['epsilon']:.4g}" in (run / "serve.log").read_text()
     # What one site sends must not decide whether another one counts.
     assert there[0].calls.rules.norm_bound == 0
 

@@ -29,15 +29,6 @@ def test_it_is_what_a_pld_accountant_approximates(noise: float, count: int, delt
     assert exact([noise] * count, delta) <= theirs * 1.0005
 
 
-def test_the_definition_holds_at_the_epsilon_that_is_found():
-    """delta = P(L > e) - exp(e) P(L' > e), with scipy's normal distribution, for one sum of z = 4 (mu = 1/2)."""
-    from scipy.stats import norm
-
-    found, mu = exact([4.0], 1e-5), 0.5
-    delta = norm.cdf(mu / 2 - found / mu) - math.exp(found) * norm.cdf(-mu / 2 - found / mu)
-    assert delta == pytest.approx(1e-5, rel=1e-6)
-
-
 def test_sums_compose_by_their_precisions():
     """Four of z are one of z / 2; nothing costs nothing; ten times the noise costs less than a tenth."""
     assert exact([8.0] * 4, 1e-5) == pytest.approx(exact([4.0], 1e-5))

@@ -1,6 +1,5 @@
 """Robust aggregation: each rule against numbers by hand, numpy and scipy; before methods, and in both executors."""
 
-import dataclasses
 import itertools
 import json
 from collections.abc import Sequence
@@ -11,12 +10,13 @@ import numpy as np
 import pytest
 import scipy
 import torch
+from callbacks import resumed
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from scenes import begin, furthest, play, same
 from test_contract import scene
 
-from halfmoon.aggregation import AggregationContext
+from halfmoon.aggregation import AggregationContext, Aggregator
 from halfmoon.aggregation.agreement import alignment, gram, median
 from halfmoon.aggregation.robust import ROOM, Robust, Rule, distances, finite, krum, tolerated, trimmed
 from halfmoon.api.uploads import Aux, Uplink, Upload
@@ -25,8 +25,6 @@ from halfmoon.core import tree
 from halfmoon.core.errors import UserError
 from halfmoon.core.tree import Tree
 from halfmoon.methods import registry
-from halfmoon.runs import runner
-from halfmoon.runs.callbacks import NullCallback, RunInfo
 from halfmoon.runs.factory import aggregators, method
 from halfmoon.storage.checkpoints import METRICS
 from halfmoon.storage.state_store import StateView, Store
@@ -397,36 +395,18 @@ def test_a_history_goes_on_where_a_run_was_stopped(tmp_path: Path):
         method="fedavg-soft-labels", data="digits", clients=6, cohort=6, labels_per_class=5.0, rounds=6, steps=4,
         width=4, threads=1, aggregation="cosine", attack="sign-flip", attackers=0.2, attack_factor=4.0,
     )  # fmt: skip
-
-    class Stop(NullCallback):
-        def round(self, run: RunInfo, row: dict[str, Any]) -> None:
-            if row["round"] == 3:
-                raise KeyboardInterrupt
-
-    runner.start(dataclasses.replace(config, run_dir=tmp_path / "straight"))
-    with pytest.raises(KeyboardInterrupt):
-        runner.start(dataclasses.replace(config, run_dir=tmp_path / "stopped"), Stop())
-    runner.resume(tmp_path / "stopped")
-    for name in (METRICS, "model.safetensors"):
-        assert (tmp_path / "stopped" / name).read_bytes() == (tmp_path / "straight" / name).read_bytes()
-    assert '"outside": [{' in (tmp_path / "straight" / METRICS).read_text()
+    assert '"outside": [{' in (resumed(config, tmp_path, 3) / METRICS).read_text()
 
 
 @pytest.mark.parametrize("rule", ONE)
 def test_what_feddb_sends_beside_a_model_has_no_say(rule: Rule):
     """With one aggregate in everyone's place, a client that lies in its mean prediction and rows changes nothing."""
 
-    class Liar:
+    class Liar(Aggregator):
         def uploads(self, question: AggregationContext, up: Upload) -> tuple[Sequence[int], Upload]:
             appu, weight = up.aux["appu"].clone(), up.weight.clone()
             appu[0], weight[0] = torch.tensor([1e6, 0.0, 0.0, -1e6]), 1e9
             return range(len(question.clients)), Upload(up.update, weight, {"appu": appu})
-
-        def row(self) -> dict[str, Any]:
-            return {}
-
-        def ended(self, round: int) -> str | None:
-            return None
 
     made, shared, honest = scene("feddb", "both", aggregators=[Robust(rule, 0.34)])
     _, _, lied = scene("feddb", "both", aggregators=[Liar(), Robust(rule, 0.34)])
@@ -457,30 +437,8 @@ SMALL: dict[str, Any] = {"clients": 5, "cohort": 5, "rounds": 3, "steps": 1, "wi
 
 
 @EVERY
-def test_a_run_that_was_stopped_goes_on_bit_by_bit(rule: Rule, tmp_path: Path, monkeypatch):
+def test_a_run_that_was_stopped_goes_on_bit_by_bit(rule: Rule, tmp_path: Path):
     """Stopped after its second round and resumed: the model and the rows, with what the guard says, are the same."""
-    config = Config(method="fedavg", aggregation=rule, run_dir=tmp_path / "whole", **SMALL)
-    runner.start(config)
-    monkeypatch.setattr(runner, "play", stopping(runner.play, 2))
-    with pytest.raises(KeyboardInterrupt):
-        runner.start(Config(method="fedavg", aggregation=rule, run_dir=tmp_path / "cut", **SMALL))
-    monkeypatch.undo()
-    runner.resume(tmp_path / "cut")
-    for name in ("model.safetensors", METRICS):
-        assert (tmp_path / "cut" / name).read_bytes() == (tmp_path / "whole" / name).read_bytes()
-    rows = [json.loads(line) for line in (tmp_path / "whole" / METRICS).read_text().splitlines()]
+    folder = resumed(Config(method="fedavg", aggregation=rule, **SMALL), tmp_path, 2)
+    rows = [json.loads(line) for line in (folder / METRICS).read_text().splitlines()]
     assert all(row["aggregation"] for row in rows)
-
-
-def stopping(original: Any, after: int) -> Any:
-    """Return a round loop that is interrupted when so many rounds are over."""
-
-    def played(experiment: Any, folder: Any, loaded: Any, watch: Any) -> Any:
-        def look(row: Any) -> None:
-            watch(row)
-            if row["round"] == after:
-                raise KeyboardInterrupt
-
-        return original(experiment, folder, loaded, look)
-
-    return played

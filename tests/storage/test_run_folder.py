@@ -8,6 +8,8 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +18,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors import safe_open
+from test_state_store import same
 
 from halfmoon.core.errors import UserError
 from halfmoon.core.tree import Tree, flatten
@@ -41,18 +44,6 @@ def play(folder: RunFolder, rounds: range) -> None:
     for round in rounds:
         folder.log({"round": round})
         folder.save(round, state_of(round), {"next": round + 1})
-
-
-def same(a: Tree, b: Tree) -> bool:
-    """Compare names, order, types, shapes, memory order and every bit."""
-    x, y = flatten(a), flatten(b)
-    return list(x) == list(y) and all(
-        p.dtype == q.dtype
-        and p.shape == q.shape
-        and p.stride() == q.stride()
-        and p.contiguous().numpy().tobytes() == q.contiguous().numpy().tobytes()
-        for p, q in zip(x.values(), y.values(), strict=True)
-    )
 
 
 def reopened(folder: RunFolder) -> RunFolder:
@@ -127,17 +118,9 @@ def test_any_tree_round_trips(tmp_path_factory: pytest.TempPathFactory, drawn: A
 def test_the_folder_holds_what_it_says(folder: RunFolder) -> None:
     play(folder, range(5))
     folder.time({"round": 4, "seconds": 1.5})
-    assert {entry.name for entry in folder.path.iterdir()} == {
-        ".lock",
-        "run.json",
-        "config.toml",
-        "metrics.jsonl",
-        "timings.jsonl",
-        "checkpoint-000003.safetensors",
-        "checkpoint-000003.json",
-        "checkpoint-000004.safetensors",
-        "checkpoint-000004.json",
-    }
+    checkpoints = {f"checkpoint-00000{round}.{kind}" for round in (3, 4) for kind in ("safetensors", "json")}
+    others = {".lock", "run.json", "config.toml", "metrics.jsonl", "timings.jsonl"}
+    assert {entry.name for entry in folder.path.iterdir()} == checkpoints | others
     assert folder.config == "rounds = 3\n"
     assert folder.identity == ONE
     assert RunFolder.open(folder.path).config == "rounds = 3\n"
@@ -228,9 +211,7 @@ def test_a_changed_byte_is_found(folder: RunFolder, suffix: str) -> None:
     state = {"w": torch.randn(300), "n": torch.tensor(3)}
     folder.save(0, state, {})
     folder.save(1, state, {"list": list(range(200))})
-    pair = {
-        name: (folder.path / name).read_bytes() for name in ("checkpoint-000001.json", "checkpoint-000001.safetensors")
-    }
+    pair = {path.name: path.read_bytes() for path in folder.path.glob("checkpoint-000001.*")}
     target = f"checkpoint-000001.{suffix}"
     tried = 0
     for changed in flips(pair[target]):
@@ -297,76 +278,80 @@ class Killed(BaseException):
     """Stands for SIGKILL: nothing after it runs, and no handler of OSError sees it."""
 
 
+CALLS = ("open", "write", "fsync", "replace")
+WHEN = pytest.mark.parametrize("when", ["amid", "after"])
+"""Before a call is after the one before it."""
+
+
+@contextmanager
+def replaced(act: Callable[..., Any], *names: str) -> Iterator[None]:
+    """Have act(name, real, *args) stand for functions of `os`."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name in names:
+            patch.setattr(os, name, partial(act, name, getattr(os, name)))
+        yield
+
+
 @contextmanager
 def dying(at: int, when: str) -> Iterator[list[str]]:
-    """Let the process die before, after or in the middle of its `at`-th call to the operating system."""
+    """Let the process die after its `at`-th call to the operating system, or amid it, of which a write does half."""
     calls: list[str] = []
 
-    def wrap(name: str, real: Callable[..., Any]) -> Callable[..., Any]:
-        def call(*args: Any, **rest: Any) -> Any:
-            if len(calls) > at:
-                raise Killed  # a dead process makes no call
-            calls.append(name)
-            if len(calls) - 1 != at:
-                return real(*args, **rest)
-            calls.append("dead")
-            if when == "after":
-                real(*args, **rest)
-            elif when == "amid" and name == "write":
-                real(args[0], bytes(args[1])[: len(args[1]) // 2])
-            raise Killed
+    def act(name: str, real: Callable[..., Any], *args: Any, **rest: Any) -> Any:
+        if len(calls) > at:
+            raise Killed  # a dead process makes no call
+        calls.append(name)
+        if len(calls) - 1 != at:
+            return real(*args, **rest)
+        calls.append("dead")
+        if when == "after":
+            real(*args, **rest)
+        elif name == "write":
+            real(args[0], bytes(args[1])[: len(args[1]) // 2])
+        raise Killed
 
-        return call
-
-    with pytest.MonkeyPatch.context() as patch:
-        for name in ("open", "write", "fsync", "replace", "unlink", "ftruncate", "remove", "rename"):
-            patch.setattr(os, name, wrap(name, getattr(os, name)))
+    with replaced(act, *CALLS, "unlink", "ftruncate", "remove", "rename"):
         yield calls
 
 
-@pytest.mark.parametrize("when", ["before", "amid", "after"])
+def killed(at: int, when: str, act: Callable[[], Any]) -> bool:
+    """Say whether a process that dies at this call came to it."""
+    with dying(at, when):
+        try:
+            act()
+        except Killed:
+            return True
+    return False
+
+
+@WHEN
 def test_a_kill_at_any_call_of_create_can_be_started_again(tmp_path: Path, when: str) -> None:
-    for at in range(100):
+    for at in count():
         path = tmp_path / f"{at}"
-        alive = True
-        with dying(at, when):
-            try:
-                RunFolder.create(path, "x = 1\n", ONE).close()
-            except Killed:
-                alive = False
+        dead = killed(at, when, lambda path=path: RunFolder.create(path, "x = 1\n", ONE).close())
         if (path / "config.toml").exists():
             with pytest.raises(UserError, match="unfinished run of this configuration"):
                 RunFolder.create(path, "x = 1\n", ONE)
         else:
             RunFolder.create(path, "x = 1\n", ONE).close()
         assert RunFolder.open(path).load() is None
-        if alive:
+        if not dead:
             break
-    else:
-        pytest.fail("create never came to its end")
 
 
-@pytest.mark.parametrize("when", ["before", "amid", "after"])
+@WHEN
 def test_a_kill_at_any_call_of_finish_leaves_an_unfinished_or_a_finished_run(tmp_path: Path, when: str) -> None:
-    for at in range(100):
+    for at in count():
         folder = RunFolder.create(tmp_path / f"{at}", "", ONE)
         play(folder, range(2))
-        alive = True
-        with dying(at, when):
-            try:
-                folder.finish(state_of(1), {}, {"accuracy": 0.5})
-            except Killed:
-                alive = False
+        dead = killed(at, when, partial(folder.finish, state_of(1), {}, {"accuracy": 0.5}))
         again = reopened(folder)
         if again.finished:
             assert (again.path / "model.safetensors").exists()
         else:
-            loaded = again.load()
-            assert loaded.round == 1
-        if alive:
+            assert again.load().round == 1
+        if not dead:
             break
-    else:
-        pytest.fail("finish never came to its end")
 
 
 def memory_of(client: str, round: int) -> Tree:
@@ -428,15 +413,10 @@ def test_the_clients_lie_beside_the_checkpoints(folder: RunFolder) -> None:
     play(folder, range(2))
     assert not (folder.path / "clients").exists()
     play_clients(folder, Store(), range(2, 5))
-    assert sorted(e.name for e in (folder.path / "clients").iterdir()) == [
-        *(
-            f"{name}.{kind}"
-            for name in ("a-000002", "a-000004", "b-000003", "b-000004", "d-000004")
-            for kind in ("copy", "safetensors")
-        ),
-        "manifest.jsonl",
-        "manifest.second",
-    ]
+    trees = ("a-000002", "a-000004", "b-000003", "b-000004", "d-000004")
+    files = {f"{name}.{kind}" for name in trees for kind in ("copy", "safetensors")}
+    found = {e.name for e in (folder.path / "clients").iterdir()}
+    assert found == files | {"manifest.jsonl", "manifest.second"}
     note = json.loads((folder.path / "checkpoint-000004.json").read_text())
     assert note["clients"]["length"] == (folder.path / "clients" / "manifest.jsonl").stat().st_size
 
@@ -480,21 +460,16 @@ def test_the_bytes_of_a_checkpoint_depend_on_its_round_alone(folder, monkeypatch
         assert 21_000 < written - before < 25_000
 
 
-@pytest.mark.parametrize("when", ["before", "amid", "after"])
+@WHEN
 @pytest.mark.parametrize(("first", "cap"), [(0, 60), (1, 10**6), (2, 0), (4, 60)])
 def test_a_kill_at_any_call_loses_no_client(tmp_path: Path, when: str, first: int, cap: int) -> None:
     """Of a round with spills and of its save: the old or the new round comes back, and ends as if nothing had been."""
     wanted = straight_clients(tmp_path / "straight", first + 3)
     seen: set[int] = set()
-    for at in range(200):
+    for at in count():
         folder, store = RunFolder.create(tmp_path / f"{at}", "", ONE), Store(None, cap)
         play_clients(folder, store, range(first))
-        alive = True
-        with dying(at, when):
-            try:
-                play_clients(folder, store, range(first, first + 1))
-            except Killed:
-                alive = False
+        dead = killed(at, when, partial(play_clients, folder, store, range(first, first + 1)))
         again = reopened(folder)
         store, last, said = gone_on(again, cap)
         assert last in (first - 1, first)
@@ -505,11 +480,9 @@ def test_a_kill_at_any_call_loses_no_client(tmp_path: Path, when: str, first: in
         again.close()
         assert files_of(again.path) == wanted
         seen.add(last)
-        if alive:
-            assert at >= 15
+        if not dead:
             break
-    else:
-        pytest.fail("save never came to its end")
+    assert at >= 15
     assert seen == {first - 1, first}
 
 
@@ -603,9 +576,8 @@ def test_a_client_damaged_twice_in_both_checkpoints_is_an_error_that_removes_not
     shared.write_bytes(shared.read_bytes()[:-1])
     before = files_of(folder.path)
     why = "clients/c-000000.safetensors was cut"
-    with pytest.raises(
-        UserError, match=f"every checkpoint is damaged \\(checkpoint-000003: {why}; checkpoint-000002: {why}"
-    ):
+    words = f"every checkpoint is damaged \\(checkpoint-000003: {why}; checkpoint-000002: {why}"
+    with pytest.raises(UserError, match=words):
         reopened(folder).load()
     assert files_of(folder.path) == before
 
@@ -653,22 +625,17 @@ def refusing(at: int, code: int) -> Iterator[list[str]]:
     """Let the `at`-th writing call, and all after it, fail with an OSError; a write puts half of its bytes down."""
     calls: list[str] = []
 
-    def wrap(name: str, real: Callable[..., Any]) -> Callable[..., Any]:
-        def call(*args: Any, **rest: Any) -> Any:
-            if name == "open" and not args[1] & os.O_CREAT:
-                return real(*args, **rest)
-            calls.append(name)
-            if len(calls) <= at:
-                return real(*args, **rest)
-            if name == "write":
-                real(args[0], bytes(args[1])[: len(args[1]) // 2])
-            raise OSError(code, os.strerror(code))
+    def act(name: str, real: Callable[..., Any], *args: Any, **rest: Any) -> Any:
+        if name == "open" and not args[1] & os.O_CREAT:
+            return real(*args, **rest)
+        calls.append(name)
+        if len(calls) <= at:
+            return real(*args, **rest)
+        if name == "write":
+            real(args[0], bytes(args[1])[: len(args[1]) // 2])
+        raise OSError(code, os.strerror(code))
 
-        return call
-
-    with pytest.MonkeyPatch.context() as patch:
-        for name in ("open", "write", "fsync", "replace"):
-            patch.setattr(os, name, wrap(name, getattr(os, name)))
+    with replaced(act, *CALLS):
         yield calls
 
 
@@ -676,7 +643,7 @@ def refusing(at: int, code: int) -> Iterator[list[str]]:
 def test_a_disk_that_refuses_leaves_the_checkpoints_before(tmp_path: Path, cap: int, code: int) -> None:
     """At whichever call: one sentence, and the run goes on to the bytes of one whose disk was never full."""
     wanted = straight_clients(tmp_path / "straight", 6)
-    for at in range(100):
+    for at in count():
         folder, store = RunFolder.create(tmp_path / f"{at}", "", ONE), Store(None, cap)
         play_clients(folder, store, range(4))
         failed = cause = None
@@ -702,8 +669,6 @@ def test_a_disk_that_refuses_leaves_the_checkpoints_before(tmp_path: Path, cap: 
         play_clients(again, store, range(last + 1, 6))
         again.close()
         assert files_of(again.path) == wanted
-    else:
-        pytest.fail("save never came to its end")
     assert at >= 15
 
 
