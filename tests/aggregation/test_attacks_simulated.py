@@ -245,11 +245,16 @@ def honest(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.parametrize("attack", ["noise", "label-flip"])
+def test_a_run_under_attack_repeats_itself_when_it_is_stopped(attack: Attack, tmp_path: Path):
+    """Killed after its second round and resumed, the run has the bytes of a straight one, noise and rows as well."""
+    resumed(Config(**HONEST, attack=attack, attackers=0.2), tmp_path, 2)
+
+
 @EVERY
-def test_a_run_under_attack_repeats_itself_when_it_is_stopped(attack: Attack, honest: Path, tmp_path: Path):
-    """Killed after its second round and resumed, the run has the bytes of a straight one, noise and rows as well.
-    Without the attack it has others: the option reaches the clients."""
-    folder = resumed(Config(**HONEST, attack=attack, attackers=0.2), tmp_path, 2)
+def test_a_run_says_that_it_is_attacked(attack: Attack, honest: Path, tmp_path: Path):
+    """Without the attack it has another model: the option reaches the clients."""
+    folder = runner.start(Config(**HONEST, attack=attack, attackers=0.2, run_dir=tmp_path / "run")).folder
     models = [(each / "model.safetensors").read_bytes() for each in (folder, honest)]
     assert models[0] != models[1]
     rows = [json.loads(line) for line in (folder / METRICS).read_text().splitlines()]

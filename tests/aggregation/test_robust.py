@@ -390,12 +390,13 @@ def test_loop_equals_vmap_behind_a_rule(rule: Rule, name: str):
 
 
 def test_a_history_goes_on_where_a_run_was_stopped(tmp_path: Path):
-    """Killed after the third of six rounds, a run that leaves a site out ends in the bytes of one that was not."""
+    """Killed after the second of four rounds, a run that leaves a site out ends in the bytes of one that was not."""
     config = Config(
-        method="fedavg-soft-labels", data="digits", clients=6, cohort=6, labels_per_class=5.0, rounds=6, steps=4,
+        method="fedavg-soft-labels", data="digits", clients=6, cohort=6, labels_per_class=5.0, rounds=4, steps=4,
         width=4, threads=1, aggregation="cosine", attack="sign-flip", attackers=0.2, attack_factor=4.0,
     )  # fmt: skip
-    assert '"outside": [{' in (resumed(config, tmp_path, 3) / METRICS).read_text()
+    last = (resumed(config, tmp_path, 2) / METRICS).read_text().splitlines()[-1]
+    assert '"outside": [{' in last
 
 
 @pytest.mark.parametrize("rule", ONE)
@@ -436,7 +437,7 @@ def test_krum_needs_enough_clients():
 SMALL: dict[str, Any] = {"clients": 5, "cohort": 5, "rounds": 3, "steps": 1, "width": 2, "threads": 1, "device": "cpu"}
 
 
-@EVERY
+@pytest.mark.parametrize("rule", ["clip", "krum"])
 def test_a_run_that_was_stopped_goes_on_bit_by_bit(rule: Rule, tmp_path: Path):
     """Stopped after its second round and resumed: the model and the rows, with what the guard says, are the same."""
     folder = resumed(Config(method="fedavg", aggregation=rule, **SMALL), tmp_path, 2)

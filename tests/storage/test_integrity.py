@@ -136,7 +136,7 @@ def test_a_damaged_file_is_refused_or_changes_no_number(stopped: Path, finished:
     """A place of each file of a finished run, and of a stopped one that goes on; the benchmark plays hundreds."""
     chance, whole = random.Random(act), numbers(finished)
     cases = [(finished, name, numbers) for name in names(finished)]
-    cases += [(stopped, name, resumed) for name in chance.sample(names(stopped), 6)]
+    cases += [(stopped, name, resumed) for name in chance.sample(names(stopped), 3)]
     for source, name, read in cases:
         folder = copy(source, tmp_path / "run")
         damage(folder / name, act, chance)

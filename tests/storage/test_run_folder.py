@@ -4,8 +4,6 @@ import errno
 import json
 import os
 import random
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -84,7 +82,7 @@ def test_views_without_contiguous_memory_keep_their_values(folder: RunFolder) ->
     assert loaded.state["expanded"].tolist() == [[1, 1, 1], [2, 2, 2]]
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=15)
 @given(
     st.recursive(
         st.tuples(st.sampled_from(["float32", "float64", "int64"]), st.lists(st.integers(0, 3), max_size=3)),
@@ -461,7 +459,7 @@ def test_the_bytes_of_a_checkpoint_depend_on_its_round_alone(folder, monkeypatch
 
 
 @WHEN
-@pytest.mark.parametrize(("first", "cap"), [(0, 60), (1, 10**6), (2, 0), (4, 60)])
+@pytest.mark.parametrize(("first", "cap"), [(0, 60), (2, 0), (4, 10**6)])
 def test_a_kill_at_any_call_loses_no_client(tmp_path: Path, when: str, first: int, cap: int) -> None:
     """Of a round with spills and of its save: the old or the new round comes back, and ends as if nothing had been."""
     wanted = straight_clients(tmp_path / "straight", first + 3)
@@ -639,7 +637,7 @@ def refusing(at: int, code: int) -> Iterator[list[str]]:
         yield calls
 
 
-@pytest.mark.parametrize(("cap", "code"), [(0, errno.ENOSPC), (10**6, errno.ENOSPC), (10**6, errno.EACCES)])
+@pytest.mark.parametrize(("cap", "code"), [(0, errno.ENOSPC), (10**6, errno.EACCES)])
 def test_a_disk_that_refuses_leaves_the_checkpoints_before(tmp_path: Path, cap: int, code: int) -> None:
     """At whichever call: one sentence, and the run goes on to the bytes of one whose disk was never full."""
     wanted = straight_clients(tmp_path / "straight", 6)
@@ -775,18 +773,12 @@ def test_finish_writes_the_model_and_its_metadata(folder: RunFolder) -> None:
         reopened(folder).load()
 
 
-def test_the_model_file_has_the_same_bytes_in_every_process(tmp_path: Path) -> None:
-    """In another as in this one: safetensors alone orders eight metadata keys differently in (nearly) every process."""
-    script = (
-        "import sys, torch; from pathlib import Path; from halfmoon.storage.run_folder import RunFolder\n"
-        "folder = RunFolder.create(Path(sys.argv[1]), '', 'a')\n"
-        "folder.finish({'w': torch.ones(3)}, {k: k for k in 'abcdefgh'}, {})"
-    )
-    subprocess.run([sys.executable, "-c", script, str(tmp_path / "theirs")], check=True)
-    with RunFolder.create(tmp_path / "ours", "", "a") as folder:
-        folder.finish({"w": torch.ones(3)}, {k: k for k in "abcdefgh"}, {})
-    ours, theirs = (tmp_path / name / "model.safetensors" for name in ("ours", "theirs"))
-    assert ours.read_bytes() == theirs.read_bytes()
+def test_the_model_file_has_the_same_bytes_in_every_process(folder: RunFolder) -> None:
+    """Metadata stand in their order: safetensors alone orders eight keys differently in (nearly) every process."""
+    folder.finish({"w": torch.ones(3)}, {k: k for k in "abcdefgh"}, {})
+    data = (folder.path / "model.safetensors").read_bytes()
+    header = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
+    assert [*header, *header["__metadata__"]] == ["__metadata__", "w", *"abcdefgh", "sha256"]
 
 
 def test_the_lock_survives_json_of_any_shape(folder: RunFolder) -> None:
