@@ -30,7 +30,6 @@ from halfmoon.runs import runner
 
 ROUNDS = 4
 CLOSE = 1e-9
-EXECUTORS = pytest.mark.parametrize("executor", ["loop", "vmap"])
 COMPILER = pytest.mark.skipif(not (shutil.which("g++") or shutil.which("clang++")), reason="needs a C++ compiler")
 
 
@@ -70,10 +69,8 @@ def gap(method: Method, executor: str, batching: Batching | None = None, **of: A
     assert not nothing
     ours, said = played(method, executor, True, batching, **of)
     assert [each.report.cohort for each in ours] == [each.report.cohort for each in plain]
-    found = [
-        furthest(getattr(a, w), getattr(b, w)) for a, b in zip(ours, plain, strict=True) for w in ("server", "state")
-    ]
-    return max(found), said
+    pairs = [pair for a, b in zip(ours, plain, strict=True) for pair in ((a.server, b.server), (a.state, b.state))]
+    return max(furthest(*pair) for pair in pairs), said
 
 
 # SemiFL remembers something of each row, and rows are filled up to the next power of two: of the four clients' numbers
@@ -95,10 +92,8 @@ def test_once_for_each_shape_whatever_the_round(name: str, executor: str, shapes
 
 def test_the_rate_is_no_constant_of_the_program(graphs: list[GraphModule]):
     """Round 2's rate is another one: a program with the first one's in it would end elsewhere, by more than 1e-3."""
-    fixed = task(rounds=ROUNDS)
-    method = FedAvg()
-    simulation = simulate(method, fixed)
-    still = play(method, simulation, begin(method, fixed), range(ROUNDS))
+    method, fixed = FedAvg(), task(rounds=ROUNDS)
+    still = play(method, simulate(method, fixed), begin(method, fixed), range(ROUNDS))
     ours, _ = played(method, "loop", True)
     assert furthest(ours[-1].server, still[-1].server) > 1e-3
 
@@ -111,9 +106,20 @@ def test_the_servers_own_steps_are_compiled_too(graphs: list[GraphModule]):
     assert len(graphs) == 3  # the server's, and of clients with rows for 8 and for 16
 
 
+def steps_of(name: str) -> tuple[str, ...]:
+    """Return the client updates and objectives of a method: those of the same ones take the same steps."""
+    updates = registry.entry(name).method.client_updates(task()).values()
+    return tuple(type(part).__name__ for each in updates for part in (each, getattr(each, "objective", None)))
+
+
+FIRST = {steps_of(name): name for name in reversed(registry.names())}
+OTHERS = sorted(set(FIRST.values()) - {name for name, *_ in SHAPES})
+"""The first method of the catalog for each kind of steps, but for those above; a proximal term is one kind more."""
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("name", registry.names())
-def test_every_method_of_the_catalog(name: str, graphs: list[GraphModule]):
+@pytest.mark.parametrize("name", [*OTHERS, "fedprox-fixmatch"])
+def test_every_kind_of_steps_of_the_catalog(name: str, graphs: list[GraphModule]):
     """To 1e-9 in float64, without a word; through vmap, which is the harder way. In two rounds, or all that differ."""
     entry = registry.entry(name)
     rounds = ROUNDS if requirements_of(entry.method).period > 1 else 2
@@ -226,7 +232,7 @@ def test_a_run_by_inductor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-@EXECUTORS
+@pytest.mark.parametrize("executor", ["loop", "vmap"])
 def test_on_a_gpu(executor: str, tmp_path: Path):
     """CUDA graphs: near a run without, and no result of a step is overwritten by the next."""
     options = {**TINY, "device": "cuda", "executor": executor}

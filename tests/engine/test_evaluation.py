@@ -15,7 +15,7 @@ from halfmoon.config.schema import Config
 from halfmoon.core import rng, tree
 from halfmoon.core.errors import UserError
 from halfmoon.data.partition.heterogeneity import jensen_shannon, mix
-from halfmoon.engine.evaluation import Examples, Quality, at_once, leaning, mean_prediction, scores, tally
+from halfmoon.engine.evaluation import Examples, Quality, at_once, leaning, mean_prediction, tally
 from halfmoon.engine.loop import measured
 from halfmoon.models import SmallCNN, track
 from halfmoon.runs import factory
@@ -42,33 +42,24 @@ def model():
 
 
 @pytest.mark.parametrize("batch", [1, 7, 50, 1000])
-def test_scores_equal_a_count(batch):
-    """Accuracy, loss and class-wise accuracy of 50 images equal the module's in eval mode, however they are cut."""
+def test_a_tally_equals_a_count(batch):
+    """Accuracy, loss and class-wise accuracy of 50 images equal the module's in eval mode, however they are cut. Each
+    cell counts images of its row's class that are said to be of its column's."""
     test = examples(50, seed=8)
     shared = task()
-    made = scores(shared.network, model(), shared.normalize, test, batch)
-    logits = spoken(test.images)
-    labels = test.labels.numpy()
-    right = logits.argmax(1) == labels
+    result = tally(shared.network, model(), shared.normalize, test, batch)
+    made, logits, labels = result.row(), spoken(test.images), test.labels.numpy()
+    said = logits.argmax(1)
+    right = said == labels
+    cells = [[int(((labels == row) & (said == column)).sum()) for column in range(CLASSES)] for row in range(CLASSES)]
+    assert result.confusion.tolist() == cells
+    assert result.confusion.T.tolist() != cells
     chance = np.exp(logits) / np.exp(logits).sum(1, keepdims=True)
     assert made["accuracy"] == right.mean()
     assert made["loss"] == pytest.approx(-np.log(chance[np.arange(50), labels]).mean(), rel=1e-10)
     assert made["per_class"] == [round(right[labels == k].mean(), 6) for k in range(CLASSES)]
-    assert len(set(logits.argmax(1))) == CLASSES
+    assert len(set(said)) == CLASSES
     assert 0 < made["accuracy"] < 1
-
-
-@pytest.mark.parametrize("batch", [7, 1000])
-def test_a_tally_equals_a_count(batch):
-    """Each cell counts images of its row's class that are said to be of its column's; the scores follow from them."""
-    test = examples(50, seed=8)
-    shared = task()
-    made = tally(shared.network, model(), shared.normalize, test, batch)
-    said, labels = spoken(test.images).argmax(1), test.labels.numpy()
-    cells = [[int(((labels == row) & (said == column)).sum()) for column in range(CLASSES)] for row in range(CLASSES)]
-    assert made.confusion.tolist() == cells
-    assert made.confusion.T.tolist() != cells
-    assert made.row() == scores(shared.network, model(), shared.normalize, test, batch)
 
 
 @pytest.mark.parametrize("batch", [1, 7, 1000])
@@ -121,9 +112,9 @@ def test_leanings_are_zero_for_the_same_and_one_without_a_common_class():
 def test_a_class_without_test_images_scores_zero():
     test = examples(30, seed=8)
     without = Examples(test.images, test.labels.clamp_max(CLASSES - 2))
-    made = scores(task().network, model(), task().normalize, without)
-    assert len(made["per_class"]) == CLASSES
-    assert made["per_class"][-1] == 0
+    per_class = tally(task().network, model(), task().normalize, without).per_class
+    assert len(per_class) == CLASSES
+    assert per_class[-1] == 0
 
 
 def test_quality_equals_a_count():
@@ -244,10 +235,9 @@ def test_a_cpu_looks_at_as_many_images_together_as_make_a_million_pixels() -> No
     assert [at_once(torch.zeros(0, 1, side, side), 1000) for side in sides] == [1000, 256, 1]
     shared, large = task(), examples(300, side=64)
     made = model()
-    one = tally(shared.network, made, shared.normalize, large)
-    parts = [tally(shared.network, made, shared.normalize, Examples(*(leaf[rows] for leaf in large)))
-             for rows in (slice(0, 256), slice(256, None))]  # fmt: skip
-    assert torch.equal(one.confusion, parts[0].confusion + parts[1].confusion)
+    parts = [Examples(*(leaf[rows] for leaf in large)) for rows in (slice(0, 256), slice(256, None))]
+    one, *cut = (tally(shared.network, made, shared.normalize, each).confusion for each in (large, *parts))
+    assert torch.equal(one, cut[0] + cut[1])
 
 
 def test_a_cpu_sends_few_images_through_the_network_in_one_pass(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from scenes import CLASSES, dataset, examples, same, simulate, task
+from scenes import CLASSES, examples, same, simulate, task
 from torch_models import TorchSmall, twin
 
 from halfmoon.api.types import Method
@@ -27,13 +27,13 @@ from halfmoon.storage.run_folder import RunFolder
 TEST = examples(40, seed=9)
 
 
-def run(path: Path, method: Method, rounds: int, **options: Any) -> tuple[Any, list[Any]]:
+def run(path: Path, method: Method, rounds: int, watch: Any = lambda row: None, **options: Any) -> tuple[Any, list]:
     """Play an experiment in a new folder, or go on there, and return what came out and the rows of metrics.jsonl."""
     shared = task(dtype=torch.float32, rounds=rounds)
     made = Experiment(method, shared, simulate(method, shared), TEST, 3, **options)
     with RunFolder.open(path) if path.exists() else RunFolder.create(path, "", "0" * 64) as folder:
         loaded = folder.load() if RunFolder.exists(path) else None
-        return play(made, folder, loaded, lambda row: None), folder.rows()
+        return play(made, folder, loaded, watch), folder.rows()
 
 
 def confusion(model: Tree) -> list[list[int]]:
@@ -74,19 +74,9 @@ def test_looking_changes_nothing(tmp_path: Path) -> None:
     often, _ = run(tmp_path / "often", FedAvg(FixMatch()), 3)
     once, rows = run(tmp_path / "once", FedAvg(FixMatch()), 3, evaluate_every=3)
     assert same(often["model"], once["model"])
+    assert same(often["model"], models(3)[-1])
     assert often["cost"] == once["cost"]
     assert ["prior" in row for row in rows] == [False, False, True]
-
-
-def test_nobody_without_unlabeled_rows_leans(tmp_path: Path) -> None:
-    """ "prior" is null where there is nothing unlabeled to look at."""
-    method, shared = FedAvg(), task(dtype=torch.float32, rounds=1)
-    sizes = ((5, 0), (3, 0), (6, 0), (4, 0))
-    made = Experiment(method, shared, simulate(method, shared, dataset(sizes)), TEST, 3)
-    with RunFolder.create(tmp_path / "run", "", "0" * 64) as folder:
-        play(made, folder, None, lambda row: None)
-    (line,) = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
-    assert json.loads(line)["prior"] is None
 
 
 def test_a_run_that_was_stopped_after_its_last_round_has_its_confusion(tmp_path: Path, passes: list[int]) -> None:
@@ -103,9 +93,8 @@ def test_a_run_that_was_stopped_after_its_last_round_has_its_confusion(tmp_path:
 
 def test_a_run_folder_has_the_counts_of_its_split_and_the_confusion(tmp_path: Path) -> None:
     """split.json is the summary of split.parquet; summary.json names the classes of its confusion."""
-    config = Config(
-        rounds=2, clients=4, cohort=2, steps=1, width=4, device="cpu", method="fedavg", run_dir=tmp_path / "run"
-    )
+    small = {"rounds": 2, "clients": 4, "cohort": 2, "steps": 1, "width": 4, "device": "cpu"}
+    config = Config(**small, method="fedavg", run_dir=tmp_path / "run")
     outcome = runner.start(config)
     data = source(config)
     split = Split.load(outcome.folder / "split.parquet")
@@ -172,11 +161,6 @@ def test_an_average_of_the_servers_models_is_what_is_evaluated(tmp_path: Path) -
     assert np.trace(made["confusion"]) / 40 == rows[-1]["test"]["accuracy"]
 
 
-def test_without_an_average_the_last_model_is_evaluated(tmp_path: Path) -> None:
-    made, _ = run(tmp_path / "run", FedAvg(FixMatch()), 3)
-    assert same(made["model"], models(3)[-1])
-
-
 def test_the_model_of_the_round_that_validation_images_choose_is_the_runs(tmp_path: Path) -> None:
     held = examples(30, seed=4)
     made, rows = run(tmp_path / "run", FedAvg(FixMatch()), 5, validation=held)
@@ -200,12 +184,9 @@ def test_average_and_choice_survive_a_kill(tmp_path: Path) -> None:
         if row["round"] == 3:
             raise KeyboardInterrupt
 
-    shared = task(dtype=torch.float32, rounds=5)
-    method = FedAvg(FixMatch())
-    made = Experiment(method, shared, simulate(method, shared), TEST, 3, **options)
-    with RunFolder.create(tmp_path / "cut", "", "0" * 64) as folder, pytest.raises(KeyboardInterrupt):
-        play(made, folder, None, stop)
-    again, rows = run(tmp_path / "cut", method, 5, **options)
+    with pytest.raises(KeyboardInterrupt):
+        run(tmp_path / "cut", FedAvg(FixMatch()), 5, stop, **options)
+    again, rows = run(tmp_path / "cut", FedAvg(FixMatch()), 5, **options)
     assert len(rows) == 5
     assert same(again["model"], whole["model"])
     assert again["accuracy"] == whole["accuracy"]
