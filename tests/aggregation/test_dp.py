@@ -481,6 +481,9 @@ def test_every_changed_byte_of_a_ledger_is_found(tmp_path: Path) -> None:
         path.write_bytes(whole[:at] + bytes([whole[at] ^ 4]) + whole[at + 1 :])
         with pytest.raises(UserError, match=r"privacy.jsonl, line [12]: it was changed or damaged"):
             Ledger(path)
+    path.write_bytes(b"[" * 100_000 + b"\n")
+    with pytest.raises(UserError, match="line 1: it was changed or damaged"):
+        Ledger(path)
 
 
 def test_a_ledger_that_lost_lines_is_no_new_beginning(tmp_path: Path) -> None:

@@ -1,16 +1,19 @@
 """Gradients and lifted programs against `torch.func`, whose answers they have to give bit by bit."""
 
-from typing import Any, cast
+import subprocess
+import sys
+from typing import Any, Literal, cast
 
 import pytest
 import torch
 import torch.func
+import torch.nn.functional as F
 from scenes import same
 from torch import Tensor
 
 from halfmoon.api.types import Pseudo, StepMetrics, WeightedMetric
 from halfmoon.core import tree
-from halfmoon.core.autodiff import grad_and_value, inside, lifted, vjp
+from halfmoon.core.autodiff import cross_entropy, grad_and_value, inside, lifted, vjp
 from halfmoon.models import SmallCNN
 
 NETWORK = SmallCNN(1, 4, 4)
@@ -116,3 +119,29 @@ def test_a_lifted_program_is_that_of_vmap():
     assert torch.equal(notes.loss, theirs.loss)
     assert all(torch.equal(a, b) for a, b in zip(notes.pseudo[0], theirs.pseudo[0], strict=True))
     assert lifted(lambda carry: {})(carry) == {}
+
+
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_a_lifted_cross_entropy_is_pytorchs(reduction: Literal["mean", "none"]) -> None:
+    g = torch.Generator().manual_seed(0)
+    logits, labels = torch.randn(3, 5, 4, generator=g, dtype=torch.float64), torch.randint(4, (3, 5), generator=g)
+    alone = [F.cross_entropy(z, y, reduction=reduction) for z, y in zip(logits, labels, strict=True)]
+    many = torch.func.vmap(lambda z, y: cross_entropy(z, y, reduction))(logits, labels)
+    assert torch.allclose(many, torch.stack(alone), rtol=0, atol=1e-14)
+    assert torch.equal(cross_entropy(logits[0], labels[0], reduction), alone[0])
+
+
+STEP = """
+import sys
+import torch
+from halfmoon.core.autodiff import cross_entropy, grad_and_value, lifted
+step = lifted(lambda p, y: grad_and_value(lambda q: (cross_entropy(q["z"], y), ()), p)[:2])
+step({"z": torch.ones(2, 3, 4)}, torch.zeros(2, 3, dtype=torch.int64))
+print({"torch._dynamo", "torch._inductor", "sympy"} & set(sys.modules))
+"""
+
+
+def test_a_lifted_step_does_not_import_sympy() -> None:
+    """It takes most of a second, of a run's first step."""
+    done = subprocess.run([sys.executable, "-c", STEP], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "set()"

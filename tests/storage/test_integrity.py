@@ -19,6 +19,7 @@ from halfmoon.runs import runner
 from halfmoon.sites.inference import load_model
 from halfmoon.storage import integrity
 from halfmoon.storage.integrity import Unsealed, seal, unseal
+from halfmoon.storage.serialization import check_seal
 
 SMALL: dict[str, Any] = {
     "data": "digits", "clients": 4, "cohort": 2, "network": "small", "width": 2, "steps": 1, "method": "fedloke",
@@ -87,12 +88,15 @@ def test_one_bit_of_a_finished_model_is_found(finished: Path, tmp_path: Path):
             load_model(path)
     path.write_bytes(whole)
     assert load_model(path).classes
+    with pytest.raises(ValueError, match="nested too deeply"):
+        check_seal((100_000).to_bytes(8, "little") + b"[" * 100_000)
 
 
 def test_a_damaged_timing_stops_nothing(stopped: Path, finished: Path, tmp_path: Path):
     folder = copy(stopped, tmp_path / "run")
     timings = (folder / "timings.jsonl").read_bytes()
-    (folder / "timings.jsonl").write_bytes(b"{nonsense\n\xff\xfe\n" + timings[5:])
+    large = b'{"round": 1, "seconds": 1%s}\n' % (400 * b"0")
+    (folder / "timings.jsonl").write_bytes(b"{nonsense\n\xff\xfe\n" + large + timings[5:])
     runner.resume(folder)
     assert (folder / "model.safetensors").read_bytes() == (finished / "model.safetensors").read_bytes()
     assert (folder / "metrics.jsonl").read_bytes() == (finished / "metrics.jsonl").read_bytes()

@@ -2,6 +2,7 @@
 
 import errno
 import json
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -68,9 +69,11 @@ def test_the_file_of_another_machine_and_a_damaged_one_are_left_to_people(tmp_pa
     owner.write_text('{"host": "elsewhere", "process": 7, "boot": "", "began": ""}')
     with pytest.raises(Conflict, match="process 7 on elsewhere"):
         locks.take(tmp_path / "l")
-    owner.write_text("{")
-    with pytest.raises(Conflict, match="cannot be read"):
-        locks.take(tmp_path / "l")
+    host = socket.gethostname()
+    for text in ("{", f'{{"host": "{host}", "process": 1e999}}', f'{{"host": "{host}", "process": {10**30}}}'):
+        owner.write_text(text)
+        with pytest.raises(Conflict, match="cannot be read"):
+            locks.take(tmp_path / "l")
 
 
 @pytest.mark.usefixtures("lockless")

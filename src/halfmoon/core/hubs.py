@@ -129,7 +129,7 @@ def portable(name: str) -> str:
             f"network {name}: {path} cannot be read ({error.strerror or error}); give a folder that save_pretrained of "
             "transformers wrote."
         ) from error
-    except (ValueError, LookupError, TypeError) as error:
+    except (ValueError, LookupError, TypeError, RecursionError) as error:
         raise UserError(f"network {name}: {path} is no configuration of a model of transformers.") from error
     # Code that a folder brings is never run.
     settings = {key: value for key, value in facts.items() if key not in _IRRELEVANT and not key.startswith("_")}

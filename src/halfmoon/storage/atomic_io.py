@@ -48,7 +48,7 @@ def numbers(path: Path, key: str, value: str) -> list[tuple[int, float]]:
     except OSError:
         return pairs
     for line in lines:
-        with suppress(ValueError, LookupError, TypeError):
+        with suppress(ValueError, LookupError, TypeError, OverflowError):
             row = parsed(line)
             number, seconds = row[key], float(row[value])
             if type(number) is int and math.isfinite(seconds):

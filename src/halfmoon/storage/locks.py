@@ -118,7 +118,7 @@ def _drop_dead(owner: Path) -> None:
         facts = atomic_io.parsed(content)
         local = facts["host"] == socket.gethostname()
         dead = local and _process(int(facts["process"])) != facts
-    except (ValueError, LookupError, TypeError):
+    except (ValueError, LookupError, TypeError, OverflowError):
         raise Conflict(errno.EWOULDBLOCK, f"{owner} cannot be read; where nobody is at work, remove it") from None
     if not dead:
         where = f"process {facts['process']} on {str(facts['host'])[:64]}"

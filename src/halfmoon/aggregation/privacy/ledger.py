@@ -4,7 +4,6 @@ A line's seal is the SHA-256 of the seal before it and of the line itself, so th
 is found. The last lines could be cut off unseen; but a round that was played has its line, and that is checked.
 """
 
-import json
 from hashlib import sha256
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -81,7 +80,7 @@ class Ledger:
     def _take(self, number: int, line: bytes) -> None:
         """Take over a line of the file."""
         try:
-            entry = json.loads(line)
+            entry = atomic_io.parsed(line)
             seal = entry.pop("seal")
             release = _release(entry)
         except (ValueError, LookupError, TypeError, AttributeError):

@@ -1,12 +1,16 @@
-"""What `keep_memory` promises: pages that are freed and taken again are not faulted in again."""
+"""What lies outside: memory that the C library keeps, a cache that is bounded, a folder of somebody else's model."""
 
 import ctypes
+import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
-from halfmoon.core import memory
+from halfmoon.core import hubs, memory
+from halfmoon.core.errors import UserError
+from halfmoon.core.user_cache import trim
 
 FAULTS = """
 import ctypes, resource, sys
@@ -45,3 +49,24 @@ def test_elsewhere_it_does_nothing(monkeypatch):
     assert not memory.keep_memory()
     monkeypatch.setattr(memory.sys, "platform", "darwin")
     assert not memory.keep_memory()
+
+
+def test_the_least_recently_used_go_first(tmp_path: Path) -> None:
+    """Three pairs of 10 + 1 bytes under a limit of 25: the oldest goes, the one that is kept counts, too."""
+    for age, name in enumerate(("new", "kept", "old")):
+        for suffix, size in ((".npy", 10), (".json", 1)):
+            path = tmp_path / f"{name}{suffix}"
+            path.write_bytes(bytes(size))
+            os.utime(path, (1000 - age, 1000 - age))
+    os.utime(tmp_path / "new.json", (1, 1))  # files of one name go together, by the one that was used last
+    trim(tmp_path, "kept", cap=25)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["kept.json", "kept.npy", "new.json", "new.npy"]
+    trim(tmp_path, "kept", cap=0)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["kept.json", "kept.npy"]
+
+
+@pytest.mark.parametrize("text", ["[" * 100_000, "[]", "{"], ids=["deep", "a list", "cut"])
+def test_a_configuration_that_is_none_is_a_sentence(tmp_path: Path, text: str) -> None:
+    (tmp_path / "config.json").write_text(text)
+    with pytest.raises(UserError, match="is no configuration of a model of transformers"):
+        hubs.portable(f"transformers:{tmp_path}")
