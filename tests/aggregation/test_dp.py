@@ -4,8 +4,9 @@ import hmac
 import json
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from hashlib import sha256
 from importlib.util import find_spec
 from itertools import count, pairwise
@@ -17,6 +18,7 @@ import pytest
 import scipy
 import torch
 from scenes import NETWORK, begin, dataset, furthest, play, simulate, split, task
+from test_run_folder import WHEN, killed
 
 from halfmoon.aggregation import AggregationContext
 from halfmoon.aggregation.privacy import accounting
@@ -42,7 +44,6 @@ from halfmoon.federation.server.runtime import RemoteRuntime
 from halfmoon.federation.server.server import FederationServer, round_line
 from halfmoon.methods import registry
 from halfmoon.runs import factory, runner
-from halfmoon.storage import atomic_io
 from halfmoon.storage.run_folder import RunFolder
 from halfmoon.storage.state_store import Store
 
@@ -573,10 +574,6 @@ def test_a_run_ends_at_its_budget_and_says_so(tmp_path: Path, capsys: pytest.Cap
     assert f"the first round alone costs {costs[0]:.4g}" in capsys.readouterr().err
 
 
-class Killed(BaseException):
-    """What ends a run in a test: nothing catches it."""
-
-
 def run(path: Path, promise: Promise = PROMISE, rounds: int = 2, every: int = 2) -> None:
     """Play a private run in a folder, or go on with it there, to its end."""
     method = Clipped(registry.make("fedavg"), promise.clip)
@@ -595,21 +592,8 @@ def left(path: Path) -> dict[str, bytes]:
     return {str(each.relative_to(path)): each.read_bytes() for each in files}
 
 
-def killing(at: int, half: bool) -> Callable[[int, bytes], None]:
-    """Return a `atomic_io.write_all` that dies at the write number `at`, after half of it or before."""
-    whole, calls = atomic_io.write_all, count()
-
-    def write(handle: int, data: bytes) -> None:
-        if next(calls) == at:
-            whole(handle, data[: len(data) // 2 if half else 0])
-            raise Killed
-        whole(handle, data)
-
-    return write
-
-
-@pytest.mark.parametrize("half", [False, True], ids=["before", "half-written"])
-def test_a_private_run_that_is_killed_at_any_write_goes_on(half: bool, tmp_path: Path) -> None:
+@WHEN
+def test_a_private_run_that_is_killed_at_any_write_goes_on(when: str, tmp_path: Path) -> None:
     """The same bytes, the ledger's and epsilon among them, as of a run that nobody stopped."""
     tmp_path.joinpath("straight").mkdir()
     run(tmp_path / "straight")
@@ -618,13 +602,8 @@ def test_a_private_run_that_is_killed_at_any_write_goes_on(half: bool, tmp_path:
     for at in count():
         path = tmp_path / f"killed-{at}"
         path.mkdir()
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(atomic_io, "write_all", killing(at, half))
-            try:
-                run(path)
-                break
-            except Killed:
-                pass
+        if not killed(at, when, partial(run, path), ["write"]):
+            break
         run(path)
         assert left(path) == wanted, at
     assert at > 10

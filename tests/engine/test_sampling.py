@@ -125,12 +125,16 @@ def test_chunking_changes_nothing(rows):
 
 
 def test_company_changes_nothing():
-    """A client's batches among others are those it has alone; when its visit is over, its last step is repeated."""
-    clients = [local(7, 23), local(3, 9, 50)]
+    """A client's batches among others are those it has alone, when its visit is over its last step is repeated, and one
+    that may draw nothing has no step and stops nobody."""
+    clients = [local(7, 23), local(3, 9, 50), local(5, 9)]
+    keep = [None, None, torch.zeros(9, dtype=torch.bool)]
     visits = [
-        visit(c, Amount(n, 4, 5), path=("visit", k)) for k, (c, n) in enumerate(zip(clients, (5, 3), strict=True))
+        visit(client, Amount(steps, 4, 5), keep=keep[k], path=("visit", k))
+        for k, (client, steps) in enumerate(zip(clients, (5, 3, 2), strict=True))
     ]
     together = list(batches(clients, visits, Views(), PIXELS, 512))
+    assert len(together) == 5
     for k, steps in ((0, 5), (1, 3)):
         alone = list(batches([clients[k]], [visits[k]], Views(), PIXELS, 512))
         assert len(alone) == steps
@@ -187,19 +191,13 @@ def test_the_rest_is_looked_at_once_an_epoch(labeled, unlabeled, epochs):
         assert 0 <= unlabeled * epochs - steps * size < steps
 
 
-def test_labels_fewer_than_a_batch_repeat():
-    """3 labeled rows in a batch of 10: three whole passes and one row more."""
-    client = local(3, 5)
-    (batch,) = batches([client], [visit(client, Amount(1, 10, 4), views=PLAIN)], PLAIN, PIXELS, 512)
-    assert sorted(batch.x_rows[0].bincount(minlength=3).tolist()) == [3, 3, 4]
-    assert batch.x.shape[1] == 10
-
-
-def test_unlabeled_rows_fewer_than_a_batch_repeat():
-    """2 unlabeled rows in a batch of 5: two whole passes and one row more."""
+def test_rows_fewer_than_a_batch_repeat():
+    """3 labeled rows in a batch of 10: three whole passes and one row more; 2 unlabeled ones in one of 5: two."""
     client = local(3, 2)
-    (batch,) = batches([client], [visit(client, Amount(1, 4, 5), views=PLAIN)], PLAIN, PIXELS, 512)
+    (batch,) = batches([client], [visit(client, Amount(1, 10, 5), views=PLAIN)], PLAIN, PIXELS, 512)
+    assert sorted(batch.x_rows[0].bincount(minlength=3).tolist()) == [3, 3, 4]
     assert sorted(batch.u_rows[0].bincount(minlength=2).tolist()) == [2, 3]
+    assert batch.x.shape[1] == 10
 
 
 def test_only_kept_rows_are_drawn():
@@ -222,21 +220,6 @@ def test_a_client_that_may_draw_nothing_takes_no_step():
     assert list(batches([client], [made], Views(), PIXELS, 512)) == []
     assert visit(local(5, 0), Amount(4, 3, 6)).amount.steps == 0
     assert visit(local(5, 0), Amount(4, 3, 0), ()).amount.steps == 4
-
-
-def test_a_client_that_may_draw_nothing_does_not_stop_the_others():
-    """Among clients lifted together one has no step: the others see the batches that they see alone."""
-    clients = [local(5, 9), local(6, 8, 50)]
-    visits = [
-        visit(clients[0], Amount(2, 3, 4), keep=torch.zeros(9, dtype=torch.bool), path=("visit", 0)),
-        visit(clients[1], Amount(2, 3, 4), path=("visit", 1)),
-    ]
-    alone = list(batches([clients[1]], [visits[1]], Views(), PIXELS, 512))
-    together = list(batches(clients, visits, Views(), PIXELS, 512))
-    assert len(together) == len(alone) == 2
-    for one, many in zip(alone, together, strict=True):
-        assert torch.equal(one.x[0], many.x[1])
-        assert torch.equal(one.u["weak"][0], many.u["weak"][1])
 
 
 @pytest.mark.parametrize(
@@ -281,19 +264,10 @@ def test_labeled_images_have_the_views_that_are_asked_for():
     assert not torch.equal(first.more_drawn["weak"]["top"], first.u_drawn["weak"]["top"][:12])
 
 
-def test_a_client_without_labels_has_no_labeled_views():
-    client = local(0, 6)
-    asked = Needs(("weak",), labeled_views=("weak", "strong"))
-    (batch, *_) = batches([client], [draw(Amount(2, 0, 3), client, SHOWN, asked, None, 0)], SHOWN, PIXELS, 512)
-    assert batch.x.shape == batch.x_views["weak"].shape == batch.x_views["strong"].shape == (1, 0, 1, 8, 8)
-
-
 def test_a_draw_shared_by_a_step_is_shared_by_its_labeled_images():
     """`Shared` counts the unlabeled images of a step (5 here); each of 3 steps with 4 labeled ones has its own draw."""
-    views = Views(Plain(), {"weak": Shared(Weak(), 5)})
-    drawn = draw(Amount(3, 4, 5), local(7, 23), views, Needs(("weak",), labeled_views=("weak",)), None, 0).more_drawn[
-        "weak"
-    ]
+    views, asked = Views(Plain(), {"weak": Shared(Weak(), 5)}), Needs(("weak",), labeled_views=("weak",))
+    drawn = draw(Amount(3, 4, 5), local(7, 23), views, asked, None, 0).more_drawn["weak"]
     rows = torch.stack([drawn["flip"], drawn["top"], drawn["left"]], 1).view(3, 4, 3)
     assert (rows == rows[:, :1]).all()
     assert len({tuple(each) for each in rows[:, 0].tolist()}) > 1
@@ -369,13 +343,13 @@ def test_an_epoch_passes_over_the_kept_rows(kept, steps):
 
 
 def test_a_client_without_labels_has_empty_labeled_batches():
-    """The batches hold no labeled image, and the unlabeled ones are those of a client that has labels."""
-    client = local(6, 30)
+    """The batches hold no labeled image in any view, and the unlabeled ones are those of a client that has labels."""
+    client, asked = local(6, 30), Needs(("plain",), labeled_views=("weak",))
     bare = client._replace(x=client.x[:0], y=client.y[:0], labeled=torch.tensor(0))
-    made = [draw(Amount(3, n, 4), c, PLAIN, Needs(("plain",)), None, 0, "v") for c, n in ((client, 2), (bare, 0))]
+    made = [draw(Amount(3, n, 4), c, PLAIN, asked, None, 0, "v") for c, n in ((client, 2), (bare, 0))]
     assert torch.equal(made[0].u_rows, made[1].u_rows)
     for batch in batches([bare], [made[1]], PLAIN, PIXELS, 512):
-        assert batch.x.shape == (1, 0, *client.x.shape[1:])
+        assert batch.x.shape == batch.x_views["weak"].shape == (1, 0, *client.x.shape[1:])
         assert batch.y.shape == (1, 0)
         assert batch.u["plain"].shape[:2] == (1, 4)
 

@@ -4,7 +4,7 @@ import errno
 import json
 import os
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from itertools import count
@@ -277,12 +277,13 @@ class Killed(BaseException):
 
 
 CALLS = ("open", "write", "fsync", "replace")
+OTHERS = (*CALLS, "unlink", "ftruncate", "remove", "rename")
 WHEN = pytest.mark.parametrize("when", ["amid", "after"])
 """Before a call is after the one before it."""
 
 
 @contextmanager
-def replaced(act: Callable[..., Any], *names: str) -> Iterator[None]:
+def replaced(act: Callable[..., Any], names: Sequence[str]) -> Iterator[None]:
     """Have act(name, real, *args) stand for functions of `os`."""
     with pytest.MonkeyPatch.context() as patch:
         for name in names:
@@ -291,8 +292,8 @@ def replaced(act: Callable[..., Any], *names: str) -> Iterator[None]:
 
 
 @contextmanager
-def dying(at: int, when: str) -> Iterator[list[str]]:
-    """Let the process die after its `at`-th call to the operating system, or amid it, of which a write does half."""
+def dying(at: int, when: str, names: Sequence[str] = OTHERS) -> Iterator[list[str]]:
+    """Let the process die after its `at`-th call of these of `os`, or amid it, of which a write does half."""
     calls: list[str] = []
 
     def act(name: str, real: Callable[..., Any], *args: Any, **rest: Any) -> Any:
@@ -308,13 +309,13 @@ def dying(at: int, when: str) -> Iterator[list[str]]:
             real(args[0], bytes(args[1])[: len(args[1]) // 2])
         raise Killed
 
-    with replaced(act, *CALLS, "unlink", "ftruncate", "remove", "rename"):
+    with replaced(act, names):
         yield calls
 
 
-def killed(at: int, when: str, act: Callable[[], Any]) -> bool:
+def killed(at: int, when: str, act: Callable[[], Any], names: Sequence[str] = OTHERS) -> bool:
     """Say whether a process that dies at this call came to it."""
-    with dying(at, when):
+    with dying(at, when, names):
         try:
             act()
         except Killed:
@@ -633,7 +634,7 @@ def refusing(at: int, code: int) -> Iterator[list[str]]:
             real(args[0], bytes(args[1])[: len(args[1]) // 2])
         raise OSError(code, os.strerror(code))
 
-    with replaced(act, *CALLS):
+    with replaced(act, CALLS):
         yield calls
 
 
