@@ -56,7 +56,9 @@ class Hostile(Aggregator):
         hostile = [place for place in everyone if context.clients[place] in self.clients]
         self._met |= {context.clients[place] for place in hostile}
         if self.attack.endswith("false-counts"):
-            up = _inflated(up, hostile)
+            weight = up.weight.clone()
+            weight[hostile] *= LIE
+            up = up._replace(weight=weight)
         change = update(up, context)
         if not hostile or not change or self.attack in ("label-flip", "false-counts"):
             return everyone, up
@@ -87,13 +89,6 @@ def hostile(clients: int, share: float, seed: int) -> list[int]:
     """Return the hostile ones among `clients`, the same in all rounds: ceil(share * clients) of them, sorted."""
     order = torch.randperm(clients, generator=rng.generator(seed, "hostile"))
     return sorted(order[: math.ceil(round(share * clients, 9))].tolist())
-
-
-def _inflated(up: Upload, hostile: Sequence[int]) -> Upload:
-    """Return uploads in which the hostile ones count `LIE` times the rows that they have."""
-    weight = up.weight.clone()
-    weight[list(hostile)] *= LIE
-    return up._replace(weight=weight)
 
 
 def _noisy(change: dict[str, Tensor], generator: torch.Generator) -> dict[str, Tensor]:

@@ -111,20 +111,17 @@ class Finite(Aggregator):
         places = finite(list(tree.leaves(up.tree)))
         lost = [client for place, client in enumerate(context.clients) if place not in places]
         if lost:
+            advice = "leave it out with --aggregation cosine, clip, median, trimmed or krum"
+            if not self.robust:
+                advice = (
+                    "an aggregation that would leave it out does not go with secure_aggregation or dp_clip; play "
+                    "without the attack, or without them"
+                )
             raise UserError(
                 f"the upload of client {lost[0]} in round {context.round + 1} ({context.client_update}) is not finite, "
-                f"and in a mean it would spoil the model: {self._advice}."
+                f"and in a mean it would spoil the model: {advice}."
             )
         return places, up
-
-    @property
-    def _advice(self) -> str:
-        if self.robust:
-            return "leave it out with --aggregation cosine, clip, median, trimmed or krum"
-        return (
-            "an aggregation that would leave it out does not go with secure_aggregation or dp_clip; play without the "
-            "attack, or without them"
-        )
 
 
 def finite(leaves: Sequence[Tensor]) -> list[int]:

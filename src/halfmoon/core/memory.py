@@ -5,7 +5,6 @@ import sys
 from contextlib import suppress
 
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # names and numbers of glibc's malloc.h
-LARGEST = 2**30
 LARGE = 2**25
 """Bytes of a model from which freed memory is given back."""
 
@@ -24,7 +23,7 @@ def keep_memory() -> bool:
     except (OSError, AttributeError):  # another C library
         return False
     mallopt.argtypes, mallopt.restype = (ctypes.c_int, ctypes.c_int), ctypes.c_int
-    return mallopt(M_MMAP_THRESHOLD, LARGEST) == 1 and mallopt(M_TRIM_THRESHOLD, 2**31 - 1) == 1
+    return mallopt(M_MMAP_THRESHOLD, 2**30) == 1 and mallopt(M_TRIM_THRESHOLD, 2**31 - 1) == 1
 
 
 def release_memory(nbytes: int) -> None:

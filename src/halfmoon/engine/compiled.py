@@ -30,9 +30,6 @@ from halfmoon.core.user_cache import user_cache
 SHAPES = 8
 """For how many shapes of its steps a client update is compiled at most, in one process."""
 
-CLIENT_UPDATES = 16
-"""Of how many client updates the programs are kept."""
-
 CACHE = "TORCHINDUCTOR_CACHE_DIR"
 """The environment variable that says where Inductor keeps its programs; processes that are started inherit it."""
 
@@ -137,7 +134,7 @@ def _program(client_update: ClientUpdate, together: bool, arguments: Arguments) 
     return programs[shape]
 
 
-@lru_cache(maxsize=CLIENT_UPDATES)
+@lru_cache(maxsize=16)
 def _programs(client_update: ClientUpdate, together: bool, threads: int) -> dict[Any, Program | str]:
     """Return the programs by shape, to be filled, of a work in any round; a number of threads is written into them."""
     return {}

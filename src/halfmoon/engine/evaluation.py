@@ -43,8 +43,6 @@ TOGETHER = 250
 COLDEST, HOTTEST = 0.05, 20.0
 """The range of temperatures: without a wrong answer among the images, the best one would be 0."""
 
-HALVINGS = 60
-
 
 class Examples(NamedTuple):
     """Images with their labels."""
@@ -227,7 +225,7 @@ def temperature(logits: Tensor, labels: Tensor) -> float:
         return float((((b * z).softmax(1) * z).sum(1) - right).mean())
 
     low, high = math.log(1 / HOTTEST), math.log(1 / COLDEST)
-    for _ in range(HALVINGS):
+    for _ in range(60):
         middle = (low + high) / 2
         low, high = (middle, high) if slope(math.exp(middle)) < 0 else (low, middle)
     return math.exp(-(low + high) / 2)

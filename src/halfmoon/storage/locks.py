@@ -18,16 +18,8 @@ from typing import Any
 
 from halfmoon.storage import atomic_io
 
-GAP = 0.001
-"""Seconds that a lock which others may wait for stays free: who takes it again at once would keep them out."""
-
 OWNER = ".owner"
 """What the file is called, behind the name of the one that cannot be locked."""
-
-REMARK = (
-    "the file system of {folder} has no locks: {file} says that this process is the only one here; where it is killed, "
-    "the next one on this machine takes over"
-)
 
 
 class Conflict(OSError):
@@ -59,7 +51,11 @@ def take(path: Path) -> Lock:
             raise Conflict(*error.args) from error
         owner = path.with_name(path.name + OWNER)
         _claim(owner)
-        return Lock(handle, owner, REMARK.format(folder=path.parent, file=owner.name))
+        remark = (
+            f"the file system of {path.parent} has no locks: {owner.name} says that this process is the only one here; "
+            "where it is killed, the next one on this machine takes over"
+        )
+        return Lock(handle, owner, remark)
     except BaseException:
         os.close(handle)
         raise
@@ -93,7 +89,7 @@ def hold(path: Path, patience: float = 0.0) -> Iterator[Lock]:
     finally:
         lock.free()
         if patience:
-            time.sleep(GAP)
+            time.sleep(0.001)  # others may wait for it: who takes it again at once would keep them out
 
 
 def _claim(owner: Path) -> None:

@@ -59,11 +59,11 @@ def with_metadata(data: bytes, meta: dict[str, str]) -> bytes:
 
     The library's own writer orders metadata by a hash that differs from process to process, and so would the file.
     """
-    end = 8 + int.from_bytes(data[:8], "little")
-    tensors = {name: entry for name, entry in json.loads(data[8:end]).items() if name != "__metadata__"}
-    header = json.dumps({"__metadata__": meta, **tensors}).encode()
-    header += b" " * (-len(header) % 8)
-    return len(header).to_bytes(8, "little") + header + data[end:]
+    header, end = _header(data)
+    del header["__metadata__"]
+    text = json.dumps({"__metadata__": meta, **header}).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text + data[end:]
 
 
 def with_seal(data: bytes, meta: dict[str, str]) -> bytes:

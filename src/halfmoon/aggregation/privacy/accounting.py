@@ -37,8 +37,6 @@ ORDERS = (*(1 + k / 10 for k in range(1, 100)), *range(11, 33), 40, 48, 64, 96, 
 APART = 2.0
 """Renyi divergence that is far enough from none for the library to convert it without a bound."""
 
-MISSING = f"epsilon needs the library dp-accounting, which is not installed: {install('privacy')}."
-
 
 class Sampled(NamedTuple):
     """A cohort that was drawn at random: `cohort` of `clients`, all alike."""
@@ -56,7 +54,9 @@ def curve(noise: float, sampled: Sampled | None) -> np.ndarray:
     try:
         from dp_accounting import dp_event
     except ImportError as error:
-        raise UserError(MISSING) from error
+        raise UserError(
+            f"epsilon needs the library dp-accounting, which is not installed: {install('privacy')}."
+        ) from error
     plain = dp_event.GaussianDpEvent(noise / 2)
     if sampled is None or sampled.cohort >= sampled.clients:
         return _divergences(plain)
