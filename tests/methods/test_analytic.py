@@ -22,8 +22,7 @@ from halfmoon.engine.evaluation import Examples
 from halfmoon.engine.local_clients import FederatedDataset
 from halfmoon.methods.analytic import MixtureHead, RidgeHead
 from halfmoon.models.efficientnet import CenteredLinear
-from halfmoon.models.feature_head import FeatureHead, FirstView, on_features
-from halfmoon.models.finetuned import finetuned
+from halfmoon.models.finetuned import FeatureHead, FirstView, finetuned, on_features
 from halfmoon.models.modules import from_factory
 from halfmoon.models.weights import Weights
 

@@ -78,7 +78,9 @@ def read(data: BinaryIO, place: str) -> Image.Image:
 
 def _decoded(file: Any, data: BinaryIO, place: str) -> Image.Image:
     tools: Any = import_module("pydicom.pixels")
-    frame, kind = chosen_frame(file), str(file.get("PhotometricInterpretation", ""))
+    count, named = _frames(file), file.get("RepresentativeFrameNumber")
+    frame = int(named) - 1 if named and 1 <= int(named) <= count else count // 2
+    kind = str(file.get("PhotometricInterpretation", ""))
     data.seek(0)
     pixels = tools.pixel_array(data, index=frame)
     if kind == "PALETTE COLOR":
@@ -129,12 +131,6 @@ def _gray(file: Any, frame: int, pixels: np.ndarray, inverted: bool, place: str)
     image.info |= {"rescale": (slope, intercept), "window": (min(ends), max(ends)), "frames": _frames(file)}
     image.info["modality"] = str(file.get("Modality", ""))
     return image
-
-
-def chosen_frame(file: Any) -> int:
-    """Return the number of the frame that stands for a file, from 0: the one that it names, else the middle one."""
-    frames, named = _frames(file), file.get("RepresentativeFrameNumber")
-    return int(named) - 1 if named and 1 <= int(named) <= frames else frames // 2
 
 
 def frames(data: bytes, place: str, which: str) -> Iterator[tuple[int, Any]]:

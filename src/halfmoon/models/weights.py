@@ -104,15 +104,13 @@ def _placed(network: Network, weights: Weights) -> dict[str, Tensor]:
         module = blank(network)
         if hubs.package(network.factory):
             named = converted(network.name, module, named)
-        constants = {name for name, _ in module.named_buffers() if network.path_of(name) not in _statistics(network)}
+        with torch.device("meta"):
+            stats = tree.flatten(network.init(torch.Generator())["stats"])
+        places = {f"stats/{path}" for path in stats}
+        constants = {name for name, _ in module.named_buffers() if network.path_of(name) not in places}
         named = {name: value for name, value in named.items() if name not in constants}
     places = {name: network.path_of(name) for name in named}
     return {place: named[name] for name, place in places.items() if place is not None}
-
-
-def _statistics(network: Network) -> set[str]:
-    with torch.device("meta"):
-        return {f"stats/{path}" for path in tree.flatten(network.init(torch.Generator())["stats"])}
 
 
 def _check_shape(weights: Weights, path: str, have: torch.Size, want: torch.Size) -> None:

@@ -39,8 +39,7 @@ from halfmoon.methods import registry
 from halfmoon.models import Network
 from halfmoon.models import registry as networks
 from halfmoon.models.efficientnet import MEAN, STD
-from halfmoon.models.feature_head import on_features
-from halfmoon.models.finetuned import finetuned, slower
+from halfmoon.models.finetuned import finetuned, on_features, slower
 from halfmoon.models.hubs import weights as published
 from halfmoon.models.network import Normalize
 from halfmoon.models.weights import read as read_weights

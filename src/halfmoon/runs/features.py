@@ -27,7 +27,7 @@ from halfmoon.data.views import Plain, View
 from halfmoon.engine.evaluation import Examples
 from halfmoon.engine.sampling import Views
 from halfmoon.methods import registry
-from halfmoon.models.feature_head import FeatureHead, FirstView, on_features
+from halfmoon.models.finetuned import FeatureHead, FirstView, on_features
 from halfmoon.models.modules import represents
 from halfmoon.models.network import Normalize
 from halfmoon.runs.pools import processors

@@ -22,7 +22,7 @@ from halfmoon.data.readers.decode import prepared
 from halfmoon.engine.evaluation import Examples
 from halfmoon.methods import registry
 from halfmoon.models.efficientnet import FEATURES, SIDE
-from halfmoon.models.feature_head import FeatureHead, FirstView, on_features
+from halfmoon.models.finetuned import FeatureHead, FirstView, on_features
 from halfmoon.models.network import Normalize
 from halfmoon.runs import factory, features
 from halfmoon.runs.factory import ImageSpec, Problem

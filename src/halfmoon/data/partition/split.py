@@ -72,8 +72,17 @@ class Split:
                 f"row {wrong[0]} of the split is the server's and unlabeled, but a server holds labeled rows only; "
                 "give the row to a client or to nobody (-1)."
             )
-        if self.stage is not None:
-            _check_stage(self.stage, self.labeled)
+        if self.stage is None:
+            return
+        if self.stage.dtype != np.int64 or self.stage.shape != self.labeled.shape:
+            size = self.labeled.size
+            raise UserError(f"a split of {size} rows needs stage as int64 ({size},); convert it first.")
+        wrong = np.flatnonzero((self.stage < 0) | (self.labeled & (self.stage != 0)))
+        if wrong.size:
+            raise UserError(
+                f"row {wrong[0]} of the split has stage {self.stage[wrong[0]]}; number the stages of unlabeled rows "
+                "from 0 and give labeled rows stage 0, as they stay."
+            )
 
     def __len__(self) -> int:
         return len(self.client)
@@ -191,17 +200,6 @@ class Split:
         if not 0 < clients <= MOST:
             raise UserError(f"{path}: it says that there are {toml.text(clients)} clients; make a new split.")
         return cls(client, labeled, clients, origin, stage[0] if stage else None)
-
-
-def _check_stage(stage: np.ndarray, labeled: np.ndarray) -> None:
-    if stage.dtype != np.int64 or stage.shape != labeled.shape:
-        raise UserError(f"a split of {labeled.size} rows needs stage as int64 ({labeled.size},); convert it first.")
-    wrong = np.flatnonzero((stage < 0) | (labeled & (stage != 0)))
-    if wrong.size:
-        raise UserError(
-            f"row {wrong[0]} of the split has stage {stage[wrong[0]]}; number the stages of unlabeled rows from 0 and "
-            "give labeled rows stage 0, as they stay."
-        )
 
 
 def hash_labels(labels: np.ndarray) -> str:
