@@ -248,8 +248,7 @@ def test_tiny_imagenet_images_lie_in_the_order_of_their_names(tmp_path: Path) ->
     """val_10 comes before val_2, whatever the order of the annotations."""
     folder = tiny(tmp_path)
     write_image(folder / "val" / "images" / "val_10.JPEG", noise(1, 64, seed=7)[0])
-    path = folder / "val" / "val_annotations.txt"
-    path.write_text(path.read_text() + f"val_10.JPEG\t{FROG}\t0\t0\t1\t1\n")
+    annotate(folder, lambda lines: [*lines, f"val_10.JPEG\t{FROG}\t0\t0\t1\t1\n"])
     source = load("tiny_imagenet", tmp_path)
     assert source.test.labels.tolist() == [2, 0, 1, 2, 1]
     np.testing.assert_array_equal(source.test.images[2], pillow_rgb(folder / "val" / "images" / "val_10.JPEG"))
@@ -273,25 +272,28 @@ def test_tiny_imagenet_in_class_folders(tmp_path: Path, inside: str, texts: bool
     assert source.classes == (FISH, FROG, CROC)
 
 
+NOTES = "val/val_annotations.txt"
+
+
 def annotate(folder: Path, change: Callable[[list[str]], list[str]]) -> None:
-    path = folder / "val" / "val_annotations.txt"
+    path = folder / NOTES
     path.write_text("".join(change(path.read_text().splitlines(keepends=True))))
 
 
 @pytest.mark.parametrize(
     ("damage", "file", "message"),
     [
-        (lambda f: annotate(f, lambda x: x[:2] + x[3:]), "val/val_annotations.txt", "no line for val_2.JPEG of val/"),
-        (lambda f: annotate(f, lambda x: [*x, "val_9.JPEG\t" + FISH]), "val/val_annotations.txt", "names val_9.JPEG,"),
+        (lambda f: annotate(f, lambda x: x[:2] + x[3:]), NOTES, "no line for val_2.JPEG of val/"),
+        (lambda f: annotate(f, lambda x: [*x, "val_9.JPEG\t" + FISH]), NOTES, "names val_9.JPEG,"),
         (
             lambda f: annotate(f, lambda x: [x[0].replace(CROC, "n99999999"), *x[1:]]),
-            "val/val_annotations.txt",
+            NOTES,
             "line 1: val_0.JPEG is of class n99999999, which is no folder of train",
         ),
-        (lambda f: annotate(f, lambda x: [*x, x[1]]), "val/val_annotations.txt", "line 5: val_1.JPEG has a line befo"),
-        (lambda f: annotate(f, lambda x: [*x, "val_1.JPEG\n"]), "val/val_annotations.txt", "line 5: expected an image"),
-        (lambda f: (f / "val" / "val_annotations.txt").unlink(), "val/val_annotations.txt", "is missing; it says"),
-        (lambda f: (f / "val" / "val_annotations.txt").write_bytes(b"\xff"), "val/val_annotations.txt", "cannot be re"),
+        (lambda f: annotate(f, lambda x: [*x, x[1]]), NOTES, "line 5: val_1.JPEG has a line befo"),
+        (lambda f: annotate(f, lambda x: [*x, "val_1.JPEG\n"]), NOTES, "line 5: expected an image"),
+        (lambda f: (f / NOTES).unlink(), NOTES, "is missing; it says"),
+        (lambda f: (f / NOTES).write_bytes(b"\xff"), NOTES, "cannot be re"),
         (lambda f: (f / "wnids.txt").write_text(f"{FISH}\n{FROG}\n"), "wnids.txt", f"it does not list {CROC}"),
         (
             lambda f: (f / "wnids.txt").write_text(f"{FISH}\n{FROG}\n{CROC}\nn12267677\n"),

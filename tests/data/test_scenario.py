@@ -39,7 +39,7 @@ def test_iid_iid_is_exact_on_cifar() -> None:
     assert (unlabeled == 45).all()
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", range(2))
 def test_iid_dir_has_the_published_shape(seed: int) -> None:
     """The notes measured, for the same routine on CIFAR, unlabeled sizes 108 / 458 / 826, 8.1 classes a client and
     a total variation of 0.53 against labels that were not stratified; stratified ones lie a little lower."""
@@ -55,7 +55,7 @@ def test_iid_dir_has_the_published_shape(seed: int) -> None:
     assert 0.44 <= total_variation(mix(labeled), mix(unlabeled)).mean() <= 0.58
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", range(2))
 def test_dir_dir_has_the_published_shape(seed: int) -> None:
     """Measured in the notes: labeled 14..132 around 51, unlabeled 114..897 around 478, 6.8 and 8.1 classes, 0.64."""
     split = Scenario(seed=seed).split(CIFAR, 10)

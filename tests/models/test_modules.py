@@ -43,8 +43,7 @@ def played(which, name: str, executor: str, model: Tree, separate: bool = False)
 
 
 @pytest.mark.parametrize("name", ["feddure", "semifl", "fedloke"])
-@pytest.mark.parametrize("executor", ["loop", "vmap"])
-@pytest.mark.parametrize("separate", [False, True])
+@pytest.mark.parametrize(("executor", "separate"), [("loop", False), ("vmap", True)])
 def test_a_module_trains_as_our_network_does(name: str, executor: str, separate: bool) -> None:
     """The small network as an nn.Module, from the same weights: two rounds, every parameter and statistic.
     To the bit where nothing is differentiated forward; FedDure's tangents come from the tape there, from jvp here."""
@@ -57,8 +56,9 @@ def test_a_module_trains_as_our_network_does(name: str, executor: str, separate:
     assert gap < 1e-12 if name == "feddure" else gap == 0
 
 
-@pytest.mark.parametrize("factory", ["grouped", "Patches"])
-@pytest.mark.parametrize("name", ["feddure", "semifl", "fedloke"])
+@pytest.mark.parametrize(
+    ("factory", "name"), [("grouped", "feddure"), ("grouped", "fedloke"), ("Patches", "feddure"), ("Patches", "semifl")]
+)
 def test_other_normalizations_stay_as_they_are(factory: str, name: str) -> None:
     """Group and layer normalization, attention: nothing is tracked, and the loop equals vmap."""
     which = network(factory)
