@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from image_files import noise, write_parquet
+from image_files import noise, refused, write_parquet
 
 from halfmoon.config.schema import Config
 from halfmoon.core.errors import UserError
@@ -53,5 +53,4 @@ def test_they_are_not_set_aside_for_validation(place: Path) -> None:
 
 def test_a_test_image_needs_its_label(place: Path) -> None:
     write_parquet(place / "test.parquet", noise(2, 8), [0, None])
-    with pytest.raises(UserError, match=r"row 1 of test has no label, but only training images can go without one"):
-        load(str(place))
+    refused(r"row 1 of test has no label, but only training images can go without one", str(place))

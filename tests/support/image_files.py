@@ -14,6 +14,9 @@ import pyarrow.parquet as pq
 import pytest
 from PIL import Image
 
+from halfmoon.core.errors import UserError
+from halfmoon.data import load
+
 
 def noise(count: int, size: int = 6, channels: int = 3, seed: int = 0) -> np.ndarray:
     return np.random.default_rng(seed).integers(0, 256, (count, size, size, channels), np.uint8)
@@ -91,3 +94,9 @@ def fake_hub(monkeypatch: pytest.MonkeyPatch, load_dataset: Callable[..., Rows])
     module.load_dataset = load_dataset  # type: ignore[attr-defined]
     module.Image = lambda decode: {"decode": decode}  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "datasets", module)
+
+
+def refused(words: str, *source: Any, **how: Any) -> None:
+    """Assert that a data set cannot be loaded, and that the sentence has these words (a regular expression)."""
+    with pytest.raises(UserError, match=words):
+        load(*source, **how)
