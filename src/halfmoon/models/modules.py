@@ -282,9 +282,13 @@ def _new_module(network: ModuleNetwork) -> nn.Module:
     return module
 
 
+def _refusal(network: ModuleNetwork, why: str) -> UserError:
+    return UserError(f"network {network.factory} cannot be carried: {why}.")
+
+
 def _check_layers(module: nn.Module, network: ModuleNetwork) -> None:
     def refuse(name: str, layer: object, why: str) -> None:
-        raise UserError(f"network {network.factory} cannot be carried: layer {name} ({type(layer).__name__}) {why}.")
+        raise _refusal(network, f"layer {name} ({type(layer).__name__}) {why}")
 
     for name, layer in module.named_modules():
         if "/" in name:
@@ -300,13 +304,11 @@ def _check_layers(module: nn.Module, network: ModuleNetwork) -> None:
         if isinstance(layer, nn.RNNBase | nn.modules.adaptive.AdaptiveLogSoftmaxWithLoss):
             refuse(name, layer, "is no layer that vmap can lift")
     if not any(True for _ in module.parameters()):
-        raise UserError(f"network {network.factory} cannot be carried: it has no parameters.")
+        raise _refusal(network, "it has no parameters")
     frozen = [name for name, each in module.named_parameters() if not each.requires_grad]
     if frozen:
-        raise UserError(
-            f"network {network.factory} cannot be carried: its parameter {frozen[0]} has requires_grad False; "
-            "leave it trainable and say --freeze instead, so that it neither travels nor is averaged."
-        )
+        words = "leave it trainable and say --freeze instead, so that it neither travels nor is averaged"
+        raise _refusal(network, f"its parameter {frozen[0]} has requires_grad False; {words}")
 
 
 @lru_cache(maxsize=32)
@@ -334,25 +336,19 @@ def _tried(network: ModuleNetwork) -> str | None:
             for hook in hooks:
                 hook.remove()
             if logits.shape != (2, network.classes):
-                raise UserError(
-                    f"network {network.factory} cannot be carried: for 2 images and {network.classes} classes it "
-                    f"returns {tuple(logits.shape)}, not (2, {network.classes})."
-                )
+                expected = f"for 2 images and {network.classes} classes"
+                raise _refusal(network, f"{expected} it returns {tuple(logits.shape)}, not (2, {network.classes})")
             vmap(lambda params: network.train(params, x)[0])(two)
             network.predict(model["params"], model["stats"], x)
     except UserError:
         raise
     except Exception as error:  # whatever somebody else's code does
-        raise UserError(
-            f"network {network.factory} cannot be carried: two images at two clients raised {type(error).__name__}: "
-            f"{one_line(error)[:240]}."
-        ) from error
+        words = f"{type(error).__name__}: {one_line(error)[:240]}"
+        raise _refusal(network, f"two images at two clients raised {words}") from error
     for name, buffer in template.constants(x.device, x.dtype).items():
         if not torch.equal(buffer, before[name]):
-            raise UserError(
-                f"network {network.factory} cannot be carried: a pass changes its buffer {name}, and a network here "
-                "keeps nothing between passes but the statistics of its batch normalizations."
-            )
+            words = "a network here keeps nothing between passes but the statistics of its batch normalizations"
+            raise _refusal(network, f"a pass changes its buffer {name}, and {words}")
     return head
 
 
@@ -362,10 +358,7 @@ def _logits(out: Any, network: ModuleNetwork) -> Tensor:
     logits = out.get("logits") if isinstance(out, Mapping) else getattr(out, "logits", None)
     if isinstance(logits, Tensor):
         return logits
-    raise UserError(
-        f"network {network.factory} cannot be carried: forward returns a {type(out).__name__}, not logits "
-        "(images, classes)."
-    )
+    raise _refusal(network, f"forward returns a {type(out).__name__}, not logits (images, classes)")
 
 
 def _norms(module: nn.Module) -> dict[str, _NormBase]:
