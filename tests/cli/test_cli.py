@@ -161,6 +161,7 @@ MISTAKES = {
     "compare --seeds 0": "the following arguments are required: --methods.",
     "compare --methods fedavg --seed 3": "unknown option '--seed' of compare: did you mean '--seeds'?",
     "compare --methods fedavg --seeds 0 x": "--seeds is 'x': it must be whole numbers from 0.",
+    f"compare --methods fedavg --seeds {'9' * 5000}": "--seeds is '9999",
     "compare --methods feddure --option hidden=3": (
         "option 'hidden' does not say of which method: in a comparison write feddure.hidden."
     ),

@@ -256,7 +256,7 @@ def _compare(args: argparse.Namespace) -> int:
     values, flags, file = base.layers(args)
     seeds = []
     for word in args.seeds:
-        if not word.isdecimal():
+        if not word.isdecimal() or len(word) > 100:
             raise UserError(f"--seeds is {word!r}: it must be whole numbers from 0.")
         seeds.append(int(word))
     for layer in (values, flags):
