@@ -27,11 +27,9 @@ def nothing(count: int) -> np.ndarray:
 
 
 def test_uncertainty_is_one_minus_the_margin():
+    """The most uncertain has rank 1, the unknown none."""
     found = Guesses(np.array([[0.5, 0.5, 0], [1, 0, 0], [0.7, 0.1, 0.2]]), np.zeros((3, 1))).uncertainty
     assert found == pytest.approx([1, 0, 0.5])
-
-
-def test_the_most_uncertain_has_rank_one_and_the_unknown_none():
     assert ranks(np.array([0.2, 0.9, np.nan, 0.5])).tolist() == [3, 1, 0, 2]
 
 
@@ -87,11 +85,8 @@ def test_the_same_folder_gives_the_same_order():
     assert (random_order(open_, 1) == random_order(open_, 1)).all()
     assert (random_order(open_, 1) != random_order(open_, 2)).any()
 
-
-def test_an_answer_takes_only_its_own_image_out_of_a_random_order():
-    open_ = np.ones(30, bool)
     before = random_order(open_)
-    open_[before[4]] = False
+    open_[before[4]] = False  # an answer takes its own image out of a random order, and no other
     assert list(random_order(open_)) == [row for n, row in enumerate(before) if n != 4]
 
 

@@ -99,11 +99,8 @@ def test_runs_are_found_in_a_run_a_comparison_and_a_sweep(tmp_path: Path, monkey
     follower = Follower(sweep)
     follower.update()
     assert (len(follower.runs), follower.left_out) == (5, 7)
-
-
-def test_a_damaged_sweep_is_no_end(tmp_path: Path):
-    (tmp_path / "sweep.json").write_text('{"cells": [1, {"at": {}, "runs": [{}]}, {"at": 3}]}')
-    assert folders(tmp_path) == []
+    (sweep / "sweep.json").write_text('{"cells": [1, {"at": {}, "runs": [{}]}, {"at": 3}]}')
+    assert folders(sweep) == [], "a damaged sweep is no end"
 
 
 def test_seeds_of_a_method_are_drawn_alike_and_other_options_are_not(tmp_path: Path):
@@ -115,12 +112,9 @@ def test_seeds_of_a_method_are_drawn_alike_and_other_options_are_not(tmp_path: P
     assert variants(runs) == ["feddure", "feddure", "feddure (2)"]
 
 
-def test_a_loss_that_is_no_number_is_an_alarm():
+def test_a_loss_that_is_no_number_or_grows_while_the_accuracy_falls_is_an_alarm():
     assert kinds([row(1), row(2, None)]) == ["diverged"]
     assert kinds([row(1), row(2)]) == []
-
-
-def test_a_loss_that_grows_while_the_accuracy_falls_is_one():
     growing = [row(n, 1.0 if n < 4 else 9.0, 0.5 if n < 4 else 0.42) for n in range(1, 8)]
     assert kinds(growing) == ["diverged"]
     better = [row(n, 1.0 if n < 4 else 9.0, 0.1 * n) for n in range(1, 8)]

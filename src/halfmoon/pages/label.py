@@ -31,17 +31,12 @@ AGAIN = 20  # answers after which the order is chosen anew
 
 @dataclass(frozen=True)
 class Options:
-    """How a folder is labeled.
+    """How a folder is labeled."""
 
-    by: who answers (None: nobody is named, "": the page asks); seed: of the order
-    window: the values of black and white, in place of the files' own
-    reader: the name of a second reader, who sees the images that have a label, and no label
-    """
-
-    by: str | None = None
-    seed: int = 0
-    window: tuple[float, float] | None = None
-    reader: str | None = None
+    by: str | None = None  # who answers; None: nobody is named, "": the page asks
+    seed: int = 0  # of the order
+    window: tuple[float, float] | None = None  # the values of black and white, in place of the files' own
+    reader: str | None = None  # a second one, who sees the images that have a label, and no label
 
 
 def open_folder(folder: Path, classes: Sequence[str] = ()) -> SiteFolder:
