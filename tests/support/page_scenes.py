@@ -11,13 +11,9 @@ METHODS = {"fedavg": "FedAvg (labeled only)", "fixmatch": "FedAvg + FixMatch", "
 ROUNDS = 12
 
 
-def accuracy_of(method: int, seed: int, round: int) -> float:
-    """A share that grows with rounds and with the number of the method."""
-    return round_to((0.55 + 0.08 * method) * (1 - math.exp(-round / 4)) + 0.01 * seed + 0.1)
-
-
-def round_to(number: float) -> float:
-    return round(number, 6)
+def accuracy_of(method: int, seed: int, number: int) -> float:
+    """A share that grows with the number of the round and of the method."""
+    return round((0.55 + 0.08 * method) * (1 - math.exp(-number / 4)) + 0.01 * seed + 0.1, 6)
 
 
 def metrics(method: int, seed: int, rounds: int, classes: int, *, prior: bool = True, steps: int = 5) -> str:
@@ -35,11 +31,11 @@ def metrics(method: int, seed: int, rounds: int, classes: int, *, prior: bool = 
         cost |= {"bytes_down": 1_000_000 * number, "bytes_up": 500_000 * number}
         row: dict[str, Any] = {"round": number, "cohort": [0, 1], "train": {}, "pseudo": pseudo, "cost": cost}
         if number % 2 == 0:
-            each = [round_to(accuracy * (0.6 + 0.8 * c / max(1, classes - 1))) for c in range(classes)]
+            each = [round(accuracy * (0.6 + 0.8 * c / max(1, classes - 1)), 6) for c in range(classes)]
             row["test"] = {"accuracy": accuracy, "loss": 1.0, "per_class": each}
             if prior:
-                flat = [round_to(1 / classes)] * classes
-                shares = [round_to(value / sum(each)) for value in each]
+                flat = [round(1 / classes, 6)] * classes
+                shares = [round(value / sum(each), 6) for value in each]
                 row["prior"] = {"app_u": shares, "labeled": flat, "unlabeled": flat, "accuracy": shares}
                 row["prior"] |= {"js_app_u": 0.2 / number, "js_labeled": 0.1 + 0.01 * method}
         lines.append(json.dumps(row) + "\n")
@@ -65,7 +61,6 @@ def write_run(
     *,
     names: list[str] | None = None,
     title: str = "",
-    rounds: int = ROUNDS,
     finished: bool = True,
     extras: bool = True,
     split: dict[str, Any] | None = None,
@@ -79,14 +74,14 @@ def write_run(
     path.mkdir(parents=True)
     (path / "run.json").write_text(json.dumps({"identity": f"id-{key}-{seed}-{config}", "halfmoon": "0.1.0"}))
     (path / "config.toml").write_text(f'method = "{key}"\ndata = "{data}"\nseed = {seed}\n{config}')
-    (path / "metrics.jsonl").write_text(metrics(method, seed, rounds, len(names), prior=extras, steps=steps))
-    (path / "timings.jsonl").write_text("".join(f'{{"round": {r}, "seconds": 0.5}}\n' for r in range(1, rounds + 1)))
-    last = accuracy_of(method, seed, rounds)
-    cost = {"labeled_steps": steps * rounds, "labeled_images": 10, "unlabeled_images": 20}
-    cost |= {"forward": 100 * (1 + method) * rounds, "backward": 10}
-    cost |= {"bytes_down": 1_000_000 * rounds, "bytes_up": 500_000 * rounds}
+    (path / "metrics.jsonl").write_text(metrics(method, seed, ROUNDS, len(names), prior=extras, steps=steps))
+    (path / "timings.jsonl").write_text("".join(f'{{"round": {r}, "seconds": 0.5}}\n' for r in range(1, ROUNDS + 1)))
+    last = accuracy_of(method, seed, ROUNDS)
+    cost = {"labeled_steps": steps * ROUNDS, "labeled_images": 10, "unlabeled_images": 20}
+    cost |= {"forward": 100 * (1 + method) * ROUNDS, "backward": 10}
+    cost |= {"bytes_down": 1_000_000 * ROUNDS, "bytes_up": 500_000 * ROUNDS}
     summary: dict[str, Any] = {"method": key, "title": title or METHODS[key], "seed": seed, "cost": cost}
-    summary |= {"accuracy": {"last": last, "best": last, "best_round": rounds}, "seconds": 0.5 * rounds}
+    summary |= {"accuracy": {"last": last, "best": last, "best_round": ROUNDS}, "seconds": 0.5 * ROUNDS}
     if extras:
         size = len(names)
         matrix = [[80 if t == p else 20 if p == (t + 1) % size else 0 for p in range(size)] for t in range(size)]
