@@ -280,15 +280,9 @@ def run(folder: Path) -> None:
     import halfmoon
 
     data = folder.parent / "data" / "pneumonia_mnist"
-    own = {
-        "network": "small",
-        "method": "fedavg",
-        "rounds": 1,
-        "validation_share": 0.2,
-        "clients": 5,
-        "labeled_batch": 2,
-    }
-    halfmoon.run(halfmoon.Config.of(data=str(data), run_dir=folder, **own))
+    own = {"network": "small", "method": "fedavg", "rounds": 1, "validation_share": 0.2, "clients": 5}
+    even = {"setting": "iid-iid", "labels_per_class": 5.0}
+    halfmoon.run(halfmoon.Config.of(data=str(data), run_dir=folder, **own, **even))
 
 
 def smaller(value: Any, small: Any) -> Any:

@@ -130,7 +130,7 @@ def found(place: str, folder: Path) -> Town:
 @contextmanager
 def quick() -> Iterator[None]:
     """Do without what a rehearsal need not wait for: a disk that survives the machine's fall, a look every 0.1 s, and
-    300 of the digits' test images."""
+    all of the digits' test images but 60."""
     digits = sources._digits
 
     def few(mirror: bool) -> Source:
