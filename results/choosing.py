@@ -10,7 +10,6 @@ defaults.
 """
 
 import argparse
-import csv
 import itertools
 import json
 import sys
@@ -106,7 +105,7 @@ def play(data: str, place: str, rows: list[str], seeds: list[int], runs: Path, f
     """Play what is missing, seed by seed, so that what was played at any moment compares."""
     from halfmoon.runs import runner
 
-    done = {(line["data"], line["place"], line["row"], line["seed"]) for line in lines()}
+    done = {(line["data"], line["place"], line["row"], line["seed"]) for line in evidence.records(LINES)}
     for seed in seeds:
         for row in rows:
             if (data, place, row, seed) in done:
@@ -124,18 +123,13 @@ def play(data: str, place: str, rows: list[str], seeds: list[int], runs: Path, f
             print(json.dumps(line), flush=True)
 
 
-def lines() -> list[dict[str, Any]]:
-    """Return what was played."""
-    return [json.loads(line) for line in LINES.read_text().splitlines()] if LINES.exists() else []
-
-
 def table(data: str, place: str, part: str = "accuracy") -> list[dict[str, Any]]:
     """Return a row a method, with its paired differences to labels alone and to FixMatch, in points.
 
     `part` is "accuracy", of the test images, or "held", of the training images that were set aside.
     """
     found: dict[str, dict[int, dict[str, Any]]] = {}
-    for line in lines():
+    for line in evidence.records(LINES):
         if (line["data"], line["place"]) == (data, place) and part in line:
             found.setdefault(line["row"], {})[line["seed"]] = line
     made = []
@@ -169,17 +163,13 @@ def report() -> None:
     page, sheets = TABLE.read_text(), []
     for data, place, (part, words) in itertools.product(SETS, PLACES, PARTS.items()):
         rows = table(data, place, part)
-        begin, end = f"<!-- table: {data}, {place}{words} -->\n", "<!-- /table -->"
+        begin = f"<!-- table: {data}, {place}{words} -->\n"
         if not rows or begin not in page:
             continue
         sheets += rows
-        before, after = page.split(begin, 1)
-        page = f"{before}{begin}\n{_markdown(rows, place)}\n{end}{after.split(end, 1)[1]}"
+        page = evidence.renewed(page, begin, _markdown(rows, place))
     TABLE.write_text(page)
-    with SHEET.open("w", newline="") as file:
-        sheet = csv.DictWriter(file, names, extrasaction="ignore", lineterminator="\n")
-        sheet.writeheader()
-        sheet.writerows({k: round(v, 3) if isinstance(v, float) else v for k, v in row.items()} for row in sheets)
+    evidence.write_sheet(SHEET, names, sheets)
 
 
 def _markdown(rows: list[dict[str, Any]], place: str) -> str:

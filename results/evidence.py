@@ -15,7 +15,9 @@ import math
 import statistics
 import sys
 import time
+from collections.abc import Iterable
 from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -30,7 +32,8 @@ PAGES = (
     HERE / "evidence_older.md",
     HERE.parent / "docs" / "index.md",
 )
-"""Where tables stand, between `<!-- table: NAME -->` and `<!-- /table -->`."""
+"""Where tables stand, between `<!-- table: NAME -->` and `END`."""
+END = "<!-- /table -->"
 
 SHARED: dict[str, Any] = {"setting": "dir-dir", "dirichlet_alpha": 0.5, "schedule": "cosine", "labeled_view": "weak",
                           "network": "small", "budget": "labeled-steps", "reference": "feddure", "device": "cpu",
@@ -215,7 +218,7 @@ def configured(data: str, row: str, seed: int, folder: Path | None) -> Any:
 
 def play(data: str, rows: list[str], seeds: list[int], runs: Path, folder: Path | None) -> None:
     """Play what is missing, seed by seed, so that what was played at any moment compares."""
-    done = {(line["data"], line["row"], line["seed"]) for line in lines()}
+    done = {(line["data"], line["row"], line["seed"]) for line in records(LINES)}
     for seed in seeds:
         for row in rows:
             if (data, row, seed) in done:
@@ -323,9 +326,23 @@ def _alone(config: Any, problem: Any, clients: int) -> float:
     return found
 
 
-def lines() -> list[dict[str, Any]]:
-    """Return what was played."""
-    return [json.loads(line) for line in LINES.read_text().splitlines()] if LINES.exists() else []
+def records(path: Path) -> list[dict[str, Any]]:
+    """Return what was played, a line a run."""
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def renewed(page: str, begin: str, text: str) -> str:
+    """Return a page with a text in place of what stands between the mark `begin` and the next `END`."""
+    before, after = page.split(begin, 1)
+    return f"{before}{begin}\n{text}\n{END}{after.split(END, 1)[1]}"
+
+
+def write_sheet(path: Path, names: tuple[str, ...], rows: Iterable[dict[str, Any]]) -> None:
+    """Write the numbers behind tables, with three digits."""
+    with path.open("w", newline="") as file:
+        sheet = csv.DictWriter(file, names, extrasaction="ignore", lineterminator="\n")
+        sheet.writeheader()
+        sheet.writerows({k: round(v, 3) if isinstance(v, float) else v for k, v in row.items()} for row in rows)
 
 
 def table(data: str, key: str = "last") -> list[dict[str, Any]]:
@@ -334,7 +351,7 @@ def table(data: str, key: str = "last") -> list[dict[str, Any]]:
     `key` is one of `PARTS`.
     """
     found: dict[str, dict[int, dict[str, Any]]] = {}
-    for line in lines():
+    for line in records(LINES):
         if line["data"] == data and key in line["accuracy"]:
             found.setdefault(line["row"], {})[line["seed"]] = line["accuracy"]
     base = {seed: 100 * each[key] for seed, each in found.get(FLOOR, {}).items()}
@@ -382,24 +399,19 @@ def report() -> None:
     found = {(data, key): table(data, key) for data in SETS for key in PARTS}
     found = {which: rows for which, rows in found.items() if any(row["row"] == FLOOR for row in rows)}
     names = ("data", "images", "row", "seeds", "last", "deviation", "chosen", "difference", "half", "share")
-    with SHEET.open("w", newline="") as file:
-        sheet = csv.DictWriter(file, names, extrasaction="ignore", lineterminator="\n")
-        sheet.writeheader()
-        for rows in found.values():
-            sheet.writerows({k: round(v, 3) if isinstance(v, float) else v for k, v in row.items()} for row in rows)
+    write_sheet(SHEET, names, chain.from_iterable(found.values()))
     tables = {f"{data}{PARTS[key].words}": _markdown(rows, PARTS[key].head) for (data, key), rows in found.items()}
     tables["in short"] = _columns(_short(found, PICTURED))
     first = _short(found, FIRST)
     tables["first"] = _columns({head: cells for head, cells in first.items() if head not in LATER})
     pages = {path: path.read_text() for path in PAGES}
     for title, table_ in tables.items():
-        begin, end = f"<!-- table: {title} -->\n", "<!-- /table -->"
+        begin = f"<!-- table: {title} -->\n"
         if not any(begin in page for page in pages.values()):
-            raise SystemExit(f"No page has a block for {title}: write {begin.strip()} and {end} into {PAGES[0]}.")
+            raise SystemExit(f"No page has a block for {title}: write {begin.strip()} and {END} into {PAGES[0]}.")
         for path, page in pages.items():
             if begin in page:
-                before, after = page.split(begin, 1)
-                pages[path] = f"{before}{begin}\n{table_}\n{end}{after.split(end, 1)[1]}"
+                pages[path] = renewed(page, begin, table_)
     for path, page in pages.items():
         path.write_text(page)
     _draw(found)

@@ -18,11 +18,11 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from evidence import deviation, half_interval, interval, spread
+from evidence import deviation, half_interval, interval, records, renewed, spread
 
 HERE = Path(__file__).parent
 LINES, TABLE = HERE / "feddure_budget.jsonl", HERE / "feddure_budget.md"
-BEGIN, END = "<!-- table -->\n", "<!-- /table -->"
+BEGIN = "<!-- table -->\n"
 
 SHARED: dict[str, Any] = {"data": "cifar10", "clients": 100, "cohort": 5, "setting": "dir-dir", "dirichlet_alpha": 0.5,
                           "labels_per_class": 5.0, "network": "resnet9", "rounds": 200, "optimizer": "adam",
@@ -41,7 +41,7 @@ def play(given: argparse.Namespace) -> None:
     from halfmoon.config.schema import resolve
     from halfmoon.runs import runner
 
-    done = {tuple(line[name] for name in (*CELL, "method", "seed")) for line in lines()}
+    done = {tuple(line[name] for name in (*CELL, "method", "seed")) for line in records(LINES)}
     cells = [(seed, schedule, steps, method) for seed in given.seeds for schedule in given.schedules
              for steps in given.steps for method in METHODS]  # fmt: skip
     for seed, schedule, steps, method in cells:
@@ -60,15 +60,10 @@ def play(given: argparse.Namespace) -> None:
         print(json.dumps(line), flush=True)
 
 
-def lines() -> list[dict[str, Any]]:
-    """Return what was played."""
-    return [json.loads(line) for line in LINES.read_text().splitlines()] if LINES.exists() else []
-
-
 def report() -> None:
     """Write the table: the last round in percent, and its paired difference to labels only, in points."""
     found: dict[tuple[Any, ...], dict[str, dict[int, float]]] = {}
-    for line in lines():
+    for line in records(LINES):
         cell = found.setdefault(tuple(line[name] for name in CELL), {})
         cell.setdefault(line["method"], {})[line["seed"]] = 100 * line["accuracy"]["last"]
     table = "| steps a visit | rate | width | method | last % | to labels only, points (95 %) | seeds |\n"
@@ -81,8 +76,7 @@ def report() -> None:
             last = list(ends.values())
             gain = interval(fmean(differences), half_interval(differences)) if differences else ""
             table += f"{spread(fmean(last), deviation(last))} | {gain} | {len(ends)} |\n"
-    before, after = TABLE.read_text().split(BEGIN, 1)
-    TABLE.write_text(f"{before}{BEGIN}\n{table}\n{END}{after.split(END, 1)[1]}")
+    TABLE.write_text(renewed(TABLE.read_text(), BEGIN, table))
 
 
 def main() -> None:

@@ -19,7 +19,7 @@ import evidence
 
 HERE = Path(__file__).parent
 LINES, PAGE = HERE / "feddure_trials.jsonl", HERE / "feddure_trials.md"
-BEGIN, END = "<!-- table: options -->\n", "<!-- /table -->"
+BEGIN = "<!-- table: options -->\n"
 ROUNDS, SHARE, LATE = 40, 0.2, 10
 
 TRIALS: list[tuple[str, dict[str, Any]]] = [
@@ -52,7 +52,7 @@ def play(runs: Path, seeds: list[int]) -> None:
     """Play what is missing."""
     from halfmoon.runs import runner
 
-    done = [(line["row"], line["options"], line["seed"]) for line in lines()]
+    done = [(line["row"], line["options"], line["seed"]) for line in evidence.records(LINES)]
     for row, options in TRIALS:
         for seed in seeds:
             if (row, options, seed) in done:
@@ -79,14 +79,9 @@ def told(place: Path) -> dict[str, float | None]:
     return {"held": held[-1], "m_first": rows[0]["train"].get("m"), **seen, "pseudo": right}
 
 
-def lines() -> list[dict[str, Any]]:
-    """Return what was played."""
-    return [json.loads(line) for line in LINES.read_text().splitlines()] if LINES.exists() else []
-
-
 def report() -> None:
     """Write the table."""
-    found = lines()
+    found = evidence.records(LINES)
     floor = {line["seed"]: line["held"] for line in found if line["row"] == "fedavg"}
     base = {line["seed"]: line["held"] for line in found if line["row"] == "feddure-received" and not line["options"]}
     names = ["trial", "accuracy %", "to labels only", "to FedDure (seed by seed)", "m, round 1", "m, late"]
@@ -111,8 +106,7 @@ def report() -> None:
             _mean(mine, "pseudo", 1, 100),
         ]
         rows.append("| " + " | ".join(cells) + " |\n")
-    before, after = PAGE.read_text().split(BEGIN, 1)
-    PAGE.write_text(f"{before}{BEGIN}\n{head}{''.join(rows)}\n{END}{after.split(END, 1)[1]}")
+    PAGE.write_text(evidence.renewed(PAGE.read_text(), BEGIN, f"{head}{''.join(rows)}"))
 
 
 def _seed(line: dict[str, Any]) -> int:

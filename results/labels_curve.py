@@ -23,7 +23,7 @@ from statistics import fmean
 from typing import Any
 
 import numpy as np
-from evidence import half_interval, interval
+from evidence import half_interval, interval, renewed
 
 HERE = Path(__file__).parent
 LINES, PAGE, FIGURE = (HERE / f"labels_curve.{suffix}" for suffix in ("csv", "md", "png"))
@@ -174,9 +174,7 @@ def report() -> None:
         seconds.setdefault(key[:4], []).append(line["seconds"])
     page = PAGE.read_text()
     for name, rows in _tables(found, seconds).items():
-        begin, end = f"<!-- table: {name} -->\n", "<!-- /table -->"
-        before, after = page.split(begin, 1)
-        page = f"{before}{begin}\n{rows}\n{end}{after.split(end, 1)[1]}"
+        page = renewed(page, f"<!-- table: {name} -->\n", rows)
     PAGE.write_text(page)
     _draw(found)
 
