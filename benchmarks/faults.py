@@ -28,12 +28,12 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+from damaged_folders import Ending
 
 from halfmoon.config.schema import Config
 from halfmoon.core.errors import UserError
 from halfmoon.engine import compiled
 from halfmoon.runs import runner
-from halfmoon.runs.callbacks import NullCallback
 from halfmoon.runs.pools import Workers
 from halfmoon.storage import atomic_io
 
@@ -96,12 +96,6 @@ def _failing(place: Path, number: int | None) -> Iterator[Trial]:
 @contextmanager
 def _damaged(place: Path, act: str) -> Iterator[Trial]:
     """A file of a finished or of a stopped run is damaged."""
-
-    class Ending(NullCallback):
-        def round(self, run: object, row: dict) -> None:
-            if row["round"] == folders.ROUNDS - 1:
-                raise folders.Stop
-
     config = Config(**folders.SMALL, rounds=folders.ROUNDS)
     runner.cell(config, place / "finished")
     with suppress(folders.Stop):

@@ -1,4 +1,4 @@
-"""What stands around the package: the lock, the release notes, the site of the docs, nox and hosted CI."""
+"""What stands around the package: the lock, the release notes, the site of the docs, examples, nox and hosted CI."""
 
 import importlib
 import importlib.util
@@ -184,6 +184,21 @@ def test_the_checks_name_what_is_there() -> None:
     assert "- run: .ci/run --locked\n" in hosted
     hooks = (ROOT / ".pre-commit-config.yaml").read_text()
     assert "tests/test_layout.py" in hooks
+
+
+def test_the_gallery_has_every_script() -> None:
+    """A script of examples/ is short and says what one learns; building the documentation runs them all."""
+    gallery = script("tools/gallery.py")
+    scripts = sorted((ROOT / "examples").glob("*.py"))
+    assert sorted(gallery.ORDER) == [path.stem for path in scripts]
+    text = "# Learn x.\n# %% [markdown]\n# # Title\n# words\n# %%\na = 1\n\nb = 2\n"
+    assert gallery.cells(text) == [("markdown", "# Title\nwords"), ("code", "a = 1\n\nb = 2")]
+    for path in scripts:
+        lines = path.read_text(encoding="utf-8").splitlines()
+        assert len(lines) <= 60, path
+        assert lines[0].startswith("# Learn "), path
+        assert lines[1] == "# %% [markdown]", path
+        assert lines[2].startswith("# # "), path
 
 
 def test_git_ignores_nothing_of_the_package() -> None:
