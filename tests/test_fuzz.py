@@ -38,8 +38,7 @@ def scene(name: str) -> Scene:
 @pytest.mark.parametrize("target", TARGETS, ids=lambda target: target.name)
 def test_valid_inputs_work(target: Target) -> None:
     """What is spoiled was whole: otherwise every case would only be refused for what all have in common."""
-    assert {attempt(target, scene(target.name), seed) for seed in target.seeds()} <= {"worked", "refused"}
-    assert any(attempt(target, scene(target.name), seed) == "worked" for seed in target.seeds())
+    assert "worked" in {attempt(target, scene(target.name), seed) for seed in target.seeds()}
 
 
 @pytest.mark.parametrize("target", TARGETS, ids=lambda target: target.name)
@@ -147,12 +146,12 @@ def raise_key(scene: Scene) -> None:
         (refuse, "refused, but changed left"),
         (leave, "left x.partial"),
         (raise_key, "KeyError"),
-        (spin, "longer than 1 s"),
+        (spin, "longer than 0.2 s"),
         (fill, "memory grew"),
     ],
 )
 def test_the_judge_sees_what_must_not_be(play, said, monkeypatch):
-    monkeypatch.setattr("fuzzing.SECONDS", 1 if play is spin else 10)
+    monkeypatch.setattr("fuzzing.SECONDS", 0.2 if play is spin else 10)
     monkeypatch.setattr("fuzzing.MEGABYTES", 100)
     if play is fill and not Path("/proc/self/clear_refs").exists():
         pytest.skip("memory is counted on Linux only")
