@@ -133,11 +133,7 @@ SMALLEST: dict[str, Small] = {
         "--turns 1 --out {out}/link",
         {
             "federation_cost.SITES": 1,
-            "LOOPBACK": {
-                "small, 20 steps, Flower's waits": None,
-                "small, 20 steps": None,
-                "small, 1,000 steps": None,
-            },
+            "LOOPBACK": {"small, 20 steps, Flower's waits": None, "small, 20 steps": None, "small, 1,000 steps": None},
             "SLOW": {"small, 20 steps": ("small", 4, 1, 3, True), "ResNet-9, 20 steps": None},
         },
     ),
@@ -156,10 +152,7 @@ SMALLEST: dict[str, Small] = {
     "fuzz": ("--cases 5 --seconds 3 --only toml --out {out}/fuzz --findings {out}/findings", {}),
     "half_open": ("--connections 5 --seconds 1", {}),
     "hostile_site": ("--rounds 1 --only hostile --out {out}/hostile", {"SITES": NAMES, "EXPORT": export(2)}),
-    "label_choice": (
-        "--out {out}/choice",
-        {"SEEDS": (0, 1), "ROUNDS": 2, "JUDGED": (), "POOL": 45, "TESTS": 12},
-    ),
+    "label_choice": ("--out {out}/choice", {"SEEDS": (0, 1), "ROUNDS": 2, "JUDGED": (), "POOL": 45, "TESTS": 12}),
     "large_data": ("6000 8 {out}", {}),
     "large_model": ("--width 8 --turns 1 --methods fedavg", {}),
     "leakage": (
@@ -167,10 +160,7 @@ SMALLEST: dict[str, Small] = {
         {"STEPS": 2, "ATTEMPTS": 2, "ROUNDS": (0,), "METHODS": ("feddure",), "BASE": {"data_share": 0.2, "width": 4}},
     ),
     "page_memory": ("--side 256 --kinds palette-png turned-rgba-tiff dicom-jpeg2000", {"REQUESTS": 4}),
-    "peers": (
-        "--only plain halfmoon --cohorts 5 --sizes tiny --turns 1 --folder {out}/environments",
-        {"STARTS": 1},
-    ),
+    "peers": ("--only plain halfmoon --cohorts 5 --sizes tiny --turns 1 --folder {out}/environments", {"STARTS": 1}),
     "precision": ("--rounds 1 --seeds 0", {"METHODS": {"fedavg-fixmatch": None, "fedavg-soft-labels": None}}),
     "privacy": (
         "--data-dir {data} --kept {out}/privacy.jsonl",
