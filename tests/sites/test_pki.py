@@ -53,6 +53,22 @@ def foreign(path: Path, kind: str = "ecdsa", bits: str = "384") -> Path:
 
 
 @needs["openssl"]
+def test_openssl_accepts_the_certificate_under_the_authority_alone(folder: Path, tmp_path: Path) -> None:
+    """Its chain holds by the strict rules, for its names, as a server's, and not under another authority."""
+    certificate = str(folder / "server" / "server.crt")
+    verify = ("openssl", "verify", "-x509_strict", "-purpose", "sslserver", "-CAfile")
+    for named in (("-verify_hostname", "federation.example"), ("-verify_ip", "192.0.2.7"), ("-verify_ip", "::1")):
+        assert said(*verify, str(folder / "ca.crt"), *named, certificate).endswith(": OK\n")
+    init(tmp_path / "other")
+    for words in (
+        (*verify, str(tmp_path / "other" / "ca.crt"), certificate),
+        (*verify, str(folder / "ca.crt"), "-verify_hostname", "other.example", certificate),
+        ("openssl", "verify", "-purpose", "sslclient", "-CAfile", str(folder / "ca.crt"), certificate),
+    ):
+        assert subprocess.run(words, capture_output=True, check=False).returncode == 2
+
+
+@needs["openssl"]
 def test_the_authority_may_sign_certificates_and_no_other_authority(folder: Path) -> None:
     shown = said("openssl", "x509", "-noout", "-text", "-in", str(folder / "ca.crt"))
     assert "CA:TRUE, pathlen:0" in shown
