@@ -32,10 +32,10 @@ MEASURES: Mapping[str, str] = {
 AxisValues = Mapping[str, Sequence[str]]
 """The names of the values of every axis."""
 
-COLUMNS = dict.fromkeys(("paper", "table", "dataset", "setting", "labels", "method"), object)
+COLUMNS: Mapping[str, type] = dict.fromkeys(("paper", "table", "dataset", "setting", "labels", "method"), object)
 """The columns of the published numbers (`halfmoon/recipes/published.csv`)."""
-_VALUE = dict.fromkeys(("title", "set", "published", "measure", "extra"), object)
-_WHEN = dict.fromkeys(("at", "set", "published"), object)
+_VALUE: Mapping[str, type] = dict.fromkeys(("title", "set", "published", "measure", "extra"), object)
+_WHEN: Mapping[str, type] = dict.fromkeys(("at", "set", "published"), object)
 _NEEDED = ("title", "paper", "item", "about", "rows", "axes")
 
 
