@@ -713,11 +713,6 @@ def test_skipped_combinations_are_no_cells(tmp_path: Path) -> None:
         ("hidden = 8", "hiden = 8", "method feddure has no option 'hiden': did you mean 'hidden'?"),
         ("hidden = 8", "hidden = [8]", "it must be a number, text, true or false"),
         (
-            'method = "fedavg" }',
-            'method = "fedavg", labels_at = "server" }',
-            "method=fedavg, amount=few: method fedavg needs",
-        ),
-        (
             "width = 4",
             'width = 4\nlabels_at = "server"',
             "cell method=fedavg, amount=few: method fedavg needs labels at",
@@ -793,14 +788,6 @@ def test_what_only_may_say() -> None:
 def test_an_axis_of_extras_alone_is_an_empty_selection(tmp_path: Path) -> None:
     text = MINE.replace('[axes.amount.few]\ntitle = "few"\nset = { labels_per_class = 1 }\n', "")
     assert refused(tmp_path, text) == "recipe mine: nothing of axis amount is selected; name its values with --only."
-
-
-def test_a_cell_that_no_method_supports_is_named(tmp_path: Path) -> None:
-    text = MINE.replace("steps = 2", 'steps = 2\nlabels_at = "server"').replace(
-        'set = { method = "fedavg" }', 'set = { method = "semifl" }'
-    )
-    said = refused(tmp_path, text)
-    assert "recipe mine, cell method=feddure, amount=few: method feddure needs labels at every client" in said
 
 
 def replaced(node: Any, path: tuple[Any, ...], value: Any) -> Any:
