@@ -8,6 +8,7 @@ from typing import Any
 
 from halfmoon.config.schema import Config, identity, rounds_of
 from halfmoon.runs import runner
+from halfmoon.runs.factory import Problem
 from halfmoon.storage import atomic_io
 from halfmoon.storage.checkpoints import TIMINGS
 from halfmoon.sweeps.grid import Cell
@@ -48,10 +49,14 @@ def price(recipe: Recipe, cells: Sequence[Cell]) -> dict[str, Price]:
 
 def round_seconds(config: Config) -> float:
     """Return the seconds of a round of a run, its evaluation included: the second of two, as the first warms up."""
-    short = replace(config, start="none", rounds=2, checkpoint_every=2, evaluate_every=2)
+    return seconds_of(replace(config, start="none", rounds=2, checkpoint_every=2, evaluate_every=2))[-1]
+
+
+def seconds_of(config: Config, shared: Problem | None = None) -> list[float]:
+    """Play a run in a folder that is thrown away, and return the seconds of each of its rounds."""
     with TemporaryDirectory() as folder:
-        runner.cell(short, Path(folder) / "run")
-        return float(atomic_io.read_rows(Path(folder) / "run" / TIMINGS)[-1]["seconds"])
+        runner.cell(config, Path(folder) / "run", shared=shared)
+        return [float(row["seconds"]) for row in atomic_io.read_rows(Path(folder) / "run" / TIMINGS)]
 
 
 def words_of(machine: Mapping[str, Any]) -> str:

@@ -121,11 +121,9 @@ class Here:
     """One task after another in this process; `watch` looks on."""
 
     def __init__(self, watch: Callback = NULL_CALLBACK) -> None:
-        """Play with somebody looking on."""
         self.watch = watch
 
     def play(self, tasks: Sequence[SweepTask], note: Note) -> None:
-        """Play all tasks in their order."""
         for unit in units(tasks):
             for result in play_unit(unit, self.watch):
                 note(result)
@@ -138,7 +136,6 @@ class Processes:
     """
 
     def __init__(self, jobs: int, watch: Callback = NULL_CALLBACK) -> None:
-        """Play with so many processes."""
         self.jobs = jobs
         self.watch = watch
 

@@ -4,7 +4,6 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -26,9 +25,7 @@ from halfmoon.models.finetuned import FeatureHead, FirstView, on_features
 from halfmoon.models.network import Normalize
 from halfmoon.runs import factory, features
 from halfmoon.runs.factory import ImageSpec, Problem
-from halfmoon.runs.runner import cell
-from halfmoon.storage import atomic_io
-from halfmoon.storage.checkpoints import TIMINGS
+from halfmoon.sweeps.cost import seconds_of
 from halfmoon.sweeps.decision import DRAWS, FOLDS, REPEATS, Fold, head_accuracy
 from halfmoon.sweeps.own_folder import Contents, contents_of, other_formats
 
@@ -374,10 +371,8 @@ def _head_seconds(task: Task, classes: int) -> dict[str, tuple[float, float]]:
 def _round_seconds(config: Config, contents: Contents) -> tuple[float, float]:
     """Return the seconds of a round, and of an evaluation, on blank images with the folder's labels."""
     short = replace(config, start="none", rounds=3, evaluate_every=3, checkpoint_every=3, server_ema=0.0)
-    with TemporaryDirectory() as folder:
-        cell(short, Path(folder) / "run", shared=_blank(short, contents))
-        first = [float(row["seconds"]) for row in atomic_io.read_rows(Path(folder) / "run" / TIMINGS)]
-    return first[1], max(0.0, first[2] - first[1]) * max(1.0, _tested(contents) / SYNTHETIC)
+    _, plain, evaluated = seconds_of(short, _blank(short, contents))
+    return plain, max(0.0, evaluated - plain) * max(1.0, _tested(contents) / SYNTHETIC)
 
 
 def _tested(contents: Contents) -> int:

@@ -227,7 +227,7 @@ def _when(keys: Any, axis_values: AxisValues | None, where: str) -> When:
 
 
 def _at(keys: Any, axis_values: AxisValues | None, where: str) -> At:
-    """Return which values are meant; with `known` they have to be there."""
+    """Return which values are meant; they have to be among `axis_values`, where these are known."""
     if not isinstance(keys, Mapping):
         raise UserError(f"{where}: it must be a table of axes with the values that are meant.")
     at: dict[str, tuple[str, ...]] = {}
