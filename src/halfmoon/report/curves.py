@@ -248,7 +248,6 @@ def _note(groups: dict[str, list[Run]]) -> str:
 
 
 def _split_words(options: Mapping[str, Any]) -> str:
-    """Return how a split was made: its setting, clients and concentration, as far as the options say."""
     setting = str(options.get("setting", ""))
     alpha = options.get("dirichlet_alpha")
     parts = [setting] if setting else []

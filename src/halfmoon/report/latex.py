@@ -75,7 +75,6 @@ def table(study: Study, score: Score, what: str) -> str:
 
 
 def _fitting(columns: Sequence[Column], beside: Mapping[Column, bool]) -> list[list[Column]]:
-    """Return the columns in groups that fit on a page."""
     groups: list[list[Column]] = []
     room = 0
     for column in columns:

@@ -45,7 +45,6 @@ def as_html(studies: Sequence[Study]) -> str:
 
 
 def _data(study: Study) -> dict[str, Any]:
-    """Return the script's data of a study."""
     charts = study.sweep.kind != "splits"
     return {
         "scale": scale_words(study.sweep.scale),

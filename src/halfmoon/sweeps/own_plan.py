@@ -315,7 +315,6 @@ def _others(config: Config, contents: Contents, share: float) -> list[tuple[str,
 
 
 def _reading(config: Config, contents: Contents) -> float:
-    """Return the seconds that reading an image takes."""
     how = factory.preparation(config)
     paths = contents.paths[:: max(1, len(contents.paths) // SAMPLE)][:SAMPLE]
     began, count = time.perf_counter(), 0
@@ -376,7 +375,6 @@ def _round_seconds(config: Config, contents: Contents) -> tuple[float, float]:
 
 
 def _tested(contents: Contents) -> int:
-    """Return how many images a run is tested on."""
     return max(1, contents.labeled // FOLDS if contents.site else contents.tests or len(contents.paths) // FOLDS)
 
 

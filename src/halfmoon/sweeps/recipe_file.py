@@ -71,7 +71,6 @@ def layered(layers: Iterable[Layer]) -> dict[str, Any]:
 
 
 def _own(path: Path) -> dict[str, Any]:
-    """Return the keys of a file as they stand there."""
     try:
         own = toml.loads(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError) as error:

@@ -161,7 +161,6 @@ def _optuna() -> Any:
 
 
 def _finished(study: optuna.Study) -> list[Trial]:
-    """Return the trials that came to their end, in their order."""
     return [
         Trial(trial.number, dict(trial.params), None if trial.user_attrs.get("diverged") else trial.value)
         for trial in study.get_trials(deepcopy=False)
