@@ -191,6 +191,20 @@ def test_what_names_the_run_is_refused_where_it_is_damaged_or_missing(stopped, s
     equal(there, there.town.play(there.file, run))
 
 
+def test_a_folder_that_is_gone_when_a_server_starts_again_is_named_and_the_end(stopped, straight):
+    """Without a word in the log `halfmoon serve` would start its program again and again."""
+    there, run = straight("fedloke"), stopped("fedloke", "fedloke-folder")
+    tests = there.town.folder / "test"
+    tests.rename(tests.with_name("gone"))
+    try:
+        with pytest.raises(UserError, match="there is no such folder"):
+            there.town.play(there.file, run)
+    finally:
+        tests.with_name("gone").rename(tests)
+    (line,) = (there.town.runs / run / "serve.log").read_text().splitlines()[-1:]
+    assert f"stopped: {tests}: there is no such folder" in line
+
+
 @pytest.mark.parametrize("method", ["fedloke", "feddure", "semifed"])
 def test_a_site_that_starts_anew_for_each_message_changes_nothing(method, straight):
     there = straight(method)

@@ -12,8 +12,10 @@ from flwr.serverapp import Grid, ServerApp
 
 from halfmoon.core.errors import UserError
 from halfmoon.federation.flower.link import GridPost
+from halfmoon.federation.protocol.log import EventLog
 from halfmoon.federation.server.plan import load
-from halfmoon.federation.server.server import FederationServer
+from halfmoon.federation.server.server import LOG, FederationServer
+from halfmoon.storage.run_folder import RunFolder
 
 app = ServerApp()
 
@@ -21,14 +23,14 @@ app = ServerApp()
 @app.main()
 def main(grid: Grid, context: Context) -> None:
     """Play the rounds that are left; what stops it is the last line of its log, which begins with "stopped: "."""
-    host = FederationServer(load(Path(str(context.run_config["federation"]))), Path(str(context.run_config["run-dir"])))
-    host.make()
-    keys = context.run_config.get("keys") or None
+    facts = context.run_config
+    run, keys = Path(str(facts["run-dir"])), facts.get("keys") or None
     try:
-        host.serve(
-            GridPost(grid, None if keys is None else Path(str(keys)), host.most),
-            float(context.run_config.get("patience", math.inf)),
-        )
+        host = FederationServer(load(Path(str(facts["federation"]))), run)
+        host.make()
+        post = GridPost(grid, None if keys is None else Path(str(keys)), host.most)
+        host.serve(post, float(facts.get("patience", math.inf)))
     except UserError as error:
-        host.log.say(f"stopped: {error}")
+        if RunFolder.exists(run):
+            EventLog(run / LOG).say(f"stopped: {error}")
         raise
