@@ -261,18 +261,6 @@ def test_terms_that_are_damaged_are_joined_again(member, ward, script, damage):
 
 
 @pytest.mark.parametrize(
-    "data", [b"", b"\0" * 8, b"\xff" * 100, b"GET / HTTP/1.1\r\n", write(Acceptance("", "", "", 0, 0))]
-)
-def test_noise_is_answered(member: SiteClient, data: bytes) -> None:
-    assert told(member.answer(data)).kind == UNFIT
-
-
-@pytest.mark.parametrize("text", ["", "null", "[" * 100_000, '{"name": 1}', TERMS.text.replace('"fedloke"', '"magic"')])
-def test_terms_that_are_none_are_refused(member: SiteClient, text: str) -> None:
-    assert told(member.answer(write(Offer(member.version, text)))).kind == UNFIT
-
-
-@pytest.mark.parametrize(
     ("changes", "said"),
     [
         ({"round": ROUNDS}, "asks for round 5 of 4"), ({"round": -1}, "round"), ({"round": 10**30}, "round"),

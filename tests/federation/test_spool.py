@@ -13,9 +13,11 @@ from federations import VERSION, joined, terms
 from torch import Tensor
 
 from halfmoon.aggregation.weights import WeightCap
+from halfmoon.api.types import WeightedMetric
 from halfmoon.api.uploads import Upload
 from halfmoon.core import rng, tree
 from halfmoon.core.tree import Tree
+from halfmoon.engine.driver import ClientResult
 from halfmoon.engine.runtime import RuntimeSettings
 from halfmoon.engine.sampling import Amount, Views
 from halfmoon.federation.protocol import messages
@@ -67,14 +69,9 @@ class Desk:
         g = rng.generator(number, "site")
         moved = tree.map(lambda leaf: leaf + 0.01 * torch.randn(leaf.shape, generator=g), asked.down["params"])
         weight = torch.tensor(self.upload.get(ABOUT.sites[number], 4.0 + number), dtype=torch.float64)
-        one = torch.tensor(1.0)
-        counts = {"amount": list(Amount(1, 1, 0)), "traffic": [0, 0], "swept": 0, "kept": 0}
-        at = {
-            name: getattr(asked, name)
-            for name in ("federation", "version", "run", "round", "attempt", "query", "client_update")
-        }
-        up = Upload({"params": moved, "stats": {}}, weight).tree
-        return write(Reply(**at, **counts, up=up, samples={"loss": {"total": one, "squares": one, "count": one}}))
+        up, one = Upload({"params": moved, "stats": {}}, weight), torch.tensor(1.0)
+        samples = {"loss": WeightedMetric(one, one, one)}
+        return write(Reply.of(asked, VERSION, ClientResult(up, {}, samples, Amount(1, 1, 0), (0, 0))))
 
 
 def server(post: Desk, spool: Spool | None, factor: float = 2.0) -> tuple[RemoteRuntime, Tree]:
@@ -142,17 +139,15 @@ def test_one_upload_is_open_at_a_time_and_the_bits_are_those_of_all_at_once(tmp_
     assert held_all.close().aggregator == row
 
 
-def test_requests_that_say_the_same_are_written_once():
+def test_requests_that_say_the_same_are_written_once(monkeypatch: pytest.MonkeyPatch):
     """Twelve sites get the same bytes, and one that has a memory to go on from gets others."""
     post = Desk()
     runtime, down = server(post, None)
     sent: list[bytes] = []
-    monkey = pytest.MonkeyPatch()
-    with monkey.context() as patch:
-        patch.setattr(post, "answer", lambda number, data: (sent.append(data), Desk.answer(post, number, data))[1])
-        runtime._versions.add(ABOUT.sites[2], (0, 0, 0))
-        runtime._versions.saved()
-        runtime.average("train", down)
+    monkeypatch.setattr(post, "answer", lambda number, data: (sent.append(data), Desk.answer(post, number, data))[1])
+    runtime._versions.add(ABOUT.sites[2], (0, 0, 0))
+    runtime._versions.saved()
+    runtime.average("train", down)
     assert len({id(data) for data in sent}) <= 2
     assert {read(data, Request).down.keys() == down.keys() for data in sent} == {True}
 
