@@ -99,10 +99,8 @@ def round_key(numbers: Sequence[int]) -> RoundKey | None:
     if not numbers:
         return None
     if len(numbers) != 3:
-        raise RefusalError(
-            "what the server asks to go on from is no client update: it must be a round, an attempt and a query, from "
-            "0."
-        )
+        why = "it must be a round, an attempt and a query, from 0"
+        raise RefusalError(f"what the server asks to go on from is no client update: {why}.")
     return (numbers[0], numbers[1], numbers[2])
 
 
