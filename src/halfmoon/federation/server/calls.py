@@ -270,9 +270,9 @@ class SiteCalls:
             return None
         reply, shape = result
         weight, norm = 0.0, 0.0
-        if self.inspection.patterns is not None:
+        patterns = self.inspection.patterns
+        if patterns is not None:
             uplink = None if hidden else context.client_update.needs.uplink
-            patterns = self.inspection.patterns
             spec = sum_spec(layout(self.plain_spec(context, down))) if hidden else patterns.of(context, down)
             fault = check_schema(reply.up, reply.samples, spec, uplink)
             fault = fault or check_counts(reply, *self.inspection.most(context.client_update, site), uplink)
