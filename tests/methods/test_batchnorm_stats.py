@@ -3,9 +3,9 @@
 import pytest
 import torch
 from fakes import Pixel, Told, value, weight
-from scenes import CLASSES, NETWORK, SIZES, begin, dataset, furthest, simulate, task
+from method_scenes import small
+from scenes import CLASSES, SIZES, begin, dataset, furthest, simulate, task
 from torch import nn
-from torch_models import TorchSmall, twin
 
 from halfmoon.api.types import Local
 from halfmoon.core import tree
@@ -33,7 +33,7 @@ def counted(model: tree.Tree, holders: list[torch.Tensor], parts: int = 1) -> tr
     rows = 0
     for images in holders:
         for part in (images.double() / 255 * 2 - 1).chunk(parts):
-            oracle = twin(TorchSmall(1, CLASSES, NETWORK.width), model)
+            oracle = small(model)
             for module in oracle.modules():
                 if isinstance(module, nn.BatchNorm2d):
                     module.momentum = 1.0  # keeps the last batch alone

@@ -3,8 +3,8 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from method_scenes import assert_same, begun, images, small
-from scenes import begin, dataset, furthest, play, same, simulate, task
+from method_scenes import assert_same, begun, images, rounds_of, small
+from scenes import begin, dataset, furthest, same, task
 
 from halfmoon.api.types import Batch, Local
 from halfmoon.core import tree
@@ -108,8 +108,7 @@ def test_the_server_goes_back():
     shared, played = task(rounds=4), {}
     for share in (0.0, 0.25):
         method = CBAFed(residual=share, residual_every=2, threshold=0.3, warmup=0.0)
-        simulation = simulate(method, shared, dataset(place="some"), batching=Batching(4, 4))
-        played[share] = play(method, simulation, begin(method, shared), range(4))
+        played[share] = rounds_of(method, shared, dataset(place="some"), rounds=4)
     plain, slow = played[0.0], played[0.25]
     first = begin(CBAFed(), shared)
     assert same(plain[0].server["params"], slow[0].server["params"])
@@ -124,7 +123,6 @@ def test_the_server_goes_back():
 def test_warm_up_is_for_labels_alone():
     """No pseudo-label counts in it; clients without labels then weigh nothing."""
     method, shared = CBAFed(threshold=0.1), task(rounds=2)
-    simulation = simulate(method, shared, dataset(place="some"), batching=Batching(4, 4), cohort=4)
-    first, second = play(method, simulation, begin(method, shared), range(2))
+    first, second = rounds_of(method, shared, dataset(place="some"), cohort=4, rounds=2)
     assert first.report.pseudo is None or first.report.pseudo["share_used"] == 0
     assert second.report.pseudo["share_used"] > 0

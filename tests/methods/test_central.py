@@ -6,10 +6,11 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from scenes import CLASSES, SIZES, begin, dataset, play, simulate, task
+from method_scenes import small
+from scenes import SIZES, begin, dataset, play, simulate, task
 from spies import Spy
 from textbook_objectives import Textbook, mean_teacher
-from torch_models import TorchSmall, state_dict, twin
+from torch_models import state_dict
 
 from halfmoon.api.types import Batch, Method
 from halfmoon.core.optim import SGD, Cosine
@@ -52,7 +53,7 @@ def compare(server: dict, module: torch.nn.Module) -> None:
 
 def loop(server: dict) -> tuple[Any, torch.optim.Optimizer, Any]:
     """Return a module, its optimizer and its schedule, as a script on one machine has them."""
-    module = twin(TorchSmall(1, CLASSES, 4), server)
+    module = small(server)
     optimizer = torch.optim.SGD(module.parameters(), 0.05, 0.9, weight_decay=1e-2, nesterov=True)
     return module, optimizer, torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, ROUNDS)
 

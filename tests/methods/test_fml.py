@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from method_scenes import (
     PIXEL,
+    assert_same,
     autograd_step,
     batches,
     differentiable,
@@ -180,8 +181,7 @@ def test_without_distillation_a_private_model_trains_alone(keep):
     for client, module in modules.items():
         memory = ours[-1].state["client"][str(client)]
         assert ("optimizer" in memory) == keep
-        for (name, p), leaf in zip(module.named_parameters(), tree.leaves(memory["params"]), strict=True):
-            torch.testing.assert_close(leaf, p.detach(), rtol=1e-10, atol=1e-12, msg=name)
+        assert_same(memory["params"], module, rtol=1e-10, atol=1e-12)
         for layer, stats in memory["stats"].items():
             torch.testing.assert_close(stats["mean"], module.get_buffer(f"{layer}.norm.running_mean"))
 

@@ -273,8 +273,7 @@ def test_bytes_by_hand():
     networks and takes back 40 moments and a count each.
     """
     method, shared = HeteroFL("1-0.5-0.25"), task(WIDE)
-    simulation = simulate(method, shared, dataset(all_labels=True), cohort=4)
-    (played,) = play(method, simulation, begin(method, shared), range(1))
+    (played,) = rounds_of(method, shared, dataset(all_labels=True), cohort=4)
     trained = 2 * 996 + 284 + 90
     assert played.report.cost["bytes_down"] == 8 * (trained + 4 * 996)
     assert played.report.cost["bytes_up"] == 8 * (trained + 4 * 5 + 4 * 41)

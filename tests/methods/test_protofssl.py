@@ -2,8 +2,8 @@
 
 import pytest
 import torch
-from method_scenes import images
-from scenes import CLASSES, NETWORK, begin, dataset, furthest, play, simulate, task
+from method_scenes import images, rounds_of
+from scenes import CLASSES, NETWORK, begin, dataset, furthest, task
 from torch import Tensor
 
 from halfmoon.api.types import Batch, Local
@@ -11,7 +11,6 @@ from halfmoon.api.uploads import Upload
 from halfmoon.core import tree
 from halfmoon.core.autodiff import grad_and_value
 from halfmoon.core.tree import Tree
-from halfmoon.engine.sampling import Batching
 from halfmoon.methods.protofssl import ProtoFSSL, distances, supports
 from halfmoon.models import SmallCNN
 
@@ -91,8 +90,7 @@ def test_the_head_says_the_distances():
 def test_the_server_fills_and_keeps_helpers():
     """Three clients answer: of four helpers' places the last is empty, and the first round has no helpers."""
     options, shared = ProtoFSSL(helpers=4), task(rounds=2)
-    simulation = simulate(options, shared, dataset(), batching=Batching(4, 4))
-    first, second = play(options, simulation, begin(options, shared), range(2))
+    first, second = rounds_of(options, shared, dataset(), rounds=2)
     assert first.server["there"].tolist() == [1, 1, 1, 0]
     assert not first.server["helpers"][3].any()
     assert set(first.server["known"].tolist()) <= {0.0, 1.0}

@@ -7,10 +7,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 from fakes import Pixel, Told, pixels, upload, value, weight
-from method_scenes import begun, lifted, rounds_of
+from method_scenes import assert_same, begun, lifted, rounds_of, small
 from scenes import CLASSES, NETWORK, begin, dataset, furthest, play, same, simulate, task
 from test_batchnorm_stats import counted
-from torch_models import TorchSmall, twin
 
 from halfmoon.api.types import Batch, Local
 from halfmoon.api.uploads import Upload
@@ -224,7 +223,7 @@ def test_unsure_images_are_not_in_the_pass(sure, executor):
     shared = task(optimizer=SGD(0.1, momentum=0.9, weight_decay=0.01), statistics="separate", labeling="batch")
     (batch, sweep), model = random_batch(0, 7), begin(SemiFL(), shared)
     model["params"]["head"] = spread(model["params"], batch.u["weak"], torch.Generator().manual_seed(2))
-    oracle = twin(TorchSmall(1, CLASSES, NETWORK.width), model).train()
+    oracle = small(model)
     for layer in oracle.modules():
         if isinstance(layer, torch.nn.BatchNorm2d):
             layer.track_running_stats, layer.running_mean, layer.running_var = False, None, None
@@ -252,8 +251,7 @@ def test_unsure_images_are_not_in_the_pass(sure, executor):
         params, found = tree.index(params, 1), found[1]
     assert float(found) == pytest.approx(float(loss.detach()), rel=1e-14)
     longest = max(float(p.grad.abs().max()) for p in oracle.parameters() if p.grad is not None) * 0.1
-    for (name, p), leaf in zip(oracle.named_parameters(), tree.leaves(params), strict=True):
-        torch.testing.assert_close(leaf, p.detach(), rtol=0, atol=1e-14 * longest, msg=name)
+    assert_same(params, oracle, rtol=0, atol=1e-14 * longest)
 
 
 def test_a_mixture_of_one_image_is_its_weak_view():
@@ -424,8 +422,7 @@ def test_clients_train_psi_and_the_server_sigma():
 def test_momentum_of_halves_is_psis_alone():
     """Labels at the server: psi moves by the momentum that the server keeps, sigma by its training, the rest not."""
     shared = task(NETWORK, optimizer=SGD(0.1), statistics="separate")
-    simulation = simulate(HALVES, shared, dataset(place="server"))
-    one, two = play(HALVES, simulation, begin(HALVES, shared), range(2))
+    one, two = rounds_of(HALVES, shared, dataset(place="server"), rounds=2)
     first = begin(HALVES, shared)
     assert furthest(one.server["psi"], tree.map(torch.sub, first["psi"], one.server["momentum"])) < 1e-15
     assert furthest(two.server["psi"], tree.map(torch.sub, one.server["psi"], two.server["momentum"])) < 1e-15
@@ -498,7 +495,7 @@ def test_a_threshold_beyond_reach_leaves_the_server_to_its_labels(executor):
     server = begin(method, shared)
     played = play(method, simulation, server, range(2))
 
-    oracle = twin(TorchSmall(1, CLASSES, NETWORK.width), server)
+    oracle = small(server)
     optimizer = torch.optim.SGD(oracle.parameters(), **options)
     data = held.local(SERVER)[0]
     for _ in range(4):
@@ -506,8 +503,7 @@ def test_a_threshold_beyond_reach_leaves_the_server_to_its_labels(executor):
         F.cross_entropy(oracle(data.x.double() / 255 * 2 - 1), data.y).backward()
         optimizer.step()
     after = played[-1].server
-    for (name, p), leaf in zip(oracle.named_parameters(), tree.leaves(after["params"]), strict=True):
-        torch.testing.assert_close(leaf, p.detach(), rtol=1e-9, atol=1e-10, msg=name)
+    assert_same(after["params"], oracle, rtol=1e-9)
     holders = [held.local(k)[0].u for k in range(4)] + [data.x]
     assert furthest(after["stats"], counted(after, holders)) < 1e-9
     assert not any(leaf.any() for leaf in tree.leaves(after["momentum"]))

@@ -5,8 +5,8 @@ from math import exp, log
 import pytest
 import torch
 import torch.nn.functional as F
-from method_scenes import images
-from scenes import CLASSES, NETWORK, begin, dataset, play, same, simulate, task
+from method_scenes import images, small
+from scenes import NETWORK, begin, dataset, play, same, simulate, task
 from torch import Tensor
 from torch_models import TorchSmall, twin
 
@@ -38,7 +38,7 @@ def test_a_step_on_two_modules(statistics):
     """Both networks after a step of SGD, their running statistics, and the loss, summed pair by pair."""
     options, shared = TwinSight(hidden=6, projected=5), task(optimizer=SGD(0.2), statistics=statistics)
     down = begin(options, shared)
-    classifier = twin(TorchSmall(1, CLASSES, NETWORK.width), options.solution(shared, down)).train()
+    classifier = small(options.solution(shared, down))
     second = {"params": dict(down["params"]["twin"]), "stats": down["stats"]["twin"]}
     projector, head = second["params"].pop("projector"), second["params"]["head"]
     other = TorchSmall(1, 6, NETWORK.width)

@@ -226,7 +226,7 @@ class Mixing(LabeledOnce):
         return {**memory, "thresholds": state} if state and self.options.labels == "step" else memory
 
     def begin(self, down: Tree, memory: Tree, data: Local) -> Tree:
-        carry = {**super().begin({"params": down[self.options.trained]}, memory, data), "thresholds": {}}
+        carry: Tree = {**super().begin({"params": down[self.options.trained]}, memory, data), "thresholds": {}}
         rule, by_step = self.options.rule, self.options.labels == "step"
         if by_step and not rule.sweeps:
             carry["thresholds"] = rule.begin(memory.get("thresholds", {}), data)
