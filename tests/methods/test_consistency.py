@@ -106,13 +106,6 @@ def test_guesses_debiased_over_the_step():
     assert FixMatch(debias=True).needs.sweep == ("weak",)
 
 
-@pytest.mark.parametrize("objective", [PseudoLabel(0.6, ramp=0), PseudoLabel(0.95, 5.0, ramp=0)])
-def test_no_confident_image_leaves_the_supervised_loss(objective):
-    loss, gradient, _ = pseudo_label(objective, batch([1], [0], weak=[0, 0]))
-    assert loss == pytest.approx(log(4 / 3), rel=1e-12)
-    assert gradient == pytest.approx(-1 / 4, rel=1e-12)
-
-
 def learned(
     objective: Objective, given: Batch, model: dict, shared: Task, aux: Any = None, cached: Any = None
 ) -> tuple[float, dict, dict]:

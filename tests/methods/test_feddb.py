@@ -17,7 +17,6 @@ from halfmoon.api.uploads import Upload
 from halfmoon.core import tree
 from halfmoon.core.optim import SGD
 from halfmoon.engine.sampling import Batching
-from halfmoon.methods import registry
 from halfmoon.methods.averaging import average
 from halfmoon.methods.fedavg import FedAvg
 from halfmoon.methods.feddb import FedDB, distance, mixture
@@ -359,11 +358,3 @@ def test_whole_sets_are_the_papers_batches():
     low, high = torch.minimum(start, last) - 0.2, torch.maximum(start, last) + 0.2
     assert bool(((mixed > low) & (mixed < high)).all())
     assert float((mixed - last).norm()) < float((mixed - start).norm())
-
-
-def test_the_rows_of_the_catalog():
-    """FixMatch-FedDPL is FedDB's loss averaged by rows; FedDB has the paper's readings where it gives one."""
-    assert registry.entry("fixmatch-feddpl").method == FedAvg(replace(DPL, threshold=0.95), keep_optimizer=True)
-    assert registry.entry("feddb").places == ("clients", "some")
-    method = registry.make("feddb", {"dma": "logits", "gamma": 0.9, "labels": "step"})
-    assert method == FedDB(dma="logits", gamma=0.9, labels="step")

@@ -21,7 +21,7 @@ from method_scenes import (
     rounds_of,
     tracked,
 )
-from scenes import CLASSES, SIZES, begin, dataset, furthest, play, same, simulate, task
+from scenes import begin, furthest, play, same, simulate, task
 from spies import Spy
 from torch import Tensor
 from torch.distributions import Categorical
@@ -230,16 +230,6 @@ def test_a_local_model_starts_as_the_first_received():
     assert FedLoKe(local=False).client_updates(task())["train"].remember(down, torch.Generator()) == {}
 
 
-def test_a_fresh_local_model_is_another_network_and_the_same_for_all():
-    """Algorithm 1, line 2; with mu 1 and without global pseudo-labels it has nothing of the received model."""
-    client_update = FedLoKe(private="fresh").client_updates(task())["train"]
-    first, second = (
-        client_update.remember(begin(FedLoKe(), task(), k), torch.Generator().manual_seed(3)) for k in (0, 1)
-    )
-    assert same(first, second)
-    assert not any(same({"params": first["params"]}, {"params": begin(FedLoKe(), task(), k)["params"]}) for k in (0, 1))
-
-
 STEPPED = {"batching": Batching(2, "rest"), "views": FIXED, "cohort": 4}
 """As many steps with unlabeled views as without, in views without chance, and all clients in every round."""
 
@@ -326,17 +316,6 @@ def test_the_ramp(round, expected):
     assert FedLoKe(ramp_rounds=0).ramp(round) == 1
 
 
-def test_an_infinite_bound_lets_all_guesses_through():
-    """None, infinity and ln C + a little (the largest entropy there is) are one."""
-    shared = task()
-    plays = []
-    for delta in (None, float("inf"), log(CLASSES) + 1e-6):
-        method = FedLoKe(delta=delta, ramp_rounds=0)
-        plays.append(rounds_of(method, shared, rounds=2)[-1])
-        assert plays[-1].report.pseudo["share_used"] == 1
-        assert same(plays[-1].server, plays[0].server)
-
-
 def test_without_local_models_it_is_uda_without_threshold():
     """No local model, filter or ramp: the gradient of KL to one's own guess is that of the cross-entropy with it.
 
@@ -365,13 +344,3 @@ def test_what_a_round_costs():
     assert cost["stored_client"] == tree.nbytes(start)
     half = play(alone, simulate(alone, shared), start, range(1))[-1].report.cost
     assert (cost["forward"], cost["backward"]) == (2 * half["forward"], 2 * half["backward"])
-
-
-def test_the_mean_by_size_or_uniform():
-    """|labeled| + |unlabeled| rows, or 1 each."""
-    shared, held = task(), dataset()
-    expectations = ((FedLoKe(), [sum(each) for each in SIZES]), (FedLoKe(weights="uniform"), [1] * 4))
-    for method, expected in expectations:
-        simulation = simulate(method, shared, held, cohort=4)
-        simulation.open(0)
-        assert simulation.ask("train", begin(FedLoKe(), shared)).weight.tolist() == expected

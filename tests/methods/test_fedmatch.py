@@ -471,19 +471,6 @@ def test_helpers_come_every_interval_rounds_to_those_who_are_known():
     assert 2 in met
 
 
-def test_the_embedding_is_the_prediction_on_noise():
-    """Of sigma + psi as they were sent, on the one image, in probabilities."""
-    client_update = work_of(FedMatch(delta_threshold=None, l1_threshold=0.0), BARE)
-    server = begin(FedMatch(), client_update.task)
-    down, data = down_of(server["sigma"], server["psi"]), client(2, 3, 8)
-    up, _ = client_update.finish(down, client_update.begin(down, {}, data), data)
-    seen = (noise(data.u).double() / 255 - 0.5) / 0.5
-    theta = composed(server["sigma"], server["psi"])
-    torch.testing.assert_close(
-        up.aux["embedding"], BARE.predict(theta, {}, seen)[0].softmax(-1), rtol=1e-12, atol=1e-14
-    )
-
-
 def test_the_start_and_what_is_evaluated():
     """psi is 0.2 of every kernel, nothing else has one; entries of psi of at most l1_threshold do not count."""
     method, shared = FedMatch(l1_threshold=0.3), task()

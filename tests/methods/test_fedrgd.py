@@ -15,7 +15,6 @@ from halfmoon.core import tree
 from halfmoon.core.optim import SGD
 from halfmoon.core.tree import Tree
 from halfmoon.engine.sampling import Batching
-from halfmoon.methods import registry
 from halfmoon.methods.fedavg import FedAvg
 from halfmoon.methods.fedrgd import FedRGD, grouped, mean
 from halfmoon.methods.objectives import FixMatch
@@ -205,13 +204,3 @@ def test_the_servers_copies_are_plain_training():
     assert not same(tree.unflatten(copies[0]), tree.unflatten(copies[1]))  # each with minibatches of its own
     assert played.report.pseudo is not None
     assert played.report.pseudo["share_used"] == 0
-
-
-def test_the_row_with_feddpl_debiases():
-    """The catalog's row is FixMatch with the round's mean prediction divided out, still labeled at every step."""
-    method = registry.make("fedrgd-feddpl")
-    assert method == FedRGD(FixMatch(debias=True))
-    client_update = method.client_updates(task())["train"]
-    assert client_update.needs.sweep == ("weak",)
-    assert client_update.needs.views == ("weak", "strong")
-    assert registry.make("fedrgd", {"groups": 3, "threshold": 0.8}) == FedRGD(FixMatch(threshold=0.8), groups=3)

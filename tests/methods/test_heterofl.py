@@ -97,18 +97,6 @@ def test_sizes_are_rounded_up_and_no_name_is_needed():
     assert shapes(cut(odd.init(torch.Generator())["params"], 0.28, fixed(odd)))["conv1/conv/bias"] == (7,)
 
 
-def test_a_wide_resnet_is_cut_through_its_shortcuts():
-    """Every sum still fits: half of WRN-10-2 runs, with a stem of 8 and blocks of 16, 32 and 64."""
-    network = WideResNet(3, 10, 2, depth=10)
-    half = cut(network.init(torch.Generator())["params"], 0.5, fixed(network))
-    sizes = shapes(half)
-    assert sizes["stem/conv/weight"] == (8, 3, 3, 3)
-    assert sizes["block1shortcut/conv/weight"] == (16, 8, 1, 1)
-    assert sizes["block3b/conv/weight"] == (64, 64, 3, 3)
-    assert sizes["head/weight"] == (10, 64)
-    assert network.train(half, torch.randn(2, 3, 8, 8))[0].shape == (2, 10)
-
-
 def test_the_average_by_hand():
     """Two whole clients, one of half width; the third whole one has no image and weighs nothing.
 

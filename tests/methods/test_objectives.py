@@ -16,7 +16,7 @@ from torch.func import grad_and_value
 from halfmoon.api.types import Batch, Labeling, Statistics, Task
 from halfmoon.core.optim import SGD
 from halfmoon.core.tree import Tree
-from halfmoon.methods.objectives import UDA, FixMatch, Objective, Supervised
+from halfmoon.methods.objectives import UDA, FixMatch, Objective, PseudoLabel, Supervised
 from halfmoon.models import Network
 from halfmoon.models.network import Normalize, Run
 
@@ -132,7 +132,7 @@ def test_a_guess_at_the_threshold_counts(make):
     assert loss == pytest.approx(log(4 / 3), rel=1e-12)
 
 
-@pytest.mark.parametrize("objective", [FixMatch(threshold=0.6), UDA(threshold=0.6)])
+@pytest.mark.parametrize("objective", [FixMatch(threshold=0.6), UDA(threshold=0.6), PseudoLabel(0.6, 5.0, ramp=0)])
 def test_unsure_guesses_leave_the_supervised_loss(objective):
     """With every guess at 1/2 nothing is added, and the mean over no used image is 0, not NaN."""
     loss, gradient, _ = pseudo_label(objective, batch([1], [0], weak=[0, 0], strong=[3, -5]))
@@ -202,9 +202,3 @@ def test_pseudo_labels_carry_no_gradient(objective, statistics, labeling):
         return float((cost[0, 0] + cost[1, 1]) / 2 + (target * cost[2:]).sum() / 2)
 
     assert gradient == pytest.approx((fixed(W + 1e-5) - fixed(W - 1e-5)) / 2e-5, rel=1e-8)
-
-
-def test_views_that_are_asked_for():
-    """Labels alone need no view; the others a weak and a strong one."""
-    assert Supervised().needs.views == ()
-    assert FixMatch().needs.views == UDA().needs.views == ("weak", "strong")

@@ -22,7 +22,7 @@ from halfmoon.engine.sampling import Amount, Batching, Views
 from halfmoon.methods.fedavg import FedAvg
 from halfmoon.methods.objectives import FixMatch
 from halfmoon.methods.semifl import Mixing, SemiFL, combine
-from halfmoon.models import SmallCNN, forward
+from halfmoon.models import SmallCNN
 
 PLAIN = Views(Plain(), {"plain": Plain(), "weak": Plain(), "strong": Plain()})
 FREE = SmallCNN(1, CLASSES, 4, "group")
@@ -252,24 +252,6 @@ def test_unsure_images_are_not_in_the_pass(sure, executor):
     assert float(found) == pytest.approx(float(loss.detach()), rel=1e-14)
     longest = max(float(p.grad.abs().max()) for p in oracle.parameters() if p.grad is not None) * 0.1
     assert_same(params, oracle, rtol=0, atol=1e-14 * longest)
-
-
-def test_a_mixture_of_one_image_is_its_weak_view():
-    """With the coefficient 1 the others do not count: the loss is CE(strong) + mix_weight CE(weak) of the label."""
-    method, shared = SemiFL(threshold=0.0, mix_weight=0.6), task(FREE, optimizer=SGD(0.1))
-    batch, sweep = random_batch(0, 3)
-    batch = batch._replace(mixing={**batch.mixing, "mix": torch.ones((), dtype=torch.float64)})
-    other = batch._replace(
-        others={"weak": batch.others["weak"] + 9}, mixing={**batch.mixing, "other_rows": batch.u_rows}
-    )
-    down, client_update = begin(method, shared), method.client_updates(shared)["train"]
-    carry = begun(client_update, down, client(sweep))
-    one, notes = client_update.step(down, carry, batch)
-    assert same(one["params"], client_update.step(down, carry, other)[0]["params"])
-    label = carry["label"][batch.u_rows]
-    (strong, weak), _, _ = forward(FREE, down["params"], False, (batch.u["strong"], batch.u["weak"]))
-    expected = F.cross_entropy(strong, label) + 0.6 * F.cross_entropy(weak, label)
-    assert float(notes.loss) == pytest.approx(float(expected), rel=1e-12)
 
 
 def test_the_labels_of_a_step_follow_the_model_of_the_moment():

@@ -314,19 +314,9 @@ def unit_spread(head: Tree, moments: Tree) -> Tree:
 
 
 ON_FEATURES = (
-    MethodEntry(
-        "ridge-head",
-        "Ridge head",
-        "AFL, CVPR 2025; Fed3R, ICML 2024",
-        "labeled images only: ridge regression on frozen features, from sums",
-        RidgeHead(),
-    ),
-    MethodEntry(
-        "mixture-head",
-        "Mixture head",
-        "after AFL, CVPR 2025",
-        "a mixture of Gaussians on frozen features, from sums weighted by soft labels",
-        MixtureHead(),
-    ),
-)
+    MethodEntry("ridge-head", "Ridge head", "AFL, CVPR 2025; Fed3R, ICML 2024",
+                "labeled images only: ridge regression on frozen features, from sums", RidgeHead()),
+    MethodEntry("mixture-head", "Mixture head", "after AFL, CVPR 2025",
+                "a mixture of Gaussians on frozen features, from sums weighted by soft labels", MixtureHead()),
+)  # fmt: skip
 """Rows that do not stand in `ROWS`: the contract's networks have no centered head."""
