@@ -16,7 +16,6 @@ from halfmoon.api.types import Batch, Local, Task
 from halfmoon.api.uploads import Upload
 from halfmoon.core import tree
 from halfmoon.core.optim import SGD
-from halfmoon.engine.sampling import Batching
 from halfmoon.methods.averaging import average
 from halfmoon.methods.fedavg import FedAvg
 from halfmoon.methods.feddb import FedDB, distance, mixture
@@ -338,23 +337,3 @@ def test_what_travels_and_what_is_counted():
     assert costs["finish"].report.cost["forward"] == first["forward"] + swept
     assert costs["step"].report.cost["forward"] == first["forward"] + first["unlabeled_images"]
     assert costs["step"].report.cost["backward"] == first["backward"]
-
-
-def test_whole_sets_are_the_papers_batches():
-    """Full-batch steps, five epochs: each client takes five, and APP-U has forgotten all but 1/32 of its start."""
-    shared = task()
-    held = dataset(((5, 8), (3, 8)))
-    batching = Batching("all", 8, epochs=5)
-    server = begin(FedDB(), shared)
-    sent = []
-    for gamma in (0.5, 1.0, 0.0):
-        method = FedDB(threshold=0.39, gamma=gamma)
-        simulation = simulate(method, shared, held, batching=batching, cohort=2)
-        simulation.open(0)
-        sent.append(simulation.ask("train", server).aux["appu"])
-        assert simulation.close().cost["labeled_steps"] == 10
-    mixed, start, last = sent
-    torch.testing.assert_close(mixed.sum(-1), torch.ones(2, dtype=torch.float64))
-    low, high = torch.minimum(start, last) - 0.2, torch.maximum(start, last) + 0.2
-    assert bool(((mixed > low) & (mixed < high)).all())
-    assert float((mixed - last).norm()) < float((mixed - start).norm())

@@ -33,7 +33,7 @@ from halfmoon.core.padding import mean
 from halfmoon.core.tree import Tree
 from halfmoon.methods import mutual
 from halfmoon.methods.averaging import ModelAveraging, model_of
-from halfmoon.methods.objectives.base import supervised, weak_and_strong, weak_and_strong_passes
+from halfmoon.methods.objectives.base import guessing_passes, supervised, weak_and_strong
 
 VIEWS = {
     "default": ("weak", "strong"),
@@ -145,7 +145,7 @@ class Cotraining(ClientUpdate):
         return up, (mutual.memory_of(carry["local"], "params", "stats") if self.options.local else {})
 
     def passes(self, labeled: int, unlabeled: int) -> Passes:
-        forward, backward = weak_and_strong_passes(self.task, labeled, unlabeled)
+        forward, backward = guessing_passes(self.task, labeled + unlabeled, unlabeled)
         models = 2 if self.options.local else 1
         return Passes(models * forward, models * backward)
 

@@ -368,11 +368,6 @@ def weak_and_strong(task: Task, params: Tree, stats: Tree, batch: Batch) -> tupl
     return labeled, strong, weak, moments
 
 
-def weak_and_strong_passes(task: Task, labeled: int, unlabeled: int) -> Passes:
-    """Count the images of `weak_and_strong` and of one backward pass through it."""
-    return guessing_passes(task, labeled + unlabeled, unlabeled)
-
-
 def mixed(rows: Tensor, mix: Tensor, order: Tensor) -> Tensor:
     """Return l rows + (1 - l) rows[order] for rows (n, ...), a permutation (n,) and l = max(mix, 1 - mix), mix ().
 

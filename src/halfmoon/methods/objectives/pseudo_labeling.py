@@ -12,10 +12,10 @@ from halfmoon.core.tree import Tree, leaves
 from halfmoon.methods.objectives.base import (
     Objective,
     debiased,
+    guessing_passes,
     prior,
     sweep_logits,
     weak_and_strong,
-    weak_and_strong_passes,
 )
 from halfmoon.methods.objectives.thresholding import Rule, Threshold
 from halfmoon.models import forward
@@ -154,7 +154,7 @@ class PseudoLabeling:
             return Passes(labeled + unlabeled, labeled + unlabeled)
         if self.remote:
             return Passes(labeled + 2 * unlabeled, labeled + unlabeled)
-        passes = weak_and_strong_passes(task, labeled, unlabeled)
+        passes = guessing_passes(task, labeled + unlabeled, unlabeled)
         return passes._replace(forward=passes.forward + unlabeled) if self.teacher == "both" else passes
 
 

@@ -17,7 +17,9 @@ from halfmoon.methods.objectives.base import (
     Objective,
     Ramp,
     StepResult,
+    embedded,
     guess_of,
+    guessing_passes,
     mixed,
     one_hot,
     ramped,
@@ -119,8 +121,7 @@ class ReMixMatch(Objective):
 
     def passes(self, task: Task, labeled: int, unlabeled: int) -> Passes:
         taught = labeled + (2 + self.anchors + bool(self.rotation_weight)) * unlabeled
-        shared = task.statistics == "joint" and task.labeling == "batch"
-        return Passes(taught + unlabeled, taught + (unlabeled if shared else 0))
+        return guessing_passes(task, taught, unlabeled)
 
     def _align(self, guess: Tensor, aux: Tree, cached: Tree, real: Tensor | None) -> tuple[Tensor, Tree]:
         """Return the guesses (b, classes) with the labels' class frequencies, and the new running mean."""
@@ -142,17 +143,14 @@ class ReMixMatch(Objective):
             _, features, last = task.network.embed(params, turned, real=batch.u_real)
             return logits, guess, F.linear(features, head["weight"], head["bias"]), [*moments, last]
         groups = (*taught, turned, weak) if task.labeling == "batch" else (*taught, turned)
-        sizes = [len(group) for group in groups]
-        mask = concat(batch.masks(len(groups) - 1))
-        every, features, moments = task.network.embed(params, torch.cat(groups), real=mask)
-        logits = list(torch.split(every, sizes))
-        rotations = F.linear(torch.split(features, sizes)[len(taught)], head["weight"], head["bias"])
+        logits, features, moments = embedded(task, params, groups, batch.masks(len(groups) - 1))
+        rotations = F.linear(features[len(taught)], head["weight"], head["bias"])
         if task.labeling == "batch":
             guess = logits[-1].detach()
         else:
             with torch.no_grad():
                 guess = task.network.predict(params, stats, weak).detach()
-        return logits[: len(taught)], [guess], rotations, [moments]
+        return logits[: len(taught)], [guess], rotations, moments
 
 
 def quarter_turns(images: Tensor, turns: Tensor) -> Tensor:

@@ -15,10 +15,10 @@ from halfmoon.methods.objectives.base import (
     FedAvgRow,
     Objective,
     StepResult,
+    guessing_passes,
     one_hot,
     supervised,
     weak_and_strong,
-    weak_and_strong_passes,
 )
 from halfmoon.methods.objectives.pseudo_labeling import received
 
@@ -66,7 +66,7 @@ class SAGE(Objective):
         return loss, StepResult(moments, (Pseudo(target.argmax(-1), torch.maximum(local, wide), used),))
 
     def passes(self, task: Task, labeled: int, unlabeled: int) -> Passes:
-        passes = weak_and_strong_passes(task, labeled, unlabeled)
+        passes = guessing_passes(task, labeled + unlabeled, unlabeled)
         return passes._replace(forward=passes.forward + unlabeled)
 
 
