@@ -162,6 +162,7 @@ def test_the_list_is_the_order_of_the_page(tmp_path: Path, capsys: pytest.Captur
     ("flags", "words"),
     [
         (["--list", "0"], "--list is '0'"),
+        (["--list", "3", "--reader", "two"], "--list is the first reader's order"),
         (["--port", "70000"], "--port is '70000'"),
         (["--json"], "--json goes with --list"),
         (["--classes", "cat", "cow"], r"classes\.txt names other classes"),

@@ -4,6 +4,7 @@ import json
 import multiprocessing
 import time
 from pathlib import Path
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -54,6 +55,16 @@ def test_one_at_a_time_and_a_killed_one_is_said(tmp_path: Path, monkeypatch: pyt
         until_done(found)
         assert found.words == "The training was ended before it was done: train again."
     found.stop()
+
+
+def test_one_that_cannot_start_is_not_running(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(training, "installed", lambda name: True)
+    found = Training(tmp_path, ["a.png", "b.png"], LABELS)
+    monkeypatch.setattr(multiprocessing.get_context("spawn"), "Pipe", Mock(side_effect=OSError(24, "too many files")))
+    for _ in range(2):
+        with pytest.raises(UserError, match="The training cannot start: too many files"):
+            found.begin(np.array([0, 1]), ["cat", "dog"], NONE)
+    assert (found.progress, found.words) == (None, "")
 
 
 def test_a_training_gives_guesses_of_what_can_be_read(tmp_path: Path):

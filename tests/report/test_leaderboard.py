@@ -69,6 +69,9 @@ def test_a_note_beside_the_data_is_on_the_page(tmp_path: Path) -> None:
     put(tmp_path, summary())
     (tmp_path / "sweeps" / "r.md").write_text("An honest sentence.\n")
     assert "\n\nAn honest sentence.\n\n" in board(tmp_path)
+    (tmp_path / "sweeps" / "r.md").write_bytes("Über".encode("latin-1"))
+    with pytest.raises(UserError, match=r"r\.md cannot be read .*UTF-8"):
+        board(tmp_path)
 
 
 def test_add_then_check(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -249,7 +249,7 @@ def test_a_folder_and_an_array_have_the_same_labels(tmp_path: Path) -> None:
     write_images(tmp_path, TEST.images[:20], [f"-{k:02}.png" for k in range(20)])
     found, expected = model.predict(tmp_path), model.predict(TEST.images[:20])
     assert list(found["path"]) == [f"-{k:02}.png" for k in range(20)]
-    for name in ("label", "runner_up"):
+    for name in ("label", "sure", "runner_up"):
         assert list(found[name]) == list(expected[name])
     for name in ("probability", "runner_up_probability"):
         assert found[name].tolist() == pytest.approx(expected[name].tolist(), abs=1e-6)

@@ -3,6 +3,7 @@ that a protocol by name: the experiment in which papers compare methods, or the 
 
 from collections.abc import Mapping
 from dataclasses import fields
+from functools import cache
 from importlib import resources
 from typing import Any
 
@@ -76,6 +77,7 @@ def protocol_run(settings: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in values.items() if name not in without}
 
 
+@cache
 def protocol_values(name: str) -> Mapping[str, Any]:
     """Return everything that a protocol sets."""
     place, key = resources.files("halfmoon"), "protocol"

@@ -41,7 +41,8 @@ class Model(load.Model):
             rows = image_folder.predictions(self, folder, image_folder.checked_paths(folder, sure), sure, unreadable)
             table = pd.DataFrame(rows, columns=[*image_folder.COLUMNS])
             shares = ["probability", "runner_up_probability"]
-            return _warned(table.assign(**{name: pd.to_numeric(table[name]) for name in shares}), unreadable)
+            columns = {name: pd.to_numeric(table[name]) for name in shares} | {"sure": table["sure"] == "yes"}
+            return _warned(table.assign(**columns), unreadable)
         image_folder.check_share(sure)
         values = self.probabilities(images.images if isinstance(images, Images) else images)
         order = np.argsort(-values, axis=1, kind="stable")

@@ -83,13 +83,17 @@ class Training:
             if self.progress is not None:
                 raise UserError("A training is running, in this tab or another: wait for its end.")
             self.progress, self.error = ("start", 0, 0), ""
-        if self._process is None or not self._process.is_alive():
-            context = multiprocessing.get_context("spawn")
-            self._pipe, other = context.Pipe()
-            self._process = context.Process(target=serve, args=(other, self.folder, self.paths), daemon=True)
-            self._process.start()
-            other.close()  # so that its end is seen
-        self._pipe.send((labels, list(classes), mask))
+        try:
+            if self._process is None or not self._process.is_alive():
+                context = multiprocessing.get_context("spawn")
+                self._pipe, other = context.Pipe()
+                self._process = context.Process(target=serve, args=(other, self.folder, self.paths), daemon=True)
+                self._process.start()
+                other.close()  # so that its end is seen
+            self._pipe.send((labels, list(classes), mask))
+        except OSError as error:
+            self._process = self.progress = None
+            raise UserError(f"The training cannot start: {atomic_io.reason(error)}. Try again.") from error
         threading.Thread(target=self._follow, daemon=True).start()
 
     def _follow(self) -> None:

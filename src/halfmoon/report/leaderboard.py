@@ -61,7 +61,11 @@ def board(results: Path) -> str:
     parts = [HEAD]
     for study, file in studies:
         note = file.with_suffix(".md")
-        parts.append(_section(study, note.read_text(encoding="utf-8") if note.exists() else ""))
+        try:
+            words = note.read_text(encoding="utf-8") if note.exists() else ""
+        except (OSError, UnicodeDecodeError) as error:
+            raise UserError(f"{note} cannot be read ({error}): save it as a text file in UTF-8.") from error
+        parts.append(_section(study, words))
     return "\n".join(parts)
 
 

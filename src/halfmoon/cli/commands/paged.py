@@ -86,6 +86,8 @@ def run_label(args: argparse.Namespace) -> int:
 
     seed = whole("--seed", args.seed, 0, 2**32 - 1)
     count = None if args.list is None else whole("--list", args.list, 1, 10**9)
+    if count is not None and args.reader is not None:
+        raise UserError("--list is the first reader's order: leave --reader out, or open the page.")
     port = place(args) if count is None else None
     if args.by is not None and (len(args.by) > 100 or any(ord(letter) < 32 for letter in args.by)):
         raise UserError("--by is no short name of one line.")

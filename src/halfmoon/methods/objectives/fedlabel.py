@@ -14,9 +14,9 @@ from halfmoon.methods.objectives.base import (
     FedAvgRow,
     Objective,
     StepResult,
+    guessing_passes,
     supervised,
     weak_and_strong,
-    weak_and_strong_passes,
 )
 from halfmoon.methods.objectives.pseudo_labeling import received
 
@@ -60,7 +60,7 @@ class FedLabel(Objective):
         return loss, StepResult(moments, (Pseudo(label, confidence, used),))
 
     def passes(self, task: Task, labeled: int, unlabeled: int) -> Passes:
-        passes = weak_and_strong_passes(task, labeled, unlabeled)
+        passes = guessing_passes(task, labeled + unlabeled, unlabeled)
         return passes._replace(forward=passes.forward + unlabeled)
 
 
