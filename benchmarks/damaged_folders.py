@@ -16,19 +16,10 @@ TESTS = Path(__file__).resolve().parent.parent / "tests"
 sys.path[:0] = [str(TESTS / "support"), str(TESTS / "storage")]
 
 import test_integrity as t  # noqa: E402
+from callbacks import Stop  # noqa: E402
 
 from halfmoon.config.schema import Config  # noqa: E402
 from halfmoon.runs import runner  # noqa: E402
-from halfmoon.runs.callbacks import NullCallback  # noqa: E402
-
-
-class Ending(NullCallback):
-    """Stops a run before its last round."""
-
-    def round(self, run: object, row: dict) -> None:
-        """Stop."""
-        if row["round"] == t.ROUNDS - 1:
-            raise t.Stop
 
 
 def main() -> None:
@@ -41,8 +32,8 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as place:
         finished, stopped = Path(place) / "finished", Path(place) / "stopped"
         runner.cell(Config(**t.SMALL, rounds=t.ROUNDS), finished)
-        with suppress(t.Stop):
-            runner.cell(Config(**t.SMALL, rounds=t.ROUNDS), stopped, Ending())
+        with suppress(KeyboardInterrupt):
+            runner.cell(Config(**t.SMALL, rounds=t.ROUNDS), stopped, Stop(t.ROUNDS - 1))
         t.WANTED[:] = [t.numbers(finished)]
         for name, folder, read in (("finished", finished, t.numbers), ("stopped", stopped, t.resumed)):
             for act in t.ACTS:

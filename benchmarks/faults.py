@@ -42,6 +42,7 @@ sys.path[:0] = [str(TESTS / "support"), str(TESTS / "storage")]
 
 import test_failing_disks as disks  # noqa: E402
 import test_integrity as folders  # noqa: E402
+from callbacks import Stop  # noqa: E402
 from fuzz_targets import TARGETS, bombs  # noqa: E402
 from fuzzing import Broken, attempt  # noqa: E402
 
@@ -98,8 +99,8 @@ def _damaged(place: Path, act: str) -> Iterator[Trial]:
     """A file of a finished or of a stopped run is damaged."""
     config = Config(**folders.SMALL, rounds=folders.ROUNDS)
     runner.cell(config, place / "finished")
-    with suppress(folders.Stop):
-        runner.cell(config, place / "stopped", Ending())
+    with suppress(KeyboardInterrupt):
+        runner.cell(config, place / "stopped", Stop(folders.ROUNDS - 1))
     folders.WANTED[:] = [folders.numbers(place / "finished")]
 
     def trial(chance: random.Random) -> str:

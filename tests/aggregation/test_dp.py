@@ -18,9 +18,9 @@ import pytest
 import scipy
 import torch
 from scenes import NETWORK, begin, dataset, furthest, play, simulate, split, task
+from spies import question
 from test_run_folder import WHEN, killed
 
-from halfmoon.aggregation import AggregationContext
 from halfmoon.aggregation.privacy import accounting
 from halfmoon.aggregation.privacy.accounting import Sampled
 from halfmoon.aggregation.privacy.clipping import Clipped, ClippedUpdate, clipped
@@ -56,11 +56,6 @@ GROUPED = replace(NETWORK, norm="group")
 
 def private(path: Path, promise: Promise = PROMISE, secret: bytes = b"seed 3") -> Private:
     return Private(promise, secret, Ledger(path / LEDGER))
-
-
-def question(down: Tree, clients: int, asked: int | None = None, **changes: Any) -> AggregationContext:
-    made = AggregationContext(0, 0, 0, "train", down, {}, tuple(range(clients)), asked or clients, True)
-    return made._replace(**changes)
 
 
 def vector(*rows: list[float]) -> Upload:

@@ -15,9 +15,9 @@ import pytest
 import scipy
 import torch
 from scenes import begin, furthest, play
+from spies import question
 from test_contract import scene
 
-from halfmoon.aggregation import AggregationContext
 from halfmoon.aggregation.secure import signing
 from halfmoon.aggregation.secure.fixed_point import SCALE, Sums, TooLarge, check_upload, contribution, mean, sound
 from halfmoon.aggregation.secure.masking import (
@@ -147,10 +147,6 @@ def test_what_would_not_fit_is_refused() -> None:
     assert not sound(torch.tensor([1, -1]))
 
 
-def asked(down: Tree, clients: int, wanted: int | None = None) -> AggregationContext:
-    return AggregationContext(0, 0, 0, "train", down, {}, tuple(range(clients)), wanted or clients, True)
-
-
 @pytest.mark.parametrize("even", [False, True])
 def test_the_mean_is_the_weighted_mean_to_the_bound(even: bool) -> None:
     """Against exact fractions: off by k 2^-25 / W at most, in double precision where no other rounding adds to it."""
@@ -159,7 +155,7 @@ def test_the_mean_is_the_weighted_mean_to_the_bound(even: bool) -> None:
     k, weights = 5, torch.tensor([3.0, 1.0, 7.0, 2.0, 4.0], dtype=torch.float64)
     up = {"params": {"w": torch.randn(k, 200, generator=g).double()}, "stats": {}}
     up = Upload(up, weights)
-    places, got = Sums(even).uploads(asked(down, k), up)
+    places, got = Sums(even).uploads(question(down, k), up)
     assert list(places) == list(range(k))
     assert got.update["stats"] == {}
     assert got.weight.tolist() == [1.0] * k
@@ -178,13 +174,13 @@ def test_who_does_not_fit_is_left_out_and_nobody_weighs_nothing() -> None:
     down = {"params": {"w": torch.zeros(2)}}
     up = Upload({"params": {"w": torch.tensor([[1.0, 2.0], [1e30, 0.0], [3.0, float("nan")]])}}, torch.ones(3))
     aggregator = Sums(False)
-    places, got = aggregator.uploads(asked(down, 3), up)
+    places, got = aggregator.uploads(question(down, 3), up)
     assert list(places) == [0]
     assert got.update["params"]["w"].tolist() == [[1.0, 2.0]]
     assert aggregator.row() == {"summed": 1}
-    places, _ = aggregator.uploads(asked(down, 3), up._replace(update={"params": {"w": torch.full((3, 2), 1e30)}}))
+    places, _ = aggregator.uploads(question(down, 3), up._replace(update={"params": {"w": torch.full((3, 2), 1e30)}}))
     assert list(places) == []
-    places, got = aggregator.uploads(asked(down, 3), Upload({"params": {"w": torch.ones(3, 2)}}, torch.zeros(3)))
+    places, got = aggregator.uploads(question(down, 3), Upload({"params": {"w": torch.ones(3, 2)}}, torch.zeros(3)))
     assert (got.weight.tolist(), got.update["params"]["w"].tolist()) == ([0.0] * 3, [[0.0, 0.0]] * 3)
 
 

@@ -5,9 +5,9 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
+from spies import question
 from torch import Tensor
 
-from halfmoon.aggregation import AggregationContext
 from halfmoon.aggregation.attacks import LIE, Hostile
 from halfmoon.aggregation.weights import WeightCap, caps
 from halfmoon.api.uploads import Aux, Uplink, Upload
@@ -18,10 +18,6 @@ from halfmoon.federation.server.plan import Rules
 from halfmoon.runs import runner
 
 DOWN = {"params": {"w": torch.zeros(2)}}
-
-
-def question(count: int) -> AggregationContext:
-    return AggregationContext(0, 0, 0, "train", DOWN, {}, tuple(range(count)), count, True)
 
 
 def uploads(weights: list[float], values: list[float]) -> Upload:
@@ -49,7 +45,7 @@ def test_no_minority_owns_the_mean_whatever_it_claims(liars: int):
     cap = WeightCap(2.0)
     honest = 9 - liars
     up = uploads([100.0] * honest + [1e11] * liars, [1.0] * honest + [-1.0] * liars)
-    _, capped = cap.uploads(question(9), up)
+    _, capped = cap.uploads(question(DOWN, 9), up)
     assert mean(capped)[0] == pytest.approx((honest - 2 * liars) / (honest + 2 * liars))
     assert cap.row() == {
         "capped": list(range(honest, 9)),
@@ -64,13 +60,13 @@ def test_honest_weights_keep_their_bits_and_counts_of_sums_scale_with_their_sums
     cap = WeightCap(2.0)
     moments = {"mean": torch.tensor([[1.0], [2.0], [90.0]])}
     up = Upload({}, torch.tensor([10.0, 20.0, 900.0]), {"moments": moments})
-    counting = question(3)._replace(uplink=Uplink((), (), aux={"moments": Aux("sum", "statistic")}))
+    counting = question(DOWN, 3)._replace(uplink=Uplink((), (), aux={"moments": Aux("sum", "statistic")}))
     _, new = cap.uploads(counting, up)
     assert new.weight.tolist() == [10.0, 20.0, 40.0]
     assert new.aux["moments"]["mean"][:2].equal(up.aux["moments"]["mean"][:2])
     assert float(new.aux["moments"]["mean"][2]) == pytest.approx(90 * 40 / 900)
     plain = uploads([10.0, 20.0, 40.0], [0.1, 0.2, 0.3])
-    assert cap.uploads(question(3), plain)[1].weight.equal(plain.weight)
+    assert cap.uploads(question(DOWN, 3), plain)[1].weight.equal(plain.weight)
 
 
 def test_a_share_over_one_half_is_told_once_by_name():
@@ -78,7 +74,7 @@ def test_a_share_over_one_half_is_told_once_by_name():
     heard: list[tuple[int, float]] = []
     cap = WeightCap(2.0, warn=lambda client, share: heard.append((client, round(share, 3))))
     for _ in range(3):
-        cap.uploads(question(2), uploads([3.0, 4.0], [1.0, 1.0]))
+        cap.uploads(question(DOWN, 2), uploads([3.0, 4.0], [1.0, 1.0]))
     assert heard == [(1, 0.571)]
     assert cap.row() == {"largest_share": 0.5714}
 
@@ -86,14 +82,14 @@ def test_a_share_over_one_half_is_told_once_by_name():
 def test_declared_counts_are_the_cap_where_they_are_known():
     """A site of which 5 images are known weighs 5, however many it claims, and one of which 500 are known its 300."""
     cap = WeightCap(2.0, {0: 5, 1: 500})
-    _, new = cap.uploads(question(3), uploads([1e9, 300.0, 1.0], [0.0, 0.0, 0.0]))
+    _, new = cap.uploads(question(DOWN, 3), uploads([1e9, 300.0, 1.0], [0.0, 0.0, 0.0]))
     assert new.weight.tolist() == [5.0, 300.0, 1.0]
 
 
 def test_the_attacks_claim_a_million_times_their_images_and_flip_where_they_say():
     up = uploads([10.0, 10.0], [1.0, 1.0])
     for name, value in (("false-counts", 1.0), ("sign-flip-false-counts", -1.0)):
-        _, new = Hostile(name, [1], 0).uploads(question(2), up)  # type: ignore[arg-type]
+        _, new = Hostile(name, [1], 0).uploads(question(DOWN, 2), up)  # type: ignore[arg-type]
         assert new.weight.tolist() == [10.0, 10.0 * LIE]
         assert new.update["params"]["w"].tolist() == [[1.0, 1.0], [value, value]]
     assert up.weight.tolist() == [10.0, 10.0]

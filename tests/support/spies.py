@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from halfmoon.aggregation import AggregationContext
 from halfmoon.api.types import Batch, ClientUpdate, Federation, Local, Method, Needs, Passes, StepMetrics, Task
 from halfmoon.api.uploads import Aux, Uplink, Upload
 from halfmoon.core import tree
@@ -152,6 +153,12 @@ class Counting:
 
     def solution(self, task: Task, server: Tree) -> Tree:
         return server
+
+
+def question(down: Tree, clients: int, cohort: int | None = None, **changes: Any) -> AggregationContext:
+    """Return a question of the first round, to so many clients, that those from 0 on have answered."""
+    asked = AggregationContext(0, 0, 0, "train", down, {}, tuple(range(clients)), cohort or clients, True)
+    return asked._replace(**changes)
 
 
 def tensors(what: Any) -> list[Tensor]:
