@@ -195,9 +195,11 @@ def test_a_slower_group_is_torchs_parameter_group(kind: str) -> None:
     twins = {name: torch.nn.Parameter(part["w"].clone()) for name, part in params.items()}
     groups = [{"params": [twins["deep"]], "lr": 0.01}, {"params": [twins["head"]], "lr": 0.1}]
     if kind == "sgd":
-        theirs, inner = torch.optim.SGD(groups, lr=0.1, momentum=0.9, weight_decay=0.01), SGD(0.05, 0.9, 0.01)
+        theirs = torch.optim.SGD(groups, lr=0.1, momentum=0.9, weight_decay=0.01)
+        inner = SGD(0.05, 0.9, 0.01)
     else:
-        theirs, inner = torch.optim.Adam(groups, lr=0.1, weight_decay=0.01), Adam(0.05, weight_decay=0.01)
+        theirs = torch.optim.Adam(groups, lr=0.1, weight_decay=0.01)
+        inner = Adam(0.05, weight_decay=0.01)
     ours = Slower(inner, 0.1, frozenset({"deep/w"})).with_lr(0.1)
     state = ours.init(params)
     for _ in range(3):

@@ -69,8 +69,10 @@ def gap(method: Method, executor: str, batching: Batching | None = None, **of: A
     assert not nothing
     ours, said = played(method, executor, True, batching, **of)
     assert [each.report.cohort for each in ours] == [each.report.cohort for each in plain]
-    pairs = [pair for a, b in zip(ours, plain, strict=True) for pair in ((a.server, b.server), (a.state, b.state))]
-    return max(furthest(*pair) for pair in pairs), said
+    found = 0.0
+    for a, b in zip(ours, plain, strict=True):
+        found = max(found, furthest(a.server, b.server), furthest(a.state, b.state))
+    return found, said
 
 
 # SemiFL remembers something of each row, and rows are filled up to the next power of two: of the four clients' numbers

@@ -236,8 +236,8 @@ def test_a_cpu_looks_at_as_many_images_together_as_make_a_million_pixels() -> No
     shared, large = task(), examples(300, side=64)
     made = model()
     parts = [Examples(*(leaf[rows] for leaf in large)) for rows in (slice(0, 256), slice(256, None))]
-    one, *cut = (tally(shared.network, made, shared.normalize, each).confusion for each in (large, *parts))
-    assert torch.equal(one, cut[0] + cut[1])
+    counts = [tally(shared.network, made, shared.normalize, each).confusion for each in (large, *parts)]
+    assert torch.equal(counts[0], counts[1] + counts[2])
 
 
 def test_a_cpu_sends_few_images_through_the_network_in_one_pass(monkeypatch: pytest.MonkeyPatch) -> None:

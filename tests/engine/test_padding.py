@@ -40,9 +40,21 @@ UNEQUAL = ((5, 11), (1, 1), (2, 14), (4, 3))
 BARE = ((5, 11), (0, 1), (1, 14), (0, 6))
 """The same with two clients that have no label."""
 OTHERS = (
-    "proxyfl", "fedloke", "feddb", "semifl", "fedmatch", "fl2", "cbafed", "twin-sight", "protofssl", "semifed", "fml",
-    "rscfed", "fedirm", "fedcon",
-)  # fmt: skip
+    "proxyfl",
+    "fedloke",
+    "feddb",
+    "semifl",
+    "fedmatch",
+    "fl2",
+    "cbafed",
+    "twin-sight",
+    "protofssl",
+    "semifed",
+    "fml",
+    "rscfed",
+    "fedirm",
+    "fedcon",
+)
 REST = Batching("all", "rest", epochs=2)
 CLOSE = 1e-12
 THRESHOLD = 0.3

@@ -257,7 +257,13 @@ def _row(number: int, report: Report) -> Row:
         mean = total / count
         train[name] = mean
         train[f"{name}_spread"] = math.sqrt(max(0.0, squares / count - mean * mean))
-    row = {"round": number + 1, "cohort": report.cohort, "train": train, "pseudo": report.pseudo, "cost": report.cost}
+    row = {
+        "round": number + 1,
+        "cohort": report.cohort,
+        "train": train,
+        "pseudo": report.pseudo,
+        "cost": report.cost,
+    }
     more = {"evaluation": report.evaluation, "validation": report.validation, "aggregation": report.aggregator}
     return row | {name: part for name, part in more.items() if part is not None}
 
