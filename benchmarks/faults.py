@@ -28,7 +28,6 @@ from pathlib import Path
 from typing import Any
 
 import psutil
-from damaged_folders import Ending
 
 from halfmoon.config.schema import Config
 from halfmoon.core.errors import UserError
