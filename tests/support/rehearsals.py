@@ -17,7 +17,7 @@ from safetensors.numpy import load_file
 
 from halfmoon.api.uploads import Upload
 from halfmoon.config import schema as settings
-from halfmoon.data import Images, Source, sources
+from halfmoon.data import Images, sources
 from halfmoon.federation.flower import client_app, local
 from halfmoon.federation.flower.link import GridPost, unwrapped
 from halfmoon.federation.protocol.messages import Acceptance, Final, Offer, Receipt, Refusal, Reply, Request, read
@@ -133,9 +133,9 @@ def quick() -> Iterator[None]:
     all of the digits' test images but 60."""
     digits = sources._digits
 
-    def few(mirror: bool) -> Source:
-        data = digits(mirror)
-        return replace(data, test=Images(data.test.images[:60], data.test.labels[:60]))
+    def few() -> tuple[Images, Images, tuple[str, ...]]:
+        train, test, classes = digits()
+        return train, Images(test.images[:60], test.labels[:60]), classes
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sources, "_digits", few)

@@ -24,6 +24,7 @@ except ImportError as error:
         f"keys and certificates need the library cryptography, which is not installed: {install('flower')}."
     ) from error
 
+NEAR = ("localhost", "127.0.0.1", "::1")  # programs on a server's own machine call it by these
 _CURVES = (ec.SECP256R1, ec.SECP384R1, ec.SECP521R1)  # those that both OpenSSH and Flower know
 _NOTHING = serialization.NoEncryption()
 
@@ -56,8 +57,7 @@ def server(issuer: Pair, hosts: Sequence[str], days: int, now: datetime) -> Pair
     signer = _loaded(issuer.key)
     key = ec.generate_private_key(ec.SECP384R1())
     end = min(now + timedelta(days=days), above.not_valid_after_utc)
-    # Programs on the server's own machine call it by the last three.
-    names = [_alternative(host) for host in dict.fromkeys([*hosts, "localhost", "127.0.0.1", "::1"])]
+    names = [_alternative(host) for host in dict.fromkeys([*hosts, *NEAR])]
     serial = x509.random_serial_number()
     builder = _builder(above.subject, _named("federation server"), key, serial, now, end, ca=False)
     builder = builder.add_extension(x509.ExtendedKeyUsage([ExtendedKeyUsageOID.SERVER_AUTH]), critical=False)
