@@ -439,10 +439,10 @@ with interruptible():
 class Stage:
     """A folder with toy apps, and the processes that are started in it."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, rounds: int = 3) -> None:
         self.folder, self.run, self.port = folder, folder / "run", free_port()
         (folder / "toys.py").write_text(APPS)
-        (folder / "f.toml").write_text('{"rounds": 3}')
+        (folder / "f.toml").write_text(json.dumps({"rounds": rounds}))
         self.files = authority(folder)
         self.started: list[subprocess.Popen[bytes]] = []
 
