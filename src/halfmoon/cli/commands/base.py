@@ -199,7 +199,7 @@ def flags(parser: argparse.ArgumentParser, args: argparse.Namespace) -> list[str
         named = getattr(args, nested.dest, None)
         for each in nested.choices.values() if named is None else [nested.choices[named]]:
             matches += flags(each, args)
-    return matches
+    return [*dict.fromkeys(matches)]
 
 
 def model_first(command: str) -> UserError:
