@@ -50,12 +50,13 @@ app = ServerApp()
 
 @app.main()
 def main(grid, context):
-    while not (nodes := list(grid.get_node_ids())):
-        time.sleep(0.1)
-    asked, replies = grid.push_messages([Message(RecordDict(), nodes[0], "query")]), []
+    replies, asked, last = [], [], 0.0
     while not replies:
+        if time.monotonic() > last + 5:  # a node that has gone meanwhile never answers
+            messages = [Message(RecordDict(), node, "query") for node in grid.get_node_ids()]
+            asked, last = [*asked, *grid.push_messages(messages)], time.monotonic()
         time.sleep(0.1)
-        replies = list(grid.pull_messages(asked))
+        replies = list(grid.pull_messages(asked)) if asked else []
     Path({heard!r}).write_text(str(replies[0].error.code if replies[0].has_error() else "it answers"))
 """,
 }
@@ -79,6 +80,7 @@ def foreign(scene: t.Stage) -> Iterator[Path]:
     flags = ("--ssl-ca-certfile", "--ssl-certfile", "--ssl-keyfile")
     given = [str(word) for pair in zip(flags, scene.files.values(), strict=True) for word in pair]
     scripts = Path(sysconfig.get_path("scripts"))
+    given += ["--disable-runtime-dependency-installation"]
     command = [str(scripts / "flower-superlink"), "--host", "127.0.0.1", "--port", str(scene.port), *given]
     with (home / "log").open("wb") as log:
         link = subprocess.Popen(
