@@ -138,6 +138,9 @@ def traffic(said: Any) -> int | None:
     return None
 
 
+LOGS = "*/.halfmoon/join.log"
+
+
 def seconds(run: Path) -> list[float]:
     """Return how long each round of a run folder took."""
     return [row["seconds"] for row in atomic_io.read_rows(run / TIMINGS)]
@@ -174,6 +177,8 @@ TRAINED = re.compile(r"round (\d+), \S+ received ([^;]+); trained .* in ([\d.]+)
 def over_processes(here: Place, plan: Plan, file: Path) -> Measured:
     """Play (iii), and read the sites' logs."""
     run, port = plan.folder / "served", free_port()
+    for log in file.parent.glob(LOGS):
+        log.unlink()  # of the play in one process
     with joined(here, file.parent, port):
         here.run(*halfmoon("serve", file, "--run-dir", run, "--port", str(port)))
     here.clear()
@@ -185,7 +190,7 @@ def over_processes(here: Place, plan: Plan, file: Path) -> Measured:
 def trained(sites: Path, rounds: int) -> tuple[list[float], float]:
     """Return from the sites' logs the seconds that the slowest computed in each round, and the bytes of all rounds."""
     slowest, total = [0.0] * rounds, 0.0
-    for log in sites.glob("*/.halfmoon/join.log"):
+    for log in sites.glob(LOGS):
         for match in TRAINED.finditer(log.read_text()):
             number = int(match[1]) - 1
             slowest[number] = max(slowest[number], float(match[3]))
