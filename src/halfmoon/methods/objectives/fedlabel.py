@@ -6,23 +6,21 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from halfmoon.api.types import Batch, Local, Needs, Passes, Pseudo, Task
+from halfmoon.api.types import Batch, Pseudo, Task
 from halfmoon.core.padding import mean
 from halfmoon.core.tree import Tree
 from halfmoon.methods.objectives.base import (
     NOTHING,
     FedAvgRow,
-    Objective,
     StepResult,
-    guessing_passes,
     supervised,
     weak_and_strong,
 )
-from halfmoon.methods.objectives.pseudo_labeling import received
+from halfmoon.methods.objectives.pseudo_labeling import WithReceived, received
 
 
 @dataclass(frozen=True)
-class FedLabel(Objective):
+class FedLabel(WithReceived):
     """CE(y, f(x)) + unlabeled_weight * mean_i 1[max(l_i, g_i) >= threshold] (CE(c_i, f(strong_i)) + k_i).
 
     l and g are the largest probabilities of the model in training and of the received one on the weak view, c is the
@@ -36,13 +34,6 @@ class FedLabel(Objective):
     threshold: float = 0.95
     unlabeled_weight: float = 1.0
     consistency_weight: float = 1.0
-
-    @property
-    def needs(self) -> Needs:
-        return Needs(("weak", "strong"), masks=True)
-
-    def prepare(self, task: Task, down: Tree, data: Local) -> Tree:
-        return {"received": {"params": down["params"], "stats": down.get("stats", {})}}
 
     def __call__(
         self, task: Task, params: Tree, stats: Tree, batch: Batch, aux: Tree = NOTHING, cached: Tree = NOTHING
@@ -58,10 +49,6 @@ class FedLabel(Objective):
         terms = F.cross_entropy(strong, label, reduction="none") + self.consistency_weight * ratio * divergence
         loss = supervised(labeled, batch.y, batch.x_real) + self.unlabeled_weight * mean(used * terms, batch.u_real)
         return loss, StepResult(moments, (Pseudo(label, confidence, used),))
-
-    def passes(self, task: Task, labeled: int, unlabeled: int) -> Passes:
-        passes = guessing_passes(task, labeled + unlabeled, unlabeled)
-        return passes._replace(forward=passes.forward + unlabeled)
 
 
 ROWS = (

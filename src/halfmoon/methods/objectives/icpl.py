@@ -7,12 +7,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from halfmoon.api.types import Batch, Local, Needs, Passes, Pseudo, Task
+from halfmoon.api.types import Batch, Local, Passes, Pseudo, Task
 from halfmoon.core import padding, rng, tree
 from halfmoon.core.autodiff import cross_entropy
 from halfmoon.core.tree import Tree
-from halfmoon.methods.objectives.base import NOTHING, Objective, StepResult, embedded, one_hot, supervised
-from halfmoon.methods.objectives.pseudo_labeling import received
+from halfmoon.methods.objectives.base import NOTHING, StepResult, embedded, one_hot, supervised
+from halfmoon.methods.objectives.pseudo_labeling import WithReceived, received
 from halfmoon.models.network import linear
 
 LEAST = 1e-6
@@ -20,7 +20,7 @@ LEAST = 1e-6
 
 
 @dataclass(frozen=True)
-class ICPL(Objective):
+class ICPL(WithReceived):
     """CE(y, f(x)) + unlabeled_weight * mean_i used_i CE(argmax g_i, f(strong_i)) + proxy_weight * InfoNCE.
 
     g is the received model's prediction on the weak view, under the statistics that came with it. An image counts where
@@ -47,10 +47,6 @@ class ICPL(Objective):
     labeled_sets: Literal["guess", "label"] = "guess"
 
     @property
-    def needs(self) -> Needs:
-        return Needs(("weak", "strong"), masks=True)
-
-    @property
     def travels(self) -> tuple[str, ...]:
         return (*super().travels, "prior")
 
@@ -62,9 +58,6 @@ class ICPL(Objective):
         heads["proxy_head"] = {"weight": linear(g, features, features)["weight"]}
         params = {**model["params"], **tree.to(heads, head.device, head.dtype)}
         return super().start(task, {**model, "params": params}) | {"prior": head.new_full((classes,), 1 / classes)}
-
-    def prepare(self, task: Task, down: Tree, data: Local) -> Tree:
-        return {"received": {"params": down["params"], "stats": down.get("stats", {})}}
 
     def begin(self, task: Task, memory: Tree, data: Local, cached: Tree) -> Tree:
         head = cached["received"]["params"]["head"]["weight"]

@@ -158,6 +158,21 @@ class PseudoLabeling:
         return passes._replace(forward=passes.forward + unlabeled) if self.teacher == "both" else passes
 
 
+class WithReceived(Objective):
+    """An objective in which the received model guesses on weak views, beside the model in training."""
+
+    @property
+    def needs(self) -> Needs:
+        return Needs(("weak", "strong"), masks=True)
+
+    def prepare(self, task: Task, down: Tree, data: Local) -> Tree:
+        return {"received": {"params": down["params"], "stats": down.get("stats", {})}}
+
+    def passes(self, task: Task, labeled: int, unlabeled: int) -> Passes:
+        passes = guessing_passes(task, labeled + unlabeled, unlabeled)
+        return passes._replace(forward=passes.forward + unlabeled)
+
+
 def no_average(method: str, objective: Objective) -> None:
     """Raise `UserError` where an objective wants the average of the server's models of a method that keeps none."""
     if objective.averages is not None:

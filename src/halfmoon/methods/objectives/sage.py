@@ -7,24 +7,22 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from halfmoon.api.types import Batch, Local, Needs, Passes, Pseudo, Task
+from halfmoon.api.types import Batch, Pseudo, Task
 from halfmoon.core.padding import mean
 from halfmoon.core.tree import Tree
 from halfmoon.methods.objectives.base import (
     NOTHING,
     FedAvgRow,
-    Objective,
     StepResult,
-    guessing_passes,
     one_hot,
     supervised,
     weak_and_strong,
 )
-from halfmoon.methods.objectives.pseudo_labeling import received
+from halfmoon.methods.objectives.pseudo_labeling import WithReceived, received
 
 
 @dataclass(frozen=True)
-class SAGE(Objective):
+class SAGE(WithReceived):
     """CE(y, f(x)) + unlabeled_weight * mean_i 1[l_i >= threshold or g_i >= threshold] CE(t_i, f(strong_i)).
 
     l and g are the largest probabilities of the model in training and of the received one on the weak view. The target
@@ -43,13 +41,6 @@ class SAGE(Objective):
     unlabeled_weight: float = 1.0
     half_gap: float = 0.05
 
-    @property
-    def needs(self) -> Needs:
-        return Needs(("weak", "strong"), masks=True)
-
-    def prepare(self, task: Task, down: Tree, data: Local) -> Tree:
-        return {"received": {"params": down["params"], "stats": down.get("stats", {})}}
-
     def __call__(
         self, task: Task, params: Tree, stats: Tree, batch: Batch, aux: Tree = NOTHING, cached: Tree = NOTHING
     ) -> tuple[Tensor, StepResult]:
@@ -64,10 +55,6 @@ class SAGE(Objective):
         consistency = mean(F.cross_entropy(strong, target, reduction="none") * used, batch.u_real)
         loss = supervised(labeled, batch.y, batch.x_real) + self.unlabeled_weight * consistency
         return loss, StepResult(moments, (Pseudo(target.argmax(-1), torch.maximum(local, wide), used),))
-
-    def passes(self, task: Task, labeled: int, unlabeled: int) -> Passes:
-        passes = guessing_passes(task, labeled + unlabeled, unlabeled)
-        return passes._replace(forward=passes.forward + unlabeled)
 
 
 ROWS = (FedAvgRow("sage", "SAGE", "SAGE, CVPR 2025", "local and received model label images together", SAGE()),)
