@@ -195,7 +195,7 @@ def test_a_method_of_ones_own_is_refused_unless_it_declares_a_sum():
     """What inherits from FedRGD needs single uploads as FedRGD does, and so does what declares nothing."""
     for made in (OtherGroups(), Undeclared()):
         assert requirements_of(made).aggregation == "individual"
-        entry = registry.MethodEntry("other", "Other", "none", "a method of one's own", made)  # type: ignore[arg-type]
+        entry = registry.MethodEntry("other", "Other", "none", "a method of one's own", made)
         assert entry.singles == requirements_of(made).reason != ""
     assert requirements_of(FedAvg()).aggregation == "sum"
 

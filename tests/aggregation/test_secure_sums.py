@@ -579,7 +579,7 @@ def test_a_site_whose_keys_are_none_is_left_out(what: str, tmp_path: Path) -> No
     """With a point of low order nobody can agree, and what is not signed everybody refuses: all would fail over it."""
     village = Village(tmp_path, 4)
     if what == "of low order":
-        village.ask = bad_key(village, 2)  # type: ignore[method-assign]
+        village.ask = bad_key(village, 2)
         total = village.play()
     else:
         sum = village.sum()
@@ -725,7 +725,7 @@ def forging(village: Village, lasting: bool) -> Forging:
         self.keys = {**self.keys, **shown}
         return found
 
-    forged._announce = announced_then_shown.__get__(forged)  # type: ignore[method-assign]
+    forged._announce = announced_then_shown.__get__(forged)
     return forged
 
 

@@ -89,7 +89,7 @@ def test_declared_counts_are_the_cap_where_they_are_known():
 def test_the_attacks_claim_a_million_times_their_images_and_flip_where_they_say():
     up = uploads([10.0, 10.0], [1.0, 1.0])
     for name, value in (("false-counts", 1.0), ("sign-flip-false-counts", -1.0)):
-        _, new = Hostile(name, [1], 0).uploads(question(DOWN, 2), up)  # type: ignore[arg-type]
+        _, new = Hostile(name, [1], 0).uploads(question(DOWN, 2), up)
         assert new.weight.tolist() == [10.0, 10.0 * LIE]
         assert new.update["params"]["w"].tolist() == [[1.0, 1.0], [value, value]]
     assert up.weight.tolist() == [10.0, 10.0]
@@ -126,7 +126,7 @@ def test_a_run_with_a_liar_stays_near_the_honest_one_with_the_cap_alone(tmp_path
 
     def moved(**options: object) -> dict[str, Tensor]:
         folder = tmp_path / str(len(list(tmp_path.iterdir())))
-        runner.cell(Config(**common, **place, **options), folder)  # type: ignore[arg-type]
+        runner.cell(Config(**common, **place, **options), folder)
         return load_file(folder / "model.safetensors")
 
     attack = {"attack": "sign-flip-false-counts", "attackers": 0.2}

@@ -174,7 +174,7 @@ def test_schedules_equal_torchs(ours, theirs):
     """The learning rate of each of 40 rounds, set from the task of the run or from that of the round before."""
     optimizer = torch.optim.SGD([torch.zeros(1)], lr=0.2)
     scheduler = theirs(optimizer)
-    run = Task(NETWORK, SGD(0.2, momentum=0.9), None, rounds=40, schedule=ours)  # type: ignore[arg-type]
+    run = Task(NETWORK, SGD(0.2, momentum=0.9), None, rounds=40, schedule=ours)
     before = run
     for number in range(40):
         now = run.at(number)

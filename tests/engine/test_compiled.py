@@ -178,7 +178,7 @@ def test_beyond_so_many_shapes_the_rest_trains_as_it_is_written(graphs, monkeypa
 
 
 def test_options_that_cannot_be_hashed(graphs: list[GraphModule]):
-    found, said = gap(FedAvg(Peeking(at=["loss"])), "loop")  # type: ignore[arg-type]
+    found, said = gap(FedAvg(Peeking(at=["loss"])), "loop")
     assert found == 0
     assert said == ["The steps of LocalTraining train without compile: its options cannot be compared."]
 

@@ -125,8 +125,8 @@ def test_what_clients_say_of_the_model_before_chooses_the_round(tmp_path, said, 
         report = close()
         return report._replace(validation=told(len(brought))) if brought else report
 
-    runtime.close, runtime.bring = closed, brought.append  # type: ignore[method-assign]
-    runtime.conclude = lambda model: (None, told(len(said)))  # type: ignore[method-assign]
+    runtime.close, runtime.bring = closed, brought.append
+    runtime.conclude = lambda model: (None, told(len(said)))
     with RunFolder.create(tmp_path / "run", "", "0" * 64) as folder:
         made = play(Experiment(method, shared, runtime, TEST, 3), folder, None, lambda row: None)
     expected = models(len(said))

@@ -229,7 +229,7 @@ def test_what_was_said_reaches_the_process_that_answers(tmp_path: Path, monkeypa
     for config in configs:
         run = {"federation": "f", "sites": "s"}
         with pytest.raises(KeyboardInterrupt):
-            client_app.answer(SimpleNamespace(content=None), SimpleNamespace(node_config=config, run_config=run))  # type: ignore[arg-type]
+            client_app.answer(SimpleNamespace(content=None), SimpleNamespace(node_config=config, run_config=run))
     assert heard == [("", ()), ("0123abcd", ("fedavg", "feddure")), ("any", ())]
 
 

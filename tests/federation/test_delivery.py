@@ -205,7 +205,7 @@ def test_a_method_from_outside_trains_a_head_and_who_was_away_gets_the_whole_mod
         assert same(model.params["conv1"], given["params"]["conv1"])
         assert same(model.params["head"], whole[0].params["head"])
     assert not same(whole[0].params["head"], given["params"]["head"])
-    assert consent.ending(tmp_path / "home-south").code == 0  # type: ignore[union-attr]
+    assert consent.ending(tmp_path / "home-south").code == 0
 
 
 def test_one_site_that_never_comes_costs_one_waiting_time() -> None:

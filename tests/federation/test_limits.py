@@ -446,7 +446,7 @@ def test_terms_are_bounded(name: str):
     more = {"unlabeled_batch": {}, "epochs": {}}.get(name, {})
     if name == "width":
         with pytest.raises(UserError, match=r"the network has .* numbers, of 268,435,456 at most: choose a smaller"):
-            terms(**{name: most})  # type: ignore[arg-type]
+            terms(**{name: most})
     else:
         assert getattr(terms(**{name: most}, **more).config, name) == most
     with pytest.raises(UserError, match=f"{name} is [0-9,m].*: a federation has {most:,} at most"):
@@ -653,7 +653,7 @@ def test_an_answer_that_flower_cannot_put_together_is_no_end_of_the_server():
 
     assert [(p.message_id, p.data, p.problem) for p in GridPost(Broken()).collect(["a", "b"])] == [
         ("a", None, UNREADABLE)
-    ]  # type: ignore[arg-type]
+    ]
     assert asked == [["a"], ["b"]]
 
 
@@ -690,7 +690,7 @@ def street(pieces: Mapping[str, int]) -> tuple[Any, list[list[str]]]:
 
     grid = HttpGrid(token="t")
     grid.set_run(Run.create_empty(1))
-    grid._client = Client()  # type: ignore[assignment]
+    grid._client = Client()
     return grid, asked
 
 

@@ -340,7 +340,7 @@ def test_a_refusal_of_a_site_is_no_strike(stage: Make) -> None:
         full = Answer(write(Refusal(VERSION, FAILED, "its disk: No space left on device.")))
         return {**whole(requests, what), "site-3": full}
 
-    scenery.link.exchange = exchange  # type: ignore[method-assign]
+    scenery.link.exchange = exchange
     _, cohort = turn(scenery, 0, scenery.server)
     assert cohort == [0, 1, 2]
     assert not scenery.remote.calls.quarantine.sites

@@ -407,7 +407,7 @@ def test_the_norm_of_an_update_by_hand() -> None:
         "moments": {"v": {"mean": torch.full((1,), 1e9)}},
     }
     kinds = {"labels": "mark", "changed": "count", "moments": "statistic", "extra": "number"}
-    uplink = Uplink(aux={name: Aux(values=kind) for name, kind in kinds.items()})  # type: ignore[arg-type]
+    uplink = Uplink(aux={name: Aux(values=kind) for name, kind in kinds.items()})
     up = Upload(update, torch.tensor(1e9), aux)
     assert update_norm(up, down, uplink) == 85.0
     assert update_norm(Upload(down, torch.tensor(1.0)), down, uplink) == 0.0

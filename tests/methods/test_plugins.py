@@ -65,7 +65,7 @@ def strange(labels, classes, scenario):
 class Local(FedAvg):
     """A method of this file."""
 
-    objective: FixMatch = field(default_factory=FixMatch)  # type: ignore[assignment]
+    objective: FixMatch = field(default_factory=FixMatch)
 
 
 @pytest.fixture

@@ -242,7 +242,7 @@ def test_a_network_of_torchvision_comes_by_its_name(monkeypatch: pytest.MonkeyPa
         return nn.Sequential(TorchSmall(3, 8, 4), nn.Dropout(0.5), nn.Linear(8, num_classes))
 
     package, models = ModuleType("torchvision"), ModuleType("torchvision.models")
-    models.get_model = get_model  # type: ignore[attr-defined]
+    models.get_model = get_model
     monkeypatch.setitem(sys.modules, "torchvision", package)
     monkeypatch.setitem(sys.modules, "torchvision.models", models)
     monkeypatch.setattr(hubs.metadata, "version", lambda name: "0.99")

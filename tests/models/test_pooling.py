@@ -33,7 +33,7 @@ def test_maxima_and_their_gradient_are_pytorchs(window: tuple[int, ...]):
         expected = max_pool2d(alone, *window)
         assert torch.equal(out[k], expected)
         (expected * weight[k]).sum().backward()
-        assert torch.equal(gradient["x"][k], alone.grad)  # type: ignore[arg-type]
+        assert torch.equal(gradient["x"][k], alone.grad)
 
 
 def test_one_clients_are_as_well():
@@ -44,8 +44,8 @@ def test_one_clients_are_as_well():
     (out * weight).sum().backward()
     (expected * weight).sum().backward()
     for mine, other in ((out, expected), (ours.grad, theirs.grad)):
-        assert torch.equal(mine, other)  # type: ignore[arg-type]
-        assert mine.stride() == other.stride()  # type: ignore[union-attr]
+        assert torch.equal(mine, other)
+        assert mine.stride() == other.stride()
 
 
 def test_a_number_that_is_none_stays_one():

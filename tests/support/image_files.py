@@ -91,8 +91,8 @@ class Rows:
 def fake_hub(monkeypatch: pytest.MonkeyPatch, load_dataset: Callable[..., Rows]) -> None:
     """Put a library `datasets` in the place of the real one."""
     module = ModuleType("datasets")
-    module.load_dataset = load_dataset  # type: ignore[attr-defined]
-    module.Image = lambda decode: {"decode": decode}  # type: ignore[attr-defined]
+    module.load_dataset = load_dataset
+    module.Image = lambda decode: {"decode": decode}
     monkeypatch.setitem(sys.modules, "datasets", module)
 
 
