@@ -228,14 +228,18 @@ def test_adam_of_one_client_is_that_of_a_lifted_one_whatever_the_order_of_its_st
 
 
 def test_a_large_model_moves_as_its_leaves_do_alone():
-    """Leaf by leaf from 16 MiB on, all at once below: the same bits."""
+    """Leaf by leaf from 16 MiB on, all at once below: the same bits; with what is not needed any more used up, too."""
     g = torch.Generator().manual_seed(0)
     params = {name: torch.randn(count, generator=g) for name, count in {"large": 2**22, "a": 7, "b": 1000}.items()}
     whole, parts = params, {name: {name: leaf} for name, leaf in params.items()}
     state, states = Adam(1e-2).init(whole), {name: Adam(1e-2).init(part) for name, part in parts.items()}
+    lean, rest = whole, Adam(1e-2).init(whole)
     for _ in range(2):
         gradient = tree.map(lambda leaf: torch.randn(leaf.shape, generator=g), whole)
         whole, state = Adam(1e-2).step(whole, gradient, state)
         for name in parts:
             parts[name], states[name] = Adam(1e-2).step(parts[name], {name: gradient[name]}, states[name])
-    assert all(torch.equal(whole[name], parts[name][name]) for name in parts)
+        lean, rest = Adam(1e-2).step(lean, gradient, rest, consume=True)
+        assert not gradient, "its leaves are free"
+    assert all(torch.equal(whole[name], parts[name][name]) and torch.equal(whole[name], lean[name]) for name in parts)
+    assert all(torch.equal(a, b) for a, b in zip(tree.leaves(state), tree.leaves(rest), strict=True))

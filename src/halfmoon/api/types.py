@@ -251,9 +251,14 @@ class ClientUpdate:
         """Take one step on a minibatch."""
         raise NotImplementedError
 
-    def advance(self, carry: Tree, gradient: Tree, moments: Sequence[Tree] = (), **new: Any) -> Tree:
-        """Return the carry after a step of the optimizer, with statistics that take in `moments`, and what is `new`."""
-        params, optimizer = self.task.optimizer.step(carry["params"], gradient, carry["optimizer"])
+    def advance(
+        self, carry: Tree, gradient: Tree, moments: Sequence[Tree] = (), *, consume: bool = False, **new: Any
+    ) -> Tree:
+        """Return the carry after a step of the optimizer, with statistics that take in `moments`, and what is `new`.
+
+        With `consume`, `gradient` and the optimizer's state in `carry` may not be used any more (`Optimizer.step`).
+        """
+        params, optimizer = self.task.optimizer.step(carry["params"], gradient, carry["optimizer"], consume)
         stats = {"stats": reduce(track, moments, carry["stats"])} if moments else {}
         return {**carry, "params": params, "optimizer": optimizer, **stats, **new}
 

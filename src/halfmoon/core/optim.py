@@ -30,8 +30,11 @@ class Optimizer(Protocol):
         """Return the state before the first step."""
         ...
 
-    def step(self, params: Tree, gradient: Tree, state: Tree) -> tuple[Tree, Tree]:
-        """Return (params, state) after one step."""
+    def step(self, params: Tree, gradient: Tree, state: Tree, consume: bool = False) -> tuple[Tree, Tree]:
+        """Return (params, state) after one step.
+
+        With `consume`, `gradient` and `state` may be overwritten, or empty afterwards: a large model saves memory.
+        """
         ...
 
 
@@ -55,7 +58,7 @@ class SGD:
         """Return zero momentum buffers (none without momentum)."""
         return {"momentum": tree.zeros_like(params)} if self.momentum else {}
 
-    def step(self, params: Tree, gradient: Tree, state: Tree) -> tuple[Tree, Tree]:
+    def step(self, params: Tree, gradient: Tree, state: Tree, consume: bool = False) -> tuple[Tree, Tree]:
         gradient = decayed(params, gradient, self.weight_decay)
         if not self.momentum:
             return descend(params, gradient, self.lr), state
@@ -89,16 +92,19 @@ class Adam:
             "steps": torch.zeros((), dtype=torch.float64, device=device),
         }
 
-    def step(self, params: Tree, gradient: Tree, state: Tree) -> tuple[Tree, Tree]:
+    def step(self, params: Tree, gradient: Tree, state: Tree, consume: bool = False) -> tuple[Tree, Tree]:
         gradient = decayed(params, gradient, self.weight_decay)
         steps = state["steps"] + 1
         # lr m/c1 / (sqrt(v)/c2 + eps) = lr m / (sqrt(v) c1/c2 + eps c1): on a CPU a step costs the memory it walks over
         c1, c2 = 1 - self.beta1**steps, (1 - self.beta2**steps).sqrt()
         scale, shift = c1 / c2, c1 * self.eps
         lr = self.lr
-        # From 16 MiB on leaf by leaf: what all of them need in between is two models more.
-        if not inside() and not isinstance(lr, Tensor) and tree.nbytes(params) < 2**24:
-            return self._at_once(params, gradient, state, (steps, c1 * self.eps, c1 / c2), lr)
+        if not inside() and not isinstance(lr, Tensor):
+            terms = (steps, c1 * self.eps, c1 / c2)
+            if tree.nbytes(params) < 2**24:
+                return self._at_once(params, gradient, state, terms, lr)
+            if consume:
+                return self._leaf_by_leaf(params, gradient, state, terms, lr)
         first = tree.map(lambda m, g: torch.lerp(m, g, 1 - self.beta1), state["first"], gradient)
         # lerp, not addcmul_ or lerp_: vmap has no batching rule for these
         second = tree.map(lambda v, g: torch.lerp(v, g * g, 1 - self.beta2), state["second"], gradient)
@@ -119,10 +125,7 @@ class Adam:
         The same kernels on each leaf, and so the same bits: a step on a small network costs more calls than arithmetic.
         """
         steps, shift, scale = terms
-        # In one order: that of what comes from a file may be another.
-        p, g, m, v = (
-            list(tree.leaves_as(params, each)) for each in (params, gradient, state["first"], state["second"])
-        )
+        p, g, m, v = _leaves(params, gradient, state)
         calls: Any = torch  # its calls for lists of tensors, which torch.optim makes as well, are not exported
         dtype = v[0].dtype
         first = calls._foreach_lerp(m, g, 1 - self.beta1)
@@ -133,6 +136,29 @@ class Adam:
         new = calls._foreach_addcdiv(p, first, denominator, value=-lr)
         trees = (nested_like(params, iter(each)) for each in (new, first, second))
         return next(trees), {"first": next(trees), "second": next(trees), "steps": steps}
+
+    def _leaf_by_leaf(
+        self, params: Tree, gradient: Tree, state: Tree, terms: tuple[Tensor, Tensor, Tensor], lr: float
+    ) -> tuple[Tree, Tree]:
+        """Do what `step` does and hold one leaf more: the moments are overwritten, the gradient's leaves are freed."""
+        steps, shift, scale = terms
+        p, g, m, v = _leaves(params, gradient, state)
+        gradient.clear()
+        g.reverse()
+        new: list[Tensor] = []
+        for old, first, second in zip(p, m, v, strict=True):
+            slope, leaf = g.pop(), torch.empty_like(old)
+            first.lerp_(slope, 1 - self.beta1)
+            second.lerp_(torch.mul(slope, slope, out=leaf), 1 - self.beta2)
+            torch.sqrt(second, out=leaf).mul_(scale.to(leaf.dtype)).add_(shift.to(leaf.dtype))
+            new.append(torch.addcdiv(old, first, leaf, value=-lr, out=leaf))
+        return nested_like(params, iter(new)), {**state, "steps": steps}
+
+
+def _leaves(params: Tree, gradient: Tree, state: Tree) -> list[list[Tensor]]:
+    """Return the leaves of params, gradient and both moments in one order: from a file they may come in another."""
+    trees = (params, gradient, state["first"], state["second"])
+    return [list(tree.leaves_as(params, each)) for each in trees]
 
 
 @dataclass(frozen=True)
@@ -162,7 +188,7 @@ class Clipped(Wrapper):
     norm: float | None = None
     value: float | None = None
 
-    def step(self, params: Tree, gradient: Tree, state: Tree) -> tuple[Tree, Tree]:
+    def step(self, params: Tree, gradient: Tree, state: Tree, consume: bool = False) -> tuple[Tree, Tree]:
         """Return (params, state) after one step on the clipped gradient."""
         if self.value is not None:
             bound = self.value
@@ -170,7 +196,7 @@ class Clipped(Wrapper):
         if self.norm is not None:
             scale = (self.norm / (tree.squared_norm(gradient).sqrt() + 1e-6)).clamp_max(1.0)
             gradient = tree.map(lambda g: g * scale, gradient)
-        return self.optimizer.step(params, gradient, state)
+        return self.optimizer.step(params, gradient, state, consume)
 
 
 @dataclass(frozen=True)
@@ -184,8 +210,8 @@ class Slower(Wrapper):
     factor: float
     paths: frozenset[str]
 
-    def step(self, params: Tree, gradient: Tree, state: Tree) -> tuple[Tree, Tree]:
-        new, state = self.optimizer.step(params, gradient, state)
+    def step(self, params: Tree, gradient: Tree, state: Tree, consume: bool = False) -> tuple[Tree, Tree]:
+        new, state = self.optimizer.step(params, gradient, state, consume)
         return self._held_back(params, new, ""), state
 
     def _held_back(self, old: Tree, new: Tree, place: str) -> Tree:

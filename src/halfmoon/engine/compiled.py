@@ -22,6 +22,7 @@ from torch import Tensor
 from torch.fx import GraphModule
 
 from halfmoon.api.types import Batch, ClientUpdate, StepMetrics
+from halfmoon.core import tree
 from halfmoon.core.autodiff import lifted, nested_leaves, nested_like
 from halfmoon.core.errors import UserError, one_line
 from halfmoon.core.tree import Tree
@@ -126,7 +127,8 @@ def _program(client_update: ClientUpdate, together: bool, arguments: Arguments) 
         )
     if shape not in programs:
         # As it is written first: what is wrong with it is raised as ever, and networks keep what they make but once.
-        _step(client_update, together, *arguments)
+        down, each, carry, batch = arguments  # a step writes into the optimizer's state
+        _step(client_update, together, down, each, tree.map(torch.clone, carry), batch)
         try:
             programs[shape] = _compiled(client_update, together, arguments)
         except Exception as error:  # whatever PyTorch cannot do

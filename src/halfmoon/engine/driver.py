@@ -157,6 +157,7 @@ def update_one(
     does not depend on how it was computed.
     """
     client_update = context.client_update
+    memory = tree.map(torch.clone, memory)  # its optimizer writes into it, and it may lie in a store
     laid = data.x.device.type == "cpu"
     if laid:
         down, memory = tree.channels_last(down), tree.channels_last(memory)

@@ -69,7 +69,7 @@ class LocalTraining(ClientUpdate):
         if self.prox:
             pull = partial(torch.add, alpha=self.prox)
             gradient = tree.map(lambda g, new, old: pull(g, new - old), gradient, carry["params"], down["params"])
-        new = self.advance(carry, gradient, result.moments, **result.aux)
+        new = self.advance(carry, gradient, result.moments, consume=True, **result.aux)
         return {**new, **self.objective.after(carry, new["params"])}, StepMetrics(loss, {}, result.pseudo)
 
     def finish(self, down: Tree, carry: Tree, data: Local) -> tuple[Upload, Tree]:

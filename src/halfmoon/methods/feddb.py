@@ -134,7 +134,7 @@ class Debiased(LocalTraining):
     def step(self, down: Tree, carry: Tree, batch: Batch) -> tuple[Tree, StepMetrics]:
         """Take one optimizer step, and let APP-U follow the model in front of it."""
         gradient, loss, result = grad_and_value(self._loss, carry["params"], carry, batch)
-        new = self.advance(carry, gradient, result.moments, **result.aux)
+        new = self.advance(carry, gradient, result.moments, consume=True, **result.aux)
         new["images"] = carry["images"] + padding.count(batch.u_rows, batch.u_real)
         if self.options.accumulate == "step":
             new["appu"] = self._accumulated(carry, batch, result.pseudo[0].weight)

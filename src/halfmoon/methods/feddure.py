@@ -308,7 +308,7 @@ class Regulated(ClientUpdate):
         samples["mean_logit"] = sample(strong.mean(-1), batch.u_real)
         samples |= {name: sample(norm) for name, norm in norms.items()}
         notes = StepMetrics(value, samples, (Pseudo(label, confidence, trust),))
-        return self.advance(carry, gradient, moments, **own, **regulators), notes
+        return self.advance(carry, gradient, moments, consume=True, **own, **regulators), notes
 
     def finish(self, down: Tree, carry: Tree, data: Local) -> tuple[Upload, Tree]:
         up, memory = super().finish(down, carry, data)

@@ -71,7 +71,7 @@ def advance(
     logits = {"labeled": outputs.labeled, "unlabeled": outputs.unlabeled}
     cotangent, value, _ = grad_and_value(lambda z: (loss(z["labeled"], z["unlabeled"]), ()), logits)
     gradient = outputs.pull((cotangent["labeled"], cotangent["unlabeled"]), False)
-    return update.advance(model, gradient, outputs.moments), value
+    return update.advance(model, gradient, outputs.moments, consume=True), value
 
 
 def divergence(teacher: Tensor, student: Tensor) -> Tensor:
