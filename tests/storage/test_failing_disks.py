@@ -20,7 +20,7 @@ RUN: dict[str, Any] = {
     "device": "cpu", "executor": "loop", "threads": 1, "labels_per_class": 3.0, "rounds": 2, "evaluate_every": 2,
 }  # fmt: skip
 REFUSALS = (errno.EIO, errno.ENOSPC, errno.EMFILE)
-FILES = ("model.safetensors", "metrics.jsonl", "split.parquet", "checkpoint-000002.safetensors")
+FILES = ("model.safetensors", "metrics.jsonl", "split.parquet")
 
 
 def outcome(folder: Path) -> list[bytes]:

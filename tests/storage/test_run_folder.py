@@ -601,12 +601,13 @@ def test_clients_of_a_first_save_that_was_killed_are_forgotten(folder: RunFolder
     assert [path for path in (folder.path / "clients").iterdir() if path.suffix != ".jsonl"] == []
 
 
-def test_the_end_of_a_run_keeps_its_clients_as_its_checkpoints(folder: RunFolder) -> None:
+def test_a_finished_run_keeps_nothing_to_go_on_with(folder: RunFolder) -> None:
     play_clients(folder, Store(), range(2))
-    before = files_of(folder.path)
+    before = set(files_of(folder.path))
     folder.finish({}, {}, {})
-    kept = {name: data for name, data in before.items() if not name.startswith("checkpoint-000000")}
-    assert kept.items() <= files_of(folder.path).items()
+    gone = before - set(files_of(folder.path))
+    assert gone == {name for name in before if name.startswith(("checkpoint-", "clients/"))}
+    assert len(gone) > 4
 
 
 def test_a_checkpoint_of_an_older_halfmoon_is_not_taken_for_one_without_clients(folder: RunFolder) -> None:
@@ -787,9 +788,3 @@ def test_the_lock_survives_json_of_any_shape(folder: RunFolder) -> None:
         (folder.path / "run.json").write_text(text)
         with pytest.raises(UserError, match="is not a run folder"):
             RunFolder.open(folder.path)
-
-
-def test_a_finished_run_has_nothing_to_fall_back_on(folder: RunFolder) -> None:
-    play(folder, range(3))
-    folder.finish({"w": torch.zeros(2)}, {}, {"accuracy": 0.5})
-    assert {path.stem for path in folder.path.glob("checkpoint-*")} == {"checkpoint-000002"}

@@ -380,7 +380,8 @@ class Regulated(ClientUpdate):
         labeled_gradient, _, _ = grad_and_value(lambda params: (self._labeled_loss(params, carry, batch), ()), virtual)
         lesson = weighted.lesson(before["params"], student.tangent(labeled_gradient))
         gradient = tree.map(lambda leaf: leaf * -lr, lesson)  # Eq. 5
-        return self._learned("regulator", before, gradient), norm(gradient)
+        size = norm(gradient)
+        return self._learned("regulator", before, gradient), size
 
     def _optimizer(self, which: Literal["coarse", "regulator"]) -> Optimizer:
         """Return the shared optimizer with this regulator's learning rate, or C-reg's plain step."""
@@ -396,7 +397,9 @@ class Regulated(ClientUpdate):
         return {"params": params, "optimizer": self._optimizer(which).init(params)}
 
     def _learned(self, which: Literal["coarse", "regulator"], learner: Tree, gradient: Tree) -> Tree:
-        params, optimizer = self._optimizer(which).step(learner["params"], gradient, learner["optimizer"])
+        stays = self.options.labeled_first > 0  # and may be gone back to
+        state = learner["optimizer"]
+        params, optimizer = self._optimizer(which).step(learner["params"], gradient, state, consume=not stays)
         return {"params": params, "optimizer": optimizer}
 
     def _labeled_loss(self, params: Tree, carry: Tree, batch: Batch) -> Tensor:

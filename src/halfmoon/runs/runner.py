@@ -297,7 +297,7 @@ def _play(root: Path, job: Job, shared: Problem | None, watch: Callback, seat: S
     with _folder(path, config) as folder:
         summary = folder.summary()
         if summary is not None:
-            folder.checkpoints.keep(1)  # a kill right after the summary has left the one before
+            folder.checkpoints.clear()  # a kill right after the summary has left some
             return ended(summary, path / SUMMARY)
         assert shared is not None, "an unfinished job needs its data"
         if config.executor == "auto":

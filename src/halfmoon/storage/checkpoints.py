@@ -6,6 +6,7 @@ the clients keep lies in a folder of its own, of which a checkpoint writes what 
 """
 
 import re
+import shutil
 from contextlib import suppress
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
@@ -91,6 +92,14 @@ class Checkpoints:
                 self._remove(old)
             if clients is not None:
                 clients.prune(rounds[-count:][0])
+
+    def clear(self) -> None:
+        """Remove all checkpoints and what the clients keep: a finished run has nothing to go on with."""
+        with self.writer.writing("the folder"):
+            for round in self._rounds():
+                self._remove(round)
+            if (self.path / CLIENTS).exists():
+                shutil.rmtree(self.path / CLIENTS)
 
     def load(self) -> Loaded | None:
         """Return the newest checkpoint that is whole, as `halfmoon.storage.run_folder.RunFolder.load` says."""

@@ -176,13 +176,16 @@ class RunFolder:
         return self.checkpoints.load()
 
     def finish(self, model: Tree, meta: dict[str, str], summary: dict[str, Any]) -> None:
-        """Write `model.safetensors` with `meta` as its metadata, then `summary.json`, which ends the run."""
+        """Write `model.safetensors` with `meta` as its metadata, then `summary.json`, which ends the run.
+
+        What only going on would need is removed.
+        """
         self.writer.own()
         data = with_seal(pack(model)[0], meta)
         self.writer.write(MODEL, data)
         self.writer.note({MODEL: atomic_io.digest(data), METRICS: self.metrics.digest})
         self.conclude(summary)
-        self.checkpoints.keep(1)  # a finished run has nothing to fall back for
+        self.checkpoints.clear()
 
     def conclude(self, summary: dict[str, Any]) -> None:
         """Write `summary.json`, which ends the run."""
