@@ -96,6 +96,16 @@ def test_a_threshold_that_nobody_passes_is_said(used, said):
     assert any("passed the confidence threshold" in each and "FedAvg + FixMatch" in each for each in found) == said
 
 
+@pytest.mark.parametrize(("right", "said"), [(0.6, True), (0.61, False)])
+def test_a_method_that_is_not_above_the_commonest_class_is_said(right: float, said: bool) -> None:
+    """Six of ten test images are of one class: naming it always is right on 60 %."""
+    found = remarks([{**run("feddure", right), "confusion": [[0, 3, 3], [0, 4, 0], [0, 0, 0]]}], [])
+    assert found == (
+        ["FedDure is right on 60.0 % of the test images; always naming the commonest class would be on 60.0 %. Train "
+         "longer, or label more images."] if said else []
+    )  # fmt: skip
+
+
 def test_most_used_is_the_largest_share_of_any_round():
     rows = [{"pseudo": None}, {"pseudo": {"share_used": 0.01}}, {"pseudo": {"share_used": 0.2}}, {"round": 4}]
     assert most_used(rows) == 0.2

@@ -26,8 +26,8 @@ def remarks(summaries: Sequence[Mapping[str, Any]], ceilings: Collection[str]) -
     `ceilings` are the names of methods that have all labels.
     """
     if len({summary["method"] for summary in summaries}) < 2:
-        return [*_unused(summaries)]
-    return [*_budget(summaries), *_sunk(summaries, ceilings), *_unused(summaries)]
+        return [*_unlearned(summaries), *_unused(summaries)]
+    return [*_budget(summaries), *_sunk(summaries, ceilings), *_unlearned(summaries), *_unused(summaries)]
 
 
 def _budget(summaries: Sequence[Mapping[str, Any]]) -> list[str]:
@@ -56,6 +56,22 @@ def _sunk(summaries: Sequence[Mapping[str, Any]], ceilings: Collection[str]) -> 
                 f"{runs[0]['title']} ends at {100 * top:.1f} %, not above labels alone ({100 * floor:.1f} %): there is "
                 "nothing for unlabeled images to win here, and no method can be judged. First make all labels learn: "
                 "more rounds, a larger or a decaying learning rate (schedule cosine), a wider network."
+            )
+    return sentences
+
+
+def _unlearned(summaries: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Say which methods are not above what the commonest class of the test images alone would give."""
+    sentences = []
+    for name in dict.fromkeys(summary["method"] for summary in summaries):
+        runs = [summary for summary in summaries if summary["method"] == name]
+        end = _end(runs)
+        counts = [sum(row) for row in runs[0].get("confusion") or []]
+        chance = max(counts) / sum(counts) if any(counts) else 0.0
+        if end is not None and end <= chance:
+            sentences.append(
+                f"{runs[0]['title']} is right on {100 * end:.1f} % of the test images; always naming the commonest "
+                f"class would be on {100 * chance:.1f} %. Train longer, or label more images."
             )
     return sentences
 

@@ -67,7 +67,7 @@ class Decision:
         if self.base == self.ours == 100:
             return f"Both are at the ceiling ({points}): no tested image is left that unlabeled images could win."
         if self.kind == "unknown":
-            more = f"about {self.missing:,} more would" if self.missing else "more would"
+            more = f"about {self.missing:,} more labeled images would" if self.missing else "more would"
             return f"Cannot tell with so few labels ({points}): {more}."
         return f"{dict(zip(('help', 'harm', 'equal'), self.words, strict=True))[self.kind]} ({points})."
 
