@@ -9,6 +9,7 @@ chosen on validation images of seeds 100 to 102 (docs/training.md); no test imag
 """
 
 import argparse
+import base64
 import csv
 import json
 import math
@@ -218,7 +219,8 @@ def configured(data: str, row: str, seed: int, folder: Path | None) -> Any:
 
 def play(data: str, rows: list[str], seeds: list[int], runs: Path, folder: Path | None) -> None:
     """Play what is missing, seed by seed, so that what was played at any moment compares."""
-    done = {(line["data"], line["row"], line["seed"]) for line in records(LINES)}
+    whole = (line for line in records(LINES) if line["row"] in FLOORS or "correct" in line)
+    done = {(line["data"], line["row"], line["seed"]) for line in whole}
     for seed in seeds:
         for row in rows:
             if (data, row, seed) in done:
@@ -238,7 +240,7 @@ def run(data: str, row: str, seed: int, runs: Path, folder: Path | None) -> dict
     place = runs / f"{data.replace(', ', '-').replace(' ', '')}-{row}-{seed}"
     summary = runner.cell(configured(data, row, seed, folder), place)
     score = {**summary["accuracy"], **held(place), **area(data, place, folder)}
-    return {"accuracy": score, "labeled_steps": summary["cost"]["labeled_steps"]}
+    return {"accuracy": score, "labeled_steps": summary["cost"]["labeled_steps"], "correct": summary["correct"]}
 
 
 def area(data: str, place: Path, folder: Path | None) -> dict[str, float]:
@@ -351,9 +353,11 @@ def table(data: str, key: str = "last") -> list[dict[str, Any]]:
     `key` is one of `PARTS`.
     """
     found: dict[str, dict[int, dict[str, Any]]] = {}
+    right: dict[str, dict[int, np.ndarray | None]] = {}
     for line in records(LINES):
-        if line["data"] == data and key in line["accuracy"]:
+        if line["data"] == data and key in line["accuracy"]:  # what was played again counts as it was last
             found.setdefault(line["row"], {})[line["seed"]] = line["accuracy"]
+            right.setdefault(line["row"], {})[line["seed"]] = correct(line) if key == "last" else None
     base = {seed: 100 * each[key] for seed, each in found.get(FLOOR, {}).items()}
     top = {seed: 100 * each[key] for seed, each in found.get(CEILING, {}).items()}
     made = []
@@ -375,7 +379,8 @@ def table(data: str, key: str = "last") -> list[dict[str, Any]]:
         line["chosen"] = statistics.fmean(chosen) if len(chosen) == len(last) else None
         if row != FLOOR and differences:
             line["difference"] = statistics.fmean(differences)
-            line["half"] = half_interval(differences)
+            line["half"] = crossed_half([(right[row][seed], right[FLOOR][seed]) for seed in both])
+            line["half"] = half_interval(differences) if line["half"] is None else line["half"]
             if row not in (CEILING, "supervised", *FLOORS) and len(way) == len(both) and statistics.fmean(way) > 2:
                 line["share"] = statistics.fmean(differences) / statistics.fmean(way)
         made.append(line)
@@ -384,6 +389,24 @@ def table(data: str, key: str = "last") -> list[dict[str, Any]]:
 
 def deviation(values: list[float]) -> float | None:
     return statistics.stdev(values) if len(values) > 1 else None
+
+
+def correct(line: dict[str, Any]) -> np.ndarray | None:
+    """Return which test images a run's last model is right on, bool (N,); None where another model was kept."""
+    if "correct" not in line or "chosen" in line["accuracy"]:
+        return None
+    bits = np.unpackbits(np.frombuffer(base64.b64decode(line["correct"]), np.uint8)).astype(bool)
+    return bits[: round(bits.sum() / line["accuracy"]["last"])]  # without the padding of the last byte
+
+
+def crossed_half(pairs: list[tuple[np.ndarray | None, np.ndarray | None]]) -> float | None:
+    """Return half of the 95 % interval for other splits and other test images, where both are known of all runs."""
+    from halfmoon.report.paired import crossed
+
+    if len(pairs) < 3 or any(one is None or two is None for one, two in pairs):
+        return None
+    found = crossed(*(np.array(side) for side in zip(*pairs, strict=True)))
+    return found.high - found.mean
 
 
 def half_interval(differences: list[float]) -> float | None:
