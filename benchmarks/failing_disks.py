@@ -17,7 +17,7 @@ from test_failing_disks import REFUSALS, calls, outcome, played  # noqa: E402
 def main() -> None:
     """Play every point, and write the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--every", type=int, default=1, help="play each so manieth call")
+    parser.add_argument("--every", type=int, default=1, help="play every N-th call")
     parser.add_argument("--out", type=Path)
     given = parser.parse_args()
     rows = ["| the disk | points | the same bytes | a sentence |", "| --- | --- | --- | --- |"]
