@@ -3,6 +3,7 @@
 import http.server
 import json
 import os
+import shutil
 import signal
 import ssl
 import subprocess
@@ -28,7 +29,7 @@ from halfmoon.federation.flower.contact import Absent, Address, reach
 from halfmoon.federation.flower.launch import Halted, Server, connection, finished, run_config, serve, superlink
 from halfmoon.federation.flower.node import RAISED, Worker
 from halfmoon.federation.flower.processes import SERVER_APP, SUPERLINK, Home, alone
-from halfmoon.federation.flower.site_process import Joining, facts
+from halfmoon.federation.flower.site_process import Joining, facts, join
 from halfmoon.federation.protocol import bundle
 from halfmoon.federation.protocol.log import EventLog, Tail
 from halfmoon.sites.keys import certificates
@@ -136,6 +137,20 @@ def test_a_site_is_refused(tmp_path: Path, given: dict, words: str):
     files = {name: tmp_path / f"{given[name]}.pem" for name in ("ca", "key") if name in given}
     with pytest.raises(UserError, match=words):
         member(tmp_path, **{**given, **files})
+
+
+@pytest.mark.skipif(shutil.which("ssh-keygen") is None, reason="ssh-keygen is not installed")
+@pytest.mark.parametrize("make", ["-t ecdsa -b 384 -N secret", "-t rsa -b 2048 -N", "-t ecdsa -m PEM -N", "public"])
+def test_a_key_that_flower_does_not_take_is_refused_before_anything_starts(tmp_path: Path, make: str):
+    """It has a passphrase, is of another kind or form, or is the public half: to try it again would never help."""
+    files, key = authority(tmp_path), tmp_path / "north"
+    flags = ["-t", "ecdsa", "-N", ""] if make == "public" else make.split()
+    flags += [""] if flags[-1] == "-N" else []
+    subprocess.run(["ssh-keygen", "-q", *flags, "-f", str(key)], check=True)
+    site = member(tmp_path, ca=files["ca"], key=key.with_suffix(".pub") if make == "public" else key)
+    with pytest.raises(UserError, match="is no private key that Flower takes"):
+        join(site, print)
+    assert not site.processes.folder.exists()
 
 
 @pytest.mark.parametrize("words", ["", "host", "host:", ":9092", "host:0", "host:65536", "http://host:1", "::1:9092"])

@@ -16,6 +16,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
+from halfmoon.core.errors import UserError
 from halfmoon.federation.protocol.bundle import Foreign
 
 T = TypeVar("T")
@@ -55,7 +56,7 @@ NAMES: Mapping[str, tuple[str, ...]] = {
 }
 """MODULE:NAME of each use, with the parameters or attributes that are used."""
 
-NO_KEY, UNKNOWN_KEY = "--key is no private key", "2004]"
+UNKNOWN_KEY = "2004]"
 
 REASONS = {
     "CERTIFICATE_VERIFY_FAILED": "the server's certificate is not to be trusted",
@@ -64,7 +65,6 @@ REASONS = {
     UNKNOWN_KEY: "the server does not let this site's key in: it does not know it, or not any more, or another process "
     "uses it (one that was killed counts for a minute)",
     "401 Unauthorized": "the server does not accept this site's key, or the clocks of the two machines differ",
-    NO_KEY: "--key is no private key (elliptic curve, in OpenSSH's format)",
     "Exit Code: 606": "the server has another version of Flower",
     "500 Internal Server Error": "the server's Flower failed over a call, as where its disk is busy or full",
     "Heartbeat failed": "the server does not know this site any more",
@@ -252,11 +252,27 @@ class Fleet:
             return None
 
 
+def private_key(path: Path) -> Any:
+    """Return the key of a node; raise UserError where Flower would not take it."""
+    from cryptography.exceptions import UnsupportedAlgorithm
+    from cryptography.hazmat.primitives.asymmetric.ec import EllipticCurvePrivateKey
+    from cryptography.hazmat.primitives.serialization import load_ssh_private_key
+
+    try:
+        key = load_ssh_private_key(path.read_bytes(), None)
+    except (OSError, ValueError, TypeError, UnsupportedAlgorithm):  # TypeError: it has a passphrase
+        key = None
+    if not isinstance(key, EllipticCurvePrivateKey):
+        raise UserError(
+            f"--key {path} is no private key that Flower takes: it must be of an elliptic curve, in OpenSSH's format, "
+            "without a passphrase (ssh-keygen -t ecdsa -b 384 -N '' -f FILE makes one)."
+        )
+    return key
+
+
 @contextmanager
 def fleet(server: str, ca: Path | None, key: Path | None) -> Iterator[Fleet]:
     """Connect to a SuperLink; the process ends where that does not work, and what goes wrong later is printed."""
-    from cryptography.exceptions import UnsupportedAlgorithm
-    from cryptography.hazmat.primitives.serialization import load_ssh_private_key
     from flwr.supernode import fleet_http_connection
     from flwr.supernode.fleet_http_client import FleetHttpClient
 
@@ -265,13 +281,8 @@ def fleet(server: str, ca: Path | None, key: Path | None) -> Iterator[Fleet]:
             return super()._unary_unary(**{"timeout": ANSWER + words["request"].ByteSize() / SLOWEST, **words})
 
     fleet_http_connection.FleetHttpClient = SlowLinkClient  # pyright: ignore[reportPrivateImportUsage]
-    pair = None
-    if key is not None:
-        try:
-            private: Any = load_ssh_private_key(key.read_bytes(), None)
-        except (OSError, ValueError, UnsupportedAlgorithm) as error:
-            raise SystemExit(f"{NO_KEY}: {error}") from error
-        pair = private, private.public_key()
+    private = None if key is None else private_key(key)
+    pair = None if private is None else (private, private.public_key())
     connecting = fleet_http_connection.http_request_response
     with connecting(server, ca is None, None if ca is None else str(ca), pair) as functions:
         yield Fleet(functions)

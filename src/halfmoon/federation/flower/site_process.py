@@ -11,7 +11,7 @@ from typing import Any, Protocol
 from halfmoon.config.schema import NAME
 from halfmoon.core.errors import UserError
 from halfmoon.federation.flower.contact import Absent, Address, reach, trust
-from halfmoon.federation.flower.internals import LOST, REACHED, REASONS, RECEIVING, REPLY, UNKNOWN_KEY
+from halfmoon.federation.flower.internals import LOST, REACHED, REASONS, RECEIVING, REPLY, UNKNOWN_KEY, private_key
 from halfmoon.federation.flower.node import FILE, LOG
 from halfmoon.federation.flower.processes import SUPERNODE, Home, alone, require_flower, stop
 from halfmoon.federation.protocol.bundle import APPS
@@ -140,6 +140,8 @@ def join(site: Joining, show: Callable[[str], None], person: Person | None = Non
     Raise `Declined` for a no, UserError where the server cannot be talked to or the site takes part already.
     """
     require_flower()
+    if site.key is not None:
+        private_key(site.key)
     folder = site.processes.folder
     with alone(folder / "join.lock", f"{site.home} is that of a site which takes part already; end that one first."):
         site.processes.prepare()
