@@ -21,7 +21,7 @@ class SplitOptions:
     dirichlet_alpha: Annotated[float, "concentration of the Dirichlet draws; smaller is more uneven", ALPHA] = 0.5
     labels_per_class: Annotated[
         float | None,
-        "labeled images of each class, a client on average; none: 0.5 where nothing says how many",
+        "labeled images of each class for a client, on average; none: 0.5, unless label_ratio or labels is set",
         POSITIVE,
     ] = None
     label_ratio: Annotated[float | None, "instead of labels_per_class: the share of images that is labeled", SHARE] = (
@@ -33,10 +33,10 @@ class SplitOptions:
     labels_at: Annotated[Place, "who holds labels: all clients, some, the server"] = "clients"
     labeled_clients: Annotated[int | None, "with labels_at some: how many clients hold labels", at_least(1)] = None
     classes_per_client: Annotated[
-        int, "with setting semifl-shards: shards, each of one class, of a client", at_least(1)
+        int, "with setting semifl-shards: shards of a client, each of one class", at_least(1)
     ] = 2
     stages: Annotated[int, "parts of each client's unlabeled images that are seen one after the other", at_least(1)] = 1
-    unlabeled_share: Annotated[float, "share of each client's unlabeled images that it has", SHARE] = 1.0
+    unlabeled_share: Annotated[float, "share of its unlabeled images that each client keeps", SHARE] = 1.0
     min_size: Annotated[
-        int | None, "fewest labeled, and unlabeled, images of a client; none: from the mean", at_least(0)
+        int | None, "fewest labeled, and unlabeled, images of a client; none: a fifth of the mean, 1 to 10", at_least(0)
     ] = None

@@ -21,11 +21,13 @@ class MethodOptions:
 
     method: Annotated[str, "the method to train (see halfmoon methods); recommended: by where labels are"] = "feddure"
     baselines: Annotated[tuple[str, ...], "methods to train beside it on the same split and cohorts"] = ()
-    preset: Annotated[Literal["none", "paper"], "paper: what the method's paper fixes, where you say nothing"] = "none"
+    preset: Annotated[Literal["none", "paper"], "paper: take the paper's values for options that you do not set"] = (
+        "none"
+    )
     protocol: Annotated[
         Literal["none", "few-labels", "sage", "fedloke", "fedmatch"],
-        "an experiment by name, where you say nothing: few-labels, a recipe for images of your own; SAGE's (20 "
-        "clients, 8 a round), FedLoKe's (50, 20), FedMatch's (100, 5)",
+        "values for options that you do not set: few-labels, for your own images; or a paper's: sage (20 clients, "
+        "8 a round), fedloke (50, 20), fedmatch (100, 5)",
     ] = "none"
     start: Annotated[
         Literal["none", "simclr", "byol", "simsiam"],
@@ -53,24 +55,24 @@ class DataOptions:
         bool, "choose a round by the data set's own validation images: validation*.parquet or validation/CLASS"
     ] = False
     resize: Annotated[
-        int | None, "resample all images to this size while they are decoded; none: they have one", at_least(1)
+        int | None, "resample all images to this size while they are decoded; none: keep theirs", at_least(1)
     ] = None
     channels: Annotated[int | None, "1: make all images gray, 3: RGB; none: as they are"] = None
-    crop: Annotated[bool, "with resize: keep the sides in proportion, and cut off what is beyond the middle"] = False
+    crop: Annotated[bool, "with resize: keep the proportions, and cut the longer side to its middle"] = False
     window: Annotated[
-        tuple[float, ...] | None, "values that become black and white in 12 and 16 bit; none: each image's extremes"
+        tuple[float, ...] | None, "values for black and white in images of 12 and 16 bits; none: each image's extremes"
     ] = None
     group_pattern: Annotated[
-        str | None, "a regular expression that finds whose image a file is in its FOLDER/NAME; none: DICOM's patients"
+        str | None, "a regular expression that finds the patient or object in FOLDER/NAME; none: DICOM's patients"
     ] = None
     image_size: Annotated[
         int | None, "pad images with zeros to this size; none: what the network needs", at_least(1)
     ] = None
     pixel_mean: Annotated[
-        tuple[float, ...] | None, "what is taken from pixels of 0 to 1, for all channels or each; none: the data's mean"
+        tuple[float, ...] | None, "mean to subtract from pixels (0 to 1), one or one a channel; none: the data's"
     ] = None
     pixel_std: Annotated[
-        tuple[float, ...] | None, "what they are then divided by; none: the data's standard deviation"
+        tuple[float, ...] | None, "standard deviation to divide pixels by, alike; none: the data's"
     ] = None
     shrink: Annotated[int, "average-pool the images by this factor", at_least(1)] = 1
 
@@ -88,7 +90,7 @@ class RoundOptions:
     """How many rounds are played, by how many clients."""
 
     cohort: Annotated[int, "clients that train in a round; all where there are fewer", at_least(1)] = 5
-    rounds: Annotated[int, "rounds to play", at_least(1)] = 40
+    rounds: Annotated[int, "rounds to train", at_least(1)] = 40
     seed: Annotated[int, "seed of the first model, the cohorts, batches and views", at_least(0)] = 0
     client_dropout: Annotated[
         float, "probability that a client of the cohort does not answer in a round", BELOW_ONE
@@ -123,11 +125,14 @@ class BatchOptions:
     statistics: Annotated[
         Literal["joint", "separate"], "which views share a forward pass, and so their batch statistics"
     ] = "joint"
-    labeling: Annotated[Literal["batch", "running"], "which statistics normalize pseudo-labeled views"] = "batch"
+    labeling: Annotated[
+        Literal["batch", "running"],
+        "statistics that normalize images to pseudo-label: the batch's, or the model's running ones",
+    ] = "batch"
     reuse_labeled: Annotated[bool, "put a client's labeled images among its unlabeled ones as well (FedDB)"] = False
-    budget: Annotated[
-        Literal["none", "labeled-steps", "forwards"], "what all methods of a comparison get the same amount of"
-    ] = "labeled-steps"
+    budget: Annotated[Literal["none", "labeled-steps", "forwards"], "what is equal for all methods of a comparison"] = (
+        "labeled-steps"
+    )
     reference: Annotated[
         str | None, "the method that sets the shared budget; none: the main one, in compare the one that takes most"
     ] = None
@@ -144,9 +149,9 @@ class NetworkOptions:
     ] = "auto"
     width: Annotated[int | None, "width of the network (2 is WRN-28-2); none: its own default", at_least(1)] = None
     norm: Annotated[Literal["batch", "group", "none"], "how the network normalizes"] = "batch"
-    precision: Annotated[
-        Literal["float32", "bf16"], "what training multiplies in; bf16: products alone, tests stay float32"
-    ] = "float32"
+    precision: Annotated[Literal["float32", "bf16"], "number format of products in training; tests stay float32"] = (
+        "float32"
+    )
     weights: Annotated[
         str | None, "a safetensors file of weights to start from; the head is drawn anew where its classes differ"
     ] = None
@@ -182,7 +187,7 @@ class OptimizerOptions:
     ] = "cosine"
     server_ema: Annotated[
         float,
-        "share that an average of the server's models keeps each round, which is then evaluated; 0: no average",
+        "evaluate an average of the server's models that keeps this share of itself each round; 0: no average",
         BELOW_ONE,
     ] = 0.0
 
@@ -228,20 +233,20 @@ class AggregationOptions:
     aggregation: Annotated[
         Literal["mean", "clip", "cosine", "median", "trimmed", "krum"],
         "what the server makes of uploads before it averages them; clip: to the cohort's median norm; cosine: also "
-        "leaves out who points against the others, the default of a federation's server",
+        "leaves out updates against the others, the default of a federation's server",
     ] = "mean"
     byzantine: Annotated[float, "share of a cohort that trimmed and krum expect to be hostile", BELOW_HALF] = 0.2
     upload_precision: Annotated[
         Literal["float32", "float16", "int8"],
-        "what clients send their update in; float16 takes half the bytes, int8 a quarter",
+        "number format of updates that clients send; float16 takes half the bytes, int8 a quarter",
     ] = "float32"
-    secure_aggregation: Annotated[bool, "the server learns the sum of a cohort's uploads alone"] = False
+    secure_aggregation: Annotated[bool, "the server learns only the sum of a cohort's uploads"] = False
     attack: Annotated[
         Literal["none", "sign-flip", "noise", "label-flip", "stale", "nan", "false-counts", "sign-flip-false-counts"],
         "what hostile clients of a simulation do",
     ] = "none"
     attackers: Annotated[float, "share of the clients that is hostile", BELOW_HALF] = 0.0
-    attack_factor: Annotated[float, "by how much a flipped update is multiplied beside -1", POSITIVE] = 1.0
+    attack_factor: Annotated[float, "length of a flipped update, in lengths of the true one", POSITIVE] = 1.0
     weight_cap: Annotated[
         float, "largest weight of a simulated upload, in its cohort's medians; 0: no cap", at_least(0)
     ] = 0.0
@@ -257,7 +262,7 @@ class PrivacyOptions:
     dp_noise: Annotated[
         float | None, "standard deviation of the noise on the sum of updates, in units of dp_clip", POSITIVE
     ] = None
-    dp_epsilon: Annotated[float | None, "epsilon at which training stops; none: it is counted alone", POSITIVE] = None
+    dp_epsilon: Annotated[float | None, "epsilon at which training stops; none: it is only counted", POSITIVE] = None
     dp_delta: Annotated[float, "delta at which epsilon is counted", BETWEEN] = 1e-5
 
 

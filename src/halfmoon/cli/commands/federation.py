@@ -42,7 +42,7 @@ def add_federation(commands: Any) -> None:
     init = _action(group, "init", "make a folder with all that server and sites need to know each other", FOLDER, _init)
     init.add_argument("--sites", metavar="NAME", nargs="+", default=[], help="sites that get a key made here")
     init.add_argument("--host", metavar="HOST", nargs="+", default=[], help=_HOSTS)
-    about = "how many images each of --sites has, as known here: it counts for no more"
+    about = "how many images each of --sites has, as known here: no site counts for more"
     init.add_argument("--images", metavar="NAME=COUNT", nargs="+", default=[], help=about)
     about = f"how long the server's certificate is valid (default: {DAYS})"
     init.add_argument("--days", metavar="N", default=str(DAYS), help=about)

@@ -77,7 +77,7 @@ def show_methods(console: Console, entries: Sequence[MethodEntry], options: Mapp
 
 def add_check(commands: Any) -> None:
     """Add the command's parser."""
-    about = "try a method of your own on a small federation: loop = vmap, resume, messages, what leaves a site"
+    about = "test a method of your own in a small federation: batching of clients, resume, messages, what leaves a site"
     parser = command(commands, "check-method", about, "my_module:Mine ", _check)
     parser.add_argument("method", metavar="METHOD", help="my_module:Mine, or the name of any method")
     about = "the method's options, such as threshold=0.5"

@@ -22,7 +22,7 @@ def served(parser: argparse.ArgumentParser) -> None:
 
 
 def from_outside(parser: argparse.ArgumentParser) -> None:
-    about = "the model's network, where it comes from outside halfmoon: no file names code that you do not name"
+    about = "the model's network, if it is not halfmoon's own: a model file alone never loads code"
     parser.add_argument("--network", metavar="MODULE:MAKE", help=about)
 
 

@@ -46,13 +46,13 @@ def add(commands: Any) -> None:
     """Add the command's parser."""
     parser = command(commands, "sweep", "play a table or figure of a paper (see halfmoon recipes)", "RECIPE ", _sweep)
     parser.add_argument("recipe", metavar="RECIPE", help="a recipe's name, or a TOML file of one's own")
-    about = "only these cells: AXIS=VALUE,AXIS=VALUE; a further value of one axis is one more; may be repeated"
+    about = "only these cells: AXIS=VALUE,AXIS=VALUE; repeat it or an axis for more"
     parser.add_argument("--only", metavar="CELLS", action="append", default=[], help=about)
     parser.add_argument("--seeds", metavar="N", nargs="+", help="seeds of training and split (default: the recipe's)")
     parser.add_argument("--scale", metavar="NAME", help="a scaled-down version of the recipe, such as small")
     parser.add_argument("--out", metavar="DIR", type=Path, default=Path("runs"), help="where to put it (default: runs)")
     parser.add_argument("--jobs", metavar="N", default="1", help="runs at a time on a machine (default: 1)")
-    about = "what plays the runs: processes here, or a Ray cluster (needs halfmoon[ray]) (default: local)"
+    about = "what plays the runs: processes here, or a Ray cluster (needs the extra ray) (default: local)"
     parser.add_argument("--engine", choices=("local", "ray"), default="local", help=about)
     about = "the Ray cluster (default: RAY_ADDRESS, or that of this machine, or one that is started for the sweep)"
     parser.add_argument("--ray-address", metavar="HOST:PORT", help=about)
@@ -160,7 +160,7 @@ def add_recipes(commands: Any) -> None:
     about = "list the tables and figures that sweep plays, and with --time what one costs on this machine"
     parser = command(commands, "recipes", about, "[NAME ...] ", _recipes)
     parser.add_argument("names", metavar="NAME", nargs="*", help="only these, one alone in detail; a TOML file too")
-    about = "play a round of one cell of each row of the recipe, and multiply its seconds"
+    about = "estimate the time: train one round of one cell of each row, and multiply"
     parser.add_argument("--time", action="store_true", help=about)
     parser.add_argument("--scale", metavar="NAME", help="with --time: a scaled-down version, such as small")
     about = "with --time: only these cells: AXIS=VALUE,AXIS=VALUE, as in halfmoon sweep"

@@ -31,7 +31,9 @@ def add(commands: Any) -> None:
     on_device(parser)
     parser.add_argument("folder", metavar="FOLDER", type=Path, help="images of any size, also in folders below it")
     parser.add_argument("--out", metavar="FILE", type=Path, default=OUT, help=f"the table (default: {OUT})")
-    about = "images that the model knows the like of: say which others look unlike them, and warn where they are many"
+    about = (
+        "images such as the model was made for: mark those of FOLDER that look unlike them, and warn if they are many"
+    )
     parser.add_argument("--like", metavar="DIR", type=Path, help=about)
     _sure(parser)
 
@@ -62,7 +64,7 @@ def add(commands: Any) -> None:
 
     parser = command(commands, "export", "write a trained model for other programs", "MODEL ", _export)
     _of_model(parser)
-    parser.add_argument("--onnx", metavar="FILE", type=Path, help="an ONNX file (needs halfmoon[onnx])")
+    parser.add_argument("--onnx", metavar="FILE", type=Path, help="an ONNX file (needs the extra onnx)")
     parser.add_argument("--torch", metavar="FILE", type=Path, help="a program of torch.export (.pt2)")
     about = "a folder of real images on which the files are compared with the model, besides random ones"
     parser.add_argument("--images", metavar="FOLDER", type=Path, help=about)
