@@ -427,6 +427,11 @@ def test_a_folder_of_save_to_disk_is_read_as_the_parquet_files_of_its_parts(tmp_
         (["cat/a.png"], r": cat is its only class folder; sort images of another class, too"),
         (["cat/a.png", "dog/a.png", "old/notes.txt"], r"/old: there is no image in it, as in a class folder"),
         (["all/cat/a.png", "all/dog/a.png"], r": class folders lie in all: give the folder .*/all, or move them up"),
+        (
+            ["b/cat/a.png", "b/dog/a.png", "a/cat/a.png", "a/dog/a.png"],
+            r": class folders lie in a and b: give one of these folders, or play them as sites: "
+            r"`halfmoon run --sites .*/a .*/b`",
+        ),
     ],
 )
 def test_images_that_are_not_sorted_are_refused_with_what_to_do(files: list[str], words: str, tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 """Class folders: train/CLASS/*.png and test/CLASS/*.png; the images of a class may also lie in CLASS/images."""
 
+import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -102,8 +103,14 @@ def refuse_unsorted(folder: Path) -> None:
         raise UserError(f"{empty}: there is no image in it, as in a class folder; fill or remove it.")
     if len(classes) == 1 and empty is None:
         raise UserError(f"{folder}: {classes[0].name} is its only class folder; sort images of another class, too.")
-    if (inner := next(filter(in_parts, classes), None)) is not None:
-        raise UserError(f"{folder}: class folders lie in {inner.name}: give the folder {inner}, or move them up.")
+    inner = [each for each in classes if in_parts(each)]
+    if len(inner) > 1:
+        raise UserError(
+            f"{folder}: class folders lie in {inner[0].name} and {inner[1].name}: give one of these folders, or play "
+            f"them as sites: `halfmoon run --sites {shlex.join(map(str, inner))}`."
+        )
+    if inner:
+        raise UserError(f"{folder}: class folders lie in {inner[0].name}: give the folder {inner[0]}, or move them up.")
     if loose := images_in(folder):
         raise UserError(
             f"{folder}: its {len(loose):,} images have no label: `halfmoon site label {folder}` labels a few, or sort "
