@@ -270,6 +270,10 @@ def test_few_images_are_shared_out_among_few_clients(count, clients, labels, tmp
 def test_a_plan_is_for_folders(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["run", "--plan"]) == 2
     assert "--plan and --minutes go with --data FOLDER" in capsys.readouterr().err
+    (tmp_path / "photos" / "cat").mkdir(parents=True)
+    Image.new("L", (8, 8)).save(tmp_path / "photos" / "cat" / "a.png")
+    assert main(["run", "--data", str(tmp_path / "photos"), "--plan"]) == 2
+    assert "photos: cat is its only class folder" in capsys.readouterr().err
     assert main(["run", "--minutes", "0"]) == 2
 
 

@@ -47,14 +47,17 @@ def planned(args: argparse.Namespace, flags: Mapping[str, Any]) -> Plan | None:
 
     Raise `UserError` where --plan or --minutes is given all the same.
     """
-    plan = None
-    if args.config is None and Path(flags.get("data", Config.data)).is_dir():
+    plan, folder = None, Path(flags.get("data", Config.data))
+    if args.config is None and folder.is_dir():
         from halfmoon.sweeps import own_plan  # slow to import, and most runs have no plan
 
         plan = own_plan.planned(flags, args.minutes)
     if plan is None and (args.plan or args.minutes is not None):
+        from halfmoon.data.readers.class_folders import refuse_unsorted
         from halfmoon.sweeps.own_plan import ELSEWHERE
 
+        if args.config is None and folder.is_dir() and not ELSEWHERE & flags.keys():
+            refuse_unsorted(folder)
         raise UserError(
             "--plan and --minutes go with --data FOLDER, a folder of class folders or of images with a labels.csv, and "
             f"without {', '.join('--' + each for each in sorted(ELSEWHERE))} and --config."
