@@ -3,6 +3,7 @@
 import csv
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -12,6 +13,7 @@ from PIL import Image
 import halfmoon
 from halfmoon import UserError
 from halfmoon.cli.main import main
+from halfmoon.cli.own import show_played
 from halfmoon.core import hubs
 from halfmoon.engine.loop import Row
 from halfmoon.runs import factory
@@ -19,6 +21,7 @@ from halfmoon.sites.folders import read
 from halfmoon.sweeps import decision as decision_rule
 from halfmoon.sweeps import own_plan
 from halfmoon.sweeps.own_folder import contents_of
+from halfmoon.sweeps.own_images import PlanResult
 from halfmoon.sweeps.own_labels import folder_features, problem
 from halfmoon.sweeps.own_plan import plan
 
@@ -265,6 +268,19 @@ def test_few_images_are_shared_out_among_few_clients(count, clients, labels, tmp
     split = factory.problem(config, methods=["fedavg"]).split
     assert (config.clients, int(split.labeled.sum())) == (clients, labels)
     assert len(np.unique(split.client[split.client >= 0])) == clients >= config.cohort
+
+
+@pytest.mark.parametrize(("heads", "words"), [(True, "too few images with a label"), (False, "give more --minutes")])
+def test_without_a_decision_the_way_to_one_is_said(
+    heads: bool, words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Heads always get all their splits: more minutes give them none."""
+    written(tmp_path / "photos", 4)
+    contents = contents_of(tmp_path / "photos")
+    assert contents is not None
+    played = replace(plan({"data": "photos", "resize": 8, "network": "small", "width": 4}, contents), heads=heads)
+    show_played(played, PlanResult([], None, None), tmp_path, as_json=False)
+    assert words in capsys.readouterr().out
 
 
 def test_a_plan_is_for_folders(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -91,7 +91,9 @@ def show_played(plan: Plan, result: PlanResult, root: Path, as_json: bool) -> No
     if decision is None:
         every = plan.contents.site and plan.contents.labeled == len(plan.contents.paths)
         why = "Every image has a label: there are none without to help." if every else ""
-        say(why or "One split decides nothing: give more --minutes for several, or label more images.")
+        few = "There are too few images with a label to decide: label more."
+        one = "One split decides nothing: give more --minutes for several, or label more images."
+        say(why or (few if plan.heads else one))
         return
     from halfmoon.methods import registry
 
