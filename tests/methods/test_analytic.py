@@ -1,6 +1,7 @@
 """Heads solved from sums: equal to a pooled solution written in NumPy, whoever holds which images."""
 
 import json
+import warnings
 from dataclasses import replace
 from pathlib import Path
 
@@ -192,7 +193,10 @@ def test_a_run_solves_the_head(
     the same under a mask; without, under noise, whose budget only rounds that release sums spend."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     config = replace(CONFIG, method=method, weights=weights, rounds=40, features=cached, run_dir=tmp_path / "run")
-    result = halfmoon.run(replace(config, tune="head"))
+    with warnings.catch_warnings(record=True) as remarks:
+        warnings.simplefilter("always")
+        result = halfmoon.run(replace(config, tune="head"))
+    assert not [each for each in remarks if "than a batch" in str(each.message)], "it takes no steps"
     assert result.summaries[0]["accuracy"]["last"] > 0.3
     with pytest.raises(UserError, match="frozen backbone"):
         halfmoon.run(replace(config, features=False, run_dir=tmp_path / "other"))

@@ -68,7 +68,8 @@ def check(jobs: Sequence[Job], shared: Problem, watch: Callback) -> None:
     if served or config.labeled_batch == "all":
         return
     few = int(((counts > 0) & (counts < config.labeled_batch)).sum())
-    if needing and few:
+    updates = [update for each in needing for update in each.method.client_updates(shared.task).values()]
+    if few and any(update.needs.trains for update in updates):
         watch.say(
             f"{few} of {split.clients} clients have fewer labeled images than a batch of {config.labeled_batch}: "
             "their images repeat within a batch."

@@ -282,7 +282,8 @@ def _methods(pair: tuple[str, str], count: float, limit: str) -> str:
     labels, other = (registry.entry(name).title for name in pair)
     if pair == HEADS and count > FEW:
         return f"{labels}, labels only, is recommended: with {count:.0f} labels a class unlabeled images add little"
-    return f"{labels} (labels only); {other}, recommended for {count:.0f} labels a class{limit}"
+    few = "1 label" if round(count) == 1 else f"{count:.0f} labels"
+    return f"{labels} (labels only); {other}, recommended for {few} a class{limit}"
 
 
 def _others(config: Config, contents: Contents, share: float) -> list[tuple[str, str]]:
@@ -294,9 +295,9 @@ def _others(config: Config, contents: Contents, share: float) -> list[tuple[str,
         reasons = [("labels", labels)]
     else:
         count = _labels_a_class(config, contents)
-        words = (
-            f"{count:.0f} a class are used, at {config.clients} simulated clients; the others are hidden (--labels N)"
-        )
+        sites = "1 simulated client" if config.clients == 1 else f"{config.clients} simulated clients"
+        used = "1 a class is used" if round(count) == 1 else f"{count:.0f} a class are used"
+        words = f"{used}, at {sites}; the others are hidden (--labels N)"
         fifth = f"a fifth of every class is held out{sides}"
         tests = f"{contents.tests:,} images of its own" if contents.tests else fifth
         reasons = [("labels", words), ("test", tests)]
