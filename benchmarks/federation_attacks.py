@@ -65,7 +65,7 @@ def play(names: list[str], fed: Besieged) -> dict[str, Outcome]:
     fed.serve(names[0] if len(names) == 1 else "at-once")
     try:
         for who in SITES:
-            if who not in fed.running:
+            if who not in fed.running or fed.running[who].poll() is not None:  # a site's program ends with a run
                 fed.join(who)
         fed.until(lambda: "round 1 of" in fed.log("serve.log"), "the first round")
         for attack in attacks.values():
@@ -127,7 +127,7 @@ played again. An attack begins when round 1 is over; the run ends by itself.
 - Every pickle would create a file where somebody unpickled it. None was created.
 - The last round waits until the attack has been refused (one of the sites holds its answer back).
 - TOGETHER
-- The sites stay while the server is started anew for each run.
+- The sites join anew for each run, with the same folders.
 """
 
 
@@ -191,7 +191,8 @@ def main() -> None:
         finally:
             fed.end()
     calm = outcomes.get(UNDISTURBED)
-    failed |= {name: "other weights" for name, each in outcomes.items() if calm and each.weights != calm.weights}
+    other = {name: "other weights" for name, each in outcomes.items() if calm and each.weights != calm.weights}
+    failed = other | failed
     if failed:
         sys.exit("\n".join(f"{name}: {reason}" for name, reason in failed.items()))
 

@@ -74,7 +74,7 @@ def write(exported: Path, rounds: int = OPTIONS["rounds"], sites: int = len(SITE
 class Besieged:
     """A federation under way in `folder`; `sites` has the folders of images, `evil` what its last site answers.
 
-    It may be served several times, one run after the other, while the same sites wait: `serve` begins the next one."""
+    It may be served several times, one run after the other: `serve` begins the next one."""
 
     folder: Path
     sites: Path
