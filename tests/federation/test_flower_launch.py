@@ -127,6 +127,7 @@ def test_a_server_is_refused(tmp_path: Path, given: dict, words: str):
         ({"server": Address("192.0.2.7", 9092)}, "nothing on the way to 192.0.2.7:9092 would be encrypted"),
         ({"key": "key"}, "--key needs --ca"),
         ({"ca": "ca", "key": "nothing"}, "there is no such file"),
+        ({"ca": "ca", "key": "folder"}, "this is a folder; give the file of the key"),
         ({"ca": "nothing"}, "no file of certificates in PEM"),
         ({"ca": "ca", "insecure": True}, "contradict"),
     ],
@@ -134,6 +135,7 @@ def test_a_server_is_refused(tmp_path: Path, given: dict, words: str):
 def test_a_site_is_refused(tmp_path: Path, given: dict, words: str):
     """A name that is a folder's or a flag's, a plain connection through a network, keys without TLS."""
     authority(tmp_path)
+    (tmp_path / "folder.pem").mkdir()
     files = {name: tmp_path / f"{given[name]}.pem" for name in ("ca", "key") if name in given}
     with pytest.raises(UserError, match=words):
         member(tmp_path, **{**given, **files})

@@ -159,6 +159,7 @@ def _show_metrics(result: dict[str, Any], files: Sequence[str]) -> None:
     ]
     show(["probability", "images", "mean probability %", "accuracy %"], rows)
     certain = result["sure"]
+    among = f", accuracy among them: {_percent(certain['accuracy'])} %" if certain["share"] else ""
     lines = [
         "",
         f"images: {result['images']:,}",
@@ -167,8 +168,7 @@ def _show_metrics(result: dict[str, Any], files: Sequence[str]) -> None:
         f"area under the ROC curve: {_percent(result['auc'])} %",
         f"expected calibration error: {_percent(result['calibration_error'])} % "
         f"(temperature {result['temperature']:.3g})",
-        f"sure, from {certain['at_least']:g}: {_percent(certain['share'])} % of the images, "
-        f"accuracy among them: {_percent(certain['accuracy'])} %",
+        f"sure, from {certain['at_least']:g}: {_percent(certain['share'])} % of the images{among}",
         *(f"written: {file}" for file in files),
     ]
     say("\n".join(lines))

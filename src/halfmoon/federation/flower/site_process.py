@@ -105,7 +105,8 @@ class Joining:
         if self.key is not None and self.ca is None:
             raise UserError("--key needs --ca: a server knows sites by their keys over TLS only.")
         if self.key is not None and not self.key.is_file():
-            raise UserError(f"--key {self.key}: there is no such file.")
+            what = "this is a folder; give the file of the key" if self.key.is_dir() else "there is no such file"
+            raise UserError(f"--key {self.key}: {what}.")
         if self.site_keys is not None:
             from halfmoon.federation.site.site_keys import read_keys  # slow to import: it brings torch
 
