@@ -15,6 +15,7 @@ import tempfile
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from textwrap import shorten
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "support"))
@@ -103,10 +104,11 @@ def table(outcomes: dict[str, Outcome]) -> str:
     for name, each in outcomes.items():
         if name == UNDISTURBED or calm is None:
             continue
-        words = " / ".join(f"`{words}` ({WHERE.get(where, 'the log of that site')})" for where, words in each.said)
+        where, words = each.said[0]
+        words = shorten(words, 90, placeholder=" ...").replace("|", "\\|")
+        place = WHERE.get(where, "the log of that site")
         same = "equal" if each.weights == calm.weights else "OTHERS"
-        words = words.replace("|", "\\|")
-        lines.append(f"| {each.what} | {words} | {each.rounds} of {OPTIONS['rounds']} | {same} |")
+        lines.append(f"| {each.what} | `{words}` ({place}) | {each.rounds} of {OPTIONS['rounds']} | {same} |")
     return "\n".join(lines)
 
 
@@ -125,6 +127,7 @@ played again. An attack begins when round 1 is over; the run ends by itself.
   `tests/support/attacking/sitecustomize.py`. It is honest when it is asked again: otherwise the weights could not be
   compared.
 - Every pickle would create a file where somebody unpickled it. None was created.
+- A table cell has the first words; federation_attacks.json has all of them, and the other places where they stand.
 - The last round waits until the attack has been refused (one of the sites holds its answer back).
 - TOGETHER
 - The sites join anew for each run, with the same folders.

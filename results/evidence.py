@@ -379,8 +379,8 @@ def table(data: str, key: str = "last") -> list[dict[str, Any]]:
         line["chosen"] = statistics.fmean(chosen) if len(chosen) == len(last) else None
         if row != FLOOR and differences:
             line["difference"] = statistics.fmean(differences)
-            line["half"] = crossed_half([(right[row][seed], right[FLOOR][seed]) for seed in both])
-            line["half"] = half_interval(differences) if line["half"] is None else line["half"]
+            crossed = crossed_half([(right[row][seed], right[FLOOR][seed]) for seed in both])
+            line["half"] = half_interval(differences) if crossed is None else crossed
             if row not in (CEILING, "supervised", *FLOORS) and len(way) == len(both) and statistics.fmean(way) > 2:
                 line["share"] = statistics.fmean(differences) / statistics.fmean(way)
         made.append(line)

@@ -48,8 +48,7 @@ def _sunk(summaries: Sequence[Mapping[str, Any]], ceilings: Collection[str]) -> 
     """Say where all labels end below labels alone."""
     floor = _end([summary for summary in summaries if summary["method"] == FLOOR])
     sentences = []
-    for name in dict.fromkeys(summary["method"] for summary in summaries if summary["method"] in ceilings):
-        runs = [summary for summary in summaries if summary["method"] == name]
+    for runs in _by_method([summary for summary in summaries if summary["method"] in ceilings]):
         top = _end(runs)
         if floor is not None and top is not None and top <= floor:
             sentences.append(
@@ -63,8 +62,7 @@ def _sunk(summaries: Sequence[Mapping[str, Any]], ceilings: Collection[str]) -> 
 def _unlearned(summaries: Sequence[Mapping[str, Any]]) -> list[str]:
     """Say which methods are not above what the commonest class of the test images alone would give."""
     sentences = []
-    for name in dict.fromkeys(summary["method"] for summary in summaries):
-        runs = [summary for summary in summaries if summary["method"] == name]
+    for runs in _by_method(summaries):
         end = _end(runs)
         counts = [sum(row) for row in runs[0].get("confusion") or []]
         chance = max(counts) / sum(counts) if any(counts) else 0.0
@@ -79,8 +77,7 @@ def _unlearned(summaries: Sequence[Mapping[str, Any]]) -> list[str]:
 def _unused(summaries: Sequence[Mapping[str, Any]]) -> list[str]:
     """Say of which methods hardly a pseudo-label has counted in any round of any seed."""
     sentences = []
-    for name in dict.fromkeys(summary["method"] for summary in summaries):
-        runs = [summary for summary in summaries if summary["method"] == name]
+    for runs in _by_method(summaries):
         shares = [summary["most_used"] for summary in runs if summary.get("most_used") is not None]
         if shares and len(shares) == len(runs) and max(shares) <= FEW:
             most = max(shares)
@@ -94,6 +91,13 @@ def _unused(summaries: Sequence[Mapping[str, Any]]) -> list[str]:
                 "threshold, let it follow the model (thresholding), or train longer."
             )
     return sentences
+
+
+def _by_method(summaries: Sequence[Mapping[str, Any]]) -> list[list[Mapping[str, Any]]]:
+    groups: dict[str, list[Mapping[str, Any]]] = {}
+    for summary in summaries:
+        groups.setdefault(summary["method"], []).append(summary)
+    return [*groups.values()]
 
 
 def _end(summaries: Sequence[Mapping[str, Any]]) -> float | None:

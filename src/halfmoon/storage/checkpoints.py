@@ -82,16 +82,16 @@ class Checkpoints:
                 self._remove(round)  # a half would take the place that is missing
             raise
         self.writer.saved = round
-        self.keep(CHECKPOINTS, clients)
+        self._keep(clients)
 
-    def keep(self, count: int, clients: Store | None = None) -> None:
+    def _keep(self, clients: Store | None = None) -> None:
         """Remove all checkpoints but the newest ones, and what only these say of the clients."""
         with self.writer.writing("the folder"):
             rounds = self._rounds()
-            for old in rounds[:-count]:
+            for old in rounds[:-CHECKPOINTS]:
                 self._remove(old)
             if clients is not None:
-                clients.prune(rounds[-count:][0])
+                clients.prune(rounds[-CHECKPOINTS:][0])
 
     def clear(self) -> None:
         """Remove all checkpoints and what the clients keep: a finished run has nothing to go on with."""
@@ -117,7 +117,7 @@ class Checkpoints:
                 self._remove(bad)
             self.writer.saved = round
             older = [each for each in rounds if each < round]
-            self.keep(CHECKPOINTS)  # a kill after a save has left others
+            self._keep()  # a kill after a save has left others
             with self.writer.writing(CLIENTS):
                 clients = sweep(clients, older[-1] if older else round)
             going = f"going on from {stem(round)}"
