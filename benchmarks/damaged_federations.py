@@ -23,7 +23,7 @@ import test_integrity as t  # noqa: E402
 from rehearsals import Town, eager, found, quick, stopping  # noqa: E402
 
 from halfmoon.core.errors import UserError  # noqa: E402
-from halfmoon.federation.flower import client_app  # noqa: E402
+from halfmoon.federation.transport import client_app  # noqa: E402
 
 METHOD, ROUNDS, AT = "fedloke", 5, (3, 0)
 MEMORY = Path(".halfmoon", "federations")

@@ -13,7 +13,7 @@ from typing import Any
 
 from federation_parity import free_port
 
-from halfmoon.federation.flower.processes import SCRIPTS, SUPERNODE, WORKER, Home, lock_of
+from halfmoon.federation.transport.processes import SCRIPTS, SUPERNODE, WORKER, Home, lock_of
 from halfmoon.storage import atomic_io
 
 HALFMOON = str(Path(sysconfig.get_path("scripts"), "halfmoon"))

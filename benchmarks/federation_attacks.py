@@ -36,7 +36,7 @@ from attackers import (  # pyright: ignore[reportMissingImports]
 from federation_faults import machine
 from federation_parity import export
 
-from halfmoon.federation.flower.processes import interruptible
+from halfmoon.federation.transport.processes import interruptible
 from halfmoon.sites.keys import Access, make
 from halfmoon.storage import atomic_io
 

@@ -52,10 +52,10 @@ from federation_stock import NETWORKS
 
 from halfmoon.config import schema as settings
 from halfmoon.core import rng, tree
-from halfmoon.federation.flower import client_app as clients
-from halfmoon.federation.flower import local
-from halfmoon.federation.flower.contact import Address
-from halfmoon.federation.flower.link import unwrapped
+from halfmoon.federation.transport import client_app as clients
+from halfmoon.federation.transport import local
+from halfmoon.federation.transport.contact import Address
+from halfmoon.federation.transport.link import unwrapped
 from halfmoon.federation.server.plan import load
 from halfmoon.runs import runner
 from halfmoon.runs.factory import task

@@ -29,7 +29,7 @@ from disturbed import LATE, SITES, TIMEOUT, VICTIM, Federation, Stuck
 from federation_parity import export
 from safetensors.numpy import load_file
 
-from halfmoon.federation.flower.processes import SERVER_APP, SUPERLINK, SUPERNODE, WORKER, interruptible
+from halfmoon.federation.transport.processes import SERVER_APP, SUPERLINK, SUPERNODE, WORKER, interruptible
 from halfmoon.storage import atomic_io
 
 EXPORT = ("site", "export", "digits", "--sites", "3", "--labels-per-class", "4")

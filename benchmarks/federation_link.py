@@ -34,7 +34,7 @@ DELAY, RATE = 0.02, 1e6 / 8
 """Seconds of delay each way, and bytes a second in each direction."""
 
 FLOWERS_WAITS = """\
-from halfmoon.federation.flower import internals
+from halfmoon.federation.transport import internals
 def waits(object_ids, pull_object_fn):
     from flwr.supercore.inflatable.inflatable_utils import pull_objects
     return pull_objects(list(dict.fromkeys(object_ids)), pull_object_fn)

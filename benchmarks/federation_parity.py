@@ -4,7 +4,7 @@
 
 Three sites are written with `halfmoon site export digits`; each method is then played (a) by
 `halfmoon.runs.runner.cell`, as `halfmoon run` does, (b) over an in-process grid
-(`halfmoon.federation.flower.local.rehearse`), (c) on Flower's simulation engine, by a SuperLink with --simulation and
+(`halfmoon.federation.transport.local.rehearse`), (c) on Flower's simulation engine, by a SuperLink with --simulation and
 `flwr run` (Ray; needs `flwr[simulation]`), and (d) over real processes on loopback: three `halfmoon site join` and one
 `halfmoon serve`. Every way has its own copies of the sites, so that none finds what another one's sites remember. A
 hash is the SHA-256 of the names, types, shapes and bytes of all tensors of model.safetensors, by name. Nothing is left
@@ -37,9 +37,9 @@ from safetensors.numpy import load_file
 
 from halfmoon.cli import main as cli
 from halfmoon.config import schema as settings
-from halfmoon.federation.flower.contact import Address, reach
-from halfmoon.federation.flower.local import rehearse
-from halfmoon.federation.flower.processes import ENVIRONMENT, interruptible
+from halfmoon.federation.transport.contact import Address, reach
+from halfmoon.federation.transport.local import rehearse
+from halfmoon.federation.transport.processes import ENVIRONMENT, interruptible
 from halfmoon.federation.protocol.bundle import APPS
 from halfmoon.runs import runner
 

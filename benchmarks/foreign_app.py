@@ -24,8 +24,8 @@ sys.path[:0] = [str(TESTS / "support"), str(TESTS / "federation")]
 
 import test_flower_launch as t  # noqa: E402
 
-from halfmoon.federation.flower.contact import Absent, Address, reach  # noqa: E402
-from halfmoon.federation.flower.processes import ENVIRONMENT, Home  # noqa: E402
+from halfmoon.federation.transport.contact import Absent, Address, reach  # noqa: E402
+from halfmoon.federation.transport.processes import ENVIRONMENT, Home  # noqa: E402
 from halfmoon.federation.protocol import bundle  # noqa: E402
 
 REFUSED = "refused: the server wants another program executed here than the agreed one"

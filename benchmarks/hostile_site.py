@@ -18,7 +18,7 @@ from disturbed import VICTIM, Federation
 from federation_faults import machine
 from federation_parity import export, written
 
-from halfmoon.federation.flower.processes import interruptible
+from halfmoon.federation.transport.processes import interruptible
 from halfmoon.storage import atomic_io
 
 SITES = tuple(f"site-{number:02}" for number in range(5))

@@ -38,8 +38,8 @@ IMPORTED = {"disturbed", "federation_stock", "peer_rounds", "peer_side", "smoke"
 
 SHARED = [
     "torch", "numpy", "pyarrow.parquet", "PIL.Image", "matplotlib.pyplot", "scipy.stats", "sklearn.metrics",
-    "halfmoon.runs.runner", "halfmoon.cli.main", "halfmoon.federation.flower.local",
-    "halfmoon.federation.flower.client_app", "halfmoon.federation.flower.server_app",
+    "halfmoon.runs.runner", "halfmoon.cli.main", "halfmoon.federation.transport.local",
+    "halfmoon.federation.transport.client_app", "halfmoon.federation.transport.server_app",
 ]  # fmt: skip
 """What many scripts import."""
 SERVER = multiprocessing.get_context("forkserver")
@@ -304,7 +304,7 @@ class Over:
 
 def rehearse(fed: Any, who: str, *words: str, **_: str) -> None:
     """Play a federation at once where its server is started, in this process; a site's command is over at once."""
-    from halfmoon.federation.flower import local
+    from halfmoon.federation.transport import local
 
     fed.running[who] = Over()
     if who == "serve":

@@ -33,7 +33,7 @@ from federation_faults import machine
 from federation_parity import digest, export, free_port, written
 
 from halfmoon.config import schema as settings
-from halfmoon.federation.flower.processes import SERVER_APP, SUPERLINK, SUPERNODE, WORKER, interruptible
+from halfmoon.federation.transport.processes import SERVER_APP, SUPERLINK, SUPERNODE, WORKER, interruptible
 from halfmoon.runs import runner
 
 matplotlib.use("agg")

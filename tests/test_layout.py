@@ -34,7 +34,7 @@ PACKAGES = [
     "federation.protocol",
     "federation.site",
     "federation.server",
-    "federation.flower",
+    "federation.transport",
     "contract",
     "pages",
     "cli",
@@ -177,8 +177,8 @@ def test_simulation_knows_no_network():
     for name in INSIDE:
         if home(name) in ("api", "methods", "objectives", "runs"):
             assert [target for target in edges(name) if target.startswith("federation")] == []
-        if home(name) not in ("federation.flower", "cli"):
-            assert [target for target in edges(name) if home(target) == "federation.flower"] == []
+        if home(name) not in ("federation.transport", "cli"):
+            assert [target for target in edges(name) if home(target) == "federation.transport"] == []
             assert "flwr" not in {target.split(".")[0] for target in imported(name)}
 
 
@@ -186,7 +186,7 @@ def test_what_flower_does_not_promise_is_touched_in_one_file():
     """Elsewhere Flower is imported by the three packages that it promises, and none of its modules is named."""
     promised = {"flwr.app", "flwr.clientapp", "flwr.serverapp"}
     for name in INSIDE:
-        if name != "federation.flower.internals":
+        if name != "federation.transport.internals":
             used = {target for target in imported(name) if target.split(".")[0] == "flwr"}
             assert {target for target in used if ".".join(target.split(".")[:2]) not in promised} == set(), name
             for words in ("flwr.super", "flwr.proto", "_runtime_client", "PullMessages", "TaskIdentity"):

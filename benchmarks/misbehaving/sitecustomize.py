@@ -79,7 +79,7 @@ def spoil_answers() -> None:
 
 def spoil_sending() -> None:
     """Send every answer twice ("twice"), or die between announcing that of the second round and sending it ("cut")."""
-    from halfmoon.federation.flower.internals import Fleet, Packet
+    from halfmoon.federation.transport.internals import Fleet, Packet
 
     honest = Fleet.send
     mark = Path(os.environ["HALFMOON_FLOWER"], f"sent-{KIND}")
@@ -116,5 +116,5 @@ if KIND == "clock":
 elif KIND in ("twice", "cut"):
     if "flower-supernode" in sys.orig_argv:
         spoil_sending()
-elif KIND and "worker" in sys.orig_argv and "halfmoon.federation.flower.node" in sys.orig_argv:
+elif KIND and "worker" in sys.orig_argv and "halfmoon.federation.transport.node" in sys.orig_argv:
     spoil_answers()

@@ -17,13 +17,13 @@ pytest.importorskip("flwr")
 
 from halfmoon.cli import main as cli
 from halfmoon.core.errors import UserError
-from halfmoon.federation.flower import admission, site_process
-from halfmoon.federation.flower.admission import Admission
-from halfmoon.federation.flower.contact import Address
-from halfmoon.federation.flower.internals import RECEIVING, REPLY
-from halfmoon.federation.flower.launch import Server, run_config, superlink
-from halfmoon.federation.flower.link import holders
-from halfmoon.federation.flower.processes import SUPERNODE, Home
+from halfmoon.federation.transport import admission, site_process
+from halfmoon.federation.transport.admission import Admission
+from halfmoon.federation.transport.contact import Address
+from halfmoon.federation.transport.internals import RECEIVING, REPLY
+from halfmoon.federation.transport.launch import Server, run_config, superlink
+from halfmoon.federation.transport.link import holders
+from halfmoon.federation.transport.processes import SUPERNODE, Home
 from halfmoon.federation.protocol.log import Tail
 from halfmoon.federation.server.sessions import NO_KEY, Answer, ClientManager
 from halfmoon.federation.server.transport import NodeIdentity

@@ -114,7 +114,7 @@ class Fleet:
 
 def test_a_site_refuses_the_runs_of_other_bundles(tmp_path: Path):
     pytest.importorskip("flwr")
-    from halfmoon.federation.flower.node import Checker
+    from halfmoon.federation.transport.node import Checker
     from halfmoon.federation.protocol.log import EventLog
 
     evil = zipped({**OURS, "evil.py": ""})

@@ -140,8 +140,8 @@ class Somebody:
 def waiting(tmp_path: Path, person: Somebody | None, **given: Any) -> tuple[Any, list[str]]:
     """Return what lives while a site joins, in a home where terms wait for a yes, and what is shown."""
     pytest.importorskip("flwr")
-    from halfmoon.federation.flower import site_process
-    from halfmoon.federation.flower.contact import Address
+    from halfmoon.federation.transport import site_process
+    from halfmoon.federation.transport.contact import Address
 
     home = tmp_path / "home"
     home.mkdir()
@@ -164,7 +164,7 @@ def test_a_yes_is_written_down_and_asked_for_once(tmp_path: Path):
 
 
 def test_a_no_ends_the_command(tmp_path: Path):
-    from halfmoon.federation.flower.site_process import Declined
+    from halfmoon.federation.transport.site_process import Declined
 
     there, _ = waiting(tmp_path, Somebody(False))
     with pytest.raises(Declined, match=f"north does not take part on the terms {TERMS.hash[:8]}"):
@@ -210,9 +210,9 @@ def test_what_is_typed(typed: str, yes: bool):
 def test_what_was_said_reaches_the_process_that_answers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """By node.json; without a word of the terms they have to be asked for. A rehearsal takes what it plays."""
     pytest.importorskip("flwr")
-    from halfmoon.federation.flower import client_app
-    from halfmoon.federation.flower.contact import Address
-    from halfmoon.federation.flower.site_process import Joining, facts
+    from halfmoon.federation.transport import client_app
+    from halfmoon.federation.transport.contact import Address
+    from halfmoon.federation.transport.site_process import Joining, facts
 
     heard: list[tuple[str, tuple[str, ...]]] = []
 
@@ -250,8 +250,8 @@ def test_ten_lines_say_what_leaves_to_whom_and_how_long(tmp_path: Path):
 @pytest.mark.parametrize("terms", ["0123abc", "xyz", "a" * 65, "ANY ", "0123-456"])
 def test_a_hash_that_is_none_is_refused(tmp_path: Path, terms: str):
     pytest.importorskip("flwr")
-    from halfmoon.federation.flower.contact import Address
-    from halfmoon.federation.flower.site_process import Joining
+    from halfmoon.federation.transport.contact import Address
+    from halfmoon.federation.transport.site_process import Joining
 
     with pytest.raises(UserError, match=r"--terms is .*: it must be the hash of the terms .8 to 64 digits"):
         Joining(Address("127.0.0.1", 9092), "north", tmp_path, 3, 2, tmp_path, terms=terms)

@@ -43,9 +43,9 @@ from halfmoon.config import schema as settings
 from halfmoon.config.schema import Config
 from halfmoon.core import hubs, rng, tree, weight_files
 from halfmoon.core.errors import UserError
-from halfmoon.federation.flower import local
-from halfmoon.federation.flower.internals import identity
-from halfmoon.federation.flower.link import unwrapped, wrapped
+from halfmoon.federation.transport import local
+from halfmoon.federation.transport.internals import identity
+from halfmoon.federation.transport.link import unwrapped, wrapped
 from halfmoon.federation.protocol.messages import (
     Acceptance,
     Final,

@@ -13,7 +13,7 @@ from rehearsals import Town, before_each_message, bits, eager, found, quick, rec
 from safetensors.numpy import load_file
 
 from halfmoon.core.errors import UserError
-from halfmoon.federation.flower import client_app
+from halfmoon.federation.transport import client_app
 from halfmoon.federation.protocol.messages import Request
 
 METHODS = {

@@ -13,10 +13,10 @@ pytest.importorskip("flwr")
 
 from flwr.common.constant import ErrorCode
 
-from halfmoon.federation.flower import processes, site_process
-from halfmoon.federation.flower.contact import Address
-from halfmoon.federation.flower.link import PROBLEMS, problem
-from halfmoon.federation.flower.site_process import Joining
+from halfmoon.federation.transport import processes, site_process
+from halfmoon.federation.transport.contact import Address
+from halfmoon.federation.transport.link import PROBLEMS, problem
+from halfmoon.federation.transport.site_process import Joining
 from halfmoon.federation.protocol.log import EventLog
 from halfmoon.federation.protocol.messages import Offer, Refusal, read, write
 from halfmoon.federation.server.transport import TransportReply

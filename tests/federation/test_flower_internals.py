@@ -27,10 +27,10 @@ from flwr.supercore.inflatable.inflatable_utils import ObjectUnavailableError
 from flwr.superlink.grid import http_grid
 from flwr.supernode import fleet_http_connection
 
-from halfmoon.federation.flower import internals
-from halfmoon.federation.flower.internals import NAMES, VERSIONS, identity, number
-from halfmoon.federation.flower.link import GridPost, unwrapped, wrapped
-from halfmoon.federation.flower.node import pause
+from halfmoon.federation.transport import internals
+from halfmoon.federation.transport.internals import NAMES, VERSIONS, identity, number
+from halfmoon.federation.transport.link import GridPost, unwrapped, wrapped
+from halfmoon.federation.transport.node import pause
 
 VERSION = metadata.version("flwr")
 
@@ -69,7 +69,7 @@ def test_a_message_made_here_has_an_author_and_a_number():
 LATE = """
 import sys
 
-import halfmoon.federation.flower.client_app
+import halfmoon.federation.transport.client_app
 
 import torch
 from halfmoon.core.autodiff import grad_and_value

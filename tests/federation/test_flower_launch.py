@@ -24,12 +24,12 @@ from PIL import Image
 
 from halfmoon.cli import main as cli
 from halfmoon.core.errors import UserError
-from halfmoon.federation.flower import internals, launch, processes
-from halfmoon.federation.flower.contact import Absent, Address, reach
-from halfmoon.federation.flower.launch import Halted, Server, connection, finished, run_config, serve, superlink
-from halfmoon.federation.flower.node import RAISED, Worker
-from halfmoon.federation.flower.processes import SERVER_APP, SUPERLINK, Home, alone
-from halfmoon.federation.flower.site_process import Joining, facts, join
+from halfmoon.federation.transport import internals, launch, processes
+from halfmoon.federation.transport.contact import Absent, Address, reach
+from halfmoon.federation.transport.launch import Halted, Server, connection, finished, run_config, serve, superlink
+from halfmoon.federation.transport.node import RAISED, Worker
+from halfmoon.federation.transport.processes import SERVER_APP, SUPERLINK, Home, alone
+from halfmoon.federation.transport.site_process import Joining, facts, join
 from halfmoon.federation.protocol import bundle
 from halfmoon.federation.protocol.log import EventLog, Tail
 from halfmoon.sites.keys import certificates
@@ -215,7 +215,7 @@ def test_without_flower_one_sentence_says_what_to_install(tmp_path, monkeypatch,
 
 
 def test_halfmoon_does_not_need_flower():
-    code = "import halfmoon.cli.main, halfmoon.federation.flower.site_process, halfmoon.federation.flower.launch, sys; "
+    code = "import halfmoon.cli.main, halfmoon.federation.transport.site_process, halfmoon.federation.transport.launch, sys; "
     code += "sys.exit(' '.join({'flwr', 'torch'} & set(sys.modules)) or 0)"
     done = subprocess.run([sys.executable, "-c", code], check=False, capture_output=True)
     assert done.returncode == 0, done.stderr
@@ -287,7 +287,7 @@ def wait(condition: Callable[[], object], seconds: float = 90.0) -> None:
 
 
 def holder(folder: Path, script: str) -> subprocess.Popen[bytes]:
-    code = "import sys, time; from pathlib import Path; from halfmoon.federation.flower import processes; "
+    code = "import sys, time; from pathlib import Path; from halfmoon.federation.transport import processes; "
     code += "processes.hold(processes.lock_of(Path(sys.argv[1]), sys.argv[2])); time.sleep(60)"
     return subprocess.Popen([sys.executable, "-c", code, str(folder), script], start_new_session=True)
 
@@ -430,8 +430,8 @@ SERVE = """
 import sys
 from pathlib import Path
 from halfmoon.cli.commands.base import shower
-from halfmoon.federation.flower.launch import Server, serve
-from halfmoon.federation.flower.processes import interruptible
+from halfmoon.federation.transport.launch import Server, serve
+from halfmoon.federation.transport.processes import interruptible
 config, run, port, *files = sys.argv[1:]
 with interruptible():
     apps = ("toys:server", "toys:client")
@@ -442,9 +442,9 @@ JOIN = """
 import sys
 from pathlib import Path
 from halfmoon.cli.commands.base import shower
-from halfmoon.federation.flower.contact import Address
-from halfmoon.federation.flower.site_process import Joining, join
-from halfmoon.federation.flower.processes import interruptible
+from halfmoon.federation.transport.contact import Address
+from halfmoon.federation.transport.site_process import Joining, join
+from halfmoon.federation.transport.processes import interruptible
 port, folder, ca = sys.argv[1:]
 server, folder = Address("127.0.0.1", int(port)), Path(folder)
 site = Joining(server, "site-00", folder, 3, 2, folder / "home", Path(ca), apps=("toys:server", "toys:client"))

@@ -640,7 +640,7 @@ def test_images_that_do_not_fit_a_machine_are_not_decoded(tmp_path: Path, monkey
 def test_an_answer_that_flower_cannot_put_together_is_no_end_of_the_server():
     """Each ticket is asked for alone: the others' answers come."""
     pytest.importorskip("flwr")
-    from halfmoon.federation.flower.link import UNREADABLE, GridPost
+    from halfmoon.federation.transport.link import UNREADABLE, GridPost
 
     asked: list[list[str]] = []
 
@@ -697,7 +697,7 @@ def street(pieces: Mapping[str, int]) -> tuple[Any, list[list[str]]]:
 def test_an_answer_of_too_many_pieces_is_not_fetched():
     """Of a bound of 50 MB: 150 MB are refused before the first byte, and so is who sent them; 90 MB may be spare."""
     pytest.importorskip("flwr")
-    from halfmoon.federation.flower.link import OVERSIZED, GridPost
+    from halfmoon.federation.transport.link import OVERSIZED, GridPost
 
     post = GridPost(street({"a": 30, "b": 30})[0], most=50_000_000)
     assert list(post.collect(["a", "b"])) == [("a", b"", OVERSIZED), ("b", b"", OVERSIZED)]
@@ -710,7 +710,7 @@ def test_an_answer_of_too_many_pieces_is_not_fetched():
 def test_a_server_asks_once_for_all_tickets():
     """Each question costs Flower a hundredth of a second, and nothing has come most of the time."""
     pytest.importorskip("flwr")
-    from halfmoon.federation.flower.link import GridPost
+    from halfmoon.federation.transport.link import GridPost
 
     come: dict[str, int] = {}
     grid, asked = street(come)

@@ -25,7 +25,7 @@ from halfmoon.api.uploads import Upload
 from halfmoon.config import schema as settings
 from halfmoon.core import tree
 from halfmoon.core.errors import UserError
-from halfmoon.federation.flower import client_app, local
+from halfmoon.federation.transport import client_app, local
 from halfmoon.federation.protocol.messages import (
     DEAL,
     FAILED,

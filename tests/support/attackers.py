@@ -29,8 +29,8 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from federations import free_port
 
-from halfmoon.federation.flower.link import holders
-from halfmoon.federation.flower.processes import Home
+from halfmoon.federation.transport.link import holders
+from halfmoon.federation.transport.processes import Home
 from halfmoon.sites.keys import make
 from halfmoon.storage import atomic_io
 

@@ -18,8 +18,8 @@ from safetensors.numpy import load_file
 from halfmoon.api.uploads import Upload
 from halfmoon.config import schema as settings
 from halfmoon.data import Images, sources
-from halfmoon.federation.flower import client_app, local
-from halfmoon.federation.flower.link import GridPost, unwrapped
+from halfmoon.federation.transport import client_app, local
+from halfmoon.federation.transport.link import GridPost, unwrapped
 from halfmoon.federation.protocol.messages import Acceptance, Final, Offer, Receipt, Refusal, Reply, Request, read
 from halfmoon.federation.server import sessions
 from halfmoon.federation.server.plan import load

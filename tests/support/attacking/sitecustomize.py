@@ -68,5 +68,5 @@ def spoil() -> None:
     SiteClient.answer = answer
 
 
-if FILE and "worker" in sys.orig_argv and "halfmoon.federation.flower.node" in sys.orig_argv:
+if FILE and "worker" in sys.orig_argv and "halfmoon.federation.transport.node" in sys.orig_argv:
     spoil()

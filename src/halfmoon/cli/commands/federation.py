@@ -27,7 +27,7 @@ from halfmoon.core.errors import UserError
 from halfmoon.sites.keys.key_folder import DAYS, LISTEN, MOST_DAYS, PORT
 
 if TYPE_CHECKING:
-    from halfmoon.federation.flower.launch import Server
+    from halfmoon.federation.transport.launch import Server
     from halfmoon.sites.keys.make import Result
 
 
@@ -195,8 +195,8 @@ def add_serve(commands: Any) -> None:
 
 
 def _serve(args: argparse.Namespace) -> int:
-    from halfmoon.federation.flower.launch import MODEL, Halted, finished, lacking, serve
-    from halfmoon.federation.flower.processes import interruptible, require_flower
+    from halfmoon.federation.transport.launch import MODEL, Halted, finished, lacking, serve
+    from halfmoon.federation.transport.processes import interruptible, require_flower
     from halfmoon.federation.server.plan import load
     from halfmoon.federation.server.server import FederationServer
 
@@ -252,7 +252,7 @@ def _agreeing(args: argparse.Namespace) -> None:
 
 
 def _server(args: argparse.Namespace, folder: Path, port: int | None, sites: Sequence[str], restarts: int) -> Server:
-    from halfmoon.federation.flower.launch import Server
+    from halfmoon.federation.transport.launch import Server
     from halfmoon.sites.keys import Access
 
     if args.access is None:

@@ -320,9 +320,9 @@ def join_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def _join(args: argparse.Namespace) -> int:
-    from halfmoon.federation.flower.contact import Address
-    from halfmoon.federation.flower.processes import interruptible, require_flower
-    from halfmoon.federation.flower.site_process import Declined, Ended, Joining, join
+    from halfmoon.federation.transport.contact import Address
+    from halfmoon.federation.transport.processes import interruptible, require_flower
+    from halfmoon.federation.transport.site_process import Declined, Ended, Joining, join
     from halfmoon.federation.site import consent
     from halfmoon.sites.folders.prepare import HOME
     from halfmoon.sites.folders.site_folder import read

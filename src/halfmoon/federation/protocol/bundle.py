@@ -16,7 +16,7 @@ from typing import Any
 
 from halfmoon.storage import toml
 
-APPS = ("halfmoon.federation.flower.server_app:app", "halfmoon.federation.flower.client_app:app")
+APPS = ("halfmoon.federation.transport.server_app:app", "halfmoon.federation.transport.client_app:app")
 """The ServerApp and the ClientApp of every federation."""
 
 OLDEST = "1.41.0"  # the oldest Flower that plays the bundle

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from halfmoon.core.errors import UserError
-from halfmoon.federation.flower.internals import ControlApi, Node
+from halfmoon.federation.transport.internals import ControlApi, Node
 from halfmoon.sites.keys import Access
 from halfmoon.storage import atomic_io
 

@@ -18,7 +18,7 @@ from flwr.clientapp import ClientApp
 from halfmoon.config.schema import origins
 from halfmoon.core import weight_files
 from halfmoon.core.errors import UserError
-from halfmoon.federation.flower.link import unwrapped, wrapped
+from halfmoon.federation.transport.link import unwrapped, wrapped
 from halfmoon.federation.server.plan import load
 from halfmoon.federation.site.client import SiteClient
 from halfmoon.federation.site.consent import ANY

@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import Literal
 
 from halfmoon.core.errors import UserError
-from halfmoon.federation.flower.admission import ANSWER, KEYS, Admission
-from halfmoon.federation.flower.contact import Absent, Address, reach, trust
-from halfmoon.federation.flower.internals import ControlApi
-from halfmoon.federation.flower.processes import SERVER_APP, SUPEREXEC, SUPERLINK, Home, alone, require_flower, stop
+from halfmoon.federation.transport.admission import ANSWER, KEYS, Admission
+from halfmoon.federation.transport.contact import Absent, Address, reach, trust
+from halfmoon.federation.transport.internals import ControlApi
+from halfmoon.federation.transport.processes import SERVER_APP, SUPEREXEC, SUPERLINK, Home, alone, require_flower, stop
 from halfmoon.federation.protocol.bundle import APPS, PROJECT, project
 from halfmoon.federation.protocol.log import EventLog, Tail
 from halfmoon.sites.keys import Access

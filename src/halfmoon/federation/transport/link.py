@@ -8,7 +8,7 @@ import httpx
 from flwr.app import Array, ArrayRecord, ConfigRecord, Message, MessageType, RecordDict
 from flwr.serverapp import Grid
 
-from halfmoon.federation.flower import internals
+from halfmoon.federation.transport import internals
 from halfmoon.federation.server.transport import NodeIdentity, TransportReply
 from halfmoon.storage import atomic_io
 

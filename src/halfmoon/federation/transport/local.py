@@ -8,7 +8,7 @@ from flwr.app import Context, Error, Message, RecordDict, UserConfig
 from flwr.clientapp import ClientApp
 from flwr.serverapp import Grid
 
-from halfmoon.federation.flower import internals
+from halfmoon.federation.transport import internals
 
 CRASHED = 2  # Flower's code of a ClientApp that raised
 
@@ -72,7 +72,7 @@ def rehearse(
     validations: Mapping[str, Path] | None = None,
 ) -> None:
     """Play a federation in this process through both apps; `sites`, `tests`, `validations` are folders."""
-    from halfmoon.federation.flower import client_app, server_app
+    from halfmoon.federation.transport import client_app, server_app
     from halfmoon.federation.server.plan import load
     from halfmoon.federation.site.consent import ANY
 

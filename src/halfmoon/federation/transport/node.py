@@ -17,9 +17,9 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from halfmoon.federation.flower import internals
-from halfmoon.federation.flower.internals import RECEIVING, REPLY, Fleet, Packet
-from halfmoon.federation.flower.processes import SUPERNODE, WORKER, command, enter, interruptible
+from halfmoon.federation.transport import internals
+from halfmoon.federation.transport.internals import RECEIVING, REPLY, Fleet, Packet
+from halfmoon.federation.transport.processes import SUPERNODE, WORKER, command, enter, interruptible
 from halfmoon.federation.protocol import bundle
 from halfmoon.federation.protocol.bundle import Foreign
 from halfmoon.federation.protocol.log import EventLog

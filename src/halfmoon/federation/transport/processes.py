@@ -1,6 +1,6 @@
 """Processes of a server or a site: started in a folder, watched by locks, ended without a remainder.
 
-`python -m halfmoon.federation.flower.processes SCRIPT ...` runs a command of Flower, or a site's node or worker. Flower
+`python -m halfmoon.federation.transport.processes SCRIPT ...` runs a command of Flower, or a site's node or worker. Flower
 starts its own children by name; scripts of these names stand first on the path and lead here. Each process holds a lock
 in its `HALFMOON_FLOWER` folder, with its number in it, until it is dead, and dies with its parent.
 """
@@ -27,7 +27,7 @@ SERVER_APP, FLWR = "flwr-serverapp", "flwr"
 SCRIPTS = (SUPERLINK, SUPEREXEC, SERVER_APP, FLWR)  # commands of Flower at a server
 
 SUPERNODE, WORKER = "flower-supernode", "worker"
-"""Processes of a site, both of `halfmoon.federation.flower.node`."""
+"""Processes of a site, both of `halfmoon.federation.transport.node`."""
 
 FOLDER = "HALFMOON_FLOWER"  # the variable of the environment that names the folder of the locks
 
@@ -141,7 +141,7 @@ class Home:
 def command(script: str) -> list[str]:
     """Return the command that runs a script here; -P: what lies in the user's folder is no module of ours."""
     module = "node" if script in (SUPERNODE, WORKER) else "processes"
-    return [sys.executable, "-P", "-m", f"halfmoon.federation.flower.{module}", script]
+    return [sys.executable, "-P", "-m", f"halfmoon.federation.transport.{module}", script]
 
 
 def lock_of(folder: Path, script: str) -> Path:

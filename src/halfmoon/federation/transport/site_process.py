@@ -10,10 +10,10 @@ from typing import Any, Protocol
 
 from halfmoon.config.schema import NAME
 from halfmoon.core.errors import UserError
-from halfmoon.federation.flower.contact import Absent, Address, reach, trust
-from halfmoon.federation.flower.internals import LOST, REACHED, REASONS, RECEIVING, REPLY, UNKNOWN_KEY, private_key
-from halfmoon.federation.flower.node import FILE, LOG
-from halfmoon.federation.flower.processes import SUPERNODE, Home, alone, require_flower, stop
+from halfmoon.federation.transport.contact import Absent, Address, reach, trust
+from halfmoon.federation.transport.internals import LOST, REACHED, REASONS, RECEIVING, REPLY, UNKNOWN_KEY, private_key
+from halfmoon.federation.transport.node import FILE, LOG
+from halfmoon.federation.transport.processes import SUPERNODE, Home, alone, require_flower, stop
 from halfmoon.federation.protocol.bundle import APPS
 from halfmoon.federation.protocol.log import EventLog, Tail, TermsSummary
 from halfmoon.federation.site import consent
