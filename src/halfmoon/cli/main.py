@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from halfmoon.cli import own
 from halfmoon.cli.commands import base, data, federation, methods, paged, privacy, report, site, sweep, trained
-from halfmoon.config import preset
+from halfmoon.config import preset, retired
 from halfmoon.config import schema as settings
 from halfmoon.config.schema import Config
 from halfmoon.core.errors import UserError, nearest
@@ -108,6 +108,7 @@ def _end(error: BaseException) -> tuple[str, int] | None:
 def _main(words: list[str]) -> int:
     """Parse and do; every mistake is raised."""
     parser, commands = _parser("--help-all" in words)
+    _refuse_removed_command(words, commands)
     if words and not words[0].startswith("-") and words[0] not in commands:
         near = OTHER_NAMES.get(words[0])
         hint = f"did you mean {near!r}?" if near else nearest(words[0], commands)
@@ -125,6 +126,20 @@ def _main(words: list[str]) -> int:
         raise UserError(f"no command is given: {nearest('', commands)}")
     args.words = words
     return base.reading(args, args.do)
+
+
+def _refuse_removed_command(words: Sequence[str], commands: Mapping[str, argparse.ArgumentParser]) -> None:
+    """Raise `UserError` if the first words are a removed command, or a removed action of a command."""
+    if not words or words[0].startswith("-"):
+        return
+    if words[0] not in commands:
+        error = retired.command_error(words[0])
+    elif len(words) > 1 and words[1] not in base.action_names(commands[words[0]]):
+        error = retired.command_error(f"{words[0]} {words[1]}")
+    else:
+        error = None
+    if error is not None:
+        raise error
 
 
 def _parser(full: bool) -> tuple[base.Parser, Mapping[str, argparse.ArgumentParser]]:

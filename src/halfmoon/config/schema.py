@@ -19,7 +19,7 @@ from typing import Any, get_args, get_type_hints
 
 from halfmoon.api.ranges import Range
 from halfmoon.api.requirements import PLACES
-from halfmoon.config import sections
+from halfmoon.config import retired, sections
 from halfmoon.config.option_types import members, merge_options, typed
 from halfmoon.config.option_types import parse as parsed
 from halfmoon.config.preset import AMOUNTS, SCENARIO, SOLVED, check_preset, cohort_of, named, paper_run, protocol_run
@@ -53,13 +53,6 @@ TABLE = "federation"
 WEIGHT_CAP = 2.0
 # What a site or a federation can be called: it becomes the name of a folder, and a word of a command line.
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
-# What options were called before version 0.2.
-RENAMED = {
-    "silent": "client_dropout",
-    "beside": "baselines",
-    "gamma": "dirichlet_alpha",
-    "confident": "confidence_threshold",
-}
 
 
 def names_of(*parts: type) -> tuple[str, ...]:
@@ -93,6 +86,13 @@ class Config(
     options of methods are checked by `check_methods`. What a `preset` or a `protocol` says of a run lies under what is
     said, as `Config.of` and files know it.
     """
+
+    def __new__(cls, *args: Any, **options: Any) -> "Config":
+        """Refuse a removed option with a sentence, before the constructor calls it an unexpected keyword."""
+        for name in options:
+            if name not in kinds() and (error := retired.option_error(name, "Config")) is not None:
+                raise error
+        return super().__new__(cls)
 
     def __post_init__(self) -> None:
         values = {name: _typed(name, name, getattr(self, name)) for name in kinds()}
@@ -225,6 +225,8 @@ def merge(values: Mapping[str, Any], flags: Mapping[str, Any], file: Path | str 
         for name, value in layer.items():
             subject = spelled.format(name if layer is values else _flag(name))
             if name not in helps():
+                if layer is values and retired.is_ignored(name, value):
+                    continue
                 raise unknown_option(name, file if layer is values else None)
             if name == "options":
                 settings[name] = merge_options(settings.get(name, {}), value, subject)
@@ -302,6 +304,8 @@ def own_options(config: Config, method: str) -> dict[str, Any]:
     values = {**(_bare(config) if method == config.method else {}), **_tables(config).get(method, {})}
     for name in values:
         if name not in options:
+            if (error := retired.method_option_error(method, name)) is not None:
+                raise error
             hint = _registry().hint(name, options)
             raise UserError(f"method {method} has no option {name!r}: {hint}")
     return {name: typed(f"option {name} of {method}", options[name].type, value) for name, value in values.items()}
@@ -363,7 +367,7 @@ def identity(config: Config, method: str) -> str:
     Of the other methods of the run only the one that sets a shared budget counts.
     """
     without = PLACE | {"method", "baselines", "reference", "preset", "protocol"} | _unsaved(config)
-    facts = {name: getattr(config, name) for name in kinds() if name not in without}
+    facts = {**retired.identity_defaults(), **{name: getattr(config, name) for name in kinds() if name not in without}}
     defaults = {name: option.default for name, option in _registry().options(method).items()}
     facts |= {"method": method, "options": {**defaults, **method_options(config, method)}}
     start = weights_of(config)
@@ -408,10 +412,8 @@ def _flag(name: str) -> str:
 
 def unknown_option(name: str, file: Path | str | None) -> UserError:
     """Return the sentence about an option that does not exist, of a TOML file or (None) of the command line."""
-    if name in RENAMED:
-        new = RENAMED[name] if file is not None else f"--{_flag(RENAMED[name])}"
-        old = f"option {name!r} in {Path(file).name}" if file is not None else f"option '--{_flag(name)}'"
-        return UserError(f"{old} is called {new} since version 0.2: rename it.")
+    if (error := retired.option_error(name, file)) is not None:
+        return error
     if file is None:
         flags = [f"--{_flag(each)}" for each in helps()]
         return UserError(f"unknown option '--{_flag(name)}': {nearest(f'--{_flag(name)}', flags)}")

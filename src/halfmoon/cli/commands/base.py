@@ -16,6 +16,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
+from halfmoon.config import retired
 from halfmoon.config import schema as settings
 from halfmoon.config.option_types import expected
 from halfmoon.config.schema import Config
@@ -202,6 +203,12 @@ def flags(parser: argparse.ArgumentParser, args: argparse.Namespace) -> list[str
     return [*dict.fromkeys(matches)]
 
 
+def action_names(parser: argparse.ArgumentParser) -> list[str]:
+    """List the actions of a command, such as `join` of `site`; empty for a command without actions."""
+    nested = [action for action in parser._actions if isinstance(action, argparse._SubParsersAction)]
+    return [name for action in nested for name in action.choices]
+
+
 def model_first(command: str) -> UserError:
     return UserError(f"{command} takes the model first, without --model: write halfmoon {command} RUN ...")
 
@@ -225,9 +232,10 @@ def leftover(args: argparse.Namespace, rest: list[str], parsers: Mapping[str, ar
         return UserError(
             f"unknown option {flag!r} of compare: did you mean '--{'seeds' if name == 'seed' else 'methods'}'?"
         )
-    if name in settings.RENAMED:
-        return settings.unknown_option(name, None)
-    return UserError(f"unknown option {flag!r}: {nearest(flag, flags(parsers[command], args))}")
+    action = getattr(args, "action", None)
+    error = retired.command_flag_error(f"{command} {action}" if action else command, flag)
+    error = error or retired.option_error(name)
+    return error or UserError(f"unknown option {flag!r}: {nearest(flag, flags(parsers[command], args))}")
 
 
 def say(words: str) -> None:

@@ -1,0 +1,131 @@
+"""Removed and renamed options, commands and method options, each with one sentence that says what to use instead.
+
+Flags, keys of TOML files and keywords of `Config` look here before they report an unknown name. A name is looked up
+only if it no longer exists, so an entry may be added before its feature is removed.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from halfmoon.core.errors import UserError
+
+NO_DEFAULT = object()
+"""Marks a removed option that no file of an earlier version contains at its default."""
+
+
+@dataclass(frozen=True)
+class RetiredOption:
+    """A removed option of a run.
+
+    Attributes:
+        advice: one sentence that says what to use instead.
+        default: its last default. Files of earlier versions list every option, so a key that has this value is ignored.
+        in_identity: whether the default is part of the hash by which a run folder recognizes its configuration.
+    """
+
+    advice: str
+    default: Any = NO_DEFAULT
+    in_identity: bool = False
+
+
+_NO_START = (
+    "training a start without labels did not improve accuracy; start from pretrained weights with `weights` or a "
+    "pretrained `network`."
+)
+
+OPTIONS: Mapping[str, RetiredOption] = {
+    "seeds_together": RetiredOption("leave it out: the seeds of a comparison train one after the other.", False),
+    "compile": RetiredOption("leave it out: training steps run without a compiler, about as fast.", False),
+    "start": RetiredOption(_NO_START, "none", in_identity=True),
+    "start_rounds": RetiredOption(_NO_START, 40, in_identity=True),
+    "start_lr": RetiredOption(_NO_START, None, in_identity=True),
+}
+"""Removed options of a run, by key."""
+
+RENAMED_OPTIONS: Mapping[str, str] = {
+    "silent": "client_dropout",
+    "beside": "baselines",
+    "gamma": "dirichlet_alpha",
+    "confident": "confidence_threshold",
+}
+"""Options of a run that have another name since version 0.2: old key to new key."""
+
+COMMAND_FLAGS: Mapping[tuple[str, str], str] = {
+    ("site check", "--sheet"): "open the images in a file browser, or label a few with `halfmoon site label`.",
+}
+"""Removed flags of single commands: (command, flag) to advice."""
+
+COMMANDS: Mapping[str, str] = {
+    "site agreement": (
+        "compare the labels of two readers with pandas and `sklearn.metrics.cohen_kappa_score`: each reader's labels "
+        "are in a CSV file of the site folder."
+    ),
+    "site frames": "write the frames of DICOM files with pydicom, one file each.",
+    "leaderboard": "it wrote this repository's results page; in a clone run `python tools/leaderboard.py`.",
+}
+"""Removed commands, by their words on the command line."""
+
+METHOD_OPTIONS: Mapping[str, str] = {}
+"""Removed options of methods: "METHOD.NAME" (one method) or "NAME" (all methods) to advice."""
+
+
+def identity_defaults() -> dict[str, Any]:
+    """Return removed options that are still part of a configuration's hash, at their last defaults.
+
+    With them, a run folder of an earlier version is still recognized as the same configuration.
+    """
+    return {name: option.default for name, option in OPTIONS.items() if option.in_identity}
+
+
+def is_ignored(name: str, value: Any) -> bool:
+    """Check whether a key of a file is a removed option at its last default, which asks for nothing."""
+    option = OPTIONS.get(name)
+    return option is not None and type(value) is type(option.default) and value == option.default
+
+
+def option_error(name: str, file: Path | str | None = None) -> UserError | None:
+    """Build the error about a removed or renamed option of a run.
+
+    Args:
+        name: its key, such as "seeds_together".
+        file: the TOML file (or Python call) that sets it; None for a flag of the command line.
+
+    Returns:
+        The error, or None if no version had such an option.
+    """
+    is_flag = file is None
+    subject = f"option '{_flag(name)}'" if is_flag else f"option {name!r} in {Path(file).name}"
+    if name in RENAMED_OPTIONS:
+        new_name = RENAMED_OPTIONS[name]
+        return UserError(
+            f"{subject} is called {_flag(new_name) if is_flag else new_name} since version 0.2: rename it."
+        )
+    if name in OPTIONS:
+        return UserError(f"{subject} was removed: {OPTIONS[name].advice}")
+    return None
+
+
+def command_error(words: str) -> UserError | None:
+    """Build the error about a removed command, such as "site agreement"; None if there was no such command."""
+    if words not in COMMANDS:
+        return None
+    return UserError(f"command 'halfmoon {words}' was removed: {COMMANDS[words]}")
+
+
+def command_flag_error(command: str, flag: str) -> UserError | None:
+    """Build the error about a removed flag of one command; None if there was no such flag."""
+    if (command, flag) not in COMMAND_FLAGS:
+        return None
+    return UserError(f"option {flag!r} of {command} was removed: {COMMAND_FLAGS[command, flag]}")
+
+
+def method_option_error(method: str, name: str) -> UserError | None:
+    """Build the error about a removed option of a method; None if there was no such option."""
+    advice = METHOD_OPTIONS.get(f"{method}.{name}") or METHOD_OPTIONS.get(name)
+    return UserError(f"option {name!r} of method {method} was removed: {advice}") if advice else None
+
+
+def _flag(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
