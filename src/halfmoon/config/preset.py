@@ -1,5 +1,6 @@
 """What lies under everything that is said: `preset = "paper"`, what the main method's paper fixes of a run, and under
-that a protocol by name: the experiment in which papers compare methods, or the recipe for few labels."""
+that a protocol by name: the experiment in which papers compare methods, or the recipe for few labels.
+"""
 
 from collections.abc import Mapping
 from dataclasses import fields

@@ -67,7 +67,8 @@ class Results:
     def decision(self) -> Row | None:
         """Whether unlabeled images help, of images of one's own: "sentence", "mean", "low", "high" and others.
 
-        None where it was not asked, or one split was played."""
+        None where it was not asked, or one split was played.
+        """
         return atomic_io.read_json(self.folder / DECISION)
 
     @property

@@ -317,7 +317,8 @@ def shower(json: bool) -> Callable[[str], None]:
 
 def print_outcome(outcome: RunResult, as_json: bool, wide: bool, decision: Decision | None = None) -> None:
     """Print the table, what was won and where all of it lies; as JSON, everything, with a `decision` where one was
-    made."""
+    made.
+    """
     from halfmoon.methods import registry
     from halfmoon.report import tables
     from halfmoon.report.paired import ONE_SEED, differences
