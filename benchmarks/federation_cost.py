@@ -52,11 +52,11 @@ from federation_stock import NETWORKS
 
 from halfmoon.config import schema as settings
 from halfmoon.core import rng, tree
+from halfmoon.federation.server.plan import load
 from halfmoon.federation.transport import client_app as clients
 from halfmoon.federation.transport import local
 from halfmoon.federation.transport.contact import Address
 from halfmoon.federation.transport.link import unwrapped
-from halfmoon.federation.server.plan import load
 from halfmoon.runs import runner
 from halfmoon.runs.factory import task
 from halfmoon.sites.folders import prepare
@@ -104,7 +104,7 @@ class Plan:
 
 def check(file: Path, name: str, width: int) -> None:
     """Raise ValueError where stock Flower's network is not ours: with the same weights the same logits."""
-    config, form = load(file).config, load(file).terms.form
+    config, form = load(file).config, load(file).terms.image_spec
     model = task(config, form).network.init(rng.generator(0, "model"))
     theirs = NETWORKS[name](width).eval()
     ours = iter(tree.leaves(model["params"]))

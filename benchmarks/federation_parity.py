@@ -37,10 +37,10 @@ from safetensors.numpy import load_file
 
 from halfmoon.cli import main as cli
 from halfmoon.config import schema as settings
+from halfmoon.federation.protocol.bundle import APPS
 from halfmoon.federation.transport.contact import Address, reach
 from halfmoon.federation.transport.local import rehearse
 from halfmoon.federation.transport.processes import ENVIRONMENT, interruptible
-from halfmoon.federation.protocol.bundle import APPS
 from halfmoon.runs import runner
 
 METHODS = {"feddure": "clients", "fedloke": "clients", "semifl": "server", "feddb": "clients", "fedmatch": "clients"}

@@ -24,9 +24,9 @@ sys.path[:0] = [str(TESTS / "support"), str(TESTS / "federation")]
 
 import test_flower_launch as t  # noqa: E402
 
+from halfmoon.federation.protocol import bundle  # noqa: E402
 from halfmoon.federation.transport.contact import Absent, Address, reach  # noqa: E402
 from halfmoon.federation.transport.processes import ENVIRONMENT, Home  # noqa: E402
-from halfmoon.federation.protocol import bundle  # noqa: E402
 
 REFUSED = "refused: the server wants another program executed here than the agreed one"
 
@@ -34,7 +34,7 @@ MOMENTS = ("before the first run", "after the run")
 """When the foreign app comes; between them the true server plays a run."""
 
 EVIL = {
-    "pyproject.toml": bundle.project(("evil_server:app", "evil_client:app")),
+    "pyproject.toml": bundle.render_project(("evil_server:app", "evil_client:app")),
     "evil_client.py": """
 from pathlib import Path
 from flwr.clientapp import ClientApp

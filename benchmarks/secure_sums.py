@@ -2,7 +2,7 @@
 
     OMP_NUM_THREADS=1 python benchmarks/secure_sums.py [--sites 3 10 30] [--out results/secure_sums]
 
-Sites and server are the library's own (`halfmoon.federation.site.secure_sum.Part`,
+Sites and server are the library's own (`halfmoon.federation.site.secure_sum.SumParticipant`,
 `halfmoon.federation.server.secure_sum.MaskedSum`), in one process and without a network; what they say to each other
 are the bytes that a federation sends. Nothing is trained: the updates are random numbers. Seconds are the processor's,
 so that other work on the machine stretches them less than a clock's; what a disk takes to flush a site's notes is not
@@ -24,12 +24,12 @@ import torch
 
 from halfmoon.api.uploads import Upload, stack
 from halfmoon.core.tree import Tree
-from halfmoon.federation.protocol.messages import Reply, Request, read, write
-from halfmoon.federation.protocol.tree_spec import spec_of
+from halfmoon.federation.protocol.messages import Reply, Request, read_message, write_message
+from halfmoon.federation.protocol.tree_spec import make_tree_spec
 from halfmoon.federation.server.secure_sum import MaskedSum, layout, sum_spec
-from halfmoon.federation.site.runtime import NOTHING
-from halfmoon.federation.site.secure_sum import SUMS, Part
-from halfmoon.federation.site.site_keys import KeyFiles, KnownSites
+from halfmoon.federation.site.runtime import EMPTY_RESULT
+from halfmoon.federation.site.secure_sum import SUMS_FOLDER, SumParticipant
+from halfmoon.federation.site.site_keys import KeyFiles, KnownKeys
 from halfmoon.methods.averaging import average
 from halfmoon.storage import atomic_io
 
@@ -66,11 +66,11 @@ class Wire:
     received: int = 0
     seconds: float = 0.0
 
-    def part(self, k: int) -> Part:
+    def part(self, k: int) -> SumParticipant:
         home = self.folder / f"site-{k}"
         home.mkdir(parents=True, exist_ok=True)
-        known = KnownSites([f"site-{at}" for at in range(self.sites)], home)
-        return Part(KeyFiles().load(home), home / RUN, k, known, False)
+        known = KnownKeys([f"site-{at}" for at in range(self.sites)], home)
+        return SumParticipant(KeyFiles().load(home), home / RUN, k, known, False)
 
     def ask(self, requests: Mapping[str, Request], pattern: Any, what: str) -> dict[str, Reply]:
         replies = {}
@@ -78,19 +78,19 @@ class Wire:
             k = int(name.removeprefix("site-"))
             if request.client_update and k in self.gone:
                 continue
-            data = write(request)
+            data = write_message(request)
             self.sent += len(data)
             part, began = self.part(k), time.process_time()
-            asked = read(data, Request)
+            asked = read_message(data, Request)
 
             def do(asked: Request) -> Reply:
-                plain = Reply.of(asked, VERSION, NOTHING)
+                plain = Reply.from_result(asked, VERSION, EMPTY_RESULT)
                 return replace(plain, up=self.up) if asked.client_update else plain
 
-            answer = write(part.answer(asked, do) if asked.masks else do(asked))
+            answer = write_message(part.reply_to(asked, do) if asked.masks else do(asked))
             self.seconds += time.process_time() - began
             self.received += len(answer)
-            replies[name] = read(answer, Reply)
+            replies[name] = read_message(answer, Reply)
         return replies
 
 
@@ -119,11 +119,11 @@ def measure(sites: int, parameters: int, dropped: int, folder: Path) -> Row:
         keys[name] = wire.part(k).lasting
     began = time.process_time()
     sum = MaskedSum(dict.fromkeys(names, request), {name: k for k, name in enumerate(names)}, keys, wire.ask, "it")
-    sum.total(wire.ask(sum.begin(), sum_spec(layout(spec_of(up))), "it"))
+    sum.total(wire.ask(sum.begin(), sum_spec(layout(make_tree_spec(up))), "it"))
     spent = time.process_time() - began
     row.site_seconds, row.server_seconds = wire.seconds / there, spent - wire.seconds
     row.up, row.down = wire.received / there, wire.sent / there
-    row.notes = len(next((folder / names[-1] / RUN / SUMS).glob("*.json")).read_bytes())
+    row.notes = len(next((folder / names[-1] / RUN / SUMS_FOLDER).glob("*.json")).read_bytes())
     return row
 
 

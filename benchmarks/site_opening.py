@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from PIL import Image
 
-from halfmoon.federation.protocol.terms import Terms, numbered
+from halfmoon.federation.protocol.terms import Terms, map_labels
 from halfmoon.federation.site.runtime import SiteRuntime
 from halfmoon.runs.factory import ImageSpec
 from halfmoon.sites.folders import prepare
@@ -47,7 +47,9 @@ def opened(images: int, side: int) -> tuple[float, float]:
         written(folder, images, side)
         prepare(folder, (side, side), 1, home)
         form = ImageSpec((1, side, side), CLASSES, False, (0.5,), (0.25,))
-        terms = Terms.of("opening", ("site",), form, {"method": "fedavg", "network": "small", "cohort": 1}, "")
+        terms = Terms.from_options(
+            "opening", ("site",), form, {"method": "fedavg", "network": "small", "cohort": 1}, ""
+        )
         times: list[tuple[float, float]] = []
         for _ in range(5):
             began = time.thread_time()
@@ -55,7 +57,7 @@ def opened(images: int, side: int) -> tuple[float, float]:
             read = time.thread_time()
             assert found is not None
             assert found.images is not None
-            SiteRuntime.of(terms, 0, found.images, numbered(found, terms), "")
+            SiteRuntime.from_terms(terms, 0, found.images, map_labels(found, terms), "")
             times.append((read - began, time.thread_time() - read))
     folders, tensors = zip(*times, strict=True)
     return statistics.median(folders), statistics.median(tensors)

@@ -25,10 +25,10 @@ def spoil_answers() -> None:
 
     from halfmoon.core import tree
     from halfmoon.core.tree import Tree
-    from halfmoon.federation.protocol.messages import Malformed, Reply, Request, read, write
+    from halfmoon.federation.protocol.messages import MalformedMessage, Reply, Request, read_message, write_message
     from halfmoon.federation.site.client import SiteClient
 
-    honest = SiteClient.answer
+    honest = SiteClient.reply_to
 
     def first(up: Tree, change: Callable[[torch.Tensor], torch.Tensor]) -> Tree:
         flat = tree.flatten(up)
@@ -43,8 +43,8 @@ def spoil_answers() -> None:
 
     def answer(self: SiteClient, data: bytes) -> bytes:
         try:
-            request = read(data, Request)
-        except Malformed:  # an offer
+            request = read_message(data, Request)
+        except MalformedMessage:  # an offer
             if KIND == "stranger":
                 self.version = OTHER_VERSION
             return honest(self, data)
@@ -52,11 +52,11 @@ def spoil_answers() -> None:
             time.sleep(float(os.environ["MISBEHAVE_SECONDS"]))
             return honest(self, data)
         if KIND == "turned":  # in every round: the update with its sign turned, times four
-            reply = read(honest(self, data), Reply)
+            reply = read_message(honest(self, data), Reply)
             down, flat = tree.flatten(request.down), tree.flatten(reply.up)
             before = {f"update/{path}": leaf for path, leaf in down.items() if path.startswith("params/")}
             flat |= {path: leaf + 4 * (leaf - flat[path]) for path, leaf in before.items() if path in flat}
-            return write(replace(reply, up=tree.unflatten(flat)))
+            return write_message(replace(reply, up=tree.unflatten(flat)))
         last = self.home / "last.answer"
         if request.round != ROUND or request.attempt:
             said = honest(self, data)
@@ -70,11 +70,11 @@ def spoil_answers() -> None:
         if KIND == "late":
             time.sleep(float(os.environ["MISBEHAVE_SECONDS"]))
         if KIND in changes:
-            reply = read(said, Reply)
-            return write(replace(reply, up=first(reply.up, changes[KIND])))
+            reply = read_message(said, Reply)
+            return write_message(replace(reply, up=first(reply.up, changes[KIND])))
         return said
 
-    SiteClient.answer = answer
+    SiteClient.reply_to = answer
 
 
 def spoil_sending() -> None:

@@ -24,7 +24,7 @@ from halfmoon.aggregation.secure.masking import (
     PRIME,
     Cohort,
     Party,
-    Scene,
+    SumId,
     UnreadableShare,
     agree,
     announced,
@@ -44,24 +44,24 @@ from halfmoon.core.errors import UserError
 from halfmoon.core.tree import Tree
 from halfmoon.engine.loop import TooFew
 from halfmoon.federation.protocol.messages import (
-    DEAL,
-    KEYS,
-    MASK,
-    REVEAL,
+    ANNOUNCE_KEYS,
+    DEAL_SHARES,
+    MASK_UPDATE,
+    REVEAL_SHARES,
     Acceptance,
     RefusalError,
     Reply,
     Request,
-    read,
-    write,
+    read_message,
+    write_message,
 )
-from halfmoon.federation.protocol.tree_spec import spec_of
+from halfmoon.federation.protocol.tree_spec import make_tree_spec
 from halfmoon.federation.server.secure_sum import MaskedSum, lasting_keys, layout, sum_spec
 from halfmoon.federation.server.validation import check_schema
 from halfmoon.federation.site import secure_sum
-from halfmoon.federation.site.runtime import NOTHING
-from halfmoon.federation.site.secure_sum import SECRET, SUMS, Part, forget
-from halfmoon.federation.site.site_keys import PEERS, KeyFiles, KnownSites
+from halfmoon.federation.site.runtime import EMPTY_RESULT
+from halfmoon.federation.site.secure_sum import SECRET_FILE, SUMS_FOLDER, SumParticipant, erase_secrets
+from halfmoon.federation.site.site_keys import KNOWN_KEYS_FILE, KeyFiles, KnownKeys
 
 FEDERATION, RUN, VERSION = "f" * 64, "0" * 32, "0.1.0"
 
@@ -251,18 +251,18 @@ class Village:
     def names(self) -> list[str]:
         return [f"site-{k}" for k in range(self.count)]
 
-    def part(self, k: int) -> Part:
+    def part(self, k: int) -> SumParticipant:
         """Return a site's part as a new process finds it."""
         home = self.folder / f"home-{k}"
         home.mkdir(parents=True, exist_ok=True)
-        known = KnownSites(self.names, home, self.listed, self.said.append)
-        return Part(KeyFiles().load(home), home / RUN, k, known, False, self.least)
+        known = KnownKeys(self.names, home, self.listed, self.said.append)
+        return SumParticipant(KeyFiles().load(home), home / RUN, k, known, False, self.least)
 
     def key(self, k: int) -> bytes:
         return signing.public(KeyFiles().load(self.folder / f"home-{k}").public_key())
 
     def secret(self, k: int) -> bytes:
-        return (self.folder / f"home-{k}" / RUN / SUMS / SECRET).read_bytes()[:32]
+        return (self.folder / f"home-{k}" / RUN / SUMS_FOLDER / SECRET_FILE).read_bytes()[:32]
 
     def upload(self, k: int) -> Upload:
         moved = {name: torch.from_numpy(leaf) for name, leaf in self.updates[k].items()}
@@ -270,14 +270,14 @@ class Village:
 
     def do(self, k: int) -> Callable[[Request], Reply]:
         def done(request: Request) -> Reply:
-            plain = Reply.of(request, VERSION, NOTHING)
+            plain = Reply.from_result(request, VERSION, EMPTY_RESULT)
             return replace(plain, up=self.upload(k).tree) if request.client_update else plain
 
         return done
 
     def answer(self, k: int, data: bytes) -> bytes:
-        request = read(data, Request)
-        return write(self.part(k).answer(request, self.do(k)))
+        request = read_message(data, Request)
+        return write_message(self.part(k).reply_to(request, self.do(k)))
 
     def requests(self) -> dict[str, Request]:
         for k in range(self.count):
@@ -293,9 +293,9 @@ class Village:
             self.sent += [request] if k == 0 else []
             if k in self.drops.get(stage, set()):
                 continue
-            self.seen.append(write(request))
+            self.seen.append(write_message(request))
             self.seen.append(self.answer(k, self.seen[-1]))
-            replies[name] = read(self.seen[-1], Reply)
+            replies[name] = read_message(self.seen[-1], Reply)
             assert check_schema(replies[name].up, {}, pattern) is None
         return replies
 
@@ -307,7 +307,7 @@ class Village:
 
     def trained(self, sum: MaskedSum) -> dict[str, Reply]:
         """Begin a sum, and return what the sites send up under their masks."""
-        return self.ask(sum.begin(), sum_spec(layout(spec_of(self.upload(0).tree))), "the work")
+        return self.ask(sum.begin(), sum_spec(layout(make_tree_spec(self.upload(0).tree))), "the work")
 
     def play(self) -> torch.Tensor:
         sum = self.sum()
@@ -322,12 +322,12 @@ def exact(village: Village, there: list[int]) -> tuple[np.ndarray, np.ndarray]:
     return parts.sum(0), (flat * weights[:, None]).sum(0) / weights.sum()
 
 
-STAGES = (KEYS, DEAL, MASK, REVEAL)
+STAGES = (ANNOUNCE_KEYS, DEAL_SHARES, MASK_UPDATE, REVEAL_SHARES)
 DROPS = [
     {},
     *({stage: {4}} for stage in STAGES),
     *({stage: {0, 5, 9}} for stage in STAGES),
-    {KEYS: {2}, DEAL: {2, 3}, MASK: {2, 3}, REVEAL: {2, 3, 8}},
+    {ANNOUNCE_KEYS: {2}, DEAL_SHARES: {2, 3}, MASK_UPDATE: {2, 3}, REVEAL_SHARES: {2, 3, 8}},
 ]
 
 
@@ -357,13 +357,13 @@ def test_with_too_few_sites_nothing_can_be_read(stage: str, tmp_path: Path) -> N
 
 def test_fewer_shares_than_the_threshold_take_no_mask_off(tmp_path: Path) -> None:
     """What six of ten tell is refused; taken all the same, it gives another key than the one that is looked for."""
-    village = Village(tmp_path, 10, {MASK: {9}})
+    village = Village(tmp_path, 10, {MASK_UPDATE: {9}})
     sum, told = village.sum(), {}
     replies = village.trained(sum)
-    village.drops = {REVEAL: {6, 7, 8}}
+    village.drops = {REVEAL_SHARES: {6, 7, 8}}
     with pytest.raises(TooFew, match="a sum needs 7"):
         sum.total(replies)
-    answers = [read(data, Reply) for data in village.seen[-12:][1::2]]
+    answers = [read_message(data, Reply) for data in village.seen[-12:][1::2]]
     masking = sum._masking
     assert masking is not None
     for k, said in enumerate(answers):
@@ -388,7 +388,7 @@ def test_masked_vectors_look_like_noise_and_no_two_rounds_alike(tmp_path: Path) 
         village.play()
         for data in village.seen:
             with suppress(UserError):
-                reply = read(data, Reply)
+                reply = read_message(data, Reply)
                 if "sum" in reply.up:
                     vectors[village.round, len(vectors) % 4] = reply.up["sum"].numpy()
     assert len(vectors) == 8
@@ -433,29 +433,29 @@ def sent(village: Village) -> dict[str, Request]:
 def test_the_same_question_has_the_same_answer_and_another_has_none(tmp_path: Path) -> None:
     """A server that asks again, after a restart, or with changes: at each stage a site answers one question."""
     village = Village(tmp_path, 5)
-    first = until(village, REVEAL)
-    deal, mask = first[DEAL], first[MASK]
+    first = until(village, REVEAL_SHARES)
+    deal, mask = first[DEAL_SHARES], first[MASK_UPDATE]
     for request in (deal, mask):
-        assert village.answer(0, write(request)) in village.seen
-    keys = [read(village.answer(0, write(first[KEYS])), Reply).up["keys"] for _ in range(2)]
+        assert village.answer(0, write_message(request)) in village.seen
+    keys = [read_message(village.answer(0, write_message(first[ANNOUNCE_KEYS])), Reply).up["keys"] for _ in range(2)]
     assert torch.equal(*keys)
-    fewer = {name: leaf[:4] for name, leaf in deal.masks[DEAL].items() if name != "asked"}
-    for other in (altered(deal, DEAL, **fewer), altered(mask, MASK, sites=numbers(0, 1, 2, 3))):
+    fewer = {name: leaf[:4] for name, leaf in deal.masks[DEAL_SHARES].items() if name != "asked"}
+    for other in (altered(deal, DEAL_SHARES, **fewer), altered(mask, MASK_UPDATE, sites=numbers(0, 1, 2, 3))):
         with pytest.raises(RefusalError, match="answered for that round already"):
-            village.answer(0, write(other))
+            village.answer(0, write_message(other))
 
 
 def test_shares_are_told_for_one_set_of_sites_also_in_a_sum_that_is_begun_anew(tmp_path: Path) -> None:
     """A server that was killed after the last answer plays all again: the same sum, or none."""
     village = Village(tmp_path, 5)
-    reveal = stages(village)[REVEAL]
-    answer = village.answer(0, write(reveal))
+    reveal = stages(village)[REVEAL_SHARES]
+    answer = village.answer(0, write_message(reveal))
     assert answer in village.seen
     for survived in (numbers(0, 1, 2, 3), numbers(0, 2, 3, 4)):
         with pytest.raises(RefusalError, match="answered for that round already"):
-            village.answer(0, write(altered(reveal, REVEAL, survived=survived)))
+            village.answer(0, write_message(altered(reveal, REVEAL_SHARES, survived=survived)))
     assert np.array_equal(village.play().numpy(), exact(village, [0, 1, 2, 3, 4])[0])
-    village.drops = {MASK: {4}}
+    village.drops = {MASK_UPDATE: {4}}
     with pytest.raises(RefusalError, match="answered for that round already"):
         village.play()
 
@@ -463,28 +463,28 @@ def test_shares_are_told_for_one_set_of_sites_also_in_a_sum_that_is_begun_anew(t
 def test_other_values_do_not_go_out_under_the_same_masks(tmp_path: Path) -> None:
     """Two vectors under one mask would tell their difference: of one site alone."""
     village = Village(tmp_path, 4)
-    first = until(village, REVEAL)
+    first = until(village, REVEAL_SHARES)
     village.updates[0]["b"][3] += 2.0**-20
     with pytest.raises(RefusalError, match="answered for that round already"):
-        village.answer(0, write(first[MASK]))
+        village.answer(0, write_message(first[MASK_UPDATE]))
 
 
 def cohort_of(deal: Request, session: str) -> Cohort:
-    told = deal.masks[DEAL]
+    told = deal.masks[DEAL_SHARES]
     asked, sites = (tuple(told[name].tolist()) for name in ("asked", "sites"))
     keys = tuple(row.numpy().tobytes() for row in told["keys"])
-    return Cohort(Scene(FEDERATION, RUN, deal.round, 0, 0, session), asked, sites, keys)
+    return Cohort(SumId(FEDERATION, RUN, deal.round, 0, 0, session), asked, sites, keys)
 
 
 def test_a_site_tells_seeds_or_keys_but_never_both_of_one(tmp_path: Path) -> None:
     """Of those whose vectors came it tells the seed's share, of the others the key's: as they were dealt."""
-    village = Village(tmp_path, 7, {MASK: {6}})
+    village = Village(tmp_path, 7, {MASK_UPDATE: {6}})
     sum = village.sum()
     replies = village.trained(sum)
     secrets = [village.secret(k) for k in range(7)]  # before they are erased
     sum.total(replies)
     first = sent(village)
-    said = read(village.answer(0, write(first[REVEAL])), Reply).up["shares"]
+    said = read_message(village.answer(0, write_message(first[REVEAL_SHARES])), Reply).up["shares"]
     cohort = sum._masking.cohort
     for k in range(7):
         party = Party(secrets[k], k, cohort)
@@ -503,44 +503,46 @@ def test_a_site_refuses_what_would_tell_more_than_a_sum(tmp_path: Path) -> None:
 
     def refused(request: Request, words: str) -> None:
         with pytest.raises(RefusalError, match=words):
-            village.answer(0, write(request))
+            village.answer(0, write_message(request))
 
-    refused(replace(old[DEAL], round=1), "has not begun")
-    refused(replace(old[MASK], round=1), "has not begun")
-    refused(replace(old[REVEAL], round=1), "before this site has sent anything under one")
-    first = until(village, DEAL)
-    refused(replace(first[KEYS], client_update="train"), "a client update and for the rest of a sum at once")
-    refused(replace(old[MASK], round=1, masks={}), "sees sums alone")
-    refused(replace(old[MASK], round=1), "has dealt no shares")
-    deal, told = first[DEAL], first[DEAL].masks[DEAL]
+    refused(replace(old[DEAL_SHARES], round=1), "has not begun")
+    refused(replace(old[MASK_UPDATE], round=1), "has not begun")
+    refused(replace(old[REVEAL_SHARES], round=1), "before this site has sent anything under one")
+    first = until(village, DEAL_SHARES)
+    refused(replace(first[ANNOUNCE_KEYS], client_update="train"), "a client update and for the rest of a sum at once")
+    refused(replace(old[MASK_UPDATE], round=1, masks={}), "sees sums alone")
+    refused(replace(old[MASK_UPDATE], round=1), "has dealt no shares")
+    deal, told = first[DEAL_SHARES], first[DEAL_SHARES].masks[DEAL_SHARES]
 
     def of(*sites: int) -> dict[str, torch.Tensor]:
         kept = [each % 5 for each in sites]
         return {"sites": numbers(*sites), **{n: told[n][kept] for n in ("keys", "signatures", "lasting")}}
 
     two, three = numbers(0, 1), numbers(0, 1, 2)
-    refused(altered(deal, DEAL, asked=two, **of(0, 1)), "of fewer than 3 it hides nothing")
-    refused(altered(deal, DEAL, asked=three, **of(0, 1, 2)), "all agreed on cohorts of 5")
-    refused(altered(deal, DEAL, **of(0, 1, 2)), "3 sites of 5 have keys, and 4 are needed")
-    refused(altered(deal, DEAL, **of(0, 1, 1)), "names a site twice")
-    refused(altered(deal, DEAL, **of(0, 1, 5)), "site number 5, and the federation has 5")
-    refused(altered(deal, DEAL, **of(0, 1, -1)), "site number -1")
-    refused(altered(deal, DEAL, **of(0, 2, 1)), "in the order of their numbers")
-    refused(altered(deal, DEAL, **of(1, 2, 3, 4)), "without this site")
-    refused(altered(deal, DEAL, **of(*range(5)) | {"keys": told["keys"][[1, 1, 2, 3, 4]]}), "other keys of this site")
-    village.answer(0, write(deal))
-    mask = replace(old[MASK], round=1)
-    refused(altered(mask, MASK, sites=three), "3 sites have dealt shares, and 4 are needed")
-    village.answer(0, write(mask))
-    reveal = replace(old[REVEAL], round=1)
-    refused(altered(reveal, REVEAL, survived=three), "sum of 3 sites of 5, and 4 are needed")
-    refused(altered(reveal, REVEAL, survived=numbers(1, 2, 3, 4)), "leaves out this one's")
-    refused(altered(reveal, REVEAL, survived=numbers(0, 1, 2, 3, 7)), "sites whose updates it cannot have")
-    refused(altered(reveal, REVEAL, survived=numbers(0, 1, 2, 2, 3)), "sites whose updates it cannot have")
-    fewer = reveal.masks[REVEAL]["shares"][:4]
-    refused(altered(reveal, REVEAL, shares=fewer), "other sites than those that have dealt")
+    refused(altered(deal, DEAL_SHARES, asked=two, **of(0, 1)), "of fewer than 3 it hides nothing")
+    refused(altered(deal, DEAL_SHARES, asked=three, **of(0, 1, 2)), "all agreed on cohorts of 5")
+    refused(altered(deal, DEAL_SHARES, **of(0, 1, 2)), "3 sites of 5 have keys, and 4 are needed")
+    refused(altered(deal, DEAL_SHARES, **of(0, 1, 1)), "names a site twice")
+    refused(altered(deal, DEAL_SHARES, **of(0, 1, 5)), "site number 5, and the federation has 5")
+    refused(altered(deal, DEAL_SHARES, **of(0, 1, -1)), "site number -1")
+    refused(altered(deal, DEAL_SHARES, **of(0, 2, 1)), "in the order of their numbers")
+    refused(altered(deal, DEAL_SHARES, **of(1, 2, 3, 4)), "without this site")
+    refused(
+        altered(deal, DEAL_SHARES, **of(*range(5)) | {"keys": told["keys"][[1, 1, 2, 3, 4]]}), "other keys of this site"
+    )
+    village.answer(0, write_message(deal))
+    mask = replace(old[MASK_UPDATE], round=1)
+    refused(altered(mask, MASK_UPDATE, sites=three), "3 sites have dealt shares, and 4 are needed")
+    village.answer(0, write_message(mask))
+    reveal = replace(old[REVEAL_SHARES], round=1)
+    refused(altered(reveal, REVEAL_SHARES, survived=three), "sum of 3 sites of 5, and 4 are needed")
+    refused(altered(reveal, REVEAL_SHARES, survived=numbers(1, 2, 3, 4)), "leaves out this one's")
+    refused(altered(reveal, REVEAL_SHARES, survived=numbers(0, 1, 2, 3, 7)), "sites whose updates it cannot have")
+    refused(altered(reveal, REVEAL_SHARES, survived=numbers(0, 1, 2, 2, 3)), "sites whose updates it cannot have")
+    fewer = reveal.masks[REVEAL_SHARES]["shares"][:4]
+    refused(altered(reveal, REVEAL_SHARES, shares=fewer), "other sites than those that have dealt")
     with pytest.raises(UnreadableShare, match="the shares that site number 0 has dealt cannot be read"):
-        village.answer(0, write(reveal))  # those of round 0
+        village.answer(0, write_message(reveal))  # those of round 0
 
 
 def test_shares_that_were_changed_or_meant_for_another_are_not_read(tmp_path: Path) -> None:
@@ -560,9 +562,9 @@ def bad_key(village: Village, site: int) -> Callable[..., dict[str, Reply]]:
 
     def ask(requests: Mapping[str, Request], pattern: Any, what: str) -> dict[str, Reply]:
         replies, (one, *_) = original(requests, pattern, what), requests.values()
-        if KEYS in one.masks:
-            session = one.masks[KEYS]["session"].numpy().tobytes().hex()
-            text = announcement(Scene(FEDERATION, RUN, village.round, 0, 0, session), site, bytes(64))
+        if ANNOUNCE_KEYS in one.masks:
+            session = one.masks[ANNOUNCE_KEYS]["session"].numpy().tobytes().hex()
+            text = announcement(SumId(FEDERATION, RUN, village.round, 0, 0, session), site, bytes(64))
             said = signing.sign(KeyFiles().load(village.folder / f"home-{site}"), text)
             up = {
                 "keys": torch.zeros(64, dtype=torch.uint8),
@@ -603,23 +605,23 @@ def dealt(count: int, **leaves: Any) -> Tree:
     """Return what is told before shares are dealt, with other leaves in the place of some."""
     wide = {"keys": 64, "signatures": 132, "lasting": 67}
     blank = {name: torch.zeros(count, each, dtype=torch.uint8) for name, each in wide.items()}
-    return {DEAL: {"asked": numbers(0, 1, 2), "sites": numbers(*range(count)), **blank, **leaves}}
+    return {DEAL_SHARES: {"asked": numbers(0, 1, 2), "sites": numbers(*range(count)), **blank, **leaves}}
 
 
 MALFORMED: list[Tree] = [
     {"end": {"sites": numbers(0)}},
-    {DEAL: {"sites": numbers(0, 1, 2)}},
-    {KEYS: {"session": torch.zeros(31, dtype=torch.uint8)}},
-    {KEYS: {"session": torch.zeros(32)}},
+    {DEAL_SHARES: {"sites": numbers(0, 1, 2)}},
+    {ANNOUNCE_KEYS: {"session": torch.zeros(31, dtype=torch.uint8)}},
+    {ANNOUNCE_KEYS: {"session": torch.zeros(32)}},
     dealt(3, keys=torch.zeros(3, 63, dtype=torch.uint8)),
     dealt(3, keys=torch.zeros(2, 64, dtype=torch.uint8)),
     dealt(3, sites=torch.zeros(3)),
     dealt(3, sites=torch.tensor(3)),
     dealt(3, sites={}),
     dealt(3, asked=numbers(*range(9))),
-    {MASK: {"sites": numbers(*range(9))}},
-    {REVEAL: {"survived": numbers(0, 1, 2), "shares": torch.zeros(3, 5, dtype=torch.uint8)}},
-    {DEAL: {}, MASK: {}},
+    {MASK_UPDATE: {"sites": numbers(*range(9))}},
+    {REVEAL_SHARES: {"survived": numbers(0, 1, 2), "shares": torch.zeros(3, 5, dtype=torch.uint8)}},
+    {DEAL_SHARES: {}, MASK_UPDATE: {}},
 ]
 
 
@@ -628,7 +630,7 @@ def test_what_is_no_part_of_a_sum_is_refused_by_its_pattern(masks: Tree) -> None
     from federations import terms
 
     with pytest.raises(RefusalError, match="for a masked sum cannot be used: it"):
-        secure_sum.check_masks(spec_of(masks), terms(cohort=3, secure_aggregation=True))
+        secure_sum.check_masks(make_tree_spec(masks), terms(cohort=3, secure_aggregation=True))
 
 
 def test_a_site_that_agreed_on_no_masks_has_no_part_in_them() -> None:
@@ -636,14 +638,14 @@ def test_a_site_that_agreed_on_no_masks_has_no_part_in_them() -> None:
 
     secure_sum.check_masks({}, TERMS)
     with pytest.raises(RefusalError, match="nobody agreed on such sums"):
-        secure_sum.check_masks(spec_of(dealt(1)), TERMS)
+        secure_sum.check_masks(make_tree_spec(dealt(1)), TERMS)
 
 
 def test_what_a_site_has_to_hide_is_its_owners_alone_and_stands_in_nothing_else(tmp_path: Path) -> None:
     village = Village(tmp_path, 4)
-    until(village, REVEAL)
+    until(village, REVEAL_SHARES)
     home = tmp_path / "home-0"
-    for path in (home / "site.key", home / RUN / SUMS / SECRET):
+    for path in (home / "site.key", home / RUN / SUMS_FOLDER / SECRET_FILE):
         assert stat.S_IMODE(path.stat().st_mode) == 0o600
     held = village.secret(0)
     hidden = [held, *(derive(held, purpose) for purpose in ("channel", "private", "seed"))]
@@ -659,10 +661,10 @@ def test_what_a_site_has_to_hide_is_its_owners_alone_and_stands_in_nothing_else(
 def test_what_a_site_put_down_is_damaged(tmp_path: Path) -> None:
     village = Village(tmp_path, 4)
     first = stages(village)
-    (path,) = (tmp_path / "home-0" / RUN / SUMS).glob("*.json")
+    (path,) = (tmp_path / "home-0" / RUN / SUMS_FOLDER).glob("*.json")
     path.write_text("{")
     with pytest.raises(UserError, match="is damaged"):
-        village.answer(0, write(first[REVEAL]))
+        village.answer(0, write_message(first[REVEAL_SHARES]))
 
 
 def test_a_site_that_shows_no_key_is_not_asked(tmp_path: Path) -> None:
@@ -707,7 +709,7 @@ class Forging(MaskedSum):
         keys, texts = list(cohort.keys), list(signatures)
         for at in (1, 2):
             keys[at] = announced(bytes([at]) * 32)
-            texts[at] = signing.sign(self.sign(at), announcement(cohort.scene, cohort.numbers[at], keys[at]))
+            texts[at] = signing.sign(self.sign(at), announcement(cohort.sum_id, cohort.numbers[at], keys[at]))
         return replace(cohort, keys=tuple(keys)), names, texts
 
 
@@ -745,7 +747,7 @@ def test_a_server_cannot_put_keys_of_its_own_in(known: str, tmp_path: Path) -> N
         forging(village, lasting=False).begin()
     village.round += 1
     if known == "neither":
-        assert not list(tmp_path.rglob(PEERS))  # what was refused is not remembered
+        assert not list(tmp_path.rglob(KNOWN_KEYS_FILE))  # what was refused is not remembered
         # Site 1 sees that another is shown as its own.
         with pytest.raises(RefusalError, match="other keys of this site"):
             forging(village, lasting=True).begin()
@@ -769,16 +771,16 @@ def test_a_signature_is_of_one_site_one_sum_and_these_keys(tmp_path: Path) -> No
     from cryptography.hazmat.primitives import serialization as form
     from cryptography.hazmat.primitives.asymmetric import ec
 
-    scene = Scene(FEDERATION, RUN, 3, 0, 0, "a" * 64)
-    text = announcement(scene, 1, bytes(64))
+    sum_id = SumId(FEDERATION, RUN, 3, 0, 0, "a" * 64)
+    text = announcement(sum_id, 1, bytes(64))
     for curve in (ec.SECP256R1(), ec.SECP384R1(), ec.SECP521R1()):
         key = ec.generate_private_key(curve)
         mine, said = signing.public(key.public_key()), signing.sign(key, text)
         assert signing.signed(mine, text, said)
         assert len(mine) <= signing.POINT
-        others = [(replace(scene, session="b" * 64), 1), (replace(scene, round=4), 1), (scene, 2)]
+        others = [(replace(sum_id, session="b" * 64), 1), (replace(sum_id, round=4), 1), (sum_id, 2)]
         assert not [each for each in others if signing.signed(mine, announcement(*each, bytes(64)), said)]
-        assert not signing.signed(mine, announcement(scene, 1, b"x" * 64), said)
+        assert not signing.signed(mine, announcement(sum_id, 1, b"x" * 64), said)
         for wrong in (bytes(132), b"", said[:-1] + bytes([said[-1] ^ 1])):
             assert not signing.signed(mine, text, wrong)
     assert not signing.signed(b"\x02" + bytes(48), text, said)
@@ -821,20 +823,20 @@ def test_a_recorded_sum_cannot_be_opened_with_what_sites_keep(tmp_path: Path) ->
     assert not stolen & set(during.values())
     theirs = [key[:32] for key in masking.cohort.keys]
     assert not [each for each in stolen if public(each) in theirs or public(derive(each, "channel")) in theirs]
-    assert not list(tmp_path.rglob(SECRET))
+    assert not list(tmp_path.rglob(SECRET_FILE))
 
 
 def test_a_secret_is_overwritten_and_the_one_of_a_sum_that_came_to_nothing_goes_too(tmp_path: Path) -> None:
     """The bytes on the disk are zeros before the file is gone: another name of the same file shows them."""
     village = Village(tmp_path, 4)
-    until(village, REVEAL)
-    path = tmp_path / "home-0" / RUN / SUMS / SECRET
+    until(village, REVEAL_SHARES)
+    path = tmp_path / "home-0" / RUN / SUMS_FOLDER / SECRET_FILE
     os.link(path, tmp_path / "other")
     assert any((tmp_path / "other").read_bytes())
     village.round += 1
-    until(village, DEAL)  # the next sum
+    until(village, DEAL_SHARES)  # the next sum
     assert not any((tmp_path / "other").read_bytes())
     os.link(path, tmp_path / "last")
-    forget(tmp_path / "home-0")  # the federation is over
+    erase_secrets(tmp_path / "home-0")  # the federation is over
     assert not path.exists()
     assert not any((tmp_path / "last").read_bytes())

@@ -23,8 +23,8 @@ from halfmoon.contract.sites import Wire, behind
 from halfmoon.core import rng, tree
 from halfmoon.core.errors import UserError
 from halfmoon.engine.sampling import Amount, Batching, Views
-from halfmoon.federation.protocol.messages import Reply, read, write
-from halfmoon.federation.protocol.tree_spec import UplinkSpec
+from halfmoon.federation.protocol.messages import Reply, read_message, write_message
+from halfmoon.federation.protocol.tree_spec import UploadProbe
 from halfmoon.federation.server.calls import Inspection
 from halfmoon.federation.server.plan import Rules
 from halfmoon.federation.server.runtime import RemoteRuntime
@@ -41,7 +41,7 @@ def single(network: Network, precision: Any) -> tuple[Any, Any, RemoteRuntime, W
     method, shared = registry.make("fedavg"), task(network, torch.float32, upload_precision=precision)
     remote, wire = behind(simulate(method, shared, cohort=4), Batching(4, 4))
     most = Amount(99, 99, 99, 99), 99
-    remote.calls.inspection = Inspection(UplinkSpec(shared, Views(), (1, 8, 8), 0), lambda *_: most, lambda _: 0)
+    remote.calls.inspection = Inspection(UploadProbe(shared, Views(), (1, 8, 8), 0), lambda *_: most, lambda _: 0)
     return method, shared, remote, wire
 
 
@@ -210,14 +210,14 @@ def test_a_server_refuses_what_is_not_finite_once_it_is_unpacked(spoiled: str) -
 
     def exchange(requests: Any, what: str) -> Any:
         answers = dict(honest(requests, what))
-        reply = read(answers["site-0"].data, Reply)
+        reply = read_message(answers["site-0"].data, Reply)
         packed = reply.up["update"]["params"]["head"]["weight"]
         if spoiled == "scale":
             packed["scale"].fill_(3e38)
             packed["levels"].fill_(127)
         else:
             del packed["scale"]
-        return answers | {"site-0": Answer(write(reply))}
+        return answers | {"site-0": Answer(write_message(reply))}
 
     wire.exchange = exchange
     remote.calls.rules = Rules(norm_bound=0.0)

@@ -17,6 +17,10 @@ pytest.importorskip("flwr")
 
 from halfmoon.cli import main as cli
 from halfmoon.core.errors import UserError
+from halfmoon.federation.protocol.log import Tail
+from halfmoon.federation.server.sessions import NO_KEY, Answer, ClientManager
+from halfmoon.federation.server.transport import NodeIdentity
+from halfmoon.federation.site import consent
 from halfmoon.federation.transport import admission, site_process
 from halfmoon.federation.transport.admission import Admission
 from halfmoon.federation.transport.contact import Address
@@ -24,10 +28,6 @@ from halfmoon.federation.transport.internals import RECEIVING, REPLY
 from halfmoon.federation.transport.launch import Server, run_config, superlink
 from halfmoon.federation.transport.link import holders
 from halfmoon.federation.transport.processes import SUPERNODE, Home
-from halfmoon.federation.protocol.log import Tail
-from halfmoon.federation.server.sessions import NO_KEY, Answer, ClientManager
-from halfmoon.federation.server.transport import NodeIdentity
-from halfmoon.federation.site import consent
 from halfmoon.sites.keys import Access, make
 
 
@@ -426,7 +426,7 @@ def test_a_site_goes_as_soon_as_its_last_answer_is_sent(tmp_path, monkeypatch, l
     monkeypatch.setattr(site_process, "LINGER", 0.2 if lingers else 600.0)
     monkeypatch.setattr(site_process, "EVERY", 0.02)
     with supernode_saying("\n".join(lines), tmp_path, monkeypatch, []) as (member, _):
-        consent.end(member.site.home, 0, "finished: the model is here")
+        consent.save_end(member.site.home, 0, "finished: the model is here")
         began = time.monotonic()
         with pytest.raises(site_process.Ended, match="finished: the model is here"):
             member._run_node()

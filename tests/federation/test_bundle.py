@@ -14,7 +14,7 @@ from federations import terms
 
 from halfmoon.core.errors import UserError
 from halfmoon.federation.protocol import bundle
-from halfmoon.federation.protocol.bundle import Foreign
+from halfmoon.federation.protocol.bundle import ForeignBundle
 from halfmoon.federation.protocol.terms import Terms
 
 TOYS = ("toys:server", "toys:client")
@@ -29,16 +29,16 @@ def zipped(files: dict[str, str], more: tuple[str, ...] = ()) -> bytes:
     return out.getvalue()
 
 
-OURS = {bundle.PROJECT: bundle.project(), bundle.CONTENT: "-"}
+OURS = {bundle.PROJECT_FILE: bundle.render_project(), bundle.CONTENT_FILE: "-"}
 
 
 def test_a_bundle_is_judged_by_what_it_says_not_by_how_it_is_packed():
     """Flower writes the file anew: the order of its lines, and how it is compressed, are not part of the program."""
-    bundle.check(zipped(OURS))
-    words = bundle.project().replace('serverapp = "', 'zz = 1\nserverapp = "').replace("zz = 1\n", "")
-    bundle.check(zipped({bundle.CONTENT: "other", bundle.PROJECT: "# a comment\n" + words}))
-    bundle.check(zipped({**OURS, bundle.PROJECT: bundle.project(TOYS)}), TOYS)
-    assert bundle.digest() != bundle.digest(TOYS)
+    bundle.check_bundle(zipped(OURS))
+    words = bundle.render_project().replace('serverapp = "', 'zz = 1\nserverapp = "').replace("zz = 1\n", "")
+    bundle.check_bundle(zipped({bundle.CONTENT_FILE: "other", bundle.PROJECT_FILE: "# a comment\n" + words}))
+    bundle.check_bundle(zipped({**OURS, bundle.PROJECT_FILE: bundle.render_project(TOYS)}), TOYS)
+    assert bundle.expected_digest() != bundle.expected_digest(TOYS)
 
 
 @pytest.mark.parametrize(
@@ -46,25 +46,25 @@ def test_a_bundle_is_judged_by_what_it_says_not_by_how_it_is_packed():
     [
         (zipped({**OURS, "evil.py": "import os"}), "it holds 'evil.py'"),
         (zipped({**OURS, "../../x": ""}), "it holds '../../x'"),
-        (zipped({**OURS, bundle.PROJECT: bundle.project(TOYS)}), "it names another program"),
-        (zipped({**OURS, bundle.PROJECT: bundle.project() + 'x = "y"\n'}), "it names another program"),
-        (zipped({bundle.PROJECT: bundle.project()}), "a file is missing or there twice"),
-        (zipped({**OURS, bundle.PROJECT: "#" + "a" * bundle.LARGEST}), "it unpacks to more than it may"),
+        (zipped({**OURS, bundle.PROJECT_FILE: bundle.render_project(TOYS)}), "it names another program"),
+        (zipped({**OURS, bundle.PROJECT_FILE: bundle.render_project() + 'x = "y"\n'}), "it names another program"),
+        (zipped({bundle.PROJECT_FILE: bundle.render_project()}), "a file is missing or there twice"),
+        (zipped({**OURS, bundle.PROJECT_FILE: "#" + "a" * bundle.MAX_BUNDLE_BYTES}), "it unpacks to more than it may"),
         (b"PK no zip file", "it cannot be read"),
         (b"", "it cannot be read"),
-        (bytes(bundle.LARGEST + 1), "it has 65,537 bytes"),
-        (zipped({**OURS, bundle.PROJECT: "x = ["}), "it cannot be read"),
+        (bytes(bundle.MAX_BUNDLE_BYTES + 1), "it has 65,537 bytes"),
+        (zipped({**OURS, bundle.PROJECT_FILE: "x = ["}), "it cannot be read"),
     ],
 )
 def test_a_foreign_bundle_is_refused_without_being_unpacked(content: bytes, why: str):
-    with pytest.raises(Foreign, match=why.replace(".", r"\.")):
-        bundle.check(content)
+    with pytest.raises(ForeignBundle, match=why.replace(".", r"\.")):
+        bundle.check_bundle(content)
 
 
 def test_a_file_that_is_there_twice_is_refused():
     """Two readers of a zip file may take two different ones."""
-    with pytest.warns(UserWarning, match="Duplicate"), pytest.raises(Foreign, match="twice"):
-        bundle.check(zipped(OURS, (bundle.PROJECT,)))
+    with pytest.warns(UserWarning, match="Duplicate"), pytest.raises(ForeignBundle, match="twice"):
+        bundle.check_bundle(zipped(OURS, (bundle.PROJECT_FILE,)))
 
 
 def test_flower_packs_the_bundle_that_sites_accept(tmp_path: Path):
@@ -72,22 +72,26 @@ def test_flower_packs_the_bundle_that_sites_accept(tmp_path: Path):
     pytest.importorskip("flwr")
     from flwr.cli.build import build_fab_from_disk
 
-    (tmp_path / bundle.PROJECT).write_text(bundle.project())
-    bundle.check(build_fab_from_disk(tmp_path))
+    (tmp_path / bundle.PROJECT_FILE).write_text(bundle.render_project())
+    bundle.check_bundle(build_fab_from_disk(tmp_path))
     (tmp_path / "evil.py").write_text("")
-    with pytest.raises(Foreign, match="evil"):
-        bundle.check(build_fab_from_disk(tmp_path))
+    with pytest.raises(ForeignBundle, match="evil"):
+        bundle.check_bundle(build_fab_from_disk(tmp_path))
 
 
 def test_the_terms_name_the_program_and_another_one_is_refused():
     """Version, bundle and plugins are in the text that is hashed, and are shown to the people at a site."""
     known = terms()
     facts = json.loads(known.text)
-    assert facts["program"] == {"halfmoon": metadata.version("halfmoon"), "bundle": bundle.digest(), "plugins": {}}
+    assert facts["program"] == {
+        "halfmoon": metadata.version("halfmoon"),
+        "bundle": bundle.expected_digest(),
+        "plugins": {},
+    }
     assert Terms.parse(known.text).hash == known.hash
     rows = {name: value for name, value, _ in known.summary().rows}
-    assert rows["bundle"] == bundle.digest()[:16]
-    assert rows["halfmoon"] == bundle.program()["halfmoon"]
+    assert rows["bundle"] == bundle.expected_digest()[:16]
+    assert rows["halfmoon"] == bundle.describe_program()["halfmoon"]
     for change, why in [
         ({"halfmoon": "9.9"}, "halfmoon 9.9, and here"), ({"bundle": "0" * 64}, "its app bundle is another one"),
         ({"plugins": {"x:Y": "0" * 64}}, "its plugins differ"), ({"more": 1}, "it does not say"),
@@ -108,14 +112,14 @@ class Fleet:
     def bundle(self, run: int) -> bytes:
         content = self.bundles[run]
         if content is None:
-            raise Foreign("an agent of Flower")
+            raise ForeignBundle("an agent of Flower")
         return content
 
 
 def test_a_site_refuses_the_runs_of_other_bundles(tmp_path: Path):
     pytest.importorskip("flwr")
-    from halfmoon.federation.transport.node import Checker
     from halfmoon.federation.protocol.log import EventLog
+    from halfmoon.federation.transport.node import Checker
 
     evil = zipped({**OURS, "evil.py": ""})
     fleet: Any = Fleet({1: zipped(OURS), 2: evil, 3: evil, 4: None})
@@ -131,23 +135,23 @@ def test_what_the_bundle_names_is_what_is_installed():
     pytest.importorskip("flwr")
     import importlib
 
-    for each in tomllib.loads(bundle.project())["tool"]["flwr"]["app"]["components"].values():
+    for each in tomllib.loads(bundle.render_project())["tool"]["flwr"]["app"]["components"].values():
         name, _, attribute = each.partition(":")
         assert hasattr(importlib.import_module(name), attribute)
 
 
 def test_no_module_is_imported_because_a_server_names_it(tmp_path: Path):
     """A site's people have to name it themselves; what a server says is refused before anything of it is loaded."""
-    from halfmoon.federation.protocol.messages import Offer, Refusal, read, write
+    from halfmoon.federation.protocol.messages import Offer, Refusal, read_message, write_message
     from halfmoon.federation.site.client import SiteClient
 
     facts = json.loads(terms().text)
     facts["config"]["method"] = "evil_of_a_server:Method"
     (tmp_path / "evil_of_a_server.py").write_text("raise SystemExit('executed')")
-    site = SiteClient.at(tmp_path, "north", tmp_path / "home")
+    site = SiteClient.from_folder(tmp_path, "north", tmp_path / "home")
     sys.path.insert(0, str(tmp_path))
     try:
-        said = read(site.answer(write(Offer(site.version, json.dumps(facts)))), Refusal)
+        said = read_message(site.reply_to(write_message(Offer(site.version, json.dumps(facts)))), Refusal)
     finally:
         sys.path.remove(str(tmp_path))
     assert isinstance(said, Refusal)

@@ -16,8 +16,8 @@ from halfmoon.config import schema as settings
 from halfmoon.core import rng, tree
 from halfmoon.core.errors import UserError
 from halfmoon.federation.protocol.log import Tail
-from halfmoon.federation.protocol.messages import UNFIT, UNKNOWN, Acceptance, Refusal, read
-from halfmoon.federation.protocol.terms import shared
+from halfmoon.federation.protocol.messages import NOT_JOINED, UNFIT, Acceptance, Refusal, read_message
+from halfmoon.federation.protocol.terms import shared_options
 from halfmoon.federation.server.sessions import AGAIN
 from halfmoon.federation.site import consent
 from halfmoon.federation.site.client import NOT_AGREED, SiteClient
@@ -34,59 +34,59 @@ def ward(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def member(ward: Path, home: Path, terms: str = "", methods: tuple[str, ...] = ()) -> SiteClient:
     """Return a member whose people have to be asked, where nothing else is said."""
-    return SiteClient.at(ward, "north", home, terms=terms, methods=methods)
+    return SiteClient.from_folder(ward, "north", home, terms=terms, methods=methods)
 
 
 def test_a_consent_is_a_pin_a_yes_or_anything(tmp_path: Path):
     """A pin is the beginning of a hash and excludes the yeses of before; "any" is everything; else a yes counts."""
     first, second = "ab" * 32, "cd" * 32
-    assert Consent(tmp_path, "any").covers(first)
-    assert not Consent(tmp_path, "").covers(first)
-    consent.agree(tmp_path, first)
-    assert Consent(tmp_path, "").covers(first)
-    assert not Consent(tmp_path, "").covers(second)
-    consent.agree(tmp_path, second)
-    assert [Consent(tmp_path, "").covers(each) for each in (first, second)] == [True, True]
+    assert Consent(tmp_path, "any").agrees_to(first)
+    assert not Consent(tmp_path, "").agrees_to(first)
+    consent.save_agreement(tmp_path, first)
+    assert Consent(tmp_path, "").agrees_to(first)
+    assert not Consent(tmp_path, "").agrees_to(second)
+    consent.save_agreement(tmp_path, second)
+    assert [Consent(tmp_path, "").agrees_to(each) for each in (first, second)] == [True, True]
     pinned = Consent(tmp_path, "cdcdcdcd")
-    assert [pinned.covers(each) for each in (first, second)] == [False, True]
-    (tmp_path / consent.AGREED).write_text('{"terms": "' + first + '"}')
-    assert not Consent(tmp_path, "").covers(first), "a damaged file is no yes"
+    assert [pinned.agrees_to(each) for each in (first, second)] == [False, True]
+    (tmp_path / consent.AGREED_FILE).write_text('{"terms": "' + first + '"}')
+    assert not Consent(tmp_path, "").agrees_to(first), "a damaged file is no yes"
 
 
 def test_nothing_is_done_before_a_yes(ward: Path, tmp_path: Path):
     """No image is decoded, the server hears one sentence, the log names the hash once; a yes counts from then on."""
     site = member(ward, tmp_path / "home")
     for _ in range(2):
-        data = site.answer(offer())
+        data = site.reply_to(offer())
         discreet(data)
         assert told(data) == Refusal(site.version, UNFIT, NOT_AGREED)
         assert sorted(path.name for path in site.home.iterdir()) == ["join.log", "offered.json"]
     assert logged(site).count(f"start it again with --terms {TERMS.hash}") == 1
     assert len(logged(site).splitlines()) == 2
-    assert consent.offer(site.home) == TERMS.summary()
-    consent.agree(site.home, TERMS.hash)
-    assert consent.offer(site.home) is None
-    assert isinstance(read(member(ward, site.home).answer(offer()), Acceptance, Refusal), Acceptance)
+    assert consent.load_offer(site.home) == TERMS.summary()
+    consent.save_agreement(site.home, TERMS.hash)
+    assert consent.load_offer(site.home) is None
+    assert isinstance(read_message(member(ward, site.home).reply_to(offer()), Acceptance, Refusal), Acceptance)
 
 
 def test_terms_that_change_later_are_asked_for_anew(ward: Path, tmp_path: Path):
     """One more round is another federation: the yes to the first one says nothing of it, and goes on counting."""
     site = member(ward, tmp_path / "home")
     site.home.mkdir()
-    consent.agree(site.home, TERMS.hash)
-    assert isinstance(read(site.answer(offer()), Acceptance, Refusal), Acceptance)
-    assert told(site.answer(offer(OTHER))).reason == NOT_AGREED
-    assert consent.offer(site.home) == OTHER.summary()
+    consent.save_agreement(site.home, TERMS.hash)
+    assert isinstance(read_message(site.reply_to(offer()), Acceptance, Refusal), Acceptance)
+    assert told(site.reply_to(offer(OTHER))).reason == NOT_AGREED
+    assert consent.load_offer(site.home) == OTHER.summary()
     assert f"--terms {OTHER.hash}" in logged(site)
-    assert isinstance(read(site.answer(offer()), Acceptance, Refusal), Acceptance)
+    assert isinstance(read_message(site.reply_to(offer()), Acceptance, Refusal), Acceptance)
 
 
 @pytest.mark.parametrize("length", [8, 64])
 def test_a_pin_takes_the_terms_that_begin_so_and_no_others(ward: Path, tmp_path: Path, length: int):
     site = member(ward, tmp_path / "home", TERMS.hash[:length])
-    assert told(site.answer(offer(OTHER))).reason == NOT_AGREED
+    assert told(site.reply_to(offer(OTHER))).reason == NOT_AGREED
     assert f"--terms {TERMS.hash[:length]} is about others; start it again with --terms {OTHER.hash}" in logged(site)
-    assert isinstance(read(site.answer(offer()), Acceptance, Refusal), Acceptance)
+    assert isinstance(read_message(site.reply_to(offer()), Acceptance, Refusal), Acceptance)
 
 
 def test_work_for_terms_that_are_not_agreed_to_any_more_is_refused(ward: Path, tmp_path: Path):
@@ -94,29 +94,29 @@ def test_work_for_terms_that_are_not_agreed_to_any_more_is_refused(ward: Path, t
     home = tmp_path / "home"
     (pair,) = play(member(ward, home, "any"), TERMS, 1)
     for terms in ("", OTHER.hash):
-        assert told(member(ward, home, terms).answer(pair[0])) == Refusal(
-            SiteClient.at(ward, "").version, UNKNOWN, NOT_AGREED
+        assert told(member(ward, home, terms).reply_to(pair[0])) == Refusal(
+            SiteClient.from_folder(ward, "").version, NOT_JOINED, NOT_AGREED
         )
-    assert told(member(ward, home, "any", ("fedavg",)).answer(pair[0])).kind == UNFIT
-    assert member(ward, home, TERMS.hash).answer(pair[0]) == pair[1]
+    assert told(member(ward, home, "any", ("fedavg",)).reply_to(pair[0])).kind == UNFIT
+    assert member(ward, home, TERMS.hash).reply_to(pair[0]) == pair[1]
 
 
 def test_a_method_that_is_not_accepted_is_refused_with_the_list(ward: Path, tmp_path: Path):
     site = member(ward, tmp_path / "home", "any", ("fedavg", "feddure"))
-    said = told(site.answer(offer()))
+    said = told(site.reply_to(offer()))
     assert (said.kind, said.reason) == (UNFIT, "this site accepts the method fedavg or feddure, but not fedloke.")
-    assert consent.offer(site.home) is None
+    assert consent.load_offer(site.home) is None
     wide = member(ward, tmp_path / "home", "any", ("fedavg", "fedloke"))
-    assert isinstance(read(wide.answer(offer()), Acceptance, Refusal), Acceptance)
+    assert isinstance(read_message(wide.reply_to(offer()), Acceptance, Refusal), Acceptance)
 
 
 def test_people_see_every_option_that_counts():
     """The table has each option that all agree on, with its value; the hash is the whole one."""
     terms = made("fedprox-fixmatch", lr=0.25, options={"prox": 0.5})
     rows = {name: value for name, value, _ in terms.summary().rows}
-    assert set(settings.kinds()) & shared() - {"method"} <= rows.keys()
+    assert set(settings.kinds()) & shared_options() - {"method"} <= rows.keys()
     assert (rows["lr"], rows["prox"], rows["rounds"], rows["steps"]) == ("0.25", "0.5", "4", "2")
-    network = task(TERMS.config, TERMS.form).network.init(rng.generator(0, "model"))
+    network = task(TERMS.config, TERMS.image_spec).network.init(rng.generator(0, "model"))
     assert rows["numbers"] == f"{tree.size(network):,}"
     lines = TERMS.summary().lines()
     assert lines[0] == TERMS.sentence()
@@ -146,7 +146,7 @@ def waiting(tmp_path: Path, person: Somebody | None, **given: Any) -> tuple[Any,
     home = tmp_path / "home"
     home.mkdir()
     site = site_process.Joining(Address("127.0.0.1", 9092), "north", tmp_path, images=3, labeled=2, home=home, **given)
-    consent.ask(home, TERMS.summary())
+    consent.save_offer(home, TERMS.summary())
     shown: list[str] = []
     return site_process._Member(site, Tail(home / "join.log"), shown.append, person), shown
 
@@ -157,7 +157,7 @@ def test_a_yes_is_written_down_and_asked_for_once(tmp_path: Path):
     for _ in range(4):
         there._consider()
     assert person.asked == 1
-    assert consent.agreements(there.site.home) == [TERMS.hash]
+    assert consent.load_agreed_hashes(there.site.home) == [TERMS.hash]
     assert tuple(shown[:10]) == TERMS.summary().brief
     there._show()
     assert f"agreed to the terms {TERMS.hash}" in shown[-1]
@@ -169,7 +169,7 @@ def test_a_no_ends_the_command(tmp_path: Path):
     there, _ = waiting(tmp_path, Somebody(False))
     with pytest.raises(Declined, match=f"north does not take part on the terms {TERMS.hash[:8]}"):
         there._consider()
-    assert consent.agreements(there.site.home) == []
+    assert consent.load_agreed_hashes(there.site.home) == []
 
 
 def test_lines_of_the_log_do_not_bury_the_question(tmp_path: Path):
@@ -188,7 +188,7 @@ def test_nobody_is_asked_without_a_terminal_or_with_a_pin(tmp_path: Path, given:
     person = Somebody(True) if given else None
     there, shown = waiting(tmp_path, person, **given)
     there._consider()
-    assert consent.agreements(there.site.home) == []
+    assert consent.load_agreed_hashes(there.site.home) == []
     assert tuple(shown) == TERMS.summary().brief
     assert person is None or person.asked == 0
 
@@ -217,11 +217,11 @@ def test_what_was_said_reaches_the_process_that_answers(tmp_path: Path, monkeypa
     heard: list[tuple[str, tuple[str, ...]]] = []
 
     def note(*words: Any) -> Any:
-        made = SiteClient.at(*words)
+        made = SiteClient.from_folder(*words)
         heard.append((made.consent.terms, made.consent.methods))
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(client_app, "SiteClient", SimpleNamespace(at=note))
+    monkeypatch.setattr(client_app, "SiteClient", SimpleNamespace(from_folder=note))
     monkeypatch.setattr(client_app, "_numbered", lambda *_: {"name": "north", "folder": "x", "terms": "any"})
     site = Joining(Address("127.0.0.1", 9092), "north", tmp_path, images=3, labeled=2, home=tmp_path)
     told = replace(site, terms="0123abcd", methods=("fedavg", "feddure"))
@@ -307,8 +307,8 @@ def test_a_server_asks_again_until_a_site_has_agreed():
 
 def test_an_offer_survives_its_file(tmp_path: Path):
     offered = TermsSummary("ab" * 32, "words", (("a", "b", "c"),))
-    consent.ask(tmp_path, offered)
-    assert consent.offer(tmp_path) == offered
+    consent.save_offer(tmp_path, offered)
+    assert consent.load_offer(tmp_path) == offered
     for damage in ("", "[]", '{"hash": 1}', '{"hash": "a", "sentence": "b", "rows": [["a"]]}'):
-        (tmp_path / consent.OFFERED).write_text(damage)
-        assert consent.offer(tmp_path) is None
+        (tmp_path / consent.OFFERED_FILE).write_text(damage)
+        assert consent.load_offer(tmp_path) is None

@@ -12,13 +12,21 @@ from scenes import same
 from test_site_client import folder as folder_of
 
 from halfmoon.core import rng, tree, weight_files
-from halfmoon.federation.transport import launch
-from halfmoon.federation.protocol.messages import Acceptance, Final, Offer, Receipt, Refusal, read, write
+from halfmoon.federation.protocol.messages import (
+    Acceptance,
+    FinalModel,
+    Offer,
+    Receipt,
+    Refusal,
+    read_message,
+    write_message,
+)
 from halfmoon.federation.server.plan import load as load_plan
 from halfmoon.federation.server.server import FederationServer, deliver, hand_out
 from halfmoon.federation.server.transport import TransportReply
 from halfmoon.federation.site import consent
 from halfmoon.federation.site.client import SiteClient
+from halfmoon.federation.transport import launch
 from halfmoon.models import SmallCNN
 from halfmoon.runs.factory import task
 from halfmoon.runs.model_card import Card
@@ -34,39 +42,39 @@ def ward(path: Path) -> Path:
     return folder_of(path, {0: "sound", 1: "ill", 2: "sound", 3: "ill"})
 
 
-def final(version: str, **changes: str) -> Final:
+def final(version: str, **changes: str) -> FinalModel:
     """Return what the server sends at the end: an untrained network with its card."""
-    form, shared = TERMS.form, task(TERMS.config, TERMS.form)
+    form, shared = TERMS.image_spec, task(TERMS.config, TERMS.image_spec)
     model = shared.network.init(rng.generator(0, "model"))
     card = Card(form.classes, form.image, form.image[1:], 1, form.mean, form.std, shared.network, "fedavg-fixmatch", "")
     said = {"federation": TERMS.hash, "version": version, "card": json.dumps(card.render()), **changes}
-    return Final(**said, model=model)
+    return FinalModel(**said, model=model)
 
 
 def test_a_site_keeps_the_final_model_tests_it_and_is_told_that_all_is_over(tmp_path: Path) -> None:
     """The file is one that predict takes; the words name it and how right it is; who waits ends with 0."""
     folder = ward(tmp_path / "s")
-    member = SiteClient.at(folder, "north", tmp_path / "home", tests=ward(tmp_path / "t"))
-    read(member.answer(write(Offer(member.version, TERMS.text))), Acceptance)
-    assert read(member.answer(write(final(member.version))), Receipt).name == "north"
+    member = SiteClient.from_folder(folder, "north", tmp_path / "home", tests=ward(tmp_path / "t"))
+    read_message(member.reply_to(write_message(Offer(member.version, TERMS.text))), Acceptance)
+    assert read_message(member.reply_to(write_message(final(member.version))), Receipt).name == "north"
     path = tmp_path / "home/final/model.safetensors"
     model = load_model(path)
-    assert model.classes == TERMS.form.classes
-    over = consent.ending(tmp_path / "home")
+    assert model.classes == TERMS.image_spec.classes
+    over = consent.load_end(tmp_path / "home")
     assert over.code == 0
     assert over.reason.startswith(f"finished: the model lies in {path}, it is right on ")
     assert over.reason.endswith("% of your test images")
-    consent.withdraw(tmp_path / "home")
-    assert consent.ending(tmp_path / "home") is None
+    consent.remove_pending(tmp_path / "home")
+    assert consent.load_end(tmp_path / "home") is None
 
 
 def test_a_site_finds_its_model_and_a_card_in_a_folder_that_it_sees(tmp_path: Path) -> None:
     """Counts, hash and accuracy of the card are those of the site; a class name cannot become markup."""
     folder = ward(tmp_path / "s")
-    member = SiteClient.at(folder, "north", tests=ward(tmp_path / "t"))
-    read(member.answer(write(Offer(member.version, TERMS.text))), Acceptance)
+    member = SiteClient.from_folder(folder, "north", tests=ward(tmp_path / "t"))
+    read_message(member.reply_to(write_message(Offer(member.version, TERMS.text))), Acceptance)
     site, before = folders.read(folder), folders.scan(folder)[1]
-    read(member.answer(write(final(member.version))), Receipt)
+    read_message(member.reply_to(write_message(final(member.version))), Receipt)
     shown = folder / "halfmoon-model"
     text, page = ((shown / name).read_text() for name in ("model-card.md", "model-card.html"))
     labeled = int((site.labels >= 0).sum())
@@ -77,7 +85,7 @@ def test_a_site_finds_its_model_and_a_card_in_a_folder_that_it_sees(tmp_path: Pa
         assert f"<h2>{name}</h2>" in page
     assert sha256 in text
     assert sha256 in page
-    over = consent.ending(folder / ".halfmoon")
+    over = consent.load_end(folder / ".halfmoon")
     assert over is not None
     assert str(shown) in over.reason
     assert folders.scan(folder)[1] == before, "the folder of the model is none of images"
@@ -89,8 +97,8 @@ def test_a_site_finds_its_model_and_a_card_in_a_folder_that_it_sees(tmp_path: Pa
 
 def test_a_final_model_that_was_not_agreed_on_is_refused(tmp_path: Path) -> None:
     """Another network, another federation, a card of other classes, or one that is none: nothing is kept."""
-    member = SiteClient.at(ward(tmp_path / "s"), "north", tmp_path / "home")
-    read(member.answer(write(Offer(member.version, TERMS.text))), Acceptance)
+    member = SiteClient.from_folder(ward(tmp_path / "s"), "north", tmp_path / "home")
+    read_message(member.reply_to(write_message(Offer(member.version, TERMS.text))), Acceptance)
     good = final(member.version)
     card = json.loads(good.card)
     other = {**card, "classes": json.dumps(["a", "b"])}
@@ -98,16 +106,16 @@ def test_a_final_model_that_was_not_agreed_on_is_refused(tmp_path: Path) -> None
         final(member.version, card="{"),
         final(member.version, card=json.dumps(other)),
         final(member.version, federation="f" * 64),
-        Final(TERMS.hash, member.version, good.card, {"params": good.model["params"], "stats": {}}),
+        FinalModel(TERMS.hash, member.version, good.card, {"params": good.model["params"], "stats": {}}),
     ):
-        read(member.answer(write(bad)), Refusal)
+        read_message(member.reply_to(write_message(bad)), Refusal)
     assert not (tmp_path / "home/final").exists()
-    assert consent.ending(tmp_path / "home") is None
+    assert consent.load_end(tmp_path / "home") is None
 
 
 def test_who_does_not_have_it_is_named() -> None:
     """One has it, one refuses, one is away: the log says who, and why."""
-    there = write(Receipt("f", VERSION, "north"))
+    there = write_message(Receipt("f", VERSION, "north"))
     street = Street({1: node("north", said=there), 2: node("south", said=refusal("failed", "its disk"))})
     manager = street.manager()
     manager.gather(2, 100.0, 0.0)
@@ -122,7 +130,7 @@ def test_who_does_not_have_it_is_named() -> None:
 
 def test_the_server_stays_for_who_was_away(tmp_path: Path) -> None:
     """A site that comes back within `linger` has the model then; who does not come is written down."""
-    there = {name: write(Receipt("f", VERSION, name)) for name in ("north", "west")}
+    there = {name: write_message(Receipt("f", VERSION, name)) for name in ("north", "west")}
     street = Street({1: node("north", said=there["north"])})
     manager = street.manager()
     manager.gather(1, 100.0, 0.0)
@@ -132,7 +140,7 @@ def test_the_server_stays_for_who_was_away(tmp_path: Path) -> None:
     assert 200 <= street.time - began < 250
     assert json.loads((tmp_path / "delivery.json").read_text()) == {"has": ["north", "west"], "lacks": ["south"]}
     assert "the server stays for south, west: who comes back gets the model" in street.said
-    street.nodes_[2] = node("south", said=write(Receipt("f", VERSION, "south")))
+    street.nodes_[2] = node("south", said=write_message(Receipt("f", VERSION, "south")))
     hand_out(manager, ["south"], b"all", tmp_path, 30.0)
     assert json.loads((tmp_path / "delivery.json").read_text()) == {"has": ["north", "south", "west"], "lacks": []}
 
@@ -154,7 +162,7 @@ class Post:
     def send(self, mail: Mapping[int, bytes], seconds: float, asks: bool) -> dict[str, str]:
         ids = {number: f"{len(self.carried)}-{number}" for number in mail if number in self.there}
         for number, id in ids.items():
-            self.come[id] = self.there[number].answer(mail[number])
+            self.come[id] = self.there[number].reply_to(mail[number])
         self.carried += [*mail.values(), *self.come.values()]
         return ids
 
@@ -175,15 +183,20 @@ def test_a_method_from_outside_trains_a_head_and_who_was_away_gets_the_whole_mod
     )
     plan = load_plan(tmp_path / "wards.toml")
     sites = {
-        name: SiteClient.at(ward(tmp_path / name), name, tmp_path / f"home-{name}", trusted=("outside_parts:Mine",))
+        name: SiteClient.from_folder(
+            ward(tmp_path / name), name, tmp_path / f"home-{name}", trusted=("outside_parts:Mine",)
+        )
         for name in ("north", "south")
     }
-    offer = write(Offer(VERSION, plan.terms.text))
+    offer = write_message(Offer(VERSION, plan.terms.text))
     careful = replace(sites["north"], trusted=())
-    assert "--method outside_parts:Mine" in read(careful.answer(offer), Refusal).reason
+    assert "--method outside_parts:Mine" in read_message(careful.reply_to(offer), Refusal).reason
     with monkeypatch.context() as patch:
         patch.setattr(weight_files, "_OFFERED", {})
-        assert "is not here: get it from the server's people" in read(sites["north"].answer(offer), Refusal).reason
+        assert (
+            "is not here: get it from the server's people"
+            in read_message(sites["north"].reply_to(offer), Refusal).reason
+        )
     host, post = FederationServer(plan, tmp_path / "run"), Post(north=sites["north"])
     host.serve(post, 20.0)
     assert launch.finished(tmp_path / "run")
@@ -205,7 +218,7 @@ def test_a_method_from_outside_trains_a_head_and_who_was_away_gets_the_whole_mod
         assert same(model.params["conv1"], given["params"]["conv1"])
         assert same(model.params["head"], whole[0].params["head"])
     assert not same(whole[0].params["head"], given["params"]["head"])
-    assert consent.ending(tmp_path / "home-south").code == 0
+    assert consent.load_end(tmp_path / "home-south").code == 0
 
 
 def test_one_site_that_never_comes_costs_one_waiting_time() -> None:

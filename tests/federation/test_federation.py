@@ -43,22 +43,22 @@ from halfmoon.config import schema as settings
 from halfmoon.config.schema import Config
 from halfmoon.core import hubs, rng, tree, weight_files
 from halfmoon.core.errors import UserError
-from halfmoon.federation.transport import local
-from halfmoon.federation.transport.internals import identity
-from halfmoon.federation.transport.link import unwrapped, wrapped
 from halfmoon.federation.protocol.messages import (
     Acceptance,
-    Final,
+    FinalModel,
     Offer,
     Receipt,
     Refusal,
     Reply,
     Request,
-    read,
-    write,
+    read_message,
+    write_message,
 )
 from halfmoon.federation.site import consent
 from halfmoon.federation.site.client import SiteClient
+from halfmoon.federation.transport import local
+from halfmoon.federation.transport.internals import identity
+from halfmoon.federation.transport.link import unwrapped, wrapped
 from halfmoon.methods import registry
 from halfmoon.runs import runner
 from halfmoon.runs.factory import task
@@ -156,14 +156,15 @@ def test_sites_compute_the_features_of_the_simulator(method, place, play, monkey
     }
     assert leaves
     assert not [name for name in leaves if "blocks" in name]
-    site = SiteClient.at(there.town.folder / "site-00", "site-00")
+    site = SiteClient.from_folder(there.town.folder / "site-00", "site-00")
     known = next(name for name in weight_files._OFFERED if name in terms)
-    other = write(Offer(site.version, terms.replace(known, "sha256:" + "0" * 64)))
-    assert "is not here" in read(site.answer(other), Refusal).reason
+    other = write_message(Offer(site.version, terms.replace(known, "sha256:" + "0" * 64)))
+    assert "is not here" in read_message(site.reply_to(other), Refusal).reason
     monkeypatch.setitem(hubs.PRETRAINED, "efficientnet-lite0", "transformers_of_nobody")
     monkeypatch.setitem(hubs.PACKAGES, "transformers_of_nobody", "pip install it")
     assert (
-        "which is not installed: pip install it" in read(site.answer(write(Offer(site.version, terms))), Refusal).reason
+        "which is not installed: pip install it"
+        in read_message(site.reply_to(write_message(Offer(site.version, terms))), Refusal).reason
     )
 
 
@@ -265,7 +266,7 @@ BESIDE = ("feature_head", "proxy_head", "twin")
 
 def shapes(town: Town) -> dict[str, tuple[int, ...]]:
     """Return the names and shapes of the model's own leaves, without the first part of their names."""
-    network = task(Config(width=SHORT["width"]), town.form).network
+    network = task(Config(width=SHORT["width"]), town.image_spec).network
     model = tree.flatten(network.init(rng.generator(0, "model")))
     return {path.split("/", 1)[1]: tuple(leaf.shape) for path, leaf in model.items()}
 
@@ -309,7 +310,7 @@ def heads(told: bytes) -> set[str]:
 def private(town: Town, name: str, most: int = 50) -> frozenset[bytes]:
     """Return what must not leave a folder: rows of pixels of its first images, and their labels in a row."""
     images, labels = (each[:most] for each in town.images(name))
-    secrets = pixels(images, town.form.mean[0], town.form.std[0])
+    secrets = pixels(images, town.image_spec.mean[0], town.image_spec.std[0])
     for each in (labels, labels[labels >= 0], np.unique(labels)):
         if len(set(each.tolist())) > 3:
             secrets |= {each.astype(kind).tobytes() for kind in ("i8", "i4", "i2", "i1", "f4", "f8")}
@@ -356,22 +357,22 @@ def check_requests(there: Played) -> None:
     for data in {told(letter.message) for letter in there.letters}:
         for secret in secrets:
             assert secret not in data, secret
-        if isinstance(read(data, Offer, Request, Final), Request):
+        if isinstance(read_message(data, Offer, Request, FinalModel), Request):
             assert not [name for name in mine if name in data]
 
 
 def noted(data: bytes, secret: bytes) -> bytes:
     """Return a reply with bytes among its tensors; another message as it is."""
     try:
-        said = read(data, Reply)
+        said = read_message(data, Reply)
     except UserError:
         return data
-    return write(replace(said, up={**said.up, "note": torch.frombuffer(bytearray(secret), dtype=torch.uint8)}))
+    return write_message(replace(said, up={**said.up, "note": torch.frombuffer(bytearray(secret), dtype=torch.uint8)}))
 
 
 def renamed(data: bytes, client_update: str) -> bytes:
     try:
-        return write(replace(read(data, Reply), client_update=client_update))
+        return write_message(replace(read_message(data, Reply), client_update=client_update))
     except UserError:
         return data
 
@@ -441,7 +442,7 @@ def test_a_leak_of_the_server_is_found(play: Callable[..., Played]) -> None:
     for secret in (row.tobytes(), str(there.town.folder).encode(), CLASSES[0].encode()):
         down = {**asked.down, "note": torch.frombuffer(bytearray(secret), dtype=torch.uint8)}
         with identity():
-            message = Message(wrapped(write(replace(asked, down=down))), 1000, "train")
+            message = Message(wrapped(write_message(replace(asked, down=down))), 1000, "train")
         with pytest.raises(AssertionError):
             check_requests(replace(there, letters=[replace(there.letters[-1], message=message)]))
 
@@ -500,7 +501,7 @@ def test_a_test_at_a_site_sends_counts_alone(play: Callable[..., Played]) -> Non
     with recorded() as letters:
         file = town.write("fedavg", test=None)
         for name in ("site-01", "site-02"):
-            consent.share_accuracy(town.folder / name / ".halfmoon", True)
+            consent.set_accuracy_sharing(town.folder / name / ".halfmoon", True)
         tests = dict.fromkeys(("site-00", "site-01", "site-02"), town.folder / "test")
         local.rehearse(file, town.runs / file.stem, town.folder, tests)
     there = Played(town.runs / file.stem, Path(), letters, town)

@@ -276,8 +276,8 @@ def test_every_flag_of_a_command_is_on_the_page_of_commands(command: str):
 
 def test_the_pages_app_folder_is_the_one_that_serve_makes(tmp_path: Path):
     """Word for word: sites know it by what it says."""
-    from halfmoon.federation.protocol.bundle import project
+    from halfmoon.federation.protocol.bundle import render_project
 
-    made = project()
+    made = render_project()
     (shown,) = blocks(chapter("Without `halfmoon serve`", "###"), "text")
     assert shown == made

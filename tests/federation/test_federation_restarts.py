@@ -13,8 +13,8 @@ from rehearsals import Town, before_each_message, bits, eager, found, quick, rec
 from safetensors.numpy import load_file
 
 from halfmoon.core.errors import UserError
-from halfmoon.federation.transport import client_app
 from halfmoon.federation.protocol.messages import Request
+from halfmoon.federation.transport import client_app
 
 METHODS = {
     "fedloke": "clients",

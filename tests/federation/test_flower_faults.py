@@ -13,14 +13,14 @@ pytest.importorskip("flwr")
 
 from flwr.common.constant import ErrorCode
 
+from halfmoon.federation.protocol.log import EventLog
+from halfmoon.federation.protocol.messages import Offer, Refusal, read_message, write_message
+from halfmoon.federation.server.transport import TransportReply
+from halfmoon.federation.site.client import SiteClient
 from halfmoon.federation.transport import processes, site_process
 from halfmoon.federation.transport.contact import Address
 from halfmoon.federation.transport.link import PROBLEMS, problem
 from halfmoon.federation.transport.site_process import Joining
-from halfmoon.federation.protocol.log import EventLog
-from halfmoon.federation.protocol.messages import Offer, Refusal, read, write
-from halfmoon.federation.server.transport import TransportReply
-from halfmoon.federation.site.client import SiteClient
 
 
 def test_a_full_disk_does_not_keep_a_process_from_its_lock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -79,8 +79,8 @@ def test_a_full_disk_is_named_in_the_log_where_the_system_names_no_file(tmp_path
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     monkeypatch.setattr(SiteClient, "_answer", full)
-    member = SiteClient.at(tmp_path, "site-00", tmp_path / "home")
-    said = read(member.answer(write(Offer("0.1.0", "{}"))), Refusal)
+    member = SiteClient.from_folder(tmp_path, "site-00", tmp_path / "home")
+    said = read_message(member.reply_to(write_message(Offer("0.1.0", "{}"))), Refusal)
     assert said.reason == "its disk: No space left on device."
     assert f"not done: {tmp_path / 'home'}: No space left on device." in member.log.path.read_text()
 

@@ -24,14 +24,14 @@ from PIL import Image
 
 from halfmoon.cli import main as cli
 from halfmoon.core.errors import UserError
+from halfmoon.federation.protocol import bundle
+from halfmoon.federation.protocol.log import EventLog, Tail
 from halfmoon.federation.transport import internals, launch, processes
 from halfmoon.federation.transport.contact import Absent, Address, reach
 from halfmoon.federation.transport.launch import Halted, Server, connection, finished, run_config, serve, superlink
 from halfmoon.federation.transport.node import RAISED, Worker
 from halfmoon.federation.transport.processes import SERVER_APP, SUPERLINK, Home, alone
 from halfmoon.federation.transport.site_process import Joining, facts, join
-from halfmoon.federation.protocol import bundle
-from halfmoon.federation.protocol.log import EventLog, Tail
 from halfmoon.sites.keys import certificates
 
 pytest.importorskip("flwr")

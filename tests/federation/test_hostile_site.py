@@ -10,9 +10,9 @@ from rehearsals import quick
 
 from halfmoon.config import schema as settings
 from halfmoon.core import tree
-from halfmoon.federation.transport import client_app, local
-from halfmoon.federation.protocol.messages import Malformed, Reply, Request, read, write
+from halfmoon.federation.protocol.messages import MalformedMessage, Reply, Request, read_message, write_message
 from halfmoon.federation.site.client import SiteClient
+from halfmoon.federation.transport import client_app, local
 from halfmoon.runs.factory import source, split_of
 from halfmoon.sites.folders import export
 from halfmoon.storage import atomic_io
@@ -46,26 +46,26 @@ def play(sites: Path, name: str, **options: object) -> tuple[float, str]:
 
 
 def turned(honest: Callable[[SiteClient, bytes], bytes]) -> Callable[[SiteClient, bytes], bytes]:
-    """Return `SiteClient.answer` of a site that turns what it has learned."""
+    """Return `SiteClient.reply_to` of a site that turns what it has learned."""
 
     def answer(self: SiteClient, message: bytes) -> bytes:
         data = honest(self, message)
         try:
-            down, reply = tree.flatten(read(message, Request).down), read(data, Reply)
-        except Malformed:  # it joins, or has the final model
+            down, reply = tree.flatten(read_message(message, Request).down), read_message(data, Reply)
+        except MalformedMessage:  # it joins, or has the final model
             return data
         flat, model = tree.flatten(reply.up), "update/"
         if self.name == LIAR:
             before = {path: down[path.removeprefix(model)] for path in flat if path.startswith(f"{model}params/")}
             flat |= {path: leaf + 4 * (leaf - flat[path]) for path, leaf in before.items()}
-        return write(replace(reply, up=tree.unflatten(flat)))
+        return write_message(replace(reply, up=tree.unflatten(flat)))
 
     return answer
 
 
 def test_a_site_that_turns_its_updates_is_left_out_and_named(sites: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     calm, _ = play(sites, "calm")
-    monkeypatch.setattr(SiteClient, "answer", turned(SiteClient.answer))
+    monkeypatch.setattr(SiteClient, "reply_to", turned(SiteClient.reply_to))
     attacked, log = play(sites, "attacked")
     believed, _ = play(sites, "believed", aggregation="mean")
     assert attacked > calm - 0.05

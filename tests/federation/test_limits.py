@@ -29,30 +29,30 @@ from halfmoon.core.errors import UserError
 from halfmoon.engine.sampling import Amount, Views
 from halfmoon.federation.protocol import header, limits
 from halfmoon.federation.protocol.messages import (
-    HIGHEST,
-    LARGEST,
-    LONGEST,
-    NUMBERS,
-    SMALL,
+    MAX_INTEGER,
+    MAX_LIST_LENGTH,
+    MAX_MESSAGE_BYTES,
+    MAX_TEXT_LENGTH,
+    MAX_TREELESS_BYTES,
     UNFIT,
     Acceptance,
-    Malformed,
+    MalformedMessage,
     Offer,
     Refusal,
     Reply,
     Request,
-    read,
-    scan,
-    write,
+    read_message,
+    scan_message,
+    write_message,
 )
 from halfmoon.federation.protocol.terms import Terms
-from halfmoon.federation.protocol.tree_spec import UplinkSpec, spec_of
+from halfmoon.federation.protocol.tree_spec import UploadProbe, make_tree_spec
 from halfmoon.federation.server.calls import Inspection
 from halfmoon.federation.server.runtime import RemoteRuntime
 from halfmoon.federation.server.sessions import Answer
 from halfmoon.federation.site import consent
 from halfmoon.federation.site.client import NOT_AGREED, SiteClient
-from halfmoon.federation.site.downlink_spec import DownlinkSpec
+from halfmoon.federation.site.download_spec import DownloadSpecs
 from halfmoon.methods import registry
 from halfmoon.methods.fedavg import FedAvg
 from halfmoon.methods.objectives import FixMatch
@@ -72,7 +72,7 @@ def single(name: str) -> tuple[Any, Any, RemoteRuntime, Wire]:
     remote.base = shared
     most = Amount(10**6, 10**6, 10**6, 10**6), 10**6
     remote.calls.inspection = Inspection(
-        UplinkSpec(shared, Views(), IMAGE, SEED), lambda client_update, site: most, lambda _: 0
+        UploadProbe(shared, Views(), IMAGE, SEED), lambda client_update, site: most, lambda _: 0
     )
     return method, shared, remote, wire
 
@@ -101,7 +101,7 @@ def nested(depth: int) -> tuple[dict[str, Any], Any]:
     return {path: leaf()}, shape
 
 
-ZERO = {"down/x": leaf(0, 0, (0, header.ELEMENTS))}
+ZERO = {"down/x": leaf(0, 0, (0, header.MAX_ELEMENTS))}
 ONE = {"down": {"x": None}}
 
 
@@ -118,28 +118,28 @@ def padded(length: int) -> bytes:
 
 BELOW: dict[str, bytes | Callable[[], bytes]] = {
     "plain": crafted({"down/x": leaf()}, ONE),
-    "tensors": partial(many, header.TENSORS),
-    "header": padded(header.LONGEST),
-    "dimensions": crafted({"down/x": leaf(shape=(1,) * header.DIMENSIONS)}, ONE),
+    "tensors": partial(many, header.MAX_TENSORS),
+    "header": padded(header.MAX_HEADER_BYTES),
+    "dimensions": crafted({"down/x": leaf(shape=(1,) * header.MAX_DIMENSIONS)}, ONE),
     "elements": crafted(ZERO, ONE, b""),
-    "depth": crafted(*nested(header.DEEPEST + 1)),
-    "name": crafted({"down/" + "x" * header.NAME: leaf()}, {"down": {"x" * header.NAME: None}}),
+    "depth": crafted(*nested(header.MAX_DEPTH + 1)),
+    "name": crafted({"down/" + "x" * header.MAX_NAME_LENGTH: leaf()}, {"down": {"x" * header.MAX_NAME_LENGTH: None}}),
     "order": crafted({"down/x": leaf(0, 24, (2, 3))}, {"down": {"x": [1, 0]}}, b"\0" * 24),
     "letters": crafted({"down/é": leaf()}, {"down": {"é": None}}),
 }
 """What is read, each as far as it may go."""
 
 ABOVE: dict[str, tuple[bytes | Callable[[], bytes], str]] = {
-    "tensors": (partial(many, header.TENSORS + 1), "it has 16,385 tensors, of 16,384 at most"),
-    "header": (padded(header.LONGEST + 1), "its header has 4,194,305 bytes, of 4,194,304 at most"),
+    "tensors": (partial(many, header.MAX_TENSORS + 1), "it has 16,385 tensors, of 16,384 at most"),
+    "header": (padded(header.MAX_HEADER_BYTES + 1), "its header has 4,194,305 bytes, of 4,194,304 at most"),
     "dimensions": (
-        crafted({"down/x": leaf(shape=(1,) * (header.DIMENSIONS + 1))}, ONE), "has 9 dimensions, of 8 at most"
+        crafted({"down/x": leaf(shape=(1,) * (header.MAX_DIMENSIONS + 1))}, ONE), "has 9 dimensions, of 8 at most"
     ),
     "elements": (
-        crafted({"down/x": leaf(0, 0, (0, header.ELEMENTS + 1))}, ONE, b""), "is of more than 68,719,476,736 numbers"
+        crafted({"down/x": leaf(0, 0, (0, header.MAX_ELEMENTS + 1))}, ONE, b""), "is of more than 68,719,476,736 numbers"
     ),
-    "depth": (crafted(*nested(header.DEEPEST + 2)), "names inside each other over 16 deep"),
-    "name": (crafted({"down/" + "x" * (header.NAME + 1): leaf()}, {"down": {"x" * (header.NAME + 1): None}}), "a name"),
+    "depth": (crafted(*nested(header.MAX_DEPTH + 2)), "names inside each other over 16 deep"),
+    "name": (crafted({"down/" + "x" * (header.MAX_NAME_LENGTH + 1): leaf()}, {"down": {"x" * (header.MAX_NAME_LENGTH + 1): None}}), "a name"),
     "order twice": (crafted({"down/x": leaf(0, 24, (2, 3))}, {"down": {"x": [0, 0]}}, b"\0" * 24), "in memory is none"),
     "order true": (crafted({"down/x": leaf(0, 24, (2, 3))}, {"down": {"x": [True, 0]}}, b"\0" * 24), "memory is none"),
     "order text": (crafted({"down/x": leaf()}, {"down": {"x": "0"}}), "in memory is none"),
@@ -186,7 +186,7 @@ ABOVE: dict[str, tuple[bytes | Callable[[], bytes], str]] = {
 @pytest.mark.parametrize("name", BELOW)
 def test_a_message_up_to_the_bounds_is_read(name: str):
     data = BELOW[name]
-    found = read(data() if callable(data) else data, Request)
+    found = read_message(data() if callable(data) else data, Request)
     assert found.client_update == "train"
 
 
@@ -196,8 +196,8 @@ def test_a_message_beyond_a_bound_is_refused_at_once(name: str):
     data = data() if callable(data) else data
     tracemalloc.start()
     began = time.process_time()
-    with pytest.raises(Malformed, match=why):
-        read(data, Request)
+    with pytest.raises(MalformedMessage, match=why):
+        read_message(data, Request)
     spent, (_, peak) = time.process_time() - began, tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert spent < 5
@@ -206,16 +206,16 @@ def test_a_message_beyond_a_bound_is_refused_at_once(name: str):
 
 def test_reading_takes_as_much_memory_again():
     """8 MB of tensors: no bytes are made beside one more copy. One tensor under many names was not bounded so."""
-    data = write(replace(REQUEST, down={"a": torch.ones(10**6), "b": {"c": torch.ones(10**6)}}))
+    data = write_message(replace(REQUEST, down={"a": torch.ones(10**6), "b": {"c": torch.ones(10**6)}}))
     tracemalloc.start()
-    read(data, Request)
+    read_message(data, Request)
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert 4 * 10**6 < peak < 1.5 * len(data)
     path = "/".join("a" * 10)
     two = {"down": {"a": {"/".join("a" * 9): None}, path: None}}
-    with pytest.raises(Malformed, match="a name that is none"):
-        read(crafted({f"down/{path}": leaf()}, two), Request)
+    with pytest.raises(MalformedMessage, match="a name that is none"):
+        read_message(crafted({f"down/{path}": leaf()}, two), Request)
 
 
 @pytest.mark.parametrize(
@@ -233,60 +233,62 @@ def test_numbers_have_a_range(message: Request | Reply, name: str):
         head |= {"message": kind.__name__.lower(), name: [value] * (length or 3) if isinstance(plain, list) else value}
         return crafted({}, {}, b"", json.dumps(head))
 
-    read(said(HIGHEST), kind)
-    for wrong in (HIGHEST + 1, -1, 10**400, 1.0, True, "1", None, [1]):
-        with pytest.raises(Malformed, match=name if not isinstance(plain, list) else f"{name}|counts"):
-            read(said(wrong), kind)
+    read_message(said(MAX_INTEGER), kind)
+    for wrong in (MAX_INTEGER + 1, -1, 10**400, 1.0, True, "1", None, [1]):
+        with pytest.raises(MalformedMessage, match=name if not isinstance(plain, list) else f"{name}|counts"):
+            read_message(said(wrong), kind)
 
 
-@pytest.mark.parametrize("count", [NUMBERS, NUMBERS + 1])
+@pytest.mark.parametrize("count", [MAX_LIST_LENGTH, MAX_LIST_LENGTH + 1])
 def test_lists_are_short(count: int):
-    data = write(replace(REQUEST, latest=[1] * count))
-    if count == NUMBERS:
-        assert len(read(data, Request).latest) == NUMBERS
+    data = write_message(replace(REQUEST, latest=[1] * count))
+    if count == MAX_LIST_LENGTH:
+        assert len(read_message(data, Request).latest) == MAX_LIST_LENGTH
     else:
-        with pytest.raises(Malformed, match="latest has 9 numbers, of 8 at most"):
-            read(data, Request)
+        with pytest.raises(MalformedMessage, match="latest has 9 numbers, of 8 at most"):
+            read_message(data, Request)
 
 
-@pytest.mark.parametrize("text", ["x" * LONGEST, "x" * (LONGEST + 1), "\x1b[2J", "a\nb", "\u2028", "\ud800"])
+@pytest.mark.parametrize(
+    "text", ["x" * MAX_TEXT_LENGTH, "x" * (MAX_TEXT_LENGTH + 1), "\x1b[2J", "a\nb", "\u2028", "\ud800"]
+)
 def test_texts_can_stand_in_a_log(text: str):
     """They may be long, but nothing moves a terminal's cursor, breaks a line, or cannot be written."""
-    data = write(Refusal(VERSION, UNFIT, text))
-    if text == "x" * LONGEST:
-        assert read(data, Refusal).reason == text
+    data = write_message(Refusal(VERSION, UNFIT, text))
+    if text == "x" * MAX_TEXT_LENGTH:
+        assert read_message(data, Refusal).reason == text
     else:
-        with pytest.raises(Malformed, match="reason has over 10,000 characters, or some that cannot be printed"):
-            read(data, Refusal)
+        with pytest.raises(MalformedMessage, match="reason has over 10,000 characters, or some that cannot be printed"):
+            read_message(data, Refusal)
 
 
 def weighing(size: int, message: Any) -> bytes:
     """Return a message of so many bytes; blanks at the end of a header are nothing."""
-    data = write(message)
+    data = write_message(message)
     end = 8 + int.from_bytes(data[:8], "little")
     return (end - 8 + size - len(data)).to_bytes(8, "little") + data[8:end] + b" " * (size - len(data)) + data[end:]
 
 
 def test_a_reader_bounds_the_whole_message():
-    data = write(replace(REQUEST, down={"x": torch.ones(1000)}))
-    assert read(data, Request, limit=len(data)).down["x"].sum() == 1000
-    with pytest.raises(Malformed, match=r"a message has 4\.\d kB, of 4\.\d kB at most"):
-        read(data, Request, limit=len(data) - 1)
-    assert read(weighing(SMALL, Offer("1", "2")), Offer) == Offer("1", "2")
+    data = write_message(replace(REQUEST, down={"x": torch.ones(1000)}))
+    assert read_message(data, Request, limit=len(data)).down["x"].sum() == 1000
+    with pytest.raises(MalformedMessage, match=r"a message has 4\.\d kB, of 4\.\d kB at most"):
+        read_message(data, Request, limit=len(data) - 1)
+    assert read_message(weighing(MAX_TREELESS_BYTES, Offer("1", "2")), Offer) == Offer("1", "2")
     for kind in (Offer, Acceptance, Refusal):
-        with pytest.raises(Malformed, match=r"a message has 4\.2 MB, of 4\.2 MB at most"):
-            read(b"\0" * (SMALL + 1), kind)
-    with pytest.raises(Malformed, match="a message is cut off"):
-        read(b"\xff" * (SMALL + 1), Offer, Request, limit=LARGEST)
+        with pytest.raises(MalformedMessage, match=r"a message has 4\.2 MB, of 4\.2 MB at most"):
+            read_message(b"\0" * (MAX_TREELESS_BYTES + 1), kind)
+    with pytest.raises(MalformedMessage, match="a message is cut off"):
+        read_message(b"\xff" * (MAX_TREELESS_BYTES + 1), Offer, Request, limit=MAX_MESSAGE_BYTES)
 
 
 def test_a_sealed_message_tells_what_is_in_it_before_it_is_opened():
     down = {"params": {"x": torch.ones(2, 3)}, "stats": {}, "gate": torch.tensor(1, dtype=torch.int64)}
-    unparsed = scan(write(replace(REQUEST, down=down)), Request)
+    unparsed = scan_message(write_message(replace(REQUEST, down=down)), Request)
     assert unparsed.message.down == {}
-    assert unparsed.pattern("down") == spec_of(down)
-    assert unparsed.pattern("evaluation") == {}
-    assert spec_of(unparsed.open().down) == spec_of(down)
+    assert unparsed.tree_spec("down") == make_tree_spec(down)
+    assert unparsed.tree_spec("evaluation") == {}
+    assert make_tree_spec(unparsed.open().down) == make_tree_spec(down)
 
 
 class Evil:
@@ -315,13 +317,13 @@ def pickles(tmp_path: Path) -> dict[str, bytes]:
         "raw": raw,
         "torch": saved.read_bytes(),
         "header": len(raw).to_bytes(8, "little") + raw,
-        "request's tensor": write(replace(REQUEST, down=tensor)),
-        "reply's tensor": write(replace(REPLY, up=tensor, evaluation=tensor)),
-        "text": write(replace(REQUEST, client_update=text)),
-        "reason": write(Refusal(VERSION, UNFIT, text)),
-        "terms": write(Offer(VERSION, text)),
+        "request's tensor": write_message(replace(REQUEST, down=tensor)),
+        "reply's tensor": write_message(replace(REPLY, up=tensor, evaluation=tensor)),
+        "text": write_message(replace(REQUEST, client_update=text)),
+        "reason": write_message(Refusal(VERSION, UNFIT, text)),
+        "terms": write_message(Offer(VERSION, text)),
         "metadata": bytes_of(json.dumps({"__metadata__": {"halfmoon": text, "shape": text}})),
-        "behind": write(REQUEST) + raw,
+        "behind": write_message(REQUEST) + raw,
     }
 
 
@@ -332,11 +334,11 @@ def harmless(tmp_path: Path) -> None:
 def test_a_pickle_is_never_loaded_by_a_site(tmp_path: Path, pickles: dict[str, bytes]):
     """Before it has joined and after: refused as what cannot be read, or as what its method does not send."""
     ward = folder(tmp_path / "ward", {0: "sound", 3: "ill"})
-    member = SiteClient.at(ward, "north", tmp_path / "home")
+    member = SiteClient.from_folder(ward, "north", tmp_path / "home")
     for _ in range(2):
         for data in pickles.values():
-            assert isinstance(read(member.answer(data), Refusal), Refusal)
-        member.answer(offer())
+            assert isinstance(read_message(member.reply_to(data), Refusal), Refusal)
+        member.reply_to(offer())
     honest = replace(REQUEST, federation=TERMS.hash, version=member.version)
     tensor = {"x": torch.frombuffer(bytearray(pickles["raw"]), dtype=torch.uint8)}
     for request in (
@@ -344,7 +346,7 @@ def test_a_pickle_is_never_loaded_by_a_site(tmp_path: Path, pickles: dict[str, b
         replace(honest, evaluation=tensor),
         replace(honest, client_update="", evaluation=tensor),
     ):
-        assert told(member.answer(write(request))).kind == UNFIT
+        assert told(member.reply_to(write_message(request))).kind == UNFIT
     harmless(tmp_path)
 
 
@@ -375,11 +377,11 @@ def test_a_reply_is_weighed_before_it_is_read(beyond: int):
     weighed: list[int] = []
 
     def change(data: bytes) -> Answer:
-        up = read(data, Reply).up
-        most = limits.weight([spec_of(up)])
+        up = read_message(data, Reply).up
+        most = limits.max_message_bytes([make_tree_spec(up)])
         weighed.append(most)
         more = torch.zeros(most - len(data) - 4096, dtype=torch.uint8)
-        return Answer(weighing(most + beyond, replace(read(data, Reply), up={**up, "x": more})))
+        return Answer(weighing(most + beyond, replace(read_message(data, Reply), up={**up, "x": more})))
 
     remote.calls.link, remote.calls.say = Bad(wire, change), heard.append
     remote.open(0)
@@ -395,8 +397,10 @@ def test_a_reply_is_weighed_before_it_is_read(beyond: int):
 def test_what_a_pattern_weighs():
     """Of 1000 numbers of 4 bytes, beside what a message has anyway."""
     pattern = {"params/x": ((10, 100), torch.float32), "stats": None}
-    assert limits.weight([pattern]) == limits.ROOM + 4000 + 2 * limits.PLACE + 24 * len("params/xstats")
-    assert limits.weight([limits.evaluation(10)]) > 8 * 100 + 8
+    assert limits.max_message_bytes(
+        [pattern]
+    ) == limits.REPLY_OVERHEAD_BYTES + 4000 + 2 * limits.TENSOR_ENTRY_BYTES + 24 * len("params/xstats")
+    assert limits.max_message_bytes([limits.evaluation_spec(10)]) > 8 * 100 + 8
 
 
 @pytest.mark.parametrize("name", {type(registry.entry(name).method): name for name in reversed(FEDERATED)}.values())
@@ -408,10 +412,10 @@ def test_what_an_honest_server_sends_is_known_and_what_others_send_is_not(name: 
         remote.open(number)
         server = method.round(remote.task, server, remote)
         remote.close()
-    downlinks = DownlinkSpec.of(method, shared, Views(), IMAGE, SEED, len(remote.names))
-    assert DownlinkSpec.parse(json.loads(json.dumps(downlinks.facts())), len(remote.names)) == downlinks
-    seen = [scan(data, Request, Reply) for data in wire.messages]
-    asked = [(each.message.client_update, each.pattern("down")) for each in seen if isinstance(each.message, Request)]
+    downlinks = DownloadSpecs.from_trial(method, shared, Views(), IMAGE, SEED, len(remote.names))
+    assert DownloadSpecs.from_json(json.loads(json.dumps(downlinks.to_json())), len(remote.names)) == downlinks
+    seen = [scan_message(data, Request, Reply) for data in wire.messages]
+    asked = [(each.message.client_update, each.tree_spec("down")) for each in seen if isinstance(each.message, Request)]
     assert {client_update for client_update, _ in asked} == set(downlinks.specs)
     for client_update, pattern in asked:
         assert downlinks.fault(client_update, pattern) is None
@@ -428,7 +432,7 @@ def test_what_an_honest_server_sends_is_known_and_what_others_send_is_not(name: 
 def test_a_count_of_other_sites_may_be_any():
     """SemiFed sends as many models as have come: up to one of each site."""
     method, shared, _, _ = single("semifed")
-    downlinks = DownlinkSpec.of(method, shared, Views(), IMAGE, SEED, 7)
+    downlinks = DownloadSpecs.from_trial(method, shared, Views(), IMAGE, SEED, 7)
     pattern = dict(downlinks.specs["train"][-1])
 
     def with_peers(count: int) -> Any:
@@ -440,9 +444,9 @@ def test_a_count_of_other_sites_may_be_any():
     assert [downlinks.fault("train", with_peers(count)) is None for count in (0, 1, 7, 8)] == [False, True, True, False]
 
 
-@pytest.mark.parametrize("name", limits.MOST)
+@pytest.mark.parametrize("name", limits.MAX_RUN_OPTIONS)
 def test_terms_are_bounded(name: str):
-    most = limits.MOST[name]
+    most = limits.MAX_RUN_OPTIONS[name]
     more = {"unlabeled_batch": {}, "epochs": {}}.get(name, {})
     if name == "width":
         with pytest.raises(UserError, match=r"the network has .* numbers, of 268,435,456 at most: choose a smaller"):
@@ -458,10 +462,12 @@ def test_terms_are_bounded(name: str):
 def test_a_network_is_counted_and_not_made():
     """The small network of width w has 9w + w + 18 w^2 + ... numbers: as many as are made."""
     for width in (1, 7, 64):
-        network = task(terms(width=width).config, terms().form).network
-        assert limits.numbers(network) == tree.size(network.init(torch.Generator()))
+        network = task(terms(width=width).config, terms().image_spec).network
+        assert limits.count_parameters(network) == tree.size(network.init(torch.Generator()))
     widths = range(1, 5000)
-    last = widths[bisect_right(widths, limits.NETWORK, key=lambda w: limits.numbers(SmallCNN(1, 2, w))) - 1]
+    last = widths[
+        bisect_right(widths, limits.MAX_PARAMETERS, key=lambda w: limits.count_parameters(SmallCNN(1, 2, w))) - 1
+    ]
     tracemalloc.start()
     terms(width=last)
     with pytest.raises(UserError, match=r"the network has 268,\d{3},\d{3} numbers|the network has 26"):
@@ -473,9 +479,13 @@ def test_a_network_is_counted_and_not_made():
 @pytest.mark.parametrize(
     ("below", "above", "said"),
     [
-        ({"sites": limits.SITES}, {"sites": limits.SITES + 1}, "sites names 32,769 sites"),
-        ({"classes": 3000}, {"classes": limits.CLASSES + 1}, "classes names 32,769 classes"),
-        ({"word": "x" * limits.WORD}, {"word": "x" * (limits.WORD + 1)}, "a class is named by up to 100 letters"),
+        ({"sites": limits.MAX_SITES}, {"sites": limits.MAX_SITES + 1}, "sites names 32,769 sites"),
+        ({"classes": 3000}, {"classes": limits.MAX_CLASSES + 1}, "classes names 32,769 classes"),
+        (
+            {"word": "x" * limits.MAX_TEXT_LENGTH},
+            {"word": "x" * (limits.MAX_TEXT_LENGTH + 1)},
+            "a class is named by up to 100 letters",
+        ),
         ({"word": "é ü"}, {"word": "a\x1b[2Jb"}, "a class is named by up to 100 letters"),
         ({"image": (1, 4096, 4096)}, {"image": (1, 4096, 4097)}, "image is"),
     ],
@@ -484,7 +494,7 @@ def test_a_network_is_counted_and_not_made():
 def test_names_and_sizes_are_bounded(below: dict[str, Any], above: dict[str, Any], said: str):
     def made(sites: int = 3, classes: int = 2, word: str = "sound", image: tuple[int, int, int] = (1, 8, 8)) -> Terms:
         names = (word, *(f"c{k}" for k in range(classes - 1)))
-        form = replace(terms().form, classes=names, image=image)
+        form = replace(terms().image_spec, classes=names, image=image)
         wide = image != (1, 8, 8)
         small = {"labeled_batch": 4, "unlabeled_batch": 4} if wide else {}
         return terms(tuple(f"s{k}" for k in range(sites)), form, **small)
@@ -510,20 +520,20 @@ def test_options_of_methods_are_bounded():
 @pytest.mark.parametrize("beyond", [0, 1])
 def test_a_step_and_a_round_have_an_end(beyond: int):
     """Images of a step by their values, those of a round by their number."""
-    client_update = FedAvg(FixMatch()).client_updates(task(terms().config, terms().form))["train"]
-    most = limits.STEP // 64
+    client_update = FedAvg(FixMatch()).client_updates(task(terms().config, terms().image_spec))["train"]
+    most = limits.MAX_STEP_VALUES // 64
     for amount, said in (
         (Amount(1, most + beyond, 0), "a step is of 2,097,153 images with 1 channel"),
         (Amount(1, 2 + beyond, (most - 2) // 2), "a step is of 2,097,153 images"),
-        (Amount(limits.UPDATE // 10 + beyond, 2, 4), "a round is of 1,000,001 steps of 10 images"),
+        (Amount(limits.MAX_UPDATE_IMAGES // 10 + beyond, 2, 4), "a round is of 1,000,001 steps of 10 images"),
     ):
-        fault = limits.check_update(client_update, amount, (1, 8, 8))
+        fault = limits.find_update_fault(client_update, amount, (1, 8, 8))
         assert (fault is not None and said in fault) if beyond else fault is None
     size = most + beyond
-    if size <= limits.MOST["labeled_batch"]:
+    if size <= limits.MAX_RUN_OPTIONS["labeled_batch"]:
         return
-    form = replace(terms().form, image=(3, 512, 512), mean=(0.5,) * 3, std=(0.25,) * 3)
-    fits = limits.STEP // (3 * 512 * 512)
+    form = replace(terms().image_spec, image=(3, 512, 512), mean=(0.5,) * 3, std=(0.25,) * 3)
+    fits = limits.MAX_STEP_VALUES // (3 * 512 * 512)
     if beyond:
         with pytest.raises(UserError, match=r"labeled_batch is 171 with 3 channel.* a step has 170 of these at most"):
             terms(form=form, labeled_batch=fits + 1)
@@ -534,10 +544,12 @@ def test_a_step_and_a_round_have_an_end(beyond: int):
 def test_a_site_refuses_a_visit_that_would_not_end(tmp_path: Path):
     """A million steps of 2 + 2 images are fewer than ten million images; of 10 + 10 they are more."""
     ward = folder(tmp_path / "ward", {0: "sound", 3: "ill"})
-    member = SiteClient.at(ward, "north", tmp_path / "home")
-    assert isinstance(read(member.answer(offer(made("fedavg-fixmatch", steps=10**6))), Acceptance, Refusal), Acceptance)
+    member = SiteClient.from_folder(ward, "north", tmp_path / "home")
+    assert isinstance(
+        read_message(member.reply_to(offer(made("fedavg-fixmatch", steps=10**6))), Acceptance, Refusal), Acceptance
+    )
     long = made("fedavg-fixmatch", steps=10**6, labeled_batch=10, unlabeled_batch=10)
-    said = told(member.answer(offer(long)))
+    said = told(member.reply_to(offer(long)))
     assert (said.kind, said.reason.split(":")[1]) == (UNFIT, " a site trains on 10,000,000 at most.")
 
 
@@ -577,19 +589,21 @@ def test_a_network_of_the_terms_is_made_after_the_yes(tmp_path: Path, monkeypatc
         return make(name, **facts)
 
     monkeypatch.setattr(modules, "make_named", noted)
-    site = SiteClient.at(folder(tmp_path / "images", {0: "sound", 3: "ill"}), "north", tmp_path / "home", terms="")
-    assert told(site.answer(offer(about))).reason == NOT_AGREED
+    site = SiteClient.from_folder(
+        folder(tmp_path / "images", {0: "sound", 3: "ill"}), "north", tmp_path / "home", terms=""
+    )
+    assert told(site.reply_to(offer(about))).reason == NOT_AGREED
     assert not made
-    summary = consent.offer(site.home)
+    summary = consent.load_offer(site.home)
     assert summary is not None
     counted = {name: value for name, value, _ in summary.rows}["numbers"]
-    network = task(about.config, about.form).network
-    assert counted == f"{limits.numbers(network):,}"
+    network = task(about.config, about.image_spec).network
+    assert counted == f"{limits.count_parameters(network):,}"
     assert made
 
 
 def test_terms_are_no_longer_than_a_megabyte():
-    blank = " " * (limits.TERMS - len(TERMS.text))
+    blank = " " * (limits.MAX_TERMS_BYTES - len(TERMS.text))
     assert Terms.parse(TERMS.text + blank).hash == TERMS.hash
     with pytest.raises(UserError, match=r"the server's terms have 1\.0 MB, of 1\.0 MB at most"):
         Terms.parse(TERMS.text + blank + " ")
@@ -603,14 +617,14 @@ Disk = namedtuple("Disk", "total used free")
 def test_a_site_leaves_some_of_its_disk_free(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """256 MiB, or a hundredth of a disk that is smaller than a hundred times as much."""
     for total in (10**12, 10**9):
-        spare = min(limits.SPARE, total // 100)
+        spare = min(limits.MIN_FREE_BYTES, total // 100)
         for free, fits in ((spare + 1000, True), (spare + 999, False)):
             monkeypatch.setattr(shutil, "disk_usage", lambda _, t=total, f=free: Disk(t, t - f, f))
             if fits:
-                limits.check_room(tmp_path / "not" / "there", 1000)
+                limits.check_free_disk(tmp_path / "not" / "there", 1000)
             else:
                 with pytest.raises(OSError, match="No space left on device"):
-                    limits.check_room(tmp_path, 1000)
+                    limits.check_free_disk(tmp_path, 1000)
 
 
 def test_a_full_disk_takes_no_more_memories_and_no_images(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -618,23 +632,26 @@ def test_a_full_disk_takes_no_more_memories_and_no_images(tmp_path: Path, monkey
     home = tmp_path / "home"
     with monkeypatch.context() as patch:
         patch.setattr(shutil, "disk_usage", lambda _: Disk(10**12, 10**12, 0))
-        assert told(SiteClient.at(ward, "north", home).answer(offer())).reason == "its disk: No space left on device."
+        assert (
+            told(SiteClient.from_folder(ward, "north", home).reply_to(offer())).reason
+            == "its disk: No space left on device."
+        )
         assert not list(home.glob("*.npy"))
-    ((request, reply),) = play(SiteClient.at(ward, "north", home), TERMS, 1)
-    again = SiteClient.at(ward, "north", home)
+    ((request, reply),) = play(SiteClient.from_folder(ward, "north", home), TERMS, 1)
+    again = SiteClient.from_folder(ward, "north", home)
     with monkeypatch.context() as patch:
         patch.setattr(shutil, "disk_usage", lambda _: Disk(10**12, 10**12, 0))
-        assert told(again.answer(request)).reason == "its disk: No space left on device."
-    assert again.answer(request) == reply
+        assert told(again.reply_to(request)).reason == "its disk: No space left on device."
+    assert again.reply_to(request) == reply
 
 
 def test_images_that_do_not_fit_a_machine_are_not_decoded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """100 images of 8x8: 6,400 bytes."""
     pages = {"SC_PAGE_SIZE": 64, "SC_PHYS_PAGES": 100}
     monkeypatch.setattr(os, "sysconf", lambda name: pages[name])
-    limits.check_images(tmp_path, 100, (1, 8, 8))
+    limits.check_images_fit(tmp_path, 100, (1, 8, 8))
     with pytest.raises(UserError, match=r"101 images of 8x8 pixels with 1 channel\(s\) take 6\.5 kB, but this machine"):
-        limits.check_images(tmp_path, 101, (1, 8, 8))
+        limits.check_images_fit(tmp_path, 101, (1, 8, 8))
 
 
 def test_an_answer_that_flower_cannot_put_together_is_no_end_of_the_server():

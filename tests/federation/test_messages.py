@@ -14,14 +14,14 @@ from halfmoon.api.uploads import Upload
 from halfmoon.contract.sites import HASH, RUN, VERSION, Wire, behind
 from halfmoon.federation.protocol.messages import (
     Acceptance,
-    Malformed,
+    MalformedMessage,
     Message,
     Offer,
     Refusal,
     Reply,
     Request,
-    read,
-    write,
+    read_message,
+    write_message,
 )
 from halfmoon.federation.server.runtime import RemoteRuntime
 from halfmoon.federation.server.sessions import Answer
@@ -52,7 +52,7 @@ def test_nothing_but_numbers_travels() -> None:
         for image in images:
             assert image[0, 0].numpy().tobytes() not in said
             assert (image.double() / 255).numpy().tobytes()[:64] not in said
-    replies = [read(data, Reply) for data in wire.messages if b'\\"reply\\"' in data]
+    replies = [read_message(data, Reply) for data in wire.messages if b'\\"reply\\"' in data]
     assert {tuple(sorted(Upload.of(reply.up).parts)) for reply in replies} == {("params", "stats", "weight")}
 
 
@@ -69,7 +69,7 @@ def test_a_site_remembers_and_its_memory_stays() -> None:
         assert same(kept[int(k)] or {}, memory)
 
 
-WHOLE = write(replace(REQUEST, down={"a": torch.ones(3)}))
+WHOLE = write_message(replace(REQUEST, down={"a": torch.ones(3)}))
 
 
 @pytest.mark.parametrize(
@@ -79,19 +79,19 @@ WHOLE = write(replace(REQUEST, down={"a": torch.ones(3)}))
         b"\xff" * 8 + b"x" * 100,
         (2).to_bytes(8, "little") + b"{}",
         pack({"a": torch.ones(2)})[0],
-        write(REQUEST).replace(b'\\"round\\": 0', b'\\"round\\": []'),
-        write(REQUEST).replace(b"request", b"reequst"),
+        write_message(REQUEST).replace(b'\\"round\\": 0', b'\\"round\\": []'),
+        write_message(REQUEST).replace(b"request", b"reequst"),
     ],
 )
 def test_what_is_no_message_is_refused(data: bytes) -> None:
-    with pytest.raises(Malformed):
-        read(data, Request)
+    with pytest.raises(MalformedMessage):
+        read_message(data, Request)
 
 
 def test_a_message_keeps_every_bit_and_the_order_in_memory() -> None:
     leaf = torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last)
     down = {"b": {"x": leaf}, "a": torch.tensor(3), "none": {}}
-    back = read(write(replace(REQUEST, round=7, query=2, down=down)), Request)
+    back = read_message(write_message(replace(REQUEST, round=7, query=2, down=down)), Request)
     assert list(back.down) == ["b", "a", "none"]
     assert torch.equal(back.down["b"]["x"], leaf)
     assert back.down["b"]["x"].stride() == leaf.stride()
@@ -109,14 +109,14 @@ MESSAGES: list[Message] = [
 
 @pytest.mark.parametrize("message", MESSAGES)
 def test_every_message_comes_back_as_it_was(message: Message) -> None:
-    assert read(write(message), type(message)) == message
+    assert read_message(write_message(message), type(message)) == message
 
 
 @pytest.mark.parametrize("message", MESSAGES)
 def test_a_message_of_another_kind_is_refused(message: Message) -> None:
     other = Offer if type(message) is not Offer else Reply
-    with pytest.raises(Malformed, match=f"{other.__name__.lower()} was expected, not an?"):
-        read(write(message), other)
+    with pytest.raises(MalformedMessage, match=f"{other.__name__.lower()} was expected, not an?"):
+        read_message(write_message(message), other)
 
 
 class Bad:
@@ -132,7 +132,7 @@ class Bad:
 
 
 def other(data: bytes, **changes: Any) -> Answer:
-    return Answer(write(replace(read(data, Reply), **changes)))
+    return Answer(write_message(replace(read_message(data, Reply), **changes)))
 
 
 @pytest.mark.parametrize(
@@ -147,7 +147,10 @@ def other(data: bytes, **changes: Any) -> Answer:
             lambda data: Answer(data.replace(b'\\"kept\\": 0', b'\\"kept\\":-1')),
             "kept is not made of whole numbers from 0",
         ),
-        (lambda data: Answer(write(Refusal(VERSION, "failed", "its disk is full"))), "in round 1: its disk is full"),
+        (
+            lambda data: Answer(write_message(Refusal(VERSION, "failed", "its disk is full"))),
+            "in round 1: its disk is full",
+        ),
     ],
 )
 def test_a_server_does_without_a_site_whose_answer_it_cannot_use(change: Any, said: str) -> None:

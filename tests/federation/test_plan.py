@@ -50,7 +50,7 @@ def test_what_a_file_says(plan: Write, tmp_path: Path) -> None:
     """Names, form and rules as they stand there; relative paths start at the file; what is not said is a default."""
     held = plan(test="held-out", min_replies=1, round_timeout=60, std=[0.5])
     assert (held.terms.name, held.terms.sites) == ("clinics", ("north", "south", "west"))
-    assert held.terms.form == replace(FORM, std=(0.5,))
+    assert held.terms.image_spec == replace(FORM, std=(0.5,))
     assert held.rules == Rules(min_replies=1, round_timeout=60.0)
     assert (held.test, held.server) == (tmp_path / "held-out", None)
     assert (held.config.method, held.config.cohort, held.config.rounds) == ("fedavg", 2, 3)
@@ -58,7 +58,7 @@ def test_what_a_file_says(plan: Write, tmp_path: Path) -> None:
 
 
 def test_one_mean_serves_all_channels(plan: Write) -> None:
-    form = plan(image=[3, 8, 8], mean=[0.4], std=[0.1, 0.2, 0.3]).terms.form
+    form = plan(image=[3, 8, 8], mean=[0.4], std=[0.1, 0.2, 0.3]).terms.image_spec
     assert (form.mean, form.std) == ((0.4, 0.4, 0.4), (0.1, 0.2, 0.3))
 
 
@@ -205,7 +205,7 @@ def test_terms_are_read_as_they_were_written(method: str) -> None:
     back = Terms.parse(made.text)
     assert (back.text, back.hash) == (made.text, made.hash)
     assert len(made.hash) == 64
-    assert (back.name, back.sites, back.form) == (made.name, made.sites, made.form)
+    assert (back.name, back.sites, back.image_spec) == (made.name, made.sites, made.image_spec)
     assert replace(back.config, options={}) == replace(made.config, options={})
     assert registry.make(method, dict(back.config.options)) == registry.make(method, dict(made.config.options))
     assert Terms.parse(back.text) == back

@@ -15,12 +15,12 @@ from halfmoon.contract.sites import HASH, VERSION, behind
 from halfmoon.core import tree
 from halfmoon.core.tree import Tree
 from halfmoon.engine.loop import TooFew
-from halfmoon.federation.protocol.messages import FAILED, Refusal, Request, read, write
+from halfmoon.federation.protocol.messages import FAILED, Refusal, Request, read_message, write_message
 from halfmoon.federation.server.calls import RunIdentity, SiteCalls
 from halfmoon.federation.server.plan import Rules
 from halfmoon.federation.server.runtime import RemoteRuntime
 from halfmoon.federation.server.sessions import Answer
-from halfmoon.federation.site.runtime import Memory, SiteRuntime, round_key, settle
+from halfmoon.federation.site.runtime import SiteMemory, SiteRuntime, parse_round_key, prune_memories
 from halfmoon.methods.semifl import SemiFL
 
 CPU = torch.device("cpu")
@@ -44,22 +44,26 @@ class Link:
         """Have the sites answer, last to first."""
         if not requests:
             return {}
-        first = read(next(iter(requests.values())), Request)
+        first = read_message(next(iter(requests.values())), Request)
         self.asked.append((first.round, first.attempt, first.query, tuple(requests)))
-        return {name: self._answer(name, read(data, Request)) for name, data in reversed(list(requests.items()))}
+        return {
+            name: self._answer(name, read_message(data, Request)) for name, data in reversed(list(requests.items()))
+        }
 
     def _answer(self, name: str, request: Request) -> Answer:
         fate = self.fate(name, request)
         if fate == GONE:
             return Answer(None, "it was away")
         place, at = self.folder / name / request.run, (request.round, request.attempt, request.query)
-        reply = self.sites[name].reply(request, Memory(place, at, round_key(request.latest), CPU, pytest.fail))
-        settle(place, round_key(request.oldest))
+        reply = self.sites[name].reply(
+            request, SiteMemory(place, at, parse_round_key(request.latest), CPU, pytest.fail)
+        )
+        prune_memories(place, parse_round_key(request.oldest))
         if fate == LOST:
             return Answer(None, "it did not answer in time")
         if fate == NOISE:
             return Answer(b"noise")
-        return Answer(write(replace(reply, round=7) if fate == OTHER else reply))
+        return Answer(write_message(replace(reply, round=7) if fate == OTHER else reply))
 
 
 class Stage(NamedTuple):
@@ -337,7 +341,7 @@ def test_a_refusal_of_a_site_is_no_strike(stage: Make) -> None:
     whole = scenery.link.exchange
 
     def exchange(requests: Mapping[str, bytes], what: str) -> Mapping[str, Answer]:
-        full = Answer(write(Refusal(VERSION, FAILED, "its disk: No space left on device.")))
+        full = Answer(write_message(Refusal(VERSION, FAILED, "its disk: No space left on device.")))
         return {**whole(requests, what), "site-3": full}
 
     scenery.link.exchange = exchange

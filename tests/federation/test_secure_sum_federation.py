@@ -25,30 +25,30 @@ from halfmoon.api.uploads import Upload
 from halfmoon.config import schema as settings
 from halfmoon.core import tree
 from halfmoon.core.errors import UserError
-from halfmoon.federation.transport import client_app, local
 from halfmoon.federation.protocol.messages import (
-    DEAL,
+    ANNOUNCE_KEYS,
+    DEAL_SHARES,
     FAILED,
-    KEYS,
-    MASK,
-    REVEAL,
-    Final,
+    MASK_UPDATE,
+    REVEAL_SHARES,
+    FinalModel,
     Offer,
     Refusal,
     Request,
-    read,
-    write,
+    read_message,
+    write_message,
 )
 from halfmoon.federation.server.server import FederationServer
 from halfmoon.federation.server.transport import SPOOL
 from halfmoon.federation.site.client import SiteClient
 from halfmoon.federation.site.runtime import SiteRuntime
-from halfmoon.federation.site.secure_sum import SECRET, SUMS
-from halfmoon.federation.site.site_keys import OWN, PEERS
+from halfmoon.federation.site.secure_sum import SECRET_FILE, SUMS_FOLDER
+from halfmoon.federation.site.site_keys import KNOWN_KEYS_FILE, SITE_KEY_FILE
+from halfmoon.federation.transport import client_app, local
 from halfmoon.runs import runner
 from halfmoon.sites.keys.make import init
 
-STAGES = (KEYS, DEAL, MASK, REVEAL)
+STAGES = (ANNOUNCE_KEYS, DEAL_SHARES, MASK_UPDATE, REVEAL_SHARES)
 SITES = 4
 
 
@@ -68,8 +68,8 @@ def town(tmp_path_factory: pytest.TempPathFactory) -> Town:
 
 def stage_of(data: bytes) -> tuple[int, int, str]:
     """Return the round, the attempt and the stage of a request: "" for one without masks, "offer" for an offer."""
-    asked = read(data, Offer, Request, Final)
-    if isinstance(asked, Final):
+    asked = read_message(data, Offer, Request, FinalModel)
+    if isinstance(asked, FinalModel):
         return -1, -1, "final"
     if isinstance(asked, Offer):
         return -1, -1, "offer"
@@ -79,15 +79,15 @@ def stage_of(data: bytes) -> tuple[int, int, str]:
 @contextmanager
 def away(gone: Callable[[str, int, int, str], bool]) -> Iterator[None]:
     """Let sites say that they cannot: `gone` gets a site's name, the round, the attempt and the stage."""
-    original = SiteClient.answer
+    original = SiteClient.reply_to
 
     def answer(self: SiteClient, data: bytes) -> bytes:
         if gone(self.name, *stage_of(data)):
-            return write(Refusal(self.version, FAILED, "it is away."))
+            return write_message(Refusal(self.version, FAILED, "it is away."))
         return original(self, data)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(SiteClient, "answer", answer)
+        patch.setattr(SiteClient, "reply_to", answer)
         client_app._client.cache_clear()
         yield
     client_app._client.cache_clear()
@@ -110,8 +110,8 @@ def test_a_site_that_drops_out_is_in_the_sum_if_it_has_trained(town: Town) -> No
     for stage in STAGES:
         with away(lambda name, round, attempt, at, stage=stage: name == "site-02" and at == stage):
             run = town.play(town.write("fedavg", rounds=1, cohort=SITES, secure_aggregation=True))
-        there = SITES if stage == REVEAL else SITES - 1
-        assert far(run, plain[stage != REVEAL]) < 1e-6
+        there = SITES if stage == REVEAL_SHARES else SITES - 1
+        assert far(run, plain[stage != REVEAL_SHARES]) < 1e-6
         (row,) = rows(run)
         assert row["aggregation"] == {"summed": there}
         assert len(row["cohort"]) == there
@@ -138,12 +138,12 @@ def test_a_server_that_is_stopped_goes_on(town: Town) -> None:
     straight = town.play(file, "straight")
     town.forget()
     stops = [
-        ((0, KEYS), True),
-        ((0, DEAL), True),
-        ((0, MASK), True),
-        ((1, REVEAL), False),
-        ((1, REVEAL), True),
-        ((2, MASK), False),
+        ((0, ANNOUNCE_KEYS), True),
+        ((0, DEAL_SHARES), True),
+        ((0, MASK_UPDATE), True),
+        ((1, REVEAL_SHARES), False),
+        ((1, REVEAL_SHARES), True),
+        ((2, MASK_UPDATE), False),
     ]
     for visit, after in stops:
         with stopping(visit, after, lambda asked: (asked.round, next(iter(asked.masks), ""))):
@@ -172,18 +172,18 @@ def test_a_site_that_has_lost_its_keys_has_no_part_and_stops_nobody(town: Town) 
     home = town.folder / "site-01" / ".halfmoon"
 
     def lose(name: str, round: int, attempt: int, stage: str) -> bool:
-        if name == "site-01" and (round, stage) == (0, MASK):
-            (path,) = home.rglob(SECRET)
+        if name == "site-01" and (round, stage) == (0, MASK_UPDATE):
+            (path,) = home.rglob(SECRET_FILE)
             path.unlink()
-        if name == "site-01" and (round, stage) == (2, KEYS):
-            (home / OWN).unlink()
+        if name == "site-01" and (round, stage) == (2, ANNOUNCE_KEYS):
+            (home / SITE_KEY_FILE).unlink()
         return False
 
     with away(lose):
         run = town.play(file)
     assert [row["aggregation"]["summed"] for row in rows(run)] == [SITES - 1, SITES, SITES - 1]
-    (home / OWN).unlink()
-    for path in town.folder.rglob(PEERS):
+    (home / SITE_KEY_FILE).unlink()
+    for path in town.folder.rglob(KNOWN_KEYS_FILE):
         path.unlink()
 
 
@@ -203,9 +203,9 @@ def test_sites_take_part_under_the_keys_that_were_handed_out(town, tmp_path, mon
     town.forget()
     run = town.play(town.write("fedavg", rounds=1, cohort=SITES, secure_aggregation=True))
     assert rows(run)[0]["aggregation"] == {"summed": SITES}
-    assert not list(town.folder.rglob(PEERS))
-    assert list(town.folder.rglob(f"{SUMS}/*.json"))
-    assert not list(town.folder.rglob(f"{SUMS}/{SECRET}"))
+    assert not list(town.folder.rglob(KNOWN_KEYS_FILE))
+    assert list(town.folder.rglob(f"{SUMS_FOLDER}/*.json"))
+    assert not list(town.folder.rglob(f"{SUMS_FOLDER}/{SECRET_FILE}"))
     lines = listed.read_bytes().replace(b"site-02", b"nobody").replace(b"site-03", b"site-02")
     listed = tmp_path / "other.pub"
     listed.write_bytes(lines)
@@ -301,8 +301,8 @@ def watched(town: Town, folder: Path, secure: bool, rounds: int = 1) -> Iterator
     """Play a federation whose server is another process; yield what lies in its memory and its spool, stage by stage.
     That is looked for when the last answer of a stage is still missing."""
     file = town.write("fedavg", rounds=rounds, cohort=SITES, secure_aggregation=secure)
-    members = [SiteClient.at(town.folder / name, name) for name in town.names]
-    for path in town.folder.rglob(PEERS):  # a test before may have given a site a new secret
+    members = [SiteClient.from_folder(town.folder / name, name) for name in town.names]
+    for path in town.folder.rglob(KNOWN_KEYS_FILE):  # a test before may have given a site a new secret
         path.unlink()
     seen, counts = StepResult(), dict[tuple[int, int, str], int]()
     original = SiteRuntime.reply
@@ -325,7 +325,7 @@ def watched(town: Town, folder: Path, secure: bool, rounds: int = 1) -> Iterator
             patch.setattr(SiteRuntime, "reply", do)
             while (reply := take(server.stdout)) is not None:
                 node, message_id, data = reply
-                answer = members[node].answer(data)
+                answer = members[node].reply_to(data)
                 at = stage_of(data)
                 counts[at] = counts.get(at, 0) + 1
                 if at[2] != "offer" and counts[at] == SITES:
@@ -348,7 +348,7 @@ def test_no_single_update_is_ever_in_the_servers_memory(town: Town, tmp_path: Pa
     """Nor in a file where answers wait: as it is, as a change, weighted, or in fixed point; at no stage, nor after the
     round."""
     looked = list(islice(watched(town, tmp_path, secure=True, rounds=2), 5))
-    assert looked == [(stage, set()) for stage in (*STAGES, KEYS)]
+    assert looked == [(stage, set()) for stage in (*STAGES, ANNOUNCE_KEYS)]
 
 
 @linux
@@ -359,5 +359,5 @@ def test_what_looks_for_single_updates_finds_them(town: Town, tmp_path: Path, mo
     assert {f"model of site {k}" for k in WATCHED} <= there
     monkeypatch.setattr(Party, "mask", lambda self, vector, masking: vector.view("u8").copy())
     looked = dict(islice(watched(town, tmp_path / "bare", secure=True), 3))
-    assert looked[DEAL] == set()
-    assert {f"fixed of site {k}" for k in WATCHED} <= looked[MASK]
+    assert looked[DEAL_SHARES] == set()
+    assert {f"fixed of site {k}" for k in WATCHED} <= looked[MASK_UPDATE]

@@ -4,7 +4,16 @@ import pytest
 from federations import SITES, Node, Street, ask, joined, mute, node, refusal, terms
 
 from halfmoon.core.errors import UserError
-from halfmoon.federation.protocol.messages import FAILED, UNFIT, UNKNOWN, Offer, Refusal, RefusalError, read, write
+from halfmoon.federation.protocol.messages import (
+    FAILED,
+    NOT_JOINED,
+    UNFIT,
+    Offer,
+    Refusal,
+    RefusalError,
+    read_message,
+    write_message,
+)
 from halfmoon.federation.server.sessions import AGAIN, RESENDS, Answer, ClientManager
 from halfmoon.federation.site.runtime import check_version
 
@@ -165,7 +174,7 @@ OTHER = terms(lr=0.5)
         (b"", "a site answered what cannot be read: a message is cut off"),
         (b"\x08" + b"\0" * 7 + b"no json!", "a site answered what cannot be read: a message cannot be read"),
         (
-            write(Offer("1", "2")),
+            write_message(Offer("1", "2")),
             "a site answered what cannot be read: an acceptance or refusal was expected, not an offer",
         ),
         (refusal(UNFIT, "it has no label."), "a site does not join: it has no label."),
@@ -218,7 +227,7 @@ def test_a_site_that_has_forgotten_joins_again_and_is_asked_again(street: Street
     known = []
     street.nodes_[7] = Node(
         lambda: [(0.3, known.append(1) or joined("north"))],
-        lambda data: [(1.0, b"yes " + data if known else refusal(UNKNOWN))],
+        lambda data: [(1.0, b"yes " + data if known else refusal(NOT_JOINED))],
     )
     offers = len(street.offers)
     began = street.time
@@ -229,7 +238,9 @@ def test_a_site_that_has_forgotten_joins_again_and_is_asked_again(street: Street
 
 
 @pytest.mark.parametrize(
-    ("comes", "reason"), [(refusal(UNKNOWN), "it had to join again"), (None, "it fell over")], ids=["unknown", "died"]
+    ("comes", "reason"),
+    [(refusal(NOT_JOINED), "it had to join again"), (None, "it fell over")],
+    ids=["unknown", "died"],
 )
 def test_sending_again_has_an_end(street: Street, manager: ClientManager, comes: bytes | None, reason: str) -> None:
     """A site that never knows the federation, or dies of each request, gets it once and `RESENDS` times more."""
@@ -246,7 +257,7 @@ def test_a_refusal_of_work_is_an_answer(street: Street, manager: ClientManager) 
     said = refusal(FAILED, "its disk is full")
     street.nodes_[7] = node("north", said=said)
     assert ask(manager)["north"] == Answer(said)
-    assert read(said, Refusal).kind == FAILED
+    assert read_message(said, Refusal).kind == FAILED
     assert len([number for _, number, _ in street.requests if number == 7]) == 1
 
 

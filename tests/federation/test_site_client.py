@@ -20,23 +20,23 @@ from halfmoon.core import rng, tree
 from halfmoon.engine.runtime import RuntimeSettings
 from halfmoon.federation.protocol.messages import (
     FAILED,
+    NOT_JOINED,
     OTHER_VERSION,
     UNFIT,
-    UNKNOWN,
     Acceptance,
     Offer,
     Refusal,
     Reply,
     Request,
-    read,
-    write,
+    read_message,
+    write_message,
 )
 from halfmoon.federation.protocol.terms import Terms
 from halfmoon.federation.server.calls import RunIdentity, SiteCalls
 from halfmoon.federation.server.runtime import RemoteRuntime
 from halfmoon.federation.server.sessions import Answer
 from halfmoon.federation.site.client import SiteClient
-from halfmoon.federation.site.runtime import Memory, settle
+from halfmoon.federation.site.runtime import SiteMemory, prune_memories
 from halfmoon.methods import registry
 from halfmoon.runs.factory import task, views
 from halfmoon.storage import atomic_io
@@ -79,7 +79,7 @@ def folder(path: Path, labels: Mapping[int, str], count: int = 8, classes: str =
 
 
 def offer(about: Terms = TERMS, version: str = "") -> bytes:
-    return write(Offer(version or SiteClient.at(Path(), "").version, about.text))
+    return write_message(Offer(version or SiteClient.from_folder(Path(), "").version, about.text))
 
 
 @dataclass
@@ -92,18 +92,18 @@ class Line:
     def exchange(self, requests: Mapping[str, bytes], what: str) -> Mapping[str, Answer]:
         """Have the member answer."""
         for data in requests.values():
-            self.pairs.append((data, self.member.answer(data)))
+            self.pairs.append((data, self.member.reply_to(data)))
         return dict.fromkeys(requests, Answer(self.pairs[-1][1]))
 
 
 def play(member: SiteClient, about: Terms = TERMS, rounds: int = ROUNDS) -> list[tuple[bytes, bytes]]:
     """Play rounds with one site, and return each request with its answer."""
-    assert isinstance(read(member.answer(offer(about)), Acceptance, Refusal), Acceptance)
+    assert isinstance(read_message(member.reply_to(offer(about)), Acceptance, Refusal), Acceptance)
     config = about.config
-    shared, line = task(config, about.form), Line(member)
+    shared, line = task(config, about.image_spec), Line(member)
     method = registry.make(config.method, dict(config.options))
     remote = RemoteRuntime(
-        method, shared, views(config, about.form),
+        method, shared, views(config, about.image_spec),
         SiteCalls(line, about.sites, RunIdentity(about.hash, member.version, RUN)), RuntimeSettings(1, config.seed),
         store=Store(),
     )  # fmt: skip
@@ -125,17 +125,17 @@ def ward(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def script(ward: Path, tmp_path_factory: pytest.TempPathFactory) -> list[tuple[bytes, bytes]]:
     """Return what a server asked in four rounds of FedLoKe, whose sites remember, and what was answered."""
-    return play(SiteClient.at(ward, "north", tmp_path_factory.mktemp("first")))
+    return play(SiteClient.from_folder(ward, "north", tmp_path_factory.mktemp("first")))
 
 
 @pytest.fixture
 def member(ward: Path, tmp_path: Path) -> SiteClient:
-    return SiteClient.at(ward, "north", tmp_path / "home")
+    return SiteClient.from_folder(ward, "north", tmp_path / "home")
 
 
 def told(data: bytes) -> Refusal:
     """Return the refusal in an answer, which must have no word that only the site knows."""
-    said = read(data, Refusal)
+    said = read_message(data, Refusal)
     discreet(data)
     return said
 
@@ -155,9 +155,9 @@ def memories(member: SiteClient, about: Terms = TERMS) -> list[Path]:
 
 
 def test_a_site_joins(member: SiteClient) -> None:
-    said = read(member.answer(offer()), Acceptance)
+    said = read_message(member.reply_to(offer()), Acceptance)
     assert (said.federation, said.name, said.labeled, said.unlabeled, said.tests) == (TERMS.hash, "north", 3, 5, 0)
-    discreet(write(said))
+    discreet(write_message(said))
     assert "this site gives 3 images with a label and 5 without" in logged(member)
 
 
@@ -174,15 +174,15 @@ def test_a_site_joins(member: SiteClient) -> None:
 )
 def test_another_version_is_refused_with_who_has_to_upgrade(member, mine, theirs, said):
     member.version = mine
-    for data in (offer(version=theirs), write(replace(REQUEST, version=theirs))):
-        refusal = told(member.answer(data))
+    for data in (offer(version=theirs), write_message(replace(REQUEST, version=theirs))):
+        refusal = told(member.reply_to(data))
         assert refusal.kind == OTHER_VERSION
         assert refusal.reason.endswith(said)
         assert refusal.version == mine
 
 
 def test_a_site_that_is_not_in_the_terms_does_not_join(ward: Path, tmp_path: Path) -> None:
-    refusal = told(SiteClient.at(ward, "east", tmp_path).answer(offer()))
+    refusal = told(SiteClient.from_folder(ward, "east", tmp_path).reply_to(offer()))
     assert (refusal.kind, refusal.reason) == (UNFIT, "federation test has no site east.")
 
 
@@ -198,19 +198,19 @@ def test_a_site_that_is_not_in_the_terms_does_not_join(ward: Path, tmp_path: Pat
     ids=["class", "no label", "all labels", "no file", "no class"],
 )
 def test_a_folder_that_cannot_take_part(tmp_path, labels, classes, kind, said):
-    member = SiteClient.at(folder(tmp_path / WARD, labels, classes=classes), "north", tmp_path / "home")
-    refusal = told(member.answer(offer()))
+    member = SiteClient.from_folder(folder(tmp_path / WARD, labels, classes=classes), "north", tmp_path / "home")
+    refusal = told(member.reply_to(offer()))
     assert refusal.kind == kind
     assert refusal.reason.endswith(said) or said in refusal.reason
     assert "not done: " in logged(member)
-    assert told(member.answer(write(replace(REQUEST, version=member.version)))).kind == UNKNOWN
+    assert told(member.reply_to(write_message(replace(REQUEST, version=member.version)))).kind == NOT_JOINED
 
 
 def test_a_class_that_no_label_has_is_no_hindrance(tmp_path: Path) -> None:
     """A site may know more classes than it has labels of, and in another order: names count, not numbers."""
     site = folder(tmp_path / WARD, {0: "ill", 1: "sound"}, classes=f"ill\n{DIAGNOSIS}\nsound\n")
-    member = SiteClient.at(site, "north", tmp_path / "home")
-    assert isinstance(read(member.answer(offer()), Acceptance), Acceptance)
+    member = SiteClient.from_folder(site, "north", tmp_path / "home")
+    assert isinstance(read_message(member.reply_to(offer()), Acceptance), Acceptance)
     _, opened = member._sites[TERMS.hash]
     held = opened.local_clients.dataset
     assert held.train.labels[torch.from_numpy(held.split.labeled)].tolist() == [1, 0]
@@ -218,9 +218,9 @@ def test_a_class_that_no_label_has_is_no_hindrance(tmp_path: Path) -> None:
 
 def test_labels_that_a_federation_does_not_want_are_not_used(ward: Path, tmp_path: Path) -> None:
     """With the labels at the server, all images of a site count as unlabeled ones."""
-    member = SiteClient.at(ward, "north", tmp_path)
+    member = SiteClient.from_folder(ward, "north", tmp_path)
     about = made("semifl", labels_at="server")
-    said = read(member.answer(offer(about)), Acceptance)
+    said = read_message(member.reply_to(offer(about)), Acceptance)
     assert (said.labeled, said.unlabeled) == (0, 8)
 
 
@@ -233,15 +233,15 @@ REQUEST = Request(TERMS.hash, "", RUN, 0, 0, 0, "train")
 )
 def test_a_federation_that_is_no_hash_is_unknown_and_no_folder_is_made(member: SiteClient, name: str) -> None:
     """What a server calls its federation becomes the name of a folder."""
-    refusal = told(member.answer(write(replace(REQUEST, version=member.version, federation=name))))
-    assert refusal.kind == UNKNOWN
+    refusal = told(member.reply_to(write_message(replace(REQUEST, version=member.version, federation=name))))
+    assert refusal.kind == NOT_JOINED
     assert [path.name for path in member.home.rglob("*")] == ["join.log"]
 
 
 def test_a_request_before_joining_is_unknown(member: SiteClient) -> None:
-    refusal = told(member.answer(write(replace(REQUEST, version=member.version))))
+    refusal = told(member.reply_to(write_message(replace(REQUEST, version=member.version))))
     assert (refusal.kind, refusal.reason) == (
-        UNKNOWN, f"this site has not joined federation {TERMS.hash[:8]} yet."
+        NOT_JOINED, f"this site has not joined federation {TERMS.hash[:8]} yet."
     )  # fmt: skip
 
 
@@ -250,14 +250,14 @@ def test_a_request_before_joining_is_unknown(member: SiteClient) -> None:
 )
 def test_terms_that_are_damaged_are_joined_again(member, ward, script, damage):
     """A site whose disk lost the terms says that it does not know them: the server then offers them again."""
-    member.answer(offer())
+    member.reply_to(offer())
     (kept,) = member.home.rglob("terms.json")
     kept.write_bytes(damage)
-    again = SiteClient.at(ward, "north", member.home)
+    again = SiteClient.from_folder(ward, "north", member.home)
     request, reply = script[0]
-    assert told(again.answer(request)).kind == UNKNOWN
-    again.answer(offer())
-    assert again.answer(request) == reply
+    assert told(again.reply_to(request)).kind == NOT_JOINED
+    again.reply_to(offer())
+    assert again.reply_to(request) == reply
 
 
 @pytest.mark.parametrize(
@@ -274,95 +274,95 @@ def test_terms_that_are_damaged_are_joined_again(member, ward, script, damage):
 )  # fmt: skip
 def test_requests_that_cannot_be_done(member, script, changes, said):
     """Each has its answer, and the next honest request has the right one."""
-    member.answer(offer())
-    request = read(script[0][0], Request)
-    refusal = told(member.answer(write(replace(request, **changes))))
+    member.reply_to(offer())
+    request = read_message(script[0][0], Request)
+    refusal = told(member.reply_to(write_message(replace(request, **changes))))
     assert refusal.kind == UNFIT
     assert said in refusal.reason
-    assert told(member.answer(write(replace(request, federation="a" * 64)))).kind == UNKNOWN
-    assert member.answer(script[0][0]) == script[0][1]
+    assert told(member.reply_to(write_message(replace(request, federation="a" * 64)))).kind == NOT_JOINED
+    assert member.reply_to(script[0][0]) == script[0][1]
 
 
 def test_a_diverged_model_is_not_described(member: SiteClient, script: list[tuple[bytes, bytes]]) -> None:
     """Weights that are no numbers: the server hears that training diverged, the site's log at which step."""
-    member.answer(offer())
-    request = read(script[0][0], Request)
+    member.reply_to(offer())
+    request = read_message(script[0][0], Request)
     spoiled = tree.map(lambda leaf: leaf * float("nan") if leaf.is_floating_point() else leaf, request.down)
-    refusal = told(member.answer(write(replace(request, down=spoiled))))
+    refusal = told(member.reply_to(write_message(replace(request, down=spoiled))))
     assert (refusal.kind, refusal.reason) == (FAILED, "its training diverged; its own log says why.")
     assert memories(member) == []
 
 
 def test_a_site_answers_alike_in_every_process(ward, member, script):
     """The same requests twice, each time by a member that has just been started: the same bytes."""
-    member.answer(offer())
+    member.reply_to(offer())
     for request, reply in script:
         for _ in range(2):
-            assert SiteClient.at(ward, "north", member.home).answer(request) == reply
+            assert SiteClient.from_folder(ward, "north", member.home).reply_to(request) == reply
     assert len({reply for _, reply in script}) == ROUNDS
 
 
 def test_a_site_remembers(member: SiteClient, script: list[tuple[bytes, bytes]]) -> None:
     """The scene shows it: FedLoKe's second round without the memory of the first is another one."""
-    member.answer(offer())
-    assert member.answer(script[1][0]) != script[1][1]
+    member.reply_to(offer())
+    assert member.reply_to(script[1][0]) != script[1][1]
 
 
 def test_a_round_that_is_asked_again_starts_from_the_memory_before_it(member, script):
     """A server that goes back a round, or two: the site's answers are as they were, in whatever order it asks."""
-    member.answer(offer())
+    member.reply_to(offer())
     for place in (0, 1, 2, 1, 2, 3, 2, 3, 0, 1, 2, 3):
-        assert member.answer(script[place][0]) == script[place][1], place
+        assert member.reply_to(script[place][0]) == script[place][1], place
 
 
 def test_an_attempt_that_did_not_count_is_not_remembered(member: SiteClient, script: list[tuple[bytes, bytes]]) -> None:
     """The first round is played twice, at first with another model, and once more in vain: what the server says that
     it goes on from counts, whatever came before or after it."""
-    member.answer(offer())
-    first, second = (read(script[place][0], Request) for place in (0, 1))
+    member.reply_to(offer())
+    first, second = (read_message(script[place][0], Request) for place in (0, 1))
     other = tree.map(lambda leaf: leaf * 1.01 if leaf.is_floating_point() else leaf, first.down)
-    assert member.answer(write(replace(first, down=other))) != script[0][1]
-    reply = read(member.answer(write(replace(first, attempt=1))), Reply)
-    assert write(replace(reply, attempt=0)) == script[0][1]
-    assert member.answer(write(replace(first, attempt=2, down=other))) != script[0][1]
+    assert member.reply_to(write_message(replace(first, down=other))) != script[0][1]
+    reply = read_message(member.reply_to(write_message(replace(first, attempt=1))), Reply)
+    assert write_message(replace(reply, attempt=0)) == script[0][1]
+    assert member.reply_to(write_message(replace(first, attempt=2, down=other))) != script[0][1]
     assert second.latest == [0, 0, 0]
-    assert member.answer(write(replace(second, latest=[0, 1, 0]))) == script[1][1]
-    assert member.answer(write(replace(second, latest=[0, 0, 0]))) != script[1][1]
+    assert member.reply_to(write_message(replace(second, latest=[0, 1, 0]))) == script[1][1]
+    assert member.reply_to(write_message(replace(second, latest=[0, 0, 0]))) != script[1][1]
 
 
 def test_what_is_safe_stays_and_what_is_older_goes(member: SiteClient, script: list[tuple[bytes, bytes]]) -> None:
     """Once the server will not go back behind the second round, the first one's memory goes; from there all goes on."""
-    member.answer(offer())
+    member.reply_to(offer())
     for request, _ in script[:2]:
-        member.answer(request)
+        member.reply_to(request)
     assert len(memories(member)) == 2
-    last = write(replace(read(script[2][0], Request), oldest=[1, 0, 0]))
-    assert member.answer(last) == script[2][1]
+    last = write_message(replace(read_message(script[2][0], Request), oldest=[1, 0, 0]))
+    assert member.reply_to(last) == script[2][1]
     assert [path.name[7:21] for path in memories(member)] == ["000001-000-000", "000002-000-000"]
     for place in (3, 2, 3):
-        assert member.answer(script[place][0]) == script[place][1]
+        assert member.reply_to(script[place][0]) == script[place][1]
 
 
 def test_a_damaged_memory_is_named_and_the_one_before_counts(ward, member, script, tmp_path):
-    member.answer(offer())
+    member.reply_to(offer())
     for request, _ in script[:2]:
-        member.answer(request)
+        member.reply_to(request)
     shutil.copytree(member.home, tmp_path / "without")
     newest = memories(member)[-1]
-    without = SiteClient.at(ward, "north", tmp_path / "without")
+    without = SiteClient.from_folder(ward, "north", tmp_path / "without")
     memories(without)[-1].unlink()
     data = bytearray(newest.read_bytes())
     data[-1] ^= 1
     newest.write_bytes(data)
-    reply = member.answer(script[2][0])
-    assert reply == without.answer(script[2][0]) != script[2][1]
+    reply = member.reply_to(script[2][0])
+    assert reply == without.reply_to(script[2][0]) != script[2][1]
     assert f"{newest.name} is damaged" in logged(member)
     discreet(reply)
 
 
-def at(folder: Path, *visit: int, latest: tuple[int, int, int] | None = None, warn: Any = pytest.fail) -> Memory:
+def at(folder: Path, *visit: int, latest: tuple[int, int, int] | None = None, warn: Any = pytest.fail) -> SiteMemory:
     round, attempt, query = visit
-    return Memory(folder, (round, attempt, query), latest, torch.device("cpu"), warn)
+    return SiteMemory(folder, (round, attempt, query), latest, torch.device("cpu"), warn)
 
 
 def test_a_memory_that_is_cut_off_counts_as_damaged(tmp_path: Path) -> None:
@@ -397,13 +397,13 @@ def test_a_memory_that_is_missing_is_named(tmp_path: Path) -> None:
 def test_settling_keeps_what_is_safe_and_what_came_after(tmp_path: Path) -> None:
     for visit in ((0, 0, 0), (2, 0, 0), (2, 0, 1), (2, 1, 0), (5, 0, 0)):
         at(tmp_path, *visit).put("0", {"a": torch.tensor(visit)})
-    settle(tmp_path, None)
+    prune_memories(tmp_path, None)
     assert len(list(tmp_path.iterdir())) == 5
-    settle(tmp_path, (2, 0, 1))
+    prune_memories(tmp_path, (2, 0, 1))
     assert [path.name[7:21] for path in sorted(tmp_path.iterdir())] == [
         "000002-000-001", "000002-001-000", "000005-000-000"
     ]  # fmt: skip
-    settle(tmp_path / "nowhere", (3, 0, 0))
+    prune_memories(tmp_path / "nowhere", (3, 0, 0))
 
 
 Fail = Callable[..., Any]
@@ -433,24 +433,24 @@ def test_a_full_disk_is_said_without_a_path_and_forgotten(
 
     with monkeypatch.context() as patch:
         patch.setattr(atomic_io, what, full)
-        answers = [member.answer(data) for data in (offer(), script[0][0])]
-    kinds = [type(read(data, Acceptance, Reply, Refusal)) for data in answers]
+        answers = [member.reply_to(data) for data in (offer(), script[0][0])]
+    kinds = [type(read_message(data, Acceptance, Reply, Refusal)) for data in answers]
     if what == "append":
         assert kinds == [Acceptance, Reply], "what cannot be written down is still done"
     else:
         assert len(calls) > call, "0 is the index, 1 what may come down, 2 the terms, 3 the memory"
         assert told(answers[call // 3]).kind == FAILED
-    assert isinstance(read(member.answer(offer()), Acceptance), Acceptance)
+    assert isinstance(read_message(member.reply_to(offer()), Acceptance), Acceptance)
     for request, reply in script[:2]:
-        assert member.answer(request) == reply
+        assert member.reply_to(request) == reply
     for data in answers:
         discreet(data)
 
 
 def test_a_disk_that_stays_full_stops_nothing_else(member, script, monkeypatch):
     """Round 1's memory cannot be kept, so the answer is a refusal; round 1 again, with space, is as if it never was."""
-    member.answer(offer())
-    assert member.answer(script[0][0]) == script[0][1]
+    member.reply_to(offer())
+    assert member.reply_to(script[0][0]) == script[0][1]
 
     def full(*words: Any) -> None:
         raise ERRORS[0]
@@ -458,10 +458,10 @@ def test_a_disk_that_stays_full_stops_nothing_else(member, script, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(atomic_io, "replace", full)
         patch.setattr(atomic_io, "append", full)
-        refusal = told(member.answer(script[1][0]))
+        refusal = told(member.reply_to(script[1][0]))
     assert (refusal.kind, refusal.reason) == (FAILED, "its disk: No space left on device.")
     for place in (1, 2):
-        assert member.answer(script[place][0]) == script[place][1]
+        assert member.reply_to(script[place][0]) == script[place][1]
 
 
 @pytest.mark.parametrize("remains", ["nothing", "no labels", "a broken image"])
@@ -469,50 +469,52 @@ def test_a_folder_that_goes_while_a_site_takes_part(tmp_path, script, remains):
     """Each message may find another folder than the one before: the answer names none of it."""
     ward = folder(tmp_path / WARD, {0: "sound", 3: "ill", 5: "sound"})
     home = tmp_path / "home"
-    SiteClient.at(ward, "north", home).answer(offer())
+    SiteClient.from_folder(ward, "north", home).reply_to(offer())
     if remains == "nothing":
         shutil.rmtree(ward)
     elif remains == "no labels":
         (ward / "labels.csv").write_text("path,label\n")
     else:
         (ward / f"{PATIENT}-0.png").write_bytes(b"no image")
-    data = SiteClient.at(ward, "north", home).answer(script[0][0])
+    data = SiteClient.from_folder(ward, "north", home).reply_to(script[0][0])
     discreet(data)
-    said = read(data, Reply, Refusal)
+    said = read_message(data, Reply, Refusal)
     assert isinstance(said, Reply) == (remains == "a broken image")
 
 
 def test_two_forms_have_two_homes(ward: Path, member: SiteClient, script: list[tuple[bytes, bytes]]) -> None:
     """A federation of larger images beside: both go on."""
-    wide = replace(TERMS, form=replace(TERMS.form, image=(1, 16, 16)))
+    wide = replace(TERMS, image_spec=replace(TERMS.image_spec, image=(1, 16, 16)))
     pairs = play(member, wide, 1)
-    member.answer(offer())
-    assert member.answer(script[0][0]) == script[0][1]
-    again = SiteClient.at(ward, "north", member.home)
-    assert [again.answer(request) for request, _ in pairs] == [reply for _, reply in pairs]
+    member.reply_to(offer())
+    assert member.reply_to(script[0][0]) == script[0][1]
+    again = SiteClient.from_folder(ward, "north", member.home)
+    assert [again.reply_to(request) for request, _ in pairs] == [reply for _, reply in pairs]
     assert (member.home / "8x8x1").is_dir() or (member.home / "16x16x1").is_dir()
 
 
 def test_a_site_tests_a_model_on_images_that_it_never_trains_on(ward, tmp_path, script):
     """Four labeled test images: a table of counts with the sum 4, and a loss; the work beside gives the same bits."""
     tests = folder(tmp_path / "test" / WARD, {0: "ill", 1: "ill", 2: "sound", 6: "ill"})
-    member = SiteClient.at(ward, "north", tmp_path / "home", tests=tests)
-    assert read(member.answer(offer()), Acceptance).tests == 4
-    request = read(script[0][0], Request)
+    member = SiteClient.from_folder(ward, "north", tmp_path / "home", tests=tests)
+    assert read_message(member.reply_to(offer()), Acceptance).tests == 4
+    request = read_message(script[0][0], Request)
     model = {"params": request.down["params"], "stats": request.down["stats"]}
-    both = read(member.answer(write(replace(request, evaluation=model))), Reply)
+    both = read_message(member.reply_to(write_message(replace(request, evaluation=model))), Reply)
     assert both.evaluation["confusion"].sum() == 4
     assert both.evaluation["confusion"].sum(1).tolist() == [1, 3]
-    assert write(replace(both, evaluation={})) == script[0][1]
-    alone = read(member.answer(write(replace(request, evaluation=model, client_update="", down={}))), Reply)
+    assert write_message(replace(both, evaluation={})) == script[0][1]
+    alone = read_message(
+        member.reply_to(write_message(replace(request, evaluation=model, client_update="", down={}))), Reply
+    )
     assert torch.equal(alone.evaluation["confusion"], both.evaluation["confusion"])
     assert alone.up == {}
 
 
 @pytest.fixture(scope="module")
 def steady(ward: Path, tmp_path_factory: pytest.TempPathFactory) -> SiteClient:
-    member = SiteClient.at(ward, "north", tmp_path_factory.mktemp("steady"))
-    member.answer(offer())
+    member = SiteClient.from_folder(ward, "north", tmp_path_factory.mktemp("steady"))
+    member.reply_to(offer())
     return member
 
 
@@ -529,9 +531,9 @@ ENDLESS = settings(max_examples=150, deadline=None, suppress_health_check=[Healt
 def test_whatever_a_request_says_there_is_a_discreet_answer(steady: SiteClient, changes: dict[str, Any]) -> None:
     head = {"message": "request", **REQUEST.__dict__, "version": steady.version, **changes}
     plain = {name: value for name, value in head.items() if name not in ("down", "evaluation")}
-    data = steady.answer(bytes_of(json.dumps({"__metadata__": {"halfmoon": json.dumps(plain), "shape": "{}"}})))
+    data = steady.reply_to(bytes_of(json.dumps({"__metadata__": {"halfmoon": json.dumps(plain), "shape": "{}"}})))
     discreet(data)
-    assert isinstance(read(data, Refusal, Reply), Refusal) or not changes["client_update"]
+    assert isinstance(read_message(data, Refusal, Reply), Refusal) or not changes["client_update"]
 
 
 @ENDLESS
@@ -541,16 +543,16 @@ def test_whatever_an_offer_says_there_is_a_discreet_answer(
 ) -> None:
     facts = json.loads(TERMS.text)
     facts[place][name.draw(st.sampled_from(sorted(facts[place])))] = value
-    data = steady.answer(write(Offer(steady.version, json.dumps(facts))))
+    data = steady.reply_to(write_message(Offer(steady.version, json.dumps(facts))))
     discreet(data)
-    said = read(data, Acceptance, Refusal)
+    said = read_message(data, Acceptance, Refusal)
     assert isinstance(said, Acceptance) or said.kind in (UNFIT, FAILED)
 
 
 @ENDLESS
 @given(st.binary(max_size=200))
 def test_whatever_comes_is_answered(steady: SiteClient, data: bytes) -> None:
-    assert told(steady.answer(data)).kind == UNFIT
+    assert told(steady.reply_to(data)).kind == UNFIT
 
 
 @ENDLESS
@@ -562,6 +564,6 @@ def test_a_request_with_wrong_bytes_is_answered(
     end = 8 + int.from_bytes(data[:8], "little")
     data[drawn.draw(st.integers(0, end - 1))] = drawn.draw(st.integers(0, 255))
     cut = drawn.draw(st.sampled_from([len(data), end, end + 5]))
-    answer = steady.answer(bytes(data[:cut]))
-    read(answer, Refusal, Reply)
+    answer = steady.reply_to(bytes(data[:cut]))
+    read_message(answer, Refusal, Reply)
     discreet(answer)

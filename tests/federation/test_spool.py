@@ -21,8 +21,8 @@ from halfmoon.engine.driver import ClientResult
 from halfmoon.engine.runtime import RuntimeSettings
 from halfmoon.engine.sampling import Amount, Views
 from halfmoon.federation.protocol import messages
-from halfmoon.federation.protocol.messages import Reply, Request, read, write
-from halfmoon.federation.protocol.tree_spec import UplinkSpec
+from halfmoon.federation.protocol.messages import Reply, Request, read_message, write_message
+from halfmoon.federation.protocol.tree_spec import UploadProbe
 from halfmoon.federation.server import transport as spools
 from halfmoon.federation.server.calls import Inspection, RunIdentity, SiteCalls
 from halfmoon.federation.server.plan import Rules
@@ -34,7 +34,7 @@ from halfmoon.runs.factory import task
 
 SITES = 12
 ABOUT = terms([f"ward-{k:02}" for k in range(SITES)], cohort=SITES, width=32, norm="none")
-MODEL = task(ABOUT.config, ABOUT.form)
+MODEL = task(ABOUT.config, ABOUT.image_spec)
 
 
 @dataclass
@@ -65,13 +65,13 @@ class Desk:
             )
 
     def answer(self, number: int, data: bytes) -> bytes:
-        asked = read(data, Request)
+        asked = read_message(data, Request)
         g = rng.generator(number, "site")
         moved = tree.map(lambda leaf: leaf + 0.01 * torch.randn(leaf.shape, generator=g), asked.down["params"])
         weight = torch.tensor(self.upload.get(ABOUT.sites[number], 4.0 + number), dtype=torch.float64)
         up, one = Upload({"params": moved, "stats": {}}, weight), torch.tensor(1.0)
         samples = {"loss": WeightedMetric(one, one, one)}
-        return write(Reply.of(asked, VERSION, ClientResult(up, {}, samples, Amount(1, 1, 0), (0, 0))))
+        return write_message(Reply.from_result(asked, VERSION, ClientResult(up, {}, samples, Amount(1, 1, 0), (0, 0))))
 
 
 def server(post: Desk, spool: Spool | None, factor: float = 2.0) -> tuple[RemoteRuntime, Tree]:
@@ -79,7 +79,7 @@ def server(post: Desk, spool: Spool | None, factor: float = 2.0) -> tuple[Remote
     manager = ClientManager(post, ABOUT, VERSION, 100.0, 20.0, lambda words: None, Clock(sleep=lambda s: None), spool)
     manager.gather(SITES, 10.0)
     method = registry.make("fedavg")
-    seen = UplinkSpec(MODEL, Views(), ABOUT.form.image, 0)
+    seen = UploadProbe(MODEL, Views(), ABOUT.image_spec.image, 0)
     inspection = Inspection(
         seen, lambda client_update, site: (Amount(9, 9, 9, 9), 40), lambda site: 0, cap=WeightCap(factor)
     )
@@ -149,7 +149,7 @@ def test_requests_that_say_the_same_are_written_once(monkeypatch: pytest.MonkeyP
     runtime._versions.saved()
     runtime.average("train", down)
     assert len({id(data) for data in sent}) <= 2
-    assert {read(data, Request).down.keys() == down.keys() for data in sent} == {True}
+    assert {read_message(data, Request).down.keys() == down.keys() for data in sent} == {True}
 
 
 def test_an_upload_that_cannot_be_is_refused_before_any_is_added(tmp_path: Path):

@@ -28,7 +28,7 @@ from halfmoon.engine.budget import Budget
 from halfmoon.engine.driver import ClientContext, ClientResult
 from halfmoon.engine.sampling import Amount, Views
 from halfmoon.federation.protocol.messages import Reply
-from halfmoon.federation.protocol.tree_spec import TreeSpec, UplinkSpec, spec_of
+from halfmoon.federation.protocol.tree_spec import TreeSpec, UploadProbe, make_tree_spec
 from halfmoon.federation.server.cohorts import Quarantine, Refusals
 from halfmoon.federation.server.validation import LARGEST, SWEEPS, check_counts, check_norm, check_schema, update_norm
 from halfmoon.methods import registry
@@ -37,8 +37,8 @@ FEDERATED = [name for name in DISTINCT if not registry.entry(name).pooled]
 IMAGE, F64 = (1, 8, 8), torch.float64
 
 
-def patterns(shared: Task | None = None) -> UplinkSpec:
-    return UplinkSpec(shared or task(), Views(), IMAGE, 3)
+def patterns(shared: Task | None = None) -> UploadProbe:
+    return UploadProbe(shared or task(), Views(), IMAGE, 3)
 
 
 class Trip(NamedTuple):
@@ -82,7 +82,7 @@ def queries(name: str, place: str | None = None, **options: Any) -> tuple[Task, 
 
 def answer(outcome: ClientResult, **changes: Any) -> Reply:
     """Return the reply of a site that did what `outcome` says."""
-    return replace(Reply.of(REQUEST, "1", outcome), **changes)
+    return replace(Reply.from_result(REQUEST, "1", outcome), **changes)
 
 
 PLACES = [(name, place) for name in FEDERATED for place in registry.entry(name).places]
@@ -100,13 +100,13 @@ def test_the_pattern_is_that_of_every_real_upload(name: str, place: str) -> None
     for query in asked:
         uplink = query.context.client_update.needs.uplink
         for k, outcome in enumerate(query.outcomes):
-            pattern = known.of(query.context, query.downlinks[k])
+            pattern = known.find_spec(query.context, query.downlinks[k])
             assert pattern is not None
             flat = tree.flatten(outcome.up.tree)
             assert {path: kind for path, kind in pattern.items() if kind is not None} == {
                 path: (tuple(leaf.shape), leaf.dtype) for path, leaf in flat.items()
             }
-            assert pattern == spec_of(outcome.up.tree)
+            assert pattern == make_tree_spec(outcome.up.tree)
             reply = answer(outcome)
             assert check_schema(reply.up, reply.samples, pattern, uplink) is None
             assert check_schema(reply.up, reply.samples, None, uplink) is None
@@ -138,12 +138,12 @@ def test_a_made_up_visit_disturbs_nothing() -> None:
     query = asked[0]
     before = torch.get_rng_state(), np.random.get_state()[1].tolist(), random.getstate()  # noqa: NPY002
     down = tree.map(torch.clone, query.downlinks[0])
-    first = patterns(shared).of(query.context, query.downlinks[0])
+    first = patterns(shared).find_spec(query.context, query.downlinks[0])
     after = torch.get_rng_state(), np.random.get_state()[1].tolist(), random.getstate()  # noqa: NPY002
     assert torch.equal(before[0], after[0])
     assert before[1:] == after[1:]
     assert all(map(torch.equal, tree.leaves(down), tree.leaves(query.downlinks[0])))
-    assert patterns(shared).of(query.context, query.downlinks[0]) == first
+    assert patterns(shared).find_spec(query.context, query.downlinks[0]) == first
 
 
 @dataclass(frozen=True)
@@ -186,12 +186,12 @@ def test_a_work_is_played_once_for_each_structure_that_comes_down() -> None:
     known, shared = patterns(), task()
     small, weighed = {"w": torch.ones(3)}, {"update": None, "weight": ((), torch.float32)}
     for round in range(3):
-        pattern = known.of(context(Echo(shared.at(round), log=log), round), small)
+        pattern = known.find_spec(context(Echo(shared.at(round), log=log), round), small)
         assert pattern == {**weighed, "aux/seen": ((1, 3), torch.float32), "aux/none": None}
     assert len(begun) == 1
 
     def seen(down: Tree, **options: Any) -> Any:
-        return (known.of(context(Echo(shared, log=log, **options)), down) or {})["aux/seen"]
+        return (known.find_spec(context(Echo(shared, log=log, **options)), down) or {})["aux/seen"]
 
     assert seen(small, times=2) == ((2, 3), torch.float32)
     assert seen({"w": torch.ones(5)}) == ((1, 5), torch.float32)
@@ -205,8 +205,8 @@ def test_a_pattern_does_not_hang_on_weights() -> None:
     query = asked[0]
     spoiled = tree.map(lambda leaf: torch.full_like(leaf, math.nan), query.downlinks[0])
     known = patterns(shared)
-    assert known.of(query.context, spoiled) == spec_of(query.outcomes[0].up.tree)
-    assert known.of(context(Echo(shared, loss=math.inf)), {"w": torch.ones(3)}) is None
+    assert known.find_spec(query.context, spoiled) == make_tree_spec(query.outcomes[0].up.tree)
+    assert known.find_spec(context(Echo(shared, loss=math.inf)), {"w": torch.ones(3)}) is None
 
 
 @pytest.fixture
@@ -221,7 +221,7 @@ def upload(**changes: Any) -> Tree:
 
 
 def test_an_upload_of_the_pattern_has_no_fault(pattern: TreeSpec) -> None:
-    assert spec_of(upload()) == pattern
+    assert make_tree_spec(upload()) == pattern
     assert check_schema(upload(), {}, pattern) is None
 
 

@@ -13,7 +13,7 @@ from halfmoon.core import tree
 from halfmoon.core.optim import SGD
 from halfmoon.engine.evaluation import mean_prediction, tally
 from halfmoon.engine.sampling import Batching
-from halfmoon.federation.protocol.terms import shared
+from halfmoon.federation.protocol.terms import shared_options
 from halfmoon.methods.fedavg import FedAvg
 from halfmoon.methods.feddure import FedDure
 from halfmoon.methods.objectives import FixMatch
@@ -113,7 +113,7 @@ def test_the_option_is_the_networks_and_one_of_the_terms():
     form = ImageSpec((1, 8, 8), tuple("0123456789"), False, (0.5,), (0.25,))
     assert factory.task(config, form).network.precision == "bf16"
     assert factory.task(Config(), form).network.precision == "float32"
-    assert "precision" in shared()
+    assert "precision" in shared_options()
 
 
 def test_float32_is_what_it_was():

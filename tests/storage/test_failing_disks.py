@@ -12,7 +12,7 @@ from failing_disk import Disk, PowerLoss, failing
 from halfmoon.config.schema import Config
 from halfmoon.core.errors import UserError
 from halfmoon.core.tree import Tree
-from halfmoon.federation.site.runtime import Memory
+from halfmoon.federation.site.runtime import SiteMemory
 from halfmoon.runs import runner
 
 RUN: dict[str, Any] = {
@@ -90,8 +90,10 @@ def test_the_simulated_disk_loses_what_was_not_flushed(tmp_path: Path):
 def test_a_sites_memory_is_the_old_one_or_the_new_one(tmp_path: Path, number: int | None):
     """At every call of a write: what a site remembers of the visit before is there, or all of the new one."""
 
-    def memory(folder: Path, round: int) -> Memory:
-        return Memory(folder, (round, 0, 0), (round - 1, 0, 0) if round else None, torch.device("cpu"), lambda _: None)
+    def memory(folder: Path, round: int) -> SiteMemory:
+        return SiteMemory(
+            folder, (round, 0, 0), (round - 1, 0, 0) if round else None, torch.device("cpu"), lambda _: None
+        )
 
     def tree(value: float) -> Tree:
         return {"w": torch.full((100,), value)}

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 from importlib import metadata
 from typing import Any
 
-from halfmoon.federation.protocol.messages import Acceptance, Refusal, write
+from halfmoon.federation.protocol.messages import Acceptance, Refusal, write_message
 from halfmoon.federation.protocol.terms import Terms
 from halfmoon.federation.server.sessions import Answer, ClientManager
 from halfmoon.federation.server.transport import Clock, NodeIdentity, TransportReply
@@ -29,7 +29,7 @@ def free_port() -> int:
 
 
 def terms(sites: Sequence[str] = SITES, form: ImageSpec = FORM, **values: Any) -> Terms:
-    return Terms.of("test", tuple(sites), form, {**SMALL, **values}, "the test")
+    return Terms.from_options("test", tuple(sites), form, {**SMALL, **values}, "the test")
 
 
 TERMS = terms()
@@ -51,7 +51,7 @@ class Node:
 
 def joined(name: str, **changes: Any) -> bytes:
     """Return the bytes by which a site of `TERMS` joins."""
-    return write(replace(Acceptance(TERMS.hash, VERSION, name, 4, 6), **changes))
+    return write_message(replace(Acceptance(TERMS.hash, VERSION, name, 4, 6), **changes))
 
 
 def node(name: str, takes: float = 1.0, said: bytes | None = None) -> Node:
@@ -66,7 +66,7 @@ def mute(answer: bytes) -> Node:
 
 
 def refusal(kind: str, reason: str = "no") -> bytes:
-    return write(Refusal(VERSION, kind, reason))
+    return write_message(Refusal(VERSION, kind, reason))
 
 
 @dataclass

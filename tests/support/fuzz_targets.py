@@ -34,9 +34,17 @@ from halfmoon.data.readers.decode import decode, fitted, header
 from halfmoon.data.readers.parquet import read_parquet
 from halfmoon.engine.budget import ClientSize
 from halfmoon.engine.runtime import RuntimeSettings
-from halfmoon.federation.protocol.messages import Acceptance, Offer, Refusal, Reply, Request, read, write
+from halfmoon.federation.protocol.messages import (
+    Acceptance,
+    Offer,
+    Refusal,
+    Reply,
+    Request,
+    read_message,
+    write_message,
+)
 from halfmoon.federation.protocol.terms import Terms
-from halfmoon.federation.protocol.tree_spec import UplinkSpec
+from halfmoon.federation.protocol.tree_spec import UploadProbe
 from halfmoon.federation.server import plan
 from halfmoon.federation.server.calls import Inspection, RunIdentity, SiteCalls
 from halfmoon.federation.server.plan import Rules
@@ -723,7 +731,7 @@ def ward(folder: Path) -> Path:
 
 def member_at(folder: Path, name: str = "north") -> SiteClient:
     """Return the member of a site whose home is in this folder; it answers whatever terms it is offered."""
-    return SiteClient.at(folder / "site", name, folder / "home")
+    return SiteClient.from_folder(folder / "site", name, folder / "home")
 
 
 class Wire:
@@ -743,16 +751,16 @@ class Wire:
 
 
 @cache
-def patterns() -> UplinkSpec:
+def patterns() -> UploadProbe:
     """Return what uploads look like; it takes a visit of made-up images to know."""
-    config, form = about().config, about().form
-    return UplinkSpec(task(config, form), views(config, form), form.image, config.seed)
+    config, form = about().config, about().image_spec
+    return UploadProbe(task(config, form), views(config, form), form.image, config.seed)
 
 
 def play_round(wire: Wire) -> Tree:
     """Play the first round with the sites behind a wire, and return the server's tree after it."""
     held = about()
-    config, form = held.config, held.form
+    config, form = held.config, held.image_spec
     shared, seen = task(config, form), views(config, form)
     batching, _ = batch_rules(config)
     spent = budget(config, shared)
@@ -783,14 +791,14 @@ def script() -> tuple[tuple[str, bytes, bytes], ...]:
         folder = Path(mkdtemp(prefix="fuzz-"))
         ward(folder / "site")
         members[site] = member_at(folder, site)
-        read(members[site].answer(offer()), Acceptance)
-    wire = Wire(lambda site, data: members[site].answer(data))
+        read_message(members[site].reply_to(offer()), Acceptance)
+    wire = Wire(lambda site, data: members[site].reply_to(data))
     play_round(wire)
     return tuple(wire.pairs)
 
 
 def offer() -> bytes:
-    return write(Offer(VERSION, about().text))
+    return write_message(Offer(VERSION, about().text))
 
 
 def parts(data: bytes) -> tuple[dict[str, Any], bytes]:
@@ -825,18 +833,18 @@ def asked() -> Sequence[bytes]:
 
 def answered() -> Sequence[bytes]:
     """Return what sites send: a reply, a refusal, and that they have joined."""
-    joined = write(Acceptance(about().hash, VERSION, "south", 3, 5))
-    return (*(reply for _, _, reply in script()), write(Refusal(VERSION, "failed", "no")), joined)
+    joined = write_message(Acceptance(about().hash, VERSION, "south", 3, 5))
+    return (*(reply for _, _, reply in script()), write_message(Refusal(VERSION, "failed", "no")), joined)
 
 
 def message_seeds() -> Sequence[bytes]:
     return (*asked(), *answered())
 
 
-def read_message(scene: Scene) -> None:
+def read_any_message(scene: Scene) -> None:
     """Read a message as any kind; what is read can be written and read again."""
-    said = read(scene.file.read_bytes(), Offer, Request, Acceptance, Refusal, Reply)
-    if write(read(write(said), type(said))) != write(said):
+    said = read_message(scene.file.read_bytes(), Offer, Request, Acceptance, Refusal, Reply)
+    if write_message(read_message(write_message(said), type(said))) != write_message(said):
         raise Broken("a message that was read is written as another one")
 
 
@@ -860,7 +868,7 @@ def terms_files() -> st.SearchStrategy[bytes]:
 
 def member_scene(folder: Path) -> Scene:
     ward(folder / "site")
-    read(member_at(folder).answer(offer()), Acceptance)
+    read_message(member_at(folder).reply_to(offer()), Acceptance)
     return Scene(folder, folder / "message")
 
 
@@ -869,7 +877,7 @@ def member_answers(scene: Scene) -> None:
 
     A refusal changes nothing but the log and, where the terms can never be met, the file that ends the site's process.
     """
-    said = read(member_at(scene.folder).answer(scene.file.read_bytes()), Acceptance, Refusal, Reply)
+    said = read_message(member_at(scene.folder).reply_to(scene.file.read_bytes()), Acceptance, Refusal, Reply)
     if isinstance(said, Refusal):
         raise UserError("the site refuses")
 
@@ -1035,7 +1043,7 @@ TARGETS = (
         "messages between server and sites",
         alone("message"),
         message_seeds,
-        read_message,
+        read_any_message,
         lambda: messages(message_seeds),
         MESSAGE_WORDS,
     ),

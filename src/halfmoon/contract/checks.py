@@ -15,7 +15,7 @@ from halfmoon.core.tree import Tree
 from halfmoon.engine.local_clients import Executor
 from halfmoon.engine.sampling import Batching
 from halfmoon.engine.simulation import Simulation
-from halfmoon.federation.protocol.messages import Reply, read
+from halfmoon.federation.protocol.messages import Reply, read_message
 from halfmoon.models import Network
 from halfmoon.storage.run_folder import RunFolder
 from halfmoon.storage.state_store import Store
@@ -208,4 +208,4 @@ def sites_compute_the_same(
             bits = (image[0, 0].numpy().tobytes(), (image.double() / 255).numpy().tobytes()[:64])
             if any(each in traffic for each in bits):
                 raise Broken("pixels of a site's image are in what it sends")
-    return wire.messages, [read(data, Reply) for data in wire.messages if b'\\"reply\\"' in data]
+    return wire.messages, [read_message(data, Reply) for data in wire.messages if b'\\"reply\\"' in data]

@@ -12,7 +12,7 @@ from halfmoon.engine.local_clients import FederatedDataset, LocalClients, Traini
 from halfmoon.engine.runtime import RuntimeSettings
 from halfmoon.engine.sampling import Batching, Views
 from halfmoon.engine.simulation import Simulation
-from halfmoon.federation.protocol.messages import Request, read, write
+from halfmoon.federation.protocol.messages import Request, read_message, write_message
 from halfmoon.federation.server.calls import RunIdentity, SiteCalls
 from halfmoon.federation.server.runtime import RemoteRuntime
 from halfmoon.federation.server.sessions import Answer
@@ -59,7 +59,7 @@ class Wire:
 
 def answer(site: SiteRuntime, data: bytes) -> bytes:
     """Answer a request as a site does."""
-    return write(site.reply(read(data, Request)))
+    return write_message(site.reply(read_message(data, Request)))
 
 
 def behind(simulation: Simulation, batching: Batching) -> tuple[RemoteRuntime, Wire]:

@@ -37,16 +37,16 @@ def spoil() -> None:
 
     import torch
 
-    from halfmoon.federation.protocol.messages import Malformed, Reply, Request, read, write
+    from halfmoon.federation.protocol.messages import MalformedMessage, Reply, Request, read_message, write_message
     from halfmoon.federation.site.client import SiteClient
 
-    honest = SiteClient.answer
+    honest = SiteClient.reply_to
 
     def answer(self: SiteClient, data: bytes) -> bytes:
         said = honest(self, data)
         try:
-            request = read(data, Request)
-        except Malformed:  # an offer
+            request = read_message(data, Request)
+        except MalformedMessage:  # an offer
             return said
         last = self.home / f"answer-{request.round}"
         while (kind := planned(request.round)) == "hold":
@@ -60,12 +60,12 @@ def spoil() -> None:
             return os.urandom(10_000)
         if kind == "large":
             ballast = torch.frombuffer(bytearray(os.urandom(LARGE)), dtype=torch.uint8)
-            reply = read(said, Reply)
-            return write(replace(reply, up={**reply.up, "ballast": ballast}))
+            reply = read_message(said, Reply)
+            return write_message(replace(reply, up={**reply.up, "ballast": ballast}))
         last.write_bytes(said)
         return said
 
-    SiteClient.answer = answer
+    SiteClient.reply_to = answer
 
 
 if FILE and "worker" in sys.orig_argv and "halfmoon.federation.transport.node" in sys.orig_argv:

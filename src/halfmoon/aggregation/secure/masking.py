@@ -54,7 +54,7 @@ class UnreadableShare(UserError):
 
 
 @dataclass(frozen=True)
-class Scene:
+class SumId:
     """The sum of one query: no key of one has anything to do with a key of another.
 
     `session` is drawn by the server: a sum that is begun anew is another one.
@@ -68,9 +68,9 @@ class Scene:
     session: str
 
 
-def announcement(scene: Scene, number: int, keys: bytes) -> bytes:
+def announcement(sum_id: SumId, number: int, keys: bytes) -> bytes:
     """Return what a party signs with its lasting key: which keys are its own in one sum."""
-    return json.dumps([VERSION, "keys", *astuple(scene), number, keys.hex()]).encode()
+    return json.dumps([VERSION, "keys", *astuple(sum_id), number, keys.hex()]).encode()
 
 
 def threshold(parties: int) -> int:
@@ -161,7 +161,7 @@ class Cohort:
     Both are ascending; `keys` are the public keys of each, `PUBLIC` bytes.
     """
 
-    scene: Scene
+    sum_id: SumId
     members: tuple[int, ...]
     numbers: tuple[int, ...]
     keys: tuple[bytes, ...]
@@ -172,7 +172,7 @@ class Cohort:
 
     @cached_property
     def digest(self) -> str:
-        facts = [*astuple(self.scene), list(self.members), list(self.numbers), [key.hex() for key in self.keys]]
+        facts = [*astuple(self.sum_id), list(self.members), list(self.numbers), [key.hex() for key in self.keys]]
         return sha256(json.dumps(facts).encode()).hexdigest()
 
 

@@ -195,10 +195,10 @@ def add_serve(commands: Any) -> None:
 
 
 def _serve(args: argparse.Namespace) -> int:
-    from halfmoon.federation.transport.launch import MODEL, Halted, finished, lacking, serve
-    from halfmoon.federation.transport.processes import interruptible, require_flower
     from halfmoon.federation.server.plan import load
     from halfmoon.federation.server.server import FederationServer
+    from halfmoon.federation.transport.launch import MODEL, Halted, finished, lacking, serve
+    from halfmoon.federation.transport.processes import interruptible, require_flower
 
     port = None if args.port is None else whole("--port", args.port, 1, 2**16 - 1)
     restarts = whole("--restarts", args.restarts, 0, 10**6)

@@ -320,10 +320,10 @@ def join_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def _join(args: argparse.Namespace) -> int:
+    from halfmoon.federation.site import consent
     from halfmoon.federation.transport.contact import Address
     from halfmoon.federation.transport.processes import interruptible, require_flower
     from halfmoon.federation.transport.site_process import Declined, Ended, Joining, join
-    from halfmoon.federation.site import consent
     from halfmoon.sites.folders.prepare import HOME
     from halfmoon.sites.folders.site_folder import read
 
@@ -358,7 +358,7 @@ def _join(args: argparse.Namespace) -> int:
         site_keys=args.site_keys,
         all=args.all,
     )
-    consent.share_accuracy(site.home, args.share_accuracy)
+    consent.set_accuracy_sharing(site.home, args.share_accuracy)
     left = f"{args.name} has left; the same command joins again, with all that it remembers."
     try:
         with ending(left), interruptible():

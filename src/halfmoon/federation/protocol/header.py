@@ -13,16 +13,16 @@ from typing import Any
 
 import torch
 
-from halfmoon.federation.protocol.tree_spec import TreeSpec, leaves
+from halfmoon.federation.protocol.tree_spec import TreeSpec, iterate_leaves
 
-LONGEST = 2**22  # bytes of a header at most
-TENSORS = 2**14  # tensors of a message at most
+MAX_HEADER_BYTES = 2**22  # bytes of a header at most
+MAX_TENSORS = 2**14  # tensors of a message at most
 
-DIMENSIONS, ELEMENTS = 8, 2**36
+MAX_DIMENSIONS, MAX_ELEMENTS = 8, 2**36
 """Dimensions of a tensor at most, and the largest product of those that are not 0."""
 
-DEEPEST = 16  # names inside each other, at most
-NAME = 200  # characters of one name at most
+MAX_DEPTH = 16  # names inside each other, at most
+MAX_NAME_LENGTH = 200  # characters of one name at most
 
 DTYPES = {
     "BOOL": torch.bool, "U8": torch.uint8, "I8": torch.int8, "I16": torch.int16, "I32": torch.int32,
@@ -35,11 +35,11 @@ class UnreadableMessage(ValueError):
     """A header that is none, or describes other bytes than those that came; says what is wrong."""
 
 
-class Truncated(UnreadableMessage):
+class TruncatedMessage(UnreadableMessage):
     """Fewer bytes than the header alone would have."""
 
 
-Tensors = dict[str, tuple[tuple[int, ...], torch.dtype]]
+TensorSpecs = dict[str, tuple[tuple[int, ...], torch.dtype]]
 """Path -> (shape, type)."""
 
 
@@ -48,22 +48,22 @@ class Header:
     """The texts of a header, and the shapes and types of the tensors."""
 
     texts: dict[str, str]
-    tensors: Tensors
+    tensors: TensorSpecs
 
 
-def parse(data: bytes) -> Header:
+def parse_header(data: bytes) -> Header:
     """Return the header of a message; raise `UnreadableMessage` for one that does not describe the bytes behind it."""
     length = int.from_bytes(data[:8], "little")
     if len(data) < 8 or length > len(data) - 8:
-        raise Truncated("is cut off, or none of halfmoon's")
-    if length > LONGEST:
-        raise UnreadableMessage(f"its header has {length:,} bytes, of {LONGEST:,} at most")
+        raise TruncatedMessage("is cut off, or none of halfmoon's")
+    if length > MAX_HEADER_BYTES:
+        raise UnreadableMessage(f"its header has {length:,} bytes, of {MAX_HEADER_BYTES:,} at most")
     entries = parse_json(data[8 : 8 + length])
     texts = entries.pop("__metadata__", {})
     if not isinstance(texts, dict) or not all(isinstance(text, str) for text in texts.values()):
         raise UnreadableMessage("its header has no texts")
-    if len(entries) > TENSORS:
-        raise UnreadableMessage(f"it has {len(entries):,} tensors, of {TENSORS:,} at most")
+    if len(entries) > MAX_TENSORS:
+        raise UnreadableMessage(f"it has {len(entries):,} tensors, of {MAX_TENSORS:,} at most")
     return Header(texts, _tensors(entries, len(data) - 8 - length))
 
 
@@ -80,28 +80,28 @@ def parse_json(text: str | bytes) -> dict[str, Any]:
     return value
 
 
-def check_shape(shape: Any, tensors: Tensors) -> None:
+def check_layout(shape: Any, tensors: TensorSpecs) -> None:
     """Raise `UnreadableMessage` unless a tree's shape (`halfmoon.storage.serialization`) has each of the tensors once,
     and nothing else."""
     missing = dict(tensors)
     for path, order in _leaves(shape):
         if path not in missing:
-            raise UnreadableMessage(f"it has no tensor {path[:NAME]!r}, or has it twice")
+            raise UnreadableMessage(f"it has no tensor {path[:MAX_NAME_LENGTH]!r}, or has it twice")
         dimensions = range(len(missing.pop(path)[0]))
         whole = isinstance(order, list) and all(type(number) is int for number in order)
         if order is not None and not (whole and sorted(order) == list(dimensions)):
-            raise UnreadableMessage(f"the order of {path[:NAME]!r} in memory is none")
+            raise UnreadableMessage(f"the order of {path[:MAX_NAME_LENGTH]!r} in memory is none")
     if missing:
-        raise UnreadableMessage(f"its tensor {min(missing)[:NAME]!r} is in no tree")
+        raise UnreadableMessage(f"its tensor {min(missing)[:MAX_NAME_LENGTH]!r} is in no tree")
 
 
-def pattern(shape: dict[str, Any], tensors: Tensors, name: str) -> TreeSpec:
+def select_tree_spec(shape: dict[str, Any], tensors: TensorSpecs, name: str) -> TreeSpec:
     """Return the pattern of the tree `name` in a message, whose shape was checked; a branch without leaves is None."""
-    paths = ["/".join(path) for path, _ in leaves(shape.get(name, {}))]
+    paths = ["/".join(path) for path, _ in iterate_leaves(shape.get(name, {}))]
     return {path: tensors.get(f"{name}/{path}") for path in paths}
 
 
-def printable(text: str, longest: int) -> bool:
+def is_printable(text: str, longest: int) -> bool:
     return len(text) <= longest and text.isprintable()
 
 
@@ -116,21 +116,21 @@ def _no_number(word: str) -> None:
     raise UnreadableMessage(f"its header has {word} for a number")
 
 
-def _tensors(entries: dict[str, Any], size: int) -> Tensors:
-    tensors: Tensors = {}
+def _tensors(entries: dict[str, Any], size: int) -> TensorSpecs:
+    tensors: TensorSpecs = {}
     places: list[tuple[int, int]] = []
     for name, entry in entries.items():
-        which = f"its tensor {name[:NAME]!r}"
+        which = f"its tensor {name[:MAX_NAME_LENGTH]!r}"
         try:
             dtype, shape, (begin, end) = DTYPES[entry["dtype"]], tuple(entry["shape"]), entry["data_offsets"]
         except (LookupError, TypeError, ValueError) as error:
             raise UnreadableMessage(f"what {which} is like is not said") from error
-        if len(shape) > DIMENSIONS:
-            raise UnreadableMessage(f"{which} has {len(shape):,} dimensions, of {DIMENSIONS} at most")
+        if len(shape) > MAX_DIMENSIONS:
+            raise UnreadableMessage(f"{which} has {len(shape):,} dimensions, of {MAX_DIMENSIONS} at most")
         if not all(type(number) is int and number >= 0 for number in (*shape, begin, end)):
             raise UnreadableMessage(f"{which} has a size that is no whole number from 0")
-        if math.prod(side for side in shape if side) > ELEMENTS:
-            raise UnreadableMessage(f"{which} is of more than {ELEMENTS:,} numbers")
+        if math.prod(side for side in shape if side) > MAX_ELEMENTS:
+            raise UnreadableMessage(f"{which} is of more than {MAX_ELEMENTS:,} numbers")
         if end - begin != math.prod(shape) * dtype.itemsize:
             raise UnreadableMessage(f"{which} has other bytes than its shape says")
         tensors[name] = (shape, dtype)
@@ -146,11 +146,11 @@ def _tensors(entries: dict[str, Any], size: int) -> Tensors:
 
 
 def _leaves(shape: Any, prefix: str = "", depth: int = 0) -> Iterator[tuple[str, Any]]:
-    if not isinstance(shape, dict) or depth > DEEPEST:
-        raise UnreadableMessage(f"its shape is no tree, or has names inside each other over {DEEPEST} deep")
+    if not isinstance(shape, dict) or depth > MAX_DEPTH:
+        raise UnreadableMessage(f"its shape is no tree, or has names inside each other over {MAX_DEPTH} deep")
     for key, value in shape.items():
-        if not key or "/" in key or not printable(key, NAME):
-            raise UnreadableMessage(f"it has a name that is none: {key[:NAME]!r}")
+        if not key or "/" in key or not is_printable(key, MAX_NAME_LENGTH):
+            raise UnreadableMessage(f"it has a name that is none: {key[:MAX_NAME_LENGTH]!r}")
         if isinstance(value, dict):
             yield from _leaves(value, f"{prefix}{key}/", depth + 1)
         else:

@@ -35,7 +35,7 @@ class TermsSummary:
         return [self.sentence, *table, f"  hash: {self.hash}"]
 
 
-def size(count: int) -> str:
+def format_bytes(count: int) -> str:
     """Return a number of bytes in words: 512 B, 36.1 kB, 26.4 MB."""
     value, unit = float(count), "B"
     for larger in ("kB", "MB", "GB"):

@@ -8,14 +8,14 @@ the end the server sends Final, and a site a Receipt. Nothing else leaves a site
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields, replace
-from typing import Any, Generic, TypeVar, get_args
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 import torch
 from safetensors import SafetensorError
 from torch import Tensor
 
-from halfmoon.aggregation.secure.masking import PUBLIC, SEALED, Scene
+from halfmoon.aggregation.secure.masking import PUBLIC, SEALED, SumId
 from halfmoon.aggregation.secure.signing import POINT, SIGNATURE
 from halfmoon.api.types import WeightedMetric
 from halfmoon.api.uploads import Upload
@@ -24,27 +24,27 @@ from halfmoon.core.tree import Tree
 from halfmoon.engine.driver import ClientResult
 from halfmoon.engine.sampling import Amount
 from halfmoon.federation.protocol import header
-from halfmoon.federation.protocol.header import Header, Truncated, UnreadableMessage
-from halfmoon.federation.protocol.log import size
+from halfmoon.federation.protocol.header import Header, TruncatedMessage, UnreadableMessage
+from halfmoon.federation.protocol.log import format_bytes
 from halfmoon.federation.protocol.tree_spec import TreeSpec
 from halfmoon.storage.serialization import pack, unpack, with_metadata
 
-HEAD, SHAPE = "halfmoon", "shape"
+FIELDS_KEY, LAYOUT_KEY = "halfmoon", "shape"
 
-SMALL, LARGEST = 2**22, 2**34
+MAX_TREELESS_BYTES, MAX_MESSAGE_BYTES = 2**22, 2**34
 """Bytes of a message at most: of a kind without tensors, and of one with some. Readers set tighter limits."""
 
-LONGEST, NUMBERS, HIGHEST = 10_000, 8, 2**63 - 1
+MAX_TEXT_LENGTH, MAX_LIST_LENGTH, MAX_INTEGER = 10_000, 8, 2**63 - 1
 """Characters of a text, numbers in a list, and the highest of them, at most."""
 
-UNKNOWN, OTHER_VERSION, UNFIT, FAILED = "unknown", "version", "unfit", "failed"
+NOT_JOINED, OTHER_VERSION, UNFIT, FAILED = "unknown", "version", "unfit", "failed"
 """Why a site refuses: it did not join that federation, runs another halfmoon, cannot take part, or could not do it."""
 
 RoundKey = tuple[int, int, int]
 """A round, the attempt at it, and a query, all from 0."""
 
 
-class Malformed(UserError):
+class MalformedMessage(UserError):
     """Bytes that are no message of a halfmoon."""
 
 
@@ -56,7 +56,7 @@ class RefusalError(UserError):
         self.kind = kind
 
 
-class Impossible(RefusalError):
+class PermanentRefusal(RefusalError):
     """A site can never join as it is: whoever waits for it is told at once."""
 
 
@@ -144,17 +144,17 @@ class Reply:
         sizes = [len(self.amount) == len(Amount._fields), len(self.traffic) == 2]
         counts = [*self.amount, *self.traffic, self.swept, self.kept]
         if not all(sizes) or not all(type(count) is int and count >= 0 for count in counts):
-            raise Malformed("a reply's counts are not whole numbers from 0.")
+            raise MalformedMessage("a reply's counts are not whole numbers from 0.")
         if not all(
             isinstance(sample, dict) and set(sample) == set(WeightedMetric._fields) for sample in self.samples.values()
         ):
-            raise Malformed("a reply's samples are not totals, squares and counts.")
+            raise MalformedMessage("a reply's samples are not totals, squares and counts.")
 
     @classmethod
-    def of(cls, request: Request, version: str, result: ClientResult) -> "Reply":
+    def from_result(cls, request: Request, version: str, result: ClientResult) -> "Reply":
         """Return the reply with the result of a client update."""
         return cls(
-            **{name: getattr(request, name) for name in ECHO if name != "version"},
+            **{name: getattr(request, name) for name in ECHOED_FIELDS if name != "version"},
             version=version,
             amount=list(result.amount),
             traffic=list(result.traffic),
@@ -170,12 +170,12 @@ class Reply:
         return ClientResult(Upload.of(self.up), {}, samples, Amount(*self.amount), (down, up), self.swept, self.kept)
 
 
-ECHO = ("federation", "version", "run", "round", "attempt", "query", "client_update")
+ECHOED_FIELDS = ("federation", "version", "run", "round", "attempt", "query", "client_update")
 """Fields of a request that its reply repeats."""
 
 
 @dataclass(frozen=True)
-class Final:
+class FinalModel:
     """The federation is over: `model` {"params", "stats"} is its result, `card` the model's metadata as JSON."""
 
     federation: str
@@ -193,8 +193,16 @@ class Receipt:
     name: str
 
 
-Message = Offer | Request | Acceptance | Refusal | Reply | Final | Receipt
-_KINDS: dict[str, type[Message]] = {kind.__name__.lower(): kind for kind in get_args(Message)}
+Message = Offer | Request | Acceptance | Refusal | Reply | FinalModel | Receipt
+_KINDS: dict[str, type[Message]] = {
+    "offer": Offer,
+    "request": Request,
+    "acceptance": Acceptance,
+    "refusal": Refusal,
+    "reply": Reply,
+    "final": FinalModel,
+    "receipt": Receipt,
+}
 _WORDS = {kind: word for word, kind in _KINDS.items()}
 _TREES = ("down", "up", "samples", "evaluation", "masks", "model")
 _TYPES: dict[Any, type] = {str: str, int: int, list[int]: list}
@@ -210,54 +218,54 @@ class UnparsedMessage(Generic[M]):
     shape: dict[str, Any] = field(repr=False)
     header: Header = field(repr=False)
 
-    def pattern(self, name: str) -> TreeSpec:
-        return header.pattern(self.shape, self.header.tensors, name)
+    def tree_spec(self, name: str) -> TreeSpec:
+        return header.select_tree_spec(self.shape, self.header.tensors, name)
 
     def open(self) -> M:
         """Return the message with its trees; raise `Malformed` where those are none."""
         try:
             body = unpack(self.data, self.shape)
         except (ValueError, LookupError, TypeError, RuntimeError, SafetensorError) as error:
-            raise Malformed(f"a message cannot be read ({type(error).__name__}).") from error
+            raise MalformedMessage(f"a message cannot be read ({type(error).__name__}).") from error
         # `replace` runs the checks of the dataclass again.
         return replace(self.message, **{name: body[name] for name in _trees(type(self.message)) if name in body})
 
 
-def write(message: Message) -> bytes:
+def write_message(message: Message) -> bytes:
     """Return a message as bytes."""
     head = {each.name: getattr(message, each.name) for each in fields(message)}
     body = {name: head.pop(name) for name in _TREES if name in head}
     data, shape = pack(body)
     head = {"message": _WORDS[type(message)], **head}
-    return with_metadata(data, {HEAD: json.dumps(head), SHAPE: json.dumps(shape)})
+    return with_metadata(data, {FIELDS_KEY: json.dumps(head), LAYOUT_KEY: json.dumps(shape)})
 
 
-def read(data: bytes, *kinds: type[M], limit: int = LARGEST) -> M:
+def read_message(data: bytes, *kinds: type[M], limit: int = MAX_MESSAGE_BYTES) -> M:
     """Return the message of one of these kinds; raise `Malformed` for another, or one of more than `limit` bytes."""
-    return scan(data, *kinds, limit=limit).open()
+    return scan_message(data, *kinds, limit=limit).open()
 
 
-def scan(data: bytes, *kinds: type[M], limit: int = LARGEST) -> UnparsedMessage[M]:
+def scan_message(data: bytes, *kinds: type[M], limit: int = MAX_MESSAGE_BYTES) -> UnparsedMessage[M]:
     """Do as `read`, but check the trees' shapes alone and leave their values unread."""
-    most = min(limit, max(LARGEST if _trees(kind) else SMALL for kind in kinds))
+    most = min(limit, max(MAX_MESSAGE_BYTES if _trees(kind) else MAX_TREELESS_BYTES for kind in kinds))
     if len(data) > most:
-        raise Malformed(f"a message has {size(len(data))}, of {size(most)} at most.")
+        raise MalformedMessage(f"a message has {format_bytes(len(data))}, of {format_bytes(most)} at most.")
     try:
-        parts = header.parse(data)
-        head, shape = (header.parse_json(parts.texts.get(name, "")) for name in (HEAD, SHAPE))
-        header.check_shape(shape, parts.tensors)
-    except Truncated as error:
-        raise Malformed(f"a message {error}.") from error
+        parts = header.parse_header(data)
+        head, shape = (header.parse_json(parts.texts.get(name, "")) for name in (FIELDS_KEY, LAYOUT_KEY))
+        header.check_layout(shape, parts.tensors)
+    except TruncatedMessage as error:
+        raise MalformedMessage(f"a message {error}.") from error
     except UnreadableMessage as error:
-        raise Malformed(f"a message cannot be read: {error}.") from error
+        raise MalformedMessage(f"a message cannot be read: {error}.") from error
     kind = _KINDS.get(str(head.pop("message", None)))
     if kind is None:
-        raise Malformed("a message cannot be read: nobody knows what it is.")
+        raise MalformedMessage("a message cannot be read: nobody knows what it is.")
     for choice in kinds:
         if kind is choice:
             return UnparsedMessage(_without_trees(choice, head, shape), data, shape, parts)
     expected, actual = (_article(word) for word in (" or ".join(_WORDS[choice] for choice in kinds), _WORDS[kind]))
-    raise Malformed(f"{expected} was expected, not {actual}.")
+    raise MalformedMessage(f"{expected} was expected, not {actual}.")
 
 
 def _article(word: str) -> str:
@@ -275,57 +283,59 @@ def _without_trees(kind: type[M], head: dict[str, Any], shape: dict[str, Any]) -
         value = shape.get(each.name, {}) if tree else head.get(each.name)
         expected = dict if tree else _TYPES[each.type]
         if type(value) is not expected:
-            raise Malformed(f"a message's {each.name} is not of type {expected.__name__}.")
+            raise MalformedMessage(f"a message's {each.name} is not of type {expected.__name__}.")
         if not tree:
             _check(each.name, value)
             values[each.name] = value
     strange = sorted(set(shape) - set(_trees(kind)))
     if strange:
-        raise Malformed(f"a message has tensors that belong to nothing: {strange[0][:40]!r}.")
+        raise MalformedMessage(f"a message has tensors that belong to nothing: {strange[0][:40]!r}.")
     return kind(**values)
 
 
 def _check(name: str, value: Any) -> None:
     if isinstance(value, str):
         # Terms and cards are checked by whoever reads them.
-        if name not in ("terms", "card") and not header.printable(value, LONGEST):
-            raise Malformed(f"a message's {name} has over {LONGEST:,} characters, or some that cannot be printed.")
+        if name not in ("terms", "card") and not header.is_printable(value, MAX_TEXT_LENGTH):
+            raise MalformedMessage(
+                f"a message's {name} has over {MAX_TEXT_LENGTH:,} characters, or some that cannot be printed."
+            )
         return
     numbers = value if isinstance(value, list) else [value]
-    if len(numbers) > NUMBERS:
-        raise Malformed(f"a message's {name} has {len(numbers):,} numbers, of {NUMBERS} at most.")
-    if not all(type(number) is int and 0 <= number <= HIGHEST for number in numbers):
-        raise Malformed(f"a message's {name} is not made of whole numbers from 0 below 2^63.")
+    if len(numbers) > MAX_LIST_LENGTH:
+        raise MalformedMessage(f"a message's {name} has {len(numbers):,} numbers, of {MAX_LIST_LENGTH} at most.")
+    if not all(type(number) is int and 0 <= number <= MAX_INTEGER for number in numbers):
+        raise MalformedMessage(f"a message's {name} is not made of whole numbers from 0 below 2^63.")
 
 
-KEYS, DEAL, MASK, REVEAL = "keys", "deal", "mask", "reveal"
+ANNOUNCE_KEYS, DEAL_SHARES, MASK_UPDATE, REVEAL_SHARES = "keys", "deal", "mask", "reveal"
 """The stages of a sum: a request's masks have one of them as their only name at the top."""
 
-SESSION = 32
+SESSION_BYTES = 32
 """Bytes by which a server tells a sum from one of the same query that it had to begin anew."""
 
-SITES = {
+SITE_TENSORS = {
     "sites": ((), torch.int64),
     "keys": ((PUBLIC,), torch.uint8),
     "signatures": ((SIGNATURE,), torch.uint8),
     "lasting": ((POINT,), torch.uint8),
 }
-LEAVES: dict[str, dict[str, tuple[tuple[int, ...], torch.dtype]]] = {
-    KEYS: {"session": ((), torch.uint8)},
-    DEAL: {"asked": ((), torch.int64), **SITES},
-    MASK: {"sites": ((), torch.int64)},
-    REVEAL: {"survived": ((), torch.int64), "shares": ((SEALED,), torch.uint8)},
+STAGE_TENSORS: dict[str, dict[str, tuple[tuple[int, ...], torch.dtype]]] = {
+    ANNOUNCE_KEYS: {"session": ((), torch.uint8)},
+    DEAL_SHARES: {"asked": ((), torch.int64), **SITE_TENSORS},
+    MASK_UPDATE: {"sites": ((), torch.int64)},
+    REVEAL_SHARES: {"survived": ((), torch.int64), "shares": ((SEALED,), torch.uint8)},
 }
 """The tensors of each stage by name: their shape without the first dimension (the sites), and their type."""
 
 
-def scene_of(request: Request, session: str) -> Scene:
-    return Scene(request.federation, request.run, request.round, request.attempt, request.query, session)
+def make_sum_id(request: Request, session: str) -> SumId:
+    return SumId(request.federation, request.run, request.round, request.attempt, request.query, session)
 
 
-def to_rows(rows: Sequence[bytes]) -> Tensor:
+def stack_rows(rows: Sequence[bytes]) -> Tensor:
     return torch.from_numpy(np.frombuffer(b"".join(rows), np.uint8).reshape(len(rows), -1).copy())
 
 
-def from_rows(leaf: Tensor) -> list[bytes]:
+def split_rows(leaf: Tensor) -> list[bytes]:
     return [row.numpy().tobytes() for row in leaf]

@@ -20,8 +20,8 @@ from halfmoon.core import hubs, weight_files
 from halfmoon.core.errors import UserError
 from halfmoon.data import Images
 from halfmoon.federation.protocol import bundle, header, limits
-from halfmoon.federation.protocol.log import TermsSummary, size
-from halfmoon.federation.protocol.messages import Impossible
+from halfmoon.federation.protocol.log import TermsSummary, format_bytes
+from halfmoon.federation.protocol.messages import PermanentRefusal
 from halfmoon.methods import registry
 from halfmoon.runs.factory import ImageSpec, method, preparation, task
 from halfmoon.sites.folders import Prepared, prepare
@@ -29,9 +29,9 @@ from halfmoon.sites.folders.prepare import open_site
 from halfmoon.sites.folders.site_folder import SiteFolder, read, suggestion
 from halfmoon.storage import toml
 
-LARGEST = 4096  # pixels of a side at most
+MAX_SIDE_PIXELS = 4096  # pixels of a side at most
 
-LOCAL = {
+LOCAL_OPTIONS = {
     "baselines", "data", "data_share", "validation_share", "validation_part", "image_size", "resize", "channels",
     "shrink", "pixel_mean", "pixel_std", "split", "client_dropout", "confidence_threshold", "evaluate_every",
     "client_models", "server_ema", *SCENARIO, *PLACE, *ATTACKS,
@@ -45,11 +45,13 @@ class Terms:
 
     name: str
     sites: tuple[str, ...]
-    form: ImageSpec
+    image_spec: ImageSpec
     config: Config
 
     @classmethod
-    def of(cls, name: str, sites: tuple[str, ...], form: ImageSpec, values: Mapping[str, Any], file: str) -> "Terms":
+    def from_options(
+        cls, name: str, sites: tuple[str, ...], form: ImageSpec, values: Mapping[str, Any], file: str
+    ) -> "Terms":
         """Return the terms with the options `values` except `LOCAL`; raise UserError for the first mistake."""
         _check_names(name, sites)
         _check_form(form)
@@ -70,30 +72,32 @@ class Terms:
 
     def check(self) -> None:
         """Raise UserError where the network cannot be made: a site makes it once its people have agreed."""
-        task(self.config, self.form)
+        task(self.config, self.image_spec)
 
     @classmethod
     def parse(cls, text: str) -> "Terms":
         """Return the terms in a server's message; raise UserError where this halfmoon does not understand them."""
-        if len(text) > limits.TERMS:
-            raise UserError(f"the server's terms have {size(len(text))}, of {size(limits.TERMS)} at most.")
+        if len(text) > limits.MAX_TERMS_BYTES:
+            raise UserError(
+                f"the server's terms have {format_bytes(len(text))}, of {format_bytes(limits.MAX_TERMS_BYTES)} at most."
+            )
         try:
             facts = header.parse_json(text)
             image = {field.name: _plain(facts["form"][field.name]) for field in fields(ImageSpec)}
             # None is a default: a file cannot say it.
             options = {option: value for option, value in facts["options"].items() if value is not None}
             values = {**facts["config"], "options": options}
-            strange = set(values) - shared() - {"options"}
+            strange = set(values) - shared_options() - {"options"}
             name, sites = facts["name"], tuple(facts["sites"])
             program = facts["program"]
-            other = bundle.difference(program)
+            other = bundle.describe_difference(program)
         except (ValueError, LookupError, TypeError, AttributeError) as error:
             raise UserError(f"the server's terms cannot be read ({type(error).__name__}).") from error
         if strange:
             raise UserError(f"the server's terms have an option {min(strange)!r} that this halfmoon does not know.")
         if other is not None:
             raise UserError(f"the server's terms are of another program than this site's: {other}.")
-        terms = cls.of(name, sites, ImageSpec(**image), values, "the terms")
+        terms = cls.from_options(name, sites, ImageSpec(**image), values, "the terms")
         if terms.program != program:
             theirs = program["plugins"] if isinstance(program["plugins"], dict) else {}
             others = [plugin for plugin in settings.origins(terms.config) if theirs.get(plugin.part) != plugin.sha256]
@@ -106,7 +110,7 @@ class Terms:
 
     @cached_property
     def program(self) -> dict[str, Any]:
-        return bundle.program({plugin.part: plugin.sha256 for plugin in settings.origins(self.config)})
+        return bundle.describe_program({plugin.part: plugin.sha256 for plugin in settings.origins(self.config)})
 
     @cached_property
     def text(self) -> str:
@@ -114,8 +118,8 @@ class Terms:
         facts = {
             "name": self.name,
             "sites": self.sites,
-            "form": asdict(self.form),
-            "config": {name: getattr(self.config, name) for name in shared()},
+            "form": asdict(self.image_spec),
+            "config": {name: getattr(self.config, name) for name in shared_options()},
             "options": self._options(),
             "program": self.program,
         }
@@ -132,32 +136,32 @@ class Terms:
 
     def sentence(self) -> str:
         """Return the terms in a sentence for the people at a site."""
-        channels, height, width = self.form.image
+        channels, height, width = self.image_spec.image
         config, rounds = self.config, settings.rounds_of(self.config)
         return (
             f"federation {self.name} ({self.hash[:8]}): {registry.entry(config.method).title} for {rounds} "
             f"rounds, {config.cohort} of {len(self.sites)} sites a round; images {height}x{width} with {channels} "
-            f"channel{'s' if channels > 1 else ''}; classes {', '.join(self.form.classes)}"
+            f"channel{'s' if channels > 1 else ''}; classes {', '.join(self.image_spec.classes)}"
         )
 
     def summary(self) -> TermsSummary:
         """Return the terms for the people at a site: a sentence, and every option that counts."""
         config, about, program = self.config, settings.helps(), self.program
-        names = [name for name in settings.kinds() if name in shared() and name != "method"]
+        names = [name for name in settings.kinds() if name in shared_options() and name != "method"]
         rows = [(name, toml.text(getattr(config, name)), about[name]) for name in names]
         rows += [(name, toml.text(value), f"an option of {config.method}") for name, value in self._options().items()]
-        count, frozen = limits.sizes(config, self.form)
+        count, frozen = limits.count_trained_and_frozen(config, self.image_spec)
         rows += [("halfmoon", program["halfmoon"], "the version that runs at the server and at every site")]
         rows += [("bundle", program["bundle"][:16], "hash of the app bundle, without code, that a site accepts")]
         rows += [(name, hash[:16], "hash of a plugin") for name, hash in program["plugins"].items()]
-        rows += [("numbers", f"{count:,}", f"of the network that are trained ({size(4 * count)})")]
+        rows += [("numbers", f"{count:,}", f"of the network that are trained ({format_bytes(4 * count)})")]
         if frozen:
             rows += [("frozen", f"{frozen:,}", "numbers of the weights that stay as they are, and never travel")]
         return TermsSummary(self.hash, self.sentence(), tuple(rows), self._brief(4 * count))
 
     def _brief(self, numbers: int) -> tuple[str, ...]:
         """Return ten lines for a person: what leaves, to whom, how long, and which defenses there are."""
-        config, rounds, (channels, height, width) = self.config, settings.rounds_of(self.config), self.form.image
+        config, rounds, (channels, height, width) = self.config, settings.rounds_of(self.config), self.image_spec.image
         kinds = {
             "the server sees only the sum of many sites (secure aggregation)": config.secure_aggregation,
             "noise hides what one site gives (differential privacy)": config.dp_clip is not None,
@@ -168,9 +172,9 @@ class Terms:
         outside = ", ".join(str(plugin) for plugin in settings.origins(config))
         return (
             f"Federation {self.name} asks this site to train one classifier with {len(self.sites) - 1} others.",
-            f"Classes: {', '.join(self.form.classes)}.",
+            f"Classes: {', '.join(self.image_spec.classes)}.",
             f"Here: {entry.title} trains on this site's images, made {height}x{width} with {channels} channel{many}.",
-            f"What leaves: the numbers of the trained network, {size(numbers)} or so a round, and counts of images.",
+            f"What leaves: the numbers of the trained network, {format_bytes(numbers)} or so a round, and counts of images.",
             "What never leaves: images, labels of single images, names of files and folders.",
             "To whom: the federation's server, which gives the average to all sites.",
             f"How long: {rounds} rounds, {config.cohort} of {len(self.sites)} sites in each; it ends by itself.",
@@ -180,8 +184,8 @@ class Terms:
         )
 
 
-def shared() -> set[str]:
-    return set(settings.kinds()) - LOCAL
+def shared_options() -> set[str]:
+    return set(settings.kinds()) - LOCAL_OPTIONS
 
 
 def _plain(value: Any) -> Any:
@@ -205,7 +209,7 @@ def _check_form(form: ImageSpec) -> None:
         raise UserError("image, classes, mean and std must be lists.")
     if type(form.mirror) is not bool:
         raise UserError(f"mirror is {toml.text(form.mirror)}: it must be true or false.")
-    sides = all(type(side) is int and 1 <= side <= LARGEST for side in image)
+    sides = all(type(side) is int and 1 <= side <= MAX_SIDE_PIXELS for side in image)
     if len(image) != 3 or not sides or image[0] not in (1, 3):
         raise UserError(
             f"image is {toml.text(image)}: it must be channels (1 or 3), height and width, such as [1, 28, 28]."
@@ -218,14 +222,14 @@ def _check_form(form: ImageSpec) -> None:
             raise UserError(f"{name} is {toml.text(values)}: it must be one number for each of {image[0]} channels.")
 
 
-def form_name(terms: Terms) -> str:
-    channels, height, width = terms.form.image
+def image_spec_name(terms: Terms) -> str:
+    channels, height, width = terms.image_spec.image
     return f"{height}x{width}x{channels}"
 
 
-def prepared_folder(folder: Path, out: Path, terms: Terms) -> SiteFolder | None:
+def open_prepared_folder(folder: Path, out: Path, terms: Terms) -> SiteFolder | None:
     """Return a folder that is decoded into `out` in the terms' form, else None."""
-    channels, height, width = terms.form.image
+    channels, height, width = terms.image_spec.image
     try:
         site = open_site(folder, out, preparation(terms.config).form)
     except UserError:
@@ -233,27 +237,27 @@ def prepared_folder(folder: Path, out: Path, terms: Terms) -> SiteFolder | None:
     return site if site.images is not None and site.images.shape[1:] == (height, width, channels) else None
 
 
-def decode(folder: Path, out: Path, terms: Terms) -> Prepared:
+def decode_folder(folder: Path, out: Path, terms: Terms) -> Prepared:
     """Decode a folder's images into `out`; raise UserError or OSError where they do not fit."""
-    channels, height, width = terms.form.image
-    limits.check_images(out, len(read(folder)), terms.form.image)
+    channels, height, width = terms.image_spec.image
+    limits.check_images_fit(out, len(read(folder)), terms.image_spec.image)
     options = preparation(terms.config)
     return prepare(folder, (height, width), channels, out, crop=options.crop, window=options.window)
 
 
-def labeled_images(folder: Path, terms: Terms, out: Path) -> Images:
+def load_labeled_images(folder: Path, terms: Terms, out: Path) -> Images:
     """Return a folder's labeled images, decoded into `out`; raise UserError where there are none."""
-    site = prepared_folder(folder, out, terms) or decode(folder, out, terms).site
+    site = open_prepared_folder(folder, out, terms) or decode_folder(folder, out, terms).site
     assert site.images is not None, "it was just prepared"
     rows = np.flatnonzero(site.labels >= 0)
     if not len(rows):
         raise UserError(f"{folder} has no labeled image: name some in its labels.csv.")
-    return Images(np.array(site.images[rows]), numbered(site, terms)[rows])
+    return Images(np.array(site.images[rows]), map_labels(site, terms)[rows])
 
 
-def numbered(site: SiteFolder, terms: Terms) -> np.ndarray:
+def map_labels(site: SiteFolder, terms: Terms) -> np.ndarray:
     """Return the labels by the terms' class numbers, -1 for none; raise `Impossible` for another class."""
-    classes = terms.form.classes
+    classes = terms.image_spec.classes
     used = {int(label) for label in np.unique(site.labels[site.labels >= 0])}
     strange = [name for number, name in enumerate(site.classes) if number in used and name not in classes]
     if strange:
@@ -264,7 +268,7 @@ def numbered(site: SiteFolder, terms: Terms) -> np.ndarray:
         )
         # The server hears no name of this site's classes.
         public = "it has labels of classes that the federation does not have; its own log names them."
-        raise Impossible(public) from UserError(words)
+        raise PermanentRefusal(public) from UserError(words)
     labels = site.labels.copy()
     for number in used:
         labels[site.labels == number] = classes.index(site.classes[number])

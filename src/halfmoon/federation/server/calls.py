@@ -17,8 +17,8 @@ from halfmoon.engine.driver import ClientContext
 from halfmoon.engine.evaluation import Tally
 from halfmoon.engine.sampling import Amount
 from halfmoon.federation.protocol import limits, messages
-from halfmoon.federation.protocol.messages import ECHO, Malformed, Refusal, Reply, Request
-from halfmoon.federation.protocol.tree_spec import TreeSpec, UplinkSpec
+from halfmoon.federation.protocol.messages import ECHOED_FIELDS, MalformedMessage, Refusal, Reply, Request
+from halfmoon.federation.protocol.tree_spec import TreeSpec, UploadProbe
 from halfmoon.federation.server.cohorts import Quarantine
 from halfmoon.federation.server.plan import Rules
 from halfmoon.federation.server.secure_sum import layout, sum_spec
@@ -112,7 +112,7 @@ class Inspection:
     shared: whether a site lets its own accuracy be shown.
     """
 
-    patterns: UplinkSpec | None = None
+    patterns: UploadProbe | None = None
     most: Callable[[ClientUpdate, str], tuple[Amount, int]] = lambda client_update, site: (Amount(0, 0, 0), 0)
     tests: Callable[[str], int] = lambda _: 0
     validations: Callable[[str], int] = lambda _: 0
@@ -162,7 +162,7 @@ class SiteCalls:
         """Return the usable replies to requests about a masked sum alone."""
         replies: dict[str, Reply] = {}
         for site, answer in self.exchange(requests, what).items():
-            reply = self.read(site, answer, requests[site], limits.weight([spec]))
+            reply = self.read(site, answer, requests[site], limits.max_message_bytes([spec]))
             if reply is None:
                 continue
             if fault := check_schema(reply.up, reply.samples, spec):
@@ -173,7 +173,7 @@ class SiteCalls:
 
     def plain_spec(self, context: ClientContext, down: Tree) -> TreeSpec:
         """Return the shape of the uploads that a masked query hides."""
-        spec = self.inspection.patterns and self.inspection.patterns.of(context, down)
+        spec = self.inspection.patterns and self.inspection.patterns.find_spec(context, down)
         if not spec:
             raise UserError("what sites would send cannot be found out, so that no masked sum of it can be read.")
         return spec
@@ -212,11 +212,13 @@ class SiteCalls:
         """Return the most bytes of an honest site's reply; `context` is None where its shape is not known."""
         patterns = self.inspection.patterns
         if patterns is None:
-            return messages.LARGEST
-        spec = None if context is None else patterns.of(context, down)
+            return messages.MAX_MESSAGE_BYTES
+        spec = None if context is None else patterns.find_spec(context, down)
         if spec is None and request.client_update:
-            return limits.unsure(network)
-        return limits.weight([spec or {}, limits.evaluation(network.classes) if request.evaluation else {}])
+            return limits.max_unknown_message_bytes(network)
+        return limits.max_message_bytes(
+            [spec or {}, limits.evaluation_spec(network.classes) if request.evaluation else {}]
+        )
 
     def read(self, site: str, answer: Answer, request: Request, most: int) -> Reply | None:
         result = self._read(site, answer, request, most)
@@ -229,14 +231,14 @@ class SiteCalls:
         if answer.reason:
             return self.refuse(site, answer.reason, request.round)
         try:
-            unparsed = messages.scan(content(answer.data), Reply, Refusal, limit=most)
+            unparsed = messages.scan_message(content(answer.data), Reply, Refusal, limit=most)
             message = unparsed.open()
-        except Malformed as error:
+        except MalformedMessage as error:
             return self.refuse(site, str(error), request.round)
         if isinstance(message, Refusal):
             self.say(f"{site} has no part in round {request.round + 1}: {message.reason[:500]}")
             return None
-        if any(getattr(request, name) != getattr(message, name) for name in ECHO):
+        if any(getattr(request, name) != getattr(message, name) for name in ECHOED_FIELDS):
             which = f"round {message.round + 1}, query {message.query + 1} ({message.client_update[:40]})"
             return self.refuse(site, f"it answers {which}", request.round)
         return message, unparsed.shape
@@ -273,7 +275,7 @@ class SiteCalls:
         patterns = self.inspection.patterns
         if patterns is not None:
             uplink = None if hidden else context.client_update.needs.uplink
-            spec = sum_spec(layout(self.plain_spec(context, down))) if hidden else patterns.of(context, down)
+            spec = sum_spec(layout(self.plain_spec(context, down))) if hidden else patterns.find_spec(context, down)
             fault = check_schema(reply.up, reply.samples, spec, uplink)
             fault = fault or check_counts(reply, *self.inspection.most(context.client_update, site), uplink)
             if fault is not None:
@@ -313,6 +315,6 @@ def _serialize(requests: Mapping[str, Request]) -> dict[str, bytes]:
         facts = repr(replace(request, down={}, evaluation={}, masks={})), *map(repr, map(list, trees.values()))
         key = (*facts, *((path, id(leaf)) for path, leaf in flatten(trees).items()))
         if key not in cache:
-            cache[key] = messages.write(request)
+            cache[key] = messages.write_message(request)
         mail[site] = cache[key]
     return mail

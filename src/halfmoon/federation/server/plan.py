@@ -13,7 +13,7 @@ from halfmoon.config.validation import defense
 from halfmoon.core import hubs, weight_files
 from halfmoon.core.errors import UserError, nearest
 from halfmoon.data.partition.split import Split
-from halfmoon.federation.protocol.terms import Terms, shared
+from halfmoon.federation.protocol.terms import Terms, shared_options
 from halfmoon.methods import registry
 from halfmoon.models.efficientnet import MEAN, STD
 from halfmoon.models.hubs import weights as published
@@ -109,7 +109,7 @@ def load(path: Path) -> Plan:
             f"attack is {whole.attack!r} in {path.name}, but hostile clients are made in simulations alone: leave "
             "attack and attackers out."
         )
-    values = {name: raw[name] for name in raw if name in shared() or name == "options"}
+    values = {name: raw[name] for name in raw if name in shared_options() or name == "options"}
     values.setdefault("aggregation", defense(whole, registry.entry))
     if whole.split is not None:  # it says where the labels are, and no option may
         values["labels_at"] = place_of(Split.load(settings.anchored(raw, path.parent)["split"]))
@@ -122,7 +122,7 @@ def load(path: Path) -> Plan:
     if values.get("network") in hubs.PRETRAINED:  # it brings them, as in a simulation
         means, deviations = MEAN[:channels], STD[:channels]
     form = ImageSpec(table.image, table.classes, table.mirror, means, deviations)  # type: ignore[arg-type] (checked by Terms)
-    terms = Terms.of(table.name or path.stem, table.sites, form, values, path.name)
+    terms = Terms.from_options(table.name or path.stem, table.sites, form, values, path.name)
     terms.check()
     if rules.images is not None and len(rules.images) != count:
         raise UserError(f"{TABLE}.images has {len(rules.images)} numbers, but there are {count} sites.")

@@ -22,19 +22,19 @@ from halfmoon.api.uploads import Upload
 from halfmoon.core.tree import Tree
 from halfmoon.engine.loop import TooFew
 from halfmoon.federation.protocol.messages import (
-    DEAL,
-    KEYS,
-    MASK,
-    REVEAL,
-    SESSION,
+    ANNOUNCE_KEYS,
+    DEAL_SHARES,
+    MASK_UPDATE,
+    REVEAL_SHARES,
+    SESSION_BYTES,
     Acceptance,
     Reply,
     Request,
-    from_rows,
-    scene_of,
-    to_rows,
+    make_sum_id,
+    split_rows,
+    stack_rows,
 )
-from halfmoon.federation.protocol.tree_spec import TreeSpec, fill
+from halfmoon.federation.protocol.tree_spec import TreeSpec, build_tree
 
 UPDATE = "update/"  # the path of the update in an upload that travels
 
@@ -59,36 +59,36 @@ class MaskedSum:
         sites = sorted(self.requests, key=self.numbers.__getitem__)
         cohort, names, signatures = self._announce(sites)
         keys = [self.keys[site].rjust(POINT, b"\0") for site in names]
-        masks = {"sites": torch.tensor(cohort.numbers), "keys": to_rows(cohort.keys)}
-        masks |= {"signatures": to_rows(signatures), "lasting": to_rows(keys)}
-        deal = {DEAL: {"asked": torch.tensor(cohort.members), **masks}}
+        masks = {"sites": torch.tensor(cohort.numbers), "keys": stack_rows(cohort.keys)}
+        masks |= {"signatures": stack_rows(signatures), "lasting": stack_rows(keys)}
+        deal = {DEAL_SHARES: {"asked": torch.tensor(cohort.members), **masks}}
         spec: TreeSpec = {"shares": ((len(names), masking.SEALED), torch.uint8)}
         replies = self.ask({site: self._sum_only(site, deal) for site in names}, spec, f"{self.what}, shares")
         self._enough(len(replies), "that have dealt shares", cohort.threshold)
         dealers = [site for site in names if site in replies]
-        self._shares = {site: from_rows(replies[site].up["shares"]) for site in dealers}
+        self._shares = {site: split_rows(replies[site].up["shares"]) for site in dealers}
         self._masking = masking.Masking(cohort, self._numbers(dealers))
-        mask = {MASK: {"sites": torch.tensor(self._masking.numbers)}}
+        mask = {MASK_UPDATE: {"sites": torch.tensor(self._masking.numbers)}}
         return {site: replace(self.requests[site], masks=mask) for site in dealers}
 
     def _announce(self, sites: Sequence[str]) -> tuple[masking.Cohort, list[str], list[bytes]]:
         able = [site for site in sites if site in self.keys]
         self._enough(len(able), "that could be asked", max(masking.LEAST, masking.threshold(len(sites))))
-        session = secrets.token_bytes(SESSION)
-        scene = scene_of(next(iter(self.requests.values())), session.hex())
-        question = {KEYS: {"session": to_rows([session])[0]}}
+        session = secrets.token_bytes(SESSION_BYTES)
+        sum_id = make_sum_id(next(iter(self.requests.values())), session.hex())
+        question = {ANNOUNCE_KEYS: {"session": stack_rows([session])[0]}}
         spec: TreeSpec = {"keys": ((masking.PUBLIC,), torch.uint8), "signature": ((SIGNATURE,), torch.uint8)}
         replies = self.ask({site: self._sum_only(site, question) for site in able}, spec, f"{self.what}, keys")
-        answers = {site: [from_rows(reply.up[leaf][None])[0] for leaf in spec] for site, reply in replies.items()}
-        names = [site for site in able if site in answers and self._sound(scene, site, *answers[site])]
+        answers = {site: [split_rows(reply.up[leaf][None])[0] for leaf in spec] for site, reply in replies.items()}
+        names = [site for site in able if site in answers and self._sound(sum_id, site, *answers[site])]
         keys, signatures = ([answers[site][at] for site in names] for at in (0, 1))
-        cohort = masking.Cohort(scene, self._numbers(sites), self._numbers(names), tuple(keys))
+        cohort = masking.Cohort(sum_id, self._numbers(sites), self._numbers(names), tuple(keys))
         self._enough(len(names), "whose keys are signed keys", max(masking.LEAST, cohort.threshold))
         return cohort, names, signatures
 
-    def _sound(self, scene: masking.Scene, site: str, keys: bytes, signature: bytes) -> bool:
+    def _sound(self, sum_id: masking.SumId, site: str, keys: bytes, signature: bytes) -> bool:
         """Say whether a site's keys are keys, and signed by it: the others would all refuse them."""
-        signed = signing.signed(self.keys[site], masking.announcement(scene, self.numbers[site], keys), signature)
+        signed = signing.signed(self.keys[site], masking.announcement(sum_id, self.numbers[site], keys), signature)
         return signed and masking.usable(keys)
 
     def total(self, replies: Mapping[str, Reply]) -> Tensor:
@@ -101,15 +101,15 @@ class MaskedSum:
         requests: dict[str, Request] = {}
         for site in there:
             place = parties.cohort.numbers.index(self.numbers[site])
-            shares = to_rows([own[place] for own in self._shares.values()])
-            requests[site] = self._sum_only(site, {REVEAL: {"survived": survived, "shares": shares}})
+            shares = stack_rows([own[place] for own in self._shares.values()])
+            requests[site] = self._sum_only(site, {REVEAL_SHARES: {"survived": survived, "shares": shares}})
         spec: TreeSpec = {"shares": ((len(parties.numbers), masking.WIDE), torch.uint8)}
         answers = self.ask(requests, spec, f"{self.what}, unmasking")
         self._enough(len(answers), "that have helped to take the masks off", parties.cohort.threshold)
         plain = {
             self.numbers[site]: {
                 number: int.from_bytes(share, "big")
-                for number, share in zip(parties.numbers, from_rows(reply.up["shares"]), strict=True)
+                for number, share in zip(parties.numbers, split_rows(reply.up["shares"]), strict=True)
             }
             for site, reply in answers.items()
         }
@@ -158,6 +158,6 @@ def uploads(context: AggregationContext, upload: TreeSpec, total: Tensor, like: 
     """Return for each client that answered an upload as if all had sent the mean of the updates."""
     change, weight = mean(total, like)
     count = len(context.clients)
-    blank = fill(upload, lambda shape, dtype: torch.zeros((), dtype=dtype).expand(count, *shape))
+    blank = build_tree(upload, lambda shape, dtype: torch.zeros((), dtype=dtype).expand(count, *shape))
     stacked = spread(Upload.of(blank), context, change, weight)
     return [stacked.at(place) for place in range(count)]

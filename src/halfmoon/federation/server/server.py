@@ -30,9 +30,16 @@ from halfmoon.engine.runtime import RuntimeSettings
 from halfmoon.engine.sampling import Amount
 from halfmoon.federation.protocol import limits
 from halfmoon.federation.protocol.log import EventLog
-from halfmoon.federation.protocol.messages import Final, Malformed, Receipt, Refusal, read, write
-from halfmoon.federation.protocol.terms import form_name, labeled_images
-from halfmoon.federation.protocol.tree_spec import UplinkSpec
+from halfmoon.federation.protocol.messages import (
+    FinalModel,
+    MalformedMessage,
+    Receipt,
+    Refusal,
+    read_message,
+    write_message,
+)
+from halfmoon.federation.protocol.terms import image_spec_name, load_labeled_images
+from halfmoon.federation.protocol.tree_spec import UploadProbe
 from halfmoon.federation.server.calls import Inspection, RunIdentity, SiteCalls
 from halfmoon.federation.server.cohorts import Quarantine
 from halfmoon.federation.server.plan import Plan
@@ -67,7 +74,7 @@ class FederationServer:
     @property
     def most(self) -> int:
         """The bytes that no answer of a site may have, whatever it is asked."""
-        return limits.unsure(factory.task(self.plan.config, self.plan.terms.form).network)
+        return limits.max_unknown_message_bytes(factory.task(self.plan.config, self.plan.terms.image_spec).network)
 
     def make(self) -> None:
         """Create the run's folder, or check it; raise UserError for all that could only fail later."""
@@ -134,7 +141,7 @@ class FederationServer:
         """Give the saved model to the sites that lack it."""
         terms = self.plan.terms
         saved = load_model(self.path / MODEL, network=terms.config.network)
-        own = tree.flatten(limits.abstract(factory.task(terms.config, terms.form).network))
+        own = tree.flatten(limits.make_meta_model(factory.task(terms.config, terms.image_spec).network))
         whole = tree.flatten({"params": saved.params, "stats": saved.stats})
         model = {"params": {}, "stats": {}, **tree.unflatten({path: whole[path].contiguous() for path in own})}
         hand_out(self._manager(post), names, self._final(saved.card, model), self.path, patience)
@@ -143,10 +150,10 @@ class FederationServer:
         """Return the message with the trained part, and a card of the terms, not of where the model lies."""
         terms = self.plan.terms
         text = json.dumps(replace(card, config=settings.text(terms.config)).render())
-        return write(Final(terms.hash, metadata.version("halfmoon"), text, model))
+        return write_message(FinalModel(terms.hash, metadata.version("halfmoon"), text, model))
 
     def _labeled(self, folder: Path) -> Images:
-        return labeled_images(folder, self.plan.terms, folder / HOME / form_name(self.plan.terms))
+        return load_labeled_images(folder, self.plan.terms, folder / HOME / image_spec_name(self.plan.terms))
 
     def _folder(self) -> RunFolder:
         terms = self.plan.terms
@@ -185,9 +192,9 @@ class FederationServer:
                 say(f"the sites' own test images: accuracy {tally.row()['accuracy']:.2%}")
                 results |= {"confusion": tally.confusion.tolist(), "accuracy": _accuracy(folder, tally, results)}
         place = {"federation": terms.hash, "sites": list(terms.sites)}
-        summary = assembly.summary(config, place, terms.form.classes, folder, results)
+        summary = assembly.summary(config, place, terms.image_spec.classes, folder, results)
         network, model = experiment.task.network.whole(results["model"])
-        card = assembly.card(config, terms.form, network, _config_text(self.plan))
+        card = assembly.card(config, terms.image_spec, network, _config_text(self.plan))
         names = [name for name in terms.sites if name not in self._register().sites]
         # Before the run ends: then nobody answers any more.
         hand_out(manager, names, self._final(card, results["model"]), self.path, rules.linger)
@@ -198,7 +205,7 @@ class FederationServer:
 
     def _experiment(self, manager: ClientManager, patience: float) -> Experiment:
         terms, config, rules = self.plan.terms, self.plan.config, self.plan.rules
-        task, views = factory.task(config, terms.form), factory.views(config, terms.form)
+        task, views = factory.task(config, terms.image_spec), factory.views(config, terms.image_spec)
         own = inputs(config, task, views, user_cache("features"))
         store = Store(cap=config.memory_cap * 1_000_000)
         place = factory.device(config)
@@ -272,7 +279,7 @@ def _inspection(
         return manager.acceptances[name].validations if parts[1] and name in manager.acceptances else 0
 
     return Inspection(
-        UplinkSpec(task, factory.views(config, terms.form), terms.form.image, config.seed),
+        UploadProbe(task, factory.views(config, terms.image_spec), terms.image_spec.image, config.seed),
         most,
         tests,
         validations,
@@ -297,7 +304,7 @@ def _accuracy(folder: RunFolder, tally: Tally, results: Row) -> Row:
 
 def _config_text(plan: Plan) -> str:
     terms = plan.terms
-    form = terms.form
+    form = terms.image_spec
     table = {
         "name": terms.name, "sites": terms.sites, "classes": form.classes, "image": form.image, "mirror": form.mirror,
         "mean": form.mean, "std": form.std, "hash": terms.hash,
@@ -385,12 +392,12 @@ def deliver(manager: ClientManager, names: Sequence[str], final: bytes, model: P
     for name, answer in manager.exchange(dict.fromkeys(names, final), "the final model").items():
         try:
             if answer.data is None:
-                raise Malformed(answer.reason)
-            reply = read(content(answer.data), Receipt, Refusal)
+                raise MalformedMessage(answer.reason)
+            reply = read_message(content(answer.data), Receipt, Refusal)
             if isinstance(reply, Refusal):
-                raise Malformed(reply.reason)
+                raise MalformedMessage(reply.reason)
             has.append(name)
-        except Malformed as error:
+        except MalformedMessage as error:
             missing[name] = str(error)
     manager.say(f"the final model is at {len(has)} of {len(names)} sites")
     for name, why in missing.items():

@@ -9,7 +9,15 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from halfmoon.core.errors import UserError
-from halfmoon.federation.protocol.messages import UNKNOWN, Acceptance, Malformed, Offer, Refusal, read, write
+from halfmoon.federation.protocol.messages import (
+    NOT_JOINED,
+    Acceptance,
+    MalformedMessage,
+    Offer,
+    Refusal,
+    read_message,
+    write_message,
+)
 from halfmoon.federation.protocol.terms import Terms
 from halfmoon.federation.server.transport import Clock, Connection, NodeIdentity, Spool, Spooled, Transport
 
@@ -53,8 +61,8 @@ class _Pending:
 
 def _unknown(data: bytes) -> bool:
     try:
-        return read(data, Refusal).kind == UNKNOWN
-    except Malformed:
+        return read_message(data, Refusal).kind == NOT_JOINED
+    except MalformedMessage:
         return False
 
 
@@ -249,7 +257,7 @@ class Membership:
         self.connected: set[int] = set()  # the nodes at the last poll, whether they have joined or not
         self.offers: dict[str, int] = {}  # by ticket the nodes that were asked to join and have not answered
         self.warnings: set[tuple[int, str]] = set()  # faults of nodes that the log has
-        self._offer = write(Offer(version, terms.text))
+        self._offer = write_message(Offer(version, terms.text))
         self._holders: Mapping[int, NodeIdentity] | None = None  # whose key each node has, where sites have keys
         self._since: dict[str, str] = {}  # when the process that joined had connected
         self._offer_times: dict[int, float] = {}  # when a node was last asked to join
@@ -326,8 +334,8 @@ class Membership:
         if data is None:
             return
         try:
-            answer = read(data, Acceptance, Refusal)
-        except Malformed as error:
+            answer = read_message(data, Acceptance, Refusal)
+        except MalformedMessage as error:
             self._warn(node, f"a site answered what cannot be read: {error}")
             return
         if isinstance(answer, Refusal):

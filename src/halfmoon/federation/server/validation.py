@@ -18,7 +18,7 @@ from halfmoon.core import tree
 from halfmoon.core.tree import Tree
 from halfmoon.engine.sampling import Amount
 from halfmoon.federation.protocol.messages import Reply
-from halfmoon.federation.protocol.tree_spec import TreeSpec, leaves
+from halfmoon.federation.protocol.tree_spec import TreeSpec, iterate_leaves
 
 FLOATS = {torch.float16, torch.bfloat16, torch.float32, torch.float64}
 WHOLES = {torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64}
@@ -51,7 +51,7 @@ def _faults(up: Any, samples: Any, pattern: TreeSpec | None, uplink: Uplink | No
     if not isinstance(up, dict) or not isinstance(samples, dict):
         yield "it is no tree of tensors"
         return
-    own = dict(leaves(up))
+    own = dict(iterate_leaves(up))
     statistics: set[tuple[str, ...]] = set()
     if uplink is not None:
         yield from _undeclared(up, uplink)

@@ -13,20 +13,20 @@ from halfmoon.storage import atomic_io
 
 T = TypeVar("T")
 
-SHARED = "share-accuracy"
+SHARE_ACCURACY_FILE = "share-accuracy"
 """The file in a site's home by which its people let its own accuracy stand beside the mean."""
 
-ENDED = "ended.json"  # the file in a site's home that says that its part is over, and why
+END_FILE = "ended.json"  # the file in a site's home that says that its part is over, and why
 
-OFFERED, AGREED = "offered.json", "agreed.json"
+OFFERED_FILE, AGREED_FILE = "offered.json", "agreed.json"
 """Files in a site's home: the terms that wait for a yes, and the hashes of those that have had one."""
 
-ANY = "any"
-PINNED = re.compile(r"any|[0-9a-f]{8,64}")  # values of `--terms`: `ANY`, or a hash or its beginning
+ANY_TERMS = "any"
+TERMS_CHOICE = re.compile(r"any|[0-9a-f]{8,64}")  # values of `--terms`: `ANY`, or a hash or its beginning
 
 
 @dataclass(frozen=True)
-class End:
+class ParticipationEnd:
     """The end of a site's part: the exit code of its process, and why it is over."""
 
     code: int
@@ -41,55 +41,55 @@ class Consent:
     """
 
     home: Path
-    terms: str = ANY
+    terms: str = ANY_TERMS
     methods: tuple[str, ...] = ()
 
-    def covers(self, hash: str) -> bool:
+    def agrees_to(self, hash: str) -> bool:
         if self.terms:
-            return self.terms == ANY or hash.startswith(self.terms)
-        return hash in agreements(self.home)
+            return self.terms == ANY_TERMS or hash.startswith(self.terms)
+        return hash in load_agreed_hashes(self.home)
 
-    def accepts(self, method: str) -> bool:
+    def accepts_method(self, method: str) -> bool:
         return not self.methods or method in self.methods
 
 
-def ask(home: Path, terms: TermsSummary) -> None:
-    atomic_io.replace(home / OFFERED, json.dumps(asdict(terms)).encode())
+def save_offer(home: Path, terms: TermsSummary) -> None:
+    atomic_io.replace(home / OFFERED_FILE, json.dumps(asdict(terms)).encode())
 
 
-def offer(home: Path) -> TermsSummary | None:
-    return _read(home / OFFERED, TypeAdapter(TermsSummary))
+def load_offer(home: Path) -> TermsSummary | None:
+    return _read(home / OFFERED_FILE, TypeAdapter(TermsSummary))
 
 
-def end(home: Path, code: int, reason: str) -> None:
-    atomic_io.replace(home / ENDED, json.dumps(asdict(End(code, reason))).encode())
+def save_end(home: Path, code: int, reason: str) -> None:
+    atomic_io.replace(home / END_FILE, json.dumps(asdict(ParticipationEnd(code, reason))).encode())
 
 
-def ending(home: Path) -> End | None:
-    return _read(home / ENDED, TypeAdapter(End))
+def load_end(home: Path) -> ParticipationEnd | None:
+    return _read(home / END_FILE, TypeAdapter(ParticipationEnd))
 
 
-def withdraw(home: Path) -> None:
-    (home / ENDED).unlink(missing_ok=True)
-    (home / OFFERED).unlink(missing_ok=True)
+def remove_pending(home: Path) -> None:
+    (home / END_FILE).unlink(missing_ok=True)
+    (home / OFFERED_FILE).unlink(missing_ok=True)
 
 
-def agreements(home: Path) -> list[str]:
-    return (_read(home / AGREED, TypeAdapter(dict[str, list[str]])) or {}).get("terms", [])
+def load_agreed_hashes(home: Path) -> list[str]:
+    return (_read(home / AGREED_FILE, TypeAdapter(dict[str, list[str]])) or {}).get("terms", [])
 
 
-def agree(home: Path, hash: str) -> None:
-    atomic_io.replace(home / AGREED, json.dumps({"terms": sorted({*agreements(home), hash})}).encode())
-    withdraw(home)
+def save_agreement(home: Path, hash: str) -> None:
+    atomic_io.replace(home / AGREED_FILE, json.dumps({"terms": sorted({*load_agreed_hashes(home), hash})}).encode())
+    remove_pending(home)
 
 
-def share_accuracy(home: Path, on: bool) -> None:
+def set_accuracy_sharing(home: Path, on: bool) -> None:
     """Write down whether the accuracy of a site may stand beside the mean of all."""
     if on:
         home.mkdir(parents=True, exist_ok=True)
-        (home / SHARED).touch()
+        (home / SHARE_ACCURACY_FILE).touch()
     else:
-        (home / SHARED).unlink(missing_ok=True)
+        (home / SHARE_ACCURACY_FILE).unlink(missing_ok=True)
 
 
 def _read(path: Path, kind: TypeAdapter[T]) -> T | None:

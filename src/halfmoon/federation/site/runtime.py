@@ -22,7 +22,7 @@ from halfmoon.engine.evaluation import Examples, Quality, tally
 from halfmoon.engine.local_clients import FederatedDataset, LocalClients, Training
 from halfmoon.engine.sampling import Amount
 from halfmoon.federation.protocol import limits
-from halfmoon.federation.protocol.log import size
+from halfmoon.federation.protocol.log import format_bytes
 from halfmoon.federation.protocol.messages import (
     OTHER_VERSION,
     RefusalError,
@@ -31,9 +31,16 @@ from halfmoon.federation.protocol.messages import (
     RoundKey,
     UnparsedMessage,
 )
-from halfmoon.federation.protocol.terms import Terms, decode, form_name, labeled_images, numbered, prepared_folder
-from halfmoon.federation.protocol.tree_spec import spec_of
-from halfmoon.federation.site.downlink_spec import DownlinkSpec
+from halfmoon.federation.protocol.terms import (
+    Terms,
+    decode_folder,
+    image_spec_name,
+    load_labeled_images,
+    map_labels,
+    open_prepared_folder,
+)
+from halfmoon.federation.protocol.tree_spec import make_tree_spec
+from halfmoon.federation.site.download_spec import DownloadSpecs
 from halfmoon.methods import registry
 from halfmoon.runs.budgets import budget
 from halfmoon.runs.factory import batch_rules, device, examples, method, task, views
@@ -48,7 +55,7 @@ _INSTEAD = "what was remembered before it counts; put it back from a backup."
 
 
 @dataclass(frozen=True)
-class Memory:
+class SiteMemory:
     """A `StateStore` of one client in the client update `at`, which goes on from `latest`; `warn` hears of damage."""
 
     folder: Path
@@ -87,14 +94,14 @@ class Memory:
         return []
 
 
-def settle(folder: Path, oldest: RoundKey | None) -> None:
+def prune_memories(folder: Path, oldest: RoundKey | None) -> None:
     """Remove what is older than `oldest`, from which the server may still go on; raises OSError."""
     for at, path in _files(folder):
         if oldest is not None and at < oldest:
             path.unlink(missing_ok=True)
 
 
-def round_key(numbers: Sequence[int]) -> RoundKey | None:
+def parse_round_key(numbers: Sequence[int]) -> RoundKey | None:
     """Return the client update that three numbers name, None for no numbers; raise `RefusalError` for others."""
     if not numbers:
         return None
@@ -120,7 +127,7 @@ def _files(folder: Path) -> list[tuple[RoundKey, Path]]:
     return sorted(((int(match[1]), int(match[2]), int(match[3])), path) for match, path in matches if match)
 
 
-NOTHING = ClientResult(Upload({}, torch.zeros(0)), {}, {}, Amount(0, 0, 0), (0, 0))
+EMPTY_RESULT = ClientResult(Upload({}, torch.zeros(0)), {}, {}, Amount(0, 0, 0), (0, 0))
 """The result of a request without a client update."""
 
 
@@ -132,12 +139,14 @@ class HeldOut(NamedTuple):
 
 
 @lru_cache(maxsize=4)
-def agreed_downlinks(text: str) -> DownlinkSpec:
+def compute_download_specs(text: str) -> DownloadSpecs:
     """Return what a server of these terms sends; it takes seconds, so that a process computes it once."""
     terms = Terms.parse(text)
-    config, form = terms.config, terms.form
+    config, form = terms.config, terms.image_spec
     shared = task(config, form)
-    return DownlinkSpec.of(method(config), shared, views(config, form), form.image, config.seed, len(terms.sites))
+    return DownloadSpecs.from_trial(
+        method(config), shared, views(config, form), form.image, config.seed, len(terms.sites)
+    )
 
 
 @dataclass
@@ -150,15 +159,15 @@ class SiteRuntime:
     local_clients: LocalClients
     version: str
     held_out: HeldOut = field(default_factory=HeldOut)
-    downlinks: DownlinkSpec = field(default_factory=lambda: DownlinkSpec({}, 0))
+    downlinks: DownloadSpecs = field(default_factory=lambda: DownloadSpecs({}, 0))
 
     @classmethod
-    def of(
+    def from_terms(
         cls, terms: Terms, number: int, images: np.ndarray, labels: np.ndarray, version: str, place: str = "auto"
     ) -> "SiteRuntime":
         """Return the site with images (N, H, W, C) and labels (-1: none); raise `RefusalError` for a misfit."""
         config = replace(terms.config, device=place)
-        shared = task(config, terms.form)
+        shared = task(config, terms.image_spec)
         labeled = labels >= 0
         entry = registry.entry(config.method)
         if config.labels_at == "server" and not entry.all_labels:
@@ -173,18 +182,18 @@ class SiteRuntime:
         rules, measure = batch_rules(config), budget(config, shared)
         for client_update in own.client_updates(shared).values():
             amount = measure.amount(rules[0], client_update, dataset.own(number), dataset.split_size(number))
-            fault = limits.check_update(client_update, amount, terms.form.image)
+            fault = limits.find_update_fault(client_update, amount, terms.image_spec.image)
             if fault is not None:
                 raise RefusalError(fault)
         training = Training(rules[0], measure, rules[1])
-        local_clients = LocalClients(dataset, views(config, terms.form), training, config.seed, memories)
+        local_clients = LocalClients(dataset, views(config, terms.image_spec), training, config.seed, memories)
         return cls(number, own, shared, local_clients, version)
 
-    def check_message(self, request: Request, unparsed: UnparsedMessage[Any]) -> None:
+    def check_request(self, request: Request, unparsed: UnparsedMessage[Any]) -> None:
         """Raise `RefusalError` for a request that this site does not answer; of its trees the header alone was read."""
         if request.round >= self.task.rounds:
             raise RefusalError(f"the server asks for round {request.round + 1} of {self.task.rounds}.")
-        down, evaluation = unparsed.pattern("down"), unparsed.pattern("evaluation")
+        down, evaluation = unparsed.tree_spec("down"), unparsed.tree_spec("evaluation")
         fault = self.downlinks.fault(request.client_update, down)
         if fault is not None or (down and not request.client_update):
             why = f": {fault}" if fault else ""
@@ -192,11 +201,11 @@ class SiteRuntime:
                 f"what the server sends for {request.client_update!r} is not what its method sends{why}."
             )
         network = self.task.network
-        if evaluation not in ({}, spec_of(limits.abstract(network))):
+        if evaluation not in ({}, make_tree_spec(limits.make_meta_model(network))):
             raise RefusalError("the model that the server sends for a test is not the one that was agreed on.")
-        most = limits.unsure(network)
+        most = limits.max_unknown_message_bytes(network)
         if request.client_update not in self.downlinks.specs and len(unparsed.data) > most:
-            raise RefusalError(f"the server sends {size(len(unparsed.data))}, of {size(most)} at most.")
+            raise RefusalError(f"the server sends {format_bytes(len(unparsed.data))}, of {format_bytes(most)} at most.")
 
     def counts(self) -> tuple[int, int]:
         rows = self.local_clients.dataset.split.labeled
@@ -207,7 +216,7 @@ class SiteRuntime:
         shared = self.task.at(request.round)
         evaluation = self.evaluate(request.evaluation) if request.evaluation else {}
         if not request.client_update:
-            return replace(Reply.of(request, self.version, NOTHING), up={}, evaluation=evaluation)
+            return replace(Reply.from_result(request, self.version, EMPTY_RESULT), up={}, evaluation=evaluation)
         client_updates = self.method.client_updates(shared)
         if request.client_update not in client_updates:
             raise RefusalError(
@@ -222,7 +231,7 @@ class SiteRuntime:
         # Its unlabeled rows have no labels to compare pseudo-labels with: nobody reads this.
         quality = Quality(shared.network.classes, 1.0, place)
         (result,) = local.update(context, [self.number], stage, request.down, {}, quality)
-        return replace(Reply.of(request, self.version, result), evaluation=evaluation)
+        return replace(Reply.from_result(request, self.version, result), evaluation=evaluation)
 
     def evaluate(self, model: Tree) -> Tree:
         """Return the `Reply.evaluation` of a model, {} where the site has no such images."""
@@ -293,12 +302,14 @@ class SiteImages:
         folder = self._decoded(terms, say)
         assert folder.images is not None, "it was just prepared"
         number = terms.sites.index(name)
-        site = SiteRuntime.of(terms, number, folder.images, numbered(folder, terms), version, self.device)
+        site = SiteRuntime.from_terms(terms, number, folder.images, map_labels(folder, terms), version, self.device)
         local, device = site.local_clients, site.local_clients.dataset.train.labels.device
         own = inputs(terms.config, site.task, local.views, self.home / "features", progress=_progress_printer(say))
         dataset = replace(local.dataset, train=own.trained(local.dataset.train))
         other = {
-            part: own.tested(examples(labeled_images(path, terms, self.home / f"{part}-{form_name(terms)}"), device))
+            part: own.tested(
+                examples(load_labeled_images(path, terms, self.home / f"{part}-{image_spec_name(terms)}"), device)
+            )
             for part, path in (("tests", self.tests), ("validations", self.validations))
             if path is not None
         }
@@ -307,10 +318,10 @@ class SiteImages:
 
     def _decoded(self, terms: Terms, say: Callable[[str], None]) -> SiteFolder:
         """Return the folder, decoded at home, or beside that where another form is at home already."""
-        if (folder := prepared_folder(self.folder, self.home, terms)) is not None:
+        if (folder := open_prepared_folder(self.folder, self.home, terms)) is not None:
             return folder
-        out = self.home / form_name(terms) if self._occupied() else self.home
-        result = decode(self.folder, out, terms)
+        out = self.home / image_spec_name(terms) if self._occupied() else self.home
+        result = decode_folder(self.folder, out, terms)
         if result.decoded:
             say(f"decoded {result.decoded:,} images; {len(result.left_out):,} cannot be read and are left out")
         return result.site

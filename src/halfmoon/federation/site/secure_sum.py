@@ -28,29 +28,29 @@ from halfmoon.aggregation.secure.fixed_point import check_upload, contribution
 from halfmoon.api.uploads import Upload
 from halfmoon.core.tree import Tree
 from halfmoon.federation.protocol.messages import (
-    DEAL,
-    KEYS,
-    LEAVES,
-    MASK,
-    REVEAL,
-    SESSION,
-    SITES,
+    ANNOUNCE_KEYS,
+    DEAL_SHARES,
+    MASK_UPDATE,
+    REVEAL_SHARES,
+    SESSION_BYTES,
+    SITE_TENSORS,
+    STAGE_TENSORS,
     RefusalError,
     Reply,
     Request,
-    from_rows,
-    scene_of,
-    to_rows,
+    make_sum_id,
+    split_rows,
+    stack_rows,
 )
 from halfmoon.federation.protocol.terms import Terms
 from halfmoon.federation.protocol.tree_spec import TreeSpec
-from halfmoon.federation.site.site_keys import KnownSites, read_private
+from halfmoon.federation.site.site_keys import KnownKeys, read_private_json
 from halfmoon.storage import atomic_io
 
 if TYPE_CHECKING:
     from cryptography.hazmat.primitives.asymmetric import ec
 
-SUMS, SECRET = "sums", "secret"
+SUMS_FOLDER, SECRET_FILE = "sums", "secret"
 """In a run's folder: notes of sums, and among them the secret of the one that is under way."""
 
 
@@ -67,7 +67,7 @@ def _faults(masks: TreeSpec, sites: int) -> Iterator[str]:
     if not masks:
         return
     stage = next(iter(masks)).split("/")[0]
-    leaves = LEAVES.get(stage, {})
+    leaves = STAGE_TENSORS.get(stage, {})
     if set(masks) != {f"{stage}/{name}" for name in leaves}:
         yield "it is about no stage of a sum"
         return
@@ -75,16 +75,16 @@ def _faults(masks: TreeSpec, sites: int) -> Iterator[str]:
         name = path.removeprefix(f"{stage}/")
         if kind is None or not kind[0] or (kind[0][1:], kind[1]) != leaves[name]:
             yield f"its {path} are none"
-        elif stage == KEYS and kind[0][0] != SESSION:
-            yield f"its {path} has {kind[0][0]} bytes, not {SESSION}"
-        elif stage != KEYS and not kind[0][0] <= sites:
+        elif stage == ANNOUNCE_KEYS and kind[0][0] != SESSION_BYTES:
+            yield f"its {path} has {kind[0][0]} bytes, not {SESSION_BYTES}"
+        elif stage != ANNOUNCE_KEYS and not kind[0][0] <= sites:
             yield f"its {path} are of {kind[0][0]} sites, and the federation has {sites}"
-    if len({kind[0][0] for path, kind in masks.items() if kind is not None and path.split("/")[1] in SITES}) > 1:
+    if len({kind[0][0] for path, kind in masks.items() if kind is not None and path.split("/")[1] in SITE_TENSORS}) > 1:
         yield "its keys are of other sites than it names"
 
 
 @dataclass(frozen=True)
-class Part:
+class SumParticipant:
     """The part of site `number` in the sums of one run; `folder` has their notes, `key` is its lasting key.
 
     With `even` it weighs 1. No sum has fewer than `least` sites: a server could leave an honest one alone with its own.
@@ -93,7 +93,7 @@ class Part:
     key: ec.EllipticCurvePrivateKey
     folder: Path
     number: int
-    sites: KnownSites
+    sites: KnownKeys
     even: bool
     least: int = masking.LEAST
 
@@ -101,35 +101,35 @@ class Part:
     def lasting(self) -> bytes:
         return signing.public(self.key.public_key())
 
-    def answer(self, request: Request, plain: Callable[[Request], Reply]) -> Reply:
+    def reply_to(self, request: Request, plain: Callable[[Request], Reply]) -> Reply:
         """Return the answer to a request, of which `plain` makes the visible part; raise `RefusalError`."""
         if not request.masks:
             if request.client_update:
                 raise RefusalError("the server asks for an upload of its own, but all agreed that it sees sums alone.")
             return plain(request)
         ((stage, masks),) = request.masks.items()
-        if (stage == MASK) != bool(request.client_update):
+        if (stage == MASK_UPDATE) != bool(request.client_update):
             raise RefusalError("the server asks for a client update and for the rest of a sum at once.")
-        notes = Notes(self.folder / SUMS, request)
-        if stage == MASK:
+        notes = ReplyLog(self.folder / SUMS_FOLDER, request)
+        if stage == MASK_UPDATE:
             return self._mask(request, notes, masks, plain)
-        answers = {KEYS: self._announce, DEAL: self._deal, REVEAL: self._reveal}
+        answers = {ANNOUNCE_KEYS: self._announce, DEAL_SHARES: self._deal, REVEAL_SHARES: self._reveal}
         return replace(plain(request), up=answers[stage](request, notes, masks))
 
-    def _announce(self, request: Request, notes: Notes, masks: Tree) -> Tree:
+    def _announce(self, request: Request, notes: ReplyLog, masks: Tree) -> Tree:
         session = masks["session"].numpy().tobytes().hex()
-        scene = scene_of(request, session)
-        secret = self._secret(scene)
-        if notes.has(DEAL) and notes.get("session") == session and secret.read() is None:
+        sum_id = make_sum_id(request, session)
+        secret = self._secret(sum_id)
+        if notes.has(DEAL_SHARES) and notes.get("session") == session and secret.read() is None:
             raise RefusalError("the server asks for keys of a sum that is over for this site.")
         keys = masking.announced(secret.begin())
         notes.begin(session)
-        signature = signing.sign(self.key, masking.announcement(scene, self.number, keys))
-        return {"keys": to_rows([keys])[0], "signature": to_rows([signature])[0]}
+        signature = signing.sign(self.key, masking.announcement(sum_id, self.number, keys))
+        return {"keys": stack_rows([keys])[0], "signature": stack_rows([signature])[0]}
 
-    def _deal(self, request: Request, notes: Notes, masks: Tree) -> Tree:
+    def _deal(self, request: Request, notes: ReplyLog, masks: Tree) -> Tree:
         """Return this site's shares for each of those whose keys are theirs."""
-        secret, scene = self._current(request, notes)
+        secret, sum_id = self._current(request, notes)
         cohort, numbers = self._numbers(masks["asked"]), self._numbers(masks["sites"])
         subject = f"the server asks for a sum of {len(cohort)} sites"
         if len(cohort) < masking.LEAST:
@@ -140,30 +140,30 @@ class Part:
             raise RefusalError("the server has keys of sites that are not in the sum.")
         if len(numbers) < (needed := masking.threshold(len(cohort))):
             raise RefusalError(f"{len(numbers)} sites of {len(cohort)} have keys, and {needed} are needed.")
-        keys, lasting = from_rows(masks["keys"]), [row.lstrip(b"\0") for row in from_rows(masks["lasting"])]
+        keys, lasting = split_rows(masks["keys"]), [row.lstrip(b"\0") for row in split_rows(masks["lasting"])]
         here = numbers.index(self.number)
         if keys[here] != masking.announced(secret) or lasting[here] != self.lasting:
             raise RefusalError("the server has other keys of this site than its own.")
-        for number, own, key, signature in zip(numbers, lasting, keys, from_rows(masks["signatures"]), strict=True):
-            if not signing.signed(own, masking.announcement(scene, number, key), signature):
+        for number, own, key, signature in zip(numbers, lasting, keys, split_rows(masks["signatures"]), strict=True):
+            if not signing.signed(own, masking.announcement(sum_id, number, key), signature):
                 name = self.sites.names[number]
                 raise RefusalError(f"the server has keys of {name} for this sum that {name} has not signed.")
         self.sites.check(dict(zip(numbers, lasting, strict=True)))
-        notes.once(DEAL, {"asked": list(cohort), "numbers": list(numbers), "keys": [key.hex() for key in keys]})
-        return {"shares": to_rows(self._party(request, notes).deal())}
+        notes.record_once(DEAL_SHARES, {"asked": list(cohort), "numbers": list(numbers), "keys": [key.hex() for key in keys]})
+        return {"shares": stack_rows(self._party(request, notes).deal())}
 
-    def _mask(self, request: Request, notes: Notes, masks: Tree, plain: Callable[[Request], Reply]) -> Reply:
+    def _mask(self, request: Request, notes: ReplyLog, masks: Tree, plain: Callable[[Request], Reply]) -> Reply:
         party = self._party(request, notes)
         numbers = self._numbers(masks["sites"])
         if not set(numbers) <= set(party.cohort.numbers):
             raise RefusalError("the server counts sites in that were not asked for shares.")
         if len(numbers) < party.cohort.threshold:
             raise RefusalError(f"{len(numbers)} sites have dealt shares, and {party.cohort.threshold} are needed.")
-        notes.once(MASK, list(numbers))
+        notes.record_once(MASK_UPDATE, list(numbers))
         reply = plain(request)
         vector = self._vector(request, reply.up, len(party.cohort.members))
         # Other values under the same masks would show by how much they differ.
-        notes.once("vector", atomic_io.digest(vector.tobytes()))
+        notes.record_once("vector", atomic_io.digest(vector.tobytes()))
         hidden = torch.from_numpy(party.mask(vector, masking.Masking(party.cohort, numbers)).view(np.int64))
         return replace(reply, up={"sum": hidden})
 
@@ -177,12 +177,12 @@ class Part:
         weight = 1.0 if self.even else float(upload.weight)
         return contribution({path: leaf[0] for path, leaf in changes.items()}, weight, clients).cpu().numpy()
 
-    def _reveal(self, request: Request, notes: Notes, masks: Tree) -> Tree:
+    def _reveal(self, request: Request, notes: ReplyLog, masks: Tree) -> Tree:
         """Return the shares that take the masks off: of one set of sites, once and for all. Then the sum is over."""
         if not notes.has("vector"):
             raise RefusalError("the server asks what takes masks off before this site has sent anything under one.")
-        numbers, survived = notes.get(MASK), sorted(masks["survived"].tolist())
-        count = len(notes.get(DEAL)["asked"])
+        numbers, survived = notes.get(MASK_UPDATE), sorted(masks["survived"].tolist())
+        count = len(notes.get(DEAL_SHARES)["asked"])
         needed = masking.threshold(count)
         if self.number not in survived or not set(survived) <= set(numbers) or len(set(survived)) < len(survived):
             raise RefusalError("the server names sites whose updates it cannot have, or leaves out this one's.")
@@ -192,43 +192,43 @@ class Part:
             )
         if len(masks["shares"]) != len(numbers):
             raise RefusalError("the server sends shares of other sites than those that have dealt them.")
-        shares = dict(zip(numbers, from_rows(masks["shares"]), strict=True))
+        shares = dict(zip(numbers, split_rows(masks["shares"]), strict=True))
         question = [survived, atomic_io.digest(b"".join(shares.values()))]
-        if not notes.has(REVEAL):
+        if not notes.has(REVEAL_SHARES):
             if notes.has("told"):  # in a sum of this client update that was begun before
-                notes.once("told", survived)
+                notes.record_once("told", survived)
             plain = self._party(request, notes).reveal(shares, frozenset(survived))
-            notes.once("told", survived)
+            notes.record_once("told", survived)
             answer = [plain[number].to_bytes(masking.WIDE, "big").hex() for number in numbers]
-            notes.once(REVEAL, {"asked": question, "answer": answer})
-        note = notes.get(REVEAL)
-        notes.once(REVEAL, {**note, "asked": question})
+            notes.record_once(REVEAL_SHARES, {"asked": question, "answer": answer})
+        note = notes.get(REVEAL_SHARES)
+        notes.record_once(REVEAL_SHARES, {**note, "asked": question})
         # The server gets the shares, so that they are no secret; all else is gone before they are.
-        erase(self.folder / SUMS / SECRET)
-        return {"shares": to_rows([bytes.fromhex(share) for share in note["answer"]])}
+        erase_file(self.folder / SUMS_FOLDER / SECRET_FILE)
+        return {"shares": stack_rows([bytes.fromhex(share) for share in note["answer"]])}
 
-    def _secret(self, scene: masking.Scene) -> SumSecret:
-        name = f"{scene.round}/{scene.attempt}/{scene.query}/{scene.session}"
-        return SumSecret(self.folder / SUMS / SECRET, name)
+    def _secret(self, sum_id: masking.SumId) -> SumSecret:
+        name = f"{sum_id.round}/{sum_id.attempt}/{sum_id.query}/{sum_id.session}"
+        return SumSecret(self.folder / SUMS_FOLDER / SECRET_FILE, name)
 
-    def _current(self, request: Request, notes: Notes) -> tuple[bytes, masking.Scene]:
+    def _current(self, request: Request, notes: ReplyLog) -> tuple[bytes, masking.SumId]:
         """Return the secret of the sum that is under way, and which one it is."""
         if not notes.has("session"):
             raise RefusalError("the server goes on with a sum that this site has not begun.")
-        scene = scene_of(request, notes.get("session"))
-        secret = self._secret(scene).read()
+        sum_id = make_sum_id(request, notes.get("session"))
+        secret = self._secret(sum_id).read()
         if secret is None:
             raise RefusalError("the server goes on with a sum that is over for this site: its keys are erased.")
-        return secret, scene
+        return secret, sum_id
 
-    def _party(self, request: Request, notes: Notes) -> masking.Party:
-        secret, scene = self._current(request, notes)
-        if not notes.has(DEAL):
+    def _party(self, request: Request, notes: ReplyLog) -> masking.Party:
+        secret, sum_id = self._current(request, notes)
+        if not notes.has(DEAL_SHARES):
             raise RefusalError("the server goes on with a sum for which this site has dealt no shares.")
-        note = notes.get(DEAL)
+        note = notes.get(DEAL_SHARES)
         keys = tuple(bytes.fromhex(key) for key in note["keys"])
         return masking.Party(
-            secret, self.number, masking.Cohort(scene, tuple(note["asked"]), tuple(note["numbers"]), keys)
+            secret, self.number, masking.Cohort(sum_id, tuple(note["asked"]), tuple(note["numbers"]), keys)
         )
 
     def _numbers(self, leaf: Tensor) -> tuple[int, ...]:
@@ -259,7 +259,7 @@ class SumSecret:
         """Return the secret, generated where this sum has none yet; that of any other sum is erased."""
         secret = self.read()
         if secret is None:
-            erase(self.path)
+            erase_file(self.path)
             secret = secrets.token_bytes(masking.KEY)
             self.path.parent.mkdir(parents=True, exist_ok=True)
             atomic_io.replace(self.path, secret + self.sum.encode(), private=True)
@@ -271,7 +271,7 @@ class SumSecret:
         return data[: masking.KEY] if data[masking.KEY :] == self.sum.encode() else None
 
 
-def erase(path: Path) -> None:
+def erase_file(path: Path) -> None:
     """Overwrite a file with zeros and remove it; flash memory may keep older copies. Raises OSError."""
     try:
         with atomic_io.opened(path, os.O_WRONLY) as handle:
@@ -283,17 +283,17 @@ def erase(path: Path) -> None:
     atomic_io.sync_folder(path.parent)
 
 
-def forget(folder: Path) -> None:
-    for path in folder.glob(f"*/{SUMS}/{SECRET}"):
-        erase(path)
+def erase_secrets(folder: Path) -> None:
+    for path in folder.glob(f"*/{SUMS_FOLDER}/{SECRET_FILE}"):
+        erase_file(path)
 
 
-class Notes:
+class ReplyLog:
     """A site's answers in the sums of one client update: one answer a stage, on the disk before it leaves."""
 
     def __init__(self, folder: Path, request: Request) -> None:
         self.path = folder / f"{request.round:06d}-{request.attempt:03d}-{request.query:03d}.json"
-        self._facts = read_private(self.path) or {}
+        self._facts = read_private_json(self.path) or {}
 
     def begin(self, session: str) -> None:
         """Forget the answers of another session, but not of which sites' sum shares were told."""
@@ -308,7 +308,7 @@ class Notes:
     def get(self, stage: str) -> Any:
         return self._facts[stage]
 
-    def once(self, stage: str, facts: Any) -> None:
+    def record_once(self, stage: str, facts: Any) -> None:
         """Write facts down, or raise `RefusalError` where there are others."""
         if stage not in self._facts:
             self._facts[stage] = facts

@@ -19,7 +19,7 @@ from halfmoon.storage import atomic_io
 if TYPE_CHECKING:
     from cryptography.hazmat.primitives.asymmetric import ec
 
-OWN, PEERS = "site.key", "site_keys.json"
+SITE_KEY_FILE, KNOWN_KEYS_FILE = "site.key", "site_keys.json"
 """In a site's home the key that it generates for itself; in a federation's folder the keys of the others."""
 
 
@@ -32,7 +32,7 @@ class KeyFiles:
 
     def load(self, home: Path) -> ec.EllipticCurvePrivateKey:
         """Return the site's lasting key, generated in its home where it has none; raise UserError."""
-        path = self.own or home / OWN
+        path = self.own or home / SITE_KEY_FILE
         data = atomic_io.read(path)
         if data is None:
             if self.own is not None:
@@ -48,7 +48,7 @@ class KeyFiles:
         return signing.public(self.load(home).public_key()).hex()
 
 
-def read_private(path: Path) -> dict[str, Any] | None:
+def read_private_json(path: Path) -> dict[str, Any] | None:
     """Return what a site has put down for itself, None where it has not; raise UserError for a damaged file."""
     facts = atomic_io.read_json(path)
     if facts is None and atomic_io.read(path) is not None:
@@ -76,7 +76,7 @@ def read_keys(path: Path) -> dict[str, bytes]:
 
 
 @dataclass(frozen=True)
-class KnownSites:
+class KnownKeys:
     """The keys of a federation's sites: from a `file` that people handed out, else those that came first."""
 
     names: Sequence[str]
@@ -89,15 +89,15 @@ class KnownSites:
         if self.file is not None:
             self._compare(read_keys(self.file), keys)
             return
-        path = self.folder / PEERS
-        before = read_private(path)
+        path = self.folder / KNOWN_KEYS_FILE
+        before = read_private_json(path)
         record = dict(before or {})
         for number, key in keys.items():
             name = self.names[number]
             if record.setdefault(name, key.hex()) != key.hex():
                 raise RefusalError(
-                    f"the server says that {name} has another key ({mark(key)}) than before. Where its people confirm "
-                    f"that, {PEERS} is removed here."
+                    f"the server says that {name} has another key ({fingerprint(key)}) than before. Where its people confirm "
+                    f"that, {KNOWN_KEYS_FILE} is removed here."
                 )
         if record == before:
             return
@@ -105,7 +105,9 @@ class KnownSites:
         atomic_io.replace(path, atomic_io.render(record), private=True)
         for number, key in keys.items():
             if self.names[number] not in (before or {}):
-                self.say(f"from now on the key of {self.names[number]} is {mark(key)}; its people can confirm that")
+                self.say(
+                    f"from now on the key of {self.names[number]} is {fingerprint(key)}; its people can confirm that"
+                )
 
     def _compare(self, listed: Mapping[str, bytes], keys: Mapping[int, bytes]) -> None:
         for number, key in keys.items():
@@ -114,12 +116,12 @@ class KnownSites:
                 which = "another key" if name in listed else "a key"
                 where = "than the file of keys says" if name in listed else "but the file of keys has none"
                 raise RefusalError(
-                    f"the server says that {name} has {which} ({mark(key)}) {where}. Where its people confirm it, the "
+                    f"the server says that {name} has {which} ({fingerprint(key)}) {where}. Where its people confirm it, the "
                     "server's people hand out a new file."
                 )
 
 
-def mark(key: bytes) -> str:
+def fingerprint(key: bytes) -> str:
     """Return a key's fingerprint."""
     try:
         return signing.fingerprint(key)

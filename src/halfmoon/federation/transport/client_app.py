@@ -18,11 +18,11 @@ from flwr.clientapp import ClientApp
 from halfmoon.config.schema import origins
 from halfmoon.core import weight_files
 from halfmoon.core.errors import UserError
-from halfmoon.federation.transport.link import unwrapped, wrapped
 from halfmoon.federation.server.plan import load
 from halfmoon.federation.site.client import SiteClient
-from halfmoon.federation.site.consent import ANY
+from halfmoon.federation.site.consent import ANY_TERMS
 from halfmoon.federation.site.site_keys import KeyFiles
+from halfmoon.federation.transport.link import unwrapped, wrapped
 
 PATHS = ("home", "tests", "validations", "key", "site-keys")
 FACTS = ("folder", "name", "device", "terms", "methods", "trusted", "weights", *PATHS)
@@ -39,7 +39,7 @@ def answer(message: Message, context: Context) -> Message:
         config = context.run_config
         facts |= _numbered(str(config["federation"]), str(config["sites"]), facts["partition-id"])
     client = _client(tuple(facts.get(word, "") for word in FACTS))
-    return Message(wrapped(client.answer(unwrapped(message.content))), reply_to=message)
+    return Message(wrapped(client.reply_to(unwrapped(message.content))), reply_to=message)
 
 
 @cache
@@ -50,7 +50,7 @@ def _client(values: tuple[str, ...]) -> SiteClient:
     for path in filter(None, facts["weights"].split(os.pathsep)):
         with suppress(UserError):  # terms that want it say what is missing
             weight_files.offer(Path(path))
-    return SiteClient.at(
+    return SiteClient.from_folder(
         Path(facts["folder"]),
         facts["name"],
         paths["home"],
@@ -68,4 +68,4 @@ def _client(values: tuple[str, ...]) -> SiteClient:
 def _numbered(federation: str, sites: str, number: str) -> dict[str, str]:
     terms = load(Path(federation)).terms  # of this very machine: what its file names may be loaded
     name, trusted = terms.sites[int(number)], [plugin.part for plugin in origins(terms.config)]
-    return {"name": name, "folder": str(Path(sites) / name), "terms": ANY, "trusted": " ".join(trusted)}
+    return {"name": name, "folder": str(Path(sites) / name), "terms": ANY_TERMS, "trusted": " ".join(trusted)}

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 from halfmoon.core.errors import UserError
-from halfmoon.federation.protocol.bundle import Foreign
+from halfmoon.federation.protocol.bundle import ForeignBundle
 
 T = TypeVar("T")
 
@@ -246,7 +246,7 @@ class Fleet:
         try:
             facts = self._run(run)
             if "agent" in str(facts.primary_task_type).lower():
-                raise Foreign("an agent of Flower")
+                raise ForeignBundle("an agent of Flower")
             return self._fab(facts.fab_hash, run).content
         except RunNotRunningException:
             return None

@@ -13,12 +13,12 @@ from pathlib import Path
 from typing import Literal
 
 from halfmoon.core.errors import UserError
+from halfmoon.federation.protocol.bundle import APPS, PROJECT_FILE, render_project
+from halfmoon.federation.protocol.log import EventLog, Tail
 from halfmoon.federation.transport.admission import ANSWER, KEYS, Admission
 from halfmoon.federation.transport.contact import Absent, Address, reach, trust
 from halfmoon.federation.transport.internals import ControlApi
 from halfmoon.federation.transport.processes import SERVER_APP, SUPEREXEC, SUPERLINK, Home, alone, require_flower, stop
-from halfmoon.federation.protocol.bundle import APPS, PROJECT, project
-from halfmoon.federation.protocol.log import EventLog, Tail
 from halfmoon.sites.keys import Access
 from halfmoon.storage import atomic_io, toml
 
@@ -172,7 +172,7 @@ def _write(server: Server) -> None:
         atomic_io.replace(server.run / DELIVERY, (json.dumps({**record, "again": True}) + "\n").encode())
     app = server.home.folder / "app"
     app.mkdir(exist_ok=True)
-    atomic_io.replace(app / PROJECT, project(server.apps).encode())
+    atomic_io.replace(app / PROJECT_FILE, render_project(server.apps).encode())
     atomic_io.replace(server.home.folder / RUN_CONFIG, run_config(server).encode())
     atomic_io.replace(server.home.folder / "config.toml", connection(server).encode())
     for script in (SUPERLINK, SERVER_APP):

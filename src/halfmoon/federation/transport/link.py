@@ -8,8 +8,8 @@ import httpx
 from flwr.app import Array, ArrayRecord, ConfigRecord, Message, MessageType, RecordDict
 from flwr.serverapp import Grid
 
-from halfmoon.federation.transport import internals
 from halfmoon.federation.server.transport import NodeIdentity, TransportReply
+from halfmoon.federation.transport import internals
 from halfmoon.storage import atomic_io
 
 NAME, HEAD, BODY = "message", "head", "body"

@@ -17,12 +17,12 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+from halfmoon.federation.protocol import bundle
+from halfmoon.federation.protocol.bundle import ForeignBundle
+from halfmoon.federation.protocol.log import EventLog
 from halfmoon.federation.transport import internals
 from halfmoon.federation.transport.internals import RECEIVING, REPLY, Fleet, Packet
 from halfmoon.federation.transport.processes import SUPERNODE, WORKER, command, enter, interruptible
-from halfmoon.federation.protocol import bundle
-from halfmoon.federation.protocol.bundle import Foreign
-from halfmoon.federation.protocol.log import EventLog
 from halfmoon.storage import atomic_io
 
 FILE, LOG = "node.json", "join.log"
@@ -95,8 +95,8 @@ class Checker:
                 content = fleet.bundle(run)
                 if content is None:  # its run is over, and nobody reads the answer
                     return None
-                bundle.check(content, self.apps)
-            except Foreign as error:
+                bundle.check_bundle(content, self.apps)
+            except ForeignBundle as error:
                 fault = str(error)
             if fault is not None and fault not in self._faults.values():
                 with suppress(OSError):  # a full disk: it is refused all the same

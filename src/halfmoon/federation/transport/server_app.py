@@ -11,10 +11,10 @@ from flwr.app import Context
 from flwr.serverapp import Grid, ServerApp
 
 from halfmoon.core.errors import UserError
-from halfmoon.federation.transport.link import GridPost
 from halfmoon.federation.protocol.log import EventLog
 from halfmoon.federation.server.plan import load
 from halfmoon.federation.server.server import LOG, FederationServer
+from halfmoon.federation.transport.link import GridPost
 from halfmoon.storage.run_folder import RunFolder
 
 app = ServerApp()

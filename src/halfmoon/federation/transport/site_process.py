@@ -10,14 +10,14 @@ from typing import Any, Protocol
 
 from halfmoon.config.schema import NAME
 from halfmoon.core.errors import UserError
+from halfmoon.federation.protocol.bundle import APPS
+from halfmoon.federation.protocol.log import EventLog, Tail, TermsSummary
+from halfmoon.federation.site import consent
+from halfmoon.federation.site.consent import TERMS_CHOICE
 from halfmoon.federation.transport.contact import Absent, Address, reach, trust
 from halfmoon.federation.transport.internals import LOST, REACHED, REASONS, RECEIVING, REPLY, UNKNOWN_KEY, private_key
 from halfmoon.federation.transport.node import FILE, LOG
 from halfmoon.federation.transport.processes import SUPERNODE, Home, alone, require_flower, stop
-from halfmoon.federation.protocol.bundle import APPS
-from halfmoon.federation.protocol.log import EventLog, Tail, TermsSummary
-from halfmoon.federation.site import consent
-from halfmoon.federation.site.consent import PINNED
 from halfmoon.storage import atomic_io
 
 EVERY = 0.2  # seconds between two looks at processes and logs
@@ -111,7 +111,7 @@ class Joining:
             from halfmoon.federation.site.site_keys import read_keys  # slow to import: it brings torch
 
             read_keys(self.site_keys)
-        if self.terms and not PINNED.fullmatch(self.terms):
+        if self.terms and not TERMS_CHOICE.fullmatch(self.terms):
             raise UserError(
                 f"--terms is {self.terms!r}: it must be the hash of the terms (8 to 64 digits of 0-9 and a-f, see "
                 "halfmoon site terms), or any."
@@ -148,7 +148,7 @@ def join(site: Joining, show: Callable[[str], None], person: Person | None = Non
         site.processes.prepare()
         site.processes.kill()  # what a site left behind that was killed
         atomic_io.replace(folder / FILE, atomic_io.render(facts(site)))
-        consent.withdraw(site.home)  # what another server offered, or this one before it changed
+        consent.remove_pending(site.home)  # what another server offered, or this one before it changed
         site.processes.log(SUPERNODE).write_bytes(b"")
         tail = Tail(site.home / LOG)
         try:
@@ -212,7 +212,7 @@ class _Member:
         while self.node.poll() is None:
             self._show()
             self._consider()
-            end = consent.ending(self.site.home)
+            end = consent.load_end(self.site.home)
             words = [*words, *self._read(log)][-200:]  # so it has the message that is the end
             if end is not None:
                 self._leave(end, [word for word in words if word in (RECEIVING, REPLY)][-1:] == [REPLY])
@@ -227,7 +227,7 @@ class _Member:
         self._show()
         time.sleep(self.pause)
 
-    def _leave(self, end: consent.End, complete: bool) -> None:
+    def _leave(self, end: consent.ParticipationEnd, complete: bool) -> None:
         """Raise `Ended` once the last answer is sent and the server has had time to see it."""
         if self.over is None or self.over[0] != complete:
             self.over = complete, time.monotonic()
@@ -267,7 +267,7 @@ class _Member:
 
     def _consider(self) -> None:
         """Show terms that wait for a yes, have a person asked, and write down the answer."""
-        offer = consent.offer(self.site.home)
+        offer = consent.load_offer(self.site.home)
         if offer != self.offer:
             self.offer = offer
             if offer is not None:
@@ -281,7 +281,7 @@ class _Member:
             return
         if not answer:
             raise Declined(f"{self.site.name} does not take part on the terms {self.offer.hash[:8]}.")
-        consent.agree(self.site.home, self.offer.hash)
+        consent.save_agreement(self.site.home, self.offer.hash)
         self._say(f"agreed to the terms {self.offer.hash}; the server asks again within half a minute")
         self.offer = None
 

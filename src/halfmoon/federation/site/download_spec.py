@@ -21,38 +21,38 @@ from halfmoon.core.tree import Tree
 from halfmoon.engine.driver import ClientContext
 from halfmoon.engine.sampling import Views
 from halfmoon.federation.protocol.header import DTYPES
-from halfmoon.federation.protocol.tree_spec import TreeSpec, UplinkSpec, fill, spec_of
+from halfmoon.federation.protocol.tree_spec import TreeSpec, UploadProbe, build_tree, make_tree_spec
 from halfmoon.storage.state_store import StateView, Store
 
-COHORTS, ROUNDS = (1, 5), 3
+TRIAL_COHORTS, TRIAL_ROUNDS = (1, 5), 3
 """Numbers of made-up clients, and of the rounds that they play: leaves that come later have come by then.
 
 Of a method that does something else every few rounds (`halfmoon.api.requirements`: `period`) the first such rounds are
 played after these.
 """
 
-FREE = -1
+ANY_COUNT = -1
 """In place of the first dimension of a leaf that counts something, such as the other clients who have sent a model."""
 
-NAMES = {dtype: name for name, dtype in DTYPES.items()}
+DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
 @dataclass(frozen=True)
-class DownlinkSpec:
+class DownloadSpecs:
     """By the name of a client update, the shapes of its downlink; a dimension that is `FREE` goes up to `sites`."""
 
     specs: Mapping[str, list[TreeSpec]]
     sites: int
 
     @classmethod
-    def of(
+    def from_trial(
         cls, method: Method, task: Task, views: Views, image: tuple[int, int, int], seed: int, sites: int
-    ) -> "DownlinkSpec":
+    ) -> "DownloadSpecs":
         """Return the shapes that a server of the method sends; nothing where one cannot be computed."""
         task = replace(task, upload_precision="float32")  # as the server computes with what comes
-        uplinks = UplinkSpec(task, views, image, seed)
+        uplinks = UploadProbe(task, views, image, seed)
         specs: dict[str, list[TreeSpec]] = {}
-        for clients in COHORTS:
+        for clients in TRIAL_COHORTS:
             trial = _Trial(uplinks, views, seed, clients)
             try:
                 trial.play(method, task)
@@ -64,11 +64,11 @@ class DownlinkSpec:
         return cls(specs, sites)
 
     @classmethod
-    def parse(cls, facts: Any, sites: int) -> "DownlinkSpec":
+    def from_json(cls, facts: Any, sites: int) -> "DownloadSpecs":
         return cls(_map(dict(facts), lambda kind: (tuple(kind[0]), DTYPES[kind[1]])), sites)
 
-    def facts(self) -> dict[str, Any]:
-        return _map(self.specs, lambda kind: [list(kind[0]), NAMES[kind[1]]])
+    def to_json(self) -> dict[str, Any]:
+        return _map(self.specs, lambda kind: [list(kind[0]), DTYPE_NAMES[kind[1]]])
 
     def fault(self, client_update: str, spec: TreeSpec) -> str | None:
         """Return how a downlink differs from the method's; None where it does not, or nothing is known."""
@@ -91,7 +91,7 @@ class DownlinkSpec:
         (shape, dtype), (sides, own_dtype) = kind, own
         if len(shape) != len(sides) or dtype != own_dtype:
             return False
-        if sides and sides[0] == FREE:
+        if sides and sides[0] == ANY_COUNT:
             return 1 <= shape[0] <= self.sites and shape[1:] == sides[1:]
         return shape == sides
 
@@ -111,7 +111,7 @@ class _Unknown(Exception):
 class _Trial:
     """A `halfmoon.api.types.Federation` of made-up clients, who send ones; `downlinks` records what each was sent."""
 
-    uplinks: UplinkSpec
+    uplinks: UploadProbe
     views: Views
     seed: int
     clients: int
@@ -124,7 +124,7 @@ class _Trial:
         try:
             server = method.start(task, task.network.init(rng.generator(self.seed, "model")))
             period = requirements_of(method, task.network.norm).period
-            for number in [*range(ROUNDS), *(k * period - 1 for k in (1, 2, 3) if period > ROUNDS)]:
+            for number in [*range(TRIAL_ROUNDS), *(k * period - 1 for k in (1, 2, 3) if period > TRIAL_ROUNDS)]:
                 # Beyond the last round the learning rate is not known, and does not matter.
                 at = replace(task.at(min(number, task.rounds - 1)), round=number)
                 self.client_updates, self.round = method.client_updates(at), number
@@ -139,12 +139,14 @@ class _Trial:
         ups: list[Tree] = []
         for place in range(len(self.answered)):
             whole = {**down, **tree.index(each or {}, place)}
-            self.downlinks.setdefault(client_update, []).append(spec_of(whole))
+            self.downlinks.setdefault(client_update, []).append(make_tree_spec(whole))
             context = ClientContext(self.client_updates[client_update], self.views, self.seed, self.round, 0)
-            spec = self.uplinks.of(context, whole)
+            spec = self.uplinks.find_spec(context, whole)
             if spec is None:
                 raise _Unknown
-            ups.append(fill(spec, lambda shape, dtype: torch.ones(shape, dtype=dtype)))  # no mean and no count is 0
+            ups.append(
+                build_tree(spec, lambda shape, dtype: torch.ones(shape, dtype=dtype))
+            )  # no mean and no count is 0
         return Upload.of(tree.stack(ups))
 
     def average(self, client_update: str, down: Tree) -> Upload:
@@ -172,4 +174,4 @@ def _merge(one: Any, other: Any) -> Any:
         return one
     if one is None or other is None or one[1] != other[1] or len(one[0]) != len(other[0]) or one[0][1:] != other[0][1:]:
         return ()
-    return ((FREE, *one[0][1:]), one[1])
+    return ((ANY_COUNT, *one[0][1:]), one[1])
