@@ -206,7 +206,7 @@ def test_a_folder_of_an_older_version_is_read_with_a_flag(finished: Path, tmp_pa
     (folder / integrity.SUMS).unlink()
     words = ["report", str(folder), "--out", str(tmp_path / "page.html")]
     assert cli.main(words) == 2
-    assert "say --unchecked" in capsys.readouterr().err
+    assert "use --unchecked" in capsys.readouterr().err
     assert cli.main([*words, "--unchecked"]) == 0
     assert "files without a checksum are not checked" in capsys.readouterr().err
     with integrity.unchecked():

@@ -1,31 +1,106 @@
-"""What goes wrong through a user's input, said in one sentence."""
+"""Errors that a user can repair, and helpers that word them."""
 
 import difflib
-from collections.abc import Iterable
+import re
+from collections.abc import Callable, Iterable
 
 
 class UserError(ValueError):
-    """A mistake in what the user gave; its message says what is wrong, where, and what to do."""
+    """A mistake in what the user gave. Its text says what is wrong, where, and what to do.
+
+    Users write options as flags (`--run-dir DIR`) or as Python keywords (`run_dir=DIR`). So that the text fits both,
+    write an option in `message` and `hint` as `{run_dir}`, or with a value as `{clients=2}`, and list the names in
+    `option`. Braces around any other text stay as they are, so paths and quoted errors need no escaping.
+
+    >>> error = UserError("it must be at least 1.", option="clients", value=0)
+    >>> str(error)
+    '--clients is 0: it must be at least 1.'
+    >>> error.in_python()
+    'clients is 0: it must be at least 1.'
+    >>> str(UserError("out/ is a file, not a folder", option="run_dir", hint="choose another {run_dir}."))
+    'out/ is a file, not a folder; choose another --run-dir.'
+
+    Args:
+        message: what is wrong and where.
+        option: the configuration name of the option at fault, or of all options that the text mentions, that one first.
+        value: the value that is refused; with it the text starts with the option and this value.
+        hint: what to do; it is appended after a semicolon, so `message` then has no full stop.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        option: str | tuple[str, ...] | None = None,
+        value: object = None,
+        hint: str | None = None,
+    ) -> None:
+        self.message = message
+        self.options = (option,) if isinstance(option, str) else option or ()
+        self.value = value
+        self.hint = hint
+        super().__init__(self.render(as_flag))
+
+    def in_python(self) -> str:
+        """Word the error with options as Python keywords."""
+        return self.render(as_keyword)
+
+    def render(self, write_option: Callable[[str, str], str]) -> str:
+        """Word the error.
+
+        Args:
+            write_option: returns an option as its user writes it, from its configuration name and its value ("" without
+                one); `as_flag` or `as_keyword`.
+        """
+        text = self.message
+        if self.hint is not None:
+            text = f"{text}; {self.hint}"
+        if self.options:
+            names = "|".join(map(re.escape, self.options))
+            text = re.sub(rf"{{({names})(?:=([^{{}}]*))?}}", lambda match: write_option(match[1], match[2] or ""), text)
+        if self.options and self.value is not None:
+            text = f"{write_option(self.options[0], '')} is {self.value}: {text}"
+        return text
 
 
-def check_least(owner: object, least: int, *names: str) -> None:
-    """Raise `UserError` for the first of these fields that is below `least`."""
+def as_flag(option: str, value: str = "") -> str:
+    """Write an option as on the command line: `--run-dir`, `--seeds 0 1`."""
+    flag = f"--{option.replace('_', '-')}"
+    return f"{flag} {value}" if value else flag
+
+
+def as_keyword(option: str, value: str = "") -> str:
+    """Write an option as a Python keyword: `run_dir`, `seeds=[0, 1]`, `loss="mse"`; capitals stand for a value."""
+    if not value:
+        return option
+    words = [word if word[0].isupper() or not word[0].isalpha() else f'"{word}"' for word in value.split()]
+    return f"{option}={words[0]}" if len(words) == 1 else f"{option}=[{', '.join(words)}]"
+
+
+def check_minimum(owner: object, minimum: int, *names: str) -> None:
+    """Check that attributes of `owner` are at least `minimum`.
+
+    Raises:
+        UserError: for the first one of `names` whose value is smaller.
+    """
     for name in names:
-        if (value := getattr(owner, name)) < least:
-            raise UserError(f"{name} is {value}: it must be at least {least}.")
+        value = getattr(owner, name)
+        if value < minimum:
+            raise UserError(f"{name} is {value}: it must be at least {minimum}.")
 
 
-def one_line(words: object) -> str:
-    return " ".join(str(words).split())
+def one_line(text: object) -> str:
+    """Join the lines of a text by single spaces."""
+    return " ".join(str(text).split())
 
 
-def install(extra: str) -> str:
-    """Return the command that installs an extra of halfmoon, which is on no package index yet."""
+def install_command(extra: str) -> str:
+    """Return the command that installs an extra of halfmoon, which is not on a package index yet."""
     return f"pip install -c constraints.txt '.[{extra}]' in a clone of halfmoon"
 
 
-def nearest(word: str, choices: Iterable[str]) -> str:
-    """Return `did you mean 'x'?` for the choice closest to `word`, or the list of choices."""
+def suggest(word: str, choices: Iterable[str]) -> str:
+    """Suggest the choice that is spelled most like `word` ("did you mean 'x'?"), or list all choices."""
     names = sorted(choices)
     close = difflib.get_close_matches(word, names, n=1, cutoff=0.5)
     return f"did you mean '{close[0]}'?" if close else f"choose one of: {', '.join(names)}."

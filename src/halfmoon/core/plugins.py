@@ -84,8 +84,9 @@ def load(name: str, kind: Kind) -> Any:
         raise UserError(f"{kind} {name!r} is no name of a part: write my_module:Name.")
     if _TRUSTED and name not in _TRUSTED[-1]:
         raise UserError(
-            f"{kind} {name} is code from outside halfmoon, which is not loaded because a file or a server names it: "
-            f"where you have it and trust it, give --{kind} {name}."
+            f"{kind} {name} is code from outside halfmoon, which is not loaded because a file or a server names it",
+            option=kind,
+            hint=f"if you have it and trust it, give {{{kind}={name}}}.",
         )
     where, _, path = name.partition(":")
     part: Any = _module(where, name, kind)

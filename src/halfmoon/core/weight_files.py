@@ -34,7 +34,9 @@ def find(name: str) -> Path:
         others = ", ".join(f"{path.name} has {each.removeprefix(PREFIX)[:16]}" for each, path in _OFFERED.items())
         raise UserError(
             f"the training starts from a file of weights with SHA-256 {name.removeprefix(PREFIX)}, which is not here"
-            f"{f' ({others})' if others else ''}: get it from the server's people, and give its path as --weights."
+            f"{f' ({others})' if others else ''}",
+            option="weights",
+            hint="get it from the people who run the server, and give its path as {weights}.",
         )
     return _OFFERED[name]
 

@@ -145,7 +145,11 @@ def _config(name: str, channels: int, classes: int, size: tuple[int, int]) -> An
     kind = facts.pop("model_type")
     auto = importlib.import_module("transformers").AutoConfig
     if "timm" in kind:
-        raise UserError(f"network {hubs.short_name(name)} stands for a network of timm: give --network timm:NAME.")
+        raise UserError(
+            f"network {hubs.short_name(name)} stands for a network of timm",
+            option="network",
+            hint="give {network=timm:NAME}.",
+        )
     base = auto.for_model(kind).to_dict()
     facts = {key: value for key, value in facts.items() if key in base and "backbone" not in key}
     drops = {key: 0.0 for key, value in {**base, **facts}.items() if "drop" in key and isinstance(value, int | float)}

@@ -282,8 +282,8 @@ def _new_module(network: ModuleNetwork) -> nn.Module:
     return module
 
 
-def _refusal(network: ModuleNetwork, why: str) -> UserError:
-    return UserError(f"network {network.factory} cannot be carried: {why}.")
+def _refusal(network: ModuleNetwork, reason: str, option: str | None = None) -> UserError:
+    return UserError(f"network {network.factory} cannot be used: {reason}.", option=option)
 
 
 def _check_layers(module: nn.Module, network: ModuleNetwork) -> None:
@@ -307,8 +307,12 @@ def _check_layers(module: nn.Module, network: ModuleNetwork) -> None:
         raise _refusal(network, "it has no parameters")
     frozen = [name for name, each in module.named_parameters() if not each.requires_grad]
     if frozen:
-        words = "leave it trainable and say --freeze instead, so that it neither travels nor is averaged"
-        raise _refusal(network, f"its parameter {frozen[0]} has requires_grad False; {words}")
+        raise _refusal(
+            network,
+            f"its parameter {frozen[0]} has requires_grad False; leave it trainable and list it in {{freeze}} instead, "
+            "so that it is neither sent nor averaged",
+            option="freeze",
+        )
 
 
 @lru_cache(maxsize=32)

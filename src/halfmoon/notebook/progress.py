@@ -141,7 +141,7 @@ def python_errors(call: Callable[P, R]) -> Callable[P, R]:
         try:
             return call(*args, **options)
         except UserError as error:
-            error.args = (in_python(str(error)),)
+            error.args = (in_python(error.in_python()),)
             raise
 
     return translated

@@ -127,8 +127,9 @@ class Checkpoints:
         if len(rounds) > 1 or (rounds and (self.path / f"{stem(rounds[0])}.json").exists()):
             what = "; ".join(f"{stem(bad)}: {why}" for bad, why in problems)
             raise UserError(
-                f"{self.path}: every checkpoint is damaged ({what}); restore one from a backup, "
-                "or start the run again in another --run-dir."
+                f"{self.path}: every checkpoint is damaged ({what})",
+                option="run_dir",
+                hint="restore one from a backup, or start the run again in another {run_dir}.",
             )
         # One file without its JSON is a first save that was killed: the run starts again.
         self._rewind(0, atomic_io.digest(b""))

@@ -84,11 +84,16 @@ def _locked(path: Path) -> locks.Lock:
         return locks.take(path / LOCK)
     except locks.Conflict as error:
         who = f" ({error.strerror})" if error.strerror and locks.OWNER in error.strerror else ""
-        raise Busy(f"another process is running in {path}{who}; wait for it, or choose another --run-dir.") from error
+        raise Busy(
+            f"another process is running in {path}{who}",
+            option="run_dir",
+            hint="wait for it, or choose another {run_dir}.",
+        ) from error
     except OSError as error:
         raise Unwritable(
-            f"{path}: the folder cannot be written ({atomic_io.reason(error)}); make it writable "
-            "or choose another --run-dir."
+            f"{path}: the folder cannot be written ({atomic_io.reason(error)})",
+            option="run_dir",
+            hint="make it writable or choose another {run_dir}.",
         ) from error
 
 

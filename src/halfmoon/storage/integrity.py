@@ -85,8 +85,9 @@ def sums(folder: Path) -> dict[str, str]:
         files = unseal(data)["files"]
     except (Unsealed, LookupError) as error:
         raise UserError(
-            f"{folder / SUMS} is damaged ({error}): put it back from a backup, or remove it and say --unchecked to "
-            "take the folder as it is."
+            f"{folder / SUMS} is damaged ({error})",
+            option="unchecked",
+            hint="put it back from a backup, or remove it and use {unchecked} to read the folder as it is.",
         ) from error
     return {str(name): str(value) for name, value in files.items()}
 
@@ -124,8 +125,9 @@ def check(folder: Path, *names: str) -> None:
         if name not in sums_by_name:
             if not _UNCHECKED[-1] and (folder / name).exists() and _begun(folder):
                 raise UserError(
-                    f"{folder / SUMS} has no checksum of {name}, which may have been changed: put {SUMS} back from a "
-                    "backup, or say --unchecked to take the folder as it is."
+                    f"{folder / SUMS} has no checksum of {name}, which may have been changed",
+                    option="unchecked",
+                    hint=f"put {SUMS} back from a backup, or use {{unchecked}} to read the folder as it is.",
                 )
             continue
         try:
@@ -167,7 +169,9 @@ def check_run(folder: Path) -> None:
         if atomic_io.digest((atomic_io.read(folder / METRICS) or b"")[:length]) != digest:
             raise UserError(
                 f"{folder / METRICS} was changed since it was written (its first {length} bytes are not those that "
-                f"{name} saw): restore it, or start the run again in another --run-dir."
+                f"{name} recorded)",
+                option="run_dir",
+                hint=f"restore it, {_OR_RESTART}.",
             )
         return
 
@@ -197,7 +201,11 @@ class Appended:
         """Return what is in the file; raise UserError where it is not what was written."""
         data = atomic_io.read(self.path) or b""
         if atomic_io.digest(data) != self.digest:
-            raise UserError(f"{self.path} was changed while the run was playing: restore it, {_AGAIN}.")
+            raise UserError(
+                f"{self.path} was changed while the run was in progress",
+                option="run_dir",
+                hint=f"restore it, {_OR_RESTART}.",
+            )
         return data
 
     def rewind(self, length: int, digest: str) -> None:
@@ -205,18 +213,21 @@ class Appended:
         data = atomic_io.read(self.path) or b""
         if len(data) < length:
             raise UserError(
-                f"{self.path} has {len(data)} bytes, but the checkpoint was written at {length}: rows are missing; "
-                f"restore the file, {_AGAIN}."
+                f"{self.path} has {len(data)} bytes, but the checkpoint was written at {length}: rows are missing",
+                option="run_dir",
+                hint=f"restore the file, {_OR_RESTART}.",
             )
         self._hash = hashlib.sha256(data[:length])
         if self.digest != digest:
             raise UserError(
                 f"{self.path} was changed since it was written (its first {length} bytes are not those that the "
-                f"checkpoint saw): restore it, {_AGAIN}."
+                "checkpoint recorded)",
+                option="run_dir",
+                hint=f"restore it, {_OR_RESTART}.",
             )
 
 
-_AGAIN = "or start the run again in another --run-dir"
+_OR_RESTART = "or start the run again in another {run_dir}"
 
 
 def object_of(path: Path) -> dict[str, Any] | None:

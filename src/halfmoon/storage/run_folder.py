@@ -66,23 +66,30 @@ class RunFolder:
             if not path.exists():
                 return
             if not path.is_dir():
-                raise UserError(f"{path} is a file, not a folder; choose another --run-dir.")
+                raise UserError(
+                    f"{path} is a file, not a folder", option="run_dir", hint="choose another {run_dir}."
+                )
             head = atomic_io.read_json(path / RUN)
             others = {e.name for e in path.iterdir()} - _BEGUN
             if head is None or not others:
                 # Without others: empty, or a creation that was killed before its config.toml.
                 if others:
-                    raise UserError(f"{path} is not empty and holds no run; choose another --run-dir.")
+                    raise UserError(
+                        f"{path} is not empty and holds no run", option="run_dir", hint="choose another {run_dir}."
+                    )
                 return
             if head.get("identity") != identity:
                 raise UserError(
                     f"{path} holds a run of another configuration ({str(head.get('identity'))[:8]}, this one is "
-                    f"{identity[:8]}); choose another --run-dir, or `{resume_command(path)}` to go on with that one."
+                    f"{identity[:8]})",
+                    option="run_dir",
+                    hint=f"choose another {{run_dir}}, or `{resume_command(path)}` to go on with that one.",
                 )
             state = "an unfinished" if atomic_io.read_json(path / SUMMARY) is None else "a finished"
             raise UserError(
-                f"{path} holds {state} run of this configuration; `{resume_command(path)}` goes on with it, "
-                "or choose another --run-dir."
+                f"{path} holds {state} run of this configuration",
+                option="run_dir",
+                hint=f"`{resume_command(path)}` goes on with it, or choose another {{run_dir}}.",
             )
 
     @staticmethod
@@ -107,7 +114,9 @@ class RunFolder:
         if atomic_io.digest(config) != head.get("config"):
             raise UserError(
                 f"{path}: {CONFIG} was changed, so the folder belongs to another configuration "
-                f"(it was made for {head['identity'][:8]}); undo the change, or start a run in another --run-dir."
+                f"(it was made for {head['identity'][:8]})",
+                option="run_dir",
+                hint="undo the change, or start a run in another {run_dir}.",
             )
         try:
             return cls(path, config.decode(), head["identity"])
@@ -209,5 +218,7 @@ def _making(path: Path) -> Iterator[None]:
         yield
     except OSError as error:
         raise Unwritable(
-            f"{path}: the run folder cannot be made ({atomic_io.reason(error)}); choose another --run-dir."
+            f"{path}: the run folder cannot be made ({atomic_io.reason(error)})",
+            option="run_dir",
+            hint="choose another {run_dir}.",
         ) from error
