@@ -66,9 +66,7 @@ class RunFolder:
             if not path.exists():
                 return
             if not path.is_dir():
-                raise UserError(
-                    f"{path} is a file, not a folder", option="run_dir", hint="choose another {run_dir}."
-                )
+                raise UserError(f"{path} is a file, not a folder", option="run_dir", hint="choose another {run_dir}.")
             head = atomic_io.read_json(path / RUN)
             others = {e.name for e in path.iterdir()} - _BEGUN
             if head is None or not others:
