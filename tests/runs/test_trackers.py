@@ -14,7 +14,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 import halfmoon
 from halfmoon.cli import main as cli
-from halfmoon.core.errors import install
+from halfmoon.core.errors import install_command
 from halfmoon.engine.loop import Row
 from halfmoon.runs import runner
 from halfmoon.runs.callbacks import RunInfo
@@ -252,7 +252,7 @@ def test_without_the_extra_a_sentence_says_what_to_install(tmp_path, monkeypatch
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
     assert cli.main(["run", "--tracker", "tensorboard"]) == 2
     said = capsys.readouterr().err
-    assert said == f"halfmoon: TensorBoard is not installed; {install('tensorboard')} to use it.\n"
+    assert said == f"halfmoon: TensorBoard is not installed; {install_command('tensorboard')} to use it.\n"
     assert list(tmp_path.iterdir()) == []
 
 

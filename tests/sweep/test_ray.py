@@ -15,7 +15,7 @@ import pytest
 from sweep_scenes import RECIPE, played
 
 from halfmoon.cli import main as cli
-from halfmoon.core.errors import UserError, install
+from halfmoon.core.errors import UserError, install_command
 from halfmoon.engine.loop import Row
 from halfmoon.runs.callbacks import NullCallback, RunInfo
 from halfmoon.sweeps import ray_engine
@@ -169,7 +169,7 @@ def test_no_ray_and_no_cluster_are_sentences(mine, monkeypatch, capsys):
     words = ["sweep", "mine.toml", "--engine", "ray", "--ray-address", "10.0.0.1:6379"]
     monkeypatch.setitem(sys.modules, "ray", None)
     assert cli.main(words) == 2
-    assert capsys.readouterr().err == f"halfmoon: Ray is not installed; {install('ray')} to use it.\n"
+    assert capsys.readouterr().err == f"halfmoon: Ray is not installed; {install_command('ray')} to use it.\n"
 
     def init(**given: Any) -> None:
         raise ConnectionError(f"Could not find {given['address']}.\n  Check it")

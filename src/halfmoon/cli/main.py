@@ -21,7 +21,7 @@ from halfmoon.cli.commands import base, data, federation, methods, paged, privac
 from halfmoon.config import preset, retired
 from halfmoon.config import schema as settings
 from halfmoon.config.schema import Config
-from halfmoon.core.errors import UserError, nearest
+from halfmoon.core.errors import UserError, suggest
 from halfmoon.storage import toml
 
 if TYPE_CHECKING:
@@ -111,7 +111,7 @@ def _main(words: list[str]) -> int:
     _refuse_removed_command(words, commands)
     if words and not words[0].startswith("-") and words[0] not in commands:
         near = OTHER_NAMES.get(words[0])
-        hint = f"did you mean {near!r}?" if near else nearest(words[0], commands)
+        hint = f"did you mean {near!r}?" if near else suggest(words[0], commands)
         raise UserError(f"unknown command {words[0]!r}: {hint}")
     if words and words[0] in base.TRAINED and any(word.split("=")[0] == "--model" for word in words):
         raise base.model_first(words[0])
@@ -123,7 +123,7 @@ def _main(words: list[str]) -> int:
     if rest:
         raise base.leftover(args, rest, commands)
     if args.command is None:
-        raise UserError(f"no command is given: {nearest('', commands)}")
+        raise UserError(f"no command is given: {suggest('', commands)}")
     args.words = words
     return base.reading(args, args.do)
 

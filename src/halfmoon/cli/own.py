@@ -14,7 +14,7 @@ from halfmoon.config import preset
 from halfmoon.config import schema as settings
 from halfmoon.config.schema import Config
 from halfmoon.core import hubs
-from halfmoon.core.errors import UserError, nearest
+from halfmoon.core.errors import UserError, suggest
 from halfmoon.core.plugins import folder_of
 
 if TYPE_CHECKING:
@@ -189,7 +189,7 @@ def _of_federation(folders: Sequence[Path], table: Mapping[str, Any], file: Path
     for folder in folders:
         if folder.resolve().name not in names:
             raise UserError(
-                f"{folder} is called as no site of {file.name}: {nearest(folder.resolve().name, names)} Folders are "
+                f"{folder} is called as no site of {file.name}: {suggest(folder.resolve().name, names)} Folders are "
                 "known by their names."
             )
     return list(folders)

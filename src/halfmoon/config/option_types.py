@@ -8,7 +8,7 @@ from typing import Any, Literal, Union, cast, get_args, get_origin
 
 from pydantic import TypeAdapter, ValidationError
 
-from halfmoon.core.errors import UserError, nearest, one_line
+from halfmoon.core.errors import UserError, one_line, suggest
 from halfmoon.storage import toml
 
 MOST_SHOWN = 120
@@ -71,7 +71,7 @@ def typed(subject: str, kind: Any, value: Any) -> Any:
 def _refuse(subject: str, kind: Any, value: Any) -> Any:
     choices = [choice for member in members(kind) if get_origin(member) is Literal for choice in get_args(member)]
     if choices and isinstance(value, str) and int not in members(kind):
-        raise UserError(f"{subject} is {value!r}: {nearest(value, choices)}")
+        raise UserError(f"{subject} is {value!r}: {suggest(value, choices)}")
     words = one_line(toml.text(value))
     words = words if len(words) <= MOST_SHOWN else f"{words[:MOST_SHOWN]} ..."
     raise UserError(f"{subject} is {words}: it must be {expected(kind)}.")

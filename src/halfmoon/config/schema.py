@@ -26,7 +26,7 @@ from halfmoon.config.preset import AMOUNTS, SCENARIO, SOLVED, check_preset, coho
 from halfmoon.config.sections import SECTIONS
 from halfmoon.config.validation import check, check_cohort, defense
 from halfmoon.core import hubs, plugins, weight_files
-from halfmoon.core.errors import UserError, nearest
+from halfmoon.core.errors import UserError, suggest
 from halfmoon.storage import toml
 
 SETTINGS = (
@@ -128,7 +128,7 @@ def _typed(subject: str, name: str, value: Any) -> Any:
         if plugins.is_module(value):
             part = "make" if kind == "network" else "rule"
             raise UserError(f"{subject} is {value!r}, a module: name its function too, such as {value}:{part}.")
-        raise UserError(f"{subject} is {value!r}: {nearest(value, [*choices, *plugins.announced(kind)])}")
+        raise UserError(f"{subject} is {value!r}: {suggest(value, [*choices, *plugins.announced(kind)])}")
     return value
 
 
@@ -416,8 +416,8 @@ def unknown_option(name: str, file: Path | str | None) -> UserError:
         return error
     if file is None:
         flags = [f"--{_flag(each)}" for each in helps()]
-        return UserError(f"unknown option '--{_flag(name)}': {nearest(f'--{_flag(name)}', flags)}")
-    return UserError(f"unknown option {name!r} in {Path(file).name}: {nearest(name, helps())}")
+        return UserError(f"unknown option '--{_flag(name)}': {suggest(f'--{_flag(name)}', flags)}")
+    return UserError(f"unknown option {name!r} in {Path(file).name}: {suggest(name, helps())}")
 
 
 def _check_split(settings: Mapping[str, Any]) -> None:

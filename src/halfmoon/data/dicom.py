@@ -17,7 +17,7 @@ from typing import Any, BinaryIO
 import numpy as np
 from PIL import Image
 
-from halfmoon.core.errors import UserError, install, one_line
+from halfmoon.core.errors import UserError, install_command, one_line
 from halfmoon.data.preparation import MOST_PIXELS, STRIP, extremes
 
 SUFFIXES = (".dcm", ".dicom")
@@ -226,7 +226,7 @@ def _opened(data: BinaryIO, place: str) -> Any:
     try:
         pydicom = import_module("pydicom")  # an extra, needed here only
     except ImportError as error:
-        raise UserError(f"{place} is a DICOM file: {install('dicom')} to read it.") from error
+        raise UserError(f"{place} is a DICOM file: {install_command('dicom')} to read it.") from error
     try:
         return pydicom.dcmread(data, stop_before_pixels=True)
     except Exception as error:  # whatever a damaged file makes it raise
@@ -238,7 +238,7 @@ def _undecoded(file: Any, place: str, error: Exception) -> str:
     words = one_line(error)
     syntax = file.file_meta.get("TransferSyntaxUID")
     if "missing" in words and "dependencies" in words:
-        return f"{place}: its pixels are compressed ({syntax.name}): {install('dicom')} to read them."
+        return f"{place}: its pixels are compressed ({syntax.name}): {install_command('dicom')} to read them."
     if "exceptions were raised by all" in words:  # a list of what each decoder says
         return f"{place}: no decoder can read its pixels ({syntax.name}); convert, replace or remove it."
     return f"{place}: its pixels cannot be read ({words[:200]}); replace or remove it."

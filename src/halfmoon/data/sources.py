@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
-from halfmoon.core.errors import UserError, nearest
+from halfmoon.core.errors import UserError, suggest
 from halfmoon.data.datasets import DATASETS, DatasetInfo
 from halfmoon.data.images import UNKNOWN, Images, Source, statistics
 from halfmoon.data.partition.primitives import apportion, stream, take_labeled
@@ -72,7 +72,7 @@ def load(
     elif re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", name):
         train, tests, classes = hub.read(name, test, how=how)
     else:
-        raise UserError(f"no data set or folder is called {name!r}; {nearest(name, names())}")
+        raise UserError(f"no data set or folder is called {name!r}; {suggest(name, names())}")
     if classes is None:
         classes = info.classes if info else _numbered(name, train.labels)
     if info:
@@ -125,7 +125,7 @@ def _folder(name: str, data_dir: Path | None, info: DatasetInfo | None) -> Path 
     for place in (data_dir / name, Path(name)):
         if place.is_dir():
             return place
-    raise UserError(f"{data_dir}: it has no folder {name}; {nearest(name, names())}")
+    raise UserError(f"{data_dir}: it has no folder {name}; {suggest(name, names())}")
 
 
 def _official(folder: Path, name: str) -> str | None:

@@ -34,7 +34,7 @@ from halfmoon.api.types import Batch, ClientUpdate, Federation, Local, Needs, Ps
 from halfmoon.api.uploads import Uplink, Upload
 from halfmoon.core import padding, tree
 from halfmoon.core.autodiff import grad_and_value
-from halfmoon.core.errors import check_least
+from halfmoon.core.errors import check_minimum
 from halfmoon.core.tree import Tree
 from halfmoon.methods.averaging import ModelAveraging, model_of
 from halfmoon.methods.objectives.base import LabeledOnce, one_hot, per_image, supervised, sweep_logits
@@ -64,7 +64,7 @@ class CBAFed(ModelAveraging):
     keep_optimizer: bool = True
 
     def __post_init__(self) -> None:
-        check_least(self, 1, "residual_every", "local_residual_every", "labeled_epochs")
+        check_minimum(self, 1, "residual_every", "local_residual_every", "labeled_epochs")
 
     def client_updates(self, task: Task) -> Mapping[str, ClientUpdate]:
         return {"train": Balanced(task, self)}

@@ -50,7 +50,7 @@ from halfmoon.api.types import Batch, ClientUpdate, Federation, Local, Needs, Pa
 from halfmoon.api.uploads import Aux, Uplink, Upload
 from halfmoon.core import padding, tree
 from halfmoon.core.autodiff import grad_and_value
-from halfmoon.core.errors import check_least
+from halfmoon.core.errors import check_minimum
 from halfmoon.core.tensors import euclidean, integers, normal_cdf, normal_quantile, tensor_of
 from halfmoon.core.tree import Tree
 from halfmoon.methods.averaging import average
@@ -100,8 +100,8 @@ class FedMatch:
         return Threshold(self.thresholding, self.threshold, self.threshold_decay)
 
     def __post_init__(self) -> None:
-        check_least(self, 0, "helpers")
-        check_least(self, 1, "interval")
+        check_minimum(self, 0, "helpers")
+        check_minimum(self, 1, "interval")
 
     def requirements(self, norm: str) -> Requirements:
         reason = "the halves of the parameters have weights of their own, and helpers are single clients' models"

@@ -35,7 +35,7 @@ from halfmoon.api.method_entry import MethodEntry
 from halfmoon.api.requirements import ANYWHERE, Requirements
 from halfmoon.api.types import ClientUpdate, Federation, Task
 from halfmoon.core import rng, tree
-from halfmoon.core.errors import check_least
+from halfmoon.core.errors import check_minimum
 from halfmoon.core.tensors import integers
 from halfmoon.core.tree import Tree
 from halfmoon.methods.fedavg import LocalTraining
@@ -58,7 +58,7 @@ class FedRGD:
     keep_optimizer: bool = False
 
     def __post_init__(self) -> None:
-        check_least(self, 1, "groups")
+        check_minimum(self, 1, "groups")
         no_average("FedRGD", self.objective)
 
     def requirements(self, norm: str) -> Requirements:

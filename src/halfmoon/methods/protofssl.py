@@ -33,7 +33,7 @@ from halfmoon.api.requirements import Requirements
 from halfmoon.api.types import Batch, ClientUpdate, Federation, Local, Needs, Pseudo, StepMetrics, Task
 from halfmoon.api.uploads import Aux, Uplink, Upload
 from halfmoon.core.autodiff import cross_entropy, grad_and_value
-from halfmoon.core.errors import UserError, check_least
+from halfmoon.core.errors import UserError, check_minimum
 from halfmoon.core.padding import mask
 from halfmoon.core.tree import Tree
 from halfmoon.methods.averaging import average
@@ -56,7 +56,7 @@ class ProtoFSSL:
     through_target: bool = True
 
     def __post_init__(self) -> None:
-        check_least(self, 1, "helpers")
+        check_minimum(self, 1, "helpers")
 
     def requirements(self, norm: str) -> Requirements:
         reason = "clients are sent the prototypes of single other clients"

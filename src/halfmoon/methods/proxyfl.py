@@ -29,7 +29,7 @@ from halfmoon.api.requirements import Requirements, requirements_of
 from halfmoon.api.types import ClientUpdate, Federation, Method, Task
 from halfmoon.api.uploads import Uplink, Upload
 from halfmoon.core import rng
-from halfmoon.core.errors import check_least
+from halfmoon.core.errors import check_minimum
 from halfmoon.core.tensors import euclidean
 from halfmoon.core.tree import Tree
 from halfmoon.methods.fedavg import FedAvg
@@ -51,8 +51,8 @@ class ProxyTuning:
     tuning_batch: int = 4
 
     def __post_init__(self) -> None:
-        check_least(self, 0, "tuning_passes")
-        check_least(self, 1, "tuning_batch")
+        check_minimum(self, 0, "tuning_passes")
+        check_minimum(self, 1, "tuning_batch")
         if isinstance(self.method, FedAvg):
             no_average("proxy tuning", self.method.objective)
 

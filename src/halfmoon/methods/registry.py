@@ -13,7 +13,7 @@ from halfmoon.api.method_entry import MethodEntry
 from halfmoon.api.requirements import Place
 from halfmoon.api.types import Method
 from halfmoon.core import plugins
-from halfmoon.core.errors import UserError, nearest
+from halfmoon.core.errors import UserError, suggest
 from halfmoon.methods import objectives
 from halfmoon.methods.analytic import ON_FEATURES
 from halfmoon.methods.fedavg import FedAvg
@@ -99,7 +99,7 @@ def entry(name: str) -> MethodEntry:
     if name in _UNLISTED:
         return _UNLISTED[name]
     if not plugins.foreign(name, "method"):
-        near = nearest(name, names())
+        near = suggest(name, names())
         raise UserError(f"unknown method '{name}': {near}")
     return row(name, plugins.load(name, "method"))
 
@@ -147,7 +147,7 @@ def hint(option: str, defaults: dict[str, Option]) -> str:
     """Return what to say of an option that a method does not have: its new name, or the nearest of those it has."""
     if RENAMED.get(option) in defaults:
         return f"{option} is now called {RENAMED[option]}."
-    return nearest(option, defaults) if defaults else "it has no options of its own."
+    return suggest(option, defaults) if defaults else "it has no options of its own."
 
 
 def options_in(node: Any) -> dict[str, Option]:

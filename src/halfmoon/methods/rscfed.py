@@ -34,7 +34,7 @@ from halfmoon.api.types import Batch, ClientUpdate, Federation, Local, Needs, St
 from halfmoon.api.uploads import Aux, Uplink, Upload
 from halfmoon.core import padding, rng, tree
 from halfmoon.core.autodiff import grad_and_value
-from halfmoon.core.errors import check_least
+from halfmoon.core.errors import check_minimum
 from halfmoon.core.tensors import euclidean
 from halfmoon.core.tree import Tree
 from halfmoon.methods.averaging import ModelAveraging, average
@@ -60,7 +60,7 @@ class RSCFed(ModelAveraging):
     keep_optimizer: bool = False
 
     def __post_init__(self) -> None:
-        check_least(self, 1, "groups", "size")
+        check_minimum(self, 1, "groups", "size")
 
     def client_updates(self, task: Task) -> Mapping[str, ClientUpdate]:
         return {"train": Following(task, self)}

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.func import jvp
 
 from halfmoon.core import tree
-from halfmoon.core.errors import UserError, nearest
+from halfmoon.core.errors import UserError, suggest
 from halfmoon.core.tree import Tree
 from halfmoon.models.efficientnet import centered
 from halfmoon.models.network import Network, Normalize, forward_tangent
@@ -195,7 +195,7 @@ def _named(network: Network, parameters: Sequence[str], patterns: Sequence[str])
         matched = {path for path in parameters if _matches(path, pattern)}
         if not matched:
             layers = {place for path in parameters for place in _places(path)} | {BACKBONE}
-            raise UserError(f"freeze names {pattern!r}, but the network has no such layer: {nearest(pattern, layers)}")
+            raise UserError(f"freeze names {pattern!r}, but the network has no such layer: {suggest(pattern, layers)}")
         paths |= matched
     return paths
 

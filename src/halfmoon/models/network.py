@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.func import jvp
 
 from halfmoon.core import padding, tree
-from halfmoon.core.errors import UserError, nearest, one_line
+from halfmoon.core.errors import UserError, one_line, suggest
 from halfmoon.core.tree import Tree
 from halfmoon.models.passes import (
     MOMENTUM,
@@ -53,7 +53,7 @@ class Network(ABC):
 
     def __post_init__(self) -> None:
         if self.norm not in get_args(Norm):
-            raise UserError(f"norm is {self.norm!r}: {nearest(str(self.norm), get_args(Norm))}")
+            raise UserError(f"norm is {self.norm!r}: {suggest(str(self.norm), get_args(Norm))}")
 
     @abstractmethod
     def init(self, generator: torch.Generator) -> Tree:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from halfmoon.core import hubs, plugins, tree
-from halfmoon.core.errors import UserError, nearest
+from halfmoon.core.errors import UserError, suggest
 from halfmoon.models import NETWORKS, Network
 from halfmoon.models.modules import ModuleNetwork, from_factory
 from halfmoon.models.passes import Norm
@@ -96,7 +96,7 @@ def _from_outside(name: str, values: Mapping[str, Any]) -> Network:
     named = hubs.package(name) is not None
     hubs.check_portable(name)
     if not named and not plugins.foreign(name, "network"):
-        raise UserError(f"this halfmoon has no network {name!r}: {nearest(name, names())}")
+        raise UserError(f"this halfmoon has no network {name!r}: {suggest(name, names())}")
     size = values.get("size")
     numbers = [values.get("channels"), values.get("classes"), *(size if isinstance(size, list) else ())]
     if len(numbers) != 4 or not all(type(each) is int and each > 0 for each in numbers):

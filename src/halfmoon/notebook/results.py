@@ -9,7 +9,7 @@ from typing import Any
 
 import pandas as pd
 
-from halfmoon.core.errors import UserError, nearest
+from halfmoon.core.errors import UserError, suggest
 from halfmoon.engine.loop import Row
 from halfmoon.methods import registry
 from halfmoon.notebook.trained import Model, load_model
@@ -102,7 +102,7 @@ class Results:
         from halfmoon.report.curves import metric_curves  # Matplotlib is slow to import
 
         if metric not in frame.METRICS:
-            raise UserError(f"there is no metric {metric!r}: {nearest(metric, frame.METRICS)}")
+            raise UserError(f"there is no metric {metric!r}: {suggest(metric, frame.METRICS)}")
         if axes is None:
             from matplotlib import pyplot
 

@@ -20,7 +20,7 @@ from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from halfmoon.core.errors import UserError, install
+from halfmoon.core.errors import UserError, install_command
 from halfmoon.report import templates
 from halfmoon.sites.folders.labels import Changed
 
@@ -52,7 +52,7 @@ def require_pages() -> None:
         import starlette  # noqa: F401
         import uvicorn  # noqa: F401
     except ImportError as error:
-        raise UserError(f"a page needs {error.name}: {install('pages')}.") from error
+        raise UserError(f"a page needs {error.name}: {install_command('pages')}.") from error
 
 
 class Guard:

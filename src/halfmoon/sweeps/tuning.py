@@ -22,7 +22,7 @@ from halfmoon.config import schema as settings
 from halfmoon.config.option_types import members
 from halfmoon.config.schema import Config
 from halfmoon.core import rng
-from halfmoon.core.errors import UserError, install
+from halfmoon.core.errors import UserError, install_command
 from halfmoon.engine.driver import Diverged
 from halfmoon.report.spreadsheet import harmless
 from halfmoon.runs import runner
@@ -155,7 +155,7 @@ def _optuna() -> Any:
     try:
         import optuna
     except ImportError as error:
-        raise UserError(f"halfmoon tune needs optuna: {install('tune')}.") from error
+        raise UserError(f"halfmoon tune needs optuna: {install_command('tune')}.") from error
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     return optuna
 

@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from halfmoon.core.errors import UserError, install
+from halfmoon.core.errors import UserError, install_command
 
 if TYPE_CHECKING:
     from dp_accounting.dp_event import DpEvent
@@ -55,7 +55,7 @@ def curve(noise: float, sampled: Sampled | None) -> np.ndarray:
         from dp_accounting import dp_event
     except ImportError as error:
         raise UserError(
-            f"epsilon needs the library dp-accounting, which is not installed: {install('privacy')}."
+            f"epsilon needs the library dp-accounting, which is not installed: {install_command('privacy')}."
         ) from error
     plain = dp_event.GaussianDpEvent(noise / 2)
     if sampled is None or sampled.cohort >= sampled.clients:

@@ -8,9 +8,9 @@ from hashlib import sha256
 
 import numpy as np
 
-from halfmoon.core.errors import UserError, install
+from halfmoon.core.errors import UserError, install_command
 
-MISSING = f"this needs the library cryptography, which is not installed: {install('privacy')}."
+MISSING = f"this needs the library cryptography, which is not installed: {install_command('privacy')}."
 
 
 def subkey(secret: bytes, *facts: bytes | str | int) -> bytes:

@@ -20,7 +20,7 @@ from halfmoon.config import retired
 from halfmoon.config import schema as settings
 from halfmoon.config.option_types import expected
 from halfmoon.config.schema import Config
-from halfmoon.core.errors import UserError, nearest
+from halfmoon.core.errors import UserError, suggest
 
 if TYPE_CHECKING:
     from halfmoon.runs.callbacks import Callback
@@ -78,7 +78,7 @@ def actions(commands: Any, name: str, about: str) -> Any:
     matches = parser.add_subparsers(dest="action", metavar="ACTION", parser_class=Parser, prog=f"halfmoon {name}")
 
     def refuse(args: argparse.Namespace) -> NoReturn:
-        raise UserError(f"{name} needs to know what to do: {nearest('', matches.choices)}")
+        raise UserError(f"{name} needs to know what to do: {suggest('', matches.choices)}")
 
     parser.set_defaults(do=refuse)
     return matches
@@ -232,10 +232,9 @@ def leftover(args: argparse.Namespace, rest: list[str], parsers: Mapping[str, ar
         return UserError(
             f"unknown option {flag!r} of compare: did you mean '--{'seeds' if name == 'seed' else 'methods'}'?"
         )
-    action = getattr(args, "action", None)
-    error = retired.command_flag_error(f"{command} {action}" if action else command, flag)
-    error = error or retired.option_error(name)
-    return error or UserError(f"unknown option {flag!r}: {nearest(flag, flags(parsers[command], args))}")
+    if name in settings.RENAMED:
+        return settings.unknown_option(name, None)
+    return UserError(f"unknown option {flag!r}: {suggest(flag, flags(parsers[command], args))}")
 
 
 def say(words: str) -> None:

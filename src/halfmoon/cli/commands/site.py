@@ -29,7 +29,7 @@ from halfmoon.cli.commands.paged import label_flags, run_label
 from halfmoon.config import schema as settings
 from halfmoon.config.schema import SCENARIO, Config
 from halfmoon.core import weight_files
-from halfmoon.core.errors import UserError, nearest
+from halfmoon.core.errors import UserError, suggest
 
 if TYPE_CHECKING:
     from halfmoon.sites.folders import Survey
@@ -381,7 +381,7 @@ def _check_methods(names: Sequence[str]) -> None:
 
     for name in names:
         if name not in (*registry.names(), *registry.STARTS):
-            raise UserError(f"--accept names the unknown method {name!r}: {nearest(name, registry.names())}")
+            raise UserError(f"--accept names the unknown method {name!r}: {suggest(name, registry.names())}")
 
 
 class Terminal:

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from halfmoon.core.errors import UserError, install
+from halfmoon.core.errors import UserError, install_command
 from halfmoon.data.images import Images
 from halfmoon.data.preparation import AS_THEY_ARE, Preparation
 from halfmoon.data.readers.decode import stack
@@ -31,7 +31,7 @@ def read(
         datasets = import_module("datasets")  # an extra, needed here only; by name, as a type checker may lack it
     except ImportError as error:
         raise UserError(
-            f"{repository} lies on the Hugging Face hub; {install('hub')} to fetch it, {LAYOUT}."
+            f"{repository} lies on the Hugging Face hub; {install_command('hub')} to fetch it, {LAYOUT}."
         ) from error
     parts = []
     names: tuple[str, ...] | None = None

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from halfmoon.aggregation.secure.csprng import keystream, subkey
 from halfmoon.core import rng
-from halfmoon.core.errors import UserError, nearest
+from halfmoon.core.errors import UserError, suggest
 from halfmoon.engine.loop import TooFew
 from halfmoon.engine.runtime import RuntimeSettings
 from halfmoon.storage import atomic_io
@@ -51,7 +51,7 @@ class Quarantine:
 
     def readmit(self, name: str) -> None:
         if name not in self._refusals:
-            raise UserError(f"there is no site {name!r} in this federation: {nearest(name, self._refusals)}")
+            raise UserError(f"there is no site {name!r} in this federation: {suggest(name, self._refusals)}")
         self._change(Refusals(name))
 
     def rows(self) -> list[Refusals]:

@@ -11,7 +11,7 @@ from halfmoon.config.option_types import typed
 from halfmoon.config.schema import PLACE, TABLE, Config
 from halfmoon.config.validation import defense
 from halfmoon.core import hubs, weight_files
-from halfmoon.core.errors import UserError, nearest
+from halfmoon.core.errors import UserError, suggest
 from halfmoon.data.partition.split import Split
 from halfmoon.federation.protocol.terms import Terms, shared_options
 from halfmoon.methods import registry
@@ -155,7 +155,7 @@ def _read_table(raw: Mapping[str, Any], path: Path) -> tuple[Table, Rules]:
     options = {**hints[Table], **hints[Rules]}
     for name in raw:
         if name not in options:
-            raise UserError(f"unknown option {name!r} in [{TABLE}] of {path.name}: {nearest(name, options)}")
+            raise UserError(f"unknown option {name!r} in [{TABLE}] of {path.name}: {suggest(name, options)}")
     values = {name: typed(f"{TABLE}.{name} in {path.name}", options[name], value) for name, value in raw.items()}
     for name in ("sites", "classes", "image"):
         if name not in values:

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 
-from halfmoon.core.errors import UserError, install
+from halfmoon.core.errors import UserError, install_command
 from halfmoon.storage import atomic_io, locks
 
 SUPERLINK, SUPEREXEC = "flower-superlink", "flower-superexec"
@@ -48,7 +48,7 @@ def require_flower() -> None:
     try:
         metadata.version("flwr")
     except metadata.PackageNotFoundError as error:
-        raise UserError(f"a federation needs Flower, which is not installed: {install('flower')}.") from error
+        raise UserError(f"a federation needs Flower, which is not installed: {install_command('flower')}.") from error
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from halfmoon.core import tree
-from halfmoon.core.errors import UserError, install
+from halfmoon.core.errors import UserError, install_command
 from halfmoon.data import load
 from halfmoon.sites.inference.image_folder import batches, image_paths
 from halfmoon.sites.inference.load import MOST, Model
@@ -103,7 +103,7 @@ def export_onnx(model: Model, path: Path, real: np.ndarray | None = None) -> Exp
         import onnxruntime
         import onnxscript  # noqa: F401
     except ImportError as error:
-        raise UserError(f"--onnx needs {error.name}: {install('onnx')}.") from error
+        raise UserError(f"--onnx needs {error.name}: {install_command('onnx')}.") from error
     with _quiet():
         example = (_noise(model, 2),)
         dynamic = {"images": {0: "batch"}}

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from datetime import datetime, timedelta
 from ipaddress import ip_address
 
-from halfmoon.core.errors import UserError, install
+from halfmoon.core.errors import UserError, install_command
 
 try:
     from cryptography import x509
@@ -21,7 +21,7 @@ try:
     from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 except ImportError as error:
     raise UserError(
-        f"keys and certificates need the library cryptography, which is not installed: {install('flower')}."
+        f"keys and certificates need the library cryptography, which is not installed: {install_command('flower')}."
     ) from error
 
 NEAR = ("localhost", "127.0.0.1", "::1")  # programs on a server's own machine call it by these

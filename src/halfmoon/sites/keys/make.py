@@ -14,7 +14,7 @@ from typing import Any
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from halfmoon.config.schema import NAME
-from halfmoon.core.errors import UserError, nearest
+from halfmoon.core.errors import UserError, suggest
 from halfmoon.sites.keys import certificates, paths
 from halfmoon.sites.keys.key_folder import (
     DAYS,
@@ -258,7 +258,7 @@ def _declared(images: Sequence[str], sites: Sequence[str]) -> dict[str, int]:
         if not re.fullmatch(r"[1-9][0-9]{0,11}", count):
             raise UserError(f"--images {words}: it must be NAME=COUNT with a whole number from 1, such as north=1200.")
         if name not in sites:
-            hint = nearest(name, sites) if sites else "name them there."
+            hint = suggest(name, sites) if sites else "name them there."
             raise UserError(f"--images {words}: there is no site {name!r} among --sites; {hint}")
         if name in counts:
             raise UserError(f"--images says twice how many images {name} has: say it once.")
@@ -323,7 +323,7 @@ def _lists(folder: Path, record: Record, files: Mapping[str, File]) -> dict[str,
 
 def _site(record: Record, name: str) -> SiteKeys:
     if name not in record.sites:
-        raise UserError(f"there is no site {name!r}: {nearest(name, record.sites) if record.sites else 'none at all.'}")
+        raise UserError(f"there is no site {name!r}: {suggest(name, record.sites) if record.sites else 'none at all.'}")
     return record.sites[name]
 
 
