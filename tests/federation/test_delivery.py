@@ -193,7 +193,9 @@ def test_a_method_from_outside_trains_a_head_and_who_was_away_gets_the_whole_mod
     assert "--method outside_parts:Mine" in read_message(careful.reply_to(offer), Refusal).reason
     with monkeypatch.context() as patch:
         patch.setattr(weight_files, "_OFFERED", {})
-        assert "get it from the people who run the server" in read(sites["north"].answer(offer), Refusal).reason
+        assert (
+            "get it from the people who run the server" in read_message(sites["north"].reply_to(offer), Refusal).reason
+        )
     host, post = FederationServer(plan, tmp_path / "run"), Post(north=sites["north"])
     host.serve(post, 20.0)
     assert launch.finished(tmp_path / "run")

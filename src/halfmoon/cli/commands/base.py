@@ -232,9 +232,10 @@ def leftover(args: argparse.Namespace, rest: list[str], parsers: Mapping[str, ar
         return UserError(
             f"unknown option {flag!r} of compare: did you mean '--{'seeds' if name == 'seed' else 'methods'}'?"
         )
-    if name in settings.RENAMED:
-        return settings.unknown_option(name, None)
-    return UserError(f"unknown option {flag!r}: {suggest(flag, flags(parsers[command], args))}")
+    action = getattr(args, "action", None)
+    error = retired.command_flag_error(f"{command} {action}" if action else command, flag)
+    error = error or retired.option_error(name)
+    return error or UserError(f"unknown option {flag!r}: {suggest(flag, flags(parsers[command], args))}")
 
 
 def say(words: str) -> None:
