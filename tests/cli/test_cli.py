@@ -166,7 +166,6 @@ MISTAKES = {
         "option 'hidden' does not say of which method: in a comparison write feddure.hidden."
     ),
     "methods fedavgg": "unknown method 'fedavgg': did you mean 'fedavg'?",
-    "site agreement folder --cohort 3": "unknown option '--cohort': choose one of: --debug, --help, --json.",
     "methods --rounds 3": "unknown option '--rounds': choose one of: --debug, --help, --json.",
     "data digits cifar10 --save s": "--save goes with one data set, not with 2.",
     "data digits --data digits": "data sets are given twice: name them either before the flags or by --data.",

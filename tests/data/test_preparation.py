@@ -20,7 +20,6 @@ from halfmoon.data.images import Images, statistics
 from halfmoon.data.preparation import Preparation, checked_window, eight_bits, middle
 from halfmoon.data.readers.decode import decode, fitted, header, prepared
 from halfmoon.runs import factory
-from halfmoon.sites.folders.frames import write_frames
 
 rng = np.random.default_rng(0)
 GRAY = rng.integers(0, 256, (8, 6), np.uint8)
@@ -274,35 +273,6 @@ def test_one_frame_stands_for_several(tmp_path: Path) -> None:
     assert read(**window)[0, 0, 0] == 51  # 20 of 0..100 is 51 of 255
     assert read(**window, RepresentativeFrameNumber=5)[0, 0, 0] == 102
     assert read(**window, PerFrameFunctionalGroupsSequence=slopes(5))[0, 0, 0] == 153  # the third: 3 * 20
-
-
-def test_each_middle_or_chosen_frames_become_files(tmp_path: Path) -> None:
-    """A frame's file is shown as that frame of the whole: its own slope k, the window 0 to 100 of all, its patient."""
-    from pydicom import dcmread
-
-    stored, groups = np.repeat(np.arange(5) * 10, 4).reshape(5, 2, 2), slopes(5)
-    window = {"WindowCenter": 50.5, "WindowWidth": 101, "PatientID": "7", "RepresentativeFrameNumber": 5}
-    (tmp_path / "ward").mkdir()
-    dicom(tmp_path / "ward" / "a.dcm", stored, NumberOfFrames=5, PerFrameFunctionalGroupsSequence=groups, **window)
-    dicom(tmp_path / "ward" / "single.dcm", stored[0])
-    for which, numbers in (("each", [1, 2, 3, 4, 5]), ("middle", [3]), ("1,4", [1, 4])):
-        out = tmp_path / which
-        assert write_frames(tmp_path / "ward", out, which) == (1, len(numbers), [])
-        files = sorted(out.rglob("*.dcm"))
-        assert [file.relative_to(out).as_posix() for file in files] == [f"a/{n:04}.dcm" for n in numbers]
-        grays = [int(fitted(file.read_bytes(), "a", 2, 2, 1)[0, 0, 0]) for file in files]
-        assert grays == [min(255, int(255 * n * (n - 1) * 10 / 100 + 0.5)) for n in numbers]
-        assert {dcmread(file).PatientID for file in files} == {"7"}
-        assert len({dcmread(file).SOPInstanceUID for file in files}) == len(numbers)
-    with pytest.raises(UserError, match="it has the frames 1 to 5; 1,6 is no each, middle or numbers of these"):
-        write_frames(tmp_path / "ward", tmp_path / "more", "1,6")
-    assert not (tmp_path / "more").exists()
-    dicom(tmp_path / "ward" / "b.dcm", stored[:3], NumberOfFrames=3)
-    files, count, (why,) = write_frames(tmp_path / "ward", tmp_path / "most", "1,4")
-    assert (files, count, why[:6]) == (1, 2, "b.dcm:")
-    assert not (tmp_path / "most" / "b").exists()
-    with pytest.raises(UserError, match="exists: choose a new --out"):
-        write_frames(tmp_path / "ward", tmp_path / "each", "each")
 
 
 def test_one_bright_spot_leaves_the_rest_visible() -> None:

@@ -11,7 +11,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from fuzz_targets import dicom_file
 from PIL import Image
 
 from halfmoon.cli import main as cli
@@ -23,7 +22,6 @@ from halfmoon.engine.local_clients import FederatedDataset
 from halfmoon.methods import registry
 from halfmoon.runs import factory
 from halfmoon.sites.folders import check, open_site, prepare, read, scan
-from halfmoon.sites.folders.frames import write_frames
 from halfmoon.storage import atomic_io
 
 draw = np.random.default_rng(0)
@@ -398,15 +396,6 @@ def test_a_header_tells_what_decoding_would(tmp_path: Path) -> None:
     assert header(tmp_path / "d.png") is None
 
 
-def test_frames_of_files_that_differ_in_their_last_number_stay_apart(tmp_path: Path) -> None:
-    """Many DICOM files are called by an identifier: 1.2.3 and 1.2.4 have no suffix that could be left out."""
-    (tmp_path / "ward").mkdir()
-    for name in ("1.2.3", "1.2.4", "a.dcm"):
-        (tmp_path / "ward" / name).write_bytes(dicom_file(np.zeros((2, 5, 7), np.uint16), NumberOfFrames=2))
-    assert write_frames(tmp_path / "ward", tmp_path / "out", "each") == (3, 6, [])
-    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["1.2.3", "1.2.4", "a"]
-
-
 def exported(out: Path, *words: str) -> None:
     some = ["--sites", "3", "--data-share", "0.3"] if "--split" not in words else ["--sites", "3"]
     assert cli.main(["site", "export", "digits", *some, "--out", str(out), *words]) == 0
@@ -503,8 +492,7 @@ def test_a_killed_export_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     [
         (
             "",
-            "site needs to know what to do: choose one of: "
-            "agreement, check, export, frames, join, label, prepare, terms.",
+            "site needs to know what to do: choose one of: check, export, join, label, prepare, terms.",
         ),
         ("check nowhere", "nowhere: there is no such folder; give the folder of a site."),
         ("prepare nowhere", "nowhere: there is no such folder; give the folder of a site."),

@@ -1,9 +1,7 @@
 """A rehearsal with the sites' own folders: who holds what, what is held out, and the rows of the table."""
 
 import argparse
-import io
 import json
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -17,7 +15,6 @@ from halfmoon.cli.main import main
 from halfmoon.config import schema as settings
 from halfmoon.core import hubs
 from halfmoon.data import load
-from halfmoon.data.readers import parquet
 from halfmoon.engine.loop import Row
 from halfmoon.runs.callbacks import NullCallback, RunInfo
 from halfmoon.sweeps import decision, own_sites
@@ -95,7 +92,7 @@ def test_a_share_of_each_sites_labels_chooses_the_round(tmp_path: Path) -> None:
     assert ended["validation"] == max(row["validation"]["accuracy"] for row in told)
     assert sum(len(row["validation"]["per_class"]) for row in told) == 4
     assert next(row.accuracy for row in table if row.name == "federation, labels only") == ended["chosen"]
-    names = [row.name for row in table if "forest" not in row.name]
+    names = [row.name for row in table]
     assert seen.told == [each for name in names for each in (name, f"{name} 1", f"{name} 2", f"{name} ended")]
     played = (tmp_path / "r" / "all-labels" / "metrics.jsonl").read_text().splitlines()
     assert [json.loads(line)["pseudo"]["accuracy"] for line in played] == [None, None]  # the truth is nobody's
@@ -139,15 +136,14 @@ def test_the_table_has_every_question_of_a_manager(tmp_path, capsys, monkeypatch
     rows = json.loads(out)["rows"]
     assert {row["tests"] for row in rows} == {tests}
     assert [row["name"] for row in rows] == [
-        "a alone", "bb alone", "all labels in one place", "all labels in one place, a random forest on pixels",
-        "federation, labels only",
+        "a alone", "bb alone", "all labels in one place", "federation, labels only",
         "federation, fedavg-fixmatch-global, 25% of the labels",
         "federation, fedavg-fixmatch-global, 50% of the labels",
         "federation, fedavg-fixmatch-global, all labels",
     ]  # fmt: skip
     labels = [row["labels"] for row in rows]
-    assert labels[2] == labels[3] == labels[4] == labels[7] == labels[0] + labels[1]
-    assert 0 < labels[5] < labels[6] < labels[7]
+    assert labels[2] == labels[3] == labels[6] == labels[0] + labels[1]
+    assert 0 < labels[4] < labels[5] < labels[6]
     assert all(0 <= row["accuracy"] <= 1 for row in rows)
 
 
@@ -182,28 +178,6 @@ def test_a_federation_without_data_is_refused_with_the_command_that_was_meant(tm
     for folders in ([folder], [folder, folder]):
         with pytest.raises(UserError, match="two sites or more, each once"):
             own_sites.rehearse(Config(), folders, tmp_path / "r")
-
-
-def test_a_random_forest_is_a_floor_or_left_out_with_a_sentence(tmp_path, monkeypatch):
-    """Black images of one class, white ones of the other: it is right on all, and learns labeled rows alone."""
-    pixels = np.zeros((24, 8, 8), np.uint8)
-    pixels[12:] = 255
-    rows = [(_encoded(each), k // 12) for k, each in enumerate(pixels)]
-    for part in ("train", "test"):
-        parquet.write(tmp_path / f"{part}.parquet", rows, ("black", "white"))
-    labeled = np.arange(24) % 12 < 2
-    assert own_sites.forest(tmp_path, labeled, print) == 1.0
-    assert own_sites.forest(tmp_path, np.arange(24) < 2, print) == 0.5  # the black ones alone
-    said: list[str] = []
-    monkeypatch.setitem(sys.modules, "sklearn.ensemble", None)
-    assert own_sites.forest(tmp_path, labeled, said.append) is None
-    assert said == ["a random forest as a floor is left out: it needs scikit-learn (pip install scikit-learn)."]
-
-
-def _encoded(pixels: np.ndarray) -> bytes:
-    file = io.BytesIO()
-    Image.fromarray(pixels).save(file, "PNG")
-    return file.getvalue()
 
 
 def test_a_federations_file_names_its_folders_and_their_form(tmp_path: Path) -> None:

@@ -9,7 +9,6 @@ memory.
 import io
 import zlib
 from collections.abc import Iterator, Sequence
-from copy import deepcopy
 from importlib import import_module
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -131,38 +130,6 @@ def _gray(file: Any, frame: int, pixels: np.ndarray, inverted: bool, place: str)
     image.info |= {"rescale": (slope, intercept), "window": (min(ends), max(ends)), "frames": _frames(file)}
     image.info["modality"] = str(file.get("Modality", ""))
     return image
-
-
-def frames(data: bytes, place: str, which: str) -> Iterator[tuple[int, Any]]:
-    """Yield frames of a file, by number from 1, each as a DICOM file of its own; nothing where there is but one.
-
-    `which`: "each", "middle", or numbers such as 1,5,9. Raise UserError for what cannot be read, or is not there.
-    """
-    content = _plain(io.BytesIO(data), place)
-    file, tools = _opened(content, place), import_module("pydicom.pixels")
-    count = _frames(file)
-    named = {"each": [*range(1, count + 1)], "middle": [count // 2 + 1]}.get(which)
-    if named is None:
-        named = [int(number) if number.isdecimal() else 0 for number in which.split(",")]
-    if count == 1:
-        return
-    if not all(1 <= number <= count for number in named):
-        raise UserError(f"{place}: it has the frames 1 to {count}; {which} is no each, middle or numbers of these.")
-    groups = [*(file.get("PerFrameFunctionalGroupsSequence") or ())]
-    for word in ("PixelData", "PerFrameFunctionalGroupsSequence", "RepresentativeFrameNumber"):
-        file.pop(word, None)
-    for number in named:
-        try:
-            content.seek(0)
-            pixels = tools.pixel_array(content, index=number - 1)
-            kind = "RGB" if pixels.ndim == 3 else str(file.PhotometricInterpretation)
-            part = deepcopy(file)
-            part.set_pixel_data(pixels, kind, int(file.BitsStored))
-        except Exception as error:  # as in `read`
-            raise UserError(_undecoded(file, place, error)) from error
-        if groups:
-            part.PerFrameFunctionalGroupsSequence = [groups[number - 1]]
-        yield number, part
 
 
 def header(path: Path, place: str) -> tuple[int, int, bool, int, int]:

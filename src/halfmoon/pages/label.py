@@ -16,7 +16,7 @@ from halfmoon.pages.choice import Guesses, drawn_at_random, nearest, novelty, or
 from halfmoon.pages.folder_page import FolderPage, body, of_row, words
 from halfmoon.pages.guesses import Guessing
 from halfmoon.pages.training import Training
-from halfmoon.sites.folders.labels import agreements, plain, reader_file
+from halfmoon.sites.folders.labels import disagreements, plain, reader_file
 from halfmoon.sites.folders.site_folder import CLASSES, LABELS, SiteFolder, read
 from halfmoon.storage import atomic_io
 
@@ -143,7 +143,7 @@ class Labeling(FolderPage):
         """Return the rows on which two readers disagree; a second reader does not see them."""
         if self.options.reader is not None:
             return []
-        paths = {path for each in agreements(self.site.folder) for path, _, _ in each.differing}
+        paths = set(disagreements(self.site.folder))
         return [row for row, path in enumerate(self.site.paths) if plain(path) in paths]
 
     def guess(self, request: Request) -> dict[str, Any]:

@@ -3,15 +3,13 @@
 The folders become a data set and its natural split: each folder is a client. A third of each site's labeled images of
 each class is held out, and all models are tested on all of these. With `validation_share` that share of each site's
 other labels of each class chooses the round, and nobody trains on it. The rows answer a manager's questions: each site
-alone, all labels together (a network, and a random forest on pixels), a federation with the labels alone, with the
+alone, all labels together, a federation with the labels alone, with the
 images without a label as well, and with fewer labels.
 """
 
-import importlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -19,7 +17,6 @@ import torch
 from halfmoon.config.schema import Config
 from halfmoon.core import hubs
 from halfmoon.core.errors import UserError
-from halfmoon.data import load
 from halfmoon.data.groups import apart
 from halfmoon.data.images import UNKNOWN
 from halfmoon.data.partition.primitives import Sides, stream
@@ -121,10 +118,6 @@ def rehearse(config: Config, folders: Sequence[Path], root: Path, watch: Callbac
         if rows.labeled[rows.client == number].any():
             play(f"{name} alone", f"alone-{number}", "partially-supervised", rows.split(site=number))
     play("all labels in one place", "together", "partially-supervised", rows.split())
-    right = forest(root / "data", rows.labeled, watch.say)
-    if right is not None:
-        name = "all labels in one place, a random forest on pixels"
-        table.append(ResultRow(name, int(rows.labeled.sum()), right, rows.tests))
     play("federation, labels only", "labels-only", "fedavg", rows.split())
     for share in SHARES:
         part = _share(rows, share)
@@ -179,24 +172,6 @@ def gains(folders: Sequence[Path], pattern: str | None = None, watch: Callback =
             words = UNLABELED if name == FEDERATION else JOINING
             decisions[name] = decide(ours, base, 1 / (FOLDS - 1), counts[name], words)
     return decisions
-
-
-def forest(data: Path, labeled: np.ndarray, say: Callable[[str], None]) -> float | None:
-    """Return how often a random forest on pixels is right that learned the `labeled` rows, None without scikit-learn.
-
-    It is a floor: a network that is below it has not learned from these labels what they tell. 300 trees, as
-    scikit-learn makes them, on images of at most 32 pixels a side.
-    """
-    try:
-        ensemble: Any = importlib.import_module("sklearn.ensemble")
-    except ImportError:
-        say("a random forest as a floor is left out: it needs scikit-learn (pip install scikit-learn).")
-        return None
-    source = load(str(data))
-    step = max(1, -(-max(source.train.images.shape[1:3]) // 32))
-    train, test = (part.images[:, ::step, ::step].reshape(len(part), -1) for part in (source.train, source.test))
-    trees = ensemble.RandomForestClassifier(300, random_state=0).fit(train[labeled], source.train.labels[labeled])
-    return float((trees.predict(test) == source.test.labels).mean())
 
 
 def _share(rows: _Rows, share: float) -> np.ndarray:

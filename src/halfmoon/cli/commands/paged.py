@@ -66,7 +66,7 @@ def label_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--classes", metavar="NAME", nargs="+", default=(), help=about)
     about = "also write who answered and when; without NAME the page asks"
     parser.add_argument("--by", metavar="NAME", nargs="?", const="", help=about)
-    about = "label as a second reader, into a file of your own, without a look at the labels (see site agreement)"
+    about = "label as a second reader, into a file of your own, without a look at the labels"
     parser.add_argument("--reader", metavar="NAME", help=about)
     about = "show no page: print the first N images that it would show"
     parser.add_argument("--list", metavar="N", help=about)

@@ -68,19 +68,6 @@ def add(commands: Any) -> None:
     about = "label images in the browser, the most useful first"
     label_flags(command(group, "label", about, "FOLDER ", run_label))
 
-    about = "compare the readers of a site: where they disagree, and Cohen's kappa"
-    agreement = command(group, "agreement", about, "FOLDER ", _agreement)
-    agreement.add_argument("folder", metavar="FOLDER", type=Path, help="a folder that two readers have labeled")
-
-    about = "write the frames of DICOM files as files of their own"
-    frames = command(group, "frames", about, "FOLDER --out DIR ", _frames)
-    frames.add_argument(
-        "folder", metavar="FOLDER", type=Path, help="images, some of them DICOM files of several frames"
-    )
-    frames.add_argument("--out", metavar="DIR", type=Path, required=True, help="a new folder: DIR/FILE/0001.dcm ...")
-    about = "which frames: each, the middle one, or numbers from 1 such as 1,5,9 (default: each)"
-    frames.add_argument("--frames", metavar="each|middle|N,N", default="each", help=about)
-
     about = "say what the sites of a federation are asked to take part in"
     about_terms = command(group, "terms", about, "CONFIG.toml ", _terms)
     about = "the server's file: options of a run, and a table [federation]"
@@ -172,37 +159,6 @@ def _first(lines: list[str]) -> list[str]:
 
     more = [f"... and {len(lines) - MOST_NAMES:,} more (--json lists all)"] if len(lines) > MOST_NAMES else []
     return [*lines[:MOST_NAMES], *more]
-
-
-def _agreement(args: argparse.Namespace) -> int:
-    from halfmoon.sites.folders.labels import agreements
-
-    pairs = agreements(args.folder)
-    if not pairs:
-        raise UserError(f"{args.folder}: no image has two readers; label some with --reader NAME (site label).")
-    if args.json:
-        print_json([vars(each) for each in pairs])
-        return 0
-    for each in pairs:
-        one, other = each.readers
-        kappa = "no kappa: both gave one class alone" if each.kappa is None else f"kappa {each.kappa:.2f}"
-        say(f"{one} and {other}: {each.images:,} images, {each.agreement:.1%} agree, {kappa}")
-        for path, *labels in each.differing:
-            say(f"  {path}: {' / '.join(labels)}")
-    return 0
-
-
-def _frames(args: argparse.Namespace) -> int:
-    from halfmoon.sites.folders.frames import write_frames
-
-    files, count, left_out = write_frames(args.folder, args.out, args.frames)
-    if args.json:
-        print_json({"out": str(args.out), "files": files, "frames": count, "left_out": left_out})
-    else:
-        for words in left_out:
-            say(f"left out: {words}")
-        say(f"{count:,} frames of {files:,} files ({args.frames}): {args.out}")
-    return 0
 
 
 def _prepare(args: argparse.Namespace) -> int:

@@ -1,4 +1,4 @@
-"""labels.csv, as people write it and one answer at a time, and where the readers of a site disagree.
+"""labels.csv, as people write it and one answer at a time, and the labels of further readers.
 
 Other names' cases, semicolons, tabs and byte order marks are read, and said. An answer is written whole or not at all,
 and no two writers lose each other's.
@@ -7,18 +7,15 @@ and no two writers lose each other's.
 import codecs
 import csv
 import io
-import itertools
 import posixpath
 import threading
 import unicodedata
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import NamedTuple
-
-import numpy as np
 
 from halfmoon.core.errors import UserError
 from halfmoon.storage import atomic_io, locks
@@ -283,21 +280,6 @@ def _file(folder: Path, name: str) -> Path:
     return file_of(folder) if name == LABELS else folder / name
 
 
-@dataclass(frozen=True)
-class Agreement:
-    """How the labels of two readers agree: on how many images of both, by chance corrected, and where they do not.
-
-    `kappa` is Cohen's (1960): (agreement - chance) / (1 - chance), None where both gave one class alone.
-    `differing` has (path, one's label, the other's label).
-    """
-
-    readers: tuple[str, str]
-    images: int
-    agreement: float
-    kappa: float | None
-    differing: tuple[tuple[str, str, str], ...]
-
-
 def reader_file(name: str) -> str:
     """Return where a reader's labels are, within a site's folder; raise UserError for a name that is no file's."""
     if not name or name != "".join(c for c in name if c.isalnum() or c in "-_") or len(name) > 40:
@@ -305,23 +287,12 @@ def reader_file(name: str) -> str:
     return f"{READERS}/{name}.csv"
 
 
-def agreements(folder: Path) -> list[Agreement]:
-    """Return how labels.csv and the readers agree, each pair that has an image in common."""
-    by_reader = {LABELS: labels(folder)}
+def disagreements(folder: Path) -> list[str]:
+    """List the images to which two readers of a folder gave different labels, sorted, by `plain` path."""
     files = sorted(file.stem for file in (folder / READERS).glob("*.csv") if not file.stem.endswith(".not-sure"))
-    by_reader |= {name: labels(folder, reader_file(name)) for name in files}
-    pairs = itertools.combinations(by_reader, 2)
-    return [compared((a, b), by_reader[a], by_reader[b]) for a, b in pairs if by_reader[a].keys() & by_reader[b].keys()]
-
-
-def compared(readers: tuple[str, str], one: Mapping[str, str], other: Mapping[str, str]) -> Agreement:
-    """Return how two readers' labels by path agree on the images that both have."""
-    paths = sorted(one.keys() & other.keys())
-    classes = sorted({*(one[path] for path in paths), *(other[path] for path in paths)})
-    a, b = (np.array([classes.index(reader[path]) for path in paths]) for reader in (one, other))
-    agreement = float((a == b).mean())
-    shares = [np.bincount(each, minlength=len(classes)) / len(paths) for each in (a, b)]
-    chance = float(shares[0] @ shares[1])
-    kappa = (agreement - chance) / (1 - chance) if chance < 1 else None
-    differing = tuple((path, one[path], other[path]) for path in paths if one[path] != other[path])
-    return Agreement(readers, len(paths), agreement, kappa, differing)
+    answers = [labels(folder), *(labels(folder, reader_file(name)) for name in files)]
+    given: dict[str, set[str]] = {}
+    for by_path in answers:
+        for path, label in by_path.items():
+            given.setdefault(path, set()).add(label)
+    return sorted(path for path, names in given.items() if len(names) > 1)
