@@ -27,7 +27,7 @@ from scipy import special
 
 from halfmoon.data import Images, load
 from halfmoon.pages.choice import Guesses, drawn_at_random, order, random_order, with_random
-from halfmoon.sweeps.own_labels import FolderFeatures, folder_features, guesses, problem
+from halfmoon.studies.label_selection import FolderFeatures, folder_features, guesses, problem
 
 BATCH, ROUNDS, SEEDS, JUDGED = 20, 10, (0, 1, 2, 3, 4), (200,)
 POOL, TESTS = 2000, 2000

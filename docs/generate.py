@@ -46,7 +46,7 @@ from halfmoon.methods import registry
 from halfmoon.methods.objectives import Objective
 from halfmoon.models import SmallCNN
 from halfmoon.models.network import Normalize
-from halfmoon.sweeps import grid, recipe
+from halfmoon.studies import grid, recipe
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")))

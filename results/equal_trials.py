@@ -62,7 +62,7 @@ def play(data: str, trials: int, seeds: list[int], runs: Path, folder: Path | No
     """Search for each method, then play its best values on every seed."""
     from halfmoon.config import schema
     from halfmoon.runs import runner
-    from halfmoon.sweeps.tuning import BEST, Knob, tune
+    from halfmoon.studies.tuning import BEST, Knob, tune
 
     own = set(schema.Config.__dataclass_fields__)
     done = {(row["data"], row["method"], int(row["seed"])) for row in rows(FINAL)}

@@ -30,7 +30,7 @@ PACKAGES = [
     "config",
     "runs",
     "sites",
-    "sweeps",
+    "studies",
     "federation.protocol",
     "federation.site",
     "federation.server",
@@ -397,7 +397,7 @@ ALLOWED = {
     "engine.loop": {"chosen"},  # a key of the run's state in every checkpoint
     "federation.protocol.messages": {"kept"},  # the field of `Reply` is one of the message's header
     "sites.keys.key_folder": {"made"},  # the field of `SiteKeys` is a key of access.json
-    "sweeps.own_labels": {"judged"},  # the field of `Point` is a key of a folder's trainings-*.jsonl
+    "studies.label_selection": {"judged"},  # the field of `Point` is a key of a folder's trainings-*.jsonl
 }
 """Names that a module binds because files, messages or printed records have them."""
 

@@ -11,8 +11,8 @@ from halfmoon.data.groups import groups
 from halfmoon.runs import factory
 from halfmoon.sites.folders import read
 from halfmoon.sites.folders.labels import Answer, write
-from halfmoon.sweeps.own_folder import contents_of
-from halfmoon.sweeps.own_plan import plan
+from halfmoon.studies.plan import plan
+from halfmoon.studies.scan_folder import contents_of
 
 PATTERN = "(p[0-9]+)_"
 

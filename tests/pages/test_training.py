@@ -15,7 +15,7 @@ from halfmoon import UserError
 from halfmoon.pages import training
 from halfmoon.pages.training import Training
 from halfmoon.sites.folders.site_folder import LABELS
-from halfmoon.sweeps.own_labels import Point
+from halfmoon.studies.label_selection import Point
 
 NONE = np.zeros(2, bool)
 

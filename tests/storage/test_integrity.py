@@ -219,7 +219,7 @@ def test_a_folder_of_an_older_version_is_read_with_a_flag(finished: Path, tmp_pa
 def test_a_digit_of_a_sweep_that_another_one_took_is_found(tmp_path: Path):
     """`sweep.json` carries its checksum: flipped or cut at 100 places it is refused, by sweep and report."""
     from halfmoon.report.study import read_sweep
-    from halfmoon.sweeps.sweep_folder import parse
+    from halfmoon.studies.sweep_folder import parse
 
     path, facts = tmp_path / "sweep.json", {"format": 1, "cells": [{"accuracy": 0.9112}] * 9, "title": "a sweep"}
     whole = integrity.seal_lines(facts)

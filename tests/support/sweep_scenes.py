@@ -2,11 +2,11 @@
 
 from pathlib import Path
 
-from halfmoon.sweeps import recipe
-from halfmoon.sweeps.engines import Engine, Here
-from halfmoon.sweeps.grid import cells, selection
-from halfmoon.sweeps.play import Step, sweep
-from halfmoon.sweeps.sweep_folder import SweepFolder
+from halfmoon.studies import recipe
+from halfmoon.studies.executors import Engine, SerialExecutor
+from halfmoon.studies.grid import cells, selection
+from halfmoon.studies.run_sweep import Step, sweep
+from halfmoon.studies.sweep_folder import SweepFolder
 
 RECIPE = """
 title = "Mine, Table 1"
@@ -62,4 +62,4 @@ def played(
     scaled = found.scale(scale) if scale else None
     folder, steps = SweepFolder(path.parent / out, found, scaled, "halfmoon sweep"), list[Step]()
     asked = cells(found, selection(found, only), seeds, scaled)
-    return folder, steps, sweep(folder, asked, engine or Here(), steps.append)
+    return folder, steps, sweep(folder, asked, engine or SerialExecutor(), steps.append)

@@ -26,8 +26,8 @@ from halfmoon.storage import toml
 
 if TYPE_CHECKING:
     from halfmoon.runs.runner import Callback, RunResult
-    from halfmoon.sweeps.own_images import PlanResult
-    from halfmoon.sweeps.own_plan import Plan
+    from halfmoon.studies.plan import Plan
+    from halfmoon.studies.run_plan import PlanResult
 
 Outcome = TypeVar("Outcome")
 
@@ -187,7 +187,7 @@ def _run(args: argparse.Namespace) -> int:
     if args.sites:
         config, folders = own.rehearsal_of(args, {**values, **flags}, file)
         assert config.run_dir is not None
-        from halfmoon.sweeps.own_sites import gains, rehearse
+        from halfmoon.studies.site_rehearsal import gains, rehearse
 
         root, again = config.run_dir, "the same command goes on"
         return _play(
@@ -222,7 +222,7 @@ def _play_plan(args: argparse.Namespace, plan: Plan) -> int:
 
 
 def _play_rows(args: argparse.Namespace, plan: Plan, folder: Path, again: bool = False) -> int:
-    from halfmoon.sweeps.own_images import play
+    from halfmoon.studies.run_plan import play
 
     def show(args: argparse.Namespace, folder: Path, result: PlanResult) -> None:
         if result.outcome is not None:
@@ -292,7 +292,7 @@ def _compare(args: argparse.Namespace) -> int:
 
 def _resume(args: argparse.Namespace) -> int:
     from halfmoon.runs import runner
-    from halfmoon.sweeps.own_images import left
+    from halfmoon.studies.run_plan import left
 
     if (plan := left(args.folder)) is not None:
         return _play_rows(args, plan, args.folder, again=True)

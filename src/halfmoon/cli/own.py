@@ -18,10 +18,10 @@ from halfmoon.core.errors import UserError, suggest
 from halfmoon.core.plugins import folder_of
 
 if TYPE_CHECKING:
-    from halfmoon.sweeps.decision import Decision
-    from halfmoon.sweeps.own_images import PlanResult
-    from halfmoon.sweeps.own_plan import Plan
-    from halfmoon.sweeps.own_sites import ResultRow
+    from halfmoon.studies.decision import Decision
+    from halfmoon.studies.plan import Plan
+    from halfmoon.studies.run_plan import PlanResult
+    from halfmoon.studies.site_rehearsal import ResultRow
 
 
 def plan_flags(parser: argparse.ArgumentParser) -> None:
@@ -49,12 +49,12 @@ def planned(args: argparse.Namespace, flags: Mapping[str, Any]) -> Plan | None:
     """
     plan, folder = None, Path(flags.get("data", Config.data))
     if args.config is None and folder.is_dir():
-        from halfmoon.sweeps import own_plan  # slow to import, and most runs have no plan
+        from halfmoon.studies import plan as planning  # slow to import, and most runs have no plan
 
-        plan = own_plan.planned(flags, args.minutes)
+        plan = planning.planned(flags, args.minutes)
     if plan is None and (args.plan or args.minutes is not None):
         from halfmoon.data.readers.class_folders import refuse_unsorted
-        from halfmoon.sweeps.own_plan import ELSEWHERE
+        from halfmoon.studies.plan import ELSEWHERE
 
         if args.config is None and folder.is_dir() and not ELSEWHERE & flags.keys():
             refuse_unsorted(folder)
@@ -151,7 +151,7 @@ def print_rows(args: argparse.Namespace, folder: Path, result: tuple[list[Result
         facts = {"folder": str(folder), "rows": [asdict(each) for each in table]}
         print_json({**facts, "gains": {name: each.as_json() for name, each in gains.items()}})
         return
-    from halfmoon.sweeps.own_sites import HELD_OUT
+    from halfmoon.studies.site_rehearsal import HELD_OUT
 
     rows = [[each.name, f"{each.labels:,}", f"{each.accuracy:.2%}"] for each in table]
     show(["trained on", "labels", "right"], rows)

@@ -20,9 +20,10 @@ from halfmoon.runs.callbacks import NULL_CALLBACK, Callback, Callbacks
 from halfmoon.runs.jobs import parsed
 from halfmoon.runs.runner import RunResult
 from halfmoon.storage.run_folder import BASELINES, RunFolder
-from halfmoon.sweeps import engines, grid, own_images, own_plan, play, recipe
-from halfmoon.sweeps.own_plan import Plan
-from halfmoon.sweeps.sweep_folder import SweepFolder
+from halfmoon.studies import executors, grid, recipe, run_plan, run_sweep
+from halfmoon.studies import plan as planning
+from halfmoon.studies.plan import Plan
+from halfmoon.studies.sweep_folder import SweepFolder
 
 load_data = python_errors(data.load)
 save_data = python_errors(data.save)
@@ -122,7 +123,7 @@ def resume(folder: Path | str, watch: Callback = NULL_CALLBACK, method: outside.
         Diverged: a loss or a weight is no finite number.
     """
     root = paths(folder)
-    if (plan := own_images.left(root)) is not None:
+    if (plan := run_plan.left(root)) is not None:
         return _play_plan(plan, root, watch, again=True)
     with _watched(watch) as eyes:
         return _ended(runner.resume(root, eyes, method))
@@ -180,7 +181,7 @@ def sweep(
     folder = SweepFolder(paths(out), plan, size, f"halfmoon.sweep({str(name)!r})")
     with _watched(watch) as eyes:
         cells = grid.cells(plan, grid.selection(plan, words), numbers, size, over)
-        for failed in play.sweep(folder, cells, engines.Here(eyes), lambda step: None):
+        for failed in run_sweep.sweep(folder, cells, executors.SerialExecutor(eyes), lambda step: None):
             warn(f"failed: {failed}")
     return SweepResults(folder.path)
 
@@ -189,13 +190,13 @@ def _plan(options: Mapping[str, Any], minutes: float | None) -> Plan | None:
     """Return the plan for images of one's own, None where `data` is no folder of them, or others say what is played."""
     if not isinstance(place := options.get("data"), str | Path) or not Path(place).is_dir():
         return None
-    return own_plan.planned(schema.anchored(options, Path()), minutes)
+    return planning.planned(schema.anchored(options, Path()), minutes)
 
 
 def _start_plan(plan: Plan, watch: Callback) -> Results:
     """Play a plan in its folder, or go on with the run on these images that is there."""
     root = plan.config.run_dir or schema.free_folder(plan.config, plan.config.method)
-    before = own_images.left(root)
+    before = run_plan.left(root)
     if before is None or before.contents.folder != plan.contents.folder:
         warn(f"{plan.contents.sentence}; {dict(plan.reasons)['methods']}; about {plan.seconds / 60:.1f} minutes")
         return _play_plan(plan, root, watch)
@@ -206,7 +207,7 @@ def _start_plan(plan: Plan, watch: Callback) -> Results:
 def _play_plan(plan: Plan, root: Path, watch: Callback, again: bool = False) -> Results:
     """Play a plan in the folder `root`, or go on with it `again`."""
     with _watched(watch) as eyes:
-        result = own_images.play(plan, root, eyes, again)
+        result = run_plan.play(plan, root, eyes, again)
     if result.outcome is not None:
         return _ended(result.outcome)
     return Results(root, [root, *(root / BASELINES / name for name in plan.config.baselines)])

@@ -21,7 +21,7 @@ from halfmoon.report.run_reader import Run
 from halfmoon.runs.runner import CSV, CURVES, MARKDOWN
 from halfmoon.storage import atomic_io
 from halfmoon.storage.run_folder import DECISION, MODEL
-from halfmoon.sweeps import sweep_folder
+from halfmoon.studies import sweep_folder
 
 NAMES = 4  # methods that a line names at most
 

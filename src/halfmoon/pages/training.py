@@ -27,7 +27,7 @@ def serve(pipe: Connection, folder: Path, paths: Sequence[str]) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the page
     import torch
 
-    from halfmoon.sweeps import own_labels
+    from halfmoon.studies import label_selection
 
     torch.set_num_threads(1)  # images, and splits, are computed side by side
 
@@ -39,9 +39,9 @@ def serve(pipe: Connection, folder: Path, paths: Sequence[str]) -> None:
         while True:
             labels, classes, mask = pipe.recv()
             try:
-                own = own or own_labels.folder_features(folder, paths, tell)
-                head = own_labels.problem(own, labels, classes)
-                values = own_labels.guesses(head, head.solved())
+                own = own or label_selection.folder_features(folder, paths, tell)
+                head = label_selection.problem(own, labels, classes)
+                values = label_selection.guesses(head, head.solved())
                 probabilities = np.full((len(paths), len(head.classes)), np.nan)
                 features = np.zeros((len(paths), values[1].shape[1]), np.float32)
                 probabilities[own.rows], features[own.rows] = values

@@ -25,7 +25,7 @@ from halfmoon.core.errors import UserError, suggest
 if TYPE_CHECKING:
     from halfmoon.runs.callbacks import Callback
     from halfmoon.runs.runner import RunResult
-    from halfmoon.sweeps.decision import Decision
+    from halfmoon.studies.decision import Decision
 
 
 COMMON = {

@@ -14,7 +14,7 @@ from halfmoon.config.schema import Config
 from halfmoon.core.errors import UserError
 
 if TYPE_CHECKING:
-    from halfmoon.sweeps.own_folder import Contents
+    from halfmoon.studies.scan_folder import Contents
 
 SPLIT_OPTIONS = (
     *("data_dir", "cache", *settings.IMAGES, *settings.PIXELS, "flip", "shrink", "image_size", "data_share"),
@@ -76,14 +76,14 @@ def run(args: argparse.Namespace) -> int:
 def _contents(values: Mapping[str, Any]) -> Contents | None:
     if not Path(name := values.get("data", Config.data)).is_dir():
         return None
-    from halfmoon.sweeps.own_folder import contents_of
+    from halfmoon.studies.scan_folder import contents_of
 
     return contents_of(Path(name), values.get("group_pattern"))
 
 
 def _image_options(contents: Contents) -> dict[str, Any]:
     from halfmoon.core.hubs import installed
-    from halfmoon.sweeps.own_plan import PRETRAINED, image_options
+    from halfmoon.studies.plan import PRETRAINED, image_options
 
     return image_options(contents, installed(PRETRAINED))
 

@@ -30,10 +30,10 @@ from halfmoon.core.errors import UserError
 from halfmoon.storage import toml
 
 if TYPE_CHECKING:
-    from halfmoon.sweeps.engines import Engine
-    from halfmoon.sweeps.play import Step
-    from halfmoon.sweeps.recipe import Recipe
-    from halfmoon.sweeps.sweep_folder import SweepFolder
+    from halfmoon.studies.executors import Engine
+    from halfmoon.studies.recipe import Recipe
+    from halfmoon.studies.run_sweep import Step
+    from halfmoon.studies.sweep_folder import SweepFolder
 
 TIMED = ("data_dir", "cache", "device", "executor", "compile", "threads", "workers")
 """The options of a run that change how long it takes and none of its numbers."""
@@ -65,8 +65,8 @@ def add(commands: Any) -> None:
 
 def _sweep(args: argparse.Namespace) -> int:
     """Play the sweep; 1 where a run failed."""
-    from halfmoon.sweeps import grid, recipe
-    from halfmoon.sweeps.sweep_folder import SweepFolder, cores, table
+    from halfmoon.studies import grid, recipe
+    from halfmoon.studies.sweep_folder import SweepFolder, cores, table
 
     plan = recipe.load(args.recipe)
     scale = plan.scale(args.scale) if args.scale else None
@@ -99,7 +99,7 @@ def _play(args: argparse.Namespace, folder: SweepFolder, cells: list[Any], jobs:
     from rich.console import Console
 
     from halfmoon.cli import console as screen
-    from halfmoon.sweeps.play import sweep
+    from halfmoon.studies.run_sweep import sweep
 
     console = Console(stderr=True)
 
@@ -128,18 +128,24 @@ def _play(args: argparse.Namespace, folder: SweepFolder, cells: list[Any], jobs:
 
 def _engine(args: argparse.Namespace, watch: Any, jobs: int, ends: ExitStack) -> Engine:
     from halfmoon.runs.callbacks import Callbacks
-    from halfmoon.sweeps import engines
+    from halfmoon.studies import executors
 
     if args.ray_address is not None and args.engine != "ray":
         raise UserError("--ray-address goes with --engine ray.")
     watching = Callbacks(*trackers(args))
     if args.engine == "ray":
-        from halfmoon.sweeps.ray_engine import Rays
+        from halfmoon.studies.ray_executor import RayExecutor
 
-        rays = Rays(jobs, args.ray_address, watching)
+        rays = RayExecutor(jobs, args.ray_address, watching)
         ends.callback(rays.close)
         return rays
-    return engines.Processes(jobs, watching) if jobs > 1 else engines.Here(Callbacks(watch, watching, warn=watch.say))
+    if jobs > 1:
+        return executors.ProcessExecutor(jobs, watching)
+    return executors.SerialExecutor(Callbacks(watch, watching, warn=watch.say))
+        executors.ProcessExecutor(jobs, watching)
+        if jobs > 1
+        else executors.SerialExecutor(Callbacks(watch, watching, warn=watch.say))
+    )
 
 
 def _list(cells: list[Any], as_json: bool) -> int:
@@ -171,7 +177,7 @@ def add_recipes(commands: Any) -> None:
 
 
 def _recipes(args: argparse.Namespace) -> int:
-    from halfmoon.sweeps import recipe
+    from halfmoon.studies import recipe
 
     loaded = [recipe.load(name) for name in args.names or recipe.names()]
     if args.time and len(loaded) != 1:
@@ -201,7 +207,7 @@ def duration(seconds: float | None) -> str:
 
 
 def _facts(loaded: Recipe) -> dict[str, Any]:
-    from halfmoon.sweeps import grid
+    from halfmoon.studies import grid
 
     return {
         "name": loaded.name,
@@ -225,8 +231,8 @@ def _facts(loaded: Recipe) -> dict[str, Any]:
 
 def _cost(loaded: Recipe, args: argparse.Namespace) -> dict[str, Any]:
     """Return what the cells that are asked for cost on this machine: a timed round of each row, multiplied."""
-    from halfmoon.sweeps import cost, grid
-    from halfmoon.sweeps.sweep_folder import machine
+    from halfmoon.studies import cost, grid
+    from halfmoon.studies.sweep_folder import machine
 
     scale = loaded.scale(args.scale) if args.scale else None
     over = requested(args, TIMED)
@@ -320,8 +326,8 @@ def _tune(args: argparse.Namespace) -> int:
     from rich.console import Console
 
     from halfmoon.cli import console as screen
-    from halfmoon.sweeps.tuning import BEST, KNOBS, TABLE, Knob
-    from halfmoon.sweeps.tuning import tune as search
+    from halfmoon.studies.tuning import BEST, KNOBS, TABLE, Knob
+    from halfmoon.studies.tuning import tune as search
 
     if args.trials < 1 or min(args.seeds) < 0:
         raise UserError("--trials must be at least 1, and --seeds whole numbers from 0.")

@@ -18,10 +18,10 @@ from halfmoon.cli import main as cli
 from halfmoon.core.errors import UserError, install_command
 from halfmoon.engine.loop import Row
 from halfmoon.runs.callbacks import NullCallback, RunInfo
-from halfmoon.sweeps import ray_engine
-from halfmoon.sweeps.engines import TRIES, SweepTask, TaskResult
-from halfmoon.sweeps.ray_engine import Rays, Share, share
-from halfmoon.sweeps.sweep_folder import SweepFolder
+from halfmoon.studies import ray_executor
+from halfmoon.studies.executors import TRIES, SweepTask, TaskResult
+from halfmoon.studies.ray_executor import RayExecutor, Share, share
+from halfmoon.studies.sweep_folder import SweepFolder
 
 FEW = "amount=few"
 DOOMED, LAST = "fedavg-fixmatch", 3
@@ -130,7 +130,7 @@ def asked(monkeypatch: pytest.MonkeyPatch, words: str, split_only: bool = False)
     monkeypatch.setitem(sys.modules, "ray", fake)
     done: list[TaskResult] = []
     task = SweepTask(Path("cells/abc"), words, split_only)
-    Rays(jobs=2).play([task], done.append)
+    RayExecutor(jobs=2).play([task], done.append)
     assert [one.task for one in done] == [task]
     return found
 
@@ -197,7 +197,7 @@ def test_a_killed_worker_loses_nothing(ray: Any, mine: Path, tmp_path: Path) -> 
     notes, killed = tmp_path / "notes", list[tuple[int, Path, int]]()
     killer = threading.Thread(target=kill_the_doomed, args=(notes, killed))
     killer.start()
-    rays = Rays(jobs=2, watch=Witness(notes))
+    rays = RayExecutor(jobs=2, watch=Witness(notes))
     folder, steps, _ = played(mine, FEW, scale=None, seeds=(0, 1), engine=rays)
     killer.join()
     ((pid, victim, newest),) = killed
@@ -245,8 +245,8 @@ def test_the_command_plays_on_ray(ray, mine, tmp_path, monkeypatch, capsys):
 def test_a_mistake_and_a_worker_that_always_dies_are_sentences(
     ray: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(ray_engine, "TRIES", 2)
-    rays, done = Rays(jobs=2, watch=Deadly()), dict[str, TaskResult]()
+    monkeypatch.setattr(ray_executor, "TRIES", 2)
+    rays, done = RayExecutor(jobs=2, watch=Deadly()), dict[str, TaskResult]()
     tasks = [
         SweepTask(tmp_path / "wrong", 'method = "fedure"\n'),
         SweepTask(tmp_path / "dead", 'method = "fedavg"\nrounds = 1\nsteps = 1\nwidth = 4\nseed = 1\ndevice = "cpu"\n'),

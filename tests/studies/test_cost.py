@@ -9,9 +9,9 @@ import pytest
 
 from halfmoon.cli import main as cli
 from halfmoon.cli.commands.sweep import duration
-from halfmoon.sweeps import cost, recipe
-from halfmoon.sweeps.cost import words_of
-from halfmoon.sweeps.grid import cells
+from halfmoon.studies import cost, recipe
+from halfmoon.studies.cost import words_of
+from halfmoon.studies.grid import cells
 
 RECIPE = """
 title = "Toy"

@@ -29,9 +29,9 @@ from halfmoon.runs.callbacks import NULL_CALLBACK, Callback, RunInfo
 from halfmoon.runs.factory import preparation
 from halfmoon.runs.runner import cell
 from halfmoon.sites.folders import SiteFolder, read
-from halfmoon.sweeps.decision import FOLDS, JOINING, REPEATS, UNLABELED, Decision, Fold, decide, folds, right, solved
-from halfmoon.sweeps.own_labels import FolderFeatures, folder_features, problem
-from halfmoon.sweeps.own_plan import PRETRAINED
+from halfmoon.studies.decision import FOLDS, JOINING, REPEATS, UNLABELED, Decision, Fold, decide, folds, right, solved
+from halfmoon.studies.label_selection import FolderFeatures, folder_features, problem
+from halfmoon.studies.plan import PRETRAINED
 
 HELD_OUT = 3
 """One of so many labeled images of each class and site is a test image."""

@@ -25,13 +25,13 @@ from halfmoon.methods import registry
 from halfmoon.methods.semifl import SemiFL
 from halfmoon.runs import factory, runner
 from halfmoon.storage import toml
-from halfmoon.sweeps import recipe
-from halfmoon.sweeps.engines import Here
-from halfmoon.sweeps.grid import Cell, cells, selection
-from halfmoon.sweeps.play import Step, sweep
-from halfmoon.sweeps.recipe import Recipe, lookup
-from halfmoon.sweeps.recipe_file import INHERITED, layered, read
-from halfmoon.sweeps.sweep_folder import SweepFolder
+from halfmoon.studies import recipe
+from halfmoon.studies.executors import SerialExecutor
+from halfmoon.studies.grid import Cell, cells, selection
+from halfmoon.studies.recipe import Recipe, lookup
+from halfmoon.studies.recipe_file import INHERITED, layered, read
+from halfmoon.studies.run_sweep import Step, sweep
+from halfmoon.studies.sweep_folder import SweepFolder
 
 FOLDER = Path(str(resources.files("halfmoon"))) / "recipes"
 NAMES = recipe.names()
@@ -863,7 +863,7 @@ def test_a_recipe_of_each_kind_is_played(tmp_path: Path, name: str, only: list[s
     asked = [replace(cell, configs={0: replace(cell.configs[0], rounds=2)}) for cell in asked]
     assert len(asked) == 2
     folder, steps = SweepFolder(tmp_path, found, scale), list[Step]()
-    assert sweep(folder, asked, Here(), steps.append) == []
+    assert sweep(folder, asked, SerialExecutor(), steps.append) == []
     facts = folder.read()
     assert {step.failed for step in steps} == {None}
     assert [run["finished"] for cell in facts["cells"] for run in cell["runs"]] == [True, True]

@@ -15,8 +15,8 @@ from halfmoon.config.schema import Config, resolve
 from halfmoon.core.errors import UserError
 from halfmoon.data import Images
 from halfmoon.runs import factory, runner
-from halfmoon.sweeps import tuning
-from halfmoon.sweeps.tuning import Knob, applied, tune
+from halfmoon.studies import tuning
+from halfmoon.studies.tuning import Knob, applied, tune
 
 pytest.importorskip("optuna")
 TINY: dict[str, Any] = {

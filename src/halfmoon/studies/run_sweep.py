@@ -8,9 +8,9 @@ from typing import Any
 from halfmoon.config.schema import Config, identity, text
 from halfmoon.core.errors import UserError
 from halfmoon.runs import runner
-from halfmoon.sweeps.engines import Engine, SweepTask, TaskResult
-from halfmoon.sweeps.grid import Cell, cells
-from halfmoon.sweeps.sweep_folder import SweepFolder, entry
+from halfmoon.studies.executors import Engine, SweepTask, TaskResult
+from halfmoon.studies.grid import Cell, cells
+from halfmoon.studies.sweep_folder import SweepFolder, entry
 
 PAUSE = 2.0
 """Seconds between looks at a run that another process plays."""

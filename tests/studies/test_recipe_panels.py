@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from halfmoon.config.schema import Config
-from halfmoon.sweeps import recipe
-from halfmoon.sweeps.grid import Cell, cells
+from halfmoon.studies import recipe
+from halfmoon.studies.grid import Cell, cells
 
 
 @cache

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from halfmoon.core.errors import UserError
 from halfmoon.runs.callbacks import NULL_CALLBACK, Callback
 from halfmoon.runs.workers import installed, join
-from halfmoon.sweeps.engines import TRIES, Note, SweepTask, TaskResult, Unit, play_unit, units
+from halfmoon.studies.executors import TRIES, Note, SweepTask, TaskResult, Unit, play_unit, units
 
 
 class Share(NamedTuple):
@@ -24,7 +24,7 @@ class Share(NamedTuple):
     gpus: float
 
 
-class Rays:
+class RayExecutor:
     """Play on a Ray cluster, `jobs` runs at a time on each machine.
 
     A run is given a share of the smallest machine: its processors divided by `jobs`, and, where the cluster has GPUs

@@ -12,8 +12,8 @@ from halfmoon.core import tree
 from halfmoon.engine.evaluation import Examples
 from halfmoon.report.paired import Difference, paired
 from halfmoon.runs import factory
-from halfmoon.sweeps import decision
-from halfmoon.sweeps.decision import (
+from halfmoon.studies import decision
+from halfmoon.studies.decision import (
     DRAWS,
     FOLDS,
     REPEATS,
@@ -25,7 +25,7 @@ from halfmoon.sweeps.decision import (
     more_labels,
     solved,
 )
-from halfmoon.sweeps.own_labels import Point, half
+from halfmoon.studies.label_selection import Point, half
 
 
 def test_the_interval_is_nadeau_and_bengios_by_hand() -> None:

@@ -25,9 +25,9 @@ from halfmoon.models.finetuned import FeatureHead, FirstView, on_features
 from halfmoon.models.network import Normalize
 from halfmoon.runs import factory, features
 from halfmoon.runs.factory import ImageSpec, Problem
-from halfmoon.sweeps.cost import seconds_of
-from halfmoon.sweeps.decision import DRAWS, FOLDS, REPEATS, Fold, head_accuracy
-from halfmoon.sweeps.own_folder import Contents, contents_of, other_formats
+from halfmoon.studies.cost import seconds_of
+from halfmoon.studies.decision import DRAWS, FOLDS, REPEATS, Fold, head_accuracy
+from halfmoon.studies.scan_folder import Contents, contents_of, other_formats
 
 ELSEWHERE = {"method", "baselines", "protocol", "preset", "split"}
 """Options that say themselves what is played."""

@@ -18,12 +18,12 @@ from halfmoon.core import hubs
 from halfmoon.engine.loop import Row
 from halfmoon.runs import factory
 from halfmoon.sites.folders import read
-from halfmoon.sweeps import decision as decision_rule
-from halfmoon.sweeps import own_plan
-from halfmoon.sweeps.own_folder import contents_of
-from halfmoon.sweeps.own_images import PlanResult
-from halfmoon.sweeps.own_labels import folder_features, problem
-from halfmoon.sweeps.own_plan import plan
+from halfmoon.studies import decision as decision_rule
+from halfmoon.studies import plan as planning
+from halfmoon.studies.label_selection import folder_features, problem
+from halfmoon.studies.plan import plan
+from halfmoon.studies.run_plan import PlanResult
+from halfmoon.studies.scan_folder import contents_of
 
 CLASSES = ("0", "1", "2")
 
@@ -44,8 +44,8 @@ def _cwd(place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def scratch(monkeypatch: pytest.MonkeyPatch) -> None:
     """Leave out the package of the pretrained network, and most rounds."""
     monkeypatch.setattr(hubs, "installed", lambda name: False)
-    monkeypatch.setattr(own_plan, "ROUNDS", 20)
-    monkeypatch.setattr(own_plan, "LEAST_ROUNDS", 10)
+    monkeypatch.setattr(planning, "ROUNDS", 20)
+    monkeypatch.setattr(planning, "LEAST_ROUNDS", 10)
 
 
 @pytest.fixture(scope="module")
@@ -143,7 +143,7 @@ def test_from_scratch_rounds_and_size_fit_the_minutes(tmp_path: Path, scratch: N
 
 
 def test_one_command_plans_plays_and_decides(tmp_path, pretrained, monkeypatch, capsys):
-    for module in (decision_rule, own_plan):
+    for module in (decision_rule, planning):
         monkeypatch.setattr(module, "DRAWS", 3)
     written(tmp_path / "photos", 15)
     assert main(["run", "--data", "photos", "--clients", "3", "--labels-per-class", "1", "--run-dir", "run"]) == 0

@@ -25,9 +25,9 @@ from halfmoon.runs import factory
 from halfmoon.runs.factory import ImageSpec
 from halfmoon.runs.features import features
 from halfmoon.runs.pools import processors
-from halfmoon.sweeps.decision import FOLDS, MARGIN, Fold, folds, head_accuracy, interval, solved
-from halfmoon.sweeps.own_folder import Contents, looked_at, readable
-from halfmoon.sweeps.own_plan import head_config, head_task
+from halfmoon.studies.decision import FOLDS, MARGIN, Fold, folds, head_accuracy, interval, solved
+from halfmoon.studies.plan import head_config, head_task
+from halfmoon.studies.scan_folder import Contents, looked_at, readable
 
 LEAST = 20
 """Random labels on which a head is judged alone."""

@@ -6,9 +6,9 @@ from itertools import product
 
 from halfmoon.config import schema as settings
 from halfmoon.config.schema import Config
-from halfmoon.core.errors import UserError, suggest
-from halfmoon.sweeps.recipe import COLUMNS, Published, Recipe, Scale, Value, lookup, meets
-from halfmoon.sweeps.recipe_file import Layer, layered
+from halfmoon.core.errors import UserError, nearest
+from halfmoon.studies.recipe import COLUMNS, Published, Recipe, Scale, Value, lookup, meets
+from halfmoon.studies.recipe_file import Layer, layered
 
 Selection = Mapping[str, tuple[str, ...]]
 """The values of some axes that are asked for."""
@@ -18,7 +18,7 @@ Selection = Mapping[str, tuple[str, ...]]
 class Cell:
     """One cell of a table: its values by axis, what the paper prints there, and a configuration for every seed.
 
-    `measure` is what is compared there, one of `halfmoon.sweeps.recipe.MEASURES`.
+    `measure` is what is compared there, one of `halfmoon.studies.recipe.MEASURES`.
     """
 
     at: Mapping[str, str]

@@ -11,8 +11,8 @@ from halfmoon.runs import runner
 from halfmoon.runs.factory import Problem
 from halfmoon.storage import atomic_io
 from halfmoon.storage.checkpoints import TIMINGS
-from halfmoon.sweeps.grid import Cell
-from halfmoon.sweeps.recipe import Recipe
+from halfmoon.studies.grid import Cell
+from halfmoon.studies.recipe import Recipe
 
 
 @dataclass(frozen=True)

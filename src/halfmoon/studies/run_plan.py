@@ -19,9 +19,9 @@ from halfmoon.runs.jobs import parsed
 from halfmoon.runs.runner import RunResult
 from halfmoon.storage import atomic_io
 from halfmoon.storage.run_folder import BASELINES, DECISION, PLAN, RunFolder
-from halfmoon.sweeps.decision import FOLDS, Decision, Fold, decide, draws, folds, head_accuracy
-from halfmoon.sweeps.own_folder import contents_of, site_source
-from halfmoon.sweeps.own_plan import Plan, Step, one_holder
+from halfmoon.studies.decision import FOLDS, Decision, Fold, decide, draws, folds, head_accuracy
+from halfmoon.studies.plan import Plan, Step, one_holder
+from halfmoon.studies.scan_folder import contents_of, site_source
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from halfmoon.core import hubs
 from halfmoon.data import load
 from halfmoon.engine.loop import Row
 from halfmoon.runs.callbacks import NullCallback, RunInfo
-from halfmoon.sweeps import decision, own_sites
+from halfmoon.studies import decision, site_rehearsal
 
 
 def site(place: Path, labels: int, count: int) -> Path:
@@ -53,7 +53,7 @@ class Told(NullCallback):
 def test_the_folders_become_a_data_set_and_its_natural_split(tmp_path: Path) -> None:
     """A third of each class is held out; one site's split has its rows alone; half of the labels are half of each."""
     folders = [site(tmp_path / "a", 12, 20), site(tmp_path / "bb", 18, 24)]
-    rows = own_sites._written(Config(), folders, tmp_path / "data", print)
+    rows = site_rehearsal._written(Config(), folders, tmp_path / "data", print)
     source = load(str(tmp_path / "data"))
     held = len(source.test)
     assert len(source.train) == len(rows.client) == 44 - held
@@ -65,7 +65,7 @@ def test_the_folders_become_a_data_set_and_its_natural_split(tmp_path: Path) -> 
     alone = rows.split(site=1)
     assert alone.clients == 1
     assert len(alone.rows(0, True)) == int((rows.labeled & (rows.client == 1)).sum())
-    half = rows.split(own_sites._share(rows, 0.5))
+    half = rows.split(site_rehearsal._share(rows, 0.5))
     assert 0 < half.labeled.sum() < whole.labeled.sum()
     assert int((half.client == -1).sum()) == int(whole.labeled.sum() - half.labeled.sum())
 
@@ -73,8 +73,8 @@ def test_the_folders_become_a_data_set_and_its_natural_split(tmp_path: Path) -> 
 def test_a_share_of_each_sites_labels_chooses_the_round(tmp_path: Path) -> None:
     """The test images stay what they are; a quarter of each site's other labels of each class is nobody's."""
     folders = [site(tmp_path / "a", 24, 30), site(tmp_path / "bb", 30, 34)]
-    plain = own_sites._written(Config(), folders, tmp_path / "plain", print)
-    rows = own_sites._written(Config(validation_share=0.25), folders, tmp_path / "data", print)
+    plain = site_rehearsal._written(Config(), folders, tmp_path / "plain", print)
+    rows = site_rehearsal._written(Config(validation_share=0.25), folders, tmp_path / "data", print)
     whole, source = load(str(tmp_path / "plain")), load(str(tmp_path / "data"))
     chosen = load(str(tmp_path / "data"), test="validation").test
     assert np.array_equal(whole.test.images, source.test.images)
@@ -86,7 +86,7 @@ def test_a_share_of_each_sites_labels_chooses_the_round(tmp_path: Path) -> None:
     assert len(chosen) == expected == len(plain.client) - len(rows.client) > 5
     assert rows.labeled.sum() == plain.labeled.sum() - expected
     config = Config(rounds=2, steps=1, network="small", validation_share=0.25, method="fedavg-fixmatch", threads=1)
-    table = own_sites.rehearse(config, folders, tmp_path / "r", seen := Told())
+    table = site_rehearsal.rehearse(config, folders, tmp_path / "r", seen := Told())
     ended = json.loads((tmp_path / "r" / "labels-only" / "summary.json").read_text())["accuracy"]
     told = [json.loads(line) for line in (tmp_path / "r" / "labels-only" / "metrics.jsonl").read_text().splitlines()]
     assert ended["validation"] == max(row["validation"]["accuracy"] for row in told)
@@ -104,14 +104,14 @@ def test_what_a_site_gains_by_joining_is_judged_over_splits(tmp_path: Path, monk
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setattr(decision, "REPEATS", 1)
     folders = [site(tmp_path / "a", 12, 14), site(tmp_path / "bb", 24, 26)]
-    found = own_sites.gains(folders)
+    found = site_rehearsal.gains(folders)
     assert {name: each.labels for name, each in found.items()} == {"the federation": 36, "a": 12, "bb": 24}
     for each in found.values():
         assert each.difference.mean == pytest.approx(each.ours - each.base)
         assert each.splits == 5
     assert "help" in decision.decide([9.0, 9.1], [1.0, 1.2], 0.25, 50, decision.JOINING).sentence
     monkeypatch.setattr(hubs, "installed", lambda name: False)
-    assert own_sites.gains(folders) == {}
+    assert site_rehearsal.gains(folders) == {}
 
 
 def test_the_table_has_every_question_of_a_manager(tmp_path, capsys, monkeypatch):
@@ -177,7 +177,29 @@ def test_a_federation_without_data_is_refused_with_the_command_that_was_meant(tm
     folder = site(tmp_path / "a", 12, 14)
     for folders in ([folder], [folder, folder]):
         with pytest.raises(UserError, match="two sites or more, each once"):
-            own_sites.rehearse(Config(), folders, tmp_path / "r")
+            site_rehearsal.rehearse(Config(), folders, tmp_path / "r")
+
+
+def test_a_random_forest_is_a_floor_or_left_out_with_a_sentence(tmp_path, monkeypatch):
+    """Black images of one class, white ones of the other: it is right on all, and learns labeled rows alone."""
+    pixels = np.zeros((24, 8, 8), np.uint8)
+    pixels[12:] = 255
+    rows = [(_encoded(each), k // 12) for k, each in enumerate(pixels)]
+    for part in ("train", "test"):
+        parquet.write(tmp_path / f"{part}.parquet", rows, ("black", "white"))
+    labeled = np.arange(24) % 12 < 2
+    assert site_rehearsal.forest(tmp_path, labeled, print) == 1.0
+    assert site_rehearsal.forest(tmp_path, np.arange(24) < 2, print) == 0.5  # the black ones alone
+    said: list[str] = []
+    monkeypatch.setitem(sys.modules, "sklearn.ensemble", None)
+    assert site_rehearsal.forest(tmp_path, labeled, said.append) is None
+    assert said == ["a random forest as a floor is left out: it needs scikit-learn (pip install scikit-learn)."]
+
+
+def _encoded(pixels: np.ndarray) -> bytes:
+    file = io.BytesIO()
+    Image.fromarray(pixels).save(file, "PNG")
+    return file.getvalue()
 
 
 def test_a_federations_file_names_its_folders_and_their_form(tmp_path: Path) -> None:

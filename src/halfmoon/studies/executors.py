@@ -117,7 +117,7 @@ def _first_line(error: BaseException) -> str:
     return (str(error).splitlines() or ["no message"])[0].removesuffix(".")
 
 
-class Here:
+class SerialExecutor:
     """One task after another in this process; `watch` looks on."""
 
     def __init__(self, watch: Callback = NULL_CALLBACK) -> None:
@@ -129,7 +129,7 @@ class Here:
                 note(result)
 
 
-class Processes:
+class ProcessExecutor:
     """Several tasks at once, each in a process of its own; a process that dies is replaced.
 
     `watch` looks on in each of these processes, so it must be possible to send it there.

@@ -22,11 +22,11 @@ from halfmoon.engine.loop import Row
 from halfmoon.report.study import FORMAT
 from halfmoon.runs import runner, seeds
 from halfmoon.runs.callbacks import Callback, NullCallback, RunInfo
-from halfmoon.sweeps import play as playing
-from halfmoon.sweeps import recipe
-from halfmoon.sweeps.engines import Here, Note, Processes, SweepTask, TaskResult
-from halfmoon.sweeps.play import Step
-from halfmoon.sweeps.sweep_folder import SweepFolder
+from halfmoon.studies import recipe
+from halfmoon.studies import run_sweep as sweep_module
+from halfmoon.studies.executors import Note, ProcessExecutor, SerialExecutor, SweepTask, TaskResult
+from halfmoon.studies.run_sweep import Step
+from halfmoon.studies.sweep_folder import SweepFolder
 
 MINE = ["amount=few"]
 
@@ -161,7 +161,10 @@ def test_sweep_json_is_as_it_is_described(mine: Path) -> None:
 def test_what_is_finished_is_not_played_again(mine: Path) -> None:
     folder, _, _ = played(mine, *MINE)
     cells_before, facts = state(folder.out / "cells"), folder.read()
-    _, steps, failed = played(mine, *MINE, engine=Here(Witness("fedavg", 1, lambda run: pytest.fail("played again"))))
+    witness = Witness("fedavg", 1, lambda run: pytest.fail("run twice"))
+    _, steps, failed = played(mine, *MINE, engine=SerialExecutor(witness))
+        mine, *MINE, engine=SerialExecutor(Witness("fedavg", 1, lambda run: pytest.fail("played again")))
+    )
     assert failed == []
     assert [step.before for step in steps] == [True, True]
     assert state(folder.out / "cells") == cells_before
@@ -192,7 +195,7 @@ def test_a_sweep_that_ends_meanwhile_is_not_forgotten(mine: Path) -> None:
     def other(run: RunInfo) -> None:
         inner.extend(played(mine, "amount=more,method=fedavg")[2])
 
-    folder, _, failed = played(mine, *MINE, engine=Here(Witness("fedavg-fixmatch", 1, other)))
+    folder, _, failed = played(mine, *MINE, engine=SerialExecutor(Witness("fedavg-fixmatch", 1, other)))
     assert (failed, inner) == ([], [])
     at = [(cell["at"]["amount"], cell["at"]["method"]) for cell in folder.read()["cells"]]
     assert at == [("few", "fedavg"), ("few", "fedavg-fixmatch"), ("more", "fedavg")]
@@ -405,7 +408,7 @@ def test_a_killed_sweep_goes_on(mine: Path, shell: Shell, straight: dict[str, by
 def test_two_sweeps_at_once_play_each_run_once(mine: Path, shell: Shell, monkeypatch: pytest.MonkeyPatch) -> None:
     """Both end well and have all cells; a run that the other one plays is waited for, not played beside it."""
     mine.write_text(RECIPE.replace("rounds = 5", "rounds = 60"))
-    monkeypatch.setattr(playing, "PAUSE", 0.05)
+    monkeypatch.setattr(sweep_module, "PAUSE", 0.05)
     begun: list[int] = []
     busy: list[bool] = []
     here: list[tuple[list[Step], list[str]]] = []
@@ -414,7 +417,7 @@ def test_two_sweeps_at_once_play_each_run_once(mine: Path, shell: Shell, monkeyp
         def begin(self, run: RunInfo) -> None:
             begun.append(run.first)
 
-    class Asking(Here):
+    class Asking(SerialExecutor):
         def play(self, tasks: Sequence[SweepTask], note: Note) -> None:
             def noted(done: TaskResult) -> None:
                 busy.append(done.busy)
@@ -446,7 +449,7 @@ def test_processes_play_several_at_once_and_one_that_is_killed_is_replaced(
 ) -> None:
     """Its run goes on from its checkpoint in a new process, and all end in the metrics of a straight sweep."""
     mark = mine.parent / "killed"
-    folder, steps, failed = played(mine, *MINE, scale=None, engine=Processes(2, Suicide(mark)))
+    folder, steps, failed = played(mine, *MINE, scale=None, engine=ProcessExecutor(2, Suicide(mark)))
     assert failed == []
     assert sorted(step.summary["method"] for step in steps if step.summary) == ["fedavg", "fedavg-fixmatch"]
     for step in steps:

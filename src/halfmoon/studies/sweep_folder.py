@@ -13,8 +13,8 @@ from halfmoon.core.errors import UserError
 from halfmoon.report import tables
 from halfmoon.report.study import FORMAT, SWEEP
 from halfmoon.storage import atomic_io, integrity
-from halfmoon.sweeps.grid import Cell
-from halfmoon.sweeps.recipe import MEASURES, Recipe, Scale
+from halfmoon.studies.grid import Cell
+from halfmoon.studies.recipe import MEASURES, Recipe, Scale
 
 CELLS, SPLITS = "cells", "splits"
 
