@@ -46,6 +46,7 @@ PACKAGES = [
 NAMING = {"methods.registry", "runs.runner", "cli.main"}
 """Who may import a concrete method: the table of names, and what assembles runs."""
 
+
 def modules() -> dict[str, Path]:
     """Return the files of the package by module name; a package is its `__init__`."""
     found = {}

@@ -163,8 +163,6 @@ def test_what_is_finished_is_not_played_again(mine: Path) -> None:
     cells_before, facts = state(folder.out / "cells"), folder.read()
     witness = Witness("fedavg", 1, lambda run: pytest.fail("run twice"))
     _, steps, failed = played(mine, *MINE, engine=SerialExecutor(witness))
-        mine, *MINE, engine=SerialExecutor(Witness("fedavg", 1, lambda run: pytest.fail("played again")))
-    )
     assert failed == []
     assert [step.before for step in steps] == [True, True]
     assert state(folder.out / "cells") == cells_before

@@ -142,10 +142,6 @@ def _engine(args: argparse.Namespace, watch: Any, jobs: int, ends: ExitStack) ->
     if jobs > 1:
         return executors.ProcessExecutor(jobs, watching)
     return executors.SerialExecutor(Callbacks(watch, watching, warn=watch.say))
-        executors.ProcessExecutor(jobs, watching)
-        if jobs > 1
-        else executors.SerialExecutor(Callbacks(watch, watching, warn=watch.say))
-    )
 
 
 def _list(cells: list[Any], as_json: bool) -> int:

@@ -149,7 +149,9 @@ class SumParticipant:
                 name = self.sites.names[number]
                 raise RefusalError(f"the server has keys of {name} for this sum that {name} has not signed.")
         self.sites.check(dict(zip(numbers, lasting, strict=True)))
-        notes.record_once(DEAL_SHARES, {"asked": list(cohort), "numbers": list(numbers), "keys": [key.hex() for key in keys]})
+        notes.record_once(
+            DEAL_SHARES, {"asked": list(cohort), "numbers": list(numbers), "keys": [key.hex() for key in keys]}
+        )
         return {"shares": stack_rows(self._party(request, notes).deal())}
 
     def _mask(self, request: Request, notes: ReplyLog, masks: Tree, plain: Callable[[Request], Reply]) -> Reply:
