@@ -6,7 +6,7 @@ from itertools import product
 
 from halfmoon.config import schema as settings
 from halfmoon.config.schema import Config
-from halfmoon.core.errors import UserError, nearest
+from halfmoon.core.errors import UserError, suggest
 from halfmoon.studies.recipe import COLUMNS, Published, Recipe, Scale, Value, lookup, meets
 from halfmoon.studies.recipe_file import Layer, layered
 

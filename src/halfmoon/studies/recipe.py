@@ -15,7 +15,7 @@ from importlib import resources
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, get_args
 
-from halfmoon.core.errors import UserError, nearest
+from halfmoon.core.errors import UserError, suggest
 from halfmoon.studies.recipe_file import INHERITED, Layer, check_layer, check_shape, folder, nearest_of, read
 
 Kind = Literal["table", "lines", "curves", "splits"]
