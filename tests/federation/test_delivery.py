@@ -12,7 +12,15 @@ from scenes import same
 from test_site_client import folder as folder_of
 
 from halfmoon.core import rng, tree, weight_files
-from halfmoon.federation.protocol.messages import Acceptance, Final, Offer, Receipt, Refusal, read, write
+from halfmoon.federation.protocol.messages import (
+    Acceptance,
+    FinalModel,
+    Offer,
+    Receipt,
+    Refusal,
+    read_message,
+    write_message,
+)
 from halfmoon.federation.server.plan import load as load_plan
 from halfmoon.federation.server.server import FederationServer, deliver, hand_out
 from halfmoon.federation.server.transport import TransportReply

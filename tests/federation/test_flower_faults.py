@@ -14,7 +14,7 @@ pytest.importorskip("flwr")
 from flwr.common.constant import ErrorCode
 
 from halfmoon.federation.protocol.log import EventLog
-from halfmoon.federation.protocol.messages import Offer, Refusal, read, write
+from halfmoon.federation.protocol.messages import Offer, Refusal, read_message, write_message
 from halfmoon.federation.server.transport import TransportReply
 from halfmoon.federation.site.client import SiteClient
 from halfmoon.federation.transport import processes, site_process

@@ -18,7 +18,16 @@ from safetensors.numpy import load_file
 from halfmoon.api.uploads import Upload
 from halfmoon.config import schema as settings
 from halfmoon.data import Images, sources
-from halfmoon.federation.protocol.messages import Acceptance, Final, Offer, Receipt, Refusal, Reply, Request, read
+from halfmoon.federation.protocol.messages import (
+    Acceptance,
+    FinalModel,
+    Offer,
+    Receipt,
+    Refusal,
+    Reply,
+    Request,
+    read_message,
+)
 from halfmoon.federation.server import sessions
 from halfmoon.federation.server.plan import load
 from halfmoon.federation.transport import client_app, local

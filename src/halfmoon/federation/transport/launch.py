@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Literal
 
 from halfmoon.core.errors import UserError
-from halfmoon.federation.protocol.bundle import APPS, PROJECT, project
+from halfmoon.federation.protocol.bundle import APPS, PROJECT_FILE, render_project
 from halfmoon.federation.protocol.log import EventLog, Tail
 from halfmoon.federation.transport.admission import ANSWER, KEYS, Admission
 from halfmoon.federation.transport.contact import Absent, Address, reach, trust

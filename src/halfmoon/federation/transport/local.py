@@ -73,7 +73,7 @@ def rehearse(
 ) -> None:
     """Play a federation in this process through both apps; `sites`, `tests`, `validations` are folders."""
     from halfmoon.federation.server.plan import load
-    from halfmoon.federation.site.consent import ANY
+    from halfmoon.federation.site.consent import ANY_TERMS
     from halfmoon.federation.transport import client_app, server_app
 
     names = load(federation).terms.sites
