@@ -180,28 +180,6 @@ def test_a_federation_without_data_is_refused_with_the_command_that_was_meant(tm
             site_rehearsal.rehearse(Config(), folders, tmp_path / "r")
 
 
-def test_a_random_forest_is_a_floor_or_left_out_with_a_sentence(tmp_path, monkeypatch):
-    """Black images of one class, white ones of the other: it is right on all, and learns labeled rows alone."""
-    pixels = np.zeros((24, 8, 8), np.uint8)
-    pixels[12:] = 255
-    rows = [(_encoded(each), k // 12) for k, each in enumerate(pixels)]
-    for part in ("train", "test"):
-        parquet.write(tmp_path / f"{part}.parquet", rows, ("black", "white"))
-    labeled = np.arange(24) % 12 < 2
-    assert site_rehearsal.forest(tmp_path, labeled, print) == 1.0
-    assert site_rehearsal.forest(tmp_path, np.arange(24) < 2, print) == 0.5  # the black ones alone
-    said: list[str] = []
-    monkeypatch.setitem(sys.modules, "sklearn.ensemble", None)
-    assert site_rehearsal.forest(tmp_path, labeled, said.append) is None
-    assert said == ["a random forest as a floor is left out: it needs scikit-learn (pip install scikit-learn)."]
-
-
-def _encoded(pixels: np.ndarray) -> bytes:
-    file = io.BytesIO()
-    Image.fromarray(pixels).save(file, "PNG")
-    return file.getvalue()
-
-
 def test_a_federations_file_names_its_folders_and_their_form(tmp_path: Path) -> None:
     """The folder around them is enough; a name that is no site's is told, and the images get the agreed form."""
     table = {"sites": ["north", "south"], "image": [1, 8, 8]}
