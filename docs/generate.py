@@ -50,7 +50,7 @@ from halfmoon.studies import grid, recipe
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")))
-COMMANDS = ("run", "compare", "methods", "data", "resume", "recipes", "sweep", "report", "leaderboard")
+COMMANDS = ("run", "compare", "methods", "data", "resume", "recipes", "sweep", "report")
 FEDERATED = ("serve", "site join")
 """Commands that take no options of a run."""
 CLIENTS, COHORT, ROUNDS, LABELED, UNLABELED = 8, 4, 2, 10, 20

@@ -349,9 +349,9 @@ def test_an_axis_named_like_a_column_keeps_apart(tmp_path: Path) -> None:
 
 
 def test_latex_escapes() -> None:
-    assert latex.escaped("50 % of a_b & c#d {e}$") == r"50 \% of a\_b \& c\#d \{e\}\$"
-    assert latex.escaped("\\x^~") == r"\textbackslash{}x\textasciicircum{}\textasciitilde{}"
-    assert latex.escaped("two\nlines") == "two lines"
+    assert latex.escape_latex("50 % of a_b & c#d {e}$") == r"50 \% of a\_b \& c\#d \{e\}\$"
+    assert latex.escape_latex("\\x^~") == r"\textbackslash{}x\textasciicircum{}\textasciitilde{}"
+    assert latex.escape_latex("two\nlines") == "two lines"
 
 
 def cells(line: str) -> int:
@@ -731,7 +731,7 @@ def test_latex_of_any_number_of_runs_has_tables_that_fit(tmp_path: Path, columns
             )
     put(tmp_path, facts)
     study = read_sweep(tmp_path / "sweep.json")
-    words = latex.table(study, final(study), "Accuracy")
+    words = latex.format_tables(study, final(study), "Accuracy")
     tables = re.findall(r"\\begin\{tabular\}\{(l[lr]*)\}(.*?)\\end\{tabular\}", words, re.S)
     assert len(tables) == -(-columns // 6) * -(-rows // 40)
     assert words.count(r"\begin{table}") == words.count(r"\end{table}") == len(tables)

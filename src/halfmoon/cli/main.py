@@ -42,7 +42,7 @@ OTHER_DATA = ("fedavg", "fedavg-fixmatch-global", "fedavg-soft-labels", "fedavg-
 """The methods beside FedDure where `halfmoon run` names other data and no method."""
 
 OTHERS = (
-    methods.add, data.add, sweep.add_recipes, sweep.add, report.add, report.add_leaderboard, federation.add_federation,
+    methods.add, data.add, sweep.add_recipes, sweep.add, report.add, federation.add_federation,
     site.add, federation.add_serve, trained.add, paged.add_watch, privacy.add, methods.add_check,
 )  # fmt: skip
 """What adds the other commands."""

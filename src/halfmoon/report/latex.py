@@ -1,150 +1,180 @@
-"""The accuracy tables of a report as LaTeX for the package booktabs."""
+"""Write the accuracy tables of a report as LaTeX for the package booktabs, by `pandas.io.formats.style.Styler`."""
 
 import unicodedata
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
-from halfmoon.report.scores import Score, column_heads, equal, final
-from halfmoon.report.study import CONFIGURATION, Column, Published, Study, Value, scale_words
-from halfmoon.report.tables import Spread, plus_minus
+import pandas as pd
 
-GREEK = ("alpha", "beta", "gamma", "delta", "sigma", "tau")
-SPECIAL = {
-    **{letter: f"\\{letter}" for letter in "{}$&#_%"},
-    **{unicodedata.lookup(f"GREEK SMALL LETTER {name}"): rf"$\{name}$" for name in GREEK},
-    "\\": r"\textbackslash{}",
-    "~": r"\textasciitilde{}",
-    "^": r"\textasciicircum{}",
-    "<": r"\textless{}",
-    ">": r"\textgreater{}",
-    "|": r"\textbar{}",
-    '"': "''",
-    "\N{LEFT DOUBLE QUOTATION MARK}": "``",
-    "\N{RIGHT DOUBLE QUOTATION MARK}": "''",
-    "\N{RIGHT SINGLE QUOTATION MARK}": "'",
-    "\N{EN DASH}": "--",
-    "\N{PLUS-MINUS SIGN}": r"$\pm$",
-    "\N{MULTIPLICATION SIGN}": r"$\times$",
-    "\N{MINUS SIGN}": "$-$",
-}
+from halfmoon.report.scores import Mark, Score, equal, final
+from halfmoon.report.study import CONFIGURATION, Column, Study, Value, scale_words
+from halfmoon.report.tables import plus_minus
 
-WIDE, LONG = 6, 40
-"""Columns of numbers, and rows, that fit on a page."""
+_GREEK = ("alpha", "beta", "gamma", "delta", "sigma", "tau")
+_ESCAPES = str.maketrans(
+    {
+        **{letter: f"\\{letter}" for letter in "{}$&#_%"},
+        **{unicodedata.lookup(f"GREEK SMALL LETTER {name}"): rf"$\{name}$" for name in _GREEK},
+        "\\": r"\textbackslash{}",
+        "~": r"\textasciitilde{}",
+        "^": r"\textasciicircum{}",
+        "<": r"\textless{}",
+        ">": r"\textgreater{}",
+        "|": r"\textbar{}",
+        '"': "''",
+        "\N{LEFT DOUBLE QUOTATION MARK}": "``",
+        "\N{RIGHT DOUBLE QUOTATION MARK}": "''",
+        "\N{RIGHT SINGLE QUOTATION MARK}": "'",
+        "\N{EN DASH}": "--",
+        "\N{PLUS-MINUS SIGN}": r"$\pm$",
+        "\N{MULTIPLICATION SIGN}": r"$\times$",
+        "\N{MINUS SIGN}": "$-$",
+    }
+)
+
+MAX_COLUMNS = 6
+"""Columns of numbers that fit on a page."""
+MAX_ROWS = 40
+"""Rows that fit on a page."""
 
 
-def escaped(words: str) -> str:
-    """Return plain text as LaTeX; a line break becomes a space."""
-    return " ".join(words.split()).translate(str.maketrans(SPECIAL))
+def escape_latex(text: str) -> str:
+    """Escape plain text for LaTeX; a line break becomes a space.
+
+    `Styler`'s own escaping leaves Greek letters, quotation marks and signs such as ± as they are, which pdflatex cannot
+    set without further packages.
+    """
+    return " ".join(text.split()).translate(_ESCAPES)
 
 
 def as_latex(studies: Sequence[Study]) -> str:
-    r"""Return a table of each study, and the same at equal labeled steps; needs booktabs."""
+    r"""Format the accuracies of each study as tables, at the end of the runs and at equal labeled steps.
+
+    The text is meant for `\input`; the document needs booktabs.
+    """
     parts = ["% Tables of halfmoon report. The preamble needs \\usepackage{booktabs}.\n"]
     for study in studies:
         if study.sweep.kind == "splits":
             continue
-        parts.append(table(study, final(study), f"{study.measured} (\\%) of the final model"))
+        parts.append(format_tables(study, final(study), f"{study.measured} (\\%) of the final model"))
         score = equal(study)
         if any((score.steps or {}).values()):
-            parts.append(table(study, score, "Test accuracy (\\%) at equal labeled steps"))
+            parts.append(format_tables(study, score, "Test accuracy (\\%) at equal labeled steps"))
     return "\n".join(parts)
 
 
-def table(study: Study, score: Score, what: str) -> str:
-    """Return the table environments: rows and columns by the axes, two columns each where something is published.
+def format_tables(study: Study, score: Score, quantity: str) -> str:
+    """Format a score as one or more table environments of at most `MAX_COLUMNS` columns and `MAX_ROWS` rows.
 
-    No table has more than `WIDE` columns of numbers or `LONG` rows: what is larger goes on in another one. An asterisk
-    is behind a measured number that lies within two standard deviations of the published one.
+    A column of the study with published numbers becomes two: measured ("here") and published ("paper"). An asterisk
+    marks a measured number within two standard deviations of the published one.
+
+    Args:
+        study: its axes give the rows and the columns.
+        score: the numbers.
+        quantity: the start of the caption, in LaTeX.
     """
-    beside = {
+    has_published = {
         column: any(score.mark(row.name, column).published for row in study.row_values) for column in study.columns
     }
     rows = study.row_values
     pages = [
-        (columns, rows[first : first + LONG])
-        for columns in _fitting(study.columns, beside)
-        for first in range(0, len(rows), LONG)
+        (columns, rows[first : first + MAX_ROWS])
+        for columns in _split_columns(study.columns, has_published)
+        for first in range(0, len(rows), MAX_ROWS)
     ]
-    caption = _caption(study, what, score, any(beside.values()))
-    parts = []
-    for number, (columns, some) in enumerate(pages):
-        goes_on = f" Part {number + 1} of {len(pages)}." if len(pages) > 1 else ""
-        lines = [r"\begin{table}", r"\centering\small", rf"\caption{{{caption}{goes_on}}}"]
-        lines += _tabular(study, score, columns, some, beside)
-        parts.append("\n".join([*lines, *_legend(study, columns), r"\end{table}", ""]))
-    return "\n".join(parts)
+    caption = _caption(study, quantity, score, any(has_published.values()))
+    tables = []
+    for number, (columns, page_rows) in enumerate(pages, start=1):
+        page_note = f" Part {number} of {len(pages)}." if len(pages) > 1 else ""
+        published_columns = [column for column in columns if has_published[column]]
+        lines = [
+            r"\begin{table}",
+            r"\centering\small",
+            rf"\caption{{{caption}{page_note}}}",
+            _format_tabular(study, score, columns, page_rows, published_columns).rstrip(),
+            *_format_legend(study, columns),
+            r"\end{table}",
+            "",
+        ]
+        tables.append("\n".join(lines))
+    return "\n".join(tables)
 
 
-def _fitting(columns: Sequence[Column], beside: Mapping[Column, bool]) -> list[list[Column]]:
+def _split_columns(columns: Sequence[Column], has_published: dict[Column, bool]) -> list[list[Column]]:
+    """Split columns into groups of at most `MAX_COLUMNS` columns of numbers."""
     groups: list[list[Column]] = []
-    room = 0
+    free = 0
     for column in columns:
-        width = 2 if beside[column] else 1
-        if width > room or not groups:
+        width = 2 if has_published[column] else 1
+        if width > free or not groups:
             groups.append([])
-            room = WIDE
+            free = MAX_COLUMNS
         groups[-1].append(column)
-        room -= width
+        free -= width
     return groups
 
 
-def _tabular(
-    study: Study, score: Score, columns: Sequence[Column], rows: Sequence[Value], beside: Mapping[Column, bool]
-) -> list[str]:
-    widths = [2 if beside[column] else 1 for column in columns]
-    lines = [rf"\begin{{tabular}}{{l{'r' * sum(widths)}}}", r"\toprule", *_heads(study, columns, beside)]
-    if any(width == 2 for width in widths):
-        heads = [word for width in widths for word in (["here", "paper"] if width == 2 else ["here"])]
-        lines.append(" & ".join(["", *heads]) + r" \\")
-    lines.append(r"\midrule")
-    for row in rows:
-        cells = [escaped(row.title)]
-        for column in columns:
-            mark = score.mark(row.name, column)
-            star = r"$^{\ast}$" if mark.verdict and mark.verdict.within else ""
-            cells += [_number(mark.last) + star, *([_number(mark.published)] if beside[column] else [])]
-        lines.append(" & ".join(cells) + r" \\")
+def _format_tabular(
+    study: Study, score: Score, columns: Sequence[Column], rows: Sequence[Value], published_columns: Sequence[Column]
+) -> str:
+    """Format one tabular environment: a line of headings for each axis of the columns, then the rows."""
+    names_sources = bool(published_columns) or not study.column_axes
+    headings: list[tuple[str, ...]] = []
+    table: list[list[str]] = []  # one list for each column of numbers
+    for column in columns:
+        titles = [study.value_title(axis, name) for axis, name in zip(study.column_axes, column, strict=True)]
+        escaped_titles = [escape_latex(title) for title in titles]
+        marks = [score.mark(row.name, column) for row in rows]
+        headings.append((*escaped_titles, "here") if names_sources else tuple(escaped_titles))
+        table.append([_format_measured(mark) for mark in marks])
+        if score.steps is not None:
+            table[-1].append(f"{score.steps[column] or 0:,.0f}")
+        if column in published_columns:
+            headings.append((*escaped_titles, "paper"))
+            table.append([_format_number(plus_minus(mark.published)) for mark in marks])
+            if score.steps is not None:
+                table[-1].append("")
+    index = [escape_latex(row.title) for row in rows]
     if score.steps is not None:
-        numbers = (f"{score.steps[column] or 0:,.0f}" for column in columns)
-        spans = (rf"\multicolumn{{{width}}}{{r}}{{{n}}}" for n, width in zip(numbers, widths, strict=True))
-        lines += [r"\midrule", " & ".join(["labeled steps", *spans]) + r" \\"]
-    return [*lines, r"\bottomrule", r"\end{tabular}"]
+        index.append("labeled steps")
+    lines = [list(line) for line in zip(*table, strict=True)]
+    frame = pd.DataFrame(lines, index=index, columns=pd.MultiIndex.from_tuples(headings))
+    return frame.style.to_latex(column_format="l" + "r" * len(headings), hrules=True, multicol_align="c")
 
 
-def _heads(study: Study, columns: Sequence[Column], beside: Mapping[Column, bool]) -> list[str]:
-    """Return a line of headings for each axis of the columns, with rules below those that span several."""
-    lines = []
-    for heads in column_heads(study, columns):
-        cells, rules, place = [""], [], 2
-        for title, below in heads:
-            width = sum(2 if beside[column] else 1 for column in below)
-            cells.append(rf"\multicolumn{{{width}}}{{c}}{{{escaped(title)}}}")
-            # A rule below a single column would only repeat the one below the head.
-            rules += [rf"\cmidrule(lr){{{place}-{place + width - 1}}}"] if width > 1 else []
-            place += width
-        lines += [" & ".join(cells) + r" \\", *(["".join(rules)] if rules else [])]
-    return lines
-
-
-def _legend(study: Study, columns: Sequence[Column]) -> list[str]:
-    """Return what the configurations of these columns are, below the table."""
+def _format_legend(study: Study, columns: Sequence[Column]) -> list[str]:
+    """Format the options behind the letters of configurations in these columns, for below the table."""
     legend = study.legend()
-    titles = {study.axis(CONFIGURATION).title(key[-1]) for key in columns} if legend else set()
-    words = [rf"\textbf{{{escaped(name)}}}: {escaped(legend[name])}." for name in legend if name in titles]
-    return [r"\par\smallskip", rf"\parbox{{\linewidth}}{{\footnotesize {' '.join(words)}}}"] if words else []
+    if not legend:
+        return []
+    shown_letters = {study.axis(CONFIGURATION).title(key[-1]) for key in columns}
+    sentences = [
+        rf"\textbf{{{escape_latex(letter)}}}: {escape_latex(options)}."
+        for letter, options in legend.items()
+        if letter in shown_letters
+    ]
+    if not sentences:
+        return []
+    return [r"\par\smallskip", rf"\parbox{{\linewidth}}{{\footnotesize {' '.join(sentences)}}}"]
 
 
-def _caption(study: Study, what: str, score: Score, beside: bool) -> str:
+def _caption(study: Study, quantity: str, score: Score, with_published: bool) -> str:
     sweep = study.sweep
-    words = [f"{escaped(sweep.title)}. {what}, mean $\\pm$ standard deviation over seeds."]
-    if beside:
-        words.append("An asterisk: within two standard deviations of the published number.")
+    sentences = [f"{escape_latex(sweep.title)}. {quantity}, mean $\\pm$ standard deviation over seeds."]
+    if with_published:
+        sentences.append("An asterisk: within two standard deviations of the published number.")
     if sweep.scale:
-        words.append(rf"\textbf{{{escaped(scale_words(sweep.scale))}}}")
-    short = sorted({f"{m.seeds} of {m.planned}" for m in score.marks.values() if m.seeds < m.planned})
-    if short:
-        words.append(f"Not every run is finished (seeds of a cell: {', '.join(short)}).")
-    return " ".join(words)
+        sentences.append(rf"\textbf{{{escape_latex(scale_words(sweep.scale))}}}")
+    unfinished = sorted({f"{m.seeds} of {m.planned}" for m in score.marks.values() if m.seeds < m.planned})
+    if unfinished:
+        sentences.append(f"Not every run is finished (seeds of a cell: {', '.join(unfinished)}).")
+    return " ".join(sentences)
 
 
-def _number(value: Spread | Published | None) -> str:
-    return plus_minus(value).replace("\N{PLUS-MINUS SIGN}", r"$\pm$") or "--"
+def _format_measured(mark: Mark) -> str:
+    asterisk = r"$^{\ast}$" if mark.verdict and mark.verdict.within else ""
+    return _format_number(plus_minus(mark.last)) + asterisk
+
+
+def _format_number(text: str) -> str:
+    return text.replace("\N{PLUS-MINUS SIGN}", r"$\pm$") or "--"

@@ -55,9 +55,6 @@ def add(commands: Any) -> None:
     check.add_argument("--classes", metavar="NAME", nargs="+", default=[], help="the classes of a federation")
     about = "a folder of test images, none of which may be in this one"
     check.add_argument("--test", metavar="FOLDER", type=Path, help=about)
-    about = "write a picture of up to 96 images as a network will see them"
-    check.add_argument("--sheet", metavar="FILE.png", type=Path, help=about)
-    _forming(check)
 
     prepare = command(group, "prepare", "decode the images of a site folder once", "FOLDER ", _prepare)
     prepare.add_argument("folder", metavar="FOLDER", type=Path, help="images, labels.csv and perhaps classes.txt")
@@ -97,17 +94,9 @@ def _forming(parser: argparse.ArgumentParser) -> None:
 
 
 def _check(args: argparse.Namespace) -> int:
-    from halfmoon.data.preparation import Preparation, checked_window
-    from halfmoon.sites.folders import check, scan
-    from halfmoon.sites.folders.check import ContactSheet
+    from halfmoon.sites.folders import check
 
-    how = Preparation(_size(args.size), _channels(args.channels), args.crop, checked_window(args.window))
-    sheet = None if args.sheet is None else ContactSheet(len(scan(args.folder)[0]), how)
-    add = None if sheet is None else sheet.add
-    result = check(args.folder, progress(), classes=args.classes, tests=args.test, on_image=add)
-    if sheet is not None and args.sheet is not None:
-        count = sheet.write(args.sheet)
-        sys.stderr.write(f"halfmoon: {args.sheet} shows {count} images\n")
+    result = check(args.folder, progress(), classes=args.classes, tests=args.test)
     if args.json:
         print_json(result.as_json())
     else:

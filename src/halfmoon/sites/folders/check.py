@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import hashlib
-import io
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from PIL import Image
 
 from halfmoon.core.errors import UserError
 from halfmoon.data import dicom
-from halfmoon.data.preparation import Preparation, used
-from halfmoon.data.readers.decode import converted, deep, prepared, upright
+from halfmoon.data.preparation import used
+from halfmoon.data.readers.decode import converted, deep, upright
 from halfmoon.sites.folders.site_folder import (
     CLASSES,
     Finding,
@@ -27,7 +25,6 @@ from halfmoon.sites.folders.site_folder import (
     scan,
     suggestion,
 )
-from halfmoon.storage import atomic_io
 
 if TYPE_CHECKING:
     from halfmoon.api.requirements import Place
@@ -78,12 +75,10 @@ def check(
     *,
     classes: Sequence[str] = (),
     tests: Path | None = None,
-    on_image: Callable[[str, bytes], None] | None = None,
 ) -> Survey:
     """Return the contents of a site folder, one image at a time; raise UserError where there is none.
 
-    Equal images have equal pixels as 8-bit RGB. `classes` are a federation's, `tests` is a folder of test images,
-    `on_image` gets every readable image.
+    Equal images have equal pixels as 8-bit RGB. `classes` are a federation's, `tests` is a folder of test images.
     """
     site, findings = scan(folder)
     test = None if tests is None else scan(tests)[0]
@@ -94,7 +89,7 @@ def check(
     frames: dict[str, str] = {}
     for row, path in enumerate(site.paths):
         try:
-            size, key, share, count = _image(folder, path, on_image)
+            size, key, share, count = _image(folder, path)
         except UserError as error:
             broken[path] = str(error).removeprefix(f"{path}: ")
         else:
@@ -130,16 +125,12 @@ def check(
     return Survey(folder, len(site), readable, labeled, mix, ordered, tuple(findings), methods)
 
 
-def _image(
-    folder: Path, name: str, on_image: Callable[[str, bytes], None] | None = None
-) -> tuple[tuple[int, int, str], bytes, float | None, int]:
+def _image(folder: Path, name: str) -> tuple[tuple[int, int, str], bytes, float | None, int]:
     """Return an image's height, width and mode, a key of its pixels, what it uses of 16 bits, and its frames."""
     data = image_bytes(folder, name)
     image = upright(data, name)
     pixels = converted(image, name, 3)
     key = hashlib.blake2b(f"{pixels.size}".encode() + pixels.tobytes(), digest_size=16).digest()
-    if on_image is not None:
-        on_image(name, data)
     share = used(np.asarray(image)) if deep(image) and "rescale" not in image.info else None
     return (image.height, image.width, image.mode), key, share, image.info.get("frames", 1)
 
@@ -230,40 +221,3 @@ def _methods(labeled: bool) -> dict[Place, tuple[str, ...]]:
 
     places: tuple[Place, ...] = ("clients", "some") if labeled else ("some", "server")
     return {place: tuple(registry.names_at(place)) for place in places}
-
-
-ACROSS, MOST, GAP = 12, 96, 4  # images in a row, and in all; pixels between two
-
-
-class ContactSheet:
-    """Collects images as a network sees them, evenly from the whole folder, and writes one PNG file."""
-
-    def __init__(self, total: int, how: Preparation) -> None:
-        self.size = how.size or (64, 64)
-        self.how = Preparation(self.size, how.channels or 3, how.crop, how.window)
-        self.every = max(1, -(-total // MOST))
-        self.met = 0
-        self.images: list[np.ndarray] = []
-
-    def add(self, name: str, data: bytes) -> None:
-        if self.met % self.every == 0:
-            self.images.append(prepared(data, name, self.how))
-        self.met += 1
-
-    def write(self, path: Path) -> int:
-        """Write the PNG file and return how many images are on it; raise UserError where there are none."""
-        if not self.images:
-            raise UserError(f"{path}: there is no image to show.")
-        height, width = self.size
-        rows = -(-len(self.images) // ACROSS)
-        page = np.full((rows * (height + GAP) + GAP, ACROSS * (width + GAP) + GAP, 3), 128, np.uint8)
-        for place, image in enumerate(self.images):
-            top, left = GAP + place // ACROSS * (height + GAP), GAP + place % ACROSS * (width + GAP)
-            page[top : top + height, left : left + width] = image
-        file = io.BytesIO()
-        Image.fromarray(page).save(file, "PNG")
-        try:
-            atomic_io.replace(path, file.getvalue())
-        except OSError as error:
-            raise UserError(f"{path} cannot be written ({atomic_io.reason(error)}); choose another --sheet.") from error
-        return len(self.images)

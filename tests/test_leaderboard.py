@@ -1,4 +1,4 @@
-"""The leaderboard: numbers by hand, committed page and committed data agree, and mistakes are sentences."""
+"""tools/leaderboard.py: hand-computed numbers, the committed page equals the committed data, and error messages."""
 
 import json
 from pathlib import Path
@@ -6,13 +6,12 @@ from typing import Any
 
 import pytest
 from page_scenes import entry, sweep
+from scripts import script
 
-from halfmoon.cli import main as cli
-from halfmoon.cli.commands.report import BOARD
 from halfmoon.core.errors import UserError
-from halfmoon.report.leaderboard import add, board
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[1]
+leaderboard = script("tools/leaderboard.py")
 
 
 def run(seed: int, last: float, best: float) -> dict[str, Any]:
@@ -39,15 +38,15 @@ def summary(**changes: Any) -> dict[str, Any]:
     return sweep(**(made | changes))
 
 
-def put(results: Path, facts: dict[str, Any], name: str = "r") -> None:
+def put(results: Path, summary: dict[str, Any], name: str = "r") -> None:
     (results / "sweeps").mkdir(parents=True, exist_ok=True)
-    (results / "sweeps" / f"{name}.json").write_text(json.dumps(facts))
+    (results / "sweeps" / f"{name}.json").write_text(json.dumps(summary))
 
 
 def test_the_page_has_the_numbers_of_the_data(tmp_path: Path) -> None:
     """x: 50 and 54 are 52 +- 2.83, 2 above 50 +- 1, and 2 sqrt(8 + 1) = 6 allows it; y: 20 below 60, 2 * 1 does not."""
     put(tmp_path, summary())
-    page = board(tmp_path)
+    page = leaderboard.format_page(tmp_path)
     assert "| X | 52.00 ± 2.83 | 60.00 ± 0.00 | 50.00 ± 1.00 | +2.00 | yes | 2 of 2 |" in page
     assert "| Y | 40.00 | 40.00 | 60.00 ± 1.00 | -20.00 | no | 1 of 1 |" in page
     assert "| Z |  |  |  |  |  | 0 of 1 |" in page
@@ -57,21 +56,21 @@ def test_the_page_has_the_numbers_of_the_data(tmp_path: Path) -> None:
     assert "3 runs, 2 minutes in all" in page  # 90 s
 
 
-def test_a_scale_is_said_and_not_judged(tmp_path: Path) -> None:
+def test_a_scaled_sweep_is_named_and_not_compared(tmp_path: Path) -> None:
     put(tmp_path, summary(scale={"name": "small", "about": "half of it"}))
-    page = board(tmp_path)
+    page = leaderboard.format_page(tmp_path)
     assert "## Paper, Table 9 (small)" in page
     assert "**Scale “small”: not the paper's experiment: half of it.**" in page
     assert "| X | 52.00 ± 2.83 | 60.00 ± 0.00 | 50.00 ± 1.00 | 2 of 2 |" in page
 
 
-def test_a_note_beside_the_data_is_on_the_page(tmp_path: Path) -> None:
+def test_a_note_next_to_the_data_is_on_the_page(tmp_path: Path) -> None:
     put(tmp_path, summary())
     (tmp_path / "sweeps" / "r.md").write_text("An honest sentence.\n")
-    assert "\n\nAn honest sentence.\n\n" in board(tmp_path)
+    assert "\n\nAn honest sentence.\n\n" in leaderboard.format_page(tmp_path)
     (tmp_path / "sweeps" / "r.md").write_bytes("Über".encode("latin-1"))
     with pytest.raises(UserError, match=r"r\.md cannot be read .*UTF-8"):
-        board(tmp_path)
+        leaderboard.format_page(tmp_path)
 
 
 def test_add_then_check(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -80,22 +79,13 @@ def test_add_then_check(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
     (sweep / "sweep.json").write_text(json.dumps(summary()))
     results, page = tmp_path / "results", tmp_path / "page.md"
     flags = ["--results", str(results), "--out", str(page)]
-    assert cli.main(["leaderboard", "--add", str(sweep), *flags]) == 0
+    assert leaderboard.main(["--add", str(sweep), *flags]) == 0
     assert (results / "sweeps" / "r-small.json").read_bytes() == (sweep / "sweep.json").read_bytes()
-    assert page.read_text() == board(results)
-    assert cli.main(["leaderboard", "--check", *flags]) == 0
+    assert page.read_text() == leaderboard.format_page(results)
+    assert leaderboard.main(["--check", *flags]) == 0
     page.write_text(page.read_text().replace("52.00", "92.00"))
-    assert cli.main(["leaderboard", "--check", *flags]) == 1
-    assert "is not what" in capsys.readouterr().err
-
-
-def test_it_works_outside_a_clone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In a folder without results, a sweep becomes a page at the default place."""
-    (tmp_path / "runs" / "r").mkdir(parents=True)
-    (tmp_path / "runs" / "r" / "sweep.json").write_text(json.dumps(summary()))
-    monkeypatch.chdir(tmp_path)
-    assert cli.main(["leaderboard"]) == 0
-    assert BOARD.read_text() == board(tmp_path / "results")
+    assert leaderboard.main(["--check", *flags]) == 1
+    assert "differs from" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -107,17 +97,17 @@ def test_it_works_outside_a_clone(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         (lambda path: (path / "sweep.json").write_text(json.dumps(summary(cells=[]))), "none of its runs is finished"),
     ],
 )
-def test_what_cannot_be_added_is_said_and_changes_nothing(tmp_path: Path, make: Any, message: str) -> None:
+def test_a_folder_that_cannot_be_added_changes_nothing(tmp_path: Path, make: Any, message: str) -> None:
     make(tmp_path)
     with pytest.raises(UserError, match=message):
-        add(tmp_path, tmp_path / "results")
+        leaderboard.add(tmp_path, tmp_path / "results")
     assert not (tmp_path / "results").exists()
 
 
-def test_no_results_are_a_sentence(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="holds no sweep"):
-        board(tmp_path)
+def test_an_empty_folder_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="contains no sweep"):
+        leaderboard.format_page(tmp_path)
 
 
-def test_the_committed_page_is_what_the_committed_results_say() -> None:
-    assert (ROOT / "results" / "published.md").read_text(encoding="utf-8") == board(ROOT / "results")
+def test_the_committed_page_equals_the_committed_results() -> None:
+    assert (ROOT / "results" / "published.md").read_text(encoding="utf-8") == leaderboard.format_page(ROOT / "results")
