@@ -223,10 +223,6 @@ RESULTS: dict[str, Small] = {
             "ROWS": dict.fromkeys(("fedavg", "fedavg-soft-labels", "fedavg-fixmatch-global", "mixture-head")),
         },
     ),
-    "starts": (
-        "play digits --seeds 9 --starts none simsiam --runs {out}",
-        {"SHARED": {"rounds": 1, "start_rounds": 1, "clients": 4, "cohort": 2}, "RATES": 1},
-    ),
     "own_images": ("--data-dir {data} --out {out}/photos --images 20", {}),
     "collect": ("smoke {run}", {}),
 }

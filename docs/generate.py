@@ -108,18 +108,15 @@ def _brief(kind: str) -> str:
 
 
 def methods() -> str:
-    """Return a table of the catalog, of its centralized methods, and of starts, each name linked to its page."""
+    """Return a table of the catalog and of its centralized methods, each name linked to its page."""
     every = [registry.entry(name) for name in registry.names()]
     groups = [each for each in every if not each.pooled], [each for each in every if each.pooled]
     tables = list[str]()
-    for entries in (*groups, registry.STARTS.values()):
+    for entries in groups:
         rows = [[f"[`{each.name}`](methods/{page_of(each.name)}.md)", each.labels, each.about] for each in entries]
         tables.append(table(["name", "labels needed", "in a sentence"], rows))
-    titles = (
-        "Centralized, with all images in one place, to compare with",
-        "To [start from](weights.md#a-start-without-labels); alone they are no classifiers",
-    )
-    return "\n".join([tables[0], *(f"{title}:\n\n{rows}" for title, rows in zip(titles, tables[1:], strict=True))])
+    federated, centralized = tables
+    return f"{federated}\nCentralized, with all images in one place, to compare with:\n\n{centralized}"
 
 
 def page_of(name: str) -> str:
@@ -136,7 +133,7 @@ def page_of(name: str) -> str:
 def families() -> dict[str, list[str]]:
     """Return the names of methods by page."""
     found: dict[str, list[str]] = {}
-    for name in (*registry.names(), *registry.STARTS):
+    for name in registry.names():
         found.setdefault(page_of(name), []).append(name)
     return found
 

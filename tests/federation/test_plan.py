@@ -121,7 +121,6 @@ MISTAKES = [
     ({"options": {"method": POOLED}}, "it cannot be played between sites."),
     ({"options": {"method": "feddure", "labels_at": "server"}}, "method feddure needs labels at every client"),
     ({"options": {"network": "resnet9"}}, "ResNet-9 takes images whose sides are multiples of 8"),
-    ({"options": {"start": "simclr"}}, "a federation plays one method: let one play simclr, and give the next one"),
     ({"options": {"dirichlet_alpha": -1}}, "dirichlet_alpha is -1.0: it must be above 0 and at most 1e9."),
 ]
 

@@ -3,6 +3,8 @@
 import copy
 import itertools
 import math
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,8 +14,10 @@ from method_scenes import assert_same, begun, images, local, rounds_of, small
 from scenes import CLASSES, begin, dataset, furthest, same, task
 from torch import nn
 
+import halfmoon
 from halfmoon.api.types import Batch
 from halfmoon.core import tree
+from halfmoon.core.errors import UserError
 from halfmoon.core.optim import SGD
 from halfmoon.methods.fedcon import FedCon
 
@@ -119,3 +123,30 @@ def test_the_server_trains_before_the_first_round_and_last_in_each():
     steps = [float(leaf) for path, leaf in tree.flatten(played[-1].state).items() if path.endswith("teacher_steps")]
     once = [float(leaf) for path, leaf in tree.flatten(played[0].state).items() if path.endswith("teacher_steps")]
     assert (steps[0] + 1) / (once[0] + 1) == 1.5
+
+
+CUSTOM_NETWORK = """
+from torch import nn
+
+def make(classes, channels, size):
+    return nn.Sequential(nn.Conv2d(channels, 4, 3), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4, classes))
+"""
+
+
+@pytest.mark.parametrize("name", ["fedcon", "fedirm"])
+def test_a_custom_module_is_trained(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A module accepts only its own parameters, and its head is not called "head"."""
+    (tmp_path / "custom_module.py").write_text(CUSTOM_NETWORK)
+    monkeypatch.syspath_prepend(tmp_path)
+    few = {"clients": 2, "rounds": 1, "steps": 1, "data_share": 0.2, "run_dir": tmp_path / "run"}
+    run = halfmoon.run(network="custom_module:make", method=name, **few)
+    assert 0 <= run.summaries[-1]["accuracy"]["last"] <= 1
+
+
+def test_a_network_without_a_head_is_refused_in_a_sentence():
+    class Headless:
+        head = None
+
+    shared = replace(task(), network=Headless())
+    with pytest.raises(UserError, match="ends in a linear layer"):
+        FedCon().client_updates(shared)["train"].remember({"params": {}}, torch.Generator())

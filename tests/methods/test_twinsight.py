@@ -15,8 +15,7 @@ from halfmoon.core import tree
 from halfmoon.core.optim import SGD
 from halfmoon.engine.sampling import Batching
 from halfmoon.methods.fedavg import FedAvg
-from halfmoon.methods.objectives.self_supervised import info_nce
-from halfmoon.methods.twinsight import TwinSight, gram_distance
+from halfmoon.methods.twinsight import TwinSight, gram_distance, info_nce
 
 
 def test_info_nce_by_hand():

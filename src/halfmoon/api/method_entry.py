@@ -58,7 +58,5 @@ class MethodEntry:
             return "all rows (upper bound)"
         if self.pooled:
             return "some of all rows, in one place"
-        if not requirements_of(self.method).labeled:
-            return "none"
         *others, last = (PLACES[place] for place in self.places)
         return f"{', '.join(others)} or {last}" if others else last

@@ -24,7 +24,6 @@ class Requirements:
         rule looks; empty if they count none.
     period: after how many rounds clients are asked for, or sent, something else: 1 if every round is like the one
         before. A site learns by it which rounds of a method it has to look at to know what a server may send.
-    labeled: whether it looks at labels.
     """
 
     aggregation: Literal["sum", "individual"] = "individual"
@@ -33,7 +32,6 @@ class Requirements:
     personal: bool = False
     counts_statistics: str = ""
     period: int = 1
-    labeled: bool = True
 
 
 SUM = Requirements("sum", "")

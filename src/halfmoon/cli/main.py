@@ -209,7 +209,7 @@ def _run(args: argparse.Namespace) -> int:
     folder = config.run_dir or settings.free_folder(config, config.method)
     from halfmoon.runs import runner
 
-    rows = 1 + len(config.baselines) + (config.start != "none")
+    rows = 1 + len(config.baselines)
     return _play(args, folder, lambda watch: runner.start(replace(config, run_dir=folder), watch), rows=rows)
 
 
@@ -286,7 +286,7 @@ def _compare(args: argparse.Namespace) -> int:
     from halfmoon.runs import runner
 
     config = replace(config, run_dir=folder)
-    rows = (len(args.methods) + (config.start != "none")) * len(seeds)
+    rows = len(args.methods) * len(seeds)
     return _play(args, folder, lambda watch: runner.compare(config, args.methods, seeds, watch), rows=rows)
 
 

@@ -29,12 +29,6 @@ class MethodOptions:
         "values for options that you do not set: few-labels, for your own images; or a paper's: sage (20 clients, "
         "8 a round), fedloke (50, 20), fedmatch (100, 5)",
     ] = "none"
-    start: Annotated[
-        Literal["none", "simclr", "byol", "simsiam"],
-        "before the methods, train the network on unlabeled images without labels, by this method",
-    ] = "none"
-    start_rounds: Annotated[int, "rounds of the start, which come before `rounds`", at_least(1)] = 40
-    start_lr: Annotated[float | None, "the clients' learning rate in the start; none: lr", POSITIVE] = None
     options: Annotated[Options, "the method's own options; a table named after a method holds those of that method"] = (
         field(default_factory=dict[str, Any])
     )

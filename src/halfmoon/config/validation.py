@@ -96,8 +96,6 @@ def _check_network(c: Any) -> None:
         raise UserError(f"tune {c.tune!r} and freeze both say what is trained: leave one of them out.")
     if c.tune == "last" and c.network not in hubs.PRETRAINED:
         raise UserError(f"tune 'last' is for {', '.join(hubs.PRETRAINED)}; name the layers that stay with freeze.")
-    if c.start != "none" and "backbone" in hubs.frozen(c):
-        raise UserError(f"start {c.start!r} trains the backbone, which is frozen here: leave one of them out.")
     if c.backbone_lr != 1 and "backbone" in hubs.frozen(c):
         raise UserError(
             "backbone_lr and freeze 'backbone' contradict each other: a frozen backbone has no learning rate."

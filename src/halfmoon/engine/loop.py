@@ -2,14 +2,12 @@
 
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields
 from typing import Any, NamedTuple, cast
 
 import torch
-from torch import Tensor
 
-from halfmoon.api.requirements import requirements_of
 from halfmoon.api.types import Method, Task
 from halfmoon.core import rng, tree
 from halfmoon.core.errors import UserError
@@ -34,7 +32,7 @@ class Experiment:
 
     With `validation` images, or where clients have some of their own, the model of the round that is best on them is
     the run's. With `ema` > 0 what is evaluated is an average of the server's models, which keeps that share of itself
-    in each round (`tree.moving_average`). The first model takes its leaves from `backbone` where that has them.
+    in each round (`tree.moving_average`).
     """
 
     method: Method
@@ -46,7 +44,6 @@ class Experiment:
     checkpoint_every: int = 1
     validation: Examples | None = None
     ema: float = 0.0
-    backbone: Mapping[str, Tensor] = field(default_factory=dict[str, Tensor])
     spread: Spread = map  # where test images are counted
 
 
@@ -177,12 +174,7 @@ class _Validated(NamedTuple):
 
 
 def _validated(experiment: Experiment, rows: list[Row]) -> list[_Validated]:
-    """Return what rows say: of their own round's model or, where clients judge, of that of the round before.
-
-    Of a method that looks at no labels they say nothing: its network is no classifier.
-    """
-    if not requirements_of(experiment.method).labeled:
-        return []
+    """Return what rows say: of their own round's model or, where clients judge, of that of the round before."""
     return [
         _Validated(result["accuracy"], -result["loss"], result.get("round", row["round"]))
         for row in rows
@@ -204,10 +196,7 @@ def _start(
     experiment: Experiment, folder: RunFolder, loaded: Loaded | None, device: torch.device
 ) -> tuple[_State, int]:
     if loaded is None:
-        model, backbone = initial_model(experiment.task, experiment.seed, device), experiment.backbone
-        if backbone:
-            flat = {path: backbone.get(path, leaf).to(leaf) for path, leaf in tree.flatten(model).items()}
-            model = {**model, **tree.unflatten(flat)}
+        model = initial_model(experiment.task, experiment.seed, device)
         state = _State(tree.to(experiment.method.start(experiment.task, model), device))
         _save(folder, 0, state, experiment.runtime, experiment.runtime.close().cost)
         release_memory(tree.nbytes(state.server))

@@ -21,8 +21,10 @@ views together (theirs is 12,288 wide: three times their features of CIFAR-10). 
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from halfmoon.api.method_entry import MethodEntry
@@ -31,12 +33,16 @@ from halfmoon.api.types import Batch, ClientUpdate, Federation, Local, Needs, Pa
 from halfmoon.api.uploads import Uplink, Upload
 from halfmoon.core import padding, tree
 from halfmoon.core.autodiff import grad_and_value
+from halfmoon.core.errors import UserError
 from halfmoon.core.tree import Tree
 from halfmoon.methods.averaging import ModelAveraging, model_of
 from halfmoon.methods.mutual import divergence
-from halfmoon.methods.objectives import self_supervised as byol
-from halfmoon.methods.objectives.base import TeacherClient, follow, ramped, supervised
+from halfmoon.methods.objectives.base import TeacherClient, embedded, follow, ramped, supervised
 from halfmoon.models import forward
+from halfmoon.models.network import affine, linear
+from halfmoon.models.passes import Batched
+
+PREDICTOR = "predictor"
 
 
 @dataclass(frozen=True)
@@ -99,38 +105,83 @@ class ContrastiveClient(ClientUpdate):
         return Needs(("weak", "weak2"), masks=True, own_memory=True, uplink=Uplink(weight="one"))
 
     def remember(self, down: Tree, generator: torch.Generator) -> Tree:
-        features = (like := byol.head_weight(self.task, down["params"])).shape[1]
-        predictor = byol.mlp(generator, features, 3 * features, features)
-        return {"target": down["params"], byol.PREDICTOR: tree.to(predictor, like.device, like.dtype)}
+        features = (like := _head_weight(self.task, down["params"])).shape[1]
+        predictor = _new_predictor(generator, features)
+        return {"target": down["params"], PREDICTOR: tree.to(predictor, like.device, like.dtype)}
 
     def begin(self, down: Tree, memory: Tree, data: Local) -> Tree:
-        down = {**down, "params": {**down["params"], byol.PREDICTOR: memory[byol.PREDICTOR]}}
+        down = {**down, "params": {**down["params"], PREDICTOR: memory[PREDICTOR]}}
         return {**super().begin(down, memory, data), "target": memory["target"]}
 
     def step(self, down: Tree, carry: Tree, batch: Batch) -> tuple[Tree, StepMetrics]:
         gradient, loss, moments = grad_and_value(self._loss, carry["params"], carry, batch)
         new, rate = self.advance(carry, gradient, moments), 1 - self.options.target_decay
-        target = tree.map(lambda a, b: torch.lerp(a, b, rate), carry["target"], byol.network_params(new["params"]))
+        target = tree.map(lambda a, b: torch.lerp(a, b, rate), carry["target"], _network_params(new["params"]))
         return {**new, "target": target}, StepMetrics(loss, {}, ())
 
     def finish(self, down: Tree, carry: Tree, data: Local) -> tuple[Upload, Tree]:
-        params = tree.flatten(byol.network_params(carry["params"]))
+        params = tree.flatten(_network_params(carry["params"]))
         for path in [path for path in params if path.startswith(f"{self.task.network.head}/")]:
             params[path] = torch.where(data.labeled > 0, params[path], tree.flatten(down["params"])[path])
         up = Upload({"params": tree.unflatten(params), "stats": carry["stats"]}, (data.rows > 0).double())
-        return up, {"target": carry["target"], byol.PREDICTOR: carry["params"][byol.PREDICTOR]}
+        return up, {"target": carry["target"], PREDICTOR: carry["params"][PREDICTOR]}
 
     def _loss(self, params: Tree, carry: Tree, batch: Batch) -> tuple[Tensor, list[Tree]]:
         groups, real = (batch.x,), batch.masks(0)
-        (z,), _, labeled = forward(self.task.network, byol.network_params(params), False, groups, real=real)
-        features, moments = byol.both_features(self.task, params, self.needs.views, batch)
+        (z,), _, labeled = forward(self.task.network, _network_params(params), False, groups, real=real)
+        features, moments = self._embed_views(params, batch)
         with torch.no_grad():
-            targets, _ = byol.both_features(self.task, carry["target"], self.needs.views, batch)
-        alike = byol.agreement(byol.through(params[byol.PREDICTOR], features, batch), targets, batch)
+            targets, _ = self._embed_views(carry["target"], batch)
+        alike = _view_similarity(_predict(params[PREDICTOR], features, batch), targets, batch)
         return supervised(z, batch.y, batch.x_real) - alike / 2, labeled + moments
+
+    def _embed_views(self, params: Tree, batch: Batch) -> tuple[Tensor, list[Tree]]:
+        """Compute the features (2 b, F) of both views of the unlabeled images, and the moments of the passes."""
+        images = [batch.u[view] for view in self.needs.views]
+        _, features, moments = embedded(self.task, _network_params(params), images, batch.masks(2)[1:])
+        return torch.cat(features), moments
 
     def passes(self, labeled: int, unlabeled: int) -> Passes:
         return Passes(labeled + 4 * unlabeled, labeled + 2 * unlabeled)
+
+
+def _head_weight(task: Task, params: Tree) -> Tensor:
+    """Return the weight (classes, F) of the head; raise `UserError` if the network does not end in a linear layer."""
+    if task.network.head is None:
+        raise UserError(
+            "fedcon needs a network that ends in a linear layer: its predictor works on that layer's input."
+        )
+    return tree.flatten(params)[f"{task.network.head}/weight"]
+
+
+def _network_params(params: Tree) -> Tree:
+    """Return the parameters of the network, without those of the predictor."""
+    return {name: part for name, part in params.items() if name != PREDICTOR}
+
+
+def _new_predictor(generator: torch.Generator, features: int) -> dict[str, Any]:
+    """Draw the parameters of a predictor, which `_predict` applies."""
+    first = linear(generator, features, 3 * features)
+    last = linear(generator, 3 * features, features)
+    return {"first": {"weight": first["weight"], "norm": affine(3 * features)}, "last": last}
+
+
+def _predict(predictor: Tree, features: Tensor, batch: Batch) -> Tensor:
+    """Apply the predictor to the features (2 b, F) of both views: linear, batch normalization, ReLU, linear."""
+    run = Batched(predictor, "batch", real=_mask_of_both_views(batch))
+    hidden = run.norm("first", run.linear("first", features)[:, :, None, None])
+    return run.linear("last", run.relu(hidden).flatten(1))
+
+
+def _mask_of_both_views(batch: Batch) -> Tensor | None:
+    """Return the mask (2 b,) of the rows of both views that are no padding; None if no row is padding."""
+    return padding.concat(batch.masks(2)[1:])
+
+
+def _view_similarity(predicted: Tensor, targets: Tensor, batch: Batch) -> Tensor:
+    """Compute s(q_1, k_2) + s(q_2, k_1), the mean over images, of the rows (2 b, F) of both views; s is the cosine."""
+    other = targets.detach().roll(len(targets) // 2, 0)
+    return 2 * padding.mean(F.cosine_similarity(predicted, other, dim=-1), _mask_of_both_views(batch))
 
 
 ROWS = (MethodEntry("fedcon", "FedCon", "FedCon, arXiv 2109.04533", "clients learn features from two views", FedCon()),)

@@ -17,7 +17,7 @@ from halfmoon.core.errors import UserError, suggest
 from halfmoon.methods import objectives
 from halfmoon.methods.analytic import ON_FEATURES
 from halfmoon.methods.fedavg import FedAvg
-from halfmoon.methods.objectives import Objective, Supervised, self_supervised
+from halfmoon.methods.objectives import Objective, Supervised
 from halfmoon.methods.objectives.base import FedAvgRow
 
 ORDER = [
@@ -65,11 +65,8 @@ def _entry(row: FedAvgRow) -> MethodEntry:
 _PLACE = {name: place for place, name in enumerate(ORDER)}
 _OURS = {row.name: row for row in sorted(_rows(), key=lambda row: (_PLACE.get(row.name, len(ORDER)), row.name))}
 
-STARTS = {row.name: _entry(row) for row in self_supervised.STARTS}
-"""Methods that train a network for others to start from, and no classifier."""
-
-_UNLISTED = {**STARTS, **{row.name: row for row in ON_FEATURES}}
-"""Those, and methods for a frozen backbone with a centered head alone: `entry` has them, `names` does not."""
+_UNLISTED = {row.name: row for row in ON_FEATURES}
+"""Methods for a frozen backbone with a centered head only: `entry` has them, `names` does not."""
 
 
 def names() -> list[str]:

@@ -34,7 +34,6 @@ from halfmoon.core.padding import concat, mean, row_mean
 from halfmoon.core.tree import Tree
 from halfmoon.methods.averaging import ModelAveraging
 from halfmoon.methods.objectives.base import embedded, guess_of, supervised
-from halfmoon.methods.objectives.self_supervised import info_nce
 from halfmoon.models import track
 from halfmoon.models.network import linear
 
@@ -120,6 +119,25 @@ def gram_distance(one: Tensor, other: Tensor, real: Tensor | None = None) -> Ten
     u, v = F.normalize(one, dim=-1), F.normalize(other, dim=-1)
     apart = (u @ u.T - v @ v.T).square()
     return apart.mean() if real is None else mean(row_mean(apart, real), real)
+
+
+def info_nce(z: Tensor, temperature: float, real: Tensor | None = None) -> Tensor:
+    """Compute SimCLR's loss NT-Xent (Chen et al. 2020, Eq. 1).
+
+    Args:
+        z: projections (2 N, P); rows i and i + N are the two views of one image.
+        temperature: divides the cosine similarities.
+        real: (2 N,) bool, False where a row is padding; None if no row is.
+    """
+    z = F.normalize(z, dim=-1)
+    excluded = torch.eye(len(z), dtype=torch.bool, device=z.device)
+    if real is not None:
+        # A padding row is never a negative for a real row. Among padding rows the partner stays: the loss of such a
+        # row does not count, but it has to be finite.
+        excluded = excluded | (real[:, None] & ~real)
+    similarity = torch.where(excluded, -torch.inf, z @ z.T / temperature)
+    partner = torch.arange(len(z), device=z.device).roll(len(z) // 2)
+    return supervised(similarity, partner, real)
 
 
 ROWS = (

@@ -28,7 +28,7 @@ from halfmoon.runs.assembly import CSV, CURVES, MARKDOWN, SPLIT, RunResult, show
 from halfmoon.runs.budgets import budget, evaluation_interval, largest_of
 from halfmoon.runs.callbacks import NULL_CALLBACK, Callback, RunInfo, guarded, told_of
 from halfmoon.runs.factory import ImageSpec, Problem
-from halfmoon.runs.jobs import COMPARISON, Job, backbone, parsed, render, sentence, spent, starts_of
+from halfmoon.runs.jobs import COMPARISON, Job, parsed, render
 from halfmoon.runs.jobs import parse as jobs_of
 from halfmoon.runs.parallel import Unit, side_by_side
 from halfmoon.runs.seeds import Seat, check_together, in_lockstep, needs_seeds, units_of
@@ -172,7 +172,6 @@ def cell(
             check_together(job.config)
         if factory.device(config).type == "cpu":
             keep_memory()
-        _play_starts(path, [job], shared, watch)
     return _play(path, job, shared, watch, seat)
 
 
@@ -231,10 +230,10 @@ def _shared(
 ) -> Problem:
     """Return what all jobs share; raise `UserError`, before anything is written, where a job cannot work on it."""
     if shared is None:
-        methods = [job.config.method for job in [*starts_of(jobs), *jobs]]
+        methods = [job.config.method for job in jobs]
         make = partial(factory.problem, methods=methods, progress=told_of(watch)) if seat is None else seat.problem
         shared = make(jobs[0].config, split)
-    checks.check([*jobs, *starts_of(jobs)], shared, watch)
+    checks.check(jobs, shared, watch)
     if (words := training_summary(shared.task.network)) is not None:
         watch.say(words)
     return shared
@@ -242,8 +241,6 @@ def _shared(
 
 def _play_all(root: Path, jobs: Sequence[Job], shared: Problem | None, watch: Callback) -> RunResult:
     """Play what is not finished, job by job, and draw the curves of all; without `shared` all must be finished."""
-    if shared is not None:
-        _play_starts(root, jobs, shared, watch)
     rows = _play_jobs(root, jobs, shared, watch)
     summaries = [rows[number] for number in range(len(jobs))]
     paths = [root / job.folder for job in jobs]
@@ -251,21 +248,6 @@ def _play_all(root: Path, jobs: Sequence[Job], shared: Problem | None, watch: Ca
     if shared is not None or not all(path.exists() for path in (outcome.curves, *outcome.tables)):
         show(outcome)
     return outcome
-
-
-def _play_starts(root: Path, jobs: Sequence[Job], shared: Problem, watch: Callback) -> None:
-    """Play the starts of jobs that are not finished; no validation or test image is shown to them."""
-    starts = starts_of([job for job in jobs if not _finished(root / job.folder, job.config)])
-    left = [start for start in starts if not _finished(root / start.folder, start.config)]
-    if not left:
-        return
-    if jobs[0].folder == ".":
-        with _folder(root, jobs[0].config):  # the run's own folder comes first: a run is resumed by what it says
-            pass
-    own = factory.task(left[0].config, ImageSpec.of(shared.source))  # with the start's rounds and learning rate
-    _play_jobs(root, left, replace(shared, task=own, test=None, validation=None), watch)
-    for start in left:
-        watch.say(sentence(root, start))
 
 
 def _play_jobs(root: Path, jobs: Sequence[Job], shared: Problem | None, watch: Callback) -> dict[int, Row]:
@@ -316,10 +298,8 @@ def _play(root: Path, job: Job, shared: Problem | None, watch: Callback, seat: S
             training = nullcontext(seat.spread)
         with training as spread, factory.computing(factory.threads(config)):
             experiment = _experiment(config, shared, path, spread, watch)
-            experiment = replace(experiment, backbone=backbone(root, config, shared.task.network))
             results = play(experiment, folder, loaded, lambda row: watch.round(run, row))
         summary = assembly.summary(config, {"setting": config.setting}, shared.source.classes, folder, results)
-        summary |= spent(root, config)
         network, model = shared.task.network.whole(results["model"])
         form, temperature = ImageSpec.of(shared.source), _temperature(config, shared, results["model"])
         card = assembly.card(config, form, network, text(config), shared.input_size, temperature)

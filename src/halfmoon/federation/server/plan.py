@@ -99,11 +99,6 @@ def load(path: Path) -> Plan:
     count = len(table.sites)
     here = {} if "split" in raw or not count else {"clients": count, "cohort": min(Config.cohort, count)}
     whole = settings.merge({**here, **raw}, {}, path)
-    if whole.start != "none":
-        raise UserError(
-            f"start is {whole.start!r} in {path.name}, but a federation plays one method: let one play "
-            f"{whole.start}, and give the next one its model as weights."
-        )
     if whole.attack != "none":
         raise UserError(
             f"attack is {whole.attack!r} in {path.name}, but hostile clients are made in simulations alone: leave "
