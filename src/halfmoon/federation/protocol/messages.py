@@ -222,7 +222,7 @@ class UnparsedMessage(Generic[M]):
         return header.select_tree_spec(self.shape, self.header.tensors, name)
 
     def open(self) -> M:
-        """Return the message with its trees; raise `Malformed` where those are none."""
+        """Return the message with its trees; raise `MalformedMessage` where those are none."""
         try:
             body = unpack(self.data, self.shape)
         except (ValueError, LookupError, TypeError, RuntimeError, SafetensorError) as error:
@@ -241,7 +241,7 @@ def write_message(message: Message) -> bytes:
 
 
 def read_message(data: bytes, *kinds: type[M], limit: int = MAX_MESSAGE_BYTES) -> M:
-    """Return the message of one of these kinds; raise `Malformed` for another, or one of more than `limit` bytes."""
+    """Return the message of one of these kinds; raise `MalformedMessage` for another, or one of more than `limit` bytes."""
     return scan_message(data, *kinds, limit=limit).open()
 
 
