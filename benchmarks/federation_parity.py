@@ -189,7 +189,7 @@ def names(sites: Path) -> list[str]:
 
 def simulated(here: Place, file: Path, run: Path) -> None:
     """Play in the simulator."""
-    runner.cell(settings.resolve(settings.load(file), {}), run)
+    runner.cell(settings.resolve(settings.load_file(file), {}), run)
 
 
 def rehearsed(here: Place, file: Path, run: Path) -> None:

@@ -28,7 +28,7 @@ from halfmoon.api.requirements import requirements_of
 from halfmoon.api.types import Task
 from halfmoon.cli import main as cli
 from halfmoon.config import schema as settings
-from halfmoon.config.option_types import expected
+from halfmoon.config.option_types import describe_type
 from halfmoon.core import tree
 from halfmoon.core.optim import Adam
 from halfmoon.core.tree import Tree
@@ -80,17 +80,17 @@ def options() -> str:
     defaults = {each.name: each.default for each in fields(settings.Config)}
     parts, other = [], dict[str, list[str]]()
     for title, section in settings.SECTIONS.items():
-        names = [name for name in settings.names_of(section) if name in settings.kinds()]
+        names = [name for name in settings.option_names(section) if name in settings.option_types()]
         rows = []
         for name in names:
             flag = f"--{name.replace('_', '-')}"
-            kind = settings.kinds()[name]
+            kind = settings.option_types()[name]
             no = f", `--no-{flag[2:]}`" if kind in (bool, bool | None) else ""
             for command in takers:
                 if (flag in takers[command]) != (command in ("run", "compare")):
                     other.setdefault(command, []).append(f"`{flag}`")
-            meaning = shorten(settings.helps()[name], WIDEST, placeholder=" ...")
-            rows.append([f"`{flag}`{no}", _brief(expected(kind)), _default(defaults[name]), meaning])
+            meaning = shorten(settings.option_helps()[name], WIDEST, placeholder=" ...")
+            rows.append([f"`{flag}`{no}", _brief(describe_type(kind)), _default(defaults[name]), meaning])
         header = ["flag", "value", "default", "meaning"]
         parts.append(f"**{title[0].upper()}{title[1:]}**\n\n{table(header, rows)}")
     lines = [
@@ -395,7 +395,7 @@ def federation() -> str:
         hints, lines = get_type_hints(kind), about(kind)
         for each in fields(kind):
             default = "required" if each.default is MISSING else _default(each.default)
-            rows.append([f"`{each.name}`", expected(hints[each.name]), default, lines[each.name]])
+            rows.append([f"`{each.name}`", describe_type(hints[each.name]), default, lines[each.name]])
     return table(["option", "value", "default", "meaning"], rows)
 
 
@@ -520,7 +520,7 @@ def _with_defaults(method: str, block: str) -> str:
 
 
 def _values(option: registry.Option) -> str:
-    return expected(option.type).replace("|", "\\|")
+    return describe_type(option.type).replace("|", "\\|")
 
 
 def _shown(value: Any) -> str:

@@ -79,7 +79,7 @@ def play(data: str, trials: int, seeds: list[int], runs: Path, folder: Path | No
                 found = " ".join(f"{name}={value}" for name, value in trial.values.items())
                 row = {"data": data, "method": method, "trial": trial.number, "validation": trial.accuracy}
                 append(SEARCH, {**row, "values": found})
-        best = schema.resolve(schema.load(place / BEST), {}, place / BEST)
+        best = schema.resolve(schema.load_file(place / BEST), {}, place / BEST)
         for seed in seeds:
             if (data, method, seed) not in done:
                 config = replace(best, seed=seed, split_seed=seed, run_dir=None)

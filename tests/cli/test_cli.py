@@ -135,7 +135,7 @@ def test_compare_names_methods_seeds_and_a_free_folder(fake: Fake, tmp_path: Pat
 def test_every_option_is_a_flag_of_run(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["run", "--help-all"]) == 0
     said = capsys.readouterr().out
-    missing = [name for name in config.kinds() if f"--{name.replace('_', '-')}" not in said]
+    missing = [name for name in config.option_types() if f"--{name.replace('_', '-')}" not in said]
     assert missing == ["seeds_together"]  # a run has one seed
 
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from halfmoon import models
 from halfmoon.config import schema as config
 from halfmoon.config.schema import Config
-from halfmoon.config.template import template
+from halfmoon.config.template import config_template
 from halfmoon.core.errors import UserError
 from halfmoon.data.partition import scenario
 from halfmoon.methods import registry
@@ -73,7 +73,7 @@ def configs(draw: st.DrawFn) -> Config:
         chosen[name] = draw(st.none() | at_least_one)
     for name in ("seed", "split_seed"):
         chosen[name] = draw(st.integers(0, 2**64))
-    for name, kind in config.kinds().items():
+    for name, kind in config.option_types().items():
         if name not in chosen and getattr(kind, "__origin__", None) is Literal:
             chosen[name] = draw(st.sampled_from(get_args(kind)))
     chosen["tune"] = draw(st.sampled_from(["auto", "all"]))  # the others need weights
@@ -125,24 +125,24 @@ def method_options(draw: st.DrawFn) -> dict[str, Any]:
 @settings(max_examples=80)
 def test_text_loads_as_the_same_configuration(tmp_path_factory: pytest.TempPathFactory, drawn: Config) -> None:
     path = tmp_path_factory.mktemp("run") / "config.toml"
-    path.write_text(config.text(drawn), encoding="utf-8")
-    again = config.resolve(config.load(path), {}, path)
+    path.write_text(config.to_toml(drawn), encoding="utf-8")
+    again = config.resolve(config.load_file(path), {}, path)
     assert again == dataclasses.replace(drawn, run_dir=None)
     assert config.identity(again, "feddure") == config.identity(drawn, "feddure")
 
 
 def test_defaults_are_a_valid_configuration_and_the_template_states_them() -> None:
     assert config.resolve({}, {}) == Config()
-    stated = tomllib.loads(template())
-    named = {name for name in config.kinds() if f"\n# {name} = " in template()}
-    assert set(stated) | named == set(config.kinds())
+    stated = tomllib.loads(config_template())
+    named = {name for name in config.option_types() if f"\n# {name} = " in config_template()}
+    assert set(stated) | named == set(config.option_types())
     assert config.merge(stated, {}) == Config()
 
 
 def test_every_option_says_what_it_is() -> None:
-    for name, about in config.helps().items():
+    for name, about in config.option_helps().items():
         assert len(about.split()) > 1, name
-    assert set(config.helps()) == {each.name for each in dataclasses.fields(Config)}
+    assert set(config.option_helps()) == {each.name for each in dataclasses.fields(Config)}
 
 
 def test_flags_override_the_file_one_by_one() -> None:
@@ -159,13 +159,13 @@ def test_an_exclusive_flag_displaces_the_files_value() -> None:
     assert config.merge({"labels_per_class": 5}, {"label_ratio": 0.1}).labels_per_class is None
     assert config.merge({"label_ratio": 0.1}, {"labels_per_class": 5}).label_ratio is None
     assert Config(label_ratio=0.1).labels_per_class is None
-    assert Config().labels_per_class == config.LABELS
+    assert Config().labels_per_class == config.DEFAULT_LABELS_PER_CLASS
 
 
 def test_paths_of_a_file_start_at_its_folder(tmp_path: Path) -> None:
     (tmp_path / "xrays").mkdir()
     (tmp_path / "run.toml").write_text('data = "xrays"\ncache = "kept"\nrun_dir = "/elsewhere"\nsplit = "../s.parquet"')
-    merged = config.merge(config.load(tmp_path / "run.toml"), {"data_dir": Path("here")})
+    merged = config.merge(config.load_file(tmp_path / "run.toml"), {"data_dir": Path("here")})
     assert merged.data == str(tmp_path / "xrays")
     assert merged.cache == tmp_path / "kept"
     assert merged.split == tmp_path / "../s.parquet"
@@ -252,34 +252,34 @@ def test_flags_are_named_as_they_are_typed() -> None:
     ],
 )
 def test_words_of_the_command_line(name: str, typed: str, value: object) -> None:
-    assert config.parse(name, typed) == value
+    assert config.parse_option(name, typed) == value
 
 
 def test_a_wrong_word_of_the_command_line_is_refused() -> None:
     with pytest.raises(UserError, match='--rounds is "none": it must be a whole number'):
-        config.parse("rounds", "none")
+        config.parse_option("rounds", "none")
     with pytest.raises(UserError, match="--executor is 'vmapp': did you mean 'vmap'"):
-        config.parse("executor", "vmapp")
+        config.parse_option("executor", "vmapp")
 
 
 def test_a_broken_file_is_named_with_line_and_column(tmp_path: Path) -> None:
     path = tmp_path / "run.toml"
     path.write_text('rounds = 3\ndata = "digits\n')
     with pytest.raises(UserError, match=r"run\.toml is not valid TOML: .*line 2, column 15"):
-        config.load(path)
+        config.load_file(path)
     path.write_bytes(b"\xff\xfe")
-    with pytest.raises(UserError, match=r"run\.toml is no text file: byte 0 is not UTF-8\."):
-        config.load(path)
+    with pytest.raises(UserError, match=r"run\.toml is not a text file: byte 0 is not UTF-8\."):
+        config.load_file(path)
     with pytest.raises(UserError, match=r"none\.toml cannot be read: No such file or directory\."):
-        config.load(tmp_path / "none.toml")
+        config.load_file(tmp_path / "none.toml")
 
 
 def test_the_next_free_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     chosen = Config(data=str(tmp_path / "xrays"), seed=3)
-    assert config.free_folder(chosen, "fedavg") == Path("runs/xrays-fedavg-seed3-1")
+    assert config.next_free_folder(chosen, "fedavg") == Path("runs/xrays-fedavg-seed3-1")
     Path("runs/xrays-fedavg-seed3-1").mkdir(parents=True)
-    assert config.free_folder(chosen, "fedavg") == Path("runs/xrays-fedavg-seed3-2")
+    assert config.next_free_folder(chosen, "fedavg") == Path("runs/xrays-fedavg-seed3-2")
 
 
 def test_identity_follows_the_numbers_only() -> None:
@@ -321,7 +321,7 @@ def test_settings_are_those_of_the_scenario() -> None:
     """The configuration spells them out, as it must not import what splits."""
     assert config.SETTINGS == scenario.SETTINGS
     assert ("auto", *models.NETWORKS) == config.NETWORKS
-    assert get_args(config.kinds()["labels_at"]) == ("clients", "some", "server")
+    assert get_args(config.option_types()["labels_at"]) == ("clients", "some", "server")
     assert set(get_args(scenario.Place)) == {"clients", "some", "server"}
 
 

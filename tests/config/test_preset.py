@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from halfmoon.config.schema import Config, identity, method_options, resolve, text
+from halfmoon.config.schema import Config, identity, method_options, resolve, to_toml
 from halfmoon.core.errors import UserError
 from halfmoon.runs.runner import resume, start
 
@@ -28,7 +28,7 @@ def test_preset_of_a_paper_gives_way_to_what_is_said():
     assert method_options(config, "fedavg") == {}
     few = resolve({}, {"preset": "paper", "labels": 30})
     assert (few.labels, few.labels_per_class) == (30, None)
-    again = resolve(tomllib.loads(text(few)), {})
+    again = resolve(tomllib.loads(to_toml(few)), {})
     assert again == few
 
 
@@ -61,7 +61,7 @@ def test_a_protocol_lies_under_what_is_said():
     sage = Config.of(protocol="sage", method="proxyfl", cohort=4)
     assert (sage.clients, sage.cohort, sage.rounds, sage.steps, sage.setting) == (20, 4, 300, 95, "pair-dir")
     assert (sage.label_ratio, sage.labels_per_class, sage.network, sage.width) == (0.1, None, "resnet8", 64)
-    assert resolve(tomllib.loads(text(sage)), {}) == sage
+    assert resolve(tomllib.loads(to_toml(sage)), {}) == sage
     loke = Config.of(protocol="fedloke", labels=100, epochs=2)
     assert (loke.clients, loke.cohort, loke.labels, loke.label_ratio, loke.epochs) == (50, 20, 100, None, 2)
     assert Config.of(protocol="sage", epochs=3).steps is None
@@ -82,7 +82,7 @@ def test_the_recipe_for_few_labels_lies_under_what_is_said():
     assert (recipe.options["fedavg-fixmatch"], recipe.options["sage"]) == ({"threshold": 0.8}, {"threshold": 0.9})
     other = Config.of(protocol="few-labels", network="small", rounds=4)
     assert (other.network, other.width, other.rounds, other.server_ema, other.lr) == ("small", None, 4, 0.0, 2e-3)
-    assert resolve(tomllib.loads(text(recipe)), {}) == recipe
+    assert resolve(tomllib.loads(to_toml(recipe)), {}) == recipe
 
 
 @pytest.mark.parametrize("protocol", ["sage", "fedloke", "fedmatch", "few-labels"])

@@ -7,7 +7,7 @@ import pytest
 from halfmoon.cli import main as cli
 from halfmoon.config import retired
 from halfmoon.config.retired import RetiredOption
-from halfmoon.config.schema import Config, identity, load, resolve
+from halfmoon.config.schema import Config, identity, load_file, resolve
 from halfmoon.core.errors import UserError
 
 
@@ -41,7 +41,7 @@ def test_files_and_python_name_the_replacement(tmp_path: Path) -> None:
     file = tmp_path / "run.toml"
     file.write_text("warp = 3\n")
     with pytest.raises(UserError, match=r"^option 'warp' in run.toml was removed: use lr\.$"):
-        resolve(load(file), {}, file)
+        resolve(load_file(file), {}, file)
     with pytest.raises(UserError, match=r"^option 'warp' in Config was removed: use lr\.$"):
         Config(warp=3)  # pyright: ignore[reportCallIssue]
     with pytest.raises(UserError, match=r"^option 'twist' in Config.of was removed: use momentum\.$"):

@@ -114,7 +114,7 @@ def test_people_see_every_option_that_counts():
     """The table has each option that all agree on, with its value; the hash is the whole one."""
     terms = made("fedprox-fixmatch", lr=0.25, options={"prox": 0.5})
     rows = {name: value for name, value, _ in terms.summary().rows}
-    assert set(settings.kinds()) & shared_options() - {"method"} <= rows.keys()
+    assert set(settings.option_types()) & shared_options() - {"method"} <= rows.keys()
     assert (rows["lr"], rows["prox"], rows["rounds"], rows["steps"]) == ("0.25", "0.5", "4", "2")
     network = task(TERMS.config, TERMS.image_spec).network.init(rng.generator(0, "model"))
     assert rows["numbers"] == f"{tree.size(network):,}"

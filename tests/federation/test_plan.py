@@ -262,8 +262,8 @@ def test_options_of_this_machine_are_kept_for_it(plan: Write) -> None:
 def test_a_simulation_does_not_look_at_the_table(plan: Write, tmp_path: Path) -> None:
     text = 'data = "digits"\nlr = 0.01\n'
     (tmp_path / "with.toml").write_text(text + '[federation]\nsites = "what"\nnonsense = 3\n')
-    (tmp_path / "without.toml").write_text(f'weight_cap = {settings.WEIGHT_CAP}\nexecutor = "loop"\n{text}')
-    a, b = (settings.resolve(settings.load(tmp_path / f"{name}.toml"), {}, name) for name in ("with", "without"))
+    (tmp_path / "without.toml").write_text(f'weight_cap = {settings.DEFAULT_WEIGHT_CAP}\nexecutor = "loop"\n{text}')
+    a, b = (settings.resolve(settings.load_file(tmp_path / f"{name}.toml"), {}, name) for name in ("with", "without"))
     assert a == b
     assert settings.identity(a, a.method) == settings.identity(b, b.method)
 
@@ -345,7 +345,7 @@ def test_a_federation_defends_itself_where_a_rule_can_help(text: str, rule: str,
     path.write_text(text)
     terms = load(path).terms
     assert terms.config.aggregation == rule
-    assert settings.load(path)["aggregation"] == rule
+    assert settings.load_file(path)["aggregation"] == rule
     warning = undefended(terms.config)
     assert warning is None if words is None else words in (warning or "")
 

@@ -54,7 +54,7 @@ def test_tiny_networks_train_as_one_program(options: dict[str, Any], wanted: str
 def test_a_simulation_of_a_federation_trains_as_its_sites_do(tmp_path: Path) -> None:
     """One by one, unless somebody says otherwise."""
     (tmp_path / "federation.toml").write_text("[federation]\nsites = ['a']\n")
-    values = settings.load(tmp_path / "federation.toml")
+    values = settings.load_file(tmp_path / "federation.toml")
     assert settings.resolve(values, {}).executor == "loop"
     assert settings.resolve(values, {"executor": "vmap"}).executor == "vmap"
 

@@ -22,7 +22,7 @@ from cryptography.hazmat.primitives.serialization import load_pem_private_key, l
 
 from halfmoon.cli import main as cli
 from halfmoon.cli.commands.base import flags
-from halfmoon.config.schema import NAME
+from halfmoon.config.schema import SITE_NAME
 from halfmoon.core.errors import UserError
 from halfmoon.federation.server.plan import load
 from halfmoon.sites.keys import Access, key_folder
@@ -701,7 +701,7 @@ def test_warnings_go_to_stderr_and_the_json_is_whole(tmp_path: Path, capsys: pyt
 
 def test_names_are_those_of_a_federation(tmp_path: Path) -> None:
     name = "a" * 64
-    assert NAME.fullmatch(name)
+    assert SITE_NAME.fullmatch(name)
     init(tmp_path / "fed", [name, "0._-"])
     assert set(Access.open(tmp_path / "fed").sites) == {name, "0._-"}
     with pytest.raises(UserError, match="cannot be a site's name"):

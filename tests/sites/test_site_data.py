@@ -414,7 +414,7 @@ CASES = {
 def test_the_simulator_holds_the_same_rows(tmp_path: Path, case: str) -> None:
     """Pixels and labels of every site, in order, are those that federation.toml gives each client of the simulator."""
     exported(tmp_path / "f", *CASES[case])
-    wanted = factory.problem(config.resolve(config.load(tmp_path / "f" / "federation.toml"), {}))
+    wanted = factory.problem(config.resolve(config.load_file(tmp_path / "f" / "federation.toml"), {}))
     dataset = FederatedDataset(wanted.train, wanted.split)
     held = {f"site-{k:02}": k for k in range(3)} | ({"server": SERVER} if case == "server" else {})
     assert sorted(path.name for path in (tmp_path / "f").iterdir() if path.is_dir()) == sorted([*held, "test"])
@@ -438,7 +438,7 @@ def test_a_saved_split_is_exported_with_it(tmp_path: Path) -> None:
     saved = str(tmp_path / "s.parquet")
     assert cli.main(["data", "digits", "--clients", "3", "--split-seed", "5", "--save", saved]) == 0
     exported(tmp_path / "f", "--split", saved)
-    again = config.resolve(config.load(tmp_path / "f" / "federation.toml"), {})
+    again = config.resolve(config.load_file(tmp_path / "f" / "federation.toml"), {})
     assert again.split is not None
     assert again.split == tmp_path / "f" / "split.parquet"
     assert np.array_equal(Split.load(again.split).client, Split.load(Path(saved)).client)

@@ -165,7 +165,7 @@ def test_what_is_said_goes_before_the_rehearsals_recipe(tmp_path: Path) -> None:
     assert asked(options={"ramp": 0.5}).options == {"threshold": 0.8, "ramp": 0.5}
     other = asked(method="feddure", network="small", epochs=2, rounds=3)
     assert (other.options, other.width, other.steps, other.server_ema, other.lr) == ({}, None, None, 0, plain.lr)
-    ruled = asked(file, **settings.load(file))
+    ruled = asked(file, **settings.load_file(file))
     assert (ruled.rounds, ruled.steps, ruled.options) == (7, None, {})
 
 

@@ -24,7 +24,7 @@ from PIL import Image
 
 from halfmoon.config import schema as settings
 from halfmoon.config.schema import Config
-from halfmoon.config.template import template
+from halfmoon.config.template import config_template
 from halfmoon.core import rng, tree
 from halfmoon.core.errors import UserError
 from halfmoon.core.tree import Tree
@@ -111,7 +111,7 @@ def clean(word: str) -> str:
 @st.composite
 def config_files(draw: Draw, federation: bool = False) -> bytes:
     """Draw a TOML file with options of runs, tables of methods, and perhaps a table [federation]."""
-    said = draw(lines(list(settings.helps()), 6))
+    said = draw(lines(list(settings.option_helps()), 6))
     if draw(st.booleans()):
         said += "[options]\n" + draw(lines(["threshold", "prox", "decay", "fedavg.prox", "peers"], 3))
     if draw(st.booleans()):
@@ -129,8 +129,8 @@ def config_files(draw: Draw, federation: bool = False) -> bytes:
 
 
 CONFIGS = (
-    template().encode(),
-    settings.text(Config()).encode(),
+    config_template().encode(),
+    settings.to_toml(Config()).encode(),
     b"method = 'feddb'\nbeside = ['fedavg', 'fedprox-uda']\nsteps = 3\n[options]\ntau = 0.9\n"
     b"[options.fedavg]\nprox = 0.1\n",
 )
@@ -143,13 +143,13 @@ FEDERATIONS = (
 
 def read_config(scene: Scene) -> None:
     """Do what `halfmoon run --config` does before it looks at data; what is taken has to be written and read alike."""
-    config = settings.resolve(settings.load(scene.file), {}, scene.file)
+    config = settings.resolve(settings.load_file(scene.file), {}, scene.file)
     again = scene.file.with_name("again.toml")
-    again.write_text(settings.text(config), encoding="utf-8")
-    known = settings.resolve(settings.load(again), {}, again)
+    again.write_text(settings.to_toml(config), encoding="utf-8")
+    known = settings.resolve(settings.load_file(again), {}, again)
     again.unlink()
     # A saved split says itself what it decides; a number of no value equals none, not even itself.
-    if config.split is None and settings.text(known) != settings.text(config):
+    if config.split is None and settings.to_toml(known) != settings.to_toml(config):
         raise Broken("what was written is read as another configuration")
 
 

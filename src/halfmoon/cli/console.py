@@ -16,7 +16,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from halfmoon.config.schema import guarding
+from halfmoon.config.schema import security_options
 from halfmoon.storage.toml import text as toml_text
 
 if TYPE_CHECKING:
@@ -119,7 +119,7 @@ class Quiet:
 
     def tell_guards(self, run: RunInfo) -> None:
         """Say which defenses, privacy and attacks a run has, where it has some."""
-        guards = [f"{name} {toml_text(value)}" for name, value in guarding(run.config).items()]
+        guards = [f"{name} {toml_text(value)}" for name, value in security_options(run.config).items()]
         if guards:
             self.say(f"{run.title}: {', '.join(guards)}.")
 

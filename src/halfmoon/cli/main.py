@@ -154,7 +154,7 @@ def _parser(full: bool) -> tuple[base.Parser, Mapping[str, argparse.ArgumentPars
     own.plan_flags(run)
     base.tracked(run)
     _wide(run)
-    base.options(run, [name for name in settings.kinds() if name != "seeds_together"], full)
+    base.options(run, [name for name in settings.option_types() if name != "seeds_together"], full)
 
     compare = base.command(
         commands, "compare", "train several methods on the same split and cohorts", "--methods NAME ... ", _compare
@@ -163,7 +163,9 @@ def _parser(full: bool) -> tuple[base.Parser, Mapping[str, argparse.ArgumentPars
     compare.add_argument("--seeds", nargs="+", metavar="N", default=["0"], help="seeds of training (default: 0)")
     base.tracked(compare)
     _wide(compare)
-    base.options(compare, [name for name in settings.kinds() if name not in ("method", "baselines", "seed")], full)
+    base.options(
+        compare, [name for name in settings.option_types() if name not in ("method", "baselines", "seed")], full
+    )
 
     sweep.add_tune(commands, full)
 
@@ -206,7 +208,7 @@ def _run(args: argparse.Namespace) -> int:
     if {**values, **flags}.get("method") == preset.RECOMMENDED:
         print(f"recommended with labels at {config.labels_at}: {config.method}", file=sys.stderr)
     _note(config, {**values, **flags})
-    folder = config.run_dir or settings.free_folder(config, config.method)
+    folder = config.run_dir or settings.next_free_folder(config, config.method)
     from halfmoon.runs import runner
 
     rows = 1 + len(config.baselines)
@@ -218,7 +220,7 @@ def _play_plan(args: argparse.Namespace, plan: Plan) -> int:
         own.show_plan(plan, args.json)
     if args.plan:
         return 0
-    return _play_rows(args, plan, plan.config.run_dir or settings.free_folder(plan.config, plan.config.method))
+    return _play_rows(args, plan, plan.config.run_dir or settings.next_free_folder(plan.config, plan.config.method))
 
 
 def _play_rows(args: argparse.Namespace, plan: Plan, folder: Path, again: bool = False) -> int:
@@ -239,7 +241,7 @@ def _note(config: Config, requested: Mapping[str, Any]) -> None:
         federated = f"fedavg-{config.method}"
         hint = f"; {federated} is its federated form" if federated in registry.names() else ""
         base.complain(f"{config.method} is centralized: it trains on all rows in one place{hint}.")
-    for name, (value, cause) in preset.left_out(requested).items():
+    for name, (value, cause) in preset.displaced_protocol_values(requested).items():
         flag = f"--{name.replace('_', '-')} {toml.text(value)}"
         base.complain(f"protocol {requested['protocol']} sets {name}, but not beside {cause}: {flag} keeps it.")
 
@@ -250,12 +252,12 @@ def _main_job(flags: Mapping[str, Any]) -> dict[str, Any]:
         return {"baselines": MAIN_JOB["baselines"], **flags}
     if flags.get("data", Config.data) != Config.data:
         return {"baselines": OTHER_DATA, "protocol": "few-labels", **flags}
-    without = preset.overruled(flags)
+    without = preset.displaced_options(flags)
     recipe = {name: value for name, value in MAIN_JOB.items() if name not in without}
     return {
         **recipe,
         **flags,
-        "options": settings.merge_options(recipe["options"], flags.get("options", {}), "--option"),
+        "options": settings.merge_method_options(recipe["options"], flags.get("options", {}), "--option"),
     }
 
 
@@ -282,7 +284,7 @@ def _compare(args: argparse.Namespace) -> int:
             )
     flags |= {"method": args.methods[0], "baselines": ()}
     config = settings.resolve(values, _at_once(values, flags), file)
-    folder = config.run_dir or settings.free_folder(config, "compare")
+    folder = config.run_dir or settings.next_free_folder(config, "compare")
     from halfmoon.runs import runner
 
     config = replace(config, run_dir=folder)

@@ -121,7 +121,7 @@ def sites_flags(parser: argparse.ArgumentParser) -> None:
 
 def refuse_federation(file: Path | None, values: Mapping[str, Any], flags: Mapping[str, Any]) -> None:
     """Raise `UserError` for a file that describes a federation and names no data: another command was meant."""
-    if file is None or "data" in {**values, **flags} or settings.TABLE not in settings.read(file):
+    if file is None or "data" in {**values, **flags} or settings.FEDERATION_TABLE not in settings.read_file(file):
         return
     name = shlex.quote(str(file))
     raise UserError(
@@ -134,7 +134,9 @@ def rehearsal_of(args: argparse.Namespace, layer: Mapping[str, Any], file: Path 
     """Return a rehearsal's configuration and site folders; without a file, `RECIPE` fills in the options."""
     values = {"method": RECIPE["method"], **layer} if args.config else _filled(layer)
     folders = args.sites
-    if isinstance(table := settings.read(args.config).get(settings.TABLE) if args.config else None, Mapping):
+    if isinstance(
+        table := settings.read_file(args.config).get(settings.FEDERATION_TABLE) if args.config else None, Mapping
+    ):
         folders = _of_federation(folders, table, args.config)
         values = {**_form(table), **values}
     values |= {"data": "digits", "clients": max(1, len(folders)), "cohort": min(5, max(1, len(folders)))}
@@ -171,9 +173,9 @@ def print_rows(args: argparse.Namespace, folder: Path, result: tuple[list[Result
 
 
 def _filled(requested: Mapping[str, Any]) -> dict[str, Any]:
-    without = preset.overruled(requested) | ({"options"} if "method" in requested else set())
+    without = preset.displaced_options(requested) | ({"options"} if "method" in requested else set())
     rest = {name: value for name, value in RECIPE.items() if name not in without}
-    own = settings.merge_options(rest.get("options", {}), requested.get("options", {}), "--option")
+    own = settings.merge_method_options(rest.get("options", {}), requested.get("options", {}), "--option")
     return {**rest, **requested, "options": own}
 
 

@@ -1,7 +1,7 @@
-"""The types of options: what a value is called, how it is read from words, and one sentence where it is another."""
+"""Types of options: parse values from text, convert values from TOML and Python, and describe what a type accepts."""
 
 from collections.abc import Mapping
-from functools import cache as remembered
+from functools import cache
 from pathlib import Path
 from types import NoneType, UnionType
 from typing import Any, Literal, Union, cast, get_args, get_origin
@@ -11,99 +11,126 @@ from pydantic import TypeAdapter, ValidationError
 from halfmoon.core.errors import UserError, one_line, suggest
 from halfmoon.storage import toml
 
-MOST_SHOWN = 120
-"""Characters of a wrong value that an error shows."""
+MAX_SHOWN_CHARACTERS = 120
+"""Characters of a wrong value that an error message shows."""
 
 
-def parse(subject: str, kind: Any, words: str) -> Any:
-    """Return the value of this type that `words` spell; `none` is None where it may be.
+def parse_value(subject: str, option_type: Any, text: str) -> Any:
+    """Parse a value of this type from text; `none` is None if the type allows it.
 
-    Raise UserError, in which the value is called `subject`, where the words are no such value.
+    Args:
+        subject: what an error message calls the value, such as "--rounds".
+        option_type: the type, such as `int | None`.
+        text: the text of the command line.
+
+    Raises:
+        UserError: the text is not a value of this type.
     """
-    if NoneType in members(kind) and words == "none":
+    if NoneType in union_members(option_type) and text == "none":
         return None
-    if Path in members(kind):
-        return Path(words)
+    if Path in union_members(option_type):
+        return Path(text)
     try:
-        return _adapter(kind).validate_strings(words)
+        return _adapter(option_type).validate_strings(text)
     except ValidationError:
-        return _refuse(subject, kind, words)
+        raise _type_error(subject, option_type, text) from None
 
 
-def expected(kind: Any) -> str:
-    """Return in words what a value of this type is."""
-    kinds = [member for member in members(kind) if member is not NoneType]
-    words = {bool: "true or false", int: "a whole number", float: "a number", str: "text", Path: "a path"}
+def describe_type(option_type: Any) -> str:
+    """Describe the values of a type in words, such as "a whole number or 'all'"."""
+    names = {bool: "true or false", int: "a whole number", float: "a number", str: "text", Path: "a path"}
     phrases: list[str] = []
-    for member in kinds:
+    for member in union_members(option_type):
+        if member is NoneType:
+            continue
         if get_origin(member) is Literal:
             phrases.append(" or ".join(repr(choice) for choice in get_args(member)))
+        elif get_origin(member) is tuple and get_args(member)[0] in (int, float):
+            phrases.append("a list of numbers")
         else:
-            numbers = get_origin(member) is tuple and get_args(member)[0] in (int, float)
-            phrases.append("a list of numbers" if numbers else words.get(member, "a list of names"))
+            phrases.append(names.get(member, "a list of names"))
     return " or ".join(phrases)
 
 
-@remembered
-def _adapter(kind: Any) -> TypeAdapter[Any]:
-    return TypeAdapter(kind)
+@cache
+def _adapter(option_type: Any) -> TypeAdapter[Any]:
+    return TypeAdapter(option_type)
 
 
-def members(kind: Any) -> tuple[Any, ...]:
-    return get_args(kind) if get_origin(kind) in (Union, UnionType) else (kind,)
+def union_members(option_type: Any) -> tuple[Any, ...]:
+    """Return the types of a union, or the type itself if it is not one."""
+    return get_args(option_type) if get_origin(option_type) in (Union, UnionType) else (option_type,)
 
 
-def typed(subject: str, kind: Any, value: Any) -> Any:
-    """Return `value` as this type; an int serves as a float, a list as a tuple, text as a path, nothing else.
+def convert_value(subject: str, option_type: Any, value: Any) -> Any:
+    """Convert a value of TOML or Python to this type.
 
-    Raise UserError, in which the value is called `subject`, for another.
+    Only these conversions are made: int to float, list to tuple, text to path.
+
+    Args:
+        subject: what an error message calls the value, such as "rounds in run.toml".
+        option_type: the type, such as `int | None`.
+        value: the value.
+
+    Raises:
+        UserError: the value has another type.
     """
     if isinstance(value, list):
         value = tuple(cast("list[Any]", value))
-    if isinstance(value, str) and Path in members(kind):
+    if isinstance(value, str) and Path in union_members(option_type):
         value = Path(value)
     try:
-        return _adapter(kind).validate_python(value, strict=True)
+        return _adapter(option_type).validate_python(value, strict=True)
     except ValidationError:
-        return _refuse(subject, kind, value)
+        raise _type_error(subject, option_type, value) from None
 
 
-def _refuse(subject: str, kind: Any, value: Any) -> Any:
-    choices = [choice for member in members(kind) if get_origin(member) is Literal for choice in get_args(member)]
-    if choices and isinstance(value, str) and int not in members(kind):
-        raise UserError(f"{subject} is {value!r}: {suggest(value, choices)}")
-    words = one_line(toml.text(value))
-    words = words if len(words) <= MOST_SHOWN else f"{words[:MOST_SHOWN]} ..."
-    raise UserError(f"{subject} is {words}: it must be {expected(kind)}.")
+def _type_error(subject: str, option_type: Any, value: Any) -> UserError:
+    members = union_members(option_type)
+    choices = [choice for member in members if get_origin(member) is Literal for choice in get_args(member)]
+    if choices and isinstance(value, str) and int not in members:
+        return UserError(f"{subject} is {value!r}: {suggest(value, choices)}")
+    text = one_line(toml.text(value))
+    if len(text) > MAX_SHOWN_CHARACTERS:
+        text = f"{text[:MAX_SHOWN_CHARACTERS]} ..."
+    return UserError(f"{subject} is {text}: it must be {describe_type(option_type)}.")
 
 
-def merge_options(old: Mapping[str, Any], new: Any, subject: str) -> dict[str, Any]:
-    """Return two tables of method options as one; the new ones win, one by one.
+def merge_method_options(base: Mapping[str, Any], override: Any, subject: str) -> dict[str, Any]:
+    """Merge two tables of method options; values of `override` win.
 
-    The key "METHOD.NAME" says NAME in the table of METHOD.
+    The key "METHOD.NAME" means NAME in the table of METHOD.
+
+    Args:
+        base: options of the lower layer.
+        override: options of the upper layer: {NAME: value} or {METHOD: {NAME: value}}.
+        subject: what an error message calls `override`.
+
+    Raises:
+        UserError: `override` is not such a table.
     """
-    if not isinstance(new, Mapping):
-        raise UserError(f"{subject} is {toml.text(new)}: it must be a table of the method's options.")
-    result = dict(old)
-    for name, value in cast("Mapping[str, Any]", new).items():
+    if not isinstance(override, Mapping):
+        raise UserError(f"{subject} is {toml.text(override)}: it must be a table of the method's options.")
+    merged = dict(base)
+    for name, value in cast("Mapping[str, Any]", override).items():
         if isinstance(value, Mapping):
             table = cast("Mapping[str, Any]", value)
-            before = result.get(name)
-            inner = cast("Mapping[str, Any]", before if isinstance(before, Mapping) else {})
-            for key, each in table.items():
-                check_scalar(f"{subject}: {name}.{key}", each)
-            result[name] = {**inner, **table}
+            for key, item in table.items():
+                check_scalar(f"{subject}: {name}.{key}", item)
+            previous = merged.get(name)
+            previous_table = cast("Mapping[str, Any]", previous) if isinstance(previous, Mapping) else {}
+            merged[name] = {**previous_table, **table}
             continue
         check_scalar(f"{subject}: {name}", value)
         method, dot, key = name.rpartition(".")
         if dot:
-            result = merge_options(result, {method: {key: value}}, subject)
+            merged = merge_method_options(merged, {method: {key: value}}, subject)
         else:
-            result[name] = value
-    return result
+            merged[name] = value
+    return merged
 
 
 def check_scalar(subject: str, value: Any) -> None:
-    """Raise UserError, in which the value is called `subject`, where it is no number, text, true or false."""
+    """Raise UserError if a value is not a number, text, true or false; the message calls it `subject`."""
     if not isinstance(value, bool | int | float | str):
         raise UserError(f"{subject} is {toml.text(value)}: it must be a number, text, true or false.")

@@ -1,5 +1,7 @@
-"""What lies under everything that is said: `preset = "paper"`, what the main method's paper fixes of a run, and under
-that a protocol by name: the experiment in which papers compare methods, or the recipe for few labels.
+"""Default values from presets, protocols and recommendations. Options that the user sets override them.
+
+`preset = "paper"` takes the values that the paper of the main method fixes. A protocol, such as "sage", is a named
+experiment: the setup in which papers compare methods, or the recipe for few labels. The preset overrides the protocol.
 """
 
 from collections.abc import Mapping
@@ -13,99 +15,109 @@ from halfmoon.core import hubs
 from halfmoon.core.errors import UserError
 from halfmoon.storage import toml
 
-SHIPPED = {"sage": "_proxyfl", "fedloke": "_fedloke"}
-"""The file among the recipes whose table [protocol] a protocol is; protocols.toml here has the others."""
+PROTOCOL_RECIPES = {"sage": "_proxyfl", "fedloke": "_fedloke"}
+"""Protocols that are the table [protocol] of a recipe, by the recipe's file; protocols.toml has the others."""
 
-OVERRULED = {
+DISPLACES = {
     "epochs": ("steps",), "epoch": ("steps",), "network": ("width",), "rounds": ("server_ema",), "split": ("setting",)
 }  # fmt: skip
-"""What of a recipe goes where this is said: epochs replace its steps, a width is that of its network, a short run ends
-before an average over its rounds has begun, and a saved split says who holds what."""
+"""Options that drop values of a recipe: epochs replace its steps, a width belongs to its network, a short run would end
+before an average over its rounds has begun, and a saved split contains the partition."""
 
-AMOUNTS = ("labels_per_class", "label_ratio", "labels")
-"""Three ways to say how many labels there are."""
+LABEL_AMOUNTS = ("labels_per_class", "label_ratio", "labels")
+"""Three options for the number of labels, of which one can be set."""
 
-SCENARIO = tuple(each.name for each in fields(PartitionOptions) if each.name != "split")
-"""What a saved split decides in place of the options."""
+PARTITION_OPTIONS = tuple(option.name for option in fields(PartitionOptions) if option.name != "split")
+"""Options that a saved split replaces."""
 
 RECOMMENDED = "recommended"
-"""In place of a method's name: the one that is recommended for the network, or else for where the labels are."""
+"""The value of `method` that stands for the method recommended for the network, or else for where the labels are."""
 
-SOLVED = {"ridge-head": 0, "mixture-head": 10}
-"""Methods that solve a head from the sums of all clients in one round, and how many rounds of EM follow by default."""
-
-
-def named(settings: Mapping[str, Any]) -> str:
-    """Return the method of these settings, with the recommended one by its name."""
-    if settings["method"] != RECOMMENDED:
-        return settings["method"]
-    from halfmoon.methods import registry  # slow to import: it brings torch
-
-    head = settings.get("tune", "auto") in ("auto", "head") and not settings.get("freeze")
-    on_features = head and settings.get("network") in hubs.PRETRAINED
-    return registry.RECOMMENDED.get("features" if on_features else settings.get("labels_at", "clients"), RECOMMENDED)
+SOLVER_EM_ROUNDS = {"ridge-head": 0, "mixture-head": 10}
+"""Methods that solve a head from the sums of all clients in one round, and the default number of EM rounds that follow."""
 
 
-def cohort_of(settings: Mapping[str, Any], clients: int) -> int:
-    """Return the cohort where nobody says it: all clients for a head that is solved from their sums."""
-    most = max(1, clients)
-    return most if settings.get("method") in SOLVED else min(settings["cohort"], most)
+def resolve_method(options: Mapping[str, Any]) -> str:
+    """Return the name of the method that these options train, with `recommended` replaced."""
+    if options["method"] != RECOMMENDED:
+        return options["method"]
+    from halfmoon.methods import registry  # slow to import: it loads torch
+
+    trains_head = options.get("tune", "auto") in ("auto", "head") and not options.get("freeze")
+    on_features = trains_head and options.get("network") in hubs.PRETRAINED
+    return registry.RECOMMENDED.get("features" if on_features else options.get("labels_at", "clients"), RECOMMENDED)
 
 
-def overruled(settings: Mapping[str, Any]) -> set[str]:
-    """Return what a recipe no longer says under these settings."""
-    return {each for name in settings if settings[name] is not None for each in OVERRULED.get(name, ())}
+def default_cohort(options: Mapping[str, Any], clients: int) -> int:
+    """Return the cohort size if no option sets it: all clients for a head that is solved from their sums."""
+    clients = max(1, clients)
+    return clients if options.get("method") in SOLVER_EM_ROUNDS else min(options["cohort"], clients)
 
 
-def left_out(settings: Mapping[str, Any]) -> dict[str, tuple[Any, str]]:
-    """Return what the protocol of `settings` would set and another option displaces: {name: (value, that option)}.
+def displaced_options(options: Mapping[str, Any]) -> set[str]:
+    """Return the names of options that a recipe does not set beside these options."""
+    return {displaced for name in options if options[name] is not None for displaced in DISPLACES.get(name, ())}
 
-    Steps beside epochs are no loss, and a saved split has its own setting: both could not be kept.
+
+def displaced_protocol_values(options: Mapping[str, Any]) -> dict[str, tuple[Any, str]]:
+    """Return protocol values that another option drops, and that the user could keep by setting them.
+
+    Steps that epochs replace and a setting that a saved split replaces are not returned, as both cannot be kept.
+
+    Returns:
+        {option: (the protocol's value, the option that drops it)}.
     """
-    values = protocol_values(settings.get("protocol", "none"))
+    values = protocol_values(options.get("protocol", "none"))
     return {
         name: (values[name], cause)
         for cause in ("network", "rounds")
-        for name in OVERRULED[cause]
-        if settings.get(cause) is not None and name in values and settings.get(name) is None
+        for name in DISPLACES[cause]
+        if options.get(cause) is not None and name in values and options.get(name) is None
     }
 
 
-def protocol_run(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what the protocol that `settings` name says of a run, without what they say in other words."""
-    values = protocol_values(settings.get("protocol", "none"))
-    without = _said_otherwise(settings) | overruled(settings)
-    return {name: value for name, value in values.items() if name not in without}
+def protocol_options(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the values of the protocol that `options` name, without those that `options` replace."""
+    values = protocol_values(options.get("protocol", "none"))
+    replaced = _replaced_groups(options) | displaced_options(options)
+    return {name: value for name, value in values.items() if name not in replaced}
 
 
 @cache
 def protocol_values(name: str) -> Mapping[str, Any]:
-    """Return everything that a protocol sets."""
-    place, key = resources.files("halfmoon"), "protocol"
-    if name in SHIPPED:
-        file = place / "recipes" / f"{SHIPPED[name]}.toml"
+    """Return all values of a protocol; "none" has none."""
+    package = resources.files("halfmoon")
+    if name in PROTOCOL_RECIPES:
+        file = package / "recipes" / f"{PROTOCOL_RECIPES[name]}.toml"
+        table = "protocol"
     else:
-        file, key = place / "config" / "protocols.toml", name
-    return toml.loads(file.read_text("utf-8")).get(key, {})
+        file = package / "config" / "protocols.toml"
+        table = name
+    return toml.loads(file.read_text("utf-8")).get(table, {})
 
 
-def paper_run(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what the paper fixes, without what `settings` say in other words."""
-    from halfmoon.methods import registry  # slow to import: it brings torch
+def paper_run_options(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the values that the paper of the method fixes, without those that `options` replace."""
+    from halfmoon.methods import registry  # slow to import: it loads torch
 
-    without = _said_otherwise(settings)
-    fixed = registry.entry(settings.get("method", "feddure")).paper_run
-    return {name: value for name, value in fixed.items() if name not in without}
+    replaced = _replaced_groups(options)
+    values = registry.entry(options.get("method", "feddure")).paper_run
+    return {name: value for name, value in values.items() if name not in replaced}
 
 
-def _said_otherwise(settings: Mapping[str, Any]) -> set[str]:
-    amount = any(settings.get(name) is not None for name in AMOUNTS)
-    return {*(AMOUNTS if amount else ()), *(SCENARIO if settings.get("split") is not None else ())}
+def _replaced_groups(options: Mapping[str, Any]) -> set[str]:
+    """Return options that are replaced as a group: one amount of labels by another, a partition by a split."""
+    replaced: set[str] = set()
+    if any(options.get(name) is not None for name in LABEL_AMOUNTS):
+        replaced |= set(LABEL_AMOUNTS)
+    if options.get("split") is not None:
+        replaced |= set(PARTITION_OPTIONS)
+    return replaced
 
 
 def check_preset(config: Any) -> None:
-    """Raise UserError where what the main method's paper fixes is no preset, with the names of those whose is."""
-    from halfmoon.methods import registry  # slow to import: it brings torch
+    """Raise UserError if the preset is "paper" and the method's paper fixes no options."""
+    from halfmoon.methods import registry  # slow to import: it loads torch
 
     if config.preset == "paper" and not registry.entry(config.method).paper_options:
         methods = ", ".join(name for name in registry.names() if registry.entry(name).paper_options)

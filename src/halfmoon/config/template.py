@@ -1,22 +1,22 @@
-"""A configuration file that has every option, to begin one's own with."""
+"""A configuration file that lists every option, as a start for a new one."""
 
 from dataclasses import fields
 
 from halfmoon.config import schema
-from halfmoon.config.option_types import expected
+from halfmoon.config.option_types import describe_type
 from halfmoon.storage import toml
 
 
-def template() -> str:
-    """Return a commented TOML file with every option at its default."""
+def config_template() -> str:
+    """Write a commented TOML file with every option at its default."""
     lines: list[str] = []
-    defaults = {each.name: each.default for each in fields(schema.Config)}
-    for name, about in schema.helps().items():
+    defaults = {option.name: option.default for option in fields(schema.Config)}
+    for name, help_text in schema.option_helps().items():
         if name == "options":
             entry = "# [options]"
         elif defaults[name] is None:
-            entry = f"# {name} = {expected(schema.kinds()[name])}"
+            entry = f"# {name} = {describe_type(schema.option_types()[name])}"
         else:
             entry = f"{name} = {toml.value(defaults[name])}"
-        lines += [f"# {about}", entry, ""]
+        lines += [f"# {help_text}", entry, ""]
     return "\n".join(lines)

@@ -174,10 +174,10 @@ def sweep(
         for value in ([values] if isinstance(values, str) else values)
     ]
     numbers = list(range(seeds)) if isinstance(seeds, int) else seeds
-    changing = sorted(options.keys() - schema.PLACE)
+    changing = sorted(options.keys() - schema.EXECUTION_OPTIONS)
     if changing:
         raise UserError(f"{changing[0]} changes a sweep's numbers: it belongs into the recipe.")
-    over = schema.anchored(options, Path())
+    over = schema.resolve_paths(options, Path())
     folder = SweepFolder(paths(out), plan, size, f"halfmoon.sweep({str(name)!r})")
     with _watched(watch) as eyes:
         cells = grid.cells(plan, grid.selection(plan, words), numbers, size, over)
@@ -190,13 +190,13 @@ def _plan(options: Mapping[str, Any], minutes: float | None) -> Plan | None:
     """Return the plan for images of one's own, None where `data` is no folder of them, or others say what is played."""
     if not isinstance(place := options.get("data"), str | Path) or not Path(place).is_dir():
         return None
-    return planning.planned(schema.anchored(options, Path()), minutes)
+    return own_plan.planned(schema.resolve_paths(options, Path()), minutes)
 
 
 def _start_plan(plan: Plan, watch: Callback) -> Results:
     """Play a plan in its folder, or go on with the run on these images that is there."""
-    root = plan.config.run_dir or schema.free_folder(plan.config, plan.config.method)
-    before = run_plan.left(root)
+    root = plan.config.run_dir or schema.next_free_folder(plan.config, plan.config.method)
+    before = own_images.left(root)
     if before is None or before.contents.folder != plan.contents.folder:
         warn(f"{plan.contents.sentence}; {dict(plan.reasons)['methods']}; about {plan.seconds / 60:.1f} minutes")
         return _play_plan(plan, root, watch)
@@ -218,7 +218,7 @@ def _configured(config: Config | None, options: dict[str, Any], own: dict[str, A
     if not isinstance(options.get("data", ""), str | Path):
         raise UserError("data must be a name or a folder: halfmoon.save_data(FOLDER, ...) writes images as one.")
     options = {name: paths(value) if name == "run_dir" else value for name, value in options.items()}
-    options["options"] = schema.merge_options(options.get("options", config.options if config else {}), own, "options")
+    options["options"] = schema.merge_method_options(options.get("options", config.options if config else {}), own, "options")
     return Config.of(**options) if config is None else replace(config, **options) if options else config
 
 

@@ -125,7 +125,7 @@ def _option(match: re.Match[str]) -> str:
 
 def _choices(name: str) -> set[str]:
     """Return the words that an option can be, {} where they are not listed."""
-    waiting, words = [schema.kinds().get(name)], set[str]()
+    waiting, words = [schema.option_types().get(name)], set[str]()
     while waiting:
         kind = waiting.pop()
         words |= {kind} if isinstance(kind, str) else set()

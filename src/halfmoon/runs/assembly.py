@@ -10,7 +10,7 @@ from typing import Any
 
 from halfmoon.api.types import Task
 from halfmoon.config import schema as settings
-from halfmoon.config.schema import Config, rounds_of
+from halfmoon.config.schema import Config, count_rounds
 from halfmoon.core.errors import UserError
 from halfmoon.data import Source, Split
 from halfmoon.data import summary as portrait
@@ -46,7 +46,7 @@ def names(config: Config, place: Mapping[str, Any]) -> Row:
         "data": config.data,
         **place,
         "seed": config.seed,
-        "rounds": rounds_of(config),
+        "rounds": count_rounds(config),
         "budget": {"rule": config.budget, "reference": registry.entry(config.reference or config.method).title},
     }
 
@@ -66,7 +66,7 @@ def summary(
         "confusion": results["confusion"],
         **({} if results["correct"] is None else {"correct": base64.b64encode(results["correct"]).decode()}),
         "seconds": round(seconds, 1),
-        **({"defenses": defenses} if (defenses := settings.guarding(config)) else {}),
+        **({"defenses": defenses} if (defenses := settings.security_options(config)) else {}),
         **{name: results[name] for name in ("aggregation", "ended") if results[name] is not None},
         "finished": True,
     }

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from halfmoon.config.schema import Config, rounds_of
+from halfmoon.config.schema import Config, count_rounds
 from halfmoon.engine.loop import Row
 
 
@@ -27,7 +27,7 @@ class RunInfo:
     @property
     def rounds(self) -> int:
         """Return how many rounds the whole run has."""
-        return rounds_of(self.config)
+        return count_rounds(self.config)
 
 
 class Callback(Protocol):

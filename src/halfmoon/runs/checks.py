@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from halfmoon.config.schema import check_place
+from halfmoon.config.schema import check_label_location
 from halfmoon.core.errors import UserError
 from halfmoon.data.images import UNKNOWN
 from halfmoon.data.partition.split import SERVER
@@ -55,7 +55,7 @@ def check(jobs: Sequence[Job], shared: Problem, watch: Callback) -> None:
                 f"needs some at every client; ask for more labels or a larger min_size, or choose one of: "
                 f"{', '.join(registry.names_at(place))}."
             )
-        check_place(each.name, place)
+        check_label_location(each.name, place)
     bare = [k for k in range(split.clients) if not len(split.rows(k, False))]
     looking = [
         each.name for each in needing if next(iter(each.method.client_updates(shared.task).values())).needs.views

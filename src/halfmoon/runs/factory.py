@@ -19,9 +19,9 @@ from halfmoon.aggregation.secure.fixed_point import Sums
 from halfmoon.aggregation.weights import WeightCap
 from halfmoon.api.split_options import SplitOptions
 from halfmoon.api.types import Method, Task
-from halfmoon.config.schema import Config, method_options, rounds_of, weights_of
+from halfmoon.config.schema import Config, count_rounds, initial_weights, method_options
 from halfmoon.config.sections import BatchOptions, DataOptions, MachineOptions, PartitionOptions
-from halfmoon.config.validation import normalization
+from halfmoon.config.validation import effective_norm
 from halfmoon.core import hubs, tree, weight_files
 from halfmoon.core.errors import UserError
 from halfmoon.core.hubs import frozen
@@ -133,7 +133,7 @@ def task(config: Config, form: ImageSpec) -> Task:
         labeling=config.labeling,
         testing=config.test_statistics,
         upload_precision=config.upload_precision,
-        rounds=rounds_of(config),
+        rounds=count_rounds(config),
         schedule={"constant": Constant(), "cosine": Cosine(), "step": Steps()}[config.schedule],
     )
 
@@ -142,7 +142,7 @@ def method(config: Config) -> Method:
     """Return the method of a configuration with its options; raises `UserError` where aggregators do not fit it."""
     instance = registry.make(config.method, method_options(config, config.method))
     entry = replace(registry.entry(config.method), method=instance)
-    norm = normalization(config)
+    norm = effective_norm(config)
     singles = entry.unsummed(norm)
     if config.aggregation != "mean" and (why := entry.unrobust(config.aggregation, norm)):
         raise UserError(f"aggregation {config.aggregation!r} cannot be used with method {config.method}: {why}.")
@@ -297,7 +297,7 @@ def _network(config: Config, form: ImageSpec) -> Network:
     network = networks.make(network_name(config), channels, len(form.classes), size, config.norm, config.width)
     network.check(form.image)
     network = replace(network, precision=config.precision)
-    start = weights_of(config)
+    start = initial_weights(config)
     if config.network in hubs.PRETRAINED and (own := published(config.network)) is not None:
         weight_files.offer(own)  # the terms of a federation name it by its hash
     if start is None:

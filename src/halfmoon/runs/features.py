@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from halfmoon.api.types import Task
-from halfmoon.config.schema import Config, own_options
+from halfmoon.config.schema import Config, explicit_method_options
 from halfmoon.core import hubs, rng
 from halfmoon.core.memory import keep_memory
 from halfmoon.core.user_cache import trim
@@ -101,7 +101,7 @@ def inputs(
     view_names = set[str]()
     labeled = "weak" if views.labeled == views.unlabeled.get("weak") else "labeled"  # the same recipe, once
     for name in methods or (config.method,):
-        for update in registry.make(name, own_options(config, name)).client_updates(task).values():
+        for update in registry.make(name, explicit_method_options(config, name)).client_updates(task).values():
             needs = update.needs
             named = (*needs.views, *needs.labeled_views, *needs.others, *needs.sweep)
             view_names |= {view.rstrip("0123456789") for view in named}

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from halfmoon.config import schema as settings
-from halfmoon.config.schema import Config, resolve, text
+from halfmoon.config.schema import Config, explicit_method_options, resolve, to_toml
 from halfmoon.core.errors import UserError
 from halfmoon.storage import integrity, toml
 from halfmoon.storage.folder_writer import CONFIG
@@ -30,7 +30,7 @@ def parsed(words: str, root: Path) -> Config:
         values = toml.loads(words)
     except tomllib.TOMLDecodeError as error:
         raise UserError(f"{root / CONFIG} is not valid TOML: {error}; restore it, or start a new run.") from error
-    if settings.TABLE in values:
+    if settings.FEDERATION_TABLE in values:
         going = shlex.join(["halfmoon", "serve", "CONFIG.toml", "--run-dir", str(root)])
         raise UserError(
             f"{root} is the run of a federation: `{going}` goes on with it, from the file it was begun with."
@@ -39,7 +39,7 @@ def parsed(words: str, root: Path) -> Config:
 
 
 def render(jobs: Sequence[Job]) -> bytes:
-    return integrity.seal({"jobs": [{"folder": job.folder, "config": text(job.config)} for job in jobs]})
+    return integrity.seal({"jobs": [{"folder": job.folder, "config": to_toml(job.config)} for job in jobs]})
 
 
 def parse(plan: bytes, root: Path) -> list[Job]:
@@ -62,3 +62,47 @@ def _inside(folder: Any) -> str:
     if ".." in parts or Path(folder).is_absolute():
         raise ValueError(f"{str(folder)[:40]!r} is no folder in it")
     return folder
+
+
+def start_of(config: Config) -> Job | None:
+    """Return the job that plays the start of a run, None where it has none; runs of one seed share it."""
+    if config.start == "none":
+        return None
+    alone = {"method": config.start, "baselines": (), "preset": "none", "reference": config.start, "client_models": 0}
+    spent = {"rounds": config.start_rounds, "lr": config.start_lr or config.lr, "start": "none"}
+    options = explicit_method_options(config, config.start)
+    return Job(f"{START}{config.seed}", replace(config, **alone, **spent, options=options))
+
+
+def starts_of(jobs: Sequence[Job]) -> list[Job]:
+    """Return the different starts of jobs."""
+    starts = filter(None, (start_of(job.config) for job in jobs))
+    return list({start.folder: start for start in starts}.values())
+
+
+def backbone(root: Path, config: Config, network: Network) -> Mapping[str, Tensor]:
+    """Return what the start of a run has trained, by path, without the head; nothing where it has no start."""
+    start = start_of(config)
+    if start is None:
+        return {}
+    tensors = read(str(root / start.folder / MODEL)).tensors
+    return {path: leaf for path, leaf in tensors.items() if not of_head(network, path.removeprefix("params/"))}
+
+
+def spent(root: Path, config: Config) -> Row:
+    """Return what a summary says of the start of a run, by "start"; nothing where it has none."""
+    start = start_of(config)
+    if start is None:
+        return {}
+    summary = integrity.summary(root / start.folder) or {}
+    return {"start": {"method": config.start, "rounds": config.start_rounds, "cost": summary.get("cost")}}
+
+
+def sentence(root: Path, start: Job) -> str:
+    """Return in a sentence what a start has cost."""
+    cost, title = (integrity.summary(root / start.folder) or {})["cost"], registry.entry(start.config.method).title
+    traffic = (cost["bytes_down"] + cost["bytes_up"]) / 1e6
+    return (
+        f"start: {title} took {start.config.rounds} rounds, {cost['labeled_steps']:,} steps of clients and "
+        f"{traffic:,.1f} MB of traffic, before the rounds of the methods."
+    )

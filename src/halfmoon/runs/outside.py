@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from halfmoon.api.types import Method
-from halfmoon.config.schema import Config, origins, weights_of
+from halfmoon.config.schema import Config, initial_weights, plugin_origins
 from halfmoon.core import plugins, weight_files
 from halfmoon.core.errors import UserError
 from halfmoon.methods import registry
@@ -70,7 +70,7 @@ def check(config: Config, words: str, root: Path) -> None:
     `root` is named in it.
     """
     lines = set(_LINE.findall(words))
-    start = weights_of(config)
+    start = initial_weights(config)
     line = "" if start is None else f"weights from {weight_files.title(start)} sha256 {weight_files.named(start)}"
     before = next((each for each in lines if each.startswith("weights from ")), "")
     if line.rpartition(" ")[2] != before.rpartition(" ")[2]:
@@ -78,7 +78,7 @@ def check(config: Config, words: str, root: Path) -> None:
             f"{root} was begun with the {before or 'network without weights'}, but here is {line or 'no such file'}: "
             "restore it, or start anew."
         )
-    for each in origins(config):
+    for each in plugin_origins(config):
         if str(each) in lines:
             continue
         before = next((line for line in sorted(lines) if line.startswith(f"{each.part} from ")), None)

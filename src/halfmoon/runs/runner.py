@@ -8,7 +8,15 @@ from pathlib import Path
 from typing import Any
 
 from halfmoon.aggregation.attacks import Hostile, hostile
-from halfmoon.config.schema import Config, check_methods, free_folder, identity, own_options, rounds_of, text
+from halfmoon.config.schema import (
+    Config,
+    check_methods,
+    count_rounds,
+    explicit_method_options,
+    identity,
+    next_free_folder,
+    to_toml,
+)
 from halfmoon.core.errors import UserError
 from halfmoon.core.memory import keep_memory
 from halfmoon.core.plugins import folder_of
@@ -50,7 +58,7 @@ def start(config: Config, watch: Callback = NULL_CALLBACK, shared: Problem | Non
     check_methods(config)
     if config.seeds_together:
         needs_seeds(1)
-    root = config.run_dir or free_folder(config, config.method)
+    root = config.run_dir or next_free_folder(config, config.method)
     _refuse_taken(root, identity(config, config.method))
     jobs = _jobs(config)
     shared = _shared(jobs, None, watch, shared=shared)
@@ -87,7 +95,7 @@ def compare(
     jobs = planned(config.reference or methods[0])
     for job in jobs:
         check_methods(job.config)
-    root = config.run_dir or free_folder(config, "compare")
+    root = config.run_dir or next_free_folder(config, "compare")
     begun = (root / COMPARISON).exists()  # refused below, in words that need the plan
     if not begun:
         _refuse_taken(root, "")
@@ -204,7 +212,7 @@ def finished(path: Path) -> Row | None:
 def _jobs(config: Config) -> list[Job]:
     jobs = [Job(".", config)]
     for name in config.baselines:
-        alone = _alone(config, name, config.reference or config.method, options=own_options(config, name))
+        alone = _alone(config, name, config.reference or config.method, options=explicit_method_options(config, name))
         jobs.append(Job(f"{BASELINES}/{folder_of(name)}", alone))
     return jobs
 
@@ -302,7 +310,7 @@ def _play(root: Path, job: Job, shared: Problem | None, watch: Callback, seat: S
         summary = assembly.summary(config, {"setting": config.setting}, shared.source.classes, folder, results)
         network, model = shared.task.network.whole(results["model"])
         form, temperature = ImageSpec.of(shared.source), _temperature(config, shared, results["model"])
-        card = assembly.card(config, form, network, text(config), shared.input_size, temperature)
+        card = assembly.card(config, form, network, to_toml(config), shared.input_size, temperature)
         folder.finish(model, card.render(), summary)
     watch.end(run, summary)
     return summary
@@ -345,14 +353,14 @@ def _folder(path: Path, config: Config) -> Iterator[RunFolder]:
                 "choose another --run-dir."
             )
     else:
-        folder = RunFolder.create(path, text(config), mark)
+        folder = RunFolder.create(path, to_toml(config), mark)
     with folder:
         yield folder
 
 
 def _experiment(config: Config, shared: Problem, path: Path, spread: Spread, watch: Callback) -> Experiment:
     """Return the experiment; what a simulation draws noise from is its seed, so that it can be played again."""
-    entry, task = registry.entry(config.method), replace(shared.task, rounds=rounds_of(config))
+    entry, task = registry.entry(config.method), replace(shared.task, rounds=count_rounds(config))
     method = factory.method(config)
     bad = hostile(shared.split.clients, config.attackers, config.seed)
     liars = frozenset(bad if config.attack == "label-flip" else ())

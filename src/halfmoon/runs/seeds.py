@@ -5,7 +5,7 @@ from dataclasses import replace
 from functools import partial
 from typing import NamedTuple, TypeVar
 
-from halfmoon.config.schema import Config, text
+from halfmoon.config.schema import Config, to_toml
 from halfmoon.core.errors import UserError
 from halfmoon.data import Split
 from halfmoon.engine.evaluation import Spread
@@ -22,7 +22,7 @@ def units_of(configs: Sequence[Config], left: Sequence[bool]) -> list[tuple[int,
     """
     groups: dict[object, list[int]] = {}
     for number, (config, playing) in enumerate(zip(configs, left, strict=True)):
-        alike = text(replace(config, seed=0, split_seed=0)) if config.seeds_together and playing else number
+        alike = to_toml(replace(config, seed=0, split_seed=0)) if config.seeds_together and playing else number
         groups.setdefault(alike, []).append(number)
     return [tuple(numbers) for numbers in groups.values()]
 

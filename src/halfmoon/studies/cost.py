@@ -6,7 +6,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from halfmoon.config.schema import Config, identity, rounds_of
+from halfmoon.config.schema import Config, count_rounds, identity
 from halfmoon.runs import runner
 from halfmoon.runs.factory import Problem
 from halfmoon.storage import atomic_io
@@ -39,7 +39,7 @@ def price(recipe: Recipe, cells: Sequence[Cell]) -> dict[str, Price]:
     for row in dict.fromkeys(cell.at[recipe.rows] for cell in cells):
         own = [cell for cell in cells if cell.at[recipe.rows] == row]
         runs = [config for cell in own for config in cell.configs.values()]
-        new = {identity(config, config.method): rounds_of(config) for config in runs}
+        new = {identity(config, config.method): count_rounds(config) for config in runs}
         new = {mark: rounds for mark, rounds in new.items() if mark not in earlier}
         earlier |= set(new)
         one = 0.0 if recipe.kind == "splits" else round_seconds(next(iter(own[0].configs.values())))

@@ -251,12 +251,12 @@ def _sharing(flags: Mapping[str, Any], contents: Contents) -> dict[str, int]:
     half = max(1, (fewest if contents.tests else fewest - max(1, round(HELD_OUT * fewest))) // 2)
     if half >= Config.clients:
         return {"clients": Config.clients}
-    labels = min(half, round(settings.LABELS * Config.clients)) * len(contents.classes)
+    labels = min(half, round(settings.DEFAULT_LABELS_PER_CLASS * Config.clients)) * len(contents.classes)
     return {"clients": half} | ({} if LABELED & flags.keys() else {"labels": labels})
 
 
 def _values(config: Config) -> dict[str, Any]:
-    return {name: getattr(config, name) for name in settings.helps() if getattr(config, name) is not None}
+    return {name: getattr(config, name) for name in settings.option_helps() if getattr(config, name) is not None}
 
 
 def _labels_a_class(config: Config, contents: Contents) -> float:
@@ -268,7 +268,7 @@ def _labels_a_class(config: Config, contents: Contents) -> float:
         return config.labels / classes
     if config.label_ratio is not None:
         return config.label_ratio * len(contents.paths) / classes
-    return (config.labels_per_class or settings.LABELS) * config.clients
+    return (config.labels_per_class or settings.DEFAULT_LABELS_PER_CLASS) * config.clients
 
 
 def _methods(pair: tuple[str, str], count: float, limit: str) -> str:

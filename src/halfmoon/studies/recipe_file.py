@@ -60,11 +60,11 @@ def layered(layers: Iterable[Layer]) -> dict[str, Any]:
     for layer in layers:
         for name in layer.get(UNSET, ()):
             result.pop(name, None)
-        if any(name in layer for name in settings.AMOUNTS):
-            result = {name: value for name, value in result.items() if name not in settings.AMOUNTS}
+        if any(name in layer for name in settings.LABEL_AMOUNTS):
+            result = {name: value for name, value in result.items() if name not in settings.LABEL_AMOUNTS}
         for name, value in layer.items():
             if name == "options":
-                result[name] = settings.merge_options(result.get(name, {}), value, name)
+                result[name] = settings.merge_method_options(result.get(name, {}), value, name)
             elif name != UNSET:
                 result[name] = value
     return result
@@ -107,9 +107,9 @@ def check_layer(layer: Any, where: str) -> None:
     if not isinstance(unset, list):
         raise UserError(f"{where}: unset must be a list of options.")
     for name in (*layer, *map(str, unset)):
-        if name not in (*settings.helps(), UNSET):
-            raise UserError(f"{where}: unknown option {name!r}: {suggest(name, settings.helps())}")
-    settings.merge_options({}, layer.get("options", {}), f"{where}, options")
+        if name not in (*settings.option_helps(), UNSET):
+            raise UserError(f"{where}: unknown option {name!r}: {suggest(name, settings.option_helps())}")
+    settings.merge_method_options({}, layer.get("options", {}), f"{where}, options")
 
 
 def nearest_of(word: str, choices: Iterable[str]) -> str:

@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from halfmoon.config.schema import Config, identity, text
+from halfmoon.config.schema import Config, identity, to_toml
 from halfmoon.core.errors import UserError
 from halfmoon.runs import runner
 from halfmoon.studies.executors import Engine, SweepTask, TaskResult
@@ -62,7 +62,7 @@ def sweep(folder: SweepFolder, requested: Sequence[Cell], engine: Engine, tell: 
         if outcome is not None:
             tell_of(mark, outcome, None, True)
         else:
-            tasks[SweepTask(folder.run(mark), text(config), folder.recipe.kind == "splits")] = mark
+            tasks[SweepTask(folder.run(mark), to_toml(config), folder.recipe.kind == "splits")] = mark
     engine.play(list(tasks), note)
     while waiting:  # another process plays these: wait for it, or take over where it was stopped
         time.sleep(PAUSE)

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from halfmoon.config import schema as settings
-from halfmoon.config.option_types import members
+from halfmoon.config.option_types import union_members
 from halfmoon.config.schema import Config
 from halfmoon.core import rng
 from halfmoon.core.errors import UserError, install_command
@@ -61,7 +61,7 @@ class Knob:
         if not sign or not text:
             raise UserError(f"--knob {words!r} is not NAME=LOW..HIGH or NAME=VALUE,VALUE: write lr=1e-4..1e-2.")
         own = "." in name
-        if not own and name not in settings.kinds():
+        if not own and name not in settings.option_types():
             raise settings.unknown_option(name, None)
         if name in _FIXED:
             raise UserError(f"--knob {name}: it cannot be searched, for it says what the search is.")
@@ -69,7 +69,7 @@ class Knob:
         if not dots:
             choices = tuple(text.split(","))
             for choice in choices if not own else ():
-                settings.parse(name, choice)
+                settings.parse_option(name, choice)
             return cls(name, choices)
         try:
             ends = float(low), float(high)
@@ -77,7 +77,7 @@ class Knob:
             raise UserError(f"--knob {words!r}: {text!r} is no range of numbers, such as 1e-4..1e-2.") from error
         if not ends[0] < ends[1] or not all(map(math.isfinite, ends)):
             raise UserError(f"--knob {words!r}: a range goes from a smaller to a larger number.")
-        kinds = () if own else members(settings.kinds()[name])
+        kinds = () if own else union_members(settings.option_types()[name])
         if not own and not {int, float} & set(kinds):
             raise UserError(f"--knob {words!r}: {name} is no number; name its values: {name}=A,B.")
         return cls(name, (), *ends, whole=int in kinds and float not in kinds)
@@ -122,7 +122,7 @@ def tune(
     optuna = _optuna()
     if not (config.validation_share or config.validation_part):
         config = replace(config, validation_share=SHARE)
-    marks = json.dumps([settings.text(replace(config, run_dir=None)), [str(knob) for knob in knobs], list(seeds)])
+    marks = json.dumps([settings.to_toml(replace(config, run_dir=None)), [str(knob) for knob in knobs], list(seeds)])
     try:
         folder.mkdir(parents=True, exist_ok=True)
         store = optuna.storages.JournalStorage(optuna.storages.journal.JournalFileBackend(str(folder / JOURNAL)))
@@ -177,7 +177,7 @@ def applied(config: Config, values: Mapping[str, Any]) -> Config:
             method, own = name.split(".", 1)
             options[method] = {**dict(options.get(method) or {}), own: _value(value)}
         else:
-            changes[name] = settings.parse(name, value) if isinstance(value, str) else value
+            changes[name] = settings.parse_option(name, value) if isinstance(value, str) else value
     changed = replace(config, **changes, options=options)
     settings.check_methods(changed)
     return changed
@@ -226,7 +226,7 @@ def _write(folder: Path, config: Config, finished: Sequence[Trial], knobs: Seque
     good = [trial for trial in finished if trial.accuracy is not None]
     if good:
         best = max(good, key=lambda trial: trial.accuracy or 0.0)
-        files[BEST] = settings.text(applied(config, best.values))
+        files[BEST] = settings.to_toml(applied(config, best.values))
     try:
         for name, words in files.items():
             atomic_io.replace(folder / name, words.encode())

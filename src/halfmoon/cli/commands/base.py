@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from halfmoon.config import retired
 from halfmoon.config import schema as settings
-from halfmoon.config.option_types import expected
+from halfmoon.config.option_types import describe_type
 from halfmoon.config.schema import Config
 from halfmoon.core.errors import UserError, suggest
 
@@ -50,8 +50,8 @@ class Parser(argparse.ArgumentParser):
         """Raise the complaint as one sentence."""
         missing = re.fullmatch(r"argument (--[\w-]+)(?:/\S+)?: expected (?:one|at least one) argument", message)
         if missing:
-            kind = settings.kinds().get(missing[1][2:].replace("-", "_"))
-            what = f": it must be {expected(kind)}" if kind else ""
+            kind = settings.option_types().get(missing[1][2:].replace("-", "_"))
+            what = f": it must be {describe_type(kind)}" if kind else ""
             raise UserError(f"{missing[1]} has no value{what}.")
         valued = re.fullmatch(r"argument (--([\w-]+)).*: ignored explicit argument .*", message)
         if valued:
@@ -96,8 +96,8 @@ def _parser(commands: Any, name: str, about: str, usage: str) -> argparse.Argume
 
 def option(group: Any, name: str, hidden: bool = False) -> None:
     """Add the flag of a run's option to a parser or a group of one; without it the result has no such name."""
-    kind, default = settings.kinds()[name], getattr(Config, name)
-    about = settings.helps()[name].replace("%", "%%")
+    kind, default = settings.option_types()[name], getattr(Config, name)
+    about = settings.option_helps()[name].replace("%", "%%")
     if default not in (None, ()):
         about += f" (default: {default})"
     flag = f"--{name.replace('_', '-')}"
@@ -118,7 +118,7 @@ def options(parser: argparse.ArgumentParser, names: Sequence[str], full: bool = 
     parser.add_argument("--config", metavar="FILE", type=Path, help="a TOML file of options; flags override it")
     for title, section in settings.SECTIONS.items():
         group = parser.add_argument_group(title)
-        for name in settings.names_of(section):
+        for name in settings.option_names(section):
             if name in names:
                 option(group, name, hidden=not full and name not in COMMON)
     if not full:
@@ -131,12 +131,14 @@ def options(parser: argparse.ArgumentParser, names: Sequence[str], full: bool = 
 
 def requested(args: argparse.Namespace, names: Iterable[str]) -> dict[str, Any]:
     matches = {name: vars(args)[name] for name in names if name in vars(args)}
-    return {name: settings.parse(name, each) if isinstance(each, str) else each for name, each in matches.items()}
+    return {
+        name: settings.parse_option(name, each) if isinstance(each, str) else each for name, each in matches.items()
+    }
 
 
 def layers(args: argparse.Namespace) -> tuple[dict[str, Any], dict[str, Any], Path | str]:
     """Return the values of the file, those of the flags, and the file's name."""
-    flags = requested(args, settings.kinds())
+    flags = requested(args, settings.option_types())
     own: dict[str, Any] = {}
     for words in getattr(args, "option", []):
         path, sign, value = words.partition("=")
@@ -144,9 +146,9 @@ def layers(args: argparse.Namespace) -> tuple[dict[str, Any], dict[str, Any], Pa
             raise UserError(f"--option {words!r} is not NAME=VALUE: write, for example, --option threshold=0.9.")
         own[path] = _value(value)
     if own:
-        flags["options"] = settings.merge_options({}, own, "--option")
-    values = settings.load(args.config) if args.config else {}
-    return values, settings.anchored(flags, Path()), args.config or "the file"
+        flags["options"] = settings.merge_method_options({}, own, "--option")
+    values = settings.load_file(args.config) if args.config else {}
+    return values, settings.resolve_paths(flags, Path()), args.config or "the file"
 
 
 def _value(words: str) -> Any:
@@ -158,7 +160,7 @@ def _value(words: str) -> Any:
 
 
 def _metavar(kind: Any) -> str:
-    words = expected(kind)
+    words = describe_type(kind)
     if "'" in words:
         names = "|".join(re.findall(r"'([\w-]+)'", words))
         return f"N|{names}" if "number" in words else names
@@ -224,7 +226,7 @@ def leftover(args: argparse.Namespace, rest: list[str], parsers: Mapping[str, ar
     name = flag[2:].replace("-", "_")
     if command is None:
         return UserError(f"{flag} comes before any command: write halfmoon COMMAND {flag}, see halfmoon --help.")
-    if command == "resume" and name in settings.kinds():
+    if command == "resume" and name in settings.option_types():
         return UserError(f"{flag} cannot change on the way: halfmoon resume goes on as the run was configured.")
     if command in ("run", "tune") and name == "seeds_together":
         return UserError(f"{flag} needs several seeds: write halfmoon compare --methods NAME --seeds 0 1 2 {flag}.")

@@ -17,8 +17,17 @@ if TYPE_CHECKING:
     from halfmoon.studies.scan_folder import Contents
 
 SPLIT_OPTIONS = (
-    *("data_dir", "cache", *settings.IMAGES, *settings.PIXELS, "flip", "shrink", "image_size", "data_share"),
-    *("validation_share", "validation_part", *settings.SCENARIO, "split"),
+    *(
+        "data_dir",
+        "cache",
+        *settings.IMAGE_OPTIONS,
+        *settings.PIXEL_OPTIONS,
+        "flip",
+        "shrink",
+        "image_size",
+        "data_share",
+    ),
+    *("validation_share", "validation_part", *settings.PARTITION_OPTIONS, "split"),
 )
 SHOWN_CLIENTS, SHOWN_CLASSES = 20, 12  # rows and columns of a table of clients
 
@@ -42,7 +51,7 @@ def run(args: argparse.Namespace) -> int:
         one = "--png" if args.png else "--save" if args.save else "--split"
         raise UserError(f"{one} goes with one data set, not with {len(names)}.")
     # How many clients train in a round is nobody's business here.
-    named = [settings.anchored({**flags, "cohort": 1, "data": name}, Path()) for name in names]
+    named = [settings.resolve_paths({**flags, "cohort": 1, "data": name}, Path()) for name in names]
     facts_of_sets = []
     for layer in named or [{**flags, "cohort": 1}]:
         contents = _contents({**values, **layer})
@@ -50,7 +59,7 @@ def run(args: argparse.Namespace) -> int:
             layer = {**_image_options(contents), **layer}
         if contents is not None and contents.site:
             requested = {**layer, "png": args.png, "save": args.save}
-            for each in ("data_share", *settings.SCENARIO, "split", "png", "save"):
+            for each in ("data_share", *settings.PARTITION_OPTIONS, "split", "png", "save"):
                 if requested.get(each) is not None:
                     raise UserError(
                         f"--{each.replace('_', '-')} needs a split, but {contents.folder} is a site's folder, with "

@@ -8,7 +8,7 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from halfmoon.cli.commands.base import command, print_json, shower
-from halfmoon.config.option_types import expected, parse
+from halfmoon.config.option_types import describe_type, parse_value
 from halfmoon.core.errors import UserError
 from halfmoon.storage import toml
 
@@ -48,7 +48,7 @@ def _method(name: str) -> dict[str, Any]:
 
     entry = registry.entry(name)
     options = {
-        key: {"default": option.default, "type": expected(option.type)}
+        key: {"default": option.default, "type": describe_type(option.type)}
         for key, option in registry.options(name).items()
     }
     about = {"title": entry.title, "paper": entry.paper, "about": entry.about, "labels": entry.labels}
@@ -116,5 +116,5 @@ def _options(args: argparse.Namespace) -> dict[str, Any]:
         name, equals, words = text.partition("=")
         if not equals or name not in options:
             raise UserError(f"--option {text}: write NAME=VALUE, NAME one of: {', '.join(options) or '(none)'}.")
-        values[name] = parse(f"--option {name}", options[name].type, words)
+        values[name] = parse_value(f"--option {name}", options[name].type, words)
     return values

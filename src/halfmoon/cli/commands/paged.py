@@ -46,7 +46,7 @@ def place(args: argparse.Namespace) -> int | None:
 
 def loader(path: Path, device: str, network: str | None) -> Callable[[], Model]:
     """Return what loads a model: slow, so it is done where nobody waits."""
-    where = settings.parse("device", device)
+    where = settings.parse_option("device", device)
 
     def load() -> Model:
         from halfmoon.runs.factory import device as chosen

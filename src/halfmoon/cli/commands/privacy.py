@@ -5,7 +5,7 @@ from typing import Any
 
 from halfmoon.api.ranges import POSITIVE
 from halfmoon.cli.commands.base import command, print_json, say
-from halfmoon.config.option_types import parse
+from halfmoon.config.option_types import parse_value
 from halfmoon.config.schema import Config
 from halfmoon.core.errors import UserError
 
@@ -62,6 +62,6 @@ def _number(args: argparse.Namespace, name: str, kind: type[int] | type[float]) 
     words = getattr(args, name)
     if words is None:
         return None
-    value = parse(f"--{name}", kind, words)
+    value = parse_value(f"--{name}", kind, words)
     POSITIVE.check(f"--{name}", value)
     return value

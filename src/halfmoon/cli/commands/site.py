@@ -27,7 +27,7 @@ from halfmoon.cli.commands.base import (
 )
 from halfmoon.cli.commands.paged import label_flags, run_label
 from halfmoon.config import schema as settings
-from halfmoon.config.schema import SCENARIO, Config
+from halfmoon.config.schema import PARTITION_OPTIONS, Config
 from halfmoon.core import weight_files
 from halfmoon.core.errors import UserError, suggest
 
@@ -36,8 +36,8 @@ if TYPE_CHECKING:
 
 
 OPTIONS = (
-    *("data_dir", "cache", "data_share", "image_size", "shrink", *settings.IMAGES),
-    *(name for name in SCENARIO if name != "clients"),
+    *("data_dir", "cache", "data_share", "image_size", "shrink", *settings.IMAGE_OPTIONS),
+    *(name for name in PARTITION_OPTIONS if name != "clients"),
     "split",
 )
 """What export takes of a run's options; how many clients there are is said by --sites."""
@@ -75,7 +75,7 @@ def add(commands: Any) -> None:
 
     about = "write a data set as the folders of several sites, split as a run splits it"
     export = command(group, "export", about, "DATASET --sites K --out FOLDER ", _export)
-    export.add_argument("data", metavar="DATASET", help=settings.helps()["data"])
+    export.add_argument("data", metavar="DATASET", help=settings.option_helps()["data"])
     export.add_argument("--sites", metavar="K", required=True, help="how many site folders")
     about = "the folder for all of them, new or empty, or with an unfinished export of the same sites"
     export.add_argument("--out", metavar="FOLDER", type=Path, required=True, help=about)
@@ -217,12 +217,12 @@ def _tell(words: str) -> None:
 def _config(args: argparse.Namespace) -> tuple[Config, int]:
     sites = whole("--sites", args.sites, 1)
     flags = requested(args, OPTIONS)
-    values = settings.load(args.config) if args.config else {}
+    values = settings.load_file(args.config) if args.config else {}
     # Which clients train in a round is decided later.
     flags |= {"data": args.data, "cohort": 1}
     if "split" not in {**values, **flags}:
         flags["clients"] = sites
-    return settings.merge(values, settings.anchored(flags, Path()), args.config or "the file"), sites
+    return settings.merge(values, settings.resolve_paths(flags, Path()), args.config or "the file"), sites
 
 
 DEVICES = ("auto", "cpu", "cuda")

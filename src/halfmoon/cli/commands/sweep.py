@@ -71,7 +71,7 @@ def _sweep(args: argparse.Namespace) -> int:
     plan = recipe.load(args.recipe)
     scale = plan.scale(args.scale) if args.scale else None
     jobs = whole("--jobs", args.jobs, 1)
-    over = settings.anchored(requested(args, PLACE), Path())
+    over = settings.resolve_paths(requested(args, PLACE), Path())
     if jobs > 1 and args.engine == "local" and "threads" not in over:
         over["threads"] = max(1, cores() // jobs)
     seeds = [whole("--seeds", word, 0) for word in args.seeds] if args.seeds else None
@@ -232,7 +232,7 @@ def _cost(loaded: Recipe, args: argparse.Namespace) -> dict[str, Any]:
 
     scale = loaded.scale(args.scale) if args.scale else None
     over = requested(args, TIMED)
-    cells = grid.cells(loaded, grid.selection(loaded, args.only), None, scale, settings.anchored(over, Path()))
+    cells = grid.cells(loaded, grid.selection(loaded, args.only), None, scale, settings.resolve_paths(over, Path()))
     rows = {
         name: {
             "cell": row.cell,
@@ -314,7 +314,7 @@ def add_tune(commands: Any, full: bool) -> None:
     about = "seeds that each trial is played with (default: 100; leave those that you report out)"
     parser.add_argument("--seeds", metavar="N", type=int, nargs="+", default=[100], help=about)
     left_out = ("baselines", "seed", "seeds_together")
-    options(parser, [name for name in settings.kinds() if name not in left_out], full)
+    options(parser, [name for name in settings.option_types() if name not in left_out], full)
 
 
 def _tune(args: argparse.Namespace) -> int:
@@ -330,7 +330,7 @@ def _tune(args: argparse.Namespace) -> int:
     values, flags, file = layers(args)
     knobs = [Knob.parse(words) for words in args.knob or KNOBS]
     config = settings.resolve(values, flags, file)
-    folder = config.run_dir or settings.free_folder(config, "tune")
+    folder = config.run_dir or settings.next_free_folder(config, "tune")
     console = Console(stderr=True)
     trials = search(config, knobs, args.trials, args.seeds, folder, lambda words: screen.say(console, words))
     if args.json:

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from halfmoon.config import schema as settings
-from halfmoon.config.schema import ATTACKS, NAME, PLACE, SCENARIO, Config
+from halfmoon.config.schema import ATTACK_OPTIONS, EXECUTION_OPTIONS, PARTITION_OPTIONS, SITE_NAME, Config
 from halfmoon.core import hubs, weight_files
 from halfmoon.core.errors import UserError
 from halfmoon.data import Images
@@ -34,7 +34,7 @@ MAX_SIDE_PIXELS = 4096  # pixels of a side at most
 LOCAL_OPTIONS = {
     "baselines", "data", "data_share", "validation_share", "validation_part", "image_size", "resize", "channels",
     "shrink", "pixel_mean", "pixel_std", "split", "client_dropout", "confidence_threshold", "evaluate_every",
-    "client_models", "server_ema", *SCENARIO, *PLACE, *ATTACKS,
+    "client_models", "server_ema", *PARTITION_OPTIONS, *EXECUTION_OPTIONS, *ATTACK_OPTIONS,
 } - {"labels_at"}  # fmt: skip
 """Options that sites need not agree on: the images of a simulation, and where and how something is computed."""
 
@@ -100,7 +100,7 @@ class Terms:
         terms = cls.from_options(name, sites, ImageSpec(**image), values, "the terms")
         if terms.program != program:
             theirs = program["plugins"] if isinstance(program["plugins"], dict) else {}
-            others = [plugin for plugin in settings.origins(terms.config) if theirs.get(plugin.part) != plugin.sha256]
+            others = [plugin for plugin in settings.plugin_origins(terms.config) if theirs.get(plugin.part) != plugin.sha256]
             mine = "; ".join(f"here is {plugin}, there {str(theirs.get(plugin.part))[:64]}" for plugin in others)
             raise UserError(
                 f"the server's terms are of another program than this site's: its plugins differ "
@@ -110,7 +110,7 @@ class Terms:
 
     @cached_property
     def program(self) -> dict[str, Any]:
-        return bundle.describe_program({plugin.part: plugin.sha256 for plugin in settings.origins(self.config)})
+        return bundle.describe_program({plugin.part: plugin.sha256 for plugin in settings.plugin_origins(self.config)})
 
     @cached_property
     def text(self) -> str:
@@ -137,7 +137,7 @@ class Terms:
     def sentence(self) -> str:
         """Return the terms in a sentence for the people at a site."""
         channels, height, width = self.image_spec.image
-        config, rounds = self.config, settings.rounds_of(self.config)
+        config, rounds = self.config, settings.count_rounds(self.config)
         return (
             f"federation {self.name} ({self.hash[:8]}): {registry.entry(config.method).title} for {rounds} "
             f"rounds, {config.cohort} of {len(self.sites)} sites a round; images {height}x{width} with {channels} "
@@ -146,8 +146,8 @@ class Terms:
 
     def summary(self) -> TermsSummary:
         """Return the terms for the people at a site: a sentence, and every option that counts."""
-        config, about, program = self.config, settings.helps(), self.program
-        names = [name for name in settings.kinds() if name in shared_options() and name != "method"]
+        config, about, program = self.config, settings.option_helps(), self.program
+        names = [name for name in settings.option_types() if name in shared_options() and name != "method"]
         rows = [(name, toml.text(getattr(config, name)), about[name]) for name in names]
         rows += [(name, toml.text(value), f"an option of {config.method}") for name, value in self._options().items()]
         count, frozen = limits.count_trained_and_frozen(config, self.image_spec)
@@ -161,7 +161,7 @@ class Terms:
 
     def _brief(self, numbers: int) -> tuple[str, ...]:
         """Return ten lines for a person: what leaves, to whom, how long, and which defenses there are."""
-        config, rounds, (channels, height, width) = self.config, settings.rounds_of(self.config), self.image_spec.image
+        config, rounds, (channels, height, width) = self.config, settings.count_rounds(self.config), self.image_spec.image
         kinds = {
             "the server sees only the sum of many sites (secure aggregation)": config.secure_aggregation,
             "noise hides what one site gives (differential privacy)": config.dp_clip is not None,
@@ -169,7 +169,7 @@ class Terms:
         }
         defenses = "; ".join(words for words, active in kinds.items() if active)
         entry, many = registry.entry(config.method), "s" if channels > 1 else ""
-        outside = ", ".join(str(plugin) for plugin in settings.origins(config))
+        outside = ", ".join(str(plugin) for plugin in settings.plugin_origins(config))
         return (
             f"Federation {self.name} asks this site to train one classifier with {len(self.sites) - 1} others.",
             f"Classes: {', '.join(self.image_spec.classes)}.",
@@ -185,7 +185,7 @@ class Terms:
 
 
 def shared_options() -> set[str]:
-    return set(settings.kinds()) - LOCAL_OPTIONS
+    return set(settings.option_types()) - LOCAL_OPTIONS
 
 
 def _plain(value: Any) -> Any:
@@ -194,7 +194,7 @@ def _plain(value: Any) -> Any:
 
 def _check_names(name: Any, sites: tuple[Any, ...]) -> None:
     for owner, word in (("the federation", name), *(("a site", site) for site in sites)):
-        if not isinstance(word, str) or not NAME.fullmatch(word):
+        if not isinstance(word, str) or not SITE_NAME.fullmatch(word):
             raise UserError(
                 f"{owner} is called {word!r}: use up to 64 letters, digits, dots, dashes and underscores, of which the "
                 "first is a letter or a digit."

@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Annotated, Any, get_args, get_type_hints
 
 from halfmoon.config import schema as settings
-from halfmoon.config.option_types import typed
-from halfmoon.config.schema import PLACE, TABLE, Config
-from halfmoon.config.validation import defense
+from halfmoon.config.option_types import convert_value
+from halfmoon.config.schema import EXECUTION_OPTIONS, FEDERATION_TABLE, Config
+from halfmoon.config.validation import default_aggregation
 from halfmoon.core import hubs, weight_files
 from halfmoon.core.errors import UserError, suggest
 from halfmoon.data.partition.split import Split
@@ -21,7 +21,7 @@ from halfmoon.runs.factory import ImageSpec, network_name
 from halfmoon.sites.folders.export import place_of
 from halfmoon.storage import toml
 
-OWN = (*PLACE, "evaluate_every", "server_ema")  # options of the server's machine alone
+OWN = (*EXECUTION_OPTIONS, "evaluate_every", "server_ema")  # options of the server's machine alone
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class Rules:
     strikes: Annotated[int, "unusable answers after which a site is set aside; 0: never"] = 3
     norm_bound: Annotated[float, "largest update, in medians of the cohort's; 0: none is too large"] = 10.0
     weight_cap: Annotated[float, "largest weight of a site, in medians of the cohort's; 0: none is too large"] = (
-        settings.WEIGHT_CAP
+        settings.DEFAULT_WEIGHT_CAP
     )
     images: Annotated[
         tuple[int, ...] | None, "images that each site has, as known here, in the order of sites; none: as they say"
@@ -46,13 +46,13 @@ class Rules:
 
     def __post_init__(self) -> None:
         if self.images is not None and min(self.images, default=0) < 1:
-            raise UserError(f"{TABLE}.images is {toml.text(self.images)}: it must have a number from 1 for each site.")
+            raise UserError(f"{FEDERATION_TABLE}.images is {toml.text(self.images)}: it must have a number from 1 for each site.")
         least = dict.fromkeys(("weight_cap", "strikes", "norm_bound", "absence", "round_timeout", "linger"), 0)
         least |= {"min_replies": 1, "attempts": 1}
         for name, bound in least.items():
             value = self.__dict__[name]
             if value is not None and not (value >= bound and math.isfinite(value)):
-                raise UserError(f"{TABLE}.{name} is {toml.text(value)}: it must be at least {bound}.")
+                raise UserError(f"{FEDERATION_TABLE}.{name} is {toml.text(value)}: it must be at least {bound}.")
 
     def quorum(self, cohort: int) -> int:
         needed = -(-cohort // 2) if self.min_replies is None else self.min_replies
@@ -92,10 +92,10 @@ class Plan:
 
 def load(path: Path) -> Plan:
     """Return the federation of a file, with paths relative to it; raise UserError for the first mistake."""
-    raw = settings.read(path)
-    if not isinstance(raw.get(TABLE), Mapping):
-        raise UserError(f"{path} has no table [{TABLE}]: write one with sites, classes and image.")
-    table, rules = _read_table(raw.pop(TABLE), path)
+    raw = settings.read_file(path)
+    if not isinstance(raw.get(FEDERATION_TABLE), Mapping):
+        raise UserError(f"{path} has no table [{FEDERATION_TABLE}]: write one with sites, classes and image.")
+    table, rules = _read_table(raw.pop(FEDERATION_TABLE), path)
     count = len(table.sites)
     here = {} if "split" in raw or not count else {"clients": count, "cohort": min(Config.cohort, count)}
     whole = settings.merge({**here, **raw}, {}, path)
@@ -105,13 +105,13 @@ def load(path: Path) -> Plan:
             "attack and attackers out."
         )
     values = {name: raw[name] for name in raw if name in shared_options() or name == "options"}
-    values.setdefault("aggregation", defense(whole, registry.entry))
+    values.setdefault("aggregation", default_aggregation(whole, registry.entry))
     if whole.split is not None:  # it says where the labels are, and no option may
-        values["labels_at"] = place_of(Split.load(settings.anchored(raw, path.parent)["split"]))
+        values["labels_at"] = place_of(Split.load(settings.resolve_paths(raw, path.parent)["split"]))
     # What "auto" means depends on the data, which no two sites share; without any it is not the embedded digits.
     if whole.network == "auto":
         values["network"] = network_name(whole) if "data" in raw else "resnet9"
-    values |= _portable(settings.anchored(values, path.parent))
+    values |= _portable(settings.resolve_paths(values, path.parent))
     channels = 3 if table.image[:1] == (3,) else 1  # another number is refused below
     means, deviations = (values * channels if len(values) == 1 else values for values in (table.mean, table.std))
     if values.get("network") in hubs.PRETRAINED:  # it brings them, as in a simulation
@@ -120,14 +120,14 @@ def load(path: Path) -> Plan:
     terms = Terms.from_options(table.name or path.stem, table.sites, form, values, path.name)
     terms.check()
     if rules.images is not None and len(rules.images) != count:
-        raise UserError(f"{TABLE}.images has {len(rules.images)} numbers, but there are {count} sites.")
+        raise UserError(f"{FEDERATION_TABLE}.images has {len(rules.images)} numbers, but there are {count} sites.")
     if rules.min_replies is not None and rules.min_replies > terms.config.cohort:
         raise UserError(
-            f"{TABLE}.min_replies is {rules.min_replies}, but the cohort is {terms.config.cohort}: it can be no more."
+            f"{FEDERATION_TABLE}.min_replies is {rules.min_replies}, but the cohort is {terms.config.cohort}: it can be no more."
         )
     own = {name: raw[name] for name in OWN if name in raw}
     here = {"data": terms.config.data, "clients": count, "cohort": terms.config.cohort}
-    config = settings.merge(settings.anchored({**values, **own, **here}, path.parent), {}, path)
+    config = settings.merge(settings.resolve_paths({**values, **own, **here}, path.parent), {}, path)
     folders = (table.test, table.server, table.validation)
     test, server, validation = (folder and (path.parent / folder.expanduser()).absolute() for folder in folders)
     return Plan(terms, rules, test, server, config, validation)
@@ -150,11 +150,11 @@ def _read_table(raw: Mapping[str, Any], path: Path) -> tuple[Table, Rules]:
     options = {**hints[Table], **hints[Rules]}
     for name in raw:
         if name not in options:
-            raise UserError(f"unknown option {name!r} in [{TABLE}] of {path.name}: {suggest(name, options)}")
-    values = {name: typed(f"{TABLE}.{name} in {path.name}", options[name], value) for name, value in raw.items()}
+            raise UserError(f"unknown option {name!r} in [{FEDERATION_TABLE}] of {path.name}: {suggest(name, options)}")
+    values = {name: convert_value(f"{FEDERATION_TABLE}.{name} in {path.name}", options[name], value) for name, value in raw.items()}
     for name in ("sites", "classes", "image"):
         if name not in values:
-            raise UserError(f"[{TABLE}] in {path.name} has no {name}: {about(Table)[name]}.")
+            raise UserError(f"[{FEDERATION_TABLE}] in {path.name} has no {name}: {about(Table)[name]}.")
     parts = [{name: value for name, value in values.items() if name in hints[kind]} for kind in (Table, Rules)]
     return Table(**parts[0]), Rules(**parts[1])
 

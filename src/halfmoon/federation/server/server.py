@@ -15,7 +15,7 @@ from halfmoon.aggregation.weights import WeightCap
 from halfmoon.api.types import ClientUpdate, Task
 from halfmoon.config import schema as settings
 from halfmoon.config.schema import Config
-from halfmoon.config.validation import DEFENDED, DEFENSE, normalization
+from halfmoon.config.validation import DEFAULT_DEFENSE, MIN_COHORT_FOR_DEFENSE, effective_norm
 from halfmoon.core import tree
 from halfmoon.core.errors import UserError
 from halfmoon.core.tree import Tree
@@ -149,7 +149,7 @@ class FederationServer:
     def _final(self, card: Card, model: Tree) -> bytes:
         """Return the message with the trained part, and a card of the terms, not of where the model lies."""
         terms = self.plan.terms
-        text = json.dumps(replace(card, config=settings.text(terms.config)).render())
+        text = json.dumps(replace(card, config=settings.to_toml(terms.config)).render())
         return write_message(FinalModel(terms.hash, metadata.version("halfmoon"), text, model))
 
     def _labeled(self, folder: Path) -> Images:
@@ -185,7 +185,7 @@ class FederationServer:
             say(f"going on after round {checkpoint.round}")
         manager.gather(rules.quorum(config.cohort), patience)
         runtime = experiment.runtime
-        results = play(experiment, folder, checkpoint, lambda row: say(round_line(row, settings.rounds_of(config))))
+        results = play(experiment, folder, checkpoint, lambda row: say(round_line(row, settings.count_rounds(config))))
         if isinstance(runtime, RemoteRuntime) and experiment.test is None:
             tally = runtime.evaluate_last(results["model"])
             if tally is not None:
@@ -310,23 +310,23 @@ def _config_text(plan: Plan) -> str:
         "mean": form.mean, "std": form.std, "hash": terms.hash,
     }  # fmt: skip
     lines = [f"{name} = {toml.value(value)}" for name, value in table.items()]
-    return settings.text(plan.config) + "\n".join(["", "[federation]", *lines]) + "\n"
+    return settings.to_toml(plan.config) + "\n".join(["", "[federation]", *lines]) + "\n"
 
 
 def undefended(config: Config) -> str | None:
     """Return why nothing defends a federation against a hostile site, and what to do; None where a rule does."""
     if config.aggregation != "mean":
         return None
-    why = registry.entry(config.method).unrobust(DEFENSE, normalization(config))
+    why = registry.entry(config.method).unrobust(DEFAULT_DEFENSE, effective_norm(config))
     reasons = {
         "sums of masked or noised uploads hide who sent what; leave secure_aggregation and dp_clip out": (
             config.secure_aggregation or config.dp_clip is not None
         ),
-        f"of fewer than {DEFENDED} sites a round no rule can tell which one is wrong; have more take part": (
-            config.cohort < DEFENDED
+        f"of fewer than {MIN_COHORT_FOR_DEFENSE} sites a round no rule can tell which one is wrong; have more take part": (
+            config.cohort < MIN_COHORT_FOR_DEFENSE
         ),
         f"with {config.method} {why}": bool(why),
-        f"its file says aggregation mean; {DEFENSE} is the default": True,
+        f"its file says aggregation mean; {DEFAULT_DEFENSE} is the default": True,
     }
     reason = next(words for words, active in reasons.items() if active)
     return f"one hostile site can spoil this model: {reason}, or admit only sites that you trust."

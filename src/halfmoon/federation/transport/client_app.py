@@ -15,7 +15,7 @@ from pathlib import Path
 from flwr.app import Context, Message
 from flwr.clientapp import ClientApp
 
-from halfmoon.config.schema import origins
+from halfmoon.config.schema import plugin_origins
 from halfmoon.core import weight_files
 from halfmoon.core.errors import UserError
 from halfmoon.federation.server.plan import load
@@ -67,5 +67,5 @@ def _client(values: tuple[str, ...]) -> SiteClient:
 @cache
 def _numbered(federation: str, sites: str, number: str) -> dict[str, str]:
     terms = load(Path(federation)).terms  # of this very machine: what its file names may be loaded
-    name, trusted = terms.sites[int(number)], [plugin.part for plugin in origins(terms.config)]
+    name, trusted = terms.sites[int(number)], [plugin.part for plugin in plugin_origins(terms.config)]
     return {"name": name, "folder": str(Path(sites) / name), "terms": ANY_TERMS, "trusted": " ".join(trusted)}

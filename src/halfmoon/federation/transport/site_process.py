@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from halfmoon.config.schema import NAME
+from halfmoon.config.schema import SITE_NAME
 from halfmoon.core.errors import UserError
 from halfmoon.federation.protocol.bundle import APPS
 from halfmoon.federation.protocol.log import EventLog, Tail, TermsSummary
@@ -88,7 +88,7 @@ class Joining:
     all: bool = False  # whether every option of the terms is shown, not ten lines
 
     def __post_init__(self) -> None:
-        if not NAME.fullmatch(self.name):
+        if not SITE_NAME.fullmatch(self.name):
             raise UserError(
                 f"--name is {self.name!r}: use up to 64 letters, digits, dots, dashes and underscores, of which the "
                 "first is a letter or a digit."

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from PIL import Image
 
-from halfmoon.config.schema import PIXELS, SCENARIO, TABLE, Config
+from halfmoon.config.schema import FEDERATION_TABLE, PARTITION_OPTIONS, PIXEL_OPTIONS, Config
 from halfmoon.core.errors import UserError
 from halfmoon.data.images import Images, Source
 from halfmoon.data.partition.split import SERVER, Split
@@ -79,12 +79,12 @@ def federation(config: Config, source: Source, split: Split) -> str:
 
     height, width, channels = source.train.images.shape[1:]
     options = {
-        name: getattr(config, name) for name in ("data", "data_dir", "data_share", "image_size", "shrink", *PIXELS)
+        name: getattr(config, name) for name in ("data", "data_dir", "data_share", "image_size", "shrink", *PIXEL_OPTIONS)
     }
     if config.split is not None:
         options["split"] = SPLIT
     else:
-        options |= {name: getattr(config, name) for name in SCENARIO}
+        options |= {name: getattr(config, name) for name in PARTITION_OPTIONS}
     if height == width:  # whatever the network, the simulator then pads to what the sites hold
         options["image_size"] = height
     usable = registry.names_at(place_of(split) if config.split is not None else config.labels_at)
@@ -106,7 +106,7 @@ def federation(config: Config, source: Source, split: Split) -> str:
     }
     served = [f"{name} = {toml.value(value)}" for name, value in table.items()]
     why = "# What halfmoon serve needs to know beside; a simulation does not look at it."
-    return "\n".join([about, *lines, "", why, f"[{TABLE}]", *served]) + "\n"
+    return "\n".join([about, *lines, "", why, f"[{FEDERATION_TABLE}]", *served]) + "\n"
 
 
 def holders(split: Split) -> dict[str, int]:

@@ -12,7 +12,7 @@ from tempfile import mkdtemp
 
 from pydantic import TypeAdapter, ValidationError
 
-from halfmoon.config.schema import NAME
+from halfmoon.config.schema import SITE_NAME
 from halfmoon.core.errors import UserError
 from halfmoon.sites.keys import paths
 from halfmoon.sites.keys.paths import LOCK, RECORD
@@ -282,7 +282,7 @@ def _record(folder: Path) -> Record:
         where = ".".join(map(str, first["loc"])) or "the whole"
         raise UserError(f"{path} is damaged ({where}: {first['msg']}): restore it from a copy.") from error
     for name in [*record.sites, *(each.name for each in record.refused)]:
-        if not NAME.fullmatch(name):
+        if not SITE_NAME.fullmatch(name):
             raise UserError(f"{path} is damaged ({name!r} is no name of a site): restore it from a copy.")
     if record.schema != SCHEMA:
         raise UserError(f"{path} was written by another halfmoon: use that one, or a newer one.")

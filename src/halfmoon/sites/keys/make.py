@@ -13,7 +13,7 @@ from typing import Any
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
-from halfmoon.config.schema import NAME
+from halfmoon.config.schema import SITE_NAME
 from halfmoon.core.errors import UserError, suggest
 from halfmoon.sites.keys import certificates, paths
 from halfmoon.sites.keys.key_folder import (
@@ -240,7 +240,7 @@ def host(words: str) -> str:
 def _free(names: Sequence[str], others: Sequence[str]) -> None:
     folded = {name.casefold() for name in others}
     for name in names:
-        if not NAME.fullmatch(name):
+        if not SITE_NAME.fullmatch(name):
             raise UserError(
                 f"{name!r} cannot be a site's name: use up to 64 letters, digits, dots, dashes and underscores, of "
                 "which the first is a letter or a digit."
