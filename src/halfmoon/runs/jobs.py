@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from halfmoon.config import schema as settings
-from halfmoon.config.schema import Config, explicit_method_options, resolve, to_toml
+from halfmoon.config.schema import Config, resolve, to_toml
 from halfmoon.core.errors import UserError
 from halfmoon.storage import integrity, toml
 from halfmoon.storage.folder_writer import CONFIG
@@ -62,47 +62,3 @@ def _inside(folder: Any) -> str:
     if ".." in parts or Path(folder).is_absolute():
         raise ValueError(f"{str(folder)[:40]!r} is no folder in it")
     return folder
-
-
-def start_of(config: Config) -> Job | None:
-    """Return the job that plays the start of a run, None where it has none; runs of one seed share it."""
-    if config.start == "none":
-        return None
-    alone = {"method": config.start, "baselines": (), "preset": "none", "reference": config.start, "client_models": 0}
-    spent = {"rounds": config.start_rounds, "lr": config.start_lr or config.lr, "start": "none"}
-    options = explicit_method_options(config, config.start)
-    return Job(f"{START}{config.seed}", replace(config, **alone, **spent, options=options))
-
-
-def starts_of(jobs: Sequence[Job]) -> list[Job]:
-    """Return the different starts of jobs."""
-    starts = filter(None, (start_of(job.config) for job in jobs))
-    return list({start.folder: start for start in starts}.values())
-
-
-def backbone(root: Path, config: Config, network: Network) -> Mapping[str, Tensor]:
-    """Return what the start of a run has trained, by path, without the head; nothing where it has no start."""
-    start = start_of(config)
-    if start is None:
-        return {}
-    tensors = read(str(root / start.folder / MODEL)).tensors
-    return {path: leaf for path, leaf in tensors.items() if not of_head(network, path.removeprefix("params/"))}
-
-
-def spent(root: Path, config: Config) -> Row:
-    """Return what a summary says of the start of a run, by "start"; nothing where it has none."""
-    start = start_of(config)
-    if start is None:
-        return {}
-    summary = integrity.summary(root / start.folder) or {}
-    return {"start": {"method": config.start, "rounds": config.start_rounds, "cost": summary.get("cost")}}
-
-
-def sentence(root: Path, start: Job) -> str:
-    """Return in a sentence what a start has cost."""
-    cost, title = (integrity.summary(root / start.folder) or {})["cost"], registry.entry(start.config.method).title
-    traffic = (cost["bytes_down"] + cost["bytes_up"]) / 1e6
-    return (
-        f"start: {title} took {start.config.rounds} rounds, {cost['labeled_steps']:,} steps of clients and "
-        f"{traffic:,.1f} MB of traffic, before the rounds of the methods."
-    )
