@@ -17,7 +17,7 @@ import torch
 from halfmoon.data import load
 from halfmoon.engine.evaluation import temperature
 from halfmoon.sites.inference.load import load_model
-from halfmoon.sites.inference.measure import fit
+from halfmoon.sites.inference.measure import measure_fit
 
 
 def measured(run: Path, data: Path) -> dict[str, str | float]:
@@ -28,7 +28,7 @@ def measured(run: Path, data: Path) -> dict[str, str | float]:
     official = temperature(torch.from_numpy(logits), torch.from_numpy(held.labels))
     seen = model.logits(test.images)
     errors = {
-        name: round(100 * fit(seen, test.labels, at).calibration_error, 2)
+        name: round(100 * measure_fit(seen, test.labels, at).calibration_error, 2)
         for name, at in {"plain": 1.0, "own": model.card.temperature, "official": official}.items()
     }
     right = 100 * float((seen.argmax(1) == test.labels).mean())

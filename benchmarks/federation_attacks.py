@@ -81,7 +81,7 @@ def play(names: list[str], fed: Besieged) -> dict[str, Outcome]:
         for who in set(fed.running) - before - set(SITES):
             fed.stop(who)
         if MALLORY not in Access.open(fed.access).sites:
-            make.add(fed.access, MALLORY)
+            make.add_site(fed.access, MALLORY)
     if attackers.executed(fed):
         raise Stuck("a pickle was executed")
     log = [line.split("  ", 1)[-1].replace(str(fed.folder), "...") for line in fed.log("serve.log").splitlines()]

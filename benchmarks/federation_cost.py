@@ -59,7 +59,7 @@ from halfmoon.federation.transport.contact import Address
 from halfmoon.federation.transport.link import unwrapped
 from halfmoon.runs import runner
 from halfmoon.runs.factory import task
-from halfmoon.sites.folders import prepare
+from halfmoon.sites.folders import prepare_site
 from halfmoon.storage import atomic_io
 from halfmoon.storage.run_folder import TIMINGS
 
@@ -85,7 +85,7 @@ class Plan:
             words = ("--sites", str(SITES), "--labels-per-class", "8", "--image-size", str(SIDE))
             export("site", "export", "digits", *words, out=sites)
             for name in names(sites):
-                found = prepare(sites / name, (SIDE, SIDE), 1, sites / name / ".halfmoon").site
+                found = prepare_site(sites / name, (SIDE, SIDE), 1, sites / name / ".halfmoon").site
                 assert found.images is not None
                 rows = np.flatnonzero(found.labels >= 0)
                 images = np.ascontiguousarray(np.array(found.images[rows]).transpose(0, 3, 1, 2))

@@ -22,7 +22,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests" / "sites
 import test_pki_nginx as doors
 from test_pki_nginx import Door, Link
 
-from halfmoon.sites.keys.make import init
+from halfmoon.sites.keys.make import create_keys
 
 HELLO = bytes.fromhex("1603010200010001fc0303")
 """The first bytes of a ClientHello whose rest never comes."""
@@ -61,7 +61,7 @@ async def attack(port: int, count: int, seconds: float) -> tuple[int, int]:
 def play(count: int, seconds: float, folder: Path) -> dict[str, float]:
     """Return what the attacker held, and how the site's calls fared meanwhile."""
     port, listen = doors.free_port(), doors.free_port()
-    init(folder, ["north"], ["localhost"], port=port, listen=listen)
+    create_keys(folder, ["north"], ["localhost"], port=port, listen=listen)
     link = Link()
     server = link.serve(port, folder)
     subprocess.run([str(doors.NGINX), "-c", folder / "nginx.conf"], check=True, capture_output=True)

@@ -26,7 +26,13 @@ from PIL import Image
 from scipy import special
 
 from halfmoon.data import Images, load
-from halfmoon.pages.choice import Guesses, drawn_at_random, order, random_order, with_random
+from halfmoon.pages.label_order import (
+    Predictions,
+    find_randomly_labeled,
+    mix_in_random,
+    order_for_labeling,
+    shuffle_rows,
+)
 from halfmoon.studies.label_selection import FolderFeatures, folder_features, guesses, problem
 
 BATCH, ROUNDS, SEEDS, JUDGED = 20, 10, (0, 1, 2, 3, 4), (200,)
@@ -54,7 +60,7 @@ def curve(
     """Yield the test accuracy after each 20 labels, in percent."""
     own, truth = pool
     held = np.full(len(truth), -1)
-    queue = random_order(np.ones(len(truth), bool), seed)
+    queue = shuffle_rows(np.ones(len(truth), bool), seed)
     for turn in range(ROUNDS):
         rows = queue[:BATCH]
         held[rows] = truth[rows]
@@ -65,7 +71,7 @@ def curve(
         recall = [(predicted == test[1])[test[1] == k].mean() for k in np.unique(test[1])]
         row = {"order": way, "labels": BATCH * (turn + 1), "accuracy": 100 * statistics.fmean(recall)}
         if way == "mixed" and row["labels"] in JUDGED:
-            point = head.cross_validate(lambda step, done, count: None, drawn_at_random(held, held < -1, seed))
+            point = head.cross_validate(lambda step, done, count: None, find_randomly_labeled(held, held < -1, seed))
             assert point is not None, "there are labels enough"
             row |= {name: getattr(point, name) for name in COLUMNS[6:]} | {"cross_validated": point.accuracy}
         yield row
@@ -74,9 +80,9 @@ def curve(
         if spread is not None:
             numbers = {name: n for n, name in enumerate(head.classes)}
             known = np.array([numbers.get(name, -1) for name in classes] + [-1])[held]
-            queue = order(Guesses(*guesses(head, model)), known, held < 0, seed, spread)
+            queue = order_for_labeling(Predictions(*guesses(head, model)), known, held < 0, seed, spread)
             if spread:
-                queue = with_random(queue, random_order(held < 0, seed))
+                queue = mix_in_random(queue, shuffle_rows(held < 0, seed))
 
 
 def needed(chosen: np.ndarray, random: np.ndarray) -> float:

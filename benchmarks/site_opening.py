@@ -21,8 +21,8 @@ from PIL import Image
 from halfmoon.federation.protocol.terms import Terms, map_labels
 from halfmoon.federation.site.runtime import SiteRuntime
 from halfmoon.runs.factory import ImageSpec
-from halfmoon.sites.folders import prepare
-from halfmoon.sites.folders.prepare import open_site
+from halfmoon.sites.folders import prepare_site
+from halfmoon.sites.folders.prepare import open_prepared_site
 
 CLASSES = ("a", "b")
 
@@ -45,7 +45,7 @@ def opened(images: int, side: int) -> tuple[float, float]:
     with tempfile.TemporaryDirectory() as place:
         folder, home = Path(place, "site"), Path(place, "home")
         written(folder, images, side)
-        prepare(folder, (side, side), 1, home)
+        prepare_site(folder, (side, side), 1, home)
         form = ImageSpec((1, side, side), CLASSES, False, (0.5,), (0.25,))
         terms = Terms.from_options(
             "opening", ("site",), form, {"method": "fedavg", "network": "small", "cohort": 1}, ""
@@ -53,7 +53,7 @@ def opened(images: int, side: int) -> tuple[float, float]:
         times: list[tuple[float, float]] = []
         for _ in range(5):
             began = time.thread_time()
-            found = open_site(folder, home)
+            found = open_prepared_site(folder, home)
             read = time.thread_time()
             assert found is not None
             assert found.images is not None

@@ -19,9 +19,9 @@ from PIL import Image
 
 import halfmoon
 from halfmoon.data import load
-from halfmoon.sites.inference import Model, load_model
-from halfmoon.sites.inference.image_folder import batches, image_paths
-from halfmoon.sites.inference.unlike import many, reference
+from halfmoon.sites.inference import InferenceModel, load_model
+from halfmoon.sites.inference.image_folder import list_images, read_batches
+from halfmoon.sites.inference.outliers import build_reference, too_many_outliers
 
 KNOWN, OTHERS, FOREIGN, SHARE = 150, 200, 100, 0.02
 NETWORKS: dict[str, dict[str, Any]] = {
@@ -37,8 +37,10 @@ def written(folder: Path, images: np.ndarray) -> Path:
     return folder
 
 
-def features(model: Model, folder: Path) -> np.ndarray:
-    return np.concatenate([model.represent(each.images)[1] for each in batches(model, folder, image_paths(folder))])
+def features(model: InferenceModel, folder: Path) -> np.ndarray:
+    return np.concatenate(
+        [model.represent(each.images)[1] for each in read_batches(model, folder, list_images(folder))]
+    )
 
 
 def main() -> None:
@@ -65,11 +67,11 @@ def main() -> None:
                     shared = {"data": data[name], "data_share": share, "clients": 1, "cohort": 1, "seed": seed}
                     halfmoon.run(halfmoon.Config(**{**shared, **NETWORKS[network], "run_dir": root / "run"}))
                     model = load_model(root / "run")
-                    about = reference(model, written(root / "known", own[:KNOWN]))
+                    about = build_reference(model, written(root / "known", own[:KNOWN]))
                     for side, images in {name: own[KNOWN:], **sides}.items():
-                        found = about.unlike(features(model, written(root / side.replace(" ", "-"), images)))
+                        found = about.find_outliers(features(model, written(root / side.replace(" ", "-"), images)))
                         facts = {"network": network, "known": name, "images": side, "seed": seed}
-                        warned = many(int(found.sum()), len(found))
+                        warned = too_many_outliers(int(found.sum()), len(found))
                         rows.append({**facts, "unlike": round(float(found.mean()), 4), "warned": int(warned)})
                 with given.out.open("w", newline="") as file:
                     table = csv.DictWriter(file, rows[0])

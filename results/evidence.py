@@ -247,13 +247,13 @@ def area(data: str, place: Path, folder: Path | None) -> dict[str, float]:
     """Return {"auc": area under the ROC curve}: the kept model on the test images, where there are two classes."""
     from halfmoon import load_data
     from halfmoon.sites.inference.load import load_model
-    from halfmoon.sites.inference.measure import auc
+    from halfmoon.sites.inference.measure import area_under_roc
 
     model = load_model(place)
     if len(model.classes) != 2:
         return {}
     test = load_data(SETS[data].get("data", data), folder).test
-    found = auc(test.labels, model.probabilities(test.images))
+    found = area_under_roc(test.labels, model.probabilities(test.images))
     return {} if found is None else {"auc": found}
 
 
@@ -271,7 +271,7 @@ def floor(data: str, row: str, seed: int, folder: Path | None) -> dict[str, Any]
     """Return the accuracy of what needs no federation: the sites' own models, or a forest on all labels."""
     from halfmoon.data.partition.split import Split
     from halfmoon.runs import factory
-    from halfmoon.sites.inference.measure import auc
+    from halfmoon.sites.inference.measure import area_under_roc
 
     config = configured(data, row, seed, folder)
     with factory.computing(factory.threads(config)):
@@ -294,7 +294,7 @@ def floor(data: str, row: str, seed: int, folder: Path | None) -> dict[str, Any]
                         found = float(balanced_accuracy_score(part.labels, guesses))
                         score["balanced" if name == "last" else "held_balanced"] = found
                     if name == "last" and share.shape[1] == 2:
-                        score |= {"auc": auc(part.labels, share)}
+                        score |= {"auc": area_under_roc(part.labels, share)}
             return {"accuracy": score}
         shares = []
         for client in range(split.clients):

@@ -9,8 +9,8 @@ from PIL import Image
 from halfmoon import Config, UserError
 from halfmoon.data.groups import groups
 from halfmoon.runs import factory
-from halfmoon.sites.folders import read
-from halfmoon.sites.folders.labels import Answer, write
+from halfmoon.sites.folders import read_site
+from halfmoon.sites.folders.labels import LabelEdit, write_labels
 from halfmoon.studies.plan import plan
 from halfmoon.studies.scan_folder import contents_of
 
@@ -56,14 +56,14 @@ def test_the_column_of_labels_csv_says_whose_an_image_is(tmp_path: Path, capsys:
     written(ward)
     rows = ["path,label,group", "cat/p0_0.png,cat,anna", "dog/p0_1.png,dog,anna", "cat/p1_3.png,,bert"]
     (ward / "labels.csv").write_text("\n".join([*rows, "dog/p1_4.png,dog,carl", "cat/p1_5.png,cat,dora"]))
-    site = read(ward)
-    owners = site.grouped()
+    site = read_site(ward)
+    owners = site.image_groups()
     assert owners is not None
     assert [owners[site.paths.index(path)] for path in ("cat/p0_0.png", "cat/p1_3.png", "cat/p2_6.png")] == [
         "anna", "bert", "",
     ]  # fmt: skip
     assert site.classes == ("cat", "dog")
-    write(ward, Answer("cat/p1_3.png", "cat", by="eve"), Answer("cat/p0_0.png", "", previous="cat"))
+    write_labels(ward, LabelEdit("cat/p1_3.png", "cat", by="eve"), LabelEdit("cat/p0_0.png", "", previous="cat"))
     lines = (ward / "labels.csv").read_text().splitlines()
     assert lines[0] == "path,label,group,by,at"
     assert lines[1] == "cat/p0_0.png,,anna,,"

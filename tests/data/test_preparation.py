@@ -321,14 +321,14 @@ def archive(folder: Path, patients: int, each: int) -> None:
 
 def test_files_without_a_suffix_are_known_by_their_content(tmp_path: Path) -> None:
     """A site is read as an archive writes it; the index of the medium is no image."""
-    from halfmoon.sites.folders import prepare, scan
+    from halfmoon.sites.folders import prepare_site, scan_site
 
     archive(tmp_path / "site", 3, 4)
     (tmp_path / "site/notes").write_text("no image")
-    site, findings = scan(tmp_path / "site")
+    site, findings = scan_site(tmp_path / "site")
     assert len(site) == 12
     assert [each.names for each in findings if each.kind == "files that are no images"] == [("DICOMDIR", "notes")]
-    assert prepare(tmp_path / "site", channels=1).site.images.shape == (12, 2, 2, 1)
+    assert prepare_site(tmp_path / "site", channels=1).site.images.shape == (12, 2, 2, 1)
 
 
 def test_no_patient_is_on_both_sides(tmp_path: Path) -> None:

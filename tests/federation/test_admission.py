@@ -195,7 +195,7 @@ class Door:
 
 @pytest.fixture
 def door(tmp_path: Path) -> Door:
-    make.init(tmp_path / "access", ["north", "south"], port=7001, listen=7002)
+    make.create_keys(tmp_path / "access", ["north", "south"], port=7001, listen=7002)
     return Door(tmp_path / "access", tmp_path / "keys.json")
 
 
@@ -222,7 +222,7 @@ def test_a_removed_site_is_out_of_the_file_before_flower_hears_of_it(door: Door,
     honest = door.book.unregister
     seen: list[list[str]] = []
     monkeypatch.setattr(door.book, "unregister", lambda which: (seen.append(sorted(door.holders())), honest(which)))
-    make.remove(door.folder, "north")
+    make.remove_site(door.folder, "north")
     door.look(made)
     assert seen == [["south"]]
     assert door.book.calls[-1] == f"-{number}"
@@ -236,8 +236,8 @@ def test_new_and_replaced_keys_come_in_while_the_server_runs(door: Door):
     made = door.open()
     door.look(made)
     before = door.holders()
-    make.add(door.folder, "west")
-    make.rekey(door.folder, "north")
+    make.add_site(door.folder, "west")
+    make.replace_site_key(door.folder, "north")
     door.look(made, 0.1)
     assert door.holders() == before, "it is not time yet"
     door.look(made)
@@ -281,7 +281,7 @@ def test_what_fails_is_said_once_and_tried_again(door: Door):
     assert door.holders() == before
     assert sum("who may come in stays as it was" in words for words in door.said) == 1
     record.write_bytes(text)
-    make.remove(door.folder, "south")
+    make.remove_site(door.folder, "south")
     door.look(made)
     assert list(door.holders()) == ["north"]
 
@@ -310,7 +310,7 @@ def test_sites_of_the_federation_without_a_key_are_named(door: Door):
 
 def test_what_runs_out_is_said_at_the_start_and_once_a_day(tmp_path: Path):
     long_ago = datetime.now(UTC) - timedelta(days=340)
-    make.init(tmp_path / "access", ["north"], days=365, now=long_ago)
+    make.create_keys(tmp_path / "access", ["north"], days=365, now=long_ago)
     door = Door(tmp_path / "access", tmp_path / "keys.json")
     made = door.open(["north"])
     (words,) = (words for words in door.said if "runs out" in words)

@@ -31,7 +31,7 @@ from halfmoon.models import SmallCNN
 from halfmoon.runs.factory import task
 from halfmoon.runs.model_card import Card
 from halfmoon.sites import folders
-from halfmoon.sites.inference import about_model
+from halfmoon.sites.inference import card_document
 from halfmoon.sites.inference.load import load_model
 
 TERMS = terms(("north", "south"), method="fedavg-fixmatch", cohort=2, rounds=2, labeled_batch=2, unlabeled_batch=2)
@@ -73,7 +73,7 @@ def test_a_site_finds_its_model_and_a_card_in_a_folder_that_it_sees(tmp_path: Pa
     folder = ward(tmp_path / "s")
     member = SiteClient.from_folder(folder, "north", tests=ward(tmp_path / "t"))
     read_message(member.reply_to(write_message(Offer(member.version, TERMS.text))), Acceptance)
-    site, before = folders.read(folder), folders.scan(folder)[1]
+    site, before = folders.read_site(folder), folders.scan_site(folder)[1]
     read_message(member.reply_to(write_message(final(member.version))), Receipt)
     shown = folder / "halfmoon-model"
     text, page = ((shown / name).read_text() for name in ("model-card.md", "model-card.html"))
@@ -88,9 +88,9 @@ def test_a_site_finds_its_model_and_a_card_in_a_folder_that_it_sees(tmp_path: Pa
     over = consent.load_end(folder / ".halfmoon")
     assert over is not None
     assert str(shown) in over.reason
-    assert folders.scan(folder)[1] == before, "the folder of the model is none of images"
+    assert folders.scan_site(folder)[1] == before, "the folder of the model is none of images"
     parts = {"<b>a</b>": ["<i>*x*</i>"]}
-    about_model.write(tmp_path, "<u>", parts)
+    card_document.write_card(tmp_path, "<u>", parts)
     assert "<i>" not in (tmp_path / "model-card.html").read_text()
     assert "\\<i\\>\\*x\\*" in (tmp_path / "model-card.md").read_text()
 

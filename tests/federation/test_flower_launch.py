@@ -43,8 +43,8 @@ def authority(folder: Path) -> dict[str, Path]:
     """Write the files of an authority and of a server's certificate that it signed."""
     folder.mkdir(parents=True, exist_ok=True)
     now = datetime.now(UTC)
-    signer = certificates.authority(2, now)
-    server = certificates.server(signer, (), 1, now)
+    signer = certificates.create_authority(2, now)
+    server = certificates.create_server_certificate(signer, (), 1, now)
     files = {name: folder / f"{name}.pem" for name in ("ca", "certificate", "key")}
     for path, data in zip(files.values(), (signer.certificate, server.certificate, server.key), strict=True):
         path.write_bytes(data)

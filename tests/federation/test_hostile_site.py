@@ -14,7 +14,7 @@ from halfmoon.federation.protocol.messages import MalformedMessage, Reply, Reque
 from halfmoon.federation.site.client import SiteClient
 from halfmoon.federation.transport import client_app, local
 from halfmoon.runs.factory import source, split_of
-from halfmoon.sites.folders import export
+from halfmoon.sites.folders import export_sites
 from halfmoon.storage import atomic_io
 
 LIAR = "site-01"
@@ -26,7 +26,7 @@ OPTIONS = {"method": "fedavg-soft-labels", "rounds": 8, "steps": 6}
 def sites(tmp_path: Path) -> Iterator[Path]:
     config = settings.resolve(SPLIT, {})
     data = source(config)
-    export(config, data, split_of(config, data), tmp_path / "sites")
+    export_sites(config, data, split_of(config, data), tmp_path / "sites")
     with quick():
         yield tmp_path / "sites"
     client_app._client.cache_clear()

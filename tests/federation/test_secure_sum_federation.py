@@ -46,7 +46,7 @@ from halfmoon.federation.site.secure_sum import SECRET_FILE, SUMS_FOLDER
 from halfmoon.federation.site.site_keys import KNOWN_KEYS_FILE, SITE_KEY_FILE
 from halfmoon.federation.transport import client_app, local
 from halfmoon.runs import runner
-from halfmoon.sites.keys.make import init
+from halfmoon.sites.keys.make import create_keys
 
 STAGES = (ANNOUNCE_KEYS, DEAL_SHARES, MASK_UPDATE, REVEAL_SHARES)
 SITES = 4
@@ -190,7 +190,7 @@ def test_a_site_that_has_lost_its_keys_has_no_part_and_stops_nobody(town: Town) 
 def test_sites_take_part_under_the_keys_that_were_handed_out(town, tmp_path, monkeypatch):
     """`halfmoon federation init` makes them; where one is another than the others were told, there is no sum.
     After the federation no secret of a sum is anywhere."""
-    init(tmp_path / "keys", town.names)
+    create_keys(tmp_path / "keys", town.names)
     folder, listed = tmp_path / "keys" / "sites", tmp_path / "keys" / "sites.pub"
 
     class Keyed(local.LocalGrid):

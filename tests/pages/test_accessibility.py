@@ -13,11 +13,11 @@ from browsers import needs_browser, serving, sized, until
 from page_scenes import write_run, write_sweep
 from PIL import Image
 
-from halfmoon.pages.label import Labeling, Options
-from halfmoon.pages.watch import Watching
+from halfmoon.pages.label import LabelOptions, LabelPage
+from halfmoon.pages.watch import WatchPage
 from halfmoon.report.gather import gather
 from halfmoon.report.page import as_html
-from halfmoon.sites.folders import read
+from halfmoon.sites.folders import read_site
 
 axe = pytest.importorskip(
     "axe_core_python.selenium", reason="axe-core-python is not installed: pip install -e '.[dev]'"
@@ -59,7 +59,7 @@ def test_the_report_is_accessible(browser: Any, tmp_path: Path) -> None:
 def test_watch_is_accessible(browser: Any, tmp_path: Path) -> None:
     for seed in range(2):
         write_run(tmp_path / str(seed), 1, seed)
-    with serving(Watching(tmp_path).app()) as address:
+    with serving(WatchPage(tmp_path).app()) as address:
         check(browser, address, lambda: browser.find_elements("css selector", "[data-chart=accuracy] path.line"))
 
 
@@ -72,7 +72,7 @@ def site(path: Path) -> Path:
 
 
 def test_labeling_is_accessible(browser: Any, tmp_path: Path) -> None:
-    with serving(Labeling(read(site(tmp_path)), (), None, Options()).app()) as address:
+    with serving(LabelPage(read_site(site(tmp_path)), (), None, LabelOptions()).app()) as address:
         check(browser, address, lambda: browser.find_element("id", "path").text)
 
 

@@ -15,10 +15,10 @@ from selenium.webdriver.common.action_chains import ActionChains
 from selenium.webdriver.support.ui import Select
 
 from halfmoon.data.readers.decode import fitted
-from halfmoon.pages.choice import Guesses
-from halfmoon.pages.label import Labeling, Options
-from halfmoon.sites.folders import read
-from halfmoon.sites.folders.labels import NOTES, Answer, labels, write
+from halfmoon.pages.label import LabelOptions, LabelPage
+from halfmoon.pages.label_order import Predictions
+from halfmoon.sites.folders import read_site
+from halfmoon.sites.folders.labels import NOTES_FILE, LabelEdit, read_labels, write_labels
 
 pytestmark = needs_browser
 COUNT = 1000
@@ -31,7 +31,7 @@ class Through:
     def __init__(self, count: int) -> None:
         values = np.random.default_rng(1).random((count, 3)) ** 2
         self.classes, self.count, self.of, self.error = CLASSES, count, count, ""
-        self.result = Guesses(values / values.sum(1, keepdims=True), values.astype(np.float32), CLASSES)
+        self.result = Predictions(values / values.sum(1, keepdims=True), values.astype(np.float32), CLASSES)
 
 
 @pytest.fixture(scope="module")
@@ -49,7 +49,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def page(folder: Path) -> Iterator[str]:
     (folder / "labels.csv").write_text("path,label\n")
     (folder / ".halfmoon" / "not-sure.csv").unlink(missing_ok=True)
-    with serving(Labeling(read(folder), (), Through(COUNT), Options()).app()) as address:  # pyright: ignore
+    with serving(LabelPage(read_site(folder), (), Through(COUNT), LabelOptions()).app()) as address:  # pyright: ignore
         yield address
 
 
@@ -72,19 +72,19 @@ def test_the_keyboard_alone_labels_undoes_skips_and_doubts(browser: Any, page: s
     pressed(browser, "1")
     second = shown(browser)
     pressed(browser, "2")
-    assert labels(folder) == {first: "cat", second: "<b>dog</b>"}
+    assert read_labels(folder) == {first: "cat", second: "<b>dog</b>"}
     assert browser.find_element("id", "progress").text == f"2 of {COUNT:,} labeled"
     pressed(browser, "u")
     assert shown(browser) == second
-    assert labels(folder) == {first: "cat"}
+    assert read_labels(folder) == {first: "cat"}
     pressed(browser, "3", "s")
     third = shown(browser)
     pressed(browser, "n")
-    assert labels(folder) == {first: "cat", second: "ship"}
-    assert labels(folder, ".halfmoon/not-sure.csv") == {third: "not sure"}
+    assert read_labels(folder) == {first: "cat", second: "ship"}
+    assert read_labels(folder, ".halfmoon/not-sure.csv") == {third: "not sure"}
     pressed(browser, "u")
     assert shown(browser) == third
-    assert labels(folder, ".halfmoon/not-sure.csv") == {}
+    assert read_labels(folder, ".halfmoon/not-sure.csv") == {}
     assert browser.get_log("browser") == []
 
 
@@ -102,7 +102,7 @@ def test_undo_waits_for_the_answer_that_is_on_its_way(browser: Any, page: str, f
     first = shown(browser)
     browser.execute_script("for (const key of '1u') document.dispatchEvent(new KeyboardEvent('keydown', { key }))")
     until(lambda: browser.find_element("id", "spoken").get_attribute("textContent") == "Undone.")
-    assert (shown(browser), labels(folder)) == (first, {})
+    assert (shown(browser), read_labels(folder)) == (first, {})
 
 
 def test_a_skipped_image_comes_back_last_on_the_wall(browser: Any, page: str) -> None:
@@ -136,7 +136,7 @@ def test_tab_and_enter_answer_too(browser: Any, page: str, folder: Path) -> None
     first = shown(browser)
     browser.execute_script("document.querySelectorAll('#choices button')[1].focus()")
     pressed(browser, "\ue007")
-    assert labels(folder) == {first: "<b>dog</b>"}
+    assert read_labels(folder) == {first: "<b>dog</b>"}
 
 
 def test_suggestions_are_off_until_asked_for(browser: Any, page: str) -> None:
@@ -178,7 +178,7 @@ def deep(tmp_path: Path) -> Path:
 def test_the_pixels_shown_are_those_of_training_and_the_window_is_true(browser: Any, deep: Path) -> None:
     """By its own window an image is shown as `fitted` makes it; center 1500 and width 800 is 1100 to 1900."""
     data = (deep / "a.png").read_bytes()
-    with serving(Labeling(read(deep), (), None, Options()).app()) as address:
+    with serving(LabelPage(read_site(deep), (), None, LabelOptions()).app()) as address:
         opened(browser, address)
         own = fitted(data, "a", 64, 64, 1)[:, :, 0]
         until(lambda: browser.find_element("id", "image").get_attribute("data-look"))
@@ -211,22 +211,22 @@ def test_many_are_labeled_with_one_key_and_undone_at_once(browser: Any, page: st
     ActionChains(browser).key_down("\ue008").click(cell(3)).key_up("\ue008").perform()
     assert browser.find_element("id", "chosen").text == "4 selected"
     press(browser, "2")
-    until(lambda: len(labels(folder)) == 4)
-    assert labels(folder) == dict.fromkeys(titles[:4], "<b>dog</b>")
+    until(lambda: len(read_labels(folder)) == 4)
+    assert read_labels(folder) == dict.fromkeys(titles[:4], "<b>dog</b>")
     title = "return document.querySelector('#wall .cell[data-place=\"0\"]').title"
     until(lambda: browser.execute_script(title).startswith(titles[4]))
     ActionChains(browser).click_and_hold(cell(0)).move_to_element(cell(2)).release().perform()
     until(lambda: browser.find_element("id", "chosen").text == "3 selected")
     press(browser, "1")
     until(lambda: browser.find_element("id", "progress").text.startswith("7 of"))
-    assert len(labels(folder)) == 7
+    assert len(read_labels(folder)) == 7
     press(browser, "a")
     assert int(browser.find_element("id", "chosen").text.split()[0]) > 20
     press(browser, "\ue00c", "u")
     until(lambda: browser.find_element("id", "progress").text.startswith("4 of"))
-    assert labels(folder) == dict.fromkeys(titles[:4], "<b>dog</b>")
+    assert read_labels(folder) == dict.fromkeys(titles[:4], "<b>dog</b>")
     press(browser, "u")
-    until(lambda: labels(folder) == {})
+    until(lambda: read_labels(folder) == {})
     assert browser.get_log("browser") == []
 
 
@@ -234,13 +234,13 @@ def test_a_note_stays(browser: Any, page: str, folder: Path) -> None:
     opened(browser, page)
     first = shown(browser)
     browser.find_element("id", "note").send_keys("a pacemaker\ue007")
-    until(lambda: labels(folder, NOTES) == {first: "a pacemaker"})
+    until(lambda: read_labels(folder, NOTES_FILE) == {first: "a pacemaker"})
     browser.execute_script("document.activeElement.blur()")
     pressed(browser, "s")
     assert browser.find_element("id", "note").get_attribute("value") == ""
     opened(browser, page)
     assert shown(browser) != first, "it was skipped, and comes last after a reload as well"
-    (folder / NOTES).unlink()
+    (folder / NOTES_FILE).unlink()
 
 
 def test_what_somebody_else_answers_is_not_lost(browser: Any, page: str, folder: Path) -> None:
@@ -251,19 +251,19 @@ def test_what_somebody_else_answers_is_not_lost(browser: Any, page: str, folder:
         "const old = fetch;"
         "window.fetch = (path, how) => (path.startsWith('state') ? new Promise(() => {}) : old(path, how))"
     )
-    write(folder, Answer(first, "ship"))
+    write_labels(folder, LabelEdit(first, "ship"))
     press(browser, "1")
     box = until(lambda: browser.find_elements("css selector", "dialog[open]"))[0]
     assert "it says ship by now. Your answer is cat." in box.text
     press(browser, "\ue007")  # keep theirs
     until(lambda: not browser.find_elements("css selector", "dialog[open]"))
-    assert labels(folder) == {first: "ship"}
+    assert read_labels(folder) == {first: "ship"}
 
 
 def test_another_tab_moves_on_when_its_image_is_labeled(browser: Any, page: str, folder: Path) -> None:
     opened(browser, page)
     first = shown(browser)
-    write(folder, Answer(first, "ship"))
+    write_labels(folder, LabelEdit(first, "ship"))
     until(lambda: shown(browser) != first)
     assert browser.find_element("id", "progress").text.startswith("1 of")
 
@@ -303,7 +303,7 @@ def test_it_fits_a_phone_and_the_dark(browser: Any, page: str, width: int, dark:
 
 
 def test_a_dead_program_is_said(browser: Any, folder: Path) -> None:
-    with serving(Labeling(read(folder), (), None, Options()).app()) as address:
+    with serving(LabelPage(read_site(folder), (), None, LabelOptions()).app()) as address:
         opened(browser, address)
     press(browser, "1")
     notice = browser.find_element("id", "notice")
@@ -313,7 +313,7 @@ def test_a_dead_program_is_said(browser: Any, folder: Path) -> None:
 
 def test_a_name_is_asked_for_once(browser: Any, folder: Path) -> None:
     (folder / "labels.csv").write_text("path,label\n")
-    with serving(Labeling(read(folder), (), None, Options(by="")).app()) as address:
+    with serving(LabelPage(read_site(folder), (), None, LabelOptions(by="")).app()) as address:
         opened(browser, address)
         box = browser.find_element("css selector", "dialog[open] input")
         box.send_keys("Ada\ue007")

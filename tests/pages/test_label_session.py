@@ -12,9 +12,9 @@ from selenium.webdriver.common.action_chains import ActionChains
 from selenium.webdriver.support.ui import Select
 
 import halfmoon
-from halfmoon.pages.label import Labeling, Options
-from halfmoon.sites.folders import read
-from halfmoon.sites.folders.labels import labels
+from halfmoon.pages.label import LabelOptions, LabelPage
+from halfmoon.sites.folders import read_site
+from halfmoon.sites.folders.labels import read_labels
 
 pytestmark = needs_browser
 COUNT, WANTED = 40, 24
@@ -31,7 +31,7 @@ class Session:
 
     @property
     def done(self) -> int:
-        return len(labels(self.folder))
+        return len(read_labels(self.folder))
 
     def cells(self) -> list[tuple[Any, str]]:
         """Return the cells of the wall in their order, and their images."""
@@ -51,7 +51,7 @@ def session(browser: Any, tmp_path: Path) -> Iterator[Session]:
         Image.fromarray(train.images[row, :, :, 0]).resize((32, 32)).save(tmp_path / name)
     (tmp_path / "classes.txt").write_text("0\n1\n2\n3\n")
     (tmp_path / "labels.csv").write_text("path,label\n")
-    page = Labeling(read(tmp_path), (), None, Options())
+    page = LabelPage(read_site(tmp_path), (), None, LabelOptions())
     with serving(page.app()) as address:
         opened(browser, address, 1280)
         yield Session(browser, tmp_path, truth)
@@ -66,7 +66,7 @@ def test_a_folder_is_labeled_and_trained_on(session: Session) -> None:
         before = session["path"].text
         press(browser, truth[before])
         until(lambda before=before: session["path"].text != before)
-    assert {name: truth[name] for name in labels(session.folder)} == labels(session.folder)
+    assert {name: truth[name] for name in read_labels(session.folder)} == read_labels(session.folder)
     session["train"].click()
     until(lambda: not session["train"].is_enabled())
     until(lambda: session["rank"].text.startswith("uncertainty"), 90)

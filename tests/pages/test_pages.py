@@ -24,9 +24,16 @@ from PIL import Image
 from halfmoon.cli import main as cli
 from halfmoon.core.errors import UserError
 from halfmoon.data.readers.decode import fitted, upright
-from halfmoon.pages.label import Labeling, Options, open_folder
-from halfmoon.pages.pictures import CACHE_BYTES, QUEUE, Busy, Pictures, picture, shrunk
-from halfmoon.pages.server import LARGEST, listening
+from halfmoon.pages.browser_images import (
+    CACHE_BYTES,
+    MAX_WAITING_IMAGES,
+    ImageCache,
+    TooManyRequests,
+    encode_for_browser,
+    shrink_by_mean,
+)
+from halfmoon.pages.label import LabelOptions, LabelPage, open_site_to_label
+from halfmoon.pages.server import MAX_BODY_BYTES, open_socket
 
 
 def site(path: Path, count: int = 4) -> Path:
@@ -40,7 +47,7 @@ def site(path: Path, count: int = 4) -> Path:
 @pytest.fixture(scope="module")
 def address(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     folder = site(tmp_path_factory.mktemp("site"))
-    with serving(Labeling(open_folder(folder), (), None, Options()).app()) as found:
+    with serving(LabelPage(open_site_to_label(folder), (), None, LabelOptions()).app()) as found:
         yield found
 
 
@@ -110,9 +117,9 @@ def test_a_strange_answer_is_refused_with_a_sentence(address: str):
     facts = ('"0", "label": "cat"', 'true, "label": "cat"', '4, "label": "cat"', '-1, "label": "cat"')
     facts += ('0, "label": ["cat"]', '0, "label": "a\\nb"', '0, "label": "cow"')
     bodies = [f'{{"row": {each}}}'.encode() for each in facts]
-    for body in (b"", b"[1]", b"{", b"\xff", b"[" * 60_000, *bodies, b" " * (LARGEST + 1)):
+    for body in (b"", b"[1]", b"{", b"\xff", b"[" * 60_000, *bodies, b" " * (MAX_BODY_BYTES + 1)):
         status, said, _ = get(address, "answer", "POST", body, Origin=f"http://{urlsplit(address).netloc}")
-        assert status == (413 if len(body) > LARGEST else 422), body[:40]
+        assert status == (413 if len(body) > MAX_BODY_BYTES else 422), body[:40]
         assert said["error"].endswith(".")
 
 
@@ -127,7 +134,7 @@ def test_a_port_in_use_is_a_sentence():
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         with pytest.raises(UserError, match=r"--port \d+: it cannot be used"):
-            listening(taken.getsockname()[1])
+            open_socket(taken.getsockname()[1])
 
 
 def test_the_command_serves_and_ends_with_ctrl_c(tmp_path: Path):
@@ -150,7 +157,7 @@ def test_the_command_serves_and_ends_with_ctrl_c(tmp_path: Path):
 
 def test_the_list_is_the_order_of_the_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     folder = site(tmp_path / "s", 9)
-    labeling = Labeling(open_folder(folder), (), None, Options(seed=3))
+    labeling = LabelPage(open_site_to_label(folder), (), None, LabelOptions(seed=3))
     assert cli.main(["site", "label", str(folder), "--list", "4", "--seed", "3"]) == 0
     listed = capsys.readouterr().out.split()
     assert listed == [labeling.site.paths[row] for row in labeling.order()[:4]]
@@ -180,14 +187,14 @@ def test_classes_are_written_once_where_there_are_none(tmp_path: Path, capsys: p
     (folder / "classes.txt").unlink()
     assert cli.main(["site", "label", str(folder), "--no-browser"]) == 2
     assert "--classes NAME" in capsys.readouterr().err
-    assert open_folder(folder, ["b", "a"]).classes == ("b", "a")
+    assert open_site_to_label(folder, ["b", "a"]).classes == ("b", "a")
     assert (folder / "classes.txt").read_text() == "b\na\n"
     (folder / "classes.txt").unlink()
     with pytest.raises(UserError, match="twice"):
-        open_folder(folder, ["a", "a"])
+        open_site_to_label(folder, ["a", "a"])
     (folder / "labels.csv").write_text("path,label\n0.png,c\n")
     with pytest.raises(UserError, match="'c'"):
-        open_folder(folder, ["a", "b"])
+        open_site_to_label(folder, ["a", "b"])
 
 
 # Pictures
@@ -200,26 +207,26 @@ def opened(data: bytes) -> np.ndarray:
 def test_an_eight_bit_image_keeps_its_pixels(tmp_path: Path):
     pixels = np.arange(120, dtype=np.uint8).reshape(10, 12)
     Image.fromarray(pixels).save(tmp_path / "a.png")
-    assert (opened(picture(tmp_path / "a.png", "a.png").data) == pixels).all()
+    assert (opened(encode_for_browser(tmp_path / "a.png", "a.png").data) == pixels).all()
 
 
 def test_a_deep_image_is_sent_in_full_depth_and_small_as_training_sees_it(tmp_path: Path):
     """Red and green are the bytes of each gray; the window is the rule's, or the one that is given."""
     pixels = np.linspace(1000, 3000, 400).reshape(20, 20).astype(np.uint16)
     Image.fromarray(pixels).save(tmp_path / "a.png")
-    found = picture(tmp_path / "a.png", "a.png")
+    found = encode_for_browser(tmp_path / "a.png", "a.png")
     parts = opened(found.data).astype(int)
     assert (256 * parts[:, :, 0] + parts[:, :, 1] == pixels).all()
     assert found.grays == {"slope": 1, "intercept": 0, "low": 1005, "high": 2994, "modality": ""}
     data = (tmp_path / "a.png").read_bytes()
     for window in (None, (0.0, 4095.0)):
-        small = picture(tmp_path / "a.png", "a.png", small=True, window=window)
+        small = encode_for_browser(tmp_path / "a.png", "a.png", small=True, window=window)
         assert (opened(small.data) == fitted(data, "a", 20, 20, 1, window=window)[:, :, 0]).all()
 
 
 def test_a_large_deep_image_is_averaged():
     """Means over squares of 2 x 2, by hand; what does not fill a square is left out."""
-    assert shrunk(Image.fromarray(np.array([[0, 2, 9], [4, 6, 9], [9, 9, 9]], np.uint16)), 2).tolist() == [[3]]
+    assert shrink_by_mean(Image.fromarray(np.array([[0, 2, 9], [4, 6, 9], [9, 9, 9]], np.uint16)), 2).tolist() == [[3]]
 
 
 @pytest.mark.parametrize("mode", ["L", "RGB", "RGBA", "P", "1", "CMYK", "I;16", "LA", "F"])
@@ -227,28 +234,28 @@ def test_every_mode_can_be_shown(tmp_path: Path, mode: str):
     file = tmp_path / ("a.tif" if mode in ("CMYK", "F") else "a.png")
     deep = Image.fromarray(np.full((20, 300), 900, np.uint16))
     (deep if mode == "I;16" else Image.new("L", (300, 20), 90).convert(mode)).save(file)
-    assert opened(picture(file, file.name).data).shape[:2] == (20, 300)
-    assert max(opened(picture(file, file.name, small=True).data).shape[:2]) == 160
+    assert opened(encode_for_browser(file, file.name).data).shape[:2] == (20, 300)
+    assert max(opened(encode_for_browser(file, file.name, small=True).data).shape[:2]) == 160
 
 
 def test_small_pictures_of_large_files_are_kept_on_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """A second program decodes nothing; a changed file is decoded anew, and so is another window."""
     noise = np.random.default_rng(0).integers(0, 256, (300, 300), np.uint8)
     Image.fromarray(noise).save(tmp_path / "a.png")
-    first = Pictures(tmp_path).get("a.png", True)
-    monkeypatch.setattr("halfmoon.pages.pictures.upright", lambda *_: pytest.fail("it was decoded"))
-    assert Pictures(tmp_path).get("a.png", True) == first
+    first = ImageCache(tmp_path).get("a.png", True)
+    monkeypatch.setattr("halfmoon.pages.browser_images.upright", lambda *_: pytest.fail("it was decoded"))
+    assert ImageCache(tmp_path).get("a.png", True) == first
     os.utime(tmp_path / "a.png", (1, 1))
-    for other in (Pictures(tmp_path), Pictures(tmp_path, (0, 9))):
+    for other in (ImageCache(tmp_path), ImageCache(tmp_path, (0, 9))):
         with pytest.raises(pytest.fail.Exception):
             other.get("a.png", True)
 
 
 def test_pictures_in_memory_are_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     assert CACHE_BYTES < 2**28
-    monkeypatch.setattr("halfmoon.pages.pictures.CACHE_BYTES", 300)
+    monkeypatch.setattr("halfmoon.pages.browser_images.CACHE_BYTES", 300)
     folder = site(tmp_path / "s", 20)
-    pictures = Pictures(folder)
+    pictures = ImageCache(folder)
     for n in range(20):
         pictures.get(f"{n}.png", True)
     assert pictures.bytes <= 300
@@ -262,7 +269,7 @@ def test_large_images_are_decoded_one_at_a_time_and_few_requests_wait(tmp_path: 
     """40 requests at once for 8 large images: one decoder at a time, `QUEUE` answers at least, the rest is refused."""
     for n in range(8):
         Image.new("L", (1500, 1000), n).save(tmp_path / f"{n}.png")
-    pictures, running, most = Pictures(tmp_path), 0, 0
+    pictures, running, most = ImageCache(tmp_path), 0, 0
 
     def slowly(*args: Any) -> Image.Image:
         nonlocal running, most
@@ -271,30 +278,30 @@ def test_large_images_are_decoded_one_at_a_time_and_few_requests_wait(tmp_path: 
         running -= 1
         return upright(*args)
 
-    monkeypatch.setattr("halfmoon.pages.pictures.upright", slowly)
+    monkeypatch.setattr("halfmoon.pages.browser_images.upright", slowly)
 
     def request(n: int) -> bool:
         try:
             return bool(pictures.get(f"{n % 8}.png", True))
-        except Busy:
+        except TooManyRequests:
             return False
 
     with ThreadPoolExecutor(40) as pool:
         answers = list(pool.map(request, range(40)))
     assert most == 1
-    assert sum(answers) >= QUEUE
+    assert sum(answers) >= MAX_WAITING_IMAGES
     assert all(request(n) for n in range(8))
 
 
 def test_an_image_beyond_the_bound_is_not_decoded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     Image.new("1", (9000, 8000)).save(tmp_path / "a.png")
-    monkeypatch.setattr("halfmoon.pages.pictures.upright", None)
+    monkeypatch.setattr("halfmoon.pages.browser_images.upright", None)
     with pytest.raises(UserError, match="9000x8000 pixels, of 67,108,864 at most"):
-        Pictures(tmp_path).get("a.png", True)
-    monkeypatch.setattr("halfmoon.pages.pictures.MOST_BYTES", 20 * 12000)
+        ImageCache(tmp_path).get("a.png", True)
+    monkeypatch.setattr("halfmoon.pages.browser_images.MAX_DECODING_BYTES", 20 * 12000)
     Image.new("L", (200, 100)).save(tmp_path / "a.webp")
     with pytest.raises(UserError, match="200x100 pixels, of 12,000 at most in its format"):
-        Pictures(tmp_path).get("a.webp", True)
+        ImageCache(tmp_path).get("a.webp", True)
 
 
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="the peak of memory is read from /proc")
@@ -318,7 +325,7 @@ def test_a_large_turned_image_is_upright(tmp_path: Path):
     pixels[:, :1000] = 255
     for name in ("a.jpg", "a.png", "a.tif"):
         Image.fromarray(pixels).save(tmp_path / name, exif=exif)
-        small = Image.open(io.BytesIO(picture(tmp_path / name, name, True).data))
+        small = Image.open(io.BytesIO(encode_for_browser(tmp_path / name, name, True).data))
         assert small.size == (107, 160)
         assert np.asarray(small.convert("L"))[:50].min() > 240
         assert np.asarray(small.convert("L"))[60:].max() < 15

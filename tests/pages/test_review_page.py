@@ -15,10 +15,10 @@ from browsers import needs_browser, opened, press, serving, until
 from PIL import Image
 
 from halfmoon.core.errors import UserError
-from halfmoon.pages.choice import Guesses
-from halfmoon.pages.review import COLUMNS, Review, open_folder
-from halfmoon.sites.folders.labels import labels
-from halfmoon.sites.inference.measure import scores
+from halfmoon.pages.label_order import Predictions
+from halfmoon.pages.review import TABLE_COLUMNS, ReviewPage, open_folder_to_review
+from halfmoon.sites.folders.labels import read_labels
+from halfmoon.sites.inference.measure import compute_scores
 
 CLASSES = ("=1+1", "dog", "ship")
 PROBABILITIES = np.array([[0.7, 0.2, 0.1], [0.1, 0.9, 0], [0.3, 0.3, 0.4], [0.05, 0.05, 0.9], [np.nan] * 3])
@@ -26,7 +26,7 @@ NAMES = ("+a.png", "b.png", "c.png", "d.png", "e.png")
 
 
 def through(probabilities: np.ndarray = PROBABILITIES, classes: tuple[str, ...] = CLASSES) -> Any:
-    guesses = Guesses(probabilities, np.zeros((len(probabilities), 1)))
+    guesses = Predictions(probabilities, np.zeros((len(probabilities), 1)))
     return SimpleNamespace(result=guesses, classes=classes, count=5, of=5, error="")
 
 
@@ -39,8 +39,8 @@ def folder(path: Path, lines: str = "b.png,dog\nc.png,dog\n+a.png,=1+1\n") -> Pa
     return path
 
 
-def review(path: Path, **options: Any) -> Review:
-    return Review("a model", open_folder(path, CLASSES), through(**options))
+def review(path: Path, **options: Any) -> ReviewPage:
+    return ReviewPage("a model", open_folder_to_review(path, CLASSES), through(**options))
 
 
 def asked(**said: Any) -> Any:
@@ -50,7 +50,7 @@ def asked(**said: Any) -> Any:
 def test_the_scores_are_those_of_evaluate(tmp_path: Path):
     found = review(folder(tmp_path)).scores(asked())
     # +a: right, 0.7; b: right, 0.9; c: ship instead of dog, 0.4.
-    assert found == scores(np.array([0, 1, 1]), np.array([0, 1, 2]), np.array([0.7, 0.9, 0.4]), classes=CLASSES)
+    assert found == compute_scores(np.array([0, 1, 1]), np.array([0, 1, 2]), np.array([0.7, 0.9, 0.4]), classes=CLASSES)
     assert found["accuracy"] == 2 / 3
     assert review(folder(tmp_path, "")).scores(asked()) == {"images": 0}
 
@@ -66,7 +66,7 @@ def test_classes_that_the_model_does_not_know_are_left_out(tmp_path: Path):
 def test_the_table_holds_no_formula(tmp_path: Path):
     text = review(folder(tmp_path)).table(asked()).body.decode()
     rows = list(csv.reader(io.StringIO(text)))
-    assert tuple(rows[0]) == COLUMNS
+    assert tuple(rows[0]) == TABLE_COLUMNS
     assert rows[1] == ["'+a.png", "'=1+1", "0.700000", "dog", "0.200000", "'=1+1", "yes"]
     assert rows[3] == ["c.png", "ship", "0.400000", "'=1+1", "0.300000", "dog", "no"]
     assert rows[5] == ["e.png", "", "", "", "", "", ""]
@@ -78,14 +78,19 @@ def test_class_folders_become_a_labels_file_with_the_first_correction(tmp_path: 
         (tmp_path / name).mkdir()
         for n in range(2):
             Image.new("L", (8, 8), n).save(tmp_path / name / f"{n}.png")
-    page = Review("a model", open_folder(tmp_path, CLASSES), through(PROBABILITIES[:4]))
+    page = ReviewPage("a model", open_folder_to_review(tmp_path, CLASSES), through(PROBABILITIES[:4]))
     assert page.book.foldered
     assert list(page.book.labels) == [1, 1, 2, 2]
     page.state(asked())  # a look at the disk leaves the names of the folders
     assert list(page.book.labels) == [1, 1, 2, 2]
     assert not (tmp_path / "labels.csv").exists()
     page.answer(asked(row=0, label="ship", seen="dog"))
-    assert labels(tmp_path) == {"dog/0.png": "ship", "dog/1.png": "dog", "ship/0.png": "ship", "ship/1.png": "ship"}
+    assert read_labels(tmp_path) == {
+        "dog/0.png": "ship",
+        "dog/1.png": "dog",
+        "ship/0.png": "ship",
+        "ship/1.png": "ship",
+    }
     assert list(page.book.labels) == [2, 1, 2, 2]
 
 
@@ -151,10 +156,10 @@ def test_a_key_corrects_and_another_undoes(browser: Any, page: str, tmp_path: Pa
     press(browser, "\ue007")
     until(lambda: browser.find_element("id", "one").is_displayed())
     press(browser, "3")
-    until(lambda: labels(tmp_path)["c.png"] == "ship")
+    until(lambda: read_labels(tmp_path)["c.png"] == "ship")
     until(lambda: "Its label is ship." in browser.find_element("id", "said").text)
     press(browser, "u")
-    until(lambda: labels(tmp_path)["c.png"] == "dog")
+    until(lambda: read_labels(tmp_path)["c.png"] == "dog")
     press(browser, "\ue014")
     until(lambda: browser.find_element("id", "path").text != "c.png")
     press(browser, "\ue00c")

@@ -13,14 +13,14 @@ from PIL import Image
 import halfmoon
 from halfmoon import UserError
 from halfmoon.pages import training
-from halfmoon.pages.training import Training
-from halfmoon.sites.folders.site_folder import LABELS
+from halfmoon.pages.training import BackgroundTraining
+from halfmoon.sites.folders.site_folder import LABELS_FILE
 from halfmoon.studies.label_selection import Point
 
 NONE = np.zeros(2, bool)
 
 
-def until_done(found: Training, seconds: float = 90) -> None:
+def until_done(found: BackgroundTraining, seconds: float = 90) -> None:
     end = time.monotonic() + seconds
     while found.progress is not None:
         assert time.monotonic() < end, "it did not end"
@@ -40,12 +40,12 @@ def test_what_is_missing_is_one_sentence(
 ):
     monkeypatch.setattr(training, "installed", lambda name: False)
     with pytest.raises(UserError, match=words):
-        Training(tmp_path, ["a", "b"], LABELS).begin(np.array(labels), ["cat", "dog"], NONE)
+        BackgroundTraining(tmp_path, ["a", "b"], LABELS_FILE).begin(np.array(labels), ["cat", "dog"], NONE)
 
 
 def test_one_at_a_time_and_a_killed_one_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(training, "installed", lambda name: True)
-    found = Training(tmp_path, ["a.png", "b.png"], LABELS)
+    found = BackgroundTraining(tmp_path, ["a.png", "b.png"], LABELS_FILE)
     for _ in range(2):  # the second has a process of its own
         found.begin(np.array([0, 1]), ["cat", "dog"], NONE)
         with pytest.raises(UserError, match="A training is running, in this tab or another"):
@@ -59,7 +59,7 @@ def test_one_at_a_time_and_a_killed_one_is_said(tmp_path: Path, monkeypatch: pyt
 
 def test_one_that_cannot_start_is_not_running(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(training, "installed", lambda name: True)
-    found = Training(tmp_path, ["a.png", "b.png"], LABELS)
+    found = BackgroundTraining(tmp_path, ["a.png", "b.png"], LABELS_FILE)
     monkeypatch.setattr(multiprocessing.get_context("spawn"), "Pipe", Mock(side_effect=OSError(24, "too many files")))
     for _ in range(2):
         with pytest.raises(UserError, match="The training cannot start: too many files"):
@@ -75,7 +75,7 @@ def test_a_training_gives_guesses_of_what_can_be_read(tmp_path: Path):
         Image.fromarray(train.images[row, :, :, 0]).resize((32, 32)).save(tmp_path / f"{n:02}.png")
     (tmp_path / "05.png").write_bytes(b"no image")
     paths, truth = [f"{n:02}.png" for n in range(12)], train.labels[rows]
-    found = Training(tmp_path, paths, LABELS)
+    found = BackgroundTraining(tmp_path, paths, LABELS_FILE)
     labels = np.full(12, -1)  # one a class that can be read
     labels[[5, np.flatnonzero(truth == 0)[0], np.flatnonzero(truth == 1)[0]]] = 0, 0, 2
     found.begin(labels, ["0", "without a label", "1"], labels >= 0)
@@ -93,6 +93,6 @@ def test_the_curve_of_earlier_pages_stays(tmp_path: Path):
     point = {**Point(40, 24, 24, 81.0, 70.0, 92.0, 5.0, 1.0, 9.0)._asdict(), "advice": "More."}
     (tmp_path / ".halfmoon").mkdir()
     (tmp_path / ".halfmoon" / "trainings-labels.jsonl").write_text(json.dumps(point) + "\n")
-    found = Training(tmp_path, ["a"], LABELS)
+    found = BackgroundTraining(tmp_path, ["a"], LABELS_FILE)
     assert found.words == "40 labels: 81 % right (95 %: 70 to 92) on 24 random ones. More."
-    assert Training(tmp_path, ["a"], ".halfmoon/readers/ada.csv").points == []
+    assert BackgroundTraining(tmp_path, ["a"], ".halfmoon/readers/ada.csv").points == []

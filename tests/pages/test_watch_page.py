@@ -16,8 +16,8 @@ from page_scenes import write_run, write_sweep
 from halfmoon.cli import main as cli
 from halfmoon.pages import eventlog
 from halfmoon.pages.follow import Followed, Follower, Lines, alarms, ceiling_alarms, folders
-from halfmoon.pages.server import beside
-from halfmoon.pages.watch import Watching, variants
+from halfmoon.pages.server import serve_in_background
+from halfmoon.pages.watch import WatchPage, name_variants
 from halfmoon.storage import locks
 
 
@@ -109,7 +109,7 @@ def test_seeds_of_a_method_are_drawn_alike_and_other_options_are_not(tmp_path: P
         write_run(tmp_path / str(n), 2, seed, config=config)
         runs.append(Followed(tmp_path / str(n), str(n)))
         runs[-1].update()
-    assert variants(runs) == ["feddure", "feddure", "feddure (2)"]
+    assert name_variants(runs) == ["feddure", "feddure", "feddure (2)"]
 
 
 def test_a_loss_that_is_no_number_or_grows_while_the_accuracy_falls_is_an_alarm():
@@ -306,7 +306,7 @@ def test_what_cannot_be_watched_is_a_sentence(tmp_path: Path, capsys: pytest.Cap
 def test_a_page_beside_a_federation_only_answers_questions(tmp_path: Path):
     (tmp_path / "serve.log").write_text(SERVER)
     said: list[str] = []
-    with beside(Watching(tmp_path).app(), "page", None, said.append) as address:
+    with serve_in_background(WatchPage(tmp_path).app(), "page", None, said.append) as address:
         assert said == [f"page: {address}"]
         with urllib.request.urlopen(f"{address}data") as answer:
             assert len(json.load(answer)["federation"]["sites"]) == 2
@@ -319,7 +319,7 @@ def test_a_page_beside_a_federation_only_answers_questions(tmp_path: Path):
 def test_a_growing_run_is_followed(browser: Any, tmp_path: Path) -> None:
     write_run(tmp_path / "r", 1, 0, finished=False, config="rounds = 20\n")
     write_run(tmp_path / "r" / "beside" / "a", 0, 0)
-    with serving(Watching(tmp_path / "r").app()) as address:
+    with serving(WatchPage(tmp_path / "r").app()) as address:
         opened(browser, address)
         assert "1 of 2 runs finished, 1 running" in browser.find_element("id", "progress").text
         lines = "[data-chart=accuracy] path.line"
@@ -340,7 +340,7 @@ def test_a_growing_run_is_followed(browser: Any, tmp_path: Path) -> None:
 @needs_browser
 def test_a_site_and_a_federation_are_shown(browser: Any, tmp_path: Path) -> None:
     (tmp_path / "join.log").write_text(SITE)
-    with serving(Watching(tmp_path).app()) as address:
+    with serving(WatchPage(tmp_path).app()) as address:
         opened(browser, address, 390, dark=True)
         assert browser.find_element("id", "sentence").text.startswith("Round 12 of 50: your images helped in 2")
         sized(browser, 390, dark=False)  # the evening is over
@@ -349,7 +349,7 @@ def test_a_site_and_a_federation_are_shown(browser: Any, tmp_path: Path) -> None
     os.rename(tmp_path / "join.log", tmp_path / "serve.log")
     (tmp_path / "serve.log").write_text(SERVER.replace("site-01", "<i>x</i>-01"))
     write_run(tmp_path / "run", 1, 0)
-    with serving(Watching(tmp_path).app()) as address:
+    with serving(WatchPage(tmp_path).app()) as address:
         opened(browser, address)
         assert "no longer connected" in browser.find_element("id", "log").text
         assert "<i>x</i>-01 is there" in browser.find_element("id", "log").text
@@ -359,7 +359,7 @@ def test_a_site_and_a_federation_are_shown(browser: Any, tmp_path: Path) -> None
 @needs_browser
 def test_twelve_runs_scroll_only_inside_their_frames(browser: Any, tmp_path: Path) -> None:
     sweep = write_sweep(tmp_path)
-    with serving(Watching(sweep).app()) as address:
+    with serving(WatchPage(sweep).app()) as address:
         opened(browser, address, 390)
         assert len(browser.find_elements("css selector", "#runs tbody tr")) == 12
         assert browser.execute_script("return document.documentElement.scrollWidth") <= 390
@@ -375,7 +375,7 @@ def test_twelve_runs_scroll_only_inside_their_frames(browser: Any, tmp_path: Pat
 def test_seeds_are_one_line_on_a_band_that_hides_nothing(browser: Any, tmp_path: Path) -> None:
     for seed in range(2):
         write_run(tmp_path / str(seed), 2, seed)
-    with serving(Watching(tmp_path).app()) as address:
+    with serving(WatchPage(tmp_path).app()) as address:
         opened(browser, address)
         (band,) = browser.find_elements("css selector", "[data-chart=accuracy] path.band")
         assert len(browser.find_elements("css selector", "[data-chart=accuracy] path.line")) == 1

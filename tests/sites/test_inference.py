@@ -36,10 +36,10 @@ from halfmoon.report import diagrams
 from halfmoon.report.spreadsheet import harmless_row
 from halfmoon.runs import factory
 from halfmoon.runs.model_card import Card
-from halfmoon.sites.inference import Model, export, load_model, measure
+from halfmoon.sites.inference import InferenceModel, export, load_model, measure
 from halfmoon.sites.inference import load as deployed
-from halfmoon.sites.inference.image_folder import image_paths, labeled_paths
-from halfmoon.sites.inference.measure import fit
+from halfmoon.sites.inference.image_folder import list_images, list_labeled_images
+from halfmoon.sites.inference.measure import measure_fit
 from halfmoon.storage import integrity
 from halfmoon.storage.serialization import SEAL, check_seal
 
@@ -81,7 +81,7 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def build(
     name: str, norm: Any, image: tuple[int, int, int], taken: tuple[int, int], shrink: int = 1, **size: int
-) -> Model:
+) -> InferenceModel:
     """Return an untrained model whose statistics are not those of the start."""
     network = NETWORKS[name](channels=image[0], classes=3, norm=norm, **size)
     generator = torch.Generator().manual_seed(1)
@@ -89,7 +89,7 @@ def build(
     stats = tree.map(lambda leaf: leaf + torch.rand(leaf.shape, generator=generator), made["stats"])
     pixels = {"mean": (0.4,) * image[0], "std": (0.25,) * image[0]}
     card = Card(("a", "b", "c"), image, taken, shrink, **pixels, network=network, method="fedavg", config="seed = 7\n")
-    return Model(card, made["params"], stats, torch.device("cpu"))
+    return InferenceModel(card, made["params"], stats, torch.device("cpu"))
 
 
 @pytest.mark.parametrize("name", ["run", "padded"])
@@ -129,7 +129,7 @@ def test_probabilities_are_the_softmax_of_the_logits(monkeypatch: pytest.MonkeyP
     raw = np.exp(model.network.predict(model.params, model.stats, x).double().numpy())
     wanted = raw / raw.sum(1, keepdims=True)
     for most in (256, 3):
-        monkeypatch.setattr(deployed, "MOST", most)
+        monkeypatch.setattr(deployed, "MAX_BATCH_IMAGES", most)
         np.testing.assert_allclose(model.probabilities(images), wanted, rtol=0, atol=1e-6)
     assert model.probabilities(images[:0]).shape == (0, 3)
     with pytest.raises(UserError, match=r"takes images uint8 \(N, 8, 8, 1\), not uint8 \(7, 8, 7, 1\)"):
@@ -207,7 +207,7 @@ def test_every_image_of_any_size_and_depth_gets_a_row(home, tmp_path, capsys, mo
     write_images(folder, TEST.images[:2], [".hidden/x.png", ".y.png"])
     (folder / "broken.png").write_bytes((folder / "z.png").read_bytes()[:40])
     (folder / "note.txt").write_text("no image")
-    monkeypatch.setattr(deployed, "MOST", 2)
+    monkeypatch.setattr(deployed, "MAX_BATCH_IMAGES", 2)
     out = tmp_path / "sub" / "p.csv"
     words = ["predict", str(home / "run"), str(folder), "--out", str(out), "--sure", "0.5"]
     assert cli.main([*words, "--json"]) == 1
@@ -261,7 +261,7 @@ def test_scores_are_those_of_scikit_learn() -> None:
 
     rng = np.random.default_rng(3)
     truth, guess, confidence = rng.integers(0, 3, 50), rng.choice([0, 1, 3], 50), rng.uniform(0.3, 1, 50)
-    found = measure.scores(truth, guess, confidence, ["a", "b", "c", "d"], sure=0.8)
+    found = measure.compute_scores(truth, guess, confidence, ["a", "b", "c", "d"], sure=0.8)
     assert found["accuracy"] == metrics.accuracy_score(truth, guess)
     recalls = metrics.recall_score(truth, guess, labels=[0, 1, 2], average=None, zero_division=0)
     assert found["balanced_accuracy"] == pytest.approx(np.mean(recalls))
@@ -273,7 +273,7 @@ def test_scores_are_those_of_scikit_learn() -> None:
     above = confidence >= 0.8
     assert found["sure"]["share"] == above.mean()
     assert found["sure"]["accuracy"] == (truth == guess)[above].mean()
-    assert measure.scores(truth, guess, confidence, "abcd", sure=1.0)["sure"]["accuracy"] is None
+    assert measure.compute_scores(truth, guess, confidence, "abcd", sure=1.0)["sure"]["accuracy"] is None
 
 
 def test_the_area_under_the_curve_is_the_share_of_pairs_in_order() -> None:
@@ -284,15 +284,15 @@ def test_the_area_under_the_curve_is_the_share_of_pairs_in_order() -> None:
     for k in range(3):
         own, other = p[truth == k, k], p[truth != k, k]
         shares.append(np.mean([(a > b) + 0.5 * (a == b) for a in own for b in other]))
-    assert measure.auc(truth, p) == pytest.approx(np.mean(shares))
-    assert measure.auc(np.zeros(5, dtype=np.int64), p[:5]) is None
+    assert measure.area_under_roc(truth, p) == pytest.approx(np.mean(shares))
+    assert measure.area_under_roc(np.zeros(5, dtype=np.int64), p[:5]) is None
 
 
 def test_calibration_by_hand() -> None:
     """Five bins. (0.4, 0.6]: 0.5 right, 0.6 wrong: |1 - 1.1| = 0.1. (0.8, 1]: 0.9 and 1.0 right: |2 - 1.9| = 0.1.
     The upper edge belongs to a bin: 0.6 is not in (0.6, 0.8], where 0.7 is wrong: |0 - 0.7| = 0.7. In all 0.9 / 5."""
     right, confidence = np.array([1, 0, 1, 1, 0], bool), np.array([0.5, 0.6, 0.9, 1.0, 0.7])
-    error, table = measure.calibration(right, confidence, bins=5)
+    error, table = measure.calibration_error(right, confidence, bins=5)
     assert error == pytest.approx(0.9 / 5)
     assert [each["images"] for each in table] == [0, 0, 2, 1, 2]
     assert table[0]["accuracy"] is None
@@ -335,14 +335,14 @@ def test_folders_without_known_labels_are_refused(tmp_path: Path) -> None:
         "gone": "no such folder",
     }.items():
         with pytest.raises(UserError, match=words):
-            labeled_paths(tmp_path / name, ["0", "1"])
+            list_labeled_images(tmp_path / name, ["0", "1"])
     write_images(tmp_path / "pets", TEST.images[:4], ["0/0.png", "1/0.png", "Unlabeled/0.png", "Unlabeled/1.png"])
-    assert labeled_paths(tmp_path / "pets", ["0", "1"])[0] == ["0/0.png", "1/0.png"]
+    assert list_labeled_images(tmp_path / "pets", ["0", "1"])[0] == ["0/0.png", "1/0.png"]
     with pytest.raises(UserError, match=r"0.png: this is a file; give a folder"):
-        image_paths(tmp_path / "pets" / "0" / "0.png")
-    assert image_paths(tmp_path / "odd") == ["0/0.png", "cat/1.png", "cat/2.png"]
+        list_images(tmp_path / "pets" / "0" / "0.png")
+    assert list_images(tmp_path / "odd") == ["0/0.png", "cat/1.png", "cat/2.png"]
     (tmp_path / "odd" / "IM0001").write_bytes(bytes(128) + b"DICM")
-    assert "IM0001" in image_paths(tmp_path / "odd"), "DICOM is known by its content, as at a site"
+    assert "IM0001" in list_images(tmp_path / "odd"), "DICOM is known by its content, as at a site"
 
 
 def test_a_labeled_image_that_is_broken_is_left_out_and_named(home, tmp_path, capsys):
@@ -389,9 +389,9 @@ def test_a_torch_program_says_what_the_model_says(name: str, tmp_path: Path) -> 
     model = build(*shape[:5], **shape[5])
     path = tmp_path / "m.pt2"
     assert export.export_torch(model, path).difference < 1e-5
-    said = {export.CARD: ""}
+    said = {export.CARD_FILE: ""}
     program = torch.export.load(path, extra_files=said).module()
-    assert Card.parse(json.loads(said[export.CARD]), path) == model.card
+    assert Card.parse(json.loads(said[export.CARD_FILE]), path) == model.card
     for count in (1, 5):
         images = np.random.default_rng(count).integers(0, 256, (count, *model.shape), np.uint8)
         found = program(torch.from_numpy(images)).numpy()
@@ -403,8 +403,8 @@ def test_a_torch_program_says_what_the_model_says(name: str, tmp_path: Path) -> 
 def test_a_program_that_says_something_else_is_not_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A thousandth less is more than 1e-4 of the largest of three probabilities, which is 1/3 at least."""
     model = build("small", "none", (1, 4, 4), (4, 4), width=1)
-    right = export.Classifier.forward
-    monkeypatch.setattr(export.Classifier, "forward", lambda self, images: right(self, images) * 0.999)
+    right = export.ExportedClassifier.forward
+    monkeypatch.setattr(export.ExportedClassifier, "forward", lambda self, images: right(self, images) * 0.999)
     with pytest.raises(UserError, match=r"not written: a probability differs .* more than 0.0001"):
         export.export_torch(model, tmp_path / "m.pt2")
     assert not list(tmp_path.iterdir())
@@ -534,7 +534,7 @@ def test_temperature_by_hand():
     """Logits (2, 0), of four images three are of class 0: p = 3/4 needs 2/T = ln 3."""
     logits, labels = np.tile([2.0, 0.0], (4, 1)), np.array([0, 0, 0, 1])
     assert temperature(logits, labels) == pytest.approx(2 / np.log(3), rel=1e-9)
-    found = fit(logits, labels, 2 / np.log(3))
+    found = measure_fit(logits, labels, 2 / np.log(3))
     assert found.calibration_error == pytest.approx(0, abs=1e-12)
     assert found.loss == pytest.approx(-0.75 * np.log(0.75) - 0.25 * np.log(0.25), rel=1e-12)
 
@@ -549,7 +549,7 @@ def test_temperature_stays_in_its_range():
 @pytest.mark.parametrize("seed", range(3))
 def test_calibration_error_is_the_textbooks(seed):
     logits, labels = drawn(500, seed=seed)
-    found = fit(logits, labels, 0.4)
+    found = measure_fit(logits, labels, 0.4)
     assert found.calibration_error == pytest.approx(textbook_ece(softmax(logits / 0.4, axis=1), labels), rel=1e-9)
     assert found.loss == pytest.approx(-np.log(softmax(logits / 0.4, axis=1)[np.arange(500), labels]).mean(), rel=1e-9)
 
@@ -608,7 +608,7 @@ def test_a_card_with_an_impossible_temperature_is_refused(home: Path) -> None:
 def test_the_picture_has_a_bar_for_each_bin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     logits, labels = drawn(300)
     p = softmax(logits, axis=1)
-    found = measure.scores(labels, p.argmax(1), p.max(1), "abcd")
+    found = measure.compute_scores(labels, p.argmax(1), p.max(1), "abcd")
     kept = []
     monkeypatch.setattr(diagrams, "write", lambda made, path: kept.append(made))  # before it becomes pixels
     diagrams.reliability(found, tmp_path / "r.png")

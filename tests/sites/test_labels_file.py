@@ -9,9 +9,9 @@ import pytest
 from PIL import Image
 
 from halfmoon.core.errors import UserError
-from halfmoon.pages.book import Book
-from halfmoon.sites.folders import read
-from halfmoon.sites.folders.labels import UNSURE, Answer, Changed, labels, write
+from halfmoon.pages.label_store import LabelStore
+from halfmoon.sites.folders import read_site
+from halfmoon.sites.folders.labels import UNDECIDED_FILE, LabelConflict, LabelEdit, read_labels, write_labels
 from halfmoon.storage import atomic_io
 
 
@@ -30,11 +30,11 @@ def said(path: Path) -> str:
 
 def test_an_answer_is_a_line_and_is_read_back(tmp_path: Path):
     site = folder(tmp_path)
-    write(site, Answer("2.png", "cat"))
-    write(site, Answer("0.png", "dog"))
+    write_labels(site, LabelEdit("2.png", "cat"))
+    write_labels(site, LabelEdit("0.png", "dog"))
     assert said(site) == "path,label\n2.png,cat\n0.png,dog\n"
-    assert list(read(site).labels) == [1, -1, 0, -1, -1, -1]
-    write(site, Answer("2.png", "", previous="cat"))
+    assert list(read_site(site).labels) == [1, -1, 0, -1, -1, -1]
+    write_labels(site, LabelEdit("2.png", "", previous="cat"))
     assert said(site) == "path,label\n0.png,dog\n"
 
 
@@ -42,46 +42,46 @@ def test_other_lines_stay_as_they_were_written(tmp_path: Path):
     """Other slashes, quotes, a byte order mark and semicolons are the writer's own."""
     text = b'\xef\xbb\xbfpath;label\r\n.\\1.png;"cat"\r\n2.png;dog\r\n'
     site = folder(tmp_path, text=text)
-    write(site, Answer("1.png", "dog", previous="cat"), Answer("3.png", "cat"))
+    write_labels(site, LabelEdit("1.png", "dog", previous="cat"), LabelEdit("3.png", "cat"))
     assert (site / "labels.csv").read_bytes() == "\ufeffpath;label\n.\\1.png;dog\n2.png;dog\n3.png;cat\n".encode()
 
 
 def test_a_name_with_a_comma_or_a_quote_survives(tmp_path: Path):
     site = folder(tmp_path, classes='a "b", c\ncat\n')
-    write(site, Answer("0.png", 'a "b", c'))
-    assert labels(site) == {"0.png": 'a "b", c'}
-    assert list(read(site).labels) == [0, -1, -1, -1, -1, -1]
+    write_labels(site, LabelEdit("0.png", 'a "b", c'))
+    assert read_labels(site) == {"0.png": 'a "b", c'}
+    assert list(read_site(site).labels) == [0, -1, -1, -1, -1, -1]
 
 
 def test_who_and_when_stand_beside_it(tmp_path: Path):
     site = folder(tmp_path, text="path,label\n5.png,dog\n")
-    write(site, Answer("0.png", "cat", by="Ada"))
+    write_labels(site, LabelEdit("0.png", "cat", by="Ada"))
     header, old, new = said(site).splitlines()
     assert (header, old) == ("path,label,by,at", "5.png,dog,,")
     assert new.startswith("0.png,cat,Ada,20")
     assert new.endswith("Z")
-    assert list(read(site).labels) == [0, -1, -1, -1, -1, 1]
-    write(site, Answer("1.png", "cat"))  # somebody who is not asked
+    assert list(read_site(site).labels) == [0, -1, -1, -1, -1, 1]
+    write_labels(site, LabelEdit("1.png", "cat"))  # somebody who is not asked
     assert said(site).splitlines()[-1] == "1.png,cat,,"
 
 
 def test_an_answer_over_another_persons_is_refused(tmp_path: Path):
     site = folder(tmp_path)
-    write(site, Answer("0.png", "cat"))
+    write_labels(site, LabelEdit("0.png", "cat"))
     before = said(site)
-    with pytest.raises(Changed, match=r"0\.png has been labeled cat meanwhile") as refused:
-        write(site, Answer("0.png", "dog"))
-    assert (refused.value.present, said(site)) == ("cat", before)
-    write(site, Answer("0.png", "cat"))  # the same answer is no conflict
-    write(site, Answer("0.png", "dog", previous="cat"))
-    assert labels(site) == {"0.png": "dog"}
+    with pytest.raises(LabelConflict, match=r"0\.png has been labeled cat meanwhile") as refused:
+        write_labels(site, LabelEdit("0.png", "dog"))
+    assert (refused.value.current, said(site)) == ("cat", before)
+    write_labels(site, LabelEdit("0.png", "cat"))  # the same answer is no conflict
+    write_labels(site, LabelEdit("0.png", "dog", previous="cat"))
+    assert read_labels(site) == {"0.png": "dog"}
 
 
 @pytest.mark.parametrize("text", [b"file,class\n", b'path,label\n"a', b"\xff\xfe\n"])
 def test_a_broken_file_is_left_alone(tmp_path: Path, text: bytes):
     site = folder(tmp_path, text=text)
     with pytest.raises(UserError, match=r"labels\.csv"):
-        write(site, Answer("0.png", "cat"))
+        write_labels(site, LabelEdit("0.png", "cat"))
     assert (site / "labels.csv").read_bytes() == text
 
 
@@ -93,13 +93,13 @@ def test_a_kill_in_the_middle_leaves_the_old_file(tmp_path: Path, monkeypatch: p
 
     monkeypatch.setattr(atomic_io.os, "replace", dead)
     with pytest.raises(UserError, match="cannot be written"):
-        write(site, Answer("0.png", "cat"))
+        write_labels(site, LabelEdit("0.png", "cat"))
     assert said(site) == "path,label\n1.png,cat\n"
 
 
 def _many(site: Path, first: int, last: int) -> None:
     for n in range(first, last):
-        write(site, Answer(f"{n}.png", "cat" if n % 2 else "dog"))
+        write_labels(site, LabelEdit(f"{n}.png", "cat" if n % 2 else "dog"))
 
 
 def test_two_processes_and_three_threads_lose_no_answer(tmp_path: Path):
@@ -112,35 +112,35 @@ def test_two_processes_and_three_threads_lose_no_answer(tmp_path: Path):
     for thread in threads:
         thread.join()
     other.join()
-    assert labels(site) == {f"{n}.png": "cat" if n % 2 else "dog" for n in range(70)}
+    assert read_labels(site) == {f"{n}.png": "cat" if n % 2 else "dog" for n in range(70)}
 
 
 def test_two_books_see_each_other(tmp_path: Path):
     site = folder(tmp_path)
-    one, two = (Book(read(site), ()) for _ in range(2))
+    one, two = (LabelStore(read_site(site), ()) for _ in range(2))
     start = two.version
     one.answer(3, "dog", "", None)
     assert two.facts(start)["changes"] == [[3, 1, 0]]
-    with pytest.raises(Changed) as refused:
+    with pytest.raises(LabelConflict) as refused:
         two.answer(3, "cat", "", None)
-    assert refused.value.present == "dog"
+    assert refused.value.current == "dog"
     assert (one.answers, two.answers) == (1, 0)
     assert two.counts() == [0, 1]
 
 
 def test_not_sure_is_kept_until_there_is_an_answer(tmp_path: Path):
-    book = Book(read(folder(tmp_path)), ())
+    book = LabelStore(read_site(folder(tmp_path)), ())
     book.doubt(2, True, "Ada")
-    assert labels(tmp_path, UNSURE) == {"2.png": "not sure"}
-    assert list(np.flatnonzero(Book(read(tmp_path), ()).unsure)) == [2]
+    assert read_labels(tmp_path, UNDECIDED_FILE) == {"2.png": "not sure"}
+    assert list(np.flatnonzero(LabelStore(read_site(tmp_path), ()).undecided)) == [2]
     book.answer(2, "cat", "", None)
-    assert labels(tmp_path, UNSURE) == {}
-    assert not book.unsure.any()
+    assert read_labels(tmp_path, UNDECIDED_FILE) == {}
+    assert not book.undecided.any()
 
 
 def test_a_class_far_behind_the_others_is_starved(tmp_path: Path):
     lines = "".join(f"{n}.png,{'dog' if n else 'cat'}\n" for n in range(6))
-    book = Book(read(folder(tmp_path, text=f"path,label\n{lines}")), ())
+    book = LabelStore(read_site(folder(tmp_path, text=f"path,label\n{lines}")), ())
     assert book.counts() == [1, 5]
     assert book.starved() == []  # 1 of 3 on average: a third, not less
     (tmp_path / "labels.csv").write_text("path,label\n" + lines.replace("0.png,cat", "0.png,dog "))
@@ -149,7 +149,7 @@ def test_a_class_far_behind_the_others_is_starved(tmp_path: Path):
 
 
 def test_a_class_that_nobody_has_is_refused(tmp_path: Path):
-    book = Book(read(folder(tmp_path)), ())
+    book = LabelStore(read_site(folder(tmp_path)), ())
     with pytest.raises(UserError, match="no class 'cow'"):
         book.answer(0, "cow", "", None)
     with pytest.raises(UserError, match="no image 6"):
@@ -160,17 +160,17 @@ def test_a_file_in_other_cases_is_added_to(tmp_path: Path):
     """A second file would count in its place, and its labels would be lost."""
     site = folder(tmp_path, text="path,label\n1.png,cat\n")
     (site / "labels.csv").rename(site / "LABELS.CSV")
-    write(site, Answer("0.png", "dog"))
+    write_labels(site, LabelEdit("0.png", "dog"))
     assert not (site / "labels.csv").exists()
-    assert list(read(site).labels) == [1, 0, -1, -1, -1, -1]
+    assert list(read_site(site).labels) == [1, 0, -1, -1, -1, -1]
 
 
 @pytest.mark.parametrize(("encoding", "separator"), [("utf-16", "\t"), ("utf-8-sig", ";")])
 def test_what_spreadsheets_write_stays_theirs(tmp_path: Path, encoding: str, separator: str):
     text = f"Path{separator}Label\r\n1.png{separator}cat\r\n".encode(encoding)
     site = folder(tmp_path, text=text)
-    write(site, Answer("0.png", "dog"))
+    write_labels(site, LabelEdit("0.png", "dog"))
     now = (site / "labels.csv").read_bytes()
     assert now.decode(encoding).splitlines()[1:] == [f"1.png{separator}cat", f"0.png{separator}dog"]
     assert now[:2] == text[:2]  # the byte order mark
-    assert list(read(site).labels) == [1, 0, -1, -1, -1, -1]
+    assert list(read_site(site).labels) == [1, 0, -1, -1, -1, -1]

@@ -26,8 +26,16 @@ from halfmoon.config.schema import SITE_NAME
 from halfmoon.core.errors import UserError
 from halfmoon.federation.server.plan import load
 from halfmoon.sites.keys import Access, key_folder
-from halfmoon.sites.keys.key_folder import left
-from halfmoon.sites.keys.make import add, host, init, listing, rekey, remove, renew
+from halfmoon.sites.keys.key_folder import describe_time_until
+from halfmoon.sites.keys.make import (
+    add_site,
+    create_keys,
+    list_keys,
+    parse_host,
+    remove_site,
+    renew_certificates,
+    replace_site_key,
+)
 
 LONG_AGO = datetime(2020, 3, 1, 12, tzinfo=UTC)
 needs = {
@@ -38,7 +46,7 @@ needs = {
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    init(tmp_path / "fed", ["north", "south"], ["federation.example", "192.0.2.7"])
+    create_keys(tmp_path / "fed", ["north", "south"], ["federation.example", "192.0.2.7"])
     return tmp_path / "fed"
 
 
@@ -59,7 +67,7 @@ def test_openssl_accepts_the_certificate_under_the_authority_alone(folder: Path,
     verify = ("openssl", "verify", "-x509_strict", "-purpose", "sslserver", "-CAfile")
     for named in (("-verify_hostname", "federation.example"), ("-verify_ip", "192.0.2.7"), ("-verify_ip", "::1")):
         assert said(*verify, str(folder / "ca.crt"), *named, certificate).endswith(": OK\n")
-    init(tmp_path / "other")
+    create_keys(tmp_path / "other")
     for words in (
         (*verify, str(tmp_path / "other" / "ca.crt"), certificate),
         (*verify, str(folder / "ca.crt"), "-verify_hostname", "other.example", certificate),
@@ -84,7 +92,7 @@ def test_the_authority_may_sign_certificates_and_no_other_authority(folder: Path
 @needs["openssl"]
 @needs["ssh-keygen"]
 def test_fingerprints_are_those_that_openssl_and_ssh_keygen_show(folder: Path) -> None:
-    found = listing(folder)
+    found = list_keys(folder)
     for name, path in (("authority", "ca.crt"), ("server", "server/server.crt")):
         shown = said("openssl", "x509", "-noout", "-fingerprint", "-sha256", "-in", str(folder / path))
         assert shown.strip().partition("=")[2] == found[name]["fingerprint"]
@@ -142,9 +150,9 @@ def test_a_site_shakes_hands_with_the_right_server_alone(folder: Path, tmp_path:
         assert shaken(folder, folder / "ca.crt", name) == ""
     assert "Hostname mismatch" in shaken(folder, folder / "ca.crt", "other.example")
     assert "IP address mismatch" in shaken(folder, folder / "ca.crt", "192.0.2.8")
-    init(tmp_path / "other", hosts=["federation.example"])
+    create_keys(tmp_path / "other", hosts=["federation.example"])
     assert "unable to get local issuer" in shaken(folder, tmp_path / "other" / "ca.crt", "federation.example")
-    init(tmp_path / "old", days=30, now=LONG_AGO)
+    create_keys(tmp_path / "old", days=30, now=LONG_AGO)
     assert shaken(tmp_path / "old", tmp_path / "old" / "ca.crt", "localhost") == "certificate has expired"
 
 
@@ -153,12 +161,12 @@ def test_a_new_server_certificate_needs_nothing_at_the_sites_and_a_new_authority
     kept = folder / "sites" / "north" / "ca.crt"
     old = kept.read_bytes()
     before = (folder / "server" / "server.key").read_bytes()
-    done = renew(folder, days=7)
+    done = renew_certificates(folder, days=7)
     assert (folder / "server" / "server.key").read_bytes() != before
     assert kept.read_bytes() == old
     assert shaken(folder, kept, "federation.example") == ""
     assert "The sites have nothing to do: they trust the same authority." in done.advice
-    done = renew(folder, ca=True)
+    done = renew_certificates(folder, ca=True)
     outside = folder.parent / "old.crt"
     outside.write_bytes(old)
     assert shaken(folder, outside, "federation.example") != ""
@@ -168,7 +176,7 @@ def test_a_new_server_certificate_needs_nothing_at_the_sites_and_a_new_authority
 
 
 def test_a_server_that_moves_gets_its_new_name(folder: Path) -> None:
-    done = renew(folder, hosts=["2001:db8::7"])
+    done = renew_certificates(folder, hosts=["2001:db8::7"])
     assert shaken(folder, folder / "ca.crt", "2001:db8::7") == ""
     assert shaken(folder, folder / "ca.crt", "federation.example") != ""
     assert "--server [2001:db8::7]:9443 " in (folder / "sites" / "north" / "join.txt").read_text()
@@ -177,12 +185,12 @@ def test_a_server_that_moves_gets_its_new_name(folder: Path) -> None:
 
 def test_a_certificate_ends_with_its_authority(tmp_path: Path) -> None:
     """The authority of 2020 lives 3,650 days, until 2030-02-27; a certificate of 300 days in 2029-12 does not."""
-    init(tmp_path / "fed", now=LONG_AGO)
-    renew(tmp_path / "fed", days=300, now=datetime(2029, 12, 1, tzinfo=UTC))
-    found = listing(tmp_path / "fed", datetime(2029, 12, 1, tzinfo=UTC))
+    create_keys(tmp_path / "fed", now=LONG_AGO)
+    renew_certificates(tmp_path / "fed", days=300, now=datetime(2029, 12, 1, tzinfo=UTC))
+    found = list_keys(tmp_path / "fed", datetime(2029, 12, 1, tzinfo=UTC))
     assert (found["authority"]["until"], found["server"]["until"]) == ("2030-02-27", "2030-02-27")
     with pytest.raises(UserError, match="the authority has run out"):
-        renew(tmp_path / "fed", now=datetime(2030, 3, 1, tzinfo=UTC))
+        renew_certificates(tmp_path / "fed", now=datetime(2030, 3, 1, tzinfo=UTC))
 
 
 @pytest.mark.parametrize(
@@ -198,12 +206,12 @@ def test_a_certificate_ends_with_its_authority(tmp_path: Path) -> None:
     ],
 )
 def test_how_far_away_an_end_is(distance: timedelta, words: str) -> None:
-    assert left(LONG_AGO + distance, LONG_AGO) == words
+    assert describe_time_until(LONG_AGO + distance, LONG_AGO) == words
 
 
 def test_warnings_come_a_month_before_the_end(tmp_path: Path) -> None:
     """Of 90 days from 2020-03-01 12:00 the last month begins on 2020-04-30 12:00."""
-    init(tmp_path / "fed", days=90, now=LONG_AGO)
+    create_keys(tmp_path / "fed", days=90, now=LONG_AGO)
     access = Access.open(tmp_path / "fed")
     order = f"halfmoon federation rotate {tmp_path / 'fed'} --server"
     assert access.warnings(LONG_AGO + timedelta(days=59)) == []
@@ -264,9 +272,9 @@ def test_private_files_are_private_from_their_first_byte(tmp_path: Path, monkeyp
         monkeypatch.setattr(os, name, forbidden, raising=False)
     before = os.umask(0)
     try:
-        init(tmp_path / "fed", ["north"])
-        add(tmp_path / "fed", "south")
-        renew(tmp_path / "fed", ca=True)
+        create_keys(tmp_path / "fed", ["north"])
+        add_site(tmp_path / "fed", "south")
+        renew_certificates(tmp_path / "fed", ca=True)
     finally:
         os.umask(before)
     private = {"ca.key", "server.key", "north.key", "south.key"}
@@ -304,9 +312,9 @@ def test_nothing_private_is_printed_or_written_elsewhere(tmp_path: Path, capfd: 
 def test_fingerprints_are_shown_as_they_are(folder, monkeypatch, capsys):
     """The library that prints would make a picture of the disk of ":CD:", and of 🆎 of ":AB:"."""
     seal = ":".join(["AB", "CD"] * 16)
-    found = listing(folder)
+    found = list_keys(folder)
     found["server"]["fingerprint"] = seal
-    monkeypatch.setattr("halfmoon.sites.keys.make.listing", lambda _: found)
+    monkeypatch.setattr("halfmoon.sites.keys.make.list_keys", lambda _: found)
     assert cli.main(["federation", "show", str(folder)]) == 0
     shown = capsys.readouterr().out
     assert seal in shown
@@ -316,64 +324,64 @@ def test_fingerprints_are_shown_as_they_are(folder, monkeypatch, capsys):
 @needs["ssh-keygen"]
 def test_a_key_made_at_the_site_is_taken_and_no_private_one_is_made(folder: Path, tmp_path: Path) -> None:
     line = foreign(tmp_path / "own")
-    done = add(folder, "east", line)
+    done = add_site(folder, "east", line)
     names = {path.name for path in (folder / "sites" / "east").iterdir()}
     assert names == {"east.pub", "ca.crt", "join.txt", "sites.pub"}
     kind, blob, _ = line.read_text().split()
     assert (folder / "sites" / "east" / "east.pub").read_text() == f"{kind} {blob} east\n"
     assert done.facts["sites"] == {"east": said("ssh-keygen", "-l", "-f", str(line)).split()[1]}
     with pytest.raises(UserError, match="made at the site: have a new one made"):
-        rekey(folder, "east")
-    rekey(folder, "east", foreign(tmp_path / "second"))
+        replace_site_key(folder, "east")
+    replace_site_key(folder, "east", foreign(tmp_path / "second"))
     with pytest.raises(UserError, match="the key of east already"):
-        add(folder, "west", tmp_path / "second.pub")
+        add_site(folder, "west", tmp_path / "second.pub")
 
 
 @needs["ssh-keygen"]
 def test_keys_that_flower_does_not_take_are_refused(folder, tmp_path):
     for kind, bits in (("ed25519", "256"), ("rsa", "2048")):
         with pytest.raises(UserError, match="of a kind that Flower does not take"):
-            add(folder, "east", foreign(tmp_path / kind, kind, bits))
+            add_site(folder, "east", foreign(tmp_path / kind, kind, bits))
     assert "east" not in Access.open(folder).sites
 
 
 def test_a_private_key_in_place_of_a_public_one_is_refused(folder: Path, tmp_path: Path) -> None:
     mistaken = folder / "sites" / "north" / "north.key"
     with pytest.raises(UserError, match=r"north\.key is a private key, which no one but its site may have"):
-        add(folder, "east", mistaken)
+        add_site(folder, "east", mistaken)
     with pytest.raises(UserError, match="is no public key in OpenSSH's format"):
-        add(folder, "east", folder / "ca.crt")
+        add_site(folder, "east", folder / "ca.crt")
     with pytest.raises(UserError, match="nowhere cannot be read"):
-        add(folder, "east", tmp_path / "nowhere")
+        add_site(folder, "east", tmp_path / "nowhere")
     assert not (folder / "sites" / "east").exists()
 
 
 def marks(folder: Path) -> dict[str, str]:
     """Return the fingerprint of each site's key."""
-    return {site["name"]: site["fingerprint"] for site in listing(folder)["sites"]}
+    return {site["name"]: site["fingerprint"] for site in list_keys(folder)["sites"]}
 
 
 def refused(folder: Path) -> list[tuple[str, str]]:
-    return [(key["name"], key["fingerprint"]) for key in listing(folder)["refused"]]
+    return [(key["name"], key["fingerprint"]) for key in list_keys(folder)["refused"]]
 
 
 def test_a_replaced_or_removed_key_never_comes_back(folder: Path, tmp_path: Path) -> None:
     line = tmp_path / "north.pub"
     shutil.copy(folder / "sites" / "north" / "north.pub", line)
     first = marks(folder)["north"]
-    rekey(folder, "north")
+    replace_site_key(folder, "north")
     second = marks(folder)["north"]
     assert refused(folder) == [("north", first)]
     with pytest.raises(UserError, match="never comes back"):
-        rekey(folder, "south", line)
+        replace_site_key(folder, "south", line)
     shutil.copy(folder / "sites" / "north" / "north.pub", line)
-    remove(folder, "north")
+    remove_site(folder, "north")
     assert (set(Access.open(folder).sites), refused(folder)) == ({"south"}, [("north", first), ("north", second)])
     assert not (folder / "sites" / "north").exists()
     for name in ("north", "east"):
         with pytest.raises(UserError, match="never comes back"):
-            add(folder, name, line)
-    add(folder, "north")
+            add_site(folder, name, line)
+    add_site(folder, "north")
     assert set(Access.open(folder).sites) == {"north", "south"}
     assert len({first, second, marks(folder)["north"]}) == 3
 
@@ -384,7 +392,11 @@ def test_the_stamp_changes_with_the_record_alone(folder: Path) -> None:
     (folder / "notes.txt").write_text("a note of the server's people")
     Access.open(folder).warnings()
     assert access.stamp() == stamps[0]
-    for change in (lambda: add(folder, "east"), lambda: rekey(folder, "east"), lambda: remove(folder, "east")):
+    for change in (
+        lambda: add_site(folder, "east"),
+        lambda: replace_site_key(folder, "east"),
+        lambda: remove_site(folder, "east"),
+    ):
         change()
         stamps.append(access.stamp())
     assert len(set(stamps)) == 4
@@ -393,10 +405,10 @@ def test_the_stamp_changes_with_the_record_alone(folder: Path) -> None:
 
 
 def test_hosts_that_can_be_used() -> None:
-    assert host("Federation.Example") == "federation.example"
-    assert host("[2001:DB8:0::7]") == "2001:db8::7"
+    assert parse_host("Federation.Example") == "federation.example"
+    assert parse_host("[2001:DB8:0::7]") == "2001:db8::7"
     for words in ("192.0.2.7", "xn--bcher-kva.example", "server-1"):
-        assert host(words) == words
+        assert parse_host(words) == words
 
 
 def test_hosts_that_cannot_be_used(tmp_path: Path) -> None:
@@ -404,7 +416,7 @@ def test_hosts_that_cannot_be_used(tmp_path: Path) -> None:
     letters = ("", "a b", "-a", "a-", "a..b", "a.", "a:9443", "http://a", "*.a", "a_b", "bücher.example", "a\n")
     for words in (*addresses, *letters, "x" * 64, ".".join(["x" * 60] * 5)):
         with pytest.raises(UserError, match="--host"):
-            init(tmp_path / "fed", hosts=[words])
+            create_keys(tmp_path / "fed", hosts=[words])
     assert list(tmp_path.iterdir()) == []
 
 
@@ -452,7 +464,7 @@ def test_every_mistake_is_a_sentence_and_leaves_nothing(tmp_path, capsys, monkey
 
 def test_declared_images_are_what_the_federations_file_reads(tmp_path: Path) -> None:
     """The line that init says, pasted below [federation], gives the plan these counts, in the order of its sites."""
-    done = init(tmp_path / "fed", ["north", "south"], images=["south=800", "north=1200"])
+    done = create_keys(tmp_path / "fed", ["north", "south"], images=["south=800", "north=1200"])
     assert done.facts["images"] == {"north": 1200, "south": 800}
     (said,) = [each for each in done.advice if "[federation]" in each]
     lines = said.split("write ")[1].split(" below")[0].replace(" and ", "\n")
@@ -460,15 +472,15 @@ def test_declared_images_are_what_the_federations_file_reads(tmp_path: Path) -> 
     file.write_text(f'network = "small"\n[federation]\n{lines}\nclasses = ["a", "b"]\nimage = [1, 8, 8]\n')
     plan = load(file)
     assert (plan.terms.sites, plan.rules.images) == (("north", "south"), (1200, 800))
-    assert "images" not in init(tmp_path / "other", ["north"]).facts
+    assert "images" not in create_keys(tmp_path / "other", ["north"]).facts
 
 
 def test_sites_that_are_not_there_are_named(folder: Path) -> None:
-    for change in (remove, rekey):
+    for change in (remove_site, replace_site_key):
         with pytest.raises(UserError, match="there is no site 'nort': did you mean 'north'"):
             change(folder, "nort")
     with pytest.raises(UserError, match="there are two sites 'North'"):
-        add(folder, "North")
+        add_site(folder, "North")
 
 
 def _open_to_others(path: str, mode: int = 0o640) -> Callable[[Path], None]:
@@ -480,7 +492,7 @@ def _swapped(path: str, other: str) -> Callable[[Path], None]:
 
     def swap(folder: Path) -> None:
         if not (folder.parent / "other").exists():
-            init(folder.parent / "other", ["north"])
+            create_keys(folder.parent / "other", ["north"])
         shutil.copy(folder.parent / "other" / other, folder / path)
 
     return swap
@@ -528,7 +540,7 @@ def test_a_damaged_folder_is_refused_with_what_to_do(folder: Path, damage: str) 
 @pytest.mark.parametrize("damage", ["another certificate", "another server key", "no certificate", "garbage"])
 def test_a_new_certificate_mends_the_server_s(folder: Path, damage: str) -> None:
     DAMAGES[damage][0](folder)
-    renew(folder)
+    renew_certificates(folder)
     assert set(Access.open(folder).sites) == {"north", "south"}
 
 
@@ -544,15 +556,15 @@ def test_the_authority_s_key_is_needed_for_new_certificates_alone(folder: Path) 
     """It may lie in a safe: sites come and go without it."""
     kept = (folder / "ca" / "ca.key").read_bytes()
     (folder / "ca" / "ca.key").unlink()
-    add(folder, "east")
-    rekey(folder, "north")
-    remove(folder, "south")
+    add_site(folder, "east")
+    replace_site_key(folder, "north")
+    remove_site(folder, "south")
     assert set(Access.open(folder).sites) == {"north", "east"}
     with pytest.raises(UserError, match=r"ca\.key is not there"):
-        renew(folder)
+        renew_certificates(folder)
     (folder / "ca" / "ca.key").write_bytes(kept)
     (folder / "ca" / "ca.key").chmod(0o600)
-    renew(folder)
+    renew_certificates(folder)
 
 
 def killed(step: int, act: Callable[[], object]) -> bool:
@@ -590,9 +602,9 @@ def test_a_killed_init_leaves_nothing_half_written(tmp_path: Path) -> None:
     """At whatever step: there is no folder, and the next init leaves nothing of this one."""
     at = tmp_path / "fed"
     step = 1
-    while killed(step, lambda: init(at, ["north"])):
+    while killed(step, lambda: create_keys(at, ["north"])):
         assert not at.exists()
-        init(at, ["south"])
+        create_keys(at, ["south"])
         assert list(tmp_path.iterdir()) == [at]
         shutil.rmtree(at)
         step += 1
@@ -602,7 +614,7 @@ def test_a_killed_init_leaves_nothing_half_written(tmp_path: Path) -> None:
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no fork")
 @pytest.mark.parametrize(
     "act",
-    [lambda at: renew(at, ca=True), lambda at: remove(at, "north"), lambda at: add(at, "east")],
+    [lambda at: renew_certificates(at, ca=True), lambda at: remove_site(at, "north"), lambda at: add_site(at, "east")],
     ids=["new authority", "removed", "added"],
 )
 def test_a_killed_change_is_made_or_not(tmp_path: Path, act: Callable[[Path], object]) -> None:
@@ -614,7 +626,7 @@ def test_a_killed_change_is_made_or_not(tmp_path: Path, act: Callable[[Path], ob
         return files, access.ca.read_text()
 
     at, origin = tmp_path / "fed", tmp_path / "origin"
-    init(origin, ["north", "south"])
+    create_keys(origin, ["north", "south"])
     shutil.copytree(origin, at)
     before = state(at)
     step, made = 1, 0
@@ -623,7 +635,7 @@ def test_a_killed_change_is_made_or_not(tmp_path: Path, act: Callable[[Path], ob
         made += after != before
         gone = "north" not in Access.open(at).sites
         assert gone != any((at / "sites").glob("north*"))
-        add(at, "west")
+        add_site(at, "west")
         assert not (at / ".next").exists()
         assert not (at / ".ready").exists()
         shutil.rmtree(at)
@@ -654,7 +666,7 @@ def test_those_who_change_at_once_wait_for_one_another(folder: Path) -> None:
         return run
 
     watcher = threading.Thread(target=safely(look))
-    adders = [threading.Thread(target=safely(lambda k=k: add(folder, f"site-{k}"))) for k in range(6)]
+    adders = [threading.Thread(target=safely(lambda k=k: add_site(folder, f"site-{k}"))) for k in range(6)]
     watcher.start()
     for each in adders:
         each.start()
@@ -668,9 +680,12 @@ def test_those_who_change_at_once_wait_for_one_another(folder: Path) -> None:
 
 
 def test_a_lock_that_is_never_given_back_is_said(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(key_folder, "WAITING", 0.2)
-    with key_folder.locked(folder), pytest.raises(UserError, match="is being changed by another process: try again"):
-        add(folder, "east")
+    monkeypatch.setattr(key_folder, "LOCK_TIMEOUT_SECONDS", 0.2)
+    with (
+        key_folder.lock_folder(folder),
+        pytest.raises(UserError, match="is being changed by another process: try again"),
+    ):
+        add_site(folder, "east")
 
 
 def test_help_needs_no_library_and_keys_say_which(tmp_path: Path) -> None:
@@ -701,11 +716,11 @@ def test_warnings_go_to_stderr_and_the_json_is_whole(tmp_path: Path, capsys: pyt
 
 def test_names_are_those_of_a_federation(tmp_path: Path) -> None:
     name = "a" * 64
-    assert SITE_NAME.fullmatch(name)
-    init(tmp_path / "fed", [name, "0._-"])
+    assert NAME.fullmatch(name)
+    create_keys(tmp_path / "fed", [name, "0._-"])
     assert set(Access.open(tmp_path / "fed").sites) == {name, "0._-"}
     with pytest.raises(UserError, match="cannot be a site's name"):
-        add(tmp_path / "fed", name + "a")
+        add_site(tmp_path / "fed", name + "a")
 
 
 def test_every_flag_and_file_is_on_the_page_of_commands(folder: Path) -> None:

@@ -18,7 +18,7 @@ from pathlib import Path
 
 import pytest
 
-from halfmoon.sites.keys.make import init, renew
+from halfmoon.sites.keys.make import create_keys, renew_certificates
 
 NGINX = shutil.which("nginx") or shutil.which("nginx", path="/usr/sbin")
 pytestmark = pytest.mark.skipif(NGINX is None, reason="nginx is not installed")
@@ -128,7 +128,7 @@ def door(request: pytest.FixtureRequest) -> Iterator[Door]:
     with tempfile.TemporaryDirectory(prefix="a door's ") as home, ExitStack() as ending:
         os.chmod(home, 0o755)
         keys, port, listen, link = Path(home, "keys"), free_port(), free_port(), Link()
-        init(keys, ["north"], port=port, listen=listen)
+        create_keys(keys, ["north"], port=port, listen=listen)
         if who is not None:
             subprocess.run(["chown", "-R", who, str(keys)], check=True)
         server = link.serve(port, keys)
@@ -315,7 +315,7 @@ def test_the_superlink_behind_the_door_is_checked_too(door: Door) -> None:
     record = json.loads((door.keys / "access.json").read_bytes())
     assert door.ask("POST", "/v1/fleet/x") == (200, b"oo")
     swapped = door.keys.parent / "other"
-    init(swapped, port=record["port"], listen=record["listen"])
+    create_keys(swapped, port=record["port"], listen=record["listen"])
     text = (door.keys / "nginx.conf").read_text()
     trusting = f'proxy_ssl_trusted_certificate "{door.keys / "ca.crt"}"'
     assert text.count(trusting) == 1
@@ -335,7 +335,7 @@ def test_a_new_certificate_is_taken_by_a_reload(door: Door) -> None:
             return context.wrap_socket(plain, server_hostname="localhost").getpeercert(binary_form=True)
 
     before = shown()
-    renew(door.keys)
+    renew_certificates(door.keys)
     expected = ssl.PEM_cert_to_DER_cert((door.keys / "server" / "server.crt").read_text())
     assert before != expected
     reload(door, lambda: all(shown() == expected for _ in range(5)))

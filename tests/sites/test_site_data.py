@@ -21,7 +21,7 @@ from halfmoon.data.readers.decode import header
 from halfmoon.engine.local_clients import FederatedDataset
 from halfmoon.methods import registry
 from halfmoon.runs import factory
-from halfmoon.sites.folders import check, open_site, prepare, read, scan
+from halfmoon.sites.folders import check_site, open_prepared_site, prepare_site, read_site, scan_site
 from halfmoon.storage import atomic_io
 
 draw = np.random.default_rng(0)
@@ -45,7 +45,7 @@ def site(folder: Path, labels: str = "", classes: str | None = None, names: tupl
 
 
 def kinds(folder: Path) -> dict[str, tuple[Any, ...]]:
-    return {each.kind: each.names for each in check(folder).findings}
+    return {each.kind: each.names for each in check_site(folder).findings}
 
 
 def contents(folder: Path) -> dict[str, bytes]:
@@ -77,21 +77,21 @@ def test_a_folder_is_read_as_people_write_it(tmp_path: Path) -> None:
         picture(tmp_path / name)
     lines = '"in/a, b.jpg",dog\r\nin\\deep\\c.TIF,cat\r\n\r\n./z.png, dog \r\ncaf\u00e9.png,cat\r\n'
     (tmp_path / "labels.csv").write_bytes(f"\ufeffPath,Label\r\n{lines}".encode())
-    found = read(tmp_path)
+    found = read_site(tmp_path)
     assert found.paths == ("caf\u0065\u0301.png", "d.bmp", "in/a, b.jpg", "in/deep/c.TIF", "z.png")
     assert found.classes == ("cat", "dog")
     assert found.labels.dtype == np.int64
     assert found.labels.tolist() == [0, -1, 1, 0, 1]
     (tmp_path / "classes.txt").write_bytes("\ufeffzebra\r\ndog\r\n\r\ncat\r\n".encode())
-    found = read(tmp_path)
+    found = read_site(tmp_path)
     assert found.classes == ("zebra", "dog", "cat")
     assert found.labels.tolist() == [2, -1, 1, 2, 1]
 
 
 def test_a_folder_without_labels_is_a_site(tmp_path: Path) -> None:
     picture(tmp_path / "a.png")
-    assert read(tmp_path).labels.tolist() == [-1]
-    assert read(tmp_path).classes == ()
+    assert read_site(tmp_path).labels.tolist() == [-1]
+    assert read_site(tmp_path).classes == ()
 
 
 @pytest.mark.parametrize(
@@ -119,17 +119,17 @@ def test_a_fault_is_a_sentence_and_blocks(tmp_path: Path, labels: bytes, classes
     if classes is not None:
         (tmp_path / "classes.txt").write_bytes(classes)
     with pytest.raises(UserError) as caught:
-        read(tmp_path)
+        read_site(tmp_path)
     assert str(caught.value).startswith(f"{tmp_path}: {words}")
-    assert not check(tmp_path).can_take_part
+    assert not check_site(tmp_path).can_take_part
 
 
 def test_no_folder_and_no_image(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="there is no such folder; give the folder of a site"):
-        scan(tmp_path / "not")
+        scan_site(tmp_path / "not")
     (tmp_path / "notes.txt").write_text("none")
     with pytest.raises(UserError, match="there is no image in it"):
-        read(tmp_path)
+        read_site(tmp_path)
 
 
 def test_a_folder_that_cannot_be_opened_is_a_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -139,8 +139,8 @@ def test_a_folder_that_cannot_be_opened_is_a_sentence(tmp_path: Path, monkeypatc
     monkeypatch.setattr(os, "listdir", refuse)
     monkeypatch.setattr(os, "scandir", refuse)
     with pytest.raises(UserError, match=r"folders that cannot be opened: \.; let them be read"):
-        read(tmp_path)
-    assert not check(tmp_path).can_take_part
+        read_site(tmp_path)
+    assert not check_site(tmp_path).can_take_part
 
 
 def test_what_is_no_image_is_never_opened(tmp_path: Path) -> None:
@@ -151,11 +151,11 @@ def test_what_is_no_image_is_never_opened(tmp_path: Path) -> None:
     (tmp_path / "s" / "dead.png").symlink_to("nowhere.png")
     (tmp_path / "s" / "far").symlink_to(tmp_path / "far")
     shutil.copy(tmp_path / "s" / "a.png", os.fsdecode(os.fsencode(tmp_path / "s") + b"/\xff.png"))
-    found, (others,) = scan(tmp_path / "s")
+    found, (others,) = scan_site(tmp_path / "s")
     assert found.paths == ("a.png", "b.png", "c.png")
     assert others.names == ("\\udcff.png", "dead.png", "far", "pipe.png")
     assert not others.blocks
-    assert prepare(tmp_path / "s").decoded == 3
+    assert prepare_site(tmp_path / "s").decoded == 3
 
 
 def messy(folder: Path) -> Path:
@@ -179,9 +179,9 @@ def messy(folder: Path) -> Path:
 
 def test_everything_odd_is_found(tmp_path: Path) -> None:
     """Ten files: one is cut off (its label goes with it), so nine are readable and five of them labeled, four x."""
-    found = check(messy(tmp_path))
+    found = check_site(messy(tmp_path))
     assert (found.images, found.readable, found.labeled) == (10, 9, 5)
-    assert found.mix == {"x": 4, "y": 1, "z": 0}
+    assert found.class_counts == {"x": 4, "y": 1, "z": 0}
     assert found.sizes == {(6, 5, "L"): 6, (4, 4, "L"): 2, (6, 5, "RGB"): 1}
     assert list(found.sizes.values()) == [6, 2, 1]
     assert kinds(tmp_path) == {
@@ -194,20 +194,20 @@ def test_everything_odd_is_found(tmp_path: Path) -> None:
         "classes without a label": ("z",),
     }
     (broken,) = [each for each in found.findings if each.reasons]
-    assert broken.lines()[0].startswith("cut.png: not a readable image (")
+    assert broken.describe_images()[0].startswith("cut.png: not a readable image (")
     assert found.can_take_part
 
 
 def test_what_a_folder_can_serve(tmp_path: Path) -> None:
     """Labels at clients and at some where it has labels; some and server where it has none; nothing without images."""
-    with_labels = check(site(tmp_path / "a", "a.png,x\n"))
+    with_labels = check_site(site(tmp_path / "a", "a.png,x\n"))
     assert with_labels.methods == {place: tuple(registry.names_at(place)) for place in ("clients", "some")}
     assert "feddure" in with_labels.methods["clients"]
-    without = check(site(tmp_path / "b"))
+    without = check_site(site(tmp_path / "b"))
     assert without.methods == {place: tuple(registry.names_at(place)) for place in ("some", "server")}
     (tmp_path / "c").mkdir()
     (tmp_path / "c" / "a.png").write_bytes(b"none")
-    assert not check(tmp_path / "c").can_take_part
+    assert not check_site(tmp_path / "c").can_take_part
 
 
 def test_check_on_the_command_line_opens_no_connection(tmp_path, monkeypatch, capsys):
@@ -246,9 +246,9 @@ def test_long_lists_are_cut_but_not_in_json(tmp_path: Path, capsys: pytest.Captu
 
 def test_prepared_images_are_those_of_pillow(tmp_path: Path) -> None:
     site(tmp_path, "b.png,x\n")
-    done = prepare(tmp_path)
-    opened = open_site(tmp_path)
-    assert (done.fresh, done.decoded, done.left_out) == (True, 3, {})
+    done = prepare_site(tmp_path)
+    opened = open_prepared_site(tmp_path)
+    assert (done.written, done.decoded, done.left_out) == (True, 3, {})
     assert opened.paths == ("a.png", "b.png", "c.png")
     assert opened.labels.tolist() == [-1, 0, -1]
     assert isinstance(opened.images, np.memmap)
@@ -256,7 +256,7 @@ def test_prepared_images_are_those_of_pillow(tmp_path: Path) -> None:
     wanted = np.stack([np.asarray(Image.open(tmp_path / path)) for path in opened.paths])[..., None]
     assert opened.images.shape == (3, 6, 5, 1)
     assert np.array_equal(opened.images, wanted)
-    small = prepare(tmp_path, (4, 3), 3).site.images
+    small = prepare_site(tmp_path, (4, 3), 3).site.images
     assert small.shape == (3, 4, 3, 3)
     assert np.array_equal(small[0, ..., 0], np.asarray(Image.open(tmp_path / "a.png").resize((3, 4), 2)))
     assert len(list((tmp_path / ".halfmoon").glob("*.npy"))) == 1
@@ -264,47 +264,47 @@ def test_prepared_images_are_those_of_pillow(tmp_path: Path) -> None:
 
 def test_only_what_changed_is_decoded_again(tmp_path: Path) -> None:
     site(tmp_path, "b.png,x\n")
-    prepare(tmp_path)
+    prepare_site(tmp_path)
     index = tmp_path / ".halfmoon" / "index.json"
     stamp = index.stat().st_mtime_ns
-    again = prepare(tmp_path)
-    assert (again.fresh, again.decoded, index.stat().st_mtime_ns) == (False, 0, stamp)
+    again = prepare_site(tmp_path)
+    assert (again.written, again.decoded, index.stat().st_mtime_ns) == (False, 0, stamp)
     changed = picture(tmp_path / "b.png")
     os.utime(tmp_path / "b.png", ns=(1, 1))
     added = picture(tmp_path / "in" / "d.png")
     (tmp_path / "c.png").unlink()
     with pytest.raises(UserError, match=r"has changed since it was prepared \(b.png, c.png, in/d.png\): run halfmoon"):
-        open_site(tmp_path)
-    done = prepare(tmp_path)
+        open_prepared_site(tmp_path)
+    done = prepare_site(tmp_path)
     assert done.decoded == 2
     assert done.site.paths == ("a.png", "b.png", "in/d.png")
-    images = open_site(tmp_path).images
+    images = open_prepared_site(tmp_path).images
     assert np.array_equal(images[1:, ..., 0], np.stack([changed, added]))
     assert np.array_equal(images[0, ..., 0], np.asarray(Image.open(tmp_path / "a.png")))
     (tmp_path / "labels.csv").write_text("path,label\na.png,x\n")
     with pytest.raises(UserError, match="labels or classes have changed since it was prepared: run halfmoon site prep"):
-        open_site(tmp_path)
-    done = prepare(tmp_path)
-    assert (done.fresh, done.decoded) == (True, 0)
-    assert open_site(tmp_path).labels.tolist() == [0, -1, -1]
+        open_prepared_site(tmp_path)
+    done = prepare_site(tmp_path)
+    assert (done.written, done.decoded) == (True, 0)
+    assert open_prepared_site(tmp_path).labels.tolist() == [0, -1, -1]
 
 
 def test_unreadable_images_are_left_out_and_remembered(tmp_path: Path) -> None:
     site(tmp_path, "b.png,x\nc.png,y\n")
     (tmp_path / "b.png").write_bytes(b"none")
-    done = prepare(tmp_path)
+    done = prepare_site(tmp_path)
     assert list(done.left_out) == ["b.png"]
-    opened = open_site(tmp_path)
+    opened = open_prepared_site(tmp_path)
     assert (opened.paths, opened.labels.tolist()) == (("a.png", "c.png"), [-1, 1])
     assert opened.images is not None
     assert len(opened.images) == 2
-    assert not prepare(tmp_path).fresh
+    assert not prepare_site(tmp_path).written
     picture(tmp_path / "b.png")
-    assert prepare(tmp_path).site.paths == ("a.png", "b.png", "c.png")
+    assert prepare_site(tmp_path).site.paths == ("a.png", "b.png", "c.png")
     for name in "abc":
         (tmp_path / f"{name}.png").write_bytes(b"none")
     with pytest.raises(UserError, match="none of its 3 images can be read"):
-        prepare(tmp_path)
+        prepare_site(tmp_path)
 
 
 def test_a_killed_prepare_leaves_the_old_state(tmp_path: Path) -> None:
@@ -313,22 +313,22 @@ def test_a_killed_prepare_leaves_the_old_state(tmp_path: Path) -> None:
             os.kill(os.getpid(), signal.SIGKILL)
 
     site(tmp_path, "b.png,x\n")
-    killed(lambda: prepare(tmp_path, progress=die))
+    killed(lambda: prepare_site(tmp_path, progress=die))
     with pytest.raises(UserError, match=r"is not prepared: run halfmoon site prepare"):
-        open_site(tmp_path)
-    prepare(tmp_path)
-    before = np.array(open_site(tmp_path).images)
-    killed(lambda: prepare(tmp_path, (3, 3), progress=die))
-    assert np.array_equal(open_site(tmp_path).images, before)  # pyright: ignore[reportArgumentType]
+        open_prepared_site(tmp_path)
+    prepare_site(tmp_path)
+    before = np.array(open_prepared_site(tmp_path).images)
+    killed(lambda: prepare_site(tmp_path, (3, 3), progress=die))
+    assert np.array_equal(open_prepared_site(tmp_path).images, before)  # pyright: ignore[reportArgumentType]
     assert list((tmp_path / ".halfmoon").glob(".images-*"))
-    prepare(tmp_path, (3, 3))
+    prepare_site(tmp_path, (3, 3))
     home = sorted(path.name for path in (tmp_path / ".halfmoon").iterdir())
     assert [name.split("-")[0] for name in home] == ["images", "index.json", "lock"]
 
 
 @pytest.mark.parametrize("damage", ["cut", "gone", "index"])
 def test_damage_is_noticed_and_mended(tmp_path: Path, damage: str) -> None:
-    prepare(site(tmp_path))
+    prepare_site(site(tmp_path))
     home = tmp_path / ".halfmoon"
     (array,) = home.glob("*.npy")
     if damage == "cut":
@@ -338,9 +338,9 @@ def test_damage_is_noticed_and_mended(tmp_path: Path, damage: str) -> None:
     else:
         (home / "index.json").write_text('{"version": 1, "shape": [')
     with pytest.raises(UserError, match=r"run halfmoon site prepare .*\.$"):
-        open_site(tmp_path)
-    assert prepare(tmp_path).decoded == 3
-    assert len(open_site(tmp_path)) == 3
+        open_prepared_site(tmp_path)
+    assert prepare_site(tmp_path).decoded == 3
+    assert len(open_prepared_site(tmp_path)) == 3
 
 
 def test_a_folder_that_cannot_be_written_takes_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -353,7 +353,7 @@ def test_a_folder_that_cannot_be_written_takes_out(tmp_path: Path, capsys: pytes
     (out / "images-of-mine.npy").write_text("kept")
     assert cli.main(["site", "prepare", str(folder), "--out", str(out), "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["shape"] == [3, 6, 5, 1]
-    assert len(open_site(folder, out)) == 3
+    assert len(open_prepared_site(folder, out)) == 3
     assert (out / "images-of-mine.npy").exists()
 
 
@@ -361,7 +361,7 @@ def test_prepare_needs_a_size_for_images_of_several(tmp_path: Path, capsys: pyte
     site(tmp_path)
     picture(tmp_path / "d.png", (9, 9, 3))
     with pytest.raises(UserError, match=r"its images have 2 sizes, most of them \(3\) 6x5; give one by --size HxW\."):
-        prepare(tmp_path)
+        prepare_site(tmp_path)
     assert not (tmp_path / ".halfmoon").exists()
     assert cli.main(["site", "prepare", str(tmp_path), "--size", "4x8"]) == 0
     out = capsys.readouterr().out
@@ -371,15 +371,15 @@ def test_prepare_needs_a_size_for_images_of_several(tmp_path: Path, capsys: pyte
 def test_a_full_disk_is_a_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(100, 11, 89))  # pyright: ignore
     with pytest.raises(UserError, match="has room for 89 bytes, but the decoded images need 90; give another folder"):
-        prepare(site(tmp_path))
+        prepare_site(site(tmp_path))
 
 
 def test_a_busy_folder_is_a_sentence(tmp_path: Path) -> None:
-    prepare(site(tmp_path))
+    prepare_site(site(tmp_path))
     with atomic_io.opened(tmp_path / ".halfmoon" / "lock", os.O_RDWR) as handle:
         atomic_io.flock(handle)
         with pytest.raises(UserError, match="is being prepared by another process; wait for it"):
-            prepare(tmp_path, (2, 2))
+            prepare_site(tmp_path, (2, 2))
 
 
 def test_a_header_tells_what_decoding_would(tmp_path: Path) -> None:
@@ -419,7 +419,7 @@ def test_the_simulator_holds_the_same_rows(tmp_path: Path, case: str) -> None:
     held = {f"site-{k:02}": k for k in range(3)} | ({"server": SERVER} if case == "server" else {})
     assert sorted(path.name for path in (tmp_path / "f").iterdir() if path.is_dir()) == sorted([*held, "test"])
     for name, k in held.items():
-        got = prepare(tmp_path / "f" / name).site
+        got = prepare_site(tmp_path / "f" / name).site
         local, _ = dataset.local(k)
         pixels, labeled = got.images.transpose(0, 3, 1, 2), got.labels >= 0
         assert np.array_equal(pixels[labeled], local.x.numpy())
@@ -428,7 +428,7 @@ def test_the_simulator_holds_the_same_rows(tmp_path: Path, case: str) -> None:
         assert got.classes == wanted.source.classes
         rows = np.sort(np.concatenate([dataset.rows(k, True), dataset.rows(k, False)]))
         assert [int(Path(path).stem) for path in got.paths] == rows.tolist()
-    test = prepare(tmp_path / "f" / "test").site
+    test = prepare_site(tmp_path / "f" / "test").site
     assert np.array_equal(test.images.transpose(0, 3, 1, 2), wanted.test.images.numpy())
     assert np.array_equal(test.labels, wanted.test.labels.numpy())
     assert sum(len(wanted.split.rows(k, True)) for k in held.values()) > 0

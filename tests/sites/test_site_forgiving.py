@@ -8,7 +8,7 @@ from PIL import Image
 
 from halfmoon.cli.main import main
 from halfmoon.core.errors import UserError
-from halfmoon.sites.folders import check, open_site, prepare, read, scan
+from halfmoon.sites.folders import check_site, open_prepared_site, prepare_site, read_site, scan_site
 
 CLASSES = ["glioma", "meningioma", "none"]
 
@@ -26,7 +26,7 @@ def folder(place: Path, labels: dict[str, str], name: str = "labels.csv", separa
 
 
 def kinds(place: Path, **options) -> dict[str, tuple]:
-    return {each.kind: each.names for each in check(place, **options).findings}
+    return {each.kind: each.names for each in check_site(place, **options).findings}
 
 
 @pytest.mark.parametrize(
@@ -42,8 +42,8 @@ def kinds(place: Path, **options) -> dict[str, tuple]:
 def test_what_a_spreadsheet_writes_is_read_and_said(tmp_path, name, separator, mark, said):
     labels = {"a.png": "glioma", "b.png": "none", "sub/c.png": "glioma"}
     place = folder(tmp_path / "s", labels, name, separator, mark)
-    plain = read(folder(tmp_path / "plain", labels))
-    site = read(place)
+    plain = read_site(folder(tmp_path / "plain", labels))
+    site = read_site(place)
     assert (site.paths, site.labels.tolist(), site.classes) == (plain.paths, plain.labels.tolist(), plain.classes)
     assert kinds(place)["how labels.csv was read"] == said
 
@@ -57,9 +57,9 @@ def test_a_misspelled_class_is_named_and_blocks(tmp_path: Path, capsys) -> None:
     assert main(["site", "check", str(place)]) == 1
     assert "did you mean glioma" in capsys.readouterr().out
     with pytest.raises(UserError, match="class names that are nearly the same: Glioma"):
-        read(place)
+        read_site(place)
     (place / "classes.txt").write_text("glioma\ngliome\nGlioma\ngrade 1\ngrade 2\n")  # all are meant
-    assert read(place).classes == ("glioma", "gliome", "Glioma", "grade 1", "grade 2")
+    assert read_site(place).classes == ("glioma", "gliome", "Glioma", "grade 1", "grade 2")
 
 
 def test_names_that_are_different_are_left_alone(tmp_path: Path) -> None:
@@ -73,14 +73,14 @@ def test_a_label_that_classes_txt_does_not_have_says_which_was_meant(tmp_path: P
     place = folder(tmp_path / "s", {"a.png": "gliome", "b.png": "none"})
     (place / "classes.txt").write_text("\n".join(CLASSES))
     with pytest.raises(UserError, match=r"a.png: gliome \(did you mean glioma\?\)"):
-        read(place)
+        read_site(place)
 
 
 def test_images_in_class_folders_have_these_labels(tmp_path: Path) -> None:
     """Where a classes.txt names the folders; others stay unlabeled. Without one, the check asks for it."""
     place = folder(tmp_path / "s", {"glioma/a.png": "x", "none/b.png": "x", "later/c.png": "x"})
     (place / "labels.csv").unlink()
-    found = scan(place)[0]
+    found = scan_site(place)[0]
     assert found.labels.tolist() == [-1, -1, -1]
     assert kinds(place)["folders that look like classes"] == (
         "glioma (1 images)",
@@ -88,7 +88,7 @@ def test_images_in_class_folders_have_these_labels(tmp_path: Path) -> None:
         "none (1 images)",
     )
     (place / "classes.txt").write_text("\n".join(CLASSES))
-    site = read(place)
+    site = read_site(place)
     assert {path: int(label) for path, label in zip(site.paths, site.labels, strict=True)} == {
         "glioma/a.png": 0, "later/c.png": -1, "none/b.png": 2,
     }  # fmt: skip
@@ -100,7 +100,7 @@ def test_the_federations_classes_and_its_tests_are_compared(tmp_path: Path) -> N
     place = folder(tmp_path / "s", {"a.png": "gliome", "b.png": "none"})
     tests = folder(tmp_path / "t", {"c.png": "none"})
     (tests / "d.png").write_bytes((place / "a.png").read_bytes())
-    found = check(place, classes=CLASSES, tests=tests)
+    found = check_site(place, classes=CLASSES, tests=tests)
     named = {each.kind: each.names for each in found.findings}
     assert named["classes that the federation does not have"] == ("gliome (did you mean glioma?)",)
     assert named["classes of the federation without a label here"] == ("glioma", "meningioma")
@@ -120,10 +120,10 @@ def test_a_folder_is_prepared_anew_for_another_window(tmp_path: Path) -> None:
     """Crop and window are a part of what was prepared: another one decodes all again, the same one nothing."""
     place = folder(tmp_path / "s", {"a.png": "none"})
     Image.fromarray((np.arange(48).reshape(6, 8) * 80).astype(np.uint16)).save(place / "deep.png")
-    one = prepare(place, (6, 8), 1)
-    assert (one.decoded, prepare(place, (6, 8), 1).decoded) == (2, 0)
-    two = prepare(place, (6, 8), 1, window=(0, 40000))
+    one = prepare_site(place, (6, 8), 1)
+    assert (one.decoded, prepare_site(place, (6, 8), 1).decoded) == (2, 0)
+    two = prepare_site(place, (6, 8), 1, window=(0, 40000))
     assert two.decoded == 2
     assert two.site.images[1].max() == round(47 * 80 / 40000 * 255)
     with pytest.raises(UserError, match="is prepared in another way"):
-        open_site(place, form="")
+        open_prepared_site(place, form="")

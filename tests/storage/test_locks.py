@@ -106,23 +106,27 @@ def test_a_killed_process_leaves_a_file_that_the_next_one_takes_over(tmp_path: P
 @pytest.mark.usefixtures("lockless")
 def test_folders_of_keys_and_of_images_are_one_processs_without_locks_too(tmp_path: Path):
     """A change, a preparation or an export beside another one is refused with who is at work; afterwards all go on."""
-    from halfmoon.sites.folders.prepare import _writing
+    from halfmoon.sites.folders.prepare import _lock_state_folder
     from halfmoon.sites.keys import make
-    from halfmoon.sites.keys.key_folder import LOCK
+    from halfmoon.sites.keys.key_folder import LOCK_FILE
 
     keys = tmp_path / "keys"
-    make.init(keys, ["north"])
+    make.create_keys(keys, ["north"])
     assert not list(keys.rglob("*.owner"))
-    make.add(keys, "south")
-    other = locks.take(keys / LOCK)
+    make.add_site(keys, "south")
+    other = locks.take(keys / LOCK_FILE)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("halfmoon.sites.keys.key_folder.WAITING", 0.0)
+        patch.setattr("halfmoon.sites.keys.key_folder.LOCK_TIMEOUT_SECONDS", 0.0)
         with pytest.raises(UserError, match=r"being changed by another process.*is at work, says"):
-            make.add(keys, "east")
+            make.add_site(keys, "east")
     other.free()
-    make.add(keys, "east")
+    make.add_site(keys, "east")
     home = tmp_path / "home"
     for _ in range(2):
-        with _writing(home), pytest.raises(UserError, match=r"being prepared.*is at work, says"), _writing(home):
+        with (
+            _lock_state_folder(home),
+            pytest.raises(UserError, match=r"being prepared.*is at work, says"),
+            _lock_state_folder(home),
+        ):
             pass
     assert not list(tmp_path.rglob("*.owner"))

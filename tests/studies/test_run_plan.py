@@ -17,7 +17,7 @@ from halfmoon.cli.own import show_played
 from halfmoon.core import hubs
 from halfmoon.engine.loop import Row
 from halfmoon.runs import factory
-from halfmoon.sites.folders import read
+from halfmoon.sites.folders import read_site
 from halfmoon.studies import decision as decision_rule
 from halfmoon.studies import plan as planning
 from halfmoon.studies.label_selection import folder_features, problem
@@ -170,7 +170,7 @@ def test_a_lone_site_trains_and_is_judged_on_its_labels(
     monkeypatch.setattr(decision_rule, "REPEATS", 1)
     monkeypatch.chdir(place)
     assert (decision["splits"], decision["low"] <= decision["mean"] <= decision["high"]) == (5, True)
-    site = read(place / "ward")
+    site = read_site(place / "ward")
     own = folder_features(site.folder, site.paths, lambda *step: None)
     point = problem(own, site.labels, site.classes).cross_validate(lambda *step: None)
     assert point is not None

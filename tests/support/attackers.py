@@ -99,7 +99,7 @@ class Besieged:
         return self.access / "sites" / name / f"{name}.key"
 
     def prepare(self) -> None:
-        make.init(self.access, [*self.names, MALLORY], ["localhost"], port=self.port, listen=self.listen)
+        make.create_keys(self.access, [*self.names, MALLORY], ["localhost"], port=self.port, listen=self.listen)
         self.proxy(self.access)
 
     def proxy(self, access: Path) -> None:
@@ -258,7 +258,7 @@ def nothing(fed: Besieged) -> None:
 def stranger(fed: Besieged) -> None:
     """Join with a key that nobody has registered."""
     other = fed.folder / "elsewhere"
-    make.init(other, ["site-00"])
+    make.create_keys(other, ["site-00"])
     fed.join("stranger", name="site-00", key=other / "sites" / "site-00" / "site-00.key")
 
 
@@ -270,13 +270,13 @@ def keyless(fed: Besieged) -> None:
 def wrong_authority(fed: Besieged) -> None:
     """Join with the certificate of another authority: the site must refuse the server."""
     other = fed.folder / "other"
-    make.init(other, [])
+    make.create_keys(other, [])
     fed.join("wrong-ca", name="site-00", ca=other / "ca.crt")
 
 
 def expired(fed: Besieged) -> None:
     old, listen = fed.folder / "run-out", free_port()
-    make.init(
+    make.create_keys(
         old, [], ["localhost"], days=365, port=fed.port, listen=listen, now=datetime.now(UTC) - timedelta(days=400)
     )
     fed.proxy(old)
@@ -359,7 +359,7 @@ def removed(fed: Besieged) -> None:
     key.write_bytes(fed.key(MALLORY).read_bytes())
     fed.join("removed", name="site-01", key=key)
     fed.says("serve.log", TAKES_NAME)
-    make.remove(fed.access, MALLORY)
+    make.remove_site(fed.access, MALLORY)
 
 
 def oversized(fed: Besieged) -> None:

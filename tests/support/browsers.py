@@ -37,9 +37,9 @@ def chromium() -> Iterator[Any]:
 @contextmanager
 def serving(app: Any) -> Iterator[str]:
     """Serve a page's app behind its guard in a thread, and give its address."""
-    from halfmoon.pages.server import beside
+    from halfmoon.pages.server import serve_in_background
 
-    with beside(app, "page", None, str) as address:
+    with serve_in_background(app, "page", None, str) as address:
         yield address
 
 

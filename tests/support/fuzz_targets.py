@@ -57,12 +57,12 @@ from halfmoon.report.writer import write_report
 from halfmoon.runs import runner
 from halfmoon.runs.budgets import budget
 from halfmoon.runs.factory import batch_rules, task, views
-from halfmoon.sites.folders import check as examine
-from halfmoon.sites.folders import prepare
-from halfmoon.sites.folders.prepare import HOME
-from halfmoon.sites.folders.site_folder import read as read_site
+from halfmoon.sites.folders import check_site as examine
+from halfmoon.sites.folders import prepare_site
+from halfmoon.sites.folders.prepare import STATE_FOLDER
+from halfmoon.sites.folders.site_folder import read_site as read_site
 from halfmoon.sites.inference import load_model
-from halfmoon.sites.inference.image_folder import predict
+from halfmoon.sites.inference.image_folder import predict_folder
 from halfmoon.storage import atomic_io, toml
 from halfmoon.storage.state_store import Store
 
@@ -162,8 +162,8 @@ def site_scene(name: str) -> Callable[[Path], Scene]:
             Image.fromarray(np.full((4, 4), 40 * number, np.uint8)).save(folder / path)
         (folder / "labels.csv").write_bytes(LABELS[0])
         (folder / "classes.txt").write_bytes(CLASSES[0])
-        if name.startswith(HOME):
-            prepare(folder)
+        if name.startswith(STATE_FOLDER):
+            prepare_site(folder)
         return Scene(folder, folder / name)
 
     return scene
@@ -398,7 +398,7 @@ def model() -> Any:
 def label_folder(scene: Scene) -> None:
     """Do what `halfmoon predict` does: the good image is labeled whatever the other one is."""
     out = scene.folder / "table.csv"
-    found = predict(model(), scene.folder / "images", out)
+    found = predict_folder(model(), scene.folder / "images", out)
     if found.images + len(found.unreadable) != 2 or "good.png" not in out.read_text():
         raise Broken("the good image has no label")
     if found.unreadable:

@@ -34,8 +34,8 @@ from halfmoon.federation.transport import client_app, local
 from halfmoon.federation.transport.link import GridPost, unwrapped
 from halfmoon.methods import registry
 from halfmoon.runs.factory import ImageSpec, source, split_of
-from halfmoon.sites.folders import export
-from halfmoon.sites.folders.prepare import open_site
+from halfmoon.sites.folders import export_sites
+from halfmoon.sites.folders.prepare import open_prepared_site
 
 SMALL = {"data": "digits", "data_share": 0.03, "clients": 3, "setting": "iid-dir", "label_ratio": 0.4}
 PLACES: dict[str, dict[str, Any]] = {
@@ -95,7 +95,7 @@ class Town:
         """Return a folder's images, uint8 (N, 8, 8, 1), and their labels, int64 (N,), -1 where there is none."""
         home = self.folder / name / ".halfmoon"
         baselines = home / "8x8x1"  # where the server decodes
-        found = open_site(self.folder / name, baselines if baselines.exists() else home)
+        found = open_prepared_site(self.folder / name, baselines if baselines.exists() else home)
         assert found.images is not None
         return np.array(found.images), found.labels
 
@@ -132,7 +132,7 @@ def found(place: str, folder: Path) -> Town:
     split = split_of(config, data)
     # Of other names: "0" to "9" are everywhere.
     out = folder / SECRET / place
-    export(config, replace(data, classes=CLASSES), split, out)
+    export_sites(config, replace(data, classes=CLASSES), split, out)
     return Town(out, (out / "federation.toml").read_text(), folder / SECRET / "runs" / place)
 
 

@@ -38,7 +38,8 @@ class UploadMean:
 
     def result(self, down: Tree) -> Upload:
         """Return the mean, with the sum of all weights; where that is 0, nobody had anything to learn from, and the
-        update is what came `down`. Raises `ValueError` where nothing was added."""
+        update is what came `down`. Raises `ValueError` where nothing was added.
+        """
         if self._last is None:
             raise ValueError("a mean of no uploads")
         update = self._update.mean

@@ -209,7 +209,8 @@ def hold_out(source: Source, share: float) -> Source:
 def _class_share(source: Source, share: float, word: str, groups: Sequence[str] | None = None) -> np.ndarray:
     """Return which training images, bool (N,), are the share of every class, at least one, that `word` draws.
 
-    With `groups` none has images on both sides."""
+    With `groups` none has images on both sides.
+    """
     mask = np.zeros(len(source.train), bool)
     sides = Sides()
     for label in np.unique(source.train.labels):

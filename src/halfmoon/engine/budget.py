@@ -34,7 +34,8 @@ class Budget:
     def amount(self, batching: Batching, client_update: ClientUpdate, own: ClientSize, size: ClientSize) -> Amount:
         """Return the amount of a client update of `client_update` to a client that trains on `own` rows.
 
-        `size` are its rows in the split."""
+        `size` are its rows in the split.
+        """
         amount = natural(batching, client_update, own)
         if self.rule == "none" or self.reference is None or not client_update.needs.trains or not amount.steps:
             return amount

@@ -303,7 +303,8 @@ def _check_upload(
     context: ClientContext, client: int, up: Upload, down: Tree, steps: int, finite: bool | None = None
 ) -> None:
     """Refuse an upload that holds what its work does not declare, or that the last step has spoiled: its loss was still
-    finite. `finite` says whether all is, where that is known."""
+    finite. `finite` says whether all is, where that is known.
+    """
     context.client_update.needs.uplink.check(up, down, type(context.client_update).__name__)
     if _finite(up) if finite is None else finite:
         return

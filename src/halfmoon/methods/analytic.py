@@ -146,7 +146,8 @@ class RidgeHead:
 
     def start(self, task: Task, model: Tree) -> Tree:
         """Return the model, with its head in float64; raise `UserError` where the network is no frozen backbone with a
-        centered head."""
+        centered head.
+        """
         flat, head = tree.flatten(model["params"]), task.network.head
         if flat.keys() != {f"{head}/{name}" for name in ("weight", "bias", "center")}:
             raise UserError(
@@ -254,7 +255,8 @@ class MixtureHead(RidgeHead):
 
 def total(update: Sums, query: str, server: Tree, federation: Federation, serving: bool = False) -> Tree:
     """Return the sums of all clients' answers, and of the server's own where `serving`; raise `UserError` where the
-    cohort is not all clients."""
+    cohort is not all clients.
+    """
     if len(federation.cohort) != federation.clients:
         raise UserError(
             f"the head is solved from the sums of all {federation.clients} clients, and a round has "

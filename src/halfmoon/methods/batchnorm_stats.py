@@ -88,7 +88,8 @@ def row_moments(task: Task, params: Tree, data: Local) -> Tree:
 
 def _row_moments_apart(task: Task, params: Tree, data: Local, images: Tensor) -> Tree:
     """Return what `row_moments` does of images (n, C, H, W), of which the last labeled and the last unlabeled ones
-    are padding."""
+    are padding.
+    """
     at = torch.arange(len(images), device=images.device)
     own = torch.where(at < data.labeled, at, at - data.labeled + len(data.x)).clamp_max(len(images) - 1)
     rows, there, _ = masked_chunks(at < data.labeled + data.unlabeled)

@@ -89,7 +89,8 @@ class LocalTraining(ClientUpdate):
 
     def swept(self, labeled: int, unlabeled: int) -> int:
         """Count what the objective looks at when a client update begins, and all rows where the teacher's are
-        counted."""
+        counted.
+        """
         return super().swept(labeled, unlabeled) + (labeled + unlabeled if self.counts else 0)
 
     def _loss(self, params: Tree, carry: Tree, batch: Batch):

@@ -15,7 +15,7 @@ from halfmoon.sites.inference import export, image_folder, load, measure
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class Model(load.Model):
+class Model(load.InferenceModel):
     """A trained network with its classes and the preparation of its images."""
 
     path: Path  # the model's file
@@ -38,12 +38,14 @@ class Model(load.Model):
         """
         if isinstance(images, str | Path):
             folder, unreadable = Path(images), list[image_folder.UnreadableImage]()
-            rows = image_folder.predictions(self, folder, image_folder.checked_paths(folder, sure), sure, unreadable)
-            table = pd.DataFrame(rows, columns=[*image_folder.COLUMNS])
+            rows = image_folder.iterate_predictions(
+                self, folder, image_folder.list_images_checked(folder, sure), sure, unreadable
+            )
+            table = pd.DataFrame(rows, columns=[*image_folder.PREDICTION_COLUMNS])
             shares = ["probability", "runner_up_probability"]
             columns = {name: pd.to_numeric(table[name]) for name in shares} | {"sure": table["sure"] == "yes"}
             return _warned(table.assign(**columns), unreadable)
-        image_folder.check_share(sure)
+        image_folder.check_confidence(sure)
         values = self.probabilities(images.images if isinstance(images, Images) else images)
         order = np.argsort(-values, axis=1, kind="stable")
         columns: dict[str, Any] = {}
@@ -66,11 +68,11 @@ class Model(load.Model):
         Raises:
             UserError: labels are missing, or no classes of the model.
         """
-        image_folder.check_share(sure)
+        image_folder.check_confidence(sure)
         truth, logits = self._labeled(images)
         if not isinstance(images, Images) and measure.has_training_images(self, Path(images)):
-            warn(f"{images} {measure.TRAINING_IMAGES}")
-        return measure.measured(self, truth, logits, sure)
+            warn(f"{images} {measure.TRAINING_IMAGES_WARNING}")
+        return measure.score_logits(self, truth, logits, sure)
 
     @python_errors
     def calibrate(self, images: Images | Path | str) -> "Model":
@@ -109,7 +111,7 @@ class Model(load.Model):
     def _labeled(self, images: Images | Path | str) -> tuple[np.ndarray, np.ndarray]:
         if isinstance(images, Images):
             return images.labels, self.logits(images.images)
-        truth, logits, unreadable = measure.labeled_logits(self, Path(images))
+        truth, logits, unreadable = measure.compute_labeled_logits(self, Path(images))
         _warned(None, unreadable)
         return truth, logits
 
@@ -133,6 +135,6 @@ def load_model(path: Path | str, device: torch.device | str = "cpu", network: st
     Raises:
         UserError: there is none, the run is not finished, or the file is damaged, of another version, or no model.
     """
-    place = load.model_file(paths(path))
+    place = load.find_model_file(paths(path))
     model = load.load_model(place, device, network)
     return Model(model.card, model.params, model.stats, model.device, place)

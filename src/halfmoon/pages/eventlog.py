@@ -5,7 +5,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from halfmoon.sites.folders.labels import HOME
+from halfmoon.sites.folders.labels import STATE_FOLDER
 from halfmoon.storage import atomic_io, toml
 
 SERVER_LOG, SITE_LOG = "serve.log", "join.log"
@@ -106,7 +106,7 @@ def _sites(folder: Path) -> Sequence[str]:
 
 def site_home(folder: Path) -> Path | None:
     """Return where a site keeps its log: the folder itself, or its .halfmoon; None where there is none."""
-    return next((home for home in (folder, folder / HOME) if (home / SITE_LOG).is_file()), None)
+    return next((home for home in (folder, folder / STATE_FOLDER) if (home / SITE_LOG).is_file()), None)
 
 
 _TRAINED = re.compile(r"round (\d+)(?: \(attempt \d+\))?, [\w-]+: received ([\d.]+ \w+); (.*); sends (.*)")

@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from halfmoon.core.errors import UserError
-from halfmoon.pages.book import Book
-from halfmoon.pages.guesses import Guessing
-from halfmoon.pages.pictures import Busy, Pictures
-from halfmoon.pages.server import Endpoint, application, serve
-from halfmoon.sites.folders.site_folder import LABELS, SiteFolder
+from halfmoon.pages.background_prediction import BackgroundPrediction
+from halfmoon.pages.browser_images import ImageCache, TooManyRequests
+from halfmoon.pages.label_store import LabelStore
+from halfmoon.pages.server import Endpoint, build_app, serve_page
+from halfmoon.sites.folders.site_folder import LABELS_FILE, SiteFolder
 from halfmoon.storage import atomic_io
 
 if TYPE_CHECKING:
@@ -25,19 +25,20 @@ if TYPE_CHECKING:
 class FolderPage:
     """A page of a site's images and labels; `classes` are those to choose from, `guessing` the model's progress.
 
-    `window`: the values of black and white, in place of the files' own. `table`: the file of the labels."""
+    `window`: the values of black and white, in place of the files' own. `table`: the file of the labels.
+    """
 
     def __init__(
         self,
         site: SiteFolder,
         classes: Sequence[str],
-        guessing: Guessing | None,
+        guessing: BackgroundPrediction | None,
         window: tuple[float, float] | None = None,
-        table: str = LABELS,
+        table: str = LABELS_FILE,
     ) -> None:
         self.site, self.guessing = site, guessing
-        self.book = Book(site, classes, table)
-        self.pictures = Pictures(site.folder, window)
+        self.book = LabelStore(site, classes, table)
+        self.pictures = ImageCache(site.folder, window)
 
     def start(self, request: Request) -> dict[str, Any]:
         """Return everything that a page needs when it opens."""
@@ -45,7 +46,7 @@ class FolderPage:
             "folder": self.site.folder.resolve().name,
             "paths": list(self.site.paths),
             "labels": self.book.labels.tolist(),
-            "unsure_rows": np.flatnonzero(self.book.unsure).tolist(),
+            "unsure_rows": np.flatnonzero(self.book.undecided).tolist(),
             "foldered": self.book.foldered,
         }
 
@@ -66,10 +67,10 @@ class FolderPage:
         """Return the image of a request, small with ?small=1."""
         from starlette.responses import PlainTextResponse, Response
 
-        path = self.site.paths[of_row(request, len(self.site))]
+        path = self.site.paths[parse_row(request, len(self.site))]
         try:
             image = self.pictures.get(path, request.query_params.get("small") == "1")
-        except Busy as error:
+        except TooManyRequests as error:
             return PlainTextResponse(str(error), 503, {"retry-after": "2"})
         except UserError as error:
             return PlainTextResponse(str(error), 415)
@@ -80,8 +81,12 @@ class FolderPage:
 
     def answer(self, request: Request) -> dict[str, Any]:
         """Write an image's label; the first one turns labels of class folders into a labels.csv with all of them."""
-        message = body(request)
-        row, label, before = of_row(message, len(self.site)), words(message, "label"), words(message, "seen")
+        message = parse_body(request)
+        row, label, before = (
+            parse_row(message, len(self.site)),
+            parse_text(message, "label"),
+            parse_text(message, "seen"),
+        )
         self.book.answer(row, label, before, self.name_in(message))
         return self.facts(message.get("since"))
 
@@ -95,7 +100,7 @@ class FolderPage:
         """Return the page's app: `gets` and `posts` are its own endpoints, beside those that all of them have."""
         gets = {"/start": self.start, "/state": self.state, "/image/{row:int}": self.image, **gets}
         title = f"{title} {self.site.folder.resolve().name}"
-        return application(page, title, gets, {"/answer": self.answer, **posts})
+        return build_app(page, title, gets, {"/answer": self.answer, **posts})
 
     def serve(
         self, app: ASGIApp, action: str, noun: str, port: int | None, browser: bool, say: Callable[[str], None]
@@ -104,7 +109,7 @@ class FolderPage:
         if self.guessing is not None:
             self.guessing.start()
         try:
-            serve(app, f"{action} {self.site.folder}", port, browser, say)
+            serve_page(app, f"{action} {self.site.folder}", port, browser, say)
         finally:
             if self.guessing is not None:
                 self.guessing.stop()
@@ -112,7 +117,7 @@ class FolderPage:
             say(f"{count} {noun if count == 1 else f'{noun}s'} written to {self.site.folder / self.book.table}.")
 
 
-def body(request: Request) -> dict[str, Any]:
+def parse_body(request: Request) -> dict[str, Any]:
     """Return the JSON object that was sent; raise UserError for anything else."""
     try:
         message = atomic_io.parsed(request.state.body)
@@ -123,7 +128,7 @@ def body(request: Request) -> dict[str, Any]:
     return message
 
 
-def words(message: Mapping[str, Any], name: str) -> str:
+def parse_text(message: Mapping[str, Any], name: str) -> str:
     """Return a text of one line and 300 letters at most; raise UserError where it is none."""
     value = message.get(name, "")
     if not isinstance(value, str) or len(value) > 300 or any(ord(letter) < 32 for letter in value):
@@ -131,7 +136,7 @@ def words(message: Mapping[str, Any], name: str) -> str:
     return value.strip()
 
 
-def of_row(message: Any, count: int) -> int:
+def parse_row(message: Any, count: int) -> int:
     """Return the row that a request's path or a body names; raise UserError where there is none such."""
     row = message.get("row") if isinstance(message, dict) else message.path_params["row"]
     if type(row) is not int or not 0 <= row < count:

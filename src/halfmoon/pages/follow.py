@@ -305,7 +305,8 @@ class Alarm(NamedTuple):
 def alarms(rows: Sequence[Mapping[str, Any]], state: str, age: float, command: str = "resume") -> list[Alarm]:
     """Return what is odd about a run's rows; `state` and `age` (seconds since its last word) are those of its files.
 
-    `command` goes on with it where it was stopped."""
+    `command` goes on with it where it was stopped.
+    """
     tested = [row["test"]["accuracy"] for row in rows if (row.get("test") or {}).get("accuracy") is not None]
     result = [*_diverged(rows, tested)]
     shares = [(row.get("pseudo") or {}).get("share_used") for row in rows[-QUIET:]]

@@ -12,31 +12,31 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from halfmoon.core.errors import UserError
-from halfmoon.pages.choice import Guesses
+from halfmoon.pages.background_prediction import BackgroundPrediction
 from halfmoon.pages.folder_page import FolderPage
-from halfmoon.pages.guesses import Guessing
+from halfmoon.pages.label_order import Predictions
 from halfmoon.report.spreadsheet import harmless
-from halfmoon.sites.folders.labels import file_of
-from halfmoon.sites.folders.site_folder import CLASSES, UNLABELED, SiteFolder, read
+from halfmoon.sites.folders.labels import find_labels_file
+from halfmoon.sites.folders.site_folder import CLASSES_FILE, UNLABELED, SiteFolder, read_site
 
 if TYPE_CHECKING:
     from starlette.requests import Request
     from starlette.responses import Response
     from starlette.types import ASGIApp
 
-    from halfmoon.sites.inference.load import Model
+    from halfmoon.sites.inference.load import InferenceModel
 
-COLUMNS = ("path", "predicted", "probability", "runner_up", "runner_up_probability", "label", "agrees")
+TABLE_COLUMNS = ("path", "predicted", "probability", "runner_up", "runner_up_probability", "label", "agrees")
 
 
-def open_folder(folder: Path, classes: Sequence[str]) -> SiteFolder:
+def open_folder_to_review(folder: Path, classes: Sequence[str]) -> SiteFolder:
     """Return a folder of images with its labels, which may be the names of class folders.
 
     A class folder is one at the top whose name is one of `classes`, and counts where there is no labels.csv and no
     classes.txt. Raise UserError where the folder cannot be read.
     """
-    site = read(folder)
-    if file_of(folder).exists() or (folder / CLASSES).exists():
+    site = read_site(folder)
+    if find_labels_file(folder).exists() or (folder / CLASSES_FILE).exists():
         return site
     number = {name: n for n, name in enumerate(classes)}
     tops = [path.split("/")[0] if "/" in path else "" for path in site.paths]
@@ -44,13 +44,13 @@ def open_folder(folder: Path, classes: Sequence[str]) -> SiteFolder:
     return replace(site, labels=labels, classes=tuple(classes)) if (labels >= 0).any() else site
 
 
-class Review(FolderPage):
+class ReviewPage(FolderPage):
     """The page's memory: the predictions, and the labels as they stand."""
 
-    guessing: Guessing
+    guessing: BackgroundPrediction
 
     def __init__(
-        self, model: str, site: SiteFolder, guessing: Guessing, window: tuple[float, float] | None = None
+        self, model: str, site: SiteFolder, guessing: BackgroundPrediction, window: tuple[float, float] | None = None
     ) -> None:
         super().__init__(site, (*site.classes, *guessing.classes), guessing, window)
         self.model = model
@@ -58,7 +58,7 @@ class Review(FolderPage):
     def start(self, request: Request) -> dict[str, Any]:
         return super().start(request) | {"model_name": self.model, "by": None}
 
-    def guesses(self) -> Guesses:
+    def guesses(self) -> Predictions:
         """Return the model's guesses; raise UserError before they are complete."""
         if self.guessing.result is None:
             raise UserError("the model is not through yet.")
@@ -81,7 +81,7 @@ class Review(FolderPage):
 
     def scores(self, request: Request) -> dict[str, Any]:
         """Return accuracy, confusion and calibration over the labeled images, as `halfmoon evaluate` counts them."""
-        from halfmoon.sites.inference.measure import scores
+        from halfmoon.sites.inference.measure import compute_scores
 
         guesses = self.guesses()
         self.book.refresh()
@@ -91,7 +91,7 @@ class Review(FolderPage):
         rows = np.flatnonzero((truth >= 0) & guesses.mask)
         if not len(rows):
             return {"images": 0}
-        return scores(truth[rows], guesses.predicted[rows], guesses.probabilities[rows].max(1), classes=names)
+        return compute_scores(truth[rows], guesses.predicted[rows], guesses.probabilities[rows].max(1), classes=names)
 
     def table(self, request: Request) -> Response:
         """Return all predictions as CSV: what a spreadsheet would take for a formula is text."""
@@ -99,7 +99,7 @@ class Review(FolderPage):
 
         text = io.StringIO()
         writer = csv.writer(text, lineterminator="\n")
-        writer.writerow(COLUMNS)
+        writer.writerow(TABLE_COLUMNS)
         predictions = self.predictions(request)
         guesses, names = self.guesses(), self.book.classes
         for row, path in enumerate(self.site.paths):
@@ -122,13 +122,15 @@ class Review(FolderPage):
         return self.application("review", "Review", gets, {})
 
 
-def run(model: Model, name: str, folder: Path, port: int | None, browser: bool, say: Callable[[str], None]) -> None:
+def serve_review_page(
+    model: InferenceModel, name: str, folder: Path, port: int | None, browser: bool, say: Callable[[str], None]
+) -> None:
     """Serve the page until Ctrl-C, which raises KeyboardInterrupt.
 
     Raise UserError where the folder cannot be read or the port is taken.
     """
-    site = open_folder(folder, model.classes)
-    guessing = Guessing(lambda: model, folder, site.paths)
+    site = open_folder_to_review(folder, model.classes)
+    guessing = BackgroundPrediction(lambda: model, folder, site.paths)
     guessing.classes = model.classes
-    review = Review(name, site, guessing, model.card.window)
+    review = ReviewPage(name, site, guessing, model.card.window)
     review.serve(review.app(), "review", "correction", port, browser, say)

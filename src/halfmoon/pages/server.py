@@ -22,20 +22,20 @@ from typing import TYPE_CHECKING, Any
 
 from halfmoon.core.errors import UserError, install_command
 from halfmoon.report import templates
-from halfmoon.sites.folders.labels import Changed
+from halfmoon.sites.folders.labels import LabelConflict
 
 if TYPE_CHECKING:
     from starlette.requests import Request
     from starlette.responses import Response
     from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-HOST = "127.0.0.1"
-LARGEST = 2**20  # bytes of a request's body at most: answers to a wall of images
+LOCAL_ADDRESS = "127.0.0.1"
+MAX_BODY_BYTES = 2**20  # bytes of a request's body at most: answers to a wall of images
 
 Endpoint = Callable[["Request"], Any]
 """Takes a request and returns a response, or a value for JSON; a UserError becomes an answer with its sentence."""
 
-HEADERS = {
+SECURITY_HEADERS = {
     "content-security-policy": "default-src 'none'; script-src 'self'; style-src 'self' 'unsafe-inline'; "
     "img-src 'self' data: blob:; connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
     "x-content-type-options": "nosniff",
@@ -55,7 +55,7 @@ def require_pages() -> None:
         raise UserError(f"a page needs {error.name}: {install_command('pages')}.") from error
 
 
-class Guard:
+class RequestGuard:
     """Let through what comes from the page's own address: the right Host, Origin and token; the rest gets a refusal.
 
     `port` is where the page is served. The token is the first part of every path and is taken off before `app` sees
@@ -65,9 +65,9 @@ class Guard:
     def __init__(self, app: ASGIApp, token: str, port: int) -> None:
         """Stand before `app`."""
         self.app, self.token = app, token.encode()
-        self.hosts = {f"{name}:{port}" for name in (HOST, "localhost")}
+        self.hosts = {f"{name}:{port}" for name in (LOCAL_ADDRESS, "localhost")}
         if port == 80:
-            self.hosts |= {HOST, "localhost"}
+            self.hosts |= {LOCAL_ADDRESS, "localhost"}
         self.origins = {f"http://{host}" for host in self.hosts}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -85,7 +85,7 @@ class Guard:
         async def headed(message: Message) -> None:
             if message["type"] == "http.response.start":
                 names = {name for name, _ in message.get("headers", [])}
-                extra = [(k.encode(), v.encode()) for k, v in HEADERS.items() if k.encode() not in names]
+                extra = [(k.encode(), v.encode()) for k, v in SECURITY_HEADERS.items() if k.encode() not in names]
                 message = {**message, "headers": [*message.get("headers", []), *extra]}
             await send(message)
 
@@ -120,7 +120,7 @@ async def _plain(send: Send, status: int, words: str, headers: Sequence[tuple[by
     await send({"type": "http.response.body", "body": words.encode()})
 
 
-def application(page: str, title: str, gets: Mapping[str, Endpoint], posts: Mapping[str, Endpoint]) -> ASGIApp:
+def build_app(page: str, title: str, gets: Mapping[str, Endpoint], posts: Mapping[str, Endpoint]) -> ASGIApp:
     """Return the app of a page: the file web/`page`.html at its root, what it loads, and its own addresses.
 
     `gets` and `posts` are endpoints by path; they run in threads.
@@ -148,13 +148,13 @@ def _endpoint(endpoint: Endpoint) -> Callable[[Request], Awaitable[Response]]:
             body = b""
             async for part in request.stream():
                 body += part
-                if len(body) > LARGEST:
+                if len(body) > MAX_BODY_BYTES:
                     return JSONResponse({"error": "the request is too long."}, 413)
             request.state.body = body
         try:
             result = await run_in_threadpool(endpoint, request)
-        except Changed as error:
-            return JSONResponse({"error": str(error), "held": error.present}, 409)
+        except LabelConflict as error:
+            return JSONResponse({"error": str(error), "held": error.current}, 409)
         except UserError as error:
             return JSONResponse({"error": str(error)}, 422)
         if isinstance(result, Response):
@@ -186,12 +186,12 @@ def _asset(name: str) -> Response:
     return Response(content, media_type=kind, headers={"cache-control": "no-cache"})
 
 
-def listening(port: int | None) -> socket.socket:
+def open_socket(port: int | None) -> socket.socket:
     """Return a socket bound to this machine's own address, at `port` or a free one; raise UserError where it cannot."""
     sock = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
-        sock.bind((HOST, port or 0))
+        sock.bind((LOCAL_ADDRESS, port or 0))
         sock.listen()  # who comes before the server runs waits
     except OSError as error:
         sock.close()
@@ -201,7 +201,7 @@ def listening(port: int | None) -> socket.socket:
     return sock
 
 
-def serve(app: ASGIApp, what: str, port: int | None, browser: bool, say: Callable[[str], None]) -> None:
+def serve_page(app: ASGIApp, what: str, port: int | None, browser: bool, say: Callable[[str], None]) -> None:
     """Serve a page until Ctrl-C, which raises KeyboardInterrupt; `say` gets the address.
 
     Raise UserError where the port is taken.
@@ -225,7 +225,7 @@ def _open_browser(address: str) -> Iterator[None]:
 
 
 @contextmanager
-def beside(app: ASGIApp, what: str, port: int | None, say: Callable[[str], None]) -> Iterator[str]:
+def serve_in_background(app: ASGIApp, what: str, port: int | None, say: Callable[[str], None]) -> Iterator[str]:
     """Serve a page in a thread while something else is done, and give its address; `say` gets it, too.
 
     Raise UserError where the port is taken.
@@ -246,10 +246,10 @@ def _server(app: ASGIApp, port: int | None) -> Iterator[tuple[Any, socket.socket
     """Give uvicorn's server, its socket, and the address with a new token."""
     import uvicorn
 
-    with listening(port) as sock:
+    with open_socket(port) as sock:
         token, bound = secrets.token_urlsafe(18), sock.getsockname()[1]
         config = uvicorn.Config(
-            Guard(app, token, bound),
+            RequestGuard(app, token, bound),
             log_level="error",
             access_log=False,
             server_header=False,
@@ -257,4 +257,4 @@ def _server(app: ASGIApp, port: int | None) -> Iterator[tuple[Any, socket.socket
             ws="none",
             timeout_graceful_shutdown=2,
         )
-        yield uvicorn.Server(config), sock, f"http://{HOST}:{bound}/{token}/"
+        yield uvicorn.Server(config), sock, f"http://{LOCAL_ADDRESS}:{bound}/{token}/"

@@ -16,14 +16,15 @@ import numpy as np
 
 from halfmoon.core.errors import UserError, install_command, one_line
 from halfmoon.core.hubs import installed
-from halfmoon.pages.choice import Guesses
-from halfmoon.sites.folders.labels import HOME
+from halfmoon.pages.label_order import Predictions
+from halfmoon.sites.folders.labels import STATE_FOLDER
 from halfmoon.storage import atomic_io
 
 
-def serve(pipe: Connection, folder: Path, paths: Sequence[str]) -> None:
+def run_training_process(pipe: Connection, folder: Path, paths: Sequence[str]) -> None:
     """Answer (labels, classes, drawn at random) by (step, done, of) as it goes, by `Guesses`, and at its end by a point
-    of the curve (a dict, empty with too few labels) or by a sentence; features stay in memory."""
+    of the curve (a dict, empty with too few labels) or by a sentence; features stay in memory.
+    """
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the page
     import torch
 
@@ -45,23 +46,23 @@ def serve(pipe: Connection, folder: Path, paths: Sequence[str]) -> None:
                 probabilities = np.full((len(paths), len(head.classes)), np.nan)
                 features = np.zeros((len(paths), values[1].shape[1]), np.float32)
                 probabilities[own.rows], features[own.rows] = values
-                pipe.send(Guesses(probabilities, features, head.classes))
+                pipe.send(Predictions(probabilities, features, head.classes))
                 point = head.cross_validate(tell, mask[own.rows])
                 pipe.send({**point._asdict(), "advice": point.advice} if point else {})
             except Exception as error:
                 pipe.send(str(error) if isinstance(error, UserError) else f"The training failed: {one_line(error)}.")
 
 
-class Training:
+class BackgroundTraining:
     """The trainings of a page: `count` gave guesses, the last of them `result`; `points` are of earlier pages too."""
 
     def __init__(self, folder: Path, paths: Sequence[str], table: str) -> None:
         """Prepare to train on labels in the file `table` of a folder; nothing starts yet."""
         self.folder, self.paths = folder, paths
         self.count, self.error = 0, ""
-        self.result: Guesses | None = None
+        self.result: Predictions | None = None
         self.progress: tuple[str, int, int] | None = None
-        self._file = folder / HOME / f"trainings-{Path(table).stem}.jsonl"
+        self._file = folder / STATE_FOLDER / f"trainings-{Path(table).stem}.jsonl"
         self.points = atomic_io.read_rows(self._file)
         self._lock = threading.Lock()
         self._process: Any = None
@@ -72,7 +73,8 @@ class Training:
     def begin(self, labels: np.ndarray, classes: Sequence[str], mask: np.ndarray) -> None:
         """Train in the background, and judge by those labels that `mask`, bool (N,), says were drawn at random.
 
-        Raise UserError where a training is running, or the network is not installed."""
+        Raise UserError where a training is running, or the network is not installed.
+        """
         ids = np.unique(labels[labels >= 0])
         if len(ids) < 2:
             only = f"All labels are {classes[ids[0]]!r}: label images of another class too" if len(ids) else ""
@@ -87,7 +89,9 @@ class Training:
             if self._process is None or not self._process.is_alive():
                 context = multiprocessing.get_context("spawn")
                 self._pipe, other = context.Pipe()
-                self._process = context.Process(target=serve, args=(other, self.folder, self.paths), daemon=True)
+                self._process = context.Process(
+                    target=run_training_process, args=(other, self.folder, self.paths), daemon=True
+                )
                 self._process.start()
                 other.close()  # so that its end is seen
             self._pipe.send((labels, list(classes), mask))
@@ -101,7 +105,7 @@ class Training:
         message: Any = "The training was ended before it was done: train again."
         with suppress(EOFError, OSError):
             while not isinstance(reply := self._pipe.recv(), (str, dict)):
-                if isinstance(reply, Guesses):
+                if isinstance(reply, Predictions):
                     self.result, self.count = reply, self.count + 1
                 else:
                     self._tell(reply)

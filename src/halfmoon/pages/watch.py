@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from halfmoon.core.errors import UserError
 from halfmoon.pages import eventlog
 from halfmoon.pages.follow import Followed, Follower, ceiling_alarms
-from halfmoon.pages.server import application, serve
+from halfmoon.pages.server import build_app, serve_page
 from halfmoon.report.styles import as_json
 from halfmoon.report.styles import styles as styles_of
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from starlette.types import ASGIApp
 
 
-class Watching:
+class WatchPage:
     """The page's memory: what has been read of the folder so far. It writes nothing."""
 
     def __init__(self, root: Path) -> None:
@@ -63,7 +63,7 @@ class Watching:
             self.follower.update()
             runs = list(self.follower.runs.values())
             now = time.time()
-            names = variants(runs)
+            names = name_variants(runs)
             kinds = list(dict.fromkeys(names))
             styles = dict(zip(kinds, styles_of(kinds), strict=True))
             facts = []
@@ -86,10 +86,10 @@ class Watching:
             }
 
     def app(self) -> ASGIApp:
-        return application("watch", self.root.resolve().name, {"/data": self.data}, {})
+        return build_app("watch", self.root.resolve().name, {"/data": self.data}, {})
 
 
-def variants(runs: Sequence[Followed]) -> list[str]:
+def name_variants(runs: Sequence[Followed]) -> list[str]:
     """Return a name for how each run is drawn: its method, and a number where one was played with several options.
 
     Runs that differ in their seed alone are drawn alike: a method keeps its look.
@@ -106,11 +106,11 @@ def variants(runs: Sequence[Followed]) -> list[str]:
     return names
 
 
-def run(root: Path, port: int | None, browser: bool, say: Callable[[str], None]) -> None:
+def serve_watch_page(root: Path, port: int | None, browser: bool, say: Callable[[str], None]) -> None:
     """Serve the page until Ctrl-C, which raises KeyboardInterrupt.
 
     Raise UserError where there is nothing to watch or the port is taken.
     """
-    watching = Watching(root)
+    watching = WatchPage(root)
     threading.Thread(target=watching.learn, daemon=True).start()
-    serve(watching.app(), f"watch {root}", port, browser, say)
+    serve_page(watching.app(), f"watch {root}", port, browser, say)

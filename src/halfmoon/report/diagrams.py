@@ -112,7 +112,7 @@ def _mark(axis: Any, names: list[str], inches: float, ahead: Sequence[str] = (),
 def reliability(scores: Mapping[str, Any], path: Path) -> None:
     """Draw a PNG of a model's calibration: bars of accuracy over probability, and below them the images of each bin.
 
-    `scores` is the dict of `halfmoon.sites.inference.measure.scores`. A bar below the diagonal says that the model is
+    `scores` is the dict of `halfmoon.sites.inference.measure.compute_scores`. A bar below the diagonal says that the model is
     right less often than it says. Raise UserError if the picture cannot be written.
     """
     rows = [row for row in scores["reliability"] if row["images"]]

@@ -157,7 +157,8 @@ class Run:
     @property
     def split(self) -> dict[str, Any] | None:
         """The dict of `halfmoon.data.partition.heterogeneity.summary` in split.json; None for a run of a version
-        without it."""
+        without it.
+        """
         path = self.path / "split.json"
         if path.exists():  # nothing else is told from it
             integrity.check(self.path, path.name)

@@ -81,7 +81,8 @@ def decide(
 ) -> Decision:
     """Judge accuracies in percent of two methods on the same splits, tested on `labels` different images in all.
 
-    The interval is that of `interval`."""
+    The interval is that of `interval`.
+    """
     difference = interval(ours, base, overlap, labels)
     kind: Kind = "unknown"
     if difference.low > 0:
@@ -173,7 +174,8 @@ def right(task: Task, model: Tree, data: Examples, rows: np.ndarray) -> float:
 def solved(method: Method, task: Task, data: Examples, fold: Fold) -> Tree:
     """Return the model of such a head.
 
-    Fewer images than half of the features are solved in a basis of what they span, which gives the same head sooner."""
+    Fewer images than half of the features are solved in a basis of what they span, which gives the same head sooner.
+    """
     x, u = torch.from_numpy(fold.labeled), torch.from_numpy(fold.unlabeled)
     counts = torch.tensor([len(x), len(u)])
     local = Local(data.images[x], data.labels[x], data.images[u], counts[0], counts[1])

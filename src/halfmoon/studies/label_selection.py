@@ -1,5 +1,6 @@
 """The lone site's recipe while its images are labeled: features once, then a head in seconds, its guesses, and how
-often it is right by cross-validation."""
+often it is right by cross-validation.
+"""
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -45,7 +46,8 @@ Progress = Callable[[str, int, int], None]
 class Point(NamedTuple):
     """A training on so many labels: percent right by cross-validation, and what the second half of the labels brought.
 
-    Both with their 95 % intervals. `random` labels were drawn by chance; it was judged on `judged` of all."""
+    Both with their 95 % intervals. `random` labels were drawn by chance; it was judged on `judged` of all.
+    """
 
     labels: int
     random: int
@@ -120,7 +122,8 @@ class HeadProblem:
     def cross_validate(self, tell: Progress, sample: np.ndarray | None = None) -> Point | None:
         """Return how often such a head is right, by cross-validation; None where a class of two labels is missing.
 
-        It is judged on labels that chance drew, `sample` bool (n,), or on all where these are fewer than `LEAST`."""
+        It is judged on labels that chance drew, `sample` bool (n,), or on all where these are fewer than `LEAST`.
+        """
         labels = self.data.labels.numpy()
         random = int(sample.sum()) if sample is not None else int((labels >= 0).sum())
         tests = sample if sample is not None and random >= LEAST else labels >= 0

@@ -98,7 +98,8 @@ class Plan:
 def planned(flags: Mapping[str, Any], minutes: float | None = None) -> Plan | None:
     """Return the `plan` for `data`, a folder, None where it holds no images of one's own or options say what is played.
 
-    Raise `UserError` as `plan`, and for minutes that are not above 0."""
+    Raise `UserError` as `plan`, and for minutes that are not above 0.
+    """
     if minutes is not None and not 0 < minutes < 1e6:
         raise UserError(f"--minutes is {minutes}: it must be a number above 0.")
     folder = Path(flags["data"])

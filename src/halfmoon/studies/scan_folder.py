@@ -17,9 +17,9 @@ from halfmoon.data.partition.primitives import stream
 from halfmoon.data.preparation import Preparation
 from halfmoon.data.readers.class_folders import SUFFIXES, in_classes, in_parts, part_of, refuse_unlabeled
 from halfmoon.data.readers.decode import header, prepared
-from halfmoon.sites.folders import read
-from halfmoon.sites.folders.labels import LABELS
-from halfmoon.sites.folders.site_folder import is_site
+from halfmoon.sites.folders import read_site
+from halfmoon.sites.folders.labels import LABELS_FILE
+from halfmoon.sites.folders.site_folder import is_site_folder
 
 HEADERS = 200
 """Images whose size and mode are read from their headers."""
@@ -81,16 +81,16 @@ def contents_of(folder: Path, pattern: str | None = None) -> Contents | None:
     `pattern` finds an image's group in its name. Raise UserError where its labels have a fault.
     """
     tests = 0
-    site = is_site(folder)
+    site = is_site_folder(folder)
     if site:
-        site_folder = read(folder)
+        site_folder = read_site(folder)
         if not (site_folder.labels >= 0).any():
             raise UserError(
-                f"{folder}: no image has a label: `halfmoon site label {folder}` labels a few, or write {LABELS} with "
+                f"{folder}: no image has a label: `halfmoon site label {folder}` labels a few, or write {LABELS_FILE} with "
                 "the header path,label."
             )
         paths, labels, classes = [folder / path for path in site_folder.paths], site_folder.labels, site_folder.classes
-        owners = site_folder.grouped(pattern)
+        owners = site_folder.image_groups(pattern)
     elif in_parts(folder):
         place = part_of(folder, "train")
         groups = in_classes(place or folder)

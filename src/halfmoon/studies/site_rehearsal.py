@@ -28,7 +28,7 @@ from halfmoon.methods.analytic import RidgeHead
 from halfmoon.runs.callbacks import NULL_CALLBACK, Callback, RunInfo
 from halfmoon.runs.factory import preparation
 from halfmoon.runs.runner import cell
-from halfmoon.sites.folders import SiteFolder, read
+from halfmoon.sites.folders import SiteFolder, read_site
 from halfmoon.studies.decision import FOLDS, JOINING, REPEATS, UNLABELED, Decision, Fold, decide, folds, right, solved
 from halfmoon.studies.label_selection import FolderFeatures, folder_features, problem
 from halfmoon.studies.plan import PRETRAINED
@@ -137,12 +137,12 @@ def gains(folders: Sequence[Path], pattern: str | None = None, watch: Callback =
     """
     if not hubs.installed(PRETRAINED):
         return {}
-    sites, own = [read(folder) for folder in folders], list[FolderFeatures]()
+    sites, own = [read_site(folder) for folder in folders], list[FolderFeatures]()
     classes, labels, client, groups = _classes(sites), list[int](), list[int](), list[str]()
     for number, site in enumerate(sites):
         watch.say(f"features of {len(site):,} images of {site.folder.resolve().name}, kept for the next time")
         mine = folder_features(site.folder, site.paths, lambda *_: None)
-        owners = site.grouped(pattern) or [""] * len(site)
+        owners = site.image_groups(pattern) or [""] * len(site)
         for row in mine.rows.tolist():
             labels.append(classes.index(site.classes[site.labels[row]]) if site.labels[row] >= 0 else -1)
             groups.append(f"{number} {owners[row]}" if owners[row] else "")
@@ -191,7 +191,7 @@ def _written(config: Config, folders: Sequence[Path], place: Path, say: Callable
         raise UserError(
             "--sites needs the folders of two sites or more, each once; one alone is `halfmoon run --data FOLDER`."
         )
-    sites = [read(folder) for folder in folders]
+    sites = [read_site(folder) for folder in folders]
     classes = _classes(sites)
     how = preparation(config)
     channels = how.channels or 3
@@ -248,7 +248,7 @@ def _parts(site: SiteFolder, share: float, pattern: str | None = None) -> np.nda
     `share` of the labeled images of a class that are not test images are for validation, if one is left to train on.
     """
     part = np.full(len(site), "train", dtype="<U10")
-    groups = site.grouped(pattern) or [""] * len(site)
+    groups = site.image_groups(pattern) or [""] * len(site)
     tests, validations = Sides(), Sides()
     for label in np.unique(site.labels[site.labels >= 0]):
         of = stream(0, "own sites", "test", str(label)).permutation(np.flatnonzero(site.labels == label))

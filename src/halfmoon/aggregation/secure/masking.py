@@ -223,7 +223,8 @@ class Party:
 
     def deal(self) -> list[bytes]:
         """Return its shares of (seed, private key), a message for each of the cohort; raise `UnreadableShare` for a
-        key."""
+        key.
+        """
         cohort, at = self.cohort, [number + 1 for number in self.cohort.numbers]
         rows: list[list[int]] = []
         for name, value in (("seed", self.seed), ("private", self.private)):

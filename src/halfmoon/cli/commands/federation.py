@@ -24,11 +24,11 @@ from halfmoon.cli.commands.base import (
     whole,
 )
 from halfmoon.core.errors import UserError
-from halfmoon.sites.keys.key_folder import DAYS, LISTEN, MOST_DAYS, PORT
+from halfmoon.sites.keys.key_folder import AUTHORITY_DAYS, DEFAULT_CERTIFICATE_DAYS, DEFAULT_LISTEN_PORT, DEFAULT_PORT
 
 if TYPE_CHECKING:
     from halfmoon.federation.transport.launch import Server
-    from halfmoon.sites.keys.make import Result
+    from halfmoon.sites.keys.make import KeyChange
 
 
 FOLDER = "FOLDER "
@@ -44,12 +44,12 @@ def add_federation(commands: Any) -> None:
     init.add_argument("--host", metavar="HOST", nargs="+", default=[], help=_HOSTS)
     about = "how many images each of --sites has, as known here: no site counts for more"
     init.add_argument("--images", metavar="NAME=COUNT", nargs="+", default=[], help=about)
-    about = f"how long the server's certificate is valid (default: {DAYS})"
-    init.add_argument("--days", metavar="N", default=str(DAYS), help=about)
-    about = f"the SuperLink's port, for this machine alone (default: {PORT})"
-    init.add_argument("--port", metavar="N", default=str(PORT), help=about)
-    about = f"the port where nginx listens for the sites (default: {LISTEN})"
-    init.add_argument("--listen", metavar="N", default=str(LISTEN), help=about)
+    about = f"how long the server's certificate is valid (default: {DEFAULT_CERTIFICATE_DAYS})"
+    init.add_argument("--days", metavar="N", default=str(DEFAULT_CERTIFICATE_DAYS), help=about)
+    about = f"the SuperLink's port, for this machine alone (default: {DEFAULT_PORT})"
+    init.add_argument("--port", metavar="N", default=str(DEFAULT_PORT), help=about)
+    about = f"the port where nginx listens for the sites (default: {DEFAULT_LISTEN_PORT})"
+    init.add_argument("--listen", metavar="N", default=str(DEFAULT_LISTEN_PORT), help=about)
 
     more = _action(group, "add-site", "let one more site come in", "FOLDER NAME ", _add)
     more.add_argument("name", metavar="NAME", help="the site's name in the federation's file")
@@ -82,30 +82,30 @@ def _action(group: Any, name: str, about: str, usage: str, do: Command) -> argpa
 
 
 def _init(args: argparse.Namespace) -> int:
-    from halfmoon.sites.keys.make import init
+    from halfmoon.sites.keys.make import create_keys
 
-    days = whole("--days", args.days, 1, MOST_DAYS)
+    days = whole("--days", args.days, 1, AUTHORITY_DAYS)
     port, listen = whole("--port", args.port, 1, 2**16 - 1), whole("--listen", args.listen, 1, 2**16 - 1)
-    change = init(args.folder, args.sites, args.host, days, port, listen, args.images)
+    change = create_keys(args.folder, args.sites, args.host, days, port, listen, args.images)
     return _tell(args, f"{change.facts['folder']} is made.", change)
 
 
 def _add(args: argparse.Namespace) -> int:
-    from halfmoon.sites.keys.make import add
+    from halfmoon.sites.keys.make import add_site
 
-    change = add(args.folder, args.name, args.public_key)
+    change = add_site(args.folder, args.name, args.public_key)
     return _tell(args, f"{args.name} may come in.", change)
 
 
 def _remove(args: argparse.Namespace) -> int:
-    from halfmoon.sites.keys.make import remove
+    from halfmoon.sites.keys.make import remove_site
 
-    change = remove(args.folder, args.name)
+    change = remove_site(args.folder, args.name)
     return _tell(args, f"{args.name} may not come in any more, and its key never again.", change)
 
 
 def _rotate(args: argparse.Namespace) -> int:
-    from halfmoon.sites.keys.make import rekey, renew
+    from halfmoon.sites.keys.make import renew_certificates, replace_site_key
 
     renewing = args.server or args.ca
     if renewing == (args.site is not None):
@@ -115,15 +115,15 @@ def _rotate(args: argparse.Namespace) -> int:
     if not renewing and (args.host or args.days is not None):
         raise UserError("--host and --days stand in the server's certificate: they go with --server or --ca.")
     if args.site is not None:
-        change = rekey(args.folder, args.site, args.public_key)
+        change = replace_site_key(args.folder, args.site, args.public_key)
         return _tell(args, f"the key of {args.site} is new; the one before never comes back.", change)
-    days = None if args.days is None else whole("--days", args.days, 1, MOST_DAYS)
-    change = renew(args.folder, args.host, days, args.ca)
+    days = None if args.days is None else whole("--days", args.days, 1, AUTHORITY_DAYS)
+    change = renew_certificates(args.folder, args.host, days, args.ca)
     what = "the authority and the server's certificate are" if args.ca else "the server's certificate is"
     return _tell(args, f"{what} new.", change)
 
 
-def _tell(args: argparse.Namespace, words: str, change: Result) -> int:
+def _tell(args: argparse.Namespace, words: str, change: KeyChange) -> int:
     from halfmoon.sites.keys import Access
 
     if args.json:
@@ -140,9 +140,9 @@ def _tell(args: argparse.Namespace, words: str, change: Result) -> int:
 
 
 def _show(args: argparse.Namespace) -> int:
-    from halfmoon.sites.keys.make import listing
+    from halfmoon.sites.keys.make import list_keys
 
-    result = listing(args.folder)
+    result = list_keys(args.folder)
     if args.json:
         print_json(result)
     else:
@@ -181,7 +181,7 @@ def add_serve(commands: Any) -> None:
     parser.add_argument("--access", metavar="FOLDER", type=Path, help=about)
     about = f"where to listen; 0.0.0.0: at every address of this machine (default: {HOST})"
     parser.add_argument("--host", metavar="HOST", help=about)
-    parser.add_argument("--port", metavar="N", help=f"the port (default: {PORT}, or that of --access)")
+    parser.add_argument("--port", metavar="N", help=f"the port (default: {DEFAULT_PORT}, or that of --access)")
     parser.add_argument("--ca", metavar="FILE", type=Path, help="TLS: the authority that signed the certificate (PEM)")
     parser.add_argument("--certificate", metavar="FILE", type=Path, help="TLS: the certificate of this machine (PEM)")
     parser.add_argument("--key", metavar="FILE", type=Path, help="TLS: the certificate's private key (PEM)")
@@ -238,10 +238,10 @@ def _serve(args: argparse.Namespace) -> int:
 def _page(args: argparse.Namespace, folder: Path, show: Callable[[str], None]) -> AbstractContextManager[object]:
     if args.page is None:
         return nullcontext()
-    from halfmoon.pages.server import beside
-    from halfmoon.pages.watch import Watching
+    from halfmoon.pages.server import serve_in_background
+    from halfmoon.pages.watch import WatchPage
 
-    return beside(Watching(folder).app(), "page", whole("--page", args.page, 0, 2**16 - 1) or None, show)
+    return serve_in_background(WatchPage(folder).app(), "page", whole("--page", args.page, 0, 2**16 - 1) or None, show)
 
 
 def _agreeing(args: argparse.Namespace) -> None:
@@ -257,7 +257,7 @@ def _server(args: argparse.Namespace, folder: Path, port: int | None, sites: Seq
 
     if args.access is None:
         tls = {"ca": args.ca, "certificate": args.certificate, "key": args.key}
-        where = args.host or HOST, port or PORT
+        where = args.host or HOST, port or DEFAULT_PORT
         return Server(args.config, folder, *where, **tls, insecure=args.insecure, restarts=restarts)
     access = Access.open(args.access)
     if port not in (None, access.port):

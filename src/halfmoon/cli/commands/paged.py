@@ -12,7 +12,7 @@ from halfmoon.config import schema as settings
 from halfmoon.core.errors import UserError
 
 if TYPE_CHECKING:
-    from halfmoon.sites.inference import Model
+    from halfmoon.sites.inference import InferenceModel
 
 
 def served(parser: argparse.ArgumentParser) -> None:
@@ -44,11 +44,11 @@ def place(args: argparse.Namespace) -> int | None:
     return port
 
 
-def loader(path: Path, device: str, network: str | None) -> Callable[[], Model]:
+def loader(path: Path, device: str, network: str | None) -> Callable[[], InferenceModel]:
     """Return what loads a model: slow, so it is done where nobody waits."""
     where = settings.parse_option("device", device)
 
-    def load() -> Model:
+    def load() -> InferenceModel:
         from halfmoon.runs.factory import device as chosen
         from halfmoon.sites.inference import load_model
 
@@ -81,8 +81,8 @@ def label_flags(parser: argparse.ArgumentParser) -> None:
 def run_label(args: argparse.Namespace) -> int:
     """Serve the page until interrupted; with --list print the order."""
     from halfmoon.data.preparation import checked_window
-    from halfmoon.pages.label import Options, open_folder
-    from halfmoon.pages.label import run as label
+    from halfmoon.pages.label import LabelOptions, open_site_to_label
+    from halfmoon.pages.label import serve_label_page as label
 
     seed = whole("--seed", args.seed, 0, 2**32 - 1)
     count = None if args.list is None else whole("--list", args.list, 1, 10**9)
@@ -91,7 +91,7 @@ def run_label(args: argparse.Namespace) -> int:
     port = place(args) if count is None else None
     if args.by is not None and (len(args.by) > 100 or any(ord(letter) < 32 for letter in args.by)):
         raise UserError("--by is no short name of one line.")
-    site = open_folder(args.folder, args.classes)
+    site = open_site_to_label(args.folder, args.classes)
     load = None if args.model is None else loader(args.model, args.device, args.network)
     classes: tuple[str, ...] = ()
     if load is not None and not site.classes:
@@ -101,25 +101,25 @@ def run_label(args: argparse.Namespace) -> int:
         return _list(args, count, seed, site, load)
     if args.model is not None and not args.model.exists():
         raise UserError(f"{args.model}: there is no such file or folder; give the folder of a finished run.")
-    options = Options(args.by, seed, checked_window(args.window), args.reader)
+    options = LabelOptions(args.by, seed, checked_window(args.window), args.reader)
     with ending("the page is closed."):
         label(site, load, classes, options, port, not args.no_browser, shower(False))
     return 0
 
 
 def _list(args: argparse.Namespace, count: int, seed: int, site: Any, load: Any) -> int:
-    from halfmoon.pages.book import Book
-    from halfmoon.pages.choice import ranks
-    from halfmoon.pages.label import ranked
+    from halfmoon.pages.label import order_unlabeled
+    from halfmoon.pages.label_order import rank_descending
+    from halfmoon.pages.label_store import LabelStore
 
     guesses, names = None, ()
     if load is not None:
-        from halfmoon.pages.guesses import guess
+        from halfmoon.pages.background_prediction import predict_images
 
         model = load()
-        guesses, names = guess(model, site.folder, site.paths, progress()), model.classes
-    rows = ranked(guesses, Book(site, site.classes or names), seed)
-    rank = ranks(guesses.uncertainty[rows]).tolist() if guesses is not None else []
+        guesses, names = predict_images(model, site.folder, site.paths, progress()), model.classes
+    rows = order_unlabeled(guesses, LabelStore(site, site.classes or names), seed)
+    rank = rank_descending(guesses.uncertainty[rows]).tolist() if guesses is not None else []
     rows = rows[:count]
     if not args.json:
         show = shower(False)
@@ -147,7 +147,7 @@ def add_watch(commands: Any) -> None:
 
 
 def _watch(args: argparse.Namespace) -> int:
-    from halfmoon.pages.watch import run as watch
+    from halfmoon.pages.watch import serve_watch_page as watch
 
     port = place(args)
     with ending("the page is closed; what it showed goes on."):

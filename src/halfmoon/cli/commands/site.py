@@ -94,9 +94,17 @@ def _forming(parser: argparse.ArgumentParser) -> None:
 
 
 def _check(args: argparse.Namespace) -> int:
-    from halfmoon.sites.folders import check
+    from halfmoon.data.preparation import Preparation, checked_window
+    from halfmoon.sites.folders import check_site, scan_site
+    from halfmoon.sites.folders.check import ContactSheet
 
-    result = check(args.folder, progress(), classes=args.classes, tests=args.test)
+    how = Preparation(_size(args.size), _channels(args.channels), args.crop, checked_window(args.window))
+    sheet = None if args.sheet is None else ContactSheet(len(scan_site(args.folder)[0]), how)
+    add = None if sheet is None else sheet.add
+    result = check_site(args.folder, progress(), classes=args.classes, tests=args.test, on_image=add)
+    if sheet is not None and args.sheet is not None:
+        count = sheet.write(args.sheet)
+        sys.stderr.write(f"halfmoon: {args.sheet} shows {count} images\n")
     if args.json:
         print_json(result.as_json())
     else:
@@ -113,10 +121,10 @@ def _show(result: Survey) -> None:
     share = f" ({result.labeled / result.readable:.1%})" if result.readable else ""
     say(
         f"{result.folder}: {result.images:,} images, {result.readable:,} readable, {result.labeled:,} labeled{share}, "
-        f"{len(result.mix)} classes",
+        f"{len(result.class_counts)} classes",
     )
     if result.labeled:
-        rows = [[name, f"{count:,}", f"{count / result.labeled:.1%}"] for name, count in result.mix.items()]
+        rows = [[name, f"{count:,}", f"{count / result.labeled:.1%}"] for name, count in result.class_counts.items()]
         show(["class", "labeled", "share"], rows)
     if result.sizes:
         rows = [[f"{h}x{w}", mode, f"{count:,}"] for (h, w, mode), count in result.sizes.items()]
@@ -137,37 +145,43 @@ def _show(result: Survey) -> None:
 
 
 def _show_finding(finding: Any) -> None:
-    lines = finding.lines()
+    lines = finding.describe_images()
     say(f"\n{finding.kind} ({len(lines):,}): {finding.remedy}")
     for line in _first(lines):
         say(f"  {line}")
 
 
 def _first(lines: list[str]) -> list[str]:
-    from halfmoon.sites.folders.site_folder import MOST_NAMES
+    from halfmoon.sites.folders.site_folder import MAX_LISTED_NAMES
 
-    more = [f"... and {len(lines) - MOST_NAMES:,} more (--json lists all)"] if len(lines) > MOST_NAMES else []
-    return [*lines[:MOST_NAMES], *more]
+    more = (
+        [f"... and {len(lines) - MAX_LISTED_NAMES:,} more (--json lists all)"] if len(lines) > MAX_LISTED_NAMES else []
+    )
+    return [*lines[:MAX_LISTED_NAMES], *more]
 
 
 def _prepare(args: argparse.Namespace) -> int:
     from halfmoon.data.preparation import checked_window
-    from halfmoon.sites.folders import prepare
+    from halfmoon.sites.folders import prepare_site
 
     how = (args.crop, checked_window(args.window))
-    result = prepare(args.folder, _size(args.size), _channels(args.channels), args.out, progress(), *how)
+    result = prepare_site(args.folder, _size(args.size), _channels(args.channels), args.out, progress(), *how)
     assert result.site.images is not None
     count, height, width, channels = result.site.images.shape
     if args.json:
         left_out = [{"path": path, "reason": reason} for path, reason in result.left_out.items()]
-        facts = {"folder": str(args.folder), "home": str(result.home), "shape": [count, height, width, channels]}
-        print_json(facts | {"written": result.fresh, "decoded": result.decoded, "left_out": left_out})
+        facts = {
+            "folder": str(args.folder),
+            "home": str(result.state_folder),
+            "shape": [count, height, width, channels],
+        }
+        print_json(facts | {"written": result.written, "decoded": result.decoded, "left_out": left_out})
         return 0
     labeled = int((result.site.labels >= 0).sum())
-    what = f"{result.decoded:,} decoded now" if result.fresh else "nothing had changed"
+    what = f"{result.decoded:,} decoded now" if result.written else "nothing had changed"
     lines = [f"{path}: {reason}" for path, reason in result.left_out.items()]
     say(
-        f"{result.home}: {count:,} images as {height}x{width} with {channels} channel(s), {labeled:,} labeled; {what}",
+        f"{result.state_folder}: {count:,} images as {height}x{width} with {channels} channel(s), {labeled:,} labeled; {what}",
     )
     if lines:
         say("\n  ".join([f"left out ({len(lines):,}):", *_first(lines)]))
@@ -191,16 +205,16 @@ def _channels(words: str | None) -> int | None:
 
 def _export(args: argparse.Namespace) -> int:
     from halfmoon.runs.factory import source, split_of
-    from halfmoon.sites.folders import export
-    from halfmoon.sites.folders.export import FEDERATION
+    from halfmoon.sites.folders import export_sites
+    from halfmoon.sites.folders.export import FEDERATION_FILE
 
     config, sites = _config(args)
     images = source(config)
     split = split_of(config, images)
     if split.clients != sites:
         raise UserError(f"--sites is {sites}, but {config.split} is a split among {split.clients} clients; say that.")
-    written = export(config, images, split, args.out, _tell)
-    file = args.out / FEDERATION
+    written = export_sites(config, images, split, args.out, _tell)
+    file = args.out / FEDERATION_FILE
     if args.json:
         print_json({"folder": str(args.out), "federation": str(file), "written": written, "sites": sites})
         return 0
@@ -269,8 +283,8 @@ def _join(args: argparse.Namespace) -> int:
     from halfmoon.federation.transport.contact import Address
     from halfmoon.federation.transport.processes import interruptible, require_flower
     from halfmoon.federation.transport.site_process import Declined, Ended, Joining, join
-    from halfmoon.sites.folders.prepare import HOME
-    from halfmoon.sites.folders.site_folder import read
+    from halfmoon.sites.folders.prepare import STATE_FOLDER
+    from halfmoon.sites.folders.site_folder import read_site
 
     server = Address.parse(args.server)
     if args.device not in DEVICES:
@@ -279,9 +293,9 @@ def _join(args: argparse.Namespace) -> int:
     _check_methods(args.accept)
     for path in args.weights:
         weight_files.offer(path)  # one that cannot be read is told now
-    result = read(args.site)
+    result = read_site(args.site)
     for flag, folder in {"--test": args.test, "--validation": args.validation}.items():
-        if folder is not None and not (read(folder).labels >= 0).any():
+        if folder is not None and not (read_site(folder).labels >= 0).any():
             raise UserError(f"{flag} {folder} has no labeled image: name some in its labels.csv.")
     site = Joining(
         server,
@@ -289,7 +303,7 @@ def _join(args: argparse.Namespace) -> int:
         args.site,
         images=len(result),
         labeled=int((result.labels >= 0).sum()),
-        home=args.home or args.site / HOME,
+        home=args.home or args.site / STATE_FOLDER,
         ca=args.ca,
         insecure=args.insecure,
         key=args.key,

@@ -90,38 +90,38 @@ def _complain_unreadable(unreadable: Sequence[UnreadableImage]) -> int:
 
 
 def _predict(args: argparse.Namespace) -> int:
-    from halfmoon.sites.inference.image_folder import predict
+    from halfmoon.sites.inference.image_folder import predict_folder
 
     model = loader(args.model, args.device, args.network)()
     reference = None
     if args.like is not None:
-        from halfmoon.sites.inference import unlike
+        from halfmoon.sites.inference import outliers
 
-        reference = unlike.reference(model, args.like)
-    result = predict(model, args.folder, args.out, args.sure, reference and reference.unlike)
-    if reference is not None and unlike.many(result.unlike, result.images):
-        about = f"{result.unlike:,} of {result.images:,} images look unlike those of {args.like}"
-        complain(f"{about} ({unlike.RATE:.0%} of its own do): do not rely on their labels.", 0)
+        reference = outliers.build_reference(model, args.like)
+    result = predict_folder(model, args.folder, args.out, args.sure, reference and reference.find_outliers)
+    if reference is not None and outliers.too_many_outliers(result.outliers, result.images):
+        about = f"{result.outliers:,} of {result.images:,} images look unlike those of {args.like}"
+        complain(f"{about} ({outliers.EXPECTED_OUTLIER_SHARE:.0%} of its own do): do not rely on their labels.", 0)
     if args.json:
-        facts = {"out": str(result.out), "images": result.images, "sure": args.sure, "unsure": result.unsure}
-        facts |= {"unlike": result.unlike} if reference is not None else {}
+        facts = {"out": str(result.out), "images": result.images, "sure": args.sure, "unsure": result.below_confidence}
+        facts |= {"unlike": result.outliers} if reference is not None else {}
         print_json({**facts, "labels": result.labels, "unreadable": [each._asdict() for each in result.unreadable]})
     else:
         show(["label", "images"], [[name, f"{count:,}"] for name, count in result.labels.items()])
-        say(f"unsure, below {args.sure:g}: {result.unsure:,} of {result.images:,} images")
+        say(f"unsure, below {args.sure:g}: {result.below_confidence:,} of {result.images:,} images")
         if reference is not None:
-            say(f"unlike those of {args.like}: {result.unlike:,}")
+            say(f"unlike those of {args.like}: {result.outliers:,}")
         say(f"table: {result.out}")
     return _complain_unreadable(result.unreadable)
 
 
 def _evaluate(args: argparse.Namespace) -> int:
-    from halfmoon.sites.inference.measure import TRAINING_IMAGES, evaluate, write
+    from halfmoon.sites.inference.measure import TRAINING_IMAGES_WARNING, evaluate_folder, write_evaluation
 
     model = loader(args.model, args.device, args.network)()
-    result, unreadable = evaluate(model, args.folder, args.sure)
+    result, unreadable = evaluate_folder(model, args.folder, args.sure)
     result["temperature"] = model.card.temperature
-    files = [str(path) for path in write(result, unreadable, args.out)] if args.out is not None else []
+    files = [str(path) for path in write_evaluation(result, unreadable, args.out)] if args.out is not None else []
     if args.out is not None:
         from halfmoon.report.diagrams import reliability  # Matplotlib is slow to import
 
@@ -133,7 +133,7 @@ def _evaluate(args: argparse.Namespace) -> int:
     else:
         _show_metrics(result, files)
     if result["training_images"]:
-        complain(f"{args.folder} {TRAINING_IMAGES}", 0)
+        complain(f"{args.folder} {TRAINING_IMAGES_WARNING}", 0)
     return _complain_unreadable(unreadable)
 
 
@@ -179,7 +179,7 @@ def _percent(share: float | None) -> str:
 
 
 def _review(args: argparse.Namespace) -> int:
-    from halfmoon.pages.review import run as review
+    from halfmoon.pages.review import serve_review_page as review
 
     port = place(args)
     model = loader(args.model, args.device, args.network)()
@@ -190,10 +190,10 @@ def _review(args: argparse.Namespace) -> int:
 
 def _calibrate(args: argparse.Namespace) -> int:
     from halfmoon.runs.factory import device
-    from halfmoon.sites.inference.measure import calibrate
+    from halfmoon.sites.inference.measure import calibrate_model
 
-    where = device(settings.Config(device=settings.parse_option("device", args.device)))
-    result = calibrate(args.model, args.folder, str(where), args.network)
+    where = device(settings.Config(device=settings.parse("device", args.device)))
+    result = calibrate_model(args.model, args.folder, str(where), args.network)
     if args.json:
         facts = {"model": str(result.model), "images": result.images, "before": asdict(result.before)}
         print_json(

@@ -61,7 +61,8 @@ def read_folders(
 def part_of(folder: Path, part: str) -> Path | None:
     """Return the folder of a part, which may have another usual name (`Training`, `valid`); None where there is none.
 
-    A folder of the very name wins."""
+    A folder of the very name wins.
+    """
     if (folder / part).is_dir():
         return folder / part
     names = next((names for names in PARTS if part in names), (part,))

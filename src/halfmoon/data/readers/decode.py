@@ -26,7 +26,8 @@ _ORIENTATION = 0x0112
 class _NoWarnings:
     """Ignores warnings while a thread is inside.
 
-    `warnings.catch_warnings`, which threads leave in another order than they came, would ignore them for good."""
+    `warnings.catch_warnings`, which threads leave in another order than they came, would ignore them for good.
+    """
 
     def __init__(self) -> None:
         self._lock, self._inside, self._filters = threading.Lock(), 0, warnings.catch_warnings()
@@ -116,7 +117,8 @@ def loaded(image: Image.Image) -> Image.Image:
 def upright(data: bytes | BinaryIO, place: str, load: Callable[[Image.Image], Image.Image] = loaded) -> Image.Image:
     """Return one encoded image in its own mode and depth, turned as its EXIF tag says; raise UserError as `fitted`.
 
-    `load` reads the pixels and may make them fewer: turning a large image takes its memory twice."""
+    `load` reads the pixels and may make them fewer: turning a large image takes its memory twice.
+    """
     image = _open(data, place, load)
     return image if "rescale" in image.info else _turned(image)
 

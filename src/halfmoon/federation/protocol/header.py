@@ -82,7 +82,8 @@ def parse_json(text: str | bytes) -> dict[str, Any]:
 
 def check_layout(shape: Any, tensors: TensorSpecs) -> None:
     """Raise `UnreadableMessage` unless a tree's shape (`halfmoon.storage.serialization`) has each of the tensors once,
-    and nothing else."""
+    and nothing else.
+    """
     missing = dict(tensors)
     for path, order in _leaves(shape):
         if path not in missing:

@@ -95,7 +95,8 @@ class Request:
 class Acceptance:
     """A site takes part with so many images of each kind; `key` is its public lasting key, in hexadecimal.
 
-    `shared` is 1 where its people let its own accuracy be shown."""
+    `shared` is 1 where its people let its own accuracy be shown.
+    """
 
     federation: str
     version: str

@@ -24,9 +24,9 @@ from halfmoon.federation.protocol.log import TermsSummary, format_bytes
 from halfmoon.federation.protocol.messages import PermanentRefusal
 from halfmoon.methods import registry
 from halfmoon.runs.factory import ImageSpec, method, preparation, task
-from halfmoon.sites.folders import Prepared, prepare
-from halfmoon.sites.folders.prepare import open_site
-from halfmoon.sites.folders.site_folder import SiteFolder, read, suggestion
+from halfmoon.sites.folders import PreparedSite, prepare_site
+from halfmoon.sites.folders.prepare import open_prepared_site
+from halfmoon.sites.folders.site_folder import SiteFolder, read_site, suggest_class
 from halfmoon.storage import toml
 
 MAX_SIDE_PIXELS = 4096  # pixels of a side at most
@@ -231,18 +231,18 @@ def open_prepared_folder(folder: Path, out: Path, terms: Terms) -> SiteFolder | 
     """Return a folder that is decoded into `out` in the terms' form, else None."""
     channels, height, width = terms.image_spec.image
     try:
-        site = open_site(folder, out, preparation(terms.config).form)
+        site = open_prepared_site(folder, out, preparation(terms.config).form)
     except UserError:
         return None
     return site if site.images is not None and site.images.shape[1:] == (height, width, channels) else None
 
 
-def decode_folder(folder: Path, out: Path, terms: Terms) -> Prepared:
+def decode_folder(folder: Path, out: Path, terms: Terms) -> PreparedSite:
     """Decode a folder's images into `out`; raise UserError or OSError where they do not fit."""
     channels, height, width = terms.image_spec.image
-    limits.check_images_fit(out, len(read(folder)), terms.image_spec.image)
+    limits.check_images_fit(out, len(read_site(folder)), terms.image_spec.image)
     options = preparation(terms.config)
-    return prepare(folder, (height, width), channels, out, crop=options.crop, window=options.window)
+    return prepare_site(folder, (height, width), channels, out, crop=options.crop, window=options.window)
 
 
 def load_labeled_images(folder: Path, terms: Terms, out: Path) -> Images:
@@ -261,7 +261,7 @@ def map_labels(site: SiteFolder, terms: Terms) -> np.ndarray:
     used = {int(label) for label in np.unique(site.labels[site.labels >= 0])}
     strange = [name for number, name in enumerate(site.classes) if number in used and name not in classes]
     if strange:
-        near = ", ".join(f"{name}{suggestion(name, classes)}" for name in strange)
+        near = ", ".join(f"{name}{suggest_class(name, classes)}" for name in strange)
         words = (
             f"{site.folder} has labels of classes that federation {terms.name} does not have: {near}. Its classes "
             f"are {', '.join(classes)}: correct the labels, or agree on the classes."

@@ -67,7 +67,8 @@ class FederatedEvaluation:
     def row(self, round: int) -> dict[str, Any] | None:
         """Return {"round", "sites", "accuracy", "loss", "per_class"} of the model of a round, None for nothing.
 
-        `by_site` has the accuracy of each site that shares it."""
+        `by_site` has the accuracy of each site that shares it.
+        """
         if (tally := self.tally()) is None:
             return None
         shared = {"by_site": dict(self.by_site)} if self.by_site else {}

@@ -18,7 +18,7 @@ from halfmoon.methods import registry
 from halfmoon.models.efficientnet import MEAN, STD
 from halfmoon.models.hubs import weights as published
 from halfmoon.runs.factory import ImageSpec, network_name
-from halfmoon.sites.folders.export import place_of
+from halfmoon.sites.folders.export import find_labels_at
 from halfmoon.storage import toml
 
 OWN = (*EXECUTION_OPTIONS, "evaluate_every", "server_ema")  # options of the server's machine alone
@@ -107,7 +107,7 @@ def load(path: Path) -> Plan:
     values = {name: raw[name] for name in raw if name in shared_options() or name == "options"}
     values.setdefault("aggregation", default_aggregation(whole, registry.entry))
     if whole.split is not None:  # it says where the labels are, and no option may
-        values["labels_at"] = place_of(Split.load(settings.resolve_paths(raw, path.parent)["split"]))
+        values["labels_at"] = find_labels_at(Split.load(settings.anchored(raw, path.parent)["split"]))
     # What "auto" means depends on the data, which no two sites share; without any it is not the embedded digits.
     if whole.network == "auto":
         values["network"] = network_name(whole) if "data" in raw else "resnet9"

@@ -51,7 +51,7 @@ from halfmoon.methods import registry
 from halfmoon.runs import assembly, budgets, factory
 from halfmoon.runs.features import inputs
 from halfmoon.runs.model_card import Card
-from halfmoon.sites.folders.prepare import HOME
+from halfmoon.sites.folders.prepare import STATE_FOLDER
 from halfmoon.sites.inference.load import load_model
 from halfmoon.storage import atomic_io, toml
 from halfmoon.storage.run_folder import MODEL, RunFolder
@@ -153,7 +153,7 @@ class FederationServer:
         return write_message(FinalModel(terms.hash, metadata.version("halfmoon"), text, model))
 
     def _labeled(self, folder: Path) -> Images:
-        return load_labeled_images(folder, self.plan.terms, folder / HOME / image_spec_name(self.plan.terms))
+        return load_labeled_images(folder, self.plan.terms, folder / STATE_FOLDER / image_spec_name(self.plan.terms))
 
     def _folder(self) -> RunFolder:
         terms = self.plan.terms

@@ -52,9 +52,9 @@ from halfmoon.federation.site.runtime import (
 from halfmoon.federation.site.site_keys import KeyFiles, KnownKeys
 from halfmoon.runs.factory import computing, site_threads
 from halfmoon.runs.model_card import Card
-from halfmoon.sites.folders.prepare import HOME
-from halfmoon.sites.folders.site_folder import LAST_MODEL, suggestion
-from halfmoon.sites.inference import about_model
+from halfmoon.sites.folders.prepare import STATE_FOLDER
+from halfmoon.sites.folders.site_folder import MODEL_FOLDER, suggest_class
+from halfmoon.sites.inference import card_document
 from halfmoon.sites.inference.load import load_model
 from halfmoon.storage import atomic_io
 from halfmoon.storage.run_folder import MODEL
@@ -100,7 +100,7 @@ class SiteClient:
         validations: Path | None = None,
         keys: KeyFiles = KeyFiles(),  # noqa: B008 (it is frozen)
     ) -> "SiteClient":
-        home = home or folder / HOME
+        home = home or folder / STATE_FOLDER
         images = SiteImages(folder, home, tests, device, validations)
         return cls(images, name, Consent(home, terms, methods), trusted, keys)
 
@@ -186,7 +186,7 @@ class SiteClient:
         with _possible():
             terms = Terms.parse(offer.terms)
         if self.name not in terms.sites:
-            near = suggestion(self.name, terms.sites)
+            near = suggest_class(self.name, terms.sites)
             raise PermanentRefusal(f"federation {terms.name} has no site {self.name}{near}.")
         self._agree_to(terms, UNFIT)
         with _possible():
@@ -320,25 +320,25 @@ def save_final_model(home: Path, unparsed: UnparsedMessage[FinalModel], terms: T
     test = site.evaluate(message.model)
     rows = site.local_clients.dataset.split_size(site.number)
     counts = (site.task.rounds, rows.labeled, rows.unlabeled)
-    origin = about_model.Origin(terms.name, terms.hash, terms.sites, *counts, site.version)
+    origin = card_document.ModelProvenance(terms.name, terms.hash, terms.sites, *counts, site.version)
     confusion = test["confusion"].numpy() if "confusion" in test else None
-    parts = about_model.sections(card, origin, atomic_io.digest(data), confusion)
-    about_model.write(path.parent, f"The model of federation {terms.name}", parts)
+    parts = card_document.build_sections(card, origin, atomic_io.digest(data), confusion)
+    card_document.write_card(path.parent, f"The model of federation {terms.name}", parts)
     share = f", it is right on {_accuracy(test):.2%} of your test images" if "confusion" in test else ""
     return f"finished: the model lies in {path}{share}"
 
 
 def copy_final_model(folder: Path, home: Path, words: str) -> str:
     """Copy the final model and its card from a hidden home to where people see them; return where all lies."""
-    if home != folder / HOME:
+    if home != folder / STATE_FOLDER:
         return words
     try:
-        (folder / LAST_MODEL).mkdir(exist_ok=True)
-        for file in (MODEL, *about_model.FILES):
-            atomic_io.replace(folder / LAST_MODEL / file, (home / FINAL_FOLDER / file).read_bytes())
+        (folder / MODEL_FOLDER).mkdir(exist_ok=True)
+        for file in (MODEL, *card_document.CARD_FILES):
+            atomic_io.replace(folder / MODEL_FOLDER / file, (home / FINAL_FOLDER / file).read_bytes())
     except OSError as error:
-        return f"{words}; it could not be copied to {folder / LAST_MODEL} ({atomic_io.reason(error)})"
-    return f"{words}; a copy and its card ({about_model.FILES[1]}) lie in {folder / LAST_MODEL}"
+        return f"{words}; it could not be copied to {folder / MODEL_FOLDER} ({atomic_io.reason(error)})"
+    return f"{words}; a copy and its card ({card_document.CARD_FILES[1]}) lie in {folder / MODEL_FOLDER}"
 
 
 def _accuracy(test: tree.Tree) -> float:

@@ -45,7 +45,7 @@ from halfmoon.methods import registry
 from halfmoon.runs.budgets import budget
 from halfmoon.runs.factory import batch_rules, device, examples, method, task, views
 from halfmoon.runs.features import Progress, inputs
-from halfmoon.sites.folders.prepare import open_site
+from halfmoon.sites.folders.prepare import open_prepared_site
 from halfmoon.sites.folders.site_folder import SiteFolder
 from halfmoon.storage import atomic_io, serialization
 from halfmoon.storage.state_store import StateView, Store
@@ -328,6 +328,6 @@ class SiteImages:
 
     def _occupied(self) -> bool:
         try:
-            return open_site(self.folder, self.home).images is not None
+            return open_prepared_site(self.folder, self.home).images is not None
         except UserError:
             return False

@@ -119,7 +119,8 @@ class Objective:
 @dataclass(frozen=True)
 class Consistency(Objective):
     """Labels, and a term on two weak views, whose weight grows to `unlabeled_weight` over the first `ramp` of the
-    rounds."""
+    rounds.
+    """
 
     unlabeled_weight: float = 1.0
     _: KW_ONLY
@@ -154,7 +155,8 @@ class FedAvgRow(NamedTuple):
 
 def supervised(logits: Tensor, y: Tensor, real: Tensor | None = None) -> Tensor:
     """Return the cross-entropy of logits (B, classes), zero where there is no labeled image; of those that are `real`
-    (B,)."""
+    (B,).
+    """
     if real is not None:
         return padding.share(real, logits) @ per_image(logits, y)
     return cross_entropy(logits, y) if len(y) else logits.sum() * 0.0

@@ -103,7 +103,8 @@ class ICPL(WithReceived):
 
     def _classes(self, g: Tensor, label: Tensor, sure: Tensor, prior: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
         """Return of images with predictions g (B + b, classes), labeled ones first, the set of classes as 0 and 1, and
-        the weights of proxies, both (B + b, classes)."""
+        the weights of proxies, both (B + b, classes).
+        """
         top = one_hot(label, g.shape[-1], g)
         wide = (g > prior).to(g.dtype)
         sets, pull = torch.where(sure[:, None], top, wide), torch.where(sure[:, None], top, wide * g)

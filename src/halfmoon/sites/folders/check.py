@@ -16,14 +16,14 @@ from halfmoon.data import dicom
 from halfmoon.data.preparation import used
 from halfmoon.data.readers.decode import converted, deep, upright
 from halfmoon.sites.folders.site_folder import (
-    CLASSES,
+    CLASSES_FILE,
     Finding,
     Progress,
     SiteFolder,
-    image_bytes,
-    is_site,
-    scan,
-    suggestion,
+    is_site_folder,
+    read_image_bytes,
+    scan_site,
+    suggest_class,
 )
 
 if TYPE_CHECKING:
@@ -41,7 +41,7 @@ class Survey:
     images: int
     readable: int
     labeled: int
-    mix: Mapping[str, int]
+    class_counts: Mapping[str, int]
     sizes: Mapping[tuple[int, int, str], int]
     findings: tuple[Finding, ...]
     methods: Mapping[Place, tuple[str, ...]]
@@ -58,7 +58,7 @@ class Survey:
             "readable": self.readable,
             "labeled": self.labeled,
             "share_labeled": self.labeled / self.readable if self.readable else None,
-            "classes": dict(self.mix),
+            "classes": dict(self.class_counts),
             "sizes": [
                 {"height": height, "width": width, "mode": mode, "images": count}
                 for (height, width, mode), count in self.sizes.items()
@@ -69,7 +69,7 @@ class Survey:
         }
 
 
-def check(
+def check_site(
     folder: Path,
     progress: Progress | None = None,
     *,
@@ -80,8 +80,8 @@ def check(
 
     Equal images have equal pixels as 8-bit RGB. `classes` are a federation's, `tests` is a folder of test images.
     """
-    site, findings = scan(folder)
-    test = None if tests is None else scan(tests)[0]
+    site, findings = scan_site(folder)
+    test = None if tests is None else scan_site(tests)[0]
     sizes: Counter[tuple[int, int, str]] = Counter()
     equal: dict[bytes, list[int]] = {}
     broken: dict[str, str] = {}
@@ -127,7 +127,7 @@ def check(
 
 def _image(folder: Path, name: str) -> tuple[tuple[int, int, str], bytes, float | None, int]:
     """Return an image's height, width and mode, a key of its pixels, what it uses of 16 bits, and its frames."""
-    data = image_bytes(folder, name)
+    data = read_image_bytes(folder, name)
     image = upright(data, name)
     pixels = converted(image, name, 3)
     key = hashlib.blake2b(f"{pixels.size}".encode() + pixels.tobytes(), digest_size=16).digest()
@@ -138,7 +138,7 @@ def _image(folder: Path, name: str) -> tuple[tuple[int, int, str], bytes, float 
 def _compared(site: SiteFolder, classes: Sequence[str]) -> list[Finding]:
     if not classes:
         return []
-    strange = [f"{name}{suggestion(name, classes)}" for name in site.classes if name not in classes]
+    strange = [f"{name}{suggest_class(name, classes)}" for name in site.classes if name not in classes]
     lacking = [name for name in classes if name not in site.classes]
     remedy = "correct them, or agree on the classes"
     return [
@@ -179,9 +179,9 @@ def _folders(site: SiteFolder) -> list[Finding]:
     """Return the folders that images lie in, where nothing else gives them labels and there are a few of them."""
     counts = Counter(path.partition("/")[0] for path in site.paths if "/" in path)
     few = 2 <= len(counts) <= 50 and sum(counts.values()) == len(site)
-    unnamed = few and not is_site(site.folder)
+    unnamed = few and not is_site_folder(site.folder)
     names = [f"{name} ({count:,} images)" for name, count in sorted(counts.items())] if unnamed else []
-    remedy = f"name them in {CLASSES}, one a line, and they are labels, where they are meant so"
+    remedy = f"name them in {CLASSES_FILE}, one a line, and they are labels, where they are meant so"
     return [Finding("folders that look like classes", remedy, tuple(names))]
 
 
@@ -209,9 +209,9 @@ def _duplicates(site: SiteFolder, groups: list[list[int]]) -> list[Finding]:
 def _classes(site: SiteFolder, mix: Mapping[str, int], labeled: int) -> list[Finding]:
     empty = [name for name, count in mix.items() if not count] if labeled else []
     findings = [Finding("classes without a label", "label an image of each, if there is one", tuple(empty))]
-    if labeled and not (site.folder / CLASSES).exists():
-        remedy = f"numbered as sorted; all sites of a federation need the same {CLASSES}"
-        findings.append(Finding(f"{CLASSES} is not there", remedy, (f"classes: {', '.join(site.classes)}",)))
+    if labeled and not (site.folder / CLASSES_FILE).exists():
+        remedy = f"numbered as sorted; all sites of a federation need the same {CLASSES_FILE}"
+        findings.append(Finding(f"{CLASSES_FILE} is not there", remedy, (f"classes: {', '.join(site.classes)}",)))
     return findings
 
 

@@ -19,13 +19,13 @@ from halfmoon.config.schema import FEDERATION_TABLE, PARTITION_OPTIONS, PIXEL_OP
 from halfmoon.core.errors import UserError
 from halfmoon.data.images import Images, Source
 from halfmoon.data.partition.split import SERVER, Split
-from halfmoon.sites.folders.site_folder import CLASSES, LABELS
+from halfmoon.sites.folders.site_folder import CLASSES_FILE, LABELS_FILE
 from halfmoon.storage import atomic_io, locks, toml
 
 if TYPE_CHECKING:
     from halfmoon.api.requirements import Place
 
-FEDERATION, SPLIT, MARK = "federation.toml", "split.parquet", ".halfmoon-export"
+FEDERATION_FILE, SPLIT, MARK = "federation.toml", "split.parquet", ".halfmoon-export"
 
 
 @dataclass(frozen=True, eq=False)
@@ -38,7 +38,7 @@ class _Part:
     labeled: np.ndarray
 
 
-def export(config: Config, source: Source, split: Split, out: Path, tell: Callable[[str], object] = str) -> bool:
+def export_sites(config: Config, source: Source, split: Split, out: Path, tell: Callable[[str], object] = str) -> bool:
     """Write a data set as site folders, `server` where it holds labels, `test`, and federation.toml.
 
     Images are PNGs named by their row. A folder appears when it is whole, and another call makes those that are
@@ -46,13 +46,13 @@ def export(config: Config, source: Source, split: Split, out: Path, tell: Callab
     was left to write. Raise UserError where a folder cannot hold it, or cannot be written.
     """
     parts = _parts(source, split)
-    words = federation(config, source, split)
+    words = render_federation_file(config, source, split)
     _check(source, split, parts, out)
     try:
         out.mkdir(parents=True, exist_ok=True)
         _claim(out, _mark(words, split))
         with locks.hold(out / MARK):
-            if (out / FEDERATION).exists():
+            if (out / FEDERATION_FILE).exists():
                 return False
             for part in parts:
                 if (out / part.name).exists():
@@ -62,7 +62,7 @@ def export(config: Config, source: Source, split: Split, out: Path, tell: Callab
                 tell(f"{part.name}: {len(part.rows):,} images, {int(part.labeled.sum()):,} with a label")
             if config.split is not None:
                 split.save(out / SPLIT)
-            atomic_io.replace(out / FEDERATION, words.encode())
+            atomic_io.replace(out / FEDERATION_FILE, words.encode())
     except locks.Conflict as error:
         words = f"{out} is being written by another process; wait for it ({atomic_io.reason(error)})."
         raise UserError(words) from error
@@ -73,7 +73,7 @@ def export(config: Config, source: Source, split: Split, out: Path, tell: Callab
     return True
 
 
-def federation(config: Config, source: Source, split: Split) -> str:
+def render_federation_file(config: Config, source: Source, split: Split) -> str:
     """Return the options of `halfmoon run`, as TOML, that make the same images and the same split."""
     from halfmoon.methods import registry  # slow to import: it brings torch
 
@@ -87,12 +87,12 @@ def federation(config: Config, source: Source, split: Split) -> str:
         options |= {name: getattr(config, name) for name in PARTITION_OPTIONS}
     if height == width:  # whatever the network, the simulator then pads to what the sites hold
         options["image_size"] = height
-    usable = registry.names_at(place_of(split) if config.split is not None else config.labels_at)
+    usable = registry.names_at(find_labels_at(split) if config.split is not None else config.labels_at)
     options["method"] = Config.method if Config.method in usable else usable[0]
     options["cohort"] = min(Config.cohort, split.clients)
     lines = [f"{name} = {toml.value(value)}" for name, value in options.items() if value is not None]
     about = "# Written by halfmoon site export. The same split in the simulator: halfmoon run --config federation.toml"
-    parts = holders(split)
+    parts = clients_by_folder(split)
     folders = {"test": "test", **({"server": "server"} if "server" in parts else {})}
     table = {
         "name": re.sub(r"[^A-Za-z0-9._-]+", "-", source.name).strip("-._") or "exported",
@@ -109,13 +109,13 @@ def federation(config: Config, source: Source, split: Split) -> str:
     return "\n".join([about, *lines, "", why, f"[{FEDERATION_TABLE}]", *served]) + "\n"
 
 
-def holders(split: Split) -> dict[str, int]:
+def clients_by_folder(split: Split) -> dict[str, int]:
     digits = max(2, len(str(split.clients - 1)))
     named = {f"site-{k:0{digits}}": k for k in range(split.clients)}
     return named | ({"server": SERVER} if split.rows(SERVER, True).size else {})
 
 
-def place_of(split: Split) -> Place:
+def find_labels_at(split: Split) -> Place:
     if split.rows(SERVER, True).size:
         return "server"
     return "clients" if all(split.rows(k, True).size for k in range(split.clients)) else "some"
@@ -124,7 +124,7 @@ def place_of(split: Split) -> Place:
 def _parts(source: Source, split: Split) -> list[_Part]:
     parts = [
         _Part(name, source.train, rows, split.labeled[rows])
-        for name, k in holders(split).items()
+        for name, k in clients_by_folder(split).items()
         for rows in [np.sort(np.concatenate([split.rows(k, True), split.rows(k, False)]))]
     ]
     count = len(source.test)
@@ -140,7 +140,7 @@ def _check(source: Source, split: Split, parts: Sequence[_Part], out: Path) -> N
     for name in source.classes:
         if name != " ".join(name.split(" ")).strip() or not name.isprintable() or source.classes.count(name) > 1:
             raise UserError(
-                f"class name {name!r} cannot stand in {CLASSES}: names need to differ and be one line each."
+                f"class name {name!r} cannot stand in {CLASSES_FILE}: names need to differ and be one line each."
             )
     if out.exists() and not out.is_dir():
         raise UserError(f"{out} is a file; give a folder that is empty or not there.")
@@ -180,6 +180,6 @@ def _write_part(source: Source, part: _Part, out: Path) -> None:
     for row, name, labeled in zip(part.rows, names, part.labeled, strict=True):
         if labeled:
             lines.writerow([name, source.classes[part.images.labels[row]]])
-    atomic_io.replace(partial / LABELS, table.getvalue().encode())
-    atomic_io.replace(partial / CLASSES, "".join(f"{name}\n" for name in source.classes).encode())
+    atomic_io.replace(partial / LABELS_FILE, table.getvalue().encode())
+    atomic_io.replace(partial / CLASSES_FILE, "".join(f"{name}\n" for name in source.classes).encode())
     os.rename(partial, out / part.name)

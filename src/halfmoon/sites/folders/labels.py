@@ -20,28 +20,28 @@ from typing import NamedTuple
 from halfmoon.core.errors import UserError
 from halfmoon.storage import atomic_io, locks
 
-HOME = ".halfmoon"
+STATE_FOLDER = ".halfmoon"
 """The folder in a site's that holds what halfmoon writes there, besides labels.csv and classes.txt."""
 
-LABELS = "labels.csv"
-SIGNED, GROUP = ("by", "at"), "group"
+LABELS_FILE = "labels.csv"
+SIGNATURE_COLUMNS, GROUP_COLUMN = ("by", "at"), "group"
 """Columns that labels.csv may have besides path and label: who said it, and when; whose image it is."""
 
-UNSURE = f"{HOME}/not-sure.csv"
+UNDECIDED_FILE = f"{STATE_FOLDER}/not-sure.csv"
 """The file of those images that somebody has looked at and could not name, with the columns of labels.csv."""
 
-NOTES = f"{HOME}/notes.csv"
+NOTES_FILE = f"{STATE_FOLDER}/notes.csv"
 """The file of what people noted about images: the note stands where labels.csv has the label."""
 
-READERS = f"{HOME}/readers"
+READERS_FOLDER = f"{STATE_FOLDER}/readers"
 """The folder of the labels of other readers, one file each, with the columns of labels.csv."""
 
 _SEPARATORS = {",": "", ";": "semicolons between its cells", "\t": "tabs between its cells"}
-_MARKS = {codecs.BOM_UTF8: "utf-8-sig", codecs.BOM_UTF16_LE: "utf-16", codecs.BOM_UTF16_BE: "utf-16"}
+_BYTE_ORDER_MARKS = {codecs.BOM_UTF8: "utf-8-sig", codecs.BOM_UTF16_LE: "utf-16", codecs.BOM_UTF16_BE: "utf-16"}
 _ENCODINGS = {"utf-8": "", "utf-8-sig": "a byte order mark", "utf-16": "a byte order mark of UTF-16"}
 
 
-class Table(NamedTuple):
+class LabelTable(NamedTuple):
     """What labels.csv says."""
 
     rows: list[tuple[str, str, str]]  # path as written, label, group; with a group a label may be ""
@@ -50,42 +50,42 @@ class Table(NamedTuple):
     file: str | None  # its name, None where there is none
 
 
-def read_table(folder: Path) -> Table:
+def read_label_table(folder: Path) -> LabelTable:
     """Return the lines of labels.csv, whatever the case of its name; an absent file has none."""
-    names = _names(folder)
+    names = _labels_file_names(folder)
     if not names:
-        return Table([], [], [], None)
-    name = file_of(folder).name
-    if len(names) > 1 and name != LABELS:
-        return Table([], [f"there are {' and '.join(names)}: keep one of them"], [], name)
-    oddities = [] if name == LABELS else [f"it is called {name}"]
-    text, faults, encoding = decoded(folder / name)
+        return LabelTable([], [], [], None)
+    name = find_labels_file(folder).name
+    if len(names) > 1 and name != LABELS_FILE:
+        return LabelTable([], [f"there are {' and '.join(names)}: keep one of them"], [], name)
+    oddities = [] if name == LABELS_FILE else [f"it is called {name}"]
+    text, faults, encoding = decode_text_file(folder / name)
     if text is None:
-        return Table([], faults, oddities, name)
-    rows, faults, separator = _parsed(text)
-    return Table(rows, faults, [*oddities, *filter(None, (_SEPARATORS[separator], _ENCODINGS[encoding]))], name)
+        return LabelTable([], faults, oddities, name)
+    rows, faults, separator = _parse_rows(text)
+    return LabelTable(rows, faults, [*oddities, *filter(None, (_SEPARATORS[separator], _ENCODINGS[encoding]))], name)
 
 
-def file_of(folder: Path) -> Path:
+def find_labels_file(folder: Path) -> Path:
     """Return the file that holds a folder's labels, or will: labels.csv, or one whose name differs in case."""
-    names = _names(folder)
-    return folder / (LABELS if LABELS in names or not names else names[0])
+    names = _labels_file_names(folder)
+    return folder / (LABELS_FILE if LABELS_FILE in names or not names else names[0])
 
 
-def _names(folder: Path) -> list[str]:
+def _labels_file_names(folder: Path) -> list[str]:
     """Return the names of a folder's files that are labels.csv in any case, none where it cannot be opened."""
     try:
-        return sorted(path.name for path in folder.iterdir() if path.name.lower() == LABELS and path.is_file())
+        return sorted(path.name for path in folder.iterdir() if path.name.lower() == LABELS_FILE and path.is_file())
     except OSError:
         return []
 
 
-def decoded(path: Path) -> tuple[str | None, list[str], str]:
+def decode_text_file(path: Path) -> tuple[str | None, list[str], str]:
     """Return the text of a file, or None and what is wrong, and its encoding; an absent file is no fault."""
     encoding = "utf-8"
     try:
         data = path.read_bytes()
-        encoding = next((name for mark, name in _MARKS.items() if data.startswith(mark)), encoding)
+        encoding = next((name for mark, name in _BYTE_ORDER_MARKS.items() if data.startswith(mark)), encoding)
         return data.decode(encoding), [], encoding
     except FileNotFoundError:
         return None, [], encoding
@@ -96,18 +96,18 @@ def decoded(path: Path) -> tuple[str | None, list[str], str]:
         return None, [f"byte {error.start} is not {kind}: save the file as UTF-8"], encoding
 
 
-def plain(path: str) -> str:
+def normalize_path(path: str) -> str:
     """Return a path in the one way that names its image: forward slashes, no ./, accents in one character."""
-    return nfc(posixpath.normpath(path.strip().replace("\\", "/")))
+    return normalize_text(posixpath.normpath(path.strip().replace("\\", "/")))
 
 
-def nfc(words: str) -> str:
+def normalize_text(words: str) -> str:
     return unicodedata.normalize("NFC", words.strip())
 
 
-def _parsed(text: str) -> tuple[list[tuple[str, str, str]], list[str], str]:
+def _parse_rows(text: str) -> tuple[list[tuple[str, str, str]], list[str], str]:
     """Return the rows, the faults, and what separates the cells."""
-    separator = _separator_of(text)
+    separator = _detect_separator(text)
     rows: list[tuple[str, str, str]] = []
     faults: list[str] = []
     header: list[str] = []
@@ -122,14 +122,14 @@ def _parsed(text: str) -> tuple[list[tuple[str, str, str]], list[str], str]:
                     words = separator.join(stripped)
                     words = words if len(words) <= 60 else f"{words[:57]}..."
                     return [], [f"line {lines.line_num} is {words!r}, not path,label"], separator
-                header = _columns(stripped)
+                header = _normalize_header(stripped)
                 continue
             row = dict(zip(header, stripped, strict=False))
-            group = row.get(GROUP, "")
+            group = row.get(GROUP_COLUMN, "")
             if len(cells) != len(header) or not row["path"] or not (row["label"] or group):
                 faults.append(f"line {lines.line_num} is not one path and one label")
             else:
-                rows.append((cells[0], nfc(row["label"]), nfc(group)))
+                rows.append((cells[0], normalize_text(row["label"]), normalize_text(group)))
     except csv.Error as error:
         faults.append(f"line {lines.line_num}: {error}")
     if not header and not faults:
@@ -137,32 +137,32 @@ def _parsed(text: str) -> tuple[list[tuple[str, str, str]], list[str], str]:
     return rows, faults, separator
 
 
-def _separator_of(text: str) -> str:
+def _detect_separator(text: str) -> str:
     first = next((line for line in text.splitlines() if line.strip(" \t,;")), "")
     return next((each for each in _SEPARATORS if _is_header(first.split(each))), ",")
 
 
-def _columns(cells: list[str]) -> list[str]:
+def _normalize_header(cells: list[str]) -> list[str]:
     return [cell.strip().strip('"').strip().lower() for cell in cells]
 
 
 def _is_header(cells: list[str]) -> bool:
     """Return whether cells are path and label, and after them, in any order, what else labels.csv may have."""
-    names = _columns(cells)
-    others = [name for name in names[2:] if name != GROUP]
-    return names[:2] == ["path", "label"] and others in ([], list(SIGNED)) and names.count(GROUP) < 2
+    names = _normalize_header(cells)
+    others = [name for name in names[2:] if name != GROUP_COLUMN]
+    return names[:2] == ["path", "label"] and others in ([], list(SIGNATURE_COLUMNS)) and names.count(GROUP_COLUMN) < 2
 
 
-class Changed(UserError):
-    """A label that is no longer what the writer saw; `present` is the one that stands there, "" for none."""
+class LabelConflict(UserError):
+    """A label that is no longer what the writer saw; `current` is the one that stands there, "" for none."""
 
-    def __init__(self, message: str, present: str) -> None:
+    def __init__(self, message: str, current: str) -> None:
         super().__init__(message)
-        self.present = present
+        self.current = current
 
 
 @dataclass(frozen=True)
-class Answer:
+class LabelEdit:
     """One label ("" takes it back), the `previous` one there, and `by` whom it is, where that is written down."""
 
     path: str
@@ -171,18 +171,18 @@ class Answer:
     by: str | None = None
 
 
-_WITHIN = threading.Lock()  # where a file system has no locks, the threads of one process still take turns
+_THREAD_LOCK = threading.Lock()  # where a file system has no locks, the threads of one process still take turns
 
 
-def write(folder: Path, *answers: Answer, name: str = LABELS) -> None:
+def write_labels(folder: Path, *answers: LabelEdit, name: str = LABELS_FILE) -> None:
     """Write answers into labels.csv under a lock; other lines stay.
 
     Raise `Changed` where an image has got another label since, UserError where the file is broken or cannot be written.
     """
-    with _WITHIN, _locked(folder):
-        file = _file(folder, name)
+    with _THREAD_LOCK, _lock_labels(folder):
+        file = _resolve_file(folder, name)
         try:
-            table = _Lines.read(file)
+            table = _LabelsFile.read(file)
             for answer in answers:
                 table.put(answer)
             file.parent.mkdir(parents=True, exist_ok=True)
@@ -191,83 +191,83 @@ def write(folder: Path, *answers: Answer, name: str = LABELS) -> None:
             raise UserError(f"{file} cannot be written ({atomic_io.reason(error)}); the answer is not kept.") from error
 
 
-def labels(folder: Path, name: str = LABELS) -> dict[str, str]:
+def read_labels(folder: Path, name: str = LABELS_FILE) -> dict[str, str]:
     """Return the label of each path in a folder's labels.csv, by `plain` paths; raise UserError as `write` does."""
-    rows = _Lines.read(_file(folder, name)).rows
-    return {plain(row[0]): nfc(row[1]) for row in rows if len(row) > 1 and row[1].strip()}
+    rows = _LabelsFile.read(_resolve_file(folder, name)).rows
+    return {normalize_path(row[0]): normalize_text(row[1]) for row in rows if len(row) > 1 and row[1].strip()}
 
 
-def stamp(folder: Path, name: str = LABELS) -> tuple[int, ...]:
+def file_stamp(folder: Path, name: str = LABELS_FILE) -> tuple[int, ...]:
     """Return what changes whenever labels.csv does; () where there is none."""
     try:
-        facts = _file(folder, name).stat()
+        facts = _resolve_file(folder, name).stat()
     except OSError:
         return ()
     return facts.st_mtime_ns, facts.st_size, facts.st_ino
 
 
 @contextmanager
-def _locked(folder: Path) -> Iterator[None]:
+def _lock_labels(folder: Path) -> Iterator[None]:
     """Hold the folder's labels for one writer at a time, in this process or another."""
-    home = folder / HOME
+    home = folder / STATE_FOLDER
     try:
         home.mkdir(exist_ok=True)
         with locks.hold(home / "labels.lock", 10.0):
             yield
     except locks.Conflict as error:
-        raise UserError(f"{folder / LABELS} is being written by another process; try again.") from error
+        raise UserError(f"{folder / LABELS_FILE} is being written by another process; try again.") from error
     except OSError as error:
         raise UserError(f"{home} cannot be written ({atomic_io.reason(error)}); the answer is not kept.") from error
 
 
-class _Lines:
+class _LabelsFile:
     """The lines of a labels.csv as they were written: separator, byte order mark and unknown lines are kept."""
 
     def __init__(self, header: list[str], rows: list[list[str]], separator: str = ",", encoding: str = "utf-8") -> None:
         self.header, self.rows, self.separator, self.encoding = header, rows, separator, encoding
         self.places: dict[str, list[int]] = {}  # of each image's lines; a line that was taken out is empty
         for place, row in enumerate(rows):
-            self.places.setdefault(plain(row[0]), []).append(place)
+            self.places.setdefault(normalize_path(row[0]), []).append(place)
 
     @classmethod
-    def read(cls, file: Path) -> "_Lines":
+    def read(cls, file: Path) -> "_LabelsFile":
         """Read a file; raise UserError where it is none that can be added to."""
-        text, faults, encoding = decoded(file)
+        text, faults, encoding = decode_text_file(file)
         if faults:
             raise UserError(f"{file} cannot be read ({faults[0]}); mend it: its header is path,label.")
         if text is None or not text.strip():
             return cls(["path", "label"], [])
-        separator = _separator_of(text)
+        separator = _detect_separator(text)
         try:
             lines = [row for row in csv.reader(io.StringIO(text, newline=""), delimiter=separator, strict=True) if row]
         except csv.Error as error:
             raise UserError(f"{file} cannot be read ({error}); mend it: its header is path,label.") from error
-        header = _columns(lines[0])
+        header = _normalize_header(lines[0])
         if not _is_header(header):
             raise UserError(f"{file} does not begin with path,label; mend it, and answer again.")
         return cls(header, lines[1:], separator, encoding)
 
-    def put(self, answer: Answer) -> None:
-        """Take over an answer, in the place of the image's present line or at the end."""
-        places = self.places.get(plain(answer.path), [])
+    def put(self, answer: LabelEdit) -> None:
+        """Take over an answer, in the place of the image's current line or at the end."""
+        places = self.places.get(normalize_path(answer.path), [])
         last = self.rows[places[-1]] if places else []
-        present = last[1].strip() if len(last) > 1 else ""
-        if nfc(present) not in (nfc(answer.previous), nfc(answer.label)):
-            raise Changed(f"{answer.path} has been labeled {present or 'by nobody'} meanwhile.", present)
-        if answer.by is not None and SIGNED[0] not in self.header:
-            self.header += SIGNED
+        current = last[1].strip() if len(last) > 1 else ""
+        if normalize_text(current) not in (normalize_text(answer.previous), normalize_text(answer.label)):
+            raise LabelConflict(f"{answer.path} has been labeled {current or 'by nobody'} meanwhile.", current)
+        if answer.by is not None and SIGNATURE_COLUMNS[0] not in self.header:
+            self.header += SIGNATURE_COLUMNS
             self.rows = [[*row, *[""] * (len(self.header) - len(row))] if row else row for row in self.rows]
         signed = ["", ""] if answer.by is None else [answer.by, datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")]
         cells = {"path": answer.path, **dict(zip(self.header, last, strict=False)), "label": answer.label}
-        cells |= dict(zip(SIGNED, signed, strict=True))
+        cells |= dict(zip(SIGNATURE_COLUMNS, signed, strict=True))
         line = [cells.get(name, "") for name in self.header]
         for place in places:
             self.rows[place] = []
         if not places:
-            places = self.places[plain(answer.path)] = [len(self.rows)]
+            places = self.places[normalize_path(answer.path)] = [len(self.rows)]
             self.rows.append([])
-        self.places[plain(answer.path)] = places[:1]
-        self.rows[places[0]] = line if answer.label or cells.get(GROUP) else []
+        self.places[normalize_path(answer.path)] = places[:1]
+        self.rows[places[0]] = line if answer.label or cells.get(GROUP_COLUMN) else []
 
     def render(self) -> bytes:
         text = io.StringIO()
@@ -276,21 +276,21 @@ class _Lines:
         return text.getvalue().encode(self.encoding)
 
 
-def _file(folder: Path, name: str) -> Path:
-    return file_of(folder) if name == LABELS else folder / name
+def _resolve_file(folder: Path, name: str) -> Path:
+    return find_labels_file(folder) if name == LABELS_FILE else folder / name
 
 
-def reader_file(name: str) -> str:
+def reader_labels_file(name: str) -> str:
     """Return where a reader's labels are, within a site's folder; raise UserError for a name that is no file's."""
     if not name or name != "".join(c for c in name if c.isalnum() or c in "-_") or len(name) > 40:
         raise UserError(f"the reader {name!r} needs a name of letters, digits, - and _, 40 at most.")
-    return f"{READERS}/{name}.csv"
+    return f"{READERS_FOLDER}/{name}.csv"
 
 
-def disagreements(folder: Path) -> list[str]:
+def find_disagreements(folder: Path) -> list[str]:
     """List the images to which two readers of a folder gave different labels, sorted, by `plain` path."""
-    files = sorted(file.stem for file in (folder / READERS).glob("*.csv") if not file.stem.endswith(".not-sure"))
-    answers = [labels(folder), *(labels(folder, reader_file(name)) for name in files)]
+    files = sorted(file.stem for file in (folder / READERS_FOLDER).glob("*.csv") if not file.stem.endswith(".not-sure"))
+    answers = [read_labels(folder), *(read_labels(folder, reader_labels_file(name)) for name in files)]
     given: dict[str, set[str]] = {}
     for by_path in answers:
         for path, label in by_path.items():

@@ -18,13 +18,13 @@ from halfmoon.core.errors import UserError
 from halfmoon.data.preparation import Preparation
 from halfmoon.data.readers.cache import npy_head
 from halfmoon.data.readers.decode import fitted, header
-from halfmoon.sites.folders.labels import HOME
-from halfmoon.sites.folders.site_folder import Progress, SiteFolder, image_bytes, read, some
+from halfmoon.sites.folders.labels import STATE_FOLDER
+from halfmoon.sites.folders.site_folder import Progress, SiteFolder, join_names, read_image_bytes, read_site
 from halfmoon.storage import atomic_io, locks
 
-INDEX, LOCK = "index.json", "lock"
-VERSION = 3  # of the index; raise it when decoding starts to give other pixels
-LARGEST = 4096  # pixels of a side at most
+INDEX_FILE, LOCK_FILE = "index.json", "lock"
+INDEX_VERSION = 3  # of the index; raise it when decoding starts to give other pixels
+MAX_SIDE_PIXELS = 4096  # pixels of a side at most
 
 _ARRAY = re.compile(rf"images-[0-9a-f]{{16}}\.npy|\.images-[0-9a-f]{{16}}\.npy{re.escape(atomic_io.PARTIAL)}")
 """The arrays that are this module's own, whole or not."""
@@ -33,17 +33,17 @@ Stamp = tuple[int, int]  # a file's bytes and its time of change in ns
 
 
 @dataclass(frozen=True)
-class Prepared:
+class PreparedSite:
     """The result of `prepare`: the site, how many images it decoded and left out, and whether anything was written."""
 
     site: SiteFolder
-    home: Path
-    fresh: bool
+    state_folder: Path
+    written: bool
     decoded: int
     left_out: Mapping[str, str]
 
 
-def prepare(
+def prepare_site(
     folder: Path,
     size: tuple[int, int] | None = None,
     channels: int | None = None,
@@ -51,16 +51,16 @@ def prepare(
     progress: Progress | None = None,
     crop: bool = False,
     window: tuple[float, float] | None = None,
-) -> Prepared:
+) -> PreparedSite:
     """Decode a site's images into one array, uint8 (N, H, W, channels), in its own home or `out`.
 
     Without `size` (H, W) and `channels` they stay as before, or as all images are. Files of known size and time are not
     decoded again, and a kill leaves the old state or the new one. Raise UserError where nothing can be read, sizes
     differ and none is given, or the place cannot be written.
     """
-    site, home = read(folder), out or folder / HOME
-    if size is not None and not all(1 <= side <= LARGEST for side in size):
-        raise UserError(f"the size is {size[0]}x{size[1]}; each side must be from 1 to {LARGEST} pixels.")
+    site, home = read_site(folder), out or folder / STATE_FOLDER
+    if size is not None and not all(1 <= side <= MAX_SIDE_PIXELS for side in size):
+        raise UserError(f"the size is {size[0]}x{size[1]}; each side must be from 1 to {MAX_SIDE_PIXELS} pixels.")
     if channels not in (None, 1, 3):
         raise UserError(f"channels is {channels}; it must be 1 (gray) or 3 (RGB).")
     stamps = _stamps(site)
@@ -69,17 +69,17 @@ def prepare(
     old = old if old is not None and old.form == how.form else None
     if old is not None and old.shape[1:] == shape and old.stamps == stamps and old.open() is not None:
         return _unchanged(site, home, old)
-    with _writing(home):
+    with _lock_state_folder(home):
         index, count = _decode(site, stamps, shape, how, home, old, progress)
-    return Prepared(_opened(site, index), home, True, count, index.left_out)
+    return PreparedSite(_opened(site, index), home, True, count, index.left_out)
 
 
-def open_site(folder: Path, out: Path | None = None, form: str | None = None) -> SiteFolder:
+def open_prepared_site(folder: Path, out: Path | None = None, form: str | None = None) -> SiteFolder:
     """Return a prepared site, memory-mapped, without unreadable images; `form` is that of its `Preparation`.
 
     Raise UserError where it was not prepared like this, or has changed since.
     """
-    site, home = read(folder), out or folder / HOME
+    site, home = read_site(folder), out or folder / STATE_FOLDER
     again = f"run halfmoon site prepare {folder}{f' --out {out}' if out is not None else ''}"
     index = _load(home)
     if index is None:
@@ -89,7 +89,7 @@ def open_site(folder: Path, out: Path | None = None, form: str | None = None) ->
     stamps = _stamps(site)
     changed = sorted(path for path in stamps.keys() | index.stamps.keys() if stamps.get(path) != index.stamps.get(path))
     if changed:
-        raise UserError(f"{folder} has changed since it was prepared ({some(changed, 3)}): {again} again.")
+        raise UserError(f"{folder} has changed since it was prepared ({join_names(changed, 3)}): {again} again.")
     if index.classes != site.classes or index.labels != _labels(site, index.left_out):
         raise UserError(f"{folder}: labels or classes have changed since it was prepared: {again} again.")
     if index.open() is None:
@@ -126,15 +126,20 @@ class _Index:
 
         files = [row(path, label=label) for path, label in self.labels.items()]
         left_out = [row(path, reason=reason) for path, reason in self.left_out.items()]
-        value = {"version": VERSION, "images": self.images, "shape": list(self.shape), "classes": list(self.classes)}
+        value = {
+            "version": INDEX_VERSION,
+            "images": self.images,
+            "shape": list(self.shape),
+            "classes": list(self.classes),
+        }
         value |= {"form": self.form, "files": files, "left_out": left_out}
-        atomic_io.replace(self.home / INDEX, (json.dumps(value) + "\n").encode())
+        atomic_io.replace(self.home / INDEX_FILE, (json.dumps(value) + "\n").encode())
 
 
 def _load(home: Path) -> _Index | None:
-    value: Any = atomic_io.read_json(home / INDEX)
+    value: Any = atomic_io.read_json(home / INDEX_FILE)
     try:
-        if value["version"] != VERSION:
+        if value["version"] != INDEX_VERSION:
             return None
         files = value["files"]
         stamps = {each["path"]: (each["bytes"], each["mtime"]) for each in [*files, *value["left_out"]]}
@@ -166,13 +171,13 @@ def _opened(site: SiteFolder, index: _Index) -> SiteFolder:
     return replace(site, paths=tuple(index.labels), labels=labels, images=index.open())
 
 
-def _unchanged(site: SiteFolder, home: Path, old: _Index) -> Prepared:
+def _unchanged(site: SiteFolder, home: Path, old: _Index) -> PreparedSite:
     """Return what lies there already; labels need no decoding, so only the index is written where they changed."""
     new = replace(old, labels=_labels(site, old.left_out), classes=site.classes)
     if new != old:
-        with _writing(home):
+        with _lock_state_folder(home):
             new.write()
-    return Prepared(_opened(site, new), home, new != old, 0, old.left_out)
+    return PreparedSite(_opened(site, new), home, new != old, 0, old.left_out)
 
 
 def _stamps(site: SiteFolder) -> dict[str, Stamp]:
@@ -213,11 +218,11 @@ def _shape(
 
 
 @contextmanager
-def _writing(home: Path) -> Iterator[None]:
+def _lock_state_folder(home: Path) -> Iterator[None]:
     """Hold the place for one process; what the system refuses becomes a sentence."""
     try:
         home.mkdir(parents=True, exist_ok=True)
-        with locks.hold(home / LOCK):
+        with locks.hold(home / LOCK_FILE):
             yield
     except locks.Conflict as error:
         words = f"{home} is being prepared by another process; wait for it ({atomic_io.reason(error)})."
@@ -257,7 +262,7 @@ def _decode(
                 try:
                     if pixels is None:
                         count += 1
-                        pixels = fitted(image_bytes(site.folder, path), path, *shape, how.crop, how.window)
+                        pixels = fitted(read_image_bytes(site.folder, path), path, *shape, how.crop, how.window)
                     file.write(pixels.tobytes())
                 except UserError as error:
                     left_out[path] = str(error).removeprefix(f"{path}: ")

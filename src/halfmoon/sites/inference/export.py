@@ -22,16 +22,16 @@ from torch import Tensor, nn
 from halfmoon.core import tree
 from halfmoon.core.errors import UserError, install_command
 from halfmoon.data import load
-from halfmoon.sites.inference.image_folder import batches, image_paths
-from halfmoon.sites.inference.load import MOST, Model
+from halfmoon.sites.inference.image_folder import list_images, read_batches
+from halfmoon.sites.inference.load import MAX_BATCH_IMAGES, InferenceModel
 from halfmoon.storage import atomic_io
 
-TOLERANCE = 1e-4  # the largest difference of a probability that is accepted
+MAX_PROBABILITY_DIFFERENCE = 1e-4  # the largest difference of a probability that is accepted
 
-CARD = "halfmoon.json"
+CARD_FILE = "halfmoon.json"
 """The name under which a torch.export program holds the card, for `extra_files` of `torch.export.load`."""
 
-_RANDOM = 32  # images of noise to compare on
+_NOISE_IMAGES = 32  # images of noise to compare on
 
 
 @dataclass(frozen=True)
@@ -43,10 +43,10 @@ class ExportResult:
     difference: float  # the largest of a probability
 
 
-class Classifier(nn.Module):
+class ExportedClassifier(nn.Module):
     """From uint8 images (N, H, W, C) to probabilities float32 (N, classes), as one module without parameters."""
 
-    def __init__(self, model: Model) -> None:
+    def __init__(self, model: InferenceModel) -> None:
         super().__init__()
         self.network, self.shrink = model.network, model.card.shrink
         self.height, self.width = model.card.image[1:]
@@ -82,18 +82,18 @@ class Classifier(nn.Module):
         return torch.div(2 * total + area, 2 * area, rounding_mode="floor")
 
 
-def real_images(model: Model, folder: Path | None = None) -> np.ndarray | None:
+def real_images(model: InferenceModel, folder: Path | None = None) -> np.ndarray | None:
     """Return images to compare on: readable ones in `folder`, or test digits; raise `UserError`."""
     if folder is None:
         digits = model.card.options.get("data") == "digits"
-        return load("digits").test.images[:MOST] if digits else None
-    for batch in batches(model, folder, image_paths(folder)):
+        return load("digits").test.images[:MAX_BATCH_IMAGES] if digits else None
+    for batch in read_batches(model, folder, list_images(folder)):
         if batch.rows:
             return batch.images
     raise UserError(f"{folder}: none of its images can be read; give a folder of images.")
 
 
-def export_onnx(model: Model, path: Path, real: np.ndarray | None = None) -> ExportResult:
+def export_onnx(model: InferenceModel, path: Path, real: np.ndarray | None = None) -> ExportResult:
     """Write an ONNX file, from "images" to "probabilities", with the card as metadata.
 
     It is read back and compared on noise and on `real` images; raise `UserError` for a difference over `TOLERANCE`.
@@ -108,7 +108,7 @@ def export_onnx(model: Model, path: Path, real: np.ndarray | None = None) -> Exp
         example = (_noise(model, 2),)
         dynamic = {"images": {0: "batch"}}
         program = torch.onnx.export(
-            Classifier(model).eval(),
+            ExportedClassifier(model).eval(),
             example,
             input_names=["images"],
             output_names=["probabilities"],
@@ -123,12 +123,12 @@ def export_onnx(model: Model, path: Path, real: np.ndarray | None = None) -> Exp
     return _write_checked(path, data, model, lambda images: np.asarray(session.run(None, {"images": images})[0]), real)
 
 
-def export_torch(model: Model, path: Path, real: np.ndarray | None = None) -> ExportResult:
+def export_torch(model: InferenceModel, path: Path, real: np.ndarray | None = None) -> ExportResult:
     """Write and compare a program of torch.export (.pt2) with the card as "halfmoon.json"; see `export_onnx`."""
-    data, extra = io.BytesIO(), {CARD: json.dumps(model.card.render())}
+    data, extra = io.BytesIO(), {CARD_FILE: json.dumps(model.card.render())}
     with _quiet():
         batch = {"images": {0: torch.export.Dim("batch")}}
-        program = torch.export.export(Classifier(model).eval(), (_noise(model, 2),), dynamic_shapes=batch)
+        program = torch.export.export(ExportedClassifier(model).eval(), (_noise(model, 2),), dynamic_shapes=batch)
         program.example_inputs = None  # they would be pickled into the file
         torch.export.save(program, data, extra_files=extra)
         data.seek(0)
@@ -137,16 +137,16 @@ def export_torch(model: Model, path: Path, real: np.ndarray | None = None) -> Ex
 
 
 def _write_checked(
-    path: Path, data: bytes, model: Model, run: Callable[[np.ndarray], np.ndarray], real: np.ndarray | None
+    path: Path, data: bytes, model: InferenceModel, run: Callable[[np.ndarray], np.ndarray], real: np.ndarray | None
 ) -> ExportResult:
     """Compare what was read back from `data` with the model, and write it."""
-    noise = _noise(model, _RANDOM).numpy()
+    noise = _noise(model, _NOISE_IMAGES).numpy()
     samples: Sequence[np.ndarray] = (noise[:1], noise[1:], *(() if real is None else (real,)))
     difference = float(np.max([_difference(model, run, images) for images in samples]))  # NaN stays NaN
-    if not difference <= TOLERANCE:
+    if not difference <= MAX_PROBABILITY_DIFFERENCE:
         raise UserError(
             f"{path} is not written: a probability differs from the model's by {difference:.2g}, more than "
-            f"{TOLERANCE:g}; try other versions of torch, onnx and onnxruntime."
+            f"{MAX_PROBABILITY_DIFFERENCE:g}; try other versions of torch, onnx and onnxruntime."
         )
     try:
         atomic_io.replace(path, data)
@@ -155,13 +155,13 @@ def _write_checked(
     return ExportResult(path, sum(map(len, samples)), difference)
 
 
-def _difference(model: Model, run: Callable[[np.ndarray], np.ndarray], images: np.ndarray) -> float:
+def _difference(model: InferenceModel, run: Callable[[np.ndarray], np.ndarray], images: np.ndarray) -> float:
     """Return the largest difference of a probability, batch by batch; not a number where one is none."""
     parts = [images[first : first + model.batch] for first in range(0, len(images), model.batch)]
     return float(np.max([np.abs(run(part) - model.probabilities(part)).max() for part in parts]))
 
 
-def _noise(model: Model, count: int) -> Tensor:
+def _noise(model: InferenceModel, count: int) -> Tensor:
     generator = torch.Generator().manual_seed(0)
     return torch.randint(0, 256, (count, *model.shape), generator=generator, dtype=torch.uint8)
 

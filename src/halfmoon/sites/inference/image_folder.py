@@ -18,9 +18,9 @@ from halfmoon.data.readers.cache import replacing
 from halfmoon.data.readers.class_folders import SUFFIXES, is_image, unlabeled_in
 from halfmoon.data.readers.decode import fitted
 from halfmoon.report.spreadsheet import harmless_row
-from halfmoon.sites.folders.labels import LABELS, file_of
-from halfmoon.sites.folders.site_folder import read, some
-from halfmoon.sites.inference.load import Model
+from halfmoon.sites.folders.labels import LABELS_FILE, find_labels_file
+from halfmoon.sites.folders.site_folder import join_names, read_site
+from halfmoon.sites.inference.load import InferenceModel
 from halfmoon.storage import atomic_io
 
 
@@ -39,7 +39,7 @@ class ImageBatch(NamedTuple):
     unreadable: list[UnreadableImage]
 
 
-def image_paths(folder: Path) -> list[str]:
+def list_images(folder: Path) -> list[str]:
     """Return the sorted paths of all images in and below a folder, without hidden ones; raise `UserError` for none."""
     if not folder.is_dir():
         what = "this is a file" if folder.is_file() else "there is no such folder"
@@ -56,24 +56,26 @@ def image_paths(folder: Path) -> list[str]:
     return sorted(paths)
 
 
-def labeled_paths(folder: Path, classes: Sequence[str]) -> tuple[list[str], np.ndarray]:
+def list_labeled_images(folder: Path, classes: Sequence[str]) -> tuple[list[str], np.ndarray]:
     """Return the sorted paths of labeled images and their labels, int64 (N,), by labels.csv or by class folders.
 
     Raise `UserError` where there is neither, and for a class that is not in `classes`.
     """
-    if file_of(folder).is_file():
-        site = read(folder)
+    if find_labels_file(folder).is_file():
+        site = read_site(folder)
         pairs = [(path, site.classes[label]) for path, label in zip(site.paths, site.labels, strict=True) if label >= 0]
         if not pairs:
-            raise UserError(f"{folder / LABELS} names no image; write a line with path and label for each labeled one.")
+            raise UserError(
+                f"{folder / LABELS_FILE} names no image; write a line with path and label for each labeled one."
+            )
     else:
-        pairs = [(path, path.split("/")[0]) for path in image_paths(folder) if "/" in path]
+        pairs = [(path, path.split("/")[0]) for path in list_images(folder) if "/" in path]
         if (without := unlabeled_in(folder)) is not None:
             pairs = [(path, name) for path, name in pairs if name != without.name]
         if not pairs:
             raise UserError(
-                f"{folder} has neither a {LABELS} nor class folders; sort the images into a folder for each class, "
-                f"or write a {LABELS} (path,label)."
+                f"{folder} has neither a {LABELS_FILE} nor class folders; sort the images into a folder for each class, "
+                f"or write a {LABELS_FILE} (path,label)."
             )
     numbers = {_plain(name): number for number, name in enumerate(classes)}
     unknown = Counter(name for _, name in pairs if _plain(name) not in numbers)
@@ -82,12 +84,12 @@ def labeled_paths(folder: Path, classes: Sequence[str]) -> tuple[list[str], np.n
         more = f" ({others} more besides)" if others else ""
         raise UserError(
             f"{folder}: the model does not know the class {name!r} of {count} images{more}; its classes are: "
-            f"{some(classes, 20)}."
+            f"{join_names(classes, 20)}."
         )
     return [path for path, _ in pairs], np.array([numbers[_plain(name)] for _, name in pairs], np.int64)
 
 
-def batches(model: Model, folder: Path, paths: Sequence[str]) -> Iterator[ImageBatch]:
+def read_batches(model: InferenceModel, folder: Path, paths: Sequence[str]) -> Iterator[ImageBatch]:
     """Yield the images at `paths` as the model takes them, a batch at a time, with the reasons of unreadable ones."""
 
     def pixels(path: str) -> np.ndarray | UnreadableImage:
@@ -118,7 +120,7 @@ def _refuse(error: OSError) -> None:
     ) from error
 
 
-COLUMNS = ("path", "label", "probability", "sure", "runner_up", "runner_up_probability")
+PREDICTION_COLUMNS = ("path", "label", "probability", "sure", "runner_up", "runner_up_probability")
 
 
 @dataclass(frozen=True)
@@ -127,14 +129,18 @@ class PredictionResult:
 
     out: Path
     images: int  # in the table
-    unsure: int  # of these
+    below_confidence: int
     labels: dict[str, int]  # images of each class of the model
     unreadable: list[UnreadableImage]
-    unlike: int  # of these
+    outliers: int
 
 
-def predict(
-    model: Model, folder: Path, out: Path, sure: float = 0.9, unlike: Callable[[np.ndarray], np.ndarray] | None = None
+def predict_folder(
+    model: InferenceModel,
+    folder: Path,
+    out: Path,
+    sure: float = 0.9,
+    unlike: Callable[[np.ndarray], np.ndarray] | None = None,
 ) -> PredictionResult:
     """Write a CSV file with the `COLUMNS` of each readable image, whole or not at all, and return its counts.
 
@@ -142,7 +148,7 @@ def predict(
     model knows, bool (N,); it is another column. Raise `UserError` where there is no image, or it cannot be
     written.
     """
-    paths = checked_paths(folder, sure)
+    paths = list_images_checked(folder, sure)
     counts: Counter[str] = Counter()
     unsure = strange = 0
     unreadable: list[UnreadableImage] = []
@@ -151,8 +157,8 @@ def predict(
             # Names may hold bytes that are no UTF-8: they are written as they are.
             text = io.TextIOWrapper(file, "utf-8", errors="surrogateescape", newline="", write_through=True)
             table = csv.writer(text, lineterminator="\n")
-            table.writerow(COLUMNS if unlike is None else (*COLUMNS, "unlike"))
-            for cells in predictions(model, folder, paths, sure, unreadable, unlike):
+            table.writerow(PREDICTION_COLUMNS if unlike is None else (*PREDICTION_COLUMNS, "unlike"))
+            for cells in iterate_predictions(model, folder, paths, sure, unreadable, unlike):
                 table.writerow(harmless_row(cells))
                 counts[cells[1]] += 1
                 unsure += cells[3] == "no"
@@ -164,13 +170,13 @@ def predict(
     return PredictionResult(out, sum(counts.values()), unsure, labels, unreadable, strange)
 
 
-def checked_paths(folder: Path, sure: float) -> list[str]:
-    check_share(sure)
-    return image_paths(folder)
+def list_images_checked(folder: Path, sure: float) -> list[str]:
+    check_confidence(sure)
+    return list_images(folder)
 
 
-def predictions(
-    model: Model,
+def iterate_predictions(
+    model: InferenceModel,
     folder: Path,
     paths: Sequence[str],
     sure: float,
@@ -178,19 +184,19 @@ def predictions(
     unlike: Callable[[np.ndarray], np.ndarray] | None = None,
 ) -> Iterator[list[str]]:
     """Yield the cells of each readable image, of `COLUMNS` and of `unlike`; the others are added to `unreadable`."""
-    for batch in batches(model, folder, paths):
+    for batch in read_batches(model, folder, paths):
         unreadable += batch.unreadable
         if not batch.rows:
             continue
         logits, features = model.represent(batch.images)
         odd = None if unlike is None else unlike(features)
-        for place, (row, values) in enumerate(zip(batch.rows, model.scaled(logits), strict=True)):
+        for place, (row, values) in enumerate(zip(batch.rows, model.to_probabilities(logits), strict=True)):
             best, *others = np.argsort(-values, kind="stable")
             cells = [paths[row], model.classes[best], f"{values[best]:.6f}", "yes" if values[best] >= sure else "no"]
             cells += [model.classes[others[0]], f"{values[others[0]]:.6f}"] if others else ["", ""]
             yield cells if odd is None else [*cells, "yes" if odd[place] else "no"]
 
 
-def check_share(sure: float) -> None:
+def check_confidence(sure: float) -> None:
     if not 0 <= sure <= 1:
         raise UserError(f"--sure is {sure:g}: it must be a probability, from 0 to 1.")

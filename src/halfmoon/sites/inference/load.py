@@ -19,11 +19,11 @@ from halfmoon.storage import atomic_io
 from halfmoon.storage.run_folder import MODEL, RUN, SUMMARY
 from halfmoon.storage.serialization import check_seal
 
-MOST, PIXELS = 256, 2**19  # images, and their pixels, of a batch at most: they bound the memory
+MAX_BATCH_IMAGES, MAX_BATCH_PIXELS = 256, 2**19  # images, and their pixels, of a batch at most: they bound the memory
 
 
 @dataclass(frozen=True, eq=False)
-class Model:
+class InferenceModel:
     """A trained network with all that is needed to label images; `load_model` makes it."""
 
     card: Card
@@ -45,7 +45,7 @@ class Model:
 
     @property
     def batch(self) -> int:
-        return max(1, min(MOST, PIXELS // (self.shape[0] * self.shape[1])))
+        return max(1, min(MAX_BATCH_IMAGES, MAX_BATCH_PIXELS // (self.shape[0] * self.shape[1])))
 
     def prepare(self, images: np.ndarray) -> np.ndarray:
         """Return uint8 (N, *shape) as the training images were: shrunk, then padded; raise `UserError`."""
@@ -56,9 +56,9 @@ class Model:
 
     def probabilities(self, images: np.ndarray) -> np.ndarray:
         """Return float64 (N, classes) of uint8 images, by a softmax under the card's temperature."""
-        return self.scaled(self.logits(images))
+        return self.to_probabilities(self.logits(images))
 
-    def scaled(self, logits: np.ndarray) -> np.ndarray:
+    def to_probabilities(self, logits: np.ndarray) -> np.ndarray:
         """Return the probabilities float64 (N, classes) that logits (N, classes) come to under the temperature."""
         return torch.from_numpy(logits / self.card.temperature).softmax(-1).numpy()
 
@@ -80,13 +80,13 @@ class Model:
         return logits.double().cpu().numpy(), features.flatten(1).float().cpu().numpy()
 
 
-def load_model(path: Path | str, device: torch.device | str = "cpu", network: str | None = None) -> Model:
+def load_model(path: Path | str, device: torch.device | str = "cpu", network: str | None = None) -> InferenceModel:
     """Return the model of a finished run's folder, or of a file, on `device`.
 
     `network` (my_module:make) names a network from outside, which no file loads alone. Raise `UserError` for no model,
     or a damaged one.
     """
-    place = model_file(Path(path))
+    place = find_model_file(Path(path))
     try:
         intact = check_seal(place.read_bytes())
     except (OSError, ValueError):  # no safetensors file, or none at all: whoever reads it says so
@@ -114,10 +114,10 @@ def load_model(path: Path | str, device: torch.device | str = "cpu", network: st
     _check_tensors(flat, tree.flatten(expected), place)
     parts = tree.unflatten(flat)
     params, stats = tree.to(parts["params"], device), tree.to(parts.get("stats", {}), device)
-    return Model(card, tree.channels_last(params), stats, torch.device(device))
+    return InferenceModel(card, tree.channels_last(params), stats, torch.device(device))
 
 
-def model_file(path: Path) -> Path:
+def find_model_file(path: Path) -> Path:
     """Return the model file that is meant; raise `UserError` where there is none yet, or no single one."""
     if path.is_file():
         return path

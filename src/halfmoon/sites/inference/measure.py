@@ -16,35 +16,36 @@ from halfmoon.core.errors import UserError
 from halfmoon.data.readers.class_folders import part_of
 from halfmoon.engine.evaluation import temperature
 from halfmoon.report.spreadsheet import harmless_row
-from halfmoon.sites.inference.image_folder import UnreadableImage, batches, check_share, labeled_paths
-from halfmoon.sites.inference.load import Model, load_model, model_file
+from halfmoon.sites.inference.image_folder import UnreadableImage, check_confidence, list_labeled_images, read_batches
+from halfmoon.sites.inference.load import InferenceModel, find_model_file, load_model
 from halfmoon.storage import atomic_io, integrity
 from halfmoon.storage.serialization import with_seal
 
-TRAINING_IMAGES = "has the images that the model was trained on: on new ones it is right less often."
+TRAINING_IMAGES_WARNING = "has the images that the model was trained on: on new ones it is right less often."
 """What is said of the scores of a folder, after its name."""
 
 Scores = dict[str, Any]
 
 
-def evaluate(model: Model, folder: Path, sure: float = 0.9) -> tuple[Scores, list[UnreadableImage]]:
+def evaluate_folder(model: InferenceModel, folder: Path, sure: float = 0.9) -> tuple[Scores, list[UnreadableImage]]:
     """Return `scores`, "auc" and "training_images" on a folder of labeled images, and the unreadable ones.
 
-    Raise `UserError` for none that can be read."""
-    check_share(sure)
-    truth, logits, unreadable = labeled_logits(model, folder)
-    metrics = measured(model, truth, logits, sure)
+    Raise `UserError` for none that can be read.
+    """
+    check_confidence(sure)
+    truth, logits, unreadable = compute_labeled_logits(model, folder)
+    metrics = score_logits(model, truth, logits, sure)
     return {**metrics, "training_images": has_training_images(model, folder)}, unreadable
 
 
-def measured(model: Model, truth: np.ndarray, logits: np.ndarray, sure: float) -> Scores:
+def score_logits(model: InferenceModel, truth: np.ndarray, logits: np.ndarray, sure: float) -> Scores:
     """Return `scores` and "auc" of a model's logits (N, classes) of images whose classes are `truth`, int64 (N,)."""
-    values = model.scaled(logits)
-    metrics = scores(truth, values.argmax(1), values.max(1), classes=model.classes, sure=sure)
-    return {**metrics, "auc": auc(truth, values)}
+    values = model.to_probabilities(logits)
+    metrics = compute_scores(truth, values.argmax(1), values.max(1), classes=model.classes, sure=sure)
+    return {**metrics, "auc": area_under_roc(truth, values)}
 
 
-def has_training_images(model: Model, folder: Path) -> bool:
+def has_training_images(model: InferenceModel, folder: Path) -> bool:
     """Return whether a folder, or its part of the training images, is what the model's run was given as its data."""
     data = Path(model.card.options.get("data", ""))
     if not data.is_absolute() or not data.is_dir():
@@ -52,7 +53,7 @@ def has_training_images(model: Model, folder: Path) -> bool:
     return folder.resolve() in {each.resolve() for each in (data, part_of(data, "train")) if each is not None}
 
 
-def refuse_training_images(model: Model, folder: Path) -> None:
+def refuse_training_images(model: InferenceModel, folder: Path) -> None:
     """Raise UserError for images on which a model is surer than on new ones."""
     if has_training_images(model, folder):
         raise UserError(
@@ -60,12 +61,12 @@ def refuse_training_images(model: Model, folder: Path) -> None:
         )
 
 
-def labeled_logits(model: Model, folder: Path) -> tuple[np.ndarray, np.ndarray, list[UnreadableImage]]:
+def compute_labeled_logits(model: InferenceModel, folder: Path) -> tuple[np.ndarray, np.ndarray, list[UnreadableImage]]:
     """Return labels and logits of a folder of labeled images, and the unreadable ones; raise `UserError` for none."""
-    paths, labels = labeled_paths(folder, model.classes)
+    paths, labels = list_labeled_images(folder, model.classes)
     truth, logits = [], []
     unreadable: list[UnreadableImage] = []
-    for batch in batches(model, folder, paths):
+    for batch in read_batches(model, folder, paths):
         truth.append(labels[batch.rows])
         logits.append(model.logits(batch.images))
         unreadable += batch.unreadable
@@ -75,7 +76,7 @@ def labeled_logits(model: Model, folder: Path) -> tuple[np.ndarray, np.ndarray, 
     return np.concatenate(truth), np.concatenate(logits), unreadable
 
 
-def scores(
+def compute_scores(
     truth: np.ndarray, predicted: np.ndarray, confidence: np.ndarray, classes: Sequence[str], sure: float = 0.9
 ) -> Scores:
     """Return the scores of true and predicted classes, int64 (N,), and their probabilities, (N,).
@@ -89,7 +90,7 @@ def scores(
     hits, support, predictions = confusion.diagonal(), confusion.sum(1), confusion.sum(0)
     precision, recall = _ratio(hits, predictions), _ratio(hits, support)
     f1 = _ratio(2 * hits, support + predictions)
-    error, table = calibration(correct, confidence)
+    error, table = calibration_error(correct, confidence)
     above = confidence >= sure
     return {
         "images": len(truth),
@@ -114,7 +115,7 @@ def scores(
     }
 
 
-def auc(truth: np.ndarray, probabilities: np.ndarray) -> float | None:
+def area_under_roc(truth: np.ndarray, probabilities: np.ndarray) -> float | None:
     """Return the area under the ROC curve: the mean of one class against the rest, where both occur; None without."""
     from scipy.stats import rankdata  # slow to import
 
@@ -129,7 +130,9 @@ def _ratio(part: np.ndarray, whole: np.ndarray) -> np.ndarray:
     return part / np.maximum(whole, 1)
 
 
-def calibration(correct: np.ndarray, confidence: np.ndarray, bins: int = 15) -> tuple[float, list[dict[str, Any]]]:
+def calibration_error(
+    correct: np.ndarray, confidence: np.ndarray, bins: int = 15
+) -> tuple[float, list[dict[str, Any]]]:
     """Return the expected calibration error (Guo et al., ICML 2017, Equation 3) and its reliability table.
 
     Bin m has the images whose probability of the predicted class is in ((m-1)/M, m/M]; an empty one has None for
@@ -154,7 +157,7 @@ def calibration(correct: np.ndarray, confidence: np.ndarray, bins: int = 15) -> 
     return error, table
 
 
-def write(metrics: Scores, unreadable: Sequence[UnreadableImage], out: Path) -> list[Path]:
+def write_evaluation(metrics: Scores, unreadable: Sequence[UnreadableImage], out: Path) -> list[Path]:
     """Write evaluation.json and three tables into a folder; raise `UserError` where it cannot be written."""
     confusion = [
         ["true \\ predicted", *metrics["classes"]],
@@ -187,7 +190,7 @@ def _csv(rows: Sequence[Sequence[Any]]) -> str:
 
 
 @dataclass(frozen=True)
-class Fit:
+class CalibrationFit:
     """How well a model is calibrated at one temperature."""
 
     temperature: float
@@ -201,30 +204,30 @@ class CalibrationResult:
 
     model: Path
     images: int
-    before: Fit
-    after: Fit
+    before: CalibrationFit
+    after: CalibrationFit
     unreadable: list[UnreadableImage]
 
 
-def fit(logits: np.ndarray, labels: np.ndarray, at: float) -> Fit:
+def measure_fit(logits: np.ndarray, labels: np.ndarray, at: float) -> CalibrationFit:
     """Return how well logits (N, classes), divided by the temperature `at`, fit labels (N,)."""
     z, y = torch.from_numpy(logits / at), torch.from_numpy(labels)
     confidence, predicted = z.softmax(1).max(1)
-    error, _ = calibration((predicted == y).numpy(), confidence.numpy())
-    return Fit(at, error, float(F.cross_entropy(z, y)))
+    error, _ = calibration_error((predicted == y).numpy(), confidence.numpy())
+    return CalibrationFit(at, error, float(F.cross_entropy(z, y)))
 
 
-def calibrate(path: Path, folder: Path, device: str = "cpu", network: str | None = None) -> CalibrationResult:
+def calibrate_model(path: Path, folder: Path, device: str = "cpu", network: str | None = None) -> CalibrationResult:
     """Fit the temperature of a model on labeled images, and write it into its file; raise `UserError`."""
-    place, model = model_file(path), load_model(path, device, network)
+    place, model = find_model_file(path), load_model(path, device, network)
     refuse_training_images(model, folder)
-    labels, logits, unreadable = labeled_logits(model, folder)
+    labels, logits, unreadable = compute_labeled_logits(model, folder)
     value = write_temperature(place, model, logits, labels)
-    before, after = (fit(logits, labels, at) for at in (model.card.temperature, value))
+    before, after = (measure_fit(logits, labels, at) for at in (model.card.temperature, value))
     return CalibrationResult(place, len(labels), before, after, unreadable)
 
 
-def write_temperature(place: Path, model: Model, logits: np.ndarray, labels: np.ndarray) -> float:
+def write_temperature(place: Path, model: InferenceModel, logits: np.ndarray, labels: np.ndarray) -> float:
     """Put the temperature that fits these logits into the card of the model file, and return it."""
     value = temperature(torch.from_numpy(logits), torch.from_numpy(labels))
     try:

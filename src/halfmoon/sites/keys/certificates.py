@@ -24,29 +24,29 @@ except ImportError as error:
         f"keys and certificates need the library cryptography, which is not installed: {install_command('flower')}."
     ) from error
 
-NEAR = ("localhost", "127.0.0.1", "::1")  # programs on a server's own machine call it by these
+LOCAL_HOSTS = ("localhost", "127.0.0.1", "::1")  # programs on a server's own machine call it by these
 _CURVES = (ec.SECP256R1, ec.SECP384R1, ec.SECP521R1)  # those that both OpenSSH and Flower know
-_NOTHING = serialization.NoEncryption()
+_NO_ENCRYPTION = serialization.NoEncryption()
 
 
 @dataclass(frozen=True)
-class Pair:
+class KeyPair:
     """A private key and its certificate, both PEM."""
 
     key: bytes
     certificate: bytes
 
 
-def authority(days: int, now: datetime) -> Pair:
+def create_authority(days: int, now: datetime) -> KeyPair:
     """Return a new authority for so many days: it may sign certificates of servers, and no other authority."""
     key = ec.generate_private_key(ec.SECP384R1())
     serial = x509.random_serial_number()
     name = _named(f"federation authority {serial:x}"[:40])
     builder = _builder(name, name, key, serial, now, now + timedelta(days=days), ca=True)
-    return Pair(_pem(key), builder.sign(key, hashes.SHA384()).public_bytes(serialization.Encoding.PEM))
+    return KeyPair(_pem(key), builder.sign(key, hashes.SHA384()).public_bytes(serialization.Encoding.PEM))
 
 
-def server(issuer: Pair, hosts: Sequence[str], days: int, now: datetime) -> Pair:
+def create_server_certificate(issuer: KeyPair, hosts: Sequence[str], days: int, now: datetime) -> KeyPair:
     """Return a server's key and certificate for these names; raise UserError where the authority has run out."""
     above = x509.load_pem_x509_certificate(issuer.certificate)
     if above.not_valid_after_utc <= now:
@@ -57,24 +57,24 @@ def server(issuer: Pair, hosts: Sequence[str], days: int, now: datetime) -> Pair
     signer = _loaded(issuer.key)
     key = ec.generate_private_key(ec.SECP384R1())
     end = min(now + timedelta(days=days), above.not_valid_after_utc)
-    names = [_alternative(host) for host in dict.fromkeys([*hosts, *NEAR])]
+    names = [_alternative(host) for host in dict.fromkeys([*hosts, *LOCAL_HOSTS])]
     serial = x509.random_serial_number()
     builder = _builder(above.subject, _named("federation server"), key, serial, now, end, ca=False)
     builder = builder.add_extension(x509.ExtendedKeyUsage([ExtendedKeyUsageOID.SERVER_AUTH]), critical=False)
     builder = builder.add_extension(x509.SubjectAlternativeName(names), critical=False)
     signer_key = x509.AuthorityKeyIdentifier.from_issuer_public_key(signer.public_key())
     builder = builder.add_extension(signer_key, critical=False)
-    return Pair(_pem(key), builder.sign(signer, hashes.SHA384()).public_bytes(serialization.Encoding.PEM))
+    return KeyPair(_pem(key), builder.sign(signer, hashes.SHA384()).public_bytes(serialization.Encoding.PEM))
 
 
-def site(name: str) -> tuple[bytes, bytes]:
+def create_site_key(name: str) -> tuple[bytes, bytes]:
     """Return a new private key in OpenSSH's format, as a SuperNode reads it, and the line with its public half."""
     key = ec.generate_private_key(ec.SECP384R1())
-    private = key.private_bytes(serialization.Encoding.PEM, serialization.PrivateFormat.OpenSSH, _NOTHING)
+    private = key.private_bytes(serialization.Encoding.PEM, serialization.PrivateFormat.OpenSSH, _NO_ENCRYPTION)
     return private, _line(key.public_key(), name)
 
 
-def public(data: bytes, source: str, name: str) -> bytes:
+def parse_public_key(data: bytes, source: str, name: str) -> bytes:
     """Return the line of a public key with the site's name; raise UserError for any other key."""
     if b"PRIVATE KEY-----" in data:
         raise UserError(f"{source} is a private key, which no one but its site may have: give the file NAME.pub.")
@@ -88,7 +88,7 @@ def public(data: bytes, source: str, name: str) -> bytes:
     return _line(key, name)
 
 
-def fingerprint(line: bytes) -> str:
+def key_fingerprint(line: bytes) -> str:
     """Return the fingerprint of a public key's line as `ssh-keygen -l` shows it; raise UserError where it is none."""
     try:
         blob = base64.b64decode(line.split()[1], validate=True)
@@ -97,17 +97,17 @@ def fingerprint(line: bytes) -> str:
     return f"SHA256:{base64.b64encode(hashlib.sha256(blob).digest()).decode().rstrip('=')}"
 
 
-def seal(certificate: bytes) -> str:
+def certificate_fingerprint(certificate: bytes) -> str:
     """Return the fingerprint of a certificate as `openssl x509 -fingerprint -sha256` shows it; raise ValueError."""
     return x509.load_pem_x509_certificate(certificate).fingerprint(hashes.SHA256()).hex(":").upper()
 
 
-def span(certificate: bytes) -> tuple[datetime, datetime]:
+def validity_period(certificate: bytes) -> tuple[datetime, datetime]:
     read = x509.load_pem_x509_certificate(certificate)
     return read.not_valid_before_utc, read.not_valid_after_utc
 
 
-def fits(key: bytes, certificate: bytes) -> bool:
+def key_matches(key: bytes, certificate: bytes) -> bool:
     return _loaded(key).public_key() == x509.load_pem_x509_certificate(certificate).public_key()
 
 
@@ -142,7 +142,7 @@ def _alternative(host: str) -> x509.GeneralName:
 
 
 def _pem(key: ec.EllipticCurvePrivateKey) -> bytes:
-    return key.private_bytes(serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, _NOTHING)
+    return key.private_bytes(serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, _NO_ENCRYPTION)
 
 
 def _loaded(key: bytes) -> ec.EllipticCurvePrivateKey:

@@ -15,23 +15,23 @@ from pydantic import TypeAdapter, ValidationError
 from halfmoon.config.schema import SITE_NAME
 from halfmoon.core.errors import UserError
 from halfmoon.sites.keys import paths
-from halfmoon.sites.keys.paths import LOCK, RECORD
+from halfmoon.sites.keys.paths import LOCK_FILE, RECORD_FILE
 from halfmoon.storage import atomic_io, locks
 
-WAITING = 10.0  # seconds that the lock is waited for; whoever has it needs it for less than one
+LOCK_TIMEOUT_SECONDS = 10.0  # seconds that the lock is waited for; whoever has it needs it for less than one
 
 _NEXT, _PENDING, _BORN, _GONE = ".next", ".ready", ".partial-", ".gone"
 
 
 @dataclass(frozen=True)
-class File:
+class FileContent:
     """What a file holds; a private one is for its owner alone."""
 
     data: bytes
     private: bool = False
 
 
-def make(folder: Path, files: Mapping[str, File]) -> None:
+def create_folder(folder: Path, files: Mapping[str, FileContent]) -> None:
     """Make a folder with these files, whole or not at all; raise UserError where something is there already."""
     if folder.is_symlink() or (folder.exists() and not folder.is_dir()) or (folder.is_dir() and any(folder.iterdir())):
         raise UserError(f"{folder} is there already: name a new folder, or delete that one if nobody needs it.")
@@ -40,7 +40,7 @@ def make(folder: Path, files: Mapping[str, File]) -> None:
         _clear(folder)
         born = Path(mkdtemp(prefix=f".{folder.name}{_BORN}", dir=folder.parent))
         try:
-            with locks.hold(born / LOCK) as lock:
+            with locks.hold(born / LOCK_FILE) as lock:
                 _write(born, files)
                 os.replace(born, folder)
                 if lock.owner is not None:  # it has moved along, and says that somebody is at work
@@ -53,16 +53,16 @@ def make(folder: Path, files: Mapping[str, File]) -> None:
         raise UserError(f"{folder} cannot be made ({atomic_io.reason(error)}); choose another folder.") from error
 
 
-def change(folder: Path, files: Mapping[str, File], gone: Sequence[str] = ()) -> None:
+def apply_changes(folder: Path, files: Mapping[str, FileContent], gone: Sequence[str] = ()) -> None:
     """Put files into a locked folder and delete others: all or none."""
     os.mkdir(folder / _NEXT, 0o700)
-    _write(folder / _NEXT, {**files, _GONE: File(json.dumps(list(gone)).encode())})
+    _write(folder / _NEXT, {**files, _GONE: FileContent(json.dumps(list(gone)).encode())})
     os.replace(folder / _NEXT, folder / _PENDING)
     atomic_io.sync_folder(folder)
-    finish(folder)
+    finish_changes(folder)
 
 
-def finish(folder: Path) -> None:
+def finish_changes(folder: Path) -> None:
     """Put into place what a change in a locked folder has left to do; clear away what never counted."""
     pending = folder / _PENDING
     if (folder / _NEXT).exists():
@@ -71,7 +71,7 @@ def finish(folder: Path) -> None:
         return
     gone = json.loads((pending / _GONE).read_bytes())
     paths = [path.relative_to(pending) for path in pending.rglob("*") if path.is_file() and path.name != _GONE]
-    for path in sorted(paths, key=lambda each: (each == Path(RECORD), each)):
+    for path in sorted(paths, key=lambda each: (each == Path(RECORD_FILE), each)):
         _folders(folder, path.parent)
         os.replace(pending / path, folder / path)
         atomic_io.sync_folder((folder / path).parent)
@@ -84,11 +84,11 @@ def finish(folder: Path) -> None:
 
 
 @contextmanager
-def locked(folder: Path) -> Iterator[None]:
+def lock_folder(folder: Path) -> Iterator[None]:
     """Hold the folder's lock and finish what was left; raise UserError where it cannot be had or used."""
     try:
-        with locks.hold(folder / LOCK, WAITING):
-            finish(folder)
+        with locks.hold(folder / LOCK_FILE, LOCK_TIMEOUT_SECONDS):
+            finish_changes(folder)
             yield
     except locks.Conflict as error:
         raise UserError(
@@ -102,13 +102,13 @@ def _clear(folder: Path) -> None:
     """Delete what was left by those who were killed while they made this folder."""
     for left in folder.parent.glob(f".{folder.name}{_BORN}*"):
         try:
-            with locks.hold(left / LOCK):
+            with locks.hold(left / LOCK_FILE):
                 shutil.rmtree(left)
         except locks.Conflict:
             continue  # it is being made right now
 
 
-def _write(root: Path, files: Mapping[str, File]) -> None:
+def _write(root: Path, files: Mapping[str, FileContent]) -> None:
     for name, file in files.items():
         _folders(root, Path(name).parent)
         mode = 0o600 if file.private else 0o644
@@ -122,12 +122,12 @@ def _folders(root: Path, path: Path) -> None:
         (root / part).mkdir(mode=0o700, exist_ok=True)
 
 
-DAYS, PORT, LISTEN = 365, 9092, 9443
+DEFAULT_CERTIFICATE_DAYS, DEFAULT_PORT, DEFAULT_LISTEN_PORT = 365, 9092, 9443
 """How long a server's certificate is valid, and the ports, where nothing else is said."""
-MOST_DAYS = 3650  # how long an authority is valid; what it signs never outlives it
+AUTHORITY_DAYS = 3650  # how long an authority is valid; what it signs never outlives it
 SCHEMA = 1
 
-HERE, THERE = "here", "at the site"  # where a site's key was made
+MADE_HERE, MADE_AT_SITE = "here", "at the site"  # where a site's key was made
 
 
 @dataclass(frozen=True)
@@ -140,7 +140,7 @@ class SiteKeys:
 
 
 @dataclass(frozen=True)
-class Refused:
+class RefusedKey:
     """A key that may not come in any more, and never again under any name."""
 
     name: str
@@ -150,7 +150,7 @@ class Refused:
 
 
 @dataclass(frozen=True)
-class Record:
+class AccessRecord:
     """What access.json holds: how the server is reached, the certificates' fingerprints, the sites, refused keys."""
 
     hosts: tuple[str, ...]
@@ -160,11 +160,11 @@ class Record:
     authority: str
     certificate: str
     sites: dict[str, SiteKeys]
-    refused: tuple[Refused, ...] = ()
+    refused: tuple[RefusedKey, ...] = ()
     schema: int = SCHEMA
 
-    def file(self) -> File:
-        return File(atomic_io.render(asdict(self)))
+    def file(self) -> FileContent:
+        return FileContent(atomic_io.render(asdict(self)))
 
     @property
     def address(self) -> str:
@@ -173,7 +173,7 @@ class Record:
 
 
 @dataclass(frozen=True)
-class Term:
+class CertificateValidity:
     """How long a certificate is valid; `remedy` is the flag of `halfmoon federation rotate` that makes a new one."""
 
     what: str
@@ -198,7 +198,7 @@ class Access:
     def open(cls, folder: Path) -> "Access":
         """Return what a folder says; raise UserError where it is none, damaged, or its keys are open to others."""
         folder = folder.absolute()
-        with reading(folder) as record:
+        with open_record(folder) as record:
             _check(folder, record)
         return cls(
             folder,
@@ -206,18 +206,18 @@ class Access:
             certificate=folder / paths.CERTIFICATE,
             key=folder / paths.KEY,
             port=record.port,
-            sites={name: folder / paths.public(name) for name in record.sites},
+            sites={name: folder / paths.public_key_path(name) for name in record.sites},
         )
 
     def stamp(self) -> tuple[int, ...]:
         """Return what changes whenever the folder's record does; () where it is gone."""
         try:
-            now = (self.folder / paths.RECORD).stat()
+            now = (self.folder / paths.RECORD_FILE).stat()
         except OSError:
             return ()
         return now.st_ino, now.st_mtime_ns, now.st_size
 
-    def terms(self) -> list[Term]:
+    def terms(self) -> list[CertificateValidity]:
         """Return how long the certificates are valid; raise UserError where they cannot be read."""
         from halfmoon.sites.keys import certificates
 
@@ -228,7 +228,11 @@ class Access:
         ):
             data = _bytes(path)
             try:
-                terms.append(Term(what, certificates.seal(data), *certificates.span(data), remedy))
+                terms.append(
+                    CertificateValidity(
+                        what, certificates.certificate_fingerprint(data), *certificates.validity_period(data), remedy
+                    )
+                )
             except ValueError as error:
                 raise UserError(f"{path} cannot be read ({error}): restore it from a copy.") from error
         return terms
@@ -240,9 +244,11 @@ class Access:
         for term in self.terms():
             order = f"halfmoon federation rotate {self.folder} {term.remedy}"
             if term.end <= now:
-                sentences.append(f"{term.what} {left(term.end, now)}, and no site can come in: run {order}.")
+                sentences.append(
+                    f"{term.what} {describe_time_until(term.end, now)}, and no site can come in: run {order}."
+                )
             elif term.end - now <= timedelta(days=30):
-                sentences.append(f"{term.what} runs out {left(term.end, now)}: run {order} before.")
+                sentences.append(f"{term.what} runs out {describe_time_until(term.end, now)}: run {order} before.")
             if term.begin > now:
                 sentences.append(
                     f"{term.what} is not valid before {term.begin:%Y-%m-%d %H:%M} UTC: look at this clock."
@@ -250,7 +256,7 @@ class Access:
         return sentences
 
 
-def left(end: datetime, now: datetime) -> str:
+def describe_time_until(end: datetime, now: datetime) -> str:
     """Return in words how far away a moment is: "in 34 days", "EXPIRED 3 days ago"."""
     hours = abs(end - now) // timedelta(hours=1)
     count, unit = (hours // 24, "day") if hours >= 24 else (hours, "hour")
@@ -259,21 +265,23 @@ def left(end: datetime, now: datetime) -> str:
 
 
 @contextmanager
-def reading(folder: Path) -> Iterator[Record]:
+def open_record(folder: Path) -> Iterator[AccessRecord]:
     """Give the record of a folder, which nobody changes meanwhile; raise UserError where there is none."""
-    if not folder.is_dir() or not any((folder / name).exists() for name in (paths.RECORD, paths.CA, paths.CERTIFICATE)):
+    if not folder.is_dir() or not any(
+        (folder / name).exists() for name in (paths.RECORD_FILE, paths.CA, paths.CERTIFICATE)
+    ):
         raise UserError(f"{folder} is no folder of keys: make one with halfmoon federation init {folder}.")
-    with locked(folder):
+    with lock_folder(folder):
         yield _record(folder)
 
 
-def _record(folder: Path) -> Record:
-    path = folder / paths.RECORD
+def _record(folder: Path) -> AccessRecord:
+    path = folder / paths.RECORD_FILE
     data = atomic_io.read(path)
     if data is None:
         raise UserError(f"{path} is missing: restore it from a copy; without it nobody knows which sites may come in.")
     try:
-        record = TypeAdapter(Record).validate_json(data, strict=True)
+        record = TypeAdapter(AccessRecord).validate_json(data, strict=True)
     except ValidationError as error:
         schema = (atomic_io.read_json(path) or {}).get("schema")
         if isinstance(schema, int) and schema > SCHEMA:
@@ -289,32 +297,36 @@ def _record(folder: Path) -> Record:
     return record
 
 
-def _check(folder: Path, record: Record) -> None:
+def _check(folder: Path, record: AccessRecord) -> None:
     from halfmoon.sites.keys import certificates
 
-    for name in (paths.CA_KEY, paths.KEY, *map(paths.private, record.sites)):
-        guarded(folder / name)
-    for name in ("", paths.RECORD, paths.CA, paths.CERTIFICATE, *map(paths.site, record.sites)):
-        _fixed(folder / name)
+    for name in (paths.CA_KEY, paths.KEY, *map(paths.private_key_path, record.sites)):
+        check_permissions(folder / name)
+    for name in ("", paths.RECORD_FILE, paths.CA, paths.CERTIFICATE, *map(paths.site_path, record.sites)):
+        _check_not_writable(folder / name)
     for name in record.sites:
-        _fixed(folder / paths.public(name))
+        _check_not_writable(folder / paths.public_key_path(name))
     authority, certificate, key = (_bytes(folder / name) for name in (paths.CA, paths.CERTIFICATE, paths.KEY))
     try:
-        if certificates.seal(authority) != record.authority:
-            raise UserError(f"{folder / paths.CA} is another one than {paths.RECORD} says: restore it from a copy.")
-        whole = certificates.seal(certificate) == record.certificate and certificates.fits(key, certificate)
+        if certificates.certificate_fingerprint(authority) != record.authority:
+            raise UserError(
+                f"{folder / paths.CA} is another one than {paths.RECORD_FILE} says: restore it from a copy."
+            )
+        whole = certificates.certificate_fingerprint(certificate) == record.certificate and certificates.key_matches(
+            key, certificate
+        )
     except ValueError as error:
         raise UserError(f"{folder}: its certificates cannot be read ({error}): restore them from a copy.") from error
     if not whole:
         order = f"halfmoon federation rotate {folder} --server"
         raise UserError(
-            f"{folder / paths.KEY} and {paths.CERTIFICATE} are not those of {paths.RECORD}: make new ones with {order}."
+            f"{folder / paths.KEY} and {paths.CERTIFICATE} are not those of {paths.RECORD_FILE}: make new ones with {order}."
         )
     for name, site in record.sites.items():
-        path = folder / paths.public(name)
-        if certificates.fingerprint(_bytes(path)) != site.fingerprint:
+        path = folder / paths.public_key_path(name)
+        if certificates.key_fingerprint(_bytes(path)) != site.fingerprint:
             raise UserError(
-                f"{path} is another key than {paths.RECORD} says: restore it from a copy, or remove the site."
+                f"{path} is another key than {paths.RECORD_FILE} says: restore it from a copy, or remove the site."
             )
 
 
@@ -325,7 +337,7 @@ def _bytes(path: Path) -> bytes:
     return data
 
 
-def guarded(path: Path) -> None:
+def check_permissions(path: Path) -> None:
     """Raise UserError where a private file is there and somebody else can read or change it."""
     if os.name == "posix" and path.exists() and path.stat().st_mode & 0o077:
         raise UserError(
@@ -334,6 +346,6 @@ def guarded(path: Path) -> None:
         )
 
 
-def _fixed(path: Path) -> None:
+def _check_not_writable(path: Path) -> None:
     if os.name == "posix" and path.exists() and path.stat().st_mode & 0o022:
         raise UserError(f"{path} can be changed by other users of this machine: run chmod go-w {path}, and look at it.")

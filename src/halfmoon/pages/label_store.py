@@ -8,35 +8,46 @@ from typing import Any
 import numpy as np
 
 from halfmoon.core.errors import UserError
-from halfmoon.sites.folders.labels import NOTES, UNSURE, Answer, Changed, labels, nfc, plain, stamp, write
-from halfmoon.sites.folders.site_folder import LABELS, UNLABELED, SiteFolder
+from halfmoon.sites.folders.labels import (
+    NOTES_FILE,
+    UNDECIDED_FILE,
+    LabelConflict,
+    LabelEdit,
+    file_stamp,
+    normalize_path,
+    normalize_text,
+    read_labels,
+    write_labels,
+)
+from halfmoon.sites.folders.site_folder import LABELS_FILE, UNLABELED, SiteFolder
 
 
-class Book:
+class LabelStore:
     """The labels and the not-sure marks of a site's N images, read again whenever a file has changed.
 
     `labels` is int64 (N,), -1 for none; `unsure` bool (N,); `version` grows with every change, whoever made it.
     """
 
-    def __init__(self, site: SiteFolder, classes: Sequence[str], table: str = LABELS) -> None:
+    def __init__(self, site: SiteFolder, classes: Sequence[str], table: str = LABELS_FILE) -> None:
         """Open the labels of a site; `classes` may name more than its files do. `table` is the file of another reader,
-        who sees nobody else's labels."""
+        who sees nobody else's labels.
+        """
         self.table = table
-        self.doubts = UNSURE if table == LABELS else f"{table.removesuffix('.csv')}.not-sure.csv"
+        self.doubts = UNDECIDED_FILE if table == LABELS_FILE else f"{table.removesuffix('.csv')}.not-sure.csv"
         self.folder: Path = site.folder
         self.paths = site.paths
         self.classes = list(dict.fromkeys([*classes, *site.classes]))
         self.labels = np.full(len(site), UNLABELED, np.int64)
-        self.unsure = np.zeros(len(site), bool)
+        self.undecided = np.zeros(len(site), bool)
         self.version = 0
         self.answers = 0  # by this page
         self._changes: list[tuple[int, int]] = []  # (version, row)
-        self._rows = {plain(path): row for row, path in enumerate(site.paths)}
+        self._rows = {normalize_path(path): row for row, path in enumerate(site.paths)}
         self._stamps: dict[str, tuple[int, ...]] = {}
         self._lock = threading.RLock()
         self.refresh()
         # Labels that are names of folders: the first answer writes all of them, as a labels.csv alone counts then.
-        self.foldered = table == LABELS and not stamp(self.folder) and bool((site.labels >= 0).any())
+        self.foldered = table == LABELS_FILE and not file_stamp(self.folder) and bool((site.labels >= 0).any())
         if self.foldered:
             numbers = np.array([self.classes.index(name) for name in site.classes] + [UNLABELED])
             self.labels = numbers[site.labels]
@@ -45,14 +56,14 @@ class Book:
         """Take over what has been written since the last time; raise UserError where labels.csv is broken."""
         with self._lock:
             for name in (self.table, self.doubts):
-                now = stamp(self.folder, name)
+                now = file_stamp(self.folder, name)
                 if now == self._stamps.get(name):
                     continue
-                self._replace(labels(self.folder, name), name)
+                self._replace(read_labels(self.folder, name), name)
                 self._stamps[name] = now
 
     def _replace(self, table: dict[str, str], name: str) -> None:
-        numbers = {nfc(word): number for number, word in enumerate(self.classes)}
+        numbers = {normalize_text(word): number for number, word in enumerate(self.classes)}
         new = np.full(len(self.paths), UNLABELED, np.int64)
         for path, word in table.items():
             row = self._rows.get(path)
@@ -62,7 +73,7 @@ class Book:
                 numbers[word] = len(self.classes)
                 self.classes.append(word)
             new[row] = numbers.get(word, 0)
-        old = self.labels if name == self.table else np.where(self.unsure, 0, UNLABELED)
+        old = self.labels if name == self.table else np.where(self.undecided, 0, UNLABELED)
         changed = np.flatnonzero(new != old)
         if not len(changed):
             return
@@ -71,13 +82,13 @@ class Book:
         if name == self.table:
             self.labels = new
         else:
-            self.unsure = new >= 0
+            self.undecided = new >= 0
 
     def changes(self, since: int) -> list[list[int]]:
         """Return [row, label, not sure] of every row that has changed after the version `since`."""
         with self._lock:
             rows = sorted({row for version, row in self._changes if version > since})
-            return [[row, int(self.labels[row]), int(self.unsure[row])] for row in rows]
+            return [[row, int(self.labels[row]), int(self.undecided[row])] for row in rows]
 
     def answer(self, row: int, label: str, previous: str, by: str | None) -> None:
         """Write an image's label, as `answers` does."""
@@ -88,40 +99,46 @@ class Book:
 
         Raise Changed where one has another label by now, UserError for an unknown row or class.
         """
-        names = {"", *map(nfc, self.classes)}
+        names = {"", *map(normalize_text, self.classes)}
         for _, label, _ in entries:
-            if nfc(label) not in names:
+            if normalize_text(label) not in names:
                 raise UserError(f"there is no class {label!r} here.")
-        answers = [Answer(self._path(row), label, previous, by) for row, label, previous in entries]
+        answers = [LabelEdit(self._path(row), label, previous, by) for row, label, previous in entries]
         if self.foldered:
             rows = np.flatnonzero(self.labels >= 0)
-            write(self.folder, *(Answer(self.paths[n], self.classes[self.labels[n]]) for n in rows))
+            write_labels(self.folder, *(LabelEdit(self.paths[n], self.classes[self.labels[n]]) for n in rows))
             self.foldered = False
         try:
-            write(self.folder, *answers, name=self.table)
-        except Changed:
+            write_labels(self.folder, *answers, name=self.table)
+        except LabelConflict:
             self.refresh()
             raise
-        named = [Answer(self.paths[row], "", "not sure") for row, label, _ in entries if label and self.unsure[row]]
+        named = [
+            LabelEdit(self.paths[row], "", "not sure") for row, label, _ in entries if label and self.undecided[row]
+        ]
         if named:
-            write(self.folder, *named, name=self.doubts)
+            write_labels(self.folder, *named, name=self.doubts)
         self.answers += len(answers)
         self.refresh()
 
     def notes(self) -> dict[int, str]:
         """Return what people noted about images, by row."""
-        return {self._rows[path]: words for path, words in labels(self.folder, NOTES).items() if path in self._rows}
+        return {
+            self._rows[path]: words
+            for path, words in read_labels(self.folder, NOTES_FILE).items()
+            if path in self._rows
+        }
 
     def note(self, row: int, words: str, by: str | None) -> None:
         """Write a note of one line about an image; "" takes it back."""
         before = self.notes().get(row, "")
-        write(self.folder, Answer(self._path(row), words, before, by), name=NOTES)
+        write_labels(self.folder, LabelEdit(self._path(row), words, before, by), name=NOTES_FILE)
 
     def doubt(self, row: int, on: bool, by: str | None) -> None:
         """Note that somebody could not name an image, or take that back."""
         path = self._path(row)
         words = ("not sure", "") if on else ("", "not sure")
-        write(self.folder, Answer(path, words[0], words[1], by), name=self.doubts)
+        write_labels(self.folder, LabelEdit(path, words[0], words[1], by), name=self.doubts)
         self.refresh()
 
     def _path(self, row: int) -> str:
@@ -150,6 +167,6 @@ class Book:
                 "counts": self.counts(),
                 "starved": self.starved(),
                 "labeled": int((self.labels >= 0).sum()),
-                "unsure": int((self.unsure & (self.labels < 0)).sum()),
+                "unsure": int((self.undecided & (self.labels < 0)).sum()),
                 "total": len(self.paths),
             }

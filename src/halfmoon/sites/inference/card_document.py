@@ -14,7 +14,7 @@ from halfmoon.models.registry import described
 from halfmoon.runs.model_card import Card
 from halfmoon.storage import atomic_io
 
-FILES = ("model-card.md", "model-card.html")
+CARD_FILES = ("model-card.md", "model-card.html")
 
 STYLE = (
     ":root{color-scheme:light dark}body{font:16px/1.5 system-ui,sans-serif;max-width:46em;margin:2em auto;"
@@ -30,7 +30,7 @@ LIMITS = (
 
 
 @dataclass(frozen=True)
-class Origin:
+class ModelProvenance:
     """How a model came about: the federation, its sites and rounds, and this site's labeled and unlabeled images."""
 
     name: str
@@ -42,7 +42,9 @@ class Origin:
     version: str
 
 
-def sections(card: Card, origin: Origin, sha256: str, confusion: np.ndarray | None) -> dict[str, list[str]]:
+def build_sections(
+    card: Card, origin: ModelProvenance, sha256: str, confusion: np.ndarray | None
+) -> dict[str, list[str]]:
     """Return the card, a few lines a section; `confusion` counts this site's test images, (true, predicted)."""
     height, width, channels = card.shape
     form = f"{width}x{height}, {'gray' if channels == 1 else 'RGB'}"
@@ -77,7 +79,7 @@ def sections(card: Card, origin: Origin, sha256: str, confusion: np.ndarray | No
     }
 
 
-def write(folder: Path, title: str, parts: dict[str, list[str]]) -> None:
+def write_card(folder: Path, title: str, parts: dict[str, list[str]]) -> None:
     """Write both files of a card, each whole or not at all."""
     lines = [f"# {title}", ""]
     for name, points in parts.items():
@@ -90,7 +92,7 @@ def write(folder: Path, title: str, parts: dict[str, list[str]]) -> None:
         f'<!doctype html><html lang="en"><meta charset="utf-8"><meta name="viewport" content="width=device-width">'
         f"<title>{escape(title)}</title><style>{STYLE}</style><h1>{escape(title)}</h1>\n{body}</html>\n"
     )
-    for name, text in zip(FILES, ("\n".join(lines), page), strict=True):
+    for name, text in zip(CARD_FILES, ("\n".join(lines), page), strict=True):
         atomic_io.replace(folder / name, text.encode())
 
 

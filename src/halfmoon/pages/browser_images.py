@@ -32,20 +32,20 @@ from halfmoon.data.readers.decode import (
     strips,
     upright,
 )
-from halfmoon.sites.folders.labels import HOME
+from halfmoon.sites.folders.labels import STATE_FOLDER
 from halfmoon.storage import atomic_io
 
 CACHE_BYTES = 32 * 2**20  # bytes of pictures that stay in memory, encoded
-MOST_BYTES = 8 * MOST_PIXELS  # what the decoder of one image may take
-QUEUE = 8  # large images that are waited for at once; any number of requests may wait for one
+MAX_DECODING_BYTES = 8 * MOST_PIXELS  # what the decoder of one image may take
+MAX_WAITING_IMAGES = 8  # large images that are waited for at once; any number of requests may wait for one
 
 
-class Busy(UserError):
+class TooManyRequests(UserError):
     """Too many large images are waited for."""
 
 
 @dataclass(frozen=True)
-class Picture:
+class BrowserImage:
     """An encoded image; with `grays` red and green are the bytes of a 16-bit gray.
 
     `grays`: slope and intercept make values of these, `low` and `high` are black and white, and the modality.
@@ -59,7 +59,9 @@ class Picture:
         return "image/png" if self.data.startswith(b"\x89PNG") else "image/jpeg"
 
 
-def picture(path: Path, name: str, small: bool = False, window: tuple[float, float] | None = None) -> Picture:
+def encode_for_browser(
+    path: Path, name: str, small: bool = False, window: tuple[float, float] | None = None
+) -> BrowserImage:
     """Return an image file for a browser; `window` goes before the file's own.
 
     A small one is 8-bit, as training sees it. Raise UserError where it cannot be read.
@@ -79,7 +81,7 @@ def picture(path: Path, name: str, small: bool = False, window: tuple[float, flo
     image = converted(image, name, 1 if image.mode in ("1", "L", "LA") else 3)
     image.thumbnail((most, most), Image.Resampling.BILINEAR)
     # Small pictures stay exact; of large ones nobody sees the difference, and they come faster.
-    return Picture(_encoded(image, "JPEG" if small and max(image.size) > 96 else "PNG"))
+    return BrowserImage(_encoded(image, "JPEG" if small and max(image.size) > 96 else "PNG"))
 
 
 def _reduced(image: Image.Image, most: int) -> Image.Image:
@@ -90,7 +92,7 @@ def _reduced(image: Image.Image, most: int) -> Image.Image:
     image.draft(None, (most, most))
     image = loaded(image)
     if deep(image) and max(image.size) > most:
-        less = Image.fromarray(shrunk(image, most))
+        less = Image.fromarray(shrink_by_mean(image, most))
         less.info = image.info | {"extremes": extremes(strips(image), image.width * image.height)}
         return less
     factor = max(image.size) // most
@@ -104,7 +106,7 @@ def _reduced(image: Image.Image, most: int) -> Image.Image:
     return image.reduce(factor)
 
 
-def shrunk(image: Image.Image, most: int) -> np.ndarray:
+def shrink_by_mean(image: Image.Image, most: int) -> np.ndarray:
     """Return a deep image's grays (H, W) averaged over squares so that no side is longer than `most`."""
     factor = -(-max(image.size) // most)
     if min(image.size) < factor:
@@ -117,7 +119,7 @@ def shrunk(image: Image.Image, most: int) -> np.ndarray:
     return np.stack(means).astype(np.float32) if image.mode == "F" else np.rint(means).astype(rows.dtype)
 
 
-def _packed(pixels: np.ndarray, window: tuple[float, float], about: Mapping[Any, Any]) -> Picture:
+def _packed(pixels: np.ndarray, window: tuple[float, float], about: Mapping[Any, Any]) -> BrowserImage:
     slope, intercept = about.get("rescale", (1.0, 0.0))
     ends = sorted(end * slope + intercept for end in window)
     if pixels.dtype != np.uint16:
@@ -127,7 +129,7 @@ def _packed(pixels: np.ndarray, window: tuple[float, float], about: Mapping[Any,
         slope, intercept = slope * step, intercept + slope * low
     parts = np.stack([pixels >> 8, pixels & 255, np.zeros_like(pixels)], 2).astype(np.uint8)
     grays = {"slope": slope, "intercept": intercept, "low": ends[0], "high": ends[1]}
-    return Picture(_encoded(Image.fromarray(parts), "PNG"), {**grays, "modality": about.get("modality", "")})
+    return BrowserImage(_encoded(Image.fromarray(parts), "PNG"), {**grays, "modality": about.get("modality", "")})
 
 
 def _encoded(image: Image.Image, form: str) -> bytes:
@@ -136,7 +138,7 @@ def _encoded(image: Image.Image, form: str) -> bytes:
     return file.getvalue()
 
 
-def is_large(path: Path, name: str) -> bool:
+def needs_queue(path: Path, name: str) -> bool:
     """Return whether an image has to take its turn, from its header; raise UserError if it is too large to show."""
     large = False
     try:
@@ -150,7 +152,7 @@ def is_large(path: Path, name: str) -> bool:
         raise
     except Exception:  # the decoder says what is wrong
         return large
-    most = MOST_BYTES // cost
+    most = MAX_DECODING_BYTES // cost
     if width * height > most:
         raise UserError(
             f"{name}: the image has {width}x{height} pixels, of {most:,} at most in its format; make it smaller."
@@ -158,7 +160,7 @@ def is_large(path: Path, name: str) -> bool:
     return large or width * height > 2**20
 
 
-class Pictures:
+class ImageCache:
     """The pictures of a folder's images, by `window` where one is given.
 
     Those used last stay in memory, up to `CACHE_BYTES`; small ones of large files are kept on the disk.
@@ -167,24 +169,24 @@ class Pictures:
     def __init__(self, folder: Path, window: tuple[float, float] | None = None) -> None:
         self.folder, self.window = folder, window
         self.bytes = 0  # in memory
-        self._cached: OrderedDict[tuple[str, bool], Picture] = OrderedDict()
+        self._cached: OrderedDict[tuple[str, bool], BrowserImage] = OrderedDict()
         self._lock = threading.Lock()
         self._turn = threading.Lock()  # for the one large image that is decoded
         self._waiting: Counter[tuple[str, bool]] = Counter()
 
-    def get(self, path: str, small: bool) -> Picture:
+    def get(self, path: str, small: bool) -> BrowserImage:
         """Return a picture; raise UserError if the image cannot be read, `Busy` if too many are waited for."""
         key = (path, small)
         if (image := self._from_cache(key)) is not None:
             return image
         thumbnail = self._thumbnail(path) if small else None
         if thumbnail is not None and (data := atomic_io.read(thumbnail)):
-            return self._cache(key, Picture(data))
-        if not is_large(self.folder / path, path):
+            return self._cache(key, BrowserImage(data))
+        if not needs_queue(self.folder / path, path):
             return self._decoded(key, thumbnail)
         with self._lock:
-            if key not in self._waiting and len(self._waiting) >= QUEUE:
-                raise Busy(f"{path}: too many large images are requested at once; load the page again.")
+            if key not in self._waiting and len(self._waiting) >= MAX_WAITING_IMAGES:
+                raise TooManyRequests(f"{path}: too many large images are requested at once; load the page again.")
             self._waiting[key] += 1
         try:
             with self._turn:
@@ -202,17 +204,17 @@ class Pictures:
             return None
         words = f"1 {path} {facts.st_size} {facts.st_mtime_ns} {self.window}"
         name = hashlib.sha256(words.encode("utf-8", "surrogateescape")).hexdigest()[:24]
-        return self.folder / HOME / "thumbnails" / name if facts.st_size > 2**16 else None
+        return self.folder / STATE_FOLDER / "thumbnails" / name if facts.st_size > 2**16 else None
 
-    def _from_cache(self, key: tuple[str, bool]) -> Picture | None:
+    def _from_cache(self, key: tuple[str, bool]) -> BrowserImage | None:
         with self._lock:
             if key in self._cached:
                 self._cached.move_to_end(key)
             return self._cached.get(key)
 
-    def _decoded(self, key: tuple[str, bool], thumbnail: Path | None) -> Picture:
+    def _decoded(self, key: tuple[str, bool], thumbnail: Path | None) -> BrowserImage:
         path, small = key
-        image = picture(self.folder / path, path, small, self.window)
+        image = encode_for_browser(self.folder / path, path, small, self.window)
         if thumbnail is not None:
             with suppress(OSError):  # a folder that cannot be written is shown all the same
                 thumbnail.parent.mkdir(parents=True, exist_ok=True)
@@ -221,7 +223,7 @@ class Pictures:
                 os.replace(part, thumbnail)
         return self._cache(key, image)
 
-    def _cache(self, key: tuple[str, bool], image: Picture) -> Picture:
+    def _cache(self, key: tuple[str, bool], image: BrowserImage) -> BrowserImage:
         with self._lock:
             if key not in self._cached:
                 self._cached[key] = image

@@ -12,7 +12,12 @@ from halfmoon.cli import main as cli
 from halfmoon.core.errors import UserError
 from halfmoon.data import load
 from halfmoon.sites.inference import load_model
-from halfmoon.sites.inference.unlike import RATE, Reference, many, reference
+from halfmoon.sites.inference.outliers import (
+    EXPECTED_OUTLIER_SHARE,
+    ReferenceImages,
+    build_reference,
+    too_many_outliers,
+)
 
 SOURCE = load("digits")
 
@@ -39,10 +44,10 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_the_limit_is_the_distance_that_one_of_twenty_exceeds(place: Path):
-    found = reference(load_model(place / "run"), place / "known")
+    found = build_reference(load_model(place / "run"), place / "known")
     far = 2 - 2 * np.sort(found.features @ found.features.T, axis=1)[:, -6]
-    assert np.mean(far > found.limit) == pytest.approx(RATE, abs=0.01)
-    assert Reference(found.features, found.limit).unlike(7 * found.features[far <= found.limit]).sum() == 0
+    assert np.mean(far > found.limit) == pytest.approx(EXPECTED_OUTLIER_SHARE, abs=0.01)
+    assert ReferenceImages(found.features, found.limit).find_outliers(7 * found.features[far <= found.limit]).sum() == 0
 
 
 def test_predict_warns_of_negatives_and_not_of_others(place: Path, capsys: pytest.CaptureFixture[str]):
@@ -61,9 +66,9 @@ def test_predict_warns_of_negatives_and_not_of_others(place: Path, capsys: pytes
 
 def test_few_images_tell_nothing(place: Path):
     with pytest.raises(UserError, match="has 39 images that can be read: to know what is unlike them takes 40"):
-        reference(load_model(place / "run"), place / "few")
+        build_reference(load_model(place / "run"), place / "few")
 
 
 def test_many_are_more_than_chance_brings():
     """Of 100 images 5 are expected; 16 or more come in one of 27,000 folders, 13 or more in one of 680."""
-    assert [many(count, 100) for count in (0, 5, 13, 16)] == [False, False, False, True]
+    assert [too_many_outliers(count, 100) for count in (0, 5, 13, 16)] == [False, False, False, True]

@@ -9,12 +9,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
-EVERY = 5  # one of so many images is a random one
-SPREAD = 600  # so many images are chosen one by one; the rest follows by uncertainty
+RANDOM_INTERVAL = 5  # one of so many images is a random one
+GREEDY_IMAGES = 600  # so many images are chosen one by one; the rest follows by uncertainty
 
 
 @dataclass(frozen=True, eq=False)
-class Guesses:
+class Predictions:
     """What a model makes of N images: `probabilities` float64 (N, classes) and `features` float32 (N, F).
 
     A row of an image that could not be read is NaN. `classes` are the model's.
@@ -43,7 +43,7 @@ class Guesses:
         return np.where(self.mask, np.nan_to_num(self.probabilities).argmax(1), -1)
 
 
-def random_order(open_: np.ndarray, seed: int = 0) -> np.ndarray:
+def shuffle_rows(open_: np.ndarray, seed: int = 0) -> np.ndarray:
     """Return the rows where `open_` bool (N,) is true, in an order that depends on N and the seed alone.
 
     So an answer takes its image out of the order and moves no other.
@@ -52,22 +52,24 @@ def random_order(open_: np.ndarray, seed: int = 0) -> np.ndarray:
     return order[open_[order]]
 
 
-def with_random(order: np.ndarray, random: np.ndarray) -> np.ndarray:
+def mix_in_random(order: np.ndarray, random: np.ndarray) -> np.ndarray:
     """Return an order of rows in which every one of `EVERY` is the next of a random order of the same rows.
 
-    What was drawn at random tells how good a model is; what was chosen is harder than the rest."""
+    What was drawn at random tells how good a model is; what was chosen is harder than the rest.
+    """
     sources, rows = (iter(order.tolist()), iter(random.tolist())), dict[int, None]()  # rows in their order
     for place in range(1, len(order) + 1):
-        rows[next(row for row in sources[place % EVERY == 0] if row not in rows)] = None
+        rows[next(row for row in sources[place % RANDOM_INTERVAL == 0] if row not in rows)] = None
     return np.array(list(rows), np.int64)
 
 
-def drawn_at_random(labels: np.ndarray, passed: np.ndarray, seed: int = 0) -> np.ndarray:
+def find_randomly_labeled(labels: np.ndarray, passed: np.ndarray, seed: int = 0) -> np.ndarray:
     """Return which labeled rows, bool (N,), were shown because chance said so: nearly all of the first of its order.
 
     These are the rows of the longest beginning of the random order in which nine of ten have a label or were `passed`,
-    bool (N,), as too hard to name."""
-    order = random_order(np.ones(len(labels), bool), seed)
+    bool (N,), as too hard to name.
+    """
+    order = shuffle_rows(np.ones(len(labels), bool), seed)
     share = np.cumsum((labels >= 0)[order] | passed[order]) / np.arange(1, len(order) + 1)
     enough = np.flatnonzero(share >= 0.9)
     mask = np.zeros(len(labels), bool)
@@ -75,7 +77,7 @@ def drawn_at_random(labels: np.ndarray, passed: np.ndarray, seed: int = 0) -> np
     return mask & (labels >= 0)
 
 
-def ranks(uncertainty: np.ndarray) -> np.ndarray:
+def rank_descending(uncertainty: np.ndarray) -> np.ndarray:
     """Return the rank of each uncertainty (N,), int64 (N,): 1 for the largest; 0 for NaN."""
     places = np.argsort(-uncertainty, kind="stable")  # NaN comes last
     ranks = np.empty(len(places), np.int64)
@@ -83,15 +85,15 @@ def ranks(uncertainty: np.ndarray) -> np.ndarray:
     return np.where(np.isfinite(uncertainty), ranks, 0)
 
 
-def order(guesses: Guesses, labels: np.ndarray, open_: np.ndarray, seed: int = 0, spread: int = SPREAD) -> np.ndarray:
+def order_for_labeling(guesses: Predictions, labels: np.ndarray, open_: np.ndarray, seed: int = 0, spread: int = GREEDY_IMAGES) -> np.ndarray:
     """Return the rows to label, the most useful first: every row where `open_` bool (N,) is true, once.
 
     `labels` int64 (N,) are those of the model's classes that are given already, -1 for none. Images that the model has
     not seen come last. `spread` images are chosen one by one.
     """
     mask = guesses.mask
-    rows = random_order(open_ & mask, seed)  # ties are broken by chance, not by name
-    blind = random_order(open_ & ~mask, seed)
+    rows = shuffle_rows(open_ & mask, seed)  # ties are broken by chance, not by name
+    blind = shuffle_rows(open_ & ~mask, seed)
     uncertainty = guesses.uncertainty[rows]
     places = _spread(guesses, labels, rows, min(spread, len(rows)))
     rest = np.setdiff1d(np.arange(len(rows)), places, assume_unique=True)
@@ -99,11 +101,12 @@ def order(guesses: Guesses, labels: np.ndarray, open_: np.ndarray, seed: int = 0
     return np.concatenate([rows[places], rows[rest], blind])
 
 
-def novelty(guesses: Guesses, labels: np.ndarray) -> np.ndarray:
+def distance_to_labeled(guesses: Predictions, labels: np.ndarray) -> np.ndarray:
     """Return how far each image (N,) is, in features, from the nearest that has a label; NaN where nobody can tell.
 
-    That is what `order` multiplies by the uncertainty, as it stands before the first image is chosen."""
-    space, labeled = standardized(guesses.features, guesses.mask), np.flatnonzero((labels >= 0) & guesses.mask)
+    That is what `order` multiplies by the uncertainty, as it stands before the first image is chosen.
+    """
+    space, labeled = standardize(guesses.features, guesses.mask), np.flatnonzero((labels >= 0) & guesses.mask)
     squares, nearest = (space**2).sum(1), np.full(len(space), np.nan)
     for first in range(0, len(labeled), 256):
         some = labeled[first : first + 256]
@@ -111,15 +114,15 @@ def novelty(guesses: Guesses, labels: np.ndarray) -> np.ndarray:
     return np.where(guesses.mask, np.sqrt(np.maximum(nearest, 0)), np.nan)
 
 
-def nearest(guesses: Guesses, row: int) -> np.ndarray:
+def sort_by_similarity(guesses: Predictions, row: int) -> np.ndarray:
     """Return all rows by their distance, in features, from one of them; what the model has not seen comes last."""
     distances = _distances(guesses.features, guesses.features[row])
     return np.argsort(np.where(guesses.mask, distances, np.inf), kind="stable")
 
 
-def _spread(guesses: Guesses, labels: np.ndarray, rows: np.ndarray, count: int) -> np.ndarray:
+def _spread(guesses: Predictions, labels: np.ndarray, rows: np.ndarray, count: int) -> np.ndarray:
     """Return places in `rows`, `count` of them, chosen greedily."""
-    space = standardized(guesses.features, guesses.mask)
+    space = standardize(guesses.features, guesses.mask)
     points, predicted = space[rows], guesses.predicted[rows]
     weight = guesses.uncertainty[rows] + 0.05  # what the model is sure of counts a little: it may be surely wrong
     labeled = np.flatnonzero((labels >= 0) & guesses.mask)
@@ -149,7 +152,7 @@ def _distances(points: np.ndarray, point: np.ndarray) -> np.ndarray:
     return np.einsum("nf,nf->n", difference, difference)
 
 
-def standardized(features: np.ndarray, mask: np.ndarray) -> np.ndarray:
+def standardize(features: np.ndarray, mask: np.ndarray) -> np.ndarray:
     """Return features (N, F) with mean 0 and deviation 1 over the known rows; a constant one becomes 0."""
     rows = features[mask].astype(np.float64)
     if not len(rows):

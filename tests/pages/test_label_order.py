@@ -3,23 +3,23 @@
 import numpy as np
 import pytest
 
-from halfmoon.pages.choice import (
-    Guesses,
-    drawn_at_random,
-    nearest,
-    order,
-    random_order,
-    ranks,
-    standardized,
-    with_random,
+from halfmoon.pages.label_order import (
+    Predictions,
+    find_randomly_labeled,
+    mix_in_random,
+    order_for_labeling,
+    rank_descending,
+    shuffle_rows,
+    sort_by_similarity,
+    standardize,
 )
 
 draw = np.random.default_rng(0)
 
 
-def made(count: int = 40, classes: int = 3, width: int = 5) -> Guesses:
+def made(count: int = 40, classes: int = 3, width: int = 5) -> Predictions:
     raw = draw.random((count, classes)) ** 3
-    return Guesses(raw / raw.sum(1, keepdims=True), draw.normal(size=(count, width)).astype(np.float32))
+    return Predictions(raw / raw.sum(1, keepdims=True), draw.normal(size=(count, width)).astype(np.float32))
 
 
 def nothing(count: int) -> np.ndarray:
@@ -28,9 +28,9 @@ def nothing(count: int) -> np.ndarray:
 
 def test_uncertainty_is_one_minus_the_margin():
     """The most uncertain has rank 1, the unknown none."""
-    found = Guesses(np.array([[0.5, 0.5, 0], [1, 0, 0], [0.7, 0.1, 0.2]]), np.zeros((3, 1))).uncertainty
+    found = Predictions(np.array([[0.5, 0.5, 0], [1, 0, 0], [0.7, 0.1, 0.2]]), np.zeros((3, 1))).uncertainty
     assert found == pytest.approx([1, 0, 0.5])
-    assert ranks(np.array([0.2, 0.9, np.nan, 0.5])).tolist() == [3, 1, 0, 2]
+    assert rank_descending(np.array([0.2, 0.9, np.nan, 0.5])).tolist() == [3, 1, 0, 2]
 
 
 def test_every_open_row_comes_once():
@@ -38,7 +38,7 @@ def test_every_open_row_comes_once():
     guesses.probabilities[[3, 8]] = np.nan
     labels = nothing(40)
     labels[[1, 2, 5]] = [0, 1, 2]
-    found = order(guesses, labels, labels < 0, spread=7)
+    found = order_for_labeling(guesses, labels, labels < 0, spread=7)
     assert sorted(found) == sorted(set(range(40)) - {1, 2, 5})
     assert set(found[-2:]) == {3, 8}  # what the model could not see comes last
 
@@ -47,7 +47,7 @@ def test_equal_images_do_not_come_together():
     """Nine copies of the least sure image and nine others: one copy is chosen, then all the others."""
     probabilities = np.array([[0.5, 0.5]] * 9 + [[0.7, 0.3]] * 9)
     features = np.concatenate([np.zeros((9, 2)), np.arange(1, 19).reshape(9, 2)]).astype(np.float32)
-    found = order(Guesses(probabilities, features), nothing(18), np.ones(18, bool), spread=10)
+    found = order_for_labeling(Predictions(probabilities, features), nothing(18), np.ones(18, bool), spread=10)
     assert sum(row < 9 for row in found[:10]) == 1
 
 
@@ -56,7 +56,7 @@ def test_a_label_keeps_its_neighbors_away():
     features = np.concatenate([draw.normal(0, 0.01, (5, 2)), draw.normal(9, 0.01, (5, 2))])
     labels = nothing(10)
     labels[0] = 0
-    found = order(Guesses(np.full((10, 2), 0.5), features), labels, labels < 0)
+    found = order_for_labeling(Predictions(np.full((10, 2), 0.5), features), labels, labels < 0)
     assert found[0] >= 5
 
 
@@ -66,14 +66,14 @@ def test_the_starved_class_comes_first_and_classes_take_turns():
     labels = nothing(60)
     labels[np.flatnonzero(predicted == 0)[:3]] = 0
     labels[np.flatnonzero(predicted == 1)[:3]] = 1
-    found = order(guesses, labels, labels < 0)
+    found = order_for_labeling(guesses, labels, labels < 0)
     assert list(predicted[found[:3]]) == [2, 2, 2]
     assert sorted(predicted[found[3:6]]) == [0, 1, 2]
 
 
 def test_behind_the_spread_the_least_sure_comes_first():
     guesses = made(50)
-    found = order(guesses, nothing(50), np.ones(50, bool), spread=10)
+    found = order_for_labeling(guesses, nothing(50), np.ones(50, bool), spread=10)
     rest = guesses.uncertainty[found[10:]]
     assert (np.diff(rest) <= 0).all()
 
@@ -81,45 +81,45 @@ def test_behind_the_spread_the_least_sure_comes_first():
 def test_the_same_folder_gives_the_same_order():
     guesses = made()
     open_ = np.ones(40, bool)
-    assert (order(guesses, nothing(40), open_) == order(guesses, nothing(40), open_)).all()
-    assert (random_order(open_, 1) == random_order(open_, 1)).all()
-    assert (random_order(open_, 1) != random_order(open_, 2)).any()
+    assert (order_for_labeling(guesses, nothing(40), open_) == order_for_labeling(guesses, nothing(40), open_)).all()
+    assert (shuffle_rows(open_, 1) == shuffle_rows(open_, 1)).all()
+    assert (shuffle_rows(open_, 1) != shuffle_rows(open_, 2)).any()
 
-    before = random_order(open_)
+    before = shuffle_rows(open_)
     open_[before[4]] = False  # an answer takes its own image out of a random order, and no other
-    assert list(random_order(open_)) == [row for n, row in enumerate(before) if n != 4]
+    assert list(shuffle_rows(open_)) == [row for n, row in enumerate(before) if n != 4]
 
 
 def test_without_images_or_a_second_class_nothing_breaks():
-    assert len(order(made(), nothing(40), np.zeros(40, bool))) == 0
-    one = Guesses(np.ones((4, 1)), np.zeros((4, 1)))
-    assert sorted(order(one, nothing(4), np.ones(4, bool))) == [0, 1, 2, 3]
+    assert len(order_for_labeling(made(), nothing(40), np.zeros(40, bool))) == 0
+    one = Predictions(np.ones((4, 1)), np.zeros((4, 1)))
+    assert sorted(order_for_labeling(one, nothing(4), np.ones(4, bool))) == [0, 1, 2, 3]
 
 
 def test_features_are_standardized_over_what_is_known():
     features = np.array([[1.0, 5], [3, 5], [99, 7]])
-    found = standardized(features, np.array([True, True, False]))
+    found = standardize(features, np.array([True, True, False]))
     assert found.tolist() == [[-1, 0], [1, 0], [0, 0]]
 
 
 def test_the_nearest_comes_first_and_the_unknown_last():
-    guesses = Guesses(np.full((4, 2), 0.5), np.array([[0, 0], [3, 4], [np.nan, 0], [0, 2]], np.float32))
+    guesses = Predictions(np.full((4, 2), 0.5), np.array([[0, 0], [3, 4], [np.nan, 0], [0, 2]], np.float32))
     guesses.probabilities[2] = np.nan
-    assert nearest(guesses, 1).tolist() == [1, 3, 0, 2]
+    assert sort_by_similarity(guesses, 1).tolist() == [1, 3, 0, 2]
 
 
 def test_every_fifth_is_the_next_of_the_random_order():
     chosen, random = np.arange(12), np.array([11, 0, 3, 7, 2, 1, 10, 4, 5, 6, 8, 9])
-    assert with_random(chosen, random).tolist() == [0, 1, 2, 3, 11, 4, 5, 6, 7, 10, 8, 9]
+    assert mix_in_random(chosen, random).tolist() == [0, 1, 2, 3, 11, 4, 5, 6, 7, 10, 8, 9]
 
 
 def test_labels_that_were_chosen_do_not_count_as_random():
     """The first 20 of the random order have a label or were passed, one is skipped; 30 behind it were chosen."""
-    first = random_order(np.ones(400, bool), 3)
+    first = shuffle_rows(np.ones(400, bool), 3)
     labels, passed = nothing(400), np.zeros(400, bool)
     labels[first[:19]], passed[first[19]] = 1, True
     labels[first[4]] = -1
     labels[first[200:230]] = 2
-    found = drawn_at_random(labels, passed, 3)
+    found = find_randomly_labeled(labels, passed, 3)
     assert sorted(np.flatnonzero(found)) == sorted(set(first[:19]) - {first[4]})
-    assert not drawn_at_random(nothing(5), np.zeros(5, bool)).any()
+    assert not find_randomly_labeled(nothing(5), np.zeros(5, bool)).any()
