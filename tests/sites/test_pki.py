@@ -716,7 +716,7 @@ def test_warnings_go_to_stderr_and_the_json_is_whole(tmp_path: Path, capsys: pyt
 
 def test_names_are_those_of_a_federation(tmp_path: Path) -> None:
     name = "a" * 64
-    assert NAME.fullmatch(name)
+    assert SITE_NAME.fullmatch(name)
     create_keys(tmp_path / "fed", [name, "0._-"])
     assert set(Access.open(tmp_path / "fed").sites) == {name, "0._-"}
     with pytest.raises(UserError, match="cannot be a site's name"):

@@ -192,7 +192,7 @@ def _calibrate(args: argparse.Namespace) -> int:
     from halfmoon.runs.factory import device
     from halfmoon.sites.inference.measure import calibrate_model
 
-    where = device(settings.Config(device=settings.parse("device", args.device)))
+    where = device(settings.Config(device=settings.parse_option("device", args.device)))
     result = calibrate_model(args.model, args.folder, str(where), args.network)
     if args.json:
         facts = {"model": str(result.model), "images": result.images, "before": asdict(result.before)}

@@ -107,7 +107,7 @@ def load(path: Path) -> Plan:
     values = {name: raw[name] for name in raw if name in shared_options() or name == "options"}
     values.setdefault("aggregation", default_aggregation(whole, registry.entry))
     if whole.split is not None:  # it says where the labels are, and no option may
-        values["labels_at"] = find_labels_at(Split.load(settings.anchored(raw, path.parent)["split"]))
+        values["labels_at"] = find_labels_at(Split.load(settings.resolve_paths(raw, path.parent)["split"]))
     # What "auto" means depends on the data, which no two sites share; without any it is not the embedded digits.
     if whole.network == "auto":
         values["network"] = network_name(whole) if "data" in raw else "resnet9"
