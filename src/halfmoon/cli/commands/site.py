@@ -94,17 +94,9 @@ def _forming(parser: argparse.ArgumentParser) -> None:
 
 
 def _check(args: argparse.Namespace) -> int:
-    from halfmoon.data.preparation import Preparation, checked_window
-    from halfmoon.sites.folders import check_site, scan_site
-    from halfmoon.sites.folders.check import ContactSheet
+    from halfmoon.sites.folders import check_site
 
-    how = Preparation(_size(args.size), _channels(args.channels), args.crop, checked_window(args.window))
-    sheet = None if args.sheet is None else ContactSheet(len(scan_site(args.folder)[0]), how)
-    add = None if sheet is None else sheet.add
-    result = check_site(args.folder, progress(), classes=args.classes, tests=args.test, on_image=add)
-    if sheet is not None and args.sheet is not None:
-        count = sheet.write(args.sheet)
-        sys.stderr.write(f"halfmoon: {args.sheet} shows {count} images\n")
+    result = check_site(args.folder, progress(), classes=args.classes, tests=args.test)
     if args.json:
         print_json(result.as_json())
     else:
