@@ -85,7 +85,7 @@ class Wire:
 
             def do(asked: Request) -> Reply:
                 plain = Reply.from_result(asked, VERSION, EMPTY_RESULT)
-                return replace(plain, up=self.up) if asked.client_update else plain
+                return replace(plain, upload=self.up) if asked.client_update else plain
 
             answer = write_message(part.reply_to(asked, do) if asked.masks else do(asked))
             self.seconds += time.process_time() - began
@@ -100,7 +100,7 @@ def measure(sites: int, parameters: int, dropped: int, folder: Path) -> Row:
     down: Tree = {"params": {"w": torch.zeros(parameters)}}
     moved = {"params": {"w": torch.randn(parameters, generator=g)}}
     up = Upload(moved, torch.tensor(7.0, dtype=torch.float64)).tree
-    request = Request(FEDERATION, VERSION, RUN, 0, 0, 0, "train", down=down)
+    request = Request(FEDERATION, VERSION, RUN, 0, 0, 0, "train", download=down)
     names = [f"site-{k}" for k in range(sites)]
     row = Row(sites, parameters, dropped)
     there = sites - dropped
@@ -108,7 +108,7 @@ def measure(sites: int, parameters: int, dropped: int, folder: Path) -> Row:
     plain = Wire(folder, sites, up, set(range(dropped)))
     began = time.process_time()
     said = plain.ask(dict.fromkeys(names, request), {}, "")
-    average(stack([Upload.of(reply.up) for reply in said.values()]))
+    average(stack([Upload.of(reply.upload) for reply in said.values()]))
     spent = time.process_time() - began
     row.plain_site_seconds, row.plain_server_seconds = plain.seconds / there, spent - plain.seconds
     row.plain_up, row.plain_down = plain.received / there, plain.sent / there

@@ -53,10 +53,10 @@ def spoil_answers() -> None:
             return honest(self, data)
         if KIND == "turned":  # in every round: the update with its sign turned, times four
             reply = read_message(honest(self, data), Reply)
-            down, flat = tree.flatten(request.down), tree.flatten(reply.up)
+            down, flat = tree.flatten(request.download), tree.flatten(reply.upload)
             before = {f"update/{path}": leaf for path, leaf in down.items() if path.startswith("params/")}
             flat |= {path: leaf + 4 * (leaf - flat[path]) for path, leaf in before.items() if path in flat}
-            return write_message(replace(reply, up=tree.unflatten(flat)))
+            return write_message(replace(reply, upload=tree.unflatten(flat)))
         last = self.home / "last.answer"
         if request.round != ROUND or request.attempt:
             said = honest(self, data)
@@ -71,7 +71,7 @@ def spoil_answers() -> None:
             time.sleep(float(os.environ["MISBEHAVE_SECONDS"]))
         if KIND in changes:
             reply = read_message(said, Reply)
-            return write_message(replace(reply, up=first(reply.up, changes[KIND])))
+            return write_message(replace(reply, upload=first(reply.upload, changes[KIND])))
         return said
 
     SiteClient.reply_to = answer

@@ -271,7 +271,7 @@ class Village:
     def do(self, k: int) -> Callable[[Request], Reply]:
         def done(request: Request) -> Reply:
             plain = Reply.from_result(request, VERSION, EMPTY_RESULT)
-            return replace(plain, up=self.upload(k).tree) if request.client_update else plain
+            return replace(plain, upload=self.upload(k).tree) if request.client_update else plain
 
         return done
 
@@ -282,7 +282,7 @@ class Village:
     def requests(self) -> dict[str, Request]:
         for k in range(self.count):
             self.part(k)
-        plain = Request(FEDERATION, VERSION, RUN, self.round, 0, 0, "train", down=DOWN)
+        plain = Request(FEDERATION, VERSION, RUN, self.round, 0, 0, "train", download=DOWN)
         return dict.fromkeys(self.names, plain)
 
     def ask(self, requests: Mapping[str, Request], pattern: Any, what: str) -> dict[str, Reply]:
@@ -296,7 +296,7 @@ class Village:
             self.seen.append(write_message(request))
             self.seen.append(self.answer(k, self.seen[-1]))
             replies[name] = read_message(self.seen[-1], Reply)
-            assert check_schema(replies[name].up, {}, pattern) is None
+            assert check_schema(replies[name].upload, {}, pattern) is None
         return replies
 
     def sum(self) -> MaskedSum:
@@ -367,8 +367,8 @@ def test_fewer_shares_than_the_threshold_take_no_mask_off(tmp_path: Path) -> Non
     masking = sum._masking
     assert masking is not None
     for k, said in enumerate(answers):
-        told[k] = {j: int.from_bytes(row.numpy().tobytes(), "big") for j, row in enumerate(said.up["shares"])}
-    vectors = {k: replies[f"site-{k}"].up["sum"].numpy().view(np.uint64) for k in range(9)}
+        told[k] = {j: int.from_bytes(row.numpy().tobytes(), "big") for j, row in enumerate(said.upload["shares"])}
+    vectors = {k: replies[f"site-{k}"].upload["sum"].numpy().view(np.uint64) for k in range(9)}
     with pytest.raises(UnreadableShare, match="6 sites have stayed to the end, and 7 are needed"):
         unmask(masking, vectors, told)
     party = Party(village.secret(9), 9, masking.cohort)
@@ -389,8 +389,8 @@ def test_masked_vectors_look_like_noise_and_no_two_rounds_alike(tmp_path: Path) 
         for data in village.seen:
             with suppress(UserError):
                 reply = read_message(data, Reply)
-                if "sum" in reply.up:
-                    vectors[village.round, len(vectors) % 4] = reply.up["sum"].numpy()
+                if "sum" in reply.upload:
+                    vectors[village.round, len(vectors) % 4] = reply.upload["sum"].numpy()
     assert len(vectors) == 8
     values = [spread_of(each) for each in vectors.values()]
     values += [spread_of(vectors[0, k] - vectors[1, k]) for k in range(4)]
@@ -437,7 +437,9 @@ def test_the_same_question_has_the_same_answer_and_another_has_none(tmp_path: Pa
     deal, mask = first[DEAL_SHARES], first[MASK_UPDATE]
     for request in (deal, mask):
         assert village.answer(0, write_message(request)) in village.seen
-    keys = [read_message(village.answer(0, write_message(first[ANNOUNCE_KEYS])), Reply).up["keys"] for _ in range(2)]
+    keys = [
+        read_message(village.answer(0, write_message(first[ANNOUNCE_KEYS])), Reply).upload["keys"] for _ in range(2)
+    ]
     assert torch.equal(*keys)
     fewer = {name: leaf[:4] for name, leaf in deal.masks[DEAL_SHARES].items() if name != "asked"}
     for other in (altered(deal, DEAL_SHARES, **fewer), altered(mask, MASK_UPDATE, sites=numbers(0, 1, 2, 3))):
@@ -484,7 +486,7 @@ def test_a_site_tells_seeds_or_keys_but_never_both_of_one(tmp_path: Path) -> Non
     secrets = [village.secret(k) for k in range(7)]  # before they are erased
     sum.total(replies)
     first = sent(village)
-    said = read_message(village.answer(0, write_message(first[REVEAL_SHARES])), Reply).up["shares"]
+    said = read_message(village.answer(0, write_message(first[REVEAL_SHARES])), Reply).upload["shares"]
     cohort = sum._masking.cohort
     for k in range(7):
         party = Party(secrets[k], k, cohort)
@@ -570,7 +572,7 @@ def bad_key(village: Village, site: int) -> Callable[..., dict[str, Reply]]:
                 "keys": torch.zeros(64, dtype=torch.uint8),
                 "signature": torch.frombuffer(bytearray(said), dtype=torch.uint8),
             }
-            replies[f"site-{site}"] = replace(replies[f"site-{site}"], up=up)
+            replies[f"site-{site}"] = replace(replies[f"site-{site}"], upload=up)
         return replies
 
     return ask
@@ -596,7 +598,7 @@ def test_a_sum_that_a_site_has_spoiled_is_not_used(tmp_path: Path) -> None:
     sum = village.sum()
     replies = village.trained(sum)
     noise = torch.from_numpy(np.random.default_rng(0).integers(-(2**63), 2**63, 1208))
-    spoiled = {**replies, "site-1": replace(replies["site-1"], up={"sum": noise})}
+    spoiled = {**replies, "site-1": replace(replies["site-1"], upload={"sum": noise})}
     with pytest.raises(TooFew, match="from which the masks do not come off"):
         sum.total(spoiled)
 
@@ -808,7 +810,7 @@ def test_a_recorded_sum_cannot_be_opened_with_what_sites_keep(tmp_path: Path) ->
 
     def opens(secret: bytes) -> bool:
         party = Party(secret, 0, masking.cohort)
-        hidden = replies["site-0"].up["sum"].numpy().view(np.uint64)
+        hidden = replies["site-0"].upload["sum"].numpy().view(np.uint64)
         return np.array_equal((hidden - party.mask(np.zeros(len(hidden), "i8"), masking)).view("i8"), whole)
 
     assert opens(during[0])

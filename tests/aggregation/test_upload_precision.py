@@ -211,7 +211,7 @@ def test_a_server_refuses_what_is_not_finite_once_it_is_unpacked(spoiled: str) -
     def exchange(requests: Any, what: str) -> Any:
         answers = dict(honest(requests, what))
         reply = read_message(answers["site-0"].data, Reply)
-        packed = reply.up["update"]["params"]["head"]["weight"]
+        packed = reply.upload["update"]["params"]["head"]["weight"]
         if spoiled == "scale":
             packed["scale"].fill_(3e38)
             packed["levels"].fill_(127)

@@ -44,12 +44,15 @@ def test_a_bundle_is_judged_by_what_it_says_not_by_how_it_is_packed():
 @pytest.mark.parametrize(
     ("content", "why"),
     [
-        (zipped({**OURS, "evil.py": "import os"}), "it holds 'evil.py'"),
-        (zipped({**OURS, "../../x": ""}), "it holds '../../x'"),
-        (zipped({**OURS, bundle.PROJECT_FILE: bundle.render_project(TOYS)}), "it names another program"),
-        (zipped({**OURS, bundle.PROJECT_FILE: bundle.render_project() + 'x = "y"\n'}), "it names another program"),
-        (zipped({bundle.PROJECT_FILE: bundle.render_project()}), "a file is missing or there twice"),
-        (zipped({**OURS, bundle.PROJECT_FILE: "#" + "a" * bundle.MAX_BUNDLE_BYTES}), "it unpacks to more than it may"),
+        (zipped({**OURS, "evil.py": "import os"}), "it contains 'evil.py'"),
+        (zipped({**OURS, "../../x": ""}), "it contains '../../x'"),
+        (zipped({**OURS, bundle.PROJECT_FILE: bundle.render_project(TOYS)}), "it starts a different program"),
+        (zipped({**OURS, bundle.PROJECT_FILE: bundle.render_project() + 'x = "y"\n'}), "it starts a different program"),
+        (zipped({bundle.PROJECT_FILE: bundle.render_project()}), "a file is missing or occurs twice"),
+        (
+            zipped({**OURS, bundle.PROJECT_FILE: "#" + "a" * bundle.MAX_BUNDLE_BYTES}),
+            "a file in it has more than 65,536 bytes",
+        ),
         (b"PK no zip file", "it cannot be read"),
         (b"", "it cannot be read"),
         (bytes(bundle.MAX_BUNDLE_BYTES + 1), "it has 65,537 bytes"),
@@ -61,7 +64,7 @@ def test_a_foreign_bundle_is_refused_without_being_unpacked(content: bytes, why:
         bundle.check_bundle(content)
 
 
-def test_a_file_that_is_there_twice_is_refused():
+def test_a_duplicate_file_is_refused():
     """Two readers of a zip file may take two different ones."""
     with pytest.warns(UserWarning, match="Duplicate"), pytest.raises(ForeignBundle, match="twice"):
         bundle.check_bundle(zipped(OURS, (bundle.PROJECT_FILE,)))
@@ -93,8 +96,8 @@ def test_the_terms_name_the_program_and_another_one_is_refused():
     assert rows["bundle"] == bundle.expected_digest()[:16]
     assert rows["halfmoon"] == bundle.describe_program()["halfmoon"]
     for change, why in [
-        ({"halfmoon": "9.9"}, "halfmoon 9.9, and here"), ({"bundle": "0" * 64}, "its app bundle is another one"),
-        ({"plugins": {"x:Y": "0" * 64}}, "its plugins differ"), ({"more": 1}, "it does not say"),
+        ({"halfmoon": "9.9"}, "halfmoon 9.9, this site"), ({"bundle": "0" * 64}, "the app bundle differs"),
+        ({"plugins": {"x:Y": "0" * 64}}, "its plugins differ"), ({"more": 1}, "does not state"),
     ]:  # fmt: skip
         other = json.dumps({**facts, "program": {**facts["program"], **change}})
         with pytest.raises(UserError, match=why):
@@ -125,10 +128,10 @@ def test_a_site_refuses_the_runs_of_other_bundles(tmp_path: Path):
     fleet: Any = Fleet({1: zipped(OURS), 2: evil, 3: evil, 4: None})
     checker = Checker(bundle.APPS, EventLog(tmp_path / "join.log"))
     faults = [checker.fault(fleet, run) for run in (1, 2, 2, 3, 4)]
-    assert faults == [None, *["it holds 'evil.py'"] * 3, "an agent of Flower"]
+    assert faults == [None, *["it contains 'evil.py'"] * 3, "an agent of Flower"]
     log = (tmp_path / "join.log").read_text()
     assert log.count("refused: the server wants another program executed here than the agreed one") == 2
-    assert log.count("it holds 'evil.py'") == 1
+    assert log.count("it contains 'evil.py'") == 1
 
 
 def test_what_the_bundle_names_is_what_is_installed():

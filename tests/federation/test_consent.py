@@ -118,7 +118,7 @@ def test_people_see_every_option_that_counts():
     assert (rows["lr"], rows["prox"], rows["rounds"], rows["steps"]) == ("0.25", "0.5", "4", "2")
     network = task(TERMS.config, TERMS.image_spec).network.init(rng.generator(0, "model"))
     assert rows["numbers"] == f"{tree.size(network):,}"
-    lines = TERMS.summary().lines()
+    lines = TERMS.summary().format_lines()
     assert lines[0] == TERMS.sentence()
     assert lines[-1].endswith(TERMS.hash)
 
@@ -237,14 +237,16 @@ def test_ten_lines_say_what_leaves_to_whom_and_how_long(tmp_path: Path):
     """No option of the training, no word of machine learning that a person has to know; --all shows every option."""
     brief = TERMS.summary().brief
     assert len(brief) == 10
-    for said, words in zip(("What leaves", "To whom", "How long", "Defenses"), (brief[3], *brief[5:8]), strict=True):
+    for said, words in zip(
+        ("What is sent", "To whom", "For how long", "Defenses"), (brief[3], *brief[5:8]), strict=True
+    ):
         assert words.startswith(said)
     assert "hash" in brief[9].lower()
     assert not {"momentum", "Dirichlet", "batch"} & set(" ".join(brief).split())
     waits, shown = waiting(tmp_path, None)
     waits.site = replace(waits.site, all=True)
     waits._consider()
-    assert shown == TERMS.summary().lines()
+    assert shown == TERMS.summary().format_lines()
 
 
 @pytest.mark.parametrize("terms", ["0123abc", "xyz", "a" * 65, "ANY ", "0123-456"])

@@ -152,7 +152,7 @@ def test_sites_compute_the_features_of_the_simulator(method, place, play, monkey
     terms = next(letter.asked for letter in there.letters if isinstance(letter.asked, Offer)).terms
     assert json.loads(terms)["config"]["weights"].startswith("sha256:")
     leaves = {
-        name for letter in there.letters if isinstance(letter.said, Reply) for name in tree.flatten(letter.said.up)
+        name for letter in there.letters if isinstance(letter.said, Reply) for name in tree.flatten(letter.said.upload)
     }
     assert leaves
     assert not [name for name in leaves if "blocks" in name]
@@ -178,7 +178,7 @@ def test_what_is_tuned_of_a_pretrained_network_travels_and_is_saved(
         "fedavg", "clients", network="efficientnet-lite0", tune="last", cohort=3, width=None, steps=1, rounds=1
     )
     compare(there)
-    ups = [tree.flatten(each.said.up["update"]) for each in there.letters if isinstance(each.said, Reply)]
+    ups = [tree.flatten(each.said.upload["update"]) for each in there.letters if isinstance(each.said, Reply)]
     checkpoint = load_file(next(there.run.glob("checkpoint-*.safetensors")))
     for names in (*ups, checkpoint):
         assert any("blocks/12/" in name for name in names)
@@ -279,10 +279,10 @@ def check_table(there: Played, method: str) -> None:
     assert {reply.client_update for reply in replies if isinstance(reply, Reply)} == set(table)
     for reply in replies:
         assert isinstance(reply, Reply)
-        assert parts(reply.up) == table[reply.client_update]
+        assert parts(reply.upload) == table[reply.client_update]
         assert set(reply.samples) <= TOLD.get(method, {"loss"})
         assert not reply.evaluation
-        for path, leaf in tree.flatten(dict(Upload.of(reply.up).parts)).items():
+        for path, leaf in tree.flatten(dict(Upload.of(reply.upload).parts)).items():
             head, _, rest = path.partition("/")
             if rest.startswith(BESIDE):
                 continue
@@ -367,7 +367,9 @@ def noted(data: bytes, secret: bytes) -> bytes:
         said = read_message(data, Reply)
     except UserError:
         return data
-    return write_message(replace(said, up={**said.up, "note": torch.frombuffer(bytearray(secret), dtype=torch.uint8)}))
+    return write_message(
+        replace(said, upload={**said.upload, "note": torch.frombuffer(bytearray(secret), dtype=torch.uint8)})
+    )
 
 
 def renamed(data: bytes, client_update: str) -> bytes:
@@ -440,9 +442,9 @@ def test_a_leak_of_the_server_is_found(play: Callable[..., Played]) -> None:
     row = next(row for row in images[5, :, :, 0] if len(set(row.tolist()) - {0}) >= 4)
     asked = next(letter.asked for letter in there.letters if isinstance(letter.asked, Request))
     for secret in (row.tobytes(), str(there.town.folder).encode(), CLASSES[0].encode()):
-        down = {**asked.down, "note": torch.frombuffer(bytearray(secret), dtype=torch.uint8)}
+        down = {**asked.download, "note": torch.frombuffer(bytearray(secret), dtype=torch.uint8)}
         with identity():
-            message = Message(wrapped(write_message(replace(asked, down=down))), 1000, "train")
+            message = Message(wrapped(write_message(replace(asked, download=down))), 1000, "train")
         with pytest.raises(AssertionError):
             check_requests(replace(there, letters=[replace(there.letters[-1], message=message)]))
 

@@ -101,7 +101,7 @@ def test_a_site_whose_log_cannot_be_written_goes_on(tmp_path: Path, monkeypatch:
     def reach(address: Address, ca: Path | None) -> NoReturn:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(EventLog, "say", full)
+    monkeypatch.setattr(EventLog, "write", full)
     monkeypatch.setattr(site_process, "reach", reach)
     site = Joining(Address("127.0.0.1", 9092), "site-00", tmp_path, images=3, labeled=2, home=tmp_path / "home")
     shown: list[str] = []

@@ -375,18 +375,18 @@ def test_a_worker_answers_many_messages_and_one_that_dies_is_replaced(tmp_path: 
 def test_the_end_of_a_log_is_followed_by_whole_lines(tmp_path: Path):
     """What was there before is old; half a line is not yet there; a file that begins anew is read from its start."""
     path = tmp_path / "log"
-    assert Tail(path).lines() == []
+    assert Tail(path).read_lines() == []
     path.write_text("old\n")
     tail = Tail(path)
     with path.open("a") as file:
         file.write("one\ntw")
         file.flush()
-        assert tail.lines() == ["one"]
-        assert tail.lines() == []
+        assert tail.read_lines() == ["one"]
+        assert tail.read_lines() == []
         file.write("o\n")
-    assert tail.lines() == ["two"]
+    assert tail.read_lines() == ["two"]
     path.write_text("new\n")
-    assert tail.lines() == ["new"]
+    assert tail.read_lines() == ["new"]
 
 
 APPS = """
@@ -406,7 +406,7 @@ def main(grid: Grid, context: Context) -> None:
     rounds = json.loads(Path(context.run_config["federation"]).read_text())["rounds"]
     log = EventLog(run / "serve.log")
     done = metrics.read_text().count("\\n") if metrics.exists() else 0
-    log.say(f"goes on after round {done}")
+    log.write(f"goes on after round {done}")
     for number in range(done, rounds):
         content, asked, replies = RecordDict({"c": ConfigRecord({"n": number})}), {}, []
         while not replies:
@@ -416,13 +416,13 @@ def main(grid: Grid, context: Context) -> None:
             replies = [reply for reply in grid.pull_messages(asked.values()) if not reply.has_error()]
         with metrics.open("a") as file:
             file.write(json.dumps({"round": number, "site": replies[0].content["c"]["name"]}) + "\\n")
-        log.say(f"round {number + 1} is over")
+        log.write(f"round {number + 1} is over")
     (run / "model.safetensors").write_bytes(b"")
     (run / "summary.json").write_text("{}")
 
 @client.query()
 def query(message: Message, context: Context) -> Message:
-    EventLog(Path(context.node_config["home"]) / "join.log").say(f"asked for {message.content['c']['n']}")
+    EventLog(Path(context.node_config["home"]) / "join.log").write(f"asked for {message.content['c']['n']}")
     return Message(RecordDict({"c": ConfigRecord({"name": context.node_config["name"]})}), reply_to=message)
 """
 
@@ -548,8 +548,8 @@ def test_what_the_log_calls_stopped_is_the_end(tmp_path: Path, monkeypatch: pyte
 
     def flwr(self: Home, arguments: Sequence[str], seconds: float = 60.0) -> subprocess.CompletedProcess[bytes]:
         log = EventLog(self.folder.parent / "serve.log")
-        log.say("goes on after round 0")
-        log.say("stopped: there is no disk left.")
+        log.write("goes on after round 0")
+        log.write("stopped: there is no disk left.")
         return subprocess.CompletedProcess(arguments, 0, b'{"run-id": 7}', b"")
 
     monkeypatch.setattr(Home, "start", start)

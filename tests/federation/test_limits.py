@@ -129,56 +129,59 @@ BELOW: dict[str, bytes | Callable[[], bytes]] = {
 }
 """What is read, each as far as it may go."""
 
+TOO_LONG = "x" * (header.MAX_NAME_LENGTH + 1)
+
 ABOVE: dict[str, tuple[bytes | Callable[[], bytes], str]] = {
-    "tensors": (partial(many, header.MAX_TENSORS + 1), "it has 16,385 tensors, of 16,384 at most"),
-    "header": (padded(header.MAX_HEADER_BYTES + 1), "its header has 4,194,305 bytes, of 4,194,304 at most"),
+    "tensors": (partial(many, header.MAX_TENSORS + 1), "it has 16,385 tensors; the limit is 16,384"),
+    "header": (padded(header.MAX_HEADER_BYTES + 1), "its header has 4,194,305 bytes; the limit is 4,194,304"),
     "dimensions": (
-        crafted({"down/x": leaf(shape=(1,) * (header.MAX_DIMENSIONS + 1))}, ONE), "has 9 dimensions, of 8 at most"
+        crafted({"down/x": leaf(shape=(1,) * (header.MAX_DIMENSIONS + 1))}, ONE), "has 9 dimensions; the limit is 8"
     ),
     "elements": (
-        crafted({"down/x": leaf(0, 0, (0, header.MAX_ELEMENTS + 1))}, ONE, b""), "is of more than 68,719,476,736 numbers"
+        crafted({"down/x": leaf(0, 0, (0, header.MAX_ELEMENTS + 1))}, ONE, b""),
+        "has more than 68,719,476,736 elements"
     ),
-    "depth": (crafted(*nested(header.MAX_DEPTH + 2)), "names inside each other over 16 deep"),
-    "name": (crafted({"down/" + "x" * (header.MAX_NAME_LENGTH + 1): leaf()}, {"down": {"x" * (header.MAX_NAME_LENGTH + 1): None}}), "a name"),
-    "order twice": (crafted({"down/x": leaf(0, 24, (2, 3))}, {"down": {"x": [0, 0]}}, b"\0" * 24), "in memory is none"),
-    "order true": (crafted({"down/x": leaf(0, 24, (2, 3))}, {"down": {"x": [True, 0]}}, b"\0" * 24), "memory is none"),
-    "order text": (crafted({"down/x": leaf()}, {"down": {"x": "0"}}), "in memory is none"),
-    "announced": (crafted({"down/x": leaf(0, 2**40, (2**38,))}, ONE), "have come|more than"),
-    "lying": (crafted({"down/x": leaf(0, 4, (2**30,))}, ONE), "other bytes than its shape says"),
-    "beyond": (crafted({"down/x": leaf(0, 8, (2,))}, ONE), "said to have 8 bytes, but 4 have come"),
-    "left over": (crafted({"down/x": leaf()}, ONE, b"\0" * 5), "said to have 4 bytes, but 5 have come"),
-    "a hole": (crafted({"down/x": leaf(4, 8)}, ONE, b"\0" * 8), "do not lie one behind the other"),
+    "depth": (crafted(*nested(header.MAX_DEPTH + 2)), "of at most 16 nested names"),
+    "name": (crafted({f"down/{TOO_LONG}": leaf()}, {"down": {TOO_LONG: None}}), "an invalid name"),
+    "order twice": (crafted({"down/x": leaf(0, 24, (2, 3))}, {"down": {"x": [0, 0]}}, b"\0" * 24), "is no permutation"),
+    "order true": (crafted({"down/x": leaf(0, 24, (2, 3))}, {"down": {"x": [True, 0]}}, b"\0" * 24), "is no permutation"),
+    "order text": (crafted({"down/x": leaf()}, {"down": {"x": "0"}}), "is no permutation"),
+    "announced": (crafted({"down/x": leaf(0, 2**40, (2**38,))}, ONE), "were received|more than"),
+    "lying": (crafted({"down/x": leaf(0, 4, (2**30,))}, ONE), "does not match its shape"),
+    "beyond": (crafted({"down/x": leaf(0, 8, (2,))}, ONE), "describes 8 bytes of tensors, but 4 were"),
+    "left over": (crafted({"down/x": leaf()}, ONE, b"\0" * 5), "describes 4 bytes of tensors, but 5 were"),
+    "a hole": (crafted({"down/x": leaf(4, 8)}, ONE, b"\0" * 8), "overlap or leave gaps"),
     "overlapping": (
-        crafted({"down/x": leaf(), "down/y": leaf()}, {"down": {"x": None, "y": None}}), "one behind the other"
+        crafted({"down/x": leaf(), "down/y": leaf()}, {"down": {"x": None, "y": None}}), "overlap or leave gaps"
     ),
-    "negative": (crafted({"down/x": leaf(0, 4, (-1,))}, ONE), "no whole number from 0"),
-    "a fraction": (crafted({"down/x": leaf(0, 4, (1.0,))}, ONE), "no whole number from 0"),
-    "true": (crafted({"down/x": leaf(0, 4, (True,))}, ONE), "no whole number from 0"),
+    "negative": (crafted({"down/x": leaf(0, 4, (-1,))}, ONE), "not a non-negative integer"),
+    "a fraction": (crafted({"down/x": leaf(0, 4, (1.0,))}, ONE), "not a non-negative integer"),
+    "true": (crafted({"down/x": leaf(0, 4, (True,))}, ONE), "not a non-negative integer"),
     "huge": (crafted({"down/x": leaf(0, 4, (10**4000,))}, ONE), "more than"),
-    "a type": (crafted({"down/x": leaf(0, 8, (1,), "C64")}, ONE, b"\0" * 8), "is not said"),
-    "half a byte": (crafted({"down/x": leaf(0, 4, (8,), "F4")}, ONE), "is not said"),
-    "nothing": (crafted({"down/x": 3}, ONE), "is not said"),
-    "no tensor": (crafted({}, ONE, b""), "it has no tensor 'down/x'"),
+    "a type": (crafted({"down/x": leaf(0, 8, (1,), "C64")}, ONE, b"\0" * 8), "has no valid type"),
+    "half a byte": (crafted({"down/x": leaf(0, 4, (8,), "F4")}, ONE), "has no valid type"),
+    "nothing": (crafted({"down/x": 3}, ONE), "has no valid type"),
+    "no tensor": (crafted({}, ONE, b""), "the tensor 'down/x' is missing"),
     "no tree": (crafted({"down/x": leaf()}, {}), "its tensor 'down/x' is in no tree"),
     "another path": (
-        crafted({"down/a/b": leaf()}, {"down": {"a": {"b": None}, "a/b": None}}), "a name that is none: 'a/b'"
+        crafted({"down/a/b": leaf()}, {"down": {"a": {"b": None}, "a/b": None}}), "an invalid name: 'a/b'"
     ),
-    "no name": (crafted({"down/": leaf()}, {"down": {"": None}}), "a name that is none: ''"),
-    "a bell": (crafted({"down/\a": leaf()}, {"down": {"\a": None}}), "a name that is none"),
-    "half a letter": (crafted({"down/\ud800": leaf()}, {"down": {"\ud800": None}}), "a name that is none"),
+    "no name": (crafted({"down/": leaf()}, {"down": {"": None}}), "an invalid name: ''"),
+    "a bell": (crafted({"down/\a": leaf()}, {"down": {"\a": None}}), "an invalid name"),
+    "half a letter": (crafted({"down/\ud800": leaf()}, {"down": {"\ud800": None}}), "an invalid name"),
     "twice": (
-        bytes_of('{"__metadata__": {"halfmoon": "{}", "shape": "{}"}, "x": 1, "x": 2}'), "has a name twice"
+        bytes_of('{"__metadata__": {"halfmoon": "{}", "shape": "{}"}, "x": 1, "x": 2}'), "has a duplicate name"
     ),
-    "twice in the tree": (crafted({"down/x": leaf()}, '{"down": {"x": null, "x": null}}'), "has a name twice"),
-    "twice in the head": (crafted({}, {}, b"", '{"message": "offer", "message": "request"}'), "has a name twice"),
-    "not a number": (crafted({}, {}, b"", '{"message": "request", "round": NaN}'), "NaN for a number"),
-    "5000 digits": (crafted({}, {}, b"", '{"message": "request", "round": ' + "1" * 5000 + "}"), "no JSON"),
-    "deep": (bytes_of("[" * 1_000_000), "no JSON .RecursionError."),
-    "deep in the tree": (crafted({}, "[" * 1_000_000, b""), "no JSON .RecursionError."),
-    "deep in the head": (crafted({}, {}, b"", '{"a":' * 400_000), "no JSON .RecursionError."),
-    "a list": (bytes_of("[]"), "no object of JSON"),
-    "texts": (bytes_of('{"__metadata__": {"halfmoon": 1}}'), "has no texts"),
-    "another tree": (crafted({"up/x": leaf()}, {"up": {"x": None}}), "tensors that belong to nothing: 'up'"),
+    "twice in the tree": (crafted({"down/x": leaf()}, '{"down": {"x": null, "x": null}}'), "has a duplicate name"),
+    "twice in the head": (crafted({}, {}, b"", '{"message": "offer", "message": "request"}'), "has a duplicate name"),
+    "not a number": (crafted({}, {}, b"", '{"message": "request", "round": NaN}'), "NaN in place of a number"),
+    "5000 digits": (crafted({}, {}, b"", '{"message": "request", "round": ' + "1" * 5000 + "}"), "not valid JSON"),
+    "deep": (bytes_of("[" * 1_000_000), "not valid JSON .RecursionError."),
+    "deep in the tree": (crafted({}, "[" * 1_000_000, b""), "not valid JSON .RecursionError."),
+    "deep in the head": (crafted({}, {}, b"", '{"a":' * 400_000), "not valid JSON .RecursionError."),
+    "a list": (bytes_of("[]"), "not a JSON object"),
+    "texts": (bytes_of('{"__metadata__": {"halfmoon": 1}}'), "are not texts"),
+    "another tree": (crafted({"up/x": leaf()}, {"up": {"x": None}}), "tensors in an unknown field: 'up'"),
 }  # fmt: skip
 """What is refused, and why."""
 
@@ -206,7 +209,7 @@ def test_a_message_beyond_a_bound_is_refused_at_once(name: str):
 
 def test_reading_takes_as_much_memory_again():
     """8 MB of tensors: no bytes are made beside one more copy. One tensor under many names was not bounded so."""
-    data = write_message(replace(REQUEST, down={"a": torch.ones(10**6), "b": {"c": torch.ones(10**6)}}))
+    data = write_message(replace(REQUEST, download={"a": torch.ones(10**6), "b": {"c": torch.ones(10**6)}}))
     tracemalloc.start()
     read_message(data, Request)
     _, peak = tracemalloc.get_traced_memory()
@@ -214,8 +217,12 @@ def test_reading_takes_as_much_memory_again():
     assert 4 * 10**6 < peak < 1.5 * len(data)
     path = "/".join("a" * 10)
     two = {"down": {"a": {"/".join("a" * 9): None}, path: None}}
-    with pytest.raises(MalformedMessage, match="a name that is none"):
+    with pytest.raises(MalformedMessage, match="an invalid name"):
         read_message(crafted({f"down/{path}": leaf()}, two), Request)
+
+
+SENT_AS = {"images_outside_steps": "swept", "memory_bytes": "kept"}
+"""Fields by their names in a message, where these differ from those in Python."""
 
 
 @pytest.mark.parametrize(
@@ -229,13 +236,16 @@ def test_numbers_have_a_range(message: Request | Reply, name: str):
     length = len(plain) if isinstance(plain, list) else 0
 
     def said(value: Any) -> bytes:
-        head = {k: v for k, v in message.__dict__.items() if k not in ("down", "up", "samples", "evaluation")}
-        head |= {"message": kind.__name__.lower(), name: [value] * (length or 3) if isinstance(plain, list) else value}
+        trees = ("download", "upload", "samples", "evaluation")
+        head = {SENT_AS.get(k, k): v for k, v in message.__dict__.items() if k not in trees}
+        wrong = [value] * (length or 3) if isinstance(plain, list) else value
+        head |= {"message": kind.__name__.lower(), SENT_AS.get(name, name): wrong}
         return crafted({}, {}, b"", json.dumps(head))
 
     read_message(said(MAX_INTEGER), kind)
+    sent_name = SENT_AS.get(name, name)
     for wrong in (MAX_INTEGER + 1, -1, 10**400, 1.0, True, "1", None, [1]):
-        with pytest.raises(MalformedMessage, match=name if not isinstance(plain, list) else f"{name}|counts"):
+        with pytest.raises(MalformedMessage, match=f"{sent_name}|counts" if isinstance(plain, list) else sent_name):
             read_message(said(wrong), kind)
 
 
@@ -245,7 +255,7 @@ def test_lists_are_short(count: int):
     if count == MAX_LIST_LENGTH:
         assert len(read_message(data, Request).latest) == MAX_LIST_LENGTH
     else:
-        with pytest.raises(MalformedMessage, match="latest has 9 numbers, of 8 at most"):
+        with pytest.raises(MalformedMessage, match="latest has 9 numbers; the limit is 8"):
             read_message(data, Request)
 
 
@@ -270,25 +280,25 @@ def weighing(size: int, message: Any) -> bytes:
 
 
 def test_a_reader_bounds_the_whole_message():
-    data = write_message(replace(REQUEST, down={"x": torch.ones(1000)}))
-    assert read_message(data, Request, limit=len(data)).down["x"].sum() == 1000
-    with pytest.raises(MalformedMessage, match=r"a message has 4\.\d kB, of 4\.\d kB at most"):
+    data = write_message(replace(REQUEST, download={"x": torch.ones(1000)}))
+    assert read_message(data, Request, limit=len(data)).download["x"].sum() == 1000
+    with pytest.raises(MalformedMessage, match=r"a message has 4\.\d kB; the limit is 4\.\d kB"):
         read_message(data, Request, limit=len(data) - 1)
     assert read_message(weighing(MAX_TREELESS_BYTES, Offer("1", "2")), Offer) == Offer("1", "2")
     for kind in (Offer, Acceptance, Refusal):
-        with pytest.raises(MalformedMessage, match=r"a message has 4\.2 MB, of 4\.2 MB at most"):
+        with pytest.raises(MalformedMessage, match=r"a message has 4\.2 MB; the limit is 4\.2 MB"):
             read_message(b"\0" * (MAX_TREELESS_BYTES + 1), kind)
-    with pytest.raises(MalformedMessage, match="a message is cut off"):
+    with pytest.raises(MalformedMessage, match="a message is truncated"):
         read_message(b"\xff" * (MAX_TREELESS_BYTES + 1), Offer, Request, limit=MAX_MESSAGE_BYTES)
 
 
 def test_a_sealed_message_tells_what_is_in_it_before_it_is_opened():
     down = {"params": {"x": torch.ones(2, 3)}, "stats": {}, "gate": torch.tensor(1, dtype=torch.int64)}
-    unparsed = scan_message(write_message(replace(REQUEST, down=down)), Request)
-    assert unparsed.message.down == {}
-    assert unparsed.tree_spec("down") == make_tree_spec(down)
+    unparsed = scan_message(write_message(replace(REQUEST, download=down)), Request)
+    assert unparsed.message.download == {}
+    assert unparsed.tree_spec("download") == make_tree_spec(down)
     assert unparsed.tree_spec("evaluation") == {}
-    assert make_tree_spec(unparsed.open().down) == make_tree_spec(down)
+    assert make_tree_spec(unparsed.parse_trees().download) == make_tree_spec(down)
 
 
 class Evil:
@@ -317,8 +327,8 @@ def pickles(tmp_path: Path) -> dict[str, bytes]:
         "raw": raw,
         "torch": saved.read_bytes(),
         "header": len(raw).to_bytes(8, "little") + raw,
-        "request's tensor": write_message(replace(REQUEST, down=tensor)),
-        "reply's tensor": write_message(replace(REPLY, up=tensor, evaluation=tensor)),
+        "request's tensor": write_message(replace(REQUEST, download=tensor)),
+        "reply's tensor": write_message(replace(REPLY, upload=tensor, evaluation=tensor)),
         "text": write_message(replace(REQUEST, client_update=text)),
         "reason": write_message(Refusal(VERSION, UNFIT, text)),
         "terms": write_message(Offer(VERSION, text)),
@@ -342,7 +352,7 @@ def test_a_pickle_is_never_loaded_by_a_site(tmp_path: Path, pickles: dict[str, b
     honest = replace(REQUEST, federation=TERMS.hash, version=member.version)
     tensor = {"x": torch.frombuffer(bytearray(pickles["raw"]), dtype=torch.uint8)}
     for request in (
-        replace(honest, down=tensor),
+        replace(honest, download=tensor),
         replace(honest, evaluation=tensor),
         replace(honest, client_update="", evaluation=tensor),
     ):
@@ -377,18 +387,18 @@ def test_a_reply_is_weighed_before_it_is_read(beyond: int):
     weighed: list[int] = []
 
     def change(data: bytes) -> Answer:
-        up = read_message(data, Reply).up
+        up = read_message(data, Reply).upload
         most = limits.max_message_bytes([make_tree_spec(up)])
         weighed.append(most)
         more = torch.zeros(most - len(data) - 4096, dtype=torch.uint8)
-        return Answer(weighing(most + beyond, replace(read_message(data, Reply), up={**up, "x": more})))
+        return Answer(weighing(most + beyond, replace(read_message(data, Reply), upload={**up, "x": more})))
 
     remote.calls.link, remote.calls.say = Bad(wire, change), heard.append
     remote.open(0)
     method.round(remote.task, begin(method, shared), remote)
     (words,) = [each for each in heard if "refused" in each]
     if beyond:
-        assert "a message has 1.1 MB, of 1.1 MB at most" in words
+        assert "a message has 1.1 MB; the limit is 1.1 MB" in words
     else:
         assert "'x' was not asked for" in words
     assert weighed[0] < 1.3 * 10**6
@@ -415,7 +425,9 @@ def test_what_an_honest_server_sends_is_known_and_what_others_send_is_not(name: 
     downlinks = DownloadSpecs.from_trial(method, shared, Views(), IMAGE, SEED, len(remote.names))
     assert DownloadSpecs.from_json(json.loads(json.dumps(downlinks.to_json())), len(remote.names)) == downlinks
     seen = [scan_message(data, Request, Reply) for data in wire.messages]
-    asked = [(each.message.client_update, each.tree_spec("down")) for each in seen if isinstance(each.message, Request)]
+    asked = [
+        (each.message.client_update, each.tree_spec("download")) for each in seen if isinstance(each.message, Request)
+    ]
     assert {client_update for client_update, _ in asked} == set(downlinks.specs)
     for client_update, pattern in asked:
         assert downlinks.fault(client_update, pattern) is None
@@ -449,7 +461,9 @@ def test_terms_are_bounded(name: str):
     most = limits.MAX_RUN_OPTIONS[name]
     more = {"unlabeled_batch": {}, "epochs": {}}.get(name, {})
     if name == "width":
-        with pytest.raises(UserError, match=r"the network has .* numbers, of 268,435,456 at most: choose a smaller"):
+        with pytest.raises(
+            UserError, match=r"the network has .* parameters; the limit is 268,435,456: choose a smaller"
+        ):
             terms(**{name: most})
     else:
         assert getattr(terms(**{name: most}, **more).config, name) == most
@@ -484,9 +498,9 @@ def test_a_network_is_counted_and_not_made():
         (
             {"word": "x" * limits.MAX_TEXT_LENGTH},
             {"word": "x" * (limits.MAX_TEXT_LENGTH + 1)},
-            "a class is named by up to 100 letters",
+            "a class name must be printable and have up to 100",
         ),
-        ({"word": "é ü"}, {"word": "a\x1b[2Jb"}, "a class is named by up to 100 letters"),
+        ({"word": "é ü"}, {"word": "a\x1b[2Jb"}, "a class name must be printable and have up to 100"),
         ({"image": (1, 4096, 4096)}, {"image": (1, 4096, 4097)}, "image is"),
     ],
     ids=["sites", "classes", "letters", "escape", "pixels"],
@@ -508,7 +522,7 @@ def test_options_of_methods_are_bounded():
     assert terms(method="feddure", options={"hidden": 10**6})
     for options, said in (
         ({"hidden": 10**6 + 1}, "the option hidden is 1,000,001: a federation has 1,000,000 at most"),
-        ({"threshold": math.inf}, "the option threshold is inf: it must be a number"),
+        ({"threshold": math.inf}, "the option threshold is inf: it must be a finite number"),
     ):
         with pytest.raises(UserError, match=said):
             terms(method="feddure", options=options)
@@ -523,9 +537,9 @@ def test_a_step_and_a_round_have_an_end(beyond: int):
     client_update = FedAvg(FixMatch()).client_updates(task(terms().config, terms().image_spec))["train"]
     most = limits.MAX_STEP_VALUES // 64
     for amount, said in (
-        (Amount(1, most + beyond, 0), "a step is of 2,097,153 images with 1 channel"),
-        (Amount(1, 2 + beyond, (most - 2) // 2), "a step is of 2,097,153 images"),
-        (Amount(limits.MAX_UPDATE_IMAGES // 10 + beyond, 2, 4), "a round is of 1,000,001 steps of 10 images"),
+        (Amount(1, most + beyond, 0), "a step has 2,097,153 images with 1 channel"),
+        (Amount(1, 2 + beyond, (most - 2) // 2), "a step has 2,097,153 images"),
+        (Amount(limits.MAX_UPDATE_IMAGES // 10 + beyond, 2, 4), "a round has 1,000,001 steps of 10 images"),
     ):
         fault = limits.find_update_fault(client_update, amount, (1, 8, 8))
         assert (fault is not None and said in fault) if beyond else fault is None
@@ -605,7 +619,7 @@ def test_a_network_of_the_terms_is_made_after_the_yes(tmp_path: Path, monkeypatc
 def test_terms_are_no_longer_than_a_megabyte():
     blank = " " * (limits.MAX_TERMS_BYTES - len(TERMS.text))
     assert Terms.parse(TERMS.text + blank).hash == TERMS.hash
-    with pytest.raises(UserError, match=r"the server's terms have 1\.0 MB, of 1\.0 MB at most"):
+    with pytest.raises(UserError, match=r"the server's terms have 1\.0 MB; the limit is 1\.0 MB"):
         Terms.parse(TERMS.text + blank + " ")
     with pytest.raises(UserError, match="cannot be read"):
         Terms.parse(TERMS.text.replace('"name"', '"name": "x", "name"', 1))
@@ -650,7 +664,7 @@ def test_images_that_do_not_fit_a_machine_are_not_decoded(tmp_path: Path, monkey
     pages = {"SC_PAGE_SIZE": 64, "SC_PHYS_PAGES": 100}
     monkeypatch.setattr(os, "sysconf", lambda name: pages[name])
     limits.check_images_fit(tmp_path, 100, (1, 8, 8))
-    with pytest.raises(UserError, match=r"101 images of 8x8 pixels with 1 channel\(s\) take 6\.5 kB, but this machine"):
+    with pytest.raises(UserError, match=r"101 images of 8x8 pixels with 1 channel\(s\) need 6\.5 kB, but this machine"):
         limits.check_images_fit(tmp_path, 101, (1, 8, 8))
 
 

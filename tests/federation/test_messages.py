@@ -53,7 +53,7 @@ def test_nothing_but_numbers_travels() -> None:
             assert image[0, 0].numpy().tobytes() not in said
             assert (image.double() / 255).numpy().tobytes()[:64] not in said
     replies = [read_message(data, Reply) for data in wire.messages if b'\\"reply\\"' in data]
-    assert {tuple(sorted(Upload.of(reply.up).parts)) for reply in replies} == {("params", "stats", "weight")}
+    assert {tuple(sorted(Upload.of(reply.upload).parts)) for reply in replies} == {("params", "stats", "weight")}
 
 
 def test_a_site_remembers_and_its_memory_stays() -> None:
@@ -69,7 +69,7 @@ def test_a_site_remembers_and_its_memory_stays() -> None:
         assert same(kept[int(k)] or {}, memory)
 
 
-WHOLE = write_message(replace(REQUEST, down={"a": torch.ones(3)}))
+WHOLE = write_message(replace(REQUEST, download={"a": torch.ones(3)}))
 
 
 @pytest.mark.parametrize(
@@ -91,10 +91,10 @@ def test_what_is_no_message_is_refused(data: bytes) -> None:
 def test_a_message_keeps_every_bit_and_the_order_in_memory() -> None:
     leaf = torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last)
     down = {"b": {"x": leaf}, "a": torch.tensor(3), "none": {}}
-    back = read_message(write_message(replace(REQUEST, round=7, query=2, down=down)), Request)
-    assert list(back.down) == ["b", "a", "none"]
-    assert torch.equal(back.down["b"]["x"], leaf)
-    assert back.down["b"]["x"].stride() == leaf.stride()
+    back = read_message(write_message(replace(REQUEST, round=7, query=2, download=down)), Request)
+    assert list(back.download) == ["b", "a", "none"]
+    assert torch.equal(back.download["b"]["x"], leaf)
+    assert back.download["b"]["x"].stride() == leaf.stride()
     assert (back.round, back.query, back.client_update) == (7, 2, "train")
 
 
@@ -145,7 +145,7 @@ def other(data: bytes, **changes: Any) -> Answer:
         (lambda data: other(data, attempt=1), "it answers round 1, query 1 .train."),
         (
             lambda data: Answer(data.replace(b'\\"kept\\": 0', b'\\"kept\\":-1')),
-            "kept is not made of whole numbers from 0",
+            "kept is not made of non-negative integers",
         ),
         (
             lambda data: Answer(write_message(Refusal(VERSION, "failed", "its disk is full"))),

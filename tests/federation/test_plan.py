@@ -118,7 +118,7 @@ MISTAKES = [
     ({"options": {"rounds": 0}}, "rounds is 0: it must be at least 1."),
     ({"options": {"lr": "fast"}}, 'lr in clinics.toml is "fast": it must be a number.'),
     ({"options": {"method": "fedavgg"}}, "did you mean 'fedavg'?"),
-    ({"options": {"method": POOLED}}, "it cannot be played between sites."),
+    ({"options": {"method": POOLED}}, "it cannot run in a federation of sites."),
     ({"options": {"method": "feddure", "labels_at": "server"}}, "method feddure needs labels at every client"),
     ({"options": {"network": "resnet9"}}, "ResNet-9 takes images whose sides are multiples of 8"),
     ({"options": {"dirichlet_alpha": -1}}, "dirichlet_alpha is -1.0: it must be above 0 and at most 1e9."),

@@ -310,7 +310,7 @@ def watched(town: Town, folder: Path, secure: bool, rounds: int = 1) -> Iterator
     def do(self: SiteRuntime, request: Request, memories: Any = None) -> Any:
         reply = original(self, request, memories)
         if request.client_update and self.number in WATCHED:
-            seen.add(self.number, request.down, Upload.of(reply.up))
+            seen.add(self.number, request.download, Upload.of(reply.upload))
         return reply
 
     server = subprocess.Popen(

@@ -171,7 +171,7 @@ OTHER = terms(lr=0.5)
         (joined("north", federation=OTHER.hash), "a site that calls itself 'north' is none of this federation"),
         (joined("east"), "a site that calls itself 'east' is none of this federation"),
         (joined("e" * 1000), f"a site that calls itself '{'e' * 64}' is none of this federation"),
-        (b"", "a site answered what cannot be read: a message is cut off"),
+        (b"", "a site answered what cannot be read: a message is truncated"),
         (b"\x08" + b"\0" * 7 + b"no json!", "a site answered what cannot be read: a message cannot be read"),
         (
             write_message(Offer("1", "2")),

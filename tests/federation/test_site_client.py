@@ -265,11 +265,11 @@ def test_terms_that_are_damaged_are_joined_again(member, ward, script, damage):
     [
         ({"round": ROUNDS}, "asks for round 5 of 4"), ({"round": -1}, "round"), ({"round": 10**30}, "round"),
         ({"client_update": "steal"}, "asks for 'steal', which the method does not have"),
-        ({"down": {}}, "is missing"), ({"down": {"params": {"x": torch.ones(2)}}}, "is missing"),
+        ({"download": {}}, "is missing"), ({"download": {"params": {"x": torch.ones(2)}}}, "is missing"),
         ({"evaluation": {"x": torch.ones(2)}}, "the one that was agreed on"), ({"run": "../../x"}, "no number of any"),
         ({"run": ""}, "no number of any"), ({"run": "A" * 32}, "no number of any"),
-        ({"latest": [1]}, "a round, an attempt and a query"), ({"latest": [0, 0, -1]}, "latest is not made of whole"),
-        ({"oldest": [0, 0, "x"]}, "oldest is not made of whole"),
+        ({"latest": [1]}, "a round, an attempt and a query"), ({"latest": [0, 0, -1]}, "latest is not made of non-negative"),
+        ({"oldest": [0, 0, "x"]}, "oldest is not made of non-negative"),
     ],
 )  # fmt: skip
 def test_requests_that_cannot_be_done(member, script, changes, said):
@@ -287,8 +287,8 @@ def test_a_diverged_model_is_not_described(member: SiteClient, script: list[tupl
     """Weights that are no numbers: the server hears that training diverged, the site's log at which step."""
     member.reply_to(offer())
     request = read_message(script[0][0], Request)
-    spoiled = tree.map(lambda leaf: leaf * float("nan") if leaf.is_floating_point() else leaf, request.down)
-    refusal = told(member.reply_to(write_message(replace(request, down=spoiled))))
+    spoiled = tree.map(lambda leaf: leaf * float("nan") if leaf.is_floating_point() else leaf, request.download)
+    refusal = told(member.reply_to(write_message(replace(request, download=spoiled))))
     assert (refusal.kind, refusal.reason) == (FAILED, "its training diverged; its own log says why.")
     assert memories(member) == []
 
@@ -320,11 +320,11 @@ def test_an_attempt_that_did_not_count_is_not_remembered(member: SiteClient, scr
     it goes on from counts, whatever came before or after it."""
     member.reply_to(offer())
     first, second = (read_message(script[place][0], Request) for place in (0, 1))
-    other = tree.map(lambda leaf: leaf * 1.01 if leaf.is_floating_point() else leaf, first.down)
-    assert member.reply_to(write_message(replace(first, down=other))) != script[0][1]
+    other = tree.map(lambda leaf: leaf * 1.01 if leaf.is_floating_point() else leaf, first.download)
+    assert member.reply_to(write_message(replace(first, download=other))) != script[0][1]
     reply = read_message(member.reply_to(write_message(replace(first, attempt=1))), Reply)
     assert write_message(replace(reply, attempt=0)) == script[0][1]
-    assert member.reply_to(write_message(replace(first, attempt=2, down=other))) != script[0][1]
+    assert member.reply_to(write_message(replace(first, attempt=2, download=other))) != script[0][1]
     assert second.latest == [0, 0, 0]
     assert member.reply_to(write_message(replace(second, latest=[0, 1, 0]))) == script[1][1]
     assert member.reply_to(write_message(replace(second, latest=[0, 0, 0]))) != script[1][1]
@@ -499,16 +499,16 @@ def test_a_site_tests_a_model_on_images_that_it_never_trains_on(ward, tmp_path, 
     member = SiteClient.from_folder(ward, "north", tmp_path / "home", tests=tests)
     assert read_message(member.reply_to(offer()), Acceptance).tests == 4
     request = read_message(script[0][0], Request)
-    model = {"params": request.down["params"], "stats": request.down["stats"]}
+    model = {"params": request.download["params"], "stats": request.download["stats"]}
     both = read_message(member.reply_to(write_message(replace(request, evaluation=model))), Reply)
     assert both.evaluation["confusion"].sum() == 4
     assert both.evaluation["confusion"].sum(1).tolist() == [1, 3]
     assert write_message(replace(both, evaluation={})) == script[0][1]
     alone = read_message(
-        member.reply_to(write_message(replace(request, evaluation=model, client_update="", down={}))), Reply
+        member.reply_to(write_message(replace(request, evaluation=model, client_update="", download={}))), Reply
     )
     assert torch.equal(alone.evaluation["confusion"], both.evaluation["confusion"])
-    assert alone.up == {}
+    assert alone.upload == {}
 
 
 @pytest.fixture(scope="module")

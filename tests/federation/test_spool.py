@@ -67,7 +67,7 @@ class Desk:
     def answer(self, number: int, data: bytes) -> bytes:
         asked = read_message(data, Request)
         g = rng.generator(number, "site")
-        moved = tree.map(lambda leaf: leaf + 0.01 * torch.randn(leaf.shape, generator=g), asked.down["params"])
+        moved = tree.map(lambda leaf: leaf + 0.01 * torch.randn(leaf.shape, generator=g), asked.download["params"])
         weight = torch.tensor(self.upload.get(ABOUT.sites[number], 4.0 + number), dtype=torch.float64)
         up, one = Upload({"params": moved, "stats": {}}, weight), torch.tensor(1.0)
         samples = {"loss": WeightedMetric(one, one, one)}
@@ -149,7 +149,7 @@ def test_requests_that_say_the_same_are_written_once(monkeypatch: pytest.MonkeyP
     runtime._versions.saved()
     runtime.average("train", down)
     assert len({id(data) for data in sent}) <= 2
-    assert {read_message(data, Request).down.keys() == down.keys() for data in sent} == {True}
+    assert {read_message(data, Request).download.keys() == down.keys() for data in sent} == {True}
 
 
 def test_an_upload_that_cannot_be_is_refused_before_any_is_added(tmp_path: Path):

@@ -108,8 +108,8 @@ def test_the_pattern_is_that_of_every_real_upload(name: str, place: str) -> None
             }
             assert pattern == make_tree_spec(outcome.up.tree)
             reply = answer(outcome)
-            assert check_schema(reply.up, reply.samples, pattern, uplink) is None
-            assert check_schema(reply.up, reply.samples, None, uplink) is None
+            assert check_schema(reply.upload, reply.samples, pattern, uplink) is None
+            assert check_schema(reply.upload, reply.samples, None, uplink) is None
             assert check_counts(reply, query.most[k], query.images[k], uplink) is None
         sites = [str(client) for client in query.clients]
         ups = dict(zip(sites, [outcome.up for outcome in query.outcomes], strict=True))
@@ -319,7 +319,7 @@ def counted(**changes: Any) -> Reply:
 
 def weighing(weight: float = 1.0, **aux: Any) -> Reply:
     up = Upload({}, torch.tensor(weight), {name: torch.tensor(leaf) for name, leaf in aux.items()})
-    return counted(up=up.tree, traffic=[0, 0])
+    return counted(upload=up.tree, traffic=[0, 0])
 
 
 MARKED = Uplink(("x",), (), aux={"labels": Aux(values="mark"), "changed": Aux(values="count"), "appu": Aux()})
@@ -346,13 +346,13 @@ MARKED = Uplink(("x",), (), aux={"labels": Aux(values="mark"), "changed": Aux(va
         (weighing(labels=[0.0, 7.0]), "its labels is 7, not between 0 and 1, the most for 12 images"),
         (weighing(changed=1e9, appu=-7.0), None),
         (weighing(changed=-1), "its changed is -1, not 0 or more, the most for 12 images"),
-        (counted(swept=12 * SWEEPS + 1), None),
-        (counted(swept=12 * SWEEPS + 2), "it counts 12290 images swept, of 12289 at most"),
+        (counted(images_outside_steps=12 * SWEEPS + 1), None),
+        (counted(images_outside_steps=12 * SWEEPS + 2), "it counts 12290 images swept, of 12289 at most"),
         # An upload of 4 float32: 16 bytes.
         (counted(traffic=[LARGEST, 16]), None),
         (counted(traffic=[LARGEST + 1, 16]), f"it counts {LARGEST + 1} bytes received, of {LARGEST} at most"),
         (counted(traffic=[0, 17]), "it counts 17 bytes sent, of 16 at most"),
-        (counted(kept=LARGEST + 1), f"it counts {LARGEST + 1} bytes remembered, of {LARGEST} at most"),
+        (counted(memory_bytes=LARGEST + 1), f"it counts {LARGEST + 1} bytes remembered, of {LARGEST} at most"),
     ],
 )
 def test_counts_are_those_that_a_site_can_have(reply: Reply, said: str | None) -> None:
@@ -385,7 +385,7 @@ def test_what_a_work_does_not_declare_is_refused(up: Tree, said: str | None) -> 
 def test_a_site_without_images_weighs_one_at_most() -> None:
     """FML weighs its clients alike, whatever they have: by 1."""
     reply = weighing(weight=1.0)
-    assert check_counts(replace(reply, amount=[0, 0, 0, 0], swept=1), Amount(0, 0, 0), 0, MARKED) is None
+    assert check_counts(replace(reply, amount=[0, 0, 0, 0], images_outside_steps=1), Amount(0, 0, 0), 0, MARKED) is None
     assert check_counts(replace(weighing(weight=1.5), amount=[0, 0, 0, 0]), Amount(0, 0, 0), 0, MARKED) is not None
 
 

@@ -61,7 +61,7 @@ def spoil() -> None:
         if kind == "large":
             ballast = torch.frombuffer(bytearray(os.urandom(LARGE)), dtype=torch.uint8)
             reply = read_message(said, Reply)
-            return write_message(replace(reply, up={**reply.up, "ballast": ballast}))
+            return write_message(replace(reply, upload={**reply.upload, "ballast": ballast}))
         last.write_bytes(said)
         return said
 

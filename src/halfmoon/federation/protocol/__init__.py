@@ -1,1 +1,1 @@
-"""What server and sites say to each other: messages, their limits, the terms and the log."""
+"""The protocol between the server and the sites: messages, their limits, the terms and the log."""

@@ -1,7 +1,8 @@
-"""The program of a federation, which its terms name: halfmoon's version, the app bundle that Flower carries, plugins.
+"""The program that a federation runs: halfmoon's version, the app bundle that Flower sends to sites, and plugins.
 
-The bundle has no code: one file, `pyproject.toml`, names what is installed at a server and at a site. Whatever differs
-between two servers reaches Flower beside it, so the bundle of one version is always the same.
+The bundle contains no code. Its single file, `pyproject.toml`, names the two Flower apps, which are installed at the
+server and at the sites. Settings that differ between servers reach Flower separately, so every server that runs the
+same version of halfmoon has the same bundle, and a site can refuse any other.
 """
 
 import hashlib
@@ -17,22 +18,23 @@ from typing import Any
 from halfmoon.storage import toml
 
 APPS = ("halfmoon.federation.transport.server_app:app", "halfmoon.federation.transport.client_app:app")
-"""The ServerApp and the ClientApp of every federation."""
+"""The import paths of the ServerApp and the ClientApp of every federation."""
 
-MIN_FLOWER_VERSION = "1.41.0"  # the oldest Flower that plays the bundle
+MIN_FLOWER_VERSION = "1.41.0"  # the oldest Flower that runs the bundle
 
-PROJECT_FILE, CONTENT_FILE = "pyproject.toml", ".info/CONTENT"
-"""The files of a bundle: ours, and Flower's list of them."""
+PROJECT_FILE = "pyproject.toml"
+CONTENT_FILE = ".info/CONTENT"  # Flower's list of the bundle's files
 
-MAX_BUNDLE_BYTES = 2**16  # bytes of a bundle, and of a file in it, at most: ours has less than one kilobyte
+MAX_BUNDLE_BYTES = 2**16
+"""Largest bundle, packed or unpacked. The real one has less than one kilobyte."""
 
 
 class ForeignBundle(ValueError):
-    """A bundle that is not the one of the terms; nothing of it was unpacked or executed."""
+    """A bundle that differs from the one in the terms. It was neither unpacked nor executed."""
 
 
 def render_project(apps: Sequence[str] = APPS) -> str:
-    """Return the pyproject.toml of the bundle, the same at every server: `flwr run --run-config` has the paths."""
+    """Render the bundle's pyproject.toml. Every server has the same one; `flwr run --run-config` passes the paths."""
     server_app, client_app = map(toml.value, apps)
     return f"""[build-system]
 requires = ["hatchling"]
@@ -62,48 +64,73 @@ keys = ""
 
 @cache
 def expected_digest(apps: tuple[str, ...] = APPS) -> str:
-    """Return the SHA-256 of the bundle's facts; Flower may pack the same facts in another way."""
-    return _digest(tomllib.loads(render_project(apps)))
+    """Compute the SHA-256 of the bundle's settings. Flower may pack equal settings into different bytes."""
+    return _hash_project(tomllib.loads(render_project(apps)))
 
 
-def _digest(facts: Mapping[str, Any]) -> str:
-    return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
+def _hash_project(project: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(project, sort_keys=True).encode()).hexdigest()
 
 
 def compute_digest(content: bytes) -> str:
-    """Return the digest of a bundle (a zip file in memory); raise `Foreign` where it can be none of ours."""
+    """Compute the digest of a bundle.
+
+    Args:
+        content: the bundle, a zip file in memory. It may be hostile.
+
+    Returns:
+        The SHA-256 of the settings in its pyproject.toml.
+
+    Raises:
+        ForeignBundle: the bundle is too large, contains other files, or cannot be read.
+    """
     if len(content) > MAX_BUNDLE_BYTES:
         raise ForeignBundle(f"it has {len(content):,} bytes")
     try:
         with zipfile.ZipFile(io.BytesIO(content)) as bundle:
             members = bundle.infolist()
-            more = sorted({member.filename for member in members} - {PROJECT_FILE, CONTENT_FILE})
-            if more or len(members) != 2:
-                raise ForeignBundle(f"it holds {more[0][:80]!r}" if more else "a file is missing or there twice")
+            unexpected = sorted({member.filename for member in members} - {PROJECT_FILE, CONTENT_FILE})
+            if unexpected:
+                raise ForeignBundle(f"it contains {unexpected[0][:80]!r}")
+            if len(members) != 2:
+                raise ForeignBundle("a file is missing or occurs twice")
             if max(member.file_size for member in members) > MAX_BUNDLE_BYTES:
-                raise ForeignBundle("it unpacks to more than it may")
-            return _digest(tomllib.loads(bundle.read(PROJECT_FILE).decode()))
+                raise ForeignBundle(f"a file in it has more than {MAX_BUNDLE_BYTES:,} bytes")
+            return _hash_project(tomllib.loads(bundle.read(PROJECT_FILE).decode()))
     except ForeignBundle:
         raise
-    except Exception as error:  # whatever zipfile and tomllib make of forged bytes
+    except Exception as error:  # zipfile and tomllib raise many kinds of errors for forged bytes
         raise ForeignBundle(f"it cannot be read ({type(error).__name__})") from error
 
 
 def check_bundle(content: bytes, apps: tuple[str, ...] = APPS) -> None:
+    """Check that a bundle (a zip file in memory) starts these apps and nothing else; raise `ForeignBundle` if not."""
     if compute_digest(content) != expected_digest(apps):
-        raise ForeignBundle("it names another program")
+        raise ForeignBundle("it starts a different program")
 
 
 def describe_program(plugins: Mapping[str, str] | None = None) -> dict[str, Any]:
-    """Return what runs at the server and at the sites; `plugins` has the hash of each that the terms need, by name."""
+    """Describe the program that the server and the sites run.
+
+    Args:
+        plugins: SHA-256 of each plugin that the terms need, by name.
+
+    Returns:
+        {"halfmoon": version, "bundle": digest, "plugins": `plugins`}.
+    """
     return {"halfmoon": metadata.version("halfmoon"), "bundle": expected_digest(), "plugins": dict(plugins or {})}
 
 
-def describe_difference(theirs: Any) -> str | None:
-    """Return in words how a program, plugins apart, differs from the one here; None where it does not."""
-    mine = describe_program()
-    if not isinstance(theirs, dict) or set(theirs) != set(mine):
-        return "it does not say what it runs"
-    if theirs["halfmoon"] != mine["halfmoon"]:
-        return f"halfmoon {str(theirs['halfmoon'])[:40]}, and here is {mine['halfmoon']}"
-    return None if theirs["bundle"] == mine["bundle"] else "its app bundle is another one"
+def describe_difference(server_program: Any) -> str | None:
+    """Describe how the server's program, except its plugins, differs from the local one; None if it does not."""
+    local_program = describe_program()
+    if not isinstance(server_program, dict) or set(server_program) != set(local_program):
+        return "the server does not state its version, bundle and plugins"
+    if server_program["halfmoon"] != local_program["halfmoon"]:
+        return (
+            f"the server runs halfmoon {str(server_program['halfmoon'])[:40]}, this site runs "
+            f"{local_program['halfmoon']}"
+        )
+    if server_program["bundle"] != local_program["bundle"]:
+        return "the app bundle differs"
+    return None

@@ -1,8 +1,8 @@
-"""Check the header of a message before anything is allocated for what it announces.
+"""Validate the header of a message before memory is allocated for its contents.
 
-A message is a safetensors file: eight bytes with the header's length, the header (JSON: type, shape and place of each
-tensor), and the tensors' bytes. A sender may lie in every byte. A header that passes here describes each byte that came
-exactly once, so reading them takes as much memory again, and no more.
+A message is a safetensors file: eight bytes with the header's length, the header (JSON with type, shape and byte range
+of each tensor), and the tensors' bytes. Any byte may be forged. A header that passes these checks describes each
+received byte exactly once, so reading the tensors needs at most as much memory as the message itself.
 """
 
 import json
@@ -15,144 +15,182 @@ import torch
 
 from halfmoon.federation.protocol.tree_spec import TreeSpec, iterate_leaves
 
-MAX_HEADER_BYTES = 2**22  # bytes of a header at most
-MAX_TENSORS = 2**14  # tensors of a message at most
+MAX_HEADER_BYTES = 2**22
+MAX_TENSORS = 2**14  # in one message
 
-MAX_DIMENSIONS, MAX_ELEMENTS = 8, 2**36
-"""Dimensions of a tensor at most, and the largest product of those that are not 0."""
+MAX_DIMENSIONS = 8
+MAX_ELEMENTS = 2**36
+"""Largest product of a tensor's dimensions, not counting those that are 0."""
 
-MAX_DEPTH = 16  # names inside each other, at most
-MAX_NAME_LENGTH = 200  # characters of one name at most
+MAX_DEPTH = 16  # of nested names
+MAX_NAME_LENGTH = 200  # characters
 
 DTYPES = {
     "BOOL": torch.bool, "U8": torch.uint8, "I8": torch.int8, "I16": torch.int16, "I32": torch.int32,
     "I64": torch.int64, "F16": torch.float16, "BF16": torch.bfloat16, "F32": torch.float32, "F64": torch.float64,
 }  # fmt: skip
-"""The types of tensors that travel, as safetensors calls them."""
+"""The tensor types of messages, by their names in safetensors."""
 
 
 class UnreadableMessage(ValueError):
-    """A header that is none, or describes other bytes than those that came; says what is wrong."""
+    """A header that is invalid or does not match the received bytes; the text names the fault."""
 
 
 class TruncatedMessage(UnreadableMessage):
-    """Fewer bytes than the header alone would have."""
+    """A message with fewer bytes than its header needs."""
 
 
 TensorSpecs = dict[str, tuple[tuple[int, ...], torch.dtype]]
-"""Path -> (shape, type)."""
+"""Path -> (shape, dtype)."""
 
 
 @dataclass(frozen=True)
 class Header:
-    """The texts of a header, and the shapes and types of the tensors."""
+    """A validated header.
+
+    Attributes:
+        texts: the metadata texts by name.
+        tensors: shape and dtype of each tensor by path.
+    """
 
     texts: dict[str, str]
     tensors: TensorSpecs
 
 
 def parse_header(data: bytes) -> Header:
-    """Return the header of a message; raise `UnreadableMessage` for one that does not describe the bytes behind it."""
+    """Parse and validate the header of a message.
+
+    Args:
+        data: the complete message.
+
+    Raises:
+        TruncatedMessage: the message is shorter than its header.
+        UnreadableMessage: the header is invalid, too large, or describes other bytes than those that follow it.
+    """
     length = int.from_bytes(data[:8], "little")
     if len(data) < 8 or length > len(data) - 8:
-        raise TruncatedMessage("is cut off, or none of halfmoon's")
+        raise TruncatedMessage("is truncated, or was not written by halfmoon")
     if length > MAX_HEADER_BYTES:
-        raise UnreadableMessage(f"its header has {length:,} bytes, of {MAX_HEADER_BYTES:,} at most")
+        raise UnreadableMessage(f"its header has {length:,} bytes; the limit is {MAX_HEADER_BYTES:,}")
     entries = parse_json(data[8 : 8 + length])
     texts = entries.pop("__metadata__", {})
     if not isinstance(texts, dict) or not all(isinstance(text, str) for text in texts.values()):
-        raise UnreadableMessage("its header has no texts")
+        raise UnreadableMessage("the metadata in its header are not texts")
     if len(entries) > MAX_TENSORS:
-        raise UnreadableMessage(f"it has {len(entries):,} tensors, of {MAX_TENSORS:,} at most")
-    return Header(texts, _tensors(entries, len(data) - 8 - length))
+        raise UnreadableMessage(f"it has {len(entries):,} tensors; the limit is {MAX_TENSORS:,}")
+    return Header(texts, _parse_tensor_entries(entries, len(data) - 8 - length))
 
 
 def parse_json(text: str | bytes) -> dict[str, Any]:
-    """Return the object in a JSON text; raise `UnreadableMessage` where there is none, or a name stands there twice."""
+    """Parse a JSON object; raise `UnreadableMessage` for other JSON, NaN or infinity, and duplicate names."""
     try:
-        value = json.loads(text, object_pairs_hook=_unique, parse_constant=_no_number)
+        value = json.loads(text, object_pairs_hook=_reject_duplicates, parse_constant=_reject_constant)
     except UnreadableMessage:
         raise
     except (ValueError, RecursionError) as error:
-        raise UnreadableMessage(f"its header is no JSON ({type(error).__name__})") from error
+        raise UnreadableMessage(f"its header is not valid JSON ({type(error).__name__})") from error
     if not isinstance(value, dict):
-        raise UnreadableMessage("its header is no object of JSON")
+        raise UnreadableMessage("its header is not a JSON object")
     return value
 
 
-def check_layout(shape: Any, tensors: TensorSpecs) -> None:
-    """Raise `UnreadableMessage` unless a tree's shape (`halfmoon.storage.serialization`) has each of the tensors once,
-    and nothing else.
+def check_layout(layout: Any, tensors: TensorSpecs) -> None:
+    """Check that the layout of a message's trees has each tensor exactly once, and nothing else.
+
+    Args:
+        layout: nested dict, by tree and path, of each tensor's dimension order in memory or None
+            (see `halfmoon.storage.serialization`).
+        tensors: the tensors of the message's header.
+
+    Raises:
+        UnreadableMessage: a tensor is missing, duplicate or in no tree, or a dimension order is no permutation.
     """
-    missing = dict(tensors)
-    for path, order in _leaves(shape):
-        if path not in missing:
-            raise UnreadableMessage(f"it has no tensor {path[:MAX_NAME_LENGTH]!r}, or has it twice")
-        dimensions = range(len(missing.pop(path)[0]))
-        whole = isinstance(order, list) and all(type(number) is int for number in order)
-        if order is not None and not (whole and sorted(order) == list(dimensions)):
-            raise UnreadableMessage(f"the order of {path[:MAX_NAME_LENGTH]!r} in memory is none")
-    if missing:
-        raise UnreadableMessage(f"its tensor {min(missing)[:MAX_NAME_LENGTH]!r} is in no tree")
+    remaining = dict(tensors)
+    for path, order in _iterate_layout(layout):
+        if path not in remaining:
+            raise UnreadableMessage(f"the tensor {path[:MAX_NAME_LENGTH]!r} is missing or occurs twice")
+        shape, _ = remaining.pop(path)
+        if order is not None:
+            are_integers = isinstance(order, list) and all(type(number) is int for number in order)
+            if not are_integers or sorted(order) != list(range(len(shape))):
+                raise UnreadableMessage(f"the dimension order of {path[:MAX_NAME_LENGTH]!r} is no permutation")
+    if remaining:
+        raise UnreadableMessage(f"its tensor {min(remaining)[:MAX_NAME_LENGTH]!r} is in no tree")
 
 
-def select_tree_spec(shape: dict[str, Any], tensors: TensorSpecs, name: str) -> TreeSpec:
-    """Return the pattern of the tree `name` in a message, whose shape was checked; a branch without leaves is None."""
-    paths = ["/".join(path) for path, _ in iterate_leaves(shape.get(name, {}))]
+def select_tree_spec(layout: dict[str, Any], tensors: TensorSpecs, name: str) -> TreeSpec:
+    """Select the shapes and dtypes of the tree `name` in a message.
+
+    Args:
+        layout: the message's layout, checked by `check_layout`.
+        tensors: the tensors of the message's header.
+        name: the name of the tree in the message.
+
+    Returns:
+        The tree's spec; a branch without leaves is None.
+    """
+    paths = ["/".join(path) for path, _ in iterate_leaves(layout.get(name, {}))]
     return {path: tensors.get(f"{name}/{path}") for path in paths}
 
 
-def is_printable(text: str, longest: int) -> bool:
-    return len(text) <= longest and text.isprintable()
+def is_printable(text: str, max_length: int) -> bool:
+    """Check that a text is printable and has at most `max_length` characters."""
+    return len(text) <= max_length and text.isprintable()
 
 
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    names = dict(pairs)
-    if len(names) < len(pairs):
-        raise UnreadableMessage("its header has a name twice")
-    return names
+def _reject_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    values = dict(pairs)
+    if len(values) < len(pairs):
+        raise UnreadableMessage("its header has a duplicate name")
+    return values
 
 
-def _no_number(word: str) -> None:
-    raise UnreadableMessage(f"its header has {word} for a number")
+def _reject_constant(constant: str) -> None:
+    # Python's JSON parser accepts NaN and Infinity, which no count or shape may be.
+    raise UnreadableMessage(f"its header has {constant} in place of a number")
 
 
-def _tensors(entries: dict[str, Any], size: int) -> TensorSpecs:
+def _parse_tensor_entries(entries: dict[str, Any], size: int) -> TensorSpecs:
+    """Parse the header's entries and check that the tensors fill the `size` bytes behind the header exactly."""
     tensors: TensorSpecs = {}
-    places: list[tuple[int, int]] = []
+    byte_ranges: list[tuple[int, int]] = []
     for name, entry in entries.items():
-        which = f"its tensor {name[:MAX_NAME_LENGTH]!r}"
+        subject = f"its tensor {name[:MAX_NAME_LENGTH]!r}"
         try:
-            dtype, shape, (begin, end) = DTYPES[entry["dtype"]], tuple(entry["shape"]), entry["data_offsets"]
+            dtype = DTYPES[entry["dtype"]]
+            shape = tuple(entry["shape"])
+            begin, end = entry["data_offsets"]
         except (LookupError, TypeError, ValueError) as error:
-            raise UnreadableMessage(f"what {which} is like is not said") from error
+            raise UnreadableMessage(f"{subject} has no valid type, shape and byte range") from error
         if len(shape) > MAX_DIMENSIONS:
-            raise UnreadableMessage(f"{which} has {len(shape):,} dimensions, of {MAX_DIMENSIONS} at most")
+            raise UnreadableMessage(f"{subject} has {len(shape):,} dimensions; the limit is {MAX_DIMENSIONS}")
+        # `type(...) is int` because bool is a subclass of int.
         if not all(type(number) is int and number >= 0 for number in (*shape, begin, end)):
-            raise UnreadableMessage(f"{which} has a size that is no whole number from 0")
+            raise UnreadableMessage(f"{subject} has a size that is not a non-negative integer")
         if math.prod(side for side in shape if side) > MAX_ELEMENTS:
-            raise UnreadableMessage(f"{which} is of more than {MAX_ELEMENTS:,} numbers")
+            raise UnreadableMessage(f"{subject} has more than {MAX_ELEMENTS:,} elements")
         if end - begin != math.prod(shape) * dtype.itemsize:
-            raise UnreadableMessage(f"{which} has other bytes than its shape says")
+            raise UnreadableMessage(f"{subject} has a byte range that does not match its shape")
         tensors[name] = (shape, dtype)
-        places.append((begin, end))
+        byte_ranges.append((begin, end))
     offset = 0
-    for begin, end in sorted(places):
+    for begin, end in sorted(byte_ranges):
         if begin != offset:
-            raise UnreadableMessage("its tensors do not lie one behind the other")
+            raise UnreadableMessage("its tensors overlap or leave gaps")
         offset = end
     if offset != size:
-        raise UnreadableMessage(f"its tensors are said to have {offset:,} bytes, but {size:,} have come")
+        raise UnreadableMessage(f"its header describes {offset:,} bytes of tensors, but {size:,} were received")
     return tensors
 
 
-def _leaves(shape: Any, prefix: str = "", depth: int = 0) -> Iterator[tuple[str, Any]]:
-    if not isinstance(shape, dict) or depth > MAX_DEPTH:
-        raise UnreadableMessage(f"its shape is no tree, or has names inside each other over {MAX_DEPTH} deep")
-    for key, value in shape.items():
+def _iterate_layout(layout: Any, prefix: str = "", depth: int = 0) -> Iterator[tuple[str, Any]]:
+    """Yield the path and the dimension order of each tensor; raise `UnreadableMessage` for an invalid name or depth."""
+    if not isinstance(layout, dict) or depth > MAX_DEPTH:
+        raise UnreadableMessage(f"its layout is not a tree of at most {MAX_DEPTH} nested names")
+    for key, value in layout.items():
         if not key or "/" in key or not is_printable(key, MAX_NAME_LENGTH):
-            raise UnreadableMessage(f"it has a name that is none: {key[:MAX_NAME_LENGTH]!r}")
+            raise UnreadableMessage(f"it has an invalid name: {key[:MAX_NAME_LENGTH]!r}")
         if isinstance(value, dict):
-            yield from _leaves(value, f"{prefix}{key}/", depth + 1)
+            yield from _iterate_layout(value, f"{prefix}{key}/", depth + 1)
         else:
             yield f"{prefix}{key}", value

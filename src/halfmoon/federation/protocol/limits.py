@@ -1,6 +1,7 @@
-"""The limits of a federation: of its terms, of a client update, of a message, and of a machine's memory and disk.
+"""The limits of a federation: of its terms, local updates and messages, and of a machine's memory and disk.
 
-Authors of terms, requests and replies may be hostile. Sizes are computed from their words before anything is allocated.
+Terms, requests and replies may be hostile. Their sizes are computed from the announced shapes before anything is
+allocated.
 """
 
 import math
@@ -25,162 +26,204 @@ from halfmoon.models import Network, hubs
 from halfmoon.runs.factory import ImageSpec, task
 from halfmoon.storage import toml
 
-MAX_TERMS_BYTES = 2**20  # bytes of terms at most
+MAX_TERMS_BYTES = 2**20
 
-MAX_SITES = MAX_CLASSES = 2**15
-MAX_TEXT_LENGTH = 100  # characters of a class name, and of an option that is a text, at most
+MAX_SITES = 2**15
+MAX_CLASSES = 2**15
+MAX_TEXT_LENGTH = 100  # characters of a class name, and of a text option
 
 MAX_RUN_OPTIONS = {
     "rounds": 10**6, "steps": 10**6, "epochs": 10**4, "server_epochs": 10**4, "labeled_batch": 10**5,
     "unlabeled_batch": 10**5, "server_batch": 10**5, "width": 10**4, "seed": 2**63 - 1,
 }  # fmt: skip
-"""Options of a run, and the most that terms may say of each."""
+"""The largest value that terms may give to each of these options."""
 
-MAX_METHOD_OPTION = 10**6  # a method's own option that is a whole number is at most this
+MAX_METHOD_OPTION = 10**6  # largest absolute value of an integer option of a method
 
 MAX_PARAMETERS = 2**28
-"""Numbers of a network at most: 268 million, 1.1 GB. The largest one of the papers has 23 million."""
+"""Parameters of a network: 268 million, 1.1 GB. The largest network of the papers has 23 million."""
 
-MAX_STEP_VALUES = 2**27  # values of a step's images at most (512 MiB): 890 images of 224x224 with 3 channels
+MAX_STEP_VALUES = 2**27  # values of a step's images (512 MiB): 890 images of 224x224 pixels with 3 channels
 
 MAX_UPDATE_IMAGES = 10**7
-"""Images that a client update may train on in its steps. The batches of all steps are in memory at once."""
+"""Images in the steps of one local update. The batch indices of all steps are in memory at once."""
 
 REPLY_OVERHEAD_BYTES = 2**20
-"""Bytes that a reply may have beside its tensors and their places in the header: counts and samples."""
+"""Bytes of a reply besides its tensors and their entries in the header: counts and samples."""
 
-TENSOR_ENTRY_BYTES = 1024  # bytes that one tensor takes in a header at most, beside its name
+TENSOR_ENTRY_BYTES = 1024  # of one tensor in the header, besides its name
 
-UNKNOWN_TREES_BYTES, UNKNOWN_TREES_MODELS = 2**26, 16
-"""Bytes of a message whose trees have unknown shapes, at most: so many, and as many times the model's."""
+UNKNOWN_TREES_BYTES = 2**26
+UNKNOWN_TREES_MODELS = 16
+"""Limit of a message whose shapes are not known in advance: so many bytes plus so many times the model's bytes."""
 
 MIN_FREE_BYTES = 2**28
-"""Bytes of a site's disk that stay free (a hundredth of a disk that is smaller than 25 GiB)."""
+"""Bytes of a site's disk that must stay free (a hundredth of the disk if it is smaller than 25 GiB)."""
 
 
-def check_terms(config: Config, form: ImageSpec, sites: int) -> None:
-    """Raise UserError, with one sentence, for the first thing that no site should be asked for.
+def check_terms(config: Config, image_spec: ImageSpec, sites: int) -> None:
+    """Check that terms do not demand more of a site than any federation needs.
 
-    All numbers are checked before anything is counted, and a network is counted without being made.
+    All option values are checked before anything is computed from them, and the network's parameters are counted
+    without allocating the network.
+
+    Args:
+        config: the options of the terms.
+        image_spec: the classes and the image size of the terms.
+        sites: the number of sites.
+
+    Raises:
+        UserError: the first limit that is exceeded.
     """
-    for name, count, most in (("sites", sites, MAX_SITES), ("classes", len(form.classes), MAX_CLASSES)):
-        if count > most:
-            raise UserError(f"{name} names {count:,} {name}: a federation has {most:,} at most.")
-    for name in form.classes:
+    for name, count, limit in (("sites", sites, MAX_SITES), ("classes", len(image_spec.classes), MAX_CLASSES)):
+        if count > limit:
+            raise UserError(f"{name} names {count:,} {name}: a federation has {limit:,} at most.")
+    for name in image_spec.classes:
         if len(name) > MAX_TEXT_LENGTH or not name.isprintable():
             raise UserError(
-                f"classes has {name[:MAX_TEXT_LENGTH]!r}: a class is named by up to {MAX_TEXT_LENGTH} letters, without breaks."
+                f"classes has {name[:MAX_TEXT_LENGTH]!r}: a class name must be printable and have up to "
+                f"{MAX_TEXT_LENGTH} characters."
             )
-    for name, most in MAX_RUN_OPTIONS.items():
+    for name, limit in MAX_RUN_OPTIONS.items():
         value = getattr(config, name)
-        if isinstance(value, int) and value > most:
-            raise UserError(f"{name} is {_digits(value)}: a federation has {most:,} at most.")
+        if isinstance(value, int) and value > limit:
+            raise UserError(f"{name} is {_format_integer(value)}: a federation has {limit:,} at most.")
     options = method_options(config, config.method)
     for name, value in options.items():
-        _check_option(name, value)
+        _check_method_option(name, value)
     for name in ("labeled_batch", "unlabeled_batch"):
-        batch = getattr(config, name)
-        if isinstance(batch, int) and batch * math.prod(form.image) > MAX_STEP_VALUES:
-            raise UserError(_too_large(f"{name} is {batch:,}", form.image))
-    # The regulator of FedDure is a network of its own.
-    count = count_trained_and_frozen(config, form)[0] + (len(form.classes) + 2) * options.get("hidden", 0)
-    if count > MAX_PARAMETERS:
-        raise UserError(f"the network has {count:,} numbers, of {MAX_PARAMETERS:,} at most: choose a smaller width.")
-
-
-def _check_option(name: str, value: Any) -> None:
-    if isinstance(value, int) and abs(value) > MAX_METHOD_OPTION:
-        raise UserError(f"the option {name} is {_digits(value)}: a federation has {MAX_METHOD_OPTION:,} at most.")
-    if isinstance(value, float) and not math.isfinite(value):
-        raise UserError(f"the option {name} is {toml.text(value)}: it must be a number.")
-    if isinstance(value, str) and (len(value) > MAX_TEXT_LENGTH or not value.isprintable()):
+        batch_size = getattr(config, name)
+        if isinstance(batch_size, int) and batch_size * math.prod(image_spec.image) > MAX_STEP_VALUES:
+            raise UserError(_describe_large_step(f"{name} is {batch_size:,}", image_spec.image))
+    # FedDure's regulator is a second network; its size follows from the method's option `hidden`.
+    network_parameters, _ = count_trained_and_frozen(config, image_spec)
+    parameters = network_parameters + (len(image_spec.classes) + 2) * options.get("hidden", 0)
+    if parameters > MAX_PARAMETERS:
         raise UserError(
-            f"the option {name} is {value[:MAX_TEXT_LENGTH]!r}: it may have {MAX_TEXT_LENGTH} letters, without breaks."
+            f"the network has {parameters:,} parameters; the limit is {MAX_PARAMETERS:,}: choose a smaller width."
         )
 
 
-def _digits(value: int) -> str:
+def _check_method_option(name: str, value: Any) -> None:
+    if isinstance(value, int) and abs(value) > MAX_METHOD_OPTION:
+        raise UserError(
+            f"the option {name} is {_format_integer(value)}: a federation has {MAX_METHOD_OPTION:,} at most."
+        )
+    if isinstance(value, float) and not math.isfinite(value):
+        raise UserError(f"the option {name} is {toml.text(value)}: it must be a finite number.")
+    if isinstance(value, str) and (len(value) > MAX_TEXT_LENGTH or not value.isprintable()):
+        raise UserError(
+            f"the option {name} is {value[:MAX_TEXT_LENGTH]!r}: it must be printable and have up to "
+            f"{MAX_TEXT_LENGTH} characters."
+        )
+
+
+def _format_integer(value: int) -> str:
+    # Formatting an integer takes time quadratic in its digits, and terms may contain one with thousands.
     return f"{value:,}" if value < 10**18 else "more than 10^18"
 
 
 def count_parameters(network: Network) -> int:
+    """Count the numbers of a network's parameters and statistics."""
     return tree.size(make_meta_model(network))
 
 
-def count_trained_and_frozen(config: Config, form: ImageSpec) -> tuple[int, int]:
-    """Return how many numbers of a network travel, and how many stay as its weights have them.
+def count_trained_and_frozen(config: Config, image_spec: ImageSpec) -> tuple[int, int]:
+    """Count the numbers of a network that are sent each round, and those of its frozen pretrained weights.
 
-    A module of another package is counted whole: what is trained of it shows when it is made.
+    All numbers of a network from another package count as trained: which ones are is only known once it is built.
     """
-    channels, height, width = form.image
+    channels, height, width = image_spec.image
     if names.package(config.network) and config.network not in names.PRETRAINED:
-        return hubs.size(config.network, channels, len(form.classes), (height, width)), 0
-    network = task(config, form).network
+        return hubs.size(config.network, channels, len(image_spec.classes), (height, width)), 0
+    network = task(config, image_spec).network
     trained = count_parameters(network)
-    return trained, count_parameters(network.whole(make_meta_model(network))[0]) - trained
+    _, complete_model = network.whole(make_meta_model(network))
+    return trained, tree.size(complete_model) - trained
 
 
 def make_meta_model(network: Network) -> tree.Tree:
-    """Return a network's {"params", "stats"} as tensors that have a shape and take no memory."""
+    """Make a network's {"params", "stats"} on PyTorch's meta device: tensors with a shape that occupy no memory."""
     with torch.device("meta"):
         return network.init(torch.Generator())
 
 
 def find_update_fault(client_update: ClientUpdate, amount: Amount, image: tuple[int, int, int]) -> str | None:
-    """Return why a client update is too much for any site, None where it is not."""
+    """Check that a site can run a local update.
+
+    Args:
+        client_update: the local update.
+        amount: its steps, and labeled and unlabeled images a step.
+        image: channels, height and width.
+
+    Returns:
+        The limit that is exceeded, as a sentence; None if there is none.
+    """
     views = max(1, len(client_update.needs.views) + len(client_update.needs.others))
-    step = amount.labeled + views * amount.unlabeled
-    if step * math.prod(image) > MAX_STEP_VALUES:
-        return _too_large(f"a step is of {step:,} images", image)
-    if amount.steps * step > MAX_UPDATE_IMAGES:
+    step_images = amount.labeled + views * amount.unlabeled
+    if step_images * math.prod(image) > MAX_STEP_VALUES:
+        return _describe_large_step(f"a step has {step_images:,} images", image)
+    if amount.steps * step_images > MAX_UPDATE_IMAGES:
         return (
-            f"a round is of {amount.steps:,} steps of {step:,} images: a site trains on {MAX_UPDATE_IMAGES:,} at most."
+            f"a round has {amount.steps:,} steps of {step_images:,} images: a site trains on {MAX_UPDATE_IMAGES:,} at "
+            "most."
         )
     return None
 
 
-def _too_large(subject: str, image: tuple[int, int, int]) -> str:
+def _describe_large_step(subject: str, image: tuple[int, int, int]) -> str:
     channels, height, width = image
-    most = MAX_STEP_VALUES // math.prod(image)
-    return f"{subject} with {channels} channel(s) of {height}x{width} pixels: a step has {most:,} of these at most."
+    limit = MAX_STEP_VALUES // math.prod(image)
+    return f"{subject} with {channels} channel(s) of {height}x{width} pixels: a step has {limit:,} of these at most."
 
 
 def max_message_bytes(specs: Iterable[TreeSpec]) -> int:
-    """Return the most bytes of a message with trees of these shapes."""
+    """Compute the largest size of a message with trees of these specs."""
     total = REPLY_OVERHEAD_BYTES
     for spec in specs:
-        for path, kind in spec.items():
-            # A name stands in the header twice, and JSON in JSON escapes a letter by up to twelve bytes.
+        for path, leaf_spec in spec.items():
+            # The header contains each path twice. The second is JSON within JSON, where escaping a character takes up
+            # to twelve bytes.
             total += TENSOR_ENTRY_BYTES + 24 * len(path)
-            if kind is not None:
-                shape, dtype = kind
+            if leaf_spec is not None:
+                shape, dtype = leaf_spec
                 total += math.prod(shape) * dtype.itemsize
     return total
 
 
 def max_unknown_message_bytes(network: Network) -> int:
+    """Compute the largest size of a message whose shapes are not known in advance."""
     return UNKNOWN_TREES_BYTES + UNKNOWN_TREES_MODELS * tree.nbytes(make_meta_model(network))
 
 
 def evaluation_spec(classes: int) -> TreeSpec:
+    """Make the spec of a reply's evaluation: confusion matrix and loss, on test and on validation images."""
     test: TreeSpec = {"confusion": ((classes, classes), torch.int64), "loss": ((), torch.float64)}
-    return {**test, **{f"validation/{name}": kind for name, kind in test.items()}}
+    validation = {f"validation/{name}": leaf_spec for name, leaf_spec in test.items()}
+    return {**test, **validation}
 
 
 def check_images_fit(folder: Path, count: int, image: tuple[int, int, int]) -> None:
-    """Raise UserError where decoded images do not fit this machine's memory, OSError where not the disk of `folder`."""
+    """Check that `count` decoded images (channels, height, width) fit into memory and on the disk of `folder`.
+
+    Raises:
+        UserError: they do not fit into this machine's memory.
+        OSError: they do not fit on the disk.
+    """
     required = count * math.prod(image)
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     if required > memory:
+        channels, height, width = image
         raise UserError(
-            f"{count:,} images of {image[1]}x{image[2]} pixels with {image[0]} channel(s) take {format_bytes(required)}, but "
-            f"this machine's memory has {format_bytes(memory)}."
+            f"{count:,} images of {height}x{width} pixels with {channels} channel(s) need {format_bytes(required)}, "
+            f"but this machine's memory has {format_bytes(memory)}."
         )
     check_free_disk(folder, required)
 
 
 def check_free_disk(folder: Path, required: int) -> None:
-    """Raise OSError, as a full disk does, where so many bytes more would leave too little of a folder's disk free."""
-    disk = shutil.disk_usage(next(path for path in (folder, *folder.parents) if path.exists()))
+    """Raise OSError, as a full disk does, if writing `required` bytes would leave too little free space."""
+    existing = next(path for path in (folder, *folder.parents) if path.exists())
+    disk = shutil.disk_usage(existing)
     if disk.free - required < min(MIN_FREE_BYTES, disk.total // 100):
         raise OSError(ENOSPC, os.strerror(ENOSPC), str(folder))

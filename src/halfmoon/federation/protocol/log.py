@@ -1,4 +1,4 @@
-"""The log of a federation, one line an event, and its terms for people. Imports no torch, to start at once."""
+"""The log of a federation, one line for each event, and the terms as text. Imports no torch, so it loads fast."""
 
 import os
 import time
@@ -10,57 +10,70 @@ from halfmoon.storage import atomic_io
 
 @dataclass(frozen=True)
 class EventLog:
-    """The log in the file `path`; several processes may write to it, one after the other."""
+    """A log file to which several processes may append lines."""
 
     path: Path
 
-    def say(self, words: str) -> None:
-        """Add a line with the time of day; a line break becomes a blank. Raises OSError where it cannot be written."""
-        line = f"{time.strftime('%Y-%m-%d %H:%M:%S')}  {' '.join(words.splitlines())}\n"
+    def write(self, text: str) -> None:
+        """Append a line with date and time; line breaks in `text` become blanks. Raises OSError if that fails."""
+        line = f"{time.strftime('%Y-%m-%d %H:%M:%S')}  {' '.join(text.splitlines())}\n"
         atomic_io.append(self.path, line.encode())
 
 
 @dataclass(frozen=True)
 class TermsSummary:
-    """Terms for people: their hash, a sentence, a table of (option, value, meaning), and ten lines in `brief`."""
+    """The terms of a federation, for the people at a site.
+
+    Attributes:
+        hash: the hash of the terms.
+        sentence: the terms in one sentence.
+        rows: a table of (option, value, meaning).
+        brief: ten lines about what a site sends, to whom and for how long.
+    """
 
     hash: str
     sentence: str
     rows: tuple[tuple[str, str, str], ...]
     brief: tuple[str, ...] = ()
 
-    def lines(self) -> list[str]:
-        first, second = (max((len(row[k]) for row in self.rows), default=0) for k in (0, 1))
-        table = [f"  {name:{first}}  {value:{second}}  {about}" for name, value, about in self.rows]
+    def format_lines(self) -> list[str]:
+        """Format all options as lines of text, in aligned columns."""
+        name_width = max((len(name) for name, _, _ in self.rows), default=0)
+        value_width = max((len(value) for _, value, _ in self.rows), default=0)
+        table = [f"  {name:{name_width}}  {value:{value_width}}  {meaning}" for name, value, meaning in self.rows]
         return [self.sentence, *table, f"  hash: {self.hash}"]
 
 
 def format_bytes(count: int) -> str:
-    """Return a number of bytes in words: 512 B, 36.1 kB, 26.4 MB."""
-    value, unit = float(count), "B"
-    for larger in ("kB", "MB", "GB"):
+    """Format a number of bytes: 512 B, 36.1 kB, 26.4 MB."""
+    value = float(count)
+    unit = "B"
+    for larger_unit in ("kB", "MB", "GB"):
+        # 999.5 would be rounded to 1000.
         if value < 999.5:
             break
-        value, unit = value / 1000, larger
+        value = value / 1000
+        unit = larger_unit
     return f"{count} B" if unit == "B" else f"{value:.1f} {unit}"
 
 
 class Tail:
-    """Reads the lines that are added to a text file from now on; the file need not exist yet."""
+    """Read the lines that are appended to a text file from now on. The file need not exist yet."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self._offset = path.stat().st_size if path.exists() else 0
 
-    def lines(self) -> list[str]:
-        """Return the whole lines that were added since the last call."""
+    def read_lines(self) -> list[str]:
+        """Read the complete lines that were appended since the last call."""
         try:
             with self.path.open("rb") as file:
-                if os.fstat(file.fileno()).st_size < self._offset:  # the file was begun anew
+                if os.fstat(file.fileno()).st_size < self._offset:  # the file was truncated or replaced
                     self._offset = 0
                 file.seek(self._offset)
-                whole, end, _ = file.read().rpartition(b"\n")
+                # An incomplete last line is read by a later call.
+                complete, newline, _ = file.read().rpartition(b"\n")
         except FileNotFoundError:
             return []
-        self._offset += len(whole) + len(end)
-        return (whole + end).decode(errors="replace").splitlines()
+        self._offset += len(complete) + len(newline)
+        return (complete + newline).decode(errors="replace").splitlines()

@@ -1,13 +1,14 @@
-"""The messages of a server and a site: trees as safetensors, numbers as JSON in their header; never code.
+"""The messages between the server and a site: trees as safetensors, other fields as JSON in their header; never code.
 
-A server sends an Offer (the terms) and Requests, which name the round, the query and the client update, and carry its
-downlink. A site answers with an Acceptance, with Replies (its upload, the method's samples, counts), or a Refusal. At
-the end the server sends Final, and a site a Receipt. Nothing else leaves a site.
+The server sends an `Offer` (the terms) and `Request`s, which name the round, the query and the client update, and
+contain its download. A site replies with an `Acceptance`, `Reply`s (its upload, the method's samples, counts), or a
+`Refusal`. At the end the server sends the `FinalModel`, and a site a `Receipt`. A site sends nothing else.
 """
 
+import dataclasses
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Generic, TypeVar
 
 import numpy as np
@@ -29,27 +30,38 @@ from halfmoon.federation.protocol.log import format_bytes
 from halfmoon.federation.protocol.tree_spec import TreeSpec
 from halfmoon.storage.serialization import pack, unpack, with_metadata
 
-FIELDS_KEY, LAYOUT_KEY = "halfmoon", "shape"
+FIELDS_KEY = "halfmoon"
+LAYOUT_KEY = "shape"
+"""The two texts in a message's header: its fields without the trees, and the layout of the trees, both as JSON."""
 
-MAX_TREELESS_BYTES, MAX_MESSAGE_BYTES = 2**22, 2**34
-"""Bytes of a message at most: of a kind without tensors, and of one with some. Readers set tighter limits."""
+MAX_TREELESS_BYTES = 2**22
+MAX_MESSAGE_BYTES = 2**34
+"""Largest message of a kind without trees, and of any kind. Readers that know the shapes set tighter limits."""
 
-MAX_TEXT_LENGTH, MAX_LIST_LENGTH, MAX_INTEGER = 10_000, 8, 2**63 - 1
-"""Characters of a text, numbers in a list, and the highest of them, at most."""
+MAX_TEXT_LENGTH = 10_000  # characters of a text field
+MAX_LIST_LENGTH = 8  # integers in a list field
+MAX_INTEGER = 2**63 - 1
 
-NOT_JOINED, OTHER_VERSION, UNFIT, FAILED = "unknown", "version", "unfit", "failed"
-"""Why a site refuses: it did not join that federation, runs another halfmoon, cannot take part, or could not do it."""
+NOT_JOINED = "unknown"
+OTHER_VERSION = "version"
+UNFIT = "unfit"
+FAILED = "failed"
+"""The kinds of refusals: a site has not joined that federation, runs another halfmoon, cannot take part, or failed."""
 
 RoundKey = tuple[int, int, int]
 """A round, the attempt at it, and a query, all from 0."""
 
 
 class MalformedMessage(UserError):
-    """Bytes that are no message of a halfmoon."""
+    """Bytes that are not a valid message of halfmoon."""
 
 
 class RefusalError(UserError):
-    """A site refuses, for a reason of this module; the sentence goes to the server and names nothing private."""
+    """A site refuses a message. The text is sent to the server, so it contains nothing private.
+
+    Attributes:
+        kind: one of `NOT_JOINED`, `OTHER_VERSION`, `UNFIT` and `FAILED`.
+    """
 
     def __init__(self, reason: str, kind: str = UNFIT) -> None:
         super().__init__(reason)
@@ -57,24 +69,44 @@ class RefusalError(UserError):
 
 
 class PermanentRefusal(RefusalError):
-    """A site can never join as it is: whoever waits for it is told at once."""
+    """A site that can never join as it is. The people who wait for it are informed at once."""
+
+
+def _sent_as(name: str, **options: Any) -> Any:
+    """Declare a field whose name in the message differs from its name in Python."""
+    return field(metadata={"name": name}, **options)
 
 
 @dataclass(frozen=True)
 class Offer:
-    """A server asks a site to join: `terms` is the JSON of `halfmoon.federation.protocol.terms.Terms`."""
+    """The server asks a site to join a federation.
 
-    version: str  # of the server's halfmoon
+    Attributes:
+        version: version of the server's halfmoon.
+        terms: JSON text of `halfmoon.federation.protocol.terms.Terms`.
+    """
+
+    version: str
     terms: str
 
 
 @dataclass(frozen=True)
 class Request:
-    """Ask one site for `client_update` in a round; `down` is its downlink.
+    """The server requests a local update, an evaluation, or a step of a secure sum from one site.
 
-    `attempt` counts how often the round was played. `latest` is the `RoundKey` whose memory the site goes on from,
-    `oldest` the oldest one that may come again. `evaluation` is a model to test on the site's images. `masks` is for a
-    masked sum. Without a client update these are all.
+    Attributes:
+        federation: hash of the terms.
+        version: version of the server's halfmoon.
+        run: id of the run, 32 hexadecimal digits.
+        round: round, from 0.
+        attempt: number of earlier attempts at this round.
+        query: number of earlier queries in this round.
+        client_update: name of the client update; "" if only an evaluation or a secure sum is requested.
+        latest: the `RoundKey` whose client memory the site continues from; empty for none.
+        oldest: the oldest `RoundKey` that the server may still continue from; empty for none.
+        download: the broadcast, and what is sent to this site only.
+        evaluation: a model to evaluate on the site's images; empty for none.
+        masks: tensors of a stage of a secure sum, below the stage's name; empty for none.
     """
 
     federation: str
@@ -86,16 +118,25 @@ class Request:
     client_update: str
     latest: list[int] = field(default_factory=list)
     oldest: list[int] = field(default_factory=list)
-    down: Tree = field(default_factory=dict)
+    download: Tree = _sent_as("down", default_factory=dict)
     evaluation: Tree = field(default_factory=dict)
     masks: Tree = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
 class Acceptance:
-    """A site takes part with so many images of each kind; `key` is its public lasting key, in hexadecimal.
+    """A site joins the federation.
 
-    `shared` is 1 where its people let its own accuracy be shown.
+    Attributes:
+        federation: hash of the terms.
+        version: version of the site's halfmoon.
+        name: name of the site.
+        labeled: labeled training images.
+        unlabeled: unlabeled training images.
+        tests: test images.
+        validations: validation images.
+        key: long-term public key in hexadecimal; "" without secure aggregation.
+        shared: 1 if the site's people allow its own accuracy to be shown, else 0.
     """
 
     federation: str
@@ -111,7 +152,13 @@ class Acceptance:
 
 @dataclass(frozen=True)
 class Refusal:
-    """A site does not do what it was asked: `kind` is one of this module's words, `reason` a sentence."""
+    """A site does not do what was requested.
+
+    Attributes:
+        version: version of the site's halfmoon.
+        kind: one of `NOT_JOINED`, `OTHER_VERSION`, `UNFIT` and `FAILED`.
+        reason: a sentence for the server's log.
+    """
 
     version: str
     kind: str
@@ -120,10 +167,21 @@ class Refusal:
 
 @dataclass(frozen=True)
 class Reply:
-    """The result of a request: the tree of an upload, samples, and the counts of `ClientResult`.
+    """The result of a request.
 
-    `evaluation` is the test of the request's model: "confusion" int64 (rows are true classes) and "loss", a mean;
-    "validation" holds the same.
+    Attributes:
+        federation, version, run, round, attempt, query, client_update: those of the request.
+        amount: steps, images a step and epochs, in the order of `Amount`.
+        traffic: bytes received and sent.
+        images_outside_steps: images that passed through the network outside of steps.
+        memory_bytes: bytes of the client memory after the update.
+        upload: the tree of the `Upload`, or that of a secure sum.
+        samples: for each metric its total, squares and count, as in `WeightedMetric`.
+        evaluation: evaluation of the request's model on test images: "confusion" int64 (rows are true classes) and
+            "loss", a mean. "validation" is the same on validation images.
+
+    Raises:
+        MalformedMessage: counts are negative or too many, or samples have other fields.
     """
 
     federation: str
@@ -135,40 +193,49 @@ class Reply:
     client_update: str
     amount: list[int]
     traffic: list[int]
-    swept: int
-    kept: int
-    up: Tree = field(default_factory=dict)
+    images_outside_steps: int = _sent_as("swept")
+    memory_bytes: int = _sent_as("kept")
+    upload: Tree = _sent_as("up", default_factory=dict)
     samples: Tree = field(default_factory=dict)
     evaluation: Tree = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        sizes = [len(self.amount) == len(Amount._fields), len(self.traffic) == 2]
-        counts = [*self.amount, *self.traffic, self.swept, self.kept]
-        if not all(sizes) or not all(type(count) is int and count >= 0 for count in counts):
-            raise MalformedMessage("a reply's counts are not whole numbers from 0.")
-        if not all(
-            isinstance(sample, dict) and set(sample) == set(WeightedMetric._fields) for sample in self.samples.values()
-        ):
-            raise MalformedMessage("a reply's samples are not totals, squares and counts.")
+        right_lengths = len(self.amount) == len(Amount._fields) and len(self.traffic) == 2
+        counts = [*self.amount, *self.traffic, self.images_outside_steps, self.memory_bytes]
+        if not right_lengths or not all(type(count) is int and count >= 0 for count in counts):
+            raise MalformedMessage("a reply's counts are not non-negative integers.")
+        for sample in self.samples.values():
+            if not isinstance(sample, dict) or set(sample) != set(WeightedMetric._fields):
+                raise MalformedMessage("a reply's samples are not totals, squares and counts.")
 
     @classmethod
     def from_result(cls, request: Request, version: str, result: ClientResult) -> "Reply":
-        """Return the reply with the result of a client update."""
+        """Make the reply to a request from the result of its local update; `version` is the site's halfmoon."""
+        echoed = {name: getattr(request, name) for name in ECHOED_FIELDS if name != "version"}
         return cls(
-            **{name: getattr(request, name) for name in ECHOED_FIELDS if name != "version"},
+            **echoed,
             version=version,
             amount=list(result.amount),
             traffic=list(result.traffic),
-            swept=result.swept,
-            kept=result.memory_bytes,
-            up=result.up.tree,
+            images_outside_steps=result.swept,
+            memory_bytes=result.memory_bytes,
+            upload=result.up.tree,
             samples={name: sample._asdict() for name, sample in result.samples.items()},
         )
 
-    def result(self) -> ClientResult:
-        down, up = self.traffic
+    def to_result(self) -> ClientResult:
+        """Convert to the result of a local update. The client's memory stays at the site, so it is empty here."""
+        received, sent = self.traffic
         samples = {name: WeightedMetric(**sample) for name, sample in self.samples.items()}
-        return ClientResult(Upload.of(self.up), {}, samples, Amount(*self.amount), (down, up), self.swept, self.kept)
+        return ClientResult(
+            Upload.of(self.upload),
+            {},
+            samples,
+            Amount(*self.amount),
+            (received, sent),
+            self.images_outside_steps,
+            self.memory_bytes,
+        )
 
 
 ECHOED_FIELDS = ("federation", "version", "run", "round", "attempt", "query", "client_update")
@@ -177,7 +244,14 @@ ECHOED_FIELDS = ("federation", "version", "run", "round", "attempt", "query", "c
 
 @dataclass(frozen=True)
 class FinalModel:
-    """The federation is over: `model` {"params", "stats"} is its result, `card` the model's metadata as JSON."""
+    """The federation is finished.
+
+    Attributes:
+        federation: hash of the terms.
+        version: version of the server's halfmoon.
+        card: the model card as JSON.
+        model: {"params", "stats"}, the resulting model.
+    """
 
     federation: str
     version: str
@@ -187,7 +261,7 @@ class FinalModel:
 
 @dataclass(frozen=True)
 class Receipt:
-    """A site has the final model."""
+    """A site has stored the final model."""
 
     federation: str
     version: str
@@ -195,7 +269,7 @@ class Receipt:
 
 
 Message = Offer | Request | Acceptance | Refusal | Reply | FinalModel | Receipt
-_KINDS: dict[str, type[Message]] = {
+_CLASSES: dict[str, type[Message]] = {
     "offer": Offer,
     "request": Request,
     "acceptance": Acceptance,
@@ -204,99 +278,132 @@ _KINDS: dict[str, type[Message]] = {
     "final": FinalModel,
     "receipt": Receipt,
 }
-_WORDS = {kind: word for word, kind in _KINDS.items()}
-_TREES = ("down", "up", "samples", "evaluation", "masks", "model")
-_TYPES: dict[Any, type] = {str: str, int: int, list[int]: list}
+_CLASS_NAMES = {kind: name for name, kind in _CLASSES.items()}
+_TREES = ("down", "up", "samples", "evaluation", "masks", "model")  # names in a message, in the order of its bytes
+_FIELD_TYPES: dict[Any, type] = {str: str, int: int, list[int]: list}
 M = TypeVar("M", bound=Message)
 
 
 @dataclass(frozen=True)
 class UnparsedMessage(Generic[M]):
-    """A message whose header was checked and whose trees were not read; `message` is without the trees."""
+    """A message whose header was validated and whose trees are not parsed yet.
+
+    Attributes:
+        message: the message without its trees.
+        data: the complete message.
+        layout: the layout of its trees (see `halfmoon.storage.serialization`).
+        header: its header.
+    """
 
     message: M
     data: bytes = field(repr=False)
-    shape: dict[str, Any] = field(repr=False)
+    layout: dict[str, Any] = field(repr=False)
     header: Header = field(repr=False)
 
     def tree_spec(self, name: str) -> TreeSpec:
-        return header.select_tree_spec(self.shape, self.header.tensors, name)
+        """Return the spec of the tree in the field `name`, read from the header only."""
+        (sent_name,) = [_sent_name(each) for each in dataclasses.fields(self.message) if each.name == name]
+        return header.select_tree_spec(self.layout, self.header.tensors, sent_name)
 
-    def open(self) -> M:
-        """Return the message with its trees; raise `MalformedMessage` where those are none."""
+    def parse_trees(self) -> M:
+        """Return the message with its trees; raise `MalformedMessage` if they cannot be read."""
         try:
-            body = unpack(self.data, self.shape)
+            trees = unpack(self.data, self.layout)
         except (ValueError, LookupError, TypeError, RuntimeError, SafetensorError) as error:
             raise MalformedMessage(f"a message cannot be read ({type(error).__name__}).") from error
-        # `replace` runs the checks of the dataclass again.
-        return replace(self.message, **{name: body[name] for name in _trees(type(self.message)) if name in body})
+        tree_fields = _tree_fields(type(self.message))
+        values = {name: trees[sent_name] for sent_name, name in tree_fields.items() if sent_name in trees}
+        # `replace` also runs the checks in `__post_init__`.
+        return replace(self.message, **values)
 
 
 def write_message(message: Message) -> bytes:
-    """Return a message as bytes."""
-    head = {each.name: getattr(message, each.name) for each in fields(message)}
-    body = {name: head.pop(name) for name in _TREES if name in head}
-    data, shape = pack(body)
-    head = {"message": _WORDS[type(message)], **head}
-    return with_metadata(data, {FIELDS_KEY: json.dumps(head), LAYOUT_KEY: json.dumps(shape)})
+    """Serialize a message."""
+    values = {_sent_name(each): getattr(message, each.name) for each in dataclasses.fields(message)}
+    trees = {name: values.pop(name) for name in _TREES if name in values}
+    data, layout = pack(trees)
+    values = {"message": _CLASS_NAMES[type(message)], **values}
+    return with_metadata(data, {FIELDS_KEY: json.dumps(values), LAYOUT_KEY: json.dumps(layout)})
 
 
 def read_message(data: bytes, *kinds: type[M], limit: int = MAX_MESSAGE_BYTES) -> M:
-    """Return the message of one of these kinds; raise `MalformedMessage` for another, or one of more than `limit` bytes."""
-    return scan_message(data, *kinds, limit=limit).open()
+    """Parse a message.
+
+    Args:
+        data: the message.
+        kinds: the classes of messages that are expected.
+        limit: the most bytes that the message may have.
+
+    Raises:
+        MalformedMessage: it is invalid, too large, or of another kind.
+    """
+    return scan_message(data, *kinds, limit=limit).parse_trees()
 
 
 def scan_message(data: bytes, *kinds: type[M], limit: int = MAX_MESSAGE_BYTES) -> UnparsedMessage[M]:
-    """Do as `read`, but check the trees' shapes alone and leave their values unread."""
-    most = min(limit, max(MAX_MESSAGE_BYTES if _trees(kind) else MAX_TREELESS_BYTES for kind in kinds))
-    if len(data) > most:
-        raise MalformedMessage(f"a message has {format_bytes(len(data))}, of {format_bytes(most)} at most.")
+    """Validate a message and parse its fields, but not its trees. Arguments and errors as for `read_message`."""
+    limit = min(limit, max(MAX_MESSAGE_BYTES if _tree_fields(kind) else MAX_TREELESS_BYTES for kind in kinds))
+    if len(data) > limit:
+        raise MalformedMessage(f"a message has {format_bytes(len(data))}; the limit is {format_bytes(limit)}.")
     try:
-        parts = header.parse_header(data)
-        head, shape = (header.parse_json(parts.texts.get(name, "")) for name in (FIELDS_KEY, LAYOUT_KEY))
-        header.check_layout(shape, parts.tensors)
+        parsed = header.parse_header(data)
+        values = header.parse_json(parsed.texts.get(FIELDS_KEY, ""))
+        layout = header.parse_json(parsed.texts.get(LAYOUT_KEY, ""))
+        header.check_layout(layout, parsed.tensors)
     except TruncatedMessage as error:
         raise MalformedMessage(f"a message {error}.") from error
     except UnreadableMessage as error:
         raise MalformedMessage(f"a message cannot be read: {error}.") from error
-    kind = _KINDS.get(str(head.pop("message", None)))
-    if kind is None:
-        raise MalformedMessage("a message cannot be read: nobody knows what it is.")
-    for choice in kinds:
-        if kind is choice:
-            return UnparsedMessage(_without_trees(choice, head, shape), data, shape, parts)
-    expected, actual = (_article(word) for word in (" or ".join(_WORDS[choice] for choice in kinds), _WORDS[kind]))
-    raise MalformedMessage(f"{expected} was expected, not {actual}.")
+    actual = _CLASSES.get(str(values.pop("message", None)))
+    if actual is None:
+        raise MalformedMessage("a message cannot be read: its kind is unknown.")
+    for kind in kinds:
+        if actual is kind:
+            return UnparsedMessage(_parse_fields(kind, values, layout), data, layout, parsed)
+    expected = " or ".join(_CLASS_NAMES[kind] for kind in kinds)
+    raise MalformedMessage(f"{_with_article(expected)} was expected, not {_with_article(_CLASS_NAMES[actual])}.")
 
 
-def _article(word: str) -> str:
+def _with_article(word: str) -> str:
     return f"{'an' if word[0] in 'aeiou' else 'a'} {word}"
 
 
-def _trees(kind: type[Message]) -> list[str]:
-    return [each.name for each in fields(kind) if each.name in _TREES]
+def _sent_name(message_field: "dataclasses.Field[Any]") -> str:
+    return message_field.metadata.get("name", message_field.name)
 
 
-def _without_trees(kind: type[M], head: dict[str, Any], shape: dict[str, Any]) -> M:
-    values: dict[str, Any] = {}
-    for each in fields(kind):
-        tree = each.name in _TREES
-        value = shape.get(each.name, {}) if tree else head.get(each.name)
-        expected = dict if tree else _TYPES[each.type]
+def _tree_fields(kind: type[Message]) -> dict[str, str]:
+    """Return the Python names of a message's trees, by their names in the message."""
+    names = {_sent_name(each): each.name for each in dataclasses.fields(kind)}
+    return {sent_name: name for sent_name, name in names.items() if sent_name in _TREES}
+
+
+def _parse_fields(kind: type[M], values: dict[str, Any], layout: dict[str, Any]) -> M:
+    """Make a message without its trees from the fields in its header; raise `MalformedMessage` for invalid ones."""
+    tree_fields = _tree_fields(kind)
+    arguments: dict[str, Any] = {}
+    for each in dataclasses.fields(kind):
+        name = _sent_name(each)
+        if name in tree_fields:
+            if not isinstance(layout.get(name, {}), dict):
+                raise MalformedMessage(f"a message's {name} is not of type dict.")
+            continue
+        value = values.get(name)
+        expected = _FIELD_TYPES[each.type]
+        # `type(...) is`, not isinstance: bool is a subclass of int.
         if type(value) is not expected:
-            raise MalformedMessage(f"a message's {each.name} is not of type {expected.__name__}.")
-        if not tree:
-            _check(each.name, value)
-            values[each.name] = value
-    strange = sorted(set(shape) - set(_trees(kind)))
-    if strange:
-        raise MalformedMessage(f"a message has tensors that belong to nothing: {strange[0][:40]!r}.")
-    return kind(**values)
+            raise MalformedMessage(f"a message's {name} is not of type {expected.__name__}.")
+        _check_field(name, value)
+        arguments[each.name] = value
+    unexpected = sorted(set(layout) - set(tree_fields))
+    if unexpected:
+        raise MalformedMessage(f"a message has tensors in an unknown field: {unexpected[0][:40]!r}.")
+    return kind(**arguments)
 
 
-def _check(name: str, value: Any) -> None:
+def _check_field(name: str, value: Any) -> None:
     if isinstance(value, str):
-        # Terms and cards are checked by whoever reads them.
+        # Terms and model cards are longer; the code that parses them checks them.
         if name not in ("terms", "card") and not header.is_printable(value, MAX_TEXT_LENGTH):
             raise MalformedMessage(
                 f"a message's {name} has over {MAX_TEXT_LENGTH:,} characters, or some that cannot be printed."
@@ -304,16 +411,19 @@ def _check(name: str, value: Any) -> None:
         return
     numbers = value if isinstance(value, list) else [value]
     if len(numbers) > MAX_LIST_LENGTH:
-        raise MalformedMessage(f"a message's {name} has {len(numbers):,} numbers, of {MAX_LIST_LENGTH} at most.")
+        raise MalformedMessage(f"a message's {name} has {len(numbers):,} numbers; the limit is {MAX_LIST_LENGTH}.")
     if not all(type(number) is int and 0 <= number <= MAX_INTEGER for number in numbers):
-        raise MalformedMessage(f"a message's {name} is not made of whole numbers from 0 below 2^63.")
+        raise MalformedMessage(f"a message's {name} is not made of non-negative integers below 2^63.")
 
 
-ANNOUNCE_KEYS, DEAL_SHARES, MASK_UPDATE, REVEAL_SHARES = "keys", "deal", "mask", "reveal"
-"""The stages of a sum: a request's masks have one of them as their only name at the top."""
+ANNOUNCE_KEYS = "keys"
+DEAL_SHARES = "deal"
+MASK_UPDATE = "mask"
+REVEAL_SHARES = "reveal"
+"""The stages of a secure sum, in this order. A request's `masks` has one of them as its only name at the top."""
 
 SESSION_BYTES = 32
-"""Bytes by which a server tells a sum from one of the same query that it had to begin anew."""
+"""Length of the random id by which a server distinguishes a sum from an earlier attempt at the same query."""
 
 SITE_TENSORS = {
     "sites": ((), torch.int64),
@@ -321,22 +431,27 @@ SITE_TENSORS = {
     "signatures": ((SIGNATURE,), torch.uint8),
     "lasting": ((POINT,), torch.uint8),
 }
+"""Tensors that have one row for each site: its number, the keys of this sum, their signature, its long-term key."""
+
 STAGE_TENSORS: dict[str, dict[str, tuple[tuple[int, ...], torch.dtype]]] = {
     ANNOUNCE_KEYS: {"session": ((), torch.uint8)},
     DEAL_SHARES: {"asked": ((), torch.int64), **SITE_TENSORS},
     MASK_UPDATE: {"sites": ((), torch.int64)},
     REVEAL_SHARES: {"survived": ((), torch.int64), "shares": ((SEALED,), torch.uint8)},
 }
-"""The tensors of each stage by name: their shape without the first dimension (the sites), and their type."""
+"""The tensors of each stage by name: their shape without the first dimension (the sites), and their dtype."""
 
 
 def make_sum_id(request: Request, session: str) -> SumId:
+    """Make the id of the secure sum that a request belongs to; `session` is in hexadecimal."""
     return SumId(request.federation, request.run, request.round, request.attempt, request.query, session)
 
 
 def stack_rows(rows: Sequence[bytes]) -> Tensor:
+    """Stack byte strings of equal length into a uint8 tensor (rows, bytes)."""
     return torch.from_numpy(np.frombuffer(b"".join(rows), np.uint8).reshape(len(rows), -1).copy())
 
 
-def split_rows(leaf: Tensor) -> list[bytes]:
-    return [row.numpy().tobytes() for row in leaf]
+def split_rows(matrix: Tensor) -> list[bytes]:
+    """Split a uint8 tensor (rows, bytes) into byte strings."""
+    return [row.numpy().tobytes() for row in matrix]

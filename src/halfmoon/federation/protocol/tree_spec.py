@@ -1,4 +1,7 @@
-"""The shape that an upload must have. A server that trusts no site finds it by the same update on made-up images."""
+"""The tree structure, shapes and dtypes that an upload must have.
+
+A server that trusts no site computes them itself, by running the same local update on random images.
+"""
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -20,46 +23,66 @@ from halfmoon.engine.sampling import Batching, Views
 from halfmoon.storage.state_store import StateView, Store
 
 TreeSpec = dict[str, tuple[tuple[int, ...], torch.dtype] | None]
-"""Path as of `tree.flatten` -> (shape, dtype) of the leaf; None marks a branch without leaves ("stats": {}).
+"""Path as of `tree.flatten` -> (shape, dtype) of the leaf. None marks a branch without leaves ("stats": {}).
 
-Such branches count: the server's sums walk over all uploads together, and one that lacks a branch would stop them.
+Empty branches matter: the server's sums walk over all uploads together and would fail if one lacked a branch.
 """
 
 PROBE_IMAGES = 2
-"""Made-up images of each kind, labeled and unlabeled: with one alone a variance may be undefined."""
+"""Labeled and, as many again, unlabeled images of the probe. With one image a variance may be undefined."""
 
 
 class UploadProbe:
-    """The shapes of a federation's uploads, found by one step of a made-up client on a downlink of zeros.
+    """Find the specs of a federation's uploads by one step of a local update on random images and zero weights.
 
-    Nothing depends on the run. No upload of the catalog has a shape that depends on the client.
+    The result does not depend on the run. No upload of a built-in method has a shape that depends on the client.
     """
 
     def __init__(self, task: Task, views: Views, image: tuple[int, int, int], seed: int) -> None:
-        self.task, self.seed = task, seed
-        # Views change neither shapes nor dtypes; plain ones are quick, and fit any number of images.
+        """Generate the random images.
+
+        Args:
+            task: the federation's task.
+            views: the views of the federation; only the names of the unlabeled ones are used.
+            image: channels, height and width.
+            seed: seed of the random images.
+        """
+        self.task = task
+        self.seed = seed
+        # Augmentations change neither shapes nor dtypes. Plain views are fast and accept any number of images.
         self.views = Views(Plain(), {name: Plain() for name in views.unlabeled})
-        g = rng.generator(seed, "pattern")
-        images = torch.randint(0, 256, (2 * PROBE_IMAGES, *image), generator=g, dtype=torch.uint8)
+        generator = rng.generator(seed, "pattern")
+        images = torch.randint(0, 256, (2 * PROBE_IMAGES, *image), generator=generator, dtype=torch.uint8)
         labels = torch.arange(2 * PROBE_IMAGES) % task.network.classes
-        split = Split(np.zeros(2 * PROBE_IMAGES, np.int64), np.arange(2 * PROBE_IMAGES) < PROBE_IMAGES, 1)
-        self.dataset = FederatedDataset(Examples(images, labels), split)
+        clients = np.zeros(2 * PROBE_IMAGES, np.int64)
+        labeled = np.arange(2 * PROBE_IMAGES) < PROBE_IMAGES
+        self.dataset = FederatedDataset(Examples(images, labels), Split(clients, labeled, 1))
         self._cache: list[tuple[ClientUpdate, TreeSpec, TreeSpec | None]] = []
 
     def find_spec(self, context: ClientContext, down: Tree) -> TreeSpec | None:
-        """Return the shape of the upload for a downlink, computed once a structure; None for an infinite loss."""
-        client_update, structure = replace(context.client_update, task=self.task), make_tree_spec(down)
-        for other, downlink, spec in self._cache:
-            if other == client_update and downlink == structure:
-                return spec
-        spec = self._play(replace(context, client_update=client_update), down)
-        self._cache.append((client_update, structure, spec))
-        return spec
+        """Find the spec of the upload that answers a download. Each structure is computed once.
 
-    def _play(self, context: ClientContext, down: Tree) -> TreeSpec | None:
-        cpu, batching = torch.device("cpu"), Batching(PROBE_IMAGES, PROBE_IMAGES, steps=1)
-        state_store = StateView(Store(), "client/", cpu)
-        local_clients = LocalClients(self.dataset, self.views, Training(batching, Budget()), self.seed, state_store)
+        Args:
+            context: the client update and its round.
+            down: a download of this client update; only its structure matters.
+
+        Returns:
+            The spec, or None if the loss of the probe is not finite.
+        """
+        client_update = replace(context.client_update, task=self.task)
+        download_spec = make_tree_spec(down)
+        for cached_update, cached_download, upload_spec in self._cache:
+            if cached_update == client_update and cached_download == download_spec:
+                return upload_spec
+        upload_spec = self._run_update(replace(context, client_update=client_update), down)
+        self._cache.append((client_update, download_spec, upload_spec))
+        return upload_spec
+
+    def _run_update(self, context: ClientContext, down: Tree) -> TreeSpec | None:
+        cpu = torch.device("cpu")
+        batching = Batching(PROBE_IMAGES, PROBE_IMAGES, steps=1)
+        memories = StateView(Store(), "client/", cpu)
+        local_clients = LocalClients(self.dataset, self.views, Training(batching, Budget()), self.seed, memories)
         context = replace(context, views=self.views, seed=self.seed)
         quality = Quality(self.task.network.classes, 1.0, cpu)
         try:
@@ -69,31 +92,32 @@ class UploadProbe:
         return make_tree_spec(result.up.tree)
 
 
-def make_tree_spec(up: Tree) -> TreeSpec:
-    """Return the shape of a tree; its keys may hold no "/"."""
+def make_tree_spec(branch: Tree) -> TreeSpec:
+    """Make the spec of a tree. No key may contain a "/"."""
     return {
-        "/".join(path): None if leaf is None else (tuple(leaf.shape), leaf.dtype) for path, leaf in iterate_leaves(up)
+        "/".join(path): None if leaf is None else (tuple(leaf.shape), leaf.dtype)
+        for path, leaf in iterate_leaves(branch)
     }
 
 
-def build_tree(spec: TreeSpec, leaf: Callable[[tuple[int, ...], torch.dtype], Tensor]) -> Tree:
-    """Return a tree of this shape, whose leaves `leaf` makes of their shape and dtype."""
+def build_tree(spec: TreeSpec, make_leaf: Callable[[tuple[int, ...], torch.dtype], Tensor]) -> Tree:
+    """Build a tree with this spec; `make_leaf` makes each leaf from its shape and dtype."""
     root: Tree = {}
-    for path, kind in spec.items():
+    for path, leaf_spec in spec.items():
         *parents, name = path.split("/")
         branch = root
         for parent in parents:
             branch = branch.setdefault(parent, {})
-        branch[name] = {} if kind is None else leaf(*kind)
+        branch[name] = {} if leaf_spec is None else make_leaf(*leaf_spec)
     return root
 
 
-def iterate_leaves(branch: Tree, above: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Tensor | None]]:
-    """Yield the leaves of a tree by path, and None for each branch below its root that has none."""
-    if not branch and above:
-        yield above, None
+def iterate_leaves(branch: Tree, prefix: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Tensor | None]]:
+    """Yield the path and value of each leaf of a tree, and None for each branch below the root without leaves."""
+    if not branch and prefix:
+        yield prefix, None
     for key, value in branch.items():
         if isinstance(value, dict):
-            yield from iterate_leaves(value, (*above, key))
+            yield from iterate_leaves(value, (*prefix, key))
         else:
-            yield (*above, key), value
+            yield (*prefix, key), value

@@ -133,7 +133,7 @@ class CheckedReply:
     norm: float
 
     def whole(self) -> Reply:
-        return replace(self.reply, up=part(self.data, self.shape, "up"))
+        return replace(self.reply, upload=part(self.data, self.shape, "up"))
 
 
 @dataclass
@@ -166,7 +166,7 @@ class SiteCalls:
             reply = self.read(site, answer, requests[site], limits.max_message_bytes([spec]))
             if reply is None:
                 continue
-            if fault := check_schema(reply.up, reply.samples, spec):
+            if fault := check_schema(reply.upload, reply.samples, spec):
                 self.refuse(site, fault, requests[site].round)
             else:
                 replies[site] = reply
@@ -233,7 +233,7 @@ class SiteCalls:
             return self.refuse(site, answer.reason, request.round)
         try:
             unparsed = messages.scan_message(content(answer.data), Reply, Refusal, limit=most)
-            message = unparsed.open()
+            message = unparsed.parse_trees()
         except MalformedMessage as error:
             return self.refuse(site, str(error), request.round)
         if isinstance(message, Refusal):
@@ -242,7 +242,7 @@ class SiteCalls:
         if any(getattr(request, name) != getattr(message, name) for name in ECHOED_FIELDS):
             which = f"round {message.round + 1}, query {message.query + 1} ({message.client_update[:40]})"
             return self.refuse(site, f"it answers {which}", request.round)
-        return message, unparsed.shape
+        return message, unparsed.layout
 
     def checked(
         self,
@@ -277,18 +277,18 @@ class SiteCalls:
         if patterns is not None:
             uplink = None if hidden else context.client_update.needs.uplink
             spec = sum_spec(layout(self.plain_spec(context, down))) if hidden else patterns.find_spec(context, down)
-            fault = check_schema(reply.up, reply.samples, spec, uplink)
+            fault = check_schema(reply.upload, reply.samples, spec, uplink)
             fault = fault or check_counts(reply, *self.inspection.most(context.client_update, site), uplink)
             if fault is not None:
                 return self.refuse(site, fault, context.round)
             if uplink is not None:
                 precision = context.client_update.task.upload_precision
-                upload = decoded(Upload.of(reply.up), down, precision)
+                upload = decoded(Upload.of(reply.upload), down, precision)
                 if precision != "float32" and (fault := check_schema(upload.tree, {}, None)) is not None:
                     return self.refuse(site, fault, context.round)
                 weight = float(upload.weight)
                 norm = update_norm(upload, down, uplink)
-        return CheckedReply(replace(reply, up={}), answer.data, shape, weight, norm)
+        return CheckedReply(replace(reply, upload={}), answer.data, shape, weight, norm)
 
     def weight_scale(self, replies: Mapping[int, CheckedReply]) -> dict[int, float]:
         """Return the factor of the weight of each client, by number, so that none is too large."""
@@ -312,8 +312,8 @@ def _serialize(requests: Mapping[str, Request]) -> dict[str, bytes]:
     cache: dict[tuple[object, ...], bytes] = {}
     mail: dict[str, bytes] = {}
     for site, request in requests.items():
-        trees = {"down": request.down, "evaluation": request.evaluation, "masks": request.masks}
-        facts = repr(replace(request, down={}, evaluation={}, masks={})), *map(repr, map(list, trees.values()))
+        trees = {"down": request.download, "evaluation": request.evaluation, "masks": request.masks}
+        facts = repr(replace(request, download={}, evaluation={}, masks={})), *map(repr, map(list, trees.values()))
         key = (*facts, *((path, id(leaf)) for path, leaf in flatten(trees).items()))
         if key not in cache:
             cache[key] = messages.write_message(request)

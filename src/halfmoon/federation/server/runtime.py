@@ -174,7 +174,7 @@ class RemoteRuntime(ServerRuntime):
         whole = {} if masked is None else {site: reply.whole() for site, reply in replies.items()}
         total = None if masked is None else masked.total(whole)
         for site, reply in replies.items():
-            if reply.reply.kept:
+            if reply.reply.memory_bytes:
                 self._versions.add(site, (context.round, self._attempt, context.query))
         if total is not None:
             yield from self._unmasked(total, whole, context, clients, down, each)
@@ -182,7 +182,10 @@ class RemoteRuntime(ServerRuntime):
         there = {k: replies.pop(self.names[k]) for k in clients if self.names[k] in replies}
         scale = self.calls.weight_scale(there)
         for k in list(there):
-            yield k, _placed(there.pop(k).whole().result(), self.device, context.client_update.needs.uplink, scale[k])
+            yield (
+                k,
+                _placed(there.pop(k).whole().to_result(), self.device, context.client_update.needs.uplink, scale[k]),
+            )
 
     def _check_quorum(self, clients: Sequence[int], replies: Mapping[str, CheckedReply], what: str) -> None:
         """Raise `TooFew` where too few of the cohort are left; a method may ask others, who do not count."""
@@ -216,7 +219,7 @@ class RemoteRuntime(ServerRuntime):
         upload = self.calls.plain_spec(context, {**down, **tree.index(each, places[0])})
         ups = uploads(aggregation, upload, total, layout(upload))
         for k, up in zip(there, ups, strict=True):
-            yield k, _placed(replace(replies[self.names[k]], up=up.tree).result(), self.device)
+            yield k, _placed(replace(replies[self.names[k]], upload=up.tree).to_result(), self.device)
 
     def _request(self, site: str, round: int, query: int, client_update: str, down: Tree, evaluation: Tree) -> Request:
         latest, oldest = self._versions.latest(site), self._versions.oldest(site)

@@ -66,7 +66,7 @@ class MaskedSum:
         replies = self.ask({site: self._sum_only(site, deal) for site in names}, spec, f"{self.what}, shares")
         self._enough(len(replies), "that have dealt shares", cohort.threshold)
         dealers = [site for site in names if site in replies]
-        self._shares = {site: split_rows(replies[site].up["shares"]) for site in dealers}
+        self._shares = {site: split_rows(replies[site].upload["shares"]) for site in dealers}
         self._masking = masking.Masking(cohort, self._numbers(dealers))
         mask = {MASK_UPDATE: {"sites": torch.tensor(self._masking.numbers)}}
         return {site: replace(self.requests[site], masks=mask) for site in dealers}
@@ -79,7 +79,7 @@ class MaskedSum:
         question = {ANNOUNCE_KEYS: {"session": stack_rows([session])[0]}}
         spec: TreeSpec = {"keys": ((masking.PUBLIC,), torch.uint8), "signature": ((SIGNATURE,), torch.uint8)}
         replies = self.ask({site: self._sum_only(site, question) for site in able}, spec, f"{self.what}, keys")
-        answers = {site: [split_rows(reply.up[leaf][None])[0] for leaf in spec] for site, reply in replies.items()}
+        answers = {site: [split_rows(reply.upload[leaf][None])[0] for leaf in spec] for site, reply in replies.items()}
         names = [site for site in able if site in answers and self._sound(sum_id, site, *answers[site])]
         keys, signatures = ([answers[site][at] for site in names] for at in (0, 1))
         cohort = masking.Cohort(sum_id, self._numbers(sites), self._numbers(names), tuple(keys))
@@ -109,11 +109,11 @@ class MaskedSum:
         plain = {
             self.numbers[site]: {
                 number: int.from_bytes(share, "big")
-                for number, share in zip(parties.numbers, split_rows(reply.up["shares"]), strict=True)
+                for number, share in zip(parties.numbers, split_rows(reply.upload["shares"]), strict=True)
             }
             for site, reply in answers.items()
         }
-        vectors = {self.numbers[site]: replies[site].up["sum"].numpy().view(np.uint64) for site in there}
+        vectors = {self.numbers[site]: replies[site].upload["sum"].numpy().view(np.uint64) for site in there}
         try:
             total = torch.from_numpy(masking.unmask(parties, vectors, plain))
         except masking.UnreadableShare as error:
@@ -123,7 +123,7 @@ class MaskedSum:
         return total
 
     def _sum_only(self, site: str, masks: Tree) -> Request:
-        return replace(self.requests[site], client_update="", down={}, evaluation={}, masks=masks)
+        return replace(self.requests[site], client_update="", download={}, evaluation={}, masks=masks)
 
     def _numbers(self, sites: Sequence[str]) -> tuple[int, ...]:
         return tuple(self.numbers[site] for site in sites)

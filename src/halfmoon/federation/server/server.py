@@ -135,7 +135,7 @@ class FederationServer:
 
     def _manager(self, post: Transport, spool: Spool | None = None) -> ClientManager:
         terms, rules, version = self.plan.terms, self.plan.rules, metadata.version("halfmoon")
-        return ClientManager(post, terms, version, rules.round_timeout, rules.absence, self.log.say, spool=spool)
+        return ClientManager(post, terms, version, rules.round_timeout, rules.absence, self.log.write, spool=spool)
 
     def _hand_out_again(self, names: Sequence[str], post: Transport, patience: float) -> None:
         """Give the saved model to the sites that lack it."""
@@ -169,7 +169,7 @@ class FederationServer:
 
     def _play(self, folder: RunFolder, post: Transport, patience: float) -> Row:
         terms, config, rules = self.plan.terms, self.plan.config, self.plan.rules
-        say = self.log.say
+        say = self.log.write
         checkpoint = folder.load()
         for warning in [*(checkpoint.warnings if checkpoint else []), *([folder.remark] if folder.remark else [])]:
             say(warning)
@@ -231,7 +231,7 @@ class FederationServer:
             rules if config.dp_clip is None else replace(rules, norm_bound=0.0),
             self._register(),
             _inspection(self.plan, manager, task, measure, (test is None, validation is None)),
-            self.log.say,
+            self.log.write,
             lambda needed: manager.gather(needed, patience, 0.0),
         )
         secret = None if config.dp_clip is None else self._secret()

@@ -130,13 +130,13 @@ def _impossible(reply: Reply, most: Amount, images: int, uplink: Uplink | None) 
             unit = "" if name in ("steps", "epochs") else " images a step"
             yield f"it counts {_digits(count)} {name}{unit}, of {limit} at most for its {images} images"
     if uplink is not None:
-        yield from _out_of_range(Upload.of(reply.up), uplink, images)
+        yield from _out_of_range(Upload.of(reply.upload), uplink, images)
     down, up = reply.traffic
     counts = {
-        "images swept": (reply.swept, SWEEPS * images + 1),
+        "images swept": (reply.images_outside_steps, SWEEPS * images + 1),
         "bytes received": (down, LARGEST),
-        "bytes sent": (up, tree.nbytes(reply.up)),
-        "bytes remembered": (reply.kept, LARGEST),
+        "bytes sent": (up, tree.nbytes(reply.upload)),
+        "bytes remembered": (reply.memory_bytes, LARGEST),
     }
     for unit, (count, limit) in counts.items():
         if not 0 <= count <= limit:

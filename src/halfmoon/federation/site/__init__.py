@@ -1,1 +1,1 @@
-"""A site in a federation: consent, its client updates and what it remembers between rounds."""
+"""A site in a federation: consent, local updates, and the memory that it retains between rounds."""

@@ -148,7 +148,7 @@ class SiteClient:
 
     def _say(self, words: str) -> None:
         with suppress(OSError):  # a full disk: what cannot be written down is still answered
-            self.log.say(words)
+            self.log.write(words)
 
     def _answer(self, unparsed: UnparsedMessage[Offer | Request | FinalModel]) -> Acceptance | Reply | Receipt:
         message = unparsed.message
@@ -244,7 +244,7 @@ class SiteClient:
         limits.check_free_disk(self.home, 0)
         start = time.perf_counter()
         with computing(site_threads(terms.config)):
-            reply = self._reply(unparsed.open(), terms, site, memory)
+            reply = self._reply(unparsed.parse_trees(), terms, site, memory)
         prune_memories(folder, oldest)
         for line in describe_request(request, reply, len(unparsed.data), time.perf_counter() - start):
             self._say(line)
@@ -300,7 +300,7 @@ def save_final_model(home: Path, unparsed: UnparsedMessage[FinalModel], terms: T
     task = site.task
     if unparsed.tree_spec("model") != make_tree_spec(limits.make_meta_model(task.network)):
         raise RefusalError("the final model that the server sends is not the one that was agreed on.")
-    message = unparsed.open()
+    message = unparsed.parse_trees()
     path = home / FINAL_FOLDER / MODEL
     try:
         texts = json.loads(message.card)
@@ -354,7 +354,7 @@ def describe_request(request: Request, reply: Reply, received: int, seconds: flo
         if "confusion" in test:
             lines.append(f"{which} is right on {_accuracy(test):.2%} of the {kind} images here")
     if not request.client_update:
-        if "shares" in reply.up:
+        if "shares" in reply.upload:
             lines.append(
                 f"round {request.round + 1}: received {format_bytes(received)} and answered, for a sum under masks"
             )
@@ -363,7 +363,11 @@ def describe_request(request: Request, reply: Reply, received: int, seconds: flo
     trained = f"trained {steps} steps of {labeled} labeled and {unlabeled} unlabeled images" if steps else "no step"
     loss = reply.samples.get("loss")
     mean = f", mean loss {float(loss['total']) / float(loss['count']):.4f}" if loss else ""
-    parts = Upload.of(reply.up).parts if "weight" in reply.up else {name: {"": leaf} for name, leaf in reply.up.items()}
+    parts = (
+        Upload.of(reply.upload).parts
+        if "weight" in reply.upload
+        else {name: {"": leaf} for name, leaf in reply.upload.items()}
+    )
     sizes = ", ".join(f"{name} {format_bytes(tree.nbytes(part))}" for name, part in parts.items())
     again = f" (attempt {request.attempt + 1})" if request.attempt else ""
     facts = f"received {format_bytes(received)}; {trained} in {seconds:.1f} s{mean}; sends {sizes}"

@@ -193,7 +193,7 @@ class SiteRuntime:
         """Raise `RefusalError` for a request that this site does not answer; of its trees the header alone was read."""
         if request.round >= self.task.rounds:
             raise RefusalError(f"the server asks for round {request.round + 1} of {self.task.rounds}.")
-        down, evaluation = unparsed.tree_spec("down"), unparsed.tree_spec("evaluation")
+        down, evaluation = unparsed.tree_spec("download"), unparsed.tree_spec("evaluation")
         fault = self.downlinks.fault(request.client_update, down)
         if fault is not None or (down and not request.client_update):
             why = f": {fault}" if fault else ""
@@ -216,7 +216,7 @@ class SiteRuntime:
         shared = self.task.at(request.round)
         evaluation = self.evaluate(request.evaluation) if request.evaluation else {}
         if not request.client_update:
-            return replace(Reply.from_result(request, self.version, EMPTY_RESULT), up={}, evaluation=evaluation)
+            return replace(Reply.from_result(request, self.version, EMPTY_RESULT), upload={}, evaluation=evaluation)
         client_updates = self.method.client_updates(shared)
         if request.client_update not in client_updates:
             raise RefusalError(
@@ -230,7 +230,7 @@ class SiteRuntime:
         stage = local.dataset.stage(request.round, self.task.rounds)
         # Its unlabeled rows have no labels to compare pseudo-labels with: nobody reads this.
         quality = Quality(shared.network.classes, 1.0, place)
-        (result,) = local.update(context, [self.number], stage, request.down, {}, quality)
+        (result,) = local.update(context, [self.number], stage, request.download, {}, quality)
         return replace(Reply.from_result(request, self.version, result), evaluation=evaluation)
 
     def evaluate(self, model: Tree) -> Tree:

@@ -114,7 +114,7 @@ class SumParticipant:
         if stage == MASK_UPDATE:
             return self._mask(request, notes, masks, plain)
         answers = {ANNOUNCE_KEYS: self._announce, DEAL_SHARES: self._deal, REVEAL_SHARES: self._reveal}
-        return replace(plain(request), up=answers[stage](request, notes, masks))
+        return replace(plain(request), upload=answers[stage](request, notes, masks))
 
     def _announce(self, request: Request, notes: ReplyLog, masks: Tree) -> Tree:
         session = masks["session"].numpy().tobytes().hex()
@@ -163,15 +163,15 @@ class SumParticipant:
             raise RefusalError(f"{len(numbers)} sites have dealt shares, and {party.cohort.threshold} are needed.")
         notes.record_once(MASK_UPDATE, list(numbers))
         reply = plain(request)
-        vector = self._vector(request, reply.up, len(party.cohort.members))
+        vector = self._vector(request, reply.upload, len(party.cohort.members))
         # Other values under the same masks would show by how much they differ.
         notes.record_once("vector", atomic_io.digest(vector.tobytes()))
         hidden = torch.from_numpy(party.mask(vector, masking.Masking(party.cohort, numbers)).view(np.int64))
-        return replace(reply, up={"sum": hidden})
+        return replace(reply, upload={"sum": hidden})
 
     def _vector(self, request: Request, up: Tree, clients: int) -> np.ndarray:
         at = (request.round, request.attempt, request.query)
-        context = AggregationContext(*at, request.client_update, request.down, {}, (self.number,), clients, True)
+        context = AggregationContext(*at, request.client_update, request.download, {}, (self.number,), clients, True)
         upload = Upload.of(up)
         stacked = upload.map(lambda leaf: leaf.unsqueeze(0))
         changes = update(stacked, context)

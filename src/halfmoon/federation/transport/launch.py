@@ -162,7 +162,7 @@ def serve(server: Server, show: Callable[[str], None]) -> None:
         try:
             _Session(server, tail, show).play()
         finally:
-            for line in tail.lines():
+            for line in tail.read_lines():
                 show(line)
 
 
@@ -210,7 +210,9 @@ class _Session:
         log = Tail(self.home.log(SUPERLINK))
         self.link = self.home.start(SUPERLINK, superlink(self.server))
         if not self._wait(self._answers, STARTING):
-            raise Halted(f"the SuperLink did not start: {_last(log.lines()) or 'it said nothing'}; see {log.path}.")
+            raise Halted(
+                f"the SuperLink did not start: {_last(log.read_lines()) or 'it said nothing'}; see {log.path}."
+            )
         self._admit()
         self._forget_run()
 
@@ -220,7 +222,7 @@ class _Session:
         if server.access is None or server.ca is None:
             return
         registry = ControlApi(f"https://{server.address.near}", trust(server.ca), ANSWER)
-        self.admission = Admission(server.access, registry, self.home.folder / KEYS, server.sites, self.log.say)
+        self.admission = Admission(server.access, registry, self.home.folder / KEYS, server.sites, self.log.write)
         self.admission.open()
         self._show()
 
@@ -272,8 +274,8 @@ class _Session:
                 self.admission.poll()
             self._show()
             if ended is not None:
-                if ended == "app" and (reason := _last(errors.lines(), _ERROR)):
-                    self.log.say(f"the last words of the server's program: {reason}")
+                if ended == "app" and (reason := _last(errors.read_lines(), _ERROR)):
+                    self.log.write(f"the last words of the server's program: {reason}")
                 return ended
             time.sleep(EVERY)
 
@@ -291,7 +293,7 @@ class _Session:
         return "link" if not begun and seconds > STARTING else None
 
     def _show(self) -> None:
-        for line in self.tail.lines():
+        for line in self.tail.read_lines():
             self.show(line)
             if halt := _STOPPED.fullmatch(line):
                 raise Halted(halt[1])
@@ -308,7 +310,7 @@ class _Session:
                 f"{what} died, {times} in a row without a new round; {self.home.folder} has the logs, and "
                 "halfmoon serve goes on with the run."
             )
-        self.log.say(f"{what} died; it is started again, and the federation goes on after round {rounds}")
+        self.log.write(f"{what} died; it is started again, and the federation goes on after round {rounds}")
         self._show()
         time.sleep(min(2.0 ** (self.failures - 2), LONGEST_PAUSE) if self.failures > 1 else 0)
         if died == "app":

@@ -100,7 +100,7 @@ class Checker:
                 fault = str(error)
             if fault is not None and fault not in self._faults.values():
                 with suppress(OSError):  # a full disk: it is refused all the same
-                    self.log.say(
+                    self.log.write(
                         f"refused: the server wants another program executed here than the agreed one: {fault}"
                     )
             self._faults[run] = fault

@@ -154,7 +154,7 @@ def join(site: Joining, show: Callable[[str], None], person: Person | None = Non
         try:
             _Member(site, tail, show, person).stay()
         finally:
-            for line in tail.lines():
+            for line in tail.read_lines():
                 show(line)
 
 
@@ -217,7 +217,7 @@ class _Member:
             if end is not None:
                 self._leave(end, [word for word in words if word in (RECEIVING, REPLY)][-1:] == [REPLY])
             time.sleep(EVERY)
-        text = "\n".join([*words, *log.lines()])
+        text = "\n".join([*words, *log.read_lines()])
         if UNKNOWN_KEY in text and time.monotonic() < self.admission:
             time.sleep(CALLING)
             return
@@ -237,7 +237,7 @@ class _Member:
 
     def _read(self, log: Tail) -> list[str]:
         """Return new lines of the node's log, and say when it loses its server and reaches it again."""
-        lines = log.lines()
+        lines = log.read_lines()
         for line in lines:
             if LOST in line and not self.lost:
                 self.lost = True
@@ -254,12 +254,12 @@ class _Member:
     def _say(self, words: str) -> None:
         """Write a line of the log; where the disk is full it is shown at least, and the site goes on."""
         try:
-            self.log.say(words)
+            self.log.write(words)
         except OSError:
             self.show(words)
 
     def _show(self) -> None:
-        lines = self.tail.lines()
+        lines = self.tail.read_lines()
         for line in lines:
             self.show(line)
         if lines:
@@ -272,7 +272,7 @@ class _Member:
             self.offer = offer
             if offer is not None:
                 self._show()
-                for line in offer.lines() if self.site.all or not offer.brief else offer.brief:
+                for line in offer.format_lines() if self.site.all or not offer.brief else offer.brief:
                     self.show(line)
                 self._ask()
         person = self._responder()
