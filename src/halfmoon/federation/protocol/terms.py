@@ -137,7 +137,7 @@ class Terms:
     @cached_property
     def program(self) -> dict[str, Any]:
         """The program that the server and the sites run, as of `bundle.describe_program`."""
-        return bundle.describe_program({plugin.part: plugin.sha256 for plugin in settings.origins(self.config)})
+        return bundle.describe_program({plugin.part: plugin.sha256 for plugin in settings.plugin_origins(self.config)})
 
     @cached_property
     def text(self) -> str:
@@ -165,7 +165,7 @@ class Terms:
     def sentence(self) -> str:
         """Describe the terms in one sentence, for the people at a site."""
         channels, height, width = self.image_spec.image
-        rounds = settings.rounds_of(self.config)
+        rounds = settings.count_rounds(self.config)
         return (
             f"federation {self.name} ({self.hash[:8]}): {registry.entry(self.config.method).title} for {rounds} "
             f"rounds, {self.config.cohort} of {len(self.sites)} sites a round; images {height}x{width} with {channels} "
@@ -174,8 +174,8 @@ class Terms:
 
     def summary(self) -> TermsSummary:
         """Summarize the terms for the people at a site: a sentence, ten lines, and a table of all options."""
-        helps = settings.helps()
-        names = [name for name in settings.kinds() if name in shared_options() and name != "method"]
+        helps = settings.option_helps()
+        names = [name for name in settings.option_types() if name in shared_options() and name != "method"]
         rows = [(name, toml.text(getattr(self.config, name)), helps[name]) for name in names]
         for name, value in self._method_options().items():
             rows.append((name, toml.text(value), f"an option of {self.config.method}"))
@@ -202,7 +202,7 @@ class Terms:
         defenses = "; ".join(defense for defense, active in active_defenses.items() if active)
         title = registry.entry(config.method).title
         plural = "s" if channels > 1 else ""
-        plugins = ", ".join(str(plugin) for plugin in settings.origins(config))
+        plugins = ", ".join(str(plugin) for plugin in settings.plugin_origins(config))
         return (
             f"Federation {self.name} asks this site to train one classifier with {len(self.sites) - 1} others.",
             f"Classes: {', '.join(self.image_spec.classes)}.",
@@ -210,7 +210,7 @@ class Terms:
             f"What is sent: the trained network, about {format_bytes(upload_bytes)} a round, and counts of images.",
             "What is never sent: images, labels of single images, names of files and folders.",
             "To whom: the federation's server, which sends the average to all sites.",
-            f"For how long: {settings.rounds_of(config)} rounds, {config.cohort} of {len(self.sites)} sites in each; "
+            f"For how long: {settings.count_rounds(config)} rounds, {config.cohort} of {len(self.sites)} sites in each; "
             "then it ends by itself.",
             f"Defenses: {defenses or 'only encryption; a trained network can reveal something about the images'}.",
             f"Code from outside halfmoon: {plugins or 'none'}.",
@@ -220,7 +220,7 @@ class Terms:
 
 def shared_options() -> set[str]:
     """List the options that all sites of a federation share."""
-    return set(settings.kinds()) - LOCAL_OPTIONS
+    return set(settings.option_types()) - LOCAL_OPTIONS
 
 
 def _describe_plugins(config: Config, server_plugins: Any) -> str:
@@ -228,7 +228,7 @@ def _describe_plugins(config: Config, server_plugins: Any) -> str:
     server_hashes = server_plugins if isinstance(server_plugins, dict) else {}
     differences = [
         f"{plugin} at this site, {str(server_hashes.get(plugin.part))[:64]} at the server"
-        for plugin in settings.origins(config)
+        for plugin in settings.plugin_origins(config)
         if server_hashes.get(plugin.part) != plugin.sha256
     ]
     return f"its plugins differ ({'; '.join(differences) or 'in number'})"
@@ -240,7 +240,7 @@ def _list_to_tuple(value: Any) -> Any:
 
 def _check_names(name: Any, sites: tuple[Any, ...]) -> None:
     for subject, word in (("the federation", name), *(("a site", site) for site in sites)):
-        if not isinstance(word, str) or not NAME.fullmatch(word):
+        if not isinstance(word, str) or not SITE_NAME.fullmatch(word):
             raise UserError(
                 f"{subject} is called {word!r}: use up to 64 letters, digits, dots, dashes and underscores, of which "
                 "the first is a letter or a digit."
