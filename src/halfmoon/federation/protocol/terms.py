@@ -297,7 +297,7 @@ def open_prepared_folder(folder: Path, out: Path, terms: Terms) -> SiteFolder | 
     return site
 
 
-def decode_folder(folder: Path, out: Path, terms: Terms) -> Prepared:
+def decode_folder(folder: Path, out: Path, terms: Terms) -> PreparedSite:
     """Decode a folder's images into `out`, to the size of the terms; raise UserError or OSError if they do not fit."""
     channels, height, width = terms.image_spec.image
     limits.check_images_fit(out, len(read_site(folder)), terms.image_spec.image)
@@ -332,7 +332,7 @@ def map_labels(site: SiteFolder, terms: Terms) -> np.ndarray:
     used = {int(label) for label in np.unique(site.labels[site.labels >= 0])}
     unknown = [name for number, name in enumerate(site.classes) if number in used and name not in classes]
     if unknown:
-        names = ", ".join(f"{name}{suggestion(name, classes)}" for name in unknown)
+        names = ", ".join(f"{name}{suggest_class(name, classes)}" for name in unknown)
         details = UserError(
             f"{site.folder} has labels of classes that federation {terms.name} does not have: {names}. Its classes "
             f"are {', '.join(classes)}: correct the labels, or agree on the classes."
