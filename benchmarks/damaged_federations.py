@@ -37,7 +37,7 @@ def logs(town: Town) -> list[Path]:
 
 def outcome(town: Town, file: Path, kept: Path, name: str, act: str, chance: random.Random) -> str:
     """Damage one file of a copy of the stopped federation, go on, and say what came of it."""
-    client_app._client.cache_clear()
+    client_app._open_client.cache_clear()
     run = town.runs / "played"
     for at, whole in ((run, kept / "run"), *((town.folder / site / MEMORY, kept / site) for site in town.names)):
         shutil.rmtree(at, ignore_errors=True)

@@ -13,7 +13,7 @@ from typing import Any
 
 from federation_parity import free_port
 
-from halfmoon.federation.transport.processes import SCRIPTS, SUPERNODE, WORKER, Home, lock_of
+from halfmoon.federation.transport.processes import SCRIPTS, SUPERNODE, WORKER, ProcessFolder, lock_path
 from halfmoon.storage import atomic_io
 
 HALFMOON = str(Path(sysconfig.get_path("scripts"), "halfmoon"))
@@ -87,8 +87,8 @@ class Federation:
 
     def number(self, who: str, script: str) -> int:
         """Return the number of a living process, 0 where there is none."""
-        words = atomic_io.read(lock_of(self.of(who), script)) or b""
-        return int(words) if words.strip().isdigit() and Home(self.of(who)).running(script) else 0
+        words = atomic_io.read(lock_path(self.of(who), script)) or b""
+        return int(words) if words.strip().isdigit() and ProcessFolder(self.of(who)).is_running(script) else 0
 
     def training(self) -> int:
         """Wait until a visit to the victim is half over, and return the number of its process.
@@ -146,7 +146,7 @@ class Federation:
             process.kill()
             process.wait()
         for who in self.running:
-            Home(self.of(who)).kill()
+            ProcessFolder(self.of(who)).kill()
 
 
 def computed(number: int) -> float:

@@ -52,11 +52,11 @@ from federation_stock import NETWORKS
 
 from halfmoon.config import schema as settings
 from halfmoon.core import rng, tree
-from halfmoon.federation.server.plan import load
+from halfmoon.federation.server.plan import load_plan
 from halfmoon.federation.transport import client_app as clients
 from halfmoon.federation.transport import local
 from halfmoon.federation.transport.contact import Address
-from halfmoon.federation.transport.link import unwrapped
+from halfmoon.federation.transport.grid import unwrap_message
 from halfmoon.runs import runner
 from halfmoon.runs.factory import task
 from halfmoon.sites.folders import prepare_site
@@ -104,7 +104,7 @@ class Plan:
 
 def check(file: Path, name: str, width: int) -> None:
     """Raise ValueError where stock Flower's network is not ours: with the same weights the same logits."""
-    config, form = load(file).config, load(file).terms.image_spec
+    config, form = load_plan(file).config, load_plan(file).terms.form
     model = task(config, form).network.init(rng.generator(0, "model"))
     theirs = NETWORKS[name](width).eval()
     ours = iter(tree.leaves(model["params"]))
@@ -161,12 +161,12 @@ def in_process(here: Place, plan: Plan, file: Path) -> Measured:
     def answered(self: local.LocalGrid, asked: Any) -> Any:
         reply = original(self, asked)
         if asked.metadata.message_type == "train":
-            total[0] += len(unwrapped(asked.content)) + len(unwrapped(reply.content))
+            total[0] += len(unwrap_message(asked.content)) + len(unwrap_message(reply.content))
         return reply
 
     with mock.patch.object(local.LocalGrid, "_answer", answered):
         local.rehearse(file, run, file.parent)
-    clients._client.cache_clear()  # who plays next begins anew
+    clients._open_client.cache_clear()  # who plays next begins anew
     return Measured(seconds(run), total[0] // plan.rounds)
 
 

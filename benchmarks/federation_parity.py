@@ -38,7 +38,7 @@ from safetensors.numpy import load_file
 from halfmoon.cli import main as cli
 from halfmoon.config import schema as settings
 from halfmoon.federation.protocol.bundle import APPS
-from halfmoon.federation.transport.contact import Address, reach
+from halfmoon.federation.transport.contact import Address, check_server
 from halfmoon.federation.transport.local import rehearse
 from halfmoon.federation.transport.processes import ENVIRONMENT, interruptible
 from halfmoon.runs import runner
@@ -253,7 +253,7 @@ def superlink(here: Place, address: Address, home: Path, *more: str) -> Iterator
 def answers(address: Address) -> bool:
     """Say whether a SuperLink is there."""
     with suppress(Exception):
-        reach(address, None)
+        check_server(address, None)
         return True
     return False
 

@@ -25,8 +25,8 @@ sys.path[:0] = [str(TESTS / "support"), str(TESTS / "federation")]
 import test_flower_launch as t  # noqa: E402
 
 from halfmoon.federation.protocol import bundle  # noqa: E402
-from halfmoon.federation.transport.contact import Absent, Address, reach  # noqa: E402
-from halfmoon.federation.transport.processes import ENVIRONMENT, Home  # noqa: E402
+from halfmoon.federation.transport.contact import Address, ServerUnreachable, check_server  # noqa: E402
+from halfmoon.federation.transport.processes import ENVIRONMENT, ProcessFolder  # noqa: E402
 
 REFUSED = "refused: the server wants another program executed here than the agreed one"
 
@@ -100,8 +100,8 @@ def foreign(scene: t.Stage) -> Iterator[Path]:
 
 def _answers(port: int, ca: Path) -> bool:
     try:
-        reach(Address("127.0.0.1", port), ca)
-    except Absent:
+        check_server(Address("127.0.0.1", port), ca)
+    except ServerUnreachable:
         return False
     return True
 
@@ -135,7 +135,7 @@ def main() -> None:
                 process.kill()
                 process.wait()
             for folder in (scene.run / "flower", scene.folder / "ward" / "home" / "flower"):
-                Home(folder).kill()
+                ProcessFolder(folder).kill()
 
 
 if __name__ == "__main__":

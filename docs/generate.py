@@ -41,7 +41,7 @@ from halfmoon.engine.loop import initial_model
 from halfmoon.engine.runtime import RuntimeSettings
 from halfmoon.engine.sampling import Batching, Views
 from halfmoon.engine.simulation import Simulation
-from halfmoon.federation.server.plan import Rules, Table, about
+from halfmoon.federation.server.plan import FederationTable, Rules, option_descriptions
 from halfmoon.methods import registry
 from halfmoon.methods.objectives import Objective
 from halfmoon.models import SmallCNN
@@ -391,8 +391,8 @@ def _named(words: set[str]) -> str:
 def federation() -> str:
     """Return a table of the options in the table [federation] of a federation's file."""
     rows = []
-    for kind in (Table, Rules):
-        hints, lines = get_type_hints(kind), about(kind)
+    for kind in (FederationTable, Rules):
+        hints, lines = get_type_hints(kind), option_descriptions(kind)
         for each in fields(kind):
             default = "required" if each.default is MISSING else _default(each.default)
             rows.append([f"`{each.name}`", describe_type(hints[each.name]), default, lines[each.name]])

@@ -22,7 +22,7 @@ from halfmoon.core.errors import UserError
 from halfmoon.core.tree import Tree
 from halfmoon.data.partition.split import SERVER
 from halfmoon.engine.local_clients import FederatedDataset
-from halfmoon.federation.server.plan import load
+from halfmoon.federation.server.plan import load_plan
 from halfmoon.runs import runner
 from halfmoon.storage.checkpoints import METRICS
 
@@ -276,6 +276,6 @@ def test_a_server_of_real_sites_knows_no_attack(tmp_path: Path):
     table = '[federation]\nsites = ["a", "b"]\nclasses = ["x", "y"]\nimage = [1, 16, 16]\n'
     path.write_text(f'attack = "nan"\nattackers = 0.2\ncohort = 2\n{table}')
     with pytest.raises(UserError, match=r"attack is 'nan' in federation.toml, but .* in simulations alone: leave"):
-        load(path)
+        load_plan(path)
     path.write_text(f"cohort = 2\n{table}")
-    assert load(path).config.attack == "none"
+    assert load_plan(path).config.attack == "none"

@@ -41,7 +41,7 @@ from halfmoon.engine.runtime import RuntimeSettings
 from halfmoon.federation.server.calls import RunIdentity, SiteCalls
 from halfmoon.federation.server.cohorts import Quarantine
 from halfmoon.federation.server.runtime import RemoteRuntime
-from halfmoon.federation.server.server import FederationServer, round_line
+from halfmoon.federation.server.server import FederationServer, describe_round
 from halfmoon.methods import registry
 from halfmoon.runs import factory, runner
 from halfmoon.storage.run_folder import RunFolder
@@ -443,7 +443,7 @@ def test_a_cohort_of_those_who_are_left_is_no_random_one(tmp_path: Path) -> None
     there.open(0)
     assert not there._fair
     there.cohorts.end_round()
-    there.calls.quarantine.refuse("site-4", 0, "nonsense")
+    there.calls.quarantine.count_refusal("site-4", 0, "nonsense")
     there.open(1)
     assert not there._fair
     aggregator = private(tmp_path, PROMISE._replace(clients=40))
@@ -689,7 +689,7 @@ def test_a_configuration_brings_both_halves(tmp_path: Path) -> None:
 
 def test_epsilon_is_told() -> None:
     row = {"round": 3, "cohort": [0, 1], "train": {}, "aggregation": {"epsilon": 1.23456, "delta": 1e-5}}
-    assert round_line(row, 9) == "round 3 of 9: 2 sites; epsilon 1.235 (delta 1e-05)"
+    assert describe_round(row, 9) == "round 3 of 9: 2 sites; epsilon 1.235 (delta 1e-05)"
     progress = console.Progress(Path("run"), "FedAvg", 3, 0, 0.0)
     progress.add(row)
     assert console.line(progress, 0.0) == "FedAvg: round 3/3, accuracy -, epsilon 1.235, delta 1e-05"

@@ -28,7 +28,7 @@ from halfmoon.federation.protocol.tree_spec import UploadProbe
 from halfmoon.federation.server.calls import Inspection
 from halfmoon.federation.server.plan import Rules
 from halfmoon.federation.server.runtime import RemoteRuntime
-from halfmoon.federation.server.sessions import Answer
+from halfmoon.federation.server.sessions import SiteResponse
 from halfmoon.methods import registry
 from halfmoon.models import Network
 
@@ -217,7 +217,7 @@ def test_a_server_refuses_what_is_not_finite_once_it_is_unpacked(spoiled: str) -
             packed["levels"].fill_(127)
         else:
             del packed["scale"]
-        return answers | {"site-0": Answer(write_message(reply))}
+        return answers | {"site-0": SiteResponse(write(reply))}
 
     wire.exchange = exchange
     remote.calls.rules = Rules(norm_bound=0.0)

@@ -18,16 +18,16 @@ pytest.importorskip("flwr")
 from halfmoon.cli import main as cli
 from halfmoon.core.errors import UserError
 from halfmoon.federation.protocol.log import Tail
-from halfmoon.federation.server.sessions import NO_KEY, Answer, ClientManager
-from halfmoon.federation.server.transport import NodeIdentity
+from halfmoon.federation.server.connection import NodeIdentity
+from halfmoon.federation.server.sessions import NO_KEY, ClientManager, SiteResponse
 from halfmoon.federation.site import consent
 from halfmoon.federation.transport import admission, site_process
 from halfmoon.federation.transport.admission import Admission
 from halfmoon.federation.transport.contact import Address
-from halfmoon.federation.transport.internals import RECEIVING, REPLY
-from halfmoon.federation.transport.launch import Server, run_config, superlink
-from halfmoon.federation.transport.link import holders
-from halfmoon.federation.transport.processes import SUPERNODE, Home
+from halfmoon.federation.transport.grid import read_key_owners
+from halfmoon.federation.transport.internals import MESSAGE_RECEIVED, REPLY_SENT
+from halfmoon.federation.transport.launch import ServerOptions, render_run_config, superlink_arguments
+from halfmoon.federation.transport.processes import SUPERNODE, ProcessFolder
 from halfmoon.sites.keys import Access, make
 
 
@@ -41,7 +41,7 @@ def street() -> Street:
 @pytest.fixture
 def manager(street: Street) -> ClientManager:
     made = street.manager()
-    made.gather(3, 60.0)
+    made.wait_for_sites(3, 60.0)
     return made
 
 
@@ -58,9 +58,9 @@ def test_a_site_that_starts_again_under_the_same_number_is_asked_again(street: S
     street.nodes_[7] = Node(lambda: [(0.3, joined("north"))], lambda data: [])
     street.at(street.time + 10, lambda: restart(street, 7, node("north", 5.0, b"new")))
     patient = street.manager(timeout=1000.0)
-    patient.gather(3, 60.0)
+    patient.wait_for_sites(3, 60.0)
     began = street.time
-    assert ask(patient, "north")["north"] == Answer(b"new")
+    assert ask(patient, "north")["north"] == SiteResponse(b"new")
     assert street.time - began < 20
     offers = [time for time, number in street.offers if number == 7 and time > began]
     assert len(offers) == 1, "it may say something else now, so it is asked to join once more"
@@ -77,8 +77,8 @@ def test_a_name_is_bound_to_its_key(street: Street):
     street.nodes_[7] = node("south", said=b"stolen")
     del street.nodes_[99]
     manager = street.manager()
-    manager.gather(1, 60.0, 5.0)
-    assert manager.present == ["west"]
+    manager.wait_for_sites(1, 60.0, 5.0)
+    assert manager.connected_sites == ["west"]
     assert "south" not in manager.acceptances
     words = "the site with the key of north calls itself 'south': it does not join under a name that is not its key's"
     assert street.said.count(words) == 1
@@ -117,13 +117,13 @@ def test_what_a_removed_site_answers_does_not_count(street: Street, manager: Cli
     street.at(street.time + 4.95, remove)
     began = street.time
     answers = ask(manager)
-    assert answers["north"] == Answer(None, NO_KEY)
+    assert answers["north"] == SiteResponse(None, NO_KEY)
     assert answers["west"].data == b"west:do"
     assert street.time - began < 9, "absence is 20 s"
     began = street.time
-    assert ask(manager)["north"] == Answer(None, NO_KEY)
+    assert ask(manager)["north"] == SiteResponse(None, NO_KEY)
     assert street.time - began < 9, "a site without a key is not waited for"
-    assert manager.present == ["south", "west"]
+    assert manager.connected_sites == ["south", "west"]
     street.keys = keys
     street.sleep(40.0)
     assert ask(manager)["north"].data == b"north:do", "one that may come in again does"
@@ -135,7 +135,7 @@ def test_a_site_with_a_new_key_has_its_name(street: Street, manager: ClientManag
     street.nodes_[8] = node("north", said=b"new")
     street.nodes_[7] = node("north", said=b"old")
     assert ask(manager)["north"].data == b"new"
-    assert list(manager.present) == list(SITES)
+    assert list(manager.connected_sites) == list(SITES)
 
 
 class Book:
@@ -180,12 +180,12 @@ class Door:
         made.open()
         return made
 
-    def look(self, made: Admission, after: float = admission.EVERY) -> None:
+    def look(self, made: Admission, after: float = admission.POLL_SECONDS) -> None:
         self.time += after
         made.poll()
 
-    def holders(self) -> dict[str, int]:
-        return {holder.name: number for number, holder in holders(self.file).items()}
+    def key_owners(self) -> dict[str, int]:
+        return {holder.name: number for number, holder in read_key_owners(self.file).items()}
 
     def key(self, name: str) -> bytes:
         """Return a site's public key as Flower holds it, converted by OpenSSH's own program."""
@@ -203,7 +203,7 @@ def test_every_site_of_the_folder_is_registered_once_and_its_number_written_down
     """Another start, of the server or of everything, registers nothing anew; numbers of 64 bits come through."""
     door.open()
     assert sorted(door.book.calls) == ["+north", "+south"]
-    assert {number: who.name for number, who in holders(door.file).items()} == {
+    assert {number: who.name for number, who in read_key_owners(door.file).items()} == {
         number: next(name for name in ("north", "south") if door.key(name) == node.key)
         for number, node in door.book.held.items()
     }
@@ -211,18 +211,18 @@ def test_every_site_of_the_folder_is_registered_once_and_its_number_written_down
     door.file.unlink()
     door.open()
     assert len(door.book.calls) == 2
-    assert sorted(door.holders()) == ["north", "south"]
+    assert sorted(door.key_owners()) == ["north", "south"]
     assert door.said == [f"{name} may come in: its key is registered" for name in ("north", "south")]
 
 
 def test_a_removed_site_is_out_of_the_file_before_flower_hears_of_it(door: Door, monkeypatch: pytest.MonkeyPatch):
     """Its answers count no more from the moment at which the file is written, whatever Flower does then."""
     made = door.open()
-    number = door.holders()["north"]
+    number = door.key_owners()["north"]
     honest = door.book.unregister
     seen: list[list[str]] = []
-    monkeypatch.setattr(door.book, "unregister", lambda which: (seen.append(sorted(door.holders())), honest(which)))
-    make.remove_site(door.folder, "north")
+    monkeypatch.setattr(door.book, "unregister", lambda which: (seen.append(sorted(door.key_owners())), honest(which)))
+    make.remove(door.folder, "north")
     door.look(made)
     assert seen == [["south"]]
     assert door.book.calls[-1] == f"-{number}"
@@ -235,15 +235,15 @@ def test_a_removed_site_is_out_of_the_file_before_flower_hears_of_it(door: Door,
 def test_new_and_replaced_keys_come_in_while_the_server_runs(door: Door):
     made = door.open()
     door.look(made)
-    before = door.holders()
-    make.add_site(door.folder, "west")
-    make.replace_site_key(door.folder, "north")
+    before = door.key_owners()
+    make.add(door.folder, "west")
+    make.rekey(door.folder, "north")
     door.look(made, 0.1)
-    assert door.holders() == before, "it is not time yet"
+    assert door.key_owners() == before, "it is not time yet"
     door.look(made)
-    assert sorted(door.holders()) == ["north", "south", "west"]
-    assert door.holders()["north"] != before["north"]
-    assert door.holders()["south"] == before["south"]
+    assert sorted(door.key_owners()) == ["north", "south", "west"]
+    assert door.key_owners()["north"] != before["north"]
+    assert door.key_owners()["south"] == before["south"]
     assert door.key("north") in {node.key for node in door.book.held.values()}
     assert before["north"] not in door.book.held
     assert door.said[-3] == "the old key of north is removed"
@@ -260,16 +260,16 @@ def test_a_node_that_others_have_registered_is_put_out(door: Door):
 
 def test_when_a_process_connected_is_written_down(door: Door):
     made = door.open()
-    number = door.holders()["north"]
+    number = door.key_owners()["north"]
     door.book.held[number] = door.book.held[number]._replace(since="2026-11-21T20:28:38+00:00")
     door.look(made)
-    assert holders(door.file)[number] == NodeIdentity("north", "2026-11-21T20:28:38+00:00")
+    assert read_key_owners(door.file)[number] == NodeIdentity("north", "2026-11-21T20:28:38+00:00")
 
 
 def test_what_fails_is_said_once_and_tried_again(door: Door):
     """A SuperLink that is away, and a folder that cannot be read, change nothing and end nothing."""
     made = door.open()
-    before = door.holders()
+    before = door.key_owners()
     door.book.away = True
     door.look(made)
     door.book.away = False
@@ -278,26 +278,26 @@ def test_what_fails_is_said_once_and_tried_again(door: Door):
     record.write_bytes(b"{")
     door.look(made)
     door.look(made)
-    assert door.holders() == before
+    assert door.key_owners() == before
     assert sum("who may come in stays as it was" in words for words in door.said) == 1
     record.write_bytes(text)
     make.remove_site(door.folder, "south")
     door.look(made)
-    assert list(door.holders()) == ["north"]
+    assert list(door.key_owners()) == ["north"]
 
 
 def test_a_folder_that_vanishes_does_not_end_the_server(door: Door):
     made = door.open()
     door.folder.rename(door.folder.with_name("moved"))
     door.look(made, 4000.0)
-    assert sorted(door.holders()) == ["north", "south"]
+    assert sorted(door.key_owners()) == ["north", "south"]
     assert [words for words in door.said if "who may come in stays as it was" in words]
 
 
 def test_a_key_that_this_run_has_put_out_needs_a_new_one(door: Door):
     door.book.gone.add(door.key("north"))
     door.open()
-    assert list(door.holders()) == ["south"]
+    assert list(door.key_owners()) == ["south"]
     (words,) = (words for words in door.said if "north" in words)
     assert words.startswith("north cannot come in: its key was removed from this run earlier")
     assert words.endswith(f"halfmoon federation rotate {door.folder} --site north")
@@ -326,22 +326,22 @@ def test_a_superlink_that_does_not_answer_at_the_start_stops_it(door: Door):
 
 
 def test_a_damaged_file_lets_nobody_in(tmp_path: Path):
-    assert holders(tmp_path / "keys.json") == {}
+    assert read_key_owners(tmp_path / "keys.json") == {}
     (tmp_path / "keys.json").write_text('{"nodes": {"1": ')
-    assert holders(tmp_path / "keys.json") == {}
+    assert read_key_owners(tmp_path / "keys.json") == {}
 
 
 def test_a_guarded_server_listens_here_alone_and_wants_keys(door: Door, tmp_path: Path):
-    server = Server.guarded(tmp_path / "f.toml", tmp_path / "run", Access.open(door.folder), ["north"], 5)
-    words = superlink(server)
+    server = ServerOptions.with_access(tmp_path / "f.toml", tmp_path / "run", Access.open(door.folder), ["north"], 5)
+    words = superlink_arguments(server)
     assert words[:4] == ["--host", "127.0.0.1", "--port", "7001"]
     assert words[-1] == "--enable-supernode-auth"
     assert words[words.index("--ssl-certfile") + 1] == str(door.folder / "server" / "server.crt")
-    config = tomllib.loads(run_config(server))
+    config = tomllib.loads(render_run_config(server))
     assert config["keys"] == str(tmp_path / "run" / "flower" / "keys.json")
-    plain = Server(tmp_path / "f.toml", tmp_path / "run")
-    assert "keys" not in run_config(plain)
-    assert "--enable-supernode-auth" not in superlink(plain)
+    plain = ServerOptions(tmp_path / "f.toml", tmp_path / "run")
+    assert "keys" not in render_run_config(plain)
+    assert "--enable-supernode-auth" not in superlink_arguments(plain)
 
 
 @pytest.mark.parametrize(
@@ -372,19 +372,19 @@ def supernode_saying(said, folder, monkeypatch, shown, seconds=600.0):
     """Give a site whose node says something and ends after some seconds, and the processes that it starts."""
     started: list[subprocess.Popen[bytes]] = []
 
-    def start(self: Home, script: str, arguments: Sequence[str]) -> subprocess.Popen[bytes]:
+    def start(self: ProcessFolder, script: str, arguments: Sequence[str]) -> subprocess.Popen[bytes]:
         assert script == SUPERNODE
         code = f"import time; print({said!r}, flush=True); time.sleep({seconds})"
         with self.log(script).open("ab") as log:
             started.append(subprocess.Popen([sys.executable, "-c", code], stdout=log))
         return started[-1]
 
-    monkeypatch.setattr(Home, "start", start)
-    monkeypatch.setattr(site_process, "CALLING", 0.01)
-    site = site_process.Joining(Address("127.0.0.1", 9092), "site-00", folder, 3, 2, folder / "home", terms="any")
+    monkeypatch.setattr(ProcessFolder, "start", start)
+    monkeypatch.setattr(site_process, "RECONNECT_SECONDS", 0.01)
+    site = site_process.SiteOptions(Address("127.0.0.1", 9092), "site-00", folder, 3, 2, folder / "home", terms="any")
     site.processes.prepare()
     try:
-        yield site_process._Member(site, Tail(site.home / site_process.LOG), shown.append, None), started
+        yield site_process._SiteNode(site, Tail(site.home / site_process.LOG_FILE), shown.append, None), started
     finally:
         for process in started:
             process.kill()
@@ -410,7 +410,7 @@ def test_a_site_that_waited_gives_its_server_time_to_know_its_key(tmp_path: Path
         member._run_node()
         member._show()
         assert "answers" in shown[-1]
-        monkeypatch.setattr(site_process, "ADMISSION", -1.0)
+        monkeypatch.setattr(site_process, "ADMISSION_SECONDS", -1.0)
         member.lost = True
         member._connected()
         member._run_node()
@@ -418,16 +418,21 @@ def test_a_site_that_waited_gives_its_server_time_to_know_its_key(tmp_path: Path
 
 
 @pytest.mark.parametrize(
-    ("lines", "lingers"), [([RECEIVING, REPLY], False), ([RECEIVING, REPLY, RECEIVING], True), ([RECEIVING], True)]
+    ("lines", "lingers"),
+    [
+        ([MESSAGE_RECEIVED, REPLY_SENT], False),
+        ([MESSAGE_RECEIVED, REPLY_SENT, MESSAGE_RECEIVED], True),
+        ([MESSAGE_RECEIVED], True),
+    ],
 )
 def test_a_site_goes_as_soon_as_its_last_answer_is_sent(tmp_path, monkeypatch, lines, lingers):
     """A site whose part is over waits for its node to send what it answers, longer where it does not say so."""
-    monkeypatch.setattr(site_process, "PARTING", 600.0 if lingers else 0.2)
-    monkeypatch.setattr(site_process, "LINGER", 0.2 if lingers else 600.0)
-    monkeypatch.setattr(site_process, "EVERY", 0.02)
+    monkeypatch.setattr(site_process, "PARTING_SECONDS", 600.0 if lingers else 0.2)
+    monkeypatch.setattr(site_process, "LINGER_SECONDS", 0.2 if lingers else 600.0)
+    monkeypatch.setattr(site_process, "POLL_SECONDS", 0.02)
     with supernode_saying("\n".join(lines), tmp_path, monkeypatch, []) as (member, _):
         consent.save_end(member.site.home, 0, "finished: the model is here")
         began = time.monotonic()
-        with pytest.raises(site_process.Ended, match="finished: the model is here"):
+        with pytest.raises(site_process.SiteFinished, match="finished: the model is here"):
             member._run_node()
         assert 0.2 < time.monotonic() - began < 300

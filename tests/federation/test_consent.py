@@ -16,9 +16,9 @@ from halfmoon.config import schema as settings
 from halfmoon.core import rng, tree
 from halfmoon.core.errors import UserError
 from halfmoon.federation.protocol.log import Tail
-from halfmoon.federation.protocol.messages import NOT_JOINED, UNFIT, Acceptance, Refusal, read_message
-from halfmoon.federation.protocol.terms import shared_options
-from halfmoon.federation.server.sessions import AGAIN
+from halfmoon.federation.protocol.messages import UNFIT, UNKNOWN, Acceptance, Refusal, read
+from halfmoon.federation.protocol.terms import shared
+from halfmoon.federation.server.sessions import RETRY_SECONDS
 from halfmoon.federation.site import consent
 from halfmoon.federation.site.client import NOT_AGREED, SiteClient
 from halfmoon.federation.site.consent import Consent, TermsSummary
@@ -145,10 +145,12 @@ def waiting(tmp_path: Path, person: Somebody | None, **given: Any) -> tuple[Any,
 
     home = tmp_path / "home"
     home.mkdir()
-    site = site_process.Joining(Address("127.0.0.1", 9092), "north", tmp_path, images=3, labeled=2, home=home, **given)
-    consent.save_offer(home, TERMS.summary())
+    site = site_process.SiteOptions(
+        Address("127.0.0.1", 9092), "north", tmp_path, images=3, labeled=2, home=home, **given
+    )
+    consent.ask(home, TERMS.summary())
     shown: list[str] = []
-    return site_process._Member(site, Tail(home / "join.log"), shown.append, person), shown
+    return site_process._SiteNode(site, Tail(home / "join.log"), shown.append, person), shown
 
 
 def test_a_yes_is_written_down_and_asked_for_once(tmp_path: Path):
@@ -212,7 +214,7 @@ def test_what_was_said_reaches_the_process_that_answers(tmp_path: Path, monkeypa
     pytest.importorskip("flwr")
     from halfmoon.federation.transport import client_app
     from halfmoon.federation.transport.contact import Address
-    from halfmoon.federation.transport.site_process import Joining, facts
+    from halfmoon.federation.transport.site_process import SiteOptions, node_options
 
     heard: list[tuple[str, tuple[str, ...]]] = []
 
@@ -221,15 +223,17 @@ def test_what_was_said_reaches_the_process_that_answers(tmp_path: Path, monkeypa
         heard.append((made.consent.terms, made.consent.methods))
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(client_app, "SiteClient", SimpleNamespace(from_folder=note))
-    monkeypatch.setattr(client_app, "_numbered", lambda *_: {"name": "north", "folder": "x", "terms": "any"})
-    site = Joining(Address("127.0.0.1", 9092), "north", tmp_path, images=3, labeled=2, home=tmp_path)
+    monkeypatch.setattr(client_app, "SiteClient", SimpleNamespace(at=note))
+    monkeypatch.setattr(client_app, "_rehearsal_options", lambda *_: {"name": "north", "folder": "x", "terms": "any"})
+    site = SiteOptions(Address("127.0.0.1", 9092), "north", tmp_path, images=3, labeled=2, home=tmp_path)
     told = replace(site, terms="0123abcd", methods=("fedavg", "feddure"))
-    configs = [facts(each)["config"] for each in (site, told)] + [{"partition-id": 0}]
+    configs = [node_options(each)["config"] for each in (site, told)] + [{"partition-id": 0}]
     for config in configs:
         run = {"federation": "f", "sites": "s"}
         with pytest.raises(KeyboardInterrupt):
-            client_app.answer(SimpleNamespace(content=None), SimpleNamespace(node_config=config, run_config=run))
+            client_app.handle_message(
+                SimpleNamespace(content=None), SimpleNamespace(node_config=config, run_config=run)
+            )
     assert heard == [("", ()), ("0123abcd", ("fedavg", "feddure")), ("any", ())]
 
 
@@ -253,10 +257,10 @@ def test_ten_lines_say_what_leaves_to_whom_and_how_long(tmp_path: Path):
 def test_a_hash_that_is_none_is_refused(tmp_path: Path, terms: str):
     pytest.importorskip("flwr")
     from halfmoon.federation.transport.contact import Address
-    from halfmoon.federation.transport.site_process import Joining
+    from halfmoon.federation.transport.site_process import SiteOptions
 
     with pytest.raises(UserError, match=r"--terms is .*: it must be the hash of the terms .8 to 64 digits"):
-        Joining(Address("127.0.0.1", 9092), "north", tmp_path, 3, 2, tmp_path, terms=terms)
+        SiteOptions(Address("127.0.0.1", 9092), "north", tmp_path, 3, 2, tmp_path, terms=terms)
 
 
 def test_a_method_that_nobody_knows_is_refused(ward: Path, capsys: pytest.CaptureFixture[str]):
@@ -278,21 +282,21 @@ image = [1, 16, 16]
 def test_a_file_shows_its_terms(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     """In words and as JSON: the hash is that of the terms which the server will offer."""
     from halfmoon.federation.protocol.terms import Terms
-    from halfmoon.federation.server.plan import load
+    from halfmoon.federation.server.plan import load_plan
 
     path = tmp_path / "wards.toml"
     path.write_text(FILE)
-    terms = load(path).terms
+    terms = load_plan(path).terms
     assert cli.main(["site", "terms", str(path)]) == 0
     said = capsys.readouterr().out
     assert terms.sentence() in said.replace("\n", " ")
     assert f"hash: {terms.hash}" in said
     assert cli.main(["site", "terms", str(path), "--json"]) == 0
-    facts = json.loads(capsys.readouterr().out)
-    assert facts["hash"] == terms.hash
-    assert Terms.parse(json.dumps(facts["terms"])).hash == terms.hash
+    printed = json.loads(capsys.readouterr().out)
+    assert printed["hash"] == terms.hash
+    assert Terms.parse(json.dumps(printed["terms"])).hash == terms.hash
     path.write_text(FILE.replace("rounds = 3", "rounds = 4"))
-    assert load(path).terms.hash != terms.hash
+    assert load_plan(path).terms.hash != terms.hash
 
 
 def test_a_server_asks_again_until_a_site_has_agreed():
@@ -301,9 +305,9 @@ def test_a_server_asks_again_until_a_site_has_agreed():
     there = Node(lambda: [(0.3, answers.pop(0) if len(answers) > 1 else answers[0])], lambda data: [])
     street = Street({1: there, 2: node("south"), 3: node("west")})
     manager = street.manager()
-    manager.gather(3, 10 * AGAIN)
-    assert manager.present == ["north", "south", "west"]
-    assert 2 * AGAIN <= street.time < 3 * AGAIN
+    manager.wait_for_sites(3, 10 * RETRY_SECONDS)
+    assert manager.connected_sites == ["north", "south", "west"]
+    assert 2 * RETRY_SECONDS <= street.time < 3 * RETRY_SECONDS
     assert street.heard(f"a site does not join: {NOT_AGREED}") == 1
 
 

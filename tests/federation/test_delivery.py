@@ -12,18 +12,10 @@ from scenes import same
 from test_site_client import folder as folder_of
 
 from halfmoon.core import rng, tree, weight_files
-from halfmoon.federation.protocol.messages import (
-    Acceptance,
-    FinalModel,
-    Offer,
-    Receipt,
-    Refusal,
-    read_message,
-    write_message,
-)
-from halfmoon.federation.server.plan import load as load_plan
-from halfmoon.federation.server.server import FederationServer, deliver, hand_out
-from halfmoon.federation.server.transport import TransportReply
+from halfmoon.federation.protocol.messages import Acceptance, Final, Offer, Receipt, Refusal, read, write
+from halfmoon.federation.server.connection import TransportReply
+from halfmoon.federation.server.plan import load_plan
+from halfmoon.federation.server.server import FederationServer, deliver_model, send_model
 from halfmoon.federation.site import consent
 from halfmoon.federation.site.client import SiteClient
 from halfmoon.federation.transport import launch
@@ -118,8 +110,8 @@ def test_who_does_not_have_it_is_named() -> None:
     there = write_message(Receipt("f", VERSION, "north"))
     street = Street({1: node("north", said=there), 2: node("south", said=refusal("failed", "its disk"))})
     manager = street.manager()
-    manager.gather(2, 100.0, 0.0)
-    assert deliver(manager, ["north", "south", "west"], b"all", Path("m")) == ["north"]
+    manager.wait_for_sites(2, 100.0, 0.0)
+    assert send_model(manager, ["north", "south", "west"], b"all", Path("m")) == ["north"]
     assert "the final model is at 1 of 3 sites" in street.said
     assert "south does not have the final model (its disk): send it m, or serve the federation again" in street.said
     assert (
@@ -133,15 +125,15 @@ def test_the_server_stays_for_who_was_away(tmp_path: Path) -> None:
     there = {name: write_message(Receipt("f", VERSION, name)) for name in ("north", "west")}
     street = Street({1: node("north", said=there["north"])})
     manager = street.manager()
-    manager.gather(1, 100.0, 0.0)
+    manager.wait_for_sites(1, 100.0, 0.0)
     street.at(street.time + 60, lambda: street.nodes_.update({3: node("west", said=there["west"])}))
     began = street.time
-    hand_out(manager, ["north", "south", "west"], b"all", tmp_path, 200.0)
+    deliver_model(manager, ["north", "south", "west"], b"all", tmp_path, 200.0)
     assert 200 <= street.time - began < 250
     assert json.loads((tmp_path / "delivery.json").read_text()) == {"has": ["north", "west"], "lacks": ["south"]}
     assert "the server stays for south, west: who comes back gets the model" in street.said
-    street.nodes_[2] = node("south", said=write_message(Receipt("f", VERSION, "south")))
-    hand_out(manager, ["south"], b"all", tmp_path, 30.0)
+    street.nodes_[2] = node("south", said=write(Receipt("f", VERSION, "south")))
+    deliver_model(manager, ["south"], b"all", tmp_path, 30.0)
     assert json.loads((tmp_path / "delivery.json").read_text()) == {"has": ["north", "south", "west"], "lacks": []}
 
 
@@ -156,7 +148,7 @@ class Post:
     def nodes(self) -> list[int]:
         return list(self.there)
 
-    def holders(self) -> None:
+    def key_owners(self) -> None:
         return None
 
     def send(self, mail: Mapping[int, bytes], seconds: float, asks: bool) -> dict[str, str]:
@@ -198,16 +190,16 @@ def test_a_method_from_outside_trains_a_head_and_who_was_away_gets_the_whole_mod
         )
     host, post = FederationServer(plan, tmp_path / "run"), Post(north=sites["north"])
     host.serve(post, 20.0)
-    assert launch.finished(tmp_path / "run")
-    assert launch.lacking(tmp_path / "run") == ["south"]
+    assert launch.is_finished(tmp_path / "run")
+    assert launch.sites_without_model(tmp_path / "run") == ["south"]
     later = Post(south=sites["south"])
     host.serve(later, 20.0)
-    assert launch.lacking(tmp_path / "run") == ["south"]  # finished: only read
-    server = launch.Server(tmp_path / "wards.toml", tmp_path / "run", again=True)
+    assert launch.sites_without_model(tmp_path / "run") == ["south"]  # finished: only read
+    server = launch.ServerOptions(tmp_path / "wards.toml", tmp_path / "run", redeliver=True)
     server.home.prepare()
-    launch._write(server)
+    launch._write_files(server)
     host.serve(later, 20.0)
-    assert launch.lacking(tmp_path / "run") == []
+    assert launch.sites_without_model(tmp_path / "run") == []
     carried = b"".join([*post.carried, *later.carried])
     assert b"head" in carried
     assert b"conv1" not in carried.replace(b"conv1*", b"")
@@ -224,7 +216,7 @@ def test_one_site_that_never_comes_costs_one_waiting_time() -> None:
     """The first exchange waits for it, the later ones do not; when it appears it is asked like all others."""
     street = Street({1: node("north"), 2: node("south")})
     manager = street.manager()
-    manager.gather(2, 60.0, 0.0)
+    manager.wait_for_sites(2, 60.0, 0.0)
     took = []
     for _ in range(3):
         began = street.time
@@ -235,5 +227,5 @@ def test_one_site_that_never_comes_costs_one_waiting_time() -> None:
     assert took[0] > 20
     assert max(took[1:]) < 5
     street.nodes_[3] = node("west")
-    manager.gather(3, 60.0)
+    manager.wait_for_sites(3, 60.0)
     assert ask(manager, "west")["west"].data == b"west:do"

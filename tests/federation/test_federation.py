@@ -57,8 +57,8 @@ from halfmoon.federation.protocol.messages import (
 from halfmoon.federation.site import consent
 from halfmoon.federation.site.client import SiteClient
 from halfmoon.federation.transport import local
-from halfmoon.federation.transport.internals import identity
-from halfmoon.federation.transport.link import unwrapped, wrapped
+from halfmoon.federation.transport.grid import unwrap_message, wrap_message
+from halfmoon.federation.transport.internals import act_as_node
 from halfmoon.methods import registry
 from halfmoon.runs import runner
 from halfmoon.runs.factory import task
@@ -323,7 +323,7 @@ def told(message: Message) -> bytes:
     assert not message.has_error(), "Flower's own errors quote what a program said"
     assert list(message.content) == ["message"], "there is another record beside the message"
     assert list(message.content["message"]) in (["body"], ["head", "body"]), "there is a part beside the message"
-    return unwrapped(message.content)
+    return unwrap_message(message.content)
 
 
 def check_replies(there: Played) -> None:
@@ -409,9 +409,9 @@ LEAKS: dict[str, Callable[[Town, str, bytes], bytes]] = {
 def leaking(there: Played, change: Callable[[Town, str, bytes], bytes], **more: ConfigRecord) -> Played:
     """Return a federation whose sites have changed their answers, and sent `more` records beside."""
     letters: list[Letter] = []
-    with identity():
+    with act_as_node():
         for letter in there.letters:
-            content = wrapped(change(there.town, there.town.names[letter.node - 1000], told(letter.reply)))
+            content = wrap_message(change(there.town, there.town.names[letter.node - 1000], told(letter.reply)))
             content.update(more)
             letters.append(replace(letter, reply=Message(content, letter.node, "train")))
     return replace(there, letters=letters)
@@ -442,9 +442,9 @@ def test_a_leak_of_the_server_is_found(play: Callable[..., Played]) -> None:
     row = next(row for row in images[5, :, :, 0] if len(set(row.tolist()) - {0}) >= 4)
     asked = next(letter.asked for letter in there.letters if isinstance(letter.asked, Request))
     for secret in (row.tobytes(), str(there.town.folder).encode(), CLASSES[0].encode()):
-        down = {**asked.download, "note": torch.frombuffer(bytearray(secret), dtype=torch.uint8)}
-        with identity():
-            message = Message(wrapped(write_message(replace(asked, download=down))), 1000, "train")
+        down = {**asked.down, "note": torch.frombuffer(bytearray(secret), dtype=torch.uint8)}
+        with act_as_node():
+            message = Message(wrap_message(write(replace(asked, down=down))), 1000, "train")
         with pytest.raises(AssertionError):
             check_requests(replace(there, letters=[replace(there.letters[-1], message=message)]))
 

@@ -20,7 +20,7 @@ from safetensors.numpy import load_file
 from scripts import script
 
 from halfmoon.cli import main as cli
-from halfmoon.federation.server.plan import Rules, load
+from halfmoon.federation.server.plan import Rules, load_plan
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = ("federation", "federation_machines", "federation_data", "federation_faults")
@@ -131,7 +131,7 @@ def test_the_pages_xrays_make_folders_and_a_file_like_the_digits(tmp_path, monke
     (top,) = blocks(text, "text")
     file = tmp_path / "rehearsal" / "federation.toml"
     file.write_text(top + file.read_text())
-    plan = load(file)
+    plan = load_plan(file)
     assert (plan.terms.config.rounds, plan.terms.config.steps, plan.terms.config.network) == (10, 20, "small")
     assert plan.terms.sites == ("site-00", "site-01", "site-02")
     for name in plan.terms.sites:
@@ -247,7 +247,7 @@ def test_a_sentence_that_nobody_says_is_seen():
 def test_the_pages_file_is_a_federation(tmp_path: Path):
     (words,) = blocks(chapter("On three machines"), "toml")
     (tmp_path / "wards.toml").write_text(words)
-    plan = load(tmp_path / "wards.toml")
+    plan = load_plan(tmp_path / "wards.toml")
     assert plan.terms.sites == ("north", "south", "harbour")
     assert plan.terms.config.network == "resnet9"
     assert plan.test == tmp_path / "test"

@@ -98,7 +98,7 @@ def stopped(straight: Callable[[str], Straight], tmp_path_factory: pytest.TempPa
         for visit, after in stops:
             with stopping(visit, after):
                 there.town.play(there.file, f"{method}-stopped")
-            client_app._client.cache_clear()
+            client_app._open_client.cache_clear()
         folder = tmp_path_factory.mktemp(method)
         for name in there.town.names:
             shutil.copytree(there.town.folder / name / MEMORY, folder / name)
@@ -187,7 +187,7 @@ def test_what_names_the_run_is_refused_where_it_is_damaged_or_missing(stopped, s
         data = downs.read_bytes()
         downs.write_bytes(data.replace(b"params", b"paramz", 1))
         assert downs.read_bytes() != data
-    client_app._client.cache_clear()  # sites start anew
+    client_app._open_client.cache_clear()  # sites start anew
     equal(there, there.town.play(there.file, run))
 
 
@@ -209,5 +209,5 @@ def test_a_folder_that_is_gone_when_a_server_starts_again_is_named_and_the_end(s
 def test_a_site_that_starts_anew_for_each_message_changes_nothing(method, straight):
     there = straight(method)
     there.town.forget()
-    with before_each_message(client_app._client.cache_clear):
+    with before_each_message(client_app._open_client.cache_clear):
         equal(there, there.town.play(there.file, f"{method}-anew"))

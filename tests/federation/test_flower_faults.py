@@ -14,13 +14,13 @@ pytest.importorskip("flwr")
 from flwr.common.constant import ErrorCode
 
 from halfmoon.federation.protocol.log import EventLog
-from halfmoon.federation.protocol.messages import Offer, Refusal, read_message, write_message
-from halfmoon.federation.server.transport import TransportReply
+from halfmoon.federation.protocol.messages import Offer, Refusal, read, write
+from halfmoon.federation.server.connection import TransportReply
 from halfmoon.federation.site.client import SiteClient
 from halfmoon.federation.transport import processes, site_process
 from halfmoon.federation.transport.contact import Address
-from halfmoon.federation.transport.link import PROBLEMS, problem
-from halfmoon.federation.transport.site_process import Joining
+from halfmoon.federation.transport.grid import PROBLEMS, describe_error
+from halfmoon.federation.transport.site_process import SiteOptions
 
 
 def test_a_full_disk_does_not_keep_a_process_from_its_lock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -29,7 +29,7 @@ def test_a_full_disk_does_not_keep_a_process_from_its_lock(tmp_path: Path, monke
     Each process writes its number into the lock: a site's that failed there could not even say that its disk is full.
     """
     lock = tmp_path / "worker.lock"
-    processes.hold(lock)
+    processes.lock_until_exit(lock)
     honest = os.write
 
     def write(handle: int, data: bytes) -> int:
@@ -42,7 +42,7 @@ def test_a_full_disk_does_not_keep_a_process_from_its_lock(tmp_path: Path, monke
     monkeypatch.setattr(
         processes.atomic_io, "flock", lambda handle: None
     )  # the first one is still held, by this process
-    processes.hold(lock)
+    processes.lock_until_exit(lock)
     assert int(lock.read_bytes()) == 7
     assert lock.read_bytes().isdigit()
 
@@ -65,7 +65,7 @@ def test_a_request_outlives_its_time_so_that_a_late_answer_is_named():
     it only needs more time."""
     street = Brief({7: node("north", 130.0), 31: node("west"), 99: node("south")})
     manager = street.manager(timeout=100.0)
-    manager.gather(3, 60.0)
+    manager.wait_for_sites(3, 60.0)
     assert ask(manager)["north"].data is None
     street.nodes_[7] = node("north", 50.0)
     assert ask(manager, "north", what="round 2")["north"].data
@@ -90,8 +90,8 @@ def test_errors_of_flower_are_said_in_words():
     of; whoever reads the log has the number to look for."""
     codes = {code for name, code in vars(ErrorCode).items() if name.isupper()}
     assert set(PROBLEMS) == codes - {ErrorCode.UNKNOWN, ErrorCode.MOD_FAILED_PRECONDITION}
-    assert problem(ErrorCode.CLIENT_APP_CRASHED) == "its process was ended (error 8 of Flower)"
-    assert problem(99) == "nobody knows why (error 99 of Flower)"
+    assert describe_error(ErrorCode.CLIENT_APP_CRASHED) == "its process was ended (error 8 of Flower)"
+    assert describe_error(99) == "nobody knows why (error 99 of Flower)"
 
 
 def test_a_site_whose_log_cannot_be_written_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -101,12 +101,12 @@ def test_a_site_whose_log_cannot_be_written_goes_on(tmp_path: Path, monkeypatch:
     def reach(address: Address, ca: Path | None) -> NoReturn:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(EventLog, "write", full)
-    monkeypatch.setattr(site_process, "reach", reach)
-    site = Joining(Address("127.0.0.1", 9092), "site-00", tmp_path, images=3, labeled=2, home=tmp_path / "home")
+    monkeypatch.setattr(EventLog, "say", full)
+    monkeypatch.setattr(site_process, "check_server", reach)
+    site = SiteOptions(Address("127.0.0.1", 9092), "site-00", tmp_path, images=3, labeled=2, home=tmp_path / "home")
     shown: list[str] = []
     with pytest.raises(KeyboardInterrupt):
-        site_process.join(site, shown.append)
+        site_process.join_federation(site, shown.append)
     assert shown == ["site-00 (3 images, 2 labeled) joins 127.0.0.1:9092"]
 
 
@@ -126,6 +126,6 @@ def test_the_time_that_the_post_waits_is_no_absence_of_a_site():
     street = Patient({7: Node(lambda: [(0.3, joined("north"))], lambda data: [(5.0, None)]), 31: node("west")})
     street.nodes_[99] = node("south")
     manager = street.manager(timeout=1000.0)
-    manager.gather(3, 60.0)
+    manager.wait_for_sites(3, 60.0)
     street.at(street.time + 15, lambda: street.move(7, 8, node("north", said=b"again")))
     assert ask(manager, "north", "south")["north"].data == b"again"

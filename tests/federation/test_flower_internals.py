@@ -28,9 +28,9 @@ from flwr.superlink.grid import http_grid
 from flwr.supernode import fleet_http_connection
 
 from halfmoon.federation.transport import internals
-from halfmoon.federation.transport.internals import NAMES, VERSIONS, identity, number
-from halfmoon.federation.transport.link import GridPost, unwrapped, wrapped
-from halfmoon.federation.transport.node import pause
+from halfmoon.federation.transport.grid import GridTransport, unwrap_message, wrap_message
+from halfmoon.federation.transport.internals import NAMES, VERSIONS, act_as_node, set_message_id
+from halfmoon.federation.transport.node import poll_delay
 
 VERSION = metadata.version("flwr")
 
@@ -60,9 +60,9 @@ def test_a_version_that_was_not_tried_is_seen():
 
 
 def test_a_message_made_here_has_an_author_and_a_number():
-    with identity():
+    with act_as_node():
         message = Message(RecordDict(), 7, "query")
-        number(message, "message-3")
+        set_message_id(message, "message-3")
     assert (message.metadata.message_id, message.metadata.src_node_id) == ("message-3", 1)
 
 
@@ -88,14 +88,14 @@ def test_a_worker_imports_nothing_for_its_first_gradient():
 
 
 def test_polls_become_seldom_and_never_more_seldom_than_flowers():
-    assert [pause(idle) for idle in (0.0, 0.1, 1.0, 4.0, 1000.0)] == [0.1, 0.1, 0.5, 2.0, 3.0]
+    assert [poll_delay(idle) for idle in (0.0, 0.1, 1.0, 4.0, 1000.0)] == [0.1, 0.1, 0.5, 2.0, 3.0]
 
 
 def test_a_request_waits_half_of_the_round_at_most():
     """Whenever the request comes after 0.2 s, the time until the poll that fetches it is half of the wait before."""
     time = 0.0
     while time < 100:
-        step = pause(time)
+        step = poll_delay(time)
         assert step <= max(0.1, time / 2)
         time += step
 
@@ -104,9 +104,9 @@ class Late:
     """A SuperLink with one message, whose objects come with the second question for each."""
 
     def __init__(self) -> None:
-        with internals.identity():
-            message = Message(wrapped(b"model"), 7, "train")
-            self.packet = internals.pack(message)
+        with internals.act_as_node():
+            message = Message(wrap_message(b"model"), 7, "train")
+            self.packet = internals.pack_message(message)
         self.asked: list[str] = []
 
     def content(self, name: str) -> bytes:
@@ -139,7 +139,7 @@ def test_a_site_fetches_a_request_whose_objects_are_under_way_without_flowers_wa
     packet = fleet.receive()
     assert packet is not None
     assert time.monotonic() - start < 0.6
-    assert unwrapped(internals.unpack(packet).content) == b"model"
+    assert unwrap_message(internals.unpack_message(packet).content) == b"model"
 
 
 def test_a_server_fetches_an_answer_whose_objects_are_under_way_without_flowers_wait_of_a_second(
@@ -151,7 +151,7 @@ def test_a_server_fetches_an_answer_whose_objects_are_under_way_without_flowers_
     grid._client = SimpleNamespace(**calls)
     grid._run = SimpleNamespace(run_id=1)
     start = time.monotonic()
-    replies = list(GridPost(grid).collect(["asked"]))
+    replies = list(GridTransport(grid).collect(["asked"]))
     assert [reply.data for reply in replies] == [b"model"]
     assert time.monotonic() - start < 0.6
 
@@ -185,7 +185,7 @@ def test_an_answer_over_a_slow_link_is_sent_once(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(fleet_http_connection, "FleetHttpClient", vars(fleet_http_connection)["FleetHttpClient"])
     with ThreadingHTTPServer(("127.0.0.1", 0), Slow) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
-        with internals.fleet(f"127.0.0.1:{server.server_port}", None, None) as fleet:
+        with internals.connect_fleet(f"127.0.0.1:{server.server_port}", None, None) as fleet:
             fleet._push_object(1, "session", "a" * 64, bytes(2**20))
         server.shutdown()
     assert Slow.calls.count("/v1/fleet/push-object") == 1

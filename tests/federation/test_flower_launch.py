@@ -27,11 +27,19 @@ from halfmoon.core.errors import UserError
 from halfmoon.federation.protocol import bundle
 from halfmoon.federation.protocol.log import EventLog, Tail
 from halfmoon.federation.transport import internals, launch, processes
-from halfmoon.federation.transport.contact import Absent, Address, reach
-from halfmoon.federation.transport.launch import Halted, Server, connection, finished, run_config, serve, superlink
-from halfmoon.federation.transport.node import RAISED, Worker
-from halfmoon.federation.transport.processes import SERVER_APP, SUPERLINK, Home, alone
-from halfmoon.federation.transport.site_process import Joining, facts, join
+from halfmoon.federation.transport.contact import Address, ServerUnreachable, check_server
+from halfmoon.federation.transport.launch import (
+    Halted,
+    ServerOptions,
+    is_finished,
+    render_connection,
+    render_run_config,
+    serve,
+    superlink_arguments,
+)
+from halfmoon.federation.transport.node import APP_FAILED, Worker
+from halfmoon.federation.transport.processes import SERVER_APP, SUPERLINK, ProcessFolder, exclusive
+from halfmoon.federation.transport.site_process import SiteOptions, join_federation, node_options
 from halfmoon.sites.keys import certificates
 
 pytest.importorskip("flwr")
@@ -53,12 +61,12 @@ def authority(folder: Path) -> dict[str, Path]:
 
 def test_the_superlink_is_started_with_its_database_and_without_installing(tmp_path: Path):
     """It listens where it is told; plain where there are no certificates, with all three files where there are."""
-    plain = superlink(Server(tmp_path / "f.toml", tmp_path / "run", port=9099))
+    plain = superlink_arguments(ServerOptions(tmp_path / "f.toml", tmp_path / "run", port=9099))
     database = str(tmp_path / "run" / "flower" / "state.db")
     flag = "--disable-runtime-dependency-installation"
     assert plain == ["--host", "127.0.0.1", "--port", "9099", "--database", database, flag, "--insecure"]
     files = authority(tmp_path)
-    safe = superlink(Server(tmp_path / "f.toml", tmp_path / "run", "0.0.0.0", **files))
+    safe = superlink_arguments(ServerOptions(tmp_path / "f.toml", tmp_path / "run", "0.0.0.0", **files))
     assert "--insecure" not in safe
     pairs = dict(zip(safe[-6::2], safe[-5::2], strict=True))
     assert pairs == {
@@ -71,30 +79,30 @@ def test_the_superlink_is_started_with_its_database_and_without_installing(tmp_p
 def test_what_flower_is_told_beside_the_app(tmp_path: Path):
     """Quotes, blanks and letters beyond ASCII in a folder's name come through."""
     folder = tmp_path / 'a "b" é'
-    given = tomllib.loads(run_config(Server(folder / "f.toml", folder / "run")))
+    given = tomllib.loads(render_run_config(ServerOptions(folder / "f.toml", folder / "run")))
     assert given == {"federation": f"{folder}/f.toml", "run-dir": f"{folder}/run"}
     files = authority(tmp_path)
-    safe = tomllib.loads(connection(Server(folder / "f.toml", folder / "run", "0.0.0.0", 7000, **files)))
+    safe = tomllib.loads(render_connection(ServerOptions(folder / "f.toml", folder / "run", "0.0.0.0", 7000, **files)))
     held = {"address": "127.0.0.1:7000", "root-certificates": str(files["ca"])}
     assert safe["superlink"] == {"default": "halfmoon", "halfmoon": held}
-    plain = tomllib.loads(connection(Server(folder / "f.toml", folder / "run", "::1", 7000)))
+    plain = tomllib.loads(render_connection(ServerOptions(folder / "f.toml", folder / "run", "::1", 7000)))
     assert plain["superlink"]["halfmoon"] == {"address": "[::1]:7000", "insecure": True}
 
 
-def member(folder: Path, **given: object) -> Joining:
-    facts: dict = {"server": Address("127.0.0.1", 9092), "name": "site-00", "folder": folder, "home": folder / "home"}
-    return Joining(**{**facts, "images": 3, "labeled": 2, **given})
+def member(folder: Path, **given: object) -> SiteOptions:
+    options: dict = {"server": Address("127.0.0.1", 9092), "name": "site-00", "folder": folder, "home": folder / "home"}
+    return SiteOptions(**{**options, "images": 3, "labeled": 2, **given})
 
 
 def test_a_sites_processes_are_told_by_a_file_where_the_server_is_and_who_they_are(tmp_path: Path):
     folder = tmp_path / "ward 'x' = \"7\""
     config = {"name": "site-00", "folder": str(folder), "home": f"{folder}/home", "device": "auto"}
     apps = list(bundle.APPS)
-    assert facts(member(folder)) == {
+    assert node_options(member(folder)) == {
         "server": "127.0.0.1:9092", "ca": None, "key": None, "apps": apps, "config": config,
     }  # fmt: skip
     files = authority(tmp_path)
-    safe = facts(member(folder, ca=files["ca"], key=files["key"]))
+    safe = node_options(member(folder, ca=files["ca"], key=files["key"]))
     assert (safe["ca"], safe["key"], safe["config"]["key"]) == (str(files["ca"]), *[str(files["key"])] * 2)
 
 
@@ -115,8 +123,8 @@ def test_a_server_is_refused(tmp_path: Path, given: dict, words: str):
     files = {name: tmp_path / f"{value}.pem" if isinstance(value, str) else value for name, value in given.items()}
     files |= {"host": given["host"]} if "host" in given else {}
     with pytest.raises(UserError, match=words):
-        Server(tmp_path / "f.toml", tmp_path / "run", **files)
-    Server(tmp_path / "f.toml", tmp_path / "run", "0.0.0.0", insecure=True)
+        ServerOptions(tmp_path / "f.toml", tmp_path / "run", **files)
+    ServerOptions(tmp_path / "f.toml", tmp_path / "run", "0.0.0.0", insecure=True)
 
 
 @pytest.mark.parametrize(
@@ -151,7 +159,7 @@ def test_a_key_that_flower_does_not_take_is_refused_before_anything_starts(tmp_p
     subprocess.run(["ssh-keygen", "-q", *flags, "-f", str(key)], check=True)
     site = member(tmp_path, ca=files["ca"], key=key.with_suffix(".pub") if make == "public" else key)
     with pytest.raises(UserError, match="is no private key that Flower takes"):
-        join(site, print)
+        join_federation(site, print)
     assert not site.processes.folder.exists()
 
 
@@ -166,9 +174,9 @@ def test_addresses():
     """IPv6 stands in brackets; everywhere is also here."""
     assert Address.parse("[::1]:9092") == Address("::1", 9092)
     assert str(Address("::1", 9092)) == "[::1]:9092"
-    assert Address("::", 1).near == Address("::1", 1)
-    assert Address("0.0.0.0", 1).near == Address("127.0.0.1", 1)
-    local = [Address.parse(f"{host}:1").loopback for host in ("localhost", "127.3.2.1", "[::1]", "0.0.0.0", "a.org")]
+    assert Address("::", 1).local == Address("::1", 1)
+    assert Address("0.0.0.0", 1).local == Address("127.0.0.1", 1)
+    local = [Address.parse(f"{host}:1").is_loopback for host in ("localhost", "127.3.2.1", "[::1]", "0.0.0.0", "a.org")]
     assert local == [True, True, True, False, False]
 
 
@@ -215,7 +223,8 @@ def test_without_flower_one_sentence_says_what_to_install(tmp_path, monkeypatch,
 
 
 def test_halfmoon_does_not_need_flower():
-    code = "import halfmoon.cli.main, halfmoon.federation.transport.site_process, halfmoon.federation.transport.launch, sys; "
+    code = "import halfmoon.cli.main, sys; "
+    code += "import halfmoon.federation.transport.site_process, halfmoon.federation.transport.launch; "
     code += "sys.exit(' '.join({'flwr', 'torch'} & set(sys.modules)) or 0)"
     done = subprocess.run([sys.executable, "-c", code], check=False, capture_output=True)
     assert done.returncode == 0, done.stderr
@@ -257,25 +266,25 @@ def test_a_server_is_told_from_nobody_and_from_others(tmp_path: Path, monkeypatc
     files, strange = authority(tmp_path / "a"), authority(tmp_path / "b")
     monkeypatch.setattr(certificates, "NEAR", ("192.0.2.7",))
     elsewhere = authority(tmp_path / "c")
-    with pytest.raises(Absent, match="does not answer"):
-        reach(Address("127.0.0.1", free_port()), None)
-    with pytest.raises(Absent):
-        reach(Address("127.0.0.1", free_port()), files["ca"])
+    with pytest.raises(ServerUnreachable, match="does not answer"):
+        check_server(Address("127.0.0.1", free_port()), None)
+    with pytest.raises(ServerUnreachable):
+        check_server(Address("127.0.0.1", free_port()), files["ca"])
     with listening() as plain:
-        reach(plain, None)
+        check_server(plain, None)
         with pytest.raises(UserError, match="does not speak TLS") as found:
-            reach(plain, files["ca"])
-        assert not isinstance(found.value, Absent)
+            check_server(plain, files["ca"])
+        assert not isinstance(found.value, ServerUnreachable)
     with listening("/index.html") as other, pytest.raises(UserError, match="no server of a federation"):
-        reach(other, None)
+        check_server(other, None)
     with listening(**files) as safe:
-        reach(safe, files["ca"])
+        check_server(safe, files["ca"])
         with pytest.raises(UserError, match="speaks TLS only"):
-            reach(safe, None)
+            check_server(safe, None)
         with pytest.raises(UserError, match="not to be trusted"):
-            reach(safe, strange["ca"])
+            check_server(safe, strange["ca"])
     with listening(**elsewhere) as named, pytest.raises(UserError, match="must name this host"):
-        reach(named, elsewhere["ca"])
+        check_server(named, elsewhere["ca"])
 
 
 def wait(condition: Callable[[], object], seconds: float = 90.0) -> None:
@@ -288,25 +297,25 @@ def wait(condition: Callable[[], object], seconds: float = 90.0) -> None:
 
 def holder(folder: Path, script: str) -> subprocess.Popen[bytes]:
     code = "import sys, time; from pathlib import Path; from halfmoon.federation.transport import processes; "
-    code += "processes.hold(processes.lock_of(Path(sys.argv[1]), sys.argv[2])); time.sleep(60)"
+    code += "processes.lock_until_exit(processes.lock_path(Path(sys.argv[1]), sys.argv[2])); time.sleep(60)"
     return subprocess.Popen([sys.executable, "-c", code, str(folder), script], start_new_session=True)
 
 
 def test_who_holds_a_lock_is_alive_and_can_be_ended(tmp_path: Path):
     """Even a process that another, dead one has started, and before anybody has waited for it."""
-    home = Home(tmp_path)
-    assert not home.running(SUPERLINK)
-    assert not home.begun(SUPERLINK)
+    home = ProcessFolder(tmp_path)
+    assert not home.is_running(SUPERLINK)
+    assert not home.has_started(SUPERLINK)
     process = holder(tmp_path, SUPERLINK)
     try:
-        wait(lambda: home.begun(SUPERLINK))
-        assert home.running(SUPERLINK)
-        assert not home.running(SERVER_APP)
-        home.kill()
-        assert not home.running(SUPERLINK)
-        assert home.begun(SUPERLINK)
-        home.forget(SUPERLINK)
-        assert not home.begun(SUPERLINK)
+        wait(lambda: home.has_started(SUPERLINK))
+        assert home.is_running(SUPERLINK)
+        assert not home.is_running(SERVER_APP)
+        home.kill_all()
+        assert not home.is_running(SUPERLINK)
+        assert home.has_started(SUPERLINK)
+        home.clear_lock(SUPERLINK)
+        assert not home.has_started(SUPERLINK)
         assert process.wait() == -signal.SIGKILL
     finally:
         process.kill()
@@ -314,15 +323,15 @@ def test_who_holds_a_lock_is_alive_and_can_be_ended(tmp_path: Path):
 
 def test_one_at_a_time(tmp_path: Path):
     path = tmp_path / "deep" / "lock"
-    with alone(path, "first"), pytest.raises(UserError, match="not twice"), alone(path, "not twice"):
+    with exclusive(path, "first"), pytest.raises(UserError, match="not twice"), exclusive(path, "not twice"):
         pass
-    with alone(path, "free again"):
+    with exclusive(path, "free again"):
         pass
 
 
 def test_scripts_find_flower_without_a_path(tmp_path: Path):
     """A script of Flower's name runs Flower's own command, from a folder whose name needs quotes, in another's cwd."""
-    home = Home(tmp_path / "a 'b'")
+    home = ProcessFolder(tmp_path / "a 'b'")
     home.prepare()
     (tmp_path / "flwr.py").write_text("raise SystemExit('the wrong one')")
     environment = {**home.environment(), "PATH": f"{home.folder / 'bin'}:/bin:/usr/bin"}
@@ -353,19 +362,19 @@ def test_a_worker_answers_many_messages_and_one_that_dies_is_replaced(tmp_path: 
 
     (tmp_path / "working.py").write_text(WORKING)
     monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}")
-    monkeypatch.setenv(processes.FOLDER, str(tmp_path))
+    monkeypatch.setenv(processes.FOLDER_VARIABLE, str(tmp_path))
     worker = Worker("working:client")
 
     def ask(order: str) -> Message:
-        with internals.identity():
+        with internals.act_as_node():
             message = Message(RecordDict({"c": ConfigRecord({"order": order})}), 7, "query")
-        return internals.unpack(worker.answer(internals.pack(message), {"name": "north"}))
+        return internals.unpack_message(worker.answer(internals.pack_message(message), {"name": "north"}))
 
     try:
         first, second = (dict(ask(order).content["c"]) for order in ("one", "two"))
         assert (first["name"], first["order"], second["order"]) == ("north", "one", "two")
         assert first["pid"] == second["pid"]
-        assert ask("fail").error.code == RAISED
+        assert ask("fail").error.code == APP_FAILED
         assert ask("die").error.code == 8
         assert ask("three").content["c"]["pid"] != first["pid"]
     finally:
@@ -430,12 +439,12 @@ SERVE = """
 import sys
 from pathlib import Path
 from halfmoon.cli.commands.base import shower
-from halfmoon.federation.transport.launch import Server, serve
+from halfmoon.federation.transport.launch import ServerOptions, serve
 from halfmoon.federation.transport.processes import interruptible
 config, run, port, *files = sys.argv[1:]
 with interruptible():
     apps = ("toys:server", "toys:client")
-    serve(Server(Path(config), Path(run), "127.0.0.1", int(port), *map(Path, files), apps=apps), shower(False))
+    serve(ServerOptions(Path(config), Path(run), "127.0.0.1", int(port), *map(Path, files), apps=apps), shower(False))
 """
 
 JOIN = """
@@ -443,13 +452,13 @@ import sys
 from pathlib import Path
 from halfmoon.cli.commands.base import shower
 from halfmoon.federation.transport.contact import Address
-from halfmoon.federation.transport.site_process import Joining, join
+from halfmoon.federation.transport.site_process import SiteOptions, join_federation
 from halfmoon.federation.transport.processes import interruptible
 port, folder, ca = sys.argv[1:]
 server, folder = Address("127.0.0.1", int(port)), Path(folder)
-site = Joining(server, "site-00", folder, 3, 2, folder / "home", Path(ca), apps=("toys:server", "toys:client"))
+site = SiteOptions(server, "site-00", folder, 3, 2, folder / "home", Path(ca), apps=("toys:server", "toys:client"))
 with interruptible():
-    join(site, shower(False))
+    join_federation(site, shower(False))
 """
 
 
@@ -503,7 +512,7 @@ def scene(tmp_path: Path) -> Iterator[Stage]:
         each.kill()
         each.wait()
     for folder in (tmp_path / "run" / "flower", tmp_path / "ward" / "home" / "flower"):
-        Home(folder).kill()
+        ProcessFolder(folder).kill()
 
 
 @pytest.mark.slow
@@ -526,7 +535,7 @@ def test_a_federation_survives_kills_and_leaves_no_process(scene: Stage):
     assert again.wait(90) == 0, scene.said("s2")
     rows = [json.loads(line) for line in (scene.run / "metrics.jsonl").read_text().splitlines()]
     assert rows == [{"round": number, "site": "site-00"} for number in range(3)]
-    assert finished(scene.run)
+    assert is_finished(scene.run)
     site.send_signal(signal.SIGTERM)
     site.wait(20)
     assert scene.family() == []
@@ -542,20 +551,22 @@ def test_what_the_log_calls_stopped_is_the_end(tmp_path: Path, monkeypatch: pyte
     """The sentence of the server's program is the error; nothing is started again; a second server is refused."""
     started: list[str] = []
 
-    def start(self: Home, script: str, arguments: Sequence[str]) -> subprocess.Popen[bytes]:
+    def start(self: ProcessFolder, script: str, arguments: Sequence[str]) -> subprocess.Popen[bytes]:
         started.append(script)
         return subprocess.Popen(["sleep", "60"])
 
-    def flwr(self: Home, arguments: Sequence[str], seconds: float = 60.0) -> subprocess.CompletedProcess[bytes]:
+    def flwr(
+        self: ProcessFolder, arguments: Sequence[str], seconds: float = 60.0
+    ) -> subprocess.CompletedProcess[bytes]:
         log = EventLog(self.folder.parent / "serve.log")
         log.write("goes on after round 0")
         log.write("stopped: there is no disk left.")
         return subprocess.CompletedProcess(arguments, 0, b'{"run-id": 7}', b"")
 
-    monkeypatch.setattr(Home, "start", start)
-    monkeypatch.setattr(Home, "flwr", flwr)
-    monkeypatch.setattr(launch, "reach", lambda address, ca: None)
-    server = Server(tmp_path / "f.toml", tmp_path / "run", port=free_port())
+    monkeypatch.setattr(ProcessFolder, "start", start)
+    monkeypatch.setattr(ProcessFolder, "flwr", flwr)
+    monkeypatch.setattr(launch, "check_server", lambda address, ca: None)
+    server = ServerOptions(tmp_path / "f.toml", tmp_path / "run", port=free_port())
     seen: list[str] = []
 
     def show(line: str) -> None:
@@ -574,4 +585,4 @@ def test_what_the_log_calls_stopped_is_the_end(tmp_path: Path, monkeypatch: pyte
 def test_flower_prints_no_colors_in_a_notebook(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """FORCE_COLOR, which Jupyter's kernels set, colored the JSON that says which run was taken."""
     monkeypatch.setenv("FORCE_COLOR", "1")
-    assert "FORCE_COLOR" not in processes.Home(tmp_path).environment()
+    assert "FORCE_COLOR" not in processes.ProcessFolder(tmp_path).environment()

@@ -10,7 +10,7 @@ from rehearsals import quick
 
 from halfmoon.config import schema as settings
 from halfmoon.core import tree
-from halfmoon.federation.protocol.messages import MalformedMessage, Reply, Request, read_message, write_message
+from halfmoon.federation.protocol.messages import Malformed, Reply, Request, read, write
 from halfmoon.federation.site.client import SiteClient
 from halfmoon.federation.transport import client_app, local
 from halfmoon.runs.factory import source, split_of
@@ -29,7 +29,7 @@ def sites(tmp_path: Path) -> Iterator[Path]:
     export_sites(config, data, split_of(config, data), tmp_path / "sites")
     with quick():
         yield tmp_path / "sites"
-    client_app._client.cache_clear()
+    client_app._open_client.cache_clear()
 
 
 def play(sites: Path, name: str, **options: object) -> tuple[float, str]:
@@ -41,7 +41,7 @@ def play(sites: Path, name: str, **options: object) -> tuple[float, str]:
     file = sites / f"{name}.toml"
     file.write_text("\n".join(lines) + "\n")
     local.rehearse(file, run, sites)
-    client_app._client.cache_clear()
+    client_app._open_client.cache_clear()
     return atomic_io.read_json(run / "summary.json")["accuracy"]["last"], (run / "serve.log").read_text()
 
 

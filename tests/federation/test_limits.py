@@ -49,7 +49,7 @@ from halfmoon.federation.protocol.terms import Terms
 from halfmoon.federation.protocol.tree_spec import UploadProbe, make_tree_spec
 from halfmoon.federation.server.calls import Inspection
 from halfmoon.federation.server.runtime import RemoteRuntime
-from halfmoon.federation.server.sessions import Answer
+from halfmoon.federation.server.sessions import SiteResponse
 from halfmoon.federation.site import consent
 from halfmoon.federation.site.client import NOT_AGREED, SiteClient
 from halfmoon.federation.site.download_spec import DownloadSpecs
@@ -365,12 +365,12 @@ def test_a_pickle_is_never_loaded_by_a_server(tmp_path: Path, pickles: dict[str,
     for name, data in pickles.items():
         street = Street({1: mute(data), 2: node("south")})
         manager = street.manager()
-        manager.gather(1, 60.0)
-        assert manager.present == ["south"]
+        manager.wait_for_sites(1, 60.0)
+        assert manager.connected_sites == ["south"]
         assert street.heard("a site answered what cannot be read: ") == 1, name
         method, shared, remote, wire = single("fedavg")
         heard: list[str] = []
-        remote.calls.link, remote.calls.say = Bad(wire, lambda _, data=data: Answer(data)), heard.append
+        remote.calls.link, remote.calls.say = Bad(wire, lambda _, data=data: SiteResponse(data)), heard.append
         remote.open(0)
         drawn = remote.cohort.tolist()
         method.round(remote.task, begin(method, shared), remote)
@@ -386,12 +386,12 @@ def test_a_reply_is_weighed_before_it_is_read(beyond: int):
     heard: list[str] = []
     weighed: list[int] = []
 
-    def change(data: bytes) -> Answer:
-        up = read_message(data, Reply).upload
-        most = limits.max_message_bytes([make_tree_spec(up)])
+    def change(data: bytes) -> SiteResponse:
+        up = read(data, Reply).up
+        most = limits.weight([spec_of(up)])
         weighed.append(most)
         more = torch.zeros(most - len(data) - 4096, dtype=torch.uint8)
-        return Answer(weighing(most + beyond, replace(read_message(data, Reply), upload={**up, "x": more})))
+        return SiteResponse(weighing(most + beyond, replace(read(data, Reply), up={**up, "x": more})))
 
     remote.calls.link, remote.calls.say = Bad(wire, change), heard.append
     remote.open(0)
@@ -671,7 +671,7 @@ def test_images_that_do_not_fit_a_machine_are_not_decoded(tmp_path: Path, monkey
 def test_an_answer_that_flower_cannot_put_together_is_no_end_of_the_server():
     """Each ticket is asked for alone: the others' answers come."""
     pytest.importorskip("flwr")
-    from halfmoon.federation.transport.link import UNREADABLE, GridPost
+    from halfmoon.federation.transport.grid import UNREADABLE, GridTransport
 
     asked: list[list[str]] = []
 
@@ -682,7 +682,7 @@ def test_an_answer_that_flower_cannot_put_together_is_no_end_of_the_server():
                 raise KeyError("arraychunk_ids")
             return []
 
-    assert [(p.message_id, p.data, p.problem) for p in GridPost(Broken()).collect(["a", "b"])] == [
+    assert [(p.message_id, p.data, p.problem) for p in GridTransport(Broken()).collect(["a", "b"])] == [
         ("a", None, UNREADABLE)
     ]
     assert asked == [["a"], ["b"]]
@@ -728,24 +728,24 @@ def street(pieces: Mapping[str, int]) -> tuple[Any, list[list[str]]]:
 def test_an_answer_of_too_many_pieces_is_not_fetched():
     """Of a bound of 50 MB: 150 MB are refused before the first byte, and so is who sent them; 90 MB may be spare."""
     pytest.importorskip("flwr")
-    from halfmoon.federation.transport.link import OVERSIZED, GridPost
+    from halfmoon.federation.transport.grid import OVERSIZED, GridTransport
 
-    post = GridPost(street({"a": 30, "b": 30})[0], most=50_000_000)
+    post = GridTransport(street({"a": 30, "b": 30})[0], most=50_000_000)
     assert list(post.collect(["a", "b"])) == [("a", b"", OVERSIZED), ("b", b"", OVERSIZED)]
     with pytest.raises(Fetched):
-        list(GridPost(street({"a": 20})[0], most=50_000_000).collect(["a"]))
+        list(GridTransport(street({"a": 20})[0], most=50_000_000).collect(["a"]))
     with pytest.raises(Fetched):
-        list(GridPost(street({"a": 30})[0]).collect(["a"]))
+        list(GridTransport(street({"a": 30})[0]).collect(["a"]))
 
 
 def test_a_server_asks_once_for_all_tickets():
     """Each question costs Flower a hundredth of a second, and nothing has come most of the time."""
     pytest.importorskip("flwr")
-    from halfmoon.federation.transport.link import GridPost
+    from halfmoon.federation.transport.grid import GridTransport
 
     come: dict[str, int] = {}
     grid, asked = street(come)
-    post = GridPost(grid)
+    post = GridTransport(grid)
     names = [f"t{each}" for each in range(100)]
     assert [list(post.collect(names)) for _ in range(3)] == [[], [], []]
     assert asked == 3 * [names]

@@ -24,7 +24,7 @@ from halfmoon.federation.protocol.messages import (
     write_message,
 )
 from halfmoon.federation.server.runtime import RemoteRuntime
-from halfmoon.federation.server.sessions import Answer
+from halfmoon.federation.server.sessions import SiteResponse
 from halfmoon.methods import registry
 from halfmoon.storage.serialization import pack
 
@@ -125,30 +125,33 @@ class Bad:
     def __init__(self, wire: Wire, change: Any) -> None:
         self.wire, self.change = wire, change
 
-    def exchange(self, requests: Mapping[str, bytes], what: str) -> Mapping[str, Answer]:
+    def exchange(self, requests: Mapping[str, bytes], what: str) -> Mapping[str, SiteResponse]:
         answers = dict(self.wire.exchange(requests, what))
         name = next(iter(requests))
         return {**answers, name: self.change(answers[name].data or b"")}
 
 
-def other(data: bytes, **changes: Any) -> Answer:
-    return Answer(write_message(replace(read_message(data, Reply), **changes)))
+def other(data: bytes, **changes: Any) -> SiteResponse:
+    return SiteResponse(write(replace(read(data, Reply), **changes)))
 
 
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        (lambda data: Answer(None, "it was away"), "has no part in round 1: it was away"),
-        (lambda data: Answer(data[:50]), "refused in round 1: the answer of site-.: a message"),
-        (lambda data: Answer(data, "it is too large"), "refused in round 1: the answer of site-.: it is too large"),
+        (lambda data: SiteResponse(None, "it was away"), "has no part in round 1: it was away"),
+        (lambda data: SiteResponse(data[:50]), "refused in round 1: the answer of site-.: a message"),
+        (
+            lambda data: SiteResponse(data, "it is too large"),
+            "refused in round 1: the answer of site-.: it is too large",
+        ),
         (lambda data: other(data, round=5), "it answers round 6, query 1 .train."),
         (lambda data: other(data, attempt=1), "it answers round 1, query 1 .train."),
         (
-            lambda data: Answer(data.replace(b'\\"kept\\": 0', b'\\"kept\\":-1')),
-            "kept is not made of non-negative integers",
+            lambda data: SiteResponse(data.replace(b'\\"kept\\": 0', b'\\"kept\\":-1')),
+            "kept is not made of whole numbers from 0",
         ),
         (
-            lambda data: Answer(write_message(Refusal(VERSION, "failed", "its disk is full"))),
+            lambda data: SiteResponse(write(Refusal(VERSION, "failed", "its disk is full"))),
             "in round 1: its disk is full",
         ),
     ],

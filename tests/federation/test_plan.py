@@ -14,8 +14,8 @@ from halfmoon.config import schema as settings
 from halfmoon.core.errors import UserError
 from halfmoon.data.partition.split import SERVER, Split
 from halfmoon.federation.protocol.terms import Terms
-from halfmoon.federation.server.plan import Plan, Rules, Table, about, load
-from halfmoon.federation.server.server import round_line, undefended
+from halfmoon.federation.server.plan import FederationPlan, FederationTable, Rules, load_plan, option_descriptions
+from halfmoon.federation.server.server import defense_warning, describe_round
 from halfmoon.methods import registry
 from halfmoon.storage import toml
 
@@ -31,17 +31,17 @@ def words(options: dict[str, Any] | None = None, **table: Any) -> str:
     return "\n".join([*lines, "[federation]", *held]) + "\n"
 
 
-Write = Callable[..., Plan]
+Write = Callable[..., FederationPlan]
 
 
 @pytest.fixture
 def plan(tmp_path: Path) -> Write:
     """Return what loads a file with these words."""
 
-    def made(text: str | None = None, **table: Any) -> Plan:
+    def made(text: str | None = None, **table: Any) -> FederationPlan:
         path = tmp_path / "clinics.toml"
         path.write_text(words(**table) if text is None else text)
-        return load(path)
+        return load_plan(path)
 
     return made
 
@@ -163,7 +163,7 @@ def test_a_file_that_cannot_be_read_is_one_sentence(tmp_path: Path) -> None:
     (tmp_path / "latin.toml").write_bytes(b"[federation]\nname = '\xe9'\n")
     for name, said in (("none.toml", "cannot be read"), ("latin.toml", "is not UTF-8"), ("", "cannot be read")):
         with pytest.raises(UserError, match=said):
-            load(tmp_path / name)
+            load_plan(tmp_path / name)
 
 
 def test_a_cohort_may_be_larger_than_a_simulation_has_clients(plan: Write) -> None:
@@ -307,8 +307,8 @@ def test_rules() -> None:
 
 
 def test_every_option_of_the_table_is_explained() -> None:
-    for kind in (Table, Rules):
-        assert all(len(line) > 10 for line in about(kind).values())
+    for kind in (FederationTable, Rules):
+        assert all(len(line) > 10 for line in option_descriptions(kind).values())
 
 
 def test_the_sentence_for_people_has_no_option_of_the_machine() -> None:
@@ -343,10 +343,10 @@ def test_a_federation_defends_itself_where_a_rule_can_help(text: str, rule: str,
     """Where none can, the server says so at its start, and how to go on; a simulation of the file has the same rule."""
     path = tmp_path / "wards.toml"
     path.write_text(text)
-    terms = load(path).terms
+    terms = load_plan(path).terms
     assert terms.config.aggregation == rule
-    assert settings.load_file(path)["aggregation"] == rule
-    warning = undefended(terms.config)
+    assert settings.load(path)["aggregation"] == rule
+    warning = defense_warning(terms.config)
     assert warning is None if words is None else words in (warning or "")
 
 
@@ -354,4 +354,4 @@ def test_the_log_names_who_was_left_out():
     fact = {"client": 1, "site": "west", "part": "parameters", "cosine": -0.54, "others": 0.04}
     row = {"round": 2, "cohort": [0, 1, 2], "train": {}, "aggregation": {"outside": [fact]}}
     words = "west was left out: its parameters point against the others (cosine -0.540, median 0.040)"
-    assert words in round_line(row, 3)
+    assert words in describe_round(row, 3)

@@ -19,8 +19,8 @@ from halfmoon.federation.protocol.messages import FAILED, Refusal, Request, read
 from halfmoon.federation.server.calls import RunIdentity, SiteCalls
 from halfmoon.federation.server.plan import Rules
 from halfmoon.federation.server.runtime import RemoteRuntime
-from halfmoon.federation.server.sessions import Answer
-from halfmoon.federation.site.runtime import SiteMemory, SiteRuntime, parse_round_key, prune_memories
+from halfmoon.federation.server.sessions import SiteResponse
+from halfmoon.federation.site.runtime import Memory, SiteRuntime, round_key, settle
 from halfmoon.methods.semifl import SemiFL
 
 CPU = torch.device("cpu")
@@ -40,7 +40,7 @@ class Link:
     fate: Fate = lambda site, request: ""
     asked: list[tuple[int, int, int, tuple[str, ...]]] = field(default_factory=list)
 
-    def exchange(self, requests: Mapping[str, bytes], what: str) -> Mapping[str, Answer]:
+    def exchange(self, requests: Mapping[str, bytes], what: str) -> Mapping[str, SiteResponse]:
         """Have the sites answer, last to first."""
         if not requests:
             return {}
@@ -50,20 +50,20 @@ class Link:
             name: self._answer(name, read_message(data, Request)) for name, data in reversed(list(requests.items()))
         }
 
-    def _answer(self, name: str, request: Request) -> Answer:
+    def _answer(self, name: str, request: Request) -> SiteResponse:
         fate = self.fate(name, request)
         if fate == GONE:
-            return Answer(None, "it was away")
+            return SiteResponse(None, "it was away")
         place, at = self.folder / name / request.run, (request.round, request.attempt, request.query)
         reply = self.sites[name].reply(
             request, SiteMemory(place, at, parse_round_key(request.latest), CPU, pytest.fail)
         )
         prune_memories(place, parse_round_key(request.oldest))
         if fate == LOST:
-            return Answer(None, "it did not answer in time")
+            return SiteResponse(None, "it did not answer in time")
         if fate == NOISE:
-            return Answer(b"noise")
-        return Answer(write_message(replace(reply, round=7) if fate == OTHER else reply))
+            return SiteResponse(b"noise")
+        return SiteResponse(write(replace(reply, round=7) if fate == OTHER else reply))
 
 
 class Stage(NamedTuple):
@@ -215,7 +215,7 @@ def test_a_round_waits_until_enough_sites_can_be_asked(stage: Make) -> None:
     """Before each attempt but the first, as many as the round needs."""
     waited: list[int] = []
     scenery = stage(fate=failing(0, 2, GONE), cohort=3, rules=Rules(min_replies=3))
-    scenery.remote.calls.gather = waited.append
+    scenery.remote.calls.wait_for_sites = waited.append
     turn(scenery, 0, scenery.server)
     assert waited == [3, 3]
 
@@ -238,7 +238,7 @@ def test_a_failed_attempt_never_happened(stage: Make, name: str, place: str | No
     server, first = turn(scenery, 0, scenery.server)
     before = everything(scenery)
     seen: list[bool] = []
-    scenery.remote.calls.gather = lambda wanted: seen.append(same(everything(scenery), before))
+    scenery.remote.calls.wait_for_sites = lambda wanted: seen.append(same(everything(scenery), before))
     server, second = turn(scenery, 1, server)
     assert seen == [True, True], "what counts is as it was before the attempt"
     server, third = turn(scenery, 2, server)
@@ -310,7 +310,7 @@ def test_strikes_set_a_site_aside(stage: Make) -> None:
     rounds(scenery)
     whole = ("site-0", "site-1", "site-2", "site-3")
     assert [sites for _, _, _, sites in scenery.link.asked] == [whole, whole, ("site-0", "site-1", "site-3")]
-    rows = {row.name: (row.count, row.quarantined) for row in scenery.remote.calls.quarantine.rows()}
+    rows = {row.name: (row.count, row.quarantined) for row in scenery.remote.calls.quarantine.refusals()}
     assert rows == {"site-0": (0, False), "site-1": (0, False), "site-2": (2, True), "site-3": (0, False)}
     assert sum("site-2 is set aside after 2 unusable answers" in said for said in scenery.heard) == 1
 
@@ -318,7 +318,7 @@ def test_strikes_set_a_site_aside(stage: Make) -> None:
 def test_the_others_are_drawn_as_before_where_one_is_aside(stage: Make) -> None:
     scenery = stage(cohort=2, rules=Rules(min_replies=2, strikes=1))
     aside = next(k for k in range(4) if k not in cohorts(2)[0])
-    scenery.remote.calls.quarantine.refuse(f"site-{aside}", 0, "noise")
+    scenery.remote.calls.quarantine.count_refusal(f"site-{aside}", 0, "noise")
     for cohort, before in zip(rounds(scenery)[1], cohorts(2), strict=True):
         assert aside not in cohort
         assert len(cohort) == 2
@@ -340,8 +340,8 @@ def test_a_refusal_of_a_site_is_no_strike(stage: Make) -> None:
     scenery = stage(cohort=4, rules=Rules(strikes=1))
     whole = scenery.link.exchange
 
-    def exchange(requests: Mapping[str, bytes], what: str) -> Mapping[str, Answer]:
-        full = Answer(write_message(Refusal(VERSION, FAILED, "its disk: No space left on device.")))
+    def exchange(requests: Mapping[str, bytes], what: str) -> Mapping[str, SiteResponse]:
+        full = SiteResponse(write(Refusal(VERSION, FAILED, "its disk: No space left on device.")))
         return {**whole(requests, what), "site-3": full}
 
     scenery.link.exchange = exchange
@@ -381,7 +381,7 @@ def test_statistics_of_all_sites_are_taken_without_one(stage: Make, how: str, ru
     method = replace(played.method, sbn="all")
     played.remote.method = method
     if how == "aside":
-        played.remote.calls.quarantine.refuse("site-3", 0, "noise")
+        played.remote.calls.quarantine.count_refusal("site-3", 0, "noise")
     assert not [cohort for cohort in rounds(played._replace(method=method))[1] if 3 in cohort]
 
 

@@ -38,12 +38,12 @@ from halfmoon.federation.protocol.messages import (
     read_message,
     write_message,
 )
+from halfmoon.federation.server.connection import SPOOL_FOLDER
 from halfmoon.federation.server.server import FederationServer
-from halfmoon.federation.server.transport import SPOOL
 from halfmoon.federation.site.client import SiteClient
 from halfmoon.federation.site.runtime import SiteRuntime
-from halfmoon.federation.site.secure_sum import SECRET_FILE, SUMS_FOLDER
-from halfmoon.federation.site.site_keys import KNOWN_KEYS_FILE, SITE_KEY_FILE
+from halfmoon.federation.site.secure_sum import SECRET, SUMS
+from halfmoon.federation.site.site_keys import OWN, PEERS
 from halfmoon.federation.transport import client_app, local
 from halfmoon.runs import runner
 from halfmoon.sites.keys.make import create_keys
@@ -87,10 +87,10 @@ def away(gone: Callable[[str, int, int, str], bool]) -> Iterator[None]:
         return original(self, data)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(SiteClient, "reply_to", answer)
-        client_app._client.cache_clear()
+        patch.setattr(SiteClient, "answer", answer)
+        client_app._open_client.cache_clear()
         yield
-    client_app._client.cache_clear()
+    client_app._open_client.cache_clear()
 
 
 def far(one: Path, two: Path) -> float:
@@ -148,7 +148,7 @@ def test_a_server_that_is_stopped_goes_on(town: Town) -> None:
     for visit, after in stops:
         with stopping(visit, after, lambda asked: (asked.round, next(iter(asked.masks), ""))):
             town.play(file, "stopped")
-        client_app._client.cache_clear()
+        client_app._open_client.cache_clear()
     run = town.play(file, "stopped")
     assert bits(run) == bits(straight)
     assert (run / "metrics.jsonl").read_bytes() == (straight / "metrics.jsonl").read_bytes()
@@ -158,7 +158,7 @@ def test_a_server_that_is_stopped_goes_on(town: Town) -> None:
 def test_a_site_that_starts_anew_for_each_message_changes_nothing(town: Town) -> None:
     """All that a site needs lies in its folder: its secret, and what it put down."""
     file = town.write("fedavg", rounds=1, cohort=SITES, secure_aggregation=True)
-    with before_each_message(client_app._client.cache_clear):
+    with before_each_message(client_app._open_client.cache_clear):
         anew = town.play(file, "anew")
     town.forget()
     assert bits(anew) == bits(town.play(file, "at-once"))
@@ -209,13 +209,13 @@ def test_sites_take_part_under_the_keys_that_were_handed_out(town, tmp_path, mon
     lines = listed.read_bytes().replace(b"site-02", b"nobody").replace(b"site-03", b"site-02")
     listed = tmp_path / "other.pub"
     listed.write_bytes(lines)
-    client_app._client.cache_clear()
+    client_app._open_client.cache_clear()
     file = town.write("fedavg", "attempts = 1", rounds=1, cohort=SITES, secure_aggregation=True)
     with pytest.raises(UserError, match="that have dealt shares, and a sum needs 3"):
         town.play(file)
     for log in ((town.folder / "site-00" / ".halfmoon" / "join.log"), *town.runs.glob(f"{file.stem}/serve.log")):
         assert "the server says that site-02 has another key (SHA256:" in log.read_text()
-    client_app._client.cache_clear()
+    client_app._open_client.cache_clear()
 
 
 @pytest.mark.parametrize(
@@ -330,7 +330,7 @@ def watched(town: Town, folder: Path, secure: bool, rounds: int = 1) -> Iterator
                 counts[at] = counts.get(at, 0) + 1
                 if at[2] != "offer" and counts[at] == SITES:
                     time.sleep(0.3)  # it has read the other answers by now
-                    yield at[2], seen.found(server.pid, folder / "run" / SPOOL)
+                    yield at[2], seen.found(server.pid, folder / "run" / SPOOL_FOLDER)
                 put(server.stdin, node, message_id, answer)
         assert server.wait(60) == 0
     finally:

@@ -4,17 +4,8 @@ import pytest
 from federations import SITES, Node, Street, ask, joined, mute, node, refusal, terms
 
 from halfmoon.core.errors import UserError
-from halfmoon.federation.protocol.messages import (
-    FAILED,
-    NOT_JOINED,
-    UNFIT,
-    Offer,
-    Refusal,
-    RefusalError,
-    read_message,
-    write_message,
-)
-from halfmoon.federation.server.sessions import AGAIN, RESENDS, Answer, ClientManager
+from halfmoon.federation.protocol.messages import FAILED, UNFIT, UNKNOWN, Offer, Refusal, RefusalError, read, write
+from halfmoon.federation.server.sessions import MAX_RESENDS, RETRY_SECONDS, ClientManager, SiteResponse
 from halfmoon.federation.site.runtime import check_version
 
 
@@ -26,15 +17,15 @@ def street() -> Street:
 @pytest.fixture
 def manager(street: Street) -> ClientManager:
     made = street.manager()
-    made.gather(3, 60.0)
+    made.wait_for_sites(3, 60.0)
     return made
 
 
 def test_sites_are_known_by_name(street: Street, manager: ClientManager) -> None:
     """Each site gets its own request, and answers come in the order of the requests, not of the post."""
-    assert manager.present == list(SITES)
+    assert manager.connected_sites == list(SITES)
     answers = manager.exchange({"west": b"w", "north": b"n"}, "round 1")
-    assert answers == {"west": Answer(b"west:w"), "north": Answer(b"north:n")}
+    assert answers == {"west": SiteResponse(b"west:w"), "north": SiteResponse(b"north:n")}
     assert list(answers) == ["west", "north"]
     assert sorted((number, data) for _, number, data in street.requests) == [(7, b"n"), (31, b"w")]
     assert manager.acceptances["south"].labeled == 4
@@ -61,7 +52,7 @@ def test_a_first_process_that_is_still_listed_does_not_come_back(street: Street,
     street.nodes_[7] = Node(list, lambda data: [])
     street.at(street.time + 5, lambda: street.nodes_.update({8: node("north", 70.0, b"new")}))
     before = len(street.offers)
-    assert ask(manager)["north"] == Answer(b"new")
+    assert ask(manager)["north"] == SiteResponse(b"new")
     assert {number for _, number in street.offers[before:]} == {8}
     assert [number for _, number, _ in street.requests if number in (7, 8)] == [7, 8]
 
@@ -72,11 +63,11 @@ def test_two_live_nodes_with_one_name(street: Street, manager: ClientManager) ->
     street.nodes_[7] = node("north", 80.0, b"first")
     street.nodes_[8] = node("north", 80.0, b"second")
     answers = ask(manager, "north", "south", "west")
-    assert answers["north"] == Answer(b"second")
+    assert answers["north"] == SiteResponse(b"second")
     assert street.heard("north is there again") == 1
     assert len([number for _, number, _ in street.requests if number in (7, 8)]) <= 2
     del street.nodes_[8]
-    assert ask(manager, "north")["north"] == Answer(b"first")
+    assert ask(manager, "north")["north"] == SiteResponse(b"first")
 
 
 def test_a_vanished_site_is_waited_for_and_given_up(street: Street, manager: ClientManager) -> None:
@@ -91,7 +82,7 @@ def test_a_vanished_site_is_waited_for_and_given_up(street: Street, manager: Cli
     assert 30 < street.time - began < 35
     assert answers["south"].data == b"south:do"
     assert street.heard("north is no longer connected") == 1
-    assert manager.present == ["south", "west"]
+    assert manager.connected_sites == ["south", "west"]
     street.sleep(40.0)
     ask(manager, "south")
     assert next(said for said in street.said if "too late" in said) in {
@@ -105,7 +96,7 @@ def test_a_vanished_site_of_which_the_post_tells(street: Street, manager: Client
     began = street.time
     street.at(began + 9, lambda: street.nodes_.pop(7))
     answers = ask(manager)
-    assert answers["north"] == Answer(None, "it was not connected for 20 s")
+    assert answers["north"] == SiteResponse(None, "it was not connected for 20 s")
     assert 30 < street.time - began < 32
 
 
@@ -114,14 +105,14 @@ def test_a_short_break_costs_nothing(street: Street, manager: ClientManager) -> 
     there = street.nodes_[7] = node("north", 40.0)
     street.at(street.time + 10, lambda: street.nodes_.pop(7))
     street.at(street.time + 20, lambda: street.nodes_.update({7: there}))
-    assert ask(manager)["north"] == Answer(b"north:do")
+    assert ask(manager)["north"] == SiteResponse(b"north:do")
     assert [number for _, number, _ in street.requests].count(7) == 1
 
 
 def test_a_site_that_comes_back_within_its_absence_is_asked(street: Street, manager: ClientManager) -> None:
     del street.nodes_[7]
     street.at(street.time + 15, lambda: street.nodes_.update({70: node("north")}))
-    assert ask(manager)["north"] == Answer(b"north:do")
+    assert ask(manager)["north"] == SiteResponse(b"north:do")
 
 
 def test_a_late_answer_is_named_and_discarded(street: Street, manager: ClientManager) -> None:
@@ -129,7 +120,7 @@ def test_a_late_answer_is_named_and_discarded(street: Street, manager: ClientMan
     street.nodes_[7] = node("north", 130.0, b"late")
     began = street.time
     answers = ask(manager)
-    assert answers["north"] == Answer(None, "it did not answer within 100 s")
+    assert answers["north"] == SiteResponse(None, "it did not answer within 100 s")
     assert 100 < street.time - began < 101
     assert street.heard("waiting for north: ") == 1
     street.nodes_[7] = node("north", 20.0, b"on time")
@@ -159,7 +150,7 @@ def test_an_answer_that_comes_twice_counts_once(street: Street, manager: ClientM
     assert first in (b"a 1", b"b 1")
     street.sleep(20.0)
     assert ask(manager, words=b"2")["north"].data in (b"a 2", b"b 2")
-    assert manager.present == list(SITES)
+    assert manager.connected_sites == list(SITES)
 
 
 OTHER = terms(lr=0.5)
@@ -185,13 +176,13 @@ def test_who_does_not_belong_is_named_once_and_not_used(answer: bytes, said: str
     """Such a node is asked again every half a minute; it is named once."""
     street = Street({1: mute(answer), 2: node("south")})
     manager = street.manager()
-    manager.gather(1, 60.0)
+    manager.wait_for_sites(1, 60.0)
     street.sleep(100.0)
     ask(manager, "south")
     street.sleep(100.0)
     answers = ask(manager, "north", "south")
     assert len([number for _, number in street.offers if number == 1]) >= 3
-    assert manager.present == ["south"]
+    assert manager.connected_sites == ["south"]
     assert answers["north"].data is None
     assert {number for _, number, _ in street.requests} == {2}
     assert street.heard(said) == 1
@@ -204,23 +195,23 @@ def test_another_version_is_said_once_with_its_sentence_and_joins_when_it_has_up
         check_version("0.0.9", "0.1.0")
     street = Street({7: mute(refusal(refused.value.kind, str(refused.value))), 9: node("south")})
     manager = street.manager()
-    manager.gather(1, 300.0)
+    manager.wait_for_sites(1, 300.0)
     street.at(street.time + 200, lambda: street.move(7, 8, node("north")))
     while street.time < 250:
         ask(manager, "south")
         street.sleep(5.0)
     sentence = "this site runs halfmoon 0.0.9, the server 0.1.0: this site has to upgrade to 0.1.0."
     assert [said for said in street.said if "halfmoon" in said] == [f"a site does not join: {sentence}"]
-    assert manager.present == ["north", "south"]
+    assert manager.connected_sites == ["north", "south"]
 
 
 def test_who_was_refused_is_asked_again_under_the_same_number() -> None:
     street = Street({7: mute(refusal(FAILED, "its disk: No space left on device."))})
     manager = street.manager()
     street.at(10.0, lambda: street.nodes_.update({7: node("north")}))
-    manager.gather(1, 300.0)
-    assert manager.present == ["north"]
-    assert AGAIN < street.time < AGAIN + 25
+    manager.wait_for_sites(1, 300.0)
+    assert manager.connected_sites == ["north"]
+    assert RETRY_SECONDS < street.time < RETRY_SECONDS + 25
 
 
 def test_a_site_that_has_forgotten_joins_again_and_is_asked_again(street: Street, manager: ClientManager) -> None:
@@ -231,7 +222,7 @@ def test_a_site_that_has_forgotten_joins_again_and_is_asked_again(street: Street
     )
     offers = len(street.offers)
     began = street.time
-    assert ask(manager)["north"] == Answer(b"yes do")
+    assert ask(manager)["north"] == SiteResponse(b"yes do")
     assert [number for _, number in street.offers[offers:]] == [7]
     assert len([number for _, number, _ in street.requests if number == 7]) == 2
     assert street.time - began < 6, "nobody waits half a minute for it"
@@ -246,18 +237,18 @@ def test_sending_again_has_an_end(street: Street, manager: ClientManager, comes:
     """A site that never knows the federation, or dies of each request, gets it once and `RESENDS` times more."""
     street.nodes_[7] = Node(lambda: [(0.3, joined("north"))], lambda data: [(1.0, comes)])
     answers = ask(manager)
-    assert answers["north"] == Answer(None, reason)
-    assert len([number for _, number, _ in street.requests if number == 7]) == 1 + RESENDS
-    assert answers["south"] == Answer(b"south:do")
+    assert answers["north"] == SiteResponse(None, reason)
+    assert len([number for _, number, _ in street.requests if number == 7]) == 1 + MAX_RESENDS
+    assert answers["south"] == SiteResponse(b"south:do")
     street.nodes_[7] = node("north")
-    assert ask(manager)["north"] == Answer(b"north:do"), "the count is of one exchange"
+    assert ask(manager)["north"] == SiteResponse(b"north:do"), "the count is of one exchange"
 
 
 def test_a_refusal_of_work_is_an_answer(street: Street, manager: ClientManager) -> None:
     said = refusal(FAILED, "its disk is full")
     street.nodes_[7] = node("north", said=said)
-    assert ask(manager)["north"] == Answer(said)
-    assert read_message(said, Refusal).kind == FAILED
+    assert ask(manager)["north"] == SiteResponse(said)
+    assert read(said, Refusal).kind == FAILED
     assert len([number for _, number, _ in street.requests if number == 7]) == 1
 
 
@@ -288,7 +279,7 @@ def test_a_server_without_a_network_does_not_take_its_sites_for_absent(what: set
     """For 300 s nothing can be sent, and who is there cannot be seen: nobody is given up after the `absence` of 20."""
     street = Street({31: node("west"), 7: node("north"), 99: node("south")})
     manager = street.manager(timeout=1000.0)
-    manager.gather(3, 60.0)
+    manager.wait_for_sites(3, 60.0)
     heard = len(street.said)
     street.cut.update(what)
     street.at(street.time + 300, lambda: street.cut.clear())
@@ -319,13 +310,13 @@ def test_gather_does_not_count_sites_that_nobody_can_see(street: Street, manager
     street.sleep(3.0)
     ask_anyway = manager.exchange({"north": b"do"}, "round 1")
     assert ask_anyway["north"].data is None
-    manager.gather(2, float("inf"), 0.0)
+    manager.wait_for_sites(2, float("inf"), 0.0)
     assert 200 < street.time < 205
     street.cut.update({"nodes"})
     street.sleep(3.0)
     ask(manager)
     with pytest.raises(UserError, match=r"^0 of 2 sites that are needed"):
-        manager.gather(2, 10.0, 0.0)
+        manager.wait_for_sites(2, 10.0, 0.0)
 
 
 def test_a_request_that_cannot_be_sent_is_sent_later(street: Street, manager: ClientManager) -> None:
@@ -333,7 +324,7 @@ def test_a_request_that_cannot_be_sent_is_sent_later(street: Street, manager: Cl
     street.full.add(7)
     street.at(street.time + 5, lambda: street.cut.clear())
     street.at(street.time + 10, lambda: street.full.clear())
-    assert ask(manager)["north"] == Answer(b"north:do")
+    assert ask(manager)["north"] == SiteResponse(b"north:do")
     assert len(street.requests) == 3
 
 
@@ -345,7 +336,7 @@ def test_a_post_that_takes_no_mail_is_not_waited_for_without_end(street: Street,
 
 
 def test_gather_returns_when_all_are_there(street: Street) -> None:
-    street.manager().gather(1, 60.0)
+    street.manager().wait_for_sites(1, 60.0)
     assert street.time < 1.0
 
 
@@ -354,13 +345,13 @@ def test_gather_waits_for_those_who_come_soon() -> None:
     street = Street({1: node("north"), 2: node("south")})
     street.at(15.0, lambda: street.nodes_.update({3: node("west")}))
     manager = street.manager()
-    manager.gather(1, 600.0)
-    assert manager.present == list(SITES)
+    manager.wait_for_sites(1, 600.0)
+    assert manager.connected_sites == list(SITES)
     assert 15 < street.time < 17
     other = Street({1: node("north")})
     manager = other.manager()
-    manager.gather(1, 600.0)
-    assert manager.present == ["north"]
+    manager.wait_for_sites(1, 600.0)
+    assert manager.connected_sites == ["north"]
     assert 20 < other.time < 21
 
 
@@ -370,7 +361,7 @@ def test_gather_says_that_it_waits_and_gives_up_with_the_reasons() -> None:
     The sentence at the end has what the refused ones said."""
     street = Street({1: node("north"), 2: mute(refusal(UNFIT, "it has no label."))})
     with pytest.raises(UserError, match=r"^1 of 3 sites that are needed have joined \(a site does not join: it has no"):
-        street.manager().gather(3, 100.0)
+        street.manager().wait_for_sites(3, 100.0)
     assert 100 < street.time < 101
     waits = [said for said in street.said if said.startswith("waiting for sites")]
     assert len(waits) == 5
@@ -380,7 +371,7 @@ def test_gather_says_that_it_waits_and_gives_up_with_the_reasons() -> None:
 def test_gather_waits_for_a_post_that_is_not_there_yet() -> None:
     street = Street({1: node("north"), 2: node("south"), 3: node("west")}, cut={"nodes", "collect"})
     street.at(50.0, lambda: street.cut.clear())
-    street.manager().gather(3, 100.0)
+    street.manager().wait_for_sites(3, 100.0)
     assert 50 < street.time < 55
     assert street.heard("is lost") == street.heard("is there again") == 1
 
@@ -394,7 +385,7 @@ def test_a_site_that_takes_long_to_join_is_there_once() -> None:
 
     street.nodes_[1] = Node(slowly, lambda data: [(1.0, b"done")])
     manager = street.manager()
-    manager.gather(1, 600.0)
+    manager.wait_for_sites(1, 600.0)
     for _ in range(20):
         assert ask(manager, "north")["north"].data == b"done"
         street.sleep(5.0)
@@ -415,7 +406,7 @@ def test_who_is_gone_stays_known(street: Street, manager: ClientManager) -> None
     del street.nodes_[7]
     street.sleep(3.0)
     ask(manager, "south")
-    assert manager.present == ["south", "west"]
+    assert manager.connected_sites == ["south", "west"]
     assert manager.acceptances["north"].labeled == 4
 
 
@@ -423,4 +414,4 @@ def test_who_is_gone_stays_known(street: Street, manager: ClientManager) -> None
 def test_what_is_no_message_is_handed_on(street: Street, manager: ClientManager, spoiled: bytes) -> None:
     """The roster does not judge answers: who asked does, and counts them."""
     street.nodes_[7] = node("north", said=spoiled)
-    assert ask(manager)["north"] == Answer(spoiled)
+    assert ask(manager)["north"] == SiteResponse(spoiled)

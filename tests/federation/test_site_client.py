@@ -34,7 +34,7 @@ from halfmoon.federation.protocol.messages import (
 from halfmoon.federation.protocol.terms import Terms
 from halfmoon.federation.server.calls import RunIdentity, SiteCalls
 from halfmoon.federation.server.runtime import RemoteRuntime
-from halfmoon.federation.server.sessions import Answer
+from halfmoon.federation.server.sessions import SiteResponse
 from halfmoon.federation.site.client import SiteClient
 from halfmoon.federation.site.runtime import SiteMemory, prune_memories
 from halfmoon.methods import registry
@@ -89,11 +89,11 @@ class Line:
     member: SiteClient
     pairs: list[tuple[bytes, bytes]] = field(default_factory=list)
 
-    def exchange(self, requests: Mapping[str, bytes], what: str) -> Mapping[str, Answer]:
+    def exchange(self, requests: Mapping[str, bytes], what: str) -> Mapping[str, SiteResponse]:
         """Have the member answer."""
         for data in requests.values():
-            self.pairs.append((data, self.member.reply_to(data)))
-        return dict.fromkeys(requests, Answer(self.pairs[-1][1]))
+            self.pairs.append((data, self.member.answer(data)))
+        return dict.fromkeys(requests, SiteResponse(self.pairs[-1][1]))
 
 
 def play(member: SiteClient, about: Terms = TERMS, rounds: int = ROUNDS) -> list[tuple[bytes, bytes]]:

@@ -21,14 +21,14 @@ from halfmoon.engine.driver import ClientResult
 from halfmoon.engine.runtime import RuntimeSettings
 from halfmoon.engine.sampling import Amount, Views
 from halfmoon.federation.protocol import messages
-from halfmoon.federation.protocol.messages import Reply, Request, read_message, write_message
-from halfmoon.federation.protocol.tree_spec import UploadProbe
-from halfmoon.federation.server import transport as spools
+from halfmoon.federation.protocol.messages import Reply, Request, read, write
+from halfmoon.federation.protocol.tree_spec import UplinkSpec
+from halfmoon.federation.server import connection as spools
 from halfmoon.federation.server.calls import Inspection, RunIdentity, SiteCalls
+from halfmoon.federation.server.connection import Clock, NodeIdentity, Spool, SpooledFile, TransportReply, read_content
 from halfmoon.federation.server.plan import Rules
 from halfmoon.federation.server.runtime import RemoteRuntime
 from halfmoon.federation.server.sessions import ClientManager
-from halfmoon.federation.server.transport import Clock, NodeIdentity, Spool, Spooled, TransportReply, content
 from halfmoon.methods import registry
 from halfmoon.runs.factory import task
 
@@ -47,7 +47,7 @@ class Desk:
     def nodes(self) -> Sequence[int]:
         return range(SITES)
 
-    def holders(self) -> Mapping[int, NodeIdentity] | None:
+    def key_owners(self) -> Mapping[int, NodeIdentity] | None:
         return None
 
     def send(self, mail: Mapping[int, bytes], seconds: float, asks: bool) -> Mapping[int, str]:
@@ -77,7 +77,7 @@ class Desk:
 def server(post: Desk, spool: Spool | None, factor: float = 2.0) -> tuple[RemoteRuntime, Tree]:
     """Return a server that judges answers as a real one does, in its first round, and its model."""
     manager = ClientManager(post, ABOUT, VERSION, 100.0, 20.0, lambda words: None, Clock(sleep=lambda s: None), spool)
-    manager.gather(SITES, 10.0)
+    manager.wait_for_sites(SITES, 10.0)
     method = registry.make("fedavg")
     seen = UploadProbe(MODEL, Views(), ABOUT.image_spec.image, 0)
     inspection = Inspection(
@@ -165,8 +165,8 @@ def test_a_file_goes_with_its_last_reader_and_is_for_nobody_else(tmp_path: Path)
     spool = Spool(tmp_path / "run" / "spool")
     spool.folder.parent.mkdir()
     first, second = spool.store(b"one"), spool.store(b"two")
-    assert isinstance(first, Spooled)
-    assert (content(first), content(second), content(b"three")) == (b"one", b"two", b"three")
+    assert isinstance(first, SpooledFile)
+    assert (read_content(first), read_content(second), read_content(b"three")) == (b"one", b"two", b"three")
     assert first.path.stat().st_mode & 0o777 == 0o600
     assert spool.folder.stat().st_mode & 0o777 == 0o700
     path = first.path

@@ -30,7 +30,14 @@ from halfmoon.engine.sampling import Amount, Views
 from halfmoon.federation.protocol.messages import Reply
 from halfmoon.federation.protocol.tree_spec import TreeSpec, UploadProbe, make_tree_spec
 from halfmoon.federation.server.cohorts import Quarantine, Refusals
-from halfmoon.federation.server.validation import LARGEST, SWEEPS, check_counts, check_norm, check_schema, update_norm
+from halfmoon.federation.server.validation import (
+    MAX_BYTES,
+    MAX_PASSES,
+    check_counts,
+    check_norm,
+    check_schema,
+    update_norm,
+)
 from halfmoon.methods import registry
 
 FEDERATED = [name for name in DISTINCT if not registry.entry(name).pooled]
@@ -346,13 +353,13 @@ MARKED = Uplink(("x",), (), aux={"labels": Aux(values="mark"), "changed": Aux(va
         (weighing(labels=[0.0, 7.0]), "its labels is 7, not between 0 and 1, the most for 12 images"),
         (weighing(changed=1e9, appu=-7.0), None),
         (weighing(changed=-1), "its changed is -1, not 0 or more, the most for 12 images"),
-        (counted(images_outside_steps=12 * SWEEPS + 1), None),
-        (counted(images_outside_steps=12 * SWEEPS + 2), "it counts 12290 images swept, of 12289 at most"),
+        (counted(swept=12 * MAX_PASSES + 1), None),
+        (counted(swept=12 * MAX_PASSES + 2), "it counts 12290 images swept, of 12289 at most"),
         # An upload of 4 float32: 16 bytes.
-        (counted(traffic=[LARGEST, 16]), None),
-        (counted(traffic=[LARGEST + 1, 16]), f"it counts {LARGEST + 1} bytes received, of {LARGEST} at most"),
+        (counted(traffic=[MAX_BYTES, 16]), None),
+        (counted(traffic=[MAX_BYTES + 1, 16]), f"it counts {MAX_BYTES + 1} bytes received, of {MAX_BYTES} at most"),
         (counted(traffic=[0, 17]), "it counts 17 bytes sent, of 16 at most"),
-        (counted(memory_bytes=LARGEST + 1), f"it counts {LARGEST + 1} bytes remembered, of {LARGEST} at most"),
+        (counted(kept=MAX_BYTES + 1), f"it counts {MAX_BYTES + 1} bytes remembered, of {MAX_BYTES} at most"),
     ],
 )
 def test_counts_are_those_that_a_site_can_have(reply: Reply, said: str | None) -> None:
@@ -474,25 +481,25 @@ NAMES = ("north", "south", "west")
 def test_a_site_is_set_aside_at_the_limit() -> None:
     book = Quarantine(NAMES, 2, None)
     assert book.sites == frozenset()
-    assert not book.refuse("south", 0, "'params' is missing")
-    assert not book.refuse("west", 0, "late")
-    assert book.refuse("south", 3, "its weight is -1")
+    assert not book.count_refusal("south", 0, "'params' is missing")
+    assert not book.count_refusal("west", 0, "late")
+    assert book.count_refusal("south", 3, "its weight is -1")
     assert book.sites == {"south"}
-    assert not book.refuse("south", 4, "again")  # by an earlier one
-    assert book.rows() == [
+    assert not book.count_refusal("south", 4, "again")  # by an earlier one
+    assert book.refusals() == [
         Refusals("north"),
         Refusals("south", 3, 4, "again", True),
         Refusals("west", 1, 0, "late", False),
     ]
     book.readmit("south")
     assert book.sites == frozenset()
-    assert book.rows()[1] == Refusals("south")
-    assert not book.refuse("south", 5, "late")
+    assert book.refusals()[1] == Refusals("south")
+    assert not book.count_refusal("south", 5, "late")
 
 
 def test_limit_0_sets_no_site_aside() -> None:
     book = Quarantine(NAMES, 0, None)
-    assert not any(book.refuse("north", round, "late") for round in range(50))
+    assert not any(book.count_refusal("north", round, "late") for round in range(50))
     assert book.sites == frozenset()
 
 
@@ -508,19 +515,19 @@ def test_every_change_is_on_the_disk(tmp_path: Path) -> None:
     book = Quarantine(NAMES, 2, path)
     assert not path.exists()
     changes: list[Callable[[], Any]] = [
-        lambda: book.refuse("south", 0, "late"),
-        lambda: book.refuse("south", 1, "its weight is \u2212\u221e"),
-        lambda: book.refuse("west", 1, "late"),
+        lambda: book.count_refusal("south", 0, "late"),
+        lambda: book.count_refusal("south", 1, "its weight is \u2212\u221e"),
+        lambda: book.count_refusal("west", 1, "late"),
         lambda: book.readmit("south"),
     ]
     for change in changes:
         change()
-        assert Quarantine(NAMES, 2, path).rows() == book.rows()
+        assert Quarantine(NAMES, 2, path).refusals() == book.refusals()
         assert Quarantine(NAMES, 2, path).sites == book.sites
-    assert [each.count for each in book.rows()] == [0, 0, 1]
+    assert [each.count for each in book.refusals()] == [0, 0, 1]
     # The limit is not kept with the counts, and who has left is forgotten.
     assert Quarantine(("west",), 1, path).sites == {"west"}
-    assert Quarantine(("north",), 1, path).rows() == [Refusals("north")]
+    assert Quarantine(("north",), 1, path).refusals() == [Refusals("north")]
 
 
 def row(**changes: Any) -> str:
@@ -549,7 +556,7 @@ def test_a_register_that_cannot_be_written_counts_nothing(tmp_path: Path) -> Non
     book = Quarantine(NAMES, 1, None)
     book.path = tmp_path / "taken" / "refused.json"
     with pytest.raises(UserError, match="cannot be written"):
-        book.refuse("south", 0, "late")
+        book.count_refusal("south", 0, "late")
     assert book.sites == frozenset()
     with pytest.raises(UserError, match="cannot be read"):
         Quarantine(NAMES, 1, tmp_path)

@@ -15,9 +15,9 @@ from page_scenes import write_run, write_sweep
 
 from halfmoon.cli import main as cli
 from halfmoon.pages import eventlog
-from halfmoon.pages.follow import Followed, Follower, Lines, alarms, ceiling_alarms, folders
-from halfmoon.pages.server import serve_in_background
-from halfmoon.pages.watch import WatchPage, name_variants
+from halfmoon.pages.follow import FollowedRun, Follower, JsonLinesFile, find_alarms, find_ceiling_alarms, find_runs
+from halfmoon.pages.server import beside
+from halfmoon.pages.watch import Watching, variants
 from halfmoon.storage import locks
 
 
@@ -31,12 +31,12 @@ def row(number, loss=1.0, accuracy=None, share=None):
 
 
 def kinds(rows: list[dict[str, Any]], state: str = "running", age: float = 0) -> list[str]:
-    return [each.kind for each in alarms(rows, state, age)]
+    return [each.kind for each in find_alarms(rows, state, age)]
 
 
 def test_only_whole_lines_are_read_and_each_once(tmp_path: Path):
     path = tmp_path / "metrics.jsonl"
-    lines = Lines(path)
+    lines = JsonLinesFile(path)
     assert not lines.update()
     path.write_text('{"round": 1}\n{"rou')
     assert lines.update()
@@ -51,7 +51,7 @@ def test_only_whole_lines_are_read_and_each_once(tmp_path: Path):
 def test_a_resumed_run_takes_its_last_rounds_back(tmp_path: Path):
     path = tmp_path / "metrics.jsonl"
     path.write_text("".join(f'{{"round": {n}, "old": true}}\n' for n in range(1, 6)))
-    lines = Lines(path)
+    lines = JsonLinesFile(path)
     lines.update()
     path.write_text("".join(f'{{"round": {n}}}\n' for n in range(1, 4)))
     lines.update()
@@ -66,7 +66,7 @@ def test_a_resumed_run_takes_its_last_rounds_back(tmp_path: Path):
 
 def test_a_run_tells_how_far_it_is_and_how_long_it_takes(tmp_path: Path):
     write_run(tmp_path / "r", 1, 0, finished=False, config="rounds = 20\n")
-    run = Followed(tmp_path / "r", "r")
+    run = FollowedRun(tmp_path / "r", "r")
     assert run.update()
     facts = run.facts(time.time())
     assert (facts["state"], facts["round"], facts["rounds"]) == ("running", 12, 20)
@@ -84,30 +84,30 @@ def test_a_run_tells_how_far_it_is_and_how_long_it_takes(tmp_path: Path):
 def test_runs_are_found_in_a_run_a_comparison_and_a_sweep(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """Those beyond what a page can show are counted."""
     write_run(tmp_path / "one", 0, 0)
-    assert [name for _, name in folders(tmp_path / "one")] == ["one"]
+    assert [name for _, name in find_runs(tmp_path / "one")] == ["one"]
     write_run(tmp_path / "one" / "beside" / "fixmatch", 1, 0)
-    assert [name for _, name in folders(tmp_path / "one")] == ["one", "beside/fixmatch"]
+    assert [name for _, name in find_runs(tmp_path / "one")] == ["one", "beside/fixmatch"]
     sweep = write_sweep(tmp_path / "s")
-    found = folders(sweep)
+    found = find_runs(sweep)
     assert len(found) == 12
     assert found[0][1] == "iid-iid, fedavg, seed 0"
     follower = Follower(sweep)
     follower.update()
     assert follower.planned() == 12
     assert all(run.round == 12 for run in follower.runs.values())
-    monkeypatch.setattr("halfmoon.pages.follow.MOST", 5)
+    monkeypatch.setattr("halfmoon.pages.follow.MAX_RUNS", 5)
     follower = Follower(sweep)
     follower.update()
     assert (len(follower.runs), follower.left_out) == (5, 7)
     (sweep / "sweep.json").write_text('{"cells": [1, {"at": {}, "runs": [{}]}, {"at": 3}]}')
-    assert folders(sweep) == [], "a damaged sweep is no end"
+    assert find_runs(sweep) == [], "a damaged sweep is no end"
 
 
 def test_seeds_of_a_method_are_drawn_alike_and_other_options_are_not(tmp_path: Path):
     runs = []
     for n, (seed, config) in enumerate(((0, "lr = 1\n"), (1, "lr = 1\n"), (0, "lr = 2\n"))):
         write_run(tmp_path / str(n), 2, seed, config=config)
-        runs.append(Followed(tmp_path / str(n), str(n)))
+        runs.append(FollowedRun(tmp_path / str(n), str(n)))
         runs[-1].update()
     assert name_variants(runs) == ["feddure", "feddure", "feddure (2)"]
 
@@ -127,7 +127,7 @@ def test_nobody_confident_a_fallen_accuracy_and_silence_are_alarms():
     assert kinds([row(n, share=0.004 if n < 5 else 0.2) for n in range(1, 6)]) == []
     assert kinds([row(n, accuracy=a) for n, a in enumerate((0.5, 0.7, 0.5, 0.5), 1)]) == ["fallen"]
     assert kinds([row(n, accuracy=a) for n, a in enumerate((0.5, 0.7, 0.5, 0.6), 1)]) == []
-    (silence,) = alarms([row(1)], "stopped", 3 * 3600)
+    (silence,) = find_alarms([row(1)], "stopped", 3 * 3600)
     assert silence.words.startswith("no word for 3 hours")
 
 
@@ -136,10 +136,10 @@ def test_a_ceiling_below_its_floor_is_an_alarm(tmp_path: Path):
     runs = []
     for method in (0, 2):
         write_run(tmp_path / str(method), method, 0)
-        runs.append(Followed(tmp_path / str(method), str(method)))
+        runs.append(FollowedRun(tmp_path / str(method), str(method)))
         runs[-1].update()
-    assert ceiling_alarms(runs, {"feddure"}, {"fedavg"}) == []
-    (alarm,) = ceiling_alarms(runs, {"fedavg"}, {"feddure"})
+    assert find_ceiling_alarms(runs, {"feddure"}, {"fedavg"}) == []
+    (alarm,) = find_ceiling_alarms(runs, {"fedavg"}, {"feddure"})
     assert alarm.kind == "ceiling"
     assert "below labels only" in alarm.words
 
@@ -165,7 +165,7 @@ SITE = """2026-11-21 04:53:18  decoded 445 images; 0 cannot be read and are left
 def test_the_servers_log_tells_of_each_site(tmp_path: Path):
     (tmp_path / "serve.log").write_text(SERVER)
     (tmp_path / "terms.json").write_text('{"sites": ["site-00", "site-01", "site-02"]}')
-    found = eventlog.federation(tmp_path)
+    found = eventlog.federation_view(tmp_path)
     sites = {each["name"]: each for each in found["sites"]}
     assert {name: each["state"] for name, each in sites.items()} == {
         "site-00": "not yet there",
@@ -184,7 +184,7 @@ def test_a_federation_that_waits_is_not_stopped(tmp_path: Path):
     repeats = "".join(f"2026-11-21 04:5{n}:13  waiting for sites: 0 of 3 are there, 2 needed\n" for n in (3, 4, 5))
     log = tmp_path / "serve.log"
     log.write_text(beginning + repeats)
-    run, now = Followed(tmp_path, "r"), time.time()
+    run, now = FollowedRun(tmp_path, "r"), time.time()
     facts = run.facts(now)
     assert (facts["state"], facts["alarms"]) == ("waiting", [])
     assert facts["waiting"] == "waiting for sites since 2026-11-21 04:53:13: 0 of 3 are there, 2 needed"
@@ -206,7 +206,7 @@ def test_a_federation_that_waits_is_not_stopped(tmp_path: Path):
 def test_a_run_is_stopped_when_no_process_holds_its_lock(tmp_path: Path):
     """However long a round takes, who holds the lock lives; two minutes after the lock is free it is stopped."""
     write_run(tmp_path / "r", 1, 0, finished=False, config="rounds = 20\n[federation]\n")
-    run, now = Followed(tmp_path / "r", "r"), time.time()
+    run, now = FollowedRun(tmp_path / "r", "r"), time.time()
     run.update()
     with locks.hold(tmp_path / "r" / ".lock"):
         assert run.facts(now + 10000)["state"] == "running"
@@ -220,7 +220,7 @@ def test_a_run_is_stopped_when_no_process_holds_its_lock(tmp_path: Path):
 def test_sites_that_share_their_accuracy_are_drawn_beside_the_mean(tmp_path: Path):
     rows = [{"round": n, "evaluation": {"accuracy": 0.5, "by_site": {"west": 0.25 * n}}} for n in (1, 2)]
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(each) + "\n" for each in (*rows, {"round": 3})))
-    run = Followed(tmp_path, "r")
+    run = FollowedRun(tmp_path, "r")
     run.update()
     (west,) = run.plot()["sites"]
     assert (west["look"]["title"], west["x"], west["y"]) == ("west", [1, 2], [25.0, 50.0])
@@ -230,7 +230,7 @@ def test_who_is_left_out_is_named_until_the_next_round(tmp_path: Path):
     words = "its parameters point against the others (cosine -0.540, median 0.040)"
     log = tmp_path / "serve.log"
     log.write_text(f"2026-11-21 04:54:09  round 1 of 9: 3 sites, mean loss 2.0; west was left out: {words}\n")
-    (west,) = eventlog.federation(tmp_path)["sites"]
+    (west,) = eventlog.federation_view(tmp_path)["sites"]
     assert (west["state"], west["words"], west["left out"]) == ("left out", f"west was left out: {words}", 1)
     with log.open("a") as file:
         file.write("2026-11-21 04:55:09  round 2 of 9: 3 sites, mean loss 1.9\n")
@@ -238,7 +238,7 @@ def test_who_is_left_out_is_named_until_the_next_round(tmp_path: Path):
         file.write("2026-11-21 04:55:29  round 3 of 9: 2 sites, mean loss 1.9\n")
     (tmp_path / "terms.json").write_text('{"sites": ["east", "west"]}')
     states = [
-        [each["state"] for each in eventlog.federation(tmp_path, [{"round": 3, "cohort": cohort}])["sites"]]
+        [each["state"] for each in eventlog.federation_view(tmp_path, [{"round": 3, "cohort": cohort}])["sites"]]
         for cohort in ([0], [0, 1])
     ]
     assert states == [["here", "away"], ["here", "here"]]
@@ -248,22 +248,22 @@ def test_a_site_sees_its_own_part_in_a_sentence(tmp_path: Path):
     home = tmp_path / ".halfmoon"
     home.mkdir()
     (home / "join.log").write_text(SITE)
-    found = eventlog.site(tmp_path)
+    found = eventlog.site_view(tmp_path)
     assert found["sentence"] == (
         "Round 12 of 50: your images helped in 2, the model is right on 71 % of your test images."
     )
     assert found["tests"] == [[11, 71.0]]
     assert found["rows"][0]["sends"] == "params 58.2 kB, stats 640 B"
-    assert eventlog.site(home) == found
+    assert eventlog.site_view(home) == found
 
 
 def test_a_site_is_told_that_it_is_asked_and_that_it_is_over(tmp_path: Path):
     asked = "2026-11-21 04:53:18  asked to take part in federation a (12ab): FedAvg for 9 rounds\n"
     (tmp_path / "join.log").write_text(asked)
-    assert eventlog.site(tmp_path)["sentence"].startswith("You are asked to take part in a;")
+    assert eventlog.site_view(tmp_path)["sentence"].startswith("You are asked to take part in a;")
     over = "2026-11-21 05:00:00  finished: the model lies in /x, it is right on 65.83% of your test images"
     (tmp_path / "join.log").write_text(f"{SITE}{over}\n")
-    found = eventlog.site(tmp_path)
+    found = eventlog.site_view(tmp_path)
     assert found["sentence"] == (
         "The federation is over: your images helped in 2 of 50 rounds, the model is right on 66 % of your test images."
     )

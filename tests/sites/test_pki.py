@@ -24,7 +24,7 @@ from halfmoon.cli import main as cli
 from halfmoon.cli.commands.base import flags
 from halfmoon.config.schema import SITE_NAME
 from halfmoon.core.errors import UserError
-from halfmoon.federation.server.plan import load
+from halfmoon.federation.server.plan import load_plan
 from halfmoon.sites.keys import Access, key_folder
 from halfmoon.sites.keys.key_folder import describe_time_until
 from halfmoon.sites.keys.make import (
@@ -470,7 +470,7 @@ def test_declared_images_are_what_the_federations_file_reads(tmp_path: Path) -> 
     lines = said.split("write ")[1].split(" below")[0].replace(" and ", "\n")
     file = tmp_path / "wards.toml"
     file.write_text(f'network = "small"\n[federation]\n{lines}\nclasses = ["a", "b"]\nimage = [1, 8, 8]\n')
-    plan = load(file)
+    plan = load_plan(file)
     assert (plan.terms.sites, plan.rules.images) == (("north", "south"), (1200, 800))
     assert "images" not in create_keys(tmp_path / "other", ["north"]).facts
 

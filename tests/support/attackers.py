@@ -29,8 +29,8 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from federations import free_port
 
-from halfmoon.federation.transport.link import holders
-from halfmoon.federation.transport.processes import Home
+from halfmoon.federation.transport.grid import read_key_owners
+from halfmoon.federation.transport.processes import ProcessFolder
 from halfmoon.sites.keys import make
 from halfmoon.storage import atomic_io
 
@@ -240,7 +240,7 @@ class Besieged:
             self.stop(who)
         runs = [path.parent for path in self.folder.glob("*/flower/state.db")]
         for folder in (*runs, *(self.home(who) / "flower" for who in names)):
-            Home(folder).kill()
+            ProcessFolder(folder).kill()
         for access in self.nginx:
             subprocess.run([str(NGINX), "-c", access / "nginx.conf", "-s", "stop"], capture_output=True, check=False)
 
@@ -346,7 +346,7 @@ def pulls_for_another(fed: Besieged) -> None:
     from flwr.proto.fleet_pb2 import PullMessagesRequest
     from flwr.proto.node_pb2 import Node
 
-    numbers = {who.name: number for number, who in holders(fed.run / "flower" / "keys.json").items()}
+    numbers = {who.name: number for number, who in read_key_owners(fed.run / "flower" / "keys.json").items()}
     body = PullMessagesRequest(node=Node(node_id=numbers["site-00"])).SerializeToString()
     if (status := fed.call("/v1/fleet/pull-messages", body, fed.signed(fed.key(MALLORY)))) != 401:
         raise Stuck(f"the messages of another were answered with {status}")

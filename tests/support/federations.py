@@ -8,8 +8,8 @@ from typing import Any
 
 from halfmoon.federation.protocol.messages import Acceptance, Refusal, write_message
 from halfmoon.federation.protocol.terms import Terms
-from halfmoon.federation.server.sessions import Answer, ClientManager
-from halfmoon.federation.server.transport import Clock, NodeIdentity, TransportReply
+from halfmoon.federation.server.connection import Clock, NodeIdentity, TransportReply
+from halfmoon.federation.server.sessions import ClientManager, SiteResponse
 from halfmoon.runs.factory import ImageSpec
 
 VERSION = metadata.version("halfmoon")
@@ -112,7 +112,7 @@ class Street:
         self._connect("nodes")
         return list(self.nodes_)
 
-    def holders(self) -> Mapping[int, NodeIdentity] | None:
+    def key_owners(self) -> Mapping[int, NodeIdentity] | None:
         return self.keys
 
     def send(self, mail: Mapping[int, bytes], seconds: float, asks: bool) -> Mapping[int, str]:
@@ -152,5 +152,5 @@ class Street:
             raise ConnectionError("no way")
 
 
-def ask(manager: ClientManager, *names: str, words: bytes = b"do", what: str = "round 1") -> dict[str, Answer]:
+def ask(manager: ClientManager, *names: str, words: bytes = b"do", what: str = "round 1") -> dict[str, SiteResponse]:
     return manager.exchange(dict.fromkeys(names or SITES, words), what)

@@ -49,7 +49,7 @@ from halfmoon.federation.server import plan
 from halfmoon.federation.server.calls import Inspection, RunIdentity, SiteCalls
 from halfmoon.federation.server.plan import Rules
 from halfmoon.federation.server.runtime import RemoteRuntime
-from halfmoon.federation.server.sessions import Answer
+from halfmoon.federation.server.sessions import SiteResponse
 from halfmoon.federation.site.client import SiteClient
 from halfmoon.methods import registry
 from halfmoon.report.tables import comparison
@@ -121,7 +121,12 @@ def config_files(draw: Draw, federation: bool = False) -> bytes:
     if federation:
         known = {"sites": "['north', 'south']", "classes": "['sound', 'ill']", "image": "[1, 8, 8]"}
         for name in draw(
-            st.lists(st.sampled_from([*known, *plan.about(plan.Table), *plan.about(plan.Rules)]), max_size=3)
+            st.lists(
+                st.sampled_from(
+                    [*known, *plan.option_descriptions(plan.FederationTable), *plan.option_descriptions(plan.Rules)]
+                ),
+                max_size=3,
+            )
         ):
             known[name] = draw(TOKENS)
         said += "[federation]\n" + "".join(f"{name} = {value}\n" for name, value in known.items())
@@ -741,12 +746,12 @@ class Wire:
         self.answers = answers
         self.pairs: list[tuple[str, bytes, bytes]] = []
 
-    def exchange(self, requests: Mapping[str, bytes], what: str) -> Mapping[str, Answer]:
+    def exchange(self, requests: Mapping[str, bytes], what: str) -> Mapping[str, SiteResponse]:
         found = {}
         for site, data in requests.items():
             said = self.answers(site, data)
             self.pairs.append((site, data, said))
-            found[site] = Answer(said)
+            found[site] = SiteResponse(said)
         return found
 
 
@@ -946,7 +951,7 @@ TARGETS = (
         "`halfmoon serve`: federation.toml",
         alone("it.toml"),
         lambda: FEDERATIONS,
-        lambda scene: plan.load(scene.file),
+        lambda scene: plan.load_plan(scene.file),
         lambda: config_files(True),
         TOML_WORDS,
     ),

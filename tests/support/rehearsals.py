@@ -18,20 +18,11 @@ from safetensors.numpy import load_file
 from halfmoon.api.uploads import Upload
 from halfmoon.config import schema as settings
 from halfmoon.data import Images, sources
-from halfmoon.federation.protocol.messages import (
-    Acceptance,
-    FinalModel,
-    Offer,
-    Receipt,
-    Refusal,
-    Reply,
-    Request,
-    read_message,
-)
+from halfmoon.federation.protocol.messages import Acceptance, Final, Offer, Receipt, Refusal, Reply, Request, read
 from halfmoon.federation.server import sessions
-from halfmoon.federation.server.plan import load
+from halfmoon.federation.server.plan import load_plan
 from halfmoon.federation.transport import client_app, local
-from halfmoon.federation.transport.link import GridPost, unwrapped
+from halfmoon.federation.transport.grid import GridTransport, unwrap_message
 from halfmoon.methods import registry
 from halfmoon.runs.factory import ImageSpec, source, split_of
 from halfmoon.sites.folders import export_sites
@@ -66,12 +57,12 @@ class Letter:
     reply: Message
 
     @property
-    def asked(self) -> Offer | Request | FinalModel:
-        return read_message(unwrapped(self.message.content), Offer, Request, FinalModel)
+    def asked(self) -> Offer | Request | Final:
+        return read(unwrap_message(self.message.content), Offer, Request, Final)
 
     @property
     def said(self) -> Acceptance | Reply | Refusal | Receipt:
-        return read_message(unwrapped(self.reply.content), Acceptance, Reply, Refusal, Receipt)
+        return read(unwrap_message(self.reply.content), Acceptance, Reply, Refusal, Receipt)
 
 
 @dataclass(eq=False)
@@ -85,7 +76,7 @@ class Town:
 
     @cached_property
     def form(self) -> ImageSpec:
-        return load(self.folder / "federation.toml").terms.image_spec
+        return load_plan(self.folder / "federation.toml").terms.form
 
     @property
     def names(self) -> list[str]:
@@ -120,7 +111,7 @@ class Town:
 
     def forget(self) -> None:
         """Have all sites forget what they remember, and their processes end."""
-        client_app._client.cache_clear()
+        client_app._open_client.cache_clear()
         for name in self.names:
             shutil.rmtree(self.folder / name / ".halfmoon" / "federations", ignore_errors=True)
 
@@ -185,10 +176,10 @@ def round_key(asked: Request) -> tuple[int, int]:
 @contextmanager
 def stopping(visit, after=False, place=round_key):
     """Stop the server at a `visit`, which is the `place` of a request: before it is sent, or `after` it is done."""
-    original = GridPost.send
+    original = GridTransport.send
 
-    def send(self: GridPost, mail: Mapping[int, bytes], seconds: float, asks: bool) -> Any:
-        here = not asks and visit in [place(read_message(data, Request)) for data in mail.values()]
+    def send(self: GridTransport, mail: Mapping[int, bytes], seconds: float, asks: bool) -> Any:
+        here = not asks and visit in [place(read(data, Request)) for data in mail.values()]
         if here and not after:
             raise Stop
         message_ids = original(self, mail, seconds, asks)
@@ -197,7 +188,7 @@ def stopping(visit, after=False, place=round_key):
         return message_ids
 
     with pytest.MonkeyPatch.context() as patch, suppress(Stop):
-        patch.setattr(GridPost, "send", send)
+        patch.setattr(GridTransport, "send", send)
         yield
         raise AssertionError("it was not stopped")
 

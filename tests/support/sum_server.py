@@ -31,7 +31,7 @@ def take(pipe: BinaryIO) -> tuple[int, int, bytes] | None:
 
 
 class PipePost:
-    """A `halfmoon.federation.server.transport.Transport` over two pipes."""
+    """A `halfmoon.federation.server.connection.Transport` over two pipes."""
 
     def __init__(self, sites: int, into: BinaryIO, out: BinaryIO) -> None:
         self.sites, self.into, self.out, self.count = sites, into, out, 0
@@ -45,7 +45,7 @@ class PipePost:
     def nodes(self) -> Sequence[int]:
         return range(self.sites)
 
-    def holders(self) -> None:
+    def key_owners(self) -> None:
         return None
 
     def send(self, mail: Mapping[int, bytes], seconds: float, asks: bool) -> Mapping[int, str]:
@@ -66,11 +66,11 @@ class PipePost:
 
 def main() -> None:
     """Serve a federation."""
-    from halfmoon.federation.server.plan import load
+    from halfmoon.federation.server.plan import load_plan
     from halfmoon.federation.server.server import FederationServer
 
-    host = FederationServer(load(Path(sys.argv[1])), Path(sys.argv[2]))
-    host.make()
+    host = FederationServer(load_plan(Path(sys.argv[1])), Path(sys.argv[2]))
+    host.prepare()
     host.serve(PipePost(int(sys.argv[3]), sys.stdin.buffer, sys.stdout.buffer))
     os._exit(0)  # a thread waits for standard input, and Python would wait for the thread
 

@@ -15,7 +15,7 @@ from halfmoon.engine.simulation import Simulation
 from halfmoon.federation.protocol.messages import Request, read_message, write_message
 from halfmoon.federation.server.calls import RunIdentity, SiteCalls
 from halfmoon.federation.server.runtime import RemoteRuntime
-from halfmoon.federation.server.sessions import Answer
+from halfmoon.federation.server.sessions import SiteResponse
 from halfmoon.federation.site.runtime import SiteRuntime
 from halfmoon.storage.state_store import StateView, Store
 
@@ -49,12 +49,12 @@ class Wire:
         self.sites = sites
         self.messages: list[bytes] = []
 
-    def exchange(self, requests: Mapping[str, bytes], what: str) -> Mapping[str, Answer]:
+    def exchange(self, requests: Mapping[str, bytes], what: str) -> Mapping[str, SiteResponse]:
         """Have each site answer, last to first: the order of replies is nobody's promise."""
         self.messages += requests.values()
         replies = {name: answer(self.sites[name], requests[name]) for name in reversed(list(requests))}
         self.messages += replies.values()
-        return {name: Answer(data) for name, data in replies.items()}
+        return {name: SiteResponse(data) for name, data in replies.items()}
 
 
 def answer(site: SiteRuntime, data: bytes) -> bytes:

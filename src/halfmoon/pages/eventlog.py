@@ -43,7 +43,7 @@ def lines(path: Path) -> list[tuple[str, str]]:
     return [(match[1], match[2]) for match in matches if match]
 
 
-def last_change(folder: Path) -> float | None:
+def last_event_time(folder: Path) -> float | None:
     """Return when a server's log was last written, in seconds since 1970; None for other folders."""
     try:
         return (folder / SERVER_LOG).stat().st_mtime
@@ -51,7 +51,7 @@ def last_change(folder: Path) -> float | None:
         return None
 
 
-def waiting(folder: Path) -> str:
+def describe_wait(folder: Path) -> str:
     """Return for whom a federation waits and since when, as the end of its log has it; "" if it goes on."""
     since = whom = text = ""
     for when, words in reversed(lines(folder / SERVER_LOG)):
@@ -62,7 +62,7 @@ def waiting(folder: Path) -> str:
     return f"{whom} since {since}: {text}" if text else ""
 
 
-def federation(folder: Path, rows: Iterable[Mapping[str, Any]] = ()) -> dict[str, Any] | None:
+def federation_view(folder: Path, rows: Iterable[Mapping[str, Any]] = ()) -> dict[str, Any] | None:
     """Return the sites of a server's run folder with their last news, and the log's end; None for other folders.
 
     `rows` of its rounds say who took part in one, and so is there.
@@ -76,15 +76,15 @@ def federation(folder: Path, rows: Iterable[Mapping[str, Any]] = ()) -> dict[str
     for when, words in entries:
         if match := re.match(r"round (\d+) of", words):
             there = {names[k] for k in cohorts.get(int(match[1]), ()) if k < len(names)}
-            for name, site in sites.items():
-                site["state"] = "here" if name in there or site["state"] == "left out" else site["state"]
+            for name, site_view in sites.items():
+                site_view["state"] = "here" if name in there or site_view["state"] == "left out" else site_view["state"]
         events = [(match["site"], "left out", match[1]) for match in _OUTSIDE.finditer(words)]
         matches = ((pattern.match(words), state) for pattern, state in _EVENTS)
         events += [(match["site"], state, words) for match, state in matches if match][:1]
         for name, state, about in events:
-            site = sites.setdefault(name, _fresh(name))
-            site |= {"state": state, "when": when, "words": about}
-            site[state] = site.get(state, 0) + 1
+            site_view = sites.setdefault(name, _fresh(name))
+            site_view |= {"state": state, "when": when, "words": about}
+            site_view[state] = site_view.get(state, 0) + 1
     return {"sites": list(sites.values()), "log": [list(each) for each in entries[-LIMIT:]]}
 
 
@@ -116,7 +116,7 @@ _OVER = re.compile(r"finished: (?:.* is right on ([\d.]+)% of your test images)?
 _LOSS = re.compile(r"mean loss ([\d.]+)")
 
 
-def site(folder: Path) -> dict[str, Any] | None:
+def site_view(folder: Path) -> dict[str, Any] | None:
     """Return a site's own view of its federation from its log; None for a folder that is no site's."""
     home = site_home(folder)
     if home is None:
@@ -150,10 +150,10 @@ def site(folder: Path) -> dict[str, Any] | None:
                 view["right"] = float(match[1])
                 tests.append([view["rounds"], float(match[1])])
     view |= {"helped": len(helped), "rows": [helped[n] for n in sorted(helped)][-LIMIT:], "tests": tests}
-    return view | {"sentence": sentence(view), "log": [list(each) for each in entries[-LIMIT:]]}
+    return view | {"sentence": describe_part(view), "log": [list(each) for each in entries[-LIMIT:]]}
 
 
-def sentence(view: dict[str, Any]) -> str:
+def describe_part(view: dict[str, Any]) -> str:
     """Return a site's part in a line that anybody understands."""
     if view["asked"]:
         return f"You are asked to take part in {view['federation']}; nothing has been done yet."

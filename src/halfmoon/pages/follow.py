@@ -18,10 +18,10 @@ SWEEP = "sweep.json"
 LIMIT = 200  # rows of a table at most, the last ones
 PACE = 5  # rounds by whose mean the time that is left is told
 
-SILENT = 120.0
+STOPPED_SECONDS = 120.0
 """Seconds without a word after which a run is taken for stopped, where its rounds are short."""
 
-MOST = 64  # runs that are followed at once at most
+MAX_RUNS = 64  # runs that are followed at once at most
 QUIET = 5  # rounds in a row without a pseudo-label in use that are worth a word
 
 QUANTITIES = {
@@ -38,7 +38,7 @@ QUANTITIES = {
 
 
 @dataclass
-class Lines:
+class JsonLinesFile:
     """The rows of a file of JSON lines, as far as they are whole; each is read once."""
 
     path: Path
@@ -78,13 +78,13 @@ class Lines:
         return True
 
 
-class Followed:
+class FollowedRun:
     """One run folder; nothing in it is changed or locked."""
 
     def __init__(self, path: Path, name: str) -> None:
         """Follow the run in `path`, called `name`."""
         self.path, self.name = path, name
-        self.metrics, self.timings = Lines(path / METRICS), Lines(path / TIMINGS)
+        self.metrics, self.timings = JsonLinesFile(path / METRICS), JsonLinesFile(path / TIMINGS)
         self.options: dict[str, Any] = {}
         self.summary: dict[str, Any] | None = None
         self.version = 0
@@ -138,17 +138,17 @@ class Followed:
         age = max(0.0, now - last / 1e9)
         if self.summary is not None:
             return "finished", age
-        patience = max(SILENT, 10 * max(self._pace(), default=0.0))
-        log, words = eventlog.last_change(self.path), eventlog.waiting(self.path)
+        patience = max(STOPPED_SECONDS, 10 * max(self._pace(), default=0.0))
+        log, words = eventlog.last_event_time(self.path), eventlog.describe_wait(self.path)
         if log is not None:
             age = max(0.0, min(age, now - log))
             # Of sites that are missing it says so every half minute.
             table = self.options.get("federation")
             value = table.get("round_timeout") if isinstance(table, dict) else None
             timeout = float(value) if isinstance(value, int | float) else 3600.0  # of a site's answer
-            patience = SILENT if words.startswith("waiting for sites") else max(patience, timeout)
+            patience = STOPPED_SECONDS if words.startswith("waiting for sites") else max(patience, timeout)
         lock = locks.is_held(self.path / LOCK)
-        if not lock and age > (patience if lock is None else SILENT):
+        if not lock and age > (patience if lock is None else STOPPED_SECONDS):
             return "stopped", age
         return ("running" if self.metrics.rows and not words else "waiting"), age
 
@@ -166,7 +166,7 @@ class Followed:
         """Return what the list of runs says of it."""
         state, age = self.state(now)
         accuracy = list((self.series("accuracy") or self.series("evaluation")).values())
-        again = "resume" if eventlog.last_change(self.path) is None else "serve"
+        again = "resume" if eventlog.last_event_time(self.path) is None else "serve"
         return {
             "name": self.name,
             "method": self.method,
@@ -176,12 +176,12 @@ class Followed:
             "rounds": self.rounds,
             "round": self.round,
             "state": state,
-            "waiting": eventlog.waiting(self.path) if state == "waiting" else "",
+            "waiting": eventlog.describe_wait(self.path) if state == "waiting" else "",
             "age": round(age),
             "left": None if state != "running" else self.left(age),
             "accuracy": accuracy[-1] if accuracy else None,
             "best": max(accuracy, default=None),
-            "alarms": [each._asdict() for each in alarms(self.metrics.rows, state, age, again)],
+            "alarms": [each._asdict() for each in find_alarms(self.metrics.rows, state, age, again)],
             "version": self.version,
         }
 
@@ -233,7 +233,7 @@ def _row(row: Mapping[str, Any], uploads: Mapping[int, float], seconds: Mapping[
     return result
 
 
-def folders(root: Path) -> list[tuple[Path, str]]:
+def find_runs(root: Path) -> list[tuple[Path, str]]:
     """Return the run folders at, below, or named by a folder, with short names, in their order."""
     names: dict[Path, str] = {}
     facts = atomic_io.read_json(root / SWEEP) if (root / SWEEP).is_file() else None
@@ -268,7 +268,7 @@ class Follower:
     def __init__(self, root: Path) -> None:
         """Follow the runs in and below `root`."""
         self.root = root
-        self.runs: dict[Path, Followed] = {}
+        self.runs: dict[Path, FollowedRun] = {}
         self.left_out = 0
         self._scan_time = 0.0
 
@@ -277,11 +277,11 @@ class Follower:
         now = time.monotonic()
         if not self.runs or now - self._scan_time > 3.0:
             self._scan_time = now
-            pairs = folders(self.root)
-            self.left_out = max(0, len(pairs) - MOST)
-            for path, name in pairs[:MOST]:
+            pairs = find_runs(self.root)
+            self.left_out = max(0, len(pairs) - MAX_RUNS)
+            for path, name in pairs[:MAX_RUNS]:
                 if path not in self.runs:
-                    self.runs[path] = Followed(path, name)
+                    self.runs[path] = FollowedRun(path, name)
         for run in self.runs.values():
             run.update()
 
@@ -302,7 +302,7 @@ class Alarm(NamedTuple):
     words: str
 
 
-def alarms(rows: Sequence[Mapping[str, Any]], state: str, age: float, command: str = "resume") -> list[Alarm]:
+def find_alarms(rows: Sequence[Mapping[str, Any]], state: str, age: float, command: str = "resume") -> list[Alarm]:
     """Return what is odd about a run's rows; `state` and `age` (seconds since its last word) are those of its files.
 
     `command` goes on with it where it was stopped.
@@ -341,7 +341,7 @@ def _diverged(rows: Sequence[Mapping[str, Any]], tested: Sequence[float]) -> Ite
         yield Alarm("diverged", f"the loss rose from {finite[0]:.2f} to {finite[-1]:.2f}: it is diverging")
 
 
-def ceiling_alarms(runs: Sequence[Followed], ceilings: set[str], floors: set[str]) -> list[Alarm]:
+def find_ceiling_alarms(runs: Sequence[FollowedRun], ceilings: set[str], floors: set[str]) -> list[Alarm]:
     """Return an alarm for each finished upper bound that ended below the labels alone, on the same data and seed."""
     result = []
     for high in runs:

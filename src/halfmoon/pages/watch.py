@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 from halfmoon.core.errors import UserError
 from halfmoon.pages import eventlog
-from halfmoon.pages.follow import Followed, Follower, ceiling_alarms
-from halfmoon.pages.server import build_app, serve_page
+from halfmoon.pages.follow import FollowedRun, Follower, find_ceiling_alarms
+from halfmoon.pages.server import application, serve
 from halfmoon.report.styles import as_json
 from halfmoon.report.styles import styles as styles_of
 
@@ -75,21 +75,21 @@ class WatchPage:
                     fact |= run.plot()
                 facts.append(fact)
             rows = next((run.metrics.rows for run in runs if run.path == self.root.resolve()), ())
-            bounds = ceiling_alarms(runs, self._ceilings, self._floors)
+            bounds = find_ceiling_alarms(runs, self._ceilings, self._floors)
             return {
                 "runs": facts,
                 "planned": self.follower.planned(),
                 "left_out": self.follower.left_out,
                 "alarms": [each._asdict() for each in bounds],
-                "federation": eventlog.federation(self.root, rows),
-                "site": eventlog.site(self.root),
+                "federation": eventlog.federation_view(self.root, rows),
+                "site": eventlog.site_view(self.root),
             }
 
     def app(self) -> ASGIApp:
         return build_app("watch", self.root.resolve().name, {"/data": self.data}, {})
 
 
-def name_variants(runs: Sequence[Followed]) -> list[str]:
+def variants(runs: Sequence[FollowedRun]) -> list[str]:
     """Return a name for how each run is drawn: its method, and a number where one was played with several options.
 
     Runs that differ in their seed alone are drawn alike: a method keeps its look.

@@ -27,8 +27,8 @@ from halfmoon.core.errors import UserError
 from halfmoon.sites.keys.key_folder import AUTHORITY_DAYS, DEFAULT_CERTIFICATE_DAYS, DEFAULT_LISTEN_PORT, DEFAULT_PORT
 
 if TYPE_CHECKING:
-    from halfmoon.federation.transport.launch import Server
-    from halfmoon.sites.keys.make import KeyChange
+    from halfmoon.federation.transport.launch import ServerOptions
+    from halfmoon.sites.keys.make import Result
 
 
 FOLDER = "FOLDER "
@@ -195,39 +195,39 @@ def add_serve(commands: Any) -> None:
 
 
 def _serve(args: argparse.Namespace) -> int:
-    from halfmoon.federation.server.plan import load
+    from halfmoon.federation.server.plan import load_plan
     from halfmoon.federation.server.server import FederationServer
-    from halfmoon.federation.transport.launch import MODEL, Halted, finished, lacking, serve
+    from halfmoon.federation.transport.launch import MODEL_FILE, Halted, is_finished, serve, sites_without_model
     from halfmoon.federation.transport.processes import interruptible, require_flower
 
     port = None if args.port is None else whole("--port", args.port, 1, 2**16 - 1)
     restarts = whole("--restarts", args.restarts, 0, 10**6)
     _agreeing(args)
     require_flower()
-    plan = load(args.config)
+    plan = load_plan(args.config)
     folder = args.run_dir or plan.config.run_dir or Path("runs", plan.terms.name)
     server = _server(args, folder, port, plan.terms.sites, restarts)
     show = shower(args.json)
     # Before anything of Flower's lies in it: a folder that holds something else is not a run's.
     host = FederationServer(plan, folder)
-    host.make()
+    host.prepare()
     for name in args.readmit or ():
         host.readmit(name)
         show(f"{name} is let back in.")
-    away = lacking(folder)
-    if finished(folder) and not away:
+    away = sites_without_model(folder)
+    if is_finished(folder) and not away:
         show(f"{folder} is finished already.")
     else:
         if away:
             show(f"{folder} is finished; it is served until {', '.join(away)} have the model (Ctrl-C ends this).")
-            server = replace(server, again=True)
+            server = replace(server, redeliver=True)
         again = f"stopped; go on with: {shlex.join(['halfmoon', *args.words])}"
         try:
             with ending(again), interruptible(), _page(args, folder, show):
                 serve(server, show)
         except Halted as error:
             raise Stopped(str(error)) from error
-    model = folder / MODEL
+    model = folder / MODEL_FILE
     if args.json:
         print_json({"folder": str(folder), "model": str(model)})
     else:
@@ -251,18 +251,20 @@ def _agreeing(args: argparse.Namespace) -> None:
             raise UserError(f"--access and {flag} contradict each other: the folder says it; leave {flag} out.")
 
 
-def _server(args: argparse.Namespace, folder: Path, port: int | None, sites: Sequence[str], restarts: int) -> Server:
-    from halfmoon.federation.transport.launch import Server
+def _server(
+    args: argparse.Namespace, folder: Path, port: int | None, sites: Sequence[str], restarts: int
+) -> ServerOptions:
+    from halfmoon.federation.transport.launch import ServerOptions
     from halfmoon.sites.keys import Access
 
     if args.access is None:
         tls = {"ca": args.ca, "certificate": args.certificate, "key": args.key}
-        where = args.host or HOST, port or DEFAULT_PORT
-        return Server(args.config, folder, *where, **tls, insecure=args.insecure, restarts=restarts)
+        where = args.host or HOST, port or PORT
+        return ServerOptions(args.config, folder, *where, **tls, insecure=args.insecure, restarts=restarts)
     access = Access.open(args.access)
     if port not in (None, access.port):
         raise UserError(
             f"--port is {port}, but the proxy of {args.access} calls port {access.port}: leave --port out, or make "
             "another folder with that port."
         )
-    return Server.guarded(args.config, folder, access, sites, restarts)
+    return ServerOptions.with_access(args.config, folder, access, sites, restarts)

@@ -274,9 +274,9 @@ def _join(args: argparse.Namespace) -> int:
     from halfmoon.federation.site import consent
     from halfmoon.federation.transport.contact import Address
     from halfmoon.federation.transport.processes import interruptible, require_flower
-    from halfmoon.federation.transport.site_process import Declined, Ended, Joining, join
-    from halfmoon.sites.folders.prepare import STATE_FOLDER
-    from halfmoon.sites.folders.site_folder import read_site
+    from halfmoon.federation.transport.site_process import Declined, SiteFinished, SiteOptions, join_federation
+    from halfmoon.sites.folders.prepare import HOME
+    from halfmoon.sites.folders.site_folder import read
 
     server = Address.parse(args.server)
     if args.device not in DEVICES:
@@ -289,7 +289,7 @@ def _join(args: argparse.Namespace) -> int:
     for flag, folder in {"--test": args.test, "--validation": args.validation}.items():
         if folder is not None and not (read_site(folder).labels >= 0).any():
             raise UserError(f"{flag} {folder} has no labeled image: name some in its labels.csv.")
-    site = Joining(
+    site = SiteOptions(
         server,
         args.name,
         args.site,
@@ -313,8 +313,8 @@ def _join(args: argparse.Namespace) -> int:
     left = f"{args.name} has left; the same command joins again, with all that it remembers."
     try:
         with ending(left), interruptible():
-            join(site, shower(args.json), None if args.json else terminal())
-    except Ended as over:
+            join_federation(site, shower(args.json), None if args.json else terminal())
+    except SiteFinished as over:
         if over.code:
             raise Stopped(f"{over} This cannot change by waiting: {args.name} does not join.", over.code) from over
         if not args.json:
@@ -359,9 +359,9 @@ def terminal() -> Terminal | None:
 
 
 def _terms(args: argparse.Namespace) -> int:
-    from halfmoon.federation.server.plan import load
+    from halfmoon.federation.server.plan import load_plan
 
-    terms = load(args.config).terms
+    terms = load_plan(args.config).terms
     offered = terms.summary()
     if args.json:
         print_json({"hash": offered.hash, "said": offered.sentence, "terms": json.loads(terms.text)})

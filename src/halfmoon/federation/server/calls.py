@@ -20,10 +20,10 @@ from halfmoon.federation.protocol import limits, messages
 from halfmoon.federation.protocol.messages import ECHOED_FIELDS, MalformedMessage, Refusal, Reply, Request
 from halfmoon.federation.protocol.tree_spec import TreeSpec, UploadProbe
 from halfmoon.federation.server.cohorts import Quarantine
+from halfmoon.federation.server.connection import SpooledFile, load_tree, read_content
 from halfmoon.federation.server.plan import Rules
-from halfmoon.federation.server.secure_sum import layout, sum_spec
-from halfmoon.federation.server.sessions import Answer
-from halfmoon.federation.server.transport import Spooled, content, part
+from halfmoon.federation.server.secure_sum import sum_layout, sum_spec
+from halfmoon.federation.server.sessions import SiteResponse
 from halfmoon.federation.server.validation import check_counts, check_norm, check_schema, update_norm
 from halfmoon.models import Network
 
@@ -97,7 +97,7 @@ class RunIdentity(NamedTuple):
 class Link(Protocol):
     """Carries messages to sites and back; it does not read them."""
 
-    def exchange(self, requests: Mapping[str, bytes], what: str) -> Mapping[str, Answer]:
+    def exchange(self, requests: Mapping[str, bytes], what: str) -> Mapping[str, SiteResponse]:
         """Send each named site a request, and return the answers; `what` names the exchange in words."""
         ...
 
@@ -127,13 +127,13 @@ class CheckedReply:
     """A reply that may touch the model; its upload stays where the answer lies until its turn."""
 
     reply: Reply  # without its upload
-    data: bytes | Spooled
+    data: bytes | SpooledFile
     shape: dict[str, Any]  # of the trees in there
     weight: float
     norm: float
 
     def whole(self) -> Reply:
-        return replace(self.reply, upload=part(self.data, self.shape, "up"))
+        return replace(self.reply, up=load_tree(self.data, self.shape, "up"))
 
 
 @dataclass
@@ -150,13 +150,13 @@ class SiteCalls:
     quarantine: Quarantine = None  # type: ignore[assignment] (made of the rules by default)
     inspection: Inspection = Inspection()
     say: Callable[[str], None] = lambda _: None
-    gather: Callable[[int], None] = lambda _: None
+    wait_for_sites: Callable[[int], None] = lambda _: None
 
     def __post_init__(self) -> None:
         if self.quarantine is None:
             self.quarantine = Quarantine(self.names, self.rules.strikes, None)
 
-    def exchange(self, requests: Mapping[str, Request], what: str) -> Mapping[str, Answer]:
+    def exchange(self, requests: Mapping[str, Request], what: str) -> Mapping[str, SiteResponse]:
         return self.link.exchange(_serialize(requests), what)
 
     def masked(self, requests: Mapping[str, Request], spec: TreeSpec, what: str) -> dict[str, Reply]:
@@ -221,19 +221,21 @@ class SiteCalls:
             [spec or {}, limits.evaluation_spec(network.classes) if request.evaluation else {}]
         )
 
-    def read(self, site: str, answer: Answer, request: Request, most: int) -> Reply | None:
+    def read(self, site: str, answer: SiteResponse, request: Request, most: int) -> Reply | None:
         result = self._read(site, answer, request, most)
         return None if result is None else result[0]
 
-    def _read(self, site: str, answer: Answer, request: Request, most: int) -> tuple[Reply, dict[str, Any]] | None:
+    def _read(
+        self, site: str, answer: SiteResponse, request: Request, most: int
+    ) -> tuple[Reply, dict[str, Any]] | None:
         if answer.data is None:
             self.say(f"{site} has no part in round {request.round + 1}: {answer.reason}")
             return None
         if answer.reason:
             return self.refuse(site, answer.reason, request.round)
         try:
-            unparsed = messages.scan_message(content(answer.data), Reply, Refusal, limit=most)
-            message = unparsed.parse_trees()
+            unparsed = messages.scan(read_content(answer.data), Reply, Refusal, limit=most)
+            message = unparsed.open()
         except MalformedMessage as error:
             return self.refuse(site, str(error), request.round)
         if isinstance(message, Refusal):
@@ -246,7 +248,7 @@ class SiteCalls:
 
     def checked(
         self,
-        answers: Mapping[str, Answer],
+        answers: Mapping[str, SiteResponse],
         requests: Mapping[str, Request],
         context: ClientContext,
         downlinks: Mapping[str, Tree],
@@ -265,7 +267,7 @@ class SiteCalls:
         return {site: reply for site, reply in replies.items() if site not in large}
 
     def _check(
-        self, site: str, answer: Answer, request: Request, context: ClientContext, down: Tree, network: Network
+        self, site: str, answer: SiteResponse, request: Request, context: ClientContext, down: Tree, network: Network
     ) -> CheckedReply | None:
         hidden = self.inspection.keys is not None
         result = self._read(site, answer, request, self.most(None if hidden else context, request, down, network))
@@ -276,8 +278,8 @@ class SiteCalls:
         patterns = self.inspection.patterns
         if patterns is not None:
             uplink = None if hidden else context.client_update.needs.uplink
-            spec = sum_spec(layout(self.plain_spec(context, down))) if hidden else patterns.find_spec(context, down)
-            fault = check_schema(reply.upload, reply.samples, spec, uplink)
+            spec = sum_spec(sum_layout(self.plain_spec(context, down))) if hidden else patterns.of(context, down)
+            fault = check_schema(reply.up, reply.samples, spec, uplink)
             fault = fault or check_counts(reply, *self.inspection.most(context.client_update, site), uplink)
             if fault is not None:
                 return self.refuse(site, fault, context.round)
@@ -300,7 +302,7 @@ class SiteCalls:
 
     def refuse(self, site: str, reason: str, round: int) -> None:
         """Count an unusable answer, with its reason."""
-        limit_reached = self.quarantine.refuse(site, round, reason)
+        limit_reached = self.quarantine.count_refusal(site, round, reason)
         self.say(f"refused in round {round + 1}: the answer of {site}: {reason}")
         if limit_reached:
             self.say(

@@ -41,9 +41,9 @@ class Quarantine:
 
     @property
     def sites(self) -> frozenset[str]:
-        return frozenset(row.name for row in self.rows() if row.quarantined)
+        return frozenset(row.name for row in self.refusals() if row.quarantined)
 
-    def refuse(self, name: str, round: int, reason: str) -> bool:
+    def count_refusal(self, name: str, round: int, reason: str) -> bool:
         """Count a reply that was refused in `round` (from 0); return whether the site is in quarantine from now on."""
         count = self._refusals[name].count + 1
         self._change(Refusals(name, count, round, reason))
@@ -54,7 +54,7 @@ class Quarantine:
             raise UserError(f"there is no site {name!r} in this federation: {suggest(name, self._refusals)}")
         self._change(Refusals(name))
 
-    def rows(self) -> list[Refusals]:
+    def refusals(self) -> list[Refusals]:
         return [row._replace(quarantined=0 < self.limit <= row.count) for row in self._refusals.values()]
 
     def _change(self, new: Refusals) -> None:

@@ -21,7 +21,7 @@ from halfmoon.runs.factory import ImageSpec, network_name
 from halfmoon.sites.folders.export import find_labels_at
 from halfmoon.storage import toml
 
-OWN = (*EXECUTION_OPTIONS, "evaluate_every", "server_ema")  # options of the server's machine alone
+SERVER_OPTIONS = (*PLACE, "evaluate_every", "server_ema")  # options of the server's machine alone
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ class Rules:
 
 
 @dataclass(frozen=True)
-class Table:
+class FederationTable:
     """The options of the table [federation] beside the `Rules`: the sites, and the form of their images."""
 
     sites: Annotated[tuple[str, ...], "the names of the sites, in the order of their numbers"]
@@ -79,7 +79,7 @@ class Table:
 
 
 @dataclass(frozen=True)
-class Plan:
+class FederationPlan:
     """A federation as its server sees it; `config` is that of the terms with the options of this machine."""
 
     terms: Terms
@@ -90,7 +90,7 @@ class Plan:
     validation: Path | None = None
 
 
-def load(path: Path) -> Plan:
+def load_plan(path: Path) -> FederationPlan:
     """Return the federation of a file, with paths relative to it; raise UserError for the first mistake."""
     raw = settings.read_file(path)
     if not isinstance(raw.get(FEDERATION_TABLE), Mapping):
@@ -125,12 +125,12 @@ def load(path: Path) -> Plan:
         raise UserError(
             f"{FEDERATION_TABLE}.min_replies is {rules.min_replies}, but the cohort is {terms.config.cohort}: it can be no more."
         )
-    own = {name: raw[name] for name in OWN if name in raw}
+    own = {name: raw[name] for name in SERVER_OPTIONS if name in raw}
     here = {"data": terms.config.data, "clients": count, "cohort": terms.config.cohort}
     config = settings.merge(settings.resolve_paths({**values, **own, **here}, path.parent), {}, path)
     folders = (table.test, table.server, table.validation)
     test, server, validation = (folder and (path.parent / folder.expanduser()).absolute() for folder in folders)
-    return Plan(terms, rules, test, server, config, validation)
+    return FederationPlan(terms, rules, test, server, config, validation)
 
 
 def _portable(values: Mapping[str, Any]) -> dict[str, Any]:
@@ -145,20 +145,22 @@ def _portable(values: Mapping[str, Any]) -> dict[str, Any]:
     return names
 
 
-def _read_table(raw: Mapping[str, Any], path: Path) -> tuple[Table, Rules]:
-    hints = {kind: get_type_hints(kind) for kind in (Table, Rules)}
-    options = {**hints[Table], **hints[Rules]}
+def _read_table(raw: Mapping[str, Any], path: Path) -> tuple[FederationTable, Rules]:
+    hints = {kind: get_type_hints(kind) for kind in (FederationTable, Rules)}
+    options = {**hints[FederationTable], **hints[Rules]}
     for name in raw:
         if name not in options:
             raise UserError(f"unknown option {name!r} in [{FEDERATION_TABLE}] of {path.name}: {suggest(name, options)}")
     values = {name: convert_value(f"{FEDERATION_TABLE}.{name} in {path.name}", options[name], value) for name, value in raw.items()}
     for name in ("sites", "classes", "image"):
         if name not in values:
-            raise UserError(f"[{FEDERATION_TABLE}] in {path.name} has no {name}: {about(Table)[name]}.")
-    parts = [{name: value for name, value in values.items() if name in hints[kind]} for kind in (Table, Rules)]
-    return Table(**parts[0]), Rules(**parts[1])
+            raise UserError(f"[{TABLE}] in {path.name} has no {name}: {option_descriptions(FederationTable)[name]}.")
+    parts = [
+        {name: value for name, value in values.items() if name in hints[kind]} for kind in (FederationTable, Rules)
+    ]
+    return FederationTable(**parts[0]), Rules(**parts[1])
 
 
-def about(kind: type) -> dict[str, str]:
+def option_descriptions(kind: type) -> dict[str, str]:
     hints = get_type_hints(kind, include_extras=True)
     return {field.name: get_args(hints[field.name])[1] for field in fields(kind)}

@@ -23,7 +23,7 @@ from halfmoon.federation.protocol.messages import Reply, Request, RoundKey
 from halfmoon.federation.protocol.tree_spec import TreeSpec
 from halfmoon.federation.server.calls import CheckedReply, Evaluations, SiteCalls
 from halfmoon.federation.server.cohorts import CohortSampler
-from halfmoon.federation.server.secure_sum import MaskedSum, layout, uploads
+from halfmoon.federation.server.secure_sum import MaskedSum, mean_uploads, sum_layout
 from halfmoon.storage.manifest import Contents
 from halfmoon.storage.state_store import StateView, Store
 
@@ -87,7 +87,7 @@ class RemoteRuntime(ServerRuntime):
         if self._attempt >= self.calls.rules.attempts or len(self.calls.quarantine.sites) == self.clients:
             raise few
         self.calls.say(f"round {self._round + 1} is played again, attempt {self._attempt + 1}: {few}")
-        self.calls.gather(self.calls.rules.quorum(self.size))
+        self.calls.wait_for_sites(self.calls.rules.quorum(self.size))
 
     def bring(self, model: Tree) -> None:
         self._model = model
@@ -184,7 +184,7 @@ class RemoteRuntime(ServerRuntime):
         for k in list(there):
             yield (
                 k,
-                _placed(there.pop(k).whole().to_result(), self.device, context.client_update.needs.uplink, scale[k]),
+                _to_device(there.pop(k).whole().result(), self.device, context.client_update.needs.uplink, scale[k]),
             )
 
     def _check_quorum(self, clients: Sequence[int], replies: Mapping[str, CheckedReply], what: str) -> None:
@@ -217,16 +217,16 @@ class RemoteRuntime(ServerRuntime):
         at = (context.round, self._attempt, context.query)
         aggregation = AggregationContext(*at, "", tree.to(down, CPU), own, there, len(clients), True)
         upload = self.calls.plain_spec(context, {**down, **tree.index(each, places[0])})
-        ups = uploads(aggregation, upload, total, layout(upload))
+        ups = mean_uploads(aggregation, upload, total, sum_layout(upload))
         for k, up in zip(there, ups, strict=True):
-            yield k, _placed(replace(replies[self.names[k]], upload=up.tree).to_result(), self.device)
+            yield k, _to_device(replace(replies[self.names[k]], up=up.tree).result(), self.device)
 
     def _request(self, site: str, round: int, query: int, client_update: str, down: Tree, evaluation: Tree) -> Request:
         latest, oldest = self._versions.latest(site), self._versions.oldest(site)
         return Request(*self.calls.run, round, self._attempt, query, client_update, latest, oldest, down, evaluation)
 
 
-def _placed(
+def _to_device(
     result: ClientResult, device: torch.device, uplink: Uplink = UPDATE_ONLY, scale: float = 1.0
 ) -> ClientResult:
     samples = {name: WeightedMetric(*(leaf.to(device) for leaf in sample)) for name, sample in result.samples.items()}
@@ -236,7 +236,7 @@ def _placed(
     return result._replace(up=up, samples=samples)
 
 
-KEY = "visits"
+VERSIONS_KEY = "visits"
 
 
 @dataclass
@@ -290,13 +290,13 @@ class MemoryVersions:
         """Count the client updates of the round that is over."""
         if self._new:
             self._current |= self._new
-            self.store.put(KEY, {site: torch.tensor(at) for site, at in self._current.items()})
+            self.store.put(VERSIONS_KEY, {site: torch.tensor(at) for site, at in self._current.items()})
         self._new = {}
 
     def saved(self) -> None:
         self._checkpoints = (self._checkpoints[1], dict(self._current))
 
     def restore(self) -> None:
-        rows = {site: leaf.tolist() for site, leaf in (self.store.get(KEY) or {}).items()}
+        rows = {site: leaf.tolist() for site, leaf in (self.store.get(VERSIONS_KEY) or {}).items()}
         self._current = {site: (row[0], row[1], row[2]) for site, row in rows.items()}
         self._new, self._checkpoints = {}, ({}, {})

@@ -36,9 +36,9 @@ from halfmoon.federation.protocol.messages import (
 )
 from halfmoon.federation.protocol.tree_spec import TreeSpec, build_tree
 
-UPDATE = "update/"  # the path of the update in an upload that travels
+UPDATE_PREFIX = "update/"  # the path of the update in an upload that travels
 
-Ask = Callable[[Mapping[str, Request], TreeSpec, str], Mapping[str, Reply]]
+QuerySites = Callable[[Mapping[str, Request], TreeSpec, str], Mapping[str, Reply]]
 """Sends each named site a request, and returns the replies whose `up` has the shape; the text names the exchange."""
 
 
@@ -49,7 +49,7 @@ class MaskedSum:
     requests: Mapping[str, Request]
     numbers: Mapping[str, int]
     keys: Mapping[str, bytes]
-    ask: Ask
+    ask: QuerySites
     what: str
     _masking: masking.Masking | None = None
     _shares: dict[str, list[bytes]] = field(default_factory=dict)
@@ -139,13 +139,13 @@ def lasting_keys(acceptances: Mapping[str, Acceptance]) -> dict[str, bytes]:
     return {name: bytes.fromhex(key) for name, key in plain.items() if signing.usable(bytes.fromhex(key))}
 
 
-def layout(upload: TreeSpec) -> dict[str, Tensor]:
+def sum_layout(upload: TreeSpec) -> dict[str, Tensor]:
     """Return the leaves of uploads that a sum adds, by path, without values: the floating ones of the update."""
     with torch.device("meta"):
         return {
-            path.removeprefix(UPDATE): torch.empty(kind[0], dtype=kind[1])
+            path.removeprefix(UPDATE_PREFIX): torch.empty(kind[0], dtype=kind[1])
             for path, kind in upload.items()
-            if path.startswith(UPDATE) and kind is not None and kind[1].is_floating_point
+            if path.startswith(UPDATE_PREFIX) and kind is not None and kind[1].is_floating_point
         }
 
 
@@ -154,7 +154,9 @@ def sum_spec(leaves: Mapping[str, Tensor]) -> TreeSpec:
     return {"sum": ((count,), torch.int64)}
 
 
-def uploads(context: AggregationContext, upload: TreeSpec, total: Tensor, like: Mapping[str, Tensor]) -> list[Upload]:
+def mean_uploads(
+    context: AggregationContext, upload: TreeSpec, total: Tensor, like: Mapping[str, Tensor]
+) -> list[Upload]:
     """Return for each client that answered an upload as if all had sent the mean of the updates."""
     change, weight = mean(total, like)
     count = len(context.clients)

@@ -42,11 +42,11 @@ from halfmoon.federation.protocol.terms import image_spec_name, load_labeled_ima
 from halfmoon.federation.protocol.tree_spec import UploadProbe
 from halfmoon.federation.server.calls import Inspection, RunIdentity, SiteCalls
 from halfmoon.federation.server.cohorts import Quarantine
-from halfmoon.federation.server.plan import Plan
+from halfmoon.federation.server.connection import SPOOL_FOLDER, Spool, Transport, read_content
+from halfmoon.federation.server.plan import FederationPlan
 from halfmoon.federation.server.runtime import RemoteRuntime
 from halfmoon.federation.server.secure_sum import lasting_keys
 from halfmoon.federation.server.sessions import ClientManager
-from halfmoon.federation.server.transport import SPOOL, Spool, Transport, content
 from halfmoon.methods import registry
 from halfmoon.runs import assembly, budgets, factory
 from halfmoon.runs.features import inputs
@@ -57,26 +57,32 @@ from halfmoon.storage import atomic_io, toml
 from halfmoon.storage.run_folder import MODEL, RunFolder
 from halfmoon.storage.state_store import StateView, Store
 
-LOG, SITES, TERMS, NUMBER, SECRET = "serve.log", "sites.json", "terms.json", "number", "secret"
+LOG_FILE, QUARANTINE_FILE, TERMS_FILE, RUN_NUMBER_FILE, SECRET_FILE = (
+    "serve.log",
+    "sites.json",
+    "terms.json",
+    "number",
+    "secret",
+)
 
 
 @dataclass(frozen=True)
 class FederationServer:
     """The server of a federation: its plan, and the folder of its run."""
 
-    plan: Plan
+    plan: FederationPlan
     path: Path
 
     @property
     def log(self) -> EventLog:
-        return EventLog(self.path / LOG)
+        return EventLog(self.path / LOG_FILE)
 
     @property
     def most(self) -> int:
         """The bytes that no answer of a site may have, whatever it is asked."""
         return limits.max_unknown_message_bytes(factory.task(self.plan.config, self.plan.terms.image_spec).network)
 
-    def make(self) -> None:
+    def prepare(self) -> None:
         """Create the run's folder, or check it; raise UserError for all that could only fail later."""
         config = self.plan.config
         for folder in (self.plan.test, self.plan.server, self.plan.validation):
@@ -95,11 +101,11 @@ class FederationServer:
         self._register().readmit(name)
 
     def _register(self) -> Quarantine:
-        return Quarantine(self.plan.terms.sites, self.plan.rules.strikes, self.path / SITES)
+        return Quarantine(self.plan.terms.sites, self.plan.rules.strikes, self.path / QUARANTINE_FILE)
 
     def _secret(self) -> bytes:
         """Return the secret of the noise, which no site may know; generated with the first round."""
-        return self._random(SECRET, 32)
+        return self._random(SECRET_FILE, 32)
 
     def _random(self, name: str, size: int) -> bytes:
         """Return a file's random bytes, made before the first round; raise UserError if they are gone."""
@@ -144,7 +150,7 @@ class FederationServer:
         own = tree.flatten(limits.make_meta_model(factory.task(terms.config, terms.image_spec).network))
         whole = tree.flatten({"params": saved.params, "stats": saved.stats})
         model = {"params": {}, "stats": {}, **tree.unflatten({path: whole[path].contiguous() for path in own})}
-        hand_out(self._manager(post), names, self._final(saved.card, model), self.path, patience)
+        deliver_model(self._manager(post), names, self._final(saved.card, model), self.path, patience)
 
     def _final(self, card: Card, model: Tree) -> bytes:
         """Return the message with the trained part, and a card of the terms, not of where the model lies."""
@@ -174,18 +180,18 @@ class FederationServer:
         for warning in [*(checkpoint.warnings if checkpoint else []), *([folder.remark] if folder.remark else [])]:
             say(warning)
         say(f"{terms.sentence()}; halfmoon {metadata.version('halfmoon')}")
-        if (trusting := undefended(config)) is not None:
+        if (trusting := defense_warning(config)) is not None:
             say(trusting)
-        atomic_io.replace(self.path / TERMS, terms.text.encode())
-        spool = Spool(self.path / SPOOL)
+        atomic_io.replace(self.path / TERMS_FILE, terms.text.encode())
+        spool = Spool(self.path / SPOOL_FOLDER)
         spool.clear()
         manager = self._manager(post, spool)
         experiment = self._experiment(manager, patience)
         if checkpoint:
             say(f"going on after round {checkpoint.round}")
-        manager.gather(rules.quorum(config.cohort), patience)
+        manager.wait_for_sites(rules.quorum(config.cohort), patience)
         runtime = experiment.runtime
-        results = play(experiment, folder, checkpoint, lambda row: say(round_line(row, settings.count_rounds(config))))
+        results = play(experiment, folder, checkpoint, lambda row: say(describe_round(row, settings.rounds_of(config))))
         if isinstance(runtime, RemoteRuntime) and experiment.test is None:
             tally = runtime.evaluate_last(results["model"])
             if tally is not None:
@@ -197,7 +203,7 @@ class FederationServer:
         card = assembly.card(config, terms.image_spec, network, _config_text(self.plan))
         names = [name for name in terms.sites if name not in self._register().sites]
         # Before the run ends: then nobody answers any more.
-        hand_out(manager, names, self._final(card, results["model"]), self.path, rules.linger)
+        deliver_model(manager, names, self._final(card, results["model"]), self.path, rules.linger)
         spool.clear()
         folder.finish(model, card.render(), summary)
         say(f"finished: the model is {self.path / 'model.safetensors'}")
@@ -226,13 +232,13 @@ class FederationServer:
         calls = SiteCalls(
             manager,
             terms.sites,
-            RunIdentity(terms.hash, metadata.version("halfmoon"), self._random(NUMBER, 16).hex()),
+            RunIdentity(terms.hash, metadata.version("halfmoon"), self._random(RUN_NUMBER_FILE, 16).hex()),
             # A bound from what the others sent would let one site's update decide whose counts.
             rules if config.dp_clip is None else replace(rules, norm_bound=0.0),
             self._register(),
             _inspection(self.plan, manager, task, measure, (test is None, validation is None)),
-            self.log.write,
-            lambda needed: manager.gather(needed, patience, 0.0),
+            self.log.say,
+            lambda needed: manager.wait_for_sites(needed, patience, 0.0),
         )
         secret = None if config.dp_clip is None else self._secret()
         runtime_settings = RuntimeSettings(config.cohort, config.seed, device=place, cohort_secret=secret)
@@ -243,7 +249,7 @@ class FederationServer:
         return assembly.experiment(config, own.task, runtime, test, validation)
 
 
-def _cap(plan: Plan, say: Callable[[str], None]) -> WeightCap | None:
+def _cap(plan: FederationPlan, say: Callable[[str], None]) -> WeightCap | None:
     """Return the cap on weights; None where nobody sees single weights, or all are 1."""
     config, rules, names = plan.config, plan.rules, plan.terms.sites
     if config.secure_aggregation or config.dp_clip is not None:
@@ -256,7 +262,7 @@ def _cap(plan: Plan, say: Callable[[str], None]) -> WeightCap | None:
 
 
 def _inspection(
-    plan: Plan, manager: ClientManager, task: Task, measure: Budget, parts: tuple[bool, bool]
+    plan: FederationPlan, manager: ClientManager, task: Task, measure: Budget, parts: tuple[bool, bool]
 ) -> Inspection:
     """Return the knowledge of sites; `parts` says whether their test and their validation images are used."""
     terms, config, rules = plan.terms, plan.config, plan.rules
@@ -302,7 +308,7 @@ def _accuracy(folder: RunFolder, tally: Tally, results: Row) -> Row:
     return accuracy | {"chosen": share, "chosen_round": choice["round"], "validation": choice["accuracy"]}
 
 
-def _config_text(plan: Plan) -> str:
+def _config_text(plan: FederationPlan) -> str:
     terms = plan.terms
     form = terms.image_spec
     table = {
@@ -313,7 +319,7 @@ def _config_text(plan: Plan) -> str:
     return settings.to_toml(plan.config) + "\n".join(["", "[federation]", *lines]) + "\n"
 
 
-def undefended(config: Config) -> str | None:
+def defense_warning(config: Config) -> str | None:
     """Return why nothing defends a federation against a hostile site, and what to do; None where a rule does."""
     if config.aggregation != "mean":
         return None
@@ -332,7 +338,7 @@ def undefended(config: Config) -> str | None:
     return f"one hostile site can spoil this model: {reason}, or admit only sites that you trust."
 
 
-def round_line(row: Row, rounds: int) -> str:
+def describe_round(row: Row, rounds: int) -> str:
     """Return a round's line in the log."""
     test = row.get("test")
     evaluation = row.get("evaluation")
@@ -360,14 +366,14 @@ PERIOD, RETRY = 2.0, 30.0
 """Seconds between two polls for sites that were away, and between two attempts at one that did not take the model."""
 
 
-def hand_out(manager: ClientManager, names: Sequence[str], final: bytes, run: Path, seconds: float) -> None:
+def deliver_model(manager: ClientManager, names: Sequence[str], final: bytes, run: Path, seconds: float) -> None:
     """Deliver the final model to sites, also to those that come back within `seconds`, and write who has it."""
     record = atomic_io.read_json(run / DELIVERY) or {}
     has: list[str] = record.get("has", [])
     attempts: dict[str, float] = {}
 
     def serve(some: Sequence[str]) -> list[str]:
-        has.extend(deliver(manager, some, final, run / MODEL))
+        has.extend(send_model(manager, some, final, run / MODEL))
         lacks = [name for name in names if name not in has]
         facts = {**record, "has": sorted(set(has)), "lacks": lacks}
         atomic_io.replace(run / DELIVERY, (json.dumps(facts) + "\n").encode())
@@ -386,14 +392,14 @@ def hand_out(manager: ClientManager, names: Sequence[str], final: bytes, run: Pa
             manager.clock.sleep(PERIOD)
 
 
-def deliver(manager: ClientManager, names: Sequence[str], final: bytes, model: Path) -> list[str]:
+def send_model(manager: ClientManager, names: Sequence[str], final: bytes, model: Path) -> list[str]:
     """Send sites the final model and return those that have it; `model` is its place here."""
     has, missing = list[str](), dict[str, str]()
     for name, answer in manager.exchange(dict.fromkeys(names, final), "the final model").items():
         try:
             if answer.data is None:
-                raise MalformedMessage(answer.reason)
-            reply = read_message(content(answer.data), Receipt, Refusal)
+                raise Malformed(answer.reason)
+            reply = read(read_content(answer.data), Receipt, Refusal)
             if isinstance(reply, Refusal):
                 raise MalformedMessage(reply.reason)
             has.append(name)

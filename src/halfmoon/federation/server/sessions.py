@@ -19,7 +19,7 @@ from halfmoon.federation.protocol.messages import (
     write_message,
 )
 from halfmoon.federation.protocol.terms import Terms
-from halfmoon.federation.server.transport import Clock, Connection, NodeIdentity, Spool, Spooled, Transport
+from halfmoon.federation.server.connection import Clock, Connection, NodeIdentity, Spool, SpooledFile, Transport
 
 PAUSE, LONGEST, SHARE = 0.1, 0.5, 0.1
 """Seconds between two polls for replies, at least and at most, and the share of the time waited that lies between.
@@ -34,16 +34,16 @@ LATE = 2.0
 NO_KEY = "its key was removed, or it never had one"
 """Why a site is not waited for, and why its answer does not count."""
 
-RESENDS = 3
+MAX_RESENDS = 3
 """How often a request is sent again in one exchange to a site whose process died over it."""
 
 AWAY = "it was not connected for"
 
 
-class Answer(NamedTuple):
+class SiteResponse(NamedTuple):
     """A site's answer, or None, and a reason; bytes that come with a reason do not count."""
 
-    data: bytes | Spooled | None
+    data: bytes | SpooledFile | None
     reason: str = ""
 
 
@@ -88,15 +88,15 @@ class ClientManager:
         return self.members.acceptances
 
     @property
-    def present(self) -> list[str]:
+    def connected_sites(self) -> list[str]:
         return [name for name in self.terms.sites if name in self.members.nodes]
 
     def poll(self) -> list[str]:
         self.members.poll()
         self._receive({})
-        return self.present
+        return self.connected_sites
 
-    def gather(self, needed: int, patience: float, grace: float | None = None) -> None:
+    def wait_for_sites(self, needed: int, patience: float, grace: float | None = None) -> None:
         """Wait until as many sites have joined; `grace` seconds (None: `absence`) are left to the others.
 
         Raise UserError where they have not after `patience` seconds.
@@ -113,7 +113,7 @@ class ClientManager:
                 why = f" ({'; '.join(faults)})" if faults else ""
                 raise UserError(f"{here} of {needed} sites that are needed have joined{why}.")
             missing = ", ".join(name for name in self.terms.sites if name not in self.members.nodes)
-            if here < needed and (now - last_line > AGAIN or missing != last_missing):
+            if here < needed and (now - last_line > RETRY_SECONDS or missing != last_missing):
                 total = len(self.terms.sites)
                 self.say(f"waiting for sites: {here} of {total} are there, {needed} needed; missing: {missing}")
                 last_line, last_missing = now, missing
@@ -121,7 +121,7 @@ class ClientManager:
         if last_missing:
             self.say(f"{len(self.members.nodes)} of {len(self.terms.sites)} sites are there")
 
-    def exchange(self, requests: Mapping[str, bytes], what: str) -> dict[str, Answer]:
+    def exchange(self, requests: Mapping[str, bytes], what: str) -> dict[str, SiteResponse]:
         """Send each named site its request, and return its answer, or why there is none; `what` names the exchange.
 
         A site that is cut off and comes back in time is asked again.
@@ -129,7 +129,7 @@ class ClientManager:
         start, named = self.clock.now(), ""
         late = {name for name in requests if name in self._gone and name not in self.members.nodes}
         waiting = {name: -math.inf if name in late else start for name in requests}  # since when
-        pending, answers = dict[str, _Pending](), dict[str, Answer]()
+        pending, answers = dict[str, _Pending](), dict[str, SiteResponse]()
         sends: dict[str, int] = dict.fromkeys(requests, 0)
         while len(answers) < len(requests):
             self.members.poll()
@@ -145,13 +145,13 @@ class ClientManager:
                 sends[name] += 1
                 pending[message_id] = _Pending(name, node, self.members.process(node), what, start + self.timeout, now)
             for name, answer in self._receive(pending).items():
-                if answer.data is None and sends[name] <= RESENDS:
+                if answer.data is None and sends[name] <= MAX_RESENDS:
                     waiting[name] = self.clock.now()  # to receive may have taken minutes
                 else:
                     answers[name] = answer
             if len(answers) < len(requests):
                 names_left = ", ".join(name for name in requests if name not in answers)
-                if answers and now - start > AGAIN and names_left != named:
+                if answers and now - start > RETRY_SECONDS and names_left != named:
                     named = names_left
                     self.say(f"waiting for {named}: {what}")
                 self._pause(start, now)
@@ -178,19 +178,19 @@ class ClientManager:
 
     def _give_up(
         self, waiting: dict[str, float], pending: dict[str, _Pending], now: float, start: float
-    ) -> dict[str, Answer]:
+    ) -> dict[str, SiteResponse]:
         """Give up sites that are away for too long, have had all their time, or may not come in any more."""
-        answers: dict[str, Answer] = {}
+        answers: dict[str, SiteResponse] = {}
         for name, since in list(waiting.items()):
             if not self.members.has_key(name):
                 del waiting[name]
-                answers[name] = Answer(None, NO_KEY)
+                answers[name] = SiteResponse(None, NO_KEY)
                 continue
             if "nodes" in self.connection.cut:  # it is the server that is not connected
                 waiting[name] = since = now
             if now - since > self.absence or now - start > self.timeout:
                 del waiting[name]
-                answers[name] = Answer(None, f"{AWAY} {min(now - since, self.absence):.0f} s")
+                answers[name] = SiteResponse(None, f"{AWAY} {min(now - since, self.absence):.0f} s")
         for message_id, request in list(pending.items()):
             if request.node in self.members.connected:
                 request.last_contact = now
@@ -202,13 +202,13 @@ class ClientManager:
             if reason:
                 request.end = now
                 self._late[message_id] = pending.pop(message_id)
-                answers[request.name] = Answer(None, reason)
+                answers[request.name] = SiteResponse(None, reason)
         return answers
 
-    def _receive(self, pending: dict[str, _Pending]) -> dict[str, Answer]:
+    def _receive(self, pending: dict[str, _Pending]) -> dict[str, SiteResponse]:
         """Take in what has come, and return the answers to requests; one that is late is named and let go."""
         self.members.check_keys()
-        answers: dict[str, Answer] = {}
+        answers: dict[str, SiteResponse] = {}
         for message_id, data, problem in self.connection.collect([*pending, *self.members.offers, *self._late]):
             self.members.check_keys()  # to fetch the ones before may have taken minutes
             if message_id in self.members.offers:
@@ -229,7 +229,7 @@ class ClientManager:
                     self._forget(request, "")
                     data, problem = None, "it had to join again"
                 place = data if data is None or self.spool is None else self.spool.store(data)
-                answers[request.name] = Answer(place, problem)
+                answers[request.name] = SiteResponse(place, problem)
         return answers
 
     def _forget(self, request: _Pending, problem: str) -> None:
@@ -240,7 +240,7 @@ class ClientManager:
 
 PERIOD, HASTE = 2.0, 0.5  # seconds between two polls for new sites, and where some are missing
 
-AGAIN = 30.0
+RETRY_SECONDS = 30.0
 """Seconds after which a node that would not join, or did not answer, is asked once more."""
 
 
@@ -288,14 +288,14 @@ class Membership:
         self._older = {node: name for node, name in self._older.items() if node in nodes}
         # Two nodes of one name, asked in turn, would take the site from each other for ever.
         members |= {node for node, name in self._older.items() if name in self.nodes}
-        new = [node for node in sorted(nodes - members) if now - self._offer_times.get(node, -1e9) > AGAIN]
+        new = [node for node in sorted(nodes - members) if now - self._offer_times.get(node, -1e9) > RETRY_SECONDS]
         for node, message_id in self.connection.send(dict.fromkeys(new, self._offer), self.timeout, True).items():
             self.offers[message_id] = node
             self._offer_times[node] = now
 
     def check_keys(self) -> None:
         """Forget sites whose keys were removed, and have those that have started again join again."""
-        self._holders = self.connection.post.holders()
+        self._holders = self.connection.post.key_owners()
         for name, node in list(self.nodes.items()):
             if not self.speaks_for(node, name):
                 del self.nodes[name]

@@ -23,16 +23,16 @@ from halfmoon.federation.protocol.tree_spec import TreeSpec, iterate_leaves
 FLOATS = {torch.float16, torch.bfloat16, torch.float32, torch.float64}
 WHOLES = {torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64}
 
-TWICE = 2
+MAX_COUNTS_PER_IMAGE = 2
 """A labeled image may count among the unlabeled ones as well (`FederatedDataset.reuse_labeled`): twice the images at
 most."""
 
-SWEEPS = 1024
+MAX_PASSES = 1024
 """How often a client update may read each image outside its steps. `ClientUpdate.swept` is once the unlabeled rows in
 most methods, twice in FedDB, all rows once in a count of statistics, one image more in FedMatch, and 1 + `peers` times
 in SemiFed: that one is an option, 10 by default, so the bound is wide. It stops nonsense in a cost that is reported."""
 
-LARGEST = 2**40
+MAX_BYTES = 2**40
 """Bytes of a client update's traffic and memory, at most: 1 TiB, beyond any model of this library."""
 
 
@@ -133,10 +133,10 @@ def _impossible(reply: Reply, most: Amount, images: int, uplink: Uplink | None) 
         yield from _out_of_range(Upload.of(reply.upload), uplink, images)
     down, up = reply.traffic
     counts = {
-        "images swept": (reply.images_outside_steps, SWEEPS * images + 1),
-        "bytes received": (down, LARGEST),
-        "bytes sent": (up, tree.nbytes(reply.upload)),
-        "bytes remembered": (reply.memory_bytes, LARGEST),
+        "images swept": (reply.swept, MAX_PASSES * images + 1),
+        "bytes received": (down, MAX_BYTES),
+        "bytes sent": (up, tree.nbytes(reply.up)),
+        "bytes remembered": (reply.kept, MAX_BYTES),
     }
     for unit, (count, limit) in counts.items():
         if not 0 <= count <= limit:
@@ -145,7 +145,7 @@ def _impossible(reply: Reply, most: Amount, images: int, uplink: Uplink | None) 
 
 def _out_of_range(up: Upload, uplink: Uplink, images: int) -> Iterator[str]:
     limits: dict[str, tuple[Tree, float]] = {
-        "weight": ({"": up.weight}, max(1, TWICE * images) if uplink.weight == "rows" else 1)
+        "weight": ({"": up.weight}, max(1, MAX_COUNTS_PER_IMAGE * images) if uplink.weight == "rows" else 1)
     }
     limits |= {name: ({"": up.aux[name]}, 1) for name in uplink.names("mark") if name in up.aux}
     limits |= {name: ({"": up.aux[name]}, math.inf) for name in uplink.names("count") if name in up.aux}

@@ -14,13 +14,13 @@ from halfmoon.federation.transport.internals import ControlApi, Node
 from halfmoon.sites.keys import Access
 from halfmoon.storage import atomic_io
 
-KEYS = "keys.json"  # the file with whose key each node has, among those of Flower's processes
-EVERY = 3.0  # seconds between two polls of the keys and of the nodes
+KEYS_FILE = "keys.json"  # the file with whose key each node has, among those of Flower's processes
+POLL_SECONDS = 3.0  # seconds between two polls of the keys and of the nodes
 HOUR = 3600.0  # seconds between two warnings of what runs out
-ANSWER = 10.0  # seconds that the SuperLink has for an answer
+TIMEOUT_SECONDS = 10.0  # seconds that the SuperLink has for an answer
 
 
-def pem(line: bytes) -> bytes:
+def to_pem(line: bytes) -> bytes:
     """Return a public key's line of OpenSSH as Flower compares keys; raise ValueError where it is none."""
     from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat, load_ssh_public_key
 
@@ -57,7 +57,7 @@ class Admission:
 
     def poll(self) -> None:
         """Take in what has changed, if it is time; what fails is said once, and tried again at the next poll."""
-        if self.now() - self._last_poll < EVERY:
+        if self.now() - self._last_poll < POLL_SECONDS:
             return
         try:
             self._read()
@@ -80,7 +80,7 @@ class Admission:
         keys = {}
         for name, path in access.sites.items():
             try:
-                keys[pem(path.read_bytes())] = name
+                keys[to_pem(path.read_bytes())] = name
             except (OSError, ValueError) as error:
                 raise UserError(f"{path} is no public key ({error}).") from error
         self._access, self._keys, self._stamp = access, keys, stamp

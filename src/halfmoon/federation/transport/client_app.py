@@ -18,34 +18,34 @@ from flwr.clientapp import ClientApp
 from halfmoon.config.schema import plugin_origins
 from halfmoon.core import weight_files
 from halfmoon.core.errors import UserError
-from halfmoon.federation.server.plan import load
+from halfmoon.federation.server.plan import load_plan
 from halfmoon.federation.site.client import SiteClient
 from halfmoon.federation.site.consent import ANY_TERMS
 from halfmoon.federation.site.site_keys import KeyFiles
-from halfmoon.federation.transport.link import unwrapped, wrapped
+from halfmoon.federation.transport.grid import unwrap_message, wrap_message
 
 PATHS = ("home", "tests", "validations", "key", "site-keys")
-FACTS = ("folder", "name", "device", "terms", "methods", "trusted", "weights", *PATHS)
+OPTIONS = ("folder", "name", "device", "terms", "methods", "trusted", "weights", *PATHS)
 
 app = ClientApp()
 
 
 @app.train()
 @app.query()
-def answer(message: Message, context: Context) -> Message:
+def handle_message(message: Message, context: Context) -> Message:
     """Return the site's answer to a message."""
     facts = {name: str(value) for name, value in context.node_config.items()}
     if "name" not in facts:
         config = context.run_config
-        facts |= _numbered(str(config["federation"]), str(config["sites"]), facts["partition-id"])
-    client = _client(tuple(facts.get(word, "") for word in FACTS))
-    return Message(wrapped(client.reply_to(unwrapped(message.content))), reply_to=message)
+        facts |= _rehearsal_options(str(config["federation"]), str(config["sites"]), facts["partition-id"])
+    client = _open_client(tuple(facts.get(word, "") for word in OPTIONS))
+    return Message(wrap_message(client.answer(unwrap_message(message.content))), reply_to=message)
 
 
 @cache
-def _client(values: tuple[str, ...]) -> SiteClient:
+def _open_client(values: tuple[str, ...]) -> SiteClient:
     """Return the client of these `FACTS`; a process that answers several messages opens its images once."""
-    facts = dict(zip(FACTS, values, strict=True))
+    facts = dict(zip(OPTIONS, values, strict=True))
     paths = {word: Path(facts[word]) if facts[word] else None for word in PATHS}
     for path in filter(None, facts["weights"].split(os.pathsep)):
         with suppress(UserError):  # terms that want it say what is missing
@@ -65,7 +65,7 @@ def _client(values: tuple[str, ...]) -> SiteClient:
 
 
 @cache
-def _numbered(federation: str, sites: str, number: str) -> dict[str, str]:
-    terms = load(Path(federation)).terms  # of this very machine: what its file names may be loaded
-    name, trusted = terms.sites[int(number)], [plugin.part for plugin in plugin_origins(terms.config)]
-    return {"name": name, "folder": str(Path(sites) / name), "terms": ANY_TERMS, "trusted": " ".join(trusted)}
+def _rehearsal_options(federation: str, sites: str, number: str) -> dict[str, str]:
+    terms = load_plan(Path(federation)).terms  # of this very machine: what its file names may be loaded
+    name, trusted = terms.sites[int(number)], [plugin.part for plugin in origins(terms.config)]
+    return {"name": name, "folder": str(Path(sites) / name), "terms": ANY, "trusted": " ".join(trusted)}

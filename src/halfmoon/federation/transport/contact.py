@@ -9,10 +9,10 @@ from pathlib import Path
 
 from halfmoon.core.errors import UserError
 
-SECONDS = 3.0  # how long an answer is waited for
+TIMEOUT_SECONDS = 3.0  # how long an answer is waited for
 
 
-class Absent(UserError):
+class ServerUnreachable(UserError):
     """Nobody answers at an address, or not yet."""
 
 
@@ -37,18 +37,18 @@ class Address:
         return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
 
     @property
-    def loopback(self) -> bool:
+    def is_loopback(self) -> bool:
         with suppress(ValueError):
             return ip_address(self.host).is_loopback
         return self.host == "localhost"
 
     @property
-    def near(self) -> "Address":
+    def local(self) -> "Address":
         """Return the address at which this machine reaches a server that listens here: everywhere is also here."""
         return Address({"0.0.0.0": "127.0.0.1", "::": "::1"}.get(self.host, self.host), self.port)
 
 
-def trust(ca: Path) -> ssl.SSLContext:
+def tls_context(ca: Path) -> ssl.SSLContext:
     """Return what trusts the certificates that `ca` (PEM) has signed; raise UserError where the file is none."""
     try:
         return ssl.create_default_context(cafile=ca)
@@ -59,12 +59,12 @@ def trust(ca: Path) -> ssl.SSLContext:
         ) from error
 
 
-def reach(address: Address, ca: Path | None) -> None:
-    """Raise Absent where no server answers, UserError where one does that cannot be talked to like this."""
+def check_server(address: Address, ca: Path | None) -> None:
+    """Raise ServerUnreachable where no server answers, UserError where one does that cannot be talked to like this."""
     if ca is None:
-        link = http.client.HTTPConnection(address.host, address.port, timeout=SECONDS)
+        link = http.client.HTTPConnection(address.host, address.port, timeout=TIMEOUT_SECONDS)
     else:
-        link = http.client.HTTPSConnection(address.host, address.port, timeout=SECONDS, context=trust(ca))
+        link = http.client.HTTPSConnection(address.host, address.port, timeout=TIMEOUT_SECONDS, context=tls_context(ca))
     try:
         link.request("GET", "/health")
         status = link.getresponse().status
@@ -80,13 +80,13 @@ def reach(address: Address, ca: Path | None) -> None:
     except (http.client.HTTPException, ConnectionResetError) as error:
         if ca is None and _speaks_tls(address):
             raise _tls_only(address) from error
-        raise Absent(f"{address} closes the connection") from error
+        raise ServerUnreachable(f"{address} closes the connection") from error
     except OSError as error:
-        raise Absent(f"{address} does not answer ({error.strerror or error})") from error
+        raise ServerUnreachable(f"{address} does not answer ({error.strerror or error})") from error
     finally:
         link.close()
     if status in (http.client.BAD_GATEWAY, http.client.SERVICE_UNAVAILABLE, http.client.GATEWAY_TIMEOUT):
-        raise Absent(f"{address} is a proxy whose server does not answer ({status})")
+        raise ServerUnreachable(f"{address} is a proxy whose server does not answer ({status})")
     if status == http.client.BAD_REQUEST and ca is None and _speaks_tls(address):  # a proxy's answer
         raise _tls_only(address)
     if status != http.client.OK:
@@ -101,7 +101,7 @@ def _speaks_tls(address: Address) -> bool:
     """Say whether a TLS handshake works at all; nothing is sent, and nobody is trusted."""
     blind = ssl.create_default_context()
     blind.check_hostname, blind.verify_mode = False, ssl.CERT_NONE
-    link = http.client.HTTPSConnection(address.host, address.port, timeout=SECONDS, context=blind)
+    link = http.client.HTTPSConnection(address.host, address.port, timeout=TIMEOUT_SECONDS, context=blind)
     try:
         link.connect()
     except OSError:

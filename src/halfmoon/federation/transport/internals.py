@@ -72,10 +72,10 @@ REASONS = {
 }
 """Words in the log of a node that ended, and their meaning: Flower names the reason there alone."""
 
-LOST, REACHED = "Connection attempt failed", "Connection successful"
+SERVER_LOST, SERVER_REACHED = "Connection attempt failed", "Connection successful"
 """Words of a node that loses its server, and reaches it again."""
 
-RECEIVING, REPLY = "receiving a message", "sent an answer"
+MESSAGE_RECEIVED, REPLY_SENT = "receiving a message", "sent an answer"
 """Words of a node about a message and its answer; it has one at a time."""
 
 PIECE = 5 * 2**20
@@ -89,7 +89,7 @@ still sent, for which Flower gives no time: 5 MiB at 1 Mbit/s would be sent agai
 PARTS = 16  # objects that a message of ours is made of, beside its pieces, and some to spare
 
 
-def note(words: str) -> None:
+def print_line(words: str) -> None:
     sys.stderr.write(f"{words}\n")
 
 
@@ -104,13 +104,13 @@ class MessageList:
     """
 
     def __init__(self, grid: Any, most: int | None) -> None:
-        self.client = client_of(grid)
+        self.client = runtime_client(grid)
         self._most = None if most is None else PARTS + most // PIECE
         self._replies: dict[str, tuple[Any, Any]] = {}
         if self.client is not None:
             from flwr.superlink.grid import http_grid
 
-            http_grid.pull_objects = pull_soon  # pyright: ignore[reportPrivateImportUsage]
+            http_grid.pull_objects = pull_objects_soon  # pyright: ignore[reportPrivateImportUsage]
             self._ask = self.client.PullMessages
             self.client.PullMessages = self._hand
 
@@ -140,7 +140,7 @@ class MessageList:
         )
 
 
-def pull_soon(object_ids: Sequence[str], pull_object_fn: Callable[[str], bytes]) -> dict[str, bytes]:
+def pull_objects_soon(object_ids: Sequence[str], pull_object_fn: Callable[[str], bytes]) -> dict[str, bytes]:
     """Return these objects, asking for those under way again after 0.02 s to 1 s: Flower waits 1 s to 10 s."""
     from flwr.supercore.inflatable.inflatable_utils import pull_objects
 
@@ -148,7 +148,7 @@ def pull_soon(object_ids: Sequence[str], pull_object_fn: Callable[[str], bytes])
     return pull_objects(names, pull_object_fn, max_tries_per_object=None, initial_backoff=0.02, backoff_cap=1.0)
 
 
-def client_of(grid: Any) -> Any:
+def runtime_client(grid: Any) -> Any:
     return getattr(grid, "_runtime_client", None)
 
 
@@ -161,12 +161,12 @@ class Packet:
     objects: dict[str, bytes]
 
 
-def pack(message: Any) -> Packet:
+def pack_message(message: Any) -> Packet:
     """Return a message of this process as a packet."""
     from flwr.app.message import remove_content_from_message
     from flwr.supercore.inflatable.inflatable_object import get_all_nested_objects, get_object_tree
 
-    number(message, message.object_id)
+    set_message_id(message, message.object_id)
     objects = {name: part.deflate() for name, part in get_all_nested_objects(message).items()}
     return Packet(remove_content_from_message(message), get_object_tree(message), objects)
 
@@ -189,13 +189,13 @@ def from_frames(frames: Sequence[bytes]) -> Packet:
     return Packet(message, message_pb2.ObjectTree.FromString(frames[1]), objects)
 
 
-def unpack(packet: Packet) -> Any:
+def unpack_message(packet: Packet) -> Any:
     """Return the whole message; this process may answer it from now on."""
     from flwr.supercore.inflatable.inflatable_utils import inflate_object_from_contents
 
     _act_for(packet.message)
     message = inflate_object_from_contents(packet.tree.object_id, packet.objects)
-    number(message, packet.tree.object_id)
+    set_message_id(message, packet.tree.object_id)
     return message
 
 
@@ -219,10 +219,10 @@ class Fleet:
         run, name = message.metadata.run_id, message.metadata.message_id
         try:
             names = [part.object_id for part in iterate_object_tree(tree)]
-            objects = pull_soon(names, partial(self._pull_object, run))
+            objects = pull_objects_soon(names, partial(self._pull_object, run))
             self._confirm(run, name)
         except Exception as error:  # its run is over, or the server has lost a part of it
-            note(f"cannot receive the message {name}: {type(error).__name__}: {error}")
+            print_line(f"cannot receive the message {name}: {type(error).__name__}: {error}")
             return None
         return Packet(message, tree, objects)
 
@@ -235,7 +235,7 @@ class Fleet:
             push = partial(self._push_object, packet.message.metadata.run_id, session)
             push_object_contents_from_iterable(((name, packet.objects[name]) for name in missing), push)
         except Exception as error:  # its run is over, or the server fails: it asks again where it needs to
-            note(f"cannot send an answer: {type(error).__name__}: {error}")
+            print_line(f"cannot send an answer: {type(error).__name__}: {error}")
             return False
         return True
 
@@ -252,7 +252,7 @@ class Fleet:
             return None
 
 
-def private_key(path: Path) -> Any:
+def load_private_key(path: Path) -> Any:
     """Return the key of a node; raise UserError where Flower would not take it."""
     from cryptography.exceptions import UnsupportedAlgorithm
     from cryptography.hazmat.primitives.asymmetric.ec import EllipticCurvePrivateKey
@@ -271,7 +271,7 @@ def private_key(path: Path) -> Any:
 
 
 @contextmanager
-def fleet(server: str, ca: Path | None, key: Path | None) -> Iterator[Fleet]:
+def connect_fleet(server: str, ca: Path | None, key: Path | None) -> Iterator[Fleet]:
     """Connect to a SuperLink; the process ends where that does not work, and what goes wrong later is printed."""
     from flwr.supernode import fleet_http_connection
     from flwr.supernode.fleet_http_client import FleetHttpClient
@@ -281,19 +281,19 @@ def fleet(server: str, ca: Path | None, key: Path | None) -> Iterator[Fleet]:
             return super()._unary_unary(**{"timeout": ANSWER + words["request"].ByteSize() / SLOWEST, **words})
 
     fleet_http_connection.FleetHttpClient = SlowLinkClient  # pyright: ignore[reportPrivateImportUsage]
-    private = None if key is None else private_key(key)
+    private = None if key is None else load_private_key(key)
     pair = None if private is None else (private, private.public_key())
     connecting = fleet_http_connection.http_request_response
     with connecting(server, ca is None, None if ca is None else str(ca), pair) as functions:
         yield Fleet(functions)
 
 
-def failure(message: Any, code: int, words: str) -> Packet:
+def error_reply(message: Any, code: int, words: str) -> Packet:
     """Return the answer to a message that was not answered, with a code of Flower's `ErrorCode`."""
     from flwr.app import Error, Message
 
     _act_for(message)
-    return pack(Message(Error(code=code, reason=words), reply_to=message))
+    return pack_message(Message(Error(code=code, reason=words), reply_to=message))
 
 
 def _act_for(message: Any) -> None:
@@ -304,7 +304,7 @@ def _act_for(message: Any) -> None:
     TaskIdentity.task_id, TaskIdentity.run_id, TaskIdentity.node_id = 1, facts.run_id, facts.dst_node_id
 
 
-def context(message: Any, config: Mapping[str, Any]) -> Any:
+def app_context(message: Any, config: Mapping[str, Any]) -> Any:
     """Return the context in which a site's app answers a message."""
     from flwr.app import Context, RecordDict
 
@@ -313,7 +313,7 @@ def context(message: Any, config: Mapping[str, Any]) -> Any:
 
 
 @contextmanager
-def identity() -> Iterator[None]:
+def act_as_node() -> Iterator[None]:
     """Let messages be made outside Flower's processes."""
     from flwr.supercore.task_identity import TaskIdentity
 
@@ -325,7 +325,7 @@ def identity() -> Iterator[None]:
         TaskIdentity._task_id, TaskIdentity._run_id, TaskIdentity._node_id = before
 
 
-def number(message: Any, name: str) -> None:
+def set_message_id(message: Any, name: str) -> None:
     """Give a message the number that Flower's server would give it."""
     message.metadata.__dict__["_message_id"] = name
 

@@ -13,24 +13,32 @@ from pathlib import Path
 from typing import Literal
 
 from halfmoon.core.errors import UserError
-from halfmoon.federation.protocol.bundle import APPS, PROJECT_FILE, render_project
+from halfmoon.federation.protocol.bundle import APPS, PROJECT, project
 from halfmoon.federation.protocol.log import EventLog, Tail
-from halfmoon.federation.transport.admission import ANSWER, KEYS, Admission
-from halfmoon.federation.transport.contact import Absent, Address, reach, trust
+from halfmoon.federation.transport.admission import KEYS_FILE, TIMEOUT_SECONDS, Admission
+from halfmoon.federation.transport.contact import Address, ServerUnreachable, check_server, tls_context
 from halfmoon.federation.transport.internals import ControlApi
-from halfmoon.federation.transport.processes import SERVER_APP, SUPEREXEC, SUPERLINK, Home, alone, require_flower, stop
+from halfmoon.federation.transport.processes import (
+    SERVER_APP,
+    SUPEREXEC,
+    SUPERLINK,
+    ProcessFolder,
+    exclusive,
+    require_flower,
+    stop_process,
+)
 from halfmoon.sites.keys import Access
 from halfmoon.storage import atomic_io, toml
 
-LOG, METRICS, SUMMARY, MODEL = "serve.log", "metrics.jsonl", "summary.json", "model.safetensors"
-DELIVERY = "delivery.json"
+LOG_FILE, METRICS_FILE, SUMMARY_FILE, MODEL_FILE = "serve.log", "metrics.jsonl", "summary.json", "model.safetensors"
+DELIVERY_FILE = "delivery.json"
 """Files of a run folder, by name: `halfmoon.storage.run_folder`, which writes them, would bring torch."""
 
 RUN_CONFIG = "run.toml"
 """The file, in the folder of Flower's processes, of what the ServerApp is told."""
 
 STARTING = 60.0  # seconds until a SuperLink has to answer, or a ServerApp to have begun
-EVERY = 0.1  # seconds between two looks at processes and logs
+POLL_SECONDS = 0.1  # seconds between two looks at processes and logs
 CLOSING = 10.0  # seconds that a ServerApp has for its last words to Flower once its run is finished
 LONGEST_PAUSE = 10.0  # seconds of pause, at most, before what has died twice is started again
 
@@ -39,7 +47,7 @@ _WORDS, _ERROR = re.compile(r"\w"), re.compile(r"\w(Error|Exception|Exit)\b")
 _COLORS = re.compile(r"\x1b\[\d*m")
 _CONNECTION = "halfmoon"
 
-Ended = Literal["finished", "link", "app"]
+Outcome = Literal["finished", "link", "app"]
 
 
 class Halted(UserError):
@@ -47,7 +55,7 @@ class Halted(UserError):
 
 
 @dataclass(frozen=True)
-class Server:
+class ServerOptions:
     """How a federation is served: its file, its run folder, where it listens, and how often it is started again.
 
     `certificate` and `key` are the server's for TLS, `ca` has the authority that signed them; without them the
@@ -67,7 +75,7 @@ class Server:
     access: Access | None = None
     sites: tuple[str, ...] = ()
     restarts: int = 5
-    again: bool = False  # whether a finished run is served until no site lacks its model
+    redeliver: bool = False  # whether a finished run is served until no site lacks its model
     apps: tuple[str, str] = APPS
 
     def __post_init__(self) -> None:
@@ -81,15 +89,17 @@ class Server:
             if path is not None and not path.is_file():
                 raise UserError(f"{flag} {path}: there is no such file.")
         if self.ca is not None:
-            trust(self.ca)
-        elif not self.insecure and not self.address.loopback:
+            tls_context(self.ca)
+        elif not self.insecure and not self.address.is_loopback:
             raise UserError(
                 f"--host {self.host} is open to other machines, and nothing would be encrypted: give --ca, "
                 "--certificate and --key, or --insecure where the network itself is safe."
             )
 
     @classmethod
-    def guarded(cls, config: Path, run: Path, access: Access, sites: Sequence[str], restarts: int) -> "Server":
+    def with_access(
+        cls, config: Path, run: Path, access: Access, sites: Sequence[str], restarts: int
+    ) -> "ServerOptions":
         """Return a server that only sites with a key of `access` reach: by its proxy, so it listens here alone."""
         return cls(
             config,
@@ -108,11 +118,11 @@ class Server:
         return Address(self.host, self.port)
 
     @property
-    def home(self) -> Home:
-        return Home(self.run / "flower")
+    def home(self) -> ProcessFolder:
+        return ProcessFolder(self.run / "flower")
 
 
-def superlink(server: Server) -> list[str]:
+def superlink_arguments(server: ServerOptions) -> list[str]:
     """Return the arguments of `flower-superlink`."""
     files = {"--ssl-ca-certfile": server.ca, "--ssl-certfile": server.certificate, "--ssl-keyfile": server.key}
     tls = [word for flag, path in files.items() if path is not None for word in (flag, str(path.absolute()))]
@@ -126,39 +136,41 @@ def superlink(server: Server) -> list[str]:
     ]
 
 
-def run_config(server: Server) -> str:
+def render_run_config(server: ServerOptions) -> str:
     """Return what the ServerApp is told, as TOML; it stays on this machine, and is no part of the app bundle."""
     facts = {"federation": server.config.absolute(), "run-dir": server.run.absolute()}
-    facts |= {"keys": (server.home.folder / KEYS).absolute()} if server.access else {}
+    facts |= {"keys": (server.home.folder / KEYS_FILE).absolute()} if server.access else {}
     return "".join(f"{name} = {toml.value(path)}\n" for name, path in facts.items())
 
 
-def connection(server: Server) -> str:
+def render_connection(server: ServerOptions) -> str:
     """Return the config.toml by which `flwr` finds the SuperLink."""
     ca = server.ca
     safety = "insecure = true" if ca is None else f"root-certificates = {toml.value(ca.absolute())}"
-    address = toml.value(str(server.address.near))
+    address = toml.value(str(server.address.local))
     return f'[superlink]\ndefault = "{_CONNECTION}"\n\n[superlink.{_CONNECTION}]\naddress = {address}\n{safety}\n'
 
 
-def finished(run: Path) -> bool:
-    return atomic_io.read_json(run / SUMMARY) is not None
+def is_finished(run: Path) -> bool:
+    return atomic_io.read_json(run / SUMMARY_FILE) is not None
 
 
-def lacking(run: Path) -> list[str]:
-    names = (atomic_io.read_json(run / DELIVERY) or {}).get("lacks") if finished(run) else None
+def sites_without_model(run: Path) -> list[str]:
+    names = (atomic_io.read_json(run / DELIVERY_FILE) or {}).get("lacks") if is_finished(run) else None
     return [str(name) for name in names] if isinstance(names, list) else []
 
 
-def serve(server: Server, show: Callable[[str], None]) -> None:
+def serve(server: ServerOptions, show: Callable[[str], None]) -> None:
     """Serve a federation until its run is finished, and leave no process; raise Halted where it cannot go on."""
     require_flower()
     home = server.home
-    with alone(home.folder / "serve.lock", f"{server.run} is being served by another process; wait for it, or end it."):
+    with exclusive(
+        home.folder / "serve.lock", f"{server.run} is being served by another process; wait for it, or end it."
+    ):
         home.prepare()
-        home.kill()  # what a server left behind that was killed
-        _write(server)
-        tail = Tail(server.run / LOG)
+        home.kill_all()  # what a server left behind that was killed
+        _write_files(server)
+        tail = Tail(server.run / LOG_FILE)
         try:
             _Session(server, tail, show).play()
         finally:
@@ -166,15 +178,15 @@ def serve(server: Server, show: Callable[[str], None]) -> None:
                 show(line)
 
 
-def _write(server: Server) -> None:
-    if server.again:  # the bundle, whose hash the sites know, has no word for it
-        record = atomic_io.read_json(server.run / DELIVERY) or {}
-        atomic_io.replace(server.run / DELIVERY, (json.dumps({**record, "again": True}) + "\n").encode())
+def _write_files(server: ServerOptions) -> None:
+    if server.redeliver:  # the bundle, whose hash the sites know, has no word for it
+        record = atomic_io.read_json(server.run / DELIVERY_FILE) or {}
+        atomic_io.replace(server.run / DELIVERY_FILE, (json.dumps({**record, "again": True}) + "\n").encode())
     app = server.home.folder / "app"
     app.mkdir(exist_ok=True)
-    atomic_io.replace(app / PROJECT_FILE, render_project(server.apps).encode())
-    atomic_io.replace(server.home.folder / RUN_CONFIG, run_config(server).encode())
-    atomic_io.replace(server.home.folder / "config.toml", connection(server).encode())
+    atomic_io.replace(app / PROJECT, project(server.apps).encode())
+    atomic_io.replace(server.home.folder / RUN_CONFIG, render_run_config(server).encode())
+    atomic_io.replace(server.home.folder / "config.toml", render_connection(server).encode())
     for script in (SUPERLINK, SERVER_APP):
         server.home.log(script).write_bytes(b"")
 
@@ -182,9 +194,9 @@ def _write(server: Server) -> None:
 class _Session:
     """A federation that is served: the SuperLink's process, and in a file the number of Flower's run."""
 
-    def __init__(self, server: Server, tail: Tail, show: Callable[[str], None]) -> None:
+    def __init__(self, server: ServerOptions, tail: Tail, show: Callable[[str], None]) -> None:
         self.server, self.tail, self.show = server, tail, show
-        self.home, self.log = server.home, EventLog(server.run / LOG)
+        self.home, self.log = server.home, EventLog(server.run / LOG_FILE)
         self.link: subprocess.Popen[bytes] | None = None
         self.number = self.home.folder / "number"
         self.failures, self.rounds = 0, _rounds(server.run)
@@ -195,23 +207,23 @@ class _Session:
             self._start()
             while (ended := self._submit() or self._watch()) != "finished":
                 self._again(ended)
-            self._wait(lambda: not self.home.running(SERVER_APP), CLOSING)
+            self._wait(lambda: not self.home.is_running(SERVER_APP), CLOSING)
             self.number.unlink(missing_ok=True)
         finally:
-            stop(self.link)
-            self.home.kill()
+            stop_process(self.link)
+            self.home.kill_all()
 
     def _start(self) -> None:
         address = self.server.address
         if _in_use(address):
             raise UserError(f"port {address.port} is taken by another process: end it, or give another --port.")
         for script in (SUPEREXEC, SUPERLINK):
-            self.home.forget(script)
+            self.home.clear_lock(script)
         log = Tail(self.home.log(SUPERLINK))
-        self.link = self.home.start(SUPERLINK, superlink(self.server))
+        self.link = self.home.start(SUPERLINK, superlink_arguments(self.server))
         if not self._wait(self._answers, STARTING):
             raise Halted(
-                f"the SuperLink did not start: {_last(log.read_lines()) or 'it said nothing'}; see {log.path}."
+                f"the SuperLink did not start: {_last_line(log.lines()) or 'it said nothing'}; see {log.path}."
             )
         self._admit()
         self._forget_run()
@@ -221,8 +233,8 @@ class _Session:
         server = self.server
         if server.access is None or server.ca is None:
             return
-        registry = ControlApi(f"https://{server.address.near}", trust(server.ca), ANSWER)
-        self.admission = Admission(server.access, registry, self.home.folder / KEYS, server.sites, self.log.write)
+        registry = ControlApi(f"https://{server.address.local}", tls_context(server.ca), TIMEOUT_SECONDS)
+        self.admission = Admission(server.access, registry, self.home.folder / KEYS_FILE, server.sites, self.log.say)
         self.admission.open()
         self._show()
 
@@ -234,8 +246,8 @@ class _Session:
             self.number.unlink()
 
     def _answers(self) -> bool:
-        with suppress(Absent):
-            reach(self.server.address.near, self.server.ca)
+        with suppress(ServerUnreachable):
+            check_server(self.server.address.local, self.server.ca)
             return True
         return False
 
@@ -245,13 +257,13 @@ class _Session:
         while not condition():
             if self.link is None or self.link.poll() is not None or time.monotonic() > end:
                 return False
-            time.sleep(EVERY / 2)
+            time.sleep(POLL_SECONDS / 2)
         return True
 
-    def _submit(self) -> Ended | None:
+    def _submit(self) -> Outcome | None:
         """Give Flower a run that goes on; return what died instead, and raise Halted for a refusal."""
         assert self.link is not None
-        self.home.forget(SERVER_APP)
+        self.home.clear_lock(SERVER_APP)
         with suppress(subprocess.TimeoutExpired):
             options = ["--run-config", str(self.home.folder / RUN_CONFIG), "--format", "json"]
             result = self.home.flwr(["run", str(self.home.folder / "app"), _CONNECTION, *options], STARTING)
@@ -263,7 +275,7 @@ class _Session:
                 raise Halted(f"Flower did not take the run: {text}")
         return "link"
 
-    def _watch(self) -> Ended:
+    def _watch(self) -> Outcome:
         """Show the log until something ends, and return what it was; raise Halted where the log says so."""
         begin = time.monotonic()
         errors = Tail(self.home.log(SERVER_APP))
@@ -274,19 +286,19 @@ class _Session:
                 self.admission.poll()
             self._show()
             if ended is not None:
-                if ended == "app" and (reason := _last(errors.read_lines(), _ERROR)):
-                    self.log.write(f"the last words of the server's program: {reason}")
+                if ended == "app" and (reason := _last_line(errors.lines(), _ERROR)):
+                    self.log.say(f"the last words of the server's program: {reason}")
                 return ended
-            time.sleep(EVERY)
+            time.sleep(POLL_SECONDS)
 
-    def _ended(self, seconds: float) -> Ended | None:
+    def _ended(self, seconds: float) -> Outcome | None:
         assert self.link is not None
-        begun = self.home.begun(SERVER_APP)
-        silent = begun and not self.home.running(SERVER_APP)
+        begun = self.home.has_started(SERVER_APP)
+        silent = begun and not self.home.is_running(SERVER_APP)
         run = self.server.run
-        if finished(run) and not (self.server.again and lacking(run)):
+        if is_finished(run) and not (self.server.redeliver and sites_without_model(run)):
             return "finished"
-        if self.link.poll() is not None or (self.home.begun(SUPEREXEC) and not self.home.running(SUPEREXEC)):
+        if self.link.poll() is not None or (self.home.has_started(SUPEREXEC) and not self.home.is_running(SUPEREXEC)):
             return "link"
         if silent:
             return "app"
@@ -298,7 +310,7 @@ class _Session:
             if halt := _STOPPED.fullmatch(line):
                 raise Halted(halt[1])
 
-    def _again(self, died: Ended) -> None:
+    def _again(self, died: Outcome) -> None:
         """Start again what died; raise Halted where that was done too often in a row."""
         rounds = _rounds(self.server.run)
         self.failures = 1 if rounds > self.rounds else self.failures + 1
@@ -317,13 +329,13 @@ class _Session:
             self._forget_run()
             if self.link is not None and self.link.poll() is None:
                 return
-        stop(self.link)
-        self.home.kill()
+        stop_process(self.link)
+        self.home.kill_all()
         self._start()
 
 
 def _rounds(run: Path) -> int:
-    return (atomic_io.read(run / METRICS) or b"").count(b"\n")
+    return (atomic_io.read(run / METRICS_FILE) or b"").count(b"\n")
 
 
 def _in_use(address: Address) -> bool:
@@ -342,7 +354,7 @@ def _in_use(address: Address) -> bool:
     return False
 
 
-def _last(lines: list[str], sought: re.Pattern[str] = _WORDS) -> str:
+def _last_line(lines: list[str], sought: re.Pattern[str] = _WORDS) -> str:
     """Return the last line with what is sought, without colors; nothing where there is none."""
     plain = [_COLORS.sub("", line).strip() for line in lines]
     return next((line for line in reversed(plain) if sought.search(line)), "")

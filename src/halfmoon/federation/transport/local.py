@@ -46,7 +46,7 @@ class LocalGrid(Grid):
         for message in messages:
             self._count += 1
             number = f"message-{self._count}"
-            internals.number(message, number)
+            internals.set_message_id(message, number)
             self._replies[number] = self._answer(message)
             numbers.append(number)
         return numbers
@@ -72,17 +72,17 @@ def rehearse(
     validations: Mapping[str, Path] | None = None,
 ) -> None:
     """Play a federation in this process through both apps; `sites`, `tests`, `validations` are folders."""
-    from halfmoon.federation.server.plan import load
-    from halfmoon.federation.site.consent import ANY_TERMS
+    from halfmoon.federation.server.plan import load_plan
+    from halfmoon.federation.site.consent import ANY
     from halfmoon.federation.transport import client_app, server_app
 
-    names = load(federation).terms.sites
-    nodes = {1000 + k: {"name": name, "folder": str(sites / name), "terms": ANY_TERMS} for k, name in enumerate(names)}
+    names = load_plan(federation).terms.sites
+    nodes = {1000 + k: {"name": name, "folder": str(sites / name), "terms": ANY} for k, name in enumerate(names)}
     for facts in nodes.values():
         for word, folders in {"tests": tests, "validations": validations}.items():
             if folders and facts["name"] in folders:
                 facts[word] = str(folders[facts["name"]])
     config: UserConfig = {"federation": str(federation), "run-dir": str(run_dir), "patience": 0.0}
-    with internals.identity():
+    with internals.act_as_node():
         context = Context(run_id=1, node_id=1, node_config={}, state=RecordDict(), run_config=config)
         server_app.app(LocalGrid(client_app.app, nodes), context)

@@ -18,17 +18,17 @@ from pathlib import Path
 from typing import Any
 
 from halfmoon.federation.protocol import bundle
-from halfmoon.federation.protocol.bundle import ForeignBundle
+from halfmoon.federation.protocol.bundle import Foreign
 from halfmoon.federation.protocol.log import EventLog
 from halfmoon.federation.transport import internals
-from halfmoon.federation.transport.internals import RECEIVING, REPLY, Fleet, Packet
-from halfmoon.federation.transport.processes import SUPERNODE, WORKER, command, enter, interruptible
+from halfmoon.federation.transport.internals import MESSAGE_RECEIVED, REPLY_SENT, Fleet, Packet
+from halfmoon.federation.transport.processes import SUPERNODE, WORKER, claim_lock, command, interruptible
 from halfmoon.storage import atomic_io
 
-FILE, LOG = "node.json", "join.log"
+NODE_FILE, LOG_FILE = "node.json", "join.log"
 """The file in the folder of a site's processes with all that they have to know; and above it, the site's log."""
 
-RAISED, FOREIGN, DIED = 2, 7, 8
+APP_FAILED, WRONG_BUNDLE, WORKER_DIED = 2, 7, 8
 """Codes of Flower's `ErrorCode`: the app failed, the bundle is another one, the worker died."""
 
 SHORTEST, LONGEST, SHARE = 0.1, 3.0, 0.5
@@ -39,55 +39,55 @@ idle site burdens its server as Flower's own would.
 """
 
 
-def pause(idle: float) -> float:
+def poll_delay(idle: float) -> float:
     """Return the seconds until the next poll of a site that has been idle for so long."""
     return min(LONGEST, max(SHORTEST, SHARE * idle))
 
 
-def serve(folder: Path) -> int:
+def run_node(folder: Path) -> int:
     """Ask the server for messages until the connection ends, and return the exit code."""
-    facts = atomic_io.read_json(folder / FILE) or {}
+    facts = atomic_io.read_json(folder / NODE_FILE) or {}
     ca, key = (None if facts[name] is None else Path(facts[name]) for name in ("ca", "key"))
     worker = Worker(facts["apps"][1])
-    checker = Checker(tuple(facts["apps"]), EventLog(folder.parent / LOG))
+    checker = BundleChecker(tuple(facts["apps"]), EventLog(folder.parent / LOG_FILE))
     try:
-        with interruptible(), internals.fleet(facts["server"], ca, key) as fleet:
+        with interruptible(), internals.connect_fleet(facts["server"], ca, key) as fleet:
             worker.start()
             _loop(fleet, worker, checker, facts["config"])
     except KeyboardInterrupt:
-        internals.note("told to end")
+        internals.print_line("told to end")
     finally:
         worker.stop()
     return 1
 
 
-def _loop(fleet: Fleet, worker: "Worker", checker: "Checker", config: dict[str, Any]) -> None:
+def _loop(fleet: Fleet, worker: "Worker", checker: "BundleChecker", config: dict[str, Any]) -> None:
     last = time.monotonic()
     while True:
         packet = fleet.receive()
         if packet is None:
-            time.sleep(pause(time.monotonic() - last))
+            time.sleep(poll_delay(time.monotonic() - last))
             continue
-        internals.note(RECEIVING)
+        internals.print_line(MESSAGE_RECEIVED)
         begin = time.monotonic()
-        foreign = checker.fault(fleet, packet.message.metadata.run_id)
+        foreign = checker.find_fault(fleet, packet.message.metadata.run_id)
         if foreign is not None:
-            answer = internals.failure(packet.message, FOREIGN, "another program")
+            answer = internals.error_reply(packet.message, WRONG_BUNDLE, "another program")
         else:
             answer = worker.answer(packet, config)
         last = time.monotonic()
         if fleet.send(answer, last - begin):
-            internals.note(REPLY)
+            internals.print_line(REPLY_SENT)
 
 
-class Checker:
+class BundleChecker:
     """The runs of a server: each of another bundle than the agreed one is refused, and the log says why, once."""
 
     def __init__(self, apps: tuple[str, ...], log: EventLog) -> None:
         self.apps, self.log = apps, log
         self._faults: dict[int, str | None] = {}
 
-    def fault(self, fleet: Fleet, run: int) -> str | None:
+    def find_fault(self, fleet: Fleet, run: int) -> str | None:
         """Return why a run is refused, None where it is not."""
         if run not in self._faults:
             fault = None
@@ -132,7 +132,7 @@ class Worker:
         except (OSError, EOFError):
             self.stop()
             self.start()
-            return internals.failure(packet.message, DIED, "its process died")
+            return internals.error_reply(packet.message, WORKER_DIED, "its process died")
 
     def stop(self) -> None:
         """End the process at once."""
@@ -142,7 +142,7 @@ class Worker:
             self.process.wait()
 
 
-def serve_pipe(number: str, app: str) -> int:
+def run_worker(number: str, app: str) -> int:
     """Answer the messages that come through a pipe, until the node is gone."""
     module, attribute = app.split(":")
     client_app = getattr(importlib.import_module(module), attribute)
@@ -156,11 +156,11 @@ def serve_pipe(number: str, app: str) -> int:
 
 def _answer(app: Callable[..., Any], packet: Packet, config: dict[str, Any]) -> Packet:
     try:
-        message = internals.unpack(packet)
-        return internals.pack(app(message, internals.context(message, config)))
+        message = internals.unpack_message(packet)
+        return internals.pack_message(app(message, internals.app_context(message, config)))
     except Exception as error:  # whatever it is, the server has to hear that no answer will come
         traceback.print_exc()
-        return internals.failure(packet.message, RAISED, type(error).__name__)
+        return internals.error_reply(packet.message, APP_FAILED, type(error).__name__)
 
 
 def _send(link: Connection, frames: Sequence[bytes]) -> None:
@@ -174,5 +174,5 @@ def _get(link: Connection) -> list[bytes]:
 
 
 if __name__ == "__main__":
-    place = enter(sys.argv[1])
-    sys.exit(serve(place) if sys.argv[1] == SUPERNODE else serve_pipe(*sys.argv[2:]))
+    place = claim_lock(sys.argv[1])
+    sys.exit(run_node(place) if sys.argv[1] == SUPERNODE else run_worker(*sys.argv[2:]))

@@ -29,7 +29,7 @@ SCRIPTS = (SUPERLINK, SUPEREXEC, SERVER_APP, FLWR)  # commands of Flower at a se
 SUPERNODE, WORKER = "flower-supernode", "worker"
 """Processes of a site, both of `halfmoon.federation.transport.node`."""
 
-FOLDER = "HALFMOON_FLOWER"  # the variable of the environment that names the folder of the locks
+FOLDER_VARIABLE = "HALFMOON_FLOWER"  # the variable of the environment that names the folder of the locks
 
 ENVIRONMENT = {"FLWR_TELEMETRY_ENABLED": "0", "FLWR_DISABLE_UPDATE_CHECK": "1", "RAY_USAGE_STATS_ENABLED": "0"}
 """The environment of every process of Flower: they report nothing to anybody."""
@@ -52,7 +52,7 @@ def require_flower() -> None:
 
 
 @dataclass(frozen=True)
-class Home:
+class ProcessFolder:
     """A folder with the locks, logs and configuration of processes; a lock that is held names a living one."""
 
     folder: Path
@@ -76,7 +76,7 @@ class Home:
     def environment(self) -> dict[str, str]:
         """Return the environment of the processes: this one's, with Flower's own folder, silence, and our scripts."""
         paths = [str(self.folder / "bin"), sysconfig.get_path("scripts"), os.environ.get("PATH", os.defpath)]
-        own = {FOLDER: str(self.folder), "FLWR_HOME": str(self.folder), "PATH": os.pathsep.join(paths)}
+        own = {FOLDER_VARIABLE: str(self.folder), "FLWR_HOME": str(self.folder), "PATH": os.pathsep.join(paths)}
         inherited = {name: value for name, value in os.environ.items() if name not in COLORS}
         return {**inherited, **ENVIRONMENT, **own}
 
@@ -104,16 +104,16 @@ class Home:
             check=False,
         )
 
-    def begun(self, script: str) -> bool:
-        return bool(atomic_io.read(lock_of(self.folder, script)))
+    def has_started(self, script: str) -> bool:
+        return bool(atomic_io.read(lock_path(self.folder, script)))
 
-    def forget(self, script: str) -> None:
-        atomic_io.cut(lock_of(self.folder, script), 0)
+    def clear_lock(self, script: str) -> None:
+        atomic_io.cut(lock_path(self.folder, script), 0)
 
-    def running(self, script: str) -> bool:
+    def is_running(self, script: str) -> bool:
         """Say whether a living process holds the lock of a script."""
         try:
-            handle = os.open(lock_of(self.folder, script), os.O_RDWR)
+            handle = os.open(lock_path(self.folder, script), os.O_RDWR)
         except FileNotFoundError:
             return False
         try:
@@ -124,12 +124,12 @@ class Home:
             os.close(handle)
         return False
 
-    def kill(self) -> None:
+    def kill_all(self) -> None:
         """End every process of this folder, whoever started it; raise UserError for one that does not end."""
         end = time.monotonic() + GRACE
         for script in (*SCRIPTS, SUPERNODE, WORKER):
-            while self.running(script):
-                words = atomic_io.read(lock_of(self.folder, script)) or b""
+            while self.is_running(script):
+                words = atomic_io.read(lock_path(self.folder, script)) or b""
                 if words.isdigit():
                     _kill_group(int(words))
                 if time.monotonic() > end:
@@ -144,29 +144,29 @@ def command(script: str) -> list[str]:
     return [sys.executable, "-P", "-m", f"halfmoon.federation.transport.{module}", script]
 
 
-def lock_of(folder: Path, script: str) -> Path:
+def lock_path(folder: Path, script: str) -> Path:
     return folder / f"{script}.lock"
 
 
-def enter(script: str) -> Path:
+def claim_lock(script: str) -> Path:
     """Take the lock of a script for this process, which dies with its parent, and return the folder."""
-    folder = Path(os.environ[FOLDER])
+    folder = Path(os.environ[FOLDER_VARIABLE])
     if sys.platform == "linux":  # only Linux kills a process whose parent dies, however it dies
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    hold(lock_of(folder, script))
+    lock_until_exit(lock_path(folder, script))
     return folder
 
 
 def main(words: Sequence[str]) -> None:
     """Run the command `words[0]` of Flower with the arguments that follow."""
-    enter(words[0])
+    claim_lock(words[0])
     scripts = metadata.distribution("flwr").entry_points.select(group="console_scripts", name=words[0])
     run = next(iter(scripts)).load()
     sys.argv = list(words)
     sys.exit(run())
 
 
-def hold(path: Path) -> None:
+def lock_until_exit(path: Path) -> None:
     """Lock a file for the rest of this process' life, and write its number into it."""
     handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
     end = time.monotonic() + PATIENCE
@@ -184,7 +184,7 @@ def hold(path: Path) -> None:
     os.ftruncate(handle, len(number))
 
 
-def stop(process: subprocess.Popen[bytes] | None) -> None:
+def stop_process(process: subprocess.Popen[bytes] | None) -> None:
     """Ask a process to end, and kill it with its group where it does not."""
     if process is None or process.poll() is not None:
         return
@@ -197,7 +197,7 @@ def stop(process: subprocess.Popen[bytes] | None) -> None:
 
 
 @contextmanager
-def alone(path: Path, words: str) -> Iterator[None]:
+def exclusive(path: Path, words: str) -> Iterator[None]:
     """Hold a lock; raise UserError with `words` where another process has it."""
     path.parent.mkdir(parents=True, exist_ok=True)
     try:

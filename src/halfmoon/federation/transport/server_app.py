@@ -12,9 +12,9 @@ from flwr.serverapp import Grid, ServerApp
 
 from halfmoon.core.errors import UserError
 from halfmoon.federation.protocol.log import EventLog
-from halfmoon.federation.server.plan import load
-from halfmoon.federation.server.server import LOG, FederationServer
-from halfmoon.federation.transport.link import GridPost
+from halfmoon.federation.server.plan import load_plan
+from halfmoon.federation.server.server import LOG_FILE, FederationServer
+from halfmoon.federation.transport.grid import GridTransport
 from halfmoon.storage.run_folder import RunFolder
 
 app = ServerApp()
@@ -26,11 +26,11 @@ def main(grid: Grid, context: Context) -> None:
     facts = context.run_config
     run, keys = Path(str(facts["run-dir"])), facts.get("keys") or None
     try:
-        host = FederationServer(load(Path(str(facts["federation"]))), run)
-        host.make()
-        post = GridPost(grid, None if keys is None else Path(str(keys)), host.most)
+        host = FederationServer(load_plan(Path(str(facts["federation"]))), run)
+        host.prepare()
+        post = GridTransport(grid, None if keys is None else Path(str(keys)), host.most)
         host.serve(post, float(facts.get("patience", math.inf)))
     except UserError as error:
         if RunFolder.exists(run):
-            EventLog(run / LOG).write(f"stopped: {error}")
+            EventLog(run / LOG_FILE).say(f"stopped: {error}")
         raise

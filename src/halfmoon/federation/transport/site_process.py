@@ -13,21 +13,29 @@ from halfmoon.core.errors import UserError
 from halfmoon.federation.protocol.bundle import APPS
 from halfmoon.federation.protocol.log import EventLog, Tail, TermsSummary
 from halfmoon.federation.site import consent
-from halfmoon.federation.site.consent import TERMS_CHOICE
-from halfmoon.federation.transport.contact import Absent, Address, reach, trust
-from halfmoon.federation.transport.internals import LOST, REACHED, REASONS, RECEIVING, REPLY, UNKNOWN_KEY, private_key
-from halfmoon.federation.transport.node import FILE, LOG
-from halfmoon.federation.transport.processes import SUPERNODE, Home, alone, require_flower, stop
+from halfmoon.federation.site.consent import PINNED
+from halfmoon.federation.transport.contact import Address, ServerUnreachable, check_server, tls_context
+from halfmoon.federation.transport.internals import (
+    MESSAGE_RECEIVED,
+    REASONS,
+    REPLY_SENT,
+    SERVER_LOST,
+    SERVER_REACHED,
+    UNKNOWN_KEY,
+    load_private_key,
+)
+from halfmoon.federation.transport.node import LOG_FILE, NODE_FILE
+from halfmoon.federation.transport.processes import SUPERNODE, ProcessFolder, exclusive, require_flower, stop_process
 from halfmoon.storage import atomic_io
 
-EVERY = 0.2  # seconds between two looks at processes and logs
-CALLING = 1.0  # seconds between two calls of a server that is not there
+POLL_SECONDS = 0.2  # seconds between two looks at processes and logs
+RECONNECT_SECONDS = 1.0  # seconds between two calls of a server that is not there
 STEADY = 30.0  # seconds after which a node counts as one that works
-ADMISSION = 10.0
+ADMISSION_SECONDS = 10.0
 """Seconds in which a server that has just come up may still have to register its sites' keys."""
 LONGEST_PAUSE = 60.0  # seconds of pause, at most, before a node that has died is started again
 
-PARTING, LINGER = 3.0, 8.0
+PARTING_SECONDS, LINGER_SECONDS = 3.0, 8.0
 """Seconds until a site whose part is over goes: after its last answer is sent, which its server has to see before it is
 gone, and where its node does not say so."""
 
@@ -38,7 +46,7 @@ class Declined(UserError):
     """The people at a site said no."""
 
 
-class Ended(UserError):
+class SiteFinished(UserError):
     """A site's part that is over: `code` is 0 where the federation is finished, 1 where it can never take part."""
 
     def __init__(self, code: int, words: str) -> None:
@@ -46,7 +54,7 @@ class Ended(UserError):
         self.code = code
 
 
-class Person(Protocol):
+class Prompt(Protocol):
     """Somebody at a terminal."""
 
     def ask(self, question: str) -> None:
@@ -59,7 +67,7 @@ class Person(Protocol):
 
 
 @dataclass(frozen=True)
-class Joining:
+class SiteOptions:
     """How a site takes part: the server, its own name and folder, and the `home` of its images and its memory.
 
     `ca` signed the server's certificate; without it the connection is plain. `site_keys` is a file with the keys of all
@@ -96,8 +104,8 @@ class Joining:
         if self.ca is not None and self.insecure:
             raise UserError("--insecure and --ca contradict each other; leave one of them out.")
         if self.ca is not None:
-            trust(self.ca)
-        elif not self.insecure and not self.server.loopback:
+            tls_context(self.ca)
+        elif not self.insecure and not self.server.is_loopback:
             raise UserError(
                 f"nothing on the way to {self.server} would be encrypted: give --ca FILE, which the server's people "
                 "have, or --insecure where the network itself is safe."
@@ -118,11 +126,11 @@ class Joining:
             )
 
     @property
-    def processes(self) -> Home:
-        return Home(self.home / "flower")
+    def processes(self) -> ProcessFolder:
+        return ProcessFolder(self.home / "flower")
 
 
-def facts(site: Joining) -> dict[str, Any]:
+def node_options(site: SiteOptions) -> dict[str, Any]:
     """Return all that the site's own processes are told; it stays on this machine."""
     texts = {"name": site.name, "device": site.device, "terms": site.terms}
     texts |= {"methods": " ".join(site.methods), "trusted": " ".join(site.trusted)}
@@ -135,43 +143,45 @@ def facts(site: Joining) -> dict[str, Any]:
     return {"server": str(site.server), "ca": ca, "key": key, "apps": list(site.apps), "config": config}
 
 
-def join(site: Joining, show: Callable[[str], None], person: Person | None = None) -> None:
+def join_federation(site: SiteOptions, show: Callable[[str], None], person: Prompt | None = None) -> None:
     """Take part until interrupted, ask `person` about the terms, and leave no process.
 
     Raise `Declined` for a no, UserError where the server cannot be talked to or the site takes part already.
     """
     require_flower()
     if site.key is not None:
-        private_key(site.key)
+        load_private_key(site.key)
     folder = site.processes.folder
-    with alone(folder / "join.lock", f"{site.home} is that of a site which takes part already; end that one first."):
+    with exclusive(
+        folder / "join.lock", f"{site.home} is that of a site which takes part already; end that one first."
+    ):
         site.processes.prepare()
-        site.processes.kill()  # what a site left behind that was killed
-        atomic_io.replace(folder / FILE, atomic_io.render(facts(site)))
-        consent.remove_pending(site.home)  # what another server offered, or this one before it changed
+        site.processes.kill_all()  # what a site left behind that was killed
+        atomic_io.replace(folder / NODE_FILE, atomic_io.render(node_options(site)))
+        consent.withdraw(site.home)  # what another server offered, or this one before it changed
         site.processes.log(SUPERNODE).write_bytes(b"")
-        tail = Tail(site.home / LOG)
+        tail = Tail(site.home / LOG_FILE)
         try:
-            _Member(site, tail, show, person).stay()
+            _SiteNode(site, tail, show, person).run_forever()
         finally:
             for line in tail.read_lines():
                 show(line)
 
 
-class _Member:
+class _SiteNode:
     """A site that takes part: its node's process, the node's log, and whether the server is lost."""
 
-    def __init__(self, site: Joining, tail: Tail, show: Callable[[str], None], person: Person | None) -> None:
+    def __init__(self, site: SiteOptions, tail: Tail, show: Callable[[str], None], person: Prompt | None) -> None:
         self.site, self.tail, self.show, self.person = site, tail, show, person
-        self.home, self.log = site.processes, EventLog(site.home / LOG)
+        self.home, self.log = site.processes, EventLog(site.home / LOG_FILE)
         self.node: subprocess.Popen[bytes] | None = None
-        self.pause = CALLING
+        self.pause = RECONNECT_SECONDS
         self.lost = False
         self.admission = 0.0  # until when a server that has come up may not know the site's key yet
         self.over: tuple[bool, float] | None = None  # the part is over: whether the last answer is sent, since when
         self.offer: TermsSummary | None = None  # on the screen, waiting for a yes
 
-    def stay(self) -> None:
+    def run_forever(self) -> None:
         """Join, and join again."""
         site = self.site
         self._say(f"{site.name} ({site.images:,} images, {site.labeled:,} labeled) joins {site.server}")
@@ -182,16 +192,16 @@ class _Member:
                 first = False
                 self._run_node()
         finally:
-            stop(self.node)
-            self.home.kill()
+            stop_process(self.node)
+            self.home.kill_all()
 
     def _call(self, strict: bool) -> None:
         """Wait until the server answers; where it cannot be talked to, raise UserError at first, and wait later."""
         while True:
             try:
-                reach(self.site.server, self.site.ca)
+                check_server(self.site.server, self.site.ca)
                 break
-            except Absent as error:
+            except ServerUnreachable as error:
                 words = f"{error}: waiting for it (Ctrl-C ends this)"
             except UserError as error:
                 if strict:
@@ -201,7 +211,7 @@ class _Member:
                 self._say(words)
             self.lost = True
             self._show()
-            time.sleep(CALLING)
+            time.sleep(RECONNECT_SECONDS)
         self._connected()
 
     def _run_node(self) -> None:
@@ -215,13 +225,15 @@ class _Member:
             end = consent.load_end(self.site.home)
             words = [*words, *self._read(log)][-200:]  # so it has the message that is the end
             if end is not None:
-                self._leave(end, [word for word in words if word in (RECEIVING, REPLY)][-1:] == [REPLY])
-            time.sleep(EVERY)
-        text = "\n".join([*words, *log.read_lines()])
+                self._leave(
+                    end, [word for word in words if word in (MESSAGE_RECEIVED, REPLY_SENT)][-1:] == [REPLY_SENT]
+                )
+            time.sleep(POLL_SECONDS)
+        text = "\n".join([*words, *log.lines()])
         if UNKNOWN_KEY in text and time.monotonic() < self.admission:
-            time.sleep(CALLING)
+            time.sleep(RECONNECT_SECONDS)
             return
-        self.pause = CALLING if time.monotonic() - start > STEADY else min(2 * self.pause, LONGEST_PAUSE)
+        self.pause = RECONNECT_SECONDS if time.monotonic() - start > STEADY else min(2 * self.pause, LONGEST_PAUSE)
         reason = next((meaning for sign, meaning in REASONS.items() if sign in text), f"see {log.path}")
         self._say(f"the connection ended: {reason}; trying again in {self.pause:.0f} s")
         self._show()
@@ -231,24 +243,24 @@ class _Member:
         """Raise `Ended` once the last answer is sent and the server has had time to see it."""
         if self.over is None or self.over[0] != complete:
             self.over = complete, time.monotonic()
-        if time.monotonic() - self.over[1] > (PARTING if complete else LINGER):
+        if time.monotonic() - self.over[1] > (PARTING_SECONDS if complete else LINGER_SECONDS):
             self._show()
-            raise Ended(end.code, end.reason)
+            raise SiteFinished(end.code, end.reason)
 
     def _read(self, log: Tail) -> list[str]:
         """Return new lines of the node's log, and say when it loses its server and reaches it again."""
         lines = log.read_lines()
         for line in lines:
-            if LOST in line and not self.lost:
+            if SERVER_LOST in line and not self.lost:
                 self.lost = True
                 self._say(f"{self.site.server} does not answer any more: waiting for it (Ctrl-C ends this)")
-            elif REACHED in line:
+            elif SERVER_REACHED in line:
                 self._connected()
         return lines
 
     def _connected(self) -> None:
         if self.lost:
-            self.lost, self.admission = False, time.monotonic() + ADMISSION
+            self.lost, self.admission = False, time.monotonic() + ADMISSION_SECONDS
             self._say(f"{self.site.server} answers")
 
     def _say(self, words: str) -> None:
@@ -285,7 +297,7 @@ class _Member:
         self._say(f"agreed to the terms {self.offer.hash}; the server asks again within half a minute")
         self.offer = None
 
-    def _responder(self) -> Person | None:
+    def _responder(self) -> Prompt | None:
         return None if self.offer is None or self.site.terms else self.person
 
     def _ask(self) -> None:

@@ -40,7 +40,7 @@ class Transport(Protocol):
         """Return the nodes that are connected."""
         ...
 
-    def holders(self) -> Mapping[int, NodeIdentity] | None:
+    def key_owners(self) -> Mapping[int, NodeIdentity] | None:
         """Return whose key each node has, as far as sites may come in; None where sites have no keys."""
         ...
 
@@ -100,10 +100,10 @@ class Connection:
         return result
 
 
-SPOOL = "spool"  # the subfolder of a run for answers that wait
+SPOOL_FOLDER = "spool"  # the subfolder of a run for answers that wait
 
 
-class Spooled:
+class SpooledFile:
     """Bytes in a file, which is removed with the last reference to this."""
 
     def __init__(self, path: Path) -> None:
@@ -129,7 +129,7 @@ class Spool:
     def clear(self) -> None:
         shutil.rmtree(self.folder, ignore_errors=True)
 
-    def store(self, data: bytes) -> bytes | Spooled:
+    def store(self, data: bytes) -> bytes | SpooledFile:
         """Write bytes down, for this user alone to read, and return where they lie; or the bytes, on a full disk."""
         self._count += 1
         path = self.folder / f"{self._count}.safetensors"
@@ -140,17 +140,17 @@ class Spool:
         except OSError:
             _remove(path)
             return data
-        return Spooled(path)
+        return SpooledFile(path)
 
 
-def content(data: bytes | Spooled) -> bytes:
-    return data.read() if isinstance(data, Spooled) else data
+def read_content(data: bytes | SpooledFile) -> bytes:
+    return data.read() if isinstance(data, SpooledFile) else data
 
 
-def part(data: bytes | Spooled, shape: dict[str, Any], name: str) -> Tree:
+def load_tree(data: bytes | SpooledFile, shape: dict[str, Any], name: str) -> Tree:
     """Return the tree `name` of a message whose trees have this `shape`, mapped into memory from a file."""
     branch = {name: shape.get(name, {})}
-    return (map_tree(data.path, branch) if isinstance(data, Spooled) else unpack(data, branch))[name]
+    return (map_tree(data.path, branch) if isinstance(data, SpooledFile) else unpack(data, branch))[name]
 
 
 def _remove(path: Path) -> None:

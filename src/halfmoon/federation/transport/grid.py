@@ -1,4 +1,4 @@
-"""Flower's Grid as a `halfmoon.federation.server.transport.Transport`: bytes in the arrays of a record."""
+"""Flower's Grid as a `halfmoon.federation.server.connection.Transport`: bytes in the arrays of a record."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -8,7 +8,7 @@ import httpx
 from flwr.app import Array, ArrayRecord, ConfigRecord, Message, MessageType, RecordDict
 from flwr.serverapp import Grid
 
-from halfmoon.federation.server.transport import NodeIdentity, TransportReply
+from halfmoon.federation.server.connection import NodeIdentity, TransportReply
 from halfmoon.federation.transport import internals
 from halfmoon.storage import atomic_io
 
@@ -35,7 +35,7 @@ SMALL = 2**20
 """Bytes of a message at most that travels as one object: each object is a request to the SuperLink, of 20 ms."""
 
 
-def wrapped(data: bytes) -> RecordDict:
+def wrap_message(data: bytes) -> RecordDict:
     """Return a message's content: small ones whole, others as the header and the tensors, equal for many sites."""
     if len(data) <= SMALL:
         return RecordDict({NAME: ConfigRecord({BODY: data})})
@@ -47,7 +47,7 @@ def wrapped(data: bytes) -> RecordDict:
     return RecordDict({NAME: ArrayRecord(arrays)})
 
 
-def unwrapped(content: RecordDict) -> bytes:
+def unwrap_message(content: RecordDict) -> bytes:
     """Return the bytes in a message's content, none where there are none."""
     small = content.config_records.get(NAME, {}).get(BODY)
     if isinstance(small, bytes):
@@ -59,13 +59,13 @@ def unwrapped(content: RecordDict) -> bytes:
         return b""
 
 
-def holders(path: Path) -> dict[int, NodeIdentity]:
+def read_key_owners(path: Path) -> dict[int, NodeIdentity]:
     """Return the site of each node's key, as `halfmoon serve` wrote it down; none where it cannot be read."""
     nodes = (atomic_io.read_json(path) or {}).get("nodes", {})
     return {int(number): NodeIdentity(node["name"], node["since"]) for number, node in nodes.items()}
 
 
-class GridPost:
+class GridTransport:
     """Carries bytes over a Grid, answers up to `most` bytes; the file `keys` says whose key each node has."""
 
     def __init__(self, grid: Grid, keys: Path | None = None, most: int | None = None) -> None:
@@ -76,13 +76,13 @@ class GridPost:
         with _connecting():
             return list(self.grid.get_node_ids())
 
-    def holders(self) -> Mapping[int, NodeIdentity] | None:
-        return None if self.keys is None else holders(self.keys)
+    def key_owners(self) -> Mapping[int, NodeIdentity] | None:
+        return None if self.keys is None else read_key_owners(self.keys)
 
     def send(self, mail: Mapping[int, bytes], seconds: float, asks: bool) -> Mapping[int, str]:
         """Send each node its bytes; return a ticket for each that was taken; raises ConnectionError."""
         kind = MessageType.QUERY if asks else MessageType.TRAIN
-        contents = {data: wrapped(data) for data in mail.values()}  # equal bytes are made into one object
+        contents = {data: wrap_message(data) for data in mail.values()}  # equal bytes are made into one object
         messages = [Message(contents[data], node, kind, ttl=seconds) for node, data in mail.items()]
         with _connecting():
             message_ids = list(self.grid.push_messages(messages))
@@ -92,7 +92,7 @@ class GridPost:
     def collect(self, message_ids: Sequence[str]) -> Iterator[TransportReply]:
         """Yield the replies to these tickets, each fetched when it is its turn; raises ConnectionError."""
         with _connecting():
-            if self._list is None or self._list.client is not internals.client_of(self.grid):
+            if self._list is None or self._list.client is not internals.runtime_client(self.grid):
                 self._list = internals.MessageList(self.grid, self.most)
             complete = self._list.with_reply(message_ids)
         for message_id in complete:
@@ -113,11 +113,11 @@ def _reply(message: Message) -> TransportReply:
     message_id = message.metadata.reply_to_message_id
     if message.has_error():
         # The reason may hold a traceback with paths of the site: its code is enough.
-        return TransportReply(message_id, None, problem(message.error.code))
-    return TransportReply(message_id, unwrapped(message.content))
+        return TransportReply(message_id, None, describe_error(message.error.code))
+    return TransportReply(message_id, unwrap_message(message.content))
 
 
-def problem(code: int) -> str:
+def describe_error(code: int) -> str:
     return f"{PROBLEMS.get(code, 'nobody knows why')} (error {code} of Flower)"
 
 
