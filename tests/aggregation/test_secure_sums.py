@@ -55,7 +55,7 @@ from halfmoon.federation.protocol.messages import (
     read_message,
     write_message,
 )
-from halfmoon.federation.protocol.tree_spec import spec_of
+from halfmoon.federation.protocol.tree_spec import make_tree_spec
 from halfmoon.federation.server.secure_sum import MaskedSum, lasting_keys, sum_layout, sum_spec
 from halfmoon.federation.server.validation import check_schema
 from halfmoon.federation.site import secure_sum
@@ -307,7 +307,7 @@ class Village:
 
     def trained(self, sum: MaskedSum) -> dict[str, Reply]:
         """Begin a sum, and return what the sites send up under their masks."""
-        return self.ask(sum.begin(), sum_spec(sum_layout(spec_of(self.upload(0).tree))), "the work")
+        return self.ask(sum.begin(), sum_spec(sum_layout(make_tree_spec(self.upload(0).tree))), "the work")
 
     def play(self) -> torch.Tensor:
         sum = self.sum()

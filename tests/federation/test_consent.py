@@ -148,7 +148,7 @@ def waiting(tmp_path: Path, person: Somebody | None, **given: Any) -> tuple[Any,
     site = site_process.SiteOptions(
         Address("127.0.0.1", 9092), "north", tmp_path, images=3, labeled=2, home=home, **given
     )
-    consent.ask(home, TERMS.summary())
+    consent.save_offer(home, TERMS.summary())
     shown: list[str] = []
     return site_process._SiteNode(site, Tail(home / "join.log"), shown.append, person), shown
 

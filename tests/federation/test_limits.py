@@ -388,7 +388,7 @@ def test_a_reply_is_weighed_before_it_is_read(beyond: int):
 
     def change(data: bytes) -> SiteResponse:
         up = read(data, Reply).up
-        most = limits.weight([spec_of(up)])
+        most = limits.max_message_bytes([make_tree_spec(up)])
         weighed.append(most)
         more = torch.zeros(most - len(data) - 4096, dtype=torch.uint8)
         return SiteResponse(weighing(most + beyond, replace(read(data, Reply), up={**up, "x": more})))

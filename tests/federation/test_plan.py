@@ -345,7 +345,7 @@ def test_a_federation_defends_itself_where_a_rule_can_help(text: str, rule: str,
     path.write_text(text)
     terms = load_plan(path).terms
     assert terms.config.aggregation == rule
-    assert settings.load(path)["aggregation"] == rule
+    assert settings.load_file(path)["aggregation"] == rule
     warning = defense_warning(terms.config)
     assert warning is None if words is None else words in (warning or "")
 

@@ -234,7 +234,7 @@ class SiteCalls:
         if answer.reason:
             return self.refuse(site, answer.reason, request.round)
         try:
-            unparsed = messages.scan(read_content(answer.data), Reply, Refusal, limit=most)
+            unparsed = messages.scan_message(read_content(answer.data), Reply, Refusal, limit=most)
             message = unparsed.open()
         except MalformedMessage as error:
             return self.refuse(site, str(error), request.round)

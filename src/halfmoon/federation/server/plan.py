@@ -21,7 +21,7 @@ from halfmoon.runs.factory import ImageSpec, network_name
 from halfmoon.sites.folders.export import find_labels_at
 from halfmoon.storage import toml
 
-SERVER_OPTIONS = (*PLACE, "evaluate_every", "server_ema")  # options of the server's machine alone
+SERVER_OPTIONS = (*EXECUTION_OPTIONS, "evaluate_every", "server_ema")  # options of the server's machine alone
 
 
 @dataclass(frozen=True)
@@ -154,7 +154,7 @@ def _read_table(raw: Mapping[str, Any], path: Path) -> tuple[FederationTable, Ru
     values = {name: convert_value(f"{FEDERATION_TABLE}.{name} in {path.name}", options[name], value) for name, value in raw.items()}
     for name in ("sites", "classes", "image"):
         if name not in values:
-            raise UserError(f"[{TABLE}] in {path.name} has no {name}: {option_descriptions(FederationTable)[name]}.")
+            raise UserError(f"[{FEDERATION_TABLE}] in {path.name} has no {name}: {option_descriptions(FederationTable)[name]}.")
     parts = [
         {name: value for name, value in values.items() if name in hints[kind]} for kind in (FederationTable, Rules)
     ]

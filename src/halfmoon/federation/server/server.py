@@ -191,7 +191,7 @@ class FederationServer:
             say(f"going on after round {checkpoint.round}")
         manager.wait_for_sites(rules.quorum(config.cohort), patience)
         runtime = experiment.runtime
-        results = play(experiment, folder, checkpoint, lambda row: say(describe_round(row, settings.rounds_of(config))))
+        results = play(experiment, folder, checkpoint, lambda row: say(describe_round(row, settings.count_rounds(config))))
         if isinstance(runtime, RemoteRuntime) and experiment.test is None:
             tally = runtime.evaluate_last(results["model"])
             if tally is not None:
@@ -398,7 +398,7 @@ def send_model(manager: ClientManager, names: Sequence[str], final: bytes, model
     for name, answer in manager.exchange(dict.fromkeys(names, final), "the final model").items():
         try:
             if answer.data is None:
-                raise Malformed(answer.reason)
+                raise MalformedMessage(answer.reason)
             reply = read(read_content(answer.data), Receipt, Refusal)
             if isinstance(reply, Refusal):
                 raise MalformedMessage(reply.reason)

@@ -67,5 +67,5 @@ def _open_client(values: tuple[str, ...]) -> SiteClient:
 @cache
 def _rehearsal_options(federation: str, sites: str, number: str) -> dict[str, str]:
     terms = load_plan(Path(federation)).terms  # of this very machine: what its file names may be loaded
-    name, trusted = terms.sites[int(number)], [plugin.part for plugin in origins(terms.config)]
+    name, trusted = terms.sites[int(number)], [plugin.part for plugin in plugin_origins(terms.config)]
     return {"name": name, "folder": str(Path(sites) / name), "terms": ANY, "trusted": " ".join(trusted)}
