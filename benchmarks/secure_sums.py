@@ -24,12 +24,12 @@ import torch
 
 from halfmoon.api.uploads import Upload, stack
 from halfmoon.core.tree import Tree
-from halfmoon.federation.protocol.messages import Reply, Request, read, write
+from halfmoon.federation.protocol.messages import Reply, Request, read_message, write_message
 from halfmoon.federation.protocol.tree_spec import spec_of
 from halfmoon.federation.server.secure_sum import MaskedSum, sum_layout, sum_spec
-from halfmoon.federation.site.runtime import NOTHING
-from halfmoon.federation.site.secure_sum import SUMS, Part
-from halfmoon.federation.site.site_keys import KeyFiles, KnownSites
+from halfmoon.federation.site.runtime import EMPTY_RESULT
+from halfmoon.federation.site.secure_sum import SUMS_FOLDER, SumParticipant
+from halfmoon.federation.site.site_keys import KeyFiles, KnownKeys
 from halfmoon.methods.averaging import average
 from halfmoon.storage import atomic_io
 

@@ -217,7 +217,7 @@ def test_a_server_refuses_what_is_not_finite_once_it_is_unpacked(spoiled: str) -
             packed["levels"].fill_(127)
         else:
             del packed["scale"]
-        return answers | {"site-0": SiteResponse(write(reply))}
+        return answers | {"site-0": SiteResponse(write_message(reply))}
 
     wire.exchange = exchange
     remote.calls.rules = Rules(norm_bound=0.0)

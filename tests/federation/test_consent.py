@@ -16,8 +16,8 @@ from halfmoon.config import schema as settings
 from halfmoon.core import rng, tree
 from halfmoon.core.errors import UserError
 from halfmoon.federation.protocol.log import Tail
-from halfmoon.federation.protocol.messages import UNFIT, UNKNOWN, Acceptance, Refusal, read
-from halfmoon.federation.protocol.terms import shared
+from halfmoon.federation.protocol.messages import NOT_JOINED, UNFIT, Acceptance, Refusal, read_message
+from halfmoon.federation.protocol.terms import shared_options
 from halfmoon.federation.server.sessions import RETRY_SECONDS
 from halfmoon.federation.site import consent
 from halfmoon.federation.site.client import NOT_AGREED, SiteClient

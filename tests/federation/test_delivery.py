@@ -12,7 +12,15 @@ from scenes import same
 from test_site_client import folder as folder_of
 
 from halfmoon.core import rng, tree, weight_files
-from halfmoon.federation.protocol.messages import Acceptance, Final, Offer, Receipt, Refusal, read, write
+from halfmoon.federation.protocol.messages import (
+    Acceptance,
+    FinalModel,
+    Offer,
+    Receipt,
+    Refusal,
+    read_message,
+    write_message,
+)
 from halfmoon.federation.server.connection import TransportReply
 from halfmoon.federation.server.plan import load_plan
 from halfmoon.federation.server.server import FederationServer, deliver_model, send_model
@@ -132,7 +140,7 @@ def test_the_server_stays_for_who_was_away(tmp_path: Path) -> None:
     assert 200 <= street.time - began < 250
     assert json.loads((tmp_path / "delivery.json").read_text()) == {"has": ["north", "west"], "lacks": ["south"]}
     assert "the server stays for south, west: who comes back gets the model" in street.said
-    street.nodes_[2] = node("south", said=write(Receipt("f", VERSION, "south")))
+    street.nodes_[2] = node("south", said=write_message(Receipt("f", VERSION, "south")))
     deliver_model(manager, ["south"], b"all", tmp_path, 30.0)
     assert json.loads((tmp_path / "delivery.json").read_text()) == {"has": ["north", "south", "west"], "lacks": []}
 

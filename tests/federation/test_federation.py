@@ -444,7 +444,7 @@ def test_a_leak_of_the_server_is_found(play: Callable[..., Played]) -> None:
     for secret in (row.tobytes(), str(there.town.folder).encode(), CLASSES[0].encode()):
         down = {**asked.down, "note": torch.frombuffer(bytearray(secret), dtype=torch.uint8)}
         with act_as_node():
-            message = Message(wrap_message(write(replace(asked, down=down))), 1000, "train")
+            message = Message(wrap_message(write_message(replace(asked, down=down))), 1000, "train")
         with pytest.raises(AssertionError):
             check_requests(replace(there, letters=[replace(there.letters[-1], message=message)]))
 

@@ -10,7 +10,7 @@ from rehearsals import quick
 
 from halfmoon.config import schema as settings
 from halfmoon.core import tree
-from halfmoon.federation.protocol.messages import MalformedMessage, Reply, Request, read, write
+from halfmoon.federation.protocol.messages import MalformedMessage, Reply, Request, read_message, write_message
 from halfmoon.federation.site.client import SiteClient
 from halfmoon.federation.transport import client_app, local
 from halfmoon.runs.factory import source, split_of

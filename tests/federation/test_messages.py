@@ -132,7 +132,7 @@ class Bad:
 
 
 def other(data: bytes, **changes: Any) -> SiteResponse:
-    return SiteResponse(write(replace(read(data, Reply), **changes)))
+    return SiteResponse(write_message(replace(read_message(data, Reply), **changes)))
 
 
 @pytest.mark.parametrize(
@@ -151,7 +151,7 @@ def other(data: bytes, **changes: Any) -> SiteResponse:
             "kept is not made of whole numbers from 0",
         ),
         (
-            lambda data: SiteResponse(write(Refusal(VERSION, "failed", "its disk is full"))),
+            lambda data: SiteResponse(write_message(Refusal(VERSION, "failed", "its disk is full"))),
             "in round 1: its disk is full",
         ),
     ],

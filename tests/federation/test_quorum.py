@@ -20,7 +20,7 @@ from halfmoon.federation.server.calls import RunIdentity, SiteCalls
 from halfmoon.federation.server.plan import Rules
 from halfmoon.federation.server.runtime import RemoteRuntime
 from halfmoon.federation.server.sessions import SiteResponse
-from halfmoon.federation.site.runtime import Memory, SiteRuntime, round_key, settle
+from halfmoon.federation.site.runtime import SiteMemory, SiteRuntime, parse_round_key, prune_memories
 from halfmoon.methods.semifl import SemiFL
 
 CPU = torch.device("cpu")
@@ -63,7 +63,7 @@ class Link:
             return SiteResponse(None, "it did not answer in time")
         if fate == NOISE:
             return SiteResponse(b"noise")
-        return SiteResponse(write(replace(reply, round=7) if fate == OTHER else reply))
+        return SiteResponse(write_message(replace(reply, round=7) if fate == OTHER else reply))
 
 
 class Stage(NamedTuple):
@@ -341,7 +341,7 @@ def test_a_refusal_of_a_site_is_no_strike(stage: Make) -> None:
     whole = scenery.link.exchange
 
     def exchange(requests: Mapping[str, bytes], what: str) -> Mapping[str, SiteResponse]:
-        full = SiteResponse(write(Refusal(VERSION, FAILED, "its disk: No space left on device.")))
+        full = SiteResponse(write_message(Refusal(VERSION, FAILED, "its disk: No space left on device.")))
         return {**whole(requests, what), "site-3": full}
 
     scenery.link.exchange = exchange

@@ -42,8 +42,8 @@ from halfmoon.federation.server.connection import SPOOL_FOLDER
 from halfmoon.federation.server.server import FederationServer
 from halfmoon.federation.site.client import SiteClient
 from halfmoon.federation.site.runtime import SiteRuntime
-from halfmoon.federation.site.secure_sum import SECRET, SUMS
-from halfmoon.federation.site.site_keys import OWN, PEERS
+from halfmoon.federation.site.secure_sum import SECRET_FILE, SUMS_FOLDER
+from halfmoon.federation.site.site_keys import KNOWN_KEYS_FILE, SITE_KEY_FILE
 from halfmoon.federation.transport import client_app, local
 from halfmoon.runs import runner
 from halfmoon.sites.keys.make import create_keys

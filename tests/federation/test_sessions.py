@@ -4,7 +4,16 @@ import pytest
 from federations import SITES, Node, Street, ask, joined, mute, node, refusal, terms
 
 from halfmoon.core.errors import UserError
-from halfmoon.federation.protocol.messages import FAILED, UNFIT, UNKNOWN, Offer, Refusal, RefusalError, read, write
+from halfmoon.federation.protocol.messages import (
+    FAILED,
+    NOT_JOINED,
+    UNFIT,
+    Offer,
+    Refusal,
+    RefusalError,
+    read_message,
+    write_message,
+)
 from halfmoon.federation.server.sessions import MAX_RESENDS, RETRY_SECONDS, ClientManager, SiteResponse
 from halfmoon.federation.site.runtime import check_version
 
@@ -248,7 +257,7 @@ def test_a_refusal_of_work_is_an_answer(street: Street, manager: ClientManager) 
     said = refusal(FAILED, "its disk is full")
     street.nodes_[7] = node("north", said=said)
     assert ask(manager)["north"] == SiteResponse(said)
-    assert read(said, Refusal).kind == FAILED
+    assert read_message(said, Refusal).kind == FAILED
     assert len([number for _, number, _ in street.requests if number == 7]) == 1
 
 

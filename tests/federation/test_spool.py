@@ -21,7 +21,7 @@ from halfmoon.engine.driver import ClientResult
 from halfmoon.engine.runtime import RuntimeSettings
 from halfmoon.engine.sampling import Amount, Views
 from halfmoon.federation.protocol import messages
-from halfmoon.federation.protocol.messages import Reply, Request, read, write
+from halfmoon.federation.protocol.messages import Reply, Request, read_message, write_message
 from halfmoon.federation.protocol.tree_spec import UploadProbe
 from halfmoon.federation.server import connection as spools
 from halfmoon.federation.server.calls import Inspection, RunIdentity, SiteCalls

@@ -18,7 +18,16 @@ from safetensors.numpy import load_file
 from halfmoon.api.uploads import Upload
 from halfmoon.config import schema as settings
 from halfmoon.data import Images, sources
-from halfmoon.federation.protocol.messages import Acceptance, Final, Offer, Receipt, Refusal, Reply, Request, read
+from halfmoon.federation.protocol.messages import (
+    Acceptance,
+    FinalModel,
+    Offer,
+    Receipt,
+    Refusal,
+    Reply,
+    Request,
+    read_message,
+)
 from halfmoon.federation.server import sessions
 from halfmoon.federation.server.plan import load_plan
 from halfmoon.federation.transport import client_app, local
@@ -57,12 +66,12 @@ class Letter:
     reply: Message
 
     @property
-    def asked(self) -> Offer | Request | Final:
-        return read(unwrap_message(self.message.content), Offer, Request, Final)
+    def asked(self) -> Offer | Request | FinalModel:
+        return read_message(unwrap_message(self.message.content), Offer, Request, FinalModel)
 
     @property
     def said(self) -> Acceptance | Reply | Refusal | Receipt:
-        return read(unwrap_message(self.reply.content), Acceptance, Reply, Refusal, Receipt)
+        return read_message(unwrap_message(self.reply.content), Acceptance, Reply, Refusal, Receipt)
 
 
 @dataclass(eq=False)
@@ -179,7 +188,7 @@ def stopping(visit, after=False, place=round_key):
     original = GridTransport.send
 
     def send(self: GridTransport, mail: Mapping[int, bytes], seconds: float, asks: bool) -> Any:
-        here = not asks and visit in [place(read(data, Request)) for data in mail.values()]
+        here = not asks and visit in [place(read_message(data, Request)) for data in mail.values()]
         if here and not after:
             raise Stop
         message_ids = original(self, mail, seconds, asks)

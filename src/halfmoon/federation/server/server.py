@@ -399,7 +399,7 @@ def send_model(manager: ClientManager, names: Sequence[str], final: bytes, model
         try:
             if answer.data is None:
                 raise MalformedMessage(answer.reason)
-            reply = read(read_content(answer.data), Receipt, Refusal)
+            reply = read_message(read_content(answer.data), Receipt, Refusal)
             if isinstance(reply, Refusal):
                 raise MalformedMessage(reply.reason)
             has.append(name)

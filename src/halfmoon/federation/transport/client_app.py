@@ -68,4 +68,4 @@ def _open_client(values: tuple[str, ...]) -> SiteClient:
 def _rehearsal_options(federation: str, sites: str, number: str) -> dict[str, str]:
     terms = load_plan(Path(federation)).terms  # of this very machine: what its file names may be loaded
     name, trusted = terms.sites[int(number)], [plugin.part for plugin in plugin_origins(terms.config)]
-    return {"name": name, "folder": str(Path(sites) / name), "terms": ANY, "trusted": " ".join(trusted)}
+    return {"name": name, "folder": str(Path(sites) / name), "terms": ANY_TERMS, "trusted": " ".join(trusted)}

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Literal
 
 from halfmoon.core.errors import UserError
-from halfmoon.federation.protocol.bundle import APPS, PROJECT, project
+from halfmoon.federation.protocol.bundle import APPS, PROJECT_FILE, render_project
 from halfmoon.federation.protocol.log import EventLog, Tail
 from halfmoon.federation.transport.admission import KEYS_FILE, TIMEOUT_SECONDS, Admission
 from halfmoon.federation.transport.contact import Address, ServerUnreachable, check_server, tls_context
@@ -184,7 +184,7 @@ def _write_files(server: ServerOptions) -> None:
         atomic_io.replace(server.run / DELIVERY_FILE, (json.dumps({**record, "again": True}) + "\n").encode())
     app = server.home.folder / "app"
     app.mkdir(exist_ok=True)
-    atomic_io.replace(app / PROJECT, project(server.apps).encode())
+    atomic_io.replace(app / PROJECT_FILE, render_project(server.apps).encode())
     atomic_io.replace(server.home.folder / RUN_CONFIG, render_run_config(server).encode())
     atomic_io.replace(server.home.folder / "config.toml", render_connection(server).encode())
     for script in (SUPERLINK, SERVER_APP):

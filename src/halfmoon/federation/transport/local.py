@@ -73,11 +73,11 @@ def rehearse(
 ) -> None:
     """Play a federation in this process through both apps; `sites`, `tests`, `validations` are folders."""
     from halfmoon.federation.server.plan import load_plan
-    from halfmoon.federation.site.consent import ANY
+    from halfmoon.federation.site.consent import ANY_TERMS
     from halfmoon.federation.transport import client_app, server_app
 
     names = load_plan(federation).terms.sites
-    nodes = {1000 + k: {"name": name, "folder": str(sites / name), "terms": ANY} for k, name in enumerate(names)}
+    nodes = {1000 + k: {"name": name, "folder": str(sites / name), "terms": ANY_TERMS} for k, name in enumerate(names)}
     for facts in nodes.values():
         for word, folders in {"tests": tests, "validations": validations}.items():
             if folders and facts["name"] in folders:

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from halfmoon.federation.protocol import bundle
-from halfmoon.federation.protocol.bundle import Foreign
+from halfmoon.federation.protocol.bundle import ForeignBundle
 from halfmoon.federation.protocol.log import EventLog
 from halfmoon.federation.transport import internals
 from halfmoon.federation.transport.internals import MESSAGE_RECEIVED, REPLY_SENT, Fleet, Packet

@@ -13,7 +13,7 @@ from halfmoon.core.errors import UserError
 from halfmoon.federation.protocol.bundle import APPS
 from halfmoon.federation.protocol.log import EventLog, Tail, TermsSummary
 from halfmoon.federation.site import consent
-from halfmoon.federation.site.consent import PINNED
+from halfmoon.federation.site.consent import TERMS_CHOICE
 from halfmoon.federation.transport.contact import Address, ServerUnreachable, check_server, tls_context
 from halfmoon.federation.transport.internals import (
     MESSAGE_RECEIVED,
