@@ -37,7 +37,7 @@ def test_a_full_disk_does_not_keep_a_process_from_its_lock(tmp_path: Path, monke
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         return honest(handle, data)
 
-    monkeypatch.setattr(os, "write", write_message)
+    monkeypatch.setattr(os, "write", write)
     monkeypatch.setattr(os, "getpid", lambda: 7)
     monkeypatch.setattr(
         processes.atomic_io, "flock", lambda handle: None

@@ -16,8 +16,8 @@ from page_scenes import write_run, write_sweep
 from halfmoon.cli import main as cli
 from halfmoon.pages import eventlog
 from halfmoon.pages.follow import FollowedRun, Follower, JsonLinesFile, find_alarms, find_ceiling_alarms, find_runs
-from halfmoon.pages.server import beside
-from halfmoon.pages.watch import Watching, variants
+from halfmoon.pages.server import serve_in_background
+from halfmoon.pages.watch import WatchPage, name_variants
 from halfmoon.storage import locks
 
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from halfmoon.core.errors import UserError
 from halfmoon.pages import eventlog
 from halfmoon.pages.follow import FollowedRun, Follower, find_ceiling_alarms
-from halfmoon.pages.server import application, serve
+from halfmoon.pages.server import build_app, serve_page
 from halfmoon.report.styles import as_json
 from halfmoon.report.styles import styles as styles_of
 
@@ -89,7 +89,7 @@ class WatchPage:
         return build_app("watch", self.root.resolve().name, {"/data": self.data}, {})
 
 
-def variants(runs: Sequence[FollowedRun]) -> list[str]:
+def name_variants(runs: Sequence[FollowedRun]) -> list[str]:
     """Return a name for how each run is drawn: its method, and a number where one was played with several options.
 
     Runs that differ in their seed alone are drawn alike: a method keeps its look.

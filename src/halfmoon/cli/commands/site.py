@@ -275,8 +275,8 @@ def _join(args: argparse.Namespace) -> int:
     from halfmoon.federation.transport.contact import Address
     from halfmoon.federation.transport.processes import interruptible, require_flower
     from halfmoon.federation.transport.site_process import Declined, SiteFinished, SiteOptions, join_federation
-    from halfmoon.sites.folders.prepare import HOME
-    from halfmoon.sites.folders.site_folder import read
+    from halfmoon.sites.folders.prepare import STATE_FOLDER
+    from halfmoon.sites.folders.site_folder import read_site
 
     server = Address.parse(args.server)
     if args.device not in DEVICES:
