@@ -28,7 +28,7 @@ from halfmoon.sites.keys.key_folder import AUTHORITY_DAYS, DEFAULT_CERTIFICATE_D
 
 if TYPE_CHECKING:
     from halfmoon.federation.transport.launch import ServerOptions
-    from halfmoon.sites.keys.make import Result
+    from halfmoon.sites.keys.make import KeyChange
 
 
 FOLDER = "FOLDER "
@@ -259,7 +259,7 @@ def _server(
 
     if args.access is None:
         tls = {"ca": args.ca, "certificate": args.certificate, "key": args.key}
-        where = args.host or HOST, port or PORT
+        where = args.host or HOST, port or DEFAULT_PORT
         return ServerOptions(args.config, folder, *where, **tls, insecure=args.insecure, restarts=restarts)
     access = Access.open(args.access)
     if port not in (None, access.port):
