@@ -25,7 +25,7 @@ import torch
 from halfmoon.api.uploads import Upload, stack
 from halfmoon.core.tree import Tree
 from halfmoon.federation.protocol.messages import Reply, Request, read_message, write_message
-from halfmoon.federation.protocol.tree_spec import spec_of
+from halfmoon.federation.protocol.tree_spec import make_tree_spec
 from halfmoon.federation.server.secure_sum import MaskedSum, sum_layout, sum_spec
 from halfmoon.federation.site.runtime import EMPTY_RESULT
 from halfmoon.federation.site.secure_sum import SUMS_FOLDER, SumParticipant
@@ -119,7 +119,7 @@ def measure(sites: int, parameters: int, dropped: int, folder: Path) -> Row:
         keys[name] = wire.part(k).lasting
     began = time.process_time()
     sum = MaskedSum(dict.fromkeys(names, request), {name: k for k, name in enumerate(names)}, keys, wire.ask, "it")
-    sum.total(wire.ask(sum.begin(), sum_spec(sum_layout(spec_of(up))), "it"))
+    sum.total(wire.ask(sum.begin(), sum_spec(sum_layout(make_tree_spec(up))), "it"))
     spent = time.process_time() - began
     row.site_seconds, row.server_seconds = wire.seconds / there, spent - wire.seconds
     row.up, row.down = wire.received / there, wire.sent / there
