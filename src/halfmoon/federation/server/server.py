@@ -237,7 +237,7 @@ class FederationServer:
             rules if config.dp_clip is None else replace(rules, norm_bound=0.0),
             self._register(),
             _inspection(self.plan, manager, task, measure, (test is None, validation is None)),
-            self.log.say,
+            self.log.write,
             lambda needed: manager.wait_for_sites(needed, patience, 0.0),
         )
         secret = None if config.dp_clip is None else self._secret()

@@ -223,7 +223,7 @@ class _Session:
         self.link = self.home.start(SUPERLINK, superlink_arguments(self.server))
         if not self._wait(self._answers, STARTING):
             raise Halted(
-                f"the SuperLink did not start: {_last_line(log.lines()) or 'it said nothing'}; see {log.path}."
+                f"the SuperLink did not start: {_last_line(log.read_lines()) or 'it said nothing'}; see {log.path}."
             )
         self._admit()
         self._forget_run()
@@ -234,7 +234,7 @@ class _Session:
         if server.access is None or server.ca is None:
             return
         registry = ControlApi(f"https://{server.address.local}", tls_context(server.ca), TIMEOUT_SECONDS)
-        self.admission = Admission(server.access, registry, self.home.folder / KEYS_FILE, server.sites, self.log.say)
+        self.admission = Admission(server.access, registry, self.home.folder / KEYS_FILE, server.sites, self.log.write)
         self.admission.open()
         self._show()
 
@@ -286,8 +286,8 @@ class _Session:
                 self.admission.poll()
             self._show()
             if ended is not None:
-                if ended == "app" and (reason := _last_line(errors.lines(), _ERROR)):
-                    self.log.say(f"the last words of the server's program: {reason}")
+                if ended == "app" and (reason := _last_line(errors.read_lines(), _ERROR)):
+                    self.log.write(f"the last words of the server's program: {reason}")
                 return ended
             time.sleep(POLL_SECONDS)
 

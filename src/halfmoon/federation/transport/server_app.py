@@ -32,5 +32,5 @@ def main(grid: Grid, context: Context) -> None:
         host.serve(post, float(facts.get("patience", math.inf)))
     except UserError as error:
         if RunFolder.exists(run):
-            EventLog(run / LOG_FILE).say(f"stopped: {error}")
+            EventLog(run / LOG_FILE).write(f"stopped: {error}")
         raise

@@ -229,7 +229,7 @@ class _SiteNode:
                     end, [word for word in words if word in (MESSAGE_RECEIVED, REPLY_SENT)][-1:] == [REPLY_SENT]
                 )
             time.sleep(POLL_SECONDS)
-        text = "\n".join([*words, *log.lines()])
+        text = "\n".join([*words, *log.read_lines()])
         if UNKNOWN_KEY in text and time.monotonic() < self.admission:
             time.sleep(RECONNECT_SECONDS)
             return
