@@ -112,21 +112,21 @@ class Forgers:
     def __init__(self, attack: str, hostile: int) -> None:
         self.attack, self.hostile = attack, hostile
 
-    def uploads(self, context: AggregationContext, up: Upload) -> tuple[Sequence[int], Upload]:
+    def uploads(self, context: AggregationContext, upload: Upload) -> tuple[Sequence[int], Upload]:
         everyone = range(len(context.clients))
         if self.attack == "none":
-            return everyone, up
+            return everyone, upload
         if self.attack == LEFT_OUT:
-            return everyone[self.hostile :], up.map(lambda leaf: leaf[self.hostile :])
-        weight = up.weight.clone()
+            return everyone[self.hostile :], upload.map(lambda leaf: leaf[self.hostile :])
+        weight = upload.weight.clone()
         weight[: self.hostile] = FACTOR * weight[self.hostile :].median()
-        up = up._replace(weight=weight)
+        upload = upload._replace(weight=weight)
         if self.attack not in FORGED:
-            return everyone, up
+            return everyone, upload
         part, forge = FORGED[self.attack]
-        change = {path: leaf for path, leaf in update(up, context).items() if path.split("/")[0] == part}
+        change = {path: leaf for path, leaf in update(upload, context).items() if path.split("/")[0] == part}
         if not change:
-            return everyone, up
+            return everyone, upload
         flat = torch.cat([leaf.flatten(1).double() for leaf in change.values()], 1)
         honest = flat[self.hostile :]
         sent = torch.cat([torch.stack([forge(honest, own) for own in flat[: self.hostile]]), honest])
@@ -134,7 +134,7 @@ class Forgers:
         new = {
             path: piece.to(leaf).reshape(leaf.shape) for (path, leaf), piece in zip(change.items(), pieces, strict=True)
         }
-        return everyone, changed(up, context, {**update(up, context), **new})
+        return everyone, changed(upload, context, {**update(upload, context), **new})
 
     def row(self) -> dict[str, Any]:
         return {}

@@ -108,9 +108,9 @@ class Measured:
         total = float(sum(local.labeled for local in self.locals))
         judged, labeled = tree.zeros_like(params), tree.zeros_like(params)
         for client, local in enumerate(self.locals):
-            down = {"params": params, "stats": server["stats"], "gate": torch.ones(())}
+            broadcast = {"params": params, "stats": server["stats"], "gate": torch.ones(())}
             memory = self.runtime.memories.get(str(client))
-            memory = memory or first_memory(self.client_update, down, self.seed, client)
+            memory = memory or first_memory(self.client_update, broadcast, self.seed, client)
             regulator, x, u = memory["regulator"]["params"], normalize(local.x), normalize(local.u)
 
             def taught(phi: Tree, theta: Tree, u: torch.Tensor = u, regulator: Tree = regulator) -> torch.Tensor:

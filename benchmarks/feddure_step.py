@@ -43,7 +43,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "support"
 from textbook_feddure import Textbook
 from torch_models import TorchResNet9, twin
 
-from halfmoon.api.types import Batch, Local, Statistics, Task
+from halfmoon.api.types import Batch, ClientData, Statistics, Task
 from halfmoon.core import tree
 from halfmoon.core.optim import Adam
 from halfmoon.methods.feddure import FedDure
@@ -77,20 +77,20 @@ def sides(unlabeled: int, width: int, rule: Statistics) -> Calls:
     client_update = FedDure(through_weights="product").client_updates(task)[
         "train"
     ]  # Eq. 2 and 4 as printed, on all sides
-    down = tree.channels_last({**model, "gate": torch.ones(())})
+    broadcast = tree.channels_last({**model, "gate": torch.ones(())})
     nothing = torch.zeros(0, 3, 1, 1, dtype=torch.uint8)
-    local = Local(nothing, y, nothing, torch.tensor(LABELED), torch.tensor(unlabeled))
-    carry = client_update.begin(down, client_update.remember(down, g), local)
+    local = ClientData(nothing, y, nothing, torch.tensor(LABELED), torch.tensor(unlabeled))
+    carry = client_update.begin(broadcast, client_update.initial_memory(broadcast, g), local)
     batch = Batch(x, y, y, {"weak": weak, "strong": strong}, torch.arange(unlabeled))
     both = torch.cat([x, strong])
 
     def ours() -> None:
         with torch.no_grad():
-            client_update.step(down, carry, batch)
+            client_update.step(broadcast, carry, batch)
 
     def forward() -> None:
         with torch.no_grad():
-            network.train(down["params"], both)
+            network.train(broadcast["params"], both)
 
     def textbook(literal: bool, layout: torch.memory_format) -> Callable[[], object]:
         regulator = nn.Sequential(nn.Linear(10, 128), nn.ReLU(), nn.Linear(128, 1), nn.Sigmoid())

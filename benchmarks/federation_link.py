@@ -88,7 +88,7 @@ class Line:
 
 
 class Proxy:
-    """A proxy that sites join in place of their server; `down` and `up` are its two lines."""
+    """A proxy that sites join in place of their server; `broadcast` and `upload` are its two lines."""
 
     def __init__(self, port: int, server: int) -> None:
         self.port, self.server, self.down, self.up = port, server, Line(), Line()

@@ -107,22 +107,24 @@ class Spy:
     """The method's federation, of which the server keeps what went down and what each client changed."""
 
     def __init__(self, simulation: Simulation) -> None:
-        self.simulation, self.down, self.updates, self.clients = simulation, {}, [], []
+        self.simulation, self.broadcast, self.updates, self.clients = simulation, {}, [], []
         self.ask_first, simulation.ask = simulation.ask, self.ask  # type: ignore[method-assign]
         simulation.average = self.average  # type: ignore[method-assign]
 
-    def average(self, client_update: str, down: Tree) -> Upload:
+    def average(self, client_update: str, broadcast: Tree) -> Upload:
         """Average uploads that are all kept."""
-        uplink = self.simulation.client_updates[client_update].needs.uplink
-        return mean_of(self.ask(client_update, down), uplink, down, client_update)
+        upload_spec = self.simulation.client_updates[client_update].requirements.upload_spec
+        return mean_of(self.query(client_update, broadcast), upload_spec, broadcast, client_update)
 
-    def ask(self, client_update: str, down: Tree, each: Tree | None = None, to: Tensor | None = None) -> Upload:
+    def query(
+        self, client_update: str, broadcast: Tree, per_client: Tree | None = None, clients: Tensor | None = None
+    ) -> Upload:
         """Ask, and look."""
-        up = self.ask_first(client_update, down, each, to)
-        before, after = tree.flatten({"params": down["params"]}), tree.flatten({"params": up.update["params"]})
-        self.down, self.clients = down, self.simulation.answered.tolist()
+        upload = self.ask_first(client_update, broadcast, per_client, clients)
+        before, after = tree.flatten({"params": broadcast["params"]}), tree.flatten({"params": upload.update["params"]})
+        self.broadcast, self.clients = broadcast, self.simulation.responders.tolist()
         self.updates = [{path: after[path][k] - before[path] for path in before} for k in range(len(self.clients))]
-        return up
+        return upload
 
 
 # Membership
@@ -139,7 +141,10 @@ def membership(config: Config, shared: Problem, rounds: Sequence[int]) -> list[d
         server = made.round(shared.task.at(number), server, federation)
         if number not in rounds:
             continue
-        known = {"train": Candidates(shared, spy.down, shared.train), "test": Candidates(shared, spy.down, shared.test)}
+        known = {
+            "train": Candidates(shared, spy.broadcast, shared.train),
+            "test": Candidates(shared, spy.broadcast, shared.test),
+        }
         for k in range(len(spy.clients)):
             order = [k, *(other for other in range(len(spy.clients)) if other != k)]
             seen = views([spy.updates[place] for place in order], config.seed + 1000 * number + k)
@@ -167,8 +172,8 @@ def membership(config: Config, shared: Problem, rounds: Sequence[int]) -> list[d
 class Candidates:
     """Images whose membership is asked for: their losses under what went down, and their gradients."""
 
-    def __init__(self, shared: Problem, down: Tree, held: Examples) -> None:
-        self.network, self.params = shared.task.network, down["params"]
+    def __init__(self, shared: Problem, broadcast: Tree, held: Examples) -> None:
+        self.network, self.params = shared.task.network, broadcast["params"]
         self.x, self.y = shared.task.normalize(held.images), held.labels
         self.before = self.losses(self.params)
         one = torch.func.vmap(torch.func.grad(self.loss), (None, 0, 0))

@@ -15,7 +15,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "support"
 from torch_models import TorchResNet9, TorchSmall, twin
 
 from halfmoon import Config
-from halfmoon.api.types import Method, Needs
+from halfmoon.api.types import Method, UpdateRequirements
 from halfmoon.data import Scenario
 from halfmoon.engine.budget import Budget
 from halfmoon.engine.evaluation import Examples
@@ -116,12 +116,23 @@ class ByHand:
         """Return the steps of a client's update, of views that are made once."""
         local, _ = self.dataset.local(client)
         amount = Budget().amount(self.batching, self.update, self.dataset.own(client), self.dataset.split_size(client))
-        drawn = draw(amount, local, self.views, Needs(self.update.needs.views), None, 0, "visit", 0, 0, client)
+        drawn = draw(
+            amount,
+            local,
+            self.views,
+            UpdateRequirements(self.update.requirements.views),
+            None,
+            0,
+            "visit",
+            0,
+            0,
+            client,
+        )
         normalize = self.task.normalize
         x, y = self.views.labeled.apply(local.x[drawn.x_rows], drawn.x_drawn, normalize), local.y[drawn.x_rows]
         u = {
             name: self.views.unlabeled[name].apply(local.u[drawn.u_rows], drawn.u_drawn[name], normalize)
-            for name in self.update.needs.views
+            for name in self.update.requirements.views
         }
         a, b = amount.labeled, amount.unlabeled
         return [

@@ -77,7 +77,7 @@ def pfl(size: str, method: str, cohort: int, turn: Callable[..., bool]) -> None:
     from pfl.model.pytorch import PyTorchModel
 
     hand = ByHand(size, method, cohort)
-    views = hand.update.needs.views
+    views = hand.update.requirements.views
 
     class Trained(torch.nn.Module):
         """The network with the loss that pfl asks it for; a batch is one step, under a leading dimension of one."""

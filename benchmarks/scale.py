@@ -75,7 +75,7 @@ class Counting:
         def counted(item: Any) -> Any:
             result = function(item)
             for client in result.values() if isinstance(result, dict) else ():
-                self.alive.add(next(tree.leaves(client.up.update)))
+                self.alive.add(next(tree.leaves(client.upload.update)))
             self.most = max(self.most, len(self.alive))
             return result
 

@@ -97,29 +97,29 @@ class Wire:
 def measure(sites: int, parameters: int, dropped: int, folder: Path) -> Row:
     """Play one question under masks, and one without."""
     g = torch.Generator().manual_seed(0)
-    down: Tree = {"params": {"w": torch.zeros(parameters)}}
+    broadcast: Tree = {"params": {"w": torch.zeros(parameters)}}
     moved = {"params": {"w": torch.randn(parameters, generator=g)}}
-    up = Upload(moved, torch.tensor(7.0, dtype=torch.float64)).tree
-    request = Request(FEDERATION, VERSION, RUN, 0, 0, 0, "train", download=down)
+    upload = Upload(moved, torch.tensor(7.0, dtype=torch.float64)).tree
+    request = Request(FEDERATION, VERSION, RUN, 0, 0, 0, "train", download=broadcast)
     names = [f"site-{k}" for k in range(sites)]
     row = Row(sites, parameters, dropped)
     there = sites - dropped
 
-    plain = Wire(folder, sites, up, set(range(dropped)))
+    plain = Wire(folder, sites, upload, set(range(dropped)))
     began = time.process_time()
     said = plain.ask(dict.fromkeys(names, request), {}, "")
-    average(stack([Upload.of(reply.upload) for reply in said.values()]))
+    average(stack([Upload.from_tree(reply.upload) for reply in said.values()]))
     spent = time.process_time() - began
     row.plain_site_seconds, row.plain_server_seconds = plain.seconds / there, spent - plain.seconds
     row.plain_up, row.plain_down = plain.received / there, plain.sent / there
 
-    wire = Wire(folder, sites, up, set(range(dropped)))
+    wire = Wire(folder, sites, upload, set(range(dropped)))
     keys = {}
     for k, name in enumerate(names):
         keys[name] = wire.part(k).lasting
     began = time.process_time()
     sum = MaskedSum(dict.fromkeys(names, request), {name: k for k, name in enumerate(names)}, keys, wire.ask, "it")
-    sum.total(wire.ask(sum.begin(), sum_spec(sum_layout(make_tree_spec(up))), "it"))
+    sum.total(wire.ask(sum.begin(), sum_spec(sum_layout(make_tree_spec(upload))), "it"))
     spent = time.process_time() - began
     row.site_seconds, row.server_seconds = wire.seconds / there, spent - wire.seconds
     row.up, row.down = wire.received / there, wire.sent / there

@@ -30,7 +30,7 @@ ROWS = (
 PANEL, BLUE, ORANGE = "#f4f4f4", "#dbe7f5", "#fbe6d0"
 ROUND = (
     ("Server state", "a tree: params, stats, ..."),
-    ("Method.round", "asks: Federation.ask(name, down)"),
+    ("Method.round", "asks: Federation.query(name, down)"),
     ("ServerRuntime", "cohort; memories; counts the cost"),
     ("ClientUpdate, for each client", "begin, step by step, finish"),
     ("Aggregators", "clip, median, Krum, sums, noise"),

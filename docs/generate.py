@@ -256,7 +256,7 @@ def _escaped(words: str) -> str:
 @cache
 def measured(name: str) -> Measured:
     """Play a method with labels in the first place that it can use, and weigh what it sends."""
-    runtime, model = _played(name, registry.entry(name).places[0])
+    runtime, model = _played(name, registry.entry(name).label_locations[0])
     cost, rounds = runtime.cost, _rounds(name)
     each_round = cost.bytes_down / (rounds * COHORT), cost.bytes_up / (rounds * COHORT)
     return Measured(*(count / tree.nbytes(model) for count in (*each_round, cost.stored_client, cost.stored_server)))
@@ -273,16 +273,16 @@ class Overheard(Simulation):
     known: dict[int, set[int]]  # who sent a tensor, by its bytes' hash
 
     def _client_rounds(
-        self, context: ClientContext, clients: Sequence[int], down: Tree, each: Tree
+        self, context: ClientContext, clients: Sequence[int], down: Tree, per_client: Tree
     ) -> Iterator[tuple[int, ClientResult]]:
         sent: dict[int, set[int]] = {}
         for place, client in enumerate(clients):
-            for path, leaf in tree.flatten({**down, **tree.index(each, place)}).items():
+            for path, leaf in tree.flatten({**down, **tree.index(per_client, place)}).items():
                 marks = [_mark(part) for part in (leaf, *(leaf if leaf.dim() else ()))]
                 sent.setdefault(client, set()).update(marks)
                 if any(self.known.get(mark, {client}) - {client} for mark in marks):
                     self.passed.add(path.split("/")[0])
-        outcomes = dict(super()._client_rounds(context, clients, down, each))
+        outcomes = dict(super()._client_rounds(context, clients, down, per_client))
         for client, outcome in outcomes.items():
             for leaf in tree.leaves(outcome.up.update) if client != SERVER else ():
                 # What a client sends back as it came tells nothing of it.
@@ -313,9 +313,9 @@ def _played(name: str, place: str) -> tuple[Overheard, Tree]:
     """
     entry, rounds = registry.entry(name), _rounds(name)
     changed: dict[str, Any] = {}
-    if place == "clients" and entry.places[0] == "server":
+    if place == "clients" and entry.label_locations[0] == "server":
         changed["threshold"] = 0.0  # SemiFL trains on rows alone that it is sure of, which random images would not have
-    if place != entry.places[0] and "interval" in registry.options(name):
+    if place != entry.label_locations[0] and "interval" in registry.options(name):
         changed["interval"], rounds = 1, ROUNDS
     changed = {key: value for key, value in changed.items() if key in registry.options(name)}
     method = registry.make(name, changed) if changed else entry.method
@@ -344,7 +344,7 @@ def leaves() -> str:
     """
     rows: dict[tuple[str, str], list[str]] = {}
     for entry in (each for each in map(registry.entry, registry.names()) if not each.pooled):
-        places = {entry.places[0]} if entry.all_labels else {"clients", "server"} & set(entry.places)
+        places = {entry.label_locations[0]} if entry.all_labels else {"clients", "server"} & set(entry.label_locations)
         heard = [_played(entry.name, place)[0].heard for place in sorted(places)]
         client_updates = {client_update: "" for each in heard for client_update in each}
         parts = {
@@ -362,9 +362,9 @@ def learned() -> str:
     """Return what the server and other sites learn of a single site, by method: played, with what the catalog says."""
     rows: dict[tuple[str, ...], list[str]] = {}
     for entry in (each for each in map(registry.entry, registry.names()) if not each.pooled):
-        runtime, _ = _played(entry.name, entry.places[0])
+        runtime, _ = _played(entry.name, entry.label_locations[0])
         parts = _named(set().union(*(names for names, _ in runtime.heard.values())))
-        hidden = "not available" if entry.singles else "the sums of updates and of weights"
+        hidden = "not available" if entry.individual_uploads else "the sums of updates and of weights"
         passed = f"uploads of others, in {_named(runtime.passed)}" if runtime.passed else "nothing but models"
         rows.setdefault((parts, hidden, passed), []).append(f"`{entry.name}`")
     header = [
@@ -380,7 +380,9 @@ def sums() -> str:
     """Return for which methods a weighted sum of uploads is enough, and what the others need single ones for."""
     rows: dict[str, list[str]] = {}
     for entry in (each for each in map(registry.entry, registry.names()) if not each.pooled):
-        rows.setdefault(f"no: {entry.singles}" if entry.singles else "yes", []).append(f"`{entry.name}`")
+        rows.setdefault(f"no: {entry.individual_uploads}" if entry.individual_uploads else "yes", []).append(
+            f"`{entry.name}`"
+        )
     return table(["methods", "a sum is enough"], grouped(rows))
 
 
@@ -436,9 +438,12 @@ def passes() -> str:
             f"{one.forward}, {one.backward}" for one in (client_update.passes(10, 10), client_update.passes(10, 90))
         ]
         looks = {"": client_update} | {
-            f"{key}: ": each for key, each in client_updates.items() if not each.needs.trains
+            f"{key}: ": each for key, each in client_updates.items() if not each.requirements.trains
         }
-        once = [f"{key}{_terms(each.swept(1, 0), each.swept(0, 1), 'LU')}" for key, each in looks.items()]
+        once = [
+            f"{key}{_terms(each.images_outside_steps(1, 0), each.images_outside_steps(0, 1), 'LU')}"
+            for key, each in looks.items()
+        ]
         rows.setdefault((*terms, "; ".join(filter(None, once)) or "-", *costs), []).append(f"`{name}`")
     header = ["method", "forward", "backward", "once a round", "both at 10 + 10", "both at 10 + 90"]
     return table(header, grouped(rows))

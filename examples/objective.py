@@ -6,7 +6,7 @@
 from dataclasses import dataclass, field
 
 import halfmoon
-from halfmoon.api.types import Needs
+from halfmoon.api.types import UpdateRequirements
 from halfmoon.core import tree
 from halfmoon.methods.averaging import ModelAveraging
 from halfmoon.methods.fedavg import LocalTraining
@@ -20,8 +20,8 @@ class Entropy(Objective):
     unlabeled_weight: float = 0.1
 
     @property
-    def needs(self):
-        return Needs(views=("weak",))
+    def requirements(self):
+        return UpdateRequirements(views=("weak",))
 
     def __call__(self, task, params, stats, batch, aux=None, cached=None):
         images = (batch.x, batch.u["weak"])

@@ -30,8 +30,8 @@ def spoil_answers() -> None:
 
     honest = SiteClient.reply_to
 
-    def first(up: Tree, change: Callable[[torch.Tensor], torch.Tensor]) -> Tree:
-        flat = tree.flatten(up)
+    def first(upload: Tree, change: Callable[[torch.Tensor], torch.Tensor]) -> Tree:
+        flat = tree.flatten(upload)
         name = next(each for each, leaf in flat.items() if leaf.is_floating_point() and leaf.dim())
         return tree.unflatten({**flat, name: change(flat[name])})
 
@@ -53,8 +53,8 @@ def spoil_answers() -> None:
             return honest(self, data)
         if KIND == "turned":  # in every round: the update with its sign turned, times four
             reply = read_message(honest(self, data), Reply)
-            down, flat = tree.flatten(request.download), tree.flatten(reply.upload)
-            before = {f"update/{path}": leaf for path, leaf in down.items() if path.startswith("params/")}
+            broadcast, flat = tree.flatten(request.download), tree.flatten(reply.upload)
+            before = {f"update/{path}": leaf for path, leaf in broadcast.items() if path.startswith("params/")}
             flat |= {path: leaf + 4 * (leaf - flat[path]) for path, leaf in before.items() if path in flat}
             return write_message(replace(reply, upload=tree.unflatten(flat)))
         last = self.home / "last.answer"

@@ -8,7 +8,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from halfmoon.api.types import Batch, ClientUpdate, Federation, Local, Method, StepMetrics, Task
+    from halfmoon.api.types import Batch, ClientData, ClientUpdate, Federation, Method, StepMetrics, Task
     from halfmoon.config.schema import Config
     from halfmoon.core.errors import UserError
     from halfmoon.data import Images, Scenario, Source, Split
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from halfmoon.runs.trackers import tracker
 
 _MODULES = {
-    "api.types": ("Batch", "ClientUpdate", "Federation", "Local", "Method", "StepMetrics", "Task"),
+    "api.types": ("Batch", "ClientUpdate", "Federation", "ClientData", "Method", "StepMetrics", "Task"),
     "config.schema": ("Config",),
     "core.errors": ("UserError",),
     "data": ("Images", "Scenario", "Source", "Split"),
@@ -44,7 +44,7 @@ __all__ = [
     "Diverged",
     "Federation",
     "Images",
-    "Local",
+    "ClientData",
     "Method",
     "Model",
     "NullCallback",

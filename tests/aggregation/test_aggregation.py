@@ -13,7 +13,7 @@ from halfmoon.aggregation import AggregationContext, Aggregator, changed, downli
 from halfmoon.aggregation.mean import UploadMean
 from halfmoon.aggregation.privacy.clipping import Clipped
 from halfmoon.api.requirements import requirements_of
-from halfmoon.api.uploads import Aux, Uplink, Upload
+from halfmoon.api.uploads import Aux, Upload, UploadSpec
 from halfmoon.config.schema import Config
 from halfmoon.core import tree
 from halfmoon.core.errors import UserError
@@ -33,37 +33,37 @@ class Recorder(Aggregator):
     act: Any = None
     seen: list[AggregationContext] = field(default_factory=list)
 
-    def uploads(self, question: AggregationContext, up: Upload) -> tuple[Sequence[int], Upload]:
+    def uploads(self, question: AggregationContext, upload: Upload) -> tuple[Sequence[int], Upload]:
         self.seen.append(question)
-        return (range(len(question.clients)), up) if self.act is None else self.act(question, up)
+        return (range(len(question.clients)), upload) if self.act is None else self.act(question, upload)
 
     def row(self) -> dict[str, Any]:
         return {"questions": len(self.seen)}
 
 
-def mean_for_all(asked: AggregationContext, up: Upload) -> tuple[Sequence[int], Upload]:
-    change = tree.weighted_mean(update(up, asked), up.weight)
-    return range(len(asked.clients)), changed(up, asked, change)
+def mean_for_all(asked: AggregationContext, upload: Upload) -> tuple[Sequence[int], Upload]:
+    change = tree.weighted_mean(update(upload, asked), upload.weight)
+    return range(len(asked.clients)), changed(upload, asked, change)
 
 
 def test_an_update_is_what_a_client_changed_and_nothing_else():
-    down = {"params": {"w": torch.tensor([1.0, 2.0])}, "round": torch.tensor(3)}
+    broadcast = {"params": {"w": torch.tensor([1.0, 2.0])}, "round": torch.tensor(3)}
     each = {"own": torch.tensor([[10.0], [20.0]])}
     parts = {
         "params": {"w": torch.tensor([[1.5, 2.0], [0.0, 2.0]])},
         "own": torch.tensor([[11.0], [19.0]]),
         "round": torch.tensor([4, 4]),
     }
-    up = Upload(parts, torch.tensor([2.0, 3.0]), {"beside": torch.ones(2, 3)})
-    asked = AggregationContext(0, 0, 0, "train", down, each, (4, 7), 2, True)
-    change = update(up, asked)
+    upload = Upload(parts, torch.tensor([2.0, 3.0]), {"beside": torch.ones(2, 3)})
+    asked = AggregationContext(0, 0, 0, "train", broadcast, each, (4, 7), 2, True)
+    change = update(upload, asked)
     assert {path: leaf.tolist() for path, leaf in change.items()} == {
         "params/w": [[0.5, 0.0], [-1.0, 0.0]],
         "own": [[1.0], [-1.0]],
     }
-    again = changed(up, asked, change)
-    assert all(torch.equal(a, b) for a, b in zip(tree.leaves(again.tree), tree.leaves(up.tree), strict=True))
-    one = changed(up, asked, {"params/w": torch.tensor([5.0, 5.0])})
+    again = changed(upload, asked, change)
+    assert all(torch.equal(a, b) for a, b in zip(tree.leaves(again.tree), tree.leaves(upload.tree), strict=True))
+    one = changed(upload, asked, {"params/w": torch.tensor([5.0, 5.0])})
     assert one.update["params"]["w"].tolist() == [[6.0, 7.0], [6.0, 7.0]]
     assert one.weight.tolist() == [2.0, 3.0]
     assert downlinks(asked.only([1]))["own"].tolist() == [[20.0]]
@@ -89,8 +89,8 @@ def test_a_guard_that_does_nothing_changes_nothing_and_knows_who_answered():
 def test_whom_a_guard_leaves_out_has_not_answered():
     """The cohort and the average are without it; where nobody is left, the round has too few."""
 
-    def first_only(asked: AggregationContext, up: Upload) -> tuple[Sequence[int], Upload]:
-        return [0], up.map(lambda leaf: leaf[:1])
+    def first_only(asked: AggregationContext, upload: Upload) -> tuple[Sequence[int], Upload]:
+        return [0], upload.map(lambda leaf: leaf[:1])
 
     made, _, alone = scene("fedavg", "both", aggregators=[Recorder(first_only)])
     shared = alone.base
@@ -98,44 +98,44 @@ def test_whom_a_guard_leaves_out_has_not_answered():
     alone.open(0)
     first = int(alone.cohort[0])
     assert played.report.cohort == [first]
-    up = alone.ask("train", begin(made, shared), to=torch.tensor([first]))
-    assert furthest(played.server, up.at(0).update) < 1e-12
-    _, _, empty = scene("fedavg", "both", aggregators=[Recorder(lambda asked, up: ([], up))])
+    upload = alone.query("train", begin(made, shared), clients=torch.tensor([first]))
+    assert furthest(played.server, upload.at(0).update) < 1e-12
+    _, _, empty = scene("fedavg", "both", aggregators=[Recorder(lambda asked, upload: ([], upload))])
     with pytest.raises(TooFew, match=r"round 1, query 1 \(train\) has no usable upload"):
         play(made, empty, begin(made, shared), [0])
 
 
 def test_a_mean_reduces_what_goes_beside_as_it_is_declared() -> None:
     """(1 * 2 + 3 * 6) / 4 = 5; sums add up; what the server needs of each client cannot be averaged; nobody weighs."""
-    uplink = Uplink(aux={"share": Aux("mean"), "moments": Aux("sum", "statistic")})
-    mean, down = UploadMean(uplink, "train"), {"params": {"w": torch.tensor([7.0])}}
+    upload_spec = UploadSpec(aux={"share": Aux("mean"), "moments": Aux("sum", "statistic")})
+    mean, broadcast = UploadMean(upload_spec, "train"), {"params": {"w": torch.tensor([7.0])}}
     for value, weight in ((2.0, 1.0), (6.0, 3.0), (99.0, 0.0)):
         leaf = torch.tensor([value])
         mean.add(Upload({"params": {"w": leaf}}, torch.tensor(weight), {"share": leaf, "moments": weight * leaf}))
-    got = mean.result(down)
+    got = mean.result(broadcast)
     assert (got.update["params"]["w"].tolist(), float(got.weight)) == ([5.0], 4.0)
     assert (got.aux["share"].tolist(), got.aux["moments"].tolist()) == ([5.0], [20.0])
-    nobody = UploadMean(Uplink(), "train")
+    nobody = UploadMean(UploadSpec(), "train")
     nobody.add(Upload({"params": {"w": torch.tensor([1.0])}}, torch.tensor(0.0)))
-    assert nobody.result(down).update == down
+    assert nobody.result(broadcast).update == broadcast
     with pytest.raises(UserError, match="needs 'appu' of each client"):
-        UploadMean(Uplink(aux={"appu": Aux()}), "train")
+        UploadMean(UploadSpec(aux={"appu": Aux()}), "train")
 
 
 def test_what_a_client_update_does_not_declare_is_refused() -> None:
-    down = {"params": {"w": torch.zeros(2)}}
+    broadcast = {"params": {"w": torch.zeros(2)}}
     one = torch.ones(())
-    Uplink().check(Upload({"params": {"w": torch.ones(2)}, "stats": {}}, one), down, "Mine")
-    for up, said in (
+    UploadSpec().check(Upload({"params": {"w": torch.ones(2)}, "stats": {}}, one), broadcast, "Mine")
+    for upload, said in (
         (Upload({"more": {}}, one), "Mine sends update 'more', which it does not declare"),
         (Upload({}, one, {"appu": one}), "Mine sends aux 'appu', which it does not declare"),
-        (Upload({"params": {"w": torch.ones(3)}}, one), "Mine sends 'params/w' as an update, but nothing"),
+        (Upload({"params": {"w": torch.ones(3)}}, one), "Mine sends 'params/w' as an update, but the broadcast has no"),
     ):
         with pytest.raises(UserError, match=said):
-            Uplink().check(up, down, "Mine")
+            UploadSpec().check(upload, broadcast, "Mine")
 
 
-SUMS = [name for name in registry.names() if not registry.entry(name).singles]
+SUMS = [name for name in registry.names() if not registry.entry(name).individual_uploads]
 
 
 @pytest.mark.parametrize("name", SUMS)
@@ -162,7 +162,7 @@ def test_semifl_needs_no_single_upload_where_clients_count_no_statistics():
     assert method(replace(config, options={}, norm="group"))
     robust = replace(config, secure_aggregation=False, aggregation="median")
     assert method(robust)
-    with pytest.raises(UserError, match="no rule looks; use norm 'group' or 'none', or sbn 'server'"):
+    with pytest.raises(UserError, match="no robust rule checks; use norm 'group' or 'none', or sbn 'server'"):
         method(replace(robust, options={}))
 
 
@@ -175,9 +175,9 @@ def test_the_servers_own_training_is_not_clipped():
     moved = furthest(played.server["params"], first["params"])
     alone = simulate(made, shared, dataset(place="server"))
     alone.open(0)
-    alone.ask_server("census", first)  # each trip of a round has random numbers of its own
-    alone.ask("train", first)
-    tuned = alone.ask_server("fine-tune", {"params": first["params"], "stats": played.server["stats"]})
+    alone.query_server("census", first)  # each trip of a round has random numbers of its own
+    alone.query("train", first)
+    tuned = alone.query_server("fine-tune", {"params": first["params"], "stats": played.server["stats"]})
     assert moved > 1e-3
     assert furthest(played.server["params"], tuned.update["params"]) < 1e-9
 
@@ -196,7 +196,7 @@ def test_a_method_of_ones_own_is_refused_unless_it_declares_a_sum():
     for made in (OtherGroups(), Undeclared()):
         assert requirements_of(made).aggregation == "individual"
         entry = registry.MethodEntry("other", "Other", "none", "a method of one's own", made)
-        assert entry.singles == requirements_of(made).reason != ""
+        assert entry.individual_uploads == requirements_of(made).reason != ""
     assert requirements_of(FedAvg()).aggregation == "sum"
 
 
@@ -208,4 +208,4 @@ def test_the_catalog_says_which_methods_need_single_uploads():
         if entry.pooled:
             continue
         with pytest.raises(UserError, match="secure_aggregation cannot be used"):
-            method(Config(method=name, labels_at=entry.places[0], secure_aggregation=True))
+            method(Config(method=name, labels_at=entry.label_locations[0], secure_aggregation=True))

@@ -35,45 +35,45 @@ CLIENTS = (3, 5, 8)
 def cohort(round: int = 0, query: int = 0) -> tuple[AggregationContext, Upload]:
     """Return a question that three clients have answered, and their uploads in float32."""
     g = torch.Generator().manual_seed(0)
-    down = {"params": {"w": torch.randn(4, 5, generator=g), "b": torch.randn(3, generator=g)}, "stats": {}}
-    moved = {name: torch.randn(3, *leaf.shape, generator=g) for name, leaf in down["params"].items()}
-    params = {name: leaf + moved[name] for name, leaf in down["params"].items()}
+    broadcast = {"params": {"w": torch.randn(4, 5, generator=g), "b": torch.randn(3, generator=g)}, "stats": {}}
+    moved = {name: torch.randn(3, *leaf.shape, generator=g) for name, leaf in broadcast["params"].items()}
+    params = {name: leaf + moved[name] for name, leaf in broadcast["params"].items()}
     appu = torch.rand(3, 2, generator=g)
-    up = Upload({"params": params, "stats": {}}, torch.tensor([4.0, 5.0, 6.0]), {"appu": appu})
-    return AggregationContext(round, 0, query, "train", down, {}, CLIENTS, 3, True), up
+    upload = Upload({"params": params, "stats": {}}, torch.tensor([4.0, 5.0, 6.0]), {"appu": appu})
+    return AggregationContext(round, 0, query, "train", broadcast, {}, CLIENTS, 3, True), upload
 
 
 def attacked(attack, round=0, query=0, bad=(5,), seed=7):
-    question, up = cohort(round, query)
-    places, new = Hostile(attack, bad, seed).uploads(question, up)
+    question, upload = cohort(round, query)
+    places, new = Hostile(attack, bad, seed).uploads(question, upload)
     assert list(places) == [0, 1, 2]
-    return question.down, up, new
+    return question.broadcast, upload, new
 
 
-def change(up: Upload, down: Tree, place: int) -> torch.Tensor:
+def change(upload: Upload, broadcast: Tree, place: int) -> torch.Tensor:
     """Return all that one client changed, one vector in float64."""
-    moved = [up.update["params"][name][place].double() - down["params"][name].double() for name in ("w", "b")]
+    moved = [upload.update["params"][name][place].double() - broadcast["params"][name].double() for name in ("w", "b")]
     return torch.cat([each.flatten() for each in moved])
 
 
 @pytest.mark.parametrize("attack", UPLOADS)
 def test_honest_clients_and_what_is_no_update_keep_their_bits(attack: Attack):
-    _, up, new = attacked(attack)
+    _, upload, new = attacked(attack)
     honest = [0, 2]
-    assert same(new.map(lambda leaf: leaf[honest]).tree, up.map(lambda leaf: leaf[honest]).tree)
-    assert torch.equal(new.weight, up.weight)
-    assert torch.equal(new.aux["appu"], up.aux["appu"])
-    assert not torch.equal(new.update["params"]["w"][1], up.update["params"]["w"][1])
+    assert same(new.map(lambda leaf: leaf[honest]).tree, upload.map(lambda leaf: leaf[honest]).tree)
+    assert torch.equal(new.weight, upload.weight)
+    assert torch.equal(new.aux["appu"], upload.aux["appu"])
+    assert not torch.equal(new.update["params"]["w"][1], upload.update["params"]["w"][1])
 
 
 def test_a_flipped_update_points_the_other_way_and_is_as_long():
-    down, up, new = attacked("sign-flip")
-    assert change(new, down, 1).tolist() == pytest.approx((-change(up, down, 1)).tolist(), abs=1e-6)
+    broadcast, upload, new = attacked("sign-flip")
+    assert change(new, broadcast, 1).tolist() == pytest.approx((-change(upload, broadcast, 1)).tolist(), abs=1e-6)
 
 
 def test_a_stale_upload_is_what_was_sent():
-    down, _, new = attacked("stale")
-    assert all(torch.equal(new.update["params"][name][1], leaf) for name, leaf in down["params"].items())
+    broadcast, _, new = attacked("stale")
+    assert all(torch.equal(new.update["params"][name][1], leaf) for name, leaf in broadcast["params"].items())
 
 
 def test_a_nan_upload_is_no_number_anywhere():
@@ -84,25 +84,27 @@ def test_a_nan_upload_is_no_number_anywhere():
 def test_noise_is_ten_times_as_long_as_the_update_and_always_another():
     """Its norm is exact; equal for one round, trip, client and seed, and different where any of them differs."""
     assert NOISE == 10
-    down, up, new = attacked("noise")
-    drawn = change(new, down, 1) - change(up, down, 1)
-    assert float(drawn.norm()) == pytest.approx(10 * float(change(up, down, 1).norm()), rel=1e-5)
+    broadcast, upload, new = attacked("noise")
+    drawn = change(new, broadcast, 1) - change(upload, broadcast, 1)
+    assert float(drawn.norm()) == pytest.approx(10 * float(change(upload, broadcast, 1).norm()), rel=1e-5)
     _, _, again = attacked("noise")
     assert same(again.tree, new.tree)
     others = [attacked("noise", 1), attacked("noise", 0, 1), attacked("noise", seed=8), attacked("noise", bad=(5, 3))]
     for number, (_, _, other) in enumerate(others):
         assert torch.equal(other.update["params"]["w"][1], new.update["params"]["w"][1]) == (number == 3)
-    directions = [change(each, down, 1) - change(up, down, 1) for _, _, each in others[:3]]
-    directions.append(change(others[3][2], down, 0) - change(up, down, 0))
+    directions = [change(each, broadcast, 1) - change(upload, broadcast, 1) for _, _, each in others[:3]]
+    directions.append(change(others[3][2], broadcast, 0) - change(upload, broadcast, 0))
     for each in directions:
         assert abs(float(torch.cosine_similarity(each, drawn, 0))) < 0.9
 
 
 def test_noise_is_normal():
     """Of 200,000 numbers in units of their deviation: mean 0, deviation 1, kurtosis 3, within four sigmas."""
-    down = {"w": torch.zeros(200_000)}
-    up = Upload({"w": torch.full((1, 200_000), 1e-3)}, torch.ones(1))
-    _, new = Hostile("noise", [0], 1).uploads(AggregationContext(0, 0, 0, "train", down, {}, (0,), 1, True), up)
+    broadcast = {"w": torch.zeros(200_000)}
+    upload = Upload({"w": torch.full((1, 200_000), 1e-3)}, torch.ones(1))
+    _, new = Hostile("noise", [0], 1).uploads(
+        AggregationContext(0, 0, 0, "train", broadcast, {}, (0,), 1, True), upload
+    )
     z = (new.update["w"][0] - 1e-3).double() / (NOISE * 1e-3)
     assert abs(float(z.mean())) < 4 / 200_000**0.5
     assert float(z.square().mean()) == pytest.approx(1, abs=1e-5)  # its norm is fixed
@@ -121,9 +123,9 @@ def test_who_is_hostile_is_fixed_by_the_seed():
 
 
 def test_a_row_names_the_hostile_clients_of_the_round():
-    question, up = cohort()
+    question, upload = cohort()
     aggregator = Hostile("stale", (8, 3, 77), 0)
-    aggregator.uploads(question, up)
+    aggregator.uploads(question, upload)
     assert aggregator.row() == {"hostile": [3, 8]}
     assert aggregator.row() == {"hostile": []}
 
@@ -188,16 +190,16 @@ def test_a_stale_client_holds_the_mean_back_by_its_weight():
     made, shared, plain = scene("fedavg-fixmatch", "both")
     server = begin(made, shared)
     plain.open(0)
-    up = plain.ask("train", server)
+    upload = plain.query("train", server)
     bad = int(plain.cohort[1])
-    shares = (up.weight / up.weight.sum()).tolist()
+    shares = (upload.weight / upload.weight.sum()).tolist()
 
     def wanted(leaf: torch.Tensor, old: torch.Tensor) -> torch.Tensor:
         return shares[0] * leaf[0] + shares[1] * old + shares[2] * leaf[2]
 
     _, _, held = scene("fedavg-fixmatch", "both", aggregators=[Hostile("stale", [bad], 0)])
     (played,) = play(made, held, server, range(1))
-    mean = {name: tree.map(wanted, up.update[name], server[name]) for name in server}
+    mean = {name: tree.map(wanted, upload.update[name], server[name]) for name in server}
     assert furthest(played.server, mean) < 1e-12
 
 

@@ -49,7 +49,7 @@ from halfmoon.storage.state_store import Store
 
 pytestmark = pytest.mark.skipif(find_spec("dp_accounting") is None, reason="needs dp_accounting")
 
-SUMS = [name for name in registry.names() if not registry.entry(name).singles]
+SUMS = [name for name in registry.names() if not registry.entry(name).individual_uploads]
 PROMISE = Promise(clip=0.5, noise=1.0, delta=1e-5, budget=None, cohort=3, clients=4)
 GROUPED = replace(NETWORK, norm="group")
 
@@ -100,25 +100,29 @@ def test_noise_is_standard_normal_and_independent_of_other_keys() -> None:
 def test_an_update_is_scaled_down_to_the_bound(dtype: torch.dtype, size: float) -> None:
     """numpy: start + update * min(1, C / |update|) over all leaves together; the norm of what is sent is at most C."""
     g = torch.Generator().manual_seed(int(size * 1000))
-    down = {"a": torch.randn(40, 5, generator=g).to(dtype), "b": {"c": torch.randn(7, generator=g).to(dtype)}, "e": {}}
-    up = tree.map(lambda leaf: (leaf.double() + size * torch.randn(leaf.shape, generator=g)).to(dtype), down)
-    down, up = {**down, "steps": torch.tensor(3)}, {**up, "steps": torch.tensor(4)}
-    sent = clipped(Upload(up, torch.tensor(9.0), {"new": torch.ones(3)}), down, 1.0)
+    broadcast = {
+        "a": torch.randn(40, 5, generator=g).to(dtype),
+        "b": {"c": torch.randn(7, generator=g).to(dtype)},
+        "e": {},
+    }
+    upload = tree.map(lambda leaf: (leaf.double() + size * torch.randn(leaf.shape, generator=g)).to(dtype), broadcast)
+    broadcast, upload = {**broadcast, "steps": torch.tensor(3)}, {**upload, "steps": torch.tensor(4)}
+    sent = clipped(Upload(upload, torch.tensor(9.0), {"new": torch.ones(3)}), broadcast, 1.0)
     got = sent.update
-    del down["steps"]
+    del broadcast["steps"]
 
     def change(new: Tree) -> tuple[dict[str, np.ndarray], float]:
         there = tree.flatten(new)
-        leaves = {path: (there[path].double() - old.double()).numpy() for path, old in tree.flatten(down).items()}
+        leaves = {path: (there[path].double() - old.double()).numpy() for path, old in tree.flatten(broadcast).items()}
         return leaves, math.sqrt(math.fsum(float((leaf**2).sum()) for leaf in leaves.values()))
 
-    (moved, length), (ours, sent_length) = change(up), change(got)
+    (moved, length), (ours, sent_length) = change(upload), change(got)
     assert sent_length <= 1.0
     for path, leaf in ours.items():
         # What is rounded away of weights of about 3, or was left room for.
         assert leaf == pytest.approx(moved[path] * min(1.0, 1.0 / length), abs=40 * torch.finfo(dtype).eps)
     if length <= 1.0:
-        assert all(torch.equal(a, b) for a, b in zip(tree.leaves(got), tree.leaves(up), strict=True))
+        assert all(torch.equal(a, b) for a, b in zip(tree.leaves(got), tree.leaves(upload), strict=True))
     assert got["e"] == {}
     assert (float(sent.weight), sent.aux["new"].tolist(), int(got["steps"])) == (9.0, [1.0, 1.0, 1.0], 4)
 
@@ -128,9 +132,9 @@ def test_rounding_never_lengthens_a_clipped_update_beyond_the_bound(dtype: torch
     """Rounded up as often as down: without room for it, about half of these would be over."""
     for seed in range(40):
         g = torch.Generator().manual_seed(seed)
-        down, up = (torch.randn(50, generator=g).to(dtype) for _ in range(2))
-        sent = clipped(Upload({"w": up}, torch.ones(())), {"w": down}, 0.3).update["w"]
-        assert math.sqrt(math.fsum((sent.double() - down.double()).square().tolist())) <= 0.3
+        broadcast, upload = (torch.randn(50, generator=g).to(dtype) for _ in range(2))
+        sent = clipped(Upload({"w": upload}, torch.ones(())), {"w": broadcast}, 0.3).update["w"]
+        assert math.sqrt(math.fsum((sent.double() - broadcast.double()).square().tolist())) <= 0.3
 
 
 def test_a_bound_below_the_rounding_of_the_model_leaves_nothing() -> None:
@@ -158,8 +162,11 @@ def test_a_clipped_client_update_differs_in_its_upload_alone() -> None:
         for key, client_update in registry.make(name).client_updates(shared).items():
             around = Clipped(registry.make(name), 1.0).client_updates(shared)[key]
             assert isinstance(around, ClippedUpdate)
-            assert (around.task, around.needs) == (client_update.task, client_update.needs)
-            assert (around.passes(3, 5), around.swept(3, 5)) == (client_update.passes(3, 5), client_update.swept(3, 5))
+            assert (around.task, around.requirements) == (client_update.task, client_update.requirements)
+            assert (around.passes(3, 5), around.images_outside_steps(3, 5)) == (
+                client_update.passes(3, 5),
+                client_update.images_outside_steps(3, 5),
+            )
             later = replace(around, task=shared.at(7))
             assert later.client_update.task.round == 7
             assert replace(later, task=shared) == around
@@ -169,12 +176,12 @@ def test_replacing_one_client_moves_the_sum_by_twice_the_bound_at_most() -> None
     """Whatever one client sends: huge, tiny, nothing, NaN, infinite, float32's largest."""
     g = torch.Generator().manual_seed(0)
     rows = torch.randn(5, 30, generator=g) * torch.tensor([0.01, 0.1, 1.0, 10.0, 1e4])[:, None]
-    down = {"params": {"w": torch.randn(30, generator=g)}}
+    broadcast = {"params": {"w": torch.randn(30, generator=g)}}
     sums = []
     odd = [torch.full((30,), value) for value in (0.0, math.nan, math.inf, 3e38)]
     for other in (rows[0], -rows[4], rows[4], *odd):
-        mine = torch.cat([rows[1:], other[None]]) + down["params"]["w"]
-        places, total = clipped_sum(question(down, 5), Upload({"params": {"w": mine}}, torch.ones(5)), 0.5)
+        mine = torch.cat([rows[1:], other[None]]) + broadcast["params"]["w"]
+        places, total = clipped_sum(question(broadcast, 5), Upload({"params": {"w": mine}}, torch.ones(5)), 0.5)
         assert places == ([0, 1, 2, 3, 4] if bool(other.isfinite().all()) else [0, 1, 2, 3])
         sums.append(total["params/w"])
     apart = [float((a - b).norm()) for a in sums for b in sums]
@@ -184,22 +191,25 @@ def test_replacing_one_client_moves_the_sum_by_twice_the_bound_at_most() -> None
 def test_the_mean_is_over_those_asked_and_whoever_is_missing_is_zero(tmp_path: Path) -> None:
     """By hand: updates (3, 4) and (0, 0.25) under a bound of 0.5 are (0.3, 0.4) and (0, 0.25); four were asked."""
     server = private(tmp_path, PROMISE._replace(noise=1e-12))
-    places, up = server.uploads(question(ORIGIN, 2, 4), vector([3.0, 4.0], [0.0, 0.25]))
+    places, upload = server.uploads(question(ORIGIN, 2, 4), vector([3.0, 4.0], [0.0, 0.25]))
     assert list(places) == [0, 1]
-    assert up.weight.tolist() == [1.0, 1.0]
-    for row in up.update["params"]["w"]:
+    assert upload.weight.tolist() == [1.0, 1.0]
+    for row in upload.update["params"]["w"]:
         assert row.tolist() == pytest.approx([0.3 / 4, 0.65 / 4], abs=1e-7)
 
 
 def test_the_noise_has_the_standard_deviation_that_is_promised(tmp_path: Path) -> None:
     """z C / asked on the mean; normal; another one in another round, under another secret, of another sum."""
-    down = {"w": torch.zeros(20_000, dtype=torch.float64)}
+    broadcast = {"w": torch.zeros(20_000, dtype=torch.float64)}
     promise = PROMISE._replace(clip=0.25, noise=3.0)
 
     def noise(secret: bytes = b"a", value: float = 0.0, **changes: Any) -> np.ndarray:
         server = private(tmp_path / str(next(number)), promise, secret)
-        up = Upload({"w": torch.full((2, 20_000), value / 20_000, dtype=torch.float64)}, torch.ones(2))
-        return server.uploads(question(down, 2, 5, **changes), up)[1].update["w"][0].numpy() - 2 * value / 20_000 / 5
+        upload = Upload({"w": torch.full((2, 20_000), value / 20_000, dtype=torch.float64)}, torch.ones(2))
+        return (
+            server.uploads(question(broadcast, 2, 5, **changes), upload)[1].update["w"][0].numpy()
+            - 2 * value / 20_000 / 5
+        )
 
     number = count()
     for k in range(9):
@@ -213,9 +223,9 @@ def test_the_noise_has_the_standard_deviation_that_is_promised(tmp_path: Path) -
 
 
 def test_what_is_no_update_stops_the_run(tmp_path: Path) -> None:
-    up = vector([1.0, 0.0])._replace(aux={"mean_prediction": torch.ones(1, 2)})
+    upload = vector([1.0, 0.0])._replace(aux={"mean_prediction": torch.ones(1, 2)})
     with pytest.raises(UserError, match="'mean_prediction' beside their update"):
-        private(tmp_path).uploads(question(ORIGIN, 1), up)
+        private(tmp_path).uploads(question(ORIGIN, 1), upload)
 
 
 @pytest.mark.parametrize("name", SUMS)
@@ -228,9 +238,9 @@ def test_no_method_sends_more_than_an_update_and_a_weight(name: str, tmp_path: P
     (noised,) = play(made, there, begin(made, shared), range(1))
     plain = simulate(made, shared, held)
     plain.open(0)
-    down = {name: leaf for name, leaf in begin(made, shared).items() if name != "round"}
-    up = plain.ask("train", {**down, "gate": torch.tensor(1.0)} if "feddure" in name else down)
-    mean = tree.map(lambda leaf: leaf.mean(0), up.update["params"])
+    broadcast = {name: leaf for name, leaf in begin(made, shared).items() if name != "round"}
+    upload = plain.query("train", {**broadcast, "gate": torch.tensor(1.0)} if "feddure" in name else broadcast)
+    mean = tree.map(lambda leaf: leaf.mean(0), upload.update["params"])
     assert furthest(noised.server["params"], mean) < 1e-9
     assert noised.report.aggregator is not None
     assert set(noised.report.aggregator) == {"epsilon", "delta"}

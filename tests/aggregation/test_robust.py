@@ -19,7 +19,7 @@ from test_contract import scene
 from halfmoon.aggregation import AggregationContext, Aggregator
 from halfmoon.aggregation.agreement import alignment, gram, median
 from halfmoon.aggregation.robust import ROOM, Robust, Rule, distances, finite, krum, tolerated, trimmed
-from halfmoon.api.uploads import Aux, Uplink, Upload
+from halfmoon.api.uploads import Aux, Upload, UploadSpec
 from halfmoon.config.schema import Config
 from halfmoon.core import tree
 from halfmoon.core.errors import UserError
@@ -39,28 +39,28 @@ batches = st.integers(1, 9).flatmap(
 )
 
 
-def ask(count: int, down: Tree) -> AggregationContext:
+def ask(count: int, broadcast: Tree) -> AggregationContext:
     """Return a question that clients 0, 10, 20, ... have answered."""
-    return AggregationContext(0, 0, 0, "train", down, {}, tuple(range(0, 10 * count, 10)), count, True)
+    return AggregationContext(0, 0, 0, "train", broadcast, {}, tuple(range(0, 10 * count, 10)), count, True)
 
 
 def models(values: Sequence[Sequence[float]], stats: Sequence[Sequence[float]] | None = None) -> tuple[Tree, Upload]:
     """Return a model of ones and zeros that was sent, and uploads that changed it by these rows."""
     change = torch.tensor(values, dtype=torch.float64)
     more = torch.zeros_like(change) if stats is None else torch.tensor(stats, dtype=torch.float64)
-    down = {"params": {"w": torch.ones_like(change[0])}, "stats": {"mean": torch.zeros_like(more[0])}}
+    broadcast = {"params": {"w": torch.ones_like(change[0])}, "stats": {"mean": torch.zeros_like(more[0])}}
     parts = {"params": {"w": 1 + change}, "stats": {"mean": more}}
-    return down, Upload(parts, torch.arange(1, len(change) + 1).double())
+    return broadcast, Upload(parts, torch.arange(1, len(change) + 1).double())
 
 
 def ruled(
     rule: Rule, values: Sequence[Sequence[float]], byzantine: float = 0.2, **more: Any
 ) -> tuple[list[list[float]], dict[str, Any]]:
-    down, up = models(values, **more)
+    broadcast, upload = models(values, **more)
     aggregator = Robust(rule, byzantine)
-    places, new = aggregator.uploads(ask(len(values), down), up)
+    places, new = aggregator.uploads(ask(len(values), broadcast), upload)
     assert list(places) == list(range(len(values)))
-    assert torch.equal(new.weight, up.weight)
+    assert torch.equal(new.weight, upload.weight)
     return (new.update["params"]["w"] - 1).tolist(), aggregator.row()
 
 
@@ -73,9 +73,9 @@ def test_clip_scales_down_to_the_median_norm():
 
 def test_statistics_are_clipped_by_themselves():
     """Huge statistics do not raise the parameters' bound: 1, 2, 3 -> 2; nor parameters theirs: 100, 0, 300 -> 100."""
-    down, up = models([[1], [2], [3]], [[100], [0], [300]])
+    broadcast, upload = models([[1], [2], [3]], [[100], [0], [300]])
     aggregator = Robust("clip", 0.2)
-    _, new = aggregator.uploads(ask(3, down), up)
+    _, new = aggregator.uploads(ask(3, broadcast), upload)
     assert (new.update["params"]["w"] - 1).flatten().tolist() == pytest.approx([1, 2, 2])
     assert new.update["stats"]["mean"].flatten().tolist() == pytest.approx([100, 0, 100])
     assert aggregator.row() == {"clipped": 1, "counted": 3, "median_norm": {"parameters": 2.0, "statistics": 100.0}}
@@ -83,17 +83,17 @@ def test_statistics_are_clipped_by_themselves():
 
 def test_who_points_against_the_others_is_left_out():
     """The last one's cosines are -1, -0.6 and -0.8, of which -0.8 is the median; the others' lie above 0.6."""
-    down, up = models([[2, 0], [3, 4], [4, 3], [-9, 0]])
+    broadcast, upload = models([[2, 0], [3, 4], [4, 3], [-9, 0]])
     aggregator = Robust("cosine", 0.2)
-    places, new = aggregator.uploads(ask(4, down), up)
+    places, new = aggregator.uploads(ask(4, broadcast), upload)
     assert list(places) == [0, 1, 2]
     assert (new.update["params"]["w"] - 1).tolist() == [[2, 0], pytest.approx([3, 4]), pytest.approx([4, 3])]
     assert aggregator.row()["outside"] == [{"client": 30, "part": "parameters", "cosine": -0.8, "others": 0.6}]
 
 
 def test_statistics_that_point_against_the_others_are_left_out():
-    down, up = models([[1, 0]] * 5, [[1, 0], [2, 1], [1, 1], [3, 1], [-1, -1]])
-    places, _ = Robust("cosine", 0.2).uploads(ask(5, down), up)
+    broadcast, upload = models([[1, 0]] * 5, [[1, 0], [2, 1], [1, 1], [3, 1], [-1, -1]])
+    places, _ = Robust("cosine", 0.2).uploads(ask(5, broadcast), upload)
     assert list(places) == [0, 1, 2, 3]
 
 
@@ -126,8 +126,8 @@ def test_the_history_tells_a_turned_update_from_one_of_other_classes():
     turned = [*honest[:5], [-value for value in honest[5]]]
 
     def kept(values: Sequence[Sequence[float]], memory: StateView | None) -> list[int]:
-        down, up = models(values)
-        return list(Robust("cosine", 0.2).uploads(ask(6, down)._replace(memory=memory), up)[0])
+        broadcast, upload = models(values)
+        return list(Robust("cosine", 0.2).uploads(ask(6, broadcast)._replace(memory=memory), upload)[0])
 
     assert kept(turned, None) == [0, 1, 2, 3, 4, 5]
     assert kept(honest, store) == [0, 1, 2, 3, 4, 5]
@@ -137,10 +137,10 @@ def test_the_history_tells_a_turned_update_from_one_of_other_classes():
 
 def test_sums_too_large_for_their_images_are_left_out():
     """Four clients of 1 to 4 images send 1 to 4 in sum; one of 5 images sends 100, twenty for each of its images."""
-    up = Upload({}, torch.arange(1.0, 6.0).double(), {"moments": torch.tensor([[1.0], [2], [3], [4], [100]])})
-    context = ask(5, {})._replace(uplink=Uplink((), (), aux={"moments": Aux("sum", "statistic")}))
+    upload = Upload({}, torch.arange(1.0, 6.0).double(), {"moments": torch.tensor([[1.0], [2], [3], [4], [100]])})
+    context = ask(5, {})._replace(upload_spec=UploadSpec((), (), aux={"moments": Aux("sum", "statistic")}))
     aggregator = Robust("cosine", 0.2)
-    assert list(aggregator.uploads(context, up)[0]) == [0, 1, 2, 3]
+    assert list(aggregator.uploads(context, upload)[0]) == [0, 1, 2, 3]
     assert aggregator.row()["outside"][0]["part"] == "sums"
 
 
@@ -168,26 +168,26 @@ def test_krum_chooses_the_update_nearest_to_its_neighbors():
 
 
 def test_krum_looks_at_parameters_alone_and_takes_statistics_along():
-    down, up = models([[0], [1], [3], [4], [100]], [[7], [1e9], [7], [7], [7]])
-    _, new = Robust("krum", 0.2).uploads(ask(5, down), up)
+    broadcast, upload = models([[0], [1], [3], [4], [100]], [[7], [1e9], [7], [7], [7]])
+    _, new = Robust("krum", 0.2).uploads(ask(5, broadcast), upload)
     assert new.update["stats"]["mean"].flatten().tolist() == [1e9] * 5
 
 
 def test_whoever_weighs_nothing_has_no_say():
     """A client without labels sends back what it got: it is no vote for standing still."""
-    down, up = models([[2], [4], [0], [0], [0]])
-    up = up._replace(weight=torch.tensor([3.0, 5.0, 0.0, 0.0, 0.0]).double())
+    broadcast, upload = models([[2], [4], [0], [0], [0]])
+    upload = upload._replace(weight=torch.tensor([3.0, 5.0, 0.0, 0.0, 0.0]).double())
     wanted: dict[Rule, int] = {"median": 3, "trimmed": 3, "krum": 2}
     for rule in ONE:
         aggregator = Robust(rule, 0.2)
-        _, new = aggregator.uploads(ask(5, down), up)
+        _, new = aggregator.uploads(ask(5, broadcast), upload)
         assert (new.update["params"]["w"] - 1).flatten().tolist() == pytest.approx([wanted[rule]] * 5), rule
     aggregator = Robust("clip", 0.2)
-    _, new = aggregator.uploads(ask(5, down), up)
+    _, new = aggregator.uploads(ask(5, broadcast), upload)
     assert (new.update["params"]["w"] - 1).flatten().tolist() == pytest.approx([2, 3, 0, 0, 0])
-    up = up._replace(weight=torch.zeros(5))
-    _, still = Robust("median", 0.2).uploads(ask(5, down), up)
-    assert same(still.tree, up.tree)
+    upload = upload._replace(weight=torch.zeros(5))
+    _, still = Robust("median", 0.2).uploads(ask(5, broadcast), upload)
+    assert same(still.tree, upload.tree)
 
 
 @given(batches, st.floats(0, 0.49))
@@ -262,14 +262,14 @@ def test_the_order_of_clients_changes_nothing(rule: Rule):
 
 def test_what_is_below_the_median_keeps_its_bits():
     g = torch.Generator().manual_seed(3)
-    down = {"params": {"w": torch.randn(8, generator=g)}}
-    up = Upload({"params": {"w": down["params"]["w"] + torch.randn(7, 8, generator=g)}}, torch.ones(7))
-    _, new = Robust("clip", 0.2).uploads(ask(7, down), up)
-    norms = (up.update["params"]["w"] - down["params"]["w"]).double().norm(dim=1)
+    broadcast = {"params": {"w": torch.randn(8, generator=g)}}
+    upload = Upload({"params": {"w": broadcast["params"]["w"] + torch.randn(7, 8, generator=g)}}, torch.ones(7))
+    _, new = Robust("clip", 0.2).uploads(ask(7, broadcast), upload)
+    norms = (upload.update["params"]["w"] - broadcast["params"]["w"]).double().norm(dim=1)
     short = norms <= norms.median()
     assert int(short.sum()) == 4
-    assert torch.equal(new.update["params"]["w"][short], up.update["params"]["w"][short])
-    long = (new.update["params"]["w"] - down["params"]["w"]).double().norm(dim=1)[~short]
+    assert torch.equal(new.update["params"]["w"][short], upload.update["params"]["w"][short])
+    long = (new.update["params"]["w"] - broadcast["params"]["w"]).double().norm(dim=1)[~short]
     assert long.tolist() == pytest.approx([float(norms.median())] * 3, rel=1e-5)
 
 
@@ -278,9 +278,9 @@ def test_what_is_below_the_median_keeps_its_bits():
 def test_one_of_any_size_moves_the_aggregate_no_further_than_the_honest_are(rule: Rule, size: float):
     """Of five in float32, one as far as numbers go: it has the median norm, or lies in the range of the honest."""
     honest = torch.randn(4, 6, generator=torch.Generator().manual_seed(4))
-    down = {"params": {"w": torch.full((6,), -1.0)}}
-    up = Upload({"params": {"w": torch.cat([honest - 1, torch.full((1, 6), size)])}}, torch.ones(5))
-    places, new = Robust(rule, 0.2).uploads(ask(5, down), up)
+    broadcast = {"params": {"w": torch.full((6,), -1.0)}}
+    upload = Upload({"params": {"w": torch.cat([honest - 1, torch.full((1, 6), size)])}}, torch.ones(5))
+    places, new = Robust(rule, 0.2).uploads(ask(5, broadcast), upload)
     assert list(places) == list(range(5))
     moved = new.update["params"]["w"] + 1
     if rule in ("clip", "cosine"):
@@ -296,43 +296,43 @@ def test_one_of_any_size_moves_the_aggregate_no_further_than_the_honest_are(rule
 def test_uploads_that_are_not_finite_are_left_out(rule: Rule, bad: float):
     """The others are what they are without it, to the bit; a spoiled weight counts as well."""
     values = 3 + torch.randn(6, 3, generator=torch.Generator().manual_seed(5), dtype=torch.float64)
-    down, up = models(values.tolist())
+    broadcast, upload = models(values.tolist())
     rest = [0, 1, 3, 4, 5]
-    alone = Robust(rule, 0.2).uploads(ask(6, down).only(rest), up.map(lambda leaf: leaf[rest]))[1]
+    alone = Robust(rule, 0.2).uploads(ask(6, broadcast).only(rest), upload.map(lambda leaf: leaf[rest]))[1]
     for path in ("params", "weight"):
         _, spoiled = models(values.tolist())
         leaf = spoiled.update["params"]["w"] if path == "params" else spoiled.weight
         leaf[2, ...] = bad
         aggregator = Robust(rule, 0.2)
-        places, new = aggregator.uploads(ask(6, down), spoiled)
+        places, new = aggregator.uploads(ask(6, broadcast), spoiled)
         assert list(places) == rest
         assert same(new.tree, alone.tree)
         assert aggregator.row()["not_finite"] == [20]
 
 
 def test_a_difference_that_is_not_finite_is_left_out():
-    down = {"params": {"w": torch.tensor([-3e38])}}
-    up = Upload({"params": {"w": torch.tensor([[-3e38], [3e38], [-2.9e38]])}}, torch.ones(3))
-    places, new = Robust("median", 0.2).uploads(ask(3, down), up)
+    broadcast = {"params": {"w": torch.tensor([-3e38])}}
+    upload = Upload({"params": {"w": torch.tensor([[-3e38], [3e38], [-2.9e38]])}}, torch.ones(3))
+    places, new = Robust("median", 0.2).uploads(ask(3, broadcast), upload)
     assert list(places) == [0, 2]
     assert new.update["params"]["w"].flatten().tolist() == pytest.approx([-2.95e38] * 2)
 
 
 def test_nobody_finite_is_nobody():
-    down, up = models([[1.0], [2.0]])
-    up.update["params"]["w"][:] = torch.nan
-    assert finite(list(tree.leaves(up.tree))) == []
-    places, _ = Robust("median", 0.2).uploads(ask(2, down), up)
+    broadcast, upload = models([[1.0], [2.0]])
+    upload.update["params"]["w"][:] = torch.nan
+    assert finite(list(tree.leaves(upload.tree))) == []
+    places, _ = Robust("median", 0.2).uploads(ask(2, broadcast), upload)
     assert list(places) == []
 
 
 def test_a_question_without_an_update_passes():
     """SemiFL's census, say: nothing in it came down, so that no rule has anything to say, and the row is empty."""
-    up = Upload({}, torch.tensor([4.0, 5.0]), {"moments": {"mean": torch.tensor([[1.0], [9.0]])}})
+    upload = Upload({}, torch.tensor([4.0, 5.0]), {"moments": {"mean": torch.tensor([[1.0], [9.0]])}})
     aggregator = Robust("median", 0.2)
-    places, new = aggregator.uploads(ask(2, {"params": {"w": torch.zeros(3)}}), up)
+    places, new = aggregator.uploads(ask(2, {"params": {"w": torch.zeros(3)}}), upload)
     assert list(places) == [0, 1]
-    assert same(new.tree, up.tree)
+    assert same(new.tree, upload.tree)
     assert aggregator.row() == {}
 
 
@@ -340,8 +340,8 @@ def refused(rule: Rule, norm: Literal["batch", "group"] = "batch") -> set[str]:
     """Return the methods that a configuration with this rule and norm is refused for, each with a reason."""
     found: set[str] = set()
     for name in registry.names():
-        config = Config(method=name, labels_at=registry.entry(name).places[0], aggregation=rule, norm=norm)
-        if registry.entry(name).unrobust(rule, norm):
+        config = Config(method=name, labels_at=registry.entry(name).label_locations[0], aggregation=rule, norm=norm)
+        if registry.entry(name).robust_rule_conflict(rule, norm):
             with pytest.raises(UserError, match=f"aggregation '{rule}' cannot be used with method {name}: .*[.]"):
                 method(config)
             found.add(name)
@@ -404,10 +404,10 @@ def test_what_feddb_sends_beside_a_model_has_no_say(rule: Rule):
     """With one aggregate in everyone's place, a client that lies in its mean prediction and rows changes nothing."""
 
     class Liar(Aggregator):
-        def uploads(self, question: AggregationContext, up: Upload) -> tuple[Sequence[int], Upload]:
-            appu, weight = up.aux["appu"].clone(), up.weight.clone()
+        def uploads(self, question: AggregationContext, upload: Upload) -> tuple[Sequence[int], Upload]:
+            appu, weight = upload.aux["appu"].clone(), upload.weight.clone()
             appu[0], weight[0] = torch.tensor([1e6, 0.0, 0.0, -1e6]), 1e9
-            return range(len(question.clients)), Upload(up.update, weight, {"appu": appu})
+            return range(len(question.clients)), Upload(upload.update, weight, {"appu": appu})
 
     made, shared, honest = scene("feddb", "both", aggregators=[Robust(rule, 0.34)])
     _, _, lied = scene("feddb", "both", aggregators=[Liar(), Robust(rule, 0.34)])

@@ -151,11 +151,11 @@ def test_what_would_not_fit_is_refused() -> None:
 def test_the_mean_is_the_weighted_mean_to_the_bound(even: bool) -> None:
     """Against exact fractions: off by k 2^-25 / W at most, in double precision where no other rounding adds to it."""
     g = torch.Generator().manual_seed(1)
-    down = {"params": {"w": torch.zeros(200, dtype=torch.float64)}, "stats": {}}
+    broadcast = {"params": {"w": torch.zeros(200, dtype=torch.float64)}, "stats": {}}
     k, weights = 5, torch.tensor([3.0, 1.0, 7.0, 2.0, 4.0], dtype=torch.float64)
-    up = {"params": {"w": torch.randn(k, 200, generator=g).double()}, "stats": {}}
-    up = Upload(up, weights)
-    places, got = Sums(even).uploads(question(down, k), up)
+    upload = {"params": {"w": torch.randn(k, 200, generator=g).double()}, "stats": {}}
+    upload = Upload(upload, weights)
+    places, got = Sums(even).uploads(question(broadcast, k), upload)
     assert list(places) == list(range(k))
     assert got.update["stats"] == {}
     assert got.weight.tolist() == [1.0] * k
@@ -163,7 +163,7 @@ def test_the_mean_is_the_weighted_mean_to_the_bound(even: bool) -> None:
     bound = k * Fraction(1, 2**25) / sum(w)
     worst = Fraction(0)
     for j in range(200):
-        exact = sum(a * Fraction(float(x)) for a, x in zip(w, up.update["params"]["w"][:, j], strict=True)) / sum(w)
+        exact = sum(a * Fraction(float(x)) for a, x in zip(w, upload.update["params"]["w"][:, j], strict=True)) / sum(w)
         values = got.update["params"]["w"][:, j].tolist()
         assert len(set(values)) == 1
         worst = max(worst, abs(Fraction(values[0]) - exact))
@@ -171,16 +171,20 @@ def test_the_mean_is_the_weighted_mean_to_the_bound(even: bool) -> None:
 
 
 def test_who_does_not_fit_is_left_out_and_nobody_weighs_nothing() -> None:
-    down = {"params": {"w": torch.zeros(2)}}
-    up = Upload({"params": {"w": torch.tensor([[1.0, 2.0], [1e30, 0.0], [3.0, float("nan")]])}}, torch.ones(3))
+    broadcast = {"params": {"w": torch.zeros(2)}}
+    upload = Upload({"params": {"w": torch.tensor([[1.0, 2.0], [1e30, 0.0], [3.0, float("nan")]])}}, torch.ones(3))
     aggregator = Sums(False)
-    places, got = aggregator.uploads(question(down, 3), up)
+    places, got = aggregator.uploads(question(broadcast, 3), upload)
     assert list(places) == [0]
     assert got.update["params"]["w"].tolist() == [[1.0, 2.0]]
     assert aggregator.row() == {"summed": 1}
-    places, _ = aggregator.uploads(question(down, 3), up._replace(update={"params": {"w": torch.full((3, 2), 1e30)}}))
+    places, _ = aggregator.uploads(
+        question(broadcast, 3), upload._replace(update={"params": {"w": torch.full((3, 2), 1e30)}})
+    )
     assert list(places) == []
-    places, got = aggregator.uploads(question(down, 3), Upload({"params": {"w": torch.ones(3, 2)}}, torch.zeros(3)))
+    places, got = aggregator.uploads(
+        question(broadcast, 3), Upload({"params": {"w": torch.ones(3, 2)}}, torch.zeros(3))
+    )
     assert (got.weight.tolist(), got.update["params"]["w"].tolist()) == ([0.0] * 3, [[0.0, 0.0]] * 3)
 
 
@@ -568,11 +572,11 @@ def bad_key(village: Village, site: int) -> Callable[..., dict[str, Reply]]:
             session = one.masks[ANNOUNCE_KEYS]["session"].numpy().tobytes().hex()
             text = announcement(SumId(FEDERATION, RUN, village.round, 0, 0, session), site, bytes(64))
             said = signing.sign(KeyFiles().load(village.folder / f"home-{site}"), text)
-            up = {
+            upload = {
                 "keys": torch.zeros(64, dtype=torch.uint8),
                 "signature": torch.frombuffer(bytearray(said), dtype=torch.uint8),
             }
-            replies[f"site-{site}"] = replace(replies[f"site-{site}"], upload=up)
+            replies[f"site-{site}"] = replace(replies[f"site-{site}"], upload=upload)
         return replies
 
     return ask

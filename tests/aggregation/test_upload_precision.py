@@ -47,9 +47,9 @@ def single(network: Network, precision: Any) -> tuple[Any, Any, RemoteRuntime, W
 
 def trip(values: torch.Tensor, before: torch.Tensor, precision: Any) -> torch.Tensor:
     """Return what a server has of a tensor that a client sends."""
-    down = {"params": {"w": before}}
-    sent = encoded(Upload({"params": {"w": values}}, torch.tensor(1.0)), down, precision, UPDATE_ONLY, DRAWS)
-    return decoded(sent, down, precision).update["params"]["w"]
+    broadcast = {"params": {"w": before}}
+    sent = encoded(Upload({"params": {"w": values}}, torch.tensor(1.0)), broadcast, precision, UPDATE_ONLY, DRAWS)
+    return decoded(sent, broadcast, precision).update["params"]["w"]
 
 
 def test_float16_rounds_the_difference_to_eleven_bits() -> None:
@@ -135,11 +135,16 @@ def test_all_but_learned_parameters_stays_as_it_is(precision: Any) -> None:
         "share": values,
         "round": {"t": torch.tensor(3)},
     }
-    up = Upload(update, torch.tensor(7.0, dtype=torch.float64), {"beside": values})
-    down = {"params": {"w": values + 1}, "stats": {"var": values}, "share": values, "round": {"t": torch.tensor(2)}}
-    sent = encoded(up, down, precision, UPDATE_ONLY, DRAWS)
+    upload = Upload(update, torch.tensor(7.0, dtype=torch.float64), {"beside": values})
+    broadcast = {
+        "params": {"w": values + 1},
+        "stats": {"var": values},
+        "share": values,
+        "round": {"t": torch.tensor(2)},
+    }
+    sent = encoded(upload, broadcast, precision, UPDATE_ONLY, DRAWS)
     assert sent.update["params"]["empty"] == {}
-    here, there = tree.flatten(decoded(sent, down, precision).tree), tree.flatten(up.tree)
+    here, there = tree.flatten(decoded(sent, broadcast, precision).tree), tree.flatten(upload.tree)
     assert here.keys() == there.keys()
     for path, leaf in there.items():
         assert here[path].dtype == leaf.dtype
@@ -251,7 +256,7 @@ def test_the_servers_own_training_is_not_rounded() -> None:
         method, shared = registry.make("semifl"), task(upload_precision=precision)
         alone = simulate(method, shared, dataset(place="server"))
         alone.open(0)
-        tuned.append(alone.ask_server("fine-tune", begin(method, shared)).update)
+        tuned.append(alone.query_server("fine-tune", begin(method, shared)).update)
     assert same(*tuned)
 
 

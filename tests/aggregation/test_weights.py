@@ -10,7 +10,7 @@ from torch import Tensor
 
 from halfmoon.aggregation.attacks import LIE, Hostile
 from halfmoon.aggregation.weights import WeightCap, caps
-from halfmoon.api.uploads import Aux, Uplink, Upload
+from halfmoon.api.uploads import Aux, Upload, UploadSpec
 from halfmoon.config.schema import Config
 from halfmoon.core.errors import UserError
 from halfmoon.federation.server.calls import FederatedEvaluation
@@ -25,8 +25,8 @@ def uploads(weights: list[float], values: list[float]) -> Upload:
     return Upload({"params": {"w": rows}}, torch.tensor(weights, dtype=torch.float64))
 
 
-def mean(up: Upload) -> Tensor:
-    return (up.weight[:, None] * up.update["params"]["w"].double()).sum(0) / up.weight.sum()
+def mean(upload: Upload) -> Tensor:
+    return (upload.weight[:, None] * upload.update["params"]["w"].double()).sum(0) / upload.weight.sum()
 
 
 def test_the_cap_is_twice_the_lower_median_of_those_who_weigh_something():
@@ -44,14 +44,14 @@ def test_no_minority_owns_the_mean_whatever_it_claims(liars: int):
     """Nine clients at 1, of whom `liars` send -1 and claim 1e9 times the images: their share is that of the cap, 2."""
     cap = WeightCap(2.0)
     honest = 9 - liars
-    up = uploads([100.0] * honest + [1e11] * liars, [1.0] * honest + [-1.0] * liars)
-    _, capped = cap.uploads(question(DOWN, 9), up)
+    upload = uploads([100.0] * honest + [1e11] * liars, [1.0] * honest + [-1.0] * liars)
+    _, capped = cap.uploads(question(DOWN, 9), upload)
     assert mean(capped)[0] == pytest.approx((honest - 2 * liars) / (honest + 2 * liars))
     assert cap.row() == {
         "capped": list(range(honest, 9)),
         "largest_share": pytest.approx(2 / (honest + 2 * liars), abs=1e-4),
     }
-    assert mean(up)[0] == pytest.approx(-1.0)
+    assert mean(upload)[0] == pytest.approx(-1.0)
     assert cap.row() == {}
 
 
@@ -59,11 +59,11 @@ def test_honest_weights_keep_their_bits_and_counts_of_sums_scale_with_their_sums
     """A census sends sums over rows: where 900 rows count as 20, the sums are 20 / 900 of what they were."""
     cap = WeightCap(2.0)
     moments = {"mean": torch.tensor([[1.0], [2.0], [90.0]])}
-    up = Upload({}, torch.tensor([10.0, 20.0, 900.0]), {"moments": moments})
-    counting = question(DOWN, 3)._replace(uplink=Uplink((), (), aux={"moments": Aux("sum", "statistic")}))
-    _, new = cap.uploads(counting, up)
+    upload = Upload({}, torch.tensor([10.0, 20.0, 900.0]), {"moments": moments})
+    counting = question(DOWN, 3)._replace(upload_spec=UploadSpec((), (), aux={"moments": Aux("sum", "statistic")}))
+    _, new = cap.uploads(counting, upload)
     assert new.weight.tolist() == [10.0, 20.0, 40.0]
-    assert new.aux["moments"]["mean"][:2].equal(up.aux["moments"]["mean"][:2])
+    assert new.aux["moments"]["mean"][:2].equal(upload.aux["moments"]["mean"][:2])
     assert float(new.aux["moments"]["mean"][2]) == pytest.approx(90 * 40 / 900)
     plain = uploads([10.0, 20.0, 40.0], [0.1, 0.2, 0.3])
     assert cap.uploads(question(DOWN, 3), plain)[1].weight.equal(plain.weight)
@@ -87,12 +87,12 @@ def test_declared_counts_are_the_cap_where_they_are_known():
 
 
 def test_the_attacks_claim_a_million_times_their_images_and_flip_where_they_say():
-    up = uploads([10.0, 10.0], [1.0, 1.0])
+    upload = uploads([10.0, 10.0], [1.0, 1.0])
     for name, value in (("false-counts", 1.0), ("sign-flip-false-counts", -1.0)):
-        _, new = Hostile(name, [1], 0).uploads(question(DOWN, 2), up)
+        _, new = Hostile(name, [1], 0).uploads(question(DOWN, 2), upload)
         assert new.weight.tolist() == [10.0, 10.0 * LIE]
         assert new.update["params"]["w"].tolist() == [[1.0, 1.0], [value, value]]
-    assert up.weight.tolist() == [10.0, 10.0]
+    assert upload.weight.tolist() == [10.0, 10.0]
 
 
 def test_test_counts_are_capped_alike():

@@ -401,7 +401,7 @@ def test_methods_lists_the_catalog(capsys: pytest.CaptureFixture[str]) -> None:
         }
         entry = registry.entry(each["name"])
         assert each["labels"] == entry.labels
-        assert (each["labels_at"], each["centralized"]) == (list(entry.places), entry.pooled)
+        assert (each["labels_at"], each["centralized"]) == (list(entry.label_locations), entry.pooled)
     assert cli.main(["methods", "fedavg-fixmatch"]) == 0
     shown = capsys.readouterr().out
     assert "threshold = 0.95" in shown

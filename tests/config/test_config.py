@@ -322,7 +322,7 @@ def test_settings_are_those_of_the_scenario() -> None:
     assert config.SETTINGS == scenario.SETTINGS
     assert ("auto", *models.NETWORKS) == config.NETWORKS
     assert get_args(config.option_types()["labels_at"]) == ("clients", "some", "server")
-    assert set(get_args(scenario.Place)) == {"clients", "some", "server"}
+    assert set(get_args(scenario.LabelLocation)) == {"clients", "some", "server"}
 
 
 @pytest.mark.parametrize(("place", "name"), [("clients", "fedavg-soft-labels"), ("some", "fedavg"), ("server", "fl2")])
@@ -336,4 +336,4 @@ def test_the_recommended_method_is_picked_by_where_labels_are(place: str, name: 
     assert config.resolve({**heads, "tune": "last"}, {}).method == name
     assert place in registry.entry("mixture-head").places
     assert resolved == config.resolve({"method": name, **given}, {"options": {"keep_optimizer": True}})
-    assert place in registry.entry(name).places
+    assert place in registry.entry(name).label_locations

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from scenes import same
 from torch import Tensor
 
-from halfmoon.api.types import Pseudo, StepMetrics, WeightedMetric
+from halfmoon.api.types import PseudoLabels, StepMetrics, WeightedMetric
 from halfmoon.core import tree
 from halfmoon.core.autodiff import cross_entropy, grad_and_value, inside, lifted, vjp
 from halfmoon.models import SmallCNN
@@ -106,7 +106,7 @@ def test_a_lifted_program_is_that_of_vmap():
     sample = WeightedMetric(base[:, 0], base[:, 1], torch.ones(3))
 
     def one(carry: tree.Tree, sample: WeightedMetric) -> tuple[tree.Tree, StepMetrics]:
-        pseudo = Pseudo(carry["a"]["b"].argmax(), carry["a"]["b"], carry["a"]["b"] * 2)
+        pseudo = PseudoLabels(carry["a"]["b"].argmax(), carry["a"]["b"], carry["a"]["b"] * 2)
         return {"first": carry, "nothing": {}}, StepMetrics(sample.total + sample.count, {"m": sample}, (pseudo,))
 
     carry = {"a": {"b": base, "c": {}}, "d": base[:, 0]}

@@ -14,13 +14,13 @@ from test_scenario import CIFAR, sizes
 from halfmoon.core.errors import UserError
 from halfmoon.data import SERVER, Scenario, Split
 from halfmoon.data.partition.heterogeneity import counts, mix, total_variation
-from halfmoon.data.partition.scenario import SETTINGS, Place
+from halfmoon.data.partition.scenario import SETTINGS, LabelLocation
 
 CIFAR100 = np.random.default_rng(0).permutation(np.repeat(np.arange(100), 500))
 SVHN = np.repeat(np.arange(10), (4948, 13861, 10585, 8497, 7458, 6882, 5727, 5595, 5045, 4659))
 
 
-PLACES: tuple[Place, ...] = get_args(Place)
+LABEL_LOCATIONS: tuple[LabelLocation, ...] = get_args(LabelLocation)
 
 
 def three_numbers(of: np.ndarray) -> list[float]:
@@ -229,7 +229,7 @@ def test_a_stream_shows_its_parts_in_turn() -> None:
         np.testing.assert_array_equal(still.rows(k, False, 2), still.rows(k, False))
 
 
-def scenario_of(setting: str, place: Place, seed: int = 0, clients: int = 6, **fields: Any) -> Scenario:
+def scenario_of(setting: str, place: LabelLocation, seed: int = 0, clients: int = 6, **fields: Any) -> Scenario:
     """Return a scenario that 600 rows of 6 classes allow."""
     stages = 3 if setting == "fedmatch-stream" else 1
     some = 3 if place == "some" else None
@@ -239,8 +239,8 @@ def scenario_of(setting: str, place: Place, seed: int = 0, clients: int = 6, **f
 
 
 @settings(max_examples=120, deadline=None)
-@given(st.sampled_from(SETTINGS), st.sampled_from(PLACES), st.integers(0, 10**9), st.sampled_from([3, 6, 12]))
-def test_every_setting_holds_its_promises(setting: str, place: Place, seed: int, clients: int) -> None:
+@given(st.sampled_from(SETTINGS), st.sampled_from(LABEL_LOCATIONS), st.integers(0, 10**9), st.sampled_from([3, 6, 12]))
+def test_every_setting_holds_its_promises(setting: str, place: LabelLocation, seed: int, clients: int) -> None:
     """A row has one holder at most; labels are where they should be; few rows go to nobody; a seed is a split."""
     labels = np.random.default_rng(seed).permutation(np.arange(600) % 6)
     scenario = scenario_of(setting, place, seed, clients)

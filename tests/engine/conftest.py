@@ -11,9 +11,9 @@ def programs(monkeypatch: pytest.MonkeyPatch) -> list[list[tuple[int, int]]]:
     seen: list[list[tuple[int, int]]] = []
     update_many = driver.update_many
 
-    def watched(contexts, down, each, tasks):
+    def watched(contexts, broadcast, each, tasks):
         seen.append([(context.seed, task.client) for context, task in zip(contexts, tasks, strict=True)])
-        return update_many(contexts, down, each, tasks)
+        return update_many(contexts, broadcast, each, tasks)
 
     monkeypatch.setattr(driver, "update_many", watched)
     return seen

@@ -93,12 +93,12 @@ def test_labeled_steps_are_those_of_the_reference(batching, client, name, refere
 def test_forwards_are_equal_within_half_a_step(batching, client, name, reference):
     """The images through the network differ by at most half a step's (or the method takes its one step)."""
     wanted, own = natural(batching, client_update(reference), client), holding(name, client)
-    total = wanted.steps * cost(client_update(reference), wanted) + client_update(reference).swept(
+    total = wanted.steps * cost(client_update(reference), wanted) + client_update(reference).images_outside_steps(
         client.labeled, client.unlabeled
     )
     made = Budget("forwards", client_update(reference)).amount(batching, client_update(name), own, client)
     step = cost(client_update(name), made)
-    total -= client_update(name).swept(own.labeled, own.unlabeled)  # what is left for steps
+    total -= client_update(name).images_outside_steps(own.labeled, own.unlabeled)  # what is left for steps
     assert made.steps >= 1
     assert abs(made.steps * step - total) <= step / 2 or (made.steps == 1 and total < step / 2)
 

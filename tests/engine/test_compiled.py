@@ -125,7 +125,7 @@ def test_every_kind_of_steps_of_the_catalog(name: str, graphs: list[GraphModule]
     """To 1e-9 in float64, without a word; through vmap, which is the harder way. In two rounds, or all that differ."""
     entry = registry.entry(name)
     rounds = ROUNDS if requirements_of(entry.method).period > 1 else 2
-    of = {"all_labels": entry.all_labels, "pooled": entry.pooled, "place": entry.places[0]}
+    of = {"all_labels": entry.all_labels, "pooled": entry.pooled, "place": entry.label_locations[0]}
     found, said = gap(entry.method, "vmap", rounds=rounds, **of)
     assert found < CLOSE
     assert not said

@@ -10,7 +10,7 @@ from hypothesis.extra import numpy as hnp
 from scenes import CLASSES, examples, task
 from torch_models import TorchSmall, twin
 
-from halfmoon.api.types import Pseudo
+from halfmoon.api.types import PseudoLabels
 from halfmoon.config.schema import Config
 from halfmoon.core import rng, tree
 from halfmoon.core.errors import UserError
@@ -127,7 +127,7 @@ def test_quality_equals_a_count():
         hidden.append(random.integers(0, CLASSES - 1, size))  # the last class is never there
         confidence.append(random.choice([0.3, 0.7, 0.9], size))
         weight.append(random.choice([0.0, 0.2, 1.0], size))
-        pseudo = Pseudo(*(torch.from_numpy(each[-1]) for each in (label, confidence, weight)))
+        pseudo = PseudoLabels(*(torch.from_numpy(each[-1]) for each in (label, confidence, weight)))
         quality.add(pseudo, torch.from_numpy(hidden[-1]))
     label, hidden, confidence, weight = (np.concatenate(each) for each in (label, hidden, confidence, weight))
     right, above, used = label == hidden, confidence >= 0.7, weight > 0
@@ -145,7 +145,9 @@ def test_quality_of_nothing_is_none():
     """No pseudo-label: no row. None above the threshold or used: no accuracy of those, a share of 0."""
     quality = Quality(CLASSES, 0.95, torch.device("cpu"))
     assert quality.row() is None
-    quality.add(Pseudo(torch.tensor([1, 2]), torch.tensor([0.5, 0.6]), torch.tensor([0.0, 0.0])), torch.tensor([1, 1]))
+    quality.add(
+        PseudoLabels(torch.tensor([1, 2]), torch.tensor([0.5, 0.6]), torch.tensor([0.0, 0.0])), torch.tensor([1, 1])
+    )
     row = quality.row()
     assert row["accuracy"] == 0.5
     assert row["accuracy_above"] is None
@@ -156,12 +158,12 @@ def test_quality_of_nothing_is_none():
 def test_pseudo_labels_without_a_truth_are_counted_and_not_judged():
     ones, unused = torch.ones(4), torch.tensor([1.0, 1.0, 1.0, 0.0])
     quality = Quality(CLASSES, 0.95, torch.device("cpu"))
-    quality.add(Pseudo(torch.tensor([0, 1, 2, 0]), ones, unused), torch.tensor([0, -1, -1, 1]))
+    quality.add(PseudoLabels(torch.tensor([0, 1, 2, 0]), ones, unused), torch.tensor([0, -1, -1, 1]))
     row = quality.row()
     assert (row["accuracy"], row["share_used"], row["accuracy_used"], row["accuracy_above"]) == (0.5, 0.75, 1.0, 0.5)
     assert row["per_class"][:3] == [1.0, 0.0, None]
     unjudged = Quality(CLASSES, 0.95, torch.device("cpu"))
-    unjudged.add(Pseudo(torch.tensor([0, 1, 2, 0]), ones, unused), torch.full((4,), -1))
+    unjudged.add(PseudoLabels(torch.tensor([0, 1, 2, 0]), ones, unused), torch.full((4,), -1))
     row = unjudged.row()
     assert (row["accuracy"], row["share_used"], row["accuracy_used"]) == (None, 0.75, None)
     assert measured([{"round": 1, "pseudo": row}]) == {"used": {"last": 0.75, "best": 0.75, "best_round": 1}}
@@ -171,7 +173,10 @@ def test_pseudo_labels_of_several_models_are_counted_apart() -> None:
     """The local model is right of 3 in 4, the global one of 1 in 4; what teaches is the global one's."""
     hidden = torch.tensor([0, 1, 2, 3])
     ones = torch.ones(4)
-    local, whole = Pseudo(torch.tensor([0, 1, 2, 0]), ones, ones), Pseudo(torch.tensor([0, 0, 0, 0]), ones, 0 * ones)
+    local, whole = (
+        PseudoLabels(torch.tensor([0, 1, 2, 0]), ones, ones),
+        PseudoLabels(torch.tensor([0, 0, 0, 0]), ones, 0 * ones),
+    )
     quality = Quality(CLASSES, 0.95, torch.device("cpu"))
     quality.add(whole, hidden, {"local": local, "global": whole})
     row = quality.row()

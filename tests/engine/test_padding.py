@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.func import vmap
 
 from halfmoon.aggregation.privacy.clipping import Clipped
-from halfmoon.api.types import Batch, ClientUpdate, Local, Method
+from halfmoon.api.types import Batch, ClientData, ClientUpdate, Method
 from halfmoon.contract.checks import executors_agree
 from halfmoon.core import tree
 from halfmoon.core.autodiff import grad_and_value
@@ -217,7 +217,7 @@ MIXED: list[Objective] = [
 @pytest.mark.parametrize("shared", [{}, {"statistics": "separate", "labeling": "running"}], ids=["joint", "separate"])
 def test_objectives_of_one_place_leave_padding_out_at_clients(objective, shared, agree):
     """Mixtures have real partners alone, and averaged teachers' statistics are counted over real rows."""
-    agree(FedAvg(objective, keep_optimizer=True), BARE if objective.needs.views else UNEQUAL, **shared)
+    agree(FedAvg(objective, keep_optimizer=True), BARE if objective.requirements.views else UNEQUAL, **shared)
 
 
 CHOICES: list[Method] = [
@@ -292,11 +292,13 @@ def test_what_the_padding_holds_changes_nothing(method, monkeypatch):
     def noisy(*given: Any) -> Iterator[Batch]:
         for batch in batches(*given):
             x, u = batch.real["x"], batch.real["u"]
-            views, others = ({name: noise(view, u) for name, view in each.items()} for each in (batch.u, batch.others))
+            views, others = (
+                {name: noise(view, u) for name, view in each.items()} for each in (batch.u, batch.second_batch)
+            )
             more = {name: noise(view, x) for name, view in batch.x_views.items()}
-            yield batch._replace(x=noise(batch.x, x), y=noise(batch.y, x), u=views, others=others, x_views=more)
+            yield batch._replace(x=noise(batch.x, x), y=noise(batch.y, x), u=views, second_batch=others, x_views=more)
 
-    def spoiled(*given: Any) -> Local:
+    def spoiled(*given: Any) -> ClientData:
         local = padded(*given)
         x, u = local.real["x"], local.real["u"]
         views = {name: noise(view, u) for name, view in local.views.items()}
@@ -370,10 +372,10 @@ def test_a_masked_pass_and_its_tangent_are_those_of_the_real_rows(network):
 def test_every_work_of_the_catalog_masks():
     """What declares nothing is batched as before; a clipped work and an averaged teacher say what their insides do."""
     shared = task()
-    assert FedAvg(Supervised()).client_updates(shared)["train"].needs.masks
-    assert FedAvg(Supervised(decay=0.9)).client_updates(shared)["train"].needs.masks
-    assert not ClientUpdate(shared).needs.masks
-    assert Clipped(FedAvg(FixMatch()), 1.0).client_updates(shared)["train"].needs.masks
+    assert FedAvg(Supervised()).client_updates(shared)["train"].requirements.masks_padding
+    assert FedAvg(Supervised(decay=0.9)).client_updates(shared)["train"].requirements.masks_padding
+    assert not ClientUpdate(shared).requirements.masks_padding
+    assert Clipped(FedAvg(FixMatch()), 1.0).client_updates(shared)["train"].requirements.masks_padding
     for name in FEDERATED:
         for client_update in registry.entry(name).method.client_updates(shared).values():
-            assert client_update.needs.masks, name
+            assert client_update.requirements.masks_padding, name

@@ -5,7 +5,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 
-from halfmoon.api.types import Local, Needs, Task
+from halfmoon.api.types import ClientData, Task, UpdateRequirements
 from halfmoon.core import rng
 from halfmoon.core.errors import UserError
 from halfmoon.core.optim import SGD
@@ -21,16 +21,16 @@ PLAIN = Views(Plain(), {"plain": Plain(), "weak": Plain(), "strong": Plain()})
 PIXELS = Normalize((0.0,), (1 / 255,), torch.float64)  # the value of a pixel as it is
 
 
-def local(labeled: int, unlabeled: int, start: int = 0) -> Local:
+def local(labeled: int, unlabeled: int, start: int = 0) -> ClientData:
     """Return a client whose n-th image is the constant start + n, unlabeled ones 100 above, labels n modulo 4."""
     images = lambda first, n: (torch.arange(n) + first).to(torch.uint8).view(-1, 1, 1, 1).expand(-1, 1, 8, 8)  # noqa: E731
     x, u = images(start, labeled), images(start + 100, unlabeled)
-    return Local(x, torch.arange(labeled) % 4, u, torch.tensor(labeled), torch.tensor(unlabeled))
+    return ClientData(x, torch.arange(labeled) % 4, u, torch.tensor(labeled), torch.tensor(unlabeled))
 
 
 def visit(client, amount, names=("weak", "strong"), views=None, keep=None, path=("visit", 0)):
     """Draw a visit of seed 0."""
-    return draw(amount, client, views or Views(), Needs(names), keep, 0, *path)
+    return draw(amount, client, views or Views(), UpdateRequirements(names), keep, 0, *path)
 
 
 def same_draws(one: dict[str, torch.Tensor], two: dict[str, torch.Tensor]) -> bool:
@@ -85,7 +85,7 @@ def test_labeled_and_unlabeled_rows_have_orders_of_their_own():
 def test_a_path_of_its_own_draws_its_own():
     client = local(30, 90)
     visits = [
-        draw(Amount(6, 5, 10), client, Views(), Needs(("weak",)), None, seed, *path)
+        draw(Amount(6, 5, 10), client, Views(), UpdateRequirements(("weak",)), None, seed, *path)
         for seed, path in [(0, (0, 0, 0)), (1, (0, 0, 0)), (0, (1, 0, 0)), (0, (0, 1, 0)), (0, (0, 0, 1))]
     ]
     for drawn in ([v.x_rows for v in visits], [v.u_rows for v in visits], [v.u_drawn["weak"]["top"] for v in visits]):
@@ -245,7 +245,7 @@ def test_labeled_images_have_the_views_that_are_asked_for():
     """`x_views` shows the very rows of `x`: the plain one is `x` itself, the others are that name's recipe on it.
     Neither the rows, nor the labeled view, nor the unlabeled views depend on them; "weak2" is one more draw."""
     clients = [local(7, 23), local(3, 9, 50)]
-    asked = Needs(("weak", "strong"), labeled_views=("plain", "strong", "weak", "weak2"))
+    asked = UpdateRequirements(("weak", "strong"), labeled_views=("plain", "strong", "weak", "weak2"))
     visits = [draw(Amount(n, 4, 5), c, SHOWN, asked, None, 0, "visit", n) for c, n in zip(clients, (3, 2), strict=True)]
     without = [visit(c, Amount(n, 4, 5), views=SHOWN, path=("visit", n)) for c, n in zip(clients, (3, 2), strict=True)]
     steps = list(batches(clients, visits, SHOWN, PIXELS, 9))
@@ -266,21 +266,21 @@ def test_labeled_images_have_the_views_that_are_asked_for():
 
 def test_a_draw_shared_by_a_step_is_shared_by_its_labeled_images():
     """`Shared` counts the unlabeled images of a step (5 here); each of 3 steps with 4 labeled ones has its own draw."""
-    views, asked = Views(Plain(), {"weak": Shared(Weak(), 5)}), Needs(("weak",), labeled_views=("weak",))
+    views, asked = Views(Plain(), {"weak": Shared(Weak(), 5)}), UpdateRequirements(("weak",), labeled_views=("weak",))
     drawn = draw(Amount(3, 4, 5), local(7, 23), views, asked, None, 0).more_drawn["weak"]
     rows = torch.stack([drawn["flip"], drawn["top"], drawn["left"]], 1).view(3, 4, 3)
     assert (rows == rows[:, :1]).all()
     assert len({tuple(each) for each in rows[:, 0].tolist()}) > 1
 
 
-def mixing(amount: Amount, wanted: Needs, seed: int = 0, client: Local | None = None) -> DrawnUpdate:
+def mixing(amount: Amount, wanted: UpdateRequirements, seed: int = 0, client: ClientData | None = None) -> DrawnUpdate:
     return draw(amount, client or local(20, 30), PLAIN, wanted, None, seed, "visit", 0)
 
 
 def test_mixing_coefficients_are_beta_distributed():
     """6,000 draws of Beta(a, a): mean 1/2 and variance 1 / (4 (2 a + 1)), each within five standard errors."""
     for a in (0.75, 4.0):
-        drawn = mixing(Amount(6000, 1, 1), Needs(("plain",), mixup=a)).mixed["mix"]
+        drawn = mixing(Amount(6000, 1, 1), UpdateRequirements(("plain",), mixup=a)).mixed["mix"]
         variance = 1 / (4 * (2 * a + 1))
         assert abs(float(drawn.mean()) - 0.5) < 5 * (variance / 6000) ** 0.5
         assert abs(float(drawn.var()) / variance - 1) < 5 * (2 / 6000) ** 0.5
@@ -290,19 +290,19 @@ def test_mixing_coefficients_are_beta_distributed():
 
 def test_every_step_has_its_own_permutation_and_turns():
     """ "order" permutes labeled images and all views of the unlabeled ones; "turn" counts quarter turns."""
-    drawn = mixing(Amount(7, 4, 3), Needs(("weak", "weak2", "strong"), mixup=1.0)).mixed
+    drawn = mixing(Amount(7, 4, 3), UpdateRequirements(("weak", "weak2", "strong"), mixup=1.0)).mixed
     assert drawn["order"].shape == (7, 4 + 3 * 3)
     assert all(sorted(order.tolist()) == list(range(13)) for order in drawn["order"])
     assert len({tuple(order.tolist()) for order in drawn["order"]}) == 7
     assert drawn["turn"].shape == (7, 3)
     assert set(drawn["turn"].flatten().tolist()) == {0, 1, 2, 3}
-    assert mixing(Amount(7, 4, 3), Needs(("weak",))).mixed == {}
+    assert mixing(Amount(7, 4, 3), UpdateRequirements(("weak",))).mixed == {}
 
 
 def test_mixing_changes_no_other_draw():
     """A work that mixes, or wants a second minibatch, sees the same rows and views as one that does not."""
-    plain = mixing(Amount(5, 4, 6), Needs(("weak",)))
-    more = mixing(Amount(5, 4, 6), Needs(("weak",), others=("weak",), mixup=1.0))
+    plain = mixing(Amount(5, 4, 6), UpdateRequirements(("weak",)))
+    more = mixing(Amount(5, 4, 6), UpdateRequirements(("weak",), second_batch=("weak",), mixup=1.0))
     assert torch.equal(plain.x_rows, more.x_rows)
     assert torch.equal(plain.u_rows, more.u_rows)
     assert same_draws(plain.u_drawn["weak"], more.u_drawn["weak"])
@@ -320,31 +320,42 @@ def test_the_second_minibatch_is_drawn_with_replacement_from_all_rows():
     """Also from rows that are not kept; some row twice before every row came once (40 of 30 rows)."""
     client = local(6, 30)
     keep = torch.arange(30) < 3
-    made = draw(Amount(8, 3, 5), client, PLAIN, Needs(("plain",), others=("plain",)), keep, 0, "visit", 0)
+    made = draw(
+        Amount(8, 3, 5), client, PLAIN, UpdateRequirements(("plain",), second_batch=("plain",)), keep, 0, "visit", 0
+    )
     assert set(made.u_rows.tolist()) == {0, 1, 2}
     rows = made.o_rows.tolist()
     assert len(rows) == 40
     assert max(rows) > 2
     assert len(set(rows[:30])) < 30
     (first, *_) = batches([client], [made], PLAIN, PIXELS, 512)
-    assert torch.equal(first.mixing["other_rows"][0], made.o_rows[:5])
-    assert torch.equal(first.others["plain"][0], PIXELS(client.u[made.o_rows[:5]]))
+    assert torch.equal(first.mixing["second_batch_rows"][0], made.o_rows[:5])
+    assert torch.equal(first.second_batch["plain"][0], PIXELS(client.u[made.o_rows[:5]]))
 
 
 @pytest.mark.parametrize(("kept", "steps"), [(0, 0), (1, 2), (4, 2), (5, 4), (30, 16)])
 def test_an_epoch_passes_over_the_kept_rows(kept, steps):
     """Two epochs over `kept` of 30 rows in batches of 4: 2 * ceil(kept / 4) steps, by hand; none without a row."""
     client = local(6, 30)
-    made = draw(Amount(99, 3, 4, epochs=2), client, PLAIN, Needs(("plain",)), torch.arange(30) < kept, 0, "visit", 0)
+    made = draw(
+        Amount(99, 3, 4, epochs=2),
+        client,
+        PLAIN,
+        UpdateRequirements(("plain",)),
+        torch.arange(30) < kept,
+        0,
+        "visit",
+        0,
+    )
     assert made.amount.steps == steps
     assert len(made.u_rows) == 4 * steps
-    fixed = draw(Amount(7, 3, 4), client, PLAIN, Needs(("plain",)), torch.arange(30) < kept, 0, "visit", 0)
+    fixed = draw(Amount(7, 3, 4), client, PLAIN, UpdateRequirements(("plain",)), torch.arange(30) < kept, 0, "visit", 0)
     assert fixed.amount.steps == (7 if kept else 0)
 
 
 def test_a_client_without_labels_has_empty_labeled_batches():
     """The batches hold no labeled image in any view, and the unlabeled ones are those of a client that has labels."""
-    client, asked = local(6, 30), Needs(("plain",), labeled_views=("weak",))
+    client, asked = local(6, 30), UpdateRequirements(("plain",), labeled_views=("weak",))
     bare = client._replace(x=client.x[:0], y=client.y[:0], labeled=torch.tensor(0))
     made = [draw(Amount(3, n, 4), c, PLAIN, asked, None, 0, "v") for c, n in ((client, 2), (bare, 0))]
     assert torch.equal(made[0].u_rows, made[1].u_rows)

@@ -12,7 +12,7 @@ from spies import Counting, Spy, tensors
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch_models import TorchSmall, twin
 
-from halfmoon.api.types import Batch, Local, Method
+from halfmoon.api.types import Batch, ClientData, Method
 from halfmoon.core import tree
 from halfmoon.core.optim import SGD, Cosine
 from halfmoon.data.partition.heterogeneity import jensen_shannon
@@ -78,7 +78,7 @@ def test_no_upload_is_held_while_the_next_client_trains() -> None:
             seen.append(len(alive))
             results = function(program)
             for result in results.values():
-                alive.add(next(tree.leaves(result.up.update)))
+                alive.add(next(tree.leaves(result.upload.update)))
             return results
 
         return map(counted, items)
@@ -268,7 +268,7 @@ def test_passes_are_what_went_through_the_network(name, network, statistics, lab
     method, side = some(name), 8 if network is NETWORK else 16
     # Small clients: every operation below torch.func is seen in Python here.
     sizes = ((5, 5), (3, 4), (2, 3))
-    held = dataset(sizes, entry.all_labels, entry.places[0], entry.pooled, side=side)
+    held = dataset(sizes, entry.all_labels, entry.label_locations[0], entry.pooled, side=side)
     simulation = simulate(method, shared, held, cohort=2)
     params = tree.flatten(network.init(torch.Generator())["params"])
     weights = [leaf.shape for path, leaf in params.items() if path.endswith("conv/weight")]
@@ -291,7 +291,7 @@ def test_hidden_labels_change_nothing(name):
     """Other labels at the unlabeled rows: the same server, memories and losses in every bit, other diagnostics.
     Everything a client is given in two rounds has the same bits, too."""
     entry, shared, runs, given = registry.entry(name), task(), [], []
-    held = dataset(place=entry.places[0], pooled=entry.pooled)
+    held = dataset(place=entry.label_locations[0], pooled=entry.pooled)
     hidden = torch.from_numpy(~held.split.labeled)
     for shift in (0, 1):
         labels = torch.where(hidden, (held.train.labels + shift) % CLASSES, held.train.labels)
@@ -310,7 +310,7 @@ def test_hidden_labels_change_nothing(name):
     assert len(given[0]) == len(given[1]) > 200
     assert all(torch.equal(one, two) for one, two in zip(*given, strict=True))
     assert Batch._fields == ("x", "y", "x_rows", "u", "u_rows", "others", "mixing", "x_views", "real")
-    assert Local._fields == ("x", "y", "u", "labeled", "unlabeled", "views", "real")
+    assert ClientData._fields == ("x", "y", "u", "labeled", "unlabeled", "views", "real")
 
 
 @pytest.mark.parametrize("name", ["fedavg-fixmatch", "feddure"])
@@ -432,7 +432,7 @@ def test_programs_hold_so_many_clients_and_no_more(programs):
         training = replace(simulation.local_clients.training, together=together)
         simulation.local_clients.training = training
         simulation.open(0)
-        return simulation.ask("train", begin(method, shared)).tree
+        return simulation.query("train", begin(method, shared)).tree
 
     assert furthest(asked(3), asked(None)) < 1e-12
     assert [len(program) for program in programs] == [3, 4]
@@ -484,11 +484,11 @@ def test_others_than_the_cohort_can_be_asked():
     cohort = simulation.cohort
     to = torch.tensor([2, 0, 3, 1])
     each = {"mark": to.double(), "fuse": torch.full((4,), -1)}
-    up = simulation.ask("count", {"base": torch.tensor(0.0)}, each, to)
-    assert simulation.answered.tolist() == [2, 0, 3, 1]
+    upload = simulation.query("count", {"base": torch.tensor(0.0)}, each, to)
+    assert simulation.responders.tolist() == [2, 0, 3, 1]
     assert torch.equal(simulation.cohort, cohort)
-    assert up.aux["mark"].tolist() == [2, 0, 3, 1]
-    assert up.aux["labeled"].tolist() == [SIZES[k][0] for k in (2, 0, 3, 1)]
+    assert upload.aux["mark"].tolist() == [2, 0, 3, 1]
+    assert upload.aux["labeled"].tolist() == [SIZES[k][0] for k in (2, 0, 3, 1)]
     assert simulation.clients == 4
 
 
@@ -499,14 +499,14 @@ def test_the_server_trains_on_its_own_rows(executor):
     simulation = simulate(
         method, task(), dataset(place="server"), executor=executor, serving=Batching(5, epochs=2), budget=Budget()
     )
-    down = {"base": torch.tensor(0.0), "mark": torch.tensor(1.0).double(), "fuse": torch.tensor(-1)}
+    broadcast = {"base": torch.tensor(0.0), "mark": torch.tensor(1.0).double(), "fuse": torch.tensor(-1)}
     for visit in range(2):
         simulation.open(visit)
-        up = simulation.ask_server("count", down)
-        assert float(up.aux["visits"]) == visit
-        assert int(up.aux["labeled"]) == sum(a for a, _ in SIZES)
-        assert int(up.aux["unlabeled"]) == 0
-        assert float(up.aux["steps"]) == 2 * round(18 / 5)
+        upload = simulation.query_server("count", broadcast)
+        assert float(upload.aux["visits"]) == visit
+        assert int(upload.aux["labeled"]) == sum(a for a, _ in SIZES)
+        assert int(upload.aux["unlabeled"]) == 0
+        assert float(upload.aux["steps"]) == 2 * round(18 / 5)
     assert simulation.cost.bytes_down == simulation.cost.bytes_up == 0
     assert simulation.cost.labeled_steps == 2 * 2 * round(18 / 5)
 
@@ -531,11 +531,11 @@ def test_a_client_without_labels_weighs_nothing_where_only_labels_train(executor
     simulation = simulate(method, shared, held, executor=executor, cohort=4)
     server = begin(method, shared)
     simulation.open(0)
-    up = simulation.ask("train", server)
-    assert up.weight.tolist() == [16.0, 0.0, 20.0, 0.0]
-    assert same(tree.index(up.update["params"], 1), server["params"])
+    upload = simulation.query("train", server)
+    assert upload.weight.tolist() == [16.0, 0.0, 20.0, 0.0]
+    assert same(tree.index(upload.update["params"], 1), server["params"])
     (played,) = play(method, simulate(method, shared, held, executor=executor, cohort=4), server, range(1))
-    assert furthest(played.server["params"], tree.weighted_mean(up.update["params"], up.weight)) == 0
+    assert furthest(played.server["params"], tree.weighted_mean(upload.update["params"], upload.weight)) == 0
     alone = simulate(method, shared, dataset(((0, 6), (0, 9)), place="clients"), executor=executor, cohort=2)
     (played,) = play(method, alone, server, range(1))
     assert same(played.server, server)
@@ -639,7 +639,7 @@ def test_a_leaning_heeds_stages_and_silence():
         assert row["app_u"] == pytest.approx(predicted(model, held, here), abs=1e-6)
     held = dataset()
     simulation, model, _ = leanings(held, cohort=4, client_dropout=0.6)
-    simulation.ask("train", model)
+    simulation.query("train", model)
     there = simulation.cohort.numpy()
     assert 0 < len(there) < 4
     here = np.isin(held.split.client, there) & ~held.split.labeled

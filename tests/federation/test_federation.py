@@ -123,7 +123,7 @@ CASES = [
     (name, place)
     for name in (*DISTINCT, "fedavg-sl", "fedmatch-semifl", "feddure-without-creg", "feddure-without-freg")
     if not registry.entry(name).pooled
-    for place in (("all",) if registry.entry(name).all_labels else registry.entry(name).places)
+    for place in (("all",) if registry.entry(name).all_labels else registry.entry(name).label_locations)
 ]
 """Every federated method of the catalog, with labels wherever it can use them; beside those that differ from another in
 more than options, one for which every image has a label, and those that send something else."""
@@ -282,7 +282,7 @@ def check_table(there: Played, method: str) -> None:
         assert parts(reply.upload) == table[reply.client_update]
         assert set(reply.samples) <= TOLD.get(method, {"loss"})
         assert not reply.evaluation
-        for path, leaf in tree.flatten(dict(Upload.of(reply.upload).parts)).items():
+        for path, leaf in tree.flatten(dict(Upload.from_tree(reply.upload).parts)).items():
             head, _, rest = path.partition("/")
             if rest.startswith(BESIDE):
                 continue
@@ -442,9 +442,9 @@ def test_a_leak_of_the_server_is_found(play: Callable[..., Played]) -> None:
     row = next(row for row in images[5, :, :, 0] if len(set(row.tolist()) - {0}) >= 4)
     asked = next(letter.asked for letter in there.letters if isinstance(letter.asked, Request))
     for secret in (row.tobytes(), str(there.town.folder).encode(), CLASSES[0].encode()):
-        down = {**asked.down, "note": torch.frombuffer(bytearray(secret), dtype=torch.uint8)}
+        broadcast = {**asked.down, "note": torch.frombuffer(bytearray(secret), dtype=torch.uint8)}
         with act_as_node():
-            message = Message(wrap_message(write_message(replace(asked, down=down))), 1000, "train")
+            message = Message(wrap_message(write_message(replace(asked, down=broadcast))), 1000, "train")
         with pytest.raises(AssertionError):
             check_requests(replace(there, letters=[replace(there.letters[-1], message=message)]))
 

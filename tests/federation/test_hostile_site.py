@@ -51,12 +51,12 @@ def turned(honest: Callable[[SiteClient, bytes], bytes]) -> Callable[[SiteClient
     def answer(self: SiteClient, message: bytes) -> bytes:
         data = honest(self, message)
         try:
-            down, reply = tree.flatten(read_message(message, Request).download), read_message(data, Reply)
+            broadcast, reply = tree.flatten(read_message(message, Request).download), read_message(data, Reply)
         except MalformedMessage:  # it joins, or has the final model
             return data
         flat, model = tree.flatten(reply.upload), "update/"
         if self.name == LIAR:
-            before = {path: down[path.removeprefix(model)] for path in flat if path.startswith(f"{model}params/")}
+            before = {path: broadcast[path.removeprefix(model)] for path in flat if path.startswith(f"{model}params/")}
             flat |= {path: leaf + 4 * (leaf - flat[path]) for path, leaf in before.items()}
         return write_message(replace(reply, upload=tree.unflatten(flat)))
 

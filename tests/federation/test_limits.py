@@ -293,12 +293,12 @@ def test_a_reader_bounds_the_whole_message():
 
 
 def test_a_sealed_message_tells_what_is_in_it_before_it_is_opened():
-    down = {"params": {"x": torch.ones(2, 3)}, "stats": {}, "gate": torch.tensor(1, dtype=torch.int64)}
-    unparsed = scan_message(write_message(replace(REQUEST, download=down)), Request)
+    broadcast = {"params": {"x": torch.ones(2, 3)}, "stats": {}, "gate": torch.tensor(1, dtype=torch.int64)}
+    unparsed = scan_message(write_message(replace(REQUEST, download=broadcast)), Request)
     assert unparsed.message.download == {}
-    assert unparsed.tree_spec("download") == make_tree_spec(down)
+    assert unparsed.tree_spec("download") == make_tree_spec(broadcast)
     assert unparsed.tree_spec("evaluation") == {}
-    assert make_tree_spec(unparsed.parse_trees().download) == make_tree_spec(down)
+    assert make_tree_spec(unparsed.parse_trees().download) == make_tree_spec(broadcast)
 
 
 class Evil:
@@ -387,11 +387,11 @@ def test_a_reply_is_weighed_before_it_is_read(beyond: int):
     weighed: list[int] = []
 
     def change(data: bytes) -> SiteResponse:
-        up = read_message(data, Reply).up
-        most = limits.max_message_bytes([make_tree_spec(up)])
+        upload = read_message(data, Reply).up
+        most = limits.max_message_bytes([make_tree_spec(upload)])
         weighed.append(most)
         more = torch.zeros(most - len(data) - 4096, dtype=torch.uint8)
-        return SiteResponse(weighing(most + beyond, replace(read_message(data, Reply), up={**up, "x": more})))
+        return SiteResponse(weighing(most + beyond, replace(read_message(data, Reply), up={**upload, "x": more})))
 
     remote.calls.link, remote.calls.say = Bad(wire, change), heard.append
     remote.open(0)

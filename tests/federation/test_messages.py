@@ -53,7 +53,7 @@ def test_nothing_but_numbers_travels() -> None:
             assert image[0, 0].numpy().tobytes() not in said
             assert (image.double() / 255).numpy().tobytes()[:64] not in said
     replies = [read_message(data, Reply) for data in wire.messages if b'\\"reply\\"' in data]
-    assert {tuple(sorted(Upload.of(reply.upload).parts)) for reply in replies} == {("params", "stats", "weight")}
+    assert {tuple(sorted(Upload.from_tree(reply.upload).parts)) for reply in replies} == {("params", "stats", "weight")}
 
 
 def test_a_site_remembers_and_its_memory_stays() -> None:
@@ -90,8 +90,8 @@ def test_what_is_no_message_is_refused(data: bytes) -> None:
 
 def test_a_message_keeps_every_bit_and_the_order_in_memory() -> None:
     leaf = torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last)
-    down = {"b": {"x": leaf}, "a": torch.tensor(3), "none": {}}
-    back = read_message(write_message(replace(REQUEST, round=7, query=2, download=down)), Request)
+    broadcast = {"b": {"x": leaf}, "a": torch.tensor(3), "none": {}}
+    back = read_message(write_message(replace(REQUEST, round=7, query=2, download=broadcast)), Request)
     assert list(back.download) == ["b", "a", "none"]
     assert torch.equal(back.download["b"]["x"], leaf)
     assert back.download["b"]["x"].stride() == leaf.stride()

@@ -254,14 +254,14 @@ class StepResult:
     def __init__(self) -> None:
         self.needles: dict[str, bytes] = {}
 
-    def add(self, site: int, down: tree.Tree, up: Upload) -> None:
-        before, after = tree.flatten(down), tree.flatten(up.update)
+    def add(self, site: int, broadcast: tree.Tree, upload: Upload) -> None:
+        before, after = tree.flatten(broadcast), tree.flatten(upload.update)
         path = max((name for name in after if name.startswith("params/")), key=lambda name: after[name].numel())
         new, moved = after[path].flatten(), (after[path] - before[path]).flatten()
         at = slice(len(new) // 2, len(new) // 2 + 8)
         assert int((moved[at] != 0).sum()) > 4
-        whole = (moved.double() * float(up.weight) * 2.0**24).round().to(torch.int64)
-        forms = {"model": new, "update": moved, "weighted": moved.double() * float(up.weight), "fixed": whole}
+        whole = (moved.double() * float(upload.weight) * 2.0**24).round().to(torch.int64)
+        forms = {"model": new, "update": moved, "weighted": moved.double() * float(upload.weight), "fixed": whole}
         for name, leaf in forms.items():
             self.needles[f"{name} of site {site}"] = leaf[at].contiguous().numpy().tobytes()
 
@@ -310,7 +310,7 @@ def watched(town: Town, folder: Path, secure: bool, rounds: int = 1) -> Iterator
     def do(self: SiteRuntime, request: Request, memories: Any = None) -> Any:
         reply = original(self, request, memories)
         if request.client_update and self.number in WATCHED:
-            seen.add(self.number, request.download, Upload.of(reply.upload))
+            seen.add(self.number, request.download, Upload.from_tree(reply.upload))
         return reply
 
     server = subprocess.Popen(

@@ -69,9 +69,11 @@ class Desk:
         g = rng.generator(number, "site")
         moved = tree.map(lambda leaf: leaf + 0.01 * torch.randn(leaf.shape, generator=g), asked.download["params"])
         weight = torch.tensor(self.upload.get(ABOUT.sites[number], 4.0 + number), dtype=torch.float64)
-        up, one = Upload({"params": moved, "stats": {}}, weight), torch.tensor(1.0)
+        upload, one = Upload({"params": moved, "stats": {}}, weight), torch.tensor(1.0)
         samples = {"loss": WeightedMetric(one, one, one)}
-        return write_message(Reply.from_result(asked, VERSION, ClientResult(up, {}, samples, Amount(1, 1, 0), (0, 0))))
+        return write_message(
+            Reply.from_result(asked, VERSION, ClientResult(upload, {}, samples, Amount(1, 1, 0), (0, 0)))
+        )
 
 
 def server(post: Desk, spool: Spool | None, factor: float = 2.0) -> tuple[RemoteRuntime, Tree]:
@@ -115,12 +117,12 @@ def test_one_upload_is_open_at_a_time_and_the_bits_are_those_of_all_at_once(tmp_
     """Of twelve: with the mean two models are in memory, whether they are judged or added, and no wire bytes beside.
     One weight is over twice the median, and is capped as it was where all uploads were there at once."""
     post = Desk({"ward-03": 60.0})
-    runtime, down = server(post, Spool(tmp_path / "spool"))
+    runtime, broadcast = server(post, Spool(tmp_path / "spool"))
     counted = Counted(monkeypatch)
-    size = tree.nbytes(down)
+    size = tree.nbytes(broadcast)
     tracemalloc.start()
     try:
-        mean = runtime.average("train", down)
+        mean = runtime.average("train", broadcast)
         peak = tracemalloc.get_traced_memory()[1]
     finally:
         tracemalloc.stop()
@@ -133,7 +135,7 @@ def test_one_upload_is_open_at_a_time_and_the_bits_are_those_of_all_at_once(tmp_
     assert row["capped"] == [3]
     held_all, _ = server(Desk({"ward-03": 60.0}), None, factor=0.0)
     held_all.aggregators = (WeightCap(2.0),)
-    whole = held_all.average("train", down)
+    whole = held_all.average("train", broadcast)
     for path, leaf in tree.flatten(whole.tree).items():
         assert leaf.numpy().tobytes() == tree.flatten(mean.tree)[path].numpy().tobytes(), path
     assert held_all.close().aggregator == row
@@ -142,22 +144,22 @@ def test_one_upload_is_open_at_a_time_and_the_bits_are_those_of_all_at_once(tmp_
 def test_requests_that_say_the_same_are_written_once(monkeypatch: pytest.MonkeyPatch):
     """Twelve sites get the same bytes, and one that has a memory to go on from gets others."""
     post = Desk()
-    runtime, down = server(post, None)
+    runtime, broadcast = server(post, None)
     sent: list[bytes] = []
     monkeypatch.setattr(post, "answer", lambda number, data: (sent.append(data), Desk.answer(post, number, data))[1])
     runtime._versions.add(ABOUT.sites[2], (0, 0, 0))
     runtime._versions.saved()
-    runtime.average("train", down)
+    runtime.average("train", broadcast)
     assert len({id(data) for data in sent}) <= 2
-    assert {read_message(data, Request).download.keys() == down.keys() for data in sent} == {True}
+    assert {read_message(data, Request).download.keys() == broadcast.keys() for data in sent} == {True}
 
 
 def test_an_upload_that_cannot_be_is_refused_before_any_is_added(tmp_path: Path):
     """A weight beyond all images of a site: eleven are added."""
-    runtime, down = server(Desk({"ward-05": 1e9}), Spool(tmp_path / "spool"))
+    runtime, broadcast = server(Desk({"ward-05": 1e9}), Spool(tmp_path / "spool"))
     runtime.calls.rules = replace(runtime.calls.rules, min_replies=2)
-    runtime.average("train", down)
-    assert runtime.answered.tolist() == [k for k in range(SITES) if k != 5]
+    runtime.average("train", broadcast)
+    assert runtime.responders.tolist() == [k for k in range(SITES) if k != 5]
 
 
 def test_a_file_goes_with_its_last_reader_and_is_for_nobody_else(tmp_path: Path):

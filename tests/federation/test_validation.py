@@ -18,8 +18,8 @@ from scenes import begin, task
 from test_contract import DISTINCT, scene
 from test_messages import REQUEST
 
-from halfmoon.api.types import Batch, ClientUpdate, Local, Needs, StepMetrics, Task
-from halfmoon.api.uploads import UPDATE_ONLY, Aux, Uplink, Upload
+from halfmoon.api.types import Batch, ClientData, ClientUpdate, StepMetrics, Task, UpdateRequirements
+from halfmoon.api.uploads import UPDATE_ONLY, Aux, Upload, UploadSpec
 from halfmoon.core import tree
 from halfmoon.core.errors import UserError
 from halfmoon.core.tree import Tree
@@ -67,10 +67,10 @@ def queries(name: str, place: str | None = None, **options: Any) -> tuple[Task, 
     local_clients = simulation.local_clients
     visit, held = local_clients.update, local_clients.dataset
 
-    def spied(context, clients, stage, down, each, quality):
-        outcomes = list(visit(context, clients, stage, down, each, quality))
+    def spied(context, clients, stage, broadcast, each, quality):
+        outcomes = list(visit(context, clients, stage, broadcast, each, quality))
         if list(clients) != [SERVER]:
-            downlinks = [{**down, **tree.index(each, k)} for k in range(len(clients))]
+            downlinks = [{**broadcast, **tree.index(each, k)} for k in range(len(clients))]
             own = [(held.own(k), held.split_size(k)) for k in clients]
             most = [
                 Budget().amount(local_clients.training.batching, context.client_update, *holding) for holding in own
@@ -92,7 +92,7 @@ def answer(outcome: ClientResult, **changes: Any) -> Reply:
     return replace(Reply.from_result(REQUEST, "1", outcome), **changes)
 
 
-PLACES = [(name, place) for name in FEDERATED for place in registry.entry(name).places]
+PLACES = [(name, place) for name in FEDERATED for place in registry.entry(name).label_locations]
 
 
 @pytest.mark.parametrize(("name", "place"), PLACES)
@@ -105,23 +105,24 @@ def test_the_pattern_is_that_of_every_real_upload(name: str, place: str) -> None
     known = patterns(shared)
     assert asked
     for query in asked:
-        uplink = query.context.client_update.needs.uplink
+        upload_spec = query.context.client_update.requirements.upload_spec
         for k, outcome in enumerate(query.outcomes):
             pattern = known.find_spec(query.context, query.downlinks[k])
             assert pattern is not None
-            flat = tree.flatten(outcome.up.tree)
+            flat = tree.flatten(outcome.upload.tree)
             assert {path: kind for path, kind in pattern.items() if kind is not None} == {
                 path: (tuple(leaf.shape), leaf.dtype) for path, leaf in flat.items()
             }
-            assert pattern == make_tree_spec(outcome.up.tree)
+            assert pattern == make_tree_spec(outcome.upload.tree)
             reply = answer(outcome)
-            assert check_schema(reply.upload, reply.samples, pattern, uplink) is None
-            assert check_schema(reply.upload, reply.samples, None, uplink) is None
-            assert check_counts(reply, query.most[k], query.images[k], uplink) is None
+            assert check_schema(reply.upload, reply.samples, pattern, upload_spec) is None
+            assert check_schema(reply.upload, reply.samples, None, upload_spec) is None
+            assert check_counts(reply, query.most[k], query.images[k], upload_spec) is None
         sites = [str(client) for client in query.clients]
-        ups = dict(zip(sites, [outcome.up for outcome in query.outcomes], strict=True))
+        ups = dict(zip(sites, [outcome.upload for outcome in query.outcomes], strict=True))
         found = {
-            name: update_norm(up, down, uplink) for (name, up), down in zip(ups.items(), query.downlinks, strict=True)
+            name: update_norm(upload, broadcast, upload_spec)
+            for (name, upload), broadcast in zip(ups.items(), query.downlinks, strict=True)
         }
         assert all(math.isfinite(norm) for norm in found.values())
         assert check_norm(found, 10.0) == {}
@@ -134,7 +135,7 @@ def test_rows_that_count_twice_are_plausible() -> None:
     heaviest = max(held.own(k).labeled + held.own(k).unlabeled - int((held.split.client == k).sum()) for k in range(4))
     assert heaviest > 0
     _, asked = queries("feddb")
-    outcome = asked[0].outcomes[0]._replace(up=Upload({}, torch.tensor(21.0)), traffic=(0, 0))
+    outcome = asked[0].outcomes[0]._replace(upload=Upload({}, torch.tensor(21.0)), traffic=(0, 0))
     assert check_counts(answer(outcome), outcome.amount, 16, UPDATE_ONLY) is None
     assert "weight" in str(check_counts(answer(outcome), outcome.amount, 10, UPDATE_ONLY))
 
@@ -144,12 +145,12 @@ def test_a_made_up_visit_disturbs_nothing() -> None:
     shared, asked = queries("feddure")
     query = asked[0]
     before = torch.get_rng_state(), np.random.get_state()[1].tolist(), random.getstate()  # noqa: NPY002
-    down = tree.map(torch.clone, query.downlinks[0])
+    broadcast = tree.map(torch.clone, query.downlinks[0])
     first = patterns(shared).find_spec(query.context, query.downlinks[0])
     after = torch.get_rng_state(), np.random.get_state()[1].tolist(), random.getstate()  # noqa: NPY002
     assert torch.equal(before[0], after[0])
     assert before[1:] == after[1:]
-    assert all(map(torch.equal, tree.leaves(down), tree.leaves(query.downlinks[0])))
+    assert all(map(torch.equal, tree.leaves(broadcast), tree.leaves(query.downlinks[0])))
     assert patterns(shared).find_spec(query.context, query.downlinks[0]) == first
 
 
@@ -158,21 +159,21 @@ class Echo(ClientUpdate):
     """A work that counts how often it begins, and sends `times` its first leaf; its loss is `loss`."""
 
     @property
-    def needs(self) -> Needs:
-        return Needs(uplink=Uplink((), (), aux={"seen": Aux(), "none": Aux()}))
+    def requirements(self) -> UpdateRequirements:
+        return UpdateRequirements(upload_spec=UploadSpec((), (), aux={"seen": Aux(), "none": Aux()}))
 
     log: Callable[[], None] = lambda: None
     times: int = 1
     loss: float = 0.0
 
-    def begin(self, down: Tree, memory: Tree, data: Local) -> Tree:
+    def begin(self, broadcast: Tree, memory: Tree, data: ClientData) -> Tree:
         self.log()
-        return {"seen": torch.stack([down["w"]] * self.times)}
+        return {"seen": torch.stack([broadcast["w"]] * self.times)}
 
-    def step(self, down: Tree, carry: Tree, batch: Batch) -> tuple[Tree, StepMetrics]:
+    def step(self, broadcast: Tree, carry: Tree, batch: Batch) -> tuple[Tree, StepMetrics]:
         return carry, StepMetrics(torch.tensor(self.loss), {}, ())
 
-    def finish(self, down: Tree, carry: Tree, data: Local) -> tuple[Upload, Tree]:
+    def finish(self, broadcast: Tree, carry: Tree, data: ClientData) -> tuple[Upload, Tree]:
         return Upload({}, torch.ones(()), {**carry, "none": {}}), {}
 
     def passes(self, labeled: int, unlabeled: int) -> Any:
@@ -184,7 +185,7 @@ def context(client_update: ClientUpdate, round: int = 0) -> ClientContext:
 
 
 def test_a_work_is_played_once_for_each_structure_that_comes_down() -> None:
-    """The round and its learning rate do not count; the work's own fields, and shapes and dtypes of `down`, do."""
+    """The round and its learning rate do not count; the work's own fields, and shapes and dtypes of `broadcast`, do."""
     begun: list[int] = []
 
     def log() -> None:
@@ -197,8 +198,8 @@ def test_a_work_is_played_once_for_each_structure_that_comes_down() -> None:
         assert pattern == {**weighed, "aux/seen": ((1, 3), torch.float32), "aux/none": None}
     assert len(begun) == 1
 
-    def seen(down: Tree, **options: Any) -> Any:
-        return (known.find_spec(context(Echo(shared, log=log, **options)), down) or {})["aux/seen"]
+    def seen(broadcast: Tree, **options: Any) -> Any:
+        return (known.find_spec(context(Echo(shared, log=log, **options)), broadcast) or {})["aux/seen"]
 
     assert seen(small, times=2) == ((2, 3), torch.float32)
     assert seen({"w": torch.ones(5)}) == ((1, 5), torch.float32)
@@ -223,8 +224,12 @@ def pattern() -> TreeSpec:
 
 
 def upload(**changes: Any) -> Tree:
-    up = {"params": {"a": torch.ones(2, 3), "b": torch.ones(3)}, "stats": {}, "weight": torch.tensor(5.0, dtype=F64)}
-    return {**up, **changes}
+    upload = {
+        "params": {"a": torch.ones(2, 3), "b": torch.ones(3)},
+        "stats": {},
+        "weight": torch.tensor(5.0, dtype=F64),
+    }
+    return {**upload, **changes}
 
 
 def test_an_upload_of_the_pattern_has_no_fault(pattern: TreeSpec) -> None:
@@ -258,8 +263,8 @@ LINE = torch.ones(3)
         (LINE, "it is no tree of tensors"),
     ],
 )
-def test_the_first_fault_of_an_upload_is_named(pattern: TreeSpec, up: Tree, said: str) -> None:
-    assert check_schema(up, {}, pattern) == said
+def test_the_first_fault_of_an_upload_is_named(pattern: TreeSpec, upload: Tree, said: str) -> None:
+    assert check_schema(upload, {}, pattern) == said
 
 
 def test_without_a_pattern_values_are_judged_all_the_same() -> None:
@@ -274,11 +279,11 @@ def test_a_variance_is_not_negative() -> None:
     """A finite one below 0 would give NaN under the root of every image's normalization."""
     stats = {"conv1": {"mean": -LINE, "var": LINE - 1}}
     worse = {"conv1": {"mean": LINE, "var": torch.tensor([1.0, -1e-9])}}
-    uplink = Uplink(aux={"moments": Aux("sum", "statistic")})
+    upload_spec = UploadSpec(aux={"moments": Aux("sum", "statistic")})
     for part, name in (("update", "stats"), ("aux", "moments")):
-        up = {"update": {}, "weight": torch.ones(())}
-        assert check_schema({**up, part: {name: stats}}, {}, None, uplink) is None
-        said = check_schema({**up, part: {name: worse}}, {}, None, uplink)
+        upload = {"update": {}, "weight": torch.ones(())}
+        assert check_schema({**upload, part: {name: stats}}, {}, None, upload_spec) is None
+        said = check_schema({**upload, part: {name: worse}}, {}, None, upload_spec)
         assert said == f"'{part}/{name}/conv1/var' holds a variance below 0"
 
 
@@ -320,16 +325,16 @@ MOST = Amount(4, 10, 30, 0)
 
 def counted(**changes: Any) -> Reply:
     """Return the reply of a site with 12 images to `MOST`."""
-    up = Upload({"x": torch.zeros(3)}, torch.tensor(12.0))
-    return answer(ClientResult(up, {}, {}, MOST, (100, 10), 12, 50), **changes)
+    upload = Upload({"x": torch.zeros(3)}, torch.tensor(12.0))
+    return answer(ClientResult(upload, {}, {}, MOST, (100, 10), 12, 50), **changes)
 
 
 def weighing(weight: float = 1.0, **aux: Any) -> Reply:
-    up = Upload({}, torch.tensor(weight), {name: torch.tensor(leaf) for name, leaf in aux.items()})
-    return counted(upload=up.tree, traffic=[0, 0])
+    upload = Upload({}, torch.tensor(weight), {name: torch.tensor(leaf) for name, leaf in aux.items()})
+    return counted(upload=upload.tree, traffic=[0, 0])
 
 
-MARKED = Uplink(("x",), (), aux={"labels": Aux(values="mark"), "changed": Aux(values="count"), "appu": Aux()})
+MARKED = UploadSpec(("x",), (), aux={"labels": Aux(values="mark"), "changed": Aux(values="count"), "appu": Aux()})
 
 
 @pytest.mark.parametrize(
@@ -368,7 +373,7 @@ def test_counts_are_those_that_a_site_can_have(reply: Reply, said: str | None) -
 
 def test_a_client_that_weighs_one_may_not_weigh_its_images() -> None:
     """SemiFL's clients weigh 1 or 0, whatever they have."""
-    alike = Uplink(weight="one")
+    alike = UploadSpec(weight="one")
     assert check_counts(weighing(1.0), MOST, 12, alike) is None
     assert "between 0 and 1" in str(check_counts(weighing(12.0), MOST, 12, alike))
 
@@ -384,9 +389,9 @@ def test_a_client_that_weighs_one_may_not_weigh_its_images() -> None:
         ({"update": {}, "weight": torch.ones(()), "note": LINE}, "'note' was not asked for"),
     ],
 )
-def test_what_a_work_does_not_declare_is_refused(up: Tree, said: str | None) -> None:
+def test_what_a_work_does_not_declare_is_refused(upload: Tree, said: str | None) -> None:
     """Also where no pattern of its uploads could be found out."""
-    assert check_schema(up, {}, None, UPDATE_ONLY) == said
+    assert check_schema(upload, {}, None, UPDATE_ONLY) == said
 
 
 def test_a_site_without_images_weighs_one_at_most() -> None:
@@ -399,7 +404,7 @@ def test_a_site_without_images_weighs_one_at_most() -> None:
 def test_the_norm_of_an_update_by_hand() -> None:
     """Moved by (3, 4) in params/a and by 12 in params/b; what goes beside as numbers counts as it is, `extra`, 84:
     sqrt(9 + 16 + 144 + 7056) = sqrt(7225) = 85. Weights, marks, counts, statistics and whole numbers do not count."""
-    down = {
+    broadcast = {
         "params": {"a": torch.tensor([1.0, 1.0]), "b": torch.ones(1), "seen": torch.tensor(1)},
         "stats": {"v": {"var": torch.ones(1)}},
     }
@@ -414,18 +419,18 @@ def test_the_norm_of_an_update_by_hand() -> None:
         "moments": {"v": {"mean": torch.full((1,), 1e9)}},
     }
     kinds = {"labels": "mark", "changed": "count", "moments": "statistic", "extra": "number"}
-    uplink = Uplink(aux={name: Aux(values=kind) for name, kind in kinds.items()})
-    up = Upload(update, torch.tensor(1e9), aux)
-    assert update_norm(up, down, uplink) == 85.0
-    assert update_norm(Upload(down, torch.tensor(1.0)), down, uplink) == 0.0
+    upload_spec = UploadSpec(aux={name: Aux(values=kind) for name, kind in kinds.items()})
+    upload = Upload(update, torch.tensor(1e9), aux)
+    assert update_norm(upload, broadcast, upload_spec) == 85.0
+    assert update_norm(Upload(broadcast, torch.tensor(1.0)), broadcast, upload_spec) == 0.0
 
 
 def test_a_norm_is_taken_in_float64() -> None:
     """1e30 and 1e200 have squares beyond float32 and float64: the first is measured, the second is infinite."""
     for value, dtype, norm in ((1e30, torch.float32, 2e30), (1e200, F64, math.inf)):
-        down = {"params": torch.zeros(4, dtype=dtype)}
-        up = Upload({"params": torch.full((4,), value, dtype=dtype)}, torch.ones(()))
-        assert update_norm(up, down, UPDATE_ONLY) == pytest.approx(norm, rel=1e-6)
+        broadcast = {"params": torch.zeros(4, dtype=dtype)}
+        upload = Upload({"params": torch.full((4,), value, dtype=dtype)}, torch.ones(()))
+        assert update_norm(upload, broadcast, UPDATE_ONLY) == pytest.approx(norm, rel=1e-6)
 
 
 @pytest.mark.parametrize(
@@ -462,14 +467,14 @@ def test_an_update_scaled_by_1000_is_refused_and_no_other(sizes: list[float], da
     The order of the sites changes nothing."""
     wrong = data.draw(st.integers(0, len(sizes) - 1))
     order = data.draw(st.permutations(range(len(sizes))))
-    down = {"params": {"a": torch.tensor([7.0, -3.0], dtype=F64)}}
+    broadcast = {"params": {"a": torch.tensor([7.0, -3.0], dtype=F64)}}
     direction = torch.tensor([0.6, 0.8], dtype=F64)
     scaled = [size * (1000 if k == wrong else 1) for k, size in enumerate(sizes)]
     ups = {
-        f"site-{k}": Upload({"params": {"a": down["params"]["a"] + scaled[k] * direction}}, torch.ones(()))
+        f"site-{k}": Upload({"params": {"a": broadcast["params"]["a"] + scaled[k] * direction}}, torch.ones(()))
         for k in order
     }
-    found = {name: update_norm(up, down, UPDATE_ONLY) for name, up in ups.items()}
+    found = {name: update_norm(upload, broadcast, UPDATE_ONLY) for name, upload in ups.items()}
     assert found[f"site-{wrong}"] == pytest.approx(scaled[wrong], rel=1e-9)
     assert list(check_norm(found, 10.0)) == [f"site-{wrong}"]
     assert check_norm(found, 10.0) == check_norm(dict(sorted(found.items())), 10.0)

@@ -7,7 +7,7 @@ from method_scenes import small
 from scenes import CLASSES, SIZES, begin, dataset, furthest, simulate, task
 from torch import nn
 
-from halfmoon.api.types import Local
+from halfmoon.api.types import ClientData
 from halfmoon.core import tree
 from halfmoon.core.errors import UserError
 from halfmoon.data.partition.split import SERVER
@@ -21,10 +21,10 @@ AS_IS = Normalize((0.0,), (1 / 255,), torch.float64)
 """Pixels as they are, 0 to 255."""
 
 
-def local(labeled: list[int], unlabeled: list[int]) -> Local:
+def local(labeled: list[int], unlabeled: list[int]) -> ClientData:
     """Return a client whose images are these pixels."""
     x, u = (torch.tensor(each, dtype=torch.uint8).reshape(-1, 1, 1, 1) for each in (labeled, unlabeled))
-    return Local(x, torch.zeros(len(x), dtype=torch.int64), u, torch.tensor(len(x)), torch.tensor(len(u)))
+    return ClientData(x, torch.zeros(len(x), dtype=torch.int64), u, torch.tensor(len(x)), torch.tensor(len(u)))
 
 
 def counted(model: tree.Tree, holders: list[torch.Tensor], parts: int = 1) -> tree.Tree:
@@ -59,10 +59,10 @@ def test_the_mean_of_two_clients_by_hand():
     shared = task(Pixel(), normalize=AS_IS)
     held = {0: local([0, 2], []), 1: local([], [10, 10, 10]), 2: local([], []), SERVER: local([4, 6, 8], [])}
 
-    def bn_statistics(down, who):
-        assert value(down["params"]) == 3
+    def bn_statistics(broadcast, who):
+        assert value(broadcast["params"]) == 3
         client_update = BatchNormStatistics(shared)
-        return [client_update.finish(down, client_update.begin(down, {}, held[k]), held[k])[0] for k in who]
+        return [client_update.finish(broadcast, client_update.begin(broadcast, {}, held[k]), held[k])[0] for k in who]
 
     server = {"params": weight(3.0), "stats": {"pixel": {"mean": torch.zeros(1), "var": torch.ones(1)}}}
     told = Told({"census": bn_statistics}, clients=3, cohort=torch.tensor([1]))

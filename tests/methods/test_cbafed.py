@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from method_scenes import assert_same, begun, images, rounds_of, small
 from scenes import begin, dataset, furthest, same, task
 
-from halfmoon.api.types import Batch, Local
+from halfmoon.api.types import Batch, ClientData
 from halfmoon.core import tree
 from halfmoon.core.optim import SGD
 from halfmoon.engine.budget import ClientSize, natural
@@ -49,17 +49,17 @@ def test_first_and_second_classes():
 def test_a_visit_with_labels_goes_back():
     """Four labeled images in batches of two, back by 0.8 after every second epoch: after steps 4 and 8 of 9."""
     options, shared = CBAFed(local_residual_every=2), task(optimizer=SGD(0.5))
-    client_update, down = options.client_updates(shared)["train"], begin(options, shared)
+    client_update, broadcast = options.client_updates(shared)["train"], begin(options, shared)
     x = torch.zeros(4, 1, 8, 8, dtype=torch.uint8)
-    nobody = Local(x, torch.zeros(4).long(), x[:0], torch.tensor(4), torch.tensor(0), {"weak": images(0, 0)})
-    carry = begun(client_update, down, nobody)
-    model = small(down)
+    nobody = ClientData(x, torch.zeros(4).long(), x[:0], torch.tensor(4), torch.tensor(0), {"weak": images(0, 0)})
+    carry = begun(client_update, broadcast, nobody)
+    model = small(broadcast)
     optimizer = torch.optim.SGD(model.parameters(), 0.5)
     saved = {name: leaf.clone() for name, leaf in model.state_dict().items() if leaf.is_floating_point()}
     for number in range(9):
         y, none = torch.tensor([number % 4, 1]), torch.zeros(0, dtype=torch.int64)
         batch = Batch(images(2, number), y, torch.arange(2), {"weak": images(0, 0)}, none)
-        carry, _ = client_update.step(down, carry, batch)
+        carry, _ = client_update.step(broadcast, carry, batch)
         optimizer.zero_grad()
         F.cross_entropy(model(batch.x), batch.y).backward()
         optimizer.step()
@@ -87,19 +87,29 @@ def test_a_client_with_labels_trains_eleven_epochs_in_the_authors_code():
 def test_shares_are_those_of_all_labels_together():
     """Two clients of 3 labels + 1 pseudo-label and of 0 + 2: the mean by weight of their shares is counts / 6."""
     client_update = Balanced(task(), CBAFed())
-    down = {"share": torch.full((4,), 0.25).double()}
+    broadcast = {"share": torch.full((4,), 0.25).double()}
     x = torch.zeros(5, 1, 1, 1, dtype=torch.uint8)
     given = [
-        (Local(x[:3], torch.tensor([0, 0, 1]), x, torch.tensor(3), torch.tensor(5)), [0, 3, 0, 0, 0], [0, 1, 0, 0, 0]),
-        (Local(x[:0], torch.zeros(0).long(), x, torch.tensor(0), torch.tensor(5)), [2, 2, 1, 1, 1], [1, 1, 0, 0, 0]),
+        (
+            ClientData(x[:3], torch.tensor([0, 0, 1]), x, torch.tensor(3), torch.tensor(5)),
+            [0, 3, 0, 0, 0],
+            [0, 1, 0, 0, 0],
+        ),
+        (
+            ClientData(x[:0], torch.zeros(0).long(), x, torch.tensor(0), torch.tensor(5)),
+            [2, 2, 1, 1, 1],
+            [1, 1, 0, 0, 0],
+        ),
     ]
     ups = []
     for data, label, weight in given:
         carry = {"params": {}, "stats": {}, "optimizer": {}, "label": torch.tensor(label)}
         carry["weight"] = torch.tensor(weight).double()
-        ups.append(client_update.finish(down, carry, data)[0])
-    assert [float(up.weight) for up in ups] == [4, 2]
-    mean = tree.weighted_mean(tree.stack([{"share": up.update["share"]} for up in ups]), torch.tensor([4.0, 2.0]))
+        ups.append(client_update.finish(broadcast, carry, data)[0])
+    assert [float(upload.weight) for upload in ups] == [4, 2]
+    mean = tree.weighted_mean(
+        tree.stack([{"share": upload.update["share"]} for upload in ups]), torch.tensor([4.0, 2.0])
+    )
     assert mean["share"].tolist() == pytest.approx([2 / 6, 1 / 6, 2 / 6, 1 / 6])
 
 

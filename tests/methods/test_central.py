@@ -137,7 +137,7 @@ def test_where_the_labels_lie_does_not_matter_to_who_has_them_all(name):
     """One client, with all labeled rows of the split, be they at clients or at the server."""
     entry = registry.entry(name)
     rows = sum(labeled for labeled, _ in SIZES)
-    for place in entry.places:
+    for place in entry.label_locations:
         held = dataset(all_labels=entry.all_labels, pooled=True, place=place)
         own = held.own(0)
         there = ALL if place != "some" else ALL - SIZES[1][0] - SIZES[3][0]
@@ -145,7 +145,7 @@ def test_where_the_labels_lie_does_not_matter_to_who_has_them_all(name):
         assert own.labeled + own.unlabeled == there
         assert own.labeled == (there if entry.all_labels else rows - (ALL - there))
         assert entry.method.keep_optimizer
-    assert {"clients", "some", "server"} == set(entry.places)
+    assert {"clients", "some", "server"} == set(entry.label_locations)
 
 
 def test_the_rows_of_table_1():

@@ -102,8 +102,8 @@ def test_guesses_debiased_over_the_step():
     assert seen.pseudo[0].label.tolist() == [0, 1]
     sure = [0.99 / 0.87 / (0.99 / 0.87 + 0.01 / 0.13), 0.25 / 0.13 / (0.25 / 0.13 + 0.75 / 0.87)]
     assert seen.pseudo[0].confidence.tolist() == pytest.approx(sure, rel=1e-12)
-    assert FixMatch(debias=True, debias_over="step").needs.sweep == ()
-    assert FixMatch(debias=True).needs.sweep == ("weak",)
+    assert FixMatch(debias=True, debias_over="step").requirements.precomputed_views == ()
+    assert FixMatch(debias=True).requirements.precomputed_views == ("weak",)
 
 
 def learned(
@@ -218,11 +218,11 @@ def test_a_federated_teacher_runs_in_both_executors():
     first = lifted(method, shared, rounds=3)[0]
     simulation = simulate(method, shared)
     simulation.open(0)
-    up = simulation.ask("train", begin(method, shared))
-    share = up.weight / up.weight.sum()
-    bias = (share[:, None] * up.update["teacher"]["head"]["bias"]).sum(0)
+    upload = simulation.query("train", begin(method, shared))
+    share = upload.weight / upload.weight.sum()
+    bias = (share[:, None] * upload.update["teacher"]["head"]["bias"]).sum(0)
     torch.testing.assert_close(first.server["teacher"]["head"]["bias"], bias, rtol=1e-12, atol=1e-14)
-    assert float(first.server["teacher_steps"]) == pytest.approx(float((share * up.update["teacher_steps"]).sum()))
+    assert float(first.server["teacher_steps"]) == pytest.approx(float((share * upload.update["teacher_steps"]).sum()))
 
 
 def test_a_client_without_unlabeled_rows_has_a_uniform_prior():

@@ -82,7 +82,7 @@ def test_loop_equals_vmap(name, rule):
     checks.executors_agree(straight(name, rule), straight(name, rule, "vmap"))
 
 
-PLACES = {name: registry.entry(name).places for name in DISTINCT}
+PLACES = {name: registry.entry(name).label_locations for name in DISTINCT}
 
 
 @pytest.mark.parametrize(
@@ -148,7 +148,9 @@ def test_training_changes_the_model_and_uses_pseudo_labels(name):
     before, after = method.solution(shared, server), method.solution(shared, last.server)
     assert furthest(after["params"], before["params"]) > 1e-3
     assert furthest(after["stats"], before["stats"]) > 1e-3
-    if name != "fedcon" and any(client_update.needs.views for client_update in method.client_updates(shared).values()):
+    if name != "fedcon" and any(
+        client_update.requirements.views for client_update in method.client_updates(shared).values()
+    ):
         assert last.report.pseudo is not None
         assert last.report.pseudo["share_used"] > 0
         used = min(one.report.pseudo["share_used"] for one in straight(name, "both") if one.report.pseudo)

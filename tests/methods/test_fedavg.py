@@ -33,11 +33,13 @@ def test_the_average_by_hand():
     client_update = FedAvg().client_updates(shared)["train"]
     ups = []
     for p, s, counts in ((1.0, 10.0, (2, 2)), (5.0, 2.0, (3, 9))):
-        down = {"params": {"w": torch.tensor([p])}, "stats": {"n": {"mean": torch.tensor([s])}}}
-        up, memory = client_update.finish(down, client_update.begin(down, {}, local(*counts)), local(*counts))
+        broadcast = {"params": {"w": torch.tensor([p])}, "stats": {"n": {"mean": torch.tensor([s])}}}
+        upload, memory = client_update.finish(
+            broadcast, client_update.begin(broadcast, {}, local(*counts)), local(*counts)
+        )
         assert memory == {}
-        assert float(up.weight) == sum(counts)
-        ups.append(up)
+        assert float(upload.weight) == sum(counts)
+        ups.append(upload)
     mean = average(stack(ups))
     assert mean["params"]["w"].tolist() == [4.0]
     assert mean["stats"]["n"]["mean"].tolist() == [4.0]
@@ -50,11 +52,11 @@ def test_the_server_averages_its_cohort_by_all_rows():
     simulation = simulate(method, shared, held)
     server = begin(method, shared)
     simulation.open(0)
-    up = simulation.ask("train", server)
+    upload = simulation.query("train", server)
     weights = [held.split_size(int(k)).labeled + held.split_size(int(k)).unlabeled for k in simulation.cohort]
-    assert up.weight.tolist() == weights
+    assert upload.weight.tolist() == weights
     (played,) = play(method, simulate(method, shared, held), server, range(1))
-    for path, leaf in tree.flatten({"params": up.update["params"], "stats": up.update["stats"]}).items():
+    for path, leaf in tree.flatten({"params": upload.update["params"], "stats": upload.update["stats"]}).items():
         expected = sum(w / sum(weights) * each for w, each in zip(weights, leaf, strict=True))
         torch.testing.assert_close(tree.flatten(played.server)[path], expected, rtol=1e-12, atol=1e-14)
 
@@ -78,15 +80,17 @@ def test_the_proximal_gradient_is_autograds(objective):
     method = FedAvg(prox=prox) if objective is None else FedAvg(objective, prox=prox)
     shared = task(optimizer=SGD(lr))
     client_update = method.client_updates(shared)["train"]
-    down = begin(method, shared)
-    carry = client_update.begin(down, {}, local())
-    params = tree.map(lambda leaf: leaf.clone().requires_grad_(), down["params"])
-    stats = down["stats"]
+    broadcast = begin(method, shared)
+    carry = client_update.begin(broadcast, {}, local())
+    params = tree.map(lambda leaf: leaf.clone().requires_grad_(), broadcast["params"])
+    stats = broadcast["stats"]
     for batch in batches(("weak", "strong")):
         before = stats
-        carry, notes = client_update.step(down, carry, batch)
+        carry, notes = client_update.step(broadcast, carry, batch)
         plain, seen = method.objective(shared, params, before, batch)
-        far = sum((p - q).square().sum() for p, q in zip(tree.leaves(params), tree.leaves(down["params"]), strict=True))
+        far = sum(
+            (p - q).square().sum() for p, q in zip(tree.leaves(params), tree.leaves(broadcast["params"]), strict=True)
+        )
         gradients = torch.autograd.grad(plain + prox / 2 * far, list(tree.leaves(params)))
         moved = [p.detach() - lr * g for p, g in zip(tree.leaves(params), gradients, strict=True)]
         names = tree.flatten(params)
@@ -95,19 +99,21 @@ def test_the_proximal_gradient_is_autograds(objective):
         assert float(notes.loss) == pytest.approx(float(plain.detach()), rel=1e-12)
         assert len(seen.moments) == 1
         assert furthest(carry["params"], tree.map(torch.detach, params)) < 1e-12
-    assert furthest(carry["params"], down["params"]) > 1e-2
+    assert furthest(carry["params"], broadcast["params"]) > 1e-2
 
 
 def test_every_visit_starts_with_a_fresh_optimizer_from_what_came_down():
     """Momentum is not carried from visit to visit, and nothing stays at the client."""
     method, shared = FedAvg(), task(optimizer=SGD(0.1, momentum=0.9))
     client_update = method.client_updates(shared)["train"]
-    down = begin(method, shared)
-    carry, _ = client_update.step(down, client_update.begin(down, {}, local()), batches(("weak", "strong"), 1)[0])
+    broadcast = begin(method, shared)
+    carry, _ = client_update.step(
+        broadcast, client_update.begin(broadcast, {}, local()), batches(("weak", "strong"), 1)[0]
+    )
     assert any(leaf.any() for leaf in tree.leaves(carry["optimizer"]))
-    again = client_update.begin(down, {}, local())
+    again = client_update.begin(broadcast, {}, local())
     assert not any(leaf.any() for leaf in tree.leaves(again["optimizer"]))
-    assert again["params"] is down["params"]
+    assert again["params"] is broadcast["params"]
 
 
 @pytest.mark.parametrize(
@@ -169,7 +175,7 @@ def test_the_average_of_the_servers_models_by_hand():
     """
     for keep, averages in ((0.9, (1.0, 0.7, 0.5)), (0.25, (1.0, 0.55, 0.2125))):
         trained = iter((1.0, 0.4, 0.1))
-        train = lambda down, who: [Upload({"params": weight(w)}, torch.ones(())) for w in (next(trained),)]  # noqa: B023, E731
+        train = lambda broadcast, who: [Upload({"params": weight(w)}, torch.ones(())) for w in (next(trained),)]  # noqa: B023, E731
         fed, shared = Told({"train": train}), task(Pixel())
         method = FedAvg(FixMatch(teacher="average", teacher_decay=keep))
         server = method.start(shared, {"params": weight(9.0), "stats": {}})

@@ -26,17 +26,17 @@ def test_two_steps_of_the_server():
     """Round 1 of 8, a ramp over 4: w = 2 exp(-5 (3 / 4)^2). The target is the mean of the models after one step."""
     options, shared = FedCon(consistency_weight=2.0, ramp=0.5, server_decay=0.3), task(optimizer=SGD(0.3), rounds=8)
     shared = shared.at(1)
-    update, down = options.client_updates(shared)["fine-tune"], begin(options, shared)
-    carry = begun(update, down, local(6, 0))
-    other = tree.map(lambda leaf: leaf + 0.1 * torch.randn(leaf.shape, dtype=leaf.dtype), down["params"])
+    update, broadcast = options.client_updates(shared)["fine-tune"], begin(options, shared)
+    carry = begun(update, broadcast, local(6, 0))
+    other = tree.map(lambda leaf: leaf + 0.1 * torch.randn(leaf.shape, dtype=leaf.dtype), broadcast["params"])
     carry["teacher"] = other
-    model, target = small(down), small({**down, "params": other})
+    model, target = small(broadcast), small({**broadcast, "params": other})
     optimizer = torch.optim.SGD(model.parameters(), 0.3)
     for number in range(2):
         x, weak, y = images(6, number), images(6, number + 10), torch.arange(6) % CLASSES
         nothing = {"weak": images(0, 0)}
         batch = Batch(x, y, torch.arange(6), nothing, torch.arange(0), x_views={"weak": weak})
-        carry, notes = update.step(down, carry, batch)
+        carry, notes = update.step(broadcast, carry, batch)
         one, two = model(torch.cat([x, weak])).split(6)
         with torch.no_grad():
             slow = target(torch.cat([x, weak])).softmax(-1).split(6)
@@ -72,18 +72,18 @@ def predictor_of(part: dict[str, Any]) -> nn.Module:
 def test_two_steps_of_a_client(labeled: int):
     """Features predict those of the target, which keeps 0.8 of itself; labels, where there are some, teach alone."""
     options, shared = FedCon(target_decay=0.8), task(optimizer=SGD(0.3, weight_decay=0.1), statistics="separate")
-    update, down = options.client_updates(shared)["train"], begin(options, shared)
-    memory = update.remember(down, torch.Generator().manual_seed(1))
-    features = down["params"]["head"]["weight"].shape[1]
+    update, broadcast = options.client_updates(shared)["train"], begin(options, shared)
+    memory = update.initial_memory(broadcast, torch.Generator().manual_seed(1))
+    features = broadcast["params"]["head"]["weight"].shape[1]
     assert memory["predictor"]["first"]["weight"].shape == (3 * features, features)
-    model, target, head = small(down), copy.deepcopy(small(down)), predictor_of(memory["predictor"])
+    model, target, head = small(broadcast), copy.deepcopy(small(broadcast)), predictor_of(memory["predictor"])
     optimizer = torch.optim.SGD([*model.parameters(), *head.parameters()], 0.3, weight_decay=0.1)
     data = local(labeled, 5)
-    carry = update.begin(down, memory, data)
+    carry = update.begin(broadcast, memory, data)
     for number in range(2):
         x, y = images(labeled, number + 20), torch.arange(labeled)
         u = {"weak": images(5, number), "weak2": images(5, number + 10)}
-        carry, notes = update.step(down, carry, Batch(x, y, torch.arange(labeled), u, torch.arange(5)))
+        carry, notes = update.step(broadcast, carry, Batch(x, y, torch.arange(labeled), u, torch.arange(5)))
         loss = F.cross_entropy(model(x), y) if labeled else 0.0
         guess = head(torch.cat([model.features(u["weak"]), model.features(u["weak2"])]))
         with torch.no_grad():
@@ -99,16 +99,16 @@ def test_two_steps_of_a_client(labeled: int):
         with torch.no_grad():
             for old, new in zip(target.parameters(), model.parameters(), strict=True):
                 old.mul_(0.8).add_(0.2 * new)
-    up, memory = update.finish(down, carry, data)
+    upload, memory = update.finish(broadcast, carry, data)
     assert_same(memory["target"], target)
     for own, p in zip(tree.leaves(memory["predictor"]["last"]), head[3].parameters(), strict=True):
         torch.testing.assert_close(own, p.detach(), rtol=1e-8, atol=1e-10)
-    assert same(up.update["params"]["head"], down["params"]["head"]) == (not labeled)
-    own = {name: part for name, part in up.update["params"].items() if name != "head"}
+    assert same(upload.update["params"]["head"], broadcast["params"]["head"]) == (not labeled)
+    own = {name: part for name, part in upload.update["params"].items() if name != "head"}
     theirs = {name: p.detach() for name, p in model.named_parameters() if not name.startswith("head")}
     for (name, p), leaf in zip(theirs.items(), tree.leaves(own), strict=True):
         torch.testing.assert_close(leaf, p, rtol=1e-8, atol=1e-10, msg=name)
-    assert float(up.weight) == 1
+    assert float(upload.weight) == 1
 
 
 def test_the_server_trains_before_the_first_round_and_last_in_each():
@@ -149,4 +149,4 @@ def test_a_network_without_a_head_is_refused_in_a_sentence():
 
     shared = replace(task(), network=Headless())
     with pytest.raises(UserError, match="ends in a linear layer"):
-        FedCon().client_updates(shared)["train"].remember({"params": {}}, torch.Generator())
+        FedCon().client_updates(shared)["train"].initial_memory({"params": {}}, torch.Generator())

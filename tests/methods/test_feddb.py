@@ -12,7 +12,7 @@ from test_objectives import Line, W
 from torch import Tensor
 from torch.func import grad
 
-from halfmoon.api.types import Batch, Local, Task
+from halfmoon.api.types import Batch, ClientData, Task
 from halfmoon.api.uploads import Upload
 from halfmoon.core import tree
 from halfmoon.core.optim import SGD
@@ -38,11 +38,11 @@ def line(method: FedDB, lr: float = 0.5) -> tuple[Any, dict]:
     return method.client_updates(shared)["train"], shared.network.init(torch.Generator())
 
 
-def client(*weak: float, labeled: int = 1) -> Local:
+def client(*weak: float, labeled: int = 1) -> ClientData:
     """Return a client whose unlabeled rows have these weak views."""
     nothing = torch.zeros(len(weak), 1, 1, 1, dtype=torch.uint8)
     counts = torch.tensor(labeled), torch.tensor(len(weak))
-    return Local(nothing[:labeled], torch.zeros(labeled), nothing, *counts, {"weak": pixels(*weak)})
+    return ClientData(nothing[:labeled], torch.zeros(labeled), nothing, *counts, {"weak": pixels(*weak)})
 
 
 def given(strong: list[float], weak: list[float], rows: list[int]) -> Batch:
@@ -107,9 +107,9 @@ def test_accumulation_by_hand():
     assert float(second["appu"][0]) == pytest.approx(moved, rel=1e-12)
     half, _ = client_update.step(model, carry, given([1], [2], [1]))
     assert float(half["appu"][0]) == pytest.approx(0.5 * 0.825 + 0.5 * s(2 * w), rel=1e-12)
-    up, _ = client_update.finish(model, half, data)
-    assert float(up.aux["appu"][0]) == float(half["appu"][0])
-    assert up.aux["appu"].shape == (2,)
+    upload, _ = client_update.finish(model, half, data)
+    assert float(upload.aux["appu"][0]) == float(half["appu"][0])
+    assert upload.aux["appu"].shape == (2,)
 
 
 def test_other_accumulations_by_hand():
@@ -122,15 +122,17 @@ def test_other_accumulations_by_hand():
     data = client(1, 2)
     for how, epochs in (("finish", 1), ("finish", 1.5), ("none", 1)):
         client_update, model = line(FedDB(threshold=0.7, gamma=0.25, accumulate=how))
-        assert client_update.needs.views == ("strong",)
+        assert client_update.requirements.views == ("strong",)
         carry = begun(client_update, model, data)
         carry, _ = client_update.step(model, carry, given([1, 1], [], [0, 1]))
         if epochs > 1:
             carry, _ = client_update.step(model, carry, given([1], [], [0]))
         assert carry["appu"].tolist() == pytest.approx([0.825, 0.175], rel=1e-12)
-        up, _ = client_update.finish(model, carry, data)
+        upload, _ = client_update.finish(model, carry, data)
         w, keep = float(carry["params"]["w"]), 0.25**epochs if how == "finish" else 1.0
-        assert float(up.aux["appu"][0]) == pytest.approx(keep * 0.825 + (1 - keep) * (s(w) + s(2 * w)) / 2, rel=1e-12)
+        assert float(upload.aux["appu"][0]) == pytest.approx(
+            keep * 0.825 + (1 - keep) * (s(w) + s(2 * w)) / 2, rel=1e-12
+        )
     client_update, model = line(FedDB(threshold=0.7, gamma=0.25, accumulate_over="used"))
     carry = begun(client_update, model, client(1, 1, -1, 2))
     before = float(carry["appu"][0])
@@ -159,8 +161,8 @@ def test_a_uniform_app_u_changes_no_label():
     client_update, model = line(FedDB(accumulate="finish"))
     data = client()
     carry = begun(client_update, model, data)
-    up, _ = client_update.finish(model, carry, data)
-    assert up.aux["appu"].tolist() == [0.5, 0.5]
+    upload, _ = client_update.finish(model, carry, data)
+    assert upload.aux["appu"].tolist() == [0.5, 0.5]
 
 
 def average_by_rows(*, keep: bool, **options: Any) -> tuple[Any, Any]:
@@ -284,9 +286,9 @@ def test_the_server_by_hand(dma, momentum):
     twin, simulation = simulate(method, shared), simulate(method, shared)
     for number in range(2):
         twin.open(number)
-        up = twin.ask("train", {"params": server["params"], "stats": server["stats"]})
-        weights = up.weight if dma == "size" else mixture(up.aux["appu"], dma)
-        mean = average(up._replace(weight=weights))
+        upload = twin.query("train", {"params": server["params"], "stats": server["stats"]})
+        weights = upload.weight if dma == "size" else mixture(upload.aux["appu"], dma)
+        mean = average(upload._replace(weight=weights))
         v = tree.map(lambda v, p, m: momentum * v + p - m, v, params, mean["params"])
         params = tree.map(torch.sub, params, v)
         (played,) = play(method, simulation, server, range(number, number + 1))
@@ -299,9 +301,9 @@ def test_the_server_by_hand(dma, momentum):
 class Answers:
     """A federation whose clients have answered already."""
 
-    up: Upload
+    upload: Upload
 
-    def ask(self, client_update: str, down: tree.Tree) -> Upload:
+    def query(self, client_update: str, broadcast: tree.Tree) -> Upload:
         return self.up
 
 
@@ -310,10 +312,10 @@ def test_a_client_without_rows_weighs_nothing(dma):
     """Its model is the one it was sent; where nobody has rows, the server's stays."""
     server = {"params": {"w": torch.tensor([7.0])}, "stats": {}}
     appu = torch.tensor([[0.9, 0.1], [0.2, 0.8], [0.5, 0.5]])
-    up = {"params": {"w": torch.tensor([[1.0], [1.0], [7.0]])}, "stats": {}}
-    federation: Any = Answers(Upload(up, torch.tensor([3.0, 2.0, 0.0]), {"appu": appu}))
+    upload = {"params": {"w": torch.tensor([[1.0], [1.0], [7.0]])}, "stats": {}}
+    federation: Any = Answers(Upload(upload, torch.tensor([3.0, 2.0, 0.0]), {"appu": appu}))
     assert FedDB(dma=dma).round(task(), server, federation)["params"]["w"].tolist() == pytest.approx([1.0])
-    federation = Answers(Upload(up, torch.zeros(3), {"appu": appu}))
+    federation = Answers(Upload(upload, torch.zeros(3), {"appu": appu}))
     assert FedDB(dma=dma).round(task(), server, federation)["params"]["w"].tolist() == [7.0]
 
 

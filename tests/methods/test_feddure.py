@@ -42,14 +42,14 @@ def scene(
         lambda leaf: leaf + 0.3 * torch.rand(leaf.shape, generator=g, dtype=dtype), model["stats"]
     )
     client_update = options.client_updates(task)["train"]
-    down = {**model, "gate": torch.ones(())}
-    memory = client_update.remember(down, torch.Generator().manual_seed(7))
+    broadcast = {**model, "gate": torch.ones(())}
+    memory = client_update.initial_memory(broadcast, torch.Generator().manual_seed(7))
     draw = lambda n: torch.randn(n, network.channels, size, size, generator=g, dtype=dtype)  # noqa: E731
     batches = []
     for _ in range(3):
         x, y = draw(b), torch.randint(0, network.classes, (b,), generator=g)
         batches.append(Batch(x, y, torch.arange(b), {"weak": draw(u), "strong": draw(u)}, torch.arange(u)))
-    return client_update, client_update.begin(down, memory, local(5, u, LABELS)), down, batches, model
+    return client_update, client_update.begin(broadcast, memory, local(5, u, LABELS)), broadcast, batches, model
 
 
 def textbook(network, model, carry, options: FedDure, optimizer, lr, statistics="joint", labeling="batch") -> Textbook:
@@ -100,12 +100,12 @@ def parameters(params) -> list[torch.Tensor]:
 def compare(network, options, dtype, optimizer, torch_optimizer, lr, bound, steps=3, **rules) -> None:
     """Assert that `steps` iterations agree with the oracle in everything that is trained or reported."""
     options = replace(options, regulator_lr=None)  # the textbook has one rate for all
-    client_update, carry, down, batches, model = scene(
+    client_update, carry, broadcast, batches, model = scene(
         options, network=network, optimizer=optimizer, dtype=dtype, **rules
     )
     oracle = textbook(network, model, carry, options, torch_optimizer, lr, **rules)
     for batch in batches[:steps]:
-        carry, notes = client_update.step(down, carry, batch)
+        carry, notes = client_update.step(broadcast, carry, batch)
         said = oracle.step(batch.x, batch.y, batch.u["weak"], batch.u["strong"])
         # d is a difference of two losses: rounding is relative to them
         assert abs(float(notes.samples["d"].total - said["d"])) < bound * float(said["loss"])
@@ -161,9 +161,9 @@ def test_hypergradient_equals_double_backpropagation(dtype, bound, through):
     """
     options = FedDure(through_weights=through, regulator_lr=1e6, virtual_lr=0.05)
     network = ResNet9(3, 10, 8)
-    client_update, carry, down, batches, model = scene(options, network=network, optimizer=SGD(0.05), dtype=dtype)
+    client_update, carry, broadcast, batches, model = scene(options, network=network, optimizer=SGD(0.05), dtype=dtype)
     oracle = textbook(network, model, carry, options, torch.optim.SGD, 0.05)
-    new, _ = client_update.step(down, carry, batches[0])
+    new, _ = client_update.step(broadcast, carry, batches[0])
     oracle.step(batches[0].x, batches[0].y, batches[0].u["weak"], batches[0].u["strong"])
     old, now = (parameters(each["regulator"]["params"]) for each in (carry, new))
     assert distance([(a - b) / 1e6 for a, b in zip(old, now, strict=True)], oracle.hypergradient) < bound
@@ -199,8 +199,8 @@ def nets(book: Textbook) -> list[nn.Module]:
 
 def test_no_second_order_graph_is_built():
     """The step runs without autograd's help from outside: nothing it returns carries a graph."""
-    client_update, carry, down, batches, _ = scene(optimizer=Adam(1e-2), dtype=torch.float32)
-    new, notes = client_update.step(down, carry, batches[0])
+    client_update, carry, broadcast, batches, _ = scene(optimizer=Adam(1e-2), dtype=torch.float32)
+    new, notes = client_update.step(broadcast, carry, batches[0])
     assert not any(leaf.requires_grad for leaf in tree.leaves(new))
     assert not notes.loss.requires_grad
 
@@ -208,8 +208,8 @@ def test_no_second_order_graph_is_built():
 def test_d_is_the_fall_of_the_labeled_loss():
     """Eq. 3 with its sign: old minus new loss of C-reg on the labeled minibatch; the code's sign is the opposite."""
     for sign, factor in (("old-new", 1), ("new-old", -1)):
-        client_update, carry, down, batches, _ = scene(FedDure(sign=sign), optimizer=Adam(1e-2))
-        new, notes = client_update.step(down, carry, batches[0])
+        client_update, carry, broadcast, batches, _ = scene(FedDure(sign=sign), optimizer=Adam(1e-2))
+        new, notes = client_update.step(broadcast, carry, batches[0])
         loss = [
             F.cross_entropy(client_update.task.network.train(c["coarse"]["params"], batches[0].x)[0], batches[0].y)
             for c in (carry, new)
@@ -219,11 +219,11 @@ def test_d_is_the_fall_of_the_labeled_loss():
 
 def test_warmup_trains_on_labels_alone():
     """With the gate shut, the local model's step is that of the labeled loss (the joint pass still sees all images)."""
-    client_update, carry, down, batches, _ = scene(statistics="separate")
-    new, _ = client_update.step({**down, "gate": torch.zeros(())}, carry, batches[0])
+    client_update, carry, broadcast, batches, _ = scene(statistics="separate")
+    new, _ = client_update.step({**broadcast, "gate": torch.zeros(())}, carry, batches[0])
     labels = registry.make("fedavg").client_updates(client_update.task)["train"]
     alone, _ = labels.step(
-        down, {**{k: carry[k] for k in ("params", "stats")}, "optimizer": {}, "cached": {}}, batches[0]
+        broadcast, {**{k: carry[k] for k in ("params", "stats")}, "optimizer": {}, "cached": {}}, batches[0]
     )
     assert apart(new["params"], alone["params"]) < 1e-12
 
@@ -288,8 +288,8 @@ def test_baseline_and_bound_change_the_reward_alone():
     """d is reported as Eq. 3 has it; the loss takes the reward: its difference is that of the weights times mean CE."""
     found = {}
     for name, options in {"plain": FedDure(), "bound": FedDure(reward_bound=1e-9)}.items():
-        client_update, carry, down, batches, _ = scene(options)
-        found[name] = (client_update.step(down, carry, batches[0])[1], carry)
+        client_update, carry, broadcast, batches, _ = scene(options)
+        found[name] = (client_update.step(broadcast, carry, batches[0])[1], carry)
     (plain, _), (bound, _) = found["plain"], found["bound"]
     d = float(plain.samples["d"].total)
     assert float(bound.samples["d"].total) == d
@@ -301,16 +301,16 @@ def test_baseline_and_bound_change_the_reward_alone():
 def test_the_mean_of_rewards_stays_at_the_client():
     """Two steps of one visit, then a second visit: it counts three rewards, and begins at the mean of two."""
     options = FedDure(reward_baseline=0.9)
-    client_update, carry, down, batches, _ = scene(options)
+    client_update, carry, broadcast, batches, _ = scene(options)
     ds = []
     for batch in batches[:2]:
-        carry, notes = client_update.step(down, carry, batch)
+        carry, notes = client_update.step(broadcast, carry, batch)
         ds.append(float(notes.samples["d"].total))
     data = local(1, 4, torch.tensor([0]))
-    _, memory = client_update.finish(down, carry, data)
+    _, memory = client_update.finish(broadcast, carry, data)
     assert float(memory["baseline"]["mean"]) == pytest.approx(sum(ds) / 2, rel=1e-12)
-    again = client_update.begin(down, memory, data)
-    carry, notes = client_update.step(down, again, batches[2])
+    again = client_update.begin(broadcast, memory, data)
+    carry, notes = client_update.step(broadcast, again, batches[2])
     weight = notes.pseudo[0].weight.mean() - notes.samples["m"].total / len(batches[2].u_rows)
     assert float(weight) == pytest.approx(float(notes.samples["d"].total) - sum(ds) / 2, rel=1e-9)
     assert float(carry["baseline"]["count"]) == 3
@@ -319,37 +319,39 @@ def test_the_mean_of_rewards_stays_at_the_client():
 def test_labeled_first_steps_learn_from_labels_and_leave_the_regulators():
     """Of three steps with labeled_first=2 two equal labels-only steps; the third is FedDure's from there."""
     options = FedDure(labeled_first=2)
-    client_update, carry, down, batches, _ = scene(options, statistics="separate")
+    client_update, carry, broadcast, batches, _ = scene(options, statistics="separate")
     begun = carry
     labels = registry.make("fedavg").client_updates(client_update.task)["train"]
     alone = {**{k: carry[k] for k in ("params", "stats")}, "optimizer": {}, "cached": {}}
     for batch in batches[:2]:
-        carry, _ = client_update.step(down, carry, batch)
-        alone, _ = labels.step(down, alone, batch)
+        carry, _ = client_update.step(broadcast, carry, batch)
+        alone, _ = labels.step(broadcast, alone, batch)
     assert apart(carry["params"], alone["params"]) < 1e-12
     for name in ("regulator", "coarse"):
         assert all(torch.equal(a, b) for a, b in zip(*map(tree.leaves, (carry[name], begun[name])), strict=True))
     free = FedDure().client_updates(client_update.task)["train"]
-    after, _ = client_update.step(down, carry, batches[2])
-    joint, _ = free.step(down, {name: part for name, part in carry.items() if name != "steps"}, batches[2])
+    after, _ = client_update.step(broadcast, carry, batches[2])
+    joint, _ = free.step(broadcast, {name: part for name, part in carry.items() if name != "steps"}, batches[2])
     for name in ("params", "regulator", "coarse"):
         assert apart(after[name], joint[name]) == 0
 
 
 def test_each_client_draws_a_regulator_of_its_own_where_it_is_asked_for():
     """Algorithm 1, line 2: with regulator_start "client" clients differ, and one client always draws the same."""
-    down = {**SMALL.init(torch.Generator()), "gate": torch.ones(())}
+    broadcast = {**SMALL.init(torch.Generator()), "gate": torch.ones(())}
     for start, differ in (("clients", False), ("client", True)):
         client_update = FedDure(regulator_start=start).client_updates(Task(SMALL, SGD(0.1), NORMALIZE))["train"]
-        one, again, two = (first_memory(client_update, down, 0, client)["regulator"]["params"] for client in (1, 1, 2))
+        one, again, two = (
+            first_memory(client_update, broadcast, 0, client)["regulator"]["params"] for client in (1, 1, 2)
+        )
         assert distance(parameters(one), parameters(again)) == 0
         assert (distance(parameters(one), parameters(two)) > 0) == differ
 
 
 def test_the_mean_logit_is_reported():
     """The mean over images and classes of the strong views' logits of the local model."""
-    client_update, carry, down, batches, _ = scene(statistics="separate")
-    _, notes = client_update.step(down, carry, batches[0])
+    client_update, carry, broadcast, batches, _ = scene(statistics="separate")
+    _, notes = client_update.step(broadcast, carry, batches[0])
     strong = client_update.task.network.train(carry["params"], batches[0].u["strong"])[0]
     seen = notes.samples["mean_logit"]
     assert float(seen.total / seen.count) == pytest.approx(float(strong.mean()), rel=1e-12)
@@ -362,9 +364,9 @@ def test_server_opens_the_gate_after_the_warmup():
     class Port:
         cohort = torch.arange(1)
 
-        def average(self, client_update, down):
-            gates.append(float(down["gate"]))
-            return Upload({"params": down["params"], "stats": down["stats"]}, torch.ones(()))
+        def average(self, client_update, broadcast):
+            gates.append(float(broadcast["gate"]))
+            return Upload({"params": broadcast["params"], "stats": broadcast["stats"]}, torch.ones(()))
 
     method, task = FedDure(warmup=2), Task(SMALL, SGD(0.1), NORMALIZE)
     server = method.start(task, task.network.init(torch.Generator()))
@@ -375,36 +377,36 @@ def test_server_opens_the_gate_after_the_warmup():
 
 def test_regulator_persists_and_is_the_same_at_first_for_all():
     """F-reg and its optimizer stay at the client; with keep_regulator off nothing stays."""
-    client_update, carry, down, batches, _ = scene(optimizer=Adam(1e-2), dtype=torch.float32)
-    carry, _ = client_update.step(down, carry, batches[0])
-    up, memory = client_update.finish(down, carry, local(3, 4))
-    assert float(up.weight) == 7
-    again = client_update.begin(down, memory, local(3, 4))
+    client_update, carry, broadcast, batches, _ = scene(optimizer=Adam(1e-2), dtype=torch.float32)
+    carry, _ = client_update.step(broadcast, carry, batches[0])
+    upload, memory = client_update.finish(broadcast, carry, local(3, 4))
+    assert float(upload.weight) == 7
+    again = client_update.begin(broadcast, memory, local(3, 4))
     assert apart(again["regulator"], carry["regulator"]) == 0
     assert float(again["regulator"]["optimizer"]["steps"]) == 1
-    one = client_update.remember(down, torch.Generator().manual_seed(1))
-    two = client_update.remember(down, torch.Generator().manual_seed(1))
+    one = client_update.initial_memory(broadcast, torch.Generator().manual_seed(1))
+    two = client_update.initial_memory(broadcast, torch.Generator().manual_seed(1))
     assert apart(one["regulator"]["params"], two["regulator"]["params"]) == 0
     assert tree.size(one["regulator"]["params"]) == 5 * 128 + 128 + 128 + 1
     free = FedDure(keep_regulator=False).client_updates(client_update.task)["train"]
-    assert free.finish(down, carry, local(3, 4))[1] == {}
+    assert free.finish(broadcast, carry, local(3, 4))[1] == {}
     fresh = FedDure(keep_regulator_optimizer=False).client_updates(client_update.task)["train"]
-    assert float(fresh.begin(down, memory, local(3, 4))["regulator"]["optimizer"]["steps"]) == 0
+    assert float(fresh.begin(broadcast, memory, local(3, 4))["regulator"]["optimizer"]["steps"]) == 0
 
 
 def test_the_received_model_labels_the_images_where_it_is_asked_to():
     """In the first step it is the model of the moment, so the step is the same; the weak views are not passed again."""
     network, optimizer = SMALL, Adam(1e-2)
     rules = {"labeling": "running", "size": 8}
-    step, before, down, batches, _ = scene(network=network, optimizer=optimizer, **rules)
+    step, before, broadcast, batches, _ = scene(network=network, optimizer=optimizer, **rules)
     client_update = replace(step, options=FedDure(labels="round"))
-    assert (step.needs.sweep, client_update.needs.sweep) == ((), ("weak",))
-    assert FedDure(labels="round").client_updates(step.task)["train"].needs.views == ("strong",)
+    assert (step.requirements.precomputed_views, client_update.requirements.precomputed_views) == ((), ("weak",))
+    assert FedDure(labels="round").client_updates(step.task)["train"].requirements.views == ("strong",)
     seen = local(10, 12, weak=batches[0].u["weak"])
-    begun = client_update.begin(down, {"regulator": before["regulator"]}, seen)
-    wanted, metrics = step.step(down, before, batches[0])
+    begun = client_update.begin(broadcast, {"regulator": before["regulator"]}, seen)
+    wanted, metrics = step.step(broadcast, before, batches[0])
     strong = batches[0]._replace(u={"strong": batches[0].u["strong"]})
-    made, same = client_update.step(down, begun, strong)
+    made, same = client_update.step(broadcast, begun, strong)
     assert torch.equal(same.pseudo[0].label, metrics.pseudo[0].label)
     for name, leaf in tree.flatten(wanted["params"]).items():
         assert torch.allclose(tree.flatten(made["params"])[name], leaf, atol=1e-12)
@@ -418,28 +420,28 @@ def test_labels_are_divided_by_the_clients_mean_prediction_where_it_is_asked_for
     The rows of the client are those of the minibatch, so p is written down here, under tracked statistics.
     """
     network, rules = SMALL, {"labeling": "running", "size": 8}
-    plain, before, down, batches, _ = scene(network=network, **rules)
+    plain, before, broadcast, batches, _ = scene(network=network, **rules)
     weak = batches[0].u["weak"]
-    p = network.predict(down["params"], down["stats"], weak).softmax(-1)
+    p = network.predict(broadcast["params"], broadcast["stats"], weak).softmax(-1)
     divided = p / p.mean(0)
     divided = divided / divided.sum(-1, keepdim=True)
     assert (divided.argmax(-1) != p.argmax(-1)).any()
     data = local(10, 12, weak=weak)
     for options in (FedDure(debias=True), FedDure(debias=True, labels="round"), FedDure(debias=True, coarse=False)):
         client_update = replace(plain, options=options)
-        begun = client_update.begin(down, {"regulator": before["regulator"]}, data)
-        _, notes = client_update.step(down, begun, batches[0])
+        begun = client_update.begin(broadcast, {"regulator": before["regulator"]}, data)
+        _, notes = client_update.step(broadcast, begun, batches[0])
         assert torch.equal(notes.pseudo[0].label, divided.argmax(-1))
         assert torch.allclose(notes.pseudo[0].confidence, divided.amax(-1), atol=1e-12)
     for coarse in (True, False):  # a mean prediction that is uniform changes nothing, weak views pass with the others
-        step, carry, down, batches, _ = scene(FedDure(coarse=coarse), network=network)
+        step, carry, broadcast, batches, _ = scene(FedDure(coarse=coarse), network=network)
         client_update = replace(step, options=FedDure(coarse=coarse, debias=True))
         uniform = {**carry, "cached": {"prior": torch.full((5,), 0.2, dtype=torch.float64)}}
-        (one, _), (two, _) = step.step(down, carry, batches[0]), client_update.step(down, uniform, batches[0])
+        (one, _), (two, _) = step.step(broadcast, carry, batches[0]), client_update.step(broadcast, uniform, batches[0])
         for name in ("params", "regulator"):
             assert apart(one[name], two[name]) < 1e-12
-    assert FedDure(debias=True).client_updates(plain.task)["train"].needs.sweep == ("weak",)
-    assert FedDure(debias=True).client_updates(plain.task)["train"].needs.views == ("weak", "strong")
+    assert FedDure(debias=True).client_updates(plain.task)["train"].requirements.precomputed_views == ("weak",)
+    assert FedDure(debias=True).client_updates(plain.task)["train"].requirements.views == ("weak", "strong")
 
 
 def test_the_optimizer_is_kept_where_it_is_asked_for():
@@ -447,15 +449,15 @@ def test_the_optimizer_is_kept_where_it_is_asked_for():
     ends = {}
     for kept in (False, True):
         options = FedDure(keep_optimizer=kept)
-        client_update, carry, down, batches, _ = scene(options, optimizer=Adam(1e-2))
-        carry, _ = client_update.step(down, carry, batches[0])
-        _, memory = client_update.finish(down, carry, local(3, 4))
+        client_update, carry, broadcast, batches, _ = scene(options, optimizer=Adam(1e-2))
+        carry, _ = client_update.step(broadcast, carry, batches[0])
+        _, memory = client_update.finish(broadcast, carry, local(3, 4))
         assert ("optimizer" in memory) == kept
-        again = client_update.begin(down, memory, local(3, 4))
+        again = client_update.begin(broadcast, memory, local(3, 4))
         assert float(again["optimizer"]["steps"]) == (1 if kept else 0)
         if kept:
             assert apart(again["optimizer"], carry["optimizer"]) == 0
-        ends[kept] = client_update.step(down, again, batches[1])[0]["params"]
+        ends[kept] = client_update.step(broadcast, again, batches[1])[0]["params"]
     assert apart(ends[True], ends[False]) > 1e-3
 
 

@@ -22,18 +22,18 @@ def test_a_client_update_with_its_teacher_and_relations():
     """Two steps, both on batch statistics; images that are not sure have no part in the relations."""
     options = FedIRM(unlabeled_weight=3.0, confidence=0.31, entropy=1.35, decay=0.6, ramp=0.0, warmup=0.0)
     shared = task(optimizer=SGD(0.3))
-    client_update, down = options.client_updates(shared)["train"], begin(options, shared)
+    client_update, broadcast = options.client_updates(shared)["train"], begin(options, shared)
     wanted = matrix(
         3 * torch.randn(9, CLASSES, generator=torch.Generator().manual_seed(5)).double(), torch.arange(9) % 3
     )
-    down |= {"relation": wanted, "related": torch.ones(()).double()}
-    carry, model, teacher = begun(client_update, down, local(2, 12)), small(down), small(down)
+    broadcast |= {"relation": wanted, "related": torch.ones(()).double()}
+    carry, model, teacher = begun(client_update, broadcast, local(2, 12)), small(broadcast), small(broadcast)
     optimizer = torch.optim.SGD(model.parameters(), 0.3)
     seen, kept = [], []
     for number in range(2):
         u = {"weak": images(12, number), "weak2": 4 * images(12, number + 10)}
         batch = Batch(images(2, number + 20), torch.tensor([0, number]), torch.arange(2), u, torch.arange(12))
-        carry, notes = client_update.step(down, carry, batch)
+        carry, notes = client_update.step(broadcast, carry, batch)
         optimizer.zero_grad()
         z = model(torch.cat([batch.x, u["weak2"]]))
         x, z = z[:2], z[2:]
@@ -57,9 +57,9 @@ def test_a_client_update_with_its_teacher_and_relations():
     assert max(kept) < 12
     assert_same(carry["params"], model)
     assert_same(carry["teacher"], teacher)
-    up, _ = client_update.finish(down, carry, local(2, 12))
-    torch.testing.assert_close(up.update["relation"], (seen[0] + seen[1]) / 2)
-    assert (float(up.weight), float(up.update["related"])) == (14, 1)
+    upload, _ = client_update.finish(broadcast, carry, local(2, 12))
+    torch.testing.assert_close(upload.update["relation"], (seen[0] + seen[1]) / 2)
+    assert (float(upload.weight), float(upload.update["related"])) == (14, 1)
 
 
 def test_relations_are_those_of_clients_with_labels():

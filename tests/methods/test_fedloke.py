@@ -46,14 +46,16 @@ ROLES = {
 """Views of the guesses (and the local model's labels), and of everything else."""
 
 
-def visit(method: FedLoKe, shared: Task, down: dict, memory: dict, steps: list[Batch]) -> tuple[dict, list, dict, dict]:
+def visit(
+    method: FedLoKe, shared: Task, broadcast: dict, memory: dict, steps: list[Batch]
+) -> tuple[dict, list, dict, dict]:
     """Return the last carry, all notes, the upload and the memory of a client's visit."""
     client_update = method.client_updates(shared)["train"]
-    carry, notes = client_update.begin(down, memory, local()), []
+    carry, notes = client_update.begin(broadcast, memory, local()), []
     for batch in steps:
-        carry, note = client_update.step(down, carry, batch)
+        carry, note = client_update.step(broadcast, carry, batch)
         notes.append(note)
-    return carry, notes, *client_update.finish(down, carry, local())
+    return carry, notes, *client_update.finish(broadcast, carry, local())
 
 
 def test_one_step_by_hand():
@@ -77,8 +79,8 @@ def test_one_step_by_hand():
         torch.tensor([0, 1]),
         x_views={"weak": pixels(1), "strong": pixels(2)},
     )
-    _, (notes,), up, memory = visit(method, shared, model(0, 0), model(2 * log(3), 0), [batch])
-    assert up.update["params"]["head"]["weight"].flatten().tolist() == pytest.approx([31 / 32, -31 / 32], rel=1e-12)
+    _, (notes,), upload, memory = visit(method, shared, model(0, 0), model(2 * log(3), 0), [batch])
+    assert upload.update["params"]["head"]["weight"].flatten().tolist() == pytest.approx([31 / 32, -31 / 32], rel=1e-12)
     assert memory["params"]["head"]["weight"].flatten().tolist() == pytest.approx([log(3) + 1 / 4, -1 / 4], rel=1e-12)
     divergence = 3 / 4 * log(3 / 2) + 1 / 4 * log(1 / 2)
     assert float(notes.loss) == pytest.approx(log(2) + divergence / 8 - log(3 / 4), rel=1e-12)
@@ -86,7 +88,7 @@ def test_one_step_by_hand():
     assert {each.count.item() for each in notes.samples.values()} == {2}
     assert notes.pseudo[0].weight.tolist() == [0, 0]
     assert notes.pseudo[0].confidence.tolist() == [0.5, 0.5]
-    assert float(up.weight) == 11
+    assert float(upload.weight) == 11
 
 
 @dataclass(frozen=True)
@@ -157,25 +159,25 @@ def test_steps_are_autograds_on_the_formula(options: Mapping[str, Any], statisti
     """
     method = FedLoKe(**{"delta": 1.1, "ramp_rounds": 4, "ema": 1.0, **options})
     shared = task(optimizer=SGD(0.2), statistics=statistics, labeling=labeling, round=3)
-    down = begin(method, shared)
+    broadcast = begin(method, shared)
     memory = begin(method, shared, seed=5)
-    for one, shift in ((down, 0.05), (memory, 0.02)):  # surer than at their start, with statistics of something
+    for one, shift in ((broadcast, 0.05), (memory, 0.02)):  # surer than at their start, with statistics of something
         one["params"]["head"] = tree.map(lambda leaf: 3 * leaf, one["params"]["head"])
         one["stats"] = {k: {"mean": each["mean"] + shift, "var": 0.3 * each["var"]} for k, each in one["stats"].items()}
     oracle = Formula(method, shared)
-    models = {"global": down, "local": memory} if method.local else {"global": down}
+    models = {"global": broadcast, "local": memory} if method.local else {"global": broadcast}
     steps = batches(ROLES[method.views])
     client_update = method.client_updates(shared)["train"]
-    carry = client_update.begin(down, memory if method.local else {}, local())
+    carry = client_update.begin(broadcast, memory if method.local else {}, local())
     shares = []
     for batch in steps:
-        carry, notes = client_update.step(down, carry, batch)
+        carry, notes = client_update.step(broadcast, carry, batch)
         models, loss = oracle.step(models, batch)
         assert float(notes.loss) == pytest.approx(loss, rel=1e-11)
         for name, each in models.items():
             assert furthest({"params": carry[name]["params"], "stats": carry[name]["stats"]}, each) < 1e-11
         shares += [float(s.total / s.count) for s in notes.samples.values()]
-    assert furthest(carry["global"]["params"], down["params"]) > 1e-2
+    assert furthest(carry["global"]["params"], broadcast["params"]) > 1e-2
     if method.delta is not None:
         assert 0 < sum(shares) < len(shares)
 
@@ -184,14 +186,14 @@ def test_guesses_are_reported_of_who_teaches():
     """The global model's; the local one's where the global one teaches nobody. They weigh the ramp times the mask."""
     shared = task(round=1, statistics="separate")
     (batch,) = batches(ROLES["default"], 1)
-    down, memory = begin(FedLoKe(), shared), begin(FedLoKe(), shared, seed=5)
+    broadcast, memory = begin(FedLoKe(), shared), begin(FedLoKe(), shared, seed=5)
     whole = FedLoKe(ema=1.0, delta=1.34, ramp_rounds=4)
     for method, teacher in (
-        (whole, down),
+        (whole, broadcast),
         (replace(whole, global_labels=False), memory),
-        (replace(whole, local=False), down),
+        (replace(whole, local=False), broadcast),
     ):
-        _, (notes,), _, _ = visit(method, shared, down, memory if method.local else {}, [batch])
+        _, (notes,), _, _ = visit(method, shared, broadcast, memory if method.local else {}, [batch])
         guess = shared.network.train(teacher["params"], batch.u["weak"])[0].softmax(-1)
         confidence, label = guess.max(-1)
         (said,) = notes.pseudo
@@ -201,7 +203,7 @@ def test_guesses_are_reported_of_who_teaches():
         assert said.weight.tolist() == (used / 4).tolist()
         assert set(notes.models) == ({"global", "local"} if method.local else set())
         for name, each in notes.models.items():
-            own = shared.network.train((down if name == "global" else memory)["params"], batch.u["weak"])[0]
+            own = shared.network.train((broadcast if name == "global" else memory)["params"], batch.u["weak"])[0]
             assert each.label.tolist() == own.argmax(-1).tolist()
         if not method.global_labels:
             assert not notes.models["global"].weight.any()  # it teaches nobody
@@ -212,10 +214,10 @@ def test_the_fusion_by_hand():
 
     The global model is what came down.
     """
-    down = {"params": {"w": torch.tensor([8.0])}, "stats": {"n": {"mean": torch.tensor([80.0])}}}
+    broadcast = {"params": {"w": torch.tensor([8.0])}, "stats": {"n": {"mean": torch.tensor([80.0])}}}
     memory = {"params": {"w": torch.tensor([4.0])}, "stats": {"n": {"mean": torch.tensor([40.0])}}}
     for mu, expected in ((0.75, 5.0), (1.0, 4.0), (0.0, 8.0)):
-        carry = FedLoKe(ema=mu).client_updates(task())["train"].begin(down, memory, local())
+        carry = FedLoKe(ema=mu).client_updates(task())["train"].begin(broadcast, memory, local())
         assert carry["local"]["params"]["w"].tolist() == [expected]
         assert carry["local"]["stats"]["n"]["mean"].tolist() == [10 * expected]
         assert carry["global"]["params"]["w"].tolist() == [8.0]
@@ -225,9 +227,9 @@ def test_a_local_model_starts_as_the_first_received():
     """Two clients meet two different global models: each remembers its own."""
     client_update = FedLoKe().client_updates(task())["train"]
     for seed in (0, 1):
-        down = begin(FedLoKe(), task(), seed)
-        assert same(client_update.remember(down, torch.Generator()), down)
-    assert FedLoKe(local=False).client_updates(task())["train"].remember(down, torch.Generator()) == {}
+        broadcast = begin(FedLoKe(), task(), seed)
+        assert same(client_update.initial_memory(broadcast, torch.Generator()), broadcast)
+    assert FedLoKe(local=False).client_updates(task())["train"].initial_memory(broadcast, torch.Generator()) == {}
 
 
 STEPPED = {"batching": Batching(2, "rest"), "views": FIXED, "cohort": 4}

@@ -12,7 +12,7 @@ from scenes import CLASSES, begin, dataset, furthest, play, same, simulate, task
 from spies import Spy
 from torch import Tensor
 
-from halfmoon.api.types import Batch, Local
+from halfmoon.api.types import Batch, ClientData
 from halfmoon.core import tree
 from halfmoon.core.optim import SGD
 from halfmoon.core.tree import Tree
@@ -41,11 +41,11 @@ def images(*values: float) -> Tensor:
     return torch.tensor(values, dtype=torch.float64).reshape(-1, 1, 1, 1)
 
 
-def client(labeled: int = 1, unlabeled: int = 1, side: int = 1) -> Local:
+def client(labeled: int = 1, unlabeled: int = 1, side: int = 1) -> ClientData:
     """Return a client of so many rows."""
     x, u = (torch.zeros(n, 1, side, side, dtype=torch.uint8) for n in (labeled, unlabeled))
     counts = torch.tensor(labeled), torch.tensor(unlabeled)
-    return Local(x, torch.zeros(labeled, dtype=torch.int64), u, *counts)
+    return ClientData(x, torch.zeros(labeled, dtype=torch.int64), u, *counts)
 
 
 def batch_of(u: Tensor, strong: Tensor, x: Tensor | None = None, y: Tensor | None = None) -> Batch:
@@ -62,17 +62,17 @@ def work_of(method: FedMatch, network: Network = LINE, helpers: int = 0, **share
 
 def down_of(sigma: Tree, psi: Tree, helpers: list[Tree] | None = None, there: list[float] | None = None) -> Tree:
     """Return what comes down."""
-    down = {"sigma": sigma, "psi": psi, "stats": {}}
+    broadcast = {"sigma": sigma, "psi": psi, "stats": {}}
     if helpers:
-        down |= {"helpers": tree.stack(helpers), "there": torch.tensor(there or [1.0] * len(helpers))}
-    return down
+        broadcast |= {"helpers": tree.stack(helpers), "there": torch.tensor(there or [1.0] * len(helpers))}
+    return broadcast
 
 
-def visit(client_update: Disjoint, down: Tree, batch: Batch, memory: Tree | None = None) -> tuple[Tree, Any]:
+def visit(client_update: Disjoint, broadcast: Tree, batch: Batch, memory: Tree | None = None) -> tuple[Tree, Any]:
     """Return the carry and the notes after one step."""
     data = client(len(batch.x), batch.u_rows.numel(), batch.u["strong"].shape[-1])
-    memory = client_update.remember(down, torch.Generator()) if memory is None else memory
-    return client_update.step(down, client_update.begin(down, memory, data), batch)
+    memory = client_update.initial_memory(broadcast, torch.Generator()) if memory is None else memory
+    return client_update.step(broadcast, client_update.begin(broadcast, memory, data), batch)
 
 
 def test_the_penalties_by_hand():
@@ -185,8 +185,8 @@ def test_both_steps_are_autograds(helpers, statistics, labeling):
     near = lambda leaf: leaf + 0.2 * torch.randn(leaf.shape, generator=g, dtype=leaf.dtype)  # noqa: E731
     other = [tree.map(near, server["psi"]) for _ in "ab"]
     batch = batch_of(draw(7), draw(7), draw(5), torch.arange(5) % CLASSES)
-    down = down_of(server["sigma"], server["psi"], other[:helpers])
-    carry, notes = visit(client_update, down, batch)
+    broadcast = down_of(server["sigma"], server["psi"], other[:helpers])
+    carry, notes = visit(client_update, broadcast, batch)
 
     sigma = learnable(server["sigma"])
     logits = BARE.predict(composed(sigma, server["psi"]), {}, batch.x)
@@ -201,7 +201,7 @@ def test_both_steps_are_autograds(helpers, statistics, labeling):
     assert furthest(carry["psi"], descended(psi, loss)) < 1e-12
     assert float(notes.loss) == pytest.approx(float((labeled + loss).detach()), rel=1e-12)
     if helpers:  # the terms over images are what moves psi here, not the penalties alone
-        still = visit(work_of(replace(method, consistency_weight=0.0), BARE, helpers), down, batch)[0]
+        still = visit(work_of(replace(method, consistency_weight=0.0), BARE, helpers), broadcast, batch)[0]
         assert furthest(carry["psi"], still["psi"]) > 1e-3
 
 
@@ -212,12 +212,12 @@ def test_each_part_learns_from_its_own_images():
     g = torch.Generator().manual_seed(0)
     draw = lambda n: 2 * torch.randn(n, 1, 8, 8, generator=g, dtype=torch.float64)  # noqa: E731
     server, x, u, strong, y = begin(method, client_update.task), draw(4), draw(6), draw(6), torch.arange(4)
-    down = down_of(server["sigma"], server["psi"])
-    one, two = (visit(client_update, down, batch_of(u, seen, x, y))[0] for seen in (strong, draw(6)))
+    broadcast = down_of(server["sigma"], server["psi"])
+    one, two = (visit(client_update, broadcast, batch_of(u, seen, x, y))[0] for seen in (strong, draw(6)))
     assert same(one["sigma"], two["sigma"])
     assert not same(one["psi"], two["psi"])
     frozen = work_of(replace(method, labeled_weight=0.0), BARE)
-    one, two = (visit(frozen, down, batch_of(u, strong, seen, y))[0] for seen in (x, draw(4)))
+    one, two = (visit(frozen, broadcast, batch_of(u, strong, seen, y))[0] for seen in (x, draw(4)))
     assert same(one["psi"], two["psi"])
     assert same(one["sigma"], server["sigma"])
     assert not same(one["psi"], server["psi"])
@@ -248,10 +248,12 @@ def test_helpers_that_are_not_there_say_nothing():
 def test_who_is_sure_of_nothing_learns_from_labels_alone():
     """Nobody above threshold and no penalty: psi stays in every bit, sigma moves, and nothing is divided by zero."""
     client_update = work_of(FedMatch(threshold=1.01, l2_weight=0.0, l1_weight=0.0))
-    down = down_of(line(1, 2), line(0.2, 0.4))
-    carry, notes = visit(client_update, down, batch_of(images(1, 2), images(2, 1), images(1, 2), torch.tensor([0, 0])))
-    assert same(carry["psi"], down["psi"])
-    assert not same(carry["sigma"], down["sigma"])
+    broadcast = down_of(line(1, 2), line(0.2, 0.4))
+    carry, notes = visit(
+        client_update, broadcast, batch_of(images(1, 2), images(2, 1), images(1, 2), torch.tensor([0, 0]))
+    )
+    assert same(carry["psi"], broadcast["psi"])
+    assert not same(carry["sigma"], broadcast["sigma"])
     assert bool(notes.loss.isfinite())
 
 
@@ -274,24 +276,24 @@ def test_debiasing_turns_the_clients_own_vote():
     Divided by it, an image at x = 0.5, (0.622, 0.378), becomes (0.855, 1.390) / 2.245 = (0.381, 0.619): class 1.
     """
     plain, debiased = (work_of(FedMatch(debias=debias, threshold=0.6)) for debias in (False, True))
-    assert plain.needs.sweep == ()
-    assert debiased.needs.sweep == ("plain",)
-    down, data = down_of(line(1, 0), line(0, 0)), client(0, 4)._replace(views={"plain": images(2, 2, 2, -1)})
+    assert plain.requirements.precomputed_views == ()
+    assert debiased.requirements.precomputed_views == ("plain",)
+    broadcast, data = down_of(line(1, 0), line(0, 0)), client(0, 4)._replace(views={"plain": images(2, 2, 2, -1)})
     for client_update, label, sure in ((plain, 0, 0.622459), (debiased, 1, 0.6190)):
-        carry = begun(client_update, down, data)
-        _, notes = client_update.step(down, carry, batch_of(images(0.5), images(0.5)))
+        carry = begun(client_update, broadcast, data)
+        _, notes = client_update.step(broadcast, carry, batch_of(images(0.5), images(0.5)))
         assert notes.pseudo[0].label.tolist() == [label]
         assert notes.pseudo[0].confidence.tolist() == pytest.approx([sure], rel=1e-3)
         assert notes.pseudo[0].weight.tolist() == [1.0]
 
 
 def finished(
-    client_update: Disjoint, down: Tree, memory: Tree, sigma: Tree, psi: Tree, labeled: int = 1
+    client_update: Disjoint, broadcast: Tree, memory: Tree, sigma: Tree, psi: Tree, labeled: int = 1
 ) -> tuple[Tree, Tree]:
     """Return upload and memory of a visit that ends with these parts."""
     data = client(labeled)
-    carry = client_update.begin(down, memory, data)
-    return client_update.finish(down, {**carry, "sigma": sigma, "psi": psi}, data)
+    carry = client_update.begin(broadcast, memory, data)
+    return client_update.finish(broadcast, {**carry, "sigma": sigma, "psi": psi}, data)
 
 
 def test_bytes_by_hand():
@@ -303,34 +305,35 @@ def test_bytes_by_hand():
     """
     client_update = work_of(FedMatch(delta_threshold=0.1, l1_threshold=0.05), Line(classes=10))
     zero, ones = [0.0] * 10, [1.0] * 10
-    down = down_of(line(*ones), line(*ones))
-    memory = client_update.remember(down, torch.Generator())
-    up, memory = finished(client_update, down, memory, line(2.0, 0.5, 1.09, 0.91, *ones[4:]), line(*ones))
-    assert client_update.traffic(down, up) == (160, 24 + 0 + 80)
-    assert up.update["sigma"]["head"]["weight"].flatten().tolist() == [2.0, 0.5, *ones[2:]]
+    broadcast = down_of(line(*ones), line(*ones))
+    memory = client_update.initial_memory(broadcast, torch.Generator())
+    upload, memory = finished(client_update, broadcast, memory, line(2.0, 0.5, 1.09, 0.91, *ones[4:]), line(*ones))
+    assert client_update.traffic(broadcast, upload) == (160, 24 + 0 + 80)
+    assert upload.update["sigma"]["head"]["weight"].flatten().tolist() == [2.0, 0.5, *ones[2:]]
     assert same(
-        {"sigma": up.update["sigma"], "psi": up.update["psi"]}, {name: memory[name] for name in ("sigma", "psi")}
+        {"sigma": upload.update["sigma"], "psi": upload.update["psi"]},
+        {name: memory[name] for name in ("sigma", "psi")},
     )
 
     sigma = line(2.0, 0.5, *[3.0] * 6, 1.0, 1.0)
-    down = down_of(sigma, line(*[2.0] * 7, 1.09, 0.91, 1.09))
-    up, after = finished(client_update, down, memory, sigma, line(*zero[:6], 0.04, *ones[:3]))
-    assert client_update.traffic(down, up) == (72 + 80, 0 + 80 + 80)
-    assert up.update["psi"]["head"]["weight"].flatten().tolist() == [0.0] * 7 + [1.0] * 3
+    broadcast = down_of(sigma, line(*[2.0] * 7, 1.09, 0.91, 1.09))
+    upload, after = finished(client_update, broadcast, memory, sigma, line(*zero[:6], 0.04, *ones[:3]))
+    assert client_update.traffic(broadcast, upload) == (72 + 80, 0 + 80 + 80)
+    assert upload.update["psi"]["head"]["weight"].flatten().tolist() == [0.0] * 7 + [1.0] * 3
     assert same(
-        {"sigma": up.update["sigma"], "psi": up.update["psi"]}, {name: after[name] for name in ("sigma", "psi")}
+        {"sigma": upload.update["sigma"], "psi": upload.update["psi"]}, {name: after[name] for name in ("sigma", "psi")}
     )
 
 
 def test_only_who_has_labels_sends_sigma():
     """A client without labels sends psi alone, with thresholds or without; without them, whole trees and no memory."""
-    down = down_of(line(1, 2), line(3, 4))
+    broadcast = down_of(line(1, 2), line(3, 4))
     for threshold, labeled, back in ((None, 1, 16 + 16), (None, 0, 16), (0.0, 1, 16 + 12), (0.0, 0, 12)):
         client_update = work_of(FedMatch(delta_threshold=threshold))
-        memory = client_update.remember(down, torch.Generator())
+        memory = client_update.initial_memory(broadcast, torch.Generator())
         assert bool(memory) == (threshold is not None)
-        up, kept = finished(client_update, down, memory, line(0, 0), line(3, 5), labeled)
-        assert client_update.traffic(down, up) == (32, back + 16)
+        upload, kept = finished(client_update, broadcast, memory, line(0, 0), line(3, 5), labeled)
+        assert client_update.traffic(broadcast, upload) == (32, back + 16)
         assert bool(kept) == (threshold is not None)
 
 
@@ -338,11 +341,13 @@ def test_helpers_travel_as_what_differs_from_ones_own():
     """Of ten entries one helper differs in two, another in eight, a third is not there: 24 + 80 + 0 bytes more."""
     own = [1.0] * 10
     helpers = [line(5, 5, *own[2:]), line(*[5.0] * 8, 1.05, 1.0), line(*[0.0] * 10)]
-    down = down_of(line(*own), line(*own), helpers, [1.0, 1.0, 0.0])
+    broadcast = down_of(line(*own), line(*own), helpers, [1.0, 1.0, 0.0])
     for threshold, more in ((0.1, 24 + 80), (None, 80 + 80)):
         client_update = work_of(FedMatch(delta_threshold=threshold), Line(classes=10), 3)
-        up, _ = finished(client_update, down, client_update.remember(down, torch.Generator()), line(*own), line(*own))
-        assert client_update.traffic(down, up)[0] == 160 + more
+        upload, _ = finished(
+            client_update, broadcast, client_update.initial_memory(broadcast, torch.Generator()), line(*own), line(*own)
+        )
+        assert client_update.traffic(broadcast, upload)[0] == 160 + more
 
 
 def test_a_helper_is_its_psi_on_the_receivers_sigma():
@@ -351,9 +356,9 @@ def test_a_helper_is_its_psi_on_the_receivers_sigma():
     The client (class 0) is outvoted by two of that kind, though sigma's step has just come to where they say class 0.
     """
     client_update = work_of(FedMatch(threshold=0.5, labeled_weight=500.0, delta_threshold=None), helpers=2)
-    down = down_of(line(1, 0), line(1, 0), [line(0, 1.5), line(0, 1.5)])
+    broadcast = down_of(line(1, 0), line(1, 0), [line(0, 1.5), line(0, 1.5)])
     batch = batch_of(images(1), images(1), images(1), torch.tensor([0]))
-    carry, notes = visit(client_update, down, batch)
+    carry, notes = visit(client_update, broadcast, batch)
     assert notes.pseudo[0].label.tolist() == [1]
     first, second = carry["sigma"]["head"]["weight"].flatten().tolist()
     assert first > second + 1.5
@@ -363,10 +368,12 @@ def test_a_helper_is_its_psi_on_the_receivers_sigma():
 def test_a_weight_that_is_no_number_is_not_left_out(threshold):
     """Not below any threshold, it goes up, where the driver sees it and stops."""
     client_update = work_of(FedMatch(delta_threshold=threshold))
-    down, nan = down_of(line(1, 2), line(3, 4)), float("nan")
-    up, _ = finished(client_update, down, client_update.remember(down, torch.Generator()), line(nan, 0), line(3, nan))
+    broadcast, nan = down_of(line(1, 2), line(3, 4)), float("nan")
+    upload, _ = finished(
+        client_update, broadcast, client_update.initial_memory(broadcast, torch.Generator()), line(nan, 0), line(3, nan)
+    )
     for name, place in (("sigma", 0), ("psi", 1)):
-        assert up.update[name]["head"]["weight"].isnan().flatten().tolist() == [place == 0, place == 1]
+        assert upload.update[name]["head"]["weight"].isnan().flatten().tolist() == [place == 0, place == 1]
 
 
 @pytest.mark.parametrize("threshold", [None, 0.0])
@@ -406,8 +413,8 @@ def test_the_server_teaches_sigma_and_clients_psi():
     assert len(steps) == round(18 / 4)
     assert furthest(played.server["sigma"], sigma) < 1e-12
     assert furthest(played.server["psi"], server["psi"]) > 1e-3
-    up = played.report.cost["bytes_up"]
-    assert up <= 3 * (tree.nbytes(server["psi"]) + CLASSES * 8)
+    upload = played.report.cost["bytes_up"]
+    assert upload <= 3 * (tree.nbytes(server["psi"]) + CLASSES * 8)
 
 
 def test_sigma_is_averaged_over_those_with_labels():
@@ -417,17 +424,17 @@ def test_sigma_is_averaged_over_those_with_labels():
     server = begin(method, shared)
     simulation = simulate(method, shared, held)
     simulation.open(0)
-    up = simulation.ask("train", {**server, "stats": {}})
-    has = [held.own(k).labeled > 0 for k in simulation.answered.tolist()]
+    upload = simulation.query("train", {**server, "stats": {}})
+    has = [held.own(k).labeled > 0 for k in simulation.responders.tolist()]
     assert 0 < sum(has) < len(has)
-    assert up.aux["labels"].tolist() == [float(each) for each in has]
+    assert upload.aux["labels"].tolist() == [float(each) for each in has]
     (played,) = play(method, simulate(method, shared, held), server, range(1))
-    for path, leaf in tree.flatten(up.update["sigma"]).items():
+    for path, leaf in tree.flatten(upload.update["sigma"]).items():
         expected = torch.stack([each for each, mine in zip(leaf, has, strict=True) if mine]).mean(0)
         torch.testing.assert_close(tree.flatten(played.server["sigma"])[path], expected, rtol=1e-12, atol=1e-14)
         for each, mine in zip(leaf, has, strict=True):
             assert torch.equal(each, tree.flatten(server["sigma"])[path]) == (not mine)
-    for path, leaf in tree.flatten(up.update["psi"]).items():
+    for path, leaf in tree.flatten(upload.update["psi"]).items():
         torch.testing.assert_close(tree.flatten(played.server["psi"])[path], leaf.mean(0), rtol=1e-12, atol=1e-14)
 
 
@@ -448,18 +455,18 @@ def test_helpers_come_every_interval_rounds_to_those_who_are_known():
         (played,) = play(spy, simulation, server, range(number, number + 1))
         server = played.server
         for place, k in enumerate(played.report.cohort):
-            down = spy.of("begin")[place][0]
+            broadcast = spy.of("begin")[place][0]
             if number % 2 == 0:
-                assert "helpers" not in down
+                assert "helpers" not in broadcast
                 continue
             nearest_two: list[int] = []
             if k in before:
                 away = {j: float((before[j][0] - before[k][0]).norm()) for j in before if j != k}
                 nearest_two = sorted(away, key=away.__getitem__)[:2]
             met.append(len(nearest_two))
-            assert down["there"].tolist() == [1.0] * len(nearest_two) + [0.0] * (2 - len(nearest_two))
+            assert broadcast["there"].tolist() == [1.0] * len(nearest_two) + [0.0] * (2 - len(nearest_two))
             for position, j in enumerate(nearest_two):
-                assert same(tree.index(down["helpers"], position), before[j][1])
+                assert same(tree.index(broadcast["helpers"], position), before[j][1])
         for place, k in enumerate(played.report.cohort):
             vector = simulation.state_store.get(f"embedding-{k}")
             assert vector is not None

@@ -37,16 +37,18 @@ class Answers:
     def __init__(self, uploads: dict[int, float], copies: list[float], asked: list[int] | None = None) -> None:
         self.uploads, self.copies, self.labeled = uploads, copies, len(copies)
         self.cohort = torch.tensor(sorted(asked or uploads))
-        self.answered = torch.tensor(sorted(uploads))
+        self.responders = torch.tensor(sorted(uploads))
         self.given: list[tuple[Tree, Tree | None]] = []
 
-    def ask(self, client_update: str, down: Tree, each: Tree | None = None, to: Tensor | None = None) -> Upload:
-        self.given.append((down, each))
-        up = tree.stack([number(self.uploads[k]) for k in self.answered.tolist()])
-        return Upload(up, torch.arange(1.0, 1 + len(self.answered)))
+    def query(
+        self, client_update: str, broadcast: Tree, per_client: Tree | None = None, clients: Tensor | None = None
+    ) -> Upload:
+        self.given.append((broadcast, per_client))
+        upload = tree.stack([number(self.uploads[k]) for k in self.responders.tolist()])
+        return Upload(upload, torch.arange(1.0, 1 + len(self.responders)))
 
-    def ask_server(self, client_update: str, down: Tree) -> Upload:
-        self.given.append((down, None))
+    def query_server(self, client_update: str, broadcast: Tree) -> Upload:
+        self.given.append((broadcast, None))
         return Upload(number(self.copies.pop(0)), torch.tensor(7.0))
 
 
@@ -84,7 +86,7 @@ def test_server_copies_join_their_groups_by_hand():
         for members, copy in zip(groups, (6, 10), strict=True)
     ]
     assert new["params"]["w"].tolist() == pytest.approx([sum(means) / 2])
-    downlinks = [float(down["params"]["w"]) for down, _ in federation.given]
+    downlinks = [float(broadcast["params"]["w"]) for broadcast, _ in federation.given]
     assert downlinks == [5.0, 5.0, 5.0]  # clients and both copies start from the server's model
 
 
@@ -106,8 +108,8 @@ def test_groups_are_given_back_by_hand():
     later = split([0, 1, 2, 3], 1)
     federation = Answers({later[1][0]: 9.0, later[1][1]: 11.0}, [], [0, 1, 2, 3])
     new = method.round(shared.at(1), server, federation)
-    ((down, each),) = federation.given
-    assert down == {}
+    ((broadcast, each),) = federation.given
+    assert broadcast == {}
     assert each is not None
     expected = [2.0 if k in later[0] else 7.0 for k in range(4)]
     assert each["params"]["w"].flatten().tolist() == expected
@@ -116,7 +118,7 @@ def test_groups_are_given_back_by_hand():
 
     federation = Answers(values, [6.0, 8.0])  # where the server has labels, its copies start from the mean over groups
     method.round(shared.at(2), new, federation)
-    assert [float(down["params"]["w"]) for down, _ in federation.given[1:]] == [10.0, 10.0]
+    assert [float(broadcast["params"]["w"]) for broadcast, _ in federation.given[1:]] == [10.0, 10.0]
 
 
 def test_groups_are_equal_random_and_reproducible():
@@ -168,7 +170,7 @@ def test_return_group_changes_who_starts_where():
         method = FedRGD(SURE, return_group=back)
         spy = Spy(method)
         runs.append(play(spy, simulate(spy, shared), begin(method, shared), range(2)))
-        starts.append({float(down["params"]["head"]["bias"][0]) for down, _, _ in spy.of("begin")[3:]})
+        starts.append({float(broadcast["params"]["head"]["bias"][0]) for broadcast, _, _ in spy.of("begin")[3:]})
     assert furthest(runs[1][0].server["params"], runs[0][0].server["params"]) < 1e-15
     assert [len(each) for each in starts] == [1, 2]
     groups = runs[1][0].server["groups"]["params"]["head"]["bias"][:, 0]

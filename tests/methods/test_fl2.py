@@ -28,20 +28,20 @@ def test_a_step_as_asam_does_it():
     Six rows: two with confidence 0.96 and 0.99, which alone count for the climb and for the KL.
     """
     options, shared = FL2(rho=0.5, eta=0.05, sharpness_weight=0.7), task(optimizer=SGD(0.3))
-    down = begin(options, shared)
+    broadcast = begin(options, shared)
     confidence = torch.tensor([0.5, 0.96, 0.7, 0.99, 0.6, 0.4]).double()
     label, strong = torch.tensor([0, 1, 2, 3, 0, 1]), images(6, 3)
     rows = torch.tensor([5, 1, 3, 0])
     carry = {
-        "params": down["params"], "optimizer": {}, "status": confidence.mean(), "label": label,
+        "params": broadcast["params"], "optimizer": {}, "status": confidence.mean(), "label": label,
         "confidence": confidence, "weight": torch.ones(6).double(), "real": {},
     }  # fmt: skip
     none = images(0, 0)
     batch = Batch(none, label[:0], label[:0], {"strong": strong[rows]}, rows)
     client_update = options.client_updates(shared)["train"]
-    new, notes = client_update.step(down, carry, batch)
+    new, notes = client_update.step(broadcast, carry, batch)
 
-    model = small(down)
+    model = small(broadcast)
     leaves = list(model.named_parameters())
     y, hard = label[rows], (confidence[rows] >= 0.95).double()
     z = model(strong[rows])
@@ -61,7 +61,7 @@ def test_a_step_as_asam_does_it():
         torch.testing.assert_close(leaf, p, rtol=1e-9, atol=1e-11, msg=name)
     assert float(notes.loss) == pytest.approx(float((ce.mean() + 0.7 * (kl * hard).mean()).detach()), rel=1e-9)
     assert float((kl * hard).mean().detach()) > 1e-4
-    plain = FL2(sharpness=False).client_updates(shared)["train"].step(down, carry, batch)[0]
+    plain = FL2(sharpness=False).client_updates(shared)["train"].step(broadcast, carry, batch)[0]
     for p, g, leaf in zip(before, teach, tree.leaves(plain["params"]), strict=True):
         torch.testing.assert_close(leaf, p - 0.3 * g, rtol=1e-9, atol=1e-11)
 
@@ -69,22 +69,22 @@ def test_a_step_as_asam_does_it():
 def test_status_and_thresholds():
     """t is the mean confidence of the weak views under the received statistics; a client weighs 1 - t, or 1."""
     shared = task()
-    down = begin(FL2(), shared)
+    broadcast = begin(FL2(), shared)
     data = local(0, 5, weak=images(5, 1))
-    p = NETWORK.predict(down["params"], down["stats"], data.views["weak"]).softmax(-1)
+    p = NETWORK.predict(broadcast["params"], broadcast["stats"], data.views["weak"]).softmax(-1)
     t, q = p.max(-1).values.mean(), p.mean(0)
     for options, weight in ((FL2(), float(1 - t)), (FL2(status_aware=False), 1.0)):
         client_update = options.client_updates(shared)["train"]
-        carry = begun(client_update, down, data)
+        carry = begun(client_update, broadcast, data)
         wanted = p.max(-1).values >= t * q[p.argmax(-1)] / q.max()
-        assert client_update.keep(carry, data).tolist() == wanted.tolist()
+        assert client_update.drawable_rows(carry, data).tolist() == wanted.tolist()
         assert wanted.any()
-        up, _ = client_update.finish(down, carry, data)
-        assert float(up.weight) == pytest.approx(weight, rel=1e-12)
+        upload, _ = client_update.finish(broadcast, carry, data)
+        assert float(upload.weight) == pytest.approx(weight, rel=1e-12)
     client_update = FL2(adaptive=False).client_updates(shared)["train"]  # nothing reaches 0.95
-    carry = begun(client_update, down, data)
-    assert not client_update.keep(carry, data).any()
-    assert float(client_update.finish(down, carry, data)[0].weight) == 0
+    carry = begun(client_update, broadcast, data)
+    assert not client_update.drawable_rows(carry, data).any()
+    assert float(client_update.finish(broadcast, carry, data)[0].weight) == 0
 
 
 def test_without_its_parts_it_is_semifl_without_a_mix():

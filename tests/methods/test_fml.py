@@ -47,8 +47,8 @@ def test_one_step_by_hand():
     carry = client_update.begin(model(0, 0), model(log(3), 0), local())
     batch = Batch(pixels(1), torch.tensor([0]), torch.tensor([0]), {"weak": pixels(2)}, torch.tensor([0]))
     carry, notes = client_update.step({}, carry, batch)
-    up, memory = client_update.finish({}, carry, local())
-    assert up.update["params"]["head"]["weight"].flatten().tolist() == pytest.approx([0.775, -0.775], rel=1e-12)
+    upload, memory = client_update.finish({}, carry, local())
+    assert upload.update["params"]["head"]["weight"].flatten().tolist() == pytest.approx([0.775, -0.775], rel=1e-12)
     assert memory["params"]["head"]["weight"].flatten().tolist() == pytest.approx([log(3) - 0.4, 0.4], rel=1e-12)
     kl = lambda p, q: p * log(p / q) + (1 - p) * log((1 - p) / (1 - q))  # noqa: E731
     meme = (log(2) + kl(0.75, 0.5) + kl(0.9, 0.5)) / 2
@@ -111,20 +111,20 @@ def test_steps_are_autograds_on_the_formula(options: dict[str, Any], statistics)
     The oracle adds both losses and differentiates once: a target that is not detached would show.
     """
     method, shared = FML(**options), task(optimizer=SGD(0.2), statistics=statistics)
-    down, memory = (
+    broadcast, memory = (
         {**one, "params": {**one["params"], "head": tree.map(lambda leaf: 3 * leaf, one["params"]["head"])}}
         for one in (begin(method, shared), begin(method, shared, seed=5))
     )
     client_update, oracle = method.client_updates(shared)["train"], Formula(method, shared)
-    carry, models, shares = client_update.begin(down, memory, local()), {"meme": down, "private": memory}, []
+    carry, models, shares = client_update.begin(broadcast, memory, local()), {"meme": broadcast, "private": memory}, []
     for batch in batches((method.view,)):
-        carry, notes = client_update.step(down, carry, batch)
+        carry, notes = client_update.step(broadcast, carry, batch)
         models, loss = oracle.step(models, batch)
         assert float(notes.loss) == pytest.approx(loss, rel=1e-11)
         for name, each in models.items():
             assert furthest({"params": carry[name]["params"], "stats": carry[name]["stats"]}, each) < 1e-11
         shares.append(float(notes.pseudo[0].weight.mean()))
-    assert furthest(carry["meme"]["params"], down["params"]) > 1e-2
+    assert furthest(carry["meme"]["params"], broadcast["params"]) > 1e-2
     assert 0 < sum(shares) < 3 if method.delta is not None else sum(shares) == 3
 
 
@@ -191,14 +191,14 @@ def test_the_memes_optimizer_is_new_in_every_visit():
     shared = task(optimizer=SGD(0.1, momentum=0.9))
     method = FML()
     client_update = method.client_updates(shared)["train"]
-    down = begin(method, shared)
-    memory = first_memory(client_update, down, 0, 0)
+    broadcast = begin(method, shared)
+    memory = first_memory(client_update, broadcast, 0, 0)
     for batch in batches(("weak",), 2):
-        carry = client_update.begin(down, memory, local())
+        carry = client_update.begin(broadcast, memory, local())
         assert not any(leaf.any() for leaf in tree.leaves(carry["meme"]["optimizer"]))
-        carry, _ = client_update.step(down, carry, batch)
-        _, memory = client_update.finish(down, carry, local())
-        assert same(client_update.begin(down, memory, local())["private"], memory)
+        carry, _ = client_update.step(broadcast, carry, batch)
+        _, memory = client_update.finish(broadcast, carry, local())
+        assert same(client_update.begin(broadcast, memory, local())["private"], memory)
         assert any(leaf.any() for leaf in tree.leaves(memory["optimizer"]))
 
 
@@ -209,19 +209,19 @@ def test_how_a_private_model_starts():
     losses are those of the labels alone. A fresh one is no twin.
     """
     shared = task()
-    down = begin(FML(), shared)
+    broadcast = begin(FML(), shared)
     client_update = FML().client_updates(shared)["train"]
-    memory = first_memory(client_update, down, 7, 0)
+    memory = first_memory(client_update, broadcast, 7, 0)
     drawn = tree.to(shared.network.init(rng.generator(7, "remember")), dtype=torch.float64)
     assert same({"params": memory["params"], "stats": memory["stats"]}, drawn)
-    assert not same(memory["params"], down["params"])
+    assert not same(memory["params"], broadcast["params"])
     for private in ("copy", "fresh"):
         method = FML(private=private)
         client_update = method.client_updates(shared)["train"]
-        carry = client_update.begin(down, first_memory(client_update, down, 7, 0), local())
+        carry = client_update.begin(broadcast, first_memory(client_update, broadcast, 7, 0), local())
         for batch in batches(("weak",)):
             before = carry
-            carry, notes = client_update.step(down, carry, batch)
+            carry, notes = client_update.step(broadcast, carry, batch)
             losses = []
             for name in ("meme", "private"):
                 (labels, _), _ = looked(shared, before[name]["params"], batch.x, batch.u["weak"])
@@ -236,13 +236,13 @@ def test_a_filter_that_lets_nothing_through():
     So in separate passes the parameters are those of unlabeled weight 0, where as many steps are taken.
     """
     shared = task(optimizer=SGD(0.1), statistics="separate")
-    down, memory = begin(FML(), shared), begin(FML(), shared, seed=5)
+    broadcast, memory = begin(FML(), shared), begin(FML(), shared, seed=5)
     ends = []
     for method in (FML(delta=0.0), FML(unlabeled_weight=0.0), FML()):
         client_update = method.client_updates(shared)["train"]
-        carry = client_update.begin(down, memory, local())
+        carry = client_update.begin(broadcast, memory, local())
         for batch in batches(("weak",)):
-            carry, _ = client_update.step(down, carry, batch)
+            carry, _ = client_update.step(broadcast, carry, batch)
         ends.append({"meme": carry["meme"]["params"], "private": carry["private"]["params"]})
     assert furthest(ends[0], ends[1]) < 1e-12
     assert furthest(ends[2], ends[1]) > 1e-4
@@ -262,7 +262,7 @@ def test_the_weights(place):
     ):
         simulation = simulate(method, shared, dataset(place=place), cohort=4)
         simulation.open(0)
-        assert simulation.ask("train", begin(method, shared)).weight.tolist() == expected
+        assert simulation.query("train", begin(method, shared)).weight.tolist() == expected
 
 
 def test_a_known_clients_first_memory_is_not_drawn_again():

@@ -13,7 +13,7 @@ from test_batchnorm_stats import counted
 from torch import Tensor, nn
 from torch_models import module_of
 
-from halfmoon.api.types import Batch, Local
+from halfmoon.api.types import Batch, ClientData
 from halfmoon.api.uploads import Upload
 from halfmoon.core import tree
 from halfmoon.core.errors import UserError
@@ -58,7 +58,7 @@ def pair(conv: list[float], head: list[list[float]], bias: list[float]) -> Tree:
     }
 
 
-def up(params: Tree, present: list[float], weight: float = 1.0) -> Upload:
+def upload(params: Tree, present: list[float], weight: float = 1.0) -> Upload:
     """Return what a client sends."""
     return Upload({"params": params}, torch.tensor(weight), {"present": torch.tensor(present)})
 
@@ -105,14 +105,14 @@ def test_the_average_by_hand():
     Class 1 is the second client's alone: 30, 40, bias 5. Unmasked, row 0 is (10 + 50 + 40) / 3 = 33.3, (20 + 60) / 2.
     """
     whole = [
-        up(pair([1, 2], [[10, 20], [-9, -9]], [1, -9]), [1, 0]),
-        up(pair([3, 4], [[50, 60], [30, 40]], [-9, 5]), [0, 1]),
-        up(pair([99, 99], [[99, 99]] * 2, [99, 99]), [0, 0], 0),
+        upload(pair([1, 2], [[10, 20], [-9, -9]], [1, -9]), [1, 0]),
+        upload(pair([3, 4], [[50, 60], [30, 40]], [-9, 5]), [0, 1]),
+        upload(pair([99, 99], [[99, 99]] * 2, [99, 99]), [0, 0], 0),
     ]
-    narrow = [up(pair([8], [[40], [-9]], [3, -9]), [1, 0])]
+    narrow = [upload(pair([8], [[40], [-9]], [3, -9]), [1, 0])]
 
     def told() -> Told:
-        answers = {"train-1": lambda down, who: whole, "train-0.5": lambda down, who: narrow}
+        answers = {"train-1": lambda broadcast, who: whole, "train-0.5": lambda broadcast, who: narrow}
         return Told(answers, clients=6, cohort=torch.tensor([0, 2, 3, 4]))
 
     server = {"params": pair([0, 0], [[0, 0], [0, 0]], [0, 0]), "stats": {}}
@@ -135,11 +135,11 @@ def test_the_average_by_hand():
 def test_what_nobody_holds_stays():
     """A round of a narrow client alone, without class 1: channel 1, its column, and class 1's row keep their values."""
     old = pair([1, 2], [[3, 4], [5, 6]], [7, 8])
-    answers = {"train-0.5": lambda down, who: [up(pair([10], [[20], [30]], [40, 50]), [1, 0])]}
+    answers = {"train-0.5": lambda broadcast, who: [upload(pair([10], [[20], [30]], [40, 50]), [1, 0])]}
     fed = Told(answers, cohort=torch.tensor([1]))
     new = HeteroFL("1-0.5").round(task(Pair()), {"params": old, "stats": {}}, fed)["params"]
     assert same(new, pair([10, 2], [[20, 4], [5, 6]], [40, 8]))
-    nobody = {"train-0.5": lambda down, who: [up(pair([10], [[20], [30]], [40, 50]), [0, 0], 0)]}
+    nobody = {"train-0.5": lambda broadcast, who: [upload(pair([10], [[20], [30]], [40, 50]), [0, 0], 0)]}
     fed = Told(nobody, cohort=torch.tensor([1]))
     assert same(HeteroFL("1-0.5").round(task(Pair()), {"params": old, "stats": {}}, fed)["params"], old)
 
@@ -147,7 +147,7 @@ def test_what_nobody_holds_stays():
 def test_the_servers_momentum_by_hand():
     """Channel 0 goes from 1 to the clients' .7: v = .3, W = .7; then to .2: v = .5 * .3 + .5 = .65, W = .05."""
     uploads = iter([0.7, 0.2])
-    answers = {"train-1": lambda down, who: [up(pair([next(uploads), 0], [[0, 0]] * 2, [0, 0]), [1, 1])]}
+    answers = {"train-1": lambda broadcast, who: [upload(pair([next(uploads), 0], [[0, 0]] * 2, [0, 0]), [1, 1])]}
     method, fed = HeteroFL(server_momentum=0.5), Told(answers, cohort=torch.tensor([0]))
     server = method.start(task(Pair()), {"params": pair([1, 0], [[0, 0]] * 2, [0, 0]), "stats": {}})
     for expected in (0.7, 0.05):
@@ -167,7 +167,7 @@ def test_the_mask_by_hand():
     y = torch.tensor([0])
     batch = Batch(image, y, y, {}, y[:0])
     nothing = torch.zeros(0, 1, 1, 1, dtype=torch.uint8)
-    data = Local(nothing, torch.tensor([0, 1, 1]), nothing, torch.tensor(3), torch.tensor(0))
+    data = ClientData(nothing, torch.tensor([0, 1, 1]), nothing, torch.tensor(3), torch.tensor(0))
     for masked, loss in ((True, log(2)), (False, log(103 / 2))):
         client_update = HeteroFL(masked=masked).client_updates(task(network, optimizer=SGD(1.0)))["train-1"]
         carry = client_update.begin({"params": params}, {}, data)
@@ -176,7 +176,7 @@ def test_the_mask_by_hand():
         assert float(notes.loss) == pytest.approx(loss)
         moved = after["params"]["head"]["weight"] - params["head"]["weight"]
         assert bool(moved[2].any()) == (not masked)
-    empty = Local(nothing, torch.zeros(4, dtype=torch.int64), nothing, torch.tensor(0), torch.tensor(0))
+    empty = ClientData(nothing, torch.zeros(4, dtype=torch.int64), nothing, torch.tensor(0), torch.tensor(0))
     carry = client_update.begin({"params": params}, {}, empty)
     assert not carry["present"].any()  # the labels of a client without rows are padding
     sent, memory = client_update.finish({}, carry, empty)
@@ -200,11 +200,11 @@ def test_three_steps_are_those_of_a_module_with_scalers(network, rate, masked):
     """A narrow torch module with a scaler behind each convolution, logits filled with 0, torch.optim's SGD."""
     shared = task(network, optimizer=SGD(0.1, momentum=0.9, weight_decay=0.01))
     method = HeteroFL(f"1-{rate}", masked=masked)
-    down = {"params": cut(begin(method, shared)["params"], rate, fixed(network))}
+    broadcast = {"params": cut(begin(method, shared)["params"], rate, fixed(network))}
     client_update = method.client_updates(shared)[f"train-{rate}"]
 
     oracle = module_of(network).double()
-    for name, leaf in tree.flatten(down["params"]).items():
+    for name, leaf in tree.flatten(broadcast["params"]).items():
         *where, last = name.split("/")
         module = oracle.get_submodule(".".join(where))
         setattr(module, last, nn.Parameter(leaf.clone()))
@@ -219,11 +219,11 @@ def test_three_steps_are_those_of_a_module_with_scalers(network, rate, masked):
 
     g = torch.Generator().manual_seed(0)
     nothing = torch.zeros(0, 1, 8, 8, dtype=torch.uint8)
-    data = Local(nothing, torch.tensor([0, 2, 3]), nothing, torch.tensor(3), torch.tensor(0))
-    carry = client_update.begin(down, {}, data)
+    data = ClientData(nothing, torch.tensor([0, 2, 3]), nothing, torch.tensor(3), torch.tensor(0))
+    carry = client_update.begin(broadcast, {}, data)
     for _ in range(3):
         x, y = torch.randn(6, 1, 8, 8, generator=g, dtype=torch.float64), torch.tensor([0, 2, 3, 3, 2, 0])
-        carry, notes = client_update.step(down, carry, Batch(x, y, y, {}, y[:0]))
+        carry, notes = client_update.step(broadcast, carry, Batch(x, y, y, {}, y[:0]))
         optimizer.zero_grad()
         logits = oracle(x)
         if masked:
@@ -233,7 +233,7 @@ def test_three_steps_are_those_of_a_module_with_scalers(network, rate, masked):
         optimizer.step()
         assert float(notes.loss) == pytest.approx(float(loss.detach()), rel=1e-9)
     assert furthest(tree.unflatten({k: p.detach() for k, p in leaves.items()}), carry["params"]) < 1e-8
-    assert furthest(carry["params"], down["params"]) > 1e-2
+    assert furthest(carry["params"], broadcast["params"]) > 1e-2
 
 
 @pytest.mark.parametrize("keep_optimizer", [False, True])

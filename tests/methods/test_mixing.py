@@ -14,7 +14,7 @@ from test_consistency import check, learned
 from test_objectives import Line, W, batch
 from textbook_objectives import NETWORK, Textbook, drawn_batch, module_of
 
-from halfmoon.api.types import Batch, Local
+from halfmoon.api.types import Batch, ClientData
 from halfmoon.core import tree
 from halfmoon.core.errors import UserError
 from halfmoon.methods.fedavg import FedAvg
@@ -142,11 +142,11 @@ def test_class_frequencies_count_a_clients_own_rows():
     """Two of class 0, one of class 2; the rows that fill a batched client up do not count."""
     y = torch.tensor([0, 2, 0, 0, 2])
     none = torch.zeros(0, 1, 8, 8, dtype=torch.uint8)
-    data = Local(none, y, none, torch.tensor(3), torch.tensor(0))
-    down = {"predicted": torch.zeros(4, dtype=torch.float64)}
-    found = ReMixMatch().prepare(task(NETWORK), down, data)["marginal"]
+    data = ClientData(none, y, none, torch.tensor(3), torch.tensor(0))
+    broadcast = {"predicted": torch.zeros(4, dtype=torch.float64)}
+    found = ReMixMatch().prepare(task(NETWORK), broadcast, data)["marginal"]
     assert found.tolist() == pytest.approx([2 / 3, 0, 1 / 3, 0])
-    empty = ReMixMatch().prepare(task(NETWORK), down, data._replace(y=y[:0], labeled=torch.tensor(0)))
+    empty = ReMixMatch().prepare(task(NETWORK), broadcast, data._replace(y=y[:0], labeled=torch.tensor(0)))
     assert empty["marginal"].tolist() == [0.0] * 4
 
 
@@ -178,9 +178,9 @@ def test_a_head_of_zeros_guesses_all_turns_alike():
 
 def test_options_of_remixmatch_do_what_they_say():
     """Anchors are views; labels are not strengthened, not aligned, not turned where that is off."""
-    assert ReMixMatch(anchors=3).needs.views == ("weak", "strong", "strong2", "strong3")
-    assert ReMixMatch().needs.labeled_views == ("strong",)
-    assert ReMixMatch(strong_labels=False).needs.labeled_views == ()
+    assert ReMixMatch(anchors=3).requirements.views == ("weak", "strong", "strong2", "strong3")
+    assert ReMixMatch().requirements.labeled_views == ("strong",)
+    assert ReMixMatch(strong_labels=False).requirements.labeled_views == ()
     shared = task(NETWORK)
     given = drawn_batch(views=REMIX)
     weak_labels = given._replace(x_views={"strong": given.x})

@@ -16,7 +16,7 @@ from PIL import Image
 import halfmoon
 from halfmoon import Config, UserError, load_model
 from halfmoon.api.method_entry import MethodEntry
-from halfmoon.api.types import Needs, Passes
+from halfmoon.api.types import Passes, UpdateRequirements
 from halfmoon.cli import main as cli
 from halfmoon.config import schema as settings
 from halfmoon.contract import check
@@ -175,8 +175,8 @@ class Entropy(Objective):
     sharpness: float = 0.1
 
     @property
-    def needs(self):
-        return Needs(("weak",))
+    def requirements(self):
+        return UpdateRequirements(("weak",))
 
     def __call__(self, task, params, stats, batch, aux=None, cached=None):
         logits, moments = task.network.train(params, torch.cat([batch.x, batch.u["weak"]]))

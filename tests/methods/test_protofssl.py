@@ -6,7 +6,7 @@ from method_scenes import images, rounds_of
 from scenes import CLASSES, NETWORK, begin, dataset, furthest, task
 from torch import Tensor
 
-from halfmoon.api.types import Batch, Local
+from halfmoon.api.types import Batch, ClientData
 from halfmoon.api.uploads import Upload
 from halfmoon.core import tree
 from halfmoon.core.autodiff import grad_and_value
@@ -15,10 +15,10 @@ from halfmoon.methods.protofssl import ProtoFSSL, distances, supports
 from halfmoon.models import SmallCNN
 
 
-def textbook(options: ProtoFSSL, params: Tree, down: Tree, batch: Batch) -> Tensor:
+def textbook(options: ProtoFSSL, params: Tree, broadcast: Tree, batch: Batch) -> Tensor:
     """Return the loss of an episode, image by image: classes 0 and 2 are in it, 1 is the helpers', 3 nobody's."""
     _, e, _ = NETWORK.embed(params, torch.cat([batch.x, batch.u["weak"]]))
-    helpers = down["helpers"][: int(down["there"].sum())]
+    helpers = broadcast["helpers"][: int(broadcast["there"].sum())]
     own = [e[0], helpers[:, 1].mean(0), e[1]]
     d = lambda f, p: (f - p).square().sum() / len(f)  # noqa: E731
     said = lambda f, protos: torch.stack([-d(f, p) for p in protos]).log_softmax(0)  # noqa: E731
@@ -36,14 +36,14 @@ def test_an_episode_image_by_image(through: bool):
     """Loss and gradient, with two of five helpers there; the labels are 0, 2, 2, 0."""
     options = ProtoFSSL(through_target=through)
     shared = task()
-    down = begin(options, shared)
-    down["helpers"][:2] = torch.randn(2, CLASSES, 8, generator=torch.Generator().manual_seed(3)).double()
-    down["there"] = torch.tensor([1.0, 1, 0, 0, 0]).double()
-    down["known"] = torch.tensor([1.0, 1, 1, 0]).double()
+    broadcast = begin(options, shared)
+    broadcast["helpers"][:2] = torch.randn(2, CLASSES, 8, generator=torch.Generator().manual_seed(3)).double()
+    broadcast["there"] = torch.tensor([1.0, 1, 0, 0, 0]).double()
+    broadcast["known"] = torch.tensor([1.0, 1, 1, 0]).double()
     batch = Batch(images(4, 1), torch.tensor([0, 2, 2, 0]), torch.arange(4), {"weak": images(5, 2)}, torch.arange(5))
     client_update = options.client_updates(shared)["train"]
-    gradient, loss, (moments, pseudo) = grad_and_value(client_update._loss, down["params"], down, batch)
-    wanted, theirs, _ = grad_and_value(lambda p: (textbook(options, p, down, batch), ()), down["params"])
+    gradient, loss, (moments, pseudo) = grad_and_value(client_update._loss, broadcast["params"], broadcast, batch)
+    wanted, theirs, _ = grad_and_value(lambda p: (textbook(options, p, broadcast, batch), ()), broadcast["params"])
     assert float(loss) == pytest.approx(float(theirs), rel=1e-10)
     assert furthest(gradient, wanted) < 1e-10
     assert len(moments) == 1
@@ -60,16 +60,16 @@ def test_supports_and_distances_by_hand():
 def test_prototypes_are_means_of_features():
     """Of classes 0, 1, 1 under the tracked statistics, without padding rows; class 2 and 3 are not there."""
     options, shared = ProtoFSSL(), task()
-    down = begin(options, shared)
+    broadcast = begin(options, shared)
     x = torch.randint(0, 256, (4, 1, 8, 8), generator=torch.Generator().manual_seed(1), dtype=torch.uint8)
-    data = Local(x, torch.tensor([0, 1, 1, 3]), x[:0], torch.tensor(3), torch.tensor(0))
-    up, memory = options.client_updates(shared)["train"].finish(down, {**down, "optimizer": {}}, data)
+    data = ClientData(x, torch.tensor([0, 1, 1, 3]), x[:0], torch.tensor(3), torch.tensor(0))
+    upload, memory = options.client_updates(shared)["train"].finish(broadcast, {**broadcast, "optimizer": {}}, data)
     head = {"weight": torch.eye(8).double()}
-    e = NETWORK.predict({**down["params"], "head": head}, down["stats"], x.double() / 127.5 - 1)
-    torch.testing.assert_close(up.aux["own"][0], e[0])
-    torch.testing.assert_close(up.aux["own"][1], (e[1] + e[2]) / 2)
-    assert up.aux["present"].tolist() == [1, 1, 0, 0]
-    assert (float(up.weight), memory) == (1.0, {})
+    e = NETWORK.predict({**broadcast["params"], "head": head}, broadcast["stats"], x.double() / 127.5 - 1)
+    torch.testing.assert_close(upload.aux["own"][0], e[0])
+    torch.testing.assert_close(upload.aux["own"][1], (e[1] + e[2]) / 2)
+    assert upload.aux["present"].tolist() == [1, 1, 0, 0]
+    assert (float(upload.weight), memory) == (1.0, {})
 
 
 def test_the_head_says_the_distances():
@@ -101,11 +101,11 @@ def test_the_server_fills_and_keeps_helpers():
 class Answers:
     """A federation of three clients whose uploads are given."""
 
-    def __init__(self, up: Upload) -> None:
-        self.up = up
+    def __init__(self, upload: Upload) -> None:
+        self.up = upload
 
-    def ask(self, client_update: str, down: Tree) -> Upload:
-        self.down = down
+    def query(self, client_update: str, broadcast: Tree) -> Upload:
+        self.broadcast = broadcast
         return self.up
 
 
@@ -120,7 +120,7 @@ def test_a_round_by_hand():
     weight = torch.tensor([1.0, 1, 1, 0]).double()
     federation = Answers(Upload(model, weight, {"own": own, "present": present}))
     new = options.round(shared, server, federation)
-    assert "mean" not in federation.down
+    assert "mean" not in federation.broadcast
     assert new["mean"][:, 0].tolist() == [2, 7, 0, 0]
     assert new["known"].tolist() == [1, 1, 0, 0]
     assert new["helpers"][:, :, 0].tolist() == [[1, 7, 0, 0], [3, 7, 0, 0]]

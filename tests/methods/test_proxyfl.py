@@ -79,20 +79,24 @@ def test_the_loss_image_by_image(objective: ICPL):
     """Loss and gradient, which reaches the classifier through the proxies."""
     shared = task()
     g = torch.Generator().manual_seed(5)
-    down = begin(FedAvg(objective), shared)
-    head = down["params"]["head"]["weight"]
+    broadcast = begin(FedAvg(objective), shared)
+    head = broadcast["params"]["head"]["weight"]
     other = {"weight": 8 * torch.randn(head.shape, generator=g, dtype=head.dtype)}
     every = torch.cat([given().x, given().u["weak"]])
-    said = NETWORK.predict({**down["params"], "head": other}, down["stats"], every)
+    said = NETWORK.predict({**broadcast["params"], "head": other}, broadcast["stats"], every)
     other["bias"] = -said.mean(0)  # so that the received model tells images apart
-    came = {"params": {**down["params"], "head": other}, "stats": down["stats"]}
-    params = tree.map(lambda leaf: leaf + 0.3 * torch.randn(leaf.shape, generator=g, dtype=leaf.dtype), down["params"])
+    came = {"params": {**broadcast["params"], "head": other}, "stats": broadcast["stats"]}
+    params = tree.map(
+        lambda leaf: leaf + 0.3 * torch.randn(leaf.shape, generator=g, dtype=leaf.dtype), broadcast["params"]
+    )
     prior = torch.tensor([0.4, 0.2, 0.2, 0.2], dtype=torch.float64)
     aux = {"prior": prior, "counts": torch.zeros(CLASSES, dtype=torch.float64)}
     cached = {"received": came}
-    gradient, loss, seen = grad_and_value(lambda p: objective(shared, p, down["stats"], given(), aux, cached), params)
+    gradient, loss, seen = grad_and_value(
+        lambda p: objective(shared, p, broadcast["stats"], given(), aux, cached), params
+    )
     wanted, theirs, _ = grad_and_value(
-        lambda p: (textbook(objective, p, down["stats"], came, prior, given()), ()), params
+        lambda p: (textbook(objective, p, broadcast["stats"], came, prior, given()), ()), params
     )
     assert float(loss) == pytest.approx(float(theirs), rel=1e-12)
     assert furthest(gradient, wanted) < 1e-12

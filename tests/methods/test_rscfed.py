@@ -39,16 +39,16 @@ def test_a_visit_with_its_teacher():
     After t steps it keeps min(0.6, 1 - 1 / t) of itself, as in the authors' `update_ema_variables`: 0, 1/2, 0.6.
     """
     options, shared = RSCFed(unlabeled_weight=2.0, decay=0.6), task(optimizer=SGD(0.3))
-    client_update, down = options.client_updates(shared)["train"], begin(options, shared)
-    memory = client_update.remember(down, torch.Generator())
+    client_update, broadcast = options.client_updates(shared)["train"], begin(options, shared)
+    memory = client_update.initial_memory(broadcast, torch.Generator())
     memory["teacher"] = tree.map(lambda leaf: leaf * 1.1 + 0.01, memory["teacher"])
-    carry = client_update.begin(down, memory, local(2, 3))
-    model, teacher = small(down), small({**down, "params": memory["teacher"]})
+    carry = client_update.begin(broadcast, memory, local(2, 3))
+    model, teacher = small(broadcast), small({**broadcast, "params": memory["teacher"]})
     optimizer = torch.optim.SGD(model.parameters(), 0.3)
     for number in range(3):
         u = {"weak": images(3, number), "weak2": images(3, number + 10)}
         batch = Batch(images(2, number + 20), torch.tensor([0, number]), torch.arange(2), u, torch.arange(3))
-        carry, _ = client_update.step(down, carry, batch)
+        carry, _ = client_update.step(broadcast, carry, batch)
         optimizer.zero_grad()
         z = model(torch.cat([batch.x, u["weak2"]]))
         with torch.no_grad():
@@ -64,10 +64,10 @@ def test_a_visit_with_its_teacher():
                 old.mul_(keep).add_((1 - keep) * new)
     assert_same(carry["params"], model)
     assert_same(carry["teacher"], teacher)
-    up, kept = client_update.finish(down, carry, local(2, 3))
+    upload, kept = client_update.finish(broadcast, carry, local(2, 3))
     assert same(kept["teacher"], carry["teacher"])
     assert kept["teacher_steps"] == 2
-    assert (float(up.weight), float(up.aux["labels"])) == (5, 1)
+    assert (float(upload.weight), float(upload.aux["labels"])) == (5, 1)
 
 
 def test_one_group_of_all_without_distance_is_fedavg():

@@ -7,13 +7,13 @@ import torch
 from test_objectives import Line, batch
 from torch.func import grad_and_value
 
-from halfmoon.api.types import Local, Task
+from halfmoon.api.types import ClientData, Task
 from halfmoon.core.optim import SGD
 from halfmoon.methods import registry
 from halfmoon.methods.objectives import SAGE
 from halfmoon.models.network import Normalize
 
-NOBODY = Local(*[torch.zeros(0)] * 3, torch.tensor(0), torch.tensor(0))
+NOBODY = ClientData(*[torch.zeros(0)] * 3, torch.tensor(0), torch.tensor(0))
 
 
 def judged(objective: SAGE, local: float, received: float, weak: list[float], strong: list[float], **line):

@@ -12,7 +12,7 @@ from scenes import CLASSES, begin, dataset, furthest, play, same, simulate, task
 from spies import Spy
 from torch import Tensor
 
-from halfmoon.api.types import Batch, Local
+from halfmoon.api.types import Batch, ClientData
 from halfmoon.core import tree
 from halfmoon.core.optim import SGD
 from halfmoon.core.tree import Tree
@@ -34,11 +34,11 @@ def images(*values: float) -> Tensor:
     return torch.tensor(values, dtype=torch.float64).reshape(-1, 1, 1, 1)
 
 
-def client(seen: Tensor, labeled: int = 1, shade: int = 0) -> Local:
+def client(seen: Tensor, labeled: int = 1, shade: int = 0) -> ClientData:
     """Return a client whose unlabeled rows look like this, all of one shade of pixel."""
     x, u = torch.zeros(labeled, 1, 1, 1, dtype=torch.uint8), torch.full(seen.shape, shade, dtype=torch.uint8)
     counts = torch.tensor(labeled), torch.tensor(len(seen))
-    return Local(x, torch.zeros(labeled, dtype=torch.int64), u, *counts, {"plain": seen})
+    return ClientData(x, torch.zeros(labeled, dtype=torch.int64), u, *counts, {"plain": seen})
 
 
 def work_of(method: SemiFed, labels: bool = False, network: Network = LINE, **shared: Any) -> Growing:
@@ -46,13 +46,15 @@ def work_of(method: SemiFed, labels: bool = False, network: Network = LINE, **sh
     return Growing(task(network, optimizer=SGD(0.1), **shared), method, labels)
 
 
-def labeled(method: SemiFed, models: list[Tree], data: Local, memory: Tree | None = None, round: int = 0) -> list[int]:
+def labeled(
+    method: SemiFed, models: list[Tree], data: ClientData, memory: Tree | None = None, round: int = 0
+) -> list[int]:
     """Return the labels after a labeling round with the first model as the server's, the others as peers."""
     client_update = work_of(method, True)
     client_update = replace(client_update, task=client_update.task.at(round))
-    down = {**models[0], "peers": tree.stack(models[1:])} if models[1:] else models[0]
-    memory = client_update.remember(down, torch.Generator()) if memory is None else memory
-    return client_update.begin(down, memory, data)["labels"].tolist()
+    broadcast = {**models[0], "peers": tree.stack(models[1:])} if models[1:] else models[0]
+    memory = client_update.initial_memory(broadcast, torch.Generator()) if memory is None else memory
+    return client_update.begin(broadcast, memory, data)["labels"].tolist()
 
 
 FIRM, SOFT, OTHER = model(3, 0, 0), model(1, 0, 0), model(0, 3, 0)
@@ -199,8 +201,11 @@ def test_the_models_that_travel():
     for number in range(8):
         spy.seen.clear()
         (played,) = play(spy, simulation, server, range(number, number + 1))
-        downlinks = [down for down, _, _ in spy.of("begin")]
-        sent = [len(down["peers"]["params"]["head"]["weight"]) if "peers" in down else 0 for down in downlinks]
+        downlinks = [broadcast for broadcast, _, _ in spy.of("begin")]
+        sent = [
+            len(broadcast["peers"]["params"]["head"]["weight"]) if "peers" in broadcast else 0
+            for broadcast in downlinks
+        ]
         assert len(set(sent)) == 1
         if number % 2:
             numbers.append(sent[0])
@@ -212,7 +217,7 @@ def test_the_models_that_travel():
             assert sorted((last[each[0]][0] for each in found), reverse=True) == newest
         else:
             assert sent == [0, 0]
-        assert all(same(down["params"], server["params"]) for down in downlinks)
+        assert all(same(broadcast["params"], server["params"]) for broadcast in downlinks)
         one = tree.nbytes(server["params"])
         assert played.report.cost["bytes_down"] - spent == 2 * (1 + sent[0]) * one
         spent = played.report.cost["bytes_down"]
@@ -231,7 +236,7 @@ def test_no_peers_leaves_the_vote_to_the_server():
     simulation = simulate(spy, shared)
     played = play(spy, simulation, begin(method, shared), range(2))
     assert simulation.state_store.keys() == []
-    assert all("peers" not in down for down, _, _ in spy.of("begin"))
+    assert all("peers" not in broadcast for broadcast, _, _ in spy.of("begin"))
     assert played[-1].report.pseudo is not None
     assert played[-1].report.pseudo["share_used"] > 0
 
@@ -251,9 +256,9 @@ def test_clients_without_labels_follow_themselves():
     simulation = simulate(method, shared, held)
     server = begin(method, shared)
     simulation.open(0)
-    up = simulation.ask("train", {**server, "stats": {}})
-    for place, k in enumerate(simulation.answered.tolist()):
+    upload = simulation.query("train", {**server, "stats": {}})
+    for place, k in enumerate(simulation.responders.tolist()):
         own = held.own(k)
-        assert float(up.weight[place]) == own.labeled + own.unlabeled
+        assert float(upload.weight[place]) == own.labeled + own.unlabeled
         if not own.labeled:
-            assert furthest(up.at(place).update["params"], server["params"]) > 1e-6
+            assert furthest(upload.at(place).update["params"], server["params"]) > 1e-6

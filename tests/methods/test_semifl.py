@@ -11,7 +11,7 @@ from method_scenes import assert_same, begun, lifted, rounds_of, small
 from scenes import CLASSES, NETWORK, begin, dataset, furthest, play, same, simulate, task
 from test_batchnorm_stats import counted
 
-from halfmoon.api.types import Batch, Local
+from halfmoon.api.types import Batch, ClientData
 from halfmoon.api.uploads import Upload
 from halfmoon.core import tree
 from halfmoon.core.optim import SGD
@@ -29,29 +29,34 @@ FREE = SmallCNN(1, CLASSES, 4, "group")
 """A network whose predictions need no statistics."""
 
 
-def client(views: torch.Tensor, labeled: int = 0) -> Local:
+def client(views: torch.Tensor, labeled: int = 0) -> ClientData:
     """Return a client whose rows have these weak views."""
     n = len(views)
     x = torch.zeros(labeled, *views.shape[1:], dtype=torch.uint8)
     u = torch.zeros(views.shape, dtype=torch.uint8)
     counts = torch.tensor(labeled), torch.tensor(n)
-    return Local(x, torch.zeros(labeled, dtype=torch.int64), u, *counts, {"weak": views})
+    return ClientData(x, torch.zeros(labeled, dtype=torch.int64), u, *counts, {"weak": views})
 
 
 def one_step(method: SemiFL, w: float, batch: Batch, rows: torch.Tensor, labeled: int = 0) -> tuple[float, float]:
     """Return the loss and the gradient of a first step of `Pixel` at w, by SGD of rate 1."""
     client_update = method.client_updates(task(Pixel(), optimizer=SGD(1.0), statistics="separate"))["train"]
-    down = {"params": weight(w), "stats": {}}
-    carry = begun(client_update, down, client(rows, labeled))
-    carry, notes = client_update.step(down, carry, batch)
+    broadcast = {"params": weight(w), "stats": {}}
+    carry = begun(client_update, broadcast, client(rows, labeled))
+    carry, notes = client_update.step(broadcast, carry, batch)
     return float(notes.loss), w - value(carry["params"])
 
 
 def batch_of(
-    strong: list[float], weak: list[float], others: list[float], rows: list[int], other_rows: list[int], mix: float
+    strong: list[float],
+    weak: list[float],
+    others: list[float],
+    rows: list[int],
+    second_batch_rows: list[int],
+    mix: float,
 ):
     """Return a batch of `Pixel` images without labels."""
-    drawn = {"other_rows": torch.tensor(other_rows), "mix": torch.tensor(mix, dtype=torch.float64)}
+    drawn = {"second_batch_rows": torch.tensor(second_batch_rows), "mix": torch.tensor(mix, dtype=torch.float64)}
     u = {"weak": pixels(weak), "strong": pixels(strong)}
     nothing = torch.zeros(0, dtype=torch.int64)
     return Batch(pixels([]), nothing, nothing, u, torch.tensor(rows), {"weak": pixels(others)}, drawn)
@@ -92,14 +97,14 @@ def test_only_confident_rows_are_drawn_and_others_are_any():
     A client that is sure of nothing weighs 0; with labels of its own it keeps all rows and weighs 1.
     """
     client_update = SemiFL(threshold=0.7).client_updates(task(Pixel()))["train"]
-    needs = client_update.needs
-    assert (needs.sweep, needs.views, needs.others, needs.mixup) == (
+    requirements = client_update.requirements
+    assert (requirements.precomputed_views, requirements.views, requirements.second_batch, requirements.mixup) == (
         ("weak",),
         ("weak", "strong"),
         ("weak",),
         0.75,
     )
-    down = {"params": weight(log(3)), "stats": {}}
+    broadcast = {"params": weight(log(3)), "stats": {}}
     for values, labeled, kept, share in (
         ([1.0, 0.5, -1.0], 0, [True, False, True], 1),
         ([0.5, 0.2], 0, [False, False], 0),
@@ -108,14 +113,14 @@ def test_only_confident_rows_are_drawn_and_others_are_any():
         ([], 3, [], 0),
     ):
         data = client(pixels(values), labeled)
-        carry = begun(client_update, down, data)
-        drawn = client_update.keep(carry, data)
+        carry = begun(client_update, broadcast, data)
+        drawn = client_update.drawable_rows(carry, data)
         assert drawn is not None
         assert drawn.tolist() == kept
-        assert float(client_update.finish(down, carry, data)[0].weight) == share
-    assert SemiFL(mix_weight=0).client_updates(task())["train"].needs.others == ()
-    assert SemiFL(mix_weight=0).client_updates(task())["train"].needs.mixup is None
-    assert SemiFL(concentration=0.5).client_updates(task())["train"].needs.mixup == 0.5
+        assert float(client_update.finish(broadcast, carry, data)[0].weight) == share
+    assert SemiFL(mix_weight=0).client_updates(task())["train"].requirements.second_batch == ()
+    assert SemiFL(mix_weight=0).client_updates(task())["train"].requirements.mixup is None
+    assert SemiFL(concentration=0.5).client_updates(task())["train"].requirements.mixup == 0.5
 
 
 def test_debiasing_by_hand():
@@ -124,11 +129,11 @@ def test_debiasing_by_hand():
     Divided by it, the third is (.6 / .7667, .4 / .2333) = (.7826, 1.7143): class 1 with 1.7143 / 2.4969 = .6866. The
     first stays class 0 with (1.1739, .4286): .7326; the second too, with (1.0435, .8571): .5490.
     """
-    down, rows = {"params": weight(1.0), "stats": {}}, pixels([log(9), log(4), log(1.5)])
+    broadcast, rows = {"params": weight(1.0), "stats": {}}, pixels([log(9), log(4), log(1.5)])
     found = {}
     for debias in (True, False):
         client_update = SemiFL(debias=debias).client_updates(task(Pixel()))["train"]
-        found[debias] = begun(client_update, down, client(rows))
+        found[debias] = begun(client_update, broadcast, client(rows))
     assert found[True]["label"].tolist() == [0, 0, 1]
     assert found[True]["confidence"].tolist() == pytest.approx([0.7326, 0.5490, 0.6866], abs=1e-4)
     assert found[False]["label"].tolist() == [0, 0, 0]
@@ -139,7 +144,7 @@ def random_batch(labeled: int, seed: int) -> tuple[Batch, torch.Tensor]:
     """Return a batch of `labeled` + 6 images in random pixels, and the weak views of the client's nine rows."""
     g = torch.Generator().manual_seed(seed)
     draw = lambda n: torch.randn(n, 1, 8, 8, generator=g, dtype=torch.float64)  # noqa: E731
-    drawn = {"other_rows": torch.tensor([8, 8, 0, 3, 1, 5]), "mix": torch.tensor(0.3, dtype=torch.float64)}
+    drawn = {"second_batch_rows": torch.tensor([8, 8, 0, 3, 1, 5]), "mix": torch.tensor(0.3, dtype=torch.float64)}
     y, rows = torch.randint(0, CLASSES, (labeled,), generator=g), torch.tensor([4, 1, 7, 0, 6, 2])
     u = {"weak": draw(6), "strong": draw(6)}
     return Batch(draw(labeled), y, torch.arange(labeled), u, rows, {"weak": draw(6)}, drawn), draw(9)
@@ -169,13 +174,13 @@ def test_the_gradient_is_autograds(drop, labels, statistics, labeling, debias, l
     model["params"]["head"] = spread(model["params"], sweep, g)
     near = NETWORK.train(model["params"], sweep)[1]
     stats = tree.map(lambda leaf: leaf + 0.01 * torch.rand(leaf.shape, generator=g, dtype=leaf.dtype), near)
-    down = {"params": model["params"], "stats": stats}
+    broadcast = {"params": model["params"], "stats": stats}
 
-    params = tree.map(lambda leaf: leaf.clone().requires_grad_(), down["params"])
-    mixed = 0.3 * batch.u["weak"] + 0.7 * batch.others["weak"]
-    whole, weak = NETWORK.predict(down["params"], stats, sweep), (batch.u["weak"], batch.others["weak"])
+    params = tree.map(lambda leaf: leaf.clone().requires_grad_(), broadcast["params"])
+    mixed = 0.3 * batch.u["weak"] + 0.7 * batch.second_batch["weak"]
+    whole, weak = NETWORK.predict(broadcast["params"], stats, sweep), (batch.u["weak"], batch.second_batch["weak"])
     if labels == "round":
-        guesses = [whole[batch.u_rows], whole[batch.mixing["other_rows"]]]
+        guesses = [whole[batch.u_rows], whole[batch.mixing["second_batch_rows"]]]
     elif labeling == "running":
         guesses = [NETWORK.predict(params, stats, each) for each in weak]
     else:
@@ -202,8 +207,8 @@ def test_the_gradient_is_autograds(drop, labels, statistics, labeling, debias, l
         loss = loss + F.cross_entropy(outs[0], batch.y)
 
     client_update, data = SemiFL(threshold=threshold, **o).client_updates(shared)["train"], client(sweep, labeled)
-    begun = client_update.begin(down, client_update.remember(down, g), data)
-    after, notes = client_update.step(down, begun, batch)
+    begun = client_update.begin(broadcast, client_update.initial_memory(broadcast, g), data)
+    after, notes = client_update.step(broadcast, begun, batch)
     gradient = torch.autograd.grad(loss, list(tree.leaves(params)))
     expected = [p.detach() - lr * each for p, each in zip(tree.leaves(params), gradient, strict=True)]
     assert float(notes.loss) == pytest.approx(float(loss.detach()), rel=1e-12)
@@ -240,7 +245,7 @@ def test_unsure_images_are_not_in_the_pass(sure, executor):
     carry = begun(client_update, model, client(sweep))
 
     def step(carry, u):
-        after, notes = client_update.step(model, carry, batch._replace(u=u, others={}, mixing={}))
+        after, notes = client_update.step(model, carry, batch._replace(u=u, second_batch={}, mixing={}))
         return after["params"], notes.loss
 
     if executor == "step":
@@ -261,13 +266,13 @@ def test_the_labels_of_a_step_follow_the_model_of_the_moment():
         client_update = SemiFL(threshold=0.5, labels=labels, unlabeled_weight=0.0).client_updates(
             task(Pixel(), optimizer=SGD(1.0), statistics="separate")
         )["train"]
-        down = {"params": weight(0.1), "stats": {}}
-        carry = begun(client_update, down, client(pixels([1.0, 1.0]), 1))
+        broadcast = {"params": weight(0.1), "stats": {}}
+        carry = begun(client_update, broadcast, client(pixels([1.0, 1.0]), 1))
         batch = batch_of([1.0], [1.0], [1.0], [0], [1], 0.5)
         batch = batch._replace(x=pixels([1.0]), y=torch.tensor([1]), x_rows=torch.tensor([0]))
         seen[labels] = []
         for _ in range(2):
-            carry, notes = client_update.step(down, carry, batch)
+            carry, notes = client_update.step(broadcast, carry, batch)
             seen[labels].append(int(notes.pseudo[0].label))
         assert value(carry["params"]) < 0
     assert seen == {"round": [0, 0], "step": [0, 1]}
@@ -278,31 +283,33 @@ def test_a_step_sure_of_nothing_is_skipped_but_its_client_counts():
     optimizer = SGD(0.1, momentum=0.9, weight_decay=0.1)
     shared = task(optimizer=optimizer)
     method = SemiFL(threshold=1.1, labels="step")
-    client_update, down = method.client_updates(shared)["train"], begin(SemiFL(), shared)
-    assert client_update.needs.sweep == ()
+    client_update, broadcast = method.client_updates(shared)["train"], begin(SemiFL(), shared)
+    assert client_update.requirements.precomputed_views == ()
     batch, sweep = random_batch(0, 4)
-    memory = {"optimizer": tree.map(torch.ones_like, optimizer.init(down["params"]))}
-    carry = client_update.begin(down, memory, client(sweep))
-    after, _ = client_update.step(down, carry, batch)
+    memory = {"optimizer": tree.map(torch.ones_like, optimizer.init(broadcast["params"]))}
+    carry = client_update.begin(broadcast, memory, client(sweep))
+    after, _ = client_update.step(broadcast, carry, batch)
     assert same(after, carry)
-    up, kept = client_update.finish(down, after, client(sweep))
-    assert float(up.weight) == 1
+    upload, kept = client_update.finish(broadcast, after, client(sweep))
+    assert float(upload.weight) == 1
     assert same(kept, memory)
     sure = replace(method, threshold=0.0).client_updates(shared)["train"]
-    assert not same(sure.step(down, carry, batch)[0], carry)
+    assert not same(sure.step(broadcast, carry, batch)[0], carry)
     batch, sweep = random_batch(5, 4)
-    assert not same(client_update.step(down, client_update.begin(down, memory, client(sweep, 5)), batch)[0], carry)
+    assert not same(
+        client_update.step(broadcast, client_update.begin(broadcast, memory, client(sweep, 5)), batch)[0], carry
+    )
 
 
 def told(trained, fine, labeled: int = 1) -> Told:
     """Return clients that upload [(w, weight), ...] round by round, and a server whose own training ends at `fine`."""
     trained, fine = iter(trained), iter(fine)
 
-    def train(down, who):
+    def train(broadcast, who):
         return [Upload({"params": weight(w)}, torch.tensor(float(n))) for w, n in next(trained)]
 
-    def server(down, who):
-        return [upload({"params": weight(next(fine)(value(down["params"])))})]
+    def server(broadcast, who):
+        return [upload({"params": weight(next(fine)(value(broadcast["params"])))})]
 
     return Told({"train": train, "fine-tune": server}, labeled=labeled)
 
@@ -336,7 +343,7 @@ def test_training_side_by_side_by_hand():
     for w, v, sent in ((0.6, 0.2, 1.0), (0.2, 0.3, 0.6), (0.4, 0.3, 0.2)):
         server = method.round(shared, server, fed)
         assert [value(server["params"]), value(server["momentum"])] == pytest.approx([w, v])
-        assert [value(down["params"]) for down in fed.downlinks[-2:]] == pytest.approx([sent, sent])
+        assert [value(broadcast["params"]) for broadcast in fed.downlinks[-2:]] == pytest.approx([sent, sent])
     for fine_tune in (True, False):
         bare = told([[(0.3, 1), (0.5, 1)]], [], labeled=0)
         server = {"params": weight(1.0), "stats": {}, "momentum": weight(0.0)}
@@ -377,17 +384,19 @@ def test_clients_train_psi_and_the_server_sigma():
     """One step of each, written out with autograd: FixMatch in psi, cross-entropy in sigma; SGD without momentum."""
     shared = task(NETWORK, optimizer=SGD(0.1), statistics="separate")
     client_updates, server = HALVES.client_updates(shared), begin(HALVES, shared)
-    down = {name: part for name, part in server.items() if name != "momentum"}
+    broadcast = {name: part for name, part in server.items() if name != "momentum"}
     batch, sweep = random_batch(6, 4)
     for name, part, images in (("train", "psi", "strong"), ("fine-tune", "sigma", "x")):
         data = client(sweep, 0 if name == "train" else 6)
         given = batch if name == "fine-tune" else batch._replace(x=batch.x[:0], y=batch.y[:0], x_rows=batch.x_rows[:0])
-        carry = client_updates[name].begin(down, client_updates[name].remember(down, torch.Generator()), data)
-        after, _ = client_updates[name].step(down, carry, given)
-        (sent, _), leaves = client_updates[name].finish(down, after, data), tree.map(torch.clone, down[part])
+        carry = client_updates[name].begin(
+            broadcast, client_updates[name].initial_memory(broadcast, torch.Generator()), data
+        )
+        after, _ = client_updates[name].step(broadcast, carry, given)
+        (sent, _), leaves = client_updates[name].finish(broadcast, after, data), tree.map(torch.clone, broadcast[part])
         for leaf in tree.leaves(leaves):
             leaf.requires_grad_()
-        theta = HALVES.parameters({**down, part: leaves})
+        theta = HALVES.parameters({**broadcast, part: leaves})
         if images == "x":
             loss = F.cross_entropy(shared.network.train(theta, batch.x)[0], batch.y)
         else:
@@ -398,7 +407,7 @@ def test_clients_train_psi_and_the_server_sigma():
         assert sent.update.keys() == {part}
         moved = tree.map(lambda leaf: (leaf - 0.1 * leaf.grad).detach(), leaves)
         assert furthest(sent.update[part], moved) < 1e-12
-        assert furthest(sent.update[part], down[part]) > 1e-4
+        assert furthest(sent.update[part], broadcast[part]) > 1e-4
 
 
 def test_momentum_of_halves_is_psis_alone():
@@ -418,7 +427,7 @@ def test_statistics_come_before_the_first_labels_and_after_every_round(sbn, who)
     """Whose rows are counted; before round 1 for its labels, then once a round, for the next labels and the test."""
     fed = told([[(1, 1), (1, 1)]] * 2, [lambda w: w] * 2)
     counts = {"pixel": {"mean": torch.tensor([6.0]), "var": torch.tensor([2.0])}}
-    bn_statistics = lambda down, who: [Upload({}, torch.tensor(2.0), {"moments": counts}) for _ in who]  # noqa: E731
+    bn_statistics = lambda broadcast, who: [Upload({}, torch.tensor(2.0), {"moments": counts}) for _ in who]  # noqa: E731
     fed.answers = {**fed.answers, "census": bn_statistics}
     method, shared = SemiFL(sbn=sbn), task(Pixel())
     fresh = {"pixel": {"mean": torch.zeros(1), "var": torch.ones(1)}}
@@ -457,7 +466,7 @@ def test_without_mixing_it_is_fixmatch_on_the_clients(place):
             simulation = simulate(method, shared, held)
             simulation.open(0)
             model = begin(method, shared)
-            ups.append(simulation.ask("train", {"params": model["params"], "stats": {}}))
+            ups.append(simulation.query("train", {"params": model["params"], "stats": {}}))
         assert furthest(ups[0].update["params"], ups[1].update["params"]) < 1e-12
         assert furthest(ups[0].at(0).update["params"], begin(ours, shared)["params"]) > 1e-2
 
@@ -491,9 +500,9 @@ def test_a_threshold_beyond_reach_leaves_the_server_to_its_labels(executor):
     assert not any(leaf.any() for leaf in tree.leaves(after["momentum"]))
     assert played[-1].report.cost["unlabeled_images"] == 0
     simulation.open(2)
-    up = simulation.ask("train", {"params": after["params"], "stats": after["stats"]})
-    assert up.weight.tolist() == [0, 0, 0]
-    assert all(same(tree.index(up.update["params"], k), after["params"]) for k in range(3))
+    upload = simulation.query("train", {"params": after["params"], "stats": after["stats"]})
+    assert upload.weight.tolist() == [0, 0, 0]
+    assert all(same(tree.index(upload.update["params"], k), after["params"]) for k in range(3))
 
 
 @pytest.mark.parametrize("executor", ["loop", "vmap"])
@@ -513,9 +522,9 @@ def test_one_client_is_sure_and_one_is_not(executor):
         method, shared, held, views=PLAIN, cohort=2, batching=Batching(2, 2, epochs=3), executor=executor
     )
     simulation.open(0)
-    up = simulation.ask("train", {"params": weight(log(3)), "stats": {}})
-    assert up.weight.tolist() == [1, 0]
-    moved = up.update["params"]["pixel"]["norm"]["bias"].flatten().tolist()
+    upload = simulation.query("train", {"params": weight(log(3)), "stats": {}})
+    assert upload.weight.tolist() == [1, 0]
+    moved = upload.update["params"]["pixel"]["norm"]["bias"].flatten().tolist()
     assert moved[0] > log(3)
     assert moved[1] == log(3)
     memories = simulation.state()["client"]
@@ -533,14 +542,14 @@ def test_a_clients_momentum_lives_on_where_it_is_kept():
     data = client(random_batch(0, 5)[1])
     for kept in (True, False):
         client_update = SemiFL(keep_optimizer=kept).client_updates(shared)["train"]
-        down = begin(SemiFL(), shared)
-        ones = {"optimizer": tree.map(torch.ones_like, shared.optimizer.init(down["params"]))} if kept else {}
-        assert bool(client_update.remember(down, torch.Generator())) == kept
-        carry = client_update.begin(down, ones, data)
+        broadcast = begin(SemiFL(), shared)
+        ones = {"optimizer": tree.map(torch.ones_like, shared.optimizer.init(broadcast["params"]))} if kept else {}
+        assert bool(client_update.initial_memory(broadcast, torch.Generator())) == kept
+        carry = client_update.begin(broadcast, ones, data)
         assert all(bool(leaf.all()) == kept for leaf in tree.leaves(carry["optimizer"]))
-        assert client_update.finish(down, carry, data)[1].keys() == ({"optimizer"} if kept else set())
+        assert client_update.finish(broadcast, carry, data)[1].keys() == ({"optimizer"} if kept else set())
         at_server = SemiFL(keep_optimizer=kept).client_updates(shared)["fine-tune"]
-        assert bool(at_server.remember(down, torch.Generator())) == kept
+        assert bool(at_server.initial_memory(broadcast, torch.Generator())) == kept
 
 
 @pytest.mark.parametrize("place", ["clients", "some", "server"])
@@ -592,14 +601,14 @@ def test_passes_are_what_goes_through_the_network(labels, mix_weight, statistics
 
     shared = task(Counting(1, CLASSES, 4), statistics=statistics, labeling=labeling)
     method = SemiFL(labels=labels, mix_weight=mix_weight)
-    client_update, down = method.client_updates(shared)["train"], begin(method, shared)
+    client_update, broadcast = method.client_updates(shared)["train"], begin(method, shared)
     assert isinstance(client_update, Mixing)
     batch, sweep = random_batch(5, 6)
-    batch = batch._replace(u={name: batch.u[name] for name in client_update.needs.views})
-    carry = begun(client_update, down, client(sweep, 5))
-    assert seen["forward"] == client_update.swept(5, 9) == (9 if labels == "round" else 0)
+    batch = batch._replace(u={name: batch.u[name] for name in client_update.requirements.views})
+    carry = begun(client_update, broadcast, client(sweep, 5))
+    assert seen["forward"] == client_update.images_outside_steps(5, 9) == (9 if labels == "round" else 0)
     seen.update(forward=0, backward=0)
-    client_update.step(down, carry, batch)
+    client_update.step(broadcast, carry, batch)
     assert (seen["forward"], seen["backward"]) == tuple(client_update.passes(5, 6))
 
 
@@ -608,13 +617,13 @@ def test_a_visit_counts_epochs_over_the_kept_rows():
     client_update = SemiFL(threshold=0.7).client_updates(task(Pixel(), optimizer=SGD(0.1)))["train"]
     images = torch.full((9, 1, 4, 4), 128, dtype=torch.uint8)
     images[[2, 5]] = 255
-    data = Local(images[:0], torch.zeros(0, dtype=torch.int64), images, torch.tensor(0), torch.tensor(9))
-    down = {"params": weight(log(3)), "stats": {}}
+    data = ClientData(images[:0], torch.zeros(0, dtype=torch.int64), images, torch.tensor(0), torch.tensor(9))
+    broadcast = {"params": weight(log(3)), "stats": {}}
     outcome = update_one(
         ClientContext(client_update, PLAIN, 0, 0, 0),
         0,
-        down,
-        client_update.remember(down, torch.Generator()),
+        broadcast,
+        client_update.initial_memory(broadcast, torch.Generator()),
         data,
         Amount(9, 0, 4, epochs=3),
     )
@@ -634,8 +643,8 @@ def test_momentum_takes_back_what_the_server_learned_beside_the_clients(keep, le
     params = {"w": torch.zeros((), dtype=torch.float64)}
     momentum, found = {"w": torch.zeros((), dtype=torch.float64)}, []
     for learned in (1.0, 0.0, 0.0, 0.0):
-        up = Upload({"params": params}, torch.ones((), dtype=torch.float64))
+        upload = Upload({"params": params}, torch.ones((), dtype=torch.float64))
         trained = {"w": params["w"] + learned}
-        params, momentum = combine(trained, up, momentum, keep, share=0.5)
+        params, momentum = combine(trained, upload, momentum, keep, share=0.5)
         found.append(float(params["w"]))
     assert found == pytest.approx(left, abs=1e-15)

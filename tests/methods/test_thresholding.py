@@ -9,7 +9,7 @@ from scenes import dataset, same, task
 from test_objectives import Line, batch, pseudo_label
 from torch import Tensor
 
-from halfmoon.api.types import Local, Task
+from halfmoon.api.types import ClientData, Task
 from halfmoon.core.optim import SGD
 from halfmoon.methods import registry
 from halfmoon.methods.objectives import FixMatch, PseudoLabel
@@ -26,11 +26,11 @@ def p(*first: float) -> Tensor:
 LIKE = torch.zeros((), dtype=torch.float64)
 
 
-def data(rows: int, offset: int = 0) -> Local:
+def data(rows: int, offset: int = 0) -> ClientData:
     """Return a client's unlabeled rows."""
     u = (torch.arange(rows) + offset).to(torch.uint8)[:, None, None, None]
     none = torch.zeros(0, 1, 1, 1, dtype=torch.uint8)
-    return Local(none, torch.zeros(0, dtype=torch.int64), u, torch.tensor(0), torch.tensor(rows))
+    return ClientData(none, torch.zeros(0, dtype=torch.int64), u, torch.tensor(0), torch.tensor(rows))
 
 
 def test_fixed_by_hand():
@@ -47,7 +47,7 @@ def test_freematch_by_hand():
     needs 0.59167, more than 0.55. A fixed 0.95 would have counted none.
     """
     rule = Threshold("freematch", decay=0.5)
-    pseudo, state = rule.pseudo_label(p(0.9, 0.8, 0.4), torch.arange(3), rule.remember(2, LIKE))
+    pseudo, state = rule.pseudo_label(p(0.9, 0.8, 0.4), torch.arange(3), rule.initial_memory(2, LIKE))
     assert float(state["confidence"]) == pytest.approx(19 / 30, rel=1e-12)
     assert state["classes"].tolist() == pytest.approx([0.6, 0.4], rel=1e-12)
     assert pseudo.weight.tolist() == [1.0, 1.0, 1.0]
@@ -66,7 +66,7 @@ def test_flexmatch_by_hand():
     b = (1, 1/4) and class 1 needs 0.8 (1/4) / (7/4) = 4/35.
     """
     rule = Threshold("flexmatch", 0.8)
-    state = rule.begin(rule.remember(2, LIKE), data(5))
+    state = rule.begin(rule.initial_memory(2, LIKE), data(5))
     assert state["label"].tolist() == [-1] * 5
     pseudo, state = rule.pseudo_label(p(0.9, 0.85, 0.1, 0.6), torch.arange(4), state)
     assert pseudo.weight.tolist() == [1.0] * 4
@@ -82,7 +82,7 @@ def test_flexmatch_by_hand():
 def test_flexmatch_keeps_labels_with_their_rows():
     """Labels come back for the same rows alone; of two views of a row the sure one counts, whatever its place."""
     rule = Threshold("flexmatch", 0.8)
-    _, state = rule.pseudo_label(p(0.1, 0.6), torch.tensor([1, 1]), rule.begin(rule.remember(2, LIKE), data(3)))
+    _, state = rule.pseudo_label(p(0.1, 0.6), torch.tensor([1, 1]), rule.begin(rule.initial_memory(2, LIKE), data(3)))
     assert state["label"].tolist() == [-1, 1, -1]
     assert rule.begin(state, data(3))["label"].tolist() == [-1, 1, -1]
     assert rule.begin(state, data(3, offset=1))["label"].tolist() == [-1] * 3
@@ -96,7 +96,7 @@ def test_softmatch_by_hand():
     m = 1/4 + mean(0.794, 0.7) / 2, v = 1/2 + var / 2 with var = (0.794 - 0.7)^2 / 2. The first is above m: weight 1.
     """
     rule = Threshold("softmatch", decay=0.5)
-    pseudo, state = rule.pseudo_label(p(0.9, 0.5), torch.arange(2), rule.remember(2, LIKE))
+    pseudo, state = rule.pseudo_label(p(0.9, 0.5), torch.arange(2), rule.initial_memory(2, LIKE))
     first = (0.9 / 0.7) / (0.9 / 0.7 + 0.1 / 0.3)
     assert pseudo.label.tolist() == [0, 1]
     assert pseudo.confidence.tolist() == pytest.approx([first, 0.7], rel=1e-5)
@@ -123,7 +123,7 @@ def test_fl2_by_hand():
     pseudo, after = rule.pseudo_label(p(0.83, 0.84, 0.4), torch.arange(3), state)
     assert pseudo.weight.tolist() == [0.0, 1.0, 1.0]
     assert after is state
-    assert rule.remember(2, LIKE) == {}
+    assert rule.initial_memory(2, LIKE) == {}
     assert rule.pseudo_label_all(p(0.9, 0.9, 0.3), {}).weight.tolist() == [1.0, 1.0, 1.0]
     assert rule.begin({}, data(0), torch.zeros(0, 2))["classes"].tolist() == [0.5, 0.5]
 
@@ -210,7 +210,7 @@ def test_in_every_method_state_stays_at_the_clients(name, rule):
     options = {**METHODS[name], "thresholding": rule}
     method = registry.make(name, options)
     shared, entry = task(rounds=2), registry.entry(name)
-    held = dataset(SIZES, pooled=entry.pooled, place=entry.places[0])
+    held = dataset(SIZES, pooled=entry.pooled, place=entry.label_locations[0])
     run = lifted(method, shared, held, cohort=4)
     assert not any("threshold" in path for one in run for path in one.server)
     memories = run[-1].state["client"]

@@ -36,9 +36,9 @@ def test_the_gram_term_by_hand():
 def test_a_step_on_two_modules(statistics):
     """Both networks after a step of SGD, their running statistics, and the loss, summed pair by pair."""
     options, shared = TwinSight(hidden=6, projected=5), task(optimizer=SGD(0.2), statistics=statistics)
-    down = begin(options, shared)
-    classifier = small(options.solution(shared, down))
-    second = {"params": dict(down["params"]["twin"]), "stats": down["stats"]["twin"]}
+    broadcast = begin(options, shared)
+    classifier = small(options.solution(shared, broadcast))
+    second = {"params": dict(broadcast["params"]["twin"]), "stats": broadcast["stats"]["twin"]}
     projector, head = second["params"].pop("projector"), second["params"]["head"]
     other = TorchSmall(1, 6, NETWORK.width)
     other = twin(other, {"params": {**second["params"], "head": head}, "stats": second["stats"]}).train()
@@ -51,7 +51,7 @@ def test_a_step_on_two_modules(statistics):
     y = torch.tensor([0, 1, 3])
     batch = Batch(images(3, 9), y, torch.arange(3), u, torch.arange(4), x_views=x)
     client_update = options.client_updates(shared)["train"]
-    carry, notes = client_update.step(down, client_update.begin(down, {}, None), batch)
+    carry, notes = client_update.step(broadcast, client_update.begin(broadcast, {}, None), batch)
 
     a, b = (torch.cat([x[view], u[view]]) for view in ("weak", "weak2"))
     loss = F.cross_entropy(classifier(a)[:3], y)

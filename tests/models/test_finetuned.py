@@ -136,9 +136,9 @@ def test_secure_sums_noise_and_robust_rules_see_the_trained_part(tmp_path: Path)
     seen: list[Upload] = []
 
     class Spy:
-        def uploads(self, question, up):
-            seen.append(up)
-            return list(range(len(up.weight))), up
+        def uploads(self, question, upload):
+            seen.append(upload)
+            return list(range(len(upload.weight))), upload
 
         def row(self):
             return {}

@@ -119,14 +119,14 @@ def test_a_click_in_a_legend_hides_a_line_in_all_charts_of_its_group(browser: An
     assert count(browser, titled) == 9
 
 
-def hover(browser: Any, selector: str, across: float, down: float = 0.5) -> str:
+def hover(browser: Any, selector: str, across: float, broadcast: float = 0.5) -> str:
     """Move the mouse over a picture, in shares of its size, and return the tooltip's text."""
     target = browser.find_element("css selector", selector)
     browser.execute_script("arguments[0].scrollIntoView({block: 'center'})", target)
     frame = browser.execute_script(
         "const r = arguments[0].getBoundingClientRect(); return [r.x, r.y, r.width, r.height]", target
     )
-    place = {"x": frame[0] + across * frame[2], "y": frame[1] + down * frame[3]}
+    place = {"x": frame[0] + across * frame[2], "y": frame[1] + broadcast * frame[3]}
     browser.execute_cdp_cmd("Input.dispatchMouseEvent", {"type": "mouseMoved", **place})
     settle(browser)
     tips = browser.find_elements("css selector", "#tip:not([hidden])")

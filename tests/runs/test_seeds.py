@@ -99,10 +99,10 @@ def test_seeds_together_are_those_played_apart(tmp_path: Path, programs: list[in
 def test_one_that_diverges_leaves_the_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     check = driver._check_upload
 
-    def spoiled(context: Any, client: int, up: Any, *rest: Any) -> None:
+    def spoiled(context: Any, client: int, upload: Any, *rest: Any) -> None:
         if context.seed == 1 and context.round == 1:
             raise Diverged(1, client, 0, float("nan"))
-        check(context, client, up, *rest)
+        check(context, client, upload, *rest)
 
     monkeypatch.setattr(driver, "_check_upload", spoiled)
     with pytest.raises(Diverged, match="round 2"):

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from halfmoon.aggregation.mean import mean_of
 from halfmoon.api.types import StateStore
-from halfmoon.api.uploads import Uplink, Upload, stack
+from halfmoon.api.uploads import Upload, UploadSpec, stack
 from halfmoon.core import tree
 from halfmoon.core.tree import Tree
 from halfmoon.models import Network
@@ -108,21 +108,23 @@ class Told:
     downlinks: list[Tree] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.answered: Tensor = self.cohort
+        self.responders: Tensor = self.cohort
         self.state_store: StateStore = StateView(Store(), "state/", torch.device("cpu"))
 
-    def ask(self, client_update: str, down: Tree, each: Tree | None = None, to: Tensor | None = None) -> Upload:
-        self.answered = self.cohort if to is None else to
-        return stack(list(self._ask(client_update, down, self.answered.tolist())))
+    def query(
+        self, client_update: str, broadcast: Tree, per_client: Tree | None = None, clients: Tensor | None = None
+    ) -> Upload:
+        self.responders = self.cohort if clients is None else clients
+        return stack(list(self._ask(client_update, broadcast, self.responders.tolist())))
 
-    def average(self, client_update: str, down: Tree) -> Upload:
-        return mean_of(self.ask(client_update, down), Uplink(), down, client_update)
+    def average(self, client_update: str, broadcast: Tree) -> Upload:
+        return mean_of(self.query(client_update, broadcast), UploadSpec(), broadcast, client_update)
 
-    def ask_server(self, client_update: str, down: Tree) -> Upload:
-        (up,) = self._ask(client_update, down, [-2])
-        return up
+    def query_server(self, client_update: str, broadcast: Tree) -> Upload:
+        (upload,) = self._ask(client_update, broadcast, [-2])
+        return upload
 
-    def _ask(self, client_update: str, down: Tree, who: list[int]) -> Any:
+    def _ask(self, client_update: str, broadcast: Tree, who: list[int]) -> Any:
         self.asked.append((client_update, who))
-        self.downlinks.append(down)
-        return self.answers[client_update](down, who)
+        self.downlinks.append(broadcast)
+        return self.answers[client_update](broadcast, who)

@@ -9,7 +9,7 @@ from scenes import CLASSES, NETWORK, Snapshot, begin, play, simulate
 from torch import Tensor, nn
 from torch_models import TorchSmall, twin
 
-from halfmoon.api.types import Batch, ClientUpdate, Local, Method, Task
+from halfmoon.api.types import Batch, ClientData, ClientUpdate, Method, Task
 from halfmoon.contract.checks import executors_agree
 from halfmoon.core import tree
 from halfmoon.core.tree import Tree
@@ -56,16 +56,16 @@ def images(count: int, seed: int) -> Tensor:
     return torch.randn(count, 1, 8, 8, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
-def local(labeled: int = 5, unlabeled: int = 6, y: Tensor | None = None, **views: Tensor) -> Local:
+def local(labeled: int = 5, unlabeled: int = 6, y: Tensor | None = None, **views: Tensor) -> ClientData:
     """Return a client of these counts; steps bring images of their own."""
     nothing = torch.zeros(0, 1, 8, 8, dtype=torch.uint8)
     y = torch.zeros(0, dtype=torch.int64) if y is None else y
-    return Local(nothing, y, nothing, torch.tensor(labeled), torch.tensor(unlabeled), views)
+    return ClientData(nothing, y, nothing, torch.tensor(labeled), torch.tensor(unlabeled), views)
 
 
-def begun(update: ClientUpdate, down: Tree, data: Local) -> Tree:
+def begun(update: ClientUpdate, broadcast: Tree, data: ClientData) -> Tree:
     """Return the carry of a client's first update."""
-    return update.begin(down, update.remember(down, torch.Generator()), data)
+    return update.begin(broadcast, update.initial_memory(broadcast, torch.Generator()), data)
 
 
 def rounds_of(
@@ -84,9 +84,9 @@ def lifted(
     return loop
 
 
-def small(down: Tree) -> TorchSmall:
+def small(broadcast: Tree) -> TorchSmall:
     """Return the network of the scene as a module in training, with a model's parameters and statistics."""
-    return twin(TorchSmall(1, CLASSES, NETWORK.width), down).train()
+    return twin(TorchSmall(1, CLASSES, NETWORK.width), broadcast).train()
 
 
 def assert_same(params: Tree, module: nn.Module, rtol: float = 1e-8, atol: float = 1e-10) -> None:

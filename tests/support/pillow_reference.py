@@ -126,7 +126,7 @@ def fedloke_operation(image: Image.Image, name: str, negative: bool, magnitude: 
     """Return one operation of torchvision's RandAugment at a magnitude of 0 to 30, on Pillow images.
     Its `negative` is Pillow's: torchvision's translations have the other sign, which a random sign does not tell."""
     sign = -1 if negative else 1
-    across, down = (sign * int(150.0 / 331.0 * side * magnitude / 30) for side in image.size)
+    across, broadcast = (sign * int(150.0 / 331.0 * side * magnitude / 30) for side in image.size)
     return changed(
         image,
         name,
@@ -135,7 +135,7 @@ def fedloke_operation(image: Image.Image, name: str, negative: bool, magnitude: 
         threshold=255.0 - 255.0 / 30 * magnitude,
         degrees=sign * 30.0 * magnitude / 30,
         shear=sign * 0.3 * magnitude / 30,
-        shift=(across, down),
+        shift=(across, broadcast),
     )
 
 

@@ -226,8 +226,8 @@ def rows(run: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
 
 
-def parts(up: dict[str, Any]) -> set[str]:
-    return set(Upload.of(up).parts)
+def parts(upload: dict[str, Any]) -> set[str]:
+    return set(Upload.from_tree(upload).parts)
 
 
 def pixels(images: np.ndarray, mean: float, std: float) -> set[bytes]:

@@ -8,8 +8,18 @@ import torch
 from torch import Tensor
 
 from halfmoon.aggregation import AggregationContext
-from halfmoon.api.types import Batch, ClientUpdate, Federation, Local, Method, Needs, Passes, StepMetrics, Task
-from halfmoon.api.uploads import Aux, Uplink, Upload
+from halfmoon.api.types import (
+    Batch,
+    ClientData,
+    ClientUpdate,
+    Federation,
+    Method,
+    Passes,
+    StepMetrics,
+    Task,
+    UpdateRequirements,
+)
+from halfmoon.api.uploads import Aux, Upload, UploadSpec
 from halfmoon.core import tree
 from halfmoon.core.tree import Tree
 
@@ -22,35 +32,40 @@ class SpyUpdate(ClientUpdate):
     seen: list[tuple[str, Any]] = field(default_factory=list, compare=False)
 
     @property
-    def needs(self) -> Needs:
-        return replace(self.inner.needs, all_rows=self.inner.needs.whole, masks=False, row_memory={})
+    def requirements(self) -> UpdateRequirements:
+        return replace(
+            self.inner.requirements,
+            all_rows=self.inner.requirements.needs_full_batch,
+            masks_padding=False,
+            row_memory={},
+        )
 
-    def swept(self, labeled: int, unlabeled: int) -> int:
-        return self.inner.swept(labeled, unlabeled)
+    def images_outside_steps(self, labeled: int, unlabeled: int) -> int:
+        return self.inner.images_outside_steps(labeled, unlabeled)
 
-    def traffic(self, down: Tree, up: Upload) -> tuple[int, int]:
-        return self.inner.traffic(down, up)
+    def traffic(self, broadcast: Tree, upload: Upload) -> tuple[int, int]:
+        return self.inner.traffic(broadcast, upload)
 
-    def remember(self, down: Tree, generator: torch.Generator) -> Tree:
-        return self.inner.remember(down, generator)
+    def initial_memory(self, broadcast: Tree, generator: torch.Generator) -> Tree:
+        return self.inner.initial_memory(broadcast, generator)
 
-    def begin(self, down: Tree, memory: Tree, data: Local) -> Tree:
-        self.seen.append(("begin", (down, memory, data)))
-        return self.inner.begin(down, memory, data)
+    def begin(self, broadcast: Tree, memory: Tree, data: ClientData) -> Tree:
+        self.seen.append(("begin", (broadcast, memory, data)))
+        return self.inner.begin(broadcast, memory, data)
 
-    def keep(self, carry: Tree, data: Local) -> Tensor | None:
+    def drawable_rows(self, carry: Tree, data: ClientData) -> Tensor | None:
         self.seen.append(("keep", (carry, data)))
-        return self.inner.keep(carry, data)
+        return self.inner.drawable_rows(carry, data)
 
-    def step(self, down: Tree, carry: Tree, batch: Batch) -> tuple[Tree, StepMetrics]:
-        self.seen.append(("step", (down, carry, batch)))
-        carry, notes = self.inner.step(down, carry, batch)
+    def step(self, broadcast: Tree, carry: Tree, batch: Batch) -> tuple[Tree, StepMetrics]:
+        self.seen.append(("step", (broadcast, carry, batch)))
+        carry, notes = self.inner.step(broadcast, carry, batch)
         self.seen.append(("notes", notes))
         return carry, notes
 
-    def finish(self, down: Tree, carry: Tree, data: Local) -> tuple[Upload, Tree]:
-        self.seen.append(("finish", (down, carry, data)))
-        return self.inner.finish(down, carry, data)
+    def finish(self, broadcast: Tree, carry: Tree, data: ClientData) -> tuple[Upload, Tree]:
+        self.seen.append(("finish", (broadcast, carry, data)))
+        return self.inner.finish(broadcast, carry, data)
 
     def passes(self, labeled: int, unlabeled: int) -> Passes:
         return self.inner.passes(labeled, unlabeled)
@@ -93,31 +108,37 @@ class CountingWork(ClientUpdate):
     idle: int = -1
 
     @property
-    def needs(self) -> Needs:
+    def requirements(self) -> UpdateRequirements:
         names = ("steps", "rows", "pixels", "visits", "mark", "labeled", "unlabeled")
-        return Needs(self.views, uplink=Uplink((), (), "one", dict.fromkeys(names, Aux())))
+        return UpdateRequirements(self.views, upload_spec=UploadSpec((), (), "one", dict.fromkeys(names, Aux())))
 
-    def begin(self, down: Tree, memory: Tree, data: Local) -> Tree:
+    def begin(self, broadcast: Tree, memory: Tree, data: ClientData) -> Tree:
         zero = torch.zeros((), dtype=torch.float64)
         visits = memory["visits"] if memory else zero
-        return {"steps": zero, "rows": zero, "pixels": zero, "visits": visits, "mark": down["mark"] + down["base"]}
+        return {
+            "steps": zero,
+            "rows": zero,
+            "pixels": zero,
+            "visits": visits,
+            "mark": broadcast["mark"] + broadcast["base"],
+        }
 
-    def remember(self, down: Tree, generator: torch.Generator) -> Tree:
+    def initial_memory(self, broadcast: Tree, generator: torch.Generator) -> Tree:
         return {"visits": torch.zeros((), dtype=torch.float64)}
 
-    def keep(self, carry: Tree, data: Local) -> Tensor:
+    def drawable_rows(self, carry: Tree, data: ClientData) -> Tensor:
         return (torch.arange(len(data.u)) >= 0) & (carry["mark"] != self.idle)
 
-    def step(self, down: Tree, carry: Tree, batch: Batch) -> tuple[Tree, StepMetrics]:
+    def step(self, broadcast: Tree, carry: Tree, batch: Batch) -> tuple[Tree, StepMetrics]:
         steps = carry["steps"] + 1
         rows = carry["rows"] + batch.x_rows.sum() + (batch.u_rows.sum() if self.views else 0)
         pixels = carry["pixels"] + batch.x.double().sum() + sum(batch.u[name].double().sum() for name in self.views)
-        loss = torch.where(steps == down["fuse"], torch.nan, pixels)
+        loss = torch.where(steps == broadcast["fuse"], torch.nan, pixels)
         return {**carry, "steps": steps, "rows": rows, "pixels": pixels}, StepMetrics(loss, {}, ())
 
-    def finish(self, down: Tree, carry: Tree, data: Local) -> tuple[Upload, Tree]:
-        up = {**carry, "labeled": data.labeled, "unlabeled": data.unlabeled}
-        return Upload({}, torch.ones(()).double(), up), {"visits": carry["visits"] + 1}
+    def finish(self, broadcast: Tree, carry: Tree, data: ClientData) -> tuple[Upload, Tree]:
+        upload = {**carry, "labeled": data.labeled, "unlabeled": data.unlabeled}
+        return Upload({}, torch.ones(()).double(), upload), {"visits": carry["visits"] + 1}
 
     def passes(self, labeled: int, unlabeled: int) -> Passes:
         return Passes(labeled + unlabeled, labeled)
@@ -148,16 +169,16 @@ class Counting:
         for query in range(self.queries):
             fuse = (federation.cohort == self.doomed) & (server["round"] == self.when)
             each = {"mark": federation.cohort.double(), "fuse": torch.where(fuse, self.fuse, -1)}
-            ups[f"trip{query}"] = federation.ask("count", {"base": torch.tensor(100.0)}, each).aux
+            ups[f"trip{query}"] = federation.query("count", {"base": torch.tensor(100.0)}, each).aux
         return {"round": server["round"] + 1, "ups": ups}
 
     def solution(self, task: Task, server: Tree) -> Tree:
         return server
 
 
-def question(down: Tree, clients: int, cohort: int | None = None, **changes: Any) -> AggregationContext:
+def question(broadcast: Tree, clients: int, cohort: int | None = None, **changes: Any) -> AggregationContext:
     """Return a question of the first round, to so many clients, that those from 0 on have answered."""
-    asked = AggregationContext(0, 0, 0, "train", down, {}, tuple(range(clients)), cohort or clients, True)
+    asked = AggregationContext(0, 0, 0, "train", broadcast, {}, tuple(range(clients)), cohort or clients, True)
     return asked._replace(**changes)
 
 

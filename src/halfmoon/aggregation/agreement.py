@@ -41,20 +41,20 @@ Change = Mapping[str, Tensor]
 """The update of each client, {path: (k, ...)}."""
 
 
-def outside(context: AggregationContext, up: Upload, change: Change) -> dict[int, dict[str, Any]]:
+def outside(context: AggregationContext, upload: Upload, change: Change) -> dict[int, dict[str, Any]]:
     """Return what was measured of each client that points against the others, by its place."""
-    voters = (up.weight > 0).nonzero().flatten().tolist()
+    voters = (upload.weight > 0).nonzero().flatten().tolist()
     if len(voters) < LEAST:
         return {}
-    uplink = context.uplink
-    aux = {name: up.aux[name] for kind in ("sum", "mean") for name in uplink.names(reduce=kind)}
+    upload_spec = context.upload_spec
+    aux = {name: upload.aux[name] for kind in ("sum", "mean") for name in upload_spec.names(reduce=kind)}
     sums = [leaf[voters] for leaf in tree.flatten({"aux": aux}).values() if leaf.is_floating_point()]
     outliers: dict[int, dict[str, Any]] = {}
     if sums:
         square = gram(sums)
-        lengths = square.diagonal().sqrt() / up.weight[voters].double().cpu()
+        lengths = square.diagonal().sqrt() / upload.weight[voters].double().cpu()
         outliers = _apart("sums", agreement(square), lengths > LONG * median(lengths))
-    for part, paths in groups(change, uplink.statistics).items():
+    for part, paths in groups(change, upload_spec.statistics).items():
         if paths:
             outliers = _compared(context, part, {path: change[path][voters] for path in paths}) | outliers
     return {voters[place]: {"client": context.clients[voters[place]], **facts} for place, facts in outliers.items()}

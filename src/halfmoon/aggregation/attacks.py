@@ -50,18 +50,18 @@ class Hostile(Aggregator):
         self.attack, self.clients, self.seed, self.factor = attack, frozenset(clients), seed, factor
         self._met: set[int] = set()
 
-    def uploads(self, context: AggregationContext, up: Upload) -> tuple[Sequence[int], Upload]:
+    def uploads(self, context: AggregationContext, upload: Upload) -> tuple[Sequence[int], Upload]:
         """Return all places, and the uploads with those of hostile clients in place of what they were."""
         everyone = range(len(context.clients))
         hostile = [place for place in everyone if context.clients[place] in self.clients]
         self._met |= {context.clients[place] for place in hostile}
         if self.attack.endswith("false-counts"):
-            weight = up.weight.clone()
+            weight = upload.weight.clone()
             weight[hostile] *= LIE
-            up = up._replace(weight=weight)
-        change = update(up, context)
+            upload = upload._replace(weight=weight)
+        change = update(upload, context)
         if not hostile or not change or self.attack in ("label-flip", "false-counts"):
-            return everyone, up
+            return everyone, upload
         new = {path: leaf.clone() for path, leaf in change.items()}
         for place in hostile:
             mine = {path: leaf[place] for path, leaf in change.items()}
@@ -69,7 +69,7 @@ class Hostile(Aggregator):
             for name, leaf in self._spoiled(mine, rng.generator(self.seed, *path)).items():
                 new[name][place] = leaf
         bad = torch.tensor([place in hostile for place in everyone])
-        return everyone, mixed(bad, changed(up, context, new), up)
+        return everyone, mixed(bad, changed(upload, context, new), upload)
 
     def row(self) -> dict[str, Any]:
         met, self._met = sorted(self._met), set()

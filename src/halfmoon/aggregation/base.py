@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from halfmoon.api.types import StateStore
-from halfmoon.api.uploads import UPDATE_ONLY, Uplink, Upload
+from halfmoon.api.uploads import UPDATE_ONLY, Upload, UploadSpec
 from halfmoon.core import tree
 from halfmoon.core.tree import Tree
 
@@ -24,25 +24,25 @@ class AggregationContext(NamedTuple):
     attempt: int  # how often the round was begun again before, because too few had answered
     query: int  # questions of this round before this one
     client_update: str
-    down: Tree  # what went down to all
-    each: Tree  # what went to each beside (leaves (k, ...)), in the order of `clients`
+    broadcast: Tree  # what went down to all
+    per_client: Tree  # what went to each beside (leaves (k, ...)), in the order of `clients`
     clients: tuple[int, ...]  # who answered, in the order of the uploads
     cohort: int  # how many were asked
     random_cohort: bool  # whether those asked are the round's cohort, drawn at random from all clients
-    uplink: Uplink = UPDATE_ONLY  # what the work declares of its uploads
+    upload_spec: UploadSpec = UPDATE_ONLY  # what the work declares of its uploads
     memory: StateStore | None = None  # what is remembered from round to round, a part of every checkpoint
 
     def only(self, places: Sequence[int]) -> "AggregationContext":
         """Return the question as if those at `places` alone had answered."""
         indices = torch.tensor(list(places), dtype=torch.int64)
-        each = tree.map(lambda leaf: leaf[indices.to(leaf.device)], self.each)
-        return self._replace(clients=tuple(self.clients[place] for place in places), each=each)
+        per_client = tree.map(lambda leaf: leaf[indices.to(leaf.device)], self.per_client)
+        return self._replace(clients=tuple(self.clients[place] for place in places), per_client=per_client)
 
 
 class Aggregator(Protocol):
     """What is done with uploads before a method gets them."""
 
-    def uploads(self, context: AggregationContext, up: Upload) -> tuple[Sequence[int], Upload]:
+    def uploads(self, context: AggregationContext, upload: Upload) -> tuple[Sequence[int], Upload]:
         """Return the places of the answers that count, and their uploads as the method gets them, leaves (k', ...)."""
         ...
 
@@ -57,8 +57,8 @@ class Aggregator(Protocol):
 
 def downlinks(context: AggregationContext) -> dict[str, Tensor]:
     """Return what each client was sent, by path: leaves (k, ...), or (1, ...) where it was the same for all."""
-    shared = {path: leaf.unsqueeze(0) for path, leaf in tree.flatten(context.down).items()}
-    return {**shared, **tree.flatten(context.each)}
+    shared = {path: leaf.unsqueeze(0) for path, leaf in tree.flatten(context.broadcast).items()}
+    return {**shared, **tree.flatten(context.per_client)}
 
 
 def along(values: Tensor, leaf: Tensor) -> Tensor:
@@ -73,21 +73,23 @@ def mixed(mask: Tensor, new: Upload, old: Upload) -> Upload:
     def one(a: Tensor, b: Tensor) -> Tensor:
         return b if a is b else torch.where(along(mask, b), a, b)
 
-    return Upload.of(tree.map(one, new.tree, old.tree))
+    return Upload.from_tree(tree.map(one, new.tree, old.tree))
 
 
-def update(up: Upload, context: AggregationContext) -> dict[str, Tensor]:
+def update(upload: Upload, context: AggregationContext) -> dict[str, Tensor]:
     """Return by how much each client changed what it was sent: {path: (k, ...)}, floating leaves alone."""
-    down = downlinks(context)
-    return {path: leaf - down[path] for path, leaf in tree.flatten(up.update).items() if leaf.is_floating_point()}
+    broadcast = downlinks(context)
+    return {
+        path: leaf - broadcast[path] for path, leaf in tree.flatten(upload.update).items() if leaf.is_floating_point()
+    }
 
 
-def changed(up: Upload, context: AggregationContext, change: dict[str, Tensor]) -> Upload:
+def changed(upload: Upload, context: AggregationContext, change: dict[str, Tensor]) -> Upload:
     """Return the uploads as if each client had changed what it was sent by `change`, leaves (k, ...) or (...).
 
     A leaf (...) is one aggregate in the place of every client's. What is no update (weights, counts) stays as it is.
     """
-    down, count = downlinks(context), len(context.clients)
+    broadcast, count = downlinks(context), len(context.clients)
 
     def moved(branch: Tree, above: str) -> Tree:
         new: Tree = {}
@@ -96,10 +98,10 @@ def changed(up: Upload, context: AggregationContext, change: dict[str, Tensor]) 
             if isinstance(leaf, dict):  # also an empty one: a network without statistics has {"stats": {}}
                 new[name] = moved(leaf, f"{path}/")
             elif path in change:
-                each = down[path] + change[path]
+                each = broadcast[path] + change[path]
                 new[name] = each.expand(count, *each.shape[1:])
             else:
                 new[name] = leaf
         return new
 
-    return up._replace(update=moved(up.update, ""))
+    return upload._replace(update=moved(upload.update, ""))

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from halfmoon.api.uploads import Precision, Uplink, Upload
+from halfmoon.api.uploads import Precision, Upload, UploadSpec
 from halfmoon.core import tree
 from halfmoon.core.tree import Tree
 
@@ -19,30 +19,38 @@ LEVELS = 127
 
 
 def encoded(
-    up: Upload, down: Tree, precision: Precision, uplink: Uplink, draws: Callable[[str], torch.Generator]
+    upload: Upload,
+    broadcast: Tree,
+    precision: Precision,
+    upload_spec: UploadSpec,
+    draws: Callable[[str], torch.Generator],
 ) -> Upload:
-    """Return one client's upload as it travels: of each parameter its difference from `down`, in `precision`.
+    """Return one client's upload as it travels: of each parameter its difference from `broadcast`, in `precision`.
 
     With float16 its dtype changes alone. With int8 it becomes {"levels": int8, "scale": ()}, by a generator that
     `draws` makes of its path. Running statistics, whole numbers, the weight and what goes beside an update stay exact.
     So does a part of the update that is one tensor: a distribution over classes must not fall below 0.
     """
-    before = tree.flatten(down)
-    trees = {name: part for name, part in up.update.items() if isinstance(part, dict) and name not in uplink.statistics}
+    before = tree.flatten(broadcast)
+    trees = {
+        name: part
+        for name, part in upload.update.items()
+        if isinstance(part, dict) and name not in upload_spec.statistics
+    }
     changes: dict[str, Any] = {}
     for path, leaf in tree.flatten(trees).items():
         if leaf.is_floating_point():
             change = leaf - before[path]
             changes[path] = change.half() if precision == "float16" else quantized(change, draws(path))
-    return up._replace(update=tree.replaced(up.update, changes))
+    return upload._replace(update=tree.replaced(upload.update, changes))
 
 
-def decoded(up: Upload, down: Tree, precision: Precision) -> Upload:
-    """Return an upload with the rounded model of a client that was sent `down`: undoes `encoded` but for the rounding.
+def decoded(upload: Upload, broadcast: Tree, precision: Precision) -> Upload:
+    """Return an upload with the rounded model of a client that was sent `broadcast`: undoes `encoded` but for the rounding.
 
     A difference that is not finite leaves a model that is not.
     """
-    return up if precision == "float32" else up._replace(update=_restored(up.update, down))
+    return upload if precision == "float32" else upload._replace(update=_restored(upload.update, broadcast))
 
 
 def quantized(change: Tensor, generator: torch.Generator) -> Tree:
@@ -53,8 +61,8 @@ def quantized(change: Tensor, generator: torch.Generator) -> Tree:
     scale = change.abs().amax() / LEVELS if change.numel() else change.new_zeros(())
     steps = torch.where((scale > 0) & scale.isfinite(), change / scale, torch.zeros_like(change))
     low = steps.floor()
-    up = torch.rand(change.shape, generator=generator, dtype=change.dtype).to(change.device) < steps - low
-    return {"levels": (low + up).clamp(-LEVELS, LEVELS).to(torch.int8), "scale": scale}
+    upload = torch.rand(change.shape, generator=generator, dtype=change.dtype).to(change.device) < steps - low
+    return {"levels": (low + upload).clamp(-LEVELS, LEVELS).to(torch.int8), "scale": scale}
 
 
 def _restored(leaf: Any, before: Any) -> Any:

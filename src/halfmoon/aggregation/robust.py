@@ -20,7 +20,7 @@ What an upload holds beside an update:
 - FedMatch, SemiFed and HeteroFL need single clients' models: only "clip" and "cosine" can stand before them. SemiFL
   and HeteroFL also count statistics in a query of their own (`methods.static`), which is no update, so that no rule
   would look at it: none can stand before them where clients count such statistics
-  (`halfmoon.api.method_entry.MethodEntry.unrobust`).
+  (`halfmoon.api.method_entry.MethodEntry.robust_rule_conflict`).
 """
 
 import math
@@ -53,48 +53,50 @@ class Robust(Aggregator):
         self.rule, self.byzantine = rule, byzantine
         self._row: dict[str, Any] = {}
 
-    def uploads(self, context: AggregationContext, up: Upload) -> tuple[Sequence[int], Upload]:
+    def uploads(self, context: AggregationContext, upload: Upload) -> tuple[Sequence[int], Upload]:
         """Return the places of the finite uploads, and these as the rule leaves them."""
-        change = update(up, context)
+        change = update(upload, context)
         # A finite upload may be so far away that the difference is not.
-        places = finite([*tree.leaves(up.tree), *change.values()])
+        places = finite([*tree.leaves(upload.tree), *change.values()])
         lost = [client for place, client in enumerate(context.clients) if place not in places]
         if lost:
             self._row["not_finite"] = sorted({*self._row.get("not_finite", ()), *lost})
-            context, up, change = only(places, context, up, change)
+            context, upload, change = only(places, context, upload, change)
         if self.rule == "cosine":
-            outliers = outside(context, up, change)
+            outliers = outside(context, upload, change)
             inside = [place for place in range(len(places)) if place not in outliers]
             if outliers:
                 self._row["outside"] = [*self._row.get("outside", ()), *outliers.values()]
-                context, up, change = only(inside, context, up, change)
+                context, upload, change = only(inside, context, upload, change)
                 places = [places[place] for place in inside]
-        voters = (up.weight > 0).nonzero().flatten().tolist()
+        voters = (upload.weight > 0).nonzero().flatten().tolist()
         if change and voters:
-            up, measures = self._ruled(context, up, change, voters)
+            upload, measures = self._ruled(context, upload, change, voters)
             self._row |= measures
-        return places, up
+        return places, upload
 
     def row(self) -> dict[str, Any]:
         row, self._row = self._row, {}
         return row
 
     def _ruled(
-        self, context: AggregationContext, up: Upload, change: Change, voters: list[int]
+        self, context: AggregationContext, upload: Upload, change: Change, voters: list[int]
     ) -> tuple[Upload, dict[str, Any]]:
         if self.rule in ("clip", "cosine"):
-            return clipped(context, up, change, voters, 1.0 if self.rule == "clip" else ROOM)
+            return clipped(context, upload, change, voters, 1.0 if self.rule == "clip" else ROOM)
         mine = {path: leaf[voters] for path, leaf in change.items()}
         if self.rule == "krum":
             hostile = tolerated(len(voters), self.byzantine)
-            place = krum(mine, hostile, context.uplink.statistics)
+            place = krum(mine, hostile, context.upload_spec.statistics)
             new = {path: leaf[place] for path, leaf in mine.items()}
-            return changed(up, context, new), {"chosen": context.clients[voters[place]], "expected": hostile}
+            return changed(upload, context, new), {"chosen": context.clients[voters[place]], "expected": hostile}
         if self.rule == "median":
-            return changed(up, context, {path: median(leaf) for path, leaf in mine.items()}), {"counted": len(voters)}
+            return changed(upload, context, {path: median(leaf) for path, leaf in mine.items()}), {
+                "counted": len(voters)
+            }
         cut = share(self.byzantine, len(voters))
         new = {path: trimmed(leaf, cut) for path, leaf in mine.items()}
-        return changed(up, context, new), {"trimmed": 2 * cut, "counted": len(voters)}
+        return changed(upload, context, new), {"trimmed": 2 * cut, "counted": len(voters)}
 
 
 class Finite(Aggregator):
@@ -106,9 +108,9 @@ class Finite(Aggregator):
     def __init__(self, robust: bool = True) -> None:
         self.robust = robust
 
-    def uploads(self, context: AggregationContext, up: Upload) -> tuple[Sequence[int], Upload]:
+    def uploads(self, context: AggregationContext, upload: Upload) -> tuple[Sequence[int], Upload]:
         """Return everything as it is; raise UserError where an upload is not finite."""
-        places = finite(list(tree.leaves(up.tree)))
+        places = finite(list(tree.leaves(upload.tree)))
         lost = [client for place, client in enumerate(context.clients) if place not in places]
         if lost:
             advice = "leave it out with --aggregation cosine, clip, median, trimmed or krum"
@@ -121,7 +123,7 @@ class Finite(Aggregator):
                 f"the upload of client {lost[0]} in round {context.round + 1} ({context.client_update}) is not finite, "
                 f"and in a mean it would spoil the model: {advice}."
             )
-        return places, up
+        return places, upload
 
 
 def finite(leaves: Sequence[Tensor]) -> list[int]:
@@ -131,12 +133,12 @@ def finite(leaves: Sequence[Tensor]) -> list[int]:
 
 
 def only(
-    places: Sequence[int], context: AggregationContext, up: Upload, change: Change
+    places: Sequence[int], context: AggregationContext, upload: Upload, change: Change
 ) -> tuple[AggregationContext, Upload, Change]:
     """Return a question, its uploads and updates as if those at `places` alone had answered."""
     indices = list(places)
     change = {path: leaf[indices] for path, leaf in change.items()}
-    return context.only(indices), up.map(lambda leaf: leaf[indices]), change
+    return context.only(indices), upload.map(lambda leaf: leaf[indices]), change
 
 
 def share(byzantine: float, count: int) -> int:
@@ -154,7 +156,7 @@ def tolerated(count: int, byzantine: float) -> int:
 
 
 def clipped(
-    context: AggregationContext, up: Upload, change: Change, voters: Sequence[int], room: float = 1.0
+    context: AggregationContext, upload: Upload, change: Change, voters: Sequence[int], room: float = 1.0
 ) -> tuple[Upload, dict[str, Any]]:
     """Return uploads whose updates are at most `room` times as long as the median one, and how many were longer.
 
@@ -163,7 +165,7 @@ def clipped(
     """
     long = torch.zeros(len(context.clients), dtype=torch.bool)
     medians: dict[str, float] = {}
-    for name, paths in groups(change, context.uplink.statistics).items():
+    for name, paths in groups(change, context.upload_spec.statistics).items():
         if paths:
             norms = _norms(change, paths)
             middle = median(norms[list(voters)])
@@ -171,8 +173,8 @@ def clipped(
             over, scale = norms > bound, bound / norms
             long |= over
             shorter = {path: change[path] * along(scale, change[path]) for path in paths}
-            up = mixed(over, changed(up, context, shorter), up)
-    return up, {"clipped": int(long.sum()), "counted": len(context.clients), "median_norm": medians}
+            upload = mixed(over, changed(upload, context, shorter), upload)
+    return upload, {"clipped": int(long.sum()), "counted": len(context.clients), "median_norm": medians}
 
 
 def trimmed(leaf: Tensor, cut: int) -> Tensor:

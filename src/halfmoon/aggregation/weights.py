@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from halfmoon.aggregation.base import AggregationContext, Aggregator
-from halfmoon.api.uploads import Uplink, Upload
+from halfmoon.api.uploads import Upload, UploadSpec
 from halfmoon.core import tree
 from halfmoon.core.tree import Tree
 
@@ -45,10 +45,10 @@ class WeightCap(Aggregator):
         self._row: dict[str, Any] = {}
         self._warned: set[int] = set()
 
-    def uploads(self, context: AggregationContext, up: Upload) -> tuple[Sequence[int], Upload]:
+    def uploads(self, context: AggregationContext, upload: Upload) -> tuple[Sequence[int], Upload]:
         """Return all places, and the uploads with their weights capped; others stay as they are, bit by bit."""
-        scale = self.scale(context.clients, up.weight.double().tolist())
-        return range(len(context.clients)), capped(up, context.uplink, scale)
+        scale = self.scale(context.clients, upload.weight.double().tolist())
+        return range(len(context.clients)), capped(upload, context.upload_spec, scale)
 
     def scale(self, clients: Sequence[int], weights: Sequence[float]) -> list[float]:
         """Return what the weight of each of these clients is multiplied by: 1 where it is not too large."""
@@ -77,12 +77,12 @@ class WeightCap(Aggregator):
         return row
 
 
-def capped(up: Upload, uplink: Uplink, scale: Sequence[float]) -> Upload:
+def capped(upload: Upload, upload_spec: UploadSpec, scale: Sequence[float]) -> Upload:
     """Return uploads (k, ...) with their weights, and what was multiplied by them, scaled; 1 changes no bit."""
     if all(each == 1 for each in scale):
-        return up
-    sums = {name: scaled(up.aux[name], scale) for name in uplink.names(reduce="sum")}
-    return Upload(up.update, scaled(up.weight, scale), {**up.aux, **sums})
+        return upload
+    sums = {name: scaled(upload.aux[name], scale) for name in upload_spec.names(reduce="sum")}
+    return Upload(upload.update, scaled(upload.weight, scale), {**upload.aux, **sums})
 
 
 def caps(weights: Sequence[float], factor: float, declared: Sequence[float | None] = ()) -> list[float]:

@@ -1,1 +1,1 @@
-"""What the author of a method imports: Method, ClientUpdate, Federation, Batch and the types around them."""
+"""Types that the author of a method imports: Method, ClientUpdate, Federation, Batch and the types of their fields."""

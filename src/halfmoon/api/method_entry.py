@@ -1,20 +1,27 @@
-"""A method's row in the catalog: its name, its words for tables, and its default options."""
+"""Catalog entry of a method: its name, its descriptions for tables, and its default options."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from halfmoon.api.requirements import ANYWHERE, PLACES, Place, requirements_of
+from halfmoon.api.requirements import ALL_LABEL_LOCATIONS, LABEL_LOCATIONS, LabelLocation, requirements_of
 from halfmoon.api.types import Method
 
 
 @dataclass(frozen=True)
 class MethodEntry:
-    """One method of the catalog: `method` carries the default options.
+    """One method of the catalog.
 
-    `all_labels` marks a supervised upper bound, which trains on every row of the clients as a labeled one; `pooled` a
-    centralized row: all rows in the hands of one client. `paper_options` are the options that the method's paper fixes,
-    `paper_run` what it fixes of a run: `preset` "paper" sets both.
+    Attributes:
+        name: name in configurations.
+        title: name in tables.
+        paper: reference.
+        about: one-line description.
+        method: the method with its default options.
+        all_labels: whether it is a supervised upper bound, which trains on all images of the clients with their labels.
+        pooled: whether it is a centralized baseline: one client has all images.
+        paper_options: options that the method's paper fixes; preset "paper" sets them.
+        paper_run: settings of a run that the paper fixes; preset "paper" sets them, too.
     """
 
     name: str
@@ -28,35 +35,49 @@ class MethodEntry:
     paper_run: Mapping[str, Any] = field(default_factory=dict[str, Any])
 
     @property
-    def singles(self) -> str:
-        """Return for what the server needs every single upload, nothing where their weighted sum is enough."""
-        return self.unsummed("batch")
+    def individual_uploads(self) -> str:
+        """Reason why the server needs every single upload, with batch normalization; empty if their sum is enough."""
+        return self.individual_upload_reason("batch")
 
-    def unsummed(self, norm: str) -> str:
-        """Return `singles` with a network of this norm."""
+    def individual_upload_reason(self, norm: str) -> str:
+        """Explain why the server needs every single upload; empty if their weighted sum is enough.
+
+        Args:
+            norm: normalization of the network: "batch", "group" or "none".
+        """
         if self.pooled:
-            return "all rows lie in one place"
+            return "one client has all images"
         needed = requirements_of(self.method, norm)
         return needed.reason if needed.aggregation == "individual" else ""
 
-    def unrobust(self, aggregation: str, norm: str) -> str:
-        """Return why a robust aggregation cannot stand before the method with such a network, nothing where it can."""
+    def robust_rule_conflict(self, aggregation: str, norm: str) -> str:
+        """Explain why a robust aggregation rule cannot be used with the method; empty if it can.
+
+        Args:
+            aggregation: name of the rule.
+            norm: normalization of the network: "batch", "group" or "none".
+        """
         needed = requirements_of(self.method, norm)
         if needed.counts_statistics:
-            return f"it counts statistics in a query of their own, where no rule looks; use {needed.counts_statistics}"
+            return (
+                "its clients count statistics in a separate query, which no robust rule checks; "
+                f"use {needed.counts_statistics}"
+            )
         return needed.reason if needed.personal and aggregation not in ("clip", "cosine") else ""
 
     @property
-    def places(self) -> tuple[Place, ...]:
-        """Return where labels may lie, the expected place first."""
-        return ANYWHERE if self.all_labels or self.pooled else requirements_of(self.method).places
+    def label_locations(self) -> tuple[LabelLocation, ...]:
+        """Supported holders of labels, the preferred one first."""
+        if self.all_labels or self.pooled:
+            return ALL_LABEL_LOCATIONS
+        return requirements_of(self.method).label_locations
 
     @property
     def labels(self) -> str:
-        """Return in words where the method expects labels."""
+        """Description of the supported holders of labels."""
         if self.all_labels:
             return "all rows (upper bound)"
         if self.pooled:
             return "some of all rows, in one place"
-        *others, last = (PLACES[place] for place in self.places)
+        *others, last = (LABEL_LOCATIONS[location] for location in self.label_locations)
         return f"{', '.join(others)} or {last}" if others else last

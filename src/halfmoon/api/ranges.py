@@ -1,4 +1,4 @@
-"""The range of a number: what lies in it, and how a sentence names it."""
+"""Ranges of numeric options: a check, and a description for messages."""
 
 import math
 from dataclasses import dataclass
@@ -7,34 +7,46 @@ from typing import Any
 from halfmoon.core.errors import UserError
 from halfmoon.storage import toml
 
-LARGEST = 10**100
-"""The largest whole number of an option: more digits are no number that anybody meant, and no float holds them all."""
+LARGEST_INTEGER = 10**100
+"""Largest integer of an option. No option needs more digits, and a float cannot represent all of such an integer."""
 
 
 @dataclass(frozen=True)
 class Range:
-    """Numbers from `low` to `high`, each end in it or not, and the words that say so."""
+    """Numbers between two limits.
+
+    Attributes:
+        low: lower limit.
+        high: upper limit.
+        description: the range in words, as the end of "it must be ...".
+        with_low: whether the lower limit belongs to the range.
+        with_high: whether the upper limit belongs to the range.
+    """
 
     low: float
     high: float
-    words: str
+    description: str
     with_low: bool = True
     with_high: bool = True
 
     def check(self, name: str, value: Any) -> None:
-        """Raise UserError where a number is not in the range; what is no number is not looked at."""
+        """Check that a number is in the range. Values of other types are not checked.
+
+        Raises:
+            UserError: the number is outside.
+        """
         if not isinstance(value, int | float) or isinstance(value, bool):
             return
         above = self.low <= value if self.with_low else self.low < value
         below = value <= self.high if self.with_high else value < self.high
         if not (above and below):
-            raise UserError(f"{name} is {toml.text(value)}: it must be {self.words}.")
-        if isinstance(value, int) and value > LARGEST:
+            raise UserError(f"{name} is {toml.text(value)}: it must be {self.description}.")
+        if isinstance(value, int) and value > LARGEST_INTEGER:
             raise UserError(f"{name} is {toml.text(value)[:40]}...: it must be at most 10^100.")
 
 
 def at_least(low: int) -> Range:
-    """Return the finite numbers from `low` on."""
+    """Build the range of finite numbers from `low` on."""
     return Range(low, math.inf, f"at least {low}", with_high=False)
 
 

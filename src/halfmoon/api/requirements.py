@@ -1,47 +1,54 @@
-"""What a method declares of itself: what it needs of uploads, and where labels may lie."""
+"""Declarations of a method: the uploads that its server half needs, and the holders of labels that it supports."""
 
 from dataclasses import dataclass
 from typing import Literal
 
-Place = Literal["clients", "some", "server"]
-"""Where labels lie: at every client, at some of them, or at the server alone."""
+LabelLocation = Literal["clients", "some", "server"]
+"""Holder of the labels: every client, some of the clients, or the server."""
 
-PLACES: dict[Place, str] = {"clients": "every client", "some": "some clients", "server": "the server"}
-ANYWHERE: tuple[Place, ...] = ("clients", "some", "server")
+LABEL_LOCATIONS: dict[LabelLocation, str] = {
+    "clients": "every client",
+    "some": "some clients",
+    "server": "the server",
+}
+ALL_LABEL_LOCATIONS: tuple[LabelLocation, ...] = ("clients", "some", "server")
 
 
 @dataclass(frozen=True)
 class Requirements:
-    """What a method needs of uploads, and where labels may lie; what is not declared is refused.
+    """Requirements of a method. Settings that it does not declare to support are refused.
 
-    aggregation: "sum" if the weighted sum of uploads is enough for the server, so that secure aggregation and
-        client-level privacy can stand before the method; "individual" if it needs every single upload.
-    reason: why it needs every single upload, as the end of a sentence.
-    places: where labels may lie; the first one is where the method expects them.
-    personal: whether clients are sent something that is made of single uploads, which would mean nothing any more if a
-        robust rule put one aggregate in the place of all.
-    counts_statistics: the options with which clients would not count statistics in a query of its own, where no robust
-        rule looks; empty if they count none.
-    period: after how many rounds clients are asked for, or sent, something else: 1 if every round is like the one
-        before. A site learns by it which rounds of a method it has to look at to know what a server may send.
+    Attributes:
+        aggregation: "sum" if the server needs only the weighted sum of uploads, so that secure aggregation and
+            client-level privacy are possible; "individual" if it needs every single upload.
+        reason: the reason for "individual", as the end of a sentence.
+        label_locations: supported holders of labels, the preferred one first.
+        personal: whether the server sends clients something that it computes from single uploads. A robust rule, which
+            replaces all uploads by one aggregate, would make that meaningless.
+        counts_statistics: the options that avoid a query in which clients count statistics. No robust rule checks such
+            a query. Empty if there is none.
+        period: number of rounds after which uploads and downloads repeat: 1 if every round is like the one before. A
+            site uses it to find out which tensors a server may send.
     """
 
     aggregation: Literal["sum", "individual"] = "individual"
     reason: str = "it does not declare that the sum of uploads is enough for it"
-    places: tuple[Place, ...] = ("clients", "some")
+    label_locations: tuple[LabelLocation, ...] = ("clients", "some")
     personal: bool = False
     counts_statistics: str = ""
     period: int = 1
 
 
 SUM = Requirements("sum", "")
-"""What a method requires that averages uploads and expects labels at clients."""
+"""Requirements of a method that averages uploads and expects labels at clients."""
 
 
 def requirements_of(method: object, norm: str = "batch") -> Requirements:
-    """Return what a method's `requirements(norm)` says, with a network of this norm ("batch", "group" or "none").
+    """Get the requirements of a method; one that declares nothing needs every single upload.
 
-    A method that declares nothing needs every single upload.
+    Args:
+        method: a method, with or without `requirements(norm)`.
+        norm: normalization of the network: "batch", "group" or "none".
     """
     declared = getattr(method, "requirements", None)
     return Requirements() if declared is None else declared(norm)

@@ -1,4 +1,4 @@
-"""What a method is made of: its five trees, what one client does, and the one port to the outside."""
+"""Types that the author of a method implements or uses: Method, ClientUpdate, Federation, Batch and their fields."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field, replace
@@ -8,7 +8,7 @@ from typing import Any, Literal, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from halfmoon.api.uploads import UPDATE_ONLY, Precision, Uplink, Upload
+from halfmoon.api.uploads import UPDATE_ONLY, Precision, Upload, UploadSpec
 from halfmoon.core import tree
 from halfmoon.core.optim import Constant, Number, Optimizer, Schedule
 from halfmoon.core.tree import Tree
@@ -16,137 +16,157 @@ from halfmoon.models import Network, track
 from halfmoon.models.network import Normalize
 
 Statistics = Literal["joint", "separate"]
-"""Which images share a forward pass, and so their batch statistics: all views of a step, or each view alone."""
+"""Images that share a forward pass, and so their batch statistics: all views of a step, or each view separately."""
 
 Labeling = Literal["batch", "running"]
-"""Which statistics normalize the weak views when they are given pseudo-labels."""
+"""Statistics that normalize the weak views when their pseudo-labels are computed."""
 
 
 @dataclass(frozen=True)
 class Task:
-    """What all methods of one comparison share: the network, the optimizer, the batch-statistics rule.
+    """Settings that all methods of a comparison share: the network, the optimizer, the rule for batch statistics.
 
-    `statistics` says which views share a forward pass, `labeling` whether pseudo-labels come from the network under
-    batch statistics (the paper's released code) or under its tracked ones, `testing` the same of test images. `rounds`
-    is the length of the whole run, for schedules and ramps; `at` gives the task of one round. Where a step is traced to
-    be compiled, what changes from round to round is a tensor () in it: `round`, `rate` and the optimizer's `lr`.
+    Attributes:
+        network: maps images (B, C, H, W) to logits (B, classes).
+        optimizer: the clients' optimizer, at the learning rate of this round.
+        normalize: maps uint8 pixels to the network's input.
+        statistics: the views that share a forward pass.
+        labeling: statistics under which pseudo-labels are computed: those of the batch (the paper's released code) or
+            the running ones.
+        testing: the same for test images.
+        upload_precision: number format of the model in an upload.
+        rounds: length of the run, for schedules and ramps.
+        schedule: learning rate schedule.
+        round: the current round, counted from 0.
+        rate: the schedule's factor in this round; `optimizer` already contains it.
     """
 
-    network: Network  # images (B, C, H, W) to logits (B, classes)
-    optimizer: Optimizer  # of the clients, at this round's rate
-    normalize: Normalize  # uint8 pixels to what the network takes
+    network: Network
+    optimizer: Optimizer
+    normalize: Normalize
     statistics: Statistics = "joint"
     labeling: Labeling = "batch"
     testing: Labeling = "running"
-    upload_precision: Precision = "float32"  # of what clients send of a model
+    upload_precision: Precision = "float32"
     rounds: int = 200
-    schedule: Schedule = field(default_factory=Constant)  # of the learning rate
-    round: int = 0  # counted from 0
-    rate: Number = 1.0  # the schedule's factor, which `optimizer` has already taken in
+    schedule: Schedule = field(default_factory=Constant)
+    round: int = 0
+    rate: Number = 1.0
 
     def at(self, round: int) -> "Task":
-        """Return the task of `round` (from 0): with that round's learning rate."""
+        """Build the task of a round (from 0), with the learning rate of that round."""
         rate = self.schedule.factor(round, self.rounds)
         lr = self.optimizer.lr / self.rate * rate
         return replace(self, optimizer=self.optimizer.with_lr(lr), round=round, rate=rate)
 
 
-NOTHING: dict[str, Tensor] = {}
-"""The default for client updates without extra inputs."""
+NO_TENSORS: dict[str, Tensor] = {}
+"""Default of optional dictionaries of tensors."""
 
 
-class Local(NamedTuple):
-    """What one client holds; rows beyond the counts (under vmap) repeat earlier ones."""
+class ClientData(NamedTuple):
+    """Images of one client. Under vmap, smaller clients are padded to the largest by repeating their rows."""
 
     x: Tensor  # (L, C, H, W) uint8, labeled images
     y: Tensor  # (L,) int64
     u: Tensor  # (U, C, H, W) uint8, unlabeled images
-    labeled: Tensor  # () how many of L are the client's
-    unlabeled: Tensor  # () how many of U are the client's
-    views: dict[str, Tensor] = NOTHING  # view name -> (U, C, H, W), of every unlabeled row, where it sweeps
-    real: dict[str, Tensor] = NOTHING  # "x" (L,), "u" (U,) bool, the client's own rows; {} where all are
+    labeled: Tensor  # (): number of the L rows that are not padding
+    unlabeled: Tensor  # (): number of the U rows that are not padding
+    views: dict[str, Tensor] = NO_TENSORS  # view name -> (U, C, H, W): `UpdateRequirements.precomputed_views`
+    real: dict[str, Tensor] = NO_TENSORS  # "x" (L,), "u" (U,) bool: False for padding rows; {} if there are none
 
     @property
     def rows(self) -> Tensor:
-        """Return how many rows are the client's, () float64."""
+        """Number of images without padding, () float64."""
         return (self.labeled + self.unlabeled).double()
 
     @property
     def u_real(self) -> Tensor | None:
-        """Return which unlabeled rows are the client's own, (U,) bool; None: all."""
+        """Mask of the unlabeled rows that are not padding, (U,) bool; None if no row is padding."""
         return self.real.get("u")
 
 
 class Batch(NamedTuple):
-    """One step's images, augmented and normalized."""
+    """Images of one step, augmented and normalized."""
 
     x: Tensor  # (B, C, H, W) labeled
     y: Tensor  # (B,) int64
-    x_rows: Tensor  # (B,) int64, where each labeled image stands in Local.x
-    u: dict[str, Tensor]  # view name -> (b, C, H, W), the views of `Needs`
-    u_rows: Tensor  # (b,) int64, where each unlabeled image stands in Local.u
-    others: dict[str, Tensor] = NOTHING  # view name -> (b, C, H, W) of a second minibatch, of any unlabeled rows
-    mixing: dict[str, Tensor] = NOTHING  # "other_rows" (b,), "mix" (), "order" (B + views * b,), "turn" (b,): see Needs
-    x_views: dict[str, Tensor] = NOTHING  # view name -> (B, C, H, W), more views of the images in x
-    real: dict[str, Tensor] = NOTHING  # "x" (B,), "u" (b,) bool, False where an image is padding; {} where none is
+    x_rows: Tensor  # (B,) int64, index of each labeled image in ClientData.x
+    u: dict[str, Tensor]  # view name -> (b, C, H, W), the views of `UpdateRequirements`
+    u_rows: Tensor  # (b,) int64, index of each unlabeled image in ClientData.u
+    second_batch: dict[str, Tensor] = NO_TENSORS  # view name -> (b, C, H, W): a second minibatch of unlabeled rows
+    mixing: dict[str, Tensor] = NO_TENSORS  # "second_batch_rows" (b,), and the draws of `UpdateRequirements.mixup`
+    x_views: dict[str, Tensor] = NO_TENSORS  # view name -> (B, C, H, W), more views of the images in x
+    real: dict[str, Tensor] = NO_TENSORS  # "x" (B,), "u" (b,) bool: False for padding; {} if no image is padding
 
     @property
     def x_real(self) -> Tensor | None:
-        """Return which labeled images are no padding, (B,) bool; None: all."""
+        """Mask of the labeled images that are not padding, (B,) bool; None if no image is padding."""
         return self.real.get("x")
 
     @property
     def u_real(self) -> Tensor | None:
-        """Return which unlabeled images are no padding, (b,) bool; None: all."""
+        """Mask of the unlabeled images that are not padding, (b,) bool; None if no image is padding."""
         return self.real.get("u")
 
     def masks(self, views: int) -> tuple[Tensor, ...]:
-        """Return the masks of labeled images and of `views` views of unlabeled ones; () where none is padding."""
-        return (self.real["x"], *[self.real["u"]] * views) if self.real else ()
+        """Collect the masks of labeled images and of `views` views of unlabeled ones; () if no image is padding."""
+        if not self.real:
+            return ()
+        return (self.real["x"], *[self.real["u"]] * views)
 
 
 class WeightedMetric(NamedTuple):
-    """A measured quantity that adds over steps and clients: nobody can average averages."""
+    """Sums of a measured quantity, which can be added over steps and clients (averages cannot)."""
 
     total: Tensor  # ()
     squares: Tensor  # ()
     count: Tensor  # ()  # pyright: ignore[reportIncompatibleMethodOverride]
 
 
-class Pseudo(NamedTuple):
-    """The pseudo-labels of a step, for diagnostics where the hidden labels live."""
+class PseudoLabels(NamedTuple):
+    """Pseudo-labels of a step. The engine compares them with the hidden labels, where these are available."""
 
     label: Tensor  # (b,) int64
     confidence: Tensor  # (b,) the largest probability
-    weight: Tensor  # (b,) how much the image counted in the loss; 0 is "not used"
+    weight: Tensor  # (b,) weight of the image in the loss; 0 if it was not used
 
 
-NO_MODELS: dict[str, Pseudo] = {}
-"""What a step reports of a method with one model alone."""
+NO_PSEUDO_LABELS: dict[str, PseudoLabels] = {}
+"""Default of `StepMetrics.models`, for methods with one model."""
 
 
 class StepMetrics(NamedTuple):
-    """What a step reports of itself.
+    """Measurements of one step.
 
-    `models` are the pseudo-labels that each of several models makes of the same images, by the model's name, whether
-    they teach or not; "local" is one that stays at its client, "global" one that travels.
+    Attributes:
+        loss: ().
+        samples: more measured quantities, by name.
+        pseudo: the pseudo-labels that were used, at most one entry (torch.func does not accept None as a leaf).
+        models: pseudo-labels of each of several models for the same images, by the model's name, used or not: "local"
+            is a model that stays at its client, "global" one that is uploaded.
     """
 
-    loss: Tensor  # ()
-    samples: dict[str, WeightedMetric]  # what else was measured, by name
-    pseudo: tuple[Pseudo, ...]  # none or one (None is no leaf that torch.func carries)
-    models: dict[str, Pseudo] = NO_MODELS
+    loss: Tensor
+    samples: dict[str, WeightedMetric]
+    pseudo: tuple[PseudoLabels, ...]
+    models: dict[str, PseudoLabels] = NO_PSEUDO_LABELS
 
 
 class Passes(NamedTuple):
-    """Images that one step sends through the classifier."""
+    """Number of images that one step sends through the classifier."""
 
     forward: int  # a forward-mode tangent counts as one more forward pass
     backward: int
 
 
-def sample(values: Tensor, real: Tensor | None = None) -> WeightedMetric:
-    """Sum `values` (any shape) up to a `WeightedMetric`; of values (n,) with a mask `real` (n,), the real ones."""
+def weighted_metric(values: Tensor, real: Tensor | None = None) -> WeightedMetric:
+    """Sum up values of a measured quantity.
+
+    Args:
+        values: any shape; (n,) if there is a mask.
+        real: mask of the values that are not padding, (n,) bool.
+    """
     values = values.detach()
     if real is not None:
         without_padding = values * real
@@ -155,202 +175,249 @@ def sample(values: Tensor, real: Tensor | None = None) -> WeightedMetric:
 
 
 @dataclass(frozen=True)
-class Needs:
-    """What a client update, or an objective, needs of the engine and tells it.
+class UpdateRequirements:
+    """Declaration of the data that a client update, or an objective, needs from the engine, and of its properties.
 
-    views: the unlabeled views of a batch; none: it trains on labeled images alone. A digit at a view's end asks for one
-        more draw of the same recipe: ("weak", "weak2").
-    labeled_views: the views of the labeled images in `batch.x_views`, beside `batch.x`; their recipes are those of
-        unlabeled images.
-    others: the views of a second minibatch in `batch.others`, drawn with replacement from all unlabeled rows.
-    sweep: the views of ALL unlabeled rows that `begin` finds in `data.views`.
-    mixup: a of the Beta(a, a) from which a step's "mix" () is drawn. With it come "order", a permutation of the
-        B + len(views) * b images of the step, and "turn" (b,), quarter turns from 0 to 3.
-    trains: whether it takes steps; without them it goes from `begin` to `finish`.
-    labeled_epochs: how many of the batch rule's epochs a client with labels makes in the place of one.
-    masks: whether it leaves out padding rows (`Batch.real`, `Local.real`). Then clients of unequal sizes, or with
-        unequal images a step, are batched together.
-    all_rows: whether it computes with all rows of a client together, beside `sweep` and `row_memory`.
-    row_memory: the leaves of the memory with an entry for each unlabeled row (U,), by path ("thresholds/label"), and
-        the value that stands for a row without one. Where clients of unequal sizes are batched, `begin` finds that
-        value in padding rows, and in all rows where other rows have come since; what `finish` leaves in padding rows
-        is cut off.
-    own_memory: whether `remember` gets a generator of each client's own, in place of one for all of a run.
-    keep_optimizer: whether `remember`, `begin` and `finish` of `ClientUpdate` keep the optimizer's state at the client.
-    uplink: what `finish` sends: by default the parameters and statistics that came down, with a weight in rows.
-        Validation, norms, clipping, robust rules, secure sums and noise go by it; what it does not name is refused.
+    Attributes:
+        views: views of the unlabeled images in a batch. Without any, the update trains on labeled images only. A digit
+            at the end of a name requests one more draw of the same recipe: ("weak", "weak2").
+        labeled_views: additional views of the labeled images, in `batch.x_views`, made by the recipes of unlabeled
+            images.
+        second_batch: views of a second minibatch, in `batch.second_batch`, drawn with replacement from all unlabeled
+            rows.
+        precomputed_views: views of ALL unlabeled rows, which `begin` finds in `data.views`.
+        mixup: parameter a of the Beta(a, a) distribution from which a step's "mix" () in `batch.mixing` is drawn.
+            `batch.mixing` then also contains "order", a permutation of the B + len(views) * b images of the step, and
+            "turn" (b,), numbers of quarter turns from 0 to 3.
+        trains: whether the update takes steps; without them, `finish` follows `begin`.
+        labeled_epochs: factor on the number of epochs, for clients with labels.
+        masks_padding: whether the update ignores padding rows (`Batch.real`, `ClientData.real`). Then clients of
+            unequal sizes, or with unequal numbers of images a step, can be batched together.
+        all_rows: whether the update computes with all rows of a client together, apart from `precomputed_views` and
+            `row_memory`.
+        row_memory: leaves of the memory with one entry for each unlabeled row (U,), by path ("thresholds/label"), and
+            the value that stands for a row without an entry. If clients of unequal sizes are batched, `begin` finds
+            that value in padding rows; it finds it in all rows if the client's rows have changed since. Entries that
+            `finish` leaves in padding rows are cut off.
+        per_client_generator: whether `initial_memory` gets a different random generator for each client, instead of
+            the same one for all clients of a run.
+        keep_optimizer: whether `initial_memory`, `begin` and `finish` of `ClientUpdate` store the optimizer's state in
+            the client's memory.
+        upload_spec: content of the upload that `finish` returns: by default the received parameters and statistics,
+            weighted by the number of rows. Validation, norms, clipping, robust rules, secure sums and noise rely on it;
+            tensors that it does not declare are refused.
     """
 
     views: tuple[str, ...] = ()
     _: KW_ONLY
     labeled_views: tuple[str, ...] = ()
-    others: tuple[str, ...] = ()
-    sweep: tuple[str, ...] = ()
+    second_batch: tuple[str, ...] = ()
+    precomputed_views: tuple[str, ...] = ()
     mixup: float | None = None
     trains: bool = True
     labeled_epochs: int = 1
-    masks: bool = False
+    masks_padding: bool = False
     all_rows: bool = False
     row_memory: Mapping[str, int] = field(default_factory=dict[str, int])
-    own_memory: bool = False
+    per_client_generator: bool = False
     keep_optimizer: bool = False
-    uplink: Uplink = UPDATE_ONLY
+    upload_spec: UploadSpec = UPDATE_ONLY
 
     @property
-    def whole(self) -> bool:
-        """Return whether a client's rows matter together: without `masks`, only clients of one size are batched."""
-        return self.all_rows or bool(self.sweep or self.row_memory)
+    def needs_full_batch(self) -> bool:
+        """True if the result depends on all rows of a client: then only clients of one size are batched together.
+
+        Unless `masks_padding` is set.
+        """
+        return self.all_rows or bool(self.precomputed_views or self.row_memory)
 
 
 @dataclass(frozen=True)
 class ClientUpdate:
-    """What one client does when asked: tensors in, tensors out, written for ONE client.
+    """Local update of one client: pure functions from tensors to tensors, written for ONE client.
 
-    A client update draws no random number, sees no hidden label, and does nothing that `torch.func.vmap` refuses
-    (no boolean indexing, no `.item()`, no `if` on a tensor). By default it takes the received model with an optimizer,
-    sends it back with a weight in rows, and sends each view of its images through the classifier once.
+    A client update draws no random numbers, sees no hidden labels, and does nothing that `torch.func.vmap` refuses
+    (no boolean indexing, no `.item()`, no `if` on a tensor). By default it trains the received model with an optimizer,
+    uploads it with the number of rows as its weight, and sends each view of its images through the classifier once.
 
-    `down` is the tree that came from the server, with the model in "params" and "stats"; `memory` what the client kept
-    of its last update, `carry` what goes from step to step, `data` its rows, `batch` the minibatch of a step and
-    `gradient` that of its loss. Trees are nested dicts of tensors.
+    All methods use the same names for their arguments. Trees are nested dicts of tensors.
+
+    - `broadcast`: the tree that the server sent, with the model in "params" and "stats".
+    - `memory`: the state that the client stored after its last update.
+    - `carry`: the state that one step passes to the next.
+    - `data`: the client's images. `batch`: the minibatch of a step. `gradient`: the gradient of its loss.
     """
 
-    task: Task  # what all methods of a comparison share
+    task: Task  # shared by all methods of a comparison
 
     @property
-    def needs(self) -> Needs:
-        """Return what it needs of the engine; by default labeled images alone."""
-        return Needs()
+    def requirements(self) -> UpdateRequirements:
+        """Data that the update needs from the engine; by default labeled images only."""
+        return UpdateRequirements()
 
     @property
     def at_server(self) -> "ClientUpdate":
-        """Return the client update as the server does it on images of its own: no promise to clients binds it."""
+        """The update as the server runs it on its labeled images, for example without the clipping of clients."""
         return self
 
-    def remember(self, down: Tree, generator: torch.Generator) -> Tree:
-        """First meeting: return the client's memory; `Needs.own_memory` says whose `generator` it is."""
-        return {"optimizer": self.task.optimizer.init(down["params"])} if self.needs.keep_optimizer else {}
+    def initial_memory(self, broadcast: Tree, generator: torch.Generator) -> Tree:
+        """Create the memory of a client that takes part for the first time.
 
-    def begin(self, down: Tree, memory: Tree, data: Local) -> Tree:
-        """Return the carry of this client update; may sweep all local rows."""
-        optimizer = memory.get("optimizer") or self.task.optimizer.init(down["params"])
-        return {"params": down["params"], "stats": down.get("stats", {}), "optimizer": optimizer}
+        Args:
+            broadcast: the tree that the server sent.
+            generator: the same for all clients, unless `UpdateRequirements.per_client_generator` is set.
+        """
+        if not self.requirements.keep_optimizer:
+            return {}
+        return {"optimizer": self.task.optimizer.init(broadcast["params"])}
 
-    def keep(self, carry: Tree, data: Local) -> Tensor | None:
-        """Return (U,) bool, the unlabeled rows that may be drawn in this client update; None is all of them."""
+    def begin(self, broadcast: Tree, memory: Tree, data: ClientData) -> Tree:
+        """Create the carry of this update. May pass all images of the client through the network."""
+        optimizer = memory.get("optimizer") or self.task.optimizer.init(broadcast["params"])
+        return {"params": broadcast["params"], "stats": broadcast.get("stats", {}), "optimizer": optimizer}
+
+    def drawable_rows(self, carry: Tree, data: ClientData) -> Tensor | None:
+        """Select the unlabeled rows that may be drawn into batches, (U,) bool; None selects all rows."""
         return None
 
-    def guesses(self, carry: Tree, data: Local) -> tuple[Pseudo, ...]:
-        """Return the pseudo-labels (U,) of all unlabeled rows, where a client update makes them once, when it begins.
+    def initial_pseudo_labels(self, carry: Tree, data: ClientData) -> tuple[PseudoLabels, ...]:
+        """Return the pseudo-labels (U,) of all unlabeled rows, if the update computes them once, in `begin`.
 
-        None or one; for diagnostics, which then leave aside what its steps report of the rows that they draw.
+        They are for diagnostics, which then ignore `StepMetrics.pseudo`.
+
+        Returns:
+            At most one entry; empty if pseudo-labels are computed in each step.
         """
         return ()
 
-    def step(self, down: Tree, carry: Tree, batch: Batch) -> tuple[Tree, StepMetrics]:
-        """Take one step on a minibatch."""
+    def step(self, broadcast: Tree, carry: Tree, batch: Batch) -> tuple[Tree, StepMetrics]:
+        """Take one step on a minibatch, and return the new carry."""
         raise NotImplementedError
 
     def advance(
         self, carry: Tree, gradient: Tree, moments: Sequence[Tree] = (), *, consume: bool = False, **new: Any
     ) -> Tree:
-        """Return the carry after a step of the optimizer, with statistics that take in `moments`, and what is `new`.
+        """Take one step of the optimizer, and return the new carry.
 
-        With `consume`, `gradient` and the optimizer's state in `carry` may not be used any more (`Optimizer.step`).
+        Args:
+            carry: with "params", "optimizer" and "stats".
+            gradient: gradient of the loss in the parameters.
+            moments: batch statistics of forward passes, which the running statistics track one after the other.
+            consume: whether `gradient` and the optimizer's state in `carry` may be overwritten (`Optimizer.step`).
+            **new: further entries of the new carry.
         """
         params, optimizer = self.task.optimizer.step(carry["params"], gradient, carry["optimizer"], consume)
         stats = {"stats": reduce(track, moments, carry["stats"])} if moments else {}
         return {**carry, "params": params, "optimizer": optimizer, **stats, **new}
 
-    def finish(self, down: Tree, carry: Tree, data: Local) -> tuple[Upload, Tree]:
-        """Return what goes up, as `Needs.uplink` declares it, and the memory that stays."""
-        memory = {"optimizer": carry["optimizer"]} if self.needs.keep_optimizer else {}
+    def finish(self, broadcast: Tree, carry: Tree, data: ClientData) -> tuple[Upload, Tree]:
+        """Return the upload, as `UpdateRequirements.upload_spec` declares it, and the memory to store."""
+        memory = {"optimizer": carry["optimizer"]} if self.requirements.keep_optimizer else {}
         return Upload({"params": carry["params"], "stats": carry["stats"]}, data.rows), memory
 
     def passes(self, labeled: int, unlabeled: int) -> Passes:
         """Count the images that a step on `labeled` + `unlabeled` images sends through the classifier."""
-        images = labeled + len(self.needs.views) * unlabeled
+        images = labeled + len(self.requirements.views) * unlabeled
         return Passes(images, images)
 
-    def swept(self, labeled: int, unlabeled: int) -> int:
-        """Count the images that `begin` and `finish` send through it, with `labeled` + `unlabeled` rows."""
-        return unlabeled if self.needs.sweep else 0
+    def images_outside_steps(self, labeled: int, unlabeled: int) -> int:
+        """Count the images that `begin` and `finish` send through the classifier.
 
-    def traffic(self, down: Tree, up: Upload) -> tuple[int, int]:
-        """Return the bytes that `down` and `up` take; less than all where a method is sparse."""
-        return tree.nbytes(down), up.nbytes
+        Args:
+            labeled: number of labeled images of the client.
+            unlabeled: number of its unlabeled images.
+        """
+        return unlabeled if self.requirements.precomputed_views else 0
+
+    def traffic(self, broadcast: Tree, upload: Upload) -> tuple[int, int]:
+        """Count the bytes of download and upload; a sparse method sends fewer than all."""
+        return tree.nbytes(broadcast), upload.nbytes
 
 
 class StateStore(Protocol):
-    """Trees kept at the server by name, on disk where memory is short."""
+    """Trees stored by name, on disk if memory is short."""
 
     def get(self, key: str) -> Tree | None:
-        """Return a tree, or None where there is none."""
+        """Load a tree, or None if there is none of that name."""
         ...
 
     def put(self, key: str, tree: Tree) -> None:
-        """Keep a tree in place of the one that was there."""
+        """Store a tree, and replace an earlier one of that name."""
         ...
 
     def keys(self) -> list[str]:
-        """Return the names, sorted."""
+        """List the names, sorted."""
         ...
 
 
 class Federation(Protocol):
-    """All that a method knows of the outside. A `client_update` is called by its name in `Method.client_updates`."""
+    """Interface through which a method reaches clients. `client_update` is a name in `Method.client_updates`."""
 
-    clients: int  # how many are registered, numbered from 0
-    cohort: Tensor  # (K,) int64, the clients of this round; those who fail to answer leave it
-    answered: Tensor  # (k,) int64, who answered the last query: the order of its uploads
-    state_store: StateStore  # the server's own store of trees, for what would not fit its tree
+    clients: int  # number of registered clients, numbered from 0
+    cohort: Tensor  # (K,) int64, the clients of this round; clients that do not respond are removed
+    responders: Tensor  # (k,) int64, clients that responded to the last query, in the order of its uploads
+    state_store: StateStore  # the server's store, for trees that are too large for its state
 
     @property
     def labeled(self) -> int:
-        """Return how many labeled images the server itself has."""
+        """Number of labeled images at the server."""
         ...
 
-    def ask(self, client_update: str, down: Tree, each: Tree | None = None, to: Tensor | None = None) -> Upload:
-        """Send `down` to every client of the cohort and return the uploads of those who answer, every leaf (k, ...).
+    def query(
+        self, client_update: str, broadcast: Tree, per_client: Tree | None = None, clients: Tensor | None = None
+    ) -> Upload:
+        """Run a client update at several clients, and return their uploads.
 
-        `each` (leaves (K, ...)) is merged into `down`, a different slice for each client. `to` (K,) asks other clients
-        than the cohort: some of it, or all that are registered; where none of them answers, the weights are (0,)
-        and nothing else is there.
+        Args:
+            client_update: name of the update.
+            broadcast: tree that is sent to all of them.
+            per_client: tree with leaves (K, ...); slice k is merged into `broadcast` for client k.
+            clients: numbers of the clients, (K,) int64; any registered ones. By default the cohort.
+
+        Returns:
+            The uploads of the clients that responded, every leaf (k, ...). If none of `clients` responded, the weights
+            are (0,) and there are no other leaves.
         """
         ...
 
-    def average(self, client_update: str, down: Tree) -> Upload:
-        """Send `down` to every client of the cohort, and return the weighted mean of the updates of those who answer.
+    def average(self, client_update: str, broadcast: Tree) -> Upload:
+        """Run a client update at the cohort, and return the weighted mean of the updates.
 
-        Uploads are added up as they come, so that not all have to be in memory. The weight is the sum of all; where it
-        is 0 nobody had anything to learn from, and the update is what came `down`. Auxiliary tensors are reduced as the
-        client update's `uplink` declares; raises `UserError` where the server would need each client's own.
+        Uploads are added up one by one, so that they need not all be in memory.
+
+        Returns:
+            The mean, with the sum of all weights as its weight. If that is 0, no client had data, and the update is
+            the one in `broadcast`. Auxiliary tensors are reduced as the client update's `upload_spec` declares.
+
+        Raises:
+            UserError: an auxiliary tensor is declared to be needed from each client individually.
         """
         ...
 
-    def ask_server(self, client_update: str, down: Tree) -> Upload:
-        """Run a client update with `down` at the server, on its own labeled images; return what a client would send."""
+    def query_server(self, client_update: str, broadcast: Tree) -> Upload:
+        """Run a client update at the server, on the server's labeled images."""
         ...
 
 
 class Method(Protocol):
-    """A federated method: its fields are its hyper-parameters; it holds no state.
+    """A federated method. Its fields are its hyper-parameters; it has no state.
 
-    `task` is what all methods of a comparison share, `server` the tree that the last round returned.
+    In all methods, `task` contains the settings that are shared by all methods of a comparison, and `server` is the
+    tree that the last round returned.
     """
 
     def client_updates(self, task: Task) -> Mapping[str, ClientUpdate]:
-        """Return the client half, by the name under which `Federation.ask` calls it; the first one trains."""
+        """Build the client updates, by the name under which `Federation.query` runs them; the first one trains."""
         ...
 
     def start(self, task: Task, model: Tree) -> Tree:
-        """Return the server's tree for the initial `model` = {"params", "stats"}."""
+        """Build the server's state before the first round from the initial `model` = {"params", "stats"}."""
         ...
 
     def round(self, task: Task, server: Tree, federation: Federation) -> Tree:
-        """Play one round with the clients of `federation`, and return the server's new tree."""
+        """Run one round with the clients of `federation`, and return the server's new state."""
         ...
 
     def solution(self, task: Task, server: Tree) -> Tree:
-        """Return the model {"params", "stats"} that is evaluated."""
+        """Return the model {"params", "stats"} to evaluate."""
         ...

@@ -1,4 +1,4 @@
-"""The type of an upload, and its declaration: an update, a weight, and what goes beside."""
+"""Uploads of clients and their declaration: an update of the model, its weight, and auxiliary tensors."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -12,81 +12,96 @@ from halfmoon.core.errors import UserError
 from halfmoon.core.tree import Tree
 
 NO_AUX: Tree = {}
-"""What goes up beside update and weight in most methods."""
+"""Auxiliary tensors of most methods: none."""
 
 
 class Upload(NamedTuple):
-    """What one client sends; of k clients together every leaf leads with k."""
+    """Tensors that one client sends to the server. In the uploads of k clients every leaf has a leading dimension k.
 
-    update: Tree  # parts that came down, trained: the same names, shapes and types
-    weight: Tensor  # () float64, what it counts in an average
-    aux: Tree = NO_AUX  # all else, by names that the client update declares
+    Attributes:
+        update: trained sections of the broadcast, with the same names, shapes and types.
+        weight: () float64, the client's weight in an average.
+        aux: all other tensors, under the names that the client update declares.
+    """
+
+    update: Tree
+    weight: Tensor
+    aux: Tree = NO_AUX
 
     @property
     def tree(self) -> Tree:
-        """All of it as one tree, as it travels: {"update", "weight", "aux"}, the last where there is some."""
-        return {"update": self.update, "weight": self.weight, **({"aux": self.aux} if self.aux else {})}
+        """The upload as one tree for transmission: {"update", "weight"}, and "aux" if there is any."""
+        content: Tree = {"update": self.update, "weight": self.weight}
+        if self.aux:
+            content["aux"] = self.aux
+        return content
 
     @classmethod
-    def of(cls, content: Tree) -> "Upload":
-        """Undo `tree`; raises KeyError for a tree without an update or a weight."""
+    def from_tree(cls, content: Tree) -> "Upload":
+        """Build an upload from its `tree`.
+
+        Raises:
+            KeyError: the tree has no update or no weight.
+        """
         return cls(content["update"], content["weight"], content.get("aux", NO_AUX))
 
     @property
     def parts(self) -> dict[str, Tree]:
-        """Each part by its name, as {"": leaf} where it is one tensor: what people are told that it holds."""
-        named = {**self.update, "weight": self.weight, **self.aux}
-        return {name: part if isinstance(part, dict) else {"": part} for name, part in named.items()}
+        """Top-level sections by name, for reports to people; a single tensor appears as {"": tensor}."""
+        sections = {**self.update, "weight": self.weight, **self.aux}
+        return {name: section if isinstance(section, dict) else {"": section} for name, section in sections.items()}
 
     @property
     def nbytes(self) -> int:
-        """How many bytes it takes on the wire."""
+        """Number of bytes in transmission."""
         return tree.nbytes(self.tree)
 
     def map(self, function: Callable[[Tensor], Tensor]) -> "Upload":
         """Apply a function to all leaves."""
         return Upload(tree.map(function, self.update), function(self.weight), tree.map(function, self.aux))
 
-    def at(self, place: int) -> "Upload":
-        """Return the upload of one of several clients."""
-        return self.map(lambda leaf: leaf[place])
+    def at(self, index: int) -> "Upload":
+        """Select the upload of one of several clients."""
+        return self.map(lambda leaf: leaf[index])
 
 
 def stack(uploads: Sequence[Upload]) -> Upload:
-    """Return the uploads of k clients as one, every leaf (k, ...); of none, one without parts and weights (0,)."""
+    """Stack the uploads of k clients, every leaf (k, ...). Without uploads: no update, and weights (0,)."""
     if not uploads:
         return Upload({}, torch.zeros(0, dtype=torch.float64))
-    return Upload.of(tree.stack([each.tree for each in uploads]))
+    return Upload.from_tree(tree.stack([upload.tree for upload in uploads]))
 
 
 Precision = Literal["float32", "float16", "int8"]
-"""What an update travels in: whole, or the difference from what came down in fewer bits."""
+"""Number format of an update in transmission: float32 as it is, or its difference from the broadcast in fewer bits."""
 
 Reduction = Literal["sum", "mean", "each"]
-"""What the server does with an auxiliary tensor: it adds those of all clients, which come multiplied by their weights;
-it takes their weighted mean; or it needs each client's own."""
+"""Reduction of an auxiliary tensor over clients: the sum (clients have multiplied it by their weights), the weighted
+mean, or none, because the server needs the tensor of each client."""
 
 Values = Literal["number", "statistic", "mark", "count"]
-"""What an auxiliary tensor holds: numbers that are as large as a model's at most, and belong to an update's norm; means
-and variances of images or activations; yes (1) or no (0); or a count, from 0."""
+"""Content of an auxiliary tensor: numbers of the magnitude of a model's, which count in the norm of the update; means
+and variances of images or activations; flags (0 or 1); or counts from 0."""
 
 
 class Aux(NamedTuple):
-    """A client update's declaration of an auxiliary tensor, or tree of them."""
+    """Declaration of an auxiliary tensor, or of a tree of them."""
 
     reduce: Reduction = "each"
     values: Values = "number"
 
 
 @dataclass(frozen=True)
-class Uplink:
-    """What a client update sends; what it does not declare is refused.
+class UploadSpec:
+    """Declaration of an upload; the server refuses tensors that are not declared.
 
-    update: the parts of the update by name. Each came down under the same name, and has the same shapes and types; a
-        part that a network does not have (stats, without batch normalization) may be missing.
-    statistics: which of them are running statistics: measured, not learned, so no part of an update's norm.
-    weight: the most that a client may weigh: as many as its "rows" (images, labeled ones twice at most), or "one".
-    aux: what goes up beside.
+    Attributes:
+        update: names of the sections of the update. The broadcast has sections of the same names, shapes and types. A
+            section that a network does not have (stats, without batch normalization) may be missing.
+        statistics: names of those that are running statistics: they are measured, not learned, so they do not count in
+            the norm of the update.
+        weight: largest weight of a client: its number of images (labeled images may count twice), or one.
+        aux: declarations of the auxiliary tensors, by name.
     """
 
     update: tuple[str, ...] = ("params", "stats")
@@ -95,27 +110,41 @@ class Uplink:
     aux: Mapping[str, Aux] = field(default_factory=dict[str, Aux])
 
     def names(self, *values: Values, reduce: Reduction | None = None) -> list[str]:
-        """Return the auxiliary tensors that hold one of these kinds of values (none named: any), and are reduced so."""
+        """List the auxiliary tensors of these kinds.
+
+        Args:
+            *values: kinds of content; none of them means any.
+            reduce: kind of reduction; None means any.
+        """
         matches = {name: aux for name, aux in self.aux.items() if reduce is None or aux.reduce == reduce}
         return [name for name, aux in matches.items() if not values or aux.values in values]
 
-    def check(self, up: Upload, down: Tree, client_update: str) -> None:
-        """Raise `UserError` where an upload holds what is not declared, or an update of what did not come down."""
-        before = tree.flatten({name: down[name] for name in self.update if name in down})
-        strange = [f"update {name!r}" for name in up.update if name not in self.update]
-        strange += [f"aux {name!r}" for name in up.aux if name not in self.aux]
-        if strange:
+    def check(self, upload: Upload, broadcast: Tree, client_update: str) -> None:
+        """Check that an upload has only declared tensors, and that its update matches the broadcast.
+
+        Args:
+            upload: the upload of one client.
+            broadcast: the tree that the client received.
+            client_update: name of the client update, for the message.
+
+        Raises:
+            UserError: a tensor is not declared, or the update has one that the broadcast does not have.
+        """
+        before = tree.flatten({name: broadcast[name] for name in self.update if name in broadcast})
+        undeclared = [f"update {name!r}" for name in upload.update if name not in self.update]
+        undeclared += [f"aux {name!r}" for name in upload.aux if name not in self.aux]
+        if undeclared:
             raise UserError(
-                f"{client_update} sends {strange[0]}, which it does not declare: name it in the `uplink` of its "
+                f"{client_update} sends {undeclared[0]}, which it does not declare: name it in the `upload_spec` of its "
                 "client update."
             )
-        for path, leaf in tree.flatten(up.update).items():
+        for path, leaf in tree.flatten(upload.update).items():
             if path not in before or before[path].shape != leaf.shape:
                 raise UserError(
-                    f"{client_update} sends {path!r} as an update, but nothing of that name and shape came down: "
-                    "send it in `aux`, and declare it in the `uplink` of its client update."
+                    f"{client_update} sends {path!r} as an update, but the broadcast has no tensor of that name and "
+                    "shape: send it in `aux`, and declare it in the `upload_spec` of its client update."
                 )
 
 
-UPDATE_ONLY = Uplink()
-"""What most client updates send: parameters and statistics, with a weight in rows."""
+UPDATE_ONLY = UploadSpec()
+"""The upload of most client updates: parameters and statistics, weighted by the number of rows."""

@@ -163,7 +163,9 @@ def _parser(full: bool) -> tuple[base.Parser, Mapping[str, argparse.ArgumentPars
     compare.add_argument("--seeds", nargs="+", metavar="N", default=["0"], help="seeds of training (default: 0)")
     base.tracked(compare)
     _wide(compare)
-    base.options(compare, [name for name in settings.option_types() if name not in ("method", "baselines", "seed")], full)
+    base.options(
+        compare, [name for name in settings.option_types() if name not in ("method", "baselines", "seed")], full
+    )
 
     sweep.add_tune(commands, full)
 

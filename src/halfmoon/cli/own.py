@@ -134,7 +134,9 @@ def rehearsal_of(args: argparse.Namespace, layer: Mapping[str, Any], file: Path 
     """Return a rehearsal's configuration and site folders; without a file, `RECIPE` fills in the options."""
     values = {"method": RECIPE["method"], **layer} if args.config else _filled(layer)
     folders = args.sites
-    if isinstance(table := settings.read_file(args.config).get(settings.FEDERATION_TABLE) if args.config else None, Mapping):
+    if isinstance(
+        table := settings.read_file(args.config).get(settings.FEDERATION_TABLE) if args.config else None, Mapping
+    ):
         folders = _of_federation(folders, table, args.config)
         values = {**_form(table), **values}
     values |= {"data": "digits", "clients": max(1, len(folders)), "cohort": min(5, max(1, len(folders)))}

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
 from halfmoon.api.ranges import Range
-from halfmoon.api.requirements import PLACES
+from halfmoon.api.requirements import LABEL_LOCATIONS
 from halfmoon.config import preset, retired, sections
 from halfmoon.config.option_types import convert_value, merge_method_options, parse_value, union_members
 from halfmoon.config.preset import LABEL_AMOUNTS, PARTITION_OPTIONS
@@ -328,9 +328,9 @@ def check_methods(config: Config) -> None:
 def check_label_location(method: str, labels_at: Any) -> None:
     """Raise UserError if a method cannot work with labels at this location, such as "server"; name those that can."""
     entry = _registry().entry(method)
-    if labels_at not in entry.places:
+    if labels_at not in entry.label_locations:
         raise UserError(
-            f"method {method} needs labels at {entry.labels}, but they are at {PLACES[labels_at]}; "
+            f"method {method} needs labels at {entry.labels}, but they are at {LABEL_LOCATIONS[labels_at]}; "
             f"choose another labels_at, or one of: {', '.join(_registry().names_at(labels_at))}."
         )
 

@@ -25,7 +25,7 @@ def default_aggregation(config: Any, method_entry: Callable[[str], Any]) -> str:
     hides_uploads = config.secure_aggregation or config.dp_clip is not None
     if hides_uploads or config.cohort < MIN_COHORT_FOR_DEFENSE:
         return "mean"
-    if method_entry(config.method).unrobust(DEFAULT_DEFENSE, effective_norm(config)):
+    if method_entry(config.method).robust_rule_conflict(DEFAULT_DEFENSE, effective_norm(config)):
         return "mean"
     return DEFAULT_DEFENSE
 

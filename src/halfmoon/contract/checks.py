@@ -46,7 +46,9 @@ def scene(
     Labels lie at `place`, by default the first that the method can use.
     """
     shared = task(network, rounds=ROUNDS, **STATISTICS[rule])
-    federation = dataset(SIZES, all_labels=entry.all_labels, pooled=entry.pooled, place=place or entry.places[0])
+    federation = dataset(
+        SIZES, all_labels=entry.all_labels, pooled=entry.pooled, place=place or entry.label_locations[0]
+    )
     simulation = simulate(
         entry.method, shared, federation, batching=BATCHINGS[rule], executor=cast(Executor, executor), **options
     )
@@ -178,7 +180,7 @@ def counts_passes(method: Method, shared: Task) -> None:
     """A step looks at every image at least once, forward and backward; a client update without steps counts none."""
     for name, client_update in method.client_updates(shared).items():
         passes = client_update.passes(4, 6)
-        if not (min(passes) >= 4 if client_update.needs.trains else passes == (0, 0)):
+        if not (min(passes) >= 4 if client_update.requirements.trains else passes == (0, 0)):
             raise Broken(f"its client update {name!r} counts {passes} for a step of 4 + 6 images")
 
 

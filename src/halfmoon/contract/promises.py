@@ -135,6 +135,6 @@ def _leaving(replies: list[Reply]) -> str:
     """Return in words what leaves a site: every part that goes up, with its bytes."""
     parts: dict[str, int] = {}
     for reply in replies:
-        for name, part in Upload.of(reply.upload).parts.items():
+        for name, part in Upload.from_tree(reply.upload).parts.items():
             parts[name] = max(parts.get(name, 0), tree.nbytes(part))
     return "what leaves a site: " + ", ".join(f"{name} ({count:,} bytes)" for name, count in parts.items())

@@ -37,7 +37,7 @@ class Budget:
         `size` are its rows in the split.
         """
         amount = natural(batching, client_update, own)
-        if self.rule == "none" or self.reference is None or not client_update.needs.trains or not amount.steps:
+        if self.rule == "none" or self.reference is None or not client_update.requirements.trains or not amount.steps:
             return amount
         holding = ClientSize(size.labeled + size.unlabeled, 0) if self.all_labels else size
         if client_update == self.reference and own == holding:
@@ -45,20 +45,20 @@ class Budget:
         target = natural(batching, self.reference, holding)
         if self.rule == "labeled-steps":
             return amount._replace(steps=target.steps, epochs=0)
-        images = target.steps * cost(self.reference, target) + self.reference.swept(*astuple(holding))
-        steps = (images - client_update.swept(*astuple(own))) / cost(client_update, amount)
+        images = target.steps * cost(self.reference, target) + self.reference.images_outside_steps(*astuple(holding))
+        steps = (images - client_update.images_outside_steps(*astuple(own))) / cost(client_update, amount)
         return amount._replace(steps=max(1, round(steps)), epochs=0)
 
 
 def natural(batching: Batching, client_update: ClientUpdate, own: ClientSize) -> Amount:
     """Return what the batch rule alone says."""
-    if not client_update.needs.trains:
+    if not client_update.requirements.trains:
         return Amount(0, 0, 0)
     labeled = batching.labeled_size(own.labeled)
-    if not client_update.needs.views:
+    if not client_update.requirements.views:
         return Amount(batching.steps_labeled(own.labeled) if labeled else 0, labeled, 0)
     size = batching.unlabeled_size(own.labeled, own.unlabeled)
-    more = client_update.needs.labeled_epochs if labeled and not batching.steps else 1
+    more = client_update.requirements.labeled_epochs if labeled and not batching.steps else 1
     epochs = batching.passes(own.labeled, own.unlabeled) * more
     return Amount(batching.steps_both(own.labeled, own.unlabeled) * more, labeled, size, epochs)
 
@@ -77,7 +77,7 @@ def largest(
         for size in sizes:
             own = ClientSize(size.labeled + size.unlabeled, 0) if all_labels else size
             amount = natural(batching, client_update, own)
-            images = amount.steps * cost(client_update, amount) + client_update.swept(*astuple(own))
+            images = amount.steps * cost(client_update, amount) + client_update.images_outside_steps(*astuple(own))
             total += images if rule == "forwards" else amount.steps
         return total
 

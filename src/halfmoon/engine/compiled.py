@@ -43,13 +43,13 @@ Arguments = tuple[Tree, Tree, Tree, Batch]
 class Steps:
     """Takes the steps of one client update or, with `together`, of K that are lifted as one program.
 
-    `down` is what all are sent, `each` what is private to each of the K (leaves (K, ...)). Where steps should be
+    `broadcast` is what all are sent, `per_client` what is private to each of the K (leaves (K, ...)). Where steps should be
     `compiled` and are not, `remark` says why.
     """
 
     client_update: ClientUpdate
-    down: Tree
-    each: Tree = field(default_factory=dict[str, Any])
+    broadcast: Tree
+    per_client: Tree = field(default_factory=dict[str, Any])
     together: bool = False
     compiled: bool = False
     remark: str = ""
@@ -60,17 +60,17 @@ class Steps:
         if self.compiled and (self._program is None or not self._program.steady):
             self._find(carry, batch)
         if self._program is None:
-            return _step(self.client_update, self.together, self.down, self.each, carry, batch)
+            return _step(self.client_update, self.together, self.broadcast, self.per_client, carry, batch)
         return self._program.step(self._inputs, carry, batch)
 
     def _find(self, carry: Tree, batch: Batch) -> None:
         """Take the program for these shapes or, where there is none, no other either."""
-        down, each = _sorted(self.down), _sorted(self.each)
-        program = _program(self.client_update, self.together, (down, each, _sorted(carry), batch))
+        broadcast, each = _sorted(self.broadcast), _sorted(self.per_client)
+        program = _program(self.client_update, self.together, (broadcast, each, _sorted(carry), batch))
         if isinstance(program, Program):
             task = self.client_update.task
             numbers = batch.x.new_tensor([task.optimizer.lr, task.round, task.rate])
-            self._program, self._inputs = program, [numbers, *_laid((down, each), program.images)]
+            self._program, self._inputs = program, [numbers, *_laid((broadcast, each), program.images)]
         else:
             self._program, self.compiled = None, False
             self.remark = f"The steps of {type(self.client_update).__name__} train without compile: {program}."
@@ -95,15 +95,15 @@ class Program(NamedTuple):
 
 
 def _step(
-    client_update: ClientUpdate, together: bool, down: Tree, each: Tree, carry: Tree, batch: Batch
+    client_update: ClientUpdate, together: bool, broadcast: Tree, per_client: Tree, carry: Tree, batch: Batch
 ) -> tuple[Tree, StepMetrics]:
     if not together:
-        return client_update.step(down, carry, batch)
+        return client_update.step(broadcast, carry, batch)
 
     def one(private: Tree, carry: Tree, batch: Batch) -> tuple[Tree, StepMetrics]:
-        return client_update.step({**down, **private}, carry, batch)
+        return client_update.step({**broadcast, **private}, carry, batch)
 
-    return lifted(one)(each, carry, batch)
+    return lifted(one)(per_client, carry, batch)
 
 
 def _with_numbers(client_update: ClientUpdate, lr: Any, round: Any, rate: Any) -> ClientUpdate:
@@ -127,8 +127,8 @@ def _program(client_update: ClientUpdate, together: bool, arguments: Arguments) 
         )
     if shape not in programs:
         # As it is written first: what is wrong with it is raised as ever, and networks keep what they make but once.
-        down, each, carry, batch = arguments  # a step writes into the optimizer's state
-        _step(client_update, together, down, each, tree.map(torch.clone, carry), batch)
+        broadcast, each, carry, batch = arguments  # a step writes into the optimizer's state
+        _step(client_update, together, broadcast, each, tree.map(torch.clone, carry), batch)
         try:
             programs[shape] = _compiled(client_update, together, arguments)
         except Exception as error:  # whatever PyTorch cannot do

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from halfmoon.api.types import Batch, ClientUpdate, Local, Pseudo, StepMetrics, WeightedMetric
+from halfmoon.api.types import Batch, ClientData, ClientUpdate, PseudoLabels, StepMetrics, WeightedMetric
 from halfmoon.api.uploads import Upload
 from halfmoon.core import rng, tree
 from halfmoon.core.autodiff import lifted
@@ -22,8 +22,8 @@ class Observed(NamedTuple):
     """Pseudo-labels of a client update and the unlabeled rows that they are of, (n,): diagnostics compare them."""
 
     rows: Tensor  # (n,) int64
-    pseudo: Pseudo
-    models: dict[str, Pseudo]
+    pseudo: PseudoLabels
+    models: dict[str, PseudoLabels]
 
 
 ABSURD = 1e6
@@ -74,7 +74,11 @@ class ClientContext:
     @property
     def roomy(self) -> bool:
         """Return whether rows are filled up until few shapes are left, each of which is compiled."""
-        return self.compiled and self.client_update.needs.whole and self.client_update.needs.masks
+        return (
+            self.compiled
+            and self.client_update.requirements.needs_full_batch
+            and self.client_update.requirements.masks_padding
+        )
 
     def path(self, client: int) -> tuple[str, int, int, int]:
         """Return where the random numbers of a client update come from, with the seed."""
@@ -88,7 +92,7 @@ class ClientResult(NamedTuple):
     `observations` are its pseudo-labels, for whoever knows the hidden labels. `remark`: why steps were not compiled.
     """
 
-    up: Upload
+    upload: Upload
     memory: Tree
     samples: dict[str, WeightedMetric]
     amount: Amount
@@ -105,7 +109,7 @@ class ClientTask(NamedTuple):
     client: int
     private: Tree  # merged into what all are sent
     memory: Tree
-    data: Local
+    data: ClientData
     amount: Amount
     kind: tuple[object, ...] = ()  # what those that train as one program have in common
 
@@ -119,13 +123,13 @@ class Query:
     """One query and what it sends to all clients; called with those that train as one program, it trains them."""
 
     context: ClientContext
-    down: Tree
+    broadcast: Tree
 
     def __call__(self, tasks: Sequence[ClientTask]) -> dict[int, ClientResult]:
-        return update_together(self.context, self.down, tasks)
+        return update_together(self.context, self.broadcast, tasks)
 
 
-def update_together(context: ClientContext, down: Tree, tasks: Sequence[ClientTask]) -> dict[int, ClientResult]:
+def update_together(context: ClientContext, broadcast: Tree, tasks: Sequence[ClientTask]) -> dict[int, ClientResult]:
     """Return what comes of the clients that train as one program, by client; of one alone, in a plain loop.
 
     Lifting one client only costs. It is what a `halfmoon.engine.evaluation.Spread` applies, in whichever process.
@@ -133,8 +137,8 @@ def update_together(context: ClientContext, down: Tree, tasks: Sequence[ClientTa
     with torch.no_grad():
         if len(tasks) == 1:
             client, private, memory, data, amount, _ = tasks[0]
-            return {client: update_one(context, client, {**down, **private}, memory, data, amount)}
-        results = update_many([context] * len(tasks), down, tree.stack([each.private for each in tasks]), tasks)
+            return {client: update_one(context, client, {**broadcast, **private}, memory, data, amount)}
+        results = update_many([context] * len(tasks), broadcast, tree.stack([each.private for each in tasks]), tasks)
     return {task.client: result for task, result in zip(tasks, results, strict=True)}
 
 
@@ -144,12 +148,12 @@ def update_joint(queries: Sequence[tuple[Query, ClientTask]]) -> list[ClientResu
     Their queries are alike; what a run sends down is private to its clients, which draw from its seed.
     """
     with torch.no_grad():
-        private = tree.stack([{**query.down, **task.private} for query, task in queries])
+        private = tree.stack([{**query.broadcast, **task.private} for query, task in queries])
         return update_many([query.context for query, _ in queries], {}, private, [task for _, task in queries])
 
 
 def update_one(
-    context: ClientContext, client: int, down: Tree, memory: Tree, data: Local, amount: Amount
+    context: ClientContext, client: int, broadcast: Tree, memory: Tree, data: ClientData, amount: Amount
 ) -> ClientResult:
     """Run a client update in a plain loop: what a CPU, and a site in a real federation, does.
 
@@ -160,35 +164,37 @@ def update_one(
     memory = tree.map(torch.clone, memory)  # its optimizer writes into it, and it may lie in a store
     laid = data.x.device.type == "cpu"
     if laid:
-        down, memory = tree.channels_last(down), tree.channels_last(memory)
+        broadcast, memory = tree.channels_last(broadcast), tree.channels_last(memory)
     data = padded = _swept(context, client, data)
     if context.roomy:
         padded = _local(_padded([data], True), 0)
         memory = _filled(client_update, memory, data, len(padded.u))
-    carry = client_update.begin(down, memory, padded)
+    carry = client_update.begin(broadcast, memory, padded)
     guesses = _guesses(client_update, carry, padded, len(data.u))
-    update = _draw(context, client, data, amount, client_update.keep(carry, padded))
-    step, log = Steps(client_update, down, compiled=context.compiled), _Log()
+    update = _draw(context, client, data, amount, client_update.drawable_rows(carry, padded))
+    step, log = Steps(client_update, broadcast, compiled=context.compiled), _Log()
     for stacked in batches([data], [update], context.views, client_update.task.normalize, context.rows):
         batch = _one(stacked)
         batch = _laid(batch) if laid else batch
         carry, notes = step(carry, batch)
         log.add(notes, batch.u_rows)
     samples, observations = log.of(context, client)
-    up, memory = client_update.finish(down, carry, padded)
+    upload, memory = client_update.finish(broadcast, carry, padded)
     if context.roomy:
         memory = _filled(client_update, memory, data)
-    _check_upload(context, client, up, down, update.amount.steps)
-    traffic = client_update.traffic(down, up)
-    up, memory = up.map(Tensor.contiguous), tree.contiguous(memory)
-    swept, size = client_update.swept(len(data.x), len(data.u)), tree.nbytes(memory)
-    return ClientResult(up, memory, samples, update.amount, traffic, swept, size, guesses or observations, step.remark)
+    _check_upload(context, client, upload, broadcast, update.amount.steps)
+    traffic = client_update.traffic(broadcast, upload)
+    upload, memory = upload.map(Tensor.contiguous), tree.contiguous(memory)
+    swept, size = client_update.images_outside_steps(len(data.x), len(data.u)), tree.nbytes(memory)
+    return ClientResult(
+        upload, memory, samples, update.amount, traffic, swept, size, guesses or observations, step.remark
+    )
 
 
 def update_many(
-    contexts: Sequence[ClientContext], downlinks: Tree, each: Tree, tasks: Sequence[ClientTask]
+    contexts: Sequence[ClientContext], downlinks: Tree, per_client: Tree, tasks: Sequence[ClientTask]
 ) -> list[ClientResult]:
-    """Run K client updates as one program; `downlinks` is shared, `each` differs (leaves (K, ...)).
+    """Run K client updates as one program; `downlinks` is shared, `per_client` differs (leaves (K, ...)).
 
     Contexts differ in nothing but their seeds. Clients with fewer steps are frozen when theirs are over. Those of a
     work that does not mask padding need equal images a step and, if it looks at `whole` clients, one size.
@@ -203,52 +209,59 @@ def update_many(
     )
 
     def merged(function: Callable[..., Any]) -> Callable[..., Any]:
-        """Lift, and merge the shared and the private part of `down` inside the lifted function."""
+        """Lift, and merge the shared and the private part of `broadcast` inside the lifted function."""
 
         def one(private: Tree, *rest: Any) -> Any:
             return function({**downlinks, **private}, *rest)
 
         return lifted(one)
 
-    carry: Tree = merged(client_update.begin)(each, memory, padded)
+    carry: Tree = merged(client_update.begin)(per_client, memory, padded)
     guesses = [
         _guesses(client_update, tree.index(carry, k), _local(padded, k), len(data.u))
-        if client_update.guesses(carry, padded)
+        if client_update.initial_pseudo_labels(carry, padded)
         else ()
         for k, data in enumerate(datas)
     ]
     updates = [
-        _draw(context, task.client, data, task.amount, client_update.keep(tree.index(carry, k), _local(padded, k)))
+        _draw(
+            context,
+            task.client,
+            data,
+            task.amount,
+            client_update.drawable_rows(tree.index(carry, k), _local(padded, k)),
+        )
         for k, (context, task, data) in enumerate(zip(contexts, tasks, datas, strict=True))
     ]
     device = padded.y.device
     steps = torch.tensor([update.amount.steps for update in updates], device=device)
     fewest = min(update.amount.steps for update in updates)
-    step, log = Steps(client_update, downlinks, each, True, shared.compiled), _Log()
+    step, log = Steps(client_update, downlinks, per_client, True, shared.compiled), _Log()
     for t, batch in enumerate(batches(datas, updates, views, normalize, shared.rows)):
         new, notes = step(carry, batch)
         carry = new if t < fewest else lifted(tree.select)(t < steps, new, carry)
         log.add(notes, batch.u_rows)
     logs = [log.of(contexts[k], task.client, k, updates[k].amount) for k, task in enumerate(tasks)]
-    up, memory = merged(client_update.finish)(each, carry, padded)
+    upload, memory = merged(client_update.finish)(per_client, carry, padded)
     results: list[ClientResult] = []
-    finite = _finite(up)  # of all clients at once
+    finite = _finite(upload)  # of all clients at once
     for k, task in enumerate(tasks):
-        mine, received = up.at(k), {**downlinks, **tree.index(each, k)}
+        mine, received = upload.at(k), {**downlinks, **tree.index(per_client, k)}
         _check_upload(contexts[k], task.client, mine, received, updates[k].amount.steps, finite)
         # A clone: a slice would keep the memories of the whole group alive.
         own = tree.map(torch.clone, _filled(client_update, tree.index(memory, k), datas[k]))
         traffic = client_update.traffic(received, mine)
         samples, labels = logs[k]
-        amount, swept = updates[k].amount, client_update.swept(len(datas[k].x), len(datas[k].u))
+        amount, swept = updates[k].amount, client_update.images_outside_steps(len(datas[k].x), len(datas[k].u))
         size, labels = tree.nbytes(own), guesses[k] or labels
         results.append(ClientResult(mine, own, samples, amount, traffic, swept, size, labels, step.remark))
     return results
 
 
-def first_memory(client_update: ClientUpdate, down: Tree, seed: int, client: int) -> Tree:
-    return client_update.remember(
-        down, rng.generator(seed, "remember", *((client,) if client_update.needs.own_memory else ()))
+def first_memory(client_update: ClientUpdate, broadcast: Tree, seed: int, client: int) -> Tree:
+    return client_update.initial_memory(
+        broadcast,
+        rng.generator(seed, "remember", *((client,) if client_update.requirements.per_client_generator else ())),
     )
 
 
@@ -291,8 +304,8 @@ class _Log:
         if not first.pseudo:
             return samples, ()
 
-        def pseudo(each: Iterable[Pseudo]) -> Pseudo:
-            return Pseudo(*(stack(leaves)[:, own].flatten() for leaves in zip(*each, strict=True)))
+        def pseudo(each: Iterable[PseudoLabels]) -> PseudoLabels:
+            return PseudoLabels(*(stack(leaves)[:, own].flatten() for leaves in zip(*each, strict=True)))
 
         models = {name: pseudo(notes.models[name] for notes in self.steps) for name in first.models}
         rows = stack(self.rows)[:, own].flatten()
@@ -300,23 +313,23 @@ class _Log:
 
 
 def _check_upload(
-    context: ClientContext, client: int, up: Upload, down: Tree, steps: int, finite: bool | None = None
+    context: ClientContext, client: int, upload: Upload, broadcast: Tree, steps: int, finite: bool | None = None
 ) -> None:
     """Refuse an upload that holds what its work does not declare, or that the last step has spoiled: its loss was still
     finite. `finite` says whether all is, where that is known.
     """
-    context.client_update.needs.uplink.check(up, down, type(context.client_update).__name__)
-    if _finite(up) if finite is None else finite:
+    context.client_update.requirements.upload_spec.check(upload, broadcast, type(context.client_update).__name__)
+    if _finite(upload) if finite is None else finite:
         return
-    for name, leaf in tree.flatten(up.tree).items():
+    for name, leaf in tree.flatten(upload.tree).items():
         if not bool(leaf.isfinite().all()):
             worst = float(leaf[~leaf.isfinite()].flatten()[0])
             raise Diverged(context.round, client, max(0, steps - 1), worst, f"upload '{name.removeprefix('update/')}'")
 
 
-def _finite(up: Upload) -> bool:
+def _finite(upload: Upload) -> bool:
     """Say whether all numbers of an upload are finite; the device is asked once."""
-    fine = [leaf.isfinite().all() for leaf in tree.leaves(up.tree)]
+    fine = [leaf.isfinite().all() for leaf in tree.leaves(upload.tree)]
     return not fine or bool(torch.stack(fine).all())
 
 
@@ -326,14 +339,21 @@ def add(old: WeightedMetric | None, new: WeightedMetric) -> WeightedMetric:
     return WeightedMetric(old.total + new.total, old.squares + new.squares, old.count + new.count)
 
 
-def _draw(context: ClientContext, client: int, data: Local, amount: Amount, keep: Tensor | None) -> DrawnUpdate:
-    needs = context.client_update.needs
-    return draw(amount, data, context.views, needs, keep, context.seed, *context.path(client))
+def _draw(context: ClientContext, client: int, data: ClientData, amount: Amount, keep: Tensor | None) -> DrawnUpdate:
+    requirements = context.client_update.requirements
+    return draw(amount, data, context.views, requirements, keep, context.seed, *context.path(client))
 
 
-def _swept(context: ClientContext, client: int, data: Local) -> Local:
+def _swept(context: ClientContext, client: int, data: ClientData) -> ClientData:
     normalize = context.client_update.task.normalize
-    return sweep(data, context.views, context.client_update.needs.sweep, normalize, context.seed, *context.path(client))
+    return sweep(
+        data,
+        context.views,
+        context.client_update.requirements.precomputed_views,
+        normalize,
+        context.seed,
+        *context.path(client),
+    )
 
 
 def _one(batch: Batch) -> Batch:
@@ -343,38 +363,40 @@ def _one(batch: Batch) -> Batch:
 
 def _laid(batch: Batch) -> Batch:
     own = {"x": batch.x}  # images, or features, which have no channels
-    x, u, others, more = (tree.channels_last(part) for part in (own, batch.u, batch.others, batch.x_views))
-    return batch._replace(x=x["x"], u=u, others=others, x_views=more)
+    x, u, others, more = (tree.channels_last(part) for part in (own, batch.u, batch.second_batch, batch.x_views))
+    return batch._replace(x=x["x"], u=u, second_batch=others, x_views=more)
 
 
-def _local(padded: Local, k: int) -> Local:
+def _local(padded: ClientData, k: int) -> ClientData:
     views, real = tree.index(padded.views, k), tree.index(padded.real, k)
-    return Local(*(leaf[k] for leaf in padded[:5]), views=views, real=real)
+    return ClientData(*(leaf[k] for leaf in padded[:5]), views=views, real=real)
 
 
-def _filled(client_update: ClientUpdate, memory: Tree, data: Local, length: int | None = None) -> Tree:
+def _filled(client_update: ClientUpdate, memory: Tree, data: ClientData, length: int | None = None) -> Tree:
     """Return a client's memory with `length` entries where it has one of each row; without one, those of its rows.
 
     What was remembered of other rows than it has now is nothing.
     """
     flat, own = tree.flatten(memory), len(data.u)
-    for path, nothing in client_update.needs.row_memory.items():
+    for path, nothing in client_update.requirements.row_memory.items():
         leaf = flat[path]
         if length is None:
             flat[path] = leaf[:own]
             continue
         rows = leaf if len(leaf) == own else leaf[:0]
         flat[path] = torch.cat([rows, leaf.new_full((length - len(rows),), nothing)])
-    return tree.unflatten(flat) if client_update.needs.row_memory else memory
+    return tree.unflatten(flat) if client_update.requirements.row_memory else memory
 
 
-def _guesses(client_update: ClientUpdate, carry: Tree, data: Local, rows: int) -> tuple[Observed, ...]:
+def _guesses(client_update: ClientUpdate, carry: Tree, data: ClientData, rows: int) -> tuple[Observed, ...]:
     """Return the pseudo-labels of the client's own `rows` where a client update makes them once, when it begins."""
-    pseudo = tuple(Pseudo(*(leaf[:rows] for leaf in each)) for each in client_update.guesses(carry, data))
+    pseudo = tuple(
+        PseudoLabels(*(leaf[:rows] for leaf in each)) for each in client_update.initial_pseudo_labels(carry, data)
+    )
     return tuple(Observed(torch.arange(rows, device=own.label.device), own, {}) for own in pseudo)
 
 
-def _padded(datas: Sequence[Local], roomy: bool) -> Local:
+def _padded(datas: Sequence[ClientData], roomy: bool) -> ClientData:
     """Stack clients of unequal size: rows beyond a client's own repeat them from the start.
 
     To as many as the largest has or, `roomy`, up to the next power of two.
@@ -393,7 +415,7 @@ def _padded(datas: Sequence[Local], roomy: bool) -> Local:
         device = datas[0].y.device
         real["x"] = torch.stack([torch.arange(longest_x, device=device) < d.labeled for d in datas])
         real["u"] = torch.stack([torch.arange(longest_u, device=device) < d.unlabeled for d in datas])
-    return Local(
+    return ClientData(
         torch.stack([wrap(d.x, longest_x) for d in datas]),
         torch.stack([wrap(d.y, longest_x) for d in datas]),
         torch.stack([wrap(d.u, longest_u) for d in datas]),

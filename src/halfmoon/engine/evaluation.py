@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from halfmoon.api.types import NO_MODELS, Labeling, Pseudo
+from halfmoon.api.types import NO_PSEUDO_LABELS, Labeling, PseudoLabels
 from halfmoon.core import tree
 from halfmoon.core.tensors import numbers
 from halfmoon.core.tree import Tree
@@ -176,7 +176,7 @@ class Quality:
         self.per_class = torch.zeros(2, classes, dtype=torch.float64, device=device)
         self.models: dict[str, Quality] = {}
 
-    def add(self, pseudo: Pseudo, hidden: Tensor, models: Mapping[str, Pseudo] = NO_MODELS) -> None:
+    def add(self, pseudo: PseudoLabels, hidden: Tensor, models: Mapping[str, PseudoLabels] = NO_PSEUDO_LABELS) -> None:
         """Compare pseudo-labels (b,) with the labels (b,) that the method does not see, below 0 where nobody knows.
 
         Those that each of several `models` makes are counted apart, by its name.

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from halfmoon.aggregation.precision import encoded
-from halfmoon.api.types import ClientUpdate, Local, StateStore
+from halfmoon.api.types import ClientData, ClientUpdate, StateStore
 from halfmoon.core import rng, tree
 from halfmoon.core.tensors import tensor_of
 from halfmoon.core.tree import Tree
@@ -62,7 +62,7 @@ class FederatedDataset:
     def split_size(self, client: int, stage: int | None = None) -> ClientSize:
         return ClientSize(*(len(self._rows(client, labeled, stage)) for labeled in (True, False)))
 
-    def local(self, client: int, stage: int | None = None) -> tuple[Local, Tensor]:
+    def local(self, client: int, stage: int | None = None) -> tuple[ClientData, Tensor]:
         """Return what the client (or the `SERVER`) sees, and the labels of its unlabeled rows, which no method may see.
 
         In a stream, `stage` says which unlabeled rows are there by now.
@@ -72,7 +72,7 @@ class FederatedDataset:
         counts = torch.tensor([len(x), len(u)], device=labels.device)
         y = self.classes - 1 - labels[x] if client in self.liars else labels[x]
         # Of images that are mapped into memory, channels lie last.
-        return Local(images[x].contiguous(), y, images[u].contiguous(), counts[0], counts[1]), labels[u]
+        return ClientData(images[x].contiguous(), y, images[u].contiguous(), counts[0], counts[1]), labels[u]
 
     def rows(self, client: int, labeled: bool, stage: int | None = None) -> np.ndarray:
         """Return the training rows, int64, that the client (or the `SERVER`) has as labeled ones, or as unlabeled.
@@ -136,19 +136,19 @@ class LocalClients:
         context: ClientContext,
         clients: Sequence[int],
         stage: int | None,
-        down: Tree,
-        each: Tree,
+        broadcast: Tree,
+        per_client: Tree,
         quality: Quality,
     ) -> Iterator[ClientResult]:
         """Train clients (or the `SERVER`), remember what they keep, and yield what comes of it in their order.
 
-        `each` (leaves (K, ...)) is merged into `down`, a different slice for each client. `quality` compares
+        `per_client` (leaves (K, ...)) is merged into `broadcast`, a different slice for each client. `quality` compares
         pseudo-labels with the labels that are hidden from the work. Nothing that was yielded is held here, and what is
         remembered is not yielded.
         """
         hidden: dict[int, Tensor] = {}
         remaining = iter(enumerate(clients))  # not zip, which holds what it has given last
-        for outcome in _without_gradients(self._client_rounds(context, clients, stage, down, each, hidden)):
+        for outcome in _without_gradients(self._client_rounds(context, clients, stage, broadcast, per_client, hidden)):
             place, client = next(remaining)
             if outcome.memory:
                 self.memories.put(str(client), outcome.memory)
@@ -159,7 +159,7 @@ class LocalClients:
                 self.training.say(outcome.remark)
             outcome = outcome._replace(memory={}, observations=())
             if client != SERVER and context.client_update.task.upload_precision != "float32":
-                outcome = _encoded(context, client, {**down, **tree.index(each, place)}, outcome)
+                outcome = _encoded(context, client, {**broadcast, **tree.index(per_client, place)}, outcome)
             yield outcome
             del outcome  # or it would be held while the next client trains
 
@@ -168,21 +168,23 @@ class LocalClients:
         context: ClientContext,
         clients: Sequence[int],
         stage: int | None,
-        down: Tree,
-        each: Tree,
+        broadcast: Tree,
+        per_client: Tree,
         hidden: dict[int, Tensor],
     ) -> Iterator[ClientResult]:
         """Yield what comes of the clients in their order; `hidden` gets the labels that they do not see, by client."""
         context = replace(context, compiled=self.training.compiled)
         amounts = [self._amount(context.client_update, client, stage) for client in clients]
         # Asked once, not of every client: what a client that is known would start from may be a network to draw.
-        remembers = bool(first_memory(context.client_update, {**down, **tree.index(each, 0)}, self.seed, clients[0]))
+        remembers = bool(
+            first_memory(context.client_update, {**broadcast, **tree.index(per_client, 0)}, self.seed, clients[0])
+        )
 
         def task(k: int) -> ClientTask:
-            client, private = clients[k], tree.index(each, k)
+            client, private = clients[k], tree.index(per_client, k)
             memory: Tree = {}
             if remembers:
-                start = {**down, **private}
+                start = {**broadcast, **private}
                 memory = self.memories.get(str(client)) or first_memory(context.client_update, start, self.seed, client)
             data, hidden[client] = self.dataset.local(client, stage)
             kind = self._kind(context.client_update, client, stage, amounts[k], memory)
@@ -192,7 +194,7 @@ class LocalClients:
         results: dict[int, ClientResult] = {}
         turns = iter(clients)
         turn = next(turns, None)
-        for part in self.training.spread(Query(context, down), self._programs(context.client_update, tasks)):
+        for part in self.training.spread(Query(context, broadcast), self._programs(context.client_update, tasks)):
             results |= part
             part.clear()  # or what is yielded would be held while the next clients train
             while turn in results:
@@ -224,10 +226,10 @@ class LocalClients:
         padding takes all that have a step to do.
         """
         flat = sorted(tree.flatten(memory).items())  # a memory that was read, or compiled, has them in another order
-        shapes = tuple(leaf.shape for path, leaf in flat if path not in client_update.needs.row_memory)
-        if client_update.needs.masks:
+        shapes = tuple(leaf.shape for path, leaf in flat if path not in client_update.requirements.row_memory)
+        if client_update.requirements.masks_padding:
             return (min(amount.steps, 1),), shapes
-        size = astuple(self.dataset.own(client, stage)) if client_update.needs.whole else ()
+        size = astuple(self.dataset.own(client, stage)) if client_update.requirements.needs_full_batch else ()
         return (amount.labeled, amount.unlabeled, *size), shapes
 
     def _amount(self, client_update: ClientUpdate, client: int, stage: int | None) -> Amount:
@@ -237,12 +239,12 @@ class LocalClients:
         return self.training.budget.amount(self.training.batching, client_update, own, size)
 
 
-def _encoded(context: ClientContext, client: int, down: Tree, outcome: ClientResult) -> ClientResult:
+def _encoded(context: ClientContext, client: int, broadcast: Tree, outcome: ClientResult) -> ClientResult:
     """Return what came of a client with its upload in the bytes that travel."""
     update = context.client_update
     draws = partial(rng.generator, context.seed, "upload", context.round, context.query, client)
-    up = encoded(outcome.up, down, update.task.upload_precision, update.needs.uplink, draws)
-    return outcome._replace(up=up, traffic=update.traffic(down, up))
+    upload = encoded(outcome.upload, broadcast, update.task.upload_precision, update.requirements.upload_spec, draws)
+    return outcome._replace(upload=upload, traffic=update.traffic(broadcast, upload))
 
 
 def _alike(client_update: ClientUpdate, tasks: list[ClientTask], padded: Fraction) -> Iterator[list[ClientTask]]:

@@ -191,11 +191,11 @@ def _alike(requests: Sequence[Request]) -> Iterable[list[tuple[int, ClientTask]]
     for run, (query, programs) in enumerate(requests):
         if query.context.client_update not in client_updates:
             client_updates.append(query.context.client_update)
-        shared = client_updates.index(query.context.client_update), _shapes(query.down)
+        shared = client_updates.index(query.context.client_update), _shapes(query.broadcast)
         for task in (task for tasks in programs for task in tasks):
             groups.setdefault((*shared, _shapes(task.private), task.kind), []).append((run, task))
     return groups.values()
 
 
-def _shapes(down: Tree) -> tuple[tuple[str, Any, Any], ...]:
-    return tuple(sorted((path, leaf.shape, str(leaf.dtype)) for path, leaf in tree.flatten(down).items()))
+def _shapes(broadcast: Tree) -> tuple[tuple[str, Any, Any], ...]:
+    return tuple(sorted((path, leaf.shape, str(leaf.dtype)) for path, leaf in tree.flatten(broadcast).items()))

@@ -28,7 +28,7 @@ class Extent(NamedTuple):
     def images(self, client_update: ClientUpdate) -> int:
         """Return the images that go through the classifier; one that comes back counts two more."""
         steps = self.amount.steps * cost(client_update, self.amount) if self.amount.steps else 0
-        return client_update.swept(*astuple(self.rows)) + steps
+        return client_update.images_outside_steps(*astuple(self.rows)) + steps
 
     def maximum(self, other: "Extent") -> "Extent":
         rows = (max(each) for each in zip(astuple(self.rows), astuple(other.rows), strict=True))

@@ -100,7 +100,7 @@ class ServerRuntime(ABC):
         self.store = Store() if store is None else store
         self.state_store: StateStore = StateView(self.store, "state/", self.device)
         self.cost = Cost()
-        self.cohort = self.answered = torch.zeros(0, dtype=torch.int64)
+        self.cohort = self.responders = torch.zeros(0, dtype=torch.int64)
         self._round = self._attempt = self._query = 0
         self._fair = True  # whether the cohort was drawn from all clients alike
         self._samples: dict[str, WeightedMetric] = {}
@@ -129,8 +129,10 @@ class ServerRuntime(ABC):
         return None
 
     @abstractmethod
-    def _client_rounds(self, context: ClientContext, clients: Sequence[int], down: Tree, each: Tree) -> Visited:
-        """Visit clients (or the `SERVER`); `each` (leaves (K, ...)) is merged into `down`, a slice for each.
+    def _client_rounds(
+        self, context: ClientContext, clients: Sequence[int], broadcast: Tree, per_client: Tree
+    ) -> Visited:
+        """Visit clients (or the `SERVER`); `per_client` (leaves (K, ...)) is merged into `broadcast`, a slice for each.
 
         Yield what came of it by client, in their order, of those who answered: of one at least, if it is the cohort.
         """
@@ -159,81 +161,91 @@ class ServerRuntime(ABC):
         self._round, self._query = round, 0
         self._samples, self._quality = {}, self._fresh_quality()
 
-    def ask(self, client_update: str, down: Tree, each: Tree | None = None, to: Tensor | None = None) -> Upload:
-        """Send `down` (and its slice of `each`) to the cohort, or `to` others; return uploads, each leaf (k, ...).
+    def query(
+        self, client_update: str, broadcast: Tree, per_client: Tree | None = None, clients: Tensor | None = None
+    ) -> Upload:
+        """Send `broadcast` (and its slice of `per_client`) to the cohort, or `clients` others; return uploads, each leaf (k, ...).
 
-        Of `to` nobody may answer; then the weights are (0,), and nothing else is there.
+        Of `clients` nobody may answer; then the weights are (0,), and nothing else is there.
         """
-        recipients = self.cohort if to is None else to.cpu()
+        recipients = self.cohort if clients is None else clients.cpu()
         there = answering(recipients, self.settings.client_dropout, self.seed, self._round)
-        private = {} if each is None else each
+        private = {} if per_client is None else per_client
         own = tree.map(lambda leaf: leaf[there], private)
         ups = {
-            client: outcome.up
-            for client, outcome in self._ask(self.client_updates[client_update], integers(recipients[there]), down, own)
+            client: outcome.upload
+            for client, outcome in self._ask(
+                self.client_updates[client_update], integers(recipients[there]), broadcast, own
+            )
         }
-        up, clients = stack(list(ups.values())), tuple(ups)
+        upload, responders = stack(list(ups.values())), tuple(ups)
         del ups  # what is stacked is not held twice
-        if clients and self.aggregators:
+        if responders and self.aggregators:
             place = {client: k for k, client in enumerate(integers(recipients))}
-            mine = torch.tensor([place[client] for client in clients], dtype=torch.int64)
-            each = tree.map(lambda leaf: leaf[mine.to(leaf.device)], private)
+            mine = torch.tensor([place[client] for client in responders], dtype=torch.int64)
+            received = tree.map(lambda leaf: leaf[mine.to(leaf.device)], private)
             at = (self._round, self._attempt, self._query - 1)
-            fair = to is None and self._fair
-            uplink = self.client_updates[client_update].needs.uplink
-            who = clients, len(recipients), fair, uplink, self.state_store
-            context = AggregationContext(*at, client_update, down, each, *who)
-            up = self._aggregated(context, up)
+            fair = clients is None and self._fair
+            upload_spec = self.client_updates[client_update].requirements.upload_spec
+            who = responders, len(recipients), fair, upload_spec, self.state_store
+            context = AggregationContext(*at, client_update, broadcast, received, *who)
+            upload = self._aggregated(context, upload)
         else:
-            self.answered = torch.tensor(clients, dtype=torch.int64)
-        self._lose(recipients, tree.nbytes(down) + tree.nbytes(private) // len(recipients))
-        return up
+            self.responders = torch.tensor(responders, dtype=torch.int64)
+        self._lose(recipients, tree.nbytes(broadcast) + tree.nbytes(private) // len(recipients))
+        return upload
 
-    def average(self, client_update: str, down: Tree) -> Upload:
-        """Send `down` to the cohort, and return the weighted mean of the updates, added up as they come.
+    def average(self, client_update: str, broadcast: Tree) -> Upload:
+        """Send `broadcast` to the cohort, and return the weighted mean of the updates, added up as they come.
 
         Where an aggregator has to see all uploads of a cohort, they are all held before it.
         """
         update = self.client_updates[client_update]
         if self.aggregators:
-            return mean_of(self.ask(client_update, down), update.needs.uplink, down, client_update)
-        mean, recipients, answered = UploadMean(update.needs.uplink, client_update), self.cohort, list[int]()
+            return mean_of(
+                self.query(client_update, broadcast), update.requirements.upload_spec, broadcast, client_update
+            )
+        mean, recipients, answered = (
+            UploadMean(update.requirements.upload_spec, client_update),
+            self.cohort,
+            list[int](),
+        )
         there = answering(recipients, self.settings.client_dropout, self.seed, self._round)
-        for client, outcome in self._ask(update, integers(recipients[there]), down, {}):
-            mean.add(outcome.up)
+        for client, outcome in self._ask(update, integers(recipients[there]), broadcast, {}):
+            mean.add(outcome.upload)
             answered.append(client)
             del outcome  # or it would be held while the next client trains
-        self.answered = torch.tensor(answered, dtype=torch.int64)
-        self._lose(recipients, tree.nbytes(down))
-        return mean.result(down)
+        self.responders = torch.tensor(answered, dtype=torch.int64)
+        self._lose(recipients, tree.nbytes(broadcast))
+        return mean.result(broadcast)
 
     def _lose(self, recipients: Tensor, nbytes: int) -> None:
         """Take those who have not answered out of the cohort; they were sent something too, `nbytes` bytes each."""
-        mute = recipients[~torch.isin(recipients, self.answered)]
+        mute = recipients[~torch.isin(recipients, self.responders)]
         self.cohort = self.cohort[~torch.isin(self.cohort, mute)]
         self.cost.bytes_down += len(mute) * nbytes
 
-    def _aggregated(self, context: AggregationContext, up: Upload) -> Upload:
+    def _aggregated(self, context: AggregationContext, upload: Upload) -> Upload:
         """Return the uploads that the aggregators let through; whose answer does not count has not answered."""
         for aggregator in self.aggregators:
-            places, up = aggregator.uploads(context, up)
+            places, upload = aggregator.uploads(context, upload)
             if not places:
                 what = f"round {context.round + 1}, query {context.query + 1} ({context.client_update})"
                 raise TooFew(f"{what} has no usable upload of {context.cohort}.")
             context = context if len(places) == len(context.clients) else context.only(places)
-        self.answered = torch.tensor(context.clients, dtype=torch.int64)
-        return up
+        self.responders = torch.tensor(context.clients, dtype=torch.int64)
+        return upload
 
     def ended(self, round: int) -> str | None:
         """Return in a sentence why `round` (from 0) may not be played, None where it may."""
         return next((why for aggregator in self.aggregators if (why := aggregator.ended(round)) is not None), None)
 
-    def ask_server(self, client_update: str, down: Tree) -> Upload:
-        """Do a work at the server, on its own labeled images; nothing travels. `down` is all that it starts from."""
+    def query_server(self, client_update: str, broadcast: Tree) -> Upload:
+        """Do a work at the server, on its own labeled images; nothing travels. `broadcast` is all that it starts from."""
         traffic = self.cost.bytes_down, self.cost.bytes_up
-        ((_, outcome),) = self._ask(self.client_updates[client_update].at_server, [SERVER], down, {})
+        ((_, outcome),) = self._ask(self.client_updates[client_update].at_server, [SERVER], broadcast, {})
         self.cost.bytes_down, self.cost.bytes_up = traffic
-        return outcome.up
+        return outcome.upload
 
     def stored(self, server: int) -> None:
         """Take note of the bytes of the server's tree; what lies on its state store counts too."""
@@ -252,12 +264,12 @@ class ServerRuntime(ABC):
         self.store.restore(clients)
         self.cost = Cost(**cost)
 
-    def _ask(self, client_update: ClientUpdate, clients: Sequence[int], down: Tree, each: Tree) -> Visited:
+    def _ask(self, client_update: ClientUpdate, clients: Sequence[int], broadcast: Tree, per_client: Tree) -> Visited:
         rows = images_a_call(self.device)
         context = ClientContext(client_update, self.views, self.seed, self._round, self._query, rows)
         self._query += 1
         precision = client_update.task.upload_precision
-        for client, outcome in self._client_rounds(context, clients, down, each):
+        for client, outcome in self._client_rounds(context, clients, broadcast, per_client):
             if client != SERVER:
                 self.cost.stored_client = max(self.cost.stored_client, outcome.memory_bytes)
             for name, new in outcome.samples.items():
@@ -267,11 +279,11 @@ class ServerRuntime(ABC):
             self.cost.bytes_down += outcome.traffic[0]
             self.cost.bytes_up += outcome.traffic[1]
             if precision != "float32" and client != SERVER:
-                received = {**down, **tree.index(each, clients.index(client))}
-                outcome = outcome._replace(up=decoded(outcome.up, received, precision))
+                received = {**broadcast, **tree.index(per_client, clients.index(client))}
+                outcome = outcome._replace(upload=decoded(outcome.upload, received, precision))
             yield client, outcome
             del outcome
-            release_memory(tree.nbytes(down))
+            release_memory(tree.nbytes(broadcast))
 
     def _fresh_quality(self) -> Quality:
         return Quality(self.base.network.classes, self.settings.confidence_threshold, self.device)

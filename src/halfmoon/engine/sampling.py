@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from halfmoon.api.types import Batch, Local, Needs
+from halfmoon.api.types import Batch, ClientData, UpdateRequirements
 from halfmoon.core import rng
 from halfmoon.core.errors import UserError
 from halfmoon.core.tensors import tensor_of
@@ -140,7 +140,13 @@ def cycle(rows: Tensor, length: int, generator: torch.Generator) -> Tensor:
 
 
 def draw(
-    amount: Amount, local: Local, views: Views, needs: Needs, keep: Tensor | None, seed: int, *path: int | str
+    amount: Amount,
+    local: ClientData,
+    views: Views,
+    requirements: UpdateRequirements,
+    keep: Tensor | None,
+    seed: int,
+    *path: int | str,
 ) -> DrawnUpdate:
     """Draw a client update from (seed, *path); a client whose `keep` (U,) allows no row takes no step.
 
@@ -153,25 +159,29 @@ def draw(
         allowed = allowed[keep.cpu()[:count]]
         if amount.epochs:
             amount = amount._replace(steps=amount.epochs * -(-len(allowed) // amount.unlabeled))
-    if needs.views and not len(allowed):
+    if requirements.views and not len(allowed):
         amount = amount._replace(steps=0)
     g = rng.generator(seed, *path, "labeled")
     total = amount.steps * amount.labeled
     x_rows = cycle(torch.arange(len(local.x)), total, g) if total else NO_ROWS
     x_drawn = views.labeled.draw(total, shape, g)
-    more_drawn = _draws(on_labels(views, amount.labeled), needs.labeled_views, total, shape, seed, *path, "labeled")
+    more_drawn = _draws(
+        on_labels(views, amount.labeled), requirements.labeled_views, total, shape, seed, *path, "labeled"
+    )
     total = amount.steps * amount.unlabeled
-    u_rows = cycle(allowed, total, rng.generator(seed, *path, "unlabeled")) if needs.views and total else NO_ROWS
-    u_drawn = _draws(views, needs.views, total, shape, seed, *path)
+    u_rows = cycle(allowed, total, rng.generator(seed, *path, "unlabeled")) if requirements.views and total else NO_ROWS
+    u_drawn = _draws(views, requirements.views, total, shape, seed, *path)
     o_rows, o_drawn = NO_ROWS, {}
-    if needs.others and total:
+    if requirements.second_batch and total:
         o_rows = torch.randint(count, (total,), generator=rng.generator(seed, *path, "others"))
-        o_drawn = _draws(views, needs.others, total, shape, seed, *path, "others")
-    mixed = {} if needs.mixup is None else _mixed(amount, needs, needs.mixup, seed, *path, "mixup")
+        o_drawn = _draws(views, requirements.second_batch, total, shape, seed, *path, "others")
+    mixed = {} if requirements.mixup is None else _mixed(amount, requirements, requirements.mixup, seed, *path, "mixup")
     return DrawnUpdate(amount, x_rows, x_drawn, u_rows, u_drawn, o_rows, o_drawn, mixed, more_drawn)
 
 
-def sweep(local: Local, views: Views, names: Sequence[str], normalize: Normalize, seed: int, *path: int | str) -> Local:
+def sweep(
+    local: ClientData, views: Views, names: Sequence[str], normalize: Normalize, seed: int, *path: int | str
+) -> ClientData:
     """Return what a client holds together with the named views of all its unlabeled rows."""
     if not names:
         return local
@@ -180,7 +190,7 @@ def sweep(local: Local, views: Views, names: Sequence[str], normalize: Normalize
     return local._replace(views={name: recipe(views, name).apply(local.u, draws[name], normalize) for name in names})
 
 
-def _shape(local: Local) -> tuple[int, int, int]:
+def _shape(local: ClientData) -> tuple[int, int, int]:
     channels, height, width = local.x.shape[1:]
     return channels, height, width
 
@@ -191,8 +201,10 @@ def _draws(
     return {name: recipe(views, name).draw(total, shape, rng.generator(seed, *path, name)) for name in names}
 
 
-def _mixed(amount: Amount, needs: Needs, concentration: float, seed: int, *path: int | str) -> dict[str, Tensor]:
-    steps, images = amount.steps, amount.labeled + len(needs.views) * amount.unlabeled
+def _mixed(
+    amount: Amount, requirements: UpdateRequirements, concentration: float, seed: int, *path: int | str
+) -> dict[str, Tensor]:
+    steps, images = amount.steps, amount.labeled + len(requirements.views) * amount.unlabeled
     g = rng.generator(seed, *path)
     mix = np.random.Generator(np.random.PCG64(rng.number(seed, *path))).beta(concentration, concentration, steps)
     orders = [torch.randperm(images, generator=g) for _ in range(steps)]
@@ -204,7 +216,7 @@ def _mixed(amount: Amount, needs: Needs, concentration: float, seed: int, *path:
 
 
 def batches(
-    locals_: Sequence[Local], updates: Sequence[DrawnUpdate], views: Views, normalize: Normalize, rows: int
+    locals_: Sequence[ClientData], updates: Sequence[DrawnUpdate], views: Views, normalize: Normalize, rows: int
 ) -> Iterator[Batch]:
     """Yield the batches of K clients' updates step by step, every leaf (K, ...).
 
@@ -238,7 +250,7 @@ def batches(
             a, b = slice(step * labeled, (step + 1) * labeled), slice(step * unlabeled, (step + 1) * unlabeled)
             extra = {name: leaf[:, step] for name, leaf in mixed.items()}
             if others:
-                extra["other_rows"] = o_index[:, b]
+                extra["second_batch_rows"] = o_index[:, b]
             yield Batch(
                 x[:, a],
                 y[:, a],

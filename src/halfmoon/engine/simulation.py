@@ -108,17 +108,19 @@ class Simulation(ServerRuntime):
     def state(self) -> Tree:
         return {"client": contents(self.memories), **super().state()}
 
-    def _client_rounds(self, context: ClientContext, clients: Sequence[int], down: Tree, each: Tree) -> Visited:
+    def _client_rounds(
+        self, context: ClientContext, clients: Sequence[int], broadcast: Tree, per_client: Tree
+    ) -> Visited:
         remaining = iter(clients)
-        for outcome in self.local_clients.update(context, clients, self._stage, down, each, self._quality):
+        for outcome in self.local_clients.update(context, clients, self._stage, broadcast, per_client, self._quality):
             yield next(remaining), outcome
             del outcome
 
-    def _ask(self, client_update: ClientUpdate, clients: Sequence[int], down: Tree, each: Tree) -> Visited:
+    def _ask(self, client_update: ClientUpdate, clients: Sequence[int], broadcast: Tree, per_client: Tree) -> Visited:
         first = integers(self.cohort)[: self.settings.client_models]
-        for client, outcome in super()._ask(client_update, clients, down, each):
-            if client in first and "params" in outcome.up.update:
-                self._uploads[client] = {"stats": {}, **down, **outcome.up.update}
+        for client, outcome in super()._ask(client_update, clients, broadcast, per_client):
+            if client in first and "params" in outcome.upload.update:
+                self._uploads[client] = {"stats": {}, **broadcast, **outcome.upload.update}
             yield client, outcome
             del outcome
 

@@ -24,9 +24,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from halfmoon.api.method_entry import MethodEntry
-from halfmoon.api.requirements import ANYWHERE, Requirements
-from halfmoon.api.types import ClientUpdate, Federation, Local, Needs, Passes, Task
-from halfmoon.api.uploads import Uplink, Upload
+from halfmoon.api.requirements import ALL_LABEL_LOCATIONS, Requirements
+from halfmoon.api.types import ClientData, ClientUpdate, Federation, Passes, Task, UpdateRequirements
+from halfmoon.api.uploads import Upload, UploadSpec
 from halfmoon.core import tree
 from halfmoon.core.errors import UserError
 from halfmoon.core.tree import Tree
@@ -50,44 +50,47 @@ class Sums(ClientUpdate):
     basis: Tensor | None = None
 
     @property
-    def needs(self) -> Needs:
-        return Needs(trains=False, all_rows=True, uplink=Uplink(("sums",), ("sums",), "one"))
+    def requirements(self) -> UpdateRequirements:
+        return UpdateRequirements(trains=False, all_rows=True, upload_spec=UploadSpec(("sums",), ("sums",), "one"))
 
-    def sums(self, down: Tree, data: Local) -> Tree:
+    def sums(self, broadcast: Tree, data: ClientData) -> Tree:
         """Return the sums by name, float64."""
         raise NotImplementedError
 
-    def zeros(self, down: Tree) -> Tree:
+    def zeros(self, broadcast: Tree) -> Tree:
         """Return the sums of no images."""
-        like, none = down["head"]["center"], torch.zeros((), dtype=torch.int64, device=down["head"]["center"].device)
+        like, none = (
+            broadcast["head"]["center"],
+            torch.zeros((), dtype=torch.int64, device=broadcast["head"]["center"].device),
+        )
         images = like.new_zeros(0, 1, 1, len(like))
-        return self.sums(down, Local(images, none.new_zeros(0), images, none, none))
+        return self.sums(broadcast, ClientData(images, none.new_zeros(0), images, none, none))
 
     @torch.no_grad()
-    def begin(self, down: Tree, memory: Tree, data: Local) -> Tree:
-        return self.sums(down, data)
+    def begin(self, broadcast: Tree, memory: Tree, data: ClientData) -> Tree:
+        return self.sums(broadcast, data)
 
-    def finish(self, down: Tree, carry: Tree, data: Local) -> tuple[Upload, Tree]:
+    def finish(self, broadcast: Tree, carry: Tree, data: ClientData) -> tuple[Upload, Tree]:
         return Upload({"sums": carry}, torch.ones_like(data.labeled, dtype=torch.float64)), {}
 
     def passes(self, labeled: int, unlabeled: int) -> Passes:
         return Passes(0, 0)
 
-    def swept(self, labeled: int, unlabeled: int) -> int:
+    def images_outside_steps(self, labeled: int, unlabeled: int) -> int:
         return labeled + unlabeled
 
-    def roots(self, down: Tree, images: Tensor) -> Tensor:
+    def roots(self, broadcast: Tree, images: Tensor) -> Tensor:
         """Return q (n, F), float64."""
-        center, network = down["head"]["center"], self.task.network
+        center, network = broadcast["head"]["center"], self.task.network
         if not len(images):
             return center.new_zeros(0, len(center))
-        parts = [network.represent(down["params"], {}, self.task.normalize(part))[1] for part in chunks(images)]
+        parts = [network.represent(broadcast["params"], {}, self.task.normalize(part))[1] for part in chunks(images)]
         q = torch.cat(parts).to(center.dtype).clamp_min(0).sqrt()
         return q if self.basis is None else q @ self.basis
 
-    def unit(self, down: Tree, images: Tensor) -> Tensor:
+    def unit(self, broadcast: Tree, images: Tensor) -> Tensor:
         """Return h (n, F), float64."""
-        q = self.roots(down, images) - down["head"]["center"]
+        q = self.roots(broadcast, images) - broadcast["head"]["center"]
         return F.normalize(q, dim=1)
 
 
@@ -95,8 +98,8 @@ class Sums(ClientUpdate):
 class MeanSums(Sums):
     """How many images there are, and the sum of their q."""
 
-    def sums(self, down: Tree, data: Local) -> Tree:
-        q = self.roots(down, torch.cat([data.x, data.u]))
+    def sums(self, broadcast: Tree, data: ClientData) -> Tree:
+        q = self.roots(broadcast, torch.cat([data.x, data.u]))
         return {"count": (data.labeled + data.unlabeled).to(q.dtype), "q": q.sum(0)}
 
 
@@ -104,8 +107,8 @@ class MeanSums(Sums):
 class MomentSums(Sums):
     """First and second moments of h, of all images and of the labeled ones, by class; of h h' the upper triangle."""
 
-    def sums(self, down: Tree, data: Local) -> Tree:
-        x, u = self.unit(down, data.x), self.unit(down, data.u)
+    def sums(self, broadcast: Tree, data: ClientData) -> Tree:
+        x, u = self.unit(broadcast, data.x), self.unit(broadcast, data.u)
         y = F.one_hot(data.y, self.task.network.classes).to(x.dtype)
         own = x.T @ x
         return {
@@ -123,8 +126,8 @@ class MomentSums(Sums):
 class SoftSums(Sums):
     """Soft labels r of the unlabeled images: the sum of r (K,), and of r h' (K, F)."""
 
-    def sums(self, down: Tree, data: Local) -> Tree:
-        h, head = self.unit(down, data.u), down["head"]
+    def sums(self, broadcast: Tree, data: ClientData) -> Tree:
+        h, head = self.unit(broadcast, data.u), broadcast["head"]
         r = (h @ head["weight"].T + head["bias"]).softmax(1)
         return {"r": r.sum(0), "rh": r.T @ h}
 
@@ -139,7 +142,9 @@ class RidgeHead:
     strength: float = 1.0
 
     def requirements(self, norm: str) -> Requirements:
-        return Requirements("sum", places=ANYWHERE, counts_statistics="aggregation 'mean' among trusted sites")
+        return Requirements(
+            "sum", label_locations=ALL_LABEL_LOCATIONS, counts_statistics="aggregation 'mean' among trusted sites"
+        )
 
     def client_updates(self, task: Task) -> Mapping[str, ClientUpdate]:
         return {"mean": MeanSums(task), "moments": MomentSums(task)}
@@ -262,12 +267,12 @@ def total(update: Sums, query: str, server: Tree, federation: Federation, servin
             f"the head is solved from the sums of all {federation.clients} clients, and a round has "
             f"{len(federation.cohort)}: set cohort to {federation.clients}."
         )
-    down = {"params": server["params"], "head": server["head"]}
-    down["sums"] = update.zeros(down)
-    mean = federation.average(query, down)
-    sums = tree.map(lambda leaf: leaf * len(federation.answered), mean.update["sums"])
+    broadcast = {"params": server["params"], "head": server["head"]}
+    broadcast["sums"] = update.zeros(broadcast)
+    mean = federation.average(query, broadcast)
+    sums = tree.map(lambda leaf: leaf * len(federation.responders), mean.update["sums"])
     if serving and federation.labeled:
-        sums = tree.map(torch.add, sums, federation.ask_server(query, down).update["sums"])
+        sums = tree.map(torch.add, sums, federation.query_server(query, broadcast).update["sums"])
     return sums
 
 

@@ -32,16 +32,16 @@ def model_of(tree: Tree) -> Tree:
     return {"params": tree["params"], "stats": tree.get("stats", {})}
 
 
-def average(up: Upload, server: Tree | None = None) -> Tree:
+def average(upload: Upload, server: Tree | None = None) -> Tree:
     """Return the parts of the update (leaves (K, ...)), averaged with the weights (K,).
 
     Batch-normalization statistics are averaged like parameters (McMahan et al. 2017, Algorithm 1; FedDure's
     aggregation_content "all"). Where all weights are zero, nobody had anything to learn from: what `server` holds
     of the same names stays.
     """
-    if server is not None and not bool(up.weight.sum() > 0):
-        return {name: server[name] for name in up.update}
-    return tree.weighted_mean(up.update, up.weight)
+    if server is not None and not bool(upload.weight.sum() > 0):
+        return {name: server[name] for name in upload.update}
+    return tree.weighted_mean(upload.update, upload.weight)
 
 
 def momentum_step(params: Tree, mean: Tree, momentum: Tree, keep: float) -> tuple[Tree, Tree]:

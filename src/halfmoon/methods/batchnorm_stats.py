@@ -16,9 +16,9 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from halfmoon.api.requirements import Place, Requirements
-from halfmoon.api.types import ClientUpdate, Federation, Local, Needs, Passes, Task
-from halfmoon.api.uploads import Aux, Uplink, Upload
+from halfmoon.api.requirements import LabelLocation, Requirements
+from halfmoon.api.types import ClientData, ClientUpdate, Federation, Passes, Task, UpdateRequirements
+from halfmoon.api.uploads import Aux, Upload, UploadSpec
 from halfmoon.core import tree
 from halfmoon.core.errors import UserError
 from halfmoon.core.tree import Tree
@@ -27,7 +27,7 @@ from halfmoon.methods.objectives.base import chunks, masked_chunks
 Over = Literal["all", "cohort", "server"]
 """Whose rows are counted beside the server's: those of all registered clients, of the round's cohort, or nobody's."""
 
-PLACES: tuple[Place, ...] = ("server", "clients", "some")
+LABEL_LOCATIONS: tuple[LabelLocation, ...] = ("server", "clients", "some")
 
 
 @dataclass(frozen=True)
@@ -39,39 +39,41 @@ class BatchNormStatistics(ClientUpdate):
     """
 
     @property
-    def needs(self) -> Needs:
-        uplink = Uplink((), (), aux={"moments": Aux("sum", "statistic")})
-        return Needs(trains=False, all_rows=True, masks=True, uplink=uplink)
+    def requirements(self) -> UpdateRequirements:
+        upload_spec = UploadSpec((), (), aux={"moments": Aux("sum", "statistic")})
+        return UpdateRequirements(trains=False, all_rows=True, masks_padding=True, upload_spec=upload_spec)
 
     @torch.no_grad()
-    def begin(self, down: Tree, memory: Tree, data: Local) -> Tree:
+    def begin(self, broadcast: Tree, memory: Tree, data: ClientData) -> Tree:
         if not len(data.x) + len(data.u):
-            return {"moments": self.task.network.unseen(down["params"])}
-        return {"moments": row_moments(self.task, down["params"], data)}
+            return {"moments": self.task.network.unseen(broadcast["params"])}
+        return {"moments": row_moments(self.task, broadcast["params"], data)}
 
-    def finish(self, down: Tree, carry: Tree, data: Local) -> tuple[Upload, Tree]:
+    def finish(self, broadcast: Tree, carry: Tree, data: ClientData) -> tuple[Upload, Tree]:
         return Upload({}, data.rows, {"moments": carry["moments"]}), {}
 
     def passes(self, labeled: int, unlabeled: int) -> Passes:
         return Passes(0, 0)
 
-    def swept(self, labeled: int, unlabeled: int) -> int:
+    def images_outside_steps(self, labeled: int, unlabeled: int) -> int:
         return labeled + unlabeled
 
 
 def counting(norm: str, over: Over) -> Requirements:
     """Return what a method needs whose statistics are counted `over` the rows of these."""
     if norm != "batch" or over == "server":
-        return Requirements("sum", "", PLACES)
+        return Requirements("sum", "", LABEL_LOCATIONS)
     reason = (
         "the statistics of a model are put together from each client's own (a sum is enough with sbn 'server', or "
         "with norm 'group' or 'none')"
     )
-    return Requirements(reason=reason, places=PLACES, counts_statistics="norm 'group' or 'none', or sbn 'server'")
+    return Requirements(
+        reason=reason, label_locations=LABEL_LOCATIONS, counts_statistics="norm 'group' or 'none', or sbn 'server'"
+    )
 
 
 @torch.no_grad()
-def row_moments(task: Task, params: Tree, data: Local) -> Tree:
+def row_moments(task: Task, params: Tree, data: ClientData) -> Tree:
     """Return the moments (as stats) of all rows of a client in nearly equal batches, summed over rows; {} of none.
 
     Rows that are padding are left out: the batches are those that the others make alone.
@@ -86,7 +88,7 @@ def row_moments(task: Task, params: Tree, data: Local) -> Tree:
     return total
 
 
-def _row_moments_apart(task: Task, params: Tree, data: Local, images: Tensor) -> Tree:
+def _row_moments_apart(task: Task, params: Tree, data: ClientData, images: Tensor) -> Tree:
     """Return what `row_moments` does of images (n, C, H, W), of which the last labeled and the last unlabeled ones
     are padding.
     """
@@ -111,15 +113,17 @@ def estimate(federation: Federation, server: Tree, over: Over, serving: bool = T
     """
     if not server.get("stats"):
         return {}
-    down = {"params": server["params"]}
+    broadcast = {"params": server["params"]}
     cohorts = {
         "all": torch.split(torch.arange(federation.clients), max(1, len(federation.cohort))),
         "cohort": (federation.cohort,),
         "server": (),
     }[over]
-    counts = [up for clients in cohorts if len((up := federation.ask("census", down, to=clients)).weight)]
+    counts = [
+        upload for clients in cohorts if len((upload := federation.query("census", broadcast, clients=clients)).weight)
+    ]
     if serving and federation.labeled:
-        counts.append(federation.ask_server("census", down).map(lambda leaf: leaf[None]))
+        counts.append(federation.query_server("census", broadcast).map(lambda leaf: leaf[None]))
     rows = sum(float(each.weight.sum()) for each in counts)
     if not rows:
         raise UserError(

@@ -30,8 +30,18 @@ from torch import Tensor
 
 from halfmoon.api.method_entry import MethodEntry
 from halfmoon.api.requirements import Requirements
-from halfmoon.api.types import Batch, ClientUpdate, Federation, Local, Needs, Pseudo, StepMetrics, Task, sample
-from halfmoon.api.uploads import Uplink, Upload
+from halfmoon.api.types import (
+    Batch,
+    ClientData,
+    ClientUpdate,
+    Federation,
+    PseudoLabels,
+    StepMetrics,
+    Task,
+    UpdateRequirements,
+    weighted_metric,
+)
+from halfmoon.api.uploads import Upload, UploadSpec
 from halfmoon.core import padding, tree
 from halfmoon.core.autodiff import grad_and_value
 from halfmoon.core.errors import check_minimum
@@ -75,8 +85,8 @@ class CBAFed(ModelAveraging):
 
     def round(self, task: Task, server: Tree, federation: Federation) -> Tree:
         """Let the cohort train, average, and go back a little every few rounds."""
-        down: Tree = {"stats": {}, **{name: part for name, part in server.items() if name != "saved"}}
-        new = federation.average("train", down).update
+        broadcast: Tree = {"stats": {}, **{name: part for name, part in server.items() if name != "saved"}}
+        new = federation.average("train", broadcast).update
         saved: Tree = {"stats": {}, **server["saved"]}
         if self.residual and (task.round + 1) % self.residual_every == 0:
             saved = residual({name: new[name] for name in ("params", "stats")}, saved, self.residual)
@@ -103,38 +113,42 @@ class Balanced(LabeledOnce):
     options: CBAFed = CBAFed()
 
     @property
-    def needs(self) -> Needs:
-        o, uplink = self.options, Uplink(("params", "stats", "share"))
-        return Needs(
+    def requirements(self) -> UpdateRequirements:
+        o, upload_spec = self.options, UploadSpec(("params", "stats", "share"))
+        return UpdateRequirements(
             ("weak",),
-            sweep=("weak",),
+            precomputed_views=("weak",),
             labeled_epochs=o.labeled_epochs,
-            masks=True,
+            masks_padding=True,
             keep_optimizer=o.keep_optimizer,
-            uplink=uplink,
+            upload_spec=upload_spec,
         )
 
-    def begin(self, down: Tree, memory: Tree, data: Local) -> Tree:
-        guess = sweep_logits(self.task, down["params"], down["stats"], data.views["weak"], data.u_real)
-        pseudo = self.pseudo_label(guess.softmax(-1), down["share"])
+    def begin(self, broadcast: Tree, memory: Tree, data: ClientData) -> Tree:
+        guess = sweep_logits(self.task, broadcast["params"], broadcast["stats"], data.views["weak"], data.u_real)
+        pseudo = self.pseudo_label(guess.softmax(-1), broadcast["share"])
         pseudo = pseudo._replace(weight=padding.mask(pseudo.weight, data.u_real))
         if self.task.round < self.options.warmup * self.task.rounds:
             pseudo = pseudo._replace(weight=torch.zeros_like(pseudo.weight))
-        carry = {**super().begin(down, memory, data), **pseudo._asdict(), "real": data.real}
+        carry = {**super().begin(broadcast, memory, data), **pseudo._asdict(), "real": data.real}
         carry |= {"labeled": data.labeled.double(), "images": torch.zeros_like(data.labeled, dtype=torch.float64)}
-        carry["saved"] = {"params": down["params"], "stats": down["stats"]} if self.options.local_residual else {}
+        carry["saved"] = (
+            {"params": broadcast["params"], "stats": broadcast["stats"]} if self.options.local_residual else {}
+        )
         return carry
 
-    def pseudo_label(self, p: Tensor, share: Tensor) -> Pseudo:
+    def pseudo_label(self, p: Tensor, share: Tensor) -> PseudoLabels:
         """Return the pseudo-labels of predictions p (U, classes)."""
         least, tail = self.options.thresholds(share)
         (first, second), (top, next_) = (part.unbind(-1) for part in p.topk(2, -1))
         passes, second_passes = first > least[top], tail[next_]
         label, confidence = torch.where(passes, top, next_), torch.where(passes, first, second)
         accepted = passes | second_passes
-        return Pseudo(torch.where(accepted, label, top), torch.where(accepted, confidence, first), accepted.to(p.dtype))
+        return PseudoLabels(
+            torch.where(accepted, label, top), torch.where(accepted, confidence, first), accepted.to(p.dtype)
+        )
 
-    def step(self, down: Tree, carry: Tree, batch: Batch) -> tuple[Tree, StepMetrics]:
+    def step(self, broadcast: Tree, carry: Tree, batch: Batch) -> tuple[Tree, StepMetrics]:
         """Take one optimizer step, and a step back at the end of every few epochs of the labeled images."""
         gradient, loss, (moments, pseudo) = grad_and_value(self._loss, carry["params"], carry, batch)
         new = self.advance(carry, gradient, moments)
@@ -145,23 +159,23 @@ class Balanced(LabeledOnce):
             over = (images / stretch).floor() > (carry["images"] / stretch).floor()
             back = residual(model, saved, self.options.local_residual)
             new |= {**tree.select(over, back, model), "saved": tree.select(over, back, saved)}
-        samples = {"kept": sample((carry["weight"] > 0).to(loss.dtype), carry["real"].get("u"))}
+        samples = {"kept": weighted_metric((carry["weight"] > 0).to(loss.dtype), carry["real"].get("u"))}
         return {**new, "images": images}, StepMetrics(loss, samples, (pseudo,))
 
-    def finish(self, down: Tree, carry: Tree, data: Local) -> tuple[Upload, Tree]:
-        like, classes = down["share"], len(down["share"])
+    def finish(self, broadcast: Tree, carry: Tree, data: ClientData) -> tuple[Upload, Tree]:
+        like, classes = broadcast["share"], len(broadcast["share"])
         own = (torch.arange(len(data.y), device=data.y.device) < data.labeled).to(like)
         counts = (one_hot(data.y, classes, like) * own[:, None]).sum(0)
         counts = counts + (one_hot(carry["label"], classes, like) * carry["weight"][:, None]).sum(0)
         total = counts.sum()
         share = torch.where(total > 0, counts / total.clamp_min(1), like)
-        up, memory = super().finish(down, carry, data)
-        return Upload({**up.update, "share": share}, total.round().double()), memory
+        upload, memory = super().finish(broadcast, carry, data)
+        return Upload({**upload.update, "share": share}, total.round().double()), memory
 
-    def _loss(self, params: Tree, carry: Tree, batch: Batch) -> tuple[Tensor, tuple[list[Tree], Pseudo]]:
+    def _loss(self, params: Tree, carry: Tree, batch: Batch) -> tuple[Tensor, tuple[list[Tree], PseudoLabels]]:
         groups, joint = (batch.x, batch.u["weak"]), self.task.statistics == "joint"
         (labeled, logits), _, moments = forward(self.task.network, params, joint, groups, real=batch.masks(1))
-        pseudo = Pseudo(*(carry[name][batch.u_rows] for name in ("label", "confidence", "weight")))
+        pseudo = PseudoLabels(*(carry[name][batch.u_rows] for name in ("label", "confidence", "weight")))
         pseudo = pseudo._replace(weight=padding.mask(pseudo.weight, batch.u_real))
         taught = (per_image(logits, pseudo.label) * pseudo.weight).sum() / pseudo.weight.sum().clamp_min(1)
         labels = supervised(labeled, batch.y, batch.x_real)

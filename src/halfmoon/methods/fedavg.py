@@ -26,8 +26,17 @@ from functools import partial
 import torch
 
 from halfmoon.api.requirements import Requirements
-from halfmoon.api.types import Batch, ClientUpdate, Federation, Local, Needs, Passes, StepMetrics, Task
-from halfmoon.api.uploads import Uplink, Upload
+from halfmoon.api.types import (
+    Batch,
+    ClientData,
+    ClientUpdate,
+    Federation,
+    Passes,
+    StepMetrics,
+    Task,
+    UpdateRequirements,
+)
+from halfmoon.api.uploads import Upload, UploadSpec
 from halfmoon.core import tree
 from halfmoon.core.autodiff import grad_and_value
 from halfmoon.core.tree import Tree
@@ -44,54 +53,54 @@ class LocalTraining(ClientUpdate):
     keep_optimizer: bool = False
 
     @property
-    def needs(self) -> Needs:
-        uplink = Uplink(("params", "stats", *self.objective.travels), ("stats", "teacher_stats"))
-        needs = self.objective.needs
-        all_rows = needs.all_rows or self.counts
-        return replace(needs, all_rows=all_rows, keep_optimizer=self.keep_optimizer, uplink=uplink)
+    def requirements(self) -> UpdateRequirements:
+        upload_spec = UploadSpec(("params", "stats", *self.objective.travels), ("stats", "teacher_stats"))
+        requirements = self.objective.requirements
+        all_rows = requirements.all_rows or self.counts
+        return replace(requirements, all_rows=all_rows, keep_optimizer=self.keep_optimizer, upload_spec=upload_spec)
 
     @property
     def counts(self) -> bool:
         """Return whether a client update ends with a count of the averaged teacher's statistics."""
         return self.objective.decay is not None and self.task.network.norm == "batch"
 
-    def remember(self, down: Tree, generator: torch.Generator) -> Tree:
-        return {**super().remember(down, generator), **self.objective.remember(self.task, down)}
+    def initial_memory(self, broadcast: Tree, generator: torch.Generator) -> Tree:
+        return {**super().initial_memory(broadcast, generator), **self.objective.initial_memory(self.task, broadcast)}
 
-    def begin(self, down: Tree, memory: Tree, data: Local) -> Tree:
-        cached = self.objective.prepare(self.task, down, data)
+    def begin(self, broadcast: Tree, memory: Tree, data: ClientData) -> Tree:
+        cached = self.objective.prepare(self.task, broadcast, data)
         own = self.objective.begin(self.task, memory, data, cached)
-        travels = {name: down[name] for name in self.objective.travels if name in down}
-        return {**super().begin(down, memory, data), **travels, **own, "cached": cached}
+        travels = {name: broadcast[name] for name in self.objective.travels if name in broadcast}
+        return {**super().begin(broadcast, memory, data), **travels, **own, "cached": cached}
 
-    def step(self, down: Tree, carry: Tree, batch: Batch) -> tuple[Tree, StepMetrics]:
+    def step(self, broadcast: Tree, carry: Tree, batch: Batch) -> tuple[Tree, StepMetrics]:
         gradient, loss, result = grad_and_value(self._loss, carry["params"], carry, batch)
         if self.prox:
             pull = partial(torch.add, alpha=self.prox)
-            gradient = tree.map(lambda g, new, old: pull(g, new - old), gradient, carry["params"], down["params"])
+            gradient = tree.map(lambda g, new, old: pull(g, new - old), gradient, carry["params"], broadcast["params"])
         new = self.advance(carry, gradient, result.moments, consume=True, **result.aux)
         return {**new, **self.objective.after(carry, new["params"])}, StepMetrics(loss, {}, result.pseudo)
 
-    def finish(self, down: Tree, carry: Tree, data: Local) -> tuple[Upload, Tree]:
-        weight = data.rows if self.needs.views else data.rows * (data.labeled > 0)
-        _, memory = super().finish(down, carry, data)
-        own = {name: carry[name] for name in self.objective.remember(self.task, down)}
+    def finish(self, broadcast: Tree, carry: Tree, data: ClientData) -> tuple[Upload, Tree]:
+        weight = data.rows if self.requirements.views else data.rows * (data.labeled > 0)
+        _, memory = super().finish(broadcast, carry, data)
+        own = {name: carry[name] for name in self.objective.initial_memory(self.task, broadcast)}
         new = {**carry, **self.objective.finish(self.task, carry)}
         if self.counts and len(data.x) + len(data.u):
             rows, total = data.labeled + data.unlabeled, row_moments(self.task, carry["teacher"], data)
             mean = tree.map(lambda leaf: leaf / rows.clamp_min(1), total)
             new["teacher_stats"] = tree.select(rows > 0, mean, carry["teacher_stats"])
-        update = {name: new[name] for name in self.needs.uplink.update if name in new}
+        update = {name: new[name] for name in self.requirements.upload_spec.update if name in new}
         return Upload(update, weight), {**memory, **own}
 
     def passes(self, labeled: int, unlabeled: int) -> Passes:
         return self.objective.passes(self.task, labeled, unlabeled)
 
-    def swept(self, labeled: int, unlabeled: int) -> int:
+    def images_outside_steps(self, labeled: int, unlabeled: int) -> int:
         """Count what the objective looks at when a client update begins, and all rows where the teacher's are
         counted.
         """
-        return super().swept(labeled, unlabeled) + (labeled + unlabeled if self.counts else 0)
+        return super().images_outside_steps(labeled, unlabeled) + (labeled + unlabeled if self.counts else 0)
 
     def _loss(self, params: Tree, carry: Tree, batch: Batch):
         return self.objective(self.task, params, carry["stats"], batch, carry, carry["cached"])
@@ -109,7 +118,7 @@ class FedAvg:
     keep_optimizer: bool = False
 
     def requirements(self, norm: str) -> Requirements:
-        return self.objective.requirements
+        return self.objective.method_requirements
 
     def client_updates(self, task: Task) -> Mapping[str, ClientUpdate]:
         return {"train": LocalTraining(task, self.objective, self.prox, self.keep_optimizer)}

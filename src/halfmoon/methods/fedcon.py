@@ -29,8 +29,17 @@ from torch import Tensor
 
 from halfmoon.api.method_entry import MethodEntry
 from halfmoon.api.requirements import Requirements
-from halfmoon.api.types import Batch, ClientUpdate, Federation, Local, Needs, Passes, StepMetrics, Task
-from halfmoon.api.uploads import Uplink, Upload
+from halfmoon.api.types import (
+    Batch,
+    ClientData,
+    ClientUpdate,
+    Federation,
+    Passes,
+    StepMetrics,
+    Task,
+    UpdateRequirements,
+)
+from halfmoon.api.uploads import Upload, UploadSpec
 from halfmoon.core import padding, tree
 from halfmoon.core.autodiff import grad_and_value
 from halfmoon.core.errors import UserError
@@ -61,9 +70,9 @@ class FedCon(ModelAveraging):
     def round(self, task: Task, server: Tree, federation: Federation) -> Tree:
         model = model_of(server)
         if task.round == 0 and federation.labeled:
-            model = federation.ask_server("fine-tune", model).update
+            model = federation.query_server("fine-tune", model).update
         mean = model_of(federation.average("train", model).update)
-        return federation.ask_server("fine-tune", mean).update if federation.labeled else mean
+        return federation.query_server("fine-tune", mean).update if federation.labeled else mean
 
 
 @dataclass(frozen=True)
@@ -73,10 +82,10 @@ class ServerUpdate(TeacherClient):
     options: FedCon = FedCon()
 
     @property
-    def needs(self) -> Needs:
-        return Needs(labeled_views=("weak",), masks=True)
+    def requirements(self) -> UpdateRequirements:
+        return UpdateRequirements(labeled_views=("weak",), masks_padding=True)
 
-    def step(self, down: Tree, carry: Tree, batch: Batch) -> tuple[Tree, StepMetrics]:
+    def step(self, broadcast: Tree, carry: Tree, batch: Batch) -> tuple[Tree, StepMetrics]:
         gradient, loss, moments = grad_and_value(self._loss, carry["params"], carry, batch)
         new = self.advance(carry, gradient, moments)
         return {**new, **follow(carry, new["params"], self.options.server_decay)}, StepMetrics(loss, {}, ())
@@ -101,30 +110,32 @@ class ContrastiveClient(ClientUpdate):
     options: FedCon = FedCon()
 
     @property
-    def needs(self) -> Needs:
-        return Needs(("weak", "weak2"), masks=True, own_memory=True, uplink=Uplink(weight="one"))
+    def requirements(self) -> UpdateRequirements:
+        return UpdateRequirements(
+            ("weak", "weak2"), masks_padding=True, per_client_generator=True, upload_spec=UploadSpec(weight="one")
+        )
 
-    def remember(self, down: Tree, generator: torch.Generator) -> Tree:
-        features = (like := _head_weight(self.task, down["params"])).shape[1]
+    def initial_memory(self, broadcast: Tree, generator: torch.Generator) -> Tree:
+        features = (like := _head_weight(self.task, broadcast["params"])).shape[1]
         predictor = _new_predictor(generator, features)
-        return {"target": down["params"], PREDICTOR: tree.to(predictor, like.device, like.dtype)}
+        return {"target": broadcast["params"], PREDICTOR: tree.to(predictor, like.device, like.dtype)}
 
-    def begin(self, down: Tree, memory: Tree, data: Local) -> Tree:
-        down = {**down, "params": {**down["params"], PREDICTOR: memory[PREDICTOR]}}
-        return {**super().begin(down, memory, data), "target": memory["target"]}
+    def begin(self, broadcast: Tree, memory: Tree, data: ClientData) -> Tree:
+        broadcast = {**broadcast, "params": {**broadcast["params"], PREDICTOR: memory[PREDICTOR]}}
+        return {**super().begin(broadcast, memory, data), "target": memory["target"]}
 
-    def step(self, down: Tree, carry: Tree, batch: Batch) -> tuple[Tree, StepMetrics]:
+    def step(self, broadcast: Tree, carry: Tree, batch: Batch) -> tuple[Tree, StepMetrics]:
         gradient, loss, moments = grad_and_value(self._loss, carry["params"], carry, batch)
         new, rate = self.advance(carry, gradient, moments), 1 - self.options.target_decay
         target = tree.map(lambda a, b: torch.lerp(a, b, rate), carry["target"], _network_params(new["params"]))
         return {**new, "target": target}, StepMetrics(loss, {}, ())
 
-    def finish(self, down: Tree, carry: Tree, data: Local) -> tuple[Upload, Tree]:
+    def finish(self, broadcast: Tree, carry: Tree, data: ClientData) -> tuple[Upload, Tree]:
         params = tree.flatten(_network_params(carry["params"]))
         for path in [path for path in params if path.startswith(f"{self.task.network.head}/")]:
-            params[path] = torch.where(data.labeled > 0, params[path], tree.flatten(down["params"])[path])
-        up = Upload({"params": tree.unflatten(params), "stats": carry["stats"]}, (data.rows > 0).double())
-        return up, {"target": carry["target"], PREDICTOR: carry["params"][PREDICTOR]}
+            params[path] = torch.where(data.labeled > 0, params[path], tree.flatten(broadcast["params"])[path])
+        upload = Upload({"params": tree.unflatten(params), "stats": carry["stats"]}, (data.rows > 0).double())
+        return upload, {"target": carry["target"], PREDICTOR: carry["params"][PREDICTOR]}
 
     def _loss(self, params: Tree, carry: Tree, batch: Batch) -> tuple[Tensor, list[Tree]]:
         groups, real = (batch.x,), batch.masks(0)
@@ -137,7 +148,7 @@ class ContrastiveClient(ClientUpdate):
 
     def _embed_views(self, params: Tree, batch: Batch) -> tuple[Tensor, list[Tree]]:
         """Compute the features (2 b, F) of both views of the unlabeled images, and the moments of the passes."""
-        images = [batch.u[view] for view in self.needs.views]
+        images = [batch.u[view] for view in self.requirements.views]
         _, features, moments = embedded(self.task, _network_params(params), images, batch.masks(2)[1:])
         return torch.cat(features), moments
 

@@ -34,8 +34,17 @@ from torch import Tensor
 
 from halfmoon.api.method_entry import MethodEntry
 from halfmoon.api.requirements import Requirements
-from halfmoon.api.types import Batch, ClientUpdate, Federation, Local, Needs, Passes, StepMetrics, Task
-from halfmoon.api.uploads import Aux, Uplink, Upload
+from halfmoon.api.types import (
+    Batch,
+    ClientData,
+    ClientUpdate,
+    Federation,
+    Passes,
+    StepMetrics,
+    Task,
+    UpdateRequirements,
+)
+from halfmoon.api.uploads import Aux, Upload, UploadSpec
 from halfmoon.core import padding, tree
 from halfmoon.core.autodiff import grad_and_value
 from halfmoon.core.tensors import euclidean
@@ -103,9 +112,11 @@ class FedDB(ModelAveraging):
 
     def round(self, task: Task, server: Tree, federation: Federation) -> Tree:
         """Let the cohort train, and average with the weights of DMA; who has no rows weighs nothing."""
-        up = federation.ask("train", self.solution(task, server))
-        shares = up.weight if self.dma == "size" else mixture(up.aux["appu"], self.dma, self.dma_steps, self.dma_lr)
-        new = average(up._replace(weight=shares * (up.weight > 0)), server)
+        upload = federation.query("train", self.solution(task, server))
+        shares = (
+            upload.weight if self.dma == "size" else mixture(upload.aux["appu"], self.dma, self.dma_steps, self.dma_lr)
+        )
+        new = average(upload._replace(weight=shares * (upload.weight > 0)), server)
         if not self.server_momentum:
             return new
         params, momentum = momentum_step(server["params"], new["params"], server["momentum"], self.server_momentum)
@@ -119,19 +130,21 @@ class Debiased(LocalTraining):
     options: FedDB = FedDB()
 
     @property
-    def needs(self) -> Needs:
-        needs = super().needs
-        views = ("weak", "strong") if self.options.accumulate == "step" else needs.views
-        return replace(needs, views=views, sweep=("weak",), uplink=Uplink(aux={"appu": Aux()}))
+    def requirements(self) -> UpdateRequirements:
+        requirements = super().requirements
+        views = ("weak", "strong") if self.options.accumulate == "step" else requirements.views
+        return replace(
+            requirements, views=views, precomputed_views=("weak",), upload_spec=UploadSpec(aux={"appu": Aux()})
+        )
 
-    def begin(self, down: Tree, memory: Tree, data: Local) -> Tree:
-        guess = sweep_logits(self.task, down["params"], down["stats"], data.views["weak"], data.u_real)
-        cached = self.options.objective.prepared(down, data, guess)
+    def begin(self, broadcast: Tree, memory: Tree, data: ClientData) -> Tree:
+        guess = sweep_logits(self.task, broadcast["params"], broadcast["stats"], data.views["weak"], data.u_real)
+        cached = self.options.objective.prepared(broadcast, data, guess)
         own = self.objective.begin(self.task, memory, data, cached)
         new = {"appu": cached["prior"], "images": torch.zeros_like(cached["prior"][0]), "rows": data.unlabeled}
-        return {**ClientUpdate.begin(self, down, memory, data), **own, **new, "cached": cached}
+        return {**ClientUpdate.begin(self, broadcast, memory, data), **own, **new, "cached": cached}
 
-    def step(self, down: Tree, carry: Tree, batch: Batch) -> tuple[Tree, StepMetrics]:
+    def step(self, broadcast: Tree, carry: Tree, batch: Batch) -> tuple[Tree, StepMetrics]:
         """Take one optimizer step, and let APP-U follow the model in front of it."""
         gradient, loss, result = grad_and_value(self._loss, carry["params"], carry, batch)
         new = self.advance(carry, gradient, result.moments, consume=True, **result.aux)
@@ -140,21 +153,21 @@ class Debiased(LocalTraining):
             new["appu"] = self._accumulated(carry, batch, result.pseudo[0].weight)
         return new, StepMetrics(loss, {}, result.pseudo)
 
-    def finish(self, down: Tree, carry: Tree, data: Local) -> tuple[Upload, Tree]:
+    def finish(self, broadcast: Tree, carry: Tree, data: ClientData) -> tuple[Upload, Tree]:
         appu = carry["appu"]
         if self.options.accumulate == "finish":
             keep = self._keep(carry, carry["images"])
             views = data.views["weak"]
             guess = sweep_logits(self.task, carry["params"], carry["stats"], views, data.u_real)
             appu = keep * appu + (1 - keep) * prior(guess, data.u_real)
-        up, memory = super().finish(down, carry, data)
-        return up._replace(aux={"appu": appu}), memory
+        upload, memory = super().finish(broadcast, carry, data)
+        return upload._replace(aux={"appu": appu}), memory
 
     def passes(self, labeled: int, unlabeled: int) -> Passes:
         forward, backward = super().passes(labeled, unlabeled)
         return Passes(forward + (unlabeled if self.options.accumulate == "step" else 0), backward)
 
-    def swept(self, labeled: int, unlabeled: int) -> int:
+    def images_outside_steps(self, labeled: int, unlabeled: int) -> int:
         return (2 if self.options.accumulate == "finish" else 1) * unlabeled
 
     def _keep(self, carry: Tree, images: Tensor | int) -> Tensor:

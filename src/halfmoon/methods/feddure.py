@@ -30,7 +30,18 @@ from torch import Tensor
 
 from halfmoon.api.method_entry import MethodEntry
 from halfmoon.api.requirements import Requirements
-from halfmoon.api.types import Batch, ClientUpdate, Federation, Local, Needs, Passes, Pseudo, StepMetrics, Task, sample
+from halfmoon.api.types import (
+    Batch,
+    ClientData,
+    ClientUpdate,
+    Federation,
+    Passes,
+    PseudoLabels,
+    StepMetrics,
+    Task,
+    UpdateRequirements,
+    weighted_metric,
+)
 from halfmoon.api.uploads import Upload
 from halfmoon.core import padding, tree
 from halfmoon.core.autodiff import cross_entropy, grad_and_value, vjp
@@ -126,8 +137,8 @@ class FedDure(ModelAveraging):
     def round(self, task: Task, server: Tree, federation: Federation) -> Tree:
         """Let the cohort train, and average; the gate stays shut during the labeled-only `warmup` rounds."""
         gate = (server["round"] >= self.warmup).to(torch.float32)
-        down = {"params": server["params"], "stats": server["stats"], "gate": gate}
-        return {**federation.average("train", down).update, "round": server["round"] + 1}
+        broadcast = {"params": server["params"], "stats": server["stats"], "gate": gate}
+        return {**federation.average("train", broadcast).update, "round": server["round"] + 1}
 
 
 PAPER: dict[str, bool | int | float | str | None] = {
@@ -210,7 +221,7 @@ def local_student(
     return Student(params, strong, pulled, tangent)
 
 
-def log_shares(data: Local, classes: int) -> Tensor:
+def log_shares(data: ClientData, classes: int) -> Tensor:
     """Return the log share (classes,) of each class among a client's labels; a class without labels has next to none.
 
     Rows beyond the client's own are not counted.
@@ -240,42 +251,44 @@ class Regulated(ClientUpdate):
     options: FedDure = FedDure()
 
     @property
-    def needs(self) -> Needs:
+    def requirements(self) -> UpdateRequirements:
         o = self.options
-        return replace(o.guessing.needs, own_memory=o.regulator_start == "client", keep_optimizer=o.keep_optimizer)
+        return replace(
+            o.guessing.requirements, per_client_generator=o.regulator_start == "client", keep_optimizer=o.keep_optimizer
+        )
 
-    def remember(self, down: Tree, generator: torch.Generator) -> Tree:
-        like = next(tree.leaves(down["params"]))
-        memory: Tree = {} if self.options.fine else dict(self.options.guessing.remember(self.task, down))
+    def initial_memory(self, broadcast: Tree, generator: torch.Generator) -> Tree:
+        like = next(tree.leaves(broadcast["params"]))
+        memory: Tree = {} if self.options.fine else dict(self.options.guessing.initial_memory(self.task, broadcast))
         if self.options.fine:
             classes, hidden = self.task.network.classes, self.options.hidden
             params = {"hidden": linear(generator, classes, hidden), "out": linear(generator, hidden, 1)}
             params["out"]["bias"] = params["out"]["bias"] + self.options.regulator_bias
             memory["regulator"] = self._learner("regulator", tree.to(params, like.device, like.dtype))
-        memory |= super().remember(down, generator)
+        memory |= super().initial_memory(broadcast, generator)
         if self.options.reward_baseline is not None:
             memory["baseline"] = {"mean": like.new_zeros(()), "count": like.new_zeros((), dtype=torch.float64)}
         return memory
 
-    def begin(self, down: Tree, memory: Tree, data: Local) -> Tree:
-        cached = self.options.guessing.prepare(self.task, down, data)
-        carry = {**super().begin(down, memory, data), "cached": cached}
+    def begin(self, broadcast: Tree, memory: Tree, data: ClientData) -> Tree:
+        cached = self.options.guessing.prepare(self.task, broadcast, data)
+        carry = {**super().begin(broadcast, memory, data), "cached": cached}
         carry |= self.options.guessing.begin(self.task, memory, data, cached)
         if self.options.coarse:
-            carry["coarse"] = self._learner("coarse", down["params"])
+            carry["coarse"] = self._learner("coarse", broadcast["params"])
         if self.options.fine:
             regulator, fresh = memory["regulator"], not self.options.keep_regulator_optimizer
             carry["regulator"] = self._learner("regulator", regulator["params"]) if fresh else dict(regulator)
         if self.options.reward_baseline is not None:
             carry["baseline"] = memory["baseline"]
         if self.options.judge_prior:
-            like = next(tree.leaves(down["params"]))
+            like = next(tree.leaves(broadcast["params"]))
             carry["judge"] = log_shares(data, self.task.network.classes).to(like.dtype)
         if self.options.labeled_first:
             carry["steps"] = torch.zeros((), dtype=torch.int64, device=data.y.device)
         return carry
 
-    def step(self, down: Tree, carry: Tree, batch: Batch) -> tuple[Tree, StepMetrics]:
+    def step(self, broadcast: Tree, carry: Tree, batch: Batch) -> tuple[Tree, StepMetrics]:
         """Take one step of Algorithm 1, lines 8 to 17 (Eq. 1 to 10)."""
         forward = self.options.guessing.outputs
 
@@ -291,7 +304,7 @@ class Regulated(ClientUpdate):
             apart = self.options.labels == "round"
             student = local_student(self.task, carry["params"], batch, (labeled, strong), pull, apart)
         weights, d, reward, regulators, norms = self._regulate(carry, batch, student, label, strong, mask)
-        gate = down["gate"].to(strong.dtype)
+        gate = broadcast["gate"].to(strong.dtype)
         if self.options.labeled_first:
             joint = carry["steps"] >= self.options.labeled_first
             gate, before = gate * joint.to(gate.dtype), {name: carry[name] for name in regulators}
@@ -304,18 +317,18 @@ class Regulated(ClientUpdate):
 
         cotangent, value, _ = grad_and_value(loss, {"labeled": labeled, "strong": strong})
         gradient = pull((cotangent["labeled"], cotangent["strong"]), False)
-        samples = {"m": sample(weights, batch.u_real), "d": sample(d)}
-        samples["mean_logit"] = sample(strong.mean(-1), batch.u_real)
-        samples |= {name: sample(norm) for name, norm in norms.items()}
-        notes = StepMetrics(value, samples, (Pseudo(label, confidence, trust),))
+        samples = {"m": weighted_metric(weights, batch.u_real), "d": weighted_metric(d)}
+        samples["mean_logit"] = weighted_metric(strong.mean(-1), batch.u_real)
+        samples |= {name: weighted_metric(norm) for name, norm in norms.items()}
+        notes = StepMetrics(value, samples, (PseudoLabels(label, confidence, trust),))
         return self.advance(carry, gradient, moments, consume=True, **own, **regulators), notes
 
-    def finish(self, down: Tree, carry: Tree, data: Local) -> tuple[Upload, Tree]:
-        up, memory = super().finish(down, carry, data)
-        names = list(() if self.options.fine else self.options.guessing.remember(self.task, down))
+    def finish(self, broadcast: Tree, carry: Tree, data: ClientData) -> tuple[Upload, Tree]:
+        upload, memory = super().finish(broadcast, carry, data)
+        names = list(() if self.options.fine else self.options.guessing.initial_memory(self.task, broadcast))
         names += ["regulator"] if self.options.fine and self.options.keep_regulator else []
         names += ["baseline"] if "baseline" in carry else []
-        return up, {**memory, **{name: carry[name] for name in names}}
+        return upload, {**memory, **{name: carry[name] for name in names}}
 
     def passes(self, labeled: int, unlabeled: int) -> Passes:
         """Count the images of one step: local model, C-reg, tangent, virtual and judging passes.

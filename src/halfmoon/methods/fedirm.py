@@ -28,8 +28,8 @@ from torch import Tensor
 
 from halfmoon.api.method_entry import MethodEntry
 from halfmoon.api.requirements import Requirements
-from halfmoon.api.types import Batch, ClientUpdate, Federation, Local, Needs, StepMetrics, Task
-from halfmoon.api.uploads import Uplink, Upload
+from halfmoon.api.types import Batch, ClientData, ClientUpdate, Federation, StepMetrics, Task, UpdateRequirements
+from halfmoon.api.uploads import Upload, UploadSpec
 from halfmoon.core import tree
 from halfmoon.core.autodiff import grad_and_value
 from halfmoon.core.padding import mask, mean
@@ -88,37 +88,43 @@ class RelationClient(TeacherClient):
     options: FedIRM = FedIRM()
 
     @property
-    def needs(self) -> Needs:
-        uplink = Uplink(("params", "stats", "relation", "related"))
-        return Needs(("weak", "weak2"), masks=True, keep_optimizer=self.options.keep_optimizer, uplink=uplink)
+    def requirements(self) -> UpdateRequirements:
+        upload_spec = UploadSpec(("params", "stats", "relation", "related"))
+        return UpdateRequirements(
+            ("weak", "weak2"), masks_padding=True, keep_optimizer=self.options.keep_optimizer, upload_spec=upload_spec
+        )
 
-    def begin(self, down: Tree, memory: Tree, data: Local) -> Tree:
-        nothing = torch.zeros_like(down["relation"])
+    def begin(self, broadcast: Tree, memory: Tree, data: ClientData) -> Tree:
+        nothing = torch.zeros_like(broadcast["relation"])
         gate = nothing[0, 0] + float(self.task.round >= self.options.warmup * self.task.rounds)
-        return {**super().begin(down, memory, data), "relation": nothing, "steps": nothing[0, 0], "gate": gate}
+        return {**super().begin(broadcast, memory, data), "relation": nothing, "steps": nothing[0, 0], "gate": gate}
 
-    def step(self, down: Tree, carry: Tree, batch: Batch) -> tuple[Tree, StepMetrics]:
-        gradient, loss, (moments, pseudo, matrix) = grad_and_value(self._loss_of, carry["params"], down, carry, batch)
+    def step(self, broadcast: Tree, carry: Tree, batch: Batch) -> tuple[Tree, StepMetrics]:
+        gradient, loss, (moments, pseudo, matrix) = grad_and_value(
+            self._loss_of, carry["params"], broadcast, carry, batch
+        )
         new = self.advance(carry, gradient, moments)
         new |= follow(carry, new["params"], self.options.decay)
         new |= {"relation": carry["relation"] + matrix, "steps": carry["steps"] + 1}
         return new, StepMetrics(loss, {}, (pseudo,))
 
-    def finish(self, down: Tree, carry: Tree, data: Local) -> tuple[Upload, Tree]:
-        up, memory = super().finish(down, carry, data)
-        labeled = (data.labeled > 0).to(down["relation"])
+    def finish(self, broadcast: Tree, carry: Tree, data: ClientData) -> tuple[Upload, Tree]:
+        upload, memory = super().finish(broadcast, carry, data)
+        labeled = (data.labeled > 0).to(broadcast["relation"])
         own = {"relation": labeled * carry["relation"] / carry["steps"].clamp_min(1), "related": labeled}
-        return Upload({**up.update, **own}, up.weight * torch.maximum(labeled, carry["gate"])), memory
+        return Upload({**upload.update, **own}, upload.weight * torch.maximum(labeled, carry["gate"])), memory
 
-    def _loss_of(self, params: Tree, down: Tree, carry: Tree, batch: Batch) -> tuple[Tensor, tuple[Any, ...]]:
-        options, classes, joint = self.options, len(down["relation"]), self.task.statistics == "joint"
+    def _loss_of(self, params: Tree, broadcast: Tree, carry: Tree, batch: Batch) -> tuple[Tensor, tuple[Any, ...]]:
+        options, classes, joint = self.options, len(broadcast["relation"]), self.task.statistics == "joint"
         groups = (batch.x, batch.u["weak2"])
         (labeled, z), _, moments = forward(self.task.network, params, joint, groups, real=batch.masks(1))
         p = z.softmax(-1)
         guess = guess_of(p)
         certain = mask(sure(z, options.entropy) * (guess.confidence >= options.confidence), batch.u_real)
         own = relations(z, one_hot(guess.label, classes, z) * certain[:, None], options.temperature)
-        target = torch.where(down["related"] > 0, down["relation"], own.detach())  # no gradient while there is none
+        target = torch.where(
+            broadcast["related"] > 0, broadcast["relation"], own.detach()
+        )  # no gradient while there is none
         divergence = ((target - own) * (target.log() - own.log())).sum() / 2 / classes
         teacher = teacher_logits(self.task, carry["teacher"], carry["stats"], batch.u["weak"], batch.u_real).softmax(-1)
         distance = mean((p - teacher).square().sum(-1), batch.u_real)

@@ -24,7 +24,16 @@ import torch
 from torch import Tensor
 
 from halfmoon.api.method_entry import MethodEntry
-from halfmoon.api.types import Batch, ClientUpdate, Local, Needs, Passes, StepMetrics, Task, sample
+from halfmoon.api.types import (
+    Batch,
+    ClientData,
+    ClientUpdate,
+    Passes,
+    StepMetrics,
+    Task,
+    UpdateRequirements,
+    weighted_metric,
+)
 from halfmoon.api.uploads import Upload
 from halfmoon.core import tree
 from halfmoon.core.errors import UserError
@@ -94,27 +103,31 @@ class Cotraining(ClientUpdate):
     options: FedLoKe = FedLoKe()
 
     @property
-    def needs(self) -> Needs:
+    def requirements(self) -> UpdateRequirements:
         views = VIEWS[self.options.views]
-        return Needs(views, labeled_views=views, masks=True, uplink=mutual.uplink_of(self.options.weights))
+        return UpdateRequirements(
+            views, labeled_views=views, masks_padding=True, upload_spec=mutual.uplink_of(self.options.weights)
+        )
 
-    def remember(self, down: Tree, generator: torch.Generator) -> Tree:
+    def initial_memory(self, broadcast: Tree, generator: torch.Generator) -> Tree:
         if not self.options.local:
             return {}
-        return mutual.memory_of(mutual.first_model(self.task, down, self.options.private, generator), "params", "stats")
+        return mutual.memory_of(
+            mutual.first_model(self.task, broadcast, self.options.private, generator), "params", "stats"
+        )
 
-    def begin(self, down: Tree, memory: Tree, data: Local) -> Tree:
-        received = model_of(down)
+    def begin(self, broadcast: Tree, memory: Tree, data: ClientData) -> Tree:
+        received = model_of(broadcast)
         carry = {"global": mutual.learner(self.task, received)}
         if self.options.local:
             fused = tree.map(lambda new, old: torch.lerp(new, old, self.options.ema), received, model_of(memory))
             carry["local"] = mutual.learner(self.task, fused)
         return carry
 
-    def step(self, down: Tree, carry: Tree, batch: Batch) -> tuple[Tree, StepMetrics]:
+    def step(self, broadcast: Tree, carry: Tree, batch: Batch) -> tuple[Tree, StepMetrics]:
         """Take one step of both models, each on its labels and on the other's guesses (Eq. 9 to 14)."""
         o, lam = self.options, self.options.ramp(self.task.round)
-        quiet, loud = self.needs.views
+        quiet, loud = self.requirements.views
         main = self._pass(carry["global"], batch, loud)
         local = self._pass(carry["local"], batch, quiet) if o.local else main
         used = {"global": mutual.sure(main.guess, o.delta), "local": mutual.sure(local.guess, o.delta)}
@@ -137,12 +150,12 @@ class Cotraining(ClientUpdate):
         teaches = {"global": lam if o.global_labels or not o.local else 0.0, "local": lam}
         guesses = {"global": main.guess, "local": local.guess}
         pseudo = {name: mutual.pseudo_labels(guess, teaches[name] * used[name]) for name, guess in guesses.items()}
-        samples = {f"{name}_sure": sample(used[name], batch.u_real) for name in names}
+        samples = {f"{name}_sure": weighted_metric(used[name], batch.u_real) for name in names}
         return new, StepMetrics(loss, samples, (pseudo[teaching],), pseudo if o.local else {})
 
-    def finish(self, down: Tree, carry: Tree, data: Local) -> tuple[Upload, Tree]:
-        up = Upload(model_of(carry["global"]), mutual.weight_of(data, self.options.weights))
-        return up, (mutual.memory_of(carry["local"], "params", "stats") if self.options.local else {})
+    def finish(self, broadcast: Tree, carry: Tree, data: ClientData) -> tuple[Upload, Tree]:
+        upload = Upload(model_of(carry["global"]), mutual.weight_of(data, self.options.weights))
+        return upload, (mutual.memory_of(carry["local"], "params", "stats") if self.options.local else {})
 
     def passes(self, labeled: int, unlabeled: int) -> Passes:
         forward, backward = guessing_passes(self.task, labeled + unlabeled, unlabeled)
@@ -151,7 +164,7 @@ class Cotraining(ClientUpdate):
 
     def _pass(self, model: Tree, batch: Batch, labeled: str) -> mutual.Pass:
         """Return what a model says of the labeled images' view `labeled`, and of both views of the unlabeled ones."""
-        quiet, loud = self.needs.views
+        quiet, loud = self.requirements.views
         views = batch._replace(x=batch.x_views[labeled], u={"weak": batch.u[quiet], "strong": batch.u[loud]})
 
         def outputs(params: Tree) -> mutual.Outputs:

@@ -45,9 +45,20 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from halfmoon.api.method_entry import MethodEntry
-from halfmoon.api.requirements import ANYWHERE, Requirements
-from halfmoon.api.types import Batch, ClientUpdate, Federation, Local, Needs, Passes, Pseudo, StepMetrics, Task, sample
-from halfmoon.api.uploads import Aux, Uplink, Upload
+from halfmoon.api.requirements import ALL_LABEL_LOCATIONS, Requirements
+from halfmoon.api.types import (
+    Batch,
+    ClientData,
+    ClientUpdate,
+    Federation,
+    Passes,
+    PseudoLabels,
+    StepMetrics,
+    Task,
+    UpdateRequirements,
+    weighted_metric,
+)
+from halfmoon.api.uploads import Aux, Upload, UploadSpec
 from halfmoon.core import padding, tree
 from halfmoon.core.autodiff import grad_and_value
 from halfmoon.core.errors import check_minimum
@@ -105,7 +116,7 @@ class FedMatch:
 
     def requirements(self, norm: str) -> Requirements:
         reason = "the halves of the parameters have weights of their own, and helpers are single clients' models"
-        return Requirements(reason=reason, places=ANYWHERE, personal=True, period=self.interval)
+        return Requirements(reason=reason, label_locations=ALL_LABEL_LOCATIONS, personal=True, period=self.interval)
 
     def client_updates(self, task: Task) -> Mapping[str, ClientUpdate]:
         return {"train": Disjoint(task, self, self._due(task)), "serve": Teaching(task, self)}
@@ -116,16 +127,16 @@ class FedMatch:
 
     def round(self, task: Task, server: Tree, federation: Federation) -> Tree:
         """Teach sigma where the server has labels, let the cohort train, average the parts, embed who came back."""
-        down = {"sigma": server["sigma"], "psi": server["psi"], "stats": server.get("stats", {})}
+        broadcast = {"sigma": server["sigma"], "psi": server["psi"], "stats": server.get("stats", {})}
         if federation.labeled:
-            down = {**down, **federation.ask_server("serve", down).update}
-        each = self._nearest(down["psi"], federation) if self._due(task) else None
-        up = federation.ask("train", down, each)
-        for place, client in enumerate(integers(federation.answered) if self.helpers else ()):
-            federation.state_store.put(f"psi-{client}", tree.index(up.update["psi"], place))
-            federation.state_store.put(f"embedding-{client}", {"vector": up.aux["embedding"][place]})
-        sigma = average(Upload({"sigma": up.update["sigma"]}, up.aux["labels"]), down)
-        return {**sigma, **average(up._replace(update={name: up.update[name] for name in ("psi", "stats")}))}
+            broadcast = {**broadcast, **federation.query_server("serve", broadcast).update}
+        each = self._nearest(broadcast["psi"], federation) if self._due(task) else None
+        upload = federation.query("train", broadcast, each)
+        for place, client in enumerate(integers(federation.responders) if self.helpers else ()):
+            federation.state_store.put(f"psi-{client}", tree.index(upload.update["psi"], place))
+            federation.state_store.put(f"embedding-{client}", {"vector": upload.aux["embedding"][place]})
+        sigma = average(Upload({"sigma": upload.update["sigma"]}, upload.aux["labels"]), broadcast)
+        return {**sigma, **average(upload._replace(update={name: upload.update[name] for name in ("psi", "stats")}))}
 
     def solution(self, task: Task, server: Tree) -> Tree:
         params = composed(server["sigma"], cut(server["psi"], self.l1_threshold))
@@ -169,17 +180,21 @@ class Teaching(ClientUpdate):
     options: FedMatch = FedMatch()
 
     @property
-    def needs(self) -> Needs:
-        return Needs(masks=True, uplink=Uplink(("sigma", "stats")))
+    def requirements(self) -> UpdateRequirements:
+        return UpdateRequirements(masks_padding=True, upload_spec=UploadSpec(("sigma", "stats")))
 
-    def begin(self, down: Tree, memory: Tree, data: Local) -> Tree:
-        return {"sigma": down["sigma"], "stats": down["stats"], "optimizer": self.task.optimizer.init(down["sigma"])}
+    def begin(self, broadcast: Tree, memory: Tree, data: ClientData) -> Tree:
+        return {
+            "sigma": broadcast["sigma"],
+            "stats": broadcast["stats"],
+            "optimizer": self.task.optimizer.init(broadcast["sigma"]),
+        }
 
-    def step(self, down: Tree, carry: Tree, batch: Batch) -> tuple[Tree, StepMetrics]:
-        new, loss = labeled_step(self.task, self.options.labeled_weight, carry, down["psi"], batch)
+    def step(self, broadcast: Tree, carry: Tree, batch: Batch) -> tuple[Tree, StepMetrics]:
+        new, loss = labeled_step(self.task, self.options.labeled_weight, carry, broadcast["psi"], batch)
         return new, StepMetrics(loss, {}, ())
 
-    def finish(self, down: Tree, carry: Tree, data: Local) -> tuple[Upload, Tree]:
+    def finish(self, broadcast: Tree, carry: Tree, data: ClientData) -> tuple[Upload, Tree]:
         return Upload({"sigma": carry["sigma"], "stats": carry["stats"]}, (data.labeled > 0).double()), {}
 
 
@@ -191,51 +206,57 @@ class Disjoint(ClientUpdate):
     helpers: int = 0
 
     @property
-    def needs(self) -> Needs:
+    def requirements(self) -> UpdateRequirements:
         o = self.options
         sweep = (o.view,) if o.debias or o.rule.sweeps else ()
         aux = {"embedding": Aux(), "labels": Aux(values="mark"), "changed": Aux(values="count")}
-        uplink = Uplink(("sigma", "psi", "stats"), weight="one", aux=aux)
-        return Needs((o.view, "strong"), sweep=sweep, masks=True, row_memory=o.rule.row_memory, uplink=uplink)
+        upload_spec = UploadSpec(("sigma", "psi", "stats"), weight="one", aux=aux)
+        return UpdateRequirements(
+            (o.view, "strong"),
+            precomputed_views=sweep,
+            masks_padding=True,
+            row_memory=o.rule.row_memory,
+            upload_spec=upload_spec,
+        )
 
-    def remember(self, down: Tree, generator: torch.Generator) -> Tree:
-        state = self.options.rule.remember(self.task.network.classes, next(tree.leaves(down["psi"])))
+    def initial_memory(self, broadcast: Tree, generator: torch.Generator) -> Tree:
+        state = self.options.rule.initial_memory(self.task.network.classes, next(tree.leaves(broadcast["psi"])))
         first = {"thresholds": state} if state else {}
         if self.options.delta_threshold is None:
             return first
-        parts = {name: tree.zeros_like(down[name]) for name in ("sigma", "psi")}
-        met = torch.zeros((), dtype=torch.float64, device=next(tree.leaves(down["psi"])).device)
+        parts = {name: tree.zeros_like(broadcast[name]) for name in ("sigma", "psi")}
+        met = torch.zeros((), dtype=torch.float64, device=next(tree.leaves(broadcast["psi"])).device)
         return {**first, **parts, "met": met}
 
-    def begin(self, down: Tree, memory: Tree, data: Local) -> Tree:
-        received = {name: down[name] for name in ("sigma", "psi")}
+    def begin(self, broadcast: Tree, memory: Tree, data: ClientData) -> Tree:
+        received = {name: broadcast[name] for name in ("sigma", "psi")}
         changed = {name: changes(part, part, -1.0) for name, part in received.items()}
         if "met" in memory:
             met = memory["met"] > 0
             some = {name: changes(memory[name], part, self._delta) for name, part in received.items()}
             fresh = {name: patched(memory[name], part, self._delta) for name, part in received.items()}
             changed, received = tree.select(met, some, changed), tree.select(met, fresh, received)
-        carry = {**received, "received": received, "changed": changed, "stats": down["stats"]}
+        carry = {**received, "received": received, "changed": changed, "stats": broadcast["stats"]}
         carry["optimizer"] = self.task.optimizer.init(received["sigma"])
         carry["psi_optimizer"] = self.task.optimizer.init(received["psi"])
         rule = self.options.rule
         carry["thresholds"] = {} if rule.sweeps else rule.begin(memory.get("thresholds", {}), data)
-        if self.needs.sweep:
+        if self.requirements.precomputed_views:
             views = data.views[self.options.view]
-            guess = sweep_logits(self.task, composed(**received), down["stats"], views, data.u_real)
+            guess = sweep_logits(self.task, composed(**received), broadcast["stats"], views, data.u_real)
             carry["prior"] = prior(guess, data.u_real)
             if rule.sweeps:
                 guess = debiased(guess, carry["prior"]) if self.options.debias else guess
                 carry["thresholds"] = rule.begin({}, data, guess.softmax(-1))
         return carry
 
-    def step(self, down: Tree, carry: Tree, batch: Batch) -> tuple[Tree, StepMetrics]:
+    def step(self, broadcast: Tree, carry: Tree, batch: Batch) -> tuple[Tree, StepMetrics]:
         """Take sigma's step, if there are labeled images, then psi's with the new sigma."""
         labeled = torch.zeros((), dtype=next(tree.leaves(carry["psi"])).dtype, device=batch.u_rows.device)
         if len(batch.x):
             taught, labeled = labeled_step(self.task, self.options.labeled_weight, carry, carry["psi"], batch)
             carry = taught if batch.x_real is None else tree.select(batch.x_real.any(), taught, carry)
-        helped = self._ask_helpers(down, carry, batch)
+        helped = self._ask_helpers(broadcast, carry, batch)
         gradient, loss, aux = grad_and_value(self._loss, carry["psi"], carry, batch, *helped)
         moments, pseudo, samples, state = aux
         psi, optimizer = self.task.optimizer.step(carry["psi"], gradient, carry["psi_optimizer"])
@@ -243,12 +264,12 @@ class Disjoint(ClientUpdate):
         new = {"psi": psi, "psi_optimizer": optimizer, "stats": stats, "thresholds": state}
         return {**carry, **new}, StepMetrics(labeled + loss, samples, pseudo)
 
-    def finish(self, down: Tree, carry: Tree, data: Local) -> tuple[Upload, Tree]:
+    def finish(self, broadcast: Tree, carry: Tree, data: ClientData) -> tuple[Upload, Tree]:
         received, labels = carry["received"], (data.labeled > 0).double()
         new = {"sigma": carry["sigma"], "psi": cut(carry["psi"], self.options.l1_threshold)}
         there = dict(carry["changed"])
         if self.helpers:
-            helpers = [tree.index(down["helpers"], k) for k in range(self.helpers)]
+            helpers = [tree.index(broadcast["helpers"], k) for k in range(self.helpers)]
             there["helpers"] = torch.stack([changes(received["psi"], each, self._delta) for each in helpers])
         back = {name: changes(received[name], new[name], self._delta) for name in new}
         upload = {name: patched(received[name], new[name], self._delta) for name in new}
@@ -265,20 +286,22 @@ class Disjoint(ClientUpdate):
         taught = 2 if self.helpers or shared else 1
         return Passes(labeled + (2 + self.helpers) * unlabeled, labeled + taught * unlabeled)
 
-    def swept(self, labeled: int, unlabeled: int) -> int:
-        return 1 + (unlabeled if self.needs.sweep else 0)
+    def images_outside_steps(self, labeled: int, unlabeled: int) -> int:
+        return 1 + (unlabeled if self.requirements.precomputed_views else 0)
 
-    def traffic(self, down: Tree, up: Upload) -> tuple[int, int]:
-        counts, parts = up.aux["changed"], ("sigma", "psi")
-        there = tree.nbytes(down["stats"]) + sum(self._wire(down[name], counts["down"][name]) for name in parts)
-        there += sum(
-            self._wire(tree.index(down["helpers"], k), counts["down"]["helpers"][k])
-            for k in range(self.helpers)
-            if down["there"][k] > 0
+    def traffic(self, broadcast: Tree, upload: Upload) -> tuple[int, int]:
+        counts, parts = upload.aux["changed"], ("sigma", "psi")
+        there = tree.nbytes(broadcast["stats"]) + sum(
+            self._wire(broadcast[name], counts["down"][name]) for name in parts
         )
-        back = tree.nbytes(up.update["stats"]) + up.aux["embedding"].nbytes
-        taught = parts if up.aux["labels"] > 0 else ("psi",)
-        return there, back + sum(self._wire(up.update[name], counts["up"][name]) for name in taught)
+        there += sum(
+            self._wire(tree.index(broadcast["helpers"], k), counts["down"]["helpers"][k])
+            for k in range(self.helpers)
+            if broadcast["there"][k] > 0
+        )
+        back = tree.nbytes(upload.update["stats"]) + upload.aux["embedding"].nbytes
+        taught = parts if upload.aux["labels"] > 0 else ("psi",)
+        return there, back + sum(self._wire(upload.update[name], counts["up"][name]) for name in taught)
 
     @property
     def _delta(self) -> float:
@@ -308,8 +331,8 @@ class Disjoint(ClientUpdate):
         count = used.sum().clamp_min(1) if o.mean == "used" else padding.count(used, batch.u_real)
         far = tree.squared_norm(tree.map(torch.sub, psi, carry["sigma"]))
         penalty = o.l2_weight * far + o.l1_weight * tree.sum_of(leaf.abs().sum() for leaf in tree.leaves(psi))
-        pseudo = (Pseudo(label, confidence, used),)
-        return (each * used).sum() / count + penalty, (moments, pseudo, {"penalty": sample(penalty)}, state)
+        pseudo = (PseudoLabels(label, confidence, used),)
+        return (each * used).sum() / count + penalty, (moments, pseudo, {"penalty": weighted_metric(penalty)}, state)
 
     def _outputs(self, theta: Tree, stats: Tree, batch: Batch) -> tuple[Tensor, Tensor, list[Tree]]:
         """Return the logits (b, classes) of strong and guessed view, and the moments."""
@@ -326,15 +349,15 @@ class Disjoint(ClientUpdate):
         return loud, quiet, moments
 
     @torch.no_grad()
-    def _ask_helpers(self, down: Tree, carry: Tree, batch: Batch) -> tuple[Tensor, ...]:
+    def _ask_helpers(self, broadcast: Tree, carry: Tree, batch: Batch) -> tuple[Tensor, ...]:
         """Return the helpers' logits (H, b, classes) and who is there (H,); nothing in a round without them."""
         if not self.helpers:
             return ()
         view, received = batch.u[self.options.view], carry["received"]
-        helpers = patched(received["psi"], down["helpers"], self._delta)
+        helpers = patched(received["psi"], broadcast["helpers"], self._delta)
         models = [composed(received["sigma"], tree.index(helpers, k)) for k in range(self.helpers)]
         logits = [teacher_logits(self.task, theta, carry["stats"], view, batch.u_real) for theta in models]
-        return torch.stack(logits), down["there"].to(view.dtype)
+        return torch.stack(logits), broadcast["there"].to(view.dtype)
 
 
 def composed(sigma: Tree, psi: Tree) -> Tree:

@@ -32,7 +32,7 @@ from dataclasses import dataclass, field
 import torch
 
 from halfmoon.api.method_entry import MethodEntry
-from halfmoon.api.requirements import ANYWHERE, Requirements
+from halfmoon.api.requirements import ALL_LABEL_LOCATIONS, Requirements
 from halfmoon.api.types import ClientUpdate, Federation, Task
 from halfmoon.core import rng, tree
 from halfmoon.core.errors import check_minimum
@@ -62,7 +62,9 @@ class FedRGD:
         no_average("FedRGD", self.objective)
 
     def requirements(self, norm: str) -> Requirements:
-        return Requirements(reason="it averages in groups, and a group may be one client", places=ANYWHERE)
+        return Requirements(
+            reason="it averages in groups, and a group may be one client", label_locations=ALL_LABEL_LOCATIONS
+        )
 
     def client_updates(self, task: Task) -> Mapping[str, ClientUpdate]:
         return {
@@ -81,16 +83,16 @@ class FedRGD:
         if self.return_group:
             starts: Tree = {"stats": {}, **server["groups"]}
             mine = torch.tensor([group[k] for k in integers(federation.cohort)])
-            up = federation.ask("train", {}, tree.map(lambda leaf: leaf[mine], starts))
+            upload = federation.query("train", {}, tree.map(lambda leaf: leaf[mine], starts))
         else:
             starts = tree.stack([model] * self.groups)
-            up = federation.ask("train", model)
-        answered = [group[k] for k in integers(federation.answered)]
+            upload = federation.query("train", model)
+        answered = [group[k] for k in integers(federation.responders)]
         means: list[Tree] = []
         for number in range(self.groups):
-            members = [tree.index(up.update, place) for place, own in enumerate(answered) if own == number]
+            members = [tree.index(upload.update, place) for place, own in enumerate(answered) if own == number]
             if federation.labeled:
-                members.append(federation.ask_server("serve", model).update)
+                members.append(federation.query_server("serve", model).update)
             means.append(mean([{name: each[name] for name in model} for each in members]))
         there = [each for each in means if each]
         new = mean(there)

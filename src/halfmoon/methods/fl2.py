@@ -30,8 +30,19 @@ from torch import Tensor
 
 from halfmoon.api.method_entry import MethodEntry
 from halfmoon.api.requirements import Requirements
-from halfmoon.api.types import Batch, ClientUpdate, Federation, Local, Needs, Passes, Pseudo, StepMetrics, Task, sample
-from halfmoon.api.uploads import Uplink, Upload
+from halfmoon.api.types import (
+    Batch,
+    ClientData,
+    ClientUpdate,
+    Federation,
+    Passes,
+    PseudoLabels,
+    StepMetrics,
+    Task,
+    UpdateRequirements,
+    weighted_metric,
+)
+from halfmoon.api.uploads import Upload, UploadSpec
 from halfmoon.core import padding, tree
 from halfmoon.core.autodiff import grad_and_value, vjp
 from halfmoon.core.errors import UserError
@@ -85,12 +96,12 @@ class FL2(ModelAveraging):
         model = {"params": server["params"], "stats": server.get("stats", {})}
         if task.round == 0:
             for _ in range(self.warmup if federation.labeled else 0):
-                model["params"] = federation.ask_server("fine-tune", model).update["params"]
+                model["params"] = federation.query_server("fine-tune", model).update["params"]
             model["stats"] = estimate(federation, model, self.sbn)
         mean = federation.average("train", model)
         params, momentum = combine(model["params"], mean, server["momentum"], self.server_momentum)
         if federation.labeled:
-            params = federation.ask_server("fine-tune", {**model, "params": params}).update["params"]
+            params = federation.query_server("fine-tune", {**model, "params": params}).update["params"]
         new = {"params": params, "stats": model["stats"], "momentum": momentum}
         return {**new, "stats": estimate(federation, new, self.sbn)}
 
@@ -102,18 +113,20 @@ class SharpnessAware(LabeledOnce):
     options: FL2 = FL2()
 
     @property
-    def needs(self) -> Needs:
-        keep, uplink = self.options.keep_optimizer, Uplink(("params",), (), "one")
-        return Needs(("strong",), sweep=("weak",), masks=True, keep_optimizer=keep, uplink=uplink)
+    def requirements(self) -> UpdateRequirements:
+        keep, upload_spec = self.options.keep_optimizer, UploadSpec(("params",), (), "one")
+        return UpdateRequirements(
+            ("strong",), precomputed_views=("weak",), masks_padding=True, keep_optimizer=keep, upload_spec=upload_spec
+        )
 
-    def begin(self, down: Tree, memory: Tree, data: Local) -> Tree:
-        p = running_logits(self.task, down["params"], down["stats"], data.views["weak"]).softmax(-1)
+    def begin(self, broadcast: Tree, memory: Tree, data: ClientData) -> Tree:
+        p = running_logits(self.task, broadcast["params"], broadcast["stats"], data.views["weak"]).softmax(-1)
         rule = Threshold("fl2" if self.options.adaptive else "fixed", self.options.threshold)
         pseudo = rule.pseudo_label_all(p, {}, data.u_real)
         status = padding.mean_or_zero(p.amax(-1), data.u_real)
-        return {**super().begin(down, memory, data), "status": status, "real": data.real, **pseudo._asdict()}
+        return {**super().begin(broadcast, memory, data), "status": status, "real": data.real, **pseudo._asdict()}
 
-    def step(self, down: Tree, carry: Tree, batch: Batch) -> tuple[Tree, StepMetrics]:
+    def step(self, broadcast: Tree, carry: Tree, batch: Batch) -> tuple[Tree, StepMetrics]:
         o, rows, params = self.options, batch.u_rows, carry["params"]
         label, confidence, used = (carry[name][rows] for name in ("label", "confidence", "weight"))
         used, real = padding.mask(used, batch.u_real), batch.masks(1)
@@ -132,8 +145,8 @@ class SharpnessAware(LabeledOnce):
         cotangent, loss, _ = grad_and_value(taught, {"labeled": labeled, "strong": strong})
         gradient = pull((cotangent["labeled"], cotangent["strong"]), o.sharpness)
         samples = {
-            "kept": sample((carry["weight"] > 0).to(loss.dtype), carry["real"].get("u")),
-            "status": sample(carry["status"]),
+            "kept": weighted_metric((carry["weight"] > 0).to(loss.dtype), carry["real"].get("u")),
+            "status": weighted_metric(carry["status"]),
         }
         if o.sharpness:
 
@@ -151,14 +164,14 @@ class SharpnessAware(LabeledOnce):
             flatter, distance, _ = grad_and_value(apart, near)
             gradient = tree.map(lambda g, h: torch.add(g, h, alpha=o.sharpness_weight), gradient, flatter)
             loss = loss + o.sharpness_weight * distance
-            samples["sharpness"] = sample(distance)
-        return self.advance(carry, gradient), StepMetrics(loss, samples, (Pseudo(label, confidence, used),))
+            samples["sharpness"] = weighted_metric(distance)
+        return self.advance(carry, gradient), StepMetrics(loss, samples, (PseudoLabels(label, confidence, used),))
 
-    def finish(self, down: Tree, carry: Tree, data: Local) -> tuple[Upload, Tree]:
-        mask = self.keep(carry, data)
+    def finish(self, broadcast: Tree, carry: Tree, data: ClientData) -> tuple[Upload, Tree]:
+        mask = self.drawable_rows(carry, data)
         trained = torch.ones_like(carry["status"]) if mask is None else mask.any() & (data.unlabeled > 0)
         status = carry["status"] if self.options.status_aware else torch.zeros_like(carry["status"])
-        _, memory = super().finish(down, carry, data)
+        _, memory = super().finish(broadcast, carry, data)
         return Upload({"params": carry["params"]}, ((1 - status).clamp_min(1e-6) * trained).double()), memory
 
     def passes(self, labeled: int, unlabeled: int) -> Passes:

@@ -20,7 +20,16 @@ import torch
 from torch import Tensor
 
 from halfmoon.api.method_entry import MethodEntry
-from halfmoon.api.types import Batch, ClientUpdate, Local, Needs, Passes, StepMetrics, Task, sample
+from halfmoon.api.types import (
+    Batch,
+    ClientData,
+    ClientUpdate,
+    Passes,
+    StepMetrics,
+    Task,
+    UpdateRequirements,
+    weighted_metric,
+)
 from halfmoon.api.uploads import Upload
 from halfmoon.core.errors import UserError
 from halfmoon.core.padding import mean, mean_or_zero
@@ -67,36 +76,36 @@ class MutualLearning(ClientUpdate):
     options: FML = FML()
 
     @property
-    def needs(self) -> Needs:
+    def requirements(self) -> UpdateRequirements:
         views = (self.options.view,) if self.options.unlabeled_weight else ()
-        return Needs(views, masks=True, uplink=mutual.uplink_of(self.options.weights))
+        return UpdateRequirements(views, masks_padding=True, upload_spec=mutual.uplink_of(self.options.weights))
 
-    def remember(self, down: Tree, generator: torch.Generator) -> Tree:
-        model = mutual.first_model(self.task, down, self.options.private, generator)
+    def initial_memory(self, broadcast: Tree, generator: torch.Generator) -> Tree:
+        model = mutual.first_model(self.task, broadcast, self.options.private, generator)
         return self._memory(mutual.learner(self.task, model))
 
-    def begin(self, down: Tree, memory: Tree, data: Local) -> Tree:
+    def begin(self, broadcast: Tree, memory: Tree, data: ClientData) -> Tree:
         private = mutual.learner(self.task, model_of(memory))
         private |= {"optimizer": memory.get("optimizer", {})} if self.options.keep_optimizer else {}
-        return {"meme": mutual.learner(self.task, model_of(down)), "private": private}
+        return {"meme": mutual.learner(self.task, model_of(broadcast)), "private": private}
 
-    def step(self, down: Tree, carry: Tree, batch: Batch) -> tuple[Tree, StepMetrics]:
+    def step(self, broadcast: Tree, carry: Tree, batch: Batch) -> tuple[Tree, StepMetrics]:
         o = self.options
         meme, private = (self._pass(carry[name], batch) for name in ("meme", "private"))
         lessons = self._lesson(private, batch, o.meme_share), self._lesson(meme, batch, o.private_share)
         one, loss = mutual.advance(self, carry["meme"], meme, lessons[0])
         two, other = mutual.advance(self, carry["private"], private, lessons[1])
         new, loss = {"meme": one, "private": two}, loss + other
-        if not self.needs.views:
+        if not self.requirements.views:
             return new, StepMetrics(loss, {}, ())
         guesses = {"global": meme.guess, "local": private.guess}
         pseudo = {name: mutual.pseudo_labels(guess, mutual.sure(guess, o.delta)) for name, guess in guesses.items()}
         own = pseudo["local"]
-        return new, StepMetrics(loss, {"private_sure": sample(own.weight, batch.u_real)}, (own,), pseudo)
+        return new, StepMetrics(loss, {"private_sure": weighted_metric(own.weight, batch.u_real)}, (own,), pseudo)
 
-    def finish(self, down: Tree, carry: Tree, data: Local) -> tuple[Upload, Tree]:
+    def finish(self, broadcast: Tree, carry: Tree, data: ClientData) -> tuple[Upload, Tree]:
         weight = mutual.weight_of(data, self.options.weights)
-        weight = weight if self.needs.views else weight * (data.labeled > 0)
+        weight = weight if self.requirements.views else weight * (data.labeled > 0)
         return Upload(model_of(carry["meme"]), weight), self._memory(carry["private"])
 
     def passes(self, labeled: int, unlabeled: int) -> Passes:
@@ -104,12 +113,12 @@ class MutualLearning(ClientUpdate):
 
     def _pass(self, model: Tree, batch: Batch) -> mutual.Pass:
         """Return what a model says of labeled and unlabeled images; its guesses are its logits of the same pass."""
-        groups = (batch.x, *(batch.u[name] for name in self.needs.views))
+        groups = (batch.x, *(batch.u[name] for name in self.requirements.views))
 
         def outputs(params: Tree) -> mutual.Outputs:
-            joint, real = self.task.statistics == "joint", batch.masks(len(self.needs.views))
+            joint, real = self.task.statistics == "joint", batch.masks(len(self.requirements.views))
             parts, _, moments = forward(self.task.network, params, joint, groups, real=real)
-            labeled, unlabeled = parts[0], parts[1] if self.needs.views else parts[0][:0]
+            labeled, unlabeled = parts[0], parts[1] if self.requirements.views else parts[0][:0]
             return (labeled, unlabeled), (unlabeled.detach(), moments)
 
         return mutual.passed(outputs, model["params"])
@@ -122,7 +131,7 @@ class MutualLearning(ClientUpdate):
             total = share * supervised(labeled, batch.y, batch.x_real)
             if len(labeled):
                 total = total + (1 - share) * mean_or_zero(mutual.divergence(teacher.labeled, labeled), batch.x_real)
-            if self.needs.views:
+            if self.requirements.views:
                 apart = mean(used * mutual.divergence(teacher.guess, unlabeled), batch.u_real)
                 total = total + self.options.unlabeled_weight * apart
             return total

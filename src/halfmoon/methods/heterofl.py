@@ -29,9 +29,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from halfmoon.api.method_entry import MethodEntry
-from halfmoon.api.requirements import ANYWHERE, Requirements
-from halfmoon.api.types import Batch, ClientUpdate, Federation, Local, Needs, StepMetrics, Task
-from halfmoon.api.uploads import Aux, Uplink, Upload
+from halfmoon.api.requirements import ALL_LABEL_LOCATIONS, Requirements
+from halfmoon.api.types import Batch, ClientData, ClientUpdate, Federation, StepMetrics, Task, UpdateRequirements
+from halfmoon.api.uploads import Aux, Upload, UploadSpec
 from halfmoon.core import tree
 from halfmoon.core.autodiff import grad_and_value
 from halfmoon.core.errors import UserError
@@ -64,7 +64,7 @@ class HeteroFL(ModelAveraging):
     def requirements(self, norm: str) -> Requirements:
         reason = "each parameter is averaged over the clients whose width has it and who hold its class"
         counts = "norm 'group' or 'none'" if norm == "batch" else ""
-        return Requirements(reason=reason, places=ANYWHERE, personal=True, counts_statistics=counts)
+        return Requirements(reason=reason, label_locations=ALL_LABEL_LOCATIONS, personal=True, counts_statistics=counts)
 
     def client_updates(self, task: Task) -> Mapping[str, ClientUpdate]:
         if not task.network.cuts:
@@ -86,9 +86,9 @@ class HeteroFL(ModelAveraging):
         for rate in sorted(set(rates), reverse=True):
             mine = torch.tensor([k for k in integers(cohort) if rates[k % len(rates)] == rate], dtype=torch.int64)
             if len(mine):
-                up = federation.ask(name(rate), {"params": cut(server["params"], rate, fixed_dims)}, to=mine)
-                if len(up.weight):  # one of them at least has answered
-                    self._count(up, total, counts)
+                upload = federation.query(name(rate), {"params": cut(server["params"], rate, fixed_dims)}, clients=mine)
+                if len(upload.weight):  # one of them at least has answered
+                    self._count(upload, total, counts)
         mean = {path: torch.where(counts[path] > 0, total[path] / counts[path], old) for path, old in whole.items()}
         new: Tree = {"params": tree.unflatten(mean)}
         if self.server_momentum:
@@ -97,12 +97,12 @@ class HeteroFL(ModelAveraging):
         stats = estimate(federation, {**new, "stats": server.get("stats", {})}, self.sbn, serving=False)
         return {**new, "stats": stats}
 
-    def _count(self, up: Upload, total: dict[str, Tensor], counts: dict[str, Tensor]) -> None:
+    def _count(self, upload: Upload, total: dict[str, Tensor], counts: dict[str, Tensor]) -> None:
         """Add the uploads (k, ...) of one rate into the leading part of the sums, and the number of their holders."""
-        for path, leaf in tree.flatten(up.update["params"]).items():
-            there = up.weight.to(leaf.dtype)[:, None]
+        for path, leaf in tree.flatten(upload.update["params"]).items():
+            there = upload.weight.to(leaf.dtype)[:, None]
             if path.startswith("head/") and self.masked:
-                there = there * up.aux["present"].to(leaf.dtype)
+                there = there * upload.aux["present"].to(leaf.dtype)
             there = there.reshape(*there.shape, *[1] * (leaf.dim() - 2))
             part = tuple(slice(size) for size in leaf.shape[1:])
             total[path][part] += (leaf * there).sum(0)
@@ -117,22 +117,25 @@ class Narrow(ClientUpdate):
     rate: float = 1.0
 
     @property
-    def needs(self) -> Needs:
-        keep, uplink = self.options.keep_optimizer, Uplink(("params",), (), "one", {"present": Aux(values="mark")})
-        return Needs(masks=True, keep_optimizer=keep, uplink=uplink)
+    def requirements(self) -> UpdateRequirements:
+        keep, upload_spec = (
+            self.options.keep_optimizer,
+            UploadSpec(("params",), (), "one", {"present": Aux(values="mark")}),
+        )
+        return UpdateRequirements(masks_padding=True, keep_optimizer=keep, upload_spec=upload_spec)
 
-    def begin(self, down: Tree, memory: Tree, data: Local) -> Tree:
+    def begin(self, broadcast: Tree, memory: Tree, data: ClientData) -> Tree:
         counts = F.one_hot(data.y, self.task.network.classes).sum(0)  # rows beyond the client's own repeat them
         present = (counts > 0) & (data.labeled > 0)
-        return {**super().begin(down, memory, data), "present": present}
+        return {**super().begin(broadcast, memory, data), "present": present}
 
-    def step(self, down: Tree, carry: Tree, batch: Batch) -> tuple[Tree, StepMetrics]:
+    def step(self, broadcast: Tree, carry: Tree, batch: Batch) -> tuple[Tree, StepMetrics]:
         gradient, loss, _ = grad_and_value(self._loss, carry["params"], carry["present"], batch)
         return self.advance(carry, gradient), StepMetrics(loss, {}, ())
 
-    def finish(self, down: Tree, carry: Tree, data: Local) -> tuple[Upload, Tree]:
+    def finish(self, broadcast: Tree, carry: Tree, data: ClientData) -> tuple[Upload, Tree]:
         weight = (data.labeled > 0).double()
-        _, memory = super().finish(down, carry, data)
+        _, memory = super().finish(broadcast, carry, data)
         return Upload({"params": carry["params"]}, weight, {"present": carry["present"].double()}), memory
 
     def _loss(self, params: Tree, present: Tensor, batch: Batch) -> tuple[Tensor, tuple[Any, ...]]:

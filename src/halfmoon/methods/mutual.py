@@ -10,8 +10,8 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from halfmoon.api.types import ClientUpdate, Local, Pseudo, Task
-from halfmoon.api.uploads import Uplink
+from halfmoon.api.types import ClientData, ClientUpdate, PseudoLabels, Task
+from halfmoon.api.uploads import UploadSpec
 from halfmoon.core import tree
 from halfmoon.core.autodiff import grad_and_value, vjp
 from halfmoon.core.tree import Tree
@@ -44,18 +44,18 @@ def memory_of(model: Tree, *names: str) -> Tree:
     return {name: model[name] for name in names if model[name]}
 
 
-def first_model(task: Task, down: Tree, private: Literal["copy", "fresh"], generator: torch.Generator) -> Tree:
+def first_model(task: Task, broadcast: Tree, private: Literal["copy", "fresh"], generator: torch.Generator) -> Tree:
     """Return the private model that a client begins with: a copy of what came down, or a random network."""
     if private == "copy":
-        return model_of(down)
-    like = next(tree.leaves(down["params"]))
+        return model_of(broadcast)
+    like = next(tree.leaves(broadcast["params"]))
     return tree.to(task.network.init(generator), like.device, like.dtype)
 
 
-def pseudo_labels(guess: Tensor, weight: Tensor) -> Pseudo:
+def pseudo_labels(guess: Tensor, weight: Tensor) -> PseudoLabels:
     """Return the pseudo-labels that logits (b, classes) amount to."""
     confidence, label = guess.softmax(-1).max(-1)
-    return Pseudo(label, confidence, weight)
+    return PseudoLabels(label, confidence, weight)
 
 
 def passed(forward: Callable[[Tree], Outputs], params: Tree) -> Pass:
@@ -89,12 +89,12 @@ def sure(guess: Tensor, delta: float | None) -> Tensor:
     return (entropy < delta).to(guess.dtype)
 
 
-def uplink_of(weights: Weights) -> Uplink:
+def uplink_of(weights: Weights) -> UploadSpec:
     """Return what a client sends: one model, and its weight."""
-    return Uplink(weight="rows" if weights == "size" else "one")
+    return UploadSpec(weight="rows" if weights == "size" else "one")
 
 
-def weight_of(data: Local, weights: Weights) -> Tensor:
+def weight_of(data: ClientData, weights: Weights) -> Tensor:
     """Return what a client's upload weighs, ()."""
     rows = data.rows
     return rows if weights == "size" else torch.ones_like(rows)

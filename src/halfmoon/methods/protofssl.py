@@ -30,8 +30,17 @@ from torch import Tensor
 
 from halfmoon.api.method_entry import MethodEntry
 from halfmoon.api.requirements import Requirements
-from halfmoon.api.types import Batch, ClientUpdate, Federation, Local, Needs, Pseudo, StepMetrics, Task
-from halfmoon.api.uploads import Aux, Uplink, Upload
+from halfmoon.api.types import (
+    Batch,
+    ClientData,
+    ClientUpdate,
+    Federation,
+    PseudoLabels,
+    StepMetrics,
+    Task,
+    UpdateRequirements,
+)
+from halfmoon.api.uploads import Aux, Upload, UploadSpec
 from halfmoon.core.autodiff import cross_entropy, grad_and_value
 from halfmoon.core.errors import UserError, check_minimum
 from halfmoon.core.padding import mask
@@ -60,7 +69,7 @@ class ProtoFSSL:
 
     def requirements(self, norm: str) -> Requirements:
         reason = "clients are sent the prototypes of single other clients"
-        return Requirements(reason=reason, places=("clients",), personal=True)
+        return Requirements(reason=reason, label_locations=("clients",), personal=True)
 
     def client_updates(self, task: Task) -> Mapping[str, ClientUpdate]:
         return {"train": Episodes(task, self)}
@@ -76,14 +85,14 @@ class ProtoFSSL:
     def round(self, task: Task, server: Tree, federation: Federation) -> Tree:
         """Let the cohort train with the last round's helpers, average, and keep the new ones."""
         server = {"stats": {}, **server}
-        up = federation.ask("train", {name: part for name, part in server.items() if name != "mean"})
-        new, own = average(up, server), up.aux["own"]
-        present = up.aux["present"] * (up.weight > 0)[:, None]
+        upload = federation.query("train", {name: part for name, part in server.items() if name != "mean"})
+        new, own = average(upload, server), upload.aux["own"]
+        present = upload.aux["present"] * (upload.weight > 0)[:, None]
         share = present / present.sum(0).clamp_min(1)
         class_present = (present.sum(0) > 0)[:, None]
         mean = torch.where(class_present, (share[..., None] * own).sum(0), server["mean"])
         filled = torch.where(present[..., None] > 0, own, mean)
-        indices = (up.weight > 0).nonzero().flatten()[: self.helpers]
+        indices = (upload.weight > 0).nonzero().flatten()[: self.helpers]
         helpers, there = torch.zeros_like(server["helpers"]), torch.zeros_like(server["there"])
         helpers[: len(indices)], there[: len(indices)] = filled[indices].to(helpers), 1.0
         class_mask = torch.maximum(server["known"], class_present[:, 0].to(server["known"]))
@@ -103,15 +112,15 @@ class Episodes(ClientUpdate):
     options: ProtoFSSL = ProtoFSSL()
 
     @property
-    def needs(self) -> Needs:
+    def requirements(self) -> UpdateRequirements:
         aux = {"own": Aux(), "present": Aux(values="mark")}
-        return Needs(("weak",), masks=True, uplink=Uplink(weight="one", aux=aux))
+        return UpdateRequirements(("weak",), masks_padding=True, upload_spec=UploadSpec(weight="one", aux=aux))
 
-    def step(self, down: Tree, carry: Tree, batch: Batch) -> tuple[Tree, StepMetrics]:
-        gradient, loss, (moments, pseudo) = grad_and_value(self._loss, carry["params"], down, batch)
+    def step(self, broadcast: Tree, carry: Tree, batch: Batch) -> tuple[Tree, StepMetrics]:
+        gradient, loss, (moments, pseudo) = grad_and_value(self._loss, carry["params"], broadcast, batch)
         return self.advance(carry, gradient, moments), StepMetrics(loss, {}, (pseudo,))
 
-    def finish(self, down: Tree, carry: Tree, data: Local) -> tuple[Upload, Tree]:
+    def finish(self, broadcast: Tree, carry: Tree, data: ClientData) -> tuple[Upload, Tree]:
         head = carry["params"]["head"]["weight"]
         own = (torch.arange(len(data.y), device=data.y.device) < data.labeled)[:, None]
         member = one_hot(data.y, len(head), head) * own
@@ -119,11 +128,11 @@ class Episodes(ClientUpdate):
         total = torch.zeros_like(head)
         if len(data.x):
             total = member.T @ torch.cat([self._features(carry, part) for part in chunks(data.x)])
-        up = {"params": carry["params"], "stats": carry["stats"]}
+        upload = {"params": carry["params"], "stats": carry["stats"]}
         own = {"own": total / count.clamp_min(1)[:, None], "present": (count > 0).to(head.dtype)}
-        return Upload(up, (data.labeled + data.unlabeled > 0).double(), own), {}
+        return Upload(upload, (data.labeled + data.unlabeled > 0).double(), own), {}
 
-    def swept(self, labeled: int, unlabeled: int) -> int:
+    def images_outside_steps(self, labeled: int, unlabeled: int) -> int:
         return labeled
 
     @torch.no_grad()
@@ -134,11 +143,11 @@ class Episodes(ClientUpdate):
         params = {**model["params"], "head": same}
         return self.task.network.predict(params, model["stats"], self.task.normalize(images))
 
-    def _loss(self, params: Tree, down: Tree, batch: Batch) -> tuple[Tensor, tuple[list[Tree], Pseudo]]:
-        o, class_mask, there = self.options, down["known"], down["there"]
+    def _loss(self, params: Tree, broadcast: Tree, batch: Batch) -> tuple[Tensor, tuple[list[Tree], PseudoLabels]]:
+        o, class_mask, there = self.options, broadcast["known"], broadcast["there"]
         groups = (batch.x, batch.u["weak"])
         _, (labeled, unlabeled), moments = embedded(self.task, params, groups, batch.masks(1))
-        received = (down["helpers"] * there[:, None, None]).sum(0) / there.sum().clamp_min(1)
+        received = (broadcast["helpers"] * there[:, None, None]).sum(0) / there.sum().clamp_min(1)
         support = mask(supports(batch.y), batch.x_real)
         member = one_hot(batch.y, len(class_mask), labeled) * support[:, None]
         here = member.sum(0) > 0
@@ -147,14 +156,16 @@ class Episodes(ClientUpdate):
         query = mask(1 - support, batch.x_real)
         query_loss = cross_entropy(-distances(labeled, prototypes) - far, batch.y, reduction="none") * query
         loss = (query_loss.sum() if len(batch.y) else labeled.sum() * 0.0) / query.sum().clamp_min(1)
-        each = torch.stack([(-distances(unlabeled, p) - FAR * (1 - class_mask)).softmax(-1) for p in down["helpers"]])
+        each = torch.stack(
+            [(-distances(unlabeled, p) - FAR * (1 - class_mask)).softmax(-1) for p in broadcast["helpers"]]
+        )
         mean = (each * there[:, None, None]).sum(0) / there.sum().clamp_min(1)
         target = sharpened(mean, o.temperature)
         target = target if o.through_target else target.detach()
         taught = soft_cross_entropy(-distances(unlabeled, prototypes) - far, target, batch.u_real)
         counts = (there.sum() > 0).to(loss.dtype)
         confidence, label = target.detach().max(-1)
-        pseudo = Pseudo(label, confidence, counts * torch.ones_like(confidence))
+        pseudo = PseudoLabels(label, confidence, counts * torch.ones_like(confidence))
         return loss + o.unlabeled_weight * counts * taught, (moments, pseudo)
 
 

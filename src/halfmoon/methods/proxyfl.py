@@ -27,7 +27,7 @@ from halfmoon.aggregation.mean import mean_of
 from halfmoon.api.method_entry import MethodEntry
 from halfmoon.api.requirements import Requirements, requirements_of
 from halfmoon.api.types import ClientUpdate, Federation, Method, Task
-from halfmoon.api.uploads import Uplink, Upload
+from halfmoon.api.uploads import Upload, UploadSpec
 from halfmoon.core import rng
 from halfmoon.core.errors import check_minimum
 from halfmoon.core.tensors import euclidean
@@ -89,15 +89,17 @@ class Listener:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._federation, name)
 
-    def ask(self, client_update: str, down: Tree, each: Tree | None = None, to: Tensor | None = None) -> Upload:
-        up = self._federation.ask(client_update, down, each, to)
-        head = up.update.get("params", {}).get("head")
+    def query(
+        self, client_update: str, broadcast: Tree, per_client: Tree | None = None, clients: Tensor | None = None
+    ) -> Upload:
+        upload = self._federation.query(client_update, broadcast, per_client, clients)
+        head = upload.update.get("params", {}).get("head")
         if head is not None:
-            self.rows = head["weight"][(up.weight > 0).to(head["weight"].device)]
-        return up
+            self.rows = head["weight"][(upload.weight > 0).to(head["weight"].device)]
+        return upload
 
-    def average(self, client_update: str, down: Tree) -> Upload:
-        return mean_of(self.ask(client_update, down), Uplink(), down, client_update)
+    def average(self, client_update: str, broadcast: Tree) -> Upload:
+        return mean_of(self.query(client_update, broadcast), UploadSpec(), broadcast, client_update)
 
 
 def tune(mean: Tensor, rows: Tensor, passes: int, lr: float, batch: int, generator: torch.Generator) -> Tensor:

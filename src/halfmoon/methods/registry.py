@@ -10,7 +10,7 @@ from typing import Any, cast
 
 from halfmoon import methods
 from halfmoon.api.method_entry import MethodEntry
-from halfmoon.api.requirements import Place
+from halfmoon.api.requirements import LabelLocation
 from halfmoon.api.types import Method
 from halfmoon.core import plugins
 from halfmoon.core.errors import UserError, suggest
@@ -74,10 +74,10 @@ def names() -> list[str]:
     return list(_OURS) + [name for name in plugins.announced("method") if name not in _OURS]
 
 
-def names_at(place: Place) -> list[str]:
+def names_at(place: LabelLocation) -> list[str]:
     """Return the names of this package's federated methods for few labels that can use them at this place."""
     rows = (row for row in _OURS.values() if not row.all_labels and not row.pooled)
-    return [row.name for row in rows if place in row.places]
+    return [row.name for row in rows if place in row.label_locations]
 
 
 def ceilings() -> list[str]:

@@ -30,8 +30,8 @@ from torch import Tensor
 
 from halfmoon.api.method_entry import MethodEntry
 from halfmoon.api.requirements import Requirements
-from halfmoon.api.types import Batch, ClientUpdate, Federation, Local, Needs, StepMetrics, Task
-from halfmoon.api.uploads import Aux, Uplink, Upload
+from halfmoon.api.types import Batch, ClientData, ClientUpdate, Federation, StepMetrics, Task, UpdateRequirements
+from halfmoon.api.uploads import Aux, Upload, UploadSpec
 from halfmoon.core import padding, rng, tree
 from halfmoon.core.autodiff import grad_and_value
 from halfmoon.core.errors import check_minimum
@@ -47,7 +47,8 @@ class RSCFed(ModelAveraging):
     """RSCFed with the settings of the authors' code for 10 clients of which 1 has labels."""
 
     needed = Requirements(
-        reason="a client's weight depends on how far its own model is from its group's", places=("some", "clients")
+        reason="a client's weight depends on how far its own model is from its group's",
+        label_locations=("some", "clients"),
     )
     groups: int = 3
     size: int = 5
@@ -67,15 +68,15 @@ class RSCFed(ModelAveraging):
 
     def round(self, task: Task, server: Tree, federation: Federation) -> Tree:
         server = {"stats": {}, **server}
-        up = federation.ask("train", server)
-        if not bool(up.weight.sum() > 0):
+        upload = federation.query("train", server)
+        if not bool(upload.weight.sum() > 0):
             return server
         g, means = rng.generator(0, "rscfed", task.round), list[Tree]()
         for _ in range(self.groups):
-            mine = torch.randperm(len(up.weight), generator=g)[: self.size].to(up.weight.device)
-            if bool(up.weight[mine].sum() > 0):
-                group = tree.map(lambda leaf, m=mine: leaf[m.to(leaf.device)], up.update)
-                shares = self.weigh(group, up.weight[mine], up.aux["labels"][mine])
+            mine = torch.randperm(len(upload.weight), generator=g)[: self.size].to(upload.weight.device)
+            if bool(upload.weight[mine].sum() > 0):
+                group = tree.map(lambda leaf, m=mine: leaf[m.to(leaf.device)], upload.update)
+                shares = self.weigh(group, upload.weight[mine], upload.aux["labels"][mine])
                 means.append(tree.weighted_mean(group, shares))
         return tree.weighted_mean(tree.stack(means), torch.ones(len(means))) if means else server
 
@@ -97,19 +98,21 @@ class Following(TeacherClient):
     options: RSCFed = RSCFed()
 
     @property
-    def needs(self) -> Needs:
-        uplink = Uplink(aux={"labels": Aux(values="mark")})
-        return Needs(("weak", "weak2"), masks=True, keep_optimizer=self.options.keep_optimizer, uplink=uplink)
+    def requirements(self) -> UpdateRequirements:
+        upload_spec = UploadSpec(aux={"labels": Aux(values="mark")})
+        return UpdateRequirements(
+            ("weak", "weak2"), masks_padding=True, keep_optimizer=self.options.keep_optimizer, upload_spec=upload_spec
+        )
 
-    def step(self, down: Tree, carry: Tree, batch: Batch) -> tuple[Tree, StepMetrics]:
+    def step(self, broadcast: Tree, carry: Tree, batch: Batch) -> tuple[Tree, StepMetrics]:
         gradient, loss, (moments, target) = grad_and_value(self._loss, carry["params"], carry, batch)
         new = self.advance(carry, gradient, moments)
         new |= follow(carry, new["params"], self.options.decay)
         return new, StepMetrics(loss, {}, (guess_of(target),))
 
-    def finish(self, down: Tree, carry: Tree, data: Local) -> tuple[Upload, Tree]:
-        up, memory = super().finish(down, carry, data)
-        return up._replace(aux={"labels": (data.labeled > 0).double()}), memory
+    def finish(self, broadcast: Tree, carry: Tree, data: ClientData) -> tuple[Upload, Tree]:
+        upload, memory = super().finish(broadcast, carry, data)
+        return upload._replace(aux={"labels": (data.labeled > 0).double()}), memory
 
     def _loss(self, params: Tree, carry: Tree, batch: Batch) -> tuple[Tensor, tuple[list[Tree], Tensor]]:
         joint, groups = self.task.statistics == "joint", (batch.x, batch.u["weak2"])

@@ -32,7 +32,17 @@ from torch import Tensor
 
 from halfmoon.api.method_entry import MethodEntry
 from halfmoon.api.requirements import Requirements
-from halfmoon.api.types import Batch, ClientUpdate, Federation, Local, Needs, Passes, Pseudo, StepMetrics, Task
+from halfmoon.api.types import (
+    Batch,
+    ClientData,
+    ClientUpdate,
+    Federation,
+    Passes,
+    PseudoLabels,
+    StepMetrics,
+    Task,
+    UpdateRequirements,
+)
 from halfmoon.api.uploads import Upload
 from halfmoon.core import padding, tree
 from halfmoon.core.autodiff import cross_entropy, grad_and_value
@@ -83,12 +93,12 @@ class SemiFed(ModelAveraging):
 
     def round(self, task: Task, server: Tree, federation: Federation) -> Tree:
         """Let the cohort train, after labeling in a labeling round, and average; keep who sent what."""
-        down = {"params": server["params"], "stats": server.get("stats", {})}
-        peers = self._last_models(federation, down) if self._labels(task) else []
-        up = federation.ask("train", {**down, "peers": tree.stack(peers)} if peers else down)
+        broadcast = {"params": server["params"], "stats": server.get("stats", {})}
+        peers = self._last_models(federation, broadcast) if self._labels(task) else []
+        upload = federation.query("train", {**broadcast, "peers": tree.stack(peers)} if peers else broadcast)
         if self.peers:
-            self._put(federation, task.round, up)
-        return average(up, down)
+            self._put(federation, task.round, upload)
+        return average(upload, broadcast)
 
     def threshold_in(self, task: Task) -> float:
         """Return the confidence that a vote needs in the task's round."""
@@ -103,15 +113,15 @@ class SemiFed(ModelAveraging):
         models = [federation.state_store.get(f"model-{place}") for place in range(self.peers)]
         return [{name: model.get(name, {}) for name in like} for model in models if model is not None]
 
-    def _put(self, federation: Federation, round: int, up: Upload) -> None:
+    def _put(self, federation: Federation, round: int, upload: Upload) -> None:
         """Keep the uploads of those who answered: a newcomer takes the oldest's place."""
         state_store, nobody = federation.state_store, torch.full((self.peers,), NONE)
         book = state_store.get("book") or {"client": nobody, "round": nobody}
         client, when = book["client"].tolist(), book["round"].tolist()
-        for k, number in enumerate(integers(federation.answered)):
+        for k, number in enumerate(integers(federation.responders)):
             place = client.index(number) if number in client else when.index(min(when))
             client[place], when[place] = number, round
-            state_store.put(f"model-{place}", tree.index(up.update, k))
+            state_store.put(f"model-{place}", tree.index(upload.update, k))
         state_store.put("book", {"client": torch.tensor(client), "round": torch.tensor(when)})
 
 
@@ -123,44 +133,46 @@ class Growing(ClientUpdate):
     labels: bool = False
 
     @property
-    def needs(self) -> Needs:
+    def requirements(self) -> UpdateRequirements:
         view = self.options.view
         sweep = (view,) if self.labels else ()
-        return Needs((view, "strong"), sweep=sweep, masks=True, row_memory={"labels": NONE})
+        return UpdateRequirements(
+            (view, "strong"), precomputed_views=sweep, masks_padding=True, row_memory={"labels": NONE}
+        )
 
-    def remember(self, down: Tree, generator: torch.Generator) -> Tree:
-        device = next(tree.leaves(down["params"])).device
+    def initial_memory(self, broadcast: Tree, generator: torch.Generator) -> Tree:
+        device = next(tree.leaves(broadcast["params"])).device
         none = torch.zeros(0, dtype=torch.int64, device=device)
         return {"labels": none, "mark": torch.zeros((), dtype=torch.float64, device=device)}
 
-    def begin(self, down: Tree, memory: Tree, data: Local) -> Tree:
+    def begin(self, broadcast: Tree, memory: Tree, data: ClientData) -> Tree:
         labels, mark = remembered({"label": memory["labels"], "mark": memory["mark"]}, data)
         if self.labels:
-            accepted = self._vote(down, data)
+            accepted = self._vote(broadcast, data)
             labels = torch.where(labels == NONE, accepted, labels)
-        return {**super().begin(down, memory, data), "labels": labels, "mark": mark}
+        return {**super().begin(broadcast, memory, data), "labels": labels, "mark": mark}
 
-    def step(self, down: Tree, carry: Tree, batch: Batch) -> tuple[Tree, StepMetrics]:
+    def step(self, broadcast: Tree, carry: Tree, batch: Batch) -> tuple[Tree, StepMetrics]:
         gradient, loss, (moments, pseudo) = grad_and_value(self._loss, carry["params"], carry, batch)
         return self.advance(carry, gradient, moments), StepMetrics(loss, {}, pseudo)
 
-    def finish(self, down: Tree, carry: Tree, data: Local) -> tuple[Upload, Tree]:
-        up, _ = super().finish(down, carry, data)
-        return up, {"labels": carry["labels"], "mark": carry["mark"]}
+    def finish(self, broadcast: Tree, carry: Tree, data: ClientData) -> tuple[Upload, Tree]:
+        upload, _ = super().finish(broadcast, carry, data)
+        return upload, {"labels": carry["labels"], "mark": carry["mark"]}
 
     def passes(self, labeled: int, unlabeled: int) -> Passes:
         forward, backward = super().passes(labeled, unlabeled)
         return Passes(forward + (unlabeled if self.task.labeling == "running" else 0), backward)
 
-    def swept(self, labeled: int, unlabeled: int) -> int:
+    def images_outside_steps(self, labeled: int, unlabeled: int) -> int:
         return unlabeled * (1 + self.options.peers) if self.labels else 0
 
-    def _vote(self, down: Tree, data: Local) -> Tensor:
+    def _vote(self, broadcast: Tree, data: ClientData) -> Tensor:
         """Return for each row (U,) the class that enough models name, or -1."""
         o, images = self.options, data.views[self.options.view]
-        peers = down.get("peers", {"params": {}, "stats": {}})
+        peers = broadcast.get("peers", {"params": {}, "stats": {}})
         count = next((len(leaf) for leaf in tree.leaves(peers["params"])), 0)
-        models = [down, *(tree.index(peers, k) for k in range(count))]
+        models = [broadcast, *(tree.index(peers, k) for k in range(count))]
         logits = [sweep_logits(self.task, each["params"], each["stats"], images, data.u_real) for each in models]
         guesses = [each.softmax(-1).max(-1) for each in logits]
         confidence, label = (torch.stack([each[part] for each in guesses]) for part in (0, 1))
@@ -195,7 +207,7 @@ class Growing(ClientUpdate):
         apart = divergence(target, loud)
         consistent = (apart * without).sum() / without.sum().clamp_min(1)
         confidence, guess = target.softmax(-1).max(-1)
-        pseudo = Pseudo(torch.where(has > 0, stored, guess), confidence, has)
+        pseudo = PseudoLabels(torch.where(has > 0, stored, guess), confidence, has)
         return taught + self.options.unlabeled_weight * consistent, (moments, (pseudo,))
 
 

@@ -50,8 +50,19 @@ from torch import Tensor
 
 from halfmoon.api.method_entry import MethodEntry
 from halfmoon.api.requirements import Requirements
-from halfmoon.api.types import Batch, ClientUpdate, Federation, Local, Needs, Passes, Pseudo, StepMetrics, Task, sample
-from halfmoon.api.uploads import Uplink, Upload
+from halfmoon.api.types import (
+    Batch,
+    ClientData,
+    ClientUpdate,
+    Federation,
+    Passes,
+    PseudoLabels,
+    StepMetrics,
+    Task,
+    UpdateRequirements,
+    weighted_metric,
+)
+from halfmoon.api.uploads import Upload, UploadSpec
 from halfmoon.core import padding, rng, tree
 from halfmoon.core.autodiff import grad_and_value
 from halfmoon.core.errors import UserError
@@ -155,13 +166,13 @@ class SemiFL:
             model = {**model, "stats": estimate(federation, self.solution(task, model), self.sbn)}
         mean, old, share = federation.average("train", model), model[self.trained], 0.0
         if federation.labeled and not self.fine_tune:
-            old = federation.ask_server("fine-tune", model).update["params"]
+            old = federation.query_server("fine-tune", model).update["params"]
             share = 0.5 if self.server_share == "half" else 1 / (float(mean.weight) / 2 + 1)
         mean = mean._replace(update={"params": mean.update[self.trained]})
         new, momentum = combine(old, mean, server["momentum"], self.server_momentum, share)
         model = {**model, self.trained: new}
         if federation.labeled and self.fine_tune:
-            taught = federation.ask_server("fine-tune", model).update
+            taught = federation.query_server("fine-tune", model).update
             model = {**model, **taught, "stats": model["stats"]}
         return {**model, "stats": estimate(federation, self.solution(task, model), self.sbn), "momentum": momentum}
 
@@ -176,25 +187,27 @@ class SigmaTraining(ClientUpdate):
     options: SemiFL = SemiFL()
 
     @property
-    def needs(self) -> Needs:
-        return Needs(masks=True, keep_optimizer=self.options.keep_optimizer, uplink=Uplink(("sigma",), ()))
+    def requirements(self) -> UpdateRequirements:
+        return UpdateRequirements(
+            masks_padding=True, keep_optimizer=self.options.keep_optimizer, upload_spec=UploadSpec(("sigma",), ())
+        )
 
-    def remember(self, down: Tree, generator: torch.Generator) -> Tree:
-        return super().remember({"params": down["sigma"]}, generator)
+    def initial_memory(self, broadcast: Tree, generator: torch.Generator) -> Tree:
+        return super().initial_memory({"params": broadcast["sigma"]}, generator)
 
-    def begin(self, down: Tree, memory: Tree, data: Local) -> Tree:
-        return super().begin({"params": down["sigma"]}, memory, data)
+    def begin(self, broadcast: Tree, memory: Tree, data: ClientData) -> Tree:
+        return super().begin({"params": broadcast["sigma"]}, memory, data)
 
-    def step(self, down: Tree, carry: Tree, batch: Batch) -> tuple[Tree, StepMetrics]:
-        gradient, loss, _ = grad_and_value(self._loss, carry["params"], down, batch)
+    def step(self, broadcast: Tree, carry: Tree, batch: Batch) -> tuple[Tree, StepMetrics]:
+        gradient, loss, _ = grad_and_value(self._loss, carry["params"], broadcast, batch)
         return self.advance(carry, gradient), StepMetrics(loss, {}, ())
 
-    def finish(self, down: Tree, carry: Tree, data: Local) -> tuple[Upload, Tree]:
-        _, memory = super().finish(down, carry, data)
+    def finish(self, broadcast: Tree, carry: Tree, data: ClientData) -> tuple[Upload, Tree]:
+        _, memory = super().finish(broadcast, carry, data)
         return Upload({"sigma": carry["params"]}, (data.labeled > 0).double()), memory
 
-    def _loss(self, sigma: Tree, down: Tree, batch: Batch) -> tuple[Tensor, tuple[()]]:
-        theta = self.options.parameters({**down, "sigma": sigma})
+    def _loss(self, sigma: Tree, broadcast: Tree, batch: Batch) -> tuple[Tensor, tuple[()]]:
+        theta = self.options.parameters({**broadcast, "sigma": sigma})
         logits, _ = self.task.network.train(theta, batch.x, real=batch.x_real)
         return supervised(logits, batch.y, batch.x_real), ()
 
@@ -206,34 +219,34 @@ class Mixing(LabeledOnce):
     options: SemiFL = SemiFL()
 
     @property
-    def needs(self) -> Needs:
+    def requirements(self) -> UpdateRequirements:
         o = self.options
-        return Needs(
+        return UpdateRequirements(
             views=("weak", "strong") if o.mix_weight or o.labels == "step" else ("strong",),
-            sweep=("weak",) if o.labels == "round" or o.debias or o.rule.sweeps else (),
-            others=("weak",) if o.mix_weight else (),
+            precomputed_views=("weak",) if o.labels == "round" or o.debias or o.rule.sweeps else (),
+            second_batch=("weak",) if o.mix_weight else (),
             mixup=o.concentration if o.mix_weight else None,
-            masks=True,
+            masks_padding=True,
             row_memory=o.rule.row_memory if self._runs else {},
             keep_optimizer=o.keep_optimizer,
-            uplink=Uplink((o.trained,), (), "one"),
+            upload_spec=UploadSpec((o.trained,), (), "one"),
         )
 
-    def remember(self, down: Tree, generator: torch.Generator) -> Tree:
-        first = down[self.options.trained]
-        memory = super().remember({"params": first}, generator)
-        state = self.options.rule.remember(self.task.network.classes, next(tree.leaves(first)))
+    def initial_memory(self, broadcast: Tree, generator: torch.Generator) -> Tree:
+        first = broadcast[self.options.trained]
+        memory = super().initial_memory({"params": first}, generator)
+        state = self.options.rule.initial_memory(self.task.network.classes, next(tree.leaves(first)))
         return {**memory, "thresholds": state} if state and self.options.labels == "step" else memory
 
-    def begin(self, down: Tree, memory: Tree, data: Local) -> Tree:
-        carry: Tree = {**super().begin({"params": down[self.options.trained]}, memory, data), "thresholds": {}}
+    def begin(self, broadcast: Tree, memory: Tree, data: ClientData) -> Tree:
+        carry: Tree = {**super().begin({"params": broadcast[self.options.trained]}, memory, data), "thresholds": {}}
         rule, by_step = self.options.rule, self.options.labels == "step"
         if by_step and not rule.sweeps:
             carry["thresholds"] = rule.begin(memory.get("thresholds", {}), data)
-        if not self.needs.sweep:
+        if not self.requirements.precomputed_views:
             return carry
-        received = self.options.parameters(down)
-        guess = running_logits(self.task, received, down["stats"], data.views["weak"])
+        received = self.options.parameters(broadcast)
+        guess = running_logits(self.task, received, broadcast["stats"], data.views["weak"])
         expected = prior(guess, data.u_real)
         p = self._predicted(guess, expected)
         if by_step:
@@ -242,15 +255,15 @@ class Mixing(LabeledOnce):
         pseudo = rule.pseudo_label_all(p, {}, data.u_real)
         return {**carry, **pseudo._asdict(), "real": data.real}
 
-    def keep(self, carry: Tree, data: Local) -> Tensor | None:
-        return super().keep(carry, data) if self.options.labels == "round" else None
+    def drawable_rows(self, carry: Tree, data: ClientData) -> Tensor | None:
+        return super().drawable_rows(carry, data) if self.options.labels == "round" else None
 
-    def guesses(self, carry: Tree, data: Local) -> tuple[Pseudo, ...]:
-        return super().guesses(carry, data) if self.options.labels == "round" else ()
+    def initial_pseudo_labels(self, carry: Tree, data: ClientData) -> tuple[PseudoLabels, ...]:
+        return super().initial_pseudo_labels(carry, data) if self.options.labels == "round" else ()
 
-    def step(self, down: Tree, carry: Tree, batch: Batch) -> tuple[Tree, StepMetrics]:
+    def step(self, broadcast: Tree, carry: Tree, batch: Batch) -> tuple[Tree, StepMetrics]:
         """Take one optimizer step; with labels "step", one that has neither labels nor sure guesses is skipped."""
-        gradient, loss, (pseudo, state) = grad_and_value(self._loss, carry["params"], down, carry, batch)
+        gradient, loss, (pseudo, state) = grad_and_value(self._loss, carry["params"], broadcast, carry, batch)
         new = self.advance(carry, gradient, thresholds=state)
         unlabeled = not len(batch.x)
         if self.options.labels == "step" and (unlabeled or batch.x_real is not None):
@@ -259,13 +272,13 @@ class Mixing(LabeledOnce):
             new = {**tree.select(teaches, new, carry), "thresholds": state}
         if self.options.labels == "step":
             return new, StepMetrics(loss, {}, (pseudo,))
-        confident = sample((carry["weight"] > 0).to(loss.dtype), carry["real"].get("u"))
+        confident = weighted_metric((carry["weight"] > 0).to(loss.dtype), carry["real"].get("u"))
         return new, StepMetrics(loss, {"kept": confident}, (pseudo,))
 
-    def finish(self, down: Tree, carry: Tree, data: Local) -> tuple[Upload, Tree]:
-        mask, rows = self.keep(carry, data), data.unlabeled > 0
+    def finish(self, broadcast: Tree, carry: Tree, data: ClientData) -> tuple[Upload, Tree]:
+        mask, rows = self.drawable_rows(carry, data), data.unlabeled > 0
         trained = rows if mask is None else rows & mask.any()
-        _, memory = super().finish(down, carry, data)
+        _, memory = super().finish(broadcast, carry, data)
         own = {"thresholds": carry["thresholds"]} if self._runs else {}
         return Upload({self.options.trained: carry["params"]}, trained.double()), {**memory, **own}
 
@@ -280,16 +293,18 @@ class Mixing(LabeledOnce):
         """Return whether thresholds have a state that stays at the client."""
         return self.options.labels == "step" and self.options.rule.runs
 
-    def _loss(self, trained: Tree, down: Tree, carry: Tree, batch: Batch) -> tuple[Tensor, tuple[Pseudo, Tree]]:
-        o, params = self.options, self.options.parameters(down, trained)
-        weak, rows = [batch.u[view] for view in self.needs.views if view == "weak"], [batch.u_rows]
+    def _loss(
+        self, trained: Tree, broadcast: Tree, carry: Tree, batch: Batch
+    ) -> tuple[Tensor, tuple[PseudoLabels, Tree]]:
+        o, params = self.options, self.options.parameters(broadcast, trained)
+        weak, rows = [batch.u[view] for view in self.requirements.views if view == "weak"], [batch.u_rows]
         if o.mix_weight:
-            weak, rows = [*weak, batch.others["weak"]], [*rows, batch.mixing["other_rows"]]
+            weak, rows = [*weak, batch.second_batch["weak"]], [*rows, batch.mixing["second_batch_rows"]]
         if o.labels == "round":
-            pseudo, state = Pseudo(*(carry[name][batch.u_rows] for name in ("label", "confidence", "weight"))), {}
+            pseudo, state = PseudoLabels(*(carry[name][batch.u_rows] for name in ("label", "confidence", "weight"))), {}
             labels = [carry["label"][at] for at in rows]
         else:
-            teacher = [teacher_logits(self.task, params, down["stats"], images, batch.u_real) for images in weak]
+            teacher = [teacher_logits(self.task, params, broadcast["stats"], images, batch.u_real) for images in weak]
             guesses = [self._predicted(each, carry.get("prior")) for each in teacher]
             pseudo, state = o.rule.pseudo_label(guesses[0], batch.u_rows, carry["thresholds"], batch.u_real)
             labels = [pseudo.label, *(each.argmax(-1) for each in guesses[1:])]

@@ -26,7 +26,7 @@ from torch import Tensor
 
 from halfmoon.api.method_entry import MethodEntry
 from halfmoon.api.requirements import Requirements
-from halfmoon.api.types import Batch, ClientUpdate, Needs, Passes, StepMetrics, Task, sample
+from halfmoon.api.types import Batch, ClientUpdate, Passes, StepMetrics, Task, UpdateRequirements, weighted_metric
 from halfmoon.core import rng, tree
 from halfmoon.core.autodiff import grad_and_value
 from halfmoon.core.errors import UserError
@@ -86,14 +86,16 @@ class Twins(ClientUpdate):
     options: TwinSight = TwinSight()
 
     @property
-    def needs(self) -> Needs:
-        return Needs(VIEWS, labeled_views=VIEWS, masks=True, keep_optimizer=self.options.keep_optimizer)
+    def requirements(self) -> UpdateRequirements:
+        return UpdateRequirements(
+            VIEWS, labeled_views=VIEWS, masks_padding=True, keep_optimizer=self.options.keep_optimizer
+        )
 
-    def step(self, down: Tree, carry: Tree, batch: Batch) -> tuple[Tree, StepMetrics]:
+    def step(self, broadcast: Tree, carry: Tree, batch: Batch) -> tuple[Tree, StepMetrics]:
         gradient, loss, (passes, guess, terms) = grad_and_value(self._loss, carry["params"], batch)
         own, twin = _without_twin(carry["stats"]), reduce(track, passes[1:], carry["stats"].get(TWIN, {}))
         new = self.advance(carry, gradient, stats={**track(own, passes[0]), **_named(twin)})
-        samples = {name: sample(value) for name, value in terms.items()}
+        samples = {name: weighted_metric(value) for name, value in terms.items()}
         return new, StepMetrics(loss, samples, (guess_of(guess),))
 
     def passes(self, labeled: int, unlabeled: int) -> Passes:

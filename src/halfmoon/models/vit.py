@@ -92,9 +92,9 @@ def patches(x: Tensor) -> Tensor:
 def positions(rows: int, columns: int, width: int, like: Tensor) -> Tensor:
     """Return the sines and cosines (rows * columns, width) of each place, a quarter of the width each."""
     speed = 10_000 ** -torch.linspace(0, 1, width // 4, dtype=like.dtype, device=like.device)
-    down = torch.arange(rows, device=like.device).repeat_interleave(columns)[:, None] * speed
+    broadcast = torch.arange(rows, device=like.device).repeat_interleave(columns)[:, None] * speed
     right = torch.arange(columns, device=like.device).repeat(rows)[:, None] * speed
-    return torch.cat([right.sin(), right.cos(), down.sin(), down.cos()], -1)
+    return torch.cat([right.sin(), right.cos(), broadcast.sin(), broadcast.cos()], -1)
 
 
 def attended(qkv: Tensor) -> Tensor:

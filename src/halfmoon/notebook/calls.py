@@ -218,7 +218,9 @@ def _configured(config: Config | None, options: dict[str, Any], own: dict[str, A
     if not isinstance(options.get("data", ""), str | Path):
         raise UserError("data must be a name or a folder: halfmoon.save_data(FOLDER, ...) writes images as one.")
     options = {name: paths(value) if name == "run_dir" else value for name, value in options.items()}
-    options["options"] = schema.merge_method_options(options.get("options", config.options if config else {}), own, "options")
+    options["options"] = schema.merge_method_options(
+        options.get("options", config.options if config else {}), own, "options"
+    )
     return Config.of(**options) if config is None else replace(config, **options) if options else config
 
 

@@ -85,7 +85,9 @@ def rank_descending(uncertainty: np.ndarray) -> np.ndarray:
     return np.where(np.isfinite(uncertainty), ranks, 0)
 
 
-def order_for_labeling(guesses: Predictions, labels: np.ndarray, open_: np.ndarray, seed: int = 0, spread: int = GREEDY_IMAGES) -> np.ndarray:
+def order_for_labeling(
+    guesses: Predictions, labels: np.ndarray, open_: np.ndarray, seed: int = 0, spread: int = GREEDY_IMAGES
+) -> np.ndarray:
     """Return the rows to label, the most useful first: every row where `open_` bool (N,) is true, once.
 
     `labels` int64 (N,) are those of the model's classes that are given already, -1 for none. Images that the model has

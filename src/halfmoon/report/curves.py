@@ -187,9 +187,9 @@ def _widen(axes: Axes, span: float) -> None:
     """Show at least two rounds and `span`, as a smaller piece only enlarges noise, and nothing below zero."""
     left, right = _at_least(*axes.get_xlim(), 2.0)
     bottom, top = _at_least(*axes.get_ylim(), span)
-    up = max(0.0, -0.03 * (top - bottom) - bottom)
+    upload = max(0.0, -0.03 * (top - bottom) - bottom)
     axes.set_xlim(left, right)
-    axes.set_ylim(bottom + up, top + up)
+    axes.set_ylim(bottom + upload, top + upload)
 
 
 def _legend_grid(names: Sequence[str], width: float) -> tuple[int, int]:

@@ -49,7 +49,7 @@ def check(jobs: Sequence[Job], shared: Problem, watch: Callback) -> None:
     empty = np.flatnonzero(counts == 0)
     place = "server" if served else "some" if len(empty) else "clients"
     for each in needing:
-        if place == "some" and each.places == ("clients",):
+        if place == "some" and each.label_locations == ("clients",):
             raise UserError(
                 f"client {empty[0]} ({len(empty)} of {split.clients} in all) has no labeled image, but {each.name} "
                 f"needs some at every client; ask for more labels or a larger min_size, or choose one of: "
@@ -58,7 +58,7 @@ def check(jobs: Sequence[Job], shared: Problem, watch: Callback) -> None:
         check_label_location(each.name, place)
     bare = [k for k in range(split.clients) if not len(split.rows(k, False))]
     looking = [
-        each.name for each in needing if next(iter(each.method.client_updates(shared.task).values())).needs.views
+        each.name for each in needing if next(iter(each.method.client_updates(shared.task).values())).requirements.views
     ]
     if looking and bare:
         raise UserError(
@@ -69,7 +69,7 @@ def check(jobs: Sequence[Job], shared: Problem, watch: Callback) -> None:
         return
     few = int(((counts > 0) & (counts < config.labeled_batch)).sum())
     updates = [update for each in needing for update in each.method.client_updates(shared.task).values()]
-    if few and any(update.needs.trains for update in updates):
+    if few and any(update.requirements.trains for update in updates):
         watch.say(
             f"{few} of {split.clients} clients have fewer labeled images than a batch of {config.labeled_batch}: "
             "their images repeat within a batch."

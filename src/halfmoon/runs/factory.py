@@ -143,8 +143,8 @@ def method(config: Config) -> Method:
     instance = registry.make(config.method, method_options(config, config.method))
     entry = replace(registry.entry(config.method), method=instance)
     norm = effective_norm(config)
-    singles = entry.unsummed(norm)
-    if config.aggregation != "mean" and (why := entry.unrobust(config.aggregation, norm)):
+    singles = entry.individual_upload_reason(norm)
+    if config.aggregation != "mean" and (why := entry.robust_rule_conflict(config.aggregation, norm)):
         raise UserError(f"aggregation {config.aggregation!r} cannot be used with method {config.method}: {why}.")
     for option in ("secure_aggregation", "dp_clip"):
         if getattr(config, option) and singles:

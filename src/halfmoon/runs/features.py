@@ -102,10 +102,15 @@ def inputs(
     labeled = "weak" if views.labeled == views.unlabeled.get("weak") else "labeled"  # the same recipe, once
     for name in methods or (config.method,):
         for update in registry.make(name, explicit_method_options(config, name)).client_updates(task).values():
-            needs = update.needs
-            named = (*needs.views, *needs.labeled_views, *needs.others, *needs.sweep)
+            requirements = update.requirements
+            named = (
+                *requirements.views,
+                *requirements.labeled_views,
+                *requirements.second_batch,
+                *requirements.precomputed_views,
+            )
             view_names |= {view.rstrip("0123456789") for view in named}
-            if needs.trains and not isinstance(views.labeled, Plain):
+            if requirements.trains and not isinstance(views.labeled, Plain):
                 view_names.add(labeled)
     used = [name for name in DRAWS if name in view_names]
     on_head, own = replace(task, network=head, normalize=FirstView()), cached_views(used, labeled)

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from halfmoon.api.types import ClientUpdate, Federation, Local, Method, Task
+from halfmoon.api.types import ClientData, ClientUpdate, Federation, Method, Task
 from halfmoon.api.uploads import Upload
 from halfmoon.core import rng
 from halfmoon.core.tree import Tree
@@ -178,7 +178,7 @@ def solved(method: Method, task: Task, data: Examples, fold: Fold) -> Tree:
     """
     x, u = torch.from_numpy(fold.labeled), torch.from_numpy(fold.unlabeled)
     counts = torch.tensor([len(x), len(u)])
-    local = Local(data.images[x], data.labels[x], data.images[u], counts[0], counts[1])
+    local = ClientData(data.images[x], data.labels[x], data.images[u], counts[0], counts[1])
     updates = cast(Mapping[str, Sums], method.client_updates(task))
     server = method.start(task, task.network.init(rng.generator(0, "head")))
     images, head = torch.cat([local.x, local.u]), server["head"]
@@ -208,9 +208,9 @@ class _OnePlace:
 
     clients, labeled = 1, 0
 
-    def __init__(self, updates: Mapping[str, ClientUpdate], data: Local) -> None:
+    def __init__(self, updates: Mapping[str, ClientUpdate], data: ClientData) -> None:
         self.updates, self.data = updates, data
-        self.cohort = self.answered = torch.zeros(1, dtype=torch.int64)
+        self.cohort = self.responders = torch.zeros(1, dtype=torch.int64)
 
-    def average(self, client_update: str, down: Tree) -> Upload:
-        return Upload({"sums": self.updates[client_update].begin(down, {}, self.data)}, torch.ones(1))
+    def average(self, client_update: str, broadcast: Tree) -> Upload:
+        return Upload({"sums": self.updates[client_update].begin(broadcast, {}, self.data)}, torch.ones(1))

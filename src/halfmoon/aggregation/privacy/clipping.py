@@ -10,7 +10,17 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from halfmoon.api.types import Batch, ClientUpdate, Federation, Local, Method, Needs, Passes, StepMetrics, Task
+from halfmoon.api.types import (
+    Batch,
+    ClientData,
+    ClientUpdate,
+    Federation,
+    Method,
+    Passes,
+    StepMetrics,
+    Task,
+    UpdateRequirements,
+)
 from halfmoon.api.uploads import Upload
 from halfmoon.core import tree
 from halfmoon.core.tree import Tree
@@ -52,50 +62,52 @@ class ClippedUpdate(ClientUpdate):
         object.__setattr__(self, "client_update", replace(self.client_update, task=self.task))
 
     @property
-    def needs(self) -> Needs:
-        return self.client_update.needs
+    def requirements(self) -> UpdateRequirements:
+        return self.client_update.requirements
 
     @property
     def at_server(self) -> ClientUpdate:
         """Return the client update without the clip: the server's own images are not a client's."""
         return self.client_update
 
-    def remember(self, down: Tree, generator: torch.Generator) -> Tree:
-        return self.client_update.remember(down, generator)
+    def initial_memory(self, broadcast: Tree, generator: torch.Generator) -> Tree:
+        return self.client_update.initial_memory(broadcast, generator)
 
-    def begin(self, down: Tree, memory: Tree, data: Local) -> Tree:
-        return self.client_update.begin(down, memory, data)
+    def begin(self, broadcast: Tree, memory: Tree, data: ClientData) -> Tree:
+        return self.client_update.begin(broadcast, memory, data)
 
-    def keep(self, carry: Tree, data: Local) -> Tensor | None:
-        return self.client_update.keep(carry, data)
+    def drawable_rows(self, carry: Tree, data: ClientData) -> Tensor | None:
+        return self.client_update.drawable_rows(carry, data)
 
-    def step(self, down: Tree, carry: Tree, batch: Batch) -> tuple[Tree, StepMetrics]:
-        return self.client_update.step(down, carry, batch)
+    def step(self, broadcast: Tree, carry: Tree, batch: Batch) -> tuple[Tree, StepMetrics]:
+        return self.client_update.step(broadcast, carry, batch)
 
-    def finish(self, down: Tree, carry: Tree, data: Local) -> tuple[Upload, Tree]:
-        up, memory = self.client_update.finish(down, carry, data)
-        return clipped(up, down, self.norm), memory
+    def finish(self, broadcast: Tree, carry: Tree, data: ClientData) -> tuple[Upload, Tree]:
+        upload, memory = self.client_update.finish(broadcast, carry, data)
+        return clipped(upload, broadcast, self.norm), memory
 
     def passes(self, labeled: int, unlabeled: int) -> Passes:
         return self.client_update.passes(labeled, unlabeled)
 
-    def swept(self, labeled: int, unlabeled: int) -> int:
-        return self.client_update.swept(labeled, unlabeled)
+    def images_outside_steps(self, labeled: int, unlabeled: int) -> int:
+        return self.client_update.images_outside_steps(labeled, unlabeled)
 
-    def traffic(self, down: Tree, up: Upload) -> tuple[int, int]:
-        return self.client_update.traffic(down, up)
+    def traffic(self, broadcast: Tree, upload: Upload) -> tuple[int, int]:
+        return self.client_update.traffic(broadcast, upload)
 
 
-def clipped(up: Upload, down: Tree, norm: float) -> Upload:
+def clipped(upload: Upload, broadcast: Tree, norm: float) -> Upload:
     """Return one client's upload with its update at most `norm` long: all its floating leaves together.
 
     The norm is that of the numbers that are sent, after they are rounded to their type. An update within the bound
     stays as it is, bit by bit; so does what is no update.
     """
-    before = tree.flatten(down)
-    moved = {path: (leaf, before[path]) for path, leaf in tree.flatten(up.update).items() if leaf.is_floating_point()}
+    before = tree.flatten(broadcast)
+    moved = {
+        path: (leaf, before[path]) for path, leaf in tree.flatten(upload.update).items() if leaf.is_floating_point()
+    }
     if not moved:
-        return up
+        return upload
     length = _length([new.double() - old.double() for new, old in moved.values()])
     # Rounding old + update to the leaves' type may lengthen an update by half an eps of what is rounded.
     eps = max(torch.finfo(new.dtype).eps for new, _ in moved.values())
@@ -107,7 +119,9 @@ def clipped(up: Upload, down: Tree, norm: float) -> Upload:
         start = old.double()
         return torch.where(fits, new, (start + scale * (new.double() - start)).to(new.dtype))
 
-    return up._replace(update=tree.replaced(up.update, {path: shorter(new, old) for path, (new, old) in moved.items()}))
+    return upload._replace(
+        update=tree.replaced(upload.update, {path: shorter(new, old) for path, (new, old) in moved.items()})
+    )
 
 
 def _length(leaves: list[Tensor]) -> Tensor:

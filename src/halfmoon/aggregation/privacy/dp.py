@@ -53,14 +53,14 @@ class Private(Aggregator):
     ledger: Ledger
     _round: int = field(default=-1, init=False)
 
-    def uploads(self, context: AggregationContext, up: Upload) -> tuple[Sequence[int], Upload]:
+    def uploads(self, context: AggregationContext, upload: Upload) -> tuple[Sequence[int], Upload]:
         """Return all answers that hold numbers, each with the noised mean of them all and the weight 1."""
         self._round = context.round
-        _refuse_more(context, up)
-        places, total = clipped_sum(context, up, self.promise.clip)
+        _refuse_more(context, upload)
+        places, total = clipped_sum(context, upload, self.promise.clip)
         if not places:
-            return places, up
-        up = up.map(lambda leaf: leaf[torch.tensor(places, device=leaf.device)])
+            return places, upload
+        upload = upload.map(lambda leaf: leaf[torch.tensor(places, device=leaf.device)])
         context = context.only(places)
         flat = np.concatenate([leaf.numpy().ravel() for leaf in total.values()])
         mark = self._mark(context, flat)
@@ -68,12 +68,12 @@ class Private(Aggregator):
         noise = gaussians(subkey(self.secret, "noise", mark), len(flat))
         mean = torch.from_numpy((flat + self.promise.noise * self.promise.clip * noise) / context.cohort)
         parts = mean.split([leaf.numel() for leaf in total.values()])
-        leaves = tree.flatten(up.update)
+        leaves = tree.flatten(upload.update)
         change = {
             path: part.reshape(total[path].shape).to(leaves[path]) for path, part in zip(total, parts, strict=True)
         }
-        up = changed(up, context, change)
-        return places, up._replace(weight=torch.ones_like(up.weight))
+        upload = changed(upload, context, change)
+        return places, upload._replace(weight=torch.ones_like(upload.weight))
 
     def row(self) -> dict[str, Any]:
         releases = [release for release in self.ledger.releases if release.round <= self._round]
@@ -139,19 +139,19 @@ def spent(releases: Sequence[Release], delta: float) -> float:
     )
 
 
-def clipped_sum(context: AggregationContext, up: Upload, clip: float) -> tuple[list[int], dict[str, Tensor]]:
+def clipped_sum(context: AggregationContext, upload: Upload, clip: float) -> tuple[list[int], dict[str, Tensor]]:
     """Return the places of the answers that are finite, and the sum of their clipped updates by path, in float64.
 
     Updates are taken one after the other in the order of the uploads, on the CPU, so that the sum has the same bits
     wherever the clients are.
     """
-    down = downlinks(context)
-    flat = tree.flatten(up.update)
-    paths = sorted(update(up, context))
+    broadcast = downlinks(context)
+    flat = tree.flatten(upload.update)
+    paths = sorted(update(upload, context))
     total = {path: torch.zeros(flat[path].shape[1:], dtype=torch.float64) for path in paths}
     places: list[int] = []
     for place in range(len(context.clients)):
-        change = {path: _row(flat[path], place) - _row(down[path], place) for path in paths}
+        change = {path: _row(flat[path], place) - _row(broadcast[path], place) for path in paths}
         length = math.sqrt(math.fsum(float(leaf.reshape(-1).square().sum()) for leaf in change.values()))
         if not math.isfinite(length):
             continue
@@ -167,9 +167,9 @@ def _row(leaf: Tensor, place: int) -> Tensor:
     return leaf[place if len(leaf) > 1 else 0].cpu().double()
 
 
-def _refuse_more(context: AggregationContext, up: Upload) -> None:
+def _refuse_more(context: AggregationContext, upload: Upload) -> None:
     """Raise UserError where an upload holds what would pass without noise."""
-    more = sorted({*up.aux, *(set(tree.flatten(up.update)) - set(update(up, context)))})
+    more = sorted({*upload.aux, *(set(tree.flatten(upload.update)) - set(update(upload, context)))})
     if more:
         raise UserError(
             f"dp_clip cannot be used here: clients send {more[0]!r} beside their update, which would pass without "

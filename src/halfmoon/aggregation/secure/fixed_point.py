@@ -67,17 +67,19 @@ def mean(total: Tensor, like: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], 
     return shaped, weight
 
 
-def spread(up: Upload, context: AggregationContext, change: Mapping[str, Tensor], weight: float) -> Upload:
+def spread(upload: Upload, context: AggregationContext, change: Mapping[str, Tensor], weight: float) -> Upload:
     """Return the uploads (leaves (k, ...)) as if each client had changed what it was sent by `change`, leaves (...).
 
     All weigh the same: 1, or 0 where the sum of their weights is 0.
     """
-    return changed(up, context, dict(change))._replace(weight=torch.full_like(up.weight, 1.0 if weight else 0.0))
+    return changed(upload, context, dict(change))._replace(
+        weight=torch.full_like(upload.weight, 1.0 if weight else 0.0)
+    )
 
 
-def check_upload(up: Upload, changes: Mapping[str, Any]) -> None:
+def check_upload(upload: Upload, changes: Mapping[str, Any]) -> None:
     """Raise `UserError` where an upload has more than an update and a weight: a sum would lose it."""
-    more = [*up.aux, *(path for path in tree.flatten(up.update) if path not in changes)]
+    more = [*upload.aux, *(path for path in tree.flatten(upload.update) if path not in changes)]
     if more:
         raise UserError(
             f"secure_aggregation cannot be used with this method: {more[0]!r} goes up beside the update, which a sum "
@@ -97,18 +99,18 @@ class Sums(Aggregator):
     means: bool = False
     summed: int = 0
 
-    def uploads(self, context: AggregationContext, up: Upload) -> tuple[Sequence[int], Upload]:
+    def uploads(self, context: AggregationContext, upload: Upload) -> tuple[Sequence[int], Upload]:
         """Return the places of the clients whose update fits into the sum, and the mean for each of them."""
         places = list(range(len(context.clients)))
         if not self.means:
-            places, up = self._summed(context, up)
+            places, upload = self._summed(context, upload)
         self.summed = len(places)
-        return places, up
+        return places, upload
 
-    def _summed(self, context: AggregationContext, up: Upload) -> tuple[list[int], Upload]:
-        changes = update(up, context)
-        check_upload(up, changes)
-        weights = [1.0] * len(context.clients) if self.even else up.weight.double().tolist()
+    def _summed(self, context: AggregationContext, upload: Upload) -> tuple[list[int], Upload]:
+        changes = update(upload, context)
+        check_upload(upload, changes)
+        weights = [1.0] * len(context.clients) if self.even else upload.weight.double().tolist()
         total: Tensor | None = None
         places: list[int] = []
         for place, weight in enumerate(weights):
@@ -119,12 +121,12 @@ class Sums(Aggregator):
             places.append(place)
             total = mine if total is None else total + mine
         if total is None:
-            return [], up
+            return [], upload
         change, weight = mean(total, {path: leaf[0] for path, leaf in changes.items()})
         if len(places) < len(weights):
             indices = torch.tensor(places, device=total.device)
-            up, context = up.map(lambda leaf: leaf[indices]), context.only(places)
-        return places, spread(up, context, change, weight)
+            upload, context = upload.map(lambda leaf: leaf[indices]), context.only(places)
+        return places, spread(upload, context, change, weight)
 
     def row(self) -> dict[str, Any]:
         return {"summed": self.summed}

@@ -131,7 +131,9 @@ def options(parser: argparse.ArgumentParser, names: Sequence[str], full: bool = 
 
 def requested(args: argparse.Namespace, names: Iterable[str]) -> dict[str, Any]:
     matches = {name: vars(args)[name] for name in names if name in vars(args)}
-    return {name: settings.parse_option(name, each) if isinstance(each, str) else each for name, each in matches.items()}
+    return {
+        name: settings.parse_option(name, each) if isinstance(each, str) else each for name, each in matches.items()
+    }
 
 
 def layers(args: argparse.Namespace) -> tuple[dict[str, Any], dict[str, Any], Path | str]:

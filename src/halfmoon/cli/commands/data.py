@@ -17,7 +17,16 @@ if TYPE_CHECKING:
     from halfmoon.studies.scan_folder import Contents
 
 SPLIT_OPTIONS = (
-    *("data_dir", "cache", *settings.IMAGE_OPTIONS, *settings.PIXEL_OPTIONS, "flip", "shrink", "image_size", "data_share"),
+    *(
+        "data_dir",
+        "cache",
+        *settings.IMAGE_OPTIONS,
+        *settings.PIXEL_OPTIONS,
+        "flip",
+        "shrink",
+        "image_size",
+        "data_share",
+    ),
     *("validation_share", "validation_part", *settings.PARTITION_OPTIONS, "split"),
 )
 SHOWN_CLIENTS, SHOWN_CLASSES = 20, 12  # rows and columns of a table of clients

@@ -52,7 +52,7 @@ def _method(name: str) -> dict[str, Any]:
         for key, option in registry.options(name).items()
     }
     about = {"title": entry.title, "paper": entry.paper, "about": entry.about, "labels": entry.labels}
-    about |= {"labels_at": list(entry.places), "oracle": entry.all_labels, "centralized": entry.pooled}
+    about |= {"labels_at": list(entry.label_locations), "oracle": entry.all_labels, "centralized": entry.pooled}
     return {"name": name, **about, "options": options}
 
 
@@ -71,7 +71,7 @@ def show_methods(console: Console, entries: Sequence[MethodEntry], options: Mapp
             show(console, header, rows, wrap=True)
     for each in [*federated, *pooled]:
         say(console, f"\n{each.name}: {each.about}")
-        for words in (f"labels_at: {', '.join(each.places)}", options[each.name]):
+        for words in (f"labels_at: {', '.join(each.label_locations)}", options[each.name]):
             say(console, wrapped(console, words))
 
 

@@ -107,7 +107,7 @@ def _check(args: argparse.Namespace) -> int:
 def _show(result: Survey) -> None:
     from rich.console import Console
 
-    from halfmoon.api.requirements import PLACES
+    from halfmoon.api.requirements import LABEL_LOCATIONS
     from halfmoon.cli.console import wrapped
 
     share = f" ({result.labeled / result.readable:.1%})" if result.readable else ""
@@ -133,7 +133,7 @@ def _show(result: Survey) -> None:
         return
     say("\nThis folder can take part, where a federation has its labels at")
     for place, methods in result.methods.items():
-        say(wrapped(Console(), f"{PLACES[place]}: {', '.join(methods)}"))
+        say(wrapped(Console(), f"{LABEL_LOCATIONS[place]}: {', '.join(methods)}"))
 
 
 def _show_finding(finding: Any) -> None:

@@ -13,7 +13,7 @@ from typing import NamedTuple, get_args, get_type_hints
 import numpy as np
 
 from halfmoon.api.ranges import Range, at_least
-from halfmoon.api.requirements import Place
+from halfmoon.api.requirements import LabelLocation
 from halfmoon.api.split_options import SplitOptions
 from halfmoon.core import plugins
 from halfmoon.core.errors import UserError, one_line
@@ -241,7 +241,7 @@ def _check_labels(scenario: Scenario) -> None:
     s = scenario
     if sum(each is not None for each in (s.labels_per_class, s.label_ratio, s.labels)) != 1:
         raise UserError("give exactly one of labels_per_class, label_ratio and labels.")
-    if s.labels_at not in get_args(Place):
+    if s.labels_at not in get_args(LabelLocation):
         raise UserError(f"labels_at {s.labels_at!r} is unknown; choose clients, server or some.")
     if (s.labels_at == "some") != (s.labeled_clients is not None):
         raise UserError(

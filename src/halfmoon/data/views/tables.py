@@ -104,13 +104,13 @@ def shear_maps(pool: Pool, height: int, width: int, device: torch.device) -> tup
     y, x = torch.arange(height)[:, None], torch.arange(width)
     shear = torch.tensor([pool.shear, [-each for each in pool.shear]], dtype=torch.float64).view(-1, 1, 1)
     across = _neighbors((x + 0.5) + shear * (y + 0.5), width)
-    down = _neighbors(shear * (x + 0.5) + (y + 0.5), height)
-    outside = torch.cat([across[3], down[3]])
+    broadcast = _neighbors(shear * (x + 0.5) + (y + 0.5), height)
+    outside = torch.cat([across[3], broadcast[3]])
     maps = [
-        torch.where(outside, height * width, torch.cat([y * width + across[side], down[side] * width + x]))
+        torch.where(outside, height * width, torch.cat([y * width + across[side], broadcast[side] * width + x]))
         for side in (0, 1)
     ]
-    weight = torch.cat([across[2], down[2]])
+    weight = torch.cat([across[2], broadcast[2]])
     return maps[0].flatten(1).to(device), maps[1].flatten(1).to(device), weight.flatten(1).to(device)
 
 

@@ -159,7 +159,7 @@ def find_update_fault(client_update: ClientUpdate, amount: Amount, image: tuple[
     Returns:
         The limit that is exceeded, as a sentence; None if there is none.
     """
-    views = max(1, len(client_update.needs.views) + len(client_update.needs.others))
+    views = max(1, len(client_update.requirements.views) + len(client_update.requirements.second_batch))
     step_images = amount.labeled + views * amount.unlabeled
     if step_images * math.prod(image) > MAX_STEP_VALUES:
         return _describe_large_step(f"a step has {step_images:,} images", image)

@@ -219,7 +219,7 @@ class Reply:
             traffic=list(result.traffic),
             images_outside_steps=result.swept,
             memory_bytes=result.memory_bytes,
-            upload=result.up.tree,
+            up=result.upload.tree,
             samples={name: sample._asdict() for name, sample in result.samples.items()},
         )
 
@@ -228,7 +228,7 @@ class Reply:
         received, sent = self.traffic
         samples = {name: WeightedMetric(**sample) for name, sample in self.samples.items()}
         return ClientResult(
-            Upload.of(self.upload),
+            Upload.from_tree(self.upload),
             {},
             samples,
             Amount(*self.amount),

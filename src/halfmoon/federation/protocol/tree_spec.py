@@ -59,7 +59,7 @@ class UploadProbe:
         self.dataset = FederatedDataset(Examples(images, labels), Split(clients, labeled, 1))
         self._cache: list[tuple[ClientUpdate, TreeSpec, TreeSpec | None]] = []
 
-    def find_spec(self, context: ClientContext, down: Tree) -> TreeSpec | None:
+    def find_spec(self, context: ClientContext, broadcast: Tree) -> TreeSpec | None:
         """Find the spec of the upload that answers a download. Each structure is computed once.
 
         Args:
@@ -70,15 +70,15 @@ class UploadProbe:
             The spec, or None if the loss of the probe is not finite.
         """
         client_update = replace(context.client_update, task=self.task)
-        download_spec = make_tree_spec(down)
+        download_spec = make_tree_spec(broadcast)
         for cached_update, cached_download, upload_spec in self._cache:
             if cached_update == client_update and cached_download == download_spec:
                 return upload_spec
-        upload_spec = self._run_update(replace(context, client_update=client_update), down)
+        upload_spec = self._run_update(replace(context, client_update=client_update), broadcast)
         self._cache.append((client_update, download_spec, upload_spec))
         return upload_spec
 
-    def _run_update(self, context: ClientContext, down: Tree) -> TreeSpec | None:
+    def _run_update(self, context: ClientContext, broadcast: Tree) -> TreeSpec | None:
         cpu = torch.device("cpu")
         batching = Batching(PROBE_IMAGES, PROBE_IMAGES, steps=1)
         memories = StateView(Store(), "client/", cpu)
@@ -86,10 +86,10 @@ class UploadProbe:
         context = replace(context, views=self.views, seed=self.seed)
         quality = Quality(self.task.network.classes, 1.0, cpu)
         try:
-            (result,) = local_clients.update(context, [0], None, tree.zeros_like(down), {}, quality)
+            (result,) = local_clients.update(context, [0], None, tree.zeros_like(broadcast), {}, quality)
         except Diverged:
             return None
-        return make_tree_spec(result.up.tree)
+        return make_tree_spec(result.upload.tree)
 
 
 def make_tree_spec(branch: Tree) -> TreeSpec:

@@ -172,9 +172,9 @@ class SiteCalls:
                 replies[site] = reply
         return replies
 
-    def plain_spec(self, context: ClientContext, down: Tree) -> TreeSpec:
+    def plain_spec(self, context: ClientContext, broadcast: Tree) -> TreeSpec:
         """Return the shape of the uploads that a masked query hides."""
-        spec = self.inspection.patterns and self.inspection.patterns.find_spec(context, down)
+        spec = self.inspection.patterns and self.inspection.patterns.find_spec(context, broadcast)
         if not spec:
             raise UserError("what sites would send cannot be found out, so that no masked sum of it can be read.")
         return spec
@@ -209,12 +209,12 @@ class SiteCalls:
         if not all(valid):
             self.say(f"{site} tested a model in a way that cannot be: that is left out")
 
-    def most(self, context: ClientContext | None, request: Request, down: Tree, network: Network) -> int:
+    def most(self, context: ClientContext | None, request: Request, broadcast: Tree, network: Network) -> int:
         """Return the most bytes of an honest site's reply; `context` is None where its shape is not known."""
         patterns = self.inspection.patterns
         if patterns is None:
             return messages.MAX_MESSAGE_BYTES
-        spec = None if context is None else patterns.find_spec(context, down)
+        spec = None if context is None else patterns.find_spec(context, broadcast)
         if spec is None and request.client_update:
             return limits.max_unknown_message_bytes(network)
         return limits.max_message_bytes(
@@ -267,29 +267,37 @@ class SiteCalls:
         return {site: reply for site, reply in replies.items() if site not in large}
 
     def _check(
-        self, site: str, answer: SiteResponse, request: Request, context: ClientContext, down: Tree, network: Network
+        self,
+        site: str,
+        answer: SiteResponse,
+        request: Request,
+        context: ClientContext,
+        broadcast: Tree,
+        network: Network,
     ) -> CheckedReply | None:
         hidden = self.inspection.keys is not None
-        result = self._read(site, answer, request, self.most(None if hidden else context, request, down, network))
+        result = self._read(site, answer, request, self.most(None if hidden else context, request, broadcast, network))
         if result is None or answer.data is None:
             return None
         reply, shape = result
         weight, norm = 0.0, 0.0
         patterns = self.inspection.patterns
         if patterns is not None:
-            uplink = None if hidden else context.client_update.needs.uplink
-            spec = sum_spec(sum_layout(self.plain_spec(context, down))) if hidden else patterns.of(context, down)
-            fault = check_schema(reply.up, reply.samples, spec, uplink)
-            fault = fault or check_counts(reply, *self.inspection.most(context.client_update, site), uplink)
+            upload_spec = None if hidden else context.client_update.requirements.upload_spec
+            spec = (
+                sum_spec(sum_layout(self.plain_spec(context, broadcast))) if hidden else patterns.of(context, broadcast)
+            )
+            fault = check_schema(reply.up, reply.samples, spec, upload_spec)
+            fault = fault or check_counts(reply, *self.inspection.most(context.client_update, site), upload_spec)
             if fault is not None:
                 return self.refuse(site, fault, context.round)
-            if uplink is not None:
+            if upload_spec is not None:
                 precision = context.client_update.task.upload_precision
-                upload = decoded(Upload.of(reply.upload), down, precision)
+                upload = decoded(Upload.from_tree(reply.upload), broadcast, precision)
                 if precision != "float32" and (fault := check_schema(upload.tree, {}, None)) is not None:
                     return self.refuse(site, fault, context.round)
                 weight = float(upload.weight)
-                norm = update_norm(upload, down, uplink)
+                norm = update_norm(upload, broadcast, upload_spec)
         return CheckedReply(replace(reply, upload={}), answer.data, shape, weight, norm)
 
     def weight_scale(self, replies: Mapping[int, CheckedReply]) -> dict[int, float]:

@@ -46,7 +46,9 @@ class Rules:
 
     def __post_init__(self) -> None:
         if self.images is not None and min(self.images, default=0) < 1:
-            raise UserError(f"{FEDERATION_TABLE}.images is {toml.text(self.images)}: it must have a number from 1 for each site.")
+            raise UserError(
+                f"{FEDERATION_TABLE}.images is {toml.text(self.images)}: it must have a number from 1 for each site."
+            )
         least = dict.fromkeys(("weight_cap", "strikes", "norm_bound", "absence", "round_timeout", "linger"), 0)
         least |= {"min_replies": 1, "attempts": 1}
         for name, bound in least.items():
@@ -151,10 +153,15 @@ def _read_table(raw: Mapping[str, Any], path: Path) -> tuple[FederationTable, Ru
     for name in raw:
         if name not in options:
             raise UserError(f"unknown option {name!r} in [{FEDERATION_TABLE}] of {path.name}: {suggest(name, options)}")
-    values = {name: convert_value(f"{FEDERATION_TABLE}.{name} in {path.name}", options[name], value) for name, value in raw.items()}
+    values = {
+        name: convert_value(f"{FEDERATION_TABLE}.{name} in {path.name}", options[name], value)
+        for name, value in raw.items()
+    }
     for name in ("sites", "classes", "image"):
         if name not in values:
-            raise UserError(f"[{FEDERATION_TABLE}] in {path.name} has no {name}: {option_descriptions(FederationTable)[name]}.")
+            raise UserError(
+                f"[{FEDERATION_TABLE}] in {path.name} has no {name}: {option_descriptions(FederationTable)[name]}."
+            )
     parts = [
         {name: value for name, value in values.items() if name in hints[kind]} for kind in (FederationTable, Rules)
     ]

@@ -9,7 +9,7 @@ from torch import Tensor
 from halfmoon.aggregation import AggregationContext, Aggregator
 from halfmoon.aggregation.weights import capped
 from halfmoon.api.types import Method, StateStore, Task, WeightedMetric
-from halfmoon.api.uploads import UPDATE_ONLY, Uplink, Upload
+from halfmoon.api.uploads import UPDATE_ONLY, Upload, UploadSpec
 from halfmoon.core import tree
 from halfmoon.core.tree import Tree
 from halfmoon.data.partition.split import SERVER
@@ -139,16 +139,18 @@ class RemoteRuntime(ServerRuntime):
             store.commit()
         self._versions.commit()
 
-    def _client_rounds(self, context: ClientContext, clients: Sequence[int], down: Tree, each: Tree) -> Visited:
+    def _client_rounds(
+        self, context: ClientContext, clients: Sequence[int], broadcast: Tree, per_client: Tree
+    ) -> Visited:
         if list(clients) == [SERVER]:
             assert self.server is not None, "a method asks a server for its labels where it has some"
-            (result,) = self.server.update(context, clients, None, down, each, self._quality)
+            (result,) = self.server.update(context, clients, None, broadcast, per_client, self._quality)
             yield SERVER, result
             return
         name = next(name for name, own in self.client_updates.items() if own is context.client_update)
         what = f"round {context.round + 1}, query {context.query + 1} ({name})"
         downlinks = {
-            self.names[k]: {**down, **tree.index(each, place)}
+            self.names[k]: {**broadcast, **tree.index(per_client, place)}
             for place, k in enumerate(clients)
             if self.names[k] not in self.calls.quarantine.sites  # a method may ask others than its cohort
         }
@@ -177,14 +179,16 @@ class RemoteRuntime(ServerRuntime):
             if reply.reply.memory_bytes:
                 self._versions.add(site, (context.round, self._attempt, context.query))
         if total is not None:
-            yield from self._unmasked(total, whole, context, clients, down, each)
+            yield from self._unmasked(total, whole, context, clients, broadcast, per_client)
             return
         there = {k: replies.pop(self.names[k]) for k in clients if self.names[k] in replies}
         scale = self.calls.weight_scale(there)
         for k in list(there):
             yield (
                 k,
-                _to_device(there.pop(k).whole().result(), self.device, context.client_update.needs.uplink, scale[k]),
+                _to_device(
+                    there.pop(k).whole().result(), self.device, context.client_update.requirements.upload_spec, scale[k]
+                ),
             )
 
     def _check_quorum(self, clients: Sequence[int], replies: Mapping[str, CheckedReply], what: str) -> None:
@@ -207,33 +211,37 @@ class RemoteRuntime(ServerRuntime):
         replies: Mapping[str, Reply],
         context: ClientContext,
         clients: Sequence[int],
-        down: Tree,
-        each: Tree,
+        broadcast: Tree,
+        per_client: Tree,
     ) -> Visited:
         """Yield the results of a masked query, with the mean of all in the place of each one's update."""
         places = [place for place, k in enumerate(clients) if self.names[k] in replies]
         there = tuple(clients[place] for place in places)
-        own = tree.to(tree.map(lambda leaf: leaf[torch.tensor(places, device=leaf.device)], each), CPU)
+        own = tree.to(tree.map(lambda leaf: leaf[torch.tensor(places, device=leaf.device)], per_client), CPU)
         at = (context.round, self._attempt, context.query)
-        aggregation = AggregationContext(*at, "", tree.to(down, CPU), own, there, len(clients), True)
-        upload = self.calls.plain_spec(context, {**down, **tree.index(each, places[0])})
+        aggregation = AggregationContext(*at, "", tree.to(broadcast, CPU), own, there, len(clients), True)
+        upload = self.calls.plain_spec(context, {**broadcast, **tree.index(per_client, places[0])})
         ups = mean_uploads(aggregation, upload, total, sum_layout(upload))
-        for k, up in zip(there, ups, strict=True):
-            yield k, _to_device(replace(replies[self.names[k]], up=up.tree).result(), self.device)
+        for k, upload in zip(there, ups, strict=True):
+            yield k, _to_device(replace(replies[self.names[k]], up=upload.tree).result(), self.device)
 
-    def _request(self, site: str, round: int, query: int, client_update: str, down: Tree, evaluation: Tree) -> Request:
+    def _request(
+        self, site: str, round: int, query: int, client_update: str, broadcast: Tree, evaluation: Tree
+    ) -> Request:
         latest, oldest = self._versions.latest(site), self._versions.oldest(site)
-        return Request(*self.calls.run, round, self._attempt, query, client_update, latest, oldest, down, evaluation)
+        return Request(
+            *self.calls.run, round, self._attempt, query, client_update, latest, oldest, broadcast, evaluation
+        )
 
 
 def _to_device(
-    result: ClientResult, device: torch.device, uplink: Uplink = UPDATE_ONLY, scale: float = 1.0
+    result: ClientResult, device: torch.device, upload_spec: UploadSpec = UPDATE_ONLY, scale: float = 1.0
 ) -> ClientResult:
     samples = {name: WeightedMetric(*(leaf.to(device) for leaf in sample)) for name, sample in result.samples.items()}
-    up = Upload.of(tree.to(result.up.tree, device))
+    upload = Upload.from_tree(tree.to(result.upload.tree, device))
     if scale < 1:
-        up = capped(up.map(lambda leaf: leaf.unsqueeze(0)), uplink, [scale]).at(0)
-    return result._replace(up=up, samples=samples)
+        upload = capped(upload.map(lambda leaf: leaf.unsqueeze(0)), upload_spec, [scale]).at(0)
+    return result._replace(upload=upload, samples=samples)
 
 
 VERSIONS_KEY = "visits"

@@ -39,7 +39,7 @@ from halfmoon.federation.protocol.tree_spec import TreeSpec, build_tree
 UPDATE_PREFIX = "update/"  # the path of the update in an upload that travels
 
 QuerySites = Callable[[Mapping[str, Request], TreeSpec, str], Mapping[str, Reply]]
-"""Sends each named site a request, and returns the replies whose `up` has the shape; the text names the exchange."""
+"""Sends each named site a request, and returns the replies whose `upload` has the shape; the text names the exchange."""
 
 
 @dataclass
@@ -161,5 +161,5 @@ def mean_uploads(
     change, weight = mean(total, like)
     count = len(context.clients)
     blank = build_tree(upload, lambda shape, dtype: torch.zeros((), dtype=dtype).expand(count, *shape))
-    stacked = spread(Upload.of(blank), context, change, weight)
+    stacked = spread(Upload.from_tree(blank), context, change, weight)
     return [stacked.at(place) for place in range(count)]

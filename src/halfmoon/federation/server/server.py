@@ -191,7 +191,9 @@ class FederationServer:
             say(f"going on after round {checkpoint.round}")
         manager.wait_for_sites(rules.quorum(config.cohort), patience)
         runtime = experiment.runtime
-        results = play(experiment, folder, checkpoint, lambda row: say(describe_round(row, settings.count_rounds(config))))
+        results = play(
+            experiment, folder, checkpoint, lambda row: say(describe_round(row, settings.count_rounds(config)))
+        )
         if isinstance(runtime, RemoteRuntime) and experiment.test is None:
             tally = runtime.evaluate_last(results["model"])
             if tally is not None:
@@ -323,7 +325,7 @@ def defense_warning(config: Config) -> str | None:
     """Return why nothing defends a federation against a hostile site, and what to do; None where a rule does."""
     if config.aggregation != "mean":
         return None
-    why = registry.entry(config.method).unrobust(DEFAULT_DEFENSE, effective_norm(config))
+    why = registry.entry(config.method).robust_rule_conflict(DEFAULT_DEFENSE, effective_norm(config))
     reasons = {
         "sums of masked or noised uploads hide who sent what; leave secure_aggregation and dp_clip out": (
             config.secure_aggregation or config.dp_clip is not None

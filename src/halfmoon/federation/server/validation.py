@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from halfmoon.api.types import WeightedMetric
-from halfmoon.api.uploads import Uplink, Upload
+from halfmoon.api.uploads import Upload, UploadSpec
 from halfmoon.core import tree
 from halfmoon.core.tree import Tree
 from halfmoon.engine.sampling import Amount
@@ -37,26 +37,26 @@ MAX_BYTES = 2**40
 
 
 def check_schema(
-    up: Tree, samples: Mapping[str, Tree], pattern: TreeSpec | None, uplink: Uplink | None = None
+    upload: Tree, samples: Mapping[str, Tree], pattern: TreeSpec | None, upload_spec: UploadSpec | None = None
 ) -> str | None:
     """Return the first fault of an upload and its samples, None where they are usable.
 
-    Names, shapes and types must be those of a `pattern`. With an `uplink` nothing is there that the client update does
+    Names, shapes and types must be those of a `pattern`. With an `upload_spec` nothing is there that the client update does
     not declare. Values are finite, variances and squares from 0, samples three scalars with a count above 0.
     """
-    return next(_faults(up, samples, pattern, uplink), None)
+    return next(_faults(upload, samples, pattern, upload_spec), None)
 
 
-def _faults(up: Any, samples: Any, pattern: TreeSpec | None, uplink: Uplink | None) -> Iterator[str]:
-    if not isinstance(up, dict) or not isinstance(samples, dict):
+def _faults(upload: Any, samples: Any, pattern: TreeSpec | None, upload_spec: UploadSpec | None) -> Iterator[str]:
+    if not isinstance(upload, dict) or not isinstance(samples, dict):
         yield "it is no tree of tensors"
         return
-    own = dict(iterate_leaves(up))
+    own = dict(iterate_leaves(upload))
     statistics: set[tuple[str, ...]] = set()
-    if uplink is not None:
-        yield from _undeclared(up, uplink)
-        statistics |= {("update", name) for name in uplink.statistics}
-        statistics |= {("aux", name) for name in uplink.names("statistic")}
+    if upload_spec is not None:
+        yield from _undeclared(upload, upload_spec)
+        statistics |= {("update", name) for name in upload_spec.statistics}
+        statistics |= {("aux", name) for name in upload_spec.names("statistic")}
     if pattern is not None:
         yield from _differences(own, pattern)
     for path, leaf in own.items():
@@ -74,13 +74,13 @@ def _faults(up: Any, samples: Any, pattern: TreeSpec | None, uplink: Uplink | No
             yield f"its sample {_quote((name,))} {fault}"
 
 
-def _undeclared(up: Tree, uplink: Uplink) -> Iterator[str]:
-    yield from (f"{_quote((name,))} was not asked for" for name in up if name not in ("update", "weight", "aux"))
-    if "update" not in up or not isinstance(up.get("weight"), Tensor):
+def _undeclared(upload: Tree, upload_spec: UploadSpec) -> Iterator[str]:
+    yield from (f"{_quote((name,))} was not asked for" for name in upload if name not in ("update", "weight", "aux"))
+    if "update" not in upload or not isinstance(upload.get("weight"), Tensor):
         yield "it is no update with a weight"
         return
-    for part, names in (("update", uplink.update), ("aux", uplink.aux)):
-        branch = up.get(part, {})
+    for part, names in (("update", upload_spec.update), ("aux", upload_spec.aux)):
+        branch = upload.get(part, {})
         if not isinstance(branch, dict):
             yield f"its {part} is no tree"
             return
@@ -119,23 +119,23 @@ def _sample_fault(sample: Any) -> str | None:
     return f"has the sum of squares {squares:g}" if squares < 0 else None
 
 
-def check_counts(reply: Reply, most: Amount, images: int, uplink: Uplink | None = None) -> str | None:
+def check_counts(reply: Reply, most: Amount, images: int, upload_spec: UploadSpec | None = None) -> str | None:
     """Return which count of a reply cannot be, of a site with `images` images that trains on `most` at most."""
-    return next(_impossible(reply, most, images, uplink), None)
+    return next(_impossible(reply, most, images, upload_spec), None)
 
 
-def _impossible(reply: Reply, most: Amount, images: int, uplink: Uplink | None) -> Iterator[str]:
+def _impossible(reply: Reply, most: Amount, images: int, upload_spec: UploadSpec | None) -> Iterator[str]:
     for name, count, limit in zip(Amount._fields, reply.amount, most, strict=True):
         if not 0 <= count <= limit:
             unit = "" if name in ("steps", "epochs") else " images a step"
             yield f"it counts {_digits(count)} {name}{unit}, of {limit} at most for its {images} images"
-    if uplink is not None:
-        yield from _out_of_range(Upload.of(reply.upload), uplink, images)
-    down, up = reply.traffic
+    if upload_spec is not None:
+        yield from _out_of_range(Upload.from_tree(reply.upload), upload_spec, images)
+    broadcast, upload = reply.traffic
     counts = {
         "images swept": (reply.swept, MAX_PASSES * images + 1),
-        "bytes received": (down, MAX_BYTES),
-        "bytes sent": (up, tree.nbytes(reply.up)),
+        "bytes received": (broadcast, MAX_BYTES),
+        "bytes sent": (upload, tree.nbytes(reply.up)),
         "bytes remembered": (reply.kept, MAX_BYTES),
     }
     for unit, (count, limit) in counts.items():
@@ -143,12 +143,12 @@ def _impossible(reply: Reply, most: Amount, images: int, uplink: Uplink | None) 
             yield f"it counts {_digits(count)} {unit}, of {limit} at most"
 
 
-def _out_of_range(up: Upload, uplink: Uplink, images: int) -> Iterator[str]:
+def _out_of_range(upload: Upload, upload_spec: UploadSpec, images: int) -> Iterator[str]:
     limits: dict[str, tuple[Tree, float]] = {
-        "weight": ({"": up.weight}, max(1, MAX_COUNTS_PER_IMAGE * images) if uplink.weight == "rows" else 1)
+        "weight": ({"": upload.weight}, max(1, MAX_COUNTS_PER_IMAGE * images) if upload_spec.weight == "rows" else 1)
     }
-    limits |= {name: ({"": up.aux[name]}, 1) for name in uplink.names("mark") if name in up.aux}
-    limits |= {name: ({"": up.aux[name]}, math.inf) for name in uplink.names("count") if name in up.aux}
+    limits |= {name: ({"": upload.aux[name]}, 1) for name in upload_spec.names("mark") if name in upload.aux}
+    limits |= {name: ({"": upload.aux[name]}, math.inf) for name in upload_spec.names("count") if name in upload.aux}
     for name, (part, limit) in limits.items():
         wrong = [x for leaf in tree.leaves(part) for x in leaf.flatten().tolist() if not 0 <= x <= limit]
         if wrong:
@@ -156,16 +156,16 @@ def _out_of_range(up: Upload, uplink: Uplink, images: int) -> Iterator[str]:
             yield f"its {name} is {wrong[0]:g}, not {bound}, the most for {images} images"
 
 
-def update_norm(up: Upload, down: Tree, uplink: Uplink) -> float:
+def update_norm(upload: Upload, broadcast: Tree, upload_spec: UploadSpec) -> float:
     """Return the Euclidean norm of a site's update, in float64: of up - down, and of "number"s as they are.
 
     Statistics measure images and would drown the parameters (a variance may be 1e4); they, weights, marks and counts
     are left out.
     """
-    before = tree.flatten(down)
-    update = {name: part for name, part in up.update.items() if name not in uplink.statistics}
+    before = tree.flatten(broadcast)
+    update = {name: part for name, part in upload.update.items() if name not in upload_spec.statistics}
     changes = [leaf.double() - before[path] for path, leaf in tree.flatten(update).items() if leaf.dtype in FLOATS]
-    numbers = tree.flatten({name: up.aux[name] for name in uplink.names("number") if name in up.aux})
+    numbers = tree.flatten({name: upload.aux[name] for name in upload_spec.names("number") if name in upload.aux})
     changes += [leaf.double() for leaf in numbers.values() if leaf.dtype in FLOATS]
     return math.hypot(*(float(torch.linalg.vector_norm(leaf)) for leaf in changes))
 

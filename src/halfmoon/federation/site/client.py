@@ -364,7 +364,7 @@ def describe_request(request: Request, reply: Reply, received: int, seconds: flo
     loss = reply.samples.get("loss")
     mean = f", mean loss {float(loss['total']) / float(loss['count']):.4f}" if loss else ""
     parts = (
-        Upload.of(reply.upload).parts
+        Upload.from_tree(reply.upload).parts
         if "weight" in reply.upload
         else {name: {"": leaf} for name, leaf in reply.upload.items()}
     )

@@ -128,17 +128,19 @@ class _Trial:
                 # Beyond the last round the learning rate is not known, and does not matter.
                 at = replace(task.at(min(number, task.rounds - 1)), round=number)
                 self.client_updates, self.round = method.client_updates(at), number
-                self.cohort = self.answered = torch.arange(self.clients)
+                self.cohort = self.responders = torch.arange(self.clients)
                 server = method.round(at, server, self)
         except (UserError, RuntimeError, LookupError, ValueError) as error:
             raise _Unknown from error
 
-    def ask(self, client_update: str, down: Tree, each: Tree | None = None, to: Tensor | None = None) -> Upload:
+    def query(
+        self, client_update: str, broadcast: Tree, per_client: Tree | None = None, clients: Tensor | None = None
+    ) -> Upload:
         """Record the downlink, and return what clients might send."""
-        self.answered = self.cohort if to is None else to
+        self.responders = self.cohort if clients is None else clients
         ups: list[Tree] = []
-        for place in range(len(self.answered)):
-            whole = {**down, **tree.index(each or {}, place)}
+        for place in range(len(self.responders)):
+            whole = {**broadcast, **tree.index(per_client or {}, place)}
             self.downlinks.setdefault(client_update, []).append(make_tree_spec(whole))
             context = ClientContext(self.client_updates[client_update], self.views, self.seed, self.round, 0)
             spec = self.uplinks.find_spec(context, whole)
@@ -147,14 +149,17 @@ class _Trial:
             ups.append(
                 build_tree(spec, lambda shape, dtype: torch.ones(shape, dtype=dtype))
             )  # no mean and no count is 0
-        return Upload.of(tree.stack(ups))
+        return Upload.from_tree(tree.stack(ups))
 
-    def average(self, client_update: str, down: Tree) -> Upload:
+    def average(self, client_update: str, broadcast: Tree) -> Upload:
         return mean_of(
-            self.ask(client_update, down), self.client_updates[client_update].needs.uplink, down, client_update
+            self.query(client_update, broadcast),
+            self.client_updates[client_update].requirements.upload_spec,
+            broadcast,
+            client_update,
         )
 
-    def ask_server(self, client_update: str, down: Tree) -> Upload:
+    def query_server(self, client_update: str, broadcast: Tree) -> Upload:
         raise _Unknown
 
 

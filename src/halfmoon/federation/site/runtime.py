@@ -193,9 +193,9 @@ class SiteRuntime:
         """Raise `RefusalError` for a request that this site does not answer; of its trees the header alone was read."""
         if request.round >= self.task.rounds:
             raise RefusalError(f"the server asks for round {request.round + 1} of {self.task.rounds}.")
-        down, evaluation = unparsed.tree_spec("download"), unparsed.tree_spec("evaluation")
-        fault = self.downlinks.fault(request.client_update, down)
-        if fault is not None or (down and not request.client_update):
+        broadcast, evaluation = unparsed.tree_spec("download"), unparsed.tree_spec("evaluation")
+        fault = self.downlinks.fault(request.client_update, broadcast)
+        if fault is not None or (broadcast and not request.client_update):
             why = f": {fault}" if fault else ""
             raise RefusalError(
                 f"what the server sends for {request.client_update!r} is not what its method sends{why}."
@@ -273,7 +273,11 @@ def _check_labels(terms: Terms, own: Method, shared: Task, labeled: int, unlabel
         return
     if config.labels_at == "clients" and not labeled:
         raise RefusalError("the federation has labels at every site, but this site has none.")
-    if next(iter(own.client_updates(shared).values())).needs.views and not unlabeled and not config.reuse_labeled:
+    if (
+        next(iter(own.client_updates(shared).values())).requirements.views
+        and not unlabeled
+        and not config.reuse_labeled
+    ):
         raise RefusalError(f"method {entry.name} needs images without a label, but this site has none.")
 
 

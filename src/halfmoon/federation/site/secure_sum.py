@@ -169,14 +169,14 @@ class SumParticipant:
         hidden = torch.from_numpy(party.mask(vector, masking.Masking(party.cohort, numbers)).view(np.int64))
         return replace(reply, upload={"sum": hidden})
 
-    def _vector(self, request: Request, up: Tree, clients: int) -> np.ndarray:
+    def _vector(self, request: Request, upload: Tree, clients: int) -> np.ndarray:
         at = (request.round, request.attempt, request.query)
         context = AggregationContext(*at, request.client_update, request.download, {}, (self.number,), clients, True)
-        upload = Upload.of(up)
-        stacked = upload.map(lambda leaf: leaf.unsqueeze(0))
+        plain = Upload.from_tree(upload)
+        stacked = plain.map(lambda leaf: leaf.unsqueeze(0))
         changes = update(stacked, context)
         check_upload(stacked, changes)
-        weight = 1.0 if self.even else float(upload.weight)
+        weight = 1.0 if self.even else float(plain.weight)
         return contribution({path: leaf[0] for path, leaf in changes.items()}, weight, clients).cpu().numpy()
 
     def _reveal(self, request: Request, notes: ReplyLog, masks: Tree) -> Tree:

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from halfmoon.api.requirements import SUM, Requirements
-from halfmoon.api.types import Batch, ClientUpdate, Local, Needs, Passes, Pseudo, Task
+from halfmoon.api.types import Batch, ClientData, ClientUpdate, Passes, PseudoLabels, Task, UpdateRequirements
 from halfmoon.api.uploads import Upload
 from halfmoon.core import padding, tree
 from halfmoon.core.autodiff import cross_entropy
@@ -29,7 +29,7 @@ class StepResult(NamedTuple):
     """What a loss leaves behind: the moments of its forward passes, its pseudo-labels, its running averages."""
 
     moments: list[Tree]
-    pseudo: tuple[Pseudo, ...]  # none or one
+    pseudo: tuple[PseudoLabels, ...]  # none or one
     aux: Tree = NOTHING  # new values of what `start` put beside the model, and of what `begin` returned
 
 
@@ -45,13 +45,13 @@ class Objective:
     """
 
     decay: float | None = field(default=None, kw_only=True)
-    requirements: ClassVar[Requirements] = SUM
+    method_requirements: ClassVar[Requirements] = SUM
     heads: ClassVar[tuple[str, ...]] = ()  # parts of the parameters that `start` adds: they are not evaluated
 
     @property
-    def needs(self) -> Needs:
+    def requirements(self) -> UpdateRequirements:
         """Return what it needs of the engine; by default labeled images alone."""
-        return Needs()
+        return UpdateRequirements()
 
     @property
     def averages(self) -> float | None:
@@ -81,15 +81,15 @@ class Objective:
         stats = server["stats"] if plain else server.get("teacher_stats", {})
         return {"params": {name: part for name, part in params.items() if name not in self.heads}, "stats": stats}
 
-    def prepare(self, task: Task, down: Tree, data: Local) -> Tree:
+    def prepare(self, task: Task, broadcast: Tree, data: ClientData) -> Tree:
         """Return what is computed once a client update, from the received model and all rows."""
         return {}
 
-    def remember(self, task: Task, down: Tree) -> Tree:
+    def initial_memory(self, task: Task, broadcast: Tree) -> Tree:
         """Return what a client that has not trained yet knows: it stays there from round to round; {} for nothing."""
         return {}
 
-    def begin(self, task: Task, memory: Tree, data: Local, cached: Tree) -> Tree:
+    def begin(self, task: Task, memory: Tree, data: ClientData, cached: Tree) -> Tree:
         """Return what changes from step to step beside the model, and does not travel: all names of `remember`."""
         return {}
 
@@ -112,7 +112,7 @@ class Objective:
 
     def passes(self, task: Task, labeled: int, unlabeled: int) -> Passes:
         """Count the images that one gradient of the loss sends through the network."""
-        images = labeled + len(self.needs.views) * unlabeled
+        images = labeled + len(self.requirements.views) * unlabeled
         return Passes(images, images)
 
 
@@ -128,8 +128,8 @@ class Consistency(Objective):
     ramp_shape: Ramp = "linear"
 
     @property
-    def needs(self) -> Needs:
-        return Needs(("weak", "weak2"), masks=True)
+    def requirements(self) -> UpdateRequirements:
+        return UpdateRequirements(("weak", "weak2"), masks_padding=True)
 
     def total(self, task: Task, labels: Tensor, apart: Tensor) -> Tensor:
         """Return the loss of both terms."""
@@ -167,10 +167,10 @@ def per_image(logits: Tensor, label: Tensor) -> Tensor:
     return cross_entropy(logits, label, reduction="none")
 
 
-def guess_of(p: Tensor) -> Pseudo:
+def guess_of(p: Tensor) -> PseudoLabels:
     """Return the pseudo-labels that predictions p (b, classes) amount to, where all of them count alike."""
     confidence, label = p.detach().max(-1)
-    return Pseudo(label, confidence, torch.ones_like(confidence))
+    return PseudoLabels(label, confidence, torch.ones_like(confidence))
 
 
 def follow(aux: Tree, params: Tree, decay: float) -> Tree:
@@ -221,12 +221,12 @@ def teacher_logits(task: Task, params: Tree, stats: Tree, images: Tensor, real: 
 class LabeledOnce(ClientUpdate):
     """A client that labels its rows when its update begins: its carry has "label", "confidence" and "weight" (U,)."""
 
-    def keep(self, carry: Tree, data: Local) -> Tensor | None:
+    def drawable_rows(self, carry: Tree, data: ClientData) -> Tensor | None:
         sure = carry["weight"] > 0
         return sure | ((data.labeled > 0) & ~sure.any())
 
-    def guesses(self, carry: Tree, data: Local) -> tuple[Pseudo, ...]:
-        return (Pseudo(carry["label"], carry["confidence"], carry["weight"]),)
+    def initial_pseudo_labels(self, carry: Tree, data: ClientData) -> tuple[PseudoLabels, ...]:
+        return (PseudoLabels(carry["label"], carry["confidence"], carry["weight"]),)
 
 
 TEACHER = ("teacher", "teacher_steps")
@@ -238,16 +238,16 @@ class TeacherClient(ClientUpdate):
     memory: the teacher's parameters and steps, and what `ClientUpdate` remembers.
     """
 
-    def remember(self, down: Tree, generator: torch.Generator) -> Tree:
-        steps = torch.tensor(-1.0, dtype=torch.float64, device=next(tree.leaves(down["params"])).device)
-        return {"teacher": down["params"], "teacher_steps": steps, **super().remember(down, generator)}
+    def initial_memory(self, broadcast: Tree, generator: torch.Generator) -> Tree:
+        steps = torch.tensor(-1.0, dtype=torch.float64, device=next(tree.leaves(broadcast["params"])).device)
+        return {"teacher": broadcast["params"], "teacher_steps": steps, **super().initial_memory(broadcast, generator)}
 
-    def begin(self, down: Tree, memory: Tree, data: Local) -> Tree:
-        return {**super().begin(down, memory, data), **{name: memory[name] for name in TEACHER}}
+    def begin(self, broadcast: Tree, memory: Tree, data: ClientData) -> Tree:
+        return {**super().begin(broadcast, memory, data), **{name: memory[name] for name in TEACHER}}
 
-    def finish(self, down: Tree, carry: Tree, data: Local) -> tuple[Upload, Tree]:
-        up, memory = super().finish(down, carry, data)
-        return up, {**memory, **{name: carry[name] for name in TEACHER}}
+    def finish(self, broadcast: Tree, carry: Tree, data: ClientData) -> tuple[Upload, Tree]:
+        upload, memory = super().finish(broadcast, carry, data)
+        return upload, {**memory, **{name: carry[name] for name in TEACHER}}
 
     def passes(self, labeled: int, unlabeled: int) -> Passes:
         return Passes(labeled + 2 * unlabeled, labeled + unlabeled)

@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from halfmoon.api.types import Batch, Pseudo, Task
+from halfmoon.api.types import Batch, PseudoLabels, Task
 from halfmoon.core.padding import mean
 from halfmoon.core.tree import Tree
 from halfmoon.methods.objectives.base import (
@@ -48,7 +48,7 @@ class FedLabel(WithReceived):
         ratio = torch.where(own == other, torch.minimum(local, surety) / confidence, 0.0)
         terms = F.cross_entropy(strong, label, reduction="none") + self.consistency_weight * ratio * divergence
         loss = supervised(labeled, batch.y, batch.x_real) + self.unlabeled_weight * mean(used * terms, batch.u_real)
-        return loss, StepResult(moments, (Pseudo(label, confidence, used),))
+        return loss, StepResult(moments, (PseudoLabels(label, confidence, used),))
 
 
 ROWS = (

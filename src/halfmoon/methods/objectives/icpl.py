@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from halfmoon.api.types import Batch, Local, Passes, Pseudo, Task
+from halfmoon.api.types import Batch, ClientData, Passes, PseudoLabels, Task
 from halfmoon.core import padding, rng, tree
 from halfmoon.core.autodiff import cross_entropy
 from halfmoon.core.tree import Tree
@@ -59,7 +59,7 @@ class ICPL(WithReceived):
         params = {**model["params"], **tree.to(heads, head.device, head.dtype)}
         return super().start(task, {**model, "params": params}) | {"prior": head.new_full((classes,), 1 / classes)}
 
-    def begin(self, task: Task, memory: Tree, data: Local, cached: Tree) -> Tree:
+    def begin(self, task: Task, memory: Tree, data: ClientData, cached: Tree) -> Tree:
         head = cached["received"]["params"]["head"]["weight"]
         return {"counts": torch.zeros_like(head[:, 0])}
 
@@ -84,7 +84,7 @@ class ICPL(WithReceived):
         if self.sure == "either":
             sure = sure | (local >= self.threshold)
         used = padding.mask(sure[len(x) :].to(guess.dtype), batch.u_real)
-        pseudo = Pseudo(label[len(x) :], wide[len(x) :], used)
+        pseudo = PseudoLabels(label[len(x) :], wide[len(x) :], used)
         taught = padding.mean(cross_entropy(logits[1], pseudo.label, reduction="none") * used, batch.u_real)
         sets, pull = self._classes(g, label, sure, aux["prior"], batch.y)
         contrast = self._contrast(params, features, sets, pull, batch)

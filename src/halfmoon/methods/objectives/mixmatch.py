@@ -5,7 +5,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from halfmoon.api.types import Batch, Needs, Passes, Task
+from halfmoon.api.types import Batch, Passes, Task, UpdateRequirements
 from halfmoon.core.padding import concat, mean
 from halfmoon.core.tree import Tree
 from halfmoon.methods.objectives.base import (
@@ -41,8 +41,8 @@ class MixMatch(Consistency):
     decay: float | None = field(default=0.999, kw_only=True)
 
     @property
-    def needs(self) -> Needs:
-        return replace(super().needs, mixup=self.concentration)
+    def requirements(self) -> UpdateRequirements:
+        return replace(super().requirements, mixup=self.concentration)
 
     def __call__(
         self, task: Task, params: Tree, stats: Tree, batch: Batch, aux: Tree = NOTHING, cached: Tree = NOTHING

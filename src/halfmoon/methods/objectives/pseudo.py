@@ -4,7 +4,7 @@ from dataclasses import dataclass, replace
 
 from torch import Tensor
 
-from halfmoon.api.types import Batch, Needs, Passes, Task
+from halfmoon.api.types import Batch, Passes, Task, UpdateRequirements
 from halfmoon.core.autodiff import cross_entropy
 from halfmoon.core.padding import mean
 from halfmoon.core.tree import Tree
@@ -37,8 +37,8 @@ class PseudoLabel(PseudoLabeling, Objective):
     ramp_shape: Ramp = "linear"
 
     @property
-    def needs(self) -> Needs:
-        return replace(super().needs, views=("weak",))
+    def requirements(self) -> UpdateRequirements:
+        return replace(super().requirements, views=("weak",))
 
     def __call__(
         self, task: Task, params: Tree, stats: Tree, batch: Batch, aux: Tree = NOTHING, cached: Tree = NOTHING

@@ -6,7 +6,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from halfmoon.api.types import Batch, Local, Needs, Passes, Pseudo, Task
+from halfmoon.api.types import Batch, ClientData, Passes, PseudoLabels, Task, UpdateRequirements
 from halfmoon.core.errors import UserError
 from halfmoon.core.tree import Tree, leaves
 from halfmoon.methods.objectives.base import (
@@ -62,12 +62,12 @@ class PseudoLabeling:
             raise UserError(f"teacher_decay is {self.teacher_decay}: it must be at least 0 and below 1.")
 
     @property
-    def needs(self) -> Needs:
+    def requirements(self) -> UpdateRequirements:
         all_rows = self.labels == "round" or self.rule.sweeps or (self.debias and self.debias_over == "all")
-        return Needs(
+        return UpdateRequirements(
             views=("strong",) if self.labels == "round" else ("weak", "strong"),
-            sweep=("weak",) if all_rows else (),
-            masks=True,
+            precomputed_views=("weak",) if all_rows else (),
+            masks_padding=True,
             row_memory=self.rule.row_memory,
         )
 
@@ -85,25 +85,25 @@ class PseudoLabeling:
         """Return which guesses count."""
         return Threshold(self.thresholding, self.threshold, self.threshold_decay)
 
-    def prepare(self, task: Task, down: Tree, data: Local) -> Tree:
-        guess, model = None, self.teaching(down)
-        if self.needs.sweep:
+    def prepare(self, task: Task, broadcast: Tree, data: ClientData) -> Tree:
+        guess, model = None, self.teaching(broadcast)
+        if self.requirements.precomputed_views:
             guess = sweep_logits(task, model["params"], model["stats"], data.views["weak"], data.u_real)
-        return self.prepared(down, data, guess)
+        return self.prepared(broadcast, data, guess)
 
-    def teaching(self, down: Tree) -> Tree:
+    def teaching(self, broadcast: Tree) -> Tree:
         """Return the model that teaches of those that came down: the average of the server's, or the server's own."""
-        model = down["average"] if self.teacher == "average" else down
+        model = broadcast["average"] if self.teacher == "average" else broadcast
         return {"params": model["params"], "stats": model.get("stats", {})}
 
-    def prepared(self, down: Tree, data: Local, guess: Tensor | None) -> Tree:
+    def prepared(self, broadcast: Tree, data: ClientData, guess: Tensor | None) -> Tree:
         """Return "received", the model, if it teaches, and of its logits (U, classes), where there are any:
 
         "prior" (classes,), their APP-U, "guess", themselves, and "profile", what `Threshold.begin` makes of them.
         """
         cached: Tree = {}
         if self.teacher != "local" and self.labels == "step":
-            cached["received"] = self.teaching(down)
+            cached["received"] = self.teaching(broadcast)
         if guess is None:
             return cached
         cached["prior"] = prior(guess, data.u_real)
@@ -114,16 +114,16 @@ class PseudoLabeling:
             cached["profile"] = self.rule.begin({}, data, logits.softmax(-1))
         return cached
 
-    def remember(self, task: Task, down: Tree) -> Tree:
-        state = self.rule.remember(task.network.classes, next(leaves(down["params"])))
+    def initial_memory(self, task: Task, broadcast: Tree) -> Tree:
+        state = self.rule.initial_memory(task.network.classes, next(leaves(broadcast["params"])))
         return {"thresholds": state} if state else {}
 
-    def begin(self, task: Task, memory: Tree, data: Local, cached: Tree) -> Tree:
+    def begin(self, task: Task, memory: Tree, data: ClientData, cached: Tree) -> Tree:
         if self.rule.sweeps:
             return {"thresholds": cached["profile"]}
         return {"thresholds": self.rule.begin(memory.get("thresholds", {}), data)}
 
-    def pseudo_label(self, guess: Tensor, batch: Batch, aux: Tree) -> tuple[Pseudo, Tree]:
+    def pseudo_label(self, guess: Tensor, batch: Batch, aux: Tree) -> tuple[PseudoLabels, Tree]:
         """Return the pseudo-labels of logits (b, classes) on the images of a step, and the thresholds' new state."""
         thresholds = aux.get("thresholds", {})
         pseudo, state = self.rule.pseudo_label(guess.softmax(-1), batch.u_rows, thresholds, batch.u_real)
@@ -162,11 +162,11 @@ class WithReceived(Objective):
     """An objective in which the received model guesses on weak views, beside the model in training."""
 
     @property
-    def needs(self) -> Needs:
-        return Needs(("weak", "strong"), masks=True)
+    def requirements(self) -> UpdateRequirements:
+        return UpdateRequirements(("weak", "strong"), masks_padding=True)
 
-    def prepare(self, task: Task, down: Tree, data: Local) -> Tree:
-        return {"received": {"params": down["params"], "stats": down.get("stats", {})}}
+    def prepare(self, task: Task, broadcast: Tree, data: ClientData) -> Tree:
+        return {"received": {"params": broadcast["params"], "stats": broadcast.get("stats", {})}}
 
     def passes(self, task: Task, labeled: int, unlabeled: int) -> Passes:
         passes = guessing_passes(task, labeled + unlabeled, unlabeled)

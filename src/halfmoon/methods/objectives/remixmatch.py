@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from halfmoon.api.types import Batch, Local, Needs, Passes, Task
+from halfmoon.api.types import Batch, ClientData, Passes, Task, UpdateRequirements
 from halfmoon.core.errors import UserError
 from halfmoon.core.padding import concat, row_mean
 from halfmoon.core.tree import Tree
@@ -70,10 +70,10 @@ class ReMixMatch(Objective):
             raise UserError(f"anchors is {self.anchors}: ReMixMatch needs at least 1 strong view.")
 
     @property
-    def needs(self) -> Needs:
+    def requirements(self) -> UpdateRequirements:
         views = ("weak", "strong", *(f"strong{n}" for n in range(2, self.anchors + 1)))
         labeled_views = ("strong",) if self.strong_labels else ()
-        return Needs(views, labeled_views=labeled_views, mixup=self.concentration, masks=True)
+        return UpdateRequirements(views, labeled_views=labeled_views, mixup=self.concentration, masks_padding=True)
 
     @property
     def travels(self) -> tuple[str, ...]:
@@ -85,11 +85,11 @@ class ReMixMatch(Objective):
         server = super().start(task, {**model, "params": {**model["params"], "rotation": rotation}})
         return {**server, "predicted": head.new_full((len(head),), 1 / len(head))} if self.align else server
 
-    def prepare(self, task: Task, down: Tree, data: Local) -> Tree:
+    def prepare(self, task: Task, broadcast: Tree, data: ClientData) -> Tree:
         if not self.align:
             return {}
         own = (torch.arange(len(data.y), device=data.y.device) < data.labeled)[:, None]
-        counts = (one_hot(data.y, task.network.classes, down["predicted"]) * own).sum(0)
+        counts = (one_hot(data.y, task.network.classes, broadcast["predicted"]) * own).sum(0)
         return {"marginal": counts / data.labeled.clamp_min(1)}
 
     def __call__(
@@ -97,7 +97,7 @@ class ReMixMatch(Objective):
     ) -> tuple[Tensor, StepResult]:
         groups = (
             batch.x_views["strong"] if self.strong_labels else batch.x,
-            *(batch.u[name] for name in self.needs.views),
+            *(batch.u[name] for name in self.requirements.views),
         )
         mix, order = batch.mixing["mix"], batch.mixing["order"]
         images = torch.split(mixed(torch.cat(groups), mix, order), [len(group) for group in groups])

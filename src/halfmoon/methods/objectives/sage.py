@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from halfmoon.api.types import Batch, Pseudo, Task
+from halfmoon.api.types import Batch, PseudoLabels, Task
 from halfmoon.core.padding import mean
 from halfmoon.core.tree import Tree
 from halfmoon.methods.objectives.base import (
@@ -54,7 +54,7 @@ class SAGE(WithReceived):
         used = ((local >= self.threshold) | (wide >= self.threshold)).to(strong.dtype)
         consistency = mean(F.cross_entropy(strong, target, reduction="none") * used, batch.u_real)
         loss = supervised(labeled, batch.y, batch.x_real) + self.unlabeled_weight * consistency
-        return loss, StepResult(moments, (Pseudo(target.argmax(-1), torch.maximum(local, wide), used),))
+        return loss, StepResult(moments, (PseudoLabels(target.argmax(-1), torch.maximum(local, wide), used),))
 
 
 ROWS = (FedAvgRow("sage", "SAGE", "SAGE, CVPR 2025", "local and received model label images together", SAGE()),)

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from halfmoon.api.types import Batch, Needs, Task
+from halfmoon.api.types import Batch, Task, UpdateRequirements
 from halfmoon.core.tree import Tree
 from halfmoon.methods.objectives.base import NOTHING, FedAvgRow, Objective, StepResult, supervised
 
@@ -14,8 +14,8 @@ class Supervised(Objective):
     """CE(y, f(x))."""
 
     @property
-    def needs(self) -> Needs:
-        return Needs(masks=True)
+    def requirements(self) -> UpdateRequirements:
+        return UpdateRequirements(masks_padding=True)
 
     def __call__(
         self, task: Task, params: Tree, stats: Tree, batch: Batch, aux: Tree = NOTHING, cached: Tree = NOTHING

@@ -24,7 +24,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from halfmoon.api.types import Local, Pseudo
+from halfmoon.api.types import ClientData, PseudoLabels
 from halfmoon.core.padding import mask, mean, row_mean, share
 from halfmoon.core.tree import Tree
 
@@ -56,10 +56,10 @@ class Threshold:
 
     @property
     def row_memory(self) -> Mapping[str, int]:
-        """Return which leaf of a client's "thresholds" has an entry for each row (`Needs.row_memory`)."""
+        """Return which leaf of a client's "thresholds" has an entry for each row (`UpdateRequirements.row_memory`)."""
         return {"thresholds/label": NONE} if self.rule == "flexmatch" else {}
 
-    def remember(self, classes: int, like: Tensor) -> Tree:
+    def initial_memory(self, classes: int, like: Tensor) -> Tree:
         """Return what a client knows that has not trained yet; `like` has the dtype and device of the model."""
         uniform = like.new_full((classes,), 1 / classes)
         if self.rule == "freematch":
@@ -72,7 +72,7 @@ class Threshold:
             return {"label": rows, "mark": torch.zeros((), dtype=torch.float64, device=like.device)}
         return {}
 
-    def begin(self, state: Tree, data: Local, p: Tensor | None = None) -> Tree:
+    def begin(self, state: Tree, data: ClientData, p: Tensor | None = None) -> Tree:
         """Return what a client update starts with, of its stored `state`; "fl2" needs the predictions p (U, C) on all
         rows.
 
@@ -86,7 +86,9 @@ class Threshold:
         label, mark = remembered(state, data)
         return {"label": _own(label, data.u_real), "mark": mark}
 
-    def pseudo_label(self, p: Tensor, rows: Tensor, state: Tree, real: Tensor | None = None) -> tuple[Pseudo, Tree]:
+    def pseudo_label(
+        self, p: Tensor, rows: Tensor, state: Tree, real: Tensor | None = None
+    ) -> tuple[PseudoLabels, Tree]:
         """Return the pseudo-labels of a minibatch with predictions p (b, C) on `rows` (b,), and the new state.
 
         With a mask `real` (b,), means are over the real rows, and the others weigh nothing.
@@ -107,7 +109,7 @@ class Threshold:
             state = {**state, "label": self._stored(pseudo, rows, state["label"], real)}
         return pseudo, state
 
-    def pseudo_label_all(self, p: Tensor, state: Tree, real: Tensor | None = None) -> Pseudo:
+    def pseudo_label_all(self, p: Tensor, state: Tree, real: Tensor | None = None) -> PseudoLabels:
         """Return the pseudo-labels of all rows of a client at once, with predictions p (U, C).
 
         Nothing runs here: means are those over the rows, and FlexMatch counts the labels that the rows get now. With a
@@ -128,19 +130,19 @@ class Threshold:
         pseudo = self._weighed(p, state)
         return pseudo._replace(weight=mask(pseudo.weight, real))
 
-    def _weighed(self, p: Tensor, state: Tree) -> Pseudo:
+    def _weighed(self, p: Tensor, state: Tree) -> PseudoLabels:
         """Return labels, confidences and weights under a state that is up to date."""
         confidence, label = p.max(-1)
         if self.rule == "softmatch":
             below = (confidence - state["confidence"]).clamp_max(0)
-            return Pseudo(label, confidence, (-below.square() / (state["variance"] / 2).clamp_min(1e-12)).exp())
+            return PseudoLabels(label, confidence, (-below.square() / (state["variance"] / 2).clamp_min(1e-12)).exp())
         least: Tensor | float = self.threshold
         if self.rule in ("freematch", "fl2"):
             least = state["confidence"] * state["classes"][label] / state["classes"].max().clamp_min(1e-12)
         elif self.rule == "flexmatch":
             learned = self._learned(state["label"], p.shape[-1])[label].to(p.dtype)
             least = self.threshold * learned / (2 - learned)
-        return Pseudo(label, confidence, (confidence >= least).to(p.dtype))
+        return PseudoLabels(label, confidence, (confidence >= least).to(p.dtype))
 
     def _profile(self, p: Tensor, real: Tensor | None = None) -> Tree:
         """Return the means of max p and of p (U, C) over all (real) rows; uniform over no row."""
@@ -173,7 +175,7 @@ class Threshold:
         counts = (stored[:, None] == names).sum(0)
         return (counts / counts.max().clamp_min(1))[1:]
 
-    def _stored(self, pseudo: Pseudo, rows: Tensor, stored: Tensor, real: Tensor | None) -> Tensor:
+    def _stored(self, pseudo: PseudoLabels, rows: Tensor, stored: Tensor, real: Tensor | None) -> Tensor:
         """Return the labels (U,) with those that a minibatch is sure of; of a row's several views the highest class."""
         sure = torch.where(pseudo.confidence >= self.threshold, pseudo.label, NONE)
         sure = sure if real is None else torch.where(real, sure, NONE)
@@ -182,7 +184,7 @@ class Threshold:
         return torch.where(new == NONE, stored, new)
 
 
-def remembered(memory: Tree, data: Local) -> tuple[Tensor, Tensor]:
+def remembered(memory: Tree, data: ClientData) -> tuple[Tensor, Tensor]:
     """Return the labels (U,) that rows have, `NONE` where they have none, and the mark () of these rows.
 
     `memory` has "label" and "mark" of the last time: where other rows have come since, no row has a label.

@@ -27,7 +27,7 @@ from halfmoon.sites.folders.site_folder import (
 )
 
 if TYPE_CHECKING:
-    from halfmoon.api.requirements import Place
+    from halfmoon.api.requirements import LabelLocation
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class Survey:
     class_counts: Mapping[str, int]
     sizes: Mapping[tuple[int, int, str], int]
     findings: tuple[Finding, ...]
-    methods: Mapping[Place, tuple[str, ...]]
+    methods: Mapping[LabelLocation, tuple[str, ...]]
 
     @property
     def can_take_part(self) -> bool:
@@ -215,9 +215,9 @@ def _classes(site: SiteFolder, mix: Mapping[str, int], labeled: int) -> list[Fin
     return findings
 
 
-def _methods(labeled: bool) -> dict[Place, tuple[str, ...]]:
+def _methods(labeled: bool) -> dict[LabelLocation, tuple[str, ...]]:
     """Return the methods that a readable folder can serve: the server's labels are no site's business."""
     from halfmoon.methods import registry  # slow to import: it brings torch
 
-    places: tuple[Place, ...] = ("clients", "some") if labeled else ("some", "server")
+    places: tuple[LabelLocation, ...] = ("clients", "some") if labeled else ("some", "server")
     return {place: tuple(registry.names_at(place)) for place in places}

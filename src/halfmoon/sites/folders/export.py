@@ -23,7 +23,7 @@ from halfmoon.sites.folders.site_folder import CLASSES_FILE, LABELS_FILE
 from halfmoon.storage import atomic_io, locks, toml
 
 if TYPE_CHECKING:
-    from halfmoon.api.requirements import Place
+    from halfmoon.api.requirements import LabelLocation
 
 FEDERATION_FILE, SPLIT, MARK = "federation.toml", "split.parquet", ".halfmoon-export"
 
@@ -79,7 +79,8 @@ def render_federation_file(config: Config, source: Source, split: Split) -> str:
 
     height, width, channels = source.train.images.shape[1:]
     options = {
-        name: getattr(config, name) for name in ("data", "data_dir", "data_share", "image_size", "shrink", *PIXEL_OPTIONS)
+        name: getattr(config, name)
+        for name in ("data", "data_dir", "data_share", "image_size", "shrink", *PIXEL_OPTIONS)
     }
     if config.split is not None:
         options["split"] = SPLIT
@@ -115,7 +116,7 @@ def clients_by_folder(split: Split) -> dict[str, int]:
     return named | ({"server": SERVER} if split.rows(SERVER, True).size else {})
 
 
-def find_labels_at(split: Split) -> Place:
+def find_labels_at(split: Split) -> LabelLocation:
     if split.rows(SERVER, True).size:
         return "server"
     return "clients" if all(split.rows(k, True).size for k in range(split.clients)) else "some"

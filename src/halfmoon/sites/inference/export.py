@@ -66,9 +66,9 @@ class ExportedClassifier(nn.Module):
         model = tree.unflatten({path: tensors[name] for name, path in self.paths.items()})
         pixels = self._pooled(images) if self.shrink > 1 else images
         x = pixels.permute(0, 3, 1, 2).to(torch.float32)
-        down, right = self.height - x.shape[2], self.width - x.shape[3]
-        if down or right:  # as `halfmoon.data.pad_to`: an odd row goes below, an odd column to the right
-            x = F.pad(x, (right // 2, right - right // 2, down // 2, down - down // 2))
+        broadcast, right = self.height - x.shape[2], self.width - x.shape[3]
+        if broadcast or right:  # as `halfmoon.data.pad_to`: an odd row goes below, an odd column to the right
+            x = F.pad(x, (right // 2, right - right // 2, broadcast // 2, broadcast - broadcast // 2))
         x = x * tensors["scale"] + tensors["shift"]
         logits = self.network.predict(model["params"], model.get("stats", {}), x)
         return (logits / self.temperature if self.temperature != 1 else logits).softmax(-1)
