@@ -26,14 +26,8 @@ from PIL import Image
 from scipy import special
 
 from halfmoon.data import Images, load
-from halfmoon.pages.label_order import (
-    Predictions,
-    find_randomly_labeled,
-    mix_in_random,
-    order_for_labeling,
-    shuffle_rows,
-)
-from halfmoon.studies.label_selection import FolderFeatures, folder_features, guesses, problem
+from halfmoon.pages.choice import Guesses, drawn_at_random, order, random_order, with_random
+from halfmoon.studies.label_selection import FolderFeatures, folder_features, head_problem, predict_images
 
 BATCH, ROUNDS, SEEDS, JUDGED = 20, 10, (0, 1, 2, 3, 4), (200,)
 POOL, TESTS = 2000, 2000
@@ -64,8 +58,8 @@ def curve(
     for turn in range(ROUNDS):
         rows = queue[:BATCH]
         held[rows] = truth[rows]
-        head = problem(own, held, classes)
-        model = head.solved()
+        head = head_problem(own, held, classes)
+        model = head.solve()
         logits = head.task.network.predict(model["params"], {}, test[0].values[:, 0, 0].float())
         predicted = np.array([classes.index(name) for name in head.classes])[logits.argmax(1).numpy()]
         recall = [(predicted == test[1])[test[1] == k].mean() for k in np.unique(test[1])]
@@ -80,7 +74,7 @@ def curve(
         if spread is not None:
             numbers = {name: n for n, name in enumerate(head.classes)}
             known = np.array([numbers.get(name, -1) for name in classes] + [-1])[held]
-            queue = order_for_labeling(Predictions(*guesses(head, model)), known, held < 0, seed, spread)
+            queue = order(Guesses(*predict_images(head, model)), known, held < 0, seed, spread)
             if spread:
                 queue = mix_in_random(queue, shuffle_rows(held < 0, seed))
 

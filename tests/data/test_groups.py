@@ -12,7 +12,7 @@ from halfmoon.runs import factory
 from halfmoon.sites.folders import read_site
 from halfmoon.sites.folders.labels import LabelEdit, write_labels
 from halfmoon.studies.plan import plan
-from halfmoon.studies.scan_folder import contents_of
+from halfmoon.studies.scan_folder import scan_folder
 
 PATTERN = "(p[0-9]+)_"
 
@@ -68,7 +68,7 @@ def test_the_column_of_labels_csv_says_whose_an_image_is(tmp_path: Path, capsys:
     assert lines[0] == "path,label,group,by,at"
     assert lines[1] == "cat/p0_0.png,,anna,,"
     assert [line for line in lines if line.startswith("cat/p1_3.png,cat,bert,eve,")]
-    contents = contents_of(ward)
+    contents = scan_folder(ward)
     assert contents is not None
     assert "of 4 patients or groups" in contents.sentence
     assert ("labels", "all 4; judged by 3 x 5-fold cross-validation; no patient or group is on both sides") in plan(

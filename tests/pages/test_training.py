@@ -13,9 +13,9 @@ from PIL import Image
 import halfmoon
 from halfmoon import UserError
 from halfmoon.pages import training
-from halfmoon.pages.training import BackgroundTraining
-from halfmoon.sites.folders.site_folder import LABELS_FILE
-from halfmoon.studies.label_selection import Point
+from halfmoon.pages.training import Training
+from halfmoon.sites.folders.site_folder import LABELS
+from halfmoon.studies.label_selection import LabelingResult
 
 NONE = np.zeros(2, bool)
 
@@ -90,7 +90,7 @@ def test_a_training_gives_guesses_of_what_can_be_read(tmp_path: Path):
 
 
 def test_the_curve_of_earlier_pages_stays(tmp_path: Path):
-    point = {**Point(40, 24, 24, 81.0, 70.0, 92.0, 5.0, 1.0, 9.0)._asdict(), "advice": "More."}
+    point = {**LabelingResult(40, 24, 24, 81.0, 70.0, 92.0, 5.0, 1.0, 9.0)._asdict(), "advice": "More."}
     (tmp_path / ".halfmoon").mkdir()
     (tmp_path / ".halfmoon" / "trainings-labels.jsonl").write_text(json.dumps(point) + "\n")
     found = BackgroundTraining(tmp_path, ["a"], LABELS_FILE)

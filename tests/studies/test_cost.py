@@ -10,7 +10,7 @@ import pytest
 from halfmoon.cli import main as cli
 from halfmoon.cli.commands.sweep import duration
 from halfmoon.studies import cost, recipe
-from halfmoon.studies.cost import words_of
+from halfmoon.studies.cost import describe_machine
 from halfmoon.studies.grid import cells
 
 RECIPE = """
@@ -58,9 +58,9 @@ def toy(tmp_path: Path) -> str:
 def test_a_round_is_timed_and_multiplied(toy: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """2 s a round: (3 + 10) rounds of two seeds are 26 rounds, 52 s; runs that another row has are counted there."""
     timed = []
-    monkeypatch.setattr(cost, "round_seconds", lambda config: timed.append(config) or 2.0)
+    monkeypatch.setattr(cost, "measure_round_seconds", lambda config: timed.append(config) or 2.0)
     found = recipe.load(toy)
-    rows = cost.price(found, cells(found, {}))
+    rows = cost.estimate_costs(found, cells(found, {}))
     assert {name: (row.runs, row.rounds, row.seconds) for name, row in rows.items()} == {
         "fedavg": (4, 26, 52.0),
         "same": (0, 0, 0.0),
@@ -73,12 +73,12 @@ def test_a_round_is_timed_and_multiplied(toy: str, monkeypatch: pytest.MonkeyPat
 def test_the_seconds_of_a_round_are_those_of_the_second(toy: str) -> None:
     found = recipe.load(toy)
     (cell, *_) = cells(found, {"method": ("fedavg",)}, [0])
-    assert 0 < cost.round_seconds(cell.configs[0]) < 60
+    assert 0 < cost.measure_round_seconds(cell.configs[0]) < 60
 
 
 def test_nothing_is_trained_for_splits() -> None:
     found = recipe.load("feddure-figure3")
-    rows = cost.price(found, cells(found, {"dataset": ("digits",)}, [0]))
+    rows = cost.estimate_costs(found, cells(found, {"dataset": ("digits",)}, [0]))
     assert {row.seconds for row in rows.values()} == {0.0}
 
 
@@ -131,6 +131,6 @@ def test_durations_have_the_unit_that_fits() -> None:
 
 
 def test_what_computes_is_named() -> None:
-    assert words_of({"cpu": "X", "cores": 2, "gpu": None}) == "2 cores (X)"
-    assert words_of({"cpu": "X", "cores": 1, "gpu": None}) == "1 core (X)"
-    assert words_of({"cpu": "X", "cores": 2, "gpu": "Y"}) == "GPU Y"
+    assert describe_machine({"cpu": "X", "cores": 2, "gpu": None}) == "2 cores (X)"
+    assert describe_machine({"cpu": "X", "cores": 1, "gpu": None}) == "1 core (X)"
+    assert describe_machine({"cpu": "X", "cores": 2, "gpu": "Y"}) == "GPU Y"

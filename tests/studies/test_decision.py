@@ -18,14 +18,14 @@ from halfmoon.studies.decision import (
     FOLDS,
     REPEATS,
     Fold,
+    cross_validation_folds,
     decide,
-    draws,
-    folds,
+    estimate_missing_labels,
     head_accuracy,
-    more_labels,
-    solved,
+    label_draws,
+    solve_head,
 )
-from halfmoon.studies.label_selection import Point, half
+from halfmoon.studies.label_selection import LabelingResult, halve_labels
 
 
 def test_the_interval_is_nadeau_and_bengios_by_hand() -> None:
@@ -47,8 +47,8 @@ def test_a_gain_is_ruled_out_or_cannot_be_told(ours: list[float], kind: str) -> 
 
 def test_how_many_more_labels_would_tell() -> None:
     """An interval of 5 around 2.5 is half as wide, and ends at 0, with four times the labels: 300 more than 100."""
-    assert more_labels(Difference(2.5, -2.5, 7.5, 0.3), 100) == 300
-    assert more_labels(Difference(0.1, -3.9, 4.1, 0.9), 60) == 180  # to see two points
+    assert estimate_missing_labels(Difference(2.5, -2.5, 7.5, 0.3), 100) == 300
+    assert estimate_missing_labels(Difference(0.1, -3.9, 4.1, 0.9), 60) == 180  # to see two points
 
 
 def test_no_difference_on_few_images_is_no_proof() -> None:
@@ -63,7 +63,7 @@ def test_false_alarms_of_cross_validation() -> None:
     At most 5 %, within three standard errors (2.7), are told that one is better; without the correction many more."""
     g, alarms, naive = np.random.default_rng(0), 0, 0
     labels = np.repeat([0, 1], 30)
-    splits = list(folds(labels))
+    splits = list(cross_validation_folds(labels))
     for _ in range(600):
         x = g.normal(size=(60, 2)) + 0.7 * labels[:, None]
         results = []
@@ -80,7 +80,7 @@ def test_false_alarms_of_cross_validation() -> None:
 
 def test_folds_hold_out_every_label_once_in_each_repeat() -> None:
     labels = np.array([0] * 12 + [1] * 7 + [2] + [-1] * 9)
-    made = list(folds(labels))
+    made = list(cross_validation_folds(labels))
     assert len(made) == FOLDS * REPEATS
     held = np.concatenate([fold.test for fold in made])
     assert (np.bincount(held, minlength=len(labels)) == [REPEATS] * 19 + [0] * 10).all()
@@ -94,11 +94,11 @@ def test_folds_hold_out_every_label_once_in_each_repeat() -> None:
 def test_draws_take_the_labels_of_the_run_and_test_on_others() -> None:
     labels = np.repeat([0, 1], [50, 30])
     tests = np.arange(40, 60)
-    for fold in draws(labels, [5, 3]):
+    for fold in label_draws(labels, [5, 3]):
         assert list(np.bincount(labels[fold.labeled])) == [5, 3]
         assert list(np.bincount(labels[fold.test])) == [10, 6]
         assert sorted(np.concatenate(fold)) == list(range(80))
-    fixed = list(draws(labels, [5, 3], tests))
+    fixed = list(label_draws(labels, [5, 3], tests))
     assert len(fixed) == DRAWS
     assert all(list(fold.test) == list(tests) for fold in fixed)
     assert any(list(fold.labeled) != list(fixed[0].labeled) for fold in fixed)
@@ -110,9 +110,9 @@ def test_a_group_is_on_one_side_of_every_split() -> None:
     labels = np.where(g.random(90) < 0.5, g.integers(0, 3, 90), -1)
     groups = [f"p{number}" if number < 12 else "" for number in g.integers(0, 14, 90)]
     names = np.array(groups)
-    splits = list(folds(labels, groups))
+    splits = list(cross_validation_folds(labels, groups))
     assert sorted(np.concatenate([fold.test for fold in splits[:FOLDS]])) == np.flatnonzero(labels >= 0).tolist()
-    for fold in (*splits, *draws(np.maximum(labels, 0), [5, 5, 5], groups=groups)):
+    for fold in (*splits, *label_draws(np.maximum(labels, 0), [5, 5, 5], groups=groups)):
         others = names[np.concatenate([fold.labeled, fold.unlabeled])]
         assert not (set(names[fold.test]) & set(others)) - {""}
         assert len(fold.test)
@@ -144,9 +144,9 @@ def test_a_head_in_one_place_is_the_runs_head(
     assert head_accuracy(made, shared.task, data, fold) == pytest.approx(
         100 * outcome.summaries[0]["accuracy"]["last"], abs=1e-9
     )
-    head = tree.flatten(solved(made, shared.task, data, fold)["params"])
-    monkeypatch.setattr(decision, "SPARE", 1280)  # more than there are: all directions
-    whole = tree.flatten(solved(made, shared.task, data, fold)["params"])
+    head = tree.flatten(solve_head(made, shared.task, data, fold)["params"])
+    monkeypatch.setattr(decision, "EXTRA_DIRECTIONS", 1280)  # more than there are: all directions
+    whole = tree.flatten(solve_head(made, shared.task, data, fold)["params"])
     for name in ("weight", "bias", "center"):
         path = f"{shared.task.network.head}/{name}"
         np.testing.assert_allclose(head[path], whole[path], rtol=0, atol=1e-11)
@@ -155,10 +155,10 @@ def test_a_head_in_one_place_is_the_runs_head(
 def test_half_of_the_labels_of_each_class_become_unknown():
     labels = np.array([0, 0, 0, 0, 1, 1, 1, 2, -1, -1, 0])
     fold = Fold(np.arange(8), np.array([8, 9]), np.array([10]))
-    found = half(fold, labels, 3)
+    found = halve_labels(fold, labels, 3)
     assert np.bincount(labels[found.labeled]).tolist() == [2, 2, 1]
     assert sorted([*found.labeled, *found.unlabeled]) == list(range(10))
-    assert (list(found.test), list(found.labeled)) == ([10], list(half(fold, labels, 3).labeled))
+    assert (list(found.test), list(found.labeled)) == ([10], list(halve_labels(fold, labels, 3).labeled))
 
 
 @pytest.mark.parametrize(
@@ -170,4 +170,4 @@ def test_half_of_the_labels_of_each_class_become_unknown():
     ],
 )
 def test_more_labels_hardly_help_where_two_points_are_ruled_out(gain: tuple[float, float, float], words: str):
-    assert Point(100, 100, 100, 80.0, 70.0, 90.0, *gain).advice.startswith(words)
+    assert LabelingResult(100, 100, 100, 80.0, 70.0, 90.0, *gain).advice.startswith(words)

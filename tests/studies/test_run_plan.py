@@ -20,10 +20,10 @@ from halfmoon.runs import factory
 from halfmoon.sites.folders import read_site
 from halfmoon.studies import decision as decision_rule
 from halfmoon.studies import plan as planning
-from halfmoon.studies.label_selection import folder_features, problem
+from halfmoon.studies.label_selection import folder_features, head_problem
 from halfmoon.studies.plan import plan
 from halfmoon.studies.run_plan import PlanResult
-from halfmoon.studies.scan_folder import contents_of
+from halfmoon.studies.scan_folder import scan_folder
 
 CLASSES = ("0", "1", "2")
 
@@ -44,8 +44,8 @@ def _cwd(place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def scratch(monkeypatch: pytest.MonkeyPatch) -> None:
     """Leave out the package of the pretrained network, and most rounds."""
     monkeypatch.setattr(hubs, "installed", lambda name: False)
-    monkeypatch.setattr(planning, "ROUNDS", 20)
-    monkeypatch.setattr(planning, "LEAST_ROUNDS", 10)
+    monkeypatch.setattr(planning, "MAX_ROUNDS", 20)
+    monkeypatch.setattr(planning, "MIN_ROUNDS", 10)
 
 
 @pytest.fixture(scope="module")
@@ -76,21 +76,21 @@ def a_ward(folder: Path, count: int, labeled: int) -> None:
 def test_what_a_folder_holds_is_seen_without_decoding_it(tmp_path: Path) -> None:
     written(tmp_path / "a" / "Training", 5, 224)
     written(tmp_path / "a" / "Testing", 2, 224)
-    found = contents_of(tmp_path / "a")
+    found = scan_folder(tmp_path / "a")
     assert (found.labeled, found.tests, found.side, found.channels, found.site) == (15, 6, 224, 1, False)
     Image.new("RGB", (9, 7)).save(tmp_path / "a" / "Training" / "0" / "wide.png")
-    found = contents_of(tmp_path / "a")
+    found = scan_folder(tmp_path / "a")
     assert (found.channels, dict(found.sizes)) == (3, {(224, 224): 15, (7, 9): 1})
     assert found.sentence == (
         "a: 22 images, each in the folder of its class, 6 of them for the test; 3 classes; 224x224, 9x7, gray and RGB"
     )
     a_ward(tmp_path / "ward", 4, 1)
-    ward = contents_of(tmp_path / "ward")
+    ward = scan_folder(tmp_path / "ward")
     assert (ward.labeled, len(ward.paths), ward.site) == (3, 12, True)
     (tmp_path / "ward" / "labels.csv").write_text("path,label\n")
     (tmp_path / "ward" / "classes.txt").write_text("0\n1\n")
     with pytest.raises(UserError, match="no image has a label: `halfmoon site label"):
-        contents_of(tmp_path / "ward")
+        scan_folder(tmp_path / "ward")
 
 
 def test_a_folder_called_unlabeled_is_no_class(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -98,13 +98,13 @@ def test_a_folder_called_unlabeled_is_no_class(tmp_path: Path, capsys: pytest.Ca
     folder = tmp_path / "pets"
     written(folder, 5)
     written(folder / "Unlabeled", 4, where="{label}-{number}.png")
-    found = contents_of(folder)
+    found = scan_folder(folder)
     assert (found.classes, found.labeled, len(found.paths), found.site) == (CLASSES, 15, 27, True)
     assert (np.bincount(found.labels + 1) == [12, 5, 5, 5]).all()
     assert main(["run", "--data", str(folder), "--method", "fedavg"]) == 2
     assert "is a site's folder, with images without a label in Unlabeled" in capsys.readouterr().err
     (folder / "classes.txt").write_text("0\n1\n2\nUnlabeled\n")  # where it is meant as a class
-    assert contents_of(folder).labeled == 27
+    assert scan_folder(folder).labeled == 27
     for name, place in (("beside", "unlabelled"), ("inside", "train/unlabeled")):
         written(tmp_path / name / "train", 2)
         written(tmp_path / name / "test", 1)
@@ -116,7 +116,7 @@ def test_a_folder_called_unlabeled_is_no_class(tmp_path: Path, capsys: pytest.Ca
 
 def test_large_images_never_train_at_224(tmp_path: Path, pretrained: None) -> None:
     written(tmp_path / "photos", 12, 224)
-    found = contents_of(tmp_path / "photos")
+    found = scan_folder(tmp_path / "photos")
     assert found is not None
     made = plan({"data": str(tmp_path / "photos"), "clients": 2}, found)
     assert (made.config.resize, made.config.network, made.config.flip) == (112, "efficientnet-lite0", False)
@@ -128,7 +128,7 @@ def test_large_images_never_train_at_224(tmp_path: Path, pretrained: None) -> No
 
 def test_from_scratch_rounds_and_size_fit_the_minutes(tmp_path: Path, scratch: None) -> None:
     written(tmp_path / "photos", 20, 64)
-    found = contents_of(tmp_path / "photos")
+    found = scan_folder(tmp_path / "photos")
     assert found is not None
     flags = {"data": str(tmp_path / "photos"), "clients": 2, "labels_per_class": 2.0, "width": 4, "steps": 1}
     short, long = plan(flags, found, 1e-3), plan(flags, found, 1e3)
@@ -172,7 +172,7 @@ def test_a_lone_site_trains_and_is_judged_on_its_labels(
     assert (decision["splits"], decision["low"] <= decision["mean"] <= decision["high"]) == (5, True)
     site = read_site(place / "ward")
     own = folder_features(site.folder, site.paths, lambda *step: None)
-    point = problem(own, site.labels, site.classes).cross_validate(lambda *step: None)
+    point = head_problem(own, site.labels, site.classes).cross_validate(lambda *step: None)
     assert point is not None
     assert (point.labels, point.accuracy) == (24, decision["with_unlabeled"])
     assert main(["predict", "run", "ward", "--out", "said.csv"]) == 0
@@ -260,7 +260,7 @@ def test_few_images_are_shared_out_among_few_clients(count, clients, labels, tmp
     """A fifth is held out. Half of the rest have labels, up to ten of each class, and everybody gets some."""
     written(tmp_path / "photos", count)
     tiny = {"data": "photos", "resize": 8, "network": "small", "width": 4, "steps": 1}
-    contents = contents_of(tmp_path / "photos")
+    contents = scan_folder(tmp_path / "photos")
     config = plan(tiny, contents).config
     split = factory.problem(config, methods=["fedavg"]).split
     assert (config.clients, int(split.labeled.sum())) == (clients, labels)
@@ -273,7 +273,7 @@ def test_without_a_decision_the_way_to_one_is_said(
 ) -> None:
     """Heads always get all their splits: more minutes give them none."""
     written(tmp_path / "photos", 4)
-    contents = contents_of(tmp_path / "photos")
+    contents = scan_folder(tmp_path / "photos")
     assert contents is not None
     played = replace(plan({"data": "photos", "resize": 8, "network": "small", "width": 4}, contents), heads=heads)
     show_played(played, PlanResult([], None, None), tmp_path, as_json=False)

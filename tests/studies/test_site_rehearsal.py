@@ -53,19 +53,19 @@ class Told(NullCallback):
 def test_the_folders_become_a_data_set_and_its_natural_split(tmp_path: Path) -> None:
     """A third of each class is held out; one site's split has its rows alone; half of the labels are half of each."""
     folders = [site(tmp_path / "a", 12, 20), site(tmp_path / "bb", 18, 24)]
-    rows = site_rehearsal._written(Config(), folders, tmp_path / "data", print)
+    rows = site_rehearsal._write_data_set(Config(), folders, tmp_path / "data", print)
     source = load(str(tmp_path / "data"))
     held = len(source.test)
     assert len(source.train) == len(rows.client) == 44 - held
     assert 30 // 3 - 4 <= held <= 30 // 3
     assert source.classes == ("0", "1")
     assert source.train.images.shape[1:] == (8, 8, 3)
-    whole = rows.split()
+    whole = rows.make_split()
     assert [len(whole.rows(k, True)) + len(whole.rows(k, False)) for k in (0, 1)] == np.bincount(rows.client).tolist()
-    alone = rows.split(site=1)
+    alone = rows.make_split(site=1)
     assert alone.clients == 1
     assert len(alone.rows(0, True)) == int((rows.labeled & (rows.client == 1)).sum())
-    half = rows.split(site_rehearsal._share(rows, 0.5))
+    half = rows.make_split(site_rehearsal._select_labels(rows, 0.5))
     assert 0 < half.labeled.sum() < whole.labeled.sum()
     assert int((half.client == -1).sum()) == int(whole.labeled.sum() - half.labeled.sum())
 
@@ -73,8 +73,8 @@ def test_the_folders_become_a_data_set_and_its_natural_split(tmp_path: Path) -> 
 def test_a_share_of_each_sites_labels_chooses_the_round(tmp_path: Path) -> None:
     """The test images stay what they are; a quarter of each site's other labels of each class is nobody's."""
     folders = [site(tmp_path / "a", 24, 30), site(tmp_path / "bb", 30, 34)]
-    plain = site_rehearsal._written(Config(), folders, tmp_path / "plain", print)
-    rows = site_rehearsal._written(Config(validation_share=0.25), folders, tmp_path / "data", print)
+    plain = site_rehearsal._write_data_set(Config(), folders, tmp_path / "plain", print)
+    rows = site_rehearsal._write_data_set(Config(validation_share=0.25), folders, tmp_path / "data", print)
     whole, source = load(str(tmp_path / "plain")), load(str(tmp_path / "data"))
     chosen = load(str(tmp_path / "data"), test="validation").test
     assert np.array_equal(whole.test.images, source.test.images)
@@ -104,14 +104,14 @@ def test_what_a_site_gains_by_joining_is_judged_over_splits(tmp_path: Path, monk
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setattr(decision, "REPEATS", 1)
     folders = [site(tmp_path / "a", 12, 14), site(tmp_path / "bb", 24, 26)]
-    found = site_rehearsal.gains(folders)
+    found = site_rehearsal.estimate_gains(folders)
     assert {name: each.labels for name, each in found.items()} == {"the federation": 36, "a": 12, "bb": 24}
     for each in found.values():
         assert each.difference.mean == pytest.approx(each.ours - each.base)
         assert each.splits == 5
-    assert "help" in decision.decide([9.0, 9.1], [1.0, 1.2], 0.25, 50, decision.JOINING).sentence
+    assert "help" in decision.decide([9.0, 9.1], [1.0, 1.2], 0.25, 50, decision.JOINING_VERDICTS).sentence
     monkeypatch.setattr(hubs, "installed", lambda name: False)
-    assert site_rehearsal.gains(folders) == {}
+    assert site_rehearsal.estimate_gains(folders) == {}
 
 
 def test_the_table_has_every_question_of_a_manager(tmp_path, capsys, monkeypatch):

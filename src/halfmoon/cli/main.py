@@ -189,13 +189,16 @@ def _run(args: argparse.Namespace) -> int:
     if args.sites:
         config, folders = own.rehearsal_of(args, {**values, **flags}, file)
         assert config.run_dir is not None
-        from halfmoon.studies.site_rehearsal import gains, rehearse
+        from halfmoon.studies.site_rehearsal import estimate_gains, rehearse
 
         root, again = config.run_dir, "the same command goes on"
         return _play(
             args,
             root,
-            lambda watch: (rehearse(config, folders, root, watch), gains(folders, config.group_pattern, watch)),
+            lambda watch: (
+                rehearse(config, folders, root, watch),
+                estimate_gains(folders, config.group_pattern, watch),
+            ),
             own.print_rows,
             again,
         )
@@ -224,14 +227,16 @@ def _play_plan(args: argparse.Namespace, plan: Plan) -> int:
 
 
 def _play_rows(args: argparse.Namespace, plan: Plan, folder: Path, again: bool = False) -> int:
-    from halfmoon.studies.run_plan import play
+    from halfmoon.studies.run_plan import run_plan
 
     def show(args: argparse.Namespace, folder: Path, result: PlanResult) -> None:
         if result.outcome is not None:
             base.print_outcome(result.outcome, args.json, args.wide, result.decision)
         own.show_played(plan, result, folder, args.json)
 
-    return _play(args, folder, lambda watch: play(plan, folder, watch, again), show, "", plan.rows, plan.after)
+    return _play(
+        args, folder, lambda watch: run_plan(plan, folder, watch, again), show, "", plan.runs, plan.seconds_after_runs
+    )
 
 
 def _note(config: Config, requested: Mapping[str, Any]) -> None:
@@ -294,9 +299,9 @@ def _compare(args: argparse.Namespace) -> int:
 
 def _resume(args: argparse.Namespace) -> int:
     from halfmoon.runs import runner
-    from halfmoon.studies.run_plan import left
+    from halfmoon.studies.run_plan import load_plan
 
-    if (plan := left(args.folder)) is not None:
+    if (plan := load_plan(args.folder)) is not None:
         return _play_rows(args, plan, args.folder, again=True)
     return _play(args, args.folder, lambda watch: runner.resume(args.folder, watch))
 

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from halfmoon.studies.decision import Decision
     from halfmoon.studies.plan import Plan
     from halfmoon.studies.run_plan import PlanResult
-    from halfmoon.studies.site_rehearsal import ResultRow
+    from halfmoon.studies.site_rehearsal import RehearsalRow
 
 
 def plan_flags(parser: argparse.ArgumentParser) -> None:
@@ -51,16 +51,16 @@ def planned(args: argparse.Namespace, flags: Mapping[str, Any]) -> Plan | None:
     if args.config is None and folder.is_dir():
         from halfmoon.studies import plan as planning  # slow to import, and most runs have no plan
 
-        plan = planning.planned(flags, args.minutes)
+        plan = planning.plan_if_folder(flags, args.minutes)
     if plan is None and (args.plan or args.minutes is not None):
         from halfmoon.data.readers.class_folders import refuse_unsorted
-        from halfmoon.studies.plan import ELSEWHERE
+        from halfmoon.studies.plan import EXPLICIT_OPTIONS
 
-        if args.config is None and folder.is_dir() and not ELSEWHERE & flags.keys():
+        if args.config is None and folder.is_dir() and not EXPLICIT_OPTIONS & flags.keys():
             refuse_unsorted(folder)
         raise UserError(
             "--plan and --minutes go with --data FOLDER, a folder of class folders or of images with a labels.csv, and "
-            f"without {', '.join('--' + each for each in sorted(ELSEWHERE))} and --config."
+            f"without {', '.join('--' + each for each in sorted(EXPLICIT_OPTIONS))} and --config."
         )
     return plan
 
@@ -146,20 +146,20 @@ def rehearsal_of(args: argparse.Namespace, layer: Mapping[str, Any], file: Path 
     return replace(config, run_dir=root), folders
 
 
-def print_rows(args: argparse.Namespace, folder: Path, result: tuple[list[ResultRow], dict[str, Decision]]) -> None:
+def print_rows(args: argparse.Namespace, folder: Path, result: tuple[list[RehearsalRow], dict[str, Decision]]) -> None:
     """Print the table of a rehearsal that lies in `folder`, and what each site gains."""
     table, gains = result
     if args.json:
         facts = {"folder": str(folder), "rows": [asdict(each) for each in table]}
         print_json({**facts, "gains": {name: each.as_json() for name, each in gains.items()}})
         return
-    from halfmoon.studies.site_rehearsal import HELD_OUT
+    from halfmoon.studies.site_rehearsal import TEST_STRIDE
 
     rows = [[each.name, f"{each.labels:,}", f"{each.accuracy:.2%}"] for each in table]
     show(["trained on", "labels", "right"], rows)
     tests = table[0].tests
     say(
-        f"tested on one of {HELD_OUT} labeled images of every class and site, {tests:,} in all: "
+        f"tested on one of {TEST_STRIDE} labeled images of every class and site, {tests:,} in all: "
         f"a row is good to {98 / tests**0.5:.0f} points or better (95 %)",
     )
     if gains:

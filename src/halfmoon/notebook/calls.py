@@ -123,7 +123,7 @@ def resume(folder: Path | str, watch: Callback = NULL_CALLBACK, method: outside.
         Diverged: a loss or a weight is no finite number.
     """
     root = paths(folder)
-    if (plan := run_plan.left(root)) is not None:
+    if (plan := run_plan.load_plan(root)) is not None:
         return _play_plan(plan, root, watch, again=True)
     with _watched(watch) as eyes:
         return _ended(runner.resume(root, eyes, method))
@@ -190,13 +190,13 @@ def _plan(options: Mapping[str, Any], minutes: float | None) -> Plan | None:
     """Return the plan for images of one's own, None where `data` is no folder of them, or others say what is played."""
     if not isinstance(place := options.get("data"), str | Path) or not Path(place).is_dir():
         return None
-    return planning.planned(schema.resolve_paths(options, Path()), minutes)
+    return planning.plan_if_folder(schema.anchored(options, Path()), minutes)
 
 
 def _start_plan(plan: Plan, watch: Callback) -> Results:
     """Play a plan in its folder, or go on with the run on these images that is there."""
-    root = plan.config.run_dir or schema.next_free_folder(plan.config, plan.config.method)
-    before = run_plan.left(root)
+    root = plan.config.run_dir or schema.free_folder(plan.config, plan.config.method)
+    before = run_plan.load_plan(root)
     if before is None or before.contents.folder != plan.contents.folder:
         warn(f"{plan.contents.sentence}; {dict(plan.reasons)['methods']}; about {plan.seconds / 60:.1f} minutes")
         return _play_plan(plan, root, watch)
@@ -207,7 +207,7 @@ def _start_plan(plan: Plan, watch: Callback) -> Results:
 def _play_plan(plan: Plan, root: Path, watch: Callback, again: bool = False) -> Results:
     """Play a plan in the folder `root`, or go on with it `again`."""
     with _watched(watch) as eyes:
-        result = run_plan.play(plan, root, eyes, again)
+        result = run_plan.run_plan(plan, root, eyes, again)
     if result.outcome is not None:
         return _ended(result.outcome)
     return Results(root, [root, *(root / BASELINES / name for name in plan.config.baselines)])

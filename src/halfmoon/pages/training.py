@@ -41,8 +41,8 @@ def run_training_process(pipe: Connection, folder: Path, paths: Sequence[str]) -
             labels, classes, mask = pipe.recv()
             try:
                 own = own or label_selection.folder_features(folder, paths, tell)
-                head = label_selection.problem(own, labels, classes)
-                values = label_selection.guesses(head, head.solved())
+                head = label_selection.head_problem(own, labels, classes)
+                values = label_selection.predict_images(head, head.solve())
                 probabilities = np.full((len(paths), len(head.classes)), np.nan)
                 features = np.zeros((len(paths), values[1].shape[1]), np.float32)
                 probabilities[own.rows], features[own.rows] = values

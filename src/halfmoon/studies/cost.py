@@ -1,4 +1,4 @@
-"""What a recipe costs on this machine: a round of a cell of each row is played and timed, and multiplied."""
+"""Estimate the cost of a recipe on this machine: time one round of each row, and multiply by the rounds of its runs."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -16,8 +16,15 @@ from halfmoon.studies.recipe import Recipe
 
 
 @dataclass(frozen=True)
-class Price:
-    """What the runs of a row cost: `cell` says in words which of them was timed, `rounds` are those of all runs."""
+class RowCost:
+    """The cost of the runs of a row.
+
+    Attributes:
+        cell: the cell that was timed, as text.
+        seconds_per_round: of that cell.
+        rounds: the rounds of all runs of the row.
+        runs: the number of its runs.
+    """
 
     cell: str
     seconds_per_round: float
@@ -26,40 +33,53 @@ class Price:
 
     @property
     def seconds(self) -> float:
+        """The time of all runs."""
         return self.seconds_per_round * self.rounds
 
 
-def price(recipe: Recipe, cells: Sequence[Cell]) -> dict[str, Price]:
-    """Return what the runs of cells cost by row, each row by the first of its cells; equal runs count once.
+def estimate_costs(recipe: Recipe, cells: Sequence[Cell]) -> dict[str, RowCost]:
+    """Estimate the cost of each row of a recipe by its first cell. A run that several cells share counts once.
 
-    Nothing is trained for a recipe of splits. Raise what `halfmoon.runs.runner.cell` raises.
+    Args:
+        recipe: the recipe; one of splits trains nothing and costs nothing.
+        cells: the selected cells.
+
+    Raises:
+        UserError: as `halfmoon.runs.runner.cell`.
     """
-    prices: dict[str, Price] = {}
-    earlier: set[str] = set()
+    costs: dict[str, RowCost] = {}
+    counted_runs: set[str] = set()
     for row in dict.fromkeys(cell.at[recipe.rows] for cell in cells):
-        own = [cell for cell in cells if cell.at[recipe.rows] == row]
-        runs = [config for cell in own for config in cell.configs.values()]
-        new = {identity(config, config.method): count_rounds(config) for config in runs}
-        new = {mark: rounds for mark, rounds in new.items() if mark not in earlier}
-        earlier |= set(new)
-        one = 0.0 if recipe.kind == "splits" else round_seconds(next(iter(own[0].configs.values())))
-        prices[row] = Price(own[0].words, one, sum(new.values()), len(new))
-    return prices
+        row_cells = [cell for cell in cells if cell.at[recipe.rows] == row]
+        rounds_by_run = {
+            identity(config, config.method): rounds_of(config) for cell in row_cells for config in cell.configs.values()
+        }
+        new_runs = {run_id: rounds for run_id, rounds in rounds_by_run.items() if run_id not in counted_runs}
+        counted_runs |= set(new_runs)
+        seconds = 0.0
+        if recipe.kind != "splits":
+            seconds = measure_round_seconds(next(iter(row_cells[0].configs.values())))
+        costs[row] = RowCost(
+            cell=row_cells[0].words, seconds_per_round=seconds, rounds=sum(new_runs.values()), runs=len(new_runs)
+        )
+    return costs
 
 
-def round_seconds(config: Config) -> float:
-    """Return the seconds of a round of a run, its evaluation included: the second of two, as the first warms up."""
-    return seconds_of(replace(config, start="none", rounds=2, checkpoint_every=2, evaluate_every=2))[-1]
+def measure_round_seconds(config: Config) -> float:
+    """Measure the seconds of a round and its evaluation: the second round of two, as the first one warms up."""
+    return measure_seconds(replace(config, rounds=2, checkpoint_every=2, evaluate_every=2))[-1]
 
 
-def seconds_of(config: Config, shared: Problem | None = None) -> list[float]:
-    """Play a run in a folder that is thrown away, and return the seconds of each of its rounds."""
+def measure_seconds(config: Config, shared: Problem | None = None) -> list[float]:
+    """Run a configuration in a temporary folder and return the seconds of each round."""
     with TemporaryDirectory() as folder:
         runner.cell(config, Path(folder) / "run", shared=shared)
         return [float(row["seconds"]) for row in atomic_io.read_rows(Path(folder) / "run" / TIMINGS)]
 
 
-def words_of(machine: Mapping[str, Any]) -> str:
+def describe_machine(machine: Mapping[str, Any]) -> str:
+    """Describe the processor or the GPU of a machine (`halfmoon.studies.sweep_folder.machine`)."""
     if machine["gpu"] is not None:
         return f"GPU {machine['gpu']}"
-    return f"{machine['cores']} core{'s' * (machine['cores'] > 1)} ({machine['cpu']})"
+    plural = "s" if machine["cores"] > 1 else ""
+    return f"{machine['cores']} core{plural} ({machine['cpu']})"

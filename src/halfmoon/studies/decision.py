@@ -1,4 +1,4 @@
-"""Whether unlabeled images help: paired differences over repeated splits, a verdict, and how many labels it lacks."""
+"""Decide whether unlabeled images help: paired differences over repeated splits, a verdict, and the labels it lacks."""
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
@@ -20,26 +20,29 @@ from halfmoon.methods.analytic import Sums
 from halfmoon.report.paired import Difference, paired
 
 MARGIN = 2.0
-"""Points of accuracy: where a gain as large as this is ruled out, labels alone are as good."""
+"""Points of accuracy: if a gain of this size is ruled out, labels only are as good."""
 
-FOLDS, REPEATS = 5, 3
-"""Parts of the labels in a cross-validation, and how often it is repeated."""
+FOLDS = 5
+"""Parts of the labels in a cross-validation."""
+
+REPEATS = 3
+"""Repetitions of the cross-validation, each with another partition into parts."""
 
 DRAWS = 10
-"""Draws of the labels where all labels are known."""
+"""Draws of the labels in a folder whose labels are all known."""
 
-SPARE = 128
-"""Directions beyond those of the images, so that the mixture head finds as many as it asks for."""
+EXTRA_DIRECTIONS = 128
+"""Directions beyond the span of the images, so that the mixture head finds as many as it requests."""
 
-Kind = Literal["help", "harm", "equal", "unknown"]
+DecisionKind = Literal["help", "harm", "equal", "unknown"]
 
-UNLABELED = "Unlabeled images help", "Labels alone are better", "Labels alone are as good"
-JOINING = "Joining helps", "Alone is better", "Alone is as good"
-"""What is said of a gain, of a loss, and of a gain below the margin."""
+UNLABELED_VERDICTS = ("Unlabeled images help", "Labels alone are better", "Labels alone are as good")
+JOINING_VERDICTS = ("Joining helps", "Alone is better", "Alone is as good")
+"""The sentences for a gain, for a loss, and for a gain below the margin."""
 
 
 class Fold(NamedTuple):
-    """Rows, int64, of one split: those whose labels are used, those without, and those that are tested on."""
+    """The rows of one split, int64 each."""
 
     labeled: np.ndarray
     unlabeled: np.ndarray
@@ -48,169 +51,262 @@ class Fold(NamedTuple):
 
 @dataclass(frozen=True)
 class Decision:
-    """What the splits say; `missing` is about how many more labels would tell, where these cannot."""
+    """The verdict of repeated splits.
 
-    kind: Kind
-    base: float  # mean accuracy of labels alone, in percent
+    Attributes:
+        kind: the verdict.
+        base: mean accuracy of labels only, in percent.
+        ours: mean accuracy of the method, in percent.
+        difference: the paired difference in points, with its interval.
+        splits: the number of splits.
+        labels: the number of different test images.
+        missing: about how many more labels would decide, where these cannot.
+        verdicts: the sentences for "help", "harm" and "equal".
+    """
+
+    kind: DecisionKind
+    base: float
     ours: float
     difference: Difference
     splits: int
     labels: int
     missing: int = 0
-    words: tuple[str, str, str] = UNLABELED
+    verdicts: tuple[str, str, str] = UNLABELED_VERDICTS
 
     @property
     def sentence(self) -> str:
-        """The decision in words, with its interval."""
-        d = self.difference
-        points = f"{d.mean:+.1f} points, 95 % {d.low:+.1f} to {d.high:+.1f}"
+        """The decision as a sentence, with its interval."""
+        difference = self.difference
+        points = f"{difference.mean:+.1f} points, 95 % {difference.low:+.1f} to {difference.high:+.1f}"
         if self.base == self.ours == 100:
             return f"Both are at the ceiling ({points}): no tested image is left that unlabeled images could win."
         if self.kind == "unknown":
             more = f"about {self.missing:,} more labeled images would" if self.missing else "more would"
             return f"Cannot tell with so few labels ({points}): {more}."
-        return f"{dict(zip(('help', 'harm', 'equal'), self.words, strict=True))[self.kind]} ({points})."
+        verdict = dict(zip(("help", "harm", "equal"), self.verdicts, strict=True))[self.kind]
+        return f"{verdict} ({points})."
 
     def as_json(self) -> dict[str, Any]:
-        facts = {"kind": self.kind, "sentence": self.sentence, "labels_only": self.base, "with_unlabeled": self.ours}
-        return {**facts, **self.difference._asdict(), "splits": self.splits, "missing": self.missing}
+        """Return the decision as JSON-compatible values."""
+        return {
+            "kind": self.kind,
+            "sentence": self.sentence,
+            "labels_only": self.base,
+            "with_unlabeled": self.ours,
+            **self.difference._asdict(),
+            "splits": self.splits,
+            "missing": self.missing,
+        }
 
 
 def decide(
-    ours: Sequence[float], base: Sequence[float], overlap: float, labels: int, words: tuple[str, str, str] = UNLABELED
+    method: Sequence[float],
+    baseline: Sequence[float],
+    overlap: float,
+    labels: int,
+    verdicts: tuple[str, str, str] = UNLABELED_VERDICTS,
 ) -> Decision:
-    """Judge accuracies in percent of two methods on the same splits, tested on `labels` different images in all.
+    """Decide by the accuracies of two methods on the same splits.
 
-    The interval is that of `interval`.
+    Args:
+        method: accuracy of the method on each split, in percent.
+        baseline: accuracy of the baseline on each split, in percent.
+        overlap: the ratio of test to training images, as in `difference_interval`.
+        labels: the number of different test images of all splits.
+        verdicts: the sentences for "help", "harm" and "equal".
     """
-    difference = interval(ours, base, overlap, labels)
-    kind: Kind = "unknown"
+    difference = difference_interval(method, baseline, overlap, labels)
+    kind: DecisionKind = "unknown"
     if difference.low > 0:
         kind = "help"
     elif difference.high < 0:
         kind = "harm"
     elif difference.high < MARGIN:
         kind = "equal"
-    missing = more_labels(difference, labels) if kind == "unknown" else 0
-    return Decision(kind, float(np.mean(base)), float(np.mean(ours)), difference, len(ours), labels, missing, words)
+    return Decision(
+        kind=kind,
+        base=float(np.mean(baseline)),
+        ours=float(np.mean(method)),
+        difference=difference,
+        splits=len(method),
+        labels=labels,
+        missing=estimate_missing_labels(difference, labels) if kind == "unknown" else 0,
+        verdicts=verdicts,
+    )
 
 
-def interval(ours: Sequence[float], base: Sequence[float], overlap: float, labels: int) -> Difference:
-    """Return the difference of accuracies in percent on the same splits, tested on `labels` different images in all.
+def difference_interval(method: Sequence[float], baseline: Sequence[float], overlap: float, labels: int) -> Difference:
+    """Compute the mean paired difference in points with the interval of the corrected resampled t-test.
 
-    The interval is that of the corrected resampled t-test (`halfmoon.report.paired.paired`). Where all splits show one
-    difference it is that of a proportion of which none of n was seen, 3 / n.
+    See `halfmoon.report.paired.paired`. If all splits show the same difference, the interval is that of a proportion of
+    which none was seen among `labels` images: 3 / n (the rule of three).
+
+    Args:
+        method: accuracy of the method on each split, in percent.
+        baseline: accuracy of the baseline on each split, in percent.
+        overlap: the ratio of test to training images.
+        labels: the number of different test images of all splits.
     """
-    difference = paired(ours, base, overlap)
-    reach = 300 / labels if difference.low == difference.high else 0
-    return Difference(difference.mean, difference.low - reach, difference.high + reach, difference.p)
+    difference = paired(method, baseline, overlap)
+    margin = 300 / labels if difference.low == difference.high else 0
+    return Difference(difference.mean, difference.low - margin, difference.high + margin, difference.p)
 
 
-def more_labels(difference: Difference, labels: int) -> int:
-    """Return about how many more labels would make the interval as narrow as its mean, or `MARGIN`, is large.
+def estimate_missing_labels(difference: Difference, labels: int) -> int:
+    """Estimate how many more labels would shrink the interval's half width to its mean, or to `MARGIN` if larger.
 
-    Its width shrinks with the square root of their number; rounded up to tens.
+    The half width shrinks with the square root of the number of labels. The result is rounded up to tens.
     """
-    reach, target = difference.high - difference.mean, max(abs(difference.mean), MARGIN)
-    return max(10, 10 * math.ceil(labels * ((reach / target) ** 2 - 1) / 10))
+    half_width = difference.high - difference.mean
+    target = max(abs(difference.mean), MARGIN)
+    return max(10, 10 * math.ceil(labels * ((half_width / target) ** 2 - 1) / 10))
 
 
-def folds(labels: np.ndarray, groups: Sequence[str] | None = None) -> Iterator[Fold]:
-    """Yield `REPEATS` cross-validations of the labeled rows in `FOLDS` parts, each with its share of every class.
+def cross_validation_folds(labels: np.ndarray, groups: Sequence[str] | None = None) -> Iterator[Fold]:
+    """Yield the folds of `REPEATS` cross-validations of the labeled rows in `FOLDS` parts, stratified by class.
 
-    `labels` is int64 (N,), negative where there is none. A class of one label is always trained on. A group is in one
-    part, which is that of its first row; no row of it, labeled or not, is on both sides.
+    A class with one label is always in training. A group is in the part of its first row; no row of a test group,
+    labeled or not, is trained on.
+
+    Args:
+        labels: int64 (N,), negative for an unlabeled row.
+        groups: the patient or group of each row; "" for none.
     """
     for repeat in range(REPEATS):
-        part, offset, parts = np.full(len(labels), -1), 0, dict[str, int]()
-        for label in np.unique(labels[labels >= 0]):
-            rows = stream(0, "folds", str(repeat), str(label)).permutation(np.flatnonzero(labels == label))
-            if len(rows) > 1:
-                part[rows] = (offset + np.arange(len(rows))) % FOLDS
-                offset += len(rows)
-                for row in rows:
-                    if groups is not None and (name := groups[int(row)]):
-                        part[row] = parts.setdefault(name, int(part[row]))
+        fold_numbers = _assign_folds(labels, groups, repeat)
         for number in range(FOLDS):
-            tests = np.flatnonzero(part == number)
-            sides = (np.flatnonzero(rows) for rows in ((labels >= 0) & (part != number), labels < 0))
-            labeled, unlabeled = (apart(rows, tests, groups) for rows in sides)
-            if len(tests) and len(labeled):
-                yield Fold(labeled, unlabeled, tests)
+            test_rows = np.flatnonzero(fold_numbers == number)
+            labeled = apart(np.flatnonzero((labels >= 0) & (fold_numbers != number)), test_rows, groups)
+            unlabeled = apart(np.flatnonzero(labels < 0), test_rows, groups)
+            if len(test_rows) and len(labeled):
+                yield Fold(labeled, unlabeled, test_rows)
 
 
-def draws(
-    labels: np.ndarray, counts: Sequence[int], tests: np.ndarray | None = None, groups: Sequence[str] | None = None
+def _assign_folds(labels: np.ndarray, groups: Sequence[str] | None, repeat: int) -> np.ndarray:
+    """Assign each labeled row to one of `FOLDS` parts, int64 (N,); -1 for a row that is never tested."""
+    fold_numbers = np.full(len(labels), -1)
+    fold_of_group: dict[str, int] = {}
+    # Each class continues where the last one ended, so that small classes do not all fill the first parts.
+    offset = 0
+    for label in np.unique(labels[labels >= 0]):
+        rows = stream(0, "folds", str(repeat), str(label)).permutation(np.flatnonzero(labels == label))
+        if len(rows) < 2:
+            continue
+        fold_numbers[rows] = (offset + np.arange(len(rows))) % FOLDS
+        offset += len(rows)
+        if groups is None:
+            continue
+        for row in rows:
+            if group := groups[int(row)]:
+                fold_numbers[row] = fold_of_group.setdefault(group, int(fold_numbers[row]))
+    return fold_numbers
+
+
+def label_draws(
+    labels: np.ndarray,
+    counts: Sequence[int],
+    test_rows: np.ndarray | None = None,
+    groups: Sequence[str] | None = None,
 ) -> Iterator[Fold]:
-    """Yield `DRAWS` draws of so many labels of each class of rows whose labels are all known, int64 (N,).
+    """Yield `DRAWS` draws of labels from rows whose labels are all known.
 
-    The rows of `tests` are tested on. None: a fifth of every class, drawn anew each time, with all of their groups.
+    Args:
+        labels: int64 (N,).
+        counts: labels to draw of each class.
+        test_rows: the rows to test on; None for a fifth of each class, drawn each time, with all rows of their groups.
+        groups: the patient or group of each row; "" for none.
     """
-    owners = groups or [""] * len(labels)
+    group_names = groups or [""] * len(labels)
     for number in range(DRAWS):
-        labeled, rest, test_rows = list[np.ndarray](), list[np.ndarray](), list[np.ndarray]()
+        labeled: list[np.ndarray] = []
+        unlabeled: list[np.ndarray] = []
+        tested: list[np.ndarray] = []
         sides = Sides()
         for label, count in enumerate(counts):
             rows = stream(0, "draws", str(number), str(label)).permutation(np.flatnonzero(labels == label))
-            mine = np.isin(rows, sides.draw(rows, owners, len(rows) // FOLDS) if tests is None else tests)
-            test_rows.append(rows[mine])
-            labeled.append(rows[~mine][:count])
-            rest.append(rows[~mine][count:])
-        yield Fold(*(np.sort(np.concatenate(each)) for each in (labeled, rest, test_rows)))
+            class_tests = sides.draw(rows, group_names, len(rows) // FOLDS) if test_rows is None else test_rows
+            is_test = np.isin(rows, class_tests)
+            tested.append(rows[is_test])
+            labeled.append(rows[~is_test][:count])
+            unlabeled.append(rows[~is_test][count:])
+        yield Fold(
+            labeled=np.sort(np.concatenate(labeled)),
+            unlabeled=np.sort(np.concatenate(unlabeled)),
+            test=np.sort(np.concatenate(tested)),
+        )
 
 
 def head_accuracy(method: Method, task: Task, data: Examples, fold: Fold) -> float:
-    """Return the accuracy, in percent, of a head that is solved from sums over the fold's rows, all in one place."""
-    return right(task, solved(method, task, data, fold), data, fold.test)
+    """Solve a head on a fold's training rows and return its accuracy on the test rows, in percent."""
+    return model_accuracy(task, solve_head(method, task, data, fold), data, fold.test)
 
 
-def right(task: Task, model: Tree, data: Examples, rows: np.ndarray) -> float:
-    """Return how often, in percent, a model is right on rows, int64."""
-    test = torch.from_numpy(rows)
-    metrics = tally(task.network, model, task.normalize, Examples(data.images[test], data.labels[test])).row()
+def model_accuracy(task: Task, model: Tree, data: Examples, rows: np.ndarray) -> float:
+    """Return a model's accuracy on rows, int64, in percent."""
+    indices = torch.from_numpy(rows)
+    examples = Examples(data.images[indices], data.labels[indices])
+    metrics = tally(task.network, model, task.normalize, examples).row()
     return 100 * cast(float, metrics["accuracy"])
 
 
-def solved(method: Method, task: Task, data: Examples, fold: Fold) -> Tree:
-    """Return the model of such a head.
+def solve_head(method: Method, task: Task, data: Examples, fold: Fold) -> Tree:
+    """Solve a head from sums over the fold's rows, all at one client.
 
-    Fewer images than half of the features are solved in a basis of what they span, which gives the same head sooner.
+    Fewer images than half of the feature dimensions are solved in a basis of the images' span: the same head, sooner.
+
+    Args:
+        method: a method whose client updates are sums (`halfmoon.methods.analytic`).
+        task: the task on features.
+        data: features of all rows.
+        fold: the rows.
+
+    Returns:
+        The model, as `Method.solution`.
     """
-    x, u = torch.from_numpy(fold.labeled), torch.from_numpy(fold.unlabeled)
-    counts = torch.tensor([len(x), len(u)])
-    local = ClientData(data.images[x], data.labels[x], data.images[u], counts[0], counts[1])
+    labeled = torch.from_numpy(fold.labeled)
+    unlabeled = torch.from_numpy(fold.unlabeled)
+    counts = torch.tensor([len(labeled), len(unlabeled)])
+    client_data = Local(data.images[labeled], data.labels[labeled], data.images[unlabeled], counts[0], counts[1])
     updates = cast(Mapping[str, Sums], method.client_updates(task))
     server = method.start(task, task.network.init(rng.generator(0, "head")))
-    images, head = torch.cat([local.x, local.u]), server["head"]
+    images = torch.cat([client_data.x, client_data.u])
+    head = server["head"]
     basis = None
-    if 2 * (len(images) + SPARE) < len(head["center"]):
+    if 2 * (len(images) + EXTRA_DIRECTIONS) < len(head["center"]):
         basis = orthonormal_basis(updates["mean"].roots(server, images))
         updates = {name: replace(update, basis=basis) for name, update in updates.items()}
-        server = {**server, "head": {**head, "weight": head["weight"] @ basis, "center": head["center"] @ basis}}
-    federation = cast(Federation, _OnePlace(updates, local))
+        projected = {**head, "weight": head["weight"] @ basis, "center": head["center"] @ basis}
+        server = {**server, "head": projected}
+    federation = cast(Federation, _SingleClientFederation(updates, client_data))
     for number in range(task.rounds):
         server = method.round(replace(task, round=number), server, federation)
     if basis is not None:
         head = server["head"]
-        server = {**server, "head": {**head, "weight": head["weight"] @ basis.T, "center": basis @ head["center"]}}
+        lifted = {**head, "weight": head["weight"] @ basis.T, "center": basis @ head["center"]}
+        server = {**server, "head": lifted}
     return method.solution(task, server)
 
 
 def orthonormal_basis(rows: Tensor) -> Tensor:
-    """Return orthonormal columns (F, n + `SPARE`) whose span holds `rows` (n, F)."""
-    spare = torch.eye(rows.shape[1], SPARE, dtype=rows.dtype, device=rows.device)
-    columns = torch.linalg.qr(torch.cat([rows.T, spare], 1))  # pyright: ignore[reportUnknownMemberType]
+    """Compute orthonormal columns (F, n + `EXTRA_DIRECTIONS`) whose span includes `rows` (n, F)."""
+    extra = torch.eye(rows.shape[1], EXTRA_DIRECTIONS, dtype=rows.dtype, device=rows.device)
+    columns = torch.linalg.qr(torch.cat([rows.T, extra], 1))  # pyright: ignore[reportUnknownMemberType]
     return cast(Tensor, columns[0])
 
 
-class _OnePlace:
-    """A federation of one client, which is always asked."""
+class _SingleClientFederation:
+    """A federation of one client, which is in every cohort."""
 
-    clients, labeled = 1, 0
+    clients = 1
+    labeled = 0
 
-    def __init__(self, updates: Mapping[str, ClientUpdate], data: ClientData) -> None:
-        self.updates, self.data = updates, data
-        self.cohort = self.responders = torch.zeros(1, dtype=torch.int64)
+    def __init__(self, updates: Mapping[str, ClientUpdate], data: Local) -> None:
+        self.updates = updates
+        self.data = data
+        self.cohort = torch.zeros(1, dtype=torch.int64)
+        self.answered = self.cohort
 
     def average(self, client_update: str, broadcast: Tree) -> Upload:
-        return Upload({"sums": self.updates[client_update].begin(broadcast, {}, self.data)}, torch.ones(1))
+        """Compute the sums of the only client: they are the average."""
+        sums = self.updates[client_update].begin(broadcast, {}, self.data)
+        return Upload({"sums": sums}, torch.ones(1))

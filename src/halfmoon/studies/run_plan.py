@@ -1,6 +1,7 @@
-"""A plan is played: two rows, and the decision whether unlabeled images help, from repeated splits of the labels."""
+"""Run a plan: train the two methods, compare them on repeated splits, and decide whether unlabeled images help."""
 
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -10,6 +11,7 @@ import torch
 from halfmoon.config.schema import Config, identity
 from halfmoon.core.errors import UserError
 from halfmoon.data import Images
+from halfmoon.data.partition.split import Split
 from halfmoon.engine.evaluation import Examples
 from halfmoon.engine.loop import Row
 from halfmoon.runs import factory, runner
@@ -19,143 +21,219 @@ from halfmoon.runs.jobs import parsed
 from halfmoon.runs.runner import RunResult
 from halfmoon.storage import atomic_io
 from halfmoon.storage.run_folder import BASELINES, DECISION, PLAN, RunFolder
-from halfmoon.studies.decision import FOLDS, Decision, Fold, decide, draws, folds, head_accuracy
-from halfmoon.studies.plan import Plan, Step, one_holder
-from halfmoon.studies.scan_folder import contents_of, site_source
+from halfmoon.studies.decision import FOLDS, Decision, Fold, cross_validation_folds, decide, head_accuracy, label_draws
+from halfmoon.studies.plan import Plan, PlanStep, single_client_split
+from halfmoon.studies.scan_folder import load_site_source, scan_folder
 
 
 @dataclass(frozen=True)
 class PlanResult:
-    """What was played, the recommended method first; `outcome` is None where no image was left to test on."""
+    """The results of a plan.
+
+    Attributes:
+        runs: the runs' summaries, the recommended method first.
+        outcome: the comparison on test images; None for a site's folder, which has none.
+        decision: None where the methods were compared on a single split.
+    """
 
     runs: list[Row]
     outcome: RunResult | None
     decision: Decision | None
 
 
-def left(root: Path) -> Plan | None:
-    """Return the plan of a run folder, to go on with it; None where it was not made by a plan."""
+def load_plan(root: Path) -> Plan | None:
+    """Load the plan of a run folder, to resume it; None if the folder was not made by a plan.
+
+    Raises:
+        UserError: the folder of images is empty or gone.
+    """
     record = atomic_io.read_json(root / PLAN)
     if record is None or not RunFolder.exists(root):
         return None
     with RunFolder.open(root) as folder:
         config = replace(parsed(folder.config, root), baselines=tuple(record.pop("baselines")))
-    contents = contents_of(Path(config.data), config.group_pattern)
+    contents = scan_folder(Path(config.data), config.group_pattern)
     if contents is None:
         raise UserError(f"{config.data}, on which {root} was trained, holds no images any more: put them back.")
-    pair = record["pair"][0], record["pair"][1]
-    return Plan(config, contents, **{**record, "pair": pair}, reasons=(), steps=(Step("", 0.0),))
+    pair = (record["pair"][0], record["pair"][1])
+    return Plan(config, contents, **{**record, "pair": pair}, reasons=(), steps=(PlanStep("", 0.0),))
 
 
-def play(plan: Plan, root: Path, watch: Callback, again: bool = False) -> PlanResult:
-    """Play the rows in the folder `root`, or go on `again`, and decide; a decision is None where one split was played.
+def run_plan(plan: Plan, root: Path, watch: Callback, resume: bool = False) -> PlanResult:
+    """Train the plan's methods in the folder `root`, and decide.
 
-    Raise what `halfmoon.runs.runner.start` raises.
+    Args:
+        plan: the plan.
+        root: the run folder, new unless `resume`.
+        watch: receives the progress of each run.
+        resume: continue the runs that the folder has.
+
+    Raises:
+        UserError: as `halfmoon.runs.runner.start`.
     """
     config = replace(plan.config, run_dir=root)
-    if not again:
+    if not resume:
         RunFolder.refuse(root, identity(config, config.method))
-        facts = {name: getattr(plan, name) for name in ("pair", "heads", "splits", "share")}
-        root.mkdir(parents=True, exist_ok=True)
-        atomic_io.replace(root / PLAN, json.dumps({**facts, "baselines": config.baselines}).encode())
+        _write_plan(plan, root)
     methods = [config.method, *config.baselines]
     if plan.contents.site:
-        flip = bool(config.flip)
-        source = site_source(plan.contents, factory.preparation(config), plan.share, flip, watch.say)
-        split = one_holder(source.train.labels)
+        source = load_site_source(
+            plan.contents, factory.preparation(config), plan.share, flip=bool(config.flip), report=watch.say
+        )
+        split = single_client_split(source.train.labels)
     else:
-        source, split = replace(factory.images(config), mirror=bool(config.flip)), None
-    shared = factory.problem(config, split, methods, source, told_of(watch))
-    outcome, runs = None, list[Row]()
+        source = replace(factory.images(config), mirror=bool(config.flip))
+        split = None
+    problem = factory.problem(config, split, methods, source, told_of(watch))
+    outcome = None
     if plan.contents.site:
-        for name in methods:
-            one = replace(config, method=name, baselines=(), reference=config.reference or config.method)
-            path = root if name == config.method else root / BASELINES / name
-            runs.append(runner.cell(one, path, watch, tests=False, shared=shared))
+        runs = _run_site_methods(config, methods, root, watch, problem)
     else:
-        outcome = _gone_on(config, watch, shared)
+        outcome = _start_or_resume(config, watch, problem)
         runs = outcome.summaries
-    decision = _of_heads(plan, shared) if plan.heads else _of_runs(plan, shared, root, runs, watch)
+    if plan.heads:
+        decision = _decide_by_heads(plan, problem)
+    else:
+        decision = _decide_by_runs(plan, problem, root, runs, watch)
     if decision is not None:
         atomic_io.replace(root / DECISION, (json.dumps(decision.as_json(), indent=2) + "\n").encode())
     return PlanResult(runs, outcome, decision)
 
 
-def _of_heads(plan: Plan, shared: Problem) -> Decision | None:
-    """Decide by heads that are solved anew on every split."""
-    labels = shared.source.train.labels
-    data, overlap, tested = shared.train, 1 / (FOLDS - 1), int((labels >= 0).sum())
+def _write_plan(plan: Plan, root: Path) -> None:
+    record = {
+        "pair": plan.pair,
+        "heads": plan.heads,
+        "splits": plan.splits,
+        "share": plan.share,
+        "baselines": plan.config.baselines,
+    }
+    root.mkdir(parents=True, exist_ok=True)
+    atomic_io.replace(root / PLAN, json.dumps(record).encode())
+
+
+def _run_site_methods(
+    config: Config, methods: Sequence[str], root: Path, watch: Callback, problem: Problem
+) -> list[Row]:
+    """Train each method on all of a site's labels. Nothing is tested: the site has no other labels."""
+    summaries: list[Row] = []
+    for name in methods:
+        method_config = replace(config, method=name, baselines=(), reference=config.reference or config.method)
+        path = root if name == config.method else root / BASELINES / name
+        summaries.append(runner.cell(method_config, path, watch, tests=False, shared=problem))
+    return summaries
+
+
+def _decide_by_heads(plan: Plan, problem: Problem) -> Decision | None:
+    """Compare heads that are solved on every split; None where there are fewer than two splits."""
+    train = problem.source.train
     if plan.contents.site:
-        splits = list(folds(labels, shared.source.train.groups))
+        data = problem.train
+        splits = list(cross_validation_folds(train.labels, train.groups))
+        overlap = 1 / (FOLDS - 1)
+        tested = int((train.labels >= 0).sum())
     else:
-        assert shared.test is not None, "a folder has a test part"
-        data = Examples(*(torch.cat(pair) for pair in zip(shared.train, shared.test, strict=True)))
-        labels, tests = data.labels.numpy(), None
-        if plan.contents.tests:
-            tests = np.arange(len(shared.train.labels), len(labels))
-            overlap = len(tests) / len(shared.train.labels)
-        marked = shared.source.train.labels[shared.split.labeled & (shared.split.client != -1)]
-        parts = [each.groups for each in (shared.source.train, shared.source.test)]
-        owners = None if None in parts else [name for part in parts if part for name in part]
-        counts = np.bincount(marked, minlength=len(plan.contents.classes)).tolist()
-        splits = list(draws(labels, counts, tests, owners))
-        tested = len(labels) if tests is None else len(tests)
+        data, splits, overlap, tested = _draw_head_splits(plan, problem)
     if len(splits) < 2 or not all(map(len, splits[0])):
         return None
-    heads = [factory.method(replace(plan.config, method=name, options={}, baselines=())) for name in plan.pair]
-    results = [[head_accuracy(method, shared.task, data, fold) for method in heads] for fold in splits]
-    base, ours = zip(*results, strict=True)
-    return decide(ours, base, overlap, tested)
+    labels_only, with_unlabeled = (
+        factory.method(replace(plan.config, method=name, options={}, baselines=())) for name in plan.pair
+    )
+    baseline: list[float] = []
+    method: list[float] = []
+    for fold in splits:
+        baseline.append(head_accuracy(labels_only, problem.task, data, fold))
+        method.append(head_accuracy(with_unlabeled, problem.task, data, fold))
+    return decide(method, baseline, overlap, tested)
 
 
-def _of_runs(plan: Plan, shared: Problem, root: Path, runs: list[Row], watch: Callback) -> Decision | None:
-    """Decide by runs on other splits, each in a folder of its own."""
+def _draw_head_splits(plan: Plan, problem: Problem) -> tuple[Examples, list[Fold], float, int]:
+    """Draw labels again in class folders, where all labels are known.
+
+    Returns:
+        All images, the splits, the ratio of test to training images, and the number of different test images.
+    """
+    source = problem.source
+    assert problem.test is not None, "a folder has a test part"
+    images, labels = (torch.cat(pair) for pair in zip(problem.train, problem.test, strict=True))
+    train_count = len(problem.train.labels)
+    test_rows = None
+    overlap = 1 / (FOLDS - 1)
+    tested = len(labels)
+    if plan.contents.tests:
+        test_rows = np.arange(train_count, len(labels))
+        overlap = len(test_rows) / train_count
+        tested = len(test_rows)
+    groups = None
+    if source.train.groups is not None and source.test.groups is not None:
+        groups = [*source.train.groups, *source.test.groups]
+    used_labels = source.train.labels[problem.split.labeled & (problem.split.client != -1)]
+    counts = np.bincount(used_labels, minlength=len(plan.contents.classes)).tolist()
+    splits = list(label_draws(labels.numpy(), counts, test_rows, groups))
+    return Examples(images, labels), splits, overlap, tested
+
+
+def _decide_by_runs(plan: Plan, problem: Problem, root: Path, runs: list[Row], watch: Callback) -> Decision | None:
+    """Compare runs on other splits, each in its folder below `root`; None where there are fewer than two splits."""
     if plan.splits < 2:
         return None
-    labels = shared.source.train.labels
+    train = problem.source.train
     results: list[dict[str, float]] = []
-    if not plan.contents.site:
-        results.append({row["method"]: _last(row) for row in runs})
-    cases: list[Fold | None] = [None] * (plan.splits - 1)
+    folds: list[Fold | None]
     if plan.contents.site:
-        cases = list[Fold | None](folds(labels, shared.source.train.groups))[:FOLDS]
-    for number, fold in enumerate(cases, start=1):
-        where = root / "splits" / str(number)
+        folds = list[Fold | None](cross_validation_folds(train.labels, train.groups))[:FOLDS]
+    else:
+        results.append({row["method"]: _last_accuracy(row) for row in runs})
+        folds = [None] * (plan.splits - 1)
+    for number, fold in enumerate(folds, start=1):
+        config = replace(plan.config, run_dir=root / "splits" / str(number))
         if fold is None:
-            config = replace(plan.config, run_dir=where, split_seed=plan.config.split_seed + number)
-            part = replace(shared, split=factory.split_of(config, shared.source))
+            config = replace(config, split_seed=plan.config.split_seed + number)
+            split_problem = replace(problem, split=factory.split_of(config, problem.source))
         else:
-            config, part = replace(plan.config, run_dir=where), _part(shared, fold)
-        rows = _gone_on(config, watch, part).summaries
-        results.append({row["method"]: _last(row) for row in rows})
-    base, ours = ([row[name] for row in results] for name in plan.pair)
+            split_problem = _fold_problem(problem, fold)
+        rows = _start_or_resume(config, watch, split_problem).summaries
+        results.append({row["method"]: _last_accuracy(row) for row in rows})
     if len(results) < 2:
         return None
-    tests = len(shared.source.test)
+    baseline, method = ([row[name] for row in results] for name in plan.pair)
     if plan.contents.site:
-        return decide(ours, base, 1 / (FOLDS - 1), int((labels >= 0).sum()))
-    return decide(ours, base, tests / len(labels), tests)
+        return decide(method, baseline, 1 / (FOLDS - 1), int((train.labels >= 0).sum()))
+    test_count = len(problem.source.test)
+    return decide(method, baseline, test_count / len(train.labels), test_count)
 
 
-def _gone_on(config: Config, watch: Callback, shared: Problem) -> RunResult:
-    assert config.run_dir is not None, "each is played in a folder of its own"
+def _start_or_resume(config: Config, watch: Callback, problem: Problem) -> RunResult:
+    assert config.run_dir is not None, "every split has its run folder"
     if RunFolder.exists(config.run_dir):
-        return runner.resume(config.run_dir, watch, shared=shared)
-    return runner.start(config, watch, shared=shared)
+        return runner.resume(config.run_dir, watch, shared=problem)
+    return runner.start(config, watch, shared=problem)
 
 
-def _part(shared: Problem, fold: Fold) -> Problem:
-    """Return a problem whose labels are those of a fold, and whose test images are its own."""
-    train = shared.source.train
-    rows = np.sort(np.concatenate([fold.labeled, fold.unlabeled]))
-    parts = {"train": rows, "test": fold.test}
-    images = {name: Images(train.images[of], train.labels[of]) for name, of in parts.items()}
-    examples = {name: Examples(*(each[torch.from_numpy(of)] for each in shared.train)) for name, of in parts.items()}
-    source = replace(shared.source, **images)
-    return replace(shared, source=source, split=one_holder(train.labels[rows]), **examples)
+def _fold_problem(problem: Problem, fold: Fold) -> Problem:
+    """Build a problem with the labels of a fold, whose test images are the fold's."""
+    train = problem.source.train
+    train_rows = np.sort(np.concatenate([fold.labeled, fold.unlabeled]))
+
+    def select_images(rows: np.ndarray) -> Images:
+        return Images(train.images[rows], train.labels[rows])
+
+    def select_examples(rows: np.ndarray) -> Examples:
+        indices = torch.from_numpy(rows)
+        return Examples(problem.train.images[indices], problem.train.labels[indices])
+
+    # The test rows' labels are hidden in training, as they are not among `train_rows`.
+    split: Split = single_client_split(train.labels[train_rows])
+    return replace(
+        problem,
+        source=replace(problem.source, train=select_images(train_rows), test=select_images(fold.test)),
+        split=split,
+        train=select_examples(train_rows),
+        test=select_examples(fold.test),
+    )
 
 
-def _last(row: Row) -> float:
+def _last_accuracy(row: Row) -> float:
     if row["accuracy"] is None:
         raise UserError(f"{row['title']} was tested on no image.")
     return 100 * row["accuracy"]["last"]

@@ -1,4 +1,4 @@
-"""What a folder of images of one's own holds, and the images themselves: class folders, or a site's with labels.csv."""
+"""Scan a user's image folder: class folders, or a site's folder with labels.csv; and load its images."""
 
 import mimetypes
 import os
@@ -21,16 +21,25 @@ from halfmoon.sites.folders import read_site
 from halfmoon.sites.folders.labels import LABELS_FILE
 from halfmoon.sites.folders.site_folder import is_site_folder
 
-HEADERS = 200
-"""Images whose size and mode are read from their headers."""
+MAX_HEADERS = 200
+"""Images whose size and color mode are read from their headers."""
 
 
 @dataclass(frozen=True, eq=False)
-class Contents:
-    """What a folder holds: images to train on, their `labels` int64 (N,) with -1 for none, and images of a test part.
+class FolderContents:
+    """The images of a folder, their labels, and the sizes that their headers declare.
 
-    `sizes` counts (height, width) and `gray` the gray ones of the `headers` images whose headers were read. `site`: it
-    is a site's folder, in which labels are few; else every image lies in the folder of its class.
+    Attributes:
+        folder: the scanned folder.
+        classes: class names, in the order of the label numbers.
+        paths: the training images, N of them.
+        labels: int64 (N,), -1 for an image without a label.
+        tests: the number of images in a test folder.
+        sizes: (height, width) and its count among the read headers, the most frequent size first.
+        gray: the number of gray images among the read headers.
+        headers: the number of images whose headers were read.
+        site: a site's folder, where few images have labels; otherwise each image is in the folder of its class.
+        groups: the patient or group of each training image, or None.
     """
 
     folder: Path
@@ -42,131 +51,199 @@ class Contents:
     gray: int
     headers: int
     site: bool
-    groups: Sequence[str] | None = None  # whose image each of `paths` is
+    groups: Sequence[str] | None = None
 
     @property
     def labeled(self) -> int:
+        """The number of training images with a label."""
         return int((self.labels >= 0).sum())
 
     @property
     def side(self) -> int:
-        """The longest side of the most frequent size."""
+        """The longer side of the most frequent size, in pixels."""
         return max(next(iter(self.sizes)))
 
     @property
     def channels(self) -> int:
+        """1 if all images are gray, otherwise 3."""
         return 1 if self.gray == self.headers else 3
 
     @property
     def sentence(self) -> str:
-        """What is there, in words."""
-        sizes = [f"{width}x{height}" for height, width in list(self.sizes)[:3]]
-        more = f" and {len(self.sizes) - 3} more sizes" if len(self.sizes) > 3 else ""
-        colors = "gray" if self.gray == self.headers else "gray and RGB" if self.gray else "RGB"
-        of = f" ({self.headers} looked at)" if self.headers < len(self.paths) else ""
-        count = len(self.paths) + self.tests
+        """A one-line description of the folder for people."""
+        sizes = ", ".join(f"{width}x{height}" for height, width in list(self.sizes)[:3])
+        if len(self.sizes) > 3:
+            sizes += f" and {len(self.sizes) - 3} more sizes"
+        if self.gray == self.headers:
+            colors = "gray"
+        elif self.gray:
+            colors = "gray and RGB"
+        else:
+            colors = "RGB"
+        if self.headers < len(self.paths):
+            colors += f" ({self.headers} headers read)"
         labels = f"{self.labeled:,} with a label" if self.site else "each in the folder of its class"
         tests = f", {self.tests:,} of them for the test" if self.tests else ""
-        owners = len(set(self.groups or ()) - {""})
-        tests += f", of {owners:,} patients or groups" if owners else ""
+        group_count = len(set(self.groups or ()) - {""})
+        groups = f", of {group_count:,} patients or groups" if group_count else ""
         return (
-            f"{self.folder.name}: {count:,} images, {labels}{tests}; {len(self.classes)} classes; "
-            f"{', '.join(sizes)}{more}, {colors}{of}"
+            f"{self.folder.name}: {len(self.paths) + self.tests:,} images, {labels}{tests}{groups}; "
+            f"{len(self.classes)} classes; {sizes}, {colors}"
         )
 
 
-def contents_of(folder: Path, pattern: str | None = None) -> Contents | None:
-    """Return what a folder holds, None for one that is read in another way (parquet, idx, official files).
+def scan_folder(folder: Path, group_pattern: str | None = None) -> FolderContents | None:
+    """Scan a folder of images.
 
-    `pattern` finds an image's group in its name. Raise UserError where its labels have a fault.
+    Args:
+        folder: class folders, or a site's folder.
+        group_pattern: a regular expression that finds an image's patient or group in its name.
+
+    Returns:
+        The contents; None for a folder that another reader handles (parquet, idx, official files).
+
+    Raises:
+        UserError: the labels have a fault, or no image has a label.
     """
-    tests = 0
-    site = is_site_folder(folder)
-    if site:
-        site_folder = read_site(folder)
+    if is_site(folder):
+        site_folder = read(folder)
         if not (site_folder.labels >= 0).any():
             raise UserError(
                 f"{folder}: no image has a label: `halfmoon site label {folder}` labels a few, or write {LABELS_FILE} with "
                 "the header path,label."
             )
-        paths, labels, classes = [folder / path for path in site_folder.paths], site_folder.labels, site_folder.classes
-        owners = site_folder.image_groups(pattern)
-    elif in_parts(folder):
-        place = part_of(folder, "train")
-        groups = in_classes(place or folder)
-        if place is not None:
-            refuse_unlabeled(folder, place)
-            test_part = part_of(folder, "test") or part_of(folder, "validation")
-            tests = sum(map(len, in_classes(test_part).values())) if test_part is not None else 0
-        paths = [path for group in groups.values() for path in group]
-        labels = np.repeat(np.arange(len(groups)), [len(group) for group in groups.values()])
-        classes, owners = tuple(groups), groups_of(paths, pattern)
-    else:
+        return scan_images(
+            folder,
+            site_folder.classes,
+            [folder / path for path in site_folder.paths],
+            site_folder.labels,
+            groups=site_folder.grouped(group_pattern),
+        )
+    if not in_parts(folder):
         return None
-    return looked_at(folder, classes, paths, labels, tests, site, owners)
+    train_folder = part_of(folder, "train")
+    images_by_class = in_classes(train_folder or folder)
+    tests = 0
+    if train_folder is not None:
+        refuse_unlabeled(folder, train_folder)
+        test_folder = part_of(folder, "test") or part_of(folder, "validation")
+        if test_folder is not None:
+            tests = sum(map(len, in_classes(test_folder).values()))
+    paths = [path for images in images_by_class.values() for path in images]
+    counts = [len(images) for images in images_by_class.values()]
+    labels = np.repeat(np.arange(len(images_by_class)), counts)
+    groups = groups_of(paths, group_pattern)
+    return scan_images(folder, tuple(images_by_class), paths, labels, tests=tests, site=False, groups=groups)
 
 
-def other_formats(folder: Path) -> Counter[str]:
-    """Return how many image files in and below a folder, by suffix, are of formats that are not read."""
+def count_unsupported_formats(folder: Path) -> Counter[str]:
+    """Count the image files in and below a folder whose formats are not supported, by suffix."""
     suffixes = Counter[str]()
     for _, folders, files in os.walk(folder):
+        # os.walk descends into the folders that remain in this list: hidden ones are skipped.
         folders[:] = [name for name in folders if not name.startswith(".")]
         suffixes.update(os.path.splitext(name)[1].lower() for name in files if not name.startswith("."))
-    images = {each for each in suffixes if str(mimetypes.guess_type(f"a{each}")[0]).startswith("image/")}
-    return Counter({each: suffixes[each] for each in images.difference(SUFFIXES)})
+    images = {suffix for suffix in suffixes if str(mimetypes.guess_type(f"a{suffix}")[0]).startswith("image/")}
+    return Counter({suffix: suffixes[suffix] for suffix in images.difference(SUFFIXES)})
 
 
-def looked_at(
+def scan_images(
     folder: Path,
     classes: Sequence[str],
     paths: Sequence[Path],
     labels: np.ndarray,
     tests: int = 0,
     site: bool = True,
-    owners: Sequence[str] | None = None,
-) -> Contents:
-    """Return what a folder holds, with the sizes of its images; raise UserError where none of them can be read."""
-    step = -(-len(paths) // HEADERS)
-    headers = [each for each in map(header, paths[::step]) if each is not None]
+    groups: Sequence[str] | None = None,
+) -> FolderContents:
+    """Read sizes and color modes from the headers of up to `MAX_HEADERS` images, evenly spaced in the list.
+
+    Args:
+        folder: the folder of the images.
+        classes: class names.
+        paths: the training images, N of them.
+        labels: int64 (N,), -1 for an image without a label.
+        tests: the number of images in a test folder.
+        site: a site's folder.
+        groups: the patient or group of each image.
+
+    Raises:
+        UserError: none of these images is readable.
+    """
+    step = -(-len(paths) // MAX_HEADERS)  # rounded up, so that at most MAX_HEADERS are read
+    headers = [image_header for path in paths[::step] if (image_header := header(path)) is not None]
     if not headers:
         raise UserError(f"{folder}: none of its {len(paths):,} images can be read; see halfmoon site check.")
-    sizes = dict(Counter(each[:2] for each in headers).most_common())
-    gray = sum(each[2] for each in headers)
-    return Contents(folder, tuple(classes), tuple(paths), labels, tests, sizes, gray, len(headers), site, owners)
+    sizes = Counter(image_header[:2] for image_header in headers)
+    return FolderContents(
+        folder=folder,
+        classes=tuple(classes),
+        paths=tuple(paths),
+        labels=labels,
+        tests=tests,
+        sizes=dict(sizes.most_common()),
+        gray=sum(image_header[2] for image_header in headers),
+        headers=len(headers),
+        site=site,
+        groups=groups,
+    )
 
 
-def readable(
-    contents: Contents, rows: np.ndarray, how: Preparation, say: Callable[[str], None]
+def decode_images(
+    contents: FolderContents, rows: np.ndarray, preparation: Preparation, report: Callable[[str], None]
 ) -> tuple[list[np.ndarray], np.ndarray]:
-    """Return the images of rows, each uint8 (H, W, C), and which rows these are; what cannot be read is left out."""
-    pixels, indices = list[np.ndarray](), list[int]()
+    """Decode images of a folder, without those that are unreadable or of another size.
+
+    Args:
+        contents: the scanned folder.
+        rows: int64, indices into its paths.
+        preparation: the resizing and the channels.
+        report: receives one line for each image that is left out.
+
+    Returns:
+        The images, each uint8 (H, W, C), and their rows, int64.
+    """
+    images: list[np.ndarray] = []
+    decoded_rows: list[int] = []
     for row in rows.tolist():
         path = contents.paths[row]
         try:
-            image = prepared(path.read_bytes(), str(path), how)
-            if pixels and image.shape != pixels[0].shape:
+            image = prepared(path.read_bytes(), str(path), preparation)
+            if images and image.shape != images[0].shape:
                 raise UserError(f"{path}: it is {image.shape[1]}x{image.shape[0]}, the others are not; give --resize.")
         except (UserError, OSError) as error:
-            say(f"left out: {error}")
+            report(f"left out: {error}")
             continue
-        pixels.append(image)
-        indices.append(row)
-    return pixels, np.array(indices, np.int64)
+        images.append(image)
+        decoded_rows.append(row)
+    return images, np.array(decoded_rows, np.int64)
 
 
-def site_source(contents: Contents, how: Preparation, share: float, flip: bool, say: Callable[[str], None]) -> Source:
-    """Return a site's images, all of them to train on; its test part is those with a label.
+def load_site_source(
+    contents: FolderContents, preparation: Preparation, share: float, flip: bool, report: Callable[[str], None]
+) -> Source:
+    """Load a site's images as training data; its labeled images are the test data as well.
 
-    Of images without a label the `share` is read, always the same ones. One that cannot be read is left out, and said.
+    Args:
+        contents: the scanned folder.
+        preparation: the resizing and the channels.
+        share: the share of the unlabeled images to use; the same images for the same share.
+        flip: whether images may be mirrored.
+        report: receives one line for each image that is left out.
+
+    Raises:
+        UserError: none of its images is readable.
     """
-    bare = stream(0, "own folder").permutation(np.flatnonzero(contents.labels < 0))
-    rows = np.sort(np.concatenate([np.flatnonzero(contents.labels >= 0), bare[: round(share * len(bare))]]))
-    pixels, rows = readable(contents, rows, how, say)
-    if not pixels:
+    # The name of the random stream decides which images are drawn: it must not change.
+    unlabeled = stream(0, "own folder").permutation(np.flatnonzero(contents.labels < 0))
+    used = unlabeled[: round(share * len(unlabeled))]
+    rows = np.sort(np.concatenate([np.flatnonzero(contents.labels >= 0), used]))
+    images, rows = decode_images(contents, rows, preparation, report)
+    if not images:
         raise UserError(f"{contents.folder}: none of its images can be read; see halfmoon site check.")
-    owners = None if contents.groups is None else [contents.groups[int(row)] for row in rows]
-    train = Images(np.stack(pixels), contents.labels[rows], groups=owners)
+    groups = None if contents.groups is None else [contents.groups[int(row)] for row in rows]
+    train = Images(np.stack(images), contents.labels[rows], groups=groups)
     labeled = train.labels >= 0
-    mean, std = statistics(train.images)
     test = Images(train.images[labeled], train.labels[labeled])
+    mean, std = statistics(train.images)
     return Source(contents.folder.name, train, test, contents.classes, flip, mean, std)

@@ -1,10 +1,9 @@
-"""Rehearse a federation with the sites' real folders on one machine, before anybody is asked to join.
+"""Rehearse a federation with the sites' image folders on one machine, before any site joins.
 
-The folders become a data set and its natural split: each folder is a client. A third of each site's labeled images of
-each class is held out, and all models are tested on all of these. With `validation_share` that share of each site's
-other labels of each class chooses the round, and nobody trains on it. The rows answer a manager's questions: each site
-alone, all labels together, a federation with the labels alone, with the
-images without a label as well, and with fewer labels.
+The folders become a data set and its natural partition: each folder is a client. A third of each site's labeled images
+of each class is held out, and all models are tested on all of these. With `validation_share` that share of each site's
+other labels of each class chooses the round and is not trained on. The table has a row for each site by itself, all
+labels in one place, a federation with labels only, with unlabeled images as well, and with fewer labels.
 """
 
 from collections.abc import Callable, Sequence
@@ -28,24 +27,35 @@ from halfmoon.methods.analytic import RidgeHead
 from halfmoon.runs.callbacks import NULL_CALLBACK, Callback, RunInfo
 from halfmoon.runs.factory import preparation
 from halfmoon.runs.runner import cell
-from halfmoon.sites.folders import SiteFolder, read_site
-from halfmoon.studies.decision import FOLDS, JOINING, REPEATS, UNLABELED, Decision, Fold, decide, folds, right, solved
-from halfmoon.studies.label_selection import FolderFeatures, folder_features, problem
+from halfmoon.sites.folders import SiteFolder, read
+from halfmoon.studies.decision import (
+    FOLDS,
+    JOINING_VERDICTS,
+    REPEATS,
+    UNLABELED_VERDICTS,
+    Decision,
+    Fold,
+    cross_validation_folds,
+    decide,
+    model_accuracy,
+    solve_head,
+)
+from halfmoon.studies.label_selection import FolderFeatures, HeadProblem, folder_features, head_problem
 from halfmoon.studies.plan import PRETRAINED
 
-HELD_OUT = 3
+TEST_STRIDE = 3
 """One of so many labeled images of each class and site is a test image."""
 
 FEDERATION = "the federation"
-"""What decides of all sites together."""
+"""The name under which the decision about all sites is returned."""
 
-SHARES = (0.25, 0.5)
-"""The shares of the labels that the curve is played with, beside all."""
+LABEL_SHARES = (0.25, 0.5)
+"""Shares of the labels with which the federation is trained as well."""
 
 
 @dataclass(frozen=True)
-class ResultRow:
-    """One row of the table: what was trained on how many labels, and how often it is right on how many images."""
+class RehearsalRow:
+    """One row of the table: a model, the number of labels it was trained on, its accuracy, and the test images."""
 
     name: str
     labels: int
@@ -54,208 +64,315 @@ class ResultRow:
 
 
 @dataclass(frozen=True)
-class _Rows:
-    """The training rows of all sites."""
+class _TrainingRows:
+    """The training images of all sites.
 
-    client: np.ndarray  # (N,) int64
-    labels: np.ndarray  # (N,) int64, UNKNOWN where there is none
-    labeled: np.ndarray  # (N,) bool
-    names: tuple[str, ...]  # of the sites
-    tests: int  # images that are held out
+    Attributes:
+        client: the site of each image, int64 (N,).
+        labels: int64 (N,), `UNKNOWN` for an unlabeled one.
+        labeled: bool (N,).
+        names: the sites' names.
+        tests: the number of images that are held out.
+    """
 
-    def split(self, keep: np.ndarray | None = None, site: int | None = None) -> Split:
-        """Return the split with these labels alone (others belong to nobody), or with one site's rows as one client."""
-        labeled = self.labeled if keep is None else self.labeled & keep
+    client: np.ndarray
+    labels: np.ndarray
+    labeled: np.ndarray
+    names: tuple[str, ...]
+    tests: int
+
+    def make_split(self, used_labels: np.ndarray | None = None, site: int | None = None) -> Split:
+        """Make a split of all sites, or of one site as the only client.
+
+        Args:
+            used_labels: bool (N,); images whose label is not used are at no client.
+            site: the only client.
+        """
+        labeled = self.labeled if used_labels is None else self.labeled & used_labels
         client = np.where(self.labeled & ~labeled, -1, self.client)
         if site is None:
             return Split(client, labeled, len(self.names))
-        return Split(np.where(client == site, 0, -1), labeled & (client == site), 1)
+        is_site = client == site
+        return Split(np.where(is_site, 0, -1), labeled & is_site, 1)
 
 
-class _Titled:
-    """Tell another callback of a run under the name of its row."""
+class _RenamedRuns:
+    """Forward the events of a run to another callback, under the name of its row."""
 
     def __init__(self, watch: Callback, name: str) -> None:
-        self.watch, self.name = watch, name
+        self.watch = watch
+        self.name = name
 
     def begin(self, run: RunInfo) -> None:
+        """Forward the start of a run."""
         self.watch.begin(replace(run, title=self.name))
 
     def round(self, run: RunInfo, row: Row) -> None:
+        """Forward a round."""
         self.watch.round(replace(run, title=self.name), row)
 
     def end(self, run: RunInfo, summary: Row) -> None:
+        """Forward the end of a run."""
         self.watch.end(replace(run, title=self.name), summary)
 
     def say(self, words: str) -> None:
+        """Forward a message."""
         self.watch.say(words)
 
 
-def rehearse(config: Config, folders: Sequence[Path], root: Path, watch: Callback = NULL_CALLBACK) -> list[ResultRow]:
-    """Play all rows in the folder `root`, or go on there, and return the table.
+def rehearse(
+    config: Config, folders: Sequence[Path], root: Path, watch: Callback = NULL_CALLBACK
+) -> list[RehearsalRow]:
+    """Train all models of the table in the folder `root`, or resume there.
 
-    `config.method` is the one with semi-supervision, and `watch` is told of each run under its row's name.
-    Raise `UserError` where the folders cannot be read, where their images need a size (--resize) or channels, or where
-    too few are labeled.
+    Args:
+        config: its method is the semi-supervised one.
+        folders: the sites' folders.
+        root: the folder of the runs.
+        watch: receives the progress of each run under its row's name.
+
+    Raises:
+        UserError: folders are unreadable, their images need a size (--resize) or channels, or too few are labeled.
     """
-    rows = _written(config, folders, root / "data", watch.say)
-    base = replace(config, data=str(root / "data"), cache=root / "cache", baselines=(), image_size=config.image_size)
-    base = replace(base, clients=len(folders), cohort=min(config.cohort, len(folders)), resize=None, channels=None)
-    base = replace(base, crop=False, window=None, reference=config.reference or config.method)
-    base = replace(base, validation_share=0.0, validation_part=config.validation_share > 0)
-    table: list[ResultRow] = []
+    rows = _write_data_set(config, folders, root / "data", watch.say)
+    base = replace(
+        config,
+        data=str(root / "data"),
+        cache=root / "cache",
+        baselines=(),
+        image_size=config.image_size,
+        clients=len(folders),
+        cohort=min(config.cohort, len(folders)),
+        # The images of `root / "data"` are prepared already.
+        resize=None,
+        channels=None,
+        crop=False,
+        window=None,
+        reference=config.reference or config.method,
+        # The validation images are in a file of their own there, not drawn from the training images.
+        validation_share=0.0,
+        validation_part=config.validation_share > 0,
+    )
+    table: list[RehearsalRow] = []
 
-    def play(name: str, word: str, method: str, split: Split) -> None:
-        path = root / "splits" / f"{word}.parquet"
-        split.save(path)
-        one = replace(base, method=method, split=path, clients=split.clients, cohort=min(base.cohort, split.clients))
-        options = one.options if method == config.method else {}
-        summary = cell(replace(one, options=options), root / word, _Titled(watch, name))
-        right = summary["accuracy"]["chosen" if base.validation_part else "last"]
-        table.append(ResultRow(name, int((split.labeled & (split.client >= 0)).sum()), right, rows.tests))
+    def run_row(name: str, folder_name: str, method: str, split: Split) -> None:
+        split_path = root / "splits" / f"{folder_name}.parquet"
+        split.save(split_path)
+        row_config = replace(
+            base,
+            method=method,
+            split=split_path,
+            clients=split.clients,
+            cohort=min(base.cohort, split.clients),
+            options=base.options if method == config.method else {},
+        )
+        summary = cell(row_config, root / folder_name, _RenamedRuns(watch, name))
+        accuracy = summary["accuracy"]["chosen" if base.validation_part else "last"]
+        label_count = int((split.labeled & (split.client >= 0)).sum())
+        table.append(RehearsalRow(name, label_count, accuracy, rows.tests))
 
     for number, name in enumerate(rows.names):
         if rows.labeled[rows.client == number].any():
-            play(f"{name} alone", f"alone-{number}", "partially-supervised", rows.split(site=number))
-    play("all labels in one place", "together", "partially-supervised", rows.split())
-    play("federation, labels only", "labels-only", "fedavg", rows.split())
-    for share in SHARES:
-        part = _share(rows, share)
-        play(
-            f"federation, {config.method}, {share:.0%} of the labels", f"share-{share}", config.method, rows.split(part)
-        )
-    play(f"federation, {config.method}, all labels", "all-labels", config.method, rows.split())
+            run_row(f"{name} alone", f"alone-{number}", "partially-supervised", rows.make_split(site=number))
+    run_row("all labels in one place", "together", "partially-supervised", rows.make_split())
+    run_row("federation, labels only", "labels-only", "fedavg", rows.make_split())
+    for share in LABEL_SHARES:
+        row_name = f"federation, {config.method}, {share:.0%} of the labels"
+        split = rows.make_split(_select_labels(rows, share))
+        run_row(row_name, f"share-{share}", config.method, split)
+    run_row(f"federation, {config.method}, all labels", "all-labels", config.method, rows.make_split())
     return table
 
 
-def gains(folders: Sequence[Path], pattern: str | None = None, watch: Callback = NULL_CALLBACK) -> dict[str, Decision]:
-    """Return by site whether joining helps it, and of the federation whether unlabeled images do.
+def estimate_gains(
+    folders: Sequence[Path], group_pattern: str | None = None, watch: Callback = NULL_CALLBACK
+) -> dict[str, Decision]:
+    """Estimate each site's gain from joining, and the federation's gain from unlabeled images.
 
-    Heads on a pretrained network's features are solved anew on every split of a repeated cross-validation: a federation
-    has the same head as all images in one place. Each site is tested on its own images. Return {} where the network's
-    package is missing. Raise UserError where none of a folder's images can be read, or only one class has labels.
+    Heads on a pretrained network's features are solved on every split of a repeated cross-validation: the head of a
+    federation equals the head of all images in one place. Each site is tested on its own images.
+
+    Args:
+        folders: the sites' folders.
+        group_pattern: a regular expression that finds an image's patient or group in its name.
+        watch: receives messages about the progress.
+
+    Returns:
+        Decisions by the site's name, and under `FEDERATION`; {} if the network's package is not installed.
+
+    Raises:
+        UserError: none of a folder's images is readable, or only one class has labels.
     """
     if not hubs.installed(PRETRAINED):
         return {}
-    sites, own = [read_site(folder) for folder in folders], list[FolderFeatures]()
-    classes, labels, client, groups = _classes(sites), list[int](), list[int](), list[str]()
-    for number, site in enumerate(sites):
-        watch.say(f"features of {len(site):,} images of {site.folder.resolve().name}, kept for the next time")
-        mine = folder_features(site.folder, site.paths, lambda *_: None)
-        owners = site.image_groups(pattern) or [""] * len(site)
-        for row in mine.rows.tolist():
-            labels.append(classes.index(site.classes[site.labels[row]]) if site.labels[row] >= 0 else -1)
-            groups.append(f"{number} {owners[row]}" if owners[row] else "")
-        client += [number] * len(mine.rows)
-        own.append(mine)
-    values = torch.cat([each.values for each in own])
-    head = problem(replace(own[0], values=values, rows=np.arange(len(values))), np.array(labels), classes)
-    data, holder, marks = head.data, np.array(client), head.data.labels.numpy()
-    pairs: dict[str, list[tuple[float, ...]]] = {}
-    for fold in folds(np.where(marks >= 0, marks * len(sites) + holder, -1), groups):
-        together, base = (solved(method, head.task, data, fold) for method in (head.method, RidgeHead()))
-        both = tuple(right(head.task, model, data, fold.test) for model in (together, base))
-        pairs.setdefault(FEDERATION, []).append(both)
-        for number, site in enumerate(sites):
-            mine = Fold(*(rows[holder[rows] == number] for rows in fold))
-            if len(mine.labeled) and len(mine.test):
-                alone = solved(head.method, head.task, data, mine)
-                both = tuple(right(head.task, model, data, mine.test) for model in (together, alone))
-                pairs.setdefault(site.folder.resolve().name, []).append(both)
-        watch.say(f"split {len(pairs[FEDERATION])} of {FOLDS * REPEATS}")
-    counts = {site.folder.resolve().name: int((site.labels >= 0).sum()) for site in sites}
-    counts[FEDERATION] = sum(counts.values())
+    sites = [read(folder) for folder in folders]
+    names = [site.folder.resolve().name for site in sites]
+    problem, client, groups = _pool_features(sites, group_pattern, watch)
+    labels = problem.data.labels.numpy()
+    # Folds are stratified by class and site: each pair of them is a stratum of its own.
+    strata = np.where(labels >= 0, labels * len(sites) + client, -1)
+    results: dict[str, list[tuple[float, float]]] = {}
+    for fold in cross_validation_folds(strata, groups):
+        federation_model = solve_head(problem.method, problem.task, problem.data, fold)
+        labels_only_model = solve_head(RidgeHead(), problem.task, problem.data, fold)
+        federation_accuracies = (
+            model_accuracy(problem.task, federation_model, problem.data, fold.test),
+            model_accuracy(problem.task, labels_only_model, problem.data, fold.test),
+        )
+        results.setdefault(FEDERATION, []).append(federation_accuracies)
+        for number, name in enumerate(names):
+            site_fold = Fold(*(rows[client[rows] == number] for rows in fold))
+            if len(site_fold.labeled) == 0 or len(site_fold.test) == 0:
+                continue
+            site_model = solve_head(problem.method, problem.task, problem.data, site_fold)
+            site_accuracies = (
+                model_accuracy(problem.task, federation_model, problem.data, site_fold.test),
+                model_accuracy(problem.task, site_model, problem.data, site_fold.test),
+            )
+            results.setdefault(name, []).append(site_accuracies)
+        watch.say(f"split {len(results[FEDERATION])} of {FOLDS * REPEATS}")
+    label_counts = {name: int((site.labels >= 0).sum()) for name, site in zip(names, sites, strict=True)}
+    label_counts[FEDERATION] = sum(label_counts.values())
     decisions: dict[str, Decision] = {}
-    for name, each in pairs.items():
-        if len(each) > 1:
-            ours, base = zip(*each, strict=True)
-            words = UNLABELED if name == FEDERATION else JOINING
-            decisions[name] = decide(ours, base, 1 / (FOLDS - 1), counts[name], words)
+    for name, accuracies in results.items():
+        if len(accuracies) > 1:
+            joined, baseline = zip(*accuracies, strict=True)
+            verdicts = UNLABELED_VERDICTS if name == FEDERATION else JOINING_VERDICTS
+            decisions[name] = decide(joined, baseline, 1 / (FOLDS - 1), label_counts[name], verdicts)
     return decisions
 
 
-def _share(rows: _Rows, share: float) -> np.ndarray:
-    """Return which labels are kept: of every site and class the same share, at least one."""
-    keep = np.zeros(len(rows.client), bool)
+def _pool_features(
+    sites: Sequence[SiteFolder], group_pattern: str | None, watch: Callback
+) -> tuple[HeadProblem, np.ndarray, list[str]]:
+    """Compute the features of all sites' images.
+
+    Returns:
+        The head's problem on all of them, the site of each image, int64 (n,), and its patient or group ("" for none).
+    """
+    classes = _merge_classes(sites)
+    site_features: list[FolderFeatures] = []
+    labels: list[int] = []
+    client: list[int] = []
+    groups: list[str] = []
+    for number, site in enumerate(sites):
+        watch.say(f"features of {len(site):,} images of {site.folder.resolve().name}, kept for the next time")
+        folder = folder_features(site.folder, site.paths, lambda *_: None)
+        site_groups = site.grouped(group_pattern) or [""] * len(site)
+        for row in folder.rows.tolist():
+            label = int(site.labels[row])
+            labels.append(classes.index(site.classes[label]) if label >= 0 else -1)
+            # Patients of two sites may have one number: they are different patients.
+            groups.append(f"{number} {site_groups[row]}" if site_groups[row] else "")
+        client += [number] * len(folder.rows)
+        site_features.append(folder)
+    values = torch.cat([folder.values for folder in site_features])
+    pooled = replace(site_features[0], values=values, rows=np.arange(len(values)))
+    return head_problem(pooled, np.array(labels), classes), np.array(client), groups
+
+
+def _select_labels(rows: _TrainingRows, share: float) -> np.ndarray:
+    """Select a share of the labels of each site and class, at least one; bool (N,)."""
+    selected = np.zeros(len(rows.client), bool)
     for site in range(len(rows.names)):
         for label in np.unique(rows.labels[rows.labeled]):
-            of = np.flatnonzero((rows.client == site) & (rows.labels == label) & rows.labeled)
-            order = stream(0, "own sites", str(site), str(label)).permutation(of)
-            keep[order[: max(1, round(share * len(of)))] if len(of) else []] = True
-    return keep
+            candidates = np.flatnonzero((rows.client == site) & (rows.labels == label) & rows.labeled)
+            if len(candidates) == 0:
+                continue
+            order = stream(0, "own sites", str(site), str(label)).permutation(candidates)
+            selected[order[: max(1, round(share * len(candidates)))]] = True
+    return selected
 
 
-def _written(config: Config, folders: Sequence[Path], place: Path, say: Callable[[str], None]) -> _Rows:
-    """Decode the folders' images into train.parquet and test.parquet, and return who holds which rows."""
-    if len(folders) < 2 or len({folder.resolve() for folder in folders}) < len(folders):
+def _write_data_set(
+    config: Config, folders: Sequence[Path], folder: Path, report: Callable[[str], None]
+) -> _TrainingRows:
+    """Decode the sites' images into train.parquet, test.parquet and, if requested, validation.parquet."""
+    if len(folders) < 2 or len({path.resolve() for path in folders}) < len(folders):
         raise UserError(
             "--sites needs the folders of two sites or more, each once; one alone is `halfmoon run --data FOLDER`."
         )
-    sites = [read_site(folder) for folder in folders]
-    classes = _classes(sites)
-    how = preparation(config)
-    channels = how.channels or 3
-    parts: dict[str, list[tuple[bytes, int | None]]] = {"train": [], "test": [], "validation": []}
-    client, labeled = list[int](), list[bool]()
+    sites = [read(path) for path in folders]
+    classes = _merge_classes(sites)
+    image_preparation = preparation(config)
+    image_preparation = replace(image_preparation, channels=image_preparation.channels or 3)
+    encoded: dict[str, list[tuple[bytes, int | None]]] = {"train": [], "test": [], "validation": []}
+    client: list[int] = []
+    labeled: list[bool] = []
     for number, site in enumerate(sites):
         if not (site.labels >= 0).any():
             check = f"`halfmoon site check {site.folder}`"
-            say(f"{site.folder.name}: no image has a label; {check} says which folders look like classes.")
-        part = _parts(site, config.validation_share, config.group_pattern)
-        if (part == "").any():
-            count = int((part == "").sum())
-            say(f"{site.folder.name}: {count:,} images without a label are left out: their patients are test patients.")
+            report(f"{site.folder.name}: no image has a label; {check} says which folders look like classes.")
+        subsets = _assign_subsets(site, config.validation_share, config.group_pattern)
+        left_out = int((subsets == "").sum())
+        if left_out:
+            report(
+                f"{site.folder.name}: {left_out:,} images without a label are left out: their patients are test "
+                "patients."
+            )
         for row, path in enumerate(site.paths):
-            if not part[row]:
+            if not subsets[row]:
                 continue
             label = int(site.labels[row])
-            named = classes.index(site.classes[label]) if label >= 0 else None
+            class_number = classes.index(site.classes[label]) if label >= 0 else None
             try:
-                data = png(prepared((site.folder / path).read_bytes(), path, replace(how, channels=channels)))
+                image = png(prepared((site.folder / path).read_bytes(), path, image_preparation))
             except (UserError, OSError) as error:
-                say(f"{site.folder.name}: left out: {error}")
+                report(f"{site.folder.name}: left out: {error}")
                 continue
-            parts[part[row]].append((data, named))
-            if part[row] == "train":
+            encoded[subsets[row]].append((image, class_number))
+            if subsets[row] == "train":
                 client.append(number)
                 labeled.append(label >= 0)
-    if not parts["test"] or not any(labeled):
+    if not encoded["test"] or not any(labeled):
         raise UserError(
-            f"too few images have labels: each site needs {HELD_OUT} or more of a class to be tested on one."
+            f"too few images have labels: each site needs {TEST_STRIDE} or more of a class to be tested on one."
         )
-    if config.validation_share and not parts["validation"]:
+    if config.validation_share and not encoded["validation"]:
         raise UserError(
             f"validation_share {config.validation_share:g} leaves no validation image; choose a larger one."
         )
-    for name, rows in parts.items():
+    for name, rows in encoded.items():
         if rows:
-            write(place / f"{name}.parquet", rows, classes)
-    labels = np.array([UNKNOWN if label is None else label for _, label in parts["train"]], np.int64)
-    names = tuple(site.folder.resolve().name for site in sites)
-    return _Rows(np.array(client, np.int64), labels, np.array(labeled, bool), names, len(parts["test"]))
+            write(folder / f"{name}.parquet", rows, classes)
+    labels = np.array([UNKNOWN if label is None else label for _, label in encoded["train"]], np.int64)
+    return _TrainingRows(
+        client=np.array(client, np.int64),
+        labels=labels,
+        labeled=np.array(labeled, bool),
+        names=tuple(site.folder.resolve().name for site in sites),
+        tests=len(encoded["test"]),
+    )
 
 
-def _classes(sites: Sequence[SiteFolder]) -> tuple[str, ...]:
-    """Return the classes of all sites: those of the first with a classes.txt that has them all, else sorted."""
-    every = {name for site in sites for name in site.classes}
-    return next((site.classes for site in sites if set(site.classes) == every), tuple(sorted(every)))
+def _merge_classes(sites: Sequence[SiteFolder]) -> tuple[str, ...]:
+    """List the classes of all sites: in the order of the first site whose classes.txt has them all, or sorted."""
+    all_classes = {name for site in sites for name in site.classes}
+    for site in sites:
+        if set(site.classes) == all_classes:
+            return site.classes
+    return tuple(sorted(all_classes))
 
 
-def _parts(site: SiteFolder, share: float, pattern: str | None = None) -> np.ndarray:
-    """Return of which part each image of a site is, the same every time: "test", "validation", "train" or "".
+def _assign_subsets(site: SiteFolder, validation_share: float, group_pattern: str | None = None) -> np.ndarray:
+    """Assign each image of a site to "test", "validation" or "train", or to "" if it is left out; the same every time.
 
-    A patient or group is in one part; unlabeled images of one who is no patient of the training are in none.
-    `share` of the labeled images of a class that are not test images are for validation, if one is left to train on.
+    A patient or group is in one subset. An unlabeled image whose patient is in test or validation is left out.
+    `validation_share` of the labeled images of a class that are not test images are for validation, if at least one
+    remains to train on.
     """
-    part = np.full(len(site), "train", dtype="<U10")
-    groups = site.image_groups(pattern) or [""] * len(site)
-    tests, validations = Sides(), Sides()
+    subsets = np.full(len(site), "train", dtype="<U10")
+    groups = site.grouped(group_pattern) or [""] * len(site)
+    test_side = Sides()
+    validation_side = Sides()
     for label in np.unique(site.labels[site.labels >= 0]):
-        of = stream(0, "own sites", "test", str(label)).permutation(np.flatnonzero(site.labels == label))
-        test_rows = tests.draw(of, groups, len(of) // HELD_OUT)
-        rest = of[~np.isin(of, test_rows)]
-        part[test_rows] = "test"
-        part[validations.draw(rest, groups, min(round(share * len(rest)), len(rest) - 1))] = "validation"
-    bare = np.flatnonzero(site.labels < 0)
-    part[np.setdiff1d(bare, apart(bare, np.flatnonzero(part != "train"), groups))] = ""
-    return part
+        rows = stream(0, "own sites", "test", str(label)).permutation(np.flatnonzero(site.labels == label))
+        test_rows = test_side.draw(rows, groups, len(rows) // TEST_STRIDE)
+        other_rows = rows[~np.isin(rows, test_rows)]
+        subsets[test_rows] = "test"
+        validation_count = min(round(validation_share * len(other_rows)), len(other_rows) - 1)
+        subsets[validation_side.draw(other_rows, groups, validation_count)] = "validation"
+    unlabeled = np.flatnonzero(site.labels < 0)
+    usable = apart(unlabeled, np.flatnonzero(subsets != "train"), groups)
+    subsets[np.setdiff1d(unlabeled, usable)] = ""
+    return subsets

@@ -14,7 +14,7 @@ from halfmoon.config.schema import Config
 from halfmoon.core.errors import UserError
 
 if TYPE_CHECKING:
-    from halfmoon.studies.scan_folder import Contents
+    from halfmoon.studies.scan_folder import FolderContents
 
 SPLIT_OPTIONS = (
     *(
@@ -82,22 +82,22 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _contents(values: Mapping[str, Any]) -> Contents | None:
+def _contents(values: Mapping[str, Any]) -> FolderContents | None:
     if not Path(name := values.get("data", Config.data)).is_dir():
         return None
-    from halfmoon.studies.scan_folder import contents_of
+    from halfmoon.studies.scan_folder import scan_folder
 
-    return contents_of(Path(name), values.get("group_pattern"))
+    return scan_folder(Path(name), values.get("group_pattern"))
 
 
-def _image_options(contents: Contents) -> dict[str, Any]:
+def _image_options(contents: FolderContents) -> dict[str, Any]:
     from halfmoon.core.hubs import installed
     from halfmoon.studies.plan import PRETRAINED, image_options
 
     return image_options(contents, installed(PRETRAINED))
 
 
-def _holds(contents: Contents | None) -> dict[str, Any]:
+def _holds(contents: FolderContents | None) -> dict[str, Any]:
     if contents is None:
         return {}
     rows = [[name, int((contents.labels == k).sum())] for k, name in enumerate(contents.classes)]

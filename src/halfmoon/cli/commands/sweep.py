@@ -240,10 +240,10 @@ def _cost(loaded: Recipe, args: argparse.Namespace) -> dict[str, Any]:
             "runs": row.runs,
             "seconds": round(row.seconds, 3),
         }
-        for name, row in cost.price(loaded, cells).items()
+        for name, row in cost.estimate_costs(loaded, cells).items()
     }
     return {
-        "machine": cost.words_of(machine()),
+        "machine": cost.describe_machine(machine()),
         "scale": scale and {"name": scale.name, "about": scale.about},
         "of": loaded.rows,
         "rows": rows,
