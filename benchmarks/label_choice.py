@@ -26,7 +26,7 @@ from PIL import Image
 from scipy import special
 
 from halfmoon.data import Images, load
-from halfmoon.pages.choice import Guesses, drawn_at_random, order, random_order, with_random
+from halfmoon.pages.label_order import Guesses, drawn_at_random, order, random_order, with_random
 from halfmoon.studies.label_selection import FolderFeatures, folder_features, head_problem, predict_images
 
 BATCH, ROUNDS, SEEDS, JUDGED = 20, 10, (0, 1, 2, 3, 4), (200,)

@@ -190,12 +190,12 @@ def _plan(options: Mapping[str, Any], minutes: float | None) -> Plan | None:
     """Return the plan for images of one's own, None where `data` is no folder of them, or others say what is played."""
     if not isinstance(place := options.get("data"), str | Path) or not Path(place).is_dir():
         return None
-    return planning.plan_if_folder(schema.anchored(options, Path()), minutes)
+    return planning.plan_if_folder(schema.resolve_paths(options, Path()), minutes)
 
 
 def _start_plan(plan: Plan, watch: Callback) -> Results:
     """Play a plan in its folder, or go on with the run on these images that is there."""
-    root = plan.config.run_dir or schema.free_folder(plan.config, plan.config.method)
+    root = plan.config.run_dir or schema.next_free_folder(plan.config, plan.config.method)
     before = run_plan.load_plan(root)
     if before is None or before.contents.folder != plan.contents.folder:
         warn(f"{plan.contents.sentence}; {dict(plan.reasons)['methods']}; about {plan.seconds / 60:.1f} minutes")

@@ -361,13 +361,13 @@ def _client_options(options: Mapping[str, Any], contents: FolderContents) -> dic
         return {"clients": Config.clients}
     chosen = {"clients": half}
     if not LABEL_COUNT_OPTIONS & options.keys():
-        chosen["labels"] = min(half, round(settings.LABELS * Config.clients)) * len(contents.classes)
+        chosen["labels"] = min(half, round(settings.DEFAULT_LABELS_PER_CLASS * Config.clients)) * len(contents.classes)
     return chosen
 
 
 def _set_options(config: Config) -> dict[str, Any]:
     """Return the options of a configuration that are not None."""
-    return {name: getattr(config, name) for name in settings.helps() if getattr(config, name) is not None}
+    return {name: getattr(config, name) for name in settings.option_helps() if getattr(config, name) is not None}
 
 
 def _labels_per_class(config: Config, contents: FolderContents) -> float:
