@@ -26,7 +26,13 @@ from PIL import Image
 from scipy import special
 
 from halfmoon.data import Images, load
-from halfmoon.pages.label_order import Guesses, drawn_at_random, order, random_order, with_random
+from halfmoon.pages.label_order import (
+    Predictions,
+    find_randomly_labeled,
+    mix_in_random,
+    order_for_labeling,
+    shuffle_rows,
+)
 from halfmoon.studies.label_selection import FolderFeatures, folder_features, head_problem, predict_images
 
 BATCH, ROUNDS, SEEDS, JUDGED = 20, 10, (0, 1, 2, 3, 4), (200,)
@@ -74,7 +80,7 @@ def curve(
         if spread is not None:
             numbers = {name: n for n, name in enumerate(head.classes)}
             known = np.array([numbers.get(name, -1) for name in classes] + [-1])[held]
-            queue = order(Guesses(*predict_images(head, model)), known, held < 0, seed, spread)
+            queue = order_for_labeling(Predictions(*predict_images(head, model)), known, held < 0, seed, spread)
             if spread:
                 queue = mix_in_random(queue, shuffle_rows(held < 0, seed))
 

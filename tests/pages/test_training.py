@@ -13,8 +13,8 @@ from PIL import Image
 import halfmoon
 from halfmoon import UserError
 from halfmoon.pages import training
-from halfmoon.pages.training import Training
-from halfmoon.sites.folders.site_folder import LABELS
+from halfmoon.pages.training import BackgroundTraining
+from halfmoon.sites.folders.site_folder import LABELS_FILE
 from halfmoon.studies.label_selection import LabelingResult
 
 NONE = np.zeros(2, bool)

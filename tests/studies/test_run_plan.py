@@ -21,7 +21,7 @@ from halfmoon.sites.folders import read_site
 from halfmoon.studies import decision as decision_rule
 from halfmoon.studies import plan as planning
 from halfmoon.studies.label_selection import folder_features, head_problem
-from halfmoon.studies.plan import plan
+from halfmoon.studies.plan import make_plan
 from halfmoon.studies.run_plan import PlanResult
 from halfmoon.studies.scan_folder import scan_folder
 
@@ -118,11 +118,11 @@ def test_large_images_never_train_at_224(tmp_path: Path, pretrained: None) -> No
     written(tmp_path / "photos", 12, 224)
     found = scan_folder(tmp_path / "photos")
     assert found is not None
-    made = plan({"data": str(tmp_path / "photos"), "clients": 2}, found)
+    made = make_plan({"data": str(tmp_path / "photos"), "clients": 2}, found)
     assert (made.config.resize, made.config.network, made.config.flip) == (112, "efficientnet-lite0", False)
     assert (made.config.method, made.config.baselines) == ("mixture-head", ("ridge-head",))
     assert made.seconds > 0
-    many = plan({"data": str(tmp_path / "photos"), "labels": 93}, found)
+    many = make_plan({"data": str(tmp_path / "photos"), "labels": 93}, found)
     assert (many.config.method, many.config.baselines) == ("ridge-head", ())
 
 
@@ -131,12 +131,12 @@ def test_from_scratch_rounds_and_size_fit_the_minutes(tmp_path: Path, scratch: N
     found = scan_folder(tmp_path / "photos")
     assert found is not None
     flags = {"data": str(tmp_path / "photos"), "clients": 2, "labels_per_class": 2.0, "width": 4, "steps": 1}
-    short, long = plan(flags, found, 1e-3), plan(flags, found, 1e3)
+    short, long = make_plan(flags, found, 1e-3), make_plan(flags, found, 1e3)
     assert (short.config.rounds, short.config.resize, short.splits) == (10, 32, 1)
     assert (long.config.rounds, long.config.resize, long.splits) == (20, 64, 5)
     assert (long.config.method, long.config.baselines) == ("fedavg-soft-labels", ("fedavg",))
     assert (long.config.clients, long.config.labels, long.config.labels_per_class) == (2, None, 2.0)
-    assert plan({**flags, "resize": 16}, found, 1e3).config.resize == 16
+    assert make_plan({**flags, "resize": 16}, found, 1e3).config.resize == 16
 
 
 def test_one_command_plans_plays_and_decides(tmp_path, pretrained, monkeypatch, capsys):
@@ -261,7 +261,7 @@ def test_few_images_are_shared_out_among_few_clients(count, clients, labels, tmp
     written(tmp_path / "photos", count)
     tiny = {"data": "photos", "resize": 8, "network": "small", "width": 4, "steps": 1}
     contents = scan_folder(tmp_path / "photos")
-    config = plan(tiny, contents).config
+    config = make_plan(tiny, contents).config
     split = factory.problem(config, methods=["fedavg"]).split
     assert (config.clients, int(split.labeled.sum())) == (clients, labels)
     assert len(np.unique(split.client[split.client >= 0])) == clients >= config.cohort
@@ -275,7 +275,7 @@ def test_without_a_decision_the_way_to_one_is_said(
     written(tmp_path / "photos", 4)
     contents = scan_folder(tmp_path / "photos")
     assert contents is not None
-    played = replace(plan({"data": "photos", "resize": 8, "network": "small", "width": 4}, contents), heads=heads)
+    played = replace(make_plan({"data": "photos", "resize": 8, "network": "small", "width": 4}, contents), heads=heads)
     show_played(played, PlanResult([], None, None), tmp_path, as_json=False)
     assert words in capsys.readouterr().out
 

@@ -52,7 +52,9 @@ def estimate_costs(recipe: Recipe, cells: Sequence[Cell]) -> dict[str, RowCost]:
     for row in dict.fromkeys(cell.at[recipe.rows] for cell in cells):
         row_cells = [cell for cell in cells if cell.at[recipe.rows] == row]
         rounds_by_run = {
-            identity(config, config.method): count_rounds(config) for cell in row_cells for config in cell.configs.values()
+            identity(config, config.method): count_rounds(config)
+            for cell in row_cells
+            for config in cell.configs.values()
         }
         new_runs = {run_id: rounds for run_id, rounds in rounds_by_run.items() if run_id not in counted_runs}
         counted_runs |= set(new_runs)

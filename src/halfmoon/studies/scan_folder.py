@@ -105,8 +105,8 @@ def scan_folder(folder: Path, group_pattern: str | None = None) -> FolderContent
     Raises:
         UserError: the labels have a fault, or no image has a label.
     """
-    if is_site(folder):
-        site_folder = read(folder)
+    if is_site_folder(folder):
+        site_folder = read_site(folder)
         if not (site_folder.labels >= 0).any():
             raise UserError(
                 f"{folder}: no image has a label: `halfmoon site label {folder}` labels a few, or write {LABELS_FILE} with "
@@ -117,7 +117,7 @@ def scan_folder(folder: Path, group_pattern: str | None = None) -> FolderContent
             site_folder.classes,
             [folder / path for path in site_folder.paths],
             site_folder.labels,
-            groups=site_folder.grouped(group_pattern),
+            groups=site_folder.image_groups(group_pattern),
         )
     if not in_parts(folder):
         return None

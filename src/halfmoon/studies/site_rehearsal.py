@@ -27,7 +27,7 @@ from halfmoon.methods.analytic import RidgeHead
 from halfmoon.runs.callbacks import NULL_CALLBACK, Callback, RunInfo
 from halfmoon.runs.factory import preparation
 from halfmoon.runs.runner import cell
-from halfmoon.sites.folders import SiteFolder, read
+from halfmoon.sites.folders import SiteFolder, read_site
 from halfmoon.studies.decision import (
     FOLDS,
     JOINING_VERDICTS,
@@ -205,7 +205,7 @@ def estimate_gains(
     """
     if not hubs.installed(PRETRAINED):
         return {}
-    sites = [read(folder) for folder in folders]
+    sites = [read_site(folder) for folder in folders]
     names = [site.folder.resolve().name for site in sites]
     problem, client, groups = _pool_features(sites, group_pattern, watch)
     labels = problem.data.labels.numpy()
@@ -258,7 +258,7 @@ def _pool_features(
     for number, site in enumerate(sites):
         watch.say(f"features of {len(site):,} images of {site.folder.resolve().name}, kept for the next time")
         folder = folder_features(site.folder, site.paths, lambda *_: None)
-        site_groups = site.grouped(group_pattern) or [""] * len(site)
+        site_groups = site.image_groups(group_pattern) or [""] * len(site)
         for row in folder.rows.tolist():
             label = int(site.labels[row])
             labels.append(classes.index(site.classes[label]) if label >= 0 else -1)
@@ -292,7 +292,7 @@ def _write_data_set(
         raise UserError(
             "--sites needs the folders of two sites or more, each once; one alone is `halfmoon run --data FOLDER`."
         )
-    sites = [read(path) for path in folders]
+    sites = [read_site(path) for path in folders]
     classes = _merge_classes(sites)
     image_preparation = preparation(config)
     image_preparation = replace(image_preparation, channels=image_preparation.channels or 3)
@@ -362,7 +362,7 @@ def _assign_subsets(site: SiteFolder, validation_share: float, group_pattern: st
     remains to train on.
     """
     subsets = np.full(len(site), "train", dtype="<U10")
-    groups = site.grouped(group_pattern) or [""] * len(site)
+    groups = site.image_groups(group_pattern) or [""] * len(site)
     test_side = Sides()
     validation_side = Sides()
     for label in np.unique(site.labels[site.labels >= 0]):
