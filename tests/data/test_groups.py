@@ -11,7 +11,7 @@ from halfmoon.data.groups import groups
 from halfmoon.runs import factory
 from halfmoon.sites.folders import read_site
 from halfmoon.sites.folders.labels import LabelEdit, write_labels
-from halfmoon.studies.plan import plan
+from halfmoon.studies.plan import make_plan
 from halfmoon.studies.scan_folder import scan_folder
 
 PATTERN = "(p[0-9]+)_"
