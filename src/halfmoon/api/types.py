@@ -234,7 +234,7 @@ class UpdateRequirements:
 
 @dataclass(frozen=True)
 class ClientUpdate:
-    """Local update of one client: pure functions from tensors to tensors, written for ONE client.
+    """ClientData update of one client: pure functions from tensors to tensors, written for ONE client.
 
     A client update draws no random numbers, sees no hidden labels, and does nothing that `torch.func.vmap` refuses
     (no boolean indexing, no `.item()`, no `if` on a tensor). By default it trains the received model with an optimizer,

@@ -266,7 +266,7 @@ def solve_head(method: Method, task: Task, data: Examples, fold: Fold) -> Tree:
     labeled = torch.from_numpy(fold.labeled)
     unlabeled = torch.from_numpy(fold.unlabeled)
     counts = torch.tensor([len(labeled), len(unlabeled)])
-    client_data = Local(data.images[labeled], data.labels[labeled], data.images[unlabeled], counts[0], counts[1])
+    client_data = ClientData(data.images[labeled], data.labels[labeled], data.images[unlabeled], counts[0], counts[1])
     updates = cast(Mapping[str, Sums], method.client_updates(task))
     server = method.start(task, task.network.init(rng.generator(0, "head")))
     images = torch.cat([client_data.x, client_data.u])
@@ -300,11 +300,11 @@ class _SingleClientFederation:
     clients = 1
     labeled = 0
 
-    def __init__(self, updates: Mapping[str, ClientUpdate], data: Local) -> None:
+    def __init__(self, updates: Mapping[str, ClientUpdate], data: ClientData) -> None:
         self.updates = updates
         self.data = data
         self.cohort = torch.zeros(1, dtype=torch.int64)
-        self.answered = self.cohort
+        self.responders = self.cohort
 
     def average(self, client_update: str, broadcast: Tree) -> Upload:
         """Compute the sums of the only client: they are the average."""

@@ -368,10 +368,10 @@ def _assign_subsets(site: SiteFolder, validation_share: float, group_pattern: st
     for label in np.unique(site.labels[site.labels >= 0]):
         rows = stream(0, "own sites", "test", str(label)).permutation(np.flatnonzero(site.labels == label))
         test_rows = test_side.draw(rows, groups, len(rows) // TEST_STRIDE)
-        other_rows = rows[~np.isin(rows, test_rows)]
+        second_batch_rows = rows[~np.isin(rows, test_rows)]
         subsets[test_rows] = "test"
-        validation_count = min(round(validation_share * len(other_rows)), len(other_rows) - 1)
-        subsets[validation_side.draw(other_rows, groups, validation_count)] = "validation"
+        validation_count = min(round(validation_share * len(second_batch_rows)), len(second_batch_rows) - 1)
+        subsets[validation_side.draw(second_batch_rows, groups, validation_count)] = "validation"
     unlabeled = np.flatnonzero(site.labels < 0)
     usable = apart(unlabeled, np.flatnonzero(subsets != "train"), groups)
     subsets[np.setdiff1d(unlabeled, usable)] = ""
