@@ -118,8 +118,6 @@ def _check_network(config: Any) -> None:
         raise UserError(f"tune {config.tune!r} and freeze both set what is trained: leave one of them out.")
     if config.tune == "last" and config.network not in hubs.PRETRAINED:
         raise UserError(f"tune 'last' is for {', '.join(hubs.PRETRAINED)}; name the layers that stay with freeze.")
-    if config.start != "none" and "backbone" in hubs.frozen(config):
-        raise UserError(f"start {config.start!r} trains the backbone, which is frozen here: leave one of them out.")
     if config.backbone_lr != 1 and "backbone" in hubs.frozen(config):
         raise UserError(
             "backbone_lr and freeze 'backbone' contradict each other: a frozen backbone has no learning rate."

@@ -331,7 +331,7 @@ def _check_methods(names: Sequence[str]) -> None:
     from halfmoon.methods import registry  # slow to import: it brings torch
 
     for name in names:
-        if name not in (*registry.names(), *registry.STARTS):
+        if name not in registry.names():
             raise UserError(f"--accept names the unknown method {name!r}: {suggest(name, registry.names())}")
 
 
