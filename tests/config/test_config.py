@@ -105,7 +105,7 @@ def configs(draw: st.DrawFn) -> Config:
     if steps is not None or batch == "rest":
         chosen["epoch"] = "auto"
     if draw(st.booleans()):
-        for name in config.SCENARIO:
+        for name in config.PARTITION_OPTIONS:
             chosen.pop(name, None)
         chosen |= {"split": draw(paths)}
     return Config(**chosen)

@@ -37,7 +37,7 @@ def parse_value(subject: str, option_type: Any, text: str) -> Any:
 
 
 def describe_type(option_type: Any) -> str:
-    """Describe the values of a type in words, such as "a whole number or 'all'"."""
+    """Describe the values of a type for an error message, such as "a whole number or 'all'"."""
     names = {bool: "true or false", int: "a whole number", float: "a number", str: "text", Path: "a path"}
     phrases: list[str] = []
     for member in union_members(option_type):
@@ -118,7 +118,7 @@ def merge_method_options(base: Mapping[str, Any], override: Any, subject: str) -
             for key, item in table.items():
                 check_scalar(f"{subject}: {name}.{key}", item)
             previous = merged.get(name)
-            previous_table = cast("Mapping[str, Any]", previous) if isinstance(previous, Mapping) else {}
+            previous_table = cast("Mapping[str, Any]", previous if isinstance(previous, Mapping) else {})
             merged[name] = {**previous_table, **table}
             continue
         check_scalar(f"{subject}: {name}", value)

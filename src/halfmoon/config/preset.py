@@ -34,7 +34,7 @@ RECOMMENDED = "recommended"
 """The value of `method` that stands for the method recommended for the network, or else for where the labels are."""
 
 SOLVER_EM_ROUNDS = {"ridge-head": 0, "mixture-head": 10}
-"""Methods that solve a head from the sums of all clients in one round, and the default number of EM rounds that follow."""
+"""Methods that solve a head in one round, from sums of all clients, and the default number of EM rounds after it."""
 
 
 def resolve_method(options: Mapping[str, Any]) -> str:
@@ -55,14 +55,14 @@ def default_cohort(options: Mapping[str, Any], clients: int) -> int:
 
 
 def displaced_options(options: Mapping[str, Any]) -> set[str]:
-    """Return the names of options that a recipe does not set beside these options."""
+    """Return the names of options that a recipe does not set together with these options."""
     return {displaced for name in options if options[name] is not None for displaced in DISPLACES.get(name, ())}
 
 
 def displaced_protocol_values(options: Mapping[str, Any]) -> dict[str, tuple[Any, str]]:
     """Return protocol values that another option drops, and that the user could keep by setting them.
 
-    Steps that epochs replace and a setting that a saved split replaces are not returned, as both cannot be kept.
+    Steps that epochs replace and a setting that a saved split replaces are not returned, as the two exclude each other.
 
     Returns:
         {option: (the protocol's value, the option that drops it)}.

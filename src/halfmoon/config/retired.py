@@ -1,7 +1,7 @@
-"""Removed and renamed options, commands and method options, each with one sentence that says what to use instead.
+"""Removed and renamed options, commands and method options, each with one sentence on what to use instead.
 
-Flags, keys of TOML files and keywords of `Config` look here before they report an unknown name. A name is looked up
-only if it no longer exists, so an entry may be added before its feature is removed.
+Flags, keys of TOML files and keywords of `Config` look here before they report an unknown name. Existing
+names are not affected, so an entry may be added before its feature is removed.
 """
 
 from collections.abc import Mapping
@@ -20,7 +20,7 @@ class RetiredOption:
     """A removed option of a run.
 
     Attributes:
-        advice: one sentence that says what to use instead.
+        advice: one sentence on what to use instead.
         default: its last default. Files of earlier versions list every option, so a key that has this value is ignored.
         in_identity: whether the default is part of the hash by which a run folder recognizes its configuration.
     """
@@ -65,7 +65,7 @@ COMMANDS: Mapping[str, str] = {
     "site frames": "write the frames of DICOM files with pydicom, one file each.",
     "leaderboard": "it wrote this repository's results page; in a clone run `python tools/leaderboard.py`.",
 }
-"""Removed commands, by their words on the command line."""
+"""Removed commands, such as "leaderboard" or "site agreement"."""
 
 METHOD_OPTIONS: Mapping[str, str] = {}
 """Removed options of methods: "METHOD.NAME" (one method) or "NAME" (all methods) to advice."""
@@ -80,7 +80,7 @@ def identity_defaults() -> dict[str, Any]:
 
 
 def is_ignored(name: str, value: Any) -> bool:
-    """Check whether a key of a file is a removed option at its last default, which asks for nothing."""
+    """Check whether a key of a file is a removed option at its last default, which has no effect."""
     option = OPTIONS.get(name)
     return option is not None and type(value) is type(option.default) and value == option.default
 
@@ -107,11 +107,11 @@ def option_error(name: str, file: Path | str | None = None) -> UserError | None:
     return None
 
 
-def command_error(words: str) -> UserError | None:
+def command_error(command: str) -> UserError | None:
     """Build the error about a removed command, such as "site agreement"; None if there was no such command."""
-    if words not in COMMANDS:
+    if command not in COMMANDS:
         return None
-    return UserError(f"command 'halfmoon {words}' was removed: {COMMANDS[words]}")
+    return UserError(f"command 'halfmoon {command}' was removed: {COMMANDS[command]}")
 
 
 def command_flag_error(command: str, flag: str) -> UserError | None:

@@ -92,7 +92,7 @@ class Config(
 
     [Options](../options.md) lists the meaning, values and default of each; `--server-ema` there is `server_ema` here.
     Names and options of methods are checked later, by `check_methods`. A `protocol` needs `Config.of`, because the
-    constructor cannot tell which options were set.
+    constructor does not know which options were set.
 
     Raises:
         UserError: a value has the wrong type or range, or two options exclude each other.
@@ -115,7 +115,7 @@ class Config(
         values["options"] = merge_method_options({}, self.options, "options")
         if values["protocol"] != "none":
             raise UserError(
-                "protocol sets options that you leave out, which Config cannot tell: use Config.of(protocol=...)."
+                "protocol sets options that you leave out, which Config cannot detect: use Config.of(protocol=...)."
             )
         for name, value in resolve_paths(values, Path()).items():
             object.__setattr__(self, name, value)
@@ -131,8 +131,8 @@ class Config(
     def __repr__(self) -> str:
         changed = {option.name: getattr(self, option.name) for option in fields(self)}
         defaults = {option.name: option.default for option in fields(self)}
-        shown = [f"{name}={value!r}" for name, value in changed.items() if value != defaults[name] and value != {}]
-        return f"Config({', '.join(shown)})"
+        arguments = [f"{name}={value!r}" for name, value in changed.items() if value != defaults[name] and value != {}]
+        return f"Config({', '.join(arguments)})"
 
 
 def _convert_option(subject: str, name: str, value: Any) -> Any:
@@ -249,7 +249,7 @@ def resolve(file_options: Mapping[str, Any], flags: Mapping[str, Any], file: Pat
 
 
 def merge(file_options: Mapping[str, Any], flags: Mapping[str, Any], file: Path | str = "the file") -> Config:
-    """Build a configuration as `resolve` does, without a check of the methods' own options."""
+    """Build a configuration as `resolve` does, without a check of method options."""
     explicit = _merge_explicit(file_options, flags, file)
     requested_cohort = explicit.get("cohort")
     paper_options, protocol_options = lower_layers(explicit)

@@ -1,6 +1,6 @@
-"""The sections of a configuration: each option once, with its type, range, default and help.
+"""The sections of a configuration. They declare each option once, with its type, range, default and help.
 
-A section is what the code that needs it takes: `Config` is all of them together.
+`Config` inherits from all sections. Code that needs only some options is typed with their section.
 """
 
 from collections.abc import Mapping
@@ -17,10 +17,10 @@ Options = Mapping[str, Scalar | Mapping[str, Scalar]]
 
 @dataclass(frozen=True)
 class MethodOptions:
-    """Which method a run trains, which ones beside it, and their own options."""
+    """The method of a run, the baselines trained with it, and their options."""
 
     method: Annotated[str, "the method to train (see halfmoon methods); recommended: by where labels are"] = "feddure"
-    baselines: Annotated[tuple[str, ...], "methods to train beside it on the same split and cohorts"] = ()
+    baselines: Annotated[tuple[str, ...], "more methods to train on the same split and cohorts, for comparison"] = ()
     preset: Annotated[Literal["none", "paper"], "paper: take the paper's values for options that you do not set"] = (
         "none"
     )
@@ -29,30 +29,32 @@ class MethodOptions:
         "values for options that you do not set: few-labels, for your own images; or a paper's: sage (20 clients, "
         "8 a round), fedloke (50, 20), fedmatch (100, 5)",
     ] = "none"
-    options: Annotated[Options, "the method's own options; a table named after a method holds those of that method"] = (
-        field(default_factory=dict[str, Any])
-    )
+    options: Annotated[
+        Options, "options of the method; a table named after a method has the options of that method"
+    ] = field(default_factory=dict[str, Any])
 
 
 @dataclass(frozen=True)
 class DataOptions:
-    """Which images, and how they are read."""
+    """The images, and how they are read."""
 
     data: Annotated[str, "a data set: its name, its folder, or owner/name on the Hugging Face hub"] = "digits"
-    data_dir: Annotated[Path | None, "the folder where named data sets lie; none: the hub"] = None
+    data_dir: Annotated[Path | None, "the folder of named data sets; none: the Hugging Face hub"] = None
     cache: Annotated[Path | None, "a folder for decoded images, or off; none: the user's cache, for large sets"] = None
-    data_share: Annotated[float, "share of the training images of each class that is used at all", SHARE] = 1.0
+    data_share: Annotated[float, "share of the training images of each class that is used", SHARE] = 1.0
     validation_share: Annotated[
-        float, "share of the training images of each class that is set aside to choose a round by; 0: none", BELOW_ONE
+        float, "share of the training images of each class held out to choose a round by; 0: none", BELOW_ONE
     ] = 0.0
     validation_part: Annotated[
-        bool, "choose a round by the data set's own validation images: validation*.parquet or validation/CLASS"
+        bool, "choose a round by the validation images of the data set: validation*.parquet or validation/CLASS"
     ] = False
     resize: Annotated[
-        int | None, "resample all images to this size while they are decoded; none: keep theirs", at_least(1)
+        int | None,
+        "resample all images to this size while they are decoded; none: leave sizes as they are",
+        at_least(1),
     ] = None
-    channels: Annotated[int | None, "1: make all images gray, 3: RGB; none: as they are"] = None
-    crop: Annotated[bool, "with resize: keep the proportions, and cut the longer side to its middle"] = False
+    channels: Annotated[int | None, "1: convert all images to gray, 3: to RGB; none: leave them as they are"] = None
+    crop: Annotated[bool, "with resize: preserve proportions, and crop the longer side to its middle"] = False
     window: Annotated[
         tuple[float, ...] | None, "values for black and white in images of 12 and 16 bits; none: each image's extremes"
     ] = None
@@ -66,37 +68,35 @@ class DataOptions:
         tuple[float, ...] | None, "mean to subtract from pixels (0 to 1), one or one a channel; none: the data's"
     ] = None
     pixel_std: Annotated[
-        tuple[float, ...] | None, "standard deviation to divide pixels by, alike; none: the data's"
+        tuple[float, ...] | None, "standard deviation to divide pixels by, in the same form; none: the data's"
     ] = None
     shrink: Annotated[int, "average-pool the images by this factor", at_least(1)] = 1
 
 
 @dataclass(frozen=True)
 class PartitionOptions(SplitOptions):
-    """Who holds which images, and which of them are labeled."""
+    """The partition: the images of each client, and which of them are labeled."""
 
-    split_seed: Annotated[int, "seed of the split, apart from the seed of training", at_least(0)] = 0
+    split_seed: Annotated[int, "seed of the split; the seed of training does not change it", at_least(0)] = 0
     split: Annotated[Path | None, "a saved split to load instead of making one"] = None
 
 
 @dataclass(frozen=True)
 class RoundOptions:
-    """How many rounds are played, by how many clients."""
+    """The number of rounds, and of clients in a round."""
 
-    cohort: Annotated[int, "clients that train in a round; all where there are fewer", at_least(1)] = 5
+    cohort: Annotated[int, "clients that train in a round; all if there are fewer", at_least(1)] = 5
     rounds: Annotated[int, "rounds to train", at_least(1)] = 40
     seed: Annotated[int, "seed of the first model, the cohorts, batches and views", at_least(0)] = 0
-    client_dropout: Annotated[
-        float, "probability that a client of the cohort does not answer in a round", BELOW_ONE
-    ] = 0.0
+    client_dropout: Annotated[float, "probability that a client of the cohort drops out of a round", BELOW_ONE] = 0.0
 
 
 @dataclass(frozen=True)
 class BatchOptions:
-    """What a step looks at, how long a client trains, and what all methods get the same amount of."""
+    """The batches of a step, the length of local training, and the budget that all methods share."""
 
     labeled_batch: Annotated[
-        int | Literal["all"], "labeled images in a step; all: every one of the client's", at_least(1)
+        int | Literal["all"], "labeled images in a step; all: every labeled image of the client", at_least(1)
     ] = 10
     unlabeled_batch: Annotated[
         int | Literal["rest"],
@@ -111,24 +111,28 @@ class BatchOptions:
     ] = "auto"
     steps: Annotated[int | None, "local steps in a round instead of epochs", at_least(1)] = None
     server_batch: Annotated[
-        int | None, "images in a step of the server's own training; none: labeled_batch", at_least(1)
+        int | None, "images in a step of training on the server; none: labeled_batch", at_least(1)
     ] = None
-    server_epochs: Annotated[
-        int | None, "epochs of the server's own training in a round; none: epochs", at_least(1)
-    ] = None
+    server_epochs: Annotated[int | None, "epochs of training on the server in a round; none: epochs", at_least(1)] = (
+        None
+    )
     statistics: Annotated[
-        Literal["joint", "separate"], "which views share a forward pass, and so their batch statistics"
+        Literal["joint", "separate"],
+        "whether all views share a forward pass (joint), and so their batch statistics, or not",
     ] = "joint"
     labeling: Annotated[
         Literal["batch", "running"],
         "statistics that normalize images to pseudo-label: the batch's, or the model's running ones",
     ] = "batch"
-    reuse_labeled: Annotated[bool, "put a client's labeled images among its unlabeled ones as well (FedDB)"] = False
-    budget: Annotated[Literal["none", "labeled-steps", "forwards"], "what is equal for all methods of a comparison"] = (
-        "labeled-steps"
-    )
+    reuse_labeled: Annotated[
+        bool, "add a client's labeled images to its unlabeled ones, without their labels (FedDB)"
+    ] = False
+    budget: Annotated[
+        Literal["none", "labeled-steps", "forwards"],
+        "the amount of training that is equal for all methods of a comparison",
+    ] = "labeled-steps"
     reference: Annotated[
-        str | None, "the method that sets the shared budget; none: the main one, in compare the one that takes most"
+        str | None, "the method that sets the shared budget; none: the main one, in compare the one that trains longest"
     ] = None
 
 
@@ -138,101 +142,104 @@ class NetworkOptions:
 
     network: Annotated[
         str,
-        "the network (auto: small for digits, else resnet9), my_module:make that gives an nn.Module, or "
+        "the network (auto: small for digits, else resnet9), my_module:make that returns an nn.Module, or "
         "transformers:FOLDER, torchvision:NAME, timm:NAME",
     ] = "auto"
-    width: Annotated[int | None, "width of the network (2 is WRN-28-2); none: its own default", at_least(1)] = None
+    width: Annotated[int | None, "width of the network (2 is WRN-28-2); none: its default", at_least(1)] = None
     norm: Annotated[Literal["batch", "group", "none"], "how the network normalizes"] = "batch"
-    precision: Annotated[Literal["float32", "bf16"], "number format of products in training; tests stay float32"] = (
-        "float32"
-    )
+    precision: Annotated[
+        Literal["float32", "bf16"], "number format of matrix products in training; evaluation is float32"
+    ] = "float32"
     weights: Annotated[
-        str | None, "a safetensors file of weights to start from; the head is drawn anew where its classes differ"
+        str | None,
+        "a safetensors file of weights to start from; the head is initialized at random if its classes differ",
     ] = None
     freeze: Annotated[
-        tuple[str, ...], "layers whose weights stay and never travel, by name (* and ?); backbone: all but the head"
+        tuple[str, ...], "layers that are neither trained nor sent, by name (* and ?); backbone: all but the head"
     ] = ()
     tune: Annotated[
         Literal["auto", "head", "last", "all"],
-        "instead of freeze, what of given weights is trained; auto: the head of a pretrained network, all of others",
+        "instead of freeze, the part to train; auto: the head of a pretrained network, all of other networks",
     ] = "auto"
     features: Annotated[
         bool | None,
-        "compute a frozen backbone's features once, and train on them; none: for pretrained networks",
+        "compute the features of a frozen backbone once, and train on them; none: for pretrained networks",
     ] = None
     backbone_lr: Annotated[float, "learning rate of all layers but the head, in units of lr", POSITIVE] = 1.0
 
 
 @dataclass(frozen=True)
 class OptimizerOptions:
-    """How clients descend, and how the server averages its models over rounds."""
+    """The clients' optimizer, and the server's average of models over rounds."""
 
     optimizer: Annotated[Literal["adam", "sgd"], "the clients' optimizer"] = "adam"
     lr: Annotated[float, "the clients' learning rate", POSITIVE] = 3e-3
     momentum: Annotated[float, "momentum of sgd", at_least(0)] = 0.0
-    nesterov: Annotated[bool, "Nesterov's momentum in sgd"] = False
+    nesterov: Annotated[bool, "Nesterov momentum in sgd"] = False
     weight_decay: Annotated[float, "weight decay of the clients' optimizer", at_least(0)] = 0.0
-    clip_norm: Annotated[float | None, "largest Euclidean norm of a gradient; none: it is not clipped", POSITIVE] = None
-    clip_value: Annotated[float | None, "largest absolute value in a gradient; none: it is not clipped", POSITIVE] = (
-        None
-    )
+    clip_norm: Annotated[float | None, "largest Euclidean norm of a gradient; none: no clipping", POSITIVE] = None
+    clip_value: Annotated[float | None, "largest absolute value in a gradient; none: no clipping", POSITIVE] = None
     schedule: Annotated[
         Literal["constant", "cosine", "step"], "the learning rate over the rounds; step: a tenth at 1/2 and at 3/4"
     ] = "cosine"
     server_ema: Annotated[
         float,
-        "evaluate an average of the server's models that keeps this share of itself each round; 0: no average",
+        "decay of an exponential moving average of the server's models, which is evaluated; 0: no average",
         BELOW_ONE,
     ] = 0.0
 
 
 @dataclass(frozen=True)
 class ViewOptions:
-    """How images are augmented."""
+    """The augmentation of images."""
 
     labeled_view: Annotated[
         Literal["cutout", "weak", "plain"], "how labeled images are augmented: weak with cutout, weak, or not at all"
     ] = "weak"
     strong_view: Annotated[
-        Literal["feddure", "semifl", "fedloke"], "whose RandAugment makes the strong views (SemiFL's is FedDB's too)"
+        Literal["feddure", "semifl", "fedloke"],
+        "the paper whose RandAugment makes the strong views (FedDB uses SemiFL's)",
     ] = "feddure"
     shared_views: Annotated[bool, "draw one augmentation for all images of a step, as FedLoKe's code does"] = False
-    flip: Annotated[bool | None, "mirror images at random; none: where the data set allows it"] = None
+    flip: Annotated[bool | None, "mirror images at random; none: if the data set allows it"] = None
 
 
 @dataclass(frozen=True)
 class EvaluationOptions:
-    """What is measured, and how often."""
+    """The measurements, and how often they are made."""
 
     confidence_threshold: Annotated[
         float, "confidence from which the diagnostics call a pseudo-label confident", PROBABILITY
     ] = 0.95
     test_statistics: Annotated[
-        Literal["running", "batch"], "which statistics normalize test images; batch: of 250 of them (FedDB's code)"
+        Literal["running", "batch"],
+        "statistics that normalize test images; batch: those of 250 test images (FedDB's code)",
     ] = "running"
     evaluate_every: Annotated[
         int | None,
-        "rounds between evaluations on the test images; none: as many as keep them to a tenth of a run's work",
+        "rounds between evaluations on the test images; none: so many that they are at most a tenth of a run's work",
         at_least(1),
     ] = None
     client_models: Annotated[
-        int, "clients of a round whose own models, and the averaged one at them, are measured as well", at_least(0)
+        int,
+        "clients of a round whose local models are measured as well, and the averaged model on their images",
+        at_least(0),
     ] = 0
 
 
 @dataclass(frozen=True)
 class AggregationOptions:
-    """What the server makes of uploads, and what hostile clients of a simulation do to them."""
+    """Aggregation of uploads by the server, and attacks of hostile clients in a simulation."""
 
     aggregation: Annotated[
         Literal["mean", "clip", "cosine", "median", "trimmed", "krum"],
-        "what the server makes of uploads before it averages them; clip: to the cohort's median norm; cosine: also "
-        "leaves out updates against the others, the default of a federation's server",
+        "how the server aggregates uploads; clip: to the cohort's median norm; cosine: also leave out updates that "
+        "point away from the others, the default of a federation's server",
     ] = "mean"
     byzantine: Annotated[float, "share of a cohort that trimmed and krum expect to be hostile", BELOW_HALF] = 0.2
     upload_precision: Annotated[
         Literal["float32", "float16", "int8"],
-        "number format of updates that clients send; float16 takes half the bytes, int8 a quarter",
+        "number format of updates that clients send; float16 needs half the bytes, int8 a quarter",
     ] = "float32"
     secure_aggregation: Annotated[bool, "the server learns only the sum of a cohort's uploads"] = False
     attack: Annotated[
@@ -240,7 +247,7 @@ class AggregationOptions:
         "what hostile clients of a simulation do",
     ] = "none"
     attackers: Annotated[float, "share of the clients that is hostile", BELOW_HALF] = 0.0
-    attack_factor: Annotated[float, "length of a flipped update, in lengths of the true one", POSITIVE] = 1.0
+    attack_factor: Annotated[float, "length of a flipped update, relative to the true one", POSITIVE] = 1.0
     weight_cap: Annotated[
         float, "largest weight of a simulated upload, in its cohort's medians; 0: no cap", at_least(0)
     ] = 0.0
@@ -256,13 +263,15 @@ class PrivacyOptions:
     dp_noise: Annotated[
         float | None, "standard deviation of the noise on the sum of updates, in units of dp_clip", POSITIVE
     ] = None
-    dp_epsilon: Annotated[float | None, "epsilon at which training stops; none: it is only counted", POSITIVE] = None
-    dp_delta: Annotated[float, "delta at which epsilon is counted", BETWEEN] = 1e-5
+    dp_epsilon: Annotated[float | None, "epsilon at which training stops; none: epsilon is only computed", POSITIVE] = (
+        None
+    )
+    dp_delta: Annotated[float, "delta for which epsilon is computed", BETWEEN] = 1e-5
 
 
 @dataclass(frozen=True)
 class MachineOptions:
-    """Where and how a run is computed; nothing here changes its numbers."""
+    """Device, processes and folders of a run. They do not change its numbers."""
 
     device: Annotated[Literal["auto", "cpu", "cuda"], "where to compute"] = "auto"
     executor: Annotated[
@@ -274,25 +283,25 @@ class MachineOptions:
     ] = False
     threads: Annotated[
         int | None,
-        "processor threads of each process; none: 1, or all for a method that has all rows in one place",
+        "processor threads of each process; none: 1, or all for a centralized method",
         at_least(1),
     ] = None
     workers: Annotated[
         int | Literal["auto", "ray"],
-        "processes in which the clients of a cohort train; auto: one a processor for large networks; ray: in a cluster",
+        "processes in which the clients of a cohort train; auto: one a processor for large networks; ray: a cluster",
         at_least(1),
     ] = "auto"
     processes: Annotated[
         int | Literal["auto"],
-        "runs played at once; auto: one a processor where each has one thread (default on the command line: auto)",
+        "runs that train at the same time; auto: one for each processor (default on the command line: auto)",
         at_least(1),
     ] = 1
     seeds_together: Annotated[
         bool, "train the clients of all seeds of a method as one program; last digits differ from seeds played apart"
     ] = False
-    memory_cap: Annotated[int, "MB of clients' memories that stay in RAM; the rest lies on disk", at_least(1)] = 2048
+    memory_cap: Annotated[int, "MB of client memory that stay in RAM; the rest is stored on disk", at_least(1)] = 2048
     checkpoint_every: Annotated[int, "rounds between checkpoints", at_least(1)] = 1
-    run_dir: Annotated[Path | None, "the run's folder; none: the next free runs/<data>-<method>-seed<seed>-<n>"] = None
+    run_dir: Annotated[Path | None, "the run folder; none: the next free runs/<data>-<method>-seed<seed>-<n>"] = None
 
 
 SECTIONS: dict[str, type] = {
@@ -309,4 +318,4 @@ SECTIONS: dict[str, type] = {
     "privacy": PrivacyOptions,
     "machine and run folder": MachineOptions,
 }
-"""The sections by the titles that help pages show, in their order."""
+"""The sections by their titles on help pages, in the order of these pages."""

@@ -93,8 +93,8 @@ def _check_exclusive_options(config: Any) -> None:
 def _check_batches(config: Any) -> None:
     for name in ("labeled_batch", "unlabeled_batch"):
         # Joint statistics normalize an unlabeled image together with the labeled ones, so its batch may be one image.
-        normalized_alone = name == "labeled_batch" or config.statistics == "separate"
-        if getattr(config, name) == 1 and config.norm == "batch" and normalized_alone:
+        normalized_separately = name == "labeled_batch" or config.statistics == "separate"
+        if getattr(config, name) == 1 and config.norm == "batch" and normalized_separately:
             raise UserError(f"{name} is 1: a batch of one image has no variance to normalize by; use at least 2.")
     if config.unlabeled_batch == "rest" and config.epoch == "unlabeled":
         raise UserError(
