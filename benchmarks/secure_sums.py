@@ -116,7 +116,7 @@ def measure(sites: int, parameters: int, dropped: int, folder: Path) -> Row:
     wire = Wire(folder, sites, upload, set(range(dropped)))
     keys = {}
     for k, name in enumerate(names):
-        keys[name] = wire.part(k).lasting
+        keys[name] = wire.part(k).public_key
     began = time.process_time()
     sum = MaskedSum(dict.fromkeys(names, request), {name: k for k, name in enumerate(names)}, keys, wire.ask, "it")
     sum.total(wire.ask(sum.begin(), sum_spec(sum_layout(make_tree_spec(upload))), "it"))

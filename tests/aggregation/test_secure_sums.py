@@ -447,7 +447,7 @@ def test_the_same_question_has_the_same_answer_and_another_has_none(tmp_path: Pa
     assert torch.equal(*keys)
     fewer = {name: leaf[:4] for name, leaf in deal.masks[DEAL_SHARES].items() if name != "asked"}
     for other in (altered(deal, DEAL_SHARES, **fewer), altered(mask, MASK_UPDATE, sites=numbers(0, 1, 2, 3))):
-        with pytest.raises(RefusalError, match="answered for that round already"):
+        with pytest.raises(RefusalError, match="already replied for that round"):
             village.answer(0, write_message(other))
 
 
@@ -458,11 +458,11 @@ def test_shares_are_told_for_one_set_of_sites_also_in_a_sum_that_is_begun_anew(t
     answer = village.answer(0, write_message(reveal))
     assert answer in village.seen
     for survived in (numbers(0, 1, 2, 3), numbers(0, 2, 3, 4)):
-        with pytest.raises(RefusalError, match="answered for that round already"):
+        with pytest.raises(RefusalError, match="already replied for that round"):
             village.answer(0, write_message(altered(reveal, REVEAL_SHARES, survived=survived)))
     assert np.array_equal(village.play().numpy(), exact(village, [0, 1, 2, 3, 4])[0])
     village.drops = {MASK_UPDATE: {4}}
-    with pytest.raises(RefusalError, match="answered for that round already"):
+    with pytest.raises(RefusalError, match="already replied for that round"):
         village.play()
 
 
@@ -471,7 +471,7 @@ def test_other_values_do_not_go_out_under_the_same_masks(tmp_path: Path) -> None
     village = Village(tmp_path, 4)
     first = until(village, REVEAL_SHARES)
     village.updates[0]["b"][3] += 2.0**-20
-    with pytest.raises(RefusalError, match="answered for that round already"):
+    with pytest.raises(RefusalError, match="already replied for that round"):
         village.answer(0, write_message(first[MASK_UPDATE]))
 
 
@@ -513,10 +513,10 @@ def test_a_site_refuses_what_would_tell_more_than_a_sum(tmp_path: Path) -> None:
 
     refused(replace(old[DEAL_SHARES], round=1), "has not begun")
     refused(replace(old[MASK_UPDATE], round=1), "has not begun")
-    refused(replace(old[REVEAL_SHARES], round=1), "before this site has sent anything under one")
+    refused(replace(old[REVEAL_SHARES], round=1), "before this site has sent anything under masks")
     first = until(village, DEAL_SHARES)
-    refused(replace(first[ANNOUNCE_KEYS], client_update="train"), "a client update and for the rest of a sum at once")
-    refused(replace(old[MASK_UPDATE], round=1, masks={}), "sees sums alone")
+    refused(replace(first[ANNOUNCE_KEYS], client_update="train"), "a client update together with another stage")
+    refused(replace(old[MASK_UPDATE], round=1, masks={}), "the terms allow secure sums only")
     refused(replace(old[MASK_UPDATE], round=1), "has dealt no shares")
     deal, told = first[DEAL_SHARES], first[DEAL_SHARES].masks[DEAL_SHARES]
 
@@ -525,14 +525,14 @@ def test_a_site_refuses_what_would_tell_more_than_a_sum(tmp_path: Path) -> None:
         return {"sites": numbers(*sites), **{n: told[n][kept] for n in ("keys", "signatures", "lasting")}}
 
     two, three = numbers(0, 1), numbers(0, 1, 2)
-    refused(altered(deal, DEAL_SHARES, asked=two, **of(0, 1)), "of fewer than 3 it hides nothing")
-    refused(altered(deal, DEAL_SHARES, asked=three, **of(0, 1, 2)), "all agreed on cohorts of 5")
+    refused(altered(deal, DEAL_SHARES, asked=two, **of(0, 1)), "a sum of fewer than 3 hides nothing")
+    refused(altered(deal, DEAL_SHARES, asked=three, **of(0, 1, 2)), "the terms have cohorts of 5")
     refused(altered(deal, DEAL_SHARES, **of(0, 1, 2)), "3 sites of 5 have keys, and 4 are needed")
     refused(altered(deal, DEAL_SHARES, **of(0, 1, 1)), "names a site twice")
     refused(altered(deal, DEAL_SHARES, **of(0, 1, 5)), "site number 5, and the federation has 5")
     refused(altered(deal, DEAL_SHARES, **of(0, 1, -1)), "site number -1")
     refused(altered(deal, DEAL_SHARES, **of(0, 2, 1)), "in the order of their numbers")
-    refused(altered(deal, DEAL_SHARES, **of(1, 2, 3, 4)), "without this site")
+    refused(altered(deal, DEAL_SHARES, **of(1, 2, 3, 4)), "that does not include it")
     refused(
         altered(deal, DEAL_SHARES, **of(*range(5)) | {"keys": told["keys"][[1, 1, 2, 3, 4]]}), "other keys of this site"
     )
@@ -635,7 +635,7 @@ MALFORMED: list[Tree] = [
 def test_what_is_no_part_of_a_sum_is_refused_by_its_pattern(masks: Tree) -> None:
     from federations import terms
 
-    with pytest.raises(RefusalError, match="for a masked sum cannot be used: it"):
+    with pytest.raises(RefusalError, match="for a secure sum is invalid: it"):
         secure_sum.check_masks(make_tree_spec(masks), terms(cohort=3, secure_aggregation=True))
 
 
@@ -643,7 +643,7 @@ def test_a_site_that_agreed_on_no_masks_has_no_part_in_them() -> None:
     from federations import TERMS
 
     secure_sum.check_masks({}, TERMS)
-    with pytest.raises(RefusalError, match="nobody agreed on such sums"):
+    with pytest.raises(RefusalError, match="the terms have no secure aggregation"):
         secure_sum.check_masks(make_tree_spec(dealt(1)), TERMS)
 
 
@@ -698,7 +698,7 @@ def test_no_sum_is_of_fewer_sites_than_the_agreed_cohort(tmp_path: Path) -> None
     made.requests()
     begin = made.sum()
     begin.requests = dict(list(begin.requests.items())[:4])
-    with pytest.raises(RefusalError, match="all agreed on cohorts of 5"):
+    with pytest.raises(RefusalError, match="the terms have cohorts of 5"):
         begin.begin()
 
 
@@ -759,8 +759,8 @@ def test_a_server_cannot_put_keys_of_its_own_in(known: str, tmp_path: Path) -> N
             forging(village, lasting=True).begin()
         assert [words for words in village.said if words.startswith("from now on the key of site-1 is SHA256:")]
         return
-    words = "than the file of keys says" if known == "handed out" else "than before"
-    with pytest.raises(RefusalError, match=f"site-1 has another key .SHA256:.{{43}}. {words}"):
+    words = "than the file of keys has" if known == "handed out" else "than before"
+    with pytest.raises(RefusalError, match=f"different key of site-1 .SHA256:.{{43}}. {words}"):
         forging(village, lasting=True).begin()
 
 

@@ -62,7 +62,7 @@ def test_a_site_keeps_the_final_model_tests_it_and_is_told_that_all_is_over(tmp_
     assert model.classes == TERMS.image_spec.classes
     over = consent.load_end(tmp_path / "home")
     assert over.code == 0
-    assert over.reason.startswith(f"finished: the model lies in {path}, it is right on ")
+    assert over.reason.startswith(f"finished: the model is in {path}, it is right on ")
     assert over.reason.endswith("% of your test images")
     consent.remove_pending(tmp_path / "home")
     assert consent.load_end(tmp_path / "home") is None

@@ -178,7 +178,7 @@ def test_the_pages_rehearsal_gives_the_simulators_model_over_real_processes(term
         assert terminals.started[serve].wait(PATIENCE) == 0, terminals.said(serve) + terminals.said(joins[0])
         for line in joins:  # each has the final model, and ends by itself
             assert terminals.started[line].wait(30) == 0, terminals.said(line)
-            assert "finished: the model lies in" in terminals.said(line)
+            assert "finished: the model is in" in terminals.said(line)
     finally:
         terminals.end(joins)
     until = time.monotonic() + 10

@@ -144,7 +144,9 @@ ABOVE: dict[str, tuple[bytes | Callable[[], bytes], str]] = {
     "depth": (crafted(*nested(header.MAX_DEPTH + 2)), "of at most 16 nested names"),
     "name": (crafted({f"down/{TOO_LONG}": leaf()}, {"down": {TOO_LONG: None}}), "an invalid name"),
     "order twice": (crafted({"down/x": leaf(0, 24, (2, 3))}, {"down": {"x": [0, 0]}}, b"\0" * 24), "is no permutation"),
-    "order true": (crafted({"down/x": leaf(0, 24, (2, 3))}, {"down": {"x": [True, 0]}}, b"\0" * 24), "is no permutation"),
+    "order true": (
+        crafted({"down/x": leaf(0, 24, (2, 3))}, {"down": {"x": [True, 0]}}, b"\0" * 24), "is no permutation"
+    ),
     "order text": (crafted({"down/x": leaf()}, {"down": {"x": "0"}}), "is no permutation"),
     "announced": (crafted({"down/x": leaf(0, 2**40, (2**38,))}, ONE), "were received|more than"),
     "lying": (crafted({"down/x": leaf(0, 4, (2**30,))}, ONE), "does not match its shape"),
@@ -430,14 +432,16 @@ def test_what_an_honest_server_sends_is_known_and_what_others_send_is_not(name: 
     ]
     assert {client_update for client_update, _ in asked} == set(downlinks.specs)
     for client_update, pattern in asked:
-        assert downlinks.fault(client_update, pattern) is None
+        assert downlinks.find_mismatch(client_update, pattern) is None
         path, (shape, dtype) = next((path, kind) for path, kind in pattern.items() if kind and kind[0])
         assert "was agreed on" in str(
-            downlinks.fault(client_update, {**pattern, path: ((*shape[:-1], shape[-1] + 1), dtype)})
+            downlinks.find_mismatch(client_update, {**pattern, path: ((*shape[:-1], shape[-1] + 1), dtype)})
         )
-        assert "not agreed on" in str(downlinks.fault(client_update, {**pattern, "more": ((1,), dtype)}))
+        assert "not part of the terms" in str(
+            downlinks.find_mismatch(client_update, {**pattern, "more": ((1,), dtype)})
+        )
         assert "is missing" in str(
-            downlinks.fault(client_update, {p: kind for p, kind in pattern.items() if p != path})
+            downlinks.find_mismatch(client_update, {p: kind for p, kind in pattern.items() if p != path})
         )
 
 
@@ -453,7 +457,12 @@ def test_a_count_of_other_sites_may_be_any():
             for p, kind in pattern.items()
         }
 
-    assert [downlinks.fault("train", with_peers(count)) is None for count in (0, 1, 7, 8)] == [False, True, True, False]
+    assert [downlinks.find_mismatch("train", with_peers(count)) is None for count in (0, 1, 7, 8)] == [
+        False,
+        True,
+        True,
+        False,
+    ]
 
 
 @pytest.mark.parametrize("name", limits.MAX_RUN_OPTIONS)

@@ -55,7 +55,7 @@ class Link:
         if fate == GONE:
             return SiteResponse(None, "it was away")
         place, at = self.folder / name / request.run, (request.round, request.attempt, request.query)
-        reply = self.sites[name].reply(
+        reply = self.sites[name].run_request(
             request, SiteMemory(place, at, parse_round_key(request.latest), CPU, pytest.fail)
         )
         prune_memories(place, parse_round_key(request.oldest))

@@ -214,8 +214,8 @@ def test_sites_take_part_under_the_keys_that_were_handed_out(town, tmp_path, mon
     with pytest.raises(UserError, match="that have dealt shares, and a sum needs 3"):
         town.play(file)
     for log in ((town.folder / "site-00" / ".halfmoon" / "join.log"), *town.runs.glob(f"{file.stem}/serve.log")):
-        assert "the server says that site-02 has another key (SHA256:" in log.read_text()
-    client_app._open_client.cache_clear()
+        assert "the server sends a different key of site-02 (SHA256:" in log.read_text()
+    client_app._client.cache_clear()
 
 
 @pytest.mark.parametrize(
@@ -305,7 +305,7 @@ def watched(town: Town, folder: Path, secure: bool, rounds: int = 1) -> Iterator
     for path in town.folder.rglob(KNOWN_KEYS_FILE):  # a test before may have given a site a new secret
         path.unlink()
     seen, counts = StepResult(), dict[tuple[int, int, str], int]()
-    original = SiteRuntime.reply
+    original = SiteRuntime.run_request
 
     def do(self: SiteRuntime, request: Request, memories: Any = None) -> Any:
         reply = original(self, request, memories)
@@ -322,7 +322,7 @@ def watched(town: Town, folder: Path, secure: bool, rounds: int = 1) -> Iterator
     assert server.stdout is not None
     try:
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(SiteRuntime, "reply", do)
+            patch.setattr(SiteRuntime, "run_request", do)
             while (reply := take(server.stdout)) is not None:
                 node, message_id, data = reply
                 answer = members[node].reply_to(data)

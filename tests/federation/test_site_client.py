@@ -158,7 +158,7 @@ def test_a_site_joins(member: SiteClient) -> None:
     said = read_message(member.reply_to(offer()), Acceptance)
     assert (said.federation, said.name, said.labeled, said.unlabeled, said.tests) == (TERMS.hash, "north", 3, 5, 0)
     discreet(write_message(said))
-    assert "this site gives 3 images with a label and 5 without" in logged(member)
+    assert "this site trains on 3 labeled and 5 unlabeled images" in logged(member)
 
 
 @pytest.mark.parametrize(
@@ -192,8 +192,8 @@ def test_a_site_that_is_not_in_the_terms_does_not_join(ward: Path, tmp_path: Pat
         ({0: DIAGNOSIS, 1: "ill"}, "", UNFIT, "it has labels of classes that the federation does not have"),
         ({}, "sound\nill\n", UNFIT, "the federation has labels at every site, but this site has none."),
         (dict.fromkeys(range(8), "ill"), "ill\n", UNFIT, "needs images without a label, but this site has none."),
-        ({99: "ill"}, "", FAILED, "it cannot take part now; its own log says why."),
-        ({0: "ill"}, f"{DIAGNOSIS}\n", FAILED, "it cannot take part now; its own log says why."),
+        ({99: "ill"}, "", FAILED, "it cannot take part now; its own log has the reason."),
+        ({0: "ill"}, f"{DIAGNOSIS}\n", FAILED, "it cannot take part now; its own log has the reason."),
     ],
     ids=["class", "no label", "all labels", "no file", "no class"],
 )
@@ -263,12 +263,13 @@ def test_terms_that_are_damaged_are_joined_again(member, ward, script, damage):
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"round": ROUNDS}, "asks for round 5 of 4"), ({"round": -1}, "round"), ({"round": 10**30}, "round"),
-        ({"client_update": "steal"}, "asks for 'steal', which the method does not have"),
+        ({"round": ROUNDS}, "requests round 5 of 4"), ({"round": -1}, "round"), ({"round": 10**30}, "round"),
+        ({"client_update": "steal"}, "requests 'steal', which the method does not have"),
         ({"download": {}}, "is missing"), ({"download": {"params": {"x": torch.ones(2)}}}, "is missing"),
-        ({"evaluation": {"x": torch.ones(2)}}, "the one that was agreed on"), ({"run": "../../x"}, "no number of any"),
-        ({"run": ""}, "no number of any"), ({"run": "A" * 32}, "no number of any"),
-        ({"latest": [1]}, "a round, an attempt and a query"), ({"latest": [0, 0, -1]}, "latest is not made of non-negative"),
+        ({"evaluation": {"x": torch.ones(2)}}, "not the network of the terms"), ({"run": "../../x"}, "id of its run is invalid"),
+        ({"run": ""}, "id of its run is invalid"), ({"run": "A" * 32}, "id of its run is invalid"),
+        ({"latest": [1]}, "a round, an attempt and a query"),
+        ({"latest": [0, 0, -1]}, "latest is not made of non-negative"),
         ({"oldest": [0, 0, "x"]}, "oldest is not made of non-negative"),
     ],
 )  # fmt: skip
@@ -289,7 +290,7 @@ def test_a_diverged_model_is_not_described(member: SiteClient, script: list[tupl
     request = read_message(script[0][0], Request)
     spoiled = tree.map(lambda leaf: leaf * float("nan") if leaf.is_floating_point() else leaf, request.download)
     refusal = told(member.reply_to(write_message(replace(request, download=spoiled))))
-    assert (refusal.kind, refusal.reason) == (FAILED, "its training diverged; its own log says why.")
+    assert (refusal.kind, refusal.reason) == (FAILED, "its training diverged; its own log has the reason.")
     assert memories(member) == []
 
 

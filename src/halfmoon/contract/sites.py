@@ -59,7 +59,7 @@ class Wire:
 
 def answer(site: SiteRuntime, data: bytes) -> bytes:
     """Answer a request as a site does."""
-    return write_message(site.reply(read_message(data, Request)))
+    return write_message(site.run_request(read_message(data, Request)))
 
 
 def behind(simulation: Simulation, batching: Batching) -> tuple[RemoteRuntime, Wire]:

@@ -104,7 +104,7 @@ def compute_digest(content: bytes) -> str:
 
 
 def check_bundle(content: bytes, apps: tuple[str, ...] = APPS) -> None:
-    """Check that a bundle (a zip file in memory) starts these apps and nothing else; raise `ForeignBundle` if not."""
+    """Check that a bundle (a zip file in memory) starts these apps and no other ones; raise `ForeignBundle` if not."""
     if compute_digest(content) != expected_digest(apps):
         raise ForeignBundle("it starts a different program")
 

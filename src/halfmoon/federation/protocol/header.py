@@ -95,7 +95,7 @@ def parse_json(text: str | bytes) -> dict[str, Any]:
 
 
 def check_layout(layout: Any, tensors: TensorSpecs) -> None:
-    """Check that the layout of a message's trees has each tensor exactly once, and nothing else.
+    """Check that the layout of a message's trees has each tensor exactly once, and no other ones.
 
     Args:
         layout: nested dict, by tree and path, of each tensor's dimension order in memory or None

@@ -2,7 +2,7 @@
 
 The server sends an `Offer` (the terms) and `Request`s, which name the round, the query and the client update, and
 contain its download. A site replies with an `Acceptance`, `Reply`s (its upload, the method's samples, counts), or a
-`Refusal`. At the end the server sends the `FinalModel`, and a site a `Receipt`. A site sends nothing else.
+`Refusal`. At the end the server sends the `FinalModel`, and a site a `Receipt`. A site sends no other messages.
 """
 
 import dataclasses
@@ -72,11 +72,6 @@ class PermanentRefusal(RefusalError):
     """A site that can never join as it is. The people who wait for it are informed at once."""
 
 
-def _sent_as(name: str, **options: Any) -> Any:
-    """Declare a field whose name in the message differs from its name in Python."""
-    return field(metadata={"name": name}, **options)
-
-
 @dataclass(frozen=True)
 class Offer:
     """The server asks a site to join a federation.
@@ -118,7 +113,7 @@ class Request:
     client_update: str
     latest: list[int] = field(default_factory=list)
     oldest: list[int] = field(default_factory=list)
-    download: Tree = _sent_as("down", default_factory=dict)
+    download: Tree = field(default_factory=dict, metadata={"name": "down"})
     evaluation: Tree = field(default_factory=dict)
     masks: Tree = field(default_factory=dict)
 
@@ -193,9 +188,9 @@ class Reply:
     client_update: str
     amount: list[int]
     traffic: list[int]
-    images_outside_steps: int = _sent_as("swept")
-    memory_bytes: int = _sent_as("kept")
-    upload: Tree = _sent_as("up", default_factory=dict)
+    images_outside_steps: int = field(metadata={"name": "swept"})
+    memory_bytes: int = field(metadata={"name": "kept"})
+    upload: Tree = field(default_factory=dict, metadata={"name": "up"})
     samples: Tree = field(default_factory=dict)
     evaluation: Tree = field(default_factory=dict)
 
@@ -369,6 +364,7 @@ def _with_article(word: str) -> str:
 
 
 def _sent_name(message_field: "dataclasses.Field[Any]") -> str:
+    """Return the name of a field in a message, which its metadata have if it differs from that in Python."""
     return message_field.metadata.get("name", message_field.name)
 
 

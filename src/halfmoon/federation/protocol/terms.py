@@ -200,6 +200,7 @@ class Terms:
             f"uploads are checked against hostile sites ({config.aggregation})": config.aggregation != "mean",
         }
         defenses = "; ".join(defense for defense, active in active_defenses.items() if active)
+        rounds = settings.count_rounds(config)
         title = registry.entry(config.method).title
         plural = "s" if channels > 1 else ""
         plugins = ", ".join(str(plugin) for plugin in settings.plugin_origins(config))
@@ -210,8 +211,7 @@ class Terms:
             f"What is sent: the trained network, about {format_bytes(upload_bytes)} a round, and counts of images.",
             "What is never sent: images, labels of single images, names of files and folders.",
             "To whom: the federation's server, which sends the average to all sites.",
-            f"For how long: {settings.count_rounds(config)} rounds, {config.cohort} of {len(self.sites)} sites in each; "
-            "then it ends by itself.",
+            f"For how long: {rounds} rounds, {config.cohort} of {len(self.sites)} sites in each, then it ends.",
             f"Defenses: {defenses or 'only encryption; a trained network can reveal something about the images'}.",
             f"Code from outside halfmoon: {plugins or 'none'}.",
             f"Ctrl-C ends it at any time. All options: --all, or halfmoon site terms. Hash: {self.hash}",

@@ -1,6 +1,6 @@
-"""A site folder that takes part: joins a federation, answers requests, remembers, and logs.
+"""The client of a site: it joins federations, replies to the server's requests, and writes a log.
 
-Whatever comes, `SiteClient.reply_to` answers; its words about a failure name no path, file or image of the site.
+`SiteClient.reply_to` replies to every message. What it sends about a failure names no path, file or image of the site.
 """
 
 import json
@@ -60,23 +60,33 @@ from halfmoon.storage import atomic_io
 from halfmoon.storage.run_folder import MODEL
 from halfmoon.storage.serialization import pack, with_seal
 
-LOG_FILE, FINAL_FOLDER = "join.log", "final"
-"""In a site's home: its log, and the folder of the model that a federation ended with."""
+LOG_FILE = "join.log"  # in a site's home
+FINAL_FOLDER = "final"  # in a site's home: the final model of a federation
 
-FEDERATIONS_FOLDER, TERMS_FILE, DOWNLOADS_FILE = "federations", "terms.json", "downs.json"
-"""In a site's home the folders of federations; in each the terms, and the shapes that their server may send."""
+FEDERATIONS_FOLDER = "federations"  # in a site's home: one folder for each federation
+TERMS_FILE = "terms.json"  # in a federation's folder
+DOWNLOADS_FILE = "downs.json"  # in a federation's folder: the specs of the downloads that its server may send
 
-SEE_LOG = "its own log says why"
+SEE_LOG = "its own log has the reason"
 NOT_AGREED = "this site's people have not agreed to these terms yet."
 
 
 class _NotAgreed(RefusalError):
-    """Terms that wait for a yes; the log has said so when they came first."""
+    """The terms wait for an agreement. That was logged when they arrived first, so it is not logged again."""
 
 
 @dataclass
 class SiteClient:
-    """The site `name`; its `consent` names its home, `trusted` are the parts from outside that it may load."""
+    """A site folder that takes part in federations.
+
+    Attributes:
+        images: the site's folders of images.
+        name: name of the site.
+        consent: the home folder, and on which terms the site takes part.
+        trusted: plugins that the site may import (`module:Class`).
+        keys: files of long-term keys.
+        version: version of halfmoon.
+    """
 
     images: SiteImages
     name: str
@@ -84,7 +94,7 @@ class SiteClient:
     trusted: tuple[str, ...] = ()
     keys: KeyFiles = field(default_factory=KeyFiles)
     version: str = field(default_factory=lambda: metadata.version("halfmoon"))
-    _sites: dict[str, tuple[Terms, SiteRuntime]] = field(default_factory=dict, repr=False)
+    _memberships: dict[str, tuple[Terms, SiteRuntime]] = field(default_factory=dict, repr=False)
 
     @classmethod
     def from_folder(
@@ -100,206 +110,271 @@ class SiteClient:
         validations: Path | None = None,
         keys: KeyFiles = KeyFiles(),  # noqa: B008 (it is frozen)
     ) -> "SiteClient":
+        """Set up the client of a folder of images.
+
+        Args:
+            folder: training images.
+            name: name of the site.
+            home: where the site stores its files; None for a hidden folder in `folder`.
+            device: where to compute, as for the option `device`.
+            tests: images to test models on; None for none.
+            terms: the accepted terms, as for `Consent`.
+            methods: the accepted methods, as for `Consent`.
+            trusted: plugins that the site may import.
+            validations: images by which the server chooses the best round; None for none.
+            keys: files of long-term keys.
+        """
         home = home or folder / STATE_FOLDER
         images = SiteImages(folder, home, tests, device, validations)
         return cls(images, name, Consent(home, terms, methods), trusted, keys)
 
     @property
     def home(self) -> Path:
+        """The folder with the site's own files."""
         return self.consent.home
 
     @property
     def log(self) -> EventLog:
+        """The site's log."""
         return EventLog(self.home / LOG_FILE)
 
     def reply_to(self, data: bytes) -> bytes:
-        """Return the answer to a message; a failure becomes a `Refusal`, and a line in the log."""
+        """Reply to a message of the server.
+
+        Args:
+            data: the message. It may be hostile.
+
+        Returns:
+            The reply. Any failure becomes a `Refusal` without private details, and a line in the site's log with them.
+        """
         try:
             self.home.mkdir(parents=True, exist_ok=True)
-            # A server's part from outside is imported only where the site's people have named it too.
+            # A plugin in the server's terms is imported only if the site's people have named it as well.
             with plugins.only((*self.consent.methods, *self.trusted)):
-                return messages.write_message(self._answer(messages.scan_message(data, Offer, Request, FinalModel)))
+                return messages.write_message(self._handle(messages.scan_message(data, Offer, Request, FinalModel)))
         except _NotAgreed as error:
             return messages.write_message(Refusal(self.version, error.kind, str(error)))
         except RefusalError as error:
-            why = str(error.__cause__ or error)
-            with suppress(OSError):
-                if isinstance(error, PermanentRefusal):
-                    consent.save_end(self.home, 1, why)
-            return self._refuse(error.kind, str(error), why)
+            details = str(error.__cause__ or error)
+            if isinstance(error, PermanentRefusal):
+                with suppress(OSError):
+                    consent.save_end(self.home, 1, details)
+            return self._refuse(error.kind, str(error), details)
         except MalformedMessage as error:
             return self._refuse(UNFIT, str(error), f"what the server sent cannot be read: {error}")
         except Diverged as error:
             return self._refuse(FAILED, f"its training diverged; {SEE_LOG}.", str(error))
         except OSError as error:
-            # The system's own word names no file; a library's may, where there is none.
+            # The operating system's text contains no path. Without it, the error comes from a library, whose text may.
             reason = f"its disk: {error.strerror}." if error.strerror else f"its disk failed; {SEE_LOG}."
             return self._refuse(FAILED, reason, f"{error.filename or self.home}: {atomic_io.reason(error)}.")
         except UserError as error:
             return self._refuse(FAILED, f"it cannot take part now; {SEE_LOG}.", str(error))
-        except Exception as error:  # whatever it is, the server has to hear that no answer will come
+        except Exception as error:  # without a reply of any kind the server would wait until its timeout
             return self._refuse(FAILED, f"it failed ({type(error).__name__}); {SEE_LOG}.", repr(error))
 
-    def _refuse(self, kind: str, reason: str, words: str) -> bytes:
-        self._say(f"not done: {words}")
-        # A server's words may be quoted, and come back to a log there.
-        plain = "".join(letter if letter.isprintable() else "?" for letter in reason[: messages.MAX_TEXT_LENGTH])
-        return messages.write_message(Refusal(self.version, kind, plain))
+    def _refuse(self, kind: str, reason: str, details: str) -> bytes:
+        """Write the details to the log and make a refusal with the reason, which contains nothing private."""
+        self._write_log(f"not done: {details}")
+        # The reason may quote the server's own message, so it may be long or contain control characters.
+        printable = "".join(char if char.isprintable() else "?" for char in reason[: messages.MAX_TEXT_LENGTH])
+        return messages.write_message(Refusal(self.version, kind, printable))
 
-    def _say(self, words: str) -> None:
-        with suppress(OSError):  # a full disk: what cannot be written down is still answered
-            self.log.write(words)
+    def _write_log(self, text: str) -> None:
+        # A full disk must not prevent the reply.
+        with suppress(OSError):
+            self.log.write(text)
 
-    def _answer(self, unparsed: UnparsedMessage[Offer | Request | FinalModel]) -> Acceptance | Reply | Receipt:
+    def _handle(self, unparsed: UnparsedMessage[Offer | Request | FinalModel]) -> Acceptance | Reply | Receipt:
         message = unparsed.message
         check_version(self.version, message.version)
         if isinstance(message, FinalModel):
-            return self._finish(unparsed, message)
-        return self._join(message) if isinstance(message, Offer) else self._update(unparsed, message)
+            return self._store_final_model(unparsed, message)
+        if isinstance(message, Offer):
+            return self._join(message)
+        return self._run_request(unparsed, message)
 
-    def _finish(self, unparsed: UnparsedMessage[Any], message: FinalModel) -> Receipt:
-        place = self._place(message.federation)
-        terms, site = self._membership(message.federation, place)
-        words = save_final_model(self.home, unparsed, terms, site)
-        words = copy_final_model(self.images.folder, self.home, words)
-        secure_sum.erase_secrets(place)
-        self._say(words)
-        consent.save_end(self.home, 0, words)
+    def _store_final_model(self, unparsed: UnparsedMessage[Any], message: FinalModel) -> Receipt:
+        folder = self._federation_folder(message.federation)
+        terms, site = self._load_membership(message.federation, folder)
+        text = save_final_model(self.home, unparsed, terms, site)
+        text = copy_final_model(self.images.folder, self.home, text)
+        secure_sum.erase_secrets(folder)
+        self._write_log(text)
+        consent.save_end(self.home, 0, text)
         return Receipt(message.federation, self.version, self.name)
 
-    def _place(self, federation: str) -> Path:
-        if not re.fullmatch("[0-9a-f]{64}", federation):  # it becomes the name of a folder
-            raise RefusalError("what the server calls its federation is no hash of any.", NOT_JOINED)
+    def _federation_folder(self, federation: str) -> Path:
+        # The hash becomes the name of a folder, so anything else is refused.
+        if not re.fullmatch("[0-9a-f]{64}", federation):
+            raise RefusalError("the server's id of its federation is not a hash.", NOT_JOINED)
         return self.home / FEDERATIONS_FOLDER / federation[:16]
 
-    def _membership(self, federation: str, place: Path) -> tuple[Terms, SiteRuntime]:
-        cached = self._sites.get(federation)
-        terms = cached[0] if cached else load_terms(place, self._say)
+    def _load_membership(self, federation: str, folder: Path) -> tuple[Terms, SiteRuntime]:
+        """Return the terms and the runtime of a federation that this site has joined; raise `RefusalError` if not."""
+        cached = self._memberships.get(federation)
+        terms = cached[0] if cached else load_terms(folder, self._write_log)
         if terms is None or terms.hash != federation:
             raise RefusalError(f"this site has not joined federation {federation[:8]} yet.", NOT_JOINED)
-        self._agree_to(terms, NOT_JOINED)
-        site = cached[1] if cached else add_download_specs(self._runtime(terms), terms, place)
-        self._sites[federation] = terms, site
+        self._require_agreement(terms, NOT_JOINED)
+        site = cached[1] if cached else add_download_specs(self._make_runtime(terms), terms, folder)
+        self._memberships[federation] = terms, site
         return terms, site
 
     def _join(self, offer: Offer) -> Acceptance:
-        with _possible():
+        with _refuse_permanently():
             terms = Terms.parse(offer.terms)
         if self.name not in terms.sites:
-            near = suggest_class(self.name, terms.sites)
-            raise PermanentRefusal(f"federation {terms.name} has no site {self.name}{near}.")
-        self._agree_to(terms, UNFIT)
-        with _possible():
+            hint = suggest_class(self.name, terms.sites)
+            raise PermanentRefusal(f"federation {terms.name} has no site {self.name}{hint}.")
+        self._require_agreement(terms, UNFIT)
+        with _refuse_permanently():
             terms.check()
-        place = self._place(terms.hash)
-        site = self._runtime(terms)
-        place.mkdir(parents=True, exist_ok=True)
-        site = add_download_specs(site, terms, place)
-        self._sites[terms.hash] = terms, site
-        atomic_io.replace(place / TERMS_FILE, terms.text.encode())
-        labeled, unlabeled = site.counts()
-        tests, validations = (0 if images is None else len(images.labels) for images in site.held_out)
-        others = f"; it tests models on {tests:,} others" if tests else ""
-        others += f"; {validations:,} others choose the round whose model is kept" if validations else ""
-        self._say(
-            f"{terms.sentence()}; this site gives {labeled:,} images with a label and {unlabeled:,} without{others}"
+        folder = self._federation_folder(terms.hash)
+        site = self._make_runtime(terms)
+        folder.mkdir(parents=True, exist_ok=True)
+        site = add_download_specs(site, terms, folder)
+        self._memberships[terms.hash] = terms, site
+        # Written last: this file means that the site has joined.
+        atomic_io.replace(folder / TERMS_FILE, terms.text.encode())
+        labeled, unlabeled = site.count_images()
+        tests = 0 if site.held_out.tests is None else len(site.held_out.tests.labels)
+        validations = 0 if site.held_out.validations is None else len(site.held_out.validations.labels)
+        text = f"{terms.sentence()}; this site trains on {labeled:,} labeled and {unlabeled:,} unlabeled images"
+        if tests:
+            text += f"; it tests models on {tests:,} other images"
+        if validations:
+            text += f"; {validations:,} other images choose the best round"
+        self._write_log(text)
+        return Acceptance(
+            federation=terms.hash,
+            version=self.version,
+            name=self.name,
+            labeled=labeled,
+            unlabeled=unlabeled,
+            tests=tests,
+            validations=validations,
+            key=self.keys.public(self.home) if terms.config.secure_aggregation else "",
+            shared=int((self.home / consent.SHARE_ACCURACY_FILE).exists()),
         )
-        key = self.keys.public(self.home) if terms.config.secure_aggregation else ""
-        shared = int((self.home / consent.SHARE_ACCURACY_FILE).exists())
-        return Acceptance(terms.hash, self.version, self.name, labeled, unlabeled, tests, validations, key, shared)
 
-    def _agree_to(self, terms: Terms, kind: str) -> None:
-        """Raise `RefusalError` for terms without the consent of the site's people; write down those for them to see."""
-        accepts, method = self.consent, terms.config.method
-        if not accepts.accepts_method(method):
-            raise PermanentRefusal(f"this site accepts the method {' or '.join(accepts.methods)}, but not {method}.")
-        if accepts.agrees_to(terms.hash):
+    def _require_agreement(self, terms: Terms, kind: str) -> None:
+        """Check that the site's people agree to terms.
+
+        Otherwise the terms are saved for them to see, and a `RefusalError` of this kind is raised.
+        """
+        method = terms.config.method
+        if not self.consent.accepts_method(method):
+            accepted = " or ".join(self.consent.methods)
+            raise PermanentRefusal(f"this site accepts the method {accepted}, but not {method}.")
+        if self.consent.agrees_to(terms.hash):
             return
         summary = terms.summary()
         if consent.load_offer(self.home) != summary:
-            self._say(f"asked to take part in {terms.sentence()}")
-            others = f"--terms {accepts.terms} is about others; " if accepts.terms else ""
-            how = "" if accepts.terms else "answer yes where halfmoon site join asks, or "
-            self._say(
-                f"this site does not take part before its people agree: {others}{how}start it again with --terms "
-                f"{terms.hash}"
-            )
-            consent.save_offer(self.home, summary)  # last: the log is read before the question
+            self._write_log(f"asked to take part in {terms.sentence()}")
+            if self.consent.terms:
+                how = f"--terms {self.consent.terms} is for other terms; start it again with --terms {terms.hash}"
+            else:
+                how = f"answer yes where halfmoon site join asks, or start it again with --terms {terms.hash}"
+            self._write_log(f"this site does not take part before its people agree: {how}")
+            # Written last: whoever sees the offer also shows the log so far.
+            consent.save_offer(self.home, summary)
         raise _NotAgreed(NOT_AGREED, kind)
 
-    def _runtime(self, terms: Terms) -> SiteRuntime:
-        return self.images.runtime(terms, self.name, self.version, self._say)
+    def _make_runtime(self, terms: Terms) -> SiteRuntime:
+        return self.images.make_runtime(terms, self.name, self.version, self._write_log)
 
-    def _update(self, unparsed: UnparsedMessage[Any], request: Request) -> Reply:
-        place = self._place(request.federation)
-        terms, site = self._membership(request.federation, place)
+    def _run_request(self, unparsed: UnparsedMessage[Any], request: Request) -> Reply:
+        folder = self._federation_folder(request.federation)
+        terms, site = self._load_membership(request.federation, folder)
         site.check_request(request, unparsed)
         secure_sum.check_masks(unparsed.tree_spec("masks"), terms)
-        latest, oldest = parse_round_key(request.latest), parse_round_key(request.oldest)
-        if not re.fullmatch("[0-9a-f]{32}", request.run):  # it becomes the name of a folder
-            raise RefusalError("what the server calls its run is no number of any.")
-        folder = place / request.run
-        at = (request.round, request.attempt, request.query)
-        memory = SiteMemory(folder, at, latest, site.local_clients.dataset.train.labels.device, self._say)
+        latest = parse_round_key(request.latest)
+        oldest = parse_round_key(request.oldest)
+        # The id becomes the name of a folder, so anything else is refused.
+        if not re.fullmatch("[0-9a-f]{32}", request.run):
+            raise RefusalError("the server's id of its run is invalid.")
+        run_folder = folder / request.run
+        current = (request.round, request.attempt, request.query)
+        train_device = site.local_clients.dataset.train.labels.device
+        memory = SiteMemory(run_folder, current, latest, train_device, self._write_log)
         limits.check_free_disk(self.home, 0)
         start = time.perf_counter()
         with computing(site_threads(terms.config)):
-            reply = self._reply(unparsed.parse_trees(), terms, site, memory)
-        prune_memories(folder, oldest)
+            reply = self._compute_reply(unparsed.parse_trees(), terms, site, memory)
+        prune_memories(run_folder, oldest)
         for line in describe_request(request, reply, len(unparsed.data), time.perf_counter() - start):
-            self._say(line)
+            self._write_log(line)
         return reply
 
-    def _reply(self, request: Request, terms: Terms, site: SiteRuntime, memory: SiteMemory) -> Reply:
+    def _compute_reply(self, request: Request, terms: Terms, site: SiteRuntime, memory: SiteMemory) -> Reply:
         if not terms.config.secure_aggregation:
-            return site.reply(request, memory)
-        even = terms.config.dp_clip is not None
-        sites = KnownKeys(terms.sites, memory.folder.parent, self.keys.others, self._say)
-        key = self.keys.load(self.home)
-        part = secure_sum.SumParticipant(key, memory.folder, site.number, sites, even, terms.config.cohort)
-        return part.reply_to(request, lambda plain: site.reply(plain, memory))
+            return site.run_request(request, memory)
+        participant = secure_sum.SumParticipant(
+            key=self.keys.load(self.home),
+            folder=memory.folder,
+            number=site.number,
+            sites=KnownKeys(terms.sites, memory.folder.parent, self.keys.public_keys, self._write_log),
+            # With differential privacy all sites weigh the same: their numbers of images are not revealed.
+            equal_weights=terms.config.dp_clip is not None,
+            min_sites=terms.config.cohort,
+        )
+        return participant.reply_to(request, lambda request: site.run_request(request, memory))
 
 
 @contextmanager
-def _possible() -> Iterator[None]:
-    """Turn a UserError about the terms into the end of this site's part: they stay as they are."""
+def _refuse_permanently() -> Iterator[None]:
+    """Turn a UserError about the terms into a `PermanentRefusal`: the terms of a federation never change."""
     try:
         yield
     except UserError as error:
         raise PermanentRefusal(str(error)) from error
 
 
-def load_terms(place: Path, say: Callable[[str], None]) -> Terms | None:
-    """Return the terms of a federation's folder; None where they are missing or damaged: the site joins again."""
-    text = atomic_io.read(place / TERMS_FILE)
+def load_terms(folder: Path, log: Callable[[str], None]) -> Terms | None:
+    """Load the terms in a federation's folder; None if they are missing or damaged, so that the site joins again."""
+    text = atomic_io.read(folder / TERMS_FILE)
     try:
         return None if text is None else Terms.parse(text.decode())
     except ValueError as error:
-        say(f"{place / TERMS_FILE} is damaged, so this site has to join again: {error}")
+        log(f"{folder / TERMS_FILE} is damaged, so this site has to join again: {error}")
         return None
 
 
-def add_download_specs(site: SiteRuntime, terms: Terms, place: Path) -> SiteRuntime:
-    """Return the site with the shapes of its downlinks, which are computed once and stored in `place`."""
+def add_download_specs(site: SiteRuntime, terms: Terms, folder: Path) -> SiteRuntime:
+    """Add the specs of the downloads to a site; they are computed once and stored in the federation's folder."""
     try:
-        record = json.loads(atomic_io.read(place / DOWNLOADS_FILE) or b"")
-        facts = record["downs"].encode()
-        if atomic_io.digest(facts) != record["sha256"]:
+        record = json.loads(atomic_io.read(folder / DOWNLOADS_FILE) or b"")
+        text = record["downs"].encode()
+        if atomic_io.digest(text) != record["sha256"]:
             raise ValueError
-        downlinks = DownloadSpecs.from_json(json.loads(facts), len(terms.sites))
-    except (ValueError, LookupError, TypeError, AttributeError):  # damaged, or not there yet
-        downlinks = compute_download_specs(terms.text)
-        text = json.dumps(downlinks.to_json())
+        downloads = DownloadSpecs.from_json(json.loads(text), len(terms.sites))
+    except (ValueError, LookupError, TypeError, AttributeError):  # missing or damaged
+        downloads = compute_download_specs(terms.text)
+        text = json.dumps(downloads.to_json())
         record = {"downs": text, "sha256": atomic_io.digest(text.encode())}
-        atomic_io.replace(place / DOWNLOADS_FILE, json.dumps(record).encode())
-    return replace(site, downlinks=downlinks)
+        atomic_io.replace(folder / DOWNLOADS_FILE, json.dumps(record).encode())
+    return replace(site, downloads=downloads)
 
 
 def save_final_model(home: Path, unparsed: UnparsedMessage[FinalModel], terms: Terms, site: SiteRuntime) -> str:
-    """Write the final model, read it back, and say where it is and how it tests; raise `RefusalError`."""
+    """Write the final model and its card into the site's home, and test it.
+
+    Args:
+        home: the site's home folder.
+        unparsed: the server's message.
+        terms: the terms of the federation.
+        site: the site.
+
+    Returns:
+        A sentence for the log: where the model is, and its accuracy.
+
+    Raises:
+        RefusalError: the model or its card is not that of the federation.
+    """
     task = site.task
     if unparsed.tree_spec("model") != make_tree_spec(limits.make_meta_model(task.network)):
-        raise RefusalError("the final model that the server sends is not the one that was agreed on.")
+        raise RefusalError("the server sends a final model that is not the network of the terms.")
     message = unparsed.parse_trees()
     path = home / FINAL_FOLDER / MODEL
     try:
@@ -309,66 +384,83 @@ def save_final_model(home: Path, unparsed: UnparsedMessage[FinalModel], terms: T
         card = Card.parse(texts, path)
     except ValueError as error:
         raise RefusalError("the card of the final model cannot be read.") from error
-    form = terms.image_spec
+    image_spec = terms.image_spec
+    # The frozen weights, if any, are not sent: they are added here.
     network, model = task.network.whole(message.model)
-    if (card.network, card.classes, card.image) != (network, form.classes, form.image):
+    if (card.network, card.classes, card.image) != (network, image_spec.classes, image_spec.image):
         raise RefusalError("the card of the final model is not that of the federation.")
     path.parent.mkdir(parents=True, exist_ok=True)
     data = with_seal(pack(model)[0], card.render())
     atomic_io.replace(path, data)
-    load_model(path, network=terms.config.network)
-    test = site.evaluate(message.model)
+    load_model(path, network=terms.config.network)  # fails if the file cannot be used
+    evaluation = site.evaluate(message.model)
     rows = site.local_clients.dataset.split_size(site.number)
-    counts = (site.task.rounds, rows.labeled, rows.unlabeled)
-    origin = card_document.ModelProvenance(terms.name, terms.hash, terms.sites, *counts, site.version)
-    confusion = test["confusion"].numpy() if "confusion" in test else None
-    parts = card_document.build_sections(card, origin, atomic_io.digest(data), confusion)
-    card_document.write_card(path.parent, f"The model of federation {terms.name}", parts)
-    share = f", it is right on {_accuracy(test):.2%} of your test images" if "confusion" in test else ""
-    return f"finished: the model lies in {path}{share}"
+    origin = card_document.ModelProvenance(
+        terms.name, terms.hash, terms.sites, task.rounds, rows.labeled, rows.unlabeled, site.version
+    )
+    confusion = evaluation["confusion"].numpy() if "confusion" in evaluation else None
+    sections = card_document.build_sections(card, origin, atomic_io.digest(data), confusion)
+    card_document.write_card(path.parent, f"The model of federation {terms.name}", sections)
+    accuracy = f", it is right on {_accuracy(evaluation):.2%} of your test images" if "confusion" in evaluation else ""
+    return f"finished: the model is in {path}{accuracy}"
 
 
-def copy_final_model(folder: Path, home: Path, words: str) -> str:
-    """Copy the final model and its card from a hidden home to where people see them; return where all lies."""
+def copy_final_model(folder: Path, home: Path, text: str) -> str:
+    """Copy the final model and its card from a hidden home folder to the folder of images, where people see them.
+
+    Returns:
+        `text`, and where the copy is or why there is none.
+    """
     if home != folder / STATE_FOLDER:
-        return words
+        return text
+    copy_folder = folder / MODEL_FOLDER
     try:
-        (folder / MODEL_FOLDER).mkdir(exist_ok=True)
+        copy_folder.mkdir(exist_ok=True)
         for file in (MODEL, *card_document.CARD_FILES):
-            atomic_io.replace(folder / MODEL_FOLDER / file, (home / FINAL_FOLDER / file).read_bytes())
+            atomic_io.replace(copy_folder / file, (home / FINAL_FOLDER / file).read_bytes())
     except OSError as error:
-        return f"{words}; it could not be copied to {folder / MODEL_FOLDER} ({atomic_io.reason(error)})"
-    return f"{words}; a copy and its card ({card_document.CARD_FILES[1]}) lie in {folder / MODEL_FOLDER}"
+        return f"{text}; it could not be copied to {copy_folder} ({atomic_io.reason(error)})"
+    return f"{text}; a copy and its card ({card_document.CARD_FILES[1]}) are in {copy_folder}"
 
 
-def _accuracy(test: tree.Tree) -> float:
-    cells = test["confusion"]
-    return int(cells.diagonal().sum()) / max(1, int(cells.sum()))
+def _accuracy(evaluation: tree.Tree) -> float:
+    confusion = evaluation["confusion"]
+    return int(confusion.diagonal().sum()) / max(1, int(confusion.sum()))
 
 
 def describe_request(request: Request, reply: Reply, received: int, seconds: float) -> list[str]:
-    """Return the log's lines about a request that was answered."""
+    """Describe a request and its reply for the site's log.
+
+    Args:
+        request: the request.
+        reply: its reply.
+        received: bytes of the request's message.
+        seconds: how long it took.
+
+    Returns:
+        Lines about the evaluation, the training, and what is sent.
+    """
     lines = []
-    which = f"the model before round {request.round + 1}" if request.client_update else "the last model"
-    for kind, test in {"test": reply.evaluation, "validation": reply.evaluation.get("validation", {})}.items():
-        if "confusion" in test:
-            lines.append(f"{which} is right on {_accuracy(test):.2%} of the {kind} images here")
+    model = f"the model before round {request.round + 1}" if request.client_update else "the last model"
+    for kind, evaluation in {"test": reply.evaluation, "validation": reply.evaluation.get("validation", {})}.items():
+        if "confusion" in evaluation:
+            lines.append(f"{model} is right on {_accuracy(evaluation):.2%} of the {kind} images here")
     if not request.client_update:
         if "shares" in reply.upload:
-            lines.append(
-                f"round {request.round + 1}: received {format_bytes(received)} and answered, for a sum under masks"
-            )
+            lines.append(f"round {request.round + 1}: received {format_bytes(received)} and replied, for a secure sum")
         return lines
     steps, labeled, unlabeled, _ = reply.amount
-    trained = f"trained {steps} steps of {labeled} labeled and {unlabeled} unlabeled images" if steps else "no step"
+    training = f"trained {steps} steps of {labeled} labeled and {unlabeled} unlabeled images" if steps else "no step"
     loss = reply.samples.get("loss")
-    mean = f", mean loss {float(loss['total']) / float(loss['count']):.4f}" if loss else ""
-    parts = (
-        Upload.from_tree(reply.upload).parts
-        if "weight" in reply.upload
-        else {name: {"": leaf} for name, leaf in reply.upload.items()}
-    )
+    mean_loss = f", mean loss {float(loss['total']) / float(loss['count']):.4f}" if loss else ""
+    if "weight" in reply.upload:
+        parts = Upload.of(reply.upload).parts
+    else:  # the masked vector of a secure sum
+        parts = {name: {"": leaf} for name, leaf in reply.upload.items()}
     sizes = ", ".join(f"{name} {format_bytes(tree.nbytes(part))}" for name, part in parts.items())
-    again = f" (attempt {request.attempt + 1})" if request.attempt else ""
-    facts = f"received {format_bytes(received)}; {trained} in {seconds:.1f} s{mean}; sends {sizes}"
-    return [*lines, f"round {request.round + 1}{again}, {request.client_update}: {facts}"]
+    attempt = f" (attempt {request.attempt + 1})" if request.attempt else ""
+    lines.append(
+        f"round {request.round + 1}{attempt}, {request.client_update}: received {format_bytes(received)}; {training} "
+        f"in {seconds:.1f} s{mean_loss}; sends {sizes}"
+    )
+    return lines

@@ -1,4 +1,8 @@
-"""The consent of a site's people: a site takes part on terms that they know, and on no others."""
+"""The consent of a site's people: a site takes part on terms that they have seen, and on no others.
+
+The process that talks to the server and the one that talks to the people share the files of this module in the site's
+home folder.
+"""
 
 import json
 import re
@@ -14,20 +18,27 @@ from halfmoon.storage import atomic_io
 T = TypeVar("T")
 
 SHARE_ACCURACY_FILE = "share-accuracy"
-"""The file in a site's home by which its people let its own accuracy stand beside the mean."""
+"""If a site's home has this file, its people allow its own accuracy to be shown next to the mean."""
 
-END_FILE = "ended.json"  # the file in a site's home that says that its part is over, and why
+END_FILE = "ended.json"
+"""In a site's home: its participation is over, and why."""
 
-OFFERED_FILE, AGREED_FILE = "offered.json", "agreed.json"
-"""Files in a site's home: the terms that wait for a yes, and the hashes of those that have had one."""
+OFFERED_FILE = "offered.json"
+AGREED_FILE = "agreed.json"
+"""In a site's home: the terms that wait for an agreement, and the hashes of the terms that were agreed to."""
 
 ANY_TERMS = "any"
-TERMS_CHOICE = re.compile(r"any|[0-9a-f]{8,64}")  # values of `--terms`: `ANY`, or a hash or its beginning
+TERMS_CHOICE = re.compile(r"any|[0-9a-f]{8,64}")  # valid values of `--terms`: `ANY_TERMS`, or a hash or its beginning
 
 
 @dataclass(frozen=True)
 class ParticipationEnd:
-    """The end of a site's part: the exit code of its process, and why it is over."""
+    """The end of a site's participation.
+
+    Attributes:
+        code: exit code of the site's process.
+        reason: why it is over.
+    """
 
     code: int
     reason: str
@@ -37,7 +48,11 @@ class ParticipationEnd:
 class Consent:
     """The federations in which a site takes part.
 
-    `terms` begins the hash of the only terms that will do, or is `ANY`, or "": those agreed to. No `methods` means all.
+    Attributes:
+        home: the site's home folder.
+        terms: the beginning of the hash of the only terms that are accepted; `ANY_TERMS`; or "" for those to which the
+            site's people agree.
+        methods: the accepted methods; empty for all.
     """
 
     home: Path
@@ -45,55 +60,66 @@ class Consent:
     methods: tuple[str, ...] = ()
 
     def agrees_to(self, hash: str) -> bool:
+        """Check that the site takes part on the terms with this hash."""
         if self.terms:
             return self.terms == ANY_TERMS or hash.startswith(self.terms)
         return hash in load_agreed_hashes(self.home)
 
     def accepts_method(self, method: str) -> bool:
+        """Check that the site accepts this method."""
         return not self.methods or method in self.methods
 
 
 def save_offer(home: Path, terms: TermsSummary) -> None:
+    """Save terms that wait for an agreement."""
     atomic_io.replace(home / OFFERED_FILE, json.dumps(asdict(terms)).encode())
 
 
 def load_offer(home: Path) -> TermsSummary | None:
-    return _read(home / OFFERED_FILE, TypeAdapter(TermsSummary))
+    """Load the terms that wait for an agreement; None if there are none."""
+    return _load_json(home / OFFERED_FILE, TypeAdapter(TermsSummary))
 
 
 def save_end(home: Path, code: int, reason: str) -> None:
+    """Save the end of the site's participation."""
     atomic_io.replace(home / END_FILE, json.dumps(asdict(ParticipationEnd(code, reason))).encode())
 
 
 def load_end(home: Path) -> ParticipationEnd | None:
-    return _read(home / END_FILE, TypeAdapter(ParticipationEnd))
+    """Load the end of the site's participation; None if it goes on."""
+    return _load_json(home / END_FILE, TypeAdapter(ParticipationEnd))
 
 
 def remove_pending(home: Path) -> None:
+    """Remove the terms that wait for an agreement, and the end of an earlier participation."""
     (home / END_FILE).unlink(missing_ok=True)
     (home / OFFERED_FILE).unlink(missing_ok=True)
 
 
 def load_agreed_hashes(home: Path) -> list[str]:
-    return (_read(home / AGREED_FILE, TypeAdapter(dict[str, list[str]])) or {}).get("terms", [])
+    """Load the hashes of the terms to which the site's people have agreed."""
+    return (_load_json(home / AGREED_FILE, TypeAdapter(dict[str, list[str]])) or {}).get("terms", [])
 
 
 def save_agreement(home: Path, hash: str) -> None:
-    atomic_io.replace(home / AGREED_FILE, json.dumps({"terms": sorted({*load_agreed_hashes(home), hash})}).encode())
+    """Save that the site's people agree to the terms with this hash."""
+    hashes = sorted({*load_agreed_hashes(home), hash})
+    atomic_io.replace(home / AGREED_FILE, json.dumps({"terms": hashes}).encode())
     remove_pending(home)
 
 
-def set_accuracy_sharing(home: Path, on: bool) -> None:
-    """Write down whether the accuracy of a site may stand beside the mean of all."""
-    if on:
+def set_accuracy_sharing(home: Path, allowed: bool) -> None:
+    """Save whether the accuracy of this site may be shown next to the mean of all."""
+    if allowed:
         home.mkdir(parents=True, exist_ok=True)
         (home / SHARE_ACCURACY_FILE).touch()
     else:
         (home / SHARE_ACCURACY_FILE).unlink(missing_ok=True)
 
 
-def _read(path: Path, kind: TypeAdapter[T]) -> T | None:
+def _load_json(path: Path, adapter: TypeAdapter[T]) -> T | None:
+    """Load a JSON file; None if it is missing or damaged. A damaged agreement counts as none."""
     try:
-        return kind.validate_json(atomic_io.read(path) or b"", strict=True)
+        return adapter.validate_json(atomic_io.read(path) or b"", strict=True)
     except ValidationError:
         return None

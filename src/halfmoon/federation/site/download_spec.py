@@ -1,7 +1,8 @@
-"""The shapes that a server may send. A site that trusts no server finds them by rounds with made-up clients.
+"""The downloads that the server of a federation may send, found by rounds with simulated clients.
 
-The counterpart of `halfmoon.federation.protocol.tree_spec`. A site trains its downlink, and networks read their sizes
-from it: a wider one would be trained as well.
+The counterpart of `halfmoon.federation.protocol.tree_spec`, for a site that does not trust the server. A site trains
+what it downloads, and networks take their sizes from the tensors, so without this check a server could make a site
+train a much larger network.
 """
 
 from collections.abc import Callable, Mapping
@@ -24,22 +25,32 @@ from halfmoon.federation.protocol.header import DTYPES
 from halfmoon.federation.protocol.tree_spec import TreeSpec, UploadProbe, build_tree, make_tree_spec
 from halfmoon.storage.state_store import StateView, Store
 
-TRIAL_COHORTS, TRIAL_ROUNDS = (1, 5), 3
-"""Numbers of made-up clients, and of the rounds that they play: leaves that come later have come by then.
+TRIAL_COHORTS = (1, 5)
+"""Numbers of simulated clients. A first dimension that differs between them counts clients."""
 
-Of a method that does something else every few rounds (`halfmoon.api.requirements`: `period`) the first such rounds are
-played after these.
+TRIAL_ROUNDS = 3
+"""Rounds that the simulated clients run, so that a method sends everything it may send.
+
+For a method that does something else every few rounds (`halfmoon.api.requirements`: `period`) the first three such
+rounds are run as well.
 """
 
 ANY_COUNT = -1
-"""In place of the first dimension of a leaf that counts something, such as the other clients who have sent a model."""
+"""Stands for a first dimension that counts something, such as the clients that have sent a model."""
 
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+
+LeafSpec = tuple[tuple[int, ...], torch.dtype]
 
 
 @dataclass(frozen=True)
 class DownloadSpecs:
-    """By the name of a client update, the shapes of its downlink; a dimension that is `FREE` goes up to `sites`."""
+    """The specs of the downloads of a federation.
+
+    Attributes:
+        specs: for each client update the specs that its downloads may have.
+        sites: the number of sites, which bounds dimensions that are `ANY_COUNT`.
+    """
 
     specs: Mapping[str, list[TreeSpec]]
     sites: int
@@ -48,135 +59,179 @@ class DownloadSpecs:
     def from_trial(
         cls, method: Method, task: Task, views: Views, image: tuple[int, int, int], seed: int, sites: int
     ) -> "DownloadSpecs":
-        """Return the shapes that a server of the method sends; nothing where one cannot be computed."""
-        task = replace(task, upload_precision="float32")  # as the server computes with what comes
-        uplinks = UploadProbe(task, views, image, seed)
+        """Find the specs by running rounds of the method with simulated clients.
+
+        Args:
+            method: the method of the federation.
+            task: its task.
+            views: its views of images.
+            image: channels, height and width.
+            seed: seed of the federation.
+            sites: the number of sites.
+
+        Returns:
+            The specs; none at all if the rounds cannot be run.
+        """
+        # The server computes in float32, whatever the precision of uploads.
+        task = replace(task, upload_precision="float32")
+        probe = UploadProbe(task, views, image, seed)
         specs: dict[str, list[TreeSpec]] = {}
         for clients in TRIAL_COHORTS:
-            trial = _Trial(uplinks, views, seed, clients)
+            trial = _TrialFederation(probe, views, seed, clients)
             try:
-                trial.play(method, task)
-            except _Unknown:
+                trial.run_rounds(method, task)
+            except _TrialFailed:
                 return cls({}, sites)
-            for client_update, downlinks in trial.downlinks.items():
-                for spec in downlinks:
-                    _add(specs.setdefault(client_update, []), spec)
+            for client_update, download_specs in trial.download_specs.items():
+                for spec in download_specs:
+                    _add_spec(specs.setdefault(client_update, []), spec)
         return cls(specs, sites)
 
     @classmethod
-    def from_json(cls, facts: Any, sites: int) -> "DownloadSpecs":
-        return cls(_map(dict(facts), lambda kind: (tuple(kind[0]), DTYPES[kind[1]])), sites)
+    def from_json(cls, record: Any, sites: int) -> "DownloadSpecs":
+        """Restore specs from the output of `to_json`."""
+        return cls(_map_leaves(dict(record), lambda leaf: (tuple(leaf[0]), DTYPES[leaf[1]])), sites)
 
     def to_json(self) -> dict[str, Any]:
-        return _map(self.specs, lambda kind: [list(kind[0]), DTYPE_NAMES[kind[1]]])
+        """Convert the specs to lists and texts."""
+        return _map_leaves(self.specs, lambda leaf: [list(leaf[0]), DTYPE_NAMES[leaf[1]]])
 
-    def fault(self, client_update: str, spec: TreeSpec) -> str | None:
-        """Return how a downlink differs from the method's; None where it does not, or nothing is known."""
-        # Of several shapes, the one with the most names in common comes last.
-        specs = sorted(self.specs.get(client_update, []), key=lambda own: -len(own.keys() ^ spec.keys()))
-        faults = [self._difference(spec, own) for own in specs]
-        return None if None in faults or not faults else faults[-1]
+    def find_mismatch(self, client_update: str, spec: TreeSpec) -> str | None:
+        """Compare a download with those that the method sends.
 
-    def _difference(self, spec: TreeSpec, own: TreeSpec) -> str | None:
-        for path in (*own, *spec):
-            if path not in spec or path not in own:
-                return f"{path[:80]!r} {'is missing' if path in own else 'was not agreed on'}"
-            if not self._alike(spec[path], own[path]):
-                return f"{path[:80]!r} is not of the size or the type that was agreed on"
+        Args:
+            client_update: name of the client update.
+            spec: the spec of its download.
+
+        Returns:
+            How it differs, None if it does not. Nothing is known of a client update without specs, so it passes.
+        """
+        candidates = self.specs.get(client_update, [])
+        # The message describes the difference from the last candidate: the one with the most names in common.
+        candidates = sorted(candidates, key=lambda expected: -len(expected.keys() ^ spec.keys()))
+        mismatches = [self._find_difference(spec, expected) for expected in candidates]
+        return None if None in mismatches or not mismatches else mismatches[-1]
+
+    def _find_difference(self, spec: TreeSpec, expected: TreeSpec) -> str | None:
+        for path in (*expected, *spec):
+            if path not in spec:
+                return f"{path[:80]!r} is missing"
+            if path not in expected:
+                return f"{path[:80]!r} is not part of the terms"
+            if not self._matches(spec[path], expected[path]):
+                return f"{path[:80]!r} does not have the size or the type that the terms imply"
         return None
 
-    def _alike(self, kind: Any, own: Any) -> bool:
-        if kind is None or own is None:
-            return kind is own
-        (shape, dtype), (sides, own_dtype) = kind, own
-        if len(shape) != len(sides) or dtype != own_dtype:
+    def _matches(self, leaf: LeafSpec | None, expected: LeafSpec | None) -> bool:
+        if leaf is None or expected is None:
+            return leaf is expected
+        shape, dtype = leaf
+        expected_shape, expected_dtype = expected
+        if len(shape) != len(expected_shape) or dtype != expected_dtype:
             return False
-        if sides and sides[0] == ANY_COUNT:
-            return 1 <= shape[0] <= self.sites and shape[1:] == sides[1:]
-        return shape == sides
+        if expected_shape and expected_shape[0] == ANY_COUNT:
+            return 1 <= shape[0] <= self.sites and shape[1:] == expected_shape[1:]
+        return shape == expected_shape
 
 
-def _map(specs: Mapping[str, Any], change: Callable[[Any], Any]) -> dict[str, Any]:
+def _map_leaves(specs: Mapping[str, Any], convert: Callable[[Any], Any]) -> dict[str, Any]:
+    """Convert the leaf specs of all client updates; None, an empty branch, stays None."""
     return {
-        client_update: [{path: kind and change(kind) for path, kind in spec.items()} for spec in own]
-        for client_update, own in specs.items()
+        client_update: [{path: leaf and convert(leaf) for path, leaf in spec.items()} for spec in candidates]
+        for client_update, candidates in specs.items()
     }
 
 
-class _Unknown(Exception):
-    """The uploads of made-up clients could not be computed."""
+class _TrialFailed(Exception):
+    """The uploads of simulated clients could not be computed."""
 
 
 @dataclass
-class _Trial:
-    """A `halfmoon.api.types.Federation` of made-up clients, who send ones; `downlinks` records what each was sent."""
+class _TrialFederation:
+    """A `halfmoon.api.types.Federation` of simulated clients, whose uploads consist of ones.
 
-    uplinks: UploadProbe
+    Attributes:
+        probe: finds the shapes of uploads.
+        views: views of images.
+        seed: seed of the federation.
+        clients: the number of simulated clients.
+        download_specs: for each client update the specs of the downloads that it was sent.
+    """
+
+    probe: UploadProbe
     views: Views
     seed: int
     clients: int
-    downlinks: dict[str, list[TreeSpec]] = field(default_factory=dict)
+    download_specs: dict[str, list[TreeSpec]] = field(default_factory=dict)
 
-    def play(self, method: Method, task: Task) -> None:
-        """Play rounds; raise `_Unknown` where that cannot be done."""
+    def run_rounds(self, method: Method, task: Task) -> None:
+        """Run rounds of the method; raise `_TrialFailed` if that is not possible."""
         self.state_store: StateStore = StateView(Store(), "state/", torch.device("cpu"))
         self.labeled = 0
         try:
             server = method.start(task, task.network.init(rng.generator(self.seed, "model")))
             period = requirements_of(method, task.network.norm).period
-            for number in [*range(TRIAL_ROUNDS), *(k * period - 1 for k in (1, 2, 3) if period > TRIAL_ROUNDS)]:
-                # Beyond the last round the learning rate is not known, and does not matter.
-                at = replace(task.at(min(number, task.rounds - 1)), round=number)
-                self.client_updates, self.round = method.client_updates(at), number
-                self.cohort = self.responders = torch.arange(self.clients)
-                server = method.round(at, server, self)
+            rounds = list(range(TRIAL_ROUNDS))
+            if period > TRIAL_ROUNDS:
+                rounds += [period - 1, 2 * period - 1, 3 * period - 1]
+            for round in rounds:
+                # There is no learning rate beyond the last round, and shapes do not depend on it.
+                round_task = replace(task.at(min(round, task.rounds - 1)), round=round)
+                self.client_updates = method.client_updates(round_task)
+                self.round = round
+                self.cohort = torch.arange(self.clients)
+                self.answered = self.cohort
+                server = method.round(round_task, server, self)
         except (UserError, RuntimeError, LookupError, ValueError) as error:
-            raise _Unknown from error
+            raise _TrialFailed from error
 
-    def query(
-        self, client_update: str, broadcast: Tree, per_client: Tree | None = None, clients: Tensor | None = None
-    ) -> Upload:
-        """Record the downlink, and return what clients might send."""
-        self.responders = self.cohort if clients is None else clients
-        ups: list[Tree] = []
-        for place in range(len(self.responders)):
-            whole = {**broadcast, **tree.index(per_client or {}, place)}
-            self.downlinks.setdefault(client_update, []).append(make_tree_spec(whole))
+    def ask(self, client_update: str, down: Tree, each: Tree | None = None, to: Tensor | None = None) -> Upload:
+        """Record the downloads of a query, and make uploads of the right shapes, stacked over clients."""
+        self.answered = self.cohort if to is None else to
+        uploads: list[Tree] = []
+        for index in range(len(self.answered)):
+            download = {**down, **tree.index(each or {}, index)}
+            self.download_specs.setdefault(client_update, []).append(make_tree_spec(download))
             context = ClientContext(self.client_updates[client_update], self.views, self.seed, self.round, 0)
-            spec = self.uplinks.find_spec(context, whole)
+            spec = self.probe.find_spec(context, download)
             if spec is None:
-                raise _Unknown
-            ups.append(
-                build_tree(spec, lambda shape, dtype: torch.ones(shape, dtype=dtype))
-            )  # no mean and no count is 0
-        return Upload.from_tree(tree.stack(ups))
+                raise _TrialFailed
+            # Ones, so that no weight or count is 0 and the method can divide by it.
+            uploads.append(build_tree(spec, lambda shape, dtype: torch.ones(shape, dtype=dtype)))
+        return Upload.of(tree.stack(uploads))
 
-    def average(self, client_update: str, broadcast: Tree) -> Upload:
-        return mean_of(
-            self.query(client_update, broadcast),
-            self.client_updates[client_update].requirements.upload_spec,
-            broadcast,
-            client_update,
-        )
+    def average(self, client_update: str, down: Tree) -> Upload:
+        """Average the uploads of a query."""
+        uplink = self.client_updates[client_update].needs.uplink
+        return mean_of(self.ask(client_update, down), uplink, down, client_update)
 
-    def query_server(self, client_update: str, broadcast: Tree) -> Upload:
-        raise _Unknown
+    def ask_server(self, client_update: str, down: Tree) -> Upload:
+        """Fail: the simulated server has no labeled images."""
+        raise _TrialFailed
 
 
-def _add(specs: list[TreeSpec], spec: TreeSpec) -> None:
-    """Add a shape; one that differs from another in first dimensions alone frees these."""
-    for place, other in enumerate(specs):
+def _add_spec(specs: list[TreeSpec], spec: TreeSpec) -> None:
+    """Add a spec. If it differs from another one in first dimensions only, these become `ANY_COUNT` there."""
+    for index, other in enumerate(specs):
         if other.keys() == spec.keys():
-            merged = {path: _merge(other[path], spec[path]) for path in spec}
-            if () not in merged.values():
-                specs[place] = merged
+            merged = {path: _merge_leaves(other[path], spec[path]) for path in spec}
+            if _CONFLICT not in merged.values():
+                specs[index] = merged
                 return
     specs.append(spec)
 
 
-def _merge(one: Any, other: Any) -> Any:
-    if one == other:
-        return one
-    if one is None or other is None or one[1] != other[1] or len(one[0]) != len(other[0]) or one[0][1:] != other[0][1:]:
-        return ()
-    return ((ANY_COUNT, *one[0][1:]), one[1])
+_CONFLICT: Any = ()
+"""The result of merging leaves that differ in more than their first dimension."""
+
+
+def _merge_leaves(first: LeafSpec | None, second: LeafSpec | None) -> LeafSpec | None:
+    if first == second:
+        return first
+    if first is None or second is None:
+        return _CONFLICT
+    first_shape, first_dtype = first
+    second_shape, second_dtype = second
+    if first_dtype != second_dtype or len(first_shape) != len(second_shape) or first_shape[1:] != second_shape[1:]:
+        return _CONFLICT
+    return (ANY_COUNT, *first_shape[1:]), first_dtype

@@ -1,4 +1,4 @@
-"""A site: one client of a federation with its own rows and its own memory, which answers requests."""
+"""One site of a federation: it runs local updates on its own images, and retains a memory between rounds."""
 
 import re
 from collections.abc import Callable, Sequence
@@ -50,68 +50,86 @@ from halfmoon.sites.folders.site_folder import SiteFolder
 from halfmoon.storage import atomic_io, serialization
 from halfmoon.storage.state_store import StateView, Store
 
-_FILE = re.compile(r"memory-(\d{6,})-(\d{3,})-(\d{3,})-[0-9a-f]{16}\.safetensors")
-_INSTEAD = "what was remembered before it counts; put it back from a backup."
+_MEMORY_FILE = re.compile(r"memory-(\d{6,})-(\d{3,})-(\d{3,})-[0-9a-f]{16}\.safetensors")
+_USE_OLDER = "an older memory is used; restore the file from a backup."
 
 
 @dataclass(frozen=True)
 class SiteMemory:
-    """A `StateStore` of one client in the client update `at`, which goes on from `latest`; `warn` hears of damage."""
+    """The memory of a site in one local update, as a `StateStore`: one file for each update that had a memory.
+
+    Files of earlier updates remain, because the server may repeat a round, until `prune_memories`.
+
+    Attributes:
+        folder: the folder of the run.
+        current: the local update that is run.
+        latest: the local update whose memory it continues from; None to start without.
+        device: where memories are loaded to.
+        warn: writes a warning to the site's log.
+    """
 
     folder: Path
-    at: RoundKey
+    current: RoundKey
     latest: RoundKey | None
     device: torch.device
     warn: Callable[[str], None]
 
     def get(self, key: str) -> Tree | None:
-        """Return the memory of the last client update that counted, None where there is none; raises OSError."""
+        """Load the memory to continue from; None if there is none. Raises OSError.
+
+        If its file is missing or damaged, the newest intact older one is used.
+        """
         if self.latest is None:
             return None
-        files = [(at, path) for at, path in _files(self.folder) if at <= self.latest]
-        if not files or files[-1][0] != self.latest:
-            self.warn(f"the memory of round {self.latest[0] + 1} is missing: {_INSTEAD}")
-        for _, path in reversed(files):
-            memory = _read(path)
+        candidates = [(round_key, path) for round_key, path in _list_memories(self.folder) if round_key <= self.latest]
+        if not candidates or candidates[-1][0] != self.latest:
+            self.warn(f"the memory of round {self.latest[0] + 1} is missing: {_USE_OLDER}")
+        for _, path in reversed(candidates):
+            memory = _read_memory(path)
             if memory is not None:
+                # The file is mapped into memory: copy it, so that it can be replaced.
                 return tree.map(lambda leaf: leaf.to(self.device, copy=True), memory)
-            self.warn(f"{path.name} is damaged: {_INSTEAD}")
+            self.warn(f"{path.name} is damaged: {_USE_OLDER}")
         return None
 
     def put(self, key: str, tree: Tree) -> None:
-        """Write the memory of this client update, whole or not at all; raises OSError where the disk refuses."""
+        """Write the memory of this update, completely or not at all. Raises OSError if the disk is full."""
         data = serialization.pack_file(tree)
-        round, attempt, query = self.at
+        round, attempt, query = self.current
+        # The name contains a digest of the contents, by which a damaged file is recognized.
         name = f"memory-{round:06d}-{attempt:03d}-{query:03d}-{atomic_io.digest(data)[:16]}.safetensors"
         self.folder.mkdir(parents=True, exist_ok=True)
         atomic_io.replace(self.folder / name, data)
-        for at, path in _files(self.folder):  # of the same update, requested before a server was killed
-            if at == self.at and path.name != name:
+        # If the server was killed and repeats a request, this update may already have a memory.
+        for round_key, path in _list_memories(self.folder):
+            if round_key == self.current and path.name != name:
                 path.unlink(missing_ok=True)
 
     def keys(self) -> list[str]:
-        """Return nothing: a site has one client, whose memory is read by number."""
+        """Return no keys: a site is one client, whose memory is loaded by its number."""
         return []
 
 
 def prune_memories(folder: Path, oldest: RoundKey | None) -> None:
-    """Remove what is older than `oldest`, from which the server may still go on; raises OSError."""
-    for at, path in _files(folder):
-        if oldest is not None and at < oldest:
+    """Remove memories older than `oldest`, the oldest one that the server may still continue from. Raises OSError."""
+    for round_key, path in _list_memories(folder):
+        if oldest is not None and round_key < oldest:
             path.unlink(missing_ok=True)
 
 
 def parse_round_key(numbers: Sequence[int]) -> RoundKey | None:
-    """Return the client update that three numbers name, None for no numbers; raise `RefusalError` for others."""
+    """Parse a request's round key; None for an empty list. Raises `RefusalError` if it is invalid."""
     if not numbers:
         return None
     if len(numbers) != 3:
-        why = "it must be a round, an attempt and a query, from 0"
-        raise RefusalError(f"what the server asks to go on from is no client update: {why}.")
+        raise RefusalError(
+            "the server names an invalid local update to continue from: it must be a round, an attempt and a query."
+        )
     return (numbers[0], numbers[1], numbers[2])
 
 
-def _read(path: Path) -> Tree | None:
+def _read_memory(path: Path) -> Tree | None:
+    """Map a memory file into memory; None if it is damaged."""
     if atomic_io.digest(path.read_bytes())[:16] != path.stem.rpartition("-")[2]:
         return None
     try:
@@ -120,10 +138,11 @@ def _read(path: Path) -> Tree | None:
         return None
 
 
-def _files(folder: Path) -> list[tuple[RoundKey, Path]]:
+def _list_memories(folder: Path) -> list[tuple[RoundKey, Path]]:
+    """List the memory files of a run, oldest first."""
     if not folder.is_dir():
         return []
-    matches = ((_FILE.fullmatch(path.name), path) for path in folder.iterdir())
+    matches = ((_MEMORY_FILE.fullmatch(path.name), path) for path in folder.iterdir())
     return sorted(((int(match[1]), int(match[2]), int(match[3])), path) for match, path in matches if match)
 
 
@@ -132,26 +151,46 @@ EMPTY_RESULT = ClientResult(Upload({}, torch.zeros(0)), {}, {}, Amount(0, 0, 0),
 
 
 class HeldOut(NamedTuple):
-    """Images of a site that are never trained on: `tests` to test models, `validations` to choose the round."""
+    """Images of a site that are never trained on.
+
+    Attributes:
+        tests: images to test models on.
+        validations: images by which the server chooses the best round.
+    """
 
     tests: Examples | None = None
     validations: Examples | None = None
 
 
 @lru_cache(maxsize=4)
-def compute_download_specs(text: str) -> DownloadSpecs:
-    """Return what a server of these terms sends; it takes seconds, so that a process computes it once."""
-    terms = Terms.parse(text)
-    config, form = terms.config, terms.image_spec
-    shared = task(config, form)
+def compute_download_specs(terms_text: str) -> DownloadSpecs:
+    """Compute the downloads that the server may send on these terms. It takes seconds, so the result is cached."""
+    terms = Terms.parse(terms_text)
+    config = terms.config
+    image_spec = terms.image_spec
     return DownloadSpecs.from_trial(
-        method(config), shared, views(config, form), form.image, config.seed, len(terms.sites)
+        method(config),
+        task(config, image_spec),
+        views(config, image_spec),
+        image_spec.image,
+        config.seed,
+        len(terms.sites),
     )
 
 
 @dataclass
 class SiteRuntime:
-    """The client `number` of a federation; `local_clients` has its rows alone."""
+    """Runs the requests of one site.
+
+    Attributes:
+        number: number of the site, which is its client id.
+        method: the method of the federation.
+        task: its task.
+        local_clients: local training on the site's images.
+        version: version of the site's halfmoon.
+        held_out: images for evaluation.
+        downloads: the downloads that the server may send.
+    """
 
     number: int
     method: Method
@@ -159,141 +198,198 @@ class SiteRuntime:
     local_clients: LocalClients
     version: str
     held_out: HeldOut = field(default_factory=HeldOut)
-    downlinks: DownloadSpecs = field(default_factory=lambda: DownloadSpecs({}, 0))
+    downloads: DownloadSpecs = field(default_factory=lambda: DownloadSpecs({}, 0))
 
     @classmethod
     def from_terms(
-        cls, terms: Terms, number: int, images: np.ndarray, labels: np.ndarray, version: str, place: str = "auto"
+        cls, terms: Terms, number: int, images: np.ndarray, labels: np.ndarray, version: str, device_name: str = "auto"
     ) -> "SiteRuntime":
-        """Return the site with images (N, H, W, C) and labels (-1: none); raise `RefusalError` for a misfit."""
-        config = replace(terms.config, device=place)
-        shared = task(config, terms.image_spec)
+        """Set up a site.
+
+        Args:
+            terms: the terms of the federation.
+            number: number of the site.
+            images: uint8 (N, H, W, C), in the size of the terms.
+            labels: int64 (N,), by the terms' class numbers; -1 for images without one.
+            version: version of the site's halfmoon.
+            device_name: where to compute, as for the option `device`.
+
+        Raises:
+            RefusalError: the site lacks labels or images that the method needs, or a local update exceeds a limit.
+        """
+        config = replace(terms.config, device=device_name)
+        site_task = task(config, terms.image_spec)
+        site_method = method(config)
         labeled = labels >= 0
         entry = registry.entry(config.method)
         if config.labels_at == "server" and not entry.all_labels:
             labeled = np.zeros_like(labeled)
-        own = method(config)
-        _check_labels(terms, own, shared, int(labeled.sum()), int((~labeled).sum()))
-        # Rows without a label get one that nothing reads.
-        rows = examples(Images(np.array(images), np.where(labeled, labels, 0)), device(config))
+        _check_labels(terms, site_method, site_task, int(labeled.sum()), int((~labeled).sum()))
+        # Unlabeled images need a number in the array of labels; it is never used.
+        train = examples(Images(np.array(images), np.where(labeled, labels, 0)), device(config))
+        # All images belong to this site; the other clients of the split have none here.
         split = Split(np.full(len(labels), number), labeled, len(terms.sites))
-        memories = StateView(Store(), "client/", rows.labels.device)
-        dataset = FederatedDataset(rows, split, entry.all_labels, reuse_labeled=config.reuse_labeled)
-        rules, measure = batch_rules(config), budget(config, shared)
-        for client_update in own.client_updates(shared).values():
-            amount = measure.amount(rules[0], client_update, dataset.own(number), dataset.split_size(number))
+        dataset = FederatedDataset(train, split, entry.all_labels, reuse_labeled=config.reuse_labeled)
+        client_batching, server_batching = batch_rules(config)
+        update_budget = budget(config, site_task)
+        for client_update in site_method.client_updates(site_task).values():
+            amount = update_budget.amount(
+                client_batching, client_update, dataset.own(number), dataset.split_size(number)
+            )
             fault = limits.find_update_fault(client_update, amount, terms.image_spec.image)
             if fault is not None:
                 raise RefusalError(fault)
-        training = Training(rules[0], measure, rules[1])
+        training = Training(client_batching, update_budget, server_batching)
+        memories = StateView(Store(), "client/", train.labels.device)
         local_clients = LocalClients(dataset, views(config, terms.image_spec), training, config.seed, memories)
-        return cls(number, own, shared, local_clients, version)
+        return cls(number, site_method, site_task, local_clients, version)
 
     def check_request(self, request: Request, unparsed: UnparsedMessage[Any]) -> None:
-        """Raise `RefusalError` for a request that this site does not answer; of its trees the header alone was read."""
+        """Check a request by its fields and the shapes of its trees, before the trees are parsed.
+
+        Args:
+            request: the request without its trees.
+            unparsed: the message.
+
+        Raises:
+            RefusalError: the server requests what is not part of the terms.
+        """
         if request.round >= self.task.rounds:
-            raise RefusalError(f"the server asks for round {request.round + 1} of {self.task.rounds}.")
-        broadcast, evaluation = unparsed.tree_spec("download"), unparsed.tree_spec("evaluation")
-        fault = self.downlinks.fault(request.client_update, broadcast)
-        if fault is not None or (broadcast and not request.client_update):
-            why = f": {fault}" if fault else ""
+            raise RefusalError(f"the server requests round {request.round + 1} of {self.task.rounds}.")
+        download = unparsed.tree_spec("download")
+        mismatch = self.downloads.find_mismatch(request.client_update, download)
+        if mismatch is not None or (download and not request.client_update):
+            details = f": {mismatch}" if mismatch else ""
             raise RefusalError(
-                f"what the server sends for {request.client_update!r} is not what its method sends{why}."
+                f"what the server sends for {request.client_update!r} is not what its method sends{details}."
             )
         network = self.task.network
-        if evaluation not in ({}, make_tree_spec(limits.make_meta_model(network))):
-            raise RefusalError("the model that the server sends for a test is not the one that was agreed on.")
-        most = limits.max_unknown_message_bytes(network)
-        if request.client_update not in self.downlinks.specs and len(unparsed.data) > most:
-            raise RefusalError(f"the server sends {format_bytes(len(unparsed.data))}, of {format_bytes(most)} at most.")
+        if unparsed.tree_spec("evaluation") not in ({}, make_tree_spec(limits.make_meta_model(network))):
+            raise RefusalError("the server sends a model to evaluate that is not the network of the terms.")
+        limit = limits.max_unknown_message_bytes(network)
+        if request.client_update not in self.downloads.specs and len(unparsed.data) > limit:
+            raise RefusalError(
+                f"the server sends {format_bytes(len(unparsed.data))}; the limit is {format_bytes(limit)}."
+            )
 
-    def counts(self) -> tuple[int, int]:
-        rows = self.local_clients.dataset.split.labeled
-        return int(rows.sum()), int((~rows).sum())
+    def count_images(self) -> tuple[int, int]:
+        """Count labeled and unlabeled training images."""
+        labeled = self.local_clients.dataset.split.labeled
+        return int(labeled.sum()), int((~labeled).sum())
 
-    def reply(self, request: Request, memories: StateStore | None = None) -> Reply:
-        """Answer a request; `memories` is where the site remembers. Raises `RefusalError` where it will not."""
-        shared = self.task.at(request.round)
+    def run_request(self, request: Request, memories: StateStore | None = None) -> Reply:
+        """Run the local update and the evaluation of a request.
+
+        Args:
+            request: a request, which was checked by `check_request`.
+            memories: the site's memory; None for one that is not stored.
+
+        Raises:
+            RefusalError: the method has no such client update.
+        """
+        round_task = self.task.at(request.round)
         evaluation = self.evaluate(request.evaluation) if request.evaluation else {}
         if not request.client_update:
-            return replace(Reply.from_result(request, self.version, EMPTY_RESULT), upload={}, evaluation=evaluation)
-        client_updates = self.method.client_updates(shared)
+            reply = Reply.from_result(request, self.version, EMPTY_RESULT)
+            return replace(reply, upload={}, evaluation=evaluation)
+        client_updates = self.method.client_updates(round_task)
         if request.client_update not in client_updates:
             raise RefusalError(
-                f"the server asks for {request.client_update!r}, which the method does not have; it has "
+                f"the server requests {request.client_update!r}, which the method does not have; it has "
                 f"{list(client_updates)}."
             )
-        local = self.local_clients if memories is None else replace(self.local_clients, memories=memories)
-        place = local.dataset.train.labels.device
-        client_update, rows = client_updates[request.client_update], images_a_call(place)
-        context = ClientContext(client_update, local.views, local.seed, request.round, request.query, rows)
-        stage = local.dataset.stage(request.round, self.task.rounds)
-        # Its unlabeled rows have no labels to compare pseudo-labels with: nobody reads this.
-        quality = Quality(shared.network.classes, 1.0, place)
-        (result,) = local.update(context, [self.number], stage, request.download, {}, quality)
+        local_clients = self.local_clients
+        if memories is not None:
+            local_clients = replace(local_clients, memories=memories)
+        compute_device = local_clients.dataset.train.labels.device
+        context = ClientContext(
+            client_updates[request.client_update],
+            local_clients.views,
+            local_clients.seed,
+            request.round,
+            request.query,
+            images_a_call(compute_device),
+        )
+        stage = local_clients.dataset.stage(request.round, self.task.rounds)
+        # Measures how many pseudo-labels are right. A site has no labels of unlabeled images, so the result is unused.
+        quality = Quality(round_task.network.classes, 1.0, compute_device)
+        (result,) = local_clients.update(context, [self.number], stage, request.download, {}, quality)
         return replace(Reply.from_result(request, self.version, result), evaluation=evaluation)
 
     def evaluate(self, model: Tree) -> Tree:
-        """Return the `Reply.evaluation` of a model, {} where the site has no such images."""
+        """Evaluate a model {"params", "stats"} on the images for evaluation.
 
-        def evaluation(images: Examples) -> Tree:
-            test = tally(self.task.network, model, self.task.normalize, images, statistics=self.task.testing)
-            return {"confusion": test.confusion.cpu(), "loss": torch.tensor(test.loss, dtype=torch.float64)}
+        Returns:
+            The tree `Reply.evaluation`; {} if the site has no such images.
+        """
+        evaluation: Tree = {}
+        if self.held_out.tests is not None:
+            evaluation = self._evaluate_on(model, self.held_out.tests)
+        if self.held_out.validations is not None:
+            evaluation = {**evaluation, "validation": self._evaluate_on(model, self.held_out.validations)}
+        return evaluation
 
-        tests, validations = self.held_out
-        test = {} if tests is None else evaluation(tests)
-        return test if validations is None else {**test, "validation": evaluation(validations)}
+    def _evaluate_on(self, model: Tree, images: Examples) -> Tree:
+        result = tally(self.task.network, model, self.task.normalize, images, statistics=self.task.testing)
+        return {"confusion": result.confusion.cpu(), "loss": torch.tensor(result.loss, dtype=torch.float64)}
 
 
-def check_version(mine: str, theirs: str) -> None:
-    """Raise `RefusalError` where a site runs another halfmoon than the server: the sentence says who has to upgrade."""
-    if mine == theirs:
+def check_version(site_version: str, server_version: str) -> None:
+    """Check that site and server run the same halfmoon; if not, raise `RefusalError`, which says who must upgrade."""
+    if site_version == server_version:
         return
-    older, newer = sorted((mine, theirs), key=_version_key)
-    late = "this site" if mine == older else "the server"
+    older, newer = sorted((site_version, server_version), key=_version_sort_key)
+    who = "this site" if site_version == older else "the server"
     raise RefusalError(
-        f"this site runs halfmoon {mine}, the server {theirs}: {late} has to upgrade to {newer}.", OTHER_VERSION
+        f"this site runs halfmoon {site_version}, the server {server_version}: {who} has to upgrade to {newer}.",
+        OTHER_VERSION,
     )
 
 
-def _version_key(version: str) -> tuple[list[int], bool, str]:
-    """Return the sort key of a version: 0.10.0 is newer than 0.9.0, and than 0.10.0.dev1 and 0.10.0rc1."""
+def _version_sort_key(version: str) -> tuple[list[int], bool, str]:
+    """Make the sort key of a version: 0.10.0 is newer than 0.9.0, and than 0.10.0.dev1 and 0.10.0rc1."""
     release = re.match(r"\d+(\.\d+)*", version)
     rest = version[release.end() :] if release else version
     numbers = [int(part) for part in release[0].split(".")] if release else []
     return numbers, not rest or rest.startswith("+"), rest
 
 
-def _check_labels(terms: Terms, own: Method, shared: Task, labeled: int, unlabeled: int) -> None:
-    """Raise `RefusalError` where the method needs labels, or images without labels, that the site does not have."""
-    config, entry = terms.config, registry.entry(terms.config.method)
+def _check_labels(terms: Terms, site_method: Method, site_task: Task, labeled: int, unlabeled: int) -> None:
+    """Check that a site has the labeled and unlabeled images that its method needs; raise `RefusalError` if not."""
+    config = terms.config
+    entry = registry.entry(config.method)
     if entry.all_labels:
         if unlabeled:
             raise RefusalError(f"method {entry.name} needs a label for every image, but {unlabeled:,} have none.")
         return
     if config.labels_at == "clients" and not labeled:
         raise RefusalError("the federation has labels at every site, but this site has none.")
-    if (
-        next(iter(own.client_updates(shared).values())).requirements.views
-        and not unlabeled
-        and not config.reuse_labeled
-    ):
+    first_update = next(iter(site_method.client_updates(site_task).values()))
+    if first_update.needs.views and not unlabeled and not config.reuse_labeled:
         raise RefusalError(f"method {entry.name} needs images without a label, but this site has none.")
 
 
-def _progress_printer(say: Callable[[str], None]) -> Progress:
-    """Return what says after every thousand images or so, and at the end, how many have features."""
+def _make_progress(log: Callable[[str], None]) -> Progress:
+    """Make a callback that logs the progress of computing features, about every thousand images and at the end."""
 
-    def progress(number: int, count: int) -> None:
+    def report(number: int, count: int) -> None:
         if number == count or not number % 1024:
-            say(f"{number:,} of {count:,} images have features, which are computed once and stay here")
+            log(f"{number:,} of {count:,} images have features, which are computed once and stay at this site")
 
-    return progress
+    return report
 
 
 @dataclass(frozen=True)
 class SiteImages:
-    """The images in `folder`, decoded into `home`; `tests` and `validations` are folders of others, for no training."""
+    """The folders of a site's images.
+
+    Attributes:
+        folder: training images.
+        home: where decoded images and features are stored.
+        tests: images to test models on, never trained on; None for none.
+        device: where to compute, as for the option `device`.
+        validations: images by which the server chooses the best round; None for none.
+    """
 
     folder: Path
     home: Path
@@ -301,36 +397,51 @@ class SiteImages:
     device: str = "auto"
     validations: Path | None = None
 
-    def runtime(self, terms: Terms, name: str, version: str, say: Callable[[str], None]) -> SiteRuntime:
-        """Return the site with its images in the terms' form; raise `RefusalError` for a misfit."""
-        folder = self._decoded(terms, say)
+    def make_runtime(self, terms: Terms, name: str, version: str, log: Callable[[str], None]) -> SiteRuntime:
+        """Decode the images to the size of the terms and set up the site.
+
+        Args:
+            terms: the terms of the federation.
+            name: name of the site.
+            version: version of the site's halfmoon.
+            log: writes a line to the site's log.
+
+        Raises:
+            RefusalError: the images or labels do not fit the terms.
+        """
+        folder = self._decode(terms, log)
         assert folder.images is not None, "it was just prepared"
         number = terms.sites.index(name)
-        site = SiteRuntime.from_terms(terms, number, folder.images, map_labels(folder, terms), version, self.device)
-        local, device = site.local_clients, site.local_clients.dataset.train.labels.device
-        own = inputs(terms.config, site.task, local.views, self.home / "features", progress=_progress_printer(say))
-        dataset = replace(local.dataset, train=own.trained(local.dataset.train))
-        other = {
-            part: own.tested(
-                examples(load_labeled_images(path, terms, self.home / f"{part}-{image_spec_name(terms)}"), device)
-            )
-            for part, path in (("tests", self.tests), ("validations", self.validations))
-            if path is not None
-        }
-        local = replace(local, dataset=dataset, views=own.views)
-        return replace(site, task=own.task, local_clients=local, held_out=HeldOut(**other))
+        labels = map_labels(folder, terms)
+        site = SiteRuntime.from_terms(terms, number, folder.images, labels, version, self.device)
+        local_clients = site.local_clients
+        # With a frozen feature extractor, images are replaced by features, and network and views with them.
+        converted = inputs(
+            terms.config, site.task, local_clients.views, self.home / "features", progress=_make_progress(log)
+        )
+        train = converted.trained(local_clients.dataset.train)
+        compute_device = local_clients.dataset.train.labels.device
+        held_out: dict[str, Examples] = {}
+        for purpose, path in (("tests", self.tests), ("validations", self.validations)):
+            if path is not None:
+                images = load_labeled_images(path, terms, self.home / f"{purpose}-{image_spec_name(terms)}")
+                held_out[purpose] = converted.tested(examples(images, compute_device))
+        dataset = replace(local_clients.dataset, train=train)
+        local_clients = replace(local_clients, dataset=dataset, views=converted.views)
+        return replace(site, task=converted.task, local_clients=local_clients, held_out=HeldOut(**held_out))
 
-    def _decoded(self, terms: Terms, say: Callable[[str], None]) -> SiteFolder:
-        """Return the folder, decoded at home, or beside that where another form is at home already."""
-        if (folder := open_prepared_folder(self.folder, self.home, terms)) is not None:
+    def _decode(self, terms: Terms, log: Callable[[str], None]) -> SiteFolder:
+        """Open the folder, decoded into the home folder, or a subfolder if that has images of another size already."""
+        folder = open_prepared_folder(self.folder, self.home, terms)
+        if folder is not None:
             return folder
-        out = self.home / image_spec_name(terms) if self._occupied() else self.home
+        out = self.home / image_spec_name(terms) if self._home_has_images() else self.home
         result = decode_folder(self.folder, out, terms)
         if result.decoded:
-            say(f"decoded {result.decoded:,} images; {len(result.left_out):,} cannot be read and are left out")
+            log(f"decoded {result.decoded:,} images; {len(result.left_out):,} cannot be read and are left out")
         return result.site
 
-    def _occupied(self) -> bool:
+    def _home_has_images(self) -> bool:
         try:
             return open_prepared_site(self.folder, self.home).images is not None
         except UserError:

@@ -1,11 +1,13 @@
-"""A site's part in a sum of which the server sees no single term (`halfmoon.aggregation.secure.masking`).
+"""A site's side of a secure sum, of which the server sees no single term (`halfmoon.aggregation.secure.masking`).
 
-The server asks for keys of this sum (`KEYS`), shares (`DEAL`), the masked update (`MASK`), and what takes the masks off
-(`REVEAL`). Each site checks that the keys are signed with the lasting keys of the others, so that a server cannot put
-its own in. An answer follows from the secret of the sum and from notes on the disk: the same question gets the same
-answer, and no other question gets any. So no vector leaves twice under the same masks, and no shares for two sets of
-sites. The secret lies in one file. It is overwritten before the last answer of its sum leaves, or when another sum
-begins.
+The server requests, in four stages, keys for this sum (`ANNOUNCE_KEYS`), encrypted shares (`DEAL_SHARES`), the masked
+update (`MASK_UPDATE`), and the shares that remove the masks (`REVEAL_SHARES`). Each site checks that the keys are
+signed with the long-term keys of the other sites, so the server cannot substitute its own.
+
+A reply follows from the secret of the sum and from a log of replies on the disk: a repeated request gets the same
+reply, and a different request for the same stage is refused. So no two vectors are sent under the same masks, and no
+shares for two sets of sites. The secret is in one file, which is overwritten before the last reply of its sum is sent,
+or when another sum begins.
 """
 
 from __future__ import annotations
@@ -50,231 +52,296 @@ from halfmoon.storage import atomic_io
 if TYPE_CHECKING:
     from cryptography.hazmat.primitives.asymmetric import ec
 
-SUMS_FOLDER, SECRET_FILE = "sums", "secret"
-"""In a run's folder: notes of sums, and among them the secret of the one that is under way."""
+SUMS_FOLDER = "sums"  # in a run's folder
+SECRET_FILE = "secret"  # in `SUMS_FOLDER`: the secret of the sum that is in progress
+
+# Names in the files of `ReplyLog`, besides those of the stages.
+_SESSION = "session"  # the session of the sum
+_VECTOR = "vector"  # hash of the update that was sent under masks
+_SURVIVORS = "told"  # the sites whose sum this site helped to reveal, in this or an earlier session
 
 
 def check_masks(masks: TreeSpec, terms: Terms) -> None:
-    """Raise `RefusalError` for the masks of a request, by their names, shapes and types: nothing else was read."""
+    """Check the masks of a request by the names, shapes and dtypes of its tensors, before the tensors are parsed.
+
+    Raises:
+        RefusalError: they are invalid, or the terms have no secure sums.
+    """
     if masks and not terms.config.secure_aggregation:
-        raise RefusalError("the server asks for a part in a masked sum, but nobody agreed on such sums.")
-    fault = next(_faults(masks, len(terms.sites)), None)
+        raise RefusalError("the server requests a secure sum, but the terms have no secure aggregation.")
+    fault = next(_find_mask_faults(masks, len(terms.sites)), None)
     if fault is not None:
-        raise RefusalError(f"what the server sends for a masked sum cannot be used: {fault}.")
+        raise RefusalError(f"what the server sends for a secure sum is invalid: {fault}.")
 
 
-def _faults(masks: TreeSpec, sites: int) -> Iterator[str]:
+def _find_mask_faults(masks: TreeSpec, sites: int) -> Iterator[str]:
     if not masks:
         return
     stage = next(iter(masks)).split("/")[0]
-    leaves = STAGE_TENSORS.get(stage, {})
-    if set(masks) != {f"{stage}/{name}" for name in leaves}:
-        yield "it is about no stage of a sum"
+    expected = STAGE_TENSORS.get(stage, {})
+    if set(masks) != {f"{stage}/{name}" for name in expected}:
+        yield "it belongs to no stage of a sum"
         return
-    for path, kind in masks.items():
+    site_counts = set()  # the first dimensions of the tensors with one row for each site
+    for path, leaf_spec in masks.items():
         name = path.removeprefix(f"{stage}/")
-        if kind is None or not kind[0] or (kind[0][1:], kind[1]) != leaves[name]:
-            yield f"its {path} are none"
-        elif stage == ANNOUNCE_KEYS and kind[0][0] != SESSION_BYTES:
-            yield f"its {path} has {kind[0][0]} bytes, not {SESSION_BYTES}"
-        elif stage != ANNOUNCE_KEYS and not kind[0][0] <= sites:
-            yield f"its {path} are of {kind[0][0]} sites, and the federation has {sites}"
-    if len({kind[0][0] for path, kind in masks.items() if kind is not None and path.split("/")[1] in SITE_TENSORS}) > 1:
+        if leaf_spec is None:
+            yield f"its {path} is no tensor"
+            continue
+        shape, dtype = leaf_spec
+        if name in SITE_TENSORS:
+            site_counts.add(shape[0] if shape else None)
+        if not shape or (shape[1:], dtype) != expected[name]:
+            yield f"its {path} has the wrong shape or type"
+        elif stage == ANNOUNCE_KEYS and shape[0] != SESSION_BYTES:
+            yield f"its {path} has {shape[0]} bytes, not {SESSION_BYTES}"
+        elif stage != ANNOUNCE_KEYS and shape[0] > sites:
+            yield f"its {path} has {shape[0]} sites, and the federation has {sites}"
+    if len(site_counts) > 1:
         yield "its keys are of other sites than it names"
 
 
 @dataclass(frozen=True)
 class SumParticipant:
-    """The part of site `number` in the sums of one run; `folder` has their notes, `key` is its lasting key.
+    """One site as a participant of the secure sums of a run.
 
-    With `even` it weighs 1. No sum has fewer than `least` sites: a server could leave an honest one alone with its own.
+    Attributes:
+        key: the site's long-term key.
+        folder: the run's folder; the files of its sums are in `SUMS_FOLDER`.
+        number: number of the site.
+        sites: the names and long-term keys of all sites.
+        equal_weights: whether the site weighs 1, instead of its number of images.
+        min_sites: fewest sites of a sum. With fewer, the server could combine an honest site with its own ones only.
     """
 
     key: ec.EllipticCurvePrivateKey
     folder: Path
     number: int
     sites: KnownKeys
-    even: bool
-    least: int = masking.LEAST
+    equal_weights: bool
+    min_sites: int = masking.LEAST
 
     @cached_property
-    def lasting(self) -> bytes:
+    def public_key(self) -> bytes:
+        """The site's long-term public key."""
         return signing.public(self.key.public_key())
 
-    def reply_to(self, request: Request, plain: Callable[[Request], Reply]) -> Reply:
-        """Return the answer to a request, of which `plain` makes the visible part; raise `RefusalError`."""
+    def reply_to(self, request: Request, reply_without_masks: Callable[[Request], Reply]) -> Reply:
+        """Reply to a request.
+
+        Args:
+            request: a request, whose masks were checked by `check_masks`.
+            reply_without_masks: runs the local update or evaluation of a request and makes the reply in plain.
+
+        Returns:
+            The reply. Its upload is a masked vector, or tensors of another stage of the sum.
+
+        Raises:
+            RefusalError: the request does not follow the protocol, or differs from an earlier one of the same stage.
+        """
         if not request.masks:
             if request.client_update:
-                raise RefusalError("the server asks for an upload of its own, but all agreed that it sees sums alone.")
-            return plain(request)
+                raise RefusalError("the server requests an upload without masks, but the terms allow secure sums only.")
+            return reply_without_masks(request)
         ((stage, masks),) = request.masks.items()
         if (stage == MASK_UPDATE) != bool(request.client_update):
-            raise RefusalError("the server asks for a client update and for the rest of a sum at once.")
-        notes = ReplyLog(self.folder / SUMS_FOLDER, request)
+            raise RefusalError("the server requests a client update together with another stage of a secure sum.")
+        log = ReplyLog(self.folder / SUMS_FOLDER, request)
         if stage == MASK_UPDATE:
-            return self._mask(request, notes, masks, plain)
-        answers = {ANNOUNCE_KEYS: self._announce, DEAL_SHARES: self._deal, REVEAL_SHARES: self._reveal}
-        return replace(plain(request), upload=answers[stage](request, notes, masks))
+            return self._mask_update(request, log, masks, reply_without_masks)
+        if stage == ANNOUNCE_KEYS:
+            upload = self._announce_keys(request, log, masks)
+        elif stage == DEAL_SHARES:
+            upload = self._deal_shares(request, log, masks)
+        else:
+            upload = self._reveal_shares(request, log, masks)
+        return replace(reply_without_masks(request), upload=upload)
 
-    def _announce(self, request: Request, notes: ReplyLog, masks: Tree) -> Tree:
+    def _announce_keys(self, request: Request, log: ReplyLog, masks: Tree) -> Tree:
+        """Generate the keys of this site for the sum, signed with its long-term key."""
         session = masks["session"].numpy().tobytes().hex()
         sum_id = make_sum_id(request, session)
-        secret = self._secret(sum_id)
-        if notes.has(DEAL_SHARES) and notes.get("session") == session and secret.read() is None:
-            raise RefusalError("the server asks for keys of a sum that is over for this site.")
-        keys = masking.announced(secret.begin())
-        notes.begin(session)
+        secret_file = self._secret_file(sum_id)
+        if log.has(DEAL_SHARES) and log.get(_SESSION) == session and secret_file.read() is None:
+            raise RefusalError("the server requests keys of a sum that is over for this site.")
+        keys = masking.announced(secret_file.read_or_generate())
+        log.begin(session)
         signature = signing.sign(self.key, masking.announcement(sum_id, self.number, keys))
         return {"keys": stack_rows([keys])[0], "signature": stack_rows([signature])[0]}
 
-    def _deal(self, request: Request, notes: ReplyLog, masks: Tree) -> Tree:
-        """Return this site's shares for each of those whose keys are theirs."""
-        secret, sum_id = self._current(request, notes)
-        cohort, numbers = self._numbers(masks["asked"]), self._numbers(masks["sites"])
-        subject = f"the server asks for a sum of {len(cohort)} sites"
+    def _deal_shares(self, request: Request, log: ReplyLog, masks: Tree) -> Tree:
+        """Check the keys of all sites, and make encrypted shares of this site's secrets for each of them."""
+        secret, sum_id = self._current_sum(request, log)
+        cohort = self._parse_numbers(masks["asked"])
+        numbers = self._parse_numbers(masks["sites"])
+        subject = f"the server requests a sum of {len(cohort)} sites"
         if len(cohort) < masking.LEAST:
-            raise RefusalError(f"{subject}: of fewer than {masking.LEAST} it hides nothing.")
-        if len(cohort) < self.least:
-            raise RefusalError(f"{subject}, but all agreed on cohorts of {self.least}: of fewer it hides less.")
+            raise RefusalError(f"{subject}: a sum of fewer than {masking.LEAST} hides nothing.")
+        if len(cohort) < self.min_sites:
+            raise RefusalError(f"{subject}, but the terms have cohorts of {self.min_sites}: a smaller sum hides less.")
         if not set(numbers) <= set(cohort):
-            raise RefusalError("the server has keys of sites that are not in the sum.")
-        if len(numbers) < (needed := masking.threshold(len(cohort))):
+            raise RefusalError("the server sends keys of sites that are not in the sum.")
+        needed = masking.threshold(len(cohort))
+        if len(numbers) < needed:
             raise RefusalError(f"{len(numbers)} sites of {len(cohort)} have keys, and {needed} are needed.")
-        keys, lasting = split_rows(masks["keys"]), [row.lstrip(b"\0") for row in split_rows(masks["lasting"])]
-        here = numbers.index(self.number)
-        if keys[here] != masking.announced(secret) or lasting[here] != self.lasting:
-            raise RefusalError("the server has other keys of this site than its own.")
-        for number, own, key, signature in zip(numbers, lasting, keys, split_rows(masks["signatures"]), strict=True):
-            if not signing.signed(own, masking.announcement(sum_id, number, key), signature):
+        keys = split_rows(masks["keys"])
+        # Long-term keys of different lengths are padded with zeros on the left.
+        long_term_keys = [row.lstrip(b"\0") for row in split_rows(masks["lasting"])]
+        index = numbers.index(self.number)
+        if keys[index] != masking.announced(secret) or long_term_keys[index] != self.public_key:
+            raise RefusalError("the server sends other keys of this site than its own.")
+        signatures = split_rows(masks["signatures"])
+        for number, long_term_key, key, signature in zip(numbers, long_term_keys, keys, signatures, strict=True):
+            if not signing.signed(long_term_key, masking.announcement(sum_id, number, key), signature):
                 name = self.sites.names[number]
-                raise RefusalError(f"the server has keys of {name} for this sum that {name} has not signed.")
-        self.sites.check(dict(zip(numbers, lasting, strict=True)))
-        notes.record_once(
-            DEAL_SHARES, {"asked": list(cohort), "numbers": list(numbers), "keys": [key.hex() for key in keys]}
-        )
-        return {"shares": stack_rows(self._party(request, notes).deal())}
+                raise RefusalError(f"the server sends keys of {name} for this sum that {name} has not signed.")
+        self.sites.check(dict(zip(numbers, long_term_keys, strict=True)))
+        hex_keys = [key.hex() for key in keys]
+        log.record_once(DEAL_SHARES, {"asked": list(cohort), "numbers": list(numbers), "keys": hex_keys})
+        return {"shares": stack_rows(self._party(request, log).deal())}
 
-    def _mask(self, request: Request, notes: ReplyLog, masks: Tree, plain: Callable[[Request], Reply]) -> Reply:
-        party = self._party(request, notes)
-        numbers = self._numbers(masks["sites"])
+    def _mask_update(
+        self, request: Request, log: ReplyLog, masks: Tree, reply_without_masks: Callable[[Request], Reply]
+    ) -> Reply:
+        """Run the local update and mask its upload."""
+        party = self._party(request, log)
+        numbers = self._parse_numbers(masks["sites"])
         if not set(numbers) <= set(party.cohort.numbers):
-            raise RefusalError("the server counts sites in that were not asked for shares.")
+            raise RefusalError("the server includes sites that it did not ask for shares.")
         if len(numbers) < party.cohort.threshold:
             raise RefusalError(f"{len(numbers)} sites have dealt shares, and {party.cohort.threshold} are needed.")
-        notes.record_once(MASK_UPDATE, list(numbers))
-        reply = plain(request)
-        vector = self._vector(request, reply.upload, len(party.cohort.members))
-        # Other values under the same masks would show by how much they differ.
-        notes.record_once("vector", atomic_io.digest(vector.tobytes()))
-        hidden = torch.from_numpy(party.mask(vector, masking.Masking(party.cohort, numbers)).view(np.int64))
-        return replace(reply, upload={"sum": hidden})
+        log.record_once(MASK_UPDATE, list(numbers))
+        reply = reply_without_masks(request)
+        vector = self._make_vector(request, reply.upload, len(party.cohort.members))
+        # Two vectors under the same masks would reveal their difference, so the vector is part of the log.
+        log.record_once(_VECTOR, atomic_io.digest(vector.tobytes()))
+        masked = party.mask(vector, masking.Masking(party.cohort, numbers))
+        # torch has no uint64 arithmetic, so the sum is sent as int64 with the same bits.
+        return replace(reply, upload={"sum": torch.from_numpy(masked.view(np.int64))})
 
-    def _vector(self, request: Request, upload: Tree, clients: int) -> np.ndarray:
-        at = (request.round, request.attempt, request.query)
-        context = AggregationContext(*at, request.client_update, request.download, {}, (self.number,), clients, True)
-        plain = Upload.from_tree(upload)
-        stacked = plain.map(lambda leaf: leaf.unsqueeze(0))
+    def _make_vector(self, request: Request, upload_tree: Tree, clients: int) -> np.ndarray:
+        """Convert an upload to the fixed-point vector that is summed, int64 (n + 1,): changes and weight."""
+        context = AggregationContext(
+            request.round,
+            request.attempt,
+            request.query,
+            request.client_update,
+            request.download,
+            {},
+            (self.number,),
+            clients,
+            True,
+        )
+        upload = Upload.of(upload_tree)
+        stacked = upload.map(lambda leaf: leaf.unsqueeze(0))
         changes = update(stacked, context)
         check_upload(stacked, changes)
-        weight = 1.0 if self.even else float(plain.weight)
+        weight = 1.0 if self.equal_weights else float(upload.weight)
         return contribution({path: leaf[0] for path, leaf in changes.items()}, weight, clients).cpu().numpy()
 
-    def _reveal(self, request: Request, notes: ReplyLog, masks: Tree) -> Tree:
-        """Return the shares that take the masks off: of one set of sites, once and for all. Then the sum is over."""
-        if not notes.has("vector"):
-            raise RefusalError("the server asks what takes masks off before this site has sent anything under one.")
-        numbers, survived = notes.get(MASK_UPDATE), sorted(masks["survived"].tolist())
-        count = len(notes.get(DEAL_SHARES)["asked"])
-        needed = masking.threshold(count)
-        if self.number not in survived or not set(survived) <= set(numbers) or len(set(survived)) < len(survived):
+    def _reveal_shares(self, request: Request, log: ReplyLog, masks: Tree) -> Tree:
+        """Decrypt the shares that remove the masks, for one set of sites only; erase the secret of the sum."""
+        if not log.has(_VECTOR):
+            raise RefusalError("the server requests shares before this site has sent anything under masks.")
+        numbers = log.get(MASK_UPDATE)
+        survivors = sorted(masks["survived"].tolist())
+        cohort_size = len(log.get(DEAL_SHARES)["asked"])
+        needed = masking.threshold(cohort_size)
+        if self.number not in survivors or not set(survivors) <= set(numbers) or len(set(survivors)) < len(survivors):
             raise RefusalError("the server names sites whose updates it cannot have, or leaves out this one's.")
-        if len(survived) < needed:
+        if len(survivors) < needed:
             raise RefusalError(
-                f"the server asks for the sum of {len(survived)} sites of {count}, and {needed} are needed."
+                f"the server requests the sum of {len(survivors)} sites of {cohort_size}, and {needed} are needed."
             )
         if len(masks["shares"]) != len(numbers):
             raise RefusalError("the server sends shares of other sites than those that have dealt them.")
         shares = dict(zip(numbers, split_rows(masks["shares"]), strict=True))
-        question = [survived, atomic_io.digest(b"".join(shares.values()))]
-        if not notes.has(REVEAL_SHARES):
-            if notes.has("told"):  # in a sum of this client update that was begun before
-                notes.record_once("told", survived)
-            plain = self._party(request, notes).reveal(shares, frozenset(survived))
-            notes.record_once("told", survived)
-            answer = [plain[number].to_bytes(masking.WIDE, "big").hex() for number in numbers]
-            notes.record_once(REVEAL_SHARES, {"asked": question, "answer": answer})
-        note = notes.get(REVEAL_SHARES)
-        notes.record_once(REVEAL_SHARES, {**note, "asked": question})
-        # The server gets the shares, so that they are no secret; all else is gone before they are.
+        question = [survivors, atomic_io.digest(b"".join(shares.values()))]
+        if not log.has(REVEAL_SHARES):
+            if log.has(_SURVIVORS):
+                # An earlier session of this client update revealed a sum: this one must be of the same sites.
+                log.record_once(_SURVIVORS, survivors)
+            decrypted = self._party(request, log).reveal(shares, frozenset(survivors))
+            log.record_once(_SURVIVORS, survivors)
+            answer = [decrypted[number].to_bytes(masking.WIDE, "big").hex() for number in numbers]
+            log.record_once(REVEAL_SHARES, {"asked": question, "answer": answer})
+        recorded = log.get(REVEAL_SHARES)
+        log.record_once(REVEAL_SHARES, {**recorded, "asked": question})
+        # The reply to a repeated request comes from the log. The shares in it are sent to the server, so they are no
+        # secret; all secrets are erased before they are sent.
         erase_file(self.folder / SUMS_FOLDER / SECRET_FILE)
-        return {"shares": stack_rows([bytes.fromhex(share) for share in note["answer"]])}
+        return {"shares": stack_rows([bytes.fromhex(share) for share in recorded["answer"]])}
 
-    def _secret(self, sum_id: masking.SumId) -> SumSecret:
+    def _secret_file(self, sum_id: masking.SumId) -> SecretFile:
         name = f"{sum_id.round}/{sum_id.attempt}/{sum_id.query}/{sum_id.session}"
-        return SumSecret(self.folder / SUMS_FOLDER / SECRET_FILE, name)
+        return SecretFile(self.folder / SUMS_FOLDER / SECRET_FILE, name)
 
-    def _current(self, request: Request, notes: ReplyLog) -> tuple[bytes, masking.SumId]:
-        """Return the secret of the sum that is under way, and which one it is."""
-        if not notes.has("session"):
-            raise RefusalError("the server goes on with a sum that this site has not begun.")
-        sum_id = make_sum_id(request, notes.get("session"))
-        secret = self._secret(sum_id).read()
+    def _current_sum(self, request: Request, log: ReplyLog) -> tuple[bytes, masking.SumId]:
+        """Return the secret and the id of the sum that is in progress; raise `RefusalError` if there is none."""
+        if not log.has(_SESSION):
+            raise RefusalError("the server continues a sum that this site has not begun.")
+        sum_id = make_sum_id(request, log.get(_SESSION))
+        secret = self._secret_file(sum_id).read()
         if secret is None:
-            raise RefusalError("the server goes on with a sum that is over for this site: its keys are erased.")
+            raise RefusalError("the server continues a sum that is over for this site: its keys are erased.")
         return secret, sum_id
 
-    def _party(self, request: Request, notes: ReplyLog) -> masking.Party:
-        secret, sum_id = self._current(request, notes)
-        if not notes.has(DEAL_SHARES):
-            raise RefusalError("the server goes on with a sum for which this site has dealt no shares.")
-        note = notes.get(DEAL_SHARES)
-        keys = tuple(bytes.fromhex(key) for key in note["keys"])
-        return masking.Party(
-            secret, self.number, masking.Cohort(sum_id, tuple(note["asked"]), tuple(note["numbers"]), keys)
-        )
+    def _party(self, request: Request, log: ReplyLog) -> masking.Party:
+        """Restore the state of this site in the sum, once it has dealt shares."""
+        secret, sum_id = self._current_sum(request, log)
+        if not log.has(DEAL_SHARES):
+            raise RefusalError("the server continues a sum for which this site has dealt no shares.")
+        record = log.get(DEAL_SHARES)
+        keys = tuple(bytes.fromhex(key) for key in record["keys"])
+        cohort = masking.Cohort(sum_id, tuple(record["asked"]), tuple(record["numbers"]), keys)
+        return masking.Party(secret, self.number, cohort)
 
-    def _numbers(self, leaf: Tensor) -> tuple[int, ...]:
-        numbers, count = tuple(leaf.tolist()), len(self.sites.names)
-        strange = [number for number in numbers if not 0 <= number < count]
-        fault = None
-        if strange:
-            fault = f"the server names site number {strange[0]}, and the federation has {count} sites."
-        elif len(set(numbers)) < len(numbers):
-            fault = "the server names a site twice."
-        elif list(numbers) != sorted(numbers):
-            fault = "the server does not name sites in the order of their numbers."
-        elif self.number not in numbers:
-            fault = "the server asks for a part in a sum without this site."
-        if fault is not None:
-            raise RefusalError(fault)
+    def _parse_numbers(self, leaf: Tensor) -> tuple[int, ...]:
+        """Parse site numbers; raise `RefusalError` unless they are valid, ascending and contain this site's."""
+        numbers = tuple(leaf.tolist())
+        count = len(self.sites.names)
+        unknown = [number for number in numbers if not 0 <= number < count]
+        if unknown:
+            raise RefusalError(f"the server names site number {unknown[0]}, and the federation has {count} sites.")
+        if len(set(numbers)) < len(numbers):
+            raise RefusalError("the server names a site twice.")
+        if list(numbers) != sorted(numbers):
+            raise RefusalError("the server does not name sites in the order of their numbers.")
+        if self.number not in numbers:
+            raise RefusalError("the server requests a sum from this site that does not include it.")
         return numbers
 
 
 @dataclass(frozen=True)
-class SumSecret:
-    """The secret of a sum, 32 random bytes in the file `path`, and which sum that is."""
+class SecretFile:
+    """The file with the secret of a sum, 32 random bytes.
+
+    Attributes:
+        path: the file.
+        sum_name: the sum that the secret must belong to.
+    """
 
     path: Path
-    sum: str
+    sum_name: str
 
-    def begin(self) -> bytes:
-        """Return the secret, generated where this sum has none yet; that of any other sum is erased."""
+    def read_or_generate(self) -> bytes:
+        """Read the secret, or generate it if this sum has none yet. The secret of any other sum is erased."""
         secret = self.read()
         if secret is None:
             erase_file(self.path)
             secret = secrets.token_bytes(masking.KEY)
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            atomic_io.replace(self.path, secret + self.sum.encode(), private=True)
+            atomic_io.replace(self.path, secret + self.sum_name.encode(), private=True)
         return secret
 
     def read(self) -> bytes | None:
-        """Return the secret; None where it was erased, or the file has that of another sum."""
+        """Read the secret; None if it was erased, or the file has the secret of another sum."""
         data = atomic_io.read(self.path) or b""
-        return data[: masking.KEY] if data[masking.KEY :] == self.sum.encode() else None
+        return data[: masking.KEY] if data[masking.KEY :] == self.sum_name.encode() else None
 
 
 def erase_file(path: Path) -> None:
-    """Overwrite a file with zeros and remove it; flash memory may keep older copies. Raises OSError."""
+    """Overwrite a file with zeros and remove it; flash memory may retain older copies. Raises OSError."""
     try:
         with atomic_io.opened(path, os.O_WRONLY) as handle:
             atomic_io.write_all(handle, bytes(os.fstat(handle).st_size))
@@ -286,38 +353,44 @@ def erase_file(path: Path) -> None:
 
 
 def erase_secrets(folder: Path) -> None:
+    """Erase the secrets in all runs of a federation's folder."""
     for path in folder.glob(f"*/{SUMS_FOLDER}/{SECRET_FILE}"):
         erase_file(path)
 
 
 class ReplyLog:
-    """A site's answers in the sums of one client update: one answer a stage, on the disk before it leaves."""
+    """A site's replies in the secure sums of one client update: one for each stage, on the disk before it is sent."""
 
     def __init__(self, folder: Path, request: Request) -> None:
+        """Open the log of the request's round, attempt and query in a folder."""
         self.path = folder / f"{request.round:06d}-{request.attempt:03d}-{request.query:03d}.json"
-        self._facts = read_private_json(self.path) or {}
+        self._records = read_private_json(self.path) or {}
 
     def begin(self, session: str) -> None:
-        """Forget the answers of another session, but not of which sites' sum shares were told."""
-        if self._facts.get("session") != session:
-            survivors = self._facts.get("told")
-            self._facts = {"session": session} | ({} if survivors is None else {"told": survivors})
+        """Remove the replies of another session, except the set of sites whose sum was revealed."""
+        if self._records.get(_SESSION) != session:
+            survivors = self._records.get(_SURVIVORS)
+            self._records = {_SESSION: session}
+            if survivors is not None:
+                self._records[_SURVIVORS] = survivors
             self._write()
 
     def has(self, stage: str) -> bool:
-        return stage in self._facts
+        """Check that there is a record of this stage."""
+        return stage in self._records
 
     def get(self, stage: str) -> Any:
-        return self._facts[stage]
+        """Return the record of a stage."""
+        return self._records[stage]
 
-    def record_once(self, stage: str, facts: Any) -> None:
-        """Write facts down, or raise `RefusalError` where there are others."""
-        if stage not in self._facts:
-            self._facts[stage] = facts
+    def record_once(self, stage: str, record: Any) -> None:
+        """Store the record of a stage; raise `RefusalError` if a different one is stored already."""
+        if stage not in self._records:
+            self._records[stage] = record
             self._write()
-        if self._facts[stage] != facts:
-            raise RefusalError("this site has answered for that round already, and this is another question.")
+        if self._records[stage] != record:
+            raise RefusalError("this site has already replied for that round, to a different request.")
 
     def _write(self) -> None:
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        atomic_io.replace(self.path, atomic_io.render(self._facts), private=True)
+        atomic_io.replace(self.path, atomic_io.render(self._records), private=True)

@@ -1,7 +1,8 @@
-"""Lasting keys: a site's own, by which it signs its keys of a sum, and those of the other sites.
+"""Long-term keys: the one with which a site signs its keys of a secure sum, and those of the other sites.
 
-The server's people may hand out a file with a line of OpenSSH's for each site (`halfmoon federation`). Without one the
-first key of a site counts, and any other one later is refused.
+The server's people may distribute a file with the public keys of all sites, one OpenSSH line each (`halfmoon
+federation`). Without that file a site trusts the first key that it sees of each other site, and refuses a different one
+later.
 """
 
 from __future__ import annotations
@@ -19,24 +20,29 @@ from halfmoon.storage import atomic_io
 if TYPE_CHECKING:
     from cryptography.hazmat.primitives.asymmetric import ec
 
-SITE_KEY_FILE, KNOWN_KEYS_FILE = "site.key", "site_keys.json"
-"""In a site's home the key that it generates for itself; in a federation's folder the keys of the others."""
+SITE_KEY_FILE = "site.key"  # in a site's home: the key that it generates for itself
+KNOWN_KEYS_FILE = "site_keys.json"  # in a federation's folder: the keys of the other sites
 
 
 @dataclass(frozen=True)
 class KeyFiles:
-    """The files of a site's own lasting key, and of the keys of all sites, where there are such files."""
+    """Files with keys that the site's people provide.
 
-    own: Path | None = None
-    others: Path | None = None
+    Attributes:
+        private_key: this site's long-term key; None to generate one.
+        public_keys: the public keys of all sites; None to trust the first key of each.
+    """
+
+    private_key: Path | None = None
+    public_keys: Path | None = None
 
     def load(self, home: Path) -> ec.EllipticCurvePrivateKey:
-        """Return the site's lasting key, generated in its home where it has none; raise UserError."""
-        path = self.own or home / SITE_KEY_FILE
+        """Load this site's long-term key, or generate one in its home folder; raise UserError for an invalid file."""
+        path = self.private_key or home / SITE_KEY_FILE
         data = atomic_io.read(path)
         if data is None:
-            if self.own is not None:
-                raise UserError(f"{path} is not there: it is the key by which others know this site.")
+            if self.private_key is not None:
+                raise UserError(f"{path} does not exist: it is the key by which the other sites identify this site.")
             data = signing.generate()
             atomic_io.replace(path, data, private=True)
         try:
@@ -45,29 +51,41 @@ class KeyFiles:
             raise UserError(f"{path} is no private key (elliptic curve, in OpenSSH's format): {error}.") from error
 
     def public(self, home: Path) -> str:
+        """Return this site's public key in hexadecimal."""
         return signing.public(self.load(home).public_key()).hex()
 
 
 def read_private_json(path: Path) -> dict[str, Any] | None:
-    """Return what a site has put down for itself, None where it has not; raise UserError for a damaged file."""
-    facts = atomic_io.read_json(path)
-    if facts is None and atomic_io.read(path) is not None:
-        raise UserError(f"{path} is damaged: put it back from a backup; the round goes on without this site.")
-    return facts
+    """Read a JSON file that the site wrote for itself; None if it is missing. Raises UserError for a damaged file."""
+    record = atomic_io.read_json(path)
+    if record is None and atomic_io.read(path) is not None:
+        raise UserError(f"{path} is damaged: restore it from a backup; the round goes on without this site.")
+    return record
 
 
 def read_keys(path: Path) -> dict[str, bytes]:
-    """Return each site's public key in a file of OpenSSH's lines, whose comments are the names; raise UserError."""
+    """Read the public keys of sites.
+
+    Args:
+        path: a file with one OpenSSH line for each site; the line's comment is the name of the site.
+
+    Returns:
+        The key of each site.
+
+    Raises:
+        UserError: the file is missing or invalid.
+    """
     data = atomic_io.read(path)
     if data is None:
-        raise UserError(f"{path} is not there: it has the keys of all sites, and comes from the server's people.")
+        raise UserError(f"{path} does not exist: get the file with the keys of all sites from the server's people.")
     keys: dict[str, bytes] = {}
     for number, line in enumerate(data.splitlines(), start=1):
-        words = line.split()
-        if not words or line.startswith(b"#"):
+        columns = line.split()
+        if not columns or line.startswith(b"#"):
             continue
         try:
-            name, key = words[2].decode(), signing.point(b" ".join(words[:2]))
+            name = columns[2].decode()
+            key = signing.point(b" ".join(columns[:2]))
         except (ValueError, LookupError) as error:
             raise UserError(f"{path}, line {number}: it must be a public key and a site's name.") from error
         if keys.setdefault(name, key) != key:
@@ -77,53 +95,68 @@ def read_keys(path: Path) -> dict[str, bytes]:
 
 @dataclass(frozen=True)
 class KnownKeys:
-    """The keys of a federation's sites: from a `file` that people handed out, else those that came first."""
+    """The long-term public keys of a federation's sites.
+
+    Attributes:
+        names: names of the sites, by number.
+        folder: the federation's folder, in which the first key of each site is stored.
+        file: a file with all keys that the server's people distribute; None to trust the first key of each site.
+        log: writes a line to the site's log.
+    """
 
     names: Sequence[str]
     folder: Path
     file: Path | None = None
-    say: Callable[[str], None] = lambda _: None
+    log: Callable[[str], None] = lambda _: None
 
     def check(self, keys: Mapping[int, bytes]) -> None:
-        """Raise `RefusalError` unless these are the sites' keys, by number; remember new ones."""
+        """Check keys that the server sent, and store those of sites that were not known before.
+
+        Args:
+            keys: the key of each site, by number.
+
+        Raises:
+            RefusalError: a site has a different key than before or than in the file.
+        """
         if self.file is not None:
-            self._compare(read_keys(self.file), keys)
+            self._check_with_file(read_keys(self.file), keys)
             return
         path = self.folder / KNOWN_KEYS_FILE
-        before = read_private_json(path)
-        record = dict(before or {})
+        known = read_private_json(path)
+        record = dict(known or {})
         for number, key in keys.items():
             name = self.names[number]
             if record.setdefault(name, key.hex()) != key.hex():
                 raise RefusalError(
-                    f"the server says that {name} has another key ({fingerprint(key)}) than before. Where its people confirm "
-                    f"that, {KNOWN_KEYS_FILE} is removed here."
+                    f"the server sends a different key of {name} ({fingerprint(key)}) than before. If the people of "
+                    f"{name} confirm the new key, remove {KNOWN_KEYS_FILE} at this site."
                 )
-        if record == before:
+        if record == known:
             return
         self.folder.mkdir(parents=True, exist_ok=True)
         atomic_io.replace(path, atomic_io.render(record), private=True)
         for number, key in keys.items():
-            if self.names[number] not in (before or {}):
-                self.say(
-                    f"from now on the key of {self.names[number]} is {fingerprint(key)}; its people can confirm that"
-                )
+            name = self.names[number]
+            if name not in (known or {}):
+                self.log(f"the key of {name} is from now on {fingerprint(key)}; its people can confirm that")
 
-    def _compare(self, listed: Mapping[str, bytes], keys: Mapping[int, bytes]) -> None:
+    def _check_with_file(self, listed: Mapping[str, bytes], keys: Mapping[int, bytes]) -> None:
         for number, key in keys.items():
             name = self.names[number]
-            if listed.get(name) != key:
-                which = "another key" if name in listed else "a key"
-                where = "than the file of keys says" if name in listed else "but the file of keys has none"
-                raise RefusalError(
-                    f"the server says that {name} has {which} ({fingerprint(key)}) {where}. Where its people confirm it, the "
-                    "server's people hand out a new file."
-                )
+            if listed.get(name) == key:
+                continue
+            if name in listed:
+                fault = f"the server sends a different key of {name} ({fingerprint(key)}) than the file of keys has"
+            else:
+                fault = f"the server sends a key of {name} ({fingerprint(key)}), but the file of keys has none"
+            raise RefusalError(
+                f"{fault}. If the people of {name} confirm the key, the server's people distribute a new file."
+            )
 
 
 def fingerprint(key: bytes) -> str:
-    """Return a key's fingerprint."""
+    """Format a public key's fingerprint for a log."""
     try:
         return signing.fingerprint(key)
     except ValueError:
-        return "none that can be read"
+        return "an invalid key"
