@@ -454,7 +454,7 @@ def describe_request(request: Request, reply: Reply, received: int, seconds: flo
     loss = reply.samples.get("loss")
     mean_loss = f", mean loss {float(loss['total']) / float(loss['count']):.4f}" if loss else ""
     if "weight" in reply.upload:
-        parts = Upload.of(reply.upload).parts
+        parts = Upload.from_tree(reply.upload).parts
     else:  # the masked vector of a secure sum
         parts = {name: {"": leaf} for name, leaf in reply.upload.items()}
     sizes = ", ".join(f"{name} {format_bytes(tree.nbytes(part))}" for name, part in parts.items())

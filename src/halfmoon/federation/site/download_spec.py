@@ -180,16 +180,16 @@ class _TrialFederation:
                 self.client_updates = method.client_updates(round_task)
                 self.round = round
                 self.cohort = torch.arange(self.clients)
-                self.answered = self.cohort
+                self.responders = self.cohort
                 server = method.round(round_task, server, self)
         except (UserError, RuntimeError, LookupError, ValueError) as error:
             raise _TrialFailed from error
 
-    def ask(self, client_update: str, down: Tree, each: Tree | None = None, to: Tensor | None = None) -> Upload:
+    def query(self, client_update: str, down: Tree, each: Tree | None = None, to: Tensor | None = None) -> Upload:
         """Record the downloads of a query, and make uploads of the right shapes, stacked over clients."""
-        self.answered = self.cohort if to is None else to
+        self.responders = self.cohort if to is None else to
         uploads: list[Tree] = []
-        for index in range(len(self.answered)):
+        for index in range(len(self.responders)):
             download = {**down, **tree.index(each or {}, index)}
             self.download_specs.setdefault(client_update, []).append(make_tree_spec(download))
             context = ClientContext(self.client_updates[client_update], self.views, self.seed, self.round, 0)
@@ -198,14 +198,14 @@ class _TrialFederation:
                 raise _TrialFailed
             # Ones, so that no weight or count is 0 and the method can divide by it.
             uploads.append(build_tree(spec, lambda shape, dtype: torch.ones(shape, dtype=dtype)))
-        return Upload.of(tree.stack(uploads))
+        return Upload.from_tree(tree.stack(uploads))
 
     def average(self, client_update: str, down: Tree) -> Upload:
         """Average the uploads of a query."""
-        uplink = self.client_updates[client_update].needs.uplink
-        return mean_of(self.ask(client_update, down), uplink, down, client_update)
+        upload_spec = self.client_updates[client_update].requirements.upload_spec
+        return mean_of(self.query(client_update, down), upload_spec, down, client_update)
 
-    def ask_server(self, client_update: str, down: Tree) -> Upload:
+    def query_server(self, client_update: str, down: Tree) -> Upload:
         """Fail: the simulated server has no labeled images."""
         raise _TrialFailed
 

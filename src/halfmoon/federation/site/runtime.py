@@ -365,7 +365,7 @@ def _check_labels(terms: Terms, site_method: Method, site_task: Task, labeled: i
     if config.labels_at == "clients" and not labeled:
         raise RefusalError("the federation has labels at every site, but this site has none.")
     first_update = next(iter(site_method.client_updates(site_task).values()))
-    if first_update.needs.views and not unlabeled and not config.reuse_labeled:
+    if first_update.requirements.views and not unlabeled and not config.reuse_labeled:
         raise RefusalError(f"method {entry.name} needs images without a label, but this site has none.")
 
 

@@ -232,7 +232,7 @@ class SumParticipant:
             clients,
             True,
         )
-        upload = Upload.of(upload_tree)
+        upload = Upload.from_tree(upload_tree)
         stacked = upload.map(lambda leaf: leaf.unsqueeze(0))
         changes = update(stacked, context)
         check_upload(stacked, changes)
