@@ -80,7 +80,7 @@ def test_a_site_finds_its_model_and_a_card_in_a_folder_that_it_sees(tmp_path: Pa
     labeled = int((site.labels >= 0).sum())
     assert f"{labeled:,} images with a label and {len(site) - labeled:,} without" in text
     sha256 = hashlib.sha256((shown / "model.safetensors").read_bytes()).hexdigest()
-    for name in ("Data", "How it was judged", "Calibration", "Limits", "License"):
+    for name in ("Data", "Evaluation", "Calibration", "Limits", "License"):
         assert f"## {name}" in text
         assert f"<h2>{name}</h2>" in page
     assert sha256 in text

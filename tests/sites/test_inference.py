@@ -261,7 +261,7 @@ def test_scores_are_those_of_scikit_learn() -> None:
 
     rng = np.random.default_rng(3)
     truth, guess, confidence = rng.integers(0, 3, 50), rng.choice([0, 1, 3], 50), rng.uniform(0.3, 1, 50)
-    found = measure.compute_scores(truth, guess, confidence, ["a", "b", "c", "d"], sure=0.8)
+    found = measure.compute_scores(truth, guess, confidence, ["a", "b", "c", "d"], min_confidence=0.8)
     assert found["accuracy"] == metrics.accuracy_score(truth, guess)
     recalls = metrics.recall_score(truth, guess, labels=[0, 1, 2], average=None, zero_division=0)
     assert found["balanced_accuracy"] == pytest.approx(np.mean(recalls))
@@ -273,7 +273,7 @@ def test_scores_are_those_of_scikit_learn() -> None:
     above = confidence >= 0.8
     assert found["sure"]["share"] == above.mean()
     assert found["sure"]["accuracy"] == (truth == guess)[above].mean()
-    assert measure.compute_scores(truth, guess, confidence, "abcd", sure=1.0)["sure"]["accuracy"] is None
+    assert measure.compute_scores(truth, guess, confidence, "abcd", min_confidence=1.0)["sure"]["accuracy"] is None
 
 
 def test_the_area_under_the_curve_is_the_share_of_pairs_in_order() -> None:

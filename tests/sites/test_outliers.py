@@ -65,7 +65,9 @@ def test_predict_warns_of_negatives_and_not_of_others(place: Path, capsys: pytes
 
 
 def test_few_images_tell_nothing(place: Path):
-    with pytest.raises(UserError, match="has 39 images that can be read: to know what is unlike them takes 40"):
+    with pytest.raises(
+        UserError, match="has 39 images that can be read: finding images that do not resemble them needs 40"
+    ):
         build_reference(load_model(place / "run"), place / "few")
 
 

@@ -329,7 +329,7 @@ def test_a_key_made_at_the_site_is_taken_and_no_private_one_is_made(folder: Path
     assert names == {"east.pub", "ca.crt", "join.txt", "sites.pub"}
     kind, blob, _ = line.read_text().split()
     assert (folder / "sites" / "east" / "east.pub").read_text() == f"{kind} {blob} east\n"
-    assert done.facts["sites"] == {"east": said("ssh-keygen", "-l", "-f", str(line)).split()[1]}
+    assert done.summary["sites"] == {"east": said("ssh-keygen", "-l", "-f", str(line)).split()[1]}
     with pytest.raises(UserError, match="made at the site: have a new one made"):
         replace_site_key(folder, "east")
     replace_site_key(folder, "east", foreign(tmp_path / "second"))
@@ -465,14 +465,14 @@ def test_every_mistake_is_a_sentence_and_leaves_nothing(tmp_path, capsys, monkey
 def test_declared_images_are_what_the_federations_file_reads(tmp_path: Path) -> None:
     """The line that init says, pasted below [federation], gives the plan these counts, in the order of its sites."""
     done = create_keys(tmp_path / "fed", ["north", "south"], images=["south=800", "north=1200"])
-    assert done.facts["images"] == {"north": 1200, "south": 800}
+    assert done.summary["images"] == {"north": 1200, "south": 800}
     (said,) = [each for each in done.advice if "[federation]" in each]
     lines = said.split("write ")[1].split(" below")[0].replace(" and ", "\n")
     file = tmp_path / "wards.toml"
     file.write_text(f'network = "small"\n[federation]\n{lines}\nclasses = ["a", "b"]\nimage = [1, 8, 8]\n')
     plan = load_plan(file)
     assert (plan.terms.sites, plan.rules.images) == (("north", "south"), (1200, 800))
-    assert "images" not in create_keys(tmp_path / "other", ["north"]).facts
+    assert "images" not in create_keys(tmp_path / "other", ["north"]).summary
 
 
 def test_sites_that_are_not_there_are_named(folder: Path) -> None:

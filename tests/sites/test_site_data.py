@@ -101,7 +101,7 @@ def test_a_folder_without_labels_is_a_site(tmp_path: Path) -> None:
         (b"path,label\nd.png,x\n", None, "labels without a file: d.png; correct labels.csv"),
         (b"path,label\n../s/a.png,x\n", None, "labels without a file: ../s/a.png;"),
         (b"path,label\na.png,x\nb.png,z\n", b"x\ny\n", "labels that classes.txt does not have: b.png: z; correct"),
-        (b"a.png,x\n", None, "labels.csv cannot be read: line 1 is 'a.png,x', not path,label; mend it"),
+        (b"a.png,x\n", None, "labels.csv cannot be read: line 1 is 'a.png,x', not path,label; repair it"),
         (b"path|label\na.png|x\n", None, "labels.csv cannot be read: line 1 is 'path|label', not path,label"),
         (b"path;label\na.png,x\n", None, "labels.csv cannot be read: line 2 is not one path and one label"),
         (b"", None, "labels.csv cannot be read: it has no header path,label"),
@@ -109,7 +109,7 @@ def test_a_folder_without_labels_is_a_site(tmp_path: Path) -> None:
         (b"path,label\na.png,\n", None, "labels.csv cannot be read: line 2 is not one path and one label"),
         (b'path,label\n"a.png,x\n', None, "labels.csv cannot be read: line 2: unexpected end of data"),
         (b"path,label\n\xff.png,x\n", None, "labels.csv cannot be read: byte 11 is not UTF-8"),
-        (b"path,label\n", b"x\ny\nx\n", "classes.txt cannot be read: class x stands there twice; mend it"),
+        (b"path,label\n", b"x\ny\nx\n", "classes.txt cannot be read: class x is listed twice; repair it"),
         (b"path,label\na.png,x\n", b"\n", "classes.txt cannot be read: it names no class"),
     ],
 )
@@ -450,7 +450,7 @@ def test_nothing_is_overwritten(tmp_path: Path, capsys: pytest.CaptureFixture[st
     exported(tmp_path / "f", *DIR)
     assert "has these very sites already; nothing was written." in capsys.readouterr().out
     for folder, said in (
-        (tmp_path / "f", "holds an export with other options"),
+        (tmp_path / "f", "contains an export with other options"),
         (tmp_path, "is not empty, and nothing"),
     ):
         assert cli.main(["site", "export", "digits", "--sites", "4", "--out", str(folder)]) == 2
@@ -503,8 +503,11 @@ def test_a_killed_export_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         ("export digits --sites 2 --out f --dirichlet-alpha x", '--dirichlet-alpha is "x": it must be a number.'),
         ("export digit --sites 2 --out f", "no data set or folder is called 'digit'; did you mean 'digits'?"),
         ("export digits --sites 2 --out f --stages 2", "the split has 2 stages, but a folder of images has no time; "),
-        ("export digits --sites 2 --out s/a.png", "s/a.png is a file; give a folder that is empty or not there."),
-        ("export digits --sites 2 --out s/a.png/f", "s/a.png/f cannot be written (Not a directory); mend that, then"),
+        ("export digits --sites 2 --out s/a.png", "s/a.png is a file; give a folder that is empty or does not exist."),
+        (
+            "export digits --sites 2 --out s/a.png/f",
+            "s/a.png/f cannot be written (Not a directory); resolve that, then",
+        ),
         ("export digits --sites 9999 --out f", "9999 clients cannot share 1437 images; ask for fewer clients."),
     ],
 )

@@ -36,16 +36,14 @@ class Model(load.InferenceModel):
         Raises:
             UserError: images are of another form, or there are none.
         """
+        image_folder.check_confidence(sure)
         if isinstance(images, str | Path):
             folder, unreadable = Path(images), list[image_folder.UnreadableImage]()
-            rows = image_folder.iterate_predictions(
-                self, folder, image_folder.list_images_checked(folder, sure), sure, unreadable
-            )
+            rows = image_folder.iterate_predictions(self, folder, image_folder.list_images(folder), sure, unreadable)
             table = pd.DataFrame(rows, columns=[*image_folder.PREDICTION_COLUMNS])
             shares = ["probability", "runner_up_probability"]
             columns = {name: pd.to_numeric(table[name]) for name in shares} | {"sure": table["sure"] == "yes"}
             return _warned(table.assign(**columns), unreadable)
-        image_folder.check_confidence(sure)
         values = self.probabilities(images.images if isinstance(images, Images) else images)
         order = np.argsort(-values, axis=1, kind="stable")
         columns: dict[str, Any] = {}

@@ -1,1 +1,1 @@
-"""What a site has of its own: folders of images and labels, keys, and trained models at work."""
+"""Folders of images and labels of a site, keys, and the use of trained models."""

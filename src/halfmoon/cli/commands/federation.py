@@ -87,7 +87,7 @@ def _init(args: argparse.Namespace) -> int:
     days = whole("--days", args.days, 1, AUTHORITY_DAYS)
     port, listen = whole("--port", args.port, 1, 2**16 - 1), whole("--listen", args.listen, 1, 2**16 - 1)
     change = create_keys(args.folder, args.sites, args.host, days, port, listen, args.images)
-    return _tell(args, f"{change.facts['folder']} is made.", change)
+    return _tell(args, f"{change.summary['folder']} is made.", change)
 
 
 def _add(args: argparse.Namespace) -> int:
@@ -127,7 +127,7 @@ def _tell(args: argparse.Namespace, words: str, change: KeyChange) -> int:
     from halfmoon.sites.keys import Access
 
     if args.json:
-        print_json({**change.facts, "advice": list(change.advice)})
+        print_json({**change.summary, "advice": list(change.advice)})
     else:
         say("\n".join([words, *change.advice]))
     try:

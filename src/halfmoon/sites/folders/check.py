@@ -1,4 +1,4 @@
-"""What is in a site folder, and whether it can take part in a federation: nothing is changed or sent anywhere."""
+"""Check the contents of a site's folder, and whether it can join a federation, without changing or sending anything."""
 
 from __future__ import annotations
 
@@ -32,9 +32,17 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Survey:
-    """The contents of a site folder: `images` by name, the `readable` ones, `labeled` ones, the `mix` of classes.
+    """The contents of a site's folder.
 
-    `sizes` counts images of each (height, width, Pillow mode); `methods` are those it can serve, by place of labels.
+    Attributes:
+        folder: the site's folder.
+        images: the number of image files.
+        readable: the number of images that can be decoded.
+        labeled: the number of readable images with a label.
+        class_counts: labeled images of each class.
+        sizes: images of each (height, width, Pillow mode), the most frequent first.
+        findings: peculiarities of the folder.
+        methods: the methods that the site can serve, by the location of labels; empty if it cannot join.
     """
 
     folder: Path
@@ -48,10 +56,11 @@ class Survey:
 
     @property
     def can_take_part(self) -> bool:
+        """Check whether the site can join a federation."""
         return bool(self.methods)
 
     def as_json(self) -> dict[str, Any]:
-        """Return everything, ready for JSON; of equal files each group is a tuple of names."""
+        """Convert everything to JSON types, except that groups of equal files are tuples of names."""
         return {
             "folder": str(self.folder),
             "images": self.images,
@@ -63,10 +72,27 @@ class Survey:
                 {"height": height, "width": width, "mode": mode, "images": count}
                 for (height, width, mode), count in self.sizes.items()
             ],
-            "findings": [asdict(each) for each in self.findings],
+            "findings": [asdict(finding) for finding in self.findings],
             "can_take_part": self.can_take_part,
             "methods": dict(self.methods),
         }
+
+
+@dataclass(frozen=True)
+class _ImageProperties:
+    """Properties of a decoded image.
+
+    Attributes:
+        size: height, width and Pillow mode.
+        pixel_hash: a hash of the pixels as 8-bit RGB; images with equal hashes are duplicates.
+        used_range: share of the 16-bit range that the pixels use; None for 8-bit images and calibrated DICOM files.
+        frames: the number of frames in the file.
+    """
+
+    size: tuple[int, int, str]
+    pixel_hash: bytes
+    used_range: float | None
+    frames: int
 
 
 def check_site(
@@ -76,138 +102,192 @@ def check_site(
     classes: Sequence[str] = (),
     tests: Path | None = None,
 ) -> Survey:
-    """Return the contents of a site folder, one image at a time; raise UserError where there is none.
+    """Check the contents of a site's folder, decoding one image at a time.
 
-    Equal images have equal pixels as 8-bit RGB. `classes` are a federation's, `tests` is a folder of test images.
+    Args:
+        folder: the site's folder.
+        progress: receives the number of images done, and of all images.
+        classes: the classes of a federation, to compare with the site's.
+        tests: a folder of test images, none of which may be in `folder`.
+
+    Raises:
+        UserError: there is no such folder.
     """
     site, findings = scan_site(folder)
-    test = None if tests is None else scan_site(tests)[0]
+    test_site = None if tests is None else scan_site(tests)[0]
     sizes: Counter[tuple[int, int, str]] = Counter()
-    equal: dict[bytes, list[int]] = {}
-    broken: dict[str, str] = {}
-    narrow: dict[str, str] = {}
-    frames: dict[str, str] = {}
+    rows_by_hash: dict[bytes, list[int]] = {}
+    unreadable: dict[str, str] = {}
+    narrow_range: dict[str, str] = {}
+    multi_frame: dict[str, str] = {}
     for row, path in enumerate(site.paths):
         try:
-            size, key, share, count = _image(folder, path)
+            image = _read_properties(folder, path)
         except UserError as error:
-            broken[path] = str(error).removeprefix(f"{path}: ")
+            unreadable[path] = str(error).removeprefix(f"{path}: ")
         else:
-            sizes[size] += 1
-            equal.setdefault(key, []).append(row)
-            if share is not None and share < 0.1:
-                narrow[path] = f"{share:.1%} of the 16 bits"
-            if count > 1:
-                frames[path] = f"one of {count:,} frames"
+            sizes[image.size] += 1
+            rows_by_hash.setdefault(image.pixel_hash, []).append(row)
+            if image.used_range is not None and image.used_range < 0.1:
+                narrow_range[path] = f"{image.used_range:.1%} of the 16 bits"
+            if image.frames > 1:
+                multi_frame[path] = f"one of {image.frames:,} frames"
         if progress is not None:
             progress(row + 1, len(site))
-    spread = "each is spread from black to white by itself; to give all the same black and white, say --window LOW HIGH"
-    middle = "the frame that the file names, else the middle one, stands for all; cut out others by another program"
     findings += [
-        Finding("images that use little of their range", spread, tuple(narrow), tuple(narrow.values())),
-        Finding("files of several frames", middle, tuple(frames), tuple(frames.values())),
-        *_compared(site, classes),
-        Finding("images that are test images as well", "take them out of one of the two", _tested(site, equal, test)),
-        Finding("images of patients of the test", "take the patients out of one of the two", _patients(site, test)),
-        *_folders(site),
+        Finding(
+            "images that use little of their range",
+            "each is stretched from black to white separately; to give all the same range, use --window LOW HIGH",
+            tuple(narrow_range),
+            tuple(narrow_range.values()),
+        ),
+        Finding(
+            "files of several frames",
+            "only the frame that the file names is used, else the middle one; extract others with another program",
+            tuple(multi_frame),
+            tuple(multi_frame.values()),
+        ),
+        *_compare_classes(site, classes),
+        Finding(
+            "images that are test images as well",
+            "take them out of one of the two",
+            _find_test_images(site, rows_by_hash, test_site),
+        ),
+        Finding(
+            "images of patients of the test",
+            "take the patients out of one of the two",
+            _find_test_patients(site, test_site),
+        ),
+        *_find_class_folders(site),
     ]
-    labels = np.array([-1 if path in broken else label for path, label in zip(site.paths, site.labels, strict=True)])
-    mix = {name: int((labels == number).sum()) for number, name in enumerate(site.classes)}
-    labeled, readable = sum(mix.values()), len(site) - len(broken)
-    remedy = "they are left out; replace or remove them"
-    findings.append(Finding("files that cannot be read", remedy, tuple(broken), tuple(broken.values())))
-    findings += _duplicates(site, [rows for rows in equal.values() if len(rows) > 1])
-    findings += _classes(site, mix, labeled)
-    findings = [each for each in findings if each.names]
-    fit = readable > 0 and not any(each.blocks for each in findings)
-    methods = _methods(labeled > 0) if fit else {}
-    ordered = dict(sorted(sizes.items(), key=lambda item: (-item[1], item[0])))
-    return Survey(folder, len(site), readable, labeled, mix, ordered, tuple(findings), methods)
+    readable_labels = np.array(
+        [-1 if path in unreadable else label for path, label in zip(site.paths, site.labels, strict=True)]
+    )
+    class_counts = {name: int((readable_labels == index).sum()) for index, name in enumerate(site.classes)}
+    labeled = sum(class_counts.values())
+    readable = len(site) - len(unreadable)
+    findings.append(
+        Finding(
+            "files that cannot be read",
+            "they are left out; replace or remove them",
+            tuple(unreadable),
+            tuple(unreadable.values()),
+        )
+    )
+    findings += _find_duplicates(site, [rows for rows in rows_by_hash.values() if len(rows) > 1])
+    findings += _find_missing_classes(site, class_counts, labeled)
+    findings = [finding for finding in findings if finding.names]
+    usable = readable > 0 and not any(finding.blocks for finding in findings)
+    return Survey(
+        folder=folder,
+        images=len(site),
+        readable=readable,
+        labeled=labeled,
+        class_counts=class_counts,
+        sizes=dict(sorted(sizes.items(), key=lambda item: (-item[1], item[0]))),
+        findings=tuple(findings),
+        methods=_usable_methods(labeled > 0) if usable else {},
+    )
 
 
-def _image(folder: Path, name: str) -> tuple[tuple[int, int, str], bytes, float | None, int]:
-    """Return an image's height, width and mode, a key of its pixels, what it uses of 16 bits, and its frames."""
-    data = read_image_bytes(folder, name)
-    image = upright(data, name)
+def _read_properties(folder: Path, name: str) -> _ImageProperties:
+    image = upright(read_image_bytes(folder, name), name)
     pixels = converted(image, name, 3)
-    key = hashlib.blake2b(f"{pixels.size}".encode() + pixels.tobytes(), digest_size=16).digest()
-    share = used(np.asarray(image)) if deep(image) and "rescale" not in image.info else None
-    return (image.height, image.width, image.mode), key, share, image.info.get("frames", 1)
+    pixel_hash = hashlib.blake2b(f"{pixels.size}".encode() + pixels.tobytes(), digest_size=16).digest()
+    used_range = used(np.asarray(image)) if deep(image) and "rescale" not in image.info else None
+    return _ImageProperties(
+        size=(image.height, image.width, image.mode),
+        pixel_hash=pixel_hash,
+        used_range=used_range,
+        frames=image.info.get("frames", 1),
+    )
 
 
-def _compared(site: SiteFolder, classes: Sequence[str]) -> list[Finding]:
+def _compare_classes(site: SiteFolder, classes: Sequence[str]) -> list[Finding]:
+    """Compare the site's classes with those of a federation."""
     if not classes:
         return []
-    strange = [f"{name}{suggest_class(name, classes)}" for name in site.classes if name not in classes]
-    lacking = [name for name in classes if name not in site.classes]
+    unknown = [f"{name}{suggest_class(name, classes)}" for name in site.classes if name not in classes]
+    missing = [name for name in classes if name not in site.classes]
     remedy = "correct them, or agree on the classes"
     return [
-        Finding("classes that the federation does not have", remedy, tuple(strange), blocks=True),
-        Finding("classes of the federation without a label here", "that is fine: others may have them", tuple(lacking)),
+        Finding("classes that the federation does not have", remedy, tuple(unknown), blocks=True),
+        Finding("classes of the federation without a label here", "that is fine: others may have them", tuple(missing)),
     ]
 
 
-def _tested(site: SiteFolder, equal: Mapping[bytes, list[int]], test: SiteFolder | None) -> tuple[tuple[str, ...], ...]:
-    """Return the images of a folder that are test images too, with those."""
-    if test is None:
+def _find_test_images(
+    site: SiteFolder, rows_by_hash: Mapping[bytes, list[int]], test_site: SiteFolder | None
+) -> tuple[tuple[str, ...], ...]:
+    """Find groups of equal images, of the site and the test folder."""
+    if test_site is None:
         return ()
-    matches: list[tuple[str, ...]] = []
-    for path in test.paths:
+    groups: list[tuple[str, ...]] = []
+    for path in test_site.paths:
         try:
-            key = _image(test.folder, path)[1]
+            pixel_hash = _read_properties(test_site.folder, path).pixel_hash
         except UserError:
             continue
-        if key in equal:
-            matches.append((*(site.paths[row] for row in equal[key]), f"{test.folder.name}/{path}"))
-    return tuple(matches)
+        if pixel_hash in rows_by_hash:
+            site_paths = [site.paths[row] for row in rows_by_hash[pixel_hash]]
+            groups.append((*site_paths, f"{test_site.folder.name}/{path}"))
+    return tuple(groups)
 
 
-def _patients(site: SiteFolder, test: SiteFolder | None) -> tuple[str, ...]:
-    """Return the images whose patient, by labels.csv or DICOM files, has images in the test folder too."""
-    if test is None:
+def _find_test_patients(site: SiteFolder, test_site: SiteFolder | None) -> tuple[str, ...]:
+    """Find the site's images whose patient, by labels.csv or DICOM header, has images in the test folder."""
+    if test_site is None:
         return ()
-    if site.groups or test.groups:
-        both = set(test.groups.values())
-        return tuple(path for path in site.paths if site.groups.get(path) in both)
-    files = [each.folder / path for each in (site, test) for path in each.paths]
+    if site.groups or test_site.groups:
+        test_groups = set(test_site.groups.values())
+        return tuple(path for path in site.paths if site.groups.get(path) in test_groups)
+    # Patients are compared within one call, because `dicom.patients` chooses the identifier from all files together.
+    files = [folder.folder / path for folder in (site, test_site) for path in folder.paths]
     patients = dicom.patients(files) or [""] * len(files)
-    both = set(patients[len(site) :]) - {""}
-    return tuple(path for path, patient in zip(site.paths, patients, strict=False) if patient in both)
+    test_patients = set(patients[len(site) :]) - {""}
+    return tuple(path for path, patient in zip(site.paths, patients, strict=False) if patient in test_patients)
 
 
-def _folders(site: SiteFolder) -> list[Finding]:
-    """Return the folders that images lie in, where nothing else gives them labels and there are a few of them."""
+def _find_class_folders(site: SiteFolder) -> list[Finding]:
+    """Find 2 to 50 top-level folders that contain all images, if nothing gives the images labels."""
     counts = Counter(path.partition("/")[0] for path in site.paths if "/" in path)
-    few = 2 <= len(counts) <= 50 and sum(counts.values()) == len(site)
-    unnamed = few and not is_site_folder(site.folder)
-    names = [f"{name} ({count:,} images)" for name, count in sorted(counts.items())] if unnamed else []
-    remedy = f"name them in {CLASSES_FILE}, one a line, and they are labels, where they are meant so"
+    plausible = 2 <= len(counts) <= 50 and sum(counts.values()) == len(site)
+    names: list[str] = []
+    if plausible and not is_site_folder(site.folder):
+        names = [f"{name} ({count:,} images)" for name, count in sorted(counts.items())]
+    remedy = f"if they are classes, name them in {CLASSES_FILE}, one a line: then they are the labels"
     return [Finding("folders that look like classes", remedy, tuple(names))]
 
 
-def _duplicates(site: SiteFolder, groups: list[list[int]]) -> list[Finding]:
-    """Return groups of equal images by the labels that they have."""
-    kinds: dict[str, list[tuple[str, ...]]] = {
-        "equal images with different labels": [],
-        "equal images, labeled and unlabeled": [],
-        "equal images among the labeled": [],
-        "equal images among the unlabeled": [],
-    }
-    differing, across, labeled, unlabeled = kinds.values()
+def _find_duplicates(site: SiteFolder, groups: list[list[int]]) -> list[Finding]:
+    """Sort groups of equal images (rows of the site) by the labels that they have."""
+    different_labels: list[tuple[str, ...]] = []
+    labeled_and_unlabeled: list[tuple[str, ...]] = []
+    all_labeled: list[tuple[str, ...]] = []
+    all_unlabeled: list[tuple[str, ...]] = []
     for rows in groups:
         labels = {int(label) for label in site.labels[rows]}
         if len(labels - {-1}) > 1:
-            kind = differing
+            kind = different_labels
         elif len(labels) > 1:
-            kind = across
+            kind = labeled_and_unlabeled
+        elif labels == {-1}:
+            kind = all_unlabeled
         else:
-            kind = unlabeled if labels == {-1} else labeled
+            kind = all_labeled
         kind.append(tuple(site.paths[row] for row in rows))
-    return [Finding(kind, "keep one of each group", tuple(names)) for kind, names in kinds.items()]
+    remedy = "keep one of each group"
+    return [
+        Finding("equal images with different labels", remedy, tuple(different_labels)),
+        Finding("equal images, labeled and unlabeled", remedy, tuple(labeled_and_unlabeled)),
+        Finding("equal images among the labeled", remedy, tuple(all_labeled)),
+        Finding("equal images among the unlabeled", remedy, tuple(all_unlabeled)),
+    ]
 
 
-def _classes(site: SiteFolder, mix: Mapping[str, int], labeled: int) -> list[Finding]:
-    empty = [name for name, count in mix.items() if not count] if labeled else []
+def _find_missing_classes(site: SiteFolder, class_counts: Mapping[str, int], labeled: int) -> list[Finding]:
+    """Find classes without a label, and a missing classes.txt."""
+    empty = [name for name, count in class_counts.items() if not count] if labeled else []
     findings = [Finding("classes without a label", "label an image of each, if there is one", tuple(empty))]
     if labeled and not (site.folder / CLASSES_FILE).exists():
         remedy = f"numbered as sorted; all sites of a federation need the same {CLASSES_FILE}"
@@ -215,9 +295,9 @@ def _classes(site: SiteFolder, mix: Mapping[str, int], labeled: int) -> list[Fin
     return findings
 
 
-def _methods(labeled: bool) -> dict[LabelLocation, tuple[str, ...]]:
-    """Return the methods that a readable folder can serve: the server's labels are no site's business."""
-    from halfmoon.methods import registry  # slow to import: it brings torch
+def _usable_methods(labeled: bool) -> dict[Place, tuple[str, ...]]:
+    """List the methods that a site with or without labels can serve, by the location of labels."""
+    from halfmoon.methods import registry  # imports torch, which is slow
 
-    places: tuple[LabelLocation, ...] = ("clients", "some") if labeled else ("some", "server")
-    return {place: tuple(registry.names_at(place)) for place in places}
+    locations: tuple[Place, ...] = ("clients", "some") if labeled else ("some", "server")
+    return {location: tuple(registry.names_at(location)) for location in locations}

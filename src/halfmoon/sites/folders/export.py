@@ -1,4 +1,4 @@
-"""A public data set as site folders, so that a federation can be rehearsed and compared with the simulator."""
+"""Write a data set as folders of sites, to rehearse a federation and compare it with the simulator."""
 
 from __future__ import annotations
 
@@ -25,12 +25,24 @@ from halfmoon.storage import atomic_io, locks, toml
 if TYPE_CHECKING:
     from halfmoon.api.requirements import LabelLocation
 
-FEDERATION_FILE, SPLIT, MARK = "federation.toml", "split.parquet", ".halfmoon-export"
+FEDERATION_FILE = "federation.toml"
+
+SPLIT_FILE = "split.parquet"
+
+EXPORT_ID_FILE = ".halfmoon-export"
+"""Contains a hash of the options and the split, by which an unfinished export is continued."""
 
 
 @dataclass(frozen=True, eq=False)
-class _Part:
-    """One folder to write: rows of `images`, and which of them show their labels."""
+class _FolderContents:
+    """One folder to write.
+
+    Attributes:
+        name: the folder's name.
+        images: the data set.
+        rows: the rows of `images` to write.
+        labeled: whether the label of each of `rows` is written, bool.
+    """
 
     name: str
     images: Images
@@ -38,44 +50,60 @@ class _Part:
     labeled: np.ndarray
 
 
-def export_sites(config: Config, source: Source, split: Split, out: Path, tell: Callable[[str], object] = str) -> bool:
-    """Write a data set as site folders, `server` where it holds labels, `test`, and federation.toml.
+def export_sites(
+    config: Config, source: Source, split: Split, out: Path, report: Callable[[str], object] = str
+) -> bool:
+    """Write a data set as folders of sites, a folder "test", and federation.toml.
 
-    Images are PNGs named by their row. A folder appears when it is whole, and another call makes those that are
-    missing: a mark tells an unfinished export of these sites, federation.toml a finished one. Return whether anything
-    was left to write. Raise UserError where a folder cannot hold it, or cannot be written.
+    If the server has labels, a folder "server" is written as well. Images are PNG files named by their row. Each folder
+    is complete when it appears, and a repeated call writes those that are missing.
+
+    Args:
+        config: the options of the data set and the split.
+        source: the data set.
+        split: the images of each client.
+        out: a folder that is new, empty, or has an unfinished export of the same sites.
+        report: receives a line about each folder.
+
+    Returns:
+        Whether the export was unfinished before this call.
+
+    Raises:
+        UserError: the split cannot be expressed as folders, or `out` cannot be written.
     """
-    parts = _parts(source, split)
-    words = render_federation_file(config, source, split)
-    _check(source, split, parts, out)
+    folders = _folder_contents(source, split)
+    federation_text = render_federation_file(config, source, split)
+    _check_exportable(source, split, folders, out)
     try:
         out.mkdir(parents=True, exist_ok=True)
-        _claim(out, _mark(words, split))
-        with locks.hold(out / MARK):
+        _claim_folder(out, _export_id(federation_text, split))
+        with locks.hold(out / EXPORT_ID_FILE):
             if (out / FEDERATION_FILE).exists():
                 return False
-            for part in parts:
-                if (out / part.name).exists():
-                    tell(f"{part.name}: there already")
+            for folder in folders:
+                if (out / folder.name).exists():
+                    report(f"{folder.name}: exists already")
                     continue
-                _write_part(source, part, out)
-                tell(f"{part.name}: {len(part.rows):,} images, {int(part.labeled.sum()):,} with a label")
+                _write_folder(source, folder, out)
+                labeled = int(folder.labeled.sum())
+                report(f"{folder.name}: {len(folder.rows):,} images, {labeled:,} with a label")
             if config.split is not None:
-                split.save(out / SPLIT)
-            atomic_io.replace(out / FEDERATION_FILE, words.encode())
+                split.save(out / SPLIT_FILE)
+            atomic_io.replace(out / FEDERATION_FILE, federation_text.encode())
     except locks.Conflict as error:
-        words = f"{out} is being written by another process; wait for it ({atomic_io.reason(error)})."
-        raise UserError(words) from error
+        raise UserError(
+            f"{out} is being written by another process; wait for it ({atomic_io.reason(error)})."
+        ) from error
     except OSError as error:
         raise UserError(
-            f"{out} cannot be written ({atomic_io.reason(error)}); mend that, then export again."
+            f"{out} cannot be written ({atomic_io.reason(error)}); resolve that, then export again."
         ) from error
     return True
 
 
 def render_federation_file(config: Config, source: Source, split: Split) -> str:
-    """Return the options of `halfmoon run`, as TOML, that make the same images and the same split."""
-    from halfmoon.methods import registry  # slow to import: it brings torch
+    """Render federation.toml: options with which `halfmoon run` creates the same images and the same split."""
+    from halfmoon.methods import registry  # imports torch, which is slow
 
     height, width, channels = source.train.images.shape[1:]
     options = {
@@ -83,104 +111,117 @@ def render_federation_file(config: Config, source: Source, split: Split) -> str:
         for name in ("data", "data_dir", "data_share", "image_size", "shrink", *PIXEL_OPTIONS)
     }
     if config.split is not None:
-        options["split"] = SPLIT
+        options["split"] = SPLIT_FILE
     else:
         options |= {name: getattr(config, name) for name in PARTITION_OPTIONS}
-    if height == width:  # whatever the network, the simulator then pads to what the sites hold
+    if height == width:  # with any network, the simulator then pads images to the size that the sites have
         options["image_size"] = height
-    usable = registry.names_at(find_labels_at(split) if config.split is not None else config.labels_at)
-    options["method"] = Config.method if Config.method in usable else usable[0]
+    methods = registry.names_at(find_labels_at(split) if config.split is not None else config.labels_at)
+    options["method"] = Config.method if Config.method in methods else methods[0]
     options["cohort"] = min(Config.cohort, split.clients)
-    lines = [f"{name} = {toml.value(value)}" for name, value in options.items() if value is not None]
-    about = "# Written by halfmoon site export. The same split in the simulator: halfmoon run --config federation.toml"
-    parts = clients_by_folder(split)
-    folders = {"test": "test", **({"server": "server"} if "server" in parts else {})}
-    table = {
+    clients = clients_by_folder(split)
+    federation_options = {
         "name": re.sub(r"[^A-Za-z0-9._-]+", "-", source.name).strip("-._") or "exported",
-        "sites": [name for name, k in parts.items() if k != SERVER],
+        "sites": [name for name, client in clients.items() if client != SERVER],
         "classes": source.classes,
         "image": (channels, height, width),
         "mirror": source.mirror,
         "mean": source.mean,
         "std": source.std,
-        **folders,
+        "test": "test",
     }
-    served = [f"{name} = {toml.value(value)}" for name, value in table.items()]
-    why = "# What halfmoon serve needs to know beside; a simulation does not look at it."
-    return "\n".join([about, *lines, "", why, f"[{FEDERATION_TABLE}]", *served]) + "\n"
+    if "server" in clients:
+        federation_options["server"] = "server"
+    lines = [
+        "# Written by halfmoon site export. The same split in the simulator: halfmoon run --config federation.toml",
+        *(f"{name} = {toml.value(value)}" for name, value in options.items() if value is not None),
+        "",
+        "# Further options of halfmoon serve; a simulation ignores them.",
+        f"[{FEDERATION_TABLE}]",
+        *(f"{name} = {toml.value(value)}" for name, value in federation_options.items()),
+    ]
+    return "\n".join(lines) + "\n"
 
 
 def clients_by_folder(split: Split) -> dict[str, int]:
+    """Map the names of the folders to client numbers, and "server" to `SERVER` if the server has labels."""
     digits = max(2, len(str(split.clients - 1)))
-    named = {f"site-{k:0{digits}}": k for k in range(split.clients)}
-    return named | ({"server": SERVER} if split.rows(SERVER, True).size else {})
+    clients = {f"site-{client:0{digits}}": client for client in range(split.clients)}
+    if split.rows(SERVER, True).size:
+        clients["server"] = SERVER
+    return clients
 
 
-def find_labels_at(split: Split) -> LabelLocation:
+def find_labels_at(split: Split) -> Place:
+    """Determine the location of a split's labels: "server", all "clients", or "some" clients."""
     if split.rows(SERVER, True).size:
         return "server"
-    return "clients" if all(split.rows(k, True).size for k in range(split.clients)) else "some"
+    return "clients" if all(split.rows(client, True).size for client in range(split.clients)) else "some"
 
 
-def _parts(source: Source, split: Split) -> list[_Part]:
-    parts = [
-        _Part(name, source.train, rows, split.labeled[rows])
-        for name, k in clients_by_folder(split).items()
-        for rows in [np.sort(np.concatenate([split.rows(k, True), split.rows(k, False)]))]
-    ]
+def _folder_contents(source: Source, split: Split) -> list[_FolderContents]:
+    folders = []
+    for name, client in clients_by_folder(split).items():
+        rows = np.sort(np.concatenate([split.rows(client, True), split.rows(client, False)]))
+        folders.append(_FolderContents(name, source.train, rows, split.labeled[rows]))
     count = len(source.test)
-    return [*parts, _Part("test", source.test, np.arange(count), np.ones(count, bool))]
+    folders.append(_FolderContents("test", source.test, np.arange(count), np.ones(count, bool)))
+    return folders
 
 
-def _check(source: Source, split: Split, parts: Sequence[_Part], out: Path) -> None:
+def _check_exportable(source: Source, split: Split, folders: Sequence[_FolderContents], out: Path) -> None:
+    """Raise UserError if folders of images cannot express the data set and the split."""
     if split.stages > 1:
         raise UserError(f"the split has {split.stages} stages, but a folder of images has no time; set stages to 1.")
-    for part in parts:
-        if not part.rows.size:
-            raise UserError(f"{part.name} would have no image; ask for fewer sites or another split.")
+    for folder in folders:
+        if not folder.rows.size:
+            raise UserError(f"{folder.name} would have no image; ask for fewer sites or another split.")
     for name in source.classes:
-        if name != " ".join(name.split(" ")).strip() or not name.isprintable() or source.classes.count(name) > 1:
+        stripped = " ".join(name.split(" ")).strip()
+        if name != stripped or not name.isprintable() or source.classes.count(name) > 1:
             raise UserError(
-                f"class name {name!r} cannot stand in {CLASSES_FILE}: names need to differ and be one line each."
+                f"class name {name!r} cannot be written into {CLASSES_FILE}: names need to differ and be one line each."
             )
     if out.exists() and not out.is_dir():
-        raise UserError(f"{out} is a file; give a folder that is empty or not there.")
+        raise UserError(f"{out} is a file; give a folder that is empty or does not exist.")
 
 
-def _mark(words: str, split: Split) -> str:
-    assignment = split.client.tobytes() + split.labeled.tobytes()
-    return atomic_io.digest(f"{words}{split.origin.labels_sha256}{atomic_io.digest(assignment)}".encode())
+def _export_id(federation_text: str, split: Split) -> str:
+    """Hash the options and the split."""
+    split_hash = atomic_io.digest(split.client.tobytes() + split.labeled.tobytes())
+    return atomic_io.digest(f"{federation_text}{split.origin.labels_sha256}{split_hash}".encode())
 
 
-def _claim(out: Path, mark: str) -> None:
-    """Mark an empty folder as this export's; raise UserError where it holds anything else."""
-    content = atomic_io.read(out / MARK)
-    if content is not None and content.decode(errors="replace").strip() == mark:
+def _claim_folder(out: Path, export_id: str) -> None:
+    """Write the export's id into an empty folder; raise UserError if the folder has other contents."""
+    content = atomic_io.read(out / EXPORT_ID_FILE)
+    if content is not None and content.decode(errors="replace").strip() == export_id:
         return
     if content:
-        raise UserError(f"{out} holds an export with other options; give another folder.")
-    if content is None and any(each.name != f".{MARK}{atomic_io.PARTIAL}" for each in out.iterdir()):
+        raise UserError(f"{out} contains an export with other options; give another folder.")
+    partial = f".{EXPORT_ID_FILE}{atomic_io.PARTIAL}"
+    if content is None and any(path.name != partial for path in out.iterdir()):
         raise UserError(f"{out} is not empty, and nothing is overwritten; give another folder.")
-    atomic_io.replace(out / MARK, f"{mark}\n".encode())
+    atomic_io.replace(out / EXPORT_ID_FILE, f"{export_id}\n".encode())
 
 
-def _write_part(source: Source, part: _Part, out: Path) -> None:
-    """Write one folder under another name until it is whole."""
-    partial = out / f".{part.name}{atomic_io.PARTIAL}"
-    if partial.exists():  # a kill's leftover, in a folder marked as ours
+def _write_folder(source: Source, folder: _FolderContents, out: Path) -> None:
+    """Write one folder under a temporary name, and rename it when it is complete."""
+    partial = out / f".{folder.name}{atomic_io.PARTIAL}"
+    if partial.exists():  # from an export that was killed; `_claim_folder` has checked that it is this one
         shutil.rmtree(partial)
     (partial / "images").mkdir(parents=True)
-    digits = max(2, len(str(len(part.images) - 1)))
-    names = [f"images/{row:0{digits}}.png" for row in part.rows]
-    for row, name in zip(part.rows, names, strict=True):
-        pixels = part.images.images[row]
+    digits = max(2, len(str(len(folder.images) - 1)))
+    names = [f"images/{row:0{digits}}.png" for row in folder.rows]
+    for row, name in zip(folder.rows, names, strict=True):
+        pixels = folder.images.images[row]
         Image.fromarray(pixels[:, :, 0] if pixels.shape[2] == 1 else pixels).save(partial / name)
     table = io.StringIO()
     lines = csv.writer(table, lineterminator="\n")
     lines.writerow(["path", "label"])
-    for row, name, labeled in zip(part.rows, names, part.labeled, strict=True):
+    for row, name, labeled in zip(folder.rows, names, folder.labeled, strict=True):
         if labeled:
-            lines.writerow([name, source.classes[part.images.labels[row]]])
+            lines.writerow([name, source.classes[folder.images.labels[row]]])
     atomic_io.replace(partial / LABELS_FILE, table.getvalue().encode())
     atomic_io.replace(partial / CLASSES_FILE, "".join(f"{name}\n" for name in source.classes).encode())
-    os.rename(partial, out / part.name)
+    os.rename(partial, out / folder.name)

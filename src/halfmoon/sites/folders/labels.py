@@ -1,7 +1,8 @@
-"""labels.csv, as people write it and one answer at a time, and the labels of further readers.
+"""Read and write labels.csv, and the labels of further readers.
 
-Other names' cases, semicolons, tabs and byte order marks are read, and said. An answer is written whole or not at all,
-and no two writers lose each other's.
+Spreadsheet programs write labels.csv in many dialects: other case of the file name, semicolons, tabs, byte order marks.
+All of these are read, and reported. An edit is written completely or not at all, under a lock, so that two writers do
+not overwrite each other's labels.
 """
 
 import codecs
@@ -21,37 +22,47 @@ from halfmoon.core.errors import UserError
 from halfmoon.storage import atomic_io, locks
 
 STATE_FOLDER = ".halfmoon"
-"""The folder in a site's that holds what halfmoon writes there, besides labels.csv and classes.txt."""
+"""Subfolder of a site for everything that halfmoon writes there, except labels.csv and classes.txt."""
 
 LABELS_FILE = "labels.csv"
-SIGNATURE_COLUMNS, GROUP_COLUMN = ("by", "at"), "group"
-"""Columns that labels.csv may have besides path and label: who said it, and when; whose image it is."""
+
+SIGNATURE_COLUMNS = ("by", "at")
+"""Optional columns of labels.csv: the person who gave the label, and the time."""
+
+GROUP_COLUMN = "group"
+"""Optional column of labels.csv: the patient (or another group) that an image belongs to."""
 
 UNDECIDED_FILE = f"{STATE_FOLDER}/not-sure.csv"
-"""The file of those images that somebody has looked at and could not name, with the columns of labels.csv."""
+"""Images that a person could not classify, with the columns of labels.csv."""
 
 NOTES_FILE = f"{STATE_FOLDER}/notes.csv"
-"""The file of what people noted about images: the note stands where labels.csv has the label."""
+"""Notes about images; the column "label" contains the note."""
 
 READERS_FOLDER = f"{STATE_FOLDER}/readers"
-"""The folder of the labels of other readers, one file each, with the columns of labels.csv."""
+"""Labels of further readers, one file each, with the columns of labels.csv."""
+
+LOCK_TIMEOUT_SECONDS = 10.0
 
 _SEPARATORS = {",": "", ";": "semicolons between its cells", "\t": "tabs between its cells"}
-_BYTE_ORDER_MARKS = {codecs.BOM_UTF8: "utf-8-sig", codecs.BOM_UTF16_LE: "utf-16", codecs.BOM_UTF16_BE: "utf-16"}
+_BYTE_ORDER_MARKS = {
+    codecs.BOM_UTF8: "utf-8-sig",
+    codecs.BOM_UTF16_LE: "utf-16",
+    codecs.BOM_UTF16_BE: "utf-16",
+}
 _ENCODINGS = {"utf-8": "", "utf-8-sig": "a byte order mark", "utf-16": "a byte order mark of UTF-16"}
 
 
 class LabelTable(NamedTuple):
-    """What labels.csv says."""
+    """The contents of labels.csv."""
 
-    rows: list[tuple[str, str, str]]  # path as written, label, group; with a group a label may be ""
-    faults: list[str]
-    oddities: list[str]  # of the file, which was read all the same
-    file: str | None  # its name, None where there is none
+    rows: list[tuple[str, str, str]]  # path as written, label, group; with a group the label may be ""
+    faults: list[str]  # reasons why the file cannot be used
+    oddities: list[str]  # deviations of the format that did not prevent reading
+    file: str | None  # the file's name, None if there is no such file
 
 
 def read_label_table(folder: Path) -> LabelTable:
-    """Return the lines of labels.csv, whatever the case of its name; an absent file has none."""
+    """Read labels.csv, in any case of its name; a missing file gives an empty table."""
     names = _labels_file_names(folder)
     if not names:
         return LabelTable([], [], [], None)
@@ -63,17 +74,20 @@ def read_label_table(folder: Path) -> LabelTable:
     if text is None:
         return LabelTable([], faults, oddities, name)
     rows, faults, separator = _parse_rows(text)
-    return LabelTable(rows, faults, [*oddities, *filter(None, (_SEPARATORS[separator], _ENCODINGS[encoding]))], name)
+    for oddity in (_SEPARATORS[separator], _ENCODINGS[encoding]):
+        if oddity:
+            oddities.append(oddity)
+    return LabelTable(rows, faults, oddities, name)
 
 
 def find_labels_file(folder: Path) -> Path:
-    """Return the file that holds a folder's labels, or will: labels.csv, or one whose name differs in case."""
+    """Locate the file of a folder's labels: labels.csv (which need not exist), or one whose name differs in case."""
     names = _labels_file_names(folder)
     return folder / (LABELS_FILE if LABELS_FILE in names or not names else names[0])
 
 
 def _labels_file_names(folder: Path) -> list[str]:
-    """Return the names of a folder's files that are labels.csv in any case, none where it cannot be opened."""
+    """List the files that are named labels.csv in any case; empty if the folder cannot be opened."""
     try:
         return sorted(path.name for path in folder.iterdir() if path.name.lower() == LABELS_FILE and path.is_file())
     except OSError:
@@ -81,11 +95,19 @@ def _labels_file_names(folder: Path) -> list[str]:
 
 
 def decode_text_file(path: Path) -> tuple[str | None, list[str], str]:
-    """Return the text of a file, or None and what is wrong, and its encoding; an absent file is no fault."""
+    """Read a text file in UTF-8 or UTF-16.
+
+    Returns:
+        The text (None if it cannot be read), the reasons why it cannot be read, and the encoding. A missing file has
+        no text and no reason.
+    """
     encoding = "utf-8"
     try:
         data = path.read_bytes()
-        encoding = next((name for mark, name in _BYTE_ORDER_MARKS.items() if data.startswith(mark)), encoding)
+        for byte_order_mark, name in _BYTE_ORDER_MARKS.items():
+            if data.startswith(byte_order_mark):
+                encoding = name
+                break
         return data.decode(encoding), [], encoding
     except FileNotFoundError:
         return None, [], encoding
@@ -97,16 +119,17 @@ def decode_text_file(path: Path) -> tuple[str | None, list[str], str]:
 
 
 def normalize_path(path: str) -> str:
-    """Return a path in the one way that names its image: forward slashes, no ./, accents in one character."""
+    """Normalize a path so that each image has one spelling: forward slashes, no ./, composed accents (NFC)."""
     return normalize_text(posixpath.normpath(path.strip().replace("\\", "/")))
 
 
-def normalize_text(words: str) -> str:
-    return unicodedata.normalize("NFC", words.strip())
+def normalize_text(text: str) -> str:
+    """Strip blanks and compose accents (NFC)."""
+    return unicodedata.normalize("NFC", text.strip())
 
 
 def _parse_rows(text: str) -> tuple[list[tuple[str, str, str]], list[str], str]:
-    """Return the rows, the faults, and what separates the cells."""
+    """Parse labels.csv into rows of path, label and group, faults, and the separator of the cells."""
     separator = _detect_separator(text)
     rows: list[tuple[str, str, str]] = []
     faults: list[str] = []
@@ -119,9 +142,10 @@ def _parse_rows(text: str) -> tuple[list[tuple[str, str, str]], list[str], str]:
                 continue
             if not header:
                 if not _is_header(stripped):
-                    words = separator.join(stripped)
-                    words = words if len(words) <= 60 else f"{words[:57]}..."
-                    return [], [f"line {lines.line_num} is {words!r}, not path,label"], separator
+                    line = separator.join(stripped)
+                    if len(line) > 60:
+                        line = f"{line[:57]}..."
+                    return [], [f"line {lines.line_num} is {line!r}, not path,label"], separator
                 header = _normalize_header(stripped)
                 continue
             row = dict(zip(header, stripped, strict=False))
@@ -138,8 +162,11 @@ def _parse_rows(text: str) -> tuple[list[tuple[str, str, str]], list[str], str]:
 
 
 def _detect_separator(text: str) -> str:
-    first = next((line for line in text.splitlines() if line.strip(" \t,;")), "")
-    return next((each for each in _SEPARATORS if _is_header(first.split(each))), ",")
+    first_line = next((line for line in text.splitlines() if line.strip(" \t,;")), "")
+    for separator in _SEPARATORS:
+        if _is_header(first_line.split(separator)):
+            return separator
+    return ","
 
 
 def _normalize_header(cells: list[str]) -> list[str]:
@@ -147,23 +174,35 @@ def _normalize_header(cells: list[str]) -> list[str]:
 
 
 def _is_header(cells: list[str]) -> bool:
-    """Return whether cells are path and label, and after them, in any order, what else labels.csv may have."""
+    """Check whether cells are path and label, followed by any of the optional columns in any order."""
     names = _normalize_header(cells)
     others = [name for name in names[2:] if name != GROUP_COLUMN]
     return names[:2] == ["path", "label"] and others in ([], list(SIGNATURE_COLUMNS)) and names.count(GROUP_COLUMN) < 2
 
 
 class LabelConflict(UserError):
-    """A label that is no longer what the writer saw; `current` is the one that stands there, "" for none."""
+    """An image's label is no longer the one that the writer saw.
+
+    Attributes:
+        current: the label in the file, "" for none.
+    """
 
     def __init__(self, message: str, current: str) -> None:
+        """Store the current label beside the message."""
         super().__init__(message)
         self.current = current
 
 
 @dataclass(frozen=True)
 class LabelEdit:
-    """One label ("" takes it back), the `previous` one there, and `by` whom it is, where that is written down."""
+    """A change of one image's label.
+
+    Attributes:
+        path: the image, relative to the site's folder.
+        label: the new label, "" to remove it.
+        previous: the label that the author saw, "" for none.
+        by: the author; None if authors are not recorded.
+    """
 
     path: str
     label: str
@@ -171,103 +210,133 @@ class LabelEdit:
     by: str | None = None
 
 
-_THREAD_LOCK = threading.Lock()  # where a file system has no locks, the threads of one process still take turns
+_THREAD_LOCK = threading.Lock()
+"""Serializes the threads of this process on file systems without locks."""
 
 
-def write_labels(folder: Path, *answers: LabelEdit, name: str = LABELS_FILE) -> None:
-    """Write answers into labels.csv under a lock; other lines stay.
+def write_labels(folder: Path, *edits: LabelEdit, name: str = LABELS_FILE) -> None:
+    """Apply edits to labels.csv under a lock; all other lines are preserved.
 
-    Raise `Changed` where an image has got another label since, UserError where the file is broken or cannot be written.
+    Args:
+        folder: the site's folder.
+        edits: the changes; all are written, or none.
+        name: the file, relative to `folder`.
+
+    Raises:
+        LabelConflict: an image has received another label since its author saw it.
+        UserError: the file is invalid or cannot be written.
     """
     with _THREAD_LOCK, _lock_labels(folder):
         file = _resolve_file(folder, name)
         try:
-            table = _LabelsFile.read(file)
-            for answer in answers:
-                table.put(answer)
+            labels_file = _LabelsFile.read(file)
+            for edit in edits:
+                labels_file.apply(edit)
             file.parent.mkdir(parents=True, exist_ok=True)
-            atomic_io.replace(file, table.render())
+            atomic_io.replace(file, labels_file.render())
         except OSError as error:
-            raise UserError(f"{file} cannot be written ({atomic_io.reason(error)}); the answer is not kept.") from error
+            raise UserError(f"{file} cannot be written ({atomic_io.reason(error)}); the label is not saved.") from error
 
 
 def read_labels(folder: Path, name: str = LABELS_FILE) -> dict[str, str]:
-    """Return the label of each path in a folder's labels.csv, by `plain` paths; raise UserError as `write` does."""
+    """Read the label of each path in a folder's labels.csv.
+
+    Returns:
+        Labels by normalized path (`normalize_path`); images without a label are absent.
+
+    Raises:
+        UserError: the file is invalid.
+    """
     rows = _LabelsFile.read(_resolve_file(folder, name)).rows
     return {normalize_path(row[0]): normalize_text(row[1]) for row in rows if len(row) > 1 and row[1].strip()}
 
 
 def file_stamp(folder: Path, name: str = LABELS_FILE) -> tuple[int, ...]:
-    """Return what changes whenever labels.csv does; () where there is none."""
+    """Return a value that changes with every change of a file; () if it does not exist."""
     try:
-        facts = _resolve_file(folder, name).stat()
+        status = _resolve_file(folder, name).stat()
     except OSError:
         return ()
-    return facts.st_mtime_ns, facts.st_size, facts.st_ino
+    return status.st_mtime_ns, status.st_size, status.st_ino
 
 
 @contextmanager
 def _lock_labels(folder: Path) -> Iterator[None]:
-    """Hold the folder's labels for one writer at a time, in this process or another."""
-    home = folder / STATE_FOLDER
+    """Hold the lock on a folder's labels, against other threads and processes."""
+    state_folder = folder / STATE_FOLDER
     try:
-        home.mkdir(exist_ok=True)
-        with locks.hold(home / "labels.lock", 10.0):
+        state_folder.mkdir(exist_ok=True)
+        with locks.hold(state_folder / "labels.lock", LOCK_TIMEOUT_SECONDS):
             yield
     except locks.Conflict as error:
         raise UserError(f"{folder / LABELS_FILE} is being written by another process; try again.") from error
     except OSError as error:
-        raise UserError(f"{home} cannot be written ({atomic_io.reason(error)}); the answer is not kept.") from error
+        raise UserError(
+            f"{state_folder} cannot be written ({atomic_io.reason(error)}); the label is not saved."
+        ) from error
 
 
 class _LabelsFile:
-    """The lines of a labels.csv as they were written: separator, byte order mark and unknown lines are kept."""
+    """The lines of a labels.csv; separator, encoding and lines of unknown images are preserved.
+
+    Attributes:
+        rows: the cells of each line without the header; a removed line is an empty list.
+        row_numbers: the indices in `rows` of each image's lines, by normalized path.
+    """
 
     def __init__(self, header: list[str], rows: list[list[str]], separator: str = ",", encoding: str = "utf-8") -> None:
-        self.header, self.rows, self.separator, self.encoding = header, rows, separator, encoding
-        self.places: dict[str, list[int]] = {}  # of each image's lines; a line that was taken out is empty
-        for place, row in enumerate(rows):
-            self.places.setdefault(normalize_path(row[0]), []).append(place)
+        """Index the lines by image."""
+        self.header = header
+        self.rows = rows
+        self.separator = separator
+        self.encoding = encoding
+        self.row_numbers: dict[str, list[int]] = {}
+        for number, row in enumerate(rows):
+            self.row_numbers.setdefault(normalize_path(row[0]), []).append(number)
 
     @classmethod
     def read(cls, file: Path) -> "_LabelsFile":
-        """Read a file; raise UserError where it is none that can be added to."""
+        """Read a file; raise UserError if it is no valid labels.csv."""
         text, faults, encoding = decode_text_file(file)
         if faults:
-            raise UserError(f"{file} cannot be read ({faults[0]}); mend it: its header is path,label.")
+            raise UserError(f"{file} cannot be read ({faults[0]}); repair it: its header is path,label.")
         if text is None or not text.strip():
             return cls(["path", "label"], [])
         separator = _detect_separator(text)
         try:
             lines = [row for row in csv.reader(io.StringIO(text, newline=""), delimiter=separator, strict=True) if row]
         except csv.Error as error:
-            raise UserError(f"{file} cannot be read ({error}); mend it: its header is path,label.") from error
+            raise UserError(f"{file} cannot be read ({error}); repair it: its header is path,label.") from error
         header = _normalize_header(lines[0])
         if not _is_header(header):
-            raise UserError(f"{file} does not begin with path,label; mend it, and answer again.")
+            raise UserError(f"{file} does not begin with path,label; repair it, and label the image again.")
         return cls(header, lines[1:], separator, encoding)
 
-    def put(self, answer: LabelEdit) -> None:
-        """Take over an answer, in the place of the image's current line or at the end."""
-        places = self.places.get(normalize_path(answer.path), [])
-        last = self.rows[places[-1]] if places else []
-        current = last[1].strip() if len(last) > 1 else ""
-        if normalize_text(current) not in (normalize_text(answer.previous), normalize_text(answer.label)):
-            raise LabelConflict(f"{answer.path} has been labeled {current or 'by nobody'} meanwhile.", current)
-        if answer.by is not None and SIGNATURE_COLUMNS[0] not in self.header:
+    def apply(self, edit: LabelEdit) -> None:
+        """Replace the image's line, or append one; raise `LabelConflict` if its label has changed meanwhile."""
+        numbers = self.row_numbers.get(normalize_path(edit.path), [])
+        last_row = self.rows[numbers[-1]] if numbers else []
+        current = last_row[1].strip() if len(last_row) > 1 else ""
+        if normalize_text(current) not in (normalize_text(edit.previous), normalize_text(edit.label)):
+            change = f"has been labeled {current}" if current else "has lost its label"
+            raise LabelConflict(f"{edit.path} {change} meanwhile.", current)
+        if edit.by is not None and SIGNATURE_COLUMNS[0] not in self.header:
             self.header += SIGNATURE_COLUMNS
             self.rows = [[*row, *[""] * (len(self.header) - len(row))] if row else row for row in self.rows]
-        signed = ["", ""] if answer.by is None else [answer.by, datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")]
-        cells = {"path": answer.path, **dict(zip(self.header, last, strict=False)), "label": answer.label}
-        cells |= dict(zip(SIGNATURE_COLUMNS, signed, strict=True))
-        line = [cells.get(name, "") for name in self.header]
-        for place in places:
-            self.rows[place] = []
-        if not places:
-            places = self.places[normalize_path(answer.path)] = [len(self.rows)]
+        signature = ["", ""]
+        if edit.by is not None:
+            signature = [edit.by, datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")]
+        cells = {"path": edit.path, **dict(zip(self.header, last_row, strict=False)), "label": edit.label}
+        cells |= dict(zip(SIGNATURE_COLUMNS, signature, strict=True))
+        new_row = [cells.get(name, "") for name in self.header]
+        # An image may have several equal lines: one remains. Rows are emptied, not deleted, so that indices stay valid.
+        for number in numbers:
+            self.rows[number] = []
+        if not numbers:
+            numbers = [len(self.rows)]
             self.rows.append([])
-        self.places[normalize_path(answer.path)] = places[:1]
-        self.rows[places[0]] = line if answer.label or cells.get(GROUP_COLUMN) else []
+        self.row_numbers[normalize_path(edit.path)] = numbers[:1]
+        self.rows[numbers[0]] = new_row if edit.label or cells.get(GROUP_COLUMN) else []
 
     def render(self) -> bytes:
         text = io.StringIO()
@@ -281,18 +350,20 @@ def _resolve_file(folder: Path, name: str) -> Path:
 
 
 def reader_labels_file(name: str) -> str:
-    """Return where a reader's labels are, within a site's folder; raise UserError for a name that is no file's."""
-    if not name or name != "".join(c for c in name if c.isalnum() or c in "-_") or len(name) > 40:
+    """Return the file of a further reader's labels, relative to the site's folder; raise UserError for a bad name."""
+    allowed = "".join(letter for letter in name if letter.isalnum() or letter in "-_")
+    if not name or name != allowed or len(name) > 40:
         raise UserError(f"the reader {name!r} needs a name of letters, digits, - and _, 40 at most.")
     return f"{READERS_FOLDER}/{name}.csv"
 
 
 def find_disagreements(folder: Path) -> list[str]:
-    """List the images to which two readers of a folder gave different labels, sorted, by `plain` path."""
-    files = sorted(file.stem for file in (folder / READERS_FOLDER).glob("*.csv") if not file.stem.endswith(".not-sure"))
-    answers = [read_labels(folder), *(read_labels(folder, reader_labels_file(name)) for name in files)]
-    given: dict[str, set[str]] = {}
-    for by_path in answers:
-        for path, label in by_path.items():
-            given.setdefault(path, set()).add(label)
-    return sorted(path for path, names in given.items() if len(names) > 1)
+    """List the images to which two readers of a folder gave different labels, sorted, by normalized path."""
+    readers = [file.stem for file in (folder / READERS_FOLDER).glob("*.csv") if not file.stem.endswith(".not-sure")]
+    labels_of_readers = [read_labels(folder)]
+    labels_of_readers += [read_labels(folder, reader_labels_file(name)) for name in sorted(readers)]
+    labels_by_path: dict[str, set[str]] = {}
+    for labels in labels_of_readers:
+        for path, label in labels.items():
+            labels_by_path.setdefault(path, set()).add(label)
+    return [path for path, labels in sorted(labels_by_path.items()) if len(labels) > 1]

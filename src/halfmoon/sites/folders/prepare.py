@@ -1,4 +1,4 @@
-"""A site's images decoded once, into a memory-mapped array beside an index that tells whether it is still true."""
+"""Decode a site's images once, into a memory-mapped array beside an index that detects later changes of the images."""
 
 import hashlib
 import json
@@ -22,19 +22,32 @@ from halfmoon.sites.folders.labels import STATE_FOLDER
 from halfmoon.sites.folders.site_folder import Progress, SiteFolder, join_names, read_image_bytes, read_site
 from halfmoon.storage import atomic_io, locks
 
-INDEX_FILE, LOCK_FILE = "index.json", "lock"
-INDEX_VERSION = 3  # of the index; raise it when decoding starts to give other pixels
-MAX_SIDE_PIXELS = 4096  # pixels of a side at most
+INDEX_FILE = "index.json"
+LOCK_FILE = "lock"
 
-_ARRAY = re.compile(rf"images-[0-9a-f]{{16}}\.npy|\.images-[0-9a-f]{{16}}\.npy{re.escape(atomic_io.PARTIAL)}")
-"""The arrays that are this module's own, whole or not."""
+INDEX_VERSION = 3
+"""Version of the index; it must be increased when decoding starts to give other pixels."""
 
-Stamp = tuple[int, int]  # a file's bytes and its time of change in ns
+MAX_SIDE_PIXELS = 4096
+
+_ARRAY_FILE = re.compile(rf"images-[0-9a-f]{{16}}\.npy|\.images-[0-9a-f]{{16}}\.npy{re.escape(atomic_io.PARTIAL)}")
+"""Names of the arrays that this module writes, complete or partial."""
+
+Stamp = tuple[int, int]
+"""Size in bytes and modification time in ns of an image file."""
 
 
 @dataclass(frozen=True)
 class PreparedSite:
-    """The result of `prepare`: the site, how many images it decoded and left out, and whether anything was written."""
+    """The result of `prepare_site`.
+
+    Attributes:
+        site: the site with its decoded images.
+        state_folder: the folder of the array and its index.
+        written: whether the array or the index was written.
+        decoded: the number of images that were decoded now.
+        left_out: the reason for each image that cannot be read, by path.
+    """
 
     site: SiteFolder
     state_folder: Path
@@ -52,160 +65,205 @@ def prepare_site(
     crop: bool = False,
     window: tuple[float, float] | None = None,
 ) -> PreparedSite:
-    """Decode a site's images into one array, uint8 (N, H, W, channels), in its own home or `out`.
+    """Decode a site's images into one array, uint8 (N, H, W, channels).
 
-    Without `size` (H, W) and `channels` they stay as before, or as all images are. Files of known size and time are not
-    decoded again, and a kill leaves the old state or the new one. Raise UserError where nothing can be read, sizes
-    differ and none is given, or the place cannot be written.
+    Images whose size and modification time are unchanged are not decoded again. After a kill, the previous or the new
+    array is complete.
+
+    Args:
+        folder: the site's folder.
+        size: height and width; None for those of the last time, at first those that all images have.
+        channels: 1 (gray) or 3 (RGB); None for those of the last time, at first gray if all images are gray.
+        out: the folder of the array; None for `STATE_FOLDER` in `folder`.
+        progress: receives the number of images done, and of all images.
+        crop: whether to keep the proportions and cut off the margins.
+        window: the values of black and white in images of more than 8 bits.
+
+    Raises:
+        UserError: no image can be read, sizes differ and none is given, or `out` cannot be written.
     """
-    site, home = read_site(folder), out or folder / STATE_FOLDER
+    site = read_site(folder)
+    state_folder = out or folder / STATE_FOLDER
     if size is not None and not all(1 <= side <= MAX_SIDE_PIXELS for side in size):
         raise UserError(f"the size is {size[0]}x{size[1]}; each side must be from 1 to {MAX_SIDE_PIXELS} pixels.")
     if channels not in (None, 1, 3):
         raise UserError(f"channels is {channels}; it must be 1 (gray) or 3 (RGB).")
-    stamps = _stamps(site)
-    old = _load(home)
-    shape, how = _shape(site, old, size, channels), Preparation(crop=crop, window=window)
-    old = old if old is not None and old.form == how.form else None
-    if old is not None and old.shape[1:] == shape and old.stamps == stamps and old.open() is not None:
-        return _unchanged(site, home, old)
-    with _lock_state_folder(home):
-        index, count = _decode(site, stamps, shape, how, home, old, progress)
-    return PreparedSite(_opened(site, index), home, True, count, index.left_out)
+    stamps = _read_stamps(site)
+    previous = _load_index(state_folder)
+    shape = _choose_shape(site, previous, size, channels)
+    preparation = Preparation(crop=crop, window=window)
+    if previous is not None and previous.preparation != preparation.form:
+        previous = None
+    if (
+        previous is not None
+        and previous.shape[1:] == shape
+        and previous.stamps == stamps
+        and previous.open_array() is not None
+    ):
+        return _reuse_array(site, state_folder, previous)
+    with _lock_state_folder(state_folder):
+        index, count = _decode(site, stamps, shape, preparation, state_folder, previous, progress)
+    return PreparedSite(_with_images(site, index), state_folder, True, count, index.left_out)
 
 
-def open_prepared_site(folder: Path, out: Path | None = None, form: str | None = None) -> SiteFolder:
-    """Return a prepared site, memory-mapped, without unreadable images; `form` is that of its `Preparation`.
+def open_prepared_site(folder: Path, out: Path | None = None, preparation: str | None = None) -> SiteFolder:
+    """Open a prepared site with its images memory-mapped and without unreadable images.
 
-    Raise UserError where it was not prepared like this, or has changed since.
+    Args:
+        folder: the site's folder.
+        out: the folder of the array; None for `STATE_FOLDER` in `folder`.
+        preparation: the `form` of the `Preparation` that is required; None for any.
+
+    Raises:
+        UserError: the site was not prepared like this, or has changed since.
     """
-    site, home = read_site(folder), out or folder / STATE_FOLDER
-    again = f"run halfmoon site prepare {folder}{f' --out {out}' if out is not None else ''}"
-    index = _load(home)
+    site = read_site(folder)
+    state_folder = out or folder / STATE_FOLDER
+    remedy = f"run halfmoon site prepare {folder}{f' --out {out}' if out is not None else ''}"
+    index = _load_index(state_folder)
     if index is None:
-        raise UserError(f"{folder} is not prepared: {again}.")
-    if form is not None and index.form != form:
-        raise UserError(f"{folder} is prepared in another way: {again} again.")
-    stamps = _stamps(site)
+        raise UserError(f"{folder} is not prepared: {remedy}.")
+    if preparation is not None and index.preparation != preparation:
+        raise UserError(f"{folder} is prepared in another way: {remedy} again.")
+    stamps = _read_stamps(site)
     changed = sorted(path for path in stamps.keys() | index.stamps.keys() if stamps.get(path) != index.stamps.get(path))
     if changed:
-        raise UserError(f"{folder} has changed since it was prepared ({join_names(changed, 3)}): {again} again.")
-    if index.classes != site.classes or index.labels != _labels(site, index.left_out):
-        raise UserError(f"{folder}: labels or classes have changed since it was prepared: {again} again.")
-    if index.open() is None:
-        raise UserError(f"{home / index.images} is missing or damaged: {again} again.")
-    return _opened(site, index)
+        raise UserError(f"{folder} has changed since it was prepared ({join_names(changed, 3)}): {remedy} again.")
+    if index.classes != site.classes or index.labels != _labels_by_path(site, index.left_out):
+        raise UserError(f"{folder}: labels or classes have changed since it was prepared: {remedy} again.")
+    if index.open_array() is None:
+        raise UserError(f"{state_folder / index.array_file} is missing or damaged: {remedy} again.")
+    return _with_images(site, index)
 
 
 @dataclass(frozen=True)
 class _Index:
-    """What index.json says."""
+    """The contents of index.json.
 
-    home: Path
-    images: str  # the array's file
+    Attributes:
+        folder: the folder of the index and the array.
+        array_file: the name of the array's file.
+        shape: the array's shape, (N, H, W, C).
+        classes: the class names.
+        labels: class index of the images in the array, by path, in the order of its rows.
+        stamps: size and time of all images, also of those left out, by path.
+        left_out: the reason for each image that cannot be read, by path.
+        preparation: the `form` of the `Preparation`, apart from size and channels.
+    """
+
+    folder: Path
+    array_file: str
     shape: tuple[int, int, int, int]
     classes: tuple[str, ...]
-    labels: dict[str, int]  # of the images in the array, by path, in the order of its rows
-    stamps: dict[str, Stamp]  # of all images, those left out too
+    labels: dict[str, int]
+    stamps: dict[str, Stamp]
     left_out: dict[str, str]
-    form: str = ""  # of the `Preparation`, beside size and channels
+    preparation: str = ""
 
-    def open(self) -> np.ndarray | None:
-        """Return the array, None where it is not as the index says."""
+    def open_array(self) -> np.ndarray | None:
+        """Map the array into memory; None if it does not match the index."""
         try:
-            array = np.load(self.home / self.images, mmap_mode="r", allow_pickle=False)
+            array = np.load(self.folder / self.array_file, mmap_mode="r", allow_pickle=False)
         except (OSError, ValueError, EOFError):
             return None
         return array if array.shape == self.shape and array.dtype == np.uint8 else None
 
     def write(self) -> None:
+        """Write index.json."""
 
-        def row(path: str, **facts: Any) -> dict[str, Any]:
-            size, changed = self.stamps[path]
-            return {"path": path, **facts, "bytes": size, "mtime": changed}
+        def describe_file(path: str, **properties: Any) -> dict[str, Any]:
+            size, modified = self.stamps[path]
+            return {"path": path, **properties, "bytes": size, "mtime": modified}
 
-        files = [row(path, label=label) for path, label in self.labels.items()]
-        left_out = [row(path, reason=reason) for path, reason in self.left_out.items()]
         value = {
             "version": INDEX_VERSION,
-            "images": self.images,
+            "images": self.array_file,
             "shape": list(self.shape),
             "classes": list(self.classes),
+            "form": self.preparation,
+            "files": [describe_file(path, label=label) for path, label in self.labels.items()],
+            "left_out": [describe_file(path, reason=reason) for path, reason in self.left_out.items()],
         }
-        value |= {"form": self.form, "files": files, "left_out": left_out}
-        atomic_io.replace(self.home / INDEX_FILE, (json.dumps(value) + "\n").encode())
+        atomic_io.replace(self.folder / INDEX_FILE, (json.dumps(value) + "\n").encode())
 
 
-def _load(home: Path) -> _Index | None:
-    value: Any = atomic_io.read_json(home / INDEX_FILE)
+def _load_index(folder: Path) -> _Index | None:
+    """Load index.json; None if it is missing, damaged or of another version."""
+    value: Any = atomic_io.read_json(folder / INDEX_FILE)
     try:
         if value["version"] != INDEX_VERSION:
             return None
         files = value["files"]
-        stamps = {each["path"]: (each["bytes"], each["mtime"]) for each in [*files, *value["left_out"]]}
-        n, height, width, channels = value["shape"]
+        left_out = value["left_out"]
+        stamps = {file["path"]: (file["bytes"], file["mtime"]) for file in [*files, *left_out]}
+        count, height, width, channels = value["shape"]
         index = _Index(
-            home,
-            Path(value["images"]).name,
-            (n, height, width, channels),
-            tuple(value["classes"]),
-            {each["path"]: each["label"] for each in files},
-            stamps,
-            {each["path"]: each["reason"] for each in value["left_out"]},
-            value["form"],
+            folder=folder,
+            array_file=Path(value["images"]).name,
+            shape=(count, height, width, channels),
+            classes=tuple(value["classes"]),
+            labels={file["path"]: file["label"] for file in files},
+            stamps=stamps,
+            left_out={file["path"]: file["reason"] for file in left_out},
+            preparation=value["form"],
         )
     except (KeyError, TypeError, ValueError):
         return None
-    numbers = [*index.shape, *index.labels.values(), *(number for stamp in stamps.values() for number in stamp)]
-    words = [*index.classes, *stamps, *index.left_out.values(), index.form]
-    plain = all(type(each) is int for each in numbers) and all(isinstance(each, str) for each in words)
-    return index if plain and n >= 0 and height > 0 and width > 0 and channels in (1, 3) else None
+    numbers = [*index.shape, *index.labels.values()]
+    numbers += [number for stamp in stamps.values() for number in stamp]
+    texts = [*index.classes, *stamps, *index.left_out.values(), index.preparation]
+    if not all(type(number) is int for number in numbers) or not all(isinstance(text, str) for text in texts):
+        return None
+    return index if count >= 0 and height > 0 and width > 0 and channels in (1, 3) else None
 
 
-def _labels(site: SiteFolder, left_out: Mapping[str, str]) -> dict[str, int]:
+def _labels_by_path(site: SiteFolder, left_out: Mapping[str, str]) -> dict[str, int]:
     return {path: int(label) for path, label in zip(site.paths, site.labels, strict=True) if path not in left_out}
 
 
-def _opened(site: SiteFolder, index: _Index) -> SiteFolder:
+def _with_images(site: SiteFolder, index: _Index) -> SiteFolder:
+    """Restrict a site to the images in the array, and add the array."""
     labels = np.array(list(index.labels.values()), np.int64)
-    return replace(site, paths=tuple(index.labels), labels=labels, images=index.open())
+    return replace(site, paths=tuple(index.labels), labels=labels, images=index.open_array())
 
 
-def _unchanged(site: SiteFolder, home: Path, old: _Index) -> PreparedSite:
-    """Return what lies there already; labels need no decoding, so only the index is written where they changed."""
-    new = replace(old, labels=_labels(site, old.left_out), classes=site.classes)
-    if new != old:
-        with _lock_state_folder(home):
-            new.write()
-    return PreparedSite(_opened(site, new), home, new != old, 0, old.left_out)
+def _reuse_array(site: SiteFolder, state_folder: Path, previous: _Index) -> PreparedSite:
+    """Reuse the decoded images; the index is written if labels or classes have changed."""
+    index = replace(previous, labels=_labels_by_path(site, previous.left_out), classes=site.classes)
+    if index != previous:
+        with _lock_state_folder(state_folder):
+            index.write()
+    return PreparedSite(_with_images(site, index), state_folder, index != previous, 0, previous.left_out)
 
 
-def _stamps(site: SiteFolder) -> dict[str, Stamp]:
+def _read_stamps(site: SiteFolder) -> dict[str, Stamp]:
     stamps = {}
     for path in site.paths:
         try:
-            facts = os.stat(os.path.join(site.folder, path))
-            stamps[path] = (facts.st_size, facts.st_mtime_ns)
-        except OSError:  # it has just gone, and is among those that cannot be read
+            status = os.stat(os.path.join(site.folder, path))
+            stamps[path] = (status.st_size, status.st_mtime_ns)
+        except OSError:  # deleted since the folder was listed: decoding reports it
             stamps[path] = (-1, -1)
     return stamps
 
 
-def _shape(
-    site: SiteFolder, old: _Index | None, size: tuple[int, int] | None, channels: int | None
+def _choose_shape(
+    site: SiteFolder, previous: _Index | None, size: tuple[int, int] | None, channels: int | None
 ) -> tuple[int, int, int]:
+    """Choose height, width and channels: as given, else as before, else those of the images."""
     if size is not None and channels is not None:
         return (*size, channels)
-    if old is not None:
-        _, height, width, depth = old.shape
+    if previous is not None:
+        _, height, width, depth = previous.shape
         return (*(size or (height, width)), channels or depth)
     sizes: Counter[tuple[int, int]] = Counter()
-    gray = True
+    all_gray = True
     for path in site.paths:
-        form = header(site.folder / path)
-        if form is not None:
-            sizes[form[:2]] += 1
-            gray = gray and form[2]
+        image_header = header(site.folder / path)
+        if image_header is not None:
+            height, width, gray = image_header
+            sizes[height, width] += 1
+            all_gray = all_gray and gray
     if not sizes:
         raise UserError(f"{site.folder}: none of its {len(site):,} images can be read; see halfmoon site check.")
     if size is None and len(sizes) > 1:
@@ -214,22 +272,23 @@ def _shape(
             f"{site.folder}: its images have {len(sizes):,} sizes, most of them ({count:,}) {height}x{width}; give one "
             f"by --size HxW."
         )
-    return (*(size or next(iter(sizes))), channels or (1 if gray else 3))
+    return (*(size or next(iter(sizes))), channels or (1 if all_gray else 3))
 
 
 @contextmanager
-def _lock_state_folder(home: Path) -> Iterator[None]:
-    """Hold the place for one process; what the system refuses becomes a sentence."""
+def _lock_state_folder(state_folder: Path) -> Iterator[None]:
+    """Hold the lock of the folder of the array; raise UserError for a conflict, or if it cannot be written."""
     try:
-        home.mkdir(parents=True, exist_ok=True)
-        with locks.hold(home / LOCK_FILE):
+        state_folder.mkdir(parents=True, exist_ok=True)
+        with locks.hold(state_folder / LOCK_FILE):
             yield
     except locks.Conflict as error:
-        words = f"{home} is being prepared by another process; wait for it ({atomic_io.reason(error)})."
-        raise UserError(words) from error
+        raise UserError(
+            f"{state_folder} is being prepared by another process; wait for it ({atomic_io.reason(error)})."
+        ) from error
     except OSError as error:
         raise UserError(
-            f"{home} cannot be written ({atomic_io.reason(error)}); give another folder by --out."
+            f"{state_folder} cannot be written ({atomic_io.reason(error)}); give another folder by --out."
         ) from error
 
 
@@ -237,32 +296,40 @@ def _decode(
     site: SiteFolder,
     stamps: Mapping[str, Stamp],
     shape: tuple[int, int, int],
-    how: Preparation,
-    home: Path,
-    old: _Index | None,
+    preparation: Preparation,
+    state_folder: Path,
+    previous: _Index | None,
     progress: Progress | None,
 ) -> tuple[_Index, int]:
-    """Write the array and its index, and return that and how many images were decoded."""
-    needed, free = len(site) * int(np.prod(shape)), shutil.disk_usage(home).free
-    if needed > free:
+    """Write the array and its index.
+
+    Returns:
+        The index, and the number of images that were decoded (not copied from the previous array).
+    """
+    required = len(site) * int(np.prod(shape))
+    free = shutil.disk_usage(state_folder).free
+    if required > free:
         raise UserError(
-            f"{home} has room for {free:,} bytes, but the decoded images need {needed:,}; give another folder by --out "
-            "or a smaller --size."
+            f"{state_folder} has room for {free:,} bytes, but the decoded images need {required:,}; give another "
+            "folder by --out or a smaller --size."
         )
-    reusable = _reusable(old, stamps, shape)
-    name = f"images-{hashlib.sha256(json.dumps([shape, how.form, stamps]).encode()).hexdigest()[:16]}.npy"
-    partial = home / f".{name}{atomic_io.PARTIAL}"
+    unchanged = _unchanged_images(previous, stamps, shape)
+    content_hash = hashlib.sha256(json.dumps([shape, preparation.form, stamps]).encode()).hexdigest()
+    array_file = f"images-{content_hash[:16]}.npy"
+    partial = state_folder / f".{array_file}{atomic_io.PARTIAL}"
     left_out: dict[str, str] = {}
-    count = 0
+    decoded = 0
     try:
         with partial.open("wb") as file:
-            file.write(npy_head((len(site), *shape)))  # numpy leaves room in it for any number of rows
+            # The number of readable images is known at the end: numpy pads the header, so it can then be overwritten.
+            file.write(npy_head((len(site), *shape)))
             for row, path in enumerate(site.paths):
-                pixels = reusable.get(path)
+                pixels = unchanged.get(path)
                 try:
                     if pixels is None:
-                        count += 1
-                        pixels = fitted(read_image_bytes(site.folder, path), path, *shape, how.crop, how.window)
+                        decoded += 1
+                        data = read_image_bytes(site.folder, path)
+                        pixels = fitted(data, path, *shape, preparation.crop, preparation.window)
                     file.write(pixels.tobytes())
                 except UserError as error:
                     left_out[path] = str(error).removeprefix(f"{path}: ")
@@ -271,26 +338,40 @@ def _decode(
             if len(left_out) == len(site):
                 raise UserError(f"{site.folder}: none of its {len(site):,} images can be read.")
             file.seek(0)
-            labels = _labels(site, left_out)
+            labels = _labels_by_path(site, left_out)
             file.write(npy_head((len(labels), *shape)))
             file.flush()
             os.fsync(file.fileno())
-        os.replace(partial, home / name)
+        os.replace(partial, state_folder / array_file)
     except BaseException:
         partial.unlink(missing_ok=True)
         raise
-    index = _Index(home, name, (len(labels), *shape), site.classes, labels, dict(stamps), left_out, how.form)
+    index = _Index(
+        folder=state_folder,
+        array_file=array_file,
+        shape=(len(labels), *shape),
+        classes=site.classes,
+        labels=labels,
+        stamps=dict(stamps),
+        left_out=left_out,
+        preparation=preparation.form,
+    )
     index.write()
-    for each in home.iterdir():
-        if _ARRAY.fullmatch(each.name) and each.name != name:
-            with suppress(OSError):  # Windows keeps files that someone has open
-                each.unlink(missing_ok=True)
-    return index, count
+    for path in state_folder.iterdir():
+        if _ARRAY_FILE.fullmatch(path.name) and path.name != array_file:
+            with suppress(OSError):  # Windows cannot delete a file that another process has open
+                path.unlink(missing_ok=True)
+    return index, decoded
 
 
-def _reusable(old: _Index | None, stamps: Mapping[str, Stamp], shape: tuple[int, int, int]) -> dict[str, np.ndarray]:
-    images = old.open() if old is not None and old.shape[1:] == shape else None
-    if old is None or images is None:
+def _unchanged_images(
+    previous: _Index | None, stamps: Mapping[str, Stamp], shape: tuple[int, int, int]
+) -> dict[str, np.ndarray]:
+    """Collect the decoded images, by path, whose files have not changed."""
+    if previous is None or previous.shape[1:] != shape:
+        return {}
+    images = previous.open_array()
+    if images is None:
         return {}
     rows = np.asarray(images)
-    return {path: rows[row] for row, path in enumerate(old.labels) if old.stamps[path] == stamps.get(path)}
+    return {path: rows[row] for row, path in enumerate(previous.labels) if previous.stamps[path] == stamps.get(path)}

@@ -1,4 +1,4 @@
-"""A site folder: images in any nested folders, a labels.csv that names a few of them, and perhaps a classes.txt."""
+"""Read a site's folder: images in nested folders, a labels.csv for some of them, and optionally a classes.txt."""
 
 import difflib
 import os
@@ -24,20 +24,31 @@ from halfmoon.sites.folders.labels import (
 from halfmoon.storage import atomic_io
 
 CLASSES_FILE = "classes.txt"
+
 MODEL_FOLDER = "halfmoon-model"
-"""The folder of a federation's last model and its card, which holds no images."""
+"""Subfolder for a federation's final model and its card; it is not searched for images."""
 
-UNLABELED = -1  # the label of an image that has none
-MAX_LISTED_NAMES = 10  # names that a message lists before it counts
+UNLABELED = -1
+"""Label of an image without one."""
 
-Progress = Callable[[int, int], None]  # told how many images are done, and of how many
+MAX_LISTED_NAMES = 10
+"""Number of names in a message; further ones are counted."""
+
+Progress = Callable[[int, int], None]
+"""Receives the number of images done, and of all images."""
 
 
 @dataclass(frozen=True, eq=False)
 class SiteFolder:
-    """A site: sorted `paths` relative to `folder`, `labels` int64 with -1 for none, and the class names.
+    """The images and labels of a site.
 
-    `images` is uint8 (N, H, W, C) after `open_prepared_site`, else None. `groups` is the column of labels.csv, by path.
+    Attributes:
+        folder: the site's folder.
+        paths: the images, relative to `folder`, sorted.
+        labels: class index of each image, int64 (N,), `UNLABELED` for none.
+        classes: the class names.
+        images: uint8 (N, H, W, C) after `open_prepared_site`, otherwise None.
+        groups: the group (such as the patient) of images by path, from labels.csv.
     """
 
     folder: Path
@@ -48,10 +59,18 @@ class SiteFolder:
     groups: Mapping[str, str] = field(default_factory=dict[str, str])
 
     def __len__(self) -> int:
+        """Count the images."""
         return len(self.paths)
 
     def image_groups(self, pattern: str | None = None) -> list[str] | None:
-        """Return whose image each is, by labels.csv or else by `halfmoon.data.groups.groups`."""
+        """Return the group (such as the patient) of each image.
+
+        Args:
+            pattern: a regular expression for file names; see `halfmoon.data.groups.groups`.
+
+        Returns:
+            A group for each image, from labels.csv, else from DICOM headers or file names; None if there are none.
+        """
         if self.groups:
             return [self.groups.get(path, "") for path in self.paths]
         return groups([self.folder / path for path in self.paths], pattern)
@@ -59,7 +78,15 @@ class SiteFolder:
 
 @dataclass(frozen=True)
 class Finding:
-    """Something odd about a folder: files (or groups of equal ones), a remedy, and whether it `blocks`."""
+    """A peculiarity of a site's folder.
+
+    Attributes:
+        kind: what was found.
+        remedy: what to do about it.
+        blocks: whether the folder cannot be used until it is resolved.
+        names: the files concerned; a tuple of names is a group of equal files.
+        reasons: a detail for each of `names`, or empty.
+    """
 
     kind: str
     remedy: str
@@ -68,28 +95,32 @@ class Finding:
     reasons: tuple[str, ...] = ()
 
     def describe_images(self) -> list[str]:
-        """Return every name in words, with its reason."""
-        names = (each if isinstance(each, str) else " = ".join(each) for each in self.names)
+        """Describe each of `names` in a line, with its reason."""
+        lines = [name if isinstance(name, str) else " = ".join(name) for name in self.names]
         if not self.reasons:
-            return list(names)
-        return [f"{name}: {reason}" for name, reason in zip(names, self.reasons, strict=True)]
+            return lines
+        return [f"{line}: {reason}" for line, reason in zip(lines, self.reasons, strict=True)]
 
 
 def is_site_folder(folder: Path) -> bool:
-    """Return whether a folder says which of its images have a label: by a table, or by a folder of those without."""
-    named = read_label_table(folder).file is not None or (folder / CLASSES_FILE).exists()
-    return named or unlabeled_in(folder) is not None
+    """Check whether a folder states which images are labeled: by labels.csv, classes.txt or a folder "unlabeled"."""
+    if read_label_table(folder).file is not None or (folder / CLASSES_FILE).exists():
+        return True
+    return unlabeled_in(folder) is not None
 
 
 def read_site(folder: Path) -> SiteFolder:
-    """Return a site by its names and labels, without a look into the images.
+    """Read the names and labels of a site's images, without opening the images.
 
-    labels.csv has path,label and perhaps by,at and group. Without it, folders called like classes of classes.txt give
-    labels; without classes.txt the sorted names in labels.csv number the classes. Without both, a folder `unlabeled`
-    makes classes of the folders beside it. Raise UserError where there is no image, or for what blocks.
+    labels.csv has the columns path and label, and optionally by, at and group. Without it, folders named like classes
+    of classes.txt give the labels. Without classes.txt, the sorted names in labels.csv are the classes. Without both
+    files, a folder "unlabeled" makes its sibling folders classes.
+
+    Raises:
+        UserError: there is no image, or a `Finding` blocks.
     """
     site, findings = scan_site(folder)
-    fault = next((each for each in findings if each.blocks), None)
+    fault = next((finding for finding in findings if finding.blocks), None)
     if fault is not None:
         raise UserError(f"{folder}: {fault.kind}: {join_names(fault.describe_images(), 3)}; {fault.remedy}.")
     if not site.paths:
@@ -98,146 +129,177 @@ def read_site(folder: Path) -> SiteFolder:
 
 
 def scan_site(folder: Path) -> tuple[SiteFolder, list[Finding]]:
-    """Return a site as far as it can be read, and its oddities; raise UserError where there is no folder."""
+    """Read a site as far as possible, and list its peculiarities; raise UserError if there is no such folder."""
     if not folder.is_dir():
         raise UserError(f"{folder}: there is no such folder; give the folder of a site.")
-    images, others, closed = _walk(folder)
+    images, other_files, closed_folders = _list_files(folder)
     table = read_label_table(folder)
-    classes, faults = _classes(folder, table, images)
-    number = {name: place for place, name in enumerate(classes)}
-    names_by_path, owners, missing = _labels_of(images, table)
-    if table.file is None:  # folders called like classes of classes.txt give labels
-        tops = {path: normalize_text(path.partition("/")[0]) for path in images if "/" in path}
-        names_by_path = {path: [name] for path, name in tops.items() if name in number}
+    classes, class_faults = _read_classes(folder, table, images)
+    class_index = {name: index for index, name in enumerate(classes)}
+    names_by_path, image_groups, missing = _match_labels(images, table)
+    if table.file is None:
+        # Without labels.csv, top-level folders that are named like classes give the labels.
+        for path in images:
+            top_folder = normalize_text(path.partition("/")[0])
+            if "/" in path and top_folder in class_index:
+                names_by_path[path] = [top_folder]
     labels = np.full(len(images), UNLABELED, np.int64)
-    for place, path in enumerate(images):
+    for row, path in enumerate(images):
         names = names_by_path.get(path, ())
         if len(names) == 1:
-            labels[place] = number.get(names[0], UNLABELED)
-    twice = {path: ", ".join(names) for path, names in names_by_path.items() if len(names) > 1}
-    # A broken classes.txt has every label wrong; it is named alone.
-    strange = {
-        path: ", ".join(f"{name}{suggest_class(name, classes)}" for name in names)
-        for path, names in names_by_path.items()
-        if set(names) - number.keys() and not faults
-    }
+            labels[row] = class_index.get(names[0], UNLABELED)
+    two_labels = {path: ", ".join(names) for path, names in names_by_path.items() if len(names) > 1}
+    unknown_labels: dict[str, str] = {}
+    if not class_faults:  # a damaged classes.txt would make every label unknown; it is reported once instead
+        for path, names in names_by_path.items():
+            if set(names) - class_index.keys():
+                unknown_labels[path] = ", ".join(f"{name}{suggest_class(name, classes)}" for name in names)
+    typos = [] if (folder / CLASSES_FILE).exists() else _find_likely_typos(labels, classes)
     findings = [
-        Finding("folders that cannot be opened", "let them be read", tuple(closed), blocks=True),
-        Finding(f"{LABELS_FILE} cannot be read", "mend it: its header is path,label", tuple(table.faults), blocks=True),
-        Finding(f"{CLASSES_FILE} cannot be read", "mend it: one class name a line", tuple(faults), blocks=True),
-        _labeled("files with two labels", f"leave one line for each in {LABELS_FILE}", twice),
-        _labeled(
+        Finding("folders that cannot be opened", "make them readable", tuple(closed_folders), blocks=True),
+        Finding(
+            f"{LABELS_FILE} cannot be read",
+            "repair it: its header is path,label",
+            tuple(table.faults),
+            blocks=True,
+        ),
+        Finding(
+            f"{CLASSES_FILE} cannot be read",
+            "repair it: one class name a line",
+            tuple(class_faults),
+            blocks=True,
+        ),
+        _label_finding("files with two labels", f"leave one line for each in {LABELS_FILE}", two_labels),
+        _label_finding(
             f"labels that {CLASSES_FILE} does not have",
             f"correct {LABELS_FILE}, or add the class to {CLASSES_FILE}",
-            strange,
+            unknown_labels,
         ),
         Finding(
             "class names that are nearly the same",
-            f"correct {LABELS_FILE}; where both are meant, name all classes in a {CLASSES_FILE}",
-            tuple(_near(labels, classes) if not (folder / CLASSES_FILE).exists() else ()),
+            f"correct {LABELS_FILE}; if both are meant, name all classes in a {CLASSES_FILE}",
+            tuple(typos),
             blocks=True,
         ),
-        Finding(f"how {LABELS_FILE} was read", "nothing is to be done", tuple(table.oddities)),
+        Finding(f"how {LABELS_FILE} was read", "no action is needed", tuple(table.oddities)),
         Finding("labels without a file", f"correct {LABELS_FILE}, or take the lines out", tuple(missing), blocks=True),
-        Finding("files that are no images", "they are ignored", tuple(others)),
+        Finding("files that are no images", "they are ignored", tuple(other_files)),
     ]
-    return SiteFolder(folder, tuple(images), labels, classes, groups=owners), [each for each in findings if each.names]
+    site = SiteFolder(folder, tuple(images), labels, classes, groups=image_groups)
+    return site, [finding for finding in findings if finding.names]
 
 
 def suggest_class(name: str, classes: Iterable[str]) -> str:
-    """Return ": did you mean x?" for the class whose name is nearest, "" where none is near."""
-    near = difflib.get_close_matches(name, list(classes), n=1, cutoff=0.7)
-    return f" (did you mean {near[0]}?)" if near else ""
+    """Return " (did you mean x?)" for the class with the most similar name, "" if none is similar."""
+    matches = difflib.get_close_matches(name, list(classes), n=1, cutoff=0.7)
+    return f" (did you mean {matches[0]}?)" if matches else ""
 
 
-def _near(labels: np.ndarray, classes: Sequence[str]) -> list[str]:
-    """Return the rare class names that are a slip of the pen away from one that is ten times as frequent.
-
-    Digits count as meant (grade 1, grade 2), and so do differences in words of less than five letters.
-    """
+def _find_likely_typos(labels: np.ndarray, classes: Sequence[str]) -> list[str]:
+    """Describe rare class names that are a typing error away from a class that is ten times as frequent."""
     counts = np.bincount(labels[labels >= 0], minlength=len(classes))
     questions = []
-    for a, rare in enumerate(classes):
-        for b, frequent in enumerate(classes):
-            few = counts[a] < counts[b] and counts[a] <= max(1, counts[b] // 10)
-            if a != b and few and _a_slip(rare, frequent):
-                questions.append(f"{rare} ({counts[a]:,} labels): did you mean {frequent} ({counts[b]:,})?")
+    for rare_index, rare in enumerate(classes):
+        for frequent_index, frequent in enumerate(classes):
+            rare_count = counts[rare_index]
+            frequent_count = counts[frequent_index]
+            is_rare = rare_count < frequent_count and rare_count <= max(1, frequent_count // 10)
+            if rare_index != frequent_index and is_rare and _is_likely_typo(rare, frequent):
+                questions.append(f"{rare} ({rare_count:,} labels): did you mean {frequent} ({frequent_count:,})?")
     return questions
 
 
-def _a_slip(one: str, other: str) -> bool:
-    plain = [re.sub(r"[\s_-]+", "", each).casefold() for each in (one, other)]
-    if plain[0] == plain[1]:
+def _is_likely_typo(name: str, other: str) -> bool:
+    """Check whether two names differ by at most one letter that is replaced, added or missing.
+
+    Different digits are deliberate (grade 1, grade 2), and so are differences in names of fewer than five letters.
+    """
+    simplified = [re.sub(r"[\s_-]+", "", text).casefold() for text in (name, other)]
+    if simplified[0] == simplified[1]:
         return True
-    short, long = sorted(plain, key=len)
-    if len(short) < 5 or len(long) - len(short) > 1 or re.sub(r"\d", "", short) == re.sub(r"\d", "", long):
+    short, long = sorted(simplified, key=len)
+    if len(short) < 5 or len(long) - len(short) > 1:
         return False
+    if re.sub(r"\d", "", short) == re.sub(r"\d", "", long):
+        return False
+    # After the first difference, one letter of the longer name is skipped, and one of the shorter if lengths are equal.
     start = next((k for k, (a, b) in enumerate(zip(short, long, strict=False)) if a != b), len(short))
     return short[start + (len(short) == len(long)) :] == long[start + 1 :]
 
 
-def _labels_of(images: Iterable[str], table: LabelTable) -> tuple[dict[str, list[str]], dict[str, str], list[str]]:
-    """Return the labels of each image that has any, sorted by path, groups, and the paths that are no image's."""
-    exact = set(images)
-    others = {normalize_text(path): path for path in exact}
+def _match_labels(images: Iterable[str], table: LabelTable) -> tuple[dict[str, list[str]], dict[str, str], list[str]]:
+    """Match the rows of labels.csv to images.
+
+    Returns:
+        The labels of each image that has any (sorted by path), the group of each image that has one, and the paths of
+        labels.csv that are no image's.
+    """
+    exact_paths = set(images)
+    normalized_paths = {normalize_text(path): path for path in exact_paths}
     labels: dict[str, list[str]] = {}
-    owners: dict[str, str] = {}
+    image_groups: dict[str, str] = {}
     missing: dict[str, None] = {}
     for path, label, group in table.rows:
-        image = path if path in exact else others.get(normalize_path(path))
+        image = path if path in exact_paths else normalized_paths.get(normalize_path(path))
         if image is None:
             missing[path] = None
             continue
-        owners |= {image: group} if group else {}
+        if group:
+            image_groups[image] = group
         if label and label not in labels.setdefault(image, []):
             labels[image].append(label)
-    return {path: labels[path] for path in sorted(labels)}, owners, list(missing)
+    return {path: labels[path] for path in sorted(labels)}, image_groups, list(missing)
 
 
-def _labeled(kind: str, remedy: str, labels: Mapping[str, str]) -> Finding:
+def _label_finding(kind: str, remedy: str, labels: Mapping[str, str]) -> Finding:
     return Finding(kind, remedy, tuple(labels), tuple(labels.values()), blocks=True)
 
 
-def join_names(names: Iterable[str], most: int = MAX_LISTED_NAMES) -> str:
+def join_names(names: Iterable[str], limit: int = MAX_LISTED_NAMES) -> str:
+    """Join the first names by commas, and count the rest."""
     listed = list(names)
-    more = len(listed) - most
-    return ", ".join(listed[:most]) + (f" and {more:,} more" if more > 0 else "")
+    more = len(listed) - limit
+    return ", ".join(listed[:limit]) + (f" and {more:,} more" if more > 0 else "")
 
 
-def _walk(folder: Path) -> tuple[list[str], list[str], list[str]]:
-    """Return the images, other files and closed folders below a folder, sorted, without hidden ones and its tables."""
+def _list_files(folder: Path) -> tuple[list[str], list[str], list[str]]:
+    """List images, other files, and folders that cannot be opened; hidden files, tables and models are left out.
+
+    Returns:
+        Three sorted lists of paths relative to `folder`, with forward slashes.
+    """
     images: list[str] = []
-    others: list[str] = []
-    closed: list[str] = []
+    other_files: list[str] = []
+    closed_folders: list[str] = []
 
-    def refused(error: OSError) -> None:
-        closed.append(_printable(Path(error.filename).relative_to(folder).as_posix()))
+    def note_closed_folder(error: OSError) -> None:
+        closed_folders.append(_printable(Path(error.filename).relative_to(folder).as_posix()))
 
-    # A folder may have a million files, and is walked at every start: paths are plain words here, not Path objects.
-    for place, inside, names in os.walk(folder, onerror=refused):
-        inside[:] = sorted(name for name in inside if not name.startswith(".") and name != MODEL_FOLDER)
-        above = Path(place).relative_to(folder).as_posix()
-        start = "" if above == "." else f"{above}/"
-        # os.walk does not follow links to folders: they can lead in circles or out of the site.
-        others += [_printable(start + name) for name in inside if os.path.islink(os.path.join(place, name))]
+    # A site may have a million files, and each start lists all of them: strings are much faster than Path objects.
+    for current, subfolders, names in os.walk(folder, onerror=note_closed_folder):
+        subfolders[:] = sorted(name for name in subfolders if not name.startswith(".") and name != MODEL_FOLDER)
+        relative = Path(current).relative_to(folder).as_posix()
+        prefix = "" if relative == "." else f"{relative}/"
+        # os.walk does not follow links to folders, which could form circles or leave the site.
+        other_files += [_printable(prefix + name) for name in subfolders if os.path.islink(os.path.join(current, name))]
         for name in names:
-            path = start + name
+            path = prefix + name
             if name.startswith(".") or path.lower() == LABELS_FILE or path == CLASSES_FILE:
                 continue
-            if _is_image(place, name) and _printable(path) == path:
+            if _is_image(current, name) and _printable(path) == path:
                 images.append(path)
-            else:  # a name that is not UTF-8 could not stand in a table
-                others.append(_printable(path))
-    return sorted(images), sorted(others), sorted(closed)
+            else:  # also images whose name is not UTF-8: labels.csv could not name them
+                other_files.append(_printable(path))
+    return sorted(images), sorted(other_files), sorted(closed_folders)
 
 
-def _is_image(place: str, name: str) -> bool:
-    """Say whether a file is an image by its suffix, or a DICOM file by its content; a pipe and a dead link are none."""
-    whole = os.path.join(place, name)
+def _is_image(folder: str, name: str) -> bool:
+    """Check for an image by the suffix, or for a DICOM file by its content; pipes and dead links are no images."""
+    path = os.path.join(folder, name)
     if os.path.splitext(name)[1].lower() not in SUFFIXES:
-        return os.path.isfile(whole) and dicom.holds_image(whole)
-    # Path tells a file that cannot be looked at, which is an error, from one that is none.
-    return os.path.isfile(whole) or Path(whole).is_file()
+        return os.path.isfile(path) and dicom.holds_image(path)
+    # Path.is_file raises for a file that may not be accessed, where os.path.isfile returns False.
+    return os.path.isfile(path) or Path(path).is_file()
 
 
 def _printable(name: str) -> str:
@@ -245,21 +307,26 @@ def _printable(name: str) -> str:
 
 
 def read_image_bytes(folder: Path, path: str) -> bytes:
-    """Return the bytes of an image of a site; raise UserError where it cannot be read."""
+    """Read an image file of a site; raise UserError if it cannot be read."""
     try:
         return (folder / path).read_bytes()
     except OSError as error:
         raise UserError(f"{path}: {atomic_io.reason(error)}.") from error
 
 
-def _classes(folder: Path, table: LabelTable, images: Sequence[str]) -> tuple[tuple[str, ...], list[str]]:
+def _read_classes(folder: Path, table: LabelTable, images: Sequence[str]) -> tuple[tuple[str, ...], list[str]]:
+    """Read the class names from classes.txt, class folders or labels.csv, and the faults of classes.txt."""
     text, faults, _ = decode_text_file(folder / CLASSES_FILE)
-    if text is None and table.file is None and images and (without := unlabeled_in(folder)) is not None:
-        tops = {normalize_text(path.partition("/")[0]) for path in images if "/" in path}
-        return tuple(sorted(tops - {normalize_text(without.name)})), faults
+    if text is None and table.file is None and images:
+        unlabeled_folder = unlabeled_in(folder)
+        if unlabeled_folder is not None:
+            top_folders = {normalize_text(path.partition("/")[0]) for path in images if "/" in path}
+            return tuple(sorted(top_folders - {normalize_text(unlabeled_folder.name)})), faults
     if text is None:
         return tuple(sorted({label for _, label, _ in table.rows} - {""})), faults
     lines = [normalize_text(line) for line in re.split(r"\r\n|\r|\n", text)]
     names = [line for line in lines if line]
-    faults = [f"class {name} stands there twice" for name in dict.fromkeys(names) if names.count(name) > 1]
-    return tuple(dict.fromkeys(names)), faults if names else ["it names no class"]
+    faults = [f"class {name} is listed twice" for name in dict.fromkeys(names) if names.count(name) > 1]
+    if not names:
+        faults = ["it names no class"]
+    return tuple(dict.fromkeys(names)), faults

@@ -1,6 +1,6 @@
-"""A model's card for people, beside its file: Markdown and a page, with the sections of the usual model card.
+"""Write a model's card for people, as Markdown and HTML, next to the model's file.
 
-They are those of Mitchell et al. (Model Cards for Model Reporting, 2019), as far as a site knows them.
+The sections are those of Mitchell et al., Model Cards for Model Reporting (2019), as far as a site knows them.
 """
 
 from collections.abc import Sequence
@@ -16,25 +16,35 @@ from halfmoon.storage import atomic_io
 
 CARD_FILES = ("model-card.md", "model-card.html")
 
-STYLE = (
+_STYLE = (
     ":root{color-scheme:light dark}body{font:16px/1.5 system-ui,sans-serif;max-width:46em;margin:2em auto;"
     "padding:0 1em;color:CanvasText;background:Canvas}h2{margin:1.6em 0 .4em}li{overflow-wrap:anywhere}"
 )
 
-LIMITS = (
-    "It was judged on no images but those named above; of other devices, people or places nothing is known.",
+_LIMITS = (
+    "It was tested only on the images named above; its accuracy for other devices, people or locations is unknown.",
     "It always names one of its classes, for an image of anything else too.",
-    "It is no medical device, and nobody has approved it for decisions about a person.",
-    "Its errors are not the same for all classes, and a class with few test images says little.",
+    "It is no medical device, and is not approved for decisions about a person.",
+    "Its errors are not the same for all classes, and the accuracy of a class with few test images is uncertain.",
 )
 
 
 @dataclass(frozen=True)
 class ModelProvenance:
-    """How a model came about: the federation, its sites and rounds, and this site's labeled and unlabeled images."""
+    """The training that a model comes from.
+
+    Attributes:
+        name: the federation's name.
+        terms: the hash of the federation's terms.
+        sites: the names of its sites.
+        rounds: the number of rounds.
+        labeled: the number of this site's labeled images.
+        unlabeled: the number of this site's unlabeled images.
+        version: the version of halfmoon.
+    """
 
     name: str
-    terms: str  # their hash
+    terms: str
     sites: Sequence[str]
     rounds: int
     labeled: int
@@ -45,57 +55,78 @@ class ModelProvenance:
 def build_sections(
     card: Card, origin: ModelProvenance, sha256: str, confusion: np.ndarray | None
 ) -> dict[str, list[str]]:
-    """Return the card, a few lines a section; `confusion` counts this site's test images, (true, predicted)."""
+    """Build the sections of a card.
+
+    Args:
+        card: the metadata of the model's file.
+        origin: the training that the model comes from.
+        sha256: the hash of the model's file.
+        confusion: counts of this site's test images, (true class, predicted class); None without test images.
+
+    Returns:
+        Lines of text by the title of the section.
+    """
     height, width, channels = card.shape
-    form = f"{width}x{height}, {'gray' if channels == 1 else 'RGB'}"
+    image_spec = f"{width}x{height}, {'gray' if channels == 1 else 'RGB'}"
     window = "" if card.window is None else f"; black and white are {card.window[0]:g} and {card.window[1]:g}"
-    accuracy = ["This site gave no test images, so nothing is known of it here (site join --test FOLDER)."]
-    if confusion is not None and confusion.sum():
-        right, totals = confusion.diagonal(), confusion.sum(1)
-        share, count = right.sum() / totals.sum(), int(totals.sum())
-        z = 1.96**2 / count  # Wilson's interval
-        middle, half = share + z / 2, 1.96 * (share * (1 - share) / count + z / count / 4) ** 0.5
-        low, high = (middle - half) / (1 + z), (middle + half) / (1 + z)
-        accuracy = [f"Right on {share:.1%} of {count:,} test images of this site (95 %: {low:.1%} to {high:.1%})."]
-        parts = zip(card.classes, right.tolist(), totals.tolist(), strict=True)
-        accuracy += [f"{name}: {hits:,} of {total:,} right" for name, hits, total in parts]
-    calibrated = f"Probabilities are of logits divided by {card.temperature:g}, fitted on images held out for that."
+    calibration = "Its probabilities are not calibrated."
+    if card.temperature != 1:
+        calibration = f"Probabilities are of logits divided by {card.temperature:g}, fitted on held-out images."
     return {
         "Model": [
-            f"Network: {described(card.network)['name']}, images of {form}{window}",
+            f"Network: {described(card.network)['name']}, images of {image_spec}{window}",
             f"Classes: {', '.join(card.classes)}",
             f"Trained with halfmoon {origin.version}, method {card.method}",
         ],
-        "Use": ["halfmoon predict, evaluate and review take its file. It names the class of one image at a time."],
+        "Use": ["halfmoon predict, evaluate and review read its file. It names the class of one image at a time."],
         "Data": [
             f"Federation {origin.name}: {origin.rounds:,} rounds, sites {', '.join(origin.sites)}",
-            f"This site: {origin.labeled:,} images with a label and {origin.unlabeled:,} without. None left it.",
+            f"This site: {origin.labeled:,} images with a label and {origin.unlabeled:,} without. No image left it.",
         ],
-        "How it was judged": accuracy,
-        "Calibration": [calibrated if card.temperature != 1 else "Its probabilities are not calibrated."],
-        "Limits": list(LIMITS),
-        "License": ["None was agreed on in the terms: ask who runs the federation before you pass the model on."],
+        "Evaluation": _describe_accuracy(card.classes, confusion),
+        "Calibration": [calibration],
+        "Limits": list(_LIMITS),
+        "License": ["The terms contain no license: ask the federation's organizers before you pass the model on."],
         "Hashes": [f"Model file: SHA-256 {sha256}", f"Terms of the federation: {origin.terms}"],
     }
 
 
-def write_card(folder: Path, title: str, parts: dict[str, list[str]]) -> None:
-    """Write both files of a card, each whole or not at all."""
-    lines = [f"# {title}", ""]
-    for name, points in parts.items():
-        lines += [f"## {name}", "", *(f"- {_plain(line)}" for line in points), ""]
-    body = "".join(
-        f"<h2>{escape(name)}</h2><ul>{''.join(f'<li>{escape(line)}</li>' for line in points)}</ul>\n"
-        for name, points in parts.items()
-    )
-    page = (
+def _describe_accuracy(classes: Sequence[str], confusion: np.ndarray | None) -> list[str]:
+    """Describe the accuracy on this site's test images, with Wilson's 95 % interval, and that of each class."""
+    if confusion is None or not confusion.sum():
+        return ["This site gave no test images, so its accuracy here is unknown (site join --test FOLDER)."]
+    correct = confusion.diagonal()
+    totals = confusion.sum(1)
+    count = int(totals.sum())
+    share = correct.sum() / totals.sum()
+    z = 1.96**2 / count
+    middle = share + z / 2
+    half_width = 1.96 * (share * (1 - share) / count + z / count / 4) ** 0.5
+    low = (middle - half_width) / (1 + z)
+    high = (middle + half_width) / (1 + z)
+    lines = [f"Right on {share:.1%} of {count:,} test images of this site (95 %: {low:.1%} to {high:.1%})."]
+    for name, hits, total in zip(classes, correct.tolist(), totals.tolist(), strict=True):
+        lines.append(f"{name}: {hits:,} of {total:,} right")
+    return lines
+
+
+def write_card(folder: Path, title: str, sections: dict[str, list[str]]) -> None:
+    """Write the card as Markdown and as HTML, each file atomically."""
+    markdown_lines = [f"# {title}", ""]
+    for name, lines in sections.items():
+        markdown_lines += [f"## {name}", "", *(f"- {_escape_markdown(line)}" for line in lines), ""]
+    body = ""
+    for name, lines in sections.items():
+        items = "".join(f"<li>{escape(line)}</li>" for line in lines)
+        body += f"<h2>{escape(name)}</h2><ul>{items}</ul>\n"
+    html = (
         f'<!doctype html><html lang="en"><meta charset="utf-8"><meta name="viewport" content="width=device-width">'
-        f"<title>{escape(title)}</title><style>{STYLE}</style><h1>{escape(title)}</h1>\n{body}</html>\n"
+        f"<title>{escape(title)}</title><style>{_STYLE}</style><h1>{escape(title)}</h1>\n{body}</html>\n"
     )
-    for name, text in zip(CARD_FILES, ("\n".join(lines), page), strict=True):
+    for name, text in zip(CARD_FILES, ("\n".join(markdown_lines), html), strict=True):
         atomic_io.replace(folder / name, text.encode())
 
 
-def _plain(line: str) -> str:
-    """Return words that Markdown shows as they are: names of classes and sites come from others."""
+def _escape_markdown(line: str) -> str:
+    """Escape Markdown's special characters: names of classes and sites are chosen by other people."""
     return "".join(f"\\{letter}" if letter in r"\`*_[]<>#|!" else letter for letter in line)

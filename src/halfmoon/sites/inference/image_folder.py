@@ -1,4 +1,4 @@
-"""List and label the images of a folder, of any size and mode, and read them a batch at a time."""
+"""List, label and read the images of a folder, of any size and mode, and write a model's predictions."""
 
 import csv
 import io
@@ -25,41 +25,55 @@ from halfmoon.storage import atomic_io
 
 
 class UnreadableImage(NamedTuple):
-    """An image that could not be read."""
+    """An image that cannot be decoded."""
 
     path: str  # relative to the folder, with forward slashes
     reason: str
 
 
 class ImageBatch(NamedTuple):
-    """One batch of a folder."""
+    """A batch of decoded images."""
 
-    rows: list[int]  # the places of the images in the list of paths
+    rows: list[int]  # indices of the images in the list of paths
     images: np.ndarray  # uint8 (len(rows), H, W, C)
     unreadable: list[UnreadableImage]
 
 
 def list_images(folder: Path) -> list[str]:
-    """Return the sorted paths of all images in and below a folder, without hidden ones; raise `UserError` for none."""
+    """List all images in and below a folder, except hidden ones, as sorted relative paths.
+
+    Raises:
+        UserError: the folder does not exist, cannot be read, or has no image.
+    """
     if not folder.is_dir():
-        what = "this is a file" if folder.is_file() else "there is no such folder"
-        raise UserError(f"{folder}: {what}; give a folder of images.")
+        problem = "this is a file" if folder.is_file() else "there is no such folder"
+        raise UserError(f"{folder}: {problem}; give a folder of images.")
     paths = []
-    for place, folders, files in os.walk(folder, onerror=_refuse):
-        folders[:] = [name for name in folders if not name.startswith(".")]
-        near = Path(place).relative_to(folder)
-        visible = (name for name in files if not name.startswith("."))
-        visible = (name for name in visible if name.lower().endswith(SUFFIXES) or is_image(Path(place, name)))
-        paths += [(near / name).as_posix() for name in visible]
+    for current, subfolders, files in os.walk(folder, onerror=_raise_unreadable_folder):
+        subfolders[:] = [name for name in subfolders if not name.startswith(".")]
+        relative = Path(current).relative_to(folder)
+        for name in files:
+            if name.startswith("."):
+                continue
+            if name.lower().endswith(SUFFIXES) or is_image(Path(current, name)):
+                paths.append((relative / name).as_posix())
     if not paths:
         raise UserError(f"{folder}: there is no image in it or below it ({', '.join(SUFFIXES)}).")
     return sorted(paths)
 
 
 def list_labeled_images(folder: Path, classes: Sequence[str]) -> tuple[list[str], np.ndarray]:
-    """Return the sorted paths of labeled images and their labels, int64 (N,), by labels.csv or by class folders.
+    """List the labeled images of a folder, by labels.csv or by class folders.
 
-    Raise `UserError` where there is neither, and for a class that is not in `classes`.
+    Args:
+        folder: the folder of images.
+        classes: the model's classes.
+
+    Returns:
+        Sorted paths, and the class index of each image, int64 (N,).
+
+    Raises:
+        UserError: the folder has neither, or a class that is not in `classes`.
     """
     if find_labels_file(folder).is_file():
         site = read_site(folder)
@@ -70,15 +84,17 @@ def list_labeled_images(folder: Path, classes: Sequence[str]) -> tuple[list[str]
             )
     else:
         pairs = [(path, path.split("/")[0]) for path in list_images(folder) if "/" in path]
-        if (without := unlabeled_in(folder)) is not None:
-            pairs = [(path, name) for path, name in pairs if name != without.name]
+        unlabeled_folder = unlabeled_in(folder)
+        if unlabeled_folder is not None:
+            pairs = [(path, name) for path, name in pairs if name != unlabeled_folder.name]
         if not pairs:
             raise UserError(
-                f"{folder} has neither a {LABELS_FILE} nor class folders; sort the images into a folder for each class, "
-                f"or write a {LABELS_FILE} (path,label)."
+                f"{folder} has neither a {LABELS_FILE} nor class folders; sort the images into a folder for each "
+                f"class, or write a {LABELS_FILE} (path,label)."
             )
-    numbers = {_plain(name): number for number, name in enumerate(classes)}
-    unknown = Counter(name for _, name in pairs if _plain(name) not in numbers)
+    # Some file systems decompose the accents in names of folders.
+    class_index = {_compose_accents(name): index for index, name in enumerate(classes)}
+    unknown = Counter(name for _, name in pairs if _compose_accents(name) not in class_index)
     if unknown:
         (name, count), others = unknown.most_common(1)[0], len(unknown) - 1
         more = f" ({others} more besides)" if others else ""
@@ -86,13 +102,23 @@ def list_labeled_images(folder: Path, classes: Sequence[str]) -> tuple[list[str]
             f"{folder}: the model does not know the class {name!r} of {count} images{more}; its classes are: "
             f"{join_names(classes, 20)}."
         )
-    return [path for path, _ in pairs], np.array([numbers[_plain(name)] for _, name in pairs], np.int64)
+    labels = np.array([class_index[_compose_accents(name)] for _, name in pairs], np.int64)
+    return [path for path, _ in pairs], labels
 
 
 def read_batches(model: InferenceModel, folder: Path, paths: Sequence[str]) -> Iterator[ImageBatch]:
-    """Yield the images at `paths` as the model takes them, a batch at a time, with the reasons of unreadable ones."""
+    """Decode images as the model needs them, one batch at a time.
 
-    def pixels(path: str) -> np.ndarray | UnreadableImage:
+    Args:
+        model: determines the size of images and of batches.
+        folder: the folder of images.
+        paths: the images, relative to `folder`.
+
+    Yields:
+        Batches in the order of `paths`.
+    """
+
+    def decode(path: str) -> np.ndarray | UnreadableImage:
         try:
             return fitted((folder / path).read_bytes(), path, *model.shape, model.card.crop, model.card.window)
         except OSError as error:
@@ -100,21 +126,21 @@ def read_batches(model: InferenceModel, folder: Path, paths: Sequence[str]) -> I
         except UserError as error:
             return UnreadableImage(path, str(error).removeprefix(f"{path}: "))
 
-    with ThreadPoolExecutor(min(4, os.cpu_count() or 1)) as readers:  # Pillow lets others run while it reads an image
+    # Pillow releases the interpreter's lock while it decodes, so threads decode in parallel.
+    with ThreadPoolExecutor(min(4, os.cpu_count() or 1)) as threads:
         for first in range(0, len(paths), model.batch):
-            results = list(readers.map(pixels, paths[first : first + model.batch]))
+            results = list(threads.map(decode, paths[first : first + model.batch]))
             rows = [first + k for k, result in enumerate(results) if isinstance(result, np.ndarray)]
             readable = [result for result in results if isinstance(result, np.ndarray)]
             images = np.stack(readable) if readable else np.empty((0, *model.shape), np.uint8)
             yield ImageBatch(rows, images, [result for result in results if isinstance(result, UnreadableImage)])
 
 
-def _plain(name: str) -> str:
-    """Return a name with accents in one way: some systems split them off in names of folders."""
+def _compose_accents(name: str) -> str:
     return unicodedata.normalize("NFC", name)
 
 
-def _refuse(error: OSError) -> None:
+def _raise_unreadable_folder(error: OSError) -> None:
     raise UserError(
         f"{error.filename}: the folder cannot be read ({atomic_io.reason(error)}); make it readable."
     ) from error
@@ -122,15 +148,29 @@ def _refuse(error: OSError) -> None:
 
 PREDICTION_COLUMNS = ("path", "label", "probability", "sure", "runner_up", "runner_up_probability")
 
+OUTLIER_COLUMN = "unlike"
+
+OutlierTest = Callable[[np.ndarray], np.ndarray]
+"""Maps features (N, F) to bool (N,): whether an image does not resemble those that the model was made for."""
+
 
 @dataclass(frozen=True)
 class PredictionResult:
-    """The table of a folder, and its counts."""
+    """Counts of a table of predictions.
+
+    Attributes:
+        out: the file.
+        images: the number of images in the table.
+        below_confidence: how many of these have a smaller probability than required.
+        labels: images of each class of the model.
+        unreadable: images that are not in the table.
+        outliers: how many images are outliers; 0 without a test for them.
+    """
 
     out: Path
-    images: int  # in the table
+    images: int
     below_confidence: int
-    labels: dict[str, int]  # images of each class of the model
+    labels: dict[str, int]
     unreadable: list[UnreadableImage]
     outliers: int
 
@@ -139,64 +179,92 @@ def predict_folder(
     model: InferenceModel,
     folder: Path,
     out: Path,
-    sure: float = 0.9,
-    unlike: Callable[[np.ndarray], np.ndarray] | None = None,
+    min_confidence: float = 0.9,
+    is_outlier: OutlierTest | None = None,
 ) -> PredictionResult:
-    """Write a CSV file with the `COLUMNS` of each readable image, whole or not at all, and return its counts.
+    """Write a CSV file with the `PREDICTION_COLUMNS` of each readable image, atomically.
 
-    "sure" is yes for a probability of at least `sure`. `unlike` says of features (N, F) which look unlike what the
-    model knows, bool (N,); it is another column. Raise `UserError` where there is no image, or it cannot be
-    written.
+    Args:
+        model: the model.
+        folder: the folder of images.
+        out: the file.
+        min_confidence: the column "sure" is yes for a probability of at least this, from 0 to 1.
+        is_outlier: adds the column `OUTLIER_COLUMN`.
+
+    Raises:
+        UserError: there is no image, or the file cannot be written.
     """
-    paths = list_images_checked(folder, sure)
+    check_confidence(min_confidence)
+    paths = list_images(folder)
     counts: Counter[str] = Counter()
-    unsure = strange = 0
+    below_confidence = 0
+    outliers = 0
     unreadable: list[UnreadableImage] = []
     try:
         with replacing(out) as file:
-            # Names may hold bytes that are no UTF-8: they are written as they are.
+            # File names may contain bytes that are no UTF-8: "surrogateescape" writes them unchanged.
             text = io.TextIOWrapper(file, "utf-8", errors="surrogateescape", newline="", write_through=True)
             table = csv.writer(text, lineterminator="\n")
-            table.writerow(PREDICTION_COLUMNS if unlike is None else (*PREDICTION_COLUMNS, "unlike"))
-            for cells in iterate_predictions(model, folder, paths, sure, unreadable, unlike):
+            table.writerow(PREDICTION_COLUMNS if is_outlier is None else (*PREDICTION_COLUMNS, OUTLIER_COLUMN))
+            for cells in iterate_predictions(model, folder, paths, min_confidence, unreadable, is_outlier):
                 table.writerow(harmless_row(cells))
                 counts[cells[1]] += 1
-                unsure += cells[3] == "no"
-                strange += cells[6:] == ["yes"]
+                below_confidence += cells[3] == "no"
+                outliers += cells[6:] == ["yes"]
             text.detach()
     except OSError as error:
         raise UserError(f"{out}: it cannot be written ({atomic_io.reason(error)}); choose another --out.") from error
-    labels = {name: counts[name] for name in model.classes}
-    return PredictionResult(out, sum(counts.values()), unsure, labels, unreadable, strange)
-
-
-def list_images_checked(folder: Path, sure: float) -> list[str]:
-    check_confidence(sure)
-    return list_images(folder)
+    return PredictionResult(
+        out=out,
+        images=sum(counts.values()),
+        below_confidence=below_confidence,
+        labels={name: counts[name] for name in model.classes},
+        unreadable=unreadable,
+        outliers=outliers,
+    )
 
 
 def iterate_predictions(
     model: InferenceModel,
     folder: Path,
     paths: Sequence[str],
-    sure: float,
+    min_confidence: float,
     unreadable: list[UnreadableImage],
-    unlike: Callable[[np.ndarray], np.ndarray] | None = None,
+    is_outlier: OutlierTest | None = None,
 ) -> Iterator[list[str]]:
-    """Yield the cells of each readable image, of `COLUMNS` and of `unlike`; the others are added to `unreadable`."""
+    """Predict images batch by batch.
+
+    Args:
+        model: the model.
+        folder: the folder of images.
+        paths: the images, relative to `folder`.
+        min_confidence: the column "sure" is yes for a probability of at least this.
+        unreadable: receives the images that cannot be decoded.
+        is_outlier: adds the column `OUTLIER_COLUMN`.
+
+    Yields:
+        The cells of `PREDICTION_COLUMNS` of each readable image, and of `OUTLIER_COLUMN`.
+    """
     for batch in read_batches(model, folder, paths):
         unreadable += batch.unreadable
         if not batch.rows:
             continue
         logits, features = model.represent(batch.images)
-        odd = None if unlike is None else unlike(features)
-        for place, (row, values) in enumerate(zip(batch.rows, model.to_probabilities(logits), strict=True)):
-            best, *others = np.argsort(-values, kind="stable")
-            cells = [paths[row], model.classes[best], f"{values[best]:.6f}", "yes" if values[best] >= sure else "no"]
-            cells += [model.classes[others[0]], f"{values[others[0]]:.6f}"] if others else ["", ""]
-            yield cells if odd is None else [*cells, "yes" if odd[place] else "no"]
+        outliers = None if is_outlier is None else is_outlier(features)
+        for index, (row, probabilities) in enumerate(zip(batch.rows, model.to_probabilities(logits), strict=True)):
+            best, *others = np.argsort(-probabilities, kind="stable")
+            is_confident = probabilities[best] >= min_confidence
+            cells = [paths[row], model.classes[best], f"{probabilities[best]:.6f}", "yes" if is_confident else "no"]
+            if others:
+                cells += [model.classes[others[0]], f"{probabilities[others[0]]:.6f}"]
+            else:
+                cells += ["", ""]
+            if outliers is not None:
+                cells.append("yes" if outliers[index] else "no")
+            yield cells
 
 
-def check_confidence(sure: float) -> None:
-    if not 0 <= sure <= 1:
-        raise UserError(f"--sure is {sure:g}: it must be a probability, from 0 to 1.")
+def check_confidence(min_confidence: float) -> None:
+    """Raise UserError for a probability that is not from 0 to 1."""
+    if not 0 <= min_confidence <= 1:
+        raise UserError(f"--sure is {min_confidence:g}: it must be a probability, from 0 to 1.")

@@ -1,4 +1,4 @@
-"""Load a trained model from a run, with every check, and compute its probabilities."""
+"""Load a trained model from a run or a file, check it, and compute its probabilities."""
 
 import shlex
 from dataclasses import dataclass
@@ -19,51 +19,79 @@ from halfmoon.storage import atomic_io
 from halfmoon.storage.run_folder import MODEL, RUN, SUMMARY
 from halfmoon.storage.serialization import check_seal
 
-MAX_BATCH_IMAGES, MAX_BATCH_PIXELS = 256, 2**19  # images, and their pixels, of a batch at most: they bound the memory
+MAX_BATCH_IMAGES = 256
+
+MAX_BATCH_PIXELS = 2**19
+"""Bounds the memory that a batch needs."""
 
 
 @dataclass(frozen=True, eq=False)
 class InferenceModel:
-    """A trained network with all that is needed to label images; `load_model` makes it."""
+    """A trained network with everything needed to classify images; `load_model` makes it.
+
+    Attributes:
+        card: the metadata of the model's file.
+        params: the parameters.
+        stats: running statistics such as batch normalization's; {} for a network without them.
+        device: the device of the tensors.
+    """
 
     card: Card
     params: Tree
-    stats: Tree  # {} where the network tracks nothing
+    stats: Tree
     device: torch.device
 
     @property
     def network(self) -> Network:
+        """Return the network's architecture."""
         return self.card.network
 
     @property
     def classes(self) -> tuple[str, ...]:
+        """Return the class names, in the order of the probabilities."""
         return self.card.classes
 
     @property
     def shape(self) -> tuple[int, int, int]:
+        """Return the height, width and channels of input images."""
         return self.card.shape
 
     @property
     def batch(self) -> int:
+        """Return the number of images that are computed at once."""
         return max(1, min(MAX_BATCH_IMAGES, MAX_BATCH_PIXELS // (self.shape[0] * self.shape[1])))
 
     def prepare(self, images: np.ndarray) -> np.ndarray:
-        """Return uint8 (N, *shape) as the training images were: shrunk, then padded; raise `UserError`."""
+        """Shrink and pad images as in training.
+
+        Args:
+            images: uint8 (N, *shape).
+
+        Returns:
+            uint8 (N, height, width, channels), in the size of the network's input.
+
+        Raises:
+            UserError: the images have another type or shape.
+        """
         _check_images(images, self.shape)
         small = pool(images, self.card.shrink) if self.card.shrink > 1 else images
         height, width = self.card.image[1:]
         return small if small.shape[1:3] == (height, width) else pad_to(small, height)
 
     def probabilities(self, images: np.ndarray) -> np.ndarray:
-        """Return float64 (N, classes) of uint8 images, by a softmax under the card's temperature."""
+        """Compute calibrated probabilities, float64 (N, classes), of images uint8 (N, *shape)."""
         return self.to_probabilities(self.logits(images))
 
     def to_probabilities(self, logits: np.ndarray) -> np.ndarray:
-        """Return the probabilities float64 (N, classes) that logits (N, classes) come to under the temperature."""
+        """Convert logits (N, classes) to probabilities, float64 (N, classes), with the card's temperature."""
         return torch.from_numpy(logits / self.card.temperature).softmax(-1).numpy()
 
     def logits(self, images: np.ndarray) -> np.ndarray:
-        """Return logits, float64 (N, classes), of uint8 images (N, *shape), a few at a time; raise `UserError`."""
+        """Compute logits, float64 (N, classes), of images uint8 (N, *shape), in batches.
+
+        Raises:
+            UserError: the images have another type or shape.
+        """
         _check_images(images, self.shape)
         logits = np.empty((len(images), len(self.classes)))
         for first in range(0, len(images), self.batch):
@@ -73,7 +101,7 @@ class InferenceModel:
 
     @torch.no_grad()
     def represent(self, images: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Return logits float64 (N, classes) and features float32 (N, F) of uint8 images (N, *shape), all at once."""
+        """Compute logits, float64 (N, classes), and features, float32 (N, F), of one batch of uint8 (N, *shape)."""
         pixels = torch.from_numpy(np.ascontiguousarray(self.prepare(images).transpose(0, 3, 1, 2)))
         x = Normalize(self.card.mean, self.card.std)(pixels.to(self.device))
         logits, features = self.network.represent(self.params, self.stats, x)
@@ -81,44 +109,53 @@ class InferenceModel:
 
 
 def load_model(path: Path | str, device: torch.device | str = "cpu", network: str | None = None) -> InferenceModel:
-    """Return the model of a finished run's folder, or of a file, on `device`.
+    """Load a model.
 
-    `network` (my_module:make) names a network from outside, which no file loads alone. Raise `UserError` for no model,
-    or a damaged one.
+    Args:
+        path: the folder of a finished run, or a model file.
+        device: the device for its tensors.
+        network: MODULE:FUNCTION of a network that is not part of halfmoon; a model file alone never loads code.
+
+    Raises:
+        UserError: there is no model, or it is damaged.
     """
-    place = find_model_file(Path(path))
+    file = find_model_file(Path(path))
     try:
-        intact = check_seal(place.read_bytes())
-    except (OSError, ValueError):  # no safetensors file, or none at all: whoever reads it says so
-        intact = True
+        intact = check_seal(file.read_bytes())
+    except (OSError, ValueError):
+        intact = True  # the file cannot be read or is no safetensors file: the code below reports that
     if not intact:
         raise UserError(
-            f"{place} was changed since it was written (its checksum differs): take an undamaged copy of the file."
+            f"{file} was changed since it was written (its checksum differs): use an undamaged copy of the file."
         )
     try:
-        with safe_open(place, "pt") as file:
-            metadata = file.metadata() or {}
-            flat = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (it is no dict)
+        with safe_open(file, "pt") as opened:
+            metadata = opened.metadata() or {}
+            tensors = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118 (it is no dict)
     except OSError as error:
         raise UserError(
-            f"{place} cannot be read ({atomic_io.reason(error)}); give the folder of a finished run."
+            f"{file} cannot be read ({atomic_io.reason(error)}); give the folder of a finished run."
         ) from error
     except SafetensorError as error:
         raise UserError(
-            f"{place} is no undamaged safetensors file ({error}); give the folder of a finished run."
+            f"{file} is no undamaged safetensors file ({error}); give the folder of a finished run."
         ) from error
     with plugins.only([network] if network else []):
-        card = Card.parse(metadata, place)
-    with torch.device("meta"):  # shapes alone: nothing is drawn
+        card = Card.parse(metadata, file)
+    with torch.device("meta"):  # only the shapes are needed: no values are drawn
         expected = card.network.init(torch.Generator())
-    _check_tensors(flat, tree.flatten(expected), place)
-    parts = tree.unflatten(flat)
-    params, stats = tree.to(parts["params"], device), tree.to(parts.get("stats", {}), device)
-    return InferenceModel(card, tree.channels_last(params), stats, torch.device(device))
+    _check_tensors(tensors, tree.flatten(expected), file)
+    model = tree.unflatten(tensors)
+    params = tree.channels_last(tree.to(model["params"], device))
+    stats = tree.to(model.get("stats", {}), device)
+    return InferenceModel(card, params, stats, torch.device(device))
 
 
 def find_model_file(path: Path) -> Path:
-    """Return the model file that is meant; raise `UserError` where there is none yet, or no single one."""
+    """Find the model file of a run's folder; raise UserError if there is none yet, or more than one run.
+
+    A path of a file is returned unchanged.
+    """
     if path.is_file():
         return path
     if not path.exists():
@@ -144,17 +181,17 @@ def _check_images(images: np.ndarray, shape: tuple[int, int, int]) -> None:
         )
 
 
-def _check_tensors(flat: Tree, expected: Tree, place: Path) -> None:
-    """Raise `UserError` where the tensors are not those of the network."""
-    for name in sorted(flat.keys() ^ expected.keys()):
-        what = "lacks" if name in expected else "has, beyond its network,"
-        raise UserError(f"{place} {what} the tensor {name!r}; take an undamaged copy of the file.")
+def _check_tensors(tensors: Tree, expected: Tree, file: Path) -> None:
+    """Raise UserError if the tensors do not match the network's, or are not finite."""
+    for name in sorted(tensors.keys() ^ expected.keys()):
+        problem = "lacks" if name in expected else "has, beyond its network,"
+        raise UserError(f"{file} {problem} the tensor {name!r}; use an undamaged copy of the file.")
     for name, leaf in expected.items():
-        tensor = flat[name]
+        tensor = tensors[name]
         if tensor.shape != leaf.shape or tensor.dtype != leaf.dtype:
             raise UserError(
-                f"{place}: the tensor {name!r} is {tensor.dtype} {tuple(tensor.shape)}, but its network has "
-                f"{leaf.dtype} {tuple(leaf.shape)}; take an undamaged copy of the file."
+                f"{file}: the tensor {name!r} is {tensor.dtype} {tuple(tensor.shape)}, but its network has "
+                f"{leaf.dtype} {tuple(leaf.shape)}; use an undamaged copy of the file."
             )
         if not tensor.isfinite().all():
-            raise UserError(f"{place}: the tensor {name!r} holds values that are not finite; train the model again.")
+            raise UserError(f"{file}: the tensor {name!r} has values that are not finite; train the model again.")

@@ -1,4 +1,4 @@
-"""Measure a model on labeled images: accuracy, the scores of each class, and calibration."""
+"""Measure a model on labeled images (accuracy, scores of each class, calibration), and calibrate it."""
 
 import csv
 import io
@@ -21,40 +21,58 @@ from halfmoon.sites.inference.load import InferenceModel, find_model_file, load_
 from halfmoon.storage import atomic_io, integrity
 from halfmoon.storage.serialization import with_seal
 
-TRAINING_IMAGES_WARNING = "has the images that the model was trained on: on new ones it is right less often."
-"""What is said of the scores of a folder, after its name."""
+TRAINING_IMAGES_WARNING = "has the images that the model was trained on: on new ones its accuracy is lower."
+"""Warning about the scores of a folder, after the folder's name."""
 
 Scores = dict[str, Any]
 
 
-def evaluate_folder(model: InferenceModel, folder: Path, sure: float = 0.9) -> tuple[Scores, list[UnreadableImage]]:
-    """Return `scores`, "auc" and "training_images" on a folder of labeled images, and the unreadable ones.
+def evaluate_folder(
+    model: InferenceModel, folder: Path, min_confidence: float = 0.9
+) -> tuple[Scores, list[UnreadableImage]]:
+    """Evaluate a model on a folder of labeled images.
 
-    Raise `UserError` for none that can be read.
+    Args:
+        model: the model.
+        folder: the folder, with labels.csv or class folders.
+        min_confidence: the scores "sure" are of images with a probability of at least this.
+
+    Returns:
+        The `score_logits` with "training_images" (whether the model was trained on them), and the unreadable images.
+
+    Raises:
+        UserError: no image can be read.
     """
-    check_confidence(sure)
+    check_confidence(min_confidence)
     truth, logits, unreadable = compute_labeled_logits(model, folder)
-    metrics = score_logits(model, truth, logits, sure)
+    metrics = score_logits(model, truth, logits, min_confidence)
     return {**metrics, "training_images": has_training_images(model, folder)}, unreadable
 
 
-def score_logits(model: InferenceModel, truth: np.ndarray, logits: np.ndarray, sure: float) -> Scores:
-    """Return `scores` and "auc" of a model's logits (N, classes) of images whose classes are `truth`, int64 (N,)."""
-    values = model.to_probabilities(logits)
-    metrics = compute_scores(truth, values.argmax(1), values.max(1), classes=model.classes, sure=sure)
-    return {**metrics, "auc": area_under_roc(truth, values)}
+def score_logits(model: InferenceModel, truth: np.ndarray, logits: np.ndarray, min_confidence: float) -> Scores:
+    """Compute `compute_scores` and "auc" from logits (N, classes) and true classes, int64 (N,)."""
+    probabilities = model.to_probabilities(logits)
+    metrics = compute_scores(
+        truth,
+        probabilities.argmax(1),
+        probabilities.max(1),
+        classes=model.classes,
+        min_confidence=min_confidence,
+    )
+    return {**metrics, "auc": area_under_roc(truth, probabilities)}
 
 
 def has_training_images(model: InferenceModel, folder: Path) -> bool:
-    """Return whether a folder, or its part of the training images, is what the model's run was given as its data."""
+    """Check whether a folder is the data set of the model's run, or its training images."""
     data = Path(model.card.options.get("data", ""))
     if not data.is_absolute() or not data.is_dir():
         return False
-    return folder.resolve() in {each.resolve() for each in (data, part_of(data, "train")) if each is not None}
+    training_folders = (data, part_of(data, "train"))
+    return folder.resolve() in {path.resolve() for path in training_folders if path is not None}
 
 
 def refuse_training_images(model: InferenceModel, folder: Path) -> None:
-    """Raise UserError for images on which a model is surer than on new ones."""
+    """Raise UserError for the model's training images, on which it is more confident than on new ones."""
     if has_training_images(model, folder):
         raise UserError(
             f"{folder}: the model was trained on these images; calibrate on labeled ones that are new to it."
@@ -62,9 +80,17 @@ def refuse_training_images(model: InferenceModel, folder: Path) -> None:
 
 
 def compute_labeled_logits(model: InferenceModel, folder: Path) -> tuple[np.ndarray, np.ndarray, list[UnreadableImage]]:
-    """Return labels and logits of a folder of labeled images, and the unreadable ones; raise `UserError` for none."""
+    """Compute the logits of a folder of labeled images.
+
+    Returns:
+        True classes, int64 (N,), logits, float64 (N, classes), and the unreadable images.
+
+    Raises:
+        UserError: no image can be read.
+    """
     paths, labels = list_labeled_images(folder, model.classes)
-    truth, logits = [], []
+    truth: list[np.ndarray] = []
+    logits: list[np.ndarray] = []
     unreadable: list[UnreadableImage] = []
     for batch in read_batches(model, folder, paths):
         truth.append(labels[batch.rows])
@@ -77,113 +103,150 @@ def compute_labeled_logits(model: InferenceModel, folder: Path) -> tuple[np.ndar
 
 
 def compute_scores(
-    truth: np.ndarray, predicted: np.ndarray, confidence: np.ndarray, classes: Sequence[str], sure: float = 0.9
+    truth: np.ndarray,
+    predicted: np.ndarray,
+    confidence: np.ndarray,
+    classes: Sequence[str],
+    min_confidence: float = 0.9,
 ) -> Scores:
-    """Return the scores of true and predicted classes, int64 (N,), and their probabilities, (N,).
+    """Compute the scores of predictions.
 
-    Balanced accuracy is the mean recall of the classes that occur; a score without a denominator is 0; rows of
-    "confusion" are true classes; "sure" is about images with a probability of at least `sure`. Shares are in 0..1.
+    Args:
+        truth: true classes, int64 (N,).
+        predicted: predicted classes, int64 (N,).
+        confidence: probabilities of the predicted classes, (N,).
+        classes: the class names.
+        min_confidence: "sure" has the accuracy of images with a probability of at least this.
+
+    Returns:
+        Shares are from 0 to 1. "balanced_accuracy" is the mean recall of the classes that occur; a score without a
+        denominator is 0; the rows of "confusion" are true classes; "reliability" is the table of `calibration_error`.
     """
     correct = truth == predicted
     pairs = np.bincount(truth * len(classes) + predicted, minlength=len(classes) ** 2)
     confusion = pairs.reshape(len(classes), len(classes))
-    hits, support, predictions = confusion.diagonal(), confusion.sum(1), confusion.sum(0)
-    precision, recall = _ratio(hits, predictions), _ratio(hits, support)
+    hits = confusion.diagonal()
+    support = confusion.sum(1)
+    predictions = confusion.sum(0)
+    precision = _ratio(hits, predictions)
+    recall = _ratio(hits, support)
     f1 = _ratio(2 * hits, support + predictions)
-    error, table = calibration_error(correct, confidence)
-    above = confidence >= sure
+    error, reliability = calibration_error(correct, confidence)
+    confident = confidence >= min_confidence
+    confident_count = int(confident.sum())
+    class_columns = zip(classes, precision.tolist(), recall.tolist(), f1.tolist(), support.tolist(), strict=True)
     return {
         "images": len(truth),
         "accuracy": int(correct.sum()) / len(truth),
         "balanced_accuracy": float(recall[support > 0].mean()),
         "calibration_error": error,
         "sure": {
-            "at_least": sure,
-            "images": int(above.sum()),
-            "share": int(above.sum()) / len(truth),
-            "accuracy": int(correct[above].sum()) / int(above.sum()) if above.any() else None,
+            "at_least": min_confidence,
+            "images": confident_count,
+            "share": confident_count / len(truth),
+            "accuracy": int(correct[confident].sum()) / confident_count if confident_count else None,
         },
         "per_class": [
-            {"class": name, "precision": p, "recall": r, "f1": f, "support": n}
-            for name, p, r, f, n in zip(
-                classes, precision.tolist(), recall.tolist(), f1.tolist(), support.tolist(), strict=True
-            )
+            {"class": name, "precision": class_precision, "recall": class_recall, "f1": class_f1, "support": count}
+            for name, class_precision, class_recall, class_f1, count in class_columns
         ],
         "classes": list(classes),
         "confusion": confusion.tolist(),
-        "reliability": table,
+        "reliability": reliability,
     }
 
 
 def area_under_roc(truth: np.ndarray, probabilities: np.ndarray) -> float | None:
-    """Return the area under the ROC curve: the mean of one class against the rest, where both occur; None without."""
+    """Compute the area under the ROC curve of one class against the rest, averaged over classes.
+
+    Args:
+        truth: true classes, int64 (N,).
+        probabilities: (N, classes).
+
+    Returns:
+        The mean over the classes that some images have and others do not; None if there is no such class.
+    """
     from scipy.stats import rankdata  # slow to import
 
     counts = np.bincount(truth, minlength=probabilities.shape[1])
-    both = np.flatnonzero((counts > 0) & (counts < len(truth)))
-    mine, ranks = counts[both], rankdata(probabilities[:, both], axis=0)
-    sums = (ranks * (truth[:, None] == both)).sum(0)
-    return float(np.mean((sums - mine * (mine + 1) / 2) / (mine * (len(truth) - mine)))) if len(both) else None
+    usable = np.flatnonzero((counts > 0) & (counts < len(truth)))
+    if not len(usable):
+        return None
+    # The Mann-Whitney U statistic: the sum of the ranks of a class's images, minus its minimum, over the pairs.
+    positives = counts[usable]
+    ranks = rankdata(probabilities[:, usable], axis=0)
+    rank_sums = (ranks * (truth[:, None] == usable)).sum(0)
+    areas = (rank_sums - positives * (positives + 1) / 2) / (positives * (len(truth) - positives))
+    return float(np.mean(areas))
 
 
-def _ratio(part: np.ndarray, whole: np.ndarray) -> np.ndarray:
-    return part / np.maximum(whole, 1)
+def _ratio(numerator: np.ndarray, denominator: np.ndarray) -> np.ndarray:
+    return numerator / np.maximum(denominator, 1)
 
 
 def calibration_error(
     correct: np.ndarray, confidence: np.ndarray, bins: int = 15
 ) -> tuple[float, list[dict[str, Any]]]:
-    """Return the expected calibration error (Guo et al., ICML 2017, Equation 3) and its reliability table.
+    """Compute the expected calibration error (Guo et al., ICML 2017, Equation 3) and its reliability table.
 
-    Bin m has the images whose probability of the predicted class is in ((m-1)/M, m/M]; an empty one has None for
-    scores.
+    Args:
+        correct: whether each prediction is right, bool (N,).
+        confidence: probabilities of the predicted classes, (N,).
+        bins: the number M of bins; bin m has the confidences in ((m-1)/M, m/M].
+
+    Returns:
+        The error, and a row for each bin; an empty bin has None for confidence and accuracy.
     """
     edges = np.arange(bins + 1) / bins
-    place = np.searchsorted(edges[1:-1], confidence, side="left")
-    counts = np.bincount(place, minlength=bins)
-    hits = np.bincount(place, weights=correct, minlength=bins)
-    sums = np.bincount(place, weights=confidence, minlength=bins)
-    error = float(np.abs(hits - sums).sum() / len(correct))
+    bin_index = np.searchsorted(edges[1:-1], confidence, side="left")
+    counts = np.bincount(bin_index, minlength=bins)
+    hits = np.bincount(bin_index, weights=correct, minlength=bins)
+    confidence_sums = np.bincount(bin_index, weights=confidence, minlength=bins)
+    error = float(np.abs(hits - confidence_sums).sum() / len(correct))
     table = [
         {
             "above": float(edges[m]),
             "to": float(edges[m + 1]),
-            "images": int(n),
-            "confidence": float(sums[m] / n) if n else None,
-            "accuracy": float(hits[m] / n) if n else None,
+            "images": int(count),
+            "confidence": float(confidence_sums[m] / count) if count else None,
+            "accuracy": float(hits[m] / count) if count else None,
         }
-        for m, n in enumerate(counts)
+        for m, count in enumerate(counts)
     ]
     return error, table
 
 
 def write_evaluation(metrics: Scores, unreadable: Sequence[UnreadableImage], out: Path) -> list[Path]:
-    """Write evaluation.json and three tables into a folder; raise `UserError` where it cannot be written."""
-    confusion = [
-        ["true \\ predicted", *metrics["classes"]],
-        *([n, *row] for n, row in zip(metrics["classes"], metrics["confusion"], strict=True)),
-    ]
-    whole = {**metrics, "unreadable": [each._asdict() for each in unreadable]}
+    """Write evaluation.json, classes.csv, confusion.csv and reliability.csv into a folder.
+
+    Raises:
+        UserError: the folder cannot be written.
+    """
+    confusion = [["true \\ predicted", *metrics["classes"]]]
+    for name, row in zip(metrics["classes"], metrics["confusion"], strict=True):
+        confusion.append([name, *row])
+    all_values = {**metrics, "unreadable": [image._asdict() for image in unreadable]}
     files = {
-        "evaluation.json": json.dumps(whole, indent=1) + "\n",
-        "classes.csv": _csv(_rows(metrics["per_class"])),
-        "confusion.csv": _csv(confusion),
-        "reliability.csv": _csv(_rows(metrics["reliability"])),
+        "evaluation.json": json.dumps(all_values, indent=1) + "\n",
+        "classes.csv": _render_csv(_as_rows(metrics["per_class"])),
+        "confusion.csv": _render_csv(confusion),
+        "reliability.csv": _render_csv(_as_rows(metrics["reliability"])),
     }
     try:
         out.mkdir(parents=True, exist_ok=True)
-        for name, words in files.items():
-            atomic_io.replace(out / name, words.encode())
+        for name, text in files.items():
+            atomic_io.replace(out / name, text.encode())
     except OSError as error:
         raise UserError(f"{out}: it cannot be written ({atomic_io.reason(error)}); choose another --out.") from error
     return [out / name for name in files]
 
 
-def _rows(table: Sequence[dict[str, Any]]) -> list[list[Any]]:
-    return [list(table[0]), *(list(row.values()) for row in table)]
+def _as_rows(table: Sequence[dict[str, Any]]) -> list[list[Any]]:
+    """Convert records to rows, of which the first has the column names."""
+    return [list(table[0]), *(list(record.values()) for record in table)]
 
 
-def _csv(rows: Sequence[Sequence[Any]]) -> str:
+def _render_csv(rows: Sequence[Sequence[Any]]) -> str:
     text = io.StringIO()
     csv.writer(text, lineterminator="\n").writerows(harmless_row(list(row)) for row in rows)
     return text.getvalue()
@@ -191,16 +254,30 @@ def _csv(rows: Sequence[Sequence[Any]]) -> str:
 
 @dataclass(frozen=True)
 class CalibrationFit:
-    """How well a model is calibrated at one temperature."""
+    """The calibration of a model at one temperature.
+
+    Attributes:
+        temperature: the divisor of logits.
+        calibration_error: the expected calibration error, from 0 to 1.
+        loss: the mean cross-entropy.
+    """
 
     temperature: float
     calibration_error: float
-    loss: float  # mean cross-entropy
+    loss: float
 
 
 @dataclass(frozen=True)
 class CalibrationResult:
-    """A calibration; both fits are measured on the images that it was fitted on."""
+    """A calibration, measured on the images that the temperature was fitted on.
+
+    Attributes:
+        model: the model's file.
+        images: the number of images.
+        before: the fit at the previous temperature.
+        after: the fit at the new temperature.
+        unreadable: images that could not be decoded.
+    """
 
     model: Path
     images: int
@@ -209,31 +286,53 @@ class CalibrationResult:
     unreadable: list[UnreadableImage]
 
 
-def measure_fit(logits: np.ndarray, labels: np.ndarray, at: float) -> CalibrationFit:
-    """Return how well logits (N, classes), divided by the temperature `at`, fit labels (N,)."""
-    z, y = torch.from_numpy(logits / at), torch.from_numpy(labels)
-    confidence, predicted = z.softmax(1).max(1)
-    error, _ = calibration_error((predicted == y).numpy(), confidence.numpy())
-    return CalibrationFit(at, error, float(F.cross_entropy(z, y)))
+def measure_fit(logits: np.ndarray, labels: np.ndarray, temperature: float) -> CalibrationFit:
+    """Measure the calibration of logits (N, classes), divided by a temperature, on labels int64 (N,)."""
+    scaled_logits = torch.from_numpy(logits / temperature)
+    targets = torch.from_numpy(labels)
+    confidence, predicted = scaled_logits.softmax(1).max(1)
+    error, _ = calibration_error((predicted == targets).numpy(), confidence.numpy())
+    return CalibrationFit(temperature, error, float(F.cross_entropy(scaled_logits, targets)))
 
 
 def calibrate_model(path: Path, folder: Path, device: str = "cpu", network: str | None = None) -> CalibrationResult:
-    """Fit the temperature of a model on labeled images, and write it into its file; raise `UserError`."""
-    place, model = find_model_file(path), load_model(path, device, network)
+    """Fit the temperature of a model on labeled images, and write it into the model's file.
+
+    Args:
+        path: the folder of a finished run, or a model file.
+        folder: labeled images that the model was not trained on.
+        device: the device to compute on.
+        network: MODULE:FUNCTION of a network that is not part of halfmoon.
+
+    Raises:
+        UserError: the model or the images cannot be used, or the file cannot be written.
+    """
+    file = find_model_file(path)
+    model = load_model(path, device, network)
     refuse_training_images(model, folder)
     labels, logits, unreadable = compute_labeled_logits(model, folder)
-    value = write_temperature(place, model, logits, labels)
-    before, after = (measure_fit(logits, labels, at) for at in (model.card.temperature, value))
-    return CalibrationResult(place, len(labels), before, after, unreadable)
+    temperature = write_temperature(file, model, logits, labels)
+    return CalibrationResult(
+        model=file,
+        images=len(labels),
+        before=measure_fit(logits, labels, model.card.temperature),
+        after=measure_fit(logits, labels, temperature),
+        unreadable=unreadable,
+    )
 
 
-def write_temperature(place: Path, model: InferenceModel, logits: np.ndarray, labels: np.ndarray) -> float:
-    """Put the temperature that fits these logits into the card of the model file, and return it."""
-    value = temperature(torch.from_numpy(logits), torch.from_numpy(labels))
+def write_temperature(file: Path, model: InferenceModel, logits: np.ndarray, labels: np.ndarray) -> float:
+    """Fit the temperature on logits (N, classes) and labels int64 (N,), write it into the model's file, and return it.
+
+    Raises:
+        UserError: the file cannot be written.
+    """
+    fitted = temperature(torch.from_numpy(logits), torch.from_numpy(labels))
     try:
-        atomic_io.replace(place, with_seal(place.read_bytes(), replace(model.card, temperature=value).render()))
-        if place.name in integrity.sums(place.parent):  # a run's folder knows the checksum of its model
-            integrity.note(place.parent, {place.name: integrity.digest_of(place) or ""})
+        metadata = replace(model.card, temperature=fitted).render()
+        atomic_io.replace(file, with_seal(file.read_bytes(), metadata))
+        if file.name in integrity.sums(file.parent):  # a run's folder stores the checksum of its model
+            integrity.note(file.parent, {file.name: integrity.digest_of(file) or ""})
     except OSError as error:
-        raise UserError(f"{place}: it cannot be written ({atomic_io.reason(error)}); make it writable.") from error
-    return value
+        raise UserError(f"{file}: it cannot be written ({atomic_io.reason(error)}); make it writable.") from error
+    return fitted

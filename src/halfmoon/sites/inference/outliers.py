@@ -1,6 +1,7 @@
-"""Whether images look unlike those that a model knows: their distance, in its features, to images of a folder.
+"""Find images that do not resemble the images that a model was made for.
 
-The features of a person's images stay where they are: no model file has them.
+An image is an outlier if its distance, in the model's features, to the nearest images of a reference folder is large.
+The features of a person's images are not stored in any model file: the reference folder is needed each time.
 """
 
 from dataclasses import dataclass
@@ -14,54 +15,71 @@ from halfmoon.data.partition.primitives import stream
 from halfmoon.sites.inference.image_folder import list_images, read_batches
 from halfmoon.sites.inference.load import InferenceModel
 
-NEIGHBOR_RANK, MAX_REFERENCE_IMAGES, MIN_REFERENCE_IMAGES = 5, 1000, 40
-"""The neighbor that counts, and how many images of the folder are looked at, at most and at least."""
+NEIGHBOR_RANK = 5
+"""The distance to this neighbor counts; 1 is the nearest."""
 
-EXPECTED_OUTLIER_SHARE, FALSE_ALARM_PROBABILITY = 0.05, 0.001
-"""The share of a folder's own images that look unlike it, and the chance that a warning of many is a false alarm."""
+MAX_REFERENCE_IMAGES = 1000
+MIN_REFERENCE_IMAGES = 40
+
+EXPECTED_OUTLIER_SHARE = 0.05
+"""Share of the reference folder's images that are beyond the limit themselves."""
+
+FALSE_ALARM_PROBABILITY = 0.001
+"""Probability of a warning about images that do come from the reference folder."""
 
 
 @dataclass(frozen=True, eq=False)
 class ReferenceImages:
-    """Images that a model knows: features (n, F) of length one, and the distance beyond which others look unlike."""
+    """The images to compare with.
+
+    Attributes:
+        features: features of unit length, (n, F).
+        limit: the squared distance beyond which an image is an outlier.
+    """
 
     features: np.ndarray
     limit: float
 
     def find_outliers(self, features: np.ndarray) -> np.ndarray:
-        """Return which features (N, F) are further from their `NEAREST` neighbor than the limit, bool (N,)."""
-        return _distances(_unit(features), self.features, NEIGHBOR_RANK) > self.limit
+        """Find the images, by features (N, F), that are beyond the limit, bool (N,)."""
+        return _squared_distances(_normalize(features), self.features, NEIGHBOR_RANK) > self.limit
 
 
 def build_reference(model: InferenceModel, folder: Path) -> ReferenceImages:
-    """Return the images of a folder, at most `MOST` of them; raise UserError where there are too few.
+    """Compute the reference from at most `MAX_REFERENCE_IMAGES` images of a folder, drawn at random.
 
-    Each one's distance to the others gives the limit, which a share of `RATE` of them exceeds.
+    The limit is the distance, of a reference image to the others, that a share of `EXPECTED_OUTLIER_SHARE` exceeds.
+
+    Raises:
+        UserError: fewer than `MIN_REFERENCE_IMAGES` images can be read.
     """
-    paths = list_images(folder)
-    paths = [paths[n] for n in np.sort(stream(0, "known images").permutation(len(paths))[:MAX_REFERENCE_IMAGES])]
+    all_paths = list_images(folder)
+    drawn = np.sort(stream(0, "known images").permutation(len(all_paths))[:MAX_REFERENCE_IMAGES])
+    paths = [all_paths[row] for row in drawn]
     parts = [model.represent(batch.images)[1] for batch in read_batches(model, folder, paths) if len(batch.rows)]
     count = sum(map(len, parts))
     if count < MIN_REFERENCE_IMAGES:
         raise UserError(
-            f"{folder} has {count} images that can be read: to know what is unlike them takes {MIN_REFERENCE_IMAGES}."
+            f"{folder} has {count} images that can be read: finding images that do not resemble them needs "
+            f"{MIN_REFERENCE_IMAGES}."
         )
-    features = _unit(np.concatenate(parts))
-    own = np.sort(_distances(features, features, NEIGHBOR_RANK + 1))  # the nearest is the image itself
-    return ReferenceImages(
-        features, float(own[min(count, int(np.ceil((count + 1) * (1 - EXPECTED_OUTLIER_SHARE)))) - 1])
-    )
+    features = _normalize(np.concatenate(parts))
+    # The nearest neighbor of a reference image is the image itself, so the rank is one higher than for other images.
+    distances = np.sort(_squared_distances(features, features, NEIGHBOR_RANK + 1))
+    limit_rank = min(count, int(np.ceil((count + 1) * (1 - EXPECTED_OUTLIER_SHARE))))
+    return ReferenceImages(features, float(distances[limit_rank - 1]))
 
 
-def too_many_outliers(unlike: int, images: int) -> bool:
-    """Return whether so many images look unlike that they are no draw of the folder's own, by the binomial tail."""
-    return unlike > 0 and float(special.bdtrc(unlike - 1, images, EXPECTED_OUTLIER_SHARE)) < FALSE_ALARM_PROBABILITY
+def too_many_outliers(outliers: int, images: int) -> bool:
+    """Check whether this number of outliers is implausible for images of the reference folder (binomial tail)."""
+    return outliers > 0 and float(special.bdtrc(outliers - 1, images, EXPECTED_OUTLIER_SHARE)) < FALSE_ALARM_PROBABILITY
 
 
-def _unit(features: np.ndarray) -> np.ndarray:
+def _normalize(features: np.ndarray) -> np.ndarray:
     return features / np.maximum(np.linalg.norm(features, axis=1, keepdims=True), 1e-12)
 
 
-def _distances(points: np.ndarray, others: np.ndarray, nearest: int) -> np.ndarray:
-    """Return the squared distances (N,) of points (N, F) of length one to their nearest of others, by number from 1."""
-    return 2 - 2 * np.sort(points @ others.T, axis=1)[:, -nearest]
+def _squared_distances(points: np.ndarray, references: np.ndarray, rank: int) -> np.ndarray:
+    """Compute the squared distance of each point (N, F) to its neighbor of this rank, (N,); all have unit length."""
+    # |a - b|^2 = 2 - 2 a.b for vectors of unit length, so the nearest neighbors have the largest products.
+    return 2 - 2 * np.sort(points @ references.T, axis=1)[:, -rank]

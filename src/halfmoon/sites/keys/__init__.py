@@ -1,4 +1,4 @@
-"""Who may come into a federation: one folder with an authority, the server's certificate and the sites' keys."""
+"""Keys and certificates that admit the sites of a federation."""
 
 from halfmoon.sites.keys.key_folder import Access
 

@@ -1,7 +1,7 @@
-"""Keys and certificates: made, read, compared. The one module that needs the library cryptography.
+"""Create, read and compare keys and certificates. Only this module needs the library cryptography.
 
-All keys are on the curve P-384, which Flower, OpenSSH and every TLS library of today know. What sites and servers show
-each other is what `openssl` and `ssh-keygen` show, so that people can compare it over the telephone.
+All keys are on the curve P-384, which Flower, OpenSSH and current TLS libraries support. Fingerprints have the form of
+`openssl` and `ssh-keygen`, so that people can compare them over the telephone.
 """
 
 import base64
@@ -24,8 +24,10 @@ except ImportError as error:
         f"keys and certificates need the library cryptography, which is not installed: {install_command('flower')}."
     ) from error
 
-LOCAL_HOSTS = ("localhost", "127.0.0.1", "::1")  # programs on a server's own machine call it by these
-_CURVES = (ec.SECP256R1, ec.SECP384R1, ec.SECP521R1)  # those that both OpenSSH and Flower know
+LOCAL_HOSTS = ("localhost", "127.0.0.1", "::1")
+"""Names by which programs on the server's machine connect to it."""
+
+_CURVES = (ec.SECP256R1, ec.SECP384R1, ec.SECP521R1)  # supported by OpenSSH and Flower
 _NO_ENCRYPTION = serialization.NoEncryption()
 
 
@@ -38,77 +40,105 @@ class KeyPair:
 
 
 def create_authority(days: int, now: datetime) -> KeyPair:
-    """Return a new authority for so many days: it may sign certificates of servers, and no other authority."""
+    """Create an authority that is valid for `days`; it can sign certificates of servers, but no other authority."""
     key = ec.generate_private_key(ec.SECP384R1())
     serial = x509.random_serial_number()
-    name = _named(f"federation authority {serial:x}"[:40])
+    name = _common_name(f"federation authority {serial:x}"[:40])
     builder = _builder(name, name, key, serial, now, now + timedelta(days=days), ca=True)
     return KeyPair(_pem(key), builder.sign(key, hashes.SHA384()).public_bytes(serialization.Encoding.PEM))
 
 
 def create_server_certificate(issuer: KeyPair, hosts: Sequence[str], days: int, now: datetime) -> KeyPair:
-    """Return a server's key and certificate for these names; raise UserError where the authority has run out."""
-    above = x509.load_pem_x509_certificate(issuer.certificate)
-    if above.not_valid_after_utc <= now:
+    """Create a server's key and certificate.
+
+    Args:
+        issuer: the authority.
+        hosts: names and addresses of the server; `LOCAL_HOSTS` are added.
+        days: the validity, which is limited by that of the authority.
+        now: the beginning of the validity.
+
+    Raises:
+        UserError: the authority has expired.
+    """
+    issuer_certificate = x509.load_pem_x509_certificate(issuer.certificate)
+    if issuer_certificate.not_valid_after_utc <= now:
         raise UserError(
-            "the authority has run out, and what it signs is worth nothing: make a new one with "
+            "the authority has expired, and certificates that it signs are invalid: make a new one with "
             "halfmoon federation rotate FOLDER --ca."
         )
-    signer = _loaded(issuer.key)
+    issuer_key = _load_private_key(issuer.key)
     key = ec.generate_private_key(ec.SECP384R1())
-    end = min(now + timedelta(days=days), above.not_valid_after_utc)
-    names = [_alternative(host) for host in dict.fromkeys([*hosts, *LOCAL_HOSTS])]
+    end = min(now + timedelta(days=days), issuer_certificate.not_valid_after_utc)
+    names = [_alternative_name(host) for host in dict.fromkeys([*hosts, *LOCAL_HOSTS])]
     serial = x509.random_serial_number()
-    builder = _builder(above.subject, _named("federation server"), key, serial, now, end, ca=False)
+    builder = _builder(issuer_certificate.subject, _common_name("federation server"), key, serial, now, end, ca=False)
     builder = builder.add_extension(x509.ExtendedKeyUsage([ExtendedKeyUsageOID.SERVER_AUTH]), critical=False)
     builder = builder.add_extension(x509.SubjectAlternativeName(names), critical=False)
-    signer_key = x509.AuthorityKeyIdentifier.from_issuer_public_key(signer.public_key())
-    builder = builder.add_extension(signer_key, critical=False)
-    return KeyPair(_pem(key), builder.sign(signer, hashes.SHA384()).public_bytes(serialization.Encoding.PEM))
+    authority_id = x509.AuthorityKeyIdentifier.from_issuer_public_key(issuer_key.public_key())
+    builder = builder.add_extension(authority_id, critical=False)
+    return KeyPair(_pem(key), builder.sign(issuer_key, hashes.SHA384()).public_bytes(serialization.Encoding.PEM))
 
 
 def create_site_key(name: str) -> tuple[bytes, bytes]:
-    """Return a new private key in OpenSSH's format, as a SuperNode reads it, and the line with its public half."""
+    """Create a site's private key in OpenSSH's format, as a SuperNode reads it, and the line of its public key."""
     key = ec.generate_private_key(ec.SECP384R1())
     private = key.private_bytes(serialization.Encoding.PEM, serialization.PrivateFormat.OpenSSH, _NO_ENCRYPTION)
-    return private, _line(key.public_key(), name)
+    return private, _public_key_line(key.public_key(), name)
 
 
 def parse_public_key(data: bytes, source: str, name: str) -> bytes:
-    """Return the line of a public key with the site's name; raise UserError for any other key."""
+    """Read a public key in OpenSSH's format.
+
+    Args:
+        data: the content of the file.
+        source: the file, for messages.
+        name: the site's name, which becomes the comment of the key.
+
+    Returns:
+        The line of the key.
+
+    Raises:
+        UserError: it is no public key, or of an unsupported type.
+    """
     if b"PRIVATE KEY-----" in data:
-        raise UserError(f"{source} is a private key, which no one but its site may have: give the file NAME.pub.")
-    words = "it must be the line that ssh-keygen -t ecdsa -b 384 writes into NAME.pub"
+        raise UserError(f"{source} is a private key, which only its site may have: give the file NAME.pub.")
+    expected = "it must be the line that ssh-keygen -t ecdsa -b 384 writes into NAME.pub"
     try:
         key = serialization.load_ssh_public_key(data.strip())
     except (ValueError, UnsupportedAlgorithm) as error:
-        raise UserError(f"{source} is no public key in OpenSSH's format: {words}.") from error
+        raise UserError(f"{source} is no public key in OpenSSH's format: {expected}.") from error
     if not isinstance(key, ec.EllipticCurvePublicKey) or not isinstance(key.curve, _CURVES):
-        raise UserError(f"{source} is a public key of a kind that Flower does not take: {words}.")
-    return _line(key, name)
+        raise UserError(f"{source} is a public key of a type that Flower does not support: {expected}.")
+    return _public_key_line(key, name)
 
 
 def key_fingerprint(line: bytes) -> str:
-    """Return the fingerprint of a public key's line as `ssh-keygen -l` shows it; raise UserError where it is none."""
+    """Compute the fingerprint of a public key's line, as `ssh-keygen -l` does; raise UserError for an invalid line."""
     try:
-        blob = base64.b64decode(line.split()[1], validate=True)
+        key_bytes = base64.b64decode(line.split()[1], validate=True)
     except (IndexError, ValueError) as error:
         raise UserError("this is no public key in OpenSSH's format.") from error
-    return f"SHA256:{base64.b64encode(hashlib.sha256(blob).digest()).decode().rstrip('=')}"
+    return f"SHA256:{base64.b64encode(hashlib.sha256(key_bytes).digest()).decode().rstrip('=')}"
 
 
 def certificate_fingerprint(certificate: bytes) -> str:
-    """Return the fingerprint of a certificate as `openssl x509 -fingerprint -sha256` shows it; raise ValueError."""
+    """Compute the fingerprint of a certificate, as `openssl x509 -fingerprint -sha256` does.
+
+    Raises:
+        ValueError: the certificate is invalid.
+    """
     return x509.load_pem_x509_certificate(certificate).fingerprint(hashes.SHA256()).hex(":").upper()
 
 
 def validity_period(certificate: bytes) -> tuple[datetime, datetime]:
-    read = x509.load_pem_x509_certificate(certificate)
-    return read.not_valid_before_utc, read.not_valid_after_utc
+    """Return the beginning and the end of a certificate's validity."""
+    parsed = x509.load_pem_x509_certificate(certificate)
+    return parsed.not_valid_before_utc, parsed.not_valid_after_utc
 
 
 def key_matches(key: bytes, certificate: bytes) -> bool:
-    return _loaded(key).public_key() == x509.load_pem_x509_certificate(certificate).public_key()
+    """Check whether a certificate belongs to a private key."""
+    return _load_private_key(key).public_key() == x509.load_pem_x509_certificate(certificate).public_key()
 
 
 def _builder(
@@ -120,21 +150,31 @@ def _builder(
     end: datetime,
     ca: bool,
 ) -> x509.CertificateBuilder:
-    """Return a certificate that signs others (`ca`), or that shows who somebody is."""
-    begin = now - timedelta(hours=1)  # sites whose clocks are slow believe a new certificate too
+    """Build an unsigned certificate of an authority (`ca`) or a server."""
+    begin = now - timedelta(hours=1)  # sites whose clocks are slow accept a new certificate, too
     builder = x509.CertificateBuilder().issuer_name(issuer).subject_name(subject).public_key(key.public_key())
     builder = builder.serial_number(serial).not_valid_before(begin).not_valid_after(end)
     builder = builder.add_extension(x509.SubjectKeyIdentifier.from_public_key(key.public_key()), critical=False)
     builder = builder.add_extension(x509.BasicConstraints(ca=ca, path_length=0 if ca else None), critical=True)
-    usage = x509.KeyUsage(not ca, False, False, False, False, ca, False, False, False)
+    usage = x509.KeyUsage(
+        digital_signature=not ca,
+        content_commitment=False,
+        key_encipherment=False,
+        data_encipherment=False,
+        key_agreement=False,
+        key_cert_sign=ca,
+        crl_sign=False,
+        encipher_only=False,
+        decipher_only=False,
+    )
     return builder.add_extension(usage, critical=True)
 
 
-def _named(words: str) -> x509.Name:
-    return x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, words)])
+def _common_name(name: str) -> x509.Name:
+    return x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)])
 
 
-def _alternative(host: str) -> x509.GeneralName:
+def _alternative_name(host: str) -> x509.GeneralName:
     try:
         return x509.IPAddress(ip_address(host))
     except ValueError:
@@ -145,13 +185,13 @@ def _pem(key: ec.EllipticCurvePrivateKey) -> bytes:
     return key.private_bytes(serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, _NO_ENCRYPTION)
 
 
-def _loaded(key: bytes) -> ec.EllipticCurvePrivateKey:
-    read = serialization.load_pem_private_key(key, None)
-    if not isinstance(read, ec.EllipticCurvePrivateKey):
+def _load_private_key(key: bytes) -> ec.EllipticCurvePrivateKey:
+    parsed = serialization.load_pem_private_key(key, None)
+    if not isinstance(parsed, ec.EllipticCurvePrivateKey):
         raise ValueError("a key that is not on an elliptic curve")
-    return read
+    return parsed
 
 
-def _line(key: ec.EllipticCurvePublicKey, name: str) -> bytes:
+def _public_key_line(key: ec.EllipticCurvePublicKey, name: str) -> bytes:
     line = key.public_bytes(serialization.Encoding.OpenSSH, serialization.PublicFormat.OpenSSH)
     return line + f" {name}\n".encode()

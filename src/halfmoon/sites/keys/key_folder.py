@@ -1,4 +1,9 @@
-"""The folder that says who may come in: what lies where, its record, and what is wrong with it."""
+"""The folder of a federation's keys: its files, its record access.json, and checks of both.
+
+The record lists the sites that may join and the fingerprints of their keys. Changes are atomic: files are first written
+to a subfolder `.next`, which is renamed to `.ready` when it is complete; only then are they moved to their locations. A
+process that is killed in between leaves either nothing or a `.ready` folder, which the next process finishes.
+"""
 
 import json
 import os
@@ -18,74 +23,101 @@ from halfmoon.sites.keys import paths
 from halfmoon.sites.keys.paths import LOCK_FILE, RECORD_FILE
 from halfmoon.storage import atomic_io, locks
 
-LOCK_TIMEOUT_SECONDS = 10.0  # seconds that the lock is waited for; whoever has it needs it for less than one
+LOCK_TIMEOUT_SECONDS = 10.0
+"""Time to wait for the folder's lock; a process holds it for less than a second."""
 
-_NEXT, _PENDING, _BORN, _GONE = ".next", ".ready", ".partial-", ".gone"
+_INCOMPLETE_CHANGE = ".next"
+_COMPLETE_CHANGE = ".ready"
+_INCOMPLETE_FOLDER = ".partial-"
+
+_DELETED_FILES = ".gone"
+"""Lists, in the folder of a change, the files to delete."""
 
 
 @dataclass(frozen=True)
 class FileContent:
-    """What a file holds; a private one is for its owner alone."""
+    """The content of a file; a private file is readable by its owner only."""
 
     data: bytes
     private: bool = False
 
 
 def create_folder(folder: Path, files: Mapping[str, FileContent]) -> None:
-    """Make a folder with these files, whole or not at all; raise UserError where something is there already."""
+    """Create a folder with these files, completely or not at all.
+
+    Args:
+        folder: the folder, which must be empty or not exist.
+        files: contents by path relative to `folder`.
+
+    Raises:
+        UserError: the folder exists or cannot be created.
+    """
     if folder.is_symlink() or (folder.exists() and not folder.is_dir()) or (folder.is_dir() and any(folder.iterdir())):
-        raise UserError(f"{folder} is there already: name a new folder, or delete that one if nobody needs it.")
+        raise UserError(f"{folder} is there already: name a new folder, or delete that one if it is not needed.")
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
-        _clear(folder)
-        born = Path(mkdtemp(prefix=f".{folder.name}{_BORN}", dir=folder.parent))
+        _delete_incomplete_folders(folder)
+        incomplete = Path(mkdtemp(prefix=f".{folder.name}{_INCOMPLETE_FOLDER}", dir=folder.parent))
         try:
-            with locks.hold(born / LOCK_FILE) as lock:
-                _write(born, files)
-                os.replace(born, folder)
-                if lock.owner is not None:  # it has moved along, and says that somebody is at work
+            with locks.hold(incomplete / LOCK_FILE) as lock:
+                _write_files(incomplete, files)
+                os.replace(incomplete, folder)
+                if lock.owner is not None:  # the lock's file of its owner was renamed with the folder
                     (folder / lock.owner.name).unlink(missing_ok=True)
         except BaseException:
-            shutil.rmtree(born, ignore_errors=True)
+            shutil.rmtree(incomplete, ignore_errors=True)
             raise
         atomic_io.sync_folder(folder.parent)
     except OSError as error:
-        raise UserError(f"{folder} cannot be made ({atomic_io.reason(error)}); choose another folder.") from error
+        raise UserError(f"{folder} cannot be created ({atomic_io.reason(error)}); choose another folder.") from error
 
 
-def apply_changes(folder: Path, files: Mapping[str, FileContent], gone: Sequence[str] = ()) -> None:
-    """Put files into a locked folder and delete others: all or none."""
-    os.mkdir(folder / _NEXT, 0o700)
-    _write(folder / _NEXT, {**files, _GONE: FileContent(json.dumps(list(gone)).encode())})
-    os.replace(folder / _NEXT, folder / _PENDING)
+def apply_changes(folder: Path, files: Mapping[str, FileContent], deleted: Sequence[str] = ()) -> None:
+    """Write files into a locked folder and delete others, all or none.
+
+    Args:
+        folder: the folder, whose lock the caller holds.
+        files: contents by path relative to `folder`.
+        deleted: files to delete, relative to `folder`.
+    """
+    os.mkdir(folder / _INCOMPLETE_CHANGE, 0o700)
+    deleted_list = FileContent(json.dumps(list(deleted)).encode())
+    _write_files(folder / _INCOMPLETE_CHANGE, {**files, _DELETED_FILES: deleted_list})
+    os.replace(folder / _INCOMPLETE_CHANGE, folder / _COMPLETE_CHANGE)
     atomic_io.sync_folder(folder)
     finish_changes(folder)
 
 
 def finish_changes(folder: Path) -> None:
-    """Put into place what a change in a locked folder has left to do; clear away what never counted."""
-    pending = folder / _PENDING
-    if (folder / _NEXT).exists():
-        shutil.rmtree(folder / _NEXT)
-    if not pending.is_dir():
+    """Finish a complete change of a locked folder, and discard an incomplete one."""
+    change = folder / _COMPLETE_CHANGE
+    if (folder / _INCOMPLETE_CHANGE).exists():
+        shutil.rmtree(folder / _INCOMPLETE_CHANGE)
+    if not change.is_dir():
         return
-    gone = json.loads((pending / _GONE).read_bytes())
-    paths = [path.relative_to(pending) for path in pending.rglob("*") if path.is_file() and path.name != _GONE]
-    for path in sorted(paths, key=lambda each: (each == Path(RECORD_FILE), each)):
-        _folders(folder, path.parent)
-        os.replace(pending / path, folder / path)
+    deleted = json.loads((change / _DELETED_FILES).read_bytes())
+    files = [path.relative_to(change) for path in change.rglob("*") if path.is_file() and path.name != _DELETED_FILES]
+    # The record is moved last: servers look for changes of the record, and then expect the other files.
+    for path in sorted(files, key=lambda path: (path == Path(RECORD_FILE), path)):
+        _create_parents(folder, path.parent)
+        os.replace(change / path, folder / path)
         atomic_io.sync_folder((folder / path).parent)
-    for name in gone:
+    for name in deleted:
         (folder / name).unlink(missing_ok=True)
-        with suppress(OSError):  # something else lies there
+        with suppress(OSError):  # the folder is not empty
             (folder / name).parent.rmdir()
-    os.replace(pending, folder / _NEXT)  # it is done, however far the next line comes
-    shutil.rmtree(folder / _NEXT)
+    # After this rename the change counts as done, even if deleting its folder is interrupted.
+    os.replace(change, folder / _INCOMPLETE_CHANGE)
+    shutil.rmtree(folder / _INCOMPLETE_CHANGE)
 
 
 @contextmanager
 def lock_folder(folder: Path) -> Iterator[None]:
-    """Hold the folder's lock and finish what was left; raise UserError where it cannot be had or used."""
+    """Hold the folder's lock, after finishing a change that was interrupted.
+
+    Raises:
+        UserError: another process holds the lock, or the folder cannot be used.
+    """
     try:
         with locks.hold(folder / LOCK_FILE, LOCK_TIMEOUT_SECONDS):
             finish_changes(folder)
@@ -95,44 +127,62 @@ def lock_folder(folder: Path) -> Iterator[None]:
             f"{folder} is being changed by another process: try again when that is done ({atomic_io.reason(error)})."
         ) from error
     except OSError as error:
-        raise UserError(f"{error.filename or folder} cannot be used ({atomic_io.reason(error)}); mend that.") from error
+        raise UserError(
+            f"{error.filename or folder} cannot be used ({atomic_io.reason(error)}); resolve that."
+        ) from error
 
 
-def _clear(folder: Path) -> None:
-    """Delete what was left by those who were killed while they made this folder."""
-    for left in folder.parent.glob(f".{folder.name}{_BORN}*"):
+def _delete_incomplete_folders(folder: Path) -> None:
+    """Delete the remains of processes that were killed while they created this folder."""
+    for remains in folder.parent.glob(f".{folder.name}{_INCOMPLETE_FOLDER}*"):
         try:
-            with locks.hold(left / LOCK_FILE):
-                shutil.rmtree(left)
+            with locks.hold(remains / LOCK_FILE):
+                shutil.rmtree(remains)
         except locks.Conflict:
-            continue  # it is being made right now
+            continue  # another process is creating it now
 
 
-def _write(root: Path, files: Mapping[str, FileContent]) -> None:
+def _write_files(root: Path, files: Mapping[str, FileContent]) -> None:
     for name, file in files.items():
-        _folders(root, Path(name).parent)
+        _create_parents(root, Path(name).parent)
         mode = 0o600 if file.private else 0o644
         with atomic_io.opened(root / name, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode) as handle:
             atomic_io.write_all(handle, file.data)
             os.fsync(handle)
 
 
-def _folders(root: Path, path: Path) -> None:
-    for part in [*reversed(path.parents), path]:
-        (root / part).mkdir(mode=0o700, exist_ok=True)
+def _create_parents(root: Path, path: Path) -> None:
+    for folder in [*reversed(path.parents), path]:
+        (root / folder).mkdir(mode=0o700, exist_ok=True)
 
 
-DEFAULT_CERTIFICATE_DAYS, DEFAULT_PORT, DEFAULT_LISTEN_PORT = 365, 9092, 9443
-"""How long a server's certificate is valid, and the ports, where nothing else is said."""
-AUTHORITY_DAYS = 3650  # how long an authority is valid; what it signs never outlives it
+DEFAULT_CERTIFICATE_DAYS = 365
+"""Validity of a server's certificate."""
+
+DEFAULT_PORT = 9092
+"""Port of the SuperLink, on the server's machine only."""
+
+DEFAULT_LISTEN_PORT = 9443
+"""Port of the proxy, which sites connect to."""
+
+AUTHORITY_DAYS = 3650
+"""Validity of an authority; the certificates that it signs are never valid for longer."""
+
 SCHEMA = 1
 
-MADE_HERE, MADE_AT_SITE = "here", "at the site"  # where a site's key was made
+MADE_HERE = "here"
+MADE_AT_SITE = "at the site"
 
 
 @dataclass(frozen=True)
 class SiteKeys:
-    """A site that may come in: its key's fingerprint, since when, and where the key was made."""
+    """A site that may join; the attributes are keys of access.json.
+
+    Attributes:
+        fingerprint: of the site's public key.
+        since: the time of the change, UTC.
+        made: `MADE_HERE` or `MADE_AT_SITE`, the location where the private key was created.
+    """
 
     fingerprint: str
     since: str
@@ -141,22 +191,41 @@ class SiteKeys:
 
 @dataclass(frozen=True)
 class RefusedKey:
-    """A key that may not come in any more, and never again under any name."""
+    """A key that is never accepted again, under any name; the attributes are keys of access.json.
+
+    Attributes:
+        name: the site's name.
+        fingerprint: of the site's public key.
+        since: the time of the change, UTC.
+        why: "removed" or "replaced".
+    """
 
     name: str
     fingerprint: str
     since: str
-    why: str  # removed or replaced
+    why: str
 
 
 @dataclass(frozen=True)
 class AccessRecord:
-    """What access.json holds: how the server is reached, the certificates' fingerprints, the sites, refused keys."""
+    """The contents of access.json; the attributes are its keys.
+
+    Attributes:
+        hosts: names and addresses of the server.
+        port: the SuperLink's port, on the server's machine only.
+        listen: the proxy's port, which sites connect to.
+        days: validity of the server's certificate.
+        authority: fingerprint of the authority's certificate.
+        certificate: fingerprint of the server's certificate.
+        sites: the sites that may join, by name.
+        refused: keys that are never accepted again.
+        schema: the version of the format.
+    """
 
     hosts: tuple[str, ...]
-    port: int  # of the SuperLink, on this machine alone
-    listen: int  # of the proxy, for everybody
-    days: int  # of a server's certificate
+    port: int
+    listen: int
+    days: int
     authority: str
     certificate: str
     sites: dict[str, SiteKeys]
@@ -164,19 +233,29 @@ class AccessRecord:
     schema: int = SCHEMA
 
     def file(self) -> FileContent:
+        """Render access.json."""
         return FileContent(atomic_io.render(asdict(self)))
 
     @property
     def address(self) -> str:
+        """Return HOST:PORT that sites connect to."""
         host = self.hosts[0] if self.hosts else "localhost"
         return f"[{host}]:{self.listen}" if ":" in host else f"{host}:{self.listen}"
 
 
 @dataclass(frozen=True)
 class CertificateValidity:
-    """How long a certificate is valid; `remedy` is the flag of `halfmoon federation rotate` that makes a new one."""
+    """The validity of a certificate.
 
-    what: str
+    Attributes:
+        certificate: its name in messages.
+        fingerprint: its fingerprint.
+        begin: the beginning of its validity.
+        end: the end of its validity.
+        remedy: the flag of `halfmoon federation rotate` that makes a new one.
+    """
+
+    certificate: str
     fingerprint: str
     begin: datetime
     end: datetime
@@ -185,7 +264,16 @@ class CertificateValidity:
 
 @dataclass(frozen=True)
 class Access:
-    """Who may come in: the server's TLS files and port, and the public key of each site by name."""
+    """The files that a server needs to admit sites.
+
+    Attributes:
+        folder: the folder of keys.
+        ca: the authority's certificate.
+        certificate: the server's certificate.
+        key: the server's private key.
+        port: the SuperLink's port.
+        sites: the file of each site's public key, by name.
+    """
 
     folder: Path
     ca: Path
@@ -196,10 +284,14 @@ class Access:
 
     @classmethod
     def open(cls, folder: Path) -> "Access":
-        """Return what a folder says; raise UserError where it is none, damaged, or its keys are open to others."""
+        """Read and check a folder of keys.
+
+        Raises:
+            UserError: the folder is no folder of keys, is damaged, or other users can read its private keys.
+        """
         folder = folder.absolute()
         with open_record(folder) as record:
-            _check(folder, record)
+            _check_folder(folder, record)
         return cls(
             folder,
             ca=folder / paths.CA,
@@ -210,76 +302,71 @@ class Access:
         )
 
     def stamp(self) -> tuple[int, ...]:
-        """Return what changes whenever the folder's record does; () where it is gone."""
+        """Return a value that changes with every change of the folder's record; () if it is missing."""
         try:
-            now = (self.folder / paths.RECORD_FILE).stat()
+            status = (self.folder / paths.RECORD_FILE).stat()
         except OSError:
             return ()
-        return now.st_ino, now.st_mtime_ns, now.st_size
+        return status.st_ino, status.st_mtime_ns, status.st_size
 
-    def terms(self) -> list[CertificateValidity]:
-        """Return how long the certificates are valid; raise UserError where they cannot be read."""
+    def certificate_validity(self) -> list[CertificateValidity]:
+        """Read the validity of the authority's and the server's certificate; raise UserError if one is damaged."""
         from halfmoon.sites.keys import certificates
 
-        terms = []
-        for what, path, remedy in (
+        validities = []
+        for name, path, remedy in (
             ("the authority's certificate", self.ca, "--ca"),
             ("the server's certificate", self.certificate, "--server"),
         ):
-            data = _bytes(path)
+            data = _read_required(path)
             try:
-                terms.append(
-                    CertificateValidity(
-                        what, certificates.certificate_fingerprint(data), *certificates.validity_period(data), remedy
-                    )
-                )
+                begin, end = certificates.validity_period(data)
+                fingerprint = certificates.certificate_fingerprint(data)
             except ValueError as error:
                 raise UserError(f"{path} cannot be read ({error}): restore it from a copy.") from error
-        return terms
+            validities.append(CertificateValidity(name, fingerprint, begin, end, remedy))
+        return validities
 
     def warnings(self, now: datetime | None = None) -> list[str]:
-        """Return a sentence for each certificate that has run out, will within a month, or is not valid yet."""
+        """Describe each certificate that has expired, expires within 30 days, or is not valid yet."""
         now = now or datetime.now(UTC)
         sentences = []
-        for term in self.terms():
-            order = f"halfmoon federation rotate {self.folder} {term.remedy}"
-            if term.end <= now:
-                sentences.append(
-                    f"{term.what} {describe_time_until(term.end, now)}, and no site can come in: run {order}."
-                )
-            elif term.end - now <= timedelta(days=30):
-                sentences.append(f"{term.what} runs out {describe_time_until(term.end, now)}: run {order} before.")
-            if term.begin > now:
-                sentences.append(
-                    f"{term.what} is not valid before {term.begin:%Y-%m-%d %H:%M} UTC: look at this clock."
-                )
+        for validity in self.certificate_validity():
+            name = validity.certificate
+            command = f"halfmoon federation rotate {self.folder} {validity.remedy}"
+            time_until_end = describe_time_until(validity.end, now)
+            if validity.end <= now:
+                sentences.append(f"{name} {time_until_end}, and no site can come in: run {command}.")
+            elif validity.end - now <= timedelta(days=30):
+                sentences.append(f"{name} runs out {time_until_end}: run {command} before.")
+            if validity.begin > now:
+                sentences.append(f"{name} is not valid before {validity.begin:%Y-%m-%d %H:%M} UTC: check this clock.")
         return sentences
 
 
 def describe_time_until(end: datetime, now: datetime) -> str:
-    """Return in words how far away a moment is: "in 34 days", "EXPIRED 3 days ago"."""
+    """Describe the time until a moment: "in 34 days", "EXPIRED 3 days ago"."""
     hours = abs(end - now) // timedelta(hours=1)
     count, unit = (hours // 24, "day") if hours >= 24 else (hours, "hour")
-    words = f"{count} {unit}{'' if count == 1 else 's'}" if count else "less than an hour"
-    return f"in {words}" if end > now else f"EXPIRED {words} ago"
+    duration = f"{count} {unit}{'' if count == 1 else 's'}" if count else "less than an hour"
+    return f"in {duration}" if end > now else f"EXPIRED {duration} ago"
 
 
 @contextmanager
 def open_record(folder: Path) -> Iterator[AccessRecord]:
-    """Give the record of a folder, which nobody changes meanwhile; raise UserError where there is none."""
-    if not folder.is_dir() or not any(
-        (folder / name).exists() for name in (paths.RECORD_FILE, paths.CA, paths.CERTIFICATE)
-    ):
+    """Read the record of a folder, and hold the folder's lock meanwhile; raise UserError if there is none."""
+    expected = (paths.RECORD_FILE, paths.CA, paths.CERTIFICATE)
+    if not folder.is_dir() or not any((folder / name).exists() for name in expected):
         raise UserError(f"{folder} is no folder of keys: make one with halfmoon federation init {folder}.")
     with lock_folder(folder):
-        yield _record(folder)
+        yield _read_record(folder)
 
 
-def _record(folder: Path) -> AccessRecord:
+def _read_record(folder: Path) -> AccessRecord:
     path = folder / paths.RECORD_FILE
     data = atomic_io.read(path)
     if data is None:
-        raise UserError(f"{path} is missing: restore it from a copy; without it nobody knows which sites may come in.")
+        raise UserError(f"{path} is missing: restore it from a copy; it lists the sites that may join.")
     try:
         record = TypeAdapter(AccessRecord).validate_json(data, strict=True)
     except ValidationError as error:
@@ -287,9 +374,9 @@ def _record(folder: Path) -> AccessRecord:
         if isinstance(schema, int) and schema > SCHEMA:
             raise UserError(f"{path} was written by a newer halfmoon: update the one on this machine.") from error
         first = error.errors()[0]
-        where = ".".join(map(str, first["loc"])) or "the whole"
-        raise UserError(f"{path} is damaged ({where}: {first['msg']}): restore it from a copy.") from error
-    for name in [*record.sites, *(each.name for each in record.refused)]:
+        location = ".".join(map(str, first["loc"])) or "the file"
+        raise UserError(f"{path} is damaged ({location}: {first['msg']}): restore it from a copy.") from error
+    for name in [*record.sites, *(key.name for key in record.refused)]:
         if not SITE_NAME.fullmatch(name):
             raise UserError(f"{path} is damaged ({name!r} is no name of a site): restore it from a copy.")
     if record.schema != SCHEMA:
@@ -297,7 +384,8 @@ def _record(folder: Path) -> AccessRecord:
     return record
 
 
-def _check(folder: Path, record: AccessRecord) -> None:
+def _check_folder(folder: Path, record: AccessRecord) -> None:
+    """Raise UserError if files are missing, damaged or do not match the record, or if permissions are unsafe."""
     from halfmoon.sites.keys import certificates
 
     for name in (paths.CA_KEY, paths.KEY, *map(paths.private_key_path, record.sites)):
@@ -306,31 +394,33 @@ def _check(folder: Path, record: AccessRecord) -> None:
         _check_not_writable(folder / name)
     for name in record.sites:
         _check_not_writable(folder / paths.public_key_path(name))
-    authority, certificate, key = (_bytes(folder / name) for name in (paths.CA, paths.CERTIFICATE, paths.KEY))
+    authority = _read_required(folder / paths.CA)
+    certificate = _read_required(folder / paths.CERTIFICATE)
+    key = _read_required(folder / paths.KEY)
     try:
         if certificates.certificate_fingerprint(authority) != record.authority:
             raise UserError(
-                f"{folder / paths.CA} is another one than {paths.RECORD_FILE} says: restore it from a copy."
+                f"{folder / paths.CA} is not the certificate in {paths.RECORD_FILE}: restore it from a copy."
             )
-        whole = certificates.certificate_fingerprint(certificate) == record.certificate and certificates.key_matches(
-            key, certificate
-        )
+        is_recorded = certificates.certificate_fingerprint(certificate) == record.certificate
+        is_valid_pair = is_recorded and certificates.key_matches(key, certificate)
     except ValueError as error:
         raise UserError(f"{folder}: its certificates cannot be read ({error}): restore them from a copy.") from error
-    if not whole:
-        order = f"halfmoon federation rotate {folder} --server"
+    if not is_valid_pair:
+        command = f"halfmoon federation rotate {folder} --server"
         raise UserError(
-            f"{folder / paths.KEY} and {paths.CERTIFICATE} are not those of {paths.RECORD_FILE}: make new ones with {order}."
+            f"{folder / paths.KEY} and {paths.CERTIFICATE} are not those of {paths.RECORD_FILE}: make new ones with "
+            f"{command}."
         )
     for name, site in record.sites.items():
         path = folder / paths.public_key_path(name)
-        if certificates.key_fingerprint(_bytes(path)) != site.fingerprint:
+        if certificates.key_fingerprint(_read_required(path)) != site.fingerprint:
             raise UserError(
-                f"{path} is another key than {paths.RECORD_FILE} says: restore it from a copy, or remove the site."
+                f"{path} is not the key in {paths.RECORD_FILE}: restore it from a copy, or remove the site."
             )
 
 
-def _bytes(path: Path) -> bytes:
+def _read_required(path: Path) -> bytes:
     data = atomic_io.read(path)
     if data is None:
         raise UserError(f"{path} is missing: restore it from a copy.")
@@ -338,14 +428,14 @@ def _bytes(path: Path) -> bytes:
 
 
 def check_permissions(path: Path) -> None:
-    """Raise UserError where a private file is there and somebody else can read or change it."""
+    """Raise UserError if a private file exists and other users can read or change it."""
     if os.name == "posix" and path.exists() and path.stat().st_mode & 0o077:
         raise UserError(
-            f"{path} is open to other users of this machine: run chmod 600 {path}, and where anyone else may have "
+            f"{path} is open to other users of this machine: run chmod 600 {path}, and if another person may have "
             "read it, replace it with halfmoon federation rotate."
         )
 
 
 def _check_not_writable(path: Path) -> None:
     if os.name == "posix" and path.exists() and path.stat().st_mode & 0o022:
-        raise UserError(f"{path} can be changed by other users of this machine: run chmod go-w {path}, and look at it.")
+        raise UserError(f"{path} can be changed by other users of this machine: run chmod go-w {path}, and check it.")

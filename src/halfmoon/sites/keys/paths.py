@@ -1,19 +1,32 @@
-"""What lies where in the folder that says who may come in."""
+"""Paths of the files in a folder of keys, relative to the folder."""
 
-RECORD_FILE, LOCK_FILE = "access.json", ".lock"
-CA, CA_KEY = "ca.crt", "ca/ca.key"
-CERTIFICATE, KEY = "server/server.crt", "server/server.key"
+RECORD_FILE = "access.json"
+LOCK_FILE = ".lock"
+
+CA = "ca.crt"
+CA_KEY = "ca/ca.key"
+CERTIFICATE = "server/server.crt"
+KEY = "server/server.key"
+
 SITE_KEYS = "sites.pub"
-JOIN, SUPERLINK, PROXY, LOGS = "join.txt", "superlink.txt", "nginx.conf", "nginx"
+"""Public keys of all sites."""
+
+JOIN = "join.txt"
+SUPERLINK = "superlink.txt"
+PROXY = "nginx.conf"
+LOGS = "nginx"
 
 
 def site_path(name: str, file: str = "") -> str:
+    """Return the path of a site's folder, or of a file in it."""
     return f"sites/{name}/{file}"
 
 
 def private_key_path(name: str) -> str:
+    """Return the path of a site's private key."""
     return site_path(name, f"{name}.key")
 
 
 def public_key_path(name: str) -> str:
+    """Return the path of a site's public key."""
     return site_path(name, f"{name}.pub")
