@@ -295,9 +295,9 @@ def _find_missing_classes(site: SiteFolder, class_counts: Mapping[str, int], lab
     return findings
 
 
-def _usable_methods(labeled: bool) -> dict[Place, tuple[str, ...]]:
+def _usable_methods(labeled: bool) -> dict[LabelLocation, tuple[str, ...]]:
     """List the methods that a site with or without labels can serve, by the location of labels."""
     from halfmoon.methods import registry  # imports torch, which is slow
 
-    locations: tuple[Place, ...] = ("clients", "some") if labeled else ("some", "server")
+    locations: tuple[LabelLocation, ...] = ("clients", "some") if labeled else ("some", "server")
     return {location: tuple(registry.names_at(location)) for location in locations}

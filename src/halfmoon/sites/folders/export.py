@@ -152,7 +152,7 @@ def clients_by_folder(split: Split) -> dict[str, int]:
     return clients
 
 
-def find_labels_at(split: Split) -> Place:
+def find_labels_at(split: Split) -> LabelLocation:
     """Determine the location of a split's labels: "server", all "clients", or "some" clients."""
     if split.rows(SERVER, True).size:
         return "server"
