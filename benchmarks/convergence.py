@@ -39,7 +39,7 @@ from halfmoon.engine.loop import initial_model
 from halfmoon.engine.runtime import RuntimeSettings
 from halfmoon.engine.simulation import Simulation
 from halfmoon.methods.feddure import PAPER
-from halfmoon.methods.fine_regulator import weigh
+from halfmoon.methods.fine_regulator import instance_weights
 from halfmoon.runs.budgets import budget
 from halfmoon.runs.factory import batch_rules, method, problem
 
@@ -115,7 +115,7 @@ class Measured:
 
             def taught(phi: Tree, theta: Tree, u: torch.Tensor = u, regulator: Tree = regulator) -> torch.Tensor:
                 soft, z = network.train(theta, u)[0].softmax(-1), network.train(phi, u)[0]
-                return (weigh(regulator, z, "logits") * -(soft * z.log_softmax(-1)).sum(-1)).mean()
+                return (instance_weights(regulator, z, "logits") * -(soft * z.log_softmax(-1)).sum(-1)).mean()
 
             def loss(theta: Tree, x: torch.Tensor = x, y: torch.Tensor = local.y) -> torch.Tensor:
                 return torch.nn.functional.cross_entropy(network.train(theta, x)[0], y)

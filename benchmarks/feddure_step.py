@@ -20,7 +20,7 @@ images, and comes in two forms:
 `ratio_10_U` is our time over the literal textbook's with 10 labeled and U unlabeled images, `ratio_10_U_economical`
 that over the economical one's. `forwards_10_U` is our time in forward passes: one training-mode pass of 10 + U images
 without gradients. `floor_10_U` is what our step cannot go below in these units: the images that its passes send through
-the network (`Regulated.passes`), a backward pass at two forward ones (the gradients in input and weight of each layer)
+the network (`FedDureClient.passes`), a backward pass at two forward ones (the gradients in input and weight of each layer)
 and the tangent at two; under the joint rule 8 * 10 + 13 U. All is given under the default rule for batch statistics
 (joint), and with `--rules separate` under the other one as `_separate`. `--clock cpu` takes the process's CPU time, for
 a machine that is busy with something else.

@@ -30,7 +30,7 @@ from halfmoon.federation.server.secure_sum import MaskedSum, sum_layout, sum_spe
 from halfmoon.federation.site.runtime import EMPTY_RESULT
 from halfmoon.federation.site.secure_sum import SUMS_FOLDER, SumParticipant
 from halfmoon.federation.site.site_keys import KeyFiles, KnownKeys
-from halfmoon.methods.averaging import average
+from halfmoon.methods.averaging import average_uploads
 from halfmoon.storage import atomic_io
 
 FEDERATION, RUN, VERSION = "f" * 64, "0" * 32, "0.1.0"
@@ -108,7 +108,7 @@ def measure(sites: int, parameters: int, dropped: int, folder: Path) -> Row:
     plain = Wire(folder, sites, upload, set(range(dropped)))
     began = time.process_time()
     said = plain.ask(dict.fromkeys(names, request), {}, "")
-    average(stack([Upload.from_tree(reply.upload) for reply in said.values()]))
+    average_uploads(stack([Upload.from_tree(reply.upload) for reply in said.values()]))
     spent = time.process_time() - began
     row.plain_site_seconds, row.plain_server_seconds = plain.seconds / there, spent - plain.seconds
     row.plain_up, row.plain_down = plain.received / there, plain.sent / there

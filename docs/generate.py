@@ -212,9 +212,9 @@ def _paragraphs(method: type) -> tuple[list[str], int]:
 def _moves(method: type) -> str:
     """Return what the docstring says of the four trees; raise ValueError where one of them is left out."""
     found, number = _paragraphs(method)
-    parts = re.split(r"(?:^|\n|\s{2,})(server|down|memory|up):\s+", found[number])[1:]
-    if parts[::2] != ["server", "down", "memory", "up"]:
-        raise ValueError(f"the docstring of {method.__module__} has to say server, down, memory and up, in this order")
+    parts = re.split(r"(?:^|\n|\s{2,})(server|broadcast|memory|upload):\s+", found[number])[1:]
+    if parts[::2] != ["server", "broadcast", "memory", "upload"]:
+        raise ValueError(f"the docstring of {method.__module__} has to state server, broadcast, memory and upload, in this order")
     return "\n".join(
         f"- **{key}**: {' '.join(words.split())}" for key, words in zip(parts[::2], parts[1::2], strict=True)
     )

@@ -11,7 +11,7 @@ from halfmoon.core import tree
 from halfmoon.methods.averaging import ModelAveraging
 from halfmoon.methods.fedavg import LocalTraining
 from halfmoon.methods.objectives import Objective, StepResult
-from halfmoon.methods.objectives.base import guess_of, supervised
+from halfmoon.methods.objectives.base import as_pseudo_labels, labeled_cross_entropy
 from halfmoon.models import forward
 
 
@@ -27,8 +27,8 @@ class Entropy(Objective):
         images = (batch.x, batch.u["weak"])
         (labeled, unlabeled), _, moments = forward(task.network, params, task.statistics == "joint", images)
         entropy = -(unlabeled.softmax(-1) * unlabeled.log_softmax(-1)).sum(-1).mean()
-        loss = supervised(labeled, batch.y) + self.unlabeled_weight * entropy
-        return loss, StepResult(moments, (guess_of(unlabeled.softmax(-1)),))
+        loss = labeled_cross_entropy(labeled, batch.y) + self.unlabeled_weight * entropy
+        return loss, StepResult(moments, (as_pseudo_labels(unlabeled.softmax(-1)),))
 
 
 config = halfmoon.Config(rounds=12, lr=6e-3, steps=6, unlabeled_batch=30, threads=1)

@@ -26,9 +26,9 @@ from halfmoon.methods.fedmatch import FedMatch
 from halfmoon.methods.fl2 import FL2
 from halfmoon.methods.fml import FML
 from halfmoon.methods.objectives import FixMatch, MeanTeacher, MixMatch, Objective, PiModel, ReMixMatch, Supervised
-from halfmoon.methods.objectives.base import chunks, masked_chunks, supervised
+from halfmoon.methods.objectives.base import split_into_chunks, index_chunks, labeled_cross_entropy
 from halfmoon.methods.objectives.icpl import ICPL
-from halfmoon.methods.objectives.thresholding import NONE
+from halfmoon.methods.objectives.thresholding import NO_LABEL
 from halfmoon.methods.proxyfl import ProxyTuning
 from halfmoon.methods.semifed import SemiFed
 from halfmoon.methods.semifl import SemiFL
@@ -100,8 +100,12 @@ def sizes_of(name: str) -> tuple[tuple[int, int], ...]:
     """Return `UNEQUAL`, but for methods of which rounding shows at a client with one unlabeled image.
     Divided by their mean, its own prediction, its classes are equally likely; an L1 norm has a kink at the weights that
     it alone does not move; and FedCon's predictor normalizes over its two views."""
-    debiased = registry.options(name).get("debias")
-    alone = name.startswith("fedmatch") or name in ("feddb", "fedcon") or (debiased is not None and debiased.default)
+    debias_logits = registry.options(name).get("debias")
+    alone = (
+        name.startswith("fedmatch")
+        or name in ("feddb", "fedcon")
+        or (debias_logits is not None and debias_logits.default)
+    )
     return tuple((labeled, unlabeled + (alone and unlabeled == 1)) for labeled, unlabeled in UNEQUAL)
 
 
@@ -197,7 +201,7 @@ def test_labels_of_other_rows_are_forgotten_in_a_program_too():
     client_update = FedAvg(FixMatch(thresholding="flexmatch", threshold=THRESHOLD)).client_updates(task())["train"]
     before, after = (dataset(sizes).local(0)[0] for sizes in (((2, 3),), ((2, 5),)))
     memory = {"thresholds": {"label": torch.tensor([1, 2, 0]), "mark": before.u.sum().double()}}
-    for data, left in ((before, [1, 2, 0, NONE, NONE]), (after, [NONE] * 5)):
+    for data, left in ((before, [1, 2, 0, NO_LABEL, NO_LABEL]), (after, [NO_LABEL] * 5)):
         filled = driver._filled(client_update, memory, data, 5)
         assert filled["thresholds"]["label"].tolist() == left
         assert driver._filled(client_update, filled, data)["thresholds"]["label"].tolist() == left[: len(data.u)]
@@ -251,7 +255,9 @@ def test_a_pass_of_padding_alone_stays_finite_in_a_deep_network(network):
     nobody = torch.zeros(2, dtype=torch.bool)
 
     def loss(params: Any) -> tuple[Tensor, tuple[Any, ...]]:
-        return supervised(network.train(params, x, real=nobody)[0], torch.zeros(2, dtype=torch.int64), nobody), ()
+        return labeled_cross_entropy(
+            network.train(params, x, real=nobody)[0], torch.zeros(2, dtype=torch.int64), nobody
+        ), ()
 
     gradient, value, _ = grad_and_value(loss, params)
     assert float(value) == 0
@@ -260,8 +266,8 @@ def test_a_pass_of_padding_alone_stays_finite_in_a_deep_network(network):
 
 def test_a_client_that_is_larger_than_a_pass_is_looked_at_as_alone(agree, monkeypatch):
     monkeypatch.setattr("halfmoon.methods.objectives.base.CHUNK", 4)
-    monkeypatch.setattr(chunks, "__defaults__", (4,))
-    monkeypatch.setattr(masked_chunks, "__defaults__", (4,))
+    monkeypatch.setattr(split_into_chunks, "__defaults__", (4,))
+    monkeypatch.setattr(index_chunks, "__defaults__", (4,))
     agree(FedAvg(FixMatch(threshold=THRESHOLD, labels="round")))
 
 
@@ -336,9 +342,9 @@ def test_masked_chunks_are_the_chunks_of_the_real_rows(size):
     """For every number of real rows of 15: the same parts in the same order, as `tensor_split` cuts them."""
     for count in range(16):
         real = torch.arange(15) < count
-        rows, there, places = masked_chunks(real, size)
+        rows, there, places = index_chunks(real, size)
         ours = [part[mask].tolist() for part, mask in zip(rows, there, strict=True)]
-        theirs = [part.tolist() for part in chunks(torch.arange(count), size)] if count else []
+        theirs = [part.tolist() for part in split_into_chunks(torch.arange(count), size)] if count else []
         assert [part for part in ours if part] == theirs
         assert torch.equal(rows.flatten()[places][:count], torch.arange(count))
 

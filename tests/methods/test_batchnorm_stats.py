@@ -11,7 +11,7 @@ from halfmoon.api.types import ClientData
 from halfmoon.core import tree
 from halfmoon.core.errors import UserError
 from halfmoon.data.partition.split import SERVER
-from halfmoon.methods.batchnorm_stats import BatchNormStatistics, estimate
+from halfmoon.methods.batchnorm_stats import BatchNormStatistics, estimate_statistics
 from halfmoon.methods.heterofl import HeteroFL
 from halfmoon.methods.semifl import SemiFL
 from halfmoon.models import SmallCNN
@@ -66,13 +66,13 @@ def test_the_mean_of_two_clients_by_hand():
 
     server = {"params": weight(3.0), "stats": {"pixel": {"mean": torch.zeros(1), "var": torch.ones(1)}}}
     told = Told({"census": bn_statistics}, clients=3, cohort=torch.tensor([1]))
-    both = estimate(told, server, "all")["pixel"]
+    both = estimate_statistics(told, server, "all")["pixel"]
     assert [float(both["mean"]), float(both["var"])] == pytest.approx([6.25, 2.0])
-    clients = estimate(told, server, "all", serving=False)["pixel"]
+    clients = estimate_statistics(told, server, "all", serving=False)["pixel"]
     assert [float(clients["mean"]), float(clients["var"])] == pytest.approx([6.4, 0.8])
-    some = estimate(told, server, "cohort")["pixel"]
+    some = estimate_statistics(told, server, "cohort")["pixel"]
     assert [float(some["mean"]), float(some["var"])] == pytest.approx([48 / 6, 12 / 6])
-    own = estimate(told, server, "server")["pixel"]
+    own = estimate_statistics(told, server, "server")["pixel"]
     assert [float(own["mean"]), float(own["var"])] == pytest.approx([6, 4])
     alone = [[0], [1], [2]]  # a cohort of one: asked one by one
     assert [who for _, who in told.asked] == [*alone, [SERVER], *alone, [1], [SERVER], [SERVER]]
@@ -82,7 +82,7 @@ def test_without_any_row_it_says_what_to_do():
     """The server's rows are asked for, and it has none."""
     server = {"params": weight(1.0), "stats": {"pixel": {"mean": torch.zeros(1), "var": torch.ones(1)}}}
     with pytest.raises(UserError, match="set sbn to 'all' or 'cohort'"):
-        estimate(Told({}, labeled=0), server, "server")
+        estimate_statistics(Told({}, labeled=0), server, "server")
 
 
 @pytest.mark.parametrize("norm", ["group", "none"])
@@ -90,8 +90,8 @@ def test_a_network_without_statistics_asks_nobody(norm):
     """Nothing is sent and nothing comes back, also where the empty tree has got lost on the way through a file."""
     model = begin(SemiFL(), task(SmallCNN(1, CLASSES, 4, norm)))
     told = Told({})
-    assert estimate(told, model, "all") == {}
-    assert estimate(told, {"params": model["params"]}, "all") == {}
+    assert estimate_statistics(told, model, "all") == {}
+    assert estimate_statistics(told, {"params": model["params"]}, "all") == {}
     assert told.asked == []
 
 
@@ -106,7 +106,7 @@ def test_the_statistics_are_those_of_batch_norm_2d(executor, over):
     simulation.open(0)
     clients = {"all": range(5), "cohort": simulation.cohort.tolist(), "server": []}[over]
     assert len(clients) in (5, 3, 0)
-    ours = estimate(simulation, model, over)
+    ours = estimate_statistics(simulation, model, over)
     holders = [held.local(k)[0].u for k in clients if k != 3] + [held.local(SERVER)[0].x]
     assert furthest(ours, counted(model, holders)) < 1e-12
     rows = sum(len(images) for images in holders)
@@ -124,6 +124,6 @@ def test_labeled_and_unlabeled_rows_are_cut_into_equal_batches():
     model = begin(method, shared)
     simulation.open(0)
     data = held.local(0)[0]
-    ours = estimate(simulation, model, "all", serving=False)
+    ours = estimate_statistics(simulation, model, "all", serving=False)
     assert furthest(ours, counted(model, [torch.cat([data.x, data.u])], parts=2)) < 1e-12
     assert furthest(ours, counted(model, [torch.cat([data.x, data.u])])) > 1e-6

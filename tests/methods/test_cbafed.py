@@ -11,7 +11,7 @@ from halfmoon.core import tree
 from halfmoon.core.optim import SGD
 from halfmoon.engine.budget import ClientSize, natural
 from halfmoon.engine.sampling import Batching
-from halfmoon.methods.cbafed import Balanced, CBAFed, residual
+from halfmoon.methods.cbafed import CBAFed, CBAFedClient, blend_with_saved
 
 
 def test_thresholds_by_hand():
@@ -38,7 +38,7 @@ def test_first_and_second_classes():
     Class 0 with 0.7 passes; class 1 with 0.9 passes; class 1 with 0.75 does not, its second class does; 0 with 0.55
     does not, and its second class, 1, is in no tail.
     """
-    client_update = Balanced(task(), CBAFed(threshold=0.7, threshold_most=0.9))
+    client_update = CBAFedClient(task(), CBAFed(threshold=0.7, threshold_most=0.9))
     p = torch.tensor([[0.7, 0.3], [0.1, 0.9], [0.25, 0.75], [0.55, 0.45]]).double()
     pseudo = client_update.pseudo_label(p, torch.tensor([0.0, 1.0]).double())
     assert pseudo.label.tolist() == [0, 1, 0, 0]
@@ -86,7 +86,7 @@ def test_a_client_with_labels_trains_eleven_epochs_in_the_authors_code():
 
 def test_shares_are_those_of_all_labels_together():
     """Two clients of 3 labels + 1 pseudo-label and of 0 + 2: the mean by weight of their shares is counts / 6."""
-    client_update = Balanced(task(), CBAFed())
+    client_update = CBAFedClient(task(), CBAFed())
     broadcast = {"share": torch.full((4,), 0.25).double()}
     x = torch.zeros(5, 1, 1, 1, dtype=torch.uint8)
     given = [
@@ -122,7 +122,7 @@ def test_the_server_goes_back():
     plain, slow = played[0.0], played[0.25]
     first = begin(CBAFed(), shared)
     assert same(plain[0].server["params"], slow[0].server["params"])
-    wanted = residual({"params": plain[1].server["params"]}, {"params": first["params"]}, 0.25)
+    wanted = blend_with_saved({"params": plain[1].server["params"]}, {"params": first["params"]}, 0.25)
     assert furthest(slow[1].server["params"], wanted["params"]) < 1e-12
     assert same(slow[1].server["saved"]["params"], slow[1].server["params"])
     assert same(slow[2].server["saved"], slow[1].server["saved"])

@@ -18,7 +18,7 @@ from halfmoon.api.types import Batch, Task
 from halfmoon.core import tree
 from halfmoon.methods.fedavg import FedAvg
 from halfmoon.methods.objectives import FixMatch, MeanTeacher, Objective, PiModel, PseudoLabel
-from halfmoon.methods.objectives.base import follow, prior, ramped
+from halfmoon.methods.objectives.base import mean_prediction, ramp_weight, update_teacher
 from halfmoon.models import track
 
 RULES = list(itertools.product(["joint", "separate"], ["batch", "running"]))
@@ -156,12 +156,12 @@ def test_gradients_are_autograds(statistics, labeling, labeled):
 def test_ramps_by_hand():
     """Over 0.4 of 10 rounds: 0, 1/4, 1/2, 3/4, then 1; "sigmoid" has exp(-5) first, exp(-5/4) half way; 0 is none."""
     shared = task(rounds=10)
-    at = lambda n, shape="linear": ramped(replace(shared, round=n), 8.0, 0.4, shape)  # noqa: E731
+    at = lambda n, shape="linear": ramp_weight(replace(shared, round=n), 8.0, 0.4, shape)  # noqa: E731
     assert [at(n) for n in (0, 1, 2, 3, 4, 9)] == pytest.approx([0, 2, 4, 6, 8, 8])
     assert at(0, "sigmoid") == pytest.approx(8 * exp(-5))
     assert at(2, "sigmoid") == pytest.approx(8 * exp(-5 / 4))
     assert at(4, "sigmoid") == 8
-    assert ramped(shared, 8.0, 0.0) == 8
+    assert ramp_weight(shared, 8.0, 0.0) == 8
     for shape in ("linear", "sigmoid"):  # a compiled step takes the round as an input
         rounds = (torch.tensor(float(n), dtype=torch.float64) for n in (0, 1, 2, 3, 4, 9))
         assert [float(at(n, shape)) for n in rounds] == pytest.approx([at(n, shape) for n in (0, 1, 2, 3, 4, 9)])
@@ -188,9 +188,9 @@ def test_a_teacher_by_hand():
     at = lambda value: {"w": torch.tensor([value])}  # noqa: E731
     for decay, wanted in ((0.999, 1.0), (0.5, 1.25), (0.0, 2.0)):
         aux: Any = {"teacher": at(0.0), "teacher_steps": torch.zeros((), dtype=torch.float64)}
-        aux = follow(aux, at(1.0), decay)
+        aux = update_teacher(aux, at(1.0), decay)
         assert float(aux["teacher"]["w"]) == (0.5 if decay else 1.0)
-        aux = follow(aux, at(2.0), decay)
+        aux = update_teacher(aux, at(2.0), decay)
         assert float(aux["teacher"]["w"]) == pytest.approx(wanted)
         assert float(aux["teacher_steps"]) == 2
         assert aux["teacher"]["w"].dtype == torch.float32
@@ -227,7 +227,7 @@ def test_a_federated_teacher_runs_in_both_executors():
 
 def test_a_client_without_unlabeled_rows_has_a_uniform_prior():
     """FixMatch with labels of the round sweeps nothing there, and the client takes no step."""
-    assert prior(torch.zeros(0, 4)).tolist() == [0.25] * 4
+    assert mean_prediction(torch.zeros(0, 4)).tolist() == [0.25] * 4
     shared, held = task(), dataset(((5, 11), (3, 0), (6, 14)))
     method = FedAvg(FixMatch(0.39, labels="round", debias=True))
     played = rounds_of(method, shared, held)[-1]

@@ -14,7 +14,7 @@ from halfmoon.core.optim import SGD, Adam
 from halfmoon.data.views import Plain
 from halfmoon.engine.sampling import Batching, Views
 from halfmoon.methods import registry
-from halfmoon.methods.averaging import average
+from halfmoon.methods.averaging import average_uploads
 from halfmoon.methods.fedavg import FedAvg
 from halfmoon.methods.feddb import FedDB
 from halfmoon.methods.fedrgd import FedRGD
@@ -40,7 +40,7 @@ def test_the_average_by_hand():
         assert memory == {}
         assert float(upload.weight) == sum(counts)
         ups.append(upload)
-    mean = average(stack(ups))
+    mean = average_uploads(stack(ups))
     assert mean["params"]["w"].tolist() == [4.0]
     assert mean["stats"]["n"]["mean"].tolist() == [4.0]
     assert set(mean) == {"params", "stats"}

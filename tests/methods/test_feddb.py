@@ -16,11 +16,11 @@ from halfmoon.api.types import Batch, ClientData, Task
 from halfmoon.api.uploads import Upload
 from halfmoon.core import tree
 from halfmoon.core.optim import SGD
-from halfmoon.methods.averaging import average
+from halfmoon.methods.averaging import average_uploads
 from halfmoon.methods.fedavg import FedAvg
-from halfmoon.methods.feddb import FedDB, distance, mixture
+from halfmoon.methods.feddb import FedDB, aggregation_weights, distance_from_uniform
 from halfmoon.methods.objectives import FixMatch
-from halfmoon.methods.objectives.base import debiased
+from halfmoon.methods.objectives.base import debias_logits
 from halfmoon.models.network import Normalize
 
 WAYS = pytest.mark.parametrize("dma", ["paper", "released", "logits", "uniform", "size"])
@@ -157,7 +157,7 @@ def test_a_uniform_app_u_changes_no_label():
     """Logits over a flat prior have the same softmax; a client without unlabeled rows has a flat one, and sends it."""
     logits = torch.randn(20, 7, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     flat = torch.full((7,), 1 / 7, dtype=torch.float64)
-    torch.testing.assert_close(debiased(logits, flat).softmax(-1), logits.softmax(-1), rtol=1e-12, atol=1e-14)
+    torch.testing.assert_close(debias_logits(logits, flat).softmax(-1), logits.softmax(-1), rtol=1e-12, atol=1e-14)
     client_update, model = line(FedDB(accumulate="finish"))
     data = client()
     carry = begun(client_update, model, data)
@@ -198,7 +198,7 @@ def test_equal_app_u_weighs_all_alike(dma):
     for row in ([0.25] * 4, [0.7, 0.1, 0.1, 0.1]):
         appu = torch.tensor([row] * 3, dtype=torch.float64)
         if dma != "size":
-            torch.testing.assert_close(mixture(appu, dma), torch.full((3,), 1 / 3, dtype=torch.float64))
+            torch.testing.assert_close(aggregation_weights(appu, dma), torch.full((3,), 1 / 3, dtype=torch.float64))
 
 
 def test_the_weights_by_hand():
@@ -212,20 +212,20 @@ def test_the_weights_by_hand():
     """
     appu = torch.tensor([[1.0, 0.0], [0.25, 0.75]], dtype=torch.float64)
     even = torch.tensor([0.5, 0.5], dtype=torch.float64)
-    assert float(distance(even, appu)) == pytest.approx(sqrt(2) / 8, rel=1e-12)
-    slopes = grad(distance)(even, appu).tolist()
+    assert float(distance_from_uniform(even, appu)) == pytest.approx(sqrt(2) / 8, rel=1e-12)
+    slopes = grad(distance_from_uniform)(even, appu).tolist()
     assert slopes == pytest.approx([1 / sqrt(2), -1 / (2 * sqrt(2))], rel=1e-12)
     gap = 1.5 / sqrt(2)
     for dma, odds in (("paper", gap), ("released", 1.9 * 3 / 16), ("logits", gap / 2)):
-        weights = mixture(appu, dma, steps=1)
+        weights = aggregation_weights(appu, dma, steps=1)
         assert float(weights[1] / weights[0]) == pytest.approx(exp(odds), rel=1e-9)
         assert float(weights.sum()) == pytest.approx(1)
-    half = mixture(appu, "paper", steps=1, lr=0.5)
+    half = aggregation_weights(appu, "paper", steps=1, lr=0.5)
     assert float(half[1] / half[0]) == pytest.approx(exp(gap / 2), rel=1e-9)
-    assert mixture(appu, "uniform").tolist() == [0.5, 0.5]
-    best = mixture(appu, "logits", steps=1000, lr=0.02)
+    assert aggregation_weights(appu, "uniform").tolist() == [0.5, 0.5]
+    best = aggregation_weights(appu, "logits", steps=1000, lr=0.02)
     assert best.tolist() == pytest.approx([1 / 3, 2 / 3], abs=1e-2)
-    assert float(distance(torch.tensor([1 / 3, 2 / 3], dtype=torch.float64), appu)) < 1e-12
+    assert float(distance_from_uniform(torch.tensor([1 / 3, 2 / 3], dtype=torch.float64), appu)) < 1e-12
 
 
 def test_released_is_torchs_optimizer_made_anew_in_each_iteration():
@@ -240,7 +240,7 @@ def test_released_is_torchs_optimizer_made_anew_in_each_iteration():
         torch.nn.functional.mse_loss(leaf @ appu, torch.full((5,), 0.2, dtype=torch.float64)).backward()
         optimizer.step()
         weights = leaf.detach().softmax(0)
-    torch.testing.assert_close(mixture(appu, "released"), weights, rtol=1e-10, atol=1e-12)
+    torch.testing.assert_close(aggregation_weights(appu, "released"), weights, rtol=1e-10, atol=1e-12)
 
 
 @pytest.mark.parametrize(
@@ -265,10 +265,10 @@ def test_the_readings_of_dma_on_random_clients(classes, concentration, wanted):
         gammas = torch._standard_gamma(torch.full((10, classes), concentration, dtype=torch.float64), generator=g)
         appu = gammas / gammas.sum(-1, keepdim=True)
         for name, found in left.items():
-            weights = mixture(appu, name)  # pyright: ignore
+            weights = aggregation_weights(appu, name)  # pyright: ignore
             assert float(weights.sum()) == pytest.approx(1.0, rel=1e-12)
             assert name != "released" or 0.93 < float((weights * 10).min()) <= float((weights * 10).max()) < 1.07
-            found.append(float(distance(weights, appu)))
+            found.append(float(distance_from_uniform(weights, appu)))
     means = {name: sum(found) / 20 for name, found in left.items()}
     assert means == pytest.approx(wanted, rel=0.15)
     assert means["logits"] < means["paper"] < means["released"] <= means["uniform"] * 1.0001
@@ -287,8 +287,8 @@ def test_the_server_by_hand(dma, momentum):
     for number in range(2):
         twin.open(number)
         upload = twin.query("train", {"params": server["params"], "stats": server["stats"]})
-        weights = upload.weight if dma == "size" else mixture(upload.aux["appu"], dma)
-        mean = average(upload._replace(weight=weights))
+        weights = upload.weight if dma == "size" else aggregation_weights(upload.aux["appu"], dma)
+        mean = average_uploads(upload._replace(weight=weights))
         v = tree.map(lambda v, p, m: momentum * v + p - m, v, params, mean["params"])
         params = tree.map(torch.sub, params, v)
         (played,) = play(method, simulation, server, range(number, number + 1))

@@ -18,8 +18,8 @@ from halfmoon.core import tree
 from halfmoon.core.optim import SGD, Adam
 from halfmoon.engine.driver import first_memory
 from halfmoon.methods import registry
-from halfmoon.methods.feddure import FedDure, followed, log_shares
-from halfmoon.methods.fine_regulator import weigh
+from halfmoon.methods.feddure import FedDure, log_shares, running_mean
+from halfmoon.methods.fine_regulator import instance_weights
 from halfmoon.models import ResNet9, SmallCNN
 from halfmoon.models.network import Normalize
 
@@ -240,7 +240,7 @@ def test_a_number_added_to_all_logits(seen, moves):
     answers = []
     for seed in range(10):
         regulator = client_update.remember(model, torch.Generator().manual_seed(seed))["regulator"]["params"]
-        at, shifted = (weigh(regulator, z - offset, seen) for offset in (0.0, 37.0))
+        at, shifted = (instance_weights(regulator, z - offset, seen) for offset in (0.0, 37.0))
         assert float(at.mean()) == pytest.approx(0.02, abs=0.02)
         if not moves:
             torch.testing.assert_close(at, shifted, rtol=1e-9, atol=0)
@@ -278,7 +278,7 @@ def test_reward_counts_from_the_mean_of_earlier_ones_and_is_clipped():
     for d in (4.0, 2.0, -6.0):
         value = torch.tensor(d, dtype=torch.float64)
         rewards.append(float(value - baseline["mean"]))
-        baseline = followed(baseline, value, 0.5)
+        baseline = running_mean(baseline, value, 0.5)
         means.append(float(baseline["mean"]))
     assert rewards == [4, -2, -9]
     assert means == [4, 3, -1.5]  # then the decay: 0.5 * 3 + 0.5 * -6

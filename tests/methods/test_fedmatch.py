@@ -275,11 +275,11 @@ def test_debiasing_turns_the_clients_own_vote():
 
     Divided by it, an image at x = 0.5, (0.622, 0.378), becomes (0.855, 1.390) / 2.245 = (0.381, 0.619): class 1.
     """
-    plain, debiased = (work_of(FedMatch(debias=debias, threshold=0.6)) for debias in (False, True))
+    plain, debias_logits = (work_of(FedMatch(debias=debias, threshold=0.6)) for debias in (False, True))
     assert plain.requirements.precomputed_views == ()
-    assert debiased.requirements.precomputed_views == ("plain",)
+    assert debias_logits.requirements.precomputed_views == ("plain",)
     broadcast, data = down_of(line(1, 0), line(0, 0)), client(0, 4)._replace(views={"plain": images(2, 2, 2, -1)})
-    for client_update, label, sure in ((plain, 0, 0.622459), (debiased, 1, 0.6190)):
+    for client_update, label, sure in ((plain, 0, 0.622459), (debias_logits, 1, 0.6190)):
         carry = begun(client_update, broadcast, data)
         _, notes = client_update.step(broadcast, carry, batch_of(images(0.5), images(0.5)))
         assert notes.pseudo[0].label.tolist() == [label]

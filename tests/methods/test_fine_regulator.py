@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch.func import grad, jvp, vmap
 
 from halfmoon.core import tree
-from halfmoon.methods.fine_regulator import WeightedLoss, weigh
+from halfmoon.methods.fine_regulator import WeightedLoss, instance_weights
 from halfmoon.models.network import linear
 
 READINGS = [(seen, through) for seen in ("centered", "logits", "softmax") for through in ("product", "detached")]
@@ -27,7 +27,7 @@ def scene(dtype: torch.dtype, seed: int = 0):
 def weighted(regulator, z, label, seen, through):
     """Return the loss as Eq. 2 and 4 print it."""
     at = z.detach() if through == "detached" else z
-    return (weigh(regulator, at, seen) * F.cross_entropy(z, label, reduction="none")).mean()
+    return (instance_weights(regulator, at, seen) * F.cross_entropy(z, label, reduction="none")).mean()
 
 
 @pytest.mark.parametrize("dtype", ROUNDING)
@@ -43,17 +43,17 @@ def test_closed_form_equals_nested_transforms(dtype, seen, through):
         return grad(moved)(regulator), grad(lambda at: weighted(regulator, at, label, seen, through))(z)
 
     def ours(regulator, z, label, tangent):
-        loss = WeightedLoss.of(z, label, seen, through)
-        return loss.lesson(regulator, tangent), loss.blame(regulator)
+        loss = WeightedLoss.from_logits(z, label, seen, through)
+        return loss.regulator_gradient(regulator, tangent), loss.logit_gradient(regulator)
 
     alone = [ours(*each) for each in scenes]
     both = vmap(ours)(tree.stack([each[0] for each in scenes]), *map(torch.stack, list(zip(*scenes, strict=True))[1:]))
     for k, each in enumerate(scenes):
-        lesson, blame = theirs(*each)
-        for found, found_blame in (alone[k], (tree.index(both[0], k), both[1][k])):
-            assert tree.flatten(found).keys() == tree.flatten(lesson).keys()
-            for name, leaf in {**tree.flatten(lesson), "blame": blame}.items():
-                mine = found_blame if name == "blame" else tree.flatten(found)[name]
+        weight_gradient, logit_gradient = theirs(*each)
+        for found, found_logit_gradient in (alone[k], (tree.index(both[0], k), both[1][k])):
+            assert tree.flatten(found).keys() == tree.flatten(weight_gradient).keys()
+            for name, leaf in {**tree.flatten(weight_gradient), "logits": logit_gradient}.items():
+                mine = found_logit_gradient if name == "logits" else tree.flatten(found)[name]
                 assert mine.shape == leaf.shape
                 assert float((mine - leaf).norm()) <= ROUNDING[dtype] * float(leaf.norm()), name
 

@@ -19,7 +19,7 @@ from halfmoon.core import tree
 from halfmoon.core.errors import UserError
 from halfmoon.methods.fedavg import FedAvg
 from halfmoon.methods.objectives import MixMatch, ReMixMatch
-from halfmoon.methods.objectives.base import mixed, one_hot, sharpened, soft_cross_entropy
+from halfmoon.methods.objectives.base import mix_rows, one_hot, sharpen, soft_cross_entropy
 from halfmoon.methods.objectives.remixmatch import TINY, quarter_turns
 
 RULED = pytest.mark.parametrize(
@@ -32,7 +32,7 @@ def test_mixing_by_hand():
     """A coefficient of 1/4 is folded to 3/4: 3/4 of itself and 1/4 of its partner (3, 1, 2)."""
     rows, order = torch.tensor([[4.0], [8.0], [16.0]]), torch.tensor([2, 0, 1])
     for mix in (0.25, 0.75):
-        made = mixed(rows, torch.tensor(mix, dtype=torch.float64), order)
+        made = mix_rows(rows, torch.tensor(mix, dtype=torch.float64), order)
         assert made.flatten().tolist() == [3 + 4, 6 + 1, 12 + 2]
         assert made.dtype == torch.float32
 
@@ -40,8 +40,8 @@ def test_mixing_by_hand():
 def test_sharpening_by_hand():
     """At 1/2, (3/4, 1/4) becomes (9, 1) / 10; at 1 nothing changes; a probability of 0 stays one."""
     p = torch.tensor([[0.75, 0.25], [1.0, 0.0]], dtype=torch.float64)
-    assert sharpened(p, 0.5).flatten().tolist() == pytest.approx([0.9, 0.1, 1.0, 0.0], abs=1e-12)
-    assert sharpened(p, 1.0).flatten().tolist() == pytest.approx(p.flatten().tolist(), abs=1e-12)
+    assert sharpen(p, 0.5).flatten().tolist() == pytest.approx([0.9, 0.1, 1.0, 0.0], abs=1e-12)
+    assert sharpen(p, 1.0).flatten().tolist() == pytest.approx(p.flatten().tolist(), abs=1e-12)
 
 
 def test_soft_labels_by_hand():
@@ -104,10 +104,14 @@ def test_remixmatchs_gradients_are_autograds(statistics, labeling, labeled, alig
     objective = ReMixMatch(1.5, 0.5, 0.7, align=align, ramp=0)
     model = remix_model(objective, shared)
     given = drawn_batch(labeled, 6, REMIX)
-    cached = {"marginal": torch.tensor([0.5, 0.25, 0.25, 0.0], dtype=torch.float64)}
+    cached = {"label_frequencies": torch.tensor([0.5, 0.25, 0.25, 0.0], dtype=torch.float64)}
     book = Textbook(module_of(model), statistics, labeling)
     head = [leaf.clone().requires_grad_() for leaf in tree.leaves(model["params"]["rotation"])]
-    ratio = (cached["marginal"] + TINY) / (model["predicted"] + TINY) if align else torch.ones(4, dtype=torch.float64)
+    ratio = (
+        (cached["label_frequencies"] + TINY) / (model["predicted"] + TINY)
+        if align
+        else torch.ones(4, dtype=torch.float64)
+    )
     theirs = textbook.remixmatch(book, (head[0], head[1]), given, ratio, (1.5, 0.5, 0.7), 0.5)
     loss, gradient, stats = learned(objective, given, model, shared, model, cached)
     mine = torch.autograd.grad(theirs, head, retain_graph=True)
@@ -128,11 +132,11 @@ def test_the_alignment_by_hand():
     objective = ReMixMatch(alignment_decay=0.75)
     guess = torch.tensor([[0.75, 0.25]], dtype=torch.float64)
     aux = {"predicted": torch.tensor([0.5, 0.5], dtype=torch.float64)}
-    cached = {"marginal": torch.tensor([0.25, 0.75], dtype=torch.float64)}
+    cached = {"label_frequencies": torch.tensor([0.25, 0.75], dtype=torch.float64)}
     aligned, news = objective._align(guess, aux, cached, None)
     assert aligned.flatten().tolist() == pytest.approx([0.5, 0.5], abs=1e-5)
     assert news["predicted"].tolist() == pytest.approx([9 / 16, 7 / 16], rel=1e-12)
-    none = {"marginal": torch.zeros(2, dtype=torch.float64)}  # no labels: towards even classes
+    none = {"label_frequencies": torch.zeros(2, dtype=torch.float64)}  # no labels: towards even classes
     aux = {"predicted": torch.tensor([0.75, 0.25], dtype=torch.float64)}
     assert objective._align(guess, aux, none, None)[0].flatten().tolist() == pytest.approx([0.5, 0.5], abs=1e-5)
     assert replace(objective, align=False)._align(guess, aux, cached, None) == (guess, {})
@@ -144,10 +148,10 @@ def test_class_frequencies_count_a_clients_own_rows():
     none = torch.zeros(0, 1, 8, 8, dtype=torch.uint8)
     data = ClientData(none, y, none, torch.tensor(3), torch.tensor(0))
     broadcast = {"predicted": torch.zeros(4, dtype=torch.float64)}
-    found = ReMixMatch().prepare(task(NETWORK), broadcast, data)["marginal"]
+    found = ReMixMatch().prepare(task(NETWORK), broadcast, data)["label_frequencies"]
     assert found.tolist() == pytest.approx([2 / 3, 0, 1 / 3, 0])
     empty = ReMixMatch().prepare(task(NETWORK), broadcast, data._replace(y=y[:0], labeled=torch.tensor(0)))
-    assert empty["marginal"].tolist() == [0.0] * 4
+    assert empty["label_frequencies"].tolist() == [0.0] * 4
 
 
 def test_quarter_turns_by_hand():
@@ -163,7 +167,7 @@ def test_a_head_of_zeros_guesses_all_turns_alike():
     shared, objective = task(NETWORK), ReMixMatch(0.0, 0.0, 1.0)
     model = objective.start(shared, begin(FedAvg(), shared))
     given = drawn_batch(views=REMIX)
-    cached = {"marginal": torch.full((4,), 0.25, dtype=torch.float64)}
+    cached = {"label_frequencies": torch.full((4,), 0.25, dtype=torch.float64)}
 
     def lost(params, rotation_weight):
         chosen = replace(objective, rotation_weight=rotation_weight)
@@ -185,7 +189,7 @@ def test_options_of_remixmatch_do_what_they_say():
     given = drawn_batch(views=REMIX)
     weak_labels = given._replace(x_views={"strong": given.x})
     without = given._replace(x_views={})
-    cached = {"marginal": torch.full((4,), 0.25, dtype=torch.float64)}
+    cached = {"label_frequencies": torch.full((4,), 0.25, dtype=torch.float64)}
     model = remix_model(ReMixMatch(), shared)
 
     def loss(objective: ReMixMatch, given: Batch) -> float:

@@ -24,7 +24,7 @@ from halfmoon.core import plugins
 from halfmoon.methods import registry
 from halfmoon.methods.fedavg import FedAvg
 from halfmoon.methods.objectives import FixMatch, Objective, StepResult, Supervised
-from halfmoon.methods.objectives.base import supervised
+from halfmoon.methods.objectives.base import labeled_cross_entropy
 from halfmoon.runs import outside
 
 MODULE = '''
@@ -182,7 +182,7 @@ class Entropy(Objective):
         logits, moments = task.network.train(params, torch.cat([batch.x, batch.u["weak"]]))
         labeled, unlabeled = logits.split([len(batch.x), len(batch.u["weak"])])
         entropy = -(unlabeled.softmax(-1) * unlabeled.log_softmax(-1)).sum(-1).mean()
-        return supervised(labeled, batch.y) + self.sharpness * entropy, StepResult([moments], ())
+        return labeled_cross_entropy(labeled, batch.y) + self.sharpness * entropy, StepResult([moments], ())
 
     def passes(self, task, labeled, unlabeled):
         return Passes(labeled + unlabeled, labeled + unlabeled)

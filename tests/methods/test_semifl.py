@@ -21,7 +21,7 @@ from halfmoon.engine.driver import ClientContext, update_one
 from halfmoon.engine.sampling import Amount, Batching, Views
 from halfmoon.methods.fedavg import FedAvg
 from halfmoon.methods.objectives import FixMatch
-from halfmoon.methods.semifl import Mixing, SemiFL, combine
+from halfmoon.methods.semifl import Mixing, SemiFL, step_towards_mean
 from halfmoon.models import SmallCNN
 
 PLAIN = Views(Plain(), {"plain": Plain(), "weak": Plain(), "strong": Plain()})
@@ -432,15 +432,15 @@ def test_statistics_come_before_the_first_labels_and_after_every_round(sbn, who)
     method, shared = SemiFL(sbn=sbn), task(Pixel())
     fresh = {"pixel": {"mean": torch.zeros(1), "var": torch.ones(1)}}
     server = {"params": weight(1.0), "stats": fresh, "momentum": weight(0.0)}
-    counting = [("census", each) for each in [*who, [SERVER]]]
+    statistics_requirements = [("census", each) for each in [*who, [SERVER]]]
     training = [("train", [0, 1]), ("fine-tune", [SERVER])]
     server = method.round(shared.at(0), server, fed)
-    assert fed.asked == counting + training + counting
-    assert float(fed.downlinks[len(counting)]["stats"]["pixel"]["mean"]) == 3
+    assert fed.asked == statistics_requirements + training + statistics_requirements
+    assert float(fed.downlinks[len(statistics_requirements)]["stats"]["pixel"]["mean"]) == 3
     assert float(method.solution(shared, server)["stats"]["pixel"]["var"]) == 1
     fed.asked.clear()
     method.round(shared.at(1), server, fed)
-    assert fed.asked == training + counting
+    assert fed.asked == training + statistics_requirements
 
 
 @pytest.mark.parametrize("place", ["clients", "server"])
@@ -645,6 +645,6 @@ def test_momentum_takes_back_what_the_server_learned_beside_the_clients(keep, le
     for learned in (1.0, 0.0, 0.0, 0.0):
         upload = Upload({"params": params}, torch.ones((), dtype=torch.float64))
         trained = {"w": params["w"] + learned}
-        params, momentum = combine(trained, upload, momentum, keep, share=0.5)
+        params, momentum = step_towards_mean(trained, upload, momentum, keep, share=0.5)
         found.append(float(params["w"]))
     assert found == pytest.approx(left, abs=1e-15)

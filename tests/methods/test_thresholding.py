@@ -13,7 +13,7 @@ from halfmoon.api.types import ClientData, Task
 from halfmoon.core.optim import SGD
 from halfmoon.methods import registry
 from halfmoon.methods.objectives import FixMatch, PseudoLabel
-from halfmoon.methods.objectives.pseudo_labeling import surer
+from halfmoon.methods.objectives.pseudo_labeling import select_more_confident
 from halfmoon.methods.objectives.thresholding import Threshold
 from halfmoon.models.network import Normalize
 
@@ -75,7 +75,7 @@ def test_flexmatch_by_hand():
     assert pseudo.weight.tolist() == [0.0, 1.0]
     assert state["label"].tolist() == [0, 0, 1, -1, -1]
     _, state = rule.pseudo_label(p(0.9, 0.9), torch.tensor([3, 4]), state)
-    assert rule._learned(state["label"], 2).tolist() == pytest.approx([1, 0.25])
+    assert rule._class_progress(state["label"], 2).tolist() == pytest.approx([1, 0.25])
     assert rule.pseudo_label(p(0.49), torch.tensor([0]), state)[0].weight.tolist() == [1.0]
 
 
@@ -180,7 +180,7 @@ def test_the_received_model_guesses():
 
 def test_of_equals_the_first_counts():
     one, other = torch.tensor([[1.0, 0.0]]), torch.tensor([[0.0, 1.0]])
-    assert torch.equal(surer(one, other), one)
+    assert torch.equal(select_more_confident(one, other), one)
     assert pseudo_label(PseudoLabel(0.8), batch([1], [0], weak=[2]))[2].pseudo[0].weight.tolist() == [1.0]
 
 

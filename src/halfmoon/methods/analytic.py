@@ -7,8 +7,8 @@ MixtureHead: ten rounds of EM follow. Clients send sums over their unlabeled ima
 fits Gaussians of one covariance in the leading principal directions, and adds their logits to the ridge head's.
 
 server: params, stats, and in float64 head, ridge, first and second moments of h, label statistics, correction.
-down: params, head, and zeros.  memory: nothing.  up: weight 1, and in the place of the zeros sums in float64, of
-symmetric matrices the upper triangle.
+broadcast: params, head, and zeros.  memory: nothing.  upload: weight 1, and in the place of the zeros sums in float64,
+of symmetric matrices the upper triangle.
 
 Departures: AFL and Fed3R regress on f itself without an intercept; AFL adds the strength at each client and removes it
 at the server. Here the server adds it once, to the sum, so a client of any rank is welcome.
@@ -30,7 +30,7 @@ from halfmoon.api.uploads import Upload, UploadSpec
 from halfmoon.core import tree
 from halfmoon.core.errors import UserError
 from halfmoon.core.tree import Tree
-from halfmoon.methods.objectives.base import chunks
+from halfmoon.methods.objectives.base import split_into_chunks
 
 SHARPNESS = (4.0, 6.0)
 """Spread of the mixture head's logits in its first and last round."""
@@ -84,7 +84,10 @@ class Sums(ClientUpdate):
         center, network = broadcast["head"]["center"], self.task.network
         if not len(images):
             return center.new_zeros(0, len(center))
-        parts = [network.represent(broadcast["params"], {}, self.task.normalize(part))[1] for part in chunks(images)]
+        parts = [
+            network.represent(broadcast["params"], {}, self.task.normalize(part))[1]
+            for part in split_into_chunks(images)
+        ]
         q = torch.cat(parts).to(center.dtype).clamp_min(0).sqrt()
         return q if self.basis is None else q @ self.basis
 

@@ -1,4 +1,4 @@
-"""The server half of FedAvg, and what servers of other methods do with uploads."""
+"""The server half of FedAvg, and functions of other methods' servers that average uploads."""
 
 import torch
 
@@ -10,34 +10,41 @@ from halfmoon.core.tree import Tree
 
 
 class ModelAveraging:
-    """The server half of FedAvg: its tree is the model, and a round is the weighted mean of what clients send."""
+    """The server half of FedAvg: its state is the model, and a round computes the weighted mean of the uploads.
 
-    needed = SUM
+    Attributes:
+        method_requirements: the requirements that `requirements` returns.
+    """
+
+    method_requirements = SUM
 
     def requirements(self, norm: str) -> Requirements:
-        return self.needed
+        return self.method_requirements
 
     def start(self, task: Task, model: Tree) -> Tree:
         return model
 
     def round(self, task: Task, server: Tree, federation: Federation) -> Tree:
-        return federation.average("train", model_of(server)).update
+        return federation.average("train", select_model(server)).update
 
     def solution(self, task: Task, server: Tree) -> Tree:
-        return model_of(server)
+        return select_model(server)
 
 
-def model_of(tree: Tree) -> Tree:
-    """Return {"params", "stats"} of what holds them and more; stats, {} without batch normalization, may be missing."""
+def select_model(tree: Tree) -> Tree:
+    """Select {"params", "stats"} from a tree; "stats" may be missing, and is {} without batch normalization."""
     return {"params": tree["params"], "stats": tree.get("stats", {})}
 
 
-def average(upload: Upload, server: Tree | None = None) -> Tree:
-    """Return the parts of the update (leaves (K, ...)), averaged with the weights (K,).
+def average_uploads(upload: Upload, server: Tree | None = None) -> Tree:
+    """Average the updates of K clients by their weights.
 
     Batch-normalization statistics are averaged like parameters (McMahan et al. 2017, Algorithm 1; FedDure's
-    aggregation_content "all"). Where all weights are zero, nobody had anything to learn from: what `server` holds
-    of the same names stays.
+    aggregation_content "all").
+
+    Args:
+        upload: the uploads, every leaf (K, ...).
+        server: tree to return if all weights are 0, because no client had data.
     """
     if server is not None and not bool(upload.weight.sum() > 0):
         return {name: server[name] for name in upload.update}
@@ -45,19 +52,38 @@ def average(upload: Upload, server: Tree | None = None) -> Tree:
 
 
 def momentum_step(params: Tree, mean: Tree, momentum: Tree, keep: float) -> tuple[Tree, Tree]:
-    """Return (params, momentum) after the server's step to `mean`: v <- keep v + params - mean, params <- params - v.
+    """Move the server's parameters to the clients' mean with momentum.
 
-    SGD with a learning rate of 1 and a momentum of `keep` on the round's change (FedAvgM, Hsu et al. 2019; SemiFL's
-    global momentum); with `keep` 0 the result is the mean.
+    v <- keep v + params - mean, params <- params - v.
+
+    This is SGD with a learning rate of 1 on the change of the round (FedAvgM, Hsu et al. 2019; SemiFL's global
+    momentum).
+
+    Args:
+        params: the server's parameters.
+        mean: mean of the clients' parameters.
+        momentum: v, a tree like `params`.
+        keep: the momentum factor; 0 results in the mean.
+
+    Returns:
+        The new parameters and the new momentum.
     """
     momentum = tree.map(lambda v, old, new: keep * v + (old - new), momentum, params, mean)
     return tree.map(torch.sub, params, momentum), momentum
 
 
-def combine(params: Tree, mean: Upload, momentum: Tree, keep: float, share: float = 0.0) -> tuple[Tree, Tree]:
-    """Return (params, momentum) after a step with momentum to share * params + (1 - share) * the uploads' `mean`.
+def step_towards_mean(params: Tree, mean: Upload, momentum: Tree, keep: float, share: float = 0.0) -> tuple[Tree, Tree]:
+    """Take a `momentum_step` to share * params + (1 - share) * the mean of the uploads.
 
-    Where nobody trained (it weighs nothing) both stay.
+    Args:
+        params: the server's parameters.
+        mean: mean of the uploads. If its weight is 0, no client had data, and nothing changes.
+        momentum: a tree like `params`.
+        keep: the momentum factor.
+        share: share of the server's parameters in the target.
+
+    Returns:
+        The new parameters and the new momentum.
     """
     if not bool(mean.weight > 0):
         return params, momentum

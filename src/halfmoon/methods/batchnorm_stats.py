@@ -1,12 +1,13 @@
 """Static batch normalization (HeteroFL, ICLR 2021; SemiFL, NeurIPS 2022): statistics are counted, not tracked.
 
-Networks train on batch statistics alone and send none. When a model is to label or to be evaluated, its rows are looked
-at once more, un-augmented and without a step, and the mean and the unbiased variance of every batch are averaged; the
-variance between batches is no part of it, as in the authors' code.
+Networks train on batch statistics and upload none. Before a model predicts pseudo-labels or is evaluated, it processes
+the rows once more, without augmentation and without a step, and the mean and the unbiased variance of every batch are
+averaged. As in the authors' code, the variance between batches is not included.
 
-Departure: their code passes the pooled images of all holders through one sequence of batches of 250, each counting the
-same, the cut last one too. Rows do not leave their holders here, so a batch holds rows of one client, cut into nearly
-equal parts of at most 250; it counts by its rows, or a client of twelve images would weigh as much as one of 250.
+Departure: their code sends the pooled images of all holders through one sequence of batches of 250, each with the same
+weight, including the last, incomplete one. Here rows do not leave their holders, so a batch contains rows of one
+client, which are split into nearly equal chunks of at most 250. A batch is weighted by its rows; otherwise a client
+with twelve images would have the weight of one with 250.
 """
 
 from dataclasses import dataclass
@@ -22,20 +23,20 @@ from halfmoon.api.uploads import Aux, Upload, UploadSpec
 from halfmoon.core import tree
 from halfmoon.core.errors import UserError
 from halfmoon.core.tree import Tree
-from halfmoon.methods.objectives.base import chunks, masked_chunks
+from halfmoon.methods.objectives.base import index_chunks, split_into_chunks
 
 Over = Literal["all", "cohort", "server"]
-"""Whose rows are counted beside the server's: those of all registered clients, of the round's cohort, or nobody's."""
+"""Clients whose rows are counted, in addition to the server's: all registered ones, the round's cohort, or none."""
 
 LABEL_LOCATIONS: tuple[LabelLocation, ...] = ("server", "clients", "some")
 
 
 @dataclass(frozen=True)
 class BatchNormStatistics(ClientUpdate):
-    """Look once at all rows, labeled and unlabeled, and send the sum over rows of their batches' moments.
+    """Process all rows once, labeled and unlabeled, and upload the sum over rows of their batches' moments.
 
-    down: params.  up: no update; rows () as the weight, and beside it moments (as stats, summed over rows).  Nothing is
-    remembered.
+    broadcast: params.  memory: none.  upload: no update; the number of rows () as the weight, and moments (as stats,
+    summed over rows).
     """
 
     @property
@@ -47,7 +48,7 @@ class BatchNormStatistics(ClientUpdate):
     def begin(self, broadcast: Tree, memory: Tree, data: ClientData) -> Tree:
         if not len(data.x) + len(data.u):
             return {"moments": self.task.network.unseen(broadcast["params"])}
-        return {"moments": row_moments(self.task, broadcast["params"], data)}
+        return {"moments": sum_row_moments(self.task, broadcast["params"], data)}
 
     def finish(self, broadcast: Tree, carry: Tree, data: ClientData) -> tuple[Upload, Tree]:
         return Upload({}, data.rows, {"moments": carry["moments"]}), {}
@@ -59,13 +60,18 @@ class BatchNormStatistics(ClientUpdate):
         return labeled + unlabeled
 
 
-def counting(norm: str, over: Over) -> Requirements:
-    """Return what a method needs whose statistics are counted `over` the rows of these."""
+def statistics_requirements(norm: str, over: Over) -> Requirements:
+    """Build the requirements of a method whose statistics are counted over the rows of `over`.
+
+    Args:
+        norm: normalization of the network: "batch", "group" or "none".
+        over: clients whose rows are counted.
+    """
     if norm != "batch" or over == "server":
         return Requirements("sum", "", LABEL_LOCATIONS)
     reason = (
-        "the statistics of a model are put together from each client's own (a sum is enough with sbn 'server', or "
-        "with norm 'group' or 'none')"
+        "the statistics of a model are computed from those of each client (a sum is enough with sbn 'server', or with "
+        "norm 'group' or 'none')"
     )
     return Requirements(
         reason=reason, label_locations=LABEL_LOCATIONS, counts_statistics="norm 'group' or 'none', or sbn 'server'"
@@ -73,62 +79,80 @@ def counting(norm: str, over: Over) -> Requirements:
 
 
 @torch.no_grad()
-def row_moments(task: Task, params: Tree, data: ClientData) -> Tree:
-    """Return the moments (as stats) of all rows of a client in nearly equal batches, summed over rows; {} of none.
+def sum_row_moments(task: Task, params: Tree, data: ClientData) -> Tree:
+    """Compute the moments of all rows of a client in nearly equal batches, summed over rows.
 
-    Rows that are padding are left out: the batches are those that the others make alone.
+    Padding rows are left out: the batches are the same as without them.
+
+    Returns:
+        A tree like stats; {} if there is no row.
     """
-    images, total = torch.cat([data.x, data.u]), {}
+    images = torch.cat([data.x, data.u])
+    total: Tree = {}
     if data.real:
-        return _row_moments_apart(task, params, data, images)
-    for part in chunks(images) if len(images) else ():
-        rows, moments = len(part), task.network.train(params, task.normalize(part))[1]
+        return _sum_padded_row_moments(task, params, data, images)
+    for chunk in split_into_chunks(images) if len(images) else ():
+        moments = task.network.train(params, task.normalize(chunk))[1]
         total = total or tree.zeros_like(moments)
-        total = tree.map(partial(torch.add, alpha=rows), total, moments)
+        total = tree.map(partial(torch.add, alpha=len(chunk)), total, moments)
     return total
 
 
-def _row_moments_apart(task: Task, params: Tree, data: ClientData, images: Tensor) -> Tree:
-    """Return what `row_moments` does of images (n, C, H, W), of which the last labeled and the last unlabeled ones
-    are padding.
+def _sum_padded_row_moments(task: Task, params: Tree, data: ClientData, images: Tensor) -> Tree:
+    """Compute `sum_row_moments` of a padded client.
+
+    `images` (n, C, H, W) are labeled rows, their padding, unlabeled rows and their padding.
     """
-    at = torch.arange(len(images), device=images.device)
-    own = torch.where(at < data.labeled, at, at - data.labeled + len(data.x)).clamp_max(len(images) - 1)
-    rows, there, _ = masked_chunks(at < data.labeled + data.unlabeled)
+    index = torch.arange(len(images), device=images.device)
+    # Move the unlabeled rows forward, over the padding of the labeled ones: then all real rows come first.
+    order = torch.where(index < data.labeled, index, index - data.labeled + len(data.x)).clamp_max(len(images) - 1)
+    chunk_rows, chunk_masks, _ = index_chunks(index < data.labeled + data.unlabeled)
     total: Tree = {}
-    for part, real in zip(rows.unbind(), there.unbind(), strict=True):
-        moments = task.network.train(params, task.normalize(images[own[part]]), real=real)[1]
+    for rows, real in zip(chunk_rows.unbind(), chunk_masks.unbind(), strict=True):
+        moments = task.network.train(params, task.normalize(images[order[rows]]), real=real)[1]
         total = total or tree.zeros_like(moments)
         total = tree.map(lambda old, new, real=real: old + real.sum() * new, total, moments)
     return total
 
 
-def estimate(federation: Federation, server: Tree, over: Over, serving: bool = True) -> Tree:
-    """Return new statistics for the model `server`["params"]: the mean moments over the rows that `over` names.
+def estimate_statistics(federation: Federation, server: Tree, over: Over, serving: bool = True) -> Tree:
+    """Count new batch statistics for the server's model: the mean moments over rows.
 
-    The client update "census" has to be the method's `BatchNormStatistics`. `serving` adds the server's own rows.
-    Clients are asked a cohort's number at a time: a device holds no more of them than in training. A network
-    without statistics
-    costs nothing; raises `UserError` where nobody who is asked has a row.
+    The method's client update "census" has to be `BatchNormStatistics`. Clients are queried in groups of the size of a
+    cohort, so that a device holds no more of them than in training.
+
+    Args:
+        federation: the clients.
+        server: contains "params", and "stats" if the network has statistics.
+        over: clients whose rows are counted.
+        serving: whether the server's rows are counted too.
+
+    Returns:
+        The statistics; {} for a network without statistics.
+
+    Raises:
+        UserError: there is no row to count.
     """
     if not server.get("stats"):
         return {}
     broadcast = {"params": server["params"]}
-    cohorts = {
+    client_groups = {
         "all": torch.split(torch.arange(federation.clients), max(1, len(federation.cohort))),
         "cohort": (federation.cohort,),
         "server": (),
     }[over]
-    counts = [
-        upload for clients in cohorts if len((upload := federation.query("census", broadcast, clients=clients)).weight)
-    ]
+    uploads: list[Upload] = []
+    for clients in client_groups:
+        upload = federation.query("census", broadcast, clients=clients)
+        if len(upload.weight):
+            uploads.append(upload)
     if serving and federation.labeled:
-        counts.append(federation.query_server("census", broadcast).map(lambda leaf: leaf[None]))
-    rows = sum(float(each.weight.sum()) for each in counts)
+        uploads.append(federation.query_server("census", broadcast).map(lambda leaf: leaf[None]))
+    rows = sum(float(upload.weight.sum()) for upload in uploads)
     if not rows:
         raise UserError(
-            f"static batch normalization over '{over}' finds no image to look at: the server has none; set sbn to "
-            "'all' or 'cohort'."
+            f"static batch normalization over '{over}' finds no image: the server has none; set sbn to 'all' or "
+            "'cohort'."
         )
-    sums = [tree.map(lambda leaf: leaf.sum(0), each.aux["moments"]) for each in counts]
+    sums = [tree.map(lambda leaf: leaf.sum(0), upload.aux["moments"]) for upload in uploads]
     return tree.map(lambda *leaves: torch.stack(leaves).sum(0) / rows, *sums)

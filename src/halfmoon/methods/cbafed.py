@@ -1,25 +1,26 @@
-"""CBAFed (Li et al., CVPR 2023): pseudo-labels fixed for a client update, and thresholds that even out the classes.
+"""CBAFed (Li et al., CVPR 2023): pseudo-labels fixed for a client update, and thresholds that balance the classes.
 
-When a client update begins, a client labels all its rows once with the received model, and trains on those that pass.
-The threshold of a class follows its share of all training labels of the last round, labels and accepted pseudo-labels
-of all clients together. With r(c) = share(c) C / 10,
+When a client update begins, the client labels all its rows once with the received model, and trains on those that pass
+a threshold. The threshold of a class follows its share of all training labels of the last round, labels and accepted
+pseudo-labels of all clients together. With r(c) = share(c) C / 10,
 
     T(c) = min(threshold_most, r(c) + threshold - std(r)).
 
-A row whose likeliest class does not pass takes the second one if that is in the tail (r < tail). Residual weights slow
-the model down: every `residual_every` rounds the server goes back by `residual` of the way to the model it kept the
-last time, and so does a client with labels every `local_residual_every` epochs of a client update, by `local_residual`.
+If the most likely class of a row does not pass, the second one is accepted if it is in the tail (r < tail). Residual
+weights slow the model down: every `residual_every` rounds the server moves the model back, by the share `residual`, to
+the model that it stored the last time. A client with labels does the same every `local_residual_every` epochs of a
+client update, with the share `local_residual`.
 
-server: params, stats, share (classes,), saved (params, stats).  down: params, stats, share.  memory: the optimizer's
-state.  up: the same, with the shares of the client's own training labels, and weight, how many images it trained on: so
-a weighted mean is all that the server needs.
+server: params, stats, share (classes,), saved (params, stats).  broadcast: params, stats, share.  memory: the
+optimizer's state.  upload: params, stats, share (that of the client's training labels), and weight, the number of
+images it trained on; so the server needs only a weighted mean.
 
 Departures: clients with labels train `labeled_epochs` times as long (theirs: 11, so that the local residual acts twice;
-rates of 0.03 with labels and 0.02 without). Accepted rows get a new weak view each time (theirs are trained on as they
-were cropped when labeled). A client with labels uses its unlabeled rows as well; each kind has a mean of its own.
-`warmup` is the share of the rounds in which labels alone teach (theirs: 501 epochs of the one labeled client before 501
-rounds); without it second classes of a model that knows nothing yet would be trained on. The std is over the classes as
-they are, not a sample's. Their ten-fold weight of labeled clients on skin images is left out.
+learning rates of 0.03 with labels and 0.02 without). Accepted rows get a new weak view each time (theirs are trained on
+as they were cropped when labeled). A client with labels uses its unlabeled rows as well; the two kinds have separate
+means. `warmup` is the share of the rounds that train on labels only (theirs: 501 epochs of the one labeled client
+before 501 rounds); without it, second classes of an untrained model would be accepted. The standard deviation is that
+of the population, not of a sample. Their ten-fold weight of labeled clients on skin images is left out.
 """
 
 from collections.abc import Mapping
@@ -46,8 +47,14 @@ from halfmoon.core import padding, tree
 from halfmoon.core.autodiff import grad_and_value
 from halfmoon.core.errors import check_minimum
 from halfmoon.core.tree import Tree
-from halfmoon.methods.averaging import ModelAveraging, model_of
-from halfmoon.methods.objectives.base import LabeledOnce, one_hot, per_image, supervised, sweep_logits
+from halfmoon.methods.averaging import ModelAveraging, select_model
+from halfmoon.methods.objectives.base import (
+    RoundLabelingClient,
+    cross_entropy_per_image,
+    labeled_cross_entropy,
+    one_hot,
+    predict_all_rows,
+)
 from halfmoon.models import forward
 
 
@@ -55,11 +62,14 @@ from halfmoon.models import forward
 class CBAFed(ModelAveraging):
     """CBAFed with the constants of the authors' code (threshold_most is 0.9 on SVHN and skin images).
 
-    `tail` None leaves the second classes out, `adaptive` False sets every threshold to threshold, `residual` 0 and
-    `local_residual` 0 leave the residual weights out. Raises `UserError` for an interval below 1.
+    `tail` None never accepts second classes, `adaptive` False sets every threshold to `threshold`, and `residual` 0 and
+    `local_residual` 0 disable the residual weights.
+
+    Raises:
+        UserError: an interval is below 1.
     """
 
-    needed = Requirements("sum", "", ("some", "clients"))
+    method_requirements = Requirements("sum", "", ("some", "clients"))
     threshold: float = 0.84
     threshold_most: float = 0.95
     tail: float | None = 0.03
@@ -77,109 +87,132 @@ class CBAFed(ModelAveraging):
         check_minimum(self, 1, "residual_every", "local_residual_every", "labeled_epochs")
 
     def client_updates(self, task: Task) -> Mapping[str, ClientUpdate]:
-        return {"train": Balanced(task, self)}
+        return {"train": CBAFedClient(task, self)}
 
     def start(self, task: Task, model: Tree) -> Tree:
         head = model["params"]["head"]["weight"]
         return {**model, "share": head.new_full((len(head),), 1 / len(head)), "saved": dict(model)}
 
     def round(self, task: Task, server: Tree, federation: Federation) -> Tree:
-        """Let the cohort train, average, and go back a little every few rounds."""
-        broadcast: Tree = {"stats": {}, **{name: part for name, part in server.items() if name != "saved"}}
+        """Train the cohort, average, and move back towards the saved model every few rounds."""
+        broadcast: Tree = {"stats": {}, **{name: section for name, section in server.items() if name != "saved"}}
         new = federation.average("train", broadcast).update
         saved: Tree = {"stats": {}, **server["saved"]}
         if self.residual and (task.round + 1) % self.residual_every == 0:
-            saved = residual({name: new[name] for name in ("params", "stats")}, saved, self.residual)
+            saved = blend_with_saved({name: new[name] for name in ("params", "stats")}, saved, self.residual)
             new = {**new, **saved}
         return {**new, "saved": saved}
 
     def thresholds(self, share: Tensor) -> tuple[Tensor, Tensor]:
-        """Return T (classes,), and which classes are in the tail (classes,), for the shares of all training labels."""
+        """Compute the thresholds T and the tail from the classes' shares of all training labels.
+
+        Args:
+            share: (classes,).
+
+        Returns:
+            T (classes,), and the classes in the tail, (classes,) bool.
+        """
         r = share * len(share) / 10
-        least = (r + self.threshold - r.std(correction=0)).clamp_max(self.threshold_most)
-        least = least if self.adaptive else torch.full_like(r, self.threshold)
-        return least, torch.zeros_like(r, dtype=torch.bool) if self.tail is None else r < self.tail
+        if self.adaptive:
+            thresholds = (r + self.threshold - r.std(correction=0)).clamp_max(self.threshold_most)
+        else:
+            thresholds = torch.full_like(r, self.threshold)
+        in_tail = torch.zeros_like(r, dtype=torch.bool) if self.tail is None else r < self.tail
+        return thresholds, in_tail
 
 
-def residual(new: Tree, saved: Tree, share: float) -> Tree:
-    """Return share * saved + (1 - share) * new."""
-    return tree.map(lambda old, now: torch.lerp(now, old, share), saved, new)
+def blend_with_saved(new: Tree, saved: Tree, share: float) -> Tree:
+    """Compute share * saved + (1 - share) * new."""
+    return tree.map(lambda saved_leaf, new_leaf: torch.lerp(new_leaf, saved_leaf, share), saved, new)
 
 
 @dataclass(frozen=True)
-class Balanced(LabeledOnce):
+class CBAFedClient(RoundLabelingClient):
     """The client of CBAFed."""
 
     options: CBAFed = CBAFed()
 
     @property
     def requirements(self) -> UpdateRequirements:
-        o, upload_spec = self.options, UploadSpec(("params", "stats", "share"))
         return UpdateRequirements(
             ("weak",),
             precomputed_views=("weak",),
-            labeled_epochs=o.labeled_epochs,
+            labeled_epochs=self.options.labeled_epochs,
             masks_padding=True,
-            keep_optimizer=o.keep_optimizer,
-            upload_spec=upload_spec,
+            keep_optimizer=self.options.keep_optimizer,
+            upload_spec=UploadSpec(("params", "stats", "share")),
         )
 
     def begin(self, broadcast: Tree, memory: Tree, data: ClientData) -> Tree:
-        guess = sweep_logits(self.task, broadcast["params"], broadcast["stats"], data.views["weak"], data.u_real)
-        pseudo = self.pseudo_label(guess.softmax(-1), broadcast["share"])
+        logits = predict_all_rows(self.task, broadcast["params"], broadcast["stats"], data.views["weak"], data.u_real)
+        pseudo = self.pseudo_label(logits.softmax(-1), broadcast["share"])
         pseudo = pseudo._replace(weight=padding.mask(pseudo.weight, data.u_real))
         if self.task.round < self.options.warmup * self.task.rounds:
             pseudo = pseudo._replace(weight=torch.zeros_like(pseudo.weight))
         carry = {**super().begin(broadcast, memory, data), **pseudo._asdict(), "real": data.real}
         carry |= {"labeled": data.labeled.double(), "images": torch.zeros_like(data.labeled, dtype=torch.float64)}
-        carry["saved"] = (
-            {"params": broadcast["params"], "stats": broadcast["stats"]} if self.options.local_residual else {}
-        )
+        carry["saved"] = {}
+        if self.options.local_residual:
+            carry["saved"] = {"params": broadcast["params"], "stats": broadcast["stats"]}
         return carry
 
     def pseudo_label(self, p: Tensor, share: Tensor) -> PseudoLabels:
-        """Return the pseudo-labels of predictions p (U, classes)."""
-        least, tail = self.options.thresholds(share)
-        (first, second), (top, next_) = (part.unbind(-1) for part in p.topk(2, -1))
-        passes, second_passes = first > least[top], tail[next_]
-        label, confidence = torch.where(passes, top, next_), torch.where(passes, first, second)
-        accepted = passes | second_passes
-        return PseudoLabels(
-            torch.where(accepted, label, top), torch.where(accepted, confidence, first), accepted.to(p.dtype)
-        )
+        """Compute the pseudo-labels of predictions.
+
+        Args:
+            p: (U, classes).
+            share: the classes' shares of all training labels, (classes,).
+        """
+        thresholds, in_tail = self.options.thresholds(share)
+        top_p, top_class = p.topk(2, -1)
+        first_p, second_p = top_p.unbind(-1)
+        first_class, second_class = top_class.unbind(-1)
+        first_passes = first_p > thresholds[first_class]
+        accepted = first_passes | in_tail[second_class]
+        # Rows that are not accepted report the first class, with the weight 0.
+        takes_second = accepted & ~first_passes
+        label = torch.where(takes_second, second_class, first_class)
+        confidence = torch.where(takes_second, second_p, first_p)
+        return PseudoLabels(label, confidence, accepted.to(p.dtype))
 
     def step(self, broadcast: Tree, carry: Tree, batch: Batch) -> tuple[Tree, StepMetrics]:
-        """Take one optimizer step, and a step back at the end of every few epochs of the labeled images."""
+        """Take one optimizer step, and move back to the saved model every few epochs of the labeled images."""
         gradient, loss, (moments, pseudo) = grad_and_value(self._loss, carry["params"], carry, batch)
         new = self.advance(carry, gradient, moments)
         images = carry["images"] + padding.count(batch.x, batch.x_real)
         if saved := carry["saved"]:
-            model = model_of(new)
-            stretch = (carry["labeled"] * self.options.local_residual_every).clamp_min(1)
-            over = (images / stretch).floor() > (carry["images"] / stretch).floor()
-            back = residual(model, saved, self.options.local_residual)
-            new |= {**tree.select(over, back, model), "saved": tree.select(over, back, saved)}
+            model = select_model(new)
+            interval = (carry["labeled"] * self.options.local_residual_every).clamp_min(1)
+            interval_ends = (images / interval).floor() > (carry["images"] / interval).floor()
+            blend = blend_with_saved(model, saved, self.options.local_residual)
+            new |= {**tree.select(interval_ends, blend, model), "saved": tree.select(interval_ends, blend, saved)}
         samples = {"kept": weighted_metric((carry["weight"] > 0).to(loss.dtype), carry["real"].get("u"))}
         return {**new, "images": images}, StepMetrics(loss, samples, (pseudo,))
 
     def finish(self, broadcast: Tree, carry: Tree, data: ClientData) -> tuple[Upload, Tree]:
-        like, classes = broadcast["share"], len(broadcast["share"])
-        own = (torch.arange(len(data.y), device=data.y.device) < data.labeled).to(like)
-        counts = (one_hot(data.y, classes, like) * own[:, None]).sum(0)
-        counts = counts + (one_hot(carry["label"], classes, like) * carry["weight"][:, None]).sum(0)
+        old_share = broadcast["share"]
+        classes = len(old_share)
+        is_real = (torch.arange(len(data.y), device=data.y.device) < data.labeled).to(old_share)
+        counts = (one_hot(data.y, classes, old_share) * is_real[:, None]).sum(0)
+        counts = counts + (one_hot(carry["label"], classes, old_share) * carry["weight"][:, None]).sum(0)
         total = counts.sum()
-        share = torch.where(total > 0, counts / total.clamp_min(1), like)
+        share = torch.where(total > 0, counts / total.clamp_min(1), old_share)
         upload, memory = super().finish(broadcast, carry, data)
         return Upload({**upload.update, "share": share}, total.round().double()), memory
 
     def _loss(self, params: Tree, carry: Tree, batch: Batch) -> tuple[Tensor, tuple[list[Tree], PseudoLabels]]:
-        groups, joint = (batch.x, batch.u["weak"]), self.task.statistics == "joint"
+        groups = (batch.x, batch.u["weak"])
+        joint = self.task.statistics == "joint"
         (labeled, logits), _, moments = forward(self.task.network, params, joint, groups, real=batch.masks(1))
-        pseudo = PseudoLabels(*(carry[name][batch.u_rows] for name in ("label", "confidence", "weight")))
-        pseudo = pseudo._replace(weight=padding.mask(pseudo.weight, batch.u_real))
-        taught = (per_image(logits, pseudo.label) * pseudo.weight).sum() / pseudo.weight.sum().clamp_min(1)
-        labels = supervised(labeled, batch.y, batch.x_real)
-        return labels + self.options.unlabeled_weight * taught, (moments, pseudo)
+        pseudo = PseudoLabels(
+            label=carry["label"][batch.u_rows],
+            confidence=carry["confidence"][batch.u_rows],
+            weight=padding.mask(carry["weight"][batch.u_rows], batch.u_real),
+        )
+        pseudo_losses = cross_entropy_per_image(logits, pseudo.label) * pseudo.weight
+        pseudo_loss = pseudo_losses.sum() / pseudo.weight.sum().clamp_min(1)
+        labeled_loss = labeled_cross_entropy(labeled, batch.y, batch.x_real)
+        return labeled_loss + self.options.unlabeled_weight * pseudo_loss, (moments, pseudo)
 
 
-ROWS = (MethodEntry("cbafed", "CBAFed", "CBAFed, CVPR 2023", "thresholds even out the classes", CBAFed()),)
+ROWS = (MethodEntry("cbafed", "CBAFed", "CBAFed, CVPR 2023", "thresholds that balance the classes", CBAFed()),)

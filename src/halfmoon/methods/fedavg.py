@@ -1,22 +1,22 @@
-"""FedAvg (McMahan et al. 2017) and FedProx (Li et al. 2020) around any semi-supervised objective.
+"""FedAvg (McMahan et al. 2017) and FedProx (Li et al. 2020), with any semi-supervised objective.
 
-The clients of a round train the server's model on their own rows, and the server averages what comes back with the
-weights |labeled| + |unlabeled|. With `prox` > 0 every client adds (prox / 2) ||params - received params||^2 to its
-loss.
+The clients of a round train the server's model on their images, and the server averages their uploads with the weights
+|labeled| + |unlabeled|. With `prox` > 0 every client adds (prox / 2) ||params - received params||^2 to its loss.
 
-What an objective keeps beside the model (Mean Teacher's averaged teacher, ReMixMatch's class frequencies) travels and
-is averaged with it. An averaged teacher's batch statistics are counted at the end of a client update over all local
-rows, un-augmented and without a step (`batchnorm_stats.row_moments`). A client that has nothing to train on (no labels,
-and an objective that wants them) weighs nothing. Where the average of the server's models gives the pseudo-labels
-(`teacher` "average"), the server keeps it and sends it down beside the model.
+Tensors that an objective adds to the model (Mean Teacher's averaged teacher, ReMixMatch's class frequencies) are sent
+and averaged with it. The batch statistics of an averaged teacher are counted at the end of a client update over all
+local rows, without augmentation and without a step (`batchnorm_stats.sum_row_moments`). A client that has nothing to
+train on (no labels, with an objective that needs them) has the weight 0. If the average of the server's models predicts
+the pseudo-labels (`teacher` "average"), the server stores that average and sends it with the model.
 
-server: params, stats and what the objective keeps beside, or average.  down: the same.  memory: with `keep_optimizer`,
-the optimizer's state; with thresholds that adapt, running means or the rows' labels.  up: what came down, trained, less
-the average, and weight.
+server: params, stats, and tensors of the objective, or average.  broadcast: the same.  memory: with `keep_optimizer`,
+the optimizer's state; with adaptive thresholds, running means or the rows' labels.  upload: the trained broadcast
+without average, and weight.
 
-Departures: FedProx (Algorithm 2) draws clients in proportion to their rows and averages them alike; here, as in FedAvg,
-they are drawn alike and averaged by rows, so that the term is all that differs. A row counts whether it is labeled or
-not. Batch-normalization statistics, of which neither paper speaks, are averaged like parameters.
+Departures: FedProx (Algorithm 2) samples clients in proportion to their rows and averages them with equal weights.
+Here, as in FedAvg, they are sampled uniformly and averaged by rows, so that the term is the only difference. A row
+counts whether it is labeled or not. Batch-normalization statistics, which neither paper mentions, are averaged like
+parameters.
 """
 
 from collections.abc import Mapping
@@ -24,6 +24,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 
 import torch
+from torch import Tensor
 
 from halfmoon.api.requirements import Requirements
 from halfmoon.api.types import (
@@ -40,13 +41,13 @@ from halfmoon.api.uploads import Upload, UploadSpec
 from halfmoon.core import tree
 from halfmoon.core.autodiff import grad_and_value
 from halfmoon.core.tree import Tree
-from halfmoon.methods.batchnorm_stats import row_moments
-from halfmoon.methods.objectives import Objective, Supervised
+from halfmoon.methods.batchnorm_stats import sum_row_moments
+from halfmoon.methods.objectives import Objective, StepResult, Supervised
 
 
 @dataclass(frozen=True)
 class LocalTraining(ClientUpdate):
-    """Train the received model with an objective, and send it back."""
+    """Train the received model with an objective, and upload it."""
 
     objective: Objective = field(default_factory=Supervised)
     prox: float = 0.0
@@ -54,14 +55,14 @@ class LocalTraining(ClientUpdate):
 
     @property
     def requirements(self) -> UpdateRequirements:
-        upload_spec = UploadSpec(("params", "stats", *self.objective.travels), ("stats", "teacher_stats"))
+        upload_spec = UploadSpec(("params", "stats", *self.objective.shared_names), ("stats", "teacher_stats"))
         requirements = self.objective.requirements
-        all_rows = requirements.all_rows or self.counts
+        all_rows = requirements.all_rows or self.counts_teacher_stats
         return replace(requirements, all_rows=all_rows, keep_optimizer=self.keep_optimizer, upload_spec=upload_spec)
 
     @property
-    def counts(self) -> bool:
-        """Return whether a client update ends with a count of the averaged teacher's statistics."""
+    def counts_teacher_stats(self) -> bool:
+        """True if a client update ends with a count of the averaged teacher's batch statistics."""
         return self.objective.decay is not None and self.task.network.norm == "batch"
 
     def initial_memory(self, broadcast: Tree, generator: torch.Generator) -> Tree:
@@ -69,40 +70,42 @@ class LocalTraining(ClientUpdate):
 
     def begin(self, broadcast: Tree, memory: Tree, data: ClientData) -> Tree:
         cached = self.objective.prepare(self.task, broadcast, data)
-        own = self.objective.begin(self.task, memory, data, cached)
-        travels = {name: broadcast[name] for name in self.objective.travels if name in broadcast}
-        return {**super().begin(broadcast, memory, data), **travels, **own, "cached": cached}
+        local_state = self.objective.begin(self.task, memory, data, cached)
+        shared_state = {name: broadcast[name] for name in self.objective.shared_names if name in broadcast}
+        return {**super().begin(broadcast, memory, data), **shared_state, **local_state, "cached": cached}
 
     def step(self, broadcast: Tree, carry: Tree, batch: Batch) -> tuple[Tree, StepMetrics]:
         gradient, loss, result = grad_and_value(self._loss, carry["params"], carry, batch)
         if self.prox:
-            pull = partial(torch.add, alpha=self.prox)
-            gradient = tree.map(lambda g, new, old: pull(g, new - old), gradient, carry["params"], broadcast["params"])
+            add_proximal = partial(torch.add, alpha=self.prox)
+            gradient = tree.map(
+                lambda g, new, old: add_proximal(g, new - old), gradient, carry["params"], broadcast["params"]
+            )
         new = self.advance(carry, gradient, result.moments, consume=True, **result.aux)
-        return {**new, **self.objective.after(carry, new["params"])}, StepMetrics(loss, {}, result.pseudo)
+        return {**new, **self.objective.after_step(carry, new["params"])}, StepMetrics(loss, {}, result.pseudo)
 
     def finish(self, broadcast: Tree, carry: Tree, data: ClientData) -> tuple[Upload, Tree]:
         weight = data.rows if self.requirements.views else data.rows * (data.labeled > 0)
         _, memory = super().finish(broadcast, carry, data)
-        own = {name: carry[name] for name in self.objective.initial_memory(self.task, broadcast)}
+        objective_memory = {name: carry[name] for name in self.objective.initial_memory(self.task, broadcast)}
         new = {**carry, **self.objective.finish(self.task, carry)}
-        if self.counts and len(data.x) + len(data.u):
-            rows, total = data.labeled + data.unlabeled, row_moments(self.task, carry["teacher"], data)
+        if self.counts_teacher_stats and len(data.x) + len(data.u):
+            rows = data.labeled + data.unlabeled
+            total = sum_row_moments(self.task, carry["teacher"], data)
             mean = tree.map(lambda leaf: leaf / rows.clamp_min(1), total)
             new["teacher_stats"] = tree.select(rows > 0, mean, carry["teacher_stats"])
         update = {name: new[name] for name in self.requirements.upload_spec.update if name in new}
-        return Upload(update, weight), {**memory, **own}
+        return Upload(update, weight), {**memory, **objective_memory}
 
     def passes(self, labeled: int, unlabeled: int) -> Passes:
         return self.objective.passes(self.task, labeled, unlabeled)
 
     def images_outside_steps(self, labeled: int, unlabeled: int) -> int:
-        """Count what the objective looks at when a client update begins, and all rows where the teacher's are
-        counted.
-        """
-        return super().images_outside_steps(labeled, unlabeled) + (labeled + unlabeled if self.counts else 0)
+        """Count the images that the objective predicts on at the start, and those of the teacher's statistics."""
+        teacher_images = labeled + unlabeled if self.counts_teacher_stats else 0
+        return super().images_outside_steps(labeled, unlabeled) + teacher_images
 
-    def _loss(self, params: Tree, carry: Tree, batch: Batch):
+    def _loss(self, params: Tree, carry: Tree, batch: Batch) -> tuple[Tensor, StepResult]:
         return self.objective(self.task, params, carry["stats"], batch, carry, carry["cached"])
 
 
@@ -110,7 +113,10 @@ class LocalTraining(ClientUpdate):
 class FedAvg:
     """Federated averaging of an objective, with FedProx's proximal term if `prox` > 0.
 
-    `keep_optimizer`: whether a client's momentum lives on between its rounds.
+    Attributes:
+        objective: the clients' loss.
+        prox: weight of the proximal term.
+        keep_optimizer: whether clients retain their optimizer's state between rounds.
     """
 
     objective: Objective = field(default_factory=Supervised)
@@ -124,15 +130,16 @@ class FedAvg:
         return {"train": LocalTraining(task, self.objective, self.prox, self.keep_optimizer)}
 
     def start(self, task: Task, model: Tree) -> Tree:
-        first = self.objective.start(task, model)
-        return first if self.objective.averages is None else {**first, "average": model}
+        server = self.objective.start(task, model)
+        return server if self.objective.server_average_decay is None else {**server, "average": model}
 
     def round(self, task: Task, server: Tree, federation: Federation) -> Tree:
-        new, keep = federation.average("train", server).update, self.objective.averages
-        if keep is None:
+        new = federation.average("train", server).update
+        decay = self.objective.server_average_decay
+        if decay is None:
             return new
-        model = {name: new.get(name, {}) for name in server["average"]}  # without batch normalization no "stats" come
-        return {**new, "average": tree.moving_average(server["average"], model, task.round, keep)}
+        model = {name: new.get(name, {}) for name in server["average"]}  # uploads have "stats" only with batch norm
+        return {**new, "average": tree.moving_average(server["average"], model, task.round, decay)}
 
     def solution(self, task: Task, server: Tree) -> Tree:
         return self.objective.solution(server)

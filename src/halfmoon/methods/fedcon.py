@@ -10,8 +10,8 @@ target k, which follows h, makes of the other view. q and k stay at their client
 
     loss = -(s(q(h(weak)), k(weak2)) + s(q(h(weak2)), k(weak))) / 2, mean over images, s the cosine.
 
-server: params, stats.  down: the same.  memory: the target; at clients the predictor, at the server the target's steps.
-up: params, with the head that came down where there is no label, stats, weight (1, or 0 without an image).
+server: params, stats.  broadcast: the same.  memory: the target; at clients the predictor, at the server the target's
+steps. upload: params, with the head that came down where there is no label, stats, weight (1, or 0 without an image).
 
 Formulas and constants are those of the authors' code. Departures: it keeps the server's target and never calls it, so
 that both sides of the KL are f's; here one is g, which starts as the mean of the models, and has a constant decay, not
@@ -44,9 +44,15 @@ from halfmoon.core import padding, tree
 from halfmoon.core.autodiff import grad_and_value
 from halfmoon.core.errors import UserError
 from halfmoon.core.tree import Tree
-from halfmoon.methods.averaging import ModelAveraging, model_of
+from halfmoon.methods.averaging import ModelAveraging, select_model
 from halfmoon.methods.mutual import divergence
-from halfmoon.methods.objectives.base import TeacherClient, embedded, follow, ramped, supervised
+from halfmoon.methods.objectives.base import (
+    MeanTeacherClient,
+    embed_groups,
+    labeled_cross_entropy,
+    ramp_weight,
+    update_teacher,
+)
 from halfmoon.models import forward
 from halfmoon.models.network import affine, linear
 from halfmoon.models.passes import Batched
@@ -58,7 +64,7 @@ PREDICTOR = "predictor"
 class FedCon(ModelAveraging):
     """FedCon with the settings of the authors' code, whose ramp is 100 of 200 rounds."""
 
-    needed = Requirements("sum", "", ("server", "clients", "some"))
+    method_requirements = Requirements("sum", "", ("server", "clients", "some"))
     consistency_weight: float = 1.0
     ramp: float = 0.5
     server_decay: float = 0.9996
@@ -68,15 +74,15 @@ class FedCon(ModelAveraging):
         return {"train": ContrastiveClient(task, self), "fine-tune": ServerUpdate(task, self)}
 
     def round(self, task: Task, server: Tree, federation: Federation) -> Tree:
-        model = model_of(server)
+        model = select_model(server)
         if task.round == 0 and federation.labeled:
             model = federation.query_server("fine-tune", model).update
-        mean = model_of(federation.average("train", model).update)
+        mean = select_model(federation.average("train", model).update)
         return federation.query_server("fine-tune", mean).update if federation.labeled else mean
 
 
 @dataclass(frozen=True)
-class ServerUpdate(TeacherClient):
+class ServerUpdate(MeanTeacherClient):
     """FedCon's server, on its labeled images; the teacher is its target."""
 
     options: FedCon = FedCon()
@@ -88,15 +94,15 @@ class ServerUpdate(TeacherClient):
     def step(self, broadcast: Tree, carry: Tree, batch: Batch) -> tuple[Tree, StepMetrics]:
         gradient, loss, moments = grad_and_value(self._loss, carry["params"], carry, batch)
         new = self.advance(carry, gradient, moments)
-        return {**new, **follow(carry, new["params"], self.options.server_decay)}, StepMetrics(loss, {}, ())
+        return {**new, **update_teacher(carry, new["params"], self.options.server_decay)}, StepMetrics(loss, {}, ())
 
     def _loss(self, params: Tree, carry: Tree, batch: Batch) -> tuple[Tensor, list[Tree]]:
         network, joint, real = self.task.network, self.task.statistics == "joint", batch.masks(0) * 2
         (one, two), _, moments = forward(network, params, joint, (views := (batch.x, batch.x_views["weak"])), real=real)
         _, (slow_one, slow_two), _ = forward(network, carry["teacher"], joint, (), views, real)
-        labels = supervised(one, batch.y, batch.x_real) + supervised(two, batch.y, batch.x_real)
+        labels = labeled_cross_entropy(one, batch.y, batch.x_real) + labeled_cross_entropy(two, batch.y, batch.x_real)
         apart = padding.mean_or_zero(divergence(slow_two, one) + divergence(slow_one, two), batch.x_real)
-        weight = ramped(self.task, self.options.consistency_weight, self.options.ramp, "sigmoid")
+        weight = ramp_weight(self.task, self.options.consistency_weight, self.options.ramp, "sigmoid")
         return (labels + weight * apart) / 2, moments
 
     def passes(self, labeled: int, unlabeled: int) -> Passes:
@@ -144,12 +150,12 @@ class ContrastiveClient(ClientUpdate):
         with torch.no_grad():
             targets, _ = self._embed_views(carry["target"], batch)
         alike = _view_similarity(_predict(params[PREDICTOR], features, batch), targets, batch)
-        return supervised(z, batch.y, batch.x_real) - alike / 2, labeled + moments
+        return labeled_cross_entropy(z, batch.y, batch.x_real) - alike / 2, labeled + moments
 
     def _embed_views(self, params: Tree, batch: Batch) -> tuple[Tensor, list[Tree]]:
         """Compute the features (2 b, F) of both views of the unlabeled images, and the moments of the passes."""
         images = [batch.u[view] for view in self.requirements.views]
-        _, features, moments = embedded(self.task, _network_params(params), images, batch.masks(2)[1:])
+        _, features, moments = embed_groups(self.task, _network_params(params), images, batch.masks(2)[1:])
         return torch.cat(features), moments
 
     def passes(self, labeled: int, unlabeled: int) -> Passes:

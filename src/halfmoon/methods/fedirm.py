@@ -12,8 +12,9 @@ server averages them by rows; before the first of them the term is 0. w grows to
 exp(-5 (1 - t)^2) over the first `ramp` of the rounds; in the first `warmup` of them it is 0, and a client without
 labels weighs nothing.
 
-server: params, stats, relation, related (1 once there is one).  down: the same.  memory: the teacher's parameters and
-steps, the optimizer's state.  up: params, stats, relation, related (1 with labels, else 0 and no relation), weight.
+server: params, stats, relation, related (1 once there is one).  broadcast: the same.  memory: the teacher's parameters
+and steps, the optimizer's state.  upload: params, stats, relation, related (1 with labels, else 0 and no relation),
+weight.
 
 Departures: the entropy is that of one prediction, theirs of the mean of eleven with dropout, which no network here has.
 Their labeled images come in two views with smoothed labels, and labeled clients weigh alike in R.
@@ -34,16 +35,16 @@ from halfmoon.core import tree
 from halfmoon.core.autodiff import grad_and_value
 from halfmoon.core.padding import mask, mean
 from halfmoon.core.tree import Tree
-from halfmoon.methods.averaging import ModelAveraging, model_of
+from halfmoon.methods.averaging import ModelAveraging, select_model
 from halfmoon.methods.mutual import sure
 from halfmoon.methods.objectives.base import (
-    TeacherClient,
-    follow,
-    guess_of,
+    MeanTeacherClient,
+    as_pseudo_labels,
+    labeled_cross_entropy,
     one_hot,
-    ramped,
-    supervised,
-    teacher_logits,
+    predict_with_teacher,
+    ramp_weight,
+    update_teacher,
 )
 from halfmoon.models import forward
 
@@ -52,7 +53,7 @@ from halfmoon.models import forward
 class FedIRM(ModelAveraging):
     """FedIRM with the settings of the authors' code, whose warm-up and ramp are 20 and 30 of 200 rounds."""
 
-    needed = Requirements("sum", "", ("some", "clients"))
+    method_requirements = Requirements("sum", "", ("some", "clients"))
     unlabeled_weight: float = 15.0
     temperature: float = 2.0
     confidence: float = 0.3
@@ -73,7 +74,7 @@ class FedIRM(ModelAveraging):
         new = federation.average("train", {"stats": {}, **server}).update
         share = new["related"]
         relation = torch.where(share > 0, new["relation"] / share.clamp_min(1e-12), server["relation"])
-        return {**model_of(new), "relation": relation, "related": torch.maximum(server["related"], share.sign())}
+        return {**select_model(new), "relation": relation, "related": torch.maximum(server["related"], share.sign())}
 
 
 def relations(logits: Tensor, member: Tensor, temperature: float) -> Tensor:
@@ -82,7 +83,7 @@ def relations(logits: Tensor, member: Tensor, temperature: float) -> Tensor:
 
 
 @dataclass(frozen=True)
-class RelationClient(TeacherClient):
+class RelationClient(MeanTeacherClient):
     """The client of FedIRM."""
 
     options: FedIRM = FedIRM()
@@ -104,7 +105,7 @@ class RelationClient(TeacherClient):
             self._loss_of, carry["params"], broadcast, carry, batch
         )
         new = self.advance(carry, gradient, moments)
-        new |= follow(carry, new["params"], self.options.decay)
+        new |= update_teacher(carry, new["params"], self.options.decay)
         new |= {"relation": carry["relation"] + matrix, "steps": carry["steps"] + 1}
         return new, StepMetrics(loss, {}, (pseudo,))
 
@@ -119,17 +120,19 @@ class RelationClient(TeacherClient):
         groups = (batch.x, batch.u["weak2"])
         (labeled, z), _, moments = forward(self.task.network, params, joint, groups, real=batch.masks(1))
         p = z.softmax(-1)
-        guess = guess_of(p)
+        guess = as_pseudo_labels(p)
         certain = mask(sure(z, options.entropy) * (guess.confidence >= options.confidence), batch.u_real)
         own = relations(z, one_hot(guess.label, classes, z) * certain[:, None], options.temperature)
         target = torch.where(
             broadcast["related"] > 0, broadcast["relation"], own.detach()
         )  # no gradient while there is none
         divergence = ((target - own) * (target.log() - own.log())).sum() / 2 / classes
-        teacher = teacher_logits(self.task, carry["teacher"], carry["stats"], batch.u["weak"], batch.u_real).softmax(-1)
-        distance = mean((p - teacher).square().sum(-1), batch.u_real)
-        weight = carry["gate"] * ramped(self.task, options.unlabeled_weight, options.ramp, "sigmoid")
-        loss = supervised(labeled, batch.y, batch.x_real) + weight * (distance + divergence)
+        teacher = predict_with_teacher(
+            self.task, carry["teacher"], carry["stats"], batch.u["weak"], batch.u_real
+        ).softmax(-1)
+        distance_from_uniform = mean((p - teacher).square().sum(-1), batch.u_real)
+        weight = carry["gate"] * ramp_weight(self.task, options.unlabeled_weight, options.ramp, "sigmoid")
+        loss = labeled_cross_entropy(labeled, batch.y, batch.x_real) + weight * (distance_from_uniform + divergence)
         member = one_hot(batch.y, classes, labeled)
         member = member if batch.x_real is None else member * batch.x_real[:, None]
         matrix = relations(labeled, member, options.temperature).detach()

@@ -5,8 +5,8 @@ A client keeps a local model, which knows its own distribution. A client update 
 (Eq. 2), once; then both train together: on labels, strong views for the global model and weak ones for the local, and
 on the soft guess that the OTHER makes of an unlabeled image's weak view, where its entropy is low (Eq. 9 to 14).
 
-server: params, stats.  down: the same.  memory: params and stats of the local model, at first a copy of what came down.
-up: params, stats, weight; nothing but the global model travels.
+server: params, stats.  broadcast: the same.  memory: params and stats of the local model, at first a copy of what came
+down. upload: params, stats, weight; nothing but the global model travels.
 
 From the authors' released code come what the paper does not say: the local model starts as a copy (Algorithm 1, where
 each starts at random, would make Eq. 2 average unrelated networks), the round counts from 0, so the first one has no
@@ -41,8 +41,8 @@ from halfmoon.core.optim import Number, at_most_one
 from halfmoon.core.padding import mean
 from halfmoon.core.tree import Tree
 from halfmoon.methods import mutual
-from halfmoon.methods.averaging import ModelAveraging, model_of
-from halfmoon.methods.objectives.base import guessing_passes, supervised, weak_and_strong
+from halfmoon.methods.averaging import ModelAveraging, select_model
+from halfmoon.methods.objectives.base import count_passes, forward_weak_and_strong, labeled_cross_entropy
 
 VIEWS = {
     "default": ("weak", "strong"),
@@ -117,10 +117,10 @@ class Cotraining(ClientUpdate):
         )
 
     def begin(self, broadcast: Tree, memory: Tree, data: ClientData) -> Tree:
-        received = model_of(broadcast)
+        received = select_model(broadcast)
         carry = {"global": mutual.learner(self.task, received)}
         if self.options.local:
-            fused = tree.map(lambda new, old: torch.lerp(new, old, self.options.ema), received, model_of(memory))
+            fused = tree.map(lambda new, old: torch.lerp(new, old, self.options.ema), received, select_model(memory))
             carry["local"] = mutual.learner(self.task, fused)
         return carry
 
@@ -135,7 +135,7 @@ class Cotraining(ClientUpdate):
         def lesson(teacher: Tensor, mask: Tensor, weight: Number) -> Callable[[Tensor, Tensor], Tensor]:
             def loss(labeled: Tensor, unlabeled: Tensor) -> Tensor:
                 apart = mean(mask * mutual.divergence(teacher, unlabeled), batch.u_real)
-                return supervised(labeled, batch.y, batch.x_real) + weight * apart
+                return labeled_cross_entropy(labeled, batch.y, batch.x_real) + weight * apart
 
             return loss
 
@@ -154,11 +154,11 @@ class Cotraining(ClientUpdate):
         return new, StepMetrics(loss, samples, (pseudo[teaching],), pseudo if o.local else {})
 
     def finish(self, broadcast: Tree, carry: Tree, data: ClientData) -> tuple[Upload, Tree]:
-        upload = Upload(model_of(carry["global"]), mutual.weight_of(data, self.options.weights))
+        upload = Upload(select_model(carry["global"]), mutual.weight_of(data, self.options.weights))
         return upload, (mutual.memory_of(carry["local"], "params", "stats") if self.options.local else {})
 
     def passes(self, labeled: int, unlabeled: int) -> Passes:
-        forward, backward = guessing_passes(self.task, labeled + unlabeled, unlabeled)
+        forward, backward = count_passes(self.task, labeled + unlabeled, unlabeled)
         models = 2 if self.options.local else 1
         return Passes(models * forward, models * backward)
 
@@ -168,7 +168,7 @@ class Cotraining(ClientUpdate):
         views = batch._replace(x=batch.x_views[labeled], u={"weak": batch.u[quiet], "strong": batch.u[loud]})
 
         def outputs(params: Tree) -> mutual.Outputs:
-            logits, strong, weak, moments = weak_and_strong(self.task, params, model["stats"], views)
+            logits, strong, weak, moments = forward_weak_and_strong(self.task, params, model["stats"], views)
             return (logits, strong), (weak, moments)
 
         return mutual.passed(outputs, model["params"])

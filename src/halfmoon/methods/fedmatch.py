@@ -12,10 +12,10 @@ clients of all that it has met, by the distance of their predictions on one fixe
 first term is gone and the label is the client's own. Labels lie at clients, or at the server: it then trains sigma at
 the beginning of a round (as the authors' code does), and psi alone goes up.
 
-server: sigma, psi, stats; on its state store the psi and the embedding of every client met.  down: the same three,
+server: sigma, psi, stats; on its state store the psi and the embedding of every client met.  broadcast: the same three,
 every `interval` rounds with helpers (H psi and who is there).  memory: sigma, psi as the server last knew them; the
-state of thresholds that run.  up: sigma (where there are labels), psi, stats, embedding (C floats), how many entries
-changed.
+state of thresholds that run.  upload: sigma (where there are labels), psi, stats, embedding (C floats), how many
+entries changed.
 
 Bytes: an entry travels where it has moved by more than `delta_threshold` from what the receiver has (the paper's sparse
 communication), as 4 bytes of index and its value; a tree of which more than half has moved travels whole. What has not
@@ -64,9 +64,15 @@ from halfmoon.core.autodiff import grad_and_value
 from halfmoon.core.errors import check_minimum
 from halfmoon.core.tensors import euclidean, integers, normal_cdf, normal_quantile, tensor_of
 from halfmoon.core.tree import Tree
-from halfmoon.methods.averaging import average
+from halfmoon.methods.averaging import average_uploads
 from halfmoon.methods.mutual import divergence
-from halfmoon.methods.objectives.base import debiased, prior, supervised, sweep_logits, teacher_logits
+from halfmoon.methods.objectives.base import (
+    debias_logits,
+    labeled_cross_entropy,
+    mean_prediction,
+    predict_all_rows,
+    predict_with_teacher,
+)
 from halfmoon.methods.objectives.thresholding import Rule, Threshold
 from halfmoon.models import forward, track
 from halfmoon.models.network import kernels
@@ -135,8 +141,11 @@ class FedMatch:
         for place, client in enumerate(integers(federation.responders) if self.helpers else ()):
             federation.state_store.put(f"psi-{client}", tree.index(upload.update["psi"], place))
             federation.state_store.put(f"embedding-{client}", {"vector": upload.aux["embedding"][place]})
-        sigma = average(Upload({"sigma": upload.update["sigma"]}, upload.aux["labels"]), broadcast)
-        return {**sigma, **average(upload._replace(update={name: upload.update[name] for name in ("psi", "stats")}))}
+        sigma = average_uploads(Upload({"sigma": upload.update["sigma"]}, upload.aux["labels"]), broadcast)
+        return {
+            **sigma,
+            **average_uploads(upload._replace(update={name: upload.update[name] for name in ("psi", "stats")})),
+        }
 
     def solution(self, task: Task, server: Tree) -> Tree:
         params = composed(server["sigma"], cut(server["psi"], self.l1_threshold))
@@ -174,7 +183,7 @@ def nearest(vectors: dict[int, Tensor], client: int, count: int) -> list[int]:
 class Teaching(ClientUpdate):
     """The server's own training: sigma on its labels.
 
-    down: sigma, psi, stats.  up: sigma, stats.  Nothing is remembered.
+    broadcast: sigma, psi, stats.  upload: sigma, stats.  Nothing is remembered.
     """
 
     options: FedMatch = FedMatch()
@@ -208,7 +217,7 @@ class Disjoint(ClientUpdate):
     @property
     def requirements(self) -> UpdateRequirements:
         o = self.options
-        sweep = (o.view,) if o.debias or o.rule.sweeps else ()
+        sweep = (o.view,) if o.debias or o.rule.needs_all_rows else ()
         aux = {"embedding": Aux(), "labels": Aux(values="mark"), "changed": Aux(values="count")}
         upload_spec = UploadSpec(("sigma", "psi", "stats"), weight="one", aux=aux)
         return UpdateRequirements(
@@ -240,13 +249,13 @@ class Disjoint(ClientUpdate):
         carry["optimizer"] = self.task.optimizer.init(received["sigma"])
         carry["psi_optimizer"] = self.task.optimizer.init(received["psi"])
         rule = self.options.rule
-        carry["thresholds"] = {} if rule.sweeps else rule.begin(memory.get("thresholds", {}), data)
+        carry["thresholds"] = {} if rule.needs_all_rows else rule.begin(memory.get("thresholds", {}), data)
         if self.requirements.precomputed_views:
             views = data.views[self.options.view]
-            guess = sweep_logits(self.task, composed(**received), broadcast["stats"], views, data.u_real)
-            carry["prior"] = prior(guess, data.u_real)
-            if rule.sweeps:
-                guess = debiased(guess, carry["prior"]) if self.options.debias else guess
+            guess = predict_all_rows(self.task, composed(**received), broadcast["stats"], views, data.u_real)
+            carry["prior"] = mean_prediction(guess, data.u_real)
+            if rule.needs_all_rows:
+                guess = debias_logits(guess, carry["prior"]) if self.options.debias else guess
                 carry["thresholds"] = rule.begin({}, data, guess.softmax(-1))
         return carry
 
@@ -277,7 +286,7 @@ class Disjoint(ClientUpdate):
         embedding = self.task.network.predict(composed(**upload), carry["stats"], image)[0].softmax(-1)
         aux = {"embedding": embedding, "labels": labels, "changed": {"down": there, "up": back}}
         memory = {} if self.options.delta_threshold is None else {**upload, "met": torch.ones_like(labels)}
-        if self.options.rule.runs:
+        if self.options.rule.has_memory:
             memory = {"thresholds": carry["thresholds"], **memory}
         return Upload({**upload, "stats": carry["stats"]}, torch.ones_like(labels), aux), memory
 
@@ -317,7 +326,7 @@ class Disjoint(ClientUpdate):
         """Return L_u(psi), and (moments, pseudo-labels, samples)."""
         o = self.options
         strong, quiet, moments = self._outputs(composed(carry["sigma"], psi), carry["stats"], batch)
-        own = debiased(quiet.detach(), carry["prior"]) if o.debias else quiet.detach()
+        own = debias_logits(quiet.detach(), carry["prior"]) if o.debias else quiet.detach()
         (label, confidence, used), state = o.rule.pseudo_label(
             own.softmax(-1), batch.u_rows, carry["thresholds"], batch.u_real
         )
@@ -356,7 +365,7 @@ class Disjoint(ClientUpdate):
         view, received = batch.u[self.options.view], carry["received"]
         helpers = patched(received["psi"], broadcast["helpers"], self._delta)
         models = [composed(received["sigma"], tree.index(helpers, k)) for k in range(self.helpers)]
-        logits = [teacher_logits(self.task, theta, carry["stats"], view, batch.u_real) for theta in models]
+        logits = [predict_with_teacher(self.task, theta, carry["stats"], view, batch.u_real) for theta in models]
         return torch.stack(logits), broadcast["there"].to(view.dtype)
 
 
@@ -391,7 +400,7 @@ def labeled_step(task: Task, weight: float, carry: Tree, psi: Tree, batch: Batch
 
     def loss(sigma: Tree) -> tuple[Tensor, Tree]:
         logits, moments = task.network.train(composed(sigma, psi), batch.x, real=batch.x_real)
-        return weight * supervised(logits, batch.y, batch.x_real), moments
+        return weight * labeled_cross_entropy(logits, batch.y, batch.x_real), moments
 
     gradient, value, moments = grad_and_value(loss, carry["sigma"])
     sigma, optimizer = task.optimizer.step(carry["sigma"], gradient, carry["optimizer"])

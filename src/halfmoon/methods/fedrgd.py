@@ -11,7 +11,7 @@ place of batch normalization: that is the network's `norm` = "group", which a co
 
 server: params, stats and what the objective keeps beside; with `return_group` also groups, leaves (S, ...).  down:
 params, stats and the rest, of the mean or of one's group.  memory: with
-`keep_optimizer`, the optimizer's state.  up: what came down, trained.
+`keep_optimizer`, the optimizer's state.  upload: what came down, trained.
 
 With labels at clients, groups of equal size and one model for all, this is FedAvg with equal weights. What is then
 left of the method is GroupNorm, and, in the authors' code, that users go on from their group's mean while only server
@@ -40,7 +40,7 @@ from halfmoon.core.tensors import integers
 from halfmoon.core.tree import Tree
 from halfmoon.methods.fedavg import LocalTraining
 from halfmoon.methods.objectives import FixMatch, Supervised
-from halfmoon.methods.objectives.pseudo_labeling import no_average
+from halfmoon.methods.objectives.pseudo_labeling import refuse_average_teacher
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ class FedRGD:
 
     def __post_init__(self) -> None:
         check_minimum(self, 1, "groups")
-        no_average("FedRGD", self.objective)
+        refuse_average_teacher("FedRGD", self.objective)
 
     def requirements(self, norm: str) -> Requirements:
         return Requirements(

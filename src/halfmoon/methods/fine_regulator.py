@@ -1,17 +1,25 @@
-"""F-reg of FedDure: a small MLP f_w that weighs images, and the derivatives of the loss that it weighs, in closed form.
+"""FedDure's fine-grained regulator (F-reg): an MLP that weighs pseudo-labeled images, with closed-form derivatives.
 
-H(w; z) = sigmoid(out(relu(hidden(s)))) sees s, which is the logits z, their softmax, or z minus its mean over classes.
-The loss inside Eq. 2 and 4 is L = mean_i H(w; z_i) CE(y_i, z_i). Two derivatives of it are wanted: in z, which Eq. 2
-and 4 pull back through the network, and that of Eq. 5, in w of the derivative D L of L along a tangent of z. With
-a = out(...), H' = H (1 - H), H'' = H' (1 - 2 H), c_i = CE(y_i, z_i) and e_i = softmax(z_i) - onehot(y_i) = dc_i/dz_i,
+F-reg maps the logits z_i of image i to a weight H_i = sigmoid(a_i), a_i = out(relu(hidden(s_i))). Its input s_i is
+z_i, softmax(z_i), or z_i minus its mean over classes. It weighs the pseudo-label loss of Eq. 2 and Eq. 4,
+
+    L = mean_i H_i c_i,    c_i = cross_entropy(z_i, y_i).
+
+FedDure needs two derivatives of L:
+
+1. the gradient in z (Eq. 2 and 4), which is then back-propagated through the network;
+2. the gradient, in F-reg's parameters, of the directional derivative of L along a tangent of z (Eq. 5).
+
+With H' = H (1 - H), H'' = H' (1 - 2 H), e_i = softmax(z_i) - onehot(y_i), and D the derivative along the tangent:
 
     dL/dz_i     = (H_i e_i + [c_i H'_i da_i/dz_i]) / n
-    D L         = mean_i (H_i Dc_i + [c_i H'_i Da_i]),   Dc_i = e_i . Dz_i
-    d(D L)/da_i = (H'_i Dc_i + [c_i H''_i Da_i]) / n,    d(D L)/dDa_i = [c_i H'_i] / n
+    D L         = mean_i (H_i Dc_i + [c_i H'_i Da_i]),    Dc_i = e_i . Dz_i
+    d(D L)/da_i = (H'_i Dc_i + [c_i H''_i Da_i]) / n,     d(D L)/dDa_i = [c_i H'_i] / n
 
-where the brackets are there if gradients also pass through H's input ("product"), and are 0 if they do not
-("detached"). The rest is one backward pass through the MLP, for its values a and its tangents Da: as many small matrix
-products as the MLP has layers, in place of nested transforms of `torch.func`.
+Terms in brackets are present if gradients pass through F-reg's input ("product") and zero if they do not ("detached").
+Writing them out needs one backward pass through a two-layer MLP, instead of nested transforms of `torch.func`.
+
+Reference: FedDure (AAAI 2024), Eq. 2, 4, 5 and 6.
 """
 
 from dataclasses import dataclass
@@ -23,93 +31,157 @@ from torch import Tensor
 
 from halfmoon.core.tree import Tree
 
-Input = Literal["centered", "logits", "softmax"]
-"""What F-reg sees of an image."""
+RegulatorInput = Literal["centered", "logits", "softmax"]
+"""Transform of the logits that F-reg gets as its input."""
 
-Through = Literal["product", "detached"]
-"""Whether gradients of the weighted loss also pass through F-reg's input."""
+GradientPath = Literal["product", "detached"]
+"""Whether gradients of the weighted loss also pass through F-reg's input ("product") or not ("detached")."""
 
 
-def weigh(regulator: Tree, z: Tensor, kind: Input) -> Tensor:
-    """Return H (n,) in (0, 1) for logits z (n, classes)."""
-    return _answers(regulator, _inputs(z, kind))[1]
+def instance_weights(regulator: Tree, logits: Tensor, kind: RegulatorInput) -> Tensor:
+    """Weigh images by their logits (Eq. 6).
+
+    Args:
+        regulator: F-reg's parameters.
+        logits: (n, classes).
+        kind: transform of the logits that F-reg gets as its input.
+
+    Returns:
+        Weights between 0 and 1, (n,).
+    """
+    _, weights = _forward(regulator, _regulator_input(logits, kind))
+    return weights
 
 
 @dataclass(frozen=True)
 class WeightedLoss:
-    """The cross-entropy of n images, which F-reg weighs: what does not depend on F-reg is computed once."""
+    """The pseudo-label loss of n images that F-reg weighs. Terms that do not depend on F-reg are computed once.
 
-    x: Tensor  # (n, inputs) what F-reg sees
-    loss: Tensor  # (n,) c
-    error: Tensor  # (n, classes) e
-    kind: Input
-    through: Through
-    count: Tensor | int  # n
+    Attributes:
+        inputs: F-reg's inputs, (n, classes).
+        loss: cross-entropy of each image, (n,).
+        error: gradient of the cross-entropy in the logits, (n, classes).
+        kind: transform of the logits that F-reg gets as its input.
+        gradient_path: whether gradients also pass through F-reg's input.
+        count: the number of images, n.
+    """
+
+    inputs: Tensor
+    loss: Tensor
+    error: Tensor
+    kind: RegulatorInput
+    gradient_path: GradientPath
+    count: Tensor | int
 
     @classmethod
-    def of(cls, z: Tensor, label: Tensor, kind: Input, through: Through, real: Tensor | None = None) -> "WeightedLoss":
-        """Return the loss of logits z (n, classes) and labels (n,) int64; with a mask `real` (n,), of the real rows."""
-        log_p = z.log_softmax(-1)
-        loss, error = -log_p.gather(-1, label[:, None])[:, 0], log_p.exp() - F.one_hot(label, z.shape[-1])
-        if real is None:
-            return cls(_inputs(z, kind), loss, error, kind, through, len(loss))
-        # All derivatives are linear in these two.
-        return cls(_inputs(z, kind), loss * real, error * real[:, None], kind, through, real.sum())
+    def from_logits(
+        cls,
+        logits: Tensor,
+        pseudo_labels: Tensor,
+        kind: RegulatorInput,
+        gradient_path: GradientPath,
+        mask: Tensor | None = None,
+    ) -> "WeightedLoss":
+        """Build the loss of n images.
 
-    def blame(self, regulator: Tree) -> Tensor:
-        """Return dL/dz (n, classes); without F-reg ({}) all weights are 1."""
+        Args:
+            logits: (n, classes).
+            pseudo_labels: (n,) int64.
+            kind: transform of the logits that F-reg gets as its input.
+            gradient_path: whether gradients also pass through F-reg's input.
+            mask: (n,) bool, False for padding rows; None if no row is padding.
+        """
+        log_probabilities = logits.log_softmax(-1)
+        loss = -log_probabilities.gather(-1, pseudo_labels[:, None])[:, 0]
+        error = log_probabilities.exp() - F.one_hot(pseudo_labels, logits.shape[-1])
+        count: Tensor | int = len(loss)
+        if mask is not None:
+            # Every derivative below is linear in `loss` and `error`, so zeroing these two removes the padding rows.
+            loss = loss * mask
+            error = error * mask[:, None]
+            count = mask.sum()
+        return cls(_regulator_input(logits, kind), loss, error, kind, gradient_path, count)
+
+    def logit_gradient(self, regulator: Tree) -> Tensor:
+        """Compute dL/dz, (n, classes). An empty `regulator` means that all weights are 1."""
         if not regulator:
             return self.error / self.count
-        hidden, weights = _answers(regulator, self.x)
-        blame = weights[:, None] * self.error
-        if self.through == "product":
-            slope = self.loss * weights * (1 - weights)
-            pulled = _unrectified(slope, regulator, hidden) @ regulator["hidden"]["weight"]
-            blame = blame + self._back(pulled)
-        return blame / self.count
+        hidden, weights = _forward(regulator, self.inputs)
+        gradient = weights[:, None] * self.error
+        if self.gradient_path == "product":
+            score_gradient = self.loss * weights * (1 - weights)
+            hidden_gradient = _backward_through_relu(score_gradient, regulator, hidden)
+            input_gradient = hidden_gradient @ regulator["hidden"]["weight"]
+            gradient = gradient + self._input_transform(input_gradient)
+        return gradient / self.count
 
-    def lesson(self, regulator: Tree, tangent: Tensor) -> Tree:
-        """Return d(D L)/dw, a tree like `regulator`, along the `tangent` (n, classes) of the logits."""
-        hidden, weights = _answers(regulator, self.x)
-        weight, out = regulator["hidden"]["weight"], regulator["out"]["weight"][0]
-        slope = weights * (1 - weights) / self.count
-        value = slope * (self.error * tangent).sum(-1)  # d(D L)/da
-        if self.through == "detached":
-            back = _unrectified(value, regulator, hidden)
-            return _gradient(back.mT @ self.x, back.sum(0), value @ hidden, value)
-        x_tangent = self._along(tangent)
-        moved = torch.where(hidden > 0, F.linear(x_tangent, weight), 0.0)  # the tangent of the hidden layer
-        change = self.loss * slope  # d(D L)/dDa
-        value = value + change * (1 - 2 * weights) * (moved @ out)
-        back, along = (_unrectified(each, regulator, hidden) for each in (value, change))
-        return _gradient(back.mT @ self.x + along.mT @ x_tangent, back.sum(0), value @ hidden + change @ moved, value)
+    def regulator_gradient(self, regulator: Tree, logit_tangent: Tensor) -> Tree:
+        """Compute the gradient, in F-reg's parameters, of the loss's directional derivative (Eq. 5).
 
-    def _along(self, tangent: Tensor) -> Tensor:
-        """Return how F-reg's input moves along a tangent of the logits."""
+        Args:
+            regulator: F-reg's parameters.
+            logit_tangent: direction in which the logits move, (n, classes).
+
+        Returns:
+            A tree like `regulator`.
+        """
+        hidden, weights = _forward(regulator, self.inputs)
+        sigmoid_slope = weights * (1 - weights) / self.count
+        score_gradient = sigmoid_slope * (self.error * logit_tangent).sum(-1)
+        if self.gradient_path == "detached":
+            hidden_gradient = _backward_through_relu(score_gradient, regulator, hidden)
+            return _as_tree(
+                hidden_weight=hidden_gradient.mT @ self.inputs,
+                hidden_bias=hidden_gradient.sum(0),
+                out_weight=score_gradient @ hidden,
+                out_bias=score_gradient.sum(),
+            )
+        # The tangent also moves F-reg's input, and with it the hidden layer and the score.
+        input_tangent = self._input_transform(logit_tangent)
+        hidden_tangent = torch.where(hidden > 0, F.linear(input_tangent, regulator["hidden"]["weight"]), 0.0)
+        score_tangent = hidden_tangent @ regulator["out"]["weight"][0]
+        score_tangent_gradient = self.loss * sigmoid_slope
+        score_gradient = score_gradient + score_tangent_gradient * (1 - 2 * weights) * score_tangent
+        hidden_gradient = _backward_through_relu(score_gradient, regulator, hidden)
+        hidden_tangent_gradient = _backward_through_relu(score_tangent_gradient, regulator, hidden)
+        return _as_tree(
+            hidden_weight=hidden_gradient.mT @ self.inputs + hidden_tangent_gradient.mT @ input_tangent,
+            hidden_bias=hidden_gradient.sum(0),
+            out_weight=score_gradient @ hidden + score_tangent_gradient @ hidden_tangent,
+            out_bias=score_gradient.sum(),
+        )
+
+    def _input_transform(self, direction: Tensor) -> Tensor:
+        """Apply the Jacobian of F-reg's input in the logits. It is symmetric, so it serves tangents and gradients."""
         if self.kind == "softmax":
-            return self.x * (tangent - (self.x * tangent).sum(-1, keepdim=True))
-        return tangent - tangent.mean(-1, keepdim=True) if self.kind == "centered" else tangent
+            return self.inputs * (direction - (self.inputs * direction).sum(-1, keepdim=True))
+        if self.kind == "centered":
+            return direction - direction.mean(-1, keepdim=True)
+        return direction
 
-    _back = _along  # both maps are symmetric
 
-
-def _inputs(z: Tensor, kind: Input) -> Tensor:
+def _regulator_input(logits: Tensor, kind: RegulatorInput) -> Tensor:
     if kind == "softmax":
-        return z.softmax(-1)
-    return z - z.mean(-1, keepdim=True) if kind == "centered" else z
+        return logits.softmax(-1)
+    if kind == "centered":
+        return logits - logits.mean(-1, keepdim=True)
+    return logits
 
 
-def _answers(regulator: Tree, x: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the hidden layer (n, hidden) after the rectifier, and H (n,) in (0, 1)."""
-    hidden = F.relu(F.linear(x, regulator["hidden"]["weight"], regulator["hidden"]["bias"]))
-    out = F.linear(hidden, regulator["out"]["weight"], regulator["out"]["bias"])
-    return hidden, out.squeeze(-1).sigmoid()
+def _forward(regulator: Tree, inputs: Tensor) -> tuple[Tensor, Tensor]:
+    """Compute the rectified hidden layer (n, hidden) and the weights H (n,)."""
+    hidden = F.relu(F.linear(inputs, regulator["hidden"]["weight"], regulator["hidden"]["bias"]))
+    score = F.linear(hidden, regulator["out"]["weight"], regulator["out"]["bias"])
+    return hidden, score.squeeze(-1).sigmoid()
 
 
-def _unrectified(cotangent: Tensor, regulator: Tree, hidden: Tensor) -> Tensor:
-    """Return the cotangent (n,) of a, pulled back to before the rectifier (n, hidden)."""
-    return torch.where(hidden > 0, cotangent[:, None] * regulator["out"]["weight"][0], 0.0)
+def _backward_through_relu(score_gradient: Tensor, regulator: Tree, hidden: Tensor) -> Tensor:
+    """Back-propagate a gradient of the score (n,) to the hidden layer before its rectifier, (n, hidden)."""
+    return torch.where(hidden > 0, score_gradient[:, None] * regulator["out"]["weight"][0], 0.0)
 
 
-def _gradient(weight: Tensor, bias: Tensor, out: Tensor, value: Tensor) -> Tree:
-    return {"hidden": {"weight": weight, "bias": bias}, "out": {"weight": out[None], "bias": value.sum()[None]}}
+def _as_tree(*, hidden_weight: Tensor, hidden_bias: Tensor, out_weight: Tensor, out_bias: Tensor) -> Tree:
+    return {
+        "hidden": {"weight": hidden_weight, "bias": hidden_bias},
+        "out": {"weight": out_weight[None], "bias": out_bias[None]},
+    }

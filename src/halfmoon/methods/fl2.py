@@ -11,7 +11,7 @@ server fine-tunes the average on its labels; nothing is mixed. With p the predic
   fixed (sharpness-aware consistency regularization);
 - `status_aware`: a client weighs 1 - t in the average, so that those which have learned less count for more.
 
-server: params, stats, momentum.  down: params, stats.  memory: the optimizer's state, at clients and server.  up:
+server: params, stats, momentum.  broadcast: params, stats.  memory: the optimizer's state, at clients and server.  up:
 params, weight (1 - t, or 1; 0 from a client that kept nothing). For the statistics the model travels once more, to all
 whose rows are counted (`static`).
 
@@ -47,12 +47,17 @@ from halfmoon.core import padding, tree
 from halfmoon.core.autodiff import grad_and_value, vjp
 from halfmoon.core.errors import UserError
 from halfmoon.core.tree import Tree
-from halfmoon.methods.averaging import ModelAveraging, combine
-from halfmoon.methods.batchnorm_stats import BatchNormStatistics, Over, counting, estimate
+from halfmoon.methods.averaging import ModelAveraging, step_towards_mean
+from halfmoon.methods.batchnorm_stats import BatchNormStatistics, Over, estimate_statistics, statistics_requirements
 from halfmoon.methods.fedavg import LocalTraining
 from halfmoon.methods.mutual import divergence
 from halfmoon.methods.objectives import Supervised
-from halfmoon.methods.objectives.base import LabeledOnce, per_image, running_logits, supervised
+from halfmoon.methods.objectives.base import (
+    RoundLabelingClient,
+    cross_entropy_per_image,
+    labeled_cross_entropy,
+    predict_with_running_stats,
+)
 from halfmoon.methods.objectives.thresholding import Threshold
 from halfmoon.models import forward
 
@@ -83,7 +88,7 @@ class FL2(ModelAveraging):
             raise UserError(f"warmup is {self.warmup}: give how often the server trains before the first round, or 0.")
 
     def requirements(self, norm: str) -> Requirements:
-        return counting(norm, self.sbn)
+        return statistics_requirements(norm, self.sbn)
 
     def client_updates(self, task: Task) -> Mapping[str, ClientUpdate]:
         own_labels = LocalTraining(task, Supervised(), keep_optimizer=self.keep_optimizer)
@@ -97,17 +102,17 @@ class FL2(ModelAveraging):
         if task.round == 0:
             for _ in range(self.warmup if federation.labeled else 0):
                 model["params"] = federation.query_server("fine-tune", model).update["params"]
-            model["stats"] = estimate(federation, model, self.sbn)
+            model["stats"] = estimate_statistics(federation, model, self.sbn)
         mean = federation.average("train", model)
-        params, momentum = combine(model["params"], mean, server["momentum"], self.server_momentum)
+        params, momentum = step_towards_mean(model["params"], mean, server["momentum"], self.server_momentum)
         if federation.labeled:
             params = federation.query_server("fine-tune", {**model, "params": params}).update["params"]
         new = {"params": params, "stats": model["stats"], "momentum": momentum}
-        return {**new, "stats": estimate(federation, new, self.sbn)}
+        return {**new, "stats": estimate_statistics(federation, new, self.sbn)}
 
 
 @dataclass(frozen=True)
-class SharpnessAware(LabeledOnce):
+class SharpnessAware(RoundLabelingClient):
     """The client of (FL)^2."""
 
     options: FL2 = FL2()
@@ -120,7 +125,9 @@ class SharpnessAware(LabeledOnce):
         )
 
     def begin(self, broadcast: Tree, memory: Tree, data: ClientData) -> Tree:
-        p = running_logits(self.task, broadcast["params"], broadcast["stats"], data.views["weak"]).softmax(-1)
+        p = predict_with_running_stats(self.task, broadcast["params"], broadcast["stats"], data.views["weak"]).softmax(
+            -1
+        )
         rule = Threshold("fl2" if self.options.adaptive else "fixed", self.options.threshold)
         pseudo = rule.pseudo_label_all(p, {}, data.u_real)
         status = padding.mean_or_zero(p.amax(-1), data.u_real)
@@ -138,8 +145,8 @@ class SharpnessAware(LabeledOnce):
             return (labeled, strong), ()
 
         def taught(z: Tree) -> tuple[Tensor, tuple[Any, ...]]:
-            mean = (per_image(z["strong"], label) * used).sum() / used.sum().clamp_min(1)
-            return supervised(z["labeled"], batch.y, batch.x_real) + o.unlabeled_weight * mean, ()
+            mean = (cross_entropy_per_image(z["strong"], label) * used).sum() / used.sum().clamp_min(1)
+            return labeled_cross_entropy(z["labeled"], batch.y, batch.x_real) + o.unlabeled_weight * mean, ()
 
         (labeled, strong), pull, _ = vjp(outputs, params)
         cotangent, loss, _ = grad_and_value(taught, {"labeled": labeled, "strong": strong})
@@ -151,7 +158,7 @@ class SharpnessAware(LabeledOnce):
         if o.sharpness:
 
             def steep(z: Tree) -> tuple[Tensor, tuple[Any, ...]]:
-                return padding.mean(per_image(z["z"], label) * hard, batch.u_real), ()
+                return padding.mean(cross_entropy_per_image(z["z"], label) * hard, batch.u_real), ()
 
             risen, _, _ = grad_and_value(steep, {"z": strong})
             uphill = pull((torch.zeros_like(labeled), risen["z"]), False)
@@ -161,10 +168,10 @@ class SharpnessAware(LabeledOnce):
                 here = network.train(params, batch.u["strong"], real=batch.u_real)[0]
                 return padding.mean(divergence(strong, here) * hard, batch.u_real), ()
 
-            flatter, distance, _ = grad_and_value(apart, near)
+            flatter, distance_from_uniform, _ = grad_and_value(apart, near)
             gradient = tree.map(lambda g, h: torch.add(g, h, alpha=o.sharpness_weight), gradient, flatter)
-            loss = loss + o.sharpness_weight * distance
-            samples["sharpness"] = weighted_metric(distance)
+            loss = loss + o.sharpness_weight * distance_from_uniform
+            samples["sharpness"] = weighted_metric(distance_from_uniform)
         return self.advance(carry, gradient), StepMetrics(loss, samples, (PseudoLabels(label, confidence, used),))
 
     def finish(self, broadcast: Tree, carry: Tree, data: ClientData) -> tuple[Upload, Tree]:

@@ -4,8 +4,8 @@ Every client keeps a private model; the server's model is the meme. Each learns 
 KL(other || own), the target detached, and both step at once. Here as FedLoKe (CIKM 2023) uses it: the models teach each
 other on unlabeled images, too.
 
-server: params, stats.  down: the same.  memory: params, stats and, with `keep_optimizer`, optimizer state of the
-private model.  up: params, stats, weight; nothing but the meme travels.
+server: params, stats.  broadcast: the same.  memory: params, stats and, with `keep_optimizer`, optimizer state of the
+private model.  upload: params, stats, weight; nothing but the meme travels.
 
 The supervised half is the paper's, and the released code's as it is meant (as published it communicates nothing).
 Departure: all private models start as the same random network, where the authors draw one for each client. Of the
@@ -35,8 +35,8 @@ from halfmoon.core.errors import UserError
 from halfmoon.core.padding import mean, mean_or_zero
 from halfmoon.core.tree import Tree
 from halfmoon.methods import mutual
-from halfmoon.methods.averaging import ModelAveraging, model_of
-from halfmoon.methods.objectives.base import supervised
+from halfmoon.methods.averaging import ModelAveraging, select_model
+from halfmoon.methods.objectives.base import labeled_cross_entropy
 from halfmoon.models import forward
 
 
@@ -85,9 +85,9 @@ class MutualLearning(ClientUpdate):
         return self._memory(mutual.learner(self.task, model))
 
     def begin(self, broadcast: Tree, memory: Tree, data: ClientData) -> Tree:
-        private = mutual.learner(self.task, model_of(memory))
+        private = mutual.learner(self.task, select_model(memory))
         private |= {"optimizer": memory.get("optimizer", {})} if self.options.keep_optimizer else {}
-        return {"meme": mutual.learner(self.task, model_of(broadcast)), "private": private}
+        return {"meme": mutual.learner(self.task, select_model(broadcast)), "private": private}
 
     def step(self, broadcast: Tree, carry: Tree, batch: Batch) -> tuple[Tree, StepMetrics]:
         o = self.options
@@ -106,7 +106,7 @@ class MutualLearning(ClientUpdate):
     def finish(self, broadcast: Tree, carry: Tree, data: ClientData) -> tuple[Upload, Tree]:
         weight = mutual.weight_of(data, self.options.weights)
         weight = weight if self.requirements.views else weight * (data.labeled > 0)
-        return Upload(model_of(carry["meme"]), weight), self._memory(carry["private"])
+        return Upload(select_model(carry["meme"]), weight), self._memory(carry["private"])
 
     def passes(self, labeled: int, unlabeled: int) -> Passes:
         return Passes(2 * (labeled + unlabeled), 2 * (labeled + unlabeled))
@@ -128,7 +128,7 @@ class MutualLearning(ClientUpdate):
         used = mutual.sure(teacher.guess, self.options.delta)
 
         def loss(labeled: Tensor, unlabeled: Tensor) -> Tensor:
-            total = share * supervised(labeled, batch.y, batch.x_real)
+            total = share * labeled_cross_entropy(labeled, batch.y, batch.x_real)
             if len(labeled):
                 total = total + (1 - share) * mean_or_zero(mutual.divergence(teacher.labeled, labeled), batch.x_real)
             if self.requirements.views:

@@ -9,8 +9,8 @@ the class; an entry that nobody holds keeps its value. Statistics are counted an
 Supervised: all rows count as labeled. With `rates` "1" and `masked` False this is FedAvg with static batch
 normalization; with `server_momentum` 0.5 and `keep_optimizer` too it is the row "HeteroFL" of SemiFL's tables.
 
-server: params, stats, and with server_momentum its buffer.  down: the client's part of params.  memory: with
-`keep_optimizer` the optimizer's state.  up: that part, trained, present (classes,), weight.  About r^2 of FedAvg's
+server: params, stats, and with server_momentum its buffer.  broadcast: the client's part of params.  memory: with
+`keep_optimizer` the optimizer's state.  upload: that part, trained, present (classes,), weight.  About r^2 of FedAvg's
 bytes; but the count of statistics sends the whole network to all whose rows are counted (the authors' code pools the
 data for it).
 
@@ -38,8 +38,8 @@ from halfmoon.core.errors import UserError
 from halfmoon.core.tensors import integers
 from halfmoon.core.tree import Tree
 from halfmoon.methods.averaging import ModelAveraging, momentum_step
-from halfmoon.methods.batchnorm_stats import BatchNormStatistics, estimate
-from halfmoon.methods.objectives.base import supervised
+from halfmoon.methods.batchnorm_stats import BatchNormStatistics, estimate_statistics
+from halfmoon.methods.objectives.base import labeled_cross_entropy
 from halfmoon.models import Network
 
 
@@ -94,7 +94,7 @@ class HeteroFL(ModelAveraging):
         if self.server_momentum:
             params, momentum = momentum_step(server["params"], new["params"], server["momentum"], self.server_momentum)
             new = {"params": params, "momentum": momentum}
-        stats = estimate(federation, {**new, "stats": server.get("stats", {})}, self.sbn, serving=False)
+        stats = estimate_statistics(federation, {**new, "stats": server.get("stats", {})}, self.sbn, serving=False)
         return {**new, "stats": stats}
 
     def _count(self, upload: Upload, total: dict[str, Tensor], counts: dict[str, Tensor]) -> None:
@@ -142,7 +142,7 @@ class Narrow(ClientUpdate):
         logits, _ = self.task.network.train(scaled(params, self.rate), batch.x, real=batch.x_real)
         if self.options.masked:
             logits = torch.where(present, logits, 0.0)
-        return supervised(logits, batch.y, batch.x_real), ()
+        return labeled_cross_entropy(logits, batch.y, batch.x_real), ()
 
 
 def name(rate: float) -> str:

@@ -15,7 +15,7 @@ from halfmoon.api.uploads import UploadSpec
 from halfmoon.core import tree
 from halfmoon.core.autodiff import grad_and_value, vjp
 from halfmoon.core.tree import Tree
-from halfmoon.methods.averaging import model_of
+from halfmoon.methods.averaging import select_model
 
 Weights = Literal["size", "uniform"]
 """What a client's upload weighs: |labeled| + |unlabeled| rows (McMahan et al. 2017), or 1."""
@@ -47,7 +47,7 @@ def memory_of(model: Tree, *names: str) -> Tree:
 def first_model(task: Task, broadcast: Tree, private: Literal["copy", "fresh"], generator: torch.Generator) -> Tree:
     """Return the private model that a client begins with: a copy of what came down, or a random network."""
     if private == "copy":
-        return model_of(broadcast)
+        return select_model(broadcast)
     like = next(tree.leaves(broadcast["params"]))
     return tree.to(task.network.init(generator), like.device, like.dtype)
 

@@ -11,9 +11,9 @@ class, and sends them with the model. The server averages the models, all client
 classes that one of them has not are filled with the mean of those who have.
 
 server: params, stats; of the last round mean (classes, features), which classes are known, helpers (H, classes,
-features), and how many are there.  down: the same without the mean.  memory: none.  up: params, stats, own (classes,
-features), present (classes,), weight (1; 0 from a client without images). A prototype of few images tells much of
-them: of one image, its features.
+features), and how many are there.  broadcast: the same without the mean.  memory: none.  upload: params, stats, own
+(classes, features), present (classes,), weight (1; 0 from a client without images). A prototype of few images tells
+much of them: of one image, its features.
 
 Departures: their episodes draw 1 support and 2 query images of each class; here they are the batch rule's, and a class
 that the minibatch lacks has the helpers' mean as its prototype. The weak view is looked at. As in their code the
@@ -45,8 +45,8 @@ from halfmoon.core.autodiff import cross_entropy, grad_and_value
 from halfmoon.core.errors import UserError, check_minimum
 from halfmoon.core.padding import mask
 from halfmoon.core.tree import Tree
-from halfmoon.methods.averaging import average
-from halfmoon.methods.objectives.base import chunks, embedded, one_hot, sharpened, soft_cross_entropy
+from halfmoon.methods.averaging import average_uploads
+from halfmoon.methods.objectives.base import embed_groups, one_hot, sharpen, soft_cross_entropy, split_into_chunks
 
 FAR = 1e4
 """The distance of a class of which nobody knows a prototype."""
@@ -86,7 +86,7 @@ class ProtoFSSL:
         """Let the cohort train with the last round's helpers, average, and keep the new ones."""
         server = {"stats": {}, **server}
         upload = federation.query("train", {name: part for name, part in server.items() if name != "mean"})
-        new, own = average(upload, server), upload.aux["own"]
+        new, own = average_uploads(upload, server), upload.aux["own"]
         present = upload.aux["present"] * (upload.weight > 0)[:, None]
         share = present / present.sum(0).clamp_min(1)
         class_present = (present.sum(0) > 0)[:, None]
@@ -127,7 +127,7 @@ class Episodes(ClientUpdate):
         count = member.sum(0)
         total = torch.zeros_like(head)
         if len(data.x):
-            total = member.T @ torch.cat([self._features(carry, part) for part in chunks(data.x)])
+            total = member.T @ torch.cat([self._features(carry, part) for part in split_into_chunks(data.x)])
         upload = {"params": carry["params"], "stats": carry["stats"]}
         own = {"own": total / count.clamp_min(1)[:, None], "present": (count > 0).to(head.dtype)}
         return Upload(upload, (data.labeled + data.unlabeled > 0).double(), own), {}
@@ -146,7 +146,7 @@ class Episodes(ClientUpdate):
     def _loss(self, params: Tree, broadcast: Tree, batch: Batch) -> tuple[Tensor, tuple[list[Tree], PseudoLabels]]:
         o, class_mask, there = self.options, broadcast["known"], broadcast["there"]
         groups = (batch.x, batch.u["weak"])
-        _, (labeled, unlabeled), moments = embedded(self.task, params, groups, batch.masks(1))
+        _, (labeled, unlabeled), moments = embed_groups(self.task, params, groups, batch.masks(1))
         received = (broadcast["helpers"] * there[:, None, None]).sum(0) / there.sum().clamp_min(1)
         support = mask(supports(batch.y), batch.x_real)
         member = one_hot(batch.y, len(class_mask), labeled) * support[:, None]
@@ -160,7 +160,7 @@ class Episodes(ClientUpdate):
             [(-distances(unlabeled, p) - FAR * (1 - class_mask)).softmax(-1) for p in broadcast["helpers"]]
         )
         mean = (each * there[:, None, None]).sum(0) / there.sum().clamp_min(1)
-        target = sharpened(mean, o.temperature)
+        target = sharpen(mean, o.temperature)
         target = target if o.through_target else target.detach()
         taught = soft_cross_entropy(-distances(unlabeled, prototypes) - far, target, batch.u_real)
         counts = (there.sum() > 0).to(loss.dtype)

@@ -9,8 +9,8 @@ of `tuning_batch`, SGD on
 margin = min(100, the largest distance of a row of the average to its nearest neighbor). The clients' half is
 `halfmoon.methods.objectives.icpl`; the tuning can follow any method that averages models.
 
-server: what the method inside keeps.  down: the same as that one's.  memory: that one's.  up: that one's; of it the
-server uses every client's classifier.
+server: what the method inside keeps.  broadcast: the same as that one's.  memory: that one's.  upload: that one's; of
+it the server uses every client's classifier.
 
 Where paper and code differ this file follows the code, margin included: the paper contrasts each global row with local
 rows. Departures: batches follow a hash of the round; a client that weighs nothing has no say.
@@ -35,7 +35,7 @@ from halfmoon.core.tree import Tree
 from halfmoon.methods.fedavg import FedAvg
 from halfmoon.methods.objectives import FixMatch
 from halfmoon.methods.objectives.icpl import ICPL
-from halfmoon.methods.objectives.pseudo_labeling import no_average
+from halfmoon.methods.objectives.pseudo_labeling import refuse_average_teacher
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ class ProxyTuning:
         check_minimum(self, 0, "tuning_passes")
         check_minimum(self, 1, "tuning_batch")
         if isinstance(self.method, FedAvg):
-            no_average("proxy tuning", self.method.objective)
+            refuse_average_teacher("proxy tuning", self.method.objective)
 
     def requirements(self, norm: str) -> Requirements:
         inner, reason = requirements_of(self.method, norm), "the classifier is tuned against each client's own"

@@ -13,8 +13,8 @@ Each group has a mean a of its models by n, and from it weights
 |.| the sum of the norms of all tensors, statistics too; beta is `beta_labeled` in a group with a labeled client. The
 group's model has the weights v, and the new one is the mean over groups.
 
-server: params, stats.  down: the same.  memory: the teacher's parameters and steps, the optimizer's state.  up: params,
-stats, weight (rows), labels (1 with labels, else 0).
+server: params, stats.  broadcast: the same.  memory: the teacher's parameters and steps, the optimizer's
+state.  upload: params, stats, weight (rows), labels (1 with labels, else 0).
 
 Departures: a client trains once in a round for all its groups, theirs for each. Groups follow a hash of the
 round. Their code applies `labeled_factor` to the sizes and again to the weights, 36 in all; here it counts once. They
@@ -37,8 +37,15 @@ from halfmoon.core.autodiff import grad_and_value
 from halfmoon.core.errors import check_minimum
 from halfmoon.core.tensors import euclidean
 from halfmoon.core.tree import Tree
-from halfmoon.methods.averaging import ModelAveraging, average
-from halfmoon.methods.objectives.base import TeacherClient, follow, guess_of, sharpened, supervised, teacher_logits
+from halfmoon.methods.averaging import ModelAveraging, average_uploads
+from halfmoon.methods.objectives.base import (
+    MeanTeacherClient,
+    as_pseudo_labels,
+    labeled_cross_entropy,
+    predict_with_teacher,
+    sharpen,
+    update_teacher,
+)
 from halfmoon.models import forward
 
 
@@ -46,7 +53,7 @@ from halfmoon.models import forward
 class RSCFed(ModelAveraging):
     """RSCFed with the settings of the authors' code for 10 clients of which 1 has labels."""
 
-    needed = Requirements(
+    method_requirements = Requirements(
         reason="a client's weight depends on how far its own model is from its group's",
         label_locations=("some", "clients"),
     )
@@ -83,7 +90,7 @@ class RSCFed(ModelAveraging):
     def weigh(self, models: Tree, rows: Tensor, labels: Tensor) -> Tensor:
         """Return v (m,) of a group's models (leaves (m, ...)) with so many `rows` (m,); who has none weighs nothing."""
         n = rows.double() * torch.where(labels > 0, self.labeled_factor, 1.0)
-        center = average(Upload(models, n))
+        center = average_uploads(Upload(models, n))
         pairs = zip(tree.leaves(models), tree.leaves(center), strict=True)
         away = tree.sum_of(euclidean((leaf - mean).flatten(1).double(), -1).to(n.device) for leaf, mean in pairs)
         beta = self.beta_labeled if bool((labels > 0).any()) else self.beta
@@ -92,7 +99,7 @@ class RSCFed(ModelAveraging):
 
 
 @dataclass(frozen=True)
-class Following(TeacherClient):
+class Following(MeanTeacherClient):
     """The client of RSCFed."""
 
     options: RSCFed = RSCFed()
@@ -107,8 +114,8 @@ class Following(TeacherClient):
     def step(self, broadcast: Tree, carry: Tree, batch: Batch) -> tuple[Tree, StepMetrics]:
         gradient, loss, (moments, target) = grad_and_value(self._loss, carry["params"], carry, batch)
         new = self.advance(carry, gradient, moments)
-        new |= follow(carry, new["params"], self.options.decay)
-        return new, StepMetrics(loss, {}, (guess_of(target),))
+        new |= update_teacher(carry, new["params"], self.options.decay)
+        return new, StepMetrics(loss, {}, (as_pseudo_labels(target),))
 
     def finish(self, broadcast: Tree, carry: Tree, data: ClientData) -> tuple[Upload, Tree]:
         upload, memory = super().finish(broadcast, carry, data)
@@ -117,10 +124,10 @@ class Following(TeacherClient):
     def _loss(self, params: Tree, carry: Tree, batch: Batch) -> tuple[Tensor, tuple[list[Tree], Tensor]]:
         joint, groups = self.task.statistics == "joint", (batch.x, batch.u["weak2"])
         (labeled, student), _, moments = forward(self.task.network, params, joint, groups, real=batch.masks(1))
-        guess = teacher_logits(self.task, carry["teacher"], carry["stats"], batch.u["weak"], batch.u_real)
-        target = sharpened(guess.softmax(-1), self.options.temperature)
+        guess = predict_with_teacher(self.task, carry["teacher"], carry["stats"], batch.u["weak"], batch.u_real)
+        target = sharpen(guess.softmax(-1), self.options.temperature)
         apart = padding.mean((student.softmax(-1) - target).square().sum(-1), batch.u_real)
-        loss = supervised(labeled, batch.y, batch.x_real) + self.options.unlabeled_weight * apart
+        loss = labeled_cross_entropy(labeled, batch.y, batch.x_real) + self.options.unlabeled_weight * apart
         return loss, (moments, target)
 
 

@@ -9,9 +9,9 @@ Every `interval` rounds the server sends, beside the global model, the models th
 image on which enough of them agree, each with a confidence of `threshold` or more, joins its labeled images: from
 then on the first mean runs over it too and the second no longer does.
 
-server: params, stats; on its state store the last models of up to `peers` clients.  down: params, stats, in labeling
-rounds also peers, leaves (n, ...): n + 1 models, all of whose bytes are counted.  memory: labels (U,), -1 where there
-is none, and a mark of the rows they belong to.  up: params, stats, weight (|labeled| + |unlabeled|).
+server: params, stats; on its state store the last models of up to `peers` clients.  broadcast: params, stats, in
+labeling rounds also peers, leaves (n, ...): n + 1 models, all of whose bytes are counted.  memory: labels (U,), -1
+where there is none, and a mark of the rows they belong to.  upload: params, stats, weight (|labeled| + |unlabeled|).
 
 There is no public code, and the paper itself could not be had: this file follows its abstract and what others write of
 it. Not verified, hence options: `threshold` and how it moves over the rounds (`threshold_last`), `agree`, `interval`,
@@ -49,10 +49,10 @@ from halfmoon.core.autodiff import cross_entropy, grad_and_value
 from halfmoon.core.errors import UserError
 from halfmoon.core.tensors import integers
 from halfmoon.core.tree import Tree
-from halfmoon.methods.averaging import ModelAveraging, average
+from halfmoon.methods.averaging import ModelAveraging, average_uploads
 from halfmoon.methods.mutual import divergence
-from halfmoon.methods.objectives.base import per_image, sweep_logits
-from halfmoon.methods.objectives.thresholding import NONE, remembered
+from halfmoon.methods.objectives.base import cross_entropy_per_image, predict_all_rows
+from halfmoon.methods.objectives.thresholding import NO_LABEL, recall_row_labels
 from halfmoon.models import forward
 
 
@@ -98,7 +98,7 @@ class SemiFed(ModelAveraging):
         upload = federation.query("train", {**broadcast, "peers": tree.stack(peers)} if peers else broadcast)
         if self.peers:
             self._put(federation, task.round, upload)
-        return average(upload, broadcast)
+        return average_uploads(upload, broadcast)
 
     def threshold_in(self, task: Task) -> float:
         """Return the confidence that a vote needs in the task's round."""
@@ -115,7 +115,7 @@ class SemiFed(ModelAveraging):
 
     def _put(self, federation: Federation, round: int, upload: Upload) -> None:
         """Keep the uploads of those who answered: a newcomer takes the oldest's place."""
-        state_store, nobody = federation.state_store, torch.full((self.peers,), NONE)
+        state_store, nobody = federation.state_store, torch.full((self.peers,), NO_LABEL)
         book = state_store.get("book") or {"client": nobody, "round": nobody}
         client, when = book["client"].tolist(), book["round"].tolist()
         for k, number in enumerate(integers(federation.responders)):
@@ -137,7 +137,7 @@ class Growing(ClientUpdate):
         view = self.options.view
         sweep = (view,) if self.labels else ()
         return UpdateRequirements(
-            (view, "strong"), precomputed_views=sweep, masks_padding=True, row_memory={"labels": NONE}
+            (view, "strong"), precomputed_views=sweep, masks_padding=True, row_memory={"labels": NO_LABEL}
         )
 
     def initial_memory(self, broadcast: Tree, generator: torch.Generator) -> Tree:
@@ -146,10 +146,10 @@ class Growing(ClientUpdate):
         return {"labels": none, "mark": torch.zeros((), dtype=torch.float64, device=device)}
 
     def begin(self, broadcast: Tree, memory: Tree, data: ClientData) -> Tree:
-        labels, mark = remembered({"label": memory["labels"], "mark": memory["mark"]}, data)
+        labels, mark = recall_row_labels({"label": memory["labels"], "mark": memory["mark"]}, data)
         if self.labels:
             accepted = self._vote(broadcast, data)
-            labels = torch.where(labels == NONE, accepted, labels)
+            labels = torch.where(labels == NO_LABEL, accepted, labels)
         return {**super().begin(broadcast, memory, data), "labels": labels, "mark": mark}
 
     def step(self, broadcast: Tree, carry: Tree, batch: Batch) -> tuple[Tree, StepMetrics]:
@@ -173,7 +173,7 @@ class Growing(ClientUpdate):
         peers = broadcast.get("peers", {"params": {}, "stats": {}})
         count = next((len(leaf) for leaf in tree.leaves(peers["params"])), 0)
         models = [broadcast, *(tree.index(peers, k) for k in range(count))]
-        logits = [sweep_logits(self.task, each["params"], each["stats"], images, data.u_real) for each in models]
+        logits = [predict_all_rows(self.task, each["params"], each["stats"], images, data.u_real) for each in models]
         guesses = [each.softmax(-1).max(-1) for each in logits]
         confidence, label = (torch.stack([each[part] for each in guesses]) for part in (0, 1))
         sure = confidence >= o.threshold_in(self.task)
@@ -184,7 +184,7 @@ class Growing(ClientUpdate):
         accepted = votes >= ceil(round(o.agree * len(models), 9))
         if o.confident == "all":
             accepted = accepted & sure.all(0)
-        return torch.where(accepted, winner, NONE)
+        return torch.where(accepted, winner, NO_LABEL)
 
     def _loss(self, params: Tree, carry: Tree, batch: Batch) -> tuple[Tensor, tuple[Any, ...]]:
         """Return the loss, and (moments, pseudo-labels)."""
@@ -198,10 +198,10 @@ class Growing(ClientUpdate):
             with torch.no_grad():
                 target = network.predict(params, carry["stats"], view).detach()
         stored = carry["labels"][batch.u_rows]
-        has = padding.mask((stored != NONE).to(plain.dtype), batch.u_real)
+        has = padding.mask((stored != NO_LABEL).to(plain.dtype), batch.u_real)
         without = padding.mask(1 - has, batch.u_real)
         own = F.cross_entropy(labeled, batch.y, reduction="sum") if len(batch.x) else labeled.sum() * 0.0
-        own = own if batch.x_real is None else per_image(labeled, batch.y) @ batch.x_real.to(own.dtype)
+        own = own if batch.x_real is None else cross_entropy_per_image(labeled, batch.y) @ batch.x_real.to(own.dtype)
         accepted = cross_entropy(plain, stored.clamp_min(0), reduction="none") * has
         taught = (own + accepted.sum()) / (padding.count(batch.x, batch.x_real) + has.sum()).clamp_min(1)
         apart = divergence(target, loud)

@@ -10,9 +10,9 @@ The server averages those who trained, takes a step with momentum, and then fine
 the clients (FedDB's table, IJCAI 2024) the same file adds CE on the client's labeled images, and the server, which has
 no rows, takes no step.
 
-server: params, stats, momentum; with `halves` rest, sigma and psi in place of params.  down: all but the momentum.
+server: params, stats, momentum; with `halves` rest, sigma and psi in place of params.  broadcast: all but the momentum.
 memory: the optimizer's state, at clients and server; with `labels` "step" and thresholds that adapt, theirs.
-up: params (psi), weight (1, or 0 from a client that was sure of nothing). For the statistics the model travels once
+upload: params (psi), weight (1, or 0 from a client that was sure of nothing). For the statistics the model travels once
 more, to all whose rows are counted (`static`): with `sbn` "all", as in the authors' code, to every client in every
 round.
 
@@ -67,18 +67,18 @@ from halfmoon.core import padding, rng, tree
 from halfmoon.core.autodiff import grad_and_value
 from halfmoon.core.errors import UserError
 from halfmoon.core.tree import Tree
-from halfmoon.methods.averaging import combine
-from halfmoon.methods.batchnorm_stats import BatchNormStatistics, Over, counting, estimate
+from halfmoon.methods.averaging import step_towards_mean
+from halfmoon.methods.batchnorm_stats import BatchNormStatistics, Over, estimate_statistics, statistics_requirements
 from halfmoon.methods.fedavg import LocalTraining
 from halfmoon.methods.objectives import Supervised
 from halfmoon.methods.objectives.base import (
-    LabeledOnce,
-    debiased,
-    per_image,
-    prior,
-    running_logits,
-    supervised,
-    teacher_logits,
+    RoundLabelingClient,
+    cross_entropy_per_image,
+    debias_logits,
+    labeled_cross_entropy,
+    mean_prediction,
+    predict_with_running_stats,
+    predict_with_teacher,
 )
 from halfmoon.methods.objectives.thresholding import Rule, Threshold
 from halfmoon.models import forward
@@ -143,7 +143,7 @@ class SemiFL:
         return merge(model["rest"], tree.map(torch.add, model["sigma"], psi))
 
     def requirements(self, norm: str) -> Requirements:
-        return counting(norm, self.sbn)
+        return statistics_requirements(norm, self.sbn)
 
     def client_updates(self, task: Task) -> Mapping[str, ClientUpdate]:
         own_labels = LocalTraining(task, Supervised(), keep_optimizer=self.keep_optimizer)
@@ -163,18 +163,22 @@ class SemiFL:
     def round(self, task: Task, server: Tree, federation: Federation) -> Tree:
         model: Tree = {"stats": {}, **{name: part for name, part in server.items() if name != "momentum"}}
         if task.round == 0:
-            model = {**model, "stats": estimate(federation, self.solution(task, model), self.sbn)}
+            model = {**model, "stats": estimate_statistics(federation, self.solution(task, model), self.sbn)}
         mean, old, share = federation.average("train", model), model[self.trained], 0.0
         if federation.labeled and not self.fine_tune:
             old = federation.query_server("fine-tune", model).update["params"]
             share = 0.5 if self.server_share == "half" else 1 / (float(mean.weight) / 2 + 1)
         mean = mean._replace(update={"params": mean.update[self.trained]})
-        new, momentum = combine(old, mean, server["momentum"], self.server_momentum, share)
+        new, momentum = step_towards_mean(old, mean, server["momentum"], self.server_momentum, share)
         model = {**model, self.trained: new}
         if federation.labeled and self.fine_tune:
             taught = federation.query_server("fine-tune", model).update
             model = {**model, **taught, "stats": model["stats"]}
-        return {**model, "stats": estimate(federation, self.solution(task, model), self.sbn), "momentum": momentum}
+        return {
+            **model,
+            "stats": estimate_statistics(federation, self.solution(task, model), self.sbn),
+            "momentum": momentum,
+        }
 
     def solution(self, task: Task, server: Tree) -> Tree:
         return {"params": self.parameters(server), "stats": server.get("stats", {})}
@@ -209,11 +213,11 @@ class SigmaTraining(ClientUpdate):
     def _loss(self, sigma: Tree, broadcast: Tree, batch: Batch) -> tuple[Tensor, tuple[()]]:
         theta = self.options.parameters({**broadcast, "sigma": sigma})
         logits, _ = self.task.network.train(theta, batch.x, real=batch.x_real)
-        return supervised(logits, batch.y, batch.x_real), ()
+        return labeled_cross_entropy(logits, batch.y, batch.x_real), ()
 
 
 @dataclass(frozen=True)
-class Mixing(LabeledOnce):
+class Mixing(RoundLabelingClient):
     """The client of SemiFL: label, then train on confident and on mixed rows."""
 
     options: SemiFL = SemiFL()
@@ -223,7 +227,7 @@ class Mixing(LabeledOnce):
         o = self.options
         return UpdateRequirements(
             views=("weak", "strong") if o.mix_weight or o.labels == "step" else ("strong",),
-            precomputed_views=("weak",) if o.labels == "round" or o.debias or o.rule.sweeps else (),
+            precomputed_views=("weak",) if o.labels == "round" or o.debias or o.rule.needs_all_rows else (),
             second_batch=("weak",) if o.mix_weight else (),
             mixup=o.concentration if o.mix_weight else None,
             masks_padding=True,
@@ -241,16 +245,16 @@ class Mixing(LabeledOnce):
     def begin(self, broadcast: Tree, memory: Tree, data: ClientData) -> Tree:
         carry: Tree = {**super().begin({"params": broadcast[self.options.trained]}, memory, data), "thresholds": {}}
         rule, by_step = self.options.rule, self.options.labels == "step"
-        if by_step and not rule.sweeps:
+        if by_step and not rule.needs_all_rows:
             carry["thresholds"] = rule.begin(memory.get("thresholds", {}), data)
         if not self.requirements.precomputed_views:
             return carry
         received = self.options.parameters(broadcast)
-        guess = running_logits(self.task, received, broadcast["stats"], data.views["weak"])
-        expected = prior(guess, data.u_real)
+        guess = predict_with_running_stats(self.task, received, broadcast["stats"], data.views["weak"])
+        expected = mean_prediction(guess, data.u_real)
         p = self._predicted(guess, expected)
         if by_step:
-            state = rule.begin({}, data, p) if rule.sweeps else carry["thresholds"]
+            state = rule.begin({}, data, p) if rule.needs_all_rows else carry["thresholds"]
             return {**carry, "prior": expected, "thresholds": state}
         pseudo = rule.pseudo_label_all(p, {}, data.u_real)
         return {**carry, **pseudo._asdict(), "real": data.real}
@@ -291,7 +295,7 @@ class Mixing(LabeledOnce):
     @property
     def _runs(self) -> bool:
         """Return whether thresholds have a state that stays at the client."""
-        return self.options.labels == "step" and self.options.rule.runs
+        return self.options.labels == "step" and self.options.rule.has_memory
 
     def _loss(
         self, trained: Tree, broadcast: Tree, carry: Tree, batch: Batch
@@ -304,7 +308,9 @@ class Mixing(LabeledOnce):
             pseudo, state = PseudoLabels(*(carry[name][batch.u_rows] for name in ("label", "confidence", "weight"))), {}
             labels = [carry["label"][at] for at in rows]
         else:
-            teacher = [teacher_logits(self.task, params, broadcast["stats"], images, batch.u_real) for images in weak]
+            teacher = [
+                predict_with_teacher(self.task, params, broadcast["stats"], images, batch.u_real) for images in weak
+            ]
             guesses = [self._predicted(each, carry.get("prior")) for each in teacher]
             pseudo, state = o.rule.pseudo_label(guesses[0], batch.u_rows, carry["thresholds"], batch.u_real)
             labels = [pseudo.label, *(each.argmax(-1) for each in guesses[1:])]
@@ -318,12 +324,14 @@ class Mixing(LabeledOnce):
             real, taught = self._sure(used > 0, batch, taught)
         joint = self.task.statistics == "joint"
         (logits, *others), _, _ = forward(self.task.network, params, joint, (batch.x, *taught), real=real)
-        loss = per_image(others[0], labels[0])
+        loss = cross_entropy_per_image(others[0], labels[0])
         if o.mix_weight:
-            mixed = share * per_image(others[1], labels[0]) + (1 - share) * per_image(others[1], labels[1])
-            loss = loss + o.mix_weight * mixed
+            mix_rows = share * cross_entropy_per_image(others[1], labels[0]) + (1 - share) * cross_entropy_per_image(
+                others[1], labels[1]
+            )
+            loss = loss + o.mix_weight * mix_rows
         unlabeled = (loss * used).sum() / used.sum().clamp_min(1)
-        total = supervised(logits, batch.y, batch.x_real) + o.unlabeled_weight * unlabeled
+        total = labeled_cross_entropy(logits, batch.y, batch.x_real) + o.unlabeled_weight * unlabeled
         return total, (pseudo._replace(weight=used), state)
 
     @staticmethod
@@ -336,7 +344,7 @@ class Mixing(LabeledOnce):
     def _predicted(self, guess: Tensor, expected: Tensor | None) -> Tensor:
         """Return the predictions of logits (b, classes), debiased where that is wanted."""
         if self.options.debias and expected is not None:
-            guess = debiased(guess, expected)
+            guess = debias_logits(guess, expected)
         return guess.softmax(-1)
 
 

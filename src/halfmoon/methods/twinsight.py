@@ -8,8 +8,8 @@ minibatch, labeled and not,
 where InfoNCE is SimCLR's, between all 2 N projections, at `temperature`; the rows of U and V are the features of the
 twin and of the classifier on view a, each of length 1.
 
-server: params and stats, in each the twin's under "twin".  down: the same.  memory: with `keep_optimizer`, the
-optimizer's state.  up: the same as down, trained, and weight: twice FedAvg's bytes and more.
+server: params and stats, in each the twin's under "twin".  broadcast: the same.  memory: with `keep_optimizer`, the
+optimizer's state.  upload: the same as down, trained, and weight: twice FedAvg's bytes and more.
 
 Departures: the authors' code divides the Gram term by 64 xor 2 = 66 where the square of 64 must be meant: `gram_weight`
 62 is that. Its optional FreeMatch loss is left out. The projector has `hidden` and `projected` numbers, theirs 4096 and
@@ -33,7 +33,7 @@ from halfmoon.core.errors import UserError
 from halfmoon.core.padding import concat, mean, row_mean
 from halfmoon.core.tree import Tree
 from halfmoon.methods.averaging import ModelAveraging
-from halfmoon.methods.objectives.base import embedded, guess_of, supervised
+from halfmoon.methods.objectives.base import as_pseudo_labels, embed_groups, labeled_cross_entropy
 from halfmoon.models import track
 from halfmoon.models.network import linear
 
@@ -45,7 +45,7 @@ VIEWS = ("weak", "weak2")
 class TwinSight(ModelAveraging):
     """Twin-sight with the weights and the temperature of the authors' code."""
 
-    needed = Requirements("sum", "", ("some", "clients"))
+    method_requirements = Requirements("sum", "", ("some", "clients"))
     contrast_weight: float = 0.5
     gram_weight: float = 1.0
     temperature: float = 0.07
@@ -96,7 +96,7 @@ class Twins(ClientUpdate):
         own, twin = _without_twin(carry["stats"]), reduce(track, passes[1:], carry["stats"].get(TWIN, {}))
         new = self.advance(carry, gradient, stats={**track(own, passes[0]), **_named(twin)})
         samples = {name: weighted_metric(value) for name, value in terms.items()}
-        return new, StepMetrics(loss, samples, (guess_of(guess),))
+        return new, StepMetrics(loss, samples, (as_pseudo_labels(guess),))
 
     def passes(self, labeled: int, unlabeled: int) -> Passes:
         return Passes(3 * (labeled + unlabeled), 3 * (labeled + unlabeled))
@@ -108,10 +108,10 @@ class Twins(ClientUpdate):
         real = concat(batch.masks(1))
         logits, features, moments = network.embed(params, a, real=real)
         views = () if real is None else (real, real)
-        hidden, (own, _), passes = embedded(self.task, twin, (a, b), views)
+        hidden, (own, _), passes = embed_groups(self.task, twin, (a, b), views)
         z = F.linear(F.relu(torch.cat(hidden)), twin[PROJECTOR]["weight"], twin[PROJECTOR]["bias"])
         terms = {"contrast": info_nce(z, o.temperature, concat(views)), "gram": gram_distance(own, features, real)}
-        loss = supervised(logits[: len(batch.x)], batch.y, batch.x_real)
+        loss = labeled_cross_entropy(logits[: len(batch.x)], batch.y, batch.x_real)
         loss = loss + o.contrast_weight * terms["contrast"] + o.gram_weight * terms["gram"]
         return loss, ([moments, *passes], logits[len(batch.x) :].softmax(-1), terms)
 
@@ -139,7 +139,7 @@ def info_nce(z: Tensor, temperature: float, real: Tensor | None = None) -> Tenso
         excluded = excluded | (real[:, None] & ~real)
     similarity = torch.where(excluded, -torch.inf, z @ z.T / temperature)
     partner = torch.arange(len(z), device=z.device).roll(len(z) // 2)
-    return supervised(similarity, partner, real)
+    return labeled_cross_entropy(similarity, partner, real)
 
 
 ROWS = (

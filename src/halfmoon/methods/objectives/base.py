@@ -1,4 +1,4 @@
-"""What an objective is, and what most of them compute with: losses, sweeps, debiasing, forward passes."""
+"""Base class of objectives, and the functions that most of them use: losses, predictions, debiasing, forward passes."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import KW_ONLY, dataclass, field
@@ -18,95 +18,123 @@ from halfmoon.core.tree import Tree, leaves
 from halfmoon.models import forward, seen_by
 
 Ramp = Literal["linear", "sigmoid"]
-"""How a weight grows: t, or exp(-5 (1 - t)^2) (Laine and Aila 2017), for t from 0 to 1."""
+"""Growth of a weight with t from 0 to 1: t, or exp(-5 (1 - t)^2) (Laine and Aila 2017)."""
 
-NOTHING: Tree = {}
-CHUNK = 250
-"""Images that share a forward pass, and so their batch statistics, when all rows of a client are looked at."""
+EMPTY: Tree = {}
+"""Default of optional trees."""
+
+CHUNK_IMAGES = 250
+"""Largest number of images in one forward pass over all rows of a client; they share batch statistics."""
 
 
 class StepResult(NamedTuple):
-    """What a loss leaves behind: the moments of its forward passes, its pseudo-labels, its running averages."""
+    """Result of a loss, apart from its value.
+
+    Attributes:
+        moments: batch statistics of the forward passes.
+        pseudo: the pseudo-labels that were used, at most one entry.
+        aux: new values of the tensors that `Objective.start` added to the model or that `Objective.begin` returned.
+    """
 
     moments: list[Tree]
-    pseudo: tuple[PseudoLabels, ...]  # none or one
-    aux: Tree = NOTHING  # new values of what `start` put beside the model, and of what `begin` returned
+    pseudo: tuple[PseudoLabels, ...]
+    aux: Tree = EMPTY
 
 
 @dataclass(frozen=True)
 class Objective:
-    """A loss for one minibatch; its fields are its hyper-parameters.
+    """A loss on one minibatch. Its fields are its hyper-parameters.
 
-    What it keeps beside the model (an averaged teacher, running class frequencies) travels and is averaged with it;
-    what `remember` returns stays at each client.
-    `decay` is the share that an averaged teacher keeps at each step, which is then what is evaluated; None: no teacher.
-    Where a network tracks statistics the teacher has its own, "teacher_stats", counted anew at the end of each client
-    update: the student's are those of other activations.
+    Tensors that `start` adds to the model (an averaged teacher, running class frequencies) are sent and averaged with
+    it. Tensors that `initial_memory` returns are stored at each client.
+
+    If the network tracks batch statistics, an averaged teacher has its own, "teacher_stats", because its activations
+    differ from the student's. They are counted at the end of each client update.
+
+    Attributes:
+        decay: share of itself that an averaged teacher retains at each step. The teacher is then the evaluated model.
+            None: there is no teacher.
+        method_requirements: requirements of FedAvg with this objective.
+        heads: names of the parameter groups that `start` adds to "params". They are not part of the evaluated model.
     """
 
     decay: float | None = field(default=None, kw_only=True)
     method_requirements: ClassVar[Requirements] = SUM
-    heads: ClassVar[tuple[str, ...]] = ()  # parts of the parameters that `start` adds: they are not evaluated
+    heads: ClassVar[tuple[str, ...]] = ()
 
     @property
     def requirements(self) -> UpdateRequirements:
-        """Return what it needs of the engine; by default labeled images alone."""
+        """Requirements for the engine; by default only labeled images."""
         return UpdateRequirements()
 
     @property
-    def averages(self) -> float | None:
-        """Return the share that an average of the server's models keeps in each round, if it needs one to come down.
+    def server_average_decay(self) -> float | None:
+        """Share of itself that the average of the server's models retains in each round.
 
-        It comes down as "average", {"params", "stats"}, beside the model.
+        The server sends this average as "average", {"params", "stats"}, with the model. None: it is not needed.
         """
         return None
 
     @property
-    def travels(self) -> tuple[str, ...]:
-        """Return what `start` puts beside the model: it goes down and up with it, and is averaged."""
+    def shared_names(self) -> tuple[str, ...]:
+        """Names of the tensors that `start` adds to the model. They are sent in both directions and averaged."""
         return () if self.decay is None else ("teacher", "teacher_steps", "teacher_stats")
 
     def start(self, task: Task, model: Tree) -> Tree:
-        """Return the server's first tree: `model` = {"params", "stats"} and what is kept beside it."""
+        """Build the server's initial state: the model {"params", "stats"} and the tensors of `shared_names`."""
         if self.decay is None:
             return model
         steps = torch.zeros((), dtype=torch.float64, device=next(leaves(model["params"])).device)
-        tracked = {"teacher_stats": model["stats"]} if model["stats"] else {}
-        return {**model, "teacher": model["params"], "teacher_steps": steps, **tracked}
+        server = {**model, "teacher": model["params"], "teacher_steps": steps}
+        if model["stats"]:
+            server["teacher_stats"] = model["stats"]
+        return server
 
     def solution(self, server: Tree) -> Tree:
-        """Return the model {"params", "stats"} that is evaluated."""
-        plain = self.decay is None
-        params = server["params" if plain else "teacher"]
-        stats = server["stats"] if plain else server.get("teacher_stats", {})
-        return {"params": {name: part for name, part in params.items() if name not in self.heads}, "stats": stats}
+        """Return the model {"params", "stats"} to evaluate."""
+        if self.decay is None:
+            params = server["params"]
+            stats = server["stats"]
+        else:
+            params = server["teacher"]
+            stats = server.get("teacher_stats", {})
+        return {"params": {name: group for name, group in params.items() if name not in self.heads}, "stats": stats}
 
     def prepare(self, task: Task, broadcast: Tree, data: ClientData) -> Tree:
-        """Return what is computed once a client update, from the received model and all rows."""
+        """Compute constants of a client update from the received model and all rows. Steps get them as `cached`."""
         return {}
 
     def initial_memory(self, task: Task, broadcast: Tree) -> Tree:
-        """Return what a client that has not trained yet knows: it stays there from round to round; {} for nothing."""
+        """Build the memory of a client that has not trained yet; {} if the objective stores nothing at clients."""
         return {}
 
     def begin(self, task: Task, memory: Tree, data: ClientData, cached: Tree) -> Tree:
-        """Return what changes from step to step beside the model, and does not travel: all names of `remember`."""
+        """Build the tensors that change from step to step but are not uploaded, under the names of the memory."""
         return {}
 
-    def after(self, carry: Tree, params: Tree) -> Tree:
-        """Return new values, when a step has made these `params`, of what follows them."""
-        return {} if self.decay is None else follow(carry, params, self.decay)
+    def after_step(self, carry: Tree, params: Tree) -> Tree:
+        """Compute new values of tensors that follow the parameters, after a step that resulted in `params`."""
+        return {} if self.decay is None else update_teacher(carry, params, self.decay)
 
     def finish(self, task: Task, carry: Tree) -> Tree:
-        """Return new values, when a client update ends, of what `start` put beside the model."""
+        """Compute new values, at the end of a client update, of tensors in `shared_names`."""
         return {}
 
     def __call__(
-        self, task: Task, params: Tree, stats: Tree, batch: Batch, aux: Tree = NOTHING, cached: Tree = NOTHING
+        self, task: Task, params: Tree, stats: Tree, batch: Batch, aux: Tree = EMPTY, cached: Tree = EMPTY
     ) -> tuple[Tensor, StepResult]:
-        """Return the scalar loss and what was seen.
+        """Compute the loss of a minibatch.
 
-        `aux` holds what travels beside the model and what `begin` returned, `cached` what `prepare` did.
+        Args:
+            task: the settings that all methods share.
+            params: parameters of the model.
+            stats: its running batch statistics.
+            batch: the minibatch.
+            aux: tensors of `shared_names` and those that `begin` returned.
+            cached: tensors that `prepare` returned.
+
+        Returns:
+            The loss, (), and the other results of the step.
         """
         raise NotImplementedError
 
@@ -118,8 +146,9 @@ class Objective:
 
 @dataclass(frozen=True)
 class Consistency(Objective):
-    """Labels, and a term on two weak views, whose weight grows to `unlabeled_weight` over the first `ramp` of the
-    rounds.
+    """Cross-entropy of labeled images plus a consistency term between two weak views.
+
+    The weight of that term grows to `unlabeled_weight` over the first `ramp` (a share) of the rounds.
     """
 
     unlabeled_weight: float = 1.0
@@ -131,15 +160,15 @@ class Consistency(Objective):
     def requirements(self) -> UpdateRequirements:
         return UpdateRequirements(("weak", "weak2"), masks_padding=True)
 
-    def total(self, task: Task, labels: Tensor, apart: Tensor) -> Tensor:
-        """Return the loss of both terms."""
-        return labels + ramped(task, self.unlabeled_weight, self.ramp, self.ramp_shape) * apart
+    def total_loss(self, task: Task, labeled_loss: Tensor, distance: Tensor) -> Tensor:
+        """Add the consistency term, with the weight of this round, to the loss of the labeled images."""
+        return labeled_loss + ramp_weight(task, self.unlabeled_weight, self.ramp, self.ramp_shape) * distance
 
 
 class FedAvgRow(NamedTuple):
-    """A row of the catalog (`halfmoon.api.method_entry.MethodEntry`) that is FedAvg around an objective.
+    """A row of the catalog (`halfmoon.api.method_entry.MethodEntry`) for FedAvg with an objective.
 
-    Where all rows are `pooled`, the federation is one client, whose optimizer lives on from round to round.
+    If a row is `pooled`, all images belong to one client, whose optimizer state is retained between rounds.
     """
 
     name: str
@@ -153,56 +182,78 @@ class FedAvgRow(NamedTuple):
     pooled: bool = False
 
 
-def supervised(logits: Tensor, y: Tensor, real: Tensor | None = None) -> Tensor:
-    """Return the cross-entropy of logits (B, classes), zero where there is no labeled image; of those that are `real`
-    (B,).
+def labeled_cross_entropy(logits: Tensor, y: Tensor, real: Tensor | None = None) -> Tensor:
+    """Compute the mean cross-entropy of labeled images; 0 if there is no image.
+
+    Args:
+        logits: (B, classes).
+        y: labels, (B,) int64.
+        real: (B,) bool, False for padding rows; None if no row is padding.
     """
     if real is not None:
-        return padding.share(real, logits) @ per_image(logits, y)
+        return padding.share(real, logits) @ cross_entropy_per_image(logits, y)
     return cross_entropy(logits, y) if len(y) else logits.sum() * 0.0
 
 
-def per_image(logits: Tensor, label: Tensor) -> Tensor:
-    """Return the cross-entropy (b,) of each image."""
+def cross_entropy_per_image(logits: Tensor, label: Tensor) -> Tensor:
+    """Compute the cross-entropy (b,) of each image."""
     return cross_entropy(logits, label, reduction="none")
 
 
-def guess_of(p: Tensor) -> PseudoLabels:
-    """Return the pseudo-labels that predictions p (b, classes) amount to, where all of them count alike."""
-    confidence, label = p.detach().max(-1)
+def as_pseudo_labels(probabilities: Tensor) -> PseudoLabels:
+    """Turn predictions (b, classes) into pseudo-labels that all have the weight 1."""
+    confidence, label = probabilities.detach().max(-1)
     return PseudoLabels(label, confidence, torch.ones_like(confidence))
 
 
-def follow(aux: Tree, params: Tree, decay: float) -> Tree:
-    """Return the averaged teacher in `aux` after it has seen `params`: teacher <- keep teacher + (1 - keep) params.
+def update_teacher(aux: Tree, params: Tree, decay: float) -> Tree:
+    """Move the averaged teacher towards `params`: teacher <- keep teacher + (1 - keep) params.
 
-    keep = min(decay, 1 - 1 / (steps + 1)): the plain mean of all models so far, until the decay forgets faster than
-    that (Tarvainen and Valpola's code). So a short run does not end with a teacher that is mostly the initial model.
+    keep = min(decay, 1 - 1 / (steps + 1)), as in the code of Tarvainen and Valpola: the teacher is the plain mean of
+    all models until the decay is the smaller of the two. So a short run does not end with a teacher that is mostly the
+    initial model.
+
+    Args:
+        aux: contains "teacher" and "teacher_steps".
+        params: parameters of the student.
+        decay: the largest share of itself that the teacher retains.
+
+    Returns:
+        The new "teacher" and "teacher_steps".
     """
     steps = aux["teacher_steps"] + 1
-    new = 1 - (1 - 1 / (steps + 1)).clamp_max(decay)
-    teacher = tree.map(lambda old, now: old + new.to(old.dtype) * (now - old), aux["teacher"], params)
+    rate = 1 - (1 - 1 / (steps + 1)).clamp_max(decay)
+    teacher = tree.map(lambda old, new: old + rate.to(old.dtype) * (new - old), aux["teacher"], params)
     return {"teacher": teacher, "teacher_steps": steps}
 
 
-def ramped(task: Task, weight: float, share: float, shape: Ramp = "linear") -> Number:
-    """Return a weight that grows from 0 over the first `share` of the run's rounds, in the round at hand; 0: no growth.
+def ramp_weight(task: Task, weight: float, share: float, shape: Ramp = "linear") -> Number:
+    """Compute a weight that grows over the first rounds of a run. It is the same for all steps of a round.
 
-    All steps of a round have one weight. "sigmoid" starts at exp(-5).
+    Args:
+        task: has the current round and the number of rounds.
+        weight: the final value.
+        share: share of the rounds over which the weight grows; 0: it has its final value from the start.
+        shape: "linear" starts at 0, "sigmoid" at exp(-5).
     """
     progress = 1.0 if share <= 0 else at_most_one(task.round / (share * task.rounds))
     return weight * (progress if shape == "linear" else exp(-5 * (1 - progress) ** 2))
 
 
-def debiased(logits: Tensor, prior: Tensor) -> Tensor:
-    """Return logits (..., classes) whose softmax is proportional to softmax(logits) / prior (FedDB, Eq. 14)."""
+def debias_logits(logits: Tensor, prior: Tensor) -> Tensor:
+    """Compute logits (..., classes) whose softmax is proportional to softmax(logits) / prior (FedDB, Eq. 14)."""
     return logits - prior.clamp_min(torch.finfo(prior.dtype).tiny).log()
 
 
-def prior(logits: Tensor, real: Tensor | None = None) -> Tensor:
-    """Return the mean prediction (classes,) over rows (n, classes): FedDB's APP-U (Eq. 8); uniform over no row.
+def mean_prediction(logits: Tensor, real: Tensor | None = None) -> Tensor:
+    """Compute the mean prediction over rows: FedDB's APP-U (Eq. 8).
 
-    With a mask `real` (n,), the mean is over the real rows.
+    Args:
+        logits: (n, classes).
+        real: (n,) bool, False for padding rows; None if no row is padding.
+
+    Returns:
+        Probabilities (classes,); uniform if there is no row.
     """
     if real is not None and len(logits):
         return torch.where(real.any(), padding.row_mean(logits.softmax(-1), real), 1 / logits.shape[-1])
@@ -210,189 +261,260 @@ def prior(logits: Tensor, real: Tensor | None = None) -> Tensor:
 
 
 @torch.no_grad()
-def teacher_logits(task: Task, params: Tree, stats: Tree, images: Tensor, real: Tensor | None = None) -> Tensor:
-    """Return detached logits (b, classes) of a model that teaches, under the task's `labeling` statistics."""
+def predict_with_teacher(task: Task, params: Tree, stats: Tree, images: Tensor, real: Tensor | None = None) -> Tensor:
+    """Compute detached logits (b, classes) of a teacher, under the statistics that `task.labeling` names."""
     if task.labeling == "running":
         return task.network.predict(params, stats, images).detach()
     return task.network.train(params, images, real=real)[0].detach()
 
 
 @dataclass(frozen=True)
-class LabeledOnce(ClientUpdate):
-    """A client that labels its rows when its update begins: its carry has "label", "confidence" and "weight" (U,)."""
+class RoundLabelingClient(ClientUpdate):
+    """A client that pseudo-labels its rows when its update begins.
+
+    Its carry contains "label", "confidence" and "weight", each (U,).
+    """
 
     def drawable_rows(self, carry: Tree, data: ClientData) -> Tensor | None:
-        sure = carry["weight"] > 0
-        return sure | ((data.labeled > 0) & ~sure.any())
+        used = carry["weight"] > 0
+        # A client with labels but without any pseudo-label draws from all rows: its steps need a minibatch.
+        return used | ((data.labeled > 0) & ~used.any())
 
     def initial_pseudo_labels(self, carry: Tree, data: ClientData) -> tuple[PseudoLabels, ...]:
         return (PseudoLabels(carry["label"], carry["confidence"], carry["weight"]),)
 
 
-TEACHER = ("teacher", "teacher_steps")
+TEACHER_NAMES = ("teacher", "teacher_steps")
 
 
-class TeacherClient(ClientUpdate):
-    """A client with a mean teacher of its own, which stays with it from round to round; a step lets it `follow`.
+class MeanTeacherClient(ClientUpdate):
+    """A client with its own mean teacher, which it retains between rounds. Steps move it by `update_teacher`.
 
-    memory: the teacher's parameters and steps, and what `ClientUpdate` remembers.
+    Its memory contains the teacher's parameters, the number of its steps, and the memory of `ClientUpdate`.
     """
 
     def initial_memory(self, broadcast: Tree, generator: torch.Generator) -> Tree:
+        # -1 steps: the first update then replaces the teacher by the student.
         steps = torch.tensor(-1.0, dtype=torch.float64, device=next(tree.leaves(broadcast["params"])).device)
         return {"teacher": broadcast["params"], "teacher_steps": steps, **super().initial_memory(broadcast, generator)}
 
     def begin(self, broadcast: Tree, memory: Tree, data: ClientData) -> Tree:
-        return {**super().begin(broadcast, memory, data), **{name: memory[name] for name in TEACHER}}
+        return {**super().begin(broadcast, memory, data), **{name: memory[name] for name in TEACHER_NAMES}}
 
     def finish(self, broadcast: Tree, carry: Tree, data: ClientData) -> tuple[Upload, Tree]:
         upload, memory = super().finish(broadcast, carry, data)
-        return upload, {**memory, **{name: carry[name] for name in TEACHER}}
+        return upload, {**memory, **{name: carry[name] for name in TEACHER_NAMES}}
 
     def passes(self, labeled: int, unlabeled: int) -> Passes:
         return Passes(labeled + 2 * unlabeled, labeled + unlabeled)
 
 
 @torch.no_grad()
-def running_logits(task: Task, params: Tree, stats: Tree, images: Tensor) -> Tensor:
-    """Return detached logits (n, classes) of all images (n, C, H, W) under these statistics."""
-    return torch.cat([task.network.predict(params, stats, part).detach() for part in chunks(images)])
+def predict_with_running_stats(task: Task, params: Tree, stats: Tree, images: Tensor) -> Tensor:
+    """Compute detached logits (n, classes) of any number of images (n, C, H, W) under running statistics."""
+    logits = [task.network.predict(params, stats, chunk).detach() for chunk in split_into_chunks(images)]
+    return torch.cat(logits)
 
 
 @torch.no_grad()
-def sweep_logits(task: Task, params: Tree, stats: Tree, images: Tensor, real: Tensor | None = None) -> Tensor:
-    """Return detached logits (n, classes) of all images (n, C, H, W), under the task's `labeling` statistics.
+def predict_all_rows(task: Task, params: Tree, stats: Tree, images: Tensor, real: Tensor | None = None) -> Tensor:
+    """Compute detached logits of any number of images, under the statistics that `task.labeling` names.
 
-    With a mask `real` (n,), the real images come first, and share their passes as they would without the others.
+    Args:
+        task: the settings that all methods share.
+        params: parameters of the model.
+        stats: its running statistics.
+        images: (n, C, H, W).
+        real: (n,) bool, False for padding rows, which come last; None if no row is padding. The real images share
+            forward passes as they would without padding.
+
+    Returns:
+        Logits (n, classes).
     """
     if not len(images):
         return next(leaves(params)).new_zeros(0, task.network.classes)
     if task.labeling == "running":
-        return running_logits(task, params, stats, images)
+        return predict_with_running_stats(task, params, stats, images)
     if real is None:
-        return torch.cat([task.network.train(params, part)[0].detach() for part in chunks(images)])
-    rows, there, places = masked_chunks(real)
-    passes = [
-        task.network.train(params, images[part], real=mask)[0].detach()
-        for part, mask in zip(rows.unbind(), there.unbind(), strict=True)
+        return torch.cat([task.network.train(params, chunk)[0].detach() for chunk in split_into_chunks(images)])
+    chunk_rows, chunk_masks, positions = index_chunks(real)
+    logits = [
+        task.network.train(params, images[rows], real=mask)[0].detach()
+        for rows, mask in zip(chunk_rows.unbind(), chunk_masks.unbind(), strict=True)
     ]
-    return torch.cat(passes)[places]
+    return torch.cat(logits)[positions]
 
 
-def chunks(images: Tensor, size: int = CHUNK) -> Iterator[Tensor]:
-    """Yield nearly equal parts of at most `size` images: none is left with a batch of one."""
+def split_into_chunks(images: Tensor, size: int = CHUNK_IMAGES) -> Iterator[Tensor]:
+    """Yield nearly equal chunks of at most `size` images, so that no chunk has a single image."""
     yield from images.tensor_split(max(1, -(-len(images) // size)))
 
 
-def masked_chunks(real: Tensor, size: int = CHUNK) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the parts that `chunks` makes of the real images, which come first of (n,), whatever their number is.
+def index_chunks(real: Tensor, size: int = CHUNK_IMAGES) -> tuple[Tensor, Tensor, Tensor]:
+    """Compute the chunks that `split_into_chunks` makes of the real images of a padded client, as indices.
 
-    The rows (parts, images) of each part and which of them are there, and the place (n,) of each row in the parts, one
-    after the other. How many parts there are, and of how many images, depends on n alone.
+    The number of real images is a tensor under vmap, so the shapes may depend only on the padded number n of rows:
+    there are ceil(n / size) chunks of min(n, size) rows, of which some rows, or whole chunks, are masked out.
+
+    Args:
+        real: (n,) bool, True for the real rows, which come first.
+        size: largest number of images in a chunk.
+
+    Returns:
+        The row indices of each chunk (chunks, width) int64; which of them are real rows of that chunk (chunks, width)
+        bool; and the position (n,) of each row in the concatenated chunks.
     """
     n = len(real)
-    most, widest = -(-n // size), min(n, size)
+    max_chunks = -(-n // size)
+    width = min(n, size)
     count = real.sum()
-    parts = ((count + size - 1) // size).clamp_min(1)
-    least, longer = count // parts, count % parts  # the first ones are longer by one
-    each = torch.arange(most, device=real.device)
-    length = torch.where(each < parts, least + (each < longer), 0)
-    at = torch.arange(widest, device=real.device)
-    rows = each[:, None] * least + torch.minimum(each, longer)[:, None] + at
+    chunks = ((count + size - 1) // size).clamp_min(1)
+    # Like `Tensor.tensor_split`: the first `longer` chunks have one image more than the others.
+    shorter_length = count // chunks
+    longer = count % chunks
+    chunk = torch.arange(max_chunks, device=real.device)
+    length = torch.where(chunk < chunks, shorter_length + (chunk < longer), 0)
+    offset = torch.arange(width, device=real.device)
+    rows = chunk[:, None] * shorter_length + torch.minimum(chunk, longer)[:, None] + offset
+
+    # The inverse: chunk and offset of each row. Rows of longer chunks come first; `rest` counts the rows behind them.
     row = torch.arange(n, device=real.device)
-    early, rest = least + 1, row - longer * (least + 1)
-    part = torch.where(rest < 0, row // early, longer + rest // least.clamp_min(1))
-    inner = torch.where(rest < 0, row % early, rest % least.clamp_min(1))
-    places = (part * widest + inner).clamp_max(most * widest - 1)
-    return rows.clamp_max(n - 1), at < length[:, None], places
+    longer_length = shorter_length + 1
+    rest = row - longer * longer_length
+    row_chunk = torch.where(rest < 0, row // longer_length, longer + rest // shorter_length.clamp_min(1))
+    row_offset = torch.where(rest < 0, row % longer_length, rest % shorter_length.clamp_min(1))
+    # Padding rows may point anywhere inside, their result is not used.
+    positions = (row_chunk * width + row_offset).clamp_max(max_chunks * width - 1)
+    return rows.clamp_max(n - 1), offset < length[:, None], positions
 
 
-def taught_and_guessed(
+def forward_and_predict(
     task: Task,
     params: Tree,
     stats: Tree,
-    taught: tuple[Tensor, ...],
-    guessed: tuple[Tensor, ...],
+    train_groups: tuple[Tensor, ...],
+    predict_groups: tuple[Tensor, ...],
     real: tuple[Tensor, ...] = (),
 ) -> tuple[list[Tensor], list[Tensor], list[Tree]]:
-    """Return the logits of the `taught` groups, the detached ones of the `guessed`, and the moments of the passes.
+    """Compute logits of images to train on and of images to pseudo-label.
 
-    Under the task's rules: which groups share a pass, and which statistics normalize those that are given labels.
-    `real` has a mask of each group, `taught` first, where rows are padding.
+    `task.statistics` decides which groups share a forward pass, and `task.labeling` which statistics normalize the
+    images to pseudo-label.
+
+    Args:
+        task: the settings that all methods share.
+        params: parameters of the model.
+        stats: its running statistics.
+        train_groups: groups of images whose logits get gradients.
+        predict_groups: groups of images to pseudo-label.
+        real: a mask for each group, `train_groups` first, if there are padding rows.
+
+    Returns:
+        The logits of each of `train_groups`, the detached logits of each of `predict_groups`, and the moments.
     """
     joint = task.statistics == "joint"
     if task.labeling == "batch":
-        return forward(task.network, params, joint, taught, guessed, real)
+        return forward(task.network, params, joint, train_groups, predict_groups, real)
     with torch.no_grad():
-        guesses = [task.network.predict(params, stats, group).detach() for group in guessed]
-    logits, _, moments = forward(task.network, params, joint, taught, real=real[: len(taught)])
-    return logits, guesses, moments
+        predicted = [task.network.predict(params, stats, group).detach() for group in predict_groups]
+    logits, _, moments = forward(task.network, params, joint, train_groups, real=real[: len(train_groups)])
+    return logits, predicted, moments
 
 
-def embedded(
+def embed_groups(
     task: Task, params: Tree, groups: Sequence[Tensor], real: tuple[Tensor, ...]
 ) -> tuple[list[Tensor], list[Tensor], list[Tree]]:
-    """Return the logits of each group of images, what the head was given of it (n, F), and the moments of the passes.
+    """Compute logits and features of groups of images. `task.statistics` decides which groups share a forward pass.
 
-    Under the task's rule which groups share a pass. `real` has a mask of each group where rows are padding.
+    Args:
+        task: the settings that all methods share.
+        params: parameters of the model.
+        groups: groups of images (n, C, H, W).
+        real: a mask for each group; () if no image is padding.
+
+    Returns:
+        Of each group the logits (n, classes) and the features (n, F), which are the input of the head; and the moments
+        of the passes.
     """
     network = task.network
     if task.statistics == "joint":
         sizes = [len(group) for group in groups]
-        every, inputs, moments = network.embed(params, torch.cat([*groups]), real=padding.concat(real))
-        return [*torch.split(every, sizes)], [*torch.split(inputs, sizes)], [moments]
+        all_logits, all_features, moments = network.embed(params, torch.cat([*groups]), real=padding.concat(real))
+        return [*torch.split(all_logits, sizes)], [*torch.split(all_features, sizes)], [moments]
     logits: list[Tensor] = []
     features: list[Tensor] = []
     passes: list[Tree] = []
     for group, mask in zip(groups, real or (None,) * len(groups), strict=True):
         if len(group):
-            z, h, moments = network.embed(params, group, real=mask)
+            group_logits, group_features, moments = network.embed(params, group, real=mask)
             passes.append(seen_by(moments, mask))
         else:
             head = params["head"]["weight"]
-            z, h = head.new_zeros(0, len(head)), head.new_zeros(0, head.shape[1])
-        logits.append(z)
-        features.append(h)
+            group_logits = head.new_zeros(0, len(head))
+            group_features = head.new_zeros(0, head.shape[1])
+        logits.append(group_logits)
+        features.append(group_features)
     return logits, features, passes
 
 
-def guessing_passes(task: Task, taught: int, guessed: int) -> Passes:
-    """Count the images of `taught_and_guessed` and of one backward pass through it."""
-    shared = task.statistics == "joint" and task.labeling == "batch"
-    return Passes(taught + guessed, taught + (guessed if shared else 0))
+def count_passes(task: Task, trained: int, predicted: int) -> Passes:
+    """Count the images of `forward_and_predict`, with so many to train on and to pseudo-label, and of its gradient."""
+    shared_pass = task.statistics == "joint" and task.labeling == "batch"
+    return Passes(trained + predicted, trained + (predicted if shared_pass else 0))
 
 
-def weak_and_strong(task: Task, params: Tree, stats: Tree, batch: Batch) -> tuple[Tensor, Tensor, Tensor, list[Tree]]:
-    """Return the logits of labeled (B, classes), strong (b, classes) and, detached, weak images, and the moments."""
-    groups = (batch.x, batch.u["strong"])
-    guessed, real = (batch.u["weak"],), batch.masks(2)
-    (labeled, strong), (weak,), moments = taught_and_guessed(task, params, stats, groups, guessed, real)
+def forward_weak_and_strong(
+    task: Task, params: Tree, stats: Tree, batch: Batch
+) -> tuple[Tensor, Tensor, Tensor, list[Tree]]:
+    """Compute the logits of a minibatch with weak and strong views.
+
+    Returns:
+        Logits of labeled images (B, classes), of strong views (b, classes) and, detached, of weak views (b, classes);
+        and the moments of the passes.
+    """
+    (labeled, strong), (weak,), moments = forward_and_predict(
+        task,
+        params,
+        stats,
+        train_groups=(batch.x, batch.u["strong"]),
+        predict_groups=(batch.u["weak"],),
+        real=batch.masks(2),
+    )
     return labeled, strong, weak, moments
 
 
-def mixed(rows: Tensor, mix: Tensor, order: Tensor) -> Tensor:
-    """Return l rows + (1 - l) rows[order] for rows (n, ...), a permutation (n,) and l = max(mix, 1 - mix), mix ().
+def mix_rows(rows: Tensor, mix: Tensor, order: Tensor) -> Tensor:
+    """Compute l rows + (1 - l) rows[order], where l = max(mix, 1 - mix) (MixMatch, Eq. 9).
 
-    So each row stays closer to itself than to its partner (MixMatch, Eq. 9).
+    So each row is closer to itself than to its partner.
+
+    Args:
+        rows: (n, ...).
+        mix: () from 0 to 1.
+        order: a permutation, (n,) int64.
     """
     share = mix.maximum(1 - mix).to(rows.dtype)
     return share * rows + (1 - share) * rows[order]
 
 
-def sharpened(p: Tensor, temperature: float) -> Tensor:
-    """Return p^(1 / temperature), normalized, for probabilities p (n, classes) (MixMatch, Eq. 7)."""
-    return (p.clamp_min(1e-30).log() / temperature).softmax(-1)
+def sharpen(probabilities: Tensor, temperature: float) -> Tensor:
+    """Compute p^(1 / temperature), normalized, for probabilities p (n, classes) (MixMatch, Eq. 7)."""
+    return (probabilities.clamp_min(1e-30).log() / temperature).softmax(-1)
 
 
 def one_hot(y: Tensor, classes: int, like: Tensor) -> Tensor:
-    """Return labels y (n,) as distributions (n, classes) of the dtype of `like` (vmap refuses `F.one_hot`)."""
+    """Turn labels y (n,) into distributions (n, classes) of the dtype of `like`."""
+    # vmap does not support `F.one_hot`.
     return (y[:, None] == torch.arange(classes, device=y.device)).to(like.dtype)
 
 
 def soft_cross_entropy(logits: Tensor, target: Tensor, real: Tensor | None = None) -> Tensor:
-    """Return the mean cross-entropy of logits (n, classes) for distributions (n, classes); zero for no row.
+    """Compute the mean cross-entropy for soft labels; 0 if there is no row.
 
-    With a mask `real` (n,), the mean is over the real rows.
+    Args:
+        logits: (n, classes).
+        target: distributions (n, classes).
+        real: (n,) bool, False for padding rows; None if no row is padding.
     """
     if real is not None:
         return padding.share(real, logits) @ F.cross_entropy(logits, target, reduction="none")

@@ -1,4 +1,4 @@
-"""FedLabel (Cho et al., ICCV 2023): the surer of the local and the received model labels an image."""
+"""FedLabel (Cho et al., ICCV 2023): pseudo-labels from the local or the global model, if it is more confident."""
 
 from dataclasses import dataclass
 
@@ -10,25 +10,25 @@ from halfmoon.api.types import Batch, PseudoLabels, Task
 from halfmoon.core.padding import mean
 from halfmoon.core.tree import Tree
 from halfmoon.methods.objectives.base import (
-    NOTHING,
+    EMPTY,
     FedAvgRow,
     StepResult,
-    supervised,
-    weak_and_strong,
+    forward_weak_and_strong,
+    labeled_cross_entropy,
 )
-from halfmoon.methods.objectives.pseudo_labeling import WithReceived, received
+from halfmoon.methods.objectives.pseudo_labeling import ReceivedModelObjective, predict_with_received
 
 
 @dataclass(frozen=True)
-class FedLabel(WithReceived):
+class FedLabel(ReceivedModelObjective):
     """CE(y, f(x)) + unlabeled_weight * mean_i 1[max(l_i, g_i) >= threshold] (CE(c_i, f(strong_i)) + k_i).
 
     l and g are the largest probabilities of the model in training and of the received one on the weak view, c is the
-    class of the surer one. Where both name c, k = consistency_weight * min(l, g) / max(l, g) * KL(q || f(strong)), with
-    the received model's probabilities q on the weak view; elsewhere k = 0.
+    class of the more confident model. If both predict c, k = consistency_weight * min(l, g) / max(l, g) *
+    KL(q || f(strong)), with the received model's probabilities q on the weak view; otherwise k = 0.
 
-    A reading of the abstract and of a third party's port, neither paper nor authors' code being at hand: that the
-    received model is the target of the divergence, the strong view, the threshold and the weights are ours.
+    This is a reading of the abstract and of a third party's port, as neither paper nor authors' code was available.
+    Assumptions: the received model is the target of the divergence; the strong view; the threshold and the weights.
     """
 
     threshold: float = 0.95
@@ -36,23 +36,28 @@ class FedLabel(WithReceived):
     consistency_weight: float = 1.0
 
     def __call__(
-        self, task: Task, params: Tree, stats: Tree, batch: Batch, aux: Tree = NOTHING, cached: Tree = NOTHING
+        self, task: Task, params: Tree, stats: Tree, batch: Batch, aux: Tree = EMPTY, cached: Tree = EMPTY
     ) -> tuple[Tensor, StepResult]:
-        labeled, strong, weak, moments = weak_and_strong(task, params, stats, batch)
-        local, own = weak.softmax(-1).max(-1)
-        wide = received(task, cached, batch.u["weak"]).log_softmax(-1)
-        surety, other = wide.exp().max(-1)
-        label, confidence = torch.where(local >= surety, own, other), torch.maximum(local, surety)
+        labeled, strong, weak, moments = forward_weak_and_strong(task, params, stats, batch)
+        local_confidence, local_label = weak.softmax(-1).max(-1)
+        global_log_p = predict_with_received(task, cached, batch.u["weak"]).log_softmax(-1)
+        global_confidence, global_label = global_log_p.exp().max(-1)
+
+        label = torch.where(local_confidence >= global_confidence, local_label, global_label)
+        confidence = torch.maximum(local_confidence, global_confidence)
         used = (confidence >= self.threshold).to(strong.dtype)
-        divergence = (wide.exp() * (wide - strong.log_softmax(-1))).sum(-1)
-        ratio = torch.where(own == other, torch.minimum(local, surety) / confidence, 0.0)
+        divergence = (global_log_p.exp() * (global_log_p - strong.log_softmax(-1))).sum(-1)
+        lower_confidence = torch.minimum(local_confidence, global_confidence)
+        ratio = torch.where(local_label == global_label, lower_confidence / confidence, 0.0)
         terms = F.cross_entropy(strong, label, reduction="none") + self.consistency_weight * ratio * divergence
-        loss = supervised(labeled, batch.y, batch.x_real) + self.unlabeled_weight * mean(used * terms, batch.u_real)
+
+        loss = labeled_cross_entropy(labeled, batch.y, batch.x_real)
+        loss = loss + self.unlabeled_weight * mean(used * terms, batch.u_real)
         return loss, StepResult(moments, (PseudoLabels(label, confidence, used),))
 
 
 ROWS = (
     FedAvgRow(
-        "fedlabel", "FedLabel", "FedLabel, ICCV 2023", "the surer of local and received model labels", FedLabel()
+        "fedlabel", "FedLabel", "FedLabel, ICCV 2023", "pseudo-labels from the more confident of two models", FedLabel()
     ),
 )

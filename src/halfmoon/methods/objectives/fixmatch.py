@@ -1,4 +1,4 @@
-"""FixMatch (Sohn et al. 2020): a confident guess on the weak view is the label of the strong one."""
+"""FixMatch (Sohn et al. 2020): a confident prediction on the weak view is the label of the strong view."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -9,7 +9,15 @@ from halfmoon.api.types import Batch, Task
 from halfmoon.core.autodiff import cross_entropy
 from halfmoon.core.padding import mean
 from halfmoon.core.tree import Tree
-from halfmoon.methods.objectives.base import NOTHING, FedAvgRow, Objective, Ramp, StepResult, ramped, supervised
+from halfmoon.methods.objectives.base import (
+    EMPTY,
+    FedAvgRow,
+    Objective,
+    Ramp,
+    StepResult,
+    labeled_cross_entropy,
+    ramp_weight,
+)
 from halfmoon.methods.objectives.pseudo_labeling import PseudoLabeling
 
 
@@ -17,12 +25,14 @@ from halfmoon.methods.objectives.pseudo_labeling import PseudoLabeling
 class FixMatch(PseudoLabeling, Objective):
     """CE(y, f(x)) + unlabeled_weight * mean_i 1[max q_i >= threshold] CE(argmax q_i, f(strong_i)), q = softmax f(weak).
 
-    With another `thresholding` the bracket is that rule's weight. `teacher` "global" is the FixMatch-GPL of SAGE's and
-    ProxyFL's tables (CVPR 2025, 2026), "local" their FixMatch-LPL.
-    The weight grows from 0 over the first `ramp` of the rounds (0: it does not grow), as in Mean Teacher: where labels
-    are few, the first models guess badly, and the average of the clients takes long to forget what these learned.
-    The mean runs over "all" unlabeled images of the batch, used or not (Sohn et al. 2020, Eq. 4), or over those that
-    are "used", as in FedDB's and SemiFL's released code.
+    With another `thresholding`, the weight of that rule replaces the bracket. `teacher` "global" is the FixMatch-GPL of
+    SAGE's and ProxyFL's tables (CVPR 2025, 2026), "local" their FixMatch-LPL.
+
+    The weight grows from 0 over the first `ramp` (a share) of the rounds, as in Mean Teacher; with 0 it is constant. If
+    labels are few, the first models predict badly, and the average of the clients needs many rounds to unlearn that.
+
+    The mean is over "all" unlabeled images of the batch, used or not (Sohn et al. 2020, Eq. 4), or over those that are
+    "used", as in FedDB's and SemiFL's released code.
     """
 
     threshold: float = 0.95
@@ -32,28 +42,28 @@ class FixMatch(PseudoLabeling, Objective):
     ramp_shape: Ramp = "linear"
 
     def __call__(
-        self, task: Task, params: Tree, stats: Tree, batch: Batch, aux: Tree = NOTHING, cached: Tree = NOTHING
+        self, task: Task, params: Tree, stats: Tree, batch: Batch, aux: Tree = EMPTY, cached: Tree = EMPTY
     ) -> tuple[Tensor, StepResult]:
-        labeled, strong, weak, moments = self.outputs(task, params, stats, batch, cached)
+        labeled, strong, weak, moments = self.compute_outputs(task, params, stats, batch, cached)
         pseudo, aux = self.pseudo_label(weak, batch, aux)
         loss = cross_entropy(strong, pseudo.label, reduction="none") * pseudo.weight
         consistency = mean(loss, batch.u_real) if self.mean == "all" else loss.sum() / pseudo.weight.sum().clamp_min(1)
-        weight = ramped(task, self.unlabeled_weight, self.ramp, self.ramp_shape)
-        total = supervised(labeled, batch.y, batch.x_real) + weight * consistency
+        weight = ramp_weight(task, self.unlabeled_weight, self.ramp, self.ramp_shape)
+        total = labeled_cross_entropy(labeled, batch.y, batch.x_real) + weight * consistency
         return total, StepResult(moments, (pseudo,), aux)
 
 
 ROWS = (
     FedAvgRow("fedavg-fixmatch", "FedAvg + FixMatch", "McMahan et al. 2017; Sohn et al. 2020",
-              "confident guesses on weak views label strong views", FixMatch()),
+              "confident predictions on weak views label strong views", FixMatch()),
     FedAvgRow("fedprox-fixmatch", "FedProx + FixMatch", "Li et al. 2020; Sohn et al. 2020",
               "FixMatch with a proximal term", FixMatch(), prox=0.01),
     FedAvgRow("fedavg-fixmatch-global", "FedAvg + FixMatch, global labels",
               "McMahan et al. 2017; Sohn et al. 2020; SAGE, CVPR 2025",
-              "FixMatch with the received model's guesses (FixMatch-GPL)", FixMatch(teacher="global")),
+              "FixMatch with pseudo-labels from the received model (FixMatch-GPL)", FixMatch(teacher="global")),
     FedAvgRow("fixmatch-feddpl", "FixMatch-FedDPL", "FedDB, IJCAI 2024, Table 4",
               "FedDB's debiased pseudo-labels, averaged by rows", FixMatch(labels="round", debias=True, mean="used"),
               keep_optimizer=True),
-    FedAvgRow("fixmatch", "FixMatch", "Sohn et al. 2020", "confident guesses on weak views label strong views",
+    FedAvgRow("fixmatch", "FixMatch", "Sohn et al. 2020", "confident predictions on weak views label strong views",
               FixMatch(), pooled=True),
 )  # fmt: skip

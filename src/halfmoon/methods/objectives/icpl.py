@@ -1,4 +1,4 @@
-"""ProxyFL's client loss (CVPR 2026): labels of the received model, and features drawn to proxies of likely classes."""
+"""ProxyFL's client loss (CVPR 2026): pseudo-labels of the received model, and features drawn to proxies of classes."""
 
 from dataclasses import dataclass
 from typing import ClassVar, Literal
@@ -11,31 +11,34 @@ from halfmoon.api.types import Batch, ClientData, Passes, PseudoLabels, Task
 from halfmoon.core import padding, rng, tree
 from halfmoon.core.autodiff import cross_entropy
 from halfmoon.core.tree import Tree
-from halfmoon.methods.objectives.base import NOTHING, StepResult, embedded, one_hot, supervised
-from halfmoon.methods.objectives.pseudo_labeling import WithReceived, received
+from halfmoon.methods.objectives.base import EMPTY, StepResult, embed_groups, labeled_cross_entropy, one_hot
+from halfmoon.methods.objectives.pseudo_labeling import ReceivedModelObjective, predict_with_received
 from halfmoon.models.network import linear
 
-LEAST = 1e-6
-"""Features less similar than this are no negatives (the authors' code)."""
+MIN_NEGATIVE_SIMILARITY = 1e-6
+"""Features that are less similar to the anchor than this are not used as negatives (the authors' code)."""
 
 
 @dataclass(frozen=True)
-class ICPL(WithReceived):
+class ICPL(ReceivedModelObjective):
     """CE(y, f(x)) + unlabeled_weight * mean_i used_i CE(argmax g_i, f(strong_i)) + proxy_weight * InfoNCE.
 
-    g is the received model's prediction on the weak view, under the statistics that came with it. An image counts where
-    the local or the received model is sure of it (max p >= threshold); `sure` "global": the received one. InfoNCE
-    ("indecisive-categories proxy learning"): every image has a set of classes, {argmax g} where it counts, else all c
-    with g(c) > prior(c). Its features, through a linear head, are drawn to the proxy of its class, or to the sum of
-    g(c) proxy_c over its set, and away from the features of images of the minibatch with no class in common; a proxy is
-    a row of the classifier through a second head. All have length 1, the temperature is 1, the mean runs over both
-    views of the unlabeled images. The sets of labeled images are the received model's as well (`labeled_sets` "label":
-    their labels). prior is the running distribution of training labels, confident pseudo-labels among them.
+    g is the received model's prediction on the weak view, under the statistics that it was sent with. An image is used
+    if the local or the received model is confident (max p >= threshold); with `sure` "global", if the received model
+    is.
 
-    Where paper and authors' code differ, the defaults are the code's. Departures: prior goes up as each client's own
-    running mean and is averaged by rows, where the code sums the clients' counts; it counts the whole round, not the
-    last epoch alone. The heads start as PyTorch draws linear layers, alike for all seeds; they are no part of the
-    solution.
+    InfoNCE ("indecisive-categories proxy learning"): every image has a set of classes, {argmax g} if it is used, else
+    all c with g(c) > prior(c). Its features, through a linear head, are drawn to the proxy of its class, or to the sum
+    of g(c) proxy_c over its set, and pushed away from the features of images of the minibatch that have no class in
+    common with it. A proxy is a row of the classifier, through a second head. All vectors have length 1, the
+    temperature is 1, and the mean is over both views of the unlabeled images. The sets of labeled images are the
+    received model's too (`labeled_sets` "label": their labels). prior is the running distribution of training labels,
+    including confident pseudo-labels.
+
+    Where paper and authors' code differ, the defaults are the code's. Departures: each client uploads its own running
+    mean as prior, and these are averaged by rows, while the code sums the clients' counts; it counts the whole round,
+    not only the last epoch. The heads start as PyTorch initializes linear layers, identically for all seeds. They are
+    not part of the solution.
     """
 
     heads: ClassVar[tuple[str, ...]] = ("feature_head", "proxy_head")
@@ -47,15 +50,15 @@ class ICPL(WithReceived):
     labeled_sets: Literal["guess", "label"] = "guess"
 
     @property
-    def travels(self) -> tuple[str, ...]:
-        return (*super().travels, "prior")
+    def shared_names(self) -> tuple[str, ...]:
+        return (*super().shared_names, "prior")
 
     def start(self, task: Task, model: Tree) -> Tree:
         head = model["params"]["head"]["weight"]
         classes, features = head.shape
-        g = rng.generator(0, "proxyfl", features)
-        heads = {"feature_head": linear(g, features, features)}
-        heads["proxy_head"] = {"weight": linear(g, features, features)["weight"]}
+        generator = rng.generator(0, "proxyfl", features)
+        heads = {"feature_head": linear(generator, features, features)}
+        heads["proxy_head"] = {"weight": linear(generator, features, features)["weight"]}
         params = {**model["params"], **tree.to(heads, head.device, head.dtype)}
         return super().start(task, {**model, "params": params}) | {"prior": head.new_full((classes,), 1 / classes)}
 
@@ -65,64 +68,99 @@ class ICPL(WithReceived):
 
     def finish(self, task: Task, carry: Tree) -> Tree:
         total = carry["counts"].sum()
-        moved = torch.lerp(carry["prior"], carry["counts"] / total.clamp_min(1), 1 - self.prior_decay)
-        return {"prior": torch.where(total > 0, moved, carry["prior"])}
+        new_prior = torch.lerp(carry["prior"], carry["counts"] / total.clamp_min(1), 1 - self.prior_decay)
+        return {"prior": torch.where(total > 0, new_prior, carry["prior"])}
 
     def __call__(
-        self, task: Task, params: Tree, stats: Tree, batch: Batch, aux: Tree = NOTHING, cached: Tree = NOTHING
+        self, task: Task, params: Tree, stats: Tree, batch: Batch, aux: Tree = EMPTY, cached: Tree = EMPTY
     ) -> tuple[Tensor, StepResult]:
-        x, weak, strong = batch.x, batch.u["weak"], batch.u["strong"]
-        logits, features, moments = embedded(task, params, (x, strong, weak), batch.masks(2))
-        guess = logits[2].detach()
+        x = batch.x
+        weak = batch.u["weak"]
+        logits, features, moments = embed_groups(task, params, (x, batch.u["strong"], weak), batch.masks(2))
+        labeled_logits, strong_logits, weak_logits = logits
+        local_weak = weak_logits.detach()
         if task.labeling == "running":
             with torch.no_grad():
-                guess = task.network.predict(params, stats, weak).detach()
-        g = received(task, cached, torch.cat([x, weak])).softmax(-1)
-        local = torch.cat([logits[0].detach(), guess]).softmax(-1).amax(-1)
-        wide, label = g.max(-1)
-        sure = wide >= self.threshold
+                local_weak = task.network.predict(params, stats, weak).detach()
+
+        # Predictions of both models on the labeled images, then on the weak views.
+        global_p = predict_with_received(task, cached, torch.cat([x, weak])).softmax(-1)
+        local_confidence = torch.cat([labeled_logits.detach(), local_weak]).softmax(-1).amax(-1)
+        global_confidence, global_label = global_p.max(-1)
+        confident = global_confidence >= self.threshold
         if self.sure == "either":
-            sure = sure | (local >= self.threshold)
-        used = padding.mask(sure[len(x) :].to(guess.dtype), batch.u_real)
-        pseudo = PseudoLabels(label[len(x) :], wide[len(x) :], used)
-        taught = padding.mean(cross_entropy(logits[1], pseudo.label, reduction="none") * used, batch.u_real)
-        sets, pull = self._classes(g, label, sure, aux["prior"], batch.y)
-        contrast = self._contrast(params, features, sets, pull, batch)
-        labels = one_hot(batch.y, g.shape[-1], g)
+            confident = confident | (local_confidence >= self.threshold)
+
+        used = padding.mask(confident[len(x) :].to(local_weak.dtype), batch.u_real)
+        pseudo = PseudoLabels(global_label[len(x) :], global_confidence[len(x) :], used)
+        pseudo_loss = padding.mean(cross_entropy(strong_logits, pseudo.label, reduction="none") * used, batch.u_real)
+        class_sets, proxy_weights = self._class_sets(global_p, global_label, confident, aux["prior"], batch.y)
+        contrast = self._contrast(params, features, class_sets, proxy_weights, batch)
+        labels = one_hot(batch.y, global_p.shape[-1], global_p)
         label_counts = (labels if batch.x_real is None else labels * batch.x_real[:, None]).sum(0)
-        counts = label_counts + (one_hot(pseudo.label, g.shape[-1], g) * used[:, None]).sum(0)
+        counts = label_counts + (one_hot(pseudo.label, global_p.shape[-1], global_p) * used[:, None]).sum(0)
         loss = (
-            supervised(logits[0], batch.y, batch.x_real) + self.unlabeled_weight * taught + self.proxy_weight * contrast
+            labeled_cross_entropy(labeled_logits, batch.y, batch.x_real)
+            + self.unlabeled_weight * pseudo_loss
+            + self.proxy_weight * contrast
         )
         return loss, StepResult(moments, (pseudo,), {"counts": aux["counts"] + counts})
 
     def passes(self, task: Task, labeled: int, unlabeled: int) -> Passes:
-        again = unlabeled if task.labeling == "running" else 0
-        taught = labeled + 2 * unlabeled
-        return Passes(taught + again + labeled + unlabeled, taught)
+        trained = labeled + 2 * unlabeled
+        local_predictions = unlabeled if task.labeling == "running" else 0
+        received_predictions = labeled + unlabeled
+        return Passes(trained + local_predictions + received_predictions, trained)
 
-    def _classes(self, g: Tensor, label: Tensor, sure: Tensor, prior: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
-        """Return of images with predictions g (B + b, classes), labeled ones first, the set of classes as 0 and 1, and
-        the weights of proxies, both (B + b, classes).
+    def _class_sets(
+        self, probabilities: Tensor, label: Tensor, confident: Tensor, prior: Tensor, y: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Compute the set of classes of each image, and the weights of the proxies that attract its features.
+
+        Args:
+            probabilities: the received model's predictions g, (B + b, classes), labeled images first.
+            label: their argmax, (B + b,).
+            confident: (B + b,) bool.
+            prior: (classes,).
+            y: labels, (B,).
+
+        Returns:
+            The sets as 0 and 1, (B + b, classes), and the weights, (B + b, classes).
         """
-        top = one_hot(label, g.shape[-1], g)
-        wide = (g > prior).to(g.dtype)
-        sets, pull = torch.where(sure[:, None], top, wide), torch.where(sure[:, None], top, wide * g)
+        classes = probabilities.shape[-1]
+        single = one_hot(label, classes, probabilities)
+        likely = (probabilities > prior).to(probabilities.dtype)
+        class_sets = torch.where(confident[:, None], single, likely)
+        proxy_weights = torch.where(confident[:, None], single, likely * probabilities)
         if self.labeled_sets == "label":
-            sets = torch.cat([one_hot(y, g.shape[-1], g), sets[len(y) :]])
-        return sets, pull
+            class_sets = torch.cat([one_hot(y, classes, probabilities), class_sets[len(y) :]])
+        return class_sets, proxy_weights
 
-    def _contrast(self, params: Tree, features: list[Tensor], sets: Tensor, pull: Tensor, batch: Batch) -> Tensor:
-        """Return InfoNCE over the strong and the weak views, of features of labeled, strong and weak images."""
-        head, labeled, real = params["feature_head"], len(batch.x), padding.concat(batch.masks(2))
+    def _contrast(
+        self, params: Tree, features: list[Tensor], class_sets: Tensor, proxy_weights: Tensor, batch: Batch
+    ) -> Tensor:
+        """Compute InfoNCE over the strong and the weak views.
+
+        Args:
+            params: parameters with the two heads.
+            features: of the labeled images, the strong views and the weak views.
+            class_sets: (B + b, classes).
+            proxy_weights: (B + b, classes).
+            batch: the minibatch.
+        """
+        labeled = len(batch.x)
+        real = padding.concat(batch.masks(2))
+        head = params["feature_head"]
         z = F.normalize(F.linear(torch.cat(features), head["weight"], head["bias"]), dim=-1)
         proxies = F.normalize(F.linear(params["head"]["weight"], params["proxy_head"]["weight"]), dim=-1)
-        sets = torch.cat([sets, sets[labeled:]])
-        anchors, pull = z[labeled:], torch.cat([pull[labeled:]] * 2)
-        positive = (anchors * (pull @ proxies)).sum(-1, keepdim=True)
-        alike = anchors @ z.T
-        apart = (sets[labeled:] @ sets.T == 0) & (alike > LEAST)
-        apart = apart if real is None else apart & real
-        negative = torch.where(apart, alike, -torch.inf)
-        each = torch.cat([positive, negative], -1).logsumexp(-1, keepdim=True) - positive
-        return padding.mean(each, None if real is None else real[labeled:])
+        # Both views of an unlabeled image have the same set and weights: rows for labeled, strong and weak.
+        class_sets = torch.cat([class_sets, class_sets[labeled:]])
+        proxy_weights = torch.cat([proxy_weights[labeled:]] * 2)
+        anchors = z[labeled:]
+        positive = (anchors * (proxy_weights @ proxies)).sum(-1, keepdim=True)
+        similarity = anchors @ z.T
+        is_negative = (class_sets[labeled:] @ class_sets.T == 0) & (similarity > MIN_NEGATIVE_SIMILARITY)
+        is_negative = is_negative if real is None else is_negative & real
+        negatives = torch.where(is_negative, similarity, -torch.inf)
+        losses = torch.cat([positive, negatives], -1).logsumexp(-1, keepdim=True) - positive
+        return padding.mean(losses, None if real is None else real[labeled:])

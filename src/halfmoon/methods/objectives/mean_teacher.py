@@ -1,4 +1,4 @@
-"""Mean Teacher (Tarvainen and Valpola 2017): the average of all models so far says what a prediction should be."""
+"""Mean Teacher (Tarvainen and Valpola 2017): the prediction of an average of past models is the target."""
 
 from dataclasses import dataclass, field
 
@@ -9,24 +9,27 @@ from halfmoon.core.errors import UserError
 from halfmoon.core.padding import mean
 from halfmoon.core.tree import Tree
 from halfmoon.methods.objectives.base import (
-    NOTHING,
+    EMPTY,
     Consistency,
     FedAvgRow,
     StepResult,
-    guess_of,
-    supervised,
-    teacher_logits,
+    as_pseudo_labels,
+    labeled_cross_entropy,
+    predict_with_teacher,
 )
 from halfmoon.models import forward
 
 
 @dataclass(frozen=True)
 class MeanTeacher(Consistency):
-    """CE(y, f(x)) + w mean_i ||p(weak_i) - q(weak2_i)||^2 / classes; q, held fixed, is the averaged teacher's.
+    """CE(y, f(x)) + w mean_i ||p(weak_i) - q(weak2_i)||^2 / classes, with the teacher's prediction q.
 
-    The teacher follows every step with `decay` (`base.follow`), travels, and is evaluated, under statistics of its own
-    (`Objective`). Weight and ramp of w, and the term's restriction to unlabeled images, are those of the re-runs by
-    MixMatch's authors, which the federated papers quote. Raises `UserError` without a `decay`.
+    The teacher moves in every step by `decay` (`base.update_teacher`), is sent and averaged with the model, and is the
+    evaluated model, under its own statistics (`Objective`). Weight and ramp of w, and the term's restriction to
+    unlabeled images, are those of the re-runs by MixMatch's authors, which the federated papers quote.
+
+    Raises:
+        UserError: `decay` is None.
     """
 
     unlabeled_weight: float = 50.0
@@ -37,17 +40,18 @@ class MeanTeacher(Consistency):
             raise UserError("Mean Teacher needs a teacher: decay must be a number, such as 0.999.")
 
     def __call__(
-        self, task: Task, params: Tree, stats: Tree, batch: Batch, aux: Tree = NOTHING, cached: Tree = NOTHING
+        self, task: Task, params: Tree, stats: Tree, batch: Batch, aux: Tree = EMPTY, cached: Tree = EMPTY
     ) -> tuple[Tensor, StepResult]:
         groups = (batch.x, batch.u["weak"])
         (labeled, student), _, moments = forward(
             task.network, params, task.statistics == "joint", groups, real=batch.masks(1)
         )
-        teacher = aux["teacher"], aux.get("teacher_stats", {})
-        target = teacher_logits(task, *teacher, batch.u["weak2"], batch.u_real).softmax(-1)
-        apart = mean((student.softmax(-1) - target).square(), batch.u_real)
-        loss = self.total(task, supervised(labeled, batch.y, batch.x_real), apart)
-        return loss, StepResult(moments, (guess_of(target),))
+        teacher_stats = aux.get("teacher_stats", {})
+        teacher = predict_with_teacher(task, aux["teacher"], teacher_stats, batch.u["weak2"], batch.u_real)
+        target = teacher.softmax(-1)
+        distance = mean((student.softmax(-1) - target).square(), batch.u_real)
+        loss = self.total_loss(task, labeled_cross_entropy(labeled, batch.y, batch.x_real), distance)
+        return loss, StepResult(moments, (as_pseudo_labels(target),))
 
     def passes(self, task: Task, labeled: int, unlabeled: int) -> Passes:
         return Passes(labeled + 2 * unlabeled, labeled + unlabeled)
@@ -55,5 +59,5 @@ class MeanTeacher(Consistency):
 
 ROWS = (
     FedAvgRow("mean-teacher", "Mean Teacher", "Tarvainen and Valpola 2017",
-              "the average of past models says what a prediction should be", MeanTeacher(), pooled=True),
+              "the prediction of an average of past models is the target", MeanTeacher(), pooled=True),
 )  # fmt: skip

@@ -1,4 +1,4 @@
-"""MixMatch (Berthelot et al. 2019): guess, sharpen, and learn from mixtures of all images and their labels."""
+"""MixMatch (Berthelot et al. 2019): sharpened pseudo-labels, and training on mixtures of all images and labels."""
 
 from dataclasses import dataclass, field, replace
 
@@ -9,17 +9,17 @@ from halfmoon.api.types import Batch, Passes, Task, UpdateRequirements
 from halfmoon.core.padding import concat, mean
 from halfmoon.core.tree import Tree
 from halfmoon.methods.objectives.base import (
-    NOTHING,
+    EMPTY,
     Consistency,
     FedAvgRow,
     StepResult,
-    guess_of,
-    guessing_passes,
-    mixed,
+    as_pseudo_labels,
+    count_passes,
+    forward_and_predict,
+    mix_rows,
     one_hot,
-    sharpened,
+    sharpen,
     soft_cross_entropy,
-    taught_and_guessed,
 )
 
 
@@ -28,11 +28,12 @@ class MixMatch(Consistency):
     """CE(y', f(x')) + w mean ||q' - softmax f(u')||^2 / classes on mixtures x', u' with mixed labels y', q'.
 
     An unlabeled image's q is its mean prediction over two weak views, sharpened with `temperature`. Labeled images and
-    both views are mixed with a permutation of all of them (`base.mixed`), with a coefficient from
-    Beta(concentration, concentration): one a step, where the authors' code draws one for each image. The averaged
-    teacher of `decay` only evaluates. Defaults: the
-    paper's for CIFAR-10, but for the ramp: its 16,000 steps, 1/64 of its run, are more than a short run has, and a
-    weight of 75 that is there from the second round on made the digits collapse.
+    both views are mixed with a permutation of all of them (`base.mix_rows`), with a coefficient from
+    Beta(concentration, concentration): one a step, while the authors' code draws one for each image. The averaged
+    teacher of `decay` is only used for evaluation.
+
+    Defaults are the paper's for CIFAR-10, except the ramp: its 16,000 steps, 1/64 of the paper's run, are more than a
+    short run has, and a weight of 75 from the second round on made training on the digits collapse.
     """
 
     unlabeled_weight: float = 75.0
@@ -45,27 +46,29 @@ class MixMatch(Consistency):
         return replace(super().requirements, mixup=self.concentration)
 
     def __call__(
-        self, task: Task, params: Tree, stats: Tree, batch: Batch, aux: Tree = NOTHING, cached: Tree = NOTHING
+        self, task: Task, params: Tree, stats: Tree, batch: Batch, aux: Tree = EMPTY, cached: Tree = EMPTY
     ) -> tuple[Tensor, StepResult]:
         weak = (batch.u["weak"], batch.u["weak2"])
-        mix, order = batch.mixing["mix"], batch.mixing["order"]
+        mix = batch.mixing["mix"]
+        order = batch.mixing["order"]
         sizes = [len(batch.x), len(weak[0]), len(weak[1])]
-        images = torch.split(mixed(torch.cat([batch.x, *weak]), mix, order), sizes)
+        images = torch.split(mix_rows(torch.cat([batch.x, *weak]), mix, order), sizes)
         real = batch.masks(2)
-        (x, *u), guesses, moments = taught_and_guessed(task, params, stats, images, weak, (*real, *real[1:]))
-        guess = torch.stack([each.softmax(-1) for each in guesses]).mean(0)
-        q = sharpened(guess, self.temperature)
+        # Five groups: mixtures of labeled images and of both views, then both views once more for the pseudo-labels.
+        (x, *u), weak_logits, moments = forward_and_predict(task, params, stats, images, weak, (*real, *real[1:]))
+        prediction = torch.stack([logits.softmax(-1) for logits in weak_logits]).mean(0)
+        q = sharpen(prediction, self.temperature)
         y = one_hot(batch.y, task.network.classes, q)
-        targets = mixed(torch.cat([y, q, q]), mix, order)
-        apart = mean((torch.cat(u).softmax(-1) - targets[len(y) :]).square(), concat(real[1:]))
-        loss = self.total(task, soft_cross_entropy(x, targets[: len(y)], batch.x_real), apart)
-        return loss, StepResult(moments, (guess_of(guess),))
+        targets = mix_rows(torch.cat([y, q, q]), mix, order)
+        distance = mean((torch.cat(u).softmax(-1) - targets[len(y) :]).square(), concat(real[1:]))
+        loss = self.total_loss(task, soft_cross_entropy(x, targets[: len(y)], batch.x_real), distance)
+        return loss, StepResult(moments, (as_pseudo_labels(prediction),))
 
     def passes(self, task: Task, labeled: int, unlabeled: int) -> Passes:
-        return guessing_passes(task, labeled + 2 * unlabeled, 2 * unlabeled)
+        return count_passes(task, labeled + 2 * unlabeled, 2 * unlabeled)
 
 
 ROWS = (
-    FedAvgRow("mixmatch", "MixMatch", "Berthelot et al. 2019", "sharpened guesses, and mixtures of images and labels",
+    FedAvgRow("mixmatch", "MixMatch", "Berthelot et al. 2019", "sharpened pseudo-labels, mixed images and labels",
               MixMatch(), pooled=True),
 )  # fmt: skip

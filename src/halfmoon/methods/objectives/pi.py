@@ -7,7 +7,14 @@ from torch import Tensor
 from halfmoon.api.types import Batch, Task
 from halfmoon.core.padding import mean
 from halfmoon.core.tree import Tree
-from halfmoon.methods.objectives.base import NOTHING, Consistency, FedAvgRow, StepResult, guess_of, supervised
+from halfmoon.methods.objectives.base import (
+    EMPTY,
+    Consistency,
+    FedAvgRow,
+    StepResult,
+    as_pseudo_labels,
+    labeled_cross_entropy,
+)
 from halfmoon.models import forward
 
 
@@ -15,22 +22,22 @@ from halfmoon.models import forward
 class PiModel(Consistency):
     """CE(y, f(x)) + w mean_i ||p(weak_i) - p(weak2_i)||^2 / classes, p = softmax f; the gradient passes through both.
 
-    Weight and ramp of w are those of the re-runs by MixMatch's authors, which the federated papers quote (these hold
-    one of the two predictions fixed); Laine and Aila ramp a weight of 100 times the labeled share over 80 of 300
-    epochs, "sigmoid". Their term covers the labeled images too; here, as in the re-runs, the unlabeled ones alone.
+    Weight and ramp of w are those of the re-runs by MixMatch's authors, which the federated papers quote (in these,
+    one of the two predictions gets no gradient). Laine and Aila ramp a weight of 100 times the labeled share over 80 of
+    300 epochs, "sigmoid". Their term covers the labeled images too; here, as in the re-runs, only the unlabeled ones.
     """
 
     unlabeled_weight: float = 10.0
 
     def __call__(
-        self, task: Task, params: Tree, stats: Tree, batch: Batch, aux: Tree = NOTHING, cached: Tree = NOTHING
+        self, task: Task, params: Tree, stats: Tree, batch: Batch, aux: Tree = EMPTY, cached: Tree = EMPTY
     ) -> tuple[Tensor, StepResult]:
         groups = (batch.x, batch.u["weak"], batch.u["weak2"])
         joint = task.statistics == "joint"
         (labeled, one, two), _, moments = forward(task.network, params, joint, groups, real=batch.masks(2))
-        apart = mean((one.softmax(-1) - two.softmax(-1)).square(), batch.u_real)
-        loss = self.total(task, supervised(labeled, batch.y, batch.x_real), apart)
-        return loss, StepResult(moments, (guess_of((one.softmax(-1) + two.softmax(-1)) / 2),))
+        distance = mean((one.softmax(-1) - two.softmax(-1)).square(), batch.u_real)
+        loss = self.total_loss(task, labeled_cross_entropy(labeled, batch.y, batch.x_real), distance)
+        return loss, StepResult(moments, (as_pseudo_labels((one.softmax(-1) + two.softmax(-1)) / 2),))
 
 
 ROWS = (FedAvgRow("pi-model", "Pi-Model", "Laine and Aila 2017", "two views, one prediction", PiModel(), pooled=True),)

@@ -1,4 +1,4 @@
-"""Pseudo-Label (Lee 2013): the class that the network finds most likely is the image's label."""
+"""Pseudo-Label (Lee 2013): the class that the network predicts is the label of the same view."""
 
 from dataclasses import dataclass, replace
 
@@ -9,22 +9,22 @@ from halfmoon.core.autodiff import cross_entropy
 from halfmoon.core.padding import mean
 from halfmoon.core.tree import Tree
 from halfmoon.methods.objectives.base import (
-    NOTHING,
+    EMPTY,
     FedAvgRow,
     Objective,
     Ramp,
     StepResult,
-    ramped,
-    supervised,
-    taught_and_guessed,
+    forward_and_predict,
+    labeled_cross_entropy,
+    ramp_weight,
 )
-from halfmoon.methods.objectives.pseudo_labeling import PseudoLabeling, received, surer
+from halfmoon.methods.objectives.pseudo_labeling import PseudoLabeling, predict_with_received, select_more_confident
 from halfmoon.models import forward
 
 
 @dataclass(frozen=True)
 class PseudoLabel(PseudoLabeling, Objective):
-    """CE(y, f(x)) + w mean_i 1[max q_i >= threshold] CE(argmax q_i, f(weak_i)), q = softmax f(weak): one view is both.
+    """CE(y, f(x)) + w mean_i 1[max q_i >= threshold] CE(argmax q_i, f(weak_i)), q = softmax f(weak).
 
     w grows to `unlabeled_weight` over the first `ramp` of the rounds. Lee has no threshold (threshold = 0), and a
     weight that stays 0 for a while and then grows to 3; these defaults are those of the re-runs by MixMatch's
@@ -41,36 +41,37 @@ class PseudoLabel(PseudoLabeling, Objective):
         return replace(super().requirements, views=("weak",))
 
     def __call__(
-        self, task: Task, params: Tree, stats: Tree, batch: Batch, aux: Tree = NOTHING, cached: Tree = NOTHING
+        self, task: Task, params: Tree, stats: Tree, batch: Batch, aux: Tree = EMPTY, cached: Tree = EMPTY
     ) -> tuple[Tensor, StepResult]:
         groups = (batch.x, batch.u["weak"])
-        if self._again(task):
-            (labeled, logits), (guess,), moments = taught_and_guessed(
+        if self._needs_separate_pass(task):
+            (labeled, logits), (prediction,), moments = forward_and_predict(
                 task, params, stats, groups, groups[1:], batch.masks(2)
             )
         else:
             joint = task.statistics == "joint"
             (labeled, logits), _, moments = forward(task.network, params, joint, groups, real=batch.masks(1))
-            guess = cached["guess"][batch.u_rows] if self.labels == "round" else logits.detach()
+            prediction = cached["round_logits"][batch.u_rows] if self.labels == "round" else logits.detach()
         if self.teacher != "local" and self.labels == "step":
-            other = received(task, cached, batch.u["weak"])
-            guess = other if self.remote else surer(guess, other)
-        pseudo, aux = self.pseudo_label(self.adjusted(guess, batch, cached), batch, aux)
-        taught = mean(cross_entropy(logits, pseudo.label, reduction="none") * pseudo.weight, batch.u_real)
-        weight = ramped(task, self.unlabeled_weight, self.ramp, self.ramp_shape)
-        return supervised(labeled, batch.y, batch.x_real) + weight * taught, StepResult(moments, (pseudo,), aux)
+            received = predict_with_received(task, cached, batch.u["weak"])
+            prediction = received if self.teacher_is_received else select_more_confident(prediction, received)
+        pseudo, aux = self.pseudo_label(self.debias_predictions(prediction, batch, cached), batch, aux)
+        pseudo_loss = mean(cross_entropy(logits, pseudo.label, reduction="none") * pseudo.weight, batch.u_real)
+        weight = ramp_weight(task, self.unlabeled_weight, self.ramp, self.ramp_shape)
+        loss = labeled_cross_entropy(labeled, batch.y, batch.x_real) + weight * pseudo_loss
+        return loss, StepResult(moments, (pseudo,), aux)
 
     def passes(self, task: Task, labeled: int, unlabeled: int) -> Passes:
-        remote = self.teacher != "local" and self.labels == "step"
-        again = (self._again(task) + remote) * unlabeled
-        return Passes(labeled + unlabeled + again, labeled + unlabeled)
+        uses_received = self.teacher != "local" and self.labels == "step"
+        predictions = (self._needs_separate_pass(task) + uses_received) * unlabeled
+        return Passes(labeled + unlabeled + predictions, labeled + unlabeled)
 
-    def _again(self, task: Task) -> bool:
-        """Return whether the guesses need a pass of their own."""
-        return self.labels == "step" and not self.remote and task.labeling == "running"
+    def _needs_separate_pass(self, task: Task) -> bool:
+        """Check whether the pseudo-labels need a forward pass in addition to the one that trains."""
+        return self.labels == "step" and not self.teacher_is_received and task.labeling == "running"
 
 
 ROWS = (
-    FedAvgRow("pseudo-label", "Pseudo-Label", "Lee 2013", "the likeliest class becomes the view's own label",
+    FedAvgRow("pseudo-label", "Pseudo-Label", "Lee 2013", "the predicted class is the label of the same view",
               PseudoLabel(), pooled=True),
 )  # fmt: skip

@@ -1,4 +1,4 @@
-"""ReMixMatch (Berthelot et al. 2020): aligned guesses on weak views anchor strong ones, mixed and not, and rotated."""
+"""ReMixMatch (Berthelot et al. 2020): aligned predictions on weak views label mixed, plain and rotated images."""
 
 from dataclasses import dataclass, field
 from typing import ClassVar
@@ -12,21 +12,21 @@ from halfmoon.core.errors import UserError
 from halfmoon.core.padding import concat, row_mean
 from halfmoon.core.tree import Tree
 from halfmoon.methods.objectives.base import (
-    NOTHING,
+    EMPTY,
     FedAvgRow,
     Objective,
     Ramp,
     StepResult,
-    embedded,
-    guess_of,
-    guessing_passes,
-    mixed,
+    as_pseudo_labels,
+    count_passes,
+    embed_groups,
+    forward_and_predict,
+    labeled_cross_entropy,
+    mix_rows,
     one_hot,
-    ramped,
-    sharpened,
+    ramp_weight,
+    sharpen,
     soft_cross_entropy,
-    supervised,
-    taught_and_guessed,
 )
 
 TINY = 1e-6
@@ -39,16 +39,20 @@ class ReMixMatch(Objective):
 
     q is the weak view's prediction, times labeled class frequencies over the running mean of all predictions (`align`),
     normalized, sharpened with `temperature`. Primes are mixtures, as in MixMatch, of the labeled images (a strong view
-    of them; batch.x without `strong_labels`), the weak view, and `anchors` strong ones; v and r concern the first of
-    these, unmixed. Weights w = `unlabeled_weight`, v = `anchor_weight`, r = `rotation_weight`; w and v grow over the
-    first `ramp` of the rounds. The averaged teacher of `decay` only evaluates.
+    of them; batch.x without `strong_labels`), the weak view, and `anchors` strong views. The terms with v and r use the
+    first strong view, unmixed. Weights are w = `unlabeled_weight`, v = `anchor_weight`, r = `rotation_weight`; w and v
+    grow over the first `ramp` (a share) of the rounds. The averaged teacher of `decay` is only used for evaluation.
 
-    The running mean, of `alignment_decay` a step (the authors' code: the mean of the last 128), starts uniform, travels
-    and is averaged; the class frequencies are a client's own. The rotation head, linear on what the network's head is
-    given, starts at zero, travels, and is no part of the solution. Defaults are the paper's, but for 2 strong views in
-    place of 8. Departures: these strong views are the run's (no CTAugment); one mixing coefficient a step, not one an
-    image; each image is turned at random, where the code turns a quarter of the batch each way.
-    Raises `UserError` for no anchor, and for images that are not square where they are turned.
+    The running mean of the predictions, with the decay `alignment_decay` (the authors' code: the mean of the last 128),
+    starts uniform, and is sent and averaged with the model; the class frequencies are each client's. The rotation head,
+    a linear layer on the input of the network's head, starts at zero and is sent and averaged too, but is not part of
+    the solution. Defaults are the paper's, except 2 strong views instead of 8.
+
+    Departures: the strong views are the run's (no CTAugment); one mixing coefficient a step, not one for each image;
+    each image is turned at random, while the code turns a quarter of the batch in each direction.
+
+    Raises:
+        UserError: `anchors` is below 1, or images to turn are not square.
     """
 
     heads: ClassVar[tuple[str, ...]] = ("rotation",)
@@ -76,8 +80,8 @@ class ReMixMatch(Objective):
         return UpdateRequirements(views, labeled_views=labeled_views, mixup=self.concentration, masks_padding=True)
 
     @property
-    def travels(self) -> tuple[str, ...]:
-        return (*super().travels, *(["predicted"] if self.align else []))
+    def shared_names(self) -> tuple[str, ...]:
+        return (*super().shared_names, *(["predicted"] if self.align else []))
 
     def start(self, task: Task, model: Tree) -> Tree:
         head = model["params"]["head"]["weight"]
@@ -88,84 +92,107 @@ class ReMixMatch(Objective):
     def prepare(self, task: Task, broadcast: Tree, data: ClientData) -> Tree:
         if not self.align:
             return {}
-        own = (torch.arange(len(data.y), device=data.y.device) < data.labeled)[:, None]
-        counts = (one_hot(data.y, task.network.classes, broadcast["predicted"]) * own).sum(0)
-        return {"marginal": counts / data.labeled.clamp_min(1)}
+        is_real = (torch.arange(len(data.y), device=data.y.device) < data.labeled)[:, None]
+        counts = (one_hot(data.y, task.network.classes, broadcast["predicted"]) * is_real).sum(0)
+        return {"label_frequencies": counts / data.labeled.clamp_min(1)}
 
     def __call__(
-        self, task: Task, params: Tree, stats: Tree, batch: Batch, aux: Tree = NOTHING, cached: Tree = NOTHING
+        self, task: Task, params: Tree, stats: Tree, batch: Batch, aux: Tree = EMPTY, cached: Tree = EMPTY
     ) -> tuple[Tensor, StepResult]:
         groups = (
             batch.x_views["strong"] if self.strong_labels else batch.x,
             *(batch.u[name] for name in self.requirements.views),
         )
-        mix, order = batch.mixing["mix"], batch.mixing["order"]
-        images = torch.split(mixed(torch.cat(groups), mix, order), [len(group) for group in groups])
+        mix = batch.mixing["mix"]
+        order = batch.mixing["order"]
+        mixtures = torch.split(mix_rows(torch.cat(groups), mix, order), [len(group) for group in groups])
         strong = batch.u["strong"]
-        taught = (*images, strong)
         turned = quarter_turns(strong, batch.mixing["turn"]) if self.rotation_weight else None
-        (x, *u, anchor), (weak,), rotations, moments = self._outputs(task, params, stats, taught, turned, batch)
-        raw = weak.softmax(-1)
-        guess, news = self._align(raw, aux, cached, batch.u_real)
-        q = sharpened(guess, self.temperature)
+        (x, *u, anchor), weak, rotations, moments = self._compute_outputs(
+            task, params, stats, (*mixtures, strong), turned, batch
+        )
+        prediction, new_aux = self._align_predictions(weak.softmax(-1), aux, cached, batch.u_real)
+        q = sharpen(prediction, self.temperature)
         y = one_hot(batch.y, task.network.classes, q)
-        targets = mixed(torch.cat([y, *[q] * len(u)]), mix, order)
-        grown = ramped(task, 1.0, self.ramp, self.ramp_shape)
-        every = concat(batch.masks(len(u))[1:])
+        targets = mix_rows(torch.cat([y, *[q] * len(u)]), mix, order)
+        ramp = ramp_weight(task, 1.0, self.ramp, self.ramp_shape)
+        u_real = concat(batch.masks(len(u))[1:])
         loss = soft_cross_entropy(x, targets[: len(y)], batch.x_real)
-        loss = loss + grown * self.unlabeled_weight * soft_cross_entropy(torch.cat(u), targets[len(y) :], every)
-        loss = loss + grown * self.anchor_weight * soft_cross_entropy(anchor, q, batch.u_real)
+        loss = loss + ramp * self.unlabeled_weight * soft_cross_entropy(torch.cat(u), targets[len(y) :], u_real)
+        loss = loss + ramp * self.anchor_weight * soft_cross_entropy(anchor, q, batch.u_real)
         if turned is not None:
-            loss = loss + self.rotation_weight * supervised(rotations, batch.mixing["turn"], batch.u_real)
-        return loss, StepResult(moments, (guess_of(guess),), news)
+            rotation_loss = labeled_cross_entropy(rotations, batch.mixing["turn"], batch.u_real)
+            loss = loss + self.rotation_weight * rotation_loss
+        return loss, StepResult(moments, (as_pseudo_labels(prediction),), new_aux)
 
     def passes(self, task: Task, labeled: int, unlabeled: int) -> Passes:
-        taught = labeled + (2 + self.anchors + bool(self.rotation_weight)) * unlabeled
-        return guessing_passes(task, taught, unlabeled)
+        trained = labeled + (2 + self.anchors + bool(self.rotation_weight)) * unlabeled
+        return count_passes(task, trained, unlabeled)
 
-    def _align(self, guess: Tensor, aux: Tree, cached: Tree, real: Tensor | None) -> tuple[Tensor, Tree]:
-        """Return the guesses (b, classes) with the labels' class frequencies, and the new running mean."""
+    def _align_predictions(
+        self, prediction: Tensor, aux: Tree, cached: Tree, real: Tensor | None
+    ) -> tuple[Tensor, Tree]:
+        """Adapt predictions (b, classes) to the labels' class frequencies, and update their running mean."""
         if not self.align:
-            return guess, {}
-        aligned = guess * (cached["marginal"] + TINY) / (aux["predicted"] + TINY)
-        predicted = torch.lerp(aux["predicted"], row_mean(guess, real), 1 - self.alignment_decay)
+            return prediction, {}
+        aligned = prediction * (cached["label_frequencies"] + TINY) / (aux["predicted"] + TINY)
+        predicted = torch.lerp(aux["predicted"], row_mean(prediction, real), 1 - self.alignment_decay)
         return aligned / aligned.sum(-1, keepdim=True), {"predicted": predicted}
 
-    def _outputs(
-        self, task: Task, params: Tree, stats: Tree, taught: tuple[Tensor, ...], turned: Tensor | None, batch: Batch
-    ) -> tuple[list[Tensor], list[Tensor], Tensor, list[Tree]]:
-        """Return the logits of the taught groups, of the guessed one, of the rotation head (b, 4), and the moments."""
-        head, weak, real = params["rotation"], batch.u["weak"], batch.masks(len(taught))
+    def _compute_outputs(
+        self,
+        task: Task,
+        params: Tree,
+        stats: Tree,
+        train_groups: tuple[Tensor, ...],
+        turned: Tensor | None,
+        batch: Batch,
+    ) -> tuple[list[Tensor], Tensor, Tensor, list[Tree]]:
+        """Compute all outputs of a step.
+
+        Returns:
+            Logits of each of `train_groups`; detached logits of the weak views; outputs of the rotation head (b, 4);
+            and the moments of the passes.
+        """
+        head = params["rotation"]
+        weak = batch.u["weak"]
         if turned is None or task.statistics == "separate":
-            logits, guess, moments = taught_and_guessed(task, params, stats, taught, (weak,), real)
+            real = batch.masks(len(train_groups))
+            logits, (weak_logits,), moments = forward_and_predict(task, params, stats, train_groups, (weak,), real)
             if turned is None:
-                return logits, guess, weak.new_zeros(0, 4), moments
-            _, features, last = task.network.embed(params, turned, real=batch.u_real)
-            return logits, guess, F.linear(features, head["weight"], head["bias"]), [*moments, last]
-        groups = (*taught, turned, weak) if task.labeling == "batch" else (*taught, turned)
-        logits, features, moments = embedded(task, params, groups, batch.masks(len(groups) - 1))
-        rotations = F.linear(features[len(taught)], head["weight"], head["bias"])
+                return logits, weak_logits, weak.new_zeros(0, 4), moments
+            _, features, turned_moments = task.network.embed(params, turned, real=batch.u_real)
+            rotations = F.linear(features, head["weight"], head["bias"])
+            return logits, weak_logits, rotations, [*moments, turned_moments]
+        groups = (*train_groups, turned, weak) if task.labeling == "batch" else (*train_groups, turned)
+        logits, features, moments = embed_groups(task, params, groups, batch.masks(len(groups) - 1))
+        rotations = F.linear(features[len(train_groups)], head["weight"], head["bias"])
         if task.labeling == "batch":
-            guess = logits[-1].detach()
+            weak_logits = logits[-1].detach()
         else:
             with torch.no_grad():
-                guess = task.network.predict(params, stats, weak).detach()
-        return logits[: len(taught)], [guess], rotations, moments
+                weak_logits = task.network.predict(params, stats, weak).detach()
+        return logits[: len(train_groups)], weak_logits, rotations, moments
 
 
 def quarter_turns(images: Tensor, turns: Tensor) -> Tensor:
-    """Return images (b, C, H, H), each turned counter-clockwise `turns` (b,) times by 90 degrees."""
+    """Turn images (b, C, H, H) counter-clockwise, each `turns` (b,) times by 90 degrees.
+
+    Raises:
+        UserError: the images are not square.
+    """
     if images.shape[-1] != images.shape[-2]:
         height, width = images.shape[-2:]
         raise UserError(
-            f"ReMixMatch turns images by 90 degrees, and these are {height}x{width}: pad them to a square "
+            f"ReMixMatch turns images by 90 degrees, but these are {height}x{width}: pad them to a square "
             "(image_size), or set rotation_weight = 0."
         )
-    each = torch.stack([torch.rot90(images, k, (-2, -1)) for k in range(4)])
-    return each[turns, torch.arange(len(images), device=images.device)]
+    # vmap cannot turn each image by its own angle: compute all four and select.
+    all_turns = torch.stack([torch.rot90(images, k, (-2, -1)) for k in range(4)])
+    return all_turns[turns, torch.arange(len(images), device=images.device)]
 
 
 ROWS = (
     FedAvgRow("remixmatch", "ReMixMatch", "Berthelot et al. 2020",
-              "aligned guesses anchor strong views, mixed and turned", ReMixMatch(), pooled=True),
+              "aligned predictions label strong views, mixed and turned", ReMixMatch(), pooled=True),
 )  # fmt: skip

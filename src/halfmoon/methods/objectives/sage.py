@@ -1,4 +1,4 @@
-"""SAGE (CVPR 2025): the local and the received model label together, the more alike they are in confidence."""
+"""SAGE (CVPR 2025): pseudo-labels mix the classes of the local and the received model by their confidence gap."""
 
 from dataclasses import dataclass
 from math import log
@@ -11,30 +11,30 @@ from halfmoon.api.types import Batch, PseudoLabels, Task
 from halfmoon.core.padding import mean
 from halfmoon.core.tree import Tree
 from halfmoon.methods.objectives.base import (
-    NOTHING,
+    EMPTY,
     FedAvgRow,
     StepResult,
+    forward_weak_and_strong,
+    labeled_cross_entropy,
     one_hot,
-    supervised,
-    weak_and_strong,
 )
-from halfmoon.methods.objectives.pseudo_labeling import WithReceived, received
+from halfmoon.methods.objectives.pseudo_labeling import ReceivedModelObjective, predict_with_received
 
 
 @dataclass(frozen=True)
-class SAGE(WithReceived):
+class SAGE(ReceivedModelObjective):
     """CE(y, f(x)) + unlabeled_weight * mean_i 1[l_i >= threshold or g_i >= threshold] CE(t_i, f(strong_i)).
 
     l and g are the largest probabilities of the model in training and of the received one on the weak view. The target
-    t mixes their classes where the local model is sure (l >= threshold): a share 2^(-|l - g| / half_gap) is the local
-    class, the rest the global one; elsewhere it is the global class. So a sample that the local model alone is sure
-    of counts, with the global model's class if they differ much in confidence. The received model guesses under the
-    statistics that came with it.
+    t mixes their classes if the local model is confident (l >= threshold): a share 2^(-|l - g| / half_gap) is the local
+    class, the rest the global one. Otherwise it is the global class. So an image counts if only the local model is
+    confident, with the global model's class if the two differ much in confidence. The received model predicts under
+    the statistics that it was sent with.
 
-    Read from the authors' code, the paper being out of reach. Departures: there one optimizer serves all clients of the
-    simulation, whose momentum so passes from client to client; here each starts anew (or keeps its own,
-    `keep_optimizer`). Its clients weigh 2000 times their labeled rows and once the others, all the same for its equal
-    clients. KL there, cross-entropy here: the gradient is the same.
+    Read from the authors' code, as the paper was not available. Departures: in their simulation all clients share one
+    optimizer, whose momentum passes from client to client; here each client starts with a new one (or retains its
+    optimizer between rounds, `keep_optimizer`). Their clients weigh 2000 times their labeled rows plus the other rows,
+    which makes no difference for its equal clients. They use KL, here it is cross-entropy: the gradient is the same.
     """
 
     threshold: float = 0.95
@@ -42,19 +42,27 @@ class SAGE(WithReceived):
     half_gap: float = 0.05
 
     def __call__(
-        self, task: Task, params: Tree, stats: Tree, batch: Batch, aux: Tree = NOTHING, cached: Tree = NOTHING
+        self, task: Task, params: Tree, stats: Tree, batch: Batch, aux: Tree = EMPTY, cached: Tree = EMPTY
     ) -> tuple[Tensor, StepResult]:
-        labeled, strong, weak, moments = weak_and_strong(task, params, stats, batch)
-        local, own = weak.softmax(-1).max(-1)
-        wide, other = received(task, cached, batch.u["weak"]).softmax(-1).max(-1)
-        share = (-log(2) / self.half_gap * (local - wide).abs()).exp().clamp(1e-6, 1.0)
-        share = torch.where(local >= self.threshold, share, 0.0)[:, None]
+        labeled, strong, weak, moments = forward_weak_and_strong(task, params, stats, batch)
         classes = weak.shape[-1]
-        target = share * one_hot(own, classes, weak) + (1 - share) * one_hot(other, classes, weak)
-        used = ((local >= self.threshold) | (wide >= self.threshold)).to(strong.dtype)
+        local_confidence, local_label = weak.softmax(-1).max(-1)
+        received = predict_with_received(task, cached, batch.u["weak"])
+        global_confidence, global_label = received.softmax(-1).max(-1)
+        gap = (local_confidence - global_confidence).abs()
+        local_share = (-log(2) / self.half_gap * gap).exp().clamp(1e-6, 1.0)
+        local_share = torch.where(local_confidence >= self.threshold, local_share, 0.0)[:, None]
+        target = local_share * one_hot(local_label, classes, weak)
+        target = target + (1 - local_share) * one_hot(global_label, classes, weak)
+        used = ((local_confidence >= self.threshold) | (global_confidence >= self.threshold)).to(strong.dtype)
         consistency = mean(F.cross_entropy(strong, target, reduction="none") * used, batch.u_real)
-        loss = supervised(labeled, batch.y, batch.x_real) + self.unlabeled_weight * consistency
-        return loss, StepResult(moments, (PseudoLabels(target.argmax(-1), torch.maximum(local, wide), used),))
+        loss = labeled_cross_entropy(labeled, batch.y, batch.x_real) + self.unlabeled_weight * consistency
+        confidence = torch.maximum(local_confidence, global_confidence)
+        return loss, StepResult(moments, (PseudoLabels(target.argmax(-1), confidence, used),))
 
 
-ROWS = (FedAvgRow("sage", "SAGE", "SAGE, CVPR 2025", "local and received model label images together", SAGE()),)
+ROWS = (
+    FedAvgRow(
+        "sage", "SAGE", "SAGE, CVPR 2025", "pseudo-labels mix the classes of the local and the received model", SAGE()
+    ),
+)

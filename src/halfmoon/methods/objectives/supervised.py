@@ -1,4 +1,4 @@
-"""Cross-entropy on labeled images: the floor and, with all labels, the ceiling of every comparison."""
+"""Cross-entropy on labeled images: the lower and, with all labels, the upper bound of every comparison."""
 
 from dataclasses import dataclass
 
@@ -6,7 +6,7 @@ from torch import Tensor
 
 from halfmoon.api.types import Batch, Task, UpdateRequirements
 from halfmoon.core.tree import Tree
-from halfmoon.methods.objectives.base import NOTHING, FedAvgRow, Objective, StepResult, supervised
+from halfmoon.methods.objectives.base import EMPTY, FedAvgRow, Objective, StepResult, labeled_cross_entropy
 
 
 @dataclass(frozen=True)
@@ -18,20 +18,21 @@ class Supervised(Objective):
         return UpdateRequirements(masks_padding=True)
 
     def __call__(
-        self, task: Task, params: Tree, stats: Tree, batch: Batch, aux: Tree = NOTHING, cached: Tree = NOTHING
+        self, task: Task, params: Tree, stats: Tree, batch: Batch, aux: Tree = EMPTY, cached: Tree = EMPTY
     ) -> tuple[Tensor, StepResult]:
         logits, moments = task.network.train(params, batch.x, real=batch.x_real)
-        return supervised(logits, batch.y, batch.x_real), StepResult([moments], ())
+        return labeled_cross_entropy(logits, batch.y, batch.x_real), StepResult([moments], ())
 
 
 ROWS = (
-    FedAvgRow("fedavg", "FedAvg (labeled only)", "McMahan et al. 2017", "labeled images only: the floor", Supervised()),
-    FedAvgRow("fedavg-sl", "FedAvg-SL (all labels)", "McMahan et al. 2017", "all labels: the ceiling", Supervised(),
+    FedAvgRow("fedavg", "FedAvg (labeled only)", "McMahan et al. 2017", "only labeled images: a lower bound",
+              Supervised()),
+    FedAvgRow("fedavg-sl", "FedAvg-SL (all labels)", "McMahan et al. 2017", "all labels: an upper bound", Supervised(),
               all_labels=True),
     FedAvgRow("fedprox-sl", "FedProx-SL (all labels)", "Li et al. 2020", "all labels, with a proximal term",
               Supervised(), prox=0.01, all_labels=True),
     FedAvgRow("supervised", "Fully Supervised", "SemiFL, NeurIPS 2022, Table 1",
-              "all rows in one place, all with labels: the ceiling of all", Supervised(), all_labels=True, pooled=True),
+              "all images in one place, with all labels", Supervised(), all_labels=True, pooled=True),
     FedAvgRow("partially-supervised", "Partially Supervised", "SemiFL, NeurIPS 2022, Table 1",
-              "the labeled rows in one place, alone", Supervised(), pooled=True),
+              "only the labeled images, in one place", Supervised(), pooled=True),
 )  # fmt: skip

@@ -1,20 +1,20 @@
-"""Which pseudo-labels count: those above a fixed confidence, or above thresholds that follow the model.
+"""Rules for the pseudo-labels to use: a fixed confidence, or thresholds that follow the model.
 
 p is the prediction on a weak view, C the number of classes, t and q running means of max p and of p.
 
-- "fixed": keep where max p >= threshold.
-- "freematch" (Wang et al., ICLR 2023): keep where max p >= t q(label) / max q; t and q start at 1 / C.
-- "flexmatch" (Zhang et al., NeurIPS 2021): every image keeps the last label that it got with max p >= threshold, or
-  none; b(c) = images labeled c / the largest such count, "none" counted too. Keep where max p >= threshold b / (2 -
-  b), b of its label.
+- "fixed": use if max p >= threshold.
+- "freematch" (Wang et al., ICLR 2023): use if max p >= t q(label) / max q; t and q start at 1 / C.
+- "flexmatch" (Zhang et al., NeurIPS 2021): for every image the last label with max p >= threshold is stored, or none;
+  b(c) = images labeled c / the largest such count, "none" counted too. Use if max p >= threshold b / (2 - b), with b of
+  its label.
 - "softmatch" (Chen et al., ICLR 2023): p is first divided by its running mean and normalized (uniform alignment); with
-  the running mean m (from 1 / C) and variance v (from 1) of max p, an image weighs exp(-min(0, max p - m)^2 / (v / 2)).
-- "fl2" ((FL)^2, NeurIPS 2024): FreeMatch's rule with the t and q that the received model has on all rows of the client.
+  the running mean m (from 1 / C) and variance v (from 1) of max p, the weight is exp(-min(0, max p - m)^2 / (v / 2)).
+- "fl2" ((FL)^2, NeurIPS 2024): FreeMatch's rule, with t and q computed by the received model over all rows of the
+  client.
 
-A mean that starts anew in every client update would stay where it starts (0.999^95 = 0.91), and clients differ in their
-classes. So what is running stays at its client between the client updates, and nothing of it travels; "fl2" looks at
-all rows when a client update begins and keeps nothing. FreeMatch's fairness term is a loss, not a threshold, and not
-here.
+Running means are client memory: they are not uploaded, because clients differ in their classes, and they are retained
+between client updates, because one update is too short to move them (0.999^95 = 0.91). "fl2" predicts on all rows when
+a client update begins and stores nothing. FreeMatch's fairness term is a loss, not a threshold, and is left out.
 """
 
 from collections.abc import Mapping
@@ -29,123 +29,145 @@ from halfmoon.core.padding import mask, mean, row_mean, share
 from halfmoon.core.tree import Tree
 
 Rule = Literal["fixed", "freematch", "flexmatch", "softmatch", "fl2"]
-"""Which pseudo-labels count."""
+"""Rules for the pseudo-labels to use."""
 
-NONE, PADDING = -1, -2
+NO_LABEL = -1
+PADDING_LABEL = -2
 TINY = 1e-6
 """Added to both distributions before one is divided by the other (the authors' code)."""
 
 
 @dataclass(frozen=True)
 class Threshold:
-    """A rule with its numbers: `threshold` of "fixed" and "flexmatch", `decay` of the running means."""
+    """A thresholding rule.
+
+    Attributes:
+        rule: the rule.
+        threshold: confidence that "fixed" and "flexmatch" require.
+        decay: decay of the running means of "freematch" and "softmatch".
+    """
 
     rule: Rule = "fixed"
     threshold: float = 0.95
     decay: float = 0.999
 
     @property
-    def sweeps(self) -> bool:
-        """Return whether a client update has to begin with a look at all rows."""
+    def needs_all_rows(self) -> bool:
+        """True if a client update has to begin with predictions on all rows."""
         return self.rule == "fl2"
 
     @property
-    def runs(self) -> bool:
-        """Return whether something is remembered from round to round."""
+    def has_memory(self) -> bool:
+        """True if the client stores a state between rounds."""
         return self.rule not in ("fixed", "fl2")
 
     @property
     def row_memory(self) -> Mapping[str, int]:
-        """Return which leaf of a client's "thresholds" has an entry for each row (`UpdateRequirements.row_memory`)."""
-        return {"thresholds/label": NONE} if self.rule == "flexmatch" else {}
+        """Leaves of the client memory with an entry for each row (`UpdateRequirements.row_memory`)."""
+        return {"thresholds/label": NO_LABEL} if self.rule == "flexmatch" else {}
 
     def initial_memory(self, classes: int, like: Tensor) -> Tree:
-        """Return what a client knows that has not trained yet; `like` has the dtype and device of the model."""
+        """Build the state of a client that has not trained yet, with the dtype and device of `like`."""
         uniform = like.new_full((classes,), 1 / classes)
         if self.rule == "freematch":
             return {"confidence": uniform[0].clone(), "classes": uniform}
         if self.rule == "softmatch":
-            zero = torch.zeros_like(uniform)
-            return {"confidence": uniform[0].clone(), "variance": like.new_ones(()), "classes": zero}
+            # All zeros mark a mean without any minibatch: see `_align`.
+            no_mean = torch.zeros_like(uniform)
+            return {"confidence": uniform[0].clone(), "variance": like.new_ones(()), "classes": no_mean}
         if self.rule == "flexmatch":
-            rows = torch.zeros(0, dtype=torch.int64, device=like.device)
-            return {"label": rows, "mark": torch.zeros((), dtype=torch.float64, device=like.device)}
+            no_rows = torch.zeros(0, dtype=torch.int64, device=like.device)
+            return {"label": no_rows, "mark": torch.zeros((), dtype=torch.float64, device=like.device)}
         return {}
 
     def begin(self, state: Tree, data: ClientData, p: Tensor | None = None) -> Tree:
-        """Return what a client update starts with, of its stored `state`; "fl2" needs the predictions p (U, C) on all
-        rows.
+        """Build the state with which a client update begins.
 
-        Where other rows have come than those that labels were kept of (in a stream), no row has one.
+        Args:
+            state: the stored state. If the client's rows have changed since (in a stream), their stored labels are
+                dropped.
+            data: the client's rows.
+            p: predictions on all rows, (U, C), which "fl2" needs.
         """
         if self.rule == "fl2":
             assert p is not None
-            return self._profile(p, data.u_real)
+            return self._mean_over_rows(p, data.u_real)
         if self.rule != "flexmatch":
             return state
-        label, mark = remembered(state, data)
-        return {"label": _own(label, data.u_real), "mark": mark}
+        label, rows_hash = recall_row_labels(state, data)
+        return {"label": _mark_padding(label, data.u_real), "mark": rows_hash}
 
     def pseudo_label(
         self, p: Tensor, rows: Tensor, state: Tree, real: Tensor | None = None
     ) -> tuple[PseudoLabels, Tree]:
-        """Return the pseudo-labels of a minibatch with predictions p (b, C) on `rows` (b,), and the new state.
+        """Compute the pseudo-labels of a minibatch, and the new state.
 
-        With a mask `real` (b,), means are over the real rows, and the others weigh nothing.
+        As in the authors' code, the minibatch enters the running means before it is thresholded, but FlexMatch's
+        labels only afterwards.
 
-        As in the authors' code, running means take in the minibatch before it is judged, FlexMatch's labels after.
+        Args:
+            p: predictions, (b, C).
+            rows: indices of the images, (b,).
+            state: the current state.
+            real: (b,) bool, False for padding rows, which get the weight 0; None if no row is padding.
         """
         p = p.detach()
         if self.rule == "freematch":
-            state = self._running(state, confidence=mean(p.max(-1).values, real), classes=row_mean(p, real))
+            state = self._update_means(state, confidence=mean(p.max(-1).values, real), classes=row_mean(p, real))
         elif self.rule == "softmatch":
-            p, state = self._aligned(p, state, real)
-            highest = p.max(-1).values
-            variance = _variance(highest, real, state["variance"])
-            state = {**state, **self._running(state, confidence=mean(highest, real), variance=variance)}
-        pseudo = self._weighed(p, state)
+            p, state = self._align(p, state, real)
+            confidence = p.max(-1).values
+            variance = _variance(confidence, real, state["variance"])
+            state = {**state, **self._update_means(state, confidence=mean(confidence, real), variance=variance)}
+        pseudo = self._apply(p, state)
         pseudo = pseudo._replace(weight=mask(pseudo.weight, real))
         if self.rule == "flexmatch":
-            state = {**state, "label": self._stored(pseudo, rows, state["label"], real)}
+            state = {**state, "label": self._store_labels(pseudo, rows, state["label"], real)}
         return pseudo, state
 
     def pseudo_label_all(self, p: Tensor, state: Tree, real: Tensor | None = None) -> PseudoLabels:
-        """Return the pseudo-labels of all rows of a client at once, with predictions p (U, C).
+        """Compute the pseudo-labels of all rows of a client at once.
 
-        Nothing runs here: means are those over the rows, and FlexMatch counts the labels that the rows get now. With a
-        mask `real` (U,) the rows are the real ones, and the others weigh nothing.
+        Nothing is updated: means are those over the rows, and FlexMatch counts the labels that the rows get now.
+
+        Args:
+            p: predictions, (U, C).
+            state: the current state.
+            real: (U,) bool, False for padding rows, which get the weight 0; None if no row is padding.
         """
         p = p.detach()
         if self.rule in ("freematch", "fl2"):
-            state = self._profile(p, real)
+            state = self._mean_over_rows(p, real)
         elif self.rule == "softmatch":
             classes = row_mean(p, real)
-            p = self._divided(p, classes)
-            highest = p.max(-1).values
-            variance = _variance(highest, real, torch.ones_like(classes[0]))
-            state = {"confidence": mean(highest, real), "variance": variance, "classes": classes}
+            p = self._divide_by_mean(p, classes)
+            confidence = p.max(-1).values
+            variance = _variance(confidence, real, torch.ones_like(classes[0]))
+            state = {"confidence": mean(confidence, real), "variance": variance, "classes": classes}
         elif self.rule == "flexmatch":
             confidence, label = p.max(-1)
-            state = {**state, "label": _own(torch.where(confidence >= self.threshold, label, NONE), real)}
-        pseudo = self._weighed(p, state)
+            confident_label = torch.where(confidence >= self.threshold, label, NO_LABEL)
+            state = {**state, "label": _mark_padding(confident_label, real)}
+        pseudo = self._apply(p, state)
         return pseudo._replace(weight=mask(pseudo.weight, real))
 
-    def _weighed(self, p: Tensor, state: Tree) -> PseudoLabels:
-        """Return labels, confidences and weights under a state that is up to date."""
+    def _apply(self, p: Tensor, state: Tree) -> PseudoLabels:
+        """Compute labels, confidences and weights under a state that is up to date."""
         confidence, label = p.max(-1)
         if self.rule == "softmatch":
             below = (confidence - state["confidence"]).clamp_max(0)
-            return PseudoLabels(label, confidence, (-below.square() / (state["variance"] / 2).clamp_min(1e-12)).exp())
-        least: Tensor | float = self.threshold
+            weight = (-below.square() / (state["variance"] / 2).clamp_min(1e-12)).exp()
+            return PseudoLabels(label, confidence, weight)
+        threshold: Tensor | float = self.threshold
         if self.rule in ("freematch", "fl2"):
-            least = state["confidence"] * state["classes"][label] / state["classes"].max().clamp_min(1e-12)
+            threshold = state["confidence"] * state["classes"][label] / state["classes"].max().clamp_min(1e-12)
         elif self.rule == "flexmatch":
-            learned = self._learned(state["label"], p.shape[-1])[label].to(p.dtype)
-            least = self.threshold * learned / (2 - learned)
-        return PseudoLabels(label, confidence, (confidence >= least).to(p.dtype))
+            progress = self._class_progress(state["label"], p.shape[-1])[label].to(p.dtype)
+            threshold = self.threshold * progress / (2 - progress)
+        return PseudoLabels(label, confidence, (confidence >= threshold).to(p.dtype))
 
-    def _profile(self, p: Tensor, real: Tensor | None = None) -> Tree:
-        """Return the means of max p and of p (U, C) over all (real) rows; uniform over no row."""
+    def _mean_over_rows(self, p: Tensor, real: Tensor | None = None) -> Tree:
+        """Compute the means of max p and of p (U, C) over all rows; uniform if there is no row."""
         if not len(p):
             return {
                 "confidence": p.new_full((), 1 / p.shape[-1]),
@@ -153,58 +175,67 @@ class Threshold:
             }
         return {"confidence": mean(p.max(-1).values, real), "classes": row_mean(p, real)}
 
-    def _running(self, state: Tree, **new: Tensor) -> Tree:
+    def _update_means(self, state: Tree, **new: Tensor) -> Tree:
         return {name: torch.lerp(state[name], value.to(state[name]), 1 - self.decay) for name, value in new.items()}
 
-    def _aligned(self, p: Tensor, state: Tree, real: Tensor | None) -> tuple[Tensor, Tree]:
-        """Return p divided by its running mean, which starts as the first minibatch's, and the state with that."""
-        now = row_mean(p, real).to(state["classes"])
+    def _align(self, p: Tensor, state: Tree, real: Tensor | None) -> tuple[Tensor, Tree]:
+        """Divide p by its running mean, which starts as the mean of the first minibatch, and update that mean."""
+        batch_mean = row_mean(p, real).to(state["classes"])
         has_mean = state["classes"].sum() > 0
-        classes = torch.where(has_mean, torch.lerp(state["classes"], now, 1 - self.decay), now)
-        return self._divided(p, classes), {**state, "classes": classes}
+        classes = torch.where(has_mean, torch.lerp(state["classes"], batch_mean, 1 - self.decay), batch_mean)
+        return self._divide_by_mean(p, classes), {**state, "classes": classes}
 
     @staticmethod
-    def _divided(p: Tensor, classes: Tensor) -> Tensor:
+    def _divide_by_mean(p: Tensor, classes: Tensor) -> Tensor:
         aligned = p * (1 / p.shape[-1] + TINY) / (classes + TINY)
         return aligned / aligned.sum(-1, keepdim=True)
 
     @staticmethod
-    def _learned(stored: Tensor, classes: int) -> Tensor:
-        """Return b (C,) of the labels (U,) that rows have."""
-        names = torch.arange(NONE, classes, device=stored.device)
+    def _class_progress(stored: Tensor, classes: int) -> Tensor:
+        """Compute FlexMatch's b (C,) from the stored labels (U,)."""
+        names = torch.arange(NO_LABEL, classes, device=stored.device)
         counts = (stored[:, None] == names).sum(0)
         return (counts / counts.max().clamp_min(1))[1:]
 
-    def _stored(self, pseudo: PseudoLabels, rows: Tensor, stored: Tensor, real: Tensor | None) -> Tensor:
-        """Return the labels (U,) with those that a minibatch is sure of; of a row's several views the highest class."""
-        sure = torch.where(pseudo.confidence >= self.threshold, pseudo.label, NONE)
-        sure = sure if real is None else torch.where(real, sure, NONE)
-        here = rows[:, None] == torch.arange(len(stored), device=rows.device)
-        new = torch.where(here, sure[:, None], NONE).amax(0)
-        return torch.where(new == NONE, stored, new)
+    def _store_labels(self, pseudo: PseudoLabels, rows: Tensor, stored: Tensor, real: Tensor | None) -> Tensor:
+        """Replace stored labels (U,) by the confident ones of a minibatch.
+
+        If a row is in the minibatch several times, the highest of its classes is stored.
+        """
+        confident = torch.where(pseudo.confidence >= self.threshold, pseudo.label, NO_LABEL)
+        confident = confident if real is None else torch.where(real, confident, NO_LABEL)
+        is_row = rows[:, None] == torch.arange(len(stored), device=rows.device)
+        new = torch.where(is_row, confident[:, None], NO_LABEL).amax(0)
+        return torch.where(new == NO_LABEL, stored, new)
 
 
-def remembered(memory: Tree, data: ClientData) -> tuple[Tensor, Tensor]:
-    """Return the labels (U,) that rows have, `NONE` where they have none, and the mark () of these rows.
+def recall_row_labels(memory: Tree, data: ClientData) -> tuple[Tensor, Tensor]:
+    """Load the labels of the rows from client memory, unless the rows have changed since.
 
-    `memory` has "label" and "mark" of the last time: where other rows have come since, no row has a label.
+    Args:
+        memory: "label" (U,), and "mark" (), a hash of the rows at that time.
+        data: the client's rows.
+
+    Returns:
+        The labels (U,), `NO_LABEL` for a row without one, and the hash () of the current rows.
     """
     pixels = data.u if data.u_real is None else data.u * data.u_real[:, None, None, None]
-    label, mark = torch.full_like(data.u[:, 0, 0, 0], NONE, dtype=torch.int64), pixels.sum().double()
+    rows_hash = pixels.sum().double()
+    label = torch.full_like(data.u[:, 0, 0, 0], NO_LABEL, dtype=torch.int64)
     if len(memory["label"]) == len(label):
-        label = torch.where(memory["mark"] == mark, memory["label"], label)
-    return label, mark
+        label = torch.where(memory["mark"] == rows_hash, memory["label"], label)
+    return label, rows_hash
 
 
-def _own(label: Tensor, real: Tensor | None) -> Tensor:
-    """Return labels (U,) in which a row that is padding counts as no class, and not as one without a label either."""
-    return label if real is None else torch.where(real, label, PADDING)
+def _mark_padding(label: Tensor, real: Tensor | None) -> Tensor:
+    """Mark padding rows in labels (U,), so that they count neither as a class nor as a row without a label."""
+    return label if real is None else torch.where(real, label, PADDING_LABEL)
 
 
-def _variance(values: Tensor, real: Tensor | None, alone: Tensor) -> Tensor:
-    """Return the unbiased variance () of values (n,), of the real ones; `alone` where they are less than two."""
+def _variance(values: Tensor, real: Tensor | None, default: Tensor) -> Tensor:
+    """Compute the unbiased variance () of values (n,), without padding; `default` if there are fewer than two."""
     if real is None:
-        return values.var() if len(values) > 1 else alone
+        return values.var() if len(values) > 1 else default
     count = real.sum().to(values.dtype)
-    around = (values - mean(values, real)).square()
-    return torch.where(count > 1, share(real, values) @ around * count / (count - 1).clamp_min(1), alone)
+    squares = (values - mean(values, real)).square()
+    return torch.where(count > 1, share(real, values) @ squares * count / (count - 1).clamp_min(1), default)

@@ -1,4 +1,4 @@
-"""UDA (Xie et al. 2020): the sharpened guess on the weak view is the soft label of the strong one."""
+"""UDA (Xie et al. 2020): the sharpened prediction on the weak view is the soft label of the strong view."""
 
 from dataclasses import dataclass
 
@@ -8,19 +8,19 @@ from torch import Tensor
 from halfmoon.api.types import Batch, Task
 from halfmoon.core.padding import mean
 from halfmoon.core.tree import Tree
-from halfmoon.methods.objectives.base import NOTHING, FedAvgRow, Objective, StepResult, supervised
+from halfmoon.methods.objectives.base import EMPTY, FedAvgRow, Objective, StepResult, labeled_cross_entropy
 from halfmoon.methods.objectives.pseudo_labeling import PseudoLabeling
 
 
 @dataclass(frozen=True)
 class UDA(PseudoLabeling, Objective):
-    """CE(y, f(x)) + unlabeled_weight * mean_i 1[max q_i >= threshold] CE(sharpen(q_i), f(strong_i)), q = softmax
-    f(weak).
+    """CE(y, f(x)) + unlabeled_weight * mean_i 1[max q_i >= threshold] CE(sharpen(q_i), f(strong_i)).
 
-    With another `thresholding` the bracket is that rule's weight. sharpen(q) is q^(1/temperature), normalized: the
-    softmax of the logits divided by the temperature. With `temperature` 1 and `threshold` 0 every image counts, with
-    the teacher's whole prediction (Hinton et al. 2015): where that is wrong, training does not make it sure. Training
-    signal annealing is left out, as in the runs that the federated papers compare with.
+    q = softmax f(weak), and sharpen(q) is q^(1/temperature), normalized: the softmax of the logits divided by the
+    temperature. With another `thresholding`, the weight of that rule replaces the bracket. With `temperature` 1 and
+    `threshold` 0, every image counts, with the full prediction of the teacher (Hinton et al. 2015): training does not
+    make wrong predictions more confident. Training signal annealing is left out, as in the runs that the federated
+    papers compare with.
     """
 
     threshold: float = 0.8
@@ -28,25 +28,25 @@ class UDA(PseudoLabeling, Objective):
     unlabeled_weight: float = 1.0
 
     def __call__(
-        self, task: Task, params: Tree, stats: Tree, batch: Batch, aux: Tree = NOTHING, cached: Tree = NOTHING
+        self, task: Task, params: Tree, stats: Tree, batch: Batch, aux: Tree = EMPTY, cached: Tree = EMPTY
     ) -> tuple[Tensor, StepResult]:
-        labeled, strong, weak, moments = self.outputs(task, params, stats, batch, cached)
+        labeled, strong, weak, moments = self.compute_outputs(task, params, stats, batch, cached)
         pseudo, aux = self.pseudo_label(weak, batch, aux)
         target = (weak / self.temperature).softmax(-1)
         consistency = mean(F.cross_entropy(strong, target, reduction="none") * pseudo.weight, batch.u_real)
-        loss = supervised(labeled, batch.y, batch.x_real) + self.unlabeled_weight * consistency
+        loss = labeled_cross_entropy(labeled, batch.y, batch.x_real) + self.unlabeled_weight * consistency
         return loss, StepResult(moments, (pseudo,), aux)
 
 
 ROWS = (
     FedAvgRow("fedavg-uda", "FedAvg + UDA", "McMahan et al. 2017; Xie et al. 2020",
-              "sharpened guesses on weak views teach strong views", UDA()),
+              "sharpened predictions on weak views label strong views", UDA()),
     FedAvgRow("fedprox-uda", "FedProx + UDA", "Li et al. 2020; Xie et al. 2020", "UDA with a proximal term", UDA(),
               prox=0.01),
     FedAvgRow("fedavg-soft-labels", "FedAvg + soft labels",
               "McMahan et al. 2017; Tarvainen and Valpola 2017; Xie et al. 2020",
-              "what the averaged model predicts on weak views, sure or not, teaches strong views",
+              "the averaged model's predictions on weak views, without a threshold, label strong views",
               UDA(threshold=0.0, temperature=1.0, teacher="average")),
-    FedAvgRow("uda", "UDA", "Xie et al. 2020", "sharpened guesses on weak views teach strong views", UDA(),
+    FedAvgRow("uda", "UDA", "Xie et al. 2020", "sharpened predictions on weak views label strong views", UDA(),
               pooled=True),
 )  # fmt: skip
