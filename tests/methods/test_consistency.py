@@ -79,7 +79,7 @@ def test_pseudo_labels_of_the_round_and_debiased():
     Row 0 says (0.75, 0.25): over the prior (0.8333, 2.5), normalized (1/4, 3/4), class 1 with 3/4.
     """
     guess = torch.log(torch.tensor([[0.75, 0.25], [0.5, 0.5], [0.99, 0.01]], dtype=torch.float64))
-    cached = {"guess": guess, "prior": torch.tensor([0.9, 0.1], dtype=torch.float64)}
+    cached = {"round_logits": guess, "prior": torch.tensor([0.9, 0.1], dtype=torch.float64)}
     given = batch([1], [0], weak=[2, -1])._replace(u_rows=torch.tensor([2, 0]))
     shared = task(Line(1))
     params = {"w": torch.tensor(W, dtype=torch.float64)}
@@ -98,7 +98,7 @@ def test_guesses_debiased_over_the_step():
     given = batch([1], [0], weak=[2, -1])._replace(u_rows=torch.tensor([2, 0]))
     objective = PseudoLabel(0.0, ramp=0, labels="round", debias=True, debias_over="step")
     params = {"w": torch.tensor(W, dtype=torch.float64)}
-    _, seen = objective(task(Line(1)), params, {}, given, {}, {"guess": guess})
+    _, seen = objective(task(Line(1)), params, {}, given, {}, {"round_logits": guess})
     assert seen.pseudo[0].label.tolist() == [0, 1]
     sure = [0.99 / 0.87 / (0.99 / 0.87 + 0.01 / 0.13), 0.25 / 0.13 / (0.25 / 0.13 + 0.75 / 0.87)]
     assert seen.pseudo[0].confidence.tolist() == pytest.approx(sure, rel=1e-12)

@@ -304,7 +304,7 @@ class Answers:
     upload: Upload
 
     def query(self, client_update: str, broadcast: tree.Tree) -> Upload:
-        return self.up
+        return self.upload
 
 
 @WAYS

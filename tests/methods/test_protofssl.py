@@ -102,11 +102,11 @@ class Answers:
     """A federation of three clients whose uploads are given."""
 
     def __init__(self, upload: Upload) -> None:
-        self.up = upload
+        self.upload = upload
 
     def query(self, client_update: str, broadcast: Tree) -> Upload:
         self.broadcast = broadcast
-        return self.up
+        return self.upload
 
 
 def test_a_round_by_hand():

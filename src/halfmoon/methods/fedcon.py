@@ -71,7 +71,7 @@ class FedCon(ModelAveraging):
     target_decay: float = 0.999
 
     def client_updates(self, task: Task) -> Mapping[str, ClientUpdate]:
-        return {"train": ContrastiveClient(task, self), "fine-tune": ServerUpdate(task, self)}
+        return {"train": FedConClient(task, self), "fine-tune": FedConServerUpdate(task, self)}
 
     def round(self, task: Task, server: Tree, federation: Federation) -> Tree:
         model = select_model(server)
@@ -82,7 +82,7 @@ class FedCon(ModelAveraging):
 
 
 @dataclass(frozen=True)
-class ServerUpdate(MeanTeacherClient):
+class FedConServerUpdate(MeanTeacherClient):
     """FedCon's server, on its labeled images; the teacher is its target."""
 
     options: FedCon = FedCon()
@@ -110,7 +110,7 @@ class ServerUpdate(MeanTeacherClient):
 
 
 @dataclass(frozen=True)
-class ContrastiveClient(ClientUpdate):
+class FedConClient(ClientUpdate):
     """FedCon's client, whose carry has the predictor among the parameters."""
 
     options: FedCon = FedCon()

@@ -36,7 +36,7 @@ from halfmoon.core.autodiff import grad_and_value
 from halfmoon.core.padding import mask, mean
 from halfmoon.core.tree import Tree
 from halfmoon.methods.averaging import ModelAveraging, select_model
-from halfmoon.methods.mutual import sure
+from halfmoon.methods.mutual import low_entropy_mask
 from halfmoon.methods.objectives.base import (
     MeanTeacherClient,
     as_pseudo_labels,
@@ -64,7 +64,7 @@ class FedIRM(ModelAveraging):
     keep_optimizer: bool = True
 
     def client_updates(self, task: Task) -> Mapping[str, ClientUpdate]:
-        return {"train": RelationClient(task, self)}
+        return {"train": FedIRMClient(task, self)}
 
     def start(self, task: Task, model: Tree) -> Tree:
         like, classes = next(tree.leaves(model["params"])), task.network.classes
@@ -83,7 +83,7 @@ def relations(logits: Tensor, member: Tensor, temperature: float) -> Tensor:
 
 
 @dataclass(frozen=True)
-class RelationClient(MeanTeacherClient):
+class FedIRMClient(MeanTeacherClient):
     """The client of FedIRM."""
 
     options: FedIRM = FedIRM()
@@ -121,7 +121,7 @@ class RelationClient(MeanTeacherClient):
         (labeled, z), _, moments = forward(self.task.network, params, joint, groups, real=batch.masks(1))
         p = z.softmax(-1)
         guess = as_pseudo_labels(p)
-        certain = mask(sure(z, options.entropy) * (guess.confidence >= options.confidence), batch.u_real)
+        certain = mask(low_entropy_mask(z, options.entropy) * (guess.confidence >= options.confidence), batch.u_real)
         own = relations(z, one_hot(guess.label, classes, z) * certain[:, None], options.temperature)
         target = torch.where(
             broadcast["related"] > 0, broadcast["relation"], own.detach()

@@ -1,12 +1,12 @@
-"""FedLoKe (CIKM 2023): a private local model labels the client's images for the global one, and the other way round.
+"""FedLoKe (CIKM 2023): a private local model and the global model label a client's images for each other.
 
 "Non-IID always Bad? Semi-Supervised Heterogeneous Federated Learning with Local Knowledge Enhancement" (Zhang et al.).
-A client keeps a local model, which knows its own distribution. A client update first mixes the global model into it
+A client stores a local model, which fits its distribution. A client update first mixes the global model into it
 (Eq. 2), once; then both train together: on labels, strong views for the global model and weak ones for the local, and
 on the soft guess that the OTHER makes of an unlabeled image's weak view, where its entropy is low (Eq. 9 to 14).
 
 server: params, stats.  broadcast: the same.  memory: params and stats of the local model, at first a copy of what came
-down. upload: params, stats, weight; nothing but the global model travels.
+down. upload: params, stats, weight; only the global model is uploaded.
 
 From the authors' released code come what the paper does not say: the local model starts as a copy (Algorithm 1, where
 each starts at random, would make Eq. 2 average unrelated networks), the round counts from 0, so the first one has no
@@ -50,24 +50,24 @@ VIEWS = {
     "weak": ("weak", "weak2"),
     "none": ("plain", "plain2"),
 }
-"""(quiet, loud): guesses are made of the quiet view, and the local model learns its labels on it; all else is loud."""
+"""(weak, strong): predictions and the local model's labels use the weak view; everything else uses the strong one."""
 
 
 @dataclass(frozen=True)
 class FedLoKe(ModelAveraging):
     """FedLoKe, Algorithm 1; the defaults are the paper's, mu (unpublished) that of the authors' script.
 
-    `ema` is mu of Eq. 2, the share of itself that a local model keeps when a client update begins: at 1 it never reads
-    the global model's parameters ("without EMA"), at 0 the global model replaces it. `delta` bounds the entropy of a
-    guess that teaches, in nats; at 0 none does, with None all do. The unsupervised losses weigh `unlabeled_weight` *
-    min(1, round / `ramp_rounds`), rounds from 0; 0 `ramp_rounds` is no ramp.
+    `ema` is mu of Eq. 2, the share of itself that a local model retains when a client update begins: at 1 it never uses
+    the global model's parameters ("without EMA"), at 0 the global model replaces it. `delta` is the largest
+    entropy of a prediction that is used, in nats; with 0 none is used, with None all are. The unsupervised losses have
+    the weight `unlabeled_weight` * min(1, round / `ramp_rounds`), rounds from 0; 0 `ramp_rounds` is no ramp.
 
-    The ablations of Figure 5: `local=False` has no local model, the global one is taught by its own guesses;
-    `global_labels=False` teaches the local model by labels alone (its images pass both models all the same, so batch
+    The ablations of Figure 5: `local=False` has no local model, the global one is trained on its own predictions;
+    `global_labels=False` trains the local model on labels only (its images pass both models all the same, so batch
     statistics stay comparable). `views` are Figure 6a's: all "strong", all "weak", or "none" augmented. `private`: how
     a local model starts, as a "copy" of the first received one or, as Algorithm 1 has it, as a random network ("fresh",
-    the same for all clients). With `ema=1`, `global_labels=False` and `private="fresh"` the local models have learned
-    from their client's labels alone: those of Figure 2.
+    the same for all clients). With `ema=1`, `global_labels=False` and `private="fresh"` the local models are trained
+    only on their client's labels: those of Figure 2.
 
     Raises `UserError` for an `ema` outside 0 to 1 or a negative `ramp_rounds`.
     """
@@ -84,21 +84,21 @@ class FedLoKe(ModelAveraging):
 
     def __post_init__(self) -> None:
         if not 0 <= self.ema <= 1:
-            raise UserError(f"ema is {self.ema}: it is the share of itself that a local model keeps, from 0 to 1.")
+            raise UserError(f"ema is {self.ema}: it is the share of itself that a local model retains, from 0 to 1.")
         if self.ramp_rounds < 0:
             raise UserError(f"ramp_rounds is {self.ramp_rounds}: give a number of rounds, or 0 for no ramp.")
 
     def client_updates(self, task: Task) -> Mapping[str, ClientUpdate]:
-        return {"train": Cotraining(task, self)}
+        return {"train": FedLoKeClient(task, self)}
 
     def ramp(self, round: int) -> Number:
-        """Return lambda of Eq. 12, what the unsupervised losses weigh in `round` (from 0)."""
+        """Compute lambda of Eq. 12, the weight of the unsupervised losses in `round` (from 0)."""
         return self.unlabeled_weight * (at_most_one(round / self.ramp_rounds) if self.ramp_rounds else 1.0)
 
 
 @dataclass(frozen=True)
-class Cotraining(ClientUpdate):
-    """The client of FedLoKe: a global and a local model, each taught by the other."""
+class FedLoKeClient(ClientUpdate):
+    """The client of FedLoKe: a global and a local model, each trained on the predictions of the other."""
 
     options: FedLoKe = FedLoKe()
 
@@ -106,33 +106,36 @@ class Cotraining(ClientUpdate):
     def requirements(self) -> UpdateRequirements:
         views = VIEWS[self.options.views]
         return UpdateRequirements(
-            views, labeled_views=views, masks_padding=True, upload_spec=mutual.uplink_of(self.options.weights)
+            views, labeled_views=views, masks_padding=True, upload_spec=mutual.upload_spec_for(self.options.weights)
         )
 
     def initial_memory(self, broadcast: Tree, generator: torch.Generator) -> Tree:
         if not self.options.local:
             return {}
-        return mutual.memory_of(
-            mutual.first_model(self.task, broadcast, self.options.private, generator), "params", "stats"
+        return mutual.select_memory(
+            mutual.initial_private_model(self.task, broadcast, self.options.private, generator), "params", "stats"
         )
 
     def begin(self, broadcast: Tree, memory: Tree, data: ClientData) -> Tree:
         received = select_model(broadcast)
-        carry = {"global": mutual.learner(self.task, received)}
+        carry = {"global": mutual.init_training(self.task, received)}
         if self.options.local:
             fused = tree.map(lambda new, old: torch.lerp(new, old, self.options.ema), received, select_model(memory))
-            carry["local"] = mutual.learner(self.task, fused)
+            carry["local"] = mutual.init_training(self.task, fused)
         return carry
 
     def step(self, broadcast: Tree, carry: Tree, batch: Batch) -> tuple[Tree, StepMetrics]:
-        """Take one step of both models, each on its labels and on the other's guesses (Eq. 9 to 14)."""
+        """Take one step of both models, each on its labels and on the other's predictions (Eq. 9 to 14)."""
         o, lam = self.options, self.options.ramp(self.task.round)
-        quiet, loud = self.requirements.views
-        main = self._pass(carry["global"], batch, loud)
-        local = self._pass(carry["local"], batch, quiet) if o.local else main
-        used = {"global": mutual.sure(main.guess, o.delta), "local": mutual.sure(local.guess, o.delta)}
+        weak_view, strong_view = self.requirements.views
+        main = self._pass(carry["global"], batch, strong_view)
+        local = self._pass(carry["local"], batch, weak_view) if o.local else main
+        used = {
+            "global": mutual.low_entropy_mask(main.prediction, o.delta),
+            "local": mutual.low_entropy_mask(local.prediction, o.delta),
+        }
 
-        def lesson(teacher: Tensor, mask: Tensor, weight: Number) -> Callable[[Tensor, Tensor], Tensor]:
+        def mutual_loss(teacher: Tensor, mask: Tensor, weight: Number) -> Callable[[Tensor, Tensor], Tensor]:
             def loss(labeled: Tensor, unlabeled: Tensor) -> Tensor:
                 apart = mean(mask * mutual.divergence(teacher, unlabeled), batch.u_real)
                 return labeled_cross_entropy(labeled, batch.y, batch.x_real) + weight * apart
@@ -140,38 +143,40 @@ class Cotraining(ClientUpdate):
             return loss
 
         new: Tree = {}
-        new["global"], loss = mutual.advance(self, carry["global"], main, lesson(local.guess, used["local"], lam))
+        new["global"], loss = mutual.advance(
+            self, carry["global"], main, mutual_loss(local.prediction, used["local"], lam)
+        )
         if o.local:
-            taught = lesson(main.guess, used["global"], lam if o.global_labels else 0.0)
-            new["local"], other = mutual.advance(self, carry["local"], local, taught)
+            local_loss = mutual_loss(main.prediction, used["global"], lam if o.global_labels else 0.0)
+            new["local"], other = mutual.advance(self, carry["local"], local, local_loss)
             loss = loss + other
         names = ("global", "local") if o.local else ("global",)
-        teaching = "global" if o.global_labels else names[-1]  # guesses that teach somebody
+        teaching = "global" if o.global_labels else names[-1]  # the pseudo-labels that some model is trained on
         teaches = {"global": lam if o.global_labels or not o.local else 0.0, "local": lam}
-        guesses = {"global": main.guess, "local": local.guess}
-        pseudo = {name: mutual.pseudo_labels(guess, teaches[name] * used[name]) for name, guess in guesses.items()}
+        predictions = {"global": main.prediction, "local": local.prediction}
+        pseudo = {name: mutual.pseudo_labels(guess, teaches[name] * used[name]) for name, guess in predictions.items()}
         samples = {f"{name}_sure": weighted_metric(used[name], batch.u_real) for name in names}
         return new, StepMetrics(loss, samples, (pseudo[teaching],), pseudo if o.local else {})
 
     def finish(self, broadcast: Tree, carry: Tree, data: ClientData) -> tuple[Upload, Tree]:
-        upload = Upload(select_model(carry["global"]), mutual.weight_of(data, self.options.weights))
-        return upload, (mutual.memory_of(carry["local"], "params", "stats") if self.options.local else {})
+        upload = Upload(select_model(carry["global"]), mutual.upload_weight(data, self.options.weights))
+        return upload, (mutual.select_memory(carry["local"], "params", "stats") if self.options.local else {})
 
     def passes(self, labeled: int, unlabeled: int) -> Passes:
         forward, backward = count_passes(self.task, labeled + unlabeled, unlabeled)
         models = 2 if self.options.local else 1
         return Passes(models * forward, models * backward)
 
-    def _pass(self, model: Tree, batch: Batch, labeled: str) -> mutual.Pass:
-        """Return what a model says of the labeled images' view `labeled`, and of both views of the unlabeled ones."""
-        quiet, loud = self.requirements.views
-        views = batch._replace(x=batch.x_views[labeled], u={"weak": batch.u[quiet], "strong": batch.u[loud]})
+    def _pass(self, model: Tree, batch: Batch, labeled: str) -> mutual.ModelOutputs:
+        """Compute the outputs of a model on the view `labeled` of labeled images and on both unlabeled views."""
+        weak_view, strong_view = self.requirements.views
+        views = batch._replace(x=batch.x_views[labeled], u={"weak": batch.u[weak_view], "strong": batch.u[strong_view]})
 
         def outputs(params: Tree) -> mutual.Outputs:
             logits, strong, weak, moments = forward_weak_and_strong(self.task, params, model["stats"], views)
             return (logits, strong), (weak, moments)
 
-        return mutual.passed(outputs, model["params"])
+        return mutual.run_model(outputs, model["params"])
 
 
 ROWS = (

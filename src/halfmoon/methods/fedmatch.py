@@ -125,7 +125,7 @@ class FedMatch:
         return Requirements(reason=reason, label_locations=ALL_LABEL_LOCATIONS, personal=True, period=self.interval)
 
     def client_updates(self, task: Task) -> Mapping[str, ClientUpdate]:
-        return {"train": Disjoint(task, self, self._due(task)), "serve": Teaching(task, self)}
+        return {"train": Disjoint(task, self, self._due(task)), "serve": FedMatchClient(task, self)}
 
     def start(self, task: Task, model: Tree) -> Tree:
         psi = tree.map(lambda leaf: leaf * self.psi_start, kernels(model["params"]))
@@ -180,7 +180,7 @@ def nearest(vectors: dict[int, Tensor], client: int, count: int) -> list[int]:
 
 
 @dataclass(frozen=True)
-class Teaching(ClientUpdate):
+class FedMatchClient(ClientUpdate):
     """The server's own training: sigma on its labels.
 
     broadcast: sigma, psi, stats.  upload: sigma, stats.  Nothing is remembered.

@@ -1,7 +1,7 @@
-"""Two models of one client that teach each other: what FedLoKe and FML have in common.
+"""Mutual learning of two models at one client: functions that FedLoKe and FML share.
 
-Both models pass their images, then both take their step (Jacobi): what the one is taught is the other's guess before
-either has moved.
+Both models process their images first, then both take a step: each learns from the prediction that the other made
+before its step.
 """
 
 from collections.abc import Callable
@@ -18,83 +18,105 @@ from halfmoon.core.tree import Tree
 from halfmoon.methods.averaging import select_model
 
 Weights = Literal["size", "uniform"]
-"""What a client's upload weighs: |labeled| + |unlabeled| rows (McMahan et al. 2017), or 1."""
+"""Weight of a client's upload: |labeled| + |unlabeled| rows (McMahan et al. 2017), or 1."""
 
 Outputs = tuple[tuple[Tensor, Tensor], tuple[Tensor, list[Tree]]]
-"""((logits of labeled images, logits of unlabeled ones), (detached guesses, moments of the passes))."""
+"""((logits of labeled images, logits of unlabeled ones), (detached predictions, moments of the passes))."""
 
 
-class Pass(NamedTuple):
-    """What one model says of a minibatch, and how to differentiate it."""
+class ModelOutputs(NamedTuple):
+    """Outputs of one model for a minibatch, and the function that differentiates them.
 
-    labeled: Tensor  # (B, classes) logits
-    unlabeled: Tensor  # (b, classes) logits
-    guess: Tensor  # (b, classes) detached logits, with which it teaches
+    Attributes:
+        labeled: logits of the labeled images, (B, classes).
+        unlabeled: logits of the unlabeled images, (b, classes).
+        prediction: detached logits that label the images for the other model, (b, classes).
+        moments: batch statistics of the passes.
+        backward: computes the gradient in the parameters, as `halfmoon.core.autodiff.vjp` returns it.
+    """
+
+    labeled: Tensor
+    unlabeled: Tensor
+    prediction: Tensor
     moments: list[Tree]
-    pull: Callable[[tuple[Tensor, Tensor], bool], Tree]  # as `halfmoon.core.autodiff.vjp` returns it
+    backward: Callable[[tuple[Tensor, Tensor], bool], Tree]
 
 
-def learner(task: Task, model: Tree) -> Tree:
-    """Return {"params", "stats", "optimizer"} of a model that starts to learn with a fresh optimizer."""
+def init_training(task: Task, model: Tree) -> Tree:
+    """Build {"params", "stats", "optimizer"} of a model, with a new optimizer state."""
     return {**model, "optimizer": task.optimizer.init(model["params"])}
 
 
-def memory_of(model: Tree, *names: str) -> Tree:
-    """Return named parts of a learner for a memory, without empty ones: a flat tree keeps no trace of these."""
+def select_memory(model: Tree, *names: str) -> Tree:
+    """Select sections of a model for the client memory, without empty ones: a flattened tree cannot contain these."""
     return {name: model[name] for name in names if model[name]}
 
 
-def first_model(task: Task, broadcast: Tree, private: Literal["copy", "fresh"], generator: torch.Generator) -> Tree:
-    """Return the private model that a client begins with: a copy of what came down, or a random network."""
+def initial_private_model(
+    task: Task, broadcast: Tree, private: Literal["copy", "fresh"], generator: torch.Generator
+) -> Tree:
+    """Build a client's first private model: a copy of the received model, or a randomly initialized network."""
     if private == "copy":
         return select_model(broadcast)
     like = next(tree.leaves(broadcast["params"]))
     return tree.to(task.network.init(generator), like.device, like.dtype)
 
 
-def pseudo_labels(guess: Tensor, weight: Tensor) -> PseudoLabels:
-    """Return the pseudo-labels that logits (b, classes) amount to."""
-    confidence, label = guess.softmax(-1).max(-1)
+def pseudo_labels(logits: Tensor, weight: Tensor) -> PseudoLabels:
+    """Turn logits (b, classes) into pseudo-labels with these weights (b,)."""
+    confidence, label = logits.softmax(-1).max(-1)
     return PseudoLabels(label, confidence, weight)
 
 
-def passed(forward: Callable[[Tree], Outputs], params: Tree) -> Pass:
-    """Return what the model of `params` says, where `forward` passes the images of a minibatch."""
-    (labeled, unlabeled), pull, (guess, moments) = vjp(forward, params)
-    return Pass(labeled, unlabeled, guess, moments, pull)
+def run_model(forward: Callable[[Tree], Outputs], params: Tree) -> ModelOutputs:
+    """Compute the outputs of a model, and store what their gradient needs."""
+    (labeled, unlabeled), backward, (prediction, moments) = vjp(forward, params)
+    return ModelOutputs(labeled, unlabeled, prediction, moments, backward)
 
 
 def advance(
-    update: ClientUpdate, model: Tree, outputs: Pass, loss: Callable[[Tensor, Tensor], Tensor]
+    update: ClientUpdate, model: Tree, outputs: ModelOutputs, loss: Callable[[Tensor, Tensor], Tensor]
 ) -> tuple[Tree, Tensor]:
-    """Return the learner after one step on loss(labeled, unlabeled) of its logits, and that loss ()."""
+    """Take one step of a model on loss(labeled, unlabeled), a function of its logits.
+
+    Returns:
+        The model after the step, and the loss ().
+    """
     logits = {"labeled": outputs.labeled, "unlabeled": outputs.unlabeled}
-    cotangent, value, _ = grad_and_value(lambda z: (loss(z["labeled"], z["unlabeled"]), ()), logits)
-    gradient = outputs.pull((cotangent["labeled"], cotangent["unlabeled"]), False)
+    logit_gradient, value, _ = grad_and_value(lambda z: (loss(z["labeled"], z["unlabeled"]), ()), logits)
+    gradient = outputs.backward((logit_gradient["labeled"], logit_gradient["unlabeled"]), False)
     return update.advance(model, gradient, outputs.moments, consume=True), value
 
 
 def divergence(teacher: Tensor, student: Tensor) -> Tensor:
-    """Return KL(softmax(teacher) || softmax(student)) (n,) in nats of logits (n, classes); the teacher is detached."""
-    target, guess = teacher.detach().log_softmax(-1), student.log_softmax(-1)
-    return (target.exp() * (target - guess)).sum(-1)
+    """Compute KL(softmax(teacher) || softmax(student)) (n,) in nats from logits (n, classes)."""
+    target = teacher.detach().log_softmax(-1)
+    return (target.exp() * (target - student.log_softmax(-1))).sum(-1)
 
 
-def sure(guess: Tensor, delta: float | None) -> Tensor:
-    """Return 1 (n,) where a guess's entropy is below `delta` nats, else 0, of logits (n, classes); None trusts all."""
-    if delta is None:
-        return torch.ones_like(guess[:, 0])
-    log = guess.log_softmax(-1)
-    entropy = -(log.exp() * log).sum(-1)
-    return (entropy < delta).to(guess.dtype)
+def low_entropy_mask(logits: Tensor, max_entropy: float | None) -> Tensor:
+    """Compute 1 for predictions with an entropy below `max_entropy` nats, else 0; 1 for all if that is None.
+
+    Args:
+        logits: (n, classes).
+        max_entropy: in nats.
+
+    Returns:
+        The mask, (n,).
+    """
+    if max_entropy is None:
+        return torch.ones_like(logits[:, 0])
+    log_p = logits.log_softmax(-1)
+    entropy = -(log_p.exp() * log_p).sum(-1)
+    return (entropy < max_entropy).to(logits.dtype)
 
 
-def uplink_of(weights: Weights) -> UploadSpec:
-    """Return what a client sends: one model, and its weight."""
+def upload_spec_for(weights: Weights) -> UploadSpec:
+    """Declare the upload of one model with its weight."""
     return UploadSpec(weight="rows" if weights == "size" else "one")
 
 
-def weight_of(data: ClientData, weights: Weights) -> Tensor:
-    """Return what a client's upload weighs, ()."""
+def upload_weight(data: ClientData, weights: Weights) -> Tensor:
+    """Compute the weight () of a client's upload."""
     rows = data.rows
     return rows if weights == "size" else torch.ones_like(rows)

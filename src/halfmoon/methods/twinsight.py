@@ -1,4 +1,4 @@
-"""Twin-sight (Zhang et al., ICLR 2024): beside the classifier a second network learns without labels, at every client.
+"""Twin-sight (Zhang et al., ICLR 2024): every client also trains a second network, without labels.
 
 The twin is the same network with a projector (two layers) in place of the head. On two views a and b of all images of a
 minibatch, labeled and not,
@@ -54,11 +54,13 @@ class TwinSight(ModelAveraging):
     keep_optimizer: bool = False
 
     def client_updates(self, task: Task) -> Mapping[str, ClientUpdate]:
-        return {"train": Twins(task, self)}
+        return {"train": TwinSightClient(task, self)}
 
     def start(self, task: Task, model: Tree) -> Tree:
         if task.network.head != "head":
-            raise UserError("twin-sight needs a network of halfmoon's own: its twin has another head in that place.")
+            raise UserError(
+                "twin-sight needs one of halfmoon's networks: its second network has another head in that position."
+            )
         like = model["params"]["head"]["weight"]
         g = rng.generator(0, "twin-sight")
         fresh = task.network.init(g)
@@ -80,7 +82,7 @@ def _without_twin(part: Tree) -> Tree:
 
 
 @dataclass(frozen=True)
-class Twins(ClientUpdate):
+class TwinSightClient(ClientUpdate):
     """The client of Twin-sight."""
 
     options: TwinSight = TwinSight()
