@@ -239,7 +239,7 @@ def test_a_number_added_to_all_logits(seen, moves):
     model = tree.to(network.init(torch.Generator()), dtype=torch.float64)
     answers = []
     for seed in range(10):
-        regulator = client_update.remember(model, torch.Generator().manual_seed(seed))["regulator"]["params"]
+        regulator = client_update.initial_memory(model, torch.Generator().manual_seed(seed))["regulator"]["params"]
         at, shifted = (instance_weights(regulator, z - offset, seen) for offset in (0.0, 37.0))
         assert float(at.mean()) == pytest.approx(0.02, abs=0.02)
         if not moves:

@@ -138,7 +138,9 @@ def test_the_alignment_by_hand():
     assert news["predicted"].tolist() == pytest.approx([9 / 16, 7 / 16], rel=1e-12)
     none = {"label_frequencies": torch.zeros(2, dtype=torch.float64)}  # no labels: towards even classes
     aux = {"predicted": torch.tensor([0.75, 0.25], dtype=torch.float64)}
-    assert objective._align_predictions(guess, aux, none, None)[0].flatten().tolist() == pytest.approx([0.5, 0.5], abs=1e-5)
+    assert objective._align_predictions(guess, aux, none, None)[0].flatten().tolist() == pytest.approx(
+        [0.5, 0.5], abs=1e-5
+    )
     assert replace(objective, align=False)._align_predictions(guess, aux, cached, None) == (guess, {})
 
 

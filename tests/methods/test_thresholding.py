@@ -147,7 +147,7 @@ def test_an_objective_weighs_by_its_rule():
     line = Task(Line(1), SGD(0.1), Normalize())
     model = line.network.init(torch.Generator())
     objective = FixMatch(thresholding="freematch")
-    loss, seen = objective(line, model["params"], model["stats"], given, objective.remember(line, model))
+    loss, seen = objective(line, model["params"], model["stats"], given, objective.initial_memory(line, model))
     assert float(loss) == pytest.approx(log(4 / 3) + (log(4 / 3) + log(10 / 9)) / 2, rel=1e-12)
     assert float(seen.aux["thresholds"]["confidence"]) == pytest.approx(0.999 / 2 + 0.001 * (0.9 + 0.75) / 2)
 
