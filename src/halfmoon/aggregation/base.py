@@ -40,7 +40,7 @@ class AggregationContext(NamedTuple):
 
 
 class Aggregator(Protocol):
-    """What is done with uploads before a method gets them."""
+    """A step between the uploads of a query and the method: it may drop, change or replace uploads."""
 
     def uploads(self, context: AggregationContext, upload: Upload) -> tuple[Sequence[int], Upload]:
         """Return the places of the answers that count, and their uploads as the method gets them, leaves (k', ...)."""

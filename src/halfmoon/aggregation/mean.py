@@ -28,7 +28,7 @@ class UploadMean:
         self._last: Upload | None = None
 
     def add(self, upload: Upload) -> None:
-        """Take in the next client's upload, which is not kept."""
+        """Add the next client's upload to the running mean; it is not stored."""
         weight = float(upload.weight)
         self._update.add(upload.update, weight)
         self._aux.add({name: upload.aux[name] for name in self._means}, weight)

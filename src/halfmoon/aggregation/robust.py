@@ -1,4 +1,4 @@
-"""Robust aggregation: what hostile or broken clients send is bounded before a method averages it.
+"""Robust aggregation: limit the influence of hostile or broken clients before a method averages uploads.
 
 The rules look at `update`: what clients changed of what they were sent. "clip" scales each update down to at most the
 cohort's median norm: norm bounding (Sun et al. 2019, "Can you really backdoor federated learning?"), with a bound that

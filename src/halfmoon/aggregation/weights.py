@@ -1,4 +1,4 @@
-"""No client owns an average: what it says it weighs is capped, for it counts its own images and may count wrong.
+"""Cap client weights: clients report their own sample counts, which may be wrong.
 
 A client that claims 10^9 images is the average, whatever the norm of its update: no bound on norms helps against a
 weight. So weights are capped at `factor` times the cohort's median weight (the lower one of the middle two: half of a
@@ -21,7 +21,7 @@ from halfmoon.core import tree
 from halfmoon.core.tree import Tree
 
 FACTOR = 2.0
-"""The largest weight in a federation, in medians of the cohort's, where nobody says another."""
+"""Default of the largest weight in a federation, in multiples of the cohort's median weight."""
 
 OWNER = 0.5
 """A share of all weights above which one client decides alone."""
