@@ -284,7 +284,7 @@ class Overheard(Simulation):
                     self.passed.add(path.split("/")[0])
         outcomes = dict(super()._client_rounds(context, clients, down, per_client))
         for client, outcome in outcomes.items():
-            for leaf in tree.leaves(outcome.up.update) if client != SERVER else ():
+            for leaf in tree.leaves(outcome.upload.update) if client != SERVER else ():
                 # What a client sends back as it came tells nothing of it.
                 if leaf.numel() > MANY and _mark(leaf) not in sent[client]:
                     self.known.setdefault(_mark(leaf), set()).add(client)
@@ -294,7 +294,7 @@ class Overheard(Simulation):
         for client, outcome in outcomes.items():
             if client != SERVER:
                 parts, samples = self.heard.setdefault(name, (set(), set()))
-                parts.update(outcome.up.parts)
+                parts.update(outcome.upload.parts)
                 samples |= set(outcome.samples)
         yield from outcomes.items()
 

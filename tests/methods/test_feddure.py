@@ -76,7 +76,7 @@ def textbook(network, model, carry, options: FedDure, optimizer, lr, statistics=
         running_labels=labeling == "running",
         running_judge=options.judging == "running",
         plain_student=options.coarse_step == "plain",
-        judge_shift=carry.get("judge"),
+        judge_shift=carry.get("label_log_shares"),
     )
 
 
