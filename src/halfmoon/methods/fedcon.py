@@ -11,7 +11,7 @@ target k, which follows h, makes of the other view. q and k stay at their client
     loss = -(s(q(h(weak)), k(weak2)) + s(q(h(weak2)), k(weak))) / 2, mean over images, s the cosine.
 
 server: params, stats.  broadcast: the same.  memory: the target; at clients the predictor, at the server the target's
-steps. upload: params, with the head that came down where there is no label, stats, weight (1, or 0 without an image).
+steps.  upload: params, with the received head if there is no label, stats, weight (1, or 0 without an image).
 
 Formulas and constants are those of the authors' code. Departures: it keeps the server's target and never calls it, so
 that both sides of the KL are f's; here one is g, which starts as the mean of the models, and has a constant decay, not

@@ -5,8 +5,8 @@ A client stores a local model, which fits its distribution. A client update firs
 (Eq. 2), once; then both train together: on labels, strong views for the global model and weak ones for the local, and
 on the soft guess that the OTHER makes of an unlabeled image's weak view, where its entropy is low (Eq. 9 to 14).
 
-server: params, stats.  broadcast: the same.  memory: params and stats of the local model, at first a copy of what came
-down. upload: params, stats, weight; only the global model is uploaded.
+server: params, stats.  broadcast: the same.  memory: params and stats of the local model, at first a copy of the
+received model.  upload: params, stats, weight; only the global model is uploaded.
 
 From the authors' released code come what the paper does not say: the local model starts as a copy (Algorithm 1, where
 each starts at random, would make Eq. 2 average unrelated networks), the round counts from 0, so the first one has no

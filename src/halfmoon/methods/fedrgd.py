@@ -9,9 +9,9 @@ w_server,s is a copy of the server's model that it trains on its own labels in t
 the labels lie at the clients there is no such copy, and w_s = mean_{k in s} w_k. The third ingredient is GroupNorm in
 place of batch normalization: that is the network's `norm` = "group", which a configuration has to set.
 
-server: params, stats and what the objective keeps beside; with `return_group` also groups, leaves (S, ...).  down:
-params, stats and the rest, of the mean or of one's group.  memory: with
-`keep_optimizer`, the optimizer's state.  upload: what came down, trained.
+server: params, stats and tensors of the objective; with `return_group` also groups, leaves (S, ...).  broadcast:
+params, stats and tensors of the objective, of the mean or of the client's group.  memory: with `keep_optimizer`, the
+optimizer's state.  upload: the trained broadcast.
 
 With labels at clients, groups of equal size and one model for all, this is FedAvg with equal weights. What is then
 left of the method is GroupNorm, and, in the authors' code, that users go on from their group's mean while only server

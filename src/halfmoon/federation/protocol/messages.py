@@ -214,7 +214,7 @@ class Reply:
             traffic=list(result.traffic),
             images_outside_steps=result.swept,
             memory_bytes=result.memory_bytes,
-            up=result.upload.tree,
+            upload=result.upload.tree,
             samples={name: sample._asdict() for name, sample in result.samples.items()},
         )
 
