@@ -442,9 +442,9 @@ def test_a_leak_of_the_server_is_found(play: Callable[..., Played]) -> None:
     row = next(row for row in images[5, :, :, 0] if len(set(row.tolist()) - {0}) >= 4)
     asked = next(letter.asked for letter in there.letters if isinstance(letter.asked, Request))
     for secret in (row.tobytes(), str(there.town.folder).encode(), CLASSES[0].encode()):
-        broadcast = {**asked.down, "note": torch.frombuffer(bytearray(secret), dtype=torch.uint8)}
+        broadcast = {**asked.download, "note": torch.frombuffer(bytearray(secret), dtype=torch.uint8)}
         with act_as_node():
-            message = Message(wrap_message(write_message(replace(asked, down=broadcast))), 1000, "train")
+            message = Message(wrap_message(write_message(replace(asked, download=broadcast))), 1000, "train")
         with pytest.raises(AssertionError):
             check_requests(replace(there, letters=[replace(there.letters[-1], message=message)]))
 

@@ -389,11 +389,11 @@ def test_a_reply_is_weighed_before_it_is_read(beyond: int):
     weighed: list[int] = []
 
     def change(data: bytes) -> SiteResponse:
-        upload = read_message(data, Reply).up
+        upload = read_message(data, Reply).upload
         most = limits.max_message_bytes([make_tree_spec(upload)])
         weighed.append(most)
         more = torch.zeros(most - len(data) - 4096, dtype=torch.uint8)
-        return SiteResponse(weighing(most + beyond, replace(read_message(data, Reply), up={**upload, "x": more})))
+        return SiteResponse(weighing(most + beyond, replace(read_message(data, Reply), upload={**upload, "x": more})))
 
     remote.calls.link, remote.calls.say = Bad(wire, change), heard.append
     remote.open(0)

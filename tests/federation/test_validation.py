@@ -213,7 +213,7 @@ def test_a_pattern_does_not_hang_on_weights() -> None:
     query = asked[0]
     spoiled = tree.map(lambda leaf: torch.full_like(leaf, math.nan), query.downlinks[0])
     known = patterns(shared)
-    assert known.find_spec(query.context, spoiled) == make_tree_spec(query.outcomes[0].up.tree)
+    assert known.find_spec(query.context, spoiled) == make_tree_spec(query.outcomes[0].upload.tree)
     assert known.find_spec(context(Echo(shared, loss=math.inf)), {"w": torch.ones(3)}) is None
 
 
@@ -358,13 +358,13 @@ MARKED = UploadSpec(("x",), (), aux={"labels": Aux(values="mark"), "changed": Au
         (weighing(labels=[0.0, 7.0]), "its labels is 7, not between 0 and 1, the most for 12 images"),
         (weighing(changed=1e9, appu=-7.0), None),
         (weighing(changed=-1), "its changed is -1, not 0 or more, the most for 12 images"),
-        (counted(swept=12 * MAX_PASSES + 1), None),
-        (counted(swept=12 * MAX_PASSES + 2), "it counts 12290 images swept, of 12289 at most"),
+        (counted(images_outside_steps=12 * MAX_PASSES + 1), None),
+        (counted(images_outside_steps=12 * MAX_PASSES + 2), "it counts 12290 images swept, of 12289 at most"),
         # An upload of 4 float32: 16 bytes.
         (counted(traffic=[MAX_BYTES, 16]), None),
         (counted(traffic=[MAX_BYTES + 1, 16]), f"it counts {MAX_BYTES + 1} bytes received, of {MAX_BYTES} at most"),
         (counted(traffic=[0, 17]), "it counts 17 bytes sent, of 16 at most"),
-        (counted(kept=MAX_BYTES + 1), f"it counts {MAX_BYTES + 1} bytes remembered, of {MAX_BYTES} at most"),
+        (counted(memory_bytes=MAX_BYTES + 1), f"it counts {MAX_BYTES + 1} bytes remembered, of {MAX_BYTES} at most"),
     ],
 )
 def test_counts_are_those_that_a_site_can_have(reply: Reply, said: str | None) -> None:

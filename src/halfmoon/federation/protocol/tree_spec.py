@@ -64,7 +64,7 @@ class UploadProbe:
 
         Args:
             context: the client update and its round.
-            down: a download of this client update; only its structure matters.
+            broadcast: a download of this client update; only its structure matters.
 
         Returns:
             The spec, or None if the loss of the probe is not finite.

@@ -133,7 +133,7 @@ class CheckedReply:
     norm: float
 
     def whole(self) -> Reply:
-        return replace(self.reply, up=load_tree(self.data, self.shape, "up"))
+        return replace(self.reply, upload=load_tree(self.data, self.shape, "up"))
 
 
 @dataclass
@@ -235,7 +235,7 @@ class SiteCalls:
             return self.refuse(site, answer.reason, request.round)
         try:
             unparsed = messages.scan_message(read_content(answer.data), Reply, Refusal, limit=most)
-            message = unparsed.open()
+            message = unparsed.parse_trees()
         except MalformedMessage as error:
             return self.refuse(site, str(error), request.round)
         if isinstance(message, Refusal):
@@ -285,9 +285,11 @@ class SiteCalls:
         if patterns is not None:
             upload_spec = None if hidden else context.client_update.requirements.upload_spec
             spec = (
-                sum_spec(sum_layout(self.plain_spec(context, broadcast))) if hidden else patterns.of(context, broadcast)
+                sum_spec(sum_layout(self.plain_spec(context, broadcast)))
+                if hidden
+                else patterns.find_spec(context, broadcast)
             )
-            fault = check_schema(reply.up, reply.samples, spec, upload_spec)
+            fault = check_schema(reply.upload, reply.samples, spec, upload_spec)
             fault = fault or check_counts(reply, *self.inspection.most(context.client_update, site), upload_spec)
             if fault is not None:
                 return self.refuse(site, fault, context.round)

@@ -187,7 +187,7 @@ class RemoteRuntime(ServerRuntime):
             yield (
                 k,
                 _to_device(
-                    there.pop(k).whole().result(), self.device, context.client_update.requirements.upload_spec, scale[k]
+                    there.pop(k).whole().to_result(), self.device, context.client_update.requirements.upload_spec, scale[k]
                 ),
             )
 
@@ -223,7 +223,7 @@ class RemoteRuntime(ServerRuntime):
         upload = self.calls.plain_spec(context, {**broadcast, **tree.index(per_client, places[0])})
         ups = mean_uploads(aggregation, upload, total, sum_layout(upload))
         for k, upload in zip(there, ups, strict=True):
-            yield k, _to_device(replace(replies[self.names[k]], up=upload.tree).result(), self.device)
+            yield k, _to_device(replace(replies[self.names[k]], upload=upload.tree).to_result(), self.device)
 
     def _request(
         self, site: str, round: int, query: int, client_update: str, broadcast: Tree, evaluation: Tree

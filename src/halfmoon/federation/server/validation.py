@@ -133,10 +133,10 @@ def _impossible(reply: Reply, most: Amount, images: int, upload_spec: UploadSpec
         yield from _out_of_range(Upload.from_tree(reply.upload), upload_spec, images)
     broadcast, upload = reply.traffic
     counts = {
-        "images swept": (reply.swept, MAX_PASSES * images + 1),
+        "images swept": (reply.images_outside_steps, MAX_PASSES * images + 1),
         "bytes received": (broadcast, MAX_BYTES),
-        "bytes sent": (upload, tree.nbytes(reply.up)),
-        "bytes remembered": (reply.kept, MAX_BYTES),
+        "bytes sent": (upload, tree.nbytes(reply.upload)),
+        "bytes remembered": (reply.memory_bytes, MAX_BYTES),
     }
     for unit, (count, limit) in counts.items():
         if not 0 <= count <= limit:

@@ -185,12 +185,14 @@ class _TrialFederation:
         except (UserError, RuntimeError, LookupError, ValueError) as error:
             raise _TrialFailed from error
 
-    def query(self, client_update: str, down: Tree, each: Tree | None = None, to: Tensor | None = None) -> Upload:
+    def query(
+        self, client_update: str, broadcast: Tree, per_client: Tree | None = None, clients: Tensor | None = None
+    ) -> Upload:
         """Record the downloads of a query, and make uploads of the right shapes, stacked over clients."""
-        self.responders = self.cohort if to is None else to
+        self.responders = self.cohort if clients is None else clients
         uploads: list[Tree] = []
         for index in range(len(self.responders)):
-            download = {**down, **tree.index(each or {}, index)}
+            download = {**broadcast, **tree.index(per_client or {}, index)}
             self.download_specs.setdefault(client_update, []).append(make_tree_spec(download))
             context = ClientContext(self.client_updates[client_update], self.views, self.seed, self.round, 0)
             spec = self.probe.find_spec(context, download)
@@ -200,12 +202,12 @@ class _TrialFederation:
             uploads.append(build_tree(spec, lambda shape, dtype: torch.ones(shape, dtype=dtype)))
         return Upload.from_tree(tree.stack(uploads))
 
-    def average(self, client_update: str, down: Tree) -> Upload:
+    def average(self, client_update: str, broadcast: Tree) -> Upload:
         """Average the uploads of a query."""
         upload_spec = self.client_updates[client_update].requirements.upload_spec
-        return mean_of(self.query(client_update, down), upload_spec, down, client_update)
+        return mean_of(self.query(client_update, broadcast), upload_spec, broadcast, client_update)
 
-    def query_server(self, client_update: str, down: Tree) -> Upload:
+    def query_server(self, client_update: str, broadcast: Tree) -> Upload:
         """Fail: the simulated server has no labeled images."""
         raise _TrialFailed
 

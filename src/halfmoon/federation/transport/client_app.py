@@ -39,7 +39,7 @@ def handle_message(message: Message, context: Context) -> Message:
         config = context.run_config
         facts |= _rehearsal_options(str(config["federation"]), str(config["sites"]), facts["partition-id"])
     client = _open_client(tuple(facts.get(word, "") for word in OPTIONS))
-    return Message(wrap_message(client.answer(unwrap_message(message.content))), reply_to=message)
+    return Message(wrap_message(client.reply_to(unwrap_message(message.content))), reply_to=message)
 
 
 @cache
