@@ -36,7 +36,7 @@ from halfmoon.engine.runtime import RuntimeSettings
 from halfmoon.engine.simulation import Simulation
 from halfmoon.runs import factory
 from halfmoon.runs.budgets import budget
-from halfmoon.runs.pools import keep_memory
+from halfmoon.runs.pools import retain_freed_memory
 
 METHODS = ("fedavg-soft-labels", "fedavg-fixmatch", "feddure")
 RULES = ("mean", "cosine")
@@ -145,7 +145,7 @@ class Forgers:
 
 def uneven(split: Split, seed: int) -> Split:
     """Return a split in which the last site has most images, and the first ones hardly any."""
-    client, generator = split.client.copy(), np.random.default_rng(rng.number(seed, "uneven"))
+    client, generator = split.client.copy(), np.random.default_rng(rng.derive_seed(seed, "uneven"))
     for site in range(split.clients - 1):
         for labeled in (True, False):
             rows = split.rows(site, labeled)
@@ -270,7 +270,7 @@ def main() -> None:
         names = {f"sign flip x{factor:g}": "params", f"statistics flip x{factor:g}": "stats"}
         FORGED.update({name: flip(part, factor) for name, part in names.items()})
         options.attacks += [name for name in names if name not in options.attacks]
-    keep_memory()
+    retain_freed_memory()
     torch.set_num_threads(1)
     kept, page = options.out.with_suffix(".jsonl"), options.out.with_suffix(".md")
     rows = [json.loads(line) for line in kept.read_text().splitlines()] if kept.exists() else []

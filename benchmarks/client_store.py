@@ -20,9 +20,9 @@ import torch
 from halfmoon.core import rng, tree
 from halfmoon.core.tree import Tree
 from halfmoon.models import ResNet9
-from halfmoon.runs.pools import keep_memory
-from halfmoon.storage.manifest import sweep, verify
-from halfmoon.storage.state_store import StateView, Store
+from halfmoon.runs.pools import retain_freed_memory
+from halfmoon.storage.manifest import remove_unreferenced, verify
+from halfmoon.storage.state_store import StateView, TreeStore
 
 MIB = 2**20
 
@@ -55,7 +55,7 @@ def model(width: int, value: float) -> Tree:
     return tree.map(lambda leaf: torch.full_like(leaf, value), params)
 
 
-def play(store: Store, cohorts: list[list[int]], width: int, meter: Meter) -> Counter[int]:
+def play(store: TreeStore, cohorts: list[list[int]], width: int, meter: Meter) -> Counter[int]:
     """Let the clients of each round keep, or count up, their model, and commit each round; return their visits."""
     state_store, visits = StateView(store, "client/", torch.device("cpu")), Counter[int]()
     first = model(width, 1.0)
@@ -78,7 +78,7 @@ def play(store: Store, cohorts: list[list[int]], width: int, meter: Meter) -> Co
     return visits
 
 
-def counted(store: Store, visits: Counter[int]) -> bool:
+def counted(store: TreeStore, visits: Counter[int]) -> bool:
     """Say whether every number of every tenth client's model is the count of its visits."""
     state_store = StateView(store, "client/", torch.device("cpu"))
     return all(
@@ -96,7 +96,7 @@ def measure(options: argparse.Namespace, folder: Path) -> dict[str, float]:
     meter = Meter()
     meter.look()
     result = {"MiB at the start": meter.peaks["VmHWM"]}
-    store = Store(folder / "clients", options.cap_mib * MIB)
+    store = TreeStore(folder / "clients", options.cap_mib * MIB)
     visits = play(store, cohorts, options.width, meter)
     result["MiB kept by all clients"] = store.total_bytes() / MIB
     result |= {f"peak {name}, MiB": value for name, value in meter.peaks.items()}
@@ -105,9 +105,9 @@ def measure(options: argparse.Namespace, folder: Path) -> dict[str, float]:
     mark = store.mark
     del store
     began = time.perf_counter()
-    contents = sweep(verify(folder / "clients", mark), len(cohorts) - 2)
+    contents = remove_unreferenced(verify(folder / "clients", mark), len(cohorts) - 2)
     result["s to verify all at resuming"] = time.perf_counter() - began
-    again = Store(folder / "clients", options.cap_mib * MIB)
+    again = TreeStore(folder / "clients", options.cap_mib * MIB)
     again.restore(contents)
     if not counted(again, visits):
         raise SystemExit("a client has lost a visit: the store is wrong")
@@ -125,7 +125,7 @@ def main() -> None:
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     options = parser.parse_args()
     torch.set_num_threads(1)
-    keep_memory()  # as every run on a CPU does
+    retain_freed_memory()  # as every run on a CPU does
     with tempfile.TemporaryDirectory(dir=options.folder) as folder:
         result = measure(options, Path(folder))
     if options.json:

@@ -31,7 +31,7 @@ from scipy import special
 
 from halfmoon import Config
 from halfmoon.core import tree
-from halfmoon.core.optim import descend
+from halfmoon.core.optim import gradient_step
 from halfmoon.core.tree import Tree
 from halfmoon.engine.driver import first_memory
 from halfmoon.engine.local_clients import FederatedDataset, Training
@@ -121,11 +121,11 @@ class Measured:
                 return torch.nn.functional.cross_entropy(network.train(theta, x)[0], y)
 
             def after(theta: Tree, taught: Any = taught, loss: Any = loss) -> torch.Tensor:
-                return loss(descend(params, torch.func.grad(taught)(params, theta), self.eta_s))
+                return loss(gradient_step(params, torch.func.grad(taught)(params, theta), self.eta_s))
 
             share = float(local.labeled) / total
-            judged = descend(judged, torch.func.grad(after)(params), -share)
-            labeled = descend(labeled, torch.func.grad(loss)(params), -share)
+            judged = gradient_step(judged, torch.func.grad(after)(params), -share)
+            labeled = gradient_step(labeled, torch.func.grad(loss)(params), -share)
         theorem, plain = (float(sum(leaf.square().sum() for leaf in tree.leaves(each))) for each in (judged, labeled))
         return dict(zip(NORMS, (theorem, theorem / self.eta_s**2, plain), strict=True))
 

@@ -22,7 +22,7 @@ import torch
 from peer_rounds import ours
 from peer_side import processor
 
-from halfmoon.core.memory import keep_memory
+from halfmoon.core.memory import retain_freed_memory
 from halfmoon.runs.pools import Workers
 
 
@@ -50,7 +50,7 @@ def main() -> None:
     parser.add_argument("--cores", type=int, nargs="+", default=[2, 4, 8, 10, 16])
     given = parser.parse_args()
     torch.set_num_threads(1)
-    keep_memory()
+    retain_freed_memory()
     pool = Workers(2)
     alone = ours("large", "fixmatch", given.cohort, "loop", steps=given.steps)
     together = ours("large", "fixmatch", given.cohort, "loop", pool, given.steps)

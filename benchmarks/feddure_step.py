@@ -3,7 +3,7 @@
     python benchmarks/feddure_step.py [--json] [--threads N] [--seconds N] [--width N] [--unlabeled N ...]
                                       [--rules joint separate] [--clock wall|cpu]
 
-All sides take the same step on the same images, with the same threads and the same allocator settings (`keep_memory`),
+All sides take the same step on the same images, with the same threads and the same allocator settings (`retain_freed_memory`),
 in one process and in turns, so that a noisy machine disturbs all of them; medians are compared. No batch size begins
 another turn when its share of `--seconds` is over. The test suite shows that they compute the same numbers. Ours is
 what `halfmoon` ships, laid out channels-last as its CPU runs are. The textbook is `torch.nn` modules,
@@ -49,7 +49,7 @@ from halfmoon.core.optim import Adam
 from halfmoon.methods.feddure import FedDure
 from halfmoon.models import ResNet9
 from halfmoon.models.network import Normalize
-from halfmoon.runs.pools import keep_memory
+from halfmoon.runs.pools import retain_freed_memory
 
 Calls = dict[str, Callable[[], object]]
 CLOCKS = {"wall": time.perf_counter, "cpu": time.process_time}
@@ -165,7 +165,7 @@ def main() -> None:
         "machine": processor(),
         "python": platform.python_version(),
         "torch": torch.__version__,
-        "keeps_memory": keep_memory(),
+        "keeps_memory": retain_freed_memory(),
         "clock": given.clock,
         "threads": given.threads,
         "width": given.width,

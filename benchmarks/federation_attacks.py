@@ -86,7 +86,7 @@ def play(names: list[str], fed: Besieged) -> dict[str, Outcome]:
         raise Stuck("a pickle was executed")
     log = [line.split("  ", 1)[-1].replace(str(fed.folder), "...") for line in fed.log("serve.log").splitlines()]
     rounds = len(atomic_io.read_rows(fed.run / "metrics.jsonl"))
-    weights = atomic_io.digest((fed.run / "model.safetensors").read_bytes())
+    weights = atomic_io.sha256((fed.run / "model.safetensors").read_bytes())
     seconds = round(time.monotonic() - began, 1)
     return {
         name: Outcome(attack.what, said[name], log, rounds, weights, len(names), seconds)

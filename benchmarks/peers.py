@@ -42,7 +42,7 @@ from typing import Any, NamedTuple, cast
 import torch
 from peer_rounds import METHODS, SIZES, chosen, ours, plain
 
-from halfmoon.runs.pools import Workers, keep_memory
+from halfmoon.runs.pools import Workers, retain_freed_memory
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGES = {"pfl": "pfl[pytorch]==0.6.0", "flower": "flwr[simulation]>=1.41,<1.43"}
@@ -241,7 +241,7 @@ def main() -> None:
     parser.add_argument("--picture", type=Path)
     given = parser.parse_args()
     torch.set_num_threads(1)
-    keep_memory()
+    retain_freed_memory()
     figures = played(given) if given.only else {"ratios": {}}
     saved: dict[str, Any] = json.loads(given.save.read_text()) if given.save and given.save.exists() else {}
     if given.save:

@@ -26,7 +26,7 @@ from halfmoon.engine.simulation import Simulation
 from halfmoon.methods import registry
 from halfmoon.runs import factory
 from halfmoon.runs.factory import ImageSpec
-from halfmoon.runs.pools import keep_memory
+from halfmoon.runs.pools import retain_freed_memory
 
 ROUNDS = (("fedavg", 10), ("fedavg-fixmatch", 10), ("fedavg-fixmatch", 30))
 NETWORKS = (
@@ -65,7 +65,7 @@ def main() -> None:
     parser.add_argument("--networks", nargs="+", default=NETWORKS)
     given = parser.parse_args()
     torch.set_num_threads(1)
-    keep_memory()
+    retain_freed_memory()
     for method, unlabeled in ROUNDS:
         for network in given.networks:
             spent: dict[int, list[float]] = {count: [] for count in (1, *given.together)}

@@ -44,10 +44,10 @@ from halfmoon.engine.simulation import Simulation
 from halfmoon.methods import registry
 from halfmoon.models import ResNet9, SmallCNN
 from halfmoon.models.network import Network, Normalize
-from halfmoon.runs.pools import keep_memory
+from halfmoon.runs.pools import retain_freed_memory
 from halfmoon.storage import serialization
-from halfmoon.storage.manifest import START, Commit, Contents, ManifestEntry
-from halfmoon.storage.state_store import StateView, Store
+from halfmoon.storage.manifest import START, Commit, StoreContents, ManifestEntry
+from halfmoon.storage.state_store import StateView, TreeStore
 
 MIB, COHORT = 2**20, 10
 FEW, MANY = 100, 1_000_000
@@ -138,7 +138,7 @@ def registered(rounds: int) -> dict[str, Any]:
 
 def uploads(method: str, cohort: int) -> dict[str, Any]:
     """Return how many uploads are held in a round of a cohort, with the mean, and the process' peak memory."""
-    keep_memory()  # as every run on a CPU does
+    retain_freed_memory()  # as every run on a CPU does
     network = ResNet9(1, 10, 64)
     rows = np.arange(2 * cohort)
     split = Split(rows // 2, rows % 2 == 0, cohort)
@@ -149,7 +149,7 @@ def uploads(method: str, cohort: int) -> dict[str, Any]:
     return {"held": counting.most + 1, "model_mib": size, "peak_mib": peak(), "before_mib": before}
 
 
-def memories(folder: Path, clients: int) -> Store:
+def memories(folder: Path, clients: int) -> TreeStore:
     """Return a store, with nothing in memory, in which so many clients have been met: a file each, of 20 kB."""
     model = {"w": torch.zeros(5000)}
     data = serialization.pack_file(model)
@@ -163,12 +163,12 @@ def memories(folder: Path, clients: int) -> Store:
         else:
             os.link(first, folder / name)  # a directory of as many names, on the disk of a few
         entries[f"client/{k}"] = ManifestEntry(name, "0" * 64, len(data), tree.nbytes(model))
-    store = Store(folder, cap=0)
-    store.restore(Contents(folder, START, 0, entries, []))
+    store = TreeStore(folder, cap=0)
+    store.restore(StoreContents(folder, START, 0, entries, []))
     return store
 
 
-def remembered(store: Store, clients: Iterable[int], round: int) -> Counter[str]:
+def remembered(store: TreeStore, clients: Iterable[int], round: int) -> Counter[str]:
     """Do what a round does with memories: read each, put what it has become, commit, remove what that replaced.
 
     Return how often each function of Python was called.

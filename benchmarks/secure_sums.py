@@ -169,11 +169,11 @@ def main() -> None:
                 with tempfile.TemporaryDirectory() as folder:
                     rows.append(measure(sites, parameters, dropped, Path(folder)))
                 print(rows[-1], flush=True)
-    atomic_io.replace(
+    atomic_io.write_atomically(
         words.out.with_suffix(".json"), (json.dumps([asdict(row) for row in rows], indent=1) + "\n").encode()
     )
     command = "OMP_NUM_THREADS=1 python benchmarks/secure_sums.py"
-    atomic_io.replace(words.out.with_suffix(".md"), text(rows, command).encode())
+    atomic_io.write_atomically(words.out.with_suffix(".md"), text(rows, command).encode())
 
 
 if __name__ == "__main__":

@@ -30,7 +30,7 @@ from halfmoon.engine.programs import PADDED
 from halfmoon.engine.runtime import RuntimeSettings
 from halfmoon.engine.simulation import Simulation
 from halfmoon.runs import factory
-from halfmoon.runs.pools import keep_memory
+from halfmoon.runs.pools import retain_freed_memory
 
 METHODS = ("fedavg", "fedavg-fixmatch", "feddure")
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -106,7 +106,7 @@ def main() -> None:
     parser.add_argument("--turns", type=int, default=9)
     given = parser.parse_args()
     torch.set_num_threads(1)
-    keep_memory()
+    retain_freed_memory()
     found: dict[str, dict[str, float]] = {}
     for rule in ["large"] if given.large else given.rules:
         for name in given.methods:

@@ -49,9 +49,9 @@ def add(folder: Path, results: Path) -> Path:
     target = results / SWEEPS / f"{folder.resolve().name}.json"
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
-        atomic_io.replace(target, atomic_io.read(folder / SWEEP) or b"")
+        atomic_io.write_atomically(target, atomic_io.read(folder / SWEEP) or b"")
     except OSError as error:
-        raise UserError(f"{target} cannot be written ({atomic_io.reason(error)}).") from error
+        raise UserError(f"{target} cannot be written ({atomic_io.error_reason(error)}).") from error
     return target
 
 
@@ -173,7 +173,7 @@ def main(arguments: list[str] | None = None) -> int:
         print(f"{args.out} differs from {args.results}; run tools/leaderboard.py", file=sys.stderr)
         return 1
     args.out.parent.mkdir(parents=True, exist_ok=True)
-    atomic_io.replace(args.out, page)
+    atomic_io.write_atomically(args.out, page)
     print(f"page: {args.out}")
     return 0
 

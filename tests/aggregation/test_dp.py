@@ -45,7 +45,7 @@ from halfmoon.federation.server.server import FederationServer, describe_round
 from halfmoon.methods import registry
 from halfmoon.runs import factory, runner
 from halfmoon.storage.run_folder import RunFolder
-from halfmoon.storage.state_store import Store
+from halfmoon.storage.state_store import TreeStore
 
 pytestmark = pytest.mark.skipif(find_spec("dp_accounting") is None, reason="needs dp_accounting")
 
@@ -589,7 +589,7 @@ def run(path: Path, promise: Promise = PROMISE, rounds: int = 2, every: int = 2)
     shared = task(GROUPED, rounds=rounds, dtype=torch.float32)
     with RunFolder.open(path) if RunFolder.exists(path) else RunFolder.create(path, "", "0" * 64) as folder:
         loaded = folder.load()
-        store = Store()
+        store = TreeStore()
         there = simulate(method, shared, aggregators=[private(path, promise)], store=store, client_dropout=0.3)
         made = Experiment(method, shared, there, None, 3, checkpoint_every=every)
         played = loop.play(made, folder, loaded, lambda row: None)

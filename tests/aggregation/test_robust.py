@@ -27,7 +27,7 @@ from halfmoon.core.tree import Tree
 from halfmoon.methods import registry
 from halfmoon.runs.factory import aggregators, method
 from halfmoon.storage.checkpoints import METRICS
-from halfmoon.storage.state_store import StateView, Store
+from halfmoon.storage.state_store import StateView, TreeStore
 
 RULES: tuple[Rule, ...] = ("clip", "cosine", "median", "trimmed", "krum")
 EVERY = pytest.mark.parametrize("rule", RULES)
@@ -121,7 +121,7 @@ def test_an_update_is_compared_with_the_others_and_the_history():
 
 def test_the_history_tells_a_turned_update_from_one_of_other_classes():
     """Six clients learn six things, so that all are unlike each other; who turns its update is against the past."""
-    store = StateView(Store(), "state/", torch.device("cpu"))
+    store = StateView(TreeStore(), "state/", torch.device("cpu"))
     honest = torch.eye(6).tolist()
     turned = [*honest[:5], [-value for value in honest[5]]]
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from halfmoon.api.types import PseudoLabels, StepMetrics, WeightedMetric
 from halfmoon.core import tree
-from halfmoon.core.autodiff import cross_entropy, grad_and_value, inside, lifted, vjp
+from halfmoon.core.autodiff import cross_entropy, grad_and_value, inside_transform, vjp, vmap_clients
 from halfmoon.models import SmallCNN
 
 NETWORK = SmallCNN(1, 4, 4)
@@ -85,12 +85,12 @@ def test_both_work_inside_other_transforms():
     params, x = tree.stack([p for p, _ in scenes]), torch.stack([x for _, x in scenes])
 
     def both(p: tree.Tree, x: Tensor) -> tuple[tree.Tree, tree.Tree]:
-        assert inside()
+        assert inside_transform()
         (logits, _), pull, _ = vjp(lambda q: parts(q, x), p)
         return grad_and_value(loss, p, x)[0], pull((torch.ones_like(logits), torch.ones_like(x[:, 0, 0, 0])), False)
 
-    many = lifted(both)(params, x)
-    assert not inside()
+    many = vmap_clients(both)(params, x)
+    assert not inside_transform()
     for k, (p, images) in enumerate(scenes):
         (logits, _), pull, _ = vjp(lambda q, images=images: parts(q, images), p)
         alone = grad_and_value(loss, p, images)[0], pull((torch.ones_like(logits), torch.ones(5).double()), False)
@@ -110,7 +110,7 @@ def test_a_lifted_program_is_that_of_vmap():
         return {"first": carry, "nothing": {}}, StepMetrics(sample.total + sample.count, {"m": sample}, (pseudo,))
 
     carry = {"a": {"b": base, "c": {}}, "d": base[:, 0]}
-    (state, notes), (expected, theirs) = lifted(one)(carry, sample), torch.func.vmap(one)(carry, sample)
+    (state, notes), (expected, theirs) = vmap_clients(one)(carry, sample), torch.func.vmap(one)(carry, sample)
     assert same(state, expected)
     assert list(state) == ["first", "nothing"]
     assert state["first"]["a"]["c"] == {}
@@ -118,7 +118,7 @@ def test_a_lifted_program_is_that_of_vmap():
     assert isinstance(notes.samples["m"], WeightedMetric)
     assert torch.equal(notes.loss, theirs.loss)
     assert all(torch.equal(a, b) for a, b in zip(notes.pseudo[0], theirs.pseudo[0], strict=True))
-    assert lifted(lambda carry: {})(carry) == {}
+    assert vmap_clients(lambda carry: {})(carry) == {}
 
 
 @pytest.mark.parametrize("reduction", ["mean", "none"])
@@ -134,8 +134,8 @@ def test_a_lifted_cross_entropy_is_pytorchs(reduction: Literal["mean", "none"]) 
 STEP = """
 import sys
 import torch
-from halfmoon.core.autodiff import cross_entropy, grad_and_value, lifted
-step = lifted(lambda p, y: grad_and_value(lambda q: (cross_entropy(q["z"], y), ()), p)[:2])
+from halfmoon.core.autodiff import cross_entropy, grad_and_value, vmap_clients
+step = vmap_clients(lambda p, y: grad_and_value(lambda q: (cross_entropy(q["z"], y), ()), p)[:2])
 step({"z": torch.ones(2, 3, 4)}, torch.zeros(2, 3, dtype=torch.int64))
 print({"torch._dynamo", "torch._inductor", "sympy"} & set(sys.modules))
 """

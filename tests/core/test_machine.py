@@ -14,7 +14,7 @@ from halfmoon.core.user_cache import trim
 
 FAULTS = """
 import ctypes, resource, sys
-from halfmoon.core.memory import keep_memory
+from halfmoon.core.memory import retain_freed_memory
 c = ctypes.CDLL(None)
 c.malloc.argtypes, c.malloc.restype, c.free.argtypes = (ctypes.c_size_t,), ctypes.c_void_p, (ctypes.c_void_p,)
 def take(size):
@@ -22,7 +22,7 @@ def take(size):
     ctypes.memset(piece, 1, size)
     c.free(piece)
 if sys.argv[1] == "keep":
-    assert keep_memory() and keep_memory()
+    assert retain_freed_memory() and retain_freed_memory()
 take(2**26)
 before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
 for _ in range(4):
@@ -46,9 +46,9 @@ def test_memory_taken_again_costs_no_fault():
 def test_elsewhere_it_does_nothing(monkeypatch):
     """On another system, or with a C library that has no such switch, it says no and raises nothing."""
     monkeypatch.setattr(memory.ctypes, "CDLL", lambda name: object())
-    assert not memory.keep_memory()
+    assert not memory.retain_freed_memory()
     monkeypatch.setattr(memory.sys, "platform", "darwin")
-    assert not memory.keep_memory()
+    assert not memory.retain_freed_memory()
 
 
 def test_the_least_recently_used_go_first(tmp_path: Path) -> None:
@@ -69,4 +69,4 @@ def test_the_least_recently_used_go_first(tmp_path: Path) -> None:
 def test_a_configuration_that_is_none_is_a_sentence(tmp_path: Path, text: str) -> None:
     (tmp_path / "config.json").write_text(text)
     with pytest.raises(UserError, match="is no configuration of a model of transformers"):
-        hubs.portable(f"transformers:{tmp_path}")
+        hubs.portable_name(f"transformers:{tmp_path}")

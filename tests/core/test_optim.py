@@ -7,7 +7,16 @@ from torch.func import vmap
 
 from halfmoon.api.types import Task
 from halfmoon.core import tree
-from halfmoon.core.optim import SGD, Adam, Clipped, Constant, Cosine, Slower, Steps, descend
+from halfmoon.core.optim import (
+    SGD,
+    Adam,
+    ConstantSchedule,
+    CosineSchedule,
+    GradientClipping,
+    LayerwiseLearningRate,
+    StepSchedule,
+    gradient_step,
+)
 
 RULES = [
     (SGD(0.1), torch.optim.SGD, {"lr": 0.1}),
@@ -131,7 +140,7 @@ def test_adams_first_step_is_the_learning_rate():
 def test_descend_is_differentiable():
     """d/dp of (p - 0.1 g)^2 at p = 2, g = 10 is 2 * (2 - 1) = 2, in g it is -0.1 * 2."""
     p, g = torch.tensor(2.0, requires_grad=True), torch.tensor(10.0, requires_grad=True)
-    descend({"a": p}, {"a": g}, 0.1)["a"].square().backward()
+    gradient_step({"a": p}, {"a": g}, 0.1)["a"].square().backward()
     assert p.grad is not None
     assert g.grad is not None
     assert float(p.grad) == pytest.approx(2.0)
@@ -150,24 +159,27 @@ def test_clipping_equals_torchs(norm, value):
             clipped.append(float(torch.nn.utils.clip_grad_norm_(twins, norm)) > norm)
 
     options = {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.01, "nesterov": True}
-    follow(Clipped(SGD(0.1, 0.9, 0.01, nesterov=True), norm, value), torch.optim.SGD, options, 1e-9, clip)
+    follow(GradientClipping(SGD(0.1, 0.9, 0.01, nesterov=True), norm, value), torch.optim.SGD, options, 1e-9, clip)
     assert sum(clipped) == (STEPS if norm == 0.7 else 0) or value == 0.3
 
 
 def test_a_clipped_optimizer_changes_its_rate_like_the_one_inside():
-    ours = Clipped(Adam(0.1), 1.0, 2.0)
-    assert ours.with_lr(0.3) == Clipped(Adam(0.3), 1.0, 2.0)
+    ours = GradientClipping(Adam(0.1), 1.0, 2.0)
+    assert ours.with_lr(0.3) == GradientClipping(Adam(0.3), 1.0, 2.0)
     assert ours.with_lr(0.3).lr == 0.3
 
 
 @pytest.mark.parametrize(
     ("ours", "theirs"),
     [
-        (Constant(), lambda optimizer: torch.optim.lr_scheduler.ConstantLR(optimizer, 1.0)),
-        (Cosine(), lambda optimizer: torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 40)),
-        (Cosine(0.1), lambda optimizer: torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 40, eta_min=0.02)),
-        (Steps(), lambda optimizer: torch.optim.lr_scheduler.MultiStepLR(optimizer, [20, 30])),
-        (Steps((0.25,), 0.5), lambda optimizer: torch.optim.lr_scheduler.MultiStepLR(optimizer, [10], 0.5)),
+        (ConstantSchedule(), lambda optimizer: torch.optim.lr_scheduler.ConstantLR(optimizer, 1.0)),
+        (CosineSchedule(), lambda optimizer: torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 40)),
+        (
+            CosineSchedule(0.1),
+            lambda optimizer: torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 40, eta_min=0.02),
+        ),
+        (StepSchedule(), lambda optimizer: torch.optim.lr_scheduler.MultiStepLR(optimizer, [20, 30])),
+        (StepSchedule((0.25,), 0.5), lambda optimizer: torch.optim.lr_scheduler.MultiStepLR(optimizer, [10], 0.5)),
     ],
 )
 def test_schedules_equal_torchs(ours, theirs):
@@ -200,7 +212,7 @@ def test_a_slower_group_is_torchs_parameter_group(kind: str) -> None:
     else:
         theirs = torch.optim.Adam(groups, lr=0.1, weight_decay=0.01)
         inner = Adam(0.05, weight_decay=0.01)
-    ours = Slower(inner, 0.1, frozenset({"deep/w"})).with_lr(0.1)
+    ours = LayerwiseLearningRate(inner, 0.1, frozenset({"deep/w"})).with_lr(0.1)
     state = ours.init(params)
     for _ in range(3):
         gradient = {name: {"w": torch.randn(part["w"].shape, generator=g)} for name, part in params.items()}

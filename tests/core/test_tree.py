@@ -56,7 +56,7 @@ def test_norm_size_and_bytes():
     one = {"a": torch.tensor([1.0, 2.0]), "b": {"c": torch.tensor(3.0)}}
     assert float(tree.squared_norm(one)) == 14
     with_counter = {**one, "n": torch.tensor(1)}
-    assert tree.size(with_counter) == 4
+    assert tree.numel(with_counter) == 4
     assert tree.nbytes(with_counter) == 20
 
 
@@ -114,7 +114,7 @@ def test_channels_last_and_back():
 def test_named_generators_are_apart():
     """A generator depends on the seed and on every part of its path: its type, its place and its value."""
     paths = [(0,), (1,), (0, 1), (0, "1"), (0, 1, 2), (0, 12), (0, "1", "2"), (0, "12"), (0, 2, 1)]
-    assert len({rng.number(*path) for path in paths}) == len(paths)
+    assert len({rng.derive_seed(*path) for path in paths}) == len(paths)
     draws = [tuple(torch.rand(4, generator=rng.generator(*path)).tolist()) for path in [*paths, paths[0]]]
     assert len(set(draws)) == len(paths)
 
@@ -122,5 +122,5 @@ def test_named_generators_are_apart():
 def test_named_generators_do_not_depend_on_the_process():
     """The number is a hash of the path and no process's own: BLAKE2b of repr((7, 'visit', 3)), top bit dropped."""
     digest = hashlib.blake2b(b"(7, 'visit', 3)", digest_size=8).digest()
-    assert rng.number(7, "visit", 3) == int.from_bytes(digest, "big") // 2
-    assert 0 <= rng.number(-5, "negative") < 2**63
+    assert rng.derive_seed(7, "visit", 3) == int.from_bytes(digest, "big") // 2
+    assert 0 <= rng.derive_seed(-5, "negative") < 2**63

@@ -20,7 +20,7 @@ from halfmoon.api.requirements import requirements_of
 from halfmoon.api.types import Method
 from halfmoon.config.schema import Config, identity
 from halfmoon.core.errors import UserError
-from halfmoon.core.optim import Cosine
+from halfmoon.core.optim import CosineSchedule
 from halfmoon.engine import compiled
 from halfmoon.engine.sampling import Batching
 from halfmoon.methods import registry
@@ -56,7 +56,7 @@ def played(
 ) -> tuple[list[Snapshot], list[str]]:
     """Return the rounds of a run in double precision under a falling rate, cohorts of 3 of 4, and what was said."""
     said: list[str] = []
-    shared = task(rounds=rounds, schedule=Cosine(0.1))
+    shared = task(rounds=rounds, schedule=CosineSchedule(0.1))
     simulation = simulate(method, shared, dataset(**of), batching=batching, executor=executor)
     clients = simulation.local_clients
     clients.training = replace(clients.training, compiled=compiling, say=said.append)

@@ -14,7 +14,7 @@ from torch_models import TorchSmall, twin
 
 from halfmoon.api.types import Batch, ClientData, Method
 from halfmoon.core import tree
-from halfmoon.core.optim import SGD, Cosine
+from halfmoon.core.optim import SGD, CosineSchedule
 from halfmoon.data.partition.heterogeneity import jensen_shannon
 from halfmoon.data.partition.split import SERVER, Split
 from halfmoon.engine import driver
@@ -513,7 +513,7 @@ def test_the_server_trains_on_its_own_rows(executor):
 
 def test_a_schedule_reaches_clients_and_server_half():
     """Under a cosine to zero over 4 rounds each round moves the model less; the last one by 15 % of the rate."""
-    shared = task(rounds=4, schedule=Cosine(), optimizer=SGD(0.1))
+    shared = task(rounds=4, schedule=CosineSchedule(), optimizer=SGD(0.1))
     simulation = simulate(FedAvg(), shared, cohort=4)
     rates = []
     for number in range(4):

@@ -117,7 +117,7 @@ def test_people_see_every_option_that_counts():
     assert set(settings.option_types()) & shared_options() - {"method"} <= rows.keys()
     assert (rows["lr"], rows["prox"], rows["rounds"], rows["steps"]) == ("0.25", "0.5", "4", "2")
     network = task(TERMS.config, TERMS.image_spec).network.init(rng.generator(0, "model"))
-    assert rows["numbers"] == f"{tree.size(network):,}"
+    assert rows["numbers"] == f"{tree.numel(network):,}"
     lines = TERMS.summary().format_lines()
     assert lines[0] == TERMS.sentence()
     assert lines[-1].endswith(TERMS.hash)

@@ -486,7 +486,7 @@ def test_a_network_is_counted_and_not_made():
     """The small network of width w has 9w + w + 18 w^2 + ... numbers: as many as are made."""
     for width in (1, 7, 64):
         network = task(terms(width=width).config, terms().image_spec).network
-        assert limits.count_parameters(network) == tree.size(network.init(torch.Generator()))
+        assert limits.count_parameters(network) == tree.numel(network.init(torch.Generator()))
     widths = range(1, 5000)
     last = widths[
         bisect_right(widths, limits.MAX_PARAMETERS, key=lambda w: limits.count_parameters(SmallCNN(1, 2, w))) - 1

@@ -26,8 +26,8 @@ OPTIONS: dict[str, Any] = {"network": "small", "method": "fedavg", "cohort": 2, 
 def words(options: dict[str, Any] | None = None, **table: Any) -> str:
     """Return a file with these options and these lines of its table; None leaves a line out."""
     top, inner = {**OPTIONS, **(options or {})}, {**TABLE, **table}
-    lines = [f"{name} = {toml.value(value)}" for name, value in top.items() if value is not None]
-    held = [f"{name} = {toml.value(value)}" for name, value in inner.items() if value is not None]
+    lines = [f"{name} = {toml.format_value(value)}" for name, value in top.items() if value is not None]
+    held = [f"{name} = {toml.format_value(value)}" for name, value in inner.items() if value is not None]
     return "\n".join([*lines, "[federation]", *held]) + "\n"
 
 

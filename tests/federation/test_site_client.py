@@ -40,7 +40,7 @@ from halfmoon.federation.site.runtime import SiteMemory, prune_memories
 from halfmoon.methods import registry
 from halfmoon.runs.factory import task, views
 from halfmoon.storage import atomic_io
-from halfmoon.storage.state_store import Store
+from halfmoon.storage.state_store import TreeStore
 
 WARD, PATIENT, DIAGNOSIS = "ward-7-b41", "kim-1961", "lupus"
 """The folder of the site, the beginning of its images' names, and a class that only it has."""
@@ -105,7 +105,7 @@ def play(member: SiteClient, about: Terms = TERMS, rounds: int = ROUNDS) -> list
     remote = RemoteRuntime(
         method, shared, views(config, about.image_spec),
         SiteCalls(line, about.sites, RunIdentity(about.hash, member.version, RUN)), RuntimeSettings(1, config.seed),
-        store=Store(),
+        store=TreeStore(),
     )  # fmt: skip
     server = method.start(shared, shared.network.init(rng.generator(config.seed, "model")))
     for number in range(rounds):

@@ -23,7 +23,7 @@ from halfmoon.engine.evaluation import Examples
 from halfmoon.engine.local_clients import FederatedDataset
 from halfmoon.methods.analytic import MixtureHead, RidgeHead
 from halfmoon.models.efficientnet import CenteredLinear
-from halfmoon.models.finetuned import FeatureHead, FirstView, finetuned, on_features
+from halfmoon.models.finetuned import FeatureHead, FirstView, feature_head, fine_tune
 from halfmoon.models.modules import from_factory
 from halfmoon.models.weights import Weights
 
@@ -52,8 +52,8 @@ def head_network() -> FeatureHead:
     network = from_factory(f"{__name__}:make", 1, CLASSES, (8, 8))
     first = tree.flatten(network.init(torch.Generator().manual_seed(0)))
     tensors = {path.removeprefix("params/").replace("/", "."): leaf for path, leaf in first.items()}
-    head = on_features(
-        finetuned(network, Weights("tiny", "0" * 64, ("a", "b", "c"), tensors), ("backbone",), ("a", "b", "c"))
+    head = feature_head(
+        fine_tune(network, Weights("tiny", "0" * 64, ("a", "b", "c"), tensors), ("backbone",), ("a", "b", "c"))
     )
     assert head is not None
     return head
@@ -163,7 +163,7 @@ def test_derivatives_of_a_centered_head_on_features() -> None:
     back = tree.map(lambda a, b: a - 1e-3 * b, params, direction)
     expected = (network.predict(step, {}, x) - network.predict(back, {}, x)) / 2e-3
     torch.testing.assert_close(network.tangent(params, x, tape, direction), expected, rtol=1e-2, atol=1e-3)
-    whole, model = network.whole({"params": params, "stats": {}})
+    whole, model = network.full_model({"params": params, "stats": {}})
     images = torch.rand(4, 1, 8, 8)
     expected, features = whole.represent(model["params"], {}, images)
     torch.testing.assert_close(network.predict(params, {}, features), expected)

@@ -13,7 +13,7 @@ from textbook_objectives import Textbook, mean_teacher
 from torch_models import state_dict
 
 from halfmoon.api.types import Batch, Method
-from halfmoon.core.optim import SGD, Cosine
+from halfmoon.core.optim import SGD, CosineSchedule
 from halfmoon.engine.sampling import Batching
 from halfmoon.methods import registry
 from halfmoon.methods.fedavg import FedAvg
@@ -29,7 +29,7 @@ def visits(method: Method, all_labels: bool, place: str = "clients") -> tuple[di
 
     SGD with Nesterov momentum and weight decay, on a cosine schedule: all that could be forgotten between rounds.
     """
-    shared = task(optimizer=SGD(0.05, 0.9, 1e-2, nesterov=True), schedule=Cosine(), rounds=ROUNDS)
+    shared = task(optimizer=SGD(0.05, 0.9, 1e-2, nesterov=True), schedule=CosineSchedule(), rounds=ROUNDS)
     spy = Spy(method)
     held = dataset(all_labels=all_labels, pooled=True, place=place)
     simulation = simulate(spy, shared, held, batching=Batching(6, 8))

@@ -387,7 +387,7 @@ def test_regulator_persists_and_is_the_same_at_first_for_all():
     one = client_update.initial_memory(broadcast, torch.Generator().manual_seed(1))
     two = client_update.initial_memory(broadcast, torch.Generator().manual_seed(1))
     assert apart(one["regulator"]["params"], two["regulator"]["params"]) == 0
-    assert tree.size(one["regulator"]["params"]) == 5 * 128 + 128 + 128 + 1
+    assert tree.numel(one["regulator"]["params"]) == 5 * 128 + 128 + 128 + 1
     free = FedDure(keep_regulator=False).client_updates(client_update.task)["train"]
     assert free.finish(broadcast, carry, local(3, 4))[1] == {}
     fresh = FedDure(keep_regulator_optimizer=False).client_updates(client_update.task)["train"]

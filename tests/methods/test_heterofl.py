@@ -23,7 +23,7 @@ from halfmoon.methods.fedavg import FedAvg
 from halfmoon.methods.heterofl import HeteroFL, cut, fixed, parsed
 from halfmoon.models import SmallCNN, WideResNet
 from halfmoon.models.network import Network
-from halfmoon.models.passes import Run
+from halfmoon.models.passes import ForwardPass
 
 WIDE = SmallCNN(1, CLASSES, 4)
 
@@ -41,7 +41,7 @@ class Pair(Network):
         head = {"weight": torch.ones(self.classes, 2), "bias": torch.ones(self.classes)}
         return {"params": {"layer": {"conv": conv}, "head": head}, "stats": {}}
 
-    def layers(self, x: Tensor, run: Run) -> Tensor:
+    def layers(self, x: Tensor, run: ForwardPass) -> Tensor:
         return run.linear("head", run.conv("layer", x).mean((-2, -1)))
 
     def check(self, shape: tuple[int, int, int]) -> None:

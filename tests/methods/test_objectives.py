@@ -18,7 +18,7 @@ from halfmoon.core.optim import SGD
 from halfmoon.core.tree import Tree
 from halfmoon.methods.objectives import UDA, FixMatch, Objective, PseudoLabel, Supervised
 from halfmoon.models import Network
-from halfmoon.models.network import Normalize, Run
+from halfmoon.models.network import ForwardPass, Normalize
 
 W = log(3)
 
@@ -34,7 +34,7 @@ class Line(Network):
         params = {"w": torch.tensor(W, dtype=torch.float64)}
         return {"params": params, "stats": {"in": {"mean": torch.tensor(1.0, dtype=torch.float64)}}}
 
-    def layers(self, x: Tensor, run: Run) -> Tensor:
+    def layers(self, x: Tensor, run: ForwardPass) -> Tensor:
         raise AssertionError("no layer of a linear network needs a run")
 
     def check(self, shape: tuple[int, int, int]) -> None:

@@ -21,7 +21,7 @@ from halfmoon.core.tree import Tree
 from halfmoon.methods import registry
 from halfmoon.models import Network, ResNet8, SmallCNN
 from halfmoon.models import registry as networks
-from halfmoon.models.finetuned import FineTuned, finetuned
+from halfmoon.models.finetuned import FineTunedNetwork, fine_tune
 from halfmoon.models.modules import from_factory
 from halfmoon.models.weights import read
 
@@ -43,9 +43,9 @@ def saved(path: Path, tensors: Tree, classes: tuple[str, ...] | None = None) -> 
     return str(path)
 
 
-def partly(tmp_path: Path, *patterns: str, network: Network = OURS, model: Tree | None = None) -> FineTuned:
+def partly(tmp_path: Path, *patterns: str, network: Network = OURS, model: Tree | None = None) -> FineTunedNetwork:
     path = saved(tmp_path / "w.safetensors", given() if model is None else model)
-    return finetuned(network, read(path), patterns, NAMES[: network.classes])
+    return fine_tune(network, read(path), patterns, NAMES[: network.classes])
 
 
 def test_the_model_is_the_trained_part_and_the_whole_is_put_together_again(tmp_path: Path) -> None:
@@ -56,7 +56,7 @@ def test_the_model_is_the_trained_part_and_the_whole_is_put_together_again(tmp_p
     assert {path: leaf.shape for path, leaf in tree.flatten(mine).items()} == {
         "params/head/weight": (4, 8), "params/head/bias": (4,),
     }  # fmt: skip
-    assert (which.norm, which.head, mine["stats"], which.unseen(mine["params"])) == ("none", "head", {}, {})
+    assert (which.norm, which.head, mine["stats"], which.zero_moments(mine["params"])) == ("none", "head", {}, {})
     network, whole = which.whole(mine)
     assert network == OURS
     assert same(whole, model)
@@ -65,7 +65,7 @@ def test_the_model_is_the_trained_part_and_the_whole_is_put_together_again(tmp_p
     torch.testing.assert_close(which.predict(mine["params"], {}, x), logits)
     torch.testing.assert_close(which.embed(mine["params"], x), (logits, features, {}))
     with torch.device("meta"):
-        assert tree.size(which.init(torch.Generator())) == 36
+        assert tree.numel(which.init(torch.Generator())) == 36
 
 
 def test_gradient_and_tangent_of_a_head_by_hand(tmp_path: Path) -> None:
@@ -161,18 +161,18 @@ def test_the_head_is_drawn_anew_where_its_classes_differ(tmp_path: Path) -> None
     """Another number of classes, other names of classes in a file of ours, or no head in the file."""
     model = given()
     path = saved(tmp_path / "five.safetensors", model)
-    five = finetuned(SmallCNN(1, 5, 4), read(path), ("backbone",), (*NAMES, "e"))
+    five = fine_tune(SmallCNN(1, 5, 4), read(path), ("backbone",), (*NAMES, "e"))
     assert five.fresh
     assert five.init(rng.generator(0, "m"))["params"]["head"]["weight"].shape == (5, 8)
     named = saved(tmp_path / "named.safetensors", model, NAMES)
-    assert not finetuned(OURS, read(named), (), NAMES).fresh
-    others = finetuned(OURS, read(named), (), ("w", "x", "y", "z"))
+    assert not fine_tune(OURS, read(named), (), NAMES).fresh
+    others = fine_tune(OURS, read(named), (), ("w", "x", "y", "z"))
     one, two = (others.init(rng.generator(seed, "m"))["params"] for seed in (0, 1))
     assert others.fresh
     assert not torch.equal(one["head"]["weight"], two["head"]["weight"])
     assert torch.equal(one["conv1"]["conv"]["weight"], model["params"]["conv1"]["conv"]["weight"])
     headless = {"params": {k: v for k, v in model["params"].items() if k != "head"}, "stats": model["stats"]}
-    assert finetuned(OURS, read(saved(tmp_path / "no.safetensors", headless)), ("backbone",), NAMES).fresh
+    assert fine_tune(OURS, read(saved(tmp_path / "no.safetensors", headless)), ("backbone",), NAMES).fresh
 
 
 def test_what_does_not_fit_is_said_in_a_sentence(tmp_path: Path) -> None:
@@ -196,10 +196,10 @@ def test_what_does_not_fit_is_said_in_a_sentence(tmp_path: Path) -> None:
         (SmallCNN(1, 3, 4), good, ("head", "conv1"), "but the head starts at random"),
     ):
         with pytest.raises(UserError, match=why):
-            finetuned(network, read(path), patterns, NAMES[: network.classes])
+            fine_tune(network, read(path), patterns, NAMES[: network.classes])
     with pytest.raises(UserError, match=r"a file of weights with SHA-256 0{64}, which is not here"):
         read(f"sha256:{'0' * 64}")
-    assert read(weight_files.offer(Path(good))).tensors.keys() == read(good).tensors.keys()
+    assert read(weight_files.register(Path(good))).tensors.keys() == read(good).tensors.keys()
 
 
 class Ending(nn.Module):
@@ -218,14 +218,14 @@ def test_a_state_dict_of_a_module_from_outside(tmp_path: Path, monkeypatch: pyte
     module(torch.zeros(1, 1, 8, 8))
     save_file(module.state_dict(), tmp_path / "s.safetensors")
     network = from_factory("outside_parts:small", 1, 4, (8, 8))
-    which = finetuned(network, read(str(tmp_path / "s.safetensors")), ("conv?",), NAMES)
+    which = fine_tune(network, read(str(tmp_path / "s.safetensors")), ("conv?",), NAMES)
     x = torch.randn(3, 1, 8, 8)
     torch.testing.assert_close(which.predict(which.init(rng.generator(0, "m"))["params"], {}, x), module(x).detach())
     monkeypatch.setattr(outside_parts, "ending", Ending, raising=False)
     headless = from_factory("outside_parts:ending", 1, 4, (8, 8))
     save_file(Ending(1, 4, (8, 8)).state_dict(), tmp_path / "e.safetensors")
     with pytest.raises(UserError, match="freeze backbone means every layer but the head, and this network does not"):
-        finetuned(headless, read(str(tmp_path / "e.safetensors")), ("backbone",), NAMES)
+        fine_tune(headless, read(str(tmp_path / "e.safetensors")), ("backbone",), NAMES)
 
 
 def test_a_network_of_torchvision_comes_by_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -249,13 +249,13 @@ def test_a_network_of_torchvision_comes_by_its_name(monkeypatch: pytest.MonkeyPa
     made = networks.make("torchvision:tiny", 3, 4, (8, 8), "batch", None)
     made.check((3, 8, 8))
     assert (made.head, asked[0]) == ("2", ("tiny", None, 4))
-    assert networks.parsed(networks.described(made)) == made
+    assert networks.from_description(networks.describe(made)) == made
     with pytest.raises(UserError, match=r"network torchvision:huge cannot be made \(ValueError: Unknown model huge\)"):
         networks.make("torchvision:huge", 3, 4, (8, 8), "batch", None)
     with pytest.raises(UserError, match="torchvision:tiny takes RGB images: set channels to 3"):
         networks.make("torchvision:tiny", 1, 4, (8, 8), "batch", None)
     with pytest.raises(UserError, match="no name of a network that another machine could make"):
-        networks.parsed({"name": "transformers:some/where", "channels": 3, "classes": 4, "size": [8, 8]})
+        networks.from_description({"name": "transformers:some/where", "channels": 3, "classes": 4, "size": [8, 8]})
 
 
 def test_weights_that_were_read_do_not_change_with_their_file(tmp_path: Path) -> None:

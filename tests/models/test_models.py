@@ -129,7 +129,7 @@ def test_networks_have_the_sizes_of_their_papers(network, parameters: int, track
     channels are 64 + 3 * 128 + 256 + 3 * 512 = 2,240. GroupNorm (FedRGD) has the parameters of batch normalization."""
     with torch.device("meta"):
         model = network.init(torch.Generator())
-    assert (tree.size(model["params"]), tree.size(model["stats"])) == (parameters, tracked)
+    assert (tree.numel(model["params"]), tree.numel(model["stats"])) == (parameters, tracked)
 
 
 @pytest.mark.parametrize("network", [network for network, _ in CASES], ids=str)
@@ -252,6 +252,6 @@ def test_one_image_of_one_pixel_is_its_own_mean():
 @pytest.mark.parametrize("width", [48, 60, 240])
 def test_the_number_of_parameters_is_known_without_building(name: str, width: int) -> None:
     kind = NETWORKS[name]
-    network = kind(channels=3, classes=7, norm="none" if kind.own_norm else "batch", width=width)
+    network = kind(channels=3, classes=7, norm="none" if kind.fixed_norm else "batch", width=width)
     with torch.device("meta"):
-        assert registry.parameters(network) == tree.size(network.init(torch.Generator())["params"])
+        assert registry.count_parameters(network) == tree.numel(network.init(torch.Generator())["params"])

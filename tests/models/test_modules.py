@@ -18,7 +18,7 @@ from halfmoon.core.tree import Tree
 from halfmoon.methods import registry
 from halfmoon.models import SmallCNN
 from halfmoon.models import registry as networks
-from halfmoon.models.modules import ModuleNetwork, from_factory, represents
+from halfmoon.models.modules import ModuleNetwork, feature_function, from_factory
 
 OURS = SmallCNN(1, 4, 4)
 SIZES = ((5, 4), (3, 8), (6, 7), (4, 6))
@@ -87,7 +87,7 @@ def test_features_are_those_of_the_module() -> None:
     model = which.init(rng.generator(4, "model"))
     model["stats"] = tree.map(lambda leaf: torch.rand_like(leaf) + 0.5, model["stats"])
     with ThreadPoolExecutor(2) as pool:
-        found = list(pool.map(represents(which, model), x.split(3)))
+        found = list(pool.map(feature_function(which, model), x.split(3)))
     torch.testing.assert_close(torch.cat(found), which.represent(model["params"], model["stats"], x)[1])
 
 
@@ -165,7 +165,7 @@ def test_a_network_that_cannot_be_carried_says_why(factory, why: str) -> None:
 
 def test_a_description_makes_the_network_again() -> None:
     for which in (network("small"), OURS, SmallCNN(3, 2, 5, "group")):
-        assert networks.parsed(networks.described(which)) == which
+        assert networks.from_description(networks.describe(which)) == which
     for said in (
         {"name": "smal"},
         {"name": "outside_parts:small"},
@@ -173,7 +173,7 @@ def test_a_description_makes_the_network_again() -> None:
         {"name": "small", "a": 1},
     ):
         with pytest.raises(UserError):
-            networks.parsed(said)
+            networks.from_description(said)
 
 
 def test_heterofl_says_why_it_cannot_cut_a_module() -> None:

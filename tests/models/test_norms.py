@@ -171,7 +171,7 @@ def test_a_leading_part_is_the_whole_with_zeros_elsewhere(network, side):
     part = leading(model["params"])
     whole = masked(part, model["params"])
     stats = {name: {k: leaf[: ceil(len(leaf) / 2)] for k, leaf in s.items()} for name, s in model["stats"].items()}
-    assert tree.size(part) < 0.35 * tree.size(whole)
+    assert tree.numel(part) < 0.35 * tree.numel(whole)
     torch.testing.assert_close(
         network.predict(part, stats, x), network.predict(whole, model["stats"], x), rtol=1e-10, atol=1e-10
     )

@@ -5,9 +5,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import max_pool2d
 
-from halfmoon.core.autodiff import grad_and_value, lifted
+from halfmoon.core.autodiff import grad_and_value, vmap_clients
 from halfmoon.core.tree import Tree
-from halfmoon.models.passes import Batched
+from halfmoon.models.passes import TrainPass
 
 CLIENTS, IMAGES, CHANNELS = 3, 4, 5
 
@@ -24,10 +24,10 @@ def test_maxima_and_their_gradient_are_pytorchs(window: tuple[int, ...]):
     weight = torch.randint(-8, 8, (CLIENTS, *seen), generator=torch.Generator().manual_seed(1)).float()
 
     def ours(params: Tree, weight: Tensor) -> tuple[Tensor, Tensor]:
-        out = Batched({}, "none").pool(params["x"], *window)
+        out = TrainPass({}, "none").pool(params["x"], *window)
         return (out * weight).sum(), out
 
-    gradient, _, out = lifted(lambda x, weight: grad_and_value(ours, {"x": x}, weight))(x, weight)
+    gradient, _, out = vmap_clients(lambda x, weight: grad_and_value(ours, {"x": x}, weight))(x, weight)
     for k in range(CLIENTS):
         alone = x[k].clone().requires_grad_()
         expected = max_pool2d(alone, *window)
@@ -40,7 +40,7 @@ def test_one_clients_are_as_well():
     """With channels first, as images of one channel have them: values, gradient and layout are `max_pool2d`'s."""
     x, weight = images()[0], torch.randn(IMAGES, CHANNELS, 3, 3, generator=torch.Generator().manual_seed(1))
     ours, theirs = x.clone().requires_grad_(), x.clone().requires_grad_()
-    out, expected = Batched({}, "none").pool(ours, 2), max_pool2d(theirs, 2)
+    out, expected = TrainPass({}, "none").pool(ours, 2), max_pool2d(theirs, 2)
     (out * weight).sum().backward()
     (expected * weight).sum().backward()
     for mine, other in ((out, expected), (ours.grad, theirs.grad)):
@@ -51,12 +51,12 @@ def test_one_clients_are_as_well():
 def test_a_number_that_is_none_stays_one():
     x = images()
     x[1, 0, 0, 3, 2] = torch.nan
-    pooled = lifted(lambda x: {"out": Batched({}, "none").pool(x, 2)})(x)["out"]
+    pooled = vmap_clients(lambda x: {"out": TrainPass({}, "none").pool(x, 2)})(x)["out"]
     assert torch.equal(pooled.isnan(), max_pool2d(x.flatten(0, 1), 2).unflatten(0, (CLIENTS, -1)).isnan())
     assert pooled.isnan().sum() == 1
 
 
 def test_images_that_all_clients_share_are_pooled_once_for_all():
     x = images()[0]
-    pooled = lifted(lambda k: {"out": Batched({}, "none").pool(x, 2)})(torch.arange(CLIENTS))["out"]
+    pooled = vmap_clients(lambda k: {"out": TrainPass({}, "none").pool(x, 2)})(torch.arange(CLIENTS))["out"]
     assert torch.equal(pooled, max_pool2d(x, 2).expand(CLIENTS, -1, -1, -1, -1))

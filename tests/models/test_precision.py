@@ -99,12 +99,12 @@ def test_tests_and_what_is_saved_are_float32():
     """Accuracy, mean predictions and the saved network are those of the float32 network, bit by bit."""
     network, model = rounded(SmallCNN(1, CLASSES, 8)), SmallCNN(1, CLASSES, 8).init(torch.Generator().manual_seed(0))
     images, normalize = examples(20), task(dtype=torch.float32).normalize
-    ours, theirs = (tally(each, model, normalize, images).row() for each in (network, network.exact))
+    ours, theirs = (tally(each, model, normalize, images).row() for each in (network, network.in_float32))
     assert ours == theirs
-    ours, theirs = (mean_prediction(each, model, normalize, images.images) for each in (network, network.exact))
+    ours, theirs = (mean_prediction(each, model, normalize, images.images) for each in (network, network.in_float32))
     assert (ours == theirs).all()
-    assert network.whole(model)[0] == SmallCNN(1, CLASSES, 8)
-    assert networks.parsed(networks.described(network)) == network.exact
+    assert network.full_model(model)[0] == SmallCNN(1, CLASSES, 8)
+    assert networks.from_description(networks.describe(network)) == network.in_float32
 
 
 def test_the_option_is_the_networks_and_one_of_the_terms():
@@ -122,5 +122,5 @@ def test_float32_is_what_it_was():
     model = tree.to(network.init(torch.Generator().manual_seed(0)), dtype=torch.float64)
     x = torch.randn((3, 1, side, side), dtype=torch.float64)
     assert network.train(model["params"], x)[0].dtype == torch.float64
-    assert network.exact is network
+    assert network.in_float32 is network
     assert furthest(seen(network, side), seen(replace(network), side)) == 0

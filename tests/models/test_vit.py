@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from halfmoon.core import rng, tree
-from halfmoon.core.autodiff import grad_and_value, lifted
+from halfmoon.core.autodiff import grad_and_value, vmap_clients
 from halfmoon.core.errors import UserError
 from halfmoon.core.tree import Tree
 from halfmoon.models import registry
@@ -67,11 +67,11 @@ def test_vit_tiny_has_the_size_that_is_counted_by_hand():
     block = 2 * 384 + (192 * 576 + 576) + (192 * 192 + 192) + (192 * 768 + 768) + (768 * 192 + 192)
     assert block == 444_864
     model = VisionTransformer(3, 10).init(torch.Generator())
-    assert tree.size(model["params"]) == 48 * 192 + 192 + 12 * block + 384 + 1930 == 5_350_090
+    assert tree.numel(model["params"]) == 48 * 192 + 192 + 12 * block + 384 + 1930 == 5_350_090
     assert model["stats"] == {}
     # 64 patches: each weight once a patch, 64 * 64 products of 192 for q k^T and for its product with v; the head once.
     products = 64 * (48 * 192 + 12 * 12 * 192**2) + 12 * 2 * 64**2 * 192 + 1920
-    assert VisionTransformer(3, 10).products((3, 32, 32)) == products
+    assert VisionTransformer(3, 10).count_products((3, 32, 32)) == products
 
 
 def test_patches_lie_row_by_row_and_no_two_places_are_alike():
@@ -95,7 +95,7 @@ def test_clients_lift_and_tangents_are_those_of_forward_mode():
 
     alone = [grad_and_value(loss, *each) for each in scenes]
     stacked = tree.stack([{"params": params, "x": x, "y": y} for params, x, y in scenes])
-    together = lifted(lambda each: grad_and_value(loss, *each.values()))(stacked)
+    together = vmap_clients(lambda each: grad_and_value(loss, *each.values()))(stacked)
     for k, (gradient, value, logits) in enumerate(alone):
         torch.testing.assert_close(together[1][k], value)
         torch.testing.assert_close(together[2][k], logits)
@@ -112,7 +112,7 @@ def test_clients_lift_and_tangents_are_those_of_forward_mode():
 def test_what_it_does_not_take_is_one_sentence():
     made = registry.make("vit", 1, 10, (8, 8), "batch", 24)  # batch is what stands there where nobody says
     assert made == VisionTransformer(1, 10, 24)
-    assert registry.parsed(registry.described(made)) == made
+    assert registry.from_description(registry.describe(made)) == made
     with pytest.raises(UserError, match="network vit brings its own normalization: leave norm out"):
         registry.make("vit", 1, 10, (8, 8), "group", 24)
     with pytest.raises(UserError, match="width is 16: that of a vision transformer is a multiple of 12"):

@@ -67,7 +67,7 @@ def write_run(path: Path, metrics: str, done: dict[str, Any] | None) -> Path:
     (path / "metrics.jsonl").write_text(metrics)
     if done is not None:
         (path / "summary.json").write_text(json.dumps(done))
-        integrity.note_files(path, "config.toml", "metrics.jsonl", "summary.json")
+        integrity.record_files(path, "config.toml", "metrics.jsonl", "summary.json")
     return path
 
 
@@ -99,7 +99,7 @@ def test_what_is_no_run_is_said(tmp_path: Path) -> None:
     (path / "metrics.jsonl").unlink()
     assert Run.read(path).rows == []
     (path / "summary.json").write_text("{")
-    integrity.note_files(path, "config.toml", "summary.json")
+    integrity.record_files(path, "config.toml", "summary.json")
     with pytest.raises(UserError, match="not a summary"):
         Run.read(path)
 

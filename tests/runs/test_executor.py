@@ -48,7 +48,7 @@ def test_tiny_networks_train_as_one_program(options: dict[str, Any], wanted: str
     image = factory.ImageSpec.of(shared.source).image
     assert factory.settled(config, shared.task.network, image).executor == wanted
     if not options:
-        assert shared.task.network.products((1, 8, 8)) == 120_128
+        assert shared.task.network.count_products((1, 8, 8)) == 120_128
 
 
 def test_a_simulation_of_a_federation_trains_as_its_sites_do(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 import halfmoon
 from halfmoon import Config, UserError, load_model
 from halfmoon.core import tree
-from halfmoon.models.finetuned import FineTuned
+from halfmoon.models.finetuned import FineTunedNetwork
 from halfmoon.runs import factory, features
 from halfmoon.runs.callbacks import NullCallback, told_of
 
@@ -40,7 +40,7 @@ def test_the_plain_view_in_the_cache_is_what_the_backbone_gives(weights: str) ->
     with_cache = factory.problem(frozen(weights, features=True), methods=["fedavg-fixmatch"])
     without = factory.problem(frozen(weights))
     network = without.task.network
-    assert isinstance(network, FineTuned)
+    assert isinstance(network, FineTunedNetwork)
     model = network.init(torch.Generator().manual_seed(0))
     x = without.task.normalize(without.train.images)
     expected = network.represent(model["params"], model["stats"], x)[1]

@@ -57,7 +57,7 @@ def test_only_the_head_travels_and_is_saved_and_the_model_is_whole(
     assert changed(first, folder) == HEAD_NAMES
     images = np.zeros((2, 8, 8, 1), np.uint8)
     assert load_model(folder).probabilities(images).shape == (2, 10)
-    digest = atomic_io.digest(first.read_bytes())
+    digest = atomic_io.sha256(first.read_bytes())
     assert f"# weights from mine.safetensors sha256 {digest}\n" in (folder / "config.toml").read_text()
     there = replace(config, weights=str(first))
     assert settings.identity(there, "fedavg") == settings.identity(config, "fedavg")

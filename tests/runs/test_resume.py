@@ -19,7 +19,7 @@ import pytest
 from scenes import begin, play, same, simulate, task
 
 from halfmoon.methods.feddure import FedDure
-from halfmoon.storage.state_store import Store
+from halfmoon.storage.state_store import TreeStore
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 
@@ -293,7 +293,7 @@ def test_where_the_memories_lie_changes_no_bit(tmp_path: Path) -> None:
     """All in memory, or all on disk and mapped: servers and memories of three rounds agree in every bit."""
     played = []
     for cap in (10**9, 0):
-        method, shared, store = FedDure(), task(), Store(tmp_path / str(cap), cap)
+        method, shared, store = FedDure(), task(), TreeStore(tmp_path / str(cap), cap)
         played.append(play(method, simulate(method, shared, store=store), begin(method, shared), range(3)))
         assert bool(list(tmp_path.glob(f"{cap}/*.spill"))) == (cap == 0)
         assert (store.resident == 0) == (cap == 0)

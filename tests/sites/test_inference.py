@@ -581,7 +581,7 @@ def test_a_calibrated_model_tells_the_truth_everywhere(home: Path, tmp_path: Pat
     with safe_open(home / "run" / "model.safetensors", "pt") as file:
         assert file.metadata()["format"] == "2"
     assert check_seal((home / "run" / "model.safetensors").read_bytes())
-    integrity.check(home / "run", "model.safetensors")
+    integrity.check_files(home / "run", "model.safetensors")
     assert cli.main(["predict", *run, other, "--out", str(tmp_path / "p.csv")]) == 0
     capsys.readouterr()
     row = next(csv.DictReader((tmp_path / "p.csv").open()))

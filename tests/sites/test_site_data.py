@@ -376,7 +376,7 @@ def test_a_full_disk_is_a_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 def test_a_busy_folder_is_a_sentence(tmp_path: Path) -> None:
     prepare_site(site(tmp_path))
-    with atomic_io.opened(tmp_path / ".halfmoon" / "lock", os.O_RDWR) as handle:
+    with atomic_io.open_file(tmp_path / ".halfmoon" / "lock", os.O_RDWR) as handle:
         atomic_io.flock(handle)
         with pytest.raises(UserError, match="is being prepared by another process; wait for it"):
             prepare_site(tmp_path, (2, 2))

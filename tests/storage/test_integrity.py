@@ -18,7 +18,7 @@ from halfmoon.report.run_reader import Run
 from halfmoon.runs import runner
 from halfmoon.sites.inference import load_model
 from halfmoon.storage import integrity
-from halfmoon.storage.integrity import Unsealed, seal, unseal
+from halfmoon.storage.integrity import BrokenSeal, seal, unseal
 from halfmoon.storage.serialization import check_seal
 
 SMALL: dict[str, Any] = {
@@ -52,10 +52,10 @@ def test_a_seal_finds_every_changed_bit():
         for bit in range(8):
             changed = bytearray(data)
             changed[place] ^= 1 << bit
-            with pytest.raises(Unsealed):
+            with pytest.raises(BrokenSeal):
                 unseal(bytes(changed))
     for cut in (data[:-1], b"", b"[]", b"{}", b"7"):
-        with pytest.raises(Unsealed):
+        with pytest.raises(BrokenSeal):
             unseal(cut)
 
 
@@ -176,22 +176,22 @@ def test_a_forged_summary_is_refused_without_its_checksum(finished: Path, tmp_pa
     folder = copy(finished, tmp_path / "run")
     path = folder / "summary.json"
     path.write_text(path.read_text().replace('"last": 0', '"last": 9'))
-    sums = integrity.sums(folder)
-    (folder / integrity.SUMS).unlink()
+    sums = integrity.read_checksums(folder)
+    (folder / integrity.CHECKSUMS).unlink()
     if deleted == "line":
         del sums["summary.json"]
-        integrity.note(folder, sums)
+        integrity.record_checksums(folder, sums)
     for read in (runner.resume, Run.read, runner.finished):
         with pytest.raises(UserError, match=r"checksums\.json has no checksum of \S+, .* --unchecked"):
             read(folder)
-    with integrity.unchecked():
+    with integrity.allow_missing_checksums():
         assert runner.resume(folder).summaries[0]["accuracy"]["last"] > 9
 
 
 def test_a_split_without_its_checksum_is_refused(stopped: Path, tmp_path: Path):
     """A run that goes on deals the images by it; before the first checkpoint a kill may have left it without one."""
     folder = copy(stopped, tmp_path / "run")
-    (folder / integrity.SUMS).unlink()
+    (folder / integrity.CHECKSUMS).unlink()
     with pytest.raises(UserError, match=r"no checksum of split\.parquet"):
         runner.resume(folder)
     for path in folder.glob("checkpoint-*"):
@@ -203,15 +203,15 @@ def test_a_split_without_its_checksum_is_refused(stopped: Path, tmp_path: Path):
 def test_a_folder_of_an_older_version_is_read_with_a_flag(finished: Path, tmp_path: Path, capsys: Any):
     """--unchecked says that nothing is compared; damaged checksums are refused all the same."""
     folder = copy(finished, tmp_path / "run")
-    (folder / integrity.SUMS).unlink()
+    (folder / integrity.CHECKSUMS).unlink()
     words = ["report", str(folder), "--out", str(tmp_path / "page.html")]
     assert cli.main(words) == 2
     assert "use --unchecked" in capsys.readouterr().err
     assert cli.main([*words, "--unchecked"]) == 0
     assert "files without a checksum are not checked" in capsys.readouterr().err
-    with integrity.unchecked():
+    with integrity.allow_missing_checksums():
         assert numbers(folder) == numbers(finished)
-        (folder / integrity.SUMS).write_text("{}")
+        (folder / integrity.CHECKSUMS).write_text("{}")
         with pytest.raises(UserError, match=r"checksums\.json is damaged"):
             Run.read(folder)
 

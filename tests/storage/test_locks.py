@@ -11,8 +11,8 @@ import pytest
 
 from halfmoon.core.errors import UserError
 from halfmoon.storage import atomic_io, locks
-from halfmoon.storage.folder_writer import Busy
-from halfmoon.storage.locks import Conflict
+from halfmoon.storage.folder_writer import FolderInUse
+from halfmoon.storage.locks import LockConflict
 from halfmoon.storage.run_folder import RunFolder
 
 
@@ -28,11 +28,11 @@ def lockless(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_lock_of_the_system_needs_no_file_and_no_remark(tmp_path: Path):
-    one = locks.take(tmp_path / "l")
-    with pytest.raises(Conflict):
-        locks.take(tmp_path / "l")
+    one = locks.acquire(tmp_path / "l")
+    with pytest.raises(LockConflict):
+        locks.acquire(tmp_path / "l")
     one.free()
-    again = locks.take(tmp_path / "l")
+    again = locks.acquire(tmp_path / "l")
     assert again.remark == ""
     again.free()
     assert [path.name for path in tmp_path.iterdir()] == ["l"]
@@ -41,12 +41,12 @@ def test_a_lock_of_the_system_needs_no_file_and_no_remark(tmp_path: Path):
 @pytest.mark.usefixtures("lockless")
 def test_without_locks_a_file_keeps_the_second_one_out_and_it_is_said(tmp_path: Path):
     """The sentence names the process that is there, and what to do where it is not; afterwards nothing is left."""
-    one = locks.take(tmp_path / "l")
+    one = locks.acquire(tmp_path / "l")
     assert "has no locks" in one.remark
-    with pytest.raises(Conflict, match=r"is at work.*remove the file"):
-        locks.take(tmp_path / "l")
+    with pytest.raises(LockConflict, match=r"is at work.*remove the file"):
+        locks.acquire(tmp_path / "l")
     one.free()
-    locks.take(tmp_path / "l").free()
+    locks.acquire(tmp_path / "l").free()
     assert [path.name for path in tmp_path.iterdir()] == ["l"]
 
 
@@ -54,10 +54,10 @@ def test_without_locks_a_file_keeps_the_second_one_out_and_it_is_said(tmp_path: 
 @pytest.mark.parametrize("change", [{"process": 2**22 + 1}, {"began": "1"}, {"boot": "another"}])
 def test_the_file_of_a_dead_process_is_replaced(tmp_path: Path, change: dict[str, object]):
     """Its number is nobody's, or by now another process', or the machine has started anew."""
-    one = locks.take(tmp_path / "l")
+    one = locks.acquire(tmp_path / "l")
     facts = json.loads(one.owner.read_bytes())
     one.owner.write_text(json.dumps({**facts, **change}))
-    two = locks.take(tmp_path / "l")
+    two = locks.acquire(tmp_path / "l")
     assert json.loads(one.owner.read_bytes()) == facts
     two.free()
 
@@ -67,13 +67,13 @@ def test_the_file_of_another_machine_and_a_damaged_one_are_left_to_people(tmp_pa
     """Nobody here can say whether that process lives."""
     owner = tmp_path / "l.owner"
     owner.write_text('{"host": "elsewhere", "process": 7, "boot": "", "began": ""}')
-    with pytest.raises(Conflict, match="process 7 on elsewhere"):
-        locks.take(tmp_path / "l")
+    with pytest.raises(LockConflict, match="process 7 on elsewhere"):
+        locks.acquire(tmp_path / "l")
     host = socket.gethostname()
     for text in ("{", f'{{"host": "{host}", "process": 1e999}}', f'{{"host": "{host}", "process": {10**30}}}'):
         owner.write_text(text)
-        with pytest.raises(Conflict, match="cannot be read"):
-            locks.take(tmp_path / "l")
+        with pytest.raises(LockConflict, match="cannot be read"):
+            locks.acquire(tmp_path / "l")
 
 
 @pytest.mark.usefixtures("lockless")
@@ -81,7 +81,7 @@ def test_two_runs_never_share_a_folder_without_locks(tmp_path: Path):
     """What the review found: both ended with 0, and rounds stood twice in metrics.jsonl."""
     with RunFolder.create(tmp_path / "run", "", "a" * 64) as folder:
         assert "has no locks" in folder.remark
-        with pytest.raises(Busy, match="another process is running"):
+        with pytest.raises(FolderInUse, match="another process is running"):
             RunFolder.open(tmp_path / "run").log({"round": 1})
     with RunFolder.open(tmp_path / "run") as again:
         again.log({"round": 1})
@@ -94,12 +94,12 @@ def test_a_killed_process_leaves_a_file_that_the_next_one_takes_over(tmp_path: P
         "def refuse(*_): raise OSError(37, 'No locks available')\n"
         "fcntl.flock = refuse\n"
         "from pathlib import Path; from halfmoon.storage import locks\n"
-        "locks.take(Path(sys.argv[1])); os.kill(os.getpid(), 9)"
+        "locks.acquire(Path(sys.argv[1])); os.kill(os.getpid(), 9)"
     )
     assert subprocess.run([sys.executable, "-c", code, tmp_path / "l"], check=False).returncode == -9
     assert (tmp_path / "l.owner").exists()
-    lock = locks.take(tmp_path / "l")
-    assert atomic_io.parsed((tmp_path / "l.owner").read_bytes())["process"] != 0
+    lock = locks.acquire(tmp_path / "l")
+    assert atomic_io.parse_json((tmp_path / "l.owner").read_bytes())["process"] != 0
     lock.free()
 
 
@@ -113,8 +113,8 @@ def test_folders_of_keys_and_of_images_are_one_processs_without_locks_too(tmp_pa
     keys = tmp_path / "keys"
     make.create_keys(keys, ["north"])
     assert not list(keys.rglob("*.owner"))
-    make.add_site(keys, "south")
-    other = locks.take(keys / LOCK_FILE)
+    make.add(keys, "south")
+    other = locks.acquire(keys / LOCK_FILE)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("halfmoon.sites.keys.key_folder.LOCK_TIMEOUT_SECONDS", 0.0)
         with pytest.raises(UserError, match=r"being changed by another process.*is at work, says"):

@@ -21,9 +21,9 @@ from test_state_store import same
 from halfmoon.core.errors import UserError
 from halfmoon.core.tree import Tree, flatten
 from halfmoon.storage import integrity
-from halfmoon.storage.folder_writer import Unwritable
+from halfmoon.storage.folder_writer import WriteError
 from halfmoon.storage.run_folder import RunFolder
-from halfmoon.storage.state_store import Store
+from halfmoon.storage.state_store import TreeStore
 
 ONE, OTHER = "a1" * 32, "b2" * 32
 
@@ -363,7 +363,7 @@ def kept_at(round: int) -> dict[str, Tree]:
     return {**kept, "d": memory_of("d", round)} if round % 3 == 1 else kept
 
 
-def play_clients(folder: RunFolder, store: Store, rounds: range) -> None:
+def play_clients(folder: RunFolder, store: TreeStore, rounds: range) -> None:
     """Play rounds and save each with what its clients keep."""
     for round in rounds:
         folder.log({"round": round})
@@ -376,7 +376,7 @@ def play_clients(folder: RunFolder, store: Store, rounds: range) -> None:
         folder.save(round, state_of(round), {"next": round + 1}, store)
 
 
-def assert_kept(store: Store, round: int) -> None:
+def assert_kept(store: TreeStore, round: int) -> None:
     wanted = kept_at(round) if round >= 0 else {}
     assert store.keys() == sorted(wanted)
     for key, value in wanted.items():
@@ -385,9 +385,9 @@ def assert_kept(store: Store, round: int) -> None:
         assert same(found, value)
 
 
-def gone_on(folder: RunFolder, cap: int) -> tuple[Store, int, list[str]]:
+def gone_on(folder: RunFolder, cap: int) -> tuple[TreeStore, int, list[str]]:
     """Return what a new process goes on with: the clients' store, the last round, and what was said."""
-    loaded, store = folder.load(), Store(None, cap)
+    loaded, store = folder.load(), TreeStore(None, cap)
     if loaded is None:
         return store, -1, []
     store.restore(loaded.clients)
@@ -403,7 +403,7 @@ def files_of(path: Path) -> dict[str, bytes]:
 
 def straight_clients(path: Path, rounds: int) -> dict[str, bytes]:
     with RunFolder.create(path, "", ONE) as folder:
-        play_clients(folder, Store(), range(rounds))
+        play_clients(folder, TreeStore(), range(rounds))
     return files_of(path)
 
 
@@ -411,7 +411,7 @@ def test_the_clients_lie_beside_the_checkpoints(folder: RunFolder) -> None:
     """After round 4 (kept: 3 and 4): a of 2 and 4, b of 3 and 4, d of 4; a method without memory has no folder."""
     play(folder, range(2))
     assert not (folder.path / "clients").exists()
-    play_clients(folder, Store(), range(2, 5))
+    play_clients(folder, TreeStore(), range(2, 5))
     trees = ("a-000002", "a-000004", "b-000003", "b-000004", "d-000004")
     files = {f"{name}.{kind}" for name in trees for kind in ("copy", "safetensors")}
     found = {e.name for e in (folder.path / "clients").iterdir()}
@@ -423,7 +423,7 @@ def test_the_clients_lie_beside_the_checkpoints(folder: RunFolder) -> None:
 @pytest.mark.parametrize("cap", [0, 10**6])
 def test_the_clients_of_a_checkpoint_come_back(tmp_path: Path, cap: int) -> None:
     wanted = straight_clients(tmp_path / "straight", 6)
-    folder, store = RunFolder.create(tmp_path / "run", "", ONE), Store(None, cap)
+    folder, store = RunFolder.create(tmp_path / "run", "", ONE), TreeStore(None, cap)
     play_clients(folder, store, range(4))
     store.put("b", memory_of("b", 99))  # of a round that was not saved
     store.put("x", memory_of("x", 99))
@@ -439,7 +439,7 @@ def test_the_clients_of_a_checkpoint_come_back(tmp_path: Path, cap: int) -> None
 @pytest.mark.parametrize("clients", [10, 200])
 def test_the_bytes_of_a_checkpoint_depend_on_its_round_alone(folder, monkeypatch, clients):
     """Five clients of a round keep 4 kB each: with 10 or 200 registered it writes 21 to 25 kB."""
-    store, written = Store(), 0
+    store, written = TreeStore(), 0
     for client in range(clients):
         store.put(str(client), {"w": torch.full((1000,), float(client))})
     folder.save(0, state_of(0), {}, store)
@@ -466,7 +466,7 @@ def test_a_kill_at_any_call_loses_no_client(tmp_path: Path, when: str, first: in
     wanted = straight_clients(tmp_path / "straight", first + 3)
     seen: set[int] = set()
     for at in count():
-        folder, store = RunFolder.create(tmp_path / f"{at}", "", ONE), Store(None, cap)
+        folder, store = RunFolder.create(tmp_path / f"{at}", "", ONE), TreeStore(None, cap)
         play_clients(folder, store, range(first))
         dead = killed(at, when, partial(play_clients, folder, store, range(first, first + 1)))
         again = reopened(folder)
@@ -490,7 +490,7 @@ def test_the_clients_are_on_disk_before_the_checkpoint_names_them(folder: RunFol
     At the end the oldest checkpoint goes, then what only it named. A save of 5 (kept: 3 and 5) in which no client
     has changed writes nothing for them, and removes b of 2, which round 3 replaced. A save of 6 (kept: 5 and 6) in
     which b has removes no client's file: what it replaces is named by 5."""
-    store = Store()
+    store = TreeStore()
     play_clients(folder, store, range(4))
     before = {e.name for e in (folder.path / "clients").iterdir()}
     with dying(1000, "never") as calls:
@@ -517,7 +517,7 @@ def test_a_damaged_client_falls_back_and_is_said(tmp_path: Path) -> None:
     for name, why in damage.items():
         for act in ("flip", "remove"):
             folder = RunFolder.create(tmp_path / f"{name}-{act}", "", ONE)
-            play_clients(folder, Store(), range(4))
+            play_clients(folder, TreeStore(), range(4))
             path = folder.path / "clients" / name
             for copy in (path.with_suffix(".copy"), path.with_name("manifest.second")):
                 copy.unlink(missing_ok=True)
@@ -542,7 +542,7 @@ def test_a_damaged_client_falls_back_and_is_said(tmp_path: Path) -> None:
 
 def test_going_on_leaves_the_checkpoint_to_fall_back_on_whole(folder: RunFolder) -> None:
     """Loaded once and damaged then: the older of the two still has all its clients."""
-    play_clients(folder, Store(), range(4))
+    play_clients(folder, TreeStore(), range(4))
     again = reopened(folder)
     assert gone_on(again, 0)[1] == 3
     (folder.path / "checkpoint-000003.safetensors").write_bytes(b"")
@@ -555,7 +555,7 @@ def test_going_on_leaves_the_checkpoint_to_fall_back_on_whole(folder: RunFolder)
 @pytest.mark.parametrize("act", ["flip", "cut", "remove"])
 def test_a_damaged_file_of_both_checkpoints_is_whole_again_from_its_copy(folder: RunFolder, name: str, act: str):
     """An idle client's file, and the manifest of all, are there twice; what was done is said, and nothing is lost."""
-    play_clients(folder, Store(), range(4))
+    play_clients(folder, TreeStore(), range(4))
     path = folder.path / "clients" / name
     before = path.read_bytes()
     path.write_bytes(bytes([before[0] ^ 1]) + before[1:] if act == "flip" else before[: len(before) // 2])
@@ -569,7 +569,7 @@ def test_a_damaged_file_of_both_checkpoints_is_whole_again_from_its_copy(folder:
 
 
 def test_a_client_damaged_twice_in_both_checkpoints_is_an_error_that_removes_nothing(folder: RunFolder) -> None:
-    play_clients(folder, Store(), range(4))
+    play_clients(folder, TreeStore(), range(4))
     (folder.path / "clients" / "c-000000.copy").write_bytes(b"")
     shared = folder.path / "clients" / "c-000000.safetensors"
     shared.write_bytes(shared.read_bytes()[:-1])
@@ -582,7 +582,7 @@ def test_a_client_damaged_twice_in_both_checkpoints_is_an_error_that_removes_not
 
 
 def test_a_round_is_saved_again_only_with_the_same_clients(folder: RunFolder) -> None:
-    store = Store()
+    store = TreeStore()
     play_clients(folder, store, range(2))
     before = files_of(folder.path)
     folder.save(1, state_of(1), {"next": 2}, store)
@@ -593,7 +593,7 @@ def test_a_round_is_saved_again_only_with_the_same_clients(folder: RunFolder) ->
 
 
 def test_clients_of_a_first_save_that_was_killed_are_forgotten(folder: RunFolder) -> None:
-    store = Store(None, 0)
+    store = TreeStore(None, 0)
     with dying(12, "before"), pytest.raises(Killed):
         play_clients(folder, store, range(1))
     assert list((folder.path / "clients").iterdir())
@@ -602,7 +602,7 @@ def test_clients_of_a_first_save_that_was_killed_are_forgotten(folder: RunFolder
 
 
 def test_a_finished_run_keeps_nothing_to_go_on_with(folder: RunFolder) -> None:
-    play_clients(folder, Store(), range(2))
+    play_clients(folder, TreeStore(), range(2))
     before = set(files_of(folder.path))
     folder.finish({}, {}, {})
     gone = before - set(files_of(folder.path))
@@ -644,7 +644,7 @@ def test_a_disk_that_refuses_leaves_the_checkpoints_before(tmp_path: Path, cap: 
     """At whichever call: one sentence, and the run goes on to the bytes of one whose disk was never full."""
     wanted = straight_clients(tmp_path / "straight", 6)
     for at in count():
-        folder, store = RunFolder.create(tmp_path / f"{at}", "", ONE), Store(None, cap)
+        folder, store = RunFolder.create(tmp_path / f"{at}", "", ONE), TreeStore(None, cap)
         play_clients(folder, store, range(4))
         failed = cause = None
         with refusing(at, code):
@@ -652,7 +652,7 @@ def test_a_disk_that_refuses_leaves_the_checkpoints_before(tmp_path: Path, cap: 
                 play_clients(folder, store, range(4, 5))
             except UserError as error:
                 failed, cause = str(error), error.__cause__
-                if isinstance(error, Unwritable):
+                if isinstance(error, WriteError):
                     assert "the checkpoint of round 3 is intact" in failed
                     assert f"halfmoon resume {folder.path}" in failed
         if failed is None:
@@ -673,7 +673,7 @@ def test_a_disk_that_refuses_leaves_the_checkpoints_before(tmp_path: Path, cap: 
 
 
 def test_a_first_save_that_fails_says_that_nothing_was_saved(folder: RunFolder) -> None:
-    with refusing(1, errno.ENOSPC), pytest.raises(Unwritable, match="no checkpoint was written yet"):
+    with refusing(1, errno.ENOSPC), pytest.raises(WriteError, match="no checkpoint was written yet"):
         folder.save(0, state_of(0), {})
     again = reopened(folder)
     assert again.load() is None
@@ -701,7 +701,7 @@ def test_create_refuses_a_folder_with_other_things_and_leaves_it_alone(tmp_path:
     assert [(e.name, e.read_text()) for e in tmp_path.iterdir()] == [("config.toml", "mine")]
     with pytest.raises(UserError, match="is a file, not a folder"):
         RunFolder.create(tmp_path / "config.toml", "", ONE)
-    with pytest.raises(Unwritable, match="cannot be made"):
+    with pytest.raises(WriteError, match="cannot be made"):
         RunFolder.create(tmp_path / "config.toml" / "run", "", ONE)
 
 
@@ -723,7 +723,7 @@ def test_create_takes_an_empty_folder_and_makes_parents(tmp_path: Path) -> None:
 @pytest.mark.skipif(os.name == "nt" or os.geteuid() == 0, reason="root may write everywhere")
 def test_create_under_a_folder_without_rights(tmp_path: Path) -> None:
     tmp_path.chmod(0o500)
-    with pytest.raises(Unwritable, match="Permission denied"):
+    with pytest.raises(WriteError, match="Permission denied"):
         RunFolder.create(tmp_path / "run", "", ONE)
 
 

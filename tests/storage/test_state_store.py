@@ -14,8 +14,8 @@ from safetensors import safe_open
 from halfmoon.core.errors import UserError
 from halfmoon.core.tree import Tree, flatten
 from halfmoon.storage import manifest
-from halfmoon.storage.manifest import START, Commit, Contents, Damaged, sweep, verify
-from halfmoon.storage.state_store import StateView, Store
+from halfmoon.storage.manifest import START, Commit, DamagedFile, StoreContents, remove_unreferenced, verify
+from halfmoon.storage.state_store import StateView, TreeStore
 
 CPU = torch.device("cpu")
 
@@ -41,14 +41,14 @@ def ten(number: float) -> Tree:
     return {"w": torch.full((10,), float(number))}
 
 
-def named(store: Store, suffix: str) -> list[str]:
+def named(store: TreeStore, suffix: str) -> list[str]:
     return sorted(path.name for path in store.disk.folder.glob(f"*{suffix}"))
 
 
-def reread(store: Store, mark: Commit, version: int = 0, cap: int = 0) -> Store:
+def reread(store: TreeStore, mark: Commit, version: int = 0, cap: int = 0) -> TreeStore:
     assert store.disk.folder is not None
-    again = Store(store.disk.folder, cap)
-    again.restore(sweep(verify(store.disk.folder, mark), version))
+    again = TreeStore(store.disk.folder, cap)
+    again.restore(remove_unreferenced(verify(store.disk.folder, mark), version))
     return again
 
 
@@ -73,7 +73,7 @@ TREES: dict[str, Tree] = {
 @pytest.mark.parametrize("name", TREES)
 @pytest.mark.parametrize("where", ["memory", "spill", "commit", "spilled commit"])
 def test_every_bit_comes_back(tmp_path: Path, name: str, where: str) -> None:
-    store = Store(tmp_path / "clients", 0 if "spill" in where else 10**6)
+    store = TreeStore(tmp_path / "clients", 0 if "spill" in where else 10**6)
     store.put("17", TREES[name])
     if "commit" in where:
         store = reread(store, store.commit(0))
@@ -82,7 +82,7 @@ def test_every_bit_comes_back(tmp_path: Path, name: str, where: str) -> None:
 
 
 def test_what_was_never_put_is_none(tmp_path: Path) -> None:
-    store = Store(tmp_path / "clients")
+    store = TreeStore(tmp_path / "clients")
     assert store.get("17") is None
     store.discard("17")
     assert (store.keys(), store.total_bytes(), store.resident, store.changed) == ([], 0, 0, False)
@@ -92,7 +92,7 @@ def test_what_was_never_put_is_none(tmp_path: Path) -> None:
 
 def test_a_put_is_a_copy_of_its_own() -> None:
     """Neither a later change of the caller's tensor nor the rest of the memory it is a slice of is kept."""
-    store = Store()
+    store = TreeStore()
     whole = torch.zeros(1000, 10)
     store.put("a", {"w": whole[3]})
     whole += 1
@@ -103,7 +103,7 @@ def test_a_put_is_a_copy_of_its_own() -> None:
 
 def test_the_least_recently_used_leave_memory_first(tmp_path: Path) -> None:
     """Entries of 40 bytes under a cap of 80: two fit. a, b, read a, put c: b goes; put d: a goes; read b: nothing."""
-    store = Store(tmp_path / "clients", 80)
+    store = TreeStore(tmp_path / "clients", 80)
     store.put("a", ten(1))
     store.put("b", ten(2))
     assert not (tmp_path / "clients").exists()
@@ -118,7 +118,7 @@ def test_the_least_recently_used_leave_memory_first(tmp_path: Path) -> None:
 
 
 def test_an_entry_larger_than_the_cap_goes_to_disk_alone(tmp_path: Path) -> None:
-    store = Store(tmp_path / "clients", 100)
+    store = TreeStore(tmp_path / "clients", 100)
     store.put("a", ten(1))
     large = {"w": torch.arange(50.0)}
     store.put("b", large)
@@ -127,7 +127,7 @@ def test_an_entry_larger_than_the_cap_goes_to_disk_alone(tmp_path: Path) -> None
 
 
 def test_a_new_tree_takes_the_place_of_the_old_one(tmp_path: Path) -> None:
-    store = Store(tmp_path / "clients", 0)
+    store = TreeStore(tmp_path / "clients", 0)
     store.put("a", ten(1))
     before = store.get("a")
     store.put("a", {"v": torch.zeros(3)})
@@ -136,7 +136,7 @@ def test_a_new_tree_takes_the_place_of_the_old_one(tmp_path: Path) -> None:
     assert (named(store, ".spill"), store.total_bytes()) == (["a.2.spill"], 12)
     store.discard("a")
     assert (named(store, ""), store.total_bytes(), store.get("a")) == ([], 0, None)
-    resident = Store(tmp_path / "other", 100)
+    resident = TreeStore(tmp_path / "other", 100)
     for number in range(5):
         resident.put("a", ten(number))
     assert (resident.resident, resident.total_bytes()) == (40, 40)
@@ -145,7 +145,7 @@ def test_a_new_tree_takes_the_place_of_the_old_one(tmp_path: Path) -> None:
 
 def test_keys_of_any_letters_have_files_of_their_own(tmp_path: Path) -> None:
     keys = ["17", "helpers/17", "helpers", "../up", "a b", "ü%", "a-000001", "a"]
-    store = Store(tmp_path / "clients", 0)
+    store = TreeStore(tmp_path / "clients", 0)
     for number, key in enumerate(keys):
         store.put(key, ten(number))
     again = reread(store, store.commit(1))
@@ -157,7 +157,7 @@ def test_keys_of_any_letters_have_files_of_their_own(tmp_path: Path) -> None:
 
 def test_a_folder_of_its_own_comes_with_the_first_spill_and_goes_with_the_store(tmp_path, monkeypatch):
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    store = Store(None, 50)
+    store = TreeStore(None, 50)
     store.put("a", ten(1))
     assert list(tmp_path.iterdir()) == []
     store.put("b", ten(2))
@@ -170,7 +170,7 @@ def test_a_folder_of_its_own_comes_with_the_first_spill_and_goes_with_the_store(
 
 
 def test_settling_moves_what_was_spilled(tmp_path: Path) -> None:
-    store = Store(None, 50)
+    store = TreeStore(None, 50)
     store.put("a", ten(1))
     store.put("b", ten(2))
     with pytest.raises(ValueError, match="settle it first"):
@@ -196,7 +196,7 @@ def test_what_is_on_disk_is_mapped_and_never_read_twice(tmp_path: Path) -> None:
     """Of 40 MB, `get` takes no memory, a touch of all of it only the file's own pages, and letting go gives them back.
     A mapped leaf is changed in place for its holder alone."""
     size = 40_000_000
-    store = Store(tmp_path / "clients", 0)
+    store = TreeStore(tmp_path / "clients", 0)
     store.put("a", {"w": torch.ones(size // 4), "b": torch.zeros(3)})
     gc.collect()
     own, files = memory()
@@ -222,7 +222,7 @@ def test_what_is_on_disk_is_mapped_and_never_read_twice(tmp_path: Path) -> None:
 
 def test_a_commit_names_the_files_after_key_and_version(tmp_path: Path) -> None:
     """One immutable file a changed tree, which any reader of safetensors opens; the manifest is only appended to."""
-    store = Store(tmp_path / "clients")
+    store = TreeStore(tmp_path / "clients")
     store.put("17", ten(1))
     store.put("3", ten(2))
     first = store.commit(0)
@@ -246,7 +246,7 @@ def test_a_commit_names_the_files_after_key_and_version(tmp_path: Path) -> None:
 
 def test_both_kept_commits_are_whole_until_the_older_is_pruned(tmp_path: Path) -> None:
     """Versions 1, 2, 3 of a; b is put once. Pruned to 2: version 1 of a is gone, the later commits are whole."""
-    store = Store(tmp_path / "clients")
+    store = TreeStore(tmp_path / "clients")
     store.put("b", ten(9))
     marks = {}
     for version in (1, 2, 3):
@@ -258,14 +258,14 @@ def test_both_kept_commits_are_whole_until_the_older_is_pruned(tmp_path: Path) -
         contents = verify(tmp_path / "clients", marks[version])
         assert contents.entries["a"].file == f"a-{version:06d}.safetensors"
         assert contents.entries["b"].file == "b-000001.safetensors"
-    with pytest.raises(Damaged, match="a-000001"):
+    with pytest.raises(DamagedFile, match="a-000001"):
         verify(tmp_path / "clients", marks[1])
     store.prune(3)
     assert named(store, "safetensors") == ["a-000003.safetensors", "b-000001.safetensors"]
 
 
 def test_a_discarded_tree_is_there_in_the_commit_before(tmp_path: Path) -> None:
-    store = Store(tmp_path / "clients", 0)
+    store = TreeStore(tmp_path / "clients", 0)
     store.put("a", ten(1))
     store.put("b", ten(2))
     first = store.commit(1)
@@ -284,7 +284,7 @@ def test_a_discarded_tree_is_there_in_the_commit_before(tmp_path: Path) -> None:
 
 def test_what_is_committed_needs_no_second_file(tmp_path: Path) -> None:
     """A spilled tree becomes the commit's file, and a committed one leaves memory without a write."""
-    store = Store(tmp_path / "clients", 50)
+    store = TreeStore(tmp_path / "clients", 50)
     store.put("a", ten(1))
     store.put("b", ten(2))  # pushes a out
     spilled = (tmp_path / "clients" / "a.1.spill").stat()
@@ -300,7 +300,7 @@ def test_what_is_committed_needs_no_second_file(tmp_path: Path) -> None:
 
 
 def test_versions_go_up(tmp_path: Path) -> None:
-    store = Store(tmp_path / "clients")
+    store = TreeStore(tmp_path / "clients")
     store.put("a", ten(1))
     mark = store.commit(3)
     for each in (store, reread(store, mark)):
@@ -316,7 +316,7 @@ def test_a_run_of_any_length_against_a_dict(tmp_path: Path) -> None:
     for seed in range(6):
         chance = random.Random(seed)
         folder, cap = tmp_path / str(seed), chance.choice([0, 60, 200, 10**6])
-        store = Store(folder, cap)
+        store = TreeStore(folder, cap)
         now: dict[str, Tree] = {}
         saved: list[tuple[int, Commit, dict[str, Tree]]] = [(0, START, {})]
         for _ in range(120):
@@ -337,8 +337,8 @@ def test_a_run_of_any_length_against_a_dict(tmp_path: Path) -> None:
                     saved.pop()  # the newest checkpoint was damaged
                 version, mark, kept = saved[-1]
                 now = dict(kept)
-                store = Store(folder, cap)
-                store.restore(sweep(verify(folder, mark), saved[0][0]))
+                store = TreeStore(folder, cap)
+                store.restore(remove_unreferenced(verify(folder, mark), saved[0][0]))
                 names = {e.file for _, m, _ in saved for e in verify(folder, m).entries.values()}
                 copies = {name.replace(".safetensors", ".copy") for name in names}
                 assert set(named(store, "")) - {"manifest.jsonl", "manifest.second"} == names | copies
@@ -350,7 +350,7 @@ def test_a_run_of_any_length_against_a_dict(tmp_path: Path) -> None:
 
 
 def test_any_changed_byte_is_found(tmp_path: Path) -> None:
-    store = Store(tmp_path / "clients")
+    store = TreeStore(tmp_path / "clients")
     store.put("a", ten(1))
     first = store.commit(0)
     store.put("b", ten(2))
@@ -367,14 +367,14 @@ def test_any_changed_byte_is_found(tmp_path: Path) -> None:
             changed = bytearray(whole)
             changed[place] ^= 0x20
             path.write_bytes(changed)
-            with pytest.raises(Damaged, match=f"clients/{path.name}"):
+            with pytest.raises(DamagedFile, match=f"clients/{path.name}"):
                 verify(tmp_path / "clients", second)
         for cut in (whole[:-1], b""):
             path.write_bytes(cut)
-            with pytest.raises(Damaged, match="cut"):
+            with pytest.raises(DamagedFile, match="cut"):
                 verify(tmp_path / "clients", second)
         path.unlink()
-        with pytest.raises(Damaged, match=f"clients/{path.name}"):
+        with pytest.raises(DamagedFile, match=f"clients/{path.name}"):
             verify(tmp_path / "clients", second)
         if path.name == "b-000001.safetensors":  # the first commit knows nothing of it
             assert list(verify(tmp_path / "clients", first).entries) == ["a"]
@@ -385,7 +385,7 @@ def test_any_changed_byte_is_found(tmp_path: Path) -> None:
 def test_sweeping_takes_only_what_a_store_has_written(tmp_path: Path) -> None:
     """Orphans of a killed process go, and the manifest's last lines; what somebody else put there stays."""
     folder = tmp_path / "clients"
-    store = Store(folder, 0)
+    store = TreeStore(folder, 0)
     store.put("a", ten(1))
     mark = store.commit(0)
     store.put("a", ten(2))
@@ -395,13 +395,13 @@ def test_sweeping_takes_only_what_a_store_has_written(tmp_path: Path) -> None:
     for name in ("thesis.txt", "model.safetensors"):
         (folder / name).write_text("mine")
     (folder / "more").mkdir()
-    sweep(verify(folder, mark), 0)
+    remove_unreferenced(verify(folder, mark), 0)
     ours = ["a-000000.copy", "a-000000.safetensors", "manifest.jsonl", "manifest.second"]
     assert named(store, "") == sorted([*ours, "model.safetensors", "more", "thesis.txt"])
     assert (folder / "manifest.jsonl").stat().st_size == mark.length
-    sweep(Contents(folder, START, -1, {}, []), 0)
+    remove_unreferenced(StoreContents(folder, START, -1, {}, []), 0)
     assert named(store, "safetensors") == ["model.safetensors"]
-    sweep(Contents(tmp_path / "nowhere", START, -1, {}, []), 0)
+    remove_unreferenced(StoreContents(tmp_path / "nowhere", START, -1, {}, []), 0)
     assert not (tmp_path / "nowhere").exists()
 
 
@@ -409,9 +409,9 @@ def test_what_cannot_be_written_or_read_is_said(tmp_path: Path, monkeypatch: pyt
     (tmp_path / "taken").write_text("a file")
     words = r"the state of '17' \(\d+ bytes\) cannot be written .*free some space"
     with pytest.raises(UserError, match=words) as raised:
-        Store(tmp_path / "taken", 0).put("17", ten(1))
+        TreeStore(tmp_path / "taken", 0).put("17", ten(1))
     assert isinstance(raised.value.__cause__, OSError)
-    store = Store(tmp_path / "clients", 0)
+    store = TreeStore(tmp_path / "clients", 0)
     with monkeypatch.context() as patch:
         patch.setattr(os, "write", lambda handle, data: (_ for _ in ()).throw(OSError(28, "No space left on device")))
         with pytest.raises(UserError, match="No space left"):
@@ -422,11 +422,11 @@ def test_what_cannot_be_written_or_read_is_said(tmp_path: Path, monkeypatch: pyt
     with pytest.raises(UserError, match="the state of '17' cannot be read"):
         store.get("17")
     with pytest.raises(UserError, match="cannot hold -1 bytes"):
-        Store(None, -1)
+        TreeStore(None, -1)
 
 
 def test_shelves_share_a_store(tmp_path: Path) -> None:
-    store = Store(tmp_path / "clients", 60)
+    store = TreeStore(tmp_path / "clients", 60)
     mine, helpers = StateView(store, "client/", CPU), StateView(store, "helpers/", CPU)
     mine.put("17", ten(1))
     helpers.put("17", ten(2))
@@ -441,7 +441,7 @@ def test_shelves_share_a_store(tmp_path: Path) -> None:
 def test_a_shelf_gives_copies(tmp_path: Path) -> None:
     """In memory or mapped: a change in place stays with its holder, and every leaf starts where PyTorch starts one."""
     for cap in (0, 1000):
-        state_store = StateView(Store(tmp_path / str(cap), cap), "", CPU)
+        state_store = StateView(TreeStore(tmp_path / str(cap), cap), "", CPU)
         state_store.put("a", {"b": torch.zeros(3), "w": torch.ones(10)})
         found = state_store.get("a")
         assert found is not None
@@ -452,7 +452,7 @@ def test_a_shelf_gives_copies(tmp_path: Path) -> None:
 
 def test_a_shelf_gives_its_trees_on_its_device() -> None:
     """The device without memory stands for a GPU: the leaves arrive there, of the same type and shape."""
-    store = Store()
+    store = TreeStore()
     store.put("a", {"w": torch.ones(2, dtype=torch.float64)})
     found = StateView(store, "", torch.device("meta")).get("a")
     assert (found["w"].device.type, found["w"].dtype, found["w"].shape) == ("meta", torch.float64, (2,))
@@ -460,7 +460,7 @@ def test_a_shelf_gives_its_trees_on_its_device() -> None:
 
 def test_the_manifest_says_what_it_says(tmp_path: Path) -> None:
     """The line of a tree, by hand: 40 bytes of numbers; and of one that was discarded."""
-    store = Store(tmp_path / "clients")
+    store = TreeStore(tmp_path / "clients")
     store.put("17", ten(1))
     store.commit(2)
     store.discard("17")
@@ -469,7 +469,7 @@ def test_the_manifest_says_what_it_says(tmp_path: Path) -> None:
     one, two = (tmp_path / "clients" / manifest.MANIFEST).read_text().splitlines()
     assert one == (
         '{"version": 2, "key": "17", "file": "17-000002.safetensors", '
-        f'"sha256": "{manifest.atomic_io.digest(data)}", "size": {len(data)}, "nbytes": 40}}'
+        f'"sha256": "{manifest.atomic_io.sha256(data)}", "size": {len(data)}, "nbytes": 40}}'
     )
     assert two == '{"version": 3, "key": "17", "file": null}'
 
@@ -490,5 +490,5 @@ def test_a_manifest_that_names_what_it_must_not_is_damaged(tmp_path: Path, line:
     clients = tmp_path / "clients"
     clients.mkdir()
     (clients / "manifest.jsonl").write_bytes(line + b"\n")
-    with pytest.raises(Damaged, match=r"a line that says no change|no store's"):
+    with pytest.raises(DamagedFile, match=r"a line that says no change|no store's"):
         verify(clients, START.after([line + b"\n"]))

@@ -822,7 +822,7 @@ def test_damage_is_a_sentence_or_harmless(
 ) -> None:
     """Anything in any place of a recipe: it is played as it stands there, or refused in words, and nothing else."""
     keys = replaced(FULL, path, value)
-    text = "\n".join(f"{toml.key(name)} = {inline(each)}" for name, each in keys.items())
+    text = "\n".join(f"{toml.format_key(name)} = {inline(each)}" for name, each in keys.items())
     assert "\n" not in complaint(write(tmp_path_factory.getbasetemp(), text, "damaged.toml"))
 
 
@@ -839,10 +839,10 @@ def complaint(file: Path) -> str:
 def inline(value: Any) -> str:
     """Return a value as TOML on one line, tables in braces."""
     if isinstance(value, dict):
-        return "{" + ", ".join(f"{toml.key(name)} = {inline(each)}" for name, each in value.items()) + "}"
+        return "{" + ", ".join(f"{toml.format_key(name)} = {inline(each)}" for name, each in value.items()) + "}"
     if isinstance(value, list):
         return "[" + ", ".join(map(inline, value)) + "]"
-    return toml.value(value)
+    return toml.format_value(value)
 
 
 @pytest.mark.parametrize(

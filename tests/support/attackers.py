@@ -119,7 +119,7 @@ class Besieged:
     def hold(self, last: bool) -> None:
         """Have the last round wait for its last answer, or wait no more: no attack comes too late."""
         held = f" hold:{self.rounds - 1}" if last else ""
-        atomic_io.replace(self.folder / "evil", (self.evil + held).encode())
+        atomic_io.write_atomically(self.folder / "evil", (self.evil + held).encode())
 
     def begin(self) -> None:
         self.prepare()

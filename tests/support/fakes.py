@@ -13,8 +13,8 @@ from halfmoon.api.uploads import Upload, UploadSpec, stack
 from halfmoon.core import tree
 from halfmoon.core.tree import Tree
 from halfmoon.models import Network
-from halfmoon.models.passes import Run
-from halfmoon.storage.state_store import StateView, Store
+from halfmoon.models.passes import ForwardPass
+from halfmoon.storage.state_store import StateView, TreeStore
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ class Pixel(Network):
         stats = {"pixel": {"mean": torch.zeros(1), "var": torch.ones(1)}}
         return {"params": {"pixel": {"norm": {"bias": torch.ones(1)}}}, "stats": stats}
 
-    def layers(self, x: Tensor, run: Run) -> Tensor:
+    def layers(self, x: Tensor, run: ForwardPass) -> Tensor:
         z = run.params["pixel"]["norm"]["bias"] * x.mean((1, 2, 3))
         return torch.stack([z, torch.zeros_like(z)], -1)
 
@@ -56,7 +56,7 @@ class Line(Network):
     def init(self, generator: torch.Generator) -> Tree:
         return {"params": line(*[1.0] * self.classes), "stats": {}}
 
-    def layers(self, x: Tensor, run: Run) -> Tensor:
+    def layers(self, x: Tensor, run: ForwardPass) -> Tensor:
         return run.linear("head", x.mean((-3, -2, -1))[:, None])
 
     def check(self, shape: tuple[int, int, int]) -> None:
@@ -109,7 +109,7 @@ class Told:
 
     def __post_init__(self) -> None:
         self.responders: Tensor = self.cohort
-        self.state_store: StateStore = StateView(Store(), "state/", torch.device("cpu"))
+        self.state_store: StateStore = StateView(TreeStore(), "state/", torch.device("cpu"))
 
     def query(
         self, client_update: str, broadcast: Tree, per_client: Tree | None = None, clients: Tensor | None = None

@@ -64,7 +64,7 @@ from halfmoon.sites.folders.site_folder import read_site as read_site
 from halfmoon.sites.inference import load_model
 from halfmoon.sites.inference.image_folder import predict_folder
 from halfmoon.storage import atomic_io, toml
-from halfmoon.storage.state_store import Store
+from halfmoon.storage.state_store import TreeStore
 
 Draw = Callable[[st.SearchStrategy[Any]], Any]
 
@@ -82,9 +82,9 @@ def alone(name: str) -> Callable[[Path], Scene]:
 TOKENS = st.one_of(
     st.integers(-2, 40).map(str),
     st.floats(width=32).map(repr),
-    st.text(max_size=8).map(toml.value),
-    st.lists(st.integers(-2, 40), max_size=4).map(toml.value),
-    st.lists(st.sampled_from(["fedavg", "feddure", "a", ""]), max_size=3).map(toml.value),
+    st.text(max_size=8).map(toml.format_value),
+    st.lists(st.integers(-2, 40), max_size=4).map(toml.format_value),
+    st.lists(st.sampled_from(["fedavg", "feddure", "a", ""]), max_size=3).map(toml.format_value),
     one_of(
         [
             *("true", "false", "[]", "{}", "{a = {b = 1}}", "[[1], ['a']]", "1979-05-27", "07:32:00", "inf", "nan"),
@@ -97,7 +97,7 @@ TOKENS = st.one_of(
 
 
 def lines(names: Sequence[str], most: int) -> st.SearchStrategy[str]:
-    keys = st.one_of(st.sampled_from(names), st.sampled_from(names), WORDS.map(lambda word: toml.key(clean(word))))
+    keys = st.one_of(st.sampled_from(names), st.sampled_from(names), WORDS.map(lambda word: toml.format_key(clean(word))))
     return st.dictionaries(keys, TOKENS, max_size=most).map(
         lambda held: "".join(f"{k} = {v}\n" for k, v in held.items())
     )
@@ -778,7 +778,7 @@ def play_round(wire: Wire) -> Tree:
     remote = RemoteRuntime(
         method, shared, seen,
         SiteCalls(wire, held.sites, RunIdentity(held.hash, VERSION, RUN), Rules(min_replies=1), inspection=inspection),
-        RuntimeSettings(2, config.seed), store=Store(),
+        RuntimeSettings(2, config.seed), store=TreeStore(),
     )  # fmt: skip
     server = method.start(shared, shared.network.init(rng.generator(config.seed, "model")))
     remote.open(0)

@@ -18,7 +18,7 @@ from halfmoon.engine.local_clients import FederatedDataset
 from halfmoon.engine.sampling import Views
 from halfmoon.models import Network
 from halfmoon.models.network import Normalize
-from halfmoon.models.passes import Run
+from halfmoon.models.passes import ForwardPass
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ class Pixel(Network):
     def init(self, generator: torch.Generator) -> Tree:
         return model(0.0, 0.0)
 
-    def layers(self, x: Tensor, run: Run) -> Tensor:
+    def layers(self, x: Tensor, run: ForwardPass) -> Tensor:
         return run.linear("head", x.flatten(1)[:, :1])
 
     def check(self, shape: tuple[int, int, int]) -> None:

@@ -94,7 +94,7 @@ def write_run(
 
 
 def note_sums(path: Path) -> None:
-    integrity.note_files(path, "config.toml", "metrics.jsonl", "summary.json", "split.json")
+    integrity.record_files(path, "config.toml", "metrics.jsonl", "summary.json", "split.json")
 
 
 def sweep(**changes: Any) -> dict[str, Any]:

@@ -42,7 +42,7 @@ def encoded(
         if leaf.is_floating_point():
             change = leaf - before[path]
             changes[path] = change.half() if precision == "float16" else quantized(change, draws(path))
-    return upload._replace(update=tree.replaced(upload.update, changes))
+    return upload._replace(update=tree.replace_leaves(upload.update, changes))
 
 
 def decoded(upload: Upload, broadcast: Tree, precision: Precision) -> Upload:

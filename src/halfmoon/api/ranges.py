@@ -40,9 +40,9 @@ class Range:
         above = self.low <= value if self.with_low else self.low < value
         below = value <= self.high if self.with_high else value < self.high
         if not (above and below):
-            raise UserError(f"{name} is {toml.text(value)}: it must be {self.description}.")
+            raise UserError(f"{name} is {toml.format_text(value)}: it must be {self.description}.")
         if isinstance(value, int) and value > LARGEST_INTEGER:
-            raise UserError(f"{name} is {toml.text(value)[:40]}...: it must be at most 10^100.")
+            raise UserError(f"{name} is {toml.format_text(value)[:40]}...: it must be at most 10^100.")
 
 
 def at_least(low: int) -> Range:

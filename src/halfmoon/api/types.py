@@ -10,7 +10,7 @@ from torch import Tensor
 
 from halfmoon.api.uploads import UPDATE_ONLY, Precision, Upload, UploadSpec
 from halfmoon.core import tree
-from halfmoon.core.optim import Constant, Number, Optimizer, Schedule
+from halfmoon.core.optim import ConstantSchedule, Number, Optimizer, Schedule
 from halfmoon.core.tree import Tree
 from halfmoon.models import Network, track
 from halfmoon.models.network import Normalize
@@ -49,7 +49,7 @@ class Task:
     testing: Labeling = "running"
     upload_precision: Precision = "float32"
     rounds: int = 200
-    schedule: Schedule = field(default_factory=Constant)
+    schedule: Schedule = field(default_factory=ConstantSchedule)
     round: int = 0
     rate: Number = 1.0
 

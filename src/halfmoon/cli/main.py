@@ -247,7 +247,7 @@ def _note(config: Config, requested: Mapping[str, Any]) -> None:
         hint = f"; {federated} is its federated form" if federated in registry.names() else ""
         base.complain(f"{config.method} is centralized: it trains on all rows in one place{hint}.")
     for name, (value, cause) in preset.displaced_protocol_values(requested).items():
-        flag = f"--{name.replace('_', '-')} {toml.text(value)}"
+        flag = f"--{name.replace('_', '-')} {toml.format_text(value)}"
         base.complain(f"protocol {requested['protocol']} sets {name}, but not beside {cause}: {flag} keeps it.")
 
 

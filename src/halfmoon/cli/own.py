@@ -15,7 +15,7 @@ from halfmoon.config import schema as settings
 from halfmoon.config.schema import Config
 from halfmoon.core import hubs
 from halfmoon.core.errors import UserError, suggest
-from halfmoon.core.plugins import folder_of
+from halfmoon.core.plugins import folder_name
 
 if TYPE_CHECKING:
     from halfmoon.studies.decision import Decision
@@ -142,7 +142,7 @@ def rehearsal_of(args: argparse.Namespace, layer: Mapping[str, Any], file: Path 
     values |= {"data": "digits", "clients": max(1, len(folders)), "cohort": min(5, max(1, len(folders)))}
     config = settings.resolve({}, values, file)
     names = "-".join(folder.resolve().name for folder in folders[:3])
-    root = config.run_dir or Path("runs", folder_of(f"sites-{names}-{config.method}-seed{config.seed}"))
+    root = config.run_dir or Path("runs", folder_name(f"sites-{names}-{config.method}-seed{config.seed}"))
     return replace(config, run_dir=root), folders
 
 

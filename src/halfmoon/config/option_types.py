@@ -90,7 +90,7 @@ def _type_error(subject: str, option_type: Any, value: Any) -> UserError:
     choices = [choice for member in members if get_origin(member) is Literal for choice in get_args(member)]
     if choices and isinstance(value, str) and int not in members:
         return UserError(f"{subject} is {value!r}: {suggest(value, choices)}")
-    text = one_line(toml.text(value))
+    text = one_line(toml.format_text(value))
     if len(text) > MAX_SHOWN_CHARACTERS:
         text = f"{text[:MAX_SHOWN_CHARACTERS]} ..."
     return UserError(f"{subject} is {text}: it must be {describe_type(option_type)}.")
@@ -110,7 +110,7 @@ def merge_method_options(base: Mapping[str, Any], override: Any, subject: str) -
         UserError: `override` is not such a table.
     """
     if not isinstance(override, Mapping):
-        raise UserError(f"{subject} is {toml.text(override)}: it must be a table of the method's options.")
+        raise UserError(f"{subject} is {toml.format_text(override)}: it must be a table of the method's options.")
     merged = dict(base)
     for name, value in cast("Mapping[str, Any]", override).items():
         if isinstance(value, Mapping):
@@ -133,4 +133,4 @@ def merge_method_options(base: Mapping[str, Any], override: Any, subject: str) -
 def check_scalar(subject: str, value: Any) -> None:
     """Raise UserError if a value is not a number, text, true or false; the message calls it `subject`."""
     if not isinstance(value, bool | int | float | str):
-        raise UserError(f"{subject} is {toml.text(value)}: it must be a number, text, true or false.")
+        raise UserError(f"{subject} is {toml.format_text(value)}: it must be a number, text, true or false.")

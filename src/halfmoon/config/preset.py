@@ -93,7 +93,7 @@ def protocol_values(name: str) -> Mapping[str, Any]:
     else:
         file = package / "config" / "protocols.toml"
         table = name
-    return toml.loads(file.read_text("utf-8")).get(table, {})
+    return toml.parse(file.read_text("utf-8")).get(table, {})
 
 
 def paper_run_options(options: Mapping[str, Any]) -> dict[str, Any]:

@@ -141,12 +141,12 @@ def _convert_option(subject: str, name: str, value: Any) -> Any:
     if name not in _PLUGIN_OPTIONS:
         return value
     choices, kind = _PLUGIN_OPTIONS[name]
-    if value in choices or plugins.foreign(value, kind):
+    if value in choices or plugins.is_plugin(value, kind):
         return value
     if plugins.is_module(value):
         example = "make" if kind == "network" else "rule"
         raise UserError(f"{subject} is {value!r}, a module: name its function too, such as {value}:{example}.")
-    raise UserError(f"{subject} is {value!r}: {suggest(value, [*choices, *plugins.announced(kind)])}")
+    raise UserError(f"{subject} is {value!r}: {suggest(value, [*choices, *plugins.entry_points(kind)])}")
 
 
 @cache
@@ -208,7 +208,7 @@ def read_file(path: Path) -> dict[str, Any]:
     except UnicodeDecodeError as error:
         raise UserError(f"{path} is not a text file: byte {error.start} is not UTF-8.") from error
     try:
-        return toml.loads(content)
+        return toml.parse(content)
     except tomllib.TOMLDecodeError as error:
         raise UserError(f"{path} is not valid TOML: {error}.") from error
 
@@ -225,7 +225,7 @@ def resolve_paths(options: Mapping[str, Any], folder: Path) -> dict[str, Any]:
         resolved["weights"] = str(_absolute(folder, weights))
     network = resolved.get("network")
     if isinstance(network, str):
-        resolved["network"] = hubs.anchored(network, folder)
+        resolved["network"] = hubs.absolute_name(network, folder)
     data = resolved.get("data")
     if isinstance(data, str) and _is_data_folder(data, folder, resolved):
         resolved["data"] = str(_absolute(folder, data))
@@ -379,20 +379,20 @@ def to_toml(config: Config) -> str:
     lines = [f"# {name} {metadata.version(name)}" for name in ("halfmoon", "torch")]
     lines += [f"# {origin}" for origin in plugin_origins(config)]
     if (weights := initial_weights(config)) is not None:
-        lines.append(f"# weights from {weight_files.title(weights)} sha256 {weight_files.named(weights)}")
+        lines.append(f"# weights from {weight_files.display_name(weights)} sha256 {weight_files.sha256_of(weights)}")
     for name in option_types():
         value = getattr(config, name)
         if value is not None and name not in _unwritten_options(config):
-            lines.append(f"{name} = {toml.value(value)}")
+            lines.append(f"{name} = {toml.format_value(value)}")
     tables = {"options": _main_options(config)}
-    tables |= {f"options.{toml.key(method)}": table for method, table in _method_tables(config).items()}
+    tables |= {f"options.{toml.format_key(method)}": table for method, table in _method_tables(config).items()}
     for header, table in tables.items():
         if table or header != "options":
-            lines += ["", f"[{header}]", *(f"{toml.key(name)} = {toml.value(value)}" for name, value in table.items())]
+            lines += ["", f"[{header}]", *(f"{toml.format_key(name)} = {toml.format_value(value)}" for name, value in table.items())]
     return "\n".join(lines) + "\n"
 
 
-def plugin_origins(config: Config) -> list[plugins.Origin]:
+def plugin_origins(config: Config) -> list[plugins.PluginOrigin]:
     """Return the sources of methods, network and partition rule that are not part of this package."""
     names: list[tuple[str, plugins.Kind]] = []
     for method in (config.method, *config.baselines, config.reference):
@@ -400,7 +400,7 @@ def plugin_origins(config: Config) -> list[plugins.Origin]:
             names.append((method, "method"))
     names.append((config.network, "network"))
     names.append((config.setting, "split"))
-    return [plugins.origin(name, kind) for name, kind in dict.fromkeys(names) if plugins.foreign(name, kind)]
+    return [plugins.describe_origin(name, kind) for name, kind in dict.fromkeys(names) if plugins.is_plugin(name, kind)]
 
 
 def initial_weights(config: Config) -> str | None:
@@ -408,11 +408,11 @@ def initial_weights(config: Config) -> str | None:
     if config.weights is not None:
         return config.weights
     if config.network in hubs.PRETRAINED:
-        from halfmoon.models.hubs import weights  # slow to import: it loads torch
+        from halfmoon.models.hubs import weights_file  # slow to import: it loads torch
 
-        path = weights(config.network)
+        path = weights_file(config.network)
     else:
-        path = hubs.weights(config.network)
+        path = hubs.weights_file(config.network)
     return None if path is None else str(path)
 
 
@@ -430,8 +430,8 @@ def identity(config: Config, method: str) -> str:
     values["method"] = method
     values["options"] = {**defaults, **method_options(config, method)}
     weights = initial_weights(config)
-    values["weights"] = weights and weight_files.named(weights)
-    values["network"] = hubs.portable(config.network)
+    values["weights"] = weights and weight_files.sha256_of(weights)
+    values["network"] = hubs.portable_name(config.network)
     if config.budget != "none":
         values["reference"] = config.reference or config.method
     return hashlib.sha256(json.dumps(values, sort_keys=True, default=str).encode()).hexdigest()
@@ -450,7 +450,7 @@ def _unwritten_options(config: Config) -> set[str]:
 
 def next_free_folder(config: Config, name: str) -> Path:
     """Return the next free folder runs/<data>-<name>-seed<seed>-<n>; `name` is the method or the command."""
-    stem = plugins.folder_of(f"{Path(config.data).name}-{name}-seed{config.seed}")
+    stem = plugins.folder_name(f"{Path(config.data).name}-{name}-seed{config.seed}")
     return next(path for number in count(1) if not (path := Path("runs", f"{stem}-{number}")).exists())
 
 

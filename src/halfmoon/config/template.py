@@ -17,6 +17,6 @@ def config_template() -> str:
         elif defaults[name] is None:
             entry = f"# {name} = {describe_type(schema.option_types()[name])}"
         else:
-            entry = f"{name} = {toml.value(defaults[name])}"
+            entry = f"{name} = {toml.format_value(defaults[name])}"
         lines += [f"# {help_text}", entry, ""]
     return "\n".join(lines)

@@ -32,13 +32,13 @@ def default_aggregation(config: Any, method_entry: Callable[[str], Any]) -> str:
 
 def effective_norm(config: Any) -> str:
     """Return the normalization of the trained part of the network: "none" if only a head is trained."""
-    return "none" if "backbone" in hubs.frozen(config) and config.norm == "batch" else config.norm
+    return "none" if "backbone" in hubs.frozen_layers(config) and config.norm == "batch" else config.norm
 
 
 def check_combinations(config: Any) -> None:
     """Raise UserError for the first impossible value or combination of options."""
     if config.momentum >= 1:
-        raise UserError(f"momentum is {toml.text(config.momentum)}: it must be below 1.")
+        raise UserError(f"momentum is {toml.format_text(config.momentum)}: it must be below 1.")
     _check_images(config)
     _check_exclusive_options(config)
     _check_network(config)
@@ -52,11 +52,11 @@ def _check_images(config: Any) -> None:
         values = getattr(config, name)
         if values is not None and not (values and all(minimum <= value < math.inf for value in values)):
             bound = "at least 0" if minimum == 0 else "above 0"
-            raise UserError(f"{name} is {toml.text(values)}: it must be numbers {bound}.")
+            raise UserError(f"{name} is {toml.format_text(values)}: it must be numbers {bound}.")
     window = config.window
     if window is not None and not (len(window) == 2 and -math.inf < window[0] < window[1] < math.inf):
         raise UserError(
-            f"window is {toml.text(window)}: it must be two numbers, the value of black and a larger one of white."
+            f"window is {toml.format_text(window)}: it must be two numbers, the value of black and a larger one of white."
         )
 
 
@@ -82,7 +82,7 @@ def _check_exclusive_options(config: Any) -> None:
             raise UserError(f"shared_views needs a number as {name}: {value!r} differs from client to client.")
     if config.momentum and config.optimizer != "sgd":
         raise UserError(
-            f"momentum is {toml.text(config.momentum)}, but {config.optimizer} has none: use optimizer 'sgd'."
+            f"momentum is {toml.format_text(config.momentum)}, but {config.optimizer} has none: use optimizer 'sgd'."
         )
     methods = (config.method, *config.baselines)
     repeated = [name for name in methods if methods.count(name) > 1]
@@ -118,7 +118,7 @@ def _check_network(config: Any) -> None:
         raise UserError(f"tune {config.tune!r} and freeze both set what is trained: leave one of them out.")
     if config.tune == "last" and config.network not in hubs.PRETRAINED:
         raise UserError(f"tune 'last' is for {', '.join(hubs.PRETRAINED)}; name the layers that stay with freeze.")
-    if config.backbone_lr != 1 and "backbone" in hubs.frozen(config):
+    if config.backbone_lr != 1 and "backbone" in hubs.frozen_layers(config):
         raise UserError(
             "backbone_lr and freeze 'backbone' contradict each other: a frozen backbone has no learning rate."
         )
@@ -150,7 +150,7 @@ def _check_privacy_and_attacks(config: Any) -> None:
         raise UserError(
             f"secure_aggregation needs a cohort of 3 or more, not {config.cohort}: a sum of fewer uploads hides none."
         )
-    if private and config.norm == "batch" and "backbone" not in hubs.frozen(config):
+    if private and config.norm == "batch" and "backbone" not in hubs.frozen_layers(config):
         raise UserError("dp_clip needs norm 'group' or 'none': batch statistics would leave the clients without noise.")
     # Rounded first: 0.29 of 100 clients is 28.999999999999996 in floating point, and means 29.
     hostile = math.floor(round(config.byzantine * config.cohort, 9))

@@ -18,7 +18,7 @@ from halfmoon.engine.simulation import Simulation
 from halfmoon.federation.protocol.messages import Reply, read_message
 from halfmoon.models import Network
 from halfmoon.storage.run_folder import RunFolder
-from halfmoon.storage.state_store import Store
+from halfmoon.storage.state_store import TreeStore
 
 ROUNDS = 3
 SIZES = ((5, 4), (3, 8), (6, 7), (4, 6))
@@ -114,7 +114,7 @@ def repeats(one: list[Snapshot], two: list[Snapshot]) -> None:
 def resumes(entry: MethodEntry, run: list[Snapshot], executor: str, folder: Path, network: Network = NETWORK) -> None:
     """Save after the last round but one, restore from the folder, and compare the last round bit by bit."""
     _, halfway, whole = run
-    clients = Store()
+    clients = TreeStore()
     for state_store, trees in halfway.state.items():
         for key, each in trees.items():
             clients.put(f"{state_store}/{key}", each)

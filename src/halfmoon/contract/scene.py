@@ -23,7 +23,7 @@ from halfmoon.engine.sampling import Batching, Views
 from halfmoon.engine.simulation import Simulation
 from halfmoon.models import Network, SmallCNN
 from halfmoon.models.network import Normalize
-from halfmoon.storage.state_store import Store
+from halfmoon.storage.state_store import TreeStore
 
 SIZES = ((5, 11), (3, 6), (6, 14), (4, 9))
 """(labeled, unlabeled) rows of each client: unequal, one with fewer labels than a batch of 4."""
@@ -87,7 +87,7 @@ def simulate(
     budget: Budget | None = None,
     serving: Batching | None = None,
     executor: Executor = "loop",
-    store: Store | None = None,
+    store: TreeStore | None = None,
     aggregators: Sequence[Aggregator] = (),
     **settings: Any,
 ) -> Simulation:

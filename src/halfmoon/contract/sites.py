@@ -17,7 +17,7 @@ from halfmoon.federation.server.calls import RunIdentity, SiteCalls
 from halfmoon.federation.server.runtime import RemoteRuntime
 from halfmoon.federation.server.sessions import SiteResponse
 from halfmoon.federation.site.runtime import SiteRuntime
-from halfmoon.storage.state_store import StateView, Store
+from halfmoon.storage.state_store import StateView, TreeStore
 
 SEED, VERSION, HASH, RUN = 3, "0.1.0", "f" * 64, "0" * 32
 
@@ -35,7 +35,7 @@ def alone(dataset: FederatedDataset, k: int) -> FederatedDataset:
     )
 
 
-def local_clients(dataset: FederatedDataset, batching: Batching, store: Store) -> LocalClients:
+def local_clients(dataset: FederatedDataset, batching: Batching, store: TreeStore) -> LocalClients:
     """Return what computes at a site, or at the server, with its own store."""
     state_store = StateView(store, "client/", torch.device("cpu"))
     return LocalClients(dataset, Views(), Training(batching, Budget()), SEED, state_store)
@@ -67,9 +67,9 @@ def behind(simulation: Simulation, batching: Batching) -> tuple[RemoteRuntime, W
     dataset, method, shared = simulation.dataset, simulation.method, simulation.base
     sites = {}
     for k in range(dataset.clients):
-        own = local_clients(alone(dataset, k), batching, Store())
+        own = local_clients(alone(dataset, k), batching, TreeStore())
         sites[f"site-{k}"] = SiteRuntime(k, method, shared, own, VERSION)
-    wire, store = Wire(sites), Store()
+    wire, store = Wire(sites), TreeStore()
     server = local_clients(alone(dataset, SERVER), batching, store) if simulation.labeled else None
     remote = RemoteRuntime(
         method, shared, Views(), SiteCalls(wire, list(sites), RunIdentity(HASH, VERSION, RUN)),

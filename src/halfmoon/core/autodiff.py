@@ -49,7 +49,7 @@ def grad_and_value(function: Callable[..., tuple[Tensor, Any]], params: Tree, *r
             loss, aux = function(program.tree(marked), *rest)
         gradient = program.gradient((loss,), marked, None)
         return gradient, loss.detach(), _detached(aux)
-    if inside():
+    if inside_transform():
         # What is not differentiated is closed over: torch.func would wrap every leaf of an argument.
         def closed(p: Tree) -> tuple[Tensor, Any]:
             return function(p, *rest)
@@ -79,7 +79,7 @@ def vjp(function: Callable[[Tree], tuple[Any, Any]], params: Tree) -> tuple[Any,
             return program.gradient(results, leaves, pulled, again)
 
         return _detached(outputs), together, _detached(aux)
-    if inside():
+    if inside_transform():
         outputs, pull, aux = cast(Any, torch.func.vjp(function, params, has_aux=True))
 
         def lifted_back(cotangents: Any, again: bool) -> Tree:
@@ -99,7 +99,7 @@ def vjp(function: Callable[[Tree], tuple[Any, Any]], params: Tree) -> tuple[Any,
     return _detached(outputs), back, _detached(aux)
 
 
-def lifted(function: Callable[..., Any]) -> Callable[..., Any]:
+def vmap_clients(function: Callable[..., Any]) -> Callable[..., Any]:
     """Return `torch.func.vmap(function)`: all leaves of arguments and results (dicts, tuples) lead with K."""
 
     def many(*arguments: Any) -> Any:
@@ -117,7 +117,7 @@ def lifted(function: Callable[..., Any]) -> Callable[..., Any]:
     return many
 
 
-def side_by_side(function: Callable[[Tensor], Tensor], z: Tensor) -> Tensor | None:
+def apply_across_clients(function: Callable[[Tensor], Tensor], z: Tensor) -> Tensor | None:
     """Return what a function makes of z (B, C, ...) of all clients that one vmap lifts: it sees (B, K * C, ...).
 
     For what treats all channels alike. None where no vmap is at work, or another transform as well.
@@ -131,7 +131,7 @@ def side_by_side(function: Callable[[Tensor], Tensor], z: Tensor) -> Tensor | No
     return _add_batch_dim(apart, 1, program.level)
 
 
-def inside() -> bool:
+def inside_transform() -> bool:
     """Say whether a transform of `torch.func` is at work around this call."""
     return peek_interpreter_stack() is not None  # pyright: ignore[reportUnnecessaryComparison]: its stub says never None
 
@@ -168,7 +168,7 @@ class _Program(NamedTuple):
 
 def _program() -> _Program | None:
     """Return the vmap around this call, if there is one and no other transform."""
-    stack = get_interpreter_stack() if inside() else []
+    stack = get_interpreter_stack() if inside_transform() else []
     if len(stack) != 1 or stack[0].key() != TransformType.Vmap:
         return None
     return _Program(stack[0].level(), CVmapInterpreterPtr(stack[0]).batchSize())
@@ -190,7 +190,7 @@ def _gradient(
     if cotangents is not None:
         # The gradient of a sum of products is the cotangent, bit by bit; handed to autograd, a first cotangent imports
         # SymPy, which takes most of a second.
-        heads = [tree.sum_of((outputs[k] * cotangents[k]).sum() for k in active)]
+        heads = [tree.sum_scalars((outputs[k] * cotangents[k]).sum() for k in active)]
     gradients = torch.autograd.grad(heads, flat, retain_graph=again, allow_unused=True, materialize_grads=True)
     return nested_like(marked, iter(gradients))
 
@@ -224,7 +224,7 @@ def cross_entropy(logits: Tensor, labels: Tensor, reduction: Literal["mean", "no
 
     Under vmap PyTorch takes it apart in Python, at every step, and imports SymPy for that; so there it is a gather.
     """
-    if not inside():
+    if not inside_transform():
         return F.cross_entropy(logits, labels, reduction=reduction)
     each = -logits.log_softmax(-1).gather(-1, labels[:, None])[:, 0]
     return each.mean() if reduction == "mean" else each

@@ -42,7 +42,7 @@ _IRRELEVANT = (
 """Keys of a config.json that say nothing of the layers between the images and the logits."""
 
 
-def package(name: str) -> str | None:
+def package_of(name: str) -> str | None:
     """Return the package that a network's name stands for, None where it stands for none."""
     if name in PRETRAINED:
         return PRETRAINED[name]
@@ -50,20 +50,20 @@ def package(name: str) -> str | None:
     return first if first in PACKAGES and colon and rest else None
 
 
-def installed(name: str) -> bool:
+def is_installed(name: str) -> bool:
     """Return whether the package of a pretrained network's weights is installed."""
     return importlib.util.find_spec(PRETRAINED[name]) is not None
 
 
-def frozen(config: Any) -> tuple[str, ...]:
+def frozen_layers(config: Any) -> tuple[str, ...]:
     """Return the layers of a configuration's network that are not trained, as patterns."""
     head = config.tune == "head" or (config.tune == "auto" and config.network in PRETRAINED)
     return config.freeze or (("backbone",) if head else EARLY if config.tune == "last" else ())
 
 
-def version(name: str) -> str:
+def package_version(name: str) -> str:
     """Return the version of the package that a network's name stands for; raise `UserError` where it is missing."""
-    library = package(name) or name
+    library = package_of(name) or name
     try:
         return metadata.version(library)
     except metadata.PackageNotFoundError:
@@ -83,7 +83,7 @@ def short_name(name: str) -> str:
 def check_portable(name: str) -> None:
     """Raise `UserError` for a name in a file or a message that names a folder, or is none that `portable` gives."""
     first, _, rest = name.partition(":")
-    if package(name) is None or name in PRETRAINED:
+    if package_of(name) is None or name in PRETRAINED:
         return
     if first != "transformers":
         fine = bool(re.fullmatch(r"[\w.]+", rest))
@@ -111,16 +111,16 @@ def _bounded(value: Any) -> bool:
     return value is None or abs(value) <= NUMBER
 
 
-def portable(name: str) -> str:
+def portable_name(name: str) -> str:
     """Return a network's name as every machine understands it: in place of a folder, what the folder says of the model.
 
     Raise `UserError` where there is no such folder, or no model of `transformers` in it.
     """
     rest = name.partition(":")[2]
-    if package(name) != "transformers" or rest.startswith("{"):
+    if package_of(name) != "transformers" or rest.startswith("{"):
         check_portable(name)
         return name
-    path = folder(name) / CONFIG
+    path = model_folder(name) / CONFIG
     try:
         facts: Any = json.loads(path.read_bytes())
         kind = facts["model_type"]
@@ -136,7 +136,7 @@ def portable(name: str) -> str:
     return f"transformers:{json.dumps({**settings, 'model_type': str(kind)}, sort_keys=True, separators=(',', ':'))}"
 
 
-def folder(name: str) -> Path:
+def model_folder(name: str) -> Path:
     """Return the folder of a model of `transformers`: the one that is named, or its copy of the hub's."""
     place = Path(name.partition(":")[2])
     if place.is_dir():
@@ -146,25 +146,25 @@ def folder(name: str) -> Path:
     return _fetched(str(place))
 
 
-def weights(name: str) -> Path | None:
+def weights_file(name: str) -> Path | None:
     """Return the file of weights that comes with a network's name, None where none does."""
-    if package(name) != "transformers" or name.partition(":")[2].startswith("{"):
+    if package_of(name) != "transformers" or name.partition(":")[2].startswith("{"):
         return None
-    path = folder(name) / WEIGHTS
+    path = model_folder(name) / WEIGHTS
     return path if path.is_file() else None
 
 
-def anchored(name: str, place: Path) -> str:
+def absolute_name(name: str, place: Path) -> str:
     """Return a network's name with a folder in it made absolute from `place`."""
     rest = name.partition(":")[2]
-    if package(name) != "transformers" or rest.startswith("{") or not (place / rest).is_dir():
+    if package_of(name) != "transformers" or rest.startswith("{") or not (place / rest).is_dir():
         return name
     return f"transformers:{os.path.abspath(place / rest)}"
 
 
 @cache
 def _fetched(name: str) -> Path:
-    version(f"transformers:{name}")
+    package_version(f"transformers:{name}")
     hub: Any = importlib.import_module("huggingface_hub")
     try:
         return Path(hub.snapshot_download(name, allow_patterns=[CONFIG, WEIGHTS]))

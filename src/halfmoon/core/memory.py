@@ -10,7 +10,7 @@ LARGE = 2**25
 """Bytes of a model from which memory that is free counts for more than the time to have it again."""
 
 
-def keep_memory() -> bool:
+def retain_freed_memory() -> bool:
     """Let glibc keep freed memory up to 1 GiB a piece; return whether it does (elsewhere than on Linux with glibc: no).
 
     By default it maps every tensor of more than some MiB afresh and unmaps it when it is freed, so that each step of a

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from halfmoon.core import tree
-from halfmoon.core.autodiff import inside, nested_like
+from halfmoon.core.autodiff import inside_transform, nested_like
 from halfmoon.core.errors import UserError
 from halfmoon.core.tree import Tree
 
@@ -59,15 +59,15 @@ class SGD:
         return {"momentum": tree.zeros_like(params)} if self.momentum else {}
 
     def step(self, params: Tree, gradient: Tree, state: Tree, consume: bool = False) -> tuple[Tree, Tree]:
-        gradient = decayed(params, gradient, self.weight_decay)
+        gradient = add_weight_decay(params, gradient, self.weight_decay)
         if not self.momentum:
-            return descend(params, gradient, self.lr), state
+            return gradient_step(params, gradient, self.lr), state
         buffer = tree.map(lambda g, b: torch.add(g, b, alpha=self.momentum), gradient, state["momentum"])
         if self.nesterov:
             gradient = tree.map(lambda g, b: torch.add(g, b, alpha=self.momentum), gradient, buffer)
         else:
             gradient = buffer
-        return descend(params, gradient, self.lr), {"momentum": buffer}
+        return gradient_step(params, gradient, self.lr), {"momentum": buffer}
 
 
 @dataclass(frozen=True)
@@ -93,13 +93,13 @@ class Adam:
         }
 
     def step(self, params: Tree, gradient: Tree, state: Tree, consume: bool = False) -> tuple[Tree, Tree]:
-        gradient = decayed(params, gradient, self.weight_decay)
+        gradient = add_weight_decay(params, gradient, self.weight_decay)
         steps = state["steps"] + 1
         # lr m/c1 / (sqrt(v)/c2 + eps) = lr m / (sqrt(v) c1/c2 + eps c1): on a CPU a step costs the memory it walks over
         c1, c2 = 1 - self.beta1**steps, (1 - self.beta2**steps).sqrt()
         scale, shift = c1 / c2, c1 * self.eps
         lr = self.lr
-        if not inside() and not isinstance(lr, Tensor):
+        if not inside_transform() and not isinstance(lr, Tensor):
             terms = (steps, c1 * self.eps, c1 / c2)
             if tree.nbytes(params) < 2**24:
                 return self._at_once(params, gradient, state, terms, lr)
@@ -158,11 +158,11 @@ class Adam:
 def _leaves(params: Tree, gradient: Tree, state: Tree) -> list[list[Tensor]]:
     """Return the leaves of params, gradient and both moments in one order: from a file they may come in another."""
     trees = (params, gradient, state["first"], state["second"])
-    return [list(tree.leaves_as(params, each)) for each in trees]
+    return [list(tree.leaves_like(params, each)) for each in trees]
 
 
 @dataclass(frozen=True)
-class Wrapper:
+class OptimizerWrapper:
     """Another optimizer, with its learning rate and its state."""
 
     optimizer: Optimizer
@@ -179,7 +179,7 @@ class Wrapper:
 
 
 @dataclass(frozen=True)
-class Clipped(Wrapper):
+class GradientClipping(OptimizerWrapper):
     """Clip the gradient, then step: `value` bounds every entry, `norm` the Euclidean norm of the whole tree.
 
     As `torch.nn.utils.clip_grad_value_` and `clip_grad_norm_` before the optimizer's step (weight decay comes after).
@@ -200,7 +200,7 @@ class Clipped(Wrapper):
 
 
 @dataclass(frozen=True)
-class Slower(Wrapper):
+class LayerwiseLearningRate(OptimizerWrapper):
     """Step, but move the parameters of `paths` by `factor` of the step: parameter groups with two learning rates.
 
     The steps of SGD and Adam are proportional to the learning rate and their states do not depend on it, so this is
@@ -242,7 +242,7 @@ class Schedule(Protocol):
 
 
 @dataclass(frozen=True)
-class Constant:
+class ConstantSchedule:
     """The learning rate stays."""
 
     def factor(self, round: int, rounds: int) -> float:
@@ -250,7 +250,7 @@ class Constant:
 
 
 @dataclass(frozen=True)
-class Cosine:
+class CosineSchedule:
     """Half a cosine from 1 to `floor` over the run (Loshchilov and Hutter 2017, Eq. 5, without restarts)."""
 
     floor: float = 0.0
@@ -260,7 +260,7 @@ class Cosine:
 
 
 @dataclass(frozen=True)
-class Steps:
+class StepSchedule:
     """Multiply by `gamma` whenever one of the shares `at` (of the run) is passed."""
 
     at: tuple[float, ...] = (0.5, 0.75)
@@ -270,14 +270,14 @@ class Steps:
         return self.gamma ** sum(round >= share * rounds for share in self.at)
 
 
-def descend(params: Tree, gradient: Tree, lr: Number) -> Tree:
+def gradient_step(params: Tree, gradient: Tree, lr: Number) -> Tree:
     """Return params - lr * gradient: the plain, differentiable step."""
     if isinstance(lr, Tensor):
         return tree.map(lambda p, g: p - lr * g, params, gradient)
     return tree.map(lambda p, g: torch.add(p, g, alpha=-lr), params, gradient)
 
 
-def decayed(params: Tree, gradient: Tree, weight_decay: float) -> Tree:
+def add_weight_decay(params: Tree, gradient: Tree, weight_decay: float) -> Tree:
     if not weight_decay:
         return gradient
     return tree.map(lambda p, g: torch.add(g, p, alpha=weight_decay), params, gradient)

@@ -20,7 +20,7 @@ def mean_or_zero(values: Tensor, real: Tensor | None) -> Tensor:
     """Return the mean () of values (n,) over the real rows, 0 where there is none."""
     if real is None:
         return values.mean() if len(values) else values.sum()
-    return share(real, values) @ values
+    return row_weights(real, values) @ values
 
 
 def mask(values: Tensor, real: Tensor | None) -> Tensor:
@@ -35,10 +35,10 @@ def count(rows: Tensor, real: Tensor | None) -> Tensor | int:
 
 def row_mean(values: Tensor, real: Tensor | None) -> Tensor:
     """Return the mean (m,) of values (n, m) over the real rows."""
-    return values.mean(0) if real is None else share(real, values) @ values
+    return values.mean(0) if real is None else row_weights(real, values) @ values
 
 
-def share(real: Tensor, like: Tensor) -> Tensor:
+def row_weights(real: Tensor, like: Tensor) -> Tensor:
     """Return what each row (n,) counts in a mean over the real ones, in the type of `like`; 0 where none is real."""
     return real.to(like.dtype) / real.sum().clamp_min(1)
 

@@ -36,7 +36,7 @@ _TRUSTED: list[frozenset[str]] = []  # the innermost is in force; none: everythi
 
 
 @dataclass(frozen=True)
-class Origin:
+class PluginOrigin:
     """Where a part comes from: its module, the version of the package, and the SHA-256 of the source."""
 
     part: str
@@ -54,14 +54,14 @@ def register(kind: Kind, name: str, part: Any) -> None:
 
 
 @cache
-def announced(kind: Kind) -> dict[str, metadata.EntryPoint]:
+def entry_points(kind: Kind) -> dict[str, metadata.EntryPoint]:
     return {point.name: point for point in metadata.entry_points(group=GROUPS[kind])}
 
 
-def foreign(name: str, kind: Kind) -> bool:
-    if kind == "network" and hubs.package(name):
+def is_plugin(name: str, kind: Kind) -> bool:
+    if kind == "network" and hubs.package_of(name):
         return True
-    return (kind, name) in _REGISTERED or bool(SPEC.fullmatch(name)) or name in announced(kind)
+    return (kind, name) in _REGISTERED or bool(SPEC.fullmatch(name)) or name in entry_points(kind)
 
 
 def is_module(name: str) -> bool:
@@ -74,7 +74,7 @@ def load(name: str, kind: Kind) -> Any:
     """Return the part of this name; raise `UserError` where there is none, or its module may not be imported."""
     if (kind, name) in _REGISTERED:
         return _REGISTERED[kind, name]
-    point = announced(kind).get(name)
+    point = entry_points(kind).get(name)
     if point is not None:
         try:
             return point.load()
@@ -98,7 +98,7 @@ def load(name: str, kind: Kind) -> Any:
 
 
 @contextmanager
-def only(names: Iterable[str]) -> Generator[None, None, None]:
+def allow_only(names: Iterable[str]) -> Generator[None, None, None]:
     """Import no module in this block but those of these names."""
     _TRUSTED.append(frozenset(names))
     try:
@@ -107,24 +107,24 @@ def only(names: Iterable[str]) -> Generator[None, None, None]:
         _TRUSTED.pop()
 
 
-def origin(name: str, kind: Kind) -> Origin:
+def describe_origin(name: str, kind: Kind) -> PluginOrigin:
     """Return where a part comes from; raise `UserError` where it cannot be loaded.
 
     Of a network that a package brings by name, the hash is that of the name and the package's version.
     """
-    if kind == "network" and (package := hubs.package(name)):
-        version, portable = hubs.version(name), hubs.portable(name)
+    if kind == "network" and (package := hubs.package_of(name)):
+        version, portable = hubs.package_version(name), hubs.portable_name(name)
         facts = hashlib.sha256(f"{package} {version} {portable}".encode())
-        return Origin(hubs.short_name(portable), package, version, facts.hexdigest())
+        return PluginOrigin(hubs.short_name(portable), package, version, facts.hexdigest())
     part = load(name, kind)
-    point = announced(kind).get(name)
+    point = entry_points(kind).get(name)
     where = getattr(part, "__module__", None) or type(part).__module__
     if (kind, name) not in _REGISTERED:
         where = (point.module if point is not None else name.partition(":")[0]) or where
-    return Origin(name, where, _version(where), _digest(where))
+    return PluginOrigin(name, where, _version(where), _digest(where))
 
 
-def called(name: str, part: Any) -> Any:
+def instantiate_method(name: str, part: Any) -> Any:
     """Return what a method's class, or a function that makes one, gives; what is a method already stays as it is."""
     if not isinstance(part, type) and not (callable(part) and not hasattr(part, "client_updates")):
         return part
@@ -146,15 +146,18 @@ def check_method(name: str, method: Any) -> None:
         raise UserError(f"method {name} cannot be used: {type(method).__name__} {what} (see halfmoon.Method).")
 
 
-def class_value(kind: type, name: str) -> Any:
+def class_attribute(kind: type, name: str) -> Any:
     return None if name in {each.name for each in fields(kind)} else getattr(kind, name, None)
 
 
-def said_of(kind: type) -> dict[str, Any]:
+def catalog_fields(kind: type) -> dict[str, Any]:
     """Return what stands in the table about a method's class: title, paper, the docstring's first line."""
     about = (kind.__doc__ or "").strip().partition("\n")[0].rstrip(".")
-    words = {"title": str(class_value(kind, "title") or kind.__name__), "paper": str(class_value(kind, "paper") or "")}
-    own = {each: value for each in ("all_labels", "pooled") if (value := class_value(kind, each)) is not None}
+    words = {
+        "title": str(class_attribute(kind, "title") or kind.__name__),
+        "paper": str(class_attribute(kind, "paper") or ""),
+    }
+    own = {each: value for each in ("all_labels", "pooled") if (value := class_attribute(kind, each)) is not None}
     return {"about": about, **words, **own}
 
 
@@ -214,6 +217,6 @@ def _why(error: Exception) -> str:
     return f"{type(error).__name__}: {one_line(error)[:200]}"
 
 
-def folder_of(name: str) -> str:
+def folder_name(name: str) -> str:
     """Return the name of a folder for a part such as my_module:Mine: colons mean something to tar, scp and Windows."""
     return name.replace(":", ".")

@@ -7,19 +7,19 @@ import torch
 from torch import Tensor
 
 
-def integers(values: Tensor) -> list[int]:
+def to_ints(values: Tensor) -> list[int]:
     return cast("list[int]", values.tolist())  # pyright: ignore[reportUnknownMemberType]
 
 
-def numbers(values: Tensor) -> list[float]:
+def to_floats(values: Tensor) -> list[float]:
     return cast("list[float]", values.tolist())  # pyright: ignore[reportUnknownMemberType]
 
 
-def tensor_of(array: np.ndarray[Any, Any]) -> Tensor:
+def tensor_from_numpy(array: np.ndarray[Any, Any]) -> Tensor:
     return torch.from_numpy(array)  # pyright: ignore[reportUnknownMemberType]
 
 
-def euclidean(values: Tensor, dim: int | None = None) -> Tensor:
+def euclidean_norm(values: Tensor, dim: int | None = None) -> Tensor:
     return cast(Tensor, torch.linalg.vector_norm(values, dim=dim))  # pyright: ignore[reportUnknownMemberType]
 
 

@@ -49,11 +49,11 @@ def leaves(tree: Tree) -> Iterator[Tensor]:
             yield value
 
 
-def leaves_as(like: Tree, tree: Tree) -> Iterator[Tensor]:
+def leaves_like(like: Tree, tree: Tree) -> Iterator[Tensor]:
     """Yield the leaves of a tree in the order of those of `like`, which has the same keys."""
     for key, value in like.items():
         if isinstance(value, dict):
-            yield from leaves_as(value, tree[key])  # pyright: ignore[reportUnknownArgumentType]
+            yield from leaves_like(value, tree[key])  # pyright: ignore[reportUnknownArgumentType]
         else:
             yield tree[key]
 
@@ -81,20 +81,22 @@ def unflatten(flat: dict[str, Tensor]) -> Tree:
     return tree
 
 
-def replaced(tree: Tree, new: Mapping[str, Any], above: str = "") -> Tree:
+def replace_leaves(tree: Tree, new: Mapping[str, Any], above: str = "") -> Tree:
     """Return a tree with what is in `new`, by path, in place of its own leaves; branches without leaves stay."""
     return {
-        key: replaced(value, new, f"{above}{key}/") if isinstance(value, dict) else new.get(f"{above}{key}", value)  # pyright: ignore[reportUnknownArgumentType]
+        key: replace_leaves(value, new, f"{above}{key}/")
+        if isinstance(value, dict)
+        else new.get(f"{above}{key}", value)  # pyright: ignore[reportUnknownArgumentType]
         for key, value in tree.items()
     }
 
 
-def merged(first: Tree, second: Tree) -> Tree:
+def merge(first: Tree, second: Tree) -> Tree:
     """Return a tree with the leaves of both; a leaf that both have is the second's."""
     result: Tree = dict(first)
     for key, value in second.items():
         mine = result.get(key)
-        result[key] = merged(mine, value) if isinstance(mine, dict) and isinstance(value, dict) else value  # pyright: ignore[reportUnknownArgumentType]
+        result[key] = merge(mine, value) if isinstance(mine, dict) and isinstance(value, dict) else value  # pyright: ignore[reportUnknownArgumentType]
     return result
 
 
@@ -157,10 +159,10 @@ def moving_average(average: Tree, model: Tree, round: int, keep: float) -> Tree:
 
 
 def squared_norm(tree: Tree) -> Tensor:
-    return sum_of(leaf.square().sum() for leaf in leaves(tree))
+    return sum_scalars(leaf.square().sum() for leaf in leaves(tree))
 
 
-def sum_of(terms: Iterator[Tensor]) -> Tensor:
+def sum_scalars(terms: Iterator[Tensor]) -> Tensor:
     """Add scalars in order."""
     total = next(terms)
     for term in terms:
@@ -177,7 +179,7 @@ def contiguous(tree: Tree) -> Tree:
     return map(lambda leaf: leaf.contiguous(), tree)
 
 
-def size(tree: Tree) -> int:
+def numel(tree: Tree) -> int:
     return sum(leaf.numel() for leaf in leaves(tree))
 
 

@@ -19,9 +19,9 @@ NAME = re.compile(r"sha256:[0-9a-f]{64}")
 _OFFERED: dict[str, Path] = {}
 
 
-def offer(path: Path) -> str:
+def register(path: Path) -> str:
     """Let this process find a file by its hash, and return that name; raise `UserError` where it cannot be read."""
-    name = f"{PREFIX}{digest(path)}"
+    name = f"{PREFIX}{file_sha256(path)}"
     _OFFERED[name] = path
     return name
 
@@ -41,15 +41,15 @@ def find(name: str) -> Path:
     return _OFFERED[name]
 
 
-def named(name: str) -> str:
-    return name.removeprefix(PREFIX) if name.startswith(PREFIX) else digest(Path(name))
+def sha256_of(name: str) -> str:
+    return name.removeprefix(PREFIX) if name.startswith(PREFIX) else file_sha256(Path(name))
 
 
-def title(name: str) -> str:
+def display_name(name: str) -> str:
     return "a file" if name.startswith(PREFIX) else Path(name).name
 
 
-def digest(path: Path) -> str:
+def file_sha256(path: Path) -> str:
     """Return the SHA-256 of a file; raise `UserError` where it cannot be read."""
     try:
         facts = path.stat()

@@ -37,7 +37,7 @@ class DatasetInfo:
 
 def _read() -> dict[str, DatasetInfo]:
     content = (resources.files("halfmoon.data") / "datasets.toml").read_text("utf-8")
-    tables: dict[str, dict[str, Any]] = toml.loads(content)
+    tables: dict[str, dict[str, Any]] = toml.parse(content)
     for table in tables.values():
         table |= {key: tuple(value) for key, value in table.items() if isinstance(value, list)}
     return {name: DatasetInfo(**table) for name, table in tables.items()}

@@ -109,7 +109,7 @@ def save(
             rows = list(zip(map(parquet.png, part.images), labels, strict=True))
             parquet.write(place / f"{name}.parquet", rows, names)
     except OSError as error:
-        raise UserError(f"{place}: it cannot be written ({atomic_io.reason(error)}); choose another folder.") from error
+        raise UserError(f"{place}: it cannot be written ({atomic_io.error_reason(error)}); choose another folder.") from error
     return place
 
 

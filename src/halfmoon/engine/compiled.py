@@ -23,7 +23,7 @@ from torch.fx import GraphModule
 
 from halfmoon.api.types import Batch, ClientUpdate, StepMetrics
 from halfmoon.core import tree
-from halfmoon.core.autodiff import lifted, nested_leaves, nested_like
+from halfmoon.core.autodiff import nested_leaves, nested_like, vmap_clients
 from halfmoon.core.errors import UserError, one_line
 from halfmoon.core.tree import Tree
 from halfmoon.core.user_cache import user_cache
@@ -103,7 +103,7 @@ def _step(
     def one(private: Tree, carry: Tree, batch: Batch) -> tuple[Tree, StepMetrics]:
         return client_update.step({**broadcast, **private}, carry, batch)
 
-    return lifted(one)(per_client, carry, batch)
+    return vmap_clients(one)(per_client, carry, batch)
 
 
 def _with_numbers(client_update: ClientUpdate, lr: Any, round: Any, rate: Any) -> ClientUpdate:

@@ -10,7 +10,7 @@ from torch import Tensor
 from halfmoon.api.types import Batch, ClientData, ClientUpdate, PseudoLabels, StepMetrics, WeightedMetric
 from halfmoon.api.uploads import Upload
 from halfmoon.core import rng, tree
-from halfmoon.core.autodiff import lifted
+from halfmoon.core.autodiff import vmap_clients
 from halfmoon.core.tree import Tree
 from halfmoon.engine.budget import ClientSize
 from halfmoon.engine.compiled import Steps
@@ -214,7 +214,7 @@ def update_many(
         def one(private: Tree, *rest: Any) -> Any:
             return function({**downlinks, **private}, *rest)
 
-        return lifted(one)
+        return vmap_clients(one)
 
     carry: Tree = merged(client_update.begin)(per_client, memory, padded)
     guesses = [
@@ -239,7 +239,7 @@ def update_many(
     step, log = Steps(client_update, downlinks, per_client, True, shared.compiled), _Log()
     for t, batch in enumerate(batches(datas, updates, views, normalize, shared.rows)):
         new, notes = step(carry, batch)
-        carry = new if t < fewest else lifted(tree.select)(t < steps, new, carry)
+        carry = new if t < fewest else vmap_clients(tree.select)(t < steps, new, carry)
         log.add(notes, batch.u_rows)
     logs = [log.of(contexts[k], task.client, k, updates[k].amount) for k, task in enumerate(tasks)]
     upload, memory = merged(client_update.finish)(per_client, carry, padded)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from halfmoon.api.types import NO_PSEUDO_LABELS, Labeling, PseudoLabels
 from halfmoon.core import tree
-from halfmoon.core.tensors import numbers
+from halfmoon.core.tensors import to_floats
 from halfmoon.core.tree import Tree
 from halfmoon.data.partition.heterogeneity import jensen_shannon, mix
 from halfmoon.models import Network
@@ -67,7 +67,7 @@ class Tally(NamedTuple):
     def per_class(self) -> list[float]:
         """Return the accuracy of each class, to six digits; 0 for a class without test images."""
         shares = self.confusion.diagonal() / self.confusion.sum(1).clamp_min(1)
-        return [round(value, 6) for value in numbers(shares)]
+        return [round(value, 6) for value in to_floats(shares)]
 
     def row(self) -> dict[str, float | list[float]]:
         accuracy = int(self.confusion.diagonal().sum()) / int(self.confusion.sum())
@@ -115,7 +115,7 @@ def _counts(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return how often each predicted class meets each true one (classes * classes,), the losses' sum, who is right."""
     params, (images, labels), classes = tree.channels_last(model["params"]), part, network.classes
-    network = network.exact
+    network = network.in_float32
     if statistics == "running":
         logits = _logits(network, params, model["stats"], normalize, images)
     else:
@@ -141,7 +141,7 @@ def mean_prediction(
 @torch.no_grad()
 def _predicted(network: Network, model: Tree, normalize: Normalize, images: Tensor) -> Tensor:
     params = tree.channels_last(model["params"])
-    return _logits(network.exact, params, model["stats"], normalize, images).double().softmax(-1).sum(0)
+    return _logits(network.in_float32, params, model["stats"], normalize, images).double().softmax(-1).sum(0)
 
 
 def _logits(network: Network, params: Tree, stats: Tree, normalize: Normalize, images: Tensor) -> Tensor:
@@ -197,10 +197,10 @@ class Quality:
 
         An accuracy is that over the images whose label is known.
         """
-        total, labeled, right, above, above_labeled, above_right, used, used_labeled, used_right = numbers(self.totals)
+        total, labeled, right, above, above_labeled, above_right, used, used_labeled, used_right = to_floats(self.totals)
         if not total:
             return None
-        hits, rows = (numbers(part) for part in self.per_class)
+        hits, rows = (to_floats(part) for part in self.per_class)
         return {
             "accuracy": right / labeled if labeled else None,
             "share_above": above / total,
@@ -236,5 +236,5 @@ def fit_temperature(network: Network, model: Tree, normalize: Normalize, images:
     """Return the temperature of `model` = {"params", "stats"} on labeled images that it was not trained on."""
     params = tree.channels_last(model["params"])
     some = torch.split(images.images, at_once(images.images, batch))
-    parts = [_logits(network.exact, params, model["stats"], normalize, each).double() for each in some]
+    parts = [_logits(network.in_float32, params, model["stats"], normalize, each).double() for each in some]
     return temperature(torch.cat(parts), images.labels)

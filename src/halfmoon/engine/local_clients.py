@@ -18,7 +18,7 @@ from torch import Tensor
 from halfmoon.aggregation.precision import encoded
 from halfmoon.api.types import ClientData, ClientUpdate, StateStore
 from halfmoon.core import rng, tree
-from halfmoon.core.tensors import tensor_of
+from halfmoon.core.tensors import tensor_from_numpy
 from halfmoon.core.tree import Tree
 from halfmoon.data.partition.split import SERVER, Split
 from halfmoon.engine.budget import Budget, ClientSize, natural
@@ -68,7 +68,7 @@ class FederatedDataset:
         In a stream, `stage` says which unlabeled rows are there by now.
         """
         images, labels = self.train
-        x, u = (tensor_of(self.rows(client, kind, stage)).to(labels.device) for kind in (True, False))
+        x, u = (tensor_from_numpy(self.rows(client, kind, stage)).to(labels.device) for kind in (True, False))
         counts = torch.tensor([len(x), len(u)], device=labels.device)
         y = self.classes - 1 - labels[x] if client in self.liars else labels[x]
         # Of images that are mapped into memory, channels lie last.

@@ -12,13 +12,13 @@ from halfmoon.api.types import Method, Task
 from halfmoon.core import rng, tree
 from halfmoon.core.errors import UserError
 from halfmoon.core.memory import release_memory
-from halfmoon.core.tensors import integers
+from halfmoon.core.tensors import to_ints
 from halfmoon.core.tree import Tree
 from halfmoon.engine.budget import Cost
 from halfmoon.engine.driver import Diverged
 from halfmoon.engine.evaluation import Examples, Spread, Tally, tally
 from halfmoon.engine.runtime import Report, Row, ServerRuntime, TooFew
-from halfmoon.storage.checkpoints import METRICS, Loaded
+from halfmoon.storage.checkpoints import METRICS, LoadedCheckpoint
 from halfmoon.storage.run_folder import RunFolder
 
 _COUNTS = {each.name for each in fields(Cost)}
@@ -63,7 +63,7 @@ def initial_model(task: Task, seed: int, device: torch.device) -> Tree:
     return tree.to(task.network.init(rng.generator(seed, "model")), device)
 
 
-def play(experiment: Experiment, folder: RunFolder, loaded: Loaded | None, watch: Callable[[Row], None]) -> Row:
+def play(experiment: Experiment, folder: RunFolder, loaded: LoadedCheckpoint | None, watch: Callable[[Row], None]) -> Row:
     """Play the rounds that are left; return {"model", "confusion", "accuracy", "cost", "aggregation", "ended", ...}.
 
     "model" is that of the last round or, with validation images, of the round that was best on them. "confusion" is
@@ -107,7 +107,7 @@ def play(experiment: Experiment, folder: RunFolder, loaded: Loaded | None, watch
     model = state.chosen or state.solution(experiment)
     if test is None and experiment.test is not None:  # it was stopped between an evaluation and its end
         test = _tally(experiment, model, experiment.test)
-    confusion = None if test is None else [integers(row) for row in test.confusion]
+    confusion = None if test is None else [to_ints(row) for row in test.confusion]
     result = {**_result(folder.verified_rows(), scores), "correct": None if test is None else test.packed}
     best = None if validated is None or not scores else max(scores)
     choice = best and {"round": best.round, "accuracy": best.accuracy}
@@ -193,7 +193,7 @@ def _best(
 
 
 def _start(
-    experiment: Experiment, folder: RunFolder, loaded: Loaded | None, device: torch.device
+    experiment: Experiment, folder: RunFolder, loaded: LoadedCheckpoint | None, device: torch.device
 ) -> tuple[_State, int]:
     if loaded is None:
         model = initial_model(experiment.task, experiment.seed, device)
@@ -206,7 +206,7 @@ def _start(
     return _State(**{name: tree.to(part, device) for name, part in loaded.state.items()}), loaded.round
 
 
-def _check(folder: RunFolder, loaded: Loaded) -> None:
+def _check(folder: RunFolder, loaded: LoadedCheckpoint) -> None:
     cost: Any = loaded.meta.get("cost")
     valid_cost = (
         isinstance(cost, dict)

@@ -16,15 +16,15 @@ from halfmoon.api.uploads import Upload, stack
 from halfmoon.core import rng, tree
 from halfmoon.core.errors import UserError
 from halfmoon.core.memory import release_memory
-from halfmoon.core.tensors import integers
+from halfmoon.core.tensors import to_ints
 from halfmoon.core.tree import Tree
 from halfmoon.data.partition.split import SERVER
 from halfmoon.engine.budget import Cost
 from halfmoon.engine.driver import ClientContext, ClientResult, add, images_a_call
 from halfmoon.engine.evaluation import Quality
 from halfmoon.engine.sampling import Views
-from halfmoon.storage.manifest import Contents
-from halfmoon.storage.state_store import StateView, Store
+from halfmoon.storage.manifest import StoreContents
+from halfmoon.storage.state_store import StateView, TreeStore
 
 WORD = 2**32
 
@@ -89,7 +89,7 @@ class ServerRuntime(ABC):
         task: Task,
         views: Views,
         settings: RuntimeSettings,
-        store: Store | None = None,
+        store: TreeStore | None = None,
         aggregators: Sequence[Aggregator] = (),
     ) -> None:
         self.method, self.base, self.task, self.views = method, task, task, views
@@ -97,7 +97,7 @@ class ServerRuntime(ABC):
         self.client_updates = method.client_updates(task)
         self.clients, self.size = settings.clients, settings.cohort
         self.aggregators = tuple(aggregators)
-        self.store = Store() if store is None else store
+        self.store = TreeStore() if store is None else store
         self.state_store: StateStore = StateView(self.store, "state/", self.device)
         self.cost = Cost()
         self.cohort = self.responders = torch.zeros(0, dtype=torch.int64)
@@ -175,13 +175,13 @@ class ServerRuntime(ABC):
         ups = {
             client: outcome.upload
             for client, outcome in self._ask(
-                self.client_updates[client_update], integers(recipients[there]), broadcast, own
+                self.client_updates[client_update], to_ints(recipients[there]), broadcast, own
             )
         }
         upload, responders = stack(list(ups.values())), tuple(ups)
         del ups  # what is stacked is not held twice
         if responders and self.aggregators:
-            place = {client: k for k, client in enumerate(integers(recipients))}
+            place = {client: k for k, client in enumerate(to_ints(recipients))}
             mine = torch.tensor([place[client] for client in responders], dtype=torch.int64)
             received = tree.map(lambda leaf: leaf[mine.to(leaf.device)], private)
             at = (self._round, self._attempt, self._query - 1)
@@ -211,7 +211,7 @@ class ServerRuntime(ABC):
             list[int](),
         )
         there = answering(recipients, self.settings.client_dropout, self.seed, self._round)
-        for client, outcome in self._ask(update, integers(recipients[there]), broadcast, {}):
+        for client, outcome in self._ask(update, to_ints(recipients[there]), broadcast, {}):
             mean.add(outcome.upload)
             answered.append(client)
             del outcome  # or it would be held while the next client trains
@@ -254,13 +254,13 @@ class ServerRuntime(ABC):
 
     def close(self) -> Report:
         row = {name: value for aggregator in self.aggregators for name, value in aggregator.row().items()}
-        cohort, quality = integers(self.cohort), self._quality.row()
+        cohort, quality = to_ints(self.cohort), self._quality.row()
         return Report(cohort, self._samples, quality, self.cost.row(), aggregator=row or None)
 
     def state(self) -> Tree:
         return {"state": contents(self.state_store)}
 
-    def restore(self, clients: Contents, cost: dict[str, int]) -> None:
+    def restore(self, clients: StoreContents, cost: dict[str, int]) -> None:
         self.store.restore(clients)
         self.cost = Cost(**cost)
 

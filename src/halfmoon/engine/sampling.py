@@ -16,7 +16,7 @@ from torch import Tensor
 from halfmoon.api.types import Batch, ClientData, UpdateRequirements
 from halfmoon.core import rng
 from halfmoon.core.errors import UserError
-from halfmoon.core.tensors import tensor_of
+from halfmoon.core.tensors import tensor_from_numpy
 from halfmoon.data.views import Draws, Labeled, Plain, Shared, Strong, View, Weak
 from halfmoon.models.network import Normalize
 
@@ -206,10 +206,10 @@ def _mixed(
 ) -> dict[str, Tensor]:
     steps, images = amount.steps, amount.labeled + len(requirements.views) * amount.unlabeled
     g = rng.generator(seed, *path)
-    mix = np.random.Generator(np.random.PCG64(rng.number(seed, *path))).beta(concentration, concentration, steps)
+    mix = np.random.Generator(np.random.PCG64(rng.derive_seed(seed, *path))).beta(concentration, concentration, steps)
     orders = [torch.randperm(images, generator=g) for _ in range(steps)]
     return {
-        "mix": tensor_of(mix),
+        "mix": tensor_from_numpy(mix),
         "order": torch.stack(orders) if orders else torch.zeros(0, images, dtype=torch.int64),
         "turn": torch.randint(4, (steps, amount.unlabeled), generator=g),
     }

@@ -9,7 +9,7 @@ import torch
 from halfmoon.aggregation import Aggregator
 from halfmoon.api.types import ClientUpdate, Method, StateStore, Task
 from halfmoon.core import rng
-from halfmoon.core.tensors import integers, tensor_of
+from halfmoon.core.tensors import tensor_from_numpy, to_ints
 from halfmoon.core.tree import Tree
 from halfmoon.data.partition.split import SERVER
 from halfmoon.engine.driver import ClientContext
@@ -17,7 +17,7 @@ from halfmoon.engine.evaluation import leaning, mean_prediction
 from halfmoon.engine.local_clients import FederatedDataset, LocalClients, Training
 from halfmoon.engine.runtime import Row, RuntimeSettings, ServerRuntime, Visited, contents
 from halfmoon.engine.sampling import Views
-from halfmoon.storage.state_store import StateView, Store
+from halfmoon.storage.state_store import StateView, TreeStore
 
 LOOKED_AT = 2_000
 """How many unlabeled images a model's leaning is measured on at most: a share is off by 0.011 (one sigma) at worst."""
@@ -37,7 +37,7 @@ class Simulation(ServerRuntime):
         views: Views,
         training: Training,
         settings: RuntimeSettings,
-        store: Store | None = None,
+        store: TreeStore | None = None,
         aggregators: Sequence[Aggregator] = (),
     ) -> None:
         device = dataset.train.labels.device
@@ -93,16 +93,16 @@ class Simulation(ServerRuntime):
             x = self.dataset.rows(SERVER, True)
         order = torch.randperm(len(u), generator=rng.generator(self.seed, "prior", self._round))
         images = self.dataset.train.images
-        some = tensor_of(u)[order[:LOOKED_AT].sort().values].to(images.device)
+        some = tensor_from_numpy(u)[order[:LOOKED_AT].sort().values].to(images.device)
         app_u = mean_prediction(self.task.network, model, self.task.normalize, images[some], spread=self._spread)
         return leaning(app_u, self._counts(x), self._counts(u), per_class)
 
     def _cohorts(self, labeled: bool) -> np.ndarray:
-        return np.concatenate([self.dataset.rows(k, labeled, self._stage) for k in integers(self.cohort)])
+        return np.concatenate([self.dataset.rows(k, labeled, self._stage) for k in to_ints(self.cohort)])
 
     def _counts(self, rows: np.ndarray) -> np.ndarray:
         labels = self.dataset.train.labels
-        labels = labels[tensor_of(rows).to(labels.device)]
+        labels = labels[tensor_from_numpy(rows).to(labels.device)]
         return torch.bincount(labels[labels >= 0], minlength=self.task.network.classes).cpu().numpy()
 
     def state(self) -> Tree:
@@ -117,7 +117,7 @@ class Simulation(ServerRuntime):
             del outcome
 
     def _ask(self, client_update: ClientUpdate, clients: Sequence[int], broadcast: Tree, per_client: Tree) -> Visited:
-        first = integers(self.cohort)[: self.settings.client_models]
+        first = to_ints(self.cohort)[: self.settings.client_models]
         for client, outcome in super()._ask(client_update, clients, broadcast, per_client):
             if client in first and "params" in outcome.upload.update:
                 self._uploads[client] = {"stats": {}, **broadcast, **outcome.upload.update}

@@ -55,7 +55,7 @@ from halfmoon.methods.objectives.base import (
 )
 from halfmoon.models import forward
 from halfmoon.models.network import affine, linear
-from halfmoon.models.passes import Batched
+from halfmoon.models.passes import TrainPass
 
 PREDICTOR = "predictor"
 
@@ -185,7 +185,7 @@ def _new_predictor(generator: torch.Generator, features: int) -> dict[str, Any]:
 
 def _predict(predictor: Tree, features: Tensor, batch: Batch) -> Tensor:
     """Apply the predictor to the features (2 b, F) of both views: linear, batch normalization, ReLU, linear."""
-    run = Batched(predictor, "batch", real=_mask_of_both_views(batch))
+    run = TrainPass(predictor, "batch", real=_mask_of_both_views(batch))
     hidden = run.norm("first", run.linear("first", features)[:, :, None, None])
     return run.linear("last", run.relu(hidden).flatten(1))
 

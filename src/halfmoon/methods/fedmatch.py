@@ -62,7 +62,7 @@ from halfmoon.api.uploads import Aux, Upload, UploadSpec
 from halfmoon.core import padding, tree
 from halfmoon.core.autodiff import grad_and_value
 from halfmoon.core.errors import check_minimum
-from halfmoon.core.tensors import euclidean, integers, normal_cdf, normal_quantile, tensor_of
+from halfmoon.core.tensors import euclidean_norm, normal_cdf, normal_quantile, tensor_from_numpy, to_ints
 from halfmoon.core.tree import Tree
 from halfmoon.methods.averaging import average_uploads
 from halfmoon.methods.mutual import divergence
@@ -138,7 +138,7 @@ class FedMatch:
             broadcast = {**broadcast, **federation.query_server("serve", broadcast).update}
         each = self._nearest(broadcast["psi"], federation) if self._due(task) else None
         upload = federation.query("train", broadcast, each)
-        for place, client in enumerate(integers(federation.responders) if self.helpers else ()):
+        for place, client in enumerate(to_ints(federation.responders) if self.helpers else ()):
             federation.state_store.put(f"psi-{client}", tree.index(upload.update["psi"], place))
             federation.state_store.put(f"embedding-{client}", {"vector": upload.aux["embedding"][place]})
         sigma = average_uploads(Upload({"sigma": upload.update["sigma"]}, upload.aux["labels"]), broadcast)
@@ -161,7 +161,7 @@ class FedMatch:
         for key in state_store.keys():  # noqa: SIM118
             if key.startswith("embedding-"):
                 vectors[int(key.removeprefix("embedding-"))] = (state_store.get(key) or {})["vector"]
-        neighbors = [nearest(vectors, client, self.helpers) for client in integers(federation.cohort)]
+        neighbors = [nearest(vectors, client, self.helpers) for client in to_ints(federation.cohort)]
         nobody = tree.zeros_like(psi)
         there = torch.tensor([[float(k < len(own)) for k in range(self.helpers)] for own in neighbors])
         trees = [
@@ -175,7 +175,7 @@ def nearest(vectors: dict[int, Tensor], client: int, count: int) -> list[int]:
     """Return up to `count` other clients by the distance of their embeddings (C,); none for a client without one."""
     if client not in vectors:
         return []
-    away = {other: float(euclidean(vector - vectors[client])) for other, vector in vectors.items() if other != client}
+    away = {other: float(euclidean_norm(vector - vectors[client])) for other, vector in vectors.items() if other != client}
     return sorted(away, key=lambda other: (away[other], other))[:count]
 
 
@@ -319,7 +319,7 @@ class Disjoint(ClientUpdate):
 
     def _wire(self, whole: Tree, count: Tensor) -> int:
         """Return the bytes of `count` entries of a tree, each with an index, or of the whole tree if that is less."""
-        entry = tree.nbytes(whole) // tree.size(whole) + INDEX_BYTES
+        entry = tree.nbytes(whole) // tree.numel(whole) + INDEX_BYTES
         return min(tree.nbytes(whole), int(count) * entry)
 
     def _loss(self, psi: Tree, carry: Tree, batch: Batch, *helped: Tensor) -> tuple[Tensor, tuple[Any, ...]]:
@@ -339,7 +339,7 @@ class Disjoint(ClientUpdate):
         each = each + o.unlabeled_weight * F.cross_entropy(strong, label, reduction="none")
         count = used.sum().clamp_min(1) if o.mean == "used" else padding.count(used, batch.u_real)
         far = tree.squared_norm(tree.map(torch.sub, psi, carry["sigma"]))
-        penalty = o.l2_weight * far + o.l1_weight * tree.sum_of(leaf.abs().sum() for leaf in tree.leaves(psi))
+        penalty = o.l2_weight * far + o.l1_weight * tree.sum_scalars(leaf.abs().sum() for leaf in tree.leaves(psi))
         pseudo = (PseudoLabels(label, confidence, used),)
         return (each * used).sum() / count + penalty, (moments, pseudo, {"penalty": weighted_metric(penalty)}, state)
 
@@ -392,7 +392,7 @@ def patched(old: Tree, new: Tree, threshold: float) -> Tree:
 def changes(old: Tree, new: Tree, threshold: float) -> Tensor:
     """Return how many entries `patched` takes over, as float64."""
     pairs = zip(tree.leaves(old), tree.leaves(new), strict=True)
-    return tree.sum_of((~((b - a).abs() <= threshold)).sum().double() for a, b in pairs)
+    return tree.sum_scalars((~((b - a).abs() <= threshold)).sum().double() for a, b in pairs)
 
 
 def labeled_step(task: Task, weight: float, carry: Tree, psi: Tree, batch: Batch) -> tuple[Tree, Tensor]:
@@ -421,7 +421,7 @@ def noise(like: Tensor) -> Tensor:
     Normal pixels of mean and deviation 125, cut at 0 and 255: always the same ones, and no part of a run's randomness.
     """
     shape = tuple(like.shape[-3:])
-    uniform = tensor_of(np.random.Generator(np.random.PCG64(0)).random((1, *shape)))
+    uniform = tensor_from_numpy(np.random.Generator(np.random.PCG64(0)).random((1, *shape)))
     low, high = (normal_cdf(torch.tensor((edge - 125) / 125, dtype=torch.float64)) for edge in (0.0, 255.0))
     pixels = 125 + 125 * normal_quantile(low + (high - low) * uniform)
     return pixels.round().clamp(0, 255).to(torch.uint8)

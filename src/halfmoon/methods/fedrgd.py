@@ -36,7 +36,7 @@ from halfmoon.api.requirements import ALL_LABEL_LOCATIONS, Requirements
 from halfmoon.api.types import ClientUpdate, Federation, Task
 from halfmoon.core import rng, tree
 from halfmoon.core.errors import check_minimum
-from halfmoon.core.tensors import integers
+from halfmoon.core.tensors import to_ints
 from halfmoon.core.tree import Tree
 from halfmoon.methods.fedavg import LocalTraining
 from halfmoon.methods.objectives import FixMatch, Supervised
@@ -79,15 +79,15 @@ class FedRGD:
     def round(self, task: Task, server: Tree, federation: Federation) -> Tree:
         """Let the cohort and a copy of the server's model for each group train, and average twice."""
         model: Tree = {"stats": {}, **{name: part for name, part in server.items() if name != "groups"}}
-        group = grouped(integers(federation.cohort), task.round, self.groups)
+        group = grouped(to_ints(federation.cohort), task.round, self.groups)
         if self.return_group:
             starts: Tree = {"stats": {}, **server["groups"]}
-            mine = torch.tensor([group[k] for k in integers(federation.cohort)])
+            mine = torch.tensor([group[k] for k in to_ints(federation.cohort)])
             upload = federation.query("train", {}, tree.map(lambda leaf: leaf[mine], starts))
         else:
             starts = tree.stack([model] * self.groups)
             upload = federation.query("train", model)
-        answered = [group[k] for k in integers(federation.responders)]
+        answered = [group[k] for k in to_ints(federation.responders)]
         means: list[Tree] = []
         for number in range(self.groups):
             members = [tree.index(upload.update, place) for place, own in enumerate(answered) if own == number]
@@ -107,7 +107,7 @@ class FedRGD:
 
 def grouped(cohort: Sequence[int], round: int, groups: int) -> dict[int, int]:
     """Return the group of each client: by turns in the order of their hashes, so that sizes differ by one at most."""
-    order = sorted(cohort, key=lambda client: rng.number(0, "fedrgd", round, client))
+    order = sorted(cohort, key=lambda client: rng.derive_seed(0, "fedrgd", round, client))
     return {client: place % groups for place, client in enumerate(order)}
 
 

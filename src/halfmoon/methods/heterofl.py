@@ -35,7 +35,7 @@ from halfmoon.api.uploads import Aux, Upload, UploadSpec
 from halfmoon.core import tree
 from halfmoon.core.autodiff import grad_and_value
 from halfmoon.core.errors import UserError
-from halfmoon.core.tensors import integers
+from halfmoon.core.tensors import to_ints
 from halfmoon.core.tree import Tree
 from halfmoon.methods.averaging import ModelAveraging, momentum_step
 from halfmoon.methods.batchnorm_stats import BatchNormStatistics, estimate_statistics
@@ -67,7 +67,7 @@ class HeteroFL(ModelAveraging):
         return Requirements(reason=reason, label_locations=ALL_LABEL_LOCATIONS, personal=True, counts_statistics=counts)
 
     def client_updates(self, task: Task) -> Mapping[str, ClientUpdate]:
-        if not task.network.cuts:
+        if not task.network.sliceable:
             raise UserError(
                 "heterofl cuts networks to their leading channels, and does not know which those of an nn.Module or of "
                 "given weights are; choose a network of halfmoon without weights, or another method."
@@ -84,7 +84,7 @@ class HeteroFL(ModelAveraging):
         cohort, whole = federation.cohort, tree.flatten(server["params"])
         total, counts = tree.zeros_like(whole), tree.zeros_like(whole)
         for rate in sorted(set(rates), reverse=True):
-            mine = torch.tensor([k for k in integers(cohort) if rates[k % len(rates)] == rate], dtype=torch.int64)
+            mine = torch.tensor([k for k in to_ints(cohort) if rates[k % len(rates)] == rate], dtype=torch.int64)
             if len(mine):
                 upload = federation.query(name(rate), {"params": cut(server["params"], rate, fixed_dims)}, clients=mine)
                 if len(upload.weight):  # one of them at least has answered

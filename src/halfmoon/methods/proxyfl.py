@@ -30,7 +30,7 @@ from halfmoon.api.types import ClientUpdate, Federation, Method, Task
 from halfmoon.api.uploads import Upload, UploadSpec
 from halfmoon.core import rng
 from halfmoon.core.errors import check_minimum
-from halfmoon.core.tensors import euclidean
+from halfmoon.core.tensors import euclidean_norm
 from halfmoon.core.tree import Tree
 from halfmoon.methods.fedavg import FedAvg
 from halfmoon.methods.objectives import FixMatch
@@ -122,7 +122,7 @@ def widest(mean: Tensor) -> float:
 def slope(mean: Tensor, points: Tensor, labels: Tensor, margin: float) -> Tensor:
     """Return the gradient, in the rows `mean` (C, F), of the loss of points (b, F) with labels (b,)."""
     away = mean - points[:, None]  # (b, C, F)
-    distance = euclidean(away, dim=-1)
+    distance = euclidean_norm(away, dim=-1)
     own = (labels[:, None] == torch.arange(len(mean))).to(mean.dtype)
     pull = own - (-distance - margin * own).softmax(-1)
     unit = away / distance.clamp_min(1e-12)[..., None]  # where a point lies on a row, no direction is the nearest

@@ -71,7 +71,7 @@ _UNLISTED = {row.name: row for row in ON_FEATURES}
 
 def names() -> list[str]:
     """Return the names of all methods, those that installed packages announce last."""
-    return list(_OURS) + [name for name in plugins.announced("method") if name not in _OURS]
+    return list(_OURS) + [name for name in plugins.entry_points("method") if name not in _OURS]
 
 
 def names_at(place: LabelLocation) -> list[str]:
@@ -95,7 +95,7 @@ def entry(name: str) -> MethodEntry:
         return _OURS[name]
     if name in _UNLISTED:
         return _UNLISTED[name]
-    if not plugins.foreign(name, "method"):
+    if not plugins.is_plugin(name, "method"):
         near = suggest(name, names())
         raise UserError(f"unknown method '{name}': {near}")
     return row(name, plugins.load(name, "method"))
@@ -113,12 +113,12 @@ def row(name: str, part: Any) -> MethodEntry:
     if isinstance(method, Objective):
         method = FedAvg(method)
     plugins.check_method(name, method)
-    return MethodEntry(name=name, method=method, **plugins.said_of(cast("type[Any]", type(core(method)))))
+    return MethodEntry(name=name, method=method, **plugins.catalog_fields(cast("type[Any]", type(core(method)))))
 
 
 def instance(name: str, part: Any) -> Any:
     """Return the method, objective or row that a class or a function of no arguments makes; others stay as they are."""
-    return part if isinstance(part, Objective) else plugins.called(name, part)
+    return part if isinstance(part, Objective) else plugins.instantiate_method(name, part)
 
 
 def core(method: Any) -> Any:

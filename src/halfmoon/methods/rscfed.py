@@ -35,7 +35,7 @@ from halfmoon.api.uploads import Aux, Upload, UploadSpec
 from halfmoon.core import padding, rng, tree
 from halfmoon.core.autodiff import grad_and_value
 from halfmoon.core.errors import check_minimum
-from halfmoon.core.tensors import euclidean
+from halfmoon.core.tensors import euclidean_norm
 from halfmoon.core.tree import Tree
 from halfmoon.methods.averaging import ModelAveraging, average_uploads
 from halfmoon.methods.objectives.base import (
@@ -92,7 +92,7 @@ class RSCFed(ModelAveraging):
         n = rows.double() * torch.where(labels > 0, self.labeled_factor, 1.0)
         center = average_uploads(Upload(models, n))
         pairs = zip(tree.leaves(models), tree.leaves(center), strict=True)
-        away = tree.sum_of(euclidean((leaf - mean).flatten(1).double(), -1).to(n.device) for leaf, mean in pairs)
+        away = tree.sum_scalars(euclidean_norm((leaf - mean).flatten(1).double(), -1).to(n.device) for leaf, mean in pairs)
         beta = self.beta_labeled if bool((labels > 0).any()) else self.beta
         logs = (n / n.sum()).log() - beta * away / rows.double().clamp_min(1)
         return (logs - logs.max()).exp()  # all may be too small for a number; their shares are not

@@ -47,7 +47,7 @@ from halfmoon.api.uploads import Upload
 from halfmoon.core import padding, tree
 from halfmoon.core.autodiff import cross_entropy, grad_and_value
 from halfmoon.core.errors import UserError
-from halfmoon.core.tensors import integers
+from halfmoon.core.tensors import to_ints
 from halfmoon.core.tree import Tree
 from halfmoon.methods.averaging import ModelAveraging, average_uploads
 from halfmoon.methods.mutual import divergence
@@ -118,7 +118,7 @@ class SemiFed(ModelAveraging):
         state_store, nobody = federation.state_store, torch.full((self.peers,), NO_LABEL)
         book = state_store.get("book") or {"client": nobody, "round": nobody}
         client, when = book["client"].tolist(), book["round"].tolist()
-        for k, number in enumerate(integers(federation.responders)):
+        for k, number in enumerate(to_ints(federation.responders)):
             place = client.index(number) if number in client else when.index(min(when))
             client[place], when[place] = number, round
             state_store.put(f"model-{place}", tree.index(upload.update, k))

@@ -1,7 +1,7 @@
 """Networks as pure functions of their parameters."""
 
 from halfmoon.models.chains import ResNet9, SmallCNN
-from halfmoon.models.network import Network, forward, seen_by, track
+from halfmoon.models.network import Network, forward, mark_if_any_real, track
 from halfmoon.models.passes import Norm
 from halfmoon.models.resnet import ResNet8, ResNet18, ResNet18ImageNet, WideResNet
 from halfmoon.models.vit import VisionTransformer
@@ -28,6 +28,6 @@ __all__ = [
     "VisionTransformer",
     "WideResNet",
     "forward",
-    "seen_by",
+    "mark_if_any_real",
     "track",
 ]

@@ -9,8 +9,8 @@ from torch import Tensor
 
 from halfmoon.core.errors import UserError
 from halfmoon.core.tree import Tree
-from halfmoon.models.network import Network, affine, check_sides, fresh_stats, linear, uniform
-from halfmoon.models.passes import Run
+from halfmoon.models.network import Network, affine, check_sides, initial_stats, linear, uniform
+from halfmoon.models.passes import ForwardPass
 
 CUT_NORMAL_STD = 0.87962566103423978
 """The standard deviation of a standard normal variable cut at -2 and 2."""
@@ -35,10 +35,10 @@ class Chain(Network):
                 params[name] = {"conv": uniform(generator, (last, inputs, 3, 3), inputs * 9), "norm": affine(last)}
         shape = (self.classes, last)
         params["head"] = unbiased(generator, shape) if self.norm == "none" else linear(generator, last, self.classes)
-        tracked = {name: fresh_stats(outputs) for name, (_, outputs) in blocks.items()}
+        tracked = {name: initial_stats(outputs) for name, (_, outputs) in blocks.items()}
         return {"params": params, "stats": tracked if self.norm == "batch" else {}}
 
-    def block(self, run: Run, name: str, z: Tensor) -> Tensor:
+    def block(self, run: ForwardPass, name: str, z: Tensor) -> Tensor:
         return run.relu(run.norm(name, run.conv(name, z)))
 
 
@@ -63,7 +63,7 @@ class ResNet9(Chain):
             "res3b": (8 * w, 8 * w),
         }
 
-    def layers(self, x: Tensor, run: Run) -> Tensor:
+    def layers(self, x: Tensor, run: ForwardPass) -> Tensor:
         block = partial(self.block, run)
         z = block("prep", x)
         z = run.pool(block("layer1", z), 2)
@@ -88,7 +88,7 @@ class SmallCNN(Chain):
         w = self.width
         return {"conv1": (self.channels, w), "conv2": (w, 2 * w), "conv3": (2 * w, 2 * w)}
 
-    def layers(self, x: Tensor, run: Run) -> Tensor:
+    def layers(self, x: Tensor, run: ForwardPass) -> Tensor:
         z = x
         for name in ("conv1", "conv2", "conv3"):
             z = self.block(run, name, z)

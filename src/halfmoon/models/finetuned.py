@@ -1,6 +1,6 @@
 """Networks that start from given weights, of which a part may stay as it is: only the other part is a model here.
 
-`FineTuned` stands around any network. What methods, messages, optimizers and averages see as the model is what is
+`FineTunedNetwork` stands around any network. What methods, messages, optimizers and averages see as the model is what is
 trained; the frozen part, with the statistics of its batch normalizations, is added inside each pass. `FeatureHead` is a
 linear head on features that a frozen backbone has computed once.
 """
@@ -21,14 +21,14 @@ from halfmoon.core.errors import UserError, suggest
 from halfmoon.core.tree import Tree
 from halfmoon.models.efficientnet import centered
 from halfmoon.models.network import Network, Normalize, forward_tangent
-from halfmoon.models.weights import Weights, fitted, of_head
+from halfmoon.models.weights import Weights, fit_to_network, is_head_path
 
 BACKBONE = "backbone"
 """The pattern that means every layer but the head."""
 
 
 @dataclass(frozen=True)
-class FineTuned(Network):
+class FineTunedNetwork(Network):
     """`inner` from the weights whose SHA-256 is `sha256`, without training the parts that `patterns` name.
 
     `norm` is "batch" where statistics are tracked in the trained part. `fresh` says that the head starts at random.
@@ -42,7 +42,7 @@ class FineTuned(Network):
         kw_only=True, compare=False, repr=False
     )  # the trained part of the weights, without a fresh head
     frozen: Tree = field(kw_only=True, compare=False, repr=False)
-    cuts: ClassVar[bool] = False
+    sliceable: ClassVar[bool] = False
     _moved: dict[Any, Tree] = field(default_factory=dict, kw_only=True, compare=False, repr=False)
 
     @property
@@ -60,13 +60,13 @@ class FineTuned(Network):
         }
         return {"params": {}, "stats": {}, **tree.unflatten(start)}
 
-    def whole(self, model: Tree) -> tuple[Network, Tree]:
+    def full_model(self, model: Tree) -> tuple[Network, Tree]:
         like = next(tree.leaves(model["params"]))
-        return self.inner.exact, tree.merged(self._frozen_at(like), model)
+        return self.inner.in_float32, tree.merge(self._frozen_at(like), model)
 
     @property
-    def exact(self) -> Network:
-        return self if self.precision == "float32" else replace(self, precision="float32", inner=self.inner.exact)
+    def in_float32(self) -> Network:
+        return self if self.precision == "float32" else replace(self, precision="float32", inner=self.inner.in_float32)
 
     def _frozen_at(self, like: Tensor) -> Tree:
         place = like.device, like.dtype
@@ -76,15 +76,15 @@ class FineTuned(Network):
 
     def _with_frozen(self, params: Tree) -> tuple[Tree, Tree]:
         frozen = self._frozen_at(next(tree.leaves(params)))
-        return tree.merged(frozen["params"], params), frozen["stats"]
+        return tree.merge(frozen["params"], params), frozen["stats"]
 
-    def unseen(self, params: Tree) -> Tree:
-        moments = tree.flatten(self.inner.unseen(self._with_frozen(params)[0]))
+    def zero_moments(self, params: Tree) -> Tree:
+        moments = tree.flatten(self.inner.zero_moments(self._with_frozen(params)[0]))
         frozen = tree.flatten(self.frozen["stats"])
         return tree.unflatten({path: leaf for path, leaf in moments.items() if path not in frozen})
 
-    def products(self, shape: tuple[int, int, int]) -> int | None:
-        return self.inner.products(shape)
+    def count_products(self, shape: tuple[int, int, int]) -> int | None:
+        return self.inner.count_products(shape)
 
     def check(self, shape: tuple[int, int, int]) -> None:
         self.inner.check(shape)
@@ -93,13 +93,13 @@ class FineTuned(Network):
         self, params: Tree, x: Tensor, settled: Tree | None = None, real: Tensor | None = None
     ) -> tuple[Tensor, Tree]:
         whole, stats = self._with_frozen(params)
-        return self.inner.train(whole, x, tree.merged(stats, settled or {}), real)
+        return self.inner.train(whole, x, tree.merge(stats, settled or {}), real)
 
     def embed(
         self, params: Tree, x: Tensor, settled: Tree | None = None, real: Tensor | None = None
     ) -> tuple[Tensor, Tensor, Tree]:
         whole, stats = self._with_frozen(params)
-        return self.inner.embed(whole, x, tree.merged(stats, settled or {}), real)
+        return self.inner.embed(whole, x, tree.merge(stats, settled or {}), real)
 
     def linearize(self, params: Tree, x: Tensor, real: Tensor | None = None) -> tuple[Tensor, list[Tensor]]:
         if self.patterns:
@@ -119,18 +119,20 @@ class FineTuned(Network):
 
     def represent(self, params: Tree, stats: Tree, x: Tensor) -> tuple[Tensor, Tensor]:
         whole, frozen = self._with_frozen(params)
-        return self.inner.represent(whole, tree.merged(frozen, stats), x)
+        return self.inner.represent(whole, tree.merge(frozen, stats), x)
 
 
 @lru_cache(maxsize=8)
-def finetuned(network: Network, weights: Weights, patterns: tuple[str, ...], classes: tuple[str, ...]) -> FineTuned:
+def fine_tune(
+    network: Network, weights: Weights, patterns: tuple[str, ...], classes: tuple[str, ...]
+) -> FineTunedNetwork:
     """Return the network from these weights, without training what `patterns` name.
 
     A pattern names a layer, or several with * and ?; "backbone" is every layer but the head. A normalization whose
     weight is frozen keeps its statistics. The head is drawn anew where the weights have none, or one for other classes.
     Raise `UserError` where the weights are not the network's, a pattern names nothing, or nothing is left to train.
     """
-    values, fresh = fitted(network, weights, classes)
+    values, fresh = fit_to_network(network, weights, classes)
     flat = tree.flatten(values)
     with torch.device("meta"):
         every = list(tree.flatten(network.init(torch.Generator())))
@@ -138,7 +140,7 @@ def finetuned(network: Network, weights: Weights, patterns: tuple[str, ...], cla
     still = _named(network, parameters, patterns)
     if len(still) == len(parameters):
         raise UserError(f"freeze is {', '.join(patterns)}, which leaves nothing to train: freeze fewer layers.")
-    if fresh and any(of_head(network, path) for path in still):
+    if fresh and any(is_head_path(network, path) for path in still):
         raise UserError(
             f"freeze is {', '.join(patterns)}, but the head starts at random, as {weights.name} has none for these "
             "classes: freeze other layers."
@@ -153,7 +155,7 @@ def finetuned(network: Network, weights: Weights, patterns: tuple[str, ...], cla
     start, fixed = ({"params": {}, "stats": {}, **tree.unflatten(part)} for part in parts)
     tracked = any(path.startswith("stats/") and path not in frozen for path in every)
     norm = "batch" if tracked else "none" if network.norm == "batch" else network.norm
-    return FineTuned(
+    return FineTunedNetwork(
         network.channels,
         network.classes,
         network.width,
@@ -170,19 +172,19 @@ def finetuned(network: Network, weights: Weights, patterns: tuple[str, ...], cla
 
 def training_summary(network: Network) -> str | None:
     """Return in a sentence what of a network is trained, None where it starts from no weights."""
-    if not isinstance(network, FineTuned):
+    if not isinstance(network, FineTunedNetwork):
         return None
     with torch.device("meta"):
-        mine, whole = (tree.size(each.init(torch.Generator())) for each in (network, network.inner))
+        mine, whole = (tree.numel(each.init(torch.Generator())) for each in (network, network.inner))
     part = f"{mine:,} of {whole:,} numbers are trained and travel" if mine < whole else f"all {whole:,} numbers train"
     head = "the head starts at random" if network.fresh else "the head starts from the weights"
     return f"from given weights: {part}; {head}."
 
 
-def slower(network: Network, params: Iterable[str]) -> frozenset[str]:
+def backbone_paths(network: Network, params: Iterable[str]) -> frozenset[str]:
     """Return the paths of parameters that are the backbone's; raise `UserError` where the network has no head."""
     _headed(network, "backbone_lr")
-    return frozenset(path for path in params if not of_head(network, path))
+    return frozenset(path for path in params if not is_head_path(network, path))
 
 
 def _named(network: Network, parameters: Sequence[str], patterns: Sequence[str]) -> set[str]:
@@ -190,7 +192,7 @@ def _named(network: Network, parameters: Sequence[str], patterns: Sequence[str])
     for pattern in patterns:
         if pattern == BACKBONE:
             _headed(network, "freeze backbone")
-            paths |= {path for path in parameters if not of_head(network, path)}
+            paths |= {path for path in parameters if not is_head_path(network, path)}
             continue
         matched = {path for path in parameters if _matches(path, pattern)}
         if not matched:
@@ -234,7 +236,7 @@ class FeatureHead(Network):
     Its parameters are those of `inner`, at the same paths: what travels, is averaged and saved does not change.
     """
 
-    inner: FineTuned = field(kw_only=True)
+    inner: FineTunedNetwork = field(kw_only=True)
 
     @property
     def head(self) -> str | None:
@@ -243,17 +245,17 @@ class FeatureHead(Network):
     def init(self, generator: torch.Generator) -> Tree:
         return self.inner.init(generator)
 
-    def whole(self, model: Tree) -> tuple[Network, Tree]:
-        return self.inner.whole(model)
+    def full_model(self, model: Tree) -> tuple[Network, Tree]:
+        return self.inner.full_model(model)
 
     @property
-    def exact(self) -> Network:
+    def in_float32(self) -> Network:
         return self
 
-    def unseen(self, params: Tree) -> Tree:
+    def zero_moments(self, params: Tree) -> Tree:
         return {}
 
-    def products(self, shape: tuple[int, int, int]) -> int | None:
+    def count_products(self, shape: tuple[int, int, int]) -> int | None:
         return shape[-1] * self.classes
 
     def check(self, shape: tuple[int, int, int]) -> None:
@@ -296,9 +298,9 @@ class FirstView(Normalize):
         return images[:, 0, 0].float()
 
 
-def on_features(network: Network) -> FeatureHead | None:
+def feature_head(network: Network) -> FeatureHead | None:
     """Return the head that can be trained on features in the network's place, None where it is no frozen backbone's."""
-    if not isinstance(network, FineTuned) or network.patterns != ("backbone",) or network.head is None:
+    if not isinstance(network, FineTunedNetwork) or network.patterns != ("backbone",) or network.head is None:
         return None
     with torch.device("meta"):
         trained = tree.flatten(network.init(torch.Generator()))

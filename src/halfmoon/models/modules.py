@@ -29,7 +29,7 @@ from halfmoon.core.plugins import load
 from halfmoon.core.tree import Tree
 from halfmoon.models.hubs import make as make_named
 from halfmoon.models.network import Network, forward_tangent
-from halfmoon.models.passes import MOMENTUM, by_batch, multiplying, widened
+from halfmoon.models.passes import MOMENTUM, normalize_batch, product_precision, to_float32
 
 _RANDOM = (nn.modules.dropout._DropoutNd, nn.RReLU)
 
@@ -46,7 +46,7 @@ class ModuleNetwork(Network):
     factory: str = ""
     size: tuple[int, int] = (32, 32)
     about: str = ""  # of a network of transformers: its configuration, as JSON
-    cuts: ClassVar[bool] = False
+    sliceable: ClassVar[bool] = False
 
     @property
     def name(self) -> str:
@@ -64,12 +64,12 @@ class ModuleNetwork(Network):
         with _seeded(generator):
             return _read(_new_module(self))
 
-    def unseen(self, params: Tree) -> Tree:
+    def zero_moments(self, params: Tree) -> Tree:
         like = next(tree.leaves(params))
         stats = _template(self).first["stats"]
         return tree.map(lambda leaf: torch.zeros(leaf.shape, dtype=like.dtype, device=like.device), stats)
 
-    def products(self, shape: tuple[int, int, int]) -> int | None:
+    def count_products(self, shape: tuple[int, int, int]) -> int | None:
         return None
 
     def check(self, shape: tuple[int, int, int]) -> None:
@@ -95,7 +95,7 @@ class ModuleNetwork(Network):
                 "choose another method, or let forward return what the last nn.Linear gives."
             )
         logits, record = self._pass(params, x, settled or {}, True, real)
-        return logits, widened(record.inputs[self.head]), record.moments
+        return logits, to_float32(record.inputs[self.head]), record.moments
 
     def linearize(self, params: Tree, x: Tensor, real: Tensor | None = None) -> tuple[Tensor, list[Tensor]]:
         return self.train(params, x, real=real)[0], []
@@ -114,7 +114,7 @@ class ModuleNetwork(Network):
 
     def represent(self, params: Tree, stats: Tree, x: Tensor) -> tuple[Tensor, Tensor]:
         logits, record = self._pass(params, x, stats, train=False)
-        return logits, widened(record.inputs.get(self.head or "", logits))
+        return logits, to_float32(record.inputs.get(self.head or "", logits))
 
     def _pass(
         self, params: Tree, x: Tensor, stats: Tree, train: bool, real: Tensor | None = None
@@ -124,8 +124,8 @@ class ModuleNetwork(Network):
         record = _Pass(tree.flatten(stats), {}, {}, real)
         tensors = {path.replace("/", "."): leaf for path, leaf in tree.flatten(params).items()}
         constants = template.constants(x.device, next(iter(tensors.values())).dtype)
-        with template.passing(record, train), multiplying(self.precision, x.device):
-            logits = widened(_logits(functional_call(template.module, {**tensors, **constants}, (x,)), self))
+        with template.passing(record, train), product_precision(self.precision, x.device):
+            logits = to_float32(_logits(functional_call(template.module, {**tensors, **constants}, (x,)), self))
         if train:
             order = [name for name in template.tracked if name in record.moments]
             record.moments = tree.unflatten({f"{n}/{k}": v for n in order for k, v in record.moments[n].items()})
@@ -138,8 +138,8 @@ def from_factory(factory: str, channels: int, classes: int, size: tuple[int, int
     The factory may be a name of `halfmoon.core.hubs`.
     """
     about = ""
-    if hubs.package(factory) == "transformers":
-        about = hubs.portable(factory).partition(":")[2]
+    if hubs.package_of(factory) == "transformers":
+        about = hubs.portable_name(factory).partition(":")[2]
         factory = hubs.short_name(f"transformers:{about}")
     network = ModuleNetwork(channels, classes, factory=factory, size=size, about=about)
     return replace(network, norm="batch" if _template(network).first["stats"] else "none")
@@ -167,13 +167,13 @@ class _Batch(nn.Module):
 
     def forward(self, z: Tensor) -> Tensor:
         """Normalize by the statistics of the pass, or by the batch's own, and then say which they were."""
-        record, z = self._spoken.record, widened(z)
+        record, z = self._spoken.record, to_float32(z)
         if f"{self.name}/mean" in record.settled:
             mean, var = record.settled[f"{self.name}/mean"], record.settled[f"{self.name}/var"]
             return F.batch_norm(z, mean, var, self.weight, self.bias, False, MOMENTUM, self.eps)
         if self.name in record.moments:
             raise UserError(f"layer {self.name} normalizes batches in two places; give each place a layer of its own.")
-        out, mean, _, var = by_batch(z, record.real, self.weight, self.bias, self.eps)
+        out, mean, _, var = normalize_batch(z, record.real, self.weight, self.bias, self.eps)
         record.moments[self.name] = {"mean": mean.detach(), "var": var}
         return out
 
@@ -242,12 +242,12 @@ def blank(network: ModuleNetwork) -> nn.Module:
         return _new_module(network)
 
 
-def represents(network: Network, model: Tree) -> Callable[[Tensor], Tensor]:
+def feature_function(network: Network, model: Tree) -> Callable[[Tensor], Tensor]:
     """Return what gives the features (B, F) of `network.represent`; a module's convolutions take in normalizations."""
     if not isinstance(network, ModuleNetwork) or network.head is None:
         return lambda x: network.represent(model["params"], model["stats"], x)[1]
     module, leaves = blank(network).eval().requires_grad_(False), tree.flatten(model)
-    places = {name: network.path_of(name) for name in module.state_dict()}
+    places = {name: network.tree_path(name) for name in module.state_dict()}
     module.load_state_dict({name: leaves[place] for name, place in places.items() if place in leaves}, strict=False)
     for row in [each for each in module.modules() if type(each) is nn.Sequential]:
         for (name, conv), (after, norm) in pairwise(list(row.named_children())):
@@ -261,11 +261,11 @@ def represents(network: Network, model: Tree) -> Callable[[Tensor], Tensor]:
             own = type(layer) is nn.Conv2d or (own and type(layer) is nn.Identity)
     module.set_submodule(network.head.replace("/", "."), nn.Identity())
     module.to(memory_format=torch.channels_last)  # pyright: ignore[reportCallIssue]
-    return lambda x: widened(_logits(module(x), network))
+    return lambda x: to_float32(_logits(module(x), network))
 
 
 def _new_module(network: ModuleNetwork) -> nn.Module:
-    make = partial(make_named, network.name) if hubs.package(network.factory) else load(network.factory, "network")
+    make = partial(make_named, network.name) if hubs.package_of(network.factory) else load(network.factory, "network")
     try:
         module = make(channels=network.channels, classes=network.classes, size=network.size)
     except UserError:

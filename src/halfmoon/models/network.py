@@ -14,16 +14,16 @@ from halfmoon.core.errors import UserError, one_line, suggest
 from halfmoon.core.tree import Tree
 from halfmoon.models.passes import (
     MOMENTUM,
-    Batched,
+    EvalPass,
+    ForwardPass,
     Norm,
     Precision,
-    ProductCount,
-    Recorded,
-    Run,
-    Settled,
-    Tangent,
-    multiplying,
-    widened,
+    ProductCounter,
+    RecordingPass,
+    TangentPass,
+    TrainPass,
+    product_precision,
+    to_float32,
 )
 
 ANY_REAL = "any real row"
@@ -47,8 +47,8 @@ class Network(ABC):
     classes: int = 10
     width: int = 64
     norm: Norm = "batch"
-    cuts: ClassVar[bool] = True  # whether the leading part of every leaf is a network as well
-    own_norm: ClassVar[bool] = False  # whether `norm` is not to be chosen: the network has its own
+    sliceable: ClassVar[bool] = True  # whether the leading part of every leaf is a network as well
+    fixed_norm: ClassVar[bool] = False  # whether `norm` is not to be chosen: the network has its own
     precision: Precision = field(default="float32", kw_only=True)
 
     def __post_init__(self) -> None:
@@ -59,7 +59,7 @@ class Network(ABC):
     def init(self, generator: torch.Generator) -> Tree:
         """Return {"params", "stats"}, drawn from `generator`."""
 
-    def layers(self, x: Tensor, run: Run) -> Tensor:
+    def layers(self, x: Tensor, run: ForwardPass) -> Tensor:
         """Return what x (B, C, H, W) comes to, (B, classes), when `run` does what each layer does; "head" is last.
 
         A network that has passes of its own needs none.
@@ -75,20 +75,20 @@ class Network(ABC):
         """Return the path of the last linear layer, None where there is no such layer."""
         return "head"
 
-    def whole(self, model: Tree) -> "tuple[Network, Tree]":
+    def full_model(self, model: Tree) -> "tuple[Network, Tree]":
         """Return the network and the model that is saved, of what is trained: here these are the same."""
-        return self.exact, model
+        return self.in_float32, model
 
     @property
-    def exact(self) -> "Network":
+    def in_float32(self) -> "Network":
         """Return the network whose products are not rounded: what is tested, saved and shipped."""
         return self if self.precision == "float32" else replace(self, precision="float32")
 
-    def _passed(self, x: Tensor, run: Run) -> Tensor:
-        with multiplying(self.precision, x.device):
-            return widened(self.layers(x, run))
+    def _passed(self, x: Tensor, run: ForwardPass) -> Tensor:
+        with product_precision(self.precision, x.device):
+            return to_float32(self.layers(x, run))
 
-    def path_of(self, name: str) -> str | None:
+    def tree_path(self, name: str) -> str | None:
         """Return where a tensor of a PyTorch state dict lies in the model, None where the model has no place for it.
 
         "block.0.weight" is params/block/0/weight, "block.1.running_var" stats/block/1/var.
@@ -100,16 +100,16 @@ class Network(ABC):
         place = layer.replace(".", "/")
         return f"stats/{place}/{kind}" if kind else f"params/{name.replace('.', '/')}"
 
-    def unseen(self, params: Tree) -> Tree:
+    def zero_moments(self, params: Tree) -> Tree:
         """Return zeros in the shape of the moments: what a client without images has seen."""
         biases = {name: part["norm"]["bias"] for name, part in params.items() if "norm" in part}
         return {name: {"mean": torch.zeros_like(b), "var": torch.zeros_like(b)} for name, b in biases.items()}
 
-    def products(self, shape: tuple[int, int, int]) -> int | None:
+    def count_products(self, shape: tuple[int, int, int]) -> int | None:
         """Return how many products one image of `shape` (C, H, W) costs forward, None where that cannot be counted."""
         with torch.device("meta"):
             params = self.init(torch.Generator())["params"]
-        run = ProductCount(params, self.norm)
+        run = ProductCounter(params, self.norm)
         self.layers(torch.zeros(1, *shape), run)
         return run.products
 
@@ -122,7 +122,7 @@ class Network(ABC):
         `settled` has statistics are normalized by these and have no moments. With a mask `real` (B,), statistics are
         those of the real images, and logits of the others mean nothing.
         """
-        run = Batched(params, self.norm, settled=settled or {}, real=real)
+        run = TrainPass(params, self.norm, settled=settled or {}, real=real)
         return self._passed(x, run), run.moments
 
     def embed(
@@ -132,12 +132,12 @@ class Network(ABC):
 
         A second head can stand on the same pass, such as ReMixMatch's for rotations.
         """
-        run = Batched(params, self.norm, settled=settled or {}, real=real)
-        return self._passed(x, run), widened(run.inputs["head"]), run.moments
+        run = TrainPass(params, self.norm, settled=settled or {}, real=real)
+        return self._passed(x, run), to_float32(run.inputs["head"]), run.moments
 
     def linearize(self, params: Tree, x: Tensor, real: Tensor | None = None) -> tuple[Tensor, list[Tensor]]:
         """Return logits (B, classes) under batch statistics, and the tape from which `tangent` works."""
-        run = Recorded(params, self.norm, real=real)
+        run = RecordingPass(params, self.norm, real=real)
         return self._passed(x, run), run.tape
 
     def tangent(
@@ -147,7 +147,7 @@ class Network(ABC):
 
         What `torch.func.jvp` gives; but the activations come from the tape, where that computes them a second time.
         """
-        return self._passed(x, Tangent(params, self.norm, direction, x, iter(tape), real))
+        return self._passed(x, TangentPass(params, self.norm, direction, x, iter(tape), real))
 
     def predict(self, params: Tree, stats: Tree, x: Tensor) -> Tensor:
         """Return logits (B, classes) under the tracked statistics ({} where nothing is tracked)."""
@@ -158,9 +158,9 @@ class Network(ABC):
 
         A network without a head has its logits for features.
         """
-        run = Settled(params, self.norm, stats)
+        run = EvalPass(params, self.norm, stats)
         logits = self._passed(x, run)
-        return logits, widened(run.inputs.get(self.head or "", logits))
+        return logits, to_float32(run.inputs.get(self.head or "", logits))
 
 
 def check_sides(name: str, shape: tuple[int, int, int], multiple: int, least: int) -> None:
@@ -194,7 +194,7 @@ def track(stats: Tree, moments: Tree) -> Tree:
     return new if ANY_REAL not in moments else tree.select(moments[ANY_REAL], new, stats)
 
 
-def seen_by(moments: Tree, real: Tensor | None) -> Tree:
+def mark_if_any_real(moments: Tree, real: Tensor | None) -> Tree:
     """Return a pass's moments with the mark by which `track` leaves out those of no row that is `real` (B,)."""
     return moments if real is None else {**moments, ANY_REAL: real.any()}
 
@@ -233,7 +233,7 @@ def forward(
             continue
         logits, moments = network.train(params, group, real=mask)
         loud.append(logits)
-        passes.append(seen_by(moments, mask))
+        passes.append(mark_if_any_real(moments, mask))
     return loud, quiet, passes
 
 
@@ -257,7 +257,7 @@ def affine(channels: int) -> Tree:
     return {"weight": torch.ones(channels), "bias": torch.zeros(channels)}
 
 
-def fresh_stats(channels: int) -> Tree:
+def initial_stats(channels: int) -> Tree:
     return {"mean": torch.zeros(channels), "var": torch.ones(channels)}
 
 

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from halfmoon.core import padding
-from halfmoon.core.autodiff import inside, side_by_side, vjp
+from halfmoon.core.autodiff import apply_across_clients, inside_transform, vjp
 from halfmoon.core.tree import Tree
 
 Norm = Literal["batch", "group", "none"]
@@ -24,7 +24,7 @@ MOMENTUM = 0.1
 GROUPS = 32
 
 
-def multiplying(precision: Precision, device: torch.device) -> AbstractContextManager[Any]:
+def product_precision(precision: Precision, device: torch.device) -> AbstractContextManager[Any]:
     """Return what a pass is made in: for "bf16", where PyTorch rounds the factors of products (autocast)."""
     if precision == "float32":
         return nullcontext()
@@ -32,12 +32,12 @@ def multiplying(precision: Precision, device: torch.device) -> AbstractContextMa
     return torch.autocast(device.type, torch.bfloat16, cache_enabled=False)
 
 
-def emulated(precision: Precision, device: torch.device) -> bool:
+def is_emulated(precision: Precision, device: torch.device) -> bool:
     """Return whether products are made in a form that the processor has no instructions for (x86 before AVX-512)."""
     return precision == "bf16" and device.type == "cpu" and torch.backends.cpu.get_cpu_capability() == "AVX2"
 
 
-def widened(z: Tensor) -> Tensor:
+def to_float32(z: Tensor) -> Tensor:
     """Return activations in bfloat16 as float32, others as they are."""
     return z.float() if z.dtype == torch.bfloat16 else z
 
@@ -52,7 +52,7 @@ def group_count(channels: int) -> int:
 
 
 @dataclass
-class Run:
+class ForwardPass:
     """One pass through a network: what its layers do, on given parameters; `Network.layers` says in which order.
 
     z is activations (B, C, H, W); whatever a network does besides (adding, averaging, flattening) has to be linear.
@@ -71,8 +71,8 @@ class Run:
     def norm(self, name: str, z: Tensor) -> Tensor:
         """Normalize as the network's kind says, with weight and bias; "none" leaves z as it is."""
         if self.kind == "batch":
-            return self.batch_norm(name, widened(z))
-        return self.group_norm(name, widened(z)) if self.kind == "group" else z
+            return self.batch_norm(name, to_float32(z))
+        return self.group_norm(name, to_float32(z)) if self.kind == "group" else z
 
     def batch_norm(self, name: str, z: Tensor) -> Tensor:
         """Normalize each channel over the images."""
@@ -90,13 +90,13 @@ class Run:
         """Take the maximum of each window of `size`; without a stride the windows are tiles."""
         maxima = None
         if z.device.type == "cpu":
-            maxima = side_by_side(lambda many: _largest(many, size, stride, padding), z)
+            maxima = apply_across_clients(lambda many: _largest(many, size, stride, padding), z)
         return F.max_pool2d(z, size, stride, padding) if maxima is None else maxima
 
     def layer_norm(self, name: str, z: Tensor) -> Tensor:
         """Normalize z (..., features) over its features: the same in training and evaluation."""
         p = self.params[name]
-        return F.layer_norm(widened(z), z.shape[-1:], p["weight"], p["bias"], EPS)
+        return F.layer_norm(to_float32(z), z.shape[-1:], p["weight"], p["bias"], EPS)
 
     def linear(self, name: str, z: Tensor) -> Tensor:
         """Map features (..., inputs) to (..., outputs); keep those of the last such layer, which is the head."""
@@ -105,7 +105,7 @@ class Run:
 
 
 @dataclass
-class Settled(Run):
+class EvalPass(ForwardPass):
     """A pass under the tracked statistics."""
 
     stats: Tree
@@ -116,7 +116,7 @@ class Settled(Run):
 
 
 @dataclass
-class ProductCount(Run):
+class ProductCounter(ForwardPass):
     """A pass that counts products in convolutions and linear layers, and computes none: parameters may be "meta"."""
 
     products: int = 0
@@ -141,7 +141,7 @@ class ProductCount(Run):
 
 
 @dataclass
-class Batched(Run):
+class TrainPass(ForwardPass):
     """A pass under batch statistics, left in `moments`."""
 
     moments: Tree = field(default_factory=dict)
@@ -158,20 +158,20 @@ class Batched(Run):
     def normalized(self, name: str, z: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return the normalized activations, the batch's mean and its inverse standard deviation (C,)."""
         p = self.params[name]["norm"]
-        out, mean, inverse, var = by_batch(z, self.real, p["weight"], p["bias"])
+        out, mean, inverse, var = normalize_batch(z, self.real, p["weight"], p["bias"])
         self.moments[name] = {"mean": mean.detach(), "var": var}
         return out, mean, inverse
 
     def pool(self, z: Tensor, size: int | list[int], stride: int | None = None, padding: int = 0) -> Tensor:
         """Take the maximum of each window, of one client as of many: images of one channel come with channels first."""
-        plain = z.device.type != "cpu" or stride is not None or inside()
+        plain = z.device.type != "cpu" or stride is not None or inside_transform()
         if plain or z.is_contiguous(memory_format=torch.channels_last):
             return super().pool(z, size, stride, padding)
         return _largest(z, size, stride, padding)
 
 
 @dataclass
-class Recorded(Batched):
+class RecordingPass(TrainPass):
     """A pass under batch statistics that keeps, in order, what its tangents will need: what autograd saves anyway."""
 
     tape: list[Tensor] = field(default_factory=list)
@@ -204,7 +204,7 @@ class Recorded(Batched):
 
 
 @dataclass
-class Tangent(Run):
+class TangentPass(ForwardPass):
     """A pass of tangents over a recorded one: z is how the activations move as the parameters move along `direction`.
 
     It convolves no activation again: a layer with weights costs its two derivatives, so the pass two convolutions a
@@ -272,7 +272,7 @@ def _picked(z: Tensor, where: Tensor) -> Tensor:
     return z.flatten(-2).gather(-1, where.flatten(-2)).unflatten(-1, where.shape[-2:])
 
 
-def by_batch(
+def normalize_batch(
     z: Tensor, real: Tensor | None, weight: Tensor | None, bias: Tensor | None, eps: float = EPS
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return z (B, C, ...) normalized by its real rows, and their mean, inverse deviation, unbiased variance (C,).
@@ -312,7 +312,7 @@ def _masked_tangent(
 def _real_mean(z: Tensor, real: Tensor) -> Tensor:
     """Return the mean (C,) over the real rows of z (B, C, ...) and what stands behind its channels."""
     each = z.mean(tuple(range(2, z.dim()))) if z.dim() > 2 else z
-    return (padding.share(real, z)[:, None] * each).sum(0)  # no product of matrices: autocast would round it
+    return (padding.row_weights(real, z)[:, None] * each).sum(0)  # no product of matrices: autocast would round it
 
 
 def _broad(leaf: Tensor, z: Tensor) -> Tensor:

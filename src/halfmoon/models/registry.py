@@ -18,14 +18,14 @@ WIDE = 128
 
 
 def names() -> list[str]:
-    return [*NETWORKS, *plugins.announced("network")]
+    return [*NETWORKS, *plugins.entry_points("network")]
 
 
 def make(name: str, channels: int, classes: int, size: tuple[int, int], norm: str, width: int | None) -> Network:
     """Return the network of a name for such images; raise `UserError` where it cannot be made or carried."""
     if name in NETWORKS:
         own: dict[str, Any] = {} if width is None else {"width": width}
-        if NETWORKS[name].own_norm:
+        if NETWORKS[name].fixed_norm:
             norm = _own_norm(name, norm)
         network = NETWORKS[name](channels=channels, classes=classes, norm=norm, **own)  # type: ignore[arg-type]
         _check_size(name, network)
@@ -36,7 +36,7 @@ def make(name: str, channels: int, classes: int, size: tuple[int, int], norm: st
     return from_factory(name, channels, classes, size)
 
 
-def parameters(network: Network) -> int:
+def count_parameters(network: Network) -> int:
     """Return how many parameters a network of this package has, without building it.
 
     The number is a quadratic of the width, so three narrow networks say it for a width whose tensors have no shape.
@@ -44,7 +44,7 @@ def parameters(network: Network) -> int:
     step = 192
     with torch.device("meta"):
         narrow = [replace(network, width=step * k).init(torch.Generator())["params"] for k in (1, 2, 3)]
-    first, second, third = map(tree.size, narrow)
+    first, second, third = map(tree.numel, narrow)
     beyond = network.width - step
     bend = (third - 2 * second + first) * beyond * (beyond - step) // (2 * step**2)
     return first + (second - first) * beyond // step + bend
@@ -52,14 +52,14 @@ def parameters(network: Network) -> int:
 
 def _check_size(name: str, network: Network) -> None:
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    if network.width > WIDE and (size := 4 * parameters(network)) > memory:
+    if network.width > WIDE and (size := 4 * count_parameters(network)) > memory:
         raise UserError(
             f"width is {network.width}: network {name} would take {size:,} bytes for its parameters alone, but this "
             f"machine's memory has {memory:,}; choose a smaller width."
         )
 
 
-def described(network: Network) -> dict[str, Any]:
+def describe(network: Network) -> dict[str, Any]:
     """Return what `parsed` makes the network of again, ready for JSON."""
     if isinstance(network, ModuleNetwork):
         values = {"channels": network.channels, "classes": network.classes, "size": list(network.size)}
@@ -70,7 +70,7 @@ def described(network: Network) -> dict[str, Any]:
     return {"name": name, **values}
 
 
-def parsed(description: Mapping[str, Any]) -> Network:
+def from_description(description: Mapping[str, Any]) -> Network:
     """Return the network of a description; raise `UserError` where there is none, or it makes none."""
     name, values = str(description.get("name")), {key: value for key, value in description.items() if key != "name"}
     if name not in NETWORKS:
@@ -93,9 +93,9 @@ def _own_norm(name: str, norm: str) -> Norm:
 
 
 def _from_outside(name: str, values: Mapping[str, Any]) -> Network:
-    named = hubs.package(name) is not None
+    named = hubs.package_of(name) is not None
     hubs.check_portable(name)
-    if not named and not plugins.foreign(name, "network"):
+    if not named and not plugins.is_plugin(name, "network"):
         raise UserError(f"this halfmoon has no network {name!r}: {suggest(name, names())}")
     size = values.get("size")
     numbers = [values.get("channels"), values.get("classes"), *(size if isinstance(size, list) else ())]

@@ -9,8 +9,8 @@ from torch import Tensor
 
 from halfmoon.core.errors import UserError
 from halfmoon.core.tree import Tree
-from halfmoon.models.network import Network, affine, check_sides, fresh_stats, linear
-from halfmoon.models.passes import Run
+from halfmoon.models.network import Network, affine, check_sides, initial_stats, linear
+from halfmoon.models.passes import ForwardPass
 
 STEM = 16
 
@@ -44,7 +44,7 @@ class WideResNet(Network):
 
         def unit(name: str, inputs: int, outputs: int) -> None:
             params[name] = {"norm": affine(inputs), "conv": kaiming(generator, inputs, outputs, 3)}
-            stats[name] = fresh_stats(inputs)
+            stats[name] = initial_stats(inputs)
 
         for name, inputs, outputs, _ in self._blocks():
             unit(f"{name}a", inputs, outputs)
@@ -52,7 +52,7 @@ class WideResNet(Network):
             if inputs != outputs:
                 params[f"{name}shortcut"] = {"conv": kaiming(generator, inputs, outputs, 1)}
         last = 4 * STEM * self.width
-        params["final"], stats["final"] = {"norm": affine(last)}, fresh_stats(last)
+        params["final"], stats["final"] = {"norm": affine(last)}, initial_stats(last)
         params["head"] = {**linear(generator, last, self.classes), "bias": torch.zeros(self.classes)}
         if self.norm == "none":
             params = {name: {"conv": unit["conv"]} for name, unit in params.items() if "conv" in unit} | {
@@ -60,7 +60,7 @@ class WideResNet(Network):
             }
         return {"params": params, "stats": stats if self.norm == "batch" else {}}
 
-    def layers(self, x: Tensor, run: Run) -> Tensor:
+    def layers(self, x: Tensor, run: ForwardPass) -> Tensor:
         z = run.conv("stem", x)
         for name, _, _, stride in self._blocks():
             inputs = run.relu(run.norm(f"{name}a", z))
@@ -116,7 +116,7 @@ class ResidualNetwork(Network):
             params[name] = {"conv": kaiming(generator, inputs, outputs, kernel)}
             if self.norm != "none":
                 params[name]["norm"] = affine(outputs)
-            stats[name] = fresh_stats(outputs)
+            stats[name] = initial_stats(outputs)
 
         unit("stem", self.channels, self.width, self.kernel)
         for name, inputs, outputs, _ in self._blocks():
@@ -129,10 +129,10 @@ class ResidualNetwork(Network):
             del params["head"]["bias"]
         return {"params": params, "stats": stats if self.norm == "batch" else {}}
 
-    def stem(self, x: Tensor, run: Run) -> Tensor:
+    def stem(self, x: Tensor, run: ForwardPass) -> Tensor:
         return run.relu(run.norm("stem", run.conv("stem", x)))
 
-    def layers(self, x: Tensor, run: Run) -> Tensor:
+    def layers(self, x: Tensor, run: ForwardPass) -> Tensor:
         z = self.stem(x, run)
         for name, _, _, stride in self._blocks():
             inner = run.relu(run.norm(f"{name}a", run.conv(f"{name}a", z, stride)))
@@ -180,9 +180,9 @@ class ResNet18(ResidualNetwork):
     depth: ClassVar[int] = 2
     least: ClassVar[int] = 8  # the least side of an image
 
-    def path_of(self, name: str) -> str | None:
+    def tree_path(self, name: str) -> str | None:
         """Return where a tensor lies of a state dict of torchvision's or timm's ResNet-18, which name it alike."""
-        path = super().path_of(name)
+        path = super().tree_path(name)
         if path is None:
             return None
         part, *layers, last = path.split("/")
@@ -215,5 +215,5 @@ class ResNet18ImageNet(ResNet18):
     kernel: ClassVar[int] = 7
     least: ClassVar[int] = 32
 
-    def stem(self, x: Tensor, run: Run) -> Tensor:
+    def stem(self, x: Tensor, run: ForwardPass) -> Tensor:
         return run.pool(run.relu(run.norm("stem", run.conv("stem", x, 2))), 3, 2, 1)

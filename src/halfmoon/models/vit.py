@@ -12,7 +12,7 @@ from halfmoon.core import tree
 from halfmoon.core.errors import UserError
 from halfmoon.core.tree import Tree
 from halfmoon.models.network import Network, affine, linear
-from halfmoon.models.passes import Norm, Run
+from halfmoon.models.passes import ForwardPass, Norm
 
 PATCH, HEADS = 4, 3
 """The side of a patch in pixels, and how often a block attends side by side."""
@@ -31,8 +31,8 @@ class VisionTransformer(Network):
     width: int = 192
     norm: Norm = "none"
     depth: int = 12
-    own_norm: ClassVar[bool] = True
-    cuts: ClassVar[bool] = False
+    fixed_norm: ClassVar[bool] = True
+    sliceable: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -52,7 +52,7 @@ class VisionTransformer(Network):
         params["norm"], params["head"] = affine(w), linear(generator, w, self.classes)
         return {"params": params, "stats": {}}
 
-    def layers(self, x: Tensor, run: Run) -> Tensor:
+    def layers(self, x: Tensor, run: ForwardPass) -> Tensor:
         z = run.linear("patch", patches(x))
         z = z + positions(x.shape[-2] // PATCH, x.shape[-1] // PATCH, self.width, z)
         for name in self._blocks():
@@ -69,9 +69,9 @@ class VisionTransformer(Network):
         params, direction = tree.contiguous(params), tree.contiguous(direction)
         return jvp(lambda p: self.train(p, x)[0], (params,), (direction,))[1]
 
-    def products(self, shape: tuple[int, int, int]) -> int | None:
+    def count_products(self, shape: tuple[int, int, int]) -> int | None:
         tokens = (shape[1] // PATCH) * (shape[2] // PATCH)
-        return (super().products(shape) or 0) + 2 * self.depth * tokens**2 * self.width
+        return (super().count_products(shape) or 0) + 2 * self.depth * tokens**2 * self.width
 
     def check(self, shape: tuple[int, int, int]) -> None:
         if shape[1] % PATCH or shape[2] % PATCH:

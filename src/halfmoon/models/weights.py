@@ -13,7 +13,7 @@ from torch import Tensor
 from halfmoon.core import hubs, tree, weight_files
 from halfmoon.core.errors import UserError, one_line
 from halfmoon.core.tree import Tree
-from halfmoon.models.hubs import converted
+from halfmoon.models.hubs import convert_names
 from halfmoon.models.modules import ModuleNetwork, blank
 from halfmoon.models.network import Network
 
@@ -39,7 +39,7 @@ def read(name: str) -> Weights:
             f"weights {path} is a pickle, which can run code when it is opened: save its tensors as safetensors "
             "(safetensors.torch.save_file(model.state_dict(), FILE))."
         )
-    return _read(path, weight_files.digest(path))
+    return _read(path, weight_files.file_sha256(path))
 
 
 @lru_cache(maxsize=4)
@@ -61,7 +61,7 @@ def _read(path: Path, sha256: str) -> Weights:
     return Weights(path.name, sha256, classes, tensors)
 
 
-def fitted(network: Network, weights: Weights, classes: tuple[str, ...]) -> tuple[Tree, bool]:
+def fit_to_network(network: Network, weights: Weights, classes: tuple[str, ...]) -> tuple[Tree, bool]:
     """Return the network's {"params", "stats"} from a file, and whether the head is left out, to be drawn anew.
 
     It is where the file has no head, one of another shape, or one for classes of other names. Raise `UserError` for
@@ -70,10 +70,12 @@ def fitted(network: Network, weights: Weights, classes: tuple[str, ...]) -> tupl
     with torch.device("meta"):
         shapes = tree.flatten(network.init(torch.Generator()))
     tensors = _placed(network, weights)
-    head = {path for path in shapes if path.startswith("params/") and of_head(network, path.removeprefix("params/"))}
+    head = {
+        path for path in shapes if path.startswith("params/") and is_head_path(network, path.removeprefix("params/"))
+    }
     other = weights.classes is not None and weights.classes != classes
     fresh = bool(head) and (other or any(p not in tensors or tensors[p].shape != shapes[p].shape for p in head))
-    leave = {path for path in {*shapes, *tensors} if fresh and of_head(network, path.removeprefix("params/"))}
+    leave = {path for path in {*shapes, *tensors} if fresh and is_head_path(network, path.removeprefix("params/"))}
     for path in sorted(shapes.keys() - leave):
         if path not in tensors:
             near = f"it has {', '.join(sorted(tensors)[:3])} ..." if tensors else "it has none of its tensors"
@@ -92,7 +94,7 @@ def fitted(network: Network, weights: Weights, classes: tuple[str, ...]) -> tupl
     return {"params": {}, "stats": {}, **tree.unflatten(flat)}, fresh
 
 
-def of_head(network: Network, path: str) -> bool:
+def is_head_path(network: Network, path: str) -> bool:
     return network.head is not None and path.startswith(f"{network.head}/")
 
 
@@ -102,14 +104,14 @@ def _placed(network: Network, weights: Weights) -> dict[str, Tensor]:
     named = dict(weights.tensors)
     if isinstance(network, ModuleNetwork):
         module = blank(network)
-        if hubs.package(network.factory):
-            named = converted(network.name, module, named)
+        if hubs.package_of(network.factory):
+            named = convert_names(network.name, module, named)
         with torch.device("meta"):
             stats = tree.flatten(network.init(torch.Generator())["stats"])
         places = {f"stats/{path}" for path in stats}
-        constants = {name for name, _ in module.named_buffers() if network.path_of(name) not in places}
+        constants = {name for name, _ in module.named_buffers() if network.tree_path(name) not in places}
         named = {name: value for name, value in named.items() if name not in constants}
-    places = {name: network.path_of(name) for name in named}
+    places = {name: network.tree_path(name) for name in named}
     return {place: named[name] for name, place in places.items() if place is not None}
 
 

@@ -71,7 +71,7 @@ def encode_for_browser(
         with path.open("rb") as file:
             image = upright(file, name, partial(_reduced, most=2 * most if small else most))
     except OSError as error:
-        raise UserError(f"{name}: {atomic_io.reason(error)}.") from error
+        raise UserError(f"{name}: {atomic_io.error_reason(error)}.") from error
     if deep(image):
         pixels = grays(image)
         ends = in_stored(image, window) or image.info.get("extremes") or extremes([pixels], pixels.size)

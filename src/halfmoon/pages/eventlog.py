@@ -100,7 +100,7 @@ def _sites(folder: Path) -> Sequence[str]:
         if isinstance(names, list) and all(isinstance(each, str) for each in names):
             return names
     text = (atomic_io.read(folder / "config.toml") or b"").decode("utf-8", "replace")
-    names = (toml.table(text).get("federation") or {}).get("sites")
+    names = (toml.parse_or_empty(text).get("federation") or {}).get("sites")
     return [str(each) for each in names] if isinstance(names, list) else []
 
 

@@ -120,7 +120,7 @@ class FolderPage:
 def parse_body(request: Request) -> dict[str, Any]:
     """Return the JSON object that was sent; raise UserError for anything else."""
     try:
-        message = atomic_io.parsed(request.state.body)
+        message = atomic_io.parse_json(request.state.body)
     except ValueError as error:
         raise UserError("the request is no JSON.") from error
     if not isinstance(message, dict):

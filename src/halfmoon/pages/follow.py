@@ -65,7 +65,7 @@ class JsonLinesFile:
             return False
         for line in whole.split(b"\n") if end else ():
             try:
-                row = atomic_io.parsed(line)
+                row = atomic_io.parse_json(line)
             except ValueError:
                 continue
             if isinstance(row, dict) and type(row.get("round")) is int:
@@ -95,7 +95,7 @@ class FollowedRun:
         new = self.timings.update() or new
         if not self.options:
             text = atomic_io.read(self.path / CONFIG) or b""
-            self.options = toml.table(text.decode("utf-8", "replace"))
+            self.options = toml.parse_or_empty(text.decode("utf-8", "replace"))
             new = new or bool(self.options)
         summary = atomic_io.read_json(self.path / SUMMARY)
         if summary != self.summary:

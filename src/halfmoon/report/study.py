@@ -197,9 +197,9 @@ def read_sweep(file: Path) -> Study:
     """
     try:
         data = file.read_bytes()
-        head = atomic_io.parsed(data)
+        head = atomic_io.parse_json(data)
         if isinstance(head, dict):
-            head = integrity.check_lines(data)
+            head = integrity.unseal_lines(data)
     except (OSError, ValueError) as error:
         raise UserError(f"{file}: cannot be read ({error}); restore it, or start the sweep again.") from error
     if not isinstance(head, dict) or head.get("format") != FORMAT:

@@ -23,9 +23,9 @@ def write_report(paths: Sequence[Path], out: Path) -> tuple[list[Path], list[str
     files = [out.with_suffix(suffix) if suffix != ".html" else out for suffix in contents]
     for file, words in zip(files, contents.values(), strict=True):
         try:
-            atomic_io.replace(file, words.encode(errors="replace"))
+            atomic_io.write_atomically(file, words.encode(errors="replace"))
         except OSError as error:
-            raise UserError(f"{file} cannot be written ({atomic_io.reason(error)}); choose another --out.") from error
+            raise UserError(f"{file} cannot be written ({atomic_io.error_reason(error)}); choose another --out.") from error
     return files, [note for study in studies for note in missing(study)]
 
 

@@ -26,7 +26,7 @@ from halfmoon.runs.factory import ImageSpec, preparation
 from halfmoon.runs.model_card import Card
 from halfmoon.storage import atomic_io, integrity
 from halfmoon.storage.checkpoints import TIMINGS
-from halfmoon.storage.folder_writer import Unwritable, resume_command
+from halfmoon.storage.folder_writer import WriteError, resume_command
 from halfmoon.storage.run_folder import RunFolder
 
 
@@ -55,7 +55,7 @@ def summary(
     config: Config, place: Mapping[str, Any], classes: Sequence[str], folder: RunFolder, results: Mapping[str, Any]
 ) -> Row:
     """Return summary.json of a run that has played, as `names` begins it."""
-    seconds = sum(seconds for _, seconds in atomic_io.numbers(folder.path / TIMINGS, "round", "seconds"))
+    seconds = sum(seconds for _, seconds in atomic_io.read_number_pairs(folder.path / TIMINGS, "round", "seconds"))
     return {
         **names(config, place),
         "accuracy": results["accuracy"],
@@ -107,10 +107,10 @@ def save(path: Path, split: Split, data: Source) -> None:
     """Write the split and what it holds; the parquet last, as a run that goes on looks for it."""
     counts = portrait(split, data.train.labels, data.classes)
     try:
-        atomic_io.replace(path / HOLDINGS, (json.dumps(counts) + "\n").encode())
+        atomic_io.write_atomically(path / HOLDINGS, (json.dumps(counts) + "\n").encode())
     except OSError as error:
-        raise Unwritable(
-            f"{path}: {HOLDINGS} cannot be written ({atomic_io.reason(error)}). "
+        raise WriteError(
+            f"{path}: {HOLDINGS} cannot be written ({atomic_io.error_reason(error)}). "
             f"First mend that, then go on with: {resume_command(path)}"
         ) from error
     split.save(path / SPLIT)
@@ -118,13 +118,13 @@ def save(path: Path, split: Split, data: Source) -> None:
 
 def note(path: Path) -> None:
     """Write down the checksums of a split, where a kill has left it without them."""
-    if SPLIT in integrity.sums(path):
+    if SPLIT in integrity.read_checksums(path):
         return
     try:
-        integrity.note_files(path, HOLDINGS, SPLIT)
+        integrity.record_files(path, HOLDINGS, SPLIT)
     except OSError as error:
-        raise Unwritable(
-            f"{path}: {integrity.SUMS} cannot be written ({atomic_io.reason(error)}). "
+        raise WriteError(
+            f"{path}: {integrity.CHECKSUMS} cannot be written ({atomic_io.error_reason(error)}). "
             f"First mend that, then go on with: {resume_command(path)}"
         ) from error
 
@@ -152,12 +152,12 @@ def show(outcome: RunResult) -> None:
     staged = outcome.curves.with_name(f".{CURVES}{atomic_io.PARTIAL}")
     try:
         for path, words in zip(outcome.tables, (table.as_csv(), table.as_markdown() + notes), strict=True):
-            atomic_io.replace(path, words.encode())
+            atomic_io.write_atomically(path, words.encode())
         curves([Run.read(path) for path in outcome.runs], staged)
         staged.replace(outcome.curves)
     except OSError as error:
         raise UserError(
-            f"{outcome.folder}: tables and curves cannot be written ({atomic_io.reason(error)}); "
+            f"{outcome.folder}: tables and curves cannot be written ({atomic_io.error_reason(error)}); "
             f"the runs are finished: first mend that, then: {resume_command(outcome.folder)}"
         ) from error
     finally:

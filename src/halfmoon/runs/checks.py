@@ -10,7 +10,7 @@ from halfmoon.data.images import UNKNOWN
 from halfmoon.data.partition.split import SERVER
 from halfmoon.engine import compiled
 from halfmoon.methods import registry
-from halfmoon.models.passes import emulated
+from halfmoon.models.passes import is_emulated
 from halfmoon.runs import factory, workers
 from halfmoon.runs.callbacks import Callback
 from halfmoon.runs.factory import Problem
@@ -27,7 +27,7 @@ def check(jobs: Sequence[Job], shared: Problem, watch: Callback) -> None:
         compiled.check(device)
     if shared.source.remark:
         watch.say(f"{shared.source.remark}.")
-    if emulated(config.precision, device):
+    if is_emulated(config.precision, device):
         watch.say(
             "this processor has no bfloat16, so precision = 'bf16' is several times slower here than float32 and "
             "gains nothing; leave it out, or take a GPU or a processor with AVX-512."

@@ -24,8 +24,17 @@ from halfmoon.config.sections import BatchOptions, DataOptions, MachineOptions, 
 from halfmoon.config.validation import effective_norm
 from halfmoon.core import hubs, tree, weight_files
 from halfmoon.core.errors import UserError
-from halfmoon.core.hubs import frozen
-from halfmoon.core.optim import SGD, Adam, Clipped, Constant, Cosine, Optimizer, Slower, Steps
+from halfmoon.core.hubs import frozen_layers
+from halfmoon.core.optim import (
+    SGD,
+    Adam,
+    ConstantSchedule,
+    CosineSchedule,
+    GradientClipping,
+    LayerwiseLearningRate,
+    Optimizer,
+    StepSchedule,
+)
 from halfmoon.core.user_cache import user_cache
 from halfmoon.data import Images, Scenario, Source, Split, fit, hold_out, shrink, subset
 from halfmoon.data import load as load_source
@@ -39,8 +48,8 @@ from halfmoon.methods import registry
 from halfmoon.models import Network
 from halfmoon.models import registry as networks
 from halfmoon.models.efficientnet import MEAN, STD
-from halfmoon.models.finetuned import finetuned, on_features, slower
-from halfmoon.models.hubs import weights as published
+from halfmoon.models.finetuned import backbone_paths, feature_head, fine_tune
+from halfmoon.models.hubs import weights_file as published
 from halfmoon.models.network import Normalize
 from halfmoon.models.weights import read as read_weights
 from halfmoon.runs.features import Progress, inputs
@@ -123,7 +132,7 @@ def problem(
 def task(config: Config, form: ImageSpec) -> Task:
     """Return what all methods of a configuration share; raises `UserError` where the network cannot take the images."""
     network = _network(config, form)
-    if config.features and on_features(network) is None:
+    if config.features and feature_head(network) is None:
         raise UserError("features needs a frozen backbone: set tune to 'head', or leave features out.")
     return Task(
         network=network,
@@ -134,7 +143,7 @@ def task(config: Config, form: ImageSpec) -> Task:
         testing=config.test_statistics,
         upload_precision=config.upload_precision,
         rounds=count_rounds(config),
-        schedule={"constant": Constant(), "cosine": Cosine(), "step": Steps()}[config.schedule],
+        schedule={"constant": ConstantSchedule(), "cosine": CosineSchedule(), "step": StepSchedule()}[config.schedule],
     )
 
 
@@ -299,12 +308,12 @@ def _network(config: Config, form: ImageSpec) -> Network:
     network = replace(network, precision=config.precision)
     start = initial_weights(config)
     if config.network in hubs.PRETRAINED and (own := published(config.network)) is not None:
-        weight_files.offer(own)  # the terms of a federation name it by its hash
+        weight_files.register(own)  # the terms of a federation name it by its hash
     if start is None:
-        if frozen(config):
+        if frozen_layers(config):
             raise UserError("freeze needs weights: layers that stay at random values learn nothing.")
         return network
-    network = finetuned(network, read_weights(start), frozen(config), form.classes)
+    network = fine_tune(network, read_weights(start), frozen_layers(config), form.classes)
     if config.dp_clip is not None and network.norm == "batch":
         raise UserError(
             "dp_clip needs a network that tracks no statistics of batches in its trained part: they would leave the "
@@ -333,12 +342,12 @@ def _optimizer(config: Config, network: Network) -> Optimizer:
     else:
         optimizer = SGD(config.lr, config.momentum, config.weight_decay, config.nesterov)
     if config.clip_norm is not None or config.clip_value is not None:
-        optimizer = Clipped(optimizer, config.clip_norm, config.clip_value)
+        optimizer = GradientClipping(optimizer, config.clip_norm, config.clip_value)
     if config.backbone_lr == 1:
         return optimizer
     with torch.device("meta"):
         every = network.init(torch.Generator())["params"]
-    return Slower(optimizer, config.backbone_lr, slower(network, tree.flatten(every)))
+    return LayerwiseLearningRate(optimizer, config.backbone_lr, backbone_paths(network, tree.flatten(every)))
 
 
 def device(config: MachineOptions) -> torch.device:
@@ -365,7 +374,7 @@ def settled(config: Config, network: Network, image: tuple[int, int, int]) -> Co
     """
     if config.executor != "auto" or device(config).type != "cpu":
         return config
-    products = network.products(image)
+    products = network.count_products(image)
     return config if products is None or products > TINY else replace(config, executor="vmap")
 
 

@@ -21,14 +21,14 @@ from torch import Tensor
 from halfmoon.api.types import Task
 from halfmoon.config.schema import Config, explicit_method_options
 from halfmoon.core import hubs, rng
-from halfmoon.core.memory import keep_memory
+from halfmoon.core.memory import retain_freed_memory
 from halfmoon.core.user_cache import trim
 from halfmoon.data.views import Plain, View
 from halfmoon.engine.evaluation import Examples
 from halfmoon.engine.sampling import Views
 from halfmoon.methods import registry
-from halfmoon.models.finetuned import FeatureHead, FirstView, on_features
-from halfmoon.models.modules import represents
+from halfmoon.models.finetuned import FeatureHead, FirstView, feature_head
+from halfmoon.models.modules import feature_function
 from halfmoon.models.network import Normalize
 from halfmoon.runs.pools import processors
 
@@ -94,7 +94,7 @@ def inputs(
     `methods` are all that play: views that none of them takes are not computed.
     """
     use_head = config.features or (config.features is None and config.network in hubs.PRETRAINED)
-    head = on_features(task.network) if use_head else None
+    head = feature_head(task.network) if use_head else None
     if head is None:
         return Inputs(task, views)
     of = partial(features, head, views, task.normalize, folder, progress=progress)
@@ -176,8 +176,8 @@ def seconds(head: FeatureHead, images: Tensor, normalize: Normalize) -> float:
 
 def _chunks(head: FeatureHead, images: Tensor, recipes: Mapping[str, View], normalize: Normalize) -> Chunk:
     """Return what gives the features (n, views, 1, F) of the `CHUNK` images from a row on, and that row."""
-    keep_memory()
-    represent = represents(*head.whole(head.init(torch.Generator().manual_seed(0))))
+    retain_freed_memory()
+    represent = feature_function(*head.full_model(head.init(torch.Generator().manual_seed(0))))
     shape = (images.shape[1], images.shape[2], images.shape[3])
 
     def chunk(start: int) -> tuple[int, np.ndarray]:

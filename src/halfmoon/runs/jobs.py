@@ -27,7 +27,7 @@ class Job:
 def parsed(words: str, root: Path) -> Config:
     """Return the configuration that a run folder holds; raise UserError where a federation's server has made it."""
     try:
-        values = toml.loads(words)
+        values = toml.parse(words)
     except tomllib.TOMLDecodeError as error:
         raise UserError(f"{root / CONFIG} is not valid TOML: {error}; restore it, or start a new run.") from error
     if settings.FEDERATION_TABLE in values:

@@ -59,7 +59,7 @@ class Card:
 
     @property
     def options(self) -> dict[str, Any]:
-        return toml.table(self.config)
+        return toml.parse_or_empty(self.config)
 
     def render(self) -> dict[str, str]:
         """Return the metadata of a model file; `parse` reads it."""
@@ -72,7 +72,7 @@ class Card:
             "shrink": json.dumps(self.shrink),
             "mean": json.dumps(self.mean),
             "std": json.dumps(self.std),
-            "network": json.dumps(networks.described(self.network)),
+            "network": json.dumps(networks.describe(self.network)),
             "method": self.method,
             "config": self.config,
             **({"crop": json.dumps(self.crop)} if self.crop else {}),
@@ -128,7 +128,7 @@ def _parsed(name: str, words: str, place: Path) -> Any:
 
 def _network(description: dict[str, Any], place: Path) -> Network:
     try:
-        return networks.parsed(description)
+        return networks.from_description(description)
     except (TypeError, UserError) as error:
         raise UserError(
             f"{place}: the model's network {description.get('name')} cannot be made ({str(error).removesuffix('.')}); "

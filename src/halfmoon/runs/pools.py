@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 
 from halfmoon.core.errors import UserError
-from halfmoon.core.memory import keep_memory
+from halfmoon.core.memory import retain_freed_memory
 from halfmoon.engine.evaluation import Item, Result
 
 
@@ -83,7 +83,7 @@ def answer(function: bytes, item: bytes) -> bytes:
 def settle(threads: int, processors: tuple[int, ...] = ()) -> None:
     """Compute with so many threads, on these processors alone if any are named and the system can do it."""
     torch.set_num_threads(threads)
-    keep_memory()
+    retain_freed_memory()
     if processors and hasattr(os, "sched_setaffinity"):
         with suppress(OSError):
             os.sched_setaffinity(0, processors)

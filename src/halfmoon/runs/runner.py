@@ -18,8 +18,8 @@ from halfmoon.config.schema import (
     to_toml,
 )
 from halfmoon.core.errors import UserError
-from halfmoon.core.memory import keep_memory
-from halfmoon.core.plugins import folder_of
+from halfmoon.core.memory import retain_freed_memory
+from halfmoon.core.plugins import folder_name
 from halfmoon.core.tree import Tree
 from halfmoon.data import Split
 from halfmoon.engine import evaluation
@@ -43,7 +43,7 @@ from halfmoon.runs.seeds import Seat, check_together, in_lockstep, needs_seeds, 
 from halfmoon.storage import atomic_io, integrity
 from halfmoon.storage.folder_writer import CONFIG, resume_command
 from halfmoon.storage.run_folder import BASELINES, SUMMARY, RunFolder
-from halfmoon.storage.state_store import Store
+from halfmoon.storage.state_store import TreeStore
 
 
 def start(config: Config, watch: Callback = NULL_CALLBACK, shared: Problem | None = None) -> RunResult:
@@ -87,7 +87,7 @@ def compare(
 
     def planned(reference: str) -> list[Job]:
         return [
-            Job(folder_of(f"{m}-seed{seed}"), _alone(config, m, reference, seed=seed))
+            Job(folder_name(f"{m}-seed{seed}"), _alone(config, m, reference, seed=seed))
             for m in methods
             for seed in seeds
         ]
@@ -110,10 +110,10 @@ def compare(
     _refuse_taken(root, "", plan)
     try:
         root.mkdir(parents=True, exist_ok=True)
-        atomic_io.replace(root / COMPARISON, plan)
+        atomic_io.write_atomically(root / COMPARISON, plan)
     except OSError as error:
         raise UserError(
-            f"{root}: the run folder cannot be made ({atomic_io.reason(error)}); choose another --run-dir."
+            f"{root}: the run folder cannot be made ({atomic_io.error_reason(error)}); choose another --run-dir."
         ) from error
     return _play_all(root, jobs, shared, watch)
 
@@ -132,7 +132,7 @@ def resume(
     plan = atomic_io.read(root / COMPARISON)
     if plan is not None:
         jobs = jobs_of(plan, root)
-        for job, each in zip(jobs, atomic_io.parsed(plan)["jobs"], strict=True):
+        for job, each in zip(jobs, atomic_io.parse_json(plan)["jobs"], strict=True):
             outside.check(job.config, each["config"], root)
     else:
         with RunFolder.open(root) as folder:
@@ -151,7 +151,7 @@ def resume(
 
 
 def _stored_split(path: Path) -> Split | None:
-    integrity.check(path, SPLIT)
+    integrity.check_files(path, SPLIT)
     return Split.load(path / SPLIT) if (path / SPLIT).exists() else None
 
 
@@ -179,7 +179,7 @@ def cell(
             (job,) = _settled([job], shared)
             check_together(job.config)
         if factory.device(config).type == "cpu":
-            keep_memory()
+            retain_freed_memory()
     return _play(path, job, shared, watch, seat)
 
 
@@ -206,14 +206,14 @@ def portray(config: Config, path: Path) -> Row:
 
 
 def finished(path: Path) -> Row | None:
-    return integrity.summary(path) if RunFolder.exists(path) else None
+    return integrity.read_summary(path) if RunFolder.exists(path) else None
 
 
 def _jobs(config: Config) -> list[Job]:
     jobs = [Job(".", config)]
     for name in config.baselines:
         alone = _alone(config, name, config.reference or config.method, options=explicit_method_options(config, name))
-        jobs.append(Job(f"{BASELINES}/{folder_of(name)}", alone))
+        jobs.append(Job(f"{BASELINES}/{folder_name(name)}", alone))
     return jobs
 
 
@@ -275,7 +275,7 @@ def _play_jobs(root: Path, jobs: Sequence[Job], shared: Problem | None, watch: C
 def _play_unit(root: Path, jobs: Sequence[Job], shared: Problem | None, unit: Unit, watch: Callback) -> list[Row]:
     config = jobs[unit[0]].config
     if shared is not None and factory.device(config).type == "cpu":
-        keep_memory()
+        retain_freed_memory()
     plays = [partial(_play, root, jobs[number], shared, watch) for number in unit]
     return in_lockstep(plays, config) if len(plays) > 1 else [plays[0]()]
 
@@ -308,7 +308,7 @@ def _play(root: Path, job: Job, shared: Problem | None, watch: Callback, seat: S
             experiment = _experiment(config, shared, path, spread, watch)
             results = play(experiment, folder, loaded, lambda row: watch.round(run, row))
         summary = assembly.summary(config, {"setting": config.setting}, shared.source.classes, folder, results)
-        network, model = shared.task.network.whole(results["model"])
+        network, model = shared.task.network.full_model(results["model"])
         form, temperature = ImageSpec.of(shared.source), _temperature(config, shared, results["model"])
         card = assembly.card(config, form, network, to_toml(config), shared.input_size, temperature)
         folder.finish(model, card.render(), summary)
@@ -395,7 +395,7 @@ def _experiment(config: Config, shared: Problem, path: Path, spread: Spread, wat
             client_dropout=config.client_dropout,
             client_models=config.client_models,
         ),
-        store=Store(cap=config.memory_cap * 1_000_000),
+        store=TreeStore(cap=config.memory_cap * 1_000_000),
         aggregators=(*attacks, *factory.aggregators(config, f"seed {config.seed}".encode(), path)),
     )
     every = evaluation_interval(config, shared)

@@ -77,7 +77,7 @@ class WandB(NullCallback):
         )
 
     def round(self, run: RunInfo, row: Row) -> None:
-        self._open[run.folder].log(scalars(atomic_io.finite(row)), step=row["round"])
+        self._open[run.folder].log(scalars(atomic_io.replace_nonfinite(row)), step=row["round"])
 
     def end(self, run: RunInfo, summary: Row) -> None:
         self._open.pop(run.folder).finish()
@@ -110,7 +110,7 @@ class MLflow(NullCallback):
             self._client.log_param(begun.info.run_id, name, value)
 
     def round(self, run: RunInfo, row: Row) -> None:
-        for name, value in scalars(atomic_io.finite(row)).items():
+        for name, value in scalars(atomic_io.replace_nonfinite(row)).items():
             self._client.log_metric(self._runs[run.folder], name, value, step=row["round"])
 
     def end(self, run: RunInfo, summary: Row) -> None:
@@ -130,7 +130,7 @@ def _package(name: str) -> Any:
 
 def _mark(run: RunInfo) -> str:
     """Return what a run is called for good: its folder and its configuration."""
-    return atomic_io.digest(f"{run.folder.resolve()} {identity(run.config, run.config.method)}".encode())[:16]
+    return atomic_io.sha256(f"{run.folder.resolve()} {identity(run.config, run.config.method)}".encode())[:16]
 
 
 def tracker(name: str) -> Callback:
@@ -157,7 +157,7 @@ def replay(folder: Path) -> Path:
         _begun(_writer_type(), folder).close()
     except OSError as error:
         raise UserError(
-            f"{folder / EVENTS}: the event files cannot be written ({atomic_io.reason(error)}); make the "
+            f"{folder / EVENTS}: the event files cannot be written ({atomic_io.error_reason(error)}); make the "
             "folder writable."
         ) from error
     return folder / EVENTS
@@ -201,14 +201,14 @@ def _begun(writer_type: type[SummaryWriter], folder: Path) -> SummaryWriter:
 
 
 def _write(writer: SummaryWriter, row: Row, when: float | None) -> None:
-    for name, value in scalars(atomic_io.finite(row)).items():
+    for name, value in scalars(atomic_io.replace_nonfinite(row)).items():
         writer.add_scalar(name, value, row["round"], when)
 
 
 def _ends(folder: Path) -> dict[int, float]:
     """Return when each round ended, in seconds since 1970, as if all were played without a break up to the last."""
     path = folder / METRICS
-    took = dict(atomic_io.numbers(folder / TIMINGS, "round", "seconds"))  # the latest of a round
+    took = dict(atomic_io.read_number_pairs(folder / TIMINGS, "round", "seconds"))  # the latest of a round
     now = path.stat().st_mtime if path.exists() else 0.0
     ends = {}
     for number in sorted(took, reverse=True):

@@ -5,13 +5,13 @@ it.
 """
 
 import errno
+import hashlib
 import json
 import math
 import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -23,15 +23,15 @@ _NO_LOCKS = {errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP}
 
 def read_rows(path: Path) -> list[dict[str, Any]]:
     """Return one dict a line, without a last line that was cut off; raise UserError for a line that is no object."""
-    return rows(read(path) or b"", path)
+    return parse_rows(read(path) or b"", path)
 
 
-def rows(data: bytes, path: Path) -> list[dict[str, Any]]:
+def parse_rows(data: bytes, path: Path) -> list[dict[str, Any]]:
     """Return what `read_rows` returns of these bytes, which are those of a file."""
     table = []
     for number, line in enumerate(data.split(b"\n")[:-1], start=1):
         try:
-            row = parsed(line)
+            row = parse_json(line)
             if not isinstance(row, dict):
                 raise ValueError("it is no object")
         except ValueError as error:
@@ -40,7 +40,7 @@ def rows(data: bytes, path: Path) -> list[dict[str, Any]]:
     return table
 
 
-def numbers(path: Path, key: str, value: str) -> list[tuple[int, float]]:
+def read_number_pairs(path: Path, key: str, value: str) -> list[tuple[int, float]]:
     """Return (row[key], row[value]) of a file of rows that nothing depends on; a damaged line is left out."""
     pairs: list[tuple[int, float]] = []
     try:
@@ -49,14 +49,14 @@ def numbers(path: Path, key: str, value: str) -> list[tuple[int, float]]:
         return pairs
     for line in lines:
         with suppress(ValueError, LookupError, TypeError, OverflowError):
-            row = parsed(line)
+            row = parse_json(line)
             number, seconds = row[key], float(row[value])
             if type(number) is int and math.isfinite(seconds):
                 pairs.append((number, seconds))
     return pairs
 
 
-def parsed(data: bytes | str) -> Any:
+def parse_json(data: bytes | str) -> Any:
     """Return what JSON says; raise ValueError for what is none, nested too deeply, or has too long a number."""
     try:
         return json.loads(data)
@@ -64,23 +64,23 @@ def parsed(data: bytes | str) -> Any:
         raise ValueError("values are nested too deeply") from error
 
 
-def digest(data: bytes) -> str:
-    return sha256(data).hexdigest()
+def sha256(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()
 
 
-def render(value: dict[str, Any]) -> bytes:
+def json_line(value: dict[str, Any]) -> bytes:
     """Return a line of JSON; the same value gives the same bytes."""
     return (json.dumps(value) + "\n").encode()
 
 
-def finite(value: Any) -> Any:
+def replace_nonfinite(value: Any) -> Any:
     """Return a value with None in place of the numbers that JSON does not know."""
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, dict):
-        return {key: finite(item) for key, item in value.items()}
+        return {key: replace_nonfinite(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
-        return [finite(item) for item in value]
+        return [replace_nonfinite(item) for item in value]
     return value
 
 
@@ -95,14 +95,14 @@ def read(path: Path) -> bytes | None:
 def read_json(path: Path) -> dict[str, Any] | None:
     """Return the object in a file, None where there is no such file or no object in it."""
     try:
-        value = parsed(path.read_bytes())
+        value = parse_json(path.read_bytes())
     except (OSError, ValueError):
         return None
     return value if isinstance(value, dict) else None
 
 
 @contextmanager
-def opened(path: Path, flags: int, mode: int = 0o666) -> Iterator[int]:
+def open_file(path: Path, flags: int, mode: int = 0o666) -> Iterator[int]:
     """Give the open file's number, and close it; `mode` is that of a file which is made."""
     handle = os.open(path, flags, mode)
     try:
@@ -117,7 +117,7 @@ def write_all(handle: int, data: bytes) -> None:
         rest = rest[os.write(handle, rest) :]
 
 
-def replace(path: Path, data: bytes, private: bool = False) -> None:
+def write_atomically(path: Path, data: bytes, private: bool = False) -> None:
     """Write a file that is there whole or not at all: a partial one beside it is flushed and renamed.
 
     A `private` one can be read by its owner alone, from its first byte on.
@@ -126,7 +126,7 @@ def replace(path: Path, data: bytes, private: bool = False) -> None:
     if private:
         partial.unlink(missing_ok=True)  # one that is there keeps its mode
     try:
-        with opened(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600 if private else 0o666) as handle:
+        with open_file(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600 if private else 0o666) as handle:
             write_all(handle, data)
             os.fsync(handle)
         os.replace(partial, path)
@@ -138,28 +138,28 @@ def replace(path: Path, data: bytes, private: bool = False) -> None:
 
 def append(path: Path, data: bytes) -> None:
     """Add to the end of a file, which is made where it is missing."""
-    with opened(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND) as handle:
+    with open_file(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND) as handle:
         write_all(handle, data)
 
 
-def flushed_length(path: Path) -> int:
+def flush_and_measure(path: Path) -> int:
     """Bring a file to the disk and return its bytes, 0 where there is none."""
     if not path.exists():
         return 0
-    with opened(path, os.O_RDWR) as handle:
+    with open_file(path, os.O_RDWR) as handle:
         os.fsync(handle)
         return os.fstat(handle).st_size
 
 
-def cut(path: Path, length: int) -> None:
+def truncate(path: Path, length: int) -> None:
     """Take away what a file holds beyond `length` bytes."""
     if path.exists() and path.stat().st_size > length:
-        with opened(path, os.O_RDWR) as handle:
+        with open_file(path, os.O_RDWR) as handle:
             os.ftruncate(handle, length)
             os.fsync(handle)
 
 
-def reason(error: OSError) -> str:
+def error_reason(error: OSError) -> str:
     return error.strerror or str(error)
 
 
@@ -191,5 +191,5 @@ else:
 
     def sync_folder(path: Path) -> None:
         """Bring the names in a folder to the disk."""
-        with opened(path, os.O_RDONLY) as handle:
+        with open_file(path, os.O_RDONLY) as handle:
             os.fsync(handle)

@@ -19,10 +19,10 @@ from safetensors import SafetensorError
 from halfmoon.core.errors import UserError
 from halfmoon.core.tree import Tree
 from halfmoon.storage import atomic_io, integrity
-from halfmoon.storage.folder_writer import FolderWriter, Unwritable
-from halfmoon.storage.manifest import START, Commit, Contents, Damaged, sweep, verify
+from halfmoon.storage.folder_writer import FolderWriter, WriteError
+from halfmoon.storage.manifest import START, Commit, DamagedFile, StoreContents, remove_unreferenced, verify
 from halfmoon.storage.serialization import pack, unpack
-from halfmoon.storage.state_store import Store
+from halfmoon.storage.state_store import TreeStore
 
 CLIENTS = "clients"
 """The folder, in that of the run, of what clients keep."""
@@ -34,34 +34,34 @@ METRICS, TIMINGS = "metrics.jsonl", "timings.jsonl"
 _CHECKPOINT = re.compile(r"checkpoint-(\d{6,})\.(safetensors|json)")
 
 
-class Loaded(NamedTuple):
+class LoadedCheckpoint(NamedTuple):
     """A checkpoint that was read back."""
 
     round: int
     state: Tree
     meta: dict[str, Any]
     warnings: list[str]  # one sentence each: what was damaged and skipped
-    clients: Contents  # for `Store.restore`
+    clients: StoreContents  # for `TreeStore.restore`
 
 
 class Checkpoints:
     """Saves and loads the checkpoints in a writer's folder, and cuts `metrics`, the rows of the run, back to them."""
 
-    def __init__(self, writer: FolderWriter, metrics: integrity.Appended) -> None:
+    def __init__(self, writer: FolderWriter, metrics: integrity.HashedLog) -> None:
         self.writer, self.metrics, self.path = writer, metrics, writer.path
 
-    def save(self, round: int, state: Tree, meta: dict[str, Any], clients: Store | None = None) -> None:
+    def save(self, round: int, state: Tree, meta: dict[str, Any], clients: TreeStore | None = None) -> None:
         """Write the checkpoint of a round, as `halfmoon.storage.run_folder.RunFolder.save` says."""
         self.writer.own()
         name = stem(round)
         self._refuse_old(round, clients is not None and clients.changed)
         data, shape = pack(state)
         with self.writer.writing(name):
-            length = atomic_io.flushed_length(self.path / METRICS)
+            length = atomic_io.flush_and_measure(self.path / METRICS)
         mark = self._committed(clients, round)
         note = {
             "round": round,
-            "tensors": atomic_io.digest(data),
+            "tensors": atomic_io.sha256(data),
             "shape": shape,
             "metrics": length,
             "metrics_sha256": self.metrics.digest,
@@ -77,14 +77,14 @@ class Checkpoints:
         try:
             self.writer.write(f"{name}.safetensors", data)
             self.writer.write(f"{name}.json", unparsed)
-        except Unwritable:
+        except WriteError:
             with suppress(OSError):
                 self._remove(round)  # a half would take the place that is missing
             raise
         self.writer.saved = round
         self._keep(clients)
 
-    def _keep(self, clients: Store | None = None) -> None:
+    def _keep(self, clients: TreeStore | None = None) -> None:
         """Remove all checkpoints but the newest ones, and what only these say of the clients."""
         with self.writer.writing("the folder"):
             rounds = self._rounds()
@@ -101,7 +101,7 @@ class Checkpoints:
             if (self.path / CLIENTS).exists():
                 shutil.rmtree(self.path / CLIENTS)
 
-    def load(self) -> Loaded | None:
+    def load(self) -> LoadedCheckpoint | None:
         """Return the newest checkpoint that is whole, as `halfmoon.storage.run_folder.RunFolder.load` says."""
         self.writer.own()
         rounds = self._rounds()
@@ -109,7 +109,7 @@ class Checkpoints:
         for round in reversed(rounds):
             try:
                 note, state, clients = _read(self.path, round)
-            except Damaged as damage:
+            except DamagedFile as damage:
                 problems.append((round, str(damage)))
                 continue
             self._rewind(note["metrics"], note["metrics_sha256"])
@@ -119,11 +119,11 @@ class Checkpoints:
             older = [each for each in rounds if each < round]
             self._keep()  # a kill after a save has left others
             with self.writer.writing(CLIENTS):
-                clients = sweep(clients, older[-1] if older else round)
+                clients = remove_unreferenced(clients, older[-1] if older else round)
             going = f"going on from {stem(round)}"
             warnings = [f"{stem(bad)} is damaged ({why}); {going}." for bad, why in problems]
             warnings += [f"{CLIENTS}/{name} was damaged: it is whole again from its copy." for name in clients.mended]
-            return Loaded(round, state, note["meta"], warnings + _version_warning(note), clients)
+            return LoadedCheckpoint(round, state, note["meta"], warnings + _version_warning(note), clients)
         if len(rounds) > 1 or (rounds and (self.path / f"{stem(rounds[0])}.json").exists()):
             what = "; ".join(f"{stem(bad)}: {why}" for bad, why in problems)
             raise UserError(
@@ -132,11 +132,11 @@ class Checkpoints:
                 hint="restore one from a backup, or start the run again in another {run_dir}.",
             )
         # One file without its JSON is a first save that was killed: the run starts again.
-        self._rewind(0, atomic_io.digest(b""))
+        self._rewind(0, atomic_io.sha256(b""))
         for round in rounds:
             self._remove(round)
         with self.writer.writing(CLIENTS):
-            sweep(Contents(self.path / CLIENTS, START, -1, {}, []), 0)
+            remove_unreferenced(StoreContents(self.path / CLIENTS, START, -1, {}, []), 0)
         return None
 
     def _refuse_old(self, round: int, changed: bool) -> None:
@@ -147,7 +147,7 @@ class Checkpoints:
         elif round < self.writer.saved or (round == self.writer.saved and changed):
             raise ValueError(f"round {round} cannot be saved: round {self.writer.saved} is on disk already")
 
-    def _committed(self, clients: Store | None, round: int) -> Commit:
+    def _committed(self, clients: TreeStore | None, round: int) -> Commit:
         if clients is None:
             return START
         with self.writer.writing(CLIENTS):
@@ -167,10 +167,10 @@ class Checkpoints:
         path = self.path / METRICS
         self.metrics.rewind(length, digest)
         with self.writer.writing(METRICS):
-            atomic_io.cut(path, length)
+            atomic_io.truncate(path, length)
             with suppress(OSError):
                 timings = self.path / TIMINGS
-                atomic_io.cut(timings, (atomic_io.read(timings) or b"").rfind(b"\n") + 1)
+                atomic_io.truncate(timings, (atomic_io.read(timings) or b"").rfind(b"\n") + 1)
             for entry in list(self.path.iterdir()):
                 if entry.name.endswith(atomic_io.PARTIAL):
                     entry.unlink()
@@ -183,26 +183,26 @@ def _version_warning(note: dict[str, Any]) -> list[str]:
     return [f"the checkpoint was written by {' and '.join(changed)}; the last digits may differ from here on."]
 
 
-def _read(folder: Path, round: int) -> tuple[dict[str, Any], Tree, Contents]:
+def _read(folder: Path, round: int) -> tuple[dict[str, Any], Tree, StoreContents]:
     unparsed = atomic_io.read(folder / f"{stem(round)}.json")
     data = atomic_io.read(folder / f"{stem(round)}.safetensors")
     if unparsed is None:
-        raise Damaged("it was not completed: the .json is missing")
+        raise DamagedFile("it was not completed: the .json is missing")
     if data is None:
-        raise Damaged("its .safetensors is missing")
+        raise DamagedFile("its .safetensors is missing")
     try:
         note = integrity.unseal(unparsed)
-    except integrity.Unsealed as error:
-        raise Damaged(f"its .json cannot be used: {error}") from error
-    if atomic_io.digest(data) != note.get("tensors"):
-        raise Damaged("checksum differs")
+    except integrity.BrokenSeal as error:
+        raise DamagedFile(f"its .json cannot be used: {error}") from error
+    if atomic_io.sha256(data) != note.get("tensors"):
+        raise DamagedFile("checksum differs")
     if "clients" not in note:
-        raise Damaged("an older halfmoon wrote it, which kept the clients elsewhere")
+        raise DamagedFile("an older halfmoon wrote it, which kept the clients elsewhere")
     mark = _checked(note, round)
     try:
         state = unpack(data, note["shape"])
     except (SafetensorError, LookupError, TypeError, ValueError, RuntimeError) as error:
-        raise Damaged("its tensors are not those that its .json names") from error
+        raise DamagedFile("its tensors are not those that its .json names") from error
     return note, state, verify(folder / CLIENTS, mark)
 
 
@@ -210,11 +210,11 @@ def _checked(note: dict[str, Any], round: int) -> Commit:
     kinds = {"shape": dict, "metrics": int, "metrics_sha256": str, "meta": dict, **dict.fromkeys(versions(), str)}
     wrong = [name for name, kind in kinds.items() if type(note.get(name)) is not kind]
     if wrong or note.get("round") != round or note["metrics"] < 0:
-        raise Damaged(f"its .json has no usable {wrong[0] if wrong else 'round and metrics'}")
+        raise DamagedFile(f"its .json has no usable {wrong[0] if wrong else 'round and metrics'}")
     mark = note["clients"]
     fine = isinstance(mark, dict) and set(mark) == set(Commit._fields)
     if not fine or type(mark["length"]) is not int or mark["length"] < 0 or type(mark["chain"]) is not str:
-        raise Damaged("its .json does not say what the clients keep")
+        raise DamagedFile("its .json does not say what the clients keep")
     return Commit(**mark)
 
 

@@ -17,11 +17,11 @@ START = "start-seed"
 """Prefix of the folders in which versions up to 0.2 stored a start without labels (`--start`)."""
 
 
-class Unwritable(UserError):
+class WriteError(UserError):
     """The disk refused: it is full, or the folder may not be written; what was saved before is intact."""
 
 
-class Busy(UserError):
+class FolderInUse(UserError):
     """Another process is running in the folder."""
 
 
@@ -49,7 +49,7 @@ class FolderWriter:
 
     def write(self, name: str, data: bytes) -> None:
         with self.writing(name):
-            atomic_io.replace(self.path / name, data)
+            atomic_io.write_atomically(self.path / name, data)
 
     def append(self, name: str, line: bytes) -> None:
         self.own()
@@ -57,12 +57,12 @@ class FolderWriter:
             atomic_io.append(self.path / name, line)
 
     def note(self, digests: dict[str, str]) -> None:
-        with self.writing(integrity.SUMS):
-            integrity.note(self.path, digests)
+        with self.writing(integrity.CHECKSUMS):
+            integrity.record_checksums(self.path, digests)
 
     @contextmanager
     def writing(self, what: str) -> Iterator[None]:
-        """Turn what the system says while `what` is written into an `Unwritable` that says what to do."""
+        """Turn what the system says while `what` is written into an `WriteError` that says what to do."""
         try:
             yield
         except OSError as error:
@@ -73,25 +73,25 @@ class FolderWriter:
             )
             cure = "free some space" if error.errno in (errno.ENOSPC, errno.EDQUOT) else "make it writable"
             exists = (self.path / CONFIG).exists()
-            raise Unwritable(
-                f"{self.path}: {what} cannot be written ({atomic_io.reason(error)}); {intact}. "
+            raise WriteError(
+                f"{self.path}: {what} cannot be written ({atomic_io.error_reason(error)}); {intact}. "
                 f"First {cure}, then {f'go on with: {resume_command(self.path)}' if exists else 'start the run again.'}"
             ) from error
 
 
 def _locked(path: Path) -> locks.Lock:
     try:
-        return locks.take(path / LOCK)
-    except locks.Conflict as error:
-        who = f" ({error.strerror})" if error.strerror and locks.OWNER in error.strerror else ""
-        raise Busy(
+        return locks.acquire(path / LOCK)
+    except locks.LockConflict as error:
+        who = f" ({error.strerror})" if error.strerror and locks.OWNER_SUFFIX in error.strerror else ""
+        raise FolderInUse(
             f"another process is running in {path}{who}",
             option="run_dir",
             hint="wait for it, or choose another {run_dir}.",
         ) from error
     except OSError as error:
-        raise Unwritable(
-            f"{path}: the folder cannot be written ({atomic_io.reason(error)})",
+        raise WriteError(
+            f"{path}: the folder cannot be written ({atomic_io.error_reason(error)})",
             option="run_dir",
             hint="make it writable or choose another {run_dir}.",
         ) from error

@@ -18,11 +18,11 @@ from typing import Any
 
 from halfmoon.storage import atomic_io
 
-OWNER = ".owner"
+OWNER_SUFFIX = ".owner"
 """What the file is called, behind the name of the one that cannot be locked."""
 
 
-class Conflict(OSError):
+class LockConflict(OSError):
     """Another process holds the lock; `str` says which, if known."""
 
 
@@ -40,16 +40,16 @@ class Lock:
         os.close(self.handle)
 
 
-def take(path: Path) -> Lock:
-    """Lock a file, made where it is missing; raise `Conflict` where another process has it, OSError as usual."""
+def acquire(path: Path) -> Lock:
+    """Lock a file, made where it is missing; raise `LockConflict` where another process has it, OSError as usual."""
     handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
     try:
         try:
             if atomic_io.flock(handle):
                 return Lock(handle)
         except OSError as error:
-            raise Conflict(*error.args) from error
-        owner = path.with_name(path.name + OWNER)
+            raise LockConflict(*error.args) from error
+        owner = path.with_name(path.name + OWNER_SUFFIX)
         _claim(owner)
         remark = (
             f"the file system of {path.parent} has no locks: {owner.name} says that this process is the only one here; "
@@ -64,7 +64,7 @@ def take(path: Path) -> Lock:
 def is_held(path: Path) -> bool | None:
     """Return whether a process holds the lock of a file, None where nobody can know; readers do not exclude readers."""
     try:
-        with atomic_io.opened(path, os.O_RDONLY) as handle:
+        with atomic_io.open_file(path, os.O_RDONLY) as handle:
             return False if atomic_io.flock(handle, shared=True) else None
     except BlockingIOError:
         return True
@@ -74,13 +74,13 @@ def is_held(path: Path) -> bool | None:
 
 @contextmanager
 def hold(path: Path, patience: float = 0.0) -> Iterator[Lock]:
-    """Hold a lock, waited for so many seconds; raise `Conflict` where another process keeps it, OSError as usual."""
+    """Hold a lock, waited for so many seconds; raise `LockConflict` where another process keeps it, OSError as usual."""
     end = time.monotonic() + patience
     while True:
         try:
-            lock = take(path)
+            lock = acquire(path)
             break
-        except Conflict:
+        except LockConflict:
             if time.monotonic() >= end:
                 raise
         time.sleep(0.02)
@@ -93,11 +93,11 @@ def hold(path: Path, patience: float = 0.0) -> Iterator[Lock]:
 
 
 def _claim(owner: Path) -> None:
-    """Make the file that says who is there; raise `Conflict` where a process that may live has made it."""
+    """Make the file that says who is there; raise `LockConflict` where a process that may live has made it."""
     mine = json.dumps(_process(os.getpid())).encode()
     while True:
         try:
-            with atomic_io.opened(owner, os.O_WRONLY | os.O_CREAT | os.O_EXCL) as handle:
+            with atomic_io.open_file(owner, os.O_WRONLY | os.O_CREAT | os.O_EXCL) as handle:
                 atomic_io.write_all(handle, mine)
                 os.fsync(handle)
             return
@@ -106,19 +106,21 @@ def _claim(owner: Path) -> None:
 
 
 def _drop_dead(owner: Path) -> None:
-    """Remove the file of a process that is gone; raise `Conflict` for any other."""
+    """Remove the file of a process that is gone; raise `LockConflict` for any other."""
     content = atomic_io.read(owner)
     if content is None:
         return
     try:
-        facts = atomic_io.parsed(content)
+        facts = atomic_io.parse_json(content)
         local = facts["host"] == socket.gethostname()
         dead = local and _process(int(facts["process"])) != facts
     except (ValueError, LookupError, TypeError, OverflowError):
-        raise Conflict(errno.EWOULDBLOCK, f"{owner} cannot be read; where nobody is at work, remove it") from None
+        raise LockConflict(errno.EWOULDBLOCK, f"{owner} cannot be read; where nobody is at work, remove it") from None
     if not dead:
         where = f"process {facts['process']} on {str(facts['host'])[:64]}"
-        raise Conflict(errno.EWOULDBLOCK, f"{where} is at work, says {owner}; where that is not so, remove the file")
+        raise LockConflict(
+            errno.EWOULDBLOCK, f"{where} is at work, says {owner}; where that is not so, remove the file"
+        )
     # Another may have done the same and be there by now: what was taken away is looked at before it is thrown away.
     spare = owner.with_name(f"{owner.name}.{secrets.token_hex(4)}")
     try:
@@ -128,7 +130,7 @@ def _drop_dead(owner: Path) -> None:
     if spare.read_bytes() != content:
         os.link(spare, owner)
         spare.unlink()
-        raise Conflict(errno.EWOULDBLOCK, "another process was faster")
+        raise LockConflict(errno.EWOULDBLOCK, "another process was faster")
     spare.unlink()
 
 

@@ -24,7 +24,7 @@ and the manifest is one file for all clients: damage to either would leave no ch
 _OURS = re.compile(r".+-\d{6,}\.safetensors|.+-\d{6,}\.copy|.+\.\d+\.spill|\..+" + re.escape(atomic_io.PARTIAL))
 
 
-class Damaged(Exception):
+class DamagedFile(Exception):
     """Why what was saved cannot be used, in a few words."""
 
 
@@ -47,7 +47,7 @@ class Commit(NamedTuple):
         """Return the mark with more lines behind it."""
         chain = self.chain
         for line in lines:
-            chain = atomic_io.digest(chain.encode() + line)
+            chain = atomic_io.sha256(chain.encode() + line)
         return Commit(self.length + sum(map(len, lines)), chain)
 
 
@@ -55,7 +55,7 @@ START = Commit(0, "")
 """The mark of a folder that holds nothing."""
 
 
-class Contents(NamedTuple):
+class StoreContents(NamedTuple):
     """What a folder held at a commit."""
 
     folder: Path
@@ -66,23 +66,23 @@ class Contents(NamedTuple):
     mended: tuple[str, ...] = ()  # files that were damaged, and are whole again from their second copy
 
 
-def line(version: int, key: str, entry: ManifestEntry | None) -> bytes:
+def format_line(version: int, key: str, entry: ManifestEntry | None) -> bytes:
     """Return the line that says where a key's tree is from this version on; None says that it was discarded."""
-    return atomic_io.render({"version": version, "key": key, **(entry._asdict() if entry else {"file": None})})
+    return atomic_io.json_line({"version": version, "key": key, **(entry._asdict() if entry else {"file": None})})
 
 
 def append(folder: Path, mark: Commit, lines: Sequence[bytes]) -> Commit:
     """Bring lines to the disk behind those of a mark, and return the new mark. Raises OSError."""
     for path in (folder / SECOND, folder / MANIFEST):
-        atomic_io.cut(path, mark.length)  # what a commit that failed has left
+        atomic_io.truncate(path, mark.length)  # what a commit that failed has left
         atomic_io.append(path, b"".join(lines))
-        atomic_io.flushed_length(path)
+        atomic_io.flush_and_measure(path)
     atomic_io.sync_folder(folder)
     return mark.after(lines)
 
 
-def verify(folder: Path, mark: Commit) -> Contents:
-    """Return what a folder held at a commit; raise `Damaged` if a bit of it is missing or was changed.
+def verify(folder: Path, mark: Commit) -> StoreContents:
+    """Return what a folder held at a commit; raise `DamagedFile` if a bit of it is missing or was changed.
 
     Every file is read, here and not when its tree is first asked for: only before a run goes on can it fall back to
     the checkpoint before. It takes about as long as the disk takes to read the files once.
@@ -92,7 +92,7 @@ def verify(folder: Path, mark: Commit) -> Contents:
     if lines is None:
         lines = _lines(folder / SECOND, mark)
         if lines is None:
-            raise Damaged(f"{folder.name}/{MANIFEST} was changed or cut")
+            raise DamagedFile(f"{folder.name}/{MANIFEST} was changed or cut")
         _mend(folder / MANIFEST, b"".join(lines))
         mended.append(MANIFEST)
     if _lines(folder / SECOND, mark) is None:
@@ -109,7 +109,7 @@ def verify(folder: Path, mark: Commit) -> Contents:
     for entry in entries.values():
         if _checked(folder, entry):
             mended.append(entry.file)
-    return Contents(folder, mark, version, entries, replaced, tuple(mended))
+    return StoreContents(folder, mark, version, entries, replaced, tuple(mended))
 
 
 def _lines(path: Path, mark: Commit) -> list[bytes] | None:
@@ -126,10 +126,10 @@ def _mend(path: Path, data: bytes) -> None:
         if path.is_dir():
             return
         if data or path.exists():
-            atomic_io.replace(path, data)
+            atomic_io.write_atomically(path, data)
 
 
-def sweep(contents: Contents, version: int) -> Contents:
+def remove_unreferenced(contents: StoreContents, version: int) -> StoreContents:
     """Remove what a killed process has left, and return the contents for `Store.restore`.
 
     Kept are the files of `contents` and those that a commit from `version` on, the oldest that is still wanted, names;
@@ -143,7 +143,7 @@ def sweep(contents: Contents, version: int) -> Contents:
             if _OURS.fullmatch(path.name) and path.name not in names:
                 remove(path)
         for name in (MANIFEST, SECOND):
-            atomic_io.cut(contents.folder / name, contents.mark.length)
+            atomic_io.truncate(contents.folder / name, contents.mark.length)
     return contents._replace(replaced=replaced)
 
 
@@ -155,7 +155,7 @@ def remove(path: Path) -> None:
             each.unlink(missing_ok=True)
 
 
-def copied(folder: Path, entry: ManifestEntry) -> ManifestEntry:
+def write_copy(folder: Path, entry: ManifestEntry) -> ManifestEntry:
     """Write the second copy of a file that is flushed; not flushed itself, as it is for damage that comes later."""
     with suppress(OSError):  # without it a commit is as good as before
         shutil.copyfile(folder / entry.file, folder / copy_of(entry.file))
@@ -167,31 +167,31 @@ def copy_of(file: str) -> str:
 
 
 def _change(line: bytes) -> tuple[int, str, ManifestEntry | None]:
-    """Return what `line` has put into a line; raise `Damaged` for any other."""
+    """Return what `line` has put into a line; raise `DamagedFile` for any other."""
     try:
-        row = atomic_io.parsed(line)
+        row = atomic_io.parse_json(line)
         version, key = row["version"], row["key"]
         entry = None if row["file"] is None else ManifestEntry(*(row[field] for field in ManifestEntry._fields))
     except (ValueError, LookupError, TypeError) as error:
-        raise Damaged(f"{MANIFEST} has a line that says no change") from error
+        raise DamagedFile(f"{MANIFEST} has a line that says no change") from error
     kinds = (int, str) if entry is None else (int, str, str, str, int, int)
     if tuple(map(type, (version, key, *(entry or ())))) != kinds:
-        raise Damaged(f"{MANIFEST} has a line that says no change")
+        raise DamagedFile(f"{MANIFEST} has a line that says no change")
     # A file lies in the folder: a name that leads out of it is none that was written.
     if entry is not None and (not _OURS.fullmatch(entry.file) or Path(entry.file).name != entry.file):
-        raise Damaged(f"{MANIFEST} names a file that is no store's")
+        raise DamagedFile(f"{MANIFEST} names a file that is no store's")
     return version, key, entry
 
 
 def _checked(folder: Path, entry: ManifestEntry) -> bool:
-    """Return whether a tree's file had to be mended from its copy; raise `Damaged` where both are damaged."""
+    """Return whether a tree's file had to be mended from its copy; raise `DamagedFile` where both are damaged."""
     copy = folder / copy_of(entry.file)
     try:
         _check(folder, entry.file, entry)
-    except Damaged as damage:
+    except DamagedFile as damage:
         try:
             _check(folder, copy.name, entry)
-        except Damaged:
+        except DamagedFile:
             raise damage from None
         _mend(folder / entry.file, copy.read_bytes())
         _check(folder, entry.file, entry)
@@ -206,8 +206,8 @@ def _check(folder: Path, name: str, entry: ManifestEntry) -> None:
     try:
         with (folder / name).open("rb") as file:
             if os.fstat(file.fileno()).st_size != entry.size:
-                raise Damaged(f"{folder.name}/{name} was cut")
+                raise DamagedFile(f"{folder.name}/{name} was cut")
             if hashlib.file_digest(file, "sha256").hexdigest() != entry.sha256:
-                raise Damaged(f"checksum of {folder.name}/{name} differs")
+                raise DamagedFile(f"checksum of {folder.name}/{name} differs")
     except OSError as error:
-        raise Damaged(f"{folder.name}/{name} cannot be read: {atomic_io.reason(error)}") from error
+        raise DamagedFile(f"{folder.name}/{name} cannot be read: {atomic_io.error_reason(error)}") from error

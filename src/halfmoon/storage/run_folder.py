@@ -12,16 +12,23 @@ from typing import Any
 from halfmoon.core.errors import UserError
 from halfmoon.core.tree import Tree
 from halfmoon.storage import atomic_io, integrity, locks
-from halfmoon.storage.checkpoints import METRICS, TIMINGS, Checkpoints, Loaded, versions
-from halfmoon.storage.folder_writer import CONFIG, LOCK, FolderWriter, Unwritable, resume_command
+from halfmoon.storage.checkpoints import METRICS, TIMINGS, Checkpoints, LoadedCheckpoint, versions
+from halfmoon.storage.folder_writer import CONFIG, LOCK, FolderWriter, WriteError, resume_command
 from halfmoon.storage.serialization import pack, with_seal
-from halfmoon.storage.state_store import Store
+from halfmoon.storage.state_store import TreeStore
 
 RUN, MODEL, SUMMARY = "run.json", "model.safetensors", "summary.json"
 # Where the runs beside a run lie: another process may begin with one of them before the folder is a run's.
 BASELINES, PLAN, DECISION = "baselines", "plan.json", "decision.json"
 # What a creation leaves that was killed before its config.toml.
-_BEGUN = {BASELINES, LOCK, f"{LOCK}{locks.OWNER}", RUN, f".{RUN}{atomic_io.PARTIAL}", f".{CONFIG}{atomic_io.PARTIAL}"}
+_BEGUN = {
+    BASELINES,
+    LOCK,
+    f"{LOCK}{locks.OWNER_SUFFIX}",
+    RUN,
+    f".{RUN}{atomic_io.PARTIAL}",
+    f".{CONFIG}{atomic_io.PARTIAL}",
+}
 _BEGUN |= {PLAN, f".{PLAN}{atomic_io.PARTIAL}", f".comparison.json{atomic_io.PARTIAL}"}
 
 
@@ -34,7 +41,7 @@ class RunFolder:
         self.config = config
         self.identity = identity
         self.writer = FolderWriter(path)
-        self.metrics = integrity.Appended(path / METRICS)
+        self.metrics = integrity.HashedLog(path / METRICS)
         self.checkpoints = Checkpoints(self.writer, self.metrics)
 
     @classmethod
@@ -50,7 +57,7 @@ class RunFolder:
         folder.writer.own()
         try:
             cls.refuse(path, identity)  # again: another process may have been faster
-            head = {"identity": identity, "config": atomic_io.digest(config.encode()), **versions()}
+            head = {"identity": identity, "config": atomic_io.sha256(config.encode()), **versions()}
             # The head first: a folder with a config.toml alone may be the user's own.
             folder.writer.write(RUN, integrity.seal(head))
             folder.writer.write(CONFIG, config.encode())
@@ -98,7 +105,7 @@ class RunFolder:
     @classmethod
     def open(cls, path: Path) -> "RunFolder":
         """Open the folder of a run that exists; raise UserError if it is none or its configuration was changed."""
-        head = integrity.object_of(path / RUN)
+        head = integrity.read_object(path / RUN)
         if head is not None and not cls.exists(path):
             raise UserError(f"{path}: the run was stopped before its {CONFIG} was written; start it again.")
         if head is None or not isinstance(head.get("identity"), str):
@@ -107,9 +114,9 @@ class RunFolder:
             config = (path / CONFIG).read_bytes()
         except OSError as error:
             raise UserError(
-                f"{path}: {CONFIG} cannot be read ({atomic_io.reason(error)}); put it back or start a new run."
+                f"{path}: {CONFIG} cannot be read ({atomic_io.error_reason(error)}); put it back or start a new run."
             ) from error
-        if atomic_io.digest(config) != head.get("config"):
+        if atomic_io.sha256(config) != head.get("config"):
             raise UserError(
                 f"{path}: {CONFIG} was changed, so the folder belongs to another configuration "
                 f"(it was made for {head['identity'][:8]})",
@@ -142,27 +149,27 @@ class RunFolder:
         return self.summary() is not None
 
     def summary(self) -> dict[str, Any] | None:
-        return integrity.summary(self.path)
+        return integrity.read_summary(self.path)
 
     def rows(self) -> list[dict[str, Any]]:
         return atomic_io.read_rows(self.path / METRICS)
 
     def verified_rows(self) -> list[dict[str, Any]]:
         """Return the rows of `metrics.jsonl`; raise UserError where they are not those that were written from here."""
-        return atomic_io.rows(self.metrics.verified(), self.path / METRICS)
+        return atomic_io.parse_rows(self.metrics.verified(), self.path / METRICS)
 
     def log(self, row: dict[str, Any]) -> None:
         """Add a row to `metrics.jsonl`; a number that is not finite becomes null. Raise UserError if it cannot."""
-        line = atomic_io.render(atomic_io.finite(row))
+        line = atomic_io.json_line(atomic_io.replace_nonfinite(row))
         self.writer.append(METRICS, line)
         self.metrics.add(line)
 
     def time(self, row: dict[str, Any]) -> None:
         """Add a row to `timings.jsonl`, which nothing depends on: where it cannot be written it is lost."""
-        with suppress(Unwritable):
-            self.writer.append(TIMINGS, atomic_io.render(atomic_io.finite(row)))
+        with suppress(WriteError):
+            self.writer.append(TIMINGS, atomic_io.json_line(atomic_io.replace_nonfinite(row)))
 
-    def save(self, round: int, state: Tree, meta: dict[str, Any], clients: Store | None = None) -> None:
+    def save(self, round: int, state: Tree, meta: dict[str, Any], clients: TreeStore | None = None) -> None:
         """Write the checkpoint of a round and remove all but the last two.
 
         `meta` is anything JSON can hold. Of `clients`, which keeps its files in this folder from now on, what has
@@ -171,7 +178,7 @@ class RunFolder:
         """
         self.checkpoints.save(round, state, meta, clients)
 
-    def load(self) -> Loaded | None:
+    def load(self) -> LoadedCheckpoint | None:
         """Return the newest checkpoint that is whole and cut `metrics.jsonl` back to it; None if none was written.
 
         Damaged checkpoints are skipped, removed and said in `warnings`; all that the clients keep is read once, as
@@ -190,7 +197,7 @@ class RunFolder:
         self.writer.own()
         data = with_seal(pack(model)[0], meta)
         self.writer.write(MODEL, data)
-        self.writer.note({MODEL: atomic_io.digest(data), METRICS: self.metrics.digest})
+        self.writer.note({MODEL: atomic_io.sha256(data), METRICS: self.metrics.digest})
         self.conclude(summary)
         self.checkpoints.clear()
 
@@ -199,13 +206,13 @@ class RunFolder:
         self.writer.own()
         data = _summarized(summary)
         # Before the summary, which ends the run: one that is there always has its checksum.
-        self.writer.note({SUMMARY: atomic_io.digest(data), CONFIG: atomic_io.digest(self.config.encode())})
+        self.writer.note({SUMMARY: atomic_io.sha256(data), CONFIG: atomic_io.sha256(self.config.encode())})
         self.writer.write(SUMMARY, data)
 
 
 def _summarized(summary: dict[str, Any]) -> bytes:
     """Return a summary with a key a line: a confusion of 200 classes would have 40,000 lines."""
-    parts = (f"{json.dumps(key)}: {json.dumps(value)}" for key, value in atomic_io.finite(summary).items())
+    parts = (f"{json.dumps(key)}: {json.dumps(value)}" for key, value in atomic_io.replace_nonfinite(summary).items())
     return ("{\n " + ",\n ".join(parts) + "\n}\n").encode()
 
 
@@ -215,8 +222,8 @@ def _making(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise Unwritable(
-            f"{path}: the run folder cannot be made ({atomic_io.reason(error)})",
+        raise WriteError(
+            f"{path}: the run folder cannot be made ({atomic_io.error_reason(error)})",
             option="run_dir",
             hint="choose another {run_dir}.",
         ) from error

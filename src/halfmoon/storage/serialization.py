@@ -16,7 +16,7 @@ from safetensors import safe_open
 from torch import Tensor
 
 from halfmoon.core.tree import Tree, flatten
-from halfmoon.storage.atomic_io import parsed
+from halfmoon.storage.atomic_io import parse_json
 
 SEAL = "sha256"
 """The name, among a file's metadata, of the checksum of all the rest."""
@@ -84,7 +84,7 @@ def _header(data: bytes) -> tuple[dict[str, Any], int]:
     end = 8 + int.from_bytes(data[:8], "little")
     if end > len(data):
         raise ValueError("it is cut")
-    header = parsed(data[8:end])
+    header = parse_json(data[8:end])
     if not isinstance(header, dict):
         raise ValueError("it has no header")
     if not isinstance(header.setdefault("__metadata__", {}), dict):

@@ -27,13 +27,13 @@ from halfmoon.core import tree
 from halfmoon.core.errors import UserError
 from halfmoon.core.tree import Tree
 from halfmoon.storage import atomic_io, manifest, serialization
-from halfmoon.storage.manifest import START, Commit, Contents, ManifestEntry
+from halfmoon.storage.manifest import START, Commit, ManifestEntry, StoreContents
 
 CAP = 2**30
 """Bytes in memory where nobody asks for another number: 1 GiB."""
 
 
-class Store:
+class TreeStore:
     """Trees by key ("17", "server", "helpers/17"), on the CPU, at most `cap` bytes of them in memory."""
 
     def __init__(self, folder: Path | None = None, cap: int = CAP) -> None:
@@ -133,10 +133,10 @@ class Store:
         keys = sorted(self._changed)
         for key in keys:
             if key in self._sizes:
-                self._files[key] = manifest.copied(
+                self._files[key] = manifest.write_copy(
                     self.disk.place(), self.disk.bring(key, version, self._files.get(key), self._trees.get(key))
                 )
-        lines = [manifest.line(version, key, self._files.get(key)) for key in keys]
+        lines = [manifest.format_line(version, key, self._files.get(key)) for key in keys]
         folder.mkdir(parents=True, exist_ok=True)
         self.mark = manifest.append(folder, self.mark, lines)
         self._replaced += [(version, self._last_commit.pop(key).file) for key in keys if key in self._last_commit]
@@ -158,7 +158,7 @@ class Store:
         """
         self.disk.settle(folder, self._files.values())
 
-    def restore(self, contents: Contents) -> None:
+    def restore(self, contents: StoreContents) -> None:
         """Hold what `manifest.sweep` returned, in the place of everything the store held; no tree is read before `get`.
 
         Raises ValueError for a store that has another folder.
@@ -196,12 +196,12 @@ class Store:
 class StateView:
     """A `halfmoon.api.types.StateStore`: the trees of a store with keys of one prefix, given out on a device."""
 
-    store: Store
+    store: TreeStore
     prefix: str
     device: torch.device
 
     def get(self, key: str) -> Tree | None:
-        """Return a copy of a tree on the device, None where there is none; raises UserError as `Store.get`.
+        """Return a copy of a tree on the device, None where there is none; raises UserError as `TreeStore.get`.
 
         A copy even on the CPU: a leaf mapped from a file starts anywhere in memory, and a sum may depend on that.
         """
@@ -270,16 +270,16 @@ class TreeFiles:
         data = serialization.pack_file(value)
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            with atomic_io.opened(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC) as handle:
+            with atomic_io.open_file(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC) as handle:
                 atomic_io.write_all(handle, data)
         except OSError as error:
             with suppress(OSError):
                 manifest.remove(path)
             raise UserError(
                 f"{path.parent}: the state of {key!r} ({len(data)} bytes) cannot be written "
-                f"({atomic_io.reason(error)}); free some space and go on from the last checkpoint."
+                f"({atomic_io.error_reason(error)}); free some space and go on from the last checkpoint."
             ) from error
-        return ManifestEntry(path.name, atomic_io.digest(data), len(data), tree.nbytes(value))
+        return ManifestEntry(path.name, atomic_io.sha256(data), len(data), tree.nbytes(value))
 
     def bring(self, key: str, version: int, spilled: ManifestEntry | None, value: Tree | None) -> ManifestEntry:
         """Return the file of a tree in a commit, flushed: the one it was spilled to, or a new one with `value`."""
@@ -293,13 +293,13 @@ class TreeFiles:
         path.parent.mkdir(parents=True, exist_ok=True)
         partial = path.with_name(f".{name}{atomic_io.PARTIAL}")
         try:
-            with atomic_io.opened(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC) as handle:
+            with atomic_io.open_file(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC) as handle:
                 atomic_io.write_all(handle, data)
             _rename_flushed(partial, path)
         except OSError:
             partial.unlink(missing_ok=True)
             raise
-        return ManifestEntry(name, atomic_io.digest(data), len(data), tree.nbytes(value))
+        return ManifestEntry(name, atomic_io.sha256(data), len(data), tree.nbytes(value))
 
 
 def _named(key: str) -> str:
@@ -307,6 +307,6 @@ def _named(key: str) -> str:
 
 
 def _rename_flushed(old: Path, new: Path) -> None:
-    with atomic_io.opened(old, os.O_RDWR) as handle:
+    with atomic_io.open_file(old, os.O_RDWR) as handle:
         os.fsync(handle)
     os.replace(old, new)

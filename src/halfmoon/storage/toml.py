@@ -7,13 +7,13 @@ from pathlib import Path
 from typing import Any
 
 
-def key(name: str) -> str:
+def format_key(name: str) -> str:
     """Return the name of an option or a table, quoted where TOML asks for it."""
     bare = name and all(letter.isascii() and (letter.isalnum() or letter in "-_") for letter in name)
-    return name if bare else value(name)
+    return name if bare else format_value(name)
 
 
-def value(item: Any) -> str:
+def format_value(item: Any) -> str:
     """Return a TOML value; raise TypeError for what TOML cannot say."""
     if isinstance(item, bool):
         return "true" if item else "false"
@@ -26,19 +26,19 @@ def value(item: Any) -> str:
         # JSON escapes what TOML's basic strings must escape, except DEL.
         return json.dumps(str(item), ensure_ascii=False).replace("\x7f", "\\u007f")
     if isinstance(item, Sequence):
-        return f"[{', '.join(value(each) for each in item)}]"
+        return f"[{', '.join(format_value(each) for each in item)}]"
     raise TypeError(f"no TOML for {item!r}")
 
 
-def text(item: Any) -> str:
+def format_text(item: Any) -> str:
     """Return a value as a TOML file has it, "none" for None, or as Python has it."""
     try:
-        return value(item)
+        return format_value(item)
     except TypeError:
         return "none" if item is None else repr(item)
 
 
-def loads(words: str) -> dict[str, Any]:
+def parse(words: str) -> dict[str, Any]:
     """Return what TOML says; raise tomllib.TOMLDecodeError for whatever is none that Python reads."""
     try:
         content = tomllib.loads(words)
@@ -53,9 +53,9 @@ def loads(words: str) -> dict[str, Any]:
         raise tomllib.TOMLDecodeError("a number or a time in it is out of range") from error
 
 
-def table(words: str) -> dict[str, Any]:
+def parse_or_empty(words: str) -> dict[str, Any]:
     """Return what a TOML file says, {} where it is no TOML."""
     try:
-        return loads(words)
+        return parse(words)
     except tomllib.TOMLDecodeError:
         return {}

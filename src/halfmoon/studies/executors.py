@@ -24,7 +24,7 @@ from halfmoon.runs import runner
 from halfmoon.runs.callbacks import NULL_CALLBACK, Callback
 from halfmoon.runs.pools import ready_context, terminate
 from halfmoon.runs.seeds import Seat, in_lockstep
-from halfmoon.storage.folder_writer import Busy
+from halfmoon.storage.folder_writer import FolderInUse
 
 DEFECT = "defect.txt"
 """Beside a run's folder, the traceback of a defect of the program that stopped it."""
@@ -100,7 +100,7 @@ def play(task: SweepTask, watch: Callback = NULL_CALLBACK, seat: Seat | None = N
         if task.split_only:
             return TaskResult(task, runner.portray(config, task.folder))
         return TaskResult(task, runner.cell(config, task.folder, watch, seat=seat))
-    except Busy as error:
+    except FolderInUse as error:
         return TaskResult(task, None, str(error), busy=True)
     except (UserError, Diverged) as error:
         return TaskResult(task, None, str(error))

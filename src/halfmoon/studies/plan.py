@@ -21,7 +21,7 @@ from halfmoon.data.readers.decode import prepared
 from halfmoon.engine.evaluation import Examples
 from halfmoon.methods import registry
 from halfmoon.models.efficientnet import FEATURES, SIDE
-from halfmoon.models.finetuned import FeatureHead, FirstView, on_features
+from halfmoon.models.finetuned import FeatureHead, FirstView, feature_head
 from halfmoon.models.network import Normalize
 from halfmoon.runs import factory, features
 from halfmoon.runs.factory import ImageSpec, Problem
@@ -158,7 +158,7 @@ def make_plan(options: Mapping[str, Any], contents: FolderContents, minutes: flo
     head_only = options.get("tune") in (None, "auto", "head") and options.get("features") is not False
     if network == PRETRAINED and not head_only:
         raise UserError(f"a plan for {PRETRAINED} trains its head on features: name a --method to train more of it.")
-    use_heads = network == PRETRAINED or (network is None and hubs.installed(PRETRAINED) and "weights" not in options)
+    use_heads = network == PRETRAINED or (network is None and hubs.is_installed(PRETRAINED) and "weights" not in options)
     if use_heads:
         return _plan_heads(options, contents, 60 * minutes)
     return _plan_from_scratch(options, contents, 60 * minutes)
@@ -459,7 +459,7 @@ def head_task(config: Config, image_spec: ImageSpec) -> tuple[FeatureHead, Task,
         UserError: the network has no head that can be trained on features.
     """
     task = factory.task(config, image_spec)
-    head = on_features(task.network)
+    head = feature_head(task.network)
     if head is None:
         raise UserError(f"network {config.network} has no head that can be trained on features: name a --method.")
     head_only = replace(task, network=head, normalize=FirstView(), rounds=config.rounds)

@@ -72,7 +72,7 @@ def layered(layers: Iterable[Layer]) -> dict[str, Any]:
 
 def _own(path: Path) -> dict[str, Any]:
     try:
-        own = toml.loads(path.read_text(encoding="utf-8"))
+        own = toml.parse(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"{path} cannot be read ({error}); give a recipe's name or file.") from error
     except tomllib.TOMLDecodeError as error:

@@ -96,7 +96,7 @@ def run_plan(plan: Plan, root: Path, watch: Callback, resume: bool = False) -> P
     else:
         decision = _decide_by_runs(plan, problem, root, runs, watch)
     if decision is not None:
-        atomic_io.replace(root / DECISION, (json.dumps(decision.as_json(), indent=2) + "\n").encode())
+        atomic_io.write_atomically(root / DECISION, (json.dumps(decision.as_json(), indent=2) + "\n").encode())
     return PlanResult(runs, outcome, decision)
 
 
@@ -109,7 +109,7 @@ def _write_plan(plan: Plan, root: Path) -> None:
         "baselines": plan.config.baselines,
     }
     root.mkdir(parents=True, exist_ok=True)
-    atomic_io.replace(root / PLAN, json.dumps(record).encode())
+    atomic_io.write_atomically(root / PLAN, json.dumps(record).encode())
 
 
 def _run_site_methods(

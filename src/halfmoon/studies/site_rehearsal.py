@@ -203,7 +203,7 @@ def estimate_gains(
     Raises:
         UserError: none of a folder's images is readable, or only one class has labels.
     """
-    if not hubs.installed(PRETRAINED):
+    if not hubs.is_installed(PRETRAINED):
         return {}
     sites = [read_site(folder) for folder in folders]
     names = [site.folder.resolve().name for site in sites]

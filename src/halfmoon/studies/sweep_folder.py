@@ -52,13 +52,13 @@ class SweepFolder:
 
     def write(self, cells: Sequence[Cell]) -> None:
         """Write sweep.json; raise UserError where the disk refuses."""
-        words = integrity.seal_lines(atomic_io.finite(self._facts(cells)))
+        words = integrity.seal_lines(atomic_io.replace_nonfinite(self._facts(cells)))
         try:
             self.path.mkdir(parents=True, exist_ok=True)
-            atomic_io.replace(self.path / SWEEP, words)
+            atomic_io.write_atomically(self.path / SWEEP, words)
         except OSError as error:
             raise UserError(
-                f"{self.path}: it cannot be written ({atomic_io.reason(error)}); choose another --out."
+                f"{self.path}: it cannot be written ({atomic_io.error_reason(error)}); choose another --out."
             ) from error
 
     def _facts(self, cells: Sequence[Cell]) -> dict[str, Any]:
@@ -101,7 +101,7 @@ class SweepFolder:
 def parse(data: bytes, path: Path) -> dict[str, Any]:
     """Return what a sweep.json says; raise UserError where it is damaged, or of another format."""
     try:
-        facts = integrity.check_lines(data)
+        facts = integrity.unseal_lines(data)
         number = facts["format"]
     except (ValueError, LookupError, TypeError) as error:
         raise UserError(

@@ -127,10 +127,10 @@ def tune(
         folder.mkdir(parents=True, exist_ok=True)
         store = optuna.storages.JournalStorage(optuna.storages.journal.JournalFileBackend(str(folder / JOURNAL)))
     except OSError as error:
-        raise UserError(f"{folder}: it cannot be written ({atomic_io.reason(error)}); choose another.") from error
+        raise UserError(f"{folder}: it cannot be written ({atomic_io.error_reason(error)}); choose another.") from error
     study = optuna.create_study(storage=store, study_name="halfmoon", direction="maximize", load_if_exists=True)
     # A search that goes on draws other values than it has drawn.
-    number = rng.number(config.seed, "tune", len(study.get_trials(deepcopy=False)))
+    number = rng.derive_seed(config.seed, "tune", len(study.get_trials(deepcopy=False)))
     study.sampler = optuna.samplers.TPESampler(seed=number % 2**32)
     if study.user_attrs.setdefault("search", marks) != marks:
         raise UserError(f"{folder} holds another search (other options, knobs or seeds); choose another --run-dir.")
@@ -229,9 +229,9 @@ def _write(folder: Path, config: Config, finished: Sequence[Trial], knobs: Seque
         files[BEST] = settings.to_toml(applied(config, best.values))
     try:
         for name, words in files.items():
-            atomic_io.replace(folder / name, words.encode())
+            atomic_io.write_atomically(folder / name, words.encode())
     except OSError as error:
-        raise UserError(f"{folder}: it cannot be written ({atomic_io.reason(error)}); go on when it can.") from error
+        raise UserError(f"{folder}: it cannot be written ({atomic_io.error_reason(error)}); go on when it can.") from error
 
 
 def _words(values: Mapping[str, Any]) -> str:

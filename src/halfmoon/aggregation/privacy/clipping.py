@@ -120,7 +120,7 @@ def clipped(upload: Upload, broadcast: Tree, norm: float) -> Upload:
         return torch.where(fits, new, (start + scale * (new.double() - start)).to(new.dtype))
 
     return upload._replace(
-        update=tree.replaced(upload.update, {path: shorter(new, old) for path, (new, old) in moved.items()})
+        update=tree.replace_leaves(upload.update, {path: shorter(new, old) for path, (new, old) in moved.items()})
     )
 
 

@@ -43,9 +43,9 @@ class Ledger:
             data = atomic_io.read(path) or b""
             whole = data.rfind(b"\n") + 1
             # A last line without its end is of a release that a kill has stopped: nobody has seen that.
-            atomic_io.cut(path, whole)
+            atomic_io.truncate(path, whole)
         except OSError as error:
-            raise UserError(f"{path}: it cannot be read ({atomic_io.reason(error)}); make it readable.") from error
+            raise UserError(f"{path}: it cannot be read ({atomic_io.error_reason(error)}); make it readable.") from error
         for number, line in enumerate(data[:whole].splitlines(keepends=True), start=1):
             self._take(number, line)
 
@@ -57,11 +57,11 @@ class Ledger:
         entry = _entry(release)
         seal = _sealed(self._seal, entry)
         try:
-            atomic_io.append(self.path, atomic_io.render({**entry, "seal": seal}))
-            atomic_io.flushed_length(self.path)
+            atomic_io.append(self.path, atomic_io.json_line({**entry, "seal": seal}))
+            atomic_io.flush_and_measure(self.path)
         except OSError as error:
             raise UserError(
-                f"{self.path}: it cannot be written ({atomic_io.reason(error)}); nothing was released that it does not "
+                f"{self.path}: it cannot be written ({atomic_io.error_reason(error)}); nothing was released that it does not "
                 "hold: mend that, and go on with the run."
             ) from error
         self._seal = seal
@@ -80,12 +80,12 @@ class Ledger:
     def _take(self, number: int, line: bytes) -> None:
         """Take over a line of the file."""
         try:
-            entry = atomic_io.parsed(line)
+            entry = atomic_io.parse_json(line)
             seal = entry.pop("seal")
             release = _release(entry)
         except (ValueError, LookupError, TypeError, AttributeError):
             seal, release, entry = "", None, {}
-        if release is None or seal != _sealed(self._seal, entry) or atomic_io.render({**entry, "seal": seal}) != line:
+        if release is None or seal != _sealed(self._seal, entry) or atomic_io.json_line({**entry, "seal": seal}) != line:
             raise UserError(
                 f"{self.path}, line {number}: it was changed or damaged: restore the file, or start the run again in "
                 "another --run-dir; without it epsilon is not known."
@@ -113,4 +113,4 @@ def _release(entry: dict[str, Any]) -> Release:
 
 
 def _sealed(before: str, entry: dict[str, Any]) -> str:
-    return sha256(before.encode() + atomic_io.render(entry)).hexdigest()
+    return sha256(before.encode() + atomic_io.json_line(entry)).hexdigest()

@@ -180,7 +180,7 @@ def reading(args: argparse.Namespace, command: Callable[[argparse.Namespace], in
     from halfmoon.storage import integrity
 
     complain("files without a checksum are not checked: their numbers are those that the folder says now.")
-    with integrity.unchecked():
+    with integrity.allow_missing_checksums():
         return command(args)
 
 

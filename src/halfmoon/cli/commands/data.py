@@ -91,10 +91,10 @@ def _contents(values: Mapping[str, Any]) -> FolderContents | None:
 
 
 def _image_options(contents: FolderContents) -> dict[str, Any]:
-    from halfmoon.core.hubs import installed
+    from halfmoon.core.hubs import is_installed
     from halfmoon.studies.plan import PRETRAINED, image_options
 
-    return image_options(contents, installed(PRETRAINED))
+    return image_options(contents, is_installed(PRETRAINED))
 
 
 def _holds(contents: FolderContents | None) -> dict[str, Any]:

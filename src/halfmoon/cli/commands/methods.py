@@ -33,7 +33,7 @@ def run(args: argparse.Namespace) -> int:
         return 0
     options = {
         each.name: ", ".join(
-            f"{key} = {toml.text(value.default)}" for key, value in registry.options(each.name).items()
+            f"{key} = {toml.format_text(value.default)}" for key, value in registry.options(each.name).items()
         )
         for each in entries
     }

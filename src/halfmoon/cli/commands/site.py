@@ -284,7 +284,7 @@ def _join(args: argparse.Namespace) -> int:
     require_flower()
     _check_methods(args.accept)
     for path in args.weights:
-        weight_files.offer(path)  # one that cannot be read is told now
+        weight_files.register(path)  # one that cannot be read is told now
     result = read_site(args.site)
     for flag, folder in {"--test": args.test, "--validation": args.validation}.items():
         if folder is not None and not (read_site(folder).labels >= 0).any():

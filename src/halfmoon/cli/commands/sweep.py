@@ -302,7 +302,7 @@ def _show_cost(cost: dict[str, Any]) -> None:
 def _text(value: Any) -> str:
     if isinstance(value, dict):
         return "{" + ", ".join(f"{name} = {_text(each)}" for name, each in value.items()) + "}"
-    return toml.text(value) if isinstance(value, bool | int | float | str) else str(value)
+    return toml.format_text(value) if isinstance(value, bool | int | float | str) else str(value)
 
 
 def add_tune(commands: Any, full: bool) -> None:

@@ -225,7 +225,7 @@ def _from_outside(scenario: Scenario, labels: np.ndarray, classes: int) -> tuple
 
 def _check(scenario: Scenario) -> None:
     s = scenario
-    if s.setting not in _RULES and not plugins.foreign(s.setting, "split"):
+    if s.setting not in _RULES and not plugins.is_plugin(s.setting, "split"):
         *most, last = _RULES
         raise UserError(f"setting {s.setting!r} is unknown; choose {', '.join(most)} or {last}.")
     for name, hint in get_type_hints(SplitOptions, include_extras=True).items():

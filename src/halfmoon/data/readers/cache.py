@@ -74,7 +74,7 @@ def _through(folder: Path, files: Sequence[Path], read: Reader, form: str) -> De
         facts = {"names": names, "statistics": spread, "bytes": partial.stat().st_size}
         with replacing(path.with_suffix(".labels.npy")) as file:
             np.save(file, images.labels)
-        atomic_io.replace(path.with_suffix(".json"), (json.dumps(facts) + "\n").encode())
+        atomic_io.write_atomically(path.with_suffix(".json"), (json.dumps(facts) + "\n").encode())
         os.replace(partial, path)
     except OSError as error:
         raise UserError(f"{folder}: decoded images cannot be kept there ({error}); choose another folder.") from error

@@ -145,7 +145,7 @@ def _encoded(path: Path, file: File) -> Iterator[tuple[bytes, str]]:
 def _names(file: File, label: str) -> tuple[str, ...] | None:
     # Hugging Face keeps class names in the schema's metadata; other writers have none.
     try:
-        features = atomic_io.parsed((file.schema_arrow.metadata or {})[b"huggingface"])["info"]["features"]
+        features = atomic_io.parse_json((file.schema_arrow.metadata or {})[b"huggingface"])["info"]["features"]
         names = features[label]["names"]
     except (KeyError, TypeError, ValueError):
         return None
@@ -169,4 +169,4 @@ def write(path: Path, rows: Sequence[tuple[bytes, int | None]], classes: Sequenc
     data = file.getvalue().to_pybytes()
     if atomic_io.read(path) != data:
         path.parent.mkdir(parents=True, exist_ok=True)
-        atomic_io.replace(path, data)
+        atomic_io.write_atomically(path, data)

@@ -35,7 +35,7 @@ class ForeignBundle(ValueError):
 
 def render_project(apps: Sequence[str] = APPS) -> str:
     """Render the bundle's pyproject.toml. Every server has the same one; `flwr run --run-config` passes the paths."""
-    server_app, client_app = map(toml.value, apps)
+    server_app, client_app = map(toml.format_value, apps)
     return f"""[build-system]
 requires = ["hatchling"]
 build-backend = "hatchling.build"

@@ -110,7 +110,7 @@ def _check_method_option(name: str, value: Any) -> None:
             f"the option {name} is {_format_integer(value)}: a federation has {MAX_METHOD_OPTION:,} at most."
         )
     if isinstance(value, float) and not math.isfinite(value):
-        raise UserError(f"the option {name} is {toml.text(value)}: it must be a finite number.")
+        raise UserError(f"the option {name} is {toml.format_text(value)}: it must be a finite number.")
     if isinstance(value, str) and (len(value) > MAX_TEXT_LENGTH or not value.isprintable()):
         raise UserError(
             f"the option {name} is {value[:MAX_TEXT_LENGTH]!r}: it must be printable and have up to "
@@ -125,7 +125,7 @@ def _format_integer(value: int) -> str:
 
 def count_parameters(network: Network) -> int:
     """Count the numbers of a network's parameters and statistics."""
-    return tree.size(make_meta_model(network))
+    return tree.numel(make_meta_model(network))
 
 
 def count_trained_and_frozen(config: Config, image_spec: ImageSpec) -> tuple[int, int]:
@@ -134,12 +134,12 @@ def count_trained_and_frozen(config: Config, image_spec: ImageSpec) -> tuple[int
     All numbers of a network from another package count as trained: which ones are is only known once it is built.
     """
     channels, height, width = image_spec.image
-    if names.package(config.network) and config.network not in names.PRETRAINED:
-        return hubs.size(config.network, channels, len(image_spec.classes), (height, width)), 0
+    if names.package_of(config.network) and config.network not in names.PRETRAINED:
+        return hubs.count_numbers(config.network, channels, len(image_spec.classes), (height, width)), 0
     network = task(config, image_spec).network
     trained = count_parameters(network)
-    _, complete_model = network.whole(make_meta_model(network))
-    return trained, tree.size(complete_model) - trained
+    _, complete_model = network.full_model(make_meta_model(network))
+    return trained, tree.numel(complete_model) - trained
 
 
 def make_meta_model(network: Network) -> tree.Tree:

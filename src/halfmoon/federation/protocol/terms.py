@@ -176,9 +176,9 @@ class Terms:
         """Summarize the terms for the people at a site: a sentence, ten lines, and a table of all options."""
         helps = settings.option_helps()
         names = [name for name in settings.option_types() if name in shared_options() and name != "method"]
-        rows = [(name, toml.text(getattr(self.config, name)), helps[name]) for name in names]
+        rows = [(name, toml.format_text(getattr(self.config, name)), helps[name]) for name in names]
         for name, value in self._method_options().items():
-            rows.append((name, toml.text(value), f"an option of {self.config.method}"))
+            rows.append((name, toml.format_text(value), f"an option of {self.config.method}"))
         trained, frozen = limits.count_trained_and_frozen(self.config, self.image_spec)
         trained_bytes = 4 * trained  # float32
         program = self.program
@@ -255,19 +255,19 @@ def _check_image_spec(image_spec: ImageSpec) -> None:
     if not all(isinstance(value, tuple) for value in (image, classes, image_spec.mean, image_spec.std)):
         raise UserError("image, classes, mean and std must be lists.")
     if type(image_spec.mirror) is not bool:
-        raise UserError(f"mirror is {toml.text(image_spec.mirror)}: it must be true or false.")
+        raise UserError(f"mirror is {toml.format_text(image_spec.mirror)}: it must be true or false.")
     sides_are_valid = all(type(side) is int and 1 <= side <= MAX_SIDE_PIXELS for side in image)
     if len(image) != 3 or not sides_are_valid or image[0] not in (1, 3):
         raise UserError(
-            f"image is {toml.text(image)}: it must be channels (1 or 3), height and width, such as [1, 28, 28]."
+            f"image is {toml.format_text(image)}: it must be channels (1 or 3), height and width, such as [1, 28, 28]."
         )
     names_are_texts = all(type(name) is str and name for name in classes)
     if len(classes) < 2 or not names_are_texts or len(set(classes)) < len(classes):
-        raise UserError(f"classes is {toml.text(classes)}: it must name two classes or more, each once.")
+        raise UserError(f"classes is {toml.format_text(classes)}: it must name two classes or more, each once.")
     for name, values in (("mean", image_spec.mean), ("std", image_spec.std)):
         finite = len(values) == image[0] and all(isinstance(value, float) and math.isfinite(value) for value in values)
         if not finite or (name == "std" and min(values) <= 0):
-            raise UserError(f"{name} is {toml.text(values)}: it must be one number for each of {image[0]} channels.")
+            raise UserError(f"{name} is {toml.format_text(values)}: it must be one number for each of {image[0]} channels.")
 
 
 def image_spec_name(terms: Terms) -> str:

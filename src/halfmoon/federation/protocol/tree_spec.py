@@ -20,7 +20,7 @@ from halfmoon.engine.driver import ClientContext, Diverged
 from halfmoon.engine.evaluation import Examples, Quality
 from halfmoon.engine.local_clients import FederatedDataset, LocalClients, Training
 from halfmoon.engine.sampling import Batching, Views
-from halfmoon.storage.state_store import StateView, Store
+from halfmoon.storage.state_store import StateView, TreeStore
 
 TreeSpec = dict[str, tuple[tuple[int, ...], torch.dtype] | None]
 """Path as of `tree.flatten` -> (shape, dtype) of the leaf. None marks a branch without leaves ("stats": {}).
@@ -81,7 +81,7 @@ class UploadProbe:
     def _run_update(self, context: ClientContext, broadcast: Tree) -> TreeSpec | None:
         cpu = torch.device("cpu")
         batching = Batching(PROBE_IMAGES, PROBE_IMAGES, steps=1)
-        memories = StateView(Store(), "client/", cpu)
+        memories = StateView(TreeStore(), "client/", cpu)
         local_clients = LocalClients(self.dataset, self.views, Training(batching, Budget()), self.seed, memories)
         context = replace(context, views=self.views, seed=self.seed)
         quality = Quality(self.task.network.classes, 1.0, cpu)

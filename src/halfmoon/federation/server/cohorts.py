@@ -72,10 +72,10 @@ def _write(path: Path, refusals: dict[str, Refusals]) -> None:
     }
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        atomic_io.replace(path, (json.dumps({"sites": rows}, indent=1) + "\n").encode())
+        atomic_io.write_atomically(path, (json.dumps({"sites": rows}, indent=1) + "\n").encode())
     except OSError as error:
         raise UserError(
-            f"{path}: the list of refused replies cannot be written ({atomic_io.reason(error)}); mend that, and go on."
+            f"{path}: the list of refused replies cannot be written ({atomic_io.error_reason(error)}); mend that, and go on."
         ) from error
 
 
@@ -87,7 +87,7 @@ def _read(path: Path) -> dict[str, Refusals]:
         return {name: _row(name, facts) for name, facts in json.loads(data)["sites"].items()}
     except OSError as error:
         raise UserError(
-            f"{path}: the register of refused replies cannot be read ({atomic_io.reason(error)}); mend that, and go on."
+            f"{path}: the register of refused replies cannot be read ({atomic_io.error_reason(error)}); mend that, and go on."
         ) from error
     except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
         raise UserError(

@@ -115,7 +115,7 @@ class SpooledFile:
             return self.path.read_bytes()
         except OSError as error:
             raise UserError(
-                f"{self.path}: what a site sent cannot be read again ({atomic_io.reason(error)})."
+                f"{self.path}: what a site sent cannot be read again ({atomic_io.error_reason(error)})."
             ) from error
 
 
@@ -135,7 +135,7 @@ class Spool:
         path = self.folder / f"{self._count}.safetensors"
         try:
             self.folder.mkdir(mode=0o700, exist_ok=True)
-            with atomic_io.opened(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600) as handle:
+            with atomic_io.open_file(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600) as handle:
                 atomic_io.write_all(handle, data)
         except OSError:
             _remove(path)

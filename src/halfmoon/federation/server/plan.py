@@ -16,7 +16,7 @@ from halfmoon.data.partition.split import Split
 from halfmoon.federation.protocol.terms import Terms, shared_options
 from halfmoon.methods import registry
 from halfmoon.models.efficientnet import MEAN, STD
-from halfmoon.models.hubs import weights as published
+from halfmoon.models.hubs import weights_file as published
 from halfmoon.runs.factory import ImageSpec, network_name
 from halfmoon.sites.folders.export import find_labels_at
 from halfmoon.storage import toml
@@ -47,14 +47,14 @@ class Rules:
     def __post_init__(self) -> None:
         if self.images is not None and min(self.images, default=0) < 1:
             raise UserError(
-                f"{FEDERATION_TABLE}.images is {toml.text(self.images)}: it must have a number from 1 for each site."
+                f"{FEDERATION_TABLE}.images is {toml.format_text(self.images)}: it must have a number from 1 for each site."
             )
         least = dict.fromkeys(("weight_cap", "strikes", "norm_bound", "absence", "round_timeout", "linger"), 0)
         least |= {"min_replies": 1, "attempts": 1}
         for name, bound in least.items():
             value = self.__dict__[name]
             if value is not None and not (value >= bound and math.isfinite(value)):
-                raise UserError(f"{FEDERATION_TABLE}.{name} is {toml.text(value)}: it must be at least {bound}.")
+                raise UserError(f"{FEDERATION_TABLE}.{name} is {toml.format_text(value)}: it must be at least {bound}.")
 
     def quorum(self, cohort: int) -> int:
         needed = -(-cohort // 2) if self.min_replies is None else self.min_replies
@@ -138,12 +138,12 @@ def load_plan(path: Path) -> FederationPlan:
 def _portable(values: Mapping[str, Any]) -> dict[str, Any]:
     """Return a network and a file of weights as sites name them: by their content, not by where they lie here."""
     names: dict[str, Any] = {}
-    if isinstance(network := values.get("network"), str) and hubs.package(network):
-        names["network"] = hubs.portable(network)
+    if isinstance(network := values.get("network"), str) and hubs.package_of(network):
+        names["network"] = hubs.portable_name(network)
         if (file := published(network)) is not None:
-            names["weights"] = weight_files.offer(file)
+            names["weights"] = weight_files.register(file)
     if isinstance(weights := values.get("weights"), str) and not weights.startswith(weight_files.PREFIX):
-        names["weights"] = weight_files.offer(Path(weights))
+        names["weights"] = weight_files.register(Path(weights))
     return names
 
 

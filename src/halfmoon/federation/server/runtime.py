@@ -24,8 +24,8 @@ from halfmoon.federation.protocol.tree_spec import TreeSpec
 from halfmoon.federation.server.calls import CheckedReply, Evaluations, SiteCalls
 from halfmoon.federation.server.cohorts import CohortSampler
 from halfmoon.federation.server.secure_sum import MaskedSum, mean_uploads, sum_layout
-from halfmoon.storage.manifest import Contents
-from halfmoon.storage.state_store import StateView, Store
+from halfmoon.storage.manifest import StoreContents
+from halfmoon.storage.state_store import StateView, TreeStore
 
 CPU = torch.device("cpu")
 
@@ -45,7 +45,7 @@ class RemoteRuntime(ServerRuntime):
         calls: SiteCalls,
         settings: RuntimeSettings,
         server: LocalClients | None = None,
-        store: Store | None = None,
+        store: TreeStore | None = None,
         aggregators: Sequence[Aggregator] = (),
     ) -> None:
         settings = replace(settings, clients=len(calls.names), confidence_threshold=1.0, client_dropout=0.0)
@@ -110,7 +110,7 @@ class RemoteRuntime(ServerRuntime):
     def saved(self, round: int) -> None:
         self._versions.saved()
 
-    def restore(self, clients: Contents, cost: dict[str, int]) -> None:
+    def restore(self, clients: StoreContents, cost: dict[str, int]) -> None:
         super().restore(clients, cost)
         self._versions.restore()
 
@@ -275,7 +275,7 @@ class MemoryVersions:
     Those of a round count from its end (`commit`); a round that begins again has none (`drop`).
     """
 
-    def __init__(self, store: Store) -> None:
+    def __init__(self, store: TreeStore) -> None:
         self.store = store
         self._current: dict[str, RoundKey] = {}
         self._new: dict[str, RoundKey] = {}

@@ -55,7 +55,7 @@ from halfmoon.sites.folders.prepare import STATE_FOLDER
 from halfmoon.sites.inference.load import load_model
 from halfmoon.storage import atomic_io, toml
 from halfmoon.storage.run_folder import MODEL, RunFolder
-from halfmoon.storage.state_store import StateView, Store
+from halfmoon.storage.state_store import StateView, TreeStore
 
 LOG_FILE, QUARANTINE_FILE, TERMS_FILE, RUN_NUMBER_FILE, SECRET_FILE = (
     "serve.log",
@@ -116,7 +116,7 @@ class FederationServer:
             if any(self.path.glob("checkpoint-*")):
                 raise UserError(f"{path} is missing, but rounds were played with it: {again}")
             random = secrets.token_bytes(size)
-            atomic_io.replace(path, random + hashlib.sha256(random).digest(), private=True)
+            atomic_io.write_atomically(path, random + hashlib.sha256(random).digest(), private=True)
             return random
         random = data[:size]
         if data[size:] != hashlib.sha256(random).digest():
@@ -182,7 +182,7 @@ class FederationServer:
         say(f"{terms.sentence()}; halfmoon {metadata.version('halfmoon')}")
         if (trusting := defense_warning(config)) is not None:
             say(trusting)
-        atomic_io.replace(self.path / TERMS_FILE, terms.text.encode())
+        atomic_io.write_atomically(self.path / TERMS_FILE, terms.text.encode())
         spool = Spool(self.path / SPOOL_FOLDER)
         spool.clear()
         manager = self._manager(post, spool)
@@ -201,7 +201,7 @@ class FederationServer:
                 results |= {"confusion": tally.confusion.tolist(), "accuracy": _accuracy(folder, tally, results)}
         place = {"federation": terms.hash, "sites": list(terms.sites)}
         summary = assembly.summary(config, place, terms.image_spec.classes, folder, results)
-        network, model = experiment.task.network.whole(results["model"])
+        network, model = experiment.task.network.full_model(results["model"])
         card = assembly.card(config, terms.image_spec, network, _config_text(self.plan))
         names = [name for name in terms.sites if name not in self._register().sites]
         # Before the run ends: then nobody answers any more.
@@ -215,7 +215,7 @@ class FederationServer:
         terms, config, rules = self.plan.terms, self.plan.config, self.plan.rules
         task, views = factory.task(config, terms.image_spec), factory.views(config, terms.image_spec)
         own = inputs(config, task, views, user_cache("features"))
-        store = Store(cap=config.memory_cap * 1_000_000)
+        store = TreeStore(cap=config.memory_cap * 1_000_000)
         place = factory.device(config)
         test, validation = (
             None if path is None else own.tested(factory.examples(self._labeled(path), place))
@@ -317,7 +317,7 @@ def _config_text(plan: FederationPlan) -> str:
         "name": terms.name, "sites": terms.sites, "classes": form.classes, "image": form.image, "mirror": form.mirror,
         "mean": form.mean, "std": form.std, "hash": terms.hash,
     }  # fmt: skip
-    lines = [f"{name} = {toml.value(value)}" for name, value in table.items()]
+    lines = [f"{name} = {toml.format_value(value)}" for name, value in table.items()]
     return settings.to_toml(plan.config) + "\n".join(["", "[federation]", *lines]) + "\n"
 
 
@@ -378,7 +378,7 @@ def deliver_model(manager: ClientManager, names: Sequence[str], final: bytes, ru
         has.extend(send_model(manager, some, final, run / MODEL))
         lacks = [name for name in names if name not in has]
         facts = {**record, "has": sorted(set(has)), "lacks": lacks}
-        atomic_io.replace(run / DELIVERY, (json.dumps(facts) + "\n").encode())
+        atomic_io.write_atomically(run / DELIVERY, (json.dumps(facts) + "\n").encode())
         return lacks
 
     lacks, end = serve(names), manager.clock.now() + seconds

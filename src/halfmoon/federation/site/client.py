@@ -150,7 +150,7 @@ class SiteClient:
         try:
             self.home.mkdir(parents=True, exist_ok=True)
             # A plugin in the server's terms is imported only if the site's people have named it as well.
-            with plugins.only((*self.consent.methods, *self.trusted)):
+            with plugins.allow_only((*self.consent.methods, *self.trusted)):
                 return messages.write_message(self._handle(messages.scan_message(data, Offer, Request, FinalModel)))
         except _NotAgreed as error:
             return messages.write_message(Refusal(self.version, error.kind, str(error)))
@@ -167,7 +167,7 @@ class SiteClient:
         except OSError as error:
             # The operating system's text contains no path. Without it, the error comes from a library, whose text may.
             reason = f"its disk: {error.strerror}." if error.strerror else f"its disk failed; {SEE_LOG}."
-            return self._refuse(FAILED, reason, f"{error.filename or self.home}: {atomic_io.reason(error)}.")
+            return self._refuse(FAILED, reason, f"{error.filename or self.home}: {atomic_io.error_reason(error)}.")
         except UserError as error:
             return self._refuse(FAILED, f"it cannot take part now; {SEE_LOG}.", str(error))
         except Exception as error:  # without a reply of any kind the server would wait until its timeout
@@ -236,7 +236,7 @@ class SiteClient:
         site = add_download_specs(site, terms, folder)
         self._memberships[terms.hash] = terms, site
         # Written last: this file means that the site has joined.
-        atomic_io.replace(folder / TERMS_FILE, terms.text.encode())
+        atomic_io.write_atomically(folder / TERMS_FILE, terms.text.encode())
         labeled, unlabeled = site.count_images()
         tests = 0 if site.held_out.tests is None else len(site.held_out.tests.labels)
         validations = 0 if site.held_out.validations is None else len(site.held_out.validations.labels)
@@ -346,14 +346,14 @@ def add_download_specs(site: SiteRuntime, terms: Terms, folder: Path) -> SiteRun
     try:
         record = json.loads(atomic_io.read(folder / DOWNLOADS_FILE) or b"")
         text = record["downs"].encode()
-        if atomic_io.digest(text) != record["sha256"]:
+        if atomic_io.sha256(text) != record["sha256"]:
             raise ValueError
         downloads = DownloadSpecs.from_json(json.loads(text), len(terms.sites))
     except (ValueError, LookupError, TypeError, AttributeError):  # missing or damaged
         downloads = compute_download_specs(terms.text)
         text = json.dumps(downloads.to_json())
-        record = {"downs": text, "sha256": atomic_io.digest(text.encode())}
-        atomic_io.replace(folder / DOWNLOADS_FILE, json.dumps(record).encode())
+        record = {"downs": text, "sha256": atomic_io.sha256(text.encode())}
+        atomic_io.write_atomically(folder / DOWNLOADS_FILE, json.dumps(record).encode())
     return replace(site, downloads=downloads)
 
 
@@ -386,12 +386,12 @@ def save_final_model(home: Path, unparsed: UnparsedMessage[FinalModel], terms: T
         raise RefusalError("the card of the final model cannot be read.") from error
     image_spec = terms.image_spec
     # The frozen weights, if any, are not sent: they are added here.
-    network, model = task.network.whole(message.model)
+    network, model = task.network.full_model(message.model)
     if (card.network, card.classes, card.image) != (network, image_spec.classes, image_spec.image):
         raise RefusalError("the card of the final model is not that of the federation.")
     path.parent.mkdir(parents=True, exist_ok=True)
     data = with_seal(pack(model)[0], card.render())
-    atomic_io.replace(path, data)
+    atomic_io.write_atomically(path, data)
     load_model(path, network=terms.config.network)  # fails if the file cannot be used
     evaluation = site.evaluate(message.model)
     rows = site.local_clients.dataset.split_size(site.number)
@@ -399,7 +399,7 @@ def save_final_model(home: Path, unparsed: UnparsedMessage[FinalModel], terms: T
         terms.name, terms.hash, terms.sites, task.rounds, rows.labeled, rows.unlabeled, site.version
     )
     confusion = evaluation["confusion"].numpy() if "confusion" in evaluation else None
-    sections = card_document.build_sections(card, origin, atomic_io.digest(data), confusion)
+    sections = card_document.build_sections(card, origin, atomic_io.sha256(data), confusion)
     card_document.write_card(path.parent, f"The model of federation {terms.name}", sections)
     accuracy = f", it is right on {_accuracy(evaluation):.2%} of your test images" if "confusion" in evaluation else ""
     return f"finished: the model is in {path}{accuracy}"
@@ -417,9 +417,9 @@ def copy_final_model(folder: Path, home: Path, text: str) -> str:
     try:
         copy_folder.mkdir(exist_ok=True)
         for file in (MODEL, *card_document.CARD_FILES):
-            atomic_io.replace(copy_folder / file, (home / FINAL_FOLDER / file).read_bytes())
+            atomic_io.write_atomically(copy_folder / file, (home / FINAL_FOLDER / file).read_bytes())
     except OSError as error:
-        return f"{text}; it could not be copied to {copy_folder} ({atomic_io.reason(error)})"
+        return f"{text}; it could not be copied to {copy_folder} ({atomic_io.error_reason(error)})"
     return f"{text}; a copy and its card ({card_document.CARD_FILES[1]}) are in {copy_folder}"
 
 

@@ -72,7 +72,7 @@ class Consent:
 
 def save_offer(home: Path, terms: TermsSummary) -> None:
     """Save terms that wait for an agreement."""
-    atomic_io.replace(home / OFFERED_FILE, json.dumps(asdict(terms)).encode())
+    atomic_io.write_atomically(home / OFFERED_FILE, json.dumps(asdict(terms)).encode())
 
 
 def load_offer(home: Path) -> TermsSummary | None:
@@ -82,7 +82,7 @@ def load_offer(home: Path) -> TermsSummary | None:
 
 def save_end(home: Path, code: int, reason: str) -> None:
     """Save the end of the site's participation."""
-    atomic_io.replace(home / END_FILE, json.dumps(asdict(ParticipationEnd(code, reason))).encode())
+    atomic_io.write_atomically(home / END_FILE, json.dumps(asdict(ParticipationEnd(code, reason))).encode())
 
 
 def load_end(home: Path) -> ParticipationEnd | None:
@@ -104,7 +104,7 @@ def load_agreed_hashes(home: Path) -> list[str]:
 def save_agreement(home: Path, hash: str) -> None:
     """Save that the site's people agree to the terms with this hash."""
     hashes = sorted({*load_agreed_hashes(home), hash})
-    atomic_io.replace(home / AGREED_FILE, json.dumps({"terms": hashes}).encode())
+    atomic_io.write_atomically(home / AGREED_FILE, json.dumps({"terms": hashes}).encode())
     remove_pending(home)
 
 

@@ -23,7 +23,7 @@ from halfmoon.engine.driver import ClientContext
 from halfmoon.engine.sampling import Views
 from halfmoon.federation.protocol.header import DTYPES
 from halfmoon.federation.protocol.tree_spec import TreeSpec, UploadProbe, build_tree, make_tree_spec
-from halfmoon.storage.state_store import StateView, Store
+from halfmoon.storage.state_store import StateView, TreeStore
 
 TRIAL_COHORTS = (1, 5)
 """Numbers of simulated clients. A first dimension that differs between them counts clients."""
@@ -166,7 +166,7 @@ class _TrialFederation:
 
     def run_rounds(self, method: Method, task: Task) -> None:
         """Run rounds of the method; raise `_TrialFailed` if that is not possible."""
-        self.state_store: StateStore = StateView(Store(), "state/", torch.device("cpu"))
+        self.state_store: StateStore = StateView(TreeStore(), "state/", torch.device("cpu"))
         self.labeled = 0
         try:
             server = method.start(task, task.network.init(rng.generator(self.seed, "model")))

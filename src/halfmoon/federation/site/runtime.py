@@ -48,7 +48,7 @@ from halfmoon.runs.features import Progress, inputs
 from halfmoon.sites.folders.prepare import open_prepared_site
 from halfmoon.sites.folders.site_folder import SiteFolder
 from halfmoon.storage import atomic_io, serialization
-from halfmoon.storage.state_store import StateView, Store
+from halfmoon.storage.state_store import StateView, TreeStore
 
 _MEMORY_FILE = re.compile(r"memory-(\d{6,})-(\d{3,})-(\d{3,})-[0-9a-f]{16}\.safetensors")
 _USE_OLDER = "an older memory is used; restore the file from a backup."
@@ -97,9 +97,9 @@ class SiteMemory:
         data = serialization.pack_file(tree)
         round, attempt, query = self.current
         # The name contains a digest of the contents, by which a damaged file is recognized.
-        name = f"memory-{round:06d}-{attempt:03d}-{query:03d}-{atomic_io.digest(data)[:16]}.safetensors"
+        name = f"memory-{round:06d}-{attempt:03d}-{query:03d}-{atomic_io.sha256(data)[:16]}.safetensors"
         self.folder.mkdir(parents=True, exist_ok=True)
-        atomic_io.replace(self.folder / name, data)
+        atomic_io.write_atomically(self.folder / name, data)
         # If the server was killed and repeats a request, this update may already have a memory.
         for round_key, path in _list_memories(self.folder):
             if round_key == self.current and path.name != name:
@@ -130,7 +130,7 @@ def parse_round_key(numbers: Sequence[int]) -> RoundKey | None:
 
 def _read_memory(path: Path) -> Tree | None:
     """Map a memory file into memory; None if it is damaged."""
-    if atomic_io.digest(path.read_bytes())[:16] != path.stem.rpartition("-")[2]:
+    if atomic_io.sha256(path.read_bytes())[:16] != path.stem.rpartition("-")[2]:
         return None
     try:
         return serialization.map_file(path)
@@ -240,7 +240,7 @@ class SiteRuntime:
             if fault is not None:
                 raise RefusalError(fault)
         training = Training(client_batching, update_budget, server_batching)
-        memories = StateView(Store(), "client/", train.labels.device)
+        memories = StateView(TreeStore(), "client/", train.labels.device)
         local_clients = LocalClients(dataset, views(config, terms.image_spec), training, config.seed, memories)
         return cls(number, site_method, site_task, local_clients, version)
 

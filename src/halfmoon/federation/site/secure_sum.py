@@ -214,7 +214,7 @@ class SumParticipant:
         reply = reply_without_masks(request)
         vector = self._make_vector(request, reply.upload, len(party.cohort.members))
         # Two vectors under the same masks would reveal their difference, so the vector is part of the log.
-        log.record_once(_VECTOR, atomic_io.digest(vector.tobytes()))
+        log.record_once(_VECTOR, atomic_io.sha256(vector.tobytes()))
         masked = party.mask(vector, masking.Masking(party.cohort, numbers))
         # torch has no uint64 arithmetic, so the sum is sent as int64 with the same bits.
         return replace(reply, upload={"sum": torch.from_numpy(masked.view(np.int64))})
@@ -256,7 +256,7 @@ class SumParticipant:
         if len(masks["shares"]) != len(numbers):
             raise RefusalError("the server sends shares of other sites than those that have dealt them.")
         shares = dict(zip(numbers, split_rows(masks["shares"]), strict=True))
-        question = [survivors, atomic_io.digest(b"".join(shares.values()))]
+        question = [survivors, atomic_io.sha256(b"".join(shares.values()))]
         if not log.has(REVEAL_SHARES):
             if log.has(_SURVIVORS):
                 # An earlier session of this client update revealed a sum: this one must be of the same sites.
@@ -331,7 +331,7 @@ class SecretFile:
             erase_file(self.path)
             secret = secrets.token_bytes(masking.KEY)
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            atomic_io.replace(self.path, secret + self.sum_name.encode(), private=True)
+            atomic_io.write_atomically(self.path, secret + self.sum_name.encode(), private=True)
         return secret
 
     def read(self) -> bytes | None:
@@ -343,7 +343,7 @@ class SecretFile:
 def erase_file(path: Path) -> None:
     """Overwrite a file with zeros and remove it; flash memory may retain older copies. Raises OSError."""
     try:
-        with atomic_io.opened(path, os.O_WRONLY) as handle:
+        with atomic_io.open_file(path, os.O_WRONLY) as handle:
             atomic_io.write_all(handle, bytes(os.fstat(handle).st_size))
             os.fsync(handle)
     except FileNotFoundError:
@@ -393,4 +393,4 @@ class ReplyLog:
 
     def _write(self) -> None:
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        atomic_io.replace(self.path, atomic_io.render(self._records), private=True)
+        atomic_io.write_atomically(self.path, atomic_io.json_line(self._records), private=True)

@@ -44,7 +44,7 @@ class KeyFiles:
             if self.private_key is not None:
                 raise UserError(f"{path} does not exist: it is the key by which the other sites identify this site.")
             data = signing.generate()
-            atomic_io.replace(path, data, private=True)
+            atomic_io.write_atomically(path, data, private=True)
         try:
             return signing.loaded(data)
         except ValueError as error:
@@ -134,7 +134,7 @@ class KnownKeys:
         if record == known:
             return
         self.folder.mkdir(parents=True, exist_ok=True)
-        atomic_io.replace(path, atomic_io.render(record), private=True)
+        atomic_io.write_atomically(path, atomic_io.json_line(record), private=True)
         for number, key in keys.items():
             name = self.names[number]
             if name not in (known or {}):

@@ -121,9 +121,9 @@ class Admission:
         if _written(self.path) == nodes and self.path.exists():
             return
         try:
-            atomic_io.replace(self.path, (json.dumps({"nodes": nodes}, indent=1) + "\n").encode())
+            atomic_io.write_atomically(self.path, (json.dumps({"nodes": nodes}, indent=1) + "\n").encode())
         except OSError as error:  # Flower is told all the same
-            self._once(f"{self.path} cannot be written: {atomic_io.reason(error)}")
+            self._once(f"{self.path} cannot be written: {atomic_io.error_reason(error)}")
 
     def _warn(self) -> None:
         """Say what runs out soon; a sentence counts the days, so it comes once a day."""

@@ -49,7 +49,7 @@ def _open_client(values: tuple[str, ...]) -> SiteClient:
     paths = {word: Path(facts[word]) if facts[word] else None for word in PATHS}
     for path in filter(None, facts["weights"].split(os.pathsep)):
         with suppress(UserError):  # terms that want it say what is missing
-            weight_files.offer(Path(path))
+            weight_files.register(Path(path))
     return SiteClient.from_folder(
         Path(facts["folder"]),
         facts["name"],

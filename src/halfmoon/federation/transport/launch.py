@@ -140,14 +140,14 @@ def render_run_config(server: ServerOptions) -> str:
     """Return what the ServerApp is told, as TOML; it stays on this machine, and is no part of the app bundle."""
     facts = {"federation": server.config.absolute(), "run-dir": server.run.absolute()}
     facts |= {"keys": (server.home.folder / KEYS_FILE).absolute()} if server.access else {}
-    return "".join(f"{name} = {toml.value(path)}\n" for name, path in facts.items())
+    return "".join(f"{name} = {toml.format_value(path)}\n" for name, path in facts.items())
 
 
 def render_connection(server: ServerOptions) -> str:
     """Return the config.toml by which `flwr` finds the SuperLink."""
     ca = server.ca
-    safety = "insecure = true" if ca is None else f"root-certificates = {toml.value(ca.absolute())}"
-    address = toml.value(str(server.address.local))
+    safety = "insecure = true" if ca is None else f"root-certificates = {toml.format_value(ca.absolute())}"
+    address = toml.format_value(str(server.address.local))
     return f'[superlink]\ndefault = "{_CONNECTION}"\n\n[superlink.{_CONNECTION}]\naddress = {address}\n{safety}\n'
 
 
@@ -181,12 +181,12 @@ def serve(server: ServerOptions, show: Callable[[str], None]) -> None:
 def _write_files(server: ServerOptions) -> None:
     if server.redeliver:  # the bundle, whose hash the sites know, has no word for it
         record = atomic_io.read_json(server.run / DELIVERY_FILE) or {}
-        atomic_io.replace(server.run / DELIVERY_FILE, (json.dumps({**record, "again": True}) + "\n").encode())
+        atomic_io.write_atomically(server.run / DELIVERY_FILE, (json.dumps({**record, "again": True}) + "\n").encode())
     app = server.home.folder / "app"
     app.mkdir(exist_ok=True)
-    atomic_io.replace(app / PROJECT_FILE, render_project(server.apps).encode())
-    atomic_io.replace(server.home.folder / RUN_CONFIG, render_run_config(server).encode())
-    atomic_io.replace(server.home.folder / "config.toml", render_connection(server).encode())
+    atomic_io.write_atomically(app / PROJECT_FILE, render_project(server.apps).encode())
+    atomic_io.write_atomically(server.home.folder / RUN_CONFIG, render_run_config(server).encode())
+    atomic_io.write_atomically(server.home.folder / "config.toml", render_connection(server).encode())
     for script in (SUPERLINK, SERVER_APP):
         server.home.log(script).write_bytes(b"")
 
@@ -268,7 +268,7 @@ class _Session:
             options = ["--run-config", str(self.home.folder / RUN_CONFIG), "--format", "json"]
             result = self.home.flwr(["run", str(self.home.folder / "app"), _CONNECTION, *options], STARTING)
             with suppress(ValueError, LookupError, TypeError):
-                atomic_io.replace(self.number, str(json.loads(result.stdout)["run-id"]).encode())
+                atomic_io.write_atomically(self.number, str(json.loads(result.stdout)["run-id"]).encode())
                 return None
             if self.link.poll() is None:
                 text = " ".join((result.stdout + result.stderr).decode(errors="replace").split())

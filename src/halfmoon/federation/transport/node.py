@@ -127,7 +127,7 @@ class Worker:
         """Return the worker's answer to a message; that of a worker that has died says so."""
         self.start()
         try:
-            _send(self.link, [atomic_io.render({"config": config}), *internals.to_frames(packet)])
+            _send(self.link, [atomic_io.json_line({"config": config}), *internals.to_frames(packet)])
             return internals.from_frames(_get(self.link))
         except (OSError, EOFError):
             self.stop()
@@ -149,7 +149,7 @@ def run_worker(number: str, app: str) -> int:
     with Connection(int(number)) as link, suppress(EOFError):
         while True:
             facts, *frames = _get(link)
-            config = atomic_io.parsed(facts)["config"]
+            config = atomic_io.parse_json(facts)["config"]
             _send(link, internals.to_frames(_answer(client_app, internals.from_frames(frames), config)))
     return 0
 

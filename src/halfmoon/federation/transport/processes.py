@@ -67,7 +67,7 @@ class ProcessFolder:
             text = f'#!/bin/sh\nexec {shlex.join(command(name))} "$@"{log}\n'
             path = scripts / name
             if atomic_io.read(path) != text.encode():
-                atomic_io.replace(path, text.encode())
+                atomic_io.write_atomically(path, text.encode())
                 path.chmod(0o755)
 
     def log(self, script: str) -> Path:
@@ -108,7 +108,7 @@ class ProcessFolder:
         return bool(atomic_io.read(lock_path(self.folder, script)))
 
     def clear_lock(self, script: str) -> None:
-        atomic_io.cut(lock_path(self.folder, script), 0)
+        atomic_io.truncate(lock_path(self.folder, script), 0)
 
     def is_running(self, script: str) -> bool:
         """Say whether a living process holds the lock of a script."""
@@ -201,8 +201,8 @@ def exclusive(path: Path, words: str) -> Iterator[None]:
     """Hold a lock; raise UserError with `words` where another process has it."""
     path.parent.mkdir(parents=True, exist_ok=True)
     try:
-        lock = locks.take(path)
-    except locks.Conflict as error:
+        lock = locks.acquire(path)
+    except locks.LockConflict as error:
         raise UserError(words) from error
     try:
         yield

@@ -157,7 +157,7 @@ def join_federation(site: SiteOptions, show: Callable[[str], None], person: Prom
     ):
         site.processes.prepare()
         site.processes.kill_all()  # what a site left behind that was killed
-        atomic_io.replace(folder / NODE_FILE, atomic_io.render(node_options(site)))
+        atomic_io.write_atomically(folder / NODE_FILE, atomic_io.json_line(node_options(site)))
         consent.remove_pending(site.home)  # what another server offered, or this one before it changed
         site.processes.log(SUPERNODE).write_bytes(b"")
         tail = Tail(site.home / LOG_FILE)

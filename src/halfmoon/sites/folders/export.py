@@ -89,14 +89,14 @@ def export_sites(
                 report(f"{folder.name}: {len(folder.rows):,} images, {labeled:,} with a label")
             if config.split is not None:
                 split.save(out / SPLIT_FILE)
-            atomic_io.replace(out / FEDERATION_FILE, federation_text.encode())
-    except locks.Conflict as error:
+            atomic_io.write_atomically(out / FEDERATION_FILE, federation_text.encode())
+    except locks.LockConflict as error:
         raise UserError(
-            f"{out} is being written by another process; wait for it ({atomic_io.reason(error)})."
+            f"{out} is being written by another process; wait for it ({atomic_io.error_reason(error)})."
         ) from error
     except OSError as error:
         raise UserError(
-            f"{out} cannot be written ({atomic_io.reason(error)}); resolve that, then export again."
+            f"{out} cannot be written ({atomic_io.error_reason(error)}); resolve that, then export again."
         ) from error
     return True
 
@@ -134,11 +134,11 @@ def render_federation_file(config: Config, source: Source, split: Split) -> str:
         federation_options["server"] = "server"
     lines = [
         "# Written by halfmoon site export. The same split in the simulator: halfmoon run --config federation.toml",
-        *(f"{name} = {toml.value(value)}" for name, value in options.items() if value is not None),
+        *(f"{name} = {toml.format_value(value)}" for name, value in options.items() if value is not None),
         "",
         "# Further options of halfmoon serve; a simulation ignores them.",
         f"[{FEDERATION_TABLE}]",
-        *(f"{name} = {toml.value(value)}" for name, value in federation_options.items()),
+        *(f"{name} = {toml.format_value(value)}" for name, value in federation_options.items()),
     ]
     return "\n".join(lines) + "\n"
 
@@ -188,8 +188,8 @@ def _check_exportable(source: Source, split: Split, folders: Sequence[_FolderCon
 
 def _export_id(federation_text: str, split: Split) -> str:
     """Hash the options and the split."""
-    split_hash = atomic_io.digest(split.client.tobytes() + split.labeled.tobytes())
-    return atomic_io.digest(f"{federation_text}{split.origin.labels_sha256}{split_hash}".encode())
+    split_hash = atomic_io.sha256(split.client.tobytes() + split.labeled.tobytes())
+    return atomic_io.sha256(f"{federation_text}{split.origin.labels_sha256}{split_hash}".encode())
 
 
 def _claim_folder(out: Path, export_id: str) -> None:
@@ -202,7 +202,7 @@ def _claim_folder(out: Path, export_id: str) -> None:
     partial = f".{EXPORT_ID_FILE}{atomic_io.PARTIAL}"
     if content is None and any(path.name != partial for path in out.iterdir()):
         raise UserError(f"{out} is not empty, and nothing is overwritten; give another folder.")
-    atomic_io.replace(out / EXPORT_ID_FILE, f"{export_id}\n".encode())
+    atomic_io.write_atomically(out / EXPORT_ID_FILE, f"{export_id}\n".encode())
 
 
 def _write_folder(source: Source, folder: _FolderContents, out: Path) -> None:
@@ -222,6 +222,6 @@ def _write_folder(source: Source, folder: _FolderContents, out: Path) -> None:
     for row, name, labeled in zip(folder.rows, names, folder.labeled, strict=True):
         if labeled:
             lines.writerow([name, source.classes[folder.images.labels[row]]])
-    atomic_io.replace(partial / LABELS_FILE, table.getvalue().encode())
-    atomic_io.replace(partial / CLASSES_FILE, "".join(f"{name}\n" for name in source.classes).encode())
+    atomic_io.write_atomically(partial / LABELS_FILE, table.getvalue().encode())
+    atomic_io.write_atomically(partial / CLASSES_FILE, "".join(f"{name}\n" for name in source.classes).encode())
     os.rename(partial, out / folder.name)

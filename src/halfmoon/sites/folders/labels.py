@@ -112,7 +112,7 @@ def decode_text_file(path: Path) -> tuple[str | None, list[str], str]:
     except FileNotFoundError:
         return None, [], encoding
     except OSError as error:
-        return None, [atomic_io.reason(error)], encoding
+        return None, [atomic_io.error_reason(error)], encoding
     except UnicodeDecodeError as error:
         kind = "UTF-16" if encoding == "utf-16" else "UTF-8"
         return None, [f"byte {error.start} is not {kind}: save the file as UTF-8"], encoding
@@ -233,9 +233,9 @@ def write_labels(folder: Path, *edits: LabelEdit, name: str = LABELS_FILE) -> No
             for edit in edits:
                 labels_file.apply(edit)
             file.parent.mkdir(parents=True, exist_ok=True)
-            atomic_io.replace(file, labels_file.render())
+            atomic_io.write_atomically(file, labels_file.render())
         except OSError as error:
-            raise UserError(f"{file} cannot be written ({atomic_io.reason(error)}); the label is not saved.") from error
+            raise UserError(f"{file} cannot be written ({atomic_io.error_reason(error)}); the label is not saved.") from error
 
 
 def read_labels(folder: Path, name: str = LABELS_FILE) -> dict[str, str]:
@@ -268,11 +268,11 @@ def _lock_labels(folder: Path) -> Iterator[None]:
         state_folder.mkdir(exist_ok=True)
         with locks.hold(state_folder / "labels.lock", LOCK_TIMEOUT_SECONDS):
             yield
-    except locks.Conflict as error:
+    except locks.LockConflict as error:
         raise UserError(f"{folder / LABELS_FILE} is being written by another process; try again.") from error
     except OSError as error:
         raise UserError(
-            f"{state_folder} cannot be written ({atomic_io.reason(error)}); the label is not saved."
+            f"{state_folder} cannot be written ({atomic_io.error_reason(error)}); the label is not saved."
         ) from error
 
 

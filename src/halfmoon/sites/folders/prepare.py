@@ -184,7 +184,7 @@ class _Index:
             "files": [describe_file(path, label=label) for path, label in self.labels.items()],
             "left_out": [describe_file(path, reason=reason) for path, reason in self.left_out.items()],
         }
-        atomic_io.replace(self.folder / INDEX_FILE, (json.dumps(value) + "\n").encode())
+        atomic_io.write_atomically(self.folder / INDEX_FILE, (json.dumps(value) + "\n").encode())
 
 
 def _load_index(folder: Path) -> _Index | None:
@@ -282,13 +282,13 @@ def _lock_state_folder(state_folder: Path) -> Iterator[None]:
         state_folder.mkdir(parents=True, exist_ok=True)
         with locks.hold(state_folder / LOCK_FILE):
             yield
-    except locks.Conflict as error:
+    except locks.LockConflict as error:
         raise UserError(
-            f"{state_folder} is being prepared by another process; wait for it ({atomic_io.reason(error)})."
+            f"{state_folder} is being prepared by another process; wait for it ({atomic_io.error_reason(error)})."
         ) from error
     except OSError as error:
         raise UserError(
-            f"{state_folder} cannot be written ({atomic_io.reason(error)}); give another folder by --out."
+            f"{state_folder} cannot be written ({atomic_io.error_reason(error)}); give another folder by --out."
         ) from error
 
 

@@ -311,7 +311,7 @@ def read_image_bytes(folder: Path, path: str) -> bytes:
     try:
         return (folder / path).read_bytes()
     except OSError as error:
-        raise UserError(f"{path}: {atomic_io.reason(error)}.") from error
+        raise UserError(f"{path}: {atomic_io.error_reason(error)}.") from error
 
 
 def _read_classes(folder: Path, table: LabelTable, images: Sequence[str]) -> tuple[tuple[str, ...], list[str]]:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 
-from halfmoon.models.registry import described
+from halfmoon.models.registry import describe
 from halfmoon.runs.model_card import Card
 from halfmoon.storage import atomic_io
 
@@ -74,7 +74,7 @@ def build_sections(
         calibration = f"Probabilities are of logits divided by {card.temperature:g}, fitted on held-out images."
     return {
         "Model": [
-            f"Network: {described(card.network)['name']}, images of {image_spec}{window}",
+            f"Network: {describe(card.network)['name']}, images of {image_spec}{window}",
             f"Classes: {', '.join(card.classes)}",
             f"Trained with halfmoon {origin.version}, method {card.method}",
         ],
@@ -124,7 +124,7 @@ def write_card(folder: Path, title: str, sections: dict[str, list[str]]) -> None
         f"<title>{escape(title)}</title><style>{_STYLE}</style><h1>{escape(title)}</h1>\n{body}</html>\n"
     )
     for name, text in zip(CARD_FILES, ("\n".join(markdown_lines), html), strict=True):
-        atomic_io.replace(folder / name, text.encode())
+        atomic_io.write_atomically(folder / name, text.encode())
 
 
 def _escape_markdown(line: str) -> str:

@@ -208,9 +208,9 @@ def _write_checked(
             f"{MAX_PROBABILITY_DIFFERENCE:g}; try other versions of torch, onnx and onnxruntime."
         )
     try:
-        atomic_io.replace(path, data)
+        atomic_io.write_atomically(path, data)
     except OSError as error:
-        raise UserError(f"{path}: it cannot be written ({atomic_io.reason(error)}); choose another file.") from error
+        raise UserError(f"{path}: it cannot be written ({atomic_io.error_reason(error)}); choose another file.") from error
     return ExportResult(path, sum(map(len, samples)), difference)
 
 

@@ -122,7 +122,7 @@ def read_batches(model: InferenceModel, folder: Path, paths: Sequence[str]) -> I
         try:
             return fitted((folder / path).read_bytes(), path, *model.shape, model.card.crop, model.card.window)
         except OSError as error:
-            return UnreadableImage(path, atomic_io.reason(error))
+            return UnreadableImage(path, atomic_io.error_reason(error))
         except UserError as error:
             return UnreadableImage(path, str(error).removeprefix(f"{path}: "))
 
@@ -142,7 +142,7 @@ def _compose_accents(name: str) -> str:
 
 def _raise_unreadable_folder(error: OSError) -> None:
     raise UserError(
-        f"{error.filename}: the folder cannot be read ({atomic_io.reason(error)}); make it readable."
+        f"{error.filename}: the folder cannot be read ({atomic_io.error_reason(error)}); make it readable."
     ) from error
 
 
@@ -213,7 +213,7 @@ def predict_folder(
                 outliers += cells[6:] == ["yes"]
             text.detach()
     except OSError as error:
-        raise UserError(f"{out}: it cannot be written ({atomic_io.reason(error)}); choose another --out.") from error
+        raise UserError(f"{out}: it cannot be written ({atomic_io.error_reason(error)}); choose another --out.") from error
     return PredictionResult(
         out=out,
         images=sum(counts.values()),

@@ -134,13 +134,13 @@ def load_model(path: Path | str, device: torch.device | str = "cpu", network: st
             tensors = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118 (it is no dict)
     except OSError as error:
         raise UserError(
-            f"{file} cannot be read ({atomic_io.reason(error)}); give the folder of a finished run."
+            f"{file} cannot be read ({atomic_io.error_reason(error)}); give the folder of a finished run."
         ) from error
     except SafetensorError as error:
         raise UserError(
             f"{file} is no undamaged safetensors file ({error}); give the folder of a finished run."
         ) from error
-    with plugins.only([network] if network else []):
+    with plugins.allow_only([network] if network else []):
         card = Card.parse(metadata, file)
     with torch.device("meta"):  # only the shapes are needed: no values are drawn
         expected = card.network.init(torch.Generator())

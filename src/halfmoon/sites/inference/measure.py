@@ -235,9 +235,9 @@ def write_evaluation(metrics: Scores, unreadable: Sequence[UnreadableImage], out
     try:
         out.mkdir(parents=True, exist_ok=True)
         for name, text in files.items():
-            atomic_io.replace(out / name, text.encode())
+            atomic_io.write_atomically(out / name, text.encode())
     except OSError as error:
-        raise UserError(f"{out}: it cannot be written ({atomic_io.reason(error)}); choose another --out.") from error
+        raise UserError(f"{out}: it cannot be written ({atomic_io.error_reason(error)}); choose another --out.") from error
     return [out / name for name in files]
 
 
@@ -330,9 +330,9 @@ def write_temperature(file: Path, model: InferenceModel, logits: np.ndarray, lab
     fitted = temperature(torch.from_numpy(logits), torch.from_numpy(labels))
     try:
         metadata = replace(model.card, temperature=fitted).render()
-        atomic_io.replace(file, with_seal(file.read_bytes(), metadata))
-        if file.name in integrity.sums(file.parent):  # a run's folder stores the checksum of its model
-            integrity.note(file.parent, {file.name: integrity.digest_of(file) or ""})
+        atomic_io.write_atomically(file, with_seal(file.read_bytes(), metadata))
+        if file.name in integrity.read_checksums(file.parent):  # a run's folder stores the checksum of its model
+            integrity.record_checksums(file.parent, {file.name: integrity.file_sha256(file) or ""})
     except OSError as error:
-        raise UserError(f"{file}: it cannot be written ({atomic_io.reason(error)}); make it writable.") from error
+        raise UserError(f"{file}: it cannot be written ({atomic_io.error_reason(error)}); make it writable.") from error
     return fitted

@@ -69,7 +69,7 @@ def create_folder(folder: Path, files: Mapping[str, FileContent]) -> None:
             raise
         atomic_io.sync_folder(folder.parent)
     except OSError as error:
-        raise UserError(f"{folder} cannot be created ({atomic_io.reason(error)}); choose another folder.") from error
+        raise UserError(f"{folder} cannot be created ({atomic_io.error_reason(error)}); choose another folder.") from error
 
 
 def apply_changes(folder: Path, files: Mapping[str, FileContent], deleted: Sequence[str] = ()) -> None:
@@ -122,13 +122,13 @@ def lock_folder(folder: Path) -> Iterator[None]:
         with locks.hold(folder / LOCK_FILE, LOCK_TIMEOUT_SECONDS):
             finish_changes(folder)
             yield
-    except locks.Conflict as error:
+    except locks.LockConflict as error:
         raise UserError(
-            f"{folder} is being changed by another process: try again when that is done ({atomic_io.reason(error)})."
+            f"{folder} is being changed by another process: try again when that is done ({atomic_io.error_reason(error)})."
         ) from error
     except OSError as error:
         raise UserError(
-            f"{error.filename or folder} cannot be used ({atomic_io.reason(error)}); resolve that."
+            f"{error.filename or folder} cannot be used ({atomic_io.error_reason(error)}); resolve that."
         ) from error
 
 
@@ -138,7 +138,7 @@ def _delete_incomplete_folders(folder: Path) -> None:
         try:
             with locks.hold(remains / LOCK_FILE):
                 shutil.rmtree(remains)
-        except locks.Conflict:
+        except locks.LockConflict:
             continue  # another process is creating it now
 
 
@@ -146,7 +146,7 @@ def _write_files(root: Path, files: Mapping[str, FileContent]) -> None:
     for name, file in files.items():
         _create_parents(root, Path(name).parent)
         mode = 0o600 if file.private else 0o644
-        with atomic_io.opened(root / name, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode) as handle:
+        with atomic_io.open_file(root / name, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode) as handle:
             atomic_io.write_all(handle, file.data)
             os.fsync(handle)
 
@@ -234,7 +234,7 @@ class AccessRecord:
 
     def file(self) -> FileContent:
         """Render access.json."""
-        return FileContent(atomic_io.render(asdict(self)))
+        return FileContent(atomic_io.json_line(asdict(self)))
 
     @property
     def address(self) -> str:

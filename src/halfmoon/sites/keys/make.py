@@ -188,7 +188,7 @@ def create_keys(
         advice.append("No --host was given: sites on other machines will not accept the server's certificate.")
     summary = _summarize(folder, record, *record.sites)
     if image_counts:
-        lines = f"sites = {toml.value(list(image_counts))} and images = {toml.value(list(image_counts.values()))}"
+        lines = f"sites = {toml.format_value(list(image_counts))} and images = {toml.format_value(list(image_counts.values()))}"
         advice.append(f"In the federation's file, write {lines} below [federation]: no site counts for more images.")
         summary["images"] = image_counts
     return KeyChange(summary, (*advice, _advise_to_protect_authority(folder)))
@@ -455,7 +455,7 @@ def _read_public_key(path: Path, name: str) -> bytes:
         with path.open("rb") as file:
             data = file.read(2**16)
     except OSError as error:
-        raise UserError(f"{path} cannot be read ({atomic_io.reason(error)}): give the file of a public key.") from error
+        raise UserError(f"{path} cannot be read ({atomic_io.error_reason(error)}): give the file of a public key.") from error
     return certificates.parse_public_key(data, str(path), name)
 
 
