@@ -268,10 +268,10 @@ def test_a_name_says_what_is_wrong_with_it(here: Path) -> None:
 def test_only_named_modules_are_imported(here: Path) -> None:
     """What a message or a file names is not imported unless it was said here."""
     own = here.stem
-    with plugins.only([]), pytest.raises(UserError, match=f"if you have it and trust it, give --method {own}:Mine"):
+    with plugins.allow_only([]), pytest.raises(UserError, match=f"if you have it and trust it, give --method {own}:Mine"):
         registry.entry(f"{own}:Mine")
     assert own not in sys.modules
-    with plugins.only([f"{own}:Mine"]):
+    with plugins.allow_only([f"{own}:Mine"]):
         assert registry.entry(f"{own}:Mine").title == "Mine"
 
 
@@ -288,7 +288,7 @@ def test_an_installed_package_announces_its_parts(tmp_path: Path, monkeypatch: p
         "[halfmoon.splits]\nspread = brought:rule\n"
     )
     monkeypatch.syspath_prepend(str(tmp_path))
-    plugins.announced.cache_clear()
+    plugins.entry_points.cache_clear()
     try:
         assert "theirs" in registry.names()
         assert registry.entry("theirs").about == "FedAvg with FixMatch, once more"
@@ -297,7 +297,7 @@ def test_an_installed_package_announces_its_parts(tmp_path: Path, monkeypatch: p
             ("theirs", "brought", "1.5"), ("net", "brought", "1.5"), ("spread", "brought", "1.5"),
         ]  # fmt: skip
     finally:
-        plugins.announced.cache_clear()
+        plugins.entry_points.cache_clear()
 
 
 @dataclass(frozen=True)

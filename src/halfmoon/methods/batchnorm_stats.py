@@ -47,7 +47,7 @@ class BatchNormStatistics(ClientUpdate):
     @torch.no_grad()
     def begin(self, broadcast: Tree, memory: Tree, data: ClientData) -> Tree:
         if not len(data.x) + len(data.u):
-            return {"moments": self.task.network.unseen(broadcast["params"])}
+            return {"moments": self.task.network.zero_moments(broadcast["params"])}
         return {"moments": sum_row_moments(self.task, broadcast["params"], data)}
 
     def finish(self, broadcast: Tree, carry: Tree, data: ClientData) -> tuple[Upload, Tree]:

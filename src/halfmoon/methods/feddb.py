@@ -48,7 +48,7 @@ from halfmoon.api.types import (
 from halfmoon.api.uploads import Aux, Upload, UploadSpec
 from halfmoon.core import padding, tree
 from halfmoon.core.autodiff import grad_and_value
-from halfmoon.core.tensors import euclidean
+from halfmoon.core.tensors import euclidean_norm
 from halfmoon.core.tree import Tree
 from halfmoon.methods.averaging import ModelAveraging, average_uploads, momentum_step
 from halfmoon.methods.fedavg import LocalTraining
@@ -251,7 +251,7 @@ def _gradient(function: Callable[[Tensor], Tensor], point: Tensor) -> Tensor:
 
 def distance_from_uniform(weights: Tensor, appu: Tensor) -> Tensor:
     """Compute the Euclidean distance () of the weighted mean of APP-U (K, classes) from uniform (Eq. 16)."""
-    return euclidean(weights @ appu - 1 / appu.shape[1])
+    return euclidean_norm(weights @ appu - 1 / appu.shape[1])
 
 
 ROWS = (

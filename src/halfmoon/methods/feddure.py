@@ -46,9 +46,9 @@ from halfmoon.api.uploads import Upload
 from halfmoon.core import padding, tree
 from halfmoon.core.autodiff import cross_entropy, grad_and_value, vjp
 from halfmoon.core.errors import UserError
-from halfmoon.core.optim import SGD, Number, Optimizer, descend
+from halfmoon.core.optim import SGD, Number, Optimizer, gradient_step
 from halfmoon.core.padding import mean
-from halfmoon.core.tensors import euclidean
+from halfmoon.core.tensors import euclidean_norm
 from halfmoon.core.tree import Tree
 from halfmoon.methods.averaging import ModelAveraging
 from halfmoon.methods.fine_regulator import GradientPath, RegulatorInput, WeightedLoss, instance_weights
@@ -280,7 +280,7 @@ def running_mean(baseline: Tree, d: Tensor, decay: float) -> Tree:
 
 def gradient_norm(gradient: Tree) -> Tensor:
     """Compute the Euclidean norm () of a tree, reading each leaf once."""
-    return euclidean(torch.stack([euclidean(leaf) for leaf in tree.leaves(gradient)]))
+    return euclidean_norm(torch.stack([euclidean_norm(leaf) for leaf in tree.leaves(gradient)]))
 
 
 class Regulation(NamedTuple):
@@ -480,7 +480,7 @@ class FedDureClient(ClientUpdate):
         regulator = carry["regulator"]
         lr = self._learning_rate("virtual")
         virtual_gradient = student.backward(weighted_loss.logit_gradient(regulator["params"]), True)
-        virtual = descend(student.params, virtual_gradient, lr)
+        virtual = gradient_step(student.params, virtual_gradient, lr)
         labeled_gradient, _, _ = grad_and_value(lambda params: (self._labeled_loss(params, carry, batch), ()), virtual)
         directional = weighted_loss.regulator_gradient(regulator["params"], student.tangent(labeled_gradient))
         gradient = tree.map(lambda leaf: leaf * -lr, directional)  # Eq. 5

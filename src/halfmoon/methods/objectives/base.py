@@ -15,7 +15,7 @@ from halfmoon.core import padding, tree
 from halfmoon.core.autodiff import cross_entropy
 from halfmoon.core.optim import Number, at_most_one, exp
 from halfmoon.core.tree import Tree, leaves
-from halfmoon.models import forward, seen_by
+from halfmoon.models import forward, mark_if_any_real
 
 Ramp = Literal["linear", "sigmoid"]
 """Growth of a weight with t from 0 to 1: t, or exp(-5 (1 - t)^2) (Laine and Aila 2017)."""
@@ -191,7 +191,7 @@ def labeled_cross_entropy(logits: Tensor, y: Tensor, real: Tensor | None = None)
         real: (B,) bool, False for padding rows; None if no row is padding.
     """
     if real is not None:
-        return padding.share(real, logits) @ cross_entropy_per_image(logits, y)
+        return padding.row_weights(real, logits) @ cross_entropy_per_image(logits, y)
     return cross_entropy(logits, y) if len(y) else logits.sum() * 0.0
 
 
@@ -447,7 +447,7 @@ def embed_groups(
     for group, mask in zip(groups, real or (None,) * len(groups), strict=True):
         if len(group):
             group_logits, group_features, moments = network.embed(params, group, real=mask)
-            passes.append(seen_by(moments, mask))
+            passes.append(mark_if_any_real(moments, mask))
         else:
             head = params["head"]["weight"]
             group_logits = head.new_zeros(0, len(head))
@@ -517,5 +517,5 @@ def soft_cross_entropy(logits: Tensor, target: Tensor, real: Tensor | None = Non
         real: (n,) bool, False for padding rows; None if no row is padding.
     """
     if real is not None:
-        return padding.share(real, logits) @ F.cross_entropy(logits, target, reduction="none")
+        return padding.row_weights(real, logits) @ F.cross_entropy(logits, target, reduction="none")
     return F.cross_entropy(logits, target) if len(target) else logits.sum() * 0.0

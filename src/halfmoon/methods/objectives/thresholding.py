@@ -238,4 +238,4 @@ def _variance(values: Tensor, real: Tensor | None, default: Tensor) -> Tensor:
         return values.var() if len(values) > 1 else default
     count = real.sum().to(values.dtype)
     squares = (values - mean(values, real)).square()
-    return torch.where(count > 1, share(real, values) @ squares * count / (count - 1).clamp_min(1), default)
+    return torch.where(count > 1, row_weights(real, values) @ squares * count / (count - 1).clamp_min(1), default)
