@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from halfmoon.api.types import ClientData, PseudoLabels
-from halfmoon.core.padding import mask, mean, row_mean, share
+from halfmoon.core.padding import mask, mean, row_mean, row_weights
 from halfmoon.core.tree import Tree
 
 Rule = Literal["fixed", "freematch", "flexmatch", "softmatch", "fl2"]
