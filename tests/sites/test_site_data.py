@@ -138,7 +138,7 @@ def test_a_folder_that_cannot_be_opened_is_a_sentence(tmp_path: Path, monkeypatc
 
     monkeypatch.setattr(os, "listdir", refuse)
     monkeypatch.setattr(os, "scandir", refuse)
-    with pytest.raises(UserError, match=r"folders that cannot be opened: \.; let them be read"):
+    with pytest.raises(UserError, match=r"folders that cannot be opened: \.; make them readable"):
         read_site(tmp_path)
     assert not check_site(tmp_path).can_take_part
 

@@ -126,4 +126,4 @@ def test_a_folder_is_prepared_anew_for_another_window(tmp_path: Path) -> None:
     assert two.decoded == 2
     assert two.site.images[1].max() == round(47 * 80 / 40000 * 255)
     with pytest.raises(UserError, match="is prepared in another way"):
-        open_prepared_site(place, form="")
+        open_prepared_site(place, preparation="")

@@ -398,14 +398,13 @@ def _check_folder(folder: Path, record: AccessRecord) -> None:
     certificate = _read_required(folder / paths.CERTIFICATE)
     key = _read_required(folder / paths.KEY)
     try:
-        if certificates.certificate_fingerprint(authority) != record.authority:
-            raise UserError(
-                f"{folder / paths.CA} is not the certificate in {paths.RECORD_FILE}: restore it from a copy."
-            )
+        is_authority = certificates.certificate_fingerprint(authority) == record.authority
         is_recorded = certificates.certificate_fingerprint(certificate) == record.certificate
         is_valid_pair = is_recorded and certificates.key_matches(key, certificate)
     except ValueError as error:
         raise UserError(f"{folder}: its certificates cannot be read ({error}): restore them from a copy.") from error
+    if not is_authority:
+        raise UserError(f"{folder / paths.CA} is not the certificate in {paths.RECORD_FILE}: restore it from a copy.")
     if not is_valid_pair:
         command = f"halfmoon federation rotate {folder} --server"
         raise UserError(
