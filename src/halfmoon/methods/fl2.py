@@ -12,8 +12,8 @@ server fine-tunes the average on its labels; nothing is mixed. With p the predic
 - `status_aware`: a client weighs 1 - t in the average, so that those which have learned less count for more.
 
 server: params, stats, momentum.  broadcast: params, stats.  memory: the optimizer's state, at clients and server.
-upload: params, weight (1 - t, or 1; 0 if a client used no pseudo-label). For the statistics the model is sent once more, to
-all clients whose rows are counted (`batchnorm_stats`).
+upload: params, weight (1 - t, or 1; 0 if a client used no pseudo-label). For the statistics the model is sent once
+more, to all clients whose rows are counted (`batchnorm_stats`).
 
 Departures: the step count is the batch rule's, and clipping and schedule are the run's (the authors' code clips at 1
 and never takes a step of its cosine). Before the first round the server trains `warmup` times as long as in a round,
