@@ -148,7 +148,7 @@ def other(data: bytes, **changes: Any) -> SiteResponse:
         (lambda data: other(data, attempt=1), "it answers round 1, query 1 .train."),
         (
             lambda data: SiteResponse(data.replace(b'\\"kept\\": 0', b'\\"kept\\":-1')),
-            "kept is not made of whole numbers from 0",
+            "kept is not made of non-negative integers",
         ),
         (
             lambda data: SiteResponse(write_message(Refusal(VERSION, "failed", "its disk is full"))),

@@ -92,7 +92,7 @@ class Line:
     def exchange(self, requests: Mapping[str, bytes], what: str) -> Mapping[str, SiteResponse]:
         """Have the member answer."""
         for data in requests.values():
-            self.pairs.append((data, self.member.answer(data)))
+            self.pairs.append((data, self.member.reply_to(data)))
         return dict.fromkeys(requests, SiteResponse(self.pairs[-1][1]))
 
 
@@ -211,7 +211,7 @@ def test_a_class_that_no_label_has_is_no_hindrance(tmp_path: Path) -> None:
     site = folder(tmp_path / WARD, {0: "ill", 1: "sound"}, classes=f"ill\n{DIAGNOSIS}\nsound\n")
     member = SiteClient.from_folder(site, "north", tmp_path / "home")
     assert isinstance(read_message(member.reply_to(offer()), Acceptance), Acceptance)
-    _, opened = member._sites[TERMS.hash]
+    _, opened = member._memberships[TERMS.hash]
     held = opened.local_clients.dataset
     assert held.train.labels[torch.from_numpy(held.split.labeled)].tolist() == [1, 0]
 

@@ -241,7 +241,7 @@ LINE = torch.ones(3)
 
 
 @pytest.mark.parametrize(
-    ("up", "said"),
+    ("upload", "said"),
     [
         (upload(params={"a": torch.ones(2, 3)}), "'params/b' is missing"),
         (upload(params=LINE), "'params/a' is missing"),
@@ -379,7 +379,7 @@ def test_a_client_that_weighs_one_may_not_weigh_its_images() -> None:
 
 
 @pytest.mark.parametrize(
-    ("up", "said"),
+    ("upload", "said"),
     [
         ({"update": {"params": {}}, "weight": torch.ones(())}, None),
         ({"update": {"more": LINE}, "weight": torch.ones(())}, "'update/more' was not asked for"),
