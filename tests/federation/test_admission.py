@@ -222,7 +222,7 @@ def test_a_removed_site_is_out_of_the_file_before_flower_hears_of_it(door: Door,
     honest = door.book.unregister
     seen: list[list[str]] = []
     monkeypatch.setattr(door.book, "unregister", lambda which: (seen.append(sorted(door.key_owners())), honest(which)))
-    make.remove(door.folder, "north")
+    make.remove_site(door.folder, "north")
     door.look(made)
     assert seen == [["south"]]
     assert door.book.calls[-1] == f"-{number}"
@@ -236,8 +236,8 @@ def test_new_and_replaced_keys_come_in_while_the_server_runs(door: Door):
     made = door.open()
     door.look(made)
     before = door.key_owners()
-    make.add(door.folder, "west")
-    make.rekey(door.folder, "north")
+    make.add_site(door.folder, "west")
+    make.replace_site_key(door.folder, "north")
     door.look(made, 0.1)
     assert door.key_owners() == before, "it is not time yet"
     door.look(made)

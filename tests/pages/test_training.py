@@ -38,13 +38,13 @@ def until_done(found: BackgroundTraining, seconds: float = 90) -> None:
 def test_what_is_missing_is_one_sentence(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, labels: list[int], words: str
 ):
-    monkeypatch.setattr(training, "installed", lambda name: False)
+    monkeypatch.setattr(training, "is_installed", lambda name: False)
     with pytest.raises(UserError, match=words):
         BackgroundTraining(tmp_path, ["a", "b"], LABELS_FILE).begin(np.array(labels), ["cat", "dog"], NONE)
 
 
 def test_one_at_a_time_and_a_killed_one_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(training, "installed", lambda name: True)
+    monkeypatch.setattr(training, "is_installed", lambda name: True)
     found = BackgroundTraining(tmp_path, ["a.png", "b.png"], LABELS_FILE)
     for _ in range(2):  # the second has a process of its own
         found.begin(np.array([0, 1]), ["cat", "dog"], NONE)
@@ -58,7 +58,7 @@ def test_one_at_a_time_and_a_killed_one_is_said(tmp_path: Path, monkeypatch: pyt
 
 
 def test_one_that_cannot_start_is_not_running(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(training, "installed", lambda name: True)
+    monkeypatch.setattr(training, "is_installed", lambda name: True)
     found = BackgroundTraining(tmp_path, ["a.png", "b.png"], LABELS_FILE)
     monkeypatch.setattr(multiprocessing.get_context("spawn"), "Pipe", Mock(side_effect=OSError(24, "too many files")))
     for _ in range(2):

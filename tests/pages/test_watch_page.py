@@ -260,7 +260,7 @@ def test_a_site_sees_its_own_part_in_a_sentence(tmp_path: Path):
 def test_a_site_is_told_that_it_is_asked_and_that_it_is_over(tmp_path: Path):
     asked = "2026-11-21 04:53:18  asked to take part in federation a (12ab): FedAvg for 9 rounds\n"
     (tmp_path / "join.log").write_text(asked)
-    assert eventlog.site(tmp_path)["sentence"].startswith("You are asked to take part in a;")
+    assert eventlog.site_view(tmp_path)["sentence"].startswith("You are asked to take part in a;")
     over = "2026-11-21 05:00:00  finished: the model is in /x, it is right on 65.83% of your test images"
     (tmp_path / "join.log").write_text(f"{SITE}{over}\n")
     found = eventlog.site_view(tmp_path)

@@ -113,7 +113,7 @@ def test_folders_of_keys_and_of_images_are_one_processs_without_locks_too(tmp_pa
     keys = tmp_path / "keys"
     make.create_keys(keys, ["north"])
     assert not list(keys.rglob("*.owner"))
-    make.add(keys, "south")
+    make.add_site(keys, "south")
     other = locks.acquire(keys / LOCK_FILE)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("halfmoon.sites.keys.key_folder.LOCK_TIMEOUT_SECONDS", 0.0)
