@@ -3,8 +3,8 @@
     python benchmarks/coverage.py [--trials 2000] [--out results/coverage.md]
 
 Two methods on n splits and m test images. Each is right on an image with a chance that has a part of its own for each
-image, and one for each split; the truth is the difference over all splits and images there could be. `paired` is
-Student's t over the splits, `crossed` the interval over splits and images (`halfmoon.report.paired`).
+image, and one for each split; the truth is the difference over all splits and images there could be. `compare_paired` is
+Student's t over the splits, `compare_by_image` the interval over splits and images (`halfmoon.report.paired`).
 """
 
 import argparse
@@ -13,7 +13,7 @@ from pathlib import Path
 
 import numpy as np
 
-from halfmoon.report.paired import crossed, paired
+from halfmoon.report.paired import compare_by_image, compare_paired
 
 SPLITS, IMAGES = (3, 5, 10), (360, 2000)
 SPREADS = {"splits": (0.0, 0.02), "images": (0.2, 0.0), "both": (0.2, 0.02)}
@@ -22,7 +22,7 @@ RIGHT = 0.8
 
 
 def covered(splits: int, images: int, spreads: tuple[float, float], trials: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return in how many of 100 trials `paired` and `crossed` hold the truth (2,), and their median widths (2,)."""
+    """Return in how many of 100 trials `compare_paired` and `compare_by_image` hold the truth (2,), and their median widths (2,)."""
     draw = np.random.default_rng([splits, images])
     of_image, of_split = spreads
     # The mean chance after it is cut to [0, 1] is the same for both methods: the true difference is 0.
@@ -30,7 +30,9 @@ def covered(splits: int, images: int, spreads: tuple[float, float], trials: int)
     for trial in range(trials):
         chances = RIGHT + draw.normal(0, of_image, (2, 1, images)) + draw.normal(0, of_split, (2, splits, 1))
         ours, base = draw.random((2, splits, images)) < chances.clip(0, 1)
-        for place, found in enumerate((paired(*(100 * each.mean(1) for each in (ours, base))), crossed(ours, base))):
+        for place, found in enumerate(
+            (compare_paired(*(100 * each.mean(1) for each in (ours, base))), compare_by_image(ours, base))
+        ):
             hits[place] += found.low <= 0 <= found.high
             widths[trial, place] = found.high - found.low
     return 100 * hits / trials, np.median(widths, 0)
@@ -55,7 +57,7 @@ PAGE = """# Do the intervals hold the truth?
 
 An interval over seeds alone says what other splits would give on the same test images. That of `halfmoon compare` is
 for other test images as well: a random effect of the split and one of the image, with Satterthwaite's degrees of
-freedom (`halfmoon.report.paired.crossed`); it is never narrower than the first. Of {trials:,} simulated comparisons,
+freedom (`halfmoon.report.paired.compare_by_image`); it is never narrower than the first. Of {trials:,} simulated comparisons,
 95 % should hold the truth; three standard errors are 1.5 %.
 
 How many intervals hold it, and in brackets their median width in points:

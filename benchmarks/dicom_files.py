@@ -18,8 +18,8 @@ import pydicom
 from halfmoon.core.errors import UserError
 from halfmoon.data import dicom
 from halfmoon.data.preparation import Preparation
-from halfmoon.data.readers.decode import prepared
-from halfmoon.sites.folders import prepare_site, scan_site
+from halfmoon.data.readers.decode import decode_prepared
+from halfmoon.sites.folders import prepare, scan
 
 FILES = Path(pydicom.__file__).parent / "data" / "test_files"
 
@@ -34,11 +34,14 @@ def row(path: Path) -> tuple[str, str]:
     file = pydicom.dcmread(path, stop_before_pixels=True)
     about = f"{file.get('PhotometricInterpretation', '')}, {file.get('BitsStored', '-')} bits"
     try:
-        pixels = prepared(data, name, Preparation())
+        pixels = decode_prepared(data, name, Preparation())
     except UserError as error:
         return "refused", f"| {name} | refused: {str(error).removeprefix(f'{name}: ').replace('|', '/')[:150]} | |"
     height, width, channels = pixels.shape
-    return "read", f"| {name} | read, {about}, {dicom.header(path, name)[3]} frames | {width}x{height}x{channels} |"
+    return (
+        "read",
+        f"| {name} | read, {about}, {dicom.read_header(path, name)[3]} frames | {width}x{height}x{channels} |",
+    )
 
 
 def archive(folder: Path) -> str:
@@ -55,8 +58,8 @@ def archive(folder: Path) -> str:
         count += 1
     site, findings = scan_site(folder)
     others = sum(len(each.names) for each in findings if each.kind == "files that are no images")
-    made = prepare_site(folder, (64, 64), 1)
-    people = dicom.patients([folder / path for path in site.paths]) or []
+    made = prepare(folder, (64, 64), 1)
+    people = dicom.find_patients([folder / path for path in site.paths]) or []
     return (
         f"{count} files without a suffix in study and series folders: {len(site)} are known as images, {others} as "
         f"others; {len(made.site)} are decoded, {len(made.left_out)} left out with a reason; "

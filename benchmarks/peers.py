@@ -175,12 +175,12 @@ def startup() -> tuple[float, float]:
 
 def picture(figures: dict[str, dict[str, dict[str, float]]], path: Path) -> None:
     """Draw each side's ratio to the plain loop: a panel for each round, bars by cohort."""
-    from halfmoon.report.figures import figure
+    from halfmoon.report.figures import new_figure
 
     names = {"loop": "halfmoon, loop", "vmap": "halfmoon, vmap", "pfl": "pfl", "flower": "Flower simulation"}
     rounds = list(dict.fromkeys(name.rpartition("_")[0] for name in figures))
     lines = -(-len(rounds) // 2)
-    drawn = figure(9.0, 0.4 + 2.8 * lines)
+    drawn = new_figure(9.0, 0.4 + 2.8 * lines)
     panels = drawn.subplots(lines, 2, squeeze=False, sharey=True).flatten()
     for panel in panels[len(rounds) :]:
         panel.remove()

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 import halfmoon
 from halfmoon import Config
-from halfmoon.report.paired import paired
+from halfmoon.report.paired import compare_paired
 
 METHODS: dict[str, dict[str, Any]] = {
     "fedavg": {},
@@ -64,7 +64,7 @@ def compare(
         accuracies = [run.accuracy for run in runs]
         cells = ["", ""]
         if len(base) > 1:
-            difference = paired(accuracies, base)
+            difference = compare_paired(accuracies, base)
             cells = [f"{difference.mean:+.1f}", f"{difference.low:+.1f} to {difference.high:+.1f}"]
         base = base or accuracies
         each = ", ".join(f"{accuracy:.1f}" for accuracy in accuracies)

@@ -8,7 +8,7 @@ from pathlib import Path
 from matplotlib.axes import Axes
 from matplotlib.patches import FancyArrowPatch, FancyBboxPatch
 
-from halfmoon.report.figures import GRAY, figure
+from halfmoon.report.figures import GRAY, new_figure
 
 PICTURE = Path(__file__).resolve().parent / "images" / "architecture.png"
 
@@ -83,7 +83,7 @@ def arrow(axes: Axes, tail: tuple[float, float], head: tuple[float, float], bend
 
 def draw() -> None:
     """Draw both halves side by side and save them."""
-    made = figure(11, 5.6)
+    made = new_figure(11, 5.6)
     left, right = made.subplots(1, 2, width_ratios=(10, 4.6))
     packages(left)
     cycle(right)

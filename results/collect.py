@@ -12,8 +12,8 @@ import statistics
 import sys
 from pathlib import Path
 
-from halfmoon.report.curves import curves
-from halfmoon.report.run_reader import Run
+from halfmoon.report.curves import draw_curves
+from halfmoon.report.run_reader import StoredRun
 
 LATE = 10
 COSTS = (("labeled_steps", "labeled steps"), ("forward", "forward (images)"), ("backward", "backward (images)"))
@@ -27,9 +27,9 @@ def percent(values: list[float]) -> str:
 
 def main(name: str, folders: list[str]) -> None:
     """Write the three files."""
-    runs = [Run.read(Path(folder)) for folder in folders]
+    runs = [StoredRun.read(Path(folder)) for folder in folders]
     here = Path(__file__).parent
-    groups: dict[str, list[Run]] = {}
+    groups: dict[str, list[StoredRun]] = {}
     for run in runs:
         groups.setdefault(run.title, []).append(run)
     with (here / f"{name}.csv").open("w", newline="") as file:
@@ -70,7 +70,7 @@ def main(name: str, folders: list[str]) -> None:
             "| " + " | ".join([title, *cells, f"{100 * statistics.mean(both):+.2f}", str(len(group)), *costs]) + " |"
         )
     (here / f"{name}.md").write_text("\n".join(lines) + "\n")
-    curves(runs, here / f"{name}.png")
+    draw_curves(runs, here / f"{name}.png")
     print("\n".join(lines))
 
 

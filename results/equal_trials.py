@@ -95,7 +95,7 @@ def number(trial: Any) -> int:
 
 def report() -> None:
     """Write the comparison's tables into equal_trials.md."""
-    from halfmoon.report.paired import differences, ranks
+    from halfmoon.report.paired import compare_methods, rank_methods
 
     page, scores = PAGE.read_text(), {}
     for data in SETS:
@@ -106,7 +106,7 @@ def report() -> None:
             {"method": row["method"], "title": f"`{row['method']}`", "seed": int(row["seed"]),
              "accuracy": {"last": float(row["accuracy"])}} for row in found
         ]  # fmt: skip
-        table = differences(summaries)
+        table = compare_methods(summaries)
         assert table is not None, "two methods have two seeds"
         names = dict.fromkeys(row["method"] for row in found)
         ends = {name: [100 * float(row["accuracy"]) for row in found if row["method"] == name] for name in names}
@@ -119,7 +119,7 @@ def report() -> None:
             scores.setdefault(method, []).append(mean(values))
     complete = {method: values for method, values in scores.items() if len(values) == len(SETS)}
     if len(complete) > 2:
-        result = ranks(complete)
+        result = rank_methods(complete)
         order = sorted(result.means.items(), key=lambda item: item[1])
         lines = ["| method | mean rank |", "| --- | --: |", *(f"| `{name}` | {rank:.1f} |" for name, rank in order)]
         page = placed(page, "ranks", "\n".join(lines) + f"\n\nThe critical difference is {result.critical:.1f} ranks.")

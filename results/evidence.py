@@ -401,11 +401,11 @@ def correct(line: dict[str, Any]) -> np.ndarray | None:
 
 def crossed_half(pairs: list[tuple[np.ndarray | None, np.ndarray | None]]) -> float | None:
     """Return half of the 95 % interval for other splits and other test images, where both are known of all runs."""
-    from halfmoon.report.paired import crossed
+    from halfmoon.report.paired import compare_by_image
 
     if len(pairs) < 3 or any(one is None or two is None for one, two in pairs):
         return None
-    found = crossed(*(np.array(side) for side in zip(*pairs, strict=True)))
+    found = compare_by_image(*(np.array(side) for side in zip(*pairs, strict=True)))
     return found.high - found.mean
 
 

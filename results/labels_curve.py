@@ -212,11 +212,11 @@ def _cell(found: Found, key: tuple[Any, ...], amount: int) -> str:
 
 def _draw(found: Found) -> None:
     """Draw accuracy against labels a class, a panel a set."""
-    from halfmoon.report.figures import figure, tidy, write
+    from halfmoon.report.figures import new_figure, save_figure, style_axes
 
     shown = [(row, "even") for row in ROWS if row != "fedavg-fixmatch-global"]
     shown += [("fedavg", "uneven"), *((row, "pooled") for row in FLOORS)]
-    picture = figure(11, 3.6)
+    picture = new_figure(11, 3.6)
     for panel, data in enumerate(SHARES, start=1):
         axes = picture.add_subplot(1, len(SHARES), panel)
         for number, (row, setting) in enumerate(shown):
@@ -224,11 +224,11 @@ def _draw(found: Found) -> None:
             dashes = "--" if setting != "even" else "-"
             axes.plot(LABELS, means, dashes, color=f"C{number}", marker="o", ms=3, label=f"{row}, {setting}")
         axes.set(title=data, xscale="log", xlabel="labels a class", xticks=LABELS, xticklabels=LABELS)
-        tidy(axes)
+        style_axes(axes)
     picture.axes[0].set_ylabel("test accuracy (%)")
     lines, names = picture.axes[0].get_legend_handles_labels()
     picture.legend(lines, names, loc="outside lower center", ncols=len(names), fontsize=7, frameon=False)
-    write(picture, FIGURE)
+    save_figure(picture, FIGURE)
 
 
 def main() -> None:

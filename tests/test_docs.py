@@ -244,7 +244,7 @@ def test_commands_on_a_page_are_understood_and_print_what_stands_below_them(page
             with pytest.raises(Understood):
                 cli.main(each.words)
         heading = re.match(r"method .*", each.printed)
-        assert not heading or heading[0].split() == " ".join(tables.comparison([]).headings).split()
+        assert not heading or heading[0].split() == " ".join(tables.comparison_table([]).headings).split()
 
 
 def matches(printed: str, wanted: str) -> bool:

@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 
 from halfmoon.core.errors import UserError
 from halfmoon.data.readers import idx
-from halfmoon.data.readers.decode import MOST_PIXELS, fitted, header
+from halfmoon.data.readers.decode import MOST_PIXELS, decode_to_shape, read_header
 
 CASES = 40
 """Drawn inputs of each target: with 23 targets, some 900 in all."""
@@ -74,7 +74,7 @@ def test_a_small_png_that_claims_gigabytes_is_refused_before_they_are_there() ->
     for side in (100_000, 2**14):
         data = png(side, side, 8, 2, chunk(b"IDAT", bytes(8)))
         with bounded(), pytest.raises(UserError, match="too large to open safely"):
-            fitted(data, "it", 8, 8, 3)
+            decode_to_shape(data, "it", 8, 8, 3)
 
 
 def test_the_bound_on_pixels_does_not_hang_on_warnings() -> None:
@@ -84,12 +84,12 @@ def test_the_bound_on_pixels_does_not_hang_on_warnings() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         with pytest.raises(UserError, match="9000x9000 pixels, of 67,108,864 at most"):
-            fitted(data, "it", 8, 8, 3)
+            decode_to_shape(data, "it", 8, 8, 3)
 
 
 def test_a_small_gzip_file_that_unpacks_to_gigabytes_is_refused_early(tmp_path, monkeypatch):
     """The bound holds for what is unpacked, whatever the header says: one byte over it is refused, it itself is not."""
-    monkeypatch.setattr(idx, "LARGEST", 4 * 2**20)
+    monkeypatch.setattr(idx, "MAX_UNPACKED_BYTES", 4 * 2**20)
     path = tmp_path / "it.gz"
     side = 4 * 2**20 - 8
     whole = b"\0\0\x08\x01" + side.to_bytes(4, "big") + bytes(side)
@@ -105,9 +105,9 @@ def test_what_is_no_image_starts_no_program(tmp_path: Path) -> None:
     eps = b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 4 4\n%%EndComments\n%%EOF\n"
     path = tmp_path / "it.png"
     path.write_bytes(eps)
-    assert header(path) is None
+    assert read_header(path) is None
     with pytest.raises(UserError, match="no known format"):
-        fitted(eps, "it", 8, 8, 1)
+        decode_to_shape(eps, "it", 8, 8, 1)
 
 
 def made(play: Callable[[Scene], object]) -> tuple[Target, Scene]:

@@ -9,9 +9,9 @@ import sys
 from pathlib import Path
 
 from halfmoon.core.errors import UserError
-from halfmoon.report.scores import Mark, Score, final, order
-from halfmoon.report.study import SWEEP, Column, Study, read_sweep, scale_words
-from halfmoon.report.tables import plus_minus
+from halfmoon.report.scores import CellScore, ScoreTable, compare_order, final_scores
+from halfmoon.report.study import SWEEP_FILE, Column, Study, describe_scale, read_sweep
+from halfmoon.report.tables import format_mean
 from halfmoon.storage import atomic_io
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -39,17 +39,17 @@ def add(folder: Path, results: Path) -> Path:
     Raises:
         UserError: if the folder contains no sweep, no run is finished, or the file cannot be written.
     """
-    if not (folder / SWEEP).is_file():
+    if not (folder / SWEEP_FILE).is_file():
         raise UserError(
-            f"{folder} is not the folder of a sweep: it has no {SWEEP}; give the folder that halfmoon sweep printed."
+            f"{folder} is not the folder of a sweep: it has no {SWEEP_FILE}; give the folder that halfmoon sweep printed."
         )
-    study = read_sweep(folder / SWEEP)
+    study = read_sweep(folder / SWEEP_FILE)
     if not any(study.finished()):
         raise UserError(f"{folder}: none of its runs is finished; run the sweep first.")
     target = results / SWEEPS / f"{folder.resolve().name}.json"
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
-        atomic_io.write_atomically(target, atomic_io.read(folder / SWEEP) or b"")
+        atomic_io.replace(target, atomic_io.read(folder / SWEEP_FILE) or b"")
     except OSError as error:
         raise UserError(f"{target} cannot be written ({atomic_io.error_reason(error)}).") from error
     return target
@@ -80,11 +80,11 @@ def format_page(results: Path) -> str:
 
 def _format_sweep(study: Study, note: str) -> str:
     sweep = study.sweep
-    score = final(study)
+    score = final_scores(study)
     sentence = f"{sweep.about[:1].upper()}{sweep.about[1:].rstrip('.')}."
     lines = [f"## {sweep.title}{f' ({sweep.scale.name})' if sweep.scale else ''}", "", sentence, ""]
     if sweep.scale:
-        lines += [f"**{scale_words(sweep.scale)}**", ""]
+        lines += [f"**{describe_scale(sweep.scale)}**", ""]
     if sweep.reading:
         lines += [f"Reading: {sweep.reading}", ""]
     for column in study.columns:
@@ -102,7 +102,7 @@ def _format_sweep(study: Study, note: str) -> str:
     return "\n".join(lines)
 
 
-def _format_column(study: Study, score: Score, column: Column) -> list[str]:
+def _format_column(study: Study, score: ScoreTable, column: Column) -> list[str]:
     rows = [(value.title, score.mark(value.name, column)) for value in study.row_values]
     rows = [(title, mark) for title, mark in rows if mark.last or mark.planned]
     if not rows:
@@ -113,7 +113,7 @@ def _format_column(study: Study, score: Score, column: Column) -> list[str]:
     lines += [f"| {' | '.join(heads)} |", f"|---|{'---:|' * (len(heads) - 1)}"]
     for title, mark in rows:
         lines.append(f"| {' | '.join([escape_bars(title), *_format_numbers(mark, full)])} |")
-    ranking = order(study, score, column)
+    ranking = compare_order(study, score, column)
     if len(ranking.published) > 1:
         kendall = f" (Kendall's tau {ranking.agreement})" if ranking.agreement else ""
         lines += ["", f"Published order: {' > '.join(ranking.published)}.", ""]
@@ -126,8 +126,8 @@ def escape_bars(text: str) -> str:
     return text.replace("|", "\\|")
 
 
-def _format_numbers(mark: Mark, full: bool) -> list[str]:
-    numbers = [plus_minus(mark.last), plus_minus(mark.best), plus_minus(mark.published)]
+def _format_numbers(mark: CellScore, full: bool) -> list[str]:
+    numbers = [format_mean(mark.last), format_mean(mark.best), format_mean(mark.published)]
     comparison = []
     if full and mark.verdict:
         within = {True: "yes", False: "no", None: ""}[mark.verdict.within]

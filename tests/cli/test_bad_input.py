@@ -11,7 +11,7 @@ from safetensors import safe_open
 
 from halfmoon.cli import main as cli
 from halfmoon.data import Split, load
-from halfmoon.data.partition.split import Origin, hash_labels
+from halfmoon.data.partition.split import SplitOrigin, hash_labels
 from halfmoon.methods import registry
 
 MEMORY = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
@@ -106,7 +106,7 @@ LABELED = np.arange(len(LABELS)) < 40
 
 
 def save_split(client: np.ndarray, labeled: np.ndarray, source: str, mark: str) -> None:
-    Split(client, labeled, 4, Origin({}, source, mark)).save(Path("s.parquet"))
+    Split(client, labeled, 4, SplitOrigin({}, source, mark)).save(Path("s.parquet"))
 
 
 def test_a_client_without_labels(capsys: pytest.CaptureFixture[str]) -> None:

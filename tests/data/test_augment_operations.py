@@ -15,12 +15,21 @@ from PIL import Image, ImageOps
 from pyarrow import parquet
 
 from halfmoon.core.errors import UserError
-from halfmoon.data.readers.decode import decode
-from halfmoon.data.views.operations import operate
-from halfmoon.data.views.pools import CUTOUT, EQUALIZE, FEDDURE, IDENTITY, NAMES, SEMIFL, Pool, fedloke
+from halfmoon.data.readers.decode import decode_image
+from halfmoon.data.views.operations import apply_operations
+from halfmoon.data.views.pools import (
+    CUTOUT,
+    EQUALIZE,
+    FEDDURE_POOL,
+    IDENTITY,
+    OPERATION_NAMES,
+    SEMIFL_POOL,
+    OperationPool,
+    fedloke_pool,
+)
 from halfmoon.data.views.tables import blend
 
-LEVELS = FEDDURE.levels
+LEVELS = FEDDURE_POOL.levels
 SHARED = Path(__file__).resolve().parents[3] / "shared" / "data"
 SEMIFL_NAMES = (
     *("AutoContrast", "Brightness", "Color", "Contrast", "Cutout", "Equalize", "Invert", "Posterize", "Rotate"),
@@ -44,15 +53,15 @@ def ours(
     name: str,
     level: int = 0,
     negative: bool = False,
-    pool: Pool = FEDDURE,
+    pool: OperationPool = FEDDURE_POOL,
     corner: torch.Tensor | None = None,
 ) -> np.ndarray:
     rows = (len(images), 1)
-    draws = torch.full(rows, NAMES.index(name)), torch.full(rows, level), torch.full(rows, negative)
-    return operate(images, *draws, pool, corner).numpy()
+    draws = torch.full(rows, OPERATION_NAMES.index(name)), torch.full(rows, level), torch.full(rows, negative)
+    return apply_operations(images, *draws, pool, corner).numpy()
 
 
-@pytest.mark.parametrize("name", FEDDURE.operations)
+@pytest.mark.parametrize("name", FEDDURE_POOL.operations)
 def test_every_level_and_direction_equals_pillow(name: str) -> None:
     for channels, size in itertools.product((1, 3), [(8, 8), (28, 28), (33, 20)]):
         images = reference.specimens(channels, size)
@@ -75,12 +84,12 @@ def test_semifl_operations_equal_pillow(name: str) -> None:
         corners[:5, 0], corners[3:8, 1] = 0, 0
         rows = [{"corner": corner} for corner in corners.tolist()]
         for negative in (False, True):
-            done = ours(images, "Solarize" if name == "Invert" else name, 0, negative, SEMIFL, corners[:, None])
+            done = ours(images, "Solarize" if name == "Invert" else name, 0, negative, SEMIFL_POOL, corners[:, None])
             expected = pillow(images, reference.semifl_operation, rows, name=name, negative=negative)
             np.testing.assert_array_equal(done, expected)
 
 
-@pytest.mark.parametrize("name", NAMES[:CUTOUT])
+@pytest.mark.parametrize("name", OPERATION_NAMES[:CUTOUT])
 def test_fedloke_operations_equal_pillow(name: str) -> None:
     """9 is RandAugment's default; the others show that nothing is tied to it."""
     for magnitude, size, channels in itertools.product((0, 9, 17, 30), ((8, 8), (33, 20)), (1, 3)):
@@ -88,7 +97,7 @@ def test_fedloke_operations_equal_pillow(name: str) -> None:
         for negative in (False, True):
             how = {"name": name, "negative": negative, "magnitude": magnitude}
             expected = pillow(images, reference.fedloke_operation, **how)
-            np.testing.assert_array_equal(ours(images, name, 0, negative, fedloke(magnitude)), expected)
+            np.testing.assert_array_equal(ours(images, name, 0, negative, fedloke_pool(magnitude)), expected)
 
 
 def test_autocontrast_equals_pillow_for_every_spread_of_values() -> None:
@@ -108,7 +117,7 @@ def test_autocontrast_equals_pillow_for_every_spread_of_values() -> None:
     np.testing.assert_array_equal(done, stacked)
 
 
-FACTORS = sorted({*FEDDURE.factor, *SEMIFL.factor, *fedloke(9).factor, *fedloke(9).opposite})
+FACTORS = sorted({*FEDDURE_POOL.factor, *SEMIFL_POOL.factor, *fedloke_pool(9).factor, *fedloke_pool(9).opposite})
 
 
 @pytest.mark.parametrize("factor", FACTORS)
@@ -130,11 +139,11 @@ def check_mixture(images: torch.Tensor, generator: torch.Generator) -> None:
     operation = torch.randint(CUTOUT, slots, generator=generator)
     level = torch.randint(LEVELS, slots, generator=generator)
     negative = torch.rand(slots, generator=generator) < 0.5
-    done = operate(images, operation, level, negative).numpy()
+    done = apply_operations(images, operation, level, negative).numpy()
     for row in range(len(images)):
         image = reference.to_image(images[row].numpy())
         for slot in range(2):
-            name = NAMES[int(operation[row, slot])]
+            name = OPERATION_NAMES[int(operation[row, slot])]
             image = reference.operation(image, name, int(level[row, slot]), bool(negative[row, slot]))
         np.testing.assert_array_equal(done[row], reference.to_array(image))
 
@@ -163,7 +172,7 @@ def test_operations_on_real_images_equal_pillow() -> None:
     if not files:
         pytest.skip("no CIFAR-10 in ../shared/data")
     cells = next(parquet.ParquetFile(files[0]).iter_batches(batch_size=500, columns=["image"])).to_pylist()
-    arrays = [decode(cell["image"]["bytes"], "cifar10") for cell in cells]
+    arrays = [decode_image(cell["image"]["bytes"], "cifar10") for cell in cells]
     check_mixture(torch.from_numpy(np.stack(arrays)).permute(0, 3, 1, 2).contiguous(), torch.Generator().manual_seed(0))
 
 
@@ -175,15 +184,15 @@ def test_equalize_by_hand() -> None:
     small, large = (values.repeat_interleave(side * side // 4).view(1, 1, side, side) for side in (16, 32))
     one = torch.ones((1, 1), dtype=torch.long)
     draws = one * EQUALIZE, one, one == 1
-    assert torch.equal(operate(small, *draws), small)
-    assert operate(large, *draws).flatten()[::256].tolist() == [0, 85, 171, 255]
+    assert torch.equal(apply_operations(small, *draws), small)
+    assert apply_operations(large, *draws).flatten()[::256].tolist() == [0, 85, 171, 255]
 
 
 def test_no_operation_leaves_every_row() -> None:
     images = reference.specimens(3, (8, 8))
     level, none = (torch.ones((len(images), 2), dtype=torch.long), torch.zeros((len(images), 0), dtype=torch.long))
-    assert torch.equal(operate(images, level * IDENTITY, level, level == 1), images)
-    assert torch.equal(operate(images, none, none, none == 1), images)
+    assert torch.equal(apply_operations(images, level * IDENTITY, level, level == 1), images)
+    assert torch.equal(apply_operations(images, none, none, none == 1), images)
 
 
 def test_bilinear_shear_by_hand() -> None:
@@ -193,9 +202,9 @@ def test_bilinear_shear_by_hand() -> None:
     other way it is 0.15 before it: the border's 0, then 102 - 15.3 = 86.7 and 188.7. The lower row moves by 0.45 and
     stays inside too: 45.9, 147.9, 204, and 0, 56.1, 158.1."""
     images = torch.tensor([0, 102, 204], dtype=torch.uint8).expand(2, 1, 2, 3).contiguous()
-    kind = torch.full((2, 1), NAMES.index("ShearX"))
+    kind = torch.full((2, 1), OPERATION_NAMES.index("ShearX"))
     corner = torch.zeros((2, 1, 2), dtype=torch.long)
-    done = operate(images, kind, torch.zeros_like(kind), torch.tensor([[False], [True]]), SEMIFL, corner)
+    done = apply_operations(images, kind, torch.zeros_like(kind), torch.tensor([[False], [True]]), SEMIFL_POOL, corner)
     assert done[0, 0].tolist() == [[15, 117, 204], [45, 147, 204]]
     assert done[1, 0].tolist() == [[0, 86, 188], [0, 56, 158]]
 
@@ -204,19 +213,29 @@ def test_the_pools_have_the_magnitudes_of_the_released_codes() -> None:
     """SemiFL's maxima, and torchvision's bin 9 of 31 by hand.
     Bin 9 of linspace(0, top, 31) is 0.3 top: shear 0.09, 150 / 331 * 0.3 = 0.13595 sides (4.35 of 32 pixels, cut to
     4), 9 degrees, blends 1 +- 0.27; Posterize 8 - round(9 / 7.5) = 7 bits; Solarize 255 - 76.5 = 178.5."""
-    pool = fedloke(9)
+    pool = fedloke_pool(9)
     assert pool.shear == pytest.approx((0.09,))
     assert pool.shift == pytest.approx((0.1359516,))
     assert (int(pool.shift[0] * 32), pool.bits, pool.pixels, pool.bilinear, pool.box) == (4, (7,), False, False, 0)
     assert (pool.degrees, pool.threshold) == ((9.0,), (178.5,))
     assert (*pool.factor, *pool.opposite) == pytest.approx((1.27, 0.73))
-    assert set(pool.operations) == set(NAMES) - {"Cutout"}
+    assert set(pool.operations) == set(OPERATION_NAMES) - {"Cutout"}
     assert len(pool.operations) == 14
-    assert (SEMIFL.degrees, SEMIFL.shear, SEMIFL.shift, SEMIFL.bits) == ((30.0,), (0.3,), (100.0,), (4,))
-    assert (SEMIFL.threshold, SEMIFL.factor, SEMIFL.opposite, SEMIFL.box) == ((0,), (1.9,), (1.9,), 40)
-    assert sorted(SEMIFL.operations) == sorted(name if name != "Invert" else "Solarize" for name in SEMIFL_NAMES)
+    assert (SEMIFL_POOL.degrees, SEMIFL_POOL.shear, SEMIFL_POOL.shift, SEMIFL_POOL.bits) == (
+        (30.0,),
+        (0.3,),
+        (100.0,),
+        (4,),
+    )
+    assert (SEMIFL_POOL.threshold, SEMIFL_POOL.factor, SEMIFL_POOL.opposite, SEMIFL_POOL.box) == (
+        (0,),
+        (1.9,),
+        (1.9,),
+        40,
+    )
+    assert sorted(SEMIFL_POOL.operations) == sorted(name if name != "Invert" else "Solarize" for name in SEMIFL_NAMES)
 
 
 def test_cutout_without_corners_is_named() -> None:
     with pytest.raises(UserError, match="no corners"):
-        ours(torch.zeros(1, 1, 8, 8, dtype=torch.uint8), "Cutout", pool=SEMIFL)
+        ours(torch.zeros(1, 1, 8, 8, dtype=torch.uint8), "Cutout", pool=SEMIFL_POOL)

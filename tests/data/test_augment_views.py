@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from halfmoon.core.errors import UserError
 from halfmoon.data.views import Labeled, Plain, Shared, Strong, StrongFedLoKe, StrongSemiFL, View, Weak
-from halfmoon.data.views.pools import CUTOUT, FEDDURE, IDENTITY, NAMES, SOLARIZE
+from halfmoon.data.views.pools import CUTOUT, FEDDURE_POOL, IDENTITY, OPERATION_NAMES, SOLARIZE
 from halfmoon.models.network import Normalize
 
 MEAN, STD = (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)
@@ -196,7 +196,7 @@ def test_draws_have_the_distributions_of_the_recipe() -> None:
     # A slot does something with probability 1/2 * 13/14, each of the 13 equally; identity takes the other 15/28.
     active = drawn["operation"] != IDENTITY
     assert abs(active.double().mean().item() - 13 / 28) < 5 * math.sqrt(13 / 28 * 15 / 28 / (2 * n))
-    assert len(FEDDURE.operations) - 1 == IDENTITY
+    assert len(FEDDURE_POOL.operations) - 1 == IDENTITY
     assert uniform(drawn["operation"][active], 13)
     both = active.all(1)
     assert uniform(drawn["operation"][both] @ torch.tensor([13, 1]), 169)
@@ -220,9 +220,9 @@ def test_semifl_draws_have_the_distributions_of_the_recipe() -> None:
     corner is max(0, u - 20) for a centre u in [0, 32), cut to whole pixels: 0 for u < 21, then 1 to 11 alike."""
     drawn = StrongSemiFL().draw(30_000, (3, 32, 32), seeded(1))
     assert set(drawn) == {"flip", "top", "left", "operation", "negative", "corner"}
-    for kind in range(len(NAMES)):
+    for kind in range(len(OPERATION_NAMES)):
         share = {IDENTITY: 1 / 2, SOLARIZE: 2 / 30}.get(kind, 1 / 30)
-        assert near(drawn["operation"] == kind, share), NAMES[kind]
+        assert near(drawn["operation"] == kind, share), OPERATION_NAMES[kind]
     assert near((drawn["operation"] == IDENTITY).all(1), 1 / 4)  # nothing but the mirror and the crop
     assert near(drawn["negative"], 1 / 2)
     assert drawn["corner"].shape == (30_000, 2, 2)
@@ -236,7 +236,7 @@ def test_fedloke_draws_have_the_distributions_of_the_recipe() -> None:
     drawn = StrongFedLoKe().draw(30_000, (3, 32, 32), seeded(2))
     assert set(drawn) == {"flip", "top", "left", "operation", "negative"}
     for kind in range(CUTOUT):
-        assert near(drawn["operation"] == kind, 1 / 14), NAMES[kind]
+        assert near(drawn["operation"] == kind, 1 / 14), OPERATION_NAMES[kind]
     both = drawn["operation"] == IDENTITY
     assert near(both.all(1), 1 / 196)
     assert near(drawn["negative"], 1 / 2)

@@ -7,7 +7,7 @@ import pytest
 from PIL import Image
 
 from halfmoon import Config, UserError
-from halfmoon.data.groups import groups
+from halfmoon.data.groups import find_groups
 from halfmoon.runs import factory
 from halfmoon.sites.folders import read_site
 from halfmoon.sites.folders.labels import LabelEdit, write_labels
@@ -28,12 +28,12 @@ def written(folder: Path) -> None:
 
 def test_a_pattern_finds_the_group_in_folder_and_name() -> None:
     paths = [Path("x9/a/p1_3.png"), Path("x9/p22_/4.png")]
-    assert groups(paths, PATTERN) == ["p1", "p22"]
+    assert find_groups(paths, PATTERN) == ["p1", "p22"]
     with pytest.raises(UserError, match=r"b\.png: its folder and name do not fit"):
-        groups([*paths, Path("p3_/a/b.png")], PATTERN)
+        find_groups([*paths, Path("p3_/a/b.png")], PATTERN)
     for wrong, words in (("p[0-9", "no regular expression"), ("p[0-9]+", "needs one group")):
         with pytest.raises(UserError, match=words):
-            groups(paths, wrong)
+            find_groups(paths, wrong)
 
 
 def test_no_group_of_class_folders_is_on_two_sides(tmp_path: Path) -> None:

@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from halfmoon.data import SERVER, Images, Source, Split, subset, summary
-from halfmoon.data.partition.heterogeneity import jensen_shannon, mix, total_variation
+from halfmoon.data import SERVER, Images, Source, Split, summarize, take_share
+from halfmoon.data.partition.heterogeneity import class_shares, jensen_shannon, total_variation
 
 # Client 0: labeled a a b, unlabeled b b. Client 1: labeled c, unlabeled c c c a. Client 2: labeled a. Nobody: one b.
 LABELS = np.array([0, 0, 1, 1, 1, 2, 2, 2, 2, 0, 0, 1])
@@ -17,11 +17,13 @@ CLIENT = np.array([0, 0, 0, 0, 0, 1, 1, 1, 1, 1, 2, -1])
 LABELED = np.array([1, 1, 1, 0, 0, 1, 0, 0, 0, 0, 1, 0], bool)
 SPLIT = Split(CLIENT, LABELED, 3)
 
-mixes = hnp.arrays(np.int64, (2, 5), elements=st.integers(0, 50)).filter(lambda n: (n.sum(1) > 0).all()).map(mix)
+mixes = (
+    hnp.arrays(np.int64, (2, 5), elements=st.integers(0, 50)).filter(lambda n: (n.sum(1) > 0).all()).map(class_shares)
+)
 
 
 def test_a_mix_of_nothing_is_not_a_number() -> None:
-    shares = mix(np.array([[1, 3], [0, 0]]))
+    shares = class_shares(np.array([[1, 3], [0, 0]]))
     assert shares[0].tolist() == [0.25, 0.75]
     assert np.isnan(shares[1]).all()
     assert np.isnan(total_variation(shares[0], shares[1]))
@@ -64,7 +66,7 @@ def test_summary_by_hand() -> None:
     All labeled rows: (3, 1, 1) / 5. Against it: client 0 |2/3-3/5| + |1/3-1/5| + 1/5 = 2/5, TV 1/5;
     client 1: 3/5 + 1/5 + 4/5, TV 4/5; client 2: 2/5 + 1/5 + 1/5, TV 2/5; mean 7/15.
     All unlabeled rows: (1, 2, 3) / 6. Client 0: 1/6 + 4/6 + 3/6, TV 2/3; client 1: 1/12 + 4/12 + 3/12, TV 1/3."""
-    facts = summary(SPLIT, LABELS, ("a", "b", "c"))
+    facts = summarize(SPLIT, LABELS, ("a", "b", "c"))
     assert facts["counts"] == {
         "images": 12, "labeled": 5, "unlabeled": 6, "nobody": 1, "clients": 3, "classes": ["a", "b", "c"],
     }  # fmt: skip
@@ -85,7 +87,7 @@ def test_summary_by_hand() -> None:
 
 
 def test_a_split_without_unlabeled_rows_has_no_distances() -> None:
-    facts = summary(Split(np.zeros(3, np.int64), np.ones(3, bool), 1), np.array([0, 1, 1]), ("a", "b"))
+    facts = summarize(Split(np.zeros(3, np.int64), np.ones(3, bool), 1), np.array([0, 1, 1]), ("a", "b"))
     nothing = {"mean": None, "min": None, "max": None}
     assert facts["internal"] == facts["internal_js"] == facts["external"]["unlabeled"] == nothing
     assert facts["external"]["labeled"] == {"mean": 0.0, "min": 0.0, "max": 0.0}
@@ -97,7 +99,7 @@ def test_a_server_that_holds_labels_has_a_row_of_its_own() -> None:
     client = np.array([SERVER, SERVER, SERVER, 0, 0, 1, 1, -1])
     labels = np.array([0, 0, 1, 1, 1, 0, 2, 2])
     split = Split(client, client == SERVER, 2, stage=np.array([0, 0, 0, 0, 1, 1, 1, 2]))
-    facts = summary(split, labels, ("a", "b", "c"))
+    facts = summarize(split, labels, ("a", "b", "c"))
     assert {**facts["server"], "js": 0} == {
         "labeled": 3, "labeled_classes": [2, 1, 0], "tv": pytest.approx(5 / 12), "js": 0,
     }  # fmt: skip
@@ -112,8 +114,8 @@ def test_a_server_that_holds_labels_has_a_row_of_its_own() -> None:
     assert facts["external"]["unlabeled"] == pytest.approx({"mean": 1 / 2, "min": 1 / 2, "max": 1 / 2})
     assert facts["sizes"]["labeled"] == {"min": 0, "median": 0.0, "max": 0}
     assert json.loads(json.dumps(facts, allow_nan=False)) == facts
-    assert summary(SPLIT, LABELS, ("a", "b", "c"))["server"] is None
-    assert summary(SPLIT, LABELS, ("a", "b", "c"))["stages"] == [6]
+    assert summarize(SPLIT, LABELS, ("a", "b", "c"))["server"] is None
+    assert summarize(SPLIT, LABELS, ("a", "b", "c"))["stages"] == [6]
 
 
 def test_a_share_of_a_source_is_stratified_and_fixed() -> None:
@@ -121,12 +123,12 @@ def test_a_share_of_a_source_is_stratified_and_fixed() -> None:
     labels = np.repeat([0, 1, 2], [100, 20, 1]).astype(np.int64)
     pixels = np.arange(121, dtype=np.uint8).reshape(-1, 1, 1, 1)
     source = Source("toy", Images(pixels, labels), Images(pixels, labels), ("a", "b", "c"), False, (0.5,), (0.5,))
-    part = subset(source, 0.3)
+    part = take_share(source, 0.3)
     assert np.bincount(part.train.labels).tolist() == [30, 6, 1]
     rows = part.train.images.ravel()
     assert (np.diff(rows.astype(int)) > 0).all(), "in their old order"
     assert (labels[rows] == part.train.labels).all()
     assert part.test is source.test
-    assert (subset(source, 0.3).train.images == part.train.images).all()
-    assert set(rows.tolist()) < set(subset(source, 0.6).train.images.ravel().tolist())
-    assert subset(source, 1) is source
+    assert (take_share(source, 0.3).train.images == part.train.images).all()
+    assert set(rows.tolist()) < set(take_share(source, 0.6).train.images.ravel().tolist())
+    assert take_share(source, 1) is source

@@ -15,7 +15,7 @@ from PIL import Image
 
 from halfmoon.core.errors import UserError
 from halfmoon.data import load
-from halfmoon.data.images import statistics
+from halfmoon.data.images import channel_statistics
 from halfmoon.data.sources import DATASETS
 
 FISH, FROG, CROC = "n01443537", "n01641577", "n01698640"
@@ -125,7 +125,7 @@ def test_a_folder_by_its_path_is_known_by_its_files(tmp_path: Path) -> None:
     source = load(str(tmp_path))
     np.testing.assert_array_equal(source.test.images, pixels[4:])
     assert (source.name, len(source.classes)) == (tmp_path.name, 100)
-    assert (source.mean, source.std) == statistics(pixels[:4])
+    assert (source.mean, source.std) == channel_statistics(pixels[:4])
 
 
 def test_names_are_those_of_the_names_file(tmp_path: Path) -> None:

@@ -17,8 +17,15 @@ from hypothesis import strategies as st
 
 from halfmoon.core.errors import UserError
 from halfmoon.data import Images, Scenario, Source, Split, load
-from halfmoon.data.partition.primitives import apportion, deal, holdings, spread, stream, take_labeled
-from halfmoon.data.partition.split import Origin, hash_labels
+from halfmoon.data.partition.primitives import (
+    apportion,
+    deal_evenly,
+    draw_labeled,
+    named_generator,
+    rows_by_client,
+    spread_by_dirichlet,
+)
+from halfmoon.data.partition.split import SplitOrigin, hash_labels
 
 
 def mixed(count: int, classes: int, seed: int = 0) -> np.ndarray:
@@ -27,7 +34,7 @@ def mixed(count: int, classes: int, seed: int = 0) -> np.ndarray:
 
 def test_streams_depend_on_every_word_and_nothing_else() -> None:
     def first(*words: str, seed: int = 0) -> int:
-        return int(stream(seed, *words).integers(2**62))
+        return int(named_generator(seed, *words).integers(2**62))
 
     numbers = [first(), first("a"), first("b"), first("a", "b"), first("ab"), first("b", "a"), first("a", seed=1)]
     assert len(set(numbers)) == len(numbers)
@@ -45,21 +52,21 @@ def test_apportion_stays_within_one_of_the_exact_share(weights: list[int], total
 @given(st.integers(20, 200), st.integers(1, 5), st.integers(0, 5), st.integers(0, 9))
 def test_the_labeled_pool_has_the_counts_that_were_asked(count: int, classes: int, asked: int, seed: int) -> None:
     labels = mixed(count, classes, seed)
-    chosen = take_labeled(labels, np.full(classes, min(asked, count // classes)), stream(seed, "pool"))
+    chosen = draw_labeled(labels, np.full(classes, min(asked, count // classes)), named_generator(seed, "pool"))
     assert np.bincount(labels[chosen], minlength=classes).tolist() == [min(asked, count // classes)] * classes
 
 
 def test_a_larger_pool_contains_the_smaller() -> None:
     """The pool is the first rows of one permutation, so runs with more labels see those of runs with fewer."""
     labels = mixed(300, 3)
-    small, large = (take_labeled(labels, np.full(3, n), stream(0, "pool")) for n in (10, 40))
+    small, large = (draw_labeled(labels, np.full(3, n), named_generator(0, "pool")) for n in (10, 40))
     assert (large[small]).all()
 
 
 @given(st.integers(1, 300), st.integers(1, 6), st.integers(1, 40), st.integers(0, 99))
 def test_dealing_is_even_in_every_class_and_in_all(count: int, classes: int, clients: int, seed: int) -> None:
     labels = mixed(count, classes, seed)
-    holder = deal(labels, clients, stream(seed, "deal"))
+    holder = deal_evenly(labels, clients, named_generator(seed, "deal"))
     sizes = np.bincount(holder, minlength=clients)
     assert sizes.max() - sizes.min() <= 1
     for label in range(classes):
@@ -69,7 +76,7 @@ def test_dealing_is_even_in_every_class_and_in_all(count: int, classes: int, cli
 
 def test_dealing_is_random_inside_a_class() -> None:
     labels = np.zeros(1000, np.int64)
-    a, b = (deal(labels, 10, stream(seed, "deal")) for seed in (0, 1))
+    a, b = (deal_evenly(labels, 10, named_generator(seed, "deal")) for seed in (0, 1))
     # Two independent even deals agree on a tenth of the rows: 100, with a standard deviation near 9.5.
     assert 50 < (a == b).sum() < 150
 
@@ -99,8 +106,8 @@ def oracle(labels, clients, dirichlet_alpha, draw, min_size):
 @pytest.mark.parametrize(("dirichlet_alpha", "clients", "min_size"), [(0.5, 20, 10), (0.2, 8, 12), (5.0, 30, 15)])
 def test_spread_equals_the_routine_in_words(seed: int, dirichlet_alpha: float, clients: int, min_size: int) -> None:
     labels = mixed(1000, 10, seed)
-    holder = spread(labels, clients, dirichlet_alpha, stream(seed, "x"), min_size=min_size)
-    held = oracle(labels, clients, dirichlet_alpha, stream(seed, "x"), min_size)
+    holder = spread_by_dirichlet(labels, clients, dirichlet_alpha, named_generator(seed, "x"), min_size=min_size)
+    held = oracle(labels, clients, dirichlet_alpha, named_generator(seed, "x"), min_size)
     for k in range(clients):
         assert np.flatnonzero(holder == k).tolist() == sorted(held[k])
 
@@ -111,7 +118,7 @@ def test_spread_gives_every_row_to_one_client(
     clients: int, dirichlet_alpha: float, classes: int, cap: bool, seed: int
 ) -> None:
     labels = mixed(240, classes, seed)
-    holder = spread(labels, clients, dirichlet_alpha, stream(seed, "x"), min_size=0, cap=cap)
+    holder = spread_by_dirichlet(labels, clients, dirichlet_alpha, named_generator(seed, "x"), min_size=0, cap=cap)
     assert holder.shape == labels.shape
     assert holder.min() >= 0
     assert holder.max() < clients
@@ -125,8 +132,8 @@ def test_spread_gives_every_row_to_one_client(
 
 def test_a_tiny_gamma_gives_each_class_to_few_and_a_huge_one_to_all() -> None:
     labels = mixed(4000, 4)
-    rare = spread(labels, 8, 1e-3, stream(0, "x"), min_size=0)
-    even = spread(labels, 8, 1e6, stream(0, "x"), min_size=1)
+    rare = spread_by_dirichlet(labels, 8, 1e-3, named_generator(0, "x"), min_size=0)
+    even = spread_by_dirichlet(labels, 8, 1e6, named_generator(0, "x"), min_size=1)
     holders = [len(set(rare[labels == label].tolist())) for label in range(4)]
     assert max(holders) <= 3
     sizes = np.bincount(even * 4 + labels, minlength=32)
@@ -140,7 +147,7 @@ def test_a_class_whose_holder_is_full_goes_whole_to_another() -> None:
     sizes are 40, but for what rounding moves to the last client, at most one row a class."""
     labels = np.repeat(np.arange(5), 40)
     for seed in range(20):
-        sizes = np.bincount(spread(labels, 5, 1e-6, stream(seed, "x"), min_size=0), minlength=5)
+        sizes = np.bincount(spread_by_dirichlet(labels, 5, 1e-6, named_generator(seed, "x"), min_size=0), minlength=5)
         assert np.abs(sizes - 40).max() <= 5
 
 
@@ -149,32 +156,39 @@ def test_a_smallest_size_that_cannot_be_met_is_said_with_the_best_found() -> Non
     with pytest.raises(
         UserError, match=r"in 7 draws .* dirichlet_alpha 0.05 gave each of 10 clients 18 rows; the best minimum was"
     ):
-        spread(labels, 10, 0.05, stream(0, "x"), min_size=18, tries=7)
-    draw = stream(3, "x")
-    best = max(int(np.bincount(spread(labels, 5, 0.5, draw, min_size=0), minlength=5).min()) for _ in range(3))
+        spread_by_dirichlet(labels, 10, 0.05, named_generator(0, "x"), min_size=18, tries=7)
+    draw = named_generator(3, "x")
+    best = max(
+        int(np.bincount(spread_by_dirichlet(labels, 5, 0.5, draw, min_size=0), minlength=5).min()) for _ in range(3)
+    )
     assert 0 < best < 30
     with pytest.raises(
         UserError, match=f"minimum was {best}, and . or more had fewer. Ask for 2 clients, or set min_size to {best} or"
     ):
-        spread(labels, 5, 0.5, stream(3, "x"), min_size=39, tries=3)
+        spread_by_dirichlet(labels, 5, 0.5, named_generator(3, "x"), min_size=39, tries=3)
 
 
 def test_thousands_of_clients_are_told_at_once_what_would_succeed() -> None:
     """Of 5,000 clients dozens have nothing in each draw: three are enough to know it; what is said then succeeds."""
     labels = mixed(20_000, 10)
-    draw = stream(0, "many")
+    draw = named_generator(0, "many")
     with pytest.raises(UserError, match="in 3 draws no split") as caught:
-        spread(labels, 5000, 0.5, draw, min_size=1)
+        spread_by_dirichlet(labels, 5000, 0.5, draw, min_size=1)
     said = re.search(r"Raise dirichlet_alpha to ([\d.]+), or ask for (\d+) clients", str(caught.value))
     assert said
     for clients, alpha in ((5000, float(said[1])), (int(said[2]), 0.5)):
-        assert np.bincount(spread(labels, clients, alpha, stream(1, "many"), min_size=1), minlength=clients).min() >= 1
+        assert (
+            np.bincount(
+                spread_by_dirichlet(labels, clients, alpha, named_generator(1, "many"), min_size=1), minlength=clients
+            ).min()
+            >= 1
+        )
 
 
 def test_what_each_client_holds_is_found_at_once() -> None:
     """As by looking for each client's rows; nobody's (-1) and the server's (-2) are no client's."""
     client = np.random.default_rng(0).integers(-2, 7, 300)
-    found = holdings(client, 8)
+    found = rows_by_client(client, 8)
     assert len(found) == 8
     assert all(np.array_equal(rows, np.flatnonzero(client == k)) for k, rows in enumerate(found))
 
@@ -249,7 +263,7 @@ def test_a_split_of_other_data_is_refused() -> None:
         split.check(tiny(labels[:60]))
     with pytest.raises(UserError, match="labels of tiny differ"):
         split.check(tiny(np.roll(labels, 1)))
-    replace(split, origin=Origin()).check(tiny(np.roll(labels, 1)))
+    replace(split, origin=SplitOrigin()).check(tiny(np.roll(labels, 1)))
 
 
 @pytest.mark.parametrize(

@@ -16,9 +16,9 @@ from PIL import Image
 from halfmoon import Config, UserError
 from halfmoon.data import dicom as dicom_reader
 from halfmoon.data import load
-from halfmoon.data.images import Images, statistics
-from halfmoon.data.preparation import Preparation, checked_window, eight_bits, middle
-from halfmoon.data.readers.decode import decode, fitted, header, prepared
+from halfmoon.data.images import Images, channel_statistics
+from halfmoon.data.preparation import Preparation, center_box, parse_window, to_eight_bits
+from halfmoon.data.readers.decode import decode_image, decode_prepared, decode_to_shape, read_header
 from halfmoon.runs import factory
 
 rng = np.random.default_rng(0)
@@ -40,51 +40,51 @@ def mixed(folder: Path) -> Path:
 
 @pytest.mark.parametrize(("form", "options"), [("PNG", {}), ("TIFF", {}), ("BMP", {}), ("WEBP", {"lossless": True})])
 def test_exact_pixels_are_kept(form: str, options: dict[str, bool]) -> None:
-    assert np.array_equal(fitted(encode(RGB, form, **options), "a", 8, 6, 3), RGB)
+    assert np.array_equal(decode_to_shape(encode(RGB, form, **options), "a", 8, 6, 3), RGB)
     if form != "WEBP":  # it has no gray
-        assert np.array_equal(fitted(encode(GRAY, form), "a", 8, 6, 1)[:, :, 0], GRAY)
+        assert np.array_equal(decode_to_shape(encode(GRAY, form), "a", 8, 6, 1)[:, :, 0], GRAY)
 
 
 def test_gray_becomes_three_equal_channels_and_alpha_is_left_out() -> None:
-    assert np.array_equal(fitted(encode(GRAY), "a", 8, 6, 3), np.repeat(GRAY[:, :, None], 3, 2))
+    assert np.array_equal(decode_to_shape(encode(GRAY), "a", 8, 6, 3), np.repeat(GRAY[:, :, None], 3, 2))
     alpha = Image.fromarray(rng.integers(0, 256, (8, 6), np.uint8))
     seen, gray = Image.fromarray(RGB), Image.fromarray(GRAY)
     seen.putalpha(alpha)
     gray.putalpha(alpha)
     assert (seen.mode, gray.mode) == ("RGBA", "LA")
-    assert np.array_equal(fitted(encode(seen), "a", 8, 6, 3), RGB)
-    assert np.array_equal(fitted(encode(gray), "a", 8, 6, 1)[:, :, 0], GRAY)
+    assert np.array_equal(decode_to_shape(encode(seen), "a", 8, 6, 3), RGB)
+    assert np.array_equal(decode_to_shape(encode(gray), "a", 8, 6, 1)[:, :, 0], GRAY)
 
 
 def test_rgb_becomes_gray_by_luma() -> None:
     """ITU-R 601: 0.299 R + 0.587 G + 0.114 B, to one gray level."""
-    gray = fitted(encode(RGB), "a", 8, 6, 1)[:, :, 0]
+    gray = decode_to_shape(encode(RGB), "a", 8, 6, 1)[:, :, 0]
     assert np.abs(gray - RGB @ np.array([0.299, 0.587, 0.114])).max() <= 1
 
 
 def test_palette_bilevel_and_cmyk() -> None:
     palette = Image.fromarray(np.array([[0, 1], [1, 0]], np.uint8), "P")
     palette.putpalette([10, 20, 30, 40, 50, 60])
-    assert fitted(encode(palette), "a", 2, 2, 3)[0].tolist() == [[10, 20, 30], [40, 50, 60]]
+    assert decode_to_shape(encode(palette), "a", 2, 2, 3)[0].tolist() == [[10, 20, 30], [40, 50, 60]]
     bits = Image.fromarray(GRAY).convert("1")
-    assert np.array_equal(fitted(encode(bits), "a", 8, 6, 1)[:, :, 0], np.asarray(bits) * 255)
+    assert np.array_equal(decode_to_shape(encode(bits), "a", 8, 6, 1)[:, :, 0], np.asarray(bits) * 255)
     # No ink is white; full cyan takes all red.
     ink = Image.fromarray(np.array([[[0, 0, 0, 0], [255, 0, 0, 0]]], np.uint8), "CMYK")
-    assert fitted(encode(ink, "TIFF"), "a", 1, 2, 3)[0].tolist() == [[255, 255, 255], [0, 255, 255]]
+    assert decode_to_shape(encode(ink, "TIFF"), "a", 1, 2, 3)[0].tolist() == [[255, 255, 255], [0, 255, 255]]
 
 
 @pytest.mark.parametrize("form", ["PNG", "TIFF"])
 def test_sixteen_bits_are_scaled_not_cut_off(form: str) -> None:
     """255 / 65535 = 1 / 257: 257 k becomes k, and everything within half a step of it (+-128) does."""
     deep = np.array([[0, 128, 129, 257, 25700, 65535]], np.uint16)
-    assert fitted(encode(deep, form), "a", 1, 6, 1)[0, :, 0].tolist() == [0, 0, 1, 1, 100, 255]
-    assert fitted(encode(deep, form), "a", 1, 6, 3)[0, 4].tolist() == [100, 100, 100]
+    assert decode_to_shape(encode(deep, form), "a", 1, 6, 1)[0, :, 0].tolist() == [0, 0, 1, 1, 100, 255]
+    assert decode_to_shape(encode(deep, form), "a", 1, 6, 3)[0, 4].tolist() == [100, 100, 100]
 
 
 def test_pixels_without_a_range_are_refused() -> None:
     for pixels in (np.ones((2, 2), np.float32), np.array([[0, 70000]], np.int32)):
         with pytest.raises(UserError, match=r"^a: its pixels have 32 bits and no known range; convert"):
-            fitted(encode(pixels, "TIFF"), "a", 2, 2, 1)
+            decode_to_shape(encode(pixels, "TIFF"), "a", 2, 2, 1)
 
 
 @pytest.mark.parametrize("form", ["PNG", "JPEG", "TIFF"])
@@ -93,28 +93,28 @@ def test_the_orientation_tag_turns_the_image(form: str) -> None:
     exif = Image.Exif()
     exif[0x0112] = 6
     blocks = np.kron(np.array([[0, 255], [100, 200]], np.uint8), np.ones((16, 8), np.uint8))  # (32, 16)
-    got = fitted(encode(blocks, form, exif=exif), "a", 16, 32, 1)[:, :, 0]
+    got = decode_to_shape(encode(blocks, form, exif=exif), "a", 16, 32, 1)[:, :, 0]
     assert np.abs(got.astype(int) - np.rot90(blocks, -1)).max() <= (8 if form == "JPEG" else 0)
 
 
 def test_resampling_is_antialiased() -> None:
     """Halving with a triangle of radius 2 pixels: weights (1, 3, 3, 1) / 8 inside; stripes 0, 255 become 127 or 128."""
     stripes = np.tile(np.array([0, 255], np.uint8), (16, 16))
-    small = fitted(encode(stripes), "a", 8, 16, 1)[:, 1:-1, 0]
+    small = decode_to_shape(encode(stripes), "a", 8, 16, 1)[:, 1:-1, 0]
     assert set(small.ravel().tolist()) <= {127, 128}
-    assert fitted(encode(GRAY), "a", 3, 50, 3).shape == (3, 50, 3)
+    assert decode_to_shape(encode(GRAY), "a", 3, 50, 3).shape == (3, 50, 3)
 
 
 def test_damage_is_a_sentence_with_the_name() -> None:
     whole = encode(rng.integers(0, 256, (64, 64, 3), np.uint8), "JPEG")
     for data in (whole[: len(whole) // 2], b"", b"no image", encode(RGB)[:60]):
         with pytest.raises(UserError, match=r"^x/y\.png: not a readable image .*; replace or remove it\.$"):
-            fitted(data, "x/y.png", 8, 8, 3)
+            decode_to_shape(data, "x/y.png", 8, 8, 3)
 
 
 def test_other_formats_are_not_opened() -> None:
     with pytest.raises(UserError, match=r"^a: not a readable image \(no known format\)"):
-        fitted(encode(GRAY, "GIF"), "a", 8, 6, 1)
+        decode_to_shape(encode(GRAY, "GIF"), "a", 8, 6, 1)
 
 
 def test_damaged_files_never_raise_anything_else() -> None:
@@ -125,7 +125,7 @@ def test_damaged_files_never_raise_anything_else() -> None:
             broken = whole.copy()
             broken[draw.integers(0, len(broken), 3)] = draw.integers(0, 256, 3)
             with suppress(UserError):
-                assert fitted(broken.tobytes(), "a", 4, 4, 3).shape == (4, 4, 3)
+                assert decode_to_shape(broken.tobytes(), "a", 4, 4, 3).shape == (4, 4, 3)
 
 
 def test_mixed_sizes_and_modes_are_named_or_taken(tmp_path: Path) -> None:
@@ -140,9 +140,11 @@ def test_mixed_sizes_and_modes_are_named_or_taken(tmp_path: Path) -> None:
         assert found.train.images.shape == (6, 16, 16, channels)
         assert (
             found.train.images[2].tolist()
-            == prepared((tmp_path / "set/train/a/2.png").read_bytes(), "x", Preparation(channels=channels)).tolist()
+            == decode_prepared(
+                (tmp_path / "set/train/a/2.png").read_bytes(), "x", Preparation(channels=channels)
+            ).tolist()
         )
-        assert (found.mean, found.std) == statistics(found.train.images)
+        assert (found.mean, found.std) == channel_statistics(found.train.images)
 
 
 def test_kept_images_are_mapped_and_their_spread_is_known(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -150,7 +152,7 @@ def test_kept_images_are_mapped_and_their_spread_is_known(tmp_path: Path, monkey
     folder, cache, how = str(mixed(tmp_path / "set")), tmp_path / "cache", Preparation((16, 16), 1)
     plain = load(folder, how=how)
     first = load(folder, cache=cache, how=how)
-    monkeypatch.setattr("halfmoon.data.sources.statistics", lambda _: pytest.fail("pixels were read"))
+    monkeypatch.setattr("halfmoon.data.sources.channel_statistics", lambda _: pytest.fail("pixels were read"))
     again = load(folder, cache=cache, how=how)
     for found in (first, again):
         assert isinstance(found.train.images, np.memmap)
@@ -178,30 +180,34 @@ def test_every_source_is_resized() -> None:
     assert made.train.images.shape == (1437, 16, 16, 3)
     for row in (0, 700):
         data = encode(plain.train.images[row, :, :, 0])
-        assert np.array_equal(made.train.images[row], fitted(data, "x", 16, 16, 3))
+        assert np.array_equal(made.train.images[row], decode_to_shape(data, "x", 16, 16, 3))
     assert made.mean == pytest.approx(plain.mean * 3, abs=0.01)
 
 
 def test_crop_keeps_the_middle_in_proportion() -> None:
     """A 4x8 image of four columns 0, 1, 2, 3 (two wide each), cut to 4x4: the columns 1 and 2 stay."""
     wide = np.repeat(np.arange(4, dtype=np.uint8) * 60, 2)[None].repeat(4, 0)
-    assert prepared(encode(wide), "x", Preparation((4, 4), 1, crop=True))[0, :, 0].tolist() == [60, 60, 120, 120]
-    assert prepared(encode(wide), "x", Preparation((4, 4), 1))[0, :, 0].tolist() != [60, 60, 120, 120]
-    assert middle(4, 8, 4, 4) == (2, 0, 6, 4)
-    assert middle(9, 3, 2, 2) == (0, 3, 3, 6)
+    assert decode_prepared(encode(wide), "x", Preparation((4, 4), 1, crop=True))[0, :, 0].tolist() == [60, 60, 120, 120]
+    assert decode_prepared(encode(wide), "x", Preparation((4, 4), 1))[0, :, 0].tolist() != [60, 60, 120, 120]
+    assert center_box(4, 8, 4, 4) == (2, 0, 6, 4)
+    assert center_box(9, 3, 2, 2) == (0, 3, 3, 6)
 
 
 def test_twelve_bits_do_not_become_black() -> None:
     """Values 100 to 4095 in 16 bits are spread over 0..255; a window says what is black and white instead."""
     deep = np.array([[100, 4095, 2098]], np.uint16)
-    assert fitted(encode(deep), "x", 1, 3, 1)[0, :, 0].tolist() == [0, 255, 128]  # 1998 / 3995 * 255 = 127.53
-    assert fitted(encode(deep), "x", 1, 3, 1, window=(0, 4095))[0, :, 0].tolist() == [6, 255, 131]  # 6.23, 130.65
-    assert fitted(encode(deep), "x", 1, 3, 1, window=(2000, 2200))[0, :, 0].tolist() == [0, 255, 125]
-    assert eight_bits(np.array([[7, 7]], np.uint16), None, "x").tolist() == [[0, 0]]
-    assert eight_bits(np.array([[0.5, 2.0]], np.float32), (0, 1), "x").tolist() == [[128, 255]]
+    assert decode_to_shape(encode(deep), "x", 1, 3, 1)[0, :, 0].tolist() == [0, 255, 128]  # 1998 / 3995 * 255 = 127.53
+    assert decode_to_shape(encode(deep), "x", 1, 3, 1, window=(0, 4095))[0, :, 0].tolist() == [
+        6,
+        255,
+        131,
+    ]  # 6.23, 130.65
+    assert decode_to_shape(encode(deep), "x", 1, 3, 1, window=(2000, 2200))[0, :, 0].tolist() == [0, 255, 125]
+    assert to_eight_bits(np.array([[7, 7]], np.uint16), None, "x").tolist() == [[0, 0]]
+    assert to_eight_bits(np.array([[0.5, 2.0]], np.float32), (0, 1), "x").tolist() == [[128, 255]]
     for wrong in ((1,), (2, 1), (0, float("nan"))):
         with pytest.raises(UserError, match="window is"):
-            checked_window(wrong)
+            parse_window(wrong)
 
 
 def test_the_configuration_says_it(tmp_path: Path) -> None:
@@ -229,7 +235,7 @@ def test_dicom_is_read_by_slope_window_and_kind(tmp_path: Path) -> None:
     slope = {"RescaleSlope": 2, "RescaleIntercept": -1000}
 
     def read(**header: Any) -> list[int]:
-        return fitted(dicom(tmp_path / "a.dcm", stored, **slope, **header), "a", 1, 3, 1)[0, :, 0].tolist()
+        return decode_to_shape(dicom(tmp_path / "a.dcm", stored, **slope, **header), "a", 1, 3, 1)[0, :, 0].tolist()
 
     assert read() == [0, 128, 255]
     assert read(WindowCenter=1000, WindowWidth=2001) == [0, 128, 255]
@@ -237,7 +243,7 @@ def test_dicom_is_read_by_slope_window_and_kind(tmp_path: Path) -> None:
     assert read(WindowCenter=[2000, 5], WindowWidth=[2001, 5]) == [0, 0, 255]
     assert read(PhotometricInterpretation="MONOCHROME1") == [255, 128, 0]
     data = dicom(tmp_path / "a.dcm", stored, **slope)
-    assert fitted(data, "a", 1, 3, 1, window=(-1000, 1000))[0, :, 0].tolist() == [0, 255, 255]
+    assert decode_to_shape(data, "a", 1, 3, 1, window=(-1000, 1000))[0, :, 0].tolist() == [0, 255, 255]
 
 
 def test_signed_dicom_keeps_its_values(tmp_path: Path) -> None:
@@ -246,7 +252,7 @@ def test_signed_dicom_keeps_its_values(tmp_path: Path) -> None:
     signed = {"PixelRepresentation": 1, "BitsStored": 16, "HighBit": 15, "PixelData": stored.tobytes()}
     for kind, gray in (("MONOCHROME2", [0, 128, 255]), ("MONOCHROME1", [255, 128, 0])):
         data = dicom(tmp_path / "a.dcm", stored, **signed, PhotometricInterpretation=kind)
-        assert fitted(data, "a", 1, 3, 1, window=(-1000, 1000))[0, :, 0].tolist() == gray
+        assert decode_to_shape(data, "a", 1, 3, 1, window=(-1000, 1000))[0, :, 0].tolist() == gray
 
 
 def slopes(frames: int) -> list[Any]:
@@ -267,7 +273,7 @@ def test_one_frame_stands_for_several(tmp_path: Path) -> None:
     stored = np.repeat(np.arange(5) * 10, 4).reshape(5, 2, 2)
 
     def read(**header: Any) -> np.ndarray:
-        return fitted(dicom(tmp_path / "a.dcm", stored, NumberOfFrames=5, **header), "a", 2, 2, 1)
+        return decode_to_shape(dicom(tmp_path / "a.dcm", stored, NumberOfFrames=5, **header), "a", 2, 2, 1)
 
     window = {"WindowCenter": 50.5, "WindowWidth": 101}
     assert read(**window)[0, 0, 0] == 51  # 20 of 0..100 is 51 of 255
@@ -278,7 +284,7 @@ def test_one_frame_stands_for_several(tmp_path: Path) -> None:
 def test_one_bright_spot_leaves_the_rest_visible() -> None:
     """Of 1,000 values from 0 to 999 and one of 65535 white is the 99.5th percentile, so the middle is gray."""
     pixels = np.append(np.arange(1000), 65535).astype(np.uint16).reshape(7, 143)
-    gray = eight_bits(pixels, None, "x").reshape(-1)
+    gray = to_eight_bits(pixels, None, "x").reshape(-1)
     assert abs(int(gray[500]) - 128) <= 1
     assert (gray[0], gray[-1]) == (0, 255)
 
@@ -292,8 +298,8 @@ def test_dicom_that_holds_no_image_says_so(tmp_path: Path) -> None:
         (dicom(tmp_path / "a.dcm", frames, Rows=None), "without an image"),
     ):
         with pytest.raises(UserError, match=words):
-            fitted(data, "a", 1, 1, 1)
-    assert header(tmp_path / "a.dcm") is None  # else gray images beside it would be taken for colored ones
+            decode_to_shape(data, "a", 1, 1, 1)
+    assert read_header(tmp_path / "a.dcm") is None  # else gray images beside it would be taken for colored ones
 
 
 def test_threads_that_decode_leave_warnings_as_they_are() -> None:
@@ -301,7 +307,7 @@ def test_threads_that_decode_leave_warnings_as_they_are() -> None:
     file = encode(Image.new("P", (60, 60)), transparency=b"\0" * 9)
     before = list(warnings.filters)
     with ThreadPoolExecutor(8) as pool:
-        list(pool.map(lambda _: fitted(file, "a", 8, 8, 3), range(400)))
+        list(pool.map(lambda _: decode_to_shape(file, "a", 8, 8, 3), range(400)))
     assert list(warnings.filters) == before
 
 
@@ -366,7 +372,7 @@ def test_a_deflated_dicom_is_read_and_a_bomb_is_refused(monkeypatch: pytest.Monk
     pytest.importorskip("pydicom")
     stored, window = np.arange(35, dtype=np.uint16).reshape(5, 7), {"WindowCenter": 17.5, "WindowWidth": 36}
     data = deflated_dicom(stored.tobytes(), **window)
-    assert decode(data, "a").tolist() == decode(dicom_file(stored, **window), "a").tolist()
-    monkeypatch.setattr(dicom_reader, "LARGEST", 2**20)
+    assert decode_image(data, "a").tolist() == decode_image(dicom_file(stored, **window), "a").tolist()
+    monkeypatch.setattr(dicom_reader, "MAX_UNPACKED_BYTES", 2**20)
     with pytest.raises(UserError, match="it unpacks to over 1,048,576 bytes"):
-        decode(deflated_dicom(bytes(2**20), 2), "a")
+        decode_image(deflated_dicom(bytes(2**20), 2), "a")

@@ -11,12 +11,12 @@ from test_partition import mixed
 from halfmoon.api.split_options import SplitOptions
 from halfmoon.core.errors import UserError
 from halfmoon.data.partition import rules
-from halfmoon.data.partition.primitives import stream
-from halfmoon.data.partition.rules import Part
+from halfmoon.data.partition.primitives import named_generator
+from halfmoon.data.partition.rules import RowPool
 
 CIFAR = np.random.default_rng(0).permutation(np.repeat(np.arange(10), 5000))
 
-Fill = Callable[[SplitOptions, Part], np.ndarray]
+Fill = Callable[[SplitOptions, RowPool], np.ndarray]
 
 
 def table(holder: np.ndarray, labels: np.ndarray, clients: int, classes: int) -> np.ndarray:
@@ -25,9 +25,11 @@ def table(holder: np.ndarray, labels: np.ndarray, clients: int, classes: int) ->
     return cells.reshape(clients, classes)
 
 
-def part(labels: np.ndarray, classes: int, clients: int, seed: int = 0) -> Part:
+def part(labels: np.ndarray, classes: int, clients: int, seed: int = 0) -> RowPool:
     """Return rows to share out; the classes are called a, b, c ..."""
-    return Part(labels, [chr(97 + label) for label in range(classes)], clients, stream(seed, "x"), "labeled")
+    return RowPool(
+        labels, [chr(97 + label) for label in range(classes)], clients, named_generator(seed, "x"), "labeled"
+    )
 
 
 def alpha(value: float) -> SplitOptions:
@@ -110,7 +112,7 @@ def in_words(labels, classes, clients, dirichlet_alpha, draw):
 def test_filling_in_turn_equals_the_routine_in_words(seed: int, dirichlet_alpha: float, clients: int) -> None:
     labels = mixed(1000, 10, seed)
     holder = rules.fill_in_turn(alpha(dirichlet_alpha), part(labels, 10, clients, seed))
-    held, rest, _ = in_words(labels, 10, clients, dirichlet_alpha, stream(seed, "x"))
+    held, rest, _ = in_words(labels, 10, clients, dirichlet_alpha, named_generator(seed, "x"))
     for k in range(clients):
         assert np.flatnonzero(holder == k).tolist() == sorted(held[k])
     assert np.flatnonzero(holder == -1).tolist() == sorted(rest)
@@ -123,7 +125,7 @@ def test_top_ups_begin_where_the_notes_found_them(dirichlet_alpha: float, first:
     rows. A tenth of the rows has the same shares."""
     began, part = [], []
     for seed in range(8):
-        _, _, extra = in_words(mixed(5000, 10), 10, 50, dirichlet_alpha, stream(seed, "x"))
+        _, _, extra = in_words(mixed(5000, 10), 10, 50, dirichlet_alpha, named_generator(seed, "x"))
         began.append(next(k for k, more in enumerate(extra) if more))
         # The last client draws no mix here; the notes' one asks for what is left of a single class at best.
         part.append(sum(extra[:-1]) / 5000)
@@ -187,7 +189,7 @@ def test_a_fit_by_hand() -> None:
     (1/2 * 4/5) / (1/2 * 1/5) = 4, and rows and columns of 300 leave ((x, 300 - x), (300 - x, x)):
     (x / (300 - x))^2 = 4, x = 200. The scale of a row does not count."""
     logs = np.log([[0.5, 0.5], [0.2, 0.8]]) + np.array([[0.0], [-700.0]])
-    counts = rules.fit_counts(logs, 300, np.array([300, 300]), stream(0, "x"))
+    counts = rules.fit_counts(logs, 300, np.array([300, 300]), named_generator(0, "x"))
     assert counts.tolist() == [[200, 100], [100, 200]]
 
 
@@ -195,9 +197,9 @@ def test_a_fit_is_the_mixes_themselves_where_the_pools_allow() -> None:
     """Each of four mixes rotates (0.4, 0.3, 0.2, 0.1): columns sum to the pools, so nothing changes.
     Equal mixes take 60, 30, 10 of every 100 rows from pools of 600, 300, 100; 7 clients take 7 tenths of them."""
     shares = np.array([np.roll([0.4, 0.3, 0.2, 0.1], k) for k in range(4)])
-    counts = rules.fit_counts(np.log(shares), 50, np.full(4, 50), stream(0, "x"))
+    counts = rules.fit_counts(np.log(shares), 50, np.full(4, 50), named_generator(0, "x"))
     assert (counts == np.round(shares * 50)).all()
-    counts = rules.fit_counts(np.zeros((7, 3)), 100, np.array([600, 300, 100]), stream(0, "x"))
+    counts = rules.fit_counts(np.zeros((7, 3)), 100, np.array([600, 300, 100]), named_generator(0, "x"))
     assert (counts == [60, 30, 10]).all()
 
 
@@ -206,7 +208,7 @@ def test_a_fit_favors_no_client_in_rounding() -> None:
     (urgency 1/2), the next two classes 1 and 2 (urgency 1/2 and 3/4 after what is owed), the last class 0: half of the
     clients, and client 0 in half of the draws, 100 +- 7 of 200."""
     pools = np.array([2, 1, 1])
-    taken = [rules.fit_counts(np.log([[0.5, 0.25, 0.25]] * 4), 1, pools, stream(s, "x")) for s in range(200)]
+    taken = [rules.fit_counts(np.log([[0.5, 0.25, 0.25]] * 4), 1, pools, named_generator(s, "x")) for s in range(200)]
     assert all(counts.sum(0).tolist() == [2, 1, 1] for counts in taken)
     assert 70 < sum(int(counts[0, 0]) for counts in taken) < 130
 
@@ -230,7 +232,18 @@ def test_filled_clients_have_one_size_and_share_all_but_a_remainder(
 
 
 def test_the_paper_s_ten_class_probabilities() -> None:
-    assert rules.peaked(10).tolist() == [0.5, 0.15, 0.03, 0.03, 0.03, 0.02, 0.03, 0.03, 0.03, 0.15]
+    assert rules.fedmatch_class_probabilities(10).tolist() == [
+        0.5,
+        0.15,
+        0.03,
+        0.03,
+        0.03,
+        0.02,
+        0.03,
+        0.03,
+        0.03,
+        0.15,
+    ]
 
 
 @pytest.mark.parametrize(
@@ -245,7 +258,7 @@ def test_the_paper_s_ten_class_probabilities() -> None:
 )
 def test_other_numbers_of_classes(classes: int, wanted: list[float]) -> None:
     """Half, 15 % to each neighbor, 20 % to the others; two classes are one neighbor twice, three have no others."""
-    np.testing.assert_allclose(rules.peaked(classes), wanted)
+    np.testing.assert_allclose(rules.fedmatch_class_probabilities(classes), wanted)
 
 
 def test_peaked_clients_of_cifar() -> None:
@@ -257,7 +270,7 @@ def test_peaked_clients_of_cifar() -> None:
     assert (counts.sum(0) == 4500).all()
     for k in range(100):
         turned = np.roll(counts[k], -(k % 10))
-        assert np.abs(turned - 450 * np.array(rules.PEAKED)).max() < 1
+        assert np.abs(turned - 450 * np.array(rules.FEDMATCH_CLASS_PROBABILITIES)).max() < 1
 
 
 def test_peaked_clients_of_uneven_classes_stay_within_the_pools() -> None:
@@ -289,11 +302,11 @@ def test_thinning_keeps_a_share_of_each_clients_unlabeled_rows() -> None:
     """Three clients of 10, 20, 30 unlabeled and 4 labeled rows: a quarter is 2.5 -> 2, 5, 7.5 -> 8 (half to even)."""
     client = np.repeat([0, 1, 2, -2], [14, 24, 34, 5])
     labeled = np.concatenate([np.arange(n) < 4 for n in (14, 24, 34)] + [np.ones(5, bool)])
-    thin = rules.thin(client, labeled, 0.25, stream(0, "thin"))
+    thin = rules.drop_unlabeled(client, labeled, 0.25, named_generator(0, "thin"))
     assert [int((thin[~labeled] == k).sum()) for k in range(3)] == [2, 5, 8]
     assert (thin[labeled] == client[labeled]).all(), "labeled rows stay, the server's too"
     assert set(thin[~labeled]) == {-1, 0, 1, 2}
-    more = rules.thin(client, labeled, 0.5, stream(0, "thin"))
+    more = rules.drop_unlabeled(client, labeled, 0.5, named_generator(0, "thin"))
     assert ((thin == -1) | (more == client)).all(), "the smaller share is inside the larger one"
-    least = rules.thin(client, labeled, 0.001, stream(0, "thin"))
+    least = rules.drop_unlabeled(client, labeled, 0.001, named_generator(0, "thin"))
     assert [int((least[~labeled] == k).sum()) for k in range(3)] == [1, 1, 1]

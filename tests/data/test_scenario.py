@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from halfmoon.core.errors import UserError
 from halfmoon.data import Scenario, Split, load
-from halfmoon.data.partition.heterogeneity import counts, mix, total_variation
+from halfmoon.data.partition.heterogeneity import class_shares, count_rows, total_variation
 
 Setting = Literal["iid-iid", "iid-dir", "dir-dir"]
 CIFAR = np.random.default_rng(0).permutation(np.repeat(np.arange(10), 5000))
@@ -34,7 +34,7 @@ def test_the_defaults_are_the_papers() -> None:
 def test_iid_iid_is_exact_on_cifar() -> None:
     """50,000 images, 100 clients, 5 labels a class and client: 5 labeled and 45 unlabeled of each class everywhere."""
     split = Scenario(setting="iid-iid").split(CIFAR, 10)
-    labeled, unlabeled = counts(split, CIFAR, 10)
+    labeled, unlabeled = count_rows(split, CIFAR, 10)
     assert (labeled == 5).all()
     assert (unlabeled == 45).all()
 
@@ -44,7 +44,7 @@ def test_iid_dir_has_the_published_shape(seed: int) -> None:
     """The notes measured, for the same routine on CIFAR, unlabeled sizes 108 / 458 / 826, 8.1 classes a client and
     a total variation of 0.53 against labels that were not stratified; stratified ones lie a little lower."""
     split = Scenario(setting="iid-dir", seed=seed).split(CIFAR, 10)
-    labeled, unlabeled = counts(split, CIFAR, 10)
+    labeled, unlabeled = count_rows(split, CIFAR, 10)
     assert (labeled == 5).all()
     of = unlabeled.sum(1)
     assert of.sum() == 45_000
@@ -52,14 +52,14 @@ def test_iid_dir_has_the_published_shape(seed: int) -> None:
     assert 430 <= np.median(of) <= 490
     assert 750 <= of.max() <= 1300
     assert 7.6 <= (unlabeled > 0).sum(1).mean() <= 8.6
-    assert 0.44 <= total_variation(mix(labeled), mix(unlabeled)).mean() <= 0.58
+    assert 0.44 <= total_variation(class_shares(labeled), class_shares(unlabeled)).mean() <= 0.58
 
 
 @pytest.mark.parametrize("seed", range(2))
 def test_dir_dir_has_the_published_shape(seed: int) -> None:
     """Measured in the notes: labeled 14..132 around 51, unlabeled 114..897 around 478, 6.8 and 8.1 classes, 0.64."""
     split = Scenario(seed=seed).split(CIFAR, 10)
-    labeled, unlabeled = counts(split, CIFAR, 10)
+    labeled, unlabeled = count_rows(split, CIFAR, 10)
     assert labeled.sum(0).tolist() == [500] * 10
     assert unlabeled.sum(0).tolist() == [4500] * 10
     of = labeled.sum(1)
@@ -68,14 +68,14 @@ def test_dir_dir_has_the_published_shape(seed: int) -> None:
     assert 80 <= of.max() <= 150
     assert 6.4 <= (labeled > 0).sum(1).mean() <= 7.3
     assert 7.6 <= (unlabeled > 0).sum(1).mean() <= 8.6
-    assert 0.58 <= total_variation(mix(labeled), mix(unlabeled)).mean() <= 0.70
+    assert 0.58 <= total_variation(class_shares(labeled), class_shares(unlabeled)).mean() <= 0.70
 
 
 def test_the_two_draws_are_independent() -> None:
     """Were one Dirichlet shared by both pools, sizes would go together; independent, 100 clients give |r| < 0.3."""
     split = Scenario().split(CIFAR, 10)
-    labeled, unlabeled = counts(split, CIFAR, 10)
-    assert abs(np.corrcoef(mix(labeled).ravel(), mix(unlabeled).ravel())[0, 1]) < 0.15
+    labeled, unlabeled = count_rows(split, CIFAR, 10)
+    assert abs(np.corrcoef(class_shares(labeled).ravel(), class_shares(unlabeled).ravel())[0, 1]) < 0.15
     assert abs(np.corrcoef(labeled.sum(1), unlabeled.sum(1))[0, 1]) < 0.3
 
 
@@ -123,7 +123,7 @@ def test_every_row_has_one_client_and_the_labels_that_were_asked(
     rows = np.concatenate([split.rows(k, labeled) for k in range(clients) for labeled in (True, False)])
     assert sorted(rows.tolist()) == list(range(600))
     if setting != "dir-dir":
-        labeled, _ = counts(split, labels, classes)
+        labeled, _ = count_rows(split, labels, classes)
         assert labeled.max() - labeled.min() <= 1
         assert np.ptp(labeled.sum(1)) <= 1
         if isinstance(asked, int):

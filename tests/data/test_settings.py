@@ -13,8 +13,8 @@ from test_scenario import CIFAR, sizes
 
 from halfmoon.core.errors import UserError
 from halfmoon.data import SERVER, Scenario, Split
-from halfmoon.data.partition.heterogeneity import counts, mix, total_variation
-from halfmoon.data.partition.scenario import SETTINGS, LabelLocation
+from halfmoon.data.partition.heterogeneity import class_shares, count_rows, total_variation
+from halfmoon.data.partition.scenario import SETTINGS, Place
 
 CIFAR100 = np.random.default_rng(0).permutation(np.repeat(np.arange(100), 500))
 SVHN = np.repeat(np.arange(10), (4948, 13861, 10585, 8497, 7458, 6882, 5727, 5595, 5045, 4659))
@@ -52,11 +52,11 @@ def test_semifl_shards_of_cifar_and_svhn() -> None:
     """CIFAR-10 with 4,000 labels: 20 shards of 230 a class. SVHN's shards follow the class: class 1 has 13,861 - 100
     rows left, 13,761 / 20 = 688 and one more in the first shard; class 9 has 4,559, 227 and one more in 19."""
     scenario = Scenario("semifl-shards", labels=4000, labels_at="server")
-    _, held = counts(scenario.split(CIFAR, 10), CIFAR, 10)
+    _, held = count_rows(scenario.split(CIFAR, 10), CIFAR, 10)
     assert set(np.unique(held)) <= {0, 230, 460}
     assert (held.sum(1) == 460).all()
     split = replace(scenario, labels=1000).split(SVHN, 10)
-    _, held = counts(split, SVHN, 10)
+    _, held = count_rows(split, SVHN, 10)
     assert set(np.unique(held[:, 1])) <= {0, 688, 689, 2 * 688, 688 + 689}
     assert set(np.unique(held[:, 9])) <= {0, 227, 228, 227 + 228, 2 * 228}
     assert ((held > 0).sum(1) <= 2).all()
@@ -66,7 +66,7 @@ def test_semifl_shards_of_cifar_and_svhn() -> None:
 def test_more_shards_are_more_classes() -> None:
     """Five of CIFAR-10's 500 shards each: 10 * (1 - C(450, 5) / C(500, 5)) = 4.11 classes a client."""
     split = Scenario("semifl-shards", classes_per_client=5, labels=4000).split(CIFAR, 10)
-    for held in counts(split, CIFAR, 10):
+    for held in count_rows(split, CIFAR, 10):
         assert 3.9 < (held > 0).sum(1).mean() < 4.3
 
 
@@ -79,13 +79,13 @@ def test_semifl_dirichlet_has_the_published_shape(seed: int) -> None:
         (0.1, (340, 440), (1500, 2400), (3.8, 4.6)),
         (0.3, (440, 500), (900, 1400), (6.7, 7.5)),
     ):
-        _, held = counts(replace(scenario, dirichlet_alpha=dirichlet_alpha).split(CIFAR, 10), CIFAR, 10)
+        _, held = count_rows(replace(scenario, dirichlet_alpha=dirichlet_alpha).split(CIFAR, 10), CIFAR, 10)
         smallest, median, largest = three_numbers(held.sum(1))
         assert 10 <= smallest < 150
         assert middle[0] < median < middle[1]
         assert most[0] < largest < most[1]
         assert present[0] < (held > 0).sum(1).mean() < present[1]
-    _, held = counts(replace(scenario, labels=10_000).split(CIFAR100, 100), CIFAR100, 100)
+    _, held = count_rows(replace(scenario, labels=10_000).split(CIFAR100, 100), CIFAR100, 100)
     smallest, median, largest = three_numbers(held.sum(1))
     assert smallest > 130
     assert 395 < median < 420
@@ -100,7 +100,7 @@ def test_semifl_dirichlet_has_the_published_shape(seed: int) -> None:
 def test_feddb_spreads_its_labels_down_to_one(dirichlet_alpha, median, most, present):
     """Measured in the notes for 4,000 labels of CIFAR-10: 1 / 36 / 173 and 3.0 classes, 6 / 40 / 100 and 5.4."""
     split = Scenario("feddb-dir", dirichlet_alpha=dirichlet_alpha, labels=4000).split(CIFAR, 10)
-    labeled, unlabeled = counts(split, CIFAR, 10)
+    labeled, unlabeled = count_rows(split, CIFAR, 10)
     smallest, middle, largest = three_numbers(labeled.sum(1))
     assert 1 <= smallest < 20
     assert median[0] < middle < median[1]
@@ -108,7 +108,7 @@ def test_feddb_spreads_its_labels_down_to_one(dirichlet_alpha, median, most, pre
     assert abs((labeled > 0).sum(1).mean() - present) < 0.4
     assert labeled.sum() == 4000
     # Two draws: labels say nothing about the unlabeled rows of a client.
-    assert abs(np.corrcoef(mix(labeled).ravel(), mix(unlabeled).ravel())[0, 1]) < 0.15
+    assert abs(np.corrcoef(class_shares(labeled).ravel(), class_shares(unlabeled).ravel())[0, 1]) < 0.15
 
 
 def test_feddb_asks_for_one_row_where_semifl_asks_for_ten() -> None:
@@ -127,7 +127,7 @@ def test_feddb_iid_sizes() -> None:
     split = Scenario("feddb-iid", labels=4000).split(CIFAR, 10)
     assert set(sizes(split, True)) == {40}
     assert set(sizes(split, False)) == {460}
-    labeled, _ = counts(split, CIFAR, 10)
+    labeled, _ = count_rows(split, CIFAR, 10)
     assert (labeled == 0).any()
     split = Scenario("feddb-iid", labels=1000).split(SVHN, 10)
     assert (set(sizes(split, True)), set(sizes(split, False))) == ({10}, {722})
@@ -153,8 +153,8 @@ def test_fedloke_sizes(setting: str, labels: np.ndarray, size: int, dropped: int
 def test_fedloke_labels_have_the_mix_of_the_client(setting: str) -> None:
     """100 random labels of a client's 1,000 rows: class shares are off by sqrt(q (1 - q) / 100), a total variation of
     at most 0.4 * sqrt(9 / 100) = 0.12 by Cauchy and Schwarz; two independent Dirichlets at gamma 0.5 are 0.6 apart."""
-    labeled, unlabeled = counts(Scenario(setting, 50, 0.5, label_ratio=0.1).split(CIFAR, 10), CIFAR, 10)
-    assert total_variation(mix(labeled), mix(unlabeled)).mean() < 0.12
+    labeled, unlabeled = count_rows(Scenario(setting, 50, 0.5, label_ratio=0.1).split(CIFAR, 10), CIFAR, 10)
+    assert total_variation(class_shares(labeled), class_shares(unlabeled)).mean() < 0.12
     assert (labeled == 0).any()
 
 
@@ -195,7 +195,7 @@ def test_the_last_of_an_odd_number_of_clients_has_no_partner() -> None:
 
 
 def test_fedmatch_iid_of_cifar() -> None:
-    labeled, unlabeled = counts(Scenario("fedmatch-iid").split(CIFAR, 10), CIFAR, 10)
+    labeled, unlabeled = count_rows(Scenario("fedmatch-iid").split(CIFAR, 10), CIFAR, 10)
     assert (labeled == 5).all()
     assert (unlabeled == 45).all()
 
@@ -204,10 +204,10 @@ def test_fedmatch_noniid_peaks_unlabeled_rows_alone() -> None:
     """Half of 450 unlabeled rows are of the client's class, and labels are balanced: the total variation of
     (.50, .15, .15, .03 x 6, .02) to a tenth each is .4 + .05 + .05 = 0.5."""
     split = Scenario("fedmatch-noniid").split(CIFAR, 10)
-    labeled, unlabeled = counts(split, CIFAR, 10)
+    labeled, unlabeled = count_rows(split, CIFAR, 10)
     assert (labeled == 5).all()
     assert np.abs(unlabeled[np.arange(100), np.arange(100) % 10] - 225).max() < 1
-    assert total_variation(mix(labeled), mix(unlabeled)).mean() == pytest.approx(0.5, abs=0.01)
+    assert total_variation(class_shares(labeled), class_shares(unlabeled)).mean() == pytest.approx(0.5, abs=0.01)
 
 
 def test_a_stream_shows_its_parts_in_turn() -> None:
@@ -284,7 +284,7 @@ def test_where_labels_are_changes_nothing_else(setting: str) -> None:
 def test_some_clients_share_the_whole_pool() -> None:
     """500 labels of each class over 10 of 100 clients are 50 each, dealt evenly; 90 clients have unlabeled rows."""
     scenario = Scenario("iid-dir", labels_at="some", labeled_clients=10)
-    labeled, unlabeled = counts(scenario.split(CIFAR, 10), CIFAR, 10)
+    labeled, unlabeled = count_rows(scenario.split(CIFAR, 10), CIFAR, 10)
     assert sorted(set(map(tuple, labeled.tolist()))) == [(0,) * 10, (50,) * 10]
     assert (labeled.sum(1) > 0).sum() == 10
     assert (unlabeled.sum(1) > 0).all()

@@ -18,8 +18,8 @@ from PIL import Image
 from scripts import script
 
 from halfmoon.core.errors import UserError
-from halfmoon.data import Images, Source, fit, hold_out, load, pad_to, shrink, subset
-from halfmoon.data.images import pool, statistics
+from halfmoon.data import Images, Source, hold_out, load, pad_source, pad_to, shrink, take_share
+from halfmoon.data.images import average_pool, channel_statistics
 from halfmoon.data.readers import cache as decoded
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -88,7 +88,7 @@ def test_a_source_refuses_parts_that_disagree() -> None:
 
 @given(hnp.arrays(np.uint8, hnp.array_shapes(min_dims=4, max_dims=4, max_side=5)))
 def test_statistics_equal_numpy(images: np.ndarray) -> None:
-    mean, std = statistics(images)
+    mean, std = channel_statistics(images)
     np.testing.assert_allclose(mean, (images / 255).mean((0, 1, 2)), atol=1e-12)
     np.testing.assert_allclose(std, (images / 255).std((0, 1, 2)), atol=1e-9)
 
@@ -97,7 +97,7 @@ def test_statistics_equal_numpy(images: np.ndarray) -> None:
 def test_pool_equals_pillow(factor: int) -> None:
     """Pillow's `reduce` averages the same blocks and rounds the same way; 100 random images leave no luck."""
     images = noise(100, 12)[:, :6]
-    for image, small in zip(images, pool(images, factor), strict=True):
+    for image, small in zip(images, average_pool(images, factor), strict=True):
         np.testing.assert_array_equal(np.asarray(Image.fromarray(image).reduce(factor)), small)
 
 
@@ -106,7 +106,7 @@ def test_shrink_keeps_everything_but_the_pixels() -> None:
     small = shrink(source, 2)
     assert small.train.images.shape == (1437, 4, 4, 1)
     np.testing.assert_array_equal(small.test.labels, source.test.labels)
-    assert (small.mean, small.std) == statistics(small.train.images)
+    assert (small.mean, small.std) == channel_statistics(small.train.images)
     assert small.classes == source.classes
     assert shrink(source, 1) is source
     for factor in (3, 0, -2):
@@ -126,7 +126,7 @@ def test_padding_puts_zeros_around() -> None:
 
 def test_fit_pads_all_parts_and_keeps_the_statistics() -> None:
     source = load("digits")
-    wide = fit(source, 12)
+    wide = pad_source(source, 12)
     np.testing.assert_array_equal(wide.train.images, pad_to(source.train.images, 12))
     assert wide.test.images.shape == (360, 12, 12, 1)
     assert (wide.mean, wide.std) == (source.mean, source.std)
@@ -241,7 +241,7 @@ def test_parquet_gives_the_pixels_that_were_encoded(tmp_path: Path, form: str, o
     np.testing.assert_array_equal(source.train.images, pixels)
     assert source.train.labels.tolist() == [1, 0, 1, 0, 1]
     assert (source.name, source.classes) == ("set", ("0", "1"))
-    assert (source.mean, source.std) == statistics(pixels)
+    assert (source.mean, source.std) == channel_statistics(pixels)
     assert load(str(folder)).name == "set"
     (folder / "train-00001-of-00002.parquet").unlink()
     refused("one of 2 files, but 1 is there", "set", tmp_path)
@@ -503,7 +503,7 @@ def test_a_large_set_is_decoded_once_without_being_asked(tmp_path: Path, monkeyp
     monkeypatch.setenv("XDG_CACHE_HOME", str(home))
     load(str(folder))
     assert not home.exists()
-    monkeypatch.setattr(decoded, "LARGE", 1)
+    monkeypatch.setattr(decoded, "MIN_CACHED_BYTES", 1)
     load(str(folder), cache=Path("off"))
     assert not home.exists()
     first = load(str(folder))
@@ -589,7 +589,7 @@ def test_real_sets_have_the_published_statistics(name: str, shape: tuple[int, ..
     assert source.train.images.shape == shape
     assert np.bincount(source.train.labels).tolist() == [shape[0] // 10] * 10
     assert np.bincount(source.test.labels).tolist() == [1000] * 10
-    np.testing.assert_allclose(statistics(source.train.images), (source.mean, source.std), atol=tolerance)
+    np.testing.assert_allclose(channel_statistics(source.train.images), (source.mean, source.std), atol=tolerance)
 
 
 def test_real_chest_x_rays() -> None:
@@ -616,13 +616,13 @@ def test_validation_images_are_set_aside_of_every_class_and_never_of_the_test():
 
 
 def test_validation_images_are_shrunk_and_padded_as_the_others_are():
-    held = fit(shrink(hold_out(load("digits"), 0.2), 2), 6)
+    held = pad_source(shrink(hold_out(load("digits"), 0.2), 2), 6)
     assert {name: part.images.shape[1:] for name, part in held.parts.items()} == dict.fromkeys(
         ("train", "test", "validation"), (6, 6, 1)
     )
 
 
 def test_validation_leaves_every_class_something_to_train_on():
-    source = subset(load("digits"), 0.01)
+    source = take_share(load("digits"), 0.01)
     with pytest.raises(UserError, match=r"validation_share 0\.6 leaves no training image of class"):
         hold_out(source, 0.6)

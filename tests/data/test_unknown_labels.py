@@ -10,7 +10,7 @@ from image_files import noise, refused, write_parquet
 
 from halfmoon.config.schema import Config
 from halfmoon.core.errors import UserError
-from halfmoon.data import Split, hold_out, load, summary
+from halfmoon.data import Split, hold_out, load, summarize
 from halfmoon.runs.runner import start
 
 
@@ -33,7 +33,7 @@ def test_a_saved_split_says_who_holds_them(place: Path) -> None:
     config = replace(config, split=place / "split.parquet")
     with pytest.raises(UserError, match=r"method fedavg-sl needs all labels, but 2 training images have none"):
         start(replace(config, method="fedavg-sl"))
-    assert summary(split, source.train.labels, source.classes)["each"][0]["unlabeled_classes"] == [1, 1]
+    assert summarize(split, source.train.labels, source.classes)["each"][0]["unlabeled_classes"] == [1, 1]
     outcome = start(replace(config, method="fedavg-fixmatch"))
     (row,) = (json.loads(line) for line in (outcome.folder / "metrics.jsonl").read_text().splitlines())
     assert row["pseudo"]["accuracy"] is not None  # of the two whose truth is known

@@ -14,7 +14,7 @@ from halfmoon.api.types import PseudoLabels
 from halfmoon.config.schema import Config
 from halfmoon.core import rng, tree
 from halfmoon.core.errors import UserError
-from halfmoon.data.partition.heterogeneity import jensen_shannon, mix
+from halfmoon.data.partition.heterogeneity import class_shares, jensen_shannon
 from halfmoon.engine.evaluation import Examples, Quality, at_once, leaning, mean_prediction, tally
 from halfmoon.engine.loop import measured
 from halfmoon.models import SmallCNN, track
@@ -78,7 +78,7 @@ def test_a_mean_prediction_equals_a_mean(batch):
 @given(counted)
 def test_jensen_shannon_equals_scipys(pair):
     """scipy has the distance, the root of the divergence; zeros stand in most of these shares."""
-    p, q = mix(pair)
+    p, q = class_shares(pair)
     assert jensen_shannon(p, q) == pytest.approx(scipy.spatial.distance.jensenshannon(p, q, 2) ** 2, abs=1e-12)
 
 
@@ -101,11 +101,11 @@ def test_leanings_by_hand():
 def test_leanings_are_zero_for_the_same_and_one_without_a_common_class():
     """And shares of nothing, with their divergences, are None: no NaN gets into a row."""
     one, other, nothing = np.array([3, 1, 0, 0]), np.array([0, 0, 5, 2]), np.zeros(4)
-    row = leaning(mix(one), other, one, [0.6, 0.2, 0.0, 0.0])
+    row = leaning(class_shares(one), other, one, [0.6, 0.2, 0.0, 0.0])
     assert (row["js_app_u"], row["js_labeled"]) == (0, 1)
-    row = leaning(mix(one), nothing, one, [0.6, 0.2, 0.0, 0.0])
+    row = leaning(class_shares(one), nothing, one, [0.6, 0.2, 0.0, 0.0])
     assert (row["labeled"], row["js_labeled"], row["js_app_u"]) == (None, None, 0)
-    row = leaning(mix(one), other, one, [0.0] * 4)
+    row = leaning(class_shares(one), other, one, [0.0] * 4)
     assert (row["accuracy"], row["js_labeled"], row["js_app_u"]) == (None, None, None)
 
 

@@ -14,7 +14,7 @@ from halfmoon.api.types import Method
 from halfmoon.config.schema import Config
 from halfmoon.core import tree
 from halfmoon.core.tree import Tree
-from halfmoon.data import Split, summary
+from halfmoon.data import Split, summarize
 from halfmoon.engine import loop
 from halfmoon.engine.evaluation import tally
 from halfmoon.engine.loop import Experiment, play
@@ -99,7 +99,7 @@ def test_a_run_folder_has_the_counts_of_its_split_and_the_confusion(tmp_path: Pa
     data = source(config)
     split = Split.load(outcome.folder / "split.parquet")
     facts = json.loads((outcome.folder / "split.json").read_text())
-    assert facts == summary(split, data.train.labels, data.classes)
+    assert facts == summarize(split, data.train.labels, data.classes)
     assert len(facts["each"]) == 4
     done = json.loads((outcome.folder / "summary.json").read_text())
     assert done["classes"] == list(data.classes)

@@ -11,5 +11,5 @@ from halfmoon.report import curves
 def _draw_nothing() -> Iterator[None]:
     """Write an empty file in the place of the picture."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(curves, "curves", lambda runs, path: path.write_bytes(b""))
+        patch.setattr(curves, "draw_curves", lambda runs, path: path.write_bytes(b""))
         yield

@@ -13,11 +13,11 @@ from browsers import needs_browser, serving, sized, until
 from page_scenes import write_run, write_sweep
 from PIL import Image
 
-from halfmoon.pages.label import LabelOptions, LabelPage
-from halfmoon.pages.watch import WatchPage
-from halfmoon.report.gather import gather
-from halfmoon.report.page import as_html
-from halfmoon.sites.folders import read_site
+from halfmoon.pages.label import Labeling, Options
+from halfmoon.pages.watch import Watching
+from halfmoon.report.gather import gather_studies
+from halfmoon.report.page import render_html
+from halfmoon.sites.folders import read
 
 axe = pytest.importorskip(
     "axe_core_python.selenium", reason="axe-core-python is not installed: pip install -e '.[dev]'"
@@ -52,7 +52,7 @@ def test_a_fault_is_noticed(browser: Any, tmp_path: Path) -> None:
 
 def test_the_report_is_accessible(browser: Any, tmp_path: Path) -> None:
     path = tmp_path / "page.html"
-    path.write_text(as_html(gather([write_sweep(tmp_path)])), encoding="utf-8")
+    path.write_text(render_html(gather_studies([write_sweep(tmp_path)])), encoding="utf-8")
     check(browser, path.as_uri())
 
 

@@ -14,11 +14,11 @@ from PIL import Image
 from selenium.webdriver.common.action_chains import ActionChains
 from selenium.webdriver.support.ui import Select
 
-from halfmoon.data.readers.decode import fitted
-from halfmoon.pages.label import LabelOptions, LabelPage
-from halfmoon.pages.label_order import Predictions
-from halfmoon.sites.folders import read_site
-from halfmoon.sites.folders.labels import NOTES_FILE, LabelEdit, read_labels, write_labels
+from halfmoon.data.readers.decode import decode_to_shape
+from halfmoon.pages.choice import Guesses
+from halfmoon.pages.label import Labeling, Options
+from halfmoon.sites.folders import read
+from halfmoon.sites.folders.labels import NOTES, Answer, labels, write
 
 pytestmark = needs_browser
 COUNT = 1000
@@ -176,18 +176,18 @@ def deep(tmp_path: Path) -> Path:
 
 
 def test_the_pixels_shown_are_those_of_training_and_the_window_is_true(browser: Any, deep: Path) -> None:
-    """By its own window an image is shown as `fitted` makes it; center 1500 and width 800 is 1100 to 1900."""
+    """By its own window an image is shown as `decode_to_shape` makes it; center 1500 and width 800 is 1100 to 1900."""
     data = (deep / "a.png").read_bytes()
     with serving(LabelPage(read_site(deep), (), None, LabelOptions()).app()) as address:
         opened(browser, address)
-        own = fitted(data, "a", 64, 64, 1)[:, :, 0]
+        own = decode_to_shape(data, "a", 64, 64, 1)[:, :, 0]
         until(lambda: browser.find_element("id", "image").get_attribute("data-look"))
         assert np.array_equal(canvas(browser), own)
         for name, value in (("center", "1500"), ("width", "800")):
             field = browser.find_element("id", name)
             field.clear()
             field.send_keys(value)
-        window = fitted(data, "a", 64, 64, 1, window=(1100, 1900))[:, :, 0]
+        window = decode_to_shape(data, "a", 64, 64, 1, window=(1100, 1900))[:, :, 0]
         until(lambda: np.array_equal(canvas(browser), window))
         browser.execute_script("document.activeElement.blur()")
         press(browser, "\ue015")  # down: a higher center is darker

@@ -32,12 +32,20 @@ from page_scenes import (
 from halfmoon.cli import main as cli
 from halfmoon.core.errors import UserError
 from halfmoon.report import bands, frame, latex, scores, series
-from halfmoon.report.gather import common_options, gather
-from halfmoon.report.headline import headline
-from halfmoon.report.page import as_html, missing
-from halfmoon.report.scores import Mark, equal, final, kendall, order, tau_interval, verdict
-from halfmoon.report.study import Published, Study, read_sweep
-from halfmoon.report.tables import Spread
+from halfmoon.report.gather import common_options, gather_studies
+from halfmoon.report.headline import write_headline
+from halfmoon.report.page import list_missing, render_html
+from halfmoon.report.scores import (
+    CellScore,
+    compare_order,
+    compare_to_published,
+    final_scores,
+    kendall_tau,
+    scores_at_equal_steps,
+    tau_interval,
+)
+from halfmoon.report.study import PublishedAccuracy, Study, read_sweep
+from halfmoon.report.tables import MeanDeviation
 from halfmoon.report.writer import write_report
 
 SCALE = "Scale “small”: 12 of 200 rounds: not the paper's experiment."
@@ -51,7 +59,7 @@ def study(tmp_path_factory: pytest.TempPathFactory) -> Study:
 
 @pytest.fixture(scope="module")
 def page(study: Study) -> str:
-    return as_html([study])
+    return render_html([study])
 
 
 class Reader(HTMLParser):
@@ -95,17 +103,29 @@ def data_of(page: str) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("measured", "published", "within", "noted"),
     [
-        (Spread(63.0, 3.0), Published(53.0, 4.0), True, ""),  # 2 sqrt(9 + 16) = 10: on the edge is within
-        (Spread(63.01, 3.0), Published(53.0, 4.0), False, ""),
-        (Spread(50.0, None), Published(53.0, 1.5), True, scores.ONE_SEED),  # 2 * 1.5 = 3
-        (Spread(49.9, None), Published(53.0, 1.5), False, scores.ONE_SEED),
-        (Spread(50.0, 1.0), Published(52.0), True, scores.NO_PUBLISHED),
-        (Spread(50.0, 0.0), Published(50.5), False, scores.NO_PUBLISHED),  # alike seeds: a known deviation of zero
-        (Spread(50.0, None), Published(50.0), None, scores.UNKNOWN),
+        (
+            MeanDeviation(63.0, 3.0),
+            PublishedAccuracy(53.0, 4.0),
+            True,
+            "",
+        ),  # 2 sqrt(9 + 16) = 10: on the edge is within
+        (MeanDeviation(63.01, 3.0), PublishedAccuracy(53.0, 4.0), False, ""),
+        (MeanDeviation(50.0, None), PublishedAccuracy(53.0, 1.5), True, scores.ONE_SEED),  # 2 * 1.5 = 3
+        (MeanDeviation(49.9, None), PublishedAccuracy(53.0, 1.5), False, scores.ONE_SEED),
+        (MeanDeviation(50.0, 1.0), PublishedAccuracy(52.0), True, scores.NO_PUBLISHED),
+        (
+            MeanDeviation(50.0, 0.0),
+            PublishedAccuracy(50.5),
+            False,
+            scores.NO_PUBLISHED,
+        ),  # alike seeds: a known deviation of zero
+        (MeanDeviation(50.0, None), PublishedAccuracy(50.0), None, scores.NO_DEVIATION),
     ],
 )
-def test_the_two_sigma_rule(measured: Spread, published: Published, within: bool | None, noted: str) -> None:
-    found = verdict(measured, published)
+def test_the_two_sigma_rule(
+    measured: MeanDeviation, published: PublishedAccuracy, within: bool | None, noted: str
+) -> None:
+    found = compare_to_published(measured, published)
     assert found.within is within
     assert found.note == noted
     assert found.difference == pytest.approx(measured.mean - published.mean)
@@ -113,20 +133,20 @@ def test_the_two_sigma_rule(measured: Spread, published: Published, within: bool
 
 def test_kendall_by_hand() -> None:
     """Of the 6 pairs of 1 2 3 4 and 1 3 2 4 one is turned: (5 - 1) / 6; with a tie on one side 2 / sqrt(3 * 2)."""
-    assert kendall([1, 2, 3, 4], [1, 3, 2, 4]) == pytest.approx(4 / 6)
-    assert kendall([1, 2, 3], [3, 2, 1]) == -1
-    assert kendall([1, 2, 3], [1, 1, 2]) == pytest.approx(2 / math.sqrt(6))
-    assert kendall([1], [1]) is None
-    assert kendall([], []) is None
-    assert kendall([1, 2], [5, 5]) is None
+    assert kendall_tau([1, 2, 3, 4], [1, 3, 2, 4]) == pytest.approx(4 / 6)
+    assert kendall_tau([1, 2, 3], [3, 2, 1]) == -1
+    assert kendall_tau([1, 2, 3], [1, 1, 2]) == pytest.approx(2 / math.sqrt(6))
+    assert kendall_tau([1], [1]) is None
+    assert kendall_tau([], []) is None
+    assert kendall_tau([1, 2], [5, 5]) is None
 
 
 def test_equal_steps_of_runs(tmp_path: Path) -> None:
     """5 and 15 steps a round over 12 rounds, evaluated every second: 60 is common, there the second is at round 4."""
     write_run(tmp_path / "cmp" / "a", 1, 0)
     write_run(tmp_path / "cmp" / "b", 2, 0, steps=15)
-    (study,) = gather([tmp_path / "cmp"])
-    score = equal(study)
+    (study,) = gather_studies([tmp_path / "cmp"])
+    score = scores_at_equal_steps(study)
     assert score.steps == {(): 60}
     means = [score.mark(name, ()).last for name in ("fixmatch", "feddure")]
     assert [each.mean for each in means if each] == pytest.approx(
@@ -139,12 +159,12 @@ def test_the_interval_of_tau_by_students_t() -> None:
 
     At d = 10 it turns with arctan(2 / 10) / pi = 6.3 %: the interval has both orders. At d = 100 with 0.6 %: one.
     """
-    published = Published(60.0, None), Published(50.0, None)
+    published = PublishedAccuracy(60.0, None), PublishedAccuracy(50.0, None)
     for difference, expected in ((10, (-1.0, 1.0)), (100, (1.0, 1.0))):
-        means = Spread(difference, math.sqrt(2)), Spread(0.0, math.sqrt(2))
-        rows = [Mark(last, None, line, seeds=2) for last, line in zip(means, published, strict=True)]
+        means = MeanDeviation(difference, math.sqrt(2)), MeanDeviation(0.0, math.sqrt(2))
+        rows = [CellScore(last, None, line, seeds=2) for last, line in zip(means, published, strict=True)]
         assert tau_interval(rows) == expected
-    assert tau_interval([Mark(Spread(1.0, None), None, line, seeds=1) for line in published]) is None
+    assert tau_interval([CellScore(MeanDeviation(1.0, None), None, line, seeds=1) for line in published]) is None
 
 
 def test_equal_steps_without_a_folder(tmp_path: Path) -> None:
@@ -156,22 +176,22 @@ def test_equal_steps_without_a_folder(tmp_path: Path) -> None:
         cell["runs"][0]["cost"]["labeled_steps"] = 120 if cell["at"]["method"] == "feddure" else 60
     put(folder, facts)
     study = read_sweep(folder / "sweep.json")
-    score = equal(study)
+    score = scores_at_equal_steps(study)
     assert score.steps == {("iid-iid",): 60, ("dir-dir",): 60}
     assert score.mark("fedavg", ("iid-iid",)).last == (pytest.approx(100 * accuracy_of(0, 0, 12)), None)
     lost = score.mark("feddure", ("iid-iid",))
     assert (lost.last, lost.note) == (None, "no evaluation up to there is known")
-    assert missing(study) == ["The folders of 6 of 6 finished runs are not here: no charts of those."]
-    assert lost.note in Reader(as_html([study])).text
+    assert list_missing(study) == ["The folders of 6 of 6 finished runs are not here: no charts of those."]
+    assert lost.note in Reader(render_html([study])).text
 
 
 def test_order_and_marks_of_a_column(study: Study) -> None:
     """Accuracies grow with the method as the published 60, 70, 80 do: tau 1; without published ones there is none."""
-    score = final(study)
-    found = order(study, score, ("dir-dir",))
+    score = final_scores(study)
+    found = compare_order(study, score, ("dir-dir",))
     assert found.published == found.measured == [*reversed(METHODS.values())]
     assert found.kendall_tau == 1
-    assert order(study, score, ("iid-iid",)) == ([], [], None, None)
+    assert compare_order(study, score, ("iid-iid",)) == ([], [], None, None)
     mark = score.mark("feddure", ("dir-dir",))
     shares = [100 * accuracy_of(2, seed, 12) for seed in (0, 1)]
     assert mark.last == (pytest.approx(sum(shares) / 2), pytest.approx(abs(shares[0] - shares[1]) / math.sqrt(2)))
@@ -191,7 +211,7 @@ def test_loose_runs_become_a_grid(tmp_path: Path) -> None:
         ]
     ):
         write_run(tmp_path / "all" / str(number), method, seed, config=words)
-    (study,) = gather([tmp_path / "all"])
+    (study,) = gather_studies([tmp_path / "all"])
     assert [value.title for value in study.row_values] == [
         "FedAvg + FixMatch (tau 0.9)",
         "FedAvg + FixMatch (tau 0.5)",
@@ -209,21 +229,21 @@ def test_methods_may_differ_in_what_is_not_the_world(tmp_path: Path) -> None:
     """Each method with its own learning rate stays in one column; one method with two of them has two."""
     write_run(tmp_path / "all" / "0", 1, 0, config="lr = 0.1\n")
     write_run(tmp_path / "all" / "1", 2, 0, config="lr = 0.2\n")
-    (study,) = gather([tmp_path / "all"])
+    (study,) = gather_studies([tmp_path / "all"])
     assert study.columns == [()]
     write_run(tmp_path / "all" / "2", 2, 0, config="lr = 0.3\n")
-    (study,) = gather([tmp_path / "all"])
+    (study,) = gather_studies([tmp_path / "all"])
     assert study.columns == [("0.1",), ("0.2",), ("0.3",)]
 
 
 def test_one_run_in_two_arguments_counts_once(tmp_path: Path) -> None:
     write_run(tmp_path / "cmp" / "a", 1, 0)
     shutil.copytree(tmp_path / "cmp" / "a", tmp_path / "copy")
-    (study,) = gather([tmp_path / "cmp", tmp_path / "cmp" / "a", tmp_path / "copy"])
+    (study,) = gather_studies([tmp_path / "cmp", tmp_path / "cmp" / "a", tmp_path / "copy"])
     assert len(list(study.finished())) == 1
     (tmp_path / "copy" / "run.json").write_text('{"identity": "another"}')
     with pytest.raises(UserError, match="fixmatch comes twice with seed 0"):
-        gather([tmp_path / "cmp", tmp_path / "copy"])
+        gather_studies([tmp_path / "cmp", tmp_path / "copy"])
 
 
 def test_a_comparison_keeps_its_order_and_says_what_has_not_begun(tmp_path: Path) -> None:
@@ -231,9 +251,9 @@ def test_a_comparison_keeps_its_order_and_says_what_has_not_begun(tmp_path: Path
         write_run(tmp_path / "cmp" / name, method, 0, finished=name == "a")
     jobs = [{"folder": name, "config": ""} for name in ("b", "a", "c")]
     (tmp_path / "cmp" / "comparison.json").write_text(json.dumps({"jobs": jobs}))
-    (study,) = gather([tmp_path / "cmp"])
+    (study,) = gather_studies([tmp_path / "cmp"])
     assert [value.name for value in study.row_values] == ["fedavg", "feddure"]
-    assert missing(study) == ["Not begun: c.", "Not finished, and left out: fedavg, seed 0."]
+    assert list_missing(study) == ["Not begun: c.", "Not finished, and left out: fedavg, seed 0."]
 
 
 def damaged(**changes: Any) -> dict[str, Any]:
@@ -269,7 +289,7 @@ def test_a_finished_run_without_accuracy_is_damage(tmp_path: Path) -> None:
     facts["cells"][0]["runs"] = [{"seed": 3, "finished": True}]
     (tmp_path / "a.json").write_text(json.dumps(facts))
     with pytest.raises(UserError, match="cell 0, seed 3, is finished but has no accuracy or cost"):
-        gather([tmp_path / "a.json"])
+        gather_studies([tmp_path / "a.json"])
 
 
 def test_what_is_no_run_is_one_sentence(tmp_path: Path) -> None:
@@ -305,7 +325,7 @@ def test_a_folder_that_holds_another_run_by_now_is_left_out(tmp_path: Path) -> N
     facts["cells"][0]["runs"][0]["identity"] = "what it was"
     put(folder, facts)
     study = read_sweep(folder / "sweep.json")
-    assert missing(study) == ["The folders of 1 finished runs hold another run by now: no charts of those."]
+    assert list_missing(study) == ["The folders of 1 finished runs hold another run by now: no charts of those."]
     assert len(study.runs) == 5
 
 
@@ -316,7 +336,7 @@ def test_the_csv_parses_back(tmp_path: Path) -> None:
     facts["cells"][3]["runs"] = []
     facts["cells"][4]["runs"][1] = {"seed": 1, "finished": False, "failed": 'the loss, "again", is no number'}
     put(folder, facts)
-    rows = list(csv.DictReader(io.StringIO(frame.as_csv([read_sweep(folder / "sweep.json")]))))
+    rows = list(csv.DictReader(io.StringIO(frame.format_csv([read_sweep(folder / "sweep.json")]))))
     assert len(rows) == 2 * 6 - 1
     first = rows[0]
     assert (first["study"], first["scale"], first["setting"], first["method"]) == (
@@ -344,7 +364,7 @@ def test_an_axis_named_like_a_column_keeps_apart(tmp_path: Path) -> None:
     done = write_run(tmp_path / "cells" / "a", 0, 7)
     facts["cells"] = [{"at": {"seed": "iid-iid", "method": "fedavg"}, "runs": [entry(done, "cells/a")]}]
     put(tmp_path, facts)
-    (row,) = csv.DictReader(io.StringIO(frame.as_csv(gather([tmp_path]))))
+    (row,) = csv.DictReader(io.StringIO(frame.format_csv(gather_studies([tmp_path]))))
     assert (row["axis_seed"], row["seed"]) == ("iid-iid", "7")
 
 
@@ -361,7 +381,7 @@ def cells(line: str) -> int:
 
 def test_every_line_of_a_latex_table_fills_its_columns(tmp_path: Path) -> None:
     """Four columns of numbers: measured in the first setting; measured and published in the second; so 1 + 3."""
-    words = latex.as_latex(gather([write_sweep(tmp_path, title="50 % & more_of it")]))
+    words = latex.format_latex(gather_studies([write_sweep(tmp_path, title="50 % & more_of it")]))
     tables = re.findall(r"\\begin\{tabular\}\{(\w+)\}\n(.*?)\\end\{tabular\}", words, re.DOTALL)
     assert [columns for columns, _ in tables] == ["lrrr", "lrrr"]
     for _, body in tables:
@@ -379,7 +399,7 @@ def test_every_line_of_a_latex_table_fills_its_columns(tmp_path: Path) -> None:
 @pytest.mark.skipif(shutil.which("pdflatex") is None, reason="pdflatex is not installed")
 def test_the_latex_compiles(tmp_path: Path) -> None:
     odd = '50 % & a_b #c {d} $e ~ ^ \\ < > | " “q” \N{EN DASH} \N{GREEK SMALL LETTER ALPHA}'
-    (tmp_path / "tables.tex").write_text(latex.as_latex(gather([write_sweep(tmp_path, title=odd)])))
+    (tmp_path / "tables.tex").write_text(latex.format_latex(gather_studies([write_sweep(tmp_path, title=odd)])))
     page = r"\documentclass{article}\usepackage{booktabs}\begin{document}\input{tables}\end{document}"
     (tmp_path / "page.tex").write_text(page)
     command = ["pdflatex", "-halt-on-error", "-interaction=nonstopmode", "page.tex"]
@@ -401,7 +421,7 @@ def test_nothing_that_is_given_becomes_markup(tmp_path: Path) -> None:
     facts["cells"] = [{"at": {"setting": "iid-iid", "method": "fixmatch"}, "runs": runs, "published": published}]
     put(tmp_path / "x", facts)
     write_run(tmp_path / "<script>&amp;" / "b", 2, 0, title=EVIL, names=names)
-    page = as_html(gather([tmp_path / "x", tmp_path / "<script>&amp;"]))
+    page = render_html(gather_studies([tmp_path / "x", tmp_path / "<script>&amp;"]))
     read = Reader(page)
     assert read.tags.count("script") == 2
     assert page.count("</script>") == 2
@@ -428,7 +448,7 @@ def test_every_table_carries_the_scale(tmp_path: Path, page: str) -> None:
     # something is published.
     assert read.tags.count("table") == 1 + 2 + 1
     assert read.text.count(SCALE) == read.tags.count("table") + 1  # and the banner
-    free = as_html(gather([write_sweep(tmp_path / "free", scale=None)]))
+    free = render_html(gather_studies([write_sweep(tmp_path / "free", scale=None)]))
     assert "Scale “" not in Reader(free).text
 
 
@@ -447,7 +467,7 @@ def test_the_page_says_the_numbers(page: str) -> None:
 
 def test_lines_are_means_in_bands_over_seeds(study: Study) -> None:
     """Seeds differ by 0.01: mean in the middle, the band one point wide; accuracy above is known from round 4 on."""
-    group = series.group(study, ("iid-iid",))
+    group = series.column_charts(study, ("iid-iid",))
     assert group["classes"] == ["cat", "dog", "ship"]
     none, some = group["lines"][0], group["lines"][1]
     assert none["series"].keys() == {"accuracy", "js_app_u", "js_labeled"}
@@ -471,17 +491,17 @@ def test_lines_are_means_in_bands_over_seeds(study: Study) -> None:
 
 def test_old_runs_only_lose_their_parts(tmp_path: Path) -> None:
     write_run(tmp_path / "old", 1, 0, extras=False)
-    (study,) = gather([tmp_path / "old"])
-    (line,) = series.group(study, ())["lines"]
+    (study,) = gather_studies([tmp_path / "old"])
+    (line,) = series.column_charts(study, ())["lines"]
     assert (line["confusion"], line["prior"]) == (None, None)
     assert "js_app_u" not in line["series"]
-    assert series.group(study, ())["classes"] == ["0", "1", "2"]
-    assert [note.split(" (")[0] for note in missing(study)] == [
+    assert series.column_charts(study, ())["classes"] == ["0", "1", "2"]
+    assert [note.split(" (")[0] for note in list_missing(study)] == [
         "No split.json",
         "No class distributions",
         "No confusion matrix",
     ]
-    assert "What is missing" in Reader(as_html([study])).text
+    assert "What is missing" in Reader(render_html([study])).text
 
 
 def write_federation(path: Path) -> None:
@@ -499,43 +519,43 @@ def write_federation(path: Path) -> None:
 def test_a_federations_folder_is_reported_as_one(tmp_path: Path) -> None:
     """Its curve is the sites' accuracy after the round that they evaluated, and nothing is blamed on old versions."""
     write_federation(tmp_path / "fed")
-    (study,) = gather([tmp_path / "fed"])
+    (study,) = gather_studies([tmp_path / "fed"])
     assert common_options(study)["federation"] == "ward"
-    assert [note.split(" (a federation")[0] for note in missing(study)] == [
+    assert [note.split(" (a federation")[0] for note in list_missing(study)] == [
         "No picture of clients and classes, no class distributions",
         "No confusion matrix",
     ]
-    line = series.group(study, ())["lines"][0]["series"]["accuracy"]
+    line = series.column_charts(study, ())["lines"][0]["series"]["accuracy"]
     assert (line["x"][:2], line["mean"][:2]) == ([1, 2], [10, 15])
-    text = Reader(as_html([study])).text
+    text = Reader(render_html([study])).text
     assert "older version" not in text
     assert "69.86" in text
 
 
 def test_the_csv_holds_no_formula(tmp_path: Path) -> None:
     folder = write_sweep(tmp_path, title="x", recipe="=1+1", paper="@x")
-    (first, *_) = csv.DictReader(io.StringIO(frame.as_csv([read_sweep(folder / "sweep.json")])))
+    (first, *_) = csv.DictReader(io.StringIO(frame.format_csv([read_sweep(folder / "sweep.json")])))
     assert (first["study"], first["paper"]) == ("'=1+1", "'@x")
 
 
 def test_many_rounds_are_thinned() -> None:
-    kept = bands.thinned(range(1, 2001), 300)
+    kept = bands.pick_evenly(range(1, 2001), 300)
     assert (len(kept), kept[0], kept[-1]) == (300, 1, 2000)
     assert kept == sorted(set(kept))
     assert set(np.diff(kept)) == {6, 7}
-    assert bands.thinned([3, 5], 300) == [3, 5]
-    assert bands.thinned(range(7), 3) == [0, 3, 6]
+    assert bands.pick_evenly([3, 5], 300) == [3, 5]
+    assert bands.pick_evenly(range(7), 3) == [0, 3, 6]
 
 
 def test_a_different_split_is_drawn_once(tmp_path: Path, study: Study) -> None:
     """Two settings with a split each, which 3 methods with 2 seeds share."""
-    first, second = series.splits(study)
+    first, second = series.split_charts(study)
     assert (first["title"], first["runs"]) == ("IID-IID", 6)
     assert second["title"] == "DIR-DIR"
     assert first["labeled"] == [[0, 1, 2], [1, 2, 3], [2, 3, 0], [3, 0, 1]]
     assert first["unlabeled"][1] == [10, 20, 30]
     write_run(tmp_path / "many", 1, 0, split=split_of(100, ["a", "b"], server=True))
-    (split,) = series.splits(gather([tmp_path / "many"])[0])
+    (split,) = series.split_charts(gather_studies([tmp_path / "many"])[0])
     assert (len(split["shown"]), split["shown"][0], split["shown"][-1]) == (40, 0, 99)
     assert split["server"] == [1, 1]
     assert len(split["labeled"]) == 40
@@ -543,18 +563,18 @@ def test_a_different_split_is_drawn_once(tmp_path: Path, study: Study) -> None:
 
 def test_splits_are_named_after_who_uses_them(study: Study) -> None:
     """A column, its rows and seeds where they are not all of it; nothing where all share one."""
-    every = [series.User((c,), r, s) for c in ("iid-iid", "dir-dir") for r in METHODS for s in (0, 1)]
-    assert series.users_title(study, every, every) == ""
-    assert series.users_title(study, every[:6], every) == "IID-IID"
-    assert series.users_title(study, [every[0], every[2], every[4], *every[6:]], every) == "IID-IID, seed 0; DIR-DIR"
-    assert series.users_title(study, every[4:6], every) == "IID-IID, FedDure"
-    assert series.users_title(study, every[1:2], every) == "IID-IID, FedAvg (labeled only), seed 1"
+    every = [series.SplitUser((c,), r, s) for c in ("iid-iid", "dir-dir") for r in METHODS for s in (0, 1)]
+    assert series.title_users(study, every, every) == ""
+    assert series.title_users(study, every[:6], every) == "IID-IID"
+    assert series.title_users(study, [every[0], every[2], every[4], *every[6:]], every) == "IID-IID, seed 0; DIR-DIR"
+    assert series.title_users(study, every[4:6], every) == "IID-IID, FedDure"
+    assert series.title_users(study, every[1:2], every) == "IID-IID, FedAvg (labeled only), seed 1"
 
 
 def test_very_many_classes_are_listed(tmp_path: Path) -> None:
     names = [str(n) for n in range(101)]
     write_run(tmp_path / "run", 1, 0, names=names, split=split_of(1, names))
-    (line,) = series.group(gather([tmp_path / "run"])[0], ())["lines"]
+    (line,) = series.column_charts(gather_studies([tmp_path / "run"])[0], ())["lines"]
     assert line["confusion"]["largest"][0] == [100, 0, 20, 100]
     assert len(line["confusion"]["largest"]) == 20
 
@@ -563,7 +583,7 @@ def test_accuracy_along_an_axis(tmp_path: Path) -> None:
     """Rows are lines; where rows are the axis, the columns are."""
     folder = write_lines(tmp_path)
     study = read_sweep(folder / "sweep.json")
-    (panel,) = series.against_x(study, final(study))
+    (panel,) = series.line_charts(study, final_scores(study))
     assert (panel["label"], panel["title"]) == ("dirichlet_alpha", "")
     assert [line["title"] for line in panel["lines"]] == [*METHODS.values()]
     line = panel["lines"][2]
@@ -571,21 +591,21 @@ def test_accuracy_along_an_axis(tmp_path: Path) -> None:
     assert line["points"][2]["mean"] == pytest.approx(100 * accuracy_of(2, 0, 12), abs=1e-3)
     assert line["published"][0] == {"x": 0.1, "mean": 62.0, "deviation": 1.0}
     assert panel["lines"][0]["published"] == []
-    assert "dirichlet_alpha 0.5" in Reader(as_html([study])).text
+    assert "dirichlet_alpha 0.5" in Reader(render_html([study])).text
     put(folder, facts_of(folder) | {"rows": "dirichlet_alpha", "columns": ["method"]})
     study = read_sweep(folder / "sweep.json")
-    (panel,) = series.against_x(study, final(study))
+    (panel,) = series.line_charts(study, final_scores(study))
     assert [line["title"] for line in panel["lines"]] == [*METHODS.values()]
 
 
 def test_a_sweep_that_compares_something_else_says_so(tmp_path: Path) -> None:
     """Its numbers are called what they are, and no test accuracy at equal steps stands beside them."""
     folder = write_lines(tmp_path)
-    text = Reader(as_html([read_sweep(folder / "sweep.json")])).text
+    text = Reader(render_html([read_sweep(folder / "sweep.json")])).text
     assert "Test accuracy along dirichlet_alpha" in text
     assert "at equal labeled steps" in text
     put(folder, facts_of(folder) | {"measure": "accuracy of pseudo-labels"})
-    text = Reader(as_html([read_sweep(folder / "sweep.json")])).text
+    text = Reader(render_html([read_sweep(folder / "sweep.json")])).text
     assert "Accuracy of pseudo-labels along dirichlet_alpha" in text
     assert "at equal labeled steps" not in text
 
@@ -597,13 +617,13 @@ def test_kind_splits_shows_nothing_else(tmp_path: Path) -> None:
         for run in cell["runs"]:
             run |= {"accuracy": None, "cost": None}
     put(folder, facts)
-    page = as_html(gather([folder]))
+    page = render_html(gather_studies([folder]))
     assert "table" not in Reader(page).tags
     (study,) = data_of(page)["studies"]
     assert (study["groups"], len(study["splits"])) == ([], 2)
     shutil.rmtree(tmp_path / "cells")
     with pytest.raises(UserError, match="nothing is finished"):
-        gather([folder])
+        gather_studies([folder])
 
 
 def test_the_command_writes_three_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -673,12 +693,12 @@ def test_the_headline_says_what_came_out_and_hides_nothing(
         file.write_text(file.read_text().replace('"fedavg"', f'"{method}"'))
         note_sums(folder)
         seeds[method] += 1
-    assert words in headline(gather([tmp_path])[0])
+    assert words in write_headline(gather_studies([tmp_path])[0])
 
 
 def test_the_headline_of_several_columns_counts(study: Study, page: str) -> None:
-    assert headline(study).startswith("FedDure ends highest in all 2 columns. In the mean of the columns it is ")
-    assert f'<p class="headline">{headline(study)}</p>' in page
+    assert write_headline(study).startswith("FedDure ends highest in all 2 columns. In the mean of the columns it is ")
+    assert f'<p class="headline">{write_headline(study)}</p>' in page
 
 
 def test_two_unlike_runs_have_two_lines_of_head_and_a_folded_list(tmp_path: Path) -> None:
@@ -689,7 +709,7 @@ def test_two_unlike_runs_have_two_lines_of_head_and_a_folded_list(tmp_path: Path
     for n, place in enumerate(("/home/me/data/mri", "/somewhere/else/digits")):
         config = "".join(line.format(n + 3) for line in options)
         write_run(tmp_path / str(n), 2, 0, config=config, data=place)
-    (study,) = gather([tmp_path / "0", tmp_path / "1"])
+    (study,) = gather_studies([tmp_path / "0", tmp_path / "1"])
     assert study.column_axes == ["data", "configuration"]
     assert [study.column_title(column) for column in study.columns] == [
         "mri, configuration A",
@@ -697,10 +717,10 @@ def test_two_unlike_runs_have_two_lines_of_head_and_a_folded_list(tmp_path: Path
     ]
     assert study.legend()["configuration A"].startswith("clients 3, ")
     assert study.sweep.title == "FedDure on mri and digits"
-    page = as_html([study])
+    page = render_html([study])
     assert page.count('<th scope="col" colspan') == 2 * 2
     assert "What the configurations are" in page
-    for words in (page, frame.as_csv([study]), latex.as_latex([study])):
+    for words in (page, frame.format_csv([study]), latex.format_latex([study])):
         assert "/home/me" not in words
         assert "momentum 3" in words  # nothing that tells the two apart is lost
 
@@ -708,7 +728,7 @@ def test_two_unlike_runs_have_two_lines_of_head_and_a_folded_list(tmp_path: Path
 def test_data_sets_of_one_name_get_a_folder_more(tmp_path: Path) -> None:
     for n, place in enumerate(("/a/north/mri", "/a/south/mri")):
         write_run(tmp_path / str(n), 2, 0, data=place)
-    (study,) = gather([tmp_path / "0", tmp_path / "1"])
+    (study,) = gather_studies([tmp_path / "0", tmp_path / "1"])
     assert [study.column_title(column) for column in study.columns] == ["north/mri", "south/mri"]
 
 
@@ -731,7 +751,7 @@ def test_latex_of_any_number_of_runs_has_tables_that_fit(tmp_path: Path, columns
             )
     put(tmp_path, facts)
     study = read_sweep(tmp_path / "sweep.json")
-    words = latex.format_tables(study, final(study), "Accuracy")
+    words = latex.format_tables(study, final_scores(study), "Accuracy")
     tables = re.findall(r"\\begin\{tabular\}\{(l[lr]*)\}(.*?)\\end\{tabular\}", words, re.S)
     assert len(tables) == -(-columns // 6) * -(-rows // 40)
     assert words.count(r"\begin{table}") == words.count(r"\end{table}") == len(tables)

@@ -9,8 +9,8 @@ import pytest
 from browsers import chromium, needs_browser
 from page_scenes import METHODS, entry, put, split_of, sweep, write_lines, write_run, write_sweep
 
-from halfmoon.report.gather import gather
-from halfmoon.report.page import as_html
+from halfmoon.report.gather import gather_studies
+from halfmoon.report.page import render_html
 
 pytestmark = needs_browser
 ODD = "<b onmouseover=alert(1)>cat</b>"
@@ -32,7 +32,7 @@ def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
     done = write_run(root / "s", 1, 0, split=split_of(5, ["a", "b"], server=True))
     alone["cells"] = [{"at": {"setting": "iid-iid", "method": "fixmatch"}, "runs": [entry(done, "../s")]}]
     path = root / "page.html"
-    path.write_text(as_html(gather([table, lines, put(root / "splits", alone)])), encoding="utf-8")
+    path.write_text(render_html(gather_studies([table, lines, put(root / "splits", alone)])), encoding="utf-8")
     return path
 
 

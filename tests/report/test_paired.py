@@ -15,7 +15,7 @@ def summary(method: str, seed: int, accuracy: float) -> dict:
 
 def test_a_difference_is_students_t_of_the_pairs() -> None:
     """Differences 1, 2, 3: mean 2, s = 1, error 1/sqrt(3), t(0.975, 2) = 4.302653."""
-    result = paired.paired([11, 12, 13], [10, 10, 10])
+    result = paired.compare_paired([11, 12, 13], [10, 10, 10])
     reach = 4.302653 / 3**0.5
     assert result[:3] == pytest.approx((2, 2 - reach, 2 + reach), abs=1e-6)
     assert result.p == pytest.approx(scipy.stats.ttest_rel([11, 12, 13], [10, 10, 10]).pvalue)
@@ -24,14 +24,14 @@ def test_a_difference_is_students_t_of_the_pairs() -> None:
 def test_overlapping_splits_widen_the_interval() -> None:
     """Nadeau and Bengio: the variance is (1/n + test/train) s^2, here (1/4 + 1/4) in place of 1/4."""
     ours, base = [3.0, 5.0, 4.0, 8.0], [1.0, 2.0, 3.0, 4.0]
-    narrow, wide = paired.paired(ours, base), paired.paired(ours, base, overlap=0.25)
+    narrow, wide = paired.compare_paired(ours, base), paired.compare_paired(ours, base, overlap=0.25)
     assert wide.high - wide.mean == pytest.approx(2**0.5 * (narrow.high - narrow.mean))
 
 
 def test_equal_results_differ_by_nothing() -> None:
-    assert paired.paired([1, 2], [1, 2]) == (0, 0, 0, 1)
+    assert paired.compare_paired([1, 2], [1, 2]) == (0, 0, 0, 1)
     with pytest.raises(ValueError, match="cannot be paired"):
-        paired.paired([1], [2])
+        paired.compare_paired([1], [2])
 
 
 def test_the_interval_covers_the_truth_in_95_of_100() -> None:
@@ -39,7 +39,7 @@ def test_the_interval_covers_the_truth_in_95_of_100() -> None:
     draw = np.random.default_rng(0)
     split = draw.normal(0, 5, (2000, 5))
     base, ours = split + draw.normal(0, 1, split.shape), split + 2 + draw.normal(0, 1, split.shape)
-    covered = [r.low <= 2 <= r.high for r in map(paired.paired, ours, base)]
+    covered = [r.low <= 2 <= r.high for r in map(paired.compare_paired, ours, base)]
     assert np.mean(covered) == pytest.approx(0.95, abs=0.015)
 
 
@@ -50,14 +50,14 @@ def test_splits_and_images_give_the_mean_squares_of_the_table() -> None:
     Where images add little, the interval of the splits is the wider one.
     """
     none = np.zeros((2, 3), bool)
-    assert paired.crossed(np.array([[1, 0, 1], [1, 1, 0]], bool), none)[:3] == pytest.approx([200 / 3] * 3)
+    assert paired.compare_by_image(np.array([[1, 0, 1], [1, 1, 0]], bool), none)[:3] == pytest.approx([200 / 3] * 3)
     reach = scipy.stats.t.ppf(0.975, 1) * 50
-    found = paired.crossed(np.array([[1, 0]] * 3, bool), np.zeros((3, 2), bool))
+    found = paired.compare_by_image(np.array([[1, 0]] * 3, bool), np.zeros((3, 2), bool))
     assert found[:3] == pytest.approx((50, 50 - reach, 50 + reach))
     table = np.array([[1, 0, 0], [1, 1, 0]], bool)
-    assert paired.crossed(table, none) == pytest.approx(paired.paired(100 * table.mean(1), [0, 0]))
+    assert paired.compare_by_image(table, none) == pytest.approx(paired.compare_paired(100 * table.mean(1), [0, 0]))
     with pytest.raises(ValueError, match="cannot be paired"):
-        paired.crossed(none, none[:1])
+        paired.compare_by_image(none, none[:1])
 
 
 def test_an_interval_over_splits_and_images_covers_the_truth() -> None:
@@ -68,7 +68,7 @@ def test_an_interval_over_splits_and_images_covers_the_truth() -> None:
         image, split = draw.normal(0, 0.2, (2, 200)), draw.normal(0, 0.01, (2, 5, 1))
         rights = [draw.random((5, 200)) < 0.7 + own + each for own, each in zip(image, split, strict=True)]
         accuracies = [100 * right.mean(1) for right in rights]
-        for place, found in enumerate((paired.crossed(*rights), paired.paired(*accuracies))):
+        for place, found in enumerate((paired.compare_by_image(*rights), paired.compare_paired(*accuracies))):
             hits[place] += found.low <= 0 <= found.high
     assert hits[0] / 300 > 0.93 > hits[1] / 300
 
@@ -84,31 +84,35 @@ def test_runs_that_say_which_images_are_right_are_compared_by_them() -> None:
         for method, each in rights.items()
         for seed, right in enumerate(each)
     ]
-    result = paired.differences(runs)
+    result = paired.compare_methods(runs)
     assert result.images == 4
-    assert result.rows[0].difference == paired.crossed(*(np.array(rights[name]) for name in ("feddure", "fedavg")))
-    assert paired.differences([*runs[:3], {**runs[3], "correct": runs[0]["correct"]}]).images == 0, "not of this run"
+    assert result.rows[0].difference == paired.compare_by_image(
+        *(np.array(rights[name]) for name in ("feddure", "fedavg"))
+    )
+    assert paired.compare_methods([*runs[:3], {**runs[3], "correct": runs[0]["correct"]}]).images == 0, (
+        "not of this run"
+    )
 
 
 def test_holm_on_numbers_derived_by_hand() -> None:
     """Sorted 0.01, 0.03, 0.04 times 3, 2, 1, never falling: 0.03, 0.06, 0.06."""
-    assert paired.holm([0.03, 0.01, 0.04]) == pytest.approx([0.06, 0.03, 0.06])
+    assert paired.adjust_holm([0.03, 0.01, 0.04]) == pytest.approx([0.06, 0.03, 0.06])
 
 
 def test_methods_are_compared_with_labels_alone_on_common_seeds() -> None:
     runs = [summary("feddure", 0, 80), summary("feddure", 1, 84), summary("feddure", 2, 99)]
     runs += [summary("fedavg", 0, 78), summary("fedavg", 1, 80), summary("all", 0, 95), summary("all", 1, 95)]
-    result = paired.differences(runs, {"all"})
+    result = paired.compare_methods(runs, {"all"})
     assert (result.base, result.seeds, [row.method for row in result.rows]) == ("FEDAVG", 2, ["FEDDURE"])
     assert result.rows[0].difference.mean == pytest.approx(3)
-    assert paired.differences(runs[:1] + runs[3:4]) is None
+    assert paired.compare_methods(runs[:1] + runs[3:4]) is None
 
 
 def test_ranks_and_critical_difference_of_demsars_example() -> None:
     """Demsar 2006, section 3.2.2: four methods on 14 data sets have a critical difference of 1.25."""
     draw = np.random.default_rng(1)
-    result = paired.ranks({name: draw.random(14) for name in "abcd"})
+    result = paired.rank_methods({name: draw.random(14) for name in "abcd"})
     assert result.critical == pytest.approx(1.25, abs=0.005)
     assert sum(result.means.values()) == pytest.approx(10)
-    best = paired.ranks({"a": [3, 3], "b": [2, 2], "c": [1, 1]})
+    best = paired.rank_methods({"a": [3, 3], "b": [2, 2], "c": [1, 1]})
     assert best.means == {"a": 1, "b": 2, "c": 3}

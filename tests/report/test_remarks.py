@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 
 from halfmoon.report import remarks as module
-from halfmoon.report.remarks import most_used, remarks
-from halfmoon.report.tables import comparison
+from halfmoon.report.remarks import list_remarks, max_share_used
+from halfmoon.report.tables import comparison_table
 
 TITLES = {
     "fedavg": "FedAvg (labeled only)",
@@ -19,7 +19,7 @@ COST = dict.fromkeys(("labeled_steps", "forward", "backward", "bytes_down", "byt
 
 
 def gain(runs: list[dict[str, Any]]) -> str | None:
-    return module.gain(runs, ("fedavg-sl", "fedprox-sl", "supervised"))
+    return module.describe_gain(runs, ("fedavg-sl", "fedprox-sl", "supervised"))
 
 
 def run(method: str, last: float, used: float | None = None, rule: str = "labeled-steps", seed: int = 0) -> dict:
@@ -61,45 +61,47 @@ def test_nothing_is_said_where_one_of_the_three_is_missing(missing: str):
 
 def test_the_table_fits_80_columns_and_shows_the_chosen_round_where_there_is_one():
     runs = [each for seed in (0, 1) for each in three(0.861, 0.915, 0.956, seed)]
-    table = comparison(runs)
+    table = comparison_table(runs)
     assert replace(table, wide=False).headings == ["method", "last %", "labeled steps", "over"]
     assert "chosen %" not in table.headings
     for each in runs:
         each["accuracy"]["chosen"] = 0.95
-    narrow = replace(comparison(runs), wide=False)
+    narrow = replace(comparison_table(runs), wide=False)
     assert narrow.cells[0] == ["FedDure", "91.50 ± 0.00", "95.00 ± 0.00", "1,234,567", "2 seeds"]
     assert sum(2 + max(map(len, column)) for column in zip(narrow.headings, *narrow.cells, strict=True)) <= 82
 
 
 def test_the_budget_says_whose_it_is():
     runs = [run("fedavg", 0.5), run("fedavg-sl", 0.9)]
-    assert remarks(runs, ["fedavg-sl"]) == ["Budget: as many labeled steps for all as FedAvg-SL takes by its own rule."]
+    assert list_remarks(runs, ["fedavg-sl"]) == [
+        "Budget: as many labeled steps for all as FedAvg-SL takes by its own rule."
+    ]
     forwards = [run("fedavg", 0.5, rule="forwards"), run("fedavg-sl", 0.9, rule="forwards")]
-    assert remarks(forwards, ["fedavg-sl"])[0].startswith("Budget: as many images through the classifier")
+    assert list_remarks(forwards, ["fedavg-sl"])[0].startswith("Budget: as many images through the classifier")
     alone = [run("fedavg", 0.5, rule="none"), run("fedavg-sl", 0.9, rule="none")]
-    assert remarks(alone, ["fedavg-sl"]) == ["Budget: each method took what the batch rule gives it."]
-    assert remarks(runs[:1], ["fedavg-sl"]) == []
+    assert list_remarks(alone, ["fedavg-sl"]) == ["Budget: each method took what the batch rule gives it."]
+    assert list_remarks(runs[:1], ["fedavg-sl"]) == []
 
 
 def test_a_ceiling_below_the_floor_is_said_in_the_mean_over_seeds():
     """70 and 76 are 73 in the mean, below 74; 75 and 76 are not."""
     floor = [run("fedavg", 0.74, seed=seed) for seed in (0, 1)]
-    sunk = remarks([*floor, run("fedavg-sl", 0.70), run("fedavg-sl", 0.76, seed=1)], ["fedavg-sl"])
+    sunk = list_remarks([*floor, run("fedavg-sl", 0.70), run("fedavg-sl", 0.76, seed=1)], ["fedavg-sl"])
     assert sunk[1].startswith("FedAvg-SL (all labels) ends at 73.0 %, not above labels alone (74.0 %)")
     assert "a decaying learning rate" in sunk[1]
-    assert len(remarks([*floor, run("fedavg-sl", 0.75), run("fedavg-sl", 0.76, seed=1)], ["fedavg-sl"])) == 1
+    assert len(list_remarks([*floor, run("fedavg-sl", 0.75), run("fedavg-sl", 0.76, seed=1)], ["fedavg-sl"])) == 1
 
 
 @pytest.mark.parametrize(("used", "said"), [(0.0, True), (0.01, True), (0.02, False), (None, False)])
 def test_a_threshold_that_nobody_passes_is_said(used, said):
-    found = remarks([run("fedavg", 0.7), run("fedavg-fixmatch", 0.7, used)], [])
+    found = list_remarks([run("fedavg", 0.7), run("fedavg-fixmatch", 0.7, used)], [])
     assert any("passed the confidence threshold" in each and "FedAvg + FixMatch" in each for each in found) == said
 
 
 @pytest.mark.parametrize(("right", "said"), [(0.6, True), (0.61, False)])
 def test_a_method_that_is_not_above_the_commonest_class_is_said(right: float, said: bool) -> None:
     """Six of ten test images are of one class: naming it always is right on 60 %."""
-    found = remarks([{**run("feddure", right), "confusion": [[0, 3, 3], [0, 4, 0], [0, 0, 0]]}], [])
+    found = list_remarks([{**run("feddure", right), "confusion": [[0, 3, 3], [0, 4, 0], [0, 0, 0]]}], [])
     assert found == (
         ["FedDure is right on 60.0 % of the test images; always naming the commonest class would be on 60.0 %. Train "
          "longer, or label more images."] if said else []
@@ -108,5 +110,5 @@ def test_a_method_that_is_not_above_the_commonest_class_is_said(right: float, sa
 
 def test_most_used_is_the_largest_share_of_any_round():
     rows = [{"pseudo": None}, {"pseudo": {"share_used": 0.01}}, {"pseudo": {"share_used": 0.2}}, {"round": 4}]
-    assert most_used(rows) == 0.2
-    assert most_used(rows[:1]) is None
+    assert max_share_used(rows) == 0.2
+    assert max_share_used(rows[:1]) is None

@@ -15,11 +15,11 @@ from PIL import Image
 
 from halfmoon.core.errors import UserError
 from halfmoon.methods import registry
-from halfmoon.report.curves import curve, curves, described, spaced
-from halfmoon.report.diagrams import areas, bubbles
-from halfmoon.report.run_reader import Run, find
-from halfmoon.report.styles import _HOMES, SLOTS, slots, style, styles
-from halfmoon.report.tables import comparison, spread
+from halfmoon.report.curves import describe_runs, draw_curves, seed_curve, separate_positions
+from halfmoon.report.diagrams import bubble_areas, draw_split
+from halfmoon.report.run_reader import StoredRun, read_runs
+from halfmoon.report.styles import _METHODS_IN_ORDER, DISTINCT_STYLES, line_style, line_styles, style_numbers
+from halfmoon.report.tables import comparison_table, mean_and_deviation
 from halfmoon.storage import integrity
 
 
@@ -37,7 +37,7 @@ def summary(method: str, seed: int, last: float | None, best: float | None, step
     }
 
 
-def run_of(method: str, seed: int, accuracies: dict[int, float], pseudo: bool = False) -> Run:
+def run_of(method: str, seed: int, accuracies: dict[int, float], pseudo: bool = False) -> StoredRun:
     rows: list[dict[str, Any]] = []
     for round in range(1, max(accuracies) + 1):
         row: dict[str, Any] = {"round": round, "pseudo": None}
@@ -46,7 +46,7 @@ def run_of(method: str, seed: int, accuracies: dict[int, float], pseudo: bool = 
         if round in accuracies:
             row["test"] = {"accuracy": accuracies[round]}
         rows.append(row)
-    return Run(Path(method), "", rows, summary(method, seed, 0.5, 0.6))
+    return StoredRun(Path(method), "", rows, summary(method, seed, 0.5, 0.6))
 
 
 def picture(path: Path) -> np.ndarray:
@@ -78,7 +78,7 @@ def test_a_run_is_read(tmp_path: Path) -> None:
         '{"round": 3, "pseudo": {"accuracy": null}, "test": {"accuracy": 1}}\n'
         '{"round": 4, "ps'
     )
-    run = Run.read(write_run(tmp_path / "run", metrics, None))
+    run = StoredRun.read(write_run(tmp_path / "run", metrics, None))
     assert run.config == 'method = "fedavg"\n'
     assert [row["round"] for row in run.rows] == [1, 2, 3]
     assert run.summary is None
@@ -86,32 +86,32 @@ def test_a_run_is_read(tmp_path: Path) -> None:
     assert run.series("test", "accuracy") == {1: 0.25, 3: 1.0}
     assert run.series("pseudo", "accuracy") == {2: 0.5}
     assert run.series("nothing", "of it") == {}
-    done = Run.read(write_run(tmp_path / "done", "", summary("FedAvg", 0, 0.5, 0.6)))
+    done = StoredRun.read(write_run(tmp_path / "done", "", summary("FedAvg", 0, 0.5, 0.6)))
     assert done.title == "FedAvg"
 
 
 def test_what_is_no_run_is_said(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="is not a run folder"):
-        Run.read(tmp_path)
+        StoredRun.read(tmp_path)
     path = write_run(tmp_path / "run", '{"round": 1}\nnonsense\n{"round": 3}\n', None)
     with pytest.raises(UserError, match=r"metrics\.jsonl, line 2"):
-        Run.read(path)
+        StoredRun.read(path)
     (path / "metrics.jsonl").unlink()
-    assert Run.read(path).rows == []
+    assert StoredRun.read(path).rows == []
     (path / "summary.json").write_text("{")
     integrity.record_files(path, "config.toml", "summary.json")
     with pytest.raises(UserError, match="not a summary"):
-        Run.read(path)
+        StoredRun.read(path)
 
 
 def test_find_takes_a_run_and_those_beside_it(tmp_path: Path) -> None:
     write_run(tmp_path / "main", "", None)
     write_run(tmp_path / "main" / "baselines" / "b", "", None)
     write_run(tmp_path / "main" / "baselines" / "a", "", None)
-    assert [run.path.name for run in find(tmp_path / "main")] == ["main", "a", "b"]
+    assert [run.path.name for run in read_runs(tmp_path / "main")] == ["main", "a", "b"]
     (tmp_path / "empty").mkdir()
     with pytest.raises(UserError, match="holds no run"):
-        find(tmp_path / "empty")
+        read_runs(tmp_path / "empty")
 
 
 def test_a_table_of_three_seeds_and_of_one() -> None:
@@ -119,7 +119,7 @@ def test_a_table_of_three_seeds_and_of_one() -> None:
     Best 0.9 three times: 90 with deviation 0. 1,500,000 bytes are 1.50 MB and 4,000 bytes 0.00400 MB, 1 MB = 10^6."""
     runs = [summary("FedDure", seed, last, 0.9) for seed, last in enumerate((0.80, 0.82, 0.87))]
     runs.insert(1, summary("FedAvg", 0, 0.5, None, steps=600))
-    table = comparison(runs)
+    table = comparison_table(runs)
     assert table.headings == [
         "method",
         "last %",
@@ -155,7 +155,7 @@ def test_traffic_keeps_three_digits_however_small(megabytes: tuple[float, ...], 
     made = [summary("A", seed, 0.5, 0.5) for seed in range(len(megabytes))]
     for each, sent in zip(made, megabytes, strict=True):
         each["cost"]["bytes_up"] = round(sent * 1e6)
-    assert comparison(made).cells[0][7] == shown
+    assert comparison_table(made).cells[0][7] == shown
 
 
 def test_a_run_that_measured_no_memory_leaves_a_blank() -> None:
@@ -163,7 +163,7 @@ def test_a_run_that_measured_no_memory_leaves_a_blank() -> None:
     old, new = summary("A", 0, 0.5, 0.5), summary("A", 1, 0.5, 0.5)
     del old["cost"]["stored_client"], old["cost"]["stored_server"]
     for runs in ([old], [old, new]):
-        table = comparison(runs)
+        table = comparison_table(runs)
         assert table.cells[0][8:10] == ["", ""]
         assert table.as_json()[0]["megabytes_client"] is None
         (row,) = csv.DictReader(io.StringIO(table.as_csv()))
@@ -172,12 +172,12 @@ def test_a_run_that_measured_no_memory_leaves_a_blank() -> None:
 
 def test_costs_that_differ_between_seeds_show_it() -> None:
     """Steps 600 and 1200: mean 900, s = sqrt(2 * 300^2 / 1) = 424.26."""
-    table = comparison([summary("A", s, 0.5, 0.5, steps) for s, steps in ((0, 600), (1, 1200))])
+    table = comparison_table([summary("A", s, 0.5, 0.5, steps) for s, steps in ((0, 600), (1, 1200))])
     assert table.cells[0][3] == "900 ± 424"
 
 
 def test_the_table_as_markdown() -> None:
-    table = comparison([summary("A|B", 0, 0.5, 0.625), summary("Longer", 0, 0.25, 0.5)])
+    table = comparison_table([summary("A|B", 0, 0.5, 0.625), summary("Longer", 0, 0.25, 0.5)])
     assert table.cells[0] == [
         *("A|B", "50.00", "62.50", "1,200", "1,234,567", "48,000", "1.50", "23.5", "0.00400", "0", "1 seed"),
     ]  # fmt: skip
@@ -190,7 +190,7 @@ def test_the_table_as_markdown() -> None:
 
 def test_the_table_as_csv_and_json_is_not_rounded() -> None:
     """Last 1/3 and 2/3: mean 50 %, s = sqrt(2 * (50/3)^2) = 23.570226 %."""
-    table = comparison([summary("A, B", s, (1 + s) / 3, None) for s in (0, 1)])
+    table = comparison_table([summary("A, B", s, (1 + s) / 3, None) for s in (0, 1)])
     (row,) = csv.DictReader(io.StringIO(table.as_csv()))
     assert row["method"] == "A, B"
     assert row["seeds"] == "2"
@@ -208,32 +208,32 @@ def test_the_table_as_csv_and_json_is_not_rounded() -> None:
 
 
 def test_one_seed_has_no_deviation() -> None:
-    assert spread([3.0]) == (3.0, None)
-    table = comparison([summary("A", 0, 0.5, 0.5)])
+    assert mean_and_deviation([3.0]) == (3.0, None)
+    table = comparison_table([summary("A", 0, 0.5, 0.5)])
     assert table.as_json()[0]["last_percent"] == {"mean": 50.0, "deviation": None}
 
 
 @given(st.lists(st.floats(-1e6, 1e6), min_size=2, max_size=8))
 def test_spread_is_numpys(values: list[float]) -> None:
-    mean, deviation = spread(values)
+    mean, deviation = mean_and_deviation(values)
     assert mean == pytest.approx(np.mean(values), abs=1e-6)
     assert deviation == pytest.approx(np.std(values, ddof=1), abs=1e-6)
 
 
 def test_one_seed_twice_is_refused() -> None:
     with pytest.raises(UserError, match="A comes twice with seed 4"):
-        comparison([summary("A", 4, 0.5, 0.5), summary("A", 4, 0.6, 0.6)])
+        comparison_table([summary("A", 4, 0.5, 0.5), summary("A", 4, 0.6, 0.6)])
 
 
 def test_a_curve_is_the_mean_over_the_rounds_that_all_seeds_have() -> None:
     """Rounds 2 and 4 are common; means (0.2 + 0.4) / 2 = 0.3 and (0.5 + 0.7 ) / 2 = 0.6."""
     runs = [run_of("A", 0, {2: 0.2, 4: 0.7, 6: 0.9}), run_of("A", 1, {2: 0.4, 3: 0.1, 4: 0.5})]
-    line = curve(runs, "test", "accuracy")
+    line = seed_curve(runs, "test", "accuracy")
     assert line.rounds.tolist() == [2, 4]
     assert line.mean.tolist() == pytest.approx([0.3, 0.6])
     assert line.low.tolist() == [0.2, 0.5]
     assert line.high.tolist() == [0.4, 0.7]
-    assert curve(runs, "pseudo", "accuracy").rounds.tolist() == []
+    assert seed_curve(runs, "pseudo", "accuracy").rounds.tolist() == []
 
 
 @pytest.mark.parametrize(("methods", "seeds", "pseudo"), [(1, 1, False), (3, 2, True), (11, 1, True)])
@@ -244,39 +244,39 @@ def test_curves_draw_every_method_in_its_color(tmp_path: Path, methods: int, see
         for s in range(seeds)
     ]
     path = tmp_path / "curves.png"
-    curves(runs, path)
+    draw_curves(runs, path)
     pixels = picture(path)
     height, width, _ = pixels.shape
     assert 600 <= height <= 1200
     assert 800 <= width <= 1800
-    for one in styles([f"Method {m}" for m in range(methods)]):
+    for one in line_styles([f"Method {m}" for m in range(methods)]):
         assert holds(pixels, one.color) > 30
     assert (pixels[:, [0, -1]] == 255).all()  # nothing is cut off at the sides
     again = tmp_path / "again.png"
-    curves(runs, again)
+    draw_curves(runs, again)
     assert path.read_bytes() == again.read_bytes()
 
 
 @pytest.mark.parametrize("accuracies", [{1: 0.5}, {1: 0.5, 2: 0.5}, {}])
 def test_curves_of_almost_nothing(tmp_path: Path, accuracies: dict[int, float]) -> None:
-    run = run_of("fedavg", 0, accuracies) if accuracies else Run(tmp_path, "", [], None)
-    curves([run], tmp_path / "curves.png")
-    (style,) = styles(["fedavg"])
+    run = run_of("fedavg", 0, accuracies) if accuracies else StoredRun(tmp_path, "", [], None)
+    draw_curves([run], tmp_path / "curves.png")
+    (style,) = line_styles(["fedavg"])
     assert (holds(picture(tmp_path / "curves.png"), style.color) > 10) == bool(accuracies)
 
 
 def test_a_picture_that_cannot_be_written_is_said(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="the picture cannot be written"):
-        curves([run_of("A", 0, {1: 0.5})], tmp_path / "nowhere" / "curves.png")
+        draw_curves([run_of("A", 0, {1: 0.5})], tmp_path / "nowhere" / "curves.png")
 
 
 def test_looks_differ() -> None:
-    assert len({style(n) for n in range(120)}) == 120
+    assert len({line_style(n) for n in range(120)}) == 120
     # Without color, too: marker and dashes alone.
-    assert len({style(n)[1:] for n in range(SLOTS)}) == SLOTS >= 12
-    assert len({style(n).marker for n in range(12)}) == 12
+    assert len({line_style(n)[1:] for n in range(DISTINCT_STYLES)}) == DISTINCT_STYLES >= 12
+    assert len({line_style(n).marker for n in range(12)}) == 12
     for n in range(20):
-        one, other = style(n), style(n + 1)
+        one, other = line_style(n), line_style(n + 1)
         assert one.color != other.color
         assert one.dashes != other.dashes
         assert one.marker != other.marker
@@ -284,20 +284,22 @@ def test_looks_differ() -> None:
 
 def test_a_method_keeps_its_look_in_every_picture() -> None:
     """A method that is younger than the table has one by its letters; it gives way where that is taken."""
-    methods = [name for name in registry.names() if name in _HOMES]
-    alone = {name: styles([name])[0] for name in methods}
+    methods = [name for name in registry.names() if name in _METHODS_IN_ORDER]
+    alone = {name: line_styles([name])[0] for name in methods}
     assert len(set(alone.values())) == len(methods) > 30  # each has its own
     for some in (methods[3:9], methods[::-1], [*methods[::3], "one of my own"]):
-        assert [alone[name] for name in some if name in alone] == styles(some)[: len([n for n in some if n in alone])]
-    assert len(set(styles(registry.names()))) == len(registry.names())
+        assert [alone[name] for name in some if name in alone] == line_styles(some)[
+            : len([n for n in some if n in alone])
+        ]
+    assert len(set(line_styles(registry.names()))) == len(registry.names())
 
 
 def test_variants_of_a_method_and_unknown_names_differ() -> None:
     names = ["feddure (tau 0.9)", "feddure (tau 0.95)", "fedavg", "mine", "yours", *(f"x{n}" for n in range(40))]
-    found = slots(names)
+    found = style_numbers(names)
     assert len(set(found)) == len(names)
-    assert [found[0], found[2]] == slots(["feddure", "fedavg"])
-    assert slots(names[:5]) == found[:5]
+    assert [found[0], found[2]] == style_numbers(["feddure", "fedavg"])
+    assert style_numbers(names[:5]) == found[:5]
 
 
 def test_a_panel_of_zeros_is_left_out(tmp_path: Path) -> None:
@@ -305,11 +307,11 @@ def test_a_panel_of_zeros_is_left_out(tmp_path: Path) -> None:
     run = run_of("A", 0, {1: 0.5, 2: 0.6, 3: 0.7}, pseudo=True)
     for row in run.rows:
         row["pseudo"]["share_above"] = 0.0
-    curves([run], tmp_path / "a.png")
+    draw_curves([run], tmp_path / "a.png")
     one = picture(tmp_path / "a.png").shape
     for row in run.rows:
         row["pseudo"]["accuracy"] = 0.0
-    curves([run], tmp_path / "b.png")
+    draw_curves([run], tmp_path / "b.png")
     assert picture(tmp_path / "b.png").shape[1] < one[1]
 
 
@@ -317,42 +319,42 @@ def test_the_head_says_on_what(tmp_path: Path) -> None:
     config = 'data = "/home/me/mri/"\nsetting = "dir-dir"\ndirichlet_alpha = 0.1\nclients = 5\nseed = '
     (tmp_path / "split.json").write_text(json.dumps({"counts": {"labeled": 1200, "unlabeled": 1, "clients": 5,
         "classes": ["a"]}, "each": []}))  # fmt: skip
-    runs = [Run(tmp_path, f"{config}{seed}", [], None) for seed in (0, 1, 2)]
-    assert described(runs) == "mri · dir-dir (α = 0.1), 5 clients · 1,200 labels · seeds 0 to 2"  # noqa: RUF001 (the sign of the Dirichlet draw)
-    other = Run(tmp_path / "none", 'data = "digits"\nseed = 7', [], None)
-    assert described([other]) == "digits · seed 7"
-    assert described([runs[0], other]) == "seeds 0, 7"
+    runs = [StoredRun(tmp_path, f"{config}{seed}", [], None) for seed in (0, 1, 2)]
+    assert describe_runs(runs) == "mri · dir-dir (α = 0.1), 5 clients · 1,200 labels · seeds 0 to 2"  # noqa: RUF001 (the sign of the Dirichlet draw)
+    other = StoredRun(tmp_path / "none", 'data = "digits"\nseed = 7', [], None)
+    assert describe_runs([other]) == "digits · seed 7"
+    assert describe_runs([runs[0], other]) == "seeds 0, 7"
 
 
 def test_names_are_spaced_by_hand() -> None:
     """10 and 10.5 must be 2 apart: least squares puts them at 10.25 - 1 and 10.25 + 1; 20 stays."""
-    assert spaced([10.5, 20, 10], 2) == pytest.approx([11.25, 20, 9.25])
-    assert spaced([], 1) == []
+    assert separate_positions([10.5, 20, 10], 2) == pytest.approx([11.25, 20, 9.25])
+    assert separate_positions([], 1) == []
 
 
 @given(st.lists(st.floats(0, 100), min_size=1, max_size=9), st.floats(0.1, 20))
 def test_spaced_names_keep_their_order_distance_and_middle(wanted: list[float], gap: float) -> None:
-    placed = spaced(wanted, gap)
+    placed = separate_positions(wanted, gap)
     order = np.argsort(wanted, kind="stable")
     assert (np.diff(np.array(placed)[order]) >= gap - 1e-9).all()
     assert np.mean(placed) == pytest.approx(np.mean(wanted))
 
 
 def test_areas_are_proportional_to_counts() -> None:
-    assert areas(np.array([[0, 1], [2, 4]]), 100.0).tolist() == [[0, 25], [50, 100]]
-    assert areas(np.zeros((2, 2), dtype=int), 100.0).tolist() == [[0, 0], [0, 0]]
+    assert bubble_areas(np.array([[0, 1], [2, 4]]), 100.0).tolist() == [[0, 25], [50, 100]]
+    assert bubble_areas(np.zeros((2, 2), dtype=int), 100.0).tolist() == [[0, 0], [0, 0]]
 
 
 @pytest.mark.parametrize(("clients", "classes"), [(1, 2), (20, 10), (100, 10), (100, 100)])
 def test_bubbles_draw_both_sides(tmp_path: Path, clients: int, classes: int) -> None:
     path = tmp_path / "bubbles.png"
-    bubbles(split_of(clients, [f"class {n}" for n in range(classes)]), path)
+    draw_split(split_of(clients, [f"class {n}" for n in range(classes)]), path)
     pixels = picture(path)
     half = pixels.shape[0] // 2
     assert 800 <= pixels.shape[1] <= 2000
-    assert holds(pixels[:half], style(0).color) > 50
-    assert holds(pixels[half:], style(1).color) > 50
-    assert holds(pixels[half:], style(0).color) == 0
+    assert holds(pixels[:half], line_style(0).color) > 50
+    assert holds(pixels[half:], line_style(1).color) > 50
+    assert holds(pixels[half:], line_style(0).color) == 0
 
 
 def test_drawn_bubbles_cover_paper_in_proportion(tmp_path: Path) -> None:
@@ -360,7 +362,7 @@ def test_drawn_bubbles_cover_paper_in_proportion(tmp_path: Path) -> None:
     The bubbles are found as runs of rows that hold the color, left of the legend."""
     split = split_of(1, ["a", "b"])
     split["each"][0] = {"labeled_classes": [400, 100], "unlabeled_classes": [0, 0]}
-    bubbles(split, tmp_path / "bubbles.png")
+    draw_split(split, tmp_path / "bubbles.png")
     pixels = picture(tmp_path / "bubbles.png")
     blue = (pixels.astype(int) == [0, 0x72, 0xB2]).all(-1)
     blue[:, int(0.8 * blue.shape[1]) :] = False
@@ -374,8 +376,8 @@ def test_a_side_without_any_image_is_drawn(tmp_path: Path) -> None:
     split = split_of(3, ["a", "b"])
     for each in split["each"]:
         each["labeled_classes"] = [0, 0]
-    bubbles(split, tmp_path / "bubbles.png")
-    assert holds(picture(tmp_path / "bubbles.png"), style(0).color) == 0
+    draw_split(split, tmp_path / "bubbles.png")
+    assert holds(picture(tmp_path / "bubbles.png"), line_style(0).color) == 0
 
 
 def columns_of(path: Path, color: str) -> list[tuple[int, int]]:
@@ -392,16 +394,16 @@ def test_a_server_with_labels_stands_before_the_clients(tmp_path: Path) -> None:
     split["server"] = {"labeled": 7, "labeled_classes": [3, 4]}
     for each in split["each"]:
         each.update({"labeled_classes": [0, 0], "unlabeled_classes": [40, 40]})
-    bubbles(split, path)
-    (labeled,) = columns_of(path, style(0).color)
-    clients = columns_of(path, style(1).color)
+    draw_split(split, path)
+    (labeled,) = columns_of(path, line_style(0).color)
+    clients = columns_of(path, line_style(1).color)
     assert len(clients) == 3
     assert labeled[1] < clients[0][0]
     gaps = np.diff([sum(span) / 2 for span in (labeled, *clients)])
     assert gaps[0] == pytest.approx(2 * gaps[1], abs=2)  # an empty column lies between
     split["each"][2]["labeled_classes"] = [4, 4]
-    bubbles(split, path)
-    assert columns_of(path, style(0).color)[1:] == clients[2:]
+    draw_split(split, path)
+    assert columns_of(path, line_style(0).color)[1:] == clients[2:]
 
 
 def test_the_legend_of_many_methods_lies_inside_the_picture(tmp_path: Path) -> None:
@@ -411,7 +413,7 @@ def test_the_legend_of_many_methods_lies_inside_the_picture(tmp_path: Path) -> N
     for count in (8, 9, 31):
         titles = [f"Method number {n:02d} of them all" for n in range(count)]
         runs = [run_of(title, 0, {1: 0.2, 9: 0.6}, True) for title in titles]
-        curves([*runs, run_of(titles[-1], 1, {1: 0.2, 9: 0.6}, True)], tmp_path / f"{count}.png")
+        draw_curves([*runs, run_of(titles[-1], 1, {1: 0.2, 9: 0.6}, True)], tmp_path / f"{count}.png")
         pixels = picture(tmp_path / f"{count}.png")
         heights.append(pixels.shape[0])
         if count > 8:

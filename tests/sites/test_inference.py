@@ -33,7 +33,7 @@ from halfmoon.engine.evaluation import temperature as of_tensors
 from halfmoon.models import NETWORKS
 from halfmoon.notebook import trained
 from halfmoon.report import diagrams
-from halfmoon.report.spreadsheet import harmless_row
+from halfmoon.report.spreadsheet import escape_formulas
 from halfmoon.runs import factory
 from halfmoon.runs.model_card import Card
 from halfmoon.sites.inference import InferenceModel, export, load_model, measure
@@ -493,7 +493,7 @@ def test_the_page_runs_in_order_and_prints_what_stands_there(tmp_path, monkeypat
 
 def test_what_looks_like_a_formula_is_text_in_a_table() -> None:
     """`=1+1` as a class, and a file called `@x.png`, get an apostrophe; a number stays one."""
-    cells = harmless_row(["@x.png", "=1+1", "+1", "\t=1", "\r=1", "0.512345", "a=1", "-cat", 0.5, None])
+    cells = escape_formulas(["@x.png", "=1+1", "+1", "\t=1", "\r=1", "0.512345", "a=1", "-cat", 0.5, None])
     assert cells == ["'@x.png", "'=1+1", "'+1", "'\t=1", "'\r=1", "0.512345", "a=1", "'-cat", 0.5, None]
 
 
@@ -611,7 +611,7 @@ def test_the_picture_has_a_bar_for_each_bin(tmp_path: Path, monkeypatch: pytest.
     found = measure.compute_scores(labels, p.argmax(1), p.max(1), "abcd")
     kept = []
     monkeypatch.setattr(diagrams, "write", lambda made, path: kept.append(made))  # before it becomes pixels
-    diagrams.reliability(found, tmp_path / "r.png")
+    diagrams.draw_reliability(found, tmp_path / "r.png")
     bars = kept[0].axes[0].patches
     full = [row for row in found["reliability"] if row["images"]]
     assert [bar.get_height() for bar in bars] == [row["accuracy"] for row in full]

@@ -17,7 +17,7 @@ from halfmoon.cli import main as cli
 from halfmoon.config import schema as config
 from halfmoon.core.errors import UserError
 from halfmoon.data import SERVER, Split
-from halfmoon.data.readers.decode import header
+from halfmoon.data.readers.decode import read_header
 from halfmoon.engine.local_clients import FederatedDataset
 from halfmoon.methods import registry
 from halfmoon.runs import factory
@@ -387,13 +387,13 @@ def test_a_header_tells_what_decoding_would(tmp_path: Path) -> None:
     exif[0x0112] = 6
     for form in ("png", "jpg", "tif"):
         picture(tmp_path / f"a.{form}", (8, 4), exif=exif)
-        assert header(tmp_path / f"a.{form}") == (4, 8, True)
+        assert read_header(tmp_path / f"a.{form}") == (4, 8, True)
     picture(tmp_path / "b.png", (8, 4, 3))
-    assert header(tmp_path / "b.png") == (8, 4, False)
+    assert read_header(tmp_path / "b.png") == (8, 4, False)
     Image.fromarray(np.ones((3, 2), np.uint16)).save(tmp_path / "c.png")
-    assert header(tmp_path / "c.png") == (3, 2, True)
+    assert read_header(tmp_path / "c.png") == (3, 2, True)
     (tmp_path / "d.png").write_bytes(b"none")
-    assert header(tmp_path / "d.png") is None
+    assert read_header(tmp_path / "d.png") is None
 
 
 def exported(out: Path, *words: str) -> None:

@@ -14,7 +14,7 @@ from callbacks import Stop
 from halfmoon.cli import main as cli
 from halfmoon.config.schema import Config
 from halfmoon.core.errors import UserError
-from halfmoon.report.run_reader import Run
+from halfmoon.report.run_reader import StoredRun
 from halfmoon.runs import runner
 from halfmoon.sites.inference import load_model
 from halfmoon.storage import integrity
@@ -67,7 +67,7 @@ def copy(folder: Path, to: Path) -> Path:
 
 def test_one_digit_of_an_accuracy_is_found_before_it_is_believed(stopped: Path, finished: Path, tmp_path: Path):
     """In a stopped run by the checkpoint (resume and report), in a finished one by its checksum."""
-    for source, calls in ((stopped, (runner.resume, Run.read)), (finished, (Run.read,))):
+    for source, calls in ((stopped, (runner.resume, StoredRun.read)), (finished, (StoredRun.read,))):
         for call in calls:
             path = copy(source, tmp_path / "run") / "metrics.jsonl"
             text = path.read_text()
@@ -100,12 +100,12 @@ def test_a_damaged_timing_stops_nothing(stopped: Path, finished: Path, tmp_path:
     runner.resume(folder)
     assert (folder / "model.safetensors").read_bytes() == (finished / "model.safetensors").read_bytes()
     assert (folder / "metrics.jsonl").read_bytes() == (finished / "metrics.jsonl").read_bytes()
-    assert Run.read(folder).seconds() is not None
+    assert StoredRun.read(folder).seconds() is not None
 
 
 def numbers(folder: Path) -> tuple[Any, ...]:
     """Return every number that somebody reads from a folder: of its rows, its summary, its split and its model."""
-    run = Run.read(folder)
+    run = StoredRun.read(folder)
     summary = {key: value for key, value in (run.summary or {}).items() if key != "seconds"}
     model: tuple[Any, ...] = ()
     if run.summary is not None:
@@ -180,8 +180,8 @@ def test_a_forged_summary_is_refused_without_its_checksum(finished: Path, tmp_pa
     (folder / integrity.CHECKSUMS).unlink()
     if deleted == "line":
         del sums["summary.json"]
-        integrity.record_checksums(folder, sums)
-    for read in (runner.resume, Run.read, runner.finished):
+        integrity.note(folder, sums)
+    for read in (runner.resume, StoredRun.read, runner.finished):
         with pytest.raises(UserError, match=r"checksums\.json has no checksum of \S+, .* --unchecked"):
             read(folder)
     with integrity.allow_missing_checksums():
@@ -213,7 +213,7 @@ def test_a_folder_of_an_older_version_is_read_with_a_flag(finished: Path, tmp_pa
         assert numbers(folder) == numbers(finished)
         (folder / integrity.CHECKSUMS).write_text("{}")
         with pytest.raises(UserError, match=r"checksums\.json is damaged"):
-            Run.read(folder)
+            StoredRun.read(folder)
 
 
 def test_a_digit_of_a_sweep_that_another_one_took_is_found(tmp_path: Path):

@@ -10,7 +10,7 @@ import halfmoon
 from halfmoon import Config
 from halfmoon.core import tree
 from halfmoon.engine.evaluation import Examples
-from halfmoon.report.paired import Difference, paired
+from halfmoon.report.paired import Difference, compare_paired
 from halfmoon.runs import factory
 from halfmoon.studies import decision
 from halfmoon.studies.decision import (
@@ -73,7 +73,7 @@ def test_false_alarms_of_cross_validation() -> None:
             results.append(100 * (said == labels[fold.test, None].astype(bool)).mean(0))
         ours, base = np.array(results).T
         alarms += decide(list(ours), list(base), 1 / (FOLDS - 1), 60).kind in ("help", "harm")
-        naive += paired(list(ours), list(base)).p < 0.05
+        naive += compare_paired(list(ours), list(base)).p < 0.05
     assert alarms / 600 < 0.05 + 0.027
     assert naive > 2 * alarms
 

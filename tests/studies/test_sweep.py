@@ -19,7 +19,7 @@ from halfmoon.config.schema import Config
 from halfmoon.core.errors import UserError
 from halfmoon.engine import driver
 from halfmoon.engine.loop import Row
-from halfmoon.report.study import FORMAT
+from halfmoon.report.study import SWEEP_FORMAT
 from halfmoon.runs import runner, seeds
 from halfmoon.runs.callbacks import Callback, NullCallback, RunInfo
 from halfmoon.studies import recipe
@@ -229,7 +229,7 @@ def test_cells_of_equal_configuration_are_one_run(mine: Path) -> None:
         ("{", "sweep.json is damaged (it is unreadable); remove it and run the sweep again: finished runs are kept."),
         ("[]", "is damaged"),
         ("", "is damaged"),
-        ('{"format": 99, "cells": []}', f"has format 99, but this halfmoon reads {FORMAT}; remove it"),
+        ('{"format": 99, "cells": []}', f"has format 99, but this halfmoon reads {SWEEP_FORMAT}; remove it"),
     ],
 )
 def test_a_sweep_json_that_cannot_be_read(mine: Path, text: str, said: str) -> None:
@@ -248,7 +248,7 @@ def test_a_sweep_json_that_cannot_be_read(mine: Path, text: str, said: str) -> N
 def test_a_cell_in_it_that_means_nothing_is_dropped(mine: Path, cell: str) -> None:
     folder = SweepFolder(mine.parent / "out", recipe.load(str(mine)), None)
     folder.path.mkdir(parents=True)
-    (folder.path / "sweep.json").write_text(f'{{"format": {FORMAT}, "cells": [{cell}]}}')
+    (folder.path / "sweep.json").write_text(f'{{"format": {SWEEP_FORMAT}, "cells": [{cell}]}}')
     folder, _, failed = played(mine, "amount=few,method=fedavg", scale=None)
     assert failed == []
     assert [cell["at"] for cell in folder.read()["cells"]] == [{"amount": "few", "method": "fedavg"}]

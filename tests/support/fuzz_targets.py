@@ -30,7 +30,7 @@ from halfmoon.core.errors import UserError
 from halfmoon.core.tree import Tree
 from halfmoon.data.partition.split import Split
 from halfmoon.data.readers import binary, idx
-from halfmoon.data.readers.decode import decode, fitted, header
+from halfmoon.data.readers.decode import decode_image, decode_to_shape, read_header
 from halfmoon.data.readers.parquet import read_parquet
 from halfmoon.engine.budget import ClientSize
 from halfmoon.engine.runtime import RuntimeSettings
@@ -52,7 +52,7 @@ from halfmoon.federation.server.runtime import RemoteRuntime
 from halfmoon.federation.server.sessions import SiteResponse
 from halfmoon.federation.site.client import SiteClient
 from halfmoon.methods import registry
-from halfmoon.report.tables import comparison
+from halfmoon.report.tables import comparison_table
 from halfmoon.report.writer import write_report
 from halfmoon.runs import runner
 from halfmoon.runs.budgets import budget
@@ -369,11 +369,11 @@ def bombs() -> tuple[tuple[str, Callable[[int], bytes]], ...]:
 def read_image(scene: Scene) -> None:
     """Decode as data sets, sites and `halfmoon predict` do."""
     data, faults = scene.file.read_bytes(), []
-    seen = header(scene.file)
+    seen = read_header(scene.file)
     for reader in (
-        lambda: decode(data, "it"),
-        lambda: fitted(data, "it", 8, 8, 1),
-        lambda: fitted(data, "it", 5, 6, 3),
+        lambda: decode_image(data, "it"),
+        lambda: decode_to_shape(data, "it", 8, 8, 1),
+        lambda: decode_to_shape(data, "it", 5, 6, 3),
     ):
         try:
             pixels = reader()
@@ -627,7 +627,7 @@ def resume_finished(scene: Scene) -> None:
         (run / name).touch()
     try:
         outcome = runner.resume(run)
-        comparison(outcome.summaries)
+        comparison_table(outcome.summaries)
     finally:
         for name in ("curves.png", "table.csv", "table.md"):
             (run / name).unlink()

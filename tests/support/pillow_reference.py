@@ -9,7 +9,7 @@ import torch
 from PIL import Image, ImageDraw, ImageEnhance, ImageOps
 from torch import Tensor
 
-from halfmoon.data.views.pools import NAMES
+from halfmoon.data.views.pools import OPERATION_NAMES
 
 ENHANCERS = {
     "Brightness": ImageEnhance.Brightness,
@@ -160,7 +160,7 @@ def strong_pixels(array: np.ndarray, row: dict, pad: int, side: int) -> np.ndarr
     """Return the strong view uint8 (C, H, W) of one image and one row of the draws (plain Python values)."""
     image = to_image(crop(array, row["flip"], row["top"], row["left"], pad))
     for kind, level, negative in zip(row["operation"], row["level"], row["negative"], strict=True):
-        image = operation(image, NAMES[kind], level, negative)
+        image = operation(image, OPERATION_NAMES[kind], level, negative)
     return to_array(cutout(image, *row["corner"], side))
 
 
@@ -168,7 +168,7 @@ def semifl_pixels(array: np.ndarray, row: dict, pad: int) -> np.ndarray:
     """Return SemiFL's strong view uint8 (C, H, W) of one image and one row of the draws (plain Python values)."""
     image = to_image(crop(array, row["flip"], row["top"], row["left"], pad))
     for kind, negative, corner in zip(row["operation"], row["negative"], row["corner"], strict=True):
-        image = semifl_operation(image, NAMES[kind], negative, corner)
+        image = semifl_operation(image, OPERATION_NAMES[kind], negative, corner)
     return to_array(image)
 
 
@@ -176,7 +176,7 @@ def fedloke_pixels(array: np.ndarray, row: dict, pad: int, magnitude: int) -> np
     """Return FedLoKe's strong view uint8 (C, H, W) of one image and one row of the draws (plain Python values)."""
     image = to_image(crop(array, row["flip"], row["top"], row["left"], pad))
     for kind, negative in zip(row["operation"], row["negative"], strict=True):
-        image = fedloke_operation(image, NAMES[kind], negative, magnitude)
+        image = fedloke_operation(image, OPERATION_NAMES[kind], negative, magnitude)
     return to_array(image)
 
 

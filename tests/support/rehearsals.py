@@ -140,14 +140,14 @@ def found(place: str, folder: Path) -> Town:
 def quick() -> Iterator[None]:
     """Do without what a rehearsal need not wait for: a disk that survives the machine's fall, a look every 0.1 s, and
     all of the digits' test images but 60."""
-    digits = sources._digits
+    digits = sources._load_digits
 
     def few() -> tuple[Images, Images, tuple[str, ...]]:
         train, test, classes = digits()
         return train, Images(test.images[:60], test.labels[:60]), classes
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sources, "_digits", few)
+        patch.setattr(sources, "_load_digits", few)
         patch.setattr(os, "fsync", lambda handle: None)
         patch.setattr(sessions, "PAUSE", 0.001)
         yield

@@ -503,4 +503,4 @@ def _is_data_folder(data: str, folder: Path, options: Mapping[str, Any]) -> bool
         return False
     from halfmoon.data import sources  # not needed for the digits, which are part of the package
 
-    return data not in sources.names()
+    return data not in sources.list_datasets()

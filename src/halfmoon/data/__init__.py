@@ -1,10 +1,10 @@
 """Data: sources of images, scenarios of who holds them, and what a split is like."""
 
-from halfmoon.data.images import Images, Source, fit, hold_out, pad_to, shrink, subset
-from halfmoon.data.partition.heterogeneity import summary
+from halfmoon.data.images import Images, Source, hold_out, pad_source, pad_to, shrink, take_share
+from halfmoon.data.partition.heterogeneity import summarize
 from halfmoon.data.partition.scenario import Scenario
 from halfmoon.data.partition.split import SERVER, Split
-from halfmoon.data.sources import load, names, save
+from halfmoon.data.sources import list_datasets, load, save
 
 __all__ = [
     "SERVER",
@@ -12,13 +12,13 @@ __all__ = [
     "Scenario",
     "Source",
     "Split",
-    "fit",
+    "pad_source",
     "hold_out",
     "load",
-    "names",
+    "list_datasets",
     "pad_to",
     "save",
     "shrink",
-    "subset",
-    "summary",
+    "take_share",
+    "summarize",
 ]

@@ -35,7 +35,7 @@ class DatasetInfo:
     mirror: bool = True
 
 
-def _read() -> dict[str, DatasetInfo]:
+def _read_datasets() -> dict[str, DatasetInfo]:
     content = (resources.files("halfmoon.data") / "datasets.toml").read_text("utf-8")
     tables: dict[str, dict[str, Any]] = toml.parse(content)
     for table in tables.values():
@@ -43,4 +43,4 @@ def _read() -> dict[str, DatasetInfo]:
     return {name: DatasetInfo(**table) for name, table in tables.items()}
 
 
-DATASETS: Mapping[str, DatasetInfo] = _read()
+DATASETS: Mapping[str, DatasetInfo] = _read_datasets()

@@ -2,7 +2,7 @@
 meant white.
 
 Grays go through modality rescale (or its table); the file's window says how they are shown. A presentation table
-(VOI LUT Sequence) is not applied. Of the header only that is read, and for `patients` two identifiers, which stay in
+(VOI LUT Sequence) is not applied. Of the header only that is read, and for `find_patients` two identifiers, which stay in
 memory.
 """
 
@@ -17,23 +17,23 @@ import numpy as np
 from PIL import Image
 
 from halfmoon.core.errors import UserError, install_command, one_line
-from halfmoon.data.preparation import MOST_PIXELS, STRIP, extremes
+from halfmoon.data.preparation import MAX_PIXELS, ROWS_PER_STRIP, estimate_window
 
 SUFFIXES = (".dcm", ".dicom")
 MAGIC = b"DICM"
-_CLASS = b"\x02\x00\x02\x00UI"
+_SOP_CLASS_TAG = b"\x02\x00\x02\x00UI"
 """What stands before the kind of object in a file's first bytes."""
 
-_DEFLATED, _PLAIN = b"1.2.840.10008.1.2.1.99", b"1.2.840.10008.1.2.1\0\0\0"
+_DEFLATED, _NOT_DEFLATED = b"1.2.840.10008.1.2.1.99", b"1.2.840.10008.1.2.1\0\0\0"
 """Explicit VR Little Endian, deflated and not."""
 
-LARGEST = 2**28
+MAX_UNPACKED_BYTES = 2**28
 """Bytes that a deflated file may unpack to, for a thousandth of them can claim to."""
 
-_STORED = b"1.2.840.10008.5.1.4.1.1."
-_NO_IMAGES = (
+_STORAGE_CLASS = b"1.2.840.10008.5.1.4.1.1."
+_CLASSES_WITHOUT_PIXELS = (
     b"1.2.840.10008.1.3.10",
-    *(_STORED + kind for kind in (b"11.", b"88.", b"104.", b"481.3", b"481.5", b"66\0", b"66.1", b"9.")),
+    *(_STORAGE_CLASS + kind for kind in (b"11.", b"88.", b"104.", b"481.3", b"481.5", b"66\0", b"66.1", b"9.")),
 )
 """Kinds of objects without pixels: indexes of a medium, presentation states, reports, documents, plans, raw data,
 waveforms."""
@@ -50,8 +50,8 @@ def holds_image(path: Path | str) -> bool:
             head = file.read(400)
     except OSError:
         return False
-    kind = head[head.find(_CLASS) + 8 :] if _CLASS in head else b""
-    return is_dicom(head) and not kind.startswith(_NO_IMAGES)
+    kind = head[head.find(_SOP_CLASS_TAG) + 8 :] if _SOP_CLASS_TAG in head else b""
+    return is_dicom(head) and not kind.startswith(_CLASSES_WITHOUT_PIXELS)
 
 
 def read(data: BinaryIO, place: str) -> Image.Image:
@@ -60,24 +60,24 @@ def read(data: BinaryIO, place: str) -> Image.Image:
     Color is 8-bit RGB. Gray has mode I;16 or F; `info` says what a gray means, value = slope * gray + intercept
     (`rescale`), and how it is shown (`window`: the values of black and white). Raise UserError for what cannot be read.
     """
-    data = _plain(data, place)
-    file = _opened(data, place)
+    data = _inflate(data, place)
+    file = _read_dataset(data, place)
     try:
         if not file.get("Rows") or not file.get("Columns"):
             raise UserError(f"{place}: a DICOM file without an image; remove it.")
-        if int(file.Rows) * int(file.Columns) > MOST_PIXELS:
+        if int(file.Rows) * int(file.Columns) > MAX_PIXELS:
             size = f"{file.Columns}x{file.Rows}"
-            raise UserError(f"{place}: the image has {size} pixels, of {MOST_PIXELS:,} at most; make it smaller.")
-        return _decoded(file, data, place)
+            raise UserError(f"{place}: the image has {size} pixels, of {MAX_PIXELS:,} at most; make it smaller.")
+        return _decode_frame(file, data, place)
     except (MemoryError, UserError):
         raise
     except Exception as error:  # a damaged header makes pydicom and its decoders raise whatever they like
-        raise UserError(_undecoded(file, place, error)) from error
+        raise UserError(_describe_failure(file, place, error)) from error
 
 
-def _decoded(file: Any, data: BinaryIO, place: str) -> Image.Image:
+def _decode_frame(file: Any, data: BinaryIO, place: str) -> Image.Image:
     tools: Any = import_module("pydicom.pixels")
-    count, named = _frames(file), file.get("RepresentativeFrameNumber")
+    count, named = _count_frames(file), file.get("RepresentativeFrameNumber")
     frame = int(named) - 1 if named and 1 <= int(named) <= count else count // 2
     kind = str(file.get("PhotometricInterpretation", ""))
     data.seek(0)
@@ -87,19 +87,19 @@ def _decoded(file: Any, data: BinaryIO, place: str) -> Image.Image:
     if pixels.ndim == 3:
         depth = 8 * pixels.dtype.itemsize if kind == "PALETTE COLOR" else int(file.get("BitsStored", 8))
         image = Image.new("RGB", pixels.shape[1::-1])
-        for top in range(0, len(pixels), STRIP):  # Pillow makes two more copies on the way
-            strip = pixels[top : top + STRIP, :, :3] >> max(0, depth - 8)
+        for top in range(0, len(pixels), ROWS_PER_STRIP):  # Pillow makes two more copies on the way
+            strip = pixels[top : top + ROWS_PER_STRIP, :, :3] >> max(0, depth - 8)
             image.paste(Image.fromarray(strip.astype(np.uint8)), (0, top))
         return image
     if "ModalityLUTSequence" in file:
         pixels = tools.apply_modality_lut(pixels, file)
-    return _gray(file, frame, np.asarray(pixels), kind == "MONOCHROME1", place)
+    return _make_gray_image(file, frame, np.asarray(pixels), kind == "MONOCHROME1", place)
 
 
-def _gray(file: Any, frame: int, pixels: np.ndarray, inverted: bool, place: str) -> Image.Image:
+def _make_gray_image(file: Any, frame: int, pixels: np.ndarray, inverted: bool, place: str) -> Image.Image:
     """Return gray values as an image whose larger values are lighter, with their meaning."""
-    parts = list(_parts(file, frame))
-    slope, intercept = _number(parts, "RescaleSlope", 1.0) or 1.0, _number(parts, "RescaleIntercept", 0.0)
+    parts = list(_iterate_headers(file, frame))
+    slope, intercept = _first_number(parts, "RescaleSlope", 1.0) or 1.0, _first_number(parts, "RescaleIntercept", 0.0)
     if "ModalityLUTSequence" in file:
         slope, intercept = 1.0, 0.0
     if pixels.dtype.itemsize > 2 or pixels.dtype.kind == "f":
@@ -116,9 +116,9 @@ def _gray(file: Any, frame: int, pixels: np.ndarray, inverted: bool, place: str)
         np.subtract(pixels.max(), pixels, out=pixels)
         slope, intercept = -slope, intercept + slope * top
     image = Image.fromarray(pixels)
-    center, width = _number(parts, "WindowCenter", None), _number(parts, "WindowWidth", None)
+    center, width = _first_number(parts, "WindowCenter", None), _first_number(parts, "WindowWidth", None)
     if center is not None and width is not None and width >= 1:
-        exact = _first(parts, "VOILUTFunction") == "LINEAR_EXACT"
+        exact = _first_value(parts, "VOILUTFunction") == "LINEAR_EXACT"
         half, center = (width / 2, center) if exact else ((width - 1) / 2, center - 0.5)  # PS3.3 C.11.2.1.2
         ends = center - half, center + max(half, 1e-9)
     elif int(file.get("BitsStored", 16)) <= 8 and file.get("PixelRepresentation", 0) == 0:
@@ -126,17 +126,17 @@ def _gray(file: Any, frame: int, pixels: np.ndarray, inverted: bool, place: str)
         stored = (top - most, top) if inverted else (0.0, most)
         ends = tuple(end * slope + intercept for end in stored)
     else:
-        ends = tuple(end * slope + intercept for end in extremes([pixels], pixels.size))
-    image.info |= {"rescale": (slope, intercept), "window": (min(ends), max(ends)), "frames": _frames(file)}
+        ends = tuple(end * slope + intercept for end in estimate_window([pixels], pixels.size))
+    image.info |= {"rescale": (slope, intercept), "window": (min(ends), max(ends)), "frames": _count_frames(file)}
     image.info["modality"] = str(file.get("Modality", ""))
     return image
 
 
-def header(path: Path, place: str) -> tuple[int, int, bool, int, int]:
+def read_header(path: Path, place: str) -> tuple[int, int, bool, int, int]:
     """Return height, width, whether it is gray, the number of frames, and the bytes a pixel that decoding takes."""
     try:
         with path.open("rb") as data:
-            file = _opened(_plain(data, place), place)
+            file = _read_dataset(_inflate(data, place), place)
     except OSError as error:
         raise UserError(f"{place}: not a readable DICOM file ({one_line(error)[:200]}).") from error
     try:
@@ -144,36 +144,36 @@ def header(path: Path, place: str) -> tuple[int, int, bool, int, int]:
         gray, syntax = kind.startswith("MONOCHROME"), file.file_meta.get("TransferSyntaxUID")
         packed = bool(syntax and syntax.is_compressed)
         cost = (20 if packed else 8) if gray else (9 if kind == "RGB" and not packed else 36)
-        return int(file.get("Rows") or 0), int(file.get("Columns") or 0), gray, _frames(file), cost
+        return int(file.get("Rows") or 0), int(file.get("Columns") or 0), gray, _count_frames(file), cost
     except Exception as error:
-        raise UserError(_undecoded(file, place, error)) from error
+        raise UserError(_describe_failure(file, place, error)) from error
 
 
-def patients(paths: Sequence[Path]) -> list[str] | None:
+def find_patients(paths: Sequence[Path]) -> list[str] | None:
     """Return what groups the images of files: the patient, or the study where all are of one patient.
 
     A file without either, or of another format, is "". None where no file has any. Identifiers are nowhere written.
     """
-    identifiers = [_identifiers(path) for path in paths]
+    identifiers = [_read_identifiers(path) for path in paths]
     who = 1 if len({patient for patient, _ in identifiers} - {""}) == 1 else 0
     names = [each[who] or each[1 - who] for each in identifiers]
     return names if any(names) else None
 
 
-def _identifiers(path: Path) -> tuple[str, str]:
+def _read_identifiers(path: Path) -> tuple[str, str]:
     if not holds_image(path):
         return "", ""
     try:
         with path.open("rb") as data:
             tags = ["PatientID", "StudyInstanceUID"]
-            file = import_module("pydicom").dcmread(_plain(data, ""), stop_before_pixels=True, specific_tags=tags)
+            file = import_module("pydicom").dcmread(_inflate(data, ""), stop_before_pixels=True, specific_tags=tags)
         return str(file.get("PatientID") or "").strip(), str(file.get("StudyInstanceUID") or "").strip()
     except Exception:  # whoever decodes it says what is wrong
         return "", ""
 
 
-def _plain(data: BinaryIO, place: str) -> BinaryIO:
-    """Return the file, or what it unpacks to where it is deflated; raise UserError where that is over `LARGEST`."""
+def _inflate(data: BinaryIO, place: str) -> BinaryIO:
+    """Return the file, or what it unpacks to where it is deflated; raise UserError where that is over `MAX_UNPACKED_BYTES`."""
     head = data.read(1024)
     data.seek(0)
     start = 144 + int.from_bytes(head[140:144], "little")  # behind group 2, whose first element is its length
@@ -181,15 +181,15 @@ def _plain(data: BinaryIO, place: str) -> BinaryIO:
         return data
     content, unpacker = data.read(), zlib.decompressobj(-zlib.MAX_WBITS)
     try:
-        body = unpacker.decompress(content[start:], LARGEST)
+        body = unpacker.decompress(content[start:], MAX_UNPACKED_BYTES)
     except zlib.error as error:
         raise UserError(f"{place}: not a readable DICOM file ({error}).") from error
     if unpacker.unconsumed_tail:
-        raise UserError(f"{place}: it unpacks to over {LARGEST:,} bytes; convert, replace or remove it.")
-    return io.BytesIO(content[:start].replace(_DEFLATED, _PLAIN) + body)
+        raise UserError(f"{place}: it unpacks to over {MAX_UNPACKED_BYTES:,} bytes; convert, replace or remove it.")
+    return io.BytesIO(content[:start].replace(_DEFLATED, _NOT_DEFLATED) + body)
 
 
-def _opened(data: BinaryIO, place: str) -> Any:
+def _read_dataset(data: BinaryIO, place: str) -> Any:
     try:
         pydicom = import_module("pydicom")  # an extra, needed here only
     except ImportError as error:
@@ -200,7 +200,7 @@ def _opened(data: BinaryIO, place: str) -> Any:
         raise UserError(f"{place}: not a readable DICOM file ({one_line(error)[:200]}).") from error
 
 
-def _undecoded(file: Any, place: str, error: Exception) -> str:
+def _describe_failure(file: Any, place: str, error: Exception) -> str:
     """Return a sentence about pixels that cannot be decoded."""
     words = one_line(error)
     syntax = file.file_meta.get("TransferSyntaxUID")
@@ -211,14 +211,14 @@ def _undecoded(file: Any, place: str, error: Exception) -> str:
     return f"{place}: its pixels cannot be read ({words[:200]}); replace or remove it."
 
 
-def _frames(file: Any) -> int:
+def _count_frames(file: Any) -> int:
     try:
         return max(1, int(file.get("NumberOfFrames") or 1))
     except (TypeError, ValueError):
         return 1
 
 
-def _parts(file: Any, frame: int) -> Iterator[Any]:
+def _iterate_headers(file: Any, frame: int) -> Iterator[Any]:
     """Yield the file, and what it says of all frames and of one."""
     yield file
     shared, each = (file.get(f"{name}FunctionalGroupsSequence") or () for name in ("Shared", "PerFrame"))
@@ -227,7 +227,7 @@ def _parts(file: Any, frame: int) -> Iterator[Any]:
             yield from (group.get(name) or ())[:1]
 
 
-def _first(parts: Sequence[Any], name: str) -> Any:
+def _first_value(parts: Sequence[Any], name: str) -> Any:
     """Return the first value of an attribute that a part has."""
     for part in parts:
         value = part.get(name)
@@ -236,8 +236,8 @@ def _first(parts: Sequence[Any], name: str) -> Any:
     return None
 
 
-def _number(parts: Sequence[Any], name: str, default: Any) -> Any:
+def _first_number(parts: Sequence[Any], name: str, default: Any) -> Any:
     try:
-        return default if (value := _first(parts, name)) is None else float(value)
+        return default if (value := _first_value(parts, name)) is None else float(value)
     except (TypeError, ValueError):
         return default

@@ -9,17 +9,17 @@ import numpy as np
 from halfmoon.core.errors import UserError
 from halfmoon.data import dicom
 
-APART = "no patient or group is on both sides"
+NO_GROUP_ON_BOTH_SIDES = "no patient or group is on both sides"
 
 
-def groups(paths: Sequence[Path], pattern: str | None = None) -> list[str] | None:
+def find_groups(paths: Sequence[Path], pattern: str | None = None) -> list[str] | None:
     """Return the group of each file: what `pattern` finds in its folder and name, else the patient of DICOM files.
 
     None where nothing is known; "" is an image without a group. Raise UserError where a file does not fit the pattern.
     """
     if pattern is None:
-        return dicom.patients(paths)
-    expression, names = compiled(pattern), list[str]()
+        return dicom.find_patients(paths)
+    expression, names = compile_pattern(pattern), list[str]()
     for path in paths:
         match = expression.search("/".join(path.parts[-2:]))
         if match is None or match[1] is None:
@@ -28,7 +28,7 @@ def groups(paths: Sequence[Path], pattern: str | None = None) -> list[str] | Non
     return names
 
 
-def compiled(pattern: str) -> re.Pattern[str]:
+def compile_pattern(pattern: str) -> re.Pattern[str]:
     """Return a regular expression; raise UserError where it is none, or has not one group."""
     try:
         expression = re.compile(pattern)
@@ -39,7 +39,7 @@ def compiled(pattern: str) -> re.Pattern[str]:
     return expression
 
 
-def apart(rows: np.ndarray, others: np.ndarray, groups: Sequence[str] | None) -> np.ndarray:
+def drop_shared_groups(rows: np.ndarray, others: np.ndarray, groups: Sequence[str] | None) -> np.ndarray:
     """Return those of the rows, int64, whose group has no row among the `others`."""
     if groups is None:
         return rows

@@ -7,8 +7,8 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from halfmoon.core.errors import UserError
-from halfmoon.data.groups import APART, apart
-from halfmoon.data.partition.primitives import Sides, stream
+from halfmoon.data.groups import NO_GROUP_ON_BOTH_SIDES, drop_shared_groups
+from halfmoon.data.partition.primitives import GroupHoldout, named_generator
 
 UNKNOWN = -1
 """The label of a training image that nobody has labeled, not even to check pseudo-labels by."""
@@ -20,7 +20,7 @@ class Images:
 
     images: np.ndarray  # uint8 (N, H, W, C)
     labels: np.ndarray  # int64 (N,)
-    spread: tuple[tuple[float, ...], tuple[float, ...]] | None = None  # `statistics` of the images, where known
+    spread: tuple[tuple[float, ...], tuple[float, ...]] | None = None  # `channel_statistics` of the images, where known
     remark: str = ""  # how these came to be a part of the data set, where nobody said so
     groups: Sequence[str] | None = None  # whose image each is, "" for nobody known: a patient
 
@@ -43,7 +43,7 @@ class Images:
         return len(self.labels)
 
     def __repr__(self) -> str:
-        return f"<{len(self):,} images of {_size(self)}>"
+        return f"<{len(self):,} images of {_describe_size(self)}>"
 
 
 @dataclass(frozen=True, eq=False)
@@ -68,7 +68,7 @@ class Source:
 
     def __repr__(self) -> str:
         parts = ", ".join(f"{len(part):,} {name}" for name, part in self.parts.items())
-        return f"<{self.name}: {parts} images of {_size(self.train)}, {len(self.classes)} classes>"
+        return f"<{self.name}: {parts} images of {_describe_size(self.train)}, {len(self.classes)} classes>"
 
     @property
     def parts(self) -> dict[str, Images]:
@@ -94,12 +94,12 @@ class Source:
                 )
         if self.train.images.shape[1:] != self.test.images.shape[1:]:
             raise UserError(
-                f"{self.name}: train images are {_size(self.train)}, test images {_size(self.test)}; "
+                f"{self.name}: train images are {_describe_size(self.train)}, test images {_describe_size(self.test)}; "
                 "both need one size and one number of channels."
             )
 
 
-def statistics(images: np.ndarray) -> tuple[tuple[float, ...], tuple[float, ...]]:
+def channel_statistics(images: np.ndarray) -> tuple[tuple[float, ...], tuple[float, ...]]:
     """Return mean and (population) standard deviation of each channel of uint8 (N, H, W, C), in 0..1.
 
     They come from a histogram of the 256 values, so they are exact and do not depend on the order of rows.
@@ -107,7 +107,7 @@ def statistics(images: np.ndarray) -> tuple[tuple[float, ...], tuple[float, ...]
     values = np.arange(256) / 255.0
     means, deviations = [], []
     counts = np.zeros((images.shape[3], 256), np.int64)
-    for part in _parts(images):
+    for part in _iterate_chunks(images):
         for channel in range(images.shape[3]):
             counts[channel] += np.bincount(part[..., channel].reshape(-1), minlength=256)
     for channel in range(images.shape[3]):
@@ -118,7 +118,7 @@ def statistics(images: np.ndarray) -> tuple[tuple[float, ...], tuple[float, ...]
     return tuple(means), tuple(deviations)
 
 
-def _parts(images: np.ndarray) -> Iterator[np.ndarray]:
+def _iterate_chunks(images: np.ndarray) -> Iterator[np.ndarray]:
     """Yield images a few at a time, as counting makes eight bytes of each; mapped ones are read past the map.
 
     A map's pages count as this process' memory for as long as the system leaves them there.
@@ -149,13 +149,13 @@ def pad_to(images: np.ndarray, size: int) -> np.ndarray:
     return np.pad(images, ((0, 0), (top, size - height - top), (left, size - width - left), (0, 0)))
 
 
-def fit(source: Source, size: int) -> Source:
+def pad_source(source: Source, size: int) -> Source:
     """Return the source with images padded by `pad_to`; mean and std stay those of the unpadded pixels."""
     parts = {name: replace(part, images=pad_to(part.images, size), spread=None) for name, part in source.parts.items()}
     return replace(source, **parts)
 
 
-def pool(images: np.ndarray, factor: int) -> np.ndarray:
+def average_pool(images: np.ndarray, factor: int) -> np.ndarray:
     """Return uint8 (N, H, W, C) averaged over factor x factor blocks, rounded to nearest (a half goes up)."""
     count, height, width, channels = images.shape
     area = factor * factor
@@ -171,14 +171,14 @@ def pool(images: np.ndarray, factor: int) -> np.ndarray:
     return result
 
 
-def subset(source: Source, share: float) -> Source:
+def take_share(source: Source, share: float) -> Source:
     """Return the source with a share of the training images of every class, at least one; the test images all stay.
 
     The rows are the same for every run: a prefix of one permutation of each class, in their old order.
     """
     if share == 1:
         return source
-    rows = _class_share(source, share, "share")
+    rows = _draw_class_share(source, share, "share")
     return replace(source, train=source.train.rows(rows))
 
 
@@ -190,34 +190,34 @@ def hold_out(source: Source, share: float) -> Source:
     if not share:
         return source
     train = source.train
-    selection = _class_share(source, share, "validation", train.groups) & (train.labels != UNKNOWN)
+    selection = _draw_class_share(source, share, "validation", train.groups) & (train.labels != UNKNOWN)
     lost = np.setdiff1d(train.labels[selection], train.labels[~selection])
     if len(lost):
         raise UserError(
             f"{source.name}: validation_share {share:g} leaves no training image of class {source.classes[lost[0]]!r}; "
             "choose a smaller share."
         )
-    left = apart(np.flatnonzero(~selection), np.flatnonzero(selection), train.groups)
+    left = drop_shared_groups(np.flatnonzero(~selection), np.flatnonzero(selection), train.groups)
     parts = {"train": left, "validation": selection}
     source = replace(source, **{name: train.rows(rows) for name, rows in parts.items()})
     if train.groups is None:
         return source
-    words = f"{selection.sum():,} images are set aside for validation; {APART}"
+    words = f"{selection.sum():,} images are set aside for validation; {NO_GROUP_ON_BOTH_SIDES}"
     return replace(source, remark="; ".join(filter(None, [source.remark, words])))
 
 
-def _class_share(source: Source, share: float, word: str, groups: Sequence[str] | None = None) -> np.ndarray:
+def _draw_class_share(source: Source, share: float, word: str, groups: Sequence[str] | None = None) -> np.ndarray:
     """Return which training images, bool (N,), are the share of every class, at least one, that `word` draws.
 
     With `groups` none has images on both sides.
     """
     mask = np.zeros(len(source.train), bool)
-    sides = Sides()
+    sides = GroupHoldout()
     for label in np.unique(source.train.labels):
         rows = np.flatnonzero(source.train.labels == label)
         if groups is not None and label == UNKNOWN:
             continue
-        order = stream(0, word, source.name, str(label)).permutation(rows)
+        order = named_generator(0, word, source.name, str(label)).permutation(rows)
         count = max(1, round(share * len(rows)))
         mask[order[:count] if groups is None else sides.draw(order, groups, count)] = True
     return mask
@@ -235,11 +235,14 @@ def shrink(source: Source, factor: int) -> Source:
         )
     if factor == 1:
         return source
-    parts = {name: replace(part, images=pool(part.images, factor), spread=None) for name, part in source.parts.items()}
-    mean, std = statistics(parts["train"].images)
+    parts = {
+        name: replace(part, images=average_pool(part.images, factor), spread=None)
+        for name, part in source.parts.items()
+    }
+    mean, std = channel_statistics(parts["train"].images)
     return replace(source, **parts, mean=mean, std=std)
 
 
-def _size(part: Images) -> str:
+def _describe_size(part: Images) -> str:
     _, height, width, channels = part.images.shape
     return f"{width}x{height} with {channels} channel{'s' if channels > 1 else ''}"

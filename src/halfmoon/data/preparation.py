@@ -9,10 +9,10 @@ from PIL import Image
 
 from halfmoon.core.errors import UserError
 
-MOST_PIXELS = 2**26
+MAX_PIXELS = 2**26
 """Of one image: 8192x8192. A file of 100 kB can claim hundreds of times as many."""
 
-OUTLIERS, SAMPLE, STRIP = 0.5, 2**22, 256
+OUTLIER_PERCENT, MAX_SAMPLED_VALUES, ROWS_PER_STRIP = 0.5, 2**22, 256
 """Percent of the values at either end that black and white leave out; values that are looked at; rows at a time."""
 
 
@@ -24,7 +24,7 @@ class Preparation:
     channels: 1 (gray) or 3 (RGB)
     crop: whether the sides stay in proportion, and what is beyond the middle is cut off
     window: the values that become black and white in images of more than 8 bits; None: the window of a DICOM
-        file, else each image's own `extremes`
+        file, else each image's own `estimate_window`
     group_pattern: what finds an image's group in its name (`halfmoon.data.groups`); no pixel depends on it
     """
 
@@ -49,7 +49,7 @@ class Preparation:
         if self.size is None or image.size == (self.size[1], self.size[0]):
             return image
         height, width = self.size
-        box = middle(image.height, image.width, height, width) if self.crop else None
+        box = center_box(image.height, image.width, height, width) if self.crop else None
         return image.resize((width, height), Image.Resampling.BILINEAR, box=box)
 
     def applied(self, images: np.ndarray) -> np.ndarray:
@@ -66,38 +66,38 @@ class Preparation:
         return result
 
 
-AS_THEY_ARE = Preparation()
+UNCHANGED = Preparation()
 
 
-def middle(height: int, width: int, tall: int, wide: int) -> tuple[float, float, float, float]:
+def center_box(height: int, width: int, tall: int, wide: int) -> tuple[float, float, float, float]:
     """Return the largest box (left, top, right, bottom) in the middle of an image whose sides are as tall : wide."""
     scale = min(height / tall, width / wide)
     left, top = (width - wide * scale) / 2, (height - tall * scale) / 2
     return left, top, width - left, height - top
 
 
-def extremes(strips: Iterable[np.ndarray], count: int) -> tuple[float, float]:
+def estimate_window(strips: Iterable[np.ndarray], count: int) -> tuple[float, float]:
     """Return the values of black and white of an image that names none: all but half a percent at either end.
 
-    One bright spot so leaves the rest visible. The `count` values come in parts; above `SAMPLE` evenly spread ones
+    One bright spot so leaves the rest visible. The `count` values come in parts; above `MAX_SAMPLED_VALUES` evenly spread ones
     are looked at.
     """
-    step, at = max(1, count // SAMPLE), 0
+    step, at = max(1, count // MAX_SAMPLED_VALUES), 0
     parts, ends = [], []
     for strip in strips:
         parts.append(strip.reshape(-1)[-at % step :: step].copy())
         ends += [strip.min(), strip.max()]
         at += strip.size
     sample = np.concatenate(parts)
-    low = np.percentile(sample, OUTLIERS, method="lower")
-    high = np.percentile(sample, 100 - OUTLIERS, method="higher")
+    low = np.percentile(sample, OUTLIER_PERCENT, method="lower")
+    high = np.percentile(sample, 100 - OUTLIER_PERCENT, method="higher")
     if high <= low:
         low, high = min(ends), max(ends)
     return float(low), float(high if high > low else low + 1)
 
 
-def eight_bits(pixels: np.ndarray, window: tuple[float, float] | None, place: str) -> np.ndarray:
-    """Return gray values of any depth (H, W) as uint8: 0 and 255 are the window's ends, or those of `extremes`.
+def to_eight_bits(pixels: np.ndarray, window: tuple[float, float] | None, place: str) -> np.ndarray:
+    """Return gray values of any depth (H, W) as uint8: 0 and 255 are the window's ends, or those of `estimate_window`.
 
     Rounded to nearest; a few rows at a time, which alone are in memory as float64. Raise UserError, which names
     `place`, without a window for values that are not finite and for those of 32 bits, which have no known range.
@@ -107,21 +107,21 @@ def eight_bits(pixels: np.ndarray, window: tuple[float, float] | None, place: st
             f"{place}: its pixels have 32 bits and no known range; convert the image to 8 or 16 bits, or say which "
             "values are black and white (--window LOW HIGH)."
         )
-    low, high = extremes([pixels], pixels.size) if window is None else window
+    low, high = estimate_window([pixels], pixels.size) if window is None else window
     gray = np.empty(pixels.shape, np.uint8)
-    for first in range(0, len(pixels), STRIP):
-        rows = slice(first, first + STRIP)
+    for first in range(0, len(pixels), ROWS_PER_STRIP):
+        rows = slice(first, first + ROWS_PER_STRIP)
         scaled = np.nan_to_num((pixels[rows].astype(np.float64) - low) / (high - low))
         gray[rows] = np.floor(np.clip(scaled, 0, 1) * 255 + 0.5)
     return gray
 
 
-def used(pixels: np.ndarray) -> float:
+def used_range_share(pixels: np.ndarray) -> float:
     """Return which share of a 16-bit range the values of an image take."""
     return float(pixels.max() - pixels.min()) / 65535
 
 
-def checked_window(window: Any) -> tuple[float, float] | None:
+def parse_window(window: Any) -> tuple[float, float] | None:
     """Return a window as given by a user; raise UserError unless it is two numbers, the second larger."""
     if window is None:
         return None

@@ -10,20 +10,22 @@ import numpy as np
 
 from halfmoon.core.errors import UserError, suggest
 from halfmoon.data.datasets import DATASETS, DatasetInfo
-from halfmoon.data.images import UNKNOWN, Images, Source, statistics
-from halfmoon.data.partition.primitives import apportion, stream, take_labeled
-from halfmoon.data.preparation import AS_THEY_ARE, Preparation
+from halfmoon.data.images import UNKNOWN, Images, Source, channel_statistics
+from halfmoon.data.partition.primitives import apportion, draw_labeled, named_generator
+from halfmoon.data.preparation import UNCHANGED, Preparation
 from halfmoon.data.readers import binary, class_folders, hub, idx, parquet, tinyimagenet
 from halfmoon.data.readers import cache as store
 from halfmoon.storage import atomic_io
 
-__all__ = ["DATASETS", "DIGITS", "DatasetInfo", "load", "names", "save"]
+__all__ = ["DATASETS", "DIGITS_DESCRIPTION", "DatasetInfo", "list_datasets", "load", "save"]
 
-DIGITS = "1,437 + 360 gray images, 8x8, 10 classes (UCI's handwritten digits, embedded); always there, the default"
+DIGITS_DESCRIPTION = (
+    "1,437 + 360 gray images, 8x8, 10 classes (UCI's handwritten digits, embedded); always there, the default"
+)
 
 
-def names() -> dict[str, str]:
-    return {"digits": DIGITS} | {name: info.about for name, info in DATASETS.items()}
+def list_datasets() -> dict[str, str]:
+    return {"digits": DIGITS_DESCRIPTION} | {name: info.about for name, info in DATASETS.items()}
 
 
 def load(
@@ -33,7 +35,7 @@ def load(
     cache: Path | None = None,
     test: str = "test",
     mirror: bool | None = None,
-    how: Preparation = AS_THEY_ARE,
+    how: Preparation = UNCHANGED,
 ) -> Source:
     """Return a data set in memory.
 
@@ -54,16 +56,16 @@ def load(
         UserError: the name is unknown or a file cannot be read; the message names file and row.
     """
     info = DATASETS.get(name)
-    folder = None if name == "digits" else _folder(name, data_dir, info)
+    folder = None if name == "digits" else _find_folder(name, data_dir, info)
     mirrors = name != "digits" and (info is None or info.mirror)
     if name == "digits":
         if test != "test":
             raise UserError(f"digits has no part {test!r}, only train and test.")
-        train, tests, classes = _digits()
+        train, tests, classes = _load_digits()
     elif folder is not None:
-        official = _official(folder, name)
+        official = _detect_official(folder, name)
         mirrors = mirrors and (official is None or DATASETS[official].mirror)
-        train, tests, classes = _read(folder, name, official, test, cache, how)
+        train, tests, classes = _read_folder(folder, name, official, test, cache, how)
     elif info is not None:
         part = info.test_part if test == "test" else test
         train, tests, classes = hub.read(info.hub, part, info.config, info.gray, how)
@@ -72,17 +74,17 @@ def load(
     elif re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", name):
         train, tests, classes = hub.read(name, test, how=how)
     else:
-        raise UserError(f"no data set or folder is called {name!r}; {suggest(name, names())}")
+        raise UserError(f"no data set or folder is called {name!r}; {suggest(name, list_datasets())}")
     if classes is None:
-        classes = info.classes if info else _numbered(name, train.labels)
+        classes = info.classes if info else _number_classes(name, train.labels)
     if info:
-        _check_known(folder or name, name, train, classes, how)
+        _check_known_dataset(folder or name, name, train, classes, how)
     title = name if info else Path(name).name if folder else name
     mirrored = mirrors if mirror is None else mirror
     if info and not how.converts:
         return Source(title, train, tests, classes, mirrored, info.mean, info.std, remark=tests.remark)
     train, tests = (replace(each, images=how.applied(each.images)) for each in (train, tests))
-    mean, std = train.spread or statistics(train.images)
+    mean, std = train.spread or channel_statistics(train.images)
     return Source(title, train, tests, classes, mirrored, mean, std, remark=tests.remark)
 
 
@@ -106,14 +108,14 @@ def save(
     try:
         for name, part in source.parts.items():
             labels = [None if label == UNKNOWN else int(label) for label in part.labels]
-            rows = list(zip(map(parquet.png, part.images), labels, strict=True))
-            parquet.write(place / f"{name}.parquet", rows, names)
+            rows = list(zip(map(parquet.encode_png, part.images), labels, strict=True))
+            parquet.write_parquet(place / f"{name}.parquet", rows, names)
     except OSError as error:
         raise UserError(f"{place}: it cannot be written ({atomic_io.error_reason(error)}); choose another folder.") from error
     return place
 
 
-def _folder(name: str, data_dir: Path | None, info: DatasetInfo | None) -> Path | None:
+def _find_folder(name: str, data_dir: Path | None, info: DatasetInfo | None) -> Path | None:
     if data_dir is None:
         return Path(name) if info is None and Path(name).is_dir() else None
     if not data_dir.is_dir():
@@ -125,44 +127,44 @@ def _folder(name: str, data_dir: Path | None, info: DatasetInfo | None) -> Path 
     for place in (data_dir / name, Path(name)):
         if place.is_dir():
             return place
-    raise UserError(f"{data_dir}: it has no folder {name}; {suggest(name, names())}")
+    raise UserError(f"{data_dir}: it has no folder {name}; {suggest(name, list_datasets())}")
 
 
-def _official(folder: Path, name: str) -> str | None:
+def _detect_official(folder: Path, name: str) -> str | None:
     """Return the set whose official files are in the folder; under a known name, that one or none."""
     checks = {
-        "cifar10": lambda: binary.is_here(folder, "cifar10"),
-        "cifar100": lambda: binary.is_here(folder, "cifar100"),
-        "tiny_imagenet": lambda: tinyimagenet.is_here(folder),
+        "cifar10": lambda: binary.has_files(folder, "cifar10"),
+        "cifar100": lambda: binary.has_files(folder, "cifar100"),
+        "tiny_imagenet": lambda: tinyimagenet.has_files(folder),
     }
     return next((key for key, here in checks.items() if (name == key or name not in DATASETS) and here()), None)
 
 
-def _read(
+def _read_folder(
     folder: Path, name: str, official: str | None, test: str, cache: Path | None, how: Preparation
 ) -> tuple[Images, Images, tuple[str, ...] | None]:
     info = DATASETS.get(name)
     rgb = info is not None and info.gray
-    if idx.is_here(folder):
-        _only_test(folder, "an idx set", test)
+    if idx.has_files(folder):
+        _require_test_part(folder, "an idx set", test)
         return idx.read_pair(folder, "train"), idx.read_pair(folder, "t10k"), None
-    if files := parquet.shards(folder, "train"):
+    if files := parquet.find_shards(folder, "train"):
         return _read_parquet(folder, files, info, test, cache, how)
     if official in binary.LAYOUTS:
-        _only_test(folder, f"the binary version of {official}", test)
+        _require_test_part(folder, f"the binary version of {official}", test)
         return binary.read(folder, official)
     if official == "tiny_imagenet":
         return tinyimagenet.read(folder, test, cache, how)
-    if class_folders.part_of(folder, "train") is not None:
+    if class_folders.find_part(folder, "train") is not None:
         return class_folders.read_folders(folder, test, cache, rgb, how)
     binary.refuse_pickles(folder, [key for key in binary.PICKLES if name == key or info is None])
     if info:
         raise UserError(
             f"{folder}: {name} is not here; expected {info.files}, or train*.parquet and {info.test_part}*.parquet."
         )
-    _refuse_others(folder)
-    if class_folders.in_parts(folder):
-        _only_test(folder, "a folder of class folders alone", test)
+    _refuse_other_formats(folder)
+    if class_folders.has_classes(folder):
+        _require_test_part(folder, "a folder of class folders alone", test)
         return class_folders.read_folders(folder, test, cache, rgb, how)
     class_folders.refuse_unsorted(folder)
     raise UserError(
@@ -171,14 +173,14 @@ def _read(
     )
 
 
-def _refuse_others(folder: Path) -> None:
+def _refuse_other_formats(folder: Path) -> None:
     """Raise UserError for a folder that another program or another command reads, with the way to it."""
     if any((folder / name).is_file() for name in ("dataset_dict.json", "state.json")):
         raise UserError(
             f"{folder} was written by save_to_disk of the library datasets, but has no part train: save a DatasetDict "
             "with train and test, such as dataset.train_test_split(0.2).save_to_disk(FOLDER)."
         )
-    without = class_folders.unlabeled_in(folder)
+    without = class_folders.find_unlabeled(folder)
     if (folder / "labels.csv").is_file() or without is not None:
         what = "labels.csv" if without is None else f"images without a label in {without.name}"
         raise UserError(
@@ -194,21 +196,25 @@ def _read_parquet(
     rgb = info is not None and info.gray
     form = f"{'rgb' if rgb else ''}{how.form}"
     # A known set may call its test part otherwise, but a file that is called test is meant to be it.
-    tests = parquet.shards(folder, test)
+    tests = parquet.find_shards(folder, test)
     if not tests and info and test == "test":
-        tests = parquet.shards(folder, info.test_part)
+        tests = parquet.find_shards(folder, info.test_part)
     if not tests:
         raise UserError(f"{folder}: there is no {test}*.parquet beside train*.parquet.")
-    train, classes = store.keep(cache, files, lambda into: parquet.read_parquet(files, rgb, how, into), form)
-    return train, store.keep(cache, tests, lambda into: parquet.read_parquet(tests, rgb, how, into), form)[0], classes
+    train, classes = store.load_or_decode(cache, files, lambda into: parquet.read_parquet(files, rgb, how, into), form)
+    return (
+        train,
+        store.load_or_decode(cache, tests, lambda into: parquet.read_parquet(tests, rgb, how, into), form)[0],
+        classes,
+    )
 
 
-def _only_test(folder: Path, what: str, test: str) -> None:
+def _require_test_part(folder: Path, what: str, test: str) -> None:
     if test != "test":
         raise UserError(f"{folder}: {what} has no part {test!r}, only train and test.")
 
 
-def _check_known(place: object, name: str, train: Images, classes: tuple[str, ...], how: Preparation) -> None:
+def _check_known_dataset(place: object, name: str, train: Images, classes: tuple[str, ...], how: Preparation) -> None:
     """Raise UserError where channels or classes tell that this is another set than the one that is asked for."""
     info, channels = DATASETS[name], train.images.shape[3]
     if channels != len(info.mean) and how.channels is None:
@@ -221,7 +227,7 @@ def _check_known(place: object, name: str, train: Images, classes: tuple[str, ..
         )
 
 
-def _numbered(name: str, labels: np.ndarray) -> tuple[str, ...]:
+def _number_classes(name: str, labels: np.ndarray) -> tuple[str, ...]:
     present = np.unique(labels[labels != UNKNOWN])
     gaps = np.flatnonzero(present != np.arange(len(present)))
     if len(gaps):
@@ -232,7 +238,7 @@ def _numbered(name: str, labels: np.ndarray) -> tuple[str, ...]:
     return tuple(str(label) for label in present)
 
 
-def _digits() -> tuple[Images, Images, tuple[str, ...]]:
+def _load_digits() -> tuple[Images, Images, tuple[str, ...]]:
     """Return the embedded 1,797 digits, 0..16 scaled to 0..255, with 360 rows for the test, and the classes.
 
     The test rows are drawn once and for all: each class gives its share of 360 (largest remainders), the
@@ -242,6 +248,6 @@ def _digits() -> tuple[Images, Images, tuple[str, ...]]:
     with embedded.open("rb") as file, np.load(file, allow_pickle=False) as arrays:
         images = np.rint(arrays["images"].astype(np.float64) * 255 / 16).astype(np.uint8)[..., None]
         labels = arrays["labels"].astype(np.int64)
-    test = take_labeled(labels, apportion(np.bincount(labels), 360), stream(0, "digits", "test"))
+    test = draw_labeled(labels, apportion(np.bincount(labels), 360), named_generator(0, "digits", "test"))
     train, tests = (Images(images[part], labels[part]) for part in (~test, test))
     return train, tests, tuple(str(digit) for digit in range(10))

@@ -14,7 +14,7 @@ from halfmoon.api.types import NO_PSEUDO_LABELS, Labeling, PseudoLabels
 from halfmoon.core import tree
 from halfmoon.core.tensors import to_floats
 from halfmoon.core.tree import Tree
-from halfmoon.data.partition.heterogeneity import jensen_shannon, mix
+from halfmoon.data.partition.heterogeneity import class_shares, jensen_shannon
 from halfmoon.models import Network
 from halfmoon.models.network import Normalize
 
@@ -160,7 +160,9 @@ def leaning(
     where all are zero, and the Jensen-Shannon divergences (bits, 0 to 1) between "accuracy" and "app_u", js_app_u, and
     between "accuracy" and "labeled", js_labeled (FedDB, IJCAI 2024, Figures 1 and 3).
     """
-    accuracy, labeled, unlabeled = (mix(np.asarray(each, np.float64)) for each in (per_class, labeled, unlabeled))
+    accuracy, labeled, unlabeled = (
+        class_shares(np.asarray(each, np.float64)) for each in (per_class, labeled, unlabeled)
+    )
     shares = {"app_u": app_u, "labeled": labeled, "unlabeled": unlabeled, "accuracy": accuracy}
     distances = {"js_app_u": jensen_shannon(accuracy, app_u), "js_labeled": jensen_shannon(accuracy, labeled)}
     row: dict[str, Any] = {name: None if np.isnan(s).any() else s.round(6).tolist() for name, s in shares.items()}

@@ -13,8 +13,8 @@ from halfmoon.core.errors import UserError
 from halfmoon.methods import registry
 from halfmoon.notebook.progress import paths, python_errors, warn, watcher
 from halfmoon.notebook.results import Results, SweepResults, results_in
-from halfmoon.report.paired import ONE_SEED
-from halfmoon.report.remarks import remarks
+from halfmoon.report.paired import ONE_SEED_HINT
+from halfmoon.report.remarks import list_remarks
 from halfmoon.runs import factory, outside, runner
 from halfmoon.runs.callbacks import NULL_CALLBACK, Callback, Callbacks
 from halfmoon.runs.jobs import parsed
@@ -105,7 +105,7 @@ def compare(
     with _watched(watch) as eyes:
         result = _ended(runner.compare(config, names, numbers, eyes, again=True))
     if len(numbers) == 1:
-        warn(ONE_SEED.replace("halfmoon compare --seeds 0 1 2 3 4", "seeds=5"))
+        warn(ONE_SEED_HINT.replace("halfmoon compare --seeds 0 1 2 3 4", "seeds=5"))
     return result
 
 
@@ -242,7 +242,7 @@ def _begun(root: Path, config: Config) -> bool:
 
 
 def _ended(outcome: RunResult) -> Results:
-    for words in remarks(outcome.summaries, registry.ceilings()):
+    for words in list_remarks(outcome.summaries, registry.ceilings()):
         if not words.startswith("Budget"):
             warn(words)
     return Results(outcome.folder, outcome.runs)

@@ -14,10 +14,10 @@ from halfmoon.engine.loop import Row
 from halfmoon.methods import registry
 from halfmoon.notebook.trained import Model, load_model
 from halfmoon.report import frame, gather, study, tables
-from halfmoon.report.headline import headline
-from halfmoon.report.paired import differences
-from halfmoon.report.remarks import gain, remarks
-from halfmoon.report.run_reader import Run
+from halfmoon.report.headline import write_headline
+from halfmoon.report.paired import compare_methods
+from halfmoon.report.remarks import describe_gain, list_remarks
+from halfmoon.report.run_reader import StoredRun
 from halfmoon.runs.runner import CSV, CURVES, MARKDOWN
 from halfmoon.storage import atomic_io
 from halfmoon.storage.run_folder import DECISION, MODEL
@@ -40,8 +40,8 @@ class Results:
         return str(self.folder.absolute().relative_to(Path.cwd()) if near else self.folder)
 
     @cached_property
-    def _read(self) -> list[Run]:
-        return [Run.read(path) for path in self.runs]
+    def _read(self) -> list[StoredRun]:
+        return [StoredRun.read(path) for path in self.runs]
 
     @property
     def summaries(self) -> list[Row]:
@@ -49,8 +49,8 @@ class Results:
         return [run.summary for run in self._read if run.summary is not None]
 
     @cached_property
-    def _table(self) -> tables.Table:
-        return tables.comparison([each for each in self.summaries if each["accuracy"]])
+    def _table(self) -> tables.ComparisonTable:
+        return tables.comparison_table([each for each in self.summaries if each["accuracy"]])
 
     @property
     def summary(self) -> pd.DataFrame:
@@ -60,7 +60,7 @@ class Results:
     @property
     def differences(self) -> pd.DataFrame:
         """Each method against labels alone: points, 95 % interval and p, paired by seed; empty for a single seed."""
-        paired = differences(self.summaries, registry.ceilings())
+        paired = compare_methods(self.summaries, registry.ceilings())
         return pd.DataFrame(paired.as_json()["rows"] if paired else [])
 
     @property
@@ -85,7 +85,7 @@ class Results:
         rows = [
             (run.path.name, str(run.options.get("method")), run.options.get("seed", 0), *point)
             for run in self._read
-            for point in frame.points(run)
+            for point in frame.iterate_points(run)
         ]
         return pd.DataFrame(rows, columns=["run", "method", "seed", "round", "metric", "value"])
 
@@ -99,7 +99,7 @@ class Results:
         Raises:
             UserError: there is no such metric.
         """
-        from halfmoon.report.curves import metric_curves  # Matplotlib is slow to import
+        from halfmoon.report.curves import draw_metric  # Matplotlib is slow to import
 
         if metric not in frame.METRICS:
             raise UserError(f"there is no metric {metric!r}: {suggest(metric, frame.METRICS)}")
@@ -107,7 +107,7 @@ class Results:
             from matplotlib import pyplot
 
             axes = pyplot.subplots(figsize=(6.4, 3.6), layout="constrained")[1]
-        metric_curves(self._read, metric, axes)
+        draw_metric(self._read, metric, axes)
         return axes
 
     def __repr__(self) -> str:
@@ -119,12 +119,12 @@ class Results:
         return f"<{count} in {self._place}{': ' if words else ''}{', '.join(words)}>"
 
     def _repr_html_(self) -> str:
-        table = tables.Table(self._table.lines, wide=False)
+        table = tables.ComparisonTable(self._table.lines, wide=False)
         parts = [html_table(table.headings, table.cells)] if table.lines else []
         ceilings = registry.ceilings()
-        if paired := differences(self.summaries, ceilings):
+        if paired := compare_methods(self.summaries, ceilings):
             parts += [html_table(paired.headings, paired.cells), f"<p>{escape(paired.sentence)}</p>"]
-        sentences = [gain(self.summaries, ceilings), *remarks(self.summaries, ceilings)]
+        sentences = [describe_gain(self.summaries, ceilings), *list_remarks(self.summaries, ceilings)]
         sentences += [f"{run.title}: {len(run.rows)} rounds, not finished." for run in self._read if not run.summary]
         sentences += [decision["sentence"]] if (decision := self.decision) else []
         parts += [f"<p>{escape(words)}</p>" for words in sentences if words]
@@ -136,7 +136,7 @@ class SweepResults(Results):
 
     def __init__(self, folder: Path) -> None:
         """Read the `folder` of a sweep."""
-        self.study = study.read_sweep(folder / study.SWEEP)  # the sweep as its file has it
+        self.study = study.read_sweep(folder / study.SWEEP_FILE)  # the sweep as its file has it
         entries = [entry for _, entry in self.study.finished()]
         super().__init__(folder, [run.path for entry in entries if (run := self.study.run(entry)) is not None])
 
@@ -148,7 +148,7 @@ class SweepResults(Results):
 
     @property
     def _cells(self) -> tuple[list[str], list[list[str]]]:
-        path = self.folder / study.SWEEP
+        path = self.folder / study.SWEEP_FILE
         return sweep_folder.table(sweep_folder.parse(path.read_bytes(), path))
 
     def to_frame(self) -> pd.DataFrame:
@@ -163,10 +163,10 @@ class SweepResults(Results):
 
     def __repr__(self) -> str:
         count = sum(1 for _ in self.study.finished())
-        return f"<sweep in {self._place}: {count} runs of {len(self.study.sweep.cells)} cells. {headline(self.study)}>"
+        return f"<sweep in {self._place}: {count} runs of {len(self.study.sweep.cells)} cells. {write_headline(self.study)}>"
 
     def _repr_html_(self) -> str:
-        words = [headline(self.study), study.scale_words(self.study.sweep.scale), *self.study.notes]
+        words = [write_headline(self.study), study.describe_scale(self.study.sweep.scale), *self.study.notes]
         lines = "".join(f"<p>{escape(each)}</p>" for each in words if each)
         return f"{html_table(*self._cells)}{lines}<p><code>{escape(self._place)}</code></p>"
 
@@ -180,8 +180,8 @@ def html_table(headings: Sequence[str], cells: Sequence[Sequence[str]]) -> str:
 
 def results_in(folder: Path) -> Results:
     """Return what a folder holds: a run, a comparison, a sweep or a federation; raise `UserError` where it is none."""
-    if (folder / study.SWEEP).is_file():
+    if (folder / study.SWEEP_FILE).is_file():
         return SweepResults(folder)
-    here = [run.path for run in gather.find(folder)]
-    jobs = [path for path in gather.plan(folder) if path in here]
+    here = [run.path for run in gather.read_runs(folder)]
+    jobs = [path for path in gather.list_job_folders(folder) if path in here]
     return Results(folder, jobs or here)

@@ -20,24 +20,24 @@ from PIL import Image
 
 from halfmoon.core.errors import UserError
 from halfmoon.data import dicom
-from halfmoon.data.preparation import MOST_PIXELS, eight_bits, extremes
+from halfmoon.data.preparation import MAX_PIXELS, estimate_window, to_eight_bits
 from halfmoon.data.readers.decode import (
     FORMATS,
-    NO_WARNINGS,
-    converted,
-    deep,
-    grays,
-    in_stored,
-    loaded,
-    strips,
-    upright,
+    IGNORE_WARNINGS,
+    convert_channels,
+    is_deep,
+    iterate_strips,
+    load_pixels,
+    open_upright,
+    read_values,
+    window_in_stored_values,
 )
 from halfmoon.sites.folders.labels import STATE_FOLDER
 from halfmoon.storage import atomic_io
 
 CACHE_BYTES = 32 * 2**20  # bytes of pictures that stay in memory, encoded
-MAX_DECODING_BYTES = 8 * MOST_PIXELS  # what the decoder of one image may take
-MAX_WAITING_IMAGES = 8  # large images that are waited for at once; any number of requests may wait for one
+MOST_BYTES = 8 * MAX_PIXELS  # what the decoder of one image may take
+QUEUE = 8  # large images that are waited for at once; any number of requests may wait for one
 
 
 class TooManyRequests(UserError):
@@ -45,10 +45,10 @@ class TooManyRequests(UserError):
 
 
 @dataclass(frozen=True)
-class BrowserImage:
-    """An encoded image; with `grays` red and green are the bytes of a 16-bit gray.
+class Picture:
+    """An encoded image; with `read_values` red and green are the bytes of a 16-bit gray.
 
-    `grays`: slope and intercept make values of these, `low` and `high` are black and white, and the modality.
+    `read_values`: slope and intercept make values of these, `low` and `high` are black and white, and the modality.
     """
 
     data: bytes
@@ -69,16 +69,20 @@ def encode_for_browser(
     most = 160 if small else 2048  # pixels of the longer side
     try:
         with path.open("rb") as file:
-            image = upright(file, name, partial(_reduced, most=2 * most if small else most))
+            image = open_upright(file, name, partial(_reduced, most=2 * most if small else most))
     except OSError as error:
-        raise UserError(f"{name}: {atomic_io.error_reason(error)}.") from error
-    if deep(image):
-        pixels = grays(image)
-        ends = in_stored(image, window) or image.info.get("extremes") or extremes([pixels], pixels.size)
+        raise UserError(f"{name}: {atomic_io.reason(error)}.") from error
+    if is_deep(image):
+        pixels = read_values(image)
+        ends = (
+            window_in_stored_values(image, window)
+            or image.info.get("extremes")
+            or estimate_window([pixels], pixels.size)
+        )
         if not small:
             return _packed(pixels, ends, image.info)
-        image = Image.fromarray(eight_bits(pixels, ends, name))
-    image = converted(image, name, 1 if image.mode in ("1", "L", "LA") else 3)
+        image = Image.fromarray(to_eight_bits(pixels, ends, name))
+    image = convert_channels(image, name, 1 if image.mode in ("1", "L", "LA") else 3)
     image.thumbnail((most, most), Image.Resampling.BILINEAR)
     # Small pictures stay exact; of large ones nobody sees the difference, and they come faster.
     return BrowserImage(_encoded(image, "JPEG" if small and max(image.size) > 96 else "PNG"))
@@ -87,13 +91,13 @@ def encode_for_browser(
 def _reduced(image: Image.Image, most: int) -> Image.Image:
     """Return an opened image with its pixels, where it can its longer side about `most`, without its alpha.
 
-    `info` has the `extremes` of a deep image that was larger.
+    `info` has the `estimate_window` of a deep image that was larger.
     """
     image.draft(None, (most, most))
-    image = loaded(image)
-    if deep(image) and max(image.size) > most:
-        less = Image.fromarray(shrink_by_mean(image, most))
-        less.info = image.info | {"extremes": extremes(strips(image), image.width * image.height)}
+    image = load_pixels(image)
+    if is_deep(image) and max(image.size) > most:
+        less = Image.fromarray(shrunk(image, most))
+        less.info = image.info | {"extremes": estimate_window(iterate_strips(image), image.width * image.height)}
         return less
     factor = max(image.size) // most
     if factor < 2 or image.mode not in ("L", "LA", "RGB", "RGBA", "CMYK"):
@@ -110,9 +114,9 @@ def shrink_by_mean(image: Image.Image, most: int) -> np.ndarray:
     """Return a deep image's grays (H, W) averaged over squares so that no side is longer than `most`."""
     factor = -(-max(image.size) // most)
     if min(image.size) < factor:
-        return grays(image)
+        return read_values(image)
     width, means = image.width // factor, []
-    for rows in strips(image, factor):
+    for rows in iterate_strips(image, factor):
         if len(rows) == factor:
             squares = rows[:, : width * factor].reshape(factor, width, factor)
             means.append(squares.mean((0, 2), dtype=np.float64))
@@ -144,9 +148,9 @@ def needs_queue(path: Path, name: str) -> bool:
     try:
         large = path.stat().st_size > 2**22
         if dicom.holds_image(path):
-            height, width, _, _, cost = dicom.header(path, name)
+            height, width, _, _, cost = dicom.read_header(path, name)
         else:
-            with NO_WARNINGS, Image.open(path, formats=FORMATS) as image:
+            with IGNORE_WARNINGS, Image.open(path, formats=FORMATS) as image:
                 (width, height), cost = image.size, 20 if image.format == "WEBP" else 8
     except MemoryError:
         raise

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from halfmoon.pages import eventlog
-from halfmoon.report.bands import short, thinned
-from halfmoon.report.styles import as_json, styles
+from halfmoon.report.bands import pick_evenly, six_digits
+from halfmoon.report.styles import line_styles, style_to_json
 from halfmoon.storage import atomic_io, locks, toml
 from halfmoon.storage.folder_writer import LOCK
 
@@ -193,9 +193,9 @@ class FollowedRun:
         rows = [(row["round"], (row.get("evaluation") or {}).get("by_site") or {}) for row in self.metrics.rows]
         names = sorted({name for _, shared in rows for name in shared})
         sites = []
-        for name, style in zip(names, styles([self.method, *names])[1:], strict=True):
+        for name, style in zip(names, line_styles([self.method, *names])[1:], strict=True):
             values = {round: 100 * shared[name] for round, shared in rows if name in shared}
-            sites.append({"look": {**as_json(style), "title": name}, **_line(values)})
+            sites.append({"look": {**style_to_json(style), "title": name}, **_line(values)})
         table = [_row(each, uploads, seconds) for each in self.metrics.rows[-LIMIT:]]
         return {"lines": lines, "sites": sites, "rows": table}
 
@@ -207,8 +207,8 @@ def _quantity(row: Mapping[str, Any], key: str) -> float | None:
 
 
 def _line(values: Mapping[int, float]) -> dict[str, Any]:
-    rounds = thinned(list(values))
-    return {"x": rounds, "y": [short(values[round]) for round in rounds]}
+    rounds = pick_evenly(list(values))
+    return {"x": rounds, "y": [six_digits(values[round]) for round in rounds]}
 
 
 def _uploads(rows: Iterable[Mapping[str, Any]]) -> dict[int, float]:
@@ -226,7 +226,7 @@ def _row(row: Mapping[str, Any], uploads: Mapping[int, float], seconds: Mapping[
     result: dict[str, Any] = {"round": row["round"]}
     for key in QUANTITIES:
         value = _quantity(row, key)
-        result[key] = None if value is None else short(value)
+        result[key] = None if value is None else six_digits(value)
     cohort = row.get("cohort")
     result["cohort"] = len(cohort) if isinstance(cohort, list) else None
     result["sent"], result["seconds"] = uploads.get(row["round"]), seconds.get(row["round"])

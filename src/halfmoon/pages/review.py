@@ -14,10 +14,10 @@ import numpy as np
 from halfmoon.core.errors import UserError
 from halfmoon.pages.background_prediction import BackgroundPrediction
 from halfmoon.pages.folder_page import FolderPage
-from halfmoon.pages.label_order import Predictions
-from halfmoon.report.spreadsheet import harmless
-from halfmoon.sites.folders.labels import find_labels_file
-from halfmoon.sites.folders.site_folder import CLASSES_FILE, UNLABELED, SiteFolder, read_site
+from halfmoon.pages.guesses import Guessing
+from halfmoon.report.spreadsheet import escape_formula
+from halfmoon.sites.folders.labels import file_of
+from halfmoon.sites.folders.site_folder import CLASSES, UNLABELED, SiteFolder, read
 
 if TYPE_CHECKING:
     from starlette.requests import Request
@@ -110,7 +110,7 @@ class ReviewPage(FolderPage):
                 second = [names[predictions["second"][row]], f"{top[1]:.6f}"] if len(top) > 1 else ["", ""]
                 cells = [names[predictions["predicted"][row]], f"{top[0]:.6f}", *second]
             agrees = "" if not label or not cells[0] else "yes" if label == cells[0] else "no"
-            writer.writerow([harmless(cell) for cell in (path, *cells, label, agrees)])
+            writer.writerow([escape_formula(cell) for cell in (path, *cells, label, agrees)])
         name = "".join(
             c if c.isascii() and (c.isalnum() or c in "-_") else "_" for c in self.site.folder.resolve().name
         )

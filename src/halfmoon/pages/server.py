@@ -179,7 +179,7 @@ def _asset(name: str) -> Response:
     try:
         if not re.fullmatch(r"[a-z]{1,32}\.(css|js)", name):
             raise FileNotFoundError(name)
-        content = templates.web(package, name)
+        content = templates.read_web_file(package, name)
     except FileNotFoundError:
         return PlainTextResponse("There is no such file.", 404)
     kind = "text/css" if name.endswith(".css") else "text/javascript"

@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any
 
 from halfmoon.core.errors import UserError
 from halfmoon.pages import eventlog
-from halfmoon.pages.follow import FollowedRun, Follower, find_ceiling_alarms
-from halfmoon.pages.server import build_app, serve_page
-from halfmoon.report.styles import as_json
-from halfmoon.report.styles import styles as styles_of
+from halfmoon.pages.follow import Followed, Follower, ceiling_alarms
+from halfmoon.pages.server import application, serve
+from halfmoon.report.styles import line_styles as styles_of
+from halfmoon.report.styles import style_to_json
 
 if TYPE_CHECKING:
     from starlette.requests import Request
@@ -70,7 +70,7 @@ class WatchPage:
             for number, run in enumerate(runs):
                 fact = run.facts(now) | {"id": number}
                 fact["title"] = self._titles.get(run.method, fact["title"])
-                fact["look"] = as_json(styles[names[number]])
+                fact["look"] = style_to_json(styles[names[number]])
                 if have.get(str(number)) != str(run.version):
                     fact |= run.plot()
                 facts.append(fact)

@@ -10,16 +10,16 @@ from matplotlib.figure import Figure
 from matplotlib.font_manager import FontProperties
 from matplotlib.ticker import MaxNLocator
 
-from halfmoon.report.figures import GRAY, figure, tidy, write
+from halfmoon.report.figures import GRAY, new_figure, save_figure, style_axes
 from halfmoon.report.frame import METRICS
-from halfmoon.report.run_reader import Run, data_name
-from halfmoon.report.styles import Style
-from halfmoon.report.styles import styles as styles_of
+from halfmoon.report.run_reader import StoredRun, dataset_name
+from halfmoon.report.styles import LineStyle
+from halfmoon.report.styles import line_styles as styles_of
 
-_AT_THE_END = 8  # so many names find room beside the ends of their lines; more go into a legend
+_MAX_NAMES_AT_LINES = 8  # so many names find room beside the ends of their lines; more go into a legend
 
 
-class Curve(NamedTuple):
+class SeedCurve(NamedTuple):
     """One quantity of one method over the rounds that all its seeds measured."""
 
     rounds: np.ndarray  # (R,) int64
@@ -28,12 +28,12 @@ class Curve(NamedTuple):
     high: np.ndarray  # (R,) the largest
 
 
-def curve(runs: Sequence[Run], part: str, name: str) -> Curve:
+def seed_curve(runs: Sequence[StoredRun], part: str, name: str) -> SeedCurve:
     """Return `row[part][name]` of the seeds of one method, over the rounds that every one of them has."""
     each = [run.series(part, name) for run in runs]
     rounds = sorted(set.intersection(*(set(series) for series in each)))
     values = np.array([[series[round] for round in rounds] for series in each])
-    return Curve(np.array(rounds, dtype=np.int64), values.mean(0), values.min(0), values.max(0))
+    return SeedCurve(np.array(rounds, dtype=np.int64), values.mean(0), values.min(0), values.max(0))
 
 
 _PANELS = {
@@ -43,68 +43,68 @@ _PANELS = {
 """What stands on the right, where a method has any."""
 
 
-def curves(runs: Sequence[Run], path: Path) -> None:
+def draw_curves(runs: Sequence[StoredRun], path: Path) -> None:
     """Draw a PNG with one line a method (several seeds: their mean, in a band from the smallest to the largest).
 
     Left test accuracy; right, where a method makes any, the accuracy of its pseudo-labels and the share of them
     that is confident (above the threshold of the diagnostics); a panel without anything above zero is left out. The
     head says on what. Raise UserError if the picture cannot be written.
     """
-    groups, styles = _by_title(runs)
-    panels = {what: lines for what in _PANELS if (lines := _lively(groups, what))}
-    beside = 0.06 * max(map(len, groups), default=0) if len(groups) <= _AT_THE_END else 0.0
+    groups, styles = _group_by_title(runs)
+    panels = {what: lines for what in _PANELS if (lines := _groups_with_values(groups, what))}
+    beside = 0.06 * max(map(len, groups), default=0) if len(groups) <= _MAX_NAMES_AT_LINES else 0.0
     width = 6.0 if panels else 4.6
-    columns, rows = _legend_grid(list(groups), width)
-    picture = figure(width + beside, 3.5 if len(groups) <= _AT_THE_END else 3.5 + 0.19 * rows)
-    if runs and (words := described(runs)):
+    columns, rows = _legend_grid_size(list(groups), width)
+    picture = new_figure(width + beside, 3.5 if len(groups) <= _MAX_NAMES_AT_LINES else 3.5 + 0.19 * rows)
+    if runs and (words := describe_runs(runs)):
         picture.suptitle(words, fontsize=8.5, color=GRAY, x=0.01, ha="left")
     grid = picture.add_gridspec(max(1, len(panels)), 2 if panels else 1, width_ratios=(1.5, 1) if panels else (1,))
     main = picture.add_subplot(grid[:, 0])
     for place, (what, lines) in enumerate(panels.items()):
         axes = picture.add_subplot(grid[place, 1], sharex=main)
-        _draw(axes, lines, styles, what, _PANELS[what])
+        _draw_quantity(axes, lines, styles, what, _PANELS[what])
         if place + 1 < len(panels):
             axes.tick_params(labelbottom=False)
             axes.set_xlabel("")
-    ends = _draw(main, groups, styles, ("test", "accuracy"), "test accuracy (%)")
-    note = _note(groups)
-    if len(groups) > _AT_THE_END:
-        _legend(picture, main, columns, note)
+    ends = _draw_quantity(main, groups, styles, ("test", "accuracy"), "test accuracy (%)")
+    note = _describe_seeds_band(groups)
+    if len(groups) > _MAX_NAMES_AT_LINES:
+        _add_legend(picture, main, columns, note)
     else:
-        _name_ends(main, ends, styles)
+        _label_line_ends(main, ends, styles)
         if note:
             picture.supxlabel(note, fontsize=7.5, color=GRAY, x=0.01, ha="left")
-    write(picture, path)
+    save_figure(picture, path)
 
 
-def metric_curves(runs: Sequence[Run], metric: str, axes: Axes) -> None:
-    """Draw a metric of `halfmoon.report.frame.METRICS` as `curves` does, with a legend."""
+def draw_metric(runs: Sequence[StoredRun], metric: str, axes: Axes) -> None:
+    """Draw a metric of `halfmoon.report.frame.METRICS` as `draw_curves` does, with a legend."""
     part, name, factor = METRICS[metric]
-    groups, styles = _by_title([run for run in runs if run.series(part, name)])
+    groups, styles = _group_by_title([run for run in runs if run.series(part, name)])
     label = f"{metric.replace('_', ' ')}{' (%)' if factor == 100 else ''}"
-    _draw(axes, groups, styles, (part, name), label, factor)
+    _draw_quantity(axes, groups, styles, (part, name), label, factor)
     if groups:
-        axes.legend(frameon=False, fontsize=8, title=_note(groups) or None, title_fontsize=7.5)
+        axes.legend(frameon=False, fontsize=8, title=_describe_seeds_band(groups) or None, title_fontsize=7.5)
 
 
-def _by_title(runs: Sequence[Run]) -> tuple[dict[str, list[Run]], dict[str, Style]]:
+def _group_by_title(runs: Sequence[StoredRun]) -> tuple[dict[str, list[StoredRun]], dict[str, LineStyle]]:
     """Return the runs of each line, and how it is drawn."""
-    groups: dict[str, list[Run]] = {}
+    groups: dict[str, list[StoredRun]] = {}
     for run in runs:
         groups.setdefault(run.title, []).append(run)
     methods = [str(group[0].options.get("method", title)) for title, group in groups.items()]
     return groups, dict(zip(groups, styles_of(methods), strict=True))
 
 
-def _lively(groups: dict[str, list[Run]], what: tuple[str, str]) -> dict[str, list[Run]]:
+def _groups_with_values(groups: dict[str, list[StoredRun]], what: tuple[str, str]) -> dict[str, list[StoredRun]]:
     """Return the methods that have a quantity; {} where it is zero for all of them."""
-    lines = {title: curve(group, *what) for title, group in groups.items()}
+    lines = {title: seed_curve(group, *what) for title, group in groups.items()}
     if not any(line.high.any() for line in lines.values()):
         return {}
     return {title: groups[title] for title, line in lines.items() if len(line.rounds)}
 
 
-def _legend(picture: Figure, main: Axes, columns: int, note: str) -> None:
+def _add_legend(picture: Figure, main: Axes, columns: int, note: str) -> None:
     """Put all names below the panels: too many for the ends of their lines."""
     handles, names = main.get_legend_handles_labels()
     picture.legend(
@@ -121,7 +121,7 @@ def _legend(picture: Figure, main: Axes, columns: int, note: str) -> None:
     ).get_title().set_color(GRAY)
 
 
-def spaced(heights: Sequence[float], gap: float) -> list[float]:
+def separate_positions(heights: Sequence[float], gap: float) -> list[float]:
     """Move positions as little as possible (least squares), order kept, until neighbors are `gap` apart."""
     order = sorted(range(len(heights)), key=lambda n: heights[n])
     # Shifted by their rank, "gap apart" is "not falling": pool neighbors that fall, as in isotonic regression.
@@ -139,10 +139,10 @@ def spaced(heights: Sequence[float], gap: float) -> list[float]:
     return positions
 
 
-def _draw(
+def _draw_quantity(
     axes: Axes,
-    groups: dict[str, list[Run]],
-    styles: dict[str, Style],
+    groups: dict[str, list[StoredRun]],
+    styles: dict[str, LineStyle],
     what: tuple[str, str],
     label: str,
     factor: float = 100,
@@ -150,7 +150,7 @@ def _draw(
     """Draw one quantity of all methods, times `factor`; return where each line ends."""
     ends: dict[str, tuple[float, float]] = {}
     for number, (title, group) in enumerate(groups.items()):
-        line = curve(group, *what)
+        line = seed_curve(group, *what)
         if not len(line.rounds):
             continue
         style = styles[title]
@@ -174,44 +174,44 @@ def _draw(
     axes.set_xlabel("round", fontsize=8.5)
     axes.set_title(label, fontsize=8.5, loc="left")
     axes.margins(x=0.03)
-    _widen(axes, 4.0 if factor == 100 else 0.0)
+    _widen_axes(axes, 4.0 if factor == 100 else 0.0)
     axes.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=6, steps=[1, 2, 5, 10]))
     axes.yaxis.set_major_locator(MaxNLocator(nbins=6, steps=[1, 2, 5, 10]))
     axes.grid(axis="y", color="#E3E3E3", linewidth=0.6)
     axes.set_axisbelow(True)
-    tidy(axes)
+    style_axes(axes)
     return ends
 
 
-def _widen(axes: Axes, span: float) -> None:
+def _widen_axes(axes: Axes, span: float) -> None:
     """Show at least two rounds and `span`, as a smaller piece only enlarges noise, and nothing below zero."""
-    left, right = _at_least(*axes.get_xlim(), 2.0)
-    bottom, top = _at_least(*axes.get_ylim(), span)
-    upload = max(0.0, -0.03 * (top - bottom) - bottom)
+    left, right = _widen_range(*axes.get_xlim(), 2.0)
+    bottom, top = _widen_range(*axes.get_ylim(), span)
+    up = max(0.0, -0.03 * (top - bottom) - bottom)
     axes.set_xlim(left, right)
     axes.set_ylim(bottom + upload, top + upload)
 
 
-def _legend_grid(names: Sequence[str], width: float) -> tuple[int, int]:
+def _legend_grid_size(names: Sequence[str], width: float) -> tuple[int, int]:
     """Return the columns of a legend that fit into `width` inches, and its rows with one for the note."""
     longest = max(map(len, names), default=0)
     columns = max(1, int(width / (0.75 + 0.055 * longest)))
     return columns, -(-len(names) // columns) + 1
 
 
-def _at_least(low: float, high: float, span: float) -> tuple[float, float]:
+def _widen_range(low: float, high: float, span: float) -> tuple[float, float]:
     missing = max(0.0, span - (high - low))
     return low - missing / 2, high + missing / 2
 
 
-def _name_ends(axes: Axes, ends: dict[str, tuple[float, float]], styles: dict[str, Style]) -> None:
+def _label_line_ends(axes: Axes, ends: dict[str, tuple[float, float]], styles: dict[str, LineStyle]) -> None:
     """Write every method's name at the right end of its line, apart from each other, with a hair line to its end."""
     if not ends:
         return
     bottom, top = axes.get_ylim()
     axes.set_ylim(bottom, top)
     gap = 0.062 * (top - bottom)
-    places = spaced([height for _, height in ends.values()], gap)
+    places = separate_positions([height for _, height in ends.values()], gap)
     overshoot = max(0.0, max(places) - top)
     for (title, (round, height)), place in zip(ends.items(), places, strict=True):
         axes.annotate(
@@ -219,7 +219,7 @@ def _name_ends(axes: Axes, ends: dict[str, tuple[float, float]], styles: dict[st
             xy=(round, height),
             xytext=(1.05, place - overshoot),
             textcoords=axes.get_yaxis_transform(),
-            color=_darker(styles[title].color),
+            color=_darken(styles[title].color),
             fontsize=8,
             va="center",
             annotation_clip=False,
@@ -234,12 +234,12 @@ def _name_ends(axes: Axes, ends: dict[str, tuple[float, float]], styles: dict[st
         )
 
 
-def _darker(color: str) -> str:
+def _darken(color: str) -> str:
     # Thin letters need more contrast than a line.
     return "#" + "".join(f"{int(int(color[n : n + 2], 16) * 0.75):02x}" for n in (1, 3, 5))
 
 
-def _note(groups: dict[str, list[Run]]) -> str:
+def _describe_seeds_band(groups: dict[str, list[StoredRun]]) -> str:
     counts = sorted({len(group) for group in groups.values()})
     if not counts or counts[-1] == 1:
         return ""
@@ -247,7 +247,7 @@ def _note(groups: dict[str, list[Run]]) -> str:
     return f"mean of {seeds} seeds; band: smallest to largest"
 
 
-def _split_words(options: Mapping[str, Any]) -> str:
+def _describe_split(options: Mapping[str, Any]) -> str:
     setting = str(options.get("setting", ""))
     alpha = options.get("dirichlet_alpha")
     parts = [setting] if setting else []
@@ -258,14 +258,14 @@ def _split_words(options: Mapping[str, Any]) -> str:
     return ", ".join(parts)
 
 
-def _label_words(runs: Sequence[Run]) -> str:
+def _describe_labels(runs: Sequence[StoredRun]) -> str:
     """Return how many labels there are, "" where no run says it, or they differ."""
     counts = {(run.split or {}).get("counts", {}).get("labeled") for run in runs}
     (count,) = counts if len(counts) == 1 else (None,)
     return "" if count is None else f"{count:,} labels"
 
 
-def _seed_words(runs: Sequence[Run]) -> str:
+def _describe_seeds(runs: Sequence[StoredRun]) -> str:
     """Return the seeds, the first few by number."""
     numbers = {run.options.get("seed", 0) for run in runs}
     seeds = sorted(n for n in numbers if isinstance(n, int))
@@ -274,9 +274,9 @@ def _seed_words(runs: Sequence[Run]) -> str:
     return f"{'seed' if len(seeds) == 1 else 'seeds'} {', '.join(map(str, seeds))}" if seeds else ""
 
 
-def described(runs: Sequence[Run]) -> str:
+def describe_runs(runs: Sequence[StoredRun]) -> str:
     """Return a line for a picture's head: data, split, labels and seeds, as far as all runs share them."""
     first, *others = [run.options for run in runs]
     shared = {key: value for key, value in first.items() if all(other.get(key) == value for other in others)}
-    parts = [data_name(shared["data"]) if shared.get("data") else "", _split_words(shared)]
-    return " \N{MIDDLE DOT} ".join(part for part in [*parts, _label_words(runs), _seed_words(runs)] if part)
+    parts = [dataset_name(shared["data"]) if shared.get("data") else "", _describe_split(shared)]
+    return " \N{MIDDLE DOT} ".join(part for part in [*parts, _describe_labels(runs), _describe_seeds(runs)] if part)

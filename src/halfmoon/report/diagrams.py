@@ -8,66 +8,68 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.lines import Line2D
 
-from halfmoon.report.bands import thinned
-from halfmoon.report.figures import GRAY, figure, tidy, write
-from halfmoon.report.styles import style
+from halfmoon.report.bands import pick_evenly
+from halfmoon.report.figures import GRAY, new_figure, save_figure, style_axes
+from halfmoon.report.styles import line_style
 
-MOST_CLIENTS = 40
+MAX_CLIENTS = 40
 """At most so many clients are drawn."""
 
-_POINTS = 72  # per inch
-_LABEL = 8.5  # points
-_APART = 2  # columns that a server takes: its own, and an empty one
+_POINTS_PER_INCH = 72  # per inch
+_LABEL_POINTS = 8.5  # points
+_SERVER_COLUMNS = 2  # columns that a server takes: its own, and an empty one
 
 
-def areas(counts: np.ndarray, largest: float) -> np.ndarray:
+def bubble_areas(counts: np.ndarray, largest: float) -> np.ndarray:
     """Return bubble areas proportional to counts; the largest count has the area `largest` (square points)."""
     top = counts.max(initial=0)
     return counts * (largest / top) if top else np.zeros(counts.shape)
 
 
-def bubbles(summary: Mapping[str, Any], path: Path) -> None:
+def draw_split(summary: Mapping[str, Any], path: Path) -> None:
     """Draw a PNG of a split: clients from left to right, classes upwards, labeled images above, unlabeled below.
 
     A server that has labeled images stands left of the clients, apart. `summary` is the dict of
-    `halfmoon.data.partition.heterogeneity.summary`. Raise UserError if the picture cannot be written.
+    `halfmoon.data.partition.heterogeneity.summarize`. Raise UserError if the picture cannot be written.
     """
     classes: Sequence[str] = summary["counts"]["classes"]
     clients = summary["counts"]["clients"]
-    numbers = thinned(range(clients), MOST_CLIENTS)
+    numbers = pick_evenly(range(clients), MAX_CLIENTS)
     server = summary["server"]
-    before = _APART if server else 0
+    before = _SERVER_COLUMNS if server else 0
     columns = before + len(numbers)
     height = float(np.clip(2.1 / len(classes), 0.055, 0.21))  # inches a class
     width = float(np.clip(5.6 / columns, 0.135, 0.3))  # inches a client
     longest = max(len(name) for name in classes)
-    picture = figure(max(4.0, width * columns + 1.5 + 0.055 * longest), 2 * height * len(classes) + 1.5)
+    picture = new_figure(max(4.0, width * columns + 1.5 + 0.055 * longest), 2 * height * len(classes) + 1.5)
     panels = picture.subplots(2, 1, sharex=True)
     # Many classes lie closer than a bubble needs to be seen; theirs may overlap.
-    largest = (0.95 * _POINTS * min(width, max(height, 0.09))) ** 2
+    largest = (0.95 * _POINTS_PER_INCH * min(width, max(height, 0.09))) ** 2
     for number, (axes, kind) in enumerate(zip(panels, ("labeled", "unlabeled"), strict=True)):
         counts = np.zeros((columns, len(classes)), np.int64)
         counts[before:] = [summary["each"][k][f"{kind}_classes"] for k in numbers]
         if server and kind == "labeled":
             counts[0] = server["labeled_classes"]
-        _panel(axes, counts, largest, style(number).color)
-        axes.set_title(f"{kind}: {summary['counts'][kind]:,} images", fontsize=_LABEL, loc="left", fontweight="bold")
-        _mark(axes.yaxis, [str(name) for name in classes], height)
-    _mark(panels[1].xaxis, [str(k) for k in numbers], width / 2.2, ["server"] if server else [], before)
-    what = "client" if clients <= MOST_CLIENTS else f"client ({MOST_CLIENTS} of {clients} shown, evenly chosen)"
-    panels[1].set_xlabel(what, fontsize=_LABEL)
-    write(picture, path)
+        _draw_panel(axes, counts, largest, line_style(number).color)
+        axes.set_title(
+            f"{kind}: {summary['counts'][kind]:,} images", fontsize=_LABEL_POINTS, loc="left", fontweight="bold"
+        )
+        _label_ticks(axes.yaxis, [str(name) for name in classes], height)
+    _label_ticks(panels[1].xaxis, [str(k) for k in numbers], width / 2.2, ["server"] if server else [], before)
+    what = "client" if clients <= MAX_CLIENTS else f"client ({MAX_CLIENTS} of {clients} shown, evenly chosen)"
+    panels[1].set_xlabel(what, fontsize=_LABEL_POINTS)
+    save_figure(picture, path)
 
 
-def _panel(axes: Axes, counts: np.ndarray, largest: float, color: str) -> None:
+def _draw_panel(axes: Axes, counts: np.ndarray, largest: float, color: str) -> None:
     """Draw counts (clients, classes), with three bubbles beside them that say what an area means."""
     x, y = np.nonzero(counts)
-    axes.scatter(x, y, s=areas(counts, largest)[x, y], color=color, linewidth=0)
+    axes.scatter(x, y, s=bubble_areas(counts, largest)[x, y], color=color, linewidth=0)
     axes.set_xlim(-0.7, counts.shape[0] - 0.3)
     axes.set_ylim(-0.7, counts.shape[1] - 0.3)
     axes.set_axisbelow(True)
     axes.grid(color="#EEEEEE", linewidth=0.5)
-    tidy(axes)
+    style_axes(axes)
     axes.tick_params(length=2)
     samples = _round_numbers(int(counts.max(initial=0)))
     sizes = [np.sqrt(largest * sample / counts.max()) for sample in samples]
@@ -90,11 +92,11 @@ def _panel(axes: Axes, counts: np.ndarray, largest: float, color: str) -> None:
 
 def _round_numbers(top: int) -> list[int]:
     """Return up to three different counts to explain areas by: the largest, about a half, about a tenth."""
-    counts = (top, _leading(top / 2), _leading(top / 10))
+    counts = (top, _keep_first_digit(top / 2), _keep_first_digit(top / 10))
     return sorted({n for n in counts if n >= 1}, reverse=True)
 
 
-def _leading(number: float) -> int:
+def _keep_first_digit(number: float) -> int:
     """Keep the first digit."""
     if number < 1:
         return 0
@@ -102,14 +104,14 @@ def _leading(number: float) -> int:
     return int(number // unit * unit)
 
 
-def _mark(axis: Any, names: list[str], inches: float, ahead: Sequence[str] = (), first: int = 0) -> None:
+def _label_ticks(axis: Any, names: list[str], inches: float, ahead: Sequence[str] = (), first: int = 0) -> None:
     """Name as many ticks as have room, `inches` each, from the place `first` on; those `ahead` stand from 0 on."""
     every = max(1, int(np.ceil(0.115 / inches)))
     places = [*range(len(ahead)), *range(first, first + len(names), every)]
     axis.set_ticks(places, [*ahead, *names[::every]], fontsize=7.5)
 
 
-def reliability(scores: Mapping[str, Any], path: Path) -> None:
+def draw_reliability(scores: Mapping[str, Any], path: Path) -> None:
     """Draw a PNG of a model's calibration: bars of accuracy over probability, and below them the images of each bin.
 
     `scores` is the dict of `halfmoon.sites.inference.measure.compute_scores`. A bar below the diagonal says that the model is
@@ -117,22 +119,24 @@ def reliability(scores: Mapping[str, Any], path: Path) -> None:
     """
     rows = [row for row in scores["reliability"] if row["images"]]
     left, width = [row["above"] for row in rows], [row["to"] - row["above"] for row in rows]
-    picture = figure(4.2, 4.6)
+    picture = new_figure(4.2, 4.6)
     above, below = picture.subplots(2, 1, sharex=True, height_ratios=(3, 1))
     above.plot([0, 1], [0, 1], color=GRAY, linewidth=1, dashes=(4, 2), label="as often right as it says")
     bars = {"align": "edge", "edgecolor": "white", "linewidth": 0.5}
-    above.bar(left, [row["accuracy"] for row in rows], width, color=style(0).color, label="accuracy", **bars)
+    above.bar(left, [row["accuracy"] for row in rows], width, color=line_style(0).color, label="accuracy", **bars)
     means = [row["confidence"] for row in rows]
-    above.plot(means, [row["accuracy"] for row in rows], "o", color=style(1).color, markersize=3.5, label="at the mean")
-    above.set_ylabel("accuracy", fontsize=_LABEL)
+    above.plot(
+        means, [row["accuracy"] for row in rows], "o", color=line_style(1).color, markersize=3.5, label="at the mean"
+    )
+    above.set_ylabel("accuracy", fontsize=_LABEL_POINTS)
     above.set_ylim(0, 1)
     error = f"expected calibration error {100 * scores['calibration_error']:.2f} %, {scores['images']:,} images"
-    above.set_title(error, fontsize=_LABEL, loc="left", fontweight="bold")
+    above.set_title(error, fontsize=_LABEL_POINTS, loc="left", fontweight="bold")
     above.legend(fontsize=7.5, frameon=False, loc="upper left")
     below.bar(left, [row["images"] for row in rows], width, color=GRAY, **bars)
-    below.set_ylabel("images", fontsize=_LABEL)
-    below.set_xlabel("probability of the label", fontsize=_LABEL)
+    below.set_ylabel("images", fontsize=_LABEL_POINTS)
+    below.set_xlabel("probability of the label", fontsize=_LABEL_POINTS)
     below.set_xlim(0, 1)
     for axes in (above, below):
-        tidy(axes)
-    write(picture, path)
+        style_axes(axes)
+    save_figure(picture, path)

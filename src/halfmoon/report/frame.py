@@ -6,9 +6,9 @@ from typing import Any
 
 import pandas as pd
 
-from halfmoon.report.run_reader import Run
-from halfmoon.report.spreadsheet import harmless, harmless_row
-from halfmoon.report.study import TEST, Study, StudyCell
+from halfmoon.report.run_reader import StoredRun
+from halfmoon.report.spreadsheet import escape_formula, escape_formulas
+from halfmoon.report.study import TEST_ACCURACY, CellRun, Study
 
 METRICS = {
     "accuracy": ("test", "accuracy", 100.0),
@@ -29,19 +29,19 @@ METRICS = {
 }
 """Metrics by round: part and name in metrics.jsonl, and the factor under which a report shows them."""
 
-COST = ("labeled_steps", "labeled_images", "unlabeled_images", "forward", "backward", "bytes_down", "bytes_up",
+COST_COLUMNS = ("labeled_steps", "labeled_images", "unlabeled_images", "forward", "backward", "bytes_down", "bytes_up",
         "stored_client", "stored_server")  # fmt: skip
-HEAD = ("study", "paper", "item", "scale", "scale_about")
-VALUES = (
+STUDY_COLUMNS = ("study", "paper", "item", "scale", "scale_about")
+VALUE_COLUMNS = (
     *("seed", "finished", "failed", "last_percent", "best_percent", "best_round"),
     *("published_percent", "published_deviation", "published_note", "equal_labeled_steps", "equal_steps_percent"),
-    *COST,
+    *COST_COLUMNS,
     *("seconds", "identity"),
 )
 
 
 @cache
-def metrics(study: Study) -> Any:
+def metrics_frame(study: Study) -> Any:
     """Return a data frame with one line for each run, round and metric: run, row, column, seed, round, metric, value.
 
     `row` is the method or another value of the rows' axis, `column` a place in `Study.columns`. Beside `METRICS` there
@@ -51,13 +51,13 @@ def metrics(study: Study) -> Any:
         (entry.folder, cell.at[study.sweep.rows], study.column_of(cell), entry.seed, *point)
         for cell, entry in study.finished()
         if (run := study.run(entry)) is not None
-        for point in points(run)
+        for point in iterate_points(run)
     ]
     names = ["run", "row", "column", "seed", "round", "metric", "value"]
     return pd.DataFrame(lines, columns=names).drop_duplicates(["row", "column", "run", "round", "metric"], keep="last")
 
 
-def points(run: Run) -> Iterator[tuple[int, str, float]]:
+def iterate_points(run: StoredRun) -> Iterator[tuple[int, str, float]]:
     """Yield (round, metric, value) of a run; accuracies and shares are percent."""
     for row in run.rows:
         for metric, (part, name, factor) in METRICS.items():
@@ -77,14 +77,14 @@ def points(run: Run) -> Iterator[tuple[int, str, float]]:
 
 
 @cache
-def cells(study: Study) -> Any:
+def cells_frame(study: Study) -> Any:
     """Return a data frame: a line for each cell and seed, one without a seed for a cell that has no run.
 
-    The columns are `row` and `column` as in `metrics`, `rounds`, `sent` (MB), `costs` (whether any is known), the axes
-    as "axis:NAME", and `VALUES`. Accuracies are percent; None is unknown.
+    The columns are `row` and `column` as in `metrics_frame`, `rounds`, `sent` (MB), `costs` (whether any is known), the axes
+    as "axis:NAME", and `VALUE_COLUMNS`. Accuracies are percent; None is unknown.
     """
     names = ["row", "column", "rounds", "sent", "costs"]
-    names += [*(f"axis:{axis.name}" for axis in study.sweep.axes), *VALUES]
+    names += [*(f"axis:{axis.name}" for axis in study.sweep.axes), *VALUE_COLUMNS]
     lines = []
     for cell in study.sweep.cells:
         head = {"row": cell.at[study.sweep.rows], "column": study.column_of(cell)}
@@ -92,14 +92,14 @@ def cells(study: Study) -> Any:
         if published := cell.published:
             head |= {"published_percent": published.mean, "published_deviation": published.deviation}
             head["published_note"] = published.note
-        lines += [{**head, **_values(study, entry)} for entry in cell.runs] or [head]
+        lines += [{**head, **_run_values(study, entry)} for entry in cell.runs] or [head]
     table = pd.DataFrame([[line.get(name) for name in names] for line in lines], columns=names, dtype=object)
-    if study.sweep.measure == TEST:
+    if study.sweep.measure == TEST_ACCURACY:
         _add_equal_steps(study, table)
     return table
 
 
-def _values(study: Study, entry: StudyCell) -> dict[str, Any]:
+def _run_values(study: Study, entry: CellRun) -> dict[str, Any]:
     values: dict[str, Any] = {"seed": entry.seed, "finished": entry.finished, "failed": entry.failed}
     values["identity"] = entry.identity
     if not entry.finished:
@@ -115,13 +115,15 @@ def _values(study: Study, entry: StudyCell) -> dict[str, Any]:
     traffic = cost.get("bytes_down"), cost.get("bytes_up")
     values["sent"] = None if None in traffic else sum(number or 0 for number in traffic) / 1e6
     values["costs"] = bool(cost)
-    return {**values, **{name: cost.get(name) for name in COST}, "seconds": entry.seconds}
+    return {**values, **{name: cost.get(name) for name in COST_COLUMNS}, "seconds": entry.seconds}
 
 
 def _add_equal_steps(study: Study, table: pd.DataFrame) -> None:
     """Fill in the accuracies at the largest number of labeled steps that all finished runs of a column reached."""
     entries = [entry for cell in study.sweep.cells for entry in cell.runs or [None]]
-    curves = {n: _evaluations(entry, study.run(entry)) for n, entry in enumerate(entries) if entry and entry.finished}
+    curves = {
+        n: _list_evaluations(entry, study.run(entry)) for n, entry in enumerate(entries) if entry and entry.finished
+    }
     for column in range(len(study.columns)):
         places = [n for n, place in enumerate(table["column"]) if place == column and n in curves]
         steps = min((curves[n][-1][0] if curves[n] else 0 for n in places), default=0)
@@ -133,7 +135,7 @@ def _add_equal_steps(study: Study, table: pd.DataFrame) -> None:
             table.at[n, "equal_steps_percent"] = None if share is None else 100 * share
 
 
-def _evaluations(entry: StudyCell, run: Run | None) -> list[tuple[float, float]]:
+def _list_evaluations(entry: CellRun, run: StoredRun | None) -> list[tuple[float, float]]:
     """Return (labeled steps so far, test accuracy as a share) by round; of a run without its folder the end alone."""
     rows = run.rows if run else []
     pairs = [((row.get("cost") or {}).get("labeled_steps"), (row.get("test") or {}).get("accuracy")) for row in rows]
@@ -144,27 +146,27 @@ def _evaluations(entry: StudyCell, run: Run | None) -> list[tuple[float, float]]
     return pairs
 
 
-def as_csv(studies: Sequence[Study]) -> str:
+def format_csv(studies: Sequence[Study]) -> str:
     """Return the cells of all studies, unrounded; an empty field is unknown.
 
     An axis that is called like another column gets the prefix `axis_`. A text that a spreadsheet would take for a
     formula gets an apostrophe.
     """
     axes = list(dict.fromkeys(axis.name for study in studies for axis in study.sweep.axes))
-    heads = {f"axis:{name}": f"axis_{name}" if name in (*HEAD, *VALUES) else name for name in axes}
+    heads = {f"axis:{name}": f"axis_{name}" if name in (*STUDY_COLUMNS, *VALUE_COLUMNS) else name for name in axes}
     tables = []
     for study in studies:
         sweep = study.sweep
         scale = (sweep.scale.name, sweep.scale.about) if sweep.scale else (None, None)
-        words = dict(zip(HEAD, (sweep.recipe or sweep.title, sweep.paper, sweep.item, *scale), strict=True))
-        tables.append(cells(study).assign(**words).astype(object))
-    table = pd.concat(tables).rename(columns=heads).reindex(columns=[*HEAD, *heads.values(), *VALUES])
-    header = harmless_row(list(table.columns))
-    return table.map(_field).to_csv(index=False, lineterminator="\n", header=header)
+        words = dict(zip(STUDY_COLUMNS, (sweep.recipe or sweep.title, sweep.paper, sweep.item, *scale), strict=True))
+        tables.append(cells_frame(study).assign(**words).astype(object))
+    table = pd.concat(tables).rename(columns=heads).reindex(columns=[*STUDY_COLUMNS, *heads.values(), *VALUE_COLUMNS])
+    header = escape_formulas(list(table.columns))
+    return table.map(_format_field).to_csv(index=False, lineterminator="\n", header=header)
 
 
-def _field(value: Any) -> str:
+def _format_field(value: Any) -> str:
     """Return a value as CSV shows it, all digits of a number."""
     if isinstance(value, str):
-        return harmless(value)
+        return escape_formula(value)
     return "" if pd.isna(value) else str(value).lower() if isinstance(value, bool) else str(value)

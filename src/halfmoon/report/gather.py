@@ -7,43 +7,43 @@ from pathlib import Path
 from typing import Any
 
 from halfmoon.core.errors import UserError
-from halfmoon.report.run_reader import Run, data_name, find
+from halfmoon.report.run_reader import StoredRun, dataset_name, read_runs
 from halfmoon.report.study import (
     CONFIGURATION,
-    FORMAT,
-    SWEEP,
-    Accuracy,
+    SWEEP_FILE,
+    SWEEP_FORMAT,
     Axis,
-    Cell,
+    AxisValue,
+    CellRun,
+    GridCell,
+    RunAccuracy,
     Study,
-    StudyCell,
-    Sweep,
-    Value,
+    SweepFile,
     has_numbers,
     is_number,
-    letters,
+    number_to_letters,
     read_sweep,
 )
 from halfmoon.storage import atomic_io, toml
 
-WORLD = (
+DATA_OPTIONS = (
     *("data", "data_share", "validation_share", "validation_part", "image_size", "shrink", "pixel_mean", "pixel_std"),
     *("clients", "setting", "dirichlet_alpha", "labels_per_class", "label_ratio", "labels", "labels_at"),
     *("labeled_clients", "classes_per_client", "stages", "unlabeled_share", "min_size", "split", "split_seed"),
 )
 """The options of the data and the split; runs that differ in one of them never share a column."""
 
-MOST_LINES = 2
+MAX_HEADING_LINES = 2
 """Lines of a table's head at most: where more options differ, they are put together."""
 
-SILENT = {
+IGNORED_OPTIONS = {
     *("method", "baselines", "options", "seed", "run_dir", "data_dir", "cache", "device", "executor", "compile"),
     *("threads", "workers", "processes", "memory_cap", "checkpoint_every", "evaluate_every", "reference"),
 }
 """Options that do not change a run's numbers, are the row's, or are a seed."""
 
 
-def gather(paths: Sequence[Path]) -> list[Study]:
+def gather_studies(paths: Sequence[Path]) -> list[Study]:
     """Return a study for each sweep, and one for all other runs together, in the order of the paths.
 
     A path is a run folder, the folder of a comparison, the folder of a sweep, or a sweep.json under any name. Raise
@@ -54,7 +54,7 @@ def gather(paths: Sequence[Path]) -> list[Study]:
     for path in paths:
         if not path.exists():
             raise UserError(f"{path} does not exist; give the folder of a run, of a comparison or of a sweep.")
-        file = path / SWEEP if path.is_dir() else path
+        file = path / SWEEP_FILE if path.is_dir() else path
         if path.is_file() and path.suffix != ".json":
             raise UserError(f"{path} is no run; give the folder of a run, of a comparison or of a sweep.")
         if file.is_file():
@@ -62,7 +62,7 @@ def gather(paths: Sequence[Path]) -> list[Study]:
         else:
             loose.append(path)
     if loose:
-        studies.append(from_runs(loose))
+        studies.append(study_from_runs(loose))
     if not has_numbers(studies):
         sites = any(run.federated for study in studies for run in study.runs.values())
         going = "halfmoon serve FILE --run-dir FOLDER" if sites else "halfmoon resume or halfmoon sweep"
@@ -73,88 +73,88 @@ def gather(paths: Sequence[Path]) -> list[Study]:
 
 
 @dataclass(frozen=True)
-class Loose:
+class LooseRun:
     """A run with its seed, its method, the method's own options, and the options that may tell it from others."""
 
-    run: Run
+    run: StoredRun
     seed: int
     method: str
     own: dict[str, Any]
     options: dict[str, Any]
 
     @classmethod
-    def of(cls, run: Run) -> "Loose":
+    def of(cls, run: StoredRun) -> "LooseRun":
         """Read the options of a run; raise UserError where they were changed to something else."""
         options = run.options
         own, seed = options.get("options", {}), options.get("seed", 0)
         if type(seed) is not int or not isinstance(own, Mapping):
             raise UserError(f"{run.path / 'config.toml'} was changed: its seed or its options are none; restore it.")
         own = {key: value for key, value in own.items() if not isinstance(value, Mapping)}
-        rest = {key: value for key, value in options.items() if key not in SILENT}
+        rest = {key: value for key, value in options.items() if key not in IGNORED_OPTIONS}
         if isinstance(rest.get("federation"), Mapping):
             rest["federation"] = rest["federation"].get("name")
         return cls(run, seed, str(options.get("method", run.path.name)), own, rest)
 
 
-def from_runs(paths: Sequence[Path]) -> Study:
+def study_from_runs(paths: Sequence[Path]) -> Study:
     """Put runs into one grid: a row a method (and its own options, where they differ), a column a different world.
 
-    An option other than those of `WORLD` makes columns where one row was played with several values of it. Raise
+    An option other than those of `DATA_OPTIONS` makes columns where one row was played with several values of it. Raise
     UserError if a path holds no run, or two different runs would be the same seed of one cell.
     """
-    runs, notes = _read(paths)
-    names = _row_names(runs)
-    rows = _row_values(runs, names)
-    keys = _columns(runs, names)
-    places = [{key: _text(run.options.get(key)) for key in keys} for run in runs]
-    if len(keys) > MOST_LINES:
-        places = [_merged(place) for place in places]
+    runs, notes = _read_loose_runs(paths)
+    names = _name_rows(runs)
+    rows = _list_rows(runs, names)
+    keys = _find_column_options(runs, names)
+    places = [{key: _format_option(run.options.get(key)) for key in keys} for run in runs]
+    if len(keys) > MAX_HEADING_LINES:
+        places = [_merge_axes(place) for place in places]
     columns = list(places[0]) if places else []
-    cells: dict[tuple[str, ...], Cell] = {}
+    cells: dict[tuple[str, ...], GridCell] = {}
     for run, name, place in zip(runs, names, places, strict=True):
         at = {"method": name} | place
-        cell = cells.setdefault(tuple(at.values()), Cell(at, []))
+        cell = cells.setdefault(tuple(at.values()), GridCell(at, []))
         twins = [other for other in cell.runs if other.seed == run.seed]
-        entry = _entry(run)
+        entry = _make_cell_run(run)
         if any(other.identity != entry.identity for other in twins):
             raise UserError(f"{name} comes twice with seed {run.seed} ({run.run.path}); report one of them.")
         if not twins:
             cell.runs.append(entry)
     folders = [path.name or str(path) for path in (path.resolve() for path in paths)]
-    sweep = Sweep(
-        format=FORMAT,
-        title=_title(runs, [row.title for row in rows]),
+    sweep = SweepFile(
+        format=SWEEP_FORMAT,
+        title=_make_title(runs, [row.title for row in rows]),
         kind="table",
         rows="method",
         columns=columns,
-        axes=[Axis("method", rows), *(_axis(key, [place[key] for place in places]) for key in columns)],
+        axes=[Axis("method", rows), *(_make_axis(key, [place[key] for place in places]) for key in columns)],
         cells=list(cells.values()),
         recipe=", ".join(folders),
-        about=_about(runs, keys),
-        versions=_versions(runs),
+        about=_describe_common(runs, keys),
+        versions=_list_versions(runs),
     )
-    return Study(sweep, {_key(run.run): run.run for run in runs}, tuple(notes))
+    return Study(sweep, {_run_key(run.run): run.run for run in runs}, tuple(notes))
 
 
-def _read(paths: Sequence[Path]) -> tuple[list[Loose], list[str]]:
+def _read_loose_runs(paths: Sequence[Path]) -> tuple[list[LooseRun], list[str]]:
     """Return the runs of all folders, each once, and a note of those that a comparison has not begun."""
-    runs: dict[Path, Run] = {}
+    runs: dict[Path, StoredRun] = {}
     notes = []
     for path in paths:
-        jobs = plan(path)
-        here = {run.path.resolve(): run for run in find(path)}
+        jobs = list_job_folders(path)
+        here = {run.path.resolve(): run for run in read_runs(path)}
         runs |= {job.resolve(): here[job.resolve()] for job in jobs if job.resolve() in here} | here
         missing = [job.name for job in jobs if job.resolve() not in here]
         if missing:
             notes.append(f"Not begun: {', '.join(missing)}.")
-    return _with_data_names([Loose.of(run) for run in runs.values()]), notes
+    return _with_data_names([LooseRun.of(run) for run in runs.values()]), notes
 
 
-def _with_data_names(runs: Sequence[Loose]) -> list[Loose]:
+def _with_data_names(runs: Sequence[LooseRun]) -> list[LooseRun]:
     """Return the runs with the names of their data sets in place of folders; equal names get a folder more."""
     paths = {str(run.options["data"]) for run in runs if run.options.get("data")}
-    short = Counter(data_name(path) for path in paths)
-    names = {path: data_name(path, 1 if short[data_name(path)] == 1 else 2) for path in paths}
+    short = Counter(dataset_name(path) for path in paths)
+    names = {path: dataset_name(path, 1 if short[dataset_name(path)] == 1 else 2) for path in paths}
     return [
         replace(run, options=run.options | {"data": names[str(run.options["data"])]})
         if run.options.get("data")
@@ -165,73 +165,73 @@ def _with_data_names(runs: Sequence[Loose]) -> list[Loose]:
 
 def common_options(study: Study) -> dict[str, Any]:
     """Return the options that all runs of a study have alike, without those that say where and not what."""
-    runs = _with_data_names([Loose.of(run) for run in study.runs.values()])
+    runs = _with_data_names([LooseRun.of(run) for run in study.runs.values()])
     first, *others = [run.options for run in runs] or [{}]
     return {key: value for key, value in first.items() if all(other.get(key) == value for other in others)}
 
 
-def _merged(place: Mapping[str, str]) -> dict[str, str]:
+def _merge_axes(place: Mapping[str, str]) -> dict[str, str]:
     """Return a column's place on two axes: the data set, and all other options in one."""
     rest = ", ".join(f"{key} {value}" for key, value in place.items() if key != "data")
     return {**({"data": place["data"]} if "data" in place else {}), CONFIGURATION: rest}
 
 
-def _axis(key: str, places: Sequence[str]) -> Axis:
+def _make_axis(key: str, places: Sequence[str]) -> Axis:
     names = list(dict.fromkeys(places))
     if key == CONFIGURATION:
-        return Axis(key, [Value(name, f"configuration {letters(n)}") for n, name in enumerate(names)])
+        return Axis(key, [AxisValue(name, f"configuration {number_to_letters(n)}") for n, name in enumerate(names)])
     # Numbers get the name of their axis wherever they are shown.
     bare = {name for name in names if key in ("data", "setting") or is_number(name)}
-    return Axis(key, [Value(name, name if name in bare else f"{key} {name}") for name in names])
+    return Axis(key, [AxisValue(name, name if name in bare else f"{key} {name}") for name in names])
 
 
-def _title(runs: Sequence[Loose], rows: Sequence[str]) -> str:
+def _make_title(runs: Sequence[LooseRun], rows: Sequence[str]) -> str:
     """Return the methods, and the data sets that they were played on."""
     rows = list(dict.fromkeys(rows))
     data = list(dict.fromkeys(str(run.options["data"]) for run in runs if run.options.get("data")))
-    methods = _and(rows) if len(rows) <= 3 else f"{len(rows)} methods"
-    return f"{methods} on {_and(data) if len(data) <= 3 else f'{len(data)} data sets'}" if data else methods
+    methods = _join_words(rows) if len(rows) <= 3 else f"{len(rows)} methods"
+    return f"{methods} on {_join_words(data) if len(data) <= 3 else f'{len(data)} data sets'}" if data else methods
 
 
-def _and(words: Sequence[str]) -> str:
+def _join_words(words: Sequence[str]) -> str:
     return " and ".join([", ".join(words[:-1]), words[-1]] if len(words) > 1 else words)
 
 
-def _row_names(runs: Sequence[Loose]) -> list[str]:
+def _name_rows(runs: Sequence[LooseRun]) -> list[str]:
     """Return a name for the row of every run: the method, with those of its own options that differ between runs."""
     names = []
     for run in runs:
         same = [other for other in runs if other.method == run.method]
         keys = sorted({key for other in same for key in other.own})
-        differing = [key for key in keys if len({_text(other.own.get(key)) for other in same}) > 1]
-        words = ", ".join(f"{key} {_text(run.own.get(key))}" for key in differing)
+        differing = [key for key in keys if len({_format_option(other.own.get(key)) for other in same}) > 1]
+        words = ", ".join(f"{key} {_format_option(run.own.get(key))}" for key in differing)
         names.append(f"{run.method} ({words})" if words else run.method)
     return names
 
 
-def _row_values(runs: Sequence[Loose], names: Sequence[str]) -> list[Value]:
+def _list_rows(runs: Sequence[LooseRun], names: Sequence[str]) -> list[AxisValue]:
     titles = {run.method: run.run.title for run in runs if run.run.summary is not None}
     rows = {
         name: titles.get(run.method, run.method) + name.removeprefix(run.method)
         for run, name in zip(runs, names, strict=True)
     }
-    return [Value(name, title) for name, title in rows.items()]
+    return [AxisValue(name, title) for name, title in rows.items()]
 
 
-def _columns(runs: Sequence[Loose], names: Sequence[str]) -> list[str]:
+def _find_column_options(runs: Sequence[LooseRun], names: Sequence[str]) -> list[str]:
     """Return the options that make columns, those of the world first."""
     columns = []
-    for key in dict.fromkeys([*WORLD, *(key for run in runs for key in run.options)]):
-        values = {(name, _text(run.options.get(key))) for run, name in zip(runs, names, strict=True)}
+    for key in dict.fromkeys([*DATA_OPTIONS, *(key for run in runs for key in run.options)]):
+        values = {(name, _format_option(run.options.get(key))) for run, name in zip(runs, names, strict=True)}
         several = len({value for _, value in values}) > 1
-        if several and (key in WORLD or len(values) > len({name for name, _ in values})):
+        if several and (key in DATA_OPTIONS or len(values) > len({name for name, _ in values})):
             columns.append(key)
     return columns
 
 
-def _entry(loose: Loose) -> StudyCell:
+def _make_cell_run(loose: LooseRun) -> CellRun:
     summary = loose.run.summary
-    entry = StudyCell(loose.seed, str(loose.run.head.get("identity", "")), _key(loose.run))
+    entry = CellRun(loose.seed, str(loose.run.head.get("identity", "")), _run_key(loose.run))
     if summary is None:
         return entry
     if "accuracy" not in summary or "cost" not in summary:
@@ -240,35 +240,35 @@ def _entry(loose: Loose) -> StudyCell:
     return replace(
         entry,
         finished=True,
-        accuracy=accuracy and Accuracy(accuracy["last"], accuracy.get("best"), accuracy.get("best_round")),
+        accuracy=accuracy and RunAccuracy(accuracy["last"], accuracy.get("best"), accuracy.get("best_round")),
         cost=summary["cost"],
         seconds=summary.get("seconds"),
     )
 
 
-def _key(run: Run) -> str:
+def _run_key(run: StoredRun) -> str:
     return str(run.path.resolve())
 
 
-def _text(value: Any) -> str:
+def _format_option(value: Any) -> str:
     if isinstance(value, int) and not isinstance(value, bool):
         return toml.format_value(value)
     return "none" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
 
 
-def _about(runs: Sequence[Loose], columns: Sequence[str]) -> str:
+def _describe_common(runs: Sequence[LooseRun], columns: Sequence[str]) -> str:
     """Return the data, the split and the rounds that all runs share, in a sentence."""
     first = runs[0].options
     keys = ("data", "setting", "dirichlet_alpha", "clients", "rounds")
     words = [
-        ("" if key in ("data", "setting") else f"{key} ") + _text(first[key])
+        ("" if key in ("data", "setting") else f"{key} ") + _format_option(first[key])
         for key in keys
         if key in first and key not in columns
     ]
     return ", ".join(words) + "." if words else ""
 
 
-def _versions(runs: Sequence[Loose]) -> dict[str, str]:
+def _list_versions(runs: Sequence[LooseRun]) -> dict[str, str]:
     heads = [run.run.head for run in runs]
     versions = {
         name: dict.fromkeys(str(head[name]) for head in heads if name in head) for name in ("halfmoon", "torch")
@@ -276,7 +276,7 @@ def _versions(runs: Sequence[Loose]) -> dict[str, str]:
     return {name: ", ".join(numbers) for name, numbers in versions.items() if numbers}
 
 
-def plan(path: Path) -> list[Path]:
+def list_job_folders(path: Path) -> list[Path]:
     """Return the run folders of a comparison in the order of its methods, nothing for other folders."""
     try:
         jobs = atomic_io.parse_json((path / "comparison.json").read_bytes())["jobs"]

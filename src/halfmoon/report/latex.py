@@ -5,9 +5,9 @@ from collections.abc import Sequence
 
 import pandas as pd
 
-from halfmoon.report.scores import Mark, Score, equal, final
-from halfmoon.report.study import CONFIGURATION, Column, Study, Value, scale_words
-from halfmoon.report.tables import plus_minus
+from halfmoon.report.scores import CellScore, ScoreTable, final_scores, scores_at_equal_steps
+from halfmoon.report.study import CONFIGURATION, AxisValue, Column, Study, describe_scale
+from halfmoon.report.tables import format_mean
 
 _GREEK = ("alpha", "beta", "gamma", "delta", "sigma", "tau")
 _ESCAPES = str.maketrans(
@@ -46,7 +46,7 @@ def escape_latex(text: str) -> str:
     return " ".join(text.split()).translate(_ESCAPES)
 
 
-def as_latex(studies: Sequence[Study]) -> str:
+def format_latex(studies: Sequence[Study]) -> str:
     r"""Format the accuracies of each study as tables, at the end of the runs and at equal labeled steps.
 
     The text is meant for `\input`; the document needs booktabs.
@@ -55,14 +55,14 @@ def as_latex(studies: Sequence[Study]) -> str:
     for study in studies:
         if study.sweep.kind == "splits":
             continue
-        parts.append(format_tables(study, final(study), f"{study.measured} (\\%) of the final model"))
-        score = equal(study)
+        parts.append(format_tables(study, final_scores(study), f"{study.measured} (\\%) of the final model"))
+        score = scores_at_equal_steps(study)
         if any((score.steps or {}).values()):
             parts.append(format_tables(study, score, "Test accuracy (\\%) at equal labeled steps"))
     return "\n".join(parts)
 
 
-def format_tables(study: Study, score: Score, quantity: str) -> str:
+def format_tables(study: Study, score: ScoreTable, quantity: str) -> str:
     """Format a score as one or more table environments of at most `MAX_COLUMNS` columns and `MAX_ROWS` rows.
 
     A column of the study with published numbers becomes two: measured ("here") and published ("paper"). An asterisk
@@ -115,7 +115,11 @@ def _split_columns(columns: Sequence[Column], has_published: dict[Column, bool])
 
 
 def _format_tabular(
-    study: Study, score: Score, columns: Sequence[Column], rows: Sequence[Value], published_columns: Sequence[Column]
+    study: Study,
+    score: ScoreTable,
+    columns: Sequence[Column],
+    rows: Sequence[AxisValue],
+    published_columns: Sequence[Column],
 ) -> str:
     """Format one tabular environment: a line of headings for each axis of the columns, then the rows."""
     names_sources = bool(published_columns) or not study.column_axes
@@ -131,7 +135,7 @@ def _format_tabular(
             table[-1].append(f"{score.steps[column] or 0:,.0f}")
         if column in published_columns:
             headings.append((*escaped_titles, "paper"))
-            table.append([_format_number(plus_minus(mark.published)) for mark in marks])
+            table.append([_format_number(format_mean(mark.published)) for mark in marks])
             if score.steps is not None:
                 table[-1].append("")
     index = [escape_latex(row.title) for row in rows]
@@ -158,22 +162,22 @@ def _format_legend(study: Study, columns: Sequence[Column]) -> list[str]:
     return [r"\par\smallskip", rf"\parbox{{\linewidth}}{{\footnotesize {' '.join(sentences)}}}"]
 
 
-def _caption(study: Study, quantity: str, score: Score, with_published: bool) -> str:
+def _caption(study: Study, quantity: str, score: ScoreTable, with_published: bool) -> str:
     sweep = study.sweep
     sentences = [f"{escape_latex(sweep.title)}. {quantity}, mean $\\pm$ standard deviation over seeds."]
     if with_published:
         sentences.append("An asterisk: within two standard deviations of the published number.")
     if sweep.scale:
-        sentences.append(rf"\textbf{{{escape_latex(scale_words(sweep.scale))}}}")
+        sentences.append(rf"\textbf{{{escape_latex(describe_scale(sweep.scale))}}}")
     unfinished = sorted({f"{m.seeds} of {m.planned}" for m in score.marks.values() if m.seeds < m.planned})
     if unfinished:
         sentences.append(f"Not every run is finished (seeds of a cell: {', '.join(unfinished)}).")
     return " ".join(sentences)
 
 
-def _format_measured(mark: Mark) -> str:
+def _format_measured(mark: CellScore) -> str:
     asterisk = r"$^{\ast}$" if mark.verdict and mark.verdict.within else ""
-    return _format_number(plus_minus(mark.last)) + asterisk
+    return _format_number(format_mean(mark.last)) + asterisk
 
 
 def _format_number(text: str) -> str:

@@ -9,12 +9,12 @@ from typing import Any, NamedTuple
 import numpy as np
 from scipy import special
 
-from halfmoon.report.remarks import FLOOR
+from halfmoon.report.remarks import LABELS_ONLY
 
-LEVEL = 0.95
-SEEDS = 5
+CONFIDENCE_LEVEL = 0.95
+ENOUGH_SEEDS = 5
 """Seeds below which an interval is wide and says little."""
-ONE_SEED = "One seed decides nothing: halfmoon compare --seeds 0 1 2 3 4 gives each difference with its interval."
+ONE_SEED_HINT = "One seed decides nothing: halfmoon compare --seeds 0 1 2 3 4 gives each difference with its interval."
 
 
 class Difference(NamedTuple):
@@ -26,7 +26,7 @@ class Difference(NamedTuple):
     p: float
 
 
-def paired(ours: Sequence[float], base: Sequence[float], overlap: float = 0.0) -> Difference:
+def compare_paired(ours: Sequence[float], base: Sequence[float], overlap: float = 0.0) -> Difference:
     """Compare two methods on the same splits, n >= 2, by Student's t of the differences.
 
     `overlap` is the ratio of test to training size where the splits are drawn from the same images: the variance is
@@ -37,10 +37,10 @@ def paired(ours: Sequence[float], base: Sequence[float], overlap: float = 0.0) -
         raise ValueError(f"{len(ours)} and {len(base)} results cannot be paired: give the same two or more splits")
     differences = np.asarray(ours, float) - np.asarray(base, float)
     mean, count = float(differences.mean()), len(differences)
-    return _student(mean, (1 / count + overlap) * float(differences.var(ddof=1)), count - 1)
+    return _student_t(mean, (1 / count + overlap) * float(differences.var(ddof=1)), count - 1)
 
 
-def crossed(ours: np.ndarray, base: np.ndarray) -> Difference:
+def compare_by_image(ours: np.ndarray, base: np.ndarray) -> Difference:
     """Compare two methods, in points, by which of the same m >= 2 test images they are right on: bool (n, m), n >= 2.
 
     The interval is for new splits and new test images: differences have a mean, a random part of the split, one of the
@@ -58,20 +58,20 @@ def crossed(ours: np.ndarray, base: np.ndarray) -> Difference:
     squares = m * splits.var(ddof=1), n * images.var(ddof=1), float((rest**2).sum()) / ((n - 1) * (m - 1))
     total = float(max(squares[0], squares[0] + squares[1] - squares[2]))
     spread = sum(s**2 / free for s, free in zip(squares, (n - 1, m - 1, (n - 1) * (m - 1)), strict=True))
-    both = _student(float(d.mean()), total / (n * m), total**2 / spread if spread else n - 1)
-    alone = paired(splits[:, 0].tolist(), [0.0] * n)
+    both = _student_t(float(d.mean()), total / (n * m), total**2 / spread if spread else n - 1)
+    alone = compare_paired(splits[:, 0].tolist(), [0.0] * n)
     return both if both.high > alone.high else alone
 
 
-def _student(mean: float, variance: float, freedom: float) -> Difference:
+def _student_t(mean: float, variance: float, freedom: float) -> Difference:
     error = math.sqrt(variance)
-    reach = float(special.stdtrit(freedom, (1 + LEVEL) / 2)) * error
+    reach = float(special.stdtrit(freedom, (1 + CONFIDENCE_LEVEL) / 2)) * error
     if error == 0:
         return Difference(mean, mean, mean, float(mean == 0))
     return Difference(mean, mean - reach, mean + reach, float(2 * special.stdtr(freedom, -abs(mean) / error)))
 
 
-def holm(values: Sequence[float]) -> list[float]:
+def adjust_holm(values: Sequence[float]) -> list[float]:
     """Return p-values adjusted for how many there are (Holm 1979): each is valid beside all the others."""
     adjusted, floor = [0.0] * len(values), 0.0
     for rank, place in enumerate(sorted(range(len(values)), key=values.__getitem__)):
@@ -80,7 +80,7 @@ def holm(values: Sequence[float]) -> list[float]:
     return adjusted
 
 
-class Row(NamedTuple):
+class MethodDifference(NamedTuple):
     """A method against the base: the difference in points, and p adjusted for the number of methods."""
 
     method: str
@@ -89,12 +89,12 @@ class Row(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Differences:
+class DifferenceTable:
     """The methods of a comparison against one of them, over the seeds that all of them have."""
 
     base: str
     seeds: int
-    rows: tuple[Row, ...]
+    rows: tuple[MethodDifference, ...]
     images: int = 0
     """Test images whose spread is in the intervals."""
 
@@ -114,7 +114,7 @@ class Differences:
     @property
     def sentence(self) -> str:
         """How the table is read, and whether there are enough seeds."""
-        few = f" With fewer than {SEEDS} seeds such intervals are wide." if self.seeds < SEEDS else ""
+        few = f" With fewer than {ENOUGH_SEEDS} seeds such intervals are wide." if self.seeds < ENOUGH_SEEDS else ""
         several = f", p adjusted for {len(self.rows)} comparisons (Holm)" if len(self.rows) > 1 else ""
         images = f" and of the {self.images:,} test images" if self.images else ""
         spread = f"The intervals hold the spread of the seeds{images}."
@@ -125,11 +125,11 @@ class Differences:
         return {"base": self.base, "seeds": self.seeds, "images": self.images, "rows": rows}
 
 
-def differences(summaries: Sequence[Mapping[str, Any]], ceilings: Collection[str] = ()) -> Differences | None:
+def compare_methods(summaries: Sequence[Mapping[str, Any]], ceilings: Collection[str] = ()) -> DifferenceTable | None:
     """Compare the final test accuracies of runs against labels alone, or else against the first method.
 
     Methods with all labels, the `ceilings`, are left out. None where fewer than two methods, or fewer than two seeds,
-    can be compared. Where all runs say which test images they are right on, that is compared (`crossed`).
+    can be compared. Where all runs say which test images they are right on, that is compared (`compare_by_image`).
     """
     ends: dict[str, dict[int, float]] = {}
     rights: dict[str, dict[int, np.ndarray | None]] = {}
@@ -137,27 +137,27 @@ def differences(summaries: Sequence[Mapping[str, Any]], ceilings: Collection[str
     for summary in summaries:
         if summary["accuracy"] is not None and summary["method"] not in ceilings:
             ends.setdefault(summary["method"], {})[summary["seed"]] = 100 * summary["accuracy"]["last"]
-            rights.setdefault(summary["method"], {})[summary["seed"]] = _correct(summary)
+            rights.setdefault(summary["method"], {})[summary["seed"]] = _read_correct(summary)
             titles[summary["method"]] = summary["title"]
     seeds = sorted(set.intersection(*(set(values) for values in ends.values()))) if ends else []
     if len(ends) < 2 or len(seeds) < 2:
         return None
-    base = FLOOR if FLOOR in ends else next(iter(ends))
+    base = LABELS_ONLY if LABELS_ONLY in ends else next(iter(ends))
     numbers = {name: [values[seed] for seed in seeds] for name, values in ends.items()}
     counts = {0 if (right := each[seed]) is None else len(right) for each in rights.values() for seed in seeds}
     images = counts.pop() if len(counts) == 1 else 0
     tables = {name: np.array([each[seed] for seed in seeds]) for name, each in rights.items()} if images > 1 else {}
     compared = {
-        name: crossed(tables[name], tables[base]) if tables else paired(values, numbers[base])
+        name: compare_by_image(tables[name], tables[base]) if tables else compare_paired(values, numbers[base])
         for name, values in numbers.items()
         if name != base
     }
-    adjusted = holm([difference.p for difference in compared.values()])
-    rows = tuple(Row(titles[name], compared[name], p) for name, p in zip(compared, adjusted, strict=True))
-    return Differences(titles[base], len(seeds), rows, images)
+    adjusted = adjust_holm([difference.p for difference in compared.values()])
+    rows = tuple(MethodDifference(titles[name], compared[name], p) for name, p in zip(compared, adjusted, strict=True))
+    return DifferenceTable(titles[base], len(seeds), rows, images)
 
 
-def _correct(summary: Mapping[str, Any]) -> np.ndarray | None:
+def _read_correct(summary: Mapping[str, Any]) -> np.ndarray | None:
     """Return which test images a run is right on at its end, bool (N,); None where that is not known."""
     if "correct" not in summary:
         return None
@@ -166,7 +166,7 @@ def _correct(summary: Mapping[str, Any]) -> np.ndarray | None:
     return right if abs(right.mean() - summary["accuracy"]["last"]) < 1 / (2 * count) else None
 
 
-class Ranks(NamedTuple):
+class MeanRanks(NamedTuple):
     """Mean ranks over data sets, 1 is best, and how far apart two must be to differ."""
 
     means: dict[str, float]
@@ -175,7 +175,7 @@ class Ranks(NamedTuple):
     """That all methods are equal, by Friedman's test."""
 
 
-def ranks(scores: Mapping[str, Sequence[float]]) -> Ranks:
+def rank_methods(scores: Mapping[str, Sequence[float]]) -> MeanRanks:
     """Rank k >= 3 methods on n >= 2 data sets, as Demsar (2006, Statistical comparisons of classifiers) advises.
 
     The critical difference is Nemenyi's at 5 %: q sqrt(k (k + 1) / (6 n)), q the studentized range over sqrt(2).
@@ -188,6 +188,8 @@ def ranks(scores: Mapping[str, Sequence[float]]) -> Ranks:
     if count < 3 or sets < 2:
         raise ValueError(f"{count} methods on {sets} data sets cannot be ranked: three and two are the least")
     means = stats.rankdata(-table, axis=0).mean(axis=1)
-    q = float(stats.studentized_range.ppf(LEVEL, count, np.inf)) / math.sqrt(2)
+    q = float(stats.studentized_range.ppf(CONFIDENCE_LEVEL, count, np.inf)) / math.sqrt(2)
     p = float(stats.friedmanchisquare(*table).pvalue)
-    return Ranks(dict(zip(scores, map(float, means), strict=True)), q * math.sqrt(count * (count + 1) / (6 * sets)), p)
+    return MeanRanks(
+        dict(zip(scores, map(float, means), strict=True)), q * math.sqrt(count * (count + 1) / (6 * sets)), p
+    )

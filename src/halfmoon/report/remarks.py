@@ -3,34 +3,39 @@
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
-from halfmoon.report.tables import spread
+from halfmoon.report.tables import mean_and_deviation
 
-FLOOR = "fedavg"
+LABELS_ONLY = "fedavg"
 """The method that learns from labels alone."""
-NO_BOUND = "no upper bound here: more rounds or another rate would be needed"
+NO_UPPER_BOUND = "no upper bound here: more rounds or another rate would be needed"
 """What all labels are where something ends above them."""
-FEW = 0.01
+UNUSED_SHARE = 0.01
 """Nobody passes a threshold that this share of the images, at most, has passed in every round."""
 
 
-def most_used(rows: Sequence[Mapping[str, Any]]) -> float | None:
+def max_share_used(rows: Sequence[Mapping[str, Any]]) -> float | None:
     """Return the largest share of pseudo-labels that counted in a round; None of a method without any."""
     pseudo = [row["pseudo"] for row in rows if isinstance(row.get("pseudo"), dict)]
     shares = [row["share_used"] for row in pseudo if isinstance(row.get("share_used"), float)]
     return max(shares, default=None)
 
 
-def remarks(summaries: Sequence[Mapping[str, Any]], ceilings: Collection[str]) -> list[str]:
+def list_remarks(summaries: Sequence[Mapping[str, Any]], ceilings: Collection[str]) -> list[str]:
     """Return a sentence for each thing that a reader of several runs' table has to know.
 
     `ceilings` are the names of methods that have all labels.
     """
     if len({summary["method"] for summary in summaries}) < 2:
-        return [*_unlearned(summaries), *_unused(summaries)]
-    return [*_budget(summaries), *_sunk(summaries, ceilings), *_unlearned(summaries), *_unused(summaries)]
+        return [*_find_untrained(summaries), *_find_unused_pseudo_labels(summaries)]
+    return [
+        *_describe_budget(summaries),
+        *_find_low_upper_bounds(summaries, ceilings),
+        *_find_untrained(summaries),
+        *_find_unused_pseudo_labels(summaries),
+    ]
 
 
-def _budget(summaries: Sequence[Mapping[str, Any]]) -> list[str]:
+def _describe_budget(summaries: Sequence[Mapping[str, Any]]) -> list[str]:
     budgets = {
         (summary["budget"]["rule"], summary["budget"]["reference"]) for summary in summaries if "budget" in summary
     }
@@ -44,12 +49,12 @@ def _budget(summaries: Sequence[Mapping[str, Any]]) -> list[str]:
     return []
 
 
-def _sunk(summaries: Sequence[Mapping[str, Any]], ceilings: Collection[str]) -> list[str]:
+def _find_low_upper_bounds(summaries: Sequence[Mapping[str, Any]], ceilings: Collection[str]) -> list[str]:
     """Say where all labels end below labels alone."""
-    floor = _end([summary for summary in summaries if summary["method"] == FLOOR])
+    floor = _mean_final_accuracy([summary for summary in summaries if summary["method"] == LABELS_ONLY])
     sentences = []
-    for runs in _by_method([summary for summary in summaries if summary["method"] in ceilings]):
-        top = _end(runs)
+    for runs in _group_by_method([summary for summary in summaries if summary["method"] in ceilings]):
+        top = _mean_final_accuracy(runs)
         if floor is not None and top is not None and top <= floor:
             sentences.append(
                 f"{runs[0]['title']} ends at {100 * top:.1f} %, not above labels alone ({100 * floor:.1f} %): there is "
@@ -59,11 +64,11 @@ def _sunk(summaries: Sequence[Mapping[str, Any]], ceilings: Collection[str]) -> 
     return sentences
 
 
-def _unlearned(summaries: Sequence[Mapping[str, Any]]) -> list[str]:
+def _find_untrained(summaries: Sequence[Mapping[str, Any]]) -> list[str]:
     """Say which methods are not above what the commonest class of the test images alone would give."""
     sentences = []
-    for runs in _by_method(summaries):
-        end = _end(runs)
+    for runs in _group_by_method(summaries):
+        end = _mean_final_accuracy(runs)
         counts = [sum(row) for row in runs[0].get("confusion") or []]
         chance = max(counts) / sum(counts) if any(counts) else 0.0
         if end is not None and end <= chance:
@@ -74,12 +79,12 @@ def _unlearned(summaries: Sequence[Mapping[str, Any]]) -> list[str]:
     return sentences
 
 
-def _unused(summaries: Sequence[Mapping[str, Any]]) -> list[str]:
+def _find_unused_pseudo_labels(summaries: Sequence[Mapping[str, Any]]) -> list[str]:
     """Say of which methods hardly a pseudo-label has counted in any round of any seed."""
     sentences = []
-    for runs in _by_method(summaries):
+    for runs in _group_by_method(summaries):
         shares = [summary["most_used"] for summary in runs if summary.get("most_used") is not None]
-        if shares and len(shares) == len(runs) and max(shares) <= FEW:
+        if shares and len(shares) == len(runs) and max(shares) <= UNUSED_SHARE:
             most = max(shares)
             passed = (
                 f"at most {100 * most:.1f} % of the pseudo-labels of a round passed"
@@ -93,19 +98,19 @@ def _unused(summaries: Sequence[Mapping[str, Any]]) -> list[str]:
     return sentences
 
 
-def _by_method(summaries: Sequence[Mapping[str, Any]]) -> list[list[Mapping[str, Any]]]:
+def _group_by_method(summaries: Sequence[Mapping[str, Any]]) -> list[list[Mapping[str, Any]]]:
     groups: dict[str, list[Mapping[str, Any]]] = {}
     for summary in summaries:
         groups.setdefault(summary["method"], []).append(summary)
     return [*groups.values()]
 
 
-def _end(summaries: Sequence[Mapping[str, Any]]) -> float | None:
+def _mean_final_accuracy(summaries: Sequence[Mapping[str, Any]]) -> float | None:
     ends = [summary["accuracy"]["last"] for summary in summaries if summary["accuracy"] is not None]
-    return spread(ends).mean if ends else None
+    return mean_and_deviation(ends).mean if ends else None
 
 
-def gain(summaries: Sequence[Mapping[str, Any]], ceilings: Collection[str]) -> str | None:
+def describe_gain(summaries: Sequence[Mapping[str, Any]], ceilings: Collection[str]) -> str | None:
     """Return what the first other method won between labels alone and all labels, in the mean over its seeds.
 
     `ceilings` are the names of methods that have all labels. It is said of the last round. None where one of the three
@@ -117,19 +122,21 @@ def gain(summaries: Sequence[Mapping[str, Any]], ceilings: Collection[str]) -> s
         accuracy = summary["accuracy"]
         if accuracy is not None:
             ends.setdefault(summary["method"], []).append(100 * accuracy["last"])
-    means = {name: spread(values).mean for name, values in ends.items()}
+    means = {name: mean_and_deviation(values).mean for name, values in ends.items()}
     tops = [name for name in means if name in ceilings]
-    others = [name for name in means if name != FLOOR and name not in ceilings]
-    if FLOOR not in means or not tops or not others:
+    others = [name for name in means if name != LABELS_ONLY and name not in ceilings]
+    if LABELS_ONLY not in means or not tops or not others:
         return None
     top, name = tops[0], others[0]
-    whole, won = means[top] - means[FLOOR], means[name] - means[FLOOR]
+    whole, won = means[top] - means[LABELS_ONLY], means[name] - means[LABELS_ONLY]
     if whole <= 0:
         return None
     over = f", in the mean of {len(ends[name])} seeds" if len(ends[name]) > 1 else ""
     if won < 0:
-        return f"{titles[name]} ended {-won:.1f} points below {titles[FLOOR]}{over}."
+        return f"{titles[name]} ended {-won:.1f} points below {titles[LABELS_ONLY]}{over}."
     if won > whole:
-        above = f"{won:.1f} points above {titles[FLOOR]} and {won - whole:.1f} above {titles[top]}{over}"
-        return f"{titles[name]} ended {above}. All labels are {NO_BOUND}."
-    return f"{titles[name]} won {won:.1f} of the {whole:.1f} points between {titles[FLOOR]} and {titles[top]}{over}."
+        above = f"{won:.1f} points above {titles[LABELS_ONLY]} and {won - whole:.1f} above {titles[top]}{over}"
+        return f"{titles[name]} ended {above}. All labels are {NO_UPPER_BOUND}."
+    return (
+        f"{titles[name]} won {won:.1f} of the {whole:.1f} points between {titles[LABELS_ONLY]} and {titles[top]}{over}."
+    )

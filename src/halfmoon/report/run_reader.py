@@ -12,33 +12,33 @@ from halfmoon.storage import integrity, toml
 from halfmoon.storage.atomic_io import parse_json, read_json, read_number_pairs, read_rows
 from halfmoon.storage.folder_writer import START
 
-Number = Annotated[float, Field(allow_inf_nan=False)]
+FiniteNumber = Annotated[float, Field(allow_inf_nan=False)]
 Count = Annotated[int, Field(ge=0, le=2**63)]
 
 # What a report takes from the files of a run; whatever else is in them stays as it is.
 
 
 class _Measures(BaseModel):
-    loss: Number | None = None
-    epsilon: Number | None = None
-    accuracy: Number | None = None
-    accuracy_above: Number | None = None
-    share_above: Number | None = None
-    share_used: Number | None = None
-    per_class: list[Number | None] | None = None
+    loss: FiniteNumber | None = None
+    epsilon: FiniteNumber | None = None
+    accuracy: FiniteNumber | None = None
+    accuracy_above: FiniteNumber | None = None
+    share_above: FiniteNumber | None = None
+    share_used: FiniteNumber | None = None
+    per_class: list[FiniteNumber | None] | None = None
 
 
 class _Prior(BaseModel):
-    accuracy: list[Number] | None = None
-    app_u: list[Number] | None = None
-    labeled: list[Number] | None = None
-    unlabeled: list[Number] | None = None
-    js_app_u: Number | None = None
-    js_labeled: Number | None = None
+    accuracy: list[FiniteNumber] | None = None
+    app_u: list[FiniteNumber] | None = None
+    labeled: list[FiniteNumber] | None = None
+    unlabeled: list[FiniteNumber] | None = None
+    js_app_u: FiniteNumber | None = None
+    js_labeled: FiniteNumber | None = None
 
 
 class _Evaluation(BaseModel):
-    accuracy: Number | None = None
+    accuracy: FiniteNumber | None = None
     round: Count
 
 
@@ -53,8 +53,8 @@ class _Cost(BaseModel):
 
 
 class _Accuracy(BaseModel):
-    last: Number
-    best: Number | None = None
+    last: FiniteNumber
+    best: FiniteNumber | None = None
     best_round: Count | None = None
 
 
@@ -76,7 +76,7 @@ class _Summary(BaseModel):
     cost: _Cost = _Cost()
     classes: list[str] = []
     confusion: list[list[Count]] | None = None
-    seconds: Number | None = None
+    seconds: FiniteNumber | None = None
 
 
 class _FinalCost(BaseModel):
@@ -116,7 +116,7 @@ class _Split(BaseModel):
 
 
 @dataclass(frozen=True)
-class Run:
+class StoredRun:
     """One run, finished or not."""
 
     path: Path
@@ -125,15 +125,15 @@ class Run:
     summary: dict[str, Any] | None  # summary.json; None while the run is not finished
 
     @classmethod
-    def read(cls, path: Path) -> "Run":
+    def read(cls, path: Path) -> "StoredRun":
         """Read the folder of a run; raise UserError if it is none or a row cannot be read."""
         try:
             config = (path / "config.toml").read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
             raise UserError(f"{path} is not a run folder: its config.toml cannot be read ({error}).") from error
         integrity.check_run(path)
-        rows = valid(list[_Row], read_rows(path / "metrics.jsonl"), path / "metrics.jsonl")
-        return cls(path, config, rows, _summary(path / "summary.json"))
+        rows = check_type(list[_Row], read_rows(path / "metrics.jsonl"), path / "metrics.jsonl")
+        return cls(path, config, rows, _read_summary(path / "summary.json"))
 
     @property
     def title(self) -> str:
@@ -156,14 +156,13 @@ class Run:
 
     @property
     def split(self) -> dict[str, Any] | None:
-        """The dict of `halfmoon.data.partition.heterogeneity.summary` in split.json; None for a run of a version
-        without it.
-        """
+        """The dict of `halfmoon.data.partition.heterogeneity.summarize` in split.json; None for a run of a version
+        without it."""
         path = self.path / "split.json"
         if path.exists():  # nothing else is told from it
             integrity.check_files(self.path, path.name)
         value = read_json(path)
-        return None if value is None else valid(_Split, value, path)
+        return None if value is None else check_type(_Split, value, path)
 
     @property
     def federated(self) -> bool:
@@ -174,7 +173,7 @@ class Run:
         return dict(read_number_pairs(self.path / "timings.jsonl", "round", "seconds"))
 
 
-def find(root: Path) -> list[Run]:
+def read_runs(root: Path) -> list[StoredRun]:
     """Read all runs in a folder and below it, the folder's own first; raise UserError if there is none."""
     folders = {mark.parent for mark in root.rglob("run.json")}
     paths = sorted(
@@ -183,20 +182,20 @@ def find(root: Path) -> list[Run]:
     )
     if not paths:
         raise UserError(f"{root} holds no run; give the folder of a run or of a comparison.")
-    return [Run.read(path) for path in paths]
+    return [StoredRun.read(path) for path in paths]
 
 
-def data_name(value: object, parts: int = 1) -> str:
+def dataset_name(value: object, parts: int = 1) -> str:
     """Return the name of a data set: of a folder its last `parts`, never the whole path of a machine."""
     words = str(value).rstrip("/\\")
     return "/".join(PurePath(words.replace("\\", "/")).parts[-parts:]) or words
 
 
-def _summary(path: Path) -> dict[str, Any] | None:
+def _read_summary(path: Path) -> dict[str, Any] | None:
     if not path.exists():
         return None
     try:
-        value = valid(_Summary, parse_json(path.read_bytes()), path)
+        value = check_type(_Summary, parsed(path.read_bytes()), path)
         matrix, size = value.get("confusion") or [], len(value.get("classes") or [])
         if any(len(row) != len(matrix) for row in matrix) or (matrix and size not in (0, len(matrix))):
             raise ValueError("its confusion is no square of its classes")
@@ -207,21 +206,21 @@ def _summary(path: Path) -> dict[str, Any] | None:
     return value
 
 
-def ended(summary: dict[str, Any], path: Path) -> dict[str, Any]:
+def check_finished(summary: dict[str, Any], path: Path) -> dict[str, Any]:
     """Return the summary of a run that was played to its end, which `path` holds; raise UserError for any other."""
-    return valid(_Final, valid(_Summary, summary, path), path)
+    return check_type(_Final, check_type(_Summary, summary, path), path)
 
 
-def valid(kind: Any, value: Any, path: Path) -> Any:
+def check_type(kind: Any, value: Any, path: Path) -> Any:
     """Return a value as it is, if it is of this type; raise UserError, with file and place, for any other."""
     try:
         _adapter(kind).validate_python(value, strict=True)
     except ValidationError as error:
-        raise damage(error, path) from error
+        raise damage_error(error, path) from error
     return value
 
 
-def damage(error: ValidationError, path: Path) -> UserError:
+def damage_error(error: ValidationError, path: Path) -> UserError:
     """Return the sentence that says where a file is damaged first."""
     first = error.errors(include_url=False, include_input=False)[0]
     where = ".".join(str(part)[:40] for part in first["loc"])

@@ -9,15 +9,15 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from halfmoon.report import frame
-from halfmoon.report.study import TEST, Column, Published, Study
-from halfmoon.report.tables import Spread, mean_of
+from halfmoon.report.study import TEST_ACCURACY, Column, PublishedAccuracy, Study
+from halfmoon.report.tables import MeanDeviation, mean_if_complete
 
 ONE_SEED = "one seed: judged by the published deviation alone"
 NO_PUBLISHED = "no published deviation: judged by the measured one alone"
-UNKNOWN = "neither side has a deviation: not judged"
+NO_DEVIATION = "neither side has a deviation: not judged"
 
 
-class Verdict(NamedTuple):
+class PublishedComparison(NamedTuple):
     """How a measured mean stands to the published one."""
 
     difference: float  # measured minus published, in points
@@ -25,7 +25,7 @@ class Verdict(NamedTuple):
     note: str  # which deviations were used, "" for both
 
 
-def verdict(measured: Spread, published: Published) -> Verdict:
+def compare_to_published(measured: MeanDeviation, published: PublishedAccuracy) -> PublishedComparison:
     """Apply the two-sigma rule, |m - p| <= 2 sqrt(s_m^2 + s_p^2), all in percent.
 
     A deviation that is not known counts as zero beside one that is, and the note says so. Without any there is no
@@ -34,13 +34,13 @@ def verdict(measured: Spread, published: Published) -> Verdict:
     difference = measured.mean - published.mean
     deviations = measured.deviation, published.deviation
     if deviations == (None, None):
-        return Verdict(difference, None, UNKNOWN)
+        return PublishedComparison(difference, None, NO_DEVIATION)
     within = abs(difference) <= 2 * math.hypot(*(deviation or 0.0 for deviation in deviations))
     note = ONE_SEED if measured.deviation is None else NO_PUBLISHED if published.deviation is None else ""
-    return Verdict(difference, within, note)
+    return PublishedComparison(difference, within, note)
 
 
-def kendall(left: Sequence[float], right: Sequence[float]) -> float | None:
+def kendall_tau(left: Sequence[float], right: Sequence[float]) -> float | None:
     """Return Kendall's tau-b of two rankings, -1 to 1; None where one of them has nothing to order."""
     if len(left) < 2:
         return None
@@ -50,7 +50,7 @@ def kendall(left: Sequence[float], right: Sequence[float]) -> float | None:
     return None if math.isnan(result.statistic) else float(result.statistic)
 
 
-def tau_interval(rows: Sequence["Mark"]) -> tuple[float, float] | None:
+def tau_interval(rows: Sequence["CellScore"]) -> tuple[float, float] | None:
     """Return the 95 % interval of Kendall's tau-b between published and measured means; None with one seed in a row.
 
     Measured means are drawn 2,000 times from their t distributions over seeds. Published means count as exact, and
@@ -74,63 +74,65 @@ def tau_interval(rows: Sequence["Mark"]) -> tuple[float, float] | None:
 
 
 @dataclass(frozen=True)
-class Mark:
+class CellScore:
     """The numbers of one cell in percent; None where nothing is known."""
 
-    last: Spread | None = None
-    best: Spread | None = None
-    published: Published | None = None
-    verdict: Verdict | None = None
+    last: MeanDeviation | None = None
+    best: MeanDeviation | None = None
+    published: PublishedAccuracy | None = None
+    verdict: PublishedComparison | None = None
     seeds: int = 0  # that are finished
     planned: int = 0
     note: str = ""
 
 
 @dataclass(frozen=True)
-class Score:
+class ScoreTable:
     """A table of accuracies: marks by row and column, and for each column the labeled steps of its marks."""
 
-    marks: Mapping[tuple[str, Column], Mark]
+    marks: Mapping[tuple[str, Column], CellScore]
     steps: Mapping[Column, float | None] | None = None  # None: at the end of every run
 
-    def mark(self, row: str, column: Column) -> Mark:
-        return self.marks.get((row, column), Mark())
+    def mark(self, row: str, column: Column) -> CellScore:
+        return self.marks.get((row, column), CellScore())
 
 
-def final(study: Study) -> Score:
+def final_scores(study: Study) -> ScoreTable:
     """Return the accuracies at the end of every run, the last compared with the published ones."""
-    return Score(_marks(study))
+    return ScoreTable(_cell_scores(study))
 
 
-def equal(study: Study) -> Score:
+def scores_at_equal_steps(study: Study) -> ScoreTable:
     """Return the accuracies at the largest number of labeled steps that all finished runs of a column reached.
 
     There are none where the sweep compares something else.
     """
-    if study.sweep.measure != TEST:
-        return Score({}, {})
+    if study.sweep.measure != TEST_ACCURACY:
+        return ScoreTable({}, {})
     steps: dict[Column, float | None] = dict.fromkeys(study.columns)
-    for number, value in zip(frame.cells(study)["column"], frame.cells(study)["equal_labeled_steps"], strict=True):
+    for number, value in zip(
+        frame.cells_frame(study)["column"], frame.cells_frame(study)["equal_labeled_steps"], strict=True
+    ):
         if value is not None:
             steps[study.columns[number]] = value
-    return Score(_marks(study, equal=True), steps)
+    return ScoreTable(_cell_scores(study, equal=True), steps)
 
 
-def _marks(study: Study, equal: bool = False) -> dict[tuple[str, Column], Mark]:
+def _cell_scores(study: Study, equal: bool = False) -> dict[tuple[str, Column], CellScore]:
     marks = {}
-    for (row, number), runs in frame.cells(study).groupby(["row", "column"]):
+    for (row, number), runs in frame.cells_frame(study).groupby(["row", "column"]):
         column = study.columns[number]
         finished = runs[runs["finished"].eq(True)]
         if not equal:
             finished = finished[finished["last_percent"].notna()]
-        last = mean_of(finished["equal_steps_percent" if equal else "last_percent"])
+        last = mean_if_complete(finished["equal_steps_percent" if equal else "last_percent"])
         cell = study.cell(row, column)
         published = cell.published if cell else None
-        marks[row, column] = Mark(
+        marks[row, column] = CellScore(
             last,
-            None if equal else mean_of(finished["best_percent"]),
+            None if equal else mean_if_complete(finished["best_percent"]),
             published,
-            verdict(last, published) if last and published else None,
+            compare_to_published(last, published) if last and published else None,
             len(finished),
             int(runs["seed"].notna().sum()),
             "no evaluation up to there is known" if equal and len(finished) and not last else "",
@@ -138,7 +140,7 @@ def _marks(study: Study, equal: bool = False) -> dict[tuple[str, Column], Mark]:
     return marks
 
 
-class Order(NamedTuple):
+class OrderComparison(NamedTuple):
     """The rows of a column from the best to the worst, as published and as measured, and how far they agree."""
 
     published: list[str]
@@ -153,16 +155,16 @@ class Order(NamedTuple):
         return "" if self.kendall_tau is None else f"{self.kendall_tau:.2f}{interval}"
 
 
-def order(study: Study, score: Score, column: Column) -> Order:
+def compare_order(study: Study, score: ScoreTable, column: Column) -> OrderComparison:
     """Compare the published order of a column with the measured one, over the rows that have both."""
     marks = {value.title: score.mark(value.name, column) for value in study.row_values}
     both = {title: mark for title, mark in marks.items() if mark.published and mark.last}
     published = {title: mark.published.mean for title, mark in both.items() if mark.published}
     measured = {title: mark.last.mean for title, mark in both.items() if mark.last}
-    return Order(
+    return OrderComparison(
         sorted(both, key=lambda title: -published[title]),
         sorted(both, key=lambda title: -measured[title]),
-        kendall([*published.values()], [*measured.values()]),
+        kendall_tau([*published.values()], [*measured.values()]),
         tau_interval([*both.values()]),
     )
 
@@ -173,12 +175,12 @@ COSTS = {
     "sent, MB": "sent",
     "seconds": "seconds",
 }
-"""The costs of a table, and their columns in `halfmoon.report.frame.cells`."""
+"""The costs of a table, and their columns in `halfmoon.report.frame.cells_frame`."""
 
 
-def costs_of(study: Study, column: Column) -> list[tuple[str, list[float | None]]]:
+def cost_rows(study: Study, column: Column) -> list[tuple[str, list[float | None]]]:
     """Return by row the rounds, and each of `COSTS` in all and a round: means over seeds, None where one is unknown."""
-    table = frame.cells(study)
+    table = frame.cells_frame(study)
     table = table[table["column"].eq(study.columns.index(column)) & table["costs"].eq(True)]
     rows: list[tuple[str, list[float | None]]] = []
     for value in study.row_values:
@@ -189,12 +191,12 @@ def costs_of(study: Study, column: Column) -> list[tuple[str, list[float | None]
         for name in COSTS.values():
             pairs = zip(runs[name], runs["rounds"], strict=True)
             numbers += [list(runs[name]), [cost / n if cost is not None and n else None for cost, n in pairs]]
-        means = [mean_of(values) for values in numbers]
+        means = [mean_if_complete(values) for values in numbers]
         rows.append((value.title, [mean and mean.mean for mean in means]))
     return rows
 
 
-def column_heads(study: Study, columns: Sequence[Column]) -> list[list[tuple[str, list[Column]]]]:
+def column_headings(study: Study, columns: Sequence[Column]) -> list[list[tuple[str, list[Column]]]]:
     """Return for each axis of the columns its headings with the columns they span; equal neighbors share one."""
     return [
         [

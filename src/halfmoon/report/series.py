@@ -5,118 +5,124 @@ from operator import itemgetter
 from typing import Any, NamedTuple
 
 from halfmoon.report import frame
-from halfmoon.report.bands import band, curve, short, thinned
-from halfmoon.report.run_reader import Run
-from halfmoon.report.scores import Score
+from halfmoon.report.bands import pick_evenly, six_digits, summarize_curve, summarize_seeds
+from halfmoon.report.run_reader import StoredRun
+from halfmoon.report.scores import ScoreTable
 from halfmoon.report.study import Column, Study
-from halfmoon.report.styles import as_json, styles
+from halfmoon.report.styles import line_styles, style_to_json
 
-Data = dict[str, Any]
+JsonDict = dict[str, Any]
 
-CURVES = (
+CURVE_METRICS = (
     *("accuracy", "pseudo", "above", "share_above", "share_used"),
     *("js_app_u", "js_labeled", "local_js_app_u", "local_js_labeled", "global_js_app_u", "global_js_labeled"),
 )
 """The metrics that are drawn against rounds."""
-COSTS = ("steps", "forward", "megabytes", "seconds")
+COST_METRICS = ("steps", "forward", "megabytes", "seconds")
 
-LARGEST_MATRIX = 100
+MAX_MATRIX_CLASSES = 100
 """With more classes, the most frequent confusions stand in a list instead of a matrix."""
-CONFUSIONS = 20
-SHOWN_CLIENTS = 40
+MAX_CONFUSIONS = 20
+MAX_CLIENTS = 40
 
 
-def line_styles(study: Study) -> list[Data]:
+def row_styles(study: Study) -> list[JsonDict]:
     """Return how each row of a study is drawn: title, color, dashes in pixels, marker."""
     values = study.row_values
     return [
-        {"title": value.title, **as_json(style)}
-        for value, style in zip(values, styles([value.name for value in values]), strict=True)
+        {"title": value.title, **style_to_json(style)}
+        for value, style in zip(values, line_styles([value.name for value in values]), strict=True)
     ]
 
 
-def group(study: Study, column: Column) -> Data:
+def column_charts(study: Study, column: Column) -> JsonDict:
     """Return all charts of one column: a dict for each row that has a run folder, and the class names."""
     lines, classes = [], []
-    table = frame.metrics(study)
+    table = frame.metrics_frame(study)
     table = table[table["column"] == study.columns.index(column)]
     for number, value in enumerate(study.row_values):
         cell = study.cell(value.name, column)
         runs = [run for entry in (cell.runs if cell else []) if (run := study.run(entry)) is not None]
         if runs:
-            line = _line(table[table["row"] == value.name], runs)
+            line = _row_charts(table[table["row"] == value.name], runs)
             lines.append({"line": number, "seeds": len(runs), **line})
-            classes = classes or class_names(runs)
+            classes = classes or list_classes(runs)
     return {"title": study.column_title(column), "classes": classes, "lines": lines}
 
 
-def _line(table: Any, runs: Sequence[Run]) -> Data:
+def _row_charts(table: Any, runs: Sequence[StoredRun]) -> JsonDict:
     """Return the charts of one row: a curve over seeds for each metric, costs, and the final state by class."""
     tables = {
         metric: points.pivot(index="round", columns="run", values="value").dropna()
         for metric, points in table.groupby("metric")
         if points["run"].nunique() == len(runs)
     }
-    series = {metric: curve(tables[metric]) for metric in CURVES if metric in tables and len(tables[metric])}
+    series = {
+        metric: summarize_curve(tables[metric]) for metric in CURVE_METRICS if metric in tables and len(tables[metric])
+    }
     rounds = series.get("accuracy", {}).get("x", [])
     costs = {
-        cost: band(tables[cost].loc[rounds].values)["mean"]
-        for cost in COSTS
+        cost: summarize_seeds(tables[cost].loc[rounds].values)["mean"]
+        for cost in COST_METRICS
         if rounds and cost in tables and set(rounds) <= set(tables[cost].index)
     }
-    per_class = [(_last(run, "test") or {}).get("per_class") for run in runs]
+    per_class = [(_last_value(run, "test") or {}).get("per_class") for run in runs]
     return {
         "series": series,
         "against": costs,
-        "per_class": _by_class([[share or 0.0 for share in shares] for shares in per_class if shares], len(runs)),
-        "prior": _prior(runs),
-        "confusion": _confusion(runs),
+        "per_class": _summarize_classes(
+            [[share or 0.0 for share in shares] for shares in per_class if shares], len(runs)
+        ),
+        "prior": _class_distributions(runs),
+        "confusion": _mean_confusion(runs),
     }
 
 
-def _last(run: Run, part: str) -> Data | None:
+def _last_value(run: StoredRun, part: str) -> JsonDict | None:
     return next((row[part] for row in reversed(run.rows) if row.get(part)), None)
 
 
-def _by_class(shares: Sequence[Sequence[float]], runs: int) -> Data | None:
+def _summarize_classes(shares: Sequence[Sequence[float]], runs: int) -> JsonDict | None:
     """Return shares by class in percent over seeds, None where a run has none or other classes."""
     if len(shares) < runs or len({len(seed) for seed in shares}) != 1:
         return None
-    return band([[100 * share for share in seeds] for seeds in zip(*shares, strict=True)])
+    return summarize_seeds([[100 * share for share in seeds] for seeds in zip(*shares, strict=True)])
 
 
-def _prior(runs: Sequence[Run]) -> Data | None:
+def _class_distributions(runs: Sequence[StoredRun]) -> JsonDict | None:
     """Return the class shares at the end in percent, mean over seeds: FedDB's Figures 1 and 3."""
-    priors = [_last(run, "prior") or {} for run in runs]
+    priors = [_last_value(run, "prior") or {} for run in runs]
     names = ("accuracy", "app_u", "labeled", "unlabeled")
-    bands = {name: _by_class([prior[name] for prior in priors if prior.get(name)], len(runs)) for name in names}
+    bands = {
+        name: _summarize_classes([prior[name] for prior in priors if prior.get(name)], len(runs)) for name in names
+    }
     return {name: shares["mean"] for name, shares in bands.items() if shares} or None
 
 
-def _confusion(runs: Sequence[Run]) -> Data | None:
+def _mean_confusion(runs: Sequence[StoredRun]) -> JsonDict | None:
     """Return the mean confusion matrix as counts, or with many classes its largest entries off the diagonal."""
     matrices = [matrix for run in runs if (matrix := (run.summary or {}).get("confusion"))]
     if len(matrices) < len(runs):
         return None
     size = range(len(matrices[0]))
-    mean = [[short(sum(matrix[t][p] for matrix in matrices) / len(matrices)) for p in size] for t in size]
-    if len(size) <= LARGEST_MATRIX:
+    mean = [[six_digits(sum(matrix[t][p] for matrix in matrices) / len(matrices)) for p in size] for t in size]
+    if len(size) <= MAX_MATRIX_CLASSES:
         return {"matrix": mean}
     wrong = sorted(((mean[t][p], t, p) for t in size for p in size if t != p and mean[t][p]), reverse=True)
-    return {"largest": [[t, p, count, short(sum(mean[t]))] for count, t, p in wrong[:CONFUSIONS]]}
+    return {"largest": [[t, p, count, six_digits(sum(mean[t]))] for count, t, p in wrong[:MAX_CONFUSIONS]]}
 
 
-def class_names(runs: Sequence[Run]) -> list[str]:
+def list_classes(runs: Sequence[StoredRun]) -> list[str]:
     """Return the names of the classes, their numbers where the runs do not say."""
     for run in runs:
         for names in ((run.summary or {}).get("classes"), ((run.split or {}).get("counts") or {}).get("classes")):
             if names:
                 return [str(name) for name in names]
-    counts = (len((_last(run, "test") or {}).get("per_class") or []) for run in runs)
+    counts = (len((_last_value(run, "test") or {}).get("per_class") or []) for run in runs)
     return [str(n) for n in range(max(counts, default=0))]
 
 
-class User(NamedTuple):
+class SplitUser(NamedTuple):
     """A run that has a split."""
 
     column: Column
@@ -124,25 +130,25 @@ class User(NamedTuple):
     seed: int
 
 
-def splits(study: Study) -> list[Data]:
+def split_charts(study: Study) -> list[JsonDict]:
     """Return each different split once: who uses it, and the counts of each client and class."""
-    users: list[tuple[Data, list[User]]] = []
+    users: list[tuple[JsonDict, list[SplitUser]]] = []
     for cell, entry in study.finished():
         run = study.run(entry)
         split = run.split if run else None
         if split is None:
             continue
-        user = User(study.columns[study.column_of(cell)], cell.at[study.sweep.rows], entry.seed)
+        user = SplitUser(study.columns[study.column_of(cell)], cell.at[study.sweep.rows], entry.seed)
         same = next((others for other, others in users if other == split), None)
         if same is None:
             users.append((split, [user]))
         else:
             same.append(user)
     everyone = [user for _, some in users for user in some]
-    return [_split(split, some, users_title(study, some, everyone)) for split, some in users]
+    return [_split_chart(split, some, title_users(study, some, everyone)) for split, some in users]
 
 
-def users_title(study: Study, users: Sequence[User], everyone: Sequence[User]) -> str:
+def title_users(study: Study, users: Sequence[SplitUser], everyone: Sequence[SplitUser]) -> str:
     """Return who uses a split: columns, with the rows and seeds where not all of a column use it; "" for everyone."""
     if len(users) == len(everyone):
         return study.column_title(users[0].column) if len(study.columns) == 1 else ""
@@ -159,9 +165,9 @@ def users_title(study: Study, users: Sequence[User], everyone: Sequence[User]) -
     return "; ".join(words)
 
 
-def _split(split: Data, users: Sequence[User], title: str) -> Data:
+def _split_chart(split: JsonDict, users: Sequence[SplitUser], title: str) -> JsonDict:
     clients = len(split["each"])
-    numbers = thinned(range(clients), SHOWN_CLIENTS)
+    numbers = pick_evenly(range(clients), MAX_CLIENTS)
     server = split.get("server")
     return {
         "title": title,
@@ -176,7 +182,7 @@ def _split(split: Data, users: Sequence[User], title: str) -> Data:
     }
 
 
-def against_x(study: Study, score: Score) -> list[Data]:
+def line_charts(study: Study, score: ScoreTable) -> list[JsonDict]:
     """Return for kind "lines" a panel for each combination of the axes that are neither x nor the lines.
 
     Every line has points {x, mean, low, high} and published ones {x, mean, deviation}, in percent.
@@ -187,8 +193,8 @@ def against_x(study: Study, score: Score) -> list[Data]:
     rows = study.sweep.rows
     line_axis = rows if x != rows else next((name for name in study.column_axes if name != x), x)
     others = [name for name in [rows, *study.column_axes] if name not in (x, line_axis)]
-    panels: dict[tuple[str, ...], dict[str, Data]] = {}
-    runs_of = dict(iter(frame.cells(study).groupby(["column", "row"])))
+    panels: dict[tuple[str, ...], dict[str, JsonDict]] = {}
+    runs_of = dict(iter(frame.cells_frame(study).groupby(["column", "row"])))
     places = [(number, value.name) for number in range(len(study.columns)) for value in study.row_values]
     for number, row in places:
         column = study.columns[number]
@@ -202,7 +208,7 @@ def against_x(study: Study, score: Score) -> list[Data]:
         last, place = score.mark(row, column).last, float(cell.at[x])
         if last:
             points = {"mean": last.mean, "low": min(shares), "high": max(shares)}
-            line["points"].append({"x": place, **{key: short(value) for key, value in points.items()}})
+            line["points"].append({"x": place, **{key: six_digits(value) for key, value in points.items()}})
         if cell.published:
             published = {"mean": cell.published.mean, "deviation": cell.published.deviation}
             line["published"].append({"x": place, **published})
@@ -216,10 +222,10 @@ def against_x(study: Study, score: Score) -> list[Data]:
                 {
                     "line": n,
                     "title": study.axis(line_axis).title(name),
-                    **as_json(style),
+                    **style_to_json(style),
                     **{key: sorted(points, key=itemgetter("x")) for key, points in panel[name].items()},
                 }
-                for n, (name, style) in enumerate(zip(names, styles(names), strict=True))
+                for n, (name, style) in enumerate(zip(names, line_styles(names), strict=True))
                 if name in panel
             ],
         }

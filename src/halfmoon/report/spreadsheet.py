@@ -2,14 +2,14 @@
 
 from typing import Any
 
-FORMULA = ("=", "+", "-", "@", "\t", "\r")
+FORMULA_STARTS = ("=", "+", "-", "@", "\t", "\r")
 
 
-def harmless(cell: str) -> str:
+def escape_formula(cell: str) -> str:
     """Return a cell that no spreadsheet takes for a formula: one that looks like one gets an apostrophe."""
-    return f"'{cell}" if cell.startswith(FORMULA) else cell
+    return f"'{cell}" if cell.startswith(FORMULA_STARTS) else cell
 
 
-def harmless_row(cells: list[Any]) -> list[Any]:
-    """Return a row whose texts are `harmless`; numbers stay numbers."""
-    return [harmless(cell) if isinstance(cell, str) else cell for cell in cells]
+def escape_formulas(cells: list[Any]) -> list[Any]:
+    """Return a row whose texts are `escape_formula`; numbers stay numbers."""
+    return [escape_formula(cell) if isinstance(cell, str) else cell for cell in cells]

@@ -11,22 +11,22 @@ from typing import Any, Literal
 from pydantic import TypeAdapter, ValidationError
 
 from halfmoon.core.errors import UserError
-from halfmoon.report.run_reader import Run, damage
+from halfmoon.report.run_reader import StoredRun, damage_error
 from halfmoon.storage import atomic_io, integrity
 
 Column = tuple[str, ...]
 """A column of a table: a value name for each of `Study.column_axes`."""
 
-FORMAT = 1
+SWEEP_FORMAT = 1
 """The version of sweep.json that is read here."""
 
-SWEEP = "sweep.json"
-TEST = "test accuracy"
+SWEEP_FILE = "sweep.json"
+TEST_ACCURACY = "test accuracy"
 """The measure of most sweeps."""
 
 
 @dataclass(frozen=True)
-class Value:
+class AxisValue:
     """One value of an axis: its name in `Cell.at`, and how it is shown."""
 
     name: str
@@ -42,14 +42,14 @@ class Axis:
     """One thing that varies over a study, with its values in the order of the tables."""
 
     name: str
-    values: list[Value]
+    values: list[AxisValue]
 
     def title(self, name: str) -> str:
         return next((value.title for value in self.values if value.name == name), name)
 
 
 @dataclass(frozen=True)
-class Published:
+class PublishedAccuracy:
     """A published number: mean and standard deviation of test accuracy, in percent."""
 
     mean: float
@@ -58,7 +58,7 @@ class Published:
 
 
 @dataclass(frozen=True)
-class Accuracy:
+class RunAccuracy:
     """The measure of a run as shares: of the final model and of the best round."""
 
     last: float
@@ -67,7 +67,7 @@ class Accuracy:
 
 
 @dataclass(frozen=True)
-class StudyCell:
+class CellRun:
     """One run of a cell; `folder` is relative to the folder of sweep.json and may be absent."""
 
     seed: int
@@ -75,22 +75,22 @@ class StudyCell:
     folder: str = ""
     finished: bool = False
     failed: str | None = None
-    accuracy: Accuracy | None = None
+    accuracy: RunAccuracy | None = None
     cost: dict[str, int | float | None] | None = None
     seconds: float | None = None
 
 
 @dataclass(frozen=True)
-class Cell:
+class GridCell:
     """One place of the grid: {axis: value name}, the published number, and the runs, one a seed."""
 
     at: dict[str, str]
-    runs: list[StudyCell]
-    published: Published | None = None
+    runs: list[CellRun]
+    published: PublishedAccuracy | None = None
 
 
 @dataclass(frozen=True)
-class Scale:
+class StudyScale:
     """How a study departs in size from the paper's experiment."""
 
     name: str
@@ -98,7 +98,7 @@ class Scale:
 
 
 @dataclass(frozen=True)
-class Sweep:
+class SweepFile:
     """The content of sweep.json."""
 
     format: int
@@ -107,15 +107,15 @@ class Sweep:
     rows: str
     columns: list[str]
     axes: list[Axis]
-    cells: list[Cell]
+    cells: list[GridCell]
     recipe: str = ""
     paper: str = ""
     item: str = ""
     about: str = ""
     reading: str = ""
-    scale: Scale | None = None
+    scale: StudyScale | None = None
     x: str | None = None
-    measure: str = TEST
+    measure: str = TEST_ACCURACY
     command: str = ""
     machine: dict[str, Any] = field(default_factory=dict)
     versions: dict[str, Any] = field(default_factory=dict)
@@ -128,15 +128,15 @@ class Study:
     `notes` are sentences about what is missing, as far as reading found it.
     """
 
-    sweep: Sweep
-    runs: Mapping[str, Run]
+    sweep: SweepFile
+    runs: Mapping[str, StoredRun]
     notes: tuple[str, ...] = ()
 
     def axis(self, name: str) -> Axis:
         return next(axis for axis in self.sweep.axes if axis.name == name)
 
     @property
-    def row_values(self) -> list[Value]:
+    def row_values(self) -> list[AxisValue]:
         return self.axis(self.sweep.rows).values
 
     @property
@@ -154,7 +154,7 @@ class Study:
         columns = {tuple(cell.at[name] for name in axes) for cell in self.sweep.cells}
         return sorted(columns, key=lambda key: [rank[name] for rank, name in zip(ranks, key, strict=True)])
 
-    def column_of(self, cell: Cell) -> int:
+    def column_of(self, cell: GridCell) -> int:
         """Return the place of a cell's column in `columns`."""
         return self.columns.index(tuple(cell.at[name] for name in self.column_axes))
 
@@ -175,18 +175,18 @@ class Study:
         title = self.axis(axis).title(name)
         return f"{axis} {title}" if is_number(title) else title
 
-    def cell(self, row: str, column: Column) -> Cell | None:
+    def cell(self, row: str, column: Column) -> GridCell | None:
         return self._cells.get((row, column))
 
     @cached_property
-    def _cells(self) -> dict[tuple[str, Column], Cell]:
+    def _cells(self) -> dict[tuple[str, Column], GridCell]:
         return {(cell.at[self.sweep.rows], self.columns[self.column_of(cell)]): cell for cell in self.sweep.cells}
 
-    def run(self, entry: StudyCell) -> Run | None:
+    def run(self, entry: CellRun) -> StoredRun | None:
         """Return the run folder of a finished entry, None where it is not there."""
         return self.runs.get(entry.folder) if entry.finished else None
 
-    def finished(self) -> Iterator[tuple[Cell, StudyCell]]:
+    def finished(self) -> Iterator[tuple[GridCell, CellRun]]:
         yield from ((cell, entry) for cell in self.sweep.cells for entry in cell.runs if entry.finished)
 
 
@@ -202,21 +202,21 @@ def read_sweep(file: Path) -> Study:
             head = integrity.unseal_lines(data)
     except (OSError, ValueError) as error:
         raise UserError(f"{file}: cannot be read ({error}); restore it, or start the sweep again.") from error
-    if not isinstance(head, dict) or head.get("format") != FORMAT:
+    if not isinstance(head, dict) or head.get("format") != SWEEP_FORMAT:
         number = head.get("format") if isinstance(head, dict) else None
         raise UserError(
-            f"{file} has format {number!r}, and this version of halfmoon reads format {FORMAT}: these results were "
+            f"{file} has format {number!r}, and this version of halfmoon reads format {SWEEP_FORMAT}: these results were "
             "made by another version; start the sweep again, or use that version."
         )
     try:
-        sweep = TypeAdapter(Sweep).validate_json(json.dumps(head), strict=True)
+        sweep = TypeAdapter(SweepFile).validate_json(json.dumps(head), strict=True)
     except ValidationError as error:
-        raise damage(error, file) from error
-    _check(sweep, file)
-    return _with_runs(sweep, file.parent)
+        raise damage_error(error, file) from error
+    _check_sweep(sweep, file)
+    return _read_runs(sweep, file.parent)
 
 
-def _check(sweep: Sweep, file: Path) -> None:
+def _check_sweep(sweep: SweepFile, file: Path) -> None:
     """Refuse a sweep whose parts do not belong together."""
     axes = {axis.name: {value.name for value in axis.values} for axis in sweep.axes}
     for name in [sweep.rows, *sweep.columns, *([sweep.x] if sweep.x else [])]:
@@ -249,14 +249,14 @@ def is_number(word: str) -> bool:
         return False
 
 
-def letters(number: int) -> str:
+def number_to_letters(number: int) -> str:
     """Return A to Z, AA, AB, ... for numbers from 0."""
-    return (letters(number // 26 - 1) if number >= 26 else "") + chr(ord("A") + number % 26)
+    return (number_to_letters(number // 26 - 1) if number >= 26 else "") + chr(ord("A") + number % 26)
 
 
-def _with_runs(sweep: Sweep, root: Path) -> Study:
+def _read_runs(sweep: SweepFile, root: Path) -> Study:
     """Read the folders of the finished runs, and note those that are absent or hold another run by now."""
-    runs: dict[str, Run] = {}
+    runs: dict[str, StoredRun] = {}
     absent, other = 0, 0
     entries = [entry for cell in sweep.cells for entry in cell.runs if entry.finished]
     for entry in entries:
@@ -264,7 +264,7 @@ def _with_runs(sweep: Sweep, root: Path) -> Study:
         if not entry.folder or not (path / "config.toml").exists():
             absent += 1
             continue
-        run = Run.read(path)
+        run = StoredRun.read(path)
         if entry.identity and run.head.get("identity", entry.identity) != entry.identity:
             other += 1
             continue
@@ -277,7 +277,7 @@ def _with_runs(sweep: Sweep, root: Path) -> Study:
     return Study(sweep, runs, tuple(notes))
 
 
-def scale_words(scale: Scale | None) -> str:
+def describe_scale(scale: StudyScale | None) -> str:
     """Return the sentence that every table of a scaled study carries, "" for the paper's own size."""
     if scale is None:
         return ""

@@ -10,10 +10,10 @@ _COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#6
 _DASHES = ((0, ()), (0, (5, 1.5)), (0, (1.5, 1.2)), (0, (6, 1.5, 1.5, 1.5)), (0, (3, 1.2, 1.2, 1.2, 1.2, 1.2)))
 _MARKERS = ("o", "s", "^", "D", "v", "P", "X", "<", ">", "*", "p", "H")
 
-SLOTS = 60
+DISTINCT_STYLES = 60
 """Styles that differ in marker or dashes, whatever their color: color-blind people can tell so many apart."""
 
-_HOMES = (
+_METHODS_IN_ORDER = (
     *("feddure", "fedavg", "fedavg-fixmatch", "fedavg-sl", "feddb", "semifl", "fedmatch", "fedloke", "fedrgd"),
     *("fedavg-uda", "semifed", "fedprox-fixmatch", "fedprox-uda", "fedprox-sl", "fml", "heterofl"),
     *("feddure-without-creg", "feddure-without-freg", "fixmatch-feddpl", "semifl-feddpl", "fedmatch-feddpl"),
@@ -25,7 +25,7 @@ _HOMES = (
 """The methods whose styles are fixed, those that are compared most first: they differ in everything."""
 
 
-class Style(NamedTuple):
+class LineStyle(NamedTuple):
     """The style of one line: color, dashes (offset, lengths) and marker each tell it from its neighbors."""
 
     color: str
@@ -33,38 +33,38 @@ class Style(NamedTuple):
     marker: str
 
 
-def style(number: int) -> Style:
+def line_style(number: int) -> LineStyle:
     """Return the style of the line `number`; neighbors differ in all three, and 60 in marker or dashes alone."""
-    return Style(_COLORS[number % len(_COLORS)], _DASHES[number % len(_DASHES)], _MARKERS[number % len(_MARKERS)])
+    return LineStyle(_COLORS[number % len(_COLORS)], _DASHES[number % len(_DASHES)], _MARKERS[number % len(_MARKERS)])
 
 
-def slots(names: Sequence[str]) -> list[int]:
+def style_numbers(names: Sequence[str]) -> list[int]:
     """Return the number of a style for each name, all different; a method keeps its own in every picture.
 
     A name is that of a method, or one with words behind it, as in `feddure (threshold 0.9)`: the first of a method has
     its style. Names that are no method's have one by their letters. A second claim goes to the next free number.
     """
-    homes = [_home(name) for name in names]
+    homes = [_preferred_number(name) for name in names]
     numbers: list[int] = []
     for home in homes:
-        free = (n for n in range(SLOTS + len(names)) if n not in numbers and n not in homes)
+        free = (n for n in range(DISTINCT_STYLES + len(names)) if n not in numbers and n not in homes)
         numbers.append(home if home not in numbers else next(free))
     return numbers
 
 
-def styles(names: Sequence[str]) -> list[Style]:
-    return [style(slot) for slot in slots(names)]
+def line_styles(names: Sequence[str]) -> list[LineStyle]:
+    return [line_style(slot) for slot in style_numbers(names)]
 
 
-def as_json(style: Style) -> dict[str, Any]:
+def style_to_json(style: LineStyle) -> dict[str, Any]:
     """Return a style for a script: color, dashes in pixels, marker."""
     dashes = " ".join(f"{2 * length:g}" for length in style.dashes[1])
     return {"color": style.color, "dashes": dashes, "marker": style.marker}
 
 
-def _home(name: str) -> int:
+def _preferred_number(name: str) -> int:
     method = name.split(" (")[0]
-    if method in _HOMES:
-        return _HOMES.index(method)
+    if method in _METHODS_IN_ORDER:
+        return _METHODS_IN_ORDER.index(method)
     # Not hash(), which is another one in each process.
-    return len(_HOMES) + zlib.crc32(name.encode()) % (SLOTS - len(_HOMES))
+    return len(_METHODS_IN_ORDER) + zlib.crc32(name.encode()) % (DISTINCT_STYLES - len(_METHODS_IN_ORDER))

@@ -9,35 +9,35 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from halfmoon.core.errors import UserError
-from halfmoon.report.spreadsheet import harmless
-from halfmoon.report.study import Published
+from halfmoon.report.spreadsheet import escape_formula
+from halfmoon.report.study import PublishedAccuracy
 
 
-class Spread(NamedTuple):
+class MeanDeviation(NamedTuple):
     """Mean and sample standard deviation (n - 1) over seeds."""
 
     mean: float
     deviation: float | None  # None for one seed
 
 
-def spread(values: Sequence[float]) -> Spread:
-    return Spread(statistics.fmean(values), statistics.stdev(values) if len(values) > 1 else None)
+def mean_and_deviation(values: Sequence[float]) -> MeanDeviation:
+    return MeanDeviation(statistics.fmean(values), statistics.stdev(values) if len(values) > 1 else None)
 
 
-def mean_of(values: Sequence[float | None]) -> Spread | None:
+def mean_if_complete(values: Sequence[float | None]) -> MeanDeviation | None:
     """Return mean and deviation over seeds, None where one is unknown: a mean over some would pass for one over all."""
     numbers = [value for value in values if value is not None]
-    return spread(numbers) if numbers and len(numbers) == len(values) else None
+    return mean_and_deviation(numbers) if numbers and len(numbers) == len(values) else None
 
 
-def plus_minus(value: Spread | Published | None) -> str:
+def format_mean(value: MeanDeviation | PublishedAccuracy | None) -> str:
     """Return mean ± deviation with two digits, without what is not known."""
     if value is None:
         return ""
     return f"{value.mean:.2f}" if value.deviation is None else f"{value.mean:.2f} ± {value.deviation:.2f}"
 
 
-class _Column(NamedTuple):
+class _QuantityColumn(NamedTuple):
     key: str  # in CSV and JSON
     heading: str
     part: str  # of a run's summary.json
@@ -59,37 +59,37 @@ class _Column(NamedTuple):
 
 # Messages and memory of methods differ by orders of magnitude.
 _COLUMNS = (
-    _Column("last_percent", "last %", "accuracy", "last", 2, narrow=True),
-    _Column("chosen_percent", "chosen %", "accuracy", "chosen", 2, narrow=True, optional=True),
-    _Column("best_percent", "best %", "accuracy", "best", 2),
-    _Column("labeled_steps", "labeled steps", "cost", "labeled_steps", 0, narrow=True),
-    _Column("forward_images", "forward (images)", "cost", "forward", 0),
-    _Column("backward_images", "backward (images)", "cost", "backward", 0),
-    _Column("megabytes_down", "sent down (MB)", "cost", "bytes_down", None),
-    _Column("megabytes_up", "sent up (MB)", "cost", "bytes_up", None),
-    _Column("megabytes_client", "kept by a client (MB)", "cost", "stored_client", None, ""),
-    _Column("megabytes_server", "kept by the server (MB)", "cost", "stored_server", None, ""),
+    _QuantityColumn("last_percent", "last %", "accuracy", "last", 2, narrow=True),
+    _QuantityColumn("chosen_percent", "chosen %", "accuracy", "chosen", 2, narrow=True, optional=True),
+    _QuantityColumn("best_percent", "best %", "accuracy", "best", 2),
+    _QuantityColumn("labeled_steps", "labeled steps", "cost", "labeled_steps", 0, narrow=True),
+    _QuantityColumn("forward_images", "forward (images)", "cost", "forward", 0),
+    _QuantityColumn("backward_images", "backward (images)", "cost", "backward", 0),
+    _QuantityColumn("megabytes_down", "sent down (MB)", "cost", "bytes_down", None),
+    _QuantityColumn("megabytes_up", "sent up (MB)", "cost", "bytes_up", None),
+    _QuantityColumn("megabytes_client", "kept by a client (MB)", "cost", "stored_client", None, ""),
+    _QuantityColumn("megabytes_server", "kept by the server (MB)", "cost", "stored_server", None, ""),
 )
 
 
 @dataclass(frozen=True)
-class Line:
+class MethodRow:
     """One method of a table; a quantity that not every run measured is None."""
 
     method: str
     seeds: tuple[int, ...]
-    values: dict[str, Spread | None]
+    values: dict[str, MeanDeviation | None]
 
 
 @dataclass(frozen=True)
-class Table:
+class ComparisonTable:
     """A comparison, ready to be written in several ways."""
 
-    lines: tuple[Line, ...]
+    lines: tuple[MethodRow, ...]
     wide: bool = True  # whether all columns are shown, or those that fit 80 characters
 
     @property
-    def columns(self) -> list[_Column]:
+    def columns(self) -> list[_QuantityColumn]:
         columns = [c for c in _COLUMNS if not c.optional or any(line.values[c.key] for line in self.lines)]
         return [column for column in columns if self.wide or column.narrow]
 
@@ -102,7 +102,7 @@ class Table:
         """The rows as text: `mean ± standard deviation` over seeds; one seed has no deviation, and it says so."""
         seeds = ["1 seed" if len(line.seeds) == 1 else f"{len(line.seeds)} seeds" for line in self.lines]
         return [
-            [line.method, *(_cell(line.values[column.key], column) for column in self.columns), count]
+            [line.method, *(_format_cell(line.values[column.key], column) for column in self.columns), count]
             for line, count in zip(self.lines, seeds, strict=True)
         ]
 
@@ -111,7 +111,7 @@ class Table:
         rows = [[cell.replace("|", "\\|") for cell in row] for row in [self.headings, *self.cells]]
         widths = [max(3, *map(len, words)) for words in zip(*rows, strict=True)]
         rows.insert(1, ["-" * widths[0], *("-" * (width - 1) + ":" for width in widths[1:])])
-        return "".join(f"| {' | '.join(_aligned(row, widths))} |\n" for row in rows)
+        return "".join(f"| {' | '.join(_align(row, widths))} |\n" for row in rows)
 
     def as_csv(self) -> str:
         """Return unrounded numbers, two columns (mean, deviation) a quantity; an empty field is unknown."""
@@ -122,7 +122,7 @@ class Table:
         for line in self.lines:
             numbers = [number for key in keys for number in (line.values[key] or (None, None))]
             words = ["" if number is None else repr(number) for number in numbers]
-            writer.writerow([harmless(line.method), len(line.seeds), *words])
+            writer.writerow([escape_formula(line.method), len(line.seeds), *words])
         return file.getvalue()
 
     def as_json(self) -> list[dict[str, Any]]:
@@ -137,7 +137,7 @@ class Table:
         ]
 
 
-def comparison(summaries: Sequence[Mapping[str, Any]]) -> Table:
+def comparison_table(summaries: Sequence[Mapping[str, Any]]) -> ComparisonTable:
     """Put one line a method, in the order of the runs' summaries (summary.json), over the seeds of each.
 
     Raise UserError if one method comes twice with one seed: that would be counted as two seeds.
@@ -153,12 +153,12 @@ def comparison(summaries: Sequence[Mapping[str, Any]]) -> Table:
         group.append(summary)
     lines = []
     for method, group in groups.items():
-        values = {column.key: mean_of(column.values(group)) for column in _COLUMNS}
-        lines.append(Line(method, tuple(summary["seed"] for summary in group), values))
-    return Table(tuple(lines))
+        values = {column.key: mean_if_complete(column.values(group)) for column in _COLUMNS}
+        lines.append(MethodRow(method, tuple(summary["seed"] for summary in group), values))
+    return ComparisonTable(tuple(lines))
 
 
-def _cell(value: Spread | None, column: _Column) -> str:
+def _format_cell(value: MeanDeviation | None, column: _QuantityColumn) -> str:
     if value is None:
         return column.missing
     digits = column.digits
@@ -171,5 +171,5 @@ def _cell(value: Spread | None, column: _Column) -> str:
     return f"{text} ± {value.deviation:,.{digits}f}"
 
 
-def _aligned(row: Sequence[str], widths: Sequence[int]) -> list[str]:
+def _align(row: Sequence[str], widths: Sequence[int]) -> list[str]:
     return [row[0].ljust(widths[0]), *(cell.rjust(n) for cell, n in zip(row[1:], widths[1:], strict=True))]

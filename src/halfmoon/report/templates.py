@@ -8,14 +8,14 @@ from jinja2 import Environment, FunctionLoader, StrictUndefined
 from markupsafe import Markup
 
 
-def web(package: str, name: str) -> str:
+def read_web_file(package: str, name: str) -> str:
     return (resources.files(package) / "web" / name).read_text(encoding="utf-8")
 
 
 @cache
 def _environment(package: str) -> Environment:
     environment = Environment(
-        loader=FunctionLoader(lambda name: web(package, name)),
+        loader=FunctionLoader(lambda name: read_web_file(package, name)),
         autoescape=True,
         undefined=StrictUndefined,
         trim_blocks=True,
@@ -26,10 +26,10 @@ def _environment(package: str) -> Environment:
     return environment
 
 
-def _safe(package: str, name: str) -> Markup:
-    return Markup(web(package, name))
+def _read_markup(package: str, name: str) -> Markup:
+    return Markup(read_web_file(package, name))
 
 
 def render(package: str, name: str, **values: Any) -> str:
-    """Return the template `name` in the folder `web` of a package with these values; `file` puts a file there in."""
-    return _environment(package).get_template(name).render(file=partial(_safe, package), **values)
+    """Return the template `name` in the folder `read_web_file` of a package with these values; `file` puts a file there in."""
+    return _environment(package).get_template(name).render(file=partial(_read_markup, package), **values)

@@ -4,10 +4,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from halfmoon.core.errors import UserError
-from halfmoon.report.frame import as_csv
-from halfmoon.report.gather import gather
-from halfmoon.report.latex import as_latex
-from halfmoon.report.page import as_html, missing
+from halfmoon.report.frame import format_csv
+from halfmoon.report.gather import gather_studies
+from halfmoon.report.latex import format_latex
+from halfmoon.report.page import list_missing, render_html
 from halfmoon.storage import atomic_io
 
 
@@ -17,19 +17,19 @@ def write_report(paths: Sequence[Path], out: Path) -> tuple[list[Path], list[str
     Return the three files and a sentence for each thing that is missing in them. Raise UserError, before anything is
     written, if a path holds nothing to report, or `out` is no .html file in a folder that exists.
     """
-    check_out(out)
-    studies = gather(paths)
-    contents = {".html": as_html(studies), ".csv": as_csv(studies), ".tex": as_latex(studies)}
+    check_output_path(out)
+    studies = gather_studies(paths)
+    contents = {".html": render_html(studies), ".csv": format_csv(studies), ".tex": format_latex(studies)}
     files = [out.with_suffix(suffix) if suffix != ".html" else out for suffix in contents]
     for file, words in zip(files, contents.values(), strict=True):
         try:
             atomic_io.write_atomically(file, words.encode(errors="replace"))
         except OSError as error:
-            raise UserError(f"{file} cannot be written ({atomic_io.error_reason(error)}); choose another --out.") from error
-    return files, [note for study in studies for note in missing(study)]
+            raise UserError(f"{file} cannot be written ({atomic_io.reason(error)}); choose another --out.") from error
+    return files, [note for study in studies for note in list_missing(study)]
 
 
-def check_out(out: Path) -> None:
+def check_output_path(out: Path) -> None:
     """Raise UserError if a page cannot be written at `out`."""
     if out.is_dir():
         raise UserError(f"--out {out} is a folder; name a file, such as {out / 'page.html'}.")

@@ -13,15 +13,15 @@ from halfmoon.config import schema as settings
 from halfmoon.config.schema import Config, count_rounds
 from halfmoon.core.errors import UserError
 from halfmoon.data import Source, Split
-from halfmoon.data import summary as portrait
+from halfmoon.data import summarize as portrait
 from halfmoon.engine.evaluation import Examples
 from halfmoon.engine.loop import Experiment, Row
 from halfmoon.engine.runtime import ServerRuntime
 from halfmoon.methods import registry
 from halfmoon.models import Network
-from halfmoon.report.remarks import most_used, remarks
-from halfmoon.report.run_reader import Run
-from halfmoon.report.tables import comparison
+from halfmoon.report.remarks import list_remarks, max_share_used
+from halfmoon.report.run_reader import StoredRun
+from halfmoon.report.tables import comparison_table
 from halfmoon.runs.factory import ImageSpec, preparation
 from halfmoon.runs.model_card import Card
 from halfmoon.storage import atomic_io, integrity
@@ -60,7 +60,7 @@ def summary(
         **names(config, place),
         "accuracy": results["accuracy"],
         **({"measured": results["measured"]} if results["measured"] else {}),
-        **({} if (used := most_used(folder.rows())) is None else {"most_used": used}),
+        **({} if (used := max_share_used(folder.rows())) is None else {"most_used": used}),
         "cost": results["cost"],
         "classes": list(classes),
         "confusion": results["confusion"],
@@ -145,15 +145,15 @@ class RunResult:
 
 def show(outcome: RunResult) -> None:
     """Write the picture and the tables of what came out; each is there whole or not at all."""
-    from halfmoon.report.curves import curves  # Matplotlib is slow to import, and workers draw nothing
+    from halfmoon.report.curves import draw_curves  # Matplotlib is slow to import, and workers draw nothing
 
-    table = comparison(outcome.summaries)
-    notes = "".join(f"\n{each}\n" for each in remarks(outcome.summaries, registry.ceilings()))
+    table = comparison_table(outcome.summaries)
+    notes = "".join(f"\n{each}\n" for each in list_remarks(outcome.summaries, registry.ceilings()))
     staged = outcome.curves.with_name(f".{CURVES}{atomic_io.PARTIAL}")
     try:
         for path, words in zip(outcome.tables, (table.as_csv(), table.as_markdown() + notes), strict=True):
-            atomic_io.write_atomically(path, words.encode())
-        curves([Run.read(path) for path in outcome.runs], staged)
+            atomic_io.replace(path, words.encode())
+        draw_curves([StoredRun.read(path) for path in outcome.runs], staged)
         staged.replace(outcome.curves)
     except OSError as error:
         raise UserError(

@@ -36,7 +36,7 @@ from halfmoon.core.optim import (
     StepSchedule,
 )
 from halfmoon.core.user_cache import user_cache
-from halfmoon.data import Images, Scenario, Source, Split, fit, hold_out, shrink, subset
+from halfmoon.data import Images, Scenario, Source, Split, hold_out, pad_source, shrink, take_share
 from halfmoon.data import load as load_source
 from halfmoon.data.images import UNKNOWN
 from halfmoon.data.preparation import Preparation
@@ -202,7 +202,7 @@ def images(config: DataOptions) -> Source:
     if config.validation_part and config.validation_share:
         raise UserError("validation_part and validation_share both say what chooses a round; leave one of them out.")
     load = partial(load_source, config.data, config.data_dir, cache=config.cache, how=preparation(config))
-    data = subset(load(), config.data_share)
+    data = take_share(load(), config.data_share)
     if config.validation_part and data.remark:
         raise UserError(f"validation_part needs images apart from the test, but {data.remark}.")
     if config.validation_part:
@@ -228,7 +228,7 @@ def fitted(config: Config, data: Source) -> Source:
     size = padded(config, height, width)
     if network_name(config) in hubs.PRETRAINED:
         data = replace(data, mean=MEAN[: len(data.mean)], std=STD[: len(data.std)])
-    data = fit(data, size) if size is not None and (height, width) != (size, size) else data
+    data = pad_source(data, size) if size is not None and (height, width) != (size, size) else data
     return replace(data, mean=_pixels(config, "pixel_mean", data.mean), std=_pixels(config, "pixel_std", data.std))
 
 

@@ -30,7 +30,7 @@ from halfmoon.engine.runtime import RuntimeSettings
 from halfmoon.engine.simulation import Simulation
 from halfmoon.methods import registry
 from halfmoon.models.finetuned import training_summary
-from halfmoon.report.run_reader import ended
+from halfmoon.report.run_reader import check_finished
 from halfmoon.runs import assembly, checks, factory, outside, workers
 from halfmoon.runs.assembly import CSV, CURVES, MARKDOWN, SPLIT, RunResult, show
 from halfmoon.runs.budgets import budget, evaluation_interval, largest_of
@@ -288,7 +288,7 @@ def _play(root: Path, job: Job, shared: Problem | None, watch: Callback, seat: S
         summary = folder.summary()
         if summary is not None:
             folder.checkpoints.clear()  # a kill right after the summary has left some
-            return ended(summary, path / SUMMARY)
+            return check_finished(summary, path / SUMMARY)
         assert shared is not None, "an unfinished job needs its data"
         if config.executor == "auto":
             config = replace(config, executor=parsed(folder.config, path).executor)

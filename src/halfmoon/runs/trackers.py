@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from halfmoon.config.schema import identity
 from halfmoon.core.errors import UserError, install_command, suggest
 from halfmoon.engine.loop import Row
-from halfmoon.report.run_reader import Run
+from halfmoon.report.run_reader import StoredRun
 from halfmoon.runs.callbacks import Callback, NullCallback, RunInfo
 from halfmoon.storage import atomic_io
 from halfmoon.storage.checkpoints import METRICS, TIMINGS
@@ -72,7 +72,7 @@ class WandB(NullCallback):
             id=_mark(run),
             resume="allow",
             name=run.folder.name,
-            config=Run.read(run.folder).options,
+            config=StoredRun.read(run.folder).options,
             reinit="create_new",
         )
 
@@ -106,7 +106,7 @@ class MLflow(NullCallback):
             return
         begun = self._client.create_run(experiment, tags={"halfmoon": _mark(run)}, run_name=run.folder.name)
         self._runs[run.folder] = begun.info.run_id
-        for name, value in Run.read(run.folder).options.items():
+        for name, value in StoredRun.read(run.folder).options.items():
             self._client.log_param(begun.info.run_id, name, value)
 
     def round(self, run: RunInfo, row: Row) -> None:
@@ -185,7 +185,7 @@ def _writer_type() -> type[SummaryWriter]:
 
 
 def _begun(writer_type: type[SummaryWriter], folder: Path) -> SummaryWriter:
-    run = Run.read(folder)
+    run = StoredRun.read(folder)
     events = folder / EVENTS
     # Emptied, not removed: a TensorBoard that reads them would wait for them to come back. On the purge it drops
     # what it has read.

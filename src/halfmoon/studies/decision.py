@@ -13,11 +13,11 @@ from halfmoon.api.types import ClientData, ClientUpdate, Federation, Method, Tas
 from halfmoon.api.uploads import Upload
 from halfmoon.core import rng
 from halfmoon.core.tree import Tree
-from halfmoon.data.groups import apart
-from halfmoon.data.partition.primitives import Sides, stream
+from halfmoon.data.groups import drop_shared_groups
+from halfmoon.data.partition.primitives import GroupHoldout, named_generator
 from halfmoon.engine.evaluation import Examples, tally
 from halfmoon.methods.analytic import Sums
-from halfmoon.report.paired import Difference, paired
+from halfmoon.report.paired import Difference, compare_paired
 
 MARGIN = 2.0
 """Points of accuracy: if a gain of this size is ruled out, labels only are as good."""
@@ -138,18 +138,12 @@ def decide(
 def difference_interval(method: Sequence[float], baseline: Sequence[float], overlap: float, labels: int) -> Difference:
     """Compute the mean paired difference in points with the interval of the corrected resampled t-test.
 
-    See `halfmoon.report.paired.paired`. If all splits show the same difference, the interval is that of a proportion of
-    which none was seen among `labels` images: 3 / n (the rule of three).
-
-    Args:
-        method: accuracy of the method on each split, in percent.
-        baseline: accuracy of the baseline on each split, in percent.
-        overlap: the ratio of test to training images.
-        labels: the number of different test images of all splits.
+    The interval is that of the corrected resampled t-test (`halfmoon.report.paired.compare_paired`). Where all splits show one
+    difference it is that of a proportion of which none of n was seen, 3 / n.
     """
-    difference = paired(method, baseline, overlap)
-    margin = 300 / labels if difference.low == difference.high else 0
-    return Difference(difference.mean, difference.low - margin, difference.high + margin, difference.p)
+    difference = compare_paired(ours, base, overlap)
+    reach = 300 / labels if difference.low == difference.high else 0
+    return Difference(difference.mean, difference.low - reach, difference.high + reach, difference.p)
 
 
 def estimate_missing_labels(difference: Difference, labels: int) -> int:
@@ -173,13 +167,21 @@ def cross_validation_folds(labels: np.ndarray, groups: Sequence[str] | None = No
         groups: the patient or group of each row; "" for none.
     """
     for repeat in range(REPEATS):
-        fold_numbers = _assign_folds(labels, groups, repeat)
+        part, offset, parts = np.full(len(labels), -1), 0, dict[str, int]()
+        for label in np.unique(labels[labels >= 0]):
+            rows = named_generator(0, "folds", str(repeat), str(label)).permutation(np.flatnonzero(labels == label))
+            if len(rows) > 1:
+                part[rows] = (offset + np.arange(len(rows))) % FOLDS
+                offset += len(rows)
+                for row in rows:
+                    if groups is not None and (name := groups[int(row)]):
+                        part[row] = parts.setdefault(name, int(part[row]))
         for number in range(FOLDS):
-            test_rows = np.flatnonzero(fold_numbers == number)
-            labeled = apart(np.flatnonzero((labels >= 0) & (fold_numbers != number)), test_rows, groups)
-            unlabeled = apart(np.flatnonzero(labels < 0), test_rows, groups)
-            if len(test_rows) and len(labeled):
-                yield Fold(labeled, unlabeled, test_rows)
+            tests = np.flatnonzero(part == number)
+            sides = (np.flatnonzero(rows) for rows in ((labels >= 0) & (part != number), labels < 0))
+            labeled, unlabeled = (drop_shared_groups(rows, tests, groups) for rows in sides)
+            if len(tests) and len(labeled):
+                yield Fold(labeled, unlabeled, tests)
 
 
 def _assign_folds(labels: np.ndarray, groups: Sequence[str] | None, repeat: int) -> np.ndarray:
@@ -218,22 +220,15 @@ def label_draws(
     """
     group_names = groups or [""] * len(labels)
     for number in range(DRAWS):
-        labeled: list[np.ndarray] = []
-        unlabeled: list[np.ndarray] = []
-        tested: list[np.ndarray] = []
-        sides = Sides()
+        labeled, rest, test_rows = list[np.ndarray](), list[np.ndarray](), list[np.ndarray]()
+        sides = GroupHoldout()
         for label, count in enumerate(counts):
-            rows = stream(0, "draws", str(number), str(label)).permutation(np.flatnonzero(labels == label))
-            class_tests = sides.draw(rows, group_names, len(rows) // FOLDS) if test_rows is None else test_rows
-            is_test = np.isin(rows, class_tests)
-            tested.append(rows[is_test])
-            labeled.append(rows[~is_test][:count])
-            unlabeled.append(rows[~is_test][count:])
-        yield Fold(
-            labeled=np.sort(np.concatenate(labeled)),
-            unlabeled=np.sort(np.concatenate(unlabeled)),
-            test=np.sort(np.concatenate(tested)),
-        )
+            rows = named_generator(0, "draws", str(number), str(label)).permutation(np.flatnonzero(labels == label))
+            mine = np.isin(rows, sides.draw(rows, owners, len(rows) // FOLDS) if tests is None else tests)
+            test_rows.append(rows[mine])
+            labeled.append(rows[~mine][:count])
+            rest.append(rows[~mine][count:])
+        yield Fold(*(np.sort(np.concatenate(each)) for each in (labeled, rest, test_rows)))
 
 
 def head_accuracy(method: Method, task: Task, data: Examples, fold: Fold) -> float:

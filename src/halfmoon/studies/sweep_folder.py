@@ -11,7 +11,7 @@ from typing import Any
 from halfmoon.config.schema import identity
 from halfmoon.core.errors import UserError
 from halfmoon.report import tables
-from halfmoon.report.study import FORMAT, SWEEP
+from halfmoon.report.study import SWEEP_FILE, SWEEP_FORMAT
 from halfmoon.storage import atomic_io, integrity
 from halfmoon.studies.grid import Cell
 from halfmoon.studies.recipe import MEASURES, Recipe, Scale
@@ -47,15 +47,15 @@ class SweepFolder:
 
         Raise UserError where it is damaged, or of another format.
         """
-        data = atomic_io.read(self.path / SWEEP)
-        return {} if data is None else parse(data, self.path / SWEEP)
+        data = atomic_io.read(self.path / SWEEP_FILE)
+        return {} if data is None else parse(data, self.path / SWEEP_FILE)
 
     def write(self, cells: Sequence[Cell]) -> None:
         """Write sweep.json; raise UserError where the disk refuses."""
         words = integrity.seal_lines(atomic_io.replace_nonfinite(self._facts(cells)))
         try:
             self.path.mkdir(parents=True, exist_ok=True)
-            atomic_io.write_atomically(self.path / SWEEP, words)
+            atomic_io.replace(self.path / SWEEP_FILE, words)
         except OSError as error:
             raise UserError(
                 f"{self.path}: it cannot be written ({atomic_io.error_reason(error)}); choose another --out."
@@ -65,7 +65,7 @@ class SweepFolder:
         recipe = self.recipe
         present = {axis: {cell.at[axis] for cell in cells} for axis in recipe.axes}
         return {
-            "format": FORMAT,
+            "format": SWEEP_FORMAT,
             **{name: getattr(recipe, name) for name in ("title", "paper", "item", "about", "kind", "rows", "x")},
             "reading": recipe.words(self.scale),
             "recipe": recipe.name,
@@ -107,9 +107,9 @@ def parse(data: bytes, path: Path) -> dict[str, Any]:
         raise UserError(
             f"{path} is damaged ({error}); remove it and run the sweep again: finished runs are kept."
         ) from error
-    if number != FORMAT:
+    if number != SWEEP_FORMAT:
         raise UserError(
-            f"{path} has format {number}, but this halfmoon reads {FORMAT}; remove it and run the sweep again: runs of "
+            f"{path} has format {number}, but this halfmoon reads {SWEEP_FORMAT}; remove it and run the sweep again: runs of "
             "an equal configuration are kept."
         )
     return facts
@@ -165,9 +165,12 @@ def table(facts: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
     rows = []
     for cell in facts["cells"]:
         scores = [run["accuracy"] for run in cell["runs"] if run.get("accuracy")]
-        values = [tables.spread([100 * each[name] for each in scores]) if scores else None for name in ("last", "best")]
+        values = [
+            tables.mean_and_deviation([100 * each[name] for each in scores]) if scores else None
+            for name in ("last", "best")
+        ]
         paper = cell["published"]
-        published = "" if paper is None else tables.plus_minus(tables.Spread(paper["mean"], paper["deviation"]))
-        measured = [tables.plus_minus(value) or "-" for value in values]
+        published = "" if paper is None else tables.format_mean(tables.MeanDeviation(paper["mean"], paper["deviation"]))
+        measured = [tables.format_mean(value) or "-" for value in values]
         rows.append([*(cell["at"][axis] for axis in axes), *measured, f"{len(scores)}", published])
     return [*axes, "last %", "best %", "seeds", "published %"], rows

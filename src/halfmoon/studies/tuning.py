@@ -24,7 +24,7 @@ from halfmoon.config.schema import Config
 from halfmoon.core import rng
 from halfmoon.core.errors import UserError, install_command
 from halfmoon.engine.driver import Diverged
-from halfmoon.report.spreadsheet import harmless
+from halfmoon.report.spreadsheet import escape_formula
 from halfmoon.runs import runner
 from halfmoon.storage import atomic_io
 
@@ -220,7 +220,7 @@ def _write(folder: Path, config: Config, finished: Sequence[Trial], knobs: Seque
     for trial in finished:
         accuracy = "" if trial.accuracy is None else repr(trial.accuracy)
         values = [trial.values[name] for name in names]
-        words = [harmless(value) if isinstance(_value(value), str) else value for value in values]
+        words = [escape_formula(value) if isinstance(_value(value), str) else value for value in values]
         writer.writerow([trial.number, accuracy, *words])
     files = {TABLE: text.getvalue()}
     good = [trial for trial in finished if trial.accuracy is not None]

@@ -323,13 +323,13 @@ def print_outcome(outcome: RunResult, as_json: bool, wide: bool, decision: Decis
     """
     from halfmoon.methods import registry
     from halfmoon.report import tables
-    from halfmoon.report.paired import ONE_SEED, differences
-    from halfmoon.report.remarks import gain, remarks
+    from halfmoon.report.paired import ONE_SEED_HINT, compare_methods
+    from halfmoon.report.remarks import describe_gain, list_remarks
 
-    table = tables.comparison(outcome.summaries)
-    paired = differences(outcome.summaries, registry.ceilings())
-    sentence = gain(outcome.summaries, registry.ceilings())
-    notes = remarks(outcome.summaries, registry.ceilings())
+    table = tables.comparison_table(outcome.summaries)
+    paired = compare_methods(outcome.summaries, registry.ceilings())
+    sentence = describe_gain(outcome.summaries, registry.ceilings())
+    notes = list_remarks(outcome.summaries, registry.ceilings())
     if as_json:
         print_json(
             {
@@ -354,7 +354,7 @@ def print_outcome(outcome: RunResult, as_json: bool, wide: bool, decision: Decis
         show(paired.headings, paired.cells)
         say(paired.sentence)
     elif decision is None and len(table.lines) > 1 and len({summary["seed"] for summary in outcome.summaries}) == 1:
-        say(ONE_SEED)
+        say(ONE_SEED_HINT)
     for words in (*([sentence] if sentence else ()), *notes):
         say(words)
     say(f"curves: {outcome.curves}\nrun folder: {outcome.folder}")

@@ -105,17 +105,17 @@ def _holds(contents: FolderContents | None) -> dict[str, Any]:
 
 
 def _facts(config: Config, args: argparse.Namespace) -> dict[str, Any]:
-    from halfmoon.data import fit, shrink, summary
+    from halfmoon.data import pad_source, shrink, summarize
     from halfmoon.runs.factory import images, split_of
 
     source = shrink(images(config), config.shrink)
-    source = source if config.image_size is None else fit(source, config.image_size)
+    source = source if config.image_size is None else pad_source(source, config.image_size)
     split = split_of(config, source)
-    facts = summary(split, source.train.labels, source.classes)
+    facts = summarize(split, source.train.labels, source.classes)
     if args.png:
-        from halfmoon.report.diagrams import bubbles
+        from halfmoon.report.diagrams import draw_split
 
-        bubbles(facts, args.png)
+        draw_split(facts, args.png)
     if args.save:
         split.save(args.save)
     numbers = range(len(source.classes))

@@ -153,11 +153,11 @@ def _first(lines: list[str]) -> list[str]:
 
 
 def _prepare(args: argparse.Namespace) -> int:
-    from halfmoon.data.preparation import checked_window
-    from halfmoon.sites.folders import prepare_site
+    from halfmoon.data.preparation import parse_window
+    from halfmoon.sites.folders import prepare
 
-    how = (args.crop, checked_window(args.window))
-    result = prepare_site(args.folder, _size(args.size), _channels(args.channels), args.out, progress(), *how)
+    how = (args.crop, parse_window(args.window))
+    result = prepare(args.folder, _size(args.size), _channels(args.channels), args.out, progress(), *how)
     assert result.site.images is not None
     count, height, width, channels = result.site.images.shape
     if args.json:

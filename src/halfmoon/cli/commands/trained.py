@@ -123,10 +123,10 @@ def _evaluate(args: argparse.Namespace) -> int:
     result["temperature"] = model.card.temperature
     files = [str(path) for path in write_evaluation(result, unreadable, args.out)] if args.out is not None else []
     if args.out is not None:
-        from halfmoon.report.diagrams import reliability  # Matplotlib is slow to import
+        from halfmoon.report.diagrams import draw_reliability  # Matplotlib is slow to import
 
         picture = args.out / "reliability.png"
-        reliability(result, picture)
+        draw_reliability(result, picture)
         files.append(str(picture))
     if args.json:
         print_json({**result, "unreadable": [each._asdict() for each in unreadable], "files": files})

@@ -13,7 +13,7 @@ from halfmoon.data.images import UNKNOWN
 from halfmoon.data.partition.split import SERVER, Split
 
 
-def counts(split: Split, labels: np.ndarray, classes: int) -> tuple[np.ndarray, np.ndarray]:
+def count_rows(split: Split, labels: np.ndarray, classes: int) -> tuple[np.ndarray, np.ndarray]:
     """Return rows of each client and class, labeled and unlabeled, each int64 (clients, classes).
 
     Rows whose label nobody knows are left out.
@@ -27,7 +27,7 @@ def counts(split: Split, labels: np.ndarray, classes: int) -> tuple[np.ndarray, 
     return of(mask & split.labeled), of(mask & ~split.labeled)
 
 
-def mix(numbers: np.ndarray) -> np.ndarray:
+def class_shares(numbers: np.ndarray) -> np.ndarray:
     """Return counts (..., classes) as shares that add up to 1; a row without any count becomes NaN."""
     total = numbers.sum(-1, keepdims=True)
     return np.divide(numbers, total, out=np.full(numbers.shape, np.nan), where=total > 0)
@@ -44,7 +44,7 @@ def jensen_shannon(p: np.ndarray, q: np.ndarray) -> np.ndarray:
     return (_entropy(middle) - (_entropy(p) + _entropy(q)) / 2).clip(0, 1)
 
 
-def summary(split: Split, labels: np.ndarray, classes: Sequence[str]) -> dict[str, Any]:
+def summarize(split: Split, labels: np.ndarray, classes: Sequence[str]) -> dict[str, Any]:
     """Return the split in numbers, ready for JSON; a distance to an empty side is None and left out of means.
 
     counts: images, labeled (the server's too), unlabeled, nobody (rows that no one holds), clients, classes;
@@ -57,10 +57,10 @@ def summary(split: Split, labels: np.ndarray, classes: Sequence[str]) -> dict[st
     internal, internal_js: mean, min, max over clients of total variation and Jensen-Shannon;
     external: the same of total variation, for labeled and unlabeled rows against those of all clients.
     """
-    labeled, unlabeled = counts(split, labels, len(classes))
+    labeled, unlabeled = count_rows(split, labels, len(classes))
     tv, js = _distances(labeled, unlabeled)
     parts = {"labeled": labeled, "unlabeled": unlabeled}
-    server = _server(split, labels, unlabeled.sum(0))
+    server = _summarize_server(split, labels, unlabeled.sum(0))
     return {
         "counts": {
             "images": len(split),
@@ -71,42 +71,45 @@ def summary(split: Split, labels: np.ndarray, classes: Sequence[str]) -> dict[st
             "classes": list(classes),
         },
         "server": server,
-        "stages": _stages(split),
+        "stages": _count_stages(split),
         "each": [
             {
                 "labeled": int(labeled[k].sum()),
                 "unlabeled": int(unlabeled[k].sum()),
                 "labeled_classes": labeled[k].tolist(),
                 "unlabeled_classes": unlabeled[k].tolist(),
-                "tv": _number(tv[k]),
-                "js": _number(js[k]),
+                "tv": _to_float(tv[k]),
+                "js": _to_float(js[k]),
             }
             for k in range(split.clients)
         ],
-        "sizes": {word: _sizes(part.sum(1)) for word, part in parts.items()},
+        "sizes": {word: _size_range(part.sum(1)) for word, part in parts.items()},
         "present": {word: float((part > 0).sum(1).mean()) for word, part in parts.items()},
-        "internal": _range(tv),
-        "internal_js": _range(js),
-        "external": {word: _range(total_variation(mix(part), mix(part.sum(0)))) for word, part in parts.items()},
+        "internal": _value_range(tv),
+        "internal_js": _value_range(js),
+        "external": {
+            word: _value_range(total_variation(class_shares(part), class_shares(part.sum(0))))
+            for word, part in parts.items()
+        },
     }
 
 
-def _server(split: Split, labels: np.ndarray, unlabeled: np.ndarray) -> dict[str, Any] | None:
+def _summarize_server(split: Split, labels: np.ndarray, unlabeled: np.ndarray) -> dict[str, Any] | None:
     """Return the server's part of the summary; `unlabeled` (classes,) are the counts of all clients."""
     rows = split.rows(SERVER, True)
     if not rows.size:
         return None
     by_class = np.bincount(labels[rows], minlength=len(unlabeled))
-    tv, js = map(_number, _distances(by_class, unlabeled))
+    tv, js = map(_to_float, _distances(by_class, unlabeled))
     return {"labeled": len(rows), "labeled_classes": by_class.tolist(), "tv": tv, "js": js}
 
 
 def _distances(p: np.ndarray, q: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Return total variation and Jensen-Shannon divergence of the mixes of counts (..., classes)."""
-    return total_variation(mix(p), mix(q)), jensen_shannon(mix(p), mix(q))
+    return total_variation(class_shares(p), class_shares(q)), jensen_shannon(class_shares(p), class_shares(q))
 
 
-def _stages(split: Split) -> list[int]:
+def _count_stages(split: Split) -> list[int]:
     mask = (split.client >= 0) & ~split.labeled
     if split.stage is None:
         return [int(mask.sum())]
@@ -118,16 +121,16 @@ def _entropy(p: np.ndarray) -> np.ndarray:
     return -(p * np.log2(np.where(p > 0, p, 1.0))).sum(-1)
 
 
-def _sizes(sizes: np.ndarray) -> dict[str, float]:
+def _size_range(sizes: np.ndarray) -> dict[str, float]:
     return {"min": int(sizes.min()), "median": float(np.median(sizes)), "max": int(sizes.max())}
 
 
-def _range(values: np.ndarray) -> dict[str, float | None]:
+def _value_range(values: np.ndarray) -> dict[str, float | None]:
     values = values[~np.isnan(values)]
     if not values.size:
         return {"mean": None, "min": None, "max": None}
     return {"mean": float(values.mean()), "min": float(values.min()), "max": float(values.max())}
 
 
-def _number(value: np.ndarray | np.floating) -> float | None:
+def _to_float(value: np.ndarray | np.floating) -> float | None:
     return None if np.isnan(value) else float(value)

@@ -12,13 +12,13 @@ import numpy as np
 from halfmoon.core.errors import UserError
 
 
-def stream(seed: int, *path: str) -> np.random.Generator:
+def named_generator(seed: int, *path: str) -> np.random.Generator:
     """Return the PCG64 generator of a seed and a path of words; other words give an independent stream."""
     digest = hashlib.sha256("\0".join((str(seed), *path)).encode()).digest()
     return np.random.Generator(np.random.PCG64(int.from_bytes(digest, "big")))
 
 
-class Sides:
+class GroupHoldout:
     """Hold out rows so that a group, such as a patient, is on one side alone, over any number of draws."""
 
     def __init__(self) -> None:
@@ -56,7 +56,7 @@ def apportion(weights: np.ndarray, total: int) -> np.ndarray:
     return parts
 
 
-def take_labeled(labels: np.ndarray, counts: np.ndarray, draw: np.random.Generator) -> np.ndarray:
+def draw_labeled(labels: np.ndarray, counts: np.ndarray, draw: np.random.Generator) -> np.ndarray:
     """Return which rows are labeled, bool (N,): the first counts[c] of a permutation inside each class c."""
     labeled = np.zeros(len(labels), bool)
     for label, count in enumerate(counts):
@@ -64,7 +64,7 @@ def take_labeled(labels: np.ndarray, counts: np.ndarray, draw: np.random.Generat
     return labeled
 
 
-def deal(labels: np.ndarray, clients: int, draw: np.random.Generator) -> np.ndarray:
+def deal_evenly(labels: np.ndarray, clients: int, draw: np.random.Generator) -> np.ndarray:
     """Return the client of each row, int64 (N,), dealt like cards: classes in turn, shuffled inside.
 
     Any two clients differ by at most one row in every class, and by at most one row in all.
@@ -75,18 +75,18 @@ def deal(labels: np.ndarray, clients: int, draw: np.random.Generator) -> np.ndar
     return holder
 
 
-def holdings(client: np.ndarray, clients: int) -> list[np.ndarray]:
+def rows_by_client(client: np.ndarray, clients: int) -> list[np.ndarray]:
     """Return the rows of each client, int64, sorted, of the client of each row (N,); looked for once for all."""
     order = np.argsort(client, kind="stable")
     return np.split(order, np.searchsorted(client[order], np.arange(clients + 1)))[1 : clients + 1]
 
 
-HOPELESS = 12
+MAX_SHORT_CLIENTS = 12
 """Clients below the smallest size in each of three draws, from which on no draw is waited for in which there are none:
 they come about as often as e^-12, one in 160,000."""
 
 
-def spread(
+def spread_by_dirichlet(
     labels: np.ndarray,
     clients: int,
     dirichlet_alpha: float,
@@ -102,7 +102,7 @@ def spread(
     For each class: shares p ~ Dir(alpha); with `cap`, clients that already hold N / clients rows get no more;
     p is normalised, and the class is cut at floor(cumsum(p) * rows), the last client taking the remainder.
     Everything is drawn again while the smallest client has fewer than `min_size` rows, at most `tries` times, and three
-    times where `HOPELESS` clients and more are left short; then UserError is raised with what would succeed. `what`
+    times where `MAX_SHORT_CLIENTS` clients and more are left short; then UserError is raised with what would succeed. `what`
     names the rows in that message.
     """
     best, fewest, number = -1, clients, 0
@@ -113,22 +113,22 @@ def spread(
         if not short:
             return holder
         best, fewest = max(best, int(sizes.min())), min(fewest, short)
-        if number >= 3 and fewest >= HOPELESS:
+        if number >= 3 and fewest >= MAX_SHORT_CLIENTS:
             break
-    ways = _what_would(labels, clients, dirichlet_alpha, min_size, cap)
+    ways = _suggest_changes(labels, clients, dirichlet_alpha, min_size, cap)
     if best > 0:
         ways.append(f"set min_size to {best} or less")
     raise UserError(
         f"in {number} draws no split with dirichlet_alpha {dirichlet_alpha:g} gave each of {clients} clients "
-        f"{min_size} {what}; the best minimum was {best}, and {fewest} or more had fewer. {_listed(ways)}."
+        f"{min_size} {what}; the best minimum was {best}, and {fewest} or more had fewer. {_join_suggestions(ways)}."
     )
 
 
-def _what_would(labels: np.ndarray, clients: int, dirichlet_alpha: float, min_size: int, cap: bool) -> list[str]:
+def _suggest_changes(labels: np.ndarray, clients: int, dirichlet_alpha: float, min_size: int, cap: bool) -> list[str]:
     """Return which larger alpha, and which smaller number of clients, gives everyone enough, tried in three draws."""
 
     def enough(count: int, alpha: float) -> bool:
-        draw = stream(0, "what would")
+        draw = named_generator(0, "what would")
         holders = (_spread_once(labels, count, alpha, draw, cap) for _ in range(3))
         return any(int(np.bincount(holder, minlength=count).min()) >= min_size for holder in holders)
 
@@ -140,7 +140,7 @@ def _what_would(labels: np.ndarray, clients: int, dirichlet_alpha: float, min_si
     return ways if count is None else [*ways, f"ask for {count} clients"]
 
 
-def _listed(ways: list[str]) -> str:
+def _join_suggestions(ways: list[str]) -> str:
     *most, last = ways or ["ask for fewer clients"]
     text = f"{', '.join(most)}, or {last}" if most else last
     return text[0].upper() + text[1:]

@@ -12,16 +12,16 @@ import numpy as np
 
 from halfmoon.api.split_options import SplitOptions
 from halfmoon.core.errors import UserError
-from halfmoon.data.partition.primitives import apportion, spread
+from halfmoon.data.partition.primitives import apportion, spread_by_dirichlet
 
-PEAKED = (0.50, 0.15, 0.03, 0.03, 0.03, 0.02, 0.03, 0.03, 0.03, 0.15)
+FEDMATCH_CLASS_PROBABILITIES = (0.50, 0.15, 0.03, 0.03, 0.03, 0.02, 0.03, 0.03, 0.03, 0.15)
 """FedMatch's class probabilities of a client of type 0; the type moves them along."""
 
-_SWEEPS = 2000
-_FAINT = 1e-3
+_MAX_FITTING_STEPS = 2000
+_MIN_FRACTION = 1e-3
 
 
-class Part(NamedTuple):
+class RowPool(NamedTuple):
     """What a rule shares out: rows with these labels, int (N,), among so many clients; all draws come from `draw`."""
 
     labels: np.ndarray
@@ -40,7 +40,7 @@ class Part(NamedTuple):
             )
 
 
-def cut_evenly(options: SplitOptions, part: Part) -> np.ndarray:
+def cut_evenly(options: SplitOptions, part: RowPool) -> np.ndarray:
     """Give floor(rows / clients) random rows to each client and the remainder to nobody (SemiFL, NeurIPS 2022, IID).
 
     Classes are not balanced inside a client, as in the authors' code.
@@ -52,7 +52,7 @@ def cut_evenly(options: SplitOptions, part: Part) -> np.ndarray:
     return holder
 
 
-def cut_shards(options: SplitOptions, part: Part) -> np.ndarray:
+def cut_shards(options: SplitOptions, part: RowPool) -> np.ndarray:
     """Give each client `classes_per_client` random shards of one class each (SemiFL, NeurIPS 2022, "K classes").
 
     A class, in the order of the rows, is cut into clients * classes_per_client / classes contiguous shards; rows left
@@ -84,7 +84,7 @@ def cut_shards(options: SplitOptions, part: Part) -> np.ndarray:
     return holder
 
 
-def fill_in_turn(options: SplitOptions, part: Part) -> np.ndarray:
+def fill_in_turn(options: SplitOptions, part: RowPool) -> np.ndarray:
     """Fill clients of floor(N / clients) rows one after another from class pools (FedLoKe, CIKM 2023, authors' code).
 
     For each client: q ~ Dirichlet(alpha) over the classes, round(q * size) rows of each, the rounding error on the
@@ -93,7 +93,7 @@ def fill_in_turn(options: SplitOptions, part: Part) -> np.ndarray:
     """
     part.check()
     labels, clients, draw = part.labels, part.clients, part.draw
-    pools = _pools(part)
+    pools = _shuffle_by_class(part)
     left = np.array([len(pool) for pool in pools])
     size = len(labels) // clients
     counts = np.zeros((clients, len(pools)), np.int64)
@@ -111,22 +111,22 @@ def fill_in_turn(options: SplitOptions, part: Part) -> np.ndarray:
         counts[k] = amounts + top_up
         left -= counts[k]
     counts[-1] = left
-    holder = _hand_out(counts, pools, len(labels))
+    holder = _assign_counts(counts, pools, len(labels))
     holder[draw.permutation(np.flatnonzero(holder == clients - 1))[size:]] = -1
     return holder
 
 
-def fill_together(options: SplitOptions, part: Part) -> np.ndarray:
+def fill_together(options: SplitOptions, part: RowPool) -> np.ndarray:
     """Fill clients of floor(N / clients) rows by Dirichlet(alpha) mixes that are fitted to the class pools together.
 
     `fill_in_turn` without its bias of order: the clients' mixes are drawn first, then changed as little as the
     pools demand (`fit_counts`), so that early and late clients are alike. Fewer than `clients` rows go to nobody.
     """
     part.check()
-    return _fitted(part, _log_dirichlet(options.dirichlet_alpha, (part.clients, len(part.names)), part.draw))
+    return _assign_fitted(part, _log_dirichlet(options.dirichlet_alpha, (part.clients, len(part.names)), part.draw))
 
 
-def pair_blocks(options: SplitOptions, part: Part, min_size: int, tries: int) -> np.ndarray:
+def pair_blocks(options: SplitOptions, part: RowPool, min_size: int, tries: int) -> np.ndarray:
     """Cut the rows into even random blocks, and each of them by Dirichlet(alpha) between two clients (SAGE, CVPR 2025).
 
     Inside a block every class is shared out as in `primitives.spread`, with its cap; then the sizes are made equal: the
@@ -143,7 +143,7 @@ def pair_blocks(options: SplitOptions, part: Part, min_size: int, tries: int) ->
     holder[order[2 * each * (clients // 2) : each * clients]] = clients - 1
     for block in range(clients // 2):
         rows = order[2 * each * block : 2 * each * (block + 1)]
-        side = spread(
+        side = spread_by_dirichlet(
             labels[rows], 2, options.dirichlet_alpha, draw, min_size=min_size, tries=tries, what=f"{what} images"
         )
         larger = int(side.mean() > 0.5)
@@ -154,7 +154,7 @@ def pair_blocks(options: SplitOptions, part: Part, min_size: int, tries: int) ->
     return holder
 
 
-def give_equal_classes(options: SplitOptions, part: Part) -> np.ndarray:
+def give_equal_classes(options: SplitOptions, part: RowPool) -> np.ndarray:
     """Give every client the same number of rows of every class (FedMatch, ICLR 2021, batch IID).
 
     It is the number that the smallest class allows; the rest goes to nobody. Raise UserError where a class has fewer
@@ -168,30 +168,30 @@ def give_equal_classes(options: SplitOptions, part: Part) -> np.ndarray:
             f"for each of {part.clients} clients; ask for fewer clients or another number of labels, or choose setting "
             "iid-iid."
         )
-    return _hand_out(np.full((part.clients, len(totals)), each), _pools(part), len(part.labels))
+    return _assign_counts(np.full((part.clients, len(totals)), each), _shuffle_by_class(part), len(part.labels))
 
 
-def give_peaked(options: SplitOptions, part: Part) -> np.ndarray:
+def give_peaked(options: SplitOptions, part: RowPool) -> np.ndarray:
     """Give client k floor(N / clients) rows with half of them from class k mod classes (FedMatch, batch non-IID).
 
-    Counts are the expected ones of `peaked`, fitted to the class pools where these are uneven; the authors' code
+    Counts are the expected ones of `fedmatch_class_probabilities`, fitted to the class pools where these are uneven; the authors' code
     takes rows class by class until a pool is empty. Fewer than `clients` rows go to nobody.
     """
     part.check()
     classes = len(part.names)
     types = np.arange(part.clients) % classes
-    shares = peaked(classes)[(np.arange(classes) - types[:, None]) % classes]
-    return _fitted(part, np.log(shares))
+    shares = fedmatch_class_probabilities(classes)[(np.arange(classes) - types[:, None]) % classes]
+    return _assign_fitted(part, np.log(shares))
 
 
-def peaked(classes: int) -> np.ndarray:
+def fedmatch_class_probabilities(classes: int) -> np.ndarray:
     """Return the class probabilities of a client of type 0, (classes,): PEAKED for ten classes.
 
     For another number: 50 to the own class, 15 to each of its two neighbors (on a circle), 20 shared evenly by the
     others, divided by their sum, which is less than 100 where there are no others.
     """
-    if classes == len(PEAKED):
-        return np.array(PEAKED)
+    if classes == len(FEDMATCH_CLASS_PROBABILITIES):
+        return np.array(FEDMATCH_CLASS_PROBABILITIES)
     weights = np.zeros(classes)
     weights[2:-1] = 20 / max(1, classes - 3)
     for place, weight in ((0, 50), (1, 15), (-1, 15)):
@@ -211,17 +211,17 @@ def fit_counts(logs: np.ndarray, size: int, pools: np.ndarray, draw: np.random.G
         target = np.log(pools * (size * len(logs) / pools.sum()))
     scale = np.where(pools > 0, 0.0, -np.inf)
     exact = np.zeros(logs.shape)
-    for _ in range(_SWEEPS):
+    for _ in range(_MAX_FITTING_STEPS):
         exact = size * _softmax(logs + scale)
         columns = exact.sum(0)
         if np.abs(columns - np.exp(target)).max() < 0.1:
             break
         # A class that nobody wants at all would need an infinite step.
         scale = scale + target - np.log(np.maximum(columns, 1e-100))
-    return _round(exact, pools, draw)
+    return _round_counts(exact, pools, draw)
 
 
-def _round(exact: np.ndarray, pools: np.ndarray, draw: np.random.Generator) -> np.ndarray:
+def _round_counts(exact: np.ndarray, pools: np.ndarray, draw: np.random.Generator) -> np.ndarray:
     """Round a table (clients, classes) whose rows sum to whole numbers; keep these, and the columns within `pools`."""
     counts = np.zeros(exact.shape, np.int64)
     left = pools.copy()
@@ -232,7 +232,7 @@ def _round(exact: np.ndarray, pools: np.ndarray, draw: np.random.Generator) -> n
         rest = exact[k] - amounts
         while (short := int(sizes[k] - amounts.sum())) > 0:
             # First the classes of which the client has a fraction to round up, those that are owed most before others.
-            urgency = np.where(rest > _FAINT, owed + rest, -len(exact) + owed)
+            urgency = np.where(rest > _MIN_FRACTION, owed + rest, -len(exact) + owed)
             open_ = np.flatnonzero(amounts < left)
             amounts[open_[np.argsort(-urgency[open_], kind="stable")[:short]]] += 1
             rest = exact[k] - amounts
@@ -242,18 +242,18 @@ def _round(exact: np.ndarray, pools: np.ndarray, draw: np.random.Generator) -> n
     return counts
 
 
-def _fitted(part: Part, logs: np.ndarray) -> np.ndarray:
-    pools, rows = _pools(part), len(part.labels)
+def _assign_fitted(part: RowPool, logs: np.ndarray) -> np.ndarray:
+    pools, rows = _shuffle_by_class(part), len(part.labels)
     counts = fit_counts(logs, rows // part.clients, np.array([len(pool) for pool in pools]), part.draw)
-    return _hand_out(counts, pools, rows)
+    return _assign_counts(counts, pools, rows)
 
 
-def _pools(part: Part) -> list[np.ndarray]:
+def _shuffle_by_class(part: RowPool) -> list[np.ndarray]:
     """Return the rows of each class in random order."""
     return [part.draw.permutation(np.flatnonzero(part.labels == label)) for label in range(len(part.names))]
 
 
-def _hand_out(counts: np.ndarray, pools: list[np.ndarray], rows: int) -> np.ndarray:
+def _assign_counts(counts: np.ndarray, pools: list[np.ndarray], rows: int) -> np.ndarray:
     """Return the holder of each row: clients take counts (clients, classes) from the front of the pools in turn."""
     holder = np.full(rows, -1, np.int64)
     for column, pool in zip(counts.T, pools, strict=True):
@@ -276,7 +276,7 @@ def _softmax(logs: np.ndarray) -> np.ndarray:
     return shares / shares.sum(1, keepdims=True)
 
 
-def thin(client: np.ndarray, labeled: np.ndarray, share: float, draw: np.random.Generator) -> np.ndarray:
+def drop_unlabeled(client: np.ndarray, labeled: np.ndarray, share: float, draw: np.random.Generator) -> np.ndarray:
     """Return the holders int64 (N,), of every client's unlabeled rows only `share`, at least one; the rest nobody's.
 
     Of two shares the smaller one's rows are among the larger one's.

@@ -18,11 +18,17 @@ from halfmoon.api.split_options import SplitOptions
 from halfmoon.core import plugins
 from halfmoon.core.errors import UserError, one_line
 from halfmoon.data.partition import rules
-from halfmoon.data.partition.primitives import deal, holdings, spread, stream, take_labeled
-from halfmoon.data.partition.rules import Part
-from halfmoon.data.partition.split import SERVER, Origin, Split, hash_labels
+from halfmoon.data.partition.primitives import (
+    deal_evenly,
+    draw_labeled,
+    named_generator,
+    rows_by_client,
+    spread_by_dirichlet,
+)
+from halfmoon.data.partition.rules import RowPool
+from halfmoon.data.partition.split import SERVER, Split, SplitOrigin, hash_labels
 
-DEFAULT_LABELS = 5
+DEFAULT_LABELS_PER_CLASS = 5
 
 
 @dataclass(frozen=True)
@@ -66,17 +72,17 @@ class Scenario(SplitOptions):
     """
 
     clients: int = 100
-    labels_per_class: float | None = DEFAULT_LABELS
+    labels_per_class: float | None = DEFAULT_LABELS_PER_CLASS
     cap: bool = True
     seed: int = 0
     tries: int = 100
 
     def __post_init__(self) -> None:
         other = self.label_ratio is not None or self.labels is not None
-        if other and self.labels_per_class == DEFAULT_LABELS:
+        if other and self.labels_per_class == DEFAULT_LABELS_PER_CLASS:
             # A given ratio or number takes the place of the default; a configuration file cannot say "none".
             object.__setattr__(self, "labels_per_class", None)
-        _check(self)
+        _check_fields(self)
         _check_labels(self)
 
     def split(self, labels: np.ndarray, classes: int | Sequence[str], source: str = "") -> Split:
@@ -89,72 +95,81 @@ class Scenario(SplitOptions):
         """
         names = [str(c) for c in range(classes)] if isinstance(classes, int) else list(classes)
         totals = _class_totals(self, labels, names)
-        if self.setting in _RULES:
+        if self.setting in _SETTING_RULES:
             client, labeled = self._one_draw(labels, names) if self._joint else self._two_draws(labels, totals, names)
         else:
-            client, labeled = _from_outside(self, labels, len(names))
+            client, labeled = _apply_custom_rule(self, labels, len(names))
         if self.unlabeled_share < 1:
-            client = rules.thin(client, labeled, self.unlabeled_share, stream(self.seed, "split", "share"))
-        origin = Origin(asdict(self), source, hash_labels(labels))
-        return Split(client, labeled, self.clients, origin, _stage(self, client, labeled))
+            client = rules.drop_unlabeled(
+                client, labeled, self.unlabeled_share, named_generator(self.seed, "split", "share")
+            )
+        origin = SplitOrigin(asdict(self), source, hash_labels(labels))
+        return Split(client, labeled, self.clients, origin, _draw_stages(self, client, labeled))
 
     @property
     def _joint(self) -> bool:
         """Whether labeled rows are marked among those that a client holds, in place of a pool."""
-        return self.setting in _RULES and _RULES[self.setting].labeled is None and self.labels_at != "server"
+        return (
+            self.setting in _SETTING_RULES
+            and _SETTING_RULES[self.setting].labeled is None
+            and self.labels_at != "server"
+        )
 
     def _two_draws(self, labels: np.ndarray, totals: np.ndarray, names: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
         """Return client and labeled where a labeled pool and its complement are shared apart."""
-        labeled = take_labeled(labels, _pool(self, totals, names), stream(self.seed, "split", "pool"))
+        labeled = draw_labeled(
+            labels, _count_labeled_pool(self, totals, names), named_generator(self.seed, "split", "pool")
+        )
         client = np.full(len(labels), SERVER, np.int64)
-        by_labeled, by_unlabeled = _RULES[self.setting]
+        by_labeled, by_unlabeled = _SETTING_RULES[self.setting]
         if self.labels_at != "server":
             assert by_labeled is not None
-            some = _labeled_clients(self)
+            some = _draw_labeled_clients(self)
             got = by_labeled(
-                self, Part(labels[labeled], names, len(some), stream(self.seed, "split", "labeled"), "labeled")
+                self,
+                RowPool(labels[labeled], names, len(some), named_generator(self.seed, "split", "labeled"), "labeled"),
             )
             client[labeled] = np.append(some, -1)[got]  # nobody, -1, stays nobody
         if not labeled.all():
-            draw = stream(self.seed, "split", "unlabeled")
-            client[~labeled] = by_unlabeled(self, Part(labels[~labeled], names, self.clients, draw, "unlabeled"))
+            draw = named_generator(self.seed, "split", "unlabeled")
+            client[~labeled] = by_unlabeled(self, RowPool(labels[~labeled], names, self.clients, draw, "unlabeled"))
         return client, labeled
 
     def _one_draw(self, labels: np.ndarray, names: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
         """Return client and labeled where clients mark some of their rows: both kinds have one distribution."""
         size = len(labels) // self.clients
-        marked = _marked(self, size, len(names))
-        draw = stream(self.seed, "split", "shared")
-        client = _RULES[self.setting].unlabeled(self, Part(labels, names, self.clients, draw, "shared"))
+        marked = _count_marked(self, size, len(names))
+        draw = named_generator(self.seed, "split", "shared")
+        client = _SETTING_RULES[self.setting].unlabeled(self, RowPool(labels, names, self.clients, draw, "shared"))
         labeled = np.zeros(len(labels), bool)
-        draw = stream(self.seed, "split", "marks")
-        some = set(_labeled_clients(self).tolist())
-        for k, own in enumerate(holdings(client, self.clients)):
+        draw = named_generator(self.seed, "split", "marks")
+        some = set(_draw_labeled_clients(self).tolist())
+        for k, own in enumerate(rows_by_client(client, self.clients)):
             rows = draw.permutation(own)
             labeled[rows[: marked if k in some else 0]] = True
         return client, labeled
 
 
-_Rule = Callable[[Scenario, Part], np.ndarray]
+_Rule = Callable[[Scenario, RowPool], np.ndarray]
 
 
-class _Rules(NamedTuple):
+class _SettingRules(NamedTuple):
     """How a setting shares rows; without a rule for labeled ones they are marked among the others."""
 
     labeled: _Rule | None
     unlabeled: _Rule
 
 
-def _evenly(scenario: Scenario, part: Part) -> np.ndarray:
+def _share_evenly(scenario: Scenario, part: RowPool) -> np.ndarray:
     part.check()
-    return deal(part.labels, part.clients, part.draw)
+    return deal_evenly(part.labels, part.clients, part.draw)
 
 
-def _by_dirichlet(scenario: Scenario, part: Part, least: int = 10) -> np.ndarray:
+def _share_by_dirichlet(scenario: Scenario, part: RowPool, least: int = 10) -> np.ndarray:
     """Spread a part by Dirichlet; without a min_size clients get `least` rows, or fewer where the part is small."""
-    min_size = _least(scenario, part, least)
+    min_size = _min_size(scenario, part, least)
     part.check(min_size)
-    return spread(
+    return spread_by_dirichlet(
         part.labels,
         part.clients,
         scenario.dirichlet_alpha,
@@ -166,40 +181,40 @@ def _by_dirichlet(scenario: Scenario, part: Part, least: int = 10) -> np.ndarray
     )
 
 
-def _least(scenario: Scenario, part: Part, least: int) -> int:
+def _min_size(scenario: Scenario, part: RowPool, least: int) -> int:
     if scenario.min_size is not None:
         return scenario.min_size
     # The papers ask for 10 where the mean is 50; a fixed 10 cannot be met by smaller pools.
     return max(1, min(least, len(part.labels) // (5 * part.clients)))
 
 
-def _pairs(scenario: Scenario, part: Part) -> np.ndarray:
-    return rules.pair_blocks(scenario, part, _least(scenario, part, 10), scenario.tries)
+def _share_in_pairs(scenario: Scenario, part: RowPool) -> np.ndarray:
+    return rules.pair_blocks(scenario, part, _min_size(scenario, part, 10), scenario.tries)
 
 
-_RULES: dict[str, _Rules] = {
-    "iid-iid": _Rules(_evenly, _evenly),
-    "iid-dir": _Rules(_evenly, _by_dirichlet),
-    "dir-dir": _Rules(_by_dirichlet, _by_dirichlet),
-    "semifl-iid": _Rules(rules.cut_evenly, rules.cut_evenly),
-    "semifl-shards": _Rules(rules.cut_shards, rules.cut_shards),
-    "semifl-dir": _Rules(_by_dirichlet, _by_dirichlet),
-    "feddb-iid": _Rules(rules.cut_evenly, rules.cut_evenly),
-    "feddb-dir": _Rules(partial(_by_dirichlet, least=1), partial(_by_dirichlet, least=1)),
-    "fedloke": _Rules(None, rules.fill_in_turn),
-    "fedloke-balanced": _Rules(None, rules.fill_together),
-    "pair-dir": _Rules(_pairs, _pairs),
-    "fedmatch-iid": _Rules(_evenly, rules.give_equal_classes),
-    "fedmatch-noniid": _Rules(_evenly, rules.give_peaked),
-    "fedmatch-stream": _Rules(_evenly, rules.give_peaked),
+_SETTING_RULES: dict[str, _SettingRules] = {
+    "iid-iid": _SettingRules(_share_evenly, _share_evenly),
+    "iid-dir": _SettingRules(_share_evenly, _share_by_dirichlet),
+    "dir-dir": _SettingRules(_share_by_dirichlet, _share_by_dirichlet),
+    "semifl-iid": _SettingRules(rules.cut_evenly, rules.cut_evenly),
+    "semifl-shards": _SettingRules(rules.cut_shards, rules.cut_shards),
+    "semifl-dir": _SettingRules(_share_by_dirichlet, _share_by_dirichlet),
+    "feddb-iid": _SettingRules(rules.cut_evenly, rules.cut_evenly),
+    "feddb-dir": _SettingRules(partial(_share_by_dirichlet, least=1), partial(_share_by_dirichlet, least=1)),
+    "fedloke": _SettingRules(None, rules.fill_in_turn),
+    "fedloke-balanced": _SettingRules(None, rules.fill_together),
+    "pair-dir": _SettingRules(_share_in_pairs, _share_in_pairs),
+    "fedmatch-iid": _SettingRules(_share_evenly, rules.give_equal_classes),
+    "fedmatch-noniid": _SettingRules(_share_evenly, rules.give_peaked),
+    "fedmatch-stream": _SettingRules(_share_evenly, rules.give_peaked),
 }
 
 
-SETTINGS = tuple(_RULES)
+SETTINGS = tuple(_SETTING_RULES)
 """The rules of this package; another is named my_module:rule, or announced by an installed package."""
 
 
-def _from_outside(scenario: Scenario, labels: np.ndarray, classes: int) -> tuple[np.ndarray, np.ndarray]:
+def _apply_custom_rule(scenario: Scenario, labels: np.ndarray, classes: int) -> tuple[np.ndarray, np.ndarray]:
     """Return client and labeled as a rule from outside shares rows; raise UserError where they cannot be."""
     name = scenario.setting
     try:
@@ -223,10 +238,10 @@ def _from_outside(scenario: Scenario, labels: np.ndarray, classes: int) -> tuple
     return client.astype(np.int64), labeled
 
 
-def _check(scenario: Scenario) -> None:
+def _check_fields(scenario: Scenario) -> None:
     s = scenario
-    if s.setting not in _RULES and not plugins.is_plugin(s.setting, "split"):
-        *most, last = _RULES
+    if s.setting not in _SETTING_RULES and not plugins.foreign(s.setting, "split"):
+        *most, last = _SETTING_RULES
         raise UserError(f"setting {s.setting!r} is unknown; choose {', '.join(most)} or {last}.")
     for name, hint in get_type_hints(SplitOptions, include_extras=True).items():
         for each in getattr(hint, "__metadata__", ()):
@@ -272,7 +287,7 @@ def _class_totals(scenario: Scenario, labels: np.ndarray, names: Sequence[str]) 
     return totals
 
 
-def _pool(scenario: Scenario, totals: np.ndarray, names: Sequence[str]) -> np.ndarray:
+def _count_labeled_pool(scenario: Scenario, totals: np.ndarray, names: Sequence[str]) -> np.ndarray:
     """Return how many rows of each class are labeled, int64 (classes,)."""
     clients, short = scenario.clients, int(totals.argmin())
     most = int(totals[short])
@@ -287,7 +302,7 @@ def _pool(scenario: Scenario, totals: np.ndarray, names: Sequence[str]) -> np.nd
         pool = np.full(len(names), math.floor(clients * scenario.labels_per_class + 0.5), np.int64)
         request = f"labels_per_class {scenario.labels_per_class:g} for {clients} clients"
         remedy = (
-            f"set labels_per_class to {_decimal(most / clients)} or less, or clients to "
+            f"set labels_per_class to {_format_decimal(most / clients)} or less, or clients to "
             f"{math.floor(most / scenario.labels_per_class)} or less"
         )
     if pool[short] > most:
@@ -299,7 +314,7 @@ def _pool(scenario: Scenario, totals: np.ndarray, names: Sequence[str]) -> np.nd
     return pool
 
 
-def _marked(scenario: Scenario, size: int, classes: int) -> int:
+def _count_marked(scenario: Scenario, size: int, classes: int) -> int:
     """Return how many of its `size` rows a labeled client marks where labels come from no pool."""
     if scenario.label_ratio is not None:
         # The authors' int(r * n), but 0.29 * 100 is 29 here.
@@ -313,26 +328,26 @@ def _marked(scenario: Scenario, size: int, classes: int) -> int:
     if marked > size:
         raise UserError(
             f"{request} labels {marked} images of each client, which has {size}; set labels_per_class to "
-            f"{_decimal(size / classes)} or less, or ask for fewer clients."
+            f"{_format_decimal(size / classes)} or less, or ask for fewer clients."
         )
     return marked
 
 
-def _labeled_clients(scenario: Scenario) -> np.ndarray:
+def _draw_labeled_clients(scenario: Scenario) -> np.ndarray:
     if scenario.labeled_clients is None:
         return np.arange(scenario.clients)
-    draw = stream(scenario.seed, "split", "holders")
+    draw = named_generator(scenario.seed, "split", "holders")
     return np.sort(draw.permutation(scenario.clients)[: scenario.labeled_clients])
 
 
-def _stage(scenario: Scenario, client: np.ndarray, labeled: np.ndarray) -> np.ndarray | None:
+def _draw_stages(scenario: Scenario, client: np.ndarray, labeled: np.ndarray) -> np.ndarray | None:
     """Return the stage of each row: a client's unlabeled rows in random order, cut into equal parts."""
     stages = scenario.stages
     if stages == 1:
         return None
-    draw = stream(scenario.seed, "split", "stages")
+    draw = named_generator(scenario.seed, "split", "stages")
     stage = np.zeros(len(client), np.int64)
-    for k, own in enumerate(holdings(client, scenario.clients)):
+    for k, own in enumerate(rows_by_client(client, scenario.clients)):
         rows = draw.permutation(own[~labeled[own]])
         if len(rows) < stages:
             raise UserError(
@@ -343,5 +358,5 @@ def _stage(scenario: Scenario, client: np.ndarray, labeled: np.ndarray) -> np.nd
     return stage
 
 
-def _decimal(value: float) -> str:
+def _format_decimal(value: float) -> str:
     return f"{value:.4f}".rstrip("0").rstrip(".")

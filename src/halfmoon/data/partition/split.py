@@ -18,18 +18,18 @@ from halfmoon.storage import atomic_io, toml
 SERVER = -2
 """The holder of rows that the server itself has; they are labeled. (-1 is nobody.)"""
 
-MOST = 2**24
+MAX_CLIENTS = 2**24
 """Clients that a saved split may say it has: what is counted for each of them stays within the memory of a laptop."""
 
-MOST_HOLDERS = 12
+MAX_PRINTED_HOLDERS = 12
 """Holders that a split names when it is printed."""
 
 SCHEMA = pa.schema([("row", pa.int64()), ("client", pa.int64()), ("labeled", pa.bool_())])
-STAGED = SCHEMA.append(pa.field("stage", pa.int64()))
+SCHEMA_WITH_STAGES = SCHEMA.append(pa.field("stage", pa.int64()))
 
 
 @dataclass(frozen=True)
-class Origin:
+class SplitOrigin:
     """Say where a split comes from: the scenario's fields, the data set's name, a hash of its labels."""
 
     scenario: dict[str, Any] = field(default_factory=dict)
@@ -51,7 +51,7 @@ class Split:
     client: np.ndarray
     labeled: np.ndarray
     clients: int  # how many there are
-    origin: Origin = field(default_factory=Origin)  # what it was drawn from
+    origin: SplitOrigin = field(default_factory=SplitOrigin)  # what it was drawn from
     stage: np.ndarray | None = None
 
     def __post_init__(self) -> None:
@@ -98,9 +98,9 @@ class Split:
 
     def __repr__(self) -> str:
         lines = [f"{name}: {labeled:,} labeled, {rest:,} unlabeled" for name, labeled, rest in self.counts()]
-        more = [f"... {len(lines) - MOST_HOLDERS} more"] if len(lines) > MOST_HOLDERS else []
+        more = [f"... {len(lines) - MAX_PRINTED_HOLDERS} more"] if len(lines) > MAX_PRINTED_HOLDERS else []
         head = f"<Split of {len(self):,} images over {self.clients:,} clients, {int(self.labeled.sum()):,} labeled>"
-        return "\n  ".join([head, *lines[:MOST_HOLDERS], *more])
+        return "\n  ".join([head, *lines[:MAX_PRINTED_HOLDERS], *more])
 
     @property
     def stages(self) -> int:
@@ -153,7 +153,7 @@ class Split:
         columns = [np.arange(len(self)), self.client.astype(np.int64), np.packbits(self.labeled, bitorder="little")]
         schema = SCHEMA
         if self.stage is not None:
-            columns, schema = [*columns, self.stage.astype(np.int64)], STAGED
+            columns, schema = [*columns, self.stage.astype(np.int64)], SCHEMA_WITH_STAGES
         # From buffers: to see whether NumPy's arrays are pandas', PyArrow would import it, for a third of a second.
         typed = zip(schema.types, columns, strict=True)
         arrays = [pa.Array.from_buffers(kind, len(self), [None, pa.py_buffer(column)]) for kind, column in typed]
@@ -177,15 +177,15 @@ class Split:
         except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
             raise UserError(f"{path}: not a readable split ({one_line(error)}); make a new one.") from error
         try:
-            facts = atomic_io.parse_json((table.schema.metadata or {})[b"halfmoon"])
-            origin = Origin(facts["scenario"], facts["source"], facts["labels_sha256"])
+            facts = atomic_io.parsed((table.schema.metadata or {})[b"halfmoon"])
+            origin = SplitOrigin(facts["scenario"], facts["source"], facts["labels_sha256"])
             clients, images = facts["clients"], facts["images"]
             kinds = {dict: origin.scenario, str: origin.source, int: clients}
             if any(type(value) is not kind for kind, value in kinds.items()) or type(origin.labels_sha256) is not str:
                 raise ValueError("a fact is of another type")
         except (KeyError, TypeError, ValueError) as error:
             raise UserError(f"{path}: it does not say what it splits; only files saved by halfmoon do.") from error
-        if not (table.schema.equals(SCHEMA) or table.schema.equals(STAGED)):
+        if not (table.schema.equals(SCHEMA) or table.schema.equals(SCHEMA_WITH_STAGES)):
             columns = ", ".join(f"{part.name} {part.type}" for part in table.schema)
             raise UserError(
                 f"{path}: columns must be row int64, client int64, labeled bool (and stage int64 where rows come in "
@@ -197,8 +197,8 @@ class Split:
         if images != len(row) or not np.array_equal(row, np.arange(len(row))):
             last = (images if type(images) is int else len(row)) - 1
             raise UserError(f"{path}: its rows are not 0 to {last} in order; make a new split.")
-        if not 0 < clients <= MOST:
-            raise UserError(f"{path}: it says that there are {toml.format_text(clients)} clients; make a new split.")
+        if not 0 < clients <= MAX_CLIENTS:
+            raise UserError(f"{path}: it says that there are {toml.text(clients)} clients; make a new split.")
         return cls(client, labeled, clients, origin, stage[0] if stage else None)
 
 

@@ -14,11 +14,11 @@ from halfmoon.core.errors import UserError
 from halfmoon.data.datasets import DATASETS
 from halfmoon.data.images import Images
 
-PIXELS = 3 * 32 * 32
+PIXEL_BYTES = 3 * 32 * 32
 
 
 @dataclass(frozen=True)
-class Layout:
+class BinaryLayout:
     """Say which files a set has and how many classes each label byte of a record counts; the last byte is the label."""
 
     train: tuple[str, ...]
@@ -28,10 +28,10 @@ class Layout:
 
 
 LAYOUTS = {
-    "cifar10": Layout(
+    "cifar10": BinaryLayout(
         tuple(f"data_batch_{number}.bin" for number in range(1, 6)), "test_batch.bin", "batches.meta.txt", (10,)
     ),
-    "cifar100": Layout(("train.bin",), "test.bin", "fine_label_names.txt", (20, 100)),
+    "cifar100": BinaryLayout(("train.bin",), "test.bin", "fine_label_names.txt", (20, 100)),
 }
 
 PICKLES = {
@@ -41,7 +41,7 @@ PICKLES = {
 """The archives of the Python version: the folder they make, and files without a suffix that tell them."""
 
 
-def is_here(folder: Path, name: str) -> bool:
+def has_files(folder: Path, name: str) -> bool:
     layout = LAYOUTS[name]
     return any((folder / file).is_file() for file in (*layout.train, layout.test))
 
@@ -58,7 +58,7 @@ def read(folder: Path, name: str) -> tuple[Images, Images, tuple[str, ...]]:
         raise UserError(f"{folder / missing[0]} is missing; the binary version of {name} is {DATASETS[name].files}.")
     parts = [read_records(folder / file, layout.classes) for file in layout.train]
     train = Images(np.concatenate([part.images for part in parts]), np.concatenate([part.labels for part in parts]))
-    return train, read_records(folder / layout.test, layout.classes), _names(folder / layout.names, name)
+    return train, read_records(folder / layout.test, layout.classes), _read_class_names(folder / layout.names, name)
 
 
 def read_records(path: Path, classes: Sequence[int]) -> Images:
@@ -70,11 +70,11 @@ def read_records(path: Path, classes: Sequence[int]) -> Images:
         data = np.frombuffer(path.read_bytes(), np.uint8)
     except OSError as error:
         raise UserError(f"{path}: the file cannot be read ({error.strerror}).") from error
-    length = len(classes) + PIXELS
+    length = len(classes) + PIXEL_BYTES
     if not data.size or data.size % length:
         raise UserError(
             f"{path}: {data.size} bytes are no whole number of records of {length} bytes "
-            f"({len(classes)} label byte{'s' if len(classes) > 1 else ''}, {PIXELS} pixel bytes); download it again."
+            f"({len(classes)} label byte{'s' if len(classes) > 1 else ''}, {PIXEL_BYTES} pixel bytes); download it again."
         )
     records = data.reshape(-1, length)
     labels = records[:, : len(classes)].astype(np.int64)
@@ -102,7 +102,7 @@ def refuse_pickles(folder: Path, names: Sequence[str]) -> None:
                 )
 
 
-def _names(path: Path, name: str) -> tuple[str, ...]:
+def _read_class_names(path: Path, name: str) -> tuple[str, ...]:
     classes = DATASETS[name].classes
     if not path.is_file():
         return classes

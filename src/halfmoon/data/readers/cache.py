@@ -19,7 +19,7 @@ import numpy as np
 
 from halfmoon.core.errors import UserError
 from halfmoon.core.user_cache import trim, user_cache
-from halfmoon.data.images import Images, statistics
+from halfmoon.data.images import Images, channel_statistics
 from halfmoon.storage import atomic_io
 
 Decoded = tuple[Images, tuple[str, ...] | None]
@@ -27,52 +27,52 @@ Reader = Callable[[Path | None], Decoded]
 """Given a file that pixels are to go through, or None: into memory."""
 
 # Part of every key: raise it when a reader starts to give other pixels.
-READER = 3
+READER_VERSION = 3
 
-OFF = Path("off")
+NO_CACHE = Path("off")
 """The folder of those who want nothing on the disk."""
 
-LARGE = 8 * 2**20
+MIN_CACHED_BYTES = 8 * 2**20
 """Bytes of image files from which on decoding takes long enough to be paid for once."""
 
 
-def keep(folder: Path | None, files: Sequence[Path], read: Reader, form: str = "") -> Decoded:
+def load_or_decode(folder: Path | None, files: Sequence[Path], read: Reader, form: str = "") -> Decoded:
     """Return what `read` gives for `files`, from `folder` where an earlier call wrote it, and write it there.
 
     The key is made of the files' paths, sizes and times of change, and of `form`, which tells apart readers that give
-    other pixels for the same files. A damaged file is read anew and replaced. Without a folder, `LARGE` sets go to the
-    user's cache, as far as it can be written and with `CAP` bytes at most, and others nowhere; `OFF` writes nothing.
+    other pixels for the same files. A damaged file is read anew and replaced. Without a folder, `MIN_CACHED_BYTES` sets go to the
+    user's cache, as far as it can be written and with `CAP` bytes at most, and others nowhere; `NO_CACHE` writes nothing.
     Raise UserError where a folder that the user names cannot be written.
     """
-    if folder == OFF or (folder is None and sum(path.stat().st_size for path in files) < LARGE):
+    if folder == NO_CACHE or (folder is None and sum(path.stat().st_size for path in files) < MIN_CACHED_BYTES):
         return read(None)
     if folder is not None:
-        return _through(folder, files, read, form)
+        return _load_through(folder, files, read, form)
     try:
         cache = user_cache("images")
         cache.mkdir(mode=0o700, parents=True, exist_ok=True)
-        result = _through(cache, files, read, form)
+        result = _load_through(cache, files, read, form)
     except UserError as error:
         if isinstance(error.__cause__, OSError):  # a full disk, or a home that cannot be written
             return read(None)
         raise
     except OSError:
         return read(None)
-    trim(cache, f"images-{key(files, form)}")
+    trim(cache, f"images-{cache_key(files, form)}")
     return result
 
 
-def _through(folder: Path, files: Sequence[Path], read: Reader, form: str) -> Decoded:
-    path = folder / f"images-{key(files, form)}.npy"
-    stored = _stored(path)
+def _load_through(folder: Path, files: Sequence[Path], read: Reader, form: str) -> Decoded:
+    path = folder / f"images-{cache_key(files, form)}.npy"
+    stored = _read_stored(path)
     if stored is not None:
         return stored
     partial = path.with_name(f".{path.name}-{os.getpid()}.part")
     try:
         images, names = read(partial)
-        spread = statistics(images.images)
+        spread = channel_statistics(images.images)
         facts = {"names": names, "statistics": spread, "bytes": partial.stat().st_size}
-        with replacing(path.with_suffix(".labels.npy")) as file:
+        with write_atomically(path.with_suffix(".labels.npy")) as file:
             np.save(file, images.labels)
         atomic_io.write_atomically(path.with_suffix(".json"), (json.dumps(facts) + "\n").encode())
         os.replace(partial, path)
@@ -81,11 +81,11 @@ def _through(folder: Path, files: Sequence[Path], read: Reader, form: str) -> De
     finally:
         with suppress(OSError):
             partial.unlink(missing_ok=True)
-    stored = _stored(path)
+    stored = _read_stored(path)
     return stored if stored is not None else (images, names)
 
 
-def _stored(path: Path) -> Decoded | None:
+def _read_stored(path: Path) -> Decoded | None:
     """Return what was kept, None where it is not whole."""
     facts: Any = atomic_io.read_json(path.with_suffix(".json"))
     try:
@@ -95,14 +95,14 @@ def _stored(path: Path) -> Decoded | None:
         mean, std = (tuple(float(value) for value in each) for each in facts["statistics"])
         names = None if facts["names"] is None else tuple(str(name) for name in facts["names"])
         labels = np.load(path.with_suffix(".labels.npy"), allow_pickle=False)
-        return Images(mapped(path), labels, (mean, std)), names
+        return Images(memory_map(path), labels, (mean, std)), names
     except (OSError, EOFError, ValueError, KeyError, TypeError):
         return None
 
 
-def key(files: Sequence[Path], form: str = "") -> str:
+def cache_key(files: Sequence[Path], form: str = "") -> str:
     """Return 16 hexadecimal digits that change with `form` and the path, size or time of change of any file."""
-    digest = hashlib.sha256(f"{READER}{form}".encode())
+    digest = hashlib.sha256(f"{READER_VERSION}{form}".encode())
     for path in files:
         facts = path.stat()
         digest.update(f"\0{os.path.abspath(path)}\0{facts.st_size}\0{facts.st_mtime_ns}".encode())
@@ -110,7 +110,7 @@ def key(files: Sequence[Path], form: str = "") -> str:
 
 
 @contextmanager
-def replacing(path: Path) -> Iterator[IO[bytes]]:
+def write_atomically(path: Path) -> Iterator[IO[bytes]]:
     """Give a binary file that takes the place of `path` when the block ends well, else vanishes.
 
     It is written in the same folder (made where missing), flushed to the disk and renamed. Raises OSError.
@@ -130,7 +130,7 @@ def replacing(path: Path) -> Iterator[IO[bytes]]:
         raise
 
 
-def collected(rows: Iterator[np.ndarray], count: int, into: Path | None) -> np.ndarray:
+def collect_rows(rows: Iterator[np.ndarray], count: int, into: Path | None) -> np.ndarray:
     """Return `count` rows of uint8 of one shape as one array: in memory, or in a file `into` that is mapped.
 
     The rows are written to the file one by one. Raise UserError where there are none, OSError as the system does.
@@ -146,20 +146,20 @@ def collected(rows: Iterator[np.ndarray], count: int, into: Path | None) -> np.n
         return array
     into.parent.mkdir(parents=True, exist_ok=True)
     with into.open("wb") as file:
-        file.write(npy_head(shape))
+        file.write(npy_header(shape))
         for row in every:
             file.write(row.tobytes())
         file.flush()
         os.fsync(file.fileno())
-    return mapped(into)
+    return memory_map(into)
 
 
-def npy_head(shape: tuple[int, ...]) -> bytes:
+def npy_header(shape: tuple[int, ...]) -> bytes:
     """Return the head of a .npy file of uint8."""
     file = io.BytesIO()
     np.lib.format.write_array_header_1_0(file, {"descr": "|u1", "fortran_order": False, "shape": shape})
     return file.getvalue()
 
 
-def mapped(path: Path) -> np.ndarray:
+def memory_map(path: Path) -> np.ndarray:
     return np.load(path, mmap_mode="c", allow_pickle=False)

@@ -9,102 +9,104 @@ import numpy as np
 
 from halfmoon.core.errors import UserError
 from halfmoon.data import dicom
-from halfmoon.data.groups import APART, groups
+from halfmoon.data.groups import NO_GROUP_ON_BOTH_SIDES, find_groups
 from halfmoon.data.images import Images
-from halfmoon.data.partition.primitives import Sides, stream
-from halfmoon.data.preparation import AS_THEY_ARE, Preparation
+from halfmoon.data.partition.primitives import GroupHoldout, named_generator
+from halfmoon.data.preparation import UNCHANGED, Preparation
 from halfmoon.data.readers import cache as store
-from halfmoon.data.readers.decode import stack
+from halfmoon.data.readers.decode import decode_all
 
 SUFFIXES = (".png", ".jpg", ".jpeg", ".jfif", ".webp", ".bmp", ".tif", ".tiff", *dicom.SUFFIXES)
-PARTS = (("train", "training"), ("test", "testing"), ("validation", "valid", "val"))
+PART_NAMES = (("train", "training"), ("test", "testing"), ("validation", "valid", "val"))
 """The parts of a data set by the names, in lower case, that their folders have."""
 
-HELD_OUT = 0.2
+HELD_OUT_SHARE = 0.2
 """The share of every class that is the test where no folder is."""
 
-UNLABELED = ("unlabeled", "unlabelled")
+UNLABELED_NAMES = ("unlabeled", "unlabelled")
 """Names, in lower case, of a folder whose images have no label."""
 
-OTHERS = "where images share a patient or an object, make folders train and test yourself"
+GROUPS_HINT = "where images share a patient or an object, make folders train and test yourself"
 
 
 def read_folders(
-    folder: Path, test: str, cache: Path | None, rgb: bool = False, how: Preparation = AS_THEY_ARE
+    folder: Path, test: str, cache: Path | None, rgb: bool = False, how: Preparation = UNCHANGED
 ) -> tuple[Images, Images, tuple[str, ...]]:
     """Return train and test images and the class names, sorted, of a folder of class folders.
 
-    A folder without a test part has its validation part as the test. Of class folders alone, `HELD_OUT` of the images
+    A folder without a test part has its validation part as the test. Of class folders alone, `HELD_OUT_SHARE` of the images
     of every class are held out, always the same ones. The test images' remark tells either. With `rgb` gray images are
     made RGB. Raise UserError where a part or a class is missing or empty, where train and test differ in classes, or
     where an image cannot be read.
     """
     remark = ""
-    if (place := part_of(folder, "train")) is not None:
+    if (place := find_part(folder, "train")) is not None:
         refuse_unlabeled(folder, place)
-        inside = part_of(folder, test)
-        if inside is None and test == "test" and (inside := part_of(folder, "validation")) is not None:
+        inside = find_part(folder, test)
+        if inside is None and test == "test" and (inside := find_part(folder, "validation")) is not None:
             remark = f"{folder} has no folder test, so the images of {inside.name} are the test"
-        train, test_paths = in_classes(place), in_classes(inside or folder / test)
-        same_classes(folder, train, test_paths, test)
+        train, test_paths = list_classes(place), list_classes(inside or folder / test)
+        check_same_classes(folder, train, test_paths, test)
     else:
-        train, test_paths, grouped = _held_out(in_classes(folder), how.group_pattern)
+        train, test_paths, grouped = _hold_out(list_classes(folder), how.group_pattern)
         count = sum(map(len, test_paths.values()))
         remark = (
-            f"{folder} has no folder test, so {HELD_OUT:.0%} of the images of every class, {count:,} in all, are held "
-            f"out as the test; {APART if grouped else OTHERS}"
+            f"{folder} has no folder test, so {HELD_OUT_SHARE:.0%} of the images of every class, {count:,} in all, are held "
+            f"out as the test; {NO_GROUP_ON_BOTH_SIDES if grouped else GROUPS_HINT}"
         )
     tests = replace(read_classes(test_paths, cache, rgb, how), remark=remark)
     return read_classes(train, cache, rgb, how), tests, tuple(train)
 
 
-def part_of(folder: Path, part: str) -> Path | None:
+def find_part(folder: Path, part: str) -> Path | None:
     """Return the folder of a part, which may have another usual name (`Training`, `valid`); None where there is none.
 
     A folder of the very name wins.
     """
     if (folder / part).is_dir():
         return folder / part
-    names = next((names for names in PARTS if part in names), (part,))
+    names = next((names for names in PART_NAMES if part in names), (part,))
     folders = {each.name.lower(): each for each in sorted(folder.iterdir()) if each.is_dir()}
     return next((folders[name] for name in names if name in folders), None)
 
 
-def unlabeled_in(folder: Path) -> Path | None:
+def find_unlabeled(folder: Path) -> Path | None:
     """Return the folder of images without a label beside class folders; None where there is none, or a folder train."""
-    return None if part_of(folder, "train") else _unlabeled(folder)
+    return None if find_part(folder, "train") else _find_unlabeled_folder(folder)
 
 
 def refuse_unlabeled(folder: Path, train: Path) -> None:
     """Raise UserError where images without a label lie in or beside the folder `train`, whose images all have one."""
-    if (without := _unlabeled(folder) or _unlabeled(train)) is not None:
+    if (without := _find_unlabeled_folder(folder) or _find_unlabeled_folder(train)) is not None:
         raise UserError(
             f"{without}: with a folder {train.name}, images without a label need a labels.csv in {folder} that names "
             "the labeled ones (path,label)."
         )
 
 
-def _unlabeled(folder: Path) -> Path | None:
-    return next((each for each in sorted(folder.iterdir()) if each.name.lower() in UNLABELED and each.is_dir()), None)
+def _find_unlabeled_folder(folder: Path) -> Path | None:
+    return next(
+        (each for each in sorted(folder.iterdir()) if each.name.lower() in UNLABELED_NAMES and each.is_dir()), None
+    )
 
 
-def in_parts(folder: Path) -> bool:
+def has_classes(folder: Path) -> bool:
     """Return whether a folder has a training part, or else class folders of images."""
-    if part_of(folder, "train") is not None:
+    if find_part(folder, "train") is not None:
         return True
-    classes = _folders(folder)
-    return len(classes) > 1 and all(map(_images_of, classes))
+    classes = _list_folders(folder)
+    return len(classes) > 1 and all(map(_list_class_images, classes))
 
 
 def refuse_unsorted(folder: Path) -> None:
     """Raise UserError for images that no two class folders hold, with what to do."""
-    classes = _folders(folder)
-    empty = next((each for each in classes if not _images_of(each)), None)
-    if len(classes) > 1 and empty is not None and any(map(_images_of, classes)):
+    classes = _list_folders(folder)
+    empty = next((each for each in classes if not _list_class_images(each)), None)
+    if len(classes) > 1 and empty is not None and any(map(_list_class_images, classes)):
         raise UserError(f"{empty}: there is no image in it, as in a class folder; fill or remove it.")
     if len(classes) == 1 and empty is None:
         raise UserError(f"{folder}: {classes[0].name} is its only class folder; sort images of another class, too.")
-    inner = [each for each in classes if in_parts(each)]
+    inner = [each for each in classes if has_classes(each)]
     if len(inner) > 1:
         raise UserError(
             f"{folder}: class folders lie in {inner[0].name} and {inner[1].name}: give one of these folders, or play "
@@ -112,36 +114,36 @@ def refuse_unsorted(folder: Path) -> None:
         )
     if inner:
         raise UserError(f"{folder}: class folders lie in {inner[0].name}: give the folder {inner[0]}, or move them up.")
-    if loose := images_in(folder):
+    if loose := list_images(folder):
         raise UserError(
             f"{folder}: its {len(loose):,} images have no label: `halfmoon site label {folder}` labels a few, or sort "
             "them into a folder for each class."
         )
 
 
-def _folders(folder: Path) -> list[Path]:
+def _list_folders(folder: Path) -> list[Path]:
     return sorted(each for each in folder.iterdir() if each.is_dir() and not each.name.startswith("."))
 
 
-def _images_of(folder: Path) -> list[Path]:
-    return images_in(folder) or images_in(folder / "images")
+def _list_class_images(folder: Path) -> list[Path]:
+    return list_images(folder) or list_images(folder / "images")
 
 
-def _held_out(
+def _hold_out(
     classes: Mapping[str, Sequence[Path]], pattern: str | None
 ) -> tuple[dict[str, list[Path]], dict[str, list[Path]], bool]:
     """Return the files of every class in two parts, to train on and held out, and whether groups tell them apart."""
     train: dict[str, list[Path]] = {}
     test: dict[str, list[Path]] = {}
-    every = groups([path for paths in classes.values() for path in paths], pattern)
-    sides, first = Sides(), 0
+    every = find_groups([path for paths in classes.values() for path in paths], pattern)
+    sides, first = GroupHoldout(), 0
     for name, paths in classes.items():
         if len(paths) < 2:
             raise UserError(f"{paths[0].parent}: a class of one image has none to test on; add another, or remove it.")
         own = every[first : first + len(paths)] if every else [""] * len(paths)
         first += len(paths)
-        count = max(1, round(HELD_OUT * len(paths)))
-        rows = set(sides.draw(stream(0, "held out", name).permutation(len(paths)), own, count).tolist())
+        count = max(1, round(HELD_OUT_SHARE * len(paths)))
+        rows = set(sides.draw(named_generator(0, "held out", name).permutation(len(paths)), own, count).tolist())
         train[name] = [path for row, path in enumerate(paths) if row not in rows]
         test[name] = [path for row, path in enumerate(paths) if row in rows]
         if not train[name] or not test[name]:
@@ -152,11 +154,11 @@ def _held_out(
     return train, test, every is not None
 
 
-def in_classes(part: Path) -> dict[str, list[Path]]:
+def list_classes(part: Path) -> dict[str, list[Path]]:
     """Return the image files of each class folder in `part`, both sorted by name; raise UserError for none."""
     if not part.is_dir():
         raise UserError(f"{part}: there is no such folder; expected {part.name}/CLASS/*.png.")
-    paths_of = {folder.name: _images_of(folder) for folder in _folders(part)}
+    paths_of = {folder.name: _list_class_images(folder) for folder in _list_folders(part)}
     if not paths_of:
         raise UserError(f"{part}: it has no class folders; expected {part.name}/CLASS/*.png.")
     for name, paths in paths_of.items():
@@ -165,7 +167,7 @@ def in_classes(part: Path) -> dict[str, list[Path]]:
     return paths_of
 
 
-def same_classes(folder: Path, train: Mapping[str, object], other: Mapping[str, object], test: str) -> None:
+def check_same_classes(folder: Path, train: Mapping[str, object], other: Mapping[str, object], test: str) -> None:
     """Raise UserError where a class of the training part has no folder in the part `test`, or the other way."""
     differing = sorted(train.keys() ^ other.keys())
     if differing:
@@ -175,12 +177,12 @@ def same_classes(folder: Path, train: Mapping[str, object], other: Mapping[str, 
         )
 
 
-def images_in(folder: Path) -> list[Path]:
+def list_images(folder: Path) -> list[Path]:
     return sorted(path for path in folder.iterdir() if is_image(path)) if folder.is_dir() else []
 
 
 def read_classes(
-    classes: Mapping[str, Sequence[Path]], cache: Path | None, rgb: bool, how: Preparation = AS_THEY_ARE
+    classes: Mapping[str, Sequence[Path]], cache: Path | None, rgb: bool, how: Preparation = UNCHANGED
 ) -> Images:
     """Return the images of all classes, one class after the other, labeled by the place of their class."""
     paths = [path for group in classes.values() for path in group]
@@ -189,17 +191,17 @@ def read_classes(
 
 
 def read_images(
-    paths: Sequence[Path], labels: np.ndarray, cache: Path | None, rgb: bool, how: Preparation = AS_THEY_ARE
+    paths: Sequence[Path], labels: np.ndarray, cache: Path | None, rgb: bool, how: Preparation = UNCHANGED
 ) -> Images:
     """Return the images of these files with `labels`, int64 (N,); raise UserError where one cannot be read."""
 
     def read(into: Path | None) -> store.Decoded:
-        encoded = ((_bytes(path), str(path)) for path in paths)
-        return Images(stack(encoded, len(paths), rgb, how, into), labels), None
+        encoded = ((_read_bytes(path), str(path)) for path in paths)
+        return Images(decode_all(encoded, len(paths), rgb, how, into), labels), None
 
     # Labels are known without decoding, so that those of kept images never are older than the folder's.
-    stored = store.keep(cache, paths, read, f"{'rgb' if rgb else ''}{how.form}")[0]
-    return Images(stored.images, labels, stored.spread, groups=groups(paths, how.group_pattern))
+    stored = store.load_or_decode(cache, paths, read, f"{'rgb' if rgb else ''}{how.form}")[0]
+    return Images(stored.images, labels, stored.spread, groups=find_groups(paths, how.group_pattern))
 
 
 def is_image(path: Path) -> bool:
@@ -209,7 +211,7 @@ def is_image(path: Path) -> bool:
     return path.suffix.lower() in SUFFIXES or dicom.holds_image(path)
 
 
-def _bytes(path: Path) -> bytes:
+def _read_bytes(path: Path) -> bytes:
     try:
         return path.read_bytes()
     except OSError as error:

@@ -12,18 +12,18 @@ from PIL import Image, ImageMode, ImageOps, UnidentifiedImageError
 
 from halfmoon.core.errors import UserError, one_line
 from halfmoon.data import dicom
-from halfmoon.data.preparation import AS_THEY_ARE, MOST_PIXELS, STRIP, Preparation, eight_bits
-from halfmoon.data.readers.cache import collected
+from halfmoon.data.preparation import MAX_PIXELS, ROWS_PER_STRIP, UNCHANGED, Preparation, to_eight_bits
+from halfmoon.data.readers.cache import collect_rows
 
 MODES = ("L", "RGB")
 FORMATS = ("PNG", "JPEG", "WEBP", "TIFF", "BMP")
 """What is opened: no formats that start other programs (EPS) or are hardly tested."""
 
-_ORIENTATION = 0x0112
+_ORIENTATION_TAG = 0x0112
 """EXIF's tag; from 5 on it swaps height and width."""
 
 
-class _NoWarnings:
+class _IgnoreWarnings:
     """Ignores warnings while a thread is inside.
 
     `warnings.catch_warnings`, which threads leave in another order than they came, would ignore them for good.
@@ -47,27 +47,27 @@ class _NoWarnings:
                 self._filters.__exit__(*error)
 
 
-NO_WARNINGS = _NoWarnings()
+IGNORE_WARNINGS = _IgnoreWarnings()
 
 
-def decode(data: bytes, place: str) -> np.ndarray:
+def decode_image(data: bytes, place: str) -> np.ndarray:
     """Return one encoded image, uint8 (H, W, 1) for gray or (H, W, 3) for RGB, turned as its EXIF tag says.
 
     `place` names the file (and row) in messages. Raise UserError for bytes that are no image or are cut off,
-    of another format than `FORMATS`, for a mode other than L and RGB, and for an image of over `MOST_PIXELS`.
+    of another format than `FORMATS`, for a mode other than L and RGB, and for an image of over `MAX_PIXELS`.
     """
     image = _open(data, place)
     if "rescale" in image.info:
-        image = converted(image, place, 1)
+        image = convert_channels(image, place, 1)
     if image.mode not in MODES:
         raise UserError(
             f"{place}: the image has mode {image.mode}; give --channels 1 (gray) or 3 (RGB), and all are converted."
         )
-    pixels = np.asarray(_turned(image) if "exif" in image.info else image)
+    pixels = np.asarray(_apply_orientation(image) if "exif" in image.info else image)
     return pixels[:, :, None] if pixels.ndim == 2 else pixels
 
 
-def fitted(
+def decode_to_shape(
     data: bytes,
     place: str,
     height: int,
@@ -83,70 +83,72 @@ def fitted(
     has that size and mode keeps its exact pixels. Transparency is left out, gray of more than 8 bits is scaled to 0 and
     255 from the `window`, a DICOM file's own, or its `extremes`, CMYK is converted without a color profile; of several
     frames the first counts, of a DICOM file's the one that stands for it. `place` names the file in messages. Raise
-    UserError for bytes that are no image or are cut off, for an image of over `MOST_PIXELS` (or Pillow's own, lower
+    UserError for bytes that are no image or are cut off, for an image of over `MAX_PIXELS` (or Pillow's own, lower
     limit), and for pixels without a known range (32-bit).
     """
-    return prepared(data, place, Preparation((height, width), channels, crop, window))
+    return decode_prepared(data, place, Preparation((height, width), channels, crop, window))
 
 
-def prepared(data: bytes, place: str, how: Preparation) -> np.ndarray:
+def decode_prepared(data: bytes, place: str, how: Preparation) -> np.ndarray:
     """Return one encoded image as a preparation says, uint8 (H, W, C); without a number of channels it keeps its own.
 
-    Raise UserError as `fitted`.
+    Raise UserError as `decode_to_shape`.
     """
-    image = upright(data, place)
+    image = open_upright(data, place)
     if image.mode not in MODES or how.channels is not None:
-        gray = ImageMode.getmode(image.mode).basemode == "L" or deep(image)
-        image = converted(image, place, how.channels or (1 if gray else 3), how.window)
+        gray = ImageMode.getmode(image.mode).basemode == "L" or is_deep(image)
+        image = convert_channels(image, place, how.channels or (1 if gray else 3), how.window)
     pixels = np.asarray(how.resized(image))
     return pixels[:, :, None] if pixels.ndim == 2 else pixels
 
 
-def loaded(image: Image.Image) -> Image.Image:
+def load_pixels(image: Image.Image) -> Image.Image:
     """Return an opened image with its pixels as they lie in the file: Pillow itself turns a TIFF."""
     exif = image.getexif() if image.format == "TIFF" else Image.Exif()
-    tag = exif.pop(_ORIENTATION, None)
+    tag = exif.pop(_ORIENTATION_TAG, None)
     image.load()
     if tag is not None:
         image._size = image.im.size  # of a TIFF it is the turned one until then
-        exif[_ORIENTATION] = tag
+        exif[_ORIENTATION_TAG] = tag
         image.info["exif"] = exif.tobytes()
     return image
 
 
-def upright(data: bytes | BinaryIO, place: str, load: Callable[[Image.Image], Image.Image] = loaded) -> Image.Image:
-    """Return one encoded image in its own mode and depth, turned as its EXIF tag says; raise UserError as `fitted`.
+def open_upright(
+    data: bytes | BinaryIO, place: str, load: Callable[[Image.Image], Image.Image] = load_pixels
+) -> Image.Image:
+    """Return one encoded image in its own mode and depth, turned as its EXIF tag says; raise UserError as `decode_to_shape`.
 
     `load` reads the pixels and may make them fewer: turning a large image takes its memory twice.
     """
     image = _open(data, place, load)
-    return image if "rescale" in image.info else _turned(image)
+    return image if "rescale" in image.info else _apply_orientation(image)
 
 
-def _turned(image: Image.Image) -> Image.Image:
+def _apply_orientation(image: Image.Image) -> Image.Image:
     """Return an image turned as its EXIF tag says, as it is where there is none that can be read."""
     try:
-        with NO_WARNINGS:
+        with IGNORE_WARNINGS:
             ImageOps.exif_transpose(image, in_place=True)
     except Exception:  # EXIF data that is no EXIF data says nothing about the image, which was read
         pass
     return image
 
 
-def header(path: Path) -> tuple[int, int, bool] | None:
+def read_header(path: Path) -> tuple[int, int, bool] | None:
     """Return an image file's upright height and width, and whether it is gray, without decoding; None for no image."""
     try:
         if dicom.holds_image(path):
-            facts = dicom.header(path, str(path))[:3]
+            facts = dicom.read_header(path, str(path))[:3]
             return facts if all(facts[:2]) else None  # a report, or a plan of radiation
-        with NO_WARNINGS, Image.open(path, formats=FORMATS) as image:
+        with IGNORE_WARNINGS, Image.open(path, formats=FORMATS) as image:
             gray = ImageMode.getmode(image.mode).basemode == "L"
             if image.format == "TIFF":  # Pillow says its size turned or not, as its version and the file have it
-                turned = upright(path.read_bytes(), str(path))
+                turned = open_upright(path.read_bytes(), str(path))
                 return turned.height, turned.width, gray
             # A PNG's tag may stand behind its pixels, where Pillow would decode to look for it.
             tagged = image.format != "PNG" or "exif" in image.info
-            lying = tagged and _lies(image)
+            lying = tagged and _is_sideways(image)
             return (image.width, image.height, gray) if lying else (image.height, image.width, gray)
     except MemoryError:
         raise
@@ -154,41 +156,43 @@ def header(path: Path) -> tuple[int, int, bool] | None:
         return None
 
 
-def _lies(image: Image.Image) -> bool:
-    """Say whether an image's EXIF tag swaps its sides; what is no EXIF data swaps nothing, as in `_turned`."""
+def _is_sideways(image: Image.Image) -> bool:
+    """Say whether an image's EXIF tag swaps its sides; what is no EXIF data swaps nothing, as in `_apply_orientation`."""
     try:
-        return image.getexif().get(_ORIENTATION, 1) >= 5
+        return image.getexif().get(_ORIENTATION_TAG, 1) >= 5
     except Exception:
         return False
 
 
-def converted(image: Image.Image, place: str, channels: int, window: tuple[float, float] | None = None) -> Image.Image:
-    """Return an image in its own size as 8-bit gray (`channels` 1) or RGB (3); raise UserError as `fitted`."""
+def convert_channels(
+    image: Image.Image, place: str, channels: int, window: tuple[float, float] | None = None
+) -> Image.Image:
+    """Return an image in its own size as 8-bit gray (`channels` 1) or RGB (3); raise UserError as `decode_to_shape`."""
     mode = {1: "L", 3: "RGB"}[channels]
-    if deep(image):
-        image = Image.fromarray(eight_bits(grays(image), in_stored(image, window), place))
+    if is_deep(image):
+        image = Image.fromarray(to_eight_bits(read_values(image), window_in_stored_values(image, window), place))
     try:
-        with NO_WARNINGS:  # about palettes with transparency, which is left out on purpose
+        with IGNORE_WARNINGS:  # about palettes with transparency, which is left out on purpose
             return image if image.mode == mode else image.convert(mode)
     except ValueError as error:
         raise UserError(f"{place}: an image of mode {image.mode} cannot be converted; make it gray or RGB.") from error
 
 
-def strips(image: Image.Image, rows: int = STRIP) -> Iterator[np.ndarray]:
+def iterate_strips(image: Image.Image, rows: int = ROWS_PER_STRIP) -> Iterator[np.ndarray]:
     """Yield an image's values a few rows at a time, as Pillow gives them away in two copies."""
     for top in range(0, image.height, rows):
         yield np.asarray(image.crop((0, top, image.width, min(top + rows, image.height))))
 
 
-def grays(image: Image.Image) -> np.ndarray:
+def read_values(image: Image.Image) -> np.ndarray:
     """Return an image's values (H, W)."""
     values = np.empty((image.height, image.width), np.asarray(image.crop((0, 0, 1, 1))).dtype)
-    for number, strip in enumerate(strips(image)):
-        values[number * STRIP : number * STRIP + len(strip)] = strip
+    for number, strip in enumerate(iterate_strips(image)):
+        values[number * ROWS_PER_STRIP : number * ROWS_PER_STRIP + len(strip)] = strip
     return values
 
 
-def in_stored(image: Image.Image, window: tuple[float, float] | None) -> tuple[float, float] | None:
+def window_in_stored_values(image: Image.Image, window: tuple[float, float] | None) -> tuple[float, float] | None:
     """Return a window, or else the image's own, in the grays as the image has them."""
     window = window or image.info.get("window")
     slope, intercept = image.info.get("rescale", (1.0, 0.0))
@@ -198,43 +202,43 @@ def in_stored(image: Image.Image, window: tuple[float, float] | None) -> tuple[f
     return low, high
 
 
-def deep(image: Image.Image) -> bool:
+def is_deep(image: Image.Image) -> bool:
     """Return whether an image has more than 8 bits a value."""
     return image.mode == "F" or image.mode.startswith("I")
 
 
-def stack(
+def decode_all(
     images: Iterable[tuple[bytes, str]],
     count: int,
     rgb: bool = False,
-    how: Preparation = AS_THEY_ARE,
+    how: Preparation = UNCHANGED,
     into: Path | None = None,
 ) -> np.ndarray:
     """Return `count` encoded images, each with the place it comes from, as uint8 (count, H, W, C).
 
     With `rgb` a gray image gets three equal channels; sets such as Tiny ImageNet mix both modes. They go through the
     file `into`, one by one, where there is one: the result is that file, mapped into memory.
-    Raise UserError as `decode` does, and where size or channels differ from the first image.
+    Raise UserError as `decode_image` does, and where size or channels differ from the first image.
     """
-    return collected(_alike(images, rgb, how), count, into)
+    return collect_rows(_decode_same_shape(images, rgb, how), count, into)
 
 
-def _alike(images: Iterable[tuple[bytes, str]], rgb: bool, how: Preparation) -> Iterator[np.ndarray]:
+def _decode_same_shape(images: Iterable[tuple[bytes, str]], rgb: bool, how: Preparation) -> Iterator[np.ndarray]:
     shape, first = None, ""
     for data, place in images:
-        pixels = prepared(data, place, how) if how.converts else decode(data, place)
+        pixels = decode_prepared(data, place, how) if how.converts else decode_image(data, place)
         if rgb and how.channels is None and pixels.shape[2] == 1:
             pixels = np.repeat(pixels, 3, axis=2)
         shape, first = shape or pixels.shape, first or place
         if pixels.shape != shape:
             raise UserError(
-                f"{place}: the image is {_form(pixels.shape)}, but {first} is {_form(shape)}; all images need one "
+                f"{place}: the image is {_describe_shape(pixels.shape)}, but {first} is {_describe_shape(shape)}; all images need one "
                 "size and one mode: give them --resize N, --channels 1 or 3, or both."
             )
         yield pixels
 
 
-def _open(data: bytes | BinaryIO, place: str, load: Callable[[Image.Image], Image.Image] = loaded) -> Image.Image:
+def _open(data: bytes | BinaryIO, place: str, load: Callable[[Image.Image], Image.Image] = load_pixels) -> Image.Image:
     """Return an image that is read to its end; raise UserError where it is none, is cut off or is too large."""
     data = io.BytesIO(data) if isinstance(data, bytes) else data
     head = data.read(132)
@@ -242,10 +246,10 @@ def _open(data: bytes | BinaryIO, place: str, load: Callable[[Image.Image], Imag
     if dicom.is_dicom(head):
         return load(dicom.read(data, place))
     try:
-        with NO_WARNINGS:  # about odd metadata, which Pillow leaves out
+        with IGNORE_WARNINGS:  # about odd metadata, which Pillow leaves out
             image = Image.open(data, formats=FORMATS)
             # Pillow itself only warns up to twice its limit, and what a warning does is one thing for all threads.
-            most = min(MOST_PIXELS, Image.MAX_IMAGE_PIXELS or MOST_PIXELS)
+            most = min(MAX_PIXELS, Image.MAX_IMAGE_PIXELS or MAX_PIXELS)
             if image.width * image.height > most:
                 raise Image.DecompressionBombError(f"{image.width}x{image.height} pixels, of {most:,} at most")
             image = load(image)
@@ -260,6 +264,6 @@ def _open(data: bytes | BinaryIO, place: str, load: Callable[[Image.Image], Imag
     return image
 
 
-def _form(shape: tuple[int, ...]) -> str:
+def _describe_shape(shape: tuple[int, ...]) -> str:
     height, width, channels = shape
     return f"{width}x{height} {'gray' if channels == 1 else 'RGB'}"

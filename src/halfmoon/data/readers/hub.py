@@ -8,18 +8,18 @@ import numpy as np
 
 from halfmoon.core.errors import UserError, install_command
 from halfmoon.data.images import Images
-from halfmoon.data.preparation import AS_THEY_ARE, Preparation
-from halfmoon.data.readers.decode import stack
-from halfmoon.data.readers.parquet import IMAGE_COLUMNS, LABEL_COLUMNS, column
+from halfmoon.data.preparation import UNCHANGED, Preparation
+from halfmoon.data.readers.decode import decode_all
+from halfmoon.data.readers.parquet import IMAGE_COLUMNS, LABEL_COLUMNS, find_column
 
-LAYOUT = (
+LAYOUT_HINT = (
     "or give --data-dir a folder with train*.parquet and test*.parquet, with train/CLASS/*.png and "
     "test/CLASS/*.png, or with the set's official files (docs/data.md names them)"
 )
 
 
 def read(
-    repository: str, test: str, config: str | None = None, rgb: bool = False, how: Preparation = AS_THEY_ARE
+    repository: str, test: str, config: str | None = None, rgb: bool = False, how: Preparation = UNCHANGED
 ) -> tuple[Images, Images, tuple[str, ...] | None]:
     """Return train images, test images and class names (None where the set has none) of `owner/name`.
 
@@ -31,7 +31,7 @@ def read(
         datasets = import_module("datasets")  # an extra, needed here only; by name, as a type checker may lack it
     except ImportError as error:
         raise UserError(
-            f"{repository} lies on the Hugging Face hub; {install_command('hub')} to fetch it, {LAYOUT}."
+            f"{repository} lies on the Hugging Face hub; {install_command('hub')} to fetch it, {LAYOUT_HINT}."
         ) from error
     parts = []
     names: tuple[str, ...] | None = None
@@ -41,23 +41,29 @@ def read(
         except Exception as error:  # the library raises whatever its network layer raises
             raise UserError(
                 f"{repository}: its {part} part could not be fetched from the Hugging Face hub "
-                f"({type(error).__name__}: {error}); go online, {LAYOUT}."
+                f"({type(error).__name__}: {error}); go online, {LAYOUT_HINT}."
             ) from error
         place = f"{repository}, {part}"
-        image, label = (column(place, rows.column_names, candidates) for candidates in (IMAGE_COLUMNS, LABEL_COLUMNS))
-        names = names or _names(rows.features[label])
+        image, label = (
+            find_column(place, rows.column_names, candidates) for candidates in (IMAGE_COLUMNS, LABEL_COLUMNS)
+        )
+        names = names or _class_names(rows.features[label])
         # Undecoded, so that every image goes through the same checks as a file.
         rows = rows.cast_column(image, datasets.Image(decode=False))
-        parts.append(Images(stack(_encoded(rows, image, place), len(rows), rgb, how), _labels(rows[label], place)))
+        parts.append(
+            Images(
+                decode_all(_iterate_encoded(rows, image, place), len(rows), rgb, how), _check_labels(rows[label], place)
+            )
+        )
     return parts[0], parts[1], names
 
 
-def _names(feature: Any) -> tuple[str, ...] | None:
+def _class_names(feature: Any) -> tuple[str, ...] | None:
     names = feature.names if hasattr(feature, "names") else None
     return tuple(str(name) for name in names) if names else None
 
 
-def _encoded(rows: Any, image: str, place: str) -> Iterator[tuple[bytes, str]]:
+def _iterate_encoded(rows: Any, image: str, place: str) -> Iterator[tuple[bytes, str]]:
     for row, record in enumerate(rows):
         data = record[image]["bytes"]
         if data is None:
@@ -65,7 +71,7 @@ def _encoded(rows: Any, image: str, place: str) -> Iterator[tuple[bytes, str]]:
         yield data, f"{place}, row {row}"
 
 
-def _labels(values: Any, place: str) -> np.ndarray:
+def _check_labels(values: Any, place: str) -> np.ndarray:
     values = list(values)
     for row, value in enumerate(values):
         if type(value) is not int or value < 0:

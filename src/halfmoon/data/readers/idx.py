@@ -14,16 +14,16 @@ import numpy as np
 from halfmoon.core.errors import UserError
 from halfmoon.data.images import Images
 
-LARGEST = 2**30
+MAX_UNPACKED_BYTES = 2**30
 """Bytes that a gzip file may unpack to, for a thousandth of them can claim to; the largest set, EMNIST, has 0.64e9."""
 
-_PIECE = 2**20
+_CHUNK_BYTES = 2**20
 
 
 def read_idx(path: Path, axes: int) -> np.ndarray:
     """Return the uint8 array of an idx file with that many axes; raise UserError where it is damaged."""
     try:
-        data = _unpacked(path) if path.suffix == ".gz" else path.read_bytes()
+        data = _read_gzip(path) if path.suffix == ".gz" else path.read_bytes()
     except (EOFError, OSError, zlib.error) as error:
         raise UserError(f"{path}: not a complete gzip file ({error}); download it again.") from error
     head = 4 + 4 * axes
@@ -48,22 +48,24 @@ def read_idx(path: Path, axes: int) -> np.ndarray:
     return np.frombuffer(data, np.uint8, offset=head).reshape(shape)
 
 
-def _unpacked(path: Path) -> bytes:
-    """Return what a gzip file holds; raise UserError where that is over `LARGEST`, before it is all in memory."""
+def _read_gzip(path: Path) -> bytes:
+    """Return what a gzip file holds; raise UserError where that is over `MAX_UNPACKED_BYTES`, before it is all in memory."""
     parts, size = [], 0
     with gzip.open(path) as file:
-        while part := file.read(_PIECE):
+        while part := file.read(_CHUNK_BYTES):
             parts.append(part)
             size += len(part)
-            if size > LARGEST:
-                raise UserError(f"{path}: it unpacks to over {LARGEST:,} bytes; unpack it yourself if it is no fake.")
+            if size > MAX_UNPACKED_BYTES:
+                raise UserError(
+                    f"{path}: it unpacks to over {MAX_UNPACKED_BYTES:,} bytes; unpack it yourself if it is no fake."
+                )
     return b"".join(parts)
 
 
 def read_pair(folder: Path, prefix: str) -> Images:
     """Return images and labels of `prefix` (train or t10k); raise UserError for missing or damaged files."""
-    images_path = find(folder, f"{prefix}-images-idx3-ubyte")
-    labels_path = find(folder, f"{prefix}-labels-idx1-ubyte")
+    images_path = find_file(folder, f"{prefix}-images-idx3-ubyte")
+    labels_path = find_file(folder, f"{prefix}-labels-idx1-ubyte")
     images, labels = read_idx(images_path, 3), read_idx(labels_path, 1)
     if len(images) != len(labels):
         raise UserError(
@@ -75,11 +77,11 @@ def read_pair(folder: Path, prefix: str) -> Images:
     return Images(np.ascontiguousarray(images)[..., None], labels.astype(np.int64))
 
 
-def is_here(folder: Path) -> bool:
+def has_files(folder: Path) -> bool:
     return any(folder.glob("train-*-idx?-ubyte*"))
 
 
-def find(folder: Path, stem: str) -> Path:
+def find_file(folder: Path, stem: str) -> Path:
     """Return the file `stem`.gz or `stem` in `folder`; raise UserError where neither is there."""
     for name in (f"{stem}.gz", stem):
         if (folder / name).is_file():

@@ -14,8 +14,8 @@ from PIL import Image
 
 from halfmoon.core.errors import UserError, one_line
 from halfmoon.data.images import UNKNOWN, Images
-from halfmoon.data.preparation import AS_THEY_ARE, Preparation
-from halfmoon.data.readers.decode import stack
+from halfmoon.data.preparation import UNCHANGED, Preparation
+from halfmoon.data.readers.decode import decode_all
 from halfmoon.storage import atomic_io
 
 IMAGE_COLUMNS = ("image", "img")
@@ -42,7 +42,7 @@ class ArrowFile:
 File = pq.ParquetFile | ArrowFile
 
 
-def shards(folder: Path, part: str) -> list[Path]:
+def find_shards(folder: Path, part: str) -> list[Path]:
     """Return the files part*.parquet of a folder, or part/data*.arrow, in order; raise UserError if one is missing."""
     inside = (folder, *(folder / name for name in ("data", "plain_text", "default", "cropped_digits", folder.name)))
     paths = next(filter(None, (sorted(place.glob(f"{part}*.parquet")) for place in inside)), [])
@@ -58,7 +58,7 @@ def shards(folder: Path, part: str) -> list[Path]:
 
 
 def read_parquet(
-    paths: Sequence[Path], rgb: bool = False, how: Preparation = AS_THEY_ARE, into: Path | None = None
+    paths: Sequence[Path], rgb: bool = False, how: Preparation = UNCHANGED, into: Path | None = None
 ) -> tuple[Images, tuple[str, ...] | None]:
     """Return the images of the files in order, and the class names where the files carry them (else None).
 
@@ -67,17 +67,17 @@ def read_parquet(
     anything that cannot be read.
     """
     opened = [(path, _open(path)) for path in paths]
-    labels = np.concatenate([_labels(path, file) for path, file in opened])
+    labels = np.concatenate([_read_labels(path, file) for path, file in opened])
     if not len(labels):
         raise UserError(f"{paths[0]}: there are no rows in it.")
-    encoded = (item for path, file in opened for item in _encoded(path, file))
+    encoded = (item for path, file in opened for item in _iterate_encoded(path, file))
     path, file = opened[0]
-    return Images(stack(encoded, len(labels), rgb, how, into), labels), _names(
-        file, column(path, file.schema_arrow.names, LABEL_COLUMNS)
+    return Images(decode_all(encoded, len(labels), rgb, how, into), labels), _read_class_names(
+        file, find_column(path, file.schema_arrow.names, LABEL_COLUMNS)
     )
 
 
-def column(place: object, names: Sequence[str], candidates: Sequence[str]) -> str:
+def find_column(place: object, names: Sequence[str], candidates: Sequence[str]) -> str:
     """Return the first wanted column that is there; raise UserError with the columns that are."""
     for name in candidates:
         if name in names:
@@ -98,9 +98,9 @@ def _open(path: Path) -> File:
         ) from error
 
 
-def _labels(path: Path, file: File) -> np.ndarray:
+def _read_labels(path: Path, file: File) -> np.ndarray:
     schema = file.schema_arrow
-    name = column(path, schema.names, LABEL_COLUMNS)
+    name = find_column(path, schema.names, LABEL_COLUMNS)
     if not pa.types.is_integer(schema.field(name).type):
         raise UserError(
             f"{path}: column {name} holds {schema.field(name).type}, but labels must be whole numbers "
@@ -119,9 +119,9 @@ def _labels(path: Path, file: File) -> np.ndarray:
     return labels
 
 
-def _encoded(path: Path, file: File) -> Iterator[tuple[bytes, str]]:
+def _iterate_encoded(path: Path, file: File) -> Iterator[tuple[bytes, str]]:
     schema = file.schema_arrow
-    name = column(path, schema.names, IMAGE_COLUMNS)
+    name = find_column(path, schema.names, IMAGE_COLUMNS)
     kind = schema.field(name).type
     inside = pa.types.is_struct(kind) and kind.get_field_index("bytes") >= 0
     if not inside and not (pa.types.is_binary(kind) or pa.types.is_large_binary(kind)):
@@ -142,7 +142,7 @@ def _encoded(path: Path, file: File) -> Iterator[tuple[bytes, str]]:
         raise UserError(f"{path}: unreadable after row {row} ({one_line(error)}); fetch the file again.") from error
 
 
-def _names(file: File, label: str) -> tuple[str, ...] | None:
+def _read_class_names(file: File, label: str) -> tuple[str, ...] | None:
     # Hugging Face keeps class names in the schema's metadata; other writers have none.
     try:
         features = atomic_io.parse_json((file.schema_arrow.metadata or {})[b"huggingface"])["info"]["features"]
@@ -152,14 +152,14 @@ def _names(file: File, label: str) -> tuple[str, ...] | None:
     return tuple(str(name) for name in names)
 
 
-def png(pixels: np.ndarray) -> bytes:
+def encode_png(pixels: np.ndarray) -> bytes:
     """Return one image, uint8 (H, W, 1 or 3), as a PNG file."""
     file = io.BytesIO()
     Image.fromarray(pixels[:, :, 0] if pixels.shape[2] == 1 else pixels).save(file, "PNG")
     return file.getvalue()
 
 
-def write(path: Path, rows: Sequence[tuple[bytes, int | None]], classes: Sequence[str]) -> None:
+def write_parquet(path: Path, rows: Sequence[tuple[bytes, int | None]], classes: Sequence[str]) -> None:
     """Write encoded images with labels, None for an unknown one, as they are read; a file that is the same stays."""
     kind: dict[str, Any] = {"info": {"features": {"label": {"names": list(classes)}}}}
     labels = pa.array([label for _, label in rows], pa.int64())

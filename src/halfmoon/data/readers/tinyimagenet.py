@@ -12,21 +12,23 @@ import numpy as np
 
 from halfmoon.core.errors import UserError
 from halfmoon.data.images import Images
-from halfmoon.data.preparation import AS_THEY_ARE, Preparation
+from halfmoon.data.preparation import UNCHANGED, Preparation
 from halfmoon.data.readers import class_folders
 
 WNID = re.compile(r"n\d{8}")
 ANNOTATIONS = "val_annotations.txt"
 
 
-def is_here(folder: Path) -> bool:
+def has_files(folder: Path) -> bool:
     if (folder / "wnids.txt").is_file() or (folder / "val" / ANNOTATIONS).is_file():
         return True
-    return (folder / "val").is_dir() and _has_classes(folder / "train") and not _has_classes(folder / "test")
+    return (
+        (folder / "val").is_dir() and _has_class_folders(folder / "train") and not _has_class_folders(folder / "test")
+    )
 
 
 def read(
-    folder: Path, test: str, cache: Path | None, how: Preparation = AS_THEY_ARE
+    folder: Path, test: str, cache: Path | None, how: Preparation = UNCHANGED
 ) -> tuple[Images, Images, tuple[str, ...]]:
     """Return training images, the images of `val` (both RGB) and class names: `n01443537 goldfish`, or ids alone.
 
@@ -36,40 +38,40 @@ def read(
     """
     if test not in ("test", "val"):
         raise UserError(f"{folder}: Tiny ImageNet has no part {test!r}, only train and val, which is the test.")
-    train = class_folders.in_classes(folder / "train")
+    train = class_folders.list_classes(folder / "train")
     _check_ids(folder / "wnids.txt", train)
     return (
         class_folders.read_classes(train, cache, rgb=True, how=how),
-        _validation(folder, train, cache, how),
-        _words(folder / "words.txt", tuple(train)),
+        _read_validation(folder, train, cache, how),
+        _read_class_names(folder / "words.txt", tuple(train)),
     )
 
 
-def _has_classes(part: Path) -> bool:
+def _has_class_folders(part: Path) -> bool:
     return part.is_dir() and any(WNID.fullmatch(path.name) and path.is_dir() for path in part.iterdir())
 
 
 def _check_ids(path: Path, train: dict[str, list[Path]]) -> None:
     if not path.is_file():
         return
-    listed = set(_lines(path))
+    listed = set(_read_lines(path))
     for name in sorted(listed ^ train.keys()):
         if name in listed:
             raise UserError(f"{path}: it lists {name}, but there is no folder train/{name}; unpack the archive again.")
         raise UserError(f"{path}: it does not list {name}, which is a folder of train; unpack the archive again.")
 
 
-def _validation(folder: Path, train: dict[str, list[Path]], cache: Path | None, how: Preparation) -> Images:
+def _read_validation(folder: Path, train: dict[str, list[Path]], cache: Path | None, how: Preparation) -> Images:
     """Return the images of `val`, labeled by the annotations, or by class folders where there are none to label."""
-    images = class_folders.images_in(folder / "val" / "images")
+    images = class_folders.list_images(folder / "val" / "images")
     if not images:
-        paths = class_folders.in_classes(folder / "val")
-        class_folders.same_classes(folder, train, paths, "val")
+        paths = class_folders.list_classes(folder / "val")
+        class_folders.check_same_classes(folder, train, paths, "val")
         return class_folders.read_classes(paths, cache, rgb=True, how=how)
     path = folder / "val" / ANNOTATIONS
     if not path.is_file():
         raise UserError(f"{path} is missing; it says which class each image of val/images has.")
-    classes = _annotated(path, list(train))
+    classes = _read_annotations(path, list(train))
     there = {image.name for image in images}
     lost = sorted(classes.keys() - there)
     if lost:
@@ -81,11 +83,11 @@ def _validation(folder: Path, train: dict[str, list[Path]], cache: Path | None, 
     return class_folders.read_images(images, labels, cache, rgb=True, how=how)
 
 
-def _annotated(path: Path, wnids: list[str]) -> dict[str, int]:
+def _read_annotations(path: Path, wnids: list[str]) -> dict[str, int]:
     """Return the label of each image that a line `name <tab> wnid <tab> ...` names (the rest is a box)."""
     numbers = {wnid: label for label, wnid in enumerate(wnids)}
     labels: dict[str, int] = {}
-    for row, line in enumerate(_lines(path), 1):
+    for row, line in enumerate(_read_lines(path), 1):
         name, wnid, *_ = [*line.split("\t"), "", ""]
         if not name or not wnid:
             raise UserError(f"{path}, line {row}: expected an image and a class apart by a tab, but it is {line!r}.")
@@ -97,16 +99,16 @@ def _annotated(path: Path, wnids: list[str]) -> dict[str, int]:
     return labels
 
 
-def _words(path: Path, wnids: tuple[str, ...]) -> tuple[str, ...]:
+def _read_class_names(path: Path, wnids: tuple[str, ...]) -> tuple[str, ...]:
     """Return each id with the first of its words (`goldfish` of `goldfish, Carassius auratus`), if they are there."""
     if not path.is_file():
         return wnids
-    words = dict(line.split("\t", 1) for line in _lines(path) if "\t" in line)
+    words = dict(line.split("\t", 1) for line in _read_lines(path) if "\t" in line)
     # Two ids may share a word (crane is a bird and a machine), so the id stays.
     return tuple(f"{wnid} {words[wnid].split(',')[0].strip()}" if wnid in words else wnid for wnid in wnids)
 
 
-def _lines(path: Path) -> list[str]:
+def _read_lines(path: Path) -> list[str]:
     try:
         return [line.strip() for line in path.read_text("utf-8").splitlines() if line.strip()]
     except (OSError, UnicodeDecodeError) as error:

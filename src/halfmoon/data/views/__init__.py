@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from halfmoon.core.errors import UserError
-from halfmoon.data.views.operations import operate
-from halfmoon.data.views.pools import FEDDURE, IDENTITY, NAMES, SEMIFL, Pool, fedloke
-from halfmoon.data.views.tables import box, crop_map, gray_box_, move
+from halfmoon.data.views.operations import apply_operations
+from halfmoon.data.views.pools import FEDDURE_POOL, IDENTITY, OPERATION_NAMES, SEMIFL_POOL, OperationPool, fedloke_pool
+from halfmoon.data.views.tables import box_masks, crop_maps, gather_pixels, paint_gray_boxes_
 from halfmoon.models.network import Normalize
 
 Draws = dict[str, Tensor]
@@ -71,12 +71,12 @@ class Labeled:
         return draws
 
     def apply(self, images: Tensor, draws: Draws, normalize: Normalize) -> Tensor:
-        draws = _moved(draws, images.device)
-        floats = normalize(_cropped(images, draws, self.pad, reflect=False))
-        half = _side(self.cutout, images.shape) // 2  # an odd side loses a pixel, as in the released code
+        draws = _move_draws(draws, images.device)
+        floats = normalize(_crop(images, draws, self.pad, reflect=False))
+        half = _cutout_side(self.cutout, images.shape) // 2  # an odd side loses a pixel, as in the released code
         if half == 0:
             return floats
-        keep = box(draws["centre"] - half, 2 * half, (images.shape[2], images.shape[3])) == 0
+        keep = box_masks(draws["centre"] - half, 2 * half, (images.shape[2], images.shape[3])) == 0
         return floats.mul_(keep)
 
 
@@ -96,11 +96,11 @@ class Weak:
         return _draw_crop(n, shape, self.flip, self.pad, generator)
 
     def apply(self, images: Tensor, draws: Draws, normalize: Normalize) -> Tensor:
-        return normalize(_cropped(images, _moved(draws, images.device), self.pad, reflect=True))
+        return normalize(_crop(images, _move_draws(draws, images.device), self.pad, reflect=True))
 
 
 @dataclass(frozen=True)
-class Augmented(ABC):
+class RandomOperations(ABC):
     """The weak view's mirror and crop, `operations` random operations, normalize: what strong views have in common.
 
     On gray images Color is the identity. The uint8 pixels equal Pillow's. `flip=False` as in `Weak`.
@@ -141,11 +141,11 @@ class Augmented(ABC):
 
     def pixels(self, images: Tensor, draws: Draws) -> Tensor:
         """Return the view before normalization, uint8 (n, C, H, W)."""
-        return self.operated(_cropped(images, _moved(draws, images.device), self.pad, reflect=True), draws)
+        return self.operated(_crop(images, _move_draws(draws, images.device), self.pad, reflect=True), draws)
 
 
 @dataclass(frozen=True)
-class Strong(Augmented):
+class Strong(RandomOperations):
     """FedDure's T_s, RandAugmentMC of the released code: after its operations always a gray box.
 
     Each operation is one of 14, drawn with replacement and skipped with probability one half, its level a uniform
@@ -157,27 +157,27 @@ class Strong(Augmented):
     cutout: int | None = None
 
     def __post_init__(self) -> None:
-        if not 2 <= self.magnitude <= FEDDURE.levels:
-            raise UserError(f"Strong.magnitude is {self.magnitude}: choose 2 to {FEDDURE.levels}.")
+        if not 2 <= self.magnitude <= FEDDURE_POOL.levels:
+            raise UserError(f"Strong.magnitude is {self.magnitude}: choose 2 to {FEDDURE_POOL.levels}.")
         super().__post_init__()
         _check_cutout("Strong", self.cutout)
 
     def drawn_operations(self, slots: tuple[int, int], shape: Shape, generator: torch.Generator) -> Draws:
         """Draw operation, level, negative (n, operations); corner (n, 2) of the box."""
-        operation = _skipped(_draw_operation(FEDDURE, slots, generator), generator)
+        operation = _skip_half(_draw_operation(FEDDURE_POOL, slots, generator), generator)
         level = torch.randint(1, self.magnitude, slots, generator=generator)
         negative = torch.rand(slots, generator=generator) < 0.5
-        corner = _draw_corner(slots[:1], shape, _side(self.cutout, (0, *shape)), generator)
+        corner = _draw_corner(slots[:1], shape, _cutout_side(self.cutout, (0, *shape)), generator)
         return {"operation": operation, "level": level, "negative": negative, "corner": corner}
 
     def operated(self, views: Tensor, draws: Draws) -> Tensor:
-        views = operate(views, draws["operation"], draws["level"], draws["negative"])
-        side = _side(self.cutout, views.shape)
-        return views if side == 0 else gray_box_(views, draws["corner"].to(views.device), side + 1)
+        views = apply_operations(views, draws["operation"], draws["level"], draws["negative"])
+        side = _cutout_side(self.cutout, views.shape)
+        return views if side == 0 else paint_gray_boxes_(views, draws["corner"].to(views.device), side + 1)
 
 
 @dataclass(frozen=True)
-class StrongSemiFL(Augmented):
+class StrongSemiFL(RandomOperations):
     """SemiFL's strong view, and FedDB's too: RandAugment(n=2, m=10) of the released code.
 
     Each operation is one of 15, drawn with replacement, skipped with probability one half, and always at its maximum
@@ -187,18 +187,18 @@ class StrongSemiFL(Augmented):
 
     def drawn_operations(self, slots: tuple[int, int], shape: Shape, generator: torch.Generator) -> Draws:
         """Draw operation, negative (n, operations); corner (n, operations, 2) of Cutout's box."""
-        operation = _skipped(_draw_operation(SEMIFL, slots, generator), generator)
+        operation = _skip_half(_draw_operation(SEMIFL_POOL, slots, generator), generator)
         negative = torch.rand(slots, generator=generator) < 0.5
-        corner = _draw_corner(slots, shape, SEMIFL.box, generator)
+        corner = _draw_corner(slots, shape, SEMIFL_POOL.box, generator)
         return {"operation": operation, "negative": negative, "corner": corner}
 
     def operated(self, views: Tensor, draws: Draws) -> Tensor:
         level = torch.zeros_like(draws["operation"])
-        return operate(views, draws["operation"], level, draws["negative"], SEMIFL, draws["corner"])
+        return apply_operations(views, draws["operation"], level, draws["negative"], SEMIFL_POOL, draws["corner"])
 
 
 @dataclass(frozen=True)
-class StrongFedLoKe(Augmented):
+class StrongFedLoKe(RandomOperations):
     """FedLoKe's strong view: torchvision's RandAugment() as the released code calls it.
 
     Each operation is one of 14, drawn with replacement, never skipped (the Identity is one of them), at `magnitude` of
@@ -212,15 +212,15 @@ class StrongFedLoKe(Augmented):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        fedloke(self.magnitude)
+        fedloke_pool(self.magnitude)
 
     def drawn_operations(self, slots: tuple[int, int], shape: Shape, generator: torch.Generator) -> Draws:
-        operation = _draw_operation(fedloke(self.magnitude), slots, generator)
+        operation = _draw_operation(fedloke_pool(self.magnitude), slots, generator)
         return {"operation": operation, "negative": torch.rand(slots, generator=generator) < 0.5}
 
     def operated(self, views: Tensor, draws: Draws) -> Tensor:
         level = torch.zeros_like(draws["operation"])
-        return operate(views, draws["operation"], level, draws["negative"], fedloke(self.magnitude))
+        return apply_operations(views, draws["operation"], level, draws["negative"], fedloke_pool(self.magnitude))
 
 
 @dataclass(frozen=True)
@@ -250,13 +250,13 @@ class Shared:
         return self.view.apply(images, draws, normalize)
 
 
-def _draw_operation(pool: Pool, slots: tuple[int, ...], generator: torch.Generator) -> Tensor:
-    """Draw operations of a pool, uniformly by name: numbers of `NAMES`, of shape `slots`."""
-    numbers = torch.tensor([NAMES.index(name) for name in pool.operations])
+def _draw_operation(pool: OperationPool, slots: tuple[int, ...], generator: torch.Generator) -> Tensor:
+    """Draw operations of a pool, uniformly by name: numbers of `OPERATION_NAMES`, of shape `slots`."""
+    numbers = torch.tensor([OPERATION_NAMES.index(name) for name in pool.operations])
     return numbers[torch.randint(len(numbers), slots, generator=generator)]
 
 
-def _skipped(operation: Tensor, generator: torch.Generator) -> Tensor:
+def _skip_half(operation: Tensor, generator: torch.Generator) -> Tensor:
     return operation.masked_fill_(torch.rand(operation.shape, generator=generator) < 0.5, IDENTITY)
 
 
@@ -268,7 +268,7 @@ def _draw_corner(slots: tuple[int, ...], shape: Shape, side: int, generator: tor
 
 
 def _draw_crop(n: int, shape: Shape, flip: bool, pad: int | None, generator: torch.Generator) -> Draws:
-    pad = _pad(pad, (n, *shape))
+    pad = _pad_size(pad, (n, *shape))
     return {
         # Drawn even where it is not used, so that `flip` changes no other draw.
         "flip": (torch.rand(n, generator=generator) < 0.5) & flip,
@@ -277,20 +277,20 @@ def _draw_crop(n: int, shape: Shape, flip: bool, pad: int | None, generator: tor
     }
 
 
-def _cropped(images: Tensor, draws: Draws, pad: int | None, reflect: bool) -> Tensor:
+def _crop(images: Tensor, draws: Draws, pad: int | None, reflect: bool) -> Tensor:
     if images.dtype is not torch.uint8:
         raise UserError(f"a view got images of {images.dtype}: give uint8 pixels, 0 to 255.")
     size = (images.shape[2], images.shape[3])
-    pixels = _pad(pad, images.shape)
-    maps = crop_map(draws["top"], draws["left"], draws["flip"], pixels, size, reflect)
-    return move(images, maps, inside=reflect)
+    pixels = _pad_size(pad, images.shape)
+    maps = crop_maps(draws["top"], draws["left"], draws["flip"], pixels, size, reflect)
+    return gather_pixels(images, maps, inside=reflect)
 
 
-def _moved(draws: Draws, device: torch.device) -> Draws:
+def _move_draws(draws: Draws, device: torch.device) -> Draws:
     return {name: leaf.to(device) for name, leaf in draws.items()}
 
 
-def _pad(pad: int | None, shape: tuple[int, ...]) -> int:
+def _pad_size(pad: int | None, shape: tuple[int, ...]) -> int:
     side = min(shape[2:])
     if pad is None:
         return side // 8
@@ -304,5 +304,5 @@ def _check_cutout(view: str, cutout: int | None) -> None:
         raise UserError(f"{view}.cutout is {cutout}: choose the side of the box in pixels, or 0 for no box.")
 
 
-def _side(cutout: int | None, shape: tuple[int, ...]) -> int:
+def _cutout_side(cutout: int | None, shape: tuple[int, ...]) -> int:
     return min(shape[2:]) // 2 if cutout is None else cutout

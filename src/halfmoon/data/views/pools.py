@@ -9,7 +9,7 @@ from functools import lru_cache
 from halfmoon.core.errors import UserError
 
 # The numbers keep the members of one family together: a comparison finds them.
-NAMES = (
+OPERATION_NAMES = (
     *("Rotate", "ShearX", "ShearY", "TranslateX", "TranslateY"),
     *("Posterize", "Solarize", "Brightness", "Contrast", "AutoContrast", "Equalize"),
     *("Color", "Sharpness", "Identity", "Cutout"),
@@ -21,7 +21,7 @@ POSTERIZE, SOLARIZE, BRIGHTNESS, CONTRAST, AUTOCONTRAST, EQUALIZE, COLOR, SHARPN
 
 
 @dataclass(frozen=True)
-class Pool:
+class OperationPool:
     """Which operations are drawn, each as often as it is named, and how strong they are: one entry a level.
 
     `degrees` is Rotate's angle, counterclockwise; `shear` ShearX's and ShearY's in pixels a pixel; `shift` the
@@ -52,8 +52,8 @@ class Pool:
 _TENTHS = range(11)
 _FEDDURE_FACTOR = tuple(level * 0.9 / 10 + 0.05 for level in _TENTHS)
 
-FEDDURE = Pool(
-    operations=NAMES[:CUTOUT],
+FEDDURE_POOL = OperationPool(
+    operations=OPERATION_NAMES[:CUTOUT],
     degrees=tuple(int(level * 30 / 10) for level in _TENTHS),
     shear=tuple(level * 0.3 / 10 for level in _TENTHS),
     shift=tuple(level * 0.3 / 10 for level in _TENTHS),
@@ -64,7 +64,7 @@ FEDDURE = Pool(
 )
 """RandAugmentMC of FedDure's released code: 14 operations, the levels 0 to 10 are tenths of the largest magnitude."""
 
-SEMIFL = Pool(
+SEMIFL_POOL = OperationPool(
     # Solarize stands twice: from 0 on it inverts every value, so it is the pool's Invert as well.
     operations=(
         *("AutoContrast", "Brightness", "Color", "Contrast", "Cutout", "Equalize", "Solarize", "Posterize"),
@@ -88,7 +88,7 @@ Made for ImageNet: 100 pixels and a box of 40 leave nothing of many CIFAR images
 
 
 @lru_cache(maxsize=32)
-def fedloke(magnitude: int) -> Pool:
+def fedloke_pool(magnitude: int) -> OperationPool:
     """Return torchvision's RandAugment pool at one of its magnitudes, 0 to 30: 14 operations, one level.
 
     Raises UserError for another magnitude.
@@ -96,8 +96,8 @@ def fedloke(magnitude: int) -> Pool:
     if not 0 <= magnitude <= 30:
         raise UserError(f"RandAugment's magnitude is {magnitude}: choose 0 to 30.")
     share = magnitude / 30
-    return Pool(
-        operations=NAMES[:CUTOUT],
+    return OperationPool(
+        operations=OPERATION_NAMES[:CUTOUT],
         degrees=(30 * share,),
         shear=(0.3 * share,),
         shift=(150 / 331 * share,),

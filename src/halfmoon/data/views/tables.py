@@ -11,20 +11,20 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from halfmoon.data.views.pools import COLOR, NAMES, POSTERIZE, Pool
+from halfmoon.data.views.pools import COLOR, OPERATION_NAMES, POSTERIZE, OperationPool
 
 GEOMETRIC, TONAL = range(POSTERIZE), range(POSTERIZE, COLOR)
 
 
 @lru_cache(maxsize=16)
-def factors(pool: Pool, device: torch.device) -> Tensor:
+def blend_factors(pool: OperationPool, device: torch.device) -> Tensor:
     """Return the blending factors by direction and level (2 * levels,), float32 as in Pillow."""
     return torch.tensor(pool.factor + pool.opposite, dtype=torch.float32, device=device)
 
 
 @lru_cache(maxsize=16)
-def tones(pool: Pool, device: torch.device) -> Tensor:
-    """Return all tone tables that no pixel decides, uint8 (tables, 256); `first_tones` numbers them.
+def tone_tables(pool: OperationPool, device: torch.device) -> Tensor:
+    """Return all tone tables that no pixel decides, uint8 (tables, 256); `first_tone_tables` numbers them.
 
     Posterize and Solarize have one a level; the blends with a gray one a direction, level and gray (256 in a row).
     """
@@ -32,13 +32,13 @@ def tones(pool: Pool, device: torch.device) -> Tensor:
     bits = torch.tensor(pool.bits)[:, None]
     posterized = value >> (8 - bits) << (8 - bits)
     solarized = torch.where(value < torch.tensor(pool.threshold)[:, None], value, 255 - value)
-    blended = blend(value[:, None], value, factors(pool, torch.device("cpu")).view(-1, 1, 1))
+    blended = blend(value[:, None], value, blend_factors(pool, torch.device("cpu")).view(-1, 1, 1))
     parts = (posterized.to(torch.uint8), solarized.to(torch.uint8), blended.flatten(0, 1))
     return torch.cat(parts).to(device)
 
 
 @lru_cache(maxsize=16)
-def first_tones(pool: Pool) -> np.ndarray:
+def first_tone_tables(pool: OperationPool) -> np.ndarray:
     """Return the number (operations, 2, levels) of the tone table of each operation in TONAL by direction and level.
 
     Contrast's is the one of gray 0: the image's mean gray is to be added. AutoContrast and Equalize have none.
@@ -51,7 +51,7 @@ def first_tones(pool: Pool) -> np.ndarray:
 
 
 @lru_cache(maxsize=8)
-def stretches(device: torch.device) -> Tensor:
+def autocontrast_stretches(device: torch.device) -> Tensor:
     """Return AutoContrast's scale and its offset by the darkest value, float64 (256, 2), by brightest - darkest.
 
     A channel of one value stays as it is: scale 1, offset 0.
@@ -61,7 +61,7 @@ def stretches(device: torch.device) -> Tensor:
 
 
 @lru_cache(maxsize=8)
-def luma(device: torch.device) -> Tensor:
+def luma_weights(device: torch.device) -> Tensor:
     """Return the weights (3, 1, 1) of red, green and blue in Pillow's gray, in 1/65536."""
     return torch.tensor([19595.0, 38470.0, 7471.0], device=device).view(3, 1, 1)
 
@@ -76,26 +76,32 @@ def blend(degenerate: Tensor, images: Tensor, factor: Tensor) -> Tensor:
 
 
 @lru_cache(maxsize=16)
-def geometric_maps(pool: Pool, height: int, width: int, device: torch.device) -> Tensor:
-    """Return index maps (operations * 2 * levels, H * W) for `move`: by operation, direction and level.
+def geometric_maps(pool: OperationPool, height: int, width: int, device: torch.device) -> Tensor:
+    """Return index maps (operations * 2 * levels, H * W) for `gather_pixels`: by operation, direction and level.
 
     Pillow's affine transform in its nearest mode and 16.16 fixed point (Geometry.c), black outside.
     """
     matrices = [
-        [[_matrix(pool, NAMES[kind], sign, level, width, height) for level in range(pool.levels)] for sign in (1, -1)]
+        [
+            [
+                _affine_coefficients(pool, OPERATION_NAMES[kind], sign, level, width, height)
+                for level in range(pool.levels)
+            ]
+            for sign in (1, -1)
+        ]
         for kind in GEOMETRIC
     ]
     # (operations, directions, levels, 1, 1) for each of the six coefficients
     a, b, c, d, e, f = torch.tensor(matrices, dtype=torch.float64)[..., None, None].unbind(-3)
     y, x = torch.arange(height)[:, None], torch.arange(width)
-    column = (_fixed(c + a * 0.5 + b * 0.5) + _fixed(a) * x + _fixed(b) * y) >> 16
-    row = (_fixed(f + d * 0.5 + e * 0.5) + _fixed(d) * x + _fixed(e) * y) >> 16
+    column = (_to_fixed_point(c + a * 0.5 + b * 0.5) + _to_fixed_point(a) * x + _to_fixed_point(b) * y) >> 16
+    row = (_to_fixed_point(f + d * 0.5 + e * 0.5) + _to_fixed_point(d) * x + _to_fixed_point(e) * y) >> 16
     inside = (column >= 0) & (column < width) & (row >= 0) & (row < height)
     return torch.where(inside, row * width + column, height * width).view(-1, height * width).int().to(device)
 
 
 @lru_cache(maxsize=16)
-def shear_maps(pool: Pool, height: int, width: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+def shear_maps(pool: OperationPool, height: int, width: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
     """Return what a bilinear shear mixes: two index maps and the second's weight, all (2 * 2 * levels, H * W).
 
     By operation (ShearX, ShearY), direction and level. Pillow's affine transform in its bilinear mode and double
@@ -103,9 +109,9 @@ def shear_maps(pool: Pool, height: int, width: int, device: torch.device) -> tup
     """
     y, x = torch.arange(height)[:, None], torch.arange(width)
     shear = torch.tensor([pool.shear, [-each for each in pool.shear]], dtype=torch.float64).view(-1, 1, 1)
-    across = _neighbors((x + 0.5) + shear * (y + 0.5), width)
-    broadcast = _neighbors(shear * (x + 0.5) + (y + 0.5), height)
-    outside = torch.cat([across[3], broadcast[3]])
+    across = _neighbor_pixels((x + 0.5) + shear * (y + 0.5), width)
+    down = _neighbor_pixels(shear * (x + 0.5) + (y + 0.5), height)
+    outside = torch.cat([across[3], down[3]])
     maps = [
         torch.where(outside, height * width, torch.cat([y * width + across[side], broadcast[side] * width + x]))
         for side in (0, 1)
@@ -114,23 +120,25 @@ def shear_maps(pool: Pool, height: int, width: int, device: torch.device) -> tup
     return maps[0].flatten(1).to(device), maps[1].flatten(1).to(device), weight.flatten(1).to(device)
 
 
-def _neighbors(place: Tensor, length: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _neighbor_pixels(place: Tensor, length: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return the two pixels around each place, the second's weight, and whether the place is outside the image."""
     lower = (place - 0.5).floor()
     first, second = (pixel.clamp(0, length - 1).long() for pixel in (lower, lower + 1))
     return first, second, (place - 0.5) - lower, (place < 0) | (place >= length)
 
 
-def _fixed(value: Tensor) -> Tensor:
+def _to_fixed_point(value: Tensor) -> Tensor:
     return (value * 65536.0 + 0.5).floor().long()
 
 
-def _matrix(pool: Pool, name: str, sign: int, level: int, width: int, height: int) -> tuple[float, ...]:
+def _affine_coefficients(
+    pool: OperationPool, name: str, sign: int, level: int, width: int, height: int
+) -> tuple[float, ...]:
     """Return Pillow's six coefficients: the source of the result's (x, y) is (ax + by + c, dx + ey + f)."""
     shear, shift = sign * pool.shear[level], sign * pool.shift[level]
     match name:
         case "Rotate":
-            return _rotation(sign * pool.degrees[level], width, height)
+            return _rotation_coefficients(sign * pool.degrees[level], width, height)
         case "ShearX":
             return (1, shear, 0, 0, 1, 0)
         case "ShearY":
@@ -141,14 +149,14 @@ def _matrix(pool: Pool, name: str, sign: int, level: int, width: int, height: in
             return (1, 0, 0, 0, 1, int(shift * (1 if pool.pixels else height)))
 
 
-def _rotation(degrees: float, width: int, height: int) -> tuple[float, ...]:
+def _rotation_coefficients(degrees: float, width: int, height: int) -> tuple[float, ...]:
     angle = -math.radians(degrees % 360)
     cos, sin = round(math.cos(angle), 15), round(math.sin(angle), 15)
     x, y = width / 2, height / 2
     return (cos, sin, cos * -x + sin * -y + x, -sin, cos, -sin * -x + cos * -y + y)
 
 
-def crop_map(top: Tensor, left: Tensor, flip: Tensor, pad: int, size: tuple[int, int], reflect: bool) -> Tensor:
+def crop_maps(top: Tensor, left: Tensor, flip: Tensor, pad: int, size: tuple[int, int], reflect: bool) -> Tensor:
     """Return the map (n, H * W) of a crop from an image padded by `pad` pixels, with a mirror where `flip`.
 
     `reflect` mirrors the image first and then crops it from its own reflection (the weak view); otherwise the
@@ -170,7 +178,7 @@ def _crop_tables(pad: int, size: tuple[int, int], reflect: bool, device: torch.d
     offset = torch.arange(-pad, pad + 1)[:, None]
     y, x = offset + torch.arange(height), offset + torch.arange(width)
     if reflect:
-        y, x = _reflected(y, height), _reflected(x, width)
+        y, x = _reflect(y, height), _reflect(x, width)
         flipped = width - 1 - x
     else:
         y = torch.where((y >= 0) & (y < height), y, height)
@@ -179,12 +187,12 @@ def _crop_tables(pad: int, size: tuple[int, int], reflect: bool, device: torch.d
     return (y * width).to(device), torch.cat([x, flipped]).to(device)
 
 
-def _reflected(position: Tensor, length: int) -> Tensor:
+def _reflect(position: Tensor, length: int) -> Tensor:
     """Fold positions in (-length, 2 * length - 1) back into [0, length), the border pixel not repeated."""
     return length - 1 - (length - 1 - position.abs()).abs()
 
 
-def move(images: Tensor, maps: Tensor, inside: bool) -> Tensor:
+def gather_pixels(images: Tensor, maps: Tensor, inside: bool) -> Tensor:
     """Return images (n, C, H, W) whose pixel p is the source's pixel maps[:, p]; maps (n, H * W).
 
     `inside` promises that no map leaves the image, which spares a copy.
@@ -197,25 +205,25 @@ def move(images: Tensor, maps: Tensor, inside: bool) -> Tensor:
     return source.gather(2, index).view(n, channels, height, width)
 
 
-def box(start: Tensor, length: int, size: tuple[int, int]) -> Tensor:
+def box_masks(start: Tensor, length: int, size: tuple[int, int]) -> Tensor:
     """Return masks (n, 1, H, W), uint8 255 in the boxes from start (n, 2), rows then columns, `length` long.
 
     Boxes may begin up to `length` before the image and are cut at its border.
     """
-    rows, columns = (_spans(length, side, start.device) for side in size)
+    rows, columns = (_span_masks(length, side, start.device) for side in size)
     places = start + length
     y, x = rows.index_select(0, places[:, 0]), columns.index_select(0, places[:, 1])
     return (y[:, :, None] & x[:, None, :])[:, None]
 
 
-def gray_box_(images: Tensor, start: Tensor, length: int) -> Tensor:
-    """Set boxes of images uint8 (n, C, H, W) to gray 127, in place; start (n, 2) and `length` as in `box`."""
-    mask = box(start, length, (images.shape[2], images.shape[3]))
+def paint_gray_boxes_(images: Tensor, start: Tensor, length: int) -> Tensor:
+    """Set boxes of images uint8 (n, C, H, W) to gray 127, in place; start (n, 2) and `length` as in `box_masks`."""
+    mask = box_masks(start, length, (images.shape[2], images.shape[3]))
     return images.bitwise_or_(mask).bitwise_and_(~(mask & 128))  # 255, then 127
 
 
 @lru_cache(maxsize=16)
-def _spans(length: int, side: int, device: torch.device) -> Tensor:
+def _span_masks(length: int, side: int, device: torch.device) -> Tensor:
     """Return uint8 (starts, side), 255 from each start in [-length, side) for `length` pixels."""
     start = torch.arange(-length, side)[:, None]
     place = torch.arange(side)

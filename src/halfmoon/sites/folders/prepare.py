@@ -16,10 +16,10 @@ import numpy as np
 
 from halfmoon.core.errors import UserError
 from halfmoon.data.preparation import Preparation
-from halfmoon.data.readers.cache import npy_head
-from halfmoon.data.readers.decode import fitted, header
-from halfmoon.sites.folders.labels import STATE_FOLDER
-from halfmoon.sites.folders.site_folder import Progress, SiteFolder, join_names, read_image_bytes, read_site
+from halfmoon.data.readers.cache import npy_header
+from halfmoon.data.readers.decode import decode_to_shape, read_header
+from halfmoon.sites.folders.labels import HOME
+from halfmoon.sites.folders.site_folder import Progress, SiteFolder, image_bytes, read, some
 from halfmoon.storage import atomic_io, locks
 
 INDEX_FILE = "index.json"
@@ -259,11 +259,10 @@ def _choose_shape(
     sizes: Counter[tuple[int, int]] = Counter()
     all_gray = True
     for path in site.paths:
-        image_header = header(site.folder / path)
-        if image_header is not None:
-            height, width, gray = image_header
-            sizes[height, width] += 1
-            all_gray = all_gray and gray
+        form = read_header(site.folder / path)
+        if form is not None:
+            sizes[form[:2]] += 1
+            gray = gray and form[2]
     if not sizes:
         raise UserError(f"{site.folder}: none of its {len(site):,} images can be read; see halfmoon site check.")
     if size is None and len(sizes) > 1:
@@ -321,15 +320,13 @@ def _decode(
     decoded = 0
     try:
         with partial.open("wb") as file:
-            # The number of readable images is known at the end: numpy pads the header, so it can then be overwritten.
-            file.write(npy_head((len(site), *shape)))
+            file.write(npy_header((len(site), *shape)))  # numpy leaves room in it for any number of rows
             for row, path in enumerate(site.paths):
                 pixels = unchanged.get(path)
                 try:
                     if pixels is None:
-                        decoded += 1
-                        data = read_image_bytes(site.folder, path)
-                        pixels = fitted(data, path, *shape, preparation.crop, preparation.window)
+                        count += 1
+                        pixels = decode_to_shape(image_bytes(site.folder, path), path, *shape, how.crop, how.window)
                     file.write(pixels.tobytes())
                 except UserError as error:
                     left_out[path] = str(error).removeprefix(f"{path}: ")
@@ -338,8 +335,8 @@ def _decode(
             if len(left_out) == len(site):
                 raise UserError(f"{site.folder}: none of its {len(site):,} images can be read.")
             file.seek(0)
-            labels = _labels_by_path(site, left_out)
-            file.write(npy_head((len(labels), *shape)))
+            labels = _labels(site, left_out)
+            file.write(npy_header((len(labels), *shape)))
             file.flush()
             os.fsync(file.fileno())
         os.replace(partial, state_folder / array_file)

@@ -11,16 +11,9 @@ import numpy as np
 
 from halfmoon.core.errors import UserError
 from halfmoon.data import dicom
-from halfmoon.data.groups import groups
-from halfmoon.data.readers.class_folders import SUFFIXES, unlabeled_in
-from halfmoon.sites.folders.labels import (
-    LABELS_FILE,
-    LabelTable,
-    decode_text_file,
-    normalize_path,
-    normalize_text,
-    read_label_table,
-)
+from halfmoon.data.groups import find_groups
+from halfmoon.data.readers.class_folders import SUFFIXES, find_unlabeled
+from halfmoon.sites.folders.labels import LABELS, Table, decoded, nfc, plain, read_table
 from halfmoon.storage import atomic_io
 
 CLASSES_FILE = "classes.txt"
@@ -42,13 +35,7 @@ Progress = Callable[[int, int], None]
 class SiteFolder:
     """The images and labels of a site.
 
-    Attributes:
-        folder: the site's folder.
-        paths: the images, relative to `folder`, sorted.
-        labels: class index of each image, int64 (N,), `UNLABELED` for none.
-        classes: the class names.
-        images: uint8 (N, H, W, C) after `open_prepared_site`, otherwise None.
-        groups: the group (such as the patient) of images by path, from labels.csv.
+    `images` is uint8 (N, H, W, C) after `open_site`, else None. `find_groups` is the column of labels.csv, by path.
     """
 
     folder: Path
@@ -62,18 +49,11 @@ class SiteFolder:
         """Count the images."""
         return len(self.paths)
 
-    def image_groups(self, pattern: str | None = None) -> list[str] | None:
-        """Return the group (such as the patient) of each image.
-
-        Args:
-            pattern: a regular expression for file names; see `halfmoon.data.groups.groups`.
-
-        Returns:
-            A group for each image, from labels.csv, else from DICOM headers or file names; None if there are none.
-        """
+    def grouped(self, pattern: str | None = None) -> list[str] | None:
+        """Return whose image each is, by labels.csv or else by `halfmoon.data.groups.find_groups`."""
         if self.groups:
             return [self.groups.get(path, "") for path in self.paths]
-        return groups([self.folder / path for path in self.paths], pattern)
+        return find_groups([self.folder / path for path in self.paths], pattern)
 
 
 @dataclass(frozen=True)
@@ -103,10 +83,9 @@ class Finding:
 
 
 def is_site_folder(folder: Path) -> bool:
-    """Check whether a folder states which images are labeled: by labels.csv, classes.txt or a folder "unlabeled"."""
-    if read_label_table(folder).file is not None or (folder / CLASSES_FILE).exists():
-        return True
-    return unlabeled_in(folder) is not None
+    """Return whether a folder says which of its images have a label: by a table, or by a folder of those without."""
+    named = read_table(folder).file is not None or (folder / CLASSES).exists()
+    return named or find_unlabeled(folder) is not None
 
 
 def read_site(folder: Path) -> SiteFolder:
@@ -314,14 +293,11 @@ def read_image_bytes(folder: Path, path: str) -> bytes:
         raise UserError(f"{path}: {atomic_io.error_reason(error)}.") from error
 
 
-def _read_classes(folder: Path, table: LabelTable, images: Sequence[str]) -> tuple[tuple[str, ...], list[str]]:
-    """Read the class names from classes.txt, class folders or labels.csv, and the faults of classes.txt."""
-    text, faults, _ = decode_text_file(folder / CLASSES_FILE)
-    if text is None and table.file is None and images:
-        unlabeled_folder = unlabeled_in(folder)
-        if unlabeled_folder is not None:
-            top_folders = {normalize_text(path.partition("/")[0]) for path in images if "/" in path}
-            return tuple(sorted(top_folders - {normalize_text(unlabeled_folder.name)})), faults
+def _classes(folder: Path, table: Table, images: Sequence[str]) -> tuple[tuple[str, ...], list[str]]:
+    text, faults, _ = decoded(folder / CLASSES)
+    if text is None and table.file is None and images and (without := find_unlabeled(folder)) is not None:
+        tops = {nfc(path.partition("/")[0]) for path in images if "/" in path}
+        return tuple(sorted(tops - {nfc(without.name)})), faults
     if text is None:
         return tuple(sorted({label for _, label, _ in table.rows} - {""})), faults
     lines = [normalize_text(line) for line in re.split(r"\r\n|\r|\n", text)]

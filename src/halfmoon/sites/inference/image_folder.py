@@ -14,13 +14,13 @@ from typing import NamedTuple
 import numpy as np
 
 from halfmoon.core.errors import UserError
-from halfmoon.data.readers.cache import replacing
-from halfmoon.data.readers.class_folders import SUFFIXES, is_image, unlabeled_in
-from halfmoon.data.readers.decode import fitted
-from halfmoon.report.spreadsheet import harmless_row
-from halfmoon.sites.folders.labels import LABELS_FILE, find_labels_file
-from halfmoon.sites.folders.site_folder import join_names, read_site
-from halfmoon.sites.inference.load import InferenceModel
+from halfmoon.data.readers.cache import write_atomically
+from halfmoon.data.readers.class_folders import SUFFIXES, find_unlabeled, is_image
+from halfmoon.data.readers.decode import decode_to_shape
+from halfmoon.report.spreadsheet import escape_formulas
+from halfmoon.sites.folders.labels import LABELS, file_of
+from halfmoon.sites.folders.site_folder import read, some
+from halfmoon.sites.inference.load import Model
 from halfmoon.storage import atomic_io
 
 
@@ -83,10 +83,9 @@ def list_labeled_images(folder: Path, classes: Sequence[str]) -> tuple[list[str]
                 f"{folder / LABELS_FILE} names no image; write a line with path and label for each labeled one."
             )
     else:
-        pairs = [(path, path.split("/")[0]) for path in list_images(folder) if "/" in path]
-        unlabeled_folder = unlabeled_in(folder)
-        if unlabeled_folder is not None:
-            pairs = [(path, name) for path, name in pairs if name != unlabeled_folder.name]
+        pairs = [(path, path.split("/")[0]) for path in image_paths(folder) if "/" in path]
+        if (without := find_unlabeled(folder)) is not None:
+            pairs = [(path, name) for path, name in pairs if name != without.name]
         if not pairs:
             raise UserError(
                 f"{folder} has neither a {LABELS_FILE} nor class folders; sort the images into a folder for each "
@@ -120,7 +119,7 @@ def read_batches(model: InferenceModel, folder: Path, paths: Sequence[str]) -> I
 
     def decode(path: str) -> np.ndarray | UnreadableImage:
         try:
-            return fitted((folder / path).read_bytes(), path, *model.shape, model.card.crop, model.card.window)
+            return decode_to_shape((folder / path).read_bytes(), path, *model.shape, model.card.crop, model.card.window)
         except OSError as error:
             return UnreadableImage(path, atomic_io.error_reason(error))
         except UserError as error:
@@ -201,13 +200,13 @@ def predict_folder(
     outliers = 0
     unreadable: list[UnreadableImage] = []
     try:
-        with replacing(out) as file:
-            # File names may contain bytes that are no UTF-8: "surrogateescape" writes them unchanged.
+        with write_atomically(out) as file:
+            # Names may hold bytes that are no UTF-8: they are written as they are.
             text = io.TextIOWrapper(file, "utf-8", errors="surrogateescape", newline="", write_through=True)
             table = csv.writer(text, lineterminator="\n")
-            table.writerow(PREDICTION_COLUMNS if is_outlier is None else (*PREDICTION_COLUMNS, OUTLIER_COLUMN))
-            for cells in iterate_predictions(model, folder, paths, min_confidence, unreadable, is_outlier):
-                table.writerow(harmless_row(cells))
+            table.writerow(COLUMNS if unlike is None else (*COLUMNS, "unlike"))
+            for cells in predictions(model, folder, paths, sure, unreadable, unlike):
+                table.writerow(escape_formulas(cells))
                 counts[cells[1]] += 1
                 below_confidence += cells[3] == "no"
                 outliers += cells[6:] == ["yes"]

@@ -11,7 +11,7 @@ from safetensors import SafetensorError, safe_open
 from halfmoon.core import plugins, tree
 from halfmoon.core.errors import UserError
 from halfmoon.core.tree import Tree
-from halfmoon.data.images import pad_to, pool
+from halfmoon.data.images import average_pool, pad_to
 from halfmoon.models import Network
 from halfmoon.models.network import Normalize
 from halfmoon.runs.model_card import Card
@@ -74,7 +74,7 @@ class InferenceModel:
             UserError: the images have another type or shape.
         """
         _check_images(images, self.shape)
-        small = pool(images, self.card.shrink) if self.card.shrink > 1 else images
+        small = average_pool(images, self.card.shrink) if self.card.shrink > 1 else images
         height, width = self.card.image[1:]
         return small if small.shape[1:3] == (height, width) else pad_to(small, height)
 

@@ -13,11 +13,11 @@ import torch
 import torch.nn.functional as F
 
 from halfmoon.core.errors import UserError
-from halfmoon.data.readers.class_folders import part_of
+from halfmoon.data.readers.class_folders import find_part
 from halfmoon.engine.evaluation import temperature
-from halfmoon.report.spreadsheet import harmless_row
-from halfmoon.sites.inference.image_folder import UnreadableImage, check_confidence, list_labeled_images, read_batches
-from halfmoon.sites.inference.load import InferenceModel, find_model_file, load_model
+from halfmoon.report.spreadsheet import escape_formulas
+from halfmoon.sites.inference.image_folder import UnreadableImage, batches, check_share, labeled_paths
+from halfmoon.sites.inference.load import Model, load_model, model_file
 from halfmoon.storage import atomic_io, integrity
 from halfmoon.storage.serialization import with_seal
 
@@ -67,8 +67,7 @@ def has_training_images(model: InferenceModel, folder: Path) -> bool:
     data = Path(model.card.options.get("data", ""))
     if not data.is_absolute() or not data.is_dir():
         return False
-    training_folders = (data, part_of(data, "train"))
-    return folder.resolve() in {path.resolve() for path in training_folders if path is not None}
+    return folder.resolve() in {each.resolve() for each in (data, find_part(data, "train")) if each is not None}
 
 
 def refuse_training_images(model: InferenceModel, folder: Path) -> None:
@@ -248,7 +247,7 @@ def _as_rows(table: Sequence[dict[str, Any]]) -> list[list[Any]]:
 
 def _render_csv(rows: Sequence[Sequence[Any]]) -> str:
     text = io.StringIO()
-    csv.writer(text, lineterminator="\n").writerows(harmless_row(list(row)) for row in rows)
+    csv.writer(text, lineterminator="\n").writerows(escape_formulas(list(row)) for row in rows)
     return text.getvalue()
 
 
