@@ -15,7 +15,7 @@ from selenium.webdriver.common.action_chains import ActionChains
 from selenium.webdriver.support.ui import Select
 
 from halfmoon.data.readers.decode import decode_to_shape
-from halfmoon.pages.choice import Guesses
+from halfmoon.pages.label_order import Guesses
 from halfmoon.pages.label import Labeling, Options
 from halfmoon.sites.folders import read
 from halfmoon.sites.folders.labels import NOTES, Answer, labels, write

@@ -25,7 +25,7 @@ from halfmoon.cli import main as cli
 from halfmoon.core.errors import UserError
 from halfmoon.data.readers.decode import decode_to_shape, open_upright
 from halfmoon.pages.label import Labeling, Options, open_folder
-from halfmoon.pages.pictures import CACHE_BYTES, QUEUE, Busy, Pictures, picture, shrunk
+from halfmoon.pages.browser_images import CACHE_BYTES, QUEUE, Busy, Pictures, picture, shrunk
 from halfmoon.pages.server import LARGEST, listening
 
 

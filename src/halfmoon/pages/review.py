@@ -14,7 +14,7 @@ import numpy as np
 from halfmoon.core.errors import UserError
 from halfmoon.pages.background_prediction import BackgroundPrediction
 from halfmoon.pages.folder_page import FolderPage
-from halfmoon.pages.guesses import Guessing
+from halfmoon.pages.background_prediction import Guessing
 from halfmoon.report.spreadsheet import escape_formula
 from halfmoon.sites.folders.labels import file_of
 from halfmoon.sites.folders.site_folder import CLASSES, UNLABELED, SiteFolder, read

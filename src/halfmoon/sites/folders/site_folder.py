@@ -35,7 +35,7 @@ Progress = Callable[[int, int], None]
 class SiteFolder:
     """The images and labels of a site.
 
-    `images` is uint8 (N, H, W, C) after `open_site`, else None. `find_groups` is the column of labels.csv, by path.
+    `images` is uint8 (N, H, W, C) after `open_prepared_site`, else None. `find_groups` is the column of labels.csv, by path.
     """
 
     folder: Path
