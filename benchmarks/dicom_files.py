@@ -19,7 +19,7 @@ from halfmoon.core.errors import UserError
 from halfmoon.data import dicom
 from halfmoon.data.preparation import Preparation
 from halfmoon.data.readers.decode import decode_prepared
-from halfmoon.sites.folders import prepare, scan
+from halfmoon.sites.folders import prepare_site, scan_site
 
 FILES = Path(pydicom.__file__).parent / "data" / "test_files"
 
@@ -58,7 +58,7 @@ def archive(folder: Path) -> str:
         count += 1
     site, findings = scan_site(folder)
     others = sum(len(each.names) for each in findings if each.kind == "files that are no images")
-    made = prepare(folder, (64, 64), 1)
+    made = prepare_site(folder, (64, 64), 1)
     people = dicom.find_patients([folder / path for path in site.paths]) or []
     return (
         f"{count} files without a suffix in study and series folders: {len(site)} are known as images, {others} as "

@@ -13,11 +13,11 @@ from browsers import needs_browser, serving, sized, until
 from page_scenes import write_run, write_sweep
 from PIL import Image
 
-from halfmoon.pages.label import Labeling, Options
-from halfmoon.pages.watch import Watching
+from halfmoon.pages.label import LabelOptions, LabelPage
+from halfmoon.pages.watch import WatchPage
 from halfmoon.report.gather import gather_studies
 from halfmoon.report.page import render_html
-from halfmoon.sites.folders import read
+from halfmoon.sites.folders import read_site
 
 axe = pytest.importorskip(
     "axe_core_python.selenium", reason="axe-core-python is not installed: pip install -e '.[dev]'"

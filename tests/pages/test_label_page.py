@@ -15,10 +15,10 @@ from selenium.webdriver.common.action_chains import ActionChains
 from selenium.webdriver.support.ui import Select
 
 from halfmoon.data.readers.decode import decode_to_shape
-from halfmoon.pages.label_order import Guesses
-from halfmoon.pages.label import Labeling, Options
-from halfmoon.sites.folders import read
-from halfmoon.sites.folders.labels import NOTES, Answer, labels, write
+from halfmoon.pages.label import LabelOptions, LabelPage
+from halfmoon.pages.label_order import Predictions
+from halfmoon.sites.folders import read_site
+from halfmoon.sites.folders.labels import NOTES_FILE, LabelEdit, read_labels, write_labels
 
 pytestmark = needs_browser
 COUNT = 1000

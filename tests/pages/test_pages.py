@@ -24,9 +24,16 @@ from PIL import Image
 from halfmoon.cli import main as cli
 from halfmoon.core.errors import UserError
 from halfmoon.data.readers.decode import decode_to_shape, open_upright
-from halfmoon.pages.label import Labeling, Options, open_folder
-from halfmoon.pages.browser_images import CACHE_BYTES, QUEUE, Busy, Pictures, picture, shrunk
-from halfmoon.pages.server import LARGEST, listening
+from halfmoon.pages.browser_images import (
+    CACHE_BYTES,
+    MAX_WAITING_IMAGES,
+    ImageCache,
+    TooManyRequests,
+    encode_for_browser,
+    shrink_by_mean,
+)
+from halfmoon.pages.label import LabelOptions, LabelPage, open_site_to_label
+from halfmoon.pages.server import MAX_BODY_BYTES, open_socket
 
 
 def site(path: Path, count: int = 4) -> Path:
@@ -213,7 +220,7 @@ def test_a_deep_image_is_sent_in_full_depth_and_small_as_training_sees_it(tmp_pa
     assert found.grays == {"slope": 1, "intercept": 0, "low": 1005, "high": 2994, "modality": ""}
     data = (tmp_path / "a.png").read_bytes()
     for window in (None, (0.0, 4095.0)):
-        small = picture(tmp_path / "a.png", "a.png", small=True, window=window)
+        small = encode_for_browser(tmp_path / "a.png", "a.png", small=True, window=window)
         assert (opened(small.data) == decode_to_shape(data, "a", 20, 20, 1, window=window)[:, :, 0]).all()
 
 

@@ -36,8 +36,8 @@ from halfmoon.sites.folders.labels import STATE_FOLDER
 from halfmoon.storage import atomic_io
 
 CACHE_BYTES = 32 * 2**20  # bytes of pictures that stay in memory, encoded
-MOST_BYTES = 8 * MAX_PIXELS  # what the decoder of one image may take
-QUEUE = 8  # large images that are waited for at once; any number of requests may wait for one
+MAX_DECODING_BYTES = 8 * MAX_PIXELS  # what the decoder of one image may take
+MAX_WAITING_IMAGES = 8  # large images that are waited for at once; any number of requests may wait for one
 
 
 class TooManyRequests(UserError):
@@ -45,7 +45,7 @@ class TooManyRequests(UserError):
 
 
 @dataclass(frozen=True)
-class Picture:
+class BrowserImage:
     """An encoded image; with `read_values` red and green are the bytes of a 16-bit gray.
 
     `read_values`: slope and intercept make values of these, `low` and `high` are black and white, and the modality.
@@ -96,7 +96,7 @@ def _reduced(image: Image.Image, most: int) -> Image.Image:
     image.draft(None, (most, most))
     image = load_pixels(image)
     if is_deep(image) and max(image.size) > most:
-        less = Image.fromarray(shrunk(image, most))
+        less = Image.fromarray(shrink_by_mean(image, most))
         less.info = image.info | {"extremes": estimate_window(iterate_strips(image), image.width * image.height)}
         return less
     factor = max(image.size) // most

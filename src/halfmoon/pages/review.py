@@ -14,10 +14,10 @@ import numpy as np
 from halfmoon.core.errors import UserError
 from halfmoon.pages.background_prediction import BackgroundPrediction
 from halfmoon.pages.folder_page import FolderPage
-from halfmoon.pages.background_prediction import Guessing
+from halfmoon.pages.label_order import Predictions
 from halfmoon.report.spreadsheet import escape_formula
-from halfmoon.sites.folders.labels import file_of
-from halfmoon.sites.folders.site_folder import CLASSES, UNLABELED, SiteFolder, read
+from halfmoon.sites.folders.labels import find_labels_file
+from halfmoon.sites.folders.site_folder import CLASSES_FILE, UNLABELED, SiteFolder, read_site
 
 if TYPE_CHECKING:
     from starlette.requests import Request

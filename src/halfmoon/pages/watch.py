@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 from halfmoon.core.errors import UserError
 from halfmoon.pages import eventlog
-from halfmoon.pages.follow import Followed, Follower, ceiling_alarms
-from halfmoon.pages.server import application, serve
+from halfmoon.pages.follow import FollowedRun, Follower, find_ceiling_alarms
+from halfmoon.pages.server import build_app, serve_page
 from halfmoon.report.styles import line_styles as styles_of
 from halfmoon.report.styles import style_to_json
 

@@ -17,9 +17,9 @@ from halfmoon.data.partition.primitives import named_generator
 from halfmoon.data.preparation import Preparation
 from halfmoon.data.readers.class_folders import SUFFIXES, find_part, has_classes, list_classes, refuse_unlabeled
 from halfmoon.data.readers.decode import decode_prepared, read_header
-from halfmoon.sites.folders import read
-from halfmoon.sites.folders.labels import LABELS
-from halfmoon.sites.folders.site_folder import is_site
+from halfmoon.sites.folders import read_site
+from halfmoon.sites.folders.labels import LABELS_FILE
+from halfmoon.sites.folders.site_folder import is_site_folder
 
 MAX_HEADERS = 200
 """Images whose size and color mode are read from their headers."""
@@ -113,7 +113,7 @@ def scan_folder(folder: Path, group_pattern: str | None = None) -> FolderContent
                 "the header path,label."
             )
         paths, labels, classes = [folder / path for path in site_folder.paths], site_folder.labels, site_folder.classes
-        owners = site_folder.grouped(pattern)
+        owners = site_folder.image_groups(pattern)
     elif has_classes(folder):
         place = find_part(folder, "train")
         groups = list_classes(place or folder)

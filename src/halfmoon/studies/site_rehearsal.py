@@ -357,7 +357,7 @@ def _assign_subsets(site: SiteFolder, validation_share: float, group_pattern: st
     remains to train on.
     """
     part = np.full(len(site), "train", dtype="<U10")
-    groups = site.grouped(pattern) or [""] * len(site)
+    groups = site.image_groups(pattern) or [""] * len(site)
     tests, validations = GroupHoldout(), GroupHoldout()
     for label in np.unique(site.labels[site.labels >= 0]):
         of = named_generator(0, "own sites", "test", str(label)).permutation(np.flatnonzero(site.labels == label))

@@ -81,8 +81,8 @@ def label_flags(parser: argparse.ArgumentParser) -> None:
 def run_label(args: argparse.Namespace) -> int:
     """Serve the page until interrupted; with --list print the order."""
     from halfmoon.data.preparation import parse_window
-    from halfmoon.pages.label import Options, open_folder
-    from halfmoon.pages.label import run as label
+    from halfmoon.pages.label import LabelOptions, open_site_to_label
+    from halfmoon.pages.label import serve_label_page as label
 
     seed = whole("--seed", args.seed, 0, 2**32 - 1)
     count = None if args.list is None else whole("--list", args.list, 1, 10**9)
@@ -101,7 +101,7 @@ def run_label(args: argparse.Namespace) -> int:
         return _list(args, count, seed, site, load)
     if args.model is not None and not args.model.exists():
         raise UserError(f"{args.model}: there is no such file or folder; give the folder of a finished run.")
-    options = Options(args.by, seed, parse_window(args.window), args.reader)
+    options = LabelOptions(args.by, seed, parse_window(args.window), args.reader)
     with ending("the page is closed."):
         label(site, load, classes, options, port, not args.no_browser, shower(False))
     return 0

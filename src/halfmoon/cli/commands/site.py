@@ -154,10 +154,10 @@ def _first(lines: list[str]) -> list[str]:
 
 def _prepare(args: argparse.Namespace) -> int:
     from halfmoon.data.preparation import parse_window
-    from halfmoon.sites.folders import prepare
+    from halfmoon.sites.folders import prepare_site
 
     how = (args.crop, parse_window(args.window))
-    result = prepare(args.folder, _size(args.size), _channels(args.channels), args.out, progress(), *how)
+    result = prepare_site(args.folder, _size(args.size), _channels(args.channels), args.out, progress(), *how)
     assert result.site.images is not None
     count, height, width, channels = result.site.images.shape
     if args.json:

@@ -128,11 +128,6 @@ class Terms:
             raise UserError(f"the server's terms are for another program: {difference}.")
         terms = cls.from_options(name, sites, ImageSpec(**image), values, "the terms")
         if terms.program != program:
-            theirs = program["plugins"] if isinstance(program["plugins"], dict) else {}
-            others = [
-                plugin for plugin in settings.plugin_origins(terms.config) if theirs.get(plugin.part) != plugin.sha256
-            ]
-            mine = "; ".join(f"here is {plugin}, there {str(theirs.get(plugin.part))[:64]}" for plugin in others)
             raise UserError(
                 f"the server's terms are for another program: {_describe_plugins(terms.config, program['plugins'])}; "
                 "install the same version."
@@ -195,14 +190,11 @@ class Terms:
             rows.append(("frozen", f"{frozen:,}", "numbers of the pretrained weights, which are never changed or sent"))
         return TermsSummary(self.hash, self.sentence(), tuple(rows), self._format_brief(trained_bytes))
 
-    def _brief(self, numbers: int) -> tuple[str, ...]:
-        """Return ten lines for a person: what leaves, to whom, how long, and which defenses there are."""
-        config, rounds, (channels, height, width) = (
-            self.config,
-            settings.count_rounds(self.config),
-            self.image_spec.image,
-        )
-        kinds = {
+    def _format_brief(self, upload_bytes: int) -> tuple[str, ...]:
+        """Format ten lines: what is sent, to whom, for how long, and which defenses there are."""
+        config = self.config
+        channels, height, width = self.image_spec.image
+        active_defenses = {
             "the server sees only the sum of many sites (secure aggregation)": config.secure_aggregation,
             "noise hides what one site contributes (differential privacy)": config.dp_clip is not None,
             f"uploads are checked against hostile sites ({config.aggregation})": config.aggregation != "mean",

@@ -192,7 +192,7 @@ def check_site(
 
 def _image(folder: Path, name: str) -> tuple[tuple[int, int, str], bytes, float | None, int]:
     """Return an image's height, width and mode, a key of its pixels, what it uses of 16 bits, and its frames."""
-    data = image_bytes(folder, name)
+    data = read_image_bytes(folder, name)
     image = open_upright(data, name)
     pixels = convert_channels(image, name, 3)
     key = hashlib.blake2b(f"{pixels.size}".encode() + pixels.tobytes(), digest_size=16).digest()

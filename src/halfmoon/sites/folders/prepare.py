@@ -18,8 +18,8 @@ from halfmoon.core.errors import UserError
 from halfmoon.data.preparation import Preparation
 from halfmoon.data.readers.cache import npy_header
 from halfmoon.data.readers.decode import decode_to_shape, read_header
-from halfmoon.sites.folders.labels import HOME
-from halfmoon.sites.folders.site_folder import Progress, SiteFolder, image_bytes, read, some
+from halfmoon.sites.folders.labels import STATE_FOLDER
+from halfmoon.sites.folders.site_folder import Progress, SiteFolder, join_names, read_image_bytes, read_site
 from halfmoon.storage import atomic_io, locks
 
 INDEX_FILE = "index.json"
@@ -326,7 +326,9 @@ def _decode(
                 try:
                     if pixels is None:
                         count += 1
-                        pixels = decode_to_shape(image_bytes(site.folder, path), path, *shape, how.crop, how.window)
+                        pixels = decode_to_shape(
+                            read_image_bytes(site.folder, path), path, *shape, how.crop, how.window
+                        )
                     file.write(pixels.tobytes())
                 except UserError as error:
                     left_out[path] = str(error).removeprefix(f"{path}: ")

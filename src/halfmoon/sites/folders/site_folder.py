@@ -13,7 +13,14 @@ from halfmoon.core.errors import UserError
 from halfmoon.data import dicom
 from halfmoon.data.groups import find_groups
 from halfmoon.data.readers.class_folders import SUFFIXES, find_unlabeled
-from halfmoon.sites.folders.labels import LABELS, Table, decoded, nfc, plain, read_table
+from halfmoon.sites.folders.labels import (
+    LABELS_FILE,
+    LabelTable,
+    decode_text_file,
+    normalize_path,
+    normalize_text,
+    read_label_table,
+)
 from halfmoon.storage import atomic_io
 
 CLASSES_FILE = "classes.txt"
@@ -49,7 +56,7 @@ class SiteFolder:
         """Count the images."""
         return len(self.paths)
 
-    def grouped(self, pattern: str | None = None) -> list[str] | None:
+    def image_groups(self, pattern: str | None = None) -> list[str] | None:
         """Return whose image each is, by labels.csv or else by `halfmoon.data.groups.find_groups`."""
         if self.groups:
             return [self.groups.get(path, "") for path in self.paths]
@@ -84,7 +91,7 @@ class Finding:
 
 def is_site_folder(folder: Path) -> bool:
     """Return whether a folder says which of its images have a label: by a table, or by a folder of those without."""
-    named = read_table(folder).file is not None or (folder / CLASSES).exists()
+    named = read_label_table(folder).file is not None or (folder / CLASSES_FILE).exists()
     return named or find_unlabeled(folder) is not None
 
 
@@ -293,11 +300,11 @@ def read_image_bytes(folder: Path, path: str) -> bytes:
         raise UserError(f"{path}: {atomic_io.error_reason(error)}.") from error
 
 
-def _classes(folder: Path, table: Table, images: Sequence[str]) -> tuple[tuple[str, ...], list[str]]:
-    text, faults, _ = decoded(folder / CLASSES)
+def _classes(folder: Path, table: LabelTable, images: Sequence[str]) -> tuple[tuple[str, ...], list[str]]:
+    text, faults, _ = decode_text_file(folder / CLASSES_FILE)
     if text is None and table.file is None and images and (without := find_unlabeled(folder)) is not None:
-        tops = {nfc(path.partition("/")[0]) for path in images if "/" in path}
-        return tuple(sorted(tops - {nfc(without.name)})), faults
+        tops = {normalize_text(path.partition("/")[0]) for path in images if "/" in path}
+        return tuple(sorted(tops - {normalize_text(without.name)})), faults
     if text is None:
         return tuple(sorted({label for _, label, _ in table.rows} - {""})), faults
     lines = [normalize_text(line) for line in re.split(r"\r\n|\r|\n", text)]

@@ -18,9 +18,9 @@ from halfmoon.data.readers.cache import write_atomically
 from halfmoon.data.readers.class_folders import SUFFIXES, find_unlabeled, is_image
 from halfmoon.data.readers.decode import decode_to_shape
 from halfmoon.report.spreadsheet import escape_formulas
-from halfmoon.sites.folders.labels import LABELS, file_of
-from halfmoon.sites.folders.site_folder import read, some
-from halfmoon.sites.inference.load import Model
+from halfmoon.sites.folders.labels import LABELS_FILE, find_labels_file
+from halfmoon.sites.folders.site_folder import join_names, read_site
+from halfmoon.sites.inference.load import InferenceModel
 from halfmoon.storage import atomic_io
 
 
@@ -83,7 +83,7 @@ def list_labeled_images(folder: Path, classes: Sequence[str]) -> tuple[list[str]
                 f"{folder / LABELS_FILE} names no image; write a line with path and label for each labeled one."
             )
     else:
-        pairs = [(path, path.split("/")[0]) for path in image_paths(folder) if "/" in path]
+        pairs = [(path, path.split("/")[0]) for path in list_images(folder) if "/" in path]
         if (without := find_unlabeled(folder)) is not None:
             pairs = [(path, name) for path, name in pairs if name != without.name]
         if not pairs:
@@ -204,8 +204,8 @@ def predict_folder(
             # Names may hold bytes that are no UTF-8: they are written as they are.
             text = io.TextIOWrapper(file, "utf-8", errors="surrogateescape", newline="", write_through=True)
             table = csv.writer(text, lineterminator="\n")
-            table.writerow(COLUMNS if unlike is None else (*COLUMNS, "unlike"))
-            for cells in predictions(model, folder, paths, sure, unreadable, unlike):
+            table.writerow(PREDICTION_COLUMNS if unlike is None else (*PREDICTION_COLUMNS, "unlike"))
+            for cells in iterate_predictions(model, folder, paths, sure, unreadable, unlike):
                 table.writerow(escape_formulas(cells))
                 counts[cells[1]] += 1
                 below_confidence += cells[3] == "no"

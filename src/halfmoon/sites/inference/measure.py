@@ -16,8 +16,8 @@ from halfmoon.core.errors import UserError
 from halfmoon.data.readers.class_folders import find_part
 from halfmoon.engine.evaluation import temperature
 from halfmoon.report.spreadsheet import escape_formulas
-from halfmoon.sites.inference.image_folder import UnreadableImage, batches, check_share, labeled_paths
-from halfmoon.sites.inference.load import Model, load_model, model_file
+from halfmoon.sites.inference.image_folder import UnreadableImage, check_confidence, list_labeled_images, read_batches
+from halfmoon.sites.inference.load import InferenceModel, find_model_file, load_model
 from halfmoon.storage import atomic_io, integrity
 from halfmoon.storage.serialization import with_seal
 

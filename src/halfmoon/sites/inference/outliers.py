@@ -12,8 +12,8 @@ from scipy import special
 
 from halfmoon.core.errors import UserError
 from halfmoon.data.partition.primitives import named_generator
-from halfmoon.sites.inference.image_folder import batches, image_paths
-from halfmoon.sites.inference.load import Model
+from halfmoon.sites.inference.image_folder import list_images, read_batches
+from halfmoon.sites.inference.load import InferenceModel
 
 NEIGHBOR_RANK = 5
 """The distance to this neighbor counts; 1 is the nearest."""
@@ -53,9 +53,11 @@ def build_reference(model: InferenceModel, folder: Path) -> ReferenceImages:
     Raises:
         UserError: fewer than `MIN_REFERENCE_IMAGES` images can be read.
     """
-    paths = image_paths(folder)
-    paths = [paths[n] for n in np.sort(named_generator(0, "known images").permutation(len(paths))[:MOST])]
-    parts = [model.represent(batch.images)[1] for batch in batches(model, folder, paths) if len(batch.rows)]
+    paths = list_images(folder)
+    paths = [
+        paths[n] for n in np.sort(named_generator(0, "known images").permutation(len(paths))[:MAX_REFERENCE_IMAGES])
+    ]
+    parts = [model.represent(batch.images)[1] for batch in read_batches(model, folder, paths) if len(batch.rows)]
     count = sum(map(len, parts))
     if count < MIN_REFERENCE_IMAGES:
         raise UserError(
