@@ -14,7 +14,7 @@ from test_scenario import CIFAR, sizes
 from halfmoon.core.errors import UserError
 from halfmoon.data import SERVER, Scenario, Split
 from halfmoon.data.partition.heterogeneity import class_shares, count_rows, total_variation
-from halfmoon.data.partition.scenario import SETTINGS, Place
+from halfmoon.data.partition.scenario import SETTINGS, LabelLocation
 
 CIFAR100 = np.random.default_rng(0).permutation(np.repeat(np.arange(100), 500))
 SVHN = np.repeat(np.arange(10), (4948, 13861, 10585, 8497, 7458, 6882, 5727, 5595, 5045, 4659))
