@@ -138,12 +138,18 @@ def decide(
 def difference_interval(method: Sequence[float], baseline: Sequence[float], overlap: float, labels: int) -> Difference:
     """Compute the mean paired difference in points with the interval of the corrected resampled t-test.
 
-    The interval is that of the corrected resampled t-test (`halfmoon.report.paired.compare_paired`). Where all splits show one
-    difference it is that of a proportion of which none of n was seen, 3 / n.
+    See `halfmoon.report.paired.compare_paired`. If all splits show the same difference, the interval is that of a proportion of
+    which none was seen among `labels` images: 3 / n (the rule of three).
+
+    Args:
+        method: accuracy of the method on each split, in percent.
+        baseline: accuracy of the baseline on each split, in percent.
+        overlap: the ratio of test to training images.
+        labels: the number of different test images of all splits.
     """
-    difference = compare_paired(ours, base, overlap)
-    reach = 300 / labels if difference.low == difference.high else 0
-    return Difference(difference.mean, difference.low - reach, difference.high + reach, difference.p)
+    difference = compare_paired(method, baseline, overlap)
+    margin = 300 / labels if difference.low == difference.high else 0
+    return Difference(difference.mean, difference.low - margin, difference.high + margin, difference.p)
 
 
 def estimate_missing_labels(difference: Difference, labels: int) -> int:
@@ -167,21 +173,13 @@ def cross_validation_folds(labels: np.ndarray, groups: Sequence[str] | None = No
         groups: the patient or group of each row; "" for none.
     """
     for repeat in range(REPEATS):
-        part, offset, parts = np.full(len(labels), -1), 0, dict[str, int]()
-        for label in np.unique(labels[labels >= 0]):
-            rows = named_generator(0, "folds", str(repeat), str(label)).permutation(np.flatnonzero(labels == label))
-            if len(rows) > 1:
-                part[rows] = (offset + np.arange(len(rows))) % FOLDS
-                offset += len(rows)
-                for row in rows:
-                    if groups is not None and (name := groups[int(row)]):
-                        part[row] = parts.setdefault(name, int(part[row]))
+        fold_numbers = _assign_folds(labels, groups, repeat)
         for number in range(FOLDS):
-            tests = np.flatnonzero(part == number)
-            sides = (np.flatnonzero(rows) for rows in ((labels >= 0) & (part != number), labels < 0))
-            labeled, unlabeled = (drop_shared_groups(rows, tests, groups) for rows in sides)
-            if len(tests) and len(labeled):
-                yield Fold(labeled, unlabeled, tests)
+            test_rows = np.flatnonzero(fold_numbers == number)
+            labeled = drop_shared_groups(np.flatnonzero((labels >= 0) & (fold_numbers != number)), test_rows, groups)
+            unlabeled = drop_shared_groups(np.flatnonzero(labels < 0), test_rows, groups)
+            if len(test_rows) and len(labeled):
+                yield Fold(labeled, unlabeled, test_rows)
 
 
 def _assign_folds(labels: np.ndarray, groups: Sequence[str] | None, repeat: int) -> np.ndarray:
@@ -191,7 +189,7 @@ def _assign_folds(labels: np.ndarray, groups: Sequence[str] | None, repeat: int)
     # Each class continues where the last one ended, so that small classes do not all fill the first parts.
     offset = 0
     for label in np.unique(labels[labels >= 0]):
-        rows = stream(0, "folds", str(repeat), str(label)).permutation(np.flatnonzero(labels == label))
+        rows = named_generator(0, "folds", str(repeat), str(label)).permutation(np.flatnonzero(labels == label))
         if len(rows) < 2:
             continue
         fold_numbers[rows] = (offset + np.arange(len(rows))) % FOLDS
@@ -220,15 +218,22 @@ def label_draws(
     """
     group_names = groups or [""] * len(labels)
     for number in range(DRAWS):
-        labeled, rest, test_rows = list[np.ndarray](), list[np.ndarray](), list[np.ndarray]()
+        labeled: list[np.ndarray] = []
+        unlabeled: list[np.ndarray] = []
+        tested: list[np.ndarray] = []
         sides = GroupHoldout()
         for label, count in enumerate(counts):
             rows = named_generator(0, "draws", str(number), str(label)).permutation(np.flatnonzero(labels == label))
-            mine = np.isin(rows, sides.draw(rows, owners, len(rows) // FOLDS) if tests is None else tests)
-            test_rows.append(rows[mine])
-            labeled.append(rows[~mine][:count])
-            rest.append(rows[~mine][count:])
-        yield Fold(*(np.sort(np.concatenate(each)) for each in (labeled, rest, test_rows)))
+            class_tests = sides.draw(rows, group_names, len(rows) // FOLDS) if test_rows is None else test_rows
+            is_test = np.isin(rows, class_tests)
+            tested.append(rows[is_test])
+            labeled.append(rows[~is_test][:count])
+            unlabeled.append(rows[~is_test][count:])
+        yield Fold(
+            labeled=np.sort(np.concatenate(labeled)),
+            unlabeled=np.sort(np.concatenate(unlabeled)),
+            test=np.sort(np.concatenate(tested)),
+        )
 
 
 def head_accuracy(method: Method, task: Task, data: Examples, fold: Fold) -> float:

@@ -252,9 +252,13 @@ def predict_images(problem: HeadProblem, model: Tree) -> tuple[np.ndarray, np.nd
     return logits.double().softmax(-1).numpy(), projections.numpy()
 
 
-def half(fold: Fold, labels: np.ndarray, number: int) -> Fold:
-    """Return a fold in which every other label of each class, drawn by its number, is unknown."""
+def halve_labels(fold: Fold, labels: np.ndarray, number: int) -> Fold:
+    """Hide half of a fold's labels of each class, rounded down; `number` seeds the draw."""
     order = named_generator(0, "half of the labels", str(number)).permutation(fold.labeled)
-    parts = [order[labels[order] == label] for label in np.unique(labels[order])]
-    labeled = np.sort(np.concatenate([part[: -(-len(part) // 2)] for part in parts]))
-    return fold._replace(labeled=labeled, unlabeled=np.sort(np.setdiff1d(np.r_[fold.labeled, fold.unlabeled], labeled)))
+    kept_rows: list[np.ndarray] = []
+    for label in np.unique(labels[order]):
+        class_rows = order[labels[order] == label]
+        kept_rows.append(class_rows[: -(-len(class_rows) // 2)])
+    labeled = np.sort(np.concatenate(kept_rows))
+    unlabeled = np.setdiff1d(np.r_[fold.labeled, fold.unlabeled], labeled)
+    return fold._replace(labeled=labeled, unlabeled=np.sort(unlabeled))

@@ -344,12 +344,19 @@ def _resolve_pair(options: Mapping[str, Any], defaults: Mapping[str, Any], pair:
     return settings.resolve({**pair_options, **defaults}, given)
 
 
-def _sharing(flags: Mapping[str, Any], contents: Contents) -> dict[str, int]:
-    """Return how many clients share the images out, and of a few images how many labels: half of the smallest class."""
-    if clients := 1 if contents.site else flags.get("clients"):
-        return {"clients": clients}
-    fewest = int(np.bincount(contents.labels).min())
-    half = max(1, (fewest if contents.tests else fewest - max(1, round(HELD_OUT_SHARE * fewest))) // 2)
+def _client_options(options: Mapping[str, Any], contents: FolderContents) -> dict[str, int]:
+    """Choose the number of simulated clients, and for small folders the number of labels.
+
+    At most half of the smallest class is labeled, and each client has at least one label of each class in the mean.
+    """
+    if contents.site:
+        return {"clients": 1}
+    if options.get("clients"):
+        return {"clients": options["clients"]}
+    smallest_class = int(np.bincount(contents.labels).min())
+    if not contents.tests:
+        smallest_class -= max(1, round(HELD_OUT_SHARE * smallest_class))
+    half = max(1, smallest_class // 2)
     if half >= Config.clients:
         return {"clients": Config.clients}
     chosen = {"clients": half}
@@ -386,31 +393,37 @@ def _describe_methods(pair: tuple[str, str], label_count: float, limit: str) -> 
     return f"{labels_only} (labels only); {with_unlabeled}, recommended for {count} a class{limit}"
 
 
-def _others(config: Config, contents: Contents, share: float) -> list[tuple[str, str]]:
-    """Return what is chosen of labels, test and mirroring, and what is left out to keep the time."""
-    mirror = "yes, as you said" if config.flip else "never: left and right may matter; --flip mirrors"
-    sides = f"; {NO_GROUP_ON_BOTH_SIDES}" if contents.groups is not None else ""
+def _other_reasons(config: Config, contents: FolderContents, share: float) -> list[tuple[str, str]]:
+    """Describe labels, test images, mirroring, and the images that are left out."""
+    mirroring = "yes, as you said" if config.flip else "never: left and right may matter; --flip mirrors"
+    grouping = f"; {NO_GROUP_ON_BOTH_SIDES}" if contents.groups is not None else ""
     if contents.site:
         repeats = REPEATS if share else 1
         labels = f"all {contents.labeled:,}; judged by {repeats} x {FOLDS}-fold cross-validation{grouping}"
         reasons = [("labels", labels)]
     else:
-        count = _labels_a_class(config, contents)
-        sites = "1 simulated client" if config.clients == 1 else f"{config.clients} simulated clients"
-        used = "1 a class is used" if round(count) == 1 else f"{count:.0f} a class are used"
-        words = f"{used}, at {sites}; the others are hidden (--labels N)"
-        fifth = f"a fifth of every class is held out{sides}"
-        tests = f"{contents.tests:,} images of its own" if contents.tests else fifth
-        reasons = [("labels", words), ("test", tests)]
-    less = [f"{1 - share:.0%} of the images without a label, for the time (--minutes)"] if share < 1 else []
-    in_train = find_part(contents.folder, "train") is not None  # beside which there is no folder unlabeled
-    if not (contents.site or in_train) and (loose := list_images(contents.folder)):
-        words = "put them into a folder unlabeled, and they train without a label"
-        less.append(f"images in no class folder ({len(loose):,}): {words}")
-    if kinds := other_formats(contents.folder):
-        counts = ", ".join(f"{count:,} {kind}" for kind, count in kinds.most_common(3))
-        less.append(f"files of formats that are not read ({counts}): convert them to PNG or JPEG")
-    return [*reasons, ("mirrored", mirror), *(("left out", words) for words in less)]
+        label_count = _labels_per_class(config, contents)
+        clients = "1 simulated client" if config.clients == 1 else f"{config.clients} simulated clients"
+        used = "1 a class is used" if round(label_count) == 1 else f"{label_count:.0f} a class are used"
+        if contents.tests:
+            tests = f"{contents.tests:,} images of its own"
+        else:
+            tests = f"a fifth of every class is held out{grouping}"
+        reasons = [
+            ("labels", f"{used}, at {clients}; the others are hidden (--labels N)"),
+            ("test", tests),
+        ]
+    reasons.append(("mirrored", mirroring))
+    if share < 1:
+        reasons.append(("left out", f"{1 - share:.0%} of the images without a label, for the time (--minutes)"))
+    has_train_folder = find_part(contents.folder, "train") is not None  # beside which no folder `unlabeled` is read
+    if not contents.site and not has_train_folder and (loose_images := list_images(contents.folder)):
+        advice = "put them into a folder unlabeled, and they train without a label"
+        reasons.append(("left out", f"images in no class folder ({len(loose_images):,}): {advice}"))
+    if formats := count_unsupported_formats(contents.folder):
+        counts = ", ".join(f"{count:,} {suffix}" for suffix, count in formats.most_common(3))
+        reasons.append(("left out", f"files of formats that are not read ({counts}): convert them to PNG or JPEG"))
+    return reasons
 
 
 # Measuring this machine
@@ -424,8 +437,7 @@ def _measure_decoding(config: Config, contents: FolderContents) -> float:
     start = time.perf_counter()
     for path in contents.paths[::stride][:SAMPLE_FILES]:
         try:
-            decode_prepared(path.read_bytes(), str(path), how)
-            count += 1
+            decode_prepared(path.read_bytes(), str(path), preparation)
         except (UserError, OSError):
             continue  # reported when all images are read
         decoded += 1

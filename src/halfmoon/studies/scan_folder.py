@@ -112,28 +112,23 @@ def scan_folder(folder: Path, group_pattern: str | None = None) -> FolderContent
                 f"{folder}: no image has a label: `halfmoon site label {folder}` labels a few, or write {LABELS_FILE} with "
                 "the header path,label."
             )
-        paths, labels, classes = [folder / path for path in site_folder.paths], site_folder.labels, site_folder.classes
-        owners = site_folder.image_groups(pattern)
-    elif has_classes(folder):
-        place = find_part(folder, "train")
-        groups = list_classes(place or folder)
-        if place is not None:
-            refuse_unlabeled(folder, place)
-            test_part = find_part(folder, "test") or find_part(folder, "validation")
-            tests = sum(map(len, list_classes(test_part).values())) if test_part is not None else 0
-        paths = [path for group in groups.values() for path in group]
-        labels = np.repeat(np.arange(len(groups)), [len(group) for group in groups.values()])
-        classes, owners = tuple(groups), groups_of(paths, pattern)
-    else:
+        return scan_images(
+            folder,
+            site_folder.classes,
+            [folder / path for path in site_folder.paths],
+            site_folder.labels,
+            groups=site_folder.image_groups(group_pattern),
+        )
+    if not has_classes(folder):
         return None
-    train_folder = part_of(folder, "train")
-    images_by_class = in_classes(train_folder or folder)
+    train_folder = find_part(folder, "train")
+    images_by_class = list_classes(train_folder or folder)
     tests = 0
     if train_folder is not None:
         refuse_unlabeled(folder, train_folder)
-        test_folder = part_of(folder, "test") or part_of(folder, "validation")
+        test_folder = find_part(folder, "test") or find_part(folder, "validation")
         if test_folder is not None:
-            tests = sum(map(len, in_classes(test_folder).values()))
+            tests = sum(map(len, list_classes(test_folder).values()))
     paths = [path for images in images_by_class.values() for path in images]
     counts = [len(images) for images in images_by_class.values()]
     labels = np.repeat(np.arange(len(images_by_class)), counts)
@@ -159,11 +154,24 @@ def scan_images(
     labels: np.ndarray,
     tests: int = 0,
     site: bool = True,
-    owners: Sequence[str] | None = None,
-) -> Contents:
-    """Return what a folder holds, with the sizes of its images; raise UserError where none of them can be read."""
-    step = -(-len(paths) // HEADERS)
-    headers = [each for each in map(read_header, paths[::step]) if each is not None]
+    groups: Sequence[str] | None = None,
+) -> FolderContents:
+    """Read sizes and color modes from the headers of up to `MAX_HEADERS` images, evenly spaced in the list.
+
+    Args:
+        folder: the folder of the images.
+        classes: class names.
+        paths: the training images, N of them.
+        labels: int64 (N,), -1 for an image without a label.
+        tests: the number of images in a test folder.
+        site: a site's folder.
+        groups: the patient or group of each image.
+
+    Raises:
+        UserError: none of these images is readable.
+    """
+    step = -(-len(paths) // MAX_HEADERS)  # rounded up, so that at most MAX_HEADERS are read
+    headers = [image_header for path in paths[::step] if (image_header := read_header(path)) is not None]
     if not headers:
         raise UserError(f"{folder}: none of its {len(paths):,} images can be read; see halfmoon site check.")
     sizes = Counter(image_header[:2] for image_header in headers)
@@ -200,8 +208,8 @@ def decode_images(
     for row in rows.tolist():
         path = contents.paths[row]
         try:
-            image = decode_prepared(path.read_bytes(), str(path), how)
-            if pixels and image.shape != pixels[0].shape:
+            image = decode_prepared(path.read_bytes(), str(path), preparation)
+            if images and image.shape != images[0].shape:
                 raise UserError(f"{path}: it is {image.shape[1]}x{image.shape[0]}, the others are not; give --resize.")
         except (UserError, OSError) as error:
             report(f"left out: {error}")
@@ -226,15 +234,16 @@ def load_site_source(
     Raises:
         UserError: none of its images is readable.
     """
-    bare = named_generator(0, "own folder").permutation(np.flatnonzero(contents.labels < 0))
-    rows = np.sort(np.concatenate([np.flatnonzero(contents.labels >= 0), bare[: round(share * len(bare))]]))
-    pixels, rows = readable(contents, rows, how, say)
-    if not pixels:
+    # The name of the random stream decides which images are drawn: it must not change.
+    unlabeled = named_generator(0, "own folder").permutation(np.flatnonzero(contents.labels < 0))
+    used = unlabeled[: round(share * len(unlabeled))]
+    rows = np.sort(np.concatenate([np.flatnonzero(contents.labels >= 0), used]))
+    images, rows = decode_images(contents, rows, preparation, report)
+    if not images:
         raise UserError(f"{contents.folder}: none of its images can be read; see halfmoon site check.")
     groups = None if contents.groups is None else [contents.groups[int(row)] for row in rows]
     train = Images(np.stack(images), contents.labels[rows], groups=groups)
     labeled = train.labels >= 0
-    mean, std = channel_statistics(train.images)
     test = Images(train.images[labeled], train.labels[labeled])
-    mean, std = statistics(train.images)
+    mean, std = channel_statistics(train.images)
     return Source(contents.folder.name, train, test, contents.classes, flip, mean, std)

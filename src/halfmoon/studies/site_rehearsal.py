@@ -276,10 +276,12 @@ def _select_labels(rows: _TrainingRows, share: float) -> np.ndarray:
     selected = np.zeros(len(rows.client), bool)
     for site in range(len(rows.names)):
         for label in np.unique(rows.labels[rows.labeled]):
-            of = np.flatnonzero((rows.client == site) & (rows.labels == label) & rows.labeled)
-            order = named_generator(0, "own sites", str(site), str(label)).permutation(of)
-            keep[order[: max(1, round(share * len(of)))] if len(of) else []] = True
-    return keep
+            candidates = np.flatnonzero((rows.client == site) & (rows.labels == label) & rows.labeled)
+            if len(candidates) == 0:
+                continue
+            order = named_generator(0, "own sites", str(site), str(label)).permutation(candidates)
+            selected[order[: max(1, round(share * len(candidates)))]] = True
+    return selected
 
 
 def _write_data_set(
@@ -314,9 +316,7 @@ def _write_data_set(
             label = int(site.labels[row])
             class_number = classes.index(site.classes[label]) if label >= 0 else None
             try:
-                data = encode_png(
-                    decode_prepared((site.folder / path).read_bytes(), path, replace(how, channels=channels))
-                )
+                image = encode_png(decode_prepared((site.folder / path).read_bytes(), path, image_preparation))
             except (UserError, OSError) as error:
                 report(f"{site.folder.name}: left out: {error}")
                 continue
@@ -334,10 +334,15 @@ def _write_data_set(
         )
     for name, rows in encoded.items():
         if rows:
-            write_parquet(place / f"{name}.parquet", rows, classes)
-    labels = np.array([UNKNOWN if label is None else label for _, label in parts["train"]], np.int64)
-    names = tuple(site.folder.resolve().name for site in sites)
-    return _Rows(np.array(client, np.int64), labels, np.array(labeled, bool), names, len(parts["test"]))
+            write_parquet(folder / f"{name}.parquet", rows, classes)
+    labels = np.array([UNKNOWN if label is None else label for _, label in encoded["train"]], np.int64)
+    return _TrainingRows(
+        client=np.array(client, np.int64),
+        labels=labels,
+        labeled=np.array(labeled, bool),
+        names=tuple(site.folder.resolve().name for site in sites),
+        tests=len(encoded["test"]),
+    )
 
 
 def _merge_classes(sites: Sequence[SiteFolder]) -> tuple[str, ...]:
@@ -356,15 +361,18 @@ def _assign_subsets(site: SiteFolder, validation_share: float, group_pattern: st
     `validation_share` of the labeled images of a class that are not test images are for validation, if at least one
     remains to train on.
     """
-    part = np.full(len(site), "train", dtype="<U10")
-    groups = site.image_groups(pattern) or [""] * len(site)
-    tests, validations = GroupHoldout(), GroupHoldout()
+    subsets = np.full(len(site), "train", dtype="<U10")
+    groups = site.image_groups(group_pattern) or [""] * len(site)
+    test_side = GroupHoldout()
+    validation_side = GroupHoldout()
     for label in np.unique(site.labels[site.labels >= 0]):
-        of = named_generator(0, "own sites", "test", str(label)).permutation(np.flatnonzero(site.labels == label))
-        test_rows = tests.draw(of, groups, len(of) // HELD_OUT)
-        rest = of[~np.isin(of, test_rows)]
-        part[test_rows] = "test"
-        part[validations.draw(rest, groups, min(round(share * len(rest)), len(rest) - 1))] = "validation"
-    bare = np.flatnonzero(site.labels < 0)
-    part[np.setdiff1d(bare, drop_shared_groups(bare, np.flatnonzero(part != "train"), groups))] = ""
-    return part
+        rows = named_generator(0, "own sites", "test", str(label)).permutation(np.flatnonzero(site.labels == label))
+        test_rows = test_side.draw(rows, groups, len(rows) // TEST_STRIDE)
+        second_batch_rows = rows[~np.isin(rows, test_rows)]
+        subsets[test_rows] = "test"
+        validation_count = min(round(validation_share * len(second_batch_rows)), len(second_batch_rows) - 1)
+        subsets[validation_side.draw(second_batch_rows, groups, validation_count)] = "validation"
+    unlabeled = np.flatnonzero(site.labels < 0)
+    usable = drop_shared_groups(unlabeled, np.flatnonzero(subsets != "train"), groups)
+    subsets[np.setdiff1d(unlabeled, usable)] = ""
+    return subsets
