@@ -189,7 +189,7 @@ def _widen_axes(axes: Axes, span: float) -> None:
     bottom, top = _widen_range(*axes.get_ylim(), span)
     up = max(0.0, -0.03 * (top - bottom) - bottom)
     axes.set_xlim(left, right)
-    axes.set_ylim(bottom + upload, top + upload)
+    axes.set_ylim(bottom + up, top + up)
 
 
 def _legend_grid_size(names: Sequence[str], width: float) -> tuple[int, int]:

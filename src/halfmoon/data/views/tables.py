@@ -113,10 +113,10 @@ def shear_maps(pool: OperationPool, height: int, width: int, device: torch.devic
     down = _neighbor_pixels(shear * (x + 0.5) + (y + 0.5), height)
     outside = torch.cat([across[3], down[3]])
     maps = [
-        torch.where(outside, height * width, torch.cat([y * width + across[side], broadcast[side] * width + x]))
+        torch.where(outside, height * width, torch.cat([y * width + across[side], down[side] * width + x]))
         for side in (0, 1)
     ]
-    weight = torch.cat([across[2], broadcast[2]])
+    weight = torch.cat([across[2], down[2]])
     return maps[0].flatten(1).to(device), maps[1].flatten(1).to(device), weight.flatten(1).to(device)
 
 
