@@ -26,7 +26,7 @@ from halfmoon.methods.fedmatch import FedMatch
 from halfmoon.methods.fl2 import FL2
 from halfmoon.methods.fml import FML
 from halfmoon.methods.objectives import FixMatch, MeanTeacher, MixMatch, Objective, PiModel, ReMixMatch, Supervised
-from halfmoon.methods.objectives.base import split_into_chunks, index_chunks, labeled_cross_entropy
+from halfmoon.methods.objectives.base import index_chunks, labeled_cross_entropy, split_into_chunks
 from halfmoon.methods.objectives.icpl import ICPL
 from halfmoon.methods.objectives.thresholding import NO_LABEL
 from halfmoon.methods.proxyfl import ProxyTuning

@@ -190,14 +190,17 @@ def check_site(
     )
 
 
-def _image(folder: Path, name: str) -> tuple[tuple[int, int, str], bytes, float | None, int]:
-    """Return an image's height, width and mode, a key of its pixels, what it uses of 16 bits, and its frames."""
-    data = read_image_bytes(folder, name)
-    image = open_upright(data, name)
+def _read_properties(folder: Path, name: str) -> _ImageProperties:
+    image = open_upright(read_image_bytes(folder, name), name)
     pixels = convert_channels(image, name, 3)
-    key = hashlib.blake2b(f"{pixels.size}".encode() + pixels.tobytes(), digest_size=16).digest()
-    share = used_range_share(np.asarray(image)) if is_deep(image) and "rescale" not in image.info else None
-    return (image.height, image.width, image.mode), key, share, image.info.get("frames", 1)
+    pixel_hash = hashlib.blake2b(f"{pixels.size}".encode() + pixels.tobytes(), digest_size=16).digest()
+    used_range = used_range_share(np.asarray(image)) if is_deep(image) and "rescale" not in image.info else None
+    return _ImageProperties(
+        size=(image.height, image.width, image.mode),
+        pixel_hash=pixel_hash,
+        used_range=used_range,
+        frames=image.info.get("frames", 1),
+    )
 
 
 def _compare_classes(site: SiteFolder, classes: Sequence[str]) -> list[Finding]:
@@ -235,13 +238,14 @@ def _find_test_patients(site: SiteFolder, test_site: SiteFolder | None) -> tuple
     """Find the site's images whose patient, by labels.csv or DICOM header, has images in the test folder."""
     if test_site is None:
         return ()
-    if site.groups or test.groups:
-        both = set(test.groups.values())
-        return tuple(path for path in site.paths if site.groups.get(path) in both)
-    files = [each.folder / path for each in (site, test) for path in each.paths]
+    if site.groups or test_site.groups:
+        test_groups = set(test_site.groups.values())
+        return tuple(path for path in site.paths if site.groups.get(path) in test_groups)
+    # Patients are compared within one call, because `dicom.patients` chooses the identifier from all files together.
+    files = [folder.folder / path for folder in (site, test_site) for path in folder.paths]
     patients = dicom.find_patients(files) or [""] * len(files)
-    both = set(patients[len(site) :]) - {""}
-    return tuple(path for path, patient in zip(site.paths, patients, strict=False) if patient in both)
+    test_patients = set(patients[len(site) :]) - {""}
+    return tuple(path for path, patient in zip(site.paths, patients, strict=False) if patient in test_patients)
 
 
 def _find_class_folders(site: SiteFolder) -> list[Finding]:

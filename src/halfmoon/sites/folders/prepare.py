@@ -259,10 +259,11 @@ def _choose_shape(
     sizes: Counter[tuple[int, int]] = Counter()
     all_gray = True
     for path in site.paths:
-        form = read_header(site.folder / path)
-        if form is not None:
-            sizes[form[:2]] += 1
-            gray = gray and form[2]
+        image_header = read_header(site.folder / path)
+        if image_header is not None:
+            height, width, gray = image_header
+            sizes[height, width] += 1
+            all_gray = all_gray and gray
     if not sizes:
         raise UserError(f"{site.folder}: none of its {len(site):,} images can be read; see halfmoon site check.")
     if size is None and len(sizes) > 1:
@@ -320,15 +321,15 @@ def _decode(
     decoded = 0
     try:
         with partial.open("wb") as file:
-            file.write(npy_header((len(site), *shape)))  # numpy leaves room in it for any number of rows
+            # The number of readable images is known at the end: numpy pads the header, so it can then be overwritten.
+            file.write(npy_header((len(site), *shape)))
             for row, path in enumerate(site.paths):
                 pixels = unchanged.get(path)
                 try:
                     if pixels is None:
-                        count += 1
-                        pixels = decode_to_shape(
-                            read_image_bytes(site.folder, path), path, *shape, how.crop, how.window
-                        )
+                        decoded += 1
+                        data = read_image_bytes(site.folder, path)
+                        pixels = decode_to_shape(data, path, *shape, preparation.crop, preparation.window)
                     file.write(pixels.tobytes())
                 except UserError as error:
                     left_out[path] = str(error).removeprefix(f"{path}: ")
@@ -337,7 +338,7 @@ def _decode(
             if len(left_out) == len(site):
                 raise UserError(f"{site.folder}: none of its {len(site):,} images can be read.")
             file.seek(0)
-            labels = _labels(site, left_out)
+            labels = _labels_by_path(site, left_out)
             file.write(npy_header((len(labels), *shape)))
             file.flush()
             os.fsync(file.fileno())

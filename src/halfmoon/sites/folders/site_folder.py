@@ -42,7 +42,13 @@ Progress = Callable[[int, int], None]
 class SiteFolder:
     """The images and labels of a site.
 
-    `images` is uint8 (N, H, W, C) after `open_prepared_site`, else None. `find_groups` is the column of labels.csv, by path.
+    Attributes:
+        folder: the site's folder.
+        paths: the images, relative to `folder`, sorted.
+        labels: class index of each image, int64 (N,), `UNLABELED` for none.
+        classes: the class names.
+        images: uint8 (N, H, W, C) after `open_prepared_site`, otherwise None.
+        groups: the group (such as the patient) of images by path, from labels.csv.
     """
 
     folder: Path
@@ -57,7 +63,14 @@ class SiteFolder:
         return len(self.paths)
 
     def image_groups(self, pattern: str | None = None) -> list[str] | None:
-        """Return whose image each is, by labels.csv or else by `halfmoon.data.groups.find_groups`."""
+        """Return the group (such as the patient) of each image.
+
+        Args:
+            pattern: a regular expression for file names; see `halfmoon.data.groups.find_groups`.
+
+        Returns:
+            A group for each image, from labels.csv, else from DICOM headers or file names; None if there are none.
+        """
         if self.groups:
             return [self.groups.get(path, "") for path in self.paths]
         return find_groups([self.folder / path for path in self.paths], pattern)
@@ -90,9 +103,10 @@ class Finding:
 
 
 def is_site_folder(folder: Path) -> bool:
-    """Return whether a folder says which of its images have a label: by a table, or by a folder of those without."""
-    named = read_label_table(folder).file is not None or (folder / CLASSES_FILE).exists()
-    return named or find_unlabeled(folder) is not None
+    """Check whether a folder states which images are labeled: by labels.csv, classes.txt or a folder "unlabeled"."""
+    if read_label_table(folder).file is not None or (folder / CLASSES_FILE).exists():
+        return True
+    return find_unlabeled(folder) is not None
 
 
 def read_site(folder: Path) -> SiteFolder:
@@ -300,11 +314,14 @@ def read_image_bytes(folder: Path, path: str) -> bytes:
         raise UserError(f"{path}: {atomic_io.error_reason(error)}.") from error
 
 
-def _classes(folder: Path, table: LabelTable, images: Sequence[str]) -> tuple[tuple[str, ...], list[str]]:
+def _read_classes(folder: Path, table: LabelTable, images: Sequence[str]) -> tuple[tuple[str, ...], list[str]]:
+    """Read the class names from classes.txt, class folders or labels.csv, and the faults of classes.txt."""
     text, faults, _ = decode_text_file(folder / CLASSES_FILE)
-    if text is None and table.file is None and images and (without := find_unlabeled(folder)) is not None:
-        tops = {normalize_text(path.partition("/")[0]) for path in images if "/" in path}
-        return tuple(sorted(tops - {normalize_text(without.name)})), faults
+    if text is None and table.file is None and images:
+        unlabeled_folder = find_unlabeled(folder)
+        if unlabeled_folder is not None:
+            top_folders = {normalize_text(path.partition("/")[0]) for path in images if "/" in path}
+            return tuple(sorted(top_folders - {normalize_text(unlabeled_folder.name)})), faults
     if text is None:
         return tuple(sorted({label for _, label, _ in table.rows} - {""})), faults
     lines = [normalize_text(line) for line in re.split(r"\r\n|\r|\n", text)]

@@ -89,9 +89,10 @@ class ExportedClassifier(nn.Module):
             logits = logits / self.temperature
         return logits.softmax(-1)
 
-    def _pooled(self, images: Tensor) -> Tensor:
-        """Do what `halfmoon.data.images.average_pool` does, in whole numbers."""
-        f, area = self.shrink, self.shrink**2
+    def _pool(self, images: Tensor) -> Tensor:
+        """Average blocks of pixels like `halfmoon.data.images.average_pool`, in integers."""
+        side = self.shrink
+        area = side**2
         count, height, width, channels = images.shape
         blocks = images.to(torch.int32).reshape(count, height // side, side, width // side, side, channels)
         total = blocks.sum((2, 4), dtype=torch.int32)

@@ -84,8 +84,9 @@ def list_labeled_images(folder: Path, classes: Sequence[str]) -> tuple[list[str]
             )
     else:
         pairs = [(path, path.split("/")[0]) for path in list_images(folder) if "/" in path]
-        if (without := find_unlabeled(folder)) is not None:
-            pairs = [(path, name) for path, name in pairs if name != without.name]
+        unlabeled_folder = find_unlabeled(folder)
+        if unlabeled_folder is not None:
+            pairs = [(path, name) for path, name in pairs if name != unlabeled_folder.name]
         if not pairs:
             raise UserError(
                 f"{folder} has neither a {LABELS_FILE} nor class folders; sort the images into a folder for each "
@@ -201,11 +202,11 @@ def predict_folder(
     unreadable: list[UnreadableImage] = []
     try:
         with write_atomically(out) as file:
-            # Names may hold bytes that are no UTF-8: they are written as they are.
+            # File names may contain bytes that are no UTF-8: "surrogateescape" writes them unchanged.
             text = io.TextIOWrapper(file, "utf-8", errors="surrogateescape", newline="", write_through=True)
             table = csv.writer(text, lineterminator="\n")
-            table.writerow(PREDICTION_COLUMNS if unlike is None else (*PREDICTION_COLUMNS, "unlike"))
-            for cells in iterate_predictions(model, folder, paths, sure, unreadable, unlike):
+            table.writerow(PREDICTION_COLUMNS if is_outlier is None else (*PREDICTION_COLUMNS, OUTLIER_COLUMN))
+            for cells in iterate_predictions(model, folder, paths, min_confidence, unreadable, is_outlier):
                 table.writerow(escape_formulas(cells))
                 counts[cells[1]] += 1
                 below_confidence += cells[3] == "no"

@@ -67,7 +67,8 @@ def has_training_images(model: InferenceModel, folder: Path) -> bool:
     data = Path(model.card.options.get("data", ""))
     if not data.is_absolute() or not data.is_dir():
         return False
-    return folder.resolve() in {each.resolve() for each in (data, find_part(data, "train")) if each is not None}
+    training_folders = (data, find_part(data, "train"))
+    return folder.resolve() in {path.resolve() for path in training_folders if path is not None}
 
 
 def refuse_training_images(model: InferenceModel, folder: Path) -> None:

@@ -53,10 +53,9 @@ def build_reference(model: InferenceModel, folder: Path) -> ReferenceImages:
     Raises:
         UserError: fewer than `MIN_REFERENCE_IMAGES` images can be read.
     """
-    paths = list_images(folder)
-    paths = [
-        paths[n] for n in np.sort(named_generator(0, "known images").permutation(len(paths))[:MAX_REFERENCE_IMAGES])
-    ]
+    all_paths = list_images(folder)
+    drawn = np.sort(named_generator(0, "known images").permutation(len(all_paths))[:MAX_REFERENCE_IMAGES])
+    paths = [all_paths[row] for row in drawn]
     parts = [model.represent(batch.images)[1] for batch in read_batches(model, folder, paths) if len(batch.rows)]
     count = sum(map(len, parts))
     if count < MIN_REFERENCE_IMAGES:
