@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 
 from halfmoon.core.errors import UserError
 from halfmoon.data.readers import idx
-from halfmoon.data.readers.decode import MOST_PIXELS, decode_to_shape, read_header
+from halfmoon.data.readers.preparation import MAX_PIXELS, decode_to_shape, read_header
 
 CASES = 40
 """Drawn inputs of each target: with 23 targets, some 900 in all."""
@@ -79,7 +79,7 @@ def test_a_small_png_that_claims_gigabytes_is_refused_before_they_are_there() ->
 
 def test_the_bound_on_pixels_does_not_hang_on_warnings() -> None:
     """Pillow only warns up to twice its limit, and another thread may have silenced warnings meanwhile."""
-    assert MOST_PIXELS < 9_000 * 9_000
+    assert MAX_PIXELS < 9_000 * 9_000
     data = png(9_000, 9_000, 8, 0, chunk(b"IDAT", bytes(8)))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
