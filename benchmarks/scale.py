@@ -46,7 +46,7 @@ from halfmoon.models import ResNet9, SmallCNN
 from halfmoon.models.network import Network, Normalize
 from halfmoon.runs.pools import retain_freed_memory
 from halfmoon.storage import serialization
-from halfmoon.storage.manifest import START, Commit, StoreContents, ManifestEntry
+from halfmoon.storage.manifest import START, Commit, ManifestEntry, StoreContents
 from halfmoon.storage.state_store import StateView, TreeStore
 
 MIB, COHORT = 2**20, 10

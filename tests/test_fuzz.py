@@ -19,8 +19,9 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
 from halfmoon.core.errors import UserError
+from halfmoon.data.preparation import MAX_PIXELS
 from halfmoon.data.readers import idx
-from halfmoon.data.readers.preparation import MAX_PIXELS, decode_to_shape, read_header
+from halfmoon.data.readers.decode import decode_to_shape, read_header
 
 CASES = 40
 """Drawn inputs of each target: with 23 targets, some 900 in all."""

@@ -49,7 +49,7 @@ def add(folder: Path, results: Path) -> Path:
     target = results / SWEEPS / f"{folder.resolve().name}.json"
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
-        atomic_io.replace(target, atomic_io.read(folder / SWEEP_FILE) or b"")
+        atomic_io.write_atomically(target, atomic_io.read(folder / SWEEP_FILE) or b"")
     except OSError as error:
         raise UserError(f"{target} cannot be written ({atomic_io.error_reason(error)}).") from error
     return target

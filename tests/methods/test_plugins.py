@@ -268,7 +268,10 @@ def test_a_name_says_what_is_wrong_with_it(here: Path) -> None:
 def test_only_named_modules_are_imported(here: Path) -> None:
     """What a message or a file names is not imported unless it was said here."""
     own = here.stem
-    with plugins.allow_only([]), pytest.raises(UserError, match=f"if you have it and trust it, give --method {own}:Mine"):
+    with (
+        plugins.allow_only([]),
+        pytest.raises(UserError, match=f"if you have it and trust it, give --method {own}:Mine"),
+    ):
         registry.entry(f"{own}:Mine")
     assert own not in sys.modules
     with plugins.allow_only([f"{own}:Mine"]):

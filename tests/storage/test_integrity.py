@@ -180,7 +180,7 @@ def test_a_forged_summary_is_refused_without_its_checksum(finished: Path, tmp_pa
     (folder / integrity.CHECKSUMS).unlink()
     if deleted == "line":
         del sums["summary.json"]
-        integrity.note(folder, sums)
+        integrity.record_checksums(folder, sums)
     for read in (runner.resume, StoredRun.read, runner.finished):
         with pytest.raises(UserError, match=r"checksums\.json has no checksum of \S+, .* --unchecked"):
             read(folder)

@@ -97,7 +97,9 @@ TOKENS = st.one_of(
 
 
 def lines(names: Sequence[str], most: int) -> st.SearchStrategy[str]:
-    keys = st.one_of(st.sampled_from(names), st.sampled_from(names), WORDS.map(lambda word: toml.format_key(clean(word))))
+    keys = st.one_of(
+        st.sampled_from(names), st.sampled_from(names), WORDS.map(lambda word: toml.format_key(clean(word)))
+    )
     return st.dictionaries(keys, TOKENS, max_size=most).map(
         lambda held: "".join(f"{k} = {v}\n" for k, v in held.items())
     )

@@ -388,7 +388,11 @@ def to_toml(config: Config) -> str:
     tables |= {f"options.{toml.format_key(method)}": table for method, table in _method_tables(config).items()}
     for header, table in tables.items():
         if table or header != "options":
-            lines += ["", f"[{header}]", *(f"{toml.format_key(name)} = {toml.format_value(value)}" for name, value in table.items())]
+            lines += [
+                "",
+                f"[{header}]",
+                *(f"{toml.format_key(name)} = {toml.format_value(value)}" for name, value in table.items()),
+            ]
     return "\n".join(lines) + "\n"
 
 

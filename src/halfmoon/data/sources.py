@@ -111,7 +111,9 @@ def save(
             rows = list(zip(map(parquet.encode_png, part.images), labels, strict=True))
             parquet.write_parquet(place / f"{name}.parquet", rows, names)
     except OSError as error:
-        raise UserError(f"{place}: it cannot be written ({atomic_io.error_reason(error)}); choose another folder.") from error
+        raise UserError(
+            f"{place}: it cannot be written ({atomic_io.error_reason(error)}); choose another folder."
+        ) from error
     return place
 
 

@@ -199,7 +199,9 @@ class Quality:
 
         An accuracy is that over the images whose label is known.
         """
-        total, labeled, right, above, above_labeled, above_right, used, used_labeled, used_right = to_floats(self.totals)
+        total, labeled, right, above, above_labeled, above_right, used, used_labeled, used_right = to_floats(
+            self.totals
+        )
         if not total:
             return None
         hits, rows = (to_floats(part) for part in self.per_class)

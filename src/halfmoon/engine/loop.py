@@ -63,7 +63,9 @@ def initial_model(task: Task, seed: int, device: torch.device) -> Tree:
     return tree.to(task.network.init(rng.generator(seed, "model")), device)
 
 
-def play(experiment: Experiment, folder: RunFolder, loaded: LoadedCheckpoint | None, watch: Callable[[Row], None]) -> Row:
+def play(
+    experiment: Experiment, folder: RunFolder, loaded: LoadedCheckpoint | None, watch: Callable[[Row], None]
+) -> Row:
     """Play the rounds that are left; return {"model", "confusion", "accuracy", "cost", "aggregation", "ended", ...}.
 
     "model" is that of the last round or, with validation images, of the round that was best on them. "confusion" is

@@ -175,7 +175,9 @@ def nearest(vectors: dict[int, Tensor], client: int, count: int) -> list[int]:
     """Return up to `count` other clients by the distance of their embeddings (C,); none for a client without one."""
     if client not in vectors:
         return []
-    away = {other: float(euclidean_norm(vector - vectors[client])) for other, vector in vectors.items() if other != client}
+    away = {
+        other: float(euclidean_norm(vector - vectors[client])) for other, vector in vectors.items() if other != client
+    }
     return sorted(away, key=lambda other: (away[other], other))[:count]
 
 

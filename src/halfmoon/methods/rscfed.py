@@ -92,7 +92,9 @@ class RSCFed(ModelAveraging):
         n = rows.double() * torch.where(labels > 0, self.labeled_factor, 1.0)
         center = average_uploads(Upload(models, n))
         pairs = zip(tree.leaves(models), tree.leaves(center), strict=True)
-        away = tree.sum_scalars(euclidean_norm((leaf - mean).flatten(1).double(), -1).to(n.device) for leaf, mean in pairs)
+        away = tree.sum_scalars(
+            euclidean_norm((leaf - mean).flatten(1).double(), -1).to(n.device) for leaf, mean in pairs
+        )
         beta = self.beta_labeled if bool((labels > 0).any()) else self.beta
         logs = (n / n.sum()).log() - beta * away / rows.double().clamp_min(1)
         return (logs - logs.max()).exp()  # all may be too small for a number; their shares are not

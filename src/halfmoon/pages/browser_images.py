@@ -71,7 +71,7 @@ def encode_for_browser(
         with path.open("rb") as file:
             image = open_upright(file, name, partial(_reduced, most=2 * most if small else most))
     except OSError as error:
-        raise UserError(f"{name}: {atomic_io.reason(error)}.") from error
+        raise UserError(f"{name}: {atomic_io.error_reason(error)}.") from error
     if is_deep(image):
         pixels = read_values(image)
         ends = (

@@ -69,7 +69,9 @@ def open_site_to_label(folder: Path, classes: Sequence[str] = ()) -> SiteFolder:
     try:
         atomic_io.write_atomically(file, "".join(f"{name}\n" for name in classes).encode())
     except OSError as error:
-        raise UserError(f"{file} cannot be written ({atomic_io.error_reason(error)}); make the folder writable.") from error
+        raise UserError(
+            f"{file} cannot be written ({atomic_io.error_reason(error)}); make the folder writable."
+        ) from error
     return read_site(folder)
 
 

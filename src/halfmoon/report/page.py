@@ -10,7 +10,7 @@ from halfmoon.report.headline import write_headline
 from halfmoon.report.scores import CellScore, ScoreTable, compare_order, final_scores, scores_at_equal_steps
 from halfmoon.report.study import Column, Study, describe_scale, number_to_letters
 from halfmoon.report.tables import format_mean
-from halfmoon.storage.atomic_io import finite
+from halfmoon.storage.atomic_io import replace_nonfinite
 
 CHARTS = {
     "learning": ("accuracy", "pseudo", "above", "share_above", "share_used"),
@@ -55,7 +55,7 @@ def render_html(studies: Sequence[Study]) -> str:
         title=" · ".join(study.sweep.title for study in studies),
         studies=studies,
         version=metadata.version("halfmoon"),
-        data=finite({"studies": [_chart_data(study) for study in studies]}),
+        data=replace_nonfinite({"studies": [_chart_data(study) for study in studies]}),
         CHARTS=CHARTS,
         COSTS=list(scores.COSTS),
         **{function.__name__: function for function in functions},

@@ -195,7 +195,7 @@ def _read_summary(path: Path) -> dict[str, Any] | None:
     if not path.exists():
         return None
     try:
-        value = check_type(_Summary, parsed(path.read_bytes()), path)
+        value = check_type(_Summary, parse_json(path.read_bytes()), path)
         matrix, size = value.get("confusion") or [], len(value.get("classes") or [])
         if any(len(row) != len(matrix) for row in matrix) or (matrix and size not in (0, len(matrix))):
             raise ValueError("its confusion is no square of its classes")

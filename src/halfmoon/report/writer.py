@@ -25,7 +25,9 @@ def write_report(paths: Sequence[Path], out: Path) -> tuple[list[Path], list[str
         try:
             atomic_io.write_atomically(file, words.encode(errors="replace"))
         except OSError as error:
-            raise UserError(f"{file} cannot be written ({atomic_io.reason(error)}); choose another --out.") from error
+            raise UserError(
+                f"{file} cannot be written ({atomic_io.error_reason(error)}); choose another --out."
+            ) from error
     return files, [note for study in studies for note in list_missing(study)]
 
 

@@ -152,7 +152,7 @@ def show(outcome: RunResult) -> None:
     staged = outcome.curves.with_name(f".{CURVES}{atomic_io.PARTIAL}")
     try:
         for path, words in zip(outcome.tables, (table.as_csv(), table.as_markdown() + notes), strict=True):
-            atomic_io.replace(path, words.encode())
+            atomic_io.write_atomically(path, words.encode())
         draw_curves([StoredRun.read(path) for path in outcome.runs], staged)
         staged.replace(outcome.curves)
     except OSError as error:

@@ -71,7 +71,11 @@ def check(config: Config, words: str, root: Path) -> None:
     """
     lines = set(_LINE.findall(words))
     start = initial_weights(config)
-    line = "" if start is None else f"weights from {weight_files.display_name(start)} sha256 {weight_files.sha256_of(start)}"
+    line = (
+        ""
+        if start is None
+        else f"weights from {weight_files.display_name(start)} sha256 {weight_files.sha256_of(start)}"
+    )
     before = next((each for each in lines if each.startswith("weights from ")), "")
     if line.rpartition(" ")[2] != before.rpartition(" ")[2]:
         raise UserError(

@@ -158,7 +158,9 @@ def make_plan(options: Mapping[str, Any], contents: FolderContents, minutes: flo
     head_only = options.get("tune") in (None, "auto", "head") and options.get("features") is not False
     if network == PRETRAINED and not head_only:
         raise UserError(f"a plan for {PRETRAINED} trains its head on features: name a --method to train more of it.")
-    use_heads = network == PRETRAINED or (network is None and hubs.is_installed(PRETRAINED) and "weights" not in options)
+    use_heads = network == PRETRAINED or (
+        network is None and hubs.is_installed(PRETRAINED) and "weights" not in options
+    )
     if use_heads:
         return _plan_heads(options, contents, 60 * minutes)
     return _plan_from_scratch(options, contents, 60 * minutes)

@@ -55,7 +55,7 @@ class SweepFolder:
         words = integrity.seal_lines(atomic_io.replace_nonfinite(self._facts(cells)))
         try:
             self.path.mkdir(parents=True, exist_ok=True)
-            atomic_io.replace(self.path / SWEEP_FILE, words)
+            atomic_io.write_atomically(self.path / SWEEP_FILE, words)
         except OSError as error:
             raise UserError(
                 f"{self.path}: it cannot be written ({atomic_io.error_reason(error)}); choose another --out."

@@ -231,7 +231,9 @@ def _write(folder: Path, config: Config, finished: Sequence[Trial], knobs: Seque
         for name, words in files.items():
             atomic_io.write_atomically(folder / name, words.encode())
     except OSError as error:
-        raise UserError(f"{folder}: it cannot be written ({atomic_io.error_reason(error)}); go on when it can.") from error
+        raise UserError(
+            f"{folder}: it cannot be written ({atomic_io.error_reason(error)}); go on when it can."
+        ) from error
 
 
 def _words(values: Mapping[str, Any]) -> str:

@@ -45,7 +45,9 @@ class Ledger:
             # A last line without its end is of a release that a kill has stopped: nobody has seen that.
             atomic_io.truncate(path, whole)
         except OSError as error:
-            raise UserError(f"{path}: it cannot be read ({atomic_io.error_reason(error)}); make it readable.") from error
+            raise UserError(
+                f"{path}: it cannot be read ({atomic_io.error_reason(error)}); make it readable."
+            ) from error
         for number, line in enumerate(data[:whole].splitlines(keepends=True), start=1):
             self._take(number, line)
 
@@ -85,7 +87,11 @@ class Ledger:
             release = _release(entry)
         except (ValueError, LookupError, TypeError, AttributeError):
             seal, release, entry = "", None, {}
-        if release is None or seal != _sealed(self._seal, entry) or atomic_io.json_line({**entry, "seal": seal}) != line:
+        if (
+            release is None
+            or seal != _sealed(self._seal, entry)
+            or atomic_io.json_line({**entry, "seal": seal}) != line
+        ):
             raise UserError(
                 f"{self.path}, line {number}: it was changed or damaged: restore the file, or start the run again in "
                 "another --run-dir; without it epsilon is not known."

@@ -240,7 +240,7 @@ def _apply_custom_rule(scenario: Scenario, labels: np.ndarray, classes: int) -> 
 
 def _check_fields(scenario: Scenario) -> None:
     s = scenario
-    if s.setting not in _SETTING_RULES and not plugins.foreign(s.setting, "split"):
+    if s.setting not in _SETTING_RULES and not plugins.is_plugin(s.setting, "split"):
         *most, last = _SETTING_RULES
         raise UserError(f"setting {s.setting!r} is unknown; choose {', '.join(most)} or {last}.")
     for name, hint in get_type_hints(SplitOptions, include_extras=True).items():

@@ -177,7 +177,7 @@ class Split:
         except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
             raise UserError(f"{path}: not a readable split ({one_line(error)}); make a new one.") from error
         try:
-            facts = atomic_io.parsed((table.schema.metadata or {})[b"halfmoon"])
+            facts = atomic_io.parse_json((table.schema.metadata or {})[b"halfmoon"])
             origin = SplitOrigin(facts["scenario"], facts["source"], facts["labels_sha256"])
             clients, images = facts["clients"], facts["images"]
             kinds = {dict: origin.scenario, str: origin.source, int: clients}
@@ -198,7 +198,7 @@ class Split:
             last = (images if type(images) is int else len(row)) - 1
             raise UserError(f"{path}: its rows are not 0 to {last} in order; make a new split.")
         if not 0 < clients <= MAX_CLIENTS:
-            raise UserError(f"{path}: it says that there are {toml.text(clients)} clients; make a new split.")
+            raise UserError(f"{path}: it says that there are {toml.format_text(clients)} clients; make a new split.")
         return cls(client, labeled, clients, origin, stage[0] if stage else None)
 
 

@@ -267,7 +267,9 @@ def _check_image_spec(image_spec: ImageSpec) -> None:
     for name, values in (("mean", image_spec.mean), ("std", image_spec.std)):
         finite = len(values) == image[0] and all(isinstance(value, float) and math.isfinite(value) for value in values)
         if not finite or (name == "std" and min(values) <= 0):
-            raise UserError(f"{name} is {toml.format_text(values)}: it must be one number for each of {image[0]} channels.")
+            raise UserError(
+                f"{name} is {toml.format_text(values)}: it must be one number for each of {image[0]} channels."
+            )
 
 
 def image_spec_name(terms: Terms) -> str:

@@ -187,7 +187,10 @@ class RemoteRuntime(ServerRuntime):
             yield (
                 k,
                 _to_device(
-                    there.pop(k).whole().to_result(), self.device, context.client_update.requirements.upload_spec, scale[k]
+                    there.pop(k).whole().to_result(),
+                    self.device,
+                    context.client_update.requirements.upload_spec,
+                    scale[k],
                 ),
             )
 

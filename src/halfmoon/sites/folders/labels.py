@@ -235,7 +235,9 @@ def write_labels(folder: Path, *edits: LabelEdit, name: str = LABELS_FILE) -> No
             file.parent.mkdir(parents=True, exist_ok=True)
             atomic_io.write_atomically(file, labels_file.render())
         except OSError as error:
-            raise UserError(f"{file} cannot be written ({atomic_io.error_reason(error)}); the label is not saved.") from error
+            raise UserError(
+                f"{file} cannot be written ({atomic_io.error_reason(error)}); the label is not saved."
+            ) from error
 
 
 def read_labels(folder: Path, name: str = LABELS_FILE) -> dict[str, str]:

@@ -210,7 +210,9 @@ def _write_checked(
     try:
         atomic_io.write_atomically(path, data)
     except OSError as error:
-        raise UserError(f"{path}: it cannot be written ({atomic_io.error_reason(error)}); choose another file.") from error
+        raise UserError(
+            f"{path}: it cannot be written ({atomic_io.error_reason(error)}); choose another file."
+        ) from error
     return ExportResult(path, sum(map(len, samples)), difference)
 
 

@@ -213,7 +213,9 @@ def predict_folder(
                 outliers += cells[6:] == ["yes"]
             text.detach()
     except OSError as error:
-        raise UserError(f"{out}: it cannot be written ({atomic_io.error_reason(error)}); choose another --out.") from error
+        raise UserError(
+            f"{out}: it cannot be written ({atomic_io.error_reason(error)}); choose another --out."
+        ) from error
     return PredictionResult(
         out=out,
         images=sum(counts.values()),

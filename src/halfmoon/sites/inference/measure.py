@@ -237,7 +237,9 @@ def write_evaluation(metrics: Scores, unreadable: Sequence[UnreadableImage], out
         for name, text in files.items():
             atomic_io.write_atomically(out / name, text.encode())
     except OSError as error:
-        raise UserError(f"{out}: it cannot be written ({atomic_io.error_reason(error)}); choose another --out.") from error
+        raise UserError(
+            f"{out}: it cannot be written ({atomic_io.error_reason(error)}); choose another --out."
+        ) from error
     return [out / name for name in files]
 
 

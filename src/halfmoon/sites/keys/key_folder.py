@@ -69,7 +69,9 @@ def create_folder(folder: Path, files: Mapping[str, FileContent]) -> None:
             raise
         atomic_io.sync_folder(folder.parent)
     except OSError as error:
-        raise UserError(f"{folder} cannot be created ({atomic_io.error_reason(error)}); choose another folder.") from error
+        raise UserError(
+            f"{folder} cannot be created ({atomic_io.error_reason(error)}); choose another folder."
+        ) from error
 
 
 def apply_changes(folder: Path, files: Mapping[str, FileContent], deleted: Sequence[str] = ()) -> None:

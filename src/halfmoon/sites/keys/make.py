@@ -455,7 +455,9 @@ def _read_public_key(path: Path, name: str) -> bytes:
         with path.open("rb") as file:
             data = file.read(2**16)
     except OSError as error:
-        raise UserError(f"{path} cannot be read ({atomic_io.error_reason(error)}): give the file of a public key.") from error
+        raise UserError(
+            f"{path} cannot be read ({atomic_io.error_reason(error)}): give the file of a public key."
+        ) from error
     return certificates.parse_public_key(data, str(path), name)
 
 
