@@ -57,7 +57,7 @@ def test_the_model_is_the_trained_part_and_the_whole_is_put_together_again(tmp_p
         "params/head/weight": (4, 8), "params/head/bias": (4,),
     }  # fmt: skip
     assert (which.norm, which.head, mine["stats"], which.zero_moments(mine["params"])) == ("none", "head", {}, {})
-    network, whole = which.whole(mine)
+    network, whole = which.full_model(mine)
     assert network == OURS
     assert same(whole, model)
     x = torch.randn(6, 1, 8, 8)

@@ -81,14 +81,22 @@ def unflatten(flat: dict[str, Tensor]) -> Tree:
     return tree
 
 
-def replace_leaves(tree: Tree, new: Mapping[str, Any], above: str = "") -> Tree:
-    """Return a tree with what is in `new`, by path, in place of its own leaves; branches without leaves stay."""
-    return {
-        key: replace_leaves(value, new, f"{above}{key}/")
-        if isinstance(value, dict)
-        else new.get(f"{above}{key}", value)  # pyright: ignore[reportUnknownArgumentType]
-        for key, value in tree.items()
-    }
+def replace_leaves(tree: Tree, new: Mapping[str, Any], prefix: str = "") -> Tree:
+    """Replace the leaves whose paths are in `new`; empty branches remain.
+
+    Args:
+        tree: the tree, which is not changed.
+        new: leaves by path ("a/b/c").
+        prefix: the path of `tree` itself, with a slash at its end.
+    """
+    result: Tree = {}
+    for key, value in tree.items():
+        path = f"{prefix}{key}"
+        if isinstance(value, dict):
+            result[key] = replace_leaves(cast(Tree, value), new, f"{path}/")
+        else:
+            result[key] = new.get(path, value)
+    return result
 
 
 def merge(first: Tree, second: Tree) -> Tree:

@@ -1,8 +1,8 @@
-"""Networks that start from given weights, of which a part may stay as it is: only the other part is a model here.
+"""Networks that start from given weights, with a part of the parameters frozen.
 
-`FineTunedNetwork` stands around any network. What methods, messages, optimizers and averages see as the model is what is
-trained; the frozen part, with the statistics of its batch normalizations, is added inside each pass. `FeatureHead` is a
-linear head on features that a frozen backbone has computed once.
+`FineTunedNetwork` wraps any network. Methods, messages, optimizers and averages see only the trained parameters; the
+frozen ones, with the statistics of their batch normalizations, are added inside each pass. `FeatureHead` is a linear
+head on features that a frozen backbone has computed once.
 """
 
 from collections.abc import Iterable, Sequence

@@ -69,9 +69,10 @@ def count_numbers(name: str, channels: int, classes: int, image: tuple[int, int]
 
 
 def make(name: str, channels: int, classes: int, size: tuple[int, int]) -> nn.Module:
-    """Return the module of a portable name (`halfmoon.core.hubs.portable_name`), with weights as its package draws them.
+    """Build the module of a portable name (`halfmoon.core.hubs.portable_name`), with its package's initial weights.
 
-    Raise `UserError` where the package is missing, has no such network, or none for such images.
+    Raises:
+        UserError: if the package is missing, has no such network, or none for such images.
     """
     with _bounded(name):
         return _module(name, channels, classes, size)

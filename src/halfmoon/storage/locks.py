@@ -74,7 +74,16 @@ def is_held(path: Path) -> bool | None:
 
 @contextmanager
 def hold(path: Path, patience: float = 0.0) -> Iterator[Lock]:
-    """Hold a lock, waited for so many seconds; raise `LockConflict` where another process keeps it, OSError as usual."""
+    """Hold the lock of a file for the duration of a block.
+
+    Args:
+        path: the file.
+        patience: seconds to wait for another process to free the lock.
+
+    Raises:
+        LockConflict: if another process still holds the lock after that time.
+        OSError: if the file cannot be opened.
+    """
     end = time.monotonic() + patience
     while True:
         try:
