@@ -57,7 +57,7 @@ def spoil_answers() -> None:
             before = {f"update/{path}": leaf for path, leaf in broadcast.items() if path.startswith("params/")}
             flat |= {path: leaf + 4 * (leaf - flat[path]) for path, leaf in before.items() if path in flat}
             return write_message(replace(reply, upload=tree.unflatten(flat)))
-        last = self.home / "last.answer"
+        last = self.state_folder / "last.answer"
         if request.round != ROUND or request.attempt:
             said = honest(self, data)
             last.write_bytes(said)

@@ -128,7 +128,7 @@ def test_a_site_refuses_the_runs_of_other_bundles(tmp_path: Path):
     fleet: Any = Fleet({1: zipped(OURS), 2: evil, 3: evil, 4: None})
     checker = BundleChecker(bundle.APPS, EventLog(tmp_path / "join.log"))
     faults = [checker.find_fault(fleet, run) for run in (1, 2, 2, 3, 4)]
-    assert faults == [None, *["it holds 'evil.py'"] * 3, "an agent of Flower"]
+    assert faults == [None, *["it contains 'evil.py'"] * 3, "an agent of Flower"]
     log = (tmp_path / "join.log").read_text()
     assert log.count("refused: the server wants another program executed here than the agreed one") == 2
     assert log.count("it contains 'evil.py'") == 1

@@ -60,23 +60,23 @@ def test_nothing_is_done_before_a_yes(ward: Path, tmp_path: Path):
         data = site.reply_to(offer())
         discreet(data)
         assert told(data) == Refusal(site.version, UNFIT, NOT_AGREED)
-        assert sorted(path.name for path in site.home.iterdir()) == ["join.log", "offered.json"]
+        assert sorted(path.name for path in site.state_folder.iterdir()) == ["join.log", "offered.json"]
     assert logged(site).count(f"start it again with --terms {TERMS.hash}") == 1
     assert len(logged(site).splitlines()) == 2
-    assert consent.load_offer(site.home) == TERMS.summary()
-    consent.save_agreement(site.home, TERMS.hash)
-    assert consent.load_offer(site.home) is None
-    assert isinstance(read_message(member(ward, site.home).reply_to(offer()), Acceptance, Refusal), Acceptance)
+    assert consent.load_offer(site.state_folder) == TERMS.summary()
+    consent.save_agreement(site.state_folder, TERMS.hash)
+    assert consent.load_offer(site.state_folder) is None
+    assert isinstance(read_message(member(ward, site.state_folder).reply_to(offer()), Acceptance, Refusal), Acceptance)
 
 
 def test_terms_that_change_later_are_asked_for_anew(ward: Path, tmp_path: Path):
     """One more round is another federation: the yes to the first one says nothing of it, and goes on counting."""
     site = member(ward, tmp_path / "home")
-    site.home.mkdir()
-    consent.save_agreement(site.home, TERMS.hash)
+    site.state_folder.mkdir()
+    consent.save_agreement(site.state_folder, TERMS.hash)
     assert isinstance(read_message(site.reply_to(offer()), Acceptance, Refusal), Acceptance)
     assert told(site.reply_to(offer(OTHER))).reason == NOT_AGREED
-    assert consent.load_offer(site.home) == OTHER.summary()
+    assert consent.load_offer(site.state_folder) == OTHER.summary()
     assert f"--terms {OTHER.hash}" in logged(site)
     assert isinstance(read_message(site.reply_to(offer()), Acceptance, Refusal), Acceptance)
 
@@ -85,7 +85,7 @@ def test_terms_that_change_later_are_asked_for_anew(ward: Path, tmp_path: Path):
 def test_a_pin_takes_the_terms_that_begin_so_and_no_others(ward: Path, tmp_path: Path, length: int):
     site = member(ward, tmp_path / "home", TERMS.hash[:length])
     assert told(site.reply_to(offer(OTHER))).reason == NOT_AGREED
-    assert f"--terms {TERMS.hash[:length]} is about others; start it again with --terms {OTHER.hash}" in logged(site)
+    assert f"--terms {TERMS.hash[:length]} is for other terms; start it again with --terms {OTHER.hash}" in logged(site)
     assert isinstance(read_message(site.reply_to(offer()), Acceptance, Refusal), Acceptance)
 
 
@@ -105,7 +105,7 @@ def test_a_method_that_is_not_accepted_is_refused_with_the_list(ward: Path, tmp_
     site = member(ward, tmp_path / "home", "any", ("fedavg", "feddure"))
     said = told(site.reply_to(offer()))
     assert (said.kind, said.reason) == (UNFIT, "this site accepts the method fedavg or feddure, but not fedloke.")
-    assert consent.load_offer(site.home) is None
+    assert consent.load_offer(site.state_folder) is None
     wide = member(ward, tmp_path / "home", "any", ("fedavg", "fedloke"))
     assert isinstance(read_message(wide.reply_to(offer()), Acceptance, Refusal), Acceptance)
 
@@ -223,7 +223,7 @@ def test_what_was_said_reaches_the_process_that_answers(tmp_path: Path, monkeypa
         heard.append((made.consent.terms, made.consent.methods))
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(client_app, "SiteClient", SimpleNamespace(at=note))
+    monkeypatch.setattr(client_app, "SiteClient", SimpleNamespace(from_folder=note))
     monkeypatch.setattr(client_app, "_rehearsal_options", lambda *_: {"name": "north", "folder": "x", "terms": "any"})
     site = SiteOptions(Address("127.0.0.1", 9092), "north", tmp_path, images=3, labeled=2, home=tmp_path)
     told = replace(site, terms="0123abcd", methods=("fedavg", "feddure"))

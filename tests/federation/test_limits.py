@@ -617,7 +617,7 @@ def test_a_network_of_the_terms_is_made_after_the_yes(tmp_path: Path, monkeypatc
     )
     assert told(site.reply_to(offer(about))).reason == NOT_AGREED
     assert not made
-    summary = consent.load_offer(site.home)
+    summary = consent.load_offer(site.state_folder)
     assert summary is not None
     counted = {name: value for name, value, _ in summary.rows}["numbers"]
     network = task(about.config, about.image_spec).network

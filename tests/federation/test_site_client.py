@@ -147,11 +147,11 @@ def discreet(data: bytes) -> None:
 
 
 def logged(member: SiteClient) -> str:
-    return (member.home / "join.log").read_text()
+    return (member.state_folder / "join.log").read_text()
 
 
 def memories(member: SiteClient, about: Terms = TERMS) -> list[Path]:
-    return sorted((member.home / "federations" / about.hash[:16]).glob(f"{RUN}/memory-*"))
+    return sorted((member.state_folder / "federations" / about.hash[:16]).glob(f"{RUN}/memory-*"))
 
 
 def test_a_site_joins(member: SiteClient) -> None:
@@ -235,7 +235,7 @@ def test_a_federation_that_is_no_hash_is_unknown_and_no_folder_is_made(member: S
     """What a server calls its federation becomes the name of a folder."""
     refusal = told(member.reply_to(write_message(replace(REQUEST, version=member.version, federation=name))))
     assert refusal.kind == NOT_JOINED
-    assert [path.name for path in member.home.rglob("*")] == ["join.log"]
+    assert [path.name for path in member.state_folder.rglob("*")] == ["join.log"]
 
 
 def test_a_request_before_joining_is_unknown(member: SiteClient) -> None:
@@ -251,9 +251,9 @@ def test_a_request_before_joining_is_unknown(member: SiteClient) -> None:
 def test_terms_that_are_damaged_are_joined_again(member, ward, script, damage):
     """A site whose disk lost the terms says that it does not know them: the server then offers them again."""
     member.reply_to(offer())
-    (kept,) = member.home.rglob("terms.json")
+    (kept,) = member.state_folder.rglob("terms.json")
     kept.write_bytes(damage)
-    again = SiteClient.from_folder(ward, "north", member.home)
+    again = SiteClient.from_folder(ward, "north", member.state_folder)
     request, reply = script[0]
     assert told(again.reply_to(request)).kind == NOT_JOINED
     again.reply_to(offer())
@@ -300,7 +300,7 @@ def test_a_site_answers_alike_in_every_process(ward, member, script):
     member.reply_to(offer())
     for request, reply in script:
         for _ in range(2):
-            assert SiteClient.from_folder(ward, "north", member.home).reply_to(request) == reply
+            assert SiteClient.from_folder(ward, "north", member.state_folder).reply_to(request) == reply
     assert len({reply for _, reply in script}) == ROUNDS
 
 
@@ -349,7 +349,7 @@ def test_a_damaged_memory_is_named_and_the_one_before_counts(ward, member, scrip
     member.reply_to(offer())
     for request, _ in script[:2]:
         member.reply_to(request)
-    shutil.copytree(member.home, tmp_path / "without")
+    shutil.copytree(member.state_folder, tmp_path / "without")
     newest = memories(member)[-1]
     without = SiteClient.from_folder(ward, "north", tmp_path / "without")
     memories(without)[-1].unlink()
@@ -490,9 +490,9 @@ def test_two_forms_have_two_homes(ward: Path, member: SiteClient, script: list[t
     pairs = play(member, wide, 1)
     member.reply_to(offer())
     assert member.reply_to(script[0][0]) == script[0][1]
-    again = SiteClient.from_folder(ward, "north", member.home)
+    again = SiteClient.from_folder(ward, "north", member.state_folder)
     assert [again.reply_to(request) for request, _ in pairs] == [reply for _, reply in pairs]
-    assert (member.home / "8x8x1").is_dir() or (member.home / "16x16x1").is_dir()
+    assert (member.state_folder / "8x8x1").is_dir() or (member.state_folder / "16x16x1").is_dir()
 
 
 def test_a_site_tests_a_model_on_images_that_it_never_trains_on(ward, tmp_path, script):

@@ -48,14 +48,14 @@ def spoil() -> None:
             request = read_message(data, Request)
         except MalformedMessage:  # an offer
             return said
-        last = self.home / f"answer-{request.round}"
+        last = self.state_folder / f"answer-{request.round}"
         while (kind := planned(request.round)) == "hold":
             time.sleep(0.1)
         kind = "" if request.attempt else kind
         if kind == "replay":
-            return (self.home / f"answer-{request.round - 1}").read_bytes()
+            return (self.state_folder / f"answer-{request.round - 1}").read_bytes()
         if kind == "pickle":
-            return pickle.dumps(Creates(self.home / "pwned"))
+            return pickle.dumps(Creates(self.state_folder / "pwned"))
         if kind == "garbage":
             return os.urandom(10_000)
         if kind == "large":

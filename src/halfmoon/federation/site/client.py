@@ -60,10 +60,10 @@ from halfmoon.storage import atomic_io
 from halfmoon.storage.run_folder import MODEL
 from halfmoon.storage.serialization import pack, with_seal
 
-LOG_FILE = "join.log"  # in a site's home
-FINAL_FOLDER = "final"  # in a site's home: the final model of a federation
+LOG_FILE = "join.log"  # in a site's state folder
+FINAL_FOLDER = "final"  # in a site's state folder: the final model of a federation
 
-FEDERATIONS_FOLDER = "federations"  # in a site's home: one folder for each federation
+FEDERATIONS_FOLDER = "federations"  # in a site's state folder: one folder for each federation
 TERMS_FILE = "terms.json"  # in a federation's folder
 DOWNLOADS_FILE = "downs.json"  # in a federation's folder: the specs of the downloads that its server may send
 
@@ -82,7 +82,7 @@ class SiteClient:
     Attributes:
         images: the site's folders of images.
         name: name of the site.
-        consent: the home folder, and on which terms the site takes part.
+        consent: the state folder, and on which terms the site takes part.
         trusted: plugins that the site may import (`module:Class`).
         keys: files of long-term keys.
         version: version of halfmoon.
@@ -101,7 +101,7 @@ class SiteClient:
         cls,
         folder: Path,
         name: str,
-        home: Path | None = None,
+        state_folder: Path | None = None,
         device: str = "auto",
         tests: Path | None = None,
         terms: str = ANY_TERMS,
@@ -115,7 +115,7 @@ class SiteClient:
         Args:
             folder: training images.
             name: name of the site.
-            home: where the site stores its files; None for a hidden folder in `folder`.
+            state_folder: where the site stores its files; None for a hidden folder in `folder`.
             device: where to compute, as for the option `device`.
             tests: images to test models on; None for none.
             terms: the accepted terms, as for `Consent`.
@@ -124,19 +124,19 @@ class SiteClient:
             validations: images by which the server chooses the best round; None for none.
             keys: files of long-term keys.
         """
-        home = home or folder / STATE_FOLDER
-        images = SiteImages(folder, home, tests, device, validations)
-        return cls(images, name, Consent(home, terms, methods), trusted, keys)
+        state_folder = state_folder or folder / STATE_FOLDER
+        images = SiteImages(folder, state_folder, tests, device, validations)
+        return cls(images, name, Consent(state_folder, terms, methods), trusted, keys)
 
     @property
-    def home(self) -> Path:
+    def state_folder(self) -> Path:
         """The folder with the site's own files."""
-        return self.consent.home
+        return self.consent.state_folder
 
     @property
     def log(self) -> EventLog:
         """The site's log."""
-        return EventLog(self.home / LOG_FILE)
+        return EventLog(self.state_folder / LOG_FILE)
 
     def reply_to(self, data: bytes) -> bytes:
         """Reply to a message of the server.
@@ -148,7 +148,7 @@ class SiteClient:
             The reply. Any failure becomes a `Refusal` without private details, and a line in the site's log with them.
         """
         try:
-            self.home.mkdir(parents=True, exist_ok=True)
+            self.state_folder.mkdir(parents=True, exist_ok=True)
             # A plugin in the server's terms is imported only if the site's people have named it as well.
             with plugins.allow_only((*self.consent.methods, *self.trusted)):
                 return messages.write_message(self._handle(messages.scan_message(data, Offer, Request, FinalModel)))
@@ -158,7 +158,7 @@ class SiteClient:
             details = str(error.__cause__ or error)
             if isinstance(error, PermanentRefusal):
                 with suppress(OSError):
-                    consent.save_end(self.home, 1, details)
+                    consent.save_end(self.state_folder, 1, details)
             return self._refuse(error.kind, str(error), details)
         except MalformedMessage as error:
             return self._refuse(UNFIT, str(error), f"what the server sent cannot be read: {error}")
@@ -167,7 +167,9 @@ class SiteClient:
         except OSError as error:
             # The operating system's text contains no path. Without it, the error comes from a library, whose text may.
             reason = f"its disk: {error.strerror}." if error.strerror else f"its disk failed; {SEE_LOG}."
-            return self._refuse(FAILED, reason, f"{error.filename or self.home}: {atomic_io.error_reason(error)}.")
+            return self._refuse(
+                FAILED, reason, f"{error.filename or self.state_folder}: {atomic_io.error_reason(error)}."
+            )
         except UserError as error:
             return self._refuse(FAILED, f"it cannot take part now; {SEE_LOG}.", str(error))
         except Exception as error:  # without a reply of any kind the server would wait until its timeout
@@ -197,18 +199,18 @@ class SiteClient:
     def _store_final_model(self, unparsed: UnparsedMessage[Any], message: FinalModel) -> Receipt:
         folder = self._federation_folder(message.federation)
         terms, site = self._load_membership(message.federation, folder)
-        text = save_final_model(self.home, unparsed, terms, site)
-        text = copy_final_model(self.images.folder, self.home, text)
+        text = save_final_model(self.state_folder, unparsed, terms, site)
+        text = copy_final_model(self.images.folder, self.state_folder, text)
         secure_sum.erase_secrets(folder)
         self._write_log(text)
-        consent.save_end(self.home, 0, text)
+        consent.save_end(self.state_folder, 0, text)
         return Receipt(message.federation, self.version, self.name)
 
     def _federation_folder(self, federation: str) -> Path:
         # The hash becomes the name of a folder, so anything else is refused.
         if not re.fullmatch("[0-9a-f]{64}", federation):
             raise RefusalError("the server's id of its federation is not a hash.", NOT_JOINED)
-        return self.home / FEDERATIONS_FOLDER / federation[:16]
+        return self.state_folder / FEDERATIONS_FOLDER / federation[:16]
 
     def _load_membership(self, federation: str, folder: Path) -> tuple[Terms, SiteRuntime]:
         """Return the terms and the runtime of a federation that this site has joined; raise `RefusalError` if not."""
@@ -254,8 +256,8 @@ class SiteClient:
             unlabeled=unlabeled,
             tests=tests,
             validations=validations,
-            key=self.keys.public(self.home) if terms.config.secure_aggregation else "",
-            shared=int((self.home / consent.SHARE_ACCURACY_FILE).exists()),
+            key=self.keys.public(self.state_folder) if terms.config.secure_aggregation else "",
+            shared=int((self.state_folder / consent.SHARE_ACCURACY_FILE).exists()),
         )
 
     def _require_agreement(self, terms: Terms, kind: str) -> None:
@@ -270,7 +272,7 @@ class SiteClient:
         if self.consent.agrees_to(terms.hash):
             return
         summary = terms.summary()
-        if consent.load_offer(self.home) != summary:
+        if consent.load_offer(self.state_folder) != summary:
             self._write_log(f"asked to take part in {terms.sentence()}")
             if self.consent.terms:
                 how = f"--terms {self.consent.terms} is for other terms; start it again with --terms {terms.hash}"
@@ -278,7 +280,7 @@ class SiteClient:
                 how = f"answer yes where halfmoon site join asks, or start it again with --terms {terms.hash}"
             self._write_log(f"this site does not take part before its people agree: {how}")
             # Written last: whoever sees the offer also shows the log so far.
-            consent.save_offer(self.home, summary)
+            consent.save_offer(self.state_folder, summary)
         raise _NotAgreed(NOT_AGREED, kind)
 
     def _make_runtime(self, terms: Terms) -> SiteRuntime:
@@ -298,7 +300,7 @@ class SiteClient:
         current = (request.round, request.attempt, request.query)
         train_device = site.local_clients.dataset.train.labels.device
         memory = SiteMemory(run_folder, current, latest, train_device, self._write_log)
-        limits.check_free_disk(self.home, 0)
+        limits.check_free_disk(self.state_folder, 0)
         start = time.perf_counter()
         with computing(site_threads(terms.config)):
             reply = self._compute_reply(unparsed.parse_trees(), terms, site, memory)
@@ -311,7 +313,7 @@ class SiteClient:
         if not terms.config.secure_aggregation:
             return site.run_request(request, memory)
         participant = secure_sum.SumParticipant(
-            key=self.keys.load(self.home),
+            key=self.keys.load(self.state_folder),
             folder=memory.folder,
             number=site.number,
             sites=KnownKeys(terms.sites, memory.folder.parent, self.keys.public_keys, self._write_log),
@@ -357,11 +359,11 @@ def add_download_specs(site: SiteRuntime, terms: Terms, folder: Path) -> SiteRun
     return replace(site, downloads=downloads)
 
 
-def save_final_model(home: Path, unparsed: UnparsedMessage[FinalModel], terms: Terms, site: SiteRuntime) -> str:
-    """Write the final model and its card into the site's home, and test it.
+def save_final_model(state_folder: Path, unparsed: UnparsedMessage[FinalModel], terms: Terms, site: SiteRuntime) -> str:
+    """Write the final model and its card into the site's state folder, and test it.
 
     Args:
-        home: the site's home folder.
+        state_folder: the site's state folder.
         unparsed: the server's message.
         terms: the terms of the federation.
         site: the site.
@@ -376,7 +378,7 @@ def save_final_model(home: Path, unparsed: UnparsedMessage[FinalModel], terms: T
     if unparsed.tree_spec("model") != make_tree_spec(limits.make_meta_model(task.network)):
         raise RefusalError("the server sends a final model that is not the network of the terms.")
     message = unparsed.parse_trees()
-    path = home / FINAL_FOLDER / MODEL
+    path = state_folder / FINAL_FOLDER / MODEL
     try:
         texts = json.loads(message.card)
         if not isinstance(texts, dict) or not all(isinstance(value, str) for value in texts.values()):
@@ -405,19 +407,19 @@ def save_final_model(home: Path, unparsed: UnparsedMessage[FinalModel], terms: T
     return f"finished: the model is in {path}{accuracy}"
 
 
-def copy_final_model(folder: Path, home: Path, text: str) -> str:
-    """Copy the final model and its card from a hidden home folder to the folder of images, where people see them.
+def copy_final_model(folder: Path, state_folder: Path, text: str) -> str:
+    """Copy the final model and its card from a hidden state folder to the folder of images, where people see them.
 
     Returns:
         `text`, and where the copy is or why there is none.
     """
-    if home != folder / STATE_FOLDER:
+    if state_folder != folder / STATE_FOLDER:
         return text
     copy_folder = folder / MODEL_FOLDER
     try:
         copy_folder.mkdir(exist_ok=True)
         for file in (MODEL, *card_document.CARD_FILES):
-            atomic_io.write_atomically(copy_folder / file, (home / FINAL_FOLDER / file).read_bytes())
+            atomic_io.write_atomically(copy_folder / file, (state_folder / FINAL_FOLDER / file).read_bytes())
     except OSError as error:
         return f"{text}; it could not be copied to {copy_folder} ({atomic_io.error_reason(error)})"
     return f"{text}; a copy and its card ({card_document.CARD_FILES[1]}) are in {copy_folder}"

@@ -1,7 +1,7 @@
 """The consent of a site's people: a site takes part on terms that they have seen, and on no others.
 
 The process that talks to the server and the one that talks to the people share the files of this module in the site's
-home folder.
+state folder.
 """
 
 import json
@@ -18,14 +18,14 @@ from halfmoon.storage import atomic_io
 T = TypeVar("T")
 
 SHARE_ACCURACY_FILE = "share-accuracy"
-"""If a site's home has this file, its people allow its own accuracy to be shown next to the mean."""
+"""If a site's state folder has this file, its people allow its own accuracy to be shown next to the mean."""
 
 END_FILE = "ended.json"
-"""In a site's home: its participation is over, and why."""
+"""In a site's state folder: its participation is over, and why."""
 
 OFFERED_FILE = "offered.json"
 AGREED_FILE = "agreed.json"
-"""In a site's home: the terms that wait for an agreement, and the hashes of the terms that were agreed to."""
+"""In a site's state folder: the terms that wait for an agreement, and the hashes of the terms that were agreed to."""
 
 ANY_TERMS = "any"
 TERMS_CHOICE = re.compile(r"any|[0-9a-f]{8,64}")  # valid values of `--terms`: `ANY_TERMS`, or a hash or its beginning
@@ -49,13 +49,13 @@ class Consent:
     """The federations in which a site takes part.
 
     Attributes:
-        home: the site's home folder.
+        state_folder: the site's state folder.
         terms: the beginning of the hash of the only terms that are accepted; `ANY_TERMS`; or "" for those to which the
             site's people agree.
         methods: the accepted methods; empty for all.
     """
 
-    home: Path
+    state_folder: Path
     terms: str = ANY_TERMS
     methods: tuple[str, ...] = ()
 
@@ -63,58 +63,58 @@ class Consent:
         """Check that the site takes part on the terms with this hash."""
         if self.terms:
             return self.terms == ANY_TERMS or hash.startswith(self.terms)
-        return hash in load_agreed_hashes(self.home)
+        return hash in load_agreed_hashes(self.state_folder)
 
     def accepts_method(self, method: str) -> bool:
         """Check that the site accepts this method."""
         return not self.methods or method in self.methods
 
 
-def save_offer(home: Path, terms: TermsSummary) -> None:
+def save_offer(state_folder: Path, terms: TermsSummary) -> None:
     """Save terms that wait for an agreement."""
-    atomic_io.write_atomically(home / OFFERED_FILE, json.dumps(asdict(terms)).encode())
+    atomic_io.write_atomically(state_folder / OFFERED_FILE, json.dumps(asdict(terms)).encode())
 
 
-def load_offer(home: Path) -> TermsSummary | None:
+def load_offer(state_folder: Path) -> TermsSummary | None:
     """Load the terms that wait for an agreement; None if there are none."""
-    return _load_json(home / OFFERED_FILE, TypeAdapter(TermsSummary))
+    return _load_json(state_folder / OFFERED_FILE, TypeAdapter(TermsSummary))
 
 
-def save_end(home: Path, code: int, reason: str) -> None:
+def save_end(state_folder: Path, code: int, reason: str) -> None:
     """Save the end of the site's participation."""
-    atomic_io.write_atomically(home / END_FILE, json.dumps(asdict(ParticipationEnd(code, reason))).encode())
+    atomic_io.write_atomically(state_folder / END_FILE, json.dumps(asdict(ParticipationEnd(code, reason))).encode())
 
 
-def load_end(home: Path) -> ParticipationEnd | None:
+def load_end(state_folder: Path) -> ParticipationEnd | None:
     """Load the end of the site's participation; None if it goes on."""
-    return _load_json(home / END_FILE, TypeAdapter(ParticipationEnd))
+    return _load_json(state_folder / END_FILE, TypeAdapter(ParticipationEnd))
 
 
-def remove_pending(home: Path) -> None:
+def remove_pending(state_folder: Path) -> None:
     """Remove the terms that wait for an agreement, and the end of an earlier participation."""
-    (home / END_FILE).unlink(missing_ok=True)
-    (home / OFFERED_FILE).unlink(missing_ok=True)
+    (state_folder / END_FILE).unlink(missing_ok=True)
+    (state_folder / OFFERED_FILE).unlink(missing_ok=True)
 
 
-def load_agreed_hashes(home: Path) -> list[str]:
+def load_agreed_hashes(state_folder: Path) -> list[str]:
     """Load the hashes of the terms to which the site's people have agreed."""
-    return (_load_json(home / AGREED_FILE, TypeAdapter(dict[str, list[str]])) or {}).get("terms", [])
+    return (_load_json(state_folder / AGREED_FILE, TypeAdapter(dict[str, list[str]])) or {}).get("terms", [])
 
 
-def save_agreement(home: Path, hash: str) -> None:
+def save_agreement(state_folder: Path, hash: str) -> None:
     """Save that the site's people agree to the terms with this hash."""
-    hashes = sorted({*load_agreed_hashes(home), hash})
-    atomic_io.write_atomically(home / AGREED_FILE, json.dumps({"terms": hashes}).encode())
-    remove_pending(home)
+    hashes = sorted({*load_agreed_hashes(state_folder), hash})
+    atomic_io.write_atomically(state_folder / AGREED_FILE, json.dumps({"terms": hashes}).encode())
+    remove_pending(state_folder)
 
 
-def set_accuracy_sharing(home: Path, allowed: bool) -> None:
+def set_accuracy_sharing(state_folder: Path, allowed: bool) -> None:
     """Save whether the accuracy of this site may be shown next to the mean of all."""
     if allowed:
-        home.mkdir(parents=True, exist_ok=True)
-        (home / SHARE_ACCURACY_FILE).touch()
+        state_folder.mkdir(parents=True, exist_ok=True)
+        (state_folder / SHARE_ACCURACY_FILE).touch()
     else:
-        (home / SHARE_ACCURACY_FILE).unlink(missing_ok=True)
+        (state_folder / SHARE_ACCURACY_FILE).unlink(missing_ok=True)
 
 
 def _load_json(path: Path, adapter: TypeAdapter[T]) -> T | None:

@@ -385,14 +385,14 @@ class SiteImages:
 
     Attributes:
         folder: training images.
-        home: where decoded images and features are stored.
+        state_folder: where decoded images and features are stored.
         tests: images to test models on, never trained on; None for none.
         device: where to compute, as for the option `device`.
         validations: images by which the server chooses the best round; None for none.
     """
 
     folder: Path
-    home: Path
+    state_folder: Path
     tests: Path | None = None
     device: str = "auto"
     validations: Path | None = None
@@ -417,32 +417,32 @@ class SiteImages:
         local_clients = site.local_clients
         # With a frozen feature extractor, images are replaced by features, and network and views with them.
         converted = inputs(
-            terms.config, site.task, local_clients.views, self.home / "features", progress=_make_progress(log)
+            terms.config, site.task, local_clients.views, self.state_folder / "features", progress=_make_progress(log)
         )
         train = converted.trained(local_clients.dataset.train)
         compute_device = local_clients.dataset.train.labels.device
         held_out: dict[str, Examples] = {}
         for purpose, path in (("tests", self.tests), ("validations", self.validations)):
             if path is not None:
-                images = load_labeled_images(path, terms, self.home / f"{purpose}-{image_spec_name(terms)}")
+                images = load_labeled_images(path, terms, self.state_folder / f"{purpose}-{image_spec_name(terms)}")
                 held_out[purpose] = converted.tested(examples(images, compute_device))
         dataset = replace(local_clients.dataset, train=train)
         local_clients = replace(local_clients, dataset=dataset, views=converted.views)
         return replace(site, task=converted.task, local_clients=local_clients, held_out=HeldOut(**held_out))
 
     def _decode(self, terms: Terms, log: Callable[[str], None]) -> SiteFolder:
-        """Open the folder, decoded into the home folder, or a subfolder if that has images of another size already."""
-        folder = open_prepared_folder(self.folder, self.home, terms)
+        """Open the folder, decoded into the state folder, or a subfolder if that has images of another size already."""
+        folder = open_prepared_folder(self.folder, self.state_folder, terms)
         if folder is not None:
             return folder
-        out = self.home / image_spec_name(terms) if self._home_has_images() else self.home
+        out = self.state_folder / image_spec_name(terms) if self._has_decoded_images() else self.state_folder
         result = decode_folder(self.folder, out, terms)
         if result.decoded:
             log(f"decoded {result.decoded:,} images; {len(result.left_out):,} cannot be read and are left out")
         return result.site
 
-    def _home_has_images(self) -> bool:
+    def _has_decoded_images(self) -> bool:
         try:
-            return open_prepared_site(self.folder, self.home).images is not None
+            return open_prepared_site(self.folder, self.state_folder).images is not None
         except UserError:
             return False

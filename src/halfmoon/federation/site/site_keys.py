@@ -20,7 +20,7 @@ from halfmoon.storage import atomic_io
 if TYPE_CHECKING:
     from cryptography.hazmat.primitives.asymmetric import ec
 
-SITE_KEY_FILE = "site.key"  # in a site's home: the key that it generates for itself
+SITE_KEY_FILE = "site.key"  # in a site's state folder: the key that it generates for itself
 KNOWN_KEYS_FILE = "site_keys.json"  # in a federation's folder: the keys of the other sites
 
 
@@ -36,9 +36,9 @@ class KeyFiles:
     private_key: Path | None = None
     public_keys: Path | None = None
 
-    def load(self, home: Path) -> ec.EllipticCurvePrivateKey:
-        """Load this site's long-term key, or generate one in its home folder; raise UserError for an invalid file."""
-        path = self.private_key or home / SITE_KEY_FILE
+    def load(self, state_folder: Path) -> ec.EllipticCurvePrivateKey:
+        """Load this site's long-term key, or generate one in its state folder; raise UserError for an invalid file."""
+        path = self.private_key or state_folder / SITE_KEY_FILE
         data = atomic_io.read(path)
         if data is None:
             if self.private_key is not None:
@@ -50,9 +50,9 @@ class KeyFiles:
         except ValueError as error:
             raise UserError(f"{path} is no private key (elliptic curve, in OpenSSH's format): {error}.") from error
 
-    def public(self, home: Path) -> str:
+    def public(self, state_folder: Path) -> str:
         """Return this site's public key in hexadecimal."""
-        return signing.public(self.load(home).public_key()).hex()
+        return signing.public(self.load(state_folder).public_key()).hex()
 
 
 def read_private_json(path: Path) -> dict[str, Any] | None:
@@ -138,7 +138,7 @@ class KnownKeys:
         for number, key in keys.items():
             name = self.names[number]
             if name not in (known or {}):
-                self.log(f"the key of {name} is from now on {fingerprint(key)}; its people can confirm that")
+                self.log(f"from now on the key of {name} is {fingerprint(key)}; its people can confirm that")
 
     def _check_with_file(self, listed: Mapping[str, bytes], keys: Mapping[int, bytes]) -> None:
         for number, key in keys.items():
