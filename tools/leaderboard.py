@@ -41,7 +41,8 @@ def add(folder: Path, results: Path) -> Path:
     """
     if not (folder / SWEEP_FILE).is_file():
         raise UserError(
-            f"{folder} is not the folder of a sweep: it has no {SWEEP_FILE}; give the folder that halfmoon sweep printed."
+            f"{folder} is not the folder of a sweep: it has no {SWEEP_FILE}; give the folder that halfmoon sweep "
+            "printed."
         )
     study = read_sweep(folder / SWEEP_FILE)
     if not any(study.finished()):

@@ -1,9 +1,8 @@
-"""DICOM files (extra `dicom`), known by their content: one frame of each as an image of full depth, white where it is
-meant white.
+"""Read one frame of a DICOM file (extra `dicom`) as an image of full depth, in which larger values are lighter.
 
-Grays go through modality rescale (or its table); the file's window says how they are shown. A presentation table
-(VOI LUT Sequence) is not applied. Of the header only that is read, and for `find_patients` two identifiers, which stay in
-memory.
+Files are recognized by their content, not by their suffix. Gray values pass through the modality rescale or its table,
+and the file's window sets black and white. A presentation table (VOI LUT Sequence) is not applied. Of the header, only
+these fields are read, and two identifiers for `find_patients`, which are never written to a file.
 """
 
 import io
@@ -173,7 +172,11 @@ def _read_identifiers(path: Path) -> tuple[str, str]:
 
 
 def _inflate(data: BinaryIO, place: str) -> BinaryIO:
-    """Return the file, or what it unpacks to where it is deflated; raise UserError where that is over `MAX_UNPACKED_BYTES`."""
+    """Inflate a deflated file; return any other as it is.
+
+    Raises:
+        UserError: if the file is damaged or inflates to more than `MAX_UNPACKED_BYTES`.
+    """
     head = data.read(1024)
     data.seek(0)
     start = 144 + int.from_bytes(head[140:144], "little")  # behind group 2, whose first element is its length

@@ -77,10 +77,17 @@ def center_box(height: int, width: int, tall: int, wide: int) -> tuple[float, fl
 
 
 def estimate_window(strips: Iterable[np.ndarray], count: int) -> tuple[float, float]:
-    """Return the values of black and white of an image that names none: all but half a percent at either end.
+    """Estimate the values of black and white of an image whose file names none.
 
-    One bright spot so leaves the rest visible. The `count` values come in parts; above `MAX_SAMPLED_VALUES` evenly spread ones
-    are looked at.
+    Half a percent of the values at either end is left out, so that one bright spot does not darken the rest. An image
+    of more than `MAX_SAMPLED_VALUES` values is sampled evenly.
+
+    Args:
+        strips: the values of the image in pieces, in order.
+        count: number of all values.
+
+    Returns:
+        The values that become black and white; white is larger.
     """
     step, at = max(1, count // MAX_SAMPLED_VALUES), 0
     parts, ends = [], []

@@ -114,8 +114,14 @@ def _label_ticks(axis: Any, names: list[str], inches: float, ahead: Sequence[str
 def draw_reliability(scores: Mapping[str, Any], path: Path) -> None:
     """Draw a PNG of a model's calibration: bars of accuracy over probability, and below them the images of each bin.
 
-    `scores` is the dict of `halfmoon.sites.inference.measure.compute_scores`. A bar below the diagonal says that the model is
-    right less often than it says. Raise UserError if the picture cannot be written.
+    A bar below the diagonal shows that the model is overconfident.
+
+    Args:
+        scores: the dict of `halfmoon.sites.inference.measure.compute_scores`.
+        path: the PNG file.
+
+    Raises:
+        UserError: if the file cannot be written.
     """
     rows = [row for row in scores["reliability"] if row["images"]]
     left, width = [row["above"] for row in rows], [row["to"] - row["above"] for row in rows]

@@ -78,10 +78,10 @@ def iterate_points(run: StoredRun) -> Iterator[tuple[int, str, float]]:
 
 @cache
 def cells_frame(study: Study) -> Any:
-    """Return a data frame: a line for each cell and seed, one without a seed for a cell that has no run.
+    """Collect a data frame with one line for each cell and seed, and one without a seed for a cell that has no run.
 
-    The columns are `row` and `column` as in `metrics_frame`, `rounds`, `sent` (MB), `costs` (whether any is known), the axes
-    as "axis:NAME", and `VALUE_COLUMNS`. Accuracies are percent; None is unknown.
+    The columns are `row` and `column` as in `metrics_frame`, `rounds`, `sent` (MB), `costs` (whether any is known),
+    the axes as "axis:NAME", and `VALUE_COLUMNS`. Accuracies are percent; None is unknown.
     """
     names = ["row", "column", "rounds", "sent", "costs"]
     names += [*(f"axis:{axis.name}" for axis in study.sweep.axes), *VALUE_COLUMNS]

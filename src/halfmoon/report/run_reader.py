@@ -156,8 +156,7 @@ class StoredRun:
 
     @property
     def split(self) -> dict[str, Any] | None:
-        """The dict of `halfmoon.data.partition.heterogeneity.summarize` in split.json; None for a run of a version
-        without it."""
+        """Summary of the split (`heterogeneity.summarize`) from split.json; None if an older version made the run."""
         path = self.path / "split.json"
         if path.exists():  # nothing else is told from it
             integrity.check_files(self.path, path.name)

@@ -205,8 +205,8 @@ def read_sweep(file: Path) -> Study:
     if not isinstance(head, dict) or head.get("format") != SWEEP_FORMAT:
         number = head.get("format") if isinstance(head, dict) else None
         raise UserError(
-            f"{file} has format {number!r}, and this version of halfmoon reads format {SWEEP_FORMAT}: these results were "
-            "made by another version; start the sweep again, or use that version."
+            f"{file} has format {number!r}, and this version of halfmoon reads format {SWEEP_FORMAT}: these results "
+            "were made by another version; start the sweep again, or use that version."
         )
     try:
         sweep = TypeAdapter(SweepFile).validate_json(json.dumps(head), strict=True)

@@ -31,5 +31,11 @@ def _read_markup(package: str, name: str) -> Markup:
 
 
 def render(package: str, name: str, **values: Any) -> str:
-    """Return the template `name` in the folder `read_web_file` of a package with these values; `file` puts a file there in."""
+    """Render a template with these values.
+
+    Args:
+        package: the package whose folder `web` has the template.
+        name: the template's file name.
+        values: its variables; the function `file` inserts another file of that folder.
+    """
     return _environment(package).get_template(name).render(file=partial(_read_markup, package), **values)

@@ -101,9 +101,11 @@ def spread_by_dirichlet(
 
     For each class: shares p ~ Dir(alpha); with `cap`, clients that already hold N / clients rows get no more;
     p is normalised, and the class is cut at floor(cumsum(p) * rows), the last client taking the remainder.
-    Everything is drawn again while the smallest client has fewer than `min_size` rows, at most `tries` times, and three
-    times where `MAX_SHORT_CLIENTS` clients and more are left short; then UserError is raised with what would succeed. `what`
-    names the rows in that message.
+    All classes are redrawn while the smallest client has fewer than `min_size` rows, at most `tries` times, and at most
+    three times if `MAX_SHORT_CLIENTS` or more clients have fewer in each draw. `what` names the rows in the message.
+
+    Raises:
+        UserError: if no draw gives each client `min_size` rows; the message suggests values that would succeed.
     """
     best, fewest, number = -1, clients, 0
     for number in range(1, tries + 1):

@@ -174,8 +174,8 @@ def give_equal_classes(options: SplitOptions, part: RowPool) -> np.ndarray:
 def give_peaked(options: SplitOptions, part: RowPool) -> np.ndarray:
     """Give client k floor(N / clients) rows with half of them from class k mod classes (FedMatch, batch non-IID).
 
-    Counts are the expected ones of `fedmatch_class_probabilities`, fitted to the class pools where these are uneven; the authors' code
-    takes rows class by class until a pool is empty. Fewer than `clients` rows go to nobody.
+    Counts are the expected ones of `fedmatch_class_probabilities`, fitted to the class pools where these are uneven;
+    the authors' code takes rows class by class until a pool is empty. Fewer than `clients` rows go to nobody.
     """
     part.check()
     classes = len(part.names)

@@ -74,7 +74,8 @@ def read_records(path: Path, classes: Sequence[int]) -> Images:
     if not data.size or data.size % length:
         raise UserError(
             f"{path}: {data.size} bytes are no whole number of records of {length} bytes "
-            f"({len(classes)} label byte{'s' if len(classes) > 1 else ''}, {PIXEL_BYTES} pixel bytes); download it again."
+            f"({len(classes)} label byte{'s' if len(classes) > 1 else ''}, {PIXEL_BYTES} pixel bytes); "
+            "download it again."
         )
     records = data.reshape(-1, length)
     labels = records[:, : len(classes)].astype(np.int64)

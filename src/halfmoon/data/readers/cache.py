@@ -39,10 +39,18 @@ MIN_CACHED_BYTES = 8 * 2**20
 def load_or_decode(folder: Path | None, files: Sequence[Path], read: Reader, form: str = "") -> Decoded:
     """Return what `read` gives for `files`, from `folder` where an earlier call wrote it, and write it there.
 
-    The key is made of the files' paths, sizes and times of change, and of `form`, which tells apart readers that give
-    other pixels for the same files. A damaged file is read anew and replaced. Without a folder, `MIN_CACHED_BYTES` sets go to the
-    user's cache, as far as it can be written and with `CAP` bytes at most, and others nowhere; `NO_CACHE` writes nothing.
-    Raise UserError where a folder that the user names cannot be written.
+    The cache key is a hash of the files' paths, sizes and modification times, and of `form`, which differs between
+    readers that give different pixels for the same files. A damaged cache file is replaced.
+
+    Args:
+        folder: cache folder. None: the user's cache, if it can be written and the files have at least
+            `MIN_CACHED_BYTES`. `NO_CACHE`: write nothing.
+        files: the image files that `read` decodes.
+        read: the reader.
+        form: a string that identifies the preparation of the images.
+
+    Raises:
+        UserError: if a folder that the user named cannot be written.
     """
     if folder == NO_CACHE or (folder is None and sum(path.stat().st_size for path in files) < MIN_CACHED_BYTES):
         return read(None)

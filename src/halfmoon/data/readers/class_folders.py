@@ -34,8 +34,8 @@ def read_folders(
 ) -> tuple[Images, Images, tuple[str, ...]]:
     """Return train and test images and the class names, sorted, of a folder of class folders.
 
-    A folder without a test part has its validation part as the test. Of class folders alone, `HELD_OUT_SHARE` of the images
-    of every class are held out, always the same ones. The test images' remark tells either. With `rgb` gray images are
+    Without a test part, the validation part is the test. Without any parts, `HELD_OUT_SHARE` of the images of every
+    class are held out, the same ones in every run. The test images' `remark` states either. With `rgb`, gray images are
     made RGB. Raise UserError where a part or a class is missing or empty, where train and test differ in classes, or
     where an image cannot be read.
     """
@@ -51,8 +51,8 @@ def read_folders(
         train, test_paths, grouped = _hold_out(list_classes(folder), how.group_pattern)
         count = sum(map(len, test_paths.values()))
         remark = (
-            f"{folder} has no folder test, so {HELD_OUT_SHARE:.0%} of the images of every class, {count:,} in all, are held "
-            f"out as the test; {NO_GROUP_ON_BOTH_SIDES if grouped else GROUPS_HINT}"
+            f"{folder} has no folder test, so {HELD_OUT_SHARE:.0%} of the images of every class, {count:,} in all, "
+            f"are held out as the test; {NO_GROUP_ON_BOTH_SIDES if grouped else GROUPS_HINT}"
         )
     tests = replace(read_classes(test_paths, cache, rgb, how), remark=remark)
     return read_classes(train, cache, rgb, how), tests, tuple(train)

@@ -117,7 +117,7 @@ def load_pixels(image: Image.Image) -> Image.Image:
 def open_upright(
     data: bytes | BinaryIO, place: str, load: Callable[[Image.Image], Image.Image] = load_pixels
 ) -> Image.Image:
-    """Return one encoded image in its own mode and depth, turned as its EXIF tag says; raise UserError as `decode_to_shape`.
+    """Open one encoded image in its mode and depth, turned upright by its EXIF tag; raise as `decode_to_shape` does.
 
     `load` reads the pixels and may make them fewer: turning a large image takes its memory twice.
     """
@@ -157,7 +157,7 @@ def read_header(path: Path) -> tuple[int, int, bool] | None:
 
 
 def _is_sideways(image: Image.Image) -> bool:
-    """Say whether an image's EXIF tag swaps its sides; what is no EXIF data swaps nothing, as in `_apply_orientation`."""
+    """Check whether an image's EXIF tag swaps height and width; unreadable EXIF data counts as none."""
     try:
         return image.getexif().get(_ORIENTATION_TAG, 1) >= 5
     except Exception:
@@ -232,8 +232,8 @@ def _decode_same_shape(images: Iterable[tuple[bytes, str]], rgb: bool, how: Prep
         shape, first = shape or pixels.shape, first or place
         if pixels.shape != shape:
             raise UserError(
-                f"{place}: the image is {_describe_shape(pixels.shape)}, but {first} is {_describe_shape(shape)}; all images need one "
-                "size and one mode: give them --resize N, --channels 1 or 3, or both."
+                f"{place}: the image is {_describe_shape(pixels.shape)}, but {first} is {_describe_shape(shape)}; "
+                "all images need one size and one mode: give them --resize N, --channels 1 or 3, or both."
             )
         yield pixels
 

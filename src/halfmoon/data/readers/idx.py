@@ -49,7 +49,7 @@ def read_idx(path: Path, axes: int) -> np.ndarray:
 
 
 def _read_gzip(path: Path) -> bytes:
-    """Return what a gzip file holds; raise UserError where that is over `MAX_UNPACKED_BYTES`, before it is all in memory."""
+    """Decompress a gzip file; raise UserError as soon as it exceeds `MAX_UNPACKED_BYTES`."""
     parts, size = [], 0
     with gzip.open(path) as file:
         while part := file.read(_CHUNK_BYTES):
