@@ -34,10 +34,10 @@ SENTENCES = {
     "run --clients 1438": "1438 clients cannot share 1437 images; ask for fewer clients.",
     "run --clients 4 --cohort 5": "cohort is 5, but clients is 4: it must be at most 4.",
     "run --labeled-batch 1": (
-        "labeled_batch is 1: a batch of one image has no variance to normalize by: use at least 2."
+        "labeled_batch is 1: a batch of one image has no variance to normalize by; use at least 2."
     ),
     "run --unlabeled-batch 1 --statistics separate": (
-        "unlabeled_batch is 1: a batch of one image has no variance to normalize by: use at least 2."
+        "unlabeled_batch is 1: a batch of one image has no variance to normalize by; use at least 2."
     ),
     "run --labels-per-class 9": (
         "labels_per_class 9 for 20 clients needs 180 labeled images of class 8, which has 139; set labels_per_class "

@@ -334,6 +334,6 @@ def test_the_recommended_method_is_picked_by_where_labels_are(place: str, name: 
     on_features = config.resolve(heads, {})
     assert (on_features.method, on_features.cohort) == ("mixture-head", 7)
     assert config.resolve({**heads, "tune": "last"}, {}).method == name
-    assert place in registry.entry("mixture-head").places
+    assert place in registry.entry("mixture-head").label_locations
     assert resolved == config.resolve({"method": name, **given}, {"options": {"keep_optimizer": True}})
     assert place in registry.entry(name).label_locations
