@@ -309,7 +309,7 @@ def test_hidden_labels_change_nothing(name):
             assert a.report.pseudo["share_used"] == b.report.pseudo["share_used"]
     assert len(given[0]) == len(given[1]) > 200
     assert all(torch.equal(one, two) for one, two in zip(*given, strict=True))
-    assert Batch._fields == ("x", "y", "x_rows", "u", "u_rows", "others", "mixing", "x_views", "real")
+    assert Batch._fields == ("x", "y", "x_rows", "u", "u_rows", "second_batch", "mixing", "x_views", "real")
     assert ClientData._fields == ("x", "y", "u", "labeled", "unlabeled", "views", "real")
 
 
