@@ -214,7 +214,9 @@ def _moves(method: type) -> str:
     found, number = _paragraphs(method)
     parts = re.split(r"(?:^|\n|\s{2,})(server|broadcast|memory|upload):\s+", found[number])[1:]
     if parts[::2] != ["server", "broadcast", "memory", "upload"]:
-        raise ValueError(f"the docstring of {method.__module__} has to state server, broadcast, memory and upload, in this order")
+        raise ValueError(
+            f"the docstring of {method.__module__} has to state server, broadcast, memory and upload, in this order"
+        )
     return "\n".join(
         f"- **{key}**: {' '.join(words.split())}" for key, words in zip(parts[::2], parts[1::2], strict=True)
     )

@@ -228,7 +228,7 @@ def test_pixels_are_normalized_as_it_is_said(given, constants):
 
 
 def test_wrong_constants_are_a_sentence():
-    with pytest.raises(UserError, match=r"pixel_std is .*: it must be numbers from 0, of a deviation above it"):
+    with pytest.raises(UserError, match=r"pixel_std is .*: it must be numbers above 0"):
         Config(pixel_std=(0.0,))
     with pytest.raises(UserError, match="pixel_mean has 3 numbers, but the images have 1 channels"):
         factory.problem(Config(pixel_mean=(0.5, 0.5, 0.5)))

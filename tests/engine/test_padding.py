@@ -265,7 +265,7 @@ def test_a_pass_of_padding_alone_stays_finite_in_a_deep_network(network):
 
 
 def test_a_client_that_is_larger_than_a_pass_is_looked_at_as_alone(agree, monkeypatch):
-    monkeypatch.setattr("halfmoon.methods.objectives.base.CHUNK", 4)
+    monkeypatch.setattr("halfmoon.methods.objectives.base.CHUNK_IMAGES", 4)
     monkeypatch.setattr(split_into_chunks, "__defaults__", (4,))
     monkeypatch.setattr(index_chunks, "__defaults__", (4,))
     agree(FedAvg(FixMatch(threshold=THRESHOLD, labels="round")))

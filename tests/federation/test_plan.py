@@ -336,7 +336,11 @@ image = [1, 16, 16]
         ('aggregation = "median"\n' + SEVEN, "median", None),
         ("cohort = 3\n" + SEVEN, "mean", "of fewer than 4 sites a round no rule can tell which one is wrong"),
         ("secure_aggregation = true\n" + SEVEN, "mean", "hide who sent what"),
-        ('method = "semifl"\nlabels_at = "server"\n' + SEVEN, "mean", "its clients count statistics in a separate query"),
+        (
+            'method = "semifl"\nlabels_at = "server"\n' + SEVEN,
+            "mean",
+            "its clients count statistics in a separate query",
+        ),
     ],
 )
 def test_a_federation_defends_itself_where_a_rule_can_help(text: str, rule: str, words: str | None, tmp_path: Path):

@@ -105,7 +105,7 @@ def test_the_head_on_features_has_the_derivatives_of_the_head(weights: str) -> N
 def test_features_need_a_frozen_backbone(weights: str) -> None:
     with pytest.raises(UserError, match="frozen backbone"):
         factory.problem(replace(SMALL, weights=weights, features=True))
-    with pytest.raises(UserError, match="both say"):
+    with pytest.raises(UserError, match="both set what is trained"):
         replace(SMALL, weights=weights, tune="head", freeze=("conv1",))
 
 

@@ -43,7 +43,7 @@ def _cwd(place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def scratch(monkeypatch: pytest.MonkeyPatch) -> None:
     """Leave out the package of the pretrained network, and most rounds."""
-    monkeypatch.setattr(hubs, "installed", lambda name: False)
+    monkeypatch.setattr(hubs, "is_installed", lambda name: False)
     monkeypatch.setattr(planning, "MAX_ROUNDS", 20)
     monkeypatch.setattr(planning, "MIN_ROUNDS", 10)
 

@@ -110,14 +110,14 @@ def test_what_a_site_gains_by_joining_is_judged_over_splits(tmp_path: Path, monk
         assert each.difference.mean == pytest.approx(each.ours - each.base)
         assert each.splits == 5
     assert "help" in decision.decide([9.0, 9.1], [1.0, 1.2], 0.25, 50, decision.JOINING_VERDICTS).sentence
-    monkeypatch.setattr(hubs, "installed", lambda name: False)
+    monkeypatch.setattr(hubs, "is_installed", lambda name: False)
     assert site_rehearsal.estimate_gains(folders) == {}
 
 
 def test_the_table_has_every_question_of_a_manager(tmp_path, capsys, monkeypatch):
     """Each site alone, all labels together, the federation with labels only, with fewer labels, and with all. A site
     without a label, as one of class folders alone, learns nothing alone, and is said."""
-    monkeypatch.setattr(hubs, "installed", lambda name: False)
+    monkeypatch.setattr(hubs, "is_installed", lambda name: False)
     folders = [str(site(tmp_path / name, 12, 20)) for name in ("a", "bb")]
     folders.append(str(site(tmp_path / "c", 0, 10)))
     words = ["run", "--sites", *folders, "--rounds", "1", "--steps", "1", "--network", "small", "--channels", "1"]

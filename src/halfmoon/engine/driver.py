@@ -259,6 +259,7 @@ def update_many(
 
 
 def first_memory(client_update: ClientUpdate, broadcast: Tree, seed: int, client: int) -> Tree:
+    """Return the memory that a client starts with; its random numbers are the client's or shared, as it requires."""
     return client_update.initial_memory(
         broadcast,
         rng.generator(seed, "remember", *((client,) if client_update.requirements.per_client_generator else ())),

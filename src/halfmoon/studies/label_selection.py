@@ -188,10 +188,10 @@ class HeadProblem:
         accuracies: list[float] = []
         half_accuracies: list[float] = []
         with ThreadPoolExecutor(len(processors())) as pool:
-            for done, (accuracy, half_accuracy) in enumerate(pool.map(test_fold, range(len(splits))), start=1):
+            for finished, (accuracy, half_accuracy) in enumerate(pool.map(test_fold, range(len(splits))), start=1):
                 accuracies.append(accuracy)
                 half_accuracies.append(half_accuracy)
-                report_progress("splits of the cross-validation", done, len(splits))
+                report_progress("splits of the cross-validation", finished, len(splits))
         if len(splits) < 2:
             return None
         tested = int(may_test.sum())

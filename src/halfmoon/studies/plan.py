@@ -342,8 +342,8 @@ def _resolve_pair(options: Mapping[str, Any], defaults: Mapping[str, Any], pair:
         "method": pair[1],
         "baselines": (pair[0],),
     }
-    given = {name: value for name, value in options.items() if value is not None}
-    return settings.resolve({**pair_options, **defaults}, given)
+    user_options = {name: value for name, value in options.items() if value is not None}
+    return settings.resolve({**pair_options, **defaults}, user_options)
 
 
 def _client_options(options: Mapping[str, Any], contents: FolderContents) -> dict[str, int]:
@@ -361,10 +361,11 @@ def _client_options(options: Mapping[str, Any], contents: FolderContents) -> dic
     half = max(1, smallest_class // 2)
     if half >= Config.clients:
         return {"clients": Config.clients}
-    chosen = {"clients": half}
+    client_options = {"clients": half}
     if not LABEL_COUNT_OPTIONS & options.keys():
-        chosen["labels"] = min(half, round(settings.DEFAULT_LABELS_PER_CLASS * Config.clients)) * len(contents.classes)
-    return chosen
+        label_limit = round(settings.DEFAULT_LABELS_PER_CLASS * Config.clients)
+        client_options["labels"] = min(half, label_limit) * len(contents.classes)
+    return client_options
 
 
 def _set_options(config: Config) -> dict[str, Any]:

@@ -236,9 +236,9 @@ def estimate_gains(
     decisions: dict[str, Decision] = {}
     for name, accuracies in results.items():
         if len(accuracies) > 1:
-            joined, baseline = zip(*accuracies, strict=True)
+            federation_result, baseline = zip(*accuracies, strict=True)
             verdicts = UNLABELED_VERDICTS if name == FEDERATION else JOINING_VERDICTS
-            decisions[name] = decide(joined, baseline, 1 / (FOLDS - 1), label_counts[name], verdicts)
+            decisions[name] = decide(federation_result, baseline, 1 / (FOLDS - 1), label_counts[name], verdicts)
     return decisions
 
 

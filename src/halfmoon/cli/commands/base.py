@@ -130,6 +130,7 @@ def options(parser: argparse.ArgumentParser, names: Sequence[str], full: bool = 
 
 
 def requested(args: argparse.Namespace, names: Iterable[str]) -> dict[str, Any]:
+    """Return the options of `names` that were given on the command line, by name."""
     matches = {name: vars(args)[name] for name in names if name in vars(args)}
     return {
         name: settings.parse_option(name, each) if isinstance(each, str) else each for name, each in matches.items()

@@ -20,6 +20,7 @@ ANNOTATIONS = "val_annotations.txt"
 
 
 def has_files(folder: Path) -> bool:
+    """Check whether a folder has the official files."""
     if (folder / "wnids.txt").is_file() or (folder / "val" / ANNOTATIONS).is_file():
         return True
     return (

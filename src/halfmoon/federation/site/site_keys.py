@@ -122,8 +122,8 @@ class KnownKeys:
             self._check_with_file(read_keys(self.file), keys)
             return
         path = self.folder / KNOWN_KEYS_FILE
-        known = read_private_json(path)
-        record = dict(known or {})
+        stored_keys = read_private_json(path)
+        record = dict(stored_keys or {})
         for number, key in keys.items():
             name = self.names[number]
             if record.setdefault(name, key.hex()) != key.hex():
@@ -131,13 +131,13 @@ class KnownKeys:
                     f"the server sends a different key of {name} ({fingerprint(key)}) than before. If the people of "
                     f"{name} confirm the new key, remove {KNOWN_KEYS_FILE} at this site."
                 )
-        if record == known:
+        if record == stored_keys:
             return
         self.folder.mkdir(parents=True, exist_ok=True)
         atomic_io.write_atomically(path, atomic_io.json_line(record), private=True)
         for number, key in keys.items():
             name = self.names[number]
-            if name not in (known or {}):
+            if name not in (stored_keys or {}):
                 self.log(f"from now on the key of {name} is {fingerprint(key)}; its people can confirm that")
 
     def _check_with_file(self, listed: Mapping[str, bytes], keys: Mapping[int, bytes]) -> None:

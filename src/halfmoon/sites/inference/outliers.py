@@ -54,8 +54,8 @@ def build_reference(model: InferenceModel, folder: Path) -> ReferenceImages:
         UserError: fewer than `MIN_REFERENCE_IMAGES` images can be read.
     """
     all_paths = list_images(folder)
-    drawn = np.sort(named_generator(0, "known images").permutation(len(all_paths))[:MAX_REFERENCE_IMAGES])
-    paths = [all_paths[row] for row in drawn]
+    sampled_rows = np.sort(named_generator(0, "known images").permutation(len(all_paths))[:MAX_REFERENCE_IMAGES])
+    paths = [all_paths[row] for row in sampled_rows]
     parts = [model.represent(batch.images)[1] for batch in read_batches(model, folder, paths) if len(batch.rows)]
     count = sum(map(len, parts))
     if count < MIN_REFERENCE_IMAGES:
