@@ -104,7 +104,7 @@ class Plan:
 
 def check(file: Path, name: str, width: int) -> None:
     """Raise ValueError where stock Flower's network is not ours: with the same weights the same logits."""
-    config, form = load_plan(file).config, load_plan(file).terms.form
+    config, form = load_plan(file).config, load_plan(file).terms.image_spec
     model = task(config, form).network.init(rng.generator(0, "model"))
     theirs = NETWORKS[name](width).eval()
     ours = iter(tree.leaves(model["params"]))

@@ -137,7 +137,7 @@ class Found:
 
 def necessary(file: Path) -> int:
     """Return the bytes that a round has to carry: the model to every site, and an update of its size back."""
-    config, form = load_plan(file).config, load_plan(file).terms.form
+    config, form = load_plan(file).config, load_plan(file).terms.image_spec
     model = task(config, form).network.init(rng.generator(0, "model"))
     return 2 * SITES * tree.nbytes(model)
 

@@ -512,7 +512,7 @@ def scene(tmp_path: Path) -> Iterator[Stage]:
         each.kill()
         each.wait()
     for folder in (tmp_path / "run" / "flower", tmp_path / "ward" / "home" / "flower"):
-        ProcessFolder(folder).kill()
+        ProcessFolder(folder).kill_all()
 
 
 @pytest.mark.slow

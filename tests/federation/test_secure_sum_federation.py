@@ -87,7 +87,7 @@ def away(gone: Callable[[str, int, int, str], bool]) -> Iterator[None]:
         return original(self, data)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(SiteClient, "answer", answer)
+        patch.setattr(SiteClient, "reply_to", answer)
         client_app._open_client.cache_clear()
         yield
     client_app._open_client.cache_clear()
@@ -215,7 +215,7 @@ def test_sites_take_part_under_the_keys_that_were_handed_out(town, tmp_path, mon
         town.play(file)
     for log in ((town.folder / "site-00" / ".halfmoon" / "join.log"), *town.runs.glob(f"{file.stem}/serve.log")):
         assert "the server sends a different key of site-02 (SHA256:" in log.read_text()
-    client_app._client.cache_clear()
+    client_app._open_client.cache_clear()
 
 
 @pytest.mark.parametrize(

@@ -417,7 +417,7 @@ ERRORS = [
 
 @pytest.mark.parametrize("error", ERRORS, ids=["full", "without a number"])
 @pytest.mark.parametrize("call", [0, 1, 2, 3])
-@pytest.mark.parametrize("what", ["replace", "append"])
+@pytest.mark.parametrize("what", ["write_atomically", "append"])
 def test_a_full_disk_is_said_without_a_path_and_forgotten(
     member: SiteClient, script: list[tuple[bytes, bytes]], monkeypatch: pytest.MonkeyPatch,
     what: str, call: int, error: OSError,
@@ -458,7 +458,7 @@ def test_a_disk_that_stays_full_stops_nothing_else(member, script, monkeypatch):
         raise ERRORS[0]
 
     with monkeypatch.context() as patch:
-        patch.setattr(atomic_io, "replace", full)
+        patch.setattr(atomic_io, "write_atomically", full)
         patch.setattr(atomic_io, "append", full)
         refusal = told(member.reply_to(script[1][0]))
     assert (refusal.kind, refusal.reason) == (FAILED, "its disk: No space left on device.")

@@ -240,7 +240,7 @@ class Besieged:
             self.stop(who)
         runs = [path.parent for path in self.folder.glob("*/flower/state.db")]
         for folder in (*runs, *(self.home(who) / "flower" for who in names)):
-            ProcessFolder(folder).kill()
+            ProcessFolder(folder).kill_all()
         for access in self.nginx:
             subprocess.run([str(NGINX), "-c", access / "nginx.conf", "-s", "stop"], capture_output=True, check=False)
 

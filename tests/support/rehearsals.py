@@ -84,8 +84,8 @@ class Town:
     _count: list[int] = field(default_factory=list)
 
     @cached_property
-    def form(self) -> ImageSpec:
-        return load_plan(self.folder / "federation.toml").terms.form
+    def image_spec(self) -> ImageSpec:
+        return load_plan(self.folder / "federation.toml").terms.image_spec
 
     @property
     def names(self) -> list[str]:
