@@ -334,7 +334,7 @@ def check_replies(there: Played) -> None:
     words = [word.encode() for word in [*machine, *names] if len(word) > 3]
     secrets = {name: private(town, name) for name in town.names}
     fields_of = {
-        kind: {each.name for each in fields(kind)} - {"up", "samples", "evaluation"}
+        kind: {each.metadata.get("name", each.name) for each in fields(kind)} - {"up", "samples", "evaluation"}
         for kind in (Acceptance, Reply, Refusal, Receipt)
     }
     for letter in there.letters:

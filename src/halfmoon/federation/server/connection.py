@@ -111,6 +111,7 @@ class SpooledFile:
         weakref.finalize(self, _remove, path)
 
     def read(self) -> bytes:
+        """Read the spooled bytes; raise `UserError` where the file is gone."""
         try:
             return self.path.read_bytes()
         except OSError as error:
