@@ -243,7 +243,7 @@ def test_small_pictures_of_large_files_are_kept_on_the_disk(tmp_path: Path, monk
     noise = np.random.default_rng(0).integers(0, 256, (300, 300), np.uint8)
     Image.fromarray(noise).save(tmp_path / "a.png")
     first = ImageCache(tmp_path).get("a.png", True)
-    monkeypatch.setattr("halfmoon.pages.browser_images.upright", lambda *_: pytest.fail("it was decoded"))
+    monkeypatch.setattr("halfmoon.pages.browser_images.open_upright", lambda *_: pytest.fail("it was decoded"))
     assert ImageCache(tmp_path).get("a.png", True) == first
     os.utime(tmp_path / "a.png", (1, 1))
     for other in (ImageCache(tmp_path), ImageCache(tmp_path, (0, 9))):
@@ -278,7 +278,7 @@ def test_large_images_are_decoded_one_at_a_time_and_few_requests_wait(tmp_path: 
         running -= 1
         return open_upright(*args)
 
-    monkeypatch.setattr("halfmoon.pages.browser_images.upright", slowly)
+    monkeypatch.setattr("halfmoon.pages.browser_images.open_upright", slowly)
 
     def request(n: int) -> bool:
         try:
@@ -295,7 +295,7 @@ def test_large_images_are_decoded_one_at_a_time_and_few_requests_wait(tmp_path: 
 
 def test_an_image_beyond_the_bound_is_not_decoded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     Image.new("1", (9000, 8000)).save(tmp_path / "a.png")
-    monkeypatch.setattr("halfmoon.pages.browser_images.upright", None)
+    monkeypatch.setattr("halfmoon.pages.browser_images.open_upright", None)
     with pytest.raises(UserError, match="9000x8000 pixels, of 67,108,864 at most"):
         ImageCache(tmp_path).get("a.png", True)
     monkeypatch.setattr("halfmoon.pages.browser_images.MAX_DECODING_BYTES", 20 * 12000)

@@ -610,7 +610,7 @@ def test_the_picture_has_a_bar_for_each_bin(tmp_path: Path, monkeypatch: pytest.
     p = softmax(logits, axis=1)
     found = measure.compute_scores(labels, p.argmax(1), p.max(1), "abcd")
     kept = []
-    monkeypatch.setattr(diagrams, "write", lambda made, path: kept.append(made))  # before it becomes pixels
+    monkeypatch.setattr(diagrams, "save_figure", lambda made, path: kept.append(made))  # before it becomes pixels
     diagrams.draw_reliability(found, tmp_path / "r.png")
     bars = kept[0].axes[0].patches
     full = [row for row in found["reliability"] if row["images"]]
