@@ -15,7 +15,7 @@ PICTURE = Path(__file__).resolve().parent / "images" / "architecture.png"
 ROWS = (
     {"notebook": "results as objects"},
     {"cli": "commands and flags", "pages": "label, review, watch"},
-    {"sweeps": "grids of runs", "federation": "server, sites, Flower", "contract": "check-method"},
+    {"studies": "sweeps, image folders", "federation": "server, sites, Flower", "contract": "check-method"},
     {"sites": "folders, keys, trained models"},
     {"runs": "factory and runner: what a configuration describes, played"},
     {"config": "every option once", "methods": "one file a method or a loss, registry"},

@@ -428,7 +428,9 @@ def test_a_configuration_brings_its_rule():
 def test_krum_needs_enough_clients():
     """2f + 3 with f the share of the cohort, rounded down: 0.3 of 10 is 3, which needs 9; of 6 is 1, which needs 5."""
     Config(aggregation="krum", cohort=10, byzantine=0.3)
-    with pytest.raises(UserError, match=r"krum cannot tell 4 hostile of 10 clients .* cohort of 11 or more; choose"):
+    with pytest.raises(
+        UserError, match=r"krum cannot find 4 hostile clients among 10: .* cohort of 11 or more; choose"
+    ):
         Config(aggregation="krum", cohort=10, byzantine=0.4)
     with pytest.raises(UserError, match="a cohort of 3 or more"):
         Config(aggregation="krum", cohort=2)

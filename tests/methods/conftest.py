@@ -7,7 +7,7 @@ import pytest
 from halfmoon.report import curves
 
 
-@pytest.fixture(autouse=True, scope="session")
+@pytest.fixture(autouse=True, scope="package")
 def _draw_nothing() -> Iterator[None]:
     """Write an empty file in the place of the picture."""
     with pytest.MonkeyPatch.context() as patch:

@@ -250,7 +250,7 @@ IMPOSSIBLE = [
     ("semifed", {"peers": -1}, "-1 peers"),
     ("semifed", {"agree": 0.0}, "agree is 0"),
     ("semifl", {"halves": True, "fine_tune": False}, "halves is set and fine_tune is not"),
-    ("fedavg-fixmatch", {"labels": "round", "teacher": "global"}, "labels are the round's"),
+    ("fedavg-fixmatch", {"labels": "round", "teacher": "global"}, "with labels 'round'"),
 ]
 
 

@@ -54,7 +54,7 @@ class Task:
     rate: Number = 1.0
 
     def at(self, round: int) -> "Task":
-        """Build the task of a round (from 0), with the learning rate of that round."""
+        """Build the task of `round` (from 0), with the learning rate of that round."""
         rate = self.schedule.factor(round, self.rounds)
         lr = self.optimizer.lr / self.rate * rate
         return replace(self, optimizer=self.optimizer.with_lr(lr), round=round, rate=rate)
@@ -330,7 +330,7 @@ class ClientUpdate:
         return unlabeled if self.requirements.precomputed_views else 0
 
     def traffic(self, broadcast: Tree, upload: Upload) -> tuple[int, int]:
-        """Count the bytes of download and upload; a sparse method sends fewer than all."""
+        """Count the bytes of `broadcast` and `upload` as sent; a sparse method sends fewer than all."""
         return tree.nbytes(broadcast), upload.nbytes
 
 
@@ -395,7 +395,7 @@ class Federation(Protocol):
         ...
 
     def query_server(self, client_update: str, broadcast: Tree) -> Upload:
-        """Run a client update at the server, on the server's labeled images."""
+        """Run a client update with `broadcast` at the server, on the server's labeled images."""
         ...
 
 

@@ -25,6 +25,8 @@ class UserError(ValueError):
         option: the configuration name of the option at fault, or of all options that the text mentions, that one first.
         value: the value that is refused; with it the text starts with the option and this value.
         hint: what to do; it is appended after a semicolon, so `message` then has no full stop.
+
+    The exception's `options` are the names in `option`, as a tuple.
     """
 
     def __init__(
@@ -35,6 +37,7 @@ class UserError(ValueError):
         value: object = None,
         hint: str | None = None,
     ) -> None:
+        """Store `message`, `option`, `value` and `hint`; the text of the exception writes options as flags."""
         self.message = message
         self.options = (option,) if isinstance(option, str) else option or ()
         self.value = value
