@@ -146,7 +146,7 @@ class Federation:
             process.kill()
             process.wait()
         for who in self.running:
-            ProcessFolder(self.of(who)).kill()
+            ProcessFolder(self.of(who)).kill_all()
 
 
 def computed(number: int) -> float:

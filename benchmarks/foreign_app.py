@@ -135,7 +135,7 @@ def main() -> None:
                 process.kill()
                 process.wait()
             for folder in (scene.run / "flower", scene.folder / "ward" / "home" / "flower"):
-                ProcessFolder(folder).kill()
+                ProcessFolder(folder).kill_all()
 
 
 if __name__ == "__main__":

@@ -108,7 +108,8 @@ class Spy:
 
     def __init__(self, simulation: Simulation) -> None:
         self.simulation, self.broadcast, self.updates, self.clients = simulation, {}, [], []
-        self.ask_first, simulation.ask = simulation.ask, self.ask  # type: ignore[method-assign]
+        self.query_first = simulation.query
+        simulation.query = self.query  # type: ignore[method-assign]
         simulation.average = self.average  # type: ignore[method-assign]
 
     def average(self, client_update: str, broadcast: Tree) -> Upload:
@@ -120,7 +121,7 @@ class Spy:
         self, client_update: str, broadcast: Tree, per_client: Tree | None = None, clients: Tensor | None = None
     ) -> Upload:
         """Ask, and look."""
-        upload = self.ask_first(client_update, broadcast, per_client, clients)
+        upload = self.query_first(client_update, broadcast, per_client, clients)
         before, after = tree.flatten({"params": broadcast["params"]}), tree.flatten({"params": upload.update["params"]})
         self.broadcast, self.clients = broadcast, self.simulation.responders.tolist()
         self.updates = [{path: after[path][k] - before[path] for path in before} for k in range(len(self.clients))]

@@ -78,7 +78,7 @@ def test_a_full_disk_is_named_in_the_log_where_the_system_names_no_file(tmp_path
     def full(self: SiteClient, unparsed: object) -> NoReturn:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr(SiteClient, "_answer", full)
+    monkeypatch.setattr(SiteClient, "_handle", full)
     member = SiteClient.from_folder(tmp_path, "site-00", tmp_path / "home")
     said = read_message(member.reply_to(write_message(Offer("0.1.0", "{}"))), Refusal)
     assert said.reason == "its disk: No space left on device."
@@ -101,7 +101,7 @@ def test_a_site_whose_log_cannot_be_written_goes_on(tmp_path: Path, monkeypatch:
     def reach(address: Address, ca: Path | None) -> NoReturn:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(EventLog, "say", full)
+    monkeypatch.setattr(EventLog, "write", full)
     monkeypatch.setattr(site_process, "check_server", reach)
     site = SiteOptions(Address("127.0.0.1", 9092), "site-00", tmp_path, images=3, labeled=2, home=tmp_path / "home")
     shown: list[str] = []

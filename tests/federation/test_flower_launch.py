@@ -264,7 +264,7 @@ def listening(known: str = "/health", **files: Path) -> Iterator[Address]:
 
 def test_a_server_is_told_from_nobody_and_from_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     files, strange = authority(tmp_path / "a"), authority(tmp_path / "b")
-    monkeypatch.setattr(certificates, "NEAR", ("192.0.2.7",))
+    monkeypatch.setattr(certificates, "LOCAL_HOSTS", ("192.0.2.7",))
     elsewhere = authority(tmp_path / "c")
     with pytest.raises(ServerUnreachable, match="does not answer"):
         check_server(Address("127.0.0.1", free_port()), None)
@@ -496,7 +496,7 @@ class Stage:
         found = []
         for each in Path("/proc").glob("[0-9]*"):
             try:
-                if f"{processes.FOLDER}={self.folder / part}".encode() in (each / "environ").read_bytes():
+                if f"{processes.FOLDER_VARIABLE}={self.folder / part}".encode() in (each / "environ").read_bytes():
                     found.append((each / "cmdline").read_bytes().replace(b"\0", b" ").decode())
             except OSError:
                 continue
