@@ -102,7 +102,7 @@ def warmed(taken: Taken) -> tuple[Steps, float]:
     """Return the steps, compiled, and the processor seconds of the first one."""
     compiled._programs.cache_clear()
     known = vars(taken.steps)
-    steps = Steps(*(known[name] for name in ("client_update", "down", "each", "together")), compiled=True)
+    steps = Steps(*(known[name] for name in ("client_update", "broadcast", "per_client", "together")), compiled=True)
     began = spent()
     steps(taken.carry, taken.batch)
     assert not steps.remark, steps.remark
