@@ -114,7 +114,7 @@ def measured(scene: str, method: str, turns: int) -> dict[str, Any]:
     taken = first_step(scene, method)
     cold = warmed(taken)[1]
     fast, warm = warmed(taken)
-    plain = Steps(fast.client_update, fast.broadcast, fast.each, fast.together)
+    plain = Steps(fast.client_update, fast.broadcast, fast.per_client, fast.together)
     carries = {"plain": taken.carry, "compiled": taken.carry}
     times: dict[str, list[float]] = {"plain": [], "compiled": []}
     for turn in range(turns + 1):
