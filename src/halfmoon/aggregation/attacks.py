@@ -1,19 +1,20 @@
-"""Hostile clients of a simulation: what they do to their uploads, or to their labels.
+"""Simulate hostile clients, which change their uploads or their labels.
 
-Every attack is the plain one of the literature, by clients that know nothing of one another and of the defense:
+Every attack is a basic one from the literature. Hostile clients do not know each other or the defense:
 
-- "sign-flip": the update times -`factor`, so that the model is led away from what was learned (Li et al. 2019, RSA).
-- "noise": the update and Gaussian noise of `NOISE` times its norm (Blanchard et al. 2017 send noise alone).
-- "stale": the model that was sent comes back as it is, the last round's model: a free rider that has the others work
+- "sign-flip": the update times -`factor`, which reverses the learning (Li et al. 2019, RSA).
+- "noise": the update and Gaussian noise of `NOISE` times its norm (Blanchard et al. 2017 send only noise).
+- "stale": the downloaded model is uploaded unchanged: a free rider that leaves the work to other clients
   (Fraboni, Vidal and Lorenzi 2021).
-- "nan": an update that is not a number, as a broken machine would send.
-- "false-counts": the upload as it is, and a claim of `LIE` times the images, so that it is most of every mean.
-- "sign-flip-false-counts": both at once, against which no bound on norms helps.
-- "label-flip": class c becomes C - 1 - c in a hostile client's labeled rows, and it trains on them as an honest one
-  (Fang et al. 2020). Its uploads are not touched here: `halfmoon.engine.local_clients.FederatedDataset` has the labels.
+- "nan": an update that is not a number, such as a broken machine would send.
+- "false-counts": an honest upload with a claim of `LIE` times the images, so that it dominates every mean.
+- "sign-flip-false-counts": both at once; a bound on the norm of updates does not prevent this.
+- "label-flip": class c becomes C - 1 - c in a hostile client's labeled rows; apart from that it trains like an honest
+  one (Fang et al. 2020). This module does not change its uploads: `halfmoon.engine.local_clients.FederatedDataset`
+  changes the labels.
 
-What else is no update (FedDB's mean predictions, a count of statistics) is sent as an honest client would, and so are
-counts where no attack says otherwise.
+Other uploaded values (FedDB's mean predictions, statistics, counts if the attack does not falsify them) are those of an
+honest client.
 """
 
 import math
@@ -32,68 +33,80 @@ Attack = Literal[
 ]  # fmt: skip
 
 NOISE = 10.0
-"""Norm of the noise in norms of the update. Blanchard et al. 2017 draw with a standard deviation of 200 in every
-coordinate; in units of the update an attack means the same to every network."""
-
+"""Norm of the noise in multiples of the update's norm. Blanchard et al. 2017 use a standard deviation of 200 in every
+coordinate; relative to the update, an attack is equally strong for every network."""
 
 LIE = 1e6
-"""What a false count is multiplied by: as much as a federation's server let through of a site with a key."""
+"""Factor of a false count: a federation's server without a cap accepts as much from any authenticated site."""
 
 
 class Hostile(Aggregator):
-    """The first guard of a simulation: the uploads of `clients` (by number) become what `attack` makes of them.
+    """An aggregator that applies an attack to the uploads of hostile clients; the first one in a simulation.
 
-    All that it draws comes from (`seed`, "attack", round, query, client). Its row names the hostile clients of a round.
+    Its metrics list the hostile clients of the round. Random numbers depend on (`seed`, "attack", round, query, client)
+    only.
+
+    Args:
+        attack: The attack.
+        clients: The numbers of the hostile clients.
+        seed: The seed of the run.
+        factor: The factor of "sign-flip".
     """
 
     def __init__(self, attack: Attack, clients: Sequence[int], seed: int, factor: float = 1.0) -> None:
-        self.attack, self.clients, self.seed, self.factor = attack, frozenset(clients), seed, factor
-        self._met: set[int] = set()
+        self.attack = attack
+        self.clients = frozenset(clients)
+        self.seed = seed
+        self.factor = factor
+        self._active: set[int] = set()
 
     def uploads(self, context: AggregationContext, upload: Upload) -> tuple[Sequence[int], Upload]:
-        """Return all places, and the uploads with those of hostile clients in place of what they were."""
-        everyone = range(len(context.clients))
-        hostile = [place for place in everyone if context.clients[place] in self.clients]
-        self._met |= {context.clients[place] for place in hostile}
+        """Replace the uploads of hostile clients; keep all clients."""
+        indices = range(len(context.clients))
+        hostile_indices = [index for index in indices if context.clients[index] in self.clients]
+        self._active |= {context.clients[index] for index in hostile_indices}
         if self.attack.endswith("false-counts"):
             weight = upload.weight.clone()
-            weight[hostile] *= LIE
+            weight[hostile_indices] *= LIE
             upload = upload._replace(weight=weight)
         change = update(upload, context)
-        if not hostile or not change or self.attack in ("label-flip", "false-counts"):
-            return everyone, upload
+        if not hostile_indices or not change or self.attack in ("label-flip", "false-counts"):
+            return indices, upload
         new = {path: leaf.clone() for path, leaf in change.items()}
-        for place in hostile:
-            mine = {path: leaf[place] for path, leaf in change.items()}
-            path = ("attack", context.round, context.query, context.clients[place])
-            for name, leaf in self._spoiled(mine, rng.generator(self.seed, *path)).items():
-                new[name][place] = leaf
-        bad = torch.tensor([place in hostile for place in everyone])
-        return everyone, mixed(bad, changed(upload, context, new), upload)
+        for index in hostile_indices:
+            client_change = {path: leaf[index] for path, leaf in change.items()}
+            generator = rng.generator(self.seed, "attack", context.round, context.query, context.clients[index])
+            for path, leaf in self._attack_update(client_change, generator).items():
+                new[path][index] = leaf
+        is_hostile = torch.tensor([index in hostile_indices for index in indices])
+        return indices, mixed(is_hostile, changed(upload, context, new), upload)
 
     def row(self) -> dict[str, Any]:
-        met, self._met = sorted(self._met), set()
-        return {"hostile": met}
+        active = sorted(self._active)
+        self._active = set()
+        return {"hostile": active}
 
-    def _spoiled(self, change: dict[str, Tensor], generator: torch.Generator) -> dict[str, Tensor]:
-        """Return what a hostile client says that it has changed, for what it would have said."""
+    def _attack_update(self, change: dict[str, Tensor], generator: torch.Generator) -> dict[str, Tensor]:
+        """Turn the honest update of one client, {path: (...)}, into the hostile one."""
         if self.attack.startswith("sign-flip"):
             return {path: -self.factor * leaf for path, leaf in change.items()}
         if self.attack == "noise":
-            return _noisy(change, generator)
+            return _add_noise(change, generator)
         value = 0.0 if self.attack == "stale" else math.nan
         return {path: torch.full_like(leaf, value) for path, leaf in change.items()}
 
 
 def hostile(clients: int, share: float, seed: int) -> list[int]:
-    """Return the hostile ones among `clients`, the same in all rounds: ceil(share * clients) of them, sorted."""
+    """Draw the hostile clients of a run: ceil(share * clients) sorted numbers below `clients`."""
     order = torch.randperm(clients, generator=rng.generator(seed, "hostile"))
+    # Round first, so that 0.1 * 30 = 3.0000000000000004 does not become 4.
     return sorted(order[: math.ceil(round(share * clients, 9))].tolist())
 
 
-def _noisy(change: dict[str, Tensor], generator: torch.Generator) -> dict[str, Tensor]:
-    """Return an update with Gaussian noise of `NOISE` times its norm, over all leaves together."""
+def _add_noise(change: dict[str, Tensor], generator: torch.Generator) -> dict[str, Tensor]:
+    """Add Gaussian noise of `NOISE` times the norm of all leaves together."""
     noise = {path: torch.randn(leaf.shape, generator=generator, dtype=torch.float64) for path, leaf in change.items()}
-    own, length = (tree.squared_norm({p: leaf.double() for p, leaf in t.items()}).sqrt() for t in (change, noise))
-    scale = NOISE * float(own) / float(length)
+    update_norm = tree.squared_norm({path: leaf.double() for path, leaf in change.items()}).sqrt()
+    noise_norm = tree.squared_norm({path: leaf.double() for path, leaf in noise.items()}).sqrt()
+    scale = NOISE * float(update_norm) / float(noise_norm)
     return {path: leaf + (scale * noise[path]).to(leaf) for path, leaf in change.items()}

@@ -1,8 +1,8 @@
-"""What stands between the uploads of one query and the method that asked it.
+"""Aggregators: steps between the uploads of a query and the method that receives them.
 
-A method asks, and gets uploads, every leaf (k, ...). An aggregator sees them first: it may leave some out, change them,
-or put one aggregate in the place of every single one, so that whatever weighted mean the method's server takes of equal
-uploads is that aggregate. No method knows of aggregators, and no aggregator knows a method.
+A method sends a query and receives the uploads of its k clients, every leaf (k, ...). An aggregator processes the
+uploads before the method: it may drop some, change them, or replace every upload by one aggregate. In the last case any
+weighted mean that the method computes equals that aggregate. Methods and aggregators do not depend on each other.
 """
 
 from collections.abc import Sequence
@@ -18,90 +18,123 @@ from halfmoon.core.tree import Tree
 
 
 class AggregationContext(NamedTuple):
-    """One question of a round, and who answered it."""
+    """A query of a round and the clients that responded to it.
 
-    round: int  # from 0
-    attempt: int  # how often the round was begun again before, because too few had answered
-    query: int  # questions of this round before this one
+    Attributes:
+        round: The round, from 0.
+        attempt: The number of earlier attempts at this round, which too few clients responded to.
+        query: The number of earlier queries in this round.
+        client_update: The name of the client update that the clients ran.
+        broadcast: The values sent to the cohort.
+        per_client: The values sent to one client each, leaves (k, ...) in the order of `clients`.
+        clients: The numbers of the clients that responded, in the order of the uploads.
+        cohort: The number of clients that received the query.
+        random_cohort: True if they are the round's cohort, drawn at random from all clients.
+        upload_spec: The declared content of the uploads.
+        memory: State that is retained between rounds and stored in every checkpoint.
+    """
+
+    round: int
+    attempt: int
+    query: int
     client_update: str
-    broadcast: Tree  # what went down to all
-    per_client: Tree  # what went to each beside (leaves (k, ...)), in the order of `clients`
-    clients: tuple[int, ...]  # who answered, in the order of the uploads
-    cohort: int  # how many were asked
-    random_cohort: bool  # whether those asked are the round's cohort, drawn at random from all clients
-    upload_spec: UploadSpec = UPDATE_ONLY  # what the work declares of its uploads
-    memory: StateStore | None = None  # what is remembered from round to round, a part of every checkpoint
+    broadcast: Tree
+    per_client: Tree
+    clients: tuple[int, ...]
+    cohort: int
+    random_cohort: bool
+    upload_spec: UploadSpec = UPDATE_ONLY
+    memory: StateStore | None = None
 
-    def only(self, places: Sequence[int]) -> "AggregationContext":
-        """Return the question as if those at `places` alone had answered."""
-        indices = torch.tensor(list(places), dtype=torch.int64)
-        per_client = tree.map(lambda leaf: leaf[indices.to(leaf.device)], self.per_client)
-        return self._replace(clients=tuple(self.clients[place] for place in places), per_client=per_client)
+    def only(self, indices: Sequence[int]) -> "AggregationContext":
+        """Restrict the context to the clients at these indices of `clients`."""
+        index_tensor = torch.tensor(list(indices), dtype=torch.int64)
+        per_client = tree.map(lambda leaf: leaf[index_tensor.to(leaf.device)], self.per_client)
+        return self._replace(clients=tuple(self.clients[index] for index in indices), per_client=per_client)
 
 
 class Aggregator(Protocol):
     """A step between the uploads of a query and the method: it may drop, change or replace uploads."""
 
     def uploads(self, context: AggregationContext, upload: Upload) -> tuple[Sequence[int], Upload]:
-        """Return the places of the answers that count, and their uploads as the method gets them, leaves (k', ...)."""
+        """Process the uploads of one query.
+
+        Args:
+            context: The query and the k clients that responded.
+            upload: Their uploads, leaves (k, ...).
+
+        Returns:
+            The indices of the k' clients that remain, and the uploads that the method receives, leaves (k', ...).
+        """
         ...
 
     def row(self) -> dict[str, Any]:
-        """Return what there is to say of the round that is over, for its line in metrics.jsonl."""
+        """Return this aggregator's metrics of the finished round, for its line in metrics.jsonl."""
         return {}
 
     def ended(self, round: int) -> str | None:
-        """Return in a sentence why `round` (from 0) may not be played, None where it may."""
+        """Return the reason, a sentence, to stop before `round` (from 0), or None to continue."""
         return None
 
 
 def downlinks(context: AggregationContext) -> dict[str, Tensor]:
-    """Return what each client was sent, by path: leaves (k, ...), or (1, ...) where it was the same for all."""
+    """Return the values sent to the clients, by path: leaves (k, ...), or (1, ...) for those broadcast to all."""
     shared = {path: leaf.unsqueeze(0) for path, leaf in tree.flatten(context.broadcast).items()}
     return {**shared, **tree.flatten(context.per_client)}
 
 
 def along(values: Tensor, leaf: Tensor) -> Tensor:
-    """Return (k,) in a shape that meets a leaf (k, ...), on its device; numbers in its dtype."""
-    there = values.to(leaf.device) if values.dtype == torch.bool else values.to(leaf)
-    return there.reshape(-1, *[1] * (leaf.dim() - 1))
+    """Reshape values (k,) to (k, 1, ...), so that they broadcast against a leaf (k, ...).
+
+    The result is on the leaf's device. A Boolean mask remains Boolean; numbers are converted to the leaf's dtype.
+    """
+    values = values.to(leaf.device) if values.dtype == torch.bool else values.to(leaf)
+    return values.reshape(-1, *[1] * (leaf.dim() - 1))
 
 
 def mixed(mask: Tensor, new: Upload, old: Upload) -> Upload:
-    """Return the uploads `new` at the places where `mask` (k,) holds, and `old`, bit by bit, at the others."""
+    """Select the upload `new` for clients where `mask` (k,) is true, and `old`, bit by bit, for all other clients."""
 
-    def one(a: Tensor, b: Tensor) -> Tensor:
-        return b if a is b else torch.where(along(mask, b), a, b)
+    def select_leaf(new_leaf: Tensor, old_leaf: Tensor) -> Tensor:
+        if new_leaf is old_leaf:
+            return old_leaf
+        return torch.where(along(mask, old_leaf), new_leaf, old_leaf)
 
-    return Upload.from_tree(tree.map(one, new.tree, old.tree))
+    return Upload.from_tree(tree.map(select_leaf, new.tree, old.tree))
 
 
 def update(upload: Upload, context: AggregationContext) -> dict[str, Tensor]:
-    """Return by how much each client changed what it was sent: {path: (k, ...)}, floating leaves alone."""
-    broadcast = downlinks(context)
-    return {
-        path: leaf - broadcast[path] for path, leaf in tree.flatten(upload.update).items() if leaf.is_floating_point()
-    }
+    """Subtract the downloaded from the uploaded values: {path: (k, ...)}, only floating-point leaves."""
+    sent = downlinks(context)
+    return {path: leaf - sent[path] for path, leaf in tree.flatten(upload.update).items() if leaf.is_floating_point()}
 
 
 def changed(upload: Upload, context: AggregationContext, change: dict[str, Tensor]) -> Upload:
-    """Return the uploads as if each client had changed what it was sent by `change`, leaves (k, ...) or (...).
+    """Replace the update of every client by the downloaded values plus `change`.
 
-    A leaf (...) is one aggregate in the place of every client's. What is no update (weights, counts) stays as it is.
+    Args:
+        upload: The uploads, leaves (k, ...). Values that are no update (weights, counts) remain unchanged.
+        context: The query, with the values that the clients downloaded.
+        change: The differences by path: leaves (k, ...), or (...) for one aggregate that all clients receive.
+
+    Returns:
+        The uploads, leaves (k, ...).
     """
-    broadcast, count = downlinks(context), len(context.clients)
+    sent = downlinks(context)
+    count = len(context.clients)
 
-    def moved(branch: Tree, above: str) -> Tree:
+    def apply_change(branch: Tree, prefix: str) -> Tree:
         new: Tree = {}
         for name, leaf in branch.items():
-            path = f"{above}{name}"
-            if isinstance(leaf, dict):  # also an empty one: a network without statistics has {"stats": {}}
-                new[name] = moved(leaf, f"{path}/")
+            path = f"{prefix}{name}"
+            if isinstance(leaf, dict):  # may be empty: a network without statistics has {"stats": {}}
+                new[name] = apply_change(leaf, f"{path}/")
             elif path in change:
-                each = broadcast[path] + change[path]
-                new[name] = each.expand(count, *each.shape[1:])
+                # Both terms may have a first axis of length 1; the method expects one entry per client.
+                values = sent[path] + change[path]
+                new[name] = values.expand(count, *values.shape[1:])
             else:
                 new[name] = leaf
         return new
 
-    return upload._replace(update=moved(upload.update, ""))
+    return upload._replace(update=apply_change(upload.update, ""))

@@ -1,9 +1,10 @@
-"""The weighted mean of uploads as they come: the mean and one upload are in memory, however many clients there are.
+"""Average uploads incrementally: only the mean and one upload are in memory, for any number of clients.
 
     mean <- mean + (weight / (weight + weights before)) (upload - mean)
 
-in the order of the clients' numbers, whatever order they finish in, so that the bits depend neither on that nor on how
-the clients were spread. The mean of equal uploads is that upload, to the bit.
+Uploads are added in the order of the clients' numbers, not in the order in which clients finish, so that the result
+does not depend, to the bit, on timing or on the distribution of clients over workers. The mean of equal uploads is that
+upload, to the bit.
 """
 
 from halfmoon.api.uploads import Upload, UploadSpec
@@ -13,7 +14,15 @@ from halfmoon.core.tree import RunningMean, Tree
 
 
 class UploadMean:
-    """Uploads of one work, added up as `upload_spec` says; raises `UserError` where the server would need each of them."""
+    """A running weighted mean of the uploads of one client update.
+
+    Args:
+        upload_spec: The reduction (sum or mean) of each auxiliary value.
+        client_update: The name of the client update, for error messages.
+
+    Raises:
+        UserError: If the upload spec declares a value that the server needs from each client.
+    """
 
     def __init__(self, upload_spec: UploadSpec, client_update: str) -> None:
         single = upload_spec.names(reduce="each")
@@ -22,23 +31,36 @@ class UploadMean:
                 f"the uploads of {client_update} cannot be averaged: its server needs {single[0]!r} of each "
                 "client; ask for the uploads themselves, or declare how it is reduced."
             )
-        self._sums, self._means = upload_spec.names(reduce="sum"), upload_spec.names(reduce="mean")
-        self._update, self._aux = RunningMean(), RunningMean()
-        self._total: Tree = {}
+        self._sum_names = upload_spec.names(reduce="sum")
+        self._mean_names = upload_spec.names(reduce="mean")
+        self._update = RunningMean()
+        self._aux_means = RunningMean()
+        self._aux_sums: Tree = {}
         self._last: Upload | None = None
 
     def add(self, upload: Upload) -> None:
-        """Add the next client's upload to the running mean; it is not stored."""
+        """Add the next client's upload to the running mean, without storing it."""
         weight = float(upload.weight)
         self._update.add(upload.update, weight)
-        self._aux.add({name: upload.aux[name] for name in self._means}, weight)
-        sums = {name: upload.aux[name] for name in self._sums}
-        self._total = tree.map(lambda a, b: a + b, self._total, sums) if self._total else sums
+        self._aux_means.add({name: upload.aux[name] for name in self._mean_names}, weight)
+        sums = {name: upload.aux[name] for name in self._sum_names}
+        if self._aux_sums:
+            sums = tree.map(lambda total, term: total + term, self._aux_sums, sums)
+        self._aux_sums = sums
+        # Only the structure is needed later: without its tensors the upload's memory can be freed.
         self._last = upload._replace(update={name: {} for name in upload.update}, aux={})
 
     def result(self, broadcast: Tree) -> Upload:
-        """Return the mean, with the sum of all weights; where that is 0, nobody had anything to learn from, and the
-        update is what came `broadcast`. Raises `ValueError` where nothing was added.
+        """Compute the mean of all added uploads.
+
+        Args:
+            broadcast: The values that the clients downloaded: the result if all weights are 0 (no client had data).
+
+        Returns:
+            One upload, whose weight is the sum of all weights.
+
+        Raises:
+            ValueError: If no upload was added.
         """
         if self._last is None:
             raise ValueError("a mean of no uploads")
@@ -46,12 +68,12 @@ class UploadMean:
         if not self._update.weight > 0:
             update = {name: broadcast[name] for name in self._last.update}
         weight = self._last.weight.new_tensor(self._update.weight)
-        return Upload(update, weight, {**self._aux.mean, **self._total})
+        return Upload(update, weight, {**self._aux_means.mean, **self._aux_sums})
 
 
 def mean_of(upload: Upload, upload_spec: UploadSpec, broadcast: Tree, client_update: str) -> Upload:
-    """Return the mean of uploads that are all there, every leaf (k, ...)."""
+    """Average k uploads that are in memory, leaves (k, ...)."""
     mean = UploadMean(upload_spec, client_update)
-    for place in range(len(upload.weight)):
-        mean.add(upload.at(place))
+    for index in range(len(upload.weight)):
+        mean.add(upload.at(index))
     return mean.result(broadcast)

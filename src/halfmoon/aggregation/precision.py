@@ -1,7 +1,7 @@
-"""Uploads in fewer bytes: a client rounds what it changed, and the server adds that to what it had sent.
+"""Compress uploads: a client rounds the change of its parameters, and the server adds it to the values it had sent.
 
-float16 rounds to nearest. int8 is the stochastic rounding of QSGD (Alistarh, Grubic, Li, Tomioka and Vojnovic 2017,
-Section 3.1), whose mean is the number itself; a tensor's largest change is its scale, as in their experiments.
+float16 rounds to nearest. int8 uses the stochastic rounding of QSGD (Alistarh, Grubic, Li, Tomioka and Vojnovic 2017,
+Section 3.1), which is unbiased; as in their experiments, a tensor's largest change is its scale.
 """
 
 from collections.abc import Callable
@@ -25,17 +25,26 @@ def encoded(
     upload_spec: UploadSpec,
     draws: Callable[[str], torch.Generator],
 ) -> Upload:
-    """Return one client's upload as it travels: of each parameter its difference from `broadcast`, in `precision`.
+    """Compress one client's upload: each parameter becomes its difference from `broadcast`, in `precision`.
 
-    With float16 its dtype changes alone. With int8 it becomes {"levels": int8, "scale": ()}, by a generator that
-    `draws` makes of its path. Running statistics, whole numbers, the weight and what goes beside an update stay exact.
-    So does a part of the update that is one tensor: a distribution over classes must not fall below 0.
+    Running statistics, integers, the weight and auxiliary values remain exact. An update entry that is a single tensor
+    remains exact too: it may be a class distribution, which must not become negative.
+
+    Args:
+        upload: One client's upload.
+        broadcast: The values that the client downloaded.
+        precision: "float16" changes the dtype only; "int8" replaces a leaf by {"levels": int8 (...), "scale": ()}.
+        upload_spec: The declaration of the upload, with the names of its running statistics.
+        draws: Makes the random generator for the leaf at a path; for int8 only.
+
+    Returns:
+        The compressed upload.
     """
     before = tree.flatten(broadcast)
     trees = {
-        name: part
-        for name, part in upload.update.items()
-        if isinstance(part, dict) and name not in upload_spec.statistics
+        name: branch
+        for name, branch in upload.update.items()
+        if isinstance(branch, dict) and name not in upload_spec.statistics
     }
     changes: dict[str, Any] = {}
     for path, leaf in tree.flatten(trees).items():
@@ -46,28 +55,44 @@ def encoded(
 
 
 def decoded(upload: Upload, broadcast: Tree, precision: Precision) -> Upload:
-    """Return an upload with the rounded model of a client that was sent `broadcast`: undoes `encoded` but for the rounding.
+    """Decompress an upload: invert `encoded`, except for the rounding error.
 
-    A difference that is not finite leaves a model that is not.
+    A difference that is not finite results in a model that is not finite.
+
+    Args:
+        upload: The compressed upload of one client.
+        broadcast: The values that this client downloaded.
+        precision: The precision of the upload; "float32" means uncompressed.
+
+    Returns:
+        The upload with the client's model.
     """
-    return upload if precision == "float32" else upload._replace(update=_restored(upload.update, broadcast))
+    if precision == "float32":
+        return upload
+    return upload._replace(update=_add_to_broadcast(upload.update, broadcast))
 
 
 def quantized(change: Tensor, generator: torch.Generator) -> Tree:
-    """Return {"levels": int8 of the shape of `change`, "scale": ()}; levels times scale has the mean `change`.
+    """Quantize a tensor to int8 by stochastic rounding.
 
-    All zeros have the scale 0; where a number is not finite the scale is not either.
+    Returns:
+        {"levels": int8 (...), "scale": ()}: the expectation of levels times scale is `change` (...). For all zeros the
+        scale is 0; for values that are not finite it is not finite.
     """
     scale = change.abs().amax() / LEVELS if change.numel() else change.new_zeros(())
+    # Avoid 0 / 0 and infinity / infinity, which cannot be converted to int8.
     steps = torch.where((scale > 0) & scale.isfinite(), change / scale, torch.zeros_like(change))
     low = steps.floor()
-    upload = torch.rand(change.shape, generator=generator, dtype=change.dtype).to(change.device) < steps - low
-    return {"levels": (low + upload).clamp(-LEVELS, LEVELS).to(torch.int8), "scale": scale}
+    # Drawn on the CPU, so that the numbers are the same on every device.
+    uniform = torch.rand(change.shape, generator=generator, dtype=change.dtype).to(change.device)
+    round_up = uniform < steps - low
+    return {"levels": (low + round_up).clamp(-LEVELS, LEVELS).to(torch.int8), "scale": scale}
 
 
-def _restored(leaf: Any, before: Any) -> Any:
+def _add_to_broadcast(leaf: Any, before: Any) -> Any:
+    """Add compressed differences to the downloaded values `before`; return uncompressed leaves unchanged."""
     if isinstance(before, dict) and isinstance(leaf, dict):
-        return {name: _restored(part, before.get(name)) for name, part in leaf.items()}
+        return {name: _add_to_broadcast(child, before.get(name)) for name, child in leaf.items()}
     if isinstance(leaf, dict) and isinstance(before, Tensor) and leaf.keys() == {"levels", "scale"}:
         return before + leaf["scale"] * leaf["levels"].to(before.dtype)
     if isinstance(before, Tensor) and isinstance(leaf, Tensor) and leaf.dtype == torch.float16:

@@ -1,11 +1,11 @@
 """Cap client weights: clients report their own sample counts, which may be wrong.
 
-A client that claims 10^9 images is the average, whatever the norm of its update: no bound on norms helps against a
-weight. So weights are capped at `factor` times the cohort's median weight (the lower one of the middle two: half of a
-cohort that lies raises it no further than an honest weight), or, where the server's people know how many images a
-client has, at that number. Sums that were multiplied by a weight at the client (`halfmoon.api.uploads.Aux`: "sum") are
-scaled down with it. A weight of one half and more of the sum is legal after that (a cohort of two has no other), and is
-told.
+A client that claims 10^9 images determines the average, even if the norm of its update is bounded. So weights are
+capped at `factor` times the cohort's median weight (of an even number the lower middle one: half of a cohort that
+claims too much cannot raise it above an honest weight), or at the declared number of the client's images, if the
+server's operators know it. Sums that a client has multiplied by its weight (`halfmoon.api.uploads.Aux`: "sum") are
+scaled down with it. One client may still have half of all weights or more (in a cohort of two it cannot be avoided);
+that is reported as a warning.
 """
 
 import statistics
@@ -24,15 +24,18 @@ FACTOR = 2.0
 """Default of the largest weight in a federation, in multiples of the cohort's median weight."""
 
 OWNER = 0.5
-"""A share of all weights above which one client decides alone."""
+"""Share of all weights above which a single client determines the average."""
 
 
 class WeightCap(Aggregator):
-    """An aggregator that caps weights (k,); its row says whose were, and which share of the sum the heaviest client
-    has.
+    """An aggregator that caps client weights.
 
-    `factor` is the cap in medians, 0 for none; `declared` has the images of clients of whom they are known, by number,
-    which then are the cap. `warn` hears once of a client, by number, that its share (a fraction) is over `OWNER`.
+    Its metrics list the clients whose weight was capped, and the largest share of one client in the sum of weights.
+
+    Args:
+        factor: The cap in multiples of the cohort's median weight; 0 for no cap.
+        declared: The known number of images by client number; it replaces the cap for this client.
+        warn: Called with a client's number and share, once per client, if the share is above `OWNER`.
     """
 
     def __init__(
@@ -41,26 +44,30 @@ class WeightCap(Aggregator):
         declared: Mapping[int, int] | None = None,
         warn: Callable[[int, float], None] = lambda client, share: None,
     ) -> None:
-        self.factor, self.declared, self.warn = factor, dict(declared or {}), warn
+        self.factor = factor
+        self.declared = dict(declared or {})
+        self.warn = warn
         self._row: dict[str, Any] = {}
         self._warned: set[int] = set()
 
     def uploads(self, context: AggregationContext, upload: Upload) -> tuple[Sequence[int], Upload]:
-        """Return all places, and the uploads with their weights capped; others stay as they are, bit by bit."""
+        """Cap the weights of the uploads; uploads below the cap remain unchanged, bit by bit."""
         scale = self.scale(context.clients, upload.weight.double().tolist())
         return range(len(context.clients)), capped(upload, context.upload_spec, scale)
 
     def scale(self, clients: Sequence[int], weights: Sequence[float]) -> list[float]:
-        """Return what the weight of each of these clients is multiplied by: 1 where it is not too large."""
+        """Compute the factor by which each client's weight is multiplied: 1 if it is not above the cap."""
         limits = caps(weights, self.factor, [self.declared.get(client) for client in clients])
         scale = [limit / weight if weight > limit else 1.0 for weight, limit in zip(weights, limits, strict=True)]
-        over = [client for client, each in zip(clients, scale, strict=True) if each < 1]
-        if over:
-            self._row["capped"] = sorted({*self._row.get("capped", ()), *over})
-        self._tell(clients, [weight * each for weight, each in zip(weights, scale, strict=True)])
+        capped_clients = [client for client, multiplier in zip(clients, scale, strict=True) if multiplier < 1]
+        if capped_clients:
+            self._row["capped"] = sorted({*self._row.get("capped", ()), *capped_clients})
+        capped_weights = [weight * multiplier for weight, multiplier in zip(weights, scale, strict=True)]
+        self._report_largest_share(clients, capped_weights)
         return scale
 
-    def _tell(self, clients: Sequence[int], weights: Sequence[float]) -> None:
+    def _report_largest_share(self, clients: Sequence[int], weights: Sequence[float]) -> None:
+        """Add the largest share of a client to the metrics, and warn once per client that exceeds `OWNER`."""
         total = sum(weights)
         if len(weights) < 2 or not total > 0:
             return
@@ -73,32 +80,45 @@ class WeightCap(Aggregator):
             self.warn(clients[heaviest], share)
 
     def row(self) -> dict[str, Any]:
-        row, self._row = self._row, {}
+        row = self._row
+        self._row = {}
         return row
 
 
 def capped(upload: Upload, upload_spec: UploadSpec, scale: Sequence[float]) -> Upload:
-    """Return uploads (k, ...) with their weights, and what was multiplied by them, scaled; 1 changes no bit."""
-    if all(each == 1 for each in scale):
+    """Scale the weights of uploads (k, ...), and sums that have them as a factor; a scale of 1 changes no bit."""
+    if all(multiplier == 1 for multiplier in scale):
         return upload
     sums = {name: scaled(upload.aux[name], scale) for name in upload_spec.names(reduce="sum")}
     return Upload(upload.update, scaled(upload.weight, scale), {**upload.aux, **sums})
 
 
 def caps(weights: Sequence[float], factor: float, declared: Sequence[float | None] = ()) -> list[float]:
-    """Return the most that each may weigh: what is declared of it, else `factor` times the lower median above 0."""
+    """Compute the largest allowed weight of each client.
+
+    Args:
+        weights: The reported weights of k clients.
+        factor: The cap in multiples of the lower median of all positive weights; 0 for no cap.
+        declared: The known weight of each client, None for unknown ones; a known weight replaces the cap.
+
+    Returns:
+        k caps, infinity for none.
+    """
     positive = [weight for weight in weights if weight > 0]
     limit = factor * statistics.median_low(positive) if factor and positive else float("inf")
-    return [limit if each is None else float(each) for each in declared or [None] * len(weights)]
+    known_weights = declared or [None] * len(weights)
+    return [limit if known is None else float(known) for known in known_weights]
 
 
-def scaled(part: Tree | Tensor, scale: Sequence[float]) -> Any:
-    """Return leaves (k, ...) with each client's slice multiplied by its number; a factor of 1 changes no bit."""
+def scaled(tensors: Tree | Tensor, scale: Sequence[float]) -> Any:
+    """Multiply each client's slice of leaves (k, ...) by its number in `scale`; a factor of 1 changes no bit."""
 
-    def one(leaf: Tensor) -> Tensor:
+    def scale_leaf(leaf: Tensor) -> Tensor:
         if not leaf.is_floating_point():
             return leaf
         factor = torch.tensor(scale, dtype=torch.float64, device=leaf.device).reshape(-1, *[1] * (leaf.dim() - 1))
         return torch.where(factor < 1, (leaf.double() * factor).to(leaf.dtype), leaf)
 
-    return one(part) if isinstance(part, Tensor) else tree.map(one, part)
+    if isinstance(tensors, Tensor):
+        return scale_leaf(tensors)
+    return tree.map(scale_leaf, tensors)
