@@ -213,6 +213,10 @@ RESULTS: dict[str, Small] = {
         "play --seeds 9 --steps 1 --schedules constant --width 4 --shrink 4 --runs {out} --data-dir {data}",
         {"METHODS": {"feddure": None, "fedavg-fixmatch": None}, "SHARED": {"rounds": 1, "clients": 4, "cohort": 2}},
     ),
+    "full_size": (
+        "run fedavg --data-dir {data} --runs {out}",
+        {"PROTOCOL": {"data": "cifar10", "clients": 4, "cohort": 2, "rounds": 1, "network": "small", "threads": 1}},
+    ),
     "feddure_trials": ("play --seeds 9 --runs {out}", {"TRIALS": 1, "ROUNDS": 1}),
     "labels_curve": (
         "play cifar10 --seeds 9 --runs {out} --data-dir {data}",

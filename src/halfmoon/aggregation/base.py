@@ -105,8 +105,10 @@ def mixed(mask: Tensor, new: Upload, old: Upload) -> Upload:
 
 def update(upload: Upload, context: AggregationContext) -> dict[str, Tensor]:
     """Subtract the downloaded from the uploaded values: {path: (k, ...)}, only floating-point leaves."""
-    sent = downlinks(context)
-    return {path: leaf - sent[path] for path, leaf in tree.flatten(upload.update).items() if leaf.is_floating_point()}
+    received = downlinks(context)
+    return {
+        path: leaf - received[path] for path, leaf in tree.flatten(upload.update).items() if leaf.is_floating_point()
+    }
 
 
 def changed(upload: Upload, context: AggregationContext, change: dict[str, Tensor]) -> Upload:
@@ -120,7 +122,7 @@ def changed(upload: Upload, context: AggregationContext, change: dict[str, Tenso
     Returns:
         The uploads, leaves (k, ...).
     """
-    sent = downlinks(context)
+    received = downlinks(context)
     count = len(context.clients)
 
     def apply_change(branch: Tree, prefix: str) -> Tree:
@@ -131,7 +133,7 @@ def changed(upload: Upload, context: AggregationContext, change: dict[str, Tenso
                 new[name] = apply_change(leaf, f"{path}/")
             elif path in change:
                 # Both terms may have a first axis of length 1; the method expects one entry per client.
-                values = sent[path] + change[path]
+                values = received[path] + change[path]
                 new[name] = values.expand(count, *values.shape[1:])
             else:
                 new[name] = leaf

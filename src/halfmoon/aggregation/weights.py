@@ -107,7 +107,7 @@ def caps(weights: Sequence[float], factor: float, declared: Sequence[float | Non
     positive = [weight for weight in weights if weight > 0]
     limit = factor * statistics.median_low(positive) if factor and positive else float("inf")
     known_weights = declared or [None] * len(weights)
-    return [limit if known is None else float(known) for known in known_weights]
+    return [limit if weight is None else float(weight) for weight in known_weights]
 
 
 def scaled(tensors: Tree | Tensor, scale: Sequence[float]) -> Any:
