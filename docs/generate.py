@@ -540,7 +540,8 @@ def _default(value: Any) -> str:
 
 
 def main() -> int:
-    """Renew every page, begin those of new methods, and print which ones changed."""
+    """Renew every page, create those of new methods, and print the names of those that changed."""
+    torch.set_num_threads(1)  # the networks are tiny: on a busy machine, threads that wait for each other cost minutes
     for name, rows in families().items():
         page = ROOT / "docs" / "methods" / f"{name}.md"
         if not page.exists():

@@ -21,7 +21,7 @@ from halfmoon.methods.objectives import Objective, Supervised
 from halfmoon.methods.objectives.base import FedAvgRow
 
 ORDER = [
-    "feddure", "feddure-without-creg", "feddure-without-freg", "fedavg", "fedavg-sl", "fedprox-sl", "fedavg-uda",
+    "feddure", "feddure-without-creg", "feddure-without-freg", "fedavg", "fedavg-control", "fedavg-sl", "fedprox-sl", "fedavg-uda",
     "fedprox-uda", "fedavg-fixmatch", "fedprox-fixmatch", "fedavg-fixmatch-global", "fedavg-soft-labels",
     "fixmatch-proxy-tuning", "fedlabel", "sage", "proxyfl", "protofssl", "feddb", "fixmatch-feddpl", "supervised",
     "partially-supervised", "pi-model", "pseudo-label", "mean-teacher", "mixmatch", "uda", "remixmatch", "fixmatch",

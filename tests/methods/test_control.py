@@ -1,0 +1,37 @@
+"""The control: FixMatch without pseudo-labels, and labels only in networks without batch normalization."""
+
+import pytest
+from method_scenes import rounds_of
+from scenes import CLASSES, dataset, furthest, same, task
+
+from halfmoon.methods import registry
+from halfmoon.methods.fedavg import FedAvg
+from halfmoon.methods.objectives import FixMatch
+from halfmoon.models import SmallCNN
+
+
+def final_model(method, held=None, **settings):
+    """Train three rounds and return the server's state."""
+    return rounds_of(method, task(**settings), held or dataset(), rounds=3)[-1].server
+
+
+@pytest.mark.parametrize("statistics", ["joint", "separate"])
+@pytest.mark.parametrize("labeling", ["batch", "running"])
+@pytest.mark.parametrize("labels", ["step", "round"])
+def test_control_equals_fixmatch_without_pseudo_labels(labels, labeling, statistics):
+    """With a threshold above 1 no pseudo-label is used, so the models are equal byte for byte."""
+    settings = {"labeling": labeling, "statistics": statistics}
+    control = final_model(registry.make("fedavg-control", {"labels": labels}), **settings)
+    fixmatch = final_model(FedAvg(FixMatch(threshold=1.5, labels=labels)), **settings)
+    assert same(control, fixmatch)
+
+
+def test_control_differs_from_labels_only_with_batch_normalization():
+    assert furthest(final_model(registry.make("fedavg-control")), final_model(FedAvg())) > 1e-6
+
+
+@pytest.mark.parametrize("norm", ["group", "none"])
+def test_control_equals_labels_only_without_batch_normalization(norm):
+    network = SmallCNN(1, CLASSES, 4, norm=norm)
+    settings = {"network": network}
+    assert same(final_model(registry.make("fedavg-control"), **settings), final_model(FedAvg(), **settings))
