@@ -116,6 +116,9 @@ THRESHOLD = {
 RECEIVED: dict[str, Any] = {"labeling": "running"}
 ROWS: dict[str, dict[str, Any]] = {
     "fedavg": {"title": "FedAvg, labels only"},
+    "control": {"title": "control: labels only, all images in batch normalization", "method": "fedavg-control",
+                "options": {"labels": "round"}, **RECEIVED},
+    "control-step": {"title": "control of FedDure and FedMatch with labels of each step", "method": "fedavg-control"},
     "fedavg-fixmatch": {"title": "FixMatch"},
     "fixmatch-received": {"title": "FixMatch, labels of the received model", "method": "fedavg-fixmatch",
                           "options": {"labels": "round"}, **RECEIVED},

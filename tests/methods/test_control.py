@@ -26,6 +26,12 @@ def test_control_equals_fixmatch_without_pseudo_labels(labels, labeling, statist
     assert same(control, fixmatch)
 
 
+@pytest.mark.parametrize("options", [{"prox": 0.1}, {"keep_optimizer": True}])
+def test_control_equals_fixmatch_with_options_of_fedavg(options):
+    control = final_model(registry.make("fedavg-control", options))
+    assert same(control, final_model(FedAvg(FixMatch(threshold=1.5), **options)))
+
+
 def test_control_differs_from_labels_only_with_batch_normalization():
     assert furthest(final_model(registry.make("fedavg-control")), final_model(FedAvg())) > 1e-6
 

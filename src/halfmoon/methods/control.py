@@ -11,7 +11,8 @@ the same passes as FixMatch, and the loss of labels only: the cross-entropy of t
 Its model is that of FixMatch with a threshold that no prediction passes, byte for byte. In a network without batch
 normalization there are no statistics to improve, and the control is FedAvg on labels only, byte for byte.
 
-server: params, stats.  broadcast: the same.  memory: none.  upload: the trained broadcast, and weight.
+server: params, stats.  broadcast: the same.  memory: with `keep_optimizer`,
+the optimizer's state.  upload: the trained broadcast, and weight.
 """
 
 from collections.abc import Mapping
@@ -76,9 +77,13 @@ class BatchNormControl:
 
     Attributes:
         labels: passes of the method that it is the control of (`SupervisedWithUnlabeledStatistics`).
+        prox: weight of FedProx's proximal term.
+        keep_optimizer: whether clients retain their optimizer's state between rounds.
     """
 
     labels: Literal["step", "round"] = "step"
+    prox: float = 0.0
+    keep_optimizer: bool = False
 
     def requirements(self, norm: str) -> Requirements:
         return SUM
@@ -86,7 +91,7 @@ class BatchNormControl:
     def client_updates(self, task: Task) -> Mapping[str, ClientUpdate]:
         has_batch_statistics = task.network.norm == "batch"
         objective = SupervisedWithUnlabeledStatistics(self.labels) if has_batch_statistics else Supervised()
-        return {"train": LocalTraining(task, objective)}
+        return {"train": LocalTraining(task, objective, self.prox, self.keep_optimizer)}
 
     def start(self, task: Task, model: Tree) -> Tree:
         return FedAvg().start(task, model)
