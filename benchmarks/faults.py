@@ -31,7 +31,6 @@ import psutil
 
 from halfmoon.config.schema import Config
 from halfmoon.core.errors import UserError
-from halfmoon.engine import compiled
 from halfmoon.runs import runner
 from halfmoon.runs.pools import Workers
 from halfmoon.storage import atomic_io
@@ -207,29 +206,6 @@ def _worker(place: Path) -> Iterator[Trial]:
     yield trial
 
 
-@contextmanager
-def _cache(place: Path) -> Iterator[Trial]:
-    """Others can write the folder of compiled programs, or it is a link to such a folder."""
-    serial = iter(range(10**9))
-
-    def trial(chance: random.Random) -> str:
-        folder = place / str(next(serial))
-        folder.mkdir()
-        folder.chmod(0o700 | chance.randint(1, 0o77))
-        if chance.random() < 0.5:
-            link = folder.with_suffix(".link")
-            link.symlink_to(folder)
-            folder = link
-        os.environ[compiled.CACHE] = str(folder)
-        try:
-            compiled.private_cache()
-        except UserError:
-            return REFUSED
-        return SILENT
-
-    yield trial
-
-
 FILES = {
     "hostile image": ("image", "predict", "idx", "parquet", "records"),
     "hostile DICOM": ("dicom",),
@@ -255,7 +231,6 @@ KINDS: dict[str, Callable[[Path], Any]] = {
     "archive bomb": _bomb,
     "dead worker": _worker,
     "dead Ray actor": _actor,
-    "planted cache": _cache,
 }
 
 
@@ -316,7 +291,7 @@ def page(facts: dict[str, Any]) -> str:
     rows.append(f"| all | {sum(total):,} | " + " | ".join(f"{count:,}" for count in total) + " |")
     notes = "".join(f"- {note}\n" for note in facts["notes"])
     how = "Of hostile bytes, the same bytes are those that could be read and changed nothing else. "
-    how += "The planted cache is one cheap check, repeated. After an actor was killed in a round, the run is resumed."
+    how += "After an actor was killed in a round, the run is resumed."
     return f"# Faults\n\n    python benchmarks/faults.py\n\n{chr(10).join(rows)}\n\n{how}\n\n{notes}".rstrip() + "\n"
 
 

@@ -44,7 +44,7 @@ SHARED = [
 """What many scripts import."""
 SERVER = multiprocessing.get_context("forkserver")
 
-LONGEST = ("federation_cost", "federation_link", "soak", "foreign_app", "features", "faults", "compiled_step", "peers")
+LONGEST = ("federation_cost", "federation_link", "soak", "foreign_app", "features", "faults", "peers")
 """What begins first: a long script that begins last would end alone."""
 
 Small = tuple[str, dict[str, Any]]
@@ -72,11 +72,6 @@ def export(sites: int) -> tuple[str, ...]:
     return ("site", "export", "digits", "--sites", str(sites), "--labels-per-class", "4")
 
 
-def untouched(graph: Any, inputs: Any) -> Any:
-    """Return a traced step as it is, in place of a program of Inductor, which takes half a minute to make."""
-    return graph
-
-
 SMALLEST: dict[str, Small] = {
     "accountants": ("", {"PLANS": ((10, 10, 8.0),), "ROUNDS": (1,)}),
     "attacks": (
@@ -85,11 +80,6 @@ SMALLEST: dict[str, Small] = {
     ),
     "calibration": ("{data}/pneumonia_mnist {run}", {}),
     "client_store": ("--clients 8 --width 4 --cap-mib 1 --cohort 2 --rounds 1", {}),
-    # tests/engine/test_compiled.py compiles.
-    "compiled_step": (
-        "--methods fedavg --scenes small-loop --turns 1",
-        {"halfmoon.engine.compiled.inductor": untouched},
-    ),
     "convergence": (
         "--out {out}/convergence",
         {"HORIZONS": (1, 2, 3), "SEEDS": (0, 1), "LOOKS": 1, "FEDERATION": {"clients": 2, "cohort": 2}},
@@ -178,7 +168,6 @@ SMALLEST: dict[str, Small] = {
     ),
     "scale": ("--part uploads fedavg 2", {}),
     "secure_sums": ("--sites 3 --parameters 1000 --out {out}/sums", {}),
-    "seeds_together": ("--methods fedavg --seeds 2 --rounds 1 --turns 1", {}),
     "soak": (
         "--minutes 0 --rounds 2 --seconds 1 --out {out}/soak",
         {"SAMPLE": 0.2, "SITES": ONE, "SLOW": ONE[0], "EXPORT": export(1), "RULES": {"min_replies": 1}},

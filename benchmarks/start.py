@@ -23,18 +23,18 @@ import importlib.machinery, os, sys
 class Found(importlib.machinery.PathFinder):
     @classmethod
     def find_spec(cls, name, path=None, target=None):
-        if name != "halfmoon.engine.compiled":
+        if name != "halfmoon.core.autodiff":
             return None
         spec = super().find_spec(name, path, target)
         run = spec.loader.exec_module
         def exec_module(module):
             run(module)
-            module.Steps.__call__ = lambda *_: os._exit(17)
+            module.grad_and_value = lambda *_, **__: os._exit(17)
         spec.loader.exec_module = exec_module
         return spec
 sys.meta_path.insert(0, Found)
 """
-"""A process that ends with its first step, with the code 17."""
+"""A process that ends with code 17 when its first step computes a gradient."""
 
 WORDS = {
     "--help": (["--help"], 0),

@@ -10,9 +10,20 @@ from pathlib import Path
 from typing import Any
 
 from precision import HEAD, SETS, SHARED, compare
-from seeds_together import job
+
+from halfmoon.cli.main import MAIN_JOB
 
 VARIANTS: dict[str, dict[str, Any]] = {name: {"upload_precision": name} for name in ("float32", "float16", "int8")}
+
+
+def main_job(method: str, rounds: int) -> dict[str, Any]:
+    """Return the options of the main job for one of its methods."""
+    if method == "feddure":
+        options = {name: value for name, value in MAIN_JOB["options"].items() if not isinstance(value, dict)}
+    else:
+        options = MAIN_JOB["options"].get(method, {})
+    shared = {name: value for name, value in MAIN_JOB.items() if name not in ("baselines", "options")}
+    return {**shared, "method": method, "rounds": rounds, "device": "cpu", "options": {method: options}}
 
 
 def main() -> None:
@@ -24,7 +35,7 @@ def main() -> None:
     given = parser.parse_args()
     print(HEAD)
     for method in ("fedavg-soft-labels", "feddure"):
-        options = {**job(method, given.rounds), "threads": 1, "workers": 1}
+        options = {**main_job(method, given.rounds), "threads": 1, "workers": 1}
         compare("digits", options.pop("method"), VARIANTS, given.seeds, **options)
     if given.data_dir:
         options = {**SHARED, **SETS["fashion_mnist"], "rounds": given.rounds // 2, "data_dir": given.data_dir}

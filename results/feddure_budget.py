@@ -50,7 +50,7 @@ def play(given: argparse.Namespace) -> None:
         if tuple(line.values()) in done:
             continue
         began = time.perf_counter()
-        values = {**SHARED, **METHODS[method], **line, "split_seed": seed, "compile": given.compile}
+        values = {**SHARED, **METHODS[method], **line, "split_seed": seed}
         values |= {} if given.data_dir is None else {"data_dir": given.data_dir}
         summary = runner.cell(resolve(values, {}), given.runs / "-".join(map(str, line.values())))
         line |= {"accuracy": summary["accuracy"], "cost": summary["cost"]}
@@ -91,7 +91,6 @@ def main() -> None:
     playing.add_argument("--schedules", nargs="+", choices=SCHEDULES, default=SCHEDULES)
     playing.add_argument("--width", type=int, default=16)
     playing.add_argument("--shrink", type=int, default=2)
-    playing.add_argument("--compile", action="store_true", help="as `halfmoon run --compile`: the same to rounding")
     commands.add_parser("report")
     given = parser.parse_args()
     if given.command == "report":

@@ -25,9 +25,6 @@ eighth longer on two cores (11:15 for 9:57)."""
 
 torch.set_num_threads(1)
 
-# Else Inductor compiles programs for ten seconds to see whether the processor has the vectors that it says.
-os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")
-
 # How long an example takes, or is looked for, says more about who else computes than about halfmoon.
 hypothesis.settings.register_profile("shared", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow])
 hypothesis.settings.load_profile("shared")

@@ -136,7 +136,7 @@ def test_every_option_is_a_flag_of_run(capsys: pytest.CaptureFixture[str]) -> No
     assert cli.main(["run", "--help-all"]) == 0
     said = capsys.readouterr().out
     missing = [name for name in config.option_types() if f"--{name.replace('_', '-')}" not in said]
-    assert missing == ["seeds_together"]  # a run has one seed
+    assert missing == []
 
 
 MISTAKES = {
@@ -151,8 +151,9 @@ MISTAKES = {
     "run extra": "unexpected argument 'extra'; see halfmoon run --help.",
     "run --silent 0.1": "option '--silent' is called --client-dropout since version 0.2: rename it.",
     "run --gamma 0.1": "option '--gamma' is called --dirichlet-alpha since version 0.2: rename it.",
-    "run --seeds-together": "--seeds-together needs several seeds: write halfmoon compare --methods NAME --seeds 0 1 2 "
-    "--seeds-together.",
+    "run --seeds-together": "option '--seeds-together' was removed: leave it out: the seeds of a comparison train one "
+    "after the other.",
+    "run --compile": "option '--compile' was removed: leave it out: compiled steps paid off only in long runs of tiny networks.",
     "run --round 3": "unknown option '--round': did you mean '--rounds'?",
     "site export digits --sites 3 --out x --seed 3": "unknown option '--seed': did you mean '--split-seed'?",
     "run --rounds": "--rounds has no value: it must be a whole number.",

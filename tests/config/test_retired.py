@@ -7,7 +7,7 @@ import pytest
 from halfmoon.cli import main as cli
 from halfmoon.config import retired
 from halfmoon.config.retired import RetiredOption
-from halfmoon.config.schema import Config, identity, load_file, resolve
+from halfmoon.config.schema import Config, identity, load_file, resolve, to_toml
 from halfmoon.core.errors import UserError
 
 
@@ -53,6 +53,37 @@ def test_a_file_that_lists_a_removed_option_at_its_default_is_accepted() -> None
     assert resolve({"warp": 9, "rounds": 3}, {}) == Config(rounds=3)
     with pytest.raises(UserError, match="use lr"):
         resolve({}, {"warp": 9})
+
+
+@pytest.mark.parametrize(
+    ("name", "advice"),
+    [
+        ("compile", "leave it out: compiled steps paid off only in long runs of tiny networks."),
+        ("seeds_together", "leave it out: the seeds of a comparison train one after the other."),
+    ],
+)
+def test_compiled_steps_and_batched_seeds_are_refused(
+    name: str, advice: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    flag = f"--{name.replace('_', '-')}"
+    for command in ("run", "compare --methods fedavg"):
+        assert cli.main([*command.split(), flag]) == 2
+        assert capsys.readouterr().err == f"halfmoon: option '{flag}' was removed: {advice}\n"
+    file = tmp_path / "run.toml"
+    file.write_text(f"{name} = true\n")
+    with pytest.raises(UserError, match=f"^option '{name}' in run.toml was removed: {advice}$"):
+        resolve(load_file(file), {}, file)
+    with pytest.raises(UserError, match=f"^option '{name}' in Config was removed: {advice}$"):
+        Config(**{name: True})
+
+
+def test_a_configuration_of_an_earlier_version_equals_todays_text() -> None:
+    text = to_toml(Config(method="fedavg", rounds=3))
+    old = text.replace("\nexecutor", '\ncompile = false\nseeds_together = false\nstart = "none"\nexecutor', 1)
+    assert old != text
+    assert retired.strip_ignored_lines(old) == text
+    for kept in ("compile = true\n", "[options]\ncompile = false\n"):
+        assert retired.strip_ignored_lines(kept) == kept
 
 
 def test_run_folders_of_earlier_versions_keep_their_identity() -> None:

@@ -96,7 +96,7 @@ def test_lifted_steps_equal_single_ones(ours, theirs, options):
 @EVERY
 @pytest.mark.parametrize("lift", [lambda function: function, vmap], ids=["alone", "lifted"])
 def test_a_rate_that_is_a_tensor_is_the_same_rate(ours, theirs, options, lift):
-    """Three steps, 1e-12; a step that is compiled takes its learning rate as an input."""
+    """Three steps, 1e-12."""
     other = ours.with_lr(torch.tensor(ours.lr, dtype=torch.float64))
     (params, gradients), found = scene(), []
     if lift is vmap:

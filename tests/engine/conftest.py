@@ -6,14 +6,14 @@ from halfmoon.engine import driver
 
 
 @pytest.fixture
-def programs(monkeypatch: pytest.MonkeyPatch) -> list[list[tuple[int, int]]]:
-    """Return a list that grows with every program of several clients: their (seed, number)."""
-    seen: list[list[tuple[int, int]]] = []
+def programs(monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
+    """Return a list that grows with every program of several clients: their numbers."""
+    seen: list[list[int]] = []
     update_many = driver.update_many
 
-    def watched(contexts, broadcast, each, tasks):
-        seen.append([(context.seed, task.client) for context, task in zip(contexts, tasks, strict=True)])
-        return update_many(contexts, broadcast, each, tasks)
+    def watched(context, broadcast, per_client, tasks):
+        seen.append([task.client for task in tasks])
+        return update_many(context, broadcast, per_client, tasks)
 
     monkeypatch.setattr(driver, "update_many", watched)
     return seen

@@ -12,7 +12,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from halfmoon.api.types import ClientUpdate, Method
 from halfmoon.contract.checks import executors_agree
 from halfmoon.engine.budget import ClientSize, natural
-from halfmoon.engine.lockstep import lockstep
 from halfmoon.engine.programs import PADDED, Extent, grouped
 from halfmoon.engine.sampling import Batching
 from halfmoon.methods.batchnorm_stats import BatchNormStatistics
@@ -98,25 +97,8 @@ def test_a_simulation_lifts_what_is_alike_and_answers_in_order(programs):
         simulation = simulate(method, shared, dataset(sizes), batching=Batching(2, 4), executor=executor, cohort=5)
         simulation.local_clients.training = replace(simulation.local_clients.training, padded=PADDED)
         played.append(play(method, simulation, begin(method, shared), range(1))[0])
-    assert [[client for _, client in each] for each in programs] == [[0, 2, 3, 4]]
+    assert programs == [[0, 2, 3, 4]]
     assert executors_agree(*([one] for one in played)) < 1e-12
-
-
-def test_runs_in_lockstep_keep_the_bound(programs):
-    """Two runs of three clients with 1, 10 and 2 steps: both large ones and a small one have 8 of 30 padded."""
-    sizes = ((2, 4), (2, 40), (2, 5))
-
-    def run(seed):
-        def played(spread):
-            simulation = simulate(method, shared, dataset(sizes), batching=Batching(2, 4), executor="vmap", seed=seed)
-            simulation.local_clients.training = replace(simulation.local_clients.training, spread=spread)
-            return play(method, simulation, begin(method, shared), range(1))
-
-        return played
-
-    method, shared = FedAvg(FixMatch(threshold=0.3)), task()
-    lockstep([run(0), run(1)])
-    assert [sorted(client for _, client in each) for each in programs] == [[1, 1, 2], [0, 0, 2]]
 
 
 WAITING = ("_local_scalar_dense", "nonzero", "masked_select", "is_nonzero", "equal")

@@ -162,7 +162,7 @@ def test_ramps_by_hand():
     assert at(2, "sigmoid") == pytest.approx(8 * exp(-5 / 4))
     assert at(4, "sigmoid") == 8
     assert ramp_weight(shared, 8.0, 0.0) == 8
-    for shape in ("linear", "sigmoid"):  # a compiled step takes the round as an input
+    for shape in ("linear", "sigmoid"):  # the round may be a tensor
         rounds = (torch.tensor(float(n), dtype=torch.float64) for n in (0, 1, 2, 3, 4, 9))
         assert [float(at(n, shape)) for n in rounds] == pytest.approx([at(n, shape) for n in (0, 1, 2, 3, 4, 9)])
 

@@ -17,10 +17,9 @@ from test_resume import Shell
 from halfmoon.cli import main as cli
 from halfmoon.config.schema import Config
 from halfmoon.core.errors import UserError
-from halfmoon.engine import driver
 from halfmoon.engine.loop import Row
 from halfmoon.report.study import SWEEP_FORMAT
-from halfmoon.runs import runner, seeds
+from halfmoon.runs import runner
 from halfmoon.runs.callbacks import Callback, NullCallback, RunInfo
 from halfmoon.studies import recipe
 from halfmoon.studies import run_sweep as sweep_module
@@ -307,31 +306,6 @@ def test_a_cell_that_fails_does_not_stop_the_others(mine: Path, capsys: pytest.C
     assert "\n" not in runs["lost"]["failed"]
     assert cli.main([*words, "--only", "method=fedavg"]) == 0
     assert "finished before" in capsys.readouterr().err
-
-
-def test_the_seeds_of_a_cell_are_one_batch(mine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    mine.write_text(RECIPE.replace("rounds = 5", "rounds = 5\nseeds_together = true"))
-    seen, update_many, split_of = list[int](), driver.update_many, seeds.split_of
-
-    def many(contexts: Any, *rest: Any) -> Any:
-        seen.append(len({context.seed for context in contexts}))
-        return update_many(contexts, *rest)
-
-    def without_one(config: Config, *rest: Any) -> Any:
-        if config.seed == 1 and config.method == "fedavg":
-            raise UserError("no such split.")
-        return split_of(config, *rest)
-
-    monkeypatch.setattr(driver, "update_many", many)
-    monkeypatch.setattr(seeds, "split_of", without_one)
-    folder, steps, failed = played(mine, *MINE, seeds=(0, 1, 2))
-    assert failed == ["amount=few, method=fedavg, seed 1: no such split."]
-    assert seen == [2, 2, 3, 3]
-    assert len({path.read_bytes() for path in folder.out.glob("cells/*/split.parquet")}) == 3
-    assert [step.words[-6:] for step in steps] == ["seed 0", "seed 1", "seed 2"] * 2
-    mine.write_text(RECIPE.replace("rounds = 5", 'rounds = 5\nseeds_together = true\nexecutor = "loop"'))
-    _, _, failed = played(mine, "amount=more", seeds=(0, 2))
-    assert ["train one by one" in why for why in failed] == [True] * 4
 
 
 @pytest.mark.parametrize(

@@ -154,7 +154,7 @@ def _parser(full: bool) -> tuple[base.Parser, Mapping[str, argparse.ArgumentPars
     own.plan_flags(run)
     base.tracked(run)
     _wide(run)
-    base.options(run, [name for name in settings.option_types() if name != "seeds_together"], full)
+    base.options(run, list(settings.option_types()), full)
 
     compare = base.command(
         commands, "compare", "train several methods on the same split and cohorts", "--methods NAME ... ", _compare

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from halfmoon.core.errors import UserError
+from halfmoon.storage import toml
 
 NO_DEFAULT = object()
 """Marks a removed option that no file of an earlier version contains at its default."""
@@ -37,7 +38,7 @@ _NO_START = (
 
 OPTIONS: Mapping[str, RetiredOption] = {
     "seeds_together": RetiredOption("leave it out: the seeds of a comparison train one after the other.", False),
-    "compile": RetiredOption("leave it out: training steps run without a compiler, about as fast.", False),
+    "compile": RetiredOption("leave it out: compiled steps paid off only in long runs of tiny networks.", False),
     "start": RetiredOption(_NO_START, "none", in_identity=True),
     "start_rounds": RetiredOption(_NO_START, 40, in_identity=True),
     "start_lr": RetiredOption(_NO_START, None, in_identity=True),
@@ -83,6 +84,23 @@ def is_ignored(name: str, value: Any) -> bool:
     """Check whether a key of a file is a removed option at its last default, which has no effect."""
     option = OPTIONS.get(name)
     return option is not None and type(value) is type(option.default) and value == option.default
+
+
+def strip_ignored_lines(text: str) -> str:
+    """Remove the lines of removed options at their last defaults from a configuration that `to_toml` has written.
+
+    With them removed, the text of an earlier version equals that of this version for the same configuration.
+    """
+    ignored = {
+        f"{name} = {toml.format_value(option.default)}"
+        for name, option in OPTIONS.items()
+        if option.default is not None and option.default is not NO_DEFAULT
+    }
+    # A method may have an option of the same name: tables keep all their lines.
+    lines = text.split("\n")
+    first_table = next((number for number, line in enumerate(lines) if line.startswith("[")), len(lines))
+    remaining = [line for line in lines[:first_table] if line not in ignored]
+    return "\n".join([*remaining, *lines[first_table:]])
 
 
 def option_error(name: str, file: Path | str | None = None) -> UserError | None:

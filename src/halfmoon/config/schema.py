@@ -45,8 +45,8 @@ _PLUGIN_OPTIONS: dict[str, tuple[tuple[str, ...], plugins.Kind]] = {
 """Options that name a plugin: the choices of this package, and the kind of plugin."""
 
 EXECUTION_OPTIONS = {
-    *("run_dir", "data_dir", "cache", "device", "executor", "compile", "threads", "workers", "processes"),
-    *("checkpoint_every", "memory_cap", "seeds_together"),
+    *("run_dir", "data_dir", "cache", "device", "executor", "threads", "workers", "processes"),
+    *("checkpoint_every", "memory_cap"),
 }
 """Options for where and how a run is computed. They are not part of its identity."""
 

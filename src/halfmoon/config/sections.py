@@ -278,9 +278,6 @@ class MachineOptions:
         Literal["auto", "loop", "vmap"],
         "clients one by one, or batched; auto: vmap on a GPU, or for a tiny network; loop with a table [federation]",
     ] = "auto"
-    compile: Annotated[
-        bool, "compile the training step for each shape of batches (PyTorch's Inductor); last digits differ"
-    ] = False
     threads: Annotated[
         int | None,
         "processor threads of each process; none: 1, or all for a centralized method",
@@ -296,9 +293,6 @@ class MachineOptions:
         "runs that train at the same time; auto: one for each processor (default on the command line: auto)",
         at_least(1),
     ] = 1
-    seeds_together: Annotated[
-        bool, "train the clients of all seeds of a method as one program; last digits differ from seeds played apart"
-    ] = False
     memory_cap: Annotated[int, "MB of client memory that stay in RAM; the rest is stored on disk", at_least(1)] = 2048
     checkpoint_every: Annotated[int, "rounds between checkpoints", at_least(1)] = 1
     run_dir: Annotated[Path | None, "the run folder; none: the next free runs/<data>-<method>-seed<seed>-<n>"] = None

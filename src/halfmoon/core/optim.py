@@ -13,7 +13,7 @@ from halfmoon.core.errors import UserError
 from halfmoon.core.tree import Tree
 
 Number = float | Tensor
-"""What may change from round to round: a number or, where a step is traced to be compiled, a tensor ()."""
+"""A learning rate: a number or a tensor ()."""
 
 
 class Optimizer(Protocol):

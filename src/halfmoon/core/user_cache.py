@@ -1,4 +1,4 @@
-"""The folder of what halfmoon can compute again: decoded images, features, converted weights, compiled steps."""
+"""The folder of what halfmoon can compute again: decoded images, features, converted weights."""
 
 import os
 from contextlib import suppress

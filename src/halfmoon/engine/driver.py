@@ -13,7 +13,6 @@ from halfmoon.core import rng, tree
 from halfmoon.core.autodiff import vmap_clients
 from halfmoon.core.tree import Tree
 from halfmoon.engine.budget import ClientSize
-from halfmoon.engine.compiled import Steps
 from halfmoon.engine.programs import Extent
 from halfmoon.engine.sampling import Amount, DrawnUpdate, Views, batches, draw, sweep
 
@@ -69,16 +68,6 @@ class ClientContext:
     round: int
     query: int
     rows: int = 512  # images whose views are made in one call
-    compiled: bool = False  # whether steps are compiled
-
-    @property
-    def roomy(self) -> bool:
-        """Return whether rows are filled up until few shapes are left, each of which is compiled."""
-        return (
-            self.compiled
-            and self.client_update.requirements.needs_full_batch
-            and self.client_update.requirements.masks_padding
-        )
 
     def path(self, client: int) -> tuple[str, int, int, int]:
         """Return where the random numbers of a client update come from, with the seed."""
@@ -89,7 +78,7 @@ class ClientResult(NamedTuple):
     """What one client's update leaves: its upload, its memory, and what was counted.
 
     `swept` images went through the network outside the steps; `memory_bytes` is the memory's size, wherever that is.
-    `observations` are its pseudo-labels, for whoever knows the hidden labels. `remark`: why steps were not compiled.
+    `observations` are its pseudo-labels, for whoever knows the hidden labels.
     """
 
     upload: Upload
@@ -100,7 +89,6 @@ class ClientResult(NamedTuple):
     swept: int = 0
     memory_bytes: int = 0
     observations: tuple[Observed, ...] = ()
-    remark: str = ""
 
 
 class ClientTask(NamedTuple):
@@ -138,18 +126,8 @@ def update_together(context: ClientContext, broadcast: Tree, tasks: Sequence[Cli
         if len(tasks) == 1:
             client, private, memory, data, amount, _ = tasks[0]
             return {client: update_one(context, client, {**broadcast, **private}, memory, data, amount)}
-        results = update_many([context] * len(tasks), broadcast, tree.stack([each.private for each in tasks]), tasks)
+        results = update_many(context, broadcast, tree.stack([each.private for each in tasks]), tasks)
     return {task.client: result for task, result in zip(tasks, results, strict=True)}
-
-
-def update_joint(queries: Sequence[tuple[Query, ClientTask]]) -> list[ClientResult]:
-    """Return what comes of clients of several runs that train as one program, in their order.
-
-    Their queries are alike; what a run sends down is private to its clients, which draw from its seed.
-    """
-    with torch.no_grad():
-        private = tree.stack([{**query.broadcast, **task.private} for query, task in queries])
-        return update_many([query.context for query, _ in queries], {}, private, [task for _, task in queries])
 
 
 def update_one(
@@ -165,44 +143,36 @@ def update_one(
     laid = data.x.device.type == "cpu"
     if laid:
         broadcast, memory = tree.channels_last(broadcast), tree.channels_last(memory)
-    data = padded = _swept(context, client, data)
-    if context.roomy:
-        padded = _local(_padded([data], True), 0)
-        memory = _filled(client_update, memory, data, len(padded.u))
-    carry = client_update.begin(broadcast, memory, padded)
-    guesses = _guesses(client_update, carry, padded, len(data.u))
-    update = _draw(context, client, data, amount, client_update.drawable_rows(carry, padded))
-    step, log = Steps(client_update, broadcast, compiled=context.compiled), _Log()
+    data = _swept(context, client, data)
+    carry = client_update.begin(broadcast, memory, data)
+    guesses = _guesses(client_update, carry, data, len(data.u))
+    update = _draw(context, client, data, amount, client_update.drawable_rows(carry, data))
+    log = _Log()
     for stacked in batches([data], [update], context.views, client_update.task.normalize, context.rows):
         batch = _one(stacked)
         batch = _laid(batch) if laid else batch
-        carry, notes = step(carry, batch)
+        carry, notes = client_update.step(broadcast, carry, batch)
         log.add(notes, batch.u_rows)
     samples, observations = log.of(context, client)
-    upload, memory = client_update.finish(broadcast, carry, padded)
-    if context.roomy:
-        memory = _filled(client_update, memory, data)
+    upload, memory = client_update.finish(broadcast, carry, data)
     _check_upload(context, client, upload, broadcast, update.amount.steps)
     traffic = client_update.traffic(broadcast, upload)
     upload, memory = upload.map(Tensor.contiguous), tree.contiguous(memory)
     swept, size = client_update.images_outside_steps(len(data.x), len(data.u)), tree.nbytes(memory)
-    return ClientResult(
-        upload, memory, samples, update.amount, traffic, swept, size, guesses or observations, step.remark
-    )
+    return ClientResult(upload, memory, samples, update.amount, traffic, swept, size, guesses or observations)
 
 
 def update_many(
-    contexts: Sequence[ClientContext], downlinks: Tree, per_client: Tree, tasks: Sequence[ClientTask]
+    context: ClientContext, downlinks: Tree, per_client: Tree, tasks: Sequence[ClientTask]
 ) -> list[ClientResult]:
     """Run K client updates as one program; `downlinks` is shared, `per_client` differs (leaves (K, ...)).
 
-    Contexts differ in nothing but their seeds. Clients with fewer steps are frozen when theirs are over. Those of a
+    Clients with fewer steps are frozen when theirs are over. Those of a
     work that does not mask padding need equal images a step and, if it looks at `whole` clients, one size.
     """
-    shared = contexts[0]
-    client_update, views, normalize = shared.client_update, shared.views, shared.client_update.task.normalize
-    datas = [_swept(context, task.client, task.data) for context, task in zip(contexts, tasks, strict=True)]
-    padded = _padded(datas, shared.roomy)
+    client_update, views, normalize = context.client_update, context.views, context.client_update.task.normalize
+    datas = [_swept(context, task.client, task.data) for task in tasks]
+    padded = _padded(datas)
     length = padded.u.shape[1]
     memory = tree.stack(
         [_filled(client_update, task.memory, data, length) for task, data in zip(tasks, datas, strict=True)]
@@ -231,30 +201,30 @@ def update_many(
             task.amount,
             client_update.drawable_rows(tree.index(carry, k), _local(padded, k)),
         )
-        for k, (context, task, data) in enumerate(zip(contexts, tasks, datas, strict=True))
+        for k, (task, data) in enumerate(zip(tasks, datas, strict=True))
     ]
     device = padded.y.device
     steps = torch.tensor([update.amount.steps for update in updates], device=device)
     fewest = min(update.amount.steps for update in updates)
-    step, log = Steps(client_update, downlinks, per_client, True, shared.compiled), _Log()
-    for t, batch in enumerate(batches(datas, updates, views, normalize, shared.rows)):
-        new, notes = step(carry, batch)
+    step, log = merged(client_update.step), _Log()
+    for t, batch in enumerate(batches(datas, updates, views, normalize, context.rows)):
+        new, notes = step(per_client, carry, batch)
         carry = new if t < fewest else vmap_clients(tree.select)(t < steps, new, carry)
         log.add(notes, batch.u_rows)
-    logs = [log.of(contexts[k], task.client, k, updates[k].amount) for k, task in enumerate(tasks)]
+    logs = [log.of(context, task.client, k, updates[k].amount) for k, task in enumerate(tasks)]
     upload, memory = merged(client_update.finish)(per_client, carry, padded)
     results: list[ClientResult] = []
     finite = _finite(upload)  # of all clients at once
     for k, task in enumerate(tasks):
         mine, received = upload.at(k), {**downlinks, **tree.index(per_client, k)}
-        _check_upload(contexts[k], task.client, mine, received, updates[k].amount.steps, finite)
+        _check_upload(context, task.client, mine, received, updates[k].amount.steps, finite)
         # A clone: a slice would keep the memories of the whole group alive.
         own = tree.map(torch.clone, _filled(client_update, tree.index(memory, k), datas[k]))
         traffic = client_update.traffic(received, mine)
         samples, labels = logs[k]
         amount, swept = updates[k].amount, client_update.images_outside_steps(len(datas[k].x), len(datas[k].u))
         size, labels = tree.nbytes(own), guesses[k] or labels
-        results.append(ClientResult(mine, own, samples, amount, traffic, swept, size, labels, step.remark))
+        results.append(ClientResult(mine, own, samples, amount, traffic, swept, size, labels))
     return results
 
 
@@ -397,11 +367,8 @@ def _guesses(client_update: ClientUpdate, carry: Tree, data: ClientData, rows: i
     return tuple(Observed(torch.arange(rows, device=own.label.device), own, {}) for own in pseudo)
 
 
-def _padded(datas: Sequence[ClientData], roomy: bool) -> ClientData:
-    """Stack clients of unequal size: rows beyond a client's own repeat them from the start.
-
-    To as many as the largest has or, `roomy`, up to the next power of two.
-    """
+def _padded(datas: Sequence[ClientData]) -> ClientData:
+    """Stack clients of unequal size: rows beyond a client's own repeat them from the start."""
 
     def wrap(images: Tensor, length: int) -> Tensor:
         if not len(images):
@@ -409,10 +376,8 @@ def _padded(datas: Sequence[ClientData], roomy: bool) -> ClientData:
         return images[torch.arange(length, device=images.device) % len(images)]
 
     longest_x, longest_u = max(len(d.x) for d in datas), max(len(d.u) for d in datas)
-    if roomy:
-        longest_x, longest_u = (1 << (each - 1).bit_length() if each else 0 for each in (longest_x, longest_u))
     real: dict[str, Tensor] = {}
-    if roomy or any(len(d.x) < longest_x or len(d.u) < longest_u for d in datas):
+    if any(len(d.x) < longest_x or len(d.u) < longest_u for d in datas):
         device = datas[0].y.device
         real["x"] = torch.stack([torch.arange(longest_x, device=device) < d.labeled for d in datas])
         real["u"] = torch.stack([torch.arange(longest_u, device=device) < d.unlabeled for d in datas])

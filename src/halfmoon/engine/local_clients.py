@@ -5,8 +5,8 @@ Both draw from (seed, round, query, client), so that a site computes what its cl
 bit.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import astuple, dataclass, field, replace
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import astuple, dataclass
 from fractions import Fraction
 from functools import partial
 from typing import Literal
@@ -103,7 +103,7 @@ class Training:
 
     Without `serving` the server trains by the clients' rule. `together` is how many clients vmap lifts at most as one
     program (None: all of a cohort that are alike), and `padded` how much of one may be padding; `spread` says where
-    programs, and the clients of a loop, train. With `compiled` their steps are compiled, and `say` hears of others.
+    programs, and the clients of a loop, train.
     """
 
     batching: Batching
@@ -113,8 +113,6 @@ class Training:
     spread: Spread = map
     together: int | None = None
     padded: Fraction = PADDED
-    compiled: bool = False
-    say: Callable[[str], None] = lambda words: None
 
 
 @dataclass
@@ -129,7 +127,6 @@ class LocalClients:
     training: Training
     seed: int
     memories: StateStore
-    _remarks: set[str] = field(default_factory=set[str])
 
     def update(
         self,
@@ -154,9 +151,6 @@ class LocalClients:
                 self.memories.put(str(client), outcome.memory)
             for observation in outcome.observations:
                 quality.add(observation.pseudo, hidden[client][observation.rows], observation.models)
-            if outcome.remark not in {"", *self._remarks}:
-                self._remarks.add(outcome.remark)
-                self.training.say(outcome.remark)
             outcome = outcome._replace(memory={}, observations=())
             if client != SERVER and context.client_update.task.upload_precision != "float32":
                 outcome = _encoded(context, client, {**broadcast, **tree.index(per_client, place)}, outcome)
@@ -173,7 +167,6 @@ class LocalClients:
         hidden: dict[int, Tensor],
     ) -> Iterator[ClientResult]:
         """Yield what comes of the clients in their order; `hidden` gets the labels that they do not see, by client."""
-        context = replace(context, compiled=self.training.compiled)
         amounts = [self._amount(context.client_update, client, stage) for client in clients]
         # Asked once, not of every client: what a client that is known would start from may be a network to draw.
         remembers = bool(
@@ -225,7 +218,7 @@ class LocalClients:
         They have equally shaped memories, equal images a step and, where it matters, equal sizes; a work that masks
         padding takes all that have a step to do.
         """
-        flat = sorted(tree.flatten(memory).items())  # a memory that was read, or compiled, has them in another order
+        flat = sorted(tree.flatten(memory).items())  # a memory that was read has them in another order
         shapes = tuple(leaf.shape for path, leaf in flat if path not in client_update.requirements.row_memory)
         if client_update.requirements.masks_padding:
             return (min(amount.steps, 1),), shapes

@@ -39,6 +39,7 @@ MAX_HEADING_LINES = 2
 IGNORED_OPTIONS = {
     *("method", "baselines", "options", "seed", "run_dir", "data_dir", "cache", "device", "executor", "compile"),
     *("threads", "workers", "processes", "memory_cap", "checkpoint_every", "evaluate_every", "reference"),
+    "seeds_together",  # run folders made before 0.3 list it, as they list `compile`
 }
 """Options that do not change a run's numbers, are the row's, or are a seed."""
 

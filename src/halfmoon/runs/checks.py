@@ -8,7 +8,6 @@ from halfmoon.config.schema import check_label_location
 from halfmoon.core.errors import UserError
 from halfmoon.data.images import UNKNOWN
 from halfmoon.data.partition.split import SERVER
-from halfmoon.engine import compiled
 from halfmoon.methods import registry
 from halfmoon.models.passes import is_emulated
 from halfmoon.runs import factory, workers
@@ -23,8 +22,6 @@ def check(jobs: Sequence[Job], shared: Problem, watch: Callback) -> None:
     if config.cohort > split.clients:
         raise UserError(f"cohort is {config.cohort}, but the split has {split.clients} clients; choose a smaller one.")
     device = factory.device(config)
-    if config.compile:
-        compiled.check(device)
     if shared.source.remark:
         watch.say(f"{shared.source.remark}.")
     if is_emulated(config.precision, device):

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from halfmoon.config import retired
 from halfmoon.config import schema as settings
 from halfmoon.config.schema import Config, resolve, to_toml
 from halfmoon.core.errors import UserError
@@ -40,6 +41,21 @@ def parsed(words: str, root: Path) -> Config:
 
 def render(jobs: Sequence[Job]) -> bytes:
     return integrity.seal({"jobs": [{"folder": job.folder, "config": to_toml(job.config)} for job in jobs]})
+
+
+def is_same_plan(stored: bytes | None, plan: bytes) -> bool:
+    """Check whether a `comparison.json`, perhaps of an earlier version, holds the same jobs as `plan` of this version."""
+    if stored is None or stored == plan:
+        return stored == plan
+    try:
+        return _without_retired_options(stored) == _without_retired_options(plan)
+    except (ValueError, LookupError, TypeError):
+        return False
+
+
+def _without_retired_options(plan: bytes) -> list[tuple[str, str]]:
+    jobs = integrity.unseal(plan)["jobs"]
+    return [(str(job["folder"]), retired.strip_ignored_lines(str(job["config"]))) for job in jobs]
 
 
 def parse(plan: bytes, root: Path) -> list[Job]:

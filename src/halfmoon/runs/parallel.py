@@ -28,9 +28,6 @@ WORTHWHILE = 100
 TICK = 0.1
 """Seconds between looks at what the processes tell."""
 
-Unit = tuple[int, ...]
-"""The numbers of runs that one process plays together: of one, or of the seeds of a method (`halfmoon.runs.seeds`)."""
-
 _STATE: dict[str, Any] = {}
 """In a process that plays runs: how it plays one, and where it tells of it."""
 
@@ -56,29 +53,28 @@ def processes(config: Config, runs: int) -> int:
 
 
 def side_by_side(
-    play: Callable[[Unit, Callback], list[Row]], units: Sequence[Unit], config: Config, watch: Callback
-) -> dict[Unit, list[Row]]:
-    """Play runs in several processes, and return their summaries; `watch` is told of all of them.
+    play: Callable[[int, Callback], Row], numbers: Sequence[int], config: Config, watch: Callback
+) -> dict[int, Row]:
+    """Play runs in several processes, and return their summaries by number; `watch` is told of all of them.
 
-    Those of a unit, by their numbers, are played by one process. `play` is sent to every process. Return {}, with
-    nothing played, where one process is enough. Raise what the first unit raises that fails: the others are stopped,
-    and can be resumed.
+    `play` is sent to every process. Return {}, with nothing played, where one process is enough. Raise what the first
+    run raises that fails: the others are stopped, and can be resumed.
     """
-    count = processes(config, len(units))
+    count = processes(config, len(numbers))
     if count < 2:
         return {}
     context = ready_context(__name__, "halfmoon.runs.runner")
-    messages, begun = context.Queue(), {unit: context.Event() for unit in units}
-    rows: dict[Unit, list[Row]] = {}
+    messages, begun = context.Queue(), {number: context.Event() for number in numbers}
+    rows: dict[int, Row] = {}
     runs: dict[Path, RunInfo] = {}
     with ProcessPoolExecutor(count, context, _begin, (play, messages, begun, count)) as pool:
-        waiting: dict[Future[list[Row] | Failed], Unit] = {pool.submit(_play, unit): unit for unit in units}
+        waiting: dict[Future[Row | Failed], int] = {pool.submit(_play, number): number for number in numbers}
         try:
             while waiting:
                 finished = wait(waiting, TICK, FIRST_COMPLETED).done
                 _tell(messages, runs, begun, watch)
                 for future in finished:
-                    rows[waiting.pop(future)] = _summaries(future)
+                    rows[waiting.pop(future)] = _summary(future)
         except BaseException:
             terminate(pool)
             raise
@@ -86,7 +82,7 @@ def side_by_side(
     return rows
 
 
-def _summaries(future: Future[list[Row] | Failed]) -> list[Row]:
+def _summary(future: Future[Row | Failed]) -> Row:
     try:
         result = future.result()
     except BrokenProcessPool as error:
@@ -99,7 +95,7 @@ def _summaries(future: Future[list[Row] | Failed]) -> list[Row]:
     return result
 
 
-def _tell(messages: Any, runs: dict[Path, RunInfo], begun: Mapping[Unit, Any], watch: Callback) -> None:
+def _tell(messages: Any, runs: dict[Path, RunInfo], begun: Mapping[int, Any], watch: Callback) -> None:
     while True:
         try:
             kind, of, what = messages.get_nowait()
@@ -116,14 +112,14 @@ def _tell(messages: Any, runs: dict[Path, RunInfo], begun: Mapping[Unit, Any], w
 
 
 class _Teller:
-    """The watch of the runs of a unit in another process, of which one at a time moves."""
+    """The watch of a run in another process."""
 
-    def __init__(self, unit: Unit) -> None:
-        self.unit = unit
+    def __init__(self, number: int) -> None:
+        self.number = number
 
     def begin(self, run: RunInfo) -> None:
-        _STATE["messages"].put(("begin", self.unit, run))
-        begun = _STATE["begun"][self.unit]
+        _STATE["messages"].put(("begin", self.number, run))
+        begun = _STATE["begun"][self.number]
         while not begun.wait(1.0):  # a tracker reads the folder as it is before the first round
             _stay()
         begun.clear()
@@ -136,7 +132,7 @@ class _Teller:
         _STATE["messages"].put(("end", run.folder, summary))
 
     def say(self, words: str) -> None:
-        _STATE["messages"].put(("say", self.unit, words))
+        _STATE["messages"].put(("say", self.number, words))
 
 
 def _stay() -> None:
@@ -145,15 +141,15 @@ def _stay() -> None:
         os._exit(1)
 
 
-def _begin(play: Callable[[Unit, Callback], list[Row]], messages: Any, begun: Mapping[Unit, Any], count: int) -> None:
+def _begin(play: Callable[[int, Callback], Row], messages: Any, begun: Mapping[int, Any], count: int) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the one that asked ends the others
     share(count)
     _STATE.update(play=play, messages=messages, begun=begun, parent=os.getppid())
 
 
-def _play(unit: Unit) -> list[Row] | Failed:
+def _play(number: int) -> Row | Failed:
     try:
-        return _STATE["play"](unit, _Teller(unit))
+        return _STATE["play"](number, _Teller(number))
     except (UserError, Diverged) as error:
         cause = error.__cause__
         return Failed(error, cause if isinstance(cause, OSError) else None)

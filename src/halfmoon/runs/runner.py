@@ -1,7 +1,7 @@
 """From a configuration to runs on disk: play every method, go on where one was stopped, draw what came out."""
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -36,10 +36,9 @@ from halfmoon.runs.assembly import CSV, CURVES, MARKDOWN, SPLIT, RunResult, show
 from halfmoon.runs.budgets import budget, evaluation_interval, largest_of
 from halfmoon.runs.callbacks import NULL_CALLBACK, Callback, RunInfo, guarded, told_of
 from halfmoon.runs.factory import ImageSpec, Problem
-from halfmoon.runs.jobs import COMPARISON, Job, parsed, render
+from halfmoon.runs.jobs import COMPARISON, Job, is_same_plan, parsed, render
 from halfmoon.runs.jobs import parse as jobs_of
-from halfmoon.runs.parallel import Unit, side_by_side
-from halfmoon.runs.seeds import Seat, check_together, in_lockstep, needs_seeds, units_of
+from halfmoon.runs.parallel import side_by_side
 from halfmoon.storage import atomic_io, integrity
 from halfmoon.storage.folder_writer import CONFIG, resume_command
 from halfmoon.storage.run_folder import BASELINES, SUMMARY, RunFolder
@@ -56,8 +55,6 @@ def start(config: Config, watch: Callback = NULL_CALLBACK, shared: Problem | Non
     """
     watch = guarded(watch)
     check_methods(config)
-    if config.seeds_together:
-        needs_seeds(1)
     root = config.run_dir or next_free_folder(config, config.method)
     _refuse_taken(root, identity(config, config.method))
     jobs = _jobs(config)
@@ -82,9 +79,6 @@ def compare(
         if not names or len(set(names)) < len(names):
             raise UserError(f"compare needs one or more different {words}, not {', '.join(map(str, names)) or 'none'}.")
 
-    if config.seeds_together:
-        needs_seeds(len(seeds))
-
     def planned(reference: str) -> list[Job]:
         return [
             Job(folder_name(f"{m}-seed{seed}"), _alone(config, m, reference, seed=seed))
@@ -103,9 +97,8 @@ def compare(
     if config.reference is None:
         jobs = planned(largest_of([job.config for job in jobs], shared))
     jobs = _settled(jobs, shared)
-    check_together(jobs[0].config)
     plan = render(jobs)
-    if again and atomic_io.read(root / COMPARISON) == plan:
+    if again and is_same_plan(atomic_io.read(root / COMPARISON), plan):
         return resume(root, watch)
     _refuse_taken(root, "", plan)
     try:
@@ -160,27 +153,25 @@ def cell(
     path: Path,
     watch: Callback = NULL_CALLBACK,
     tests: bool = True,
-    seat: Seat | None = None,
     shared: Problem | None = None,
 ) -> Row:
     """Play one method in the folder `path`, or go on there, and return its summary; a finished one is only read.
 
-    Without `tests` no model is shown a test image: validation images alone say what it is worth. In lockstep with
-    others a run has a `seat`. `shared` is what the configuration's problem is, where it was made before.
+    Without `tests` no model is shown a test image: validation images alone say what it is worth. `shared` is
+    what the configuration's problem is, where it was made before.
     Raise what `start` raises, and `halfmoon.storage.folder_writer.Busy` where another process plays in that folder.
     """
     watch = guarded(watch)
     check_methods(config)
     job = Job(".", config)
     if not _finished(path, config):
-        shared = _shared([job], _stored_split(path), watch, seat, shared)
+        shared = _shared([job], _stored_split(path), watch, shared)
         shared = shared if tests else replace(shared, test=None)
         if not RunFolder.exists(path):
             (job,) = _settled([job], shared)
-            check_together(job.config)
         if factory.device(config).type == "cpu":
             retain_freed_memory()
-    return _play(path, job, shared, watch, seat)
+    return _play(path, job, shared, watch)
 
 
 def portray(config: Config, path: Path) -> Row:
@@ -233,14 +224,11 @@ def _alone(config: Config, name: str, reference: str, **changes: Any) -> Config:
     return replace(config, method=name, baselines=(), preset=preset, reference=reference, **changes)
 
 
-def _shared(
-    jobs: Sequence[Job], split: Split | None, watch: Callback, seat: Seat | None = None, shared: Problem | None = None
-) -> Problem:
+def _shared(jobs: Sequence[Job], split: Split | None, watch: Callback, shared: Problem | None = None) -> Problem:
     """Return what all jobs share; raise `UserError`, before anything is written, where a job cannot work on it."""
     if shared is None:
         methods = [job.config.method for job in jobs]
-        make = partial(factory.problem, methods=methods, progress=told_of(watch)) if seat is None else seat.problem
-        shared = make(jobs[0].config, split)
+        shared = factory.problem(jobs[0].config, split, methods=methods, progress=told_of(watch))
     checks.check(jobs, shared, watch)
     if (words := training_summary(shared.task.network)) is not None:
         watch.say(words)
@@ -261,27 +249,25 @@ def _play_all(root: Path, jobs: Sequence[Job], shared: Problem | None, watch: Ca
 def _play_jobs(root: Path, jobs: Sequence[Job], shared: Problem | None, watch: Callback) -> dict[int, Row]:
     """Return the summaries of jobs by number; what is not finished is played."""
     left = [shared is not None and not _finished(root / job.folder, job.config) for job in jobs]
-    units = units_of([job.config for job in jobs], left)
-    waiting = [unit for unit in units if left[unit[0]]]
+    waiting = [number for number in range(len(jobs)) if left[number]]
     if any(":" in job.config.method for job in jobs):
         waiting = []  # a method that was given as an object may be known to this process alone
-    by_unit = side_by_side(partial(_play_unit, root, tuple(jobs), shared), waiting, jobs[0].config, watch)
-    for unit in units:
-        if unit not in by_unit:
-            by_unit[unit] = _play_unit(root, jobs, shared, unit, watch)
-    return {number: row for unit, its in by_unit.items() for number, row in zip(unit, its, strict=True)}
+    rows = side_by_side(partial(_play_number, root, tuple(jobs), shared), waiting, jobs[0].config, watch)
+    for number in range(len(jobs)):
+        if number not in rows:
+            rows[number] = _play_number(root, jobs, shared, number, watch)
+    return rows
 
 
-def _play_unit(root: Path, jobs: Sequence[Job], shared: Problem | None, unit: Unit, watch: Callback) -> list[Row]:
-    config = jobs[unit[0]].config
-    if shared is not None and factory.device(config).type == "cpu":
+def _play_number(root: Path, jobs: Sequence[Job], shared: Problem | None, number: int, watch: Callback) -> Row:
+    """Play one of several jobs, by its number."""
+    if shared is not None and factory.device(jobs[number].config).type == "cpu":
         retain_freed_memory()
-    plays = [partial(_play, root, jobs[number], shared, watch) for number in unit]
-    return in_lockstep(plays, config) if len(plays) > 1 else [plays[0]()]
+    return _play(root, jobs[number], shared, watch)
 
 
-def _play(root: Path, job: Job, shared: Problem | None, watch: Callback, seat: Seat | None = None) -> Row:
-    """Play one job to its end, from its newest checkpoint if it has one; in lockstep with others it has a `seat`."""
+def _play(root: Path, job: Job, shared: Problem | None, watch: Callback) -> Row:
+    """Play one job to its end, from its newest checkpoint if it has one."""
     path, config = root / job.folder, job.config
     entry = registry.entry(config.method)
     with _folder(path, config) as folder:
@@ -300,11 +286,7 @@ def _play(root: Path, job: Job, shared: Problem | None, watch: Callback, seat: S
         assembly.note(path)
         run = RunInfo(path, config, entry.title, loaded.round if loaded else 0)
         watch.begin(run)
-        if seat is None or factory.executor(config) == "loop":
-            training = workers.working(config)
-        else:
-            training = nullcontext(seat.spread)
-        with training as spread, factory.computing(factory.threads(config)):
+        with workers.working(config) as spread, factory.computing(factory.threads(config)):
             experiment = _experiment(config, shared, path, spread, watch)
             results = play(experiment, folder, loaded, lambda row: watch.round(run, row))
         summary = assembly.summary(config, {"setting": config.setting}, shared.source.classes, folder, results)
@@ -333,7 +315,7 @@ def _finished(path: Path, config: Config) -> bool:
 def _refuse_taken(root: Path, mark: str, plan: bytes = b"") -> None:
     there = atomic_io.read(root / COMPARISON) if root.is_dir() else None
     if there is not None:
-        of = "this" if there == plan else "another"
+        of = "this" if is_same_plan(there, plan) else "another"
         raise UserError(
             f"{root} holds a comparison of {of} configuration; `{resume_command(root)}` goes on with it, "
             "or choose another --run-dir."
@@ -385,8 +367,6 @@ def _experiment(config: Config, shared: Problem, path: Path, spread: Spread, wat
             factory.executor(config),
             spread,
             factory.together(config),
-            compiled=config.compile,
-            say=watch.say,
         ),
         RuntimeSettings(
             config.cohort,

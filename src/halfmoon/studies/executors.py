@@ -11,7 +11,6 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
@@ -23,7 +22,6 @@ from halfmoon.engine.driver import Diverged
 from halfmoon.runs import runner
 from halfmoon.runs.callbacks import NULL_CALLBACK, Callback
 from halfmoon.runs.pools import ready_context, terminate
-from halfmoon.runs.seeds import Seat, in_lockstep
 from halfmoon.storage.folder_writer import FolderInUse
 
 DEFECT = "defect.txt"
@@ -63,43 +61,17 @@ class Engine(Protocol):
         ...
 
 
-Unit = tuple[SweepTask, ...]
-"""Tasks that are played together: one, or several that say so (`seeds_together`) and differ in their seeds alone."""
-
-
-def units(tasks: Sequence[SweepTask]) -> list[Unit]:
-    """Return the tasks as they are played together, in the order of the first ones."""
-    groups: dict[object, list[SweepTask]] = {}
-    for number, task in enumerate(tasks):
-        values = tomllib.loads(task.words)
-        together = values.get("seeds_together") and not task.split_only
-        alike = {name: value for name, value in values.items() if name not in ("seed", "split_seed")}
-        groups.setdefault(repr(alike) if together else number, []).append(task)
-    return [tuple(each) for each in groups.values()]
-
-
-def play_unit(unit: Unit, watch: Callback = NULL_CALLBACK) -> list[TaskResult]:
-    """Play one task in this process to its end, or several in lockstep; one that fails does not stop the others."""
-    if len(unit) == 1:
-        return [play(unit[0], watch)]
-    try:
-        config = _config(unit[0])
-    except UserError as error:  # in the options that they have in common
-        return [TaskResult(task, None, str(error)) for task in unit]
-    return in_lockstep([partial(play, task, watch) for task in unit], config)
-
-
 def _config(task: SweepTask) -> Config:
     return resolve(tomllib.loads(task.words), {"run_dir": str(task.folder)}, task.folder / "config.toml")
 
 
-def play(task: SweepTask, watch: Callback = NULL_CALLBACK, seat: Seat | None = None) -> TaskResult:
+def play(task: SweepTask, watch: Callback = NULL_CALLBACK) -> TaskResult:
     """Play one task in this process to its end, from where its folder says that it was left."""
     try:
         config = _config(task)
         if task.split_only:
             return TaskResult(task, runner.portray(config, task.folder))
-        return TaskResult(task, runner.cell(config, task.folder, watch, seat=seat))
+        return TaskResult(task, runner.cell(config, task.folder, watch))
     except FolderInUse as error:
         return TaskResult(task, None, str(error), busy=True)
     except (UserError, Diverged) as error:
@@ -124,9 +96,8 @@ class SerialExecutor:
         self.watch = watch
 
     def play(self, tasks: Sequence[SweepTask], note: Note) -> None:
-        for unit in units(tasks):
-            for result in play_unit(unit, self.watch):
-                note(result)
+        for task in tasks:
+            note(play(task, self.watch))
 
 
 class ProcessExecutor:
@@ -141,33 +112,32 @@ class ProcessExecutor:
 
     def play(self, tasks: Sequence[SweepTask], note: Note) -> None:
         """Play all tasks; one whose process dies (killed, out of memory) is begun again, `TRIES` times at most."""
-        left = units(tasks)
+        left = list(tasks)
         tries = dict.fromkeys(left, 0)
         while left:
             left = self._until_broken(left, tries, note)
-            for unit in [unit for unit in left if tries[unit] >= TRIES]:
-                left.remove(unit)
-                for task in unit:
-                    note(TaskResult(task, None, f"its process died {TRIES} times: killed, or out of memory."))
+            for task in [task for task in left if tries[task] >= TRIES]:
+                left.remove(task)
+                note(TaskResult(task, None, f"its process died {TRIES} times: killed, or out of memory."))
 
-    def _until_broken(self, queue: Sequence[Unit], tries: dict[Unit, int], note: Note) -> list[Unit]:
-        """Return the units that were not over when a process died; none where all are over."""
-        waiting, running = list(queue), dict[Future[list[TaskResult]], Unit]()
+    def _until_broken(self, queue: Sequence[SweepTask], tries: dict[SweepTask, int], note: Note) -> list[SweepTask]:
+        """Return the tasks that were not over when a process died; none where all are over."""
+        waiting = list(queue)
+        running: dict[Future[TaskResult], SweepTask] = {}
         with ProcessPoolExecutor(self.jobs, ready_context(__name__)) as pool:
             try:
                 while waiting or running:
                     while waiting and len(running) < self.jobs:
-                        unit = waiting.pop(0)
-                        running[pool.submit(play_unit, unit, self.watch)] = unit
+                        task = waiting.pop(0)
+                        running[pool.submit(play, task, self.watch)] = task
                     for future in wait(running, return_when=FIRST_COMPLETED).done:
-                        results = future.result()
+                        result = future.result()
                         del running[future]
-                        for result in results:
-                            note(result)
+                        note(result)
             except BrokenProcessPool:
                 # All that ran are suspects: nobody says whose process it was.
-                for unit in running.values():
-                    tries[unit] += 1
+                for task in running.values():
+                    tries[task] += 1
                 return [*running.values(), *waiting]
             except BaseException:
                 terminate(pool)

@@ -1,6 +1,6 @@
 """The runs of a sweep on a Ray cluster: many machines and GPUs that see the same folders (extra `ray`).
 
-Each run, or the seeds of one that are played together, is one Ray task. One whose worker dies is begun again by Ray, on
+Each run is one Ray task. One whose worker dies is begun again by Ray, on
 any machine, and goes on from the checkpoints in its folders, which therefore have to lie where all machines see them
 under the same path, as the data has.
 """
@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from halfmoon.core.errors import UserError
 from halfmoon.runs.callbacks import NULL_CALLBACK, Callback
 from halfmoon.runs.workers import installed, join
-from halfmoon.studies.executors import TRIES, Note, SweepTask, TaskResult, Unit, play_unit, units
+from halfmoon.studies.executors import TRIES, Note, SweepTask, TaskResult, play
 
 
 class Share(NamedTuple):
@@ -52,16 +52,15 @@ class RayExecutor:
     def play(self, tasks: Sequence[SweepTask], note: Note) -> None:
         """Play all tasks; one whose worker dies (killed, out of memory) is begun again, `TRIES` times at most."""
         ray, running = self._ray, {}
-        remote = ray.remote(play_unit)
+        remote = ray.remote(play)
         try:
-            for unit in units(tasks):
-                # Elsewhere, a relative path would be another.
-                copies = tuple(replace(task, folder=task.folder.absolute()) for task in unit)
-                running[remote.options(**self._options(unit[0])).remote(copies, self._watch)] = unit
+            for task in tasks:
+                # A relative path would name another folder where the worker runs.
+                copy = replace(task, folder=task.folder.absolute())
+                running[remote.options(**self._options(task)).remote(copy, self._watch)] = task
             while running:
                 (reference, *_), _ = ray.wait(list(running), num_returns=1)
-                for result in self._outcomes(reference, running.pop(reference)):
-                    note(result)
+                note(self._outcome(reference, running.pop(reference)))
         except BaseException:
             for each in running:
                 ray.cancel(each, force=True)
@@ -72,15 +71,15 @@ class RayExecutor:
         gpus = 0 if task.split_only or device == "cpu" else self._share.gpus
         return {"name": task.folder.name, "num_cpus": self._share.cpus, "num_gpus": gpus, "max_retries": TRIES - 1}
 
-    def _outcomes(self, reference: Any, unit: Unit) -> list[TaskResult]:
+    def _outcome(self, reference: Any, task: SweepTask) -> TaskResult:
         errors = self._ray.exceptions
         try:
-            return [result._replace(task=task) for result, task in zip(self._ray.get(reference), unit, strict=True)]
+            return self._ray.get(reference)._replace(task=task)
         except errors.RayTaskError:  # a defect of the program, as it would be here
             raise
         except errors.RayError as error:
             why = f"{type(error).__name__}: its worker died {TRIES} times: killed, or out of memory."
-            return [TaskResult(task, None, why) for task in unit]
+            return TaskResult(task, None, why)
 
 
 def share(nodes: Sequence[dict[str, Any]], jobs: int) -> Share:

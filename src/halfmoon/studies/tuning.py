@@ -18,6 +18,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from halfmoon.config import retired
 from halfmoon.config import schema as settings
 from halfmoon.config.option_types import union_members
 from halfmoon.config.schema import Config
@@ -132,7 +133,7 @@ def tune(
     # A search that goes on draws other values than it has drawn.
     number = rng.derive_seed(config.seed, "tune", len(study.get_trials(deepcopy=False)))
     study.sampler = optuna.samplers.TPESampler(seed=number % 2**32)
-    if study.user_attrs.setdefault("search", marks) != marks:
+    if _without_retired_options(study.user_attrs.setdefault("search", marks)) != _without_retired_options(marks):
         raise UserError(f"{folder} holds another search (other options, knobs or seeds); choose another --run-dir.")
     study.set_user_attr("search", marks)
     for running in study.get_trials(deepcopy=False, states=(optuna.trial.TrialState.RUNNING,)):
@@ -149,6 +150,12 @@ def tune(
         _write(folder, config, _finished(study), knobs)
     _write(folder, config, finished, knobs)
     return sorted(finished, key=lambda trial: -1.0 if trial.accuracy is None else trial.accuracy, reverse=True)
+
+
+def _without_retired_options(marks: str) -> list[Any]:
+    """Parse the description of a search; options that were removed since it was written are left out."""
+    config, *rest = json.loads(marks)
+    return [retired.strip_ignored_lines(config), *rest]
 
 
 def _optuna() -> Any:

@@ -229,8 +229,6 @@ def leftover(args: argparse.Namespace, rest: list[str], parsers: Mapping[str, ar
         return UserError(f"{flag} comes before any command: write halfmoon COMMAND {flag}, see halfmoon --help.")
     if command == "resume" and name in settings.option_types():
         return UserError(f"{flag} cannot change on the way: halfmoon resume goes on as the run was configured.")
-    if command in ("run", "tune") and name == "seeds_together":
-        return UserError(f"{flag} needs several seeds: write halfmoon compare --methods NAME --seeds 0 1 2 {flag}.")
     if command == "compare" and name in ("method", "baselines", "seed"):
         return UserError(
             f"unknown option {flag!r} of compare: did you mean '--{'seeds' if name == 'seed' else 'methods'}'?"

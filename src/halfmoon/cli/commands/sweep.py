@@ -35,10 +35,10 @@ if TYPE_CHECKING:
     from halfmoon.studies.run_sweep import Step
     from halfmoon.studies.sweep_folder import SweepFolder
 
-TIMED = ("data_dir", "cache", "device", "executor", "compile", "threads", "workers")
+TIMED = ("data_dir", "cache", "device", "executor", "threads", "workers")
 """The options of a run that change how long it takes and none of its numbers."""
 
-PLACE = (*TIMED, "seeds_together", "memory_cap", "checkpoint_every")
+PLACE = (*TIMED, "memory_cap", "checkpoint_every")
 """The options of a run that change none of its numbers, and so can be said for a whole sweep."""
 
 
@@ -313,7 +313,7 @@ def add_tune(commands: Any, full: bool) -> None:
     parser.add_argument("--trials", metavar="N", type=int, default=20, help="trials in all (default: 20)")
     about = "seeds that each trial is played with (default: 100; leave those that you report out)"
     parser.add_argument("--seeds", metavar="N", type=int, nargs="+", default=[100], help=about)
-    left_out = ("baselines", "seed", "seeds_together")
+    left_out = ("baselines", "seed")
     options(parser, [name for name in settings.option_types() if name not in left_out], full)
 
 
