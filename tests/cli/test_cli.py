@@ -116,9 +116,11 @@ def test_other_data_take_the_recipe_for_few_labels(fake: Fake) -> None:
     chosen = fake.config
     assert (chosen.network, chosen.lr, chosen.steps, chosen.cohort) == ("resnet9", 2e-3, 5, 3)
     assert chosen.method == "feddure"
-    assert chosen.baselines == ("fedavg", "fedavg-fixmatch-global", "fedavg-soft-labels", "fedavg-sl")
+    assert chosen.baselines == (
+        *("fedavg", "fedavg-control", "fedavg-fixmatch-global", "fedavg-soft-labels", "fedavg-sl"),
+    )
     assert cli.main(["run", "--protocol", "sage"]) == 0
-    assert (fake.config.rounds, fake.config.steps, len(fake.config.baselines)) == (300, 95, 3)
+    assert (fake.config.rounds, fake.config.steps, len(fake.config.baselines)) == (300, 95, 4)
     assert cli.main(["run", "--preset", "paper"]) == 0
     assert (fake.config.lr, fake.config.schedule, fake.config.options) == (5e-4, "constant", {})
 

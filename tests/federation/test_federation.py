@@ -464,7 +464,12 @@ def test_a_run_of_a_federation_is_a_run(play, tmp_path, capsys):
     assert cli.main(["evaluate", str(there.run), str(tests), "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["accuracy"] == rows(there.run)[-1]["test"]["accuracy"]
     mine, theirs = (json.loads((run / "summary.json").read_text()) for run in (there.run, there.simulated))
-    known = {"measured", "most_used", "defenses"}  # by a simulation alone: it has the truth of unlabeled images
+    known = {
+        "measured",
+        "most_used",
+        "pseudo_labels",
+        "defenses",
+    }  # by a simulation alone: it has the truth of unlabeled images
     assert mine.keys() - {"federation", "sites"} == theirs.keys() - {"setting"} - known
     assert [mine[name] for name in ("accuracy", "budget", "confusion")] == [
         theirs[name] for name in ("accuracy", "budget", "confusion")

@@ -666,10 +666,10 @@ LOW, MID, TOP = ("fedavg", "FedAvg (labeled only)"), ("feddure", "FedDure"), ("f
         (
             ((*LOW, 0.6), (*MID, 0.7), (*TOP, 0.8)),
             "FedDure ends highest, at 70.0 %, 10.0 points above FedAvg (labeled only). It has 10.0 of the 20.0 points "
-            "between labels alone and all labels.",
+            "between FedAvg (labeled only) and all labels.",
         ),
         (((*LOW, 0.6),), "FedAvg (labeled only) ends at 60.0 %."),
-        (((*LOW, 0.7), (*MID, 0.6), (*TOP, 0.8)), "No method is above labels alone (70.0 %)."),
+        (((*LOW, 0.7), (*MID, 0.6), (*TOP, 0.8)), "No method is above FedAvg (labeled only) (70.0 %)."),
         (((*LOW, 0.7), (*MID, 0.8), (*TOP, 0.6)), "so this is no upper bound"),
         (((*LOW, 0.7), (*MID, 0.8), (*TOP, 0.75)), "(all labels) ends below FedDure, so this is no upper"),
         (

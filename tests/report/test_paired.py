@@ -94,9 +94,34 @@ def test_runs_that_say_which_images_are_right_are_compared_by_them() -> None:
     )
 
 
-def test_holm_on_numbers_derived_by_hand() -> None:
-    """Sorted 0.01, 0.03, 0.04 times 3, 2, 1, never falling: 0.03, 0.06, 0.06."""
-    assert paired.adjust_holm([0.03, 0.01, 0.04]) == pytest.approx([0.06, 0.03, 0.06])
+def test_adjusted_intervals_exclude_zero_exactly_if_adjusted_p_is_below_5_percent() -> None:
+    """Bonferroni by hand: the interval of k comparisons is that of level 1 - 0.05 / k, and p is k times as large."""
+    ours, base = [3.0, 5.0, 4.0, 8.0], [1.0, 2.0, 3.0, 4.0]
+    one, four = paired.compare_paired(ours, base), paired.compare_paired(ours, base, comparisons=4)
+    assert four.p == pytest.approx(4 * one.p)
+    error = np.std([2, 3, 1, 4], ddof=1) / 2
+    assert four.high == pytest.approx(2.5 + scipy.stats.t.ppf(1 - 0.05 / 8, 3) * error)
+    draw = np.random.default_rng(0)
+    for _ in range(200):
+        values = draw.normal(1, 1, 5)
+        for comparisons in (1, 3, 10):
+            found = paired.compare_paired(values, np.zeros(5), comparisons=comparisons)
+            assert (found.p < 0.05) == (found.low > 0 or found.high < 0)
+            assert found.p <= 1
+
+
+def test_methods_are_compared_with_the_control_where_it_was_run() -> None:
+    """Differences to the control for methods, and the control's own to labels only; both adjusted for two."""
+    runs = [summary("fedavg", 0, 70), summary("fedavg", 1, 72), summary("fedavg-control", 0, 77)]
+    runs += [summary("fedavg-control", 1, 77), summary("feddure", 0, 78), summary("feddure", 1, 80)]
+    result = paired.compare_methods([*runs, summary("all", 0, 95), summary("all", 1, 95)], {"all"})
+    assert (result.base, [row.method for row in result.rows]) == ("FEDAVG-CONTROL", ["FEDDURE"])
+    assert result.rows[0].difference == paired.compare_paired([78, 80], [77, 77], comparisons=2)
+    assert result.control == ("FEDAVG", paired.compare_paired([77, 77], [70, 72], comparisons=2))
+    assert result.sentence.startswith("FEDAVG-CONTROL against FEDAVG: +6.0 points (")
+    assert "adjusted for 2 comparisons" in result.sentence
+    assert result.as_json()["control"]["mean"] == 6
+    assert paired.compare_methods(runs[2:]).control is None, "labels only was not run"
 
 
 def test_methods_are_compared_with_labels_alone_on_common_seeds() -> None:

@@ -6,11 +6,12 @@ from typing import Any
 import pytest
 
 from halfmoon.report import remarks as module
-from halfmoon.report.remarks import list_remarks, max_share_used
+from halfmoon.report.remarks import list_remarks, summarize_pseudo_labels
 from halfmoon.report.tables import comparison_table
 
 TITLES = {
     "fedavg": "FedAvg (labeled only)",
+    "fedavg-control": "Labels-only control",
     "fedavg-fixmatch": "FedAvg + FixMatch",
     "fedavg-sl": "FedAvg-SL (all labels)",
     "feddure": "FedDure",
@@ -34,7 +35,7 @@ def three(floor: float, method: float, top: float, seed: int = 0) -> list[dict[s
 
 def test_the_share_of_the_way_is_said_in_a_sentence():
     said = gain(three(0.861, 0.915, 0.956))
-    assert said == "FedDure won 5.4 of the 9.5 points between FedAvg (labeled only) and FedAvg-SL (all labels)."
+    assert said == "FedDure gained 5.4 of the 9.5 points between FedAvg (labeled only) and FedAvg-SL (all labels)."
     assert gain(three(0.861, 0.851, 0.956)) == "FedDure ended 1.0 points below FedAvg (labeled only)."
 
 
@@ -48,9 +49,19 @@ def test_a_method_above_all_labels_has_won_no_part_of_a_way():
 
 def test_it_is_said_of_the_mean_over_the_seeds():
     assert gain([*three(0.8, 0.9, 1.0), *three(0.7, 0.7, 0.9, seed=1)]) == (
-        "FedDure won 5.0 of the 20.0 points between FedAvg (labeled only) and FedAvg-SL (all labels), "
+        "FedDure gained 5.0 of the 20.0 points between FedAvg (labeled only) and FedAvg-SL (all labels), "
         "in the mean of 2 seeds."
     )
+
+
+def test_the_gain_is_that_over_the_control_where_it_was_run():
+    assert gain([*three(0.861, 0.915, 0.956), run("fedavg-control", 0.9)]) == (
+        "FedDure gained 1.5 of the 5.6 points between Labels-only control and FedAvg-SL (all labels). "
+        "Labels-only control ended 3.9 points above FedAvg (labeled only): that is the effect of unlabeled images in "
+        "batch normalization."
+    )
+    without_labels_only = [run("feddure", 0.8), run("fedavg-control", 0.9), run("fedavg-sl", 0.95)]
+    assert gain(without_labels_only) == "FedDure ended 10.0 points below Labels-only control."
 
 
 @pytest.mark.parametrize("missing", ["feddure", "fedavg", "fedavg-sl"])
@@ -108,7 +119,17 @@ def test_a_method_that_is_not_above_the_commonest_class_is_said(right: float, sa
     )  # fmt: skip
 
 
-def test_most_used_is_the_largest_share_of_any_round():
+def test_used_pseudo_labels_are_summarized_over_rounds():
+    """Shares 0.01 and 0.2: 0.105 in the mean, at most 0.2; rounds without pseudo-labels do not count."""
     rows = [{"pseudo": None}, {"pseudo": {"share_used": 0.01}}, {"pseudo": {"share_used": 0.2}}, {"round": 4}]
-    assert max_share_used(rows) == 0.2
-    assert max_share_used(rows[:1]) is None
+    assert summarize_pseudo_labels(rows) == {"used": pytest.approx(0.105), "most_used": 0.2}
+    assert summarize_pseudo_labels(rows[:1]) == {}
+
+
+def test_table_shows_the_share_of_pseudo_labels_used_where_a_run_has_some():
+    runs = [run("fedavg", 0.7), {**run("feddure", 0.8), "pseudo_labels": {"used": 0.5}}]
+    table = replace(comparison_table(runs), wide=False)
+    assert table.headings == ["method", "last %", "used %", "labeled steps", "over"]
+    assert [row[2] for row in table.cells] == ["", "50.0"]
+    runs[1]["pseudo_labels"] = {"used": 0.0}
+    assert comparison_table(runs).cells[1][3] == "0.0"

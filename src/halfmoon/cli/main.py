@@ -32,13 +32,14 @@ if TYPE_CHECKING:
 Outcome = TypeVar("Outcome")
 
 MAIN_JOB: dict[str, Any] = {
-    "baselines": ("fedavg", "fedavg-fixmatch", "fedavg-sl"),
+    "baselines": ("fedavg", "fedavg-control", "fedavg-fixmatch", "fedavg-sl"),
     "setting": "iid-dir", "rounds": 80, "lr": 6e-3, "steps": 6, "unlabeled_batch": 30, "labeling": "running",
-    "options": {"labels": "round", "regulator_bias": 0.0, "fedavg-fixmatch": {"labels": "round", "threshold": 0.7}},
+    "options": {"labels": "round", "regulator_bias": 0.0, "fedavg-fixmatch": {"labels": "round", "threshold": 0.7},
+                "fedavg-control": {"labels": "round"}},
 }  # fmt: skip
 """What `halfmoon run` without a method and a file sets: the recipe for digits, chosen on validation images."""
 
-OTHER_DATA = ("fedavg", "fedavg-fixmatch-global", "fedavg-soft-labels", "fedavg-sl")
+OTHER_DATA = ("fedavg", "fedavg-control", "fedavg-fixmatch-global", "fedavg-soft-labels", "fedavg-sl")
 """The methods beside FedDure where `halfmoon run` names other data and no method."""
 
 OTHERS = (

@@ -106,7 +106,7 @@ class BatchNormControl:
 ROWS = (
     MethodEntry(
         name="fedavg-control",
-        title="FedAvg (labeled only, all images in batch norm)",
+        title="Labels-only control",
         paper="McMahan et al. 2017",
         about="only labeled images in the loss, all images in batch normalization: the control",
         method=BatchNormControl(),

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from halfmoon.report import frame
 from halfmoon.report.paired import compare_paired
-from halfmoon.report.remarks import LABELS_ONLY, NO_UPPER_BOUND
+from halfmoon.report.remarks import CONTROL, LABELS_ONLY, NO_UPPER_BOUND
 from halfmoon.report.scores import final_scores
 from halfmoon.report.study import Study
 from halfmoon.report.tables import MeanDeviation
@@ -79,21 +79,25 @@ def _describe_column(study: Study, ends: Sequence[FinalAccuracy]) -> str:
 
 
 def _describe_gain(ends: Sequence[FinalAccuracy]) -> str:
-    """Return the gain of the best row between labels alone and all labels; "" where one of them is missing."""
-    floor = next((end for end in ends if end.name == LABELS_ONLY), None)
+    """Describe the gain of the best row on the way to all labels; "" if one of the rows is missing.
+
+    The way starts at the control if it was run, otherwise at labels only.
+    """
+    rows = {end.name: end for end in ends}
+    base = rows.get(CONTROL) or rows.get(LABELS_ONLY)
     top = next((end for end in ends if end.ceiling), None)
-    best = next((end for end in ends if end.name != LABELS_ONLY and not end.ceiling), None)
-    if floor is None or top is None or best is None:
+    best = next((end for end in ends if end.name not in (LABELS_ONLY, CONTROL) and not end.ceiling), None)
+    if base is None or top is None or best is None:
         return ""
-    low, gain, whole = floor.accuracy.mean, best.accuracy.mean, top.accuracy.mean
-    gain, whole = gain - low, whole - low
-    if whole <= 0:
-        return f" {top.title} ends below {floor.title}, so this is {NO_UPPER_BOUND}."
+    gain = best.accuracy.mean - base.accuracy.mean
+    possible_gain = top.accuracy.mean - base.accuracy.mean
+    if possible_gain <= 0:
+        return f" {top.title} ends below {base.title}, so this is {NO_UPPER_BOUND}."
     if gain <= 0:
-        return f" No method is above labels alone ({low:.1f} %)."
-    if gain > whole:
+        return f" No method is above {base.title} ({base.accuracy.mean:.1f} %)."
+    if gain > possible_gain:
         return f" {top.title} ends below {best.title}, so this is {NO_UPPER_BOUND}."
-    return f" It has {gain:.1f} of the {whole:.1f} points between labels alone and all labels."
+    return f" It has {gain:.1f} of the {possible_gain:.1f} points between {base.title} and all labels."
 
 
 def _describe_columns(study: Study, columns: Sequence[Sequence[FinalAccuracy]]) -> str:

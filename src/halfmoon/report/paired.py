@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from scipy import special
 
-from halfmoon.report.remarks import LABELS_ONLY
+from halfmoon.report.remarks import CONTROL, LABELS_ONLY
 
 CONFIDENCE_LEVEL = 0.95
 ENOUGH_SEEDS = 5
@@ -18,7 +18,10 @@ ONE_SEED_HINT = "One seed decides nothing: halfmoon compare --seeds 0 1 2 3 4 gi
 
 
 class Difference(NamedTuple):
-    """A mean difference, its 95 % interval and its two-sided p-value."""
+    """A mean difference, its interval and its two-sided p-value.
+
+    With `comparisons` > 1 of `compare_paired` and `compare_by_image`, interval and p-value are both adjusted.
+    """
 
     mean: float
     low: float
@@ -26,77 +29,102 @@ class Difference(NamedTuple):
     p: float
 
 
-def compare_paired(ours: Sequence[float], base: Sequence[float], overlap: float = 0.0) -> Difference:
-    """Compare two methods on the same splits, n >= 2, by Student's t of the differences.
+def compare_paired(
+    ours: Sequence[float], base: Sequence[float], overlap: float = 0.0, comparisons: int = 1
+) -> Difference:
+    """Compare two methods on the same splits, by Student's t of the differences.
 
-    `overlap` is the ratio of test to training size where the splits are drawn from the same images: the variance is
-    then (1/n + overlap) s^2 (Nadeau and Bengio 2003, Inference for the generalization error, section 3). Raises
-    ValueError for fewer than two splits, or numbers of splits that differ.
+    Args:
+        ours: accuracy of a method on n >= 2 splits.
+        base: accuracy of the other method on the same splits, in the same order.
+        overlap: ratio of test to training size if the splits are drawn from the same images. The variance is then
+            (1/n + overlap) s^2 (Nadeau and Bengio 2003, Inference for the generalization error, section 3).
+        comparisons: number of comparisons that are reported together. Interval and p-value are adjusted for it
+            (Bonferroni), so that the interval excludes zero if and only if p < 0.05.
+
+    Raises:
+        ValueError: fewer than two splits, or different numbers of splits.
     """
     if len(ours) != len(base) or len(ours) < 2:
         raise ValueError(f"{len(ours)} and {len(base)} results cannot be paired: give the same two or more splits")
     differences = np.asarray(ours, float) - np.asarray(base, float)
-    mean, count = float(differences.mean()), len(differences)
-    return _student_t(mean, (1 / count + overlap) * float(differences.var(ddof=1)), count - 1)
+    count = len(differences)
+    variance = (1 / count + overlap) * float(differences.var(ddof=1))
+    return _student_t(float(differences.mean()), variance, count - 1, comparisons)
 
 
-def compare_by_image(ours: np.ndarray, base: np.ndarray) -> Difference:
-    """Compare two methods, in points, by which of the same m >= 2 test images they are right on: bool (n, m), n >= 2.
+def compare_by_image(ours: np.ndarray, base: np.ndarray, comparisons: int = 1) -> Difference:
+    """Compare two methods by their correct predictions on the same test images, over splits and images.
 
-    The interval is for new splits and new test images: differences have a mean, a random part of the split, one of the
-    image and a rest, whose mean squares S, I and R give the variance max(S, S + I - R) / (n m), with Satterthwaite's
-    degrees of freedom (1946, An approximate distribution of estimates of variance components). It is never narrower
-    than that of the splits alone. `results/coverage.md` has its coverage. Raises ValueError for shapes that differ or
-    are smaller.
+    The interval is for new splits and new test images. A difference is the sum of a mean, a random effect of the split,
+    one of the image, and a rest. Their mean squares S, I and R give the variance max(S, S + I - R) / (n m), with
+    Satterthwaite's degrees of freedom (1946, An approximate distribution of estimates of variance components). The
+    interval is never narrower than that of the splits only. `results/coverage.md` has its coverage.
+
+    Args:
+        ours: whether a method is right on each of m >= 2 test images in each of n >= 2 splits, (n, m) bool.
+        base: the same for the other method.
+        comparisons: number of comparisons that are reported together (`compare_paired`).
+
+    Returns:
+        The difference in points.
+
+    Raises:
+        ValueError: the shapes differ or are smaller.
     """
     if ours.shape != base.shape or min(ours.shape) < 2:
         raise ValueError(f"{ours.shape} and {base.shape} cannot be paired: give two or more splits of the same images")
-    d = 100 * (ours.astype(float) - base)
-    n, m = d.shape
-    splits, images = d.mean(1, keepdims=True), d.mean(0, keepdims=True)
-    rest = d - splits - images + d.mean()
-    squares = m * splits.var(ddof=1), n * images.var(ddof=1), float((rest**2).sum()) / ((n - 1) * (m - 1))
-    total = float(max(squares[0], squares[0] + squares[1] - squares[2]))
-    spread = sum(s**2 / free for s, free in zip(squares, (n - 1, m - 1, (n - 1) * (m - 1)), strict=True))
-    both = _student_t(float(d.mean()), total / (n * m), total**2 / spread if spread else n - 1)
-    alone = compare_paired(splits[:, 0].tolist(), [0.0] * n)
-    return both if both.high > alone.high else alone
+    differences = 100 * (ours.astype(float) - base)
+    n, m = differences.shape
+    split_means = differences.mean(1, keepdims=True)
+    image_means = differences.mean(0, keepdims=True)
+    residual = differences - split_means - image_means + differences.mean()
+    split_square = m * float(split_means.var(ddof=1))
+    image_square = n * float(image_means.var(ddof=1))
+    residual_square = float((residual**2).sum()) / ((n - 1) * (m - 1))
+    total = max(split_square, split_square + image_square - residual_square)
+    denominator = split_square**2 / (n - 1) + image_square**2 / (m - 1) + residual_square**2 / ((n - 1) * (m - 1))
+    freedom = total**2 / denominator if denominator else n - 1
+    crossed = _student_t(float(differences.mean()), total / (n * m), freedom, comparisons)
+    splits_only = compare_paired(split_means[:, 0].tolist(), [0.0] * n, comparisons=comparisons)
+    return crossed if crossed.high > splits_only.high else splits_only
 
 
-def _student_t(mean: float, variance: float, freedom: float) -> Difference:
+def _student_t(mean: float, variance: float, freedom: float, comparisons: int) -> Difference:
     error = math.sqrt(variance)
-    reach = float(special.stdtrit(freedom, (1 + CONFIDENCE_LEVEL) / 2)) * error
     if error == 0:
         return Difference(mean, mean, mean, float(mean == 0))
-    return Difference(mean, mean - reach, mean + reach, float(2 * special.stdtr(freedom, -abs(mean) / error)))
-
-
-def adjust_holm(values: Sequence[float]) -> list[float]:
-    """Return p-values adjusted for how many there are (Holm 1979): each is valid beside all the others."""
-    adjusted, floor = [0.0] * len(values), 0.0
-    for rank, place in enumerate(sorted(range(len(values)), key=values.__getitem__)):
-        floor = max(floor, min(1.0, (len(values) - rank) * values[place]))
-        adjusted[place] = floor
-    return adjusted
+    tail = (1 - CONFIDENCE_LEVEL) / comparisons / 2
+    half_width = float(special.stdtrit(freedom, 1 - tail)) * error
+    p_value = float(2 * special.stdtr(freedom, -abs(mean) / error))
+    return Difference(mean, mean - half_width, mean + half_width, min(1.0, comparisons * p_value))
 
 
 class MethodDifference(NamedTuple):
-    """A method against the base: the difference in points, and p adjusted for the number of methods."""
+    """Difference of a method to the base, in points."""
 
     method: str
     difference: Difference
-    adjusted: float
 
 
 @dataclass(frozen=True)
 class DifferenceTable:
-    """The methods of a comparison against one of them, over the seeds that all of them have."""
+    """Differences of the methods of a comparison to one of them, over the seeds that all of them have.
+
+    Attributes:
+        base: title of the method that the others are compared with: the control, otherwise labels only, otherwise the
+            first one.
+        seeds: number of common seeds.
+        rows: the other methods, without labels only if the base is the control.
+        control: the difference of the control to labels only; None if one of them was not run.
+        images: number of test images whose spread is in the intervals; 0 if it is not.
+    """
 
     base: str
     seeds: int
     rows: tuple[MethodDifference, ...]
+    control: MethodDifference | None = None
     images: int = 0
-    """Test images whose spread is in the intervals."""
 
     @property
     def headings(self) -> list[str]:
@@ -106,55 +134,108 @@ class DifferenceTable:
     def cells(self) -> list[list[str]]:
         """The rows as text."""
         return [
-            [row.method, f"{d.mean:+.1f}", f"{d.low:+.1f} to {d.high:+.1f}", f"{row.adjusted:.3f}"]
+            [row.method, f"{d.mean:+.1f}", f"{d.low:+.1f} to {d.high:+.1f}", f"{d.p:.3f}"]
             for row in self.rows
             for d in [row.difference]
         ]
 
     @property
+    def comparisons(self) -> int:
+        """Number of differences, for which intervals and p-values are adjusted."""
+        return len(self.rows) + (self.control is not None)
+
+    @property
     def sentence(self) -> str:
-        """How the table is read, and whether there are enough seeds."""
-        few = f" With fewer than {ENOUGH_SEEDS} seeds such intervals are wide." if self.seeds < ENOUGH_SEEDS else ""
-        several = f", p adjusted for {len(self.rows)} comparisons (Holm)" if len(self.rows) > 1 else ""
+        """Explanation of the table: the control's gain, the kind of intervals, and whether there are enough seeds."""
+        sentences = []
+        if self.control is not None:
+            gain = self.control.difference
+            sentences.append(
+                f"{self.base} against {self.control.method}: {gain.mean:+.1f} points ({gain.low:+.1f} to "
+                f"{gain.high:+.1f}), the effect of unlabeled images in batch normalization."
+            )
+        adjusted = ""
+        if self.comparisons > 1:
+            adjusted = f"; intervals and p are adjusted for {self.comparisons} comparisons (Bonferroni)"
+        sentences.append(f"Differences are paired over {self.seeds} seeds{adjusted}.")
         images = f" and of the {self.images:,} test images" if self.images else ""
-        spread = f"The intervals hold the spread of the seeds{images}."
-        return f"Differences are paired over {self.seeds} seeds{several}. {spread}{few}"
+        sentences.append(f"The intervals contain the spread of the seeds{images}.")
+        if self.seeds < ENOUGH_SEEDS:
+            sentences.append(f"With fewer than {ENOUGH_SEEDS} seeds such intervals are wide.")
+        return " ".join(sentences)
 
     def as_json(self) -> dict[str, Any]:
-        rows = [{"method": row.method, **row.difference._asdict(), "adjusted_p": row.adjusted} for row in self.rows]
-        return {"base": self.base, "seeds": self.seeds, "images": self.images, "rows": rows}
+        """Collect the table for JSON, with unrounded numbers.
+
+        Returns:
+            "base", "seeds", "images", "rows" of {"method", "mean", "low", "high", "p"}, "comparisons", and "control"
+            of the same form, None if it was not run.
+        """
+        rows = [{"method": row.method, **row.difference._asdict()} for row in self.rows]
+        control = None if self.control is None else self.control.difference._asdict()
+        return {
+            "base": self.base,
+            "seeds": self.seeds,
+            "images": self.images,
+            "rows": rows,
+            "comparisons": self.comparisons,
+            "control": control,
+        }
 
 
 def compare_methods(summaries: Sequence[Mapping[str, Any]], ceilings: Collection[str] = ()) -> DifferenceTable | None:
-    """Compare the final test accuracies of runs against labels alone, or else against the first method.
+    """Compare the final test accuracies of methods with that of the control.
 
-    Methods with all labels, the `ceilings`, are left out. None where fewer than two methods, or fewer than two seeds,
-    can be compared. Where all runs say which test images they are right on, that is compared (`compare_by_image`).
+    Without a control they are compared with labels only, and without labels only with the first method. If all runs
+    recorded their correct predictions, these are compared (`compare_by_image`).
+
+    Args:
+        summaries: summary.json of each run.
+        ceilings: names of methods that train with all labels; they are left out.
+
+    Returns:
+        The differences; None if fewer than two methods or fewer than two common seeds can be compared.
     """
-    ends: dict[str, dict[int, float]] = {}
-    rights: dict[str, dict[int, np.ndarray | None]] = {}
+    accuracies: dict[str, dict[int, float]] = {}
+    correct: dict[str, dict[int, np.ndarray | None]] = {}
     titles: dict[str, str] = {}
     for summary in summaries:
-        if summary["accuracy"] is not None and summary["method"] not in ceilings:
-            ends.setdefault(summary["method"], {})[summary["seed"]] = 100 * summary["accuracy"]["last"]
-            rights.setdefault(summary["method"], {})[summary["seed"]] = _read_correct(summary)
-            titles[summary["method"]] = summary["title"]
-    seeds = sorted(set.intersection(*(set(values) for values in ends.values()))) if ends else []
-    if len(ends) < 2 or len(seeds) < 2:
+        method = summary["method"]
+        if summary["accuracy"] is not None and method not in ceilings:
+            accuracies.setdefault(method, {})[summary["seed"]] = 100 * summary["accuracy"]["last"]
+            correct.setdefault(method, {})[summary["seed"]] = _read_correct(summary)
+            titles[method] = summary["title"]
+    seeds = sorted(set.intersection(*(set(values) for values in accuracies.values()))) if accuracies else []
+    if len(accuracies) < 2 or len(seeds) < 2:
         return None
-    base = LABELS_ONLY if LABELS_ONLY in ends else next(iter(ends))
-    numbers = {name: [values[seed] for seed in seeds] for name, values in ends.items()}
-    counts = {0 if (right := each[seed]) is None else len(right) for each in rights.values() for seed in seeds}
-    images = counts.pop() if len(counts) == 1 else 0
-    tables = {name: np.array([each[seed] for seed in seeds]) for name, each in rights.items()} if images > 1 else {}
-    compared = {
-        name: compare_by_image(tables[name], tables[base]) if tables else compare_paired(values, numbers[base])
-        for name, values in numbers.items()
-        if name != base
-    }
-    adjusted = adjust_holm([difference.p for difference in compared.values()])
-    rows = tuple(MethodDifference(titles[name], compared[name], p) for name, p in zip(compared, adjusted, strict=True))
-    return DifferenceTable(titles[base], len(seeds), rows, images)
+
+    image_counts = set()
+    for by_seed in correct.values():
+        for seed in seeds:
+            predictions = by_seed[seed]
+            image_counts.add(0 if predictions is None else len(predictions))
+    images = image_counts.pop() if len(image_counts) == 1 else 0
+    by_image = images > 1
+
+    def compare(method: str, base: str, comparisons: int) -> MethodDifference:
+        if by_image:
+            tables = [np.array([correct[name][seed] for seed in seeds]) for name in (method, base)]
+            difference = compare_by_image(tables[0], tables[1], comparisons)
+        else:
+            values = [[accuracies[name][seed] for seed in seeds] for name in (method, base)]
+            difference = compare_paired(values[0], values[1], comparisons=comparisons)
+        return MethodDifference(titles[method], difference)
+
+    base = next((name for name in (CONTROL, LABELS_ONLY) if name in accuracies), next(iter(accuracies)))
+    has_control = {CONTROL, LABELS_ONLY} <= accuracies.keys()
+    methods = [name for name in accuracies if name != base and not (has_control and name == LABELS_ONLY)]
+    comparisons = len(methods) + has_control
+    rows = tuple(compare(name, base, comparisons) for name in methods)
+    control = None
+    if has_control:
+        difference = compare(CONTROL, LABELS_ONLY, comparisons).difference
+        control = MethodDifference(titles[LABELS_ONLY], difference)
+    return DifferenceTable(titles[base], len(seeds), rows, control, images)
 
 
 def _read_correct(summary: Mapping[str, Any]) -> np.ndarray | None:

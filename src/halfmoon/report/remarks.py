@@ -1,23 +1,38 @@
 """What a comparison has to say beside its numbers: whose budget it had, what was won, what keeps it from being one."""
 
+import statistics
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from halfmoon.report.tables import mean_and_deviation
 
 LABELS_ONLY = "fedavg"
-"""The method that learns from labels alone."""
+"""Name of the method that trains on labeled images only."""
+CONTROL = "fedavg-control"
+"""Name of the method that trains on labeled images only, with all images in batch normalization.
+
+Gains are reported against it where it was run: the gain over labels only mixes the effect of pseudo-labels with that of
+unlabeled images in batch normalization.
+"""
 NO_UPPER_BOUND = "no upper bound here: more rounds or another rate would be needed"
 """What all labels are where something ends above them."""
 UNUSED_SHARE = 0.01
 """Nobody passes a threshold that this share of the images, at most, has passed in every round."""
 
 
-def max_share_used(rows: Sequence[Mapping[str, Any]]) -> float | None:
-    """Return the largest share of pseudo-labels that counted in a round; None of a method without any."""
+def summarize_pseudo_labels(rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    """Summarize the share of a run's pseudo-labels that its loss used.
+
+    Args:
+        rows: the rounds of metrics.jsonl.
+
+    Returns:
+        "used": mean of the share over rounds, and "most_used": its maximum, both from 0 to 1; {} if no pseudo-label was
+        computed.
+    """
     pseudo = [row["pseudo"] for row in rows if isinstance(row.get("pseudo"), dict)]
-    shares = [row["share_used"] for row in pseudo if isinstance(row.get("share_used"), float)]
-    return max(shares, default=None)
+    shares = [entry["share_used"] for entry in pseudo if isinstance(entry.get("share_used"), float)]
+    return {"used": statistics.fmean(shares), "most_used": max(shares)} if shares else {}
 
 
 def list_remarks(summaries: Sequence[Mapping[str, Any]], ceilings: Collection[str]) -> list[str]:
@@ -80,21 +95,21 @@ def _find_untrained(summaries: Sequence[Mapping[str, Any]]) -> list[str]:
 
 
 def _find_unused_pseudo_labels(summaries: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Say of which methods hardly a pseudo-label has counted in any round of any seed."""
+    """Name the methods of which hardly any pseudo-label was used in any round of any seed."""
     sentences = []
     for runs in _group_by_method(summaries):
         shares = [summary["most_used"] for summary in runs if summary.get("most_used") is not None]
-        if shares and len(shares) == len(runs) and max(shares) <= UNUSED_SHARE:
-            most = max(shares)
-            passed = (
-                f"at most {100 * most:.1f} % of the pseudo-labels of a round passed"
-                if most
-                else "no pseudo-label passed"
-            )
-            sentences.append(
-                f"{runs[0]['title']}: {passed} the confidence threshold, so it learned from labels alone: lower its "
-                "threshold, let it follow the model (thresholding), or train longer."
-            )
+        if not shares or len(shares) < len(runs) or max(shares) > UNUSED_SHARE:
+            continue
+        if max(shares) > 0:
+            passed = f"at most {100 * max(shares):.1f} % of the pseudo-labels of a round passed"
+        else:
+            passed = "no pseudo-label passed"
+        sentences.append(
+            f"{runs[0]['title']}: {passed} the confidence threshold, so its loss was that of labels only. Any gain over "
+            f"labels only is due to batch normalization (compare with {CONTROL}). Lower the threshold, let it follow "
+            "the model (thresholding), or train longer."
+        )
     return sentences
 
 
@@ -111,32 +126,56 @@ def _mean_final_accuracy(summaries: Sequence[Mapping[str, Any]]) -> float | None
 
 
 def describe_gain(summaries: Sequence[Mapping[str, Any]], ceilings: Collection[str]) -> str | None:
-    """Return what the first other method won between labels alone and all labels, in the mean over its seeds.
+    """Describe the gain of the first method with unlabeled images, as a part of the way to all labels.
 
-    `ceilings` are the names of methods that have all labels. It is said of the last round. None where one of the three
-    was not played, or all labels end below labels alone.
+    The gain is that of the last round, in the mean over seeds, and starts at the control if it was run, otherwise at
+    labels only. If both were run, a second sentence reports the gain of the control over labels only.
+
+    Args:
+        summaries: summary.json of each run.
+        ceilings: names of the methods that train with all labels.
+
+    Returns:
+        The sentences; None if the start, the method or all labels were not run, or all labels end below the start.
     """
-    ends: dict[str, list[float]] = {}
+    accuracies: dict[str, list[float]] = {}
     titles = {summary["method"]: summary["title"] for summary in summaries}
     for summary in summaries:
         accuracy = summary["accuracy"]
         if accuracy is not None:
-            ends.setdefault(summary["method"], []).append(100 * accuracy["last"])
-    means = {name: mean_and_deviation(values).mean for name, values in ends.items()}
+            accuracies.setdefault(summary["method"], []).append(100 * accuracy["last"])
+    means = {name: mean_and_deviation(values).mean for name, values in accuracies.items()}
     tops = [name for name in means if name in ceilings]
-    others = [name for name in means if name != LABELS_ONLY and name not in ceilings]
-    if LABELS_ONLY not in means or not tops or not others:
+    others = [name for name in means if name not in (LABELS_ONLY, CONTROL) and name not in ceilings]
+    base = CONTROL if CONTROL in means else LABELS_ONLY
+    if base not in means or not tops or not others:
         return None
-    top, name = tops[0], others[0]
-    whole, won = means[top] - means[LABELS_ONLY], means[name] - means[LABELS_ONLY]
-    if whole <= 0:
+    top = tops[0]
+    name = others[0]
+    possible_gain = means[top] - means[base]
+    gain = means[name] - means[base]
+    if possible_gain <= 0:
         return None
-    over = f", in the mean of {len(ends[name])} seeds" if len(ends[name]) > 1 else ""
-    if won < 0:
-        return f"{titles[name]} ended {-won:.1f} points below {titles[LABELS_ONLY]}{over}."
-    if won > whole:
-        above = f"{won:.1f} points above {titles[LABELS_ONLY]} and {won - whole:.1f} above {titles[top]}{over}"
-        return f"{titles[name]} ended {above}. All labels are {NO_UPPER_BOUND}."
+    seeds = f", in the mean of {len(accuracies[name])} seeds" if len(accuracies[name]) > 1 else ""
+    if gain < 0:
+        sentence = f"{titles[name]} ended {-gain:.1f} points below {titles[base]}{seeds}."
+    elif gain > possible_gain:
+        above_top = f"{gain - possible_gain:.1f} above {titles[top]}{seeds}"
+        sentence = f"{titles[name]} ended {gain:.1f} points above {titles[base]} and {above_top}. All labels are {NO_UPPER_BOUND}."
+    else:
+        sentence = (
+            f"{titles[name]} gained {gain:.1f} of the {possible_gain:.1f} points between {titles[base]} and "
+            f"{titles[top]}{seeds}."
+        )
+    return f"{sentence}{_describe_control(means, titles)}"
+
+
+def _describe_control(means: Mapping[str, float], titles: Mapping[str, str]) -> str:
+    """Describe the gain of the control over labels only; "" if one of them was not run."""
+    if CONTROL not in means or LABELS_ONLY not in means:
+        return ""
+    gain = means[CONTROL] - means[LABELS_ONLY]
     return (
-        f"{titles[name]} won {won:.1f} of the {whole:.1f} points between {titles[LABELS_ONLY]} and {titles[top]}{over}."
+        f" {titles[CONTROL]} ended {abs(gain):.1f} points {'above' if gain >= 0 else 'below'} {titles[LABELS_ONLY]}: "
+        "that is the effect of unlabeled images in batch normalization."
     )

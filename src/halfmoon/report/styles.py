@@ -14,7 +14,8 @@ DISTINCT_STYLES = 60
 """Styles that differ in marker or dashes, whatever their color: color-blind people can tell so many apart."""
 
 _METHODS_IN_ORDER = (
-    *("feddure", "fedavg", "fedavg-fixmatch", "fedavg-sl", "feddb", "semifl", "fedmatch", "fedloke", "fedrgd"),
+    *("feddure", "fedavg", "fedavg-fixmatch", "fedavg-sl", "feddb", "semifl", "fedmatch"),
+    *("fedavg-control", "fedloke", "fedrgd"),
     *("fedavg-uda", "semifed", "fedprox-fixmatch", "fedprox-uda", "fedprox-sl", "fml", "heterofl"),
     *("feddure-without-creg", "feddure-without-freg", "fixmatch-feddpl", "semifl-feddpl", "fedmatch-feddpl"),
     *("fedmatch-semifl", "fedrgd-feddpl", "supervised", "partially-supervised", "fixmatch", "uda", "mixmatch"),

@@ -49,8 +49,8 @@ class _QuantityColumn(NamedTuple):
 
     def values(self, summaries: Sequence[Mapping[str, Any]]) -> list[float | None]:
         """Return the quantity of every run in the unit of the heading; None where a run did not measure it."""
-        numbers = [summary[self.part].get(self.name) for summary in summaries]
-        if self.part == "accuracy":
+        numbers = [summary.get(self.part, {}).get(self.name) for summary in summaries]
+        if self.part in ("accuracy", "pseudo_labels"):
             return [None if share is None else 100 * share for share in numbers]
         if self.key.startswith("megabytes"):  # 10^6 bytes
             return [None if count is None else count / 1e6 for count in numbers]
@@ -62,6 +62,7 @@ _COLUMNS = (
     _QuantityColumn("last_percent", "last %", "accuracy", "last", 2, narrow=True),
     _QuantityColumn("chosen_percent", "chosen %", "accuracy", "chosen", 2, narrow=True, optional=True),
     _QuantityColumn("best_percent", "best %", "accuracy", "best", 2),
+    _QuantityColumn("used_percent", "used %", "pseudo_labels", "used", 1, "", narrow=True, optional=True),
     _QuantityColumn("labeled_steps", "labeled steps", "cost", "labeled_steps", 0, narrow=True),
     _QuantityColumn("forward_images", "forward (images)", "cost", "forward", 0),
     _QuantityColumn("backward_images", "backward (images)", "cost", "backward", 0),

@@ -19,7 +19,7 @@ from halfmoon.engine.loop import Experiment, Row
 from halfmoon.engine.runtime import ServerRuntime
 from halfmoon.methods import registry
 from halfmoon.models import Network
-from halfmoon.report.remarks import list_remarks, max_share_used
+from halfmoon.report.remarks import list_remarks, summarize_pseudo_labels
 from halfmoon.report.run_reader import StoredRun
 from halfmoon.report.tables import comparison_table
 from halfmoon.runs.factory import ImageSpec, preparation
@@ -56,11 +56,13 @@ def summary(
 ) -> Row:
     """Return summary.json of a run that has played, as `names` begins it."""
     seconds = sum(seconds for _, seconds in atomic_io.read_number_pairs(folder.path / TIMINGS, "round", "seconds"))
+    used = summarize_pseudo_labels(folder.rows())
+    pseudo_labels = {"pseudo_labels": {"used": used["used"]}, "most_used": used["most_used"]} if used else {}
     return {
         **names(config, place),
         "accuracy": results["accuracy"],
         **({"measured": results["measured"]} if results["measured"] else {}),
-        **({} if (used := max_share_used(folder.rows())) is None else {"most_used": used}),
+        **pseudo_labels,
         "cost": results["cost"],
         "classes": list(classes),
         "confusion": results["confusion"],
