@@ -125,7 +125,7 @@ def asked(monkeypatch: pytest.MonkeyPatch, words: str, split_only: bool = False)
     fake = SimpleNamespace(
         is_initialized=lambda: True, nodes=lambda: [node(CPU=4.0, GPU=1.0)], cancel=lambda ref, force: None,
         remote=lambda function: SimpleNamespace(options=options), wait=lambda refs, num_returns: (refs, []),
-        get=lambda ref: [TaskResult(SweepTask(Path("x"), ""), {})], exceptions=SimpleNamespace(RayTaskError=OSError),
+        get=lambda ref: TaskResult(SweepTask(Path("x"), ""), {}), exceptions=SimpleNamespace(RayTaskError=OSError),
     )  # fmt: skip
     monkeypatch.setitem(sys.modules, "ray", fake)
     done: list[TaskResult] = []
