@@ -29,7 +29,7 @@ from halfmoon.api.uploads import Upload
 from halfmoon.core import rng
 from halfmoon.data import Split
 from halfmoon.engine.driver import Diverged
-from halfmoon.engine.evaluation import Examples, tally
+from halfmoon.engine.evaluation import Examples, evaluate_model
 from halfmoon.engine.local_clients import FederatedDataset, Training
 from halfmoon.engine.loop import initial_model
 from halfmoon.engine.runtime import RuntimeSettings
@@ -182,12 +182,12 @@ def played(cell: Cell, folder: Path | None) -> dict[str, Any]:
                 rows = rows[: math.ceil(0.05 * len(rows))]
                 images[rows], labels[rows] = patched(images[rows]), 0
         train = Examples(images, labels)
-    liars = frozenset(range(hostile) if cell.attack == "label flip" else ())
+    label_flippers = frozenset(range(hostile) if cell.attack == "label flip" else ())
     training = Training(shared.batching, budget(config, shared.task), shared.serving, "vmap")
     rules = [Forgers(cell.attack, hostile), WeightCap(FACTOR)]
     rules += [] if cell.rule == "mean" else [Robust(cell.rule, 0.2)]
     simulation = Simulation(
-        method, shared.task, FederatedDataset(train, split, liars=liars, classes=classes), shared.views, training,
+        method, shared.task, FederatedDataset(train, split, label_flippers=label_flippers, classes=classes), shared.views, training,
         RuntimeSettings(n, config.seed), None, rules,
     )  # fmt: skip
     server = method.start(shared.task, initial_model(shared.task, config.seed, torch.device("cpu")))
@@ -203,7 +203,7 @@ def played(cell: Cell, folder: Path | None) -> dict[str, Any]:
 
     def accuracy(images: Examples) -> float:
         model = method.solution(shared.task, server)
-        row: dict[str, Any] = tally(shared.task.network, model, shared.task.normalize, images).row()
+        row: dict[str, Any] = evaluate_model(shared.task.network, model, shared.task.normalize, images).row()
         return round(100 * row["accuracy"], 2)
 
     assert shared.test is not None, "the digits have a test set"

@@ -78,7 +78,7 @@ class Measured:
             Training(batching, budget(config, self.task), serving, "vmap"), RuntimeSettings(config.cohort, seed),
         )  # fmt: skip
         self.client_update = self.method.client_updates(self.task)["train"]
-        self.locals = [self.runtime.dataset.local(client)[0] for client in range(config.clients)]
+        self.locals = [self.runtime.dataset.client_data(client)[0] for client in range(config.clients)]
 
     def models(self) -> Iterator[tuple[int, Tree]]:
         """Yield the rounds that are over and the server's tree, at the start and after `LOOKS` rounds."""

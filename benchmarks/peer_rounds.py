@@ -114,8 +114,10 @@ class ByHand:
 
     def steps(self, client: int) -> list[Step]:
         """Return the steps of a client's update, of views that are made once."""
-        local, _ = self.dataset.local(client)
-        amount = Budget().amount(self.batching, self.update, self.dataset.own(client), self.dataset.split_size(client))
+        local, _ = self.dataset.client_data(client)
+        amount = Budget().amount(
+            self.batching, self.update, self.dataset.training_size(client), self.dataset.split_size(client)
+        )
         drawn = draw(
             amount,
             local,

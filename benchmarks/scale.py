@@ -93,7 +93,7 @@ def federation(
     task = Task(network, SGD(0.03), Normalize((0.5,), (0.5,)))
     chosen = registry.make(method)
     counting = Counting()
-    training = Training(Batching(10, 10, steps=steps), Budget(), spread=counting)
+    training = Training(Batching(10, 10, steps=steps), Budget(), parallel_map=counting)
     held = FederatedDataset(Examples(images, labels), split)
     simulation = Simulation(chosen, task, held, Views(), training, RuntimeSettings(cohort))
     server = chosen.start(task, network.init(rng.generator(0, "model")))
@@ -102,7 +102,7 @@ def federation(
         nonlocal server
         simulation.open(number)
         server = chosen.round(simulation.task, server, simulation)
-        simulation.stored(tree.nbytes(server))
+        simulation.record_server_bytes(tree.nbytes(server))
         simulation.close()
         return server
 

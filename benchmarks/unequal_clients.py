@@ -26,7 +26,7 @@ from halfmoon import Config
 from halfmoon.data.partition.split import Split
 from halfmoon.engine.budget import Budget
 from halfmoon.engine.local_clients import FederatedDataset, Training
-from halfmoon.engine.programs import PADDED
+from halfmoon.engine.programs import MAX_PADDING
 from halfmoon.engine.runtime import RuntimeSettings
 from halfmoon.engine.simulation import Simulation
 from halfmoon.runs import factory
@@ -44,7 +44,7 @@ RULES: dict[str, dict[str, Any]] = {"main": {"steps": 6, "unlabeled_batch": 30},
 LARGE: dict[str, Any] = {"unlabeled_batch": 30}
 
 
-def rounds(name: str, rule: str, cohort: int, executor: Any, padded: Fraction = PADDED) -> Callable[[int], None]:
+def rounds(name: str, rule: str, cohort: int, executor: Any, padded: Fraction = MAX_PADDING) -> Callable[[int], None]:
     """Return what plays the round of a number, from the same first model."""
     large = rule == "large"
     config = Config(
@@ -52,7 +52,7 @@ def rounds(name: str, rule: str, cohort: int, executor: Any, padded: Fraction = 
         device="cpu", options=OPTIONS.get(name, {}), **(LARGE if large else RULES[rule]),
     )  # fmt: skip
     shared, method = factory.problem(config), factory.method(config)
-    training = Training(shared.batching, Budget(), shared.serving, executor, padded=padded)
+    training = Training(shared.batching, Budget(), shared.serving, executor, max_padding=padded)
     held = FederatedDataset(shared.train, one_large(len(shared.train.labels), cohort) if large else shared.split)
     simulation = Simulation(method, shared.task, held, shared.views, training, RuntimeSettings(cohort))
     server = method.start(shared.task, shared.task.network.init(torch.Generator().manual_seed(0)))

@@ -330,7 +330,7 @@ def _played(name: str, place: str) -> tuple[Overheard, Tree]:
     for number in range(rounds):
         runtime.open(number)
         server = method.round(runtime.task, server, runtime)
-        runtime.stored(tree.nbytes(server))
+        runtime.record_server_bytes(tree.nbytes(server))
     return runtime, model
 
 

@@ -309,7 +309,7 @@ def floor(data: str, row: str, seed: int, folder: Path | None) -> dict[str, Any]
 def _alone(config: Any, problem: Any, clients: int) -> float:
     """Train on one site's labels for as many visits as a site has in the federation, at the same decaying rate."""
     from halfmoon.engine.budget import Budget
-    from halfmoon.engine.evaluation import tally
+    from halfmoon.engine.evaluation import evaluate_model
     from halfmoon.engine.local_clients import FederatedDataset, Training
     from halfmoon.engine.loop import initial_model
     from halfmoon.engine.runtime import RuntimeSettings
@@ -326,7 +326,7 @@ def _alone(config: Any, problem: Any, clients: int) -> float:
         runtime.open(number)
         server = method.round(task.at(number), server, runtime)
         runtime.close()
-    found = tally(task.network, method.solution(task, server), task.normalize, problem.test).row()["accuracy"]
+    found = evaluate_model(task.network, method.solution(task, server), task.normalize, problem.test).row()["accuracy"]
     assert isinstance(found, float)
     return found
 

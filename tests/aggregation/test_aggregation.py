@@ -17,7 +17,7 @@ from halfmoon.api.uploads import Aux, Upload, UploadSpec
 from halfmoon.config.schema import Config
 from halfmoon.core import tree
 from halfmoon.core.errors import UserError
-from halfmoon.engine.loop import TooFew
+from halfmoon.engine.loop import TooFewReplies
 from halfmoon.methods import registry
 from halfmoon.methods.fedavg import FedAvg
 from halfmoon.methods.fedrgd import FedRGD
@@ -101,7 +101,7 @@ def test_whom_a_guard_leaves_out_has_not_answered():
     upload = alone.query("train", begin(made, shared), clients=torch.tensor([first]))
     assert furthest(played.server, upload.at(0).update) < 1e-12
     _, _, empty = scene("fedavg", "both", aggregators=[Recorder(lambda asked, upload: ([], upload))])
-    with pytest.raises(TooFew, match=r"round 1, query 1 \(train\) has no usable upload"):
+    with pytest.raises(TooFewReplies, match=r"round 1, query 1 \(train\) has no usable upload"):
         play(made, empty, begin(made, shared), [0])
 
 

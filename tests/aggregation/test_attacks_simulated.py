@@ -131,18 +131,18 @@ def test_a_row_names_the_hostile_clients_of_the_round():
 
 
 def test_liars_call_class_c_the_class_as_far_from_the_other_end():
-    """Of four classes 0, 1, 2, 3 become 3, 2, 1, 0, in labeled rows of liars alone; hidden labels stay true."""
+    """Of four classes 0, 1, 2, 3 become 3, 2, 1, 0, in labeled rows of label_flippers alone; hidden labels stay true."""
     honest = dataset()
-    lying = FederatedDataset(honest.train, honest.split, liars=frozenset({1, 3}), classes=CLASSES)
+    lying = FederatedDataset(honest.train, honest.split, label_flippers=frozenset({1, 3}), classes=CLASSES)
     for client in range(len(SIZES)):
-        (data, hidden), (told, true) = honest.local(client), lying.local(client)
+        (data, hidden), (told, true) = honest.client_data(client), lying.client_data(client)
         assert told.y.tolist() == [(3 - label if client in (1, 3) else label) for label in data.y.tolist()]
         assert torch.equal(told.x, data.x)
         assert torch.equal(told.u, data.u)
         assert torch.equal(true, hidden)
     served = dataset(place="server")
-    lying = FederatedDataset(served.train, served.split, liars=frozenset({1, 3}), classes=CLASSES)
-    assert torch.equal(lying.local(SERVER)[0].y, served.local(SERVER)[0].y)
+    lying = FederatedDataset(served.train, served.split, label_flippers=frozenset({1, 3}), classes=CLASSES)
+    assert torch.equal(lying.client_data(SERVER)[0].y, served.client_data(SERVER)[0].y)
 
 
 def test_a_liar_trains_on_what_it_says():
@@ -150,7 +150,7 @@ def test_a_liar_trains_on_what_it_says():
     made, shared, lied = scene("fedavg", "both")
     held = lied.dataset
     lied.local_clients.dataset = lied.dataset = FederatedDataset(
-        held.train, held.split, liars=frozenset({0, 2}), classes=CLASSES
+        held.train, held.split, label_flippers=frozenset({0, 2}), classes=CLASSES
     )
     _, _, other = scene("fedavg", "both")
     labels = held.train.labels.clone()

@@ -592,7 +592,7 @@ def run(path: Path, promise: Promise = PROMISE, rounds: int = 2, every: int = 2)
         store = TreeStore()
         there = simulate(method, shared, aggregators=[private(path, promise)], store=store, client_dropout=0.3)
         made = Experiment(method, shared, there, None, 3, checkpoint_every=every)
-        played = loop.play(made, folder, loaded, lambda row: None)
+        played = loop.run_rounds(made, folder, loaded, lambda row: None)
         folder.finish(played["model"], {}, {"aggregation": played["aggregation"]})
 
 

@@ -42,7 +42,7 @@ from halfmoon.config.schema import Config
 from halfmoon.contract.checks import SIZES
 from halfmoon.core.errors import UserError
 from halfmoon.core.tree import Tree
-from halfmoon.engine.loop import TooFew
+from halfmoon.engine.loop import TooFewReplies
 from halfmoon.federation.protocol.messages import (
     ANNOUNCE_KEYS,
     DEAL_SHARES,
@@ -355,7 +355,7 @@ def test_the_sum_is_exact_whoever_drops_out(drops: dict[str, set[int]], tmp_path
 def test_with_too_few_sites_nothing_can_be_read(stage: str, tmp_path: Path) -> None:
     """Four of ten are gone: the server says so and has no sum."""
     village = Village(tmp_path, 10, {stage: {1, 2, 3, 4}})
-    with pytest.raises(TooFew, match=r"round 1, query 1 \(train\) has 6 sites of 10 .* and a sum needs 7"):
+    with pytest.raises(TooFewReplies, match=r"round 1, query 1 \(train\) has 6 sites of 10 .* and a sum needs 7"):
         village.play()
 
 
@@ -365,7 +365,7 @@ def test_fewer_shares_than_the_threshold_take_no_mask_off(tmp_path: Path) -> Non
     sum, told = village.sum(), {}
     replies = village.trained(sum)
     village.drops = {REVEAL_SHARES: {6, 7, 8}}
-    with pytest.raises(TooFew, match="a sum needs 7"):
+    with pytest.raises(TooFewReplies, match="a sum needs 7"):
         sum.total(replies)
     answers = [read_message(data, Reply) for data in village.seen[-12:][1::2]]
     masking = sum._masking
@@ -423,7 +423,7 @@ def numbers(*values: int) -> torch.Tensor:
 def until(village: Village, stage: str) -> dict[str, Request]:
     """Play one question up to a stage, which no site gets to see; return what site 0 was sent at each."""
     village.drops = {stage: set(range(village.count))}
-    with suppress(TooFew):
+    with suppress(TooFewReplies):
         village.play()
     village.drops = {}
     return sent(village)
@@ -603,7 +603,7 @@ def test_a_sum_that_a_site_has_spoiled_is_not_used(tmp_path: Path) -> None:
     replies = village.trained(sum)
     noise = torch.from_numpy(np.random.default_rng(0).integers(-(2**63), 2**63, 1208))
     spoiled = {**replies, "site-1": replace(replies["site-1"], upload={"sum": noise})}
-    with pytest.raises(TooFew, match="from which the masks do not come off"):
+    with pytest.raises(TooFewReplies, match="from which the masks do not come off"):
         sum.total(spoiled)
 
 
@@ -684,7 +684,7 @@ def test_a_site_that_shows_no_key_is_not_asked(tmp_path: Path) -> None:
     assert lasting_keys(said) == {"site-1": bytes.fromhex(mine)}
     sum = village.sum()
     sum.keys = {name: key for name, key in sum.keys.items() if name in ("site-1", "site-3")}
-    with pytest.raises(TooFew, match="has 2 sites of 5 that could be asked, and a sum needs 4"):
+    with pytest.raises(TooFewReplies, match="has 2 sites of 5 that could be asked, and a sum needs 4"):
         sum.begin()
     assert not village.seen
 

@@ -7,7 +7,7 @@ from scenes import begin, dataset, play, simulate, task
 
 from halfmoon.api.types import ClientUpdate, Passes
 from halfmoon.config.schema import Config
-from halfmoon.engine.budget import Budget, ClientSize, Cost, cost, largest, natural
+from halfmoon.engine.budget import Budget, ClientSize, Cost, batch_rule_amount, find_largest_update, images_per_step
 from halfmoon.engine.sampling import Amount, Batching
 from halfmoon.methods import registry
 from halfmoon.runs import runner
@@ -47,7 +47,7 @@ def test_passes_of_a_step_by_hand(name, rules, forward, backward):
     """Images through the network in a step on 10 + 10; the cost counts a backward pass as two forward ones."""
     one = client_update(name, **rules)
     assert one.passes(10, 10) == Passes(forward, backward)
-    assert cost(one, Amount(45, 10, 10)) == forward + 2 * backward
+    assert images_per_step(one, Amount(45, 10, 10)) == forward + 2 * backward
 
 
 def test_equal_forwards_by_hand():
@@ -65,7 +65,7 @@ def test_equal_labeled_steps_by_hand():
     budget = Budget("labeled-steps", client_update("feddure"))
     for name, alone in (("fedavg", 5), ("fedavg-sl", 50)):
         own = holding(name, CLIENT)
-        assert natural(TEN, client_update(name), own).steps == alone
+        assert batch_rule_amount(TEN, client_update(name), own).steps == alone
         assert budget.amount(TEN, client_update(name), own, CLIENT) == Amount(45, 10, 0)
 
 
@@ -82,22 +82,22 @@ NAMES = st.sampled_from(registry.names())
 
 @given(BATCHINGS, HOLDINGS, NAMES, NAMES)
 def test_labeled_steps_are_those_of_the_reference(batching, client, name, reference):
-    wanted = natural(batching, client_update(reference), holding(reference, client))
+    wanted = batch_rule_amount(batching, client_update(reference), holding(reference, client))
     budget = Budget("labeled-steps", client_update(reference))
     made = budget.amount(batching, client_update(name), holding(name, client), holding(reference, client))
     assert made.steps == wanted.steps
-    assert made[1:3] == natural(batching, client_update(name), holding(name, client))[1:3]
+    assert made[1:3] == batch_rule_amount(batching, client_update(name), holding(name, client))[1:3]
 
 
 @given(BATCHINGS, HOLDINGS, NAMES, NAMES)
 def test_forwards_are_equal_within_half_a_step(batching, client, name, reference):
     """The images through the network differ by at most half a step's (or the method takes its one step)."""
-    wanted, own = natural(batching, client_update(reference), client), holding(name, client)
-    total = wanted.steps * cost(client_update(reference), wanted) + client_update(reference).images_outside_steps(
-        client.labeled, client.unlabeled
-    )
+    wanted, own = batch_rule_amount(batching, client_update(reference), client), holding(name, client)
+    total = wanted.steps * images_per_step(client_update(reference), wanted) + client_update(
+        reference
+    ).images_outside_steps(client.labeled, client.unlabeled)
     made = Budget("forwards", client_update(reference)).amount(batching, client_update(name), own, client)
-    step = cost(client_update(name), made)
+    step = images_per_step(client_update(name), made)
     total -= client_update(name).images_outside_steps(own.labeled, own.unlabeled)  # what is left for steps
     assert made.steps >= 1
     assert abs(made.steps * step - total) <= step / 2 or (made.steps == 1 and total < step / 2)
@@ -105,7 +105,7 @@ def test_forwards_are_equal_within_half_a_step(batching, client, name, reference
 
 @given(BATCHINGS, HOLDINGS, NAMES)
 def test_the_reference_keeps_its_own_rule(batching, client, name):
-    own = natural(batching, client_update(name), client)
+    own = batch_rule_amount(batching, client_update(name), client)
     for rule in ("labeled-steps", "forwards"):
         assert Budget(rule, client_update(name)).amount(batching, client_update(name), client, client) == own
 
@@ -124,7 +124,10 @@ def test_played_rounds_keep_to_the_budget(name):
     assert used(name, Budget("labeled-steps", client_update("feddure")))["labeled_steps"] == reference["labeled_steps"]
     made = used(name, Budget("forwards", client_update("feddure")))
     step = max(
-        cost(client_update(name), natural(Batching(2, "rest"), client_update(name), holding(name, ClientSize(a, b))))
+        images_per_step(
+            client_update(name),
+            batch_rule_amount(Batching(2, "rest"), client_update(name), holding(name, ClientSize(a, b))),
+        )
         for a, b in ((5, 11), (3, 6), (6, 14), (4, 9))
     )
     total = reference["forward"] + 2 * reference["backward"]
@@ -168,10 +171,10 @@ def test_largest_is_the_method_that_takes_most_by_its_own_rule():
     names = ("fedavg", "fedavg-sl", "fedavg-fixmatch")
     client_updates = {name: (client_update(name), registry.entry(name).all_labels) for name in names}
     sizes = [ClientSize(20, 95), ClientSize(20, 95)]
-    assert largest("labeled-steps", TEN, client_updates, sizes) == "fedavg-sl"
-    assert largest("forwards", TEN, client_updates, sizes) == "fedavg-fixmatch"
+    assert find_largest_update("labeled-steps", TEN, client_updates, sizes) == "fedavg-sl"
+    assert find_largest_update("forwards", TEN, client_updates, sizes) == "fedavg-fixmatch"
     del client_updates["fedavg-sl"]
-    assert largest("labeled-steps", TEN, client_updates, sizes) == "fedavg-fixmatch"
+    assert find_largest_update("labeled-steps", TEN, client_updates, sizes) == "fedavg-fixmatch"
 
 
 def test_comparison_has_the_same_budget_in_every_order(tmp_path):

@@ -15,7 +15,7 @@ from halfmoon.config.schema import Config
 from halfmoon.core import rng, tree
 from halfmoon.core.errors import UserError
 from halfmoon.data.partition.heterogeneity import class_shares, jensen_shannon
-from halfmoon.engine.evaluation import Examples, Quality, at_once, leaning, mean_prediction, tally
+from halfmoon.engine.evaluation import Examples, Quality, at_once, evaluate_model, leaning, mean_prediction
 from halfmoon.engine.loop import measured
 from halfmoon.models import SmallCNN, track
 from halfmoon.runs import factory
@@ -47,7 +47,7 @@ def test_a_tally_equals_a_count(batch):
     cell counts images of its row's class that are said to be of its column's."""
     test = examples(50, seed=8)
     shared = task()
-    result = tally(shared.network, model(), shared.normalize, test, batch)
+    result = evaluate_model(shared.network, model(), shared.normalize, test, batch)
     made, logits, labels = result.row(), spoken(test.images), test.labels.numpy()
     said = logits.argmax(1)
     right = said == labels
@@ -112,7 +112,7 @@ def test_leanings_are_zero_for_the_same_and_one_without_a_common_class():
 def test_a_class_without_test_images_scores_zero():
     test = examples(30, seed=8)
     without = Examples(test.images, test.labels.clamp_max(CLASSES - 2))
-    per_class = tally(task().network, model(), task().normalize, without).per_class
+    per_class = evaluate_model(task().network, model(), task().normalize, without).per_class
     assert len(per_class) == CLASSES
     assert per_class[-1] == 0
 
@@ -204,9 +204,9 @@ def test_images_tested_under_their_own_statistics():
     oracle = twin(TorchSmall(1, CLASSES, shared.network.width), model()).train()
     with torch.no_grad():
         parts = [oracle(part.double() / 127.5 - 1) for part in (test.images[:250], test.images[250:])]
-    said = tally(shared.network, model(), shared.normalize, test, statistics="batch")
+    said = evaluate_model(shared.network, model(), shared.normalize, test, statistics="batch")
     assert said.row()["accuracy"] == (torch.cat(parts).argmax(1) == test.labels).double().mean().item()
-    assert said.loss != tally(shared.network, model(), shared.normalize, test).loss
+    assert said.loss != evaluate_model(shared.network, model(), shared.normalize, test).loss
 
 
 @pytest.mark.parametrize(
@@ -241,7 +241,7 @@ def test_a_cpu_looks_at_as_many_images_together_as_make_a_million_pixels() -> No
     shared, large = task(), examples(300, side=64)
     made = model()
     parts = [Examples(*(leaf[rows] for leaf in large)) for rows in (slice(0, 256), slice(256, None))]
-    counts = [tally(shared.network, made, shared.normalize, each).confusion for each in (large, *parts)]
+    counts = [evaluate_model(shared.network, made, shared.normalize, each).confusion for each in (large, *parts)]
     assert torch.equal(counts[0], counts[1] + counts[2])
 
 
@@ -260,7 +260,7 @@ def test_a_cpu_sends_few_images_through_the_network_in_one_pass(monkeypatch: pyt
         return predict(self, params, stats, x)
 
     monkeypatch.setattr(SmallCNN, "predict", counted)
-    said = tally(network, model, normalize, test)
+    said = evaluate_model(network, model, normalize, test)
     assert counts == [64, 64, 22]
     loss = torch.nn.functional.cross_entropy(logits, test.labels, reduction="sum")
     assert said.loss == float(loss.double()) / 150

@@ -16,8 +16,8 @@ from halfmoon.core import tree
 from halfmoon.core.tree import Tree
 from halfmoon.data import Split, summarize
 from halfmoon.engine import loop
-from halfmoon.engine.evaluation import tally
-from halfmoon.engine.loop import Experiment, play
+from halfmoon.engine.evaluation import evaluate_model
+from halfmoon.engine.loop import Experiment, run_rounds
 from halfmoon.methods.fedavg import FedAvg
 from halfmoon.methods.objectives import FixMatch
 from halfmoon.runs import runner
@@ -33,7 +33,7 @@ def run(path: Path, method: Method, rounds: int, watch: Any = lambda row: None, 
     made = Experiment(method, shared, simulate(method, shared), TEST, 3, **options)
     with RunFolder.open(path) if path.exists() else RunFolder.create(path, "", "0" * 64) as folder:
         loaded = folder.load() if RunFolder.exists(path) else None
-        return play(made, folder, loaded, watch), folder.rows()
+        return run_rounds(made, folder, loaded, watch), folder.rows()
 
 
 def confusion(model: Tree) -> list[list[int]]:
@@ -50,9 +50,9 @@ def passes(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
     def count(network, model, normalize, test, **how):
         seen.append(len(test.labels))
-        return tally(network, model, normalize, test, **how)
+        return evaluate_model(network, model, normalize, test, **how)
 
-    monkeypatch.setattr(loop, "tally", count)
+    monkeypatch.setattr(loop, "evaluate_model", count)
     return seen
 
 
@@ -125,10 +125,10 @@ def test_what_clients_say_of_the_model_before_chooses_the_round(tmp_path, said, 
         report = close()
         return report._replace(validation=told(len(brought))) if brought else report
 
-    runtime.close, runtime.bring = closed, brought.append
-    runtime.conclude = lambda model: (None, told(len(said)))
+    runtime.close, runtime.evaluate_next_round = closed, brought.append
+    runtime.final_evaluation = lambda model: (None, told(len(said)))
     with RunFolder.create(tmp_path / "run", "", "0" * 64) as folder:
-        made = play(Experiment(method, shared, runtime, TEST, 3), folder, None, lambda row: None)
+        made = run_rounds(Experiment(method, shared, runtime, TEST, 3), folder, None, lambda row: None)
     expected = models(len(said))
     assert all(same(*pair) for pair in zip(brought, expected, strict=False))
     assert same(made["model"], expected[best - 1])
@@ -166,7 +166,7 @@ def test_the_model_of_the_round_that_validation_images_choose_is_the_runs(tmp_pa
     made, rows = run(tmp_path / "run", FedAvg(FixMatch()), 5, validation=held)
     assert [set(row) >= {"test", "validation"} for row in rows] == [True] * 5
     shared = task(dtype=torch.float32)
-    said = [tally(shared.network, model, shared.normalize, held).row() for model in models(5)]
+    said = [evaluate_model(shared.network, model, shared.normalize, held).row() for model in models(5)]
     assert [row["validation"] for row in rows] == said
     place = max(range(5), key=lambda k: (said[k]["accuracy"], -said[k]["loss"]))
     assert same(made["model"], models(5)[place])

@@ -199,7 +199,7 @@ def test_what_is_remembered_of_each_row_is_that_of_the_clients_own(method, agree
 def test_labels_of_other_rows_are_forgotten_in_a_program_too():
     """Of a client that has got more rows since, none has a label; of one with as many others neither."""
     client_update = FedAvg(FixMatch(thresholding="flexmatch", threshold=THRESHOLD)).client_updates(task())["train"]
-    before, after = (dataset(sizes).local(0)[0] for sizes in (((2, 3),), ((2, 5),)))
+    before, after = (dataset(sizes).client_data(0)[0] for sizes in (((2, 3),), ((2, 5),)))
     memory = {"thresholds": {"label": torch.tensor([1, 2, 0]), "mark": before.u.sum().double()}}
     for data, left in ((before, [1, 2, 0, NO_LABEL, NO_LABEL]), (after, [NO_LABEL] * 5)):
         filled = driver._filled(client_update, memory, data, 5)

@@ -11,8 +11,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from halfmoon.api.types import ClientUpdate, Method
 from halfmoon.contract.checks import executors_agree
-from halfmoon.engine.budget import ClientSize, natural
-from halfmoon.engine.programs import PADDED, Extent, grouped
+from halfmoon.engine.budget import ClientSize, batch_rule_amount
+from halfmoon.engine.programs import MAX_PADDING, Extent, grouped
 from halfmoon.engine.sampling import Batching
 from halfmoon.methods.batchnorm_stats import BatchNormStatistics
 from halfmoon.methods.fedavg import FedAvg
@@ -26,7 +26,7 @@ def client_update(**options: object) -> ClientUpdate:
 
 def extents(sizes: list[tuple[int, int]], batching: Batching, of: ClientUpdate) -> list[Extent]:
     held = [ClientSize(*each) for each in sizes]
-    return [Extent(natural(batching, of, each), each) for each in held]
+    return [Extent(batch_rule_amount(batching, of, each), each) for each in held]
 
 
 ONE = Batching(1, 1)
@@ -85,7 +85,7 @@ def test_no_program_is_padded_more_than_the_bound():
                 widest = widest.maximum(held[place])
             images = sum(held[place].images(of) for place in places)
             whole = len(places) * widest.images(of)
-            assert whole - images <= PADDED * whole
+            assert whole - images <= MAX_PADDING * whole
 
 
 def test_a_simulation_lifts_what_is_alike_and_answers_in_order(programs):
@@ -95,7 +95,7 @@ def test_a_simulation_lifts_what_is_alike_and_answers_in_order(programs):
     played = []
     for executor in ("loop", "vmap"):
         simulation = simulate(method, shared, dataset(sizes), batching=Batching(2, 4), executor=executor, cohort=5)
-        simulation.local_clients.training = replace(simulation.local_clients.training, padded=PADDED)
+        simulation.local_clients.training = replace(simulation.local_clients.training, max_padding=MAX_PADDING)
         played.append(play(method, simulation, begin(method, shared), range(1))[0])
     assert programs == [[0, 2, 3, 4]]
     assert executors_agree(*([one] for one in played)) < 1e-12

@@ -10,7 +10,7 @@ from halfmoon.core import rng
 from halfmoon.core.errors import UserError
 from halfmoon.core.optim import SGD
 from halfmoon.data.views import Plain, Shared, Strong, Weak
-from halfmoon.engine.budget import ClientSize, natural
+from halfmoon.engine.budget import ClientSize, batch_rule_amount
 from halfmoon.engine.sampling import Amount, Batching, DrawnUpdate, Views, batches, cycle, draw, sweep
 from halfmoon.methods.fedavg import FedAvg
 from halfmoon.methods.objectives import FixMatch
@@ -149,7 +149,7 @@ def rule(batching: Batching, labeled: int, unlabeled: int, views: bool = True) -
     """Return what the batch rule says of a client, for a method with or without unlabeled views."""
     method = FedAvg(FixMatch()) if views else FedAvg()
     client_update = method.client_updates(Task(SmallCNN(), SGD(), PIXELS))["train"]
-    return natural(batching, client_update, ClientSize(labeled, unlabeled))[:3]
+    return batch_rule_amount(batching, client_update, ClientSize(labeled, unlabeled))[:3]
 
 
 @pytest.mark.parametrize(

@@ -84,7 +84,7 @@ def test_no_upload_is_held_while_the_next_client_trains() -> None:
         return map(counted, items)
 
     local_clients = simulation.local_clients
-    local_clients.training = replace(local_clients.training, spread=watched)
+    local_clients.training = replace(local_clients.training, parallel_map=watched)
     simulation.open(0)
     method.round(simulation.task, begin(method, shared), simulation)
     assert seen == [0, 0, 0, 0]
@@ -387,13 +387,13 @@ def test_all_labels_turns_every_row_into_a_labeled_one():
     held = dataset()
     every = FederatedDataset(held.train, held.split, all_labels=True)
     for k, (labeled, unlabeled) in enumerate(SIZES):
-        local, hidden = every.local(k)
+        local, hidden = every.client_data(k)
         rows = torch.from_numpy(np.flatnonzero(held.split.client == k))
         assert torch.equal(local.x, held.train.images[rows])
         assert torch.equal(local.y, held.train.labels[rows])
         assert (int(local.labeled), int(local.unlabeled)) == (labeled + unlabeled, 0)
         assert len(local.u) == len(hidden) == 0
-        assert tuple(vars(every.own(k)).values()) == (labeled + unlabeled, 0)
+        assert tuple(vars(every.training_size(k)).values()) == (labeled + unlabeled, 0)
         assert tuple(vars(every.split_size(k)).values()) == (labeled, unlabeled)
 
 
@@ -401,7 +401,7 @@ def test_a_client_holds_its_rows():
     """Labeled images with labels, unlabeled images without; the labels that are hidden belong to these."""
     held = dataset()
     for k, (labeled, unlabeled) in enumerate(SIZES):
-        local, hidden = held.local(k)
+        local, hidden = held.client_data(k)
         assert local.x.shape == (labeled, 1, 8, 8)
         assert local.u.shape == (unlabeled, 1, 8, 8)
         x, u = (torch.from_numpy(held.split.rows(k, part)) for part in (True, False))
@@ -413,7 +413,7 @@ def test_a_client_holds_its_rows():
 def test_clients_lifted_together_are_wrapped_around():
     """Under vmap the rows beyond a client's own repeat them from the start; a client without any shows zeros."""
     sizes = ((5, 0), (3, 7), (6, 4))
-    clients = [dataset(sizes).local(k)[0] for k in range(3)]
+    clients = [dataset(sizes).client_data(k)[0] for k in range(3)]
     padded = driver._padded(clients)
     for k, (local, (labeled, unlabeled)) in enumerate(zip(clients, sizes, strict=True)):
         assert torch.equal(padded.x[k], local.x[torch.arange(6) % labeled])
@@ -429,7 +429,7 @@ def test_programs_hold_so_many_clients_and_no_more(programs):
 
     def asked(together: int | None):
         simulation = simulate(method, shared, executor="vmap", cohort=4)
-        training = replace(simulation.local_clients.training, together=together)
+        training = replace(simulation.local_clients.training, max_group_size=together)
         simulation.local_clients.training = training
         simulation.open(0)
         return simulation.query("train", begin(method, shared)).tree
@@ -497,7 +497,12 @@ def test_the_server_trains_on_its_own_rows(executor):
     """It sees its labels and no unlabeled row, remembers from round to round, and nothing travels."""
     method = Counting(queries=1, views=())
     simulation = simulate(
-        method, task(), dataset(place="server"), executor=executor, serving=Batching(5, epochs=2), budget=Budget()
+        method,
+        task(),
+        dataset(place="server"),
+        executor=executor,
+        server_batching=Batching(5, epochs=2),
+        budget=Budget(),
     )
     broadcast = {"base": torch.tensor(0.0), "mark": torch.tensor(1.0).double(), "fuse": torch.tensor(-1)}
     for visit in range(2):
@@ -545,7 +550,7 @@ def test_a_pooled_federation_is_one_client_with_everything():
     """All rows but nobody's, the server's too, at client 0; the cohort is that one client."""
     for place, labeled in (("clients", 18), ("server", 18), ("some", 11)):
         held = dataset(place=place, pooled=True)
-        local, _ = held.local(0)
+        local, _ = held.client_data(0)
         assert (int(local.labeled), int(local.unlabeled)) == (labeled, 40)
         simulation = simulate(FedAvg(FixMatch()), task(), held)
         simulation.open(0)
@@ -557,13 +562,13 @@ def test_labeled_rows_can_be_unlabeled_ones_as_well():
     """A client's unlabeled rows are all its rows; with all labels each row counts once; the server's stay labeled."""
     held = replace(dataset(), reuse_labeled=True)
     for k, (labeled, unlabeled) in enumerate(SIZES):
-        local, hidden = held.local(k)
+        local, hidden = held.client_data(k)
         assert (int(local.labeled), int(local.unlabeled)) == (labeled, labeled + unlabeled)
         assert len(hidden) == labeled + unlabeled
         images = {image.numpy().tobytes() for image in local.u}
         assert all(image.numpy().tobytes() in images for image in local.x)
-        assert astuple(replace(held, all_labels=True).own(k)) == (labeled + unlabeled, 0)
-    assert int(replace(dataset(place="server"), reuse_labeled=True).local(SERVER)[0].unlabeled) == 0
+        assert astuple(replace(held, all_labels=True).training_size(k)) == (labeled + unlabeled, 0)
+    assert int(replace(dataset(place="server"), reuse_labeled=True).client_data(SERVER)[0].unlabeled) == 0
 
 
 def test_a_stream_shows_each_stage_in_its_rounds():
@@ -593,7 +598,7 @@ def leanings(held, cohort=3, number=0, method=None, **options):
     model = begin(method, shared)
     model["params"]["head"] = tree.map(lambda leaf: 300 * leaf, model["params"]["head"])
     simulation.open(number)
-    return simulation, model, simulation.prior(model, [0.5, 0.25, 0.25, 0.0])
+    return simulation, model, simulation.prediction_bias(model, [0.5, 0.25, 0.25, 0.0])
 
 
 def shares(labels: np.ndarray) -> list[float]:
@@ -643,7 +648,7 @@ def test_a_leaning_heeds_stages_and_silence():
     there = simulation.cohort.numpy()
     assert 0 < len(there) < 4
     here = np.isin(held.split.client, there) & ~held.split.labeled
-    row = simulation.prior(model, [0.5, 0.25, 0.25, 0.0])
+    row = simulation.prediction_bias(model, [0.5, 0.25, 0.25, 0.0])
     assert row["unlabeled"] == shares(labels[here])
 
 
@@ -700,7 +705,7 @@ def test_the_models_of_single_clients_are_measured(count):
         tested.append(local)
         return [0.0, 0.0, 0.5, 0.5]
 
-    row = federation.client_priors(model, [0.5, 0.25, 0.25, 0.0], test)
+    row = federation.client_prediction_bias(model, [0.5, 0.25, 0.25, 0.0], test)
     if not count:
         assert row is None
         return

@@ -14,7 +14,7 @@ from test_contract import BATCHINGS, ROUNDS, scene
 from halfmoon.contract.sites import HASH, VERSION, behind
 from halfmoon.core import tree
 from halfmoon.core.tree import Tree
-from halfmoon.engine.loop import TooFew
+from halfmoon.engine.loop import TooFewReplies
 from halfmoon.federation.protocol.messages import FAILED, Refusal, Request, read_message, write_message
 from halfmoon.federation.server.calls import RunIdentity, SiteCalls
 from halfmoon.federation.server.plan import Rules
@@ -109,11 +109,11 @@ def turn(stage: Stage, number: int, server: Tree) -> tuple[Tree, list[int]]:
         remote.open(number)
         try:
             server = stage.method.round(remote.task, server, remote)
-        except TooFew as few:
-            remote.again(few)
+        except TooFewReplies as few:
+            remote.retry_round(few)
         else:
-            remote.stored(0)
-            remote.saved(number + 1)
+            remote.record_server_bytes(0)
+            remote.on_checkpoint(number + 1)
             return server, remote.close().cohort
 
 
@@ -131,8 +131,8 @@ def forced(stage: Stage, number: int, server: Tree, cohort: list[int]) -> Tree:
     stage.remote.open(number)
     stage.remote.cohort = torch.tensor(cohort)
     server = stage.method.round(stage.remote.task, server, stage.remote)
-    stage.remote.stored(0)
-    stage.remote.saved(number + 1)
+    stage.remote.record_server_bytes(0)
+    stage.remote.on_checkpoint(number + 1)
     stage.remote.close()
     return server
 
@@ -205,7 +205,9 @@ def test_half_a_cohort_is_enough_where_nothing_else_is_said(stage: Make) -> None
 @pytest.mark.parametrize("attempts", [1, 3])
 def test_after_so_many_attempts_all_stops(stage: Make, attempts: int) -> None:
     scenery = stage(fate=lambda site, request: GONE, rules=Rules(min_replies=2, attempts=attempts))
-    with pytest.raises(TooFew, match=r"^round 1, query 1 \(train\) has 0 usable replies of 2, and 2 are needed\.$"):
+    with pytest.raises(
+        TooFewReplies, match=r"^round 1, query 1 \(train\) has 0 usable replies of 2, and 2 are needed\.$"
+    ):
         turn(scenery, 0, scenery.server)
     assert [attempt for _, attempt, _, _ in scenery.link.asked] == list(range(attempts))
     assert len(scenery.heard) == attempts - 1 + 2 * attempts
@@ -328,10 +330,10 @@ def test_the_others_are_drawn_as_before_where_one_is_aside(stage: Make) -> None:
 
 def test_where_every_site_is_aside_all_stops(stage: Make) -> None:
     scenery = stage(fate=lambda site, request: NOISE, cohort=4, rules=Rules(strikes=1, attempts=5))
-    with pytest.raises(TooFew, match="0 usable replies of 4"):
+    with pytest.raises(TooFewReplies, match="0 usable replies of 4"):
         turn(scenery, 0, scenery.server)
     assert len(scenery.link.asked) == 1
-    with pytest.raises(TooFew, match="every site is set aside"):
+    with pytest.raises(TooFewReplies, match="every site is set aside"):
         scenery.remote.open(0)
 
 
@@ -356,9 +358,9 @@ def test_what_a_failed_attempt_reports_is_gone(stage: Make) -> None:
     scenery = stage(fate=failing(0, 1, GONE))
     remote = scenery.remote
     remote.open(0)
-    with pytest.raises(TooFew) as few:
+    with pytest.raises(TooFewReplies) as few:
         scenery.method.round(remote.task, scenery.server, remote)
-    remote.again(few.value)
+    remote.retry_round(few.value)
     remote.open(0)
     scenery.method.round(remote.task, scenery.server, remote)
     report = remote.close()

@@ -111,7 +111,7 @@ def play(member: SiteClient, about: Terms = TERMS, rounds: int = ROUNDS) -> list
     for number in range(rounds):
         remote.open(number)
         server = method.round(remote.task, server, remote)
-        remote.stored(0)
+        remote.record_server_bytes(0)
         remote.close()
     return line.pairs
 

@@ -71,7 +71,7 @@ def queries(name: str, place: str | None = None, **options: Any) -> tuple[Task, 
         outcomes = list(visit(context, clients, stage, broadcast, each, quality))
         if list(clients) != [SERVER]:
             downlinks = [{**broadcast, **tree.index(each, k)} for k in range(len(clients))]
-            own = [(held.own(k), held.split_size(k)) for k in clients]
+            own = [(held.training_size(k), held.split_size(k)) for k in clients]
             most = [
                 Budget().amount(local_clients.training.batching, context.client_update, *holding) for holding in own
             ]
@@ -132,7 +132,10 @@ def test_rows_that_count_twice_are_plausible() -> None:
     """Where labeled rows are unlabeled ones as well, a client of 16 images (5 labeled) weighs 5 + 16 = 21: over 16."""
     _, _, simulation = scene("feddb", "both")
     held = replace(simulation.dataset, reuse_labeled=True)
-    heaviest = max(held.own(k).labeled + held.own(k).unlabeled - int((held.split.client == k).sum()) for k in range(4))
+    heaviest = max(
+        held.training_size(k).labeled + held.training_size(k).unlabeled - int((held.split.client == k).sum())
+        for k in range(4)
+    )
     assert heaviest > 0
     _, asked = queries("feddb")
     outcome = asked[0].outcomes[0]._replace(upload=Upload({}, torch.tensor(21.0)), traffic=(0, 0))

@@ -107,7 +107,7 @@ def test_the_statistics_are_those_of_batch_norm_2d(executor, over):
     clients = {"all": range(5), "cohort": simulation.cohort.tolist(), "server": []}[over]
     assert len(clients) in (5, 3, 0)
     ours = estimate_statistics(simulation, model, over)
-    holders = [held.local(k)[0].u for k in clients if k != 3] + [held.local(SERVER)[0].x]
+    holders = [held.client_data(k)[0].u for k in clients if k != 3] + [held.client_data(SERVER)[0].x]
     assert furthest(ours, counted(model, holders)) < 1e-12
     rows = sum(len(images) for images in holders)
     cost = simulation.cost
@@ -123,7 +123,7 @@ def test_labeled_and_unlabeled_rows_are_cut_into_equal_batches():
     simulation = simulate(method, shared, held, cohort=1)
     model = begin(method, shared)
     simulation.open(0)
-    data = held.local(0)[0]
+    data = held.client_data(0)[0]
     ours = estimate_statistics(simulation, model, "all", serving=False)
     assert furthest(ours, counted(model, [torch.cat([data.x, data.u])], parts=2)) < 1e-12
     assert furthest(ours, counted(model, [torch.cat([data.x, data.u])])) > 1e-6

@@ -139,7 +139,7 @@ def test_where_the_labels_lie_does_not_matter_to_who_has_them_all(name):
     rows = sum(labeled for labeled, _ in SIZES)
     for place in entry.label_locations:
         held = dataset(all_labels=entry.all_labels, pooled=True, place=place)
-        own = held.own(0)
+        own = held.training_size(0)
         there = ALL if place != "some" else ALL - SIZES[1][0] - SIZES[3][0]
         assert held.clients == 1
         assert own.labeled + own.unlabeled == there

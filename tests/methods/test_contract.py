@@ -130,7 +130,7 @@ def test_the_clients_of_the_scene_differ(rule):
     """The contract is only as strong as its scene: steps differ, and under "rest" so do the unlabeled images a step."""
     _, _, simulation = scene("fedavg-fixmatch", rule)
     client_update, training = simulation.client_updates["train"], simulation.local_clients.training
-    owned = [simulation.dataset.own(k) for k in range(4)]
+    owned = [simulation.dataset.training_size(k) for k in range(4)]
     amounts = [training.budget.amount(training.batching, client_update, own, own) for own in owned]
     assert len({amount.steps for amount in amounts}) > 1
     assert (len({amount.unlabeled for amount in amounts}) > 1) == (rule == "rest")

@@ -398,7 +398,7 @@ def test_the_server_teaches_sigma_and_clients_psi():
     """Labels at the server: its sigma after a round is SGD on its own labels, written out; clients never move it."""
     method, held = FedMatch(threshold=0.3, labeled_weight=2.0), dataset(place="server")
     shared = task(BARE, optimizer=SGD(RATE))
-    simulation = simulate(method, shared, held, serving=Batching(4))
+    simulation = simulate(method, shared, held, server_batching=Batching(4))
     spy = Spy(method)
     simulation.client_updates = spy.client_updates(shared)
     server = begin(method, shared)
@@ -425,7 +425,7 @@ def test_sigma_is_averaged_over_those_with_labels():
     simulation = simulate(method, shared, held)
     simulation.open(0)
     upload = simulation.query("train", {**server, "stats": {}})
-    has = [held.own(k).labeled > 0 for k in simulation.responders.tolist()]
+    has = [held.training_size(k).labeled > 0 for k in simulation.responders.tolist()]
     assert 0 < sum(has) < len(has)
     assert upload.aux["labels"].tolist() == [float(each) for each in has]
     (played,) = play(method, simulate(method, shared, held), server, range(1))

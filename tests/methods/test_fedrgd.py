@@ -186,7 +186,7 @@ def test_the_servers_copies_are_plain_training():
     method, held = FedRGD(FixMatch(threshold=1.01)), dataset(place="server")
     shared = task(GROUPED, optimizer=SGD(0.05))
     spy, server = Spy(method), begin(method, shared)
-    (played,) = play(spy, simulate(spy, shared, held, serving=Batching(6)), server, range(1))
+    (played,) = play(spy, simulate(spy, shared, held, server_batching=Batching(6)), server, range(1))
     steps = [batch for _, _, batch in spy.of("step") if len(batch.x)]
     assert len(steps) == 2 * 3
     copies = []

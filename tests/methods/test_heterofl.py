@@ -246,7 +246,7 @@ def test_all_wide_and_unmasked_it_is_fedavg_with_static_statistics(keep_optimize
     assert furthest(one[-1].server["params"], two[-1].server["params"]) < 1e-12
     assert furthest(one[-1].state, two[-1].state) < 1e-12
     assert one[-1].report.cost["labeled_steps"] == two[-1].report.cost["labeled_steps"]
-    holders = [held.local(k)[0].x for k in range(4)]
+    holders = [held.client_data(k)[0].x for k in range(4)]
     assert furthest(one[-1].server["stats"], counted(one[-1].server, holders)) < 1e-10
     masked = play(HeteroFL(), simulate(HeteroFL(), shared, held), begin(ours, shared), range(3))
     assert furthest(masked[-1].server["params"], two[-1].server["params"]) > 1e-3
@@ -283,7 +283,7 @@ def test_the_cohort_alone_may_be_counted():
         method = HeteroFL(sbn=sbn)
         (played,) = play(method, simulate(method, task(), held), begin(method, task()), range(1))
         who = range(4) if sbn == "all" else played.report.cohort
-        expected = counted(played.server, [held.local(k)[0].x for k in who])
+        expected = counted(played.server, [held.client_data(k)[0].x for k in who])
         assert furthest(played.server["stats"], expected) < 1e-10
 
 

@@ -258,7 +258,7 @@ def test_clients_without_labels_follow_themselves():
     simulation.open(0)
     upload = simulation.query("train", {**server, "stats": {}})
     for place, k in enumerate(simulation.responders.tolist()):
-        own = held.own(k)
+        own = held.training_size(k)
         assert float(upload.weight[place]) == own.labeled + own.unlabeled
         if not own.labeled:
             assert furthest(upload.at(place).update["params"], server["params"]) > 1e-6

@@ -482,20 +482,20 @@ def test_a_threshold_beyond_reach_leaves_the_server_to_its_labels(executor):
     options = {"lr": 0.05, "momentum": 0.9, "weight_decay": 0.01, "nesterov": True}
     method, shared = SemiFL(threshold=1.1), task(optimizer=SGD(**options))
     serving = Batching("all", 4, epochs=2)
-    simulation = simulate(method, shared, held, views=PLAIN, serving=serving, executor=executor)
+    simulation = simulate(method, shared, held, views=PLAIN, server_batching=serving, executor=executor)
     server = begin(method, shared)
     played = play(method, simulation, server, range(2))
 
     oracle = small(server)
     optimizer = torch.optim.SGD(oracle.parameters(), **options)
-    data = held.local(SERVER)[0]
+    data = held.client_data(SERVER)[0]
     for _ in range(4):
         optimizer.zero_grad()
         F.cross_entropy(oracle(data.x.double() / 255 * 2 - 1), data.y).backward()
         optimizer.step()
     after = played[-1].server
     assert_same(after["params"], oracle, rtol=1e-9)
-    holders = [held.local(k)[0].u for k in range(4)] + [data.x]
+    holders = [held.client_data(k)[0].u for k in range(4)] + [data.x]
     assert furthest(after["stats"], counted(after, holders)) < 1e-9
     assert not any(leaf.any() for leaf in tree.leaves(after["momentum"]))
     assert played[-1].report.cost["unlabeled_images"] == 0

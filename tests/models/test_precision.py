@@ -11,7 +11,7 @@ from scenes import CLASSES, begin, dataset, examples, furthest, play, simulate, 
 from halfmoon import Config
 from halfmoon.core import tree
 from halfmoon.core.optim import SGD
-from halfmoon.engine.evaluation import mean_prediction, tally
+from halfmoon.engine.evaluation import evaluate_model, mean_prediction
 from halfmoon.engine.sampling import Batching
 from halfmoon.federation.protocol.terms import shared_options
 from halfmoon.methods.fedavg import FedAvg
@@ -99,7 +99,7 @@ def test_tests_and_what_is_saved_are_float32():
     """Accuracy, mean predictions and the saved network are those of the float32 network, bit by bit."""
     network, model = rounded(SmallCNN(1, CLASSES, 8)), SmallCNN(1, CLASSES, 8).init(torch.Generator().manual_seed(0))
     images, normalize = examples(20), task(dtype=torch.float32).normalize
-    ours, theirs = (tally(each, model, normalize, images).row() for each in (network, network.in_float32))
+    ours, theirs = (evaluate_model(each, model, normalize, images).row() for each in (network, network.in_float32))
     assert ours == theirs
     ours, theirs = (mean_prediction(each, model, normalize, images.images) for each in (network, network.in_float32))
     assert (ours == theirs).all()

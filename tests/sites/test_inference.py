@@ -28,7 +28,7 @@ from halfmoon.cli import main as cli
 from halfmoon.core import tree
 from halfmoon.core.errors import UserError
 from halfmoon.data import load
-from halfmoon.engine.evaluation import COLDEST, HOTTEST
+from halfmoon.engine.evaluation import MAX_TEMPERATURE, MIN_TEMPERATURE
 from halfmoon.engine.evaluation import temperature as of_tensors
 from halfmoon.models import NETWORKS
 from halfmoon.notebook import trained
@@ -542,8 +542,8 @@ def test_temperature_by_hand():
 def test_temperature_stays_in_its_range():
     """Never wrong: as sure as may be; never right: as unsure."""
     logits = np.tile([1.0, 0.0], (5, 1))
-    assert temperature(logits, np.zeros(5, np.int64)) == pytest.approx(COLDEST)
-    assert temperature(logits, np.ones(5, np.int64)) == pytest.approx(HOTTEST)
+    assert temperature(logits, np.zeros(5, np.int64)) == pytest.approx(MIN_TEMPERATURE)
+    assert temperature(logits, np.ones(5, np.int64)) == pytest.approx(MAX_TEMPERATURE)
 
 
 @pytest.mark.parametrize("seed", range(3))

@@ -420,7 +420,7 @@ def test_the_simulator_holds_the_same_rows(tmp_path: Path, case: str) -> None:
     assert sorted(path.name for path in (tmp_path / "f").iterdir() if path.is_dir()) == sorted([*held, "test"])
     for name, k in held.items():
         got = prepare_site(tmp_path / "f" / name).site
-        local, _ = dataset.local(k)
+        local, _ = dataset.client_data(k)
         pixels, labeled = got.images.transpose(0, 3, 1, 2), got.labels >= 0
         assert np.array_equal(pixels[labeled], local.x.numpy())
         assert np.array_equal(got.labels[labeled], local.y.numpy())

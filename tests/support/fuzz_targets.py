@@ -785,7 +785,7 @@ def play_round(wire: Wire) -> Tree:
     server = method.start(shared, shared.network.init(rng.generator(config.seed, "model")))
     remote.open(0)
     server = method.round(remote.task, server, remote)
-    remote.stored(0)
+    remote.record_server_bytes(0)
     remote.close()
     return server
 

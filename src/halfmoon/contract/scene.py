@@ -17,7 +17,7 @@ from halfmoon.data.partition.split import SERVER, Split
 from halfmoon.engine.budget import Budget
 from halfmoon.engine.evaluation import Examples
 from halfmoon.engine.local_clients import Executor, FederatedDataset, Training
-from halfmoon.engine.loop import Report
+from halfmoon.engine.loop import RoundReport
 from halfmoon.engine.runtime import RuntimeSettings
 from halfmoon.engine.sampling import Batching, Views
 from halfmoon.engine.simulation import Simulation
@@ -85,14 +85,14 @@ def simulate(
     views: Views | None = None,
     batching: Batching | None = None,
     budget: Budget | None = None,
-    serving: Batching | None = None,
+    server_batching: Batching | None = None,
     executor: Executor = "loop",
     store: TreeStore | None = None,
     aggregators: Sequence[Aggregator] = (),
     **settings: Any,
 ) -> Simulation:
     """Return a federation of the four clients, three a round, in batches of 4 + 4; lifted, all are one program."""
-    training = Training(batching or Batching(4, 4), budget or Budget(), serving, executor, padded=Fraction(1))
+    training = Training(batching or Batching(4, 4), budget or Budget(), server_batching, executor, max_padding=Fraction(1))
     setup = RuntimeSettings(**{"cohort": 3, "seed": 3, **settings})
     return Simulation(method, shared, federation or dataset(), views or Views(), training, setup, store, aggregators)
 
@@ -102,7 +102,7 @@ class Snapshot(NamedTuple):
 
     server: Tree
     state: Tree
-    report: Report
+    report: RoundReport
 
 
 def begin(method: Method, shared: Task, seed: int = 0) -> Tree:

@@ -36,21 +36,23 @@ class Budget:
 
         `size` are its rows in the split.
         """
-        amount = natural(batching, client_update, own)
+        amount = batch_rule_amount(batching, client_update, own)
         if self.rule == "none" or self.reference is None or not client_update.requirements.trains or not amount.steps:
             return amount
         holding = ClientSize(size.labeled + size.unlabeled, 0) if self.all_labels else size
         if client_update == self.reference and own == holding:
             return amount
-        target = natural(batching, self.reference, holding)
+        target = batch_rule_amount(batching, self.reference, holding)
         if self.rule == "labeled-steps":
             return amount._replace(steps=target.steps, epochs=0)
-        images = target.steps * cost(self.reference, target) + self.reference.images_outside_steps(*astuple(holding))
-        steps = (images - client_update.images_outside_steps(*astuple(own))) / cost(client_update, amount)
+        images = target.steps * images_per_step(self.reference, target) + self.reference.images_outside_steps(
+            *astuple(holding)
+        )
+        steps = (images - client_update.images_outside_steps(*astuple(own))) / images_per_step(client_update, amount)
         return amount._replace(steps=max(1, round(steps)), epochs=0)
 
 
-def natural(batching: Batching, client_update: ClientUpdate, own: ClientSize) -> Amount:
+def batch_rule_amount(batching: Batching, client_update: ClientUpdate, own: ClientSize) -> Amount:
     """Return what the batch rule alone says."""
     if not client_update.requirements.trains:
         return Amount(0, 0, 0)
@@ -63,7 +65,7 @@ def natural(batching: Batching, client_update: ClientUpdate, own: ClientSize) ->
     return Amount(batching.steps_both(own.labeled, own.unlabeled) * more, labeled, size, epochs)
 
 
-def largest(
+def find_largest_update(
     rule: Rule, batching: Batching, client_updates: Mapping[str, tuple[ClientUpdate, bool]], sizes: Sequence[ClientSize]
 ) -> str:
     """Return the name of the client update that takes most by the batch rule alone, the first of equal ones.
@@ -76,15 +78,17 @@ def largest(
         total = 0
         for size in sizes:
             own = ClientSize(size.labeled + size.unlabeled, 0) if all_labels else size
-            amount = natural(batching, client_update, own)
-            images = amount.steps * cost(client_update, amount) + client_update.images_outside_steps(*astuple(own))
+            amount = batch_rule_amount(batching, client_update, own)
+            images = amount.steps * images_per_step(client_update, amount) + client_update.images_outside_steps(
+                *astuple(own)
+            )
             total += images if rule == "forwards" else amount.steps
         return total
 
     return max(client_updates, key=lambda name: usage(*client_updates[name]))
 
 
-def cost(client_update: ClientUpdate, amount: Amount) -> int:
+def images_per_step(client_update: ClientUpdate, amount: Amount) -> int:
     """Return the images of one step in forward passes, a backward pass counted as two; at least 1."""
     passes = client_update.passes(amount.labeled, amount.unlabeled)
     return max(1, passes.forward + 2 * passes.backward)

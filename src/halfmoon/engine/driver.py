@@ -53,7 +53,7 @@ def diverged(losses: Tensor) -> Tensor:
     return ~(losses.abs() <= ABSURD)
 
 
-def images_a_call(device: torch.device) -> int:
+def images_per_call(device: torch.device) -> int:
     """Return of how many images views are made in one call: what fits a CPU's cache, or fills a GPU."""
     return 512 if device.type == "cpu" else 8192
 
@@ -86,7 +86,7 @@ class ClientResult(NamedTuple):
     samples: dict[str, WeightedMetric]
     amount: Amount
     traffic: tuple[int, int]  # bytes down and up
-    swept: int = 0
+    images_outside_steps: int = 0
     memory_bytes: int = 0
     observations: tuple[Observed, ...] = ()
 
@@ -120,7 +120,7 @@ class Query:
 def update_together(context: ClientContext, broadcast: Tree, tasks: Sequence[ClientTask]) -> dict[int, ClientResult]:
     """Return what comes of the clients that train as one program, by client; of one alone, in a plain loop.
 
-    Lifting one client only costs. It is what a `halfmoon.engine.evaluation.Spread` applies, in whichever process.
+    Lifting one client only costs. It is what a `halfmoon.engine.evaluation.ParallelMap` applies, in whichever process.
     """
     with torch.no_grad():
         if len(tasks) == 1:

@@ -22,7 +22,7 @@ Item = TypeVar("Item")
 Result = TypeVar("Result")
 
 
-class Spread(Protocol):
+class ParallelMap(Protocol):
     """What applies a function to items, as the built-in `map` does, which is the one that spreads nothing.
 
     Results come in the order of the items, and do not depend on where they were computed.
@@ -40,7 +40,7 @@ TOGETHER = 250
 """Test images that share batch statistics where these are what normalizes them, in their order."""
 
 
-COLDEST, HOTTEST = 0.05, 20.0
+MIN_TEMPERATURE, MAX_TEMPERATURE = 0.05, 20.0
 """The range of temperatures: without a wrong answer among the images, the best one would be 0."""
 
 
@@ -51,7 +51,7 @@ class Examples(NamedTuple):
     labels: Tensor  # (N,) int64
 
 
-class Tally(NamedTuple):
+class ModelEvaluation(NamedTuple):
     """What a model said of a test set, counted in one pass."""
 
     confusion: Tensor  # (classes, classes) int64; rows: true class, columns: predicted class
@@ -83,15 +83,15 @@ def at_once(images: Tensor, most: int, pixels: int = PIXELS) -> int:
 
 
 @torch.no_grad()
-def tally(
+def evaluate_model(
     network: Network,
     model: Tree,
     normalize: Normalize,
     test: Examples,
     batch: int = 1000,
     statistics: Labeling = "running",
-    spread: Spread = map,
-) -> Tally:
+    parallel_map: ParallelMap = map,
+) -> ModelEvaluation:
     """Count what `model` says of the test set under its tracked statistics, or under those of every `TOGETHER`.
 
     `batch` images at a time, which `spread` may count side by side.
@@ -102,11 +102,11 @@ def tally(
     batch = at_once(test.images, batch) if statistics == "running" else TOGETHER
     parts = map(Examples, torch.split(test.images, batch), torch.split(test.labels, batch))
     correct: list[np.ndarray] = []
-    for count, total, right in spread(partial(_counts, network, model, normalize, statistics), parts):
+    for count, total, right in parallel_map(partial(_counts, network, model, normalize, statistics), parts):
         cells += count
         loss += total
         correct.append(right.cpu().numpy())
-    return Tally(cells.reshape(classes, classes), float(loss) / len(test.labels), np.concatenate(correct))
+    return ModelEvaluation(cells.reshape(classes, classes), float(loss) / len(test.labels), np.concatenate(correct))
 
 
 @torch.no_grad()
@@ -126,14 +126,21 @@ def _counts(
 
 @torch.no_grad()
 def mean_prediction(
-    network: Network, model: Tree, normalize: Normalize, images: Tensor, batch: int = 1000, spread: Spread = map
+    network: Network,
+    model: Tree,
+    normalize: Normalize,
+    images: Tensor,
+    batch: int = 1000,
+    parallel_map: ParallelMap = map,
 ) -> np.ndarray:
     """Return the mean class probabilities, float64 (classes,), of one or more images, uint8 (N, C, H, W).
 
     Over unlabeled images it is FedDB's APP-U (IJCAI 2024, Equation 8), here under the model's tracked statistics.
     """
     total = torch.zeros(network.classes, dtype=torch.float64, device=images.device)
-    for part in spread(partial(_predicted, network, model, normalize), torch.split(images, at_once(images, batch))):
+    for part in parallel_map(
+        partial(_predicted, network, model, normalize), torch.split(images, at_once(images, batch))
+    ):
         total += part
     return (total / len(images)).cpu().numpy()
 
@@ -221,14 +228,14 @@ def temperature(logits: Tensor, labels: Tensor) -> float:
 
     Guo et al., On Calibration of Modern Neural Networks, ICML 2017, Section 4.2: one number for all classes. In
     1 / temperature = b the cross-entropy is convex: the sign of its derivative, mean of E_p[z] - z_y with p the
-    softmax of b z, is followed by bisection in log b, between `COLDEST` and `HOTTEST`.
+    softmax of b z, is followed by bisection in log b, between `MIN_TEMPERATURE` and `MAX_TEMPERATURE`.
     """
     z, right = logits, logits.gather(1, labels[:, None])[:, 0]
 
     def slope(b: float) -> float:
         return float((((b * z).softmax(1) * z).sum(1) - right).mean())
 
-    low, high = math.log(1 / HOTTEST), math.log(1 / COLDEST)
+    low, high = math.log(1 / MAX_TEMPERATURE), math.log(1 / MIN_TEMPERATURE)
     for _ in range(60):
         middle = (low + high) / 2
         low, high = (middle, high) if slope(math.exp(middle)) < 0 else (low, middle)

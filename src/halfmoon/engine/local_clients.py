@@ -21,10 +21,10 @@ from halfmoon.core import rng, tree
 from halfmoon.core.tensors import tensor_from_numpy
 from halfmoon.core.tree import Tree
 from halfmoon.data.partition.split import SERVER, Split
-from halfmoon.engine.budget import Budget, ClientSize, natural
+from halfmoon.engine.budget import Budget, ClientSize, batch_rule_amount
 from halfmoon.engine.driver import ClientContext, ClientResult, ClientTask, Query, first_memory
-from halfmoon.engine.evaluation import Examples, Quality, Spread
-from halfmoon.engine.programs import PADDED, grouped
+from halfmoon.engine.evaluation import Examples, ParallelMap, Quality
+from halfmoon.engine.programs import MAX_PADDING, grouped
 from halfmoon.engine.sampling import Amount, Batching, Views
 
 Executor = Literal["loop", "vmap"]
@@ -36,7 +36,7 @@ class FederatedDataset:
 
     With `all_labels` every client trains on all its rows as labeled ones: the supervised rows of the papers. `pooled`
     puts all rows, the server's too, into the hands of one client: a centralized run is a federation of one. With
-    `reuse_labeled` a client's labeled rows are among its unlabeled ones as well (FedDB, Section 3.1). `liars` label
+    `reuse_labeled` a client's labeled rows are among its unlabeled ones as well (FedDB, Section 3.1). `label_flippers` label
     their rows wrongly, class c as `classes` - 1 - c; guesses are still compared with what is true.
     """
 
@@ -45,8 +45,8 @@ class FederatedDataset:
     all_labels: bool = False
     pooled: bool = False
     reuse_labeled: bool = False
-    liars: frozenset[int] = frozenset()
-    classes: int = 0  # needed where there are liars
+    label_flippers: frozenset[int] = frozenset()
+    classes: int = 0  # needed where there are label_flippers
 
     @property
     def clients(self) -> int:
@@ -56,13 +56,13 @@ class FederatedDataset:
         """Return which part of a stream has come by `round`; None where nothing streams."""
         return None if self.split.stage is None else round * self.split.stages // rounds
 
-    def own(self, client: int, stage: int | None = None) -> ClientSize:
+    def training_size(self, client: int, stage: int | None = None) -> ClientSize:
         return ClientSize(len(self._union(client, stage)), 0) if self.all_labels else self.split_size(client, stage)
 
     def split_size(self, client: int, stage: int | None = None) -> ClientSize:
         return ClientSize(*(len(self._rows(client, labeled, stage)) for labeled in (True, False)))
 
-    def local(self, client: int, stage: int | None = None) -> tuple[ClientData, Tensor]:
+    def client_data(self, client: int, stage: int | None = None) -> tuple[ClientData, Tensor]:
         """Return what the client (or the `SERVER`) sees, and the labels of its unlabeled rows, which no method may see.
 
         In a stream, `stage` says which unlabeled rows are there by now.
@@ -70,7 +70,7 @@ class FederatedDataset:
         images, labels = self.train
         x, u = (tensor_from_numpy(self.rows(client, kind, stage)).to(labels.device) for kind in (True, False))
         counts = torch.tensor([len(x), len(u)], device=labels.device)
-        y = self.classes - 1 - labels[x] if client in self.liars else labels[x]
+        y = self.classes - 1 - labels[x] if client in self.label_flippers else labels[x]
         # Of images that are mapped into memory, channels lie last.
         return ClientData(images[x].contiguous(), y, images[u].contiguous(), counts[0], counts[1]), labels[u]
 
@@ -108,11 +108,11 @@ class Training:
 
     batching: Batching
     budget: Budget
-    serving: Batching | None = None
+    server_batching: Batching | None = None
     executor: Executor = "loop"
-    spread: Spread = map
-    together: int | None = None
-    padded: Fraction = PADDED
+    parallel_map: ParallelMap = map
+    max_group_size: int | None = None
+    max_padding: Fraction = MAX_PADDING
 
 
 @dataclass
@@ -179,7 +179,7 @@ class LocalClients:
             if remembers:
                 start = {**broadcast, **private}
                 memory = self.memories.get(str(client)) or first_memory(context.client_update, start, self.seed, client)
-            data, hidden[client] = self.dataset.local(client, stage)
+            data, hidden[client] = self.dataset.client_data(client, stage)
             kind = self._kind(context.client_update, client, stage, amounts[k], memory)
             return ClientTask(client, private, memory, data, amounts[k], kind)
 
@@ -187,7 +187,7 @@ class LocalClients:
         results: dict[int, ClientResult] = {}
         turns = iter(clients)
         turn = next(turns, None)
-        for part in self.training.spread(Query(context, broadcast), self._programs(context.client_update, tasks)):
+        for part in self.training.parallel_map(Query(context, broadcast), self._programs(context.client_update, tasks)):
             results |= part
             part.clear()  # or what is yielded would be held while the next clients train
             while turn in results:
@@ -199,16 +199,16 @@ class LocalClients:
 
         They are several programs where they are too unlike in size (`grouped`).
         """
-        most = 1 if self.training.executor == "loop" else self.training.together
+        most = 1 if self.training.executor == "loop" else self.training.max_group_size
         waiting: dict[tuple[object, ...], list[ClientTask]] = {}
         for each in tasks:
             kind = each.kind
             waiting.setdefault(kind, []).append(each)
             del each  # or it would be held while the next clients train
             if len(waiting[kind]) == most:
-                yield from _alike(client_update, waiting.pop(kind), self.training.padded)
+                yield from _alike(client_update, waiting.pop(kind), self.training.max_padding)
         while waiting:
-            yield from _alike(client_update, waiting.pop(next(iter(waiting))), self.training.padded)
+            yield from _alike(client_update, waiting.pop(next(iter(waiting))), self.training.max_padding)
 
     def _kind(
         self, client_update: ClientUpdate, client: int, stage: int | None, amount: Amount, memory: Tree
@@ -222,13 +222,17 @@ class LocalClients:
         shapes = tuple(leaf.shape for path, leaf in flat if path not in client_update.requirements.row_memory)
         if client_update.requirements.masks_padding:
             return (min(amount.steps, 1),), shapes
-        size = astuple(self.dataset.own(client, stage)) if client_update.requirements.needs_full_batch else ()
+        size = astuple(self.dataset.training_size(client, stage)) if client_update.requirements.needs_full_batch else ()
         return (amount.labeled, amount.unlabeled, *size), shapes
 
     def _amount(self, client_update: ClientUpdate, client: int, stage: int | None) -> Amount:
         if client == SERVER:
-            return natural(self.training.serving or self.training.batching, client_update, self.dataset.own(client))
-        own, size = self.dataset.own(client, stage), self.dataset.split_size(client, stage)
+            return batch_rule_amount(
+                self.training.server_batching or self.training.batching,
+                client_update,
+                self.dataset.training_size(client),
+            )
+        own, size = self.dataset.training_size(client, stage), self.dataset.split_size(client, stage)
         return self.training.budget.amount(self.training.batching, client_update, own, size)
 
 

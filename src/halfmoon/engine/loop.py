@@ -16,8 +16,8 @@ from halfmoon.core.tensors import to_ints
 from halfmoon.core.tree import Tree
 from halfmoon.engine.budget import Cost
 from halfmoon.engine.driver import Diverged
-from halfmoon.engine.evaluation import Examples, Spread, Tally, tally
-from halfmoon.engine.runtime import Report, Row, ServerRuntime, TooFew
+from halfmoon.engine.evaluation import Examples, ModelEvaluation, ParallelMap, evaluate_model
+from halfmoon.engine.runtime import RoundReport, Row, ServerRuntime, TooFewReplies
 from halfmoon.storage.checkpoints import METRICS, LoadedCheckpoint
 from halfmoon.storage.run_folder import RunFolder
 
@@ -44,7 +44,7 @@ class Experiment:
     checkpoint_every: int = 1
     validation: Examples | None = None
     ema: float = 0.0
-    spread: Spread = map  # where test images are counted
+    parallel_map: ParallelMap = map  # where test images are counted
 
 
 class _State(NamedTuple):
@@ -63,7 +63,7 @@ def initial_model(task: Task, seed: int, device: torch.device) -> Tree:
     return tree.to(task.network.init(rng.generator(seed, "model")), device)
 
 
-def play(
+def run_rounds(
     experiment: Experiment, folder: RunFolder, loaded: LoadedCheckpoint | None, watch: Callable[[Row], None]
 ) -> Row:
     """Play the rounds that are left; return {"model", "confusion", "accuracy", "cost", "aggregation", "ended", ...}.
@@ -80,18 +80,18 @@ def play(
     task, runtime = experiment.task, experiment.runtime
     state, first = _start(experiment, folder, loaded, runtime.device)
     scores, test = _validated(experiment, folder.rows()), None
-    number, ended = first, runtime.ended(first) if first < task.rounds else None
+    number, ended = first, runtime.stop_reason(first) if first < task.rounds else None
     if ended is not None and not first:
         raise UserError(ended)
     while number < task.rounds and ended is None:
         began, before = time.perf_counter(), state.solution(experiment)
         server = _round(experiment, number, state)
-        runtime.stored(tree.nbytes(server))
+        runtime.record_server_bytes(tree.nbytes(server))
         state = state._replace(server=server, average=_follow(experiment, number, server, state.average))
         row = _row(number, runtime.close())
         state, scores = _best(state, scores, before, _validated(experiment, [row]))
         number += 1
-        ended = runtime.ended(number) if number < task.rounds else None
+        ended = runtime.stop_reason(number) if number < task.rounds else None
         last = number == task.rounds or ended is not None
         if number % experiment.evaluate_every == 0 or last:
             state, scores, test = _evaluate(experiment, state, scores, test, row)
@@ -102,7 +102,7 @@ def play(
             release_memory(tree.nbytes(server))
         folder.time({"round": number, "seconds": round(time.perf_counter() - began, 4)})
         watch(row)
-    tested, validated = runtime.conclude(state.solution(experiment))
+    tested, validated = runtime.final_evaluation(state.solution(experiment))
     if validated is not None:
         latest = _validated(experiment, [{"validation": {**validated, "round": number}, "round": number}])
         state, scores = _best(state, scores, state.solution(experiment), latest)
@@ -122,11 +122,11 @@ def _round(experiment: Experiment, number: int, state: _State) -> Tree:
         experiment.runtime.open(number)
         remote = experiment.test is None or experiment.validation is None
         if remote and number and number % experiment.evaluate_every == 0:
-            experiment.runtime.bring(state.solution(experiment))
+            experiment.runtime.evaluate_next_round(state.solution(experiment))
         try:
             return experiment.method.round(experiment.task.at(number), state.server, experiment.runtime)
-        except TooFew as few:
-            experiment.runtime.again(few)
+        except TooFewReplies as few:
+            experiment.runtime.retry_round(few)
 
 
 def _follow(experiment: Experiment, number: int, server: Tree, average: Tree) -> Tree:
@@ -136,14 +136,16 @@ def _follow(experiment: Experiment, number: int, server: Tree, average: Tree) ->
     return tree.moving_average(average, model, number, experiment.ema) if average else model
 
 
-def _tally(experiment: Experiment, model: Tree, images: Examples) -> Tally:
+def _tally(experiment: Experiment, model: Tree, images: Examples) -> ModelEvaluation:
     task = experiment.task
-    return tally(task.network, model, task.normalize, images, statistics=task.testing, spread=experiment.spread)
+    return evaluate_model(
+        task.network, model, task.normalize, images, statistics=task.testing, parallel_map=experiment.parallel_map
+    )
 
 
 def _evaluate(
-    experiment: Experiment, state: _State, scores: "list[_Validated]", previous: Tally | None, row: Row
-) -> "tuple[_State, list[_Validated], Tally | None]":
+    experiment: Experiment, state: _State, scores: "list[_Validated]", previous: ModelEvaluation | None, row: Row
+) -> "tuple[_State, list[_Validated], ModelEvaluation | None]":
     """Put into the row what the round's model is worth; keep it if the validation images say that it is the best.
 
     `scores` is what they have said so far; `previous`, and the one returned, is the test set's of the run's model.
@@ -155,8 +157,8 @@ def _evaluate(
         if not math.isfinite(test.loss):
             raise Diverged(row["round"] - 1, None, None, test.loss, "test loss")
         row["test"] = test.row()
-        row["prior"] = experiment.runtime.prior(model, test.per_class)
-        at_clients = experiment.runtime.client_priors(
+        row["prior"] = experiment.runtime.prediction_bias(model, test.per_class)
+        at_clients = experiment.runtime.client_prediction_bias(
             model, test.per_class, lambda local: _tally(experiment, local, images).per_class
         )
         row |= {} if at_clients is None else {"clients": at_clients}
@@ -238,10 +240,10 @@ def _is_round(row: Row, number: int) -> bool:
 def _save(folder: RunFolder, number: int, state: _State, runtime: ServerRuntime, cost: dict[str, int]) -> None:
     parts = {name: part for name, part in state._asdict().items() if part or name == "server"}
     folder.save(number, parts, {"cost": cost}, runtime.store)
-    runtime.saved(number)
+    runtime.on_checkpoint(number)
 
 
-def _row(number: int, report: Report) -> Row:
+def _row(number: int, report: RoundReport) -> Row:
     train: Row = {}
     for name, each in report.samples.items():
         total, squares, count = (float(value) for value in each)

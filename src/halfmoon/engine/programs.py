@@ -9,10 +9,10 @@ from fractions import Fraction
 from typing import NamedTuple
 
 from halfmoon.api.types import ClientUpdate
-from halfmoon.engine.budget import ClientSize, cost
+from halfmoon.engine.budget import ClientSize, images_per_step
 from halfmoon.engine.sampling import Amount
 
-PADDED = Fraction(1, 3)
+MAX_PADDING = Fraction(1, 3)
 """The share of a program's images that may be padding, or come after a client's last step.
 
 Measured in `results/unequal_clients.md`.
@@ -27,7 +27,7 @@ class Extent(NamedTuple):
 
     def images(self, client_update: ClientUpdate) -> int:
         """Return the images that go through the classifier; one that comes back counts two more."""
-        steps = self.amount.steps * cost(client_update, self.amount) if self.amount.steps else 0
+        steps = self.amount.steps * images_per_step(client_update, self.amount) if self.amount.steps else 0
         return client_update.images_outside_steps(*astuple(self.rows)) + steps
 
     def maximum(self, other: "Extent") -> "Extent":
@@ -35,7 +35,7 @@ class Extent(NamedTuple):
         return Extent(Amount(*map(max, self.amount, other.amount)), ClientSize(*rows))
 
 
-def grouped(client_update: ClientUpdate, extents: Sequence[Extent], padded: Fraction = PADDED) -> list[list[int]]:
+def grouped(client_update: ClientUpdate, extents: Sequence[Extent], padded: Fraction = MAX_PADDING) -> list[list[int]]:
     """Return the places of the clients of each program, of which a share `padded` is padding at most.
 
     From the largest client on, the next one joins while that holds. Within a program they stand in order.

@@ -20,7 +20,7 @@ from halfmoon.core.tensors import to_ints
 from halfmoon.core.tree import Tree
 from halfmoon.data.partition.split import SERVER
 from halfmoon.engine.budget import Cost
-from halfmoon.engine.driver import ClientContext, ClientResult, add, images_a_call
+from halfmoon.engine.driver import ClientContext, ClientResult, add, images_per_call
 from halfmoon.engine.evaluation import Quality
 from halfmoon.engine.sampling import Views
 from halfmoon.storage.manifest import StoreContents
@@ -31,15 +31,15 @@ WORD = 2**32
 Row = dict[str, Any]
 """One round's line of metrics.jsonl."""
 
-Visited = Iterator[tuple[int, ClientResult]]
+ClientResults = Iterator[tuple[int, ClientResult]]
 """Clients, and what came of their updates, one after the other."""
 
 
-class TooFew(UserError):
+class TooFewReplies(UserError):
     """A round that too few clients have answered: nothing of it counts, and it is played again."""
 
 
-class Report(NamedTuple):
+class RoundReport(NamedTuple):
     """What a runtime measured in one round."""
 
     cohort: list[int]
@@ -112,14 +112,14 @@ class ServerRuntime(ABC):
         """Return how many labeled images the server itself has."""
 
     @abstractmethod
-    def prior(self, model: Tree, per_class: Sequence[float]) -> Row | None:
+    def prediction_bias(self, model: Tree, per_class: Sequence[float]) -> Row | None:
         """Return what the model leans to (`halfmoon.engine.evaluation.leaning`), None where that cannot be known.
 
         It is measured on the unlabeled rows of this round's cohort and adds nothing to the cost. `per_class` (classes,)
         is the model's test accuracy by class.
         """
 
-    def client_priors(
+    def client_prediction_bias(
         self, model: Tree, per_class: Sequence[float], test: Callable[[Tree], Sequence[float]]
     ) -> Row | None:
         """Return what the models that single clients have sent lean to, and what `model` does on their images.
@@ -131,24 +131,24 @@ class ServerRuntime(ABC):
     @abstractmethod
     def _client_rounds(
         self, context: ClientContext, clients: Sequence[int], broadcast: Tree, per_client: Tree
-    ) -> Visited:
+    ) -> ClientResults:
         """Visit clients (or the `SERVER`); `per_client` (leaves (K, ...)) is merged into `broadcast`, a slice for each.
 
         Yield what came of it by client, in their order, of those who answered: of one at least, if it is the cohort.
         """
 
-    def again(self, few: TooFew) -> None:
+    def retry_round(self, few: TooFewReplies) -> None:
         """Make ready to play the round again that too few have answered, or raise `few`."""
         raise few  # who does not answer on one machine will not answer the second time either
 
-    def bring(self, model: Tree) -> None:
+    def evaluate_next_round(self, model: Tree) -> None:
         """Have the model tested with the next query, where clients have test or validation images of their own."""
         return  # on one machine there is a test set or none
 
-    def conclude(self, model: Tree) -> tuple[Row | None, Row | None]:
+    def final_evaluation(self, model: Tree) -> tuple[Row | None, Row | None]:
         return None, None
 
-    def saved(self, round: int) -> None:
+    def on_checkpoint(self, round: int) -> None:
         """Take note that the first `round` rounds are on the disk."""
         return  # what clients on one machine remember is a part of what was saved
 
@@ -231,12 +231,12 @@ class ServerRuntime(ABC):
             places, upload = aggregator.uploads(context, upload)
             if not places:
                 what = f"round {context.round + 1}, query {context.query + 1} ({context.client_update})"
-                raise TooFew(f"{what} has no usable upload of {context.cohort}.")
+                raise TooFewReplies(f"{what} has no usable upload of {context.cohort}.")
             context = context if len(places) == len(context.clients) else context.only(places)
         self.responders = torch.tensor(context.clients, dtype=torch.int64)
         return upload
 
-    def ended(self, round: int) -> str | None:
+    def stop_reason(self, round: int) -> str | None:
         """Return in a sentence why `round` (from 0) may not be played, None where it may."""
         return next((why for aggregator in self.aggregators if (why := aggregator.ended(round)) is not None), None)
 
@@ -247,15 +247,15 @@ class ServerRuntime(ABC):
         self.cost.bytes_down, self.cost.bytes_up = traffic
         return outcome.upload
 
-    def stored(self, server: int) -> None:
+    def record_server_bytes(self, server: int) -> None:
         """Take note of the bytes of the server's tree; what lies on its state store counts too."""
         beside = self.store.total_bytes("state/") + self.store.size(f"client/{SERVER}")
         self.cost.stored_server = max(self.cost.stored_server, server + beside)
 
-    def close(self) -> Report:
+    def close(self) -> RoundReport:
         row = {name: value for aggregator in self.aggregators for name, value in aggregator.row().items()}
         cohort, quality = to_ints(self.cohort), self._quality.row()
-        return Report(cohort, self._samples, quality, self.cost.row(), aggregator=row or None)
+        return RoundReport(cohort, self._samples, quality, self.cost.row(), aggregator=row or None)
 
     def state(self) -> Tree:
         return {"state": contents(self.state_store)}
@@ -264,8 +264,10 @@ class ServerRuntime(ABC):
         self.store.restore(clients)
         self.cost = Cost(**cost)
 
-    def _ask(self, client_update: ClientUpdate, clients: Sequence[int], broadcast: Tree, per_client: Tree) -> Visited:
-        rows = images_a_call(self.device)
+    def _ask(
+        self, client_update: ClientUpdate, clients: Sequence[int], broadcast: Tree, per_client: Tree
+    ) -> ClientResults:
+        rows = images_per_call(self.device)
         context = ClientContext(client_update, self.views, self.seed, self._round, self._query, rows)
         self._query += 1
         precision = client_update.task.upload_precision
@@ -275,7 +277,7 @@ class ServerRuntime(ABC):
             for name, new in outcome.samples.items():
                 self._samples[name] = add(self._samples.get(name), new)
             passes = client_update.passes(outcome.amount.labeled, outcome.amount.unlabeled)
-            self.cost.add(outcome.amount, passes, outcome.swept)
+            self.cost.add(outcome.amount, passes, outcome.images_outside_steps)
             self.cost.bytes_down += outcome.traffic[0]
             self.cost.bytes_up += outcome.traffic[1]
             if precision != "float32" and client != SERVER:

@@ -15,7 +15,7 @@ from halfmoon.data.partition.split import SERVER
 from halfmoon.engine.driver import ClientContext
 from halfmoon.engine.evaluation import leaning, mean_prediction
 from halfmoon.engine.local_clients import FederatedDataset, LocalClients, Training
-from halfmoon.engine.runtime import Row, RuntimeSettings, ServerRuntime, Visited, contents
+from halfmoon.engine.runtime import ClientResults, Row, RuntimeSettings, ServerRuntime, contents
 from halfmoon.engine.sampling import Views
 from halfmoon.storage.state_store import StateView, TreeStore
 
@@ -46,20 +46,20 @@ class Simulation(ServerRuntime):
         self.dataset = dataset
         self.memories: StateStore = StateView(self.store, "client/", device)
         self.local_clients = LocalClients(dataset, views, training, self.seed, self.memories)
-        self._spread = training.spread
+        self._spread = training.parallel_map
         self._stage: int | None = None
         self._uploads: dict[int, Tree] = {}  # what clients of this round have sent last
 
     @property
     def labeled(self) -> int:
-        return 0 if self.dataset.pooled else self.dataset.own(SERVER).labeled
+        return 0 if self.dataset.pooled else self.dataset.training_size(SERVER).labeled
 
     def open(self, round: int) -> None:
         super().open(round)
         self._stage = self.dataset.stage(round, self.base.rounds)
         self._uploads = {}
 
-    def prior(self, model: Tree, per_class: Sequence[float]) -> Row | None:
+    def prediction_bias(self, model: Tree, per_class: Sequence[float]) -> Row | None:
         """Return what the model leans to, None where the cohort has no unlabeled row.
 
         APP-U is the mean prediction of the plain unlabeled images that this round's cohort has (in a stream: by now);
@@ -69,7 +69,7 @@ class Simulation(ServerRuntime):
         """
         return self._leaning(model, per_class, self._cohorts(False), self._cohorts(True))
 
-    def client_priors(
+    def client_prediction_bias(
         self, model: Tree, per_class: Sequence[float], test: Callable[[Tree], Sequence[float]]
     ) -> Row | None:
         """Return what the models of single clients lean to ("local"), and the server's on their images ("global").
@@ -94,7 +94,7 @@ class Simulation(ServerRuntime):
         order = torch.randperm(len(u), generator=rng.generator(self.seed, "prior", self._round))
         images = self.dataset.train.images
         some = tensor_from_numpy(u)[order[:LOOKED_AT].sort().values].to(images.device)
-        app_u = mean_prediction(self.task.network, model, self.task.normalize, images[some], spread=self._spread)
+        app_u = mean_prediction(self.task.network, model, self.task.normalize, images[some], parallel_map=self._spread)
         return leaning(app_u, self._counts(x), self._counts(u), per_class)
 
     def _cohorts(self, labeled: bool) -> np.ndarray:
@@ -110,13 +110,15 @@ class Simulation(ServerRuntime):
 
     def _client_rounds(
         self, context: ClientContext, clients: Sequence[int], broadcast: Tree, per_client: Tree
-    ) -> Visited:
+    ) -> ClientResults:
         remaining = iter(clients)
         for outcome in self.local_clients.update(context, clients, self._stage, broadcast, per_client, self._quality):
             yield next(remaining), outcome
             del outcome
 
-    def _ask(self, client_update: ClientUpdate, clients: Sequence[int], broadcast: Tree, per_client: Tree) -> Visited:
+    def _ask(
+        self, client_update: ClientUpdate, clients: Sequence[int], broadcast: Tree, per_client: Tree
+    ) -> ClientResults:
         first = to_ints(self.cohort)[: self.settings.client_models]
         for client, outcome in super()._ask(client_update, clients, broadcast, per_client):
             if client in first and "params" in outcome.upload.update:

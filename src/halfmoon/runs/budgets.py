@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 from halfmoon.api.types import ClientUpdate, Method, Task
 from halfmoon.config.schema import Config
-from halfmoon.engine.budget import Budget, cost, largest, natural
+from halfmoon.engine.budget import Budget, batch_rule_amount, find_largest_update, images_per_step
 from halfmoon.engine.local_clients import FederatedDataset
 from halfmoon.methods import registry
 from halfmoon.runs.factory import Problem, method
@@ -37,7 +37,11 @@ def largest_of(configs: Sequence[Config], shared: Problem) -> str:
             client_updates[config.method] = (_training(method(config), shared.task), entry.all_labels)
     dataset = FederatedDataset(shared.train, shared.split, reuse_labeled=configs[0].reuse_labeled)
     sizes = [dataset.split_size(client) for client in range(dataset.clients)]
-    return largest(configs[0].budget, shared.batching, client_updates, sizes) if client_updates else configs[0].method
+    return (
+        find_largest_update(configs[0].budget, shared.batching, client_updates, sizes)
+        if client_updates
+        else configs[0].method
+    )
 
 
 def evaluation_interval(config: Config, shared: Problem) -> int:
@@ -52,8 +56,8 @@ def evaluation_interval(config: Config, shared: Problem) -> int:
     entry = registry.entry(config.reference or config.method)
     rule = _training(registry.make(entry.name), shared.task)
     dataset = FederatedDataset(shared.train, shared.split, entry.all_labels, entry.pooled, config.reuse_labeled)
-    sizes = [dataset.own(client) for client in range(dataset.clients)]
-    amounts = [natural(shared.batching, rule, size) for size in sizes]
-    all_clients = sum(amount.steps * cost(rule, amount) for amount in amounts)
+    sizes = [dataset.training_size(client) for client in range(dataset.clients)]
+    amounts = [batch_rule_amount(shared.batching, rule, size) for size in sizes]
+    all_clients = sum(amount.steps * images_per_step(rule, amount) for amount in amounts)
     round_cost = all_clients * min(config.cohort, len(sizes)) / len(sizes)
     return min(config.rounds, math.ceil(images / (EVALUATION * max(round_cost, 1))))

@@ -114,7 +114,7 @@ def terminate(pool: ProcessPoolExecutor) -> None:
 
 
 class Pool(ABC):
-    """A `halfmoon.engine.evaluation.Spread` of at most `number` processes, which are started with the first items."""
+    """A `halfmoon.engine.evaluation.ParallelMap` of at most `number` processes, which are started with the first items."""
 
     broken: type[BaseException] = BrokenProcessPool
     """Raised by a future whose process has ended."""

@@ -23,9 +23,9 @@ from halfmoon.core.plugins import folder_name
 from halfmoon.core.tree import Tree
 from halfmoon.data import Split
 from halfmoon.engine import evaluation
-from halfmoon.engine.evaluation import Spread
+from halfmoon.engine.evaluation import ParallelMap
 from halfmoon.engine.local_clients import FederatedDataset, Training
-from halfmoon.engine.loop import Experiment, Row, play
+from halfmoon.engine.loop import Experiment, Row, run_rounds
 from halfmoon.engine.runtime import RuntimeSettings
 from halfmoon.engine.simulation import Simulation
 from halfmoon.methods import registry
@@ -286,9 +286,9 @@ def _play(root: Path, job: Job, shared: Problem | None, watch: Callback) -> Row:
         assembly.note(path)
         run = RunInfo(path, config, entry.title, loaded.round if loaded else 0)
         watch.begin(run)
-        with workers.working(config) as spread, factory.computing(factory.threads(config)):
-            experiment = _experiment(config, shared, path, spread, watch)
-            results = play(experiment, folder, loaded, lambda row: watch.round(run, row))
+        with workers.working(config) as parallel_map, factory.computing(factory.threads(config)):
+            experiment = _experiment(config, shared, path, parallel_map, watch)
+            results = run_rounds(experiment, folder, loaded, lambda row: watch.round(run, row))
         summary = assembly.summary(config, {"setting": config.setting}, shared.source.classes, folder, results)
         network, model = shared.task.network.full_model(results["model"])
         form, temperature = ImageSpec.of(shared.source), _temperature(config, shared, results["model"])
@@ -340,12 +340,12 @@ def _folder(path: Path, config: Config) -> Iterator[RunFolder]:
         yield folder
 
 
-def _experiment(config: Config, shared: Problem, path: Path, spread: Spread, watch: Callback) -> Experiment:
+def _experiment(config: Config, shared: Problem, path: Path, parallel_map: ParallelMap, watch: Callback) -> Experiment:
     """Return the experiment; what a simulation draws noise from is its seed, so that it can be played again."""
     entry, task = registry.entry(config.method), replace(shared.task, rounds=count_rounds(config))
     method = factory.method(config)
     bad = hostile(shared.split.clients, config.attackers, config.seed)
-    liars = frozenset(bad if config.attack == "label-flip" else ())
+    label_flippers = frozenset(bad if config.attack == "label-flip" else ())
     attacks = () if config.attack == "none" else (Hostile(config.attack, bad, config.seed, config.attack_factor),)
     runtime = Simulation(
         method,
@@ -356,7 +356,7 @@ def _experiment(config: Config, shared: Problem, path: Path, spread: Spread, wat
             entry.all_labels,
             entry.pooled,
             config.reuse_labeled,
-            liars,
+            label_flippers,
             len(shared.source.classes),
         ),
         shared.views,
@@ -365,7 +365,7 @@ def _experiment(config: Config, shared: Problem, path: Path, spread: Spread, wat
             budget(config, task),
             shared.serving,
             factory.executor(config),
-            spread,
+            parallel_map,
             factory.together(config),
         ),
         RuntimeSettings(
@@ -382,4 +382,4 @@ def _experiment(config: Config, shared: Problem, path: Path, spread: Spread, wat
     if every > 1 and config.evaluate_every is None:
         watch.say(f"Test images are evaluated every {every} rounds (--evaluate-every 1: after each).")
     method = assembly.experiment(config, task, runtime, shared.test, shared.validation)
-    return replace(method, spread=spread, evaluate_every=every)
+    return replace(method, parallel_map=parallel_map, evaluate_every=every)

@@ -11,7 +11,7 @@ import torch
 
 from halfmoon.config.schema import Config
 from halfmoon.core.errors import UserError, install_command
-from halfmoon.engine.evaluation import Spread
+from halfmoon.engine.evaluation import ParallelMap
 from halfmoon.methods import registry
 from halfmoon.runs import factory
 from halfmoon.runs.pools import Pool, Workers, answer, packed, processors, settle
@@ -119,7 +119,7 @@ def count(config: Config) -> int:
 
 
 @contextmanager
-def working(config: Config) -> Iterator[Spread]:
+def working(config: Config) -> Iterator[ParallelMap]:
     """Give what trains the clients of a run: `map`, or processes, on this machine or in a Ray cluster, until the end.
 
     Raise UserError where that is impossible.

@@ -15,7 +15,7 @@ from halfmoon.core import rng
 from halfmoon.core.tree import Tree
 from halfmoon.data.groups import drop_shared_groups
 from halfmoon.data.partition.primitives import GroupHoldout, named_generator
-from halfmoon.engine.evaluation import Examples, tally
+from halfmoon.engine.evaluation import Examples, evaluate_model
 from halfmoon.methods.analytic import Sums
 from halfmoon.report.paired import Difference, compare_paired
 
@@ -245,7 +245,7 @@ def model_accuracy(task: Task, model: Tree, data: Examples, rows: np.ndarray) ->
     """Return a model's accuracy on rows, int64, in percent."""
     indices = torch.from_numpy(rows)
     examples = Examples(data.images[indices], data.labels[indices])
-    metrics = tally(task.network, model, task.normalize, examples).row()
+    metrics = evaluate_model(task.network, model, task.normalize, examples).row()
     return 100 * cast(float, metrics["accuracy"])
 
 

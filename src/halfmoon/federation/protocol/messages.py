@@ -212,7 +212,7 @@ class Reply:
             version=version,
             amount=list(result.amount),
             traffic=list(result.traffic),
-            images_outside_steps=result.swept,
+            images_outside_steps=result.images_outside_steps,
             memory_bytes=result.memory_bytes,
             upload=result.upload.tree,
             samples={name: sample._asdict() for name, sample in result.samples.items()},

@@ -14,7 +14,7 @@ from halfmoon.api.uploads import Upload
 from halfmoon.core.errors import UserError
 from halfmoon.core.tree import Tree, flatten
 from halfmoon.engine.driver import ClientContext
-from halfmoon.engine.evaluation import Tally
+from halfmoon.engine.evaluation import ModelEvaluation
 from halfmoon.engine.sampling import Amount
 from halfmoon.federation.protocol import limits, messages
 from halfmoon.federation.protocol.messages import ECHOED_FIELDS, MalformedMessage, Refusal, Reply, Request
@@ -50,7 +50,7 @@ class FederatedEvaluation:
         self.results.append((cells.clone(), float(loss)))
         return True
 
-    def tally(self) -> Tally | None:
+    def tally(self) -> ModelEvaluation | None:
         """Return the sum, None where nothing was added; a site over the cap has each cell scaled down."""
         if not self.results:
             return None
@@ -62,7 +62,7 @@ class FederatedEvaluation:
                 cells = (cells.double() * (limit / count)).floor().to(torch.int64)
             total = total + cells
             loss += mean * int(cells.sum())
-        return Tally(total, loss / max(1, int(total.sum())))
+        return ModelEvaluation(total, loss / max(1, int(total.sum())))
 
     def row(self, round: int) -> dict[str, Any] | None:
         """Return {"round", "sites", "accuracy", "loss", "per_class"} of the model of a round, None for nothing.

@@ -12,7 +12,7 @@ from torch import Tensor
 from halfmoon.aggregation.secure.csprng import keystream, subkey
 from halfmoon.core import rng
 from halfmoon.core.errors import UserError, suggest
-from halfmoon.engine.loop import TooFew
+from halfmoon.engine.loop import TooFewReplies
 from halfmoon.engine.runtime import RuntimeSettings
 from halfmoon.storage import atomic_io
 
@@ -118,10 +118,10 @@ class CohortSampler:
         self._failures: set[int] = set()  # of this round
 
     def draw(self, round: int) -> Tensor:
-        """Return a round's cohort, sorted, first those that have not failed in it; raise `TooFew` for none."""
+        """Return a round's cohort, sorted, first those that have not failed in it; raise `TooFewReplies` for none."""
         here = [k for k in self._order(round) if self.names[k] not in self.quarantine.sites]
         if not here:
-            raise TooFew("every site is set aside; look into serve.log, and let sites back in with --readmit.")
+            raise TooFewReplies("every site is set aside; look into serve.log, and let sites back in with --readmit.")
         fresh = [k for k in here if k not in self._failures]
         cohort = [*fresh, *(k for k in here if k in self._failures)][: self.settings.cohort]
         self.remaining, self.size = set(cohort), len(cohort)

@@ -14,10 +14,10 @@ from halfmoon.core import tree
 from halfmoon.core.tree import Tree
 from halfmoon.data.partition.split import SERVER
 from halfmoon.engine.driver import ClientContext, ClientResult
-from halfmoon.engine.evaluation import Tally
+from halfmoon.engine.evaluation import ModelEvaluation
 from halfmoon.engine.local_clients import LocalClients
-from halfmoon.engine.loop import Report, Row, TooFew
-from halfmoon.engine.runtime import RuntimeSettings, ServerRuntime, Visited
+from halfmoon.engine.loop import RoundReport, Row, TooFewReplies
+from halfmoon.engine.runtime import ClientResults, RuntimeSettings, ServerRuntime
 from halfmoon.engine.sampling import Views
 from halfmoon.federation.protocol.messages import Reply, Request, RoundKey
 from halfmoon.federation.protocol.tree_spec import TreeSpec
@@ -65,9 +65,9 @@ class RemoteRuntime(ServerRuntime):
 
     @property
     def labeled(self) -> int:
-        return 0 if self.server is None else self.server.dataset.own(SERVER).labeled
+        return 0 if self.server is None else self.server.dataset.training_size(SERVER).labeled
 
-    def prior(self, model: Tree, per_class: Sequence[float]) -> Row | None:
+    def prediction_bias(self, model: Tree, per_class: Sequence[float]) -> Row | None:
         return None
 
     def open(self, round: int) -> None:
@@ -80,7 +80,7 @@ class RemoteRuntime(ServerRuntime):
         self.cohort = self.cohorts.draw(round)
         self._fair = self.cohorts.uniform
 
-    def again(self, few: TooFew) -> None:
+    def retry_round(self, few: TooFewReplies) -> None:
         """Prepare to play the round again, or raise `few` when that was tried often enough."""
         self.cohorts.attempt += 1
         self._attempt = self.cohorts.attempt
@@ -89,17 +89,17 @@ class RemoteRuntime(ServerRuntime):
         self.calls.say(f"round {self._round + 1} is played again, attempt {self._attempt + 1}: {few}")
         self.calls.wait_for_sites(self.calls.rules.quorum(self.size))
 
-    def bring(self, model: Tree) -> None:
+    def evaluate_next_round(self, model: Tree) -> None:
         self._model = model
 
-    def conclude(self, model: Tree) -> tuple[Row | None, Row | None]:
+    def final_evaluation(self, model: Tree) -> tuple[Row | None, Row | None]:
         """Return the last model's rows on the sites' images; Nones where no site has validation images."""
         if not any(self.calls.inspection.validations(name) for name in self.names):
             return None, None
         tests, validations = self._evaluate(model, self.calls.evaluators())
         return tests.row(self._round + 1), validations.row(self._round + 1)
 
-    def evaluate_last(self, model: Tree) -> Tally | None:
+    def evaluate_last(self, model: Tree) -> ModelEvaluation | None:
         names = [name for name in self.calls.evaluators() if self.calls.inspection.tests(name)]
         return self._evaluate(model, names).tests.tally()
 
@@ -107,19 +107,19 @@ class RemoteRuntime(ServerRuntime):
         requests = {name: self._request(name, self.task.rounds - 1, self._query, "", {}, model) for name in names}
         return self.calls.evaluate(requests, self.base.network)
 
-    def saved(self, round: int) -> None:
+    def on_checkpoint(self, round: int) -> None:
         self._versions.saved()
 
     def restore(self, clients: StoreContents, cost: dict[str, int]) -> None:
         super().restore(clients, cost)
         self._versions.restore()
 
-    def stored(self, server: int) -> None:
+    def record_server_bytes(self, server: int) -> None:
         """Take note of the bytes of the server's tree; the round is over, so its changes of state stores count."""
         self._commit()
-        super().stored(server)
+        super().record_server_bytes(server)
 
-    def close(self) -> Report:
+    def close(self) -> RoundReport:
         """End the round: its measures and the cost of the run so far."""
         self._commit()
         self._attempt = 0
@@ -141,7 +141,7 @@ class RemoteRuntime(ServerRuntime):
 
     def _client_rounds(
         self, context: ClientContext, clients: Sequence[int], broadcast: Tree, per_client: Tree
-    ) -> Visited:
+    ) -> ClientResults:
         if list(clients) == [SERVER]:
             assert self.server is not None, "a method asks a server for its labels where it has some"
             (result,) = self.server.update(context, clients, None, broadcast, per_client, self._quality)
@@ -195,12 +195,12 @@ class RemoteRuntime(ServerRuntime):
             )
 
     def _check_quorum(self, clients: Sequence[int], replies: Mapping[str, CheckedReply], what: str) -> None:
-        """Raise `TooFew` where too few of the cohort are left; a method may ask others, who do not count."""
+        """Raise `TooFewReplies` where too few of the cohort are left; a method may ask others, who do not count."""
         self.cohorts.lose(k for k in clients if self.names[k] not in replies)
         size, left = self.cohorts.size, len(self.cohorts.remaining)
         needed = self.calls.rules.quorum(size)
         if left < needed:
-            raise TooFew(f"{what} has {left} usable replies of {size}, and {needed} are needed.")
+            raise TooFewReplies(f"{what} has {left} usable replies of {size}, and {needed} are needed.")
 
     def _ask_masked(self, requests: Mapping[str, Request], spec: TreeSpec, what: str) -> dict[str, Reply]:
         """Return the replies to requests about a masked sum alone; sites without a usable one have failed."""
@@ -216,7 +216,7 @@ class RemoteRuntime(ServerRuntime):
         clients: Sequence[int],
         broadcast: Tree,
         per_client: Tree,
-    ) -> Visited:
+    ) -> ClientResults:
         """Yield the results of a masked query, with the mean of all in the place of each one's update."""
         places = [place for place, k in enumerate(clients) if self.names[k] in replies]
         there = tuple(clients[place] for place in places)

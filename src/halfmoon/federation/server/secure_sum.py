@@ -20,7 +20,7 @@ from halfmoon.aggregation.secure.fixed_point import mean, sound, spread
 from halfmoon.aggregation.secure.signing import POINT, SIGNATURE
 from halfmoon.api.uploads import Upload
 from halfmoon.core.tree import Tree
-from halfmoon.engine.loop import TooFew
+from halfmoon.engine.loop import TooFewReplies
 from halfmoon.federation.protocol.messages import (
     ANNOUNCE_KEYS,
     DEAL_SHARES,
@@ -55,7 +55,7 @@ class MaskedSum:
     _shares: dict[str, list[bytes]] = field(default_factory=dict)
 
     def begin(self) -> dict[str, Request]:
-        """Collect keys and shares; return the requests for masked updates, or raise `TooFew`."""
+        """Collect keys and shares; return the requests for masked updates, or raise `TooFewReplies`."""
         sites = sorted(self.requests, key=self.numbers.__getitem__)
         cohort, names, signatures = self._announce(sites)
         keys = [self.keys[site].rjust(POINT, b"\0") for site in names]
@@ -92,7 +92,7 @@ class MaskedSum:
         return signed and masking.usable(keys)
 
     def total(self, replies: Mapping[str, Reply]) -> Tensor:
-        """Return the sum of the replies' updates and weights, (n + 1,) int64; raise `TooFew` where it stays hidden."""
+        """Return the sum of the replies' updates and weights, (n + 1,) int64; raise `TooFewReplies` where it stays hidden."""
         parties = self._masking
         assert parties is not None, "it was begun"
         self._enough(len(replies), "whose masked updates came", parties.cohort.threshold)
@@ -117,9 +117,11 @@ class MaskedSum:
         try:
             total = torch.from_numpy(masking.unmask(parties, vectors, plain))
         except masking.UnreadableShare as error:
-            raise TooFew(f"{self.what} has a sum that cannot be read: {error}") from error
+            raise TooFewReplies(f"{self.what} has a sum that cannot be read: {error}") from error
         if not sound(total):
-            raise TooFew(f"{self.what} has a sum from which the masks do not come off: a site did not keep to it.")
+            raise TooFewReplies(
+                f"{self.what} has a sum from which the masks do not come off: a site did not keep to it."
+            )
         return total
 
     def _sum_only(self, site: str, masks: Tree) -> Request:
@@ -130,7 +132,9 @@ class MaskedSum:
 
     def _enough(self, count: int, which: str, needed: int) -> None:
         if count < needed:
-            raise TooFew(f"{self.what} has {count} sites of {len(self.requests)} {which}, and a sum needs {needed}.")
+            raise TooFewReplies(
+                f"{self.what} has {count} sites of {len(self.requests)} {which}, and a sum needs {needed}."
+            )
 
 
 def lasting_keys(acceptances: Mapping[str, Acceptance]) -> dict[str, bytes]:

@@ -23,9 +23,9 @@ from halfmoon.core.user_cache import user_cache
 from halfmoon.data import Images, Split
 from halfmoon.data.partition.split import SERVER
 from halfmoon.engine.budget import Budget, ClientSize
-from halfmoon.engine.evaluation import Tally
+from halfmoon.engine.evaluation import ModelEvaluation
 from halfmoon.engine.local_clients import FederatedDataset, LocalClients, Training
-from halfmoon.engine.loop import Experiment, Row, play
+from halfmoon.engine.loop import Experiment, Row, run_rounds
 from halfmoon.engine.runtime import RuntimeSettings
 from halfmoon.engine.sampling import Amount
 from halfmoon.federation.protocol import limits
@@ -191,7 +191,7 @@ class FederationServer:
             say(f"going on after round {checkpoint.round}")
         manager.wait_for_sites(rules.quorum(config.cohort), patience)
         runtime = experiment.runtime
-        results = play(
+        results = run_rounds(
             experiment, folder, checkpoint, lambda row: say(describe_round(row, settings.count_rounds(config)))
         )
         if isinstance(runtime, RemoteRuntime) and experiment.test is None:
@@ -297,7 +297,7 @@ def _inspection(
     )
 
 
-def _accuracy(folder: RunFolder, tally: Tally, results: Row) -> Row:
+def _accuracy(folder: RunFolder, tally: ModelEvaluation, results: Row) -> Row:
     """Return the last, the best and the chosen accuracy on the sites' own test images; `tally` is the saved model's."""
     rows = folder.rows()
     tests = [(row["evaluation"]["accuracy"], row["evaluation"]["round"]) for row in rows if row.get("evaluation")]

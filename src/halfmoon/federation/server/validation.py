@@ -28,7 +28,7 @@ MAX_COUNTS_PER_IMAGE = 2
 most."""
 
 MAX_PASSES = 1024
-"""How often a client update may read each image outside its steps. `ClientUpdate.swept` is once the unlabeled rows in
+"""How often a client update may read each image outside its steps. `ClientUpdate.images_outside_steps` is once the unlabeled rows in
 most methods, twice in FedDB, all rows once in a count of statistics, one image more in FedMatch, and 1 + `peers` times
 in SemiFed: that one is an option, 10 by default, so the bound is wide. It stops nonsense in a cost that is reported."""
 

@@ -17,8 +17,8 @@ from halfmoon.core import tree
 from halfmoon.core.errors import UserError
 from halfmoon.core.tree import Tree
 from halfmoon.data import Images, Split
-from halfmoon.engine.driver import ClientContext, ClientResult, images_a_call
-from halfmoon.engine.evaluation import Examples, Quality, tally
+from halfmoon.engine.driver import ClientContext, ClientResult, images_per_call
+from halfmoon.engine.evaluation import Examples, Quality, evaluate_model
 from halfmoon.engine.local_clients import FederatedDataset, LocalClients, Training
 from halfmoon.engine.sampling import Amount
 from halfmoon.federation.protocol import limits
@@ -234,7 +234,7 @@ class SiteRuntime:
         update_budget = budget(config, site_task)
         for client_update in site_method.client_updates(site_task).values():
             amount = update_budget.amount(
-                client_batching, client_update, dataset.own(number), dataset.split_size(number)
+                client_batching, client_update, dataset.training_size(number), dataset.split_size(number)
             )
             fault = limits.find_update_fault(client_update, amount, terms.image_spec.image)
             if fault is not None:
@@ -308,7 +308,7 @@ class SiteRuntime:
             local_clients.seed,
             request.round,
             request.query,
-            images_a_call(compute_device),
+            images_per_call(compute_device),
         )
         stage = local_clients.dataset.stage(request.round, self.task.rounds)
         # Measures how many pseudo-labels are right. A site has no labels of unlabeled images, so the result is unused.
@@ -330,7 +330,7 @@ class SiteRuntime:
         return evaluation
 
     def _evaluate_on(self, model: Tree, images: Examples) -> Tree:
-        result = tally(self.task.network, model, self.task.normalize, images, statistics=self.task.testing)
+        result = evaluate_model(self.task.network, model, self.task.normalize, images, statistics=self.task.testing)
         return {"confusion": result.confusion.cpu(), "loss": torch.tensor(result.loss, dtype=torch.float64)}
 
 
