@@ -92,7 +92,9 @@ def simulate(
     **settings: Any,
 ) -> Simulation:
     """Return a federation of the four clients, three a round, in batches of 4 + 4; lifted, all are one program."""
-    training = Training(batching or Batching(4, 4), budget or Budget(), server_batching, executor, max_padding=Fraction(1))
+    training = Training(
+        batching or Batching(4, 4), budget or Budget(), server_batching, executor, max_padding=Fraction(1)
+    )
     setup = RuntimeSettings(**{"cohort": 3, "seed": 3, **settings})
     return Simulation(method, shared, federation or dataset(), views or Views(), training, setup, store, aggregators)
 
