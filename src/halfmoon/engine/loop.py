@@ -1,4 +1,4 @@
-"""The only round loop: ask the method for a round, measure, write down, save."""
+"""The round loop of every run: train a round, evaluate its model, write metrics, save a checkpoint."""
 
 import math
 import time
@@ -21,18 +21,28 @@ from halfmoon.engine.runtime import RoundReport, Row, ServerRuntime, TooFewRepli
 from halfmoon.storage.checkpoints import METRICS, LoadedCheckpoint
 from halfmoon.storage.run_folder import RunFolder
 
-_COUNTS = {each.name for each in fields(Cost)}
+_COST_FIELDS = {field.name for field in fields(Cost)}
 
-NOTHING: Tree = {}
+EMPTY: Tree = {}
 
 
 @dataclass(frozen=True)
 class Experiment:
-    """One method on one federation; without `test` images nothing is evaluated here.
+    """One method on one federation.
 
-    With `validation` images, or where clients have some of their own, the model of the round that is best on them is
-    the run's. With `ema` > 0 what is evaluated is an average of the server's models, which keeps that share of itself
-    in each round (`tree.moving_average`).
+    Attributes:
+        method: the method that trains.
+        task: network, optimizer and number of rounds.
+        runtime: the federation.
+        test: test images of the server; None if it has none, and no round is tested here.
+        seed: the seed of the initial model.
+        evaluate_every: rounds between evaluations.
+        checkpoint_every: rounds between checkpoints.
+        validation: validation images of the server. With them, or with validation images of clients, the run's model
+            is that of the round with the best validation accuracy.
+        ema: decay of the exponential moving average of the server's models, which is evaluated in place of the
+            latest one (`tree.moving_average`); 0: no average.
+        parallel_map: computes batches of test images.
     """
 
     method: Method
@@ -44,18 +54,27 @@ class Experiment:
     checkpoint_every: int = 1
     validation: Examples | None = None
     ema: float = 0.0
-    parallel_map: ParallelMap = map  # where test images are counted
+    parallel_map: ParallelMap = map
 
 
 class _State(NamedTuple):
-    """What the rounds carry on; a part that is not wanted is {}."""
+    """The trees of a run that a checkpoint stores, under these names; unused ones are {}."""
 
     server: Tree
-    average: Tree = NOTHING  # of the server's models
-    chosen: Tree = NOTHING  # the model of the round that is best on the validation images
+    average: Tree = EMPTY  # the moving average of the server's models
+    chosen: Tree = EMPTY  # the model with the best validation accuracy so far
 
     def solution(self, experiment: Experiment) -> Tree:
+        """Return the model {"params", "stats"} to evaluate."""
         return self.average or experiment.method.solution(experiment.task, self.server)
+
+
+class _ValidationScore(NamedTuple):
+    """The validation result of one round; the largest is the best."""
+
+    accuracy: float
+    negative_loss: float  # decides between equal accuracies
+    round: int  # counted from 1
 
 
 def initial_model(task: Task, seed: int, device: torch.device) -> Tree:
@@ -66,187 +85,257 @@ def initial_model(task: Task, seed: int, device: torch.device) -> Tree:
 def run_rounds(
     experiment: Experiment, folder: RunFolder, loaded: LoadedCheckpoint | None, watch: Callable[[Row], None]
 ) -> Row:
-    """Play the rounds that are left; return {"model", "confusion", "accuracy", "cost", "aggregation", "ended", ...}.
+    """Run all remaining rounds of an experiment and return its results.
 
-    "model" is that of the last round or, with validation images, of the round that was best on them. "confusion" is
-    that of "model" on the test set: rows are true classes, columns predicted ones; "correct" packs in bits which images
-    are right. Without a test set these and "accuracy" are None. Where clients' validation images have chosen,
-    "concluded" is what their test images say of the last model, and "chosen" {"round", "accuracy"}; both are None
-    elsewhere. "aggregation" is what the last row says of aggregators. "ended" says why the run is over before its
-    last round, None where it is not. The folder gets a line a round and a checkpoint every `checkpoint_every`
-    rounds; the run goes on from `loaded`, the folder's newest checkpoint, if there is one. Raises
-    `halfmoon.engine.driver.Diverged` when a loss is not a number.
+    Each round adds a line to the folder's metrics; every `checkpoint_every` rounds a checkpoint is saved.
+
+    Args:
+        experiment: the method and its federation.
+        folder: the run folder.
+        loaded: the folder's newest checkpoint, from which the run continues; None starts the run.
+        watch: called with the row of every round.
+
+    Returns:
+        A dictionary with the keys
+
+        - "model": the model of the last round or, with validation images, of the best round on them;
+        - "confusion": its confusion matrix on the test set (rows are true classes); None without a test set;
+        - "correct": which test images it classifies correctly, one bit each; None without a test set;
+        - "accuracy": test accuracies (last, best, chosen); None without a test set;
+        - "concluded": the clients' test results for the last model, where clients' validation images chose the round;
+        - "chosen": {"round", "accuracy"} of that round, None elsewhere;
+        - "measured", "cost", "aggregation": see `measured`, and the last row of the metrics;
+        - "ended": a sentence on why the run stopped before its last round, or None.
+
+    Raises:
+        Diverged: a loss is not a finite number.
+        UserError: the run may not start, or the checkpoint and the metrics do not belong together.
     """
-    task, runtime = experiment.task, experiment.runtime
-    state, first = _start(experiment, folder, loaded, runtime.device)
-    scores, test = _validated(experiment, folder.rows()), None
-    number, ended = first, runtime.stop_reason(first) if first < task.rounds else None
-    if ended is not None and not first:
+    task = experiment.task
+    runtime = experiment.runtime
+    state, number = _start(experiment, folder, loaded, runtime.device)
+    scores = _validation_scores(folder.rows())
+    test: ModelEvaluation | None = None
+    ended = runtime.stop_reason(number) if number < task.rounds else None
+    if ended is not None and number == 0:
         raise UserError(ended)
     while number < task.rounds and ended is None:
-        began, before = time.perf_counter(), state.solution(experiment)
-        server = _round(experiment, number, state)
+        start_time = time.perf_counter()
+        previous_model = state.solution(experiment)
+        server = _run_round(experiment, number, state)
         runtime.record_server_bytes(tree.nbytes(server))
-        state = state._replace(server=server, average=_follow(experiment, number, server, state.average))
-        row = _row(number, runtime.close())
-        state, scores = _best(state, scores, before, _validated(experiment, [row]))
+        state = state._replace(server=server, average=_update_average(experiment, number, server, state.average))
+        row = _metrics_row(number, runtime.close())
+        # Validation results of clients are about the model that they received, that of the round before.
+        state, scores = _keep_best(state, scores, previous_model, _validation_scores([row]))
         number += 1
         ended = runtime.stop_reason(number) if number < task.rounds else None
-        last = number == task.rounds or ended is not None
-        if number % experiment.evaluate_every == 0 or last:
+        is_last = number == task.rounds or ended is not None
+        if number % experiment.evaluate_every == 0 or is_last:
             state, scores, test = _evaluate(experiment, state, scores, test, row)
             release_memory(tree.nbytes(server))
         folder.log(row)
-        if number % experiment.checkpoint_every == 0 or last:
+        if number % experiment.checkpoint_every == 0 or is_last:
             _save(folder, number, state, runtime, row["cost"])
             release_memory(tree.nbytes(server))
-        folder.time({"round": number, "seconds": round(time.perf_counter() - began, 4)})
+        folder.time({"round": number, "seconds": round(time.perf_counter() - start_time, 4)})
         watch(row)
-    tested, validated = runtime.final_evaluation(state.solution(experiment))
-    if validated is not None:
-        latest = _validated(experiment, [{"validation": {**validated, "round": number}, "round": number}])
-        state, scores = _best(state, scores, state.solution(experiment), latest)
+    return _conclude(experiment, folder, state, scores, test, number, ended)
+
+
+def _conclude(
+    experiment: Experiment,
+    folder: RunFolder,
+    state: _State,
+    scores: list[_ValidationScore],
+    test: ModelEvaluation | None,
+    number: int,
+    ended: str | None,
+) -> Row:
+    """Evaluate the last model at the clients and build the results of `run_rounds`."""
+    last_model = state.solution(experiment)
+    client_test, client_validation = experiment.runtime.final_evaluation(last_model)
+    if client_validation is not None:
+        latest = _validation_scores([{"validation": {**client_validation, "round": number}, "round": number}])
+        state, scores = _keep_best(state, scores, last_model, latest)
     model = state.chosen or state.solution(experiment)
-    if test is None and experiment.test is not None:  # it was stopped between an evaluation and its end
-        test = _tally(experiment, model, experiment.test)
-    confusion = None if test is None else [to_ints(row) for row in test.confusion]
-    result = {**_result(folder.verified_rows(), scores), "correct": None if test is None else test.packed}
-    best = None if validated is None or not scores else max(scores)
-    choice = best and {"round": best.round, "accuracy": best.accuracy}
-    return {"model": model, "confusion": confusion, "concluded": tested, "chosen": choice, **result, "ended": ended}
+    if test is None and experiment.test is not None:
+        # The run was stopped after its last evaluation, before its end.
+        test = _evaluate_images(experiment, model, experiment.test)
+    best = None
+    if client_validation is not None and scores:
+        best = max(scores)
+    return {
+        "model": model,
+        "confusion": None if test is None else [to_ints(counts) for counts in test.confusion],
+        "concluded": client_test,
+        "chosen": best and {"round": best.round, "accuracy": best.accuracy},
+        **_summarize_rows(folder.verified_rows(), scores),
+        "correct": None if test is None else test.packed,
+        "ended": ended,
+    }
 
 
-def _round(experiment: Experiment, number: int, state: _State) -> Tree:
-    """Return the server's tree after a round, which is played until enough clients have answered."""
+def _run_round(experiment: Experiment, number: int, state: _State) -> Tree:
+    """Train one round, again until enough clients have replied, and return the server's new tree."""
+    runtime = experiment.runtime
     while True:
-        experiment.runtime.open(number)
-        remote = experiment.test is None or experiment.validation is None
-        if remote and number and number % experiment.evaluate_every == 0:
-            experiment.runtime.evaluate_next_round(state.solution(experiment))
+        runtime.open(number)
+        clients_may_evaluate = experiment.test is None or experiment.validation is None
+        if clients_may_evaluate and number and number % experiment.evaluate_every == 0:
+            runtime.evaluate_next_round(state.solution(experiment))
         try:
-            return experiment.method.round(experiment.task.at(number), state.server, experiment.runtime)
-        except TooFewReplies as few:
-            experiment.runtime.retry_round(few)
+            return experiment.method.round(experiment.task.at(number), state.server, runtime)
+        except TooFewReplies as error:
+            runtime.retry_round(error)
 
 
-def _follow(experiment: Experiment, number: int, server: Tree, average: Tree) -> Tree:
+def _update_average(experiment: Experiment, number: int, server: Tree, average: Tree) -> Tree:
+    """Return the moving average of the server's models after a round, {} if the experiment has none."""
     if not experiment.ema:
         return {}
     model = experiment.method.solution(experiment.task, server)
     return tree.moving_average(average, model, number, experiment.ema) if average else model
 
 
-def _tally(experiment: Experiment, model: Tree, images: Examples) -> ModelEvaluation:
+def _evaluate_images(experiment: Experiment, model: Tree, images: Examples) -> ModelEvaluation:
     task = experiment.task
     return evaluate_model(
-        task.network, model, task.normalize, images, statistics=task.testing, parallel_map=experiment.parallel_map
+        task.network,
+        model,
+        task.normalize,
+        images,
+        statistics=task.testing,
+        parallel_map=experiment.parallel_map,
     )
 
 
 def _evaluate(
-    experiment: Experiment, state: _State, scores: "list[_Validated]", previous: ModelEvaluation | None, row: Row
-) -> "tuple[_State, list[_Validated], ModelEvaluation | None]":
-    """Put into the row what the round's model is worth; keep it if the validation images say that it is the best.
+    experiment: Experiment,
+    state: _State,
+    scores: list[_ValidationScore],
+    previous: ModelEvaluation | None,
+    row: Row,
+) -> tuple[_State, list[_ValidationScore], ModelEvaluation | None]:
+    """Add the evaluation of a round's model to its row, and keep the model if it has the best validation accuracy.
 
-    `scores` is what they have said so far; `previous`, and the one returned, is the test set's of the run's model.
+    Args:
+        experiment: the experiment.
+        state: the state after the round.
+        scores: the validation scores of earlier rounds.
+        previous: the test result of the best model of earlier rounds.
+        row: the round's line of metrics, which is extended.
+
+    Returns:
+        The new state and scores, and the test result of the best model so far.
     """
     model = state.solution(experiment)
     images = experiment.test
-    test = None if images is None else _tally(experiment, model, images)
-    if images is not None and test is not None:
+    test: ModelEvaluation | None = None
+    if images is not None:
+        test = _evaluate_images(experiment, model, images)
         if not math.isfinite(test.loss):
             raise Diverged(row["round"] - 1, None, None, test.loss, "test loss")
         row["test"] = test.row()
         row["prior"] = experiment.runtime.prediction_bias(model, test.per_class)
-        at_clients = experiment.runtime.client_prediction_bias(
-            model, test.per_class, lambda local: _tally(experiment, local, images).per_class
+        client_bias = experiment.runtime.client_prediction_bias(
+            model, test.per_class, lambda client_model: _evaluate_images(experiment, client_model, images).per_class
         )
-        row |= {} if at_clients is None else {"clients": at_clients}
+        if client_bias is not None:
+            row["clients"] = client_bias
     if experiment.validation is None:
         return state, scores, test
-    row["validation"] = _tally(experiment, model, experiment.validation).row()
-    best, scores = _best(state, scores, model, _validated(experiment, [row]))
-    return best, scores, test if best is not state else previous
+    row["validation"] = _evaluate_images(experiment, model, experiment.validation).row()
+    new_state, scores = _keep_best(state, scores, model, _validation_scores([row]))
+    return new_state, scores, test if new_state is not state else previous
 
 
-class _Validated(NamedTuple):
-    """What the validation images say of a round; the largest is the best."""
+def _validation_scores(rows: list[Row]) -> list[_ValidationScore]:
+    """Return the validation scores in rows of metrics.
 
-    accuracy: float
-    lead: float  # minus the loss: it decides between equal accuracies
-    round: int
-
-
-def _validated(experiment: Experiment, rows: list[Row]) -> list[_Validated]:
-    """Return what rows say: of their own round's model or, where clients judge, of that of the round before."""
-    return [
-        _Validated(result["accuracy"], -result["loss"], result.get("round", row["round"]))
-        for row in rows
-        if (result := row.get("validation")) is not None
-    ]
+    A score is of the row's own round or, where clients validate, of the round that the result names.
+    """
+    scores: list[_ValidationScore] = []
+    for row in rows:
+        result = row.get("validation")
+        if result is not None:
+            scores.append(_ValidationScore(result["accuracy"], -result["loss"], result.get("round", row["round"])))
+    return scores
 
 
-def _best(
-    state: _State, scores: list[_Validated], model: Tree, latest: list[_Validated]
-) -> tuple[_State, list[_Validated]]:
-    """Keep a model if it is the best so far; `latest` is what the validation images say of it, or nothing."""
+def _keep_best(
+    state: _State, scores: list[_ValidationScore], model: Tree, latest: list[_ValidationScore]
+) -> tuple[_State, list[_ValidationScore]]:
+    """Store a model in the state if its validation score `latest` (none or one) is the best so far."""
     if not latest:
         return state, scores
     scores = [*scores, *latest]
-    return (state._replace(chosen=model) if max(scores) == scores[-1] else state), scores
+    if max(scores) == scores[-1]:
+        state = state._replace(chosen=model)
+    return state, scores
 
 
 def _start(
     experiment: Experiment, folder: RunFolder, loaded: LoadedCheckpoint | None, device: torch.device
 ) -> tuple[_State, int]:
+    """Return the state of a run and its number of finished rounds, from a checkpoint if there is one."""
     if loaded is None:
         model = initial_model(experiment.task, experiment.seed, device)
         state = _State(tree.to(experiment.method.start(experiment.task, model), device))
         _save(folder, 0, state, experiment.runtime, experiment.runtime.close().cost)
         release_memory(tree.nbytes(state.server))
         return state, 0
-    _check(folder, loaded)
+    _check_checkpoint(folder, loaded)
     experiment.runtime.restore(loaded.clients, loaded.meta["cost"])
     return _State(**{name: tree.to(part, device) for name, part in loaded.state.items()}), loaded.round
 
 
-def _check(folder: RunFolder, loaded: LoadedCheckpoint) -> None:
+def _check_checkpoint(folder: RunFolder, loaded: LoadedCheckpoint) -> None:
+    """Raise UserError if a checkpoint has no state of a run, or the metrics have other rounds."""
     cost: Any = loaded.meta.get("cost")
-    valid_cost = (
+    has_cost = (
         isinstance(cost, dict)
-        and cost.keys() <= _COUNTS
-        and all(type(each) is int for each in cast(Row, cost).values())
+        and cost.keys() <= _COST_FIELDS
+        and all(type(count) is int for count in cast(Row, cost).values())
     )
-    parts = loaded.state.keys() <= set(_State._fields) and all(isinstance(part, dict) for part in loaded.state.values())
-    if not valid_cost or not parts or "server" not in loaded.state:
+    has_state = loaded.state.keys() <= set(_State._fields) and all(
+        isinstance(part, dict) for part in loaded.state.values()
+    )
+    if not has_cost or not has_state or "server" not in loaded.state:
         raise UserError(f"{folder.path}: its checkpoint holds no state of a run; start the run again elsewhere.")
     rows = folder.rows()
-    fine = [_is_round(row, number) for number, row in enumerate(rows, start=1)]
-    if len(rows) != loaded.round or not all(fine):
-        line = fine.index(False) + 1 if False in fine else len(rows)
+    valid = [_is_round_row(row, number) for number, row in enumerate(rows, start=1)]
+    if len(rows) != loaded.round or not all(valid):
+        line = valid.index(False) + 1 if False in valid else len(rows)
         raise UserError(
             f"{folder.path / METRICS}, line {line}: the rows are not those of rounds 1 to {loaded.round}; restore the "
             "file, or start the run again in another --run-dir."
         )
 
 
-def _is_round(row: Row, number: int) -> bool:
-    metrics: list[Any] = [row.get("test", {"accuracy": 0.0}), row.get("validation", {"accuracy": 0.0, "loss": 0.0})]
-    valid = all(isinstance(each, dict) and type(cast(Row, each).get("accuracy")) is float for each in metrics)
-    loss = valid and type(metrics[1].get("loss")) is float
-    return row.get("round") == number and isinstance(row.get("cost"), dict) and loss
+def _is_round_row(row: Row, number: int) -> bool:
+    """Check that a row has the number of its round, and the types of what is read from it later."""
+    test: Any = row.get("test", {"accuracy": 0.0})
+    validation: Any = row.get("validation", {"accuracy": 0.0, "loss": 0.0})
+    for result in (test, validation):
+        if not isinstance(result, dict) or type(cast(Row, result).get("accuracy")) is not float:
+            return False
+    has_loss = type(validation.get("loss")) is float
+    return row.get("round") == number and isinstance(row.get("cost"), dict) and has_loss
 
 
 def _save(folder: RunFolder, number: int, state: _State, runtime: ServerRuntime, cost: dict[str, int]) -> None:
+    """Save the checkpoint after so many rounds, and tell the runtime that they are safe."""
     parts = {name: part for name, part in state._asdict().items() if part or name == "server"}
     folder.save(number, parts, {"cost": cost}, runtime.store)
     runtime.on_checkpoint(number)
 
 
-def _row(number: int, report: RoundReport) -> Row:
+def _metrics_row(number: int, report: RoundReport) -> Row:
+    """Build a round's line of metrics; `number` counts from 0."""
     train: Row = {}
-    for name, each in report.samples.items():
-        total, squares, count = (float(value) for value in each)
+    for name, sample in report.samples.items():
+        total, squares, count = (float(value) for value in sample)
         mean = total / count
         train[name] = mean
         train[f"{name}_spread"] = math.sqrt(max(0.0, squares / count - mean * mean))
@@ -257,40 +346,46 @@ def _row(number: int, report: RoundReport) -> Row:
         "pseudo": report.pseudo,
         "cost": report.cost,
     }
-    more = {"evaluation": report.evaluation, "validation": report.validation, "aggregation": report.aggregator}
-    return row | {name: part for name, part in more.items() if part is not None}
+    optional = {"evaluation": report.evaluation, "validation": report.validation, "aggregation": report.aggregator}
+    return row | {name: part for name, part in optional.items() if part is not None}
 
 
-def _result(rows: list[Row], scores: Sequence[_Validated]) -> Row:
+def _summarize_rows(rows: list[Row], scores: Sequence[_ValidationScore]) -> Row:
+    """Return "accuracy", "measured", "cost" and "aggregation" of a finished run from its rows of metrics."""
     tested = [(row["test"]["accuracy"], row["round"]) for row in rows if "test" in row]
-    common = {"measured": measured(rows), "cost": rows[-1]["cost"], "aggregation": rows[-1].get("aggregation")}
+    summary = {"measured": measured(rows), "cost": rows[-1]["cost"], "aggregation": rows[-1].get("aggregation")}
     if not tested:
-        return {"accuracy": None, **common}
+        return {"accuracy": None, **summary}
     accuracy = _last_and_best(tested)
     if scores:
         best = max(scores)
         by_round = {round: share for share, round in tested}
         accuracy |= {"chosen": by_round[best.round], "chosen_round": best.round, "validation": best.accuracy}
-    return {"accuracy": accuracy, **common}
+    return {"accuracy": accuracy, **summary}
 
 
 def measured(rows: Sequence[Row]) -> Row:
-    """Return what else a figure may compare, the last and the best over the rounds that measured it, as shares.
+    """Summarize the pseudo-label metrics of a run: the last and the best value of each, as shares.
 
-    "pseudo" is the accuracy of the pseudo-labels that a method teaches with, "pseudo.MODEL" that of one of several
-    models, "used" the share of the unlabeled images whose pseudo-label teaches.
+    "pseudo" is the accuracy of the pseudo-labels that a method trains on, "pseudo.MODEL" that of one of several
+    models, "used" the share of the unlabeled images whose pseudo-label is used. Rounds without a metric are skipped.
     """
     series: dict[str, list[tuple[float, int]]] = {}
     for row in rows:
-        if pseudo := row.get("pseudo"):
-            each = {"pseudo": pseudo["accuracy"], "used": pseudo["share_used"]}
-            each |= {f"pseudo.{name}": its["accuracy"] for name, its in pseudo.get("models", {}).items()}
-            for name, value in each.items():
-                if value is not None:  # of pseudo-labels whose truth nobody knows
-                    series.setdefault(name, []).append((value, row["round"]))
+        pseudo = row.get("pseudo")
+        if not pseudo:
+            continue
+        metrics = {"pseudo": pseudo["accuracy"], "used": pseudo["share_used"]}
+        for name, model_metrics in pseudo.get("models", {}).items():
+            metrics[f"pseudo.{name}"] = model_metrics["accuracy"]
+        for name, value in metrics.items():
+            # An accuracy is None if no true label is known.
+            if value is not None:
+                series.setdefault(name, []).append((value, row["round"]))
     return {name: _last_and_best(values) for name, values in series.items()}
 
 
-def _last_and_best(measured: Sequence[tuple[float, int]]) -> Row:
-    best, best_round = max(measured, key=lambda each: (each[0], -each[1]))
-    return {"last": measured[-1][0], "best": best, "best_round": best_round}
+def _last_and_best(values: Sequence[tuple[float, int]]) -> Row:
+    """Return the last and the best of (value, round), and the first round that reached the best."""
+    best, best_round = max(values, key=lambda entry: (entry[0], -entry[1]))
+    return {"last": values[-1][0], "best": best, "best_round": best_round}
