@@ -15,7 +15,14 @@ from halfmoon.config.schema import Config
 from halfmoon.core import rng, tree
 from halfmoon.core.errors import UserError
 from halfmoon.data.partition.heterogeneity import class_shares, jensen_shannon
-from halfmoon.engine.evaluation import Examples, Quality, at_once, evaluate_model, leaning, mean_prediction
+from halfmoon.engine.evaluation import (
+    Examples,
+    Quality,
+    evaluate_model,
+    images_per_pass,
+    mean_prediction,
+    prediction_bias,
+)
 from halfmoon.engine.loop import measured
 from halfmoon.models import SmallCNN, track
 from halfmoon.runs import factory
@@ -87,7 +94,7 @@ def test_leanings_by_hand():
     APP-U (1/4, 3/4, 0): the middle is (1/2, 1/2, 0) with 1 bit, either side has h = 2 - (3/4) log2(3) = 0.811278, so
     the divergence is 0.188722. Labels (1/2, 1/2, 0): the middle (5/8, 3/8) has 0.954434 bits, the sides h and 1, so it
     is 0.954434 - 0.905639 = 0.048795."""
-    row = leaning(np.array([0.25, 0.75, 0]), np.array([2, 2, 0]), np.array([1, 1, 2]), [0.9, 0.3, 0.0])
+    row = prediction_bias(np.array([0.25, 0.75, 0]), np.array([2, 2, 0]), np.array([1, 1, 2]), [0.9, 0.3, 0.0])
     assert row == {
         "app_u": [0.25, 0.75, 0.0],
         "labeled": [0.5, 0.5, 0.0],
@@ -101,11 +108,11 @@ def test_leanings_by_hand():
 def test_leanings_are_zero_for_the_same_and_one_without_a_common_class():
     """And shares of nothing, with their divergences, are None: no NaN gets into a row."""
     one, other, nothing = np.array([3, 1, 0, 0]), np.array([0, 0, 5, 2]), np.zeros(4)
-    row = leaning(class_shares(one), other, one, [0.6, 0.2, 0.0, 0.0])
+    row = prediction_bias(class_shares(one), other, one, [0.6, 0.2, 0.0, 0.0])
     assert (row["js_app_u"], row["js_labeled"]) == (0, 1)
-    row = leaning(class_shares(one), nothing, one, [0.6, 0.2, 0.0, 0.0])
+    row = prediction_bias(class_shares(one), nothing, one, [0.6, 0.2, 0.0, 0.0])
     assert (row["labeled"], row["js_labeled"], row["js_app_u"]) == (None, None, 0)
-    row = leaning(class_shares(one), other, one, [0.0] * 4)
+    row = prediction_bias(class_shares(one), other, one, [0.0] * 4)
     assert (row["accuracy"], row["js_labeled"], row["js_app_u"]) == (None, None, None)
 
 
@@ -237,7 +244,7 @@ def test_wrong_constants_are_a_sentence():
 def test_a_cpu_looks_at_as_many_images_together_as_make_a_million_pixels() -> None:
     """A thousand of 28x28, 256 of 64x64, one of 2048x2048; 300 images of 64x64 count all in two parts."""
     sides = (28, 64, 2048)
-    assert [at_once(torch.zeros(0, 1, side, side), 1000) for side in sides] == [1000, 256, 1]
+    assert [images_per_pass(torch.zeros(0, 1, side, side), 1000) for side in sides] == [1000, 256, 1]
     shared, large = task(), examples(300, side=64)
     made = model()
     parts = [Examples(*(leaf[rows] for leaf in large)) for rows in (slice(0, 256), slice(256, None))]

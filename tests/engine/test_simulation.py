@@ -23,7 +23,7 @@ from halfmoon.engine.budget import Budget
 from halfmoon.engine.driver import Diverged
 from halfmoon.engine.evaluation import Examples, Quality, mean_prediction
 from halfmoon.engine.local_clients import FederatedDataset
-from halfmoon.engine.runtime import answering, first_of_permutation
+from halfmoon.engine.runtime import first_of_permutation, sample_responders
 from halfmoon.engine.sampling import Batching
 from halfmoon.methods import registry
 from halfmoon.methods.fedavg import FedAvg
@@ -469,7 +469,7 @@ def test_who_is_silent_leaves_the_cohort():
             assert (played.server["ups"][query]["mark"] - 100).tolist() == played.report.cohort
     for number in range(12, 200):
         simulation.open(number)
-        heard.append(len(answering(simulation.cohort, 0.4, simulation.seed, number)))
+        heard.append(len(sample_responders(simulation.cohort, 0.4, simulation.seed, number)))
     assert min(heard) == 1
     assert max(heard) == 3
     assert abs(np.mean(heard) - 1.864) < 4 * 0.06
@@ -676,12 +676,12 @@ def test_a_leaning_looks_at_so_many_images_at_most(monkeypatch):
     """Of a pooled run's 40 unlabeled rows 12 are looked at, others in another round; all are in the shares."""
     held, labels, seen = dataset(pooled=True, place="server"), dataset().train.labels.numpy(), []
 
-    def spy(network, model, normalize, images, spread):
+    def spy(network, model, normalize, images, parallel_map):
         seen.append({image.numpy().tobytes() for image in images})
         return mean_prediction(network, model, normalize, images)
 
     monkeypatch.setattr(simulation_module, "mean_prediction", spy)
-    monkeypatch.setattr(simulation_module, "LOOKED_AT", 12)
+    monkeypatch.setattr(simulation_module, "MAX_BIAS_IMAGES", 12)
     for number in (0, 1, 0):
         _, _, row = leanings(held, cohort=1, number=number)
         assert row["unlabeled"] == shares(labels[~held.split.labeled])

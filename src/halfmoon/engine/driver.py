@@ -304,7 +304,7 @@ def _finite(upload: Upload) -> bool:
     return not fine or bool(torch.stack(fine).all())
 
 
-def add(old: WeightedMetric | None, new: WeightedMetric) -> WeightedMetric:
+def add_metrics(old: WeightedMetric | None, new: WeightedMetric) -> WeightedMetric:
     if old is None:
         return new
     return WeightedMetric(old.total + new.total, old.squares + new.squares, old.count + new.count)

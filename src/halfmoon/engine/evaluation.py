@@ -1,4 +1,4 @@
-"""Accuracy on a test set, the quality of pseudo-labels where the hidden labels live, and what a model leans to."""
+"""Test accuracy, the quality of pseudo-labels, the class bias of predictions, and calibration."""
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -23,9 +23,9 @@ Result = TypeVar("Result")
 
 
 class ParallelMap(Protocol):
-    """What applies a function to items, as the built-in `map` does, which is the one that spreads nothing.
+    """Apply a function to items, as the built-in `map` does, perhaps in several processes.
 
-    Results come in the order of the items, and do not depend on where they were computed.
+    Results are in the order of the items and do not depend on where they were computed.
     """
 
     def __call__(self, function: Callable[[Item], Result], items: Iterable[Item], /) -> Iterator[Result]:
@@ -33,15 +33,18 @@ class ParallelMap(Protocol):
         ...
 
 
-PIXELS = 2**20
-"""Pixels of the images that a CPU evaluates together at most."""
+MAX_CPU_PIXELS = 2**20
+"""Pixels of the images at most that a CPU evaluates in one pass."""
 
-TOGETHER = 250
-"""Test images that share batch statistics where these are what normalizes them, in their order."""
+LOGIT_PIXELS = 2**16
+"""Pixels of the images at most whose activations are in a CPU's memory at the same time."""
 
+BATCH_STATISTICS_IMAGES = 250
+"""Consecutive test images that share batch statistics, where a model is normalized by these."""
 
-MIN_TEMPERATURE, MAX_TEMPERATURE = 0.05, 20.0
-"""The range of temperatures: without a wrong answer among the images, the best one would be 0."""
+MIN_TEMPERATURE = 0.05
+MAX_TEMPERATURE = 20.0
+"""The range of temperatures. If all images are classified correctly, the best temperature would be 0."""
 
 
 class Examples(NamedTuple):
@@ -52,34 +55,43 @@ class Examples(NamedTuple):
 
 
 class ModelEvaluation(NamedTuple):
-    """What a model said of a test set, counted in one pass."""
+    """The predictions of a model on labeled images."""
 
     confusion: Tensor  # (classes, classes) int64; rows: true class, columns: predicted class
     loss: float  # mean cross-entropy
-    correct: np.ndarray | None = None  # (N,) bool, None where images are at several places
+    correct: np.ndarray | None = None  # (N,) bool; None if the images are at several sites
 
     @property
     def packed(self) -> bytes | None:
-        """The bits of `correct`, eight in a byte."""
+        """`correct` with eight images in a byte."""
         return None if self.correct is None else np.packbits(self.correct).tobytes()
 
     @property
     def per_class(self) -> list[float]:
-        """Return the accuracy of each class, to six digits; 0 for a class without test images."""
+        """The accuracy of each class, to six digits; 0 for a class without images."""
         shares = self.confusion.diagonal() / self.confusion.sum(1).clamp_min(1)
         return [round(value, 6) for value in to_floats(shares)]
 
     def row(self) -> dict[str, float | list[float]]:
+        """Return accuracy, loss and accuracy by class, as metrics.jsonl stores them."""
         accuracy = int(self.confusion.diagonal().sum()) / int(self.confusion.sum())
         return {"accuracy": accuracy, "loss": self.loss, "per_class": self.per_class}
 
 
-def at_once(images: Tensor, most: int, pixels: int = PIXELS) -> int:
-    """Return how many of the images (N, C, H, W) are looked at together: `most`, on a CPU up to so many pixels.
+def images_per_pass(images: Tensor, most: int, pixels: int = MAX_CPU_PIXELS) -> int:
+    """Compute how many of the images (N, C, H, W) go through a network together.
 
     The activations of a thousand images of 64x64 take a gigabyte, and are no faster than those of 256.
+
+    Args:
+        images: the images; only their device and size matter.
+        most: the largest number, which a GPU always takes.
+        pixels: the pixels in one pass at most on a CPU.
     """
-    return most if images.device.type != "cpu" else max(1, min(most, pixels // (images.shape[-2] * images.shape[-1])))
+    if images.device.type != "cpu":
+        return most
+    height, width = images.shape[-2:]
+    return max(1, min(most, pixels // (height * width)))
 
 
 @torch.no_grad()
@@ -92,36 +104,57 @@ def evaluate_model(
     statistics: Labeling = "running",
     parallel_map: ParallelMap = map,
 ) -> ModelEvaluation:
-    """Count what `model` says of the test set under its tracked statistics, or under those of every `TOGETHER`.
+    """Evaluate a model on labeled images.
 
-    `batch` images at a time, which `spread` may count side by side.
+    Args:
+        network: the network.
+        model: {"params", "stats"}.
+        normalize: converts uint8 images for the network.
+        test: the images.
+        batch: images in one pass at most.
+        statistics: "running": normalize with the model's tracked statistics; else with the statistics of each
+            `BATCH_STATISTICS_IMAGES` images.
+        parallel_map: computes batches, perhaps in several processes.
     """
     classes = network.classes
-    cells = torch.zeros(classes * classes, dtype=torch.int64, device=test.labels.device)
+    confusion = torch.zeros(classes * classes, dtype=torch.int64, device=test.labels.device)
     loss = torch.zeros((), dtype=torch.float64, device=test.labels.device)
-    batch = at_once(test.images, batch) if statistics == "running" else TOGETHER
-    parts = map(Examples, torch.split(test.images, batch), torch.split(test.labels, batch))
+    if statistics == "running":
+        batch = images_per_pass(test.images, batch)
+    else:
+        batch = BATCH_STATISTICS_IMAGES
+    batches = map(Examples, torch.split(test.images, batch), torch.split(test.labels, batch))
     correct: list[np.ndarray] = []
-    for count, total, right in parallel_map(partial(_counts, network, model, normalize, statistics), parts):
-        cells += count
-        loss += total
-        correct.append(right.cpu().numpy())
-    return ModelEvaluation(cells.reshape(classes, classes), float(loss) / len(test.labels), np.concatenate(correct))
+    evaluate = partial(_evaluate_batch, network, model, normalize, statistics)
+    for batch_confusion, batch_loss, batch_correct in parallel_map(evaluate, batches):
+        confusion += batch_confusion
+        loss += batch_loss
+        correct.append(batch_correct.cpu().numpy())
+    return ModelEvaluation(confusion.reshape(classes, classes), float(loss) / len(test.labels), np.concatenate(correct))
 
 
 @torch.no_grad()
-def _counts(
-    network: Network, model: Tree, normalize: Normalize, statistics: Labeling, part: Examples
+def _evaluate_batch(
+    network: Network, model: Tree, normalize: Normalize, statistics: Labeling, batch: Examples
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return how often each predicted class meets each true one (classes * classes,), the losses' sum, who is right."""
-    params, (images, labels), classes = tree.channels_last(model["params"]), part, network.classes
+    """Evaluate one batch.
+
+    Returns:
+        The flat confusion matrix (classes * classes,), the summed loss, and which images are correct, (n,).
+    """
+    params = tree.channels_last(model["params"])
+    images, labels = batch
+    classes = network.classes
     network = network.in_float32
     if statistics == "running":
-        logits = _logits(network, params, model["stats"], normalize, images)
+        logits = _compute_logits(network, params, model["stats"], normalize, images)
     else:
         logits = network.train(params, normalize(images))[0]
-    loss, predictions = F.cross_entropy(logits, labels, reduction="sum").double(), logits.argmax(-1)
-    return torch.bincount(labels * classes + predictions, minlength=classes * classes), loss, predictions == labels
+    loss = F.cross_entropy(logits, labels, reduction="sum").double()
+    predictions = logits.argmax(-1)
+    # Pairs (true, predicted) as one number, so that bincount counts them.
+    confusion = torch.bincount(labels * classes + predictions, minlength=classes * classes)
+    return confusion, loss, predictions == labels
 
 
 @torch.no_grad()
@@ -133,119 +166,181 @@ def mean_prediction(
     batch: int = 1000,
     parallel_map: ParallelMap = map,
 ) -> np.ndarray:
-    """Return the mean class probabilities, float64 (classes,), of one or more images, uint8 (N, C, H, W).
+    """Compute the mean class probabilities of images, with the model's tracked statistics.
 
-    Over unlabeled images it is FedDB's APP-U (IJCAI 2024, Equation 8), here under the model's tracked statistics.
+    On unlabeled images it is APP-U of FedDB (IJCAI 2024, Equation 8).
+
+    Args:
+        network: the network.
+        model: {"params", "stats"}.
+        normalize: converts uint8 images for the network.
+        images: uint8 (N, C, H, W), N at least 1.
+        batch: images in one pass at most.
+        parallel_map: computes batches, perhaps in several processes.
+
+    Returns:
+        float64 (classes,).
     """
     total = torch.zeros(network.classes, dtype=torch.float64, device=images.device)
-    for part in parallel_map(
-        partial(_predicted, network, model, normalize), torch.split(images, at_once(images, batch))
-    ):
-        total += part
+    batches = torch.split(images, images_per_pass(images, batch))
+    for batch_total in parallel_map(partial(_sum_probabilities, network, model, normalize), batches):
+        total += batch_total
     return (total / len(images)).cpu().numpy()
 
 
 @torch.no_grad()
-def _predicted(network: Network, model: Tree, normalize: Normalize, images: Tensor) -> Tensor:
+def _sum_probabilities(network: Network, model: Tree, normalize: Normalize, images: Tensor) -> Tensor:
     params = tree.channels_last(model["params"])
-    return _logits(network.in_float32, params, model["stats"], normalize, images).double().softmax(-1).sum(0)
+    logits = _compute_logits(network.in_float32, params, model["stats"], normalize, images)
+    return logits.double().softmax(-1).sum(0)
 
 
-def _logits(network: Network, params: Tree, stats: Tree, normalize: Normalize, images: Tensor) -> Tensor:
-    """Return the logits (n, classes), to the bit those of one pass, whose activations would be larger than a model."""
-    parts = torch.split(images, at_once(images, len(images), 2**16))
+def _compute_logits(network: Network, params: Tree, stats: Tree, normalize: Normalize, images: Tensor) -> Tensor:
+    """Compute logits (n, classes) in parts, whose activations need less memory; bit for bit those of one pass."""
+    parts = torch.split(images, images_per_pass(images, len(images), LOGIT_PIXELS))
     return torch.cat([network.predict(params, stats, normalize(part)) for part in parts])
 
 
-def leaning(
+def prediction_bias(
     app_u: np.ndarray, labeled: np.ndarray, unlabeled: np.ndarray, per_class: Sequence[float]
 ) -> dict[str, Any]:
-    """Return what a model's bias follows: its prior over unlabeled images, or the labeled mix.
+    """Compare a model's accuracy by class with its mean prediction and with the class shares of its labels.
 
-    `app_u` (classes,) is its mean prediction of unlabeled images, `labeled` and `unlabeled` (classes,) count rows, and
-    `per_class` (classes,) is its test accuracy by class. The row holds app_u and the three others scaled to sum 1, None
-    where all are zero, and the Jensen-Shannon divergences (bits, 0 to 1) between "accuracy" and "app_u", js_app_u, and
-    between "accuracy" and "labeled", js_labeled (FedDB, IJCAI 2024, Figures 1 and 3).
+    FedDB (IJCAI 2024), Figures 1 and 3.
+
+    Args:
+        app_u: the model's mean prediction of unlabeled images, (classes,).
+        labeled: labeled rows by class, (classes,).
+        unlabeled: unlabeled rows by class, (classes,).
+        per_class: the model's test accuracy by class, (classes,).
+
+    Returns:
+        "app_u", "labeled", "unlabeled" and "accuracy", each scaled to sum 1, None if all values are zero; and the
+        Jensen-Shannon divergences (bits, 0 to 1) of "accuracy" from "app_u" (js_app_u) and "labeled" (js_labeled).
     """
-    accuracy, labeled, unlabeled = (
-        class_shares(np.asarray(each, np.float64)) for each in (per_class, labeled, unlabeled)
-    )
-    shares = {"app_u": app_u, "labeled": labeled, "unlabeled": unlabeled, "accuracy": accuracy}
-    distances = {"js_app_u": jensen_shannon(accuracy, app_u), "js_labeled": jensen_shannon(accuracy, labeled)}
-    row: dict[str, Any] = {name: None if np.isnan(s).any() else s.round(6).tolist() for name, s in shares.items()}
-    return row | {name: None if np.isnan(js) else round(float(js), 6) for name, js in distances.items()}
+    accuracy_shares = class_shares(np.asarray(per_class, np.float64))
+    labeled_shares = class_shares(np.asarray(labeled, np.float64))
+    unlabeled_shares = class_shares(np.asarray(unlabeled, np.float64))
+    row: dict[str, Any] = {}
+    shares = {"app_u": app_u, "labeled": labeled_shares, "unlabeled": unlabeled_shares, "accuracy": accuracy_shares}
+    for name, values in shares.items():
+        row[name] = None if np.isnan(values).any() else values.round(6).tolist()
+    divergences = {
+        "js_app_u": jensen_shannon(accuracy_shares, app_u),
+        "js_labeled": jensen_shannon(accuracy_shares, labeled_shares),
+    }
+    for name, divergence in divergences.items():
+        row[name] = None if np.isnan(divergence) else round(float(divergence), 6)
+    return row
 
 
 class Quality:
-    """Counts over pseudo-labels, summed over steps and clients; no method ever sees it."""
+    """Quality of pseudo-labels, summed over steps and clients. Methods have no access to it.
+
+    Attributes:
+        classes: number of classes.
+        threshold: the confidence from which a pseudo-label counts as confident.
+        totals: (9,) float64: number, number with known label and number correct, of all pseudo-labels, of the
+            confident ones, and of those with a weight above 0.
+        per_class: (2, classes) float64: correct pseudo-labels and images by true class.
+        models: the same counts for each of several models that make pseudo-labels, by name.
+    """
 
     def __init__(self, classes: int, threshold: float, device: torch.device) -> None:
-        self.classes, self.threshold = classes, threshold
+        self.classes = classes
+        self.threshold = threshold
         self.totals = torch.zeros(9, dtype=torch.float64, device=device)
         self.per_class = torch.zeros(2, classes, dtype=torch.float64, device=device)
         self.models: dict[str, Quality] = {}
 
     def add(self, pseudo: PseudoLabels, hidden: Tensor, models: Mapping[str, PseudoLabels] = NO_PSEUDO_LABELS) -> None:
-        """Compare pseudo-labels (b,) with the labels (b,) that the method does not see, below 0 where nobody knows.
+        """Compare pseudo-labels with true labels.
 
-        Those that each of several `models` makes are counted apart, by its name.
+        Args:
+            pseudo: the pseudo-labels of b images.
+            hidden: the true labels, (b,), which the method does not see; below 0 where unknown.
+            models: the pseudo-labels of single models for the same images, by name.
         """
-        for name, each in models.items():
+        for name, model_pseudo in models.items():
             if name not in self.models:
                 self.models[name] = Quality(self.classes, self.threshold, self.totals.device)
-            self.models[name].add(each, hidden)
-        right = (pseudo.label == hidden).double()
-        kinds = torch.ones_like(right), (pseudo.confidence >= self.threshold).double(), (pseudo.weight > 0).double()
-        labeled = (hidden >= 0).double()
-        self.totals += torch.cat([torch.stack([each, each * labeled, each * right]).sum(1) for each in kinds])
-        belongs = F.one_hot(hidden.clamp(min=0), self.classes).double() * labeled[:, None]
-        self.per_class += torch.stack([(belongs * right[:, None]).sum(0), belongs.sum(0)])
+            self.models[name].add(model_pseudo, hidden)
+        correct = (pseudo.label == hidden).double()
+        known = (hidden >= 0).double()
+        all_images = torch.ones_like(correct)
+        confident = (pseudo.confidence >= self.threshold).double()
+        used = (pseudo.weight > 0).double()
+        counts = [
+            torch.stack([subset, subset * known, subset * correct]).sum(1) for subset in (all_images, confident, used)
+        ]
+        self.totals += torch.cat(counts)
+        true_class = F.one_hot(hidden.clamp(min=0), self.classes).double() * known[:, None]
+        self.per_class += torch.stack([(true_class * correct[:, None]).sum(0), true_class.sum(0)])
 
     def row(self) -> dict[str, Any] | None:
-        """Return the shares and accuracies, None where nothing was counted; "models" holds those of several models.
+        """Return shares and accuracies as metrics.jsonl stores them; None if nothing was counted.
 
-        An accuracy is that over the images whose label is known.
+        Accuracies are over the images whose label is known. "models" has the rows of several models.
         """
-        total, labeled, right, above, above_labeled, above_right, used, used_labeled, used_right = to_floats(
+        total, known, correct, above, above_known, above_correct, used, used_known, used_correct = to_floats(
             self.totals
         )
         if not total:
             return None
-        hits, rows = (to_floats(part) for part in self.per_class)
-        return {
-            "accuracy": right / labeled if labeled else None,
+        correct_by_class, images_by_class = (to_floats(part) for part in self.per_class)
+        row: dict[str, Any] = {
+            "accuracy": correct / known if known else None,
             "share_above": above / total,
-            "accuracy_above": above_right / above_labeled if above_labeled else None,
+            "accuracy_above": above_correct / above_known if above_known else None,
             "share_used": used / total,
-            "accuracy_used": used_right / used_labeled if used_labeled else None,
-            "per_class": [h / n if n else None for h, n in zip(hits, rows, strict=True)],
-            **({"models": {name: each.row() for name, each in self.models.items()}} if self.models else {}),
+            "accuracy_used": used_correct / used_known if used_known else None,
+            "per_class": [
+                hits / images if images else None
+                for hits, images in zip(correct_by_class, images_by_class, strict=True)
+            ],
         }
+        if self.models:
+            row["models"] = {name: quality.row() for name, quality in self.models.items()}
+        return row
 
 
 def temperature(logits: Tensor, labels: Tensor) -> float:
-    """Return the temperature of the least mean cross-entropy of logits float64 (N, classes) with labels int64 (N,).
+    """Fit the temperature that minimizes the mean cross-entropy of logits.
 
-    Guo et al., On Calibration of Modern Neural Networks, ICML 2017, Section 4.2: one number for all classes. In
-    1 / temperature = b the cross-entropy is convex: the sign of its derivative, mean of E_p[z] - z_y with p the
-    softmax of b z, is followed by bisection in log b, between `MIN_TEMPERATURE` and `MAX_TEMPERATURE`.
+    Guo et al., On Calibration of Modern Neural Networks, ICML 2017, Section 4.2: one number for all classes.
+
+    Args:
+        logits: float64 (N, classes).
+        labels: int64 (N,).
+
+    Returns:
+        The temperature, between `MIN_TEMPERATURE` and `MAX_TEMPERATURE`.
     """
-    z, right = logits, logits.gather(1, labels[:, None])[:, 0]
+    z = logits
+    true_logits = logits.gather(1, labels[:, None])[:, 0]
 
     def slope(b: float) -> float:
-        return float((((b * z).softmax(1) * z).sum(1) - right).mean())
+        """Compute the derivative of the cross-entropy in b: the mean of E_p[z] - z_y, p = softmax(b z)."""
+        return float((((b * z).softmax(1) * z).sum(1) - true_logits).mean())
 
-    low, high = math.log(1 / MAX_TEMPERATURE), math.log(1 / MIN_TEMPERATURE)
+    # The cross-entropy is convex in b = 1 / temperature: bisect log b by the sign of its derivative.
+    low = math.log(1 / MAX_TEMPERATURE)
+    high = math.log(1 / MIN_TEMPERATURE)
     for _ in range(60):
         middle = (low + high) / 2
-        low, high = (middle, high) if slope(math.exp(middle)) < 0 else (low, middle)
+        if slope(math.exp(middle)) < 0:
+            low = middle
+        else:
+            high = middle
     return math.exp(-(low + high) / 2)
 
 
 @torch.no_grad()
 def fit_temperature(network: Network, model: Tree, normalize: Normalize, images: Examples, batch: int = 1000) -> float:
-    """Return the temperature of `model` = {"params", "stats"} on labeled images that it was not trained on."""
+    """Fit the temperature of `model` = {"params", "stats"} on labeled images that it was not trained on."""
     params = tree.channels_last(model["params"])
-    some = torch.split(images.images, at_once(images.images, batch))
-    parts = [_logits(network.in_float32, params, model["stats"], normalize, each).double() for each in some]
-    return temperature(torch.cat(parts), images.labels)
+    logits = [
+        _compute_logits(network.in_float32, params, model["stats"], normalize, part).double()
+        for part in torch.split(images.images, images_per_pass(images.images, batch))
+    ]
+    return temperature(torch.cat(logits), images.labels)

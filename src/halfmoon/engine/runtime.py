@@ -1,4 +1,4 @@
-"""The server half of a runtime, wherever the clients are: draws cohorts, asks them, and counts what it costs."""
+"""The server's side of a federation: sample cohorts, send queries to clients, and count their cost."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
@@ -20,49 +20,50 @@ from halfmoon.core.tensors import to_ints
 from halfmoon.core.tree import Tree
 from halfmoon.data.partition.split import SERVER
 from halfmoon.engine.budget import Cost
-from halfmoon.engine.driver import ClientContext, ClientResult, add, images_per_call
+from halfmoon.engine.driver import ClientContext, ClientResult, add_metrics, images_per_call
 from halfmoon.engine.evaluation import Quality
 from halfmoon.engine.sampling import Views
 from halfmoon.storage.manifest import StoreContents
 from halfmoon.storage.state_store import StateView, TreeStore
 
-WORD = 2**32
+UINT32_VALUES = 2**32
 
 Row = dict[str, Any]
 """One round's line of metrics.jsonl."""
 
 ClientResults = Iterator[tuple[int, ClientResult]]
-"""Clients, and what came of their updates, one after the other."""
+"""Clients and the results of their updates, one after the other."""
 
 
 class TooFewReplies(UserError):
-    """A round that too few clients have answered: nothing of it counts, and it is played again."""
+    """Too few clients have replied in a round. The round has no effect and is retried."""
 
 
 class RoundReport(NamedTuple):
-    """What a runtime measured in one round."""
+    """The measurements of one round."""
 
     cohort: list[int]
-    samples: dict[str, WeightedMetric]
-    pseudo: Row | None
+    samples: dict[str, WeightedMetric]  # training metrics, summed over clients and steps
+    pseudo: Row | None  # quality of pseudo-labels
     cost: dict[str, int]  # of the run so far
-    evaluation: Row | None = None  # how the model before this round did on test images that only the clients have
-    validation: Row | None = None  # the same on validation images that only the clients have
-    aggregator: Row | None = None  # what stood between the uploads and the method says of the round
+    evaluation: Row | None = None  # of the model before this round, on test images that only clients have
+    validation: Row | None = None  # the same on their validation images
+    aggregator: Row | None = None  # what the aggregators report
 
 
 @dataclass(frozen=True)
 class RuntimeSettings:
-    """How a runtime draws and measures.
+    """Settings of a runtime.
 
-    cohort: how many clients train in a round.
-    seed: what cohorts, batches and views are drawn from.
-    clients: how many are registered; a simulation takes the number of its data set.
-    device: where the server computes; a simulation takes that of its data set.
-    confidence_threshold: the confidence from which diagnostics call a pseudo-label confident.
-    client_models: of how many clients a round the models that they send are kept, to be measured.
-    client_dropout: the probability that a client of the cohort does not answer, for a whole round.
-    cohort_secret: what a server draws cohorts from in place of the seed, if sites must not foresee them.
+    Attributes:
+        cohort: number of clients that train in a round.
+        seed: seed of cohorts, batches and views.
+        clients: number of registered clients; a simulation takes it from its data set.
+        device: where the server computes; a simulation takes it from its data set.
+        confidence_threshold: the confidence from which diagnostics call a pseudo-label confident.
+        client_models: number of clients a round whose sent models are measured.
+        client_dropout: probability that a client of the cohort does not reply in a round.
+        cohort_secret: the seed of the cohorts of a server whose sites must not predict them; None: `seed`.
     """
 
     cohort: int
@@ -76,11 +77,22 @@ class RuntimeSettings:
 
 
 class ServerRuntime(ABC):
-    """A federation that the round loop drives, on this machine or by network; `_client_rounds` knows where clients are.
+    """A federation, simulated or over the network, as the round loop and methods see it.
 
-    A round is `open`, any number of queries, `close`. Everything drawn depends on (seed, round, query, client) alone. A
-    client of the cohort fails to answer with probability `settings.client_dropout`, for a whole round; one always
-    answers. What the server's state store remembers lies in `store`. Uploads pass all `aggregators` to the method.
+    A round is `open`, any number of queries, `close`. All random numbers depend only on (seed, round, query, client).
+    A client of the cohort does not reply with probability `settings.client_dropout`, for a whole round; at least one
+    client replies. Subclasses implement `_client_rounds`, which reaches the clients.
+
+    Attributes:
+        method: the method that trains.
+        base: its task, with the learning rate of the first round.
+        task: the task at the current round.
+        client_updates: the method's client updates by name, at the current round.
+        cohort: the clients of the current round, sorted; those that do not reply are removed after a query.
+        responders: the clients whose uploads the last query returned, in the order of the uploads.
+        store: the trees of the server's state store and of simulated clients' memories.
+        aggregators: through which uploads pass, one after the other, before the method gets them.
+        cost: the cost of the run so far.
     """
 
     def __init__(
@@ -92,39 +104,60 @@ class ServerRuntime(ABC):
         store: TreeStore | None = None,
         aggregators: Sequence[Aggregator] = (),
     ) -> None:
-        self.method, self.base, self.task, self.views = method, task, task, views
-        self.settings, self.seed, self.device = settings, settings.seed, settings.device
+        self.method = method
+        self.base = task
+        self.task = task
+        self.views = views
+        self.settings = settings
+        self.seed = settings.seed
+        self.device = settings.device
         self.client_updates = method.client_updates(task)
-        self.clients, self.size = settings.clients, settings.cohort
+        self.clients = settings.clients
+        self.size = settings.cohort
         self.aggregators = tuple(aggregators)
         self.store = TreeStore() if store is None else store
         self.state_store: StateStore = StateView(self.store, "state/", self.device)
         self.cost = Cost()
-        self.cohort = self.responders = torch.zeros(0, dtype=torch.int64)
-        self._round = self._attempt = self._query = 0
-        self._fair = True  # whether the cohort was drawn from all clients alike
+        self.cohort = torch.zeros(0, dtype=torch.int64)
+        self.responders = torch.zeros(0, dtype=torch.int64)
+        self._round = 0
+        self._attempt = 0
+        self._query = 0
+        self._uniform_cohort = True  # whether the cohort is a uniform sample of all clients
         self._samples: dict[str, WeightedMetric] = {}
-        self._quality = self._fresh_quality()
+        self._quality = self._new_quality()
 
     @property
     @abstractmethod
     def labeled(self) -> int:
-        """Return how many labeled images the server itself has."""
+        """The number of labeled images of the server."""
 
     @abstractmethod
     def prediction_bias(self, model: Tree, per_class: Sequence[float]) -> Row | None:
-        """Return what the model leans to (`halfmoon.engine.evaluation.leaning`), None where that cannot be known.
+        """Measure the class bias of a model's predictions on the unlabeled images of this round's cohort.
 
-        It is measured on the unlabeled rows of this round's cohort and adds nothing to the cost. `per_class` (classes,)
-        is the model's test accuracy by class.
+        This adds nothing to the cost.
+
+        Args:
+            model: {"params", "stats"}.
+            per_class: its test accuracy by class, (classes,).
+
+        Returns:
+            The row of `halfmoon.engine.evaluation.prediction_bias`; None if it cannot be measured.
         """
 
     def client_prediction_bias(
         self, model: Tree, per_class: Sequence[float], test: Callable[[Tree], Sequence[float]]
     ) -> Row | None:
-        """Return what the models that single clients have sent lean to, and what `model` does on their images.
+        """Measure the class bias of the models that single clients sent, and of `model` on these clients' images.
 
-        `test` returns the test accuracy by class of a model. None where that is not wanted or cannot be known.
+        Args:
+            model: the server's model, {"params", "stats"}.
+            per_class: its test accuracy by class.
+            test: computes the test accuracy by class of a client's model.
+
+        Returns:
+            A row for metrics.jsonl; None if it is not wanted or cannot be measured.
         """
         return None
 
@@ -132,198 +165,277 @@ class ServerRuntime(ABC):
     def _client_rounds(
         self, context: ClientContext, clients: Sequence[int], broadcast: Tree, per_client: Tree
     ) -> ClientResults:
-        """Visit clients (or the `SERVER`); `per_client` (leaves (K, ...)) is merged into `broadcast`, a slice for each.
+        """Have clients (or the `SERVER`) train and yield their results in the order of `clients`.
 
-        Yield what came of it by client, in their order, of those who answered: of one at least, if it is the cohort.
+        Args:
+            context: the query.
+            clients: numbers of the clients.
+            broadcast: the tree that all clients receive.
+            per_client: leaves (len(clients), ...), of which each client receives its slice too.
+
+        Yields:
+            The clients that reply and their results; at least one if `clients` is the cohort.
         """
 
     def retry_round(self, few: TooFewReplies) -> None:
-        """Make ready to play the round again that too few have answered, or raise `few`."""
-        raise few  # who does not answer on one machine will not answer the second time either
+        """Prepare to retry a round that had too few replies, or raise `few`."""
+        raise few  # a simulated client that drops out would drop out again
 
     def evaluate_next_round(self, model: Tree) -> None:
-        """Have the model tested with the next query, where clients have test or validation images of their own."""
-        return  # on one machine there is a test set or none
+        """Have clients evaluate a model on their test and validation images with the next query."""
+        return  # in a simulation only the server evaluates
 
     def final_evaluation(self, model: Tree) -> tuple[Row | None, Row | None]:
+        """Have clients evaluate the last model; return their test and validation results, None if there are none."""
         return None, None
 
     def on_checkpoint(self, round: int) -> None:
-        """Take note that the first `round` rounds are on the disk."""
-        return  # what clients on one machine remember is a part of what was saved
+        """Handle that a checkpoint of the first `round` rounds is on the disk."""
+        return  # in a simulation the checkpoint contains the memories of all clients
 
     def open(self, round: int) -> None:
-        """Begin a round: draw its cohort, the same for every method of one seed."""
-        draw = rng.generator(self.seed, "cohort", round)
-        self.cohort = first_of_permutation(self.clients, self.size, draw).sort().values
+        """Begin a round: sample its cohort, the same for every method of one seed."""
+        generator = rng.generator(self.seed, "cohort", round)
+        self.cohort = first_of_permutation(self.clients, self.size, generator).sort().values
         self.task = self.base.at(round)
         self.client_updates = self.method.client_updates(self.task)
-        self._round, self._query = round, 0
-        self._samples, self._quality = {}, self._fresh_quality()
+        self._round = round
+        self._query = 0
+        self._samples = {}
+        self._quality = self._new_quality()
 
     def query(
         self, client_update: str, broadcast: Tree, per_client: Tree | None = None, clients: Tensor | None = None
     ) -> Upload:
-        """Send `broadcast` (and its slice of `per_client`) to the cohort, or `clients` others; return uploads, each leaf (k, ...).
+        """Have clients run an update and return their uploads.
 
-        Of `clients` nobody may answer; then the weights are (0,), and nothing else is there.
+        Args:
+            client_update: the name of the update.
+            broadcast: the tree that all clients receive.
+            per_client: leaves (number of clients, ...), of which each client receives its slice too.
+            clients: numbers of the clients; None: the cohort.
+
+        Returns:
+            The uploads of the `responders`, stacked: every leaf is (k, ...). If none of `clients` replies, it
+            contains only weights of shape (0,).
+
+        Raises:
+            TooFewReplies: the aggregators accept no upload.
         """
         recipients = self.cohort if clients is None else clients.cpu()
-        there = answering(recipients, self.settings.client_dropout, self.seed, self._round)
         private = {} if per_client is None else per_client
-        own = tree.map(lambda leaf: leaf[there], private)
-        ups = {
-            client: outcome.upload
-            for client, outcome in self._ask(
-                self.client_updates[client_update], to_ints(recipients[there]), broadcast, own
-            )
-        }
-        upload, responders = stack(list(ups.values())), tuple(ups)
-        del ups  # what is stacked is not held twice
+        uploads: dict[int, Upload] = {}
+        for client, result in self._train_responders(client_update, recipients, broadcast, private):
+            uploads[client] = result.upload
+            del result
+        upload = stack(list(uploads.values()))
+        responders = tuple(uploads)
+        del uploads  # each upload is now stored twice: free the first copy
         if responders and self.aggregators:
-            place = {client: k for k, client in enumerate(to_ints(recipients))}
-            mine = torch.tensor([place[client] for client in responders], dtype=torch.int64)
-            received = tree.map(lambda leaf: leaf[mine.to(leaf.device)], private)
-            at = (self._round, self._attempt, self._query - 1)
-            fair = clients is None and self._fair
-            upload_spec = self.client_updates[client_update].requirements.upload_spec
-            who = responders, len(recipients), fair, upload_spec, self.state_store
-            context = AggregationContext(*at, client_update, broadcast, received, *who)
-            upload = self._aggregated(context, upload)
+            positions = {client: k for k, client in enumerate(to_ints(recipients))}
+            rows = torch.tensor([positions[client] for client in responders], dtype=torch.int64)
+            context = AggregationContext(
+                round=self._round,
+                attempt=self._attempt,
+                query=self._query - 1,
+                client_update=client_update,
+                broadcast=broadcast,
+                per_client=tree.map(lambda leaf: leaf[rows.to(leaf.device)], private),
+                clients=responders,
+                cohort=len(recipients),
+                random_cohort=clients is None and self._uniform_cohort,
+                upload_spec=self.client_updates[client_update].requirements.upload_spec,
+                memory=self.state_store,
+            )
+            upload = self._aggregate(context, upload)
         else:
             self.responders = torch.tensor(responders, dtype=torch.int64)
-        self._lose(recipients, tree.nbytes(broadcast) + tree.nbytes(private) // len(recipients))
+        self._remove_missing(recipients, tree.nbytes(broadcast) + tree.nbytes(private) // len(recipients))
         return upload
 
     def average(self, client_update: str, broadcast: Tree) -> Upload:
-        """Send `broadcast` to the cohort, and return the weighted mean of the updates, added up as they come.
+        """Have the cohort run an update and return the weighted mean of their uploads.
 
-        Where an aggregator has to see all uploads of a cohort, they are all held before it.
+        Uploads are added to a running sum as they arrive. Aggregators need all of them at once, so with aggregators
+        all uploads of the cohort are in memory together.
         """
-        update = self.client_updates[client_update]
+        upload_spec = self.client_updates[client_update].requirements.upload_spec
         if self.aggregators:
-            return mean_of(
-                self.query(client_update, broadcast), update.requirements.upload_spec, broadcast, client_update
-            )
-        mean, recipients, answered = (
-            UploadMean(update.requirements.upload_spec, client_update),
-            self.cohort,
-            list[int](),
-        )
-        there = answering(recipients, self.settings.client_dropout, self.seed, self._round)
-        for client, outcome in self._ask(update, to_ints(recipients[there]), broadcast, {}):
-            mean.add(outcome.upload)
-            answered.append(client)
-            del outcome  # or it would be held while the next client trains
-        self.responders = torch.tensor(answered, dtype=torch.int64)
-        self._lose(recipients, tree.nbytes(broadcast))
+            return mean_of(self.query(client_update, broadcast), upload_spec, broadcast, client_update)
+        mean = UploadMean(upload_spec, client_update)
+        recipients = self.cohort
+        responders: list[int] = []
+        for client, result in self._train_responders(client_update, recipients, broadcast, {}):
+            mean.add(result.upload)
+            responders.append(client)
+            del result  # free the upload before the next client trains
+        self.responders = torch.tensor(responders, dtype=torch.int64)
+        self._remove_missing(recipients, tree.nbytes(broadcast))
         return mean.result(broadcast)
 
-    def _lose(self, recipients: Tensor, nbytes: int) -> None:
-        """Take those who have not answered out of the cohort; they were sent something too, `nbytes` bytes each."""
-        mute = recipients[~torch.isin(recipients, self.responders)]
-        self.cohort = self.cohort[~torch.isin(self.cohort, mute)]
-        self.cost.bytes_down += len(mute) * nbytes
-
-    def _aggregated(self, context: AggregationContext, upload: Upload) -> Upload:
-        """Return the uploads that the aggregators let through; whose answer does not count has not answered."""
-        for aggregator in self.aggregators:
-            places, upload = aggregator.uploads(context, upload)
-            if not places:
-                what = f"round {context.round + 1}, query {context.query + 1} ({context.client_update})"
-                raise TooFewReplies(f"{what} has no usable upload of {context.cohort}.")
-            context = context if len(places) == len(context.clients) else context.only(places)
-        self.responders = torch.tensor(context.clients, dtype=torch.int64)
-        return upload
+    def query_server(self, client_update: str, broadcast: Tree) -> Upload:
+        """Run an update on the server's labeled images, starting from `broadcast`. It counts no bytes sent."""
+        bytes_down = self.cost.bytes_down
+        bytes_up = self.cost.bytes_up
+        update = self.client_updates[client_update].at_server
+        ((_, result),) = self._train_clients(update, [SERVER], broadcast, {})
+        self.cost.bytes_down = bytes_down
+        self.cost.bytes_up = bytes_up
+        return result.upload
 
     def stop_reason(self, round: int) -> str | None:
-        """Return in a sentence why `round` (from 0) may not be played, None where it may."""
-        return next((why for aggregator in self.aggregators if (why := aggregator.ended(round)) is not None), None)
-
-    def query_server(self, client_update: str, broadcast: Tree) -> Upload:
-        """Do a work at the server, on its own labeled images; nothing travels. `broadcast` is all that it starts from."""
-        traffic = self.cost.bytes_down, self.cost.bytes_up
-        ((_, outcome),) = self._ask(self.client_updates[client_update].at_server, [SERVER], broadcast, {})
-        self.cost.bytes_down, self.cost.bytes_up = traffic
-        return outcome.upload
+        """Return a sentence on why `round` (from 0) must not start, such as a spent privacy budget, or None."""
+        for aggregator in self.aggregators:
+            reason = aggregator.ended(round)
+            if reason is not None:
+                return reason
+        return None
 
     def record_server_bytes(self, server: int) -> None:
-        """Take note of the bytes of the server's tree; what lies on its state store counts too."""
-        beside = self.store.total_bytes("state/") + self.store.size(f"client/{SERVER}")
-        self.cost.stored_server = max(self.cost.stored_server, server + beside)
+        """Record the bytes of the server's tree after a round, to which those of its state store are added."""
+        state_bytes = self.store.total_bytes("state/") + self.store.size(f"client/{SERVER}")
+        self.cost.stored_server = max(self.cost.stored_server, server + state_bytes)
 
     def close(self) -> RoundReport:
-        row = {name: value for aggregator in self.aggregators for name, value in aggregator.row().items()}
-        cohort, quality = to_ints(self.cohort), self._quality.row()
-        return RoundReport(cohort, self._samples, quality, self.cost.row(), aggregator=row or None)
+        """End the round and return its measurements."""
+        aggregator_row: Row = {}
+        for aggregator in self.aggregators:
+            aggregator_row |= aggregator.row()
+        return RoundReport(
+            cohort=to_ints(self.cohort),
+            samples=self._samples,
+            pseudo=self._quality.row(),
+            cost=self.cost.row(),
+            aggregator=aggregator_row or None,
+        )
 
     def state(self) -> Tree:
-        return {"state": contents(self.state_store)}
+        """Return the trees that the federation stores between rounds."""
+        return {"state": read_all(self.state_store)}
 
     def restore(self, clients: StoreContents, cost: dict[str, int]) -> None:
+        """Continue from the stored trees and the cost in a checkpoint."""
         self.store.restore(clients)
         self.cost = Cost(**cost)
 
-    def _ask(
+    def _train_responders(
+        self, client_update: str, recipients: Tensor, broadcast: Tree, per_client: Tree
+    ) -> ClientResults:
+        """Train the recipients that do not drop out of this round; `per_client` has a slice for each recipient."""
+        present = sample_responders(recipients, self.settings.client_dropout, self.seed, self._round)
+        return self._train_clients(
+            self.client_updates[client_update],
+            to_ints(recipients[present]),
+            broadcast,
+            tree.map(lambda leaf: leaf[present], per_client),
+        )
+
+    def _train_clients(
         self, client_update: ClientUpdate, clients: Sequence[int], broadcast: Tree, per_client: Tree
     ) -> ClientResults:
-        rows = images_per_call(self.device)
-        context = ClientContext(client_update, self.views, self.seed, self._round, self._query, rows)
+        """Send the next query of the round to clients; count the cost and metrics of each result and yield it."""
+        context = ClientContext(
+            client_update, self.views, self.seed, self._round, self._query, images_per_call(self.device)
+        )
         self._query += 1
         precision = client_update.task.upload_precision
-        for client, outcome in self._client_rounds(context, clients, broadcast, per_client):
+        for client, result in self._client_rounds(context, clients, broadcast, per_client):
             if client != SERVER:
-                self.cost.stored_client = max(self.cost.stored_client, outcome.memory_bytes)
-            for name, new in outcome.samples.items():
-                self._samples[name] = add(self._samples.get(name), new)
-            passes = client_update.passes(outcome.amount.labeled, outcome.amount.unlabeled)
-            self.cost.add(outcome.amount, passes, outcome.images_outside_steps)
-            self.cost.bytes_down += outcome.traffic[0]
-            self.cost.bytes_up += outcome.traffic[1]
+                self.cost.stored_client = max(self.cost.stored_client, result.memory_bytes)
+            for name, sample in result.samples.items():
+                self._samples[name] = add_metrics(self._samples.get(name), sample)
+            passes = client_update.passes(result.amount.labeled, result.amount.unlabeled)
+            self.cost.add(result.amount, passes, result.images_outside_steps)
+            bytes_down, bytes_up = result.traffic
+            self.cost.bytes_down += bytes_down
+            self.cost.bytes_up += bytes_up
             if precision != "float32" and client != SERVER:
                 received = {**broadcast, **tree.index(per_client, clients.index(client))}
-                outcome = outcome._replace(upload=decoded(outcome.upload, received, precision))
-            yield client, outcome
-            del outcome
+                result = result._replace(upload=decoded(result.upload, received, precision))
+            self._on_upload(client, broadcast, result.upload)
+            yield client, result
+            del result  # free the upload before the next client trains
             release_memory(tree.nbytes(broadcast))
 
-    def _fresh_quality(self) -> Quality:
+    def _on_upload(self, client: int, broadcast: Tree, upload: Upload) -> None:
+        """Observe the upload of a client before it is aggregated."""
+        return
+
+    def _remove_missing(self, recipients: Tensor, nbytes: int) -> None:
+        """Remove recipients that did not reply from the cohort, and count the `nbytes` that each was sent."""
+        missing = recipients[~torch.isin(recipients, self.responders)]
+        self.cohort = self.cohort[~torch.isin(self.cohort, missing)]
+        self.cost.bytes_down += len(missing) * nbytes
+
+    def _aggregate(self, context: AggregationContext, upload: Upload) -> Upload:
+        """Pass stacked uploads through the aggregators; clients whose upload is dropped count as not replying."""
+        for aggregator in self.aggregators:
+            positions, upload = aggregator.uploads(context, upload)
+            if not positions:
+                query = f"round {context.round + 1}, query {context.query + 1} ({context.client_update})"
+                raise TooFewReplies(f"{query} has no usable upload of {context.cohort}.")
+            if len(positions) < len(context.clients):
+                context = context.only(positions)
+        self.responders = torch.tensor(context.clients, dtype=torch.int64)
+        return upload
+
+    def _new_quality(self) -> Quality:
         return Quality(self.base.network.classes, self.settings.confidence_threshold, self.device)
 
 
-def contents(store: StateStore) -> Tree:
+def read_all(store: StateStore) -> Tree:
+    """Return all trees of a state store by key."""
     return {key: store.get(key) for key in store.keys()}  # noqa: SIM118
 
 
-def answering(recipients: Tensor, dropout: float, seed: int, round: int) -> Tensor:
-    """Return the places in `recipients` of those who answer in a round, each with probability 1 - `dropout`.
+def sample_responders(recipients: Tensor, dropout: float, seed: int, round: int) -> Tensor:
+    """Sample the clients that reply in a round, each with probability 1 - `dropout`.
 
-    At least one does.
+    Args:
+        recipients: numbers of the clients, (n,).
+        dropout: the probability that a client does not reply.
+        seed: the seed of the run.
+        round: the round, from 0. A client replies to all queries of a round or to none.
+
+    Returns:
+        The positions in `recipients` of the clients that reply, at least one.
     """
     if not dropout:
         return torch.arange(len(recipients))
     draws = [float(torch.rand((), generator=rng.generator(seed, "silent", round, int(k)))) for k in recipients]
-    there = [place for place, number in enumerate(draws) if number >= dropout]
-    return torch.tensor(there or [max(range(len(draws)), key=draws.__getitem__)])
+    present = [position for position, number in enumerate(draws) if number >= dropout]
+    if not present:
+        present = [max(range(len(draws)), key=draws.__getitem__)]
+    return torch.tensor(present)
 
 
 def first_of_permutation(count: int, size: int, generator: torch.Generator) -> Tensor:
-    """Return torch.randperm(count)[:size] in the time and memory of `size`; all numbers where there are fewer.
+    """Compute torch.randperm(count)[:size] in time and memory proportional to `size`.
 
-    Fisher and Yates' shuffle as PyTorch does it: the i-th number changes places with the one that lies a 32-bit random
-    number modulo count - i after it. What has not been moved stands where it stood, so that a few entries are enough.
-    Raise ValueError for 2^32 / 20 numbers and more, of which PyTorch draws otherwise.
+    Args:
+        count: the number of elements.
+        size: how many of them to return; all if there are fewer.
+        generator: random numbers.
+
+    Returns:
+        Different numbers below `count`, int64 (min(size, count),).
+
+    Raises:
+        ValueError: `count` is 2^32 / 20 or more, for which PyTorch uses another algorithm.
     """
-    if count >= WORD // 20:
-        raise ValueError(f"a cohort is drawn of fewer than {WORD // 20} clients, not {count}")
+    if count >= UINT32_VALUES // 20:
+        raise ValueError(f"a cohort is drawn of fewer than {UINT32_VALUES // 20} clients, not {count}")
     size = min(size, count)
+    # PyTorch's Fisher-Yates shuffle: element i is exchanged with the one at i + (32-bit random number) mod (count - i).
+    # Only exchanged elements are stored: all others are still at their first position.
     pairs = torch.empty((size + 1) // 2, dtype=torch.int64).random_(-(2**63), None, generator=generator)
     moved: dict[int, int] = {}
     indices: list[int] = []
-    for place in range(size):
-        pair = int(pairs[place // 2])
-        word = (pair >> 32 if place % 2 == 0 else pair) % WORD  # the first of a pair of words is the higher one
-        other = place + word % (count - place)
+    for position in range(size):
+        pair = int(pairs[position // 2])
+        # A 64-bit number has two random numbers, the first in its higher half.
+        number = (pair >> 32 if position % 2 == 0 else pair) % UINT32_VALUES
+        other = position + number % (count - position)
         indices.append(moved.get(other, other))
-        moved[other] = moved.get(place, place)
+        moved[other] = moved.get(position, position)
     return torch.tensor(indices, dtype=torch.int64)

@@ -1,4 +1,4 @@
-"""A federation on one machine: clients in a loop, or lifted together by vmap, on the same method code."""
+"""A federation on one machine: all clients train here, one by one or batched by vmap."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -7,26 +7,27 @@ import numpy as np
 import torch
 
 from halfmoon.aggregation import Aggregator
-from halfmoon.api.types import ClientUpdate, Method, StateStore, Task
+from halfmoon.api.types import Method, StateStore, Task
+from halfmoon.api.uploads import Upload
 from halfmoon.core import rng
 from halfmoon.core.tensors import tensor_from_numpy, to_ints
 from halfmoon.core.tree import Tree
 from halfmoon.data.partition.split import SERVER
 from halfmoon.engine.driver import ClientContext
-from halfmoon.engine.evaluation import leaning, mean_prediction
+from halfmoon.engine.evaluation import mean_prediction, prediction_bias
 from halfmoon.engine.local_clients import FederatedDataset, LocalClients, Training
-from halfmoon.engine.runtime import ClientResults, Row, RuntimeSettings, ServerRuntime, contents
+from halfmoon.engine.runtime import ClientResults, Row, RuntimeSettings, ServerRuntime, read_all
 from halfmoon.engine.sampling import Views
 from halfmoon.storage.state_store import StateView, TreeStore
 
-LOOKED_AT = 2_000
-"""How many unlabeled images a model's leaning is measured on at most: a share is off by 0.011 (one sigma) at worst."""
+MAX_BIAS_IMAGES = 2_000
+"""Unlabeled images at most on which a model's bias is measured: the standard error of a share is 0.011 at most."""
 
 
 class Simulation(ServerRuntime):
-    """The runtime of an experiment on one machine which holds all clients.
+    """The runtime of an experiment on one machine that has the images of all clients.
 
-    What the clients and the server's state store remember lies in `store`.
+    The memories of clients and the server's state store are in `store`.
     """
 
     def __init__(
@@ -46,9 +47,9 @@ class Simulation(ServerRuntime):
         self.dataset = dataset
         self.memories: StateStore = StateView(self.store, "client/", device)
         self.local_clients = LocalClients(dataset, views, training, self.seed, self.memories)
-        self._spread = training.parallel_map
+        self._parallel_map = training.parallel_map
         self._stage: int | None = None
-        self._uploads: dict[int, Tree] = {}  # what clients of this round have sent last
+        self._client_models: dict[int, Tree] = {}  # the latest models of some clients of this round
 
     @property
     def labeled(self) -> int:
@@ -57,84 +58,97 @@ class Simulation(ServerRuntime):
     def open(self, round: int) -> None:
         super().open(round)
         self._stage = self.dataset.stage(round, self.base.rounds)
-        self._uploads = {}
+        self._client_models = {}
 
     def prediction_bias(self, model: Tree, per_class: Sequence[float]) -> Row | None:
-        """Return what the model leans to, None where the cohort has no unlabeled row.
+        """Measure the class bias of a model's predictions on the unlabeled images of this round's cohort.
 
-        APP-U is the mean prediction of the plain unlabeled images that this round's cohort has (in a stream: by now);
-        where they are more than `LOOKED_AT`, as in a centralized run, of the first ones of a seeded permutation. The
-        class shares are those of all these rows, and of the labeled rows of the cohort or, where it has none, of the
-        server. Nothing of it is counted as cost.
+        APP-U is the mean prediction on these images without augmentation; of more than `MAX_BIAS_IMAGES`, as in a
+        centralized run, on a random sample. The class shares are those of all these rows, and of the labeled rows of
+        the cohort or, if it has none, of the server. Nothing is added to the cost.
         """
-        return self._leaning(model, per_class, self._cohorts(False), self._cohorts(True))
+        unlabeled = self._cohort_rows(labeled=False)
+        labeled = self._cohort_rows(labeled=True)
+        return self._bias_row(model, per_class, unlabeled, labeled)
 
     def client_prediction_bias(
         self, model: Tree, per_class: Sequence[float], test: Callable[[Tree], Sequence[float]]
     ) -> Row | None:
-        """Return what the models of single clients lean to ("local"), and the server's on their images ("global").
+        """Compare the class bias of single clients' models ("local") with the server's on the same images ("global").
 
-        FedDB's (IJCAI 2024) Figures 1 and 3: "each" holds a row of `halfmoon.engine.evaluation.leaning` for both of
-        each client, {local, global}_{js_app_u, js_labeled} their means over clients, and _low and _high the extremes.
+        FedDB (IJCAI 2024), Figures 1 and 3: "each" has a row of `halfmoon.engine.evaluation.prediction_bias` for both
+        models of each client; {local, global}_{js_app_u, js_labeled} are means over clients, with _low and _high.
         """
-        each: list[Row] = []
-        for client, local in sorted(self._uploads.items()):
-            u, x = (self.dataset.rows(client, labeled, self._stage) for labeled in (False, True))
-            ours = self._leaning(model, per_class, u, x)
-            if ours is not None:
-                theirs = self._leaning(local, test(local), u, x)
-                each.append({"client": client, "local": theirs, "global": ours})
-        return {**spans(each), "each": each} if each else None
+        rows: list[Row] = []
+        for client, client_model in sorted(self._client_models.items()):
+            unlabeled = self.dataset.rows(client, labeled=False, stage=self._stage)
+            labeled = self.dataset.rows(client, labeled=True, stage=self._stage)
+            server_bias = self._bias_row(model, per_class, unlabeled, labeled)
+            if server_bias is not None:
+                client_bias = self._bias_row(client_model, test(client_model), unlabeled, labeled)
+                rows.append({"client": client, "local": client_bias, "global": server_bias})
+        return {**summarize_bias(rows), "each": rows} if rows else None
 
-    def _leaning(self, model: Tree, per_class: Sequence[float], u: np.ndarray, x: np.ndarray) -> Row | None:
-        if not len(u):
+    def _bias_row(
+        self, model: Tree, per_class: Sequence[float], unlabeled: np.ndarray, labeled: np.ndarray
+    ) -> Row | None:
+        """Measure a model's bias on these training rows; None without unlabeled rows."""
+        if not len(unlabeled):
             return None
-        if not len(x) and not self.dataset.pooled:
-            x = self.dataset.rows(SERVER, True)
-        order = torch.randperm(len(u), generator=rng.generator(self.seed, "prior", self._round))
+        if not len(labeled) and not self.dataset.pooled:
+            labeled = self.dataset.rows(SERVER, labeled=True)
         images = self.dataset.train.images
-        some = tensor_from_numpy(u)[order[:LOOKED_AT].sort().values].to(images.device)
-        app_u = mean_prediction(self.task.network, model, self.task.normalize, images[some], parallel_map=self._spread)
-        return leaning(app_u, self._counts(x), self._counts(u), per_class)
+        order = torch.randperm(len(unlabeled), generator=rng.generator(self.seed, "prior", self._round))
+        sample = order[:MAX_BIAS_IMAGES].sort().values
+        rows = tensor_from_numpy(unlabeled)[sample].to(images.device)
+        app_u = mean_prediction(
+            self.task.network, model, self.task.normalize, images[rows], parallel_map=self._parallel_map
+        )
+        return prediction_bias(app_u, self._class_counts(labeled), self._class_counts(unlabeled), per_class)
 
-    def _cohorts(self, labeled: bool) -> np.ndarray:
-        return np.concatenate([self.dataset.rows(k, labeled, self._stage) for k in to_ints(self.cohort)])
+    def _cohort_rows(self, labeled: bool) -> np.ndarray:
+        """Return the labeled or the unlabeled training rows of all clients of the cohort."""
+        return np.concatenate([self.dataset.rows(client, labeled, self._stage) for client in to_ints(self.cohort)])
 
-    def _counts(self, rows: np.ndarray) -> np.ndarray:
+    def _class_counts(self, rows: np.ndarray) -> np.ndarray:
+        """Count the true classes of training rows, (classes,); rows without a known label are left out."""
         labels = self.dataset.train.labels
         labels = labels[tensor_from_numpy(rows).to(labels.device)]
         return torch.bincount(labels[labels >= 0], minlength=self.task.network.classes).cpu().numpy()
 
     def state(self) -> Tree:
-        return {"client": contents(self.memories), **super().state()}
+        return {"client": read_all(self.memories), **super().state()}
 
     def _client_rounds(
         self, context: ClientContext, clients: Sequence[int], broadcast: Tree, per_client: Tree
     ) -> ClientResults:
+        # Not zip, which keeps a reference to the last result while the next client trains.
         remaining = iter(clients)
-        for outcome in self.local_clients.update(context, clients, self._stage, broadcast, per_client, self._quality):
-            yield next(remaining), outcome
-            del outcome
+        results = self.local_clients.update(context, clients, self._stage, broadcast, per_client, self._quality)
+        for result in results:
+            yield next(remaining), result
+            del result
 
-    def _ask(
-        self, client_update: ClientUpdate, clients: Sequence[int], broadcast: Tree, per_client: Tree
-    ) -> ClientResults:
-        first = to_ints(self.cohort)[: self.settings.client_models]
-        for client, outcome in super()._ask(client_update, clients, broadcast, per_client):
-            if client in first and "params" in outcome.upload.update:
-                self._uploads[client] = {"stats": {}, **broadcast, **outcome.upload.update}
-            yield client, outcome
-            del outcome
+    def _on_upload(self, client: int, broadcast: Tree, upload: Upload) -> None:
+        """Store the models of the first `client_models` clients of the cohort, to measure their bias."""
+        if client in to_ints(self.cohort)[: self.settings.client_models] and "params" in upload.update:
+            self._client_models[client] = {"stats": {}, **broadcast, **upload.update}
 
 
-def spans(each: Sequence[Row]) -> Row:
-    """Return mean, low and high over clients of what {"local", "global"} rows of `leaning` say of divergences."""
+def summarize_bias(rows: Sequence[Row]) -> Row:
+    """Summarize the Jensen-Shannon divergences of clients' {"local", "global"} rows of `prediction_bias`.
+
+    Returns:
+        {local, global}_{js_app_u, js_labeled}: the mean over clients, and the lowest and highest value with the
+        suffixes _low and _high. Values that are None are left out.
+    """
     result: Row = {}
-    for whose in ("local", "global"):
+    for model in ("local", "global"):
         for name in ("js_app_u", "js_labeled"):
-            values = [row[whose][name] for row in each if row[whose][name] is not None]
+            values = [row[model][name] for row in rows if row[model][name] is not None]
             if values:
-                mean = round(float(np.mean(values)), 6)
-                key = f"{whose}_{name}"
-                result |= {key: mean, f"{key}_low": min(values), f"{key}_high": max(values)}
+                key = f"{model}_{name}"
+                result[key] = round(float(np.mean(values)), 6)
+                result[f"{key}_low"] = min(values)
+                result[f"{key}_high"] = max(values)
     return result

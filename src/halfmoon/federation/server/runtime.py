@@ -78,7 +78,7 @@ class RemoteRuntime(ServerRuntime):
         for store in self._stores:
             store.changes.clear()
         self.cohort = self.cohorts.draw(round)
-        self._fair = self.cohorts.uniform
+        self._uniform_cohort = self.cohorts.uniform
 
     def retry_round(self, few: TooFewReplies) -> None:
         """Prepare to play the round again, or raise `few` when that was tried often enough."""
