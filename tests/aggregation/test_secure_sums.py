@@ -19,7 +19,15 @@ from spies import question
 from test_contract import scene
 
 from halfmoon.aggregation.secure import signing
-from halfmoon.aggregation.secure.fixed_point import SCALE, Sums, TooLarge, check_upload, contribution, mean, sound
+from halfmoon.aggregation.secure.fixed_point import (
+    SCALE,
+    Sums,
+    TooLarge,
+    check_upload,
+    contribution,
+    is_plausible_sum,
+    mean,
+)
 from halfmoon.aggregation.secure.masking import (
     PRIME,
     Cohort,
@@ -27,12 +35,12 @@ from halfmoon.aggregation.secure.masking import (
     SumId,
     UnreadableShare,
     agree,
-    announced,
     announcement,
     coefficients,
     derive,
     lagrange,
     public,
+    public_keys,
     split,
     threshold,
     unmask,
@@ -108,7 +116,7 @@ def test_keys_are_agreed_on_as_rfc_7748_says() -> None:
     for _ in range(1000):
         k, u = agree(k, u), k
     assert k.hex() == "684cf59ba83309552800ef566f2f4d3c1c3887c49360e3875f2eb94d99532c51"
-    with pytest.raises(UnreadableShare, match="public key is none"):
+    with pytest.raises(UnreadableShare, match="public key is not valid"):
         agree(k, bytes(32))
 
 
@@ -142,9 +150,9 @@ def test_what_would_not_fit_is_refused() -> None:
             contribution({"a": torch.tensor([value], dtype=torch.float64)}, 1.0, 4)
     with pytest.raises(TooLarge):
         contribution({"a": torch.tensor([1.0])}, 2.0**37, 4)
-    assert sound(torch.tensor([-(2**61), 2**61]))
-    assert not sound(torch.tensor([2**62, 1]))
-    assert not sound(torch.tensor([1, -1]))
+    assert is_plausible_sum(torch.tensor([-(2**61), 2**61]))
+    assert not is_plausible_sum(torch.tensor([2**62, 1]))
+    assert not is_plausible_sum(torch.tensor([1, -1]))
 
 
 @pytest.mark.parametrize("even", [False, True])
@@ -189,9 +197,9 @@ def test_who_does_not_fit_is_left_out_and_nobody_weighs_nothing() -> None:
 
 
 def test_an_upload_with_more_than_an_update_is_refused() -> None:
-    with pytest.raises(UserError, match="'appu' goes up beside the update"):
+    with pytest.raises(UserError, match="'appu' in addition to their update"):
         check_upload(Upload({"w": torch.ones(2)}, torch.ones(()), {"appu": torch.ones(3)}), {"w": None})
-    with pytest.raises(UserError, match="'steps' goes up beside the update"):
+    with pytest.raises(UserError, match="'steps' in addition to their update"):
         check_upload(Upload({"w": torch.ones(2), "steps": torch.tensor(3)}, torch.ones(())), {"w": None})
 
 
@@ -263,7 +271,7 @@ class Village:
         return SumParticipant(KeyFiles().load(home), home / RUN, k, known, False, self.least)
 
     def key(self, k: int) -> bytes:
-        return signing.public(KeyFiles().load(self.folder / f"home-{k}").public_key())
+        return signing.encode_public_key(KeyFiles().load(self.folder / f"home-{k}").public_key())
 
     def secret(self, k: int) -> bytes:
         return (self.folder / f"home-{k}" / RUN / SUMS_FOLDER / SECRET_FILE).read_bytes()[:32]
@@ -373,7 +381,7 @@ def test_fewer_shares_than_the_threshold_take_no_mask_off(tmp_path: Path) -> Non
     for k, said in enumerate(answers):
         told[k] = {j: int.from_bytes(row.numpy().tobytes(), "big") for j, row in enumerate(said.upload["shares"])}
     vectors = {k: replies[f"site-{k}"].upload["sum"].numpy().view(np.uint64) for k in range(9)}
-    with pytest.raises(UnreadableShare, match="6 sites have stayed to the end, and 7 are needed"):
+    with pytest.raises(UnreadableShare, match="6 sites remained until its end, and 7 are needed"):
         unmask(masking, vectors, told)
     party = Party(village.secret(9), 9, masking.cohort)
     assert reconstruct({k + 1: shares[9] for k, shares in told.items()}) != int.from_bytes(party.private, "big")
@@ -714,7 +722,7 @@ class Forging(MaskedSum):
         cohort, names, signatures = super()._announce(asked)
         keys, texts = list(cohort.keys), list(signatures)
         for at in (1, 2):
-            keys[at] = announced(bytes([at]) * 32)
+            keys[at] = public_keys(bytes([at]) * 32)
             texts[at] = signing.sign(self.sign(at), announcement(cohort.sum_id, cohort.numbers[at], keys[at]))
         return replace(cohort, keys=tuple(keys)), names, texts
 
@@ -722,8 +730,8 @@ class Forging(MaskedSum):
 def forging(village: Village, lasting: bool) -> Forging:
     """Return the sum of such a server, which also shows lasting keys of its own where `lasting`."""
     plain = village.sum()
-    made = {k: signing.loaded(signing.generate()) for k in (1, 2)}
-    shown = {f"site-{k}": signing.public(key.public_key()) for k, key in made.items()} if lasting else {}
+    made = {k: signing.load_private_key(signing.generate_private_key()) for k in (1, 2)}
+    shown = {f"site-{k}": signing.encode_public_key(key.public_key()) for k, key in made.items()} if lasting else {}
     forged = Forging(plain.requests, plain.numbers, plain.keys, plain.ask, plain.what)
     forged.sign = made.__getitem__
     original = Forging._announce
@@ -781,19 +789,19 @@ def test_a_signature_is_of_one_site_one_sum_and_these_keys(tmp_path: Path) -> No
     text = announcement(sum_id, 1, bytes(64))
     for curve in (ec.SECP256R1(), ec.SECP384R1(), ec.SECP521R1()):
         key = ec.generate_private_key(curve)
-        mine, said = signing.public(key.public_key()), signing.sign(key, text)
-        assert signing.signed(mine, text, said)
+        mine, said = signing.encode_public_key(key.public_key()), signing.sign(key, text)
+        assert signing.verify(mine, text, said)
         assert len(mine) <= signing.POINT
         others = [(replace(sum_id, session="b" * 64), 1), (replace(sum_id, round=4), 1), (sum_id, 2)]
-        assert not [each for each in others if signing.signed(mine, announcement(*each, bytes(64)), said)]
-        assert not signing.signed(mine, announcement(sum_id, 1, b"x" * 64), said)
+        assert not [each for each in others if signing.verify(mine, announcement(*each, bytes(64)), said)]
+        assert not signing.verify(mine, announcement(sum_id, 1, b"x" * 64), said)
         for wrong in (bytes(132), b"", said[:-1] + bytes([said[-1] ^ 1])):
-            assert not signing.signed(mine, text, wrong)
-    assert not signing.signed(b"\x02" + bytes(48), text, said)
+            assert not signing.verify(mine, text, wrong)
+    assert not signing.verify(b"\x02" + bytes(48), text, said)
     odd = ec.generate_private_key(ec.SECP256K1())
     data = odd.private_bytes(form.Encoding.PEM, form.PrivateFormat.PKCS8, form.NoEncryption())
     with pytest.raises(ValueError, match="curve that Flower takes"):
-        signing.loaded(data)
+        signing.load_private_key(data)
 
 
 # ---- what a thief finds later: D6

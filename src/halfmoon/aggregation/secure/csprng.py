@@ -1,6 +1,7 @@
-"""Numbers that nobody can guess without their key: what noise and masks are drawn from, in place of torch's generator.
+"""A cryptographically secure random number generator for noise and masks: AES in counter mode.
 
-torch's generator (the Mersenne Twister) can be predicted from what it has drawn; AES in counter mode cannot.
+The output of torch's generator (the Mersenne Twister) can be predicted from earlier output. The output of AES in counter
+mode cannot be predicted without its key.
 """
 
 import hmac
@@ -11,35 +12,49 @@ import numpy as np
 from halfmoon.core.errors import UserError, install_command
 
 MISSING = f"this needs the library cryptography, which is not installed: {install_command('privacy')}."
+"""The error message if the optional dependency is not installed."""
 
 
-def subkey(secret: bytes, *facts: bytes | str | int) -> bytes:
-    """Return 32 bytes that depend on the secret and every fact (HMAC-SHA256); no two lists of facts look the same."""
-    parts = [fact if isinstance(fact, bytes) else str(fact).encode() for fact in facts]
-    return hmac.digest(secret, b"".join(len(part).to_bytes(8, "big") + part for part in parts), sha256)
+def subkey(secret: bytes, *context: bytes | str | int) -> bytes:
+    """Derive a key of 32 bytes from a secret and the context of its use (HMAC-SHA256)."""
+    fields = [value if isinstance(value, bytes) else str(value).encode() for value in context]
+    # The length before each field makes the encoding unique: ("ab", "c") and ("a", "bc") give different keys.
+    message = b"".join(len(field).to_bytes(8, "big") + field for field in fields)
+    return hmac.digest(secret, message, sha256)
 
 
 def keystream(key: bytes, count: int) -> np.ndarray:
-    """Return the first `count` 64-bit words, uint64 (count,), of AES in counter mode under a key used for this alone.
+    """Generate pseudorandom 64-bit words with AES in counter mode, the same on every machine.
 
-    The key has 16, 24 or 32 bytes; the counter begins at 0 and words are little-endian, the same on every machine.
-    Raises UserError where the library that has AES is missing.
+    Args:
+        key: 16, 24 or 32 bytes. Use a key for one keystream only: the counter always starts at 0.
+        count: The number of words.
+
+    Returns:
+        Little-endian words, uint64 (count,).
+
+    Raises:
+        UserError: If the library cryptography is not installed.
     """
     try:
         from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
     except ImportError as error:
         raise UserError(MISSING) from error
     cipher = Cipher(algorithms.AES(key), modes.CTR(bytes(16))).encryptor()
+    # The encryption of zeros is the keystream itself.
     return np.frombuffer(cipher.update(bytes(8 * count)), "<u8").astype(np.uint64, copy=False)
 
 
 def gaussians(key: bytes, count: int) -> np.ndarray:
-    """Return `count` independent standard normal numbers, float64 (count,), of a key used for this alone.
+    """Generate independent standard normal numbers, float64 (count,), from the keystream of a key.
 
-    A word's upper 52 bits name one of the odd multiples of 2^-53 (never 0 or 1, symmetric about 1/2), and the number is
-    the quantile of the normal distribution there.
+    Args:
+        key: 16, 24 or 32 bytes, used for these numbers only.
+        count: The number of values.
     """
     import torch  # slow to import
 
+    # The upper 52 bits of a word select an odd multiple of 2^-53. These are never 0 or 1, where the quantile function is
+    # infinite, and they are symmetric about 1/2.
     uniform = ((keystream(key, count) >> np.uint64(12)).astype(np.float64) + 0.5) * 2.0**-52
     return torch.special.ndtri(torch.from_numpy(uniform)).numpy()

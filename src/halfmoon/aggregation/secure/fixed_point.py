@@ -1,8 +1,8 @@
-"""Fixed point: updates as whole numbers, whose sum modulo 2^64 is exact in any order, and hides under uniform masks.
+"""Fixed-point updates: integers, whose sum modulo 2^64 is exact in any order and can be hidden by uniform masks.
 
-A client's contribution is its weight times its update, and its weight, in units of 2^-24. The sum of all contributions
-divided by the sum of the weights is what a weighted mean of the uploads would be, to rounding: of k clients whose
-weights sum to W, it is off by at most k 2^-25 / W in any coordinate, before it is rounded to the type of the leaf.
+A client contributes its update, multiplied by its weight, and the weight itself, all in units of 2^-24. The sum of all
+contributions divided by the sum of the weights is the weighted mean of the uploads, up to rounding: for k clients whose
+weights sum to W the error is at most k 2^-25 / W in each coordinate, before conversion to the leaf's dtype.
 """
 
 from collections.abc import Mapping, Sequence
@@ -19,58 +19,85 @@ from halfmoon.core import tree
 from halfmoon.core.errors import UserError
 
 SCALE = 2.0**24
-"""Units of 1."""
+"""Fixed-point units of the number 1."""
 
-ROOM = 2.0**62
-"""No sum of contributions reaches this: half of what a signed number of 64 bits has, so that a wrong sum shows."""
+SUM_LIMIT = 2.0**62
+"""Upper bound of a sum's absolute value: half the range of int64, so that a wrong sum exceeds it with probability 1/2
+in each coordinate."""
 
 
 class TooLarge(UserError):
-    """An update that has no place in a sum of whole numbers."""
+    """An update whose values are too large for a fixed-point sum, or not finite."""
 
 
 def contribution(change: Mapping[str, Tensor], weight: float, clients: int) -> Tensor:
-    """Return weight * change of every leaf, one behind the other, and the weight, in units of 2^-24: (n + 1,) int64.
+    """Convert a client's update into its term of the fixed-point sum.
 
-    Raise `TooLarge` where a sum over `clients` such contributions might reach 2^62, or a value is not finite.
+    Args:
+        change: The update, one leaf for each path; n values altogether.
+        weight: The client's weight.
+        clients: The largest number of terms of the sum.
+
+    Returns:
+        All leaves times `weight`, concatenated, and then the weight, in units of 2^-24: int64 (n + 1,).
+
+    Raises:
+        TooLarge: If a sum of `clients` such terms might reach 2^62, or a value is not finite.
     """
     device = next(iter(change.values())).device
     one = torch.ones(1, dtype=torch.float64, device=device)
     values = torch.cat([*(leaf.double().reshape(-1) for leaf in change.values()), one])
-    # The product of a number of 24 bits and a count of rows is exact in float64, and so is the shift: one rounding.
+    # float64 represents the product of a float32 value (24 bits) and an image count exactly, and scaling by a power of
+    # two is exact too, so that `round` is the only rounding.
     scaled = (values * weight * SCALE).round()
-    if not bool((scaled.abs() * clients < ROOM).all()):
-        worst = float((values[:-1] * weight).abs().max())
+    # Negated, so that NaN, which compares false with everything, is refused too.
+    if not bool((scaled.abs() * clients < SUM_LIMIT).all()):
+        largest = float((values[:-1] * weight).abs().max())
         raise TooLarge(
-            f"an update has values up to {worst:.3g} (times its weight), too large for a sum of {clients} in whole "
+            f"an update has values up to {largest:.3g} (times its weight), too large for a sum of {clients} in whole "
             "numbers; a smaller learning rate is the usual remedy."
         )
     return scaled.to(torch.int64)
 
 
-def sound(total: Tensor) -> bool:
-    """Say whether a sum (n + 1,) may be one of contributions: masks that were not taken off leave it anywhere."""
-    return bool((total.double().abs() < ROOM).all()) and bool(total[-1] >= 0)
+def is_plausible_sum(total: Tensor) -> bool:
+    """Check that a sum (n + 1,) is within the range of valid sums; one with masks left on it is uniform and fails."""
+    return bool((total.double().abs() < SUM_LIMIT).all()) and bool(total[-1] >= 0)
 
 
 def mean(total: Tensor, like: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], float]:
-    """Return the weighted mean of the updates whose contributions sum to `total`, and the sum of their weights.
+    """Compute the weighted mean of the updates from the sum of their contributions.
 
-    `like` has a leaf (...) for each path, in the order of the contributions. Where all weights are 0, so is the mean.
+    Args:
+        total: The sum, int64 (n + 1,).
+        like: A leaf with the shape and dtype of the result for each path, in the order of the contributions.
+
+    Returns:
+        The mean by path, and the sum of the weights. If all weights are 0, so is the mean.
     """
     weight = float(total[-1].double() / SCALE)
-    share = total[:-1].double() / total[-1].double() if weight else torch.zeros_like(total[:-1], dtype=torch.float64)
-    parts = share.split([prod(leaf.shape) for leaf in like.values()])
+    flat_mean = (
+        total[:-1].double() / total[-1].double() if weight else torch.zeros_like(total[:-1], dtype=torch.float64)
+    )
+    sections = flat_mean.split([prod(leaf.shape) for leaf in like.values()])
     shaped = {
-        path: part.reshape(leaf.shape).to(leaf.dtype) for (path, leaf), part in zip(like.items(), parts, strict=True)
+        path: section.reshape(leaf.shape).to(leaf.dtype)
+        for (path, leaf), section in zip(like.items(), sections, strict=True)
     }
     return shaped, weight
 
 
 def spread(upload: Upload, context: AggregationContext, change: Mapping[str, Tensor], weight: float) -> Upload:
-    """Return the uploads (leaves (k, ...)) as if each client had changed what it was sent by `change`, leaves (...).
+    """Replace the update of every client by the same mean update.
 
-    All weigh the same: 1, or 0 where the sum of their weights is 0.
+    Args:
+        upload: The uploads, leaves (k, ...).
+        context: The query, with the values that the clients downloaded.
+        change: The mean update, leaves (...).
+        weight: The sum of the clients' weights.
+
+    Returns:
+        Uploads with equal weights: 1, or 0 if `weight` is 0.
     """
     return changed(upload, context, dict(change))._replace(
         weight=torch.full_like(upload.weight, 1.0 if weight else 0.0)
@@ -78,21 +105,33 @@ def spread(upload: Upload, context: AggregationContext, change: Mapping[str, Ten
 
 
 def check_upload(upload: Upload, changes: Mapping[str, Any]) -> None:
-    """Raise `UserError` where an upload has more than an update and a weight: a sum would lose it."""
-    more = [*upload.aux, *(path for path in tree.flatten(upload.update) if path not in changes)]
-    if more:
+    """Check that an upload has no values except an update and a weight, because a sum would lose them.
+
+    Args:
+        upload: The upload.
+        changes: The update by path, as `halfmoon.aggregation.base.update` computes it.
+
+    Raises:
+        UserError: If the upload has other values.
+    """
+    extra = [*upload.aux, *(path for path in tree.flatten(upload.update) if path not in changes)]
+    if extra:
         raise UserError(
-            f"secure_aggregation cannot be used with this method: {more[0]!r} goes up beside the update, which a sum "
-            "cannot carry."
+            f"secure_aggregation cannot be used with this method: clients upload {extra[0]!r} in addition to their "
+            "update, and a masked sum cannot contain it."
         )
 
 
 @dataclass
 class Sums(Aggregator):
-    """An aggregator that puts the mean of a sum in fixed point in the place of every upload, as masked sums give it.
+    """An aggregator that replaces every upload by the fixed-point mean, with the same numbers as a masked sum.
 
-    In a simulation nothing is masked, and the numbers are the same. With `even` every client weighs 1, whatever it has.
-    With `means` the uploads are means of sums already: a real server gets nothing else.
+    A simulation computes the mean without masks, which cancel anyway.
+
+    Attributes:
+        even: True if every client has weight 1, regardless of its number of images.
+        means: True if the uploads are means of masked sums already, as on a real server, which receives nothing else.
+        summed: The number of clients in the last sum.
     """
 
     even: bool
@@ -100,33 +139,36 @@ class Sums(Aggregator):
     summed: int = 0
 
     def uploads(self, context: AggregationContext, upload: Upload) -> tuple[Sequence[int], Upload]:
-        """Return the places of the clients whose update fits into the sum, and the mean for each of them."""
-        places = list(range(len(context.clients)))
+        """Return the indices of the clients whose update fits into the sum, and the mean for each of them."""
+        indices = list(range(len(context.clients)))
         if not self.means:
-            places, upload = self._summed(context, upload)
-        self.summed = len(places)
-        return places, upload
+            indices, upload = self._sum_uploads(context, upload)
+        self.summed = len(indices)
+        return indices, upload
 
-    def _summed(self, context: AggregationContext, upload: Upload) -> tuple[list[int], Upload]:
+    def _sum_uploads(self, context: AggregationContext, upload: Upload) -> tuple[list[int], Upload]:
+        """Compute the mean as a federation does, and give it to each client whose update fits into the sum."""
         changes = update(upload, context)
         check_upload(upload, changes)
         weights = [1.0] * len(context.clients) if self.even else upload.weight.double().tolist()
         total: Tensor | None = None
-        places: list[int] = []
-        for place, weight in enumerate(weights):
+        indices: list[int] = []
+        for index, weight in enumerate(weights):
+            client_change = {path: leaf[index] for path, leaf in changes.items()}
             try:
-                mine = contribution({path: leaf[place] for path, leaf in changes.items()}, weight, context.cohort)
-            except TooLarge:  # a site would refuse
+                term = contribution(client_change, weight, clients=context.cohort)
+            except TooLarge:  # a site of a federation refuses to upload it
                 continue
-            places.append(place)
-            total = mine if total is None else total + mine
+            indices.append(index)
+            total = term if total is None else total + term
         if total is None:
             return [], upload
         change, weight = mean(total, {path: leaf[0] for path, leaf in changes.items()})
-        if len(places) < len(weights):
-            indices = torch.tensor(places, device=total.device)
-            upload, context = upload.map(lambda leaf: leaf[indices]), context.only(places)
-        return places, spread(upload, context, change, weight)
+        if len(indices) < len(weights):
+            index_tensor = torch.tensor(indices, device=total.device)
+            upload = upload.map(lambda leaf: leaf[index_tensor])
+            context = context.only(indices)
+        return indices, spread(upload, context, change, weight)
 
     def row(self) -> dict[str, Any]:
         return {"summed": self.summed}

@@ -1,19 +1,23 @@
-"""Sums of which nobody sees a single term: pairwise masks that cancel, and shares by which the dropped are made up for.
+"""Secure aggregation: the server learns the sum of the clients' vectors, and nothing else about any of them.
 
-Bonawitz et al. 2017, "Practical Secure Aggregation for Privacy-Preserving Machine Learning", Figure 4, with keys that
-are signed (`announcement`), and without the round of its active case in which parties sign who is still there. Nothing
-here reads, writes or sends.
+Bonawitz et al. 2017, "Practical Secure Aggregation for Privacy-Preserving Machine Learning", Figure 4, with signed keys
+(`announcement`), and without the consistency check of its active-adversary variant, in which clients sign the list of
+survivors. This module has no input or output: callers store and send the messages.
 
-Every party of a sum has two key pairs (X25519) for it, whose public halves all are told, and the seed of a mask of its
-own. It deals shares (Shamir 1979) of the seed and of one private key to all, each encrypted to one of them (AES-GCM)
-under what those two agree on by their other keys. What it sends is its vector, plus its own mask, plus one mask for
-each other party that both can make: the one with the lower number adds it, the other takes it away (modulo 2^64). Of
-those whose vectors came, the others then tell shares of the seed, which takes the own masks off the sum; of those whose
-vectors did not come, shares of the private key, which takes off the masks that they were to cancel. Nobody tells both
-of one party: with both, its vector would lie open.
+A sum has four steps:
 
-All that a party has to hide of a sum follows (HKDF-SHA256) from 32 random bytes that it draws for this sum and erases
-after it. Who steals what is left later opens nothing.
+1. Announce keys: each party (a client in this sum) has two X25519 key pairs and sends the public keys to all parties.
+2. Deal shares: each party draws a self-mask seed. It splits the seed and the private key for pairwise masks into shares
+   (Shamir 1979, "How to share a secret"), one for each party, encrypted (AES-GCM) with a key from the other key pair.
+3. Mask: a party uploads its vector, plus the mask from its seed, plus one mask for each other party, modulo 2^64. Of
+   two parties the one with the lower number adds their pairwise mask and the other subtracts it: the sum has no trace.
+4. Reveal shares: for each party whose vector arrived, the others reveal their shares of the seed, so that the server
+   can subtract the self-mask. For each party that dropped out, they reveal their shares of the private key, so that the
+   server can remove the pairwise masks that it would have canceled. No party reveals both for the same party: together
+   they would uncover its vector.
+
+All secrets of a party in a sum are derived (HKDF-SHA256) from 32 random bytes, drawn for this sum and erased after it.
+An attacker who steals the site's disk later cannot decrypt an earlier sum.
 """
 
 import json
@@ -28,36 +32,42 @@ from halfmoon.aggregation.secure.csprng import MISSING, keystream
 from halfmoon.core.errors import UserError
 
 PRIME = 2**256 + 297
-"""The smallest prime above 2^256: a secret of 32 bytes is one number of its field."""
+"""The order of the field of the secret shares: the smallest prime above 2^256, so that 32 bytes are one element."""
 
 WIDE = 33
-"""Bytes of a number of the field."""
+"""Bytes of a field element."""
 
 KEY = 32
 """Bytes of keys, secrets and seeds."""
 
 PUBLIC = 2 * KEY
-"""Bytes of a party's public keys of a sum: that by which shares are dealt to it, and that by which masks are made."""
+"""Bytes of a party's public keys in a sum: first the key that encrypts shares, then the key for pairwise masks."""
 
 SEALED = 2 * WIDE + 16
-"""Bytes of two shares, encrypted: the tag of AES-GCM is the rest."""
+"""Bytes of two encrypted shares, including the 16 bytes of AES-GCM's authentication tag."""
 
 VERSION = "halfmoon secure sum 2"
-"""What every signed text and every derived key begins with."""
+"""Protocol version, the first field of every signed text and every key derivation."""
 
-LEAST = 3
-"""Parties of a sum at least: of two, each would know the other's vector by taking its own away."""
+MIN_PARTIES = 3
+"""Fewest parties of a sum. Each of two parties could compute the other's vector by subtracting its own."""
 
 
 class UnreadableShare(UserError):
-    """Shares or keys that are none, or are meant for another sum."""
+    """Shares or keys that are malformed, or belong to another sum."""
 
 
 @dataclass(frozen=True)
 class SumId:
-    """The sum of one query: no key of one has anything to do with a key of another.
+    """The identity of the sum of one query. All keys depend on it, so that none is valid in another sum.
 
-    `session` is drawn by the server: a sum that is begun anew is another one.
+    Attributes:
+        federation: The name of the federation.
+        run: The run id.
+        round: The round, from 0.
+        attempt: The number of earlier attempts at this round.
+        query: The number of earlier queries in this round.
+        session: A random string from the server, so that a restarted sum has another identity.
     """
 
     federation: str
@@ -69,49 +79,57 @@ class SumId:
 
 
 def announcement(sum_id: SumId, number: int, keys: bytes) -> bytes:
-    """Return what a party signs with its lasting key: which keys are its own in one sum."""
+    """Encode the statement that a party signs with its long-term key: its number and public keys in this sum."""
     return json.dumps([VERSION, "keys", *astuple(sum_id), number, keys.hex()]).encode()
 
 
 def threshold(parties: int) -> int:
-    """Return how many parties of those that a sum was begun with have to stay to its end: over two thirds."""
+    """Compute the number of parties that must remain until the end of a sum: more than two thirds."""
     return 2 * parties // 3 + 1
 
 
-def derive(key: bytes, purpose: str, *facts: str | int) -> bytes:
-    """Return 32 bytes for one purpose (HKDF-SHA256, RFC 5869); raise UserError where the library is missing."""
+def derive(key: bytes, purpose: str, *context: str | int) -> bytes:
+    """Derive a key of 32 bytes for one purpose (HKDF-SHA256, RFC 5869).
+
+    Raises:
+        UserError: If the library cryptography is not installed.
+    """
     try:
         from cryptography.hazmat.primitives.hashes import SHA256
         from cryptography.hazmat.primitives.kdf.hkdf import HKDF
     except ImportError as error:
         raise UserError(MISSING) from error
-    info = json.dumps([VERSION, purpose, *facts]).encode()  # of no two lists the same
+    info = json.dumps([VERSION, purpose, *context]).encode()  # JSON: different lists have different encodings
     return HKDF(SHA256(), KEY, None, info).derive(key)
 
 
 def public(private: bytes) -> bytes:
-    """Return the public half of a private key (X25519, RFC 7748)."""
+    """Compute the public key that belongs to a private key (X25519, RFC 7748)."""
     from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
 
     return X25519PrivateKey.from_private_bytes(private).public_key().public_bytes_raw()
 
 
 def agree(private: bytes, other: bytes) -> bytes:
-    """Return the secret that one's private and the other's public key make; raise `UnreadableShare` for a key that is
-    none.
+    """Compute the shared secret of two parties (X25519). Use it only as the input of `derive`.
 
-    It is made into a key by `derive` alone.
+    Args:
+        private: The private key of one party.
+        other: The public key of the other party.
+
+    Raises:
+        UnreadableShare: If the public key is not valid, for example a point of low order.
     """
     from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey, X25519PublicKey
 
     try:
         return X25519PrivateKey.from_private_bytes(private).exchange(X25519PublicKey.from_public_bytes(other))
     except ValueError as error:
-        raise UnreadableShare("a party's public key is none.") from error
+        raise UnreadableShare("a party's public key is not valid.") from error
 
 
-def usable(keys: bytes) -> bool:
-    """Say whether a party's public keys are ones that others can agree with: hostile ones would stop them all."""
+def are_valid_public_keys(keys: bytes) -> bool:
+    """Check that others can compute a shared secret with a party's public keys; one hostile key would stop them all."""
     try:
         for key in (keys[:KEY], keys[KEY:]):
             agree(bytes(KEY), key)
@@ -121,44 +139,57 @@ def usable(keys: bytes) -> bool:
 
 
 def split(secret: int, threshold: int, at: Sequence[int], draws: Sequence[int], prime: int = PRIME) -> list[int]:
-    """Return the shares of a secret at the places `at` (above 0): any `threshold` of them tell it, fewer tell nothing.
+    """Split a secret into shares: any `threshold` of them recover it, and fewer contain no information (Shamir 1979).
 
-    `draws` are the threshold - 1 other coefficients of the polynomial, drawn from the whole field (Shamir 1979).
+    The shares are values of a polynomial of degree threshold - 1 whose constant term is the secret.
+
+    Args:
+        secret: A field element.
+        threshold: The number of shares that recover the secret.
+        at: The points, all above 0, at which the polynomial is evaluated: one share for each.
+        draws: The threshold - 1 other coefficients, drawn uniformly from the field.
+        prime: The order of the field.
     """
     assert len(draws) == threshold - 1
     shares = []
-    for place in at:
+    for point in at:
         value = 0
-        for coefficient in (*reversed(draws), secret):
-            value = (value * place + coefficient) % prime
+        for coefficient in (*reversed(draws), secret):  # Horner's rule, from the highest degree
+            value = (value * point + coefficient) % prime
         shares.append(value)
     return shares
 
 
-def lagrange(places: Sequence[int], prime: int = PRIME) -> dict[int, int]:
-    """Return what the share at each place counts in the secret: the Lagrange polynomials at 0."""
-    weights = {}
-    for here in places:
-        above = below = 1
-        for there in places:
-            if there != here:
-                above = above * there % prime
-                below = below * (there - here) % prime
-        weights[here] = above * pow(below, -1, prime) % prime
-    return weights
+def lagrange(points: Sequence[int], prime: int = PRIME) -> dict[int, int]:
+    """Compute the factor of each share in the secret: the Lagrange polynomials of the points, evaluated at 0."""
+    factors = {}
+    for point in points:
+        numerator = 1
+        denominator = 1
+        for other in points:
+            if other != point:
+                numerator = numerator * other % prime
+                denominator = denominator * (other - point) % prime
+        factors[point] = numerator * pow(denominator, -1, prime) % prime
+    return factors
 
 
 def coefficients(key: bytes, count: int) -> list[int]:
-    """Return numbers of the field, drawn from a key used for this alone; 512 bits each leave no bias to speak of."""
+    """Draw field elements from the keystream of a key that is used for nothing else."""
     words = keystream(key, 8 * count).astype("<u8").tobytes()
+    # 512 random bits modulo a prime of 257 bits: the bias is below 2^-255.
     return [int.from_bytes(words[64 * k : 64 * k + 64], "little") % PRIME for k in range(count)]
 
 
 @dataclass(frozen=True)
 class Cohort:
-    """Whom a sum is begun with: `members` are the numbers of all that it was to be of, `numbers` those that have keys.
+    """The parties at the start of a sum.
 
-    Both are ascending; `keys` are the public keys of each, `PUBLIC` bytes.
+    Attributes:
+        sum_id: The sum.
+        members: The numbers of all clients that the server selected, ascending.
+        numbers: The numbers of those that announced keys, ascending.
+        keys: The public keys of each of `numbers`, `PUBLIC` bytes.
     """
 
     sum_id: SumId
@@ -172,42 +203,67 @@ class Cohort:
 
     @cached_property
     def digest(self) -> str:
-        facts = [*astuple(self.sum_id), list(self.members), list(self.numbers), [key.hex() for key in self.keys]]
-        return sha256(json.dumps(facts).encode()).hexdigest()
+        """A hash of all fields. Keys derived from it agree only between parties that received the same cohort."""
+        fields = [*astuple(self.sum_id), list(self.members), list(self.numbers), [key.hex() for key in self.keys]]
+        return sha256(json.dumps(fields).encode()).hexdigest()
 
 
 @dataclass(frozen=True)
 class Masking:
-    """Those of a cohort that have dealt their shares, so that vectors can be masked."""
+    """The parties that dealt their shares, and the masks between them.
+
+    Attributes:
+        cohort: The parties at the start.
+        numbers: The numbers of those that dealt shares, ascending.
+    """
 
     cohort: Cohort
     numbers: tuple[int, ...]
 
     @cached_property
     def digest(self) -> str:
+        """A hash of the parties. Masks derived from it agree only between parties with the same view of them."""
         return sha256(json.dumps([self.cohort.digest, list(self.numbers)]).encode()).hexdigest()
 
     def key(self, number: int) -> bytes:
+        """Return the public key of a party for pairwise masks."""
         return self.cohort.keys[self.cohort.numbers.index(number)][KEY:]
 
-    def pairwise(self, number: int, private: bytes, other: int, count: int) -> np.ndarray:
-        """Return the mask between two, uint64 (count,), as the party `number` with this private key adds it."""
+    def pairwise_mask(self, number: int, private: bytes, other: int, count: int) -> np.ndarray:
+        """Generate the mask between two parties, with the sign that `number` adds it with.
+
+        Args:
+            number: One party.
+            private: The private key of this party.
+            other: The other party.
+            count: The length of the vectors.
+
+        Returns:
+            uint64 (count,): the negative, modulo 2^64, of the mask that `other` adds.
+        """
         low, high = sorted((number, other))
         mask = keystream(derive(agree(private, self.key(other)), "pair", self.digest, low, high), count)
         return mask if number < other else np.negative(mask)
 
-    def own(self, number: int, seed: bytes, count: int) -> np.ndarray:
+    def self_mask(self, number: int, seed: bytes, count: int) -> np.ndarray:
+        """Generate the mask of one party from its seed, uint64 (count,)."""
         return keystream(derive(seed, "own", self.digest, number), count)
 
 
-def announced(secret: bytes) -> bytes:
-    """Return the public keys that a party with this secret has in its sum."""
+def public_keys(secret: bytes) -> bytes:
+    """Compute the public keys, `PUBLIC` bytes, of a party with this secret."""
     return public(derive(secret, "channel")) + public(derive(secret, "private"))
 
 
 @dataclass(frozen=True)
 class Party:
-    """One of a cohort: `secret`, drawn for this sum, is all that it has to keep until the sum is over."""
+    """A client in a sum.
+
+    Attributes:
+        secret: 32 random bytes, drawn for this sum: the only state to store until the sum is complete.
+        number: The client's number.
+        cohort: The parties at the start.
+    """
 
     secret: bytes
     number: int
@@ -215,88 +271,132 @@ class Party:
 
     @cached_property
     def private(self) -> bytes:
+        """The private key for pairwise masks."""
         return derive(self.secret, "private")
 
     @cached_property
     def seed(self) -> bytes:
+        """The seed of the self-mask."""
         return derive(self.secret, "seed")
 
     def deal(self) -> list[bytes]:
-        """Return its shares of (seed, private key), a message for each of the cohort; raise `UnreadableShare` for a
-        key.
+        """Split the seed and the private key into encrypted shares.
+
+        Returns:
+            A message of `SEALED` bytes for each party of the cohort, this one included, in their order.
+
+        Raises:
+            UnreadableShare: If a party's public key is not valid.
         """
-        cohort, at = self.cohort, [number + 1 for number in self.cohort.numbers]
-        rows: list[list[int]] = []
-        for name, value in (("seed", self.seed), ("private", self.private)):
-            polynomial = coefficients(
-                derive(self.secret, f"shares of the {name}", cohort.digest, self.number), cohort.threshold - 1
-            )
-            rows.append(split(int.from_bytes(value, "big"), cohort.threshold, at, polynomial))
-        unparsed = []
-        for number, keys, *pair in zip(cohort.numbers, cohort.keys, *rows, strict=True):
-            plain = b"".join(share.to_bytes(WIDE, "big") for share in pair)
-            unparsed.append(self._cipher(keys, self.number, number).encrypt(bytes(12), plain, None))
-        return unparsed
+        cohort = self.cohort
+        # The polynomial's value at 0 is the secret itself, so that numbers, which start at 0, are shifted by 1.
+        points = [number + 1 for number in cohort.numbers]
+        seed_shares = self._split_value("seed", self.seed, points)
+        private_shares = self._split_value("private", self.private, points)
+        messages = []
+        for number, keys, seed_share, private_share in zip(
+            cohort.numbers, cohort.keys, seed_shares, private_shares, strict=True
+        ):
+            plain = seed_share.to_bytes(WIDE, "big") + private_share.to_bytes(WIDE, "big")
+            cipher = self._cipher(keys, sender=self.number, recipient=number)
+            messages.append(cipher.encrypt(bytes(12), plain, None))
+        return messages
+
+    def _split_value(self, name: str, value: bytes, points: Sequence[int]) -> list[int]:
+        key = derive(self.secret, f"shares of the {name}", self.cohort.digest, self.number)
+        polynomial = coefficients(key, self.cohort.threshold - 1)
+        return split(int.from_bytes(value, "big"), self.cohort.threshold, points, polynomial)
 
     def mask(self, vector: np.ndarray, masking: Masking) -> np.ndarray:
-        """Return a vector, int64 (n,), under its masks: uint64 (n,), uniform to whoever lacks a key."""
+        """Add all masks to this party's vector.
+
+        Args:
+            vector: int64 (n,).
+            masking: The parties that dealt shares.
+
+        Returns:
+            uint64 (n,), uniformly distributed for everyone who lacks a key.
+        """
         private = self.private
-        hidden = vector.astype(np.int64).view(np.uint64) + masking.own(self.number, self.seed, len(vector))
+        # A view as uint64: sums then wrap around modulo 2^64 without overflow, and the final view as int64 restores signs.
+        hidden = vector.astype(np.int64).view(np.uint64) + masking.self_mask(self.number, self.seed, len(vector))
         for other in masking.numbers:
             if other != self.number:
-                hidden += masking.pairwise(self.number, private, other, len(vector))
+                hidden += masking.pairwise_mask(self.number, private, other, len(vector))
         return hidden
 
     def reveal(self, dealt: Mapping[int, bytes], survived: frozenset[int]) -> dict[int, int]:
-        """Return the shares that were dealt to this party: of the seed where the vector came, else of the private key.
+        """Decrypt the shares that the server needs to remove the masks.
 
-        Raise `UnreadableShare` for shares that are not for it, or not of this sum.
+        Args:
+            dealt: The message that each party encrypted for this one, by the sender's number.
+            survived: The numbers of the parties whose vectors arrived.
+
+        Returns:
+            By number, the share of the seed if the party survived, otherwise the share of its private key.
+
+        Raises:
+            UnreadableShare: If a message is not for this party, or not from this sum.
         """
         from cryptography.exceptions import InvalidTag
 
         keys = dict(zip(self.cohort.numbers, self.cohort.keys, strict=True))
         shares: dict[int, int] = {}
-        for number, unparsed in dealt.items():
+        for number, message in dealt.items():
             try:
-                plain = self._cipher(keys[number], number, self.number).decrypt(bytes(12), unparsed, None)
+                cipher = self._cipher(keys[number], sender=number, recipient=self.number)
+                plain = cipher.decrypt(bytes(12), message, None)
             except (InvalidTag, KeyError) as error:
                 raise UnreadableShare(f"the shares that site number {number} has dealt cannot be read.") from error
-            part = plain[:WIDE] if number in survived else plain[WIDE:]
-            shares[number] = int.from_bytes(part, "big")
+            share = plain[:WIDE] if number in survived else plain[WIDE:]
+            shares[number] = int.from_bytes(share, "big")
         return shares
 
-    def _cipher(self, keys: bytes, giver: int, taker: int):
-        """Return AES-GCM under a key that is used for one message: its nonce can be 0."""
+    def _cipher(self, keys: bytes, sender: int, recipient: int):
+        """Create the AES-GCM cipher of one message. Its key encrypts nothing else, so the nonce can be constant (0)."""
         from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
-        agreed = agree(derive(self.secret, "channel"), keys[:KEY])
-        return AESGCM(derive(agreed, "to", self.cohort.digest, giver, taker))
+        shared_secret = agree(derive(self.secret, "channel"), keys[:KEY])
+        return AESGCM(derive(shared_secret, "to", self.cohort.digest, sender, recipient))
 
 
 def unmask(masking: Masking, vectors: Mapping[int, np.ndarray], shares: Mapping[int, Mapping[int, int]]) -> np.ndarray:
-    """Return the sum of those whose masked vectors are given, int64 (n,).
+    """Remove all masks from the sum of the masked vectors.
 
-    `shares` has what each of them who answered has told: its shares, by whose they are. Raise `UnreadableShare` where
-    they are too few, or do not give the private key of one that has dropped.
+    Args:
+        masking: The parties that dealt shares.
+        vectors: The masked vectors that arrived, uint64 (n,), by the party's number.
+        shares: The shares that each party revealed: first key its number, second key the party they were dealt by.
+
+    Returns:
+        The sum of the vectors that arrived, int64 (n,).
+
+    Raises:
+        UnreadableShare: If too few parties remained, or the shares do not recover a dropped party's private key.
     """
-    least = masking.cohort.threshold
-    if min(len(shares), len(vectors)) < least:
-        raise UnreadableShare(f"{min(len(shares), len(vectors))} sites have stayed to the end, and {least} are needed.")
-    senders = sorted(shares)[:least]
+    needed = masking.cohort.threshold
+    remaining = min(len(shares), len(vectors))
+    if remaining < needed:
+        raise UnreadableShare(
+            f"the sum cannot be unmasked: {remaining} sites remained until its end, and {needed} are needed."
+        )
+    senders = sorted(shares)[:needed]
     total = np.zeros_like(next(iter(vectors.values())))
     for vector in vectors.values():
         total += vector
-    counts = lagrange([sender + 1 for sender in senders])
+    factors = lagrange([sender + 1 for sender in senders])
     for number in masking.numbers:
-        secret = sum(shares[sender][number] * counts[sender + 1] for sender in senders) % PRIME
+        secret = sum(shares[sender][number] * factors[sender + 1] for sender in senders) % PRIME
+        # The field has 297 elements more than 32 bytes can encode. No valid secret is one of them.
         if secret >> 8 * KEY:
-            raise UnreadableShare("the shares that were told do not fit together.")
+            raise UnreadableShare("the revealed shares are inconsistent: they do not recover a secret.")
         key = secret.to_bytes(KEY, "big")
         if number in vectors:
-            total -= masking.own(number, key, len(total))
+            total -= masking.self_mask(number, key, len(total))
             continue
         if public(key) != masking.key(number):
-            raise UnreadableShare("the shares of a private key do not fit together.")
+            raise UnreadableShare("the revealed shares are inconsistent: they do not recover a private key.")
+        # The dropped party adds its masks here, which cancel those that the remaining parties added.
         for other in vectors:
-            total += masking.pairwise(number, key, other, len(total))
+            total += masking.pairwise_mask(number, key, other, len(total))
     return total.view(np.int64)

@@ -1,7 +1,7 @@
-"""Lasting keys of sites, and what is signed with them: keys of one sum, so that a server cannot put its own in.
+"""Long-term keys of sites, which sign the keys of a sum, so that the server cannot substitute its own.
 
-A lasting key is the one by which Flower knows a site (ECDSA, in OpenSSH's format, as `halfmoon federation init` makes
-it). Between machines its public half is the compressed point of SEC 1, 2.3.3, whose length tells the curve.
+A site's long-term key is the one that identifies it to Flower (ECDSA, in OpenSSH's format, as `halfmoon federation init`
+generates it). Messages contain its public half as a compressed point (SEC 1, 2.3.3), whose length identifies the curve.
 """
 
 from __future__ import annotations
@@ -16,15 +16,18 @@ from halfmoon.core.errors import UserError
 if TYPE_CHECKING:
     from cryptography.hazmat.primitives.asymmetric import ec
 
-POINT, HALF = 67, 66
-"""Bytes of a public key and of each half of a signature on the longest curve; those of others have zeros before."""
+POINT = 67
+"""Bytes of a public key in a message: those of the longest curve; shorter ones are padded with zeros in front."""
+
+HALF = 66
+"""Bytes of each of the two integers of a signature, on the longest curve."""
 
 SIGNATURE = 2 * HALF
 """Bytes of a signature: r and s."""
 
 
 def _curves() -> dict[int, ec.EllipticCurve]:
-    """Return the curves that both OpenSSH and Flower know, by the bytes of a compressed point."""
+    """Return the curves that both OpenSSH and Flower support, by the length of a compressed point in bytes."""
     try:
         from cryptography.hazmat.primitives.asymmetric import ec
     except ImportError as error:
@@ -32,96 +35,116 @@ def _curves() -> dict[int, ec.EllipticCurve]:
     return {1 + (curve.key_size + 7) // 8: curve for curve in (ec.SECP256R1(), ec.SECP384R1(), ec.SECP521R1())}
 
 
-def generate() -> bytes:
-    """Return a new private key (P-384) in OpenSSH's format."""
+def generate_private_key() -> bytes:
+    """Generate a private key (P-384) and encode it in OpenSSH's format."""
     curves = _curves()
-    from cryptography.hazmat.primitives import serialization as form
+    from cryptography.hazmat.primitives import serialization
     from cryptography.hazmat.primitives.asymmetric import ec
 
-    key = ec.generate_private_key(curves[49])
-    return key.private_bytes(form.Encoding.PEM, form.PrivateFormat.OpenSSH, form.NoEncryption())
+    key = ec.generate_private_key(curves[49])  # a compressed point of P-384 has 49 bytes
+    return key.private_bytes(
+        encoding=serialization.Encoding.PEM,
+        format=serialization.PrivateFormat.OpenSSH,
+        encryption_algorithm=serialization.NoEncryption(),
+    )
 
 
-def loaded(data: bytes) -> ec.EllipticCurvePrivateKey:
-    """Return a private key in OpenSSH's or PEM format; raise ValueError where it is none of these curves'."""
+def load_private_key(data: bytes) -> ec.EllipticCurvePrivateKey:
+    """Parse a private key in OpenSSH's or PEM format.
+
+    Raises:
+        ValueError: If it is not an unencrypted key on a supported curve.
+    """
     curves = _curves()
     from cryptography.exceptions import UnsupportedAlgorithm
-    from cryptography.hazmat.primitives import serialization as form
+    from cryptography.hazmat.primitives import serialization
     from cryptography.hazmat.primitives.asymmetric import ec
 
+    is_openssh = b"OPENSSH PRIVATE KEY" in data
+    load = serialization.load_ssh_private_key if is_openssh else serialization.load_pem_private_key
     try:
-        read = form.load_ssh_private_key if b"OPENSSH PRIVATE KEY" in data else form.load_pem_private_key
-        key = read(data, None)
+        key = load(data, None)
     except (UnsupportedAlgorithm, TypeError) as error:  # TypeError: it is encrypted
         raise ValueError(str(error)) from error
-    if not isinstance(key, ec.EllipticCurvePrivateKey) or key.curve.name not in {c.name for c in curves.values()}:
+    curve_names = {curve.name for curve in curves.values()}
+    if not isinstance(key, ec.EllipticCurvePrivateKey) or key.curve.name not in curve_names:
         raise ValueError("it is on no curve that Flower takes")
     return key
 
 
-def public(key: ec.EllipticCurvePublicKey) -> bytes:
-    """Return a public key as it travels, without zeros before."""
-    from cryptography.hazmat.primitives import serialization as form
+def encode_public_key(key: ec.EllipticCurvePublicKey) -> bytes:
+    """Encode a public key as a compressed point, without padding."""
+    from cryptography.hazmat.primitives import serialization
 
-    return key.public_bytes(form.Encoding.X962, form.PublicFormat.CompressedPoint)
+    return key.public_bytes(serialization.Encoding.X962, serialization.PublicFormat.CompressedPoint)
 
 
-def point(line: bytes) -> bytes:
-    """Return the public key in a line of OpenSSH's format as it travels; raise ValueError where it is none."""
+def parse_public_key(line: bytes) -> bytes:
+    """Convert a public key from a line in OpenSSH's format to a compressed point.
+
+    Raises:
+        ValueError: If the line is not a public key on a supported curve.
+    """
     curves = _curves()
     from cryptography.exceptions import UnsupportedAlgorithm
-    from cryptography.hazmat.primitives import serialization as form
+    from cryptography.hazmat.primitives import serialization
     from cryptography.hazmat.primitives.asymmetric import ec
 
     try:
-        key = form.load_ssh_public_key(line.strip())
+        key = serialization.load_ssh_public_key(line.strip())
     except UnsupportedAlgorithm as error:
         raise ValueError(str(error)) from error
-    if not isinstance(key, ec.EllipticCurvePublicKey) or key.curve.name not in {c.name for c in curves.values()}:
+    curve_names = {curve.name for curve in curves.values()}
+    if not isinstance(key, ec.EllipticCurvePublicKey) or key.curve.name not in curve_names:
         raise ValueError("it is on no curve that Flower takes")
-    return public(key)
+    return encode_public_key(key)
 
 
 def fingerprint(key: bytes) -> str:
-    """Return the fingerprint of a public key as `ssh-keygen -l` shows it; raise ValueError where it is none."""
-    from cryptography.hazmat.primitives import serialization as form
+    """Compute the fingerprint of a public key, in the format of `ssh-keygen -l`.
 
-    line = _read(key).public_bytes(form.Encoding.OpenSSH, form.PublicFormat.OpenSSH)
+    Raises:
+        ValueError: If the bytes are not a public key on a supported curve.
+    """
+    from cryptography.hazmat.primitives import serialization
+
+    line = _decode_public_key(key).public_bytes(serialization.Encoding.OpenSSH, serialization.PublicFormat.OpenSSH)
     digest = hashlib.sha256(base64.b64decode(line.split()[1])).digest()
     return f"SHA256:{base64.b64encode(digest).decode().rstrip('=')}"
 
 
 def sign(key: ec.EllipticCurvePrivateKey, text: bytes) -> bytes:
-    """Return the signature of a text (ECDSA with SHA-384): `SIGNATURE` bytes, r and s."""
+    """Sign a text (ECDSA with SHA-384): r and s, `SIGNATURE` bytes altogether."""
     from cryptography.hazmat.primitives.asymmetric.utils import decode_dss_signature
 
     r, s = decode_dss_signature(key.sign(text, _scheme()))
     return r.to_bytes(HALF, "big") + s.to_bytes(HALF, "big")
 
 
-def signed(key: bytes, text: bytes, signature: bytes) -> bool:
-    """Say whether a signature of a text is by the private half of a public key; False where that is none."""
+def verify(key: bytes, text: bytes, signature: bytes) -> bool:
+    """Verify the signature of a text with a public key; False also if the key is malformed."""
     from cryptography.exceptions import InvalidSignature
     from cryptography.hazmat.primitives.asymmetric.utils import encode_dss_signature
 
-    r, s = (int.from_bytes(half, "big") for half in (signature[:HALF], signature[HALF:]))
+    r = int.from_bytes(signature[:HALF], "big")
+    s = int.from_bytes(signature[HALF:], "big")
     try:
-        _read(key).verify(encode_dss_signature(r, s), text, _scheme())
+        _decode_public_key(key).verify(encode_dss_signature(r, s), text, _scheme())
     except (ValueError, InvalidSignature):
         return False
     return True
 
 
-def usable(key: bytes) -> bool:
-    """Say whether these bytes are a public key of one of the curves."""
+def is_public_key(key: bytes) -> bool:
+    """Check that these bytes are a public key on a supported curve."""
     try:
-        _read(key)
+        _decode_public_key(key)
     except ValueError:
         return False
     return True
 
 
-def _read(key: bytes) -> ec.EllipticCurvePublicKey:
+def _decode_public_key(key: bytes) -> ec.EllipticCurvePublicKey:
     curves = _curves()
     from cryptography.hazmat.primitives.asymmetric import ec
 

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from halfmoon.aggregation import AggregationContext
 from halfmoon.aggregation.secure import masking, signing
-from halfmoon.aggregation.secure.fixed_point import mean, sound, spread
+from halfmoon.aggregation.secure.fixed_point import is_plausible_sum, mean, spread
 from halfmoon.aggregation.secure.signing import POINT, SIGNATURE
 from halfmoon.api.uploads import Upload
 from halfmoon.core.tree import Tree
@@ -73,7 +73,7 @@ class MaskedSum:
 
     def _announce(self, sites: Sequence[str]) -> tuple[masking.Cohort, list[str], list[bytes]]:
         able = [site for site in sites if site in self.keys]
-        self._enough(len(able), "that could be asked", max(masking.LEAST, masking.threshold(len(sites))))
+        self._enough(len(able), "that could be asked", max(masking.MIN_PARTIES, masking.threshold(len(sites))))
         session = secrets.token_bytes(SESSION_BYTES)
         sum_id = make_sum_id(next(iter(self.requests.values())), session.hex())
         question = {ANNOUNCE_KEYS: {"session": stack_rows([session])[0]}}
@@ -83,13 +83,13 @@ class MaskedSum:
         names = [site for site in able if site in answers and self._sound(sum_id, site, *answers[site])]
         keys, signatures = ([answers[site][at] for site in names] for at in (0, 1))
         cohort = masking.Cohort(sum_id, self._numbers(sites), self._numbers(names), tuple(keys))
-        self._enough(len(names), "whose keys are signed keys", max(masking.LEAST, cohort.threshold))
+        self._enough(len(names), "whose keys are signed keys", max(masking.MIN_PARTIES, cohort.threshold))
         return cohort, names, signatures
 
     def _sound(self, sum_id: masking.SumId, site: str, keys: bytes, signature: bytes) -> bool:
         """Say whether a site's keys are keys, and signed by it: the others would all refuse them."""
-        signed = signing.signed(self.keys[site], masking.announcement(sum_id, self.numbers[site], keys), signature)
-        return signed and masking.usable(keys)
+        signed = signing.verify(self.keys[site], masking.announcement(sum_id, self.numbers[site], keys), signature)
+        return signed and masking.are_valid_public_keys(keys)
 
     def total(self, replies: Mapping[str, Reply]) -> Tensor:
         """Return the sum of the replies' updates and weights, (n + 1,) int64; raise `TooFewReplies` where it stays hidden."""
@@ -118,7 +118,7 @@ class MaskedSum:
             total = torch.from_numpy(masking.unmask(parties, vectors, plain))
         except masking.UnreadableShare as error:
             raise TooFewReplies(f"{self.what} has a sum that cannot be read: {error}") from error
-        if not sound(total):
+        if not is_plausible_sum(total):
             raise TooFewReplies(
                 f"{self.what} has a sum from which the masks do not come off: a site did not keep to it."
             )
@@ -140,7 +140,7 @@ class MaskedSum:
 def lasting_keys(acceptances: Mapping[str, Acceptance]) -> dict[str, bytes]:
     """Return the usable lasting keys of sites; one without has no part."""
     plain = {name: site.key for name, site in acceptances.items() if re.fullmatch("([0-9a-f]{2})+", site.key)}
-    return {name: bytes.fromhex(key) for name, key in plain.items() if signing.usable(bytes.fromhex(key))}
+    return {name: bytes.fromhex(key) for name, key in plain.items() if signing.is_public_key(bytes.fromhex(key))}
 
 
 def sum_layout(upload: TreeSpec) -> dict[str, Tensor]:

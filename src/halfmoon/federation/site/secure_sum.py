@@ -119,12 +119,12 @@ class SumParticipant:
     number: int
     sites: KnownKeys
     equal_weights: bool
-    min_sites: int = masking.LEAST
+    min_sites: int = masking.MIN_PARTIES
 
     @cached_property
     def public_key(self) -> bytes:
         """The site's long-term public key."""
-        return signing.public(self.key.public_key())
+        return signing.encode_public_key(self.key.public_key())
 
     def reply_to(self, request: Request, reply_without_masks: Callable[[Request], Reply]) -> Reply:
         """Reply to a request.
@@ -164,7 +164,7 @@ class SumParticipant:
         secret_file = self._secret_file(sum_id)
         if log.has(DEAL_SHARES) and log.get(_SESSION) == session and secret_file.read() is None:
             raise RefusalError("the server requests keys of a sum that is over for this site.")
-        keys = masking.announced(secret_file.read_or_generate())
+        keys = masking.public_keys(secret_file.read_or_generate())
         log.begin(session)
         signature = signing.sign(self.key, masking.announcement(sum_id, self.number, keys))
         return {"keys": stack_rows([keys])[0], "signature": stack_rows([signature])[0]}
@@ -175,8 +175,8 @@ class SumParticipant:
         cohort = self._parse_numbers(masks["asked"])
         numbers = self._parse_numbers(masks["sites"])
         subject = f"the server requests a sum of {len(cohort)} sites"
-        if len(cohort) < masking.LEAST:
-            raise RefusalError(f"{subject}: a sum of fewer than {masking.LEAST} hides nothing.")
+        if len(cohort) < masking.MIN_PARTIES:
+            raise RefusalError(f"{subject}: a sum of fewer than {masking.MIN_PARTIES} hides nothing.")
         if len(cohort) < self.min_sites:
             raise RefusalError(f"{subject}, but the terms have cohorts of {self.min_sites}: a smaller sum hides less.")
         if not set(numbers) <= set(cohort):
@@ -188,11 +188,11 @@ class SumParticipant:
         # Long-term keys of different lengths are padded with zeros on the left.
         long_term_keys = [row.lstrip(b"\0") for row in split_rows(masks["lasting"])]
         index = numbers.index(self.number)
-        if keys[index] != masking.announced(secret) or long_term_keys[index] != self.public_key:
+        if keys[index] != masking.public_keys(secret) or long_term_keys[index] != self.public_key:
             raise RefusalError("the server sends other keys of this site than its own.")
         signatures = split_rows(masks["signatures"])
         for number, long_term_key, key, signature in zip(numbers, long_term_keys, keys, signatures, strict=True):
-            if not signing.signed(long_term_key, masking.announcement(sum_id, number, key), signature):
+            if not signing.verify(long_term_key, masking.announcement(sum_id, number, key), signature):
                 name = self.sites.names[number]
                 raise RefusalError(f"the server sends keys of {name} for this sum that {name} has not signed.")
         self.sites.check(dict(zip(numbers, long_term_keys, strict=True)))

@@ -43,16 +43,16 @@ class KeyFiles:
         if data is None:
             if self.private_key is not None:
                 raise UserError(f"{path} does not exist: it is the key by which the other sites identify this site.")
-            data = signing.generate()
+            data = signing.generate_private_key()
             atomic_io.write_atomically(path, data, private=True)
         try:
-            return signing.loaded(data)
+            return signing.load_private_key(data)
         except ValueError as error:
             raise UserError(f"{path} is no private key (elliptic curve, in OpenSSH's format): {error}.") from error
 
     def public(self, state_folder: Path) -> str:
         """Return this site's public key in hexadecimal."""
-        return signing.public(self.load(state_folder).public_key()).hex()
+        return signing.encode_public_key(self.load(state_folder).public_key()).hex()
 
 
 def read_private_json(path: Path) -> dict[str, Any] | None:
@@ -85,7 +85,7 @@ def read_keys(path: Path) -> dict[str, bytes]:
             continue
         try:
             name = columns[2].decode()
-            key = signing.point(b" ".join(columns[:2]))
+            key = signing.parse_public_key(b" ".join(columns[:2]))
         except (ValueError, LookupError) as error:
             raise UserError(f"{path}, line {number}: it must be a public key and a site's name.") from error
         if keys.setdefault(name, key) != key:
