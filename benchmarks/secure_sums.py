@@ -119,7 +119,7 @@ def measure(sites: int, parameters: int, dropped: int, folder: Path) -> Row:
         keys[name] = wire.part(k).public_key
     began = time.process_time()
     sum = MaskedSum(dict.fromkeys(names, request), {name: k for k, name in enumerate(names)}, keys, wire.ask, "it")
-    sum.total(wire.ask(sum.begin(), sum_spec(sum_layout(make_tree_spec(upload))), "it"))
+    sum.total(wire.ask(sum.start(), sum_spec(sum_layout(make_tree_spec(upload))), "it"))
     spent = time.process_time() - began
     row.site_seconds, row.server_seconds = wire.seconds / there, spent - wire.seconds
     row.up, row.down = wire.received / there, wire.sent / there

@@ -319,7 +319,7 @@ class Village:
 
     def trained(self, sum: MaskedSum) -> dict[str, Reply]:
         """Begin a sum, and return what the sites send up under their masks."""
-        return self.ask(sum.begin(), sum_spec(sum_layout(make_tree_spec(self.upload(0).tree))), "the work")
+        return self.ask(sum.start(), sum_spec(sum_layout(make_tree_spec(self.upload(0).tree))), "the work")
 
     def play(self) -> torch.Tensor:
         sum = self.sum()
@@ -611,7 +611,7 @@ def test_a_sum_that_a_site_has_spoiled_is_not_used(tmp_path: Path) -> None:
     replies = village.trained(sum)
     noise = torch.from_numpy(np.random.default_rng(0).integers(-(2**63), 2**63, 1208))
     spoiled = {**replies, "site-1": replace(replies["site-1"], upload={"sum": noise})}
-    with pytest.raises(TooFewReplies, match="from which the masks do not come off"):
+    with pytest.raises(TooFewReplies, match="that cannot be unmasked"):
         sum.total(spoiled)
 
 
@@ -693,7 +693,7 @@ def test_a_site_that_shows_no_key_is_not_asked(tmp_path: Path) -> None:
     sum = village.sum()
     sum.keys = {name: key for name, key in sum.keys.items() if name in ("site-1", "site-3")}
     with pytest.raises(TooFewReplies, match="has 2 sites of 5 that could be asked, and a sum needs 4"):
-        sum.begin()
+        sum.start()
     assert not village.seen
 
 
@@ -707,7 +707,7 @@ def test_no_sum_is_of_fewer_sites_than_the_agreed_cohort(tmp_path: Path) -> None
     begin = made.sum()
     begin.requests = dict(list(begin.requests.items())[:4])
     with pytest.raises(RefusalError, match="the terms have cohorts of 5"):
-        begin.begin()
+        begin.start()
 
 
 class Forging(MaskedSum):
@@ -718,8 +718,8 @@ class Forging(MaskedSum):
 
     sign: Callable[[int], Any]
 
-    def _announce(self, asked: Any) -> Any:
-        cohort, names, signatures = super()._announce(asked)
+    def _collect_keys(self, sites: Any) -> Any:
+        cohort, names, signatures = super()._collect_keys(sites)
         keys, texts = list(cohort.keys), list(signatures)
         for at in (1, 2):
             keys[at] = public_keys(bytes([at]) * 32)
@@ -732,16 +732,16 @@ def forging(village: Village, lasting: bool) -> Forging:
     plain = village.sum()
     made = {k: signing.load_private_key(signing.generate_private_key()) for k in (1, 2)}
     shown = {f"site-{k}": signing.encode_public_key(key.public_key()) for k, key in made.items()} if lasting else {}
-    forged = Forging(plain.requests, plain.numbers, plain.keys, plain.ask, plain.what)
+    forged = Forging(plain.requests, plain.numbers, plain.keys, plain.query_sites, plain.what)
     forged.sign = made.__getitem__
-    original = Forging._announce
+    original = Forging._collect_keys
 
     def announced_then_shown(self: Forging, asked: Any) -> Any:
         found = original(self, asked)
         self.keys = {**self.keys, **shown}
         return found
 
-    forged._announce = announced_then_shown.__get__(forged)
+    forged._collect_keys = announced_then_shown.__get__(forged)
     return forged
 
 
@@ -758,18 +758,18 @@ def test_a_server_cannot_put_keys_of_its_own_in(known: str, tmp_path: Path) -> N
         village.play()
         village.round += 1
     with pytest.raises(RefusalError, match="keys of site-1 for this sum that site-1 has not signed"):
-        forging(village, lasting=False).begin()
+        forging(village, lasting=False).start()
     village.round += 1
     if known == "neither":
         assert not list(tmp_path.rglob(KNOWN_KEYS_FILE))  # what was refused is not remembered
         # Site 1 sees that another is shown as its own.
         with pytest.raises(RefusalError, match="other keys of this site"):
-            forging(village, lasting=True).begin()
+            forging(village, lasting=True).start()
         assert [words for words in village.said if words.startswith("from now on the key of site-1 is SHA256:")]
         return
     words = "than the file of keys has" if known == "handed out" else "than before"
     with pytest.raises(RefusalError, match=f"different key of site-1 .SHA256:.{{43}}. {words}"):
-        forging(village, lasting=True).begin()
+        forging(village, lasting=True).start()
 
 
 def line(village: Village, k: int) -> bytes:

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from callbacks import resumed
+from events import Sentences
 from safetensors.torch import load_file
 from scenes import NETWORK, begin, dataset, play, same, simulate, task
 from test_contract import scene
@@ -227,7 +228,7 @@ def test_a_server_refuses_what_is_not_finite_once_it_is_unpacked(spoiled: str) -
     wire.exchange = exchange
     remote.calls.rules = Rules(norm_bound=0.0)
     lines: list[str] = []
-    remote.calls.say = lines.append
+    remote.calls.log = Sentences(lines)
     remote.open(0)
     server = method.round(remote.task, begin(method, shared), remote)
     assert all(bool(leaf.isfinite().all()) for leaf in tree.leaves(server))

@@ -17,7 +17,6 @@ pytest.importorskip("flwr")
 
 from halfmoon.cli import main as cli
 from halfmoon.core.errors import UserError
-from halfmoon.federation.protocol.log import Tail
 from halfmoon.federation.server.connection import NodeIdentity
 from halfmoon.federation.server.sessions import NO_KEY, ClientManager, SiteResponse
 from halfmoon.federation.site import consent
@@ -29,6 +28,7 @@ from halfmoon.federation.transport.internals import MESSAGE_RECEIVED, REPLY_SENT
 from halfmoon.federation.transport.launch import ServerOptions, render_run_config, superlink_arguments
 from halfmoon.federation.transport.processes import SUPERNODE, ProcessFolder
 from halfmoon.sites.keys import Access, make
+from halfmoon.storage.events import EventTail
 
 
 @pytest.fixture
@@ -384,7 +384,7 @@ def supernode_saying(said, folder, monkeypatch, shown, seconds=600.0):
     site = site_process.SiteOptions(Address("127.0.0.1", 9092), "site-00", folder, 3, 2, folder / "home", terms="any")
     site.processes.prepare()
     try:
-        yield site_process._SiteNode(site, Tail(site.home / site_process.LOG_FILE), shown.append, None), started
+        yield site_process._SiteNode(site, EventTail(site.home), shown.append, None), started
     finally:
         for process in started:
             process.kill()

@@ -121,8 +121,8 @@ class Fleet:
 
 def test_a_site_refuses_the_runs_of_other_bundles(tmp_path: Path):
     pytest.importorskip("flwr")
-    from halfmoon.federation.protocol.log import EventLog
     from halfmoon.federation.transport.node import BundleChecker
+    from halfmoon.storage.events import EventLog
 
     evil = zipped({**OURS, "evil.py": ""})
     fleet: Any = Fleet({1: zipped(OURS), 2: evil, 3: evil, 4: None})

@@ -15,7 +15,6 @@ from halfmoon.cli import main as cli
 from halfmoon.config import schema as settings
 from halfmoon.core import rng, tree
 from halfmoon.core.errors import UserError
-from halfmoon.federation.protocol.log import Tail
 from halfmoon.federation.protocol.messages import NOT_JOINED, UNFIT, Acceptance, Refusal, read_message
 from halfmoon.federation.protocol.terms import shared_options
 from halfmoon.federation.server.sessions import RETRY_SECONDS
@@ -23,6 +22,7 @@ from halfmoon.federation.site import consent
 from halfmoon.federation.site.client import NOT_AGREED, SiteClient
 from halfmoon.federation.site.consent import Consent, TermsSummary
 from halfmoon.runs.factory import task
+from halfmoon.storage.events import EventTail
 
 OTHER = made(rounds=ROUNDS + 1)
 
@@ -60,7 +60,7 @@ def test_nothing_is_done_before_a_yes(ward: Path, tmp_path: Path):
         data = site.reply_to(offer())
         discreet(data)
         assert told(data) == Refusal(site.version, UNFIT, NOT_AGREED)
-        assert sorted(path.name for path in site.state_folder.iterdir()) == ["join.log", "offered.json"]
+        assert sorted(path.name for path in site.state_folder.iterdir()) == ["events.jsonl", "join.log", "offered.json"]
     assert logged(site).count(f"start it again with --terms {TERMS.hash}") == 1
     assert len(logged(site).splitlines()) == 2
     assert consent.load_offer(site.state_folder) == TERMS.summary()
@@ -150,7 +150,7 @@ def waiting(tmp_path: Path, person: Somebody | None, **given: Any) -> tuple[Any,
     )
     consent.save_offer(home, TERMS.summary())
     shown: list[str] = []
-    return site_process._SiteNode(site, Tail(home / "join.log"), shown.append, person), shown
+    return site_process._SiteNode(site, EventTail(home), shown.append, person), shown
 
 
 def test_a_yes_is_written_down_and_asked_for_once(tmp_path: Path):

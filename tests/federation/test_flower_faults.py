@@ -4,7 +4,7 @@ import errno
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import pytest
 from federations import Node, Street, ask, joined, node
@@ -13,7 +13,6 @@ pytest.importorskip("flwr")
 
 from flwr.common.constant import ErrorCode
 
-from halfmoon.federation.protocol.log import EventLog
 from halfmoon.federation.protocol.messages import Offer, Refusal, read_message, write_message
 from halfmoon.federation.server.connection import TransportReply
 from halfmoon.federation.site.client import SiteClient
@@ -21,6 +20,7 @@ from halfmoon.federation.transport import processes, site_process
 from halfmoon.federation.transport.contact import Address
 from halfmoon.federation.transport.grid import PROBLEMS, describe_error
 from halfmoon.federation.transport.site_process import SiteOptions
+from halfmoon.storage.events import EventLog
 
 
 def test_a_full_disk_does_not_keep_a_process_from_its_lock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -95,13 +95,13 @@ def test_errors_of_flower_are_said_in_words():
 
 
 def test_a_site_whose_log_cannot_be_written_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    def full(self: EventLog, words: str) -> NoReturn:
+    def full(self: EventLog, name: str, text: str, **fields: Any) -> NoReturn:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     def reach(address: Address, ca: Path | None) -> NoReturn:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(EventLog, "write", full)
+    monkeypatch.setattr(EventLog, "record", full)
     monkeypatch.setattr(site_process, "check_server", reach)
     site = SiteOptions(Address("127.0.0.1", 9092), "site-00", tmp_path, images=3, labeled=2, home=tmp_path / "home")
     shown: list[str] = []

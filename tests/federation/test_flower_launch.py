@@ -25,7 +25,6 @@ from PIL import Image
 from halfmoon.cli import main as cli
 from halfmoon.core.errors import UserError
 from halfmoon.federation.protocol import bundle
-from halfmoon.federation.protocol.log import EventLog, Tail
 from halfmoon.federation.transport import internals, launch, processes
 from halfmoon.federation.transport.contact import Address, ServerUnreachable, check_server
 from halfmoon.federation.transport.launch import (
@@ -41,6 +40,7 @@ from halfmoon.federation.transport.node import APP_FAILED, Worker
 from halfmoon.federation.transport.processes import SERVER_APP, SUPERLINK, ProcessFolder, exclusive
 from halfmoon.federation.transport.site_process import SiteOptions, join_federation, node_options
 from halfmoon.sites.keys import certificates
+from halfmoon.storage.events import EventLog, Tail
 
 pytest.importorskip("flwr")
 
@@ -404,7 +404,7 @@ from pathlib import Path
 from flwr.app import ConfigRecord, Context, Message, RecordDict
 from flwr.clientapp import ClientApp
 from flwr.serverapp import Grid, ServerApp
-from halfmoon.federation.protocol.log import EventLog
+from halfmoon.storage.events import EventLog
 
 server = ServerApp()
 client = ClientApp()
@@ -415,7 +415,7 @@ def main(grid: Grid, context: Context) -> None:
     rounds = json.loads(Path(context.run_config["federation"]).read_text())["rounds"]
     log = EventLog(run / "serve.log")
     done = metrics.read_text().count("\\n") if metrics.exists() else 0
-    log.write(f"goes on after round {done}")
+    log.record("resumed", f"goes on after round {done}")
     for number in range(done, rounds):
         content, asked, replies = RecordDict({"c": ConfigRecord({"n": number})}), {}, []
         while not replies:
@@ -425,13 +425,13 @@ def main(grid: Grid, context: Context) -> None:
             replies = [reply for reply in grid.pull_messages(asked.values()) if not reply.has_error()]
         with metrics.open("a") as file:
             file.write(json.dumps({"round": number, "site": replies[0].content["c"]["name"]}) + "\\n")
-        log.write(f"round {number + 1} is over")
+        log.record("round_finished", f"round {number + 1} is over")
     (run / "model.safetensors").write_bytes(b"")
     (run / "summary.json").write_text("{}")
 
 @client.query()
 def query(message: Message, context: Context) -> Message:
-    EventLog(Path(context.node_config["home"]) / "join.log").write(f"asked for {message.content['c']['n']}")
+    EventLog(Path(context.node_config["home"]) / "join.log").record("note", f"asked for {message.content['c']['n']}")
     return Message(RecordDict({"c": ConfigRecord({"name": context.node_config["name"]})}), reply_to=message)
 """
 
@@ -559,8 +559,8 @@ def test_what_the_log_calls_stopped_is_the_end(tmp_path: Path, monkeypatch: pyte
         self: ProcessFolder, arguments: Sequence[str], seconds: float = 60.0
     ) -> subprocess.CompletedProcess[bytes]:
         log = EventLog(self.folder.parent / "serve.log")
-        log.write("goes on after round 0")
-        log.write("stopped: there is no disk left.")
+        log.record("resumed", "goes on after round 0")
+        log.record("stopped", "stopped: there is no disk left.", reason="there is no disk left.")
         return subprocess.CompletedProcess(arguments, 0, b'{"run-id": 7}', b"")
 
     monkeypatch.setattr(ProcessFolder, "start", start)

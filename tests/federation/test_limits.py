@@ -18,6 +18,7 @@ from typing import Any, NoReturn
 
 import pytest
 import torch
+from events import Sentences
 from federations import Street, bytes_of, mute, node, terms
 from scenes import begin
 from test_messages import FEDERATED, REQUEST, Bad, federation
@@ -369,10 +370,10 @@ def test_a_pickle_is_never_loaded_by_a_server(tmp_path: Path, pickles: dict[str,
         manager = street.manager()
         manager.wait_for_sites(1, 60.0)
         assert manager.connected_sites == ["south"]
-        assert street.heard("a site answered what cannot be read: ") == 1, name
+        assert street.heard("a site sent a reply that cannot be read: ") == 1, name
         method, shared, remote, wire = single("fedavg")
         heard: list[str] = []
-        remote.calls.link, remote.calls.say = Bad(wire, lambda _, data=data: SiteResponse(data)), heard.append
+        remote.calls.link, remote.calls.log = Bad(wire, lambda _, data=data: SiteResponse(data)), Sentences(heard)
         remote.open(0)
         drawn = remote.cohort.tolist()
         method.round(remote.task, begin(method, shared), remote)
@@ -395,14 +396,14 @@ def test_a_reply_is_weighed_before_it_is_read(beyond: int):
         more = torch.zeros(most - len(data) - 4096, dtype=torch.uint8)
         return SiteResponse(weighing(most + beyond, replace(read_message(data, Reply), upload={**upload, "x": more})))
 
-    remote.calls.link, remote.calls.say = Bad(wire, change), heard.append
+    remote.calls.link, remote.calls.log = Bad(wire, change), Sentences(heard)
     remote.open(0)
     method.round(remote.task, begin(method, shared), remote)
     (words,) = [each for each in heard if "refused" in each]
     if beyond:
         assert "a message has 1.1 MB; the limit is 1.1 MB" in words
     else:
-        assert "'x' was not asked for" in words
+        assert "'x' was not requested" in words
     assert weighed[0] < 1.3 * 10**6
 
 

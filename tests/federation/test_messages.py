@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from events import Sentences
 from scenes import begin, same
 from test_contract import BATCHINGS, ROUNDS, scene, straight
 
@@ -159,7 +160,7 @@ def other(data: bytes, **changes: Any) -> SiteResponse:
 def test_a_server_does_without_a_site_whose_answer_it_cannot_use(change: Any, said: str) -> None:
     method, shared, remote, wire = federation("fedavg", "both")
     heard: list[str] = []
-    remote.calls.link, remote.calls.say = Bad(wire, change), heard.append
+    remote.calls.link, remote.calls.log = Bad(wire, change), Sentences(heard)
     remote.open(0)
     drawn = remote.cohort.tolist()
     method.round(remote.task, begin(method, shared), remote)

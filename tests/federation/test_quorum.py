@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+from events import Sentences
 from scenes import begin, play, same
 from test_contract import BATCHINGS, ROUNDS, scene
 
@@ -95,7 +96,7 @@ def stage(tmp_path: Path) -> Make:
         remote, wire = behind(simulation, BATCHINGS["both"])
         link, heard = Link(wire.sites, tmp_path / str(len(count)), fate), list[str]()
         identity = RunIdentity(HASH, VERSION, run)
-        remote.calls = SiteCalls(link, remote.names, identity, rules or Rules(min_replies=2), say=heard.append)
+        remote.calls = SiteCalls(link, remote.names, identity, rules or Rules(min_replies=2), log=Sentences(heard))
         remote.cohorts.quarantine = remote.calls.quarantine
         return Stage(method, begin(method, shared), remote, link, heard)
 

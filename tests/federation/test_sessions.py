@@ -171,11 +171,11 @@ OTHER = terms(lr=0.5)
         (joined("north", federation=OTHER.hash), "a site that calls itself 'north' is none of this federation"),
         (joined("east"), "a site that calls itself 'east' is none of this federation"),
         (joined("e" * 1000), f"a site that calls itself '{'e' * 64}' is none of this federation"),
-        (b"", "a site answered what cannot be read: a message is truncated"),
-        (b"\x08" + b"\0" * 7 + b"no json!", "a site answered what cannot be read: a message cannot be read"),
+        (b"", "a site sent a reply that cannot be read: a message is truncated"),
+        (b"\x08" + b"\0" * 7 + b"no json!", "a site sent a reply that cannot be read: a message cannot be read"),
         (
             write_message(Offer("1", "2")),
-            "a site answered what cannot be read: an acceptance or refusal was expected, not an offer",
+            "a site sent a reply that cannot be read: an acceptance or refusal was expected, not an offer",
         ),
         (refusal(UNFIT, "it has no label."), "a site does not join: it has no label."),
         (refusal(UNFIT, "x" * 10_000), "a site does not join: " + "x" * 500),
@@ -279,7 +279,7 @@ def test_a_lost_connection_is_said_waited_out_and_said_to_be_over(street, manage
     assert street.said[heard:][:1] in ([], ["the connection to the sites is lost (no way); waiting for it"])
     if "nodes" in what and "collect" in what:
         assert len(street.said) == heard + 2
-    assert street.said[heard + 1 : heard + 2] in ([], ["the connection to the sites is there again"])
+    assert street.said[heard + 1 : heard + 2] in ([], ["the connection to the sites works again"])
     assert len(street.requests) == 6
 
 
@@ -298,7 +298,7 @@ def test_a_server_without_a_network_does_not_take_its_sites_for_absent(what: set
     ask(manager)
     lost, found = street.said[heard:]
     assert lost == "the connection to the sites is lost (no way); waiting for it"
-    assert found == "the connection to the sites is there again"
+    assert found == "the connection to the sites works again"
 
 
 def test_a_post_that_takes_nothing_is_not_waited_for_without_end(street: Street, manager: ClientManager) -> None:
@@ -382,7 +382,7 @@ def test_gather_waits_for_a_post_that_is_not_there_yet() -> None:
     street.at(50.0, lambda: street.cut.clear())
     street.manager().wait_for_sites(3, 100.0)
     assert 50 < street.time < 55
-    assert street.heard("is lost") == street.heard("is there again") == 1
+    assert street.heard("is lost") == street.heard("works again") == 1
 
 
 def test_a_site_that_takes_long_to_join_is_there_once() -> None:

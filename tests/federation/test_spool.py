@@ -31,6 +31,7 @@ from halfmoon.federation.server.runtime import RemoteRuntime
 from halfmoon.federation.server.sessions import ClientManager
 from halfmoon.methods import registry
 from halfmoon.runs.factory import task
+from halfmoon.storage.events import EventList
 
 SITES = 12
 ABOUT = terms([f"ward-{k:02}" for k in range(SITES)], cohort=SITES, width=32, norm="none")
@@ -78,7 +79,7 @@ class Desk:
 
 def server(post: Desk, spool: Spool | None, factor: float = 2.0) -> tuple[RemoteRuntime, Tree]:
     """Return a server that judges answers as a real one does, in its first round, and its model."""
-    manager = ClientManager(post, ABOUT, VERSION, 100.0, 20.0, lambda words: None, Clock(sleep=lambda s: None), spool)
+    manager = ClientManager(post, ABOUT, VERSION, 100.0, 20.0, EventList(), Clock(sleep=lambda s: None), spool)
     manager.wait_for_sites(SITES, 10.0)
     method = registry.make("fedavg")
     seen = UploadProbe(MODEL, Views(), ABOUT.image_spec.image, 0)

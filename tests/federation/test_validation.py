@@ -250,20 +250,20 @@ LINE = torch.ones(3)
         (upload(params=LINE), "'params/a' is missing"),
         (upload(stats={"var": LINE}), "'stats' is missing"),
         ({name: part for name, part in upload().items() if name != "stats"}, "'stats' is missing"),
-        (upload(more=LINE), "'more' was not asked for"),
-        (upload(more={}), "'more' was not asked for"),
-        (upload(params={"a": torch.ones(2, 3), "b": LINE, "x": {"y": LINE}}), "'params/x/y' was not asked for"),
+        (upload(more=LINE), "'more' was not requested"),
+        (upload(more={}), "'more' was not requested"),
+        (upload(params={"a": torch.ones(2, 3), "b": LINE, "x": {"y": LINE}}), "'params/x/y' was not requested"),
         # The same paths once joined, another tree: a name that holds the separator.
         ({**upload(stats={}), "params": {"a": torch.ones(2, 3)}, "params/b": LINE}, "'params/b' is missing"),
-        (upload(**{"params/b": LINE}), "'params/b' was not asked for"),
+        (upload(**{"params/b": LINE}), "'params/b' was not requested"),
         (upload(stats=LINE), "'stats' is a tensor, not empty"),
         (upload(params={"a": torch.ones(2, 3), "b": {}}), "'params/b' is empty, not a tensor"),
         (upload(params={"a": torch.ones(3, 2), "b": LINE}), "'params/a' has the shape (3, 2), not (2, 3)"),
         (upload(weight=torch.ones(1, dtype=F64)), "'weight' has the shape (1,), not ()"),
-        (upload(weight=torch.tensor(5.0)), "'weight' holds float32, not float64"),
-        (upload(weight=torch.tensor(math.nan, dtype=F64)), "'weight' holds values that are not finite"),
-        (upload(params={"a": torch.ones(2, 3), "b": LINE / 0}), "'params/b' holds values that are not finite"),
-        (LINE, "it is no tree of tensors"),
+        (upload(weight=torch.tensor(5.0)), "'weight' has dtype float32, not float64"),
+        (upload(weight=torch.tensor(math.nan, dtype=F64)), "'weight' has values that are not finite"),
+        (upload(params={"a": torch.ones(2, 3), "b": LINE / 0}), "'params/b' has values that are not finite"),
+        (LINE, "it is not a tree of tensors"),
     ],
 )
 def test_the_first_fault_of_an_upload_is_named(pattern: TreeSpec, upload: Tree, said: str) -> None:
@@ -272,10 +272,10 @@ def test_the_first_fault_of_an_upload_is_named(pattern: TreeSpec, upload: Tree, 
 
 def test_without_a_pattern_values_are_judged_all_the_same() -> None:
     assert check_schema(upload(more=LINE), {}, None) is None
-    assert check_schema(upload(more=-LINE / 0), {}, None) == "'more' holds values that are not finite"
+    assert check_schema(upload(more=-LINE / 0), {}, None) == "'more' has values that are not finite"
     odd = LINE.to(torch.float8_e4m3fn)
-    assert check_schema(upload(more=odd), {}, None) == "'more' holds float8_e4m3fn, which no method sends"
-    assert check_schema(LINE, {}, None) == "it is no tree of tensors"  # pyright: ignore[reportArgumentType]
+    assert check_schema(upload(more=odd), {}, None) == "'more' has dtype float8_e4m3fn, which no method sends"
+    assert check_schema(LINE, {}, None) == "it is not a tree of tensors"  # pyright: ignore[reportArgumentType]
 
 
 def test_a_variance_is_not_negative() -> None:
@@ -284,10 +284,10 @@ def test_a_variance_is_not_negative() -> None:
     worse = {"conv1": {"mean": LINE, "var": torch.tensor([1.0, -1e-9])}}
     upload_spec = UploadSpec(aux={"moments": Aux("sum", "statistic")})
     for part, name in (("update", "stats"), ("aux", "moments")):
-        upload = {"update": {}, "weight": torch.ones(())}
-        assert check_schema({**upload, part: {name: stats}}, {}, None, upload_spec) is None
-        said = check_schema({**upload, part: {name: worse}}, {}, None, upload_spec)
-        assert said == f"'{part}/{name}/conv1/var' holds a variance below 0"
+        up = {"update": {}, "weight": torch.ones(())}
+        assert check_schema({**up, part: {name: stats}}, {}, None, upload_spec) is None
+        said = check_schema({**up, part: {name: worse}}, {}, None, upload_spec)
+        assert said == f"'{part}/{name}/conv1/var' has a variance below 0"
 
 
 def test_what_an_upload_says_is_quoted_short_and_escaped() -> None:
@@ -316,7 +316,7 @@ def one(total: float = 1.0, squares: float = 2.0, count: float = 3.0) -> Tree:
         ({"d": {**one(), "count": {}}}, "its sample 'd' is not three single numbers"),
         ({"d": {**one(), "more": torch.ones(())}}, "its sample 'd' is not total, squares, count"),
         ({"d": torch.ones(())}, "its sample 'd' is not total, squares, count"),
-        (LINE, "it is no tree of tensors"),
+        (LINE, "it is not a tree of tensors"),
     ],
 )
 def test_a_sample_is_three_sound_numbers(pattern: TreeSpec, samples: Any, said: str | None) -> None:
@@ -362,12 +362,15 @@ MARKED = UploadSpec(("x",), (), aux={"labels": Aux(values="mark"), "changed": Au
         (weighing(changed=1e9, appu=-7.0), None),
         (weighing(changed=-1), "its changed is -1, not 0 or more, the most for 12 images"),
         (counted(images_outside_steps=12 * MAX_PASSES + 1), None),
-        (counted(images_outside_steps=12 * MAX_PASSES + 2), "it counts 12290 images swept, of 12289 at most"),
+        (counted(images_outside_steps=12 * MAX_PASSES + 2), "it counts 12290 images outside steps, of 12289 at most"),
         # An upload of 4 float32: 16 bytes.
         (counted(traffic=[MAX_BYTES, 16]), None),
         (counted(traffic=[MAX_BYTES + 1, 16]), f"it counts {MAX_BYTES + 1} bytes received, of {MAX_BYTES} at most"),
         (counted(traffic=[0, 17]), "it counts 17 bytes sent, of 16 at most"),
-        (counted(memory_bytes=MAX_BYTES + 1), f"it counts {MAX_BYTES + 1} bytes remembered, of {MAX_BYTES} at most"),
+        (
+            counted(memory_bytes=MAX_BYTES + 1),
+            f"it counts {MAX_BYTES + 1} bytes of client memory, of {MAX_BYTES} at most",
+        ),
     ],
 )
 def test_counts_are_those_that_a_site_can_have(reply: Reply, said: str | None) -> None:
@@ -385,11 +388,11 @@ def test_a_client_that_weighs_one_may_not_weigh_its_images() -> None:
     ("upload", "said"),
     [
         ({"update": {"params": {}}, "weight": torch.ones(())}, None),
-        ({"update": {"more": LINE}, "weight": torch.ones(())}, "'update/more' was not asked for"),
-        ({"update": {}, "weight": torch.ones(()), "aux": {"more": LINE}}, "'aux/more' was not asked for"),
-        ({"update": LINE, "weight": torch.ones(())}, "its update is no tree"),
-        ({"update": {}}, "it is no update with a weight"),
-        ({"update": {}, "weight": torch.ones(()), "note": LINE}, "'note' was not asked for"),
+        ({"update": {"more": LINE}, "weight": torch.ones(())}, "'update/more' was not requested"),
+        ({"update": {}, "weight": torch.ones(()), "aux": {"more": LINE}}, "'aux/more' was not requested"),
+        ({"update": LINE, "weight": torch.ones(())}, "its update is not a tree"),
+        ({"update": {}}, "it is not an update with a weight"),
+        ({"update": {}, "weight": torch.ones(()), "note": LINE}, "'note' was not requested"),
     ],
 )
 def test_what_a_work_does_not_declare_is_refused(upload: Tree, said: str | None) -> None:
@@ -554,7 +557,9 @@ def test_a_damaged_register_is_an_error(tmp_path: Path, text: str) -> None:
     path.write_bytes(row().encode())
     assert Quarantine(NAMES, 1, path).sites == {"south"}
     path.write_bytes(text.encode(errors="surrogatepass"))
-    with pytest.raises(UserError, match=r"refused\.json holds no register of refused replies .* restore it, or remove"):
+    with pytest.raises(
+        UserError, match=r"refused\.json is not a register of refused replies .* restore it, or delete it"
+    ):
         Quarantine(NAMES, 1, path)
 
 

@@ -6,6 +6,8 @@ from dataclasses import dataclass, field, replace
 from importlib import metadata
 from typing import Any
 
+from events import Sentences
+
 from halfmoon.federation.protocol.messages import Acceptance, Refusal, write_message
 from halfmoon.federation.protocol.terms import Terms
 from halfmoon.federation.server.connection import Clock, NodeIdentity, TransportReply
@@ -89,7 +91,7 @@ class Street:
     def manager(self, timeout: float = 100.0, absence: float = 20.0, about: Terms = TERMS) -> ClientManager:
         """Return a roster on this street; what it says is kept."""
         return ClientManager(
-            self, about, VERSION, timeout, absence, self.said.append, Clock(lambda: self.time, self.sleep)
+            self, about, VERSION, timeout, absence, Sentences(self.said), Clock(lambda: self.time, self.sleep)
         )
 
     def at(self, time: float, happens: Callable[[], Any]) -> None:

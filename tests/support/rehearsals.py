@@ -149,7 +149,7 @@ def quick() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sources, "_load_digits", few)
         patch.setattr(os, "fsync", lambda handle: None)
-        patch.setattr(sessions, "PAUSE", 0.001)
+        patch.setattr(sessions, "MIN_PAUSE_SECONDS", 0.001)
         yield
 
 

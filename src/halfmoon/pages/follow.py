@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from halfmoon.pages import eventlog
+from halfmoon.pages import federation_events
 from halfmoon.report.bands import pick_evenly, six_digits
 from halfmoon.report.styles import line_styles, style_to_json
 from halfmoon.storage import atomic_io, locks, toml
@@ -139,7 +139,7 @@ class FollowedRun:
         if self.summary is not None:
             return "finished", age
         patience = max(STOPPED_SECONDS, 10 * max(self._pace(), default=0.0))
-        log, words = eventlog.last_event_time(self.path), eventlog.describe_wait(self.path)
+        log, words = federation_events.last_event_time(self.path), federation_events.describe_wait(self.path)
         if log is not None:
             age = max(0.0, min(age, now - log))
             # Of sites that are missing it says so every half minute.
@@ -166,7 +166,7 @@ class FollowedRun:
         """Return what the list of runs says of it."""
         state, age = self.state(now)
         accuracy = list((self.series("accuracy") or self.series("evaluation")).values())
-        again = "resume" if eventlog.last_event_time(self.path) is None else "serve"
+        again = "resume" if federation_events.last_event_time(self.path) is None else "serve"
         return {
             "name": self.name,
             "method": self.method,
@@ -176,7 +176,7 @@ class FollowedRun:
             "rounds": self.rounds,
             "round": self.round,
             "state": state,
-            "waiting": eventlog.describe_wait(self.path) if state == "waiting" else "",
+            "waiting": federation_events.describe_wait(self.path) if state == "waiting" else "",
             "age": round(age),
             "left": None if state != "running" else self.left(age),
             "accuracy": accuracy[-1] if accuracy else None,

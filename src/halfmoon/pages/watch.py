@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from halfmoon.core.errors import UserError
-from halfmoon.pages import eventlog
+from halfmoon.pages import federation_events
 from halfmoon.pages.follow import FollowedRun, Follower, find_ceiling_alarms
 from halfmoon.pages.server import build_app, serve_page
 from halfmoon.report.styles import line_styles as styles_of
@@ -32,8 +32,8 @@ class WatchPage:
         self.root = root
         self.follower = Follower(root)
         self.follower.update()
-        self._site = eventlog.site_home(root)
-        served = (root / eventlog.SERVER_LOG).exists()
+        self._site = federation_events.find_state_folder(root)
+        served = federation_events.last_event_time(root) is not None
         if not self.follower.runs and self._site is None and not served and any(root.iterdir()):
             raise UserError(f"{root} holds no run, no sweep, no federation and no site that has joined one.")
         self._lock = threading.Lock()
@@ -81,8 +81,8 @@ class WatchPage:
                 "planned": self.follower.planned(),
                 "left_out": self.follower.left_out,
                 "alarms": [each._asdict() for each in bounds],
-                "federation": eventlog.federation_view(self.root, rows),
-                "site": eventlog.site_view(self.root),
+                "federation": federation_events.federation_view(self.root, rows),
+                "site": federation_events.site_view(self.root),
             }
 
     def app(self) -> ASGIApp:

@@ -1,4 +1,4 @@
-"""Requests to sites and their replies: which replies may touch the model."""
+"""Requests to sites, and the checks that decide which replies may change the model."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -23,71 +23,99 @@ from halfmoon.federation.server.cohorts import Quarantine
 from halfmoon.federation.server.connection import SpooledFile, load_tree, read_content
 from halfmoon.federation.server.plan import Rules
 from halfmoon.federation.server.secure_sum import sum_layout, sum_spec
-from halfmoon.federation.server.sessions import SiteResponse
+from halfmoon.federation.server.sessions import NOT_CONNECTED, SiteResponse
 from halfmoon.federation.server.validation import check_counts, check_norm, check_schema, update_norm
 from halfmoon.models import Network
+from halfmoon.storage.events import EventList, EventRecorder
 
 
 @dataclass
 class FederatedEvaluation:
-    """The sum of the sites' results; a site counts at most `cap` times the median number of images, 0 for no cap."""
+    """The evaluation of one model on the images of several sites.
+
+    Attributes:
+        cap: a site counts at most this many times the median number of images; 0 for no cap.
+        results: for each site the confusion matrix (rows are true classes) and the mean loss.
+        by_site: accuracy of those sites whose people agreed to show it.
+    """
 
     cap: float = 0.0
     results: list[tuple[Tensor, float]] = field(default_factory=list)
-    by_site: dict[str, float] = field(default_factory=dict)  # of those sites alone whose people agreed
+    by_site: dict[str, float] = field(default_factory=dict)
 
     def add(self, result: object, classes: int, tests: int) -> bool:
-        """Add the results of a site, where it has some; one that cannot be is left out."""
+        """Add the result of a site.
+
+        Args:
+            result: what the site sent: {"confusion": int64 (classes, classes), "loss": float scalar}.
+            classes: the number of classes.
+            tests: the number of images that the site declared.
+
+        Returns:
+            Whether the result is plausible; if not, it is not added.
+        """
         if not isinstance(result, dict):
             return False
-        cells, loss = result.get("confusion"), result.get("loss")
-        if not isinstance(cells, Tensor) or not isinstance(loss, Tensor):
+        confusion = result.get("confusion")
+        loss = result.get("loss")
+        if not isinstance(confusion, Tensor) or not isinstance(loss, Tensor):
             return False
-        if cells.shape != (classes, classes) or cells.dtype != torch.int64 or loss.shape != ():
+        if confusion.shape != (classes, classes) or confusion.dtype != torch.int64 or loss.shape != ():
             return False
-        if int(cells.min()) < 0 or int(cells.sum()) != tests or not tests or not bool(loss.isfinite()):
+        if int(confusion.min()) < 0 or int(confusion.sum()) != tests or not tests or not bool(loss.isfinite()):
             return False
-        self.results.append((cells.clone(), float(loss)))
+        self.results.append((confusion.clone(), float(loss)))
         return True
 
     def tally(self) -> ModelEvaluation | None:
-        """Return the sum, None where nothing was added; a site over the cap has each cell scaled down."""
+        """Sum the results; a site above the cap has each cell of its matrix scaled down. None without results."""
         if not self.results:
             return None
-        counts = [int(cells.sum()) for cells, _ in self.results]
-        limits = caps([float(count) for count in counts], self.cap)
-        total, loss = torch.zeros_like(self.results[0][0]), 0.0
-        for (cells, mean), count, limit in zip(self.results, counts, limits, strict=True):
-            if count > limit:
-                cells = (cells.double() * (limit / count)).floor().to(torch.int64)
-            total = total + cells
-            loss += mean * int(cells.sum())
+        counts = [int(confusion.sum()) for confusion, _ in self.results]
+        max_counts = caps([float(count) for count in counts], self.cap)
+        total = torch.zeros_like(self.results[0][0])
+        loss = 0.0
+        for (confusion, mean_loss), count, max_count in zip(self.results, counts, max_counts, strict=True):
+            if count > max_count:
+                confusion = (confusion.double() * (max_count / count)).floor().to(torch.int64)
+            total = total + confusion
+            loss += mean_loss * int(confusion.sum())
         return ModelEvaluation(total, loss / max(1, int(total.sum())))
 
     def row(self, round: int) -> dict[str, Any] | None:
-        """Return {"round", "sites", "accuracy", "loss", "per_class"} of the model of a round, None for nothing.
+        """Build the metrics row of the model of a round.
 
-        `by_site` has the accuracy of each site that shares it.
+        Returns:
+            {"round", "sites", "accuracy", "loss", "per_class"}, with "by_site" if a site shows its accuracy. None
+            without results.
         """
-        if (tally := self.tally()) is None:
+        tally = self.tally()
+        if tally is None:
             return None
-        shared = {"by_site": dict(self.by_site)} if self.by_site else {}
-        return {"round": round, "sites": len(self.results), **tally.row(), **shared}
+        by_site = {"by_site": dict(self.by_site)} if self.by_site else {}
+        return {"round": round, "sites": len(self.results), **tally.row(), **by_site}
 
 
 class Evaluations(NamedTuple):
-    """The results on test images, and on the validation images that choose the round."""
+    """Evaluations on test images, and on the validation images that choose the round."""
 
     tests: FederatedEvaluation
     validations: FederatedEvaluation
 
     @classmethod
-    def capped(cls, cap: float) -> "Evaluations":
+    def with_cap(cls, cap: float) -> "Evaluations":
+        """Create empty evaluations with this cap on the weight of a site."""
         return cls(FederatedEvaluation(cap), FederatedEvaluation(cap))
 
 
 class RunIdentity(NamedTuple):
-    """A part of every message: the hash of the terms, halfmoon's version, and which run of the federation it is."""
+    """The part of every message that identifies the run.
+
+    Attributes:
+        federation: the hash of the terms.
+        version: halfmoon's version.
+        run: the id of the run.
+    """
 
     federation: str
     version: str
@@ -95,26 +123,29 @@ class RunIdentity(NamedTuple):
 
 
 class Link(Protocol):
-    """Carries messages to sites and back; it does not read them."""
+    """Carries messages to sites and back, without reading them."""
 
     def exchange(self, requests: Mapping[str, bytes], what: str) -> Mapping[str, SiteResponse]:
-        """Send each named site a request, and return the answers; `what` names the exchange in words."""
+        """Send each site its request and return the responses by site; `what` describes the exchange in the log."""
         ...
 
 
 @dataclass(frozen=True)
 class Inspection:
-    """The server's knowledge of sites before they answer, by which it checks their answers; none without `patterns`.
+    """What the server knows about its sites in advance; replies are checked against it.
 
-    most: the most that a client update at a site may train on, and how many images the site has.
-    tests, validations: how many test and validation images of its own a site has; 0 where nobody asks.
-    keys: the lasting keys of sites, if uploads come under masks: then their sum is all that can be read.
-    cap: the cap of weights, where single ones are seen.
-    shared: whether a site lets its own accuracy be shown.
+    Attributes:
+        patterns: finds the spec of an upload; None to skip the checks.
+        max_amount: maps a client update and a site to the most that it may train on, and to the site's image count.
+        tests: number of test images of a site; 0 if the server does not need them.
+        validations: number of validation images of a site; 0 if the server does not need them.
+        keys: long-term keys of the sites. With keys, uploads are masked, and only their sum can be read.
+        cap: cap on the weights; None if the server cannot see the weight of a single site.
+        shared: whether a site allows its own accuracy to be shown.
     """
 
     patterns: UploadProbe | None = None
-    most: Callable[[ClientUpdate, str], tuple[Amount, int]] = lambda client_update, site: (Amount(0, 0, 0), 0)
+    max_amount: Callable[[ClientUpdate, str], tuple[Amount, int]] = lambda client_update, site: (Amount(0, 0, 0), 0)
     tests: Callable[[str], int] = lambda _: 0
     validations: Callable[[str], int] = lambda _: 0
     keys: Callable[[], Mapping[str, bytes]] | None = None
@@ -124,23 +155,40 @@ class Inspection:
 
 @dataclass(frozen=True)
 class CheckedReply:
-    """A reply that may touch the model; its upload stays where the answer lies until its turn."""
+    """A reply that may change the model. Its upload stays in the spool until it is aggregated.
 
-    reply: Reply  # without its upload
+    Attributes:
+        reply: the reply without its upload.
+        data: the bytes of the whole message.
+        shape: the layout of the trees in `data`.
+        weight: the weight of the upload; 0 for masked uploads.
+        norm: the Euclidean norm of the update; 0 for masked uploads.
+    """
+
+    reply: Reply
     data: bytes | SpooledFile
-    shape: dict[str, Any]  # of the trees in there
+    shape: dict[str, Any]
     weight: float
     norm: float
 
-    def whole(self) -> Reply:
+    def load_upload(self) -> Reply:
+        """Return the reply with its upload."""
         return replace(self.reply, upload=load_tree(self.data, self.shape, "up"))
 
 
 @dataclass
 class SiteCalls:
-    """Sends requests to the sites `names` and checks their answers by the `inspection`.
+    """Sends requests to sites and checks their replies.
 
-    `quarantine` counts unusable answers; `gather` returns when so many sites are connected.
+    Attributes:
+        link: carries the messages.
+        names: the sites, in the order of their client numbers.
+        run: identifies the run in each request.
+        rules: the server's rules for sites.
+        quarantine: counts unusable replies; made from `rules` by default.
+        inspection: what the server knows about the sites.
+        log: receives events.
+        wait_for_sites: blocks until this many sites are connected.
     """
 
     link: Link
@@ -149,7 +197,7 @@ class SiteCalls:
     rules: Rules = field(default_factory=Rules)
     quarantine: Quarantine = None  # type: ignore[assignment] (made of the rules by default)
     inspection: Inspection = Inspection()
-    say: Callable[[str], None] = lambda _: None
+    log: EventRecorder = field(default_factory=EventList)
     wait_for_sites: Callable[[int], None] = lambda _: None
 
     def __post_init__(self) -> None:
@@ -157,176 +205,220 @@ class SiteCalls:
             self.quarantine = Quarantine(self.names, self.rules.strikes, None)
 
     def exchange(self, requests: Mapping[str, Request], what: str) -> Mapping[str, SiteResponse]:
+        """Send each site its request and return the unchecked responses; `what` describes the exchange in the log."""
         return self.link.exchange(_serialize(requests), what)
 
-    def masked(self, requests: Mapping[str, Request], spec: TreeSpec, what: str) -> dict[str, Reply]:
-        """Return the usable replies to requests about a masked sum alone."""
+    def collect_masked(self, requests: Mapping[str, Request], spec: TreeSpec, what: str) -> dict[str, Reply]:
+        """Send requests that belong to a masked sum and return the usable replies.
+
+        Args:
+            requests: one for each site.
+            spec: the spec that `Reply.upload` must have.
+            what: description of the exchange for the log.
+        """
         replies: dict[str, Reply] = {}
-        for site, answer in self.exchange(requests, what).items():
-            reply = self.read(site, answer, requests[site], limits.max_message_bytes([spec]))
+        max_bytes = limits.max_message_bytes([spec])
+        for site, response in self.exchange(requests, what).items():
+            reply = self.read_reply(site, response, requests[site], max_bytes)
             if reply is None:
                 continue
-            if fault := check_schema(reply.upload, reply.samples, spec):
-                self.refuse(site, fault, requests[site].round)
+            fault = check_schema(reply.upload, reply.samples, spec)
+            if fault is not None:
+                self.reject(site, fault, requests[site].round)
             else:
                 replies[site] = reply
         return replies
 
-    def plain_spec(self, context: ClientContext, broadcast: Tree) -> TreeSpec:
-        """Return the shape of the uploads that a masked query hides."""
-        spec = self.inspection.patterns and self.inspection.patterns.find_spec(context, broadcast)
+    def plain_spec(self, context: ClientContext, down: Tree) -> TreeSpec:
+        """Find the spec of the uploads that a masked sum hides; raise UserError if it cannot be found."""
+        patterns = self.inspection.patterns
+        spec = None if patterns is None else patterns.find_spec(context, down)
         if not spec:
-            raise UserError("what sites would send cannot be found out, so that no masked sum of it can be read.")
+            raise UserError("the shape of the sites' uploads cannot be computed, so their masked sum cannot be read.")
         return spec
 
     def evaluators(self) -> list[str]:
-        names = [name for name in self.names if name not in self.quarantine.sites]
-        return [name for name in names if self.inspection.tests(name) or self.inspection.validations(name)]
+        """List the sites that evaluate models: those with test or validation images, except quarantined ones."""
+        active = [name for name in self.names if name not in self.quarantine.sites]
+        return [name for name in active if self.inspection.tests(name) or self.inspection.validations(name)]
 
     def evaluate(self, requests: Mapping[str, Request], network: Network) -> Evaluations:
-        """Return the sites' results on a model that comes without a client update."""
-        evaluations = Evaluations.capped(self.rules.weight_cap)
-        answers = self.exchange(requests, "the last test") if requests else {}
-        for name, answer in answers.items():
-            reply = self.read(name, answer, requests[name], self.most(None, requests[name], {}, network))
+        """Request evaluations of a model without a client update, and sum the results."""
+        evaluations = Evaluations.with_cap(self.rules.weight_cap)
+        responses = self.exchange(requests, "the final evaluation") if requests else {}
+        for name, response in responses.items():
+            max_bytes = self.max_reply_bytes(None, requests[name], {}, network)
+            reply = self.read_reply(name, response, requests[name], max_bytes)
             if reply is not None:
-                self.add(evaluations, name, reply, network)
+                self.add_evaluation(evaluations, name, reply, network)
         return evaluations
 
-    def add(self, evaluations: Evaluations, site: str, reply: Reply, network: Network) -> None:
-        """Add the results of a site, where it has some; one that cannot be is left out."""
+    def add_evaluation(self, evaluations: Evaluations, site: str, reply: Reply, network: Network) -> None:
+        """Add the results of a site, if it sent some. Implausible results are left out and logged."""
         if not reply.evaluation:
             return
-        tests, validations = self.inspection.tests(site), self.inspection.validations(site)
-        parts = (
-            (evaluations.tests, reply.evaluation, tests),
-            (evaluations.validations, reply.evaluation.get("validation"), validations),
-        )
-        valid = [total.add(result, network.classes, count) for total, result, count in parts if count]
-        if all(valid) and tests and self.inspection.shared(site):
-            cells = evaluations.tests.results[-1][0]
-            evaluations.tests.by_site[site] = int(cells.trace()) / int(cells.sum())
-        if not all(valid):
-            self.say(f"{site} tested a model in a way that cannot be: that is left out")
+        tests = self.inspection.tests(site)
+        validations = self.inspection.validations(site)
+        plausible = True
+        if tests:
+            plausible &= evaluations.tests.add(reply.evaluation, network.classes, tests)
+        if validations:
+            plausible &= evaluations.validations.add(reply.evaluation.get("validation"), network.classes, validations)
+        if plausible and tests and self.inspection.shared(site):
+            confusion = evaluations.tests.results[-1][0]
+            evaluations.tests.by_site[site] = int(confusion.trace()) / int(confusion.sum())
+        if not plausible:
+            self.log.record(
+                "evaluation_rejected", f"{site} sent an impossible evaluation of a model: it is left out", site=site
+            )
 
-    def most(self, context: ClientContext | None, request: Request, broadcast: Tree, network: Network) -> int:
-        """Return the most bytes of an honest site's reply; `context` is None where its shape is not known."""
+    def max_reply_bytes(self, context: ClientContext | None, request: Request, down: Tree, network: Network) -> int:
+        """Compute the size of the largest reply that an honest site can send.
+
+        Args:
+            context: the client update; None if the spec of its upload is not known.
+            request: the request.
+            down: the download of the site.
+            network: the network that the federation trains.
+        """
         patterns = self.inspection.patterns
         if patterns is None:
             return messages.MAX_MESSAGE_BYTES
-        spec = None if context is None else patterns.find_spec(context, broadcast)
+        spec = None if context is None else patterns.find_spec(context, down)
         if spec is None and request.client_update:
             return limits.max_unknown_message_bytes(network)
-        return limits.max_message_bytes(
-            [spec or {}, limits.evaluation_spec(network.classes) if request.evaluation else {}]
-        )
+        evaluation = limits.evaluation_spec(network.classes) if request.evaluation else {}
+        return limits.max_message_bytes([spec or {}, evaluation])
 
-    def read(self, site: str, answer: SiteResponse, request: Request, most: int) -> Reply | None:
-        result = self._read(site, answer, request, most)
+    def read_reply(self, site: str, response: SiteResponse, request: Request, max_bytes: int) -> Reply | None:
+        """Read a response; one that is missing, refuses or is malformed is logged and gives None."""
+        result = self._read(site, response, request, max_bytes)
         return None if result is None else result[0]
 
     def _read(
-        self, site: str, answer: SiteResponse, request: Request, most: int
+        self, site: str, response: SiteResponse, request: Request, max_bytes: int
     ) -> tuple[Reply, dict[str, Any]] | None:
-        if answer.data is None:
-            self.say(f"{site} has no part in round {request.round + 1}: {answer.reason}")
+        """Read a response; return the reply and the layout of its trees."""
+        number = request.round + 1
+        if response.data is None:
+            event = "site_absent" if response.reason.startswith(NOT_CONNECTED) else "site_skipped"
+            text = f"{site} has no part in round {number}: {response.reason}"
+            self.log.record(event, text, site=site, round=number, reason=response.reason)
             return None
-        if answer.reason:
-            return self.refuse(site, answer.reason, request.round)
+        if response.reason:
+            return self.reject(site, response.reason, request.round)
         try:
-            unparsed = messages.scan_message(read_content(answer.data), Reply, Refusal, limit=most)
+            unparsed = messages.scan_message(read_content(response.data), Reply, Refusal, limit=max_bytes)
             message = unparsed.parse_trees()
         except MalformedMessage as error:
-            return self.refuse(site, str(error), request.round)
+            return self.reject(site, str(error), request.round)
         if isinstance(message, Refusal):
-            self.say(f"{site} has no part in round {request.round + 1}: {message.reason[:500]}")
+            reason = message.reason[:500]
+            text = f"{site} has no part in round {number}: {reason}"
+            self.log.record("site_skipped", text, site=site, round=number, reason=reason)
             return None
         if any(getattr(request, name) != getattr(message, name) for name in ECHOED_FIELDS):
-            which = f"round {message.round + 1}, query {message.query + 1} ({message.client_update[:40]})"
-            return self.refuse(site, f"it answers {which}", request.round)
+            answered = f"round {message.round + 1}, query {message.query + 1} ({message.client_update[:40]})"
+            return self.reject(site, f"it answers {answered}", request.round)
         return message, unparsed.layout
 
-    def checked(
+    def check_replies(
         self,
-        answers: Mapping[str, SiteResponse],
+        responses: Mapping[str, SiteResponse],
         requests: Mapping[str, Request],
         context: ClientContext,
         downlinks: Mapping[str, Tree],
         network: Network,
     ) -> dict[str, CheckedReply]:
-        """Return the replies that may touch the model; each is read, checked, and let go before the next."""
+        """Find the replies that may change the model.
+
+        One reply at a time is in memory: its upload is dropped after the checks, and loaded again from the spool.
+        """
         replies: dict[str, CheckedReply] = {}
-        for site, answer in answers.items():
-            reply = self._check(site, answer, requests[site], context, downlinks[site], network)
+        for site, response in responses.items():
+            reply = self._check(site, response, requests[site], context, downlinks[site], network)
             if reply is not None:
                 replies[site] = reply
-        # Where sums are masked no single norm means anything: all are 0.
-        large = check_norm({site: reply.norm for site, reply in replies.items()}, self.rules.norm_bound)
-        for site, fault in large.items():
-            self.refuse(site, fault, context.round)
-        return {site: reply for site, reply in replies.items() if site not in large}
+        # Masked uploads have no norm of their own (0), so this check does not reject any of them.
+        norms = {site: reply.norm for site, reply in replies.items()}
+        too_large = check_norm(norms, self.rules.norm_bound)
+        for site, fault in too_large.items():
+            self.reject(site, fault, context.round)
+        return {site: reply for site, reply in replies.items() if site not in too_large}
 
     def _check(
         self,
         site: str,
-        answer: SiteResponse,
+        response: SiteResponse,
         request: Request,
         context: ClientContext,
-        broadcast: Tree,
+        down: Tree,
         network: Network,
     ) -> CheckedReply | None:
-        hidden = self.inspection.keys is not None
-        result = self._read(site, answer, request, self.most(None if hidden else context, request, broadcast, network))
-        if result is None or answer.data is None:
+        masked = self.inspection.keys is not None
+        max_bytes = self.max_reply_bytes(None if masked else context, request, down, network)
+        result = self._read(site, response, request, max_bytes)
+        if result is None or response.data is None:
             return None
-        reply, shape = result
-        weight, norm = 0.0, 0.0
+        reply, layout = result
+        weight = 0.0
+        norm = 0.0
         patterns = self.inspection.patterns
         if patterns is not None:
-            upload_spec = None if hidden else context.client_update.requirements.upload_spec
-            spec = (
-                sum_spec(sum_layout(self.plain_spec(context, broadcast)))
-                if hidden
-                else patterns.find_spec(context, broadcast)
-            )
+            if masked:
+                upload_spec = None
+                spec = sum_spec(sum_layout(self.plain_spec(context, down)))
+            else:
+                upload_spec = context.client_update.requirements.upload_spec
+                spec = patterns.find_spec(context, down)
             fault = check_schema(reply.upload, reply.samples, spec, upload_spec)
-            fault = fault or check_counts(reply, *self.inspection.most(context.client_update, site), upload_spec)
+            if fault is None:
+                max_amount, images = self.inspection.max_amount(context.client_update, site)
+                fault = check_counts(reply, max_amount, images, upload_spec)
             if fault is not None:
-                return self.refuse(site, fault, context.round)
+                return self.reject(site, fault, context.round)
             if upload_spec is not None:
                 precision = context.client_update.task.upload_precision
-                upload = decoded(Upload.from_tree(reply.upload), broadcast, precision)
-                if precision != "float32" and (fault := check_schema(upload.tree, {}, None)) is not None:
-                    return self.refuse(site, fault, context.round)
+                upload = decoded(Upload.from_tree(reply.upload), down, precision)
+                if precision != "float32":
+                    # Finite values of a small type may overflow when they are decoded.
+                    fault = check_schema(upload.tree, {}, None)
+                    if fault is not None:
+                        return self.reject(site, fault, context.round)
                 weight = float(upload.weight)
-                norm = update_norm(upload, broadcast, upload_spec)
-        return CheckedReply(replace(reply, upload={}), answer.data, shape, weight, norm)
+                norm = update_norm(upload, down, upload_spec)
+        return CheckedReply(replace(reply, upload={}), response.data, layout, weight, norm)
 
     def weight_scale(self, replies: Mapping[int, CheckedReply]) -> dict[int, float]:
-        """Return the factor of the weight of each client, by number, so that none is too large."""
+        """Compute the factor that brings each client's weight below the cap, by client number."""
         clients = list(replies)
         if self.inspection.cap is None:
             return dict.fromkeys(clients, 1.0)
         scale = self.inspection.cap.scale(clients, [replies[client].weight for client in clients])
         return dict(zip(clients, scale, strict=True))
 
-    def refuse(self, site: str, reason: str, round: int) -> None:
-        """Count an unusable answer, with its reason."""
+    def reject(self, site: str, reason: str, round: int) -> None:
+        """Count and log an unusable reply of `round` (from 0)."""
         limit_reached = self.quarantine.count_refusal(site, round, reason)
-        self.say(f"refused in round {round + 1}: the answer of {site}: {reason}")
+        text = f"refused in round {round + 1}: the answer of {site}: {reason}"
+        self.log.record("reply_rejected", text, site=site, round=round + 1, reason=reason)
         if limit_reached:
-            self.say(
-                f"{site} is set aside after {self.quarantine.limit} unusable answers; --readmit {site} lets it back"
-            )
+            limit = self.quarantine.limit
+            text = f"{site} is set aside after {limit} unusable answers; --readmit {site} lets it back"
+            self.log.record("site_quarantined", text, site=site)
 
 
 def _serialize(requests: Mapping[str, Request]) -> dict[str, bytes]:
+    """Serialize requests; equal requests, which share their tensors, are serialized once."""
     cache: dict[tuple[object, ...], bytes] = {}
     mail: dict[str, bytes] = {}
     for site, request in requests.items():
         trees = {"down": request.download, "evaluation": request.evaluation, "masks": request.masks}
-        facts = repr(replace(request, download={}, evaluation={}, masks={})), *map(repr, map(list, trees.values()))
-        key = (*facts, *((path, id(leaf)) for path, leaf in flatten(trees).items()))
+        header = repr(replace(request, download={}, evaluation={}, masks={}))
+        # Empty branches have no leaves, so the names at the top of each tree are part of the key as well.
+        top_names = [repr(list(tree)) for tree in trees.values()]
+        tensors = [(path, id(leaf)) for path, leaf in flatten(trees).items()]
+        key = (header, *top_names, *tensors)
         if key not in cache:
             cache[key] = messages.write_message(request)
         mail[site] = cache[key]

@@ -1,4 +1,4 @@
-"""Draws the sites of a round as a simulation does, and others where too few have answered."""
+"""Sampling of cohorts, as in a simulation; replacement of failed sites; quarantine of sites with unusable replies."""
 
 import json
 from collections.abc import Iterable, Sequence
@@ -18,7 +18,15 @@ from halfmoon.storage import atomic_io
 
 
 class Refusals(NamedTuple):
-    """The unusable replies of one site; `round` (from 0) and `reason` are those of the last one, if any."""
+    """The unusable replies of one site.
+
+    Attributes:
+        name: the site.
+        count: number of unusable replies.
+        round: round of the last one, from 0.
+        reason: why the last one was unusable.
+        quarantined: whether the site has reached the limit.
+    """
 
     name: str
     count: int = 0
@@ -28,33 +36,46 @@ class Refusals(NamedTuple):
 
 
 class Quarantine:
-    """The refusals of the sites in `names`; one with `limit` of them (0: never) takes no part until it is readmitted.
+    """Counts the unusable replies of sites. A site that reaches the limit is in quarantine until it is readmitted.
 
-    A good reply does not reduce the count. With a `path` each change is on the disk first. Raises UserError where the
-    register cannot be read or written.
+    A good reply does not reduce the count.
     """
 
     def __init__(self, names: Sequence[str], limit: int, path: Path | None) -> None:
-        self.limit, self.path = limit, path
-        before = {} if path is None else _read(path)
-        self._refusals = {name: before.get(name, Refusals(name)) for name in names}
+        """Load the counts.
+
+        Args:
+            names: the sites.
+            limit: number of unusable replies that put a site into quarantine; 0 for never.
+            path: the file of the counts, which is written before a change takes effect; None to count in memory.
+
+        Raises:
+            UserError: if the file cannot be read. The methods raise it if the file cannot be written.
+        """
+        self.limit = limit
+        self.path = path
+        stored = {} if path is None else _read(path)
+        self._refusals = {name: stored.get(name, Refusals(name)) for name in names}
 
     @property
     def sites(self) -> frozenset[str]:
+        """The sites in quarantine."""
         return frozenset(row.name for row in self.refusals() if row.quarantined)
 
     def count_refusal(self, name: str, round: int, reason: str) -> bool:
-        """Count a reply that was refused in `round` (from 0); return whether the site is in quarantine from now on."""
+        """Count an unusable reply of `round` (from 0); return whether it puts the site into quarantine."""
         count = self._refusals[name].count + 1
         self._change(Refusals(name, count, round, reason))
         return count == self.limit
 
     def readmit(self, name: str) -> None:
+        """Reset the count of a site; raise UserError for an unknown site."""
         if name not in self._refusals:
             raise UserError(f"there is no site {name!r} in this federation: {suggest(name, self._refusals)}")
         self._change(Refusals(name))
 
     def refusals(self) -> list[Refusals]:
+        """List the counts of all sites."""
         return [row._replace(quarantined=0 < self.limit <= row.count) for row in self._refusals.values()]
 
     def _change(self, new: Refusals) -> None:
@@ -75,7 +96,7 @@ def _write(path: Path, refusals: dict[str, Refusals]) -> None:
         atomic_io.write_atomically(path, (json.dumps({"sites": rows}, indent=1) + "\n").encode())
     except OSError as error:
         raise UserError(
-            f"{path}: the list of refused replies cannot be written ({atomic_io.error_reason(error)}); mend that, and go on."
+            f"{path}: the register of refused replies cannot be written ({atomic_io.error_reason(error)}); repair that and start again."
         ) from error
 
 
@@ -84,63 +105,91 @@ def _read(path: Path) -> dict[str, Refusals]:
         data = atomic_io.read(path)
         if data is None:
             return {}
-        return {name: _row(name, facts) for name, facts in json.loads(data)["sites"].items()}
+        return {name: _parse_row(name, row) for name, row in json.loads(data)["sites"].items()}
     except OSError as error:
         raise UserError(
-            f"{path}: the register of refused replies cannot be read ({atomic_io.error_reason(error)}); mend that, and go on."
+            f"{path}: the register of refused replies cannot be read ({atomic_io.error_reason(error)}); repair that and start again."
         ) from error
     except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
         raise UserError(
-            f"{path} holds no register of refused replies ({type(error).__name__}); restore it, or remove it to count "
-            "from 0 again."
+            f"{path} is not a register of refused replies ({type(error).__name__}); restore it, or delete it to reset the "
+            "counts."
         ) from error
 
 
-def _row(name: str, facts: dict[str, Any]) -> Refusals:
-    count, round, reason = facts["count"], facts["round"], facts["reason"]
+def _parse_row(name: str, row: dict[str, Any]) -> Refusals:
+    count = row["count"]
+    round = row["round"]
+    reason = row["reason"]
     if type(count) is not int or type(round) is not int or type(reason) is not str or count < 1 or round < 0:
         raise TypeError(f"the row of {name!r} is not a count, a round and a reason")
     return Refusals(name, count, round, reason)
 
 
 class CohortSampler:
-    """Draws cohorts by number, without sites in quarantine, and counts failures in a round.
+    """Samples cohorts of client numbers, without sites in quarantine, and tracks failures within a round.
 
-    With `settings.cohort_secret` cohorts are drawn from it, not from the seed, which every site knows.
+    Attributes:
+        attempt: number of earlier attempts at the round.
+        remaining: clients of the cohort that have not failed in this attempt.
+        size: size of the cohort.
+        uniform: whether the cohort was sampled uniformly from all clients.
     """
 
     def __init__(self, names: Sequence[str], settings: RuntimeSettings, quarantine: Quarantine) -> None:
-        self.names, self.settings, self.quarantine = tuple(names), settings, quarantine
-        self.attempt = 0  # how often the round was played before
-        self.remaining: set[int] = set()  # of the cohort, those who have not failed in this attempt
+        """Prepare to sample.
+
+        Args:
+            names: the sites, in the order of their client numbers.
+            settings: cohort size and seed. With `cohort_secret` cohorts depend on it instead of the seed, because every
+                site knows the seed.
+            quarantine: the sites to leave out.
+        """
+        self.names = tuple(names)
+        self.settings = settings
+        self.quarantine = quarantine
+        self.attempt = 0
+        self.remaining: set[int] = set()
         self.size = 0
-        self.uniform = True  # whether the cohort was drawn from all clients alike
-        self._failures: set[int] = set()  # of this round
+        self.uniform = True
+        self._failures: set[int] = set()  # clients that failed in any attempt at this round
 
     def draw(self, round: int) -> Tensor:
-        """Return a round's cohort, sorted, first those that have not failed in it; raise `TooFewReplies` for none."""
-        here = [k for k in self._order(round) if self.names[k] not in self.quarantine.sites]
-        if not here:
+        """Sample the cohort of a round. Clients that already failed in this round are used only if others are lacking.
+
+        Returns:
+            Client numbers, int64, ascending.
+
+        Raises:
+            TooFewReplies: if every site is in quarantine.
+        """
+        available = [client for client in self._order(round) if self.names[client] not in self.quarantine.sites]
+        if not available:
             raise TooFewReplies("every site is set aside; look into serve.log, and let sites back in with --readmit.")
-        fresh = [k for k in here if k not in self._failures]
-        cohort = [*fresh, *(k for k in here if k in self._failures)][: self.settings.cohort]
-        self.remaining, self.size = set(cohort), len(cohort)
-        self.uniform = not self.attempt and len(here) == len(self.names)
+        untried = [client for client in available if client not in self._failures]
+        failed = [client for client in available if client in self._failures]
+        cohort = [*untried, *failed][: self.settings.cohort]
+        self.remaining = set(cohort)
+        self.size = len(cohort)
+        self.uniform = not self.attempt and len(available) == len(self.names)
         return torch.tensor(cohort, dtype=torch.int64).sort().values
 
-    def lose(self, clients: Iterable[int]) -> None:
-        lost = set(clients)
-        self._failures |= lost
-        self.remaining -= lost
+    def mark_failed(self, clients: Iterable[int]) -> None:
+        """Mark clients of which no usable reply came in this attempt."""
+        failed = set(clients)
+        self._failures |= failed
+        self.remaining -= failed
 
     def end_round(self) -> None:
+        """Forget the failures of the round."""
         self.attempt = 0
         self._failures.clear()
 
     def _order(self, round: int) -> list[int]:
+        """Shuffle all client numbers; the first attempt at a round gives the order of the simulation."""
         clients = len(self.names)
         if self.settings.cohort_secret is not None:
-            words = keystream(subkey(self.settings.cohort_secret, "cohort", round, self.attempt), clients)
-            return np.argsort(words, kind="stable").tolist()
+            sort_keys = keystream(subkey(self.settings.cohort_secret, "cohort", round, self.attempt), clients)
+            return np.argsort(sort_keys, kind="stable").tolist()
         path = ("cohort", round, self.attempt) if self.attempt else ("cohort", round)
         return torch.randperm(clients, generator=rng.generator(self.settings.seed, *path)).tolist()

@@ -1,4 +1,4 @@
-"""Transports of bytes between a server and its sites, and a connection that waits out their losses."""
+"""The server's connection to its sites: transports of bytes, reconnection, and a store for replies that wait."""
 
 import os
 import shutil
@@ -13,13 +13,23 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 from halfmoon.core.errors import UserError
 from halfmoon.core.tree import Tree
 from halfmoon.storage import atomic_io
+from halfmoon.storage.events import EventRecorder
 from halfmoon.storage.serialization import map_tree, unpack
 
 T = TypeVar("T")
 
+SPOOL_FOLDER = "spool"
+"""Subfolder of a run for replies that wait to be aggregated."""
+
 
 class TransportReply(NamedTuple):
-    """The result for a ticket: the answer, or None; an answer that comes with a problem must not count."""
+    """The result of one message.
+
+    Attributes:
+        message_id: the id that `Transport.send` returned.
+        data: the site's reply, or None if there is none.
+        problem: why the reply does not count, or "".
+    """
 
     message_id: str
     data: bytes | None
@@ -27,35 +37,49 @@ class TransportReply(NamedTuple):
 
 
 class NodeIdentity(NamedTuple):
-    """The site whose key a node has, and when its process connected, in any words: others mean another process."""
+    """The site behind a node.
+
+    Attributes:
+        name: the site whose key the node uses.
+        since: when its process connected. A different value means a different process.
+    """
 
     name: str
     since: str = ""
 
 
 class Transport(Protocol):
-    """Carries bytes; every method but `holders` may raise ConnectionError, which is waited out."""
+    """Carries bytes to nodes and back. Every method except `key_owners` may raise ConnectionError."""
 
     def nodes(self) -> Sequence[int]:
-        """Return the nodes that are connected."""
+        """List the connected nodes."""
         ...
 
     def key_owners(self) -> Mapping[int, NodeIdentity] | None:
-        """Return whose key each node has, as far as sites may come in; None where sites have no keys."""
+        """Map each node to the site whose key it uses, or return None if sites have no keys."""
         ...
 
-    def send(self, mail: Mapping[int, bytes], seconds: float, asks: bool) -> Mapping[int, str]:
-        """Send each node its bytes, an offer where `asks`, and return a ticket for each that was accepted."""
+    def send(self, mail: Mapping[int, bytes], seconds: float, is_offer: bool) -> Mapping[int, str]:
+        """Send each node its bytes.
+
+        Args:
+            mail: bytes by node.
+            seconds: how long a message stays valid.
+            is_offer: whether the messages are offers to join.
+
+        Returns:
+            The message id of each message that was accepted, by node.
+        """
         ...
 
     def collect(self, message_ids: Sequence[str]) -> Iterable[TransportReply]:
-        """Return the replies to these tickets that have come; an iterator fetches each when it is its turn."""
+        """Yield the replies to these messages that have arrived; each is fetched only when it is needed."""
         ...
 
 
 @dataclass(frozen=True)
 class Clock:
-    """Time that a test can replace."""
+    """The time, replaceable in tests."""
 
     now: Callable[[], float] = time.monotonic
     sleep: Callable[[float], None] = time.sleep
@@ -63,75 +87,84 @@ class Clock:
 
 @dataclass
 class Connection:
-    """A transport that may be cut off: `say` hears of it once, and nothing is sent until it works again."""
+    """A transport that may fail for a while. The log reports a loss once; sending pauses until the transport works.
 
-    post: Transport
-    say: Callable[[str], None]
-    cut: set[str] = field(default_factory=set)  # which ways failed when they were last tried
+    Attributes:
+        transport: carries the bytes.
+        log: receives the events "connection_lost" and "connection_restored".
+        failing: the operations ("nodes", "send", "collect") that failed at the last attempt.
+    """
+
+    transport: Transport
+    log: EventRecorder
+    failing: set[str] = field(default_factory=set)
 
     def nodes(self) -> set[int] | None:
-        return self._attempt("nodes", lambda: set(self.post.nodes()))
+        """List the connected nodes; None while the transport fails."""
+        return self._attempt("nodes", lambda: set(self.transport.nodes()))
 
-    def send(self, mail: Mapping[int, bytes], seconds: float, asks: bool) -> Mapping[int, str]:
-        return (self._attempt("send", lambda: self.post.send(mail, seconds, asks)) or {}) if mail else {}
+    def send(self, mail: Mapping[int, bytes], seconds: float, is_offer: bool) -> Mapping[int, str]:
+        """Send as `Transport.send` does; while the transport fails nothing is accepted."""
+        if not mail:
+            return {}
+        return self._attempt("send", lambda: self.transport.send(mail, seconds, is_offer)) or {}
 
     def collect(self, message_ids: Sequence[str]) -> Iterator[TransportReply]:
-        """Yield the replies to these tickets, one by one; nothing more once the connection is lost."""
+        """Yield the replies to these messages, one at a time, until the transport fails."""
         replies: list[Iterator[TransportReply]] = []
 
-        def following() -> TransportReply | None:
-            replies[:] = replies or [iter(self.post.collect(message_ids))]
+        def next_reply() -> TransportReply | None:
+            # The iterator is created inside the attempt, because creating it may fail as well.
+            if not replies:
+                replies.append(iter(self.transport.collect(message_ids)))
             return next(replies[0], None)
 
-        while (reply := self._attempt("collect", following)) is not None:
+        while (reply := self._attempt("collect", next_reply)) is not None:
             yield reply
 
-    def _attempt(self, way: str, call: Callable[[], T]) -> T | None:
+    def _attempt(self, operation: str, call: Callable[[], T]) -> T | None:
         try:
             result = call()
         except ConnectionError as error:
-            if not self.cut:
-                self.say(f"the connection to the sites is lost ({error}); waiting for it")
-            self.cut.add(way)
+            if not self.failing:
+                self.log.record("connection_lost", f"the connection to the sites is lost ({error}); waiting for it")
+            self.failing.add(operation)
             return None
-        if self.cut == {way}:
-            self.say("the connection to the sites is there again")
-        self.cut.discard(way)
+        if self.failing == {operation}:
+            self.log.record("connection_restored", "the connection to the sites works again")
+        self.failing.discard(operation)
         return result
 
 
-SPOOL_FOLDER = "spool"  # the subfolder of a run for answers that wait
-
-
 class SpooledFile:
-    """Bytes in a file, which is removed with the last reference to this."""
+    """Bytes in a file that is deleted with the last reference to this object."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
         weakref.finalize(self, _remove, path)
 
     def read(self) -> bytes:
-        """Read the spooled bytes; raise `UserError` where the file is gone."""
+        """Read the file; raise UserError if that fails."""
         try:
             return self.path.read_bytes()
         except OSError as error:
-            raise UserError(
-                f"{self.path}: what a site sent cannot be read again ({atomic_io.error_reason(error)})."
-            ) from error
+            message = f"{self.path}: the reply of a site cannot be read back ({atomic_io.error_reason(error)})."
+            raise UserError(message) from error
 
 
 class Spool:
-    """A folder of files that belong to nobody else; what the disk does not take stays in memory."""
+    """A folder for replies that wait. A reply for which the disk has no space stays in memory."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self._count = 0
 
     def clear(self) -> None:
+        """Delete the folder."""
         shutil.rmtree(self.folder, ignore_errors=True)
 
     def store(self, data: bytes) -> bytes | SpooledFile:
-        """Write bytes down, for this user alone to read, and return where they lie; or the bytes, on a full disk."""
+        """Write bytes to a file that only this user can read; return the bytes themselves if the disk is full."""
         self._count += 1
         path = self.folder / f"{self._count}.safetensors"
         try:
@@ -145,13 +178,21 @@ class Spool:
 
 
 def read_content(data: bytes | SpooledFile) -> bytes:
+    """Read the bytes of a reply, from memory or from its file."""
     return data.read() if isinstance(data, SpooledFile) else data
 
 
 def load_tree(data: bytes | SpooledFile, shape: dict[str, Any], name: str) -> Tree:
-    """Return the tree `name` of a message whose trees have this `shape`, mapped into memory from a file."""
-    branch = {name: shape.get(name, {})}
-    return (map_tree(data.path, branch) if isinstance(data, SpooledFile) else unpack(data, branch))[name]
+    """Load one tree of a message.
+
+    Args:
+        data: the message. A file is mapped into memory.
+        shape: the layout of the message's trees, by name.
+        name: the tree to load.
+    """
+    layout = {name: shape.get(name, {})}
+    trees = map_tree(data.path, layout) if isinstance(data, SpooledFile) else unpack(data, layout)
+    return trees[name]
 
 
 def _remove(path: Path) -> None:

@@ -1,4 +1,4 @@
-"""The configuration file of a federation's server: options of a run, and a table [federation]."""
+"""The configuration file of a federation: the options of a run, and a table [federation]."""
 
 import math
 from collections.abc import Mapping
@@ -21,27 +21,35 @@ from halfmoon.runs.factory import ImageSpec, network_name
 from halfmoon.sites.folders.export import find_labels_at
 from halfmoon.storage import toml
 
-SERVER_OPTIONS = (*EXECUTION_OPTIONS, "evaluate_every", "server_ema")  # options of the server's machine alone
+SERVER_OPTIONS = (*EXECUTION_OPTIONS, "evaluate_every", "server_ema")
+"""Options that concern only the server, so that they are not part of the terms."""
 
 
 @dataclass(frozen=True)
 class Rules:
-    """A server's rules for its sites, none of which changes a computation; times are seconds. Raises UserError."""
+    """A server's rules for its sites. None of them changes how an update is computed.
+
+    Raises:
+        UserError: if a value is out of range.
+    """
 
     min_replies: Annotated[int | None, "fewest replies of a round; none: half of the cohort"] = None
     round_timeout: Annotated[float, "seconds that a site may take for one answer"] = 3600.0
-    absence: Annotated[float, "seconds that a site which is not connected is waited for"] = 60.0
-    attempts: Annotated[int, "how often a round below min_replies is played, with other sites, before all stops"] = 10
-    linger: Annotated[float, "seconds that the server stays at the end for sites that are away, to give the model"] = (
-        0.0
-    )
+    absence: Annotated[float, "seconds to wait for a site that is not connected"] = 60.0
+    attempts: Annotated[
+        int, "how often a round with fewer than min_replies is tried, with other sites, before the run stops"
+    ] = 10
+    linger: Annotated[
+        float, "seconds that the server waits at the end for disconnected sites, to give them the model"
+    ] = 0.0
     strikes: Annotated[int, "unusable answers after which a site is set aside; 0: never"] = 3
     norm_bound: Annotated[float, "largest update, in medians of the cohort's; 0: none is too large"] = 10.0
     weight_cap: Annotated[float, "largest weight of a site, in medians of the cohort's; 0: none is too large"] = (
         settings.DEFAULT_WEIGHT_CAP
     )
     images: Annotated[
-        tuple[int, ...] | None, "images that each site has, as known here, in the order of sites; none: as they say"
+        tuple[int, ...] | None,
+        "images of each site, if the server knows them, in the order of sites; none: as the sites report",
     ] = None
 
     def __post_init__(self) -> None:
@@ -49,40 +57,50 @@ class Rules:
             raise UserError(
                 f"{FEDERATION_TABLE}.images is {toml.format_text(self.images)}: it must have a number from 1 for each site."
             )
-        least = dict.fromkeys(("weight_cap", "strikes", "norm_bound", "absence", "round_timeout", "linger"), 0)
-        least |= {"min_replies": 1, "attempts": 1}
-        for name, bound in least.items():
+        minimum = dict.fromkeys(("weight_cap", "strikes", "norm_bound", "absence", "round_timeout", "linger"), 0)
+        minimum |= {"min_replies": 1, "attempts": 1}
+        for name, bound in minimum.items():
             value = self.__dict__[name]
             if value is not None and not (value >= bound and math.isfinite(value)):
                 raise UserError(f"{FEDERATION_TABLE}.{name} is {toml.format_text(value)}: it must be at least {bound}.")
 
     def quorum(self, cohort: int) -> int:
+        """Compute the fewest replies with which a round of this cohort size counts."""
         needed = -(-cohort // 2) if self.min_replies is None else self.min_replies
         return max(1, min(needed, cohort))
 
 
 @dataclass(frozen=True)
 class FederationTable:
-    """The options of the table [federation] beside the `Rules`: the sites, and the form of their images."""
+    """The options of the table [federation] besides the `Rules`: the sites, and the format of their images."""
 
     sites: Annotated[tuple[str, ...], "the names of the sites, in the order of their numbers"]
     classes: Annotated[tuple[str, ...], "the names of the classes, in the order of their numbers"]
-    image: Annotated[tuple[int, ...], "channels, height and width to which all images are brought, such as [1, 28, 28]"]
-    name: Annotated[str | None, "what the federation is called; none: as its file"] = None
-    mirror: Annotated[bool, "whether a mirrored image is still of its class"] = False
+    image: Annotated[tuple[int, ...], "channels, height and width to which all images are resized, such as [1, 28, 28]"]
+    name: Annotated[str | None, "the name of the federation; none: that of its file"] = None
+    mirror: Annotated[bool, "whether a mirrored image keeps its class"] = False
     mean: Annotated[tuple[float, ...], "mean of each channel (of pixels in 0..1), to normalize by"] = (0.5,)
     std: Annotated[tuple[float, ...], "standard deviation of each channel, to normalize by"] = (0.25,)
-    test: Annotated[Path | None, "the server's folder of labeled images to test on; none: the sites' own ones"] = None
+    test: Annotated[Path | None, "the server's folder of labeled test images; none: the sites' test images"] = None
     validation: Annotated[
         Path | None,
-        "the server's folder of labeled images that choose the round; none: the sites' own ones",
+        "the server's folder of labeled images that choose the round; none: the sites' validation images",
     ] = None
-    server: Annotated[Path | None, "the server's own folder of labeled images, where it has some"] = None
+    server: Annotated[Path | None, "the server's folder of labeled training images; none: it has none"] = None
 
 
 @dataclass(frozen=True)
 class FederationPlan:
-    """A federation as its server sees it; `config` is that of the terms with the options of this machine."""
+    """A federation as its server sees it.
+
+    Attributes:
+        terms: what the sites agree to.
+        rules: the server's rules for its sites.
+        test: the server's folder of test images, if any.
+        server: the server's folder of labeled training images, if any.
+        config: the configuration of the terms, with the options of this machine.
+        validation: the server's folder of validation images, if any.
+    """
 
     terms: Terms
     rules: Rules
@@ -93,50 +111,86 @@ class FederationPlan:
 
 
 def load_plan(path: Path) -> FederationPlan:
-    """Return the federation of a file, with paths relative to it; raise UserError for the first mistake."""
+    """Load the configuration file of a federation. Paths in it are relative to its folder.
+
+    Raises:
+        UserError: for the first mistake in it.
+    """
     raw = settings.read_file(path)
     if not isinstance(raw.get(FEDERATION_TABLE), Mapping):
         raise UserError(f"{path} has no table [{FEDERATION_TABLE}]: write one with sites, classes and image.")
     table, rules = _read_table(raw.pop(FEDERATION_TABLE), path)
     count = len(table.sites)
-    here = {} if "split" in raw or not count else {"clients": count, "cohort": min(Config.cohort, count)}
-    whole = settings.merge({**here, **raw}, {}, path)
-    if whole.attack != "none":
+    cohort_defaults = {}
+    if "split" not in raw and count:
+        cohort_defaults = {"clients": count, "cohort": min(Config.cohort, count)}
+    file_config = settings.merge({**cohort_defaults, **raw}, {}, path)
+    if file_config.attack != "none":
         raise UserError(
-            f"attack is {whole.attack!r} in {path.name}, but hostile clients are made in simulations alone: leave "
+            f"attack is {file_config.attack!r} in {path.name}, but hostile clients exist in simulations only: leave "
             "attack and attackers out."
         )
-    values = {name: raw[name] for name in raw if name in shared_options() or name == "options"}
-    values.setdefault("aggregation", default_aggregation(whole, registry.entry))
-    if whole.split is not None:  # it says where the labels are, and no option may
-        values["labels_at"] = find_labels_at(Split.load(settings.resolve_paths(raw, path.parent)["split"]))
-    # What "auto" means depends on the data, which no two sites share; without any it is not the embedded digits.
-    if whole.network == "auto":
-        values["network"] = network_name(whole) if "data" in raw else "resnet9"
-    values |= _portable(settings.resolve_paths(values, path.parent))
-    channels = 3 if table.image[:1] == (3,) else 1  # another number is refused below
-    means, deviations = (values * channels if len(values) == 1 else values for values in (table.mean, table.std))
-    if values.get("network") in hubs.PRETRAINED:  # it brings them, as in a simulation
-        means, deviations = MEAN[:channels], STD[:channels]
-    form = ImageSpec(table.image, table.classes, table.mirror, means, deviations)  # type: ignore[arg-type] (checked by Terms)
-    terms = Terms.from_options(table.name or path.stem, table.sites, form, values, path.name)
-    terms.check()
+
+    values = _term_values(path, raw, file_config)
+    terms = _make_terms(path, table, values)
     if rules.images is not None and len(rules.images) != count:
         raise UserError(f"{FEDERATION_TABLE}.images has {len(rules.images)} numbers, but there are {count} sites.")
     if rules.min_replies is not None and rules.min_replies > terms.config.cohort:
         raise UserError(
-            f"{FEDERATION_TABLE}.min_replies is {rules.min_replies}, but the cohort is {terms.config.cohort}: it can be no more."
+            f"{FEDERATION_TABLE}.min_replies is {rules.min_replies}, but the cohort is {terms.config.cohort}: it can be "
+            "no more."
         )
-    own = {name: raw[name] for name in SERVER_OPTIONS if name in raw}
-    here = {"data": terms.config.data, "clients": count, "cohort": terms.config.cohort}
-    config = settings.merge(settings.resolve_paths({**values, **own, **here}, path.parent), {}, path)
-    folders = (table.test, table.server, table.validation)
-    test, server, validation = (folder and (path.parent / folder.expanduser()).absolute() for folder in folders)
-    return FederationPlan(terms, rules, test, server, config, validation)
+    server_values = {
+        **values,
+        **{name: raw[name] for name in SERVER_OPTIONS if name in raw},
+        "data": terms.config.data,
+        "clients": count,
+        "cohort": terms.config.cohort,
+    }
+
+    def resolve(folder: Path | None) -> Path | None:
+        return None if folder is None else (path.parent / folder.expanduser()).absolute()
+
+    return FederationPlan(
+        terms,
+        rules,
+        test=resolve(table.test),
+        server=resolve(table.server),
+        config=settings.merge(settings.resolve_paths(server_values, path.parent), {}, path),
+        validation=resolve(table.validation),
+    )
 
 
-def _portable(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a network and a file of weights as sites name them: by their content, not by where they lie here."""
+def _term_values(path: Path, raw: Mapping[str, Any], file_config: Config) -> dict[str, Any]:
+    """Collect the options of the file that all sites must agree on."""
+    values = {name: raw[name] for name in raw if name in shared_options() or name == "options"}
+    values.setdefault("aggregation", default_aggregation(file_config, registry.entry))
+    if file_config.split is not None:
+        # The split decides where the labels are; an option cannot contradict it.
+        values["labels_at"] = find_labels_at(Split.load(settings.resolve_paths(raw, path.parent)["split"]))
+    # "auto" depends on the data, which no two sites share. Without data it must not mean that of the embedded digits.
+    if file_config.network == "auto":
+        values["network"] = network_name(file_config) if "data" in raw else "resnet9"
+    return values | _portable_names(settings.resolve_paths(values, path.parent))
+
+
+def _make_terms(path: Path, table: FederationTable, values: Mapping[str, Any]) -> Terms:
+    # Any other number of channels is refused by `Terms`.
+    channels = 3 if table.image[:1] == (3,) else 1
+    mean = table.mean * channels if len(table.mean) == 1 else table.mean
+    std = table.std * channels if len(table.std) == 1 else table.std
+    if values.get("network") in hubs.PRETRAINED:
+        # Pretrained weights expect their own normalization, as in a simulation.
+        mean = MEAN[:channels]
+        std = STD[:channels]
+    image_spec = ImageSpec(table.image, table.classes, table.mirror, mean, std)  # type: ignore[arg-type] (checked by Terms)
+    terms = Terms.from_options(table.name or path.stem, table.sites, image_spec, values, path.name)
+    terms.check()
+    return terms
+
+
+def _portable_names(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Name a network and a weights file by their content, because paths of this machine mean nothing to a site."""
     names: dict[str, Any] = {}
     if isinstance(network := values.get("network"), str) and hubs.package_of(network):
         names["network"] = hubs.portable_name(network)
@@ -148,26 +202,25 @@ def _portable(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _read_table(raw: Mapping[str, Any], path: Path) -> tuple[FederationTable, Rules]:
+    """Split the table [federation] into its two parts, and convert its values."""
     hints = {kind: get_type_hints(kind) for kind in (FederationTable, Rules)}
     options = {**hints[FederationTable], **hints[Rules]}
     for name in raw:
         if name not in options:
             raise UserError(f"unknown option {name!r} in [{FEDERATION_TABLE}] of {path.name}: {suggest(name, options)}")
-    values = {
-        name: convert_value(f"{FEDERATION_TABLE}.{name} in {path.name}", options[name], value)
-        for name, value in raw.items()
-    }
+    values: dict[str, Any] = {}
+    for name, value in raw.items():
+        values[name] = convert_value(f"{FEDERATION_TABLE}.{name} in {path.name}", options[name], value)
     for name in ("sites", "classes", "image"):
         if name not in values:
-            raise UserError(
-                f"[{FEDERATION_TABLE}] in {path.name} has no {name}: {option_descriptions(FederationTable)[name]}."
-            )
-    parts = [
-        {name: value for name, value in values.items() if name in hints[kind]} for kind in (FederationTable, Rules)
-    ]
-    return FederationTable(**parts[0]), Rules(**parts[1])
+            description = option_descriptions(FederationTable)[name]
+            raise UserError(f"[{FEDERATION_TABLE}] in {path.name} has no {name}: {description}.")
+    table_values = {name: value for name, value in values.items() if name in hints[FederationTable]}
+    rule_values = {name: value for name, value in values.items() if name in hints[Rules]}
+    return FederationTable(**table_values), Rules(**rule_values)
 
 
 def option_descriptions(kind: type) -> dict[str, str]:
+    """Return the descriptions of the options of `FederationTable` or `Rules`, by name."""
     hints = get_type_hints(kind, include_extras=True)
     return {field.name: get_args(hints[field.name])[1] for field in fields(kind)}

@@ -1,4 +1,4 @@
-"""The server's runtime where the clients are sites behind a link: the same rounds, the client updates elsewhere."""
+"""The runtime of a federation's server: the rounds of a simulation, with local updates at remote sites."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -31,10 +31,14 @@ CPU = torch.device("cpu")
 
 
 class RemoteRuntime(ServerRuntime):
-    """A runtime whose client k is the site `calls.names[k]`; `server` has the server's own labeled rows.
+    """A runtime whose client k is the site `calls.names[k]`.
 
-    Replies are used in the order of the numbers. A site without a usable answer leaves its round; a round with too few
-    is played again.
+    Replies are used in the order of client numbers. A site without a usable reply leaves its round; a round with too few
+    replies is tried again.
+
+    Attributes:
+        calls: sends requests to the sites.
+        server: trains on the server's labeled images, if it has some.
     """
 
     def __init__(
@@ -50,7 +54,8 @@ class RemoteRuntime(ServerRuntime):
     ) -> None:
         settings = replace(settings, clients=len(calls.names), confidence_threshold=1.0, client_dropout=0.0)
         super().__init__(method, task, views, settings, store, aggregators)
-        self.calls, self.names = calls, tuple(calls.names)
+        self.calls = calls
+        self.names = tuple(calls.names)
         self.cohorts = CohortSampler(self.names, settings, calls.quarantine)
         self._staged = StagedStore(StateView(self.store, "state/", self.device))
         self._stores = [self._staged]
@@ -71,35 +76,38 @@ class RemoteRuntime(ServerRuntime):
         return None
 
     def open(self, round: int) -> None:
-        """Begin a round, or begin it again: draw its cohort, at first as a simulation does."""
+        """Begin an attempt at a round: sample its cohort; the first attempt has that of the simulation."""
         super().open(round)
-        self._model, self._evaluations = {}, None
-        self._versions.drop()
+        self._model = {}
+        self._evaluations = None
+        self._versions.discard_new()
         for store in self._stores:
             store.changes.clear()
         self.cohort = self.cohorts.draw(round)
         self._uniform_cohort = self.cohorts.uniform
 
     def retry_round(self, few: TooFewReplies) -> None:
-        """Prepare to play the round again, or raise `few` when that was tried often enough."""
+        """Prepare another attempt at the round; raise `few` if there were enough attempts."""
         self.cohorts.attempt += 1
         self._attempt = self.cohorts.attempt
         if self._attempt >= self.calls.rules.attempts or len(self.calls.quarantine.sites) == self.clients:
             raise few
-        self.calls.say(f"round {self._round + 1} is played again, attempt {self._attempt + 1}: {few}")
+        text = f"round {self._round + 1} is played again, attempt {self._attempt + 1}: {few}"
+        self.calls.log.record("round_retried", text, round=self._round + 1, attempt=self._attempt + 1)
         self.calls.wait_for_sites(self.calls.rules.quorum(self.size))
 
     def evaluate_next_round(self, model: Tree) -> None:
         self._model = model
 
     def final_evaluation(self, model: Tree) -> tuple[Row | None, Row | None]:
-        """Return the last model's rows on the sites' images; Nones where no site has validation images."""
+        """Evaluate the last model at the sites, and return its test and validation rows; None without validation images."""
         if not any(self.calls.inspection.validations(name) for name in self.names):
             return None, None
         tests, validations = self._evaluate(model, self.calls.evaluators())
         return tests.row(self._round + 1), validations.row(self._round + 1)
 
     def evaluate_last(self, model: Tree) -> ModelEvaluation | None:
+        """Evaluate a model on the test images of the sites."""
         names = [name for name in self.calls.evaluators() if self.calls.inspection.tests(name)]
         return self._evaluate(model, names).tests.tally()
 
@@ -115,23 +123,23 @@ class RemoteRuntime(ServerRuntime):
         self._versions.restore()
 
     def record_server_bytes(self, server: int) -> None:
-        """Take note of the bytes of the server's tree; the round is over, so its changes of state stores count."""
+        """Record the bytes of the server's tree. The round is over, so its changes to state stores take effect."""
         self._commit()
         super().record_server_bytes(server)
 
     def close(self) -> RoundReport:
-        """End the round: its measures and the cost of the run so far."""
+        """End the round, and report its metrics and the cost of the run so far."""
         self._commit()
         self._attempt = 0
         self.cohorts.end_round()
         report = super().close()
         if self.calls.inspection.cap is not None and (row := self.calls.inspection.cap.row()):
             report = report._replace(aggregator={**row, **(report.aggregator or {})})
-        for fact in (report.aggregator or {}).get("outside", ()):
-            fact["site"] = self.names[fact["client"]]
+        for outlier in (report.aggregator or {}).get("outside", ()):
+            outlier["site"] = self.names[outlier["client"]]
         if self._evaluations is None:
             return report
-        tests, validations = (part.row(self._round) for part in self._evaluations)
+        tests, validations = (evaluation.row(self._round) for evaluation in self._evaluations)
         return report._replace(evaluation=tests, validation=validations)
 
     def _commit(self) -> None:
@@ -147,68 +155,75 @@ class RemoteRuntime(ServerRuntime):
             (result,) = self.server.update(context, clients, None, broadcast, per_client, self._quality)
             yield SERVER, result
             return
-        name = next(name for name, own in self.client_updates.items() if own is context.client_update)
+        name = next(name for name, update in self.client_updates.items() if update is context.client_update)
         what = f"round {context.round + 1}, query {context.query + 1} ({name})"
-        downlinks = {
-            self.names[k]: {**broadcast, **tree.index(per_client, place)}
-            for place, k in enumerate(clients)
-            if self.names[k] not in self.calls.quarantine.sites  # a method may ask others than its cohort
+        # A method may query clients outside its cohort, so quarantined sites are left out here as well.
+        downloads = {
+            self.names[client]: {**broadcast, **tree.index(per_client, row)}
+            for row, client in enumerate(clients)
+            if self.names[client] not in self.calls.quarantine.sites
         }
-        model, self._model = self._model, {}
+        model = self._model
+        self._model = {}
         evaluators = self.calls.evaluators() if model else []
-        self.cost.bytes_down += tree.nbytes(model) * sum(site in evaluators for site in downlinks)
-        requests = {
-            site: self._request(site, context.round, context.query, name, own, model if site in evaluators else {})
-            for site, own in downlinks.items()
-        }
-        masked, keys = None, self.calls.inspection.keys
-        if keys is not None:
-            places = {self.names[k]: k for k in clients}
-            masked = MaskedSum(requests, places, keys(), self._ask_masked, what)
-            requests = masked.begin()
+        self.cost.bytes_down += tree.nbytes(model) * sum(site in evaluators for site in downloads)
+        requests = {}
+        for site, download in downloads.items():
+            evaluated = model if site in evaluators else {}
+            requests[site] = self._request(site, context.round, context.query, name, download, evaluated)
+        masked = None
+        if self.calls.inspection.keys is not None:
+            numbers = {self.names[client]: client for client in clients}
+            masked = MaskedSum(requests, numbers, self.calls.inspection.keys(), self._query_masked, what)
+            requests = masked.start()
         network = self.base.network
-        replies = self.calls.checked(self.calls.exchange(requests, what), requests, context, downlinks, network)
+        responses = self.calls.exchange(requests, what)
+        replies = self.calls.check_replies(responses, requests, context, downloads, network)
+        # The responses are not needed any more; without this they would be in memory until the last result is used.
+        del responses
         if evaluators:
-            self._evaluations = Evaluations.capped(self.calls.rules.weight_cap)
+            self._evaluations = Evaluations.with_cap(self.calls.rules.weight_cap)
             for site, reply in replies.items():
-                self.calls.add(self._evaluations, site, reply.reply, network)
+                self.calls.add_evaluation(self._evaluations, site, reply.reply, network)
         self._check_quorum(clients, replies, what)
-        whole = {} if masked is None else {site: reply.whole() for site, reply in replies.items()}
-        total = None if masked is None else masked.total(whole)
+        total = None
+        masked_replies: dict[str, Reply] = {}
+        if masked is not None:
+            masked_replies = {site: reply.load_upload() for site, reply in replies.items()}
+            total = masked.total(masked_replies)
         for site, reply in replies.items():
             if reply.reply.memory_bytes:
                 self._versions.add(site, (context.round, self._attempt, context.query))
         if total is not None:
-            yield from self._unmasked(total, whole, context, clients, broadcast, per_client)
+            yield from self._masked_results(total, masked_replies, context, clients, broadcast, per_client)
             return
-        there = {k: replies.pop(self.names[k]) for k in clients if self.names[k] in replies}
-        scale = self.calls.weight_scale(there)
-        for k in list(there):
+        upload_spec = context.client_update.requirements.upload_spec
+        present = {client: replies.pop(self.names[client]) for client in clients if self.names[client] in replies}
+        scale = self.calls.weight_scale(present)
+        # Popping a reply deletes its spooled file once its result was used.
+        for client in list(present):
             yield (
-                k,
-                _to_device(
-                    there.pop(k).whole().to_result(),
-                    self.device,
-                    context.client_update.requirements.upload_spec,
-                    scale[k],
-                ),
+                client,
+                _to_device(present.pop(client).load_upload().to_result(), self.device, upload_spec, scale[client]),
             )
 
     def _check_quorum(self, clients: Sequence[int], replies: Mapping[str, CheckedReply], what: str) -> None:
-        """Raise `TooFewReplies` where too few of the cohort are left; a method may ask others, who do not count."""
-        self.cohorts.lose(k for k in clients if self.names[k] not in replies)
-        size, left = self.cohorts.size, len(self.cohorts.remaining)
+        """Raise `TooFewReplies` if too few clients of the cohort are left. Clients outside the cohort do not count."""
+        self.cohorts.mark_failed(client for client in clients if self.names[client] not in replies)
+        size = self.cohorts.size
+        left = len(self.cohorts.remaining)
         needed = self.calls.rules.quorum(size)
         if left < needed:
             raise TooFewReplies(f"{what} has {left} usable replies of {size}, and {needed} are needed.")
 
-    def _ask_masked(self, requests: Mapping[str, Request], spec: TreeSpec, what: str) -> dict[str, Reply]:
-        """Return the replies to requests about a masked sum alone; sites without a usable one have failed."""
-        replies = self.calls.masked(requests, spec, what)
-        self.cohorts.lose(k for k, site in enumerate(self.names) if site in requests and site not in replies)
+    def _query_masked(self, requests: Mapping[str, Request], spec: TreeSpec, what: str) -> dict[str, Reply]:
+        """Send requests of a masked sum and return the usable replies; the other sites have failed."""
+        replies = self.calls.collect_masked(requests, spec, what)
+        failed = [site for site in requests if site not in replies]
+        self.cohorts.mark_failed(self.names.index(site) for site in failed)
         return replies
 
-    def _unmasked(
+    def _masked_results(
         self,
         total: Tensor,
         replies: Mapping[str, Reply],
@@ -217,23 +232,42 @@ class RemoteRuntime(ServerRuntime):
         broadcast: Tree,
         per_client: Tree,
     ) -> ClientResults:
-        """Yield the results of a masked query, with the mean of all in the place of each one's update."""
-        places = [place for place, k in enumerate(clients) if self.names[k] in replies]
-        there = tuple(clients[place] for place in places)
-        own = tree.to(tree.map(lambda leaf: leaf[torch.tensor(places, device=leaf.device)], per_client), CPU)
-        at = (context.round, self._attempt, context.query)
-        aggregation = AggregationContext(*at, "", tree.to(broadcast, CPU), own, there, len(clients), True)
-        upload = self.calls.plain_spec(context, {**broadcast, **tree.index(per_client, places[0])})
-        ups = mean_uploads(aggregation, upload, total, sum_layout(upload))
-        for k, upload in zip(there, ups, strict=True):
-            yield k, _to_device(replace(replies[self.names[k]], upload=upload.tree).to_result(), self.device)
+        """Yield the results of a masked query; the update of each client is replaced by the mean of all."""
+        rows = [row for row, client in enumerate(clients) if self.names[client] in replies]
+        present = tuple(clients[row] for row in rows)
+        own_rows = tree.map(lambda leaf: leaf[torch.tensor(rows, device=leaf.device)], per_client)
+        aggregation = AggregationContext(
+            context.round,
+            self._attempt,
+            context.query,
+            "",
+            tree.to(broadcast, CPU),
+            tree.to(own_rows, CPU),
+            present,
+            len(clients),
+            True,
+        )
+        spec = self.calls.plain_spec(context, {**broadcast, **tree.index(per_client, rows[0])})
+        uploads = mean_uploads(aggregation, spec, total, sum_layout(spec))
+        for client, upload in zip(present, uploads, strict=True):
+            reply = replace(replies[self.names[client]], upload=upload.tree)
+            yield client, _to_device(reply.to_result(), self.device)
 
     def _request(
         self, site: str, round: int, query: int, client_update: str, broadcast: Tree, evaluation: Tree
     ) -> Request:
-        latest, oldest = self._versions.latest(site), self._versions.oldest(site)
         return Request(
-            *self.calls.run, round, self._attempt, query, client_update, latest, oldest, broadcast, evaluation
+            federation=self.calls.run.federation,
+            version=self.calls.run.version,
+            run=self.calls.run.run,
+            round=round,
+            attempt=self._attempt,
+            query=query,
+            client_update=client_update,
+            latest=self._versions.latest(site),
+            oldest=self._versions.oldest(site),
+            download=broadcast,
+            evaluation=evaluation,
         )
 
 
@@ -248,11 +282,12 @@ def _to_device(
 
 
 VERSIONS_KEY = "visits"
+"""Key of the versions of client memories in the store."""
 
 
 @dataclass
 class StagedStore:
-    """A state store whose changes count when the round does: a round that is played again finds it as it was."""
+    """A state store whose changes take effect at the end of the round. A new attempt at a round sees the old state."""
 
     state_store: StateStore
     changes: dict[str, Tree] = field(default_factory=dict)
@@ -273,9 +308,9 @@ class StagedStore:
 
 
 class MemoryVersions:
-    """The last client update of each site that counted and left a memory there, stored so that a checkpoint has it.
+    """For each site, the last local update that changed its client memory. Part of a checkpoint.
 
-    Those of a round count from its end (`commit`); a round that begins again has none (`drop`).
+    The updates of a round count from its end (`commit`); a new attempt discards them (`discard_new`).
     """
 
     def __init__(self, store: TreeStore) -> None:
@@ -288,17 +323,17 @@ class MemoryVersions:
         return list(self._new.get(site, self._current.get(site, ())))
 
     def oldest(self, site: str) -> list[int]:
-        """Return the oldest client update that may count again: that of the checkpoint to fall back on."""
+        """Return the oldest update that the server may resume from: that of the older checkpoint."""
         return list(self._checkpoints[0].get(site, ()))
 
     def add(self, site: str, at: RoundKey) -> None:
         self._new[site] = at
 
-    def drop(self) -> None:
+    def discard_new(self) -> None:
         self._new = {}
 
     def commit(self) -> None:
-        """Count the client updates of the round that is over."""
+        """Accept the updates of the round that is over."""
         if self._new:
             self._current |= self._new
             self.store.put(VERSIONS_KEY, {site: torch.tensor(at) for site, at in self._current.items()})

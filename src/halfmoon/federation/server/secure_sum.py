@@ -1,8 +1,8 @@
-"""The server's part in a sum of which it sees no single term: four exchanges with the sites, and the sum.
+"""The server's part of a secure sum (Bonawitz et al. 2017): four exchanges with the sites, and the unmasked sum.
 
-Sites drop out between any two of them. As long as over two thirds of the cohort stay to the end
-(`halfmoon.aggregation.secure.masking.threshold`), the sum is that of all whose masked updates came; otherwise nothing
-of it can be read, and the round is played again.
+The server never sees a single update. Sites may drop out between any two exchanges: as long as more than two thirds of
+the cohort stay until the end (`halfmoon.aggregation.secure.masking.threshold`), the result is the sum over all sites
+whose masked updates arrived. Otherwise the sum cannot be unmasked, and the round is tried again.
 """
 
 import re
@@ -36,101 +36,144 @@ from halfmoon.federation.protocol.messages import (
 )
 from halfmoon.federation.protocol.tree_spec import TreeSpec, build_tree
 
-UPDATE_PREFIX = "update/"  # the path of the update in an upload that travels
+UPDATE_PREFIX = "update/"
+"""Path of the parameters in the tree of an upload."""
 
 QuerySites = Callable[[Mapping[str, Request], TreeSpec, str], Mapping[str, Reply]]
-"""Sends each named site a request, and returns the replies whose `upload` has the shape; the text names the exchange."""
+"""Sends each site a request and returns the replies whose upload has the given spec. The text describes the exchange."""
 
 
 @dataclass
 class MaskedSum:
-    """One sum: the `requests` of a plain query, and the `numbers` and lasting `keys` of the sites."""
+    """One secure sum of the updates of a cohort.
+
+    Attributes:
+        requests: the requests for plain updates, by site.
+        numbers: client numbers, by site.
+        keys: long-term public keys of the sites, for their signatures.
+        query_sites: sends requests and returns usable replies.
+        what: description of the query for the log.
+    """
 
     requests: Mapping[str, Request]
     numbers: Mapping[str, int]
     keys: Mapping[str, bytes]
-    ask: QuerySites
+    query_sites: QuerySites
     what: str
     _masking: masking.Masking | None = None
     _shares: dict[str, list[bytes]] = field(default_factory=dict)
 
-    def begin(self) -> dict[str, Request]:
-        """Collect keys and shares; return the requests for masked updates, or raise `TooFewReplies`."""
+    def start(self) -> dict[str, Request]:
+        """Run the first two exchanges: collect the sites' keys, then their encrypted secret shares.
+
+        Returns:
+            The requests for masked updates, by site.
+
+        Raises:
+            TooFewReplies: if too few sites answer.
+        """
         sites = sorted(self.requests, key=self.numbers.__getitem__)
-        cohort, names, signatures = self._announce(sites)
-        keys = [self.keys[site].rjust(POINT, b"\0") for site in names]
-        masks = {"sites": torch.tensor(cohort.numbers), "keys": stack_rows(cohort.keys)}
-        masks |= {"signatures": stack_rows(signatures), "lasting": stack_rows(keys)}
-        deal = {DEAL_SHARES: {"asked": torch.tensor(cohort.members), **masks}}
+        cohort, names, signatures = self._collect_keys(sites)
+        long_term_keys = [self.keys[site].rjust(POINT, b"\0") for site in names]
+        tensors = {
+            "asked": torch.tensor(cohort.members),
+            "sites": torch.tensor(cohort.numbers),
+            "keys": stack_rows(cohort.keys),
+            "signatures": stack_rows(signatures),
+            "lasting": stack_rows(long_term_keys),
+        }
         spec: TreeSpec = {"shares": ((len(names), masking.SEALED), torch.uint8)}
-        replies = self.ask({site: self._sum_only(site, deal) for site in names}, spec, f"{self.what}, shares")
-        self._enough(len(replies), "that have dealt shares", cohort.threshold)
+        requests = {site: self._sum_request(site, {DEAL_SHARES: tensors}) for site in names}
+        replies = self.query_sites(requests, spec, f"{self.what}, shares")
+        self._require(len(replies), "that have dealt shares", cohort.threshold)
         dealers = [site for site in names if site in replies]
         self._shares = {site: split_rows(replies[site].upload["shares"]) for site in dealers}
-        self._masking = masking.Masking(cohort, self._numbers(dealers))
+        self._masking = masking.Masking(cohort, self._client_numbers(dealers))
         mask = {MASK_UPDATE: {"sites": torch.tensor(self._masking.numbers)}}
         return {site: replace(self.requests[site], masks=mask) for site in dealers}
 
-    def _announce(self, sites: Sequence[str]) -> tuple[masking.Cohort, list[str], list[bytes]]:
-        able = [site for site in sites if site in self.keys]
-        self._enough(len(able), "that could be asked", max(masking.MIN_PARTIES, masking.threshold(len(sites))))
+    def _collect_keys(self, sites: Sequence[str]) -> tuple[masking.Cohort, list[str], list[bytes]]:
+        """Collect the signed keys of this sum; return the cohort, the sites with valid keys, and their signatures."""
+        with_key = [site for site in sites if site in self.keys]
+        min_sites = max(masking.MIN_PARTIES, masking.threshold(len(sites)))
+        self._require(len(with_key), "that could be asked", min_sites)
         session = secrets.token_bytes(SESSION_BYTES)
         sum_id = make_sum_id(next(iter(self.requests.values())), session.hex())
         question = {ANNOUNCE_KEYS: {"session": stack_rows([session])[0]}}
         spec: TreeSpec = {"keys": ((masking.PUBLIC,), torch.uint8), "signature": ((SIGNATURE,), torch.uint8)}
-        replies = self.ask({site: self._sum_only(site, question) for site in able}, spec, f"{self.what}, keys")
-        answers = {site: [split_rows(reply.upload[leaf][None])[0] for leaf in spec] for site, reply in replies.items()}
-        names = [site for site in able if site in answers and self._sound(sum_id, site, *answers[site])]
-        keys, signatures = ([answers[site][at] for site in names] for at in (0, 1))
-        cohort = masking.Cohort(sum_id, self._numbers(sites), self._numbers(names), tuple(keys))
-        self._enough(len(names), "whose keys are signed keys", max(masking.MIN_PARTIES, cohort.threshold))
+        requests = {site: self._sum_request(site, question) for site in with_key}
+        replies = self.query_sites(requests, spec, f"{self.what}, keys")
+
+        names: list[str] = []
+        keys: list[bytes] = []
+        signatures: list[bytes] = []
+        for site in with_key:
+            if site not in replies:
+                continue
+            upload = replies[site].upload
+            (site_keys,) = split_rows(upload["keys"][None])
+            (signature,) = split_rows(upload["signature"][None])
+            if self._keys_are_valid(sum_id, site, site_keys, signature):
+                names.append(site)
+                keys.append(site_keys)
+                signatures.append(signature)
+        cohort = masking.Cohort(sum_id, self._client_numbers(sites), self._client_numbers(names), tuple(keys))
+        self._require(len(names), "whose keys are signed keys", max(masking.MIN_PARTIES, cohort.threshold))
         return cohort, names, signatures
 
-    def _sound(self, sum_id: masking.SumId, site: str, keys: bytes, signature: bytes) -> bool:
-        """Say whether a site's keys are keys, and signed by it: the others would all refuse them."""
-        signed = signing.verify(self.keys[site], masking.announcement(sum_id, self.numbers[site], keys), signature)
-        return signed and masking.are_valid_public_keys(keys)
+    def _keys_are_valid(self, sum_id: masking.SumId, site: str, keys: bytes, signature: bytes) -> bool:
+        """Check the keys of a site and their signature, because the other sites would refuse the whole sum."""
+        announcement = masking.announcement(sum_id, self.numbers[site], keys)
+        return signing.verify(self.keys[site], announcement, signature) and masking.are_valid_public_keys(keys)
 
     def total(self, replies: Mapping[str, Reply]) -> Tensor:
-        """Return the sum of the replies' updates and weights, (n + 1,) int64; raise `TooFewReplies` where it stays hidden."""
+        """Run the last exchange and unmask the sum.
+
+        Args:
+            replies: the replies with masked updates, by site.
+
+        Returns:
+            The sum of updates and weights in fixed point, int64, shape (number of parameters + 1,).
+
+        Raises:
+            TooFewReplies: if the sum cannot be unmasked.
+        """
         parties = self._masking
-        assert parties is not None, "it was begun"
-        self._enough(len(replies), "whose masked updates came", parties.cohort.threshold)
-        there = [site for site in self._shares if site in replies]
-        survived = torch.tensor(self._numbers(there))
+        assert parties is not None, "start() was called"
+        threshold = parties.cohort.threshold
+        self._require(len(replies), "whose masked updates came", threshold)
+        included = [site for site in self._shares if site in replies]
+        survived = torch.tensor(self._client_numbers(included))
         requests: dict[str, Request] = {}
-        for site in there:
-            place = parties.cohort.numbers.index(self.numbers[site])
-            shares = stack_rows([own[place] for own in self._shares.values()])
-            requests[site] = self._sum_only(site, {REVEAL_SHARES: {"survived": survived, "shares": shares}})
+        for site in included:
+            # Every dealer encrypted one share for each site of the cohort; a site gets back those meant for it.
+            column = parties.cohort.numbers.index(self.numbers[site])
+            shares = stack_rows([dealt[column] for dealt in self._shares.values()])
+            requests[site] = self._sum_request(site, {REVEAL_SHARES: {"survived": survived, "shares": shares}})
         spec: TreeSpec = {"shares": ((len(parties.numbers), masking.WIDE), torch.uint8)}
-        answers = self.ask(requests, spec, f"{self.what}, unmasking")
-        self._enough(len(answers), "that have helped to take the masks off", parties.cohort.threshold)
-        plain = {
-            self.numbers[site]: {
-                number: int.from_bytes(share, "big")
-                for number, share in zip(parties.numbers, split_rows(reply.upload["shares"]), strict=True)
-            }
-            for site, reply in answers.items()
-        }
-        vectors = {self.numbers[site]: replies[site].upload["sum"].numpy().view(np.uint64) for site in there}
+        revealed = self.query_sites(requests, spec, f"{self.what}, unmasking")
+        self._require(len(revealed), "that have helped to take the masks off", threshold)
+        shares_by_client: dict[int, dict[int, int]] = {}
+        for site, reply in revealed.items():
+            rows = zip(parties.numbers, split_rows(reply.upload["shares"]), strict=True)
+            shares_by_client[self.numbers[site]] = {number: int.from_bytes(share, "big") for number, share in rows}
+        vectors = {self.numbers[site]: replies[site].upload["sum"].numpy().view(np.uint64) for site in included}
         try:
-            total = torch.from_numpy(masking.unmask(parties, vectors, plain))
+            total = torch.from_numpy(masking.unmask(parties, vectors, shares_by_client))
         except masking.UnreadableShare as error:
             raise TooFewReplies(f"{self.what} has a sum that cannot be read: {error}") from error
         if not is_plausible_sum(total):
-            raise TooFewReplies(
-                f"{self.what} has a sum from which the masks do not come off: a site did not keep to it."
-            )
+            raise TooFewReplies(f"{self.what} has a sum that cannot be unmasked: a site did not follow the protocol.")
         return total
 
-    def _sum_only(self, site: str, masks: Tree) -> Request:
+    def _sum_request(self, site: str, masks: Tree) -> Request:
         return replace(self.requests[site], client_update="", download={}, evaluation={}, masks=masks)
 
-    def _numbers(self, sites: Sequence[str]) -> tuple[int, ...]:
+    def _client_numbers(self, sites: Sequence[str]) -> tuple[int, ...]:
         return tuple(self.numbers[site] for site in sites)
 
-    def _enough(self, count: int, which: str, needed: int) -> None:
+    def _require(self, count: int, which: str, needed: int) -> None:
+        """Raise `TooFewReplies` if fewer sites than needed are left."""
         if count < needed:
             raise TooFewReplies(
                 f"{self.what} has {count} sites of {len(self.requests)} {which}, and a sum needs {needed}."
@@ -138,13 +181,18 @@ class MaskedSum:
 
 
 def lasting_keys(acceptances: Mapping[str, Acceptance]) -> dict[str, bytes]:
-    """Return the usable lasting keys of sites; one without has no part."""
-    plain = {name: site.key for name, site in acceptances.items() if re.fullmatch("([0-9a-f]{2})+", site.key)}
-    return {name: bytes.fromhex(key) for name, key in plain.items() if signing.is_public_key(bytes.fromhex(key))}
+    """Collect the valid long-term keys of sites. A site without one cannot take part in a secure sum."""
+    keys: dict[str, bytes] = {}
+    for name, acceptance in acceptances.items():
+        if re.fullmatch("([0-9a-f]{2})+", acceptance.key):
+            key = bytes.fromhex(acceptance.key)
+            if signing.usable(key):
+                keys[name] = key
+    return keys
 
 
 def sum_layout(upload: TreeSpec) -> dict[str, Tensor]:
-    """Return the leaves of uploads that a sum adds, by path, without values: the floating ones of the update."""
+    """Return the leaves of an upload that are summed, by path, on the meta device: the floating-point parameters."""
     with torch.device("meta"):
         return {
             path.removeprefix(UPDATE_PREFIX): torch.empty(kind[0], dtype=kind[1])
@@ -154,6 +202,7 @@ def sum_layout(upload: TreeSpec) -> dict[str, Tensor]:
 
 
 def sum_spec(leaves: Mapping[str, Tensor]) -> TreeSpec:
+    """Return the spec of a masked update: all values of the leaves and the weight, in one int64 vector."""
     count = sum(leaf.numel() for leaf in leaves.values()) + 1
     return {"sum": ((count,), torch.int64)}
 
@@ -161,9 +210,17 @@ def sum_spec(leaves: Mapping[str, Tensor]) -> TreeSpec:
 def mean_uploads(
     context: AggregationContext, upload: TreeSpec, total: Tensor, like: Mapping[str, Tensor]
 ) -> list[Upload]:
-    """Return for each client that answered an upload as if all had sent the mean of the updates."""
+    """Make an upload for each client of a secure sum, as if all had sent the mean of the updates.
+
+    Args:
+        context: the query and its clients.
+        upload: the spec of a plain upload.
+        total: the unmasked sum.
+        like: the leaves of `total` from `sum_layout`.
+    """
     change, weight = mean(total, like)
     count = len(context.clients)
-    blank = build_tree(upload, lambda shape, dtype: torch.zeros((), dtype=dtype).expand(count, *shape))
-    stacked = spread(Upload.from_tree(blank), context, change, weight)
-    return [stacked.at(place) for place in range(count)]
+    # Expanded zeros need no memory for the clients.
+    zeros = build_tree(upload, lambda shape, dtype: torch.zeros((), dtype=dtype).expand(count, *shape))
+    stacked = spread(Upload.from_tree(zeros), context, change, weight)
+    return [stacked.at(index) for index in range(count)]

@@ -1,10 +1,10 @@
-"""A federation's server: from its plan to a finished run folder, over any transport; it resumes wherever it stopped."""
+"""The server of a federation: from its plan to a finished run folder, over any transport. It resumes after a stop."""
 
 import hashlib
 import json
 import math
 import secrets
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from importlib import metadata
 from pathlib import Path
@@ -29,7 +29,6 @@ from halfmoon.engine.loop import Experiment, Row, run_rounds
 from halfmoon.engine.runtime import RuntimeSettings
 from halfmoon.engine.sampling import Amount
 from halfmoon.federation.protocol import limits
-from halfmoon.federation.protocol.log import EventLog
 from halfmoon.federation.protocol.messages import (
     FinalModel,
     MalformedMessage,
@@ -54,114 +53,234 @@ from halfmoon.runs.model_card import Card
 from halfmoon.sites.folders.prepare import STATE_FOLDER
 from halfmoon.sites.inference.load import load_model
 from halfmoon.storage import atomic_io, toml
+from halfmoon.storage.events import SERVER_LOG, EventLog, EventRecorder
 from halfmoon.storage.run_folder import MODEL, RunFolder
 from halfmoon.storage.state_store import StateView, TreeStore
 
-LOG_FILE, QUARANTINE_FILE, TERMS_FILE, RUN_NUMBER_FILE, SECRET_FILE = (
-    "serve.log",
-    "sites.json",
-    "terms.json",
-    "number",
-    "secret",
-)
+QUARANTINE_FILE = "sites.json"
+"""File in a run folder with the unusable replies of each site."""
+
+TERMS_FILE = "terms.json"
+"""File in a run folder with the terms of the federation."""
+
+RUN_NUMBER_FILE = "number"
+"""File in a run folder with the random id of the run."""
+
+SECRET_FILE = "secret"
+"""File in a run folder with the secret of noise and cohorts."""
 
 
 @dataclass(frozen=True)
 class FederationServer:
-    """The server of a federation: its plan, and the folder of its run."""
+    """The server of a federation.
+
+    Attributes:
+        plan: the federation.
+        path: the folder of its run.
+    """
 
     plan: FederationPlan
     path: Path
 
     @property
     def log(self) -> EventLog:
-        return EventLog(self.path / LOG_FILE)
+        """The event log in the run folder."""
+        return EventLog(self.path / SERVER_LOG)
 
     @property
-    def most(self) -> int:
-        """The bytes that no answer of a site may have, whatever it is asked."""
-        return limits.max_unknown_message_bytes(factory.task(self.plan.config, self.plan.terms.image_spec).network)
+    def max_reply_bytes(self) -> int:
+        """The size that no reply of a site may exceed, whatever the request."""
+        network = factory.task(self.plan.config, self.plan.terms.image_spec).network
+        return limits.max_unknown_message_bytes(network)
 
     def prepare(self) -> None:
-        """Create the run's folder, or check it; raise UserError for all that could only fail later."""
-        config = self.plan.config
+        """Create or check the run folder, and check the server's image folders.
+
+        Raises:
+            UserError: for anything that would otherwise fail later.
+        """
         for folder in (self.plan.test, self.plan.server, self.plan.validation):
             if folder is not None:
-                self._labeled(folder)
-        if config.labels_at == "server" and self.plan.server is None:
+                self._load_images(folder)
+        if self.plan.config.labels_at == "server" and self.plan.server is None:
             raise UserError(
                 "labels_at is 'server', but [federation] names no folder of the server's own labeled images: give its "
                 "path as server."
             )
-        with self._folder():
+        with self._open_folder():
             pass
 
     def readmit(self, name: str) -> None:
-        """Let a site out of quarantine; raise UserError for a name that is none of the federation's."""
-        self._register().readmit(name)
+        """Let a site out of quarantine; raise UserError for an unknown site."""
+        self._quarantine().readmit(name)
 
-    def _register(self) -> Quarantine:
-        return Quarantine(self.plan.terms.sites, self.plan.rules.strikes, self.path / QUARANTINE_FILE)
+    def serve(self, transport: Transport, patience: float = math.inf) -> Row:
+        """Run the remaining rounds. If the run is finished, deliver the model to sites that lack it, if requested.
 
-    def _secret(self) -> bytes:
-        """Return the secret of the noise, which no site may know; generated with the first round."""
-        return self._random(SECRET_FILE, 32)
+        Args:
+            transport: carries messages to the sites.
+            patience: seconds to wait for enough sites.
 
-    def _random(self, name: str, size: int) -> bytes:
-        """Return a file's random bytes, made before the first round; raise UserError if they are gone."""
-        path = self.path / name
-        data = atomic_io.read(path)
-        again = "put it back from a backup, or serve in another folder, as another run."
-        if data is None:
-            if any(self.path.glob("checkpoint-*")):
-                raise UserError(f"{path} is missing, but rounds were played with it: {again}")
-            random = secrets.token_bytes(size)
-            atomic_io.write_atomically(path, random + hashlib.sha256(random).digest(), private=True)
-            return random
-        random = data[:size]
-        if data[size:] != hashlib.sha256(random).digest():
-            raise UserError(f"{path} is damaged: {again}")
-        return random
+        Returns:
+            The summary of the run.
 
-    def serve(self, post: Transport, patience: float = math.inf) -> Row:
-        """Play all rounds that are left and return the run's summary, which a finished run only reads.
-
-        Sites are waited for `patience` seconds. With "again" in the file of deliveries, sites that lack the final model
-        get it. Raise UserError where the folder is another run's or in use, or too few sites answer.
+        Raises:
+            UserError: if the folder belongs to another run or is in use, or too few sites answer.
         """
-        with self._folder() as folder:
+        with self._open_folder() as folder:
             summary = folder.summary()
-            if summary is not None:
-                record = atomic_io.read_json(self.path / DELIVERY) or {}
-                if record.get("again") is True and record.get("lacks"):
-                    self._hand_out_again(record["lacks"], post, patience)
-                return summary
-            with factory.computing(factory.site_threads(self.plan.config)):
-                return self._play(folder, post, patience)
+            if summary is None:
+                with factory.computing(factory.site_threads(self.plan.config)):
+                    return self._run(folder, transport, patience)
+            record = atomic_io.read_json(self.path / DELIVERY) or {}
+            if record.get("again") is True and record.get("lacks"):
+                self._redeliver(record["lacks"], transport, patience)
+            return summary
 
-    def _manager(self, post: Transport, spool: Spool | None = None) -> ClientManager:
-        terms, rules, version = self.plan.terms, self.plan.rules, metadata.version("halfmoon")
-        return ClientManager(post, terms, version, rules.round_timeout, rules.absence, self.log.write, spool=spool)
+    def _run(self, folder: RunFolder, transport: Transport, patience: float) -> Row:
+        """Run the remaining rounds, deliver the model to the sites, and finish the run folder."""
+        terms = self.plan.terms
+        config = self.plan.config
+        log = self.log
+        checkpoint = folder.load()
+        for warning in checkpoint.warnings if checkpoint else []:
+            log.record("warning", warning)
+        if folder.remark:
+            log.record("warning", folder.remark)
+        text = f"{terms.sentence()}; halfmoon {metadata.version('halfmoon')}"
+        log.record("started", text, federation=terms.name, method=config.method, rounds=settings.count_rounds(config))
+        warning = defense_warning(config)
+        if warning is not None:
+            log.record("warning", warning)
+        atomic_io.write_atomically(self.path / TERMS_FILE, terms.text.encode())
 
-    def _hand_out_again(self, names: Sequence[str], post: Transport, patience: float) -> None:
-        """Give the saved model to the sites that lack it."""
+        spool = Spool(self.path / SPOOL_FOLDER)
+        spool.clear()
+        manager = self._manager(transport, spool)
+        experiment = self._experiment(manager, patience)
+        if checkpoint:
+            log.record("resumed", f"going on after round {checkpoint.round}", round=checkpoint.round)
+        manager.wait_for_sites(self.plan.rules.quorum(config.cohort), patience)
+        results = run_rounds(experiment, folder, checkpoint, self._record_round)
+        if isinstance(experiment.runtime, RemoteRuntime) and experiment.test is None:
+            tally = experiment.runtime.evaluate_last(results["model"])
+            if tally is not None:
+                accuracy = tally.row()["accuracy"]
+                text = f"the sites' own test images: accuracy {accuracy:.2%}"
+                log.record("final_evaluation", text, accuracy=accuracy)
+                results |= {"confusion": tally.confusion.tolist(), "accuracy": _accuracy(folder, tally, results)}
+
+        identity = {"federation": terms.hash, "sites": list(terms.sites)}
+        summary = assembly.summary(config, identity, terms.image_spec.classes, folder, results)
+        network, model = experiment.task.network.full_model(results["model"])
+        card = assembly.card(config, terms.image_spec, network, _config_text(self.plan))
+        quarantined = self._quarantine().sites
+        names = [name for name in terms.sites if name not in quarantined]
+        # Deliver before the run is finished: afterwards Flower's server no longer answers the sites.
+        final = self._final_message(card, results["model"])
+        deliver_model(manager, names, final, self.path, self.plan.rules.linger)
+        spool.clear()
+        folder.finish(model, card.render(), summary)
+        log.record("finished", f"finished: the model is {self.path / 'model.safetensors'}")
+        return summary
+
+    def _record_round(self, row: Row) -> None:
+        text = describe_round(row, settings.count_rounds(self.plan.config))
+        names = self.plan.terms.sites
+        cohort = [names[client] for client in row["cohort"]]
+        outliers = (row.get("aggregation") or {}).get("outside", ())
+        left_out = {outlier["site"]: describe_outlier(outlier) for outlier in outliers}
+        self.log.record("round_finished", text, round=row["round"], cohort=cohort, left_out=left_out)
+
+    def _redeliver(self, names: Sequence[str], transport: Transport, patience: float) -> None:
+        """Deliver the saved model to the sites that lack it."""
         terms = self.plan.terms
         saved = load_model(self.path / MODEL, network=terms.config.network)
-        own = tree.flatten(limits.make_meta_model(factory.task(terms.config, terms.image_spec).network))
-        whole = tree.flatten({"params": saved.params, "stats": saved.stats})
-        model = {"params": {}, "stats": {}, **tree.unflatten({path: whole[path].contiguous() for path in own})}
-        deliver_model(self._manager(post), names, self._final(saved.card, model), self.path, patience)
+        # The saved model also has frozen layers. Only the trained ones are sent, as at the end of the run.
+        trained = tree.flatten(limits.make_meta_model(factory.task(terms.config, terms.image_spec).network))
+        leaves = tree.flatten({"params": saved.params, "stats": saved.stats})
+        trained_groups = tree.unflatten({path: leaves[path].contiguous() for path in trained})
+        final = self._final_message(saved.card, {"params": {}, "stats": {}, **trained_groups})
+        deliver_model(self._manager(transport), names, final, self.path, patience)
 
-    def _final(self, card: Card, model: Tree) -> bytes:
-        """Return the message with the trained part, and a card of the terms, not of where the model lies."""
+    def _final_message(self, card: Card, model: Tree) -> bytes:
+        """Serialize the final model. Its card has the configuration of the terms, without paths of this machine."""
         terms = self.plan.terms
         text = json.dumps(replace(card, config=settings.to_toml(terms.config)).render())
         return write_message(FinalModel(terms.hash, metadata.version("halfmoon"), text, model))
 
-    def _labeled(self, folder: Path) -> Images:
-        return load_labeled_images(folder, self.plan.terms, folder / STATE_FOLDER / image_spec_name(self.plan.terms))
+    def _manager(self, transport: Transport, spool: Spool | None = None) -> ClientManager:
+        rules = self.plan.rules
+        version = metadata.version("halfmoon")
+        return ClientManager(
+            transport, self.plan.terms, version, rules.round_timeout, rules.absence, self.log, spool=spool
+        )
 
-    def _folder(self) -> RunFolder:
+    def _experiment(self, manager: ClientManager, patience: float) -> Experiment:
+        """Build the experiment: as in a simulation, with a runtime whose clients are sites."""
+        terms = self.plan.terms
+        config = self.plan.config
+        task = factory.task(config, terms.image_spec)
+        model_inputs = inputs(config, task, factory.views(config, terms.image_spec), user_cache("features"))
+        store = TreeStore(cap=config.memory_cap * 1_000_000)
+        device = factory.device(config)
+        test = None
+        if self.plan.test is not None:
+            test = model_inputs.tested(factory.examples(self._load_images(self.plan.test), device))
+        validation = None
+        if self.plan.validation is not None:
+            validation = model_inputs.tested(factory.examples(self._load_images(self.plan.validation), device))
+        batching, server_batching = factory.batch_rules(config)
+        budget = budgets.budget(config, task)
+
+        server = None
+        if self.plan.server is not None and config.labels_at == "server":
+            examples = model_inputs.trained(factory.examples(self._load_images(self.plan.server), device))
+            count = len(examples.labels)
+            split = Split(np.full(count, SERVER), np.ones(count, bool), len(terms.sites))
+            server = LocalClients(
+                FederatedDataset(examples, split),
+                model_inputs.views,
+                Training(batching, budget, server_batching),
+                config.seed,
+                StateView(store, "client/", device),
+            )
+
+        rules = self.plan.rules
+        if config.dp_clip is not None:
+            # With a bound on norms, the update of one site would decide which other updates count.
+            rules = replace(rules, norm_bound=0.0)
+        calls = SiteCalls(
+            link=manager,
+            names=terms.sites,
+            run=RunIdentity(terms.hash, metadata.version("halfmoon"), self._random_bytes(RUN_NUMBER_FILE, 16).hex()),
+            rules=rules,
+            quarantine=self._quarantine(),
+            inspection=_inspection(
+                self.plan, manager, task, budget, use_tests=test is None, use_validations=validation is None
+            ),
+            log=self.log,
+            wait_for_sites=lambda needed: manager.wait_for_sites(needed, patience, 0.0),
+        )
+        runtime_settings = RuntimeSettings(
+            config.cohort,
+            config.seed,
+            device=device,
+            cohort_secret=None if config.dp_clip is None else self._secret(),
+        )
+        runtime = RemoteRuntime(
+            factory.method(config),
+            model_inputs.task,
+            model_inputs.views,
+            calls,
+            runtime_settings,
+            server,
+            store,
+            factory.aggregators(config, self._secret(), self.path, summed=config.secure_aggregation),
+        )
+        return assembly.experiment(config, model_inputs.task, runtime, test, validation)
+
+    def _open_folder(self) -> RunFolder:
         terms = self.plan.terms
         if not RunFolder.exists(self.path):
             return RunFolder.create(self.path, _config_text(self.plan), terms.hash)
@@ -173,141 +292,118 @@ class FederationServer:
             )
         return folder
 
-    def _play(self, folder: RunFolder, post: Transport, patience: float) -> Row:
-        terms, config, rules = self.plan.terms, self.plan.config, self.plan.rules
-        say = self.log.write
-        checkpoint = folder.load()
-        for warning in [*(checkpoint.warnings if checkpoint else []), *([folder.remark] if folder.remark else [])]:
-            say(warning)
-        say(f"{terms.sentence()}; halfmoon {metadata.version('halfmoon')}")
-        if (trusting := defense_warning(config)) is not None:
-            say(trusting)
-        atomic_io.write_atomically(self.path / TERMS_FILE, terms.text.encode())
-        spool = Spool(self.path / SPOOL_FOLDER)
-        spool.clear()
-        manager = self._manager(post, spool)
-        experiment = self._experiment(manager, patience)
-        if checkpoint:
-            say(f"going on after round {checkpoint.round}")
-        manager.wait_for_sites(rules.quorum(config.cohort), patience)
-        runtime = experiment.runtime
-        results = run_rounds(
-            experiment, folder, checkpoint, lambda row: say(describe_round(row, settings.count_rounds(config)))
-        )
-        if isinstance(runtime, RemoteRuntime) and experiment.test is None:
-            tally = runtime.evaluate_last(results["model"])
-            if tally is not None:
-                say(f"the sites' own test images: accuracy {tally.row()['accuracy']:.2%}")
-                results |= {"confusion": tally.confusion.tolist(), "accuracy": _accuracy(folder, tally, results)}
-        place = {"federation": terms.hash, "sites": list(terms.sites)}
-        summary = assembly.summary(config, place, terms.image_spec.classes, folder, results)
-        network, model = experiment.task.network.full_model(results["model"])
-        card = assembly.card(config, terms.image_spec, network, _config_text(self.plan))
-        names = [name for name in terms.sites if name not in self._register().sites]
-        # Before the run ends: then nobody answers any more.
-        deliver_model(manager, names, self._final(card, results["model"]), self.path, rules.linger)
-        spool.clear()
-        folder.finish(model, card.render(), summary)
-        say(f"finished: the model is {self.path / 'model.safetensors'}")
-        return summary
+    def _load_images(self, folder: Path) -> Images:
+        return load_labeled_images(folder, self.plan.terms, folder / STATE_FOLDER / image_spec_name(self.plan.terms))
 
-    def _experiment(self, manager: ClientManager, patience: float) -> Experiment:
-        terms, config, rules = self.plan.terms, self.plan.config, self.plan.rules
-        task, views = factory.task(config, terms.image_spec), factory.views(config, terms.image_spec)
-        own = inputs(config, task, views, user_cache("features"))
-        store = TreeStore(cap=config.memory_cap * 1_000_000)
-        place = factory.device(config)
-        test, validation = (
-            None if path is None else own.tested(factory.examples(self._labeled(path), place))
-            for path in (self.plan.test, self.plan.validation)
-        )
-        batching, server_batching = factory.batch_rules(config)
-        measure = budgets.budget(config, task)
-        server = None
-        if self.plan.server is not None and config.labels_at == "server":
-            rows = own.trained(factory.examples(self._labeled(self.plan.server), place))
-            count = len(rows.labels)
-            split = Split(np.full(count, SERVER), np.ones(count, bool), len(terms.sites))
-            training = Training(batching, measure, server_batching)
-            state_store = StateView(store, "client/", place)
-            server = LocalClients(FederatedDataset(rows, split), own.views, training, config.seed, state_store)
-        calls = SiteCalls(
-            manager,
-            terms.sites,
-            RunIdentity(terms.hash, metadata.version("halfmoon"), self._random(RUN_NUMBER_FILE, 16).hex()),
-            # A bound from what the others sent would let one site's update decide whose counts.
-            rules if config.dp_clip is None else replace(rules, norm_bound=0.0),
-            self._register(),
-            _inspection(self.plan, manager, task, measure, (test is None, validation is None)),
-            self.log.write,
-            lambda needed: manager.wait_for_sites(needed, patience, 0.0),
-        )
-        secret = None if config.dp_clip is None else self._secret()
-        runtime_settings = RuntimeSettings(config.cohort, config.seed, device=place, cohort_secret=secret)
-        between = factory.aggregators(config, self._secret(), self.path, summed=config.secure_aggregation)
-        runtime = RemoteRuntime(
-            factory.method(config), own.task, own.views, calls, runtime_settings, server, store, between
-        )
-        return assembly.experiment(config, own.task, runtime, test, validation)
+    def _quarantine(self) -> Quarantine:
+        return Quarantine(self.plan.terms.sites, self.plan.rules.strikes, self.path / QUARANTINE_FILE)
+
+    def _secret(self) -> bytes:
+        """Load the secret of the noise, which no site may know. It is generated before the first round."""
+        return self._random_bytes(SECRET_FILE, 32)
+
+    def _random_bytes(self, name: str, size: int) -> bytes:
+        """Load random bytes from a file, generated before the first round; raise UserError if they are lost."""
+        path = self.path / name
+        data = atomic_io.read(path)
+        advice = "put it back from a backup, or serve in another folder, as another run."
+        if data is None:
+            if any(self.path.glob("checkpoint-*")):
+                raise UserError(f"{path} is missing, but finished rounds depend on it: {advice}")
+            random = secrets.token_bytes(size)
+            atomic_io.write_atomically(path, random + hashlib.sha256(random).digest(), private=True)
+            return random
+        random = data[:size]
+        if data[size:] != hashlib.sha256(random).digest():
+            raise UserError(f"{path} is damaged: {advice}")
+        return random
 
 
-def _cap(plan: FederationPlan, say: Callable[[str], None]) -> WeightCap | None:
-    """Return the cap on weights; None where nobody sees single weights, or all are 1."""
-    config, rules, names = plan.config, plan.rules, plan.terms.sites
-    if config.secure_aggregation or config.dp_clip is not None:
+def _weight_cap(plan: FederationPlan, log: EventRecorder) -> WeightCap | None:
+    """Create the cap on weights; None if the server cannot see single weights, or all weights are 1."""
+    if plan.config.secure_aggregation or plan.config.dp_clip is not None:
         return None
+    names = plan.terms.sites
 
     def warn(client: int, share: float) -> None:
-        say(f"{names[client]} has {share:.0%} of the weight of a round: alone it decides the model")
+        text = f"{names[client]} has {share:.0%} of the weight of a round: alone it decides the model"
+        log.record("site_dominates", text, site=names[client], share=share)
 
-    return WeightCap(rules.weight_cap, dict(enumerate(rules.images or ())), warn)
+    return WeightCap(plan.rules.weight_cap, dict(enumerate(plan.rules.images or ())), warn)
 
 
 def _inspection(
-    plan: FederationPlan, manager: ClientManager, task: Task, measure: Budget, parts: tuple[bool, bool]
+    plan: FederationPlan,
+    manager: ClientManager,
+    task: Task,
+    budget: Budget,
+    use_tests: bool,
+    use_validations: bool,
 ) -> Inspection:
-    """Return the knowledge of sites; `parts` says whether their test and their validation images are used."""
-    terms, config, rules = plan.terms, plan.config, plan.rules
+    """Collect what the server knows about its sites.
+
+    Args:
+        plan: the federation.
+        manager: has the acceptances of the sites.
+        task: the federation's task.
+        budget: the steps of a local update.
+        use_tests: whether models are tested on the sites' test images.
+        use_validations: whether the round is chosen by the sites' validation images.
+    """
+    config = plan.config
+    image_spec = plan.terms.image_spec
     entry = registry.entry(config.method)
 
-    def most(client_update: ClientUpdate, name: str) -> tuple[Amount, int]:
-        site = manager.acceptances[name]
-        images = site.labeled + site.unlabeled
-        if rules.images is not None:
-            images = min(images, rules.images[terms.sites.index(name)])
-        labeled = min(site.labeled, images)
-        plain = ClientSize(labeled, images if config.reuse_labeled else images - labeled)
-        own = ClientSize(images, 0) if entry.all_labels else plain
-        return measure.amount(factory.batch_rules(config)[0], client_update, own, plain), images
+    def max_amount(client_update: ClientUpdate, name: str) -> tuple[Amount, int]:
+        acceptance = manager.acceptances[name]
+        images = acceptance.labeled + acceptance.unlabeled
+        if plan.rules.images is not None:
+            images = min(images, plan.rules.images[plan.terms.sites.index(name)])
+        labeled = min(acceptance.labeled, images)
+        declared = ClientSize(labeled, images if config.reuse_labeled else images - labeled)
+        trained = ClientSize(images, 0) if entry.all_labels else declared
+        batching, _ = factory.batch_rules(config)
+        return budget.amount(batching, client_update, trained, declared), images
 
     def tests(name: str) -> int:
-        return manager.acceptances[name].tests if parts[0] and name in manager.acceptances else 0
+        return manager.acceptances[name].tests if use_tests and name in manager.acceptances else 0
 
     def validations(name: str) -> int:
-        return manager.acceptances[name].validations if parts[1] and name in manager.acceptances else 0
+        return manager.acceptances[name].validations if use_validations and name in manager.acceptances else 0
+
+    def shows_accuracy(name: str) -> bool:
+        return name in manager.acceptances and manager.acceptances[name].shared == 1
 
     return Inspection(
-        UploadProbe(task, factory.views(config, terms.image_spec), terms.image_spec.image, config.seed),
-        most,
-        tests,
-        validations,
-        (lambda: lasting_keys(manager.acceptances)) if config.secure_aggregation else None,
-        _cap(plan, manager.say),
-        lambda name: name in manager.acceptances and manager.acceptances[name].shared == 1,
+        patterns=UploadProbe(task, factory.views(config, image_spec), image_spec.image, config.seed),
+        max_amount=max_amount,
+        tests=tests,
+        validations=validations,
+        keys=(lambda: lasting_keys(manager.acceptances)) if config.secure_aggregation else None,
+        cap=_weight_cap(plan, manager.log),
+        shared=shows_accuracy,
     )
 
 
 def _accuracy(folder: RunFolder, tally: ModelEvaluation, results: Row) -> Row:
-    """Return the last, the best and the chosen accuracy on the sites' own test images; `tally` is the saved model's."""
+    """Compute the last, the best and the chosen accuracy on the sites' test images.
+
+    Args:
+        folder: the run folder, whose rows have the evaluations of earlier rounds.
+        tally: the evaluation of the saved model.
+        results: the results of the rounds.
+    """
     rows = folder.rows()
     tests = [(row["evaluation"]["accuracy"], row["evaluation"]["round"]) for row in rows if row.get("evaluation")]
-    share, choice = tally.row()["accuracy"], results["chosen"]
-    last = share if choice is None else results["concluded"]["accuracy"]
+    saved = tally.row()["accuracy"]
+    choice = results["chosen"]
+    # With a chosen round, the saved model is that of the round; the last model was evaluated after the last round.
+    last = saved if choice is None else results["concluded"]["accuracy"]
     best, best_round = max([*tests, (last, len(rows))], key=lambda test: (test[0], -test[1]))
     accuracy = {"last": last, "best": best, "best_round": best_round}
     if choice is None:
         return accuracy
-    return accuracy | {"chosen": share, "chosen_round": choice["round"], "validation": choice["accuracy"]}
+    return accuracy | {"chosen": saved, "chosen_round": choice["round"], "validation": choice["accuracy"]}
 
 
 def _config_text(plan: FederationPlan) -> str:
@@ -322,7 +418,7 @@ def _config_text(plan: FederationPlan) -> str:
 
 
 def defense_warning(config: Config) -> str | None:
-    """Return why nothing defends a federation against a hostile site, and what to do; None where a rule does."""
+    """Explain why no robust rule protects the federation against a hostile site; None if one does."""
     if config.aggregation != "mean":
         return None
     why = registry.entry(config.method).robust_rule_conflict(DEFAULT_DEFENSE, effective_norm(config))
@@ -336,78 +432,113 @@ def defense_warning(config: Config) -> str | None:
         f"with {config.method} {why}": bool(why),
         f"its file says aggregation mean; {DEFAULT_DEFENSE} is the default": True,
     }
-    reason = next(words for words, active in reasons.items() if active)
+    reason = next(text for text, applies in reasons.items() if applies)
     return f"one hostile site can spoil this model: {reason}, or admit only sites that you trust."
 
 
 def describe_round(row: Row, rounds: int) -> str:
-    """Return a round's line in the log."""
+    """Describe a round in one line for the log."""
     test = row.get("test")
     evaluation = row.get("evaluation")
-    words = f", accuracy {test['accuracy']:.2%}" if test else ""
+    details = f", accuracy {test['accuracy']:.2%}" if test else ""
     if evaluation:
-        words = f"; the model before it: accuracy {evaluation['accuracy']:.2%} at {evaluation['sites']} sites"
+        details = f"; the model before it: accuracy {evaluation['accuracy']:.2%} at {evaluation['sites']} sites"
     if "validation" in row:
-        of = "the round before" if "sites" in row["validation"] else "it"
-        words += f"; validation images, of {of}: {row['validation']['accuracy']:.2%}"
+        model = "the round before" if "sites" in row["validation"] else "it"
+        details += f"; validation images, of {model}: {row['validation']['accuracy']:.2%}"
     loss = row["train"].get("loss")
     mean = f", mean loss {loss:.4f}" if loss is not None else ""
     aggregator = row.get("aggregation") or {}
     if "epsilon" in aggregator:
-        words += f"; epsilon {aggregator['epsilon']:.4g} (delta {aggregator['delta']:g})"
-    for fact in aggregator.get("outside", ()):
-        words += f"; {fact['site']} was left out: its {fact['part']} point against the others (cosine "
-        words += f"{fact['cosine']:.3f}, median {fact['others']:.3f})"
-    return f"round {row['round']} of {rounds}: {len(row['cohort'])} sites{mean}{words}"
+        details += f"; epsilon {aggregator['epsilon']:.4g} (delta {aggregator['delta']:g})"
+    for outlier in aggregator.get("outside", ()):
+        details += f"; {describe_outlier(outlier)}"
+    return f"round {row['round']} of {rounds}: {len(row['cohort'])} sites{mean}{details}"
+
+
+def describe_outlier(outlier: Row) -> str:
+    """Describe why a site was left out of a round's aggregate, as in the field "outside" of metrics.jsonl."""
+    return (
+        f"{outlier['site']} was left out: its {outlier['part']} point against the others (cosine "
+        f"{outlier['cosine']:.3f}, median {outlier['others']:.3f})"
+    )
 
 
 DELIVERY = "delivery.json"
-"""The file in a run folder that says which sites have the final model, and which lack it."""
+"""File in a run folder with the sites that have the final model, and those that lack it."""
 
-PERIOD, RETRY = 2.0, 30.0
-"""Seconds between two polls for sites that were away, and between two attempts at one that did not take the model."""
+POLL_SECONDS = 2.0
+"""Seconds between two polls for sites that were disconnected."""
+
+REDELIVERY_SECONDS = 30.0
+"""Seconds between two attempts at a site that did not take the model."""
 
 
 def deliver_model(manager: ClientManager, names: Sequence[str], final: bytes, run: Path, seconds: float) -> None:
-    """Deliver the final model to sites, also to those that come back within `seconds`, and write who has it."""
+    """Deliver the final model to sites, and record in the run folder which of them have it.
+
+    Args:
+        manager: sends the model.
+        names: the sites.
+        final: the serialized message.
+        run: the run folder.
+        seconds: how long to wait for sites that are disconnected.
+    """
     record = atomic_io.read_json(run / DELIVERY) or {}
     has: list[str] = record.get("has", [])
     attempts: dict[str, float] = {}
 
-    def serve(some: Sequence[str]) -> list[str]:
-        has.extend(send_model(manager, some, final, run / MODEL))
+    def deliver(sites: Sequence[str]) -> list[str]:
+        has.extend(send_model(manager, sites, final, run / MODEL))
         lacks = [name for name in names if name not in has]
-        facts = {**record, "has": sorted(set(has)), "lacks": lacks}
-        atomic_io.write_atomically(run / DELIVERY, (json.dumps(facts) + "\n").encode())
+        new_record = {**record, "has": sorted(set(has)), "lacks": lacks}
+        atomic_io.write_atomically(run / DELIVERY, (json.dumps(new_record) + "\n").encode())
         return lacks
 
-    lacks, end = serve(names), manager.clock.now() + seconds
+    lacks = deliver(names)
+    end = manager.clock.now() + seconds
     if lacks and seconds > 0:
-        manager.say(f"the server stays for {', '.join(lacks)}: who comes back gets the model")
+        text = f"the server stays for {', '.join(lacks)}: who comes back gets the model"
+        manager.log.record("waiting_to_deliver", text, sites=lacks)
     while lacks and (now := manager.clock.now()) < end:
-        here = manager.poll()
-        back = [name for name in lacks if name in here and now - attempts.get(name, -RETRY) >= RETRY]
-        attempts |= dict.fromkeys(back, now)
-        if back:
-            lacks = serve(back)
+        connected = manager.poll()
+        returned = []
+        for name in lacks:
+            if name in connected and now - attempts.get(name, -REDELIVERY_SECONDS) >= REDELIVERY_SECONDS:
+                returned.append(name)
+                attempts[name] = now
+        if returned:
+            lacks = deliver(returned)
         else:
-            manager.clock.sleep(PERIOD)
+            manager.clock.sleep(POLL_SECONDS)
 
 
 def send_model(manager: ClientManager, names: Sequence[str], final: bytes, model: Path) -> list[str]:
-    """Send sites the final model and return those that have it; `model` is its place here."""
-    has, missing = list[str](), dict[str, str]()
-    for name, answer in manager.exchange(dict.fromkeys(names, final), "the final model").items():
+    """Send the final model to sites once.
+
+    Args:
+        manager: sends the model.
+        names: the sites.
+        final: the serialized message.
+        model: the model's file on this machine, for the log.
+
+    Returns:
+        The sites that have stored it.
+    """
+    has: list[str] = []
+    missing: dict[str, str] = {}
+    for name, response in manager.exchange(dict.fromkeys(names, final), "the final model").items():
         try:
-            if answer.data is None:
-                raise MalformedMessage(answer.reason)
-            reply = read_message(read_content(answer.data), Receipt, Refusal)
+            if response.data is None:
+                raise MalformedMessage(response.reason)
+            reply = read_message(read_content(response.data), Receipt, Refusal)
             if isinstance(reply, Refusal):
                 raise MalformedMessage(reply.reason)
             has.append(name)
         except MalformedMessage as error:
             missing[name] = str(error)
-    manager.say(f"the final model is at {len(has)} of {len(names)} sites")
-    for name, why in missing.items():
-        manager.say(f"{name} does not have the final model ({why}): send it {model}, or serve the federation again")
+    manager.log.record("model_delivered", f"the final model is at {len(has)} of {len(names)} sites", sites=has)
+    for name, reason in missing.items():
+        text = f"{name} does not have the final model ({reason}): send it {model}, or serve the federation again"
+        manager.log.record("model_not_delivered", text, site=name, reason=reason)
     return has

@@ -1,10 +1,10 @@
-"""The exchange with the sites of a federation: time limits, late answers, sites that come back.
+"""Exchanges with the sites of a federation: timeouts, late replies, reconnecting sites.
 
-Nothing here reads requests; `Membership` knows who is connected.
+This module does not read requests. `Membership` tracks which sites are connected.
 """
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -20,28 +20,41 @@ from halfmoon.federation.protocol.messages import (
 )
 from halfmoon.federation.protocol.terms import Terms
 from halfmoon.federation.server.connection import Clock, Connection, NodeIdentity, Spool, SpooledFile, Transport
+from halfmoon.storage.events import EventRecorder
 
-PAUSE, LONGEST, SHARE = 0.1, 0.5, 0.1
-"""Seconds between two polls for replies, at least and at most, and the share of the time waited that lies between.
+MIN_PAUSE_SECONDS = 0.1
+"""Shortest pause between two polls for replies."""
 
-A poll costs Flower, and the processes that share its machine, a hundredth of a second. An answer that takes a minute
-may come in half a second later.
+MAX_PAUSE_SECONDS = 0.5
+"""Longest pause between two polls for replies, unless the poll itself takes longer.
+
+A poll costs Flower, and the processes on its machine, a hundredth of a second. A reply that takes a minute may be noticed
+half a second late.
 """
 
-LATE = 2.0
-"""Time limits that a request lives: an answer within the second one is too late, but it comes and is named."""
+PAUSE_SHARE = 0.1
+"""Pause between two polls, as a share of the time spent waiting so far."""
+
+TIMEOUTS_ALIVE = 2.0
+"""How many timeouts a request stays valid. A reply within the second one is too late, but it is received and logged."""
 
 NO_KEY = "its key was removed, or it never had one"
-"""Why a site is not waited for, and why its answer does not count."""
+"""Reason why the server does not wait for a site, and does not use its reply."""
 
 MAX_RESENDS = 3
-"""How often a request is sent again in one exchange to a site whose process died over it."""
+"""How often a request is sent again in one exchange to a site whose process died."""
 
-AWAY = "it was not connected for"
+NOT_CONNECTED = "it was not connected for"
+"""Beginning of the reason of a site that was not connected."""
 
 
 class SiteResponse(NamedTuple):
-    """A site's answer, or None, and a reason; bytes that come with a reason do not count."""
+    """The response of a site to one request.
+
+    Attributes:
+        data: the reply, or None if there is none.
+        reason: why there is no reply, or why it does not count.
+    """
 
     data: bytes | SpooledFile | None
     reason: str = ""
@@ -49,17 +62,27 @@ class SiteResponse(NamedTuple):
 
 @dataclass
 class _Pending:
-    """A request under way."""
+    """A request that was sent.
+
+    Attributes:
+        name: the site.
+        node: its node.
+        since: when the node's process connected, or "" if that is not known.
+        what: description of the exchange for the log.
+        end: when its timeout ends.
+        last_contact: when the node was last seen connected.
+    """
 
     name: str
     node: int
-    since: str  # when the node's process connected, where that is known
+    since: str
     what: str
-    end: float  # until when its answer is waited for
-    last_contact: float  # when its node was last connected
+    end: float
+    last_contact: float
 
 
-def _unknown(data: bytes) -> bool:
+def _has_not_joined(data: bytes) -> bool:
+    """Check whether a reply says that the site has to join first, as after a restart."""
     try:
         return read_message(data, Refusal).kind == NOT_JOINED
     except MalformedMessage:
@@ -67,226 +90,326 @@ def _unknown(data: bytes) -> bool:
 
 
 class ClientManager:
-    """Asks the connected sites of `terms`; answers wait in the `spool`.
-
-    A site may take `timeout` seconds for an answer, and be away for `absence` seconds.
-    """
+    """Sends requests to the connected sites of a federation and collects their replies."""
 
     def __init__(
-        self, post: Transport, terms: Terms, version: str, timeout: float, absence: float, say: Callable[[str], None],
-        clock: Clock | None = None, spool: Spool | None = None,
-    ) -> None:  # fmt: skip
-        self.terms, self.timeout, self.absence, self.say = terms, timeout, absence, say
-        self.clock, self.spool = clock or Clock(), spool
-        self.connection = Connection(post, say)
-        self.members = Membership(self.connection, terms, version, timeout, say, self.clock)
-        self._late: dict[str, _Pending] = {}  # requests that are no longer waited for
-        self._gone: set[str] = set()  # sites that were waited for in vain, until they appear again
+        self,
+        transport: Transport,
+        terms: Terms,
+        version: str,
+        timeout: float,
+        absence: float,
+        log: EventRecorder,
+        clock: Clock | None = None,
+        spool: Spool | None = None,
+    ) -> None:
+        """Create a manager without sites.
+
+        Args:
+            transport: carries the messages.
+            terms: the terms that sites agree to.
+            version: the server's version of halfmoon.
+            timeout: seconds that a site may take for one reply.
+            absence: seconds that a site may be disconnected during an exchange.
+            log: receives events.
+            clock: the time.
+            spool: stores replies on the disk until they are read; None keeps them in memory.
+        """
+        self.terms = terms
+        self.timeout = timeout
+        self.absence = absence
+        self.log = log
+        self.clock = clock or Clock()
+        self.spool = spool
+        self.connection = Connection(transport, log)
+        self.members = Membership(self.connection, terms, version, timeout, log, self.clock)
+        self._late: dict[str, _Pending] = {}  # requests whose timeout is over
+        self._absent: set[str] = set()  # sites that were absent for a whole exchange and have not reconnected
 
     @property
     def acceptances(self) -> Mapping[str, Acceptance]:
+        """The acceptances with which sites joined, by site."""
         return self.members.acceptances
 
     @property
     def connected_sites(self) -> list[str]:
+        """The connected sites that have joined, in the order of the terms."""
         return [name for name in self.terms.sites if name in self.members.nodes]
 
     def poll(self) -> list[str]:
+        """Update which sites are connected, receive messages, and return the connected sites."""
         self.members.poll()
         self._receive({})
         return self.connected_sites
 
     def wait_for_sites(self, needed: int, patience: float, grace: float | None = None) -> None:
-        """Wait until as many sites have joined; `grace` seconds (None: `absence`) are left to the others.
+        """Wait until enough sites have joined.
 
-        Raise UserError where they have not after `patience` seconds.
+        Args:
+            needed: the number of sites.
+            patience: seconds to wait.
+            grace: seconds to wait for further sites once enough have joined; None for `absence`.
+
+        Raises:
+            UserError: if too few sites have joined after `patience` seconds.
         """
-        start, last_line, last_missing = self.clock.now(), -1e9, ""
-        while "nodes" in self.connection.cut or not self.members.complete:
+        start = self.clock.now()
+        last_log = -1e9
+        last_missing = ""
+        total = len(self.terms.sites)
+        while "nodes" in self.connection.failing or not self.members.complete:
             self.poll()
             now = self.clock.now()
-            here = 0 if "nodes" in self.connection.cut else len(self.members.nodes)
-            if here >= needed and now - start > (self.absence if grace is None else grace):
+            joined_count = 0 if "nodes" in self.connection.failing else len(self.members.nodes)
+            if joined_count >= needed and now - start > (self.absence if grace is None else grace):
                 break
-            if now - start > patience and here < needed:
-                faults = sorted({words for _, words in self.members.warnings})
+            if now - start > patience and joined_count < needed:
+                faults = sorted({text for _, text in self.members.warnings})
                 why = f" ({'; '.join(faults)})" if faults else ""
-                raise UserError(f"{here} of {needed} sites that are needed have joined{why}.")
+                raise UserError(f"{joined_count} of {needed} sites that are needed have joined{why}.")
             missing = ", ".join(name for name in self.terms.sites if name not in self.members.nodes)
-            if here < needed and (now - last_line > RETRY_SECONDS or missing != last_missing):
-                total = len(self.terms.sites)
-                self.say(f"waiting for sites: {here} of {total} are there, {needed} needed; missing: {missing}")
-                last_line, last_missing = now, missing
+            if joined_count < needed and (now - last_log > RETRY_SECONDS or missing != last_missing):
+                detail = f"{joined_count} of {total} are there, {needed} needed; missing: {missing}"
+                self.log.record("waiting_for_sites", f"waiting for sites: {detail}", whom="sites", detail=detail)
+                last_log = now
+                last_missing = missing
             self._pause(start, now)
         if last_missing:
-            self.say(f"{len(self.members.nodes)} of {len(self.terms.sites)} sites are there")
+            joined_count = len(self.members.nodes)
+            text = f"{joined_count} of {total} sites are there"
+            self.log.record("sites_ready", text, joined=joined_count, total=total)
 
     def exchange(self, requests: Mapping[str, bytes], what: str) -> dict[str, SiteResponse]:
-        """Send each named site its request, and return its answer, or why there is none; `what` names the exchange.
+        """Send each site its request and wait for all responses.
 
-        A site that is cut off and comes back in time is asked again.
+        A site that disconnects and returns within its timeout gets its request again.
+
+        Args:
+            requests: serialized requests by site.
+            what: description of the exchange for the log.
+
+        Returns:
+            The responses, in the order of the requests.
         """
-        start, named = self.clock.now(), ""
-        late = {name for name in requests if name in self._gone and name not in self.members.nodes}
-        waiting = {name: -math.inf if name in late else start for name in requests}  # since when
-        pending, answers = dict[str, _Pending](), dict[str, SiteResponse]()
+        start = self.clock.now()
+        logged_names = ""
+        # Sites whose request is not sent yet, and since when they are waited for. A site that was absent for the whole
+        # last exchange gets no time: one absent site would delay every round.
+        waiting: dict[str, float] = {}
+        for name in requests:
+            absent = name in self._absent and name not in self.members.nodes
+            waiting[name] = -math.inf if absent else start
+        pending: dict[str, _Pending] = {}
+        responses: dict[str, SiteResponse] = {}
         sends: dict[str, int] = dict.fromkeys(requests, 0)
-        while len(answers) < len(requests):
+        while len(responses) < len(requests):
             self.members.poll()
             now = self.clock.now()
-            self._come_back(waiting, pending, now)
-            answers |= self._give_up(waiting, pending, now, start)
-            names = {self.members.nodes[name]: name for name in waiting if name in self.members.nodes}
-            mail = {node: requests[name] for node, name in names.items()}
-            message_ids = self.connection.send(mail, LATE * self.timeout, False)
-            for node, message_id in message_ids.items():
-                name = names[node]
-                del waiting[name]
-                sends[name] += 1
-                pending[message_id] = _Pending(name, node, self.members.process(node), what, start + self.timeout, now)
-            for name, answer in self._receive(pending).items():
-                if answer.data is None and sends[name] <= MAX_RESENDS:
-                    waiting[name] = self.clock.now()  # to receive may have taken minutes
+            self._requeue_restarted(waiting, pending, now)
+            responses |= self._expire(waiting, pending, now, start)
+            self._send_waiting(requests, what, start, now, waiting, pending, sends)
+            for name, response in self._receive(pending).items():
+                if response.data is None and sends[name] <= MAX_RESENDS:
+                    # Not `now`: receiving may have taken minutes.
+                    waiting[name] = self.clock.now()
                 else:
-                    answers[name] = answer
-            if len(answers) < len(requests):
-                names_left = ", ".join(name for name in requests if name not in answers)
-                if answers and now - start > RETRY_SECONDS and names_left != named:
-                    named = names_left
-                    self.say(f"waiting for {named}: {what}")
+                    responses[name] = response
+            if len(responses) < len(requests):
+                open_names = ", ".join(name for name in requests if name not in responses)
+                if responses and now - start > RETRY_SECONDS and open_names != logged_names:
+                    logged_names = open_names
+                    text = f"waiting for {open_names}: {what}"
+                    self.log.record("waiting_for_replies", text, whom=open_names, detail=what)
                 self._pause(start, now)
-        missing = {name for name in requests if answers[name].reason.startswith(AWAY)}
-        self._gone = (self._gone - set(requests)) | (missing - self.members.nodes.keys())
-        return {name: answers[name] for name in requests}
+        absent = {name for name in requests if responses[name].reason.startswith(NOT_CONNECTED)}
+        self._absent = (self._absent - set(requests)) | (absent - self.members.nodes.keys())
+        return {name: responses[name] for name in requests}
+
+    def _send_waiting(
+        self,
+        requests: Mapping[str, bytes],
+        what: str,
+        start: float,
+        now: float,
+        waiting: dict[str, float],
+        pending: dict[str, _Pending],
+        sends: dict[str, int],
+    ) -> None:
+        """Send the requests of waiting sites that are connected."""
+        names = {self.members.nodes[name]: name for name in waiting if name in self.members.nodes}
+        mail = {node: requests[name] for node, name in names.items()}
+        message_ids = self.connection.send(mail, TIMEOUTS_ALIVE * self.timeout, False)
+        for node, message_id in message_ids.items():
+            name = names[node]
+            del waiting[name]
+            sends[name] += 1
+            since = self.members.process(node)
+            pending[message_id] = _Pending(name, node, since, what, start + self.timeout, now)
 
     def _pause(self, start: float, poll: float) -> None:
-        """Sleep until the next poll, where the last one began at `poll` and the waiting at `start`.
+        """Sleep until the next poll.
 
-        As long as that poll took, for it kept the sites' processes busy, too.
+        Args:
+            start: when the waiting began.
+            poll: when the last poll began. The pause is at least as long as the poll, which also kept the sites busy.
         """
         now = self.clock.now()
-        self.clock.sleep(max(PAUSE, min(LONGEST, max(SHARE * (now - start), now - poll))))
+        seconds = max(PAUSE_SHARE * (now - start), now - poll)
+        self.clock.sleep(max(MIN_PAUSE_SECONDS, min(MAX_PAUSE_SECONDS, seconds)))
 
-    def _come_back(self, waiting: dict[str, float], pending: dict[str, _Pending], now: float) -> None:
-        """Ask sites again that have started since: their request is lost, and with a key they have the same node."""
+    def _requeue_restarted(self, waiting: dict[str, float], pending: dict[str, _Pending], now: float) -> None:
+        """Queue the requests of sites that restarted: their request is lost, although with a key the node is the same."""
         for message_id, request in list(pending.items()):
             name = request.name
             moved = self.members.nodes.get(name, request.node) != request.node
-            if (moved or self.members.process(request.node) != request.since) and self.members.has_key(name):
+            restarted = self.members.process(request.node) != request.since
+            if (moved or restarted) and self.members.has_key(name):
                 del pending[message_id]
                 waiting[name] = now
 
-    def _give_up(
+    def _expire(
         self, waiting: dict[str, float], pending: dict[str, _Pending], now: float, start: float
     ) -> dict[str, SiteResponse]:
-        """Give up sites that are away for too long, have had all their time, or may not come in any more."""
-        answers: dict[str, SiteResponse] = {}
+        """Give up on sites that were disconnected for too long, exceeded the timeout, or lost their key."""
+        responses: dict[str, SiteResponse] = {}
         for name, since in list(waiting.items()):
             if not self.members.has_key(name):
                 del waiting[name]
-                answers[name] = SiteResponse(None, NO_KEY)
+                responses[name] = SiteResponse(None, NO_KEY)
                 continue
-            if "nodes" in self.connection.cut:  # it is the server that is not connected
+            if "nodes" in self.connection.failing:
+                # The server itself is disconnected, so absence does not count.
                 waiting[name] = since = now
             if now - since > self.absence or now - start > self.timeout:
                 del waiting[name]
-                answers[name] = SiteResponse(None, f"{AWAY} {min(now - since, self.absence):.0f} s")
+                seconds = min(now - since, self.absence)
+                responses[name] = SiteResponse(None, f"{NOT_CONNECTED} {seconds:.0f} s")
         for message_id, request in list(pending.items()):
             if request.node in self.members.connected:
                 request.last_contact = now
             reason = f"it did not answer within {self.timeout:g} s" if now > request.end else ""
             if now - request.last_contact > self.absence:
-                reason = f"{AWAY} {now - request.last_contact:.0f} s"
+                reason = f"{NOT_CONNECTED} {now - request.last_contact:.0f} s"
             if not self.members.has_key(request.name):
                 reason = NO_KEY
             if reason:
                 request.end = now
                 self._late[message_id] = pending.pop(message_id)
-                answers[request.name] = SiteResponse(None, reason)
-        return answers
+                responses[request.name] = SiteResponse(None, reason)
+        return responses
 
     def _receive(self, pending: dict[str, _Pending]) -> dict[str, SiteResponse]:
-        """Take in what has come, and return the answers to requests; one that is late is named and let go."""
+        """Receive messages: replies to pending requests are returned, acceptances processed, late replies discarded."""
         self.members.check_keys()
-        answers: dict[str, SiteResponse] = {}
+        responses: dict[str, SiteResponse] = {}
         for message_id, data, problem in self.connection.collect([*pending, *self.members.offers, *self._late]):
-            self.members.check_keys()  # to fetch the ones before may have taken minutes
+            # Check again: fetching the earlier messages may have taken minutes.
+            self.members.check_keys()
             if message_id in self.members.offers:
                 self.members.join(self.members.offers.pop(message_id), data)
             elif message_id in self._late:
                 request = self._late.pop(message_id)
                 if data is not None:
-                    late = self.clock.now() - request.end
-                    self.say(f"{request.name} answered {request.what} {late:.0f} s too late: discarded")
+                    seconds = self.clock.now() - request.end
+                    text = f"{request.name} answered {request.what} {seconds:.0f} s too late: discarded"
+                    self.log.record("reply_late", text, site=request.name)
             elif message_id in pending:
                 request = pending.pop(message_id)
-                if not self.members.speaks_for(request.node, request.name):
-                    self._forget(request, "")
-                    data, problem = None, NO_KEY
+                if not self.members.may_act_as(request.node, request.name):
+                    self._forget_node(request, "")
+                    data = None
+                    problem = NO_KEY
                 elif data is None:
-                    self._forget(request, problem)
-                elif _unknown(data):
-                    self._forget(request, "")
-                    data, problem = None, "it had to join again"
-                place = data if data is None or self.spool is None else self.spool.store(data)
-                answers[request.name] = SiteResponse(place, problem)
-        return answers
+                    self._forget_node(request, problem)
+                elif _has_not_joined(data):
+                    self._forget_node(request, "")
+                    data = None
+                    problem = "it had to join again"
+                stored = data if data is None or self.spool is None else self.spool.store(data)
+                responses[request.name] = SiteResponse(stored, problem)
+        return responses
 
-    def _forget(self, request: _Pending, problem: str) -> None:
+    def _forget_node(self, request: _Pending, problem: str) -> None:
         self.members.forget(request.name, request.node)
         if problem:
-            self.say(f"{request.name} did not answer {request.what}: {problem}")
+            text = f"{request.name} did not answer {request.what}: {problem}"
+            self.log.record("reply_failed", text, site=request.name)
 
 
-PERIOD, HASTE = 2.0, 0.5  # seconds between two polls for new sites, and where some are missing
+POLL_SECONDS = 2.0
+"""Seconds between two polls for nodes when all sites are connected."""
+
+JOIN_POLL_SECONDS = 0.5
+"""Seconds between two polls for nodes when sites are missing."""
 
 RETRY_SECONDS = 30.0
-"""Seconds after which a node that would not join, or did not answer, is asked once more."""
+"""Seconds after which a node that did not join, or did not answer, gets another offer."""
 
 
 class Membership:
-    """The sites of `terms` that have joined, as far as they are connected; an offer may take `timeout` seconds."""
+    """Tracks the sites of a federation that have joined and are connected."""
 
     def __init__(
-        self, connection: Connection, terms: Terms, version: str, timeout: float, say: Callable[[str], None],
+        self,
+        connection: Connection,
+        terms: Terms,
+        version: str,
+        timeout: float,
+        log: EventRecorder,
         clock: Clock,
-    ) -> None:  # fmt: skip
-        self.connection, self.terms, self.timeout, self.say, self.clock = connection, terms, timeout, say, clock
-        self.acceptances: dict[str, Acceptance] = {}  # by which sites joined, also of those that are gone
-        self.nodes: dict[str, int] = {}  # the node of each site that is connected
-        self.connected: set[int] = set()  # the nodes at the last poll, whether they have joined or not
-        self.offers: dict[str, int] = {}  # by ticket the nodes that were asked to join and have not answered
-        self.warnings: set[tuple[int, str]] = set()  # faults of nodes that the log has
+    ) -> None:
+        """Create a membership without sites.
+
+        Args:
+            connection: carries the offers.
+            terms: the terms that are offered.
+            version: the server's version of halfmoon.
+            timeout: seconds that an offer stays valid.
+            log: receives events.
+            clock: the time.
+        """
+        self.connection = connection
+        self.terms = terms
+        self.timeout = timeout
+        self.log = log
+        self.clock = clock
+        self.acceptances: dict[str, Acceptance] = {}  # by site, also of sites that disconnected
+        self.nodes: dict[str, int] = {}  # the node of each connected site that has joined
+        self.connected: set[int] = set()  # all nodes at the last poll
+        self.offers: dict[str, int] = {}  # nodes with an unanswered offer, by message id
+        self.warnings: set[tuple[int, str]] = set()  # faults of nodes that were logged
         self._offer = write_message(Offer(version, terms.text))
-        self._holders: Mapping[int, NodeIdentity] | None = None  # whose key each node has, where sites have keys
-        self._since: dict[str, str] = {}  # when the process that joined had connected
-        self._offer_times: dict[int, float] = {}  # when a node was last asked to join
-        self._older: dict[int, str] = {}  # nodes of sites that came again as another one
+        self._key_owners: Mapping[int, NodeIdentity] | None = None
+        self._since: dict[str, str] = {}  # when the process that joined had connected, by site
+        self._offer_times: dict[int, float] = {}  # when a node last got an offer
+        self._older: dict[int, str] = {}  # earlier nodes of sites that joined again with another node
         self._last_poll = -1e9
 
     @property
     def complete(self) -> bool:
+        """Whether all sites are connected."""
         return len(self.nodes) == len(self.terms.sites)
 
     def poll(self) -> None:
-        """Ask new nodes to join, and forget those that are gone."""
+        """Send offers to new nodes, and remove disconnected sites."""
         now = self.clock.now()
-        if now - self._last_poll < (PERIOD if self.complete else HASTE):
+        if now - self._last_poll < (POLL_SECONDS if self.complete else JOIN_POLL_SECONDS):
             return
         self._last_poll = now
         nodes = self.connection.nodes()
         if nodes is None:
             return
         self.check_keys()
-        nodes = self.connected = self._with_keys(nodes)
+        nodes = self._with_keys(nodes)
+        self.connected = nodes
         for name, node in list(self.nodes.items()):
             if node not in nodes:
                 del self.nodes[name]
-                self.say(f"{name} is no longer connected")
+                self.log.record("site_disconnected", f"{name} is no longer connected", site=name)
         members = set(self.nodes.values())
         self._offer_times = {node: when for node, when in self._offer_times.items() if node in nodes}
         self._older = {node: name for node, name in self._older.items() if node in nodes}
-        # Two nodes of one name, asked in turn, would take the site from each other for ever.
+        # Two nodes with one name would otherwise replace each other forever.
         members |= {node for node, name in self._older.items() if name in self.nodes}
         new = [node for node in sorted(nodes - members) if now - self._offer_times.get(node, -1e9) > RETRY_SECONDS]
         for node, message_id in self.connection.send(dict.fromkeys(new, self._offer), self.timeout, True).items():
@@ -294,75 +417,85 @@ class Membership:
             self._offer_times[node] = now
 
     def check_keys(self) -> None:
-        """Forget sites whose keys were removed, and have those that have started again join again."""
-        self._holders = self.connection.post.key_owners()
+        """Remove sites whose keys were removed, and sites whose process restarted: those have to join again."""
+        self._key_owners = self.connection.transport.key_owners()
         for name, node in list(self.nodes.items()):
-            if not self.speaks_for(node, name):
+            if not self.may_act_as(node, name):
                 del self.nodes[name]
-                self.say(f"{name} is not listened to any more: its key was removed")
-            elif self.process(node) != self._since[name]:  # it may have other images now
+                text = f"{name} is not listened to any more: its key was removed"
+                self.log.record("site_key_removed", text, site=name)
+            elif self.process(node) != self._since[name]:
+                # The new process may have other images.
                 del self.nodes[name]
                 self._offer_times.pop(node, None)
 
     def _with_keys(self, nodes: set[int]) -> set[int]:
-        """Return the nodes that have the key of a site, all where sites have no keys; the others are named once."""
-        if self._holders is None:
+        """Select the nodes that use the key of a site; all nodes if sites have no keys. The others are logged once."""
+        if self._key_owners is None:
             return nodes
-        for node in sorted(nodes - self._holders.keys()):
+        for node in sorted(nodes - self._key_owners.keys()):
             self._warn(node, f"node {node} has no key of a site that may come in: it is not asked to join")
-        return nodes & self._holders.keys()
+        return nodes & self._key_owners.keys()
 
-    def speaks_for(self, node: int, name: str) -> bool:
-        return self._holders is None or (node in self._holders and self._holders[node].name == name)
+    def may_act_as(self, node: int, name: str) -> bool:
+        """Check whether a node uses the key of a site."""
+        return self._key_owners is None or (node in self._key_owners and self._key_owners[node].name == name)
 
     def has_key(self, name: str) -> bool:
-        """Say whether any node may speak for a site."""
-        return self._holders is None or any(holder.name == name for holder in self._holders.values())
+        """Check whether any node may act as a site."""
+        return self._key_owners is None or any(owner.name == name for owner in self._key_owners.values())
 
     def process(self, node: int) -> str:
-        """Return when the process behind a node connected, nothing where that is not known."""
-        return self._holders[node].since if self._holders is not None and node in self._holders else ""
+        """Return when the process of a node connected, or "" if that is not known."""
+        if self._key_owners is None or node not in self._key_owners:
+            return ""
+        return self._key_owners[node].since
 
     def forget(self, name: str, node: int) -> None:
-        """Forget the node of a site that did not answer: it is asked to join before it is asked anything else."""
+        """Remove the node of a site that did not answer: it gets an offer before any other message."""
         if self.nodes.get(name) == node:
             del self.nodes[name]
         self._offer_times.pop(node, None)
 
     def join(self, node: int, data: bytes | None) -> None:
-        """Take in a node's answer to an offer."""
+        """Process a node's reply to an offer."""
         if data is None:
             return
         try:
-            answer = read_message(data, Acceptance, Refusal)
+            message = read_message(data, Acceptance, Refusal)
         except MalformedMessage as error:
-            self._warn(node, f"a site answered what cannot be read: {error}")
+            self._warn(node, f"a site sent a reply that cannot be read: {error}")
             return
-        if isinstance(answer, Refusal):
-            self._warn(node, f"a site does not join: {answer.reason[:500]}")
+        if isinstance(message, Refusal):
+            self._warn(node, f"a site does not join: {message.reason[:500]}")
             return
-        name = answer.name
-        if answer.federation != self.terms.hash or name not in self.terms.sites:
+        name = message.name
+        if message.federation != self.terms.hash or name not in self.terms.sites:
             self._warn(node, f"a site that calls itself {name[:64]!r} is none of this federation")
             return
-        if not self.speaks_for(node, name):
-            holder = (self._holders or {}).get(node)
-            whose = f"the site with the key of {holder.name}" if holder else "a site without a key"
+        if not self.may_act_as(node, name):
+            owner = (self._key_owners or {}).get(node)
+            whose = f"the site with the key of {owner.name}" if owner else "a site without a key"
             self._warn(node, f"{whose} calls itself {name!r}: it does not join under a name that is not its key's")
             return
-        other, before = self.nodes.get(name), self.acceptances.get(name)
-        self.nodes[name], self._since[name] = node, self.process(node)
-        self.acceptances[name] = answer
-        if other == node and before == answer:  # it was asked more than once before it could answer
+        old_node = self.nodes.get(name)
+        old_acceptance = self.acceptances.get(name)
+        self.nodes[name] = node
+        self._since[name] = self.process(node)
+        self.acceptances[name] = message
+        if old_node == node and old_acceptance == message:
+            # It got several offers before it could answer the first one.
             return
         self._older.pop(node, None)
-        moved = other is not None and other != node
-        if other is not None and moved:
-            self._older[other] = name
-        back = " again" if moved else ""
-        self.say(f"{name} is there{back}: {answer.labeled:,} images with a label, {answer.unlabeled:,} without")
+        moved = old_node is not None and old_node != node
+        if old_node is not None and moved:
+            self._older[old_node] = name
+        again = " again" if moved else ""
+        text = f"{name} is there{again}: {message.labeled:,} images with a label, {message.unlabeled:,} without"
+        self.log.record("site_joined", text, site=name, labeled=message.labeled, unlabeled=message.unlabeled)
 
-    def _warn(self, node: int, words: str) -> None:
-        if (node, words) not in self.warnings:
-            self.warnings.add((node, words))
-            self.say(words)
+    def _warn(self, node: int, text: str) -> None:
+        """Log a fault of a node once."""
+        if (node, text) not in self.warnings:
+            self.warnings.add((node, text))
+            self.log.record("node_refused", text, node=node)

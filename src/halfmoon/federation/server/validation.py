@@ -1,7 +1,7 @@
-"""Checks of uploads before a model learns from them: names, shapes, finite values, plausible counts, and norms.
+"""Checks of uploads before they change the model: names, shapes, finite values, plausible counts, and norms.
 
-Every check returns its reason in words that name no site: the caller knows which one it is. Quotes from an upload are
-cut and escaped, for they end up in logs.
+Each check returns a fault as text that does not name the site; the caller adds it. Text from an upload is truncated and
+escaped, because faults are written to logs.
 """
 
 import math
@@ -20,80 +20,92 @@ from halfmoon.engine.sampling import Amount
 from halfmoon.federation.protocol.messages import Reply
 from halfmoon.federation.protocol.tree_spec import TreeSpec, iterate_leaves
 
-FLOATS = {torch.float16, torch.bfloat16, torch.float32, torch.float64}
-WHOLES = {torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64}
+FLOAT_DTYPES = {torch.float16, torch.bfloat16, torch.float32, torch.float64}
+INTEGER_DTYPES = {torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64}
 
 MAX_COUNTS_PER_IMAGE = 2
-"""A labeled image may count among the unlabeled ones as well (`FederatedDataset.reuse_labeled`): twice the images at
-most."""
+"""A labeled image may also count as unlabeled (`FederatedDataset.reuse_labeled`)."""
 
 MAX_PASSES = 1024
-"""How often a client update may read each image outside its steps. `ClientUpdate.images_outside_steps` is once the unlabeled rows in
-most methods, twice in FedDB, all rows once in a count of statistics, one image more in FedMatch, and 1 + `peers` times
-in SemiFed: that one is an option, 10 by default, so the bound is wide. It stops nonsense in a cost that is reported."""
+"""How often a client update may pass each image through a network outside its steps.
+
+Most methods do it once for unlabeled images, FedDB twice, SemiFed 1 + `peers` times. `peers` is an option, so the bound
+is wide: it only rejects counts that cannot be true, because the counts are reported as the cost of a run.
+"""
 
 MAX_BYTES = 2**40
-"""Bytes of a client update's traffic and memory, at most: 1 TiB, beyond any model of this library."""
+"""Largest traffic and client memory of a client update: 1 TiB, more than any model of this library needs."""
 
 
 def check_schema(
     upload: Tree, samples: Mapping[str, Tree], pattern: TreeSpec | None, upload_spec: UploadSpec | None = None
 ) -> str | None:
-    """Return the first fault of an upload and its samples, None where they are usable.
+    """Check the structure and the values of an upload and its metrics.
 
-    Names, shapes and types must be those of a `pattern`. With an `upload_spec` nothing is there that the client update does
-    not declare. Values are finite, variances and squares from 0, samples three scalars with a count above 0.
+    Values must be finite, variances and squares non-negative, and each metric three scalars with a positive count.
+
+    Args:
+        upload: the tree of the upload.
+        samples: the metrics, as `WeightedMetric` fields by name.
+        pattern: names, shapes and dtypes that the upload must have; None to skip this.
+        upload_spec: what the client update declares to send; None to skip this.
+
+    Returns:
+        The first fault, or None.
     """
     return next(_faults(upload, samples, pattern, upload_spec), None)
 
 
-def _faults(upload: Any, samples: Any, pattern: TreeSpec | None, upload_spec: UploadSpec | None) -> Iterator[str]:
-    if not isinstance(upload, dict) or not isinstance(samples, dict):
-        yield "it is no tree of tensors"
+def _faults(up: Any, samples: Any, pattern: TreeSpec | None, upload_spec: UploadSpec | None) -> Iterator[str]:
+    if not isinstance(up, dict) or not isinstance(samples, dict):
+        yield "it is not a tree of tensors"
         return
-    own = dict(iterate_leaves(upload))
+    received = dict(iterate_leaves(up))
     statistics: set[tuple[str, ...]] = set()
     if upload_spec is not None:
-        yield from _undeclared(upload, upload_spec)
+        yield from _undeclared(up, upload_spec)
         statistics |= {("update", name) for name in upload_spec.statistics}
         statistics |= {("aux", name) for name in upload_spec.names("statistic")}
     if pattern is not None:
-        yield from _differences(own, pattern)
-    for path, leaf in own.items():
+        yield from _differences(received, pattern)
+    for path, leaf in received.items():
         if leaf is None:
             continue
-        if leaf.dtype not in FLOATS | WHOLES:
-            yield f"{_quote(path)} holds {_kind(leaf.dtype)}, which no method sends"
+        if leaf.dtype not in FLOAT_DTYPES | INTEGER_DTYPES:
+            yield f"{_quote(path)} has dtype {_dtype_name(leaf.dtype)}, which no method sends"
         elif not bool(leaf.isfinite().all()):
-            yield f"{_quote(path)} holds values that are not finite"
+            yield f"{_quote(path)} has values that are not finite"
         elif path[:2] in statistics and path[-1] == "var" and bool((leaf < 0).any()):
-            yield f"{_quote(path)} holds a variance below 0"
+            yield f"{_quote(path)} has a variance below 0"
     for name, sample in samples.items():
         fault = _sample_fault(sample)
         if fault is not None:
             yield f"its sample {_quote((name,))} {fault}"
 
 
-def _undeclared(upload: Tree, upload_spec: UploadSpec) -> Iterator[str]:
-    yield from (f"{_quote((name,))} was not asked for" for name in upload if name not in ("update", "weight", "aux"))
-    if "update" not in upload or not isinstance(upload.get("weight"), Tensor):
-        yield "it is no update with a weight"
+def _undeclared(up: Tree, upload_spec: UploadSpec) -> Iterator[str]:
+    yield from (f"{_quote((name,))} was not requested" for name in up if name not in ("update", "weight", "aux"))
+    if "update" not in up or not isinstance(up.get("weight"), Tensor):
+        yield "it is not an update with a weight"
         return
-    for part, names in (("update", upload_spec.update), ("aux", upload_spec.aux)):
-        branch = upload.get(part, {})
+    for section, names in (("update", upload_spec.update), ("aux", upload_spec.aux)):
+        branch = up.get(section, {})
         if not isinstance(branch, dict):
-            yield f"its {part} is no tree"
+            yield f"its {section} is not a tree"
             return
-        yield from (f"{_quote((part, name))} was not asked for" for name in branch if name not in names)
+        yield from (f"{_quote((section, name))} was not requested" for name in branch if name not in names)
 
 
-def _differences(own: Mapping[tuple[str, ...], Tensor | None], pattern: TreeSpec) -> Iterator[str]:
-    """Yield where an upload departs from the pattern. Paths are compared part by part: a key may hold a "/" itself."""
+def _differences(received: Mapping[tuple[str, ...], Tensor | None], pattern: TreeSpec) -> Iterator[str]:
+    """Yield the differences between an upload and its spec.
+
+    Paths are compared as tuples, because a key of a forged upload may itself contain a "/".
+    """
     spec = {tuple(path.split("/")): kind for path, kind in pattern.items()}
-    yield from (f"{_quote(path)} is missing" for path in spec if path not in own)
-    yield from (f"{_quote(path)} was not asked for" for path in own if path not in spec)
+    yield from (f"{_quote(path)} is missing" for path in spec if path not in received)
+    yield from (f"{_quote(path)} was not requested" for path in received if path not in spec)
     for path, kind in spec.items():
-        leaf = own[path]
+        leaf = received[path]
         if kind is None or leaf is None:
             if (kind is None) != (leaf is None):
                 yield f"{_quote(path)} is {'empty, not a tensor' if leaf is None else 'a tensor, not empty'}"
@@ -102,14 +114,14 @@ def _differences(own: Mapping[tuple[str, ...], Tensor | None], pattern: TreeSpec
         if tuple(leaf.shape) != shape:
             yield f"{_quote(path)} has the shape {_cut(str(tuple(leaf.shape)))}, not {shape}"
         elif leaf.dtype != dtype:
-            yield f"{_quote(path)} holds {_kind(leaf.dtype)}, not {_kind(dtype)}"
+            yield f"{_quote(path)} has dtype {_dtype_name(leaf.dtype)}, not {_dtype_name(dtype)}"
 
 
 def _sample_fault(sample: Any) -> str | None:
     if not isinstance(sample, dict) or set(sample) != set(WeightedMetric._fields):
         return f"is not {', '.join(WeightedMetric._fields)}"
     values: list[Any] = [sample[name] for name in WeightedMetric._fields]
-    if not all(isinstance(v, Tensor) and v.dim() == 0 and v.dtype in FLOATS for v in values):
+    if not all(isinstance(value, Tensor) and value.dim() == 0 and value.dtype in FLOAT_DTYPES for value in values):
         return "is not three single numbers"
     total, squares, count = (float(value) for value in values)
     if not all(math.isfinite(value) for value in (total, squares, count)):
@@ -119,24 +131,34 @@ def _sample_fault(sample: Any) -> str | None:
     return f"has the sum of squares {squares:g}" if squares < 0 else None
 
 
-def check_counts(reply: Reply, most: Amount, images: int, upload_spec: UploadSpec | None = None) -> str | None:
-    """Return which count of a reply cannot be, of a site with `images` images that trains on `most` at most."""
-    return next(_impossible(reply, most, images, upload_spec), None)
+def check_counts(reply: Reply, max_amount: Amount, images: int, upload_spec: UploadSpec | None = None) -> str | None:
+    """Check the counts that a reply reports.
+
+    Args:
+        reply: the reply with its upload.
+        max_amount: the most that the site may train on.
+        images: the number of images at the site.
+        upload_spec: what the client update declares to send; None to skip the values in the upload.
+
+    Returns:
+        The first count that is impossible, as text, or None.
+    """
+    return next(_impossible_counts(reply, max_amount, images, upload_spec), None)
 
 
-def _impossible(reply: Reply, most: Amount, images: int, upload_spec: UploadSpec | None) -> Iterator[str]:
-    for name, count, limit in zip(Amount._fields, reply.amount, most, strict=True):
+def _impossible_counts(reply: Reply, max_amount: Amount, images: int, upload_spec: UploadSpec | None) -> Iterator[str]:
+    for name, count, limit in zip(Amount._fields, reply.amount, max_amount, strict=True):
         if not 0 <= count <= limit:
             unit = "" if name in ("steps", "epochs") else " images a step"
             yield f"it counts {_digits(count)} {name}{unit}, of {limit} at most for its {images} images"
     if upload_spec is not None:
         yield from _out_of_range(Upload.from_tree(reply.upload), upload_spec, images)
-    broadcast, upload = reply.traffic
+    received_bytes, sent_bytes = reply.traffic
     counts = {
-        "images swept": (reply.images_outside_steps, MAX_PASSES * images + 1),
-        "bytes received": (broadcast, MAX_BYTES),
-        "bytes sent": (upload, tree.nbytes(reply.upload)),
-        "bytes remembered": (reply.memory_bytes, MAX_BYTES),
+        "images outside steps": (reply.images_outside_steps, MAX_PASSES * images + 1),
+        "bytes received": (received_bytes, MAX_BYTES),
+        "bytes sent": (sent_bytes, tree.nbytes(reply.upload)),
+        "bytes of client memory": (reply.memory_bytes, MAX_BYTES),
     }
     for unit, (count, limit) in counts.items():
         if not 0 <= count <= limit:
@@ -149,32 +171,42 @@ def _out_of_range(upload: Upload, upload_spec: UploadSpec, images: int) -> Itera
     }
     limits |= {name: ({"": upload.aux[name]}, 1) for name in upload_spec.names("mark") if name in upload.aux}
     limits |= {name: ({"": upload.aux[name]}, math.inf) for name in upload_spec.names("count") if name in upload.aux}
-    for name, (part, limit) in limits.items():
-        wrong = [x for leaf in tree.leaves(part) for x in leaf.flatten().tolist() if not 0 <= x <= limit]
+    for name, (values, limit) in limits.items():
+        numbers = [number for leaf in tree.leaves(values) for number in leaf.flatten().tolist()]
+        wrong = [number for number in numbers if not 0 <= number <= limit]
         if wrong:
             bound = f"between 0 and {limit}" if limit < math.inf else "0 or more"
             yield f"its {name} is {wrong[0]:g}, not {bound}, the most for {images} images"
 
 
-def update_norm(upload: Upload, broadcast: Tree, upload_spec: UploadSpec) -> float:
-    """Return the Euclidean norm of a site's update, in float64: of up - down, and of "number"s as they are.
+def update_norm(up: Upload, down: Tree, upload_spec: UploadSpec) -> float:
+    """Compute the Euclidean norm of a site's update, in float64.
 
-    Statistics measure images and would drown the parameters (a variance may be 1e4); they, weights, marks and counts
-    are left out.
+    Parameters count with their difference to the download, auxiliary "number"s with their values. Statistics are left
+    out: they measure images, and a variance of 1e4 would hide the parameters. So are weights, marks and counts.
     """
-    before = tree.flatten(broadcast)
-    update = {name: part for name, part in upload.update.items() if name not in upload_spec.statistics}
-    changes = [leaf.double() - before[path] for path, leaf in tree.flatten(update).items() if leaf.dtype in FLOATS]
-    numbers = tree.flatten({name: upload.aux[name] for name in upload_spec.names("number") if name in upload.aux})
-    changes += [leaf.double() for leaf in numbers.values() if leaf.dtype in FLOATS]
+    before = tree.flatten(down)
+    update = {name: section for name, section in up.update.items() if name not in upload_spec.statistics}
+    changes = [
+        leaf.double() - before[path] for path, leaf in tree.flatten(update).items() if leaf.dtype in FLOAT_DTYPES
+    ]
+    numbers = tree.flatten({name: up.aux[name] for name in upload_spec.names("number") if name in up.aux})
+    changes += [leaf.double() for leaf in numbers.values() if leaf.dtype in FLOAT_DTYPES]
     return math.hypot(*(float(torch.linalg.vector_norm(leaf)) for leaf in changes))
 
 
 def check_norm(norms: Mapping[str, float], bound: float) -> dict[str, str]:
-    """Return why updates are refused: over `bound` (0: none) times the cohort's median norm, or not finite.
+    """Find updates whose norm is far above the median of the cohort, or not finite.
 
-    Fewer than three sites are not checked. The lower of two medians counts, so that a huge half of a cohort is found; a
-    median of 0 refuses nobody.
+    Fewer than three sites are not checked. Of two medians the lower one counts, so that half of a cohort with huge
+    updates is found. A median of 0 rejects no update.
+
+    Args:
+        norms: norms by site.
+        bound: the largest norm, as a multiple of the median; 0 for no check.
+
+    Returns:
+        The fault of each rejected update, by site.
     """
     if not bound or len(norms) < 3:
         return {}
@@ -198,7 +230,7 @@ def _cut(text: str) -> str:
     return text if len(text) <= 80 else f"{text[:77]}..."
 
 
-def _kind(dtype: torch.dtype) -> str:
+def _dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 

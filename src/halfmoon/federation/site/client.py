@@ -14,11 +14,12 @@ from pathlib import Path
 from typing import Any
 
 from halfmoon.api.uploads import Upload
+from halfmoon.config import schema as settings
 from halfmoon.core import plugins, tree
 from halfmoon.core.errors import UserError
 from halfmoon.engine.driver import Diverged
 from halfmoon.federation.protocol import limits, messages
-from halfmoon.federation.protocol.log import EventLog, format_bytes
+from halfmoon.federation.protocol.log import format_bytes
 from halfmoon.federation.protocol.messages import (
     FAILED,
     NOT_JOINED,
@@ -50,6 +51,7 @@ from halfmoon.federation.site.runtime import (
     prune_memories,
 )
 from halfmoon.federation.site.site_keys import KeyFiles, KnownKeys
+from halfmoon.methods import registry
 from halfmoon.runs.factory import computing, site_threads
 from halfmoon.runs.model_card import Card
 from halfmoon.sites.folders.prepare import STATE_FOLDER
@@ -57,10 +59,10 @@ from halfmoon.sites.folders.site_folder import MODEL_FOLDER, suggest_class
 from halfmoon.sites.inference import card_document
 from halfmoon.sites.inference.load import load_model
 from halfmoon.storage import atomic_io
+from halfmoon.storage.events import SITE_LOG, Event, EventLog
 from halfmoon.storage.run_folder import MODEL
 from halfmoon.storage.serialization import pack, with_seal
 
-LOG_FILE = "join.log"  # in a site's state folder
 FINAL_FOLDER = "final"  # in a site's state folder: the final model of a federation
 
 FEDERATIONS_FOLDER = "federations"  # in a site's state folder: one folder for each federation
@@ -136,7 +138,7 @@ class SiteClient:
     @property
     def log(self) -> EventLog:
         """The site's log."""
-        return EventLog(self.state_folder / LOG_FILE)
+        return EventLog(self.state_folder / SITE_LOG)
 
     def reply_to(self, data: bytes) -> bytes:
         """Reply to a message of the server.
@@ -177,15 +179,18 @@ class SiteClient:
 
     def _refuse(self, kind: str, reason: str, details: str) -> bytes:
         """Write the details to the log and make a refusal with the reason, which contains nothing private."""
-        self._write_log(f"not done: {details}")
+        self._record("request_failed", f"not done: {details}")
         # The reason may quote the server's own message, so it may be long or contain control characters.
         printable = "".join(char if char.isprintable() else "?" for char in reason[: messages.MAX_TEXT_LENGTH])
         return messages.write_message(Refusal(self.version, kind, printable))
 
-    def _write_log(self, text: str) -> None:
+    def _record(self, name: str, text: str, /, **fields: Any) -> None:
         # A full disk must not prevent the reply.
         with suppress(OSError):
-            self.log.write(text)
+            self.log.record(name, text, **fields)
+
+    def _record_note(self, text: str) -> None:
+        self._record("note", text)
 
     def _handle(self, unparsed: UnparsedMessage[Offer | Request | FinalModel]) -> Acceptance | Reply | Receipt:
         message = unparsed.message
@@ -199,10 +204,10 @@ class SiteClient:
     def _store_final_model(self, unparsed: UnparsedMessage[Any], message: FinalModel) -> Receipt:
         folder = self._federation_folder(message.federation)
         terms, site = self._load_membership(message.federation, folder)
-        text = save_final_model(self.state_folder, unparsed, terms, site)
+        text, accuracy = save_final_model(self.state_folder, unparsed, terms, site)
         text = copy_final_model(self.images.folder, self.state_folder, text)
         secure_sum.erase_secrets(folder)
-        self._write_log(text)
+        self._record("finished", text, accuracy=accuracy)
         consent.save_end(self.state_folder, 0, text)
         return Receipt(message.federation, self.version, self.name)
 
@@ -215,7 +220,7 @@ class SiteClient:
     def _load_membership(self, federation: str, folder: Path) -> tuple[Terms, SiteRuntime]:
         """Return the terms and the runtime of a federation that this site has joined; raise `RefusalError` if not."""
         cached = self._memberships.get(federation)
-        terms = cached[0] if cached else load_terms(folder, self._write_log)
+        terms = cached[0] if cached else load_terms(folder, self._record_note)
         if terms is None or terms.hash != federation:
             raise RefusalError(f"this site has not joined federation {federation[:8]} yet.", NOT_JOINED)
         self._require_agreement(terms, NOT_JOINED)
@@ -247,7 +252,7 @@ class SiteClient:
             text += f"; it tests models on {tests:,} other images"
         if validations:
             text += f"; {validations:,} other images choose the best round"
-        self._write_log(text)
+        self._record("joined", text, labeled=labeled, unlabeled=unlabeled, **_terms_fields(terms))
         return Acceptance(
             federation=terms.hash,
             version=self.version,
@@ -273,18 +278,18 @@ class SiteClient:
             return
         summary = terms.summary()
         if consent.load_offer(self.state_folder) != summary:
-            self._write_log(f"asked to take part in {terms.sentence()}")
+            self._record("terms_offered", f"asked to take part in {terms.sentence()}", **_terms_fields(terms))
             if self.consent.terms:
                 how = f"--terms {self.consent.terms} is for other terms; start it again with --terms {terms.hash}"
             else:
                 how = f"answer yes where halfmoon site join asks, or start it again with --terms {terms.hash}"
-            self._write_log(f"this site does not take part before its people agree: {how}")
+            self._record("consent_missing", f"this site does not take part before its people agree: {how}")
             # Written last: whoever sees the offer also shows the log so far.
             consent.save_offer(self.state_folder, summary)
         raise _NotAgreed(NOT_AGREED, kind)
 
     def _make_runtime(self, terms: Terms) -> SiteRuntime:
-        return self.images.make_runtime(terms, self.name, self.version, self._write_log)
+        return self.images.make_runtime(terms, self.name, self.version, self._record_note)
 
     def _run_request(self, unparsed: UnparsedMessage[Any], request: Request) -> Reply:
         folder = self._federation_folder(request.federation)
@@ -299,14 +304,14 @@ class SiteClient:
         run_folder = folder / request.run
         current = (request.round, request.attempt, request.query)
         train_device = site.local_clients.dataset.train.labels.device
-        memory = SiteMemory(run_folder, current, latest, train_device, self._write_log)
+        memory = SiteMemory(run_folder, current, latest, train_device, self._record_note)
         limits.check_free_disk(self.state_folder, 0)
         start = time.perf_counter()
         with computing(site_threads(terms.config)):
             reply = self._compute_reply(unparsed.parse_trees(), terms, site, memory)
         prune_memories(run_folder, oldest)
-        for line in describe_request(request, reply, len(unparsed.data), time.perf_counter() - start):
-            self._write_log(line)
+        for event in describe_request(request, reply, len(unparsed.data), time.perf_counter() - start):
+            self._record(event.name, event.text, **event.fields)
         return reply
 
     def _compute_reply(self, request: Request, terms: Terms, site: SiteRuntime, memory: SiteMemory) -> Reply:
@@ -316,7 +321,7 @@ class SiteClient:
             key=self.keys.load(self.state_folder),
             folder=memory.folder,
             number=site.number,
-            sites=KnownKeys(terms.sites, memory.folder.parent, self.keys.public_keys, self._write_log),
+            sites=KnownKeys(terms.sites, memory.folder.parent, self.keys.public_keys, self._record_note),
             # With differential privacy all sites weigh the same: their numbers of images are not revealed.
             equal_weights=terms.config.dp_clip is not None,
             min_sites=terms.config.cohort,
@@ -359,7 +364,9 @@ def add_download_specs(site: SiteRuntime, terms: Terms, folder: Path) -> SiteRun
     return replace(site, downloads=downloads)
 
 
-def save_final_model(state_folder: Path, unparsed: UnparsedMessage[FinalModel], terms: Terms, site: SiteRuntime) -> str:
+def save_final_model(
+    state_folder: Path, unparsed: UnparsedMessage[FinalModel], terms: Terms, site: SiteRuntime
+) -> tuple[str, float | None]:
     """Write the final model and its card into the site's state folder, and test it.
 
     Args:
@@ -369,7 +376,8 @@ def save_final_model(state_folder: Path, unparsed: UnparsedMessage[FinalModel], 
         site: the site.
 
     Returns:
-        A sentence for the log: where the model is, and its accuracy.
+        A sentence for the log about the model's file and accuracy; and the accuracy on the site's test images, from 0 to
+        1, None if it has none.
 
     Raises:
         RefusalError: the model or its card is not that of the federation.
@@ -403,8 +411,11 @@ def save_final_model(state_folder: Path, unparsed: UnparsedMessage[FinalModel], 
     confusion = evaluation["confusion"].numpy() if "confusion" in evaluation else None
     sections = card_document.build_sections(card, origin, atomic_io.sha256(data), confusion)
     card_document.write_card(path.parent, f"The model of federation {terms.name}", sections)
-    accuracy = f", it is right on {_accuracy(evaluation):.2%} of your test images" if "confusion" in evaluation else ""
-    return f"finished: the model is in {path}{accuracy}"
+    text = f"finished: the model is in {path}"
+    if "confusion" not in evaluation:
+        return text, None
+    accuracy = _accuracy(evaluation)
+    return f"{text}, it is right on {accuracy:.2%} of your test images", accuracy
 
 
 def copy_final_model(folder: Path, state_folder: Path, text: str) -> str:
@@ -430,7 +441,13 @@ def _accuracy(evaluation: tree.Tree) -> float:
     return int(confusion.diagonal().sum()) / max(1, int(confusion.sum()))
 
 
-def describe_request(request: Request, reply: Reply, received: int, seconds: float) -> list[str]:
+def _terms_fields(terms: Terms) -> dict[str, Any]:
+    """Collect the fields of an event about terms."""
+    method = registry.entry(terms.config.method).title
+    return {"federation": terms.name, "method": method, "rounds": settings.count_rounds(terms.config)}
+
+
+def describe_request(request: Request, reply: Reply, received: int, seconds: float) -> list[Event]:
     """Describe a request and its reply for the site's log.
 
     Args:
@@ -440,29 +457,44 @@ def describe_request(request: Request, reply: Reply, received: int, seconds: flo
         seconds: how long it took.
 
     Returns:
-        Lines about the evaluation, the training, and what is sent.
+        Events: an "evaluated" for each set of images, then "trained" with what is sent, or "masks_replied".
     """
-    lines = []
+    events = []
     model = f"the model before round {request.round + 1}" if request.client_update else "the last model"
     for kind, evaluation in {"test": reply.evaluation, "validation": reply.evaluation.get("validation", {})}.items():
         if "confusion" in evaluation:
-            lines.append(f"{model} is right on {_accuracy(evaluation):.2%} of the {kind} images here")
+            accuracy = _accuracy(evaluation)
+            text = f"{model} is right on {accuracy:.2%} of the {kind} images here"
+            # The model before the first round has finished 0 rounds; the last one has no client update.
+            rounds = request.round if request.client_update else None
+            events.append(Event("evaluated", text, {"images": kind, "rounds": rounds, "accuracy": accuracy}))
     if not request.client_update:
         if "shares" in reply.upload:
-            lines.append(f"round {request.round + 1}: received {format_bytes(received)} and replied, for a secure sum")
-        return lines
+            text = f"round {request.round + 1}: received {format_bytes(received)} and replied, for a secure sum"
+            events.append(Event("masks_replied", text, {"round": request.round + 1}))
+        return events
     steps, labeled, unlabeled, _ = reply.amount
     training = f"trained {steps} steps of {labeled} labeled and {unlabeled} unlabeled images" if steps else "no step"
     loss = reply.samples.get("loss")
-    mean_loss = f", mean loss {float(loss['total']) / float(loss['count']):.4f}" if loss else ""
+    mean_loss = float(loss["total"]) / float(loss["count"]) if loss else None
+    loss_text = "" if mean_loss is None else f", mean loss {mean_loss:.4f}"
     if "weight" in reply.upload:
         parts = Upload.from_tree(reply.upload).parts
     else:  # the masked vector of a secure sum
         parts = {name: {"": leaf} for name, leaf in reply.upload.items()}
     sizes = ", ".join(f"{name} {format_bytes(tree.nbytes(part))}" for name, part in parts.items())
     attempt = f" (attempt {request.attempt + 1})" if request.attempt else ""
-    lines.append(
-        f"round {request.round + 1}{attempt}, {request.client_update}: received {format_bytes(received)}; {training} "
-        f"in {seconds:.1f} s{mean_loss}; sends {sizes}"
+    work_text = f"{training} in {seconds:.1f} s{loss_text}"
+    text = (
+        f"round {request.round + 1}{attempt}, {request.client_update}: received {format_bytes(received)}; {work_text}; "
+        f"sends {sizes}"
     )
-    return lines
+    fields = {
+        "round": request.round + 1,
+        "received": format_bytes(received),
+        "work": work_text,
+        "sent": sizes,
+        "loss": mean_loss,
+    }
+    events.append(Event("trained", text, fields))
+    return events

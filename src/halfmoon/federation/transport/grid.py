@@ -79,9 +79,9 @@ class GridTransport:
     def key_owners(self) -> Mapping[int, NodeIdentity] | None:
         return None if self.keys is None else read_key_owners(self.keys)
 
-    def send(self, mail: Mapping[int, bytes], seconds: float, asks: bool) -> Mapping[int, str]:
+    def send(self, mail: Mapping[int, bytes], seconds: float, is_offer: bool) -> Mapping[int, str]:
         """Send each node its bytes; return a ticket for each that was taken; raises ConnectionError."""
-        kind = MessageType.QUERY if asks else MessageType.TRAIN
+        kind = MessageType.QUERY if is_offer else MessageType.TRAIN
         contents = {data: wrap_message(data) for data in mail.values()}  # equal bytes are made into one object
         messages = [Message(contents[data], node, kind, ttl=seconds) for node, data in mail.items()]
         with _connecting():

@@ -14,7 +14,6 @@ from typing import Literal
 
 from halfmoon.core.errors import UserError
 from halfmoon.federation.protocol.bundle import APPS, PROJECT_FILE, render_project
-from halfmoon.federation.protocol.log import EventLog, Tail
 from halfmoon.federation.transport.admission import KEYS_FILE, TIMEOUT_SECONDS, Admission
 from halfmoon.federation.transport.contact import Address, ServerUnreachable, check_server, tls_context
 from halfmoon.federation.transport.internals import ControlApi
@@ -29,8 +28,9 @@ from halfmoon.federation.transport.processes import (
 )
 from halfmoon.sites.keys import Access
 from halfmoon.storage import atomic_io, toml
+from halfmoon.storage.events import SERVER_LOG, EventLog, EventTail, Tail
 
-LOG_FILE, METRICS_FILE, SUMMARY_FILE, MODEL_FILE = "serve.log", "metrics.jsonl", "summary.json", "model.safetensors"
+METRICS_FILE, SUMMARY_FILE, MODEL_FILE = "metrics.jsonl", "summary.json", "model.safetensors"
 DELIVERY_FILE = "delivery.json"
 """Files of a run folder, by name: `halfmoon.storage.run_folder`, which writes them, would bring torch."""
 
@@ -42,7 +42,6 @@ POLL_SECONDS = 0.1  # seconds between two looks at processes and logs
 CLOSING = 10.0  # seconds that a ServerApp has for its last words to Flower once its run is finished
 LONGEST_PAUSE = 10.0  # seconds of pause, at most, before what has died twice is started again
 
-_STOPPED = re.compile(r"\S+ \S+  stopped: (.*)")
 _WORDS, _ERROR = re.compile(r"\w"), re.compile(r"\w(Error|Exception|Exit)\b")
 _COLORS = re.compile(r"\x1b\[\d*m")
 _CONNECTION = "halfmoon"
@@ -170,12 +169,12 @@ def serve(server: ServerOptions, show: Callable[[str], None]) -> None:
         home.prepare()
         home.kill_all()  # what a server left behind that was killed
         _write_files(server)
-        tail = Tail(server.run / LOG_FILE)
+        tail = EventTail(server.run)
         try:
             _Session(server, tail, show).play()
         finally:
-            for line in tail.read_lines():
-                show(line)
+            for event in tail.read_events():
+                show(event.line)
 
 
 def _write_files(server: ServerOptions) -> None:
@@ -194,9 +193,9 @@ def _write_files(server: ServerOptions) -> None:
 class _Session:
     """A federation that is served: the SuperLink's process, and in a file the number of Flower's run."""
 
-    def __init__(self, server: ServerOptions, tail: Tail, show: Callable[[str], None]) -> None:
+    def __init__(self, server: ServerOptions, tail: EventTail, show: Callable[[str], None]) -> None:
         self.server, self.tail, self.show = server, tail, show
-        self.home, self.log = server.home, EventLog(server.run / LOG_FILE)
+        self.home, self.log = server.home, EventLog(server.run / SERVER_LOG)
         self.link: subprocess.Popen[bytes] | None = None
         self.number = self.home.folder / "number"
         self.failures, self.rounds = 0, _rounds(server.run)
@@ -234,7 +233,9 @@ class _Session:
         if server.access is None or server.ca is None:
             return
         registry = ControlApi(f"https://{server.address.local}", tls_context(server.ca), TIMEOUT_SECONDS)
-        self.admission = Admission(server.access, registry, self.home.folder / KEYS_FILE, server.sites, self.log.write)
+        self.admission = Admission(
+            server.access, registry, self.home.folder / KEYS_FILE, server.sites, self._record_admission
+        )
         self.admission.open()
         self._show()
 
@@ -287,7 +288,7 @@ class _Session:
             self._show()
             if ended is not None:
                 if ended == "app" and (reason := _last_line(errors.read_lines(), _ERROR)):
-                    self.log.write(f"the last words of the server's program: {reason}")
+                    self.log.record("program_failed", f"the server's program ended with: {reason}", reason=reason)
                 return ended
             time.sleep(POLL_SECONDS)
 
@@ -305,10 +306,13 @@ class _Session:
         return "link" if not begun and seconds > STARTING else None
 
     def _show(self) -> None:
-        for line in self.tail.read_lines():
-            self.show(line)
-            if halt := _STOPPED.fullmatch(line):
-                raise Halted(halt[1])
+        for event in self.tail.read_events():
+            self.show(event.line)
+            if event.name == "stopped":
+                raise Halted(str(event.fields.get("reason", event.text)))
+
+    def _record_admission(self, text: str) -> None:
+        self.log.record("admission", text)
 
     def _again(self, died: Outcome) -> None:
         """Start again what died; raise Halted where that was done too often in a row."""
@@ -322,7 +326,8 @@ class _Session:
                 f"{what} died, {times} in a row without a new round; {self.home.folder} has the logs, and "
                 "halfmoon serve goes on with the run."
             )
-        self.log.write(f"{what} died; it is started again, and the federation goes on after round {rounds}")
+        text = f"{what} died; it is started again, and the federation goes on after round {rounds}"
+        self.log.record("program_restarted", text, round=rounds)
         self._show()
         time.sleep(min(2.0 ** (self.failures - 2), LONGEST_PAUSE) if self.failures > 1 else 0)
         if died == "app":

@@ -19,13 +19,13 @@ from typing import Any
 
 from halfmoon.federation.protocol import bundle
 from halfmoon.federation.protocol.bundle import ForeignBundle
-from halfmoon.federation.protocol.log import EventLog
 from halfmoon.federation.transport import internals
 from halfmoon.federation.transport.internals import MESSAGE_RECEIVED, REPLY_SENT, Fleet, Packet
 from halfmoon.federation.transport.processes import SUPERNODE, WORKER, claim_lock, command, interruptible
 from halfmoon.storage import atomic_io
+from halfmoon.storage.events import SITE_LOG, EventLog
 
-NODE_FILE, LOG_FILE = "node.json", "join.log"
+NODE_FILE = "node.json"
 """The file in the folder of a site's processes with all that they have to know; and above it, the site's log."""
 
 APP_FAILED, WRONG_BUNDLE, WORKER_DIED = 2, 7, 8
@@ -49,7 +49,7 @@ def run_node(folder: Path) -> int:
     facts = atomic_io.read_json(folder / NODE_FILE) or {}
     ca, key = (None if facts[name] is None else Path(facts[name]) for name in ("ca", "key"))
     worker = Worker(facts["apps"][1])
-    checker = BundleChecker(tuple(facts["apps"]), EventLog(folder.parent / LOG_FILE))
+    checker = BundleChecker(tuple(facts["apps"]), EventLog(folder.parent / SITE_LOG))
     try:
         with interruptible(), internals.connect_fleet(facts["server"], ca, key) as fleet:
             worker.start()
@@ -100,9 +100,8 @@ class BundleChecker:
                 fault = str(error)
             if fault is not None and fault not in self._faults.values():
                 with suppress(OSError):  # a full disk: it is refused all the same
-                    self.log.write(
-                        f"refused: the server wants another program executed here than the agreed one: {fault}"
-                    )
+                    text = f"refused: the server wants another program executed here than the agreed one: {fault}"
+                    self.log.record("program_refused", text)
             self._faults[run] = fault
         return self._faults[run]
 

@@ -11,10 +11,10 @@ from flwr.app import Context
 from flwr.serverapp import Grid, ServerApp
 
 from halfmoon.core.errors import UserError
-from halfmoon.federation.protocol.log import EventLog
 from halfmoon.federation.server.plan import load_plan
-from halfmoon.federation.server.server import LOG_FILE, FederationServer
+from halfmoon.federation.server.server import FederationServer
 from halfmoon.federation.transport.grid import GridTransport
+from halfmoon.storage.events import SERVER_LOG, EventLog
 from halfmoon.storage.run_folder import RunFolder
 
 app = ServerApp()
@@ -28,9 +28,9 @@ def main(grid: Grid, context: Context) -> None:
     try:
         host = FederationServer(load_plan(Path(str(facts["federation"]))), run)
         host.prepare()
-        post = GridTransport(grid, None if keys is None else Path(str(keys)), host.most)
+        post = GridTransport(grid, None if keys is None else Path(str(keys)), host.max_reply_bytes)
         host.serve(post, float(facts.get("patience", math.inf)))
     except UserError as error:
         if RunFolder.exists(run):
-            EventLog(run / LOG_FILE).write(f"stopped: {error}")
+            EventLog(run / SERVER_LOG).record("stopped", f"stopped: {error}", reason=str(error))
         raise

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 from halfmoon.config.schema import SITE_NAME
 from halfmoon.core.errors import UserError
 from halfmoon.federation.protocol.bundle import APPS
-from halfmoon.federation.protocol.log import EventLog, Tail, TermsSummary
+from halfmoon.federation.protocol.log import TermsSummary
 from halfmoon.federation.site import consent
 from halfmoon.federation.site.consent import TERMS_CHOICE
 from halfmoon.federation.transport.contact import Address, ServerUnreachable, check_server, tls_context
@@ -24,9 +24,10 @@ from halfmoon.federation.transport.internals import (
     UNKNOWN_KEY,
     load_private_key,
 )
-from halfmoon.federation.transport.node import LOG_FILE, NODE_FILE
+from halfmoon.federation.transport.node import NODE_FILE
 from halfmoon.federation.transport.processes import SUPERNODE, ProcessFolder, exclusive, require_flower, stop_process
 from halfmoon.storage import atomic_io
+from halfmoon.storage.events import SITE_LOG, EventLog, EventTail, Tail
 
 POLL_SECONDS = 0.2  # seconds between two looks at processes and logs
 RECONNECT_SECONDS = 1.0  # seconds between two calls of a server that is not there
@@ -160,20 +161,20 @@ def join_federation(site: SiteOptions, show: Callable[[str], None], person: Prom
         atomic_io.write_atomically(folder / NODE_FILE, atomic_io.json_line(node_options(site)))
         consent.remove_pending(site.home)  # what another server offered, or this one before it changed
         site.processes.log(SUPERNODE).write_bytes(b"")
-        tail = Tail(site.home / LOG_FILE)
+        tail = EventTail(site.home)
         try:
             _SiteNode(site, tail, show, person).run_forever()
         finally:
-            for line in tail.read_lines():
-                show(line)
+            for event in tail.read_events():
+                show(event.line)
 
 
 class _SiteNode:
     """A site that takes part: its node's process, the node's log, and whether the server is lost."""
 
-    def __init__(self, site: SiteOptions, tail: Tail, show: Callable[[str], None], person: Prompt | None) -> None:
+    def __init__(self, site: SiteOptions, tail: EventTail, show: Callable[[str], None], person: Prompt | None) -> None:
         self.site, self.tail, self.show, self.person = site, tail, show, person
-        self.home, self.log = site.processes, EventLog(site.home / LOG_FILE)
+        self.home, self.log = site.processes, EventLog(site.home / SITE_LOG)
         self.node: subprocess.Popen[bytes] | None = None
         self.pause = RECONNECT_SECONDS
         self.lost = False
@@ -266,15 +267,15 @@ class _SiteNode:
     def _say(self, words: str) -> None:
         """Write a line of the log; where the disk is full it is shown at least, and the site goes on."""
         try:
-            self.log.write(words)
+            self.log.record("connection", words)
         except OSError:
             self.show(words)
 
     def _show(self) -> None:
-        lines = self.tail.read_lines()
-        for line in lines:
-            self.show(line)
-        if lines:
+        events = self.tail.read_events()
+        for event in events:
+            self.show(event.line)
+        if events:
             self._ask()  # the lines stand behind the question
 
     def _consider(self) -> None:

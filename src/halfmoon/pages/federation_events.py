@@ -1,0 +1,189 @@
+"""Views of a federation for pages, from the event records that its server and its sites write."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from halfmoon.sites.folders.labels import STATE_FOLDER
+from halfmoon.storage import atomic_io, toml
+from halfmoon.storage.events import EVENTS_FILE, SERVER_LOG, SITE_LOG, Event, read_events
+
+MAX_LOG_LINES = 150
+"""Number of log lines, and of rounds, that a page shows."""
+
+STATES = {
+    "site_joined": "here",
+    "site_disconnected": "away",
+    "site_key_removed": "away",
+    "site_absent": "away",
+    "reply_late": "late",
+    "reply_failed": "silent",
+    "site_skipped": "refused",
+    "reply_rejected": "refused",
+    "site_quarantined": "set aside",
+}
+"""State of a site after an event with the field "site", by the event's name."""
+
+COUNTED_STATES = ("late", "silent", "refused", "left out")
+"""States whose number of occurrences a page shows for each site."""
+
+WAITING_EVENTS = ("waiting_for_sites", "waiting_for_replies")
+"""Events that a server repeats while it waits."""
+
+OLDER_VERSION = "This folder is from an older version of halfmoon, whose log cannot be read by this page: see "
+"""Beginning of the message for folders without event records."""
+
+
+def last_event_time(folder: Path) -> float | None:
+    """Find the time of the last event of a server, in seconds since 1970; None for other folders."""
+    for name in (EVENTS_FILE, SERVER_LOG):
+        try:
+            return (folder / name).stat().st_mtime
+        except OSError:
+            continue
+    return None
+
+
+def describe_wait(folder: Path) -> str:
+    """Describe for whom a federation waits and since when, as of its latest events; "" if it does not wait."""
+    since = ""
+    whom = ""
+    detail = ""
+    for event in reversed(read_events(folder)):
+        if event.name in WAITING_EVENTS and str(event.fields.get("whom")) == (whom or str(event.fields.get("whom"))):
+            since = event.time
+            whom = str(event.fields.get("whom"))
+            detail = detail or str(event.fields.get("detail", ""))
+        # A site may come or go without an end of the wait.
+        elif event.name in WAITING_EVENTS or event.name not in STATES:
+            break
+    return f"waiting for {whom} since {since}: {detail}" if detail else ""
+
+
+def federation_view(folder: Path, rows: Iterable[Mapping[str, Any]] = ()) -> dict[str, Any] | None:
+    """Build the view of a server's run folder.
+
+    Args:
+        folder: any folder.
+        rows: the rounds of its metrics.jsonl. The sites in their cohorts were connected.
+
+    Returns:
+        "sites": state, time and text of the last event of each site, and its counts; "log": the latest lines (time,
+        text). None for folders that are not a server's.
+    """
+    events = read_events(folder)
+    if not events:
+        if not (folder / SERVER_LOG).exists():
+            return None
+        return {"sites": [], "log": [["", f"{OLDER_VERSION}{SERVER_LOG}."]]}
+    names = _read_site_names(folder)
+    sites = {name: _new_site(name) for name in names}
+    cohorts = {row["round"]: row.get("cohort") or () for row in rows}
+    for event in events:
+        if event.name == "round_finished":
+            members = event.fields.get("cohort")
+            if not isinstance(members, list):
+                members = [names[k] for k in cohorts.get(event.fields.get("round"), ()) if k < len(names)]
+            for name, site in sites.items():
+                if name in members or site["state"] == "left out":
+                    site["state"] = "here"
+            for name, reason in (event.fields.get("left_out") or {}).items():
+                _update_site(sites, str(name), "left out", event.time, str(reason))
+        elif event.name in STATES and "site" in event.fields:
+            _update_site(sites, str(event.fields["site"]), STATES[event.name], event.time, event.text)
+    return {"sites": list(sites.values()), "log": _format_log(events)}
+
+
+def _new_site(name: str) -> dict[str, Any]:
+    return {"name": name, "state": "not yet there", "when": "", "words": "", **dict.fromkeys(COUNTED_STATES, 0)}
+
+
+def _update_site(sites: dict[str, dict[str, Any]], name: str, state: str, time: str, text: str) -> None:
+    site = sites.setdefault(name, _new_site(name))
+    site |= {"state": state, "when": time, "words": text}
+    site[state] = site.get(state, 0) + 1
+
+
+def _format_log(events: Sequence[Event]) -> list[list[str]]:
+    return [[event.time, event.text] for event in events[-MAX_LOG_LINES:]]
+
+
+def _read_site_names(folder: Path) -> Sequence[str]:
+    """Read the names of a federation's sites; [] if the folder has none."""
+    for name in ("summary.json", "terms.json"):
+        names = (atomic_io.read_json(folder / name) or {}).get("sites")
+        if isinstance(names, list) and all(isinstance(site, str) for site in names):
+            return names
+    text = (atomic_io.read(folder / "config.toml") or b"").decode("utf-8", "replace")
+    names = (toml.parse_or_empty(text).get("federation") or {}).get("sites")
+    return [str(name) for name in names] if isinstance(names, list) else []
+
+
+def find_state_folder(folder: Path) -> Path | None:
+    """Find the folder with a site's log: the folder itself, or its hidden state folder; None if there is none."""
+    candidates = (folder, folder / STATE_FOLDER)
+    return next((candidate for candidate in candidates if (candidate / SITE_LOG).is_file()), None)
+
+
+def site_view(folder: Path) -> dict[str, Any] | None:
+    """Build the view that a site's people have of their federation; None for folders that are not a site's.
+
+    Returns:
+        "federation", "method", "rounds" of the terms; "round": the last round with this site; "asked": whether consent
+        is missing; "over"; "right": accuracy of the latest model on the site's test images, in percent; "helped": the
+        number of rounds with this site; "rows": the latest of these; "tests": [rounds, accuracy] of each evaluated
+        model; "sentence"; "log".
+    """
+    state_folder = find_state_folder(folder)
+    if state_folder is None:
+        return None
+    events = read_events(state_folder)
+    view: dict[str, Any] = {"federation": "", "method": "", "rounds": 0, "round": 0, "asked": False, "right": None}
+    view["over"] = False
+    rounds: dict[int, dict[str, Any]] = {}
+    tests: list[list[float]] = []
+    for event in events:
+        fields = event.fields
+        if event.name in ("terms_offered", "joined"):
+            if fields["federation"] != view["federation"]:  # the rounds of another federation start at 1
+                rounds = {}
+                tests = []
+                view |= {"round": 0, "right": None, "over": False}
+            view |= {name: fields[name] for name in ("federation", "method", "rounds")}
+            view["asked"] = event.name == "terms_offered"
+        elif event.name == "trained":
+            number = int(fields["round"])
+            rounds[number] = {
+                "round": number,
+                "when": event.time,
+                "received": fields["received"],
+                "did": fields["work"],
+                "sends": fields["sent"],
+                "loss": fields["loss"],
+            }
+            view["round"] = max(view["round"], number)
+        elif event.name == "evaluated" and fields["images"] == "test":
+            view["right"] = 100 * fields["accuracy"]
+            count = view["rounds"] if fields["rounds"] is None else fields["rounds"]
+            tests.append([count, view["right"]])
+        elif event.name == "finished":
+            view["over"] = True
+            if fields["accuracy"] is not None:
+                view["right"] = 100 * fields["accuracy"]
+                tests.append([view["rounds"], view["right"]])
+    latest = [rounds[number] for number in sorted(rounds)][-MAX_LOG_LINES:]
+    view |= {"helped": len(rounds), "rows": latest, "tests": tests}
+    view["sentence"] = describe_participation(view) if events else f"{OLDER_VERSION}{SITE_LOG}."
+    return view | {"log": _format_log(events)}
+
+
+def describe_participation(view: dict[str, Any]) -> str:
+    """Describe the participation of a site in one line, for its people."""
+    if view["asked"]:
+        return f"You are asked to take part in {view['federation']}; no training has been done yet."
+    if not view["federation"]:
+        return "This site has not joined a federation yet."
+    accuracy = "" if view["right"] is None else f", the model is right on {view['right']:.0f} % of your test images"
+    if view["over"]:
+        return f"The federation is over: your images helped in {view['helped']} of {view['rounds']} rounds{accuracy}."
+    return f"Round {view['round']} of {view['rounds']}: your images helped in {view['helped']}{accuracy}."

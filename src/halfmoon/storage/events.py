@@ -1,0 +1,161 @@
+"""Event records of a federation, written by the server and by each site.
+
+Every event is one JSON line in `events.jsonl`: the time, the event's name, its fields, and a sentence for people. Programs
+read names and fields; the sentence is only displayed. A copy of the sentences is appended to a readable log next to it.
+Imports no torch, so it loads fast.
+"""
+
+import json
+import os
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+from halfmoon.storage import atomic_io
+
+EVENTS_FILE = "events.jsonl"
+"""The records, in a server's run folder and in a site's state folder."""
+
+SERVER_LOG = "serve.log"
+"""The readable log of a server, in its run folder."""
+
+SITE_LOG = "join.log"
+"""The readable log of a site, in its state folder."""
+
+MAX_READ_BYTES = 2**22
+"""Bytes at the end of the records that `read_events` reads."""
+
+
+@dataclass(frozen=True)
+class Event:
+    """One thing that happened in a federation.
+
+    Attributes:
+        name: which kind of event it is, such as "site_joined".
+        text: one sentence about it, for people.
+        fields: what programs need to know about it; the keys depend on the name.
+        time: local time, as YYYY-MM-DD HH:MM:SS.
+    """
+
+    name: str
+    text: str
+    fields: Mapping[str, Any] = field(default_factory=dict)
+    time: str = ""
+
+    @property
+    def line(self) -> str:
+        """The line of the readable log."""
+        return f"{self.time}  {self.text}"
+
+
+class EventRecorder(Protocol):
+    """Takes note of events."""
+
+    def record(self, name: str, text: str, /, **fields: Any) -> None:
+        """Record an event.
+
+        Args:
+            name: which kind of event it is.
+            text: one sentence about it, for people.
+            fields: what programs need to know about it; JSON values.
+        """
+        ...
+
+
+@dataclass(frozen=True)
+class EventLog:
+    """Event records and a readable log in one folder; several processes may append to them.
+
+    Attributes:
+        path: the readable log. The records are in `EVENTS_FILE` of the same folder.
+    """
+
+    path: Path
+
+    def record(self, name: str, text: str, /, **fields: Any) -> None:
+        """Append an event with the current time; line breaks in `text` become blanks.
+
+        Raises:
+            OSError: if a file cannot be written.
+        """
+        event = Event(name, " ".join(text.splitlines()), fields, time.strftime("%Y-%m-%d %H:%M:%S"))
+        row = {"time": event.time, "event": event.name, "fields": dict(event.fields), "text": event.text}
+        atomic_io.append(self.path.with_name(EVENTS_FILE), (json.dumps(row) + "\n").encode())
+        atomic_io.append(self.path, f"{event.line}\n".encode())
+
+
+class EventList:
+    """Events in memory, in the order in which they happened."""
+
+    def __init__(self) -> None:
+        self.events: list[Event] = []
+
+    def record(self, name: str, text: str, /, **fields: Any) -> None:
+        """Append an event without a time."""
+        self.events.append(Event(name, text, fields))
+
+    @property
+    def texts(self) -> list[str]:
+        """The sentences of the events."""
+        return [event.text for event in self.events]
+
+
+class Tail:
+    """Read the lines that are appended to a text file from now on. The file need not exist yet."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._offset = path.stat().st_size if path.exists() else 0
+
+    def read_lines(self) -> list[str]:
+        """Read the complete lines that were appended since the last call."""
+        try:
+            with self.path.open("rb") as file:
+                if os.fstat(file.fileno()).st_size < self._offset:  # the file was truncated or replaced
+                    self._offset = 0
+                file.seek(self._offset)
+                # An incomplete last line is read by a later call.
+                complete, newline, _ = file.read().rpartition(b"\n")
+        except FileNotFoundError:
+            return []
+        self._offset += len(complete) + len(newline)
+        return (complete + newline).decode(errors="replace").splitlines()
+
+
+class EventTail:
+    """Read the events that are recorded in a folder from now on."""
+
+    def __init__(self, folder: Path) -> None:
+        self._tail = Tail(folder / EVENTS_FILE)
+
+    def read_events(self) -> list[Event]:
+        """Read the events that were recorded since the last call."""
+        return _parse_lines(self._tail.read_lines())
+
+
+def read_events(folder: Path) -> list[Event]:
+    """Read the latest events in a folder, oldest first; an empty list if nothing was recorded there."""
+    try:
+        with (folder / EVENTS_FILE).open("rb") as file:
+            size = file.seek(0, 2)
+            file.seek(max(0, size - MAX_READ_BYTES))
+            text = file.read().decode("utf-8", "replace")
+    except OSError:
+        return []
+    # The first line may be cut off, and the last one may still be written: lines that are no records are skipped.
+    return _parse_lines(text.splitlines())
+
+
+def _parse_lines(lines: list[str]) -> list[Event]:
+    events = []
+    for line in lines:
+        try:
+            row = json.loads(line)
+            event = Event(str(row["event"]), str(row["text"]), row["fields"], str(row["time"]))
+        except (ValueError, LookupError, TypeError, RecursionError):
+            continue
+        if isinstance(event.fields, dict):
+            events.append(event)
+    return events
