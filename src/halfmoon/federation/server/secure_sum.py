@@ -186,7 +186,7 @@ def lasting_keys(acceptances: Mapping[str, Acceptance]) -> dict[str, bytes]:
     for name, acceptance in acceptances.items():
         if re.fullmatch("([0-9a-f]{2})+", acceptance.key):
             key = bytes.fromhex(acceptance.key)
-            if signing.usable(key):
+            if signing.is_public_key(key):
                 keys[name] = key
     return keys
 
