@@ -25,8 +25,8 @@ import torch
 from halfmoon import Config
 from halfmoon.data.partition.split import Split
 from halfmoon.engine.budget import Budget
+from halfmoon.engine.groups import MAX_PADDING
 from halfmoon.engine.local_clients import FederatedDataset, Training
-from halfmoon.engine.programs import MAX_PADDING
 from halfmoon.engine.runtime import RuntimeSettings
 from halfmoon.engine.simulation import Simulation
 from halfmoon.runs import factory

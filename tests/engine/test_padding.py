@@ -202,9 +202,10 @@ def test_labels_of_other_rows_are_forgotten_in_a_program_too():
     before, after = (dataset(sizes).client_data(0)[0] for sizes in (((2, 3),), ((2, 5),)))
     memory = {"thresholds": {"label": torch.tensor([1, 2, 0]), "mark": before.u.sum().double()}}
     for data, left in ((before, [1, 2, 0, NO_LABEL, NO_LABEL]), (after, [NO_LABEL] * 5)):
-        filled = driver._filled(client_update, memory, data, 5)
-        assert filled["thresholds"]["label"].tolist() == left
-        assert driver._filled(client_update, filled, data)["thresholds"]["label"].tolist() == left[: len(data.u)]
+        padded = driver._pad_row_memory(client_update, memory, data, 5)
+        assert padded["thresholds"]["label"].tolist() == left
+        unpadded = driver._unpad_row_memory(client_update, padded, len(data.u))
+        assert unpadded["thresholds"]["label"].tolist() == left[: len(data.u)]
 
 
 MIXED: list[Objective] = [
@@ -284,7 +285,7 @@ SPOILED: dict[str, Method] = {
 def test_what_the_padding_holds_changes_nothing(method, monkeypatch):
     """Noise in place of rows that are padding, in steps and in sweeps: the same numbers, bit by bit."""
     before = rounds(method, "vmap", UNEQUAL)
-    batches, padded = driver.batches, driver._padded
+    batches, padded = driver.batches, driver._pad
     g, filled = torch.Generator().manual_seed(0), []
 
     def noise(leaf: Tensor, real: Tensor) -> Tensor:
@@ -311,7 +312,7 @@ def test_what_the_padding_holds_changes_nothing(method, monkeypatch):
         return local._replace(x=noise(local.x, x), y=noise(local.y, x), u=noise(local.u, u), views=views)
 
     monkeypatch.setattr(driver, "batches", noisy)
-    monkeypatch.setattr(driver, "_padded", spoiled)
+    monkeypatch.setattr(driver, "_pad", spoiled)
     after = rounds(method, "vmap", UNEQUAL)
     assert sum(filled) > 100
     for one, other in zip(before, after, strict=True):

@@ -11,7 +11,7 @@ from halfmoon.core.errors import UserError
 from halfmoon.core.optim import SGD
 from halfmoon.data.views import Plain, Shared, Strong, Weak
 from halfmoon.engine.budget import ClientSize, batch_rule_amount
-from halfmoon.engine.sampling import Amount, Batching, DrawnUpdate, Views, batches, cycle, draw, sweep
+from halfmoon.engine.sampling import Amount, Batching, DrawnUpdate, Views, batches, compute_views, cycle, draw
 from halfmoon.methods.fedavg import FedAvg
 from halfmoon.methods.objectives import FixMatch
 from halfmoon.models import SmallCNN
@@ -367,11 +367,11 @@ def test_a_client_without_labels_has_empty_labeled_batches():
 
 def test_a_sweep_shows_every_row_once():
     client = local(6, 30)
-    swept = sweep(client, PLAIN, ("plain",), PIXELS, 0, "visit", 0)
+    swept = compute_views(client, PLAIN, ("plain",), PIXELS, 0, "visit", 0)
     assert torch.equal(swept.views["plain"], PIXELS(client.u))
     noise = torch.randint(256, client.u.shape, dtype=torch.uint8, generator=rng.generator(0))
     noisy = client._replace(u=noise)
-    weak = [sweep(noisy, Views(), ("weak",), PIXELS, 0, "visit", k).views["weak"] for k in (0, 1, 0)]
+    weak = [compute_views(noisy, Views(), ("weak",), PIXELS, 0, "visit", k).views["weak"] for k in (0, 1, 0)]
     assert torch.equal(weak[0], weak[2])
     assert not torch.equal(weak[0], weak[1])
-    assert sweep(client, Views(), (), PIXELS, 0, "visit", 0) is client
+    assert compute_views(client, Views(), (), PIXELS, 0, "visit", 0) is client

@@ -414,7 +414,7 @@ def test_clients_lifted_together_are_wrapped_around():
     """Under vmap the rows beyond a client's own repeat them from the start; a client without any shows zeros."""
     sizes = ((5, 0), (3, 7), (6, 4))
     clients = [dataset(sizes).client_data(k)[0] for k in range(3)]
-    padded = driver._padded(clients)
+    padded = driver._pad(clients)
     for k, (local, (labeled, unlabeled)) in enumerate(zip(clients, sizes, strict=True)):
         assert torch.equal(padded.x[k], local.x[torch.arange(6) % labeled])
         assert torch.equal(padded.y[k], local.y[torch.arange(6) % labeled])

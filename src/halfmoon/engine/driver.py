@@ -1,4 +1,4 @@
-"""The driver of a client's update: begin, step by step, finish; for one client in a loop, or for K lifted by vmap."""
+"""Run the update of a client: begin, one step a batch, finish. One client runs in a loop, several batched by vmap."""
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -13,102 +13,137 @@ from halfmoon.core import rng, tree
 from halfmoon.core.autodiff import vmap_clients
 from halfmoon.core.tree import Tree
 from halfmoon.engine.budget import ClientSize
-from halfmoon.engine.programs import Extent
-from halfmoon.engine.sampling import Amount, DrawnUpdate, Views, batches, draw, sweep
+from halfmoon.engine.groups import WorkSize
+from halfmoon.engine.sampling import Amount, DrawnUpdate, Views, batches, compute_views, draw
 
 
-class Observed(NamedTuple):
-    """Pseudo-labels of a client update and the unlabeled rows that they are of, (n,): diagnostics compare them."""
+class ObservedPseudoLabels(NamedTuple):
+    """Pseudo-labels that a client update made; diagnostics compare them with the true labels."""
 
-    rows: Tensor  # (n,) int64
-    pseudo: PseudoLabels
-    models: dict[str, PseudoLabels]
+    rows: Tensor  # (n,) int64, the unlabeled rows of the client
+    pseudo: PseudoLabels  # of these rows
+    models: dict[str, PseudoLabels]  # the pseudo-labels of single models, by name
 
 
-ABSURD = 1e6
-"""A loss that means nothing: an untrained network's is log(classes), 2.3 with ten of them."""
+MAX_LOSS = 1e6
+"""A larger loss means that training has diverged: that of an untrained network is log(classes), 2.3 for ten classes."""
 
 
 class Diverged(RuntimeError):
-    """A loss or a weight is no finite number, or a loss is absurdly large: training has to stop.
+    """Training must stop: a loss or a weight is not finite, or a loss is larger than `MAX_LOSS`.
 
-    `round`, `client` and `step` count from 0; the last two are None where the model of a whole round is meant. `value`
-    is that of the `quantity`, the loss or a weight.
+    Attributes:
+        round: the round, from 0.
+        client: the client; None if the model of a whole round is meant.
+        step: the client's step, from 0; None likewise.
     """
 
     def __init__(self, round: int, client: int | None, step: int | None, value: float, quantity: str = "loss") -> None:
-        place = "" if client is None or step is None else f" at client {client}, step {step + 1}"
+        where = "" if client is None or step is None else f" at client {client}, step {step + 1}"
         super().__init__(
-            f"The {quantity} became {value:.6g} in round {round + 1}{place}: training stopped. "
+            f"The {quantity} became {value:.6g} in round {round + 1}{where}: training stopped. "
             "The last checkpoint is from before it; a smaller learning rate is the usual remedy."
         )
-        self.round, self.client, self.step, self._value, self._quantity = round, client, step, value, quantity
+        self.round = round
+        self.client = client
+        self.step = step
+        self._value = value
+        self._quantity = quantity
 
     def __reduce__(self) -> "tuple[type[Diverged], tuple[int, int | None, int | None, float, str]]":
+        # Exceptions are pickled with the message alone: worker processes send the arguments instead.
         return type(self), (self.round, self.client, self.step, self._value, self._quantity)
 
 
 def diverged(losses: Tensor) -> Tensor:
-    """Return which losses (n,) are not finite or larger than `ABSURD`, (n,) bool."""
-    return ~(losses.abs() <= ABSURD)
+    """Find the losses (n,) that are not finite or larger than `MAX_LOSS`, (n,) bool."""
+    return ~(losses.abs() <= MAX_LOSS)  # a comparison with NaN is false
 
 
 def images_per_call(device: torch.device) -> int:
-    """Return of how many images views are made in one call: what fits a CPU's cache, or fills a GPU."""
+    """Return the number of images whose views are made in one call: they fit a CPU's cache, or fill a GPU."""
     return 512 if device.type == "cpu" else 8192
 
 
 @dataclass(frozen=True)
 class ClientContext:
-    """One query to the clients: what they are asked, when, and under which seed."""
+    """One query to clients.
+
+    Attributes:
+        client_update: what they run.
+        views: the augmentations of the run.
+        seed: the seed of the run.
+        round: the round, from 0.
+        query: the number of earlier queries in this round.
+        view_images: the number of images whose views are made in one call.
+    """
 
     client_update: ClientUpdate
     views: Views
     seed: int
     round: int
     query: int
-    rows: int = 512  # images whose views are made in one call
+    view_images: int = 512
 
     def path(self, client: int) -> tuple[str, int, int, int]:
-        """Return where the random numbers of a client update come from, with the seed."""
+        """Return the name of the random stream of a client's update; with the seed it determines all draws."""
         return ("visit", self.round, self.query, client)
 
 
 class ClientResult(NamedTuple):
-    """What one client's update leaves: its upload, its memory, and what was counted.
+    """The result of one client's update.
 
-    `swept` images went through the network outside the steps; `memory_bytes` is the memory's size, wherever that is.
-    `observations` are its pseudo-labels, for whoever knows the hidden labels.
+    Attributes:
+        upload: what the client sends.
+        memory: what it stores until its next update.
+        samples: training metrics, summed over steps.
+        amount: steps, and images of each step.
+        traffic: bytes received and sent.
+        images_outside_steps: images that went through the network before or after the steps.
+        memory_bytes: bytes of the memory, wherever it is stored.
+        observations: pseudo-labels, for diagnostics that know the true labels.
     """
 
     upload: Upload
     memory: Tree
     samples: dict[str, WeightedMetric]
     amount: Amount
-    traffic: tuple[int, int]  # bytes down and up
+    traffic: tuple[int, int]
     images_outside_steps: int = 0
     memory_bytes: int = 0
-    observations: tuple[Observed, ...] = ()
+    observations: tuple[ObservedPseudoLabels, ...] = ()
 
 
 class ClientTask(NamedTuple):
-    """What one client needs for its update, beside what all clients of a query are sent."""
+    """The inputs of one client's update, besides the broadcast.
+
+    Attributes:
+        client: the number of the client.
+        private: the tree that only this client receives; its entries override those of the broadcast.
+        memory: its memory.
+        data: its images.
+        amount: steps, and images of each step.
+        group_key: clients may share a batched run only if their keys are equal.
+    """
 
     client: int
-    private: Tree  # merged into what all are sent
+    private: Tree
     memory: Tree
     data: ClientData
     amount: Amount
-    kind: tuple[object, ...] = ()  # what those that train as one program have in common
+    group_key: tuple[object, ...] = ()
 
     @property
-    def extent(self) -> Extent:
-        return Extent(self.amount, ClientSize(len(self.data.x), len(self.data.u)))
+    def work_size(self) -> WorkSize:
+        return WorkSize(self.amount, ClientSize(len(self.data.x), len(self.data.u)))
 
 
 @dataclass(frozen=True)
 class Query:
-    """One query and what it sends to all clients; called with those that train as one program, it trains them."""
+    """A query and its broadcast, as a function of the clients that train together.
+
+    A `halfmoon.engine.evaluation.ParallelMap` calls it, in any process.
+    """
 
     context: ClientContext
     broadcast: Tree
@@ -118,275 +153,400 @@ class Query:
 
 
 def update_together(context: ClientContext, broadcast: Tree, tasks: Sequence[ClientTask]) -> dict[int, ClientResult]:
-    """Return what comes of the clients that train as one program, by client; of one alone, in a plain loop.
-
-    Lifting one client only costs. It is what a `halfmoon.engine.evaluation.ParallelMap` applies, in whichever process.
-    """
+    """Train clients (vmapped if more than one) and return their results by client."""
     with torch.no_grad():
         if len(tasks) == 1:
-            client, private, memory, data, amount, _ = tasks[0]
-            return {client: update_one(context, client, {**broadcast, **private}, memory, data, amount)}
-        results = update_many(context, broadcast, tree.stack([each.private for each in tasks]), tasks)
+            # For one client vmap would only add overhead.
+            task = tasks[0]
+            received = {**broadcast, **task.private}
+            return {
+                task.client: update_one(context, task.client, received, task.memory, task.data, task.amount),
+            }
+        per_client = tree.stack([task.private for task in tasks])
+        results = update_many(context, broadcast, per_client, tasks)
     return {task.client: result for task, result in zip(tasks, results, strict=True)}
 
 
 def update_one(
     context: ClientContext, client: int, broadcast: Tree, memory: Tree, data: ClientData, amount: Amount
 ) -> ClientResult:
-    """Run a client update in a plain loop: what a CPU, and a site in a real federation, does.
+    """Run one client's update in a plain loop, as a CPU and a site of a federation do.
 
-    On a CPU everything is laid out channels-last in here, and plain again outside: what goes up and what is remembered
-    does not depend on how it was computed.
+    On a CPU all images and weights are channels-last inside of this function. Upload and memory are contiguous again,
+    so that they do not depend on how they were computed.
+
+    Args:
+        context: the query.
+        client: the number of the client.
+        broadcast: all that the client receives.
+        memory: the client's memory, which is not modified.
+        data: the client's images.
+        amount: steps, and images of each step.
+
+    Raises:
+        Diverged: a loss or a number of the upload is not finite, or a loss is larger than `MAX_LOSS`.
     """
     client_update = context.client_update
-    memory = tree.map(torch.clone, memory)  # its optimizer writes into it, and it may lie in a store
-    laid = data.x.device.type == "cpu"
-    if laid:
-        broadcast, memory = tree.channels_last(broadcast), tree.channels_last(memory)
-    data = _swept(context, client, data)
+    memory = tree.map(torch.clone, memory)  # the optimizer modifies it in place, and a store may own it
+    use_channels_last = data.x.device.type == "cpu"
+    if use_channels_last:
+        broadcast = tree.channels_last(broadcast)
+        memory = tree.channels_last(memory)
+    data = _add_precomputed_views(context, client, data)
     carry = client_update.begin(broadcast, memory, data)
-    guesses = _guesses(client_update, carry, data, len(data.u))
-    update = _draw(context, client, data, amount, client_update.drawable_rows(carry, data))
-    log = _Log()
-    for stacked in batches([data], [update], context.views, client_update.task.normalize, context.rows):
-        batch = _one(stacked)
-        batch = _laid(batch) if laid else batch
-        carry, notes = client_update.step(broadcast, carry, batch)
-        log.add(notes, batch.u_rows)
-    samples, observations = log.of(context, client)
+    initial_pseudo_labels = _initial_pseudo_labels(client_update, carry, data, len(data.u))
+    drawn = _draw(context, client, data, amount, client_update.drawable_rows(carry, data))
+    log = _StepLog()
+    normalize = client_update.task.normalize
+    for stacked in batches([data], [drawn], context.views, normalize, context.view_images):
+        batch = _first_client(stacked)
+        if use_channels_last:
+            batch = _to_channels_last(batch)
+        carry, step_metrics = client_update.step(broadcast, carry, batch)
+        log.add(step_metrics, batch.u_rows)
+    samples, step_pseudo_labels = log.summarize(context, client)
     upload, memory = client_update.finish(broadcast, carry, data)
-    _check_upload(context, client, upload, broadcast, update.amount.steps)
+    _check_upload(context, client, upload, broadcast, drawn.amount.steps)
     traffic = client_update.traffic(broadcast, upload)
-    upload, memory = upload.map(Tensor.contiguous), tree.contiguous(memory)
-    swept, size = client_update.images_outside_steps(len(data.x), len(data.u)), tree.nbytes(memory)
-    return ClientResult(upload, memory, samples, update.amount, traffic, swept, size, guesses or observations)
+    upload = upload.map(Tensor.contiguous)
+    memory = tree.contiguous(memory)
+    return ClientResult(
+        upload=upload,
+        memory=memory,
+        samples=samples,
+        amount=drawn.amount,
+        traffic=traffic,
+        images_outside_steps=client_update.images_outside_steps(len(data.x), len(data.u)),
+        memory_bytes=tree.nbytes(memory),
+        observations=initial_pseudo_labels or step_pseudo_labels,
+    )
 
 
 def update_many(
-    context: ClientContext, downlinks: Tree, per_client: Tree, tasks: Sequence[ClientTask]
+    context: ClientContext, broadcast: Tree, per_client: Tree, tasks: Sequence[ClientTask]
 ) -> list[ClientResult]:
-    """Run K client updates as one program; `downlinks` is shared, `per_client` differs (leaves (K, ...)).
+    """Run the updates of K clients at once, batched by vmap.
 
-    Clients with fewer steps are frozen when theirs are over. Those of a
-    work that does not mask padding need equal images a step and, if it looks at `whole` clients, one size.
+    Clients of unequal size are padded to the largest one. The state of a client that has taken all its steps no longer
+    changes. An update that does not mask padding needs clients with equal images a step and, if it reads all images of
+    a client at once, of equal size.
+
+    Args:
+        context: the query.
+        broadcast: the tree that all clients receive.
+        per_client: the trees that single clients receive, stacked: leaves (K, ...).
+        tasks: the K clients.
+
+    Returns:
+        The results in the order of the tasks.
+
+    Raises:
+        Diverged: a loss or a number of an upload is not finite, or a loss is larger than `MAX_LOSS`.
     """
-    client_update, views, normalize = context.client_update, context.views, context.client_update.task.normalize
-    datas = [_swept(context, task.client, task.data) for task in tasks]
-    padded = _padded(datas)
-    length = padded.u.shape[1]
+    client_update = context.client_update
+    views = context.views
+    normalize = client_update.task.normalize
+    clients_data = [_add_precomputed_views(context, task.client, task.data) for task in tasks]
+    padded = _pad(clients_data)
+    longest_unlabeled = padded.u.shape[1]
     memory = tree.stack(
-        [_filled(client_update, task.memory, data, length) for task, data in zip(tasks, datas, strict=True)]
+        [
+            _pad_row_memory(client_update, task.memory, data, longest_unlabeled)
+            for task, data in zip(tasks, clients_data, strict=True)
+        ]
     )
 
-    def merged(function: Callable[..., Any]) -> Callable[..., Any]:
-        """Lift, and merge the shared and the private part of `broadcast` inside the lifted function."""
+    def lift(function: Callable[..., Any]) -> Callable[..., Any]:
+        """Vmap a method of the update. Only what differs gets a client dimension; the broadcast is shared."""
 
-        def one(private: Tree, *rest: Any) -> Any:
-            return function({**downlinks, **private}, *rest)
+        def call_for_one_client(private: Tree, *rest: Any) -> Any:
+            return function({**broadcast, **private}, *rest)
 
-        return vmap_clients(one)
+        return vmap_clients(call_for_one_client)
 
-    carry: Tree = merged(client_update.begin)(per_client, memory, padded)
-    guesses = [
-        _guesses(client_update, tree.index(carry, k), _local(padded, k), len(data.u))
-        if client_update.initial_pseudo_labels(carry, padded)
-        else ()
-        for k, data in enumerate(datas)
-    ]
-    updates = [
-        _draw(
-            context,
-            task.client,
-            data,
-            task.amount,
-            client_update.drawable_rows(tree.index(carry, k), _local(padded, k)),
-        )
-        for k, (task, data) in enumerate(zip(tasks, datas, strict=True))
-    ]
-    device = padded.y.device
-    steps = torch.tensor([update.amount.steps for update in updates], device=device)
-    fewest = min(update.amount.steps for update in updates)
-    step, log = merged(client_update.step), _Log()
-    for t, batch in enumerate(batches(datas, updates, views, normalize, context.rows)):
-        new, notes = step(per_client, carry, batch)
-        carry = new if t < fewest else vmap_clients(tree.select)(t < steps, new, carry)
-        log.add(notes, batch.u_rows)
-    logs = [log.of(context, task.client, k, updates[k].amount) for k, task in enumerate(tasks)]
-    upload, memory = merged(client_update.finish)(per_client, carry, padded)
+    carry: Tree = lift(client_update.begin)(per_client, memory, padded)
+    makes_initial_pseudo_labels = bool(client_update.initial_pseudo_labels(carry, padded))
+
+    def observe_initial_pseudo_labels(k: int) -> tuple[ObservedPseudoLabels, ...]:
+        if not makes_initial_pseudo_labels:
+            return ()
+        client_carry = tree.index(carry, k)
+        return _initial_pseudo_labels(client_update, client_carry, _one_client(padded, k), len(clients_data[k].u))
+
+    def draw_for_client(k: int) -> DrawnUpdate:
+        # Slices of the first carry must not outlive this call: they would keep it in memory for all steps.
+        drawable = client_update.drawable_rows(tree.index(carry, k), _one_client(padded, k))
+        return _draw(context, tasks[k].client, clients_data[k], tasks[k].amount, drawable)
+
+    initial_pseudo_labels = [observe_initial_pseudo_labels(k) for k in range(len(tasks))]
+    drawn = [draw_for_client(k) for k in range(len(tasks))]
+    steps = torch.tensor([update.amount.steps for update in drawn], device=padded.y.device)
+    fewest_steps = min(update.amount.steps for update in drawn)
+    take_step = lift(client_update.step)
+    log = _StepLog()
+    for number, batch in enumerate(batches(clients_data, drawn, views, normalize, context.view_images)):
+        new_carry, step_metrics = take_step(per_client, carry, batch)
+        if number < fewest_steps:
+            carry = new_carry
+        else:
+            # Some clients have taken all their steps: they keep their state.
+            carry = vmap_clients(tree.select)(number < steps, new_carry, carry)
+        log.add(step_metrics, batch.u_rows)
+    logs = [log.summarize(context, task.client, k, drawn[k].amount) for k, task in enumerate(tasks)]
+    upload, memory = lift(client_update.finish)(per_client, carry, padded)
+    is_finite = _is_finite(upload)  # checked for all clients at once: each check waits for the device
     results: list[ClientResult] = []
-    finite = _finite(upload)  # of all clients at once
     for k, task in enumerate(tasks):
-        mine, received = upload.at(k), {**downlinks, **tree.index(per_client, k)}
-        _check_upload(context, task.client, mine, received, updates[k].amount.steps, finite)
-        # A clone: a slice would keep the memories of the whole group alive.
-        own = tree.map(torch.clone, _filled(client_update, tree.index(memory, k), datas[k]))
-        traffic = client_update.traffic(received, mine)
-        samples, labels = logs[k]
-        amount, swept = updates[k].amount, client_update.images_outside_steps(len(datas[k].x), len(datas[k].u))
-        size, labels = tree.nbytes(own), guesses[k] or labels
-        results.append(ClientResult(mine, own, samples, amount, traffic, swept, size, labels))
+        client_upload = upload.at(k)
+        received = {**broadcast, **tree.index(per_client, k)}
+        _check_upload(context, task.client, client_upload, received, drawn[k].amount.steps, is_finite)
+        # Cloned, as a slice would keep the memories of the whole group alive.
+        client_memory = tree.map(
+            torch.clone, _unpad_row_memory(client_update, tree.index(memory, k), len(clients_data[k].u))
+        )
+        samples, step_pseudo_labels = logs[k]
+        labeled = len(clients_data[k].x)
+        unlabeled = len(clients_data[k].u)
+        result = ClientResult(
+            upload=client_upload,
+            memory=client_memory,
+            samples=samples,
+            amount=drawn[k].amount,
+            traffic=client_update.traffic(received, client_upload),
+            images_outside_steps=client_update.images_outside_steps(labeled, unlabeled),
+            memory_bytes=tree.nbytes(client_memory),
+            observations=initial_pseudo_labels[k] or step_pseudo_labels,
+        )
+        results.append(result)
     return results
 
 
 def first_memory(client_update: ClientUpdate, broadcast: Tree, seed: int, client: int) -> Tree:
-    """Return the memory that a client starts with; its random numbers are the client's or shared, as it requires."""
-    return client_update.initial_memory(
-        broadcast,
-        rng.generator(seed, "remember", *((client,) if client_update.requirements.per_client_generator else ())),
-    )
+    """Return the memory with which a client starts.
+
+    Its random numbers are the same for all clients unless the update requires a generator for each.
+    """
+    path = (client,) if client_update.requirements.per_client_generator else ()
+    return client_update.initial_memory(broadcast, rng.generator(seed, "remember", *path))
 
 
-class _Log:
-    """What the steps of a client update, or of several as one program, report: added up once, when they are over."""
+class _StepLog:
+    """The metrics of all steps of an update of one client or of several batched ones.
+
+    They are summed after the last step, so that the device is not waited for in each step.
+    """
 
     def __init__(self) -> None:
         self.steps: list[StepMetrics] = []
         self.rows: list[Tensor] = []
 
-    def add(self, notes: StepMetrics, rows: Tensor) -> None:
-        """Keep what a step reports of unlabeled `rows`; nothing is computed."""
-        self.steps.append(notes)
+    def add(self, step_metrics: StepMetrics, rows: Tensor) -> None:
+        """Store the metrics of a step and the unlabeled `rows` of its batch."""
+        self.steps.append(step_metrics)
         self.rows.append(rows)
 
-    def of(
+    def summarize(
         self, context: ClientContext, client: int, k: int = 0, amount: Amount | None = None
-    ) -> tuple[dict[str, WeightedMetric], tuple[Observed, ...]]:
-        """Return the sums over a client's steps, and its pseudo-labels; in a program, of its place `k` and `amount`.
+    ) -> tuple[dict[str, WeightedMetric], tuple[ObservedPseudoLabels, ...]]:
+        """Sum a client's metrics over its steps.
 
-        Raise `Diverged` where a loss is not finite or absurdly large.
+        Args:
+            context: the query.
+            client: the number of the client.
+            k: its position among batched clients.
+            amount: its steps and images of each step; None if there is only one client.
+
+        Returns:
+            The summed metrics by name, and the pseudo-labels of all steps.
+
+        Raises:
+            Diverged: a loss is not finite or larger than `MAX_LOSS`.
         """
-        many = slice(None) if amount is None else (slice(0, amount.steps), k)
         if not self.steps or (amount is not None and amount.steps == 0):
             return {}, ()
-        own = slice(None if amount is None else amount.unlabeled)  # of a step's unlabeled images, the rest is padding
+        if amount is None:
+            own_steps: Any = slice(None)
+            own_images = slice(None)
+        else:
+            # Later steps repeat the client's last one, and further images of a step are padding.
+            own_steps = (slice(0, amount.steps), k)
+            own_images = slice(amount.unlabeled)
 
         def stack(leaves: Iterable[Tensor]) -> Tensor:
-            return torch.stack(list(leaves))[many]
+            return torch.stack(list(leaves))[own_steps]
 
-        losses = stack(notes.loss for notes in self.steps).detach()
-        bad = diverged(losses).nonzero()
-        if len(bad):
-            raise Diverged(context.round, client, int(bad[0]), float(losses[bad[0]]))
+        losses = stack(metrics.loss for metrics in self.steps).detach()
+        bad_steps = diverged(losses).nonzero()
+        if len(bad_steps):
+            step = int(bad_steps[0])
+            raise Diverged(context.round, client, step, float(losses[step]))
         first = self.steps[0]
         samples = {"loss": WeightedMetric(losses.sum(), losses.square().sum(), torch.ones_like(losses).sum())}
         for name in first.samples:
-            parts = zip(*(notes.samples[name] for notes in self.steps), strict=True)
-            samples[name] = WeightedMetric(*(stack(part).sum(0) for part in parts))
+            fields = zip(*(metrics.samples[name] for metrics in self.steps), strict=True)
+            samples[name] = WeightedMetric(*(stack(field).sum(0) for field in fields))
         if not first.pseudo:
             return samples, ()
 
-        def pseudo(each: Iterable[PseudoLabels]) -> PseudoLabels:
-            return PseudoLabels(*(stack(leaves)[:, own].flatten() for leaves in zip(*each, strict=True)))
+        def join(pseudo_labels: Iterable[PseudoLabels]) -> PseudoLabels:
+            fields = zip(*pseudo_labels, strict=True)
+            return PseudoLabels(*(stack(field)[:, own_images].flatten() for field in fields))
 
-        models = {name: pseudo(notes.models[name] for notes in self.steps) for name in first.models}
-        rows = stack(self.rows)[:, own].flatten()
-        return samples, (Observed(rows, pseudo(notes.pseudo[0] for notes in self.steps), models),)
+        models = {name: join(metrics.models[name] for metrics in self.steps) for name in first.models}
+        rows = stack(self.rows)[:, own_images].flatten()
+        pseudo = join(metrics.pseudo[0] for metrics in self.steps)
+        return samples, (ObservedPseudoLabels(rows, pseudo, models),)
 
 
 def _check_upload(
-    context: ClientContext, client: int, upload: Upload, broadcast: Tree, steps: int, finite: bool | None = None
+    context: ClientContext, client: int, upload: Upload, broadcast: Tree, steps: int, is_finite: bool | None = None
 ) -> None:
-    """Refuse an upload that holds what its work does not declare, or that the last step has spoiled: its loss was still
-    finite. `finite` says whether all is, where that is known.
+    """Check that an upload contains what its update declares, and only finite numbers.
+
+    The last step can spoil the weights after a finite loss.
+
+    Args:
+        context: the query.
+        client: the number of the client.
+        upload: its upload.
+        broadcast: what it received.
+        steps: its number of steps.
+        is_finite: True if all numbers are known to be finite.
     """
     context.client_update.requirements.upload_spec.check(upload, broadcast, type(context.client_update).__name__)
-    if _finite(upload) if finite is None else finite:
+    if is_finite is None:
+        is_finite = _is_finite(upload)
+    if is_finite:
         return
     for name, leaf in tree.flatten(upload.tree).items():
         if not bool(leaf.isfinite().all()):
-            worst = float(leaf[~leaf.isfinite()].flatten()[0])
-            raise Diverged(context.round, client, max(0, steps - 1), worst, f"upload '{name.removeprefix('update/')}'")
+            value = float(leaf[~leaf.isfinite()].flatten()[0])
+            raise Diverged(context.round, client, max(0, steps - 1), value, f"upload '{name.removeprefix('update/')}'")
 
 
-def _finite(upload: Upload) -> bool:
-    """Say whether all numbers of an upload are finite; the device is asked once."""
-    fine = [leaf.isfinite().all() for leaf in tree.leaves(upload.tree)]
-    return not fine or bool(torch.stack(fine).all())
+def _is_finite(upload: Upload) -> bool:
+    """Check whether all numbers of an upload are finite, waiting for the device only once."""
+    finite = [leaf.isfinite().all() for leaf in tree.leaves(upload.tree)]
+    return not finite or bool(torch.stack(finite).all())
 
 
 def add_metrics(old: WeightedMetric | None, new: WeightedMetric) -> WeightedMetric:
+    """Add two sums of a metric; the first may be missing."""
     if old is None:
         return new
     return WeightedMetric(old.total + new.total, old.squares + new.squares, old.count + new.count)
 
 
-def _draw(context: ClientContext, client: int, data: ClientData, amount: Amount, keep: Tensor | None) -> DrawnUpdate:
+def _draw(
+    context: ClientContext, client: int, data: ClientData, amount: Amount, drawable: Tensor | None
+) -> DrawnUpdate:
     requirements = context.client_update.requirements
-    return draw(amount, data, context.views, requirements, keep, context.seed, *context.path(client))
+    return draw(amount, data, context.views, requirements, drawable, context.seed, *context.path(client))
 
 
-def _swept(context: ClientContext, client: int, data: ClientData) -> ClientData:
-    normalize = context.client_update.task.normalize
-    return sweep(
-        data,
-        context.views,
-        context.client_update.requirements.precomputed_views,
-        normalize,
-        context.seed,
-        *context.path(client),
+def _add_precomputed_views(context: ClientContext, client: int, data: ClientData) -> ClientData:
+    """Add the views of all unlabeled rows that the update reads outside of its steps."""
+    client_update = context.client_update
+    names = client_update.requirements.precomputed_views
+    normalize = client_update.task.normalize
+    return compute_views(data, context.views, names, normalize, context.seed, *context.path(client))
+
+
+def _first_client(batch: Batch) -> Batch:
+    """Remove the client dimension of the batch of a single client, which has no padding."""
+    fields: list[Any] = []
+    for field in batch[:8]:  # all but `real`
+        fields.append(field[0] if isinstance(field, Tensor) else tree.index(field, 0))
+    return Batch(*fields)
+
+
+def _to_channels_last(batch: Batch) -> Batch:
+    """Convert all images of a batch; features of images have no channels and remain as they are."""
+    return batch._replace(
+        x=tree.channels_last({"x": batch.x})["x"],
+        u=tree.channels_last(batch.u),
+        second_batch=tree.channels_last(batch.second_batch),
+        x_views=tree.channels_last(batch.x_views),
     )
 
 
-def _one(batch: Batch) -> Batch:
-    parts: list[Any] = [leaf[0] if isinstance(leaf, Tensor) else tree.index(leaf, 0) for leaf in batch[:8]]
-    return Batch(*parts)
+def _one_client(padded: ClientData, k: int) -> ClientData:
+    """Return the data of client k from stacked data, with its padding."""
+    return ClientData(
+        *(leaf[k] for leaf in padded[:5]),
+        views=tree.index(padded.views, k),
+        real=tree.index(padded.real, k),
+    )
 
 
-def _laid(batch: Batch) -> Batch:
-    own = {"x": batch.x}  # images, or features, which have no channels
-    x, u, others, more = (tree.channels_last(part) for part in (own, batch.u, batch.second_batch, batch.x_views))
-    return batch._replace(x=x["x"], u=u, second_batch=others, x_views=more)
+def _pad_row_memory(client_update: ClientUpdate, memory: Tree, data: ClientData, length: int) -> Tree:
+    """Pad the parts of a memory that have an entry for each unlabeled row to `length` entries.
 
-
-def _local(padded: ClientData, k: int) -> ClientData:
-    views, real = tree.index(padded.views, k), tree.index(padded.real, k)
-    return ClientData(*(leaf[k] for leaf in padded[:5]), views=views, real=real)
-
-
-def _filled(client_update: ClientUpdate, memory: Tree, data: ClientData, length: int | None = None) -> Tree:
-    """Return a client's memory with `length` entries where it has one of each row; without one, those of its rows.
-
-    What was remembered of other rows than it has now is nothing.
+    If the client has another number of rows than at its last update, these parts start anew.
     """
-    flat, own = tree.flatten(memory), len(data.u)
-    for path, nothing in client_update.requirements.row_memory.items():
-        leaf = flat[path]
-        if length is None:
-            flat[path] = leaf[:own]
-            continue
-        rows = leaf if len(leaf) == own else leaf[:0]
-        flat[path] = torch.cat([rows, leaf.new_full((length - len(rows),), nothing)])
-    return tree.unflatten(flat) if client_update.requirements.row_memory else memory
+    row_memory = client_update.requirements.row_memory
+    if not row_memory:
+        return memory
+    leaves = tree.flatten(memory)
+    for path, empty_value in row_memory.items():
+        leaf = leaves[path]
+        rows = leaf if len(leaf) == len(data.u) else leaf[:0]
+        leaves[path] = torch.cat([rows, leaf.new_full((length - len(rows),), empty_value)])
+    return tree.unflatten(leaves)
 
 
-def _guesses(client_update: ClientUpdate, carry: Tree, data: ClientData, rows: int) -> tuple[Observed, ...]:
-    """Return the pseudo-labels of the client's own `rows` where a client update makes them once, when it begins."""
-    pseudo = tuple(
-        PseudoLabels(*(leaf[:rows] for leaf in each)) for each in client_update.initial_pseudo_labels(carry, data)
-    )
-    return tuple(Observed(torch.arange(rows, device=own.label.device), own, {}) for own in pseudo)
+def _unpad_row_memory(client_update: ClientUpdate, memory: Tree, length: int) -> Tree:
+    """Cut the parts of a memory that have an entry for each unlabeled row to the client's `length` rows."""
+    row_memory = client_update.requirements.row_memory
+    if not row_memory:
+        return memory
+    leaves = tree.flatten(memory)
+    for path in row_memory:
+        leaves[path] = leaves[path][:length]
+    return tree.unflatten(leaves)
 
 
-def _padded(datas: Sequence[ClientData]) -> ClientData:
-    """Stack clients of unequal size: rows beyond a client's own repeat them from the start."""
+def _initial_pseudo_labels(
+    client_update: ClientUpdate, carry: Tree, data: ClientData, rows: int
+) -> tuple[ObservedPseudoLabels, ...]:
+    """Return the pseudo-labels that an update makes once, before its steps, of the client's first `rows` rows."""
+    observed: list[ObservedPseudoLabels] = []
+    for pseudo_labels in client_update.initial_pseudo_labels(carry, data):
+        unpadded = PseudoLabels(*(leaf[:rows] for leaf in pseudo_labels))
+        row_numbers = torch.arange(rows, device=unpadded.label.device)
+        observed.append(ObservedPseudoLabels(row_numbers, unpadded, {}))
+    return tuple(observed)
 
-    def wrap(images: Tensor, length: int) -> Tensor:
+
+def _pad(clients_data: Sequence[ClientData]) -> ClientData:
+    """Stack the data of K clients; rows beyond a client's last repeat its rows from the first one.
+
+    `real` marks the rows that are not padding; it is {} if there is no padding.
+    """
+
+    def repeat_rows(images: Tensor, length: int) -> Tensor:
         if not len(images):
             return images.new_zeros((length, *images.shape[1:]))
         return images[torch.arange(length, device=images.device) % len(images)]
 
-    longest_x, longest_u = max(len(d.x) for d in datas), max(len(d.u) for d in datas)
+    longest_x = max(len(data.x) for data in clients_data)
+    longest_u = max(len(data.u) for data in clients_data)
     real: dict[str, Tensor] = {}
-    if any(len(d.x) < longest_x or len(d.u) < longest_u for d in datas):
-        device = datas[0].y.device
-        real["x"] = torch.stack([torch.arange(longest_x, device=device) < d.labeled for d in datas])
-        real["u"] = torch.stack([torch.arange(longest_u, device=device) < d.unlabeled for d in datas])
+    if any(len(data.x) < longest_x or len(data.u) < longest_u for data in clients_data):
+        device = clients_data[0].y.device
+        x_positions = torch.arange(longest_x, device=device)
+        u_positions = torch.arange(longest_u, device=device)
+        real["x"] = torch.stack([x_positions < data.labeled for data in clients_data])
+        real["u"] = torch.stack([u_positions < data.unlabeled for data in clients_data])
+    views: dict[str, Tensor] = {}
+    for name in clients_data[0].views:
+        views[name] = torch.stack([repeat_rows(data.views[name], longest_u) for data in clients_data])
     return ClientData(
-        torch.stack([wrap(d.x, longest_x) for d in datas]),
-        torch.stack([wrap(d.y, longest_x) for d in datas]),
-        torch.stack([wrap(d.u, longest_u) for d in datas]),
-        torch.stack([d.labeled for d in datas]),
-        torch.stack([d.unlabeled for d in datas]),
-        {name: torch.stack([wrap(d.views[name], longest_u) for d in datas]) for name in datas[0].views},
-        real,
+        x=torch.stack([repeat_rows(data.x, longest_x) for data in clients_data]),
+        y=torch.stack([repeat_rows(data.y, longest_x) for data in clients_data]),
+        u=torch.stack([repeat_rows(data.u, longest_u) for data in clients_data]),
+        labeled=torch.stack([data.labeled for data in clients_data]),
+        unlabeled=torch.stack([data.unlabeled for data in clients_data]),
+        views=views,
+        real=real,
     )

@@ -1,12 +1,12 @@
-"""The client half of a federation, wherever it runs: who holds which rows, and what a client update to them does.
+"""Client data and local training, for simulations and for sites.
 
-In a simulation `LocalClients` has all clients; a site of a real federation has its own rows alone.
-Both draw from (seed, round, query, client), so that a site computes what its client computes in a simulation, bit by
-bit.
+In a simulation `LocalClients` trains all clients; a site trains only itself. All random numbers depend on (seed, round,
+query, client), so that a site computes bit for bit what its client computes in a simulation.
 """
 
+from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass
 from fractions import Fraction
 from functools import partial
 from typing import Literal
@@ -24,7 +24,7 @@ from halfmoon.data.partition.split import SERVER, Split
 from halfmoon.engine.budget import Budget, ClientSize, batch_rule_amount
 from halfmoon.engine.driver import ClientContext, ClientResult, ClientTask, Query, first_memory
 from halfmoon.engine.evaluation import Examples, ParallelMap, Quality
-from halfmoon.engine.programs import MAX_PADDING, grouped
+from halfmoon.engine.groups import MAX_PADDING, group_clients
 from halfmoon.engine.sampling import Amount, Batching, Views
 
 Executor = Literal["loop", "vmap"]
@@ -32,12 +32,17 @@ Executor = Literal["loop", "vmap"]
 
 @dataclass(frozen=True)
 class FederatedDataset:
-    """Who holds what: the training images (on the device that trains), and the split.
+    """Training images and their distribution over clients.
 
-    With `all_labels` every client trains on all its rows as labeled ones: the supervised rows of the papers. `pooled`
-    puts all rows, the server's too, into the hands of one client: a centralized run is a federation of one. With
-    `reuse_labeled` a client's labeled rows are among its unlabeled ones as well (FedDB, Section 3.1). `label_flippers` label
-    their rows wrongly, class c as `classes` - 1 - c; guesses are still compared with what is true.
+    Attributes:
+        train: all training images, on the device that trains.
+        split: the client of each image, and which images are labeled.
+        all_labels: clients use all their images as labeled ones, as the supervised upper bounds of papers do.
+        pooled: one client has all images, also those of the server: centralized training.
+        reuse_labeled: a client's labeled images are also among its unlabeled ones (FedDB, Section 3.1).
+        label_flippers: clients that train with false labels, class c as `classes` - 1 - c. Pseudo-labels are still
+            compared with the true labels.
+        classes: number of classes, needed only with label flippers.
     """
 
     train: Examples
@@ -46,38 +51,64 @@ class FederatedDataset:
     pooled: bool = False
     reuse_labeled: bool = False
     label_flippers: frozenset[int] = frozenset()
-    classes: int = 0  # needed where there are label_flippers
+    classes: int = 0
 
     @property
     def clients(self) -> int:
+        """The number of clients."""
         return 1 if self.pooled else self.split.clients
 
     def stage(self, round: int, rounds: int) -> int | None:
-        """Return which part of a stream has come by `round`; None where nothing streams."""
+        """Return the stage of the data stream at a round of `rounds`; None if all images are there from the start."""
         return None if self.split.stage is None else round * self.split.stages // rounds
 
     def training_size(self, client: int, stage: int | None = None) -> ClientSize:
-        return ClientSize(len(self._union(client, stage)), 0) if self.all_labels else self.split_size(client, stage)
+        """Count the labeled and unlabeled rows on which a client trains."""
+        if self.all_labels:
+            return ClientSize(labeled=len(self._union(client, stage)), unlabeled=0)
+        return self.split_size(client, stage)
 
     def split_size(self, client: int, stage: int | None = None) -> ClientSize:
-        return ClientSize(*(len(self._rows(client, labeled, stage)) for labeled in (True, False)))
+        """Count the labeled and unlabeled rows of a client in the split, whether or not all count as labeled."""
+        return ClientSize(
+            labeled=len(self._rows(client, labeled=True, stage=stage)),
+            unlabeled=len(self._rows(client, labeled=False, stage=stage)),
+        )
 
     def client_data(self, client: int, stage: int | None = None) -> tuple[ClientData, Tensor]:
-        """Return what the client (or the `SERVER`) sees, and the labels of its unlabeled rows, which no method may see.
+        """Return the images of a client (or the `SERVER`) and the true labels of its unlabeled ones.
 
-        In a stream, `stage` says which unlabeled rows are there by now.
+        Methods have no access to the second.
+
+        Args:
+            client: the number of the client.
+            stage: the stage of a data stream, up to which unlabeled images are included; None: all.
         """
         images, labels = self.train
-        x, u = (tensor_from_numpy(self.rows(client, kind, stage)).to(labels.device) for kind in (True, False))
-        counts = torch.tensor([len(x), len(u)], device=labels.device)
-        y = self.classes - 1 - labels[x] if client in self.label_flippers else labels[x]
-        # Of images that are mapped into memory, channels lie last.
-        return ClientData(images[x].contiguous(), y, images[u].contiguous(), counts[0], counts[1]), labels[u]
+        device = labels.device
+        labeled_rows = tensor_from_numpy(self.rows(client, labeled=True, stage=stage)).to(device)
+        unlabeled_rows = tensor_from_numpy(self.rows(client, labeled=False, stage=stage)).to(device)
+        counts = torch.tensor([len(labeled_rows), len(unlabeled_rows)], device=device)
+        y = labels[labeled_rows]
+        if client in self.label_flippers:
+            y = self.classes - 1 - y
+        data = ClientData(
+            # Images that are mapped from a file are channels-last.
+            x=images[labeled_rows].contiguous(),
+            y=y,
+            u=images[unlabeled_rows].contiguous(),
+            labeled=counts[0],
+            unlabeled=counts[1],
+        )
+        return data, labels[unlabeled_rows]
 
     def rows(self, client: int, labeled: bool, stage: int | None = None) -> np.ndarray:
-        """Return the training rows, int64, that the client (or the `SERVER`) has as labeled ones, or as unlabeled.
+        """Return the training rows, int64, that a client (or the `SERVER`) uses as labeled or as unlabeled.
 
-        In a stream, `stage` says which unlabeled rows are there by now.
+        Args:
+            client: the number of the client.
+            labeled: labeled rows, or else unlabeled ones.
+            stage: the stage of a data stream, up to which unlabeled rows are included; None: all.
         """
         if self.all_labels:
             return self._union(client, stage) if labeled else np.zeros(0, np.int64)
@@ -89,21 +120,28 @@ class FederatedDataset:
         return self._split_rows(client, labeled, stage)
 
     def _union(self, client: int, stage: int | None) -> np.ndarray:
-        return np.union1d(*(self._split_rows(client, labeled, stage) for labeled in (True, False)))
+        """Return all rows of a client, labeled or not."""
+        return np.union1d(self._split_rows(client, True, stage), self._split_rows(client, False, stage))
 
     def _split_rows(self, client: int, labeled: bool, stage: int | None) -> np.ndarray:
         if self.pooled:
+            # Client -1 marks rows that no client and no server has.
             return np.flatnonzero((self.split.client != -1) & (self.split.labeled == labeled))
         return self.split.rows(client, labeled, stage)
 
 
 @dataclass(frozen=True)
 class Training:
-    """How clients train: batch rule, budget and executor, and the batch rule of the server's own training.
+    """Settings of local training.
 
-    Without `serving` the server trains by the clients' rule. `together` is how many clients vmap lifts at most as one
-    program (None: all of a cohort that are alike), and `padded` how much of one may be padding; `spread` says where
-    programs, and the clients of a loop, train.
+    Attributes:
+        batching: batch sizes and number of steps.
+        budget: adjusts the number of steps, so that methods are compared at equal cost.
+        server_batching: the same for training at the server; None: as clients.
+        executor: "loop" trains clients one by one, "vmap" in groups.
+        parallel_map: trains the groups (or single clients), perhaps in several processes.
+        max_group_size: clients of a group at most; None: all that fit together.
+        max_padding: share of padding in a group at most (`group_clients`).
     """
 
     batching: Batching
@@ -117,9 +155,14 @@ class Training:
 
 @dataclass
 class LocalClients:
-    """Clients (and perhaps the server's own rows) on this machine, trained one by one or lifted together by vmap.
+    """Clients on this machine (and perhaps the server's labeled images), trained one by one or batched by vmap.
 
-    What clients remember lies in `memories`, by number.
+    Attributes:
+        dataset: their images.
+        views: the augmentations.
+        training: how they train.
+        seed: the seed of the run.
+        memories: what clients store between their updates, by number.
     """
 
     dataset: FederatedDataset
@@ -137,128 +180,147 @@ class LocalClients:
         per_client: Tree,
         quality: Quality,
     ) -> Iterator[ClientResult]:
-        """Train clients (or the `SERVER`), remember what they keep, and yield what comes of it in their order.
+        """Train clients (or the `SERVER`), store their memories, and yield their results in the order of `clients`.
 
-        `per_client` (leaves (K, ...)) is merged into `broadcast`, a different slice for each client. `quality` compares
-        pseudo-labels with the labels that are hidden from the work. Nothing that was yielded is held here, and what is
-        remembered is not yielded.
+        Results are not stored here, so that the caller can free an upload before the next client trains.
+
+        Args:
+            context: the query.
+            clients: numbers of the clients.
+            stage: the stage of a data stream; None if there is none.
+            broadcast: the tree that all clients receive.
+            per_client: leaves (K, ...), of which each client receives its slice too.
+            quality: collects the quality of pseudo-labels.
+
+        Yields:
+            Results without the memory and the pseudo-labels.
         """
-        hidden: dict[int, Tensor] = {}
-        remaining = iter(enumerate(clients))  # not zip, which holds what it has given last
-        for outcome in _without_gradients(self._client_rounds(context, clients, stage, broadcast, per_client, hidden)):
-            place, client = next(remaining)
-            if outcome.memory:
-                self.memories.put(str(client), outcome.memory)
-            for observation in outcome.observations:
-                quality.add(observation.pseudo, hidden[client][observation.rows], observation.models)
-            outcome = outcome._replace(memory={}, observations=())
+        hidden_labels: dict[int, Tensor] = {}
+        results = self._train(context, clients, stage, broadcast, per_client, hidden_labels)
+        for position, client in enumerate(clients):
+            # Gradients are disabled only while clients train: the caller may need them between two results.
+            with torch.no_grad():
+                result = next(results)
+            if result.memory:
+                self.memories.put(str(client), result.memory)
+            for observed in result.observations:
+                quality.add(observed.pseudo, hidden_labels[client][observed.rows], observed.models)
+            result = result._replace(memory={}, observations=())
             if client != SERVER and context.client_update.task.upload_precision != "float32":
-                outcome = _encoded(context, client, {**broadcast, **tree.index(per_client, place)}, outcome)
-            yield outcome
-            del outcome  # or it would be held while the next client trains
+                received = {**broadcast, **tree.index(per_client, position)}
+                result = _encode_upload(context, client, received, result)
+            yield result
+            del result  # free the upload before the next client trains
+        with torch.no_grad():
+            next(results, None)  # let the map finish: a pool of processes ends its queue after the last result
 
-    def _client_rounds(
+    def _train(
         self,
         context: ClientContext,
         clients: Sequence[int],
         stage: int | None,
         broadcast: Tree,
         per_client: Tree,
-        hidden: dict[int, Tensor],
+        hidden_labels: dict[int, Tensor],
     ) -> Iterator[ClientResult]:
-        """Yield what comes of the clients in their order; `hidden` gets the labels that they do not see, by client."""
-        amounts = [self._amount(context.client_update, client, stage) for client in clients]
-        # Asked once, not of every client: what a client that is known would start from may be a network to draw.
-        remembers = bool(
-            first_memory(context.client_update, {**broadcast, **tree.index(per_client, 0)}, self.seed, clients[0])
-        )
+        """Train clients in groups and yield their results in the order of `clients`.
 
-        def task(k: int) -> ClientTask:
-            client, private = clients[k], tree.index(per_client, k)
-            memory: Tree = {}
-            if remembers:
-                start = {**broadcast, **private}
-                memory = self.memories.get(str(client)) or first_memory(context.client_update, start, self.seed, client)
-            data, hidden[client] = self.dataset.client_data(client, stage)
-            kind = self._kind(context.client_update, client, stage, amounts[k], memory)
-            return ClientTask(client, private, memory, data, amounts[k], kind)
-
-        tasks = map(task, range(len(clients)))
-        results: dict[int, ClientResult] = {}
-        turns = iter(clients)
-        turn = next(turns, None)
-        for part in self.training.parallel_map(Query(context, broadcast), self._programs(context.client_update, tasks)):
-            results |= part
-            part.clear()  # or what is yielded would be held while the next clients train
-            while turn in results:
-                yield results.pop(turn)
-                turn = next(turns, None)
-
-    def _programs(self, client_update: ClientUpdate, tasks: Iterable[ClientTask]) -> Iterator[list[ClientTask]]:
-        """Yield the clients that train as one program, as soon as those of one kind are as many as may be.
-
-        They are several programs where they are too unlike in size (`grouped`).
+        The true labels of their unlabeled images are added to `hidden_labels`.
         """
-        most = 1 if self.training.executor == "loop" else self.training.max_group_size
-        waiting: dict[tuple[object, ...], list[ClientTask]] = {}
-        for each in tasks:
-            kind = each.kind
-            waiting.setdefault(kind, []).append(each)
-            del each  # or it would be held while the next clients train
-            if len(waiting[kind]) == most:
-                yield from _alike(client_update, waiting.pop(kind), self.training.max_padding)
-        while waiting:
-            yield from _alike(client_update, waiting.pop(next(iter(waiting))), self.training.max_padding)
+        client_update = context.client_update
+        amounts = [self._amount(client_update, client, stage) for client in clients]
+        # Asked of one client only: a first memory may be a network, which takes time to draw.
+        first_received = {**broadcast, **tree.index(per_client, 0)}
+        uses_memory = bool(first_memory(client_update, first_received, self.seed, clients[0]))
 
-    def _kind(
+        def make_task(k: int) -> ClientTask:
+            client = clients[k]
+            private = tree.index(per_client, k)
+            memory: Tree = {}
+            if uses_memory:
+                memory = self.memories.get(str(client))
+                memory = memory or first_memory(client_update, {**broadcast, **private}, self.seed, client)
+            data, hidden_labels[client] = self.dataset.client_data(client, stage)
+            group_key = self._group_key(client_update, client, stage, amounts[k], memory)
+            return ClientTask(client, private, memory, data, amounts[k], group_key)
+
+        tasks = map(make_task, range(len(clients)))  # lazy: only the tasks of unfinished groups are in memory
+        groups = self._make_groups(client_update, tasks)
+        results: dict[int, ClientResult] = {}
+        next_position = 0
+        for group_results in self.training.parallel_map(Query(context, broadcast), groups):
+            results |= group_results
+            group_results.clear()  # the map may keep the dictionary while the next group trains
+            while next_position < len(clients) and clients[next_position] in results:
+                yield results.pop(clients[next_position])
+                next_position += 1
+
+    def _make_groups(self, client_update: ClientUpdate, tasks: Iterable[ClientTask]) -> Iterator[list[ClientTask]]:
+        """Yield the groups of clients that train together.
+
+        Tasks with equal keys are collected up to the largest group size and then divided by size (`group_clients`).
+        """
+        max_size = 1 if self.training.executor == "loop" else self.training.max_group_size
+        waiting: dict[tuple[object, ...], list[ClientTask]] = {}
+        ready: deque[list[ClientTask]] = deque()
+        for task in tasks:
+            key = task.group_key
+            waiting.setdefault(key, []).append(task)
+            del task  # free the task as soon as its group has trained
+            if len(waiting[key]) == max_size:
+                ready.extend(self._divide(client_update, waiting.pop(key)))
+            while ready:
+                yield ready.popleft()
+        while waiting:
+            ready.extend(self._divide(client_update, waiting.pop(next(iter(waiting)))))
+            while ready:
+                yield ready.popleft()
+
+    def _divide(self, client_update: ClientUpdate, tasks: list[ClientTask]) -> list[list[ClientTask]]:
+        """Divide tasks with equal keys into groups of similar size."""
+        sizes = [task.work_size for task in tasks]
+        groups = group_clients(client_update, sizes, self.training.max_padding)
+        return [[tasks[position] for position in group] for group in groups]
+
+    def _group_key(
         self, client_update: ClientUpdate, client: int, stage: int | None, amount: Amount, memory: Tree
     ) -> tuple[object, ...]:
-        """Return what clients that train as one program have in common.
+        """Return a key that is equal for clients which can share a group.
 
-        They have equally shaped memories, equal images a step and, where it matters, equal sizes; a work that masks
-        padding takes all that have a step to do.
+        Their memories have equal shapes. If the update masks padding, any number of images fits together, but clients
+        without a step do not join those with steps. Otherwise the images of a step must be equal, and the number of
+        rows if the update reads all of them.
         """
-        flat = sorted(tree.flatten(memory).items())  # a memory that was read has them in another order
-        shapes = tuple(leaf.shape for path, leaf in flat if path not in client_update.requirements.row_memory)
-        if client_update.requirements.masks_padding:
+        requirements = client_update.requirements
+        # Sorted, as a memory that was read from a file has another order of leaves than a new one.
+        leaves = sorted(tree.flatten(memory).items())
+        shapes = tuple(leaf.shape for path, leaf in leaves if path not in requirements.row_memory)
+        if requirements.masks_padding:
             return (min(amount.steps, 1),), shapes
-        size = astuple(self.dataset.training_size(client, stage)) if client_update.requirements.needs_full_batch else ()
-        return (amount.labeled, amount.unlabeled, *size), shapes
+        sizes = [amount.labeled, amount.unlabeled]
+        if requirements.needs_full_batch:
+            rows = self.dataset.training_size(client, stage)
+            sizes += [rows.labeled, rows.unlabeled]
+        return tuple(sizes), shapes
 
     def _amount(self, client_update: ClientUpdate, client: int, stage: int | None) -> Amount:
+        """Return the steps and images of a client's update."""
         if client == SERVER:
-            return batch_rule_amount(
-                self.training.server_batching or self.training.batching,
-                client_update,
-                self.dataset.training_size(client),
-            )
-        own, size = self.dataset.training_size(client, stage), self.dataset.split_size(client, stage)
-        return self.training.budget.amount(self.training.batching, client_update, own, size)
+            batching = self.training.server_batching or self.training.batching
+            return batch_rule_amount(batching, client_update, self.dataset.training_size(client))
+        return self.training.budget.amount(
+            self.training.batching,
+            client_update,
+            self.dataset.training_size(client, stage),
+            self.dataset.split_size(client, stage),
+        )
 
 
-def _encoded(context: ClientContext, client: int, broadcast: Tree, outcome: ClientResult) -> ClientResult:
-    """Return what came of a client with its upload in the bytes that travel."""
+def _encode_upload(context: ClientContext, client: int, received: Tree, result: ClientResult) -> ClientResult:
+    """Convert an upload to the precision in which it is sent."""
     update = context.client_update
-    draws = partial(rng.generator, context.seed, "upload", context.round, context.query, client)
-    upload = encoded(outcome.upload, broadcast, update.task.upload_precision, update.requirements.upload_spec, draws)
-    return outcome._replace(upload=upload, traffic=update.traffic(broadcast, upload))
-
-
-def _alike(client_update: ClientUpdate, tasks: list[ClientTask], padded: Fraction) -> Iterator[list[ClientTask]]:
-    """Yield the tasks that train as one program, and hold none that was yielded."""
-    places = grouped(client_update, [each.extent for each in tasks], padded)
-    programs = [[tasks[place] for place in each] for each in places]
-    tasks.clear()
-    while programs:
-        yield programs.pop(0)
-
-
-def _without_gradients(results: Iterator[ClientResult]) -> Iterator[ClientResult]:
-    """Yield what an iterator does, which works without gradients; whoever takes it may have some."""
-    while True:
-        with torch.no_grad():
-            result = next(results, None)
-        if result is None:
-            return
-        yield result
-        del result
+    make_generator = partial(rng.generator, context.seed, "upload", context.round, context.query, client)
+    upload = encoded(
+        result.upload, received, update.task.upload_precision, update.requirements.upload_spec, make_generator
+    )
+    return result._replace(upload=upload, traffic=update.traffic(received, upload))

@@ -179,7 +179,7 @@ def draw(
     return DrawnUpdate(amount, x_rows, x_drawn, u_rows, u_drawn, o_rows, o_drawn, mixed, more_drawn)
 
 
-def sweep(
+def compute_views(
     local: ClientData, views: Views, names: Sequence[str], normalize: Normalize, seed: int, *path: int | str
 ) -> ClientData:
     """Return what a client holds together with the named views of all its unlabeled rows."""

@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from halfmoon.api.types import ClientUpdate, Method
 from halfmoon.contract.checks import executors_agree
 from halfmoon.engine.budget import ClientSize, batch_rule_amount
-from halfmoon.engine.programs import MAX_PADDING, Extent, grouped
+from halfmoon.engine.groups import MAX_PADDING, WorkSize, group_clients
 from halfmoon.engine.sampling import Batching
 from halfmoon.methods.batchnorm_stats import BatchNormStatistics
 from halfmoon.methods.fedavg import FedAvg
@@ -24,9 +24,9 @@ def client_update(**options: object) -> ClientUpdate:
     return FedAvg(FixMatch(**options)).client_updates(task())["train"]  # pyright: ignore[reportArgumentType]
 
 
-def extents(sizes: list[tuple[int, int]], batching: Batching, of: ClientUpdate) -> list[Extent]:
+def extents(sizes: list[tuple[int, int]], batching: Batching, of: ClientUpdate) -> list[WorkSize]:
     held = [ClientSize(*each) for each in sizes]
-    return [Extent(batch_rule_amount(batching, of, each), each) for each in held]
+    return [WorkSize(batch_rule_amount(batching, of, each), each) for each in held]
 
 
 ONE = Batching(1, 1)
@@ -47,16 +47,16 @@ ONE = Batching(1, 1)
 )
 def test_programs_of_hand_made_sizes(rows, programs):
     """Steps are as many as unlabeled rows, all of them alike: the padded share is that of steps not taken."""
-    assert grouped(client_update(), extents([(1, each) for each in rows], ONE, client_update())) == programs
+    assert group_clients(client_update(), extents([(1, each) for each in rows], ONE, client_update())) == programs
 
 
 def test_images_a_step_count_as_steps_do():
     """One step on all labeled and all unlabeled rows: 12 images of each kind beside 3 and 3 have 9 of 24 padded."""
     batching = Batching("all", "rest", steps=1)
-    assert grouped(client_update(), extents([(3, 3), (12, 12)], batching, client_update())) == [[1], [0]]
-    assert grouped(client_update(), extents([(6, 6), (12, 12)], batching, client_update())) == [[0, 1]]
+    assert group_clients(client_update(), extents([(3, 3), (12, 12)], batching, client_update())) == [[1], [0]]
+    assert group_clients(client_update(), extents([(6, 6), (12, 12)], batching, client_update())) == [[0, 1]]
     unlike = extents([(12, 1), (1, 12)], batching, client_update())  # in kind: half
-    assert grouped(client_update(), unlike) == [[1], [0]]
+    assert group_clients(client_update(), unlike) == [[1], [0]]
 
 
 def test_rows_count_where_they_are_looked_at():
@@ -64,9 +64,9 @@ def test_rows_count_where_they_are_looked_at():
     batching, sizes = Batching(2, 4, steps=6), [(4, 12), (4, 400)]
     for labels, programs in (("step", [[0, 1]]), ("round", [[1], [0]])):
         sweeping = client_update(labels=labels)
-        assert grouped(sweeping, extents(sizes, batching, sweeping)) == programs
+        assert group_clients(sweeping, extents(sizes, batching, sweeping)) == programs
     census = BatchNormStatistics(task())
-    assert grouped(census, extents([(2, 10), (3, 12), (4, 400)], batching, census)) == [[2], [0, 1]]
+    assert group_clients(census, extents([(2, 10), (3, 12), (4, 400)], batching, census)) == [[2], [0, 1]]
 
 
 def test_no_program_is_padded_more_than_the_bound():
@@ -77,14 +77,14 @@ def test_no_program_is_padded_more_than_the_bound():
         of = client_update(labels=drawn.choice(["step", "round"]))
         sizes = [(drawn.randrange(9), drawn.randrange(1, 12) ** 2) for _ in range(drawn.randrange(1, 25))]
         held = extents(sizes, batching, of)
-        groups = grouped(of, held)
+        groups = group_clients(of, held)
         assert sorted(place for group in groups for place in group) == list(range(len(sizes)))
         for places in groups:
             widest = held[places[0]]
             for place in places:
                 widest = widest.maximum(held[place])
-            images = sum(held[place].images(of) for place in places)
-            whole = len(places) * widest.images(of)
+            images = sum(held[place].count_images(of) for place in places)
+            whole = len(places) * widest.count_images(of)
             assert whole - images <= MAX_PADDING * whole
 
 
