@@ -1,7 +1,7 @@
-"""How much a method may look at: the shared batch rule, and comparisons at an equal budget."""
+"""The number of steps of a client update: by the shared batch rule, or for comparisons at equal cost."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, astuple, dataclass
+from dataclasses import asdict, dataclass
 from typing import Literal
 
 from halfmoon.api.types import ClientUpdate, Passes
@@ -12,19 +12,27 @@ Rule = Literal["none", "labeled-steps", "forwards"]
 
 @dataclass(frozen=True)
 class ClientSize:
-    """How many rows of each kind a client trains on."""
+    """The numbers of labeled and unlabeled rows on which a client trains."""
 
     labeled: int
     unlabeled: int
 
+    @property
+    def as_labeled(self) -> "ClientSize":
+        """The size of a client that uses all its rows as labeled ones."""
+        return ClientSize(self.labeled + self.unlabeled, 0)
+
 
 @dataclass(frozen=True)
 class Budget:
-    """What the client updates of one method are measured by.
+    """The rule by which the client updates of different methods have equal cost.
 
-    "none": its own reading of the batch rule. "labeled-steps": as many steps an update as `reference` takes at the same
-    client. "forwards": as many images through the classifier as `reference`, a backward pass counted as two forward
-    ones. `all_labels` says that the reference trains on all rows as labeled ones.
+    Attributes:
+        rule: "none": each method takes the steps of the batch rule. "labeled-steps": as many steps as `reference`
+            takes at the same client. "forwards": as many images through the network as `reference`, where a backward
+            pass counts as two forward passes.
+        reference: the client update that sets the cost.
+        all_labels: the reference uses all rows as labeled ones.
     """
 
     rule: Rule = "none"
@@ -32,74 +40,107 @@ class Budget:
     all_labels: bool = False
 
     def amount(self, batching: Batching, client_update: ClientUpdate, own: ClientSize, size: ClientSize) -> Amount:
-        """Return the amount of a client update of `client_update` to a client that trains on `own` rows.
+        """Compute the steps and images of a client update.
 
-        `size` are its rows in the split.
+        Args:
+            batching: the batch rule.
+            client_update: the update.
+            own: the rows on which the client trains under this method.
+            size: its rows in the split.
         """
         amount = batch_rule_amount(batching, client_update, own)
         if self.rule == "none" or self.reference is None or not client_update.requirements.trains or not amount.steps:
             return amount
-        holding = ClientSize(size.labeled + size.unlabeled, 0) if self.all_labels else size
-        if client_update == self.reference and own == holding:
+        reference_size = size.as_labeled if self.all_labels else size
+        if client_update == self.reference and own == reference_size:
             return amount
-        target = batch_rule_amount(batching, self.reference, holding)
+        target = batch_rule_amount(batching, self.reference, reference_size)
         if self.rule == "labeled-steps":
             return amount._replace(steps=target.steps, epochs=0)
-        images = target.steps * images_per_step(self.reference, target) + self.reference.images_outside_steps(
-            *astuple(holding)
-        )
-        steps = (images - client_update.images_outside_steps(*astuple(own))) / images_per_step(client_update, amount)
+        # Images that go through the network outside of steps are part of the budget, too.
+        target_images = count_images(self.reference, target, reference_size)
+        step_images = target_images - client_update.images_outside_steps(own.labeled, own.unlabeled)
+        steps = step_images / images_per_step(client_update, amount)
         return amount._replace(steps=max(1, round(steps)), epochs=0)
 
 
 def batch_rule_amount(batching: Batching, client_update: ClientUpdate, own: ClientSize) -> Amount:
-    """Return what the batch rule alone says."""
-    if not client_update.requirements.trains:
-        return Amount(0, 0, 0)
+    """Compute the steps and images of a client update by the batch rule alone.
+
+    Args:
+        batching: the batch rule.
+        client_update: the update.
+        own: the rows on which the client trains.
+    """
+    requirements = client_update.requirements
+    if not requirements.trains:
+        return Amount(steps=0, labeled=0, unlabeled=0)
     labeled = batching.labeled_size(own.labeled)
-    if not client_update.requirements.views:
-        return Amount(batching.steps_labeled(own.labeled) if labeled else 0, labeled, 0)
-    size = batching.unlabeled_size(own.labeled, own.unlabeled)
-    more = client_update.requirements.labeled_epochs if labeled and not batching.steps else 1
-    epochs = batching.passes(own.labeled, own.unlabeled) * more
-    return Amount(batching.steps_both(own.labeled, own.unlabeled) * more, labeled, size, epochs)
+    if not requirements.views:
+        steps = batching.steps_labeled(own.labeled) if labeled else 0
+        return Amount(steps=steps, labeled=labeled, unlabeled=0)
+    epochs = requirements.labeled_epochs if labeled and not batching.steps else 1
+    return Amount(
+        steps=batching.steps_both(own.labeled, own.unlabeled) * epochs,
+        labeled=labeled,
+        unlabeled=batching.unlabeled_size(own.labeled, own.unlabeled),
+        epochs=batching.passes(own.labeled, own.unlabeled) * epochs,
+    )
 
 
 def find_largest_update(
     rule: Rule, batching: Batching, client_updates: Mapping[str, tuple[ClientUpdate, bool]], sizes: Sequence[ClientSize]
 ) -> str:
-    """Return the name of the client update that takes most by the batch rule alone, the first of equal ones.
+    """Find the client update that costs most by the batch rule alone.
 
-    `client_updates` are (update, whether it trains on all rows as labeled ones) by name, `sizes` what the split gives
-    to each client. "forwards" counts images through the classifier, another rule steps.
+    Args:
+        rule: "forwards" compares images through the network, another rule steps.
+        batching: the batch rule.
+        client_updates: (update, whether it uses all rows as labeled ones) by name.
+        sizes: the rows of each client in the split.
+
+    Returns:
+        Its name; of equal updates the first.
     """
 
-    def usage(client_update: ClientUpdate, all_labels: bool) -> int:
+    def total_cost(name: str) -> int:
+        client_update, all_labels = client_updates[name]
         total = 0
         for size in sizes:
-            own = ClientSize(size.labeled + size.unlabeled, 0) if all_labels else size
+            own = size.as_labeled if all_labels else size
             amount = batch_rule_amount(batching, client_update, own)
-            images = amount.steps * images_per_step(client_update, amount) + client_update.images_outside_steps(
-                *astuple(own)
-            )
-            total += images if rule == "forwards" else amount.steps
+            total += count_images(client_update, amount, own) if rule == "forwards" else amount.steps
         return total
 
-    return max(client_updates, key=lambda name: usage(*client_updates[name]))
+    return max(client_updates, key=total_cost)
+
+
+def count_images(client_update: ClientUpdate, amount: Amount, own: ClientSize) -> int:
+    """Count the images through the network in an update, in and outside of its steps, as forward passes."""
+    in_steps = amount.steps * images_per_step(client_update, amount)
+    return in_steps + client_update.images_outside_steps(own.labeled, own.unlabeled)
 
 
 def images_per_step(client_update: ClientUpdate, amount: Amount) -> int:
-    """Return the images of one step in forward passes, a backward pass counted as two; at least 1."""
+    """Count the images through the network in one step, a backward pass as two forward passes; at least 1."""
     passes = client_update.passes(amount.labeled, amount.unlabeled)
     return max(1, passes.forward + 2 * passes.backward)
 
 
 @dataclass
 class Cost:
-    """What a run has used so far; every field only grows.
+    """The cost of a run so far; no field ever decreases.
 
-    `stored_client` is the largest memory that a client keeps between its rounds, `stored_server` the most that the
-    server has kept between rounds, in bytes.
+    Attributes:
+        labeled_steps: steps of all clients.
+        labeled_images: labeled images in these steps.
+        unlabeled_images: unlabeled images in these steps.
+        forward: images that went through the network.
+        backward: images of which a gradient was computed.
+        bytes_down: bytes sent to clients.
+        bytes_up: bytes sent by clients.
+        stored_client: bytes of the largest memory of a client between its rounds.
+        stored_server: the most bytes that the server stored between rounds.
     """
 
     labeled_steps: int = 0
@@ -112,13 +153,20 @@ class Cost:
     stored_client: int = 0
     stored_server: int = 0
 
-    def add(self, amount: Amount, passes: Passes, swept: int = 0) -> None:
-        """Count one client's update; `swept` images went through the network outside its steps."""
+    def add(self, amount: Amount, passes: Passes, images_outside_steps: int = 0) -> None:
+        """Add the update of one client.
+
+        Args:
+            amount: its steps, and images of each step.
+            passes: images through the network in each step.
+            images_outside_steps: images through the network before or after the steps.
+        """
         self.labeled_steps += amount.steps
         self.labeled_images += amount.steps * amount.labeled
         self.unlabeled_images += amount.steps * amount.unlabeled
-        self.forward += amount.steps * passes.forward + swept
+        self.forward += amount.steps * passes.forward + images_outside_steps
         self.backward += amount.steps * passes.backward
 
     def row(self) -> dict[str, int]:
+        """Return the fields as metrics.jsonl stores them."""
         return asdict(self)

@@ -238,8 +238,9 @@ class LocalClients:
             private = tree.index(per_client, k)
             memory: Tree = {}
             if uses_memory:
-                memory = self.memories.get(str(client))
-                memory = memory or first_memory(client_update, {**broadcast, **private}, self.seed, client)
+                received = {**broadcast, **private}
+                stored = self.memories.get(str(client))
+                memory = stored or first_memory(client_update, received, self.seed, client)
             data, hidden_labels[client] = self.dataset.client_data(client, stage)
             group_key = self._group_key(client_update, client, stage, amounts[k], memory)
             return ClientTask(client, private, memory, data, amounts[k], group_key)
