@@ -131,9 +131,9 @@ class ByHand:
             client,
         )
         normalize = self.task.normalize
-        x, y = self.views.labeled.apply(local.x[drawn.x_rows], drawn.x_drawn, normalize), local.y[drawn.x_rows]
+        x, y = self.views.labeled.apply(local.x[drawn.x_rows], drawn.x_draws, normalize), local.y[drawn.x_rows]
         u = {
-            name: self.views.unlabeled[name].apply(local.u[drawn.u_rows], drawn.u_drawn[name], normalize)
+            name: self.views.unlabeled[name].apply(local.u[drawn.u_rows], drawn.u_draws[name], normalize)
             for name in self.update.requirements.views
         }
         a, b = amount.labeled, amount.unlabeled

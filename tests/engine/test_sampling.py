@@ -69,17 +69,17 @@ def test_labeled_batches_do_not_depend_on_the_views(seed):
     both = visit(client, Amount(5, 4, 6), path=path)
     weak = visit(client, Amount(5, 4, 6), ("weak",), path=path)
     assert torch.equal(alone.x_rows, both.x_rows)
-    assert same_draws(alone.x_drawn, both.x_drawn)
+    assert same_draws(alone.x_draws, both.x_draws)
     assert torch.equal(weak.u_rows, both.u_rows)
-    assert same_draws(weak.u_drawn["weak"], both.u_drawn["weak"])
-    assert not torch.equal(both.u_drawn["weak"]["top"], both.u_drawn["strong"]["top"])
+    assert same_draws(weak.u_draws["weak"], both.u_draws["weak"])
+    assert not torch.equal(both.u_draws["weak"]["top"], both.u_draws["strong"]["top"])
 
 
 def test_labeled_and_unlabeled_rows_have_orders_of_their_own():
     """A client with as many labeled as unlabeled rows does not see them in the same order, nor with the same crops."""
     made = visit(local(20, 20), Amount(5, 4, 4))
     assert not torch.equal(made.x_rows, made.u_rows)
-    assert not torch.equal(made.x_drawn["top"], made.u_drawn["weak"]["top"])
+    assert not torch.equal(made.x_draws["top"], made.u_draws["weak"]["top"])
 
 
 def test_a_path_of_its_own_draws_its_own():
@@ -88,7 +88,7 @@ def test_a_path_of_its_own_draws_its_own():
         draw(Amount(6, 5, 10), client, Views(), UpdateRequirements(("weak",)), None, seed, *path)
         for seed, path in [(0, (0, 0, 0)), (1, (0, 0, 0)), (0, (1, 0, 0)), (0, (0, 1, 0)), (0, (0, 0, 1))]
     ]
-    for drawn in ([v.x_rows for v in visits], [v.u_rows for v in visits], [v.u_drawn["weak"]["top"] for v in visits]):
+    for drawn in ([v.x_rows for v in visits], [v.u_rows for v in visits], [v.u_draws["weak"]["top"] for v in visits]):
         assert len({tuple(each.tolist()) for each in drawn}) == len(visits)
 
 
@@ -256,18 +256,18 @@ def test_labeled_images_have_the_views_that_are_asked_for():
         for k, n in enumerate((3, 2)):
             at = min(t, n - 1)
             for name in ("strong", "weak", "weak2"):
-                drawn = {key: leaf[4 * at : 4 * at + 4] for key, leaf in visits[k].more_drawn[name].items()}
+                drawn = {key: leaf[4 * at : 4 * at + 4] for key, leaf in visits[k].x_view_draws[name].items()}
                 made = SHOWN.unlabeled[name.rstrip("2")].apply(clients[k].x[ours.x_rows[k]], drawn, PIXELS)
                 assert torch.equal(ours.x_views[name][k], made)
     first = visits[0]
-    assert not torch.equal(first.more_drawn["weak"]["top"], first.more_drawn["weak2"]["top"])
-    assert not torch.equal(first.more_drawn["weak"]["top"], first.u_drawn["weak"]["top"][:12])
+    assert not torch.equal(first.x_view_draws["weak"]["top"], first.x_view_draws["weak2"]["top"])
+    assert not torch.equal(first.x_view_draws["weak"]["top"], first.u_draws["weak"]["top"][:12])
 
 
 def test_a_draw_shared_by_a_step_is_shared_by_its_labeled_images():
     """`Shared` counts the unlabeled images of a step (5 here); each of 3 steps with 4 labeled ones has its own draw."""
     views, asked = Views(Plain(), {"weak": Shared(Weak(), 5)}), UpdateRequirements(("weak",), labeled_views=("weak",))
-    drawn = draw(Amount(3, 4, 5), local(7, 23), views, asked, None, 0).more_drawn["weak"]
+    drawn = draw(Amount(3, 4, 5), local(7, 23), views, asked, None, 0).x_view_draws["weak"]
     rows = torch.stack([drawn["flip"], drawn["top"], drawn["left"]], 1).view(3, 4, 3)
     assert (rows == rows[:, :1]).all()
     assert len({tuple(each) for each in rows[:, 0].tolist()}) > 1
@@ -280,7 +280,7 @@ def mixing(amount: Amount, wanted: UpdateRequirements, seed: int = 0, client: Cl
 def test_mixing_coefficients_are_beta_distributed():
     """6,000 draws of Beta(a, a): mean 1/2 and variance 1 / (4 (2 a + 1)), each within five standard errors."""
     for a in (0.75, 4.0):
-        drawn = mixing(Amount(6000, 1, 1), UpdateRequirements(("plain",), mixup=a)).mixed["mix"]
+        drawn = mixing(Amount(6000, 1, 1), UpdateRequirements(("plain",), mixup=a)).mixing["mix"]
         variance = 1 / (4 * (2 * a + 1))
         assert abs(float(drawn.mean()) - 0.5) < 5 * (variance / 6000) ** 0.5
         assert abs(float(drawn.var()) / variance - 1) < 5 * (2 / 6000) ** 0.5
@@ -290,13 +290,13 @@ def test_mixing_coefficients_are_beta_distributed():
 
 def test_every_step_has_its_own_permutation_and_turns():
     """ "order" permutes labeled images and all views of the unlabeled ones; "turn" counts quarter turns."""
-    drawn = mixing(Amount(7, 4, 3), UpdateRequirements(("weak", "weak2", "strong"), mixup=1.0)).mixed
+    drawn = mixing(Amount(7, 4, 3), UpdateRequirements(("weak", "weak2", "strong"), mixup=1.0)).mixing
     assert drawn["order"].shape == (7, 4 + 3 * 3)
     assert all(sorted(order.tolist()) == list(range(13)) for order in drawn["order"])
     assert len({tuple(order.tolist()) for order in drawn["order"]}) == 7
     assert drawn["turn"].shape == (7, 3)
     assert set(drawn["turn"].flatten().tolist()) == {0, 1, 2, 3}
-    assert mixing(Amount(7, 4, 3), UpdateRequirements(("weak",))).mixed == {}
+    assert mixing(Amount(7, 4, 3), UpdateRequirements(("weak",))).mixing == {}
 
 
 def test_mixing_changes_no_other_draw():
@@ -305,15 +305,15 @@ def test_mixing_changes_no_other_draw():
     more = mixing(Amount(5, 4, 6), UpdateRequirements(("weak",), second_batch=("weak",), mixup=1.0))
     assert torch.equal(plain.x_rows, more.x_rows)
     assert torch.equal(plain.u_rows, more.u_rows)
-    assert same_draws(plain.u_drawn["weak"], more.u_drawn["weak"])
-    assert not torch.equal(more.u_rows, more.o_rows)
+    assert same_draws(plain.u_draws["weak"], more.u_draws["weak"])
+    assert not torch.equal(more.u_rows, more.second_rows)
 
 
 def test_another_draw_of_a_recipe_is_another_draw():
     """ "weak2" is drawn like "weak", and differs from it."""
     made = visit(local(5, 40), Amount(4, 4, 10), ("weak", "weak2"))
-    assert made.u_drawn["weak"].keys() == made.u_drawn["weak2"].keys()
-    assert not same_draws(made.u_drawn["weak"], made.u_drawn["weak2"])
+    assert made.u_draws["weak"].keys() == made.u_draws["weak2"].keys()
+    assert not same_draws(made.u_draws["weak"], made.u_draws["weak2"])
 
 
 def test_the_second_minibatch_is_drawn_with_replacement_from_all_rows():
@@ -324,13 +324,13 @@ def test_the_second_minibatch_is_drawn_with_replacement_from_all_rows():
         Amount(8, 3, 5), client, PLAIN, UpdateRequirements(("plain",), second_batch=("plain",)), keep, 0, "visit", 0
     )
     assert set(made.u_rows.tolist()) == {0, 1, 2}
-    rows = made.o_rows.tolist()
+    rows = made.second_rows.tolist()
     assert len(rows) == 40
     assert max(rows) > 2
     assert len(set(rows[:30])) < 30
     (first, *_) = batches([client], [made], PLAIN, PIXELS, 512)
-    assert torch.equal(first.mixing["second_batch_rows"][0], made.o_rows[:5])
-    assert torch.equal(first.second_batch["plain"][0], PIXELS(client.u[made.o_rows[:5]]))
+    assert torch.equal(first.mixing["second_batch_rows"][0], made.second_rows[:5])
+    assert torch.equal(first.second_batch["plain"][0], PIXELS(client.u[made.second_rows[:5]]))
 
 
 @pytest.mark.parametrize(("kept", "steps"), [(0, 0), (1, 2), (4, 2), (5, 4), (30, 16)])

@@ -1,8 +1,8 @@
-"""What a client's update looks at: how many steps, which rows in which order, and the draws of their views.
+"""Draw the steps of a client update: which rows, in which order, with which augmentation.
 
-All of it is decided here from (seed, round, query, client), outside every method, so that a loop, a batched cohort and
-a real network see the same images. Labeled and unlabeled rows have generators of their own: methods that look at
-labeled images only see, with as many steps, the same labeled batches as the others.
+All draws depend on (seed, round, query, client) and not on the method, so that a loop, a batched cohort and a real
+network process the same images. Labeled and unlabeled rows have separate generators: methods that use labeled images
+only get, with as many steps, the same labeled batches as others.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -27,12 +27,20 @@ NO_ROWS = torch.zeros(0, dtype=torch.int64)
 class Batching:
     """The batch rule that all methods of a comparison share.
 
-    `labeled` and `unlabeled` are images a step; "rest" spreads the unlabeled rows over the steps (FedDure's released
-    code: N_u // steps); labeled "all" puts all labeled rows into every step. One epoch is one pass over the labeled
-    rows, round(N_l / labeled) steps, or one over the unlabeled rows, ceil(N_u / unlabeled) steps: `epoch` says which;
-    the other set is cycled. "auto" is unlabeled where `unlabeled` is a number and labeled where it is "rest"; "larger"
-    is at each client the set that takes more steps. `steps`
-    fixes the number of steps instead. A set smaller than its batch is cycled, never padded.
+    A set that is smaller than its batch is repeated, never padded.
+
+    Attributes:
+        labeled: labeled images of a step; "all": all labeled rows in every step.
+        unlabeled: unlabeled images of a step; "rest": the unlabeled rows divided by the number of steps (FedDure's
+            released code: N_u // steps).
+        epochs: passes over the set that `epoch` names.
+        epoch: the set that defines an epoch; the other one is cycled. "labeled": round(N_l / labeled) steps.
+            "unlabeled": ceil(N_u / unlabeled) steps. "auto": "unlabeled" if `unlabeled` is a number, "labeled" if it is
+            "rest". "larger": at each client the set that needs more steps.
+        steps: a fixed number of steps instead of epochs.
+
+    Raises:
+        UserError: a number is below 1, or an epoch of unlabeled rows has batches of the "rest".
     """
 
     labeled: int | Literal["all"] = 10
@@ -57,30 +65,32 @@ class Batching:
             )
 
     def steps_labeled(self, labeled: int) -> int:
-        """Return the steps of a client update to a client with `labeled` rows that trains on labels alone."""
+        """Compute the steps of an update that uses labels only, at a client with `labeled` rows."""
         return self.steps or self.epochs * max(1, round(labeled / max(1, self.labeled_size(labeled))))
 
     def labeled_size(self, labeled: int) -> int:
-        """Return the labeled images of each step: none at a client that has none."""
+        """Return the labeled images of each step; 0 for a client that has none."""
         if not labeled:
             return 0
         return labeled if self.labeled == "all" else self.labeled
 
     def steps_both(self, labeled: int, unlabeled: int) -> int:
-        """Return the steps of a client update that trains on both sets, at least 1; `draw` needs unlabeled rows."""
+        """Compute the steps of an update that uses both sets, at least 1."""
         passes = self.passes(labeled, unlabeled)
         if not passes:
             return self.steps_labeled(labeled)
-        return passes * max(1, -(-unlabeled // self.unlabeled_size(labeled, unlabeled)))
+        steps_per_pass = -(-unlabeled // self.unlabeled_size(labeled, unlabeled))  # rounded up
+        return passes * max(1, steps_per_pass)
 
     def passes(self, labeled: int, unlabeled: int) -> int:
-        """Return the passes over the unlabeled rows that are a client update; 0 where something else measures it."""
+        """Return the passes over the unlabeled rows of an update; 0 if these do not define its length."""
         if self.steps or self.unlabeled == "rest" or self.epoch == "labeled":
             return 0
         steps = self.epochs * -(-unlabeled // self.unlabeled)
         return 0 if self.epoch == "larger" and self.steps_labeled(labeled) > steps else self.epochs
 
     def unlabeled_size(self, labeled: int, unlabeled: int) -> int:
+        """Return the unlabeled images of each step."""
         if self.unlabeled == "rest":
             return max(1, unlabeled * self.epochs // self.steps_both(labeled, unlabeled))
         return self.unlabeled
@@ -88,7 +98,7 @@ class Batching:
 
 @dataclass(frozen=True)
 class Views:
-    """The recipes of a run: the labeled images' view, and the unlabeled ones by name."""
+    """The augmentations of a run: of labeled images, and of unlabeled ones by name."""
 
     labeled: View = field(default_factory=Labeled)
     unlabeled: Mapping[str, View] = field(
@@ -97,45 +107,51 @@ class Views:
 
 
 class Amount(NamedTuple):
-    """How much one client update looks at."""
+    """The length of one client update."""
 
     steps: int
-    labeled: int  # images a step
-    unlabeled: int  # images a step, 0 for a work without views
-    epochs: int = 0  # if not 0: as many passes over the kept unlabeled rows in place of `steps`
+    labeled: int  # images of a step
+    unlabeled: int  # images of a step; 0 for an update without views of unlabeled images
+    epochs: int = 0  # if not 0: the steps are as many passes over the unlabeled rows that may be drawn
 
 
 class DrawnUpdate(NamedTuple):
-    """The draws of one client's update, on the CPU."""
+    """All random choices of one client's update, on the CPU.
+
+    Rows are int64 indices into the client's images, one step after the other; draws are the random parameters of the
+    augmentation of each of these images.
+    """
 
     amount: Amount
-    x_rows: Tensor  # (steps * labeled,) int64
-    x_drawn: Draws
-    u_rows: Tensor  # (steps * unlabeled,) int64
-    u_drawn: dict[str, Draws]
-    o_rows: Tensor  # (steps * unlabeled,) int64, of the second minibatches; empty where none is wanted
-    o_drawn: dict[str, Draws]
-    mixed: dict[str, Tensor]  # leaves (steps, ...): "mix", "order", "turn"
-    more_drawn: dict[str, Draws]  # by name, of the labeled images' further views
+    x_rows: Tensor  # (steps * labeled,)
+    x_draws: Draws
+    u_rows: Tensor  # (steps * unlabeled,)
+    u_draws: dict[str, Draws]  # by view
+    second_rows: Tensor  # (steps * unlabeled,), of the second minibatches; empty if there are none
+    second_draws: dict[str, Draws]  # by view
+    mixing: dict[str, Tensor]  # leaves (steps, ...): "mix", "order", "turn"; {} without mixup
+    x_view_draws: dict[str, Draws]  # further views of the labeled images, by view
 
 
-def recipe(views: Views, name: str) -> View:
-    """Return the recipe of an unlabeled view: "weak2" is one more draw of "weak"."""
+def view_by_name(views: Views, name: str) -> View:
+    """Return the augmentation of a view of unlabeled images; "weak2" is a second draw of "weak"."""
     return views.unlabeled[name.rstrip("0123456789")]
 
 
-def on_labels(views: Views, labeled: int) -> Views:
-    """Return the recipes for labeled images, `labeled` a step: a draw shared by a step's images is shared by these."""
-    shared = {
-        name: replace(view, rows=max(1, labeled)) if isinstance(view, Shared) else view
-        for name, view in views.unlabeled.items()
-    }
-    return replace(views, unlabeled=shared)
+def views_of_labeled(views: Views, labeled: int) -> Views:
+    """Return the augmentations for further views of labeled images.
+
+    A draw that all unlabeled images of a step share is then shared by the `labeled` images of a step.
+    """
+    adapted: dict[str, View] = {}
+    for name, view in views.unlabeled.items():
+        adapted[name] = replace(view, rows=max(1, labeled)) if isinstance(view, Shared) else view
+    return replace(views, unlabeled=adapted)
 
 
 def cycle(rows: Tensor, length: int, generator: torch.Generator) -> Tensor:
-    """Return `length` entries of `rows` (n,): one shuffled pass after another, the last one cut."""
-    passes = -(-length // len(rows))
+    """Return `length` entries of `rows` (n,): one shuffled pass after another, the last one cut off."""
+    passes = -(-length // len(rows))  # rounded up
     return torch.cat([rows[torch.randperm(len(rows), generator=generator)] for _ in range(passes)])[:length]
 
 
@@ -144,208 +160,314 @@ def draw(
     local: ClientData,
     views: Views,
     requirements: UpdateRequirements,
-    keep: Tensor | None,
+    drawable: Tensor | None,
     seed: int,
     *path: int | str,
 ) -> DrawnUpdate:
-    """Draw a client update from (seed, *path); a client whose `keep` (U,) allows no row takes no step.
+    """Draw a client update from (seed, *path).
 
-    All rows of `local` are the client's own: their counts, which lie on the device, are not waited for.
+    Args:
+        amount: its steps, and images of each step.
+        local: the client's images, without padding.
+        views: the augmentations.
+        requirements: what the update needs.
+        drawable: (U,) bool, the unlabeled rows that may be drawn; None: all. Without any, there are no steps.
+        seed: the seed of the run.
+        path: the name of the random stream.
     """
-    shape = _shape(local)
-    count = len(local.u)
-    allowed = torch.arange(count)
-    if keep is not None:
-        allowed = allowed[keep.cpu()[:count]]
+    shape = _image_shape(local)
+    # Not `local.labeled` and `local.unlabeled`: they are on the device, which would be waited for.
+    labeled_count = len(local.x)
+    unlabeled_count = len(local.u)
+    allowed = torch.arange(unlabeled_count)
+    if drawable is not None:
+        allowed = allowed[drawable.cpu()[:unlabeled_count]]
         if amount.epochs:
             amount = amount._replace(steps=amount.epochs * -(-len(allowed) // amount.unlabeled))
     if requirements.views and not len(allowed):
         amount = amount._replace(steps=0)
-    g = rng.generator(seed, *path, "labeled")
-    total = amount.steps * amount.labeled
-    x_rows = cycle(torch.arange(len(local.x)), total, g) if total else NO_ROWS
-    x_drawn = views.labeled.draw(total, shape, g)
-    more_drawn = _draws(
-        on_labels(views, amount.labeled), requirements.labeled_views, total, shape, seed, *path, "labeled"
+
+    labeled_total = amount.steps * amount.labeled
+    generator = rng.generator(seed, *path, "labeled")
+    x_rows = cycle(torch.arange(labeled_count), labeled_total, generator) if labeled_total else NO_ROWS
+    x_draws = views.labeled.draw(labeled_total, shape, generator)
+    labeled_views = views_of_labeled(views, amount.labeled)
+    x_view_draws = _draw_views(labeled_views, requirements.labeled_views, labeled_total, shape, seed, *path, "labeled")
+
+    unlabeled_total = amount.steps * amount.unlabeled
+    u_rows = NO_ROWS
+    if requirements.views and unlabeled_total:
+        u_rows = cycle(allowed, unlabeled_total, rng.generator(seed, *path, "unlabeled"))
+    u_draws = _draw_views(views, requirements.views, unlabeled_total, shape, seed, *path)
+
+    second_rows = NO_ROWS
+    second_draws: dict[str, Draws] = {}
+    if requirements.second_batch and unlabeled_total:
+        generator = rng.generator(seed, *path, "others")
+        second_rows = torch.randint(unlabeled_count, (unlabeled_total,), generator=generator)
+        second_draws = _draw_views(views, requirements.second_batch, unlabeled_total, shape, seed, *path, "others")
+
+    mixing: dict[str, Tensor] = {}
+    if requirements.mixup is not None:
+        mixing = _draw_mixing(amount, requirements, requirements.mixup, seed, *path, "mixup")
+    return DrawnUpdate(
+        amount=amount,
+        x_rows=x_rows,
+        x_draws=x_draws,
+        u_rows=u_rows,
+        u_draws=u_draws,
+        second_rows=second_rows,
+        second_draws=second_draws,
+        mixing=mixing,
+        x_view_draws=x_view_draws,
     )
-    total = amount.steps * amount.unlabeled
-    u_rows = cycle(allowed, total, rng.generator(seed, *path, "unlabeled")) if requirements.views and total else NO_ROWS
-    u_drawn = _draws(views, requirements.views, total, shape, seed, *path)
-    o_rows, o_drawn = NO_ROWS, {}
-    if requirements.second_batch and total:
-        o_rows = torch.randint(count, (total,), generator=rng.generator(seed, *path, "others"))
-        o_drawn = _draws(views, requirements.second_batch, total, shape, seed, *path, "others")
-    mixed = {} if requirements.mixup is None else _mixed(amount, requirements, requirements.mixup, seed, *path, "mixup")
-    return DrawnUpdate(amount, x_rows, x_drawn, u_rows, u_drawn, o_rows, o_drawn, mixed, more_drawn)
 
 
 def compute_views(
     local: ClientData, views: Views, names: Sequence[str], normalize: Normalize, seed: int, *path: int | str
 ) -> ClientData:
-    """Return what a client holds together with the named views of all its unlabeled rows."""
+    """Add views of all unlabeled rows to a client's data.
+
+    Args:
+        local: the client's data.
+        views: the augmentations.
+        names: the views to compute; if there are none, the data is returned as it is.
+        normalize: converts uint8 images for the network.
+        seed: the seed of the run.
+        path: the name of the random stream.
+    """
     if not names:
         return local
-    n = len(local.u)
-    draws = _draws(views, names, n, _shape(local), seed, *path, "sweep")
-    return local._replace(views={name: recipe(views, name).apply(local.u, draws[name], normalize) for name in names})
+    draws = _draw_views(views, names, len(local.u), _image_shape(local), seed, *path, "sweep")
+    computed = {name: view_by_name(views, name).apply(local.u, draws[name], normalize) for name in names}
+    return local._replace(views=computed)
 
 
-def _shape(local: ClientData) -> tuple[int, int, int]:
+def _image_shape(local: ClientData) -> tuple[int, int, int]:
     channels, height, width = local.x.shape[1:]
     return channels, height, width
 
 
-def _draws(
+def _draw_views(
     views: Views, names: Sequence[str], total: int, shape: tuple[int, int, int], seed: int, *path: int | str
 ) -> dict[str, Draws]:
-    return {name: recipe(views, name).draw(total, shape, rng.generator(seed, *path, name)) for name in names}
+    """Draw the augmentation of `total` images of a shape (C, H, W), each view from a stream of its name."""
+    draws: dict[str, Draws] = {}
+    for name in names:
+        draws[name] = view_by_name(views, name).draw(total, shape, rng.generator(seed, *path, name))
+    return draws
 
 
-def _mixed(
+def _draw_mixing(
     amount: Amount, requirements: UpdateRequirements, concentration: float, seed: int, *path: int | str
 ) -> dict[str, Tensor]:
-    steps, images = amount.steps, amount.labeled + len(requirements.views) * amount.unlabeled
-    g = rng.generator(seed, *path)
-    mix = np.random.Generator(np.random.PCG64(rng.derive_seed(seed, *path))).beta(concentration, concentration, steps)
-    orders = [torch.randperm(images, generator=g) for _ in range(steps)]
+    """Draw the mixup of each step: weights from Beta(concentration, concentration), partners, and rotations.
+
+    Returns:
+        "mix" (steps,) float64; "order" (steps, images), the partner of each image; "turn" (steps, unlabeled), quarter
+        turns. The images of a step are the labeled ones and all views of the unlabeled ones.
+    """
+    steps = amount.steps
+    images = amount.labeled + len(requirements.views) * amount.unlabeled
+    # PyTorch has no beta distribution with a generator, so that NumPy draws the weights.
+    numpy_generator = np.random.Generator(np.random.PCG64(rng.derive_seed(seed, *path)))
+    mix = numpy_generator.beta(concentration, concentration, steps)
+    generator = rng.generator(seed, *path)
+    orders = [torch.randperm(images, generator=generator) for _ in range(steps)]
     return {
         "mix": tensor_from_numpy(mix),
         "order": torch.stack(orders) if orders else torch.zeros(0, images, dtype=torch.int64),
-        "turn": torch.randint(4, (steps, amount.unlabeled), generator=g),
+        "turn": torch.randint(4, (steps, amount.unlabeled), generator=generator),
     }
 
 
 def batches(
-    locals_: Sequence[ClientData], updates: Sequence[DrawnUpdate], views: Views, normalize: Normalize, rows: int
+    clients_data: Sequence[ClientData],
+    updates: Sequence[DrawnUpdate],
+    views: Views,
+    normalize: Normalize,
+    view_images: int,
 ) -> Iterator[Batch]:
-    """Yield the batches of K clients' updates step by step, every leaf (K, ...).
+    """Yield the batches of K clients step by step.
 
-    Views are made for several steps in one call, about `rows` images at a time: they do not depend on it. Where updates
-    differ in their images a step, those with fewer are filled up, which `Batch.real` says; a client update that is over
-    repeats its last step, and one without any shows the longest one's images, which the caller discards.
+    Clients with fewer images of a step are padded, which `Batch.real` marks. A client that has taken all its steps
+    repeats its last one. A client without any step gets the images of the client with most steps; the caller ignores
+    the result.
+
+    Args:
+        clients_data: the images of the clients.
+        updates: their draws.
+        views: the augmentations.
+        normalize: converts uint8 images for the network.
+        view_images: about how many images are augmented in one call, for several steps; it does not change the batches.
+
+    Yields:
+        Batches, every leaf (K, ...).
     """
     longest = max(range(len(updates)), key=lambda k: updates[k].amount.steps)
-    seats = [k if update.amount.steps else longest for k, update in enumerate(updates)]
-    locals_, updates = [locals_[k] for k in seats], [updates[k] for k in seats]
-    sizes = [update.amount.labeled for update in updates], [update.amount.unlabeled for update in updates]
-    labeled, unlabeled = (max(each) for each in sizes)
-    device = locals_[0].y.device
-    real = _real(sizes, device)
-    last = max(update.amount.steps for update in updates)
-    together = max(1, rows // max(1, len(updates) * max(labeled, unlabeled)))
-    for first in range(0, last, together):
-        steps = range(first, min(first + together, last))
-        mine = _step_images(updates, steps, sizes[0], [d.x_rows for d in updates], [c.x for c in locals_])
-        x = mine.view(views.labeled, [d.x_drawn for d in updates], normalize)
-        more = mine.named(views, [d.more_drawn for d in updates], normalize)
-        y = mine.stacked([c.y[r.to(device)] for c, r in zip(locals_, mine.rows, strict=True)])
-        x_index = mine.stacked(mine.rows).to(device)
-        mine = _step_images(updates, steps, sizes[1], [d.u_rows for d in updates], [c.u for c in locals_])
-        u, u_index = mine.named(views, [d.u_drawn for d in updates], normalize), mine.stacked(mine.rows).to(device)
-        mine = _step_images(updates, steps, sizes[1], [d.o_rows for d in updates], [c.u for c in locals_])
-        others, o_index = mine.named(views, [d.o_drawn for d in updates], normalize), mine.stacked(mine.rows).to(device)
-        mixed = [_widened(_at(update, steps), update, labeled, unlabeled) for update in updates]
-        mixed = {name: torch.stack([each[name] for each in mixed]).to(device) for name in mixed[0]}
+    sources = [k if update.amount.steps else longest for k, update in enumerate(updates)]
+    clients_data = [clients_data[k] for k in sources]
+    updates = [updates[k] for k in sources]
+    labeled_sizes = [update.amount.labeled for update in updates]
+    unlabeled_sizes = [update.amount.unlabeled for update in updates]
+    labeled = max(labeled_sizes)
+    unlabeled = max(unlabeled_sizes)
+    device = clients_data[0].y.device
+    real = _real_masks(labeled_sizes, unlabeled_sizes, device)
+    total_steps = max(update.amount.steps for update in updates)
+    steps_per_call = max(1, view_images // max(1, len(updates) * max(labeled, unlabeled)))
+    labeled_images = [data.x for data in clients_data]
+    unlabeled_images = [data.u for data in clients_data]
+    for first_step in range(0, total_steps, steps_per_call):
+        steps = range(first_step, min(first_step + steps_per_call, total_steps))
+
+        chunk = _select_images(updates, steps, labeled_sizes, [d.x_rows for d in updates], labeled_images)
+        x = chunk.compute_view(views.labeled, [d.x_draws for d in updates], normalize)
+        x_views = chunk.compute_views(views, [d.x_view_draws for d in updates], normalize)
+        labels = [data.y[rows.to(device)] for data, rows in zip(clients_data, chunk.rows, strict=True)]
+        y = chunk.stack(labels)
+        x_rows = chunk.stack(chunk.rows).to(device)
+
+        chunk = _select_images(updates, steps, unlabeled_sizes, [d.u_rows for d in updates], unlabeled_images)
+        u = chunk.compute_views(views, [d.u_draws for d in updates], normalize)
+        u_rows = chunk.stack(chunk.rows).to(device)
+
+        chunk = _select_images(updates, steps, unlabeled_sizes, [d.second_rows for d in updates], unlabeled_images)
+        second_batch = chunk.compute_views(views, [d.second_draws for d in updates], normalize)
+        second_rows = chunk.stack(chunk.rows).to(device)
+
+        client_mixing = [_pad_mixing(_mixing_of_steps(d, steps), d, labeled, unlabeled) for d in updates]
+        mixing = {name: torch.stack([leaves[name] for leaves in client_mixing]).to(device) for name in client_mixing[0]}
         for step in range(len(steps)):
-            a, b = slice(step * labeled, (step + 1) * labeled), slice(step * unlabeled, (step + 1) * unlabeled)
-            extra = {name: leaf[:, step] for name, leaf in mixed.items()}
-            if others:
-                extra["second_batch_rows"] = o_index[:, b]
+            labeled_part = slice(step * labeled, (step + 1) * labeled)
+            unlabeled_part = slice(step * unlabeled, (step + 1) * unlabeled)
+            step_mixing = {name: leaf[:, step] for name, leaf in mixing.items()}
+            if second_batch:
+                step_mixing["second_batch_rows"] = second_rows[:, unlabeled_part]
             yield Batch(
-                x[:, a],
-                y[:, a],
-                x_index[:, a],
-                {name: view[:, b] for name, view in u.items()},
-                u_index[:, b],
-                {name: view[:, b] for name, view in others.items()},
-                extra,
-                {name: view[:, a] for name, view in more.items()},
-                real,
+                x=x[:, labeled_part],
+                y=y[:, labeled_part],
+                x_rows=x_rows[:, labeled_part],
+                u={name: view[:, unlabeled_part] for name, view in u.items()},
+                u_rows=u_rows[:, unlabeled_part],
+                second_batch={name: view[:, unlabeled_part] for name, view in second_batch.items()},
+                mixing=step_mixing,
+                x_views={name: view[:, labeled_part] for name, view in x_views.items()},
+                real=real,
             )
 
 
-def _real(sizes: tuple[list[int], list[int]], device: torch.device) -> dict[str, Tensor]:
-    """Return which of the K clients' labeled and unlabeled images of a step are no padding, (K, images); {} if all."""
-    if all(len(set(each)) == 1 for each in sizes):
+def _real_masks(labeled_sizes: list[int], unlabeled_sizes: list[int], device: torch.device) -> dict[str, Tensor]:
+    """Mark the images of a step that are not padding: "x" (K, labeled), "u" (K, unlabeled); {} without padding."""
+    if len(set(labeled_sizes)) == 1 and len(set(unlabeled_sizes)) == 1:
         return {}
-    return {
-        name: torch.arange(max(each), device=device) < torch.tensor(each, device=device)[:, None]
-        for name, each in zip("xu", sizes, strict=True)
-    }
+    masks: dict[str, Tensor] = {}
+    for name, sizes in (("x", labeled_sizes), ("u", unlabeled_sizes)):
+        positions = torch.arange(max(sizes), device=device)
+        masks[name] = positions < torch.tensor(sizes, device=device)[:, None]
+    return masks
 
 
 class _StepImages(NamedTuple):
-    """The images of K clients that several steps look at."""
+    """The images of K clients in several steps."""
 
     images: list[Tensor]  # K of (rows of the client, C, H, W)
-    rows: list[Tensor]  # K of (n_k,), which of them
-    span: list[Tensor]  # K of (n_k,), where their draws stand
-    fill: Tensor | None  # (K, n), where what is stacked stands in all n_k after each other; None: as it is
+    rows: list[Tensor]  # K of (n_k,): the rows that the steps use
+    positions: list[Tensor]  # K of (n_k,): the positions of these rows in the client's draws
+    padding: Tensor | None  # (K, n): which of all n_k concatenated rows is at each position; None without padding
 
-    def stacked(self, leaves: list[Tensor]) -> Tensor:
-        """Return leaves (n_k, ...) as one (K, n, ...); where a client lacks images of a step, its last repeats."""
-        return torch.stack(leaves) if self.fill is None else torch.cat(leaves)[self.fill.to(leaves[0].device)]
+    def stack(self, leaves: list[Tensor]) -> Tensor:
+        """Stack K leaves (n_k, ...) to (K, n, ...); images that a client lacks in a step are its last one."""
+        if self.padding is None:
+            return torch.stack(leaves)
+        return torch.cat(leaves)[self.padding.to(leaves[0].device)]
 
-    def named(self, views: Views, draws: Sequence[dict[str, Draws]], normalize: Normalize) -> dict[str, Tensor]:
-        """Return the views that are drawn, by name, each as `view` makes it."""
-        return {name: self.view(recipe(views, name), [each[name] for each in draws], normalize) for name in draws[0]}
+    def compute_views(self, views: Views, draws: Sequence[dict[str, Draws]], normalize: Normalize) -> dict[str, Tensor]:
+        """Compute all views for which there are draws, by name."""
+        computed: dict[str, Tensor] = {}
+        for name in draws[0]:
+            client_draws = [drawn[name] for drawn in draws]
+            computed[name] = self.compute_view(view_by_name(views, name), client_draws, normalize)
+        return computed
 
-    def view(self, view: View, draws: Sequence[Draws], normalize: Normalize) -> Tensor:
-        """Return one view of every client's rows, (K, n, C, H, W), made in one call."""
-        picked = torch.cat([each[r.to(each.device)] for each, r in zip(self.images, self.rows, strict=True)])
-        params = {name: torch.cat([d[name][at] for d, at in zip(draws, self.span, strict=True)]) for name in draws[0]}
-        output = view.apply(picked, params, normalize)
-        if self.fill is None:
+    def compute_view(self, view: View, draws: Sequence[Draws], normalize: Normalize) -> Tensor:
+        """Augment the rows of all clients in one call, (K, n, C, H, W)."""
+        selected = [images[rows.to(images.device)] for images, rows in zip(self.images, self.rows, strict=True)]
+        parameters: Draws = {}
+        for name in draws[0]:
+            parameters[name] = torch.cat([drawn[name][at] for drawn, at in zip(draws, self.positions, strict=True)])
+        output = view.apply(torch.cat(selected), parameters, normalize)
+        if self.padding is None:
             return torch.unflatten(output, 0, (len(self.rows), -1))
-        return output[self.fill.to(output.device)]
+        return output[self.padding.to(output.device)]
 
 
-def _step_images(
+def _select_images(
     updates: Sequence[DrawnUpdate], steps: range, sizes: list[int], rows: list[Tensor], images: list[Tensor]
 ) -> _StepImages:
-    span = [_positions(update, steps, size) for update, size in zip(updates, sizes, strict=True)]
-    indices = [each[at] if len(each) else each for each, at in zip(rows, span, strict=True)]
-    fill = None
-    if len(set(sizes)) > 1 and any(len(each) for each in indices):
-        fill = _fill(sizes, len(steps))
-    return _StepImages(images, indices, span, fill)
+    """Select the images of these steps for K clients, of which each uses `sizes[k]` images in a step."""
+    positions = [_draw_positions(update, steps, size) for update, size in zip(updates, sizes, strict=True)]
+    step_rows: list[Tensor] = []
+    for client_rows, at in zip(rows, positions, strict=True):
+        step_rows.append(client_rows[at] if len(client_rows) else client_rows)
+    padding = None
+    if len(set(sizes)) > 1 and any(len(client_rows) for client_rows in step_rows):
+        padding = _padding_positions(sizes, len(steps))
+    return _StepImages(images, step_rows, positions, padding)
 
 
-def _fill(sizes: list[int], steps: int) -> Tensor:
-    """Return where the images of K clients, as many a step as the largest has, stand in their rows after each other.
+def _padding_positions(sizes: list[int], steps: int) -> Tensor:
+    """Compute where the padded images of K clients are among their concatenated images.
 
-    A client that has none at all is filled up with another's.
+    Args:
+        sizes: the images of a step, by client.
+        steps: the number of steps.
+
+    Returns:
+        (K, steps * max(sizes)): a client's images of each step, then its last image of the step until there are
+        max(sizes). A client without images is padded with the image at position 0.
     """
-    most, start = max(sizes), 0
-    places: list[Tensor] = []
+    largest = max(sizes)
+    start = 0  # of the client's images among all
+    positions: list[Tensor] = []
     for size in sizes:
-        each = torch.arange(steps)[:, None] * size + torch.arange(most).clamp_max(size - 1)
-        places.append(start + each.flatten() if size else torch.zeros(steps * most, dtype=torch.int64))
+        if size:
+            in_step = torch.arange(largest).clamp_max(size - 1)
+            step_starts = torch.arange(steps)[:, None] * size
+            positions.append(start + (step_starts + in_step).flatten())
+        else:
+            positions.append(torch.zeros(steps * largest, dtype=torch.int64))
         start += size * steps
-    return torch.stack(places)
+    return torch.stack(positions)
 
 
-def _at(update: DrawnUpdate, steps: range) -> dict[str, Tensor]:
-    """Return the mixing draws of `steps`; steps beyond the client update's end repeat the last."""
-    at = torch.arange(steps.start, steps.stop).clamp_max(update.amount.steps - 1)
-    return {name: leaf[at] for name, leaf in update.mixed.items()}
+def _clamped_steps(update: DrawnUpdate, steps: range) -> Tensor:
+    """Return the numbers of these steps; those after the client's last step are the last one."""
+    return torch.arange(steps.start, steps.stop).clamp_max(update.amount.steps - 1)
 
 
-def _widened(mixed: dict[str, Tensor], update: DrawnUpdate, labeled: int, unlabeled: int) -> dict[str, Tensor]:
-    """Return mixing draws (steps, ...) for so many images a step; what fills it up is mixed with itself, unturned."""
-    amount, views = update.amount, len(update.u_drawn)
-    if not mixed or (amount.labeled, amount.unlabeled) == (labeled, unlabeled):
-        return mixed
-    places = torch.arange(labeled + views * unlabeled)
-    own = places < amount.labeled
-    own[labeled:] = (places[labeled:] - labeled) % max(1, unlabeled) < amount.unlabeled
-    order = places.repeat(len(mixed["mix"]), 1)
-    order[:, own] = places[own][mixed["order"]]
-    turn = torch.nn.functional.pad(mixed["turn"], (0, unlabeled - amount.unlabeled))
-    return {**mixed, "order": order, "turn": turn}
+def _mixing_of_steps(update: DrawnUpdate, steps: range) -> dict[str, Tensor]:
+    """Select the mixing draws of these steps."""
+    at = _clamped_steps(update, steps)
+    return {name: leaf[at] for name, leaf in update.mixing.items()}
 
 
-def _positions(update: DrawnUpdate, steps: range, size: int) -> Tensor:
-    """Return where the images of `steps` stand in the client update; steps beyond its end repeat the last."""
-    at = torch.arange(steps.start, steps.stop).clamp_max(update.amount.steps - 1)
-    return (at[:, None] * size + torch.arange(size)).flatten()
+def _pad_mixing(mixing: dict[str, Tensor], update: DrawnUpdate, labeled: int, unlabeled: int) -> dict[str, Tensor]:
+    """Pad mixing draws (steps, ...) to more images of a step: padding is mixed with itself and not rotated."""
+    amount = update.amount
+    if not mixing or (amount.labeled, amount.unlabeled) == (labeled, unlabeled):
+        return mixing
+    views = len(update.u_draws)
+    # Of a step, first the labeled images, then each view of the unlabeled ones; each block is padded at its end.
+    positions = torch.arange(labeled + views * unlabeled)
+    is_real = positions < amount.labeled
+    is_real[labeled:] = (positions[labeled:] - labeled) % max(1, unlabeled) < amount.unlabeled
+    order = positions.repeat(len(mixing["mix"]), 1)
+    order[:, is_real] = positions[is_real][mixing["order"]]
+    turn = torch.nn.functional.pad(mixing["turn"], (0, unlabeled - amount.unlabeled))
+    return {**mixing, "order": order, "turn": turn}
+
+
+def _draw_positions(update: DrawnUpdate, steps: range, size: int) -> Tensor:
+    """Return the positions of the images of these steps in the client's draws, with `size` images of a step."""
+    return (_clamped_steps(update, steps)[:, None] * size + torch.arange(size)).flatten()
