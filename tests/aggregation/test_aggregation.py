@@ -11,7 +11,7 @@ from test_contract import scene
 
 from halfmoon.aggregation import AggregationContext, Aggregator, changed, downlinks, update
 from halfmoon.aggregation.mean import UploadMean
-from halfmoon.aggregation.privacy.clipping import Clipped
+from halfmoon.aggregation.privacy.clipping import ClippedMethod
 from halfmoon.api.requirements import requirements_of
 from halfmoon.api.uploads import Aux, Upload, UploadSpec
 from halfmoon.config.schema import Config
@@ -170,8 +170,8 @@ def test_the_servers_own_training_is_not_clipped():
     """Clients' updates are cut to nothing: what is left of a round of SemiFL is its fine-tuning, whole."""
     made, shared = registry.make("semifl", {"threshold": 0.39, "sbn": "server", "server_momentum": 0.0}), task(rounds=1)
     first = begin(made, shared)
-    clipped = simulate(Clipped(made, 1e-12), shared, dataset(place="server"))
-    (played,) = play(Clipped(made, 1e-12), clipped, first, range(1))
+    clipped = simulate(ClippedMethod(made, 1e-12), shared, dataset(place="server"))
+    (played,) = play(ClippedMethod(made, 1e-12), clipped, first, range(1))
     moved = furthest(played.server["params"], first["params"])
     alone = simulate(made, shared, dataset(place="server"))
     alone.open(0)

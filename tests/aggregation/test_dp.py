@@ -23,8 +23,8 @@ from test_run_folder import WHEN, killed
 
 from halfmoon.aggregation.privacy import accounting
 from halfmoon.aggregation.privacy.accounting import Sampled
-from halfmoon.aggregation.privacy.clipping import Clipped, ClippedUpdate, clipped
-from halfmoon.aggregation.privacy.dp import Private, Promise, clipped_sum, spent
+from halfmoon.aggregation.privacy.clipping import ClippedMethod, ClippedUpdate, clip_upload
+from halfmoon.aggregation.privacy.dp import PrivacyPlan, Private, epsilon_spent, sum_clipped_updates
 from halfmoon.aggregation.privacy.ledger import LEDGER, Ledger, Release
 from halfmoon.aggregation.secure import csprng
 from halfmoon.api.uploads import Upload
@@ -50,11 +50,11 @@ from halfmoon.storage.state_store import TreeStore
 pytestmark = pytest.mark.skipif(find_spec("dp_accounting") is None, reason="needs dp_accounting")
 
 SUMS = [name for name in registry.names() if not registry.entry(name).individual_uploads]
-PROMISE = Promise(clip=0.5, noise=1.0, delta=1e-5, budget=None, cohort=3, clients=4)
+PROMISE = PrivacyPlan(clip=0.5, noise=1.0, delta=1e-5, budget=None, cohort=3, clients=4)
 GROUPED = replace(NETWORK, norm="group")
 
 
-def private(path: Path, promise: Promise = PROMISE, secret: bytes = b"seed 3") -> Private:
+def private(path: Path, promise: PrivacyPlan = PROMISE, secret: bytes = b"seed 3") -> Private:
     return Private(promise, secret, Ledger(path / LEDGER))
 
 
@@ -107,7 +107,7 @@ def test_an_update_is_scaled_down_to_the_bound(dtype: torch.dtype, size: float) 
     }
     upload = tree.map(lambda leaf: (leaf.double() + size * torch.randn(leaf.shape, generator=g)).to(dtype), broadcast)
     broadcast, upload = {**broadcast, "steps": torch.tensor(3)}, {**upload, "steps": torch.tensor(4)}
-    sent = clipped(Upload(upload, torch.tensor(9.0), {"new": torch.ones(3)}), broadcast, 1.0)
+    sent = clip_upload(Upload(upload, torch.tensor(9.0), {"new": torch.ones(3)}), broadcast, 1.0)
     got = sent.update
     del broadcast["steps"]
 
@@ -133,13 +133,13 @@ def test_rounding_never_lengthens_a_clipped_update_beyond_the_bound(dtype: torch
     for seed in range(40):
         g = torch.Generator().manual_seed(seed)
         broadcast, upload = (torch.randn(50, generator=g).to(dtype) for _ in range(2))
-        sent = clipped(Upload({"w": upload}, torch.ones(())), {"w": broadcast}, 0.3).update["w"]
+        sent = clip_upload(Upload({"w": upload}, torch.ones(())), {"w": broadcast}, 0.3).update["w"]
         assert math.sqrt(math.fsum((sent.double() - broadcast.double()).square().tolist())) <= 0.3
 
 
 def test_a_bound_below_the_rounding_of_the_model_leaves_nothing() -> None:
     """Weights of 1e6 in float32 cannot move by 1e-3: an update that was clipped to that is zero."""
-    sent = clipped(Upload({"w": torch.full((3,), 1e6 + 7)}, torch.ones(())), {"w": torch.full((3,), 1e6)}, 1e-3)
+    sent = clip_upload(Upload({"w": torch.full((3,), 1e6 + 7)}, torch.ones(())), {"w": torch.full((3,), 1e6)}, 1e-3)
     assert sent.update["w"].tolist() == [1e6] * 3
 
 
@@ -147,7 +147,7 @@ def test_a_bound_below_the_rounding_of_the_model_leaves_nothing() -> None:
 def test_loop_equals_vmap_behind_clipping(name: str) -> None:
     got = {}
     for executor, norm in (("loop", 0.05), ("vmap", 0.05), ("loop", 1e9)):
-        made = Clipped(registry.make(name), norm)
+        made = ClippedMethod(registry.make(name), norm)
         shared = task(GROUPED)
         held = dataset(all_labels=registry.entry(name).all_labels)
         got[executor, norm] = play(made, simulate(made, shared, held, executor=executor), begin(made, shared), range(1))
@@ -160,7 +160,7 @@ def test_a_clipped_client_update_differs_in_its_upload_alone() -> None:
     for name in SUMS:
         shared = task(GROUPED)
         for key, client_update in registry.make(name).client_updates(shared).items():
-            around = Clipped(registry.make(name), 1.0).client_updates(shared)[key]
+            around = ClippedMethod(registry.make(name), 1.0).client_updates(shared)[key]
             assert isinstance(around, ClippedUpdate)
             assert (around.task, around.requirements) == (client_update.task, client_update.requirements)
             assert (around.passes(3, 5), around.images_outside_steps(3, 5)) == (
@@ -181,7 +181,7 @@ def test_replacing_one_client_moves_the_sum_by_twice_the_bound_at_most() -> None
     odd = [torch.full((30,), value) for value in (0.0, math.nan, math.inf, 3e38)]
     for other in (rows[0], -rows[4], rows[4], *odd):
         mine = torch.cat([rows[1:], other[None]]) + broadcast["params"]["w"]
-        places, total = clipped_sum(question(broadcast, 5), Upload({"params": {"w": mine}}, torch.ones(5)), 0.5)
+        places, total = sum_clipped_updates(question(broadcast, 5), Upload({"params": {"w": mine}}, torch.ones(5)), 0.5)
         assert places == ([0, 1, 2, 3, 4] if bool(other.isfinite().all()) else [0, 1, 2, 3])
         sums.append(total["params/w"])
     apart = [float((a - b).norm()) for a in sums for b in sums]
@@ -224,14 +224,14 @@ def test_the_noise_has_the_standard_deviation_that_is_promised(tmp_path: Path) -
 
 def test_what_is_no_update_stops_the_run(tmp_path: Path) -> None:
     upload = vector([1.0, 0.0])._replace(aux={"mean_prediction": torch.ones(1, 2)})
-    with pytest.raises(UserError, match="'mean_prediction' beside their update"):
+    with pytest.raises(UserError, match="'mean_prediction' in addition to their update"):
         private(tmp_path).uploads(question(ORIGIN, 1), upload)
 
 
 @pytest.mark.parametrize("name", SUMS)
 def test_no_method_sends_more_than_an_update_and_a_weight(name: str, tmp_path: Path) -> None:
     """Played with the server's half; where nobody is noised or clipped much, all that is left is equal weights."""
-    made = Clipped(registry.make(name), 1e6)
+    made = ClippedMethod(registry.make(name), 1e6)
     shared, held = task(GROUPED), dataset(all_labels=registry.entry(name).all_labels)
     aggregator = private(tmp_path, PROMISE._replace(clip=1e6, noise=1e-20))
     there = simulate(made, shared, held, aggregators=[aggregator])
@@ -273,7 +273,9 @@ def test_the_library_says_what_was_published() -> None:
 
 @pytest.mark.parametrize(("noise", "rounds"), [(2.0, 1), (8.0, 10), (20.0, 50), (60.0, 30)])
 def test_everybody_in_every_round_costs_what_the_gaussian_mechanism_does(noise: float, rounds: int) -> None:
-    assert accounting.planned(20, 20, rounds, noise, 1e-5) == pytest.approx(gaussian(noise, rounds, 1e-5), rel=1e-9)
+    assert accounting.planned_epsilon(20, 20, rounds, noise, 1e-5) == pytest.approx(
+        gaussian(noise, rounds, 1e-5), rel=1e-9
+    )
 
 
 @pytest.mark.parametrize(("cohort", "noise"), [(10, 1.5), (10, 4.0), (50, 4.0), (90, 3.0), (1, 1.0)])
@@ -281,8 +283,8 @@ def test_a_drawn_cohort_costs_no_less_than_two_neighbors_differ(cohort: int, noi
     """Renyi divergence, by numbers, where a client that sent +C sends -C: of a mixture, as it is drawn or not.
     With half the sensitivity (C in place of 2 C) the count would be below it."""
     q, worse = cohort / 100, 0
-    curve = accounting.curve(noise, Sampled(cohort, 100))
-    halved = accounting.curve(2 * noise, Sampled(cohort, 100))
+    curve = accounting.renyi_curve(noise, Sampled(cohort, 100))
+    halved = accounting.renyi_curve(2 * noise, Sampled(cohort, 100))
     for order in (2, 4, 8, 16):
         at = accounting.ORDERS.index(float(order) if order < 11 else order)
 
@@ -314,7 +316,7 @@ def naive(q: float, noise: float, order: int) -> float:
 def test_a_drawn_cohort_costs_no_more_than_the_general_theorem_says() -> None:
     """The general bound, written naively, is above what is counted, and close to it where sampling matters."""
     for cohort, noise in ((10, 4.0), (50, 8.0), (5, 2.0)):
-        curve = accounting.curve(noise, Sampled(cohort, 100))
+        curve = accounting.renyi_curve(noise, Sampled(cohort, 100))
         for order in (2, 3, 6, 10, 12):
             at = accounting.ORDERS.index(float(order) if order < 11 else order)
             bound = naive(cohort / 100, noise, order)
@@ -339,7 +341,7 @@ def test_curves_add_up_to_what_the_library_composes() -> None:
 
 def test_more_rounds_a_larger_share_and_less_noise_cost_more() -> None:
     def costs(cohort: int = 10, clients: int = 100, rounds: int = 10, noise: float = 4.0, delta: float = 1e-5) -> float:
-        return accounting.planned(cohort, clients, rounds, noise, delta)
+        return accounting.planned_epsilon(cohort, clients, rounds, noise, delta)
 
     assert costs() < costs(rounds=11) < costs(rounds=40)
     assert costs() < costs(cohort=11) < costs(cohort=50) < costs(cohort=100)
@@ -353,7 +355,11 @@ def test_more_rounds_a_larger_share_and_less_noise_cost_more() -> None:
 
 def test_the_noise_for_an_epsilon_is_the_least_of_three_digits() -> None:
     noise = accounting.noise_for(3.0, 10, 100, 20, 1e-5)
-    assert accounting.planned(10, 100, 20, noise, 1e-5) <= 3.0 < accounting.planned(10, 100, 20, 0.99 * noise, 1e-5)
+    assert (
+        accounting.planned_epsilon(10, 100, 20, noise, 1e-5)
+        <= 3.0
+        < accounting.planned_epsilon(10, 100, 20, 0.99 * noise, 1e-5)
+    )
     assert float(f"{noise:.3g}") == noise
     with pytest.raises(UserError, match="no noise up to"):
         accounting.noise_for(1e-9, 100, 100, 20, 1e-12)
@@ -369,10 +375,10 @@ def release(round: int, mark: str = "", sampled: Sampled | None = DRAWN, **chang
 def test_two_sums_of_one_round_are_counted_as_of_a_known_cohort() -> None:
     """A random cohort lowers the price of a round that told one sum; of one that told two, none of both."""
     once = [release(0), release(1)]
-    assert spent(once, 1e-5) == accounting.epsilon([(4.0, Sampled(3, 40))] * 2, 1e-5)
+    assert epsilon_spent(once, 1e-5) == accounting.epsilon([(4.0, Sampled(3, 40))] * 2, 1e-5)
     twice = [*once, release(1, "ff", query=1)]
-    assert spent(twice, 1e-5) == accounting.epsilon([(4.0, Sampled(3, 40)), (4.0, None), (4.0, None)], 1e-5)
-    assert spent(twice, 1e-5) > 2 * spent(once, 1e-5)
+    assert epsilon_spent(twice, 1e-5) == accounting.epsilon([(4.0, Sampled(3, 40)), (4.0, None), (4.0, None)], 1e-5)
+    assert epsilon_spent(twice, 1e-5) > 2 * epsilon_spent(once, 1e-5)
 
 
 def uniform(drawn: np.ndarray, clients: int, cohort: int) -> float:
@@ -414,7 +420,7 @@ def test_cohorts_are_drawn_as_the_accountant_is_told(where: str) -> None:
     drawn = []
     for number in range(DRAWS):
         runtime.open(number)
-        assert runtime._fair
+        assert runtime._uniform_cohort
         assert len(set(runtime.cohort.tolist())) == COHORT
         drawn.append(runtime.cohort.tolist())
     found = np.array(drawn)
@@ -448,14 +454,14 @@ def test_a_cohort_of_those_who_are_left_is_no_random_one(tmp_path: Path) -> None
     """Sites that are set aside, and rounds that are played again, are counted without a random cohort."""
     there = remote(secret=b"a", quarantine=Quarantine([f"site-{k}" for k in range(CLIENTS)], 1, None))
     there.open(0)
-    assert there._fair
+    assert there._uniform_cohort
     there.cohorts.attempt += 1
     there.open(0)
-    assert not there._fair
+    assert not there._uniform_cohort
     there.cohorts.end_round()
     there.calls.quarantine.count_refusal("site-4", 0, "nonsense")
     there.open(1)
-    assert not there._fair
+    assert not there._uniform_cohort
     aggregator = private(tmp_path, PROMISE._replace(clients=40))
     for number, changes in enumerate(({}, {"random_cohort": False}, {"attempt": 1})):
         aggregator.uploads(question(ORIGIN, 3, round=number, **changes), vector([1.0, 0], [0, 1.0], [1.0, 1.0]))
@@ -505,7 +511,7 @@ def test_a_ledger_that_lost_lines_is_no_new_beginning(tmp_path: Path) -> None:
         Ledger(path)
     for kept, missing in ((3, 4), (0, 1)):
         path.write_bytes(b"".join(lines[:kept]))
-        with pytest.raises(UserError, match=f"has no line of round {missing}, but the run has played 4"):
+        with pytest.raises(UserError, match=f"has no line of round {missing}, but the run has completed 4"):
             private(tmp_path).ended(4)
     path.write_bytes(whole[:-20])  # a kill while round 4 was written down: nobody has seen that round
     assert Ledger(path).releases == [release(k) for k in range(3)]
@@ -547,7 +553,7 @@ def test_the_ledger_tells_nothing_of_a_sum_without_the_secret(tmp_path: Path) ->
 
 def test_a_round_that_the_budget_does_not_allow_is_not_played(tmp_path: Path) -> None:
     plenty = PROMISE._replace(noise=8.0, clients=40)
-    costs = [accounting.planned(3, 40, rounds, 8.0, 1e-5) for rounds in (1, 2, 3)]
+    costs = [accounting.planned_epsilon(3, 40, rounds, 8.0, 1e-5) for rounds in (1, 2, 3)]
     aggregator = private(tmp_path, plenty._replace(budget=(costs[1] + costs[2]) / 2))
     for number in range(2):
         assert aggregator.ended(number) is None
@@ -568,7 +574,7 @@ def test_a_run_ends_at_its_budget_and_says_so(tmp_path: Path, capsys: pytest.Cap
     """`halfmoon run`: as many rounds as the budget allows, epsilon in every row, the reason in summary and log."""
     clients = "--clients 12 --cohort 2 --dp-clip 0.5 --dp-noise 6 --dp-delta 1e-5"
     words = f"run --method fedavg --norm group --rounds 9 --steps 1 --width 4 --threads 1 {clients}"
-    costs = [accounting.planned(2, 12, rounds, 6.0, 1e-5) for rounds in range(1, 5)]
+    costs = [accounting.planned_epsilon(2, 12, rounds, 6.0, 1e-5) for rounds in range(1, 5)]
     assert cli.main([*words.split(), "--dp-epsilon", f"{costs[2] + 1e-6}", "--run-dir", str(tmp_path / "run")]) == 0
     rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert [row["aggregation"]["epsilon"] for row in rows] == pytest.approx(costs[:3])
@@ -583,9 +589,9 @@ def test_a_run_ends_at_its_budget_and_says_so(tmp_path: Path, capsys: pytest.Cap
     assert f"the first round alone costs {costs[0]:.4g}" in capsys.readouterr().err
 
 
-def run(path: Path, promise: Promise = PROMISE, rounds: int = 2, every: int = 2) -> None:
+def run(path: Path, promise: PrivacyPlan = PROMISE, rounds: int = 2, every: int = 2) -> None:
     """Play a private run in a folder, or go on with it there, to its end."""
-    method = Clipped(registry.make("fedavg"), promise.clip)
+    method = ClippedMethod(registry.make("fedavg"), promise.clip)
     shared = task(GROUPED, rounds=rounds, dtype=torch.float32)
     with RunFolder.open(path) if RunFolder.exists(path) else RunFolder.create(path, "", "0" * 64) as folder:
         loaded = folder.load()
@@ -623,10 +629,10 @@ def test_a_run_that_falls_back_to_an_older_checkpoint_counts_a_new_sum_too(tmp_p
     run(tmp_path, rounds=3)
     whole = (tmp_path / LEDGER).read_bytes()
     aggregator = private(tmp_path)
-    before = spent(aggregator.ledger.releases, 1e-5)
+    before = epsilon_spent(aggregator.ledger.releases, 1e-5)
     aggregator.uploads(question(ORIGIN, 1, 3, round=1), vector([1.0, 0.0]))
     assert (tmp_path / LEDGER).read_bytes().startswith(whole)
-    assert aggregator.row()["epsilon"] < spent(aggregator.ledger.releases, 1e-5) > before
+    assert aggregator.row()["epsilon"] < epsilon_spent(aggregator.ledger.releases, 1e-5) > before
 
 
 @pytest.fixture(scope="module")
@@ -685,15 +691,15 @@ def test_a_private_server_that_is_stopped_goes_on(flower: Any) -> None:
 
 def test_a_configuration_brings_both_halves(tmp_path: Path) -> None:
     config = Config(method="fedavg", norm="group", dp_clip=0.5, dp_noise=2.0, dp_epsilon=3.0, clients=9, cohort=4)
-    assert factory.method(config) == Clipped(registry.make("fedavg"), 0.5)
+    assert factory.method(config) == ClippedMethod(registry.make("fedavg"), 0.5)
     (aggregator,) = factory.aggregators(config, b"x", tmp_path)
     assert isinstance(aggregator, Private)
-    assert aggregator.promise == Promise(0.5, 2.0, 1e-5, 3.0, 4, 9)
+    assert aggregator.plan == PrivacyPlan(0.5, 2.0, 1e-5, 3.0, 4, 9)
     held = split([(2, 2)] * 7)
     held.save(tmp_path / "split.parquet")
     (aggregator,) = factory.aggregators(replace(config, split=tmp_path / "split.parquet"), b"x", tmp_path)
     assert isinstance(aggregator, Private)
-    assert aggregator.promise.clients == 7
+    assert aggregator.plan.clients == 7
     assert factory.aggregators(Config(), b"x", tmp_path) == ()
 
 
@@ -709,7 +715,7 @@ def test_the_command_says_what_a_plan_costs(capsys: pytest.CaptureFixture[str]) 
     plan = "privacy --clients 100 --cohort 10 --rounds 20 --json"
     assert cli.main([*plan.split(), "--noise", "5", "--delta", "1e-6"]) == 0
     said = json.loads(capsys.readouterr().out)
-    assert said["epsilon"] == accounting.planned(10, 100, 20, 5.0, 1e-6)
+    assert said["epsilon"] == accounting.planned_epsilon(10, 100, 20, 5.0, 1e-6)
     assert cli.main([*plan.split(), "--epsilon", "3"]) == 0
     said = json.loads(capsys.readouterr().out)
     assert said["noise"] == accounting.noise_for(3.0, 10, 100, 20, 1e-5)

@@ -18,7 +18,7 @@ from test_dp import GROUPED, PROMISE, private
 import halfmoon
 from halfmoon import Config
 from halfmoon.aggregation.precision import decoded, encoded, quantized
-from halfmoon.aggregation.privacy.clipping import Clipped
+from halfmoon.aggregation.privacy.clipping import ClippedMethod
 from halfmoon.api.uploads import UPDATE_ONLY, Upload
 from halfmoon.contract.sites import Wire, behind
 from halfmoon.core import rng, tree
@@ -238,7 +238,7 @@ def test_a_server_refuses_what_is_not_finite_once_it_is_unpacked(spoiled: str) -
 @pytest.mark.parametrize("precision", ["float16", "int8"])
 def test_a_private_mean_moves_by_no_more_than_the_clients_may(precision: Any, tmp_path: Path) -> None:
     """Rounding may lengthen a clipped update; the server clips it again before it adds noise, here next to none."""
-    made, shared = Clipped(registry.make("fedavg"), 0.05), task(GROUPED, upload_precision=precision)
+    made, shared = ClippedMethod(registry.make("fedavg"), 0.05), task(GROUPED, upload_precision=precision)
     guard = private(tmp_path, PROMISE._replace(clip=0.05, noise=1e-20))
     first = begin(made, shared)
     (after,) = play(made, simulate(made, shared, aggregators=[guard]), first, range(1))

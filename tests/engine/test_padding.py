@@ -9,7 +9,7 @@ from scenes import CLASSES, NETWORK, Snapshot, begin, dataset, furthest, play, s
 from torch import Tensor
 from torch.func import vmap
 
-from halfmoon.aggregation.privacy.clipping import Clipped
+from halfmoon.aggregation.privacy.clipping import ClippedMethod
 from halfmoon.api.types import Batch, ClientData, ClientUpdate, Method
 from halfmoon.contract.checks import executors_agree
 from halfmoon.core import tree
@@ -382,7 +382,7 @@ def test_every_work_of_the_catalog_masks():
     assert FedAvg(Supervised()).client_updates(shared)["train"].requirements.masks_padding
     assert FedAvg(Supervised(decay=0.9)).client_updates(shared)["train"].requirements.masks_padding
     assert not ClientUpdate(shared).requirements.masks_padding
-    assert Clipped(FedAvg(FixMatch()), 1.0).client_updates(shared)["train"].requirements.masks_padding
+    assert ClippedMethod(FedAvg(FixMatch()), 1.0).client_updates(shared)["train"].requirements.masks_padding
     for name in FEDERATED:
         for client_update in registry.entry(name).method.client_updates(shared).values():
             assert client_update.requirements.masks_padding, name

@@ -12,7 +12,7 @@ import torch
 
 from halfmoon.aggregation import Aggregator
 from halfmoon.aggregation.privacy import clipping
-from halfmoon.aggregation.privacy.dp import Private, Promise
+from halfmoon.aggregation.privacy.dp import PrivacyPlan, Private
 from halfmoon.aggregation.privacy.ledger import LEDGER, Ledger
 from halfmoon.aggregation.robust import Finite, Robust
 from halfmoon.aggregation.secure.fixed_point import Sums
@@ -161,7 +161,7 @@ def method(config: Config) -> Method:
                 f"{option} cannot be used with method {config.method}: {singles}. The server would have to see more "
                 "than a sum."
             )
-    return instance if config.dp_clip is None else clipping.Clipped(instance, config.dp_clip)
+    return instance if config.dp_clip is None else clipping.ClippedMethod(instance, config.dp_clip)
 
 
 def aggregators(config: Config, secret: bytes, folder: Path, summed: bool = False) -> tuple[Aggregator, ...]:
@@ -189,8 +189,10 @@ def _private(config: Config, secret: bytes, folder: Path) -> Private:
     assert config.dp_clip is not None, "asked before"
     assert config.dp_noise is not None, "checked with the configuration"
     clients = config.clients if config.split is None else Split.load(config.split).clients
-    promise = Promise(config.dp_clip, config.dp_noise, config.dp_delta, config.dp_epsilon, config.cohort, clients)
-    return Private(promise, secret, Ledger(folder / LEDGER))
+    privacy_plan = PrivacyPlan(
+        config.dp_clip, config.dp_noise, config.dp_delta, config.dp_epsilon, config.cohort, clients
+    )
+    return Private(privacy_plan, secret, Ledger(folder / LEDGER))
 
 
 def images(config: DataOptions) -> Source:

@@ -1,19 +1,19 @@
-"""What noised sums cost: epsilon at a delta, the smaller of Renyi's bound (Google's dp-accounting) and the exact one.
+"""Privacy accounting for noised sums: epsilon at a delta, the smaller of a Renyi bound and an exact value.
 
-A sum of updates of norm at most C, plus Gaussian noise of standard deviation z C. Two federations are neighbors where
-one client's data, all of it, is replaced by any other: the sum of those asked moves by 2 C at most (from one end of the
-ball to the other), so what the library calls the noise multiplier, the noise in units of that, is z / 2. An answer that
-is missing is an update of zero, which is one of those in the ball.
+**Noise.** A sum of updates of norm at most C gets Gaussian noise of standard deviation z C. Two federations are
+neighbors if they differ in all data of one client ("replace one"). The sum over a cohort then differs by at most 2 C,
+from one end of the ball to the other, and the "noise multiplier" of Google's dp-accounting, which is in units of that
+sensitivity, is z / 2. A missing reply counts as an update of zero, which is in the ball too.
 
-Cohorts of k of n clients are drawn without replacement, with a fixed size: Theorem 27 of Wang, Balle and
-Kasiviswanathan 2019 (Subsampled Renyi Differential Privacy and Analytical Moments Accountant), which holds for
-neighbors in this sense ("replace one", n is public), is what the library computes. That theorem's bound can be above
-the one without sampling, which holds as well: the smaller counts, order by order.
+**Sampling.** Cohorts of k of n clients are drawn without replacement, with a fixed size. The library computes Theorem 27
+of Wang, Balle and Kasiviswanathan 2019 ("Subsampled Renyi Differential Privacy and Analytical Moments Accountant"),
+which applies to these neighbors (n is public). The bound of that theorem can be larger than the bound without sampling,
+which is valid too: the accountant uses the smaller one at each order.
 
-Where everybody is in every cohort, as in most federations of sites, no sampling helps and Renyi's bound is loose: there
-the exact distribution of the privacy loss is taken (`exact`), which the library's PLD accountant approximates. For
-cohorts of a fixed size it has none: it refuses sampling without replacement, and knows Poisson sampling alone, where
-each client is asked or not by a coin of its own. Only public names of the library are used.
+**Full participation.** If all clients are in every cohort, as in most federations of sites, sampling does not help and
+the Renyi bound is loose. `exact_epsilon` then uses the exact distribution of the privacy loss, which the library's PLD
+accountant approximates. That accountant does not support cohorts of a fixed size, only Poisson sampling, in which each
+client participates independently. This module uses only public names of the library.
 """
 
 from __future__ import annotations
@@ -32,24 +32,29 @@ if TYPE_CHECKING:
     from dp_accounting.dp_event import DpEvent
 
 ORDERS = (*(1 + k / 10 for k in range(1, 100)), *range(11, 33), 40, 48, 64, 96, 128)
-"""Renyi orders of which the best is taken. More of them would cost seconds and lower no epsilon above 0.3 by 1 %."""
+"""Renyi orders; the accountant uses the best. More orders would take seconds and lower no epsilon above 0.3 by 1 %."""
 
-APART = 2.0
-"""Renyi divergence that is far enough from none for the library to convert it without a bound."""
+OFFSET_DIVERGENCE = 2.0
+"""Renyi divergence of an auxiliary event, large enough that the library converts it to an epsilon above 0."""
 
 
 class Sampled(NamedTuple):
-    """A cohort that was drawn at random: `cohort` of `clients`, all alike."""
+    """A cohort drawn uniformly at random without replacement: `cohort` of `clients`."""
 
     cohort: int
     clients: int
 
 
 @lru_cache(maxsize=64)
-def curve(noise: float, sampled: Sampled | None) -> np.ndarray:
-    """Return the Renyi divergence of one release at each of `ORDERS`; `noise` is z, None for no random cohort.
+def renyi_curve(noise: float, sampled: Sampled | None) -> np.ndarray:
+    """Compute the Renyi divergence of one noised sum at each of `ORDERS`.
 
-    Raises UserError where the library is missing.
+    Args:
+        noise: z, the noise in units of the clipping bound.
+        sampled: The draw of the cohort, None if it was not random.
+
+    Raises:
+        UserError: If the library dp-accounting is not installed.
     """
     try:
         from dp_accounting import dp_event
@@ -57,107 +62,130 @@ def curve(noise: float, sampled: Sampled | None) -> np.ndarray:
         raise UserError(
             f"epsilon needs the library dp-accounting, which is not installed: {install_command('privacy')}."
         ) from error
-    plain = dp_event.GaussianDpEvent(noise / 2)
+    gaussian = dp_event.GaussianDpEvent(noise / 2)
     if sampled is None or sampled.cohort >= sampled.clients:
-        return _divergences(plain)
-    event = dp_event.SampledWithoutReplacementDpEvent(sampled.clients, sampled.cohort, plain)
-    return np.minimum(_divergences(plain), _divergences(event))
+        return _divergences(gaussian)
+    event = dp_event.SampledWithoutReplacementDpEvent(sampled.clients, sampled.cohort, gaussian)
+    return np.minimum(_divergences(gaussian), _divergences(event))
 
 
 def _divergences(event: DpEvent) -> np.ndarray:
-    """Return the Renyi divergence of an event at each of `ORDERS`.
+    """Compute the Renyi divergence of an event at each of `ORDERS`, from public functions of the library.
 
-    The library's accountant tells an epsilon, the least over its orders. With one order alone that is the sum of
-    divergences there and a number that depends on the order and delta (Canonne, Kamath and Steinke 2020, Proposition
-    12), so an event's own divergence is by how much epsilon grows with it. A first event, of divergence `APART`, keeps
-    both away from zero, where epsilon is cut off. Curves are kept: composing anew costs a second a round.
+    The library's accountant reports only an epsilon, the minimum over its orders. For a single order this is the sum of
+    all divergences at that order plus a number that depends on order and delta only (Canonne, Kamath and Steinke 2020,
+    Proposition 12). The divergence of an event is therefore the increase of epsilon that it causes. An auxiliary event
+    before it, of divergence `OFFSET_DIVERGENCE`, keeps both epsilons above zero, where the library truncates them.
     """
     from dp_accounting import NeighboringRelation, dp_event
     from dp_accounting.rdp import RdpAccountant
 
-    def grows(order: float) -> float:
+    def epsilon_increase(order: float) -> float:
         accountant = RdpAccountant([order], NeighboringRelation.REPLACE_ONE)
-        before = accountant.compose(dp_event.ZCDpEvent(rho=0.0, xi=APART)).get_epsilon(0.5)
+        before = accountant.compose(dp_event.ZCDpEvent(rho=0.0, xi=OFFSET_DIVERGENCE)).get_epsilon(0.5)
         return max(0.0, accountant.compose(event).get_epsilon(0.5) - before)
 
-    return np.array([grows(order) for order in ORDERS])
+    return np.array([epsilon_increase(order) for order in ORDERS])
 
 
 def epsilon(releases: Iterable[tuple[float, Sampled | None]], delta: float) -> float:
-    """Return epsilon at `delta` of releases (their noise, and how their cohort was drawn), one after the other.
+    """Compute epsilon at `delta` of a sequence of noised sums.
 
-    It is the smaller of two bounds that both hold: Renyi's, which knows what a random cohort is worth, and the exact
-    one of the same releases without it.
+    The result is the smaller of two valid bounds: the Renyi bound, which benefits from random cohorts, and the exact
+    epsilon of the same sums without sampling.
+
+    Args:
+        releases: The noise z and the draw of the cohort, None if it was not random, of each sum.
+        delta: The delta, between 0 and 1.
     """
     counts = Counter(releases)
     if not counts:
         return 0.0
-    return min(
-        _renyi(counts, delta), exact((noise for (noise, _), count in counts.items() for _ in range(count)), delta)
-    )
+    noises = [noise for (noise, _), count in counts.items() for _ in range(count)]
+    return min(_renyi(counts, delta), exact_epsilon(noises, delta))
 
 
-def exact(noises: Iterable[float], delta: float) -> float:
-    """Return epsilon at `delta` of noised sums (z each), whoever was in the cohort: no other is smaller.
+def exact_epsilon(noises: Iterable[float], delta: float) -> float:
+    """Compute the exact epsilon of noised sums without sampling: no smaller value is valid.
 
-    Sums with Gaussian noise compose into one: in units of how far a client can move them, 2 C, their precisions add up.
-    That one's privacy loss is Gaussian too, so that its distribution needs no numbers (Balle and Wang 2018, "Improving
-    the Gaussian Mechanism for Differential Privacy", Theorem 8): this is what a PLD accountant approximates.
+    Gaussian sums compose into one Gaussian sum, whose precision (in units of the sensitivity 2 C) is the sum of their
+    precisions. Its privacy loss is Gaussian, so that delta has a closed form for each epsilon (Balle and Wang 2018,
+    "Improving the Gaussian Mechanism for Differential Privacy", Theorem 8). Bisection inverts it.
+
+    Args:
+        noises: The noise z of each sum, in units of the clipping bound C.
+        delta: The delta, between 0 and 1.
     """
     shift = math.sqrt(math.fsum((2 / noise) ** 2 for noise in noises))
 
-    def lost(epsilon: float) -> float:
-        """Return the least delta that goes with an epsilon."""
+    def delta_of(epsilon: float) -> float:
+        """Compute the smallest valid delta of an epsilon (Theorem 8)."""
+        # In logarithms: exp(epsilon) alone would overflow where its product with the tail is small.
         second = epsilon + _log_tail(shift / 2 + epsilon / shift)
         return math.exp(_log_tail(epsilon / shift - shift / 2)) - math.exp(min(second, 0.0))
 
-    low, high = 0.0, 1.0
-    if shift == 0 or lost(0.0) <= delta:
+    if shift == 0 or delta_of(0.0) <= delta:
         return 0.0
-    while lost(high) > delta:
-        low, high = high, 2 * high
+    low = 0.0
+    high = 1.0
+    while delta_of(high) > delta:
+        low = high
+        high = 2 * high
     for _ in range(60):
         middle = (low + high) / 2
-        low, high = (middle, high) if lost(middle) > delta else (low, middle)
+        if delta_of(middle) > delta:
+            low = middle
+        else:
+            high = middle
     return high
 
 
 def _log_tail(x: float) -> float:
-    """Return the logarithm of the probability that a standard normal number is over x, far out a bound from below."""
+    """Compute log P(N(0, 1) > x): exact below 30, and a lower bound above, where erfc underflows."""
     if x < 30:
         return math.log(math.erfc(x / math.sqrt(2)) / 2)
     return -x * x / 2 - math.log(math.sqrt(2 * math.pi)) + math.log(x / (x * x + 1))
 
 
 def _renyi(counts: Counter[tuple[float, Sampled | None]], delta: float) -> float:
-    total = sum((count * curve(*each) for each, count in counts.items()), np.zeros(len(ORDERS)))
+    """Compute the Renyi bound of epsilon; divergences of several sums add up at each order."""
+    total = np.zeros(len(ORDERS))
+    for (noise, sampled), count in counts.items():
+        total = total + count * renyi_curve(noise, sampled)
     from dp_accounting.rdp import compute_epsilon
 
     return float(compute_epsilon(ORDERS, total.tolist(), delta)[0])
 
 
-def planned(cohort: int, clients: int, rounds: int, noise: float, delta: float) -> float:
-    """Return epsilon of so many rounds with cohorts of `cohort` of `clients`."""
+def planned_epsilon(cohort: int, clients: int, rounds: int, noise: float, delta: float) -> float:
+    """Compute epsilon at `delta` of a plan: `rounds` rounds with random cohorts of `cohort` of `clients`."""
     return epsilon([(noise, Sampled(cohort, clients))] * rounds, delta)
 
 
 def noise_for(target: float, cohort: int, clients: int, rounds: int, delta: float) -> float:
-    """Return the least noise, to three digits and rounded up, with which so many rounds keep epsilon at most `target`.
+    """Search the smallest noise z, rounded up to three digits, with which a plan costs at most epsilon `target`.
 
-    Raises UserError where even a million is too little.
+    Raises:
+        UserError: If a noise of a million is not sufficient.
     """
 
-    def costs(noise: float) -> float:
-        return planned(cohort, clients, rounds, noise, delta)
+    def cost(noise: float) -> float:
+        return planned_epsilon(cohort=cohort, clients=clients, rounds=rounds, noise=noise, delta=delta)
 
-    low, high = 1e-2, 1.0
-    while costs(high) > target:
-        low, high = high, 4 * high
+    low = 1e-2
+    high = 1.0
+    while cost(high) > target:
+        low = high
+        high = 4 * high
         if high > 1e6:
             raise UserError(f"no noise up to {high:.0e} keeps epsilon at most {target:g}: ask for a larger epsilon.")
+    # Bisection on a logarithmic scale, down to less than the third digit.
     while high / low > 1.0005:
         middle = math.sqrt(low * high)
-        low, high = (middle, high) if costs(middle) > target else (low, middle)
+        if cost(middle) > target:
+            low = middle
+        else:
+            high = middle
     step = 10.0 ** (math.floor(math.log10(high)) - 2)
     rounded = math.ceil(high / step) * step
     return round(rounded, 12)

@@ -1,7 +1,7 @@
-"""The client half of client-level differential privacy: no client's update is longer than a bound.
+"""The client half of client-level differential privacy: clip the norm of each client's update.
 
-McMahan, Ramage, Talwar and Zhang 2018 (Learning Differentially Private Recurrent Language Models), Section 2: all that
-a client changes is one vector, and where its Euclidean norm is over the bound, it is scaled down to it.
+McMahan, Ramage, Talwar and Zhang 2018 ("Learning Differentially Private Recurrent Language Models"), Section 2, flat
+clipping: all values of an update are one vector, which is scaled down if its Euclidean norm exceeds the bound.
 """
 
 from collections.abc import Mapping
@@ -27,14 +27,19 @@ from halfmoon.core.tree import Tree
 
 
 @dataclass(frozen=True)
-class Clipped:
-    """A method whose clients clip what they send: all that one client update changes has at most the norm `norm`."""
+class ClippedMethod:
+    """A method whose clients clip their updates.
+
+    Attributes:
+        method: The method; its server half is unchanged.
+        norm: The largest Euclidean norm of an update.
+    """
 
     method: Method
     norm: float
 
     def client_updates(self, task: Task) -> Mapping[str, ClientUpdate]:
-        """Return the client updates of the method, each with its upload clipped."""
+        """Wrap each client update of the method in a `ClippedUpdate`."""
         return {
             name: ClippedUpdate(client_update.task, client_update=client_update, norm=self.norm)
             for name, client_update in self.method.client_updates(task).items()
@@ -52,13 +57,18 @@ class Clipped:
 
 @dataclass(frozen=True)
 class ClippedUpdate(ClientUpdate):
-    """A client update like another one, with what it sends clipped."""
+    """A client update that runs another one and clips its upload.
+
+    Attributes:
+        client_update: The client update to run.
+        norm: The largest Euclidean norm of the upload's update.
+    """
 
     client_update: ClientUpdate = field(kw_only=True)
     norm: float = field(kw_only=True)
 
     def __post_init__(self) -> None:
-        # Whoever replaces the task of this client update means the one inside.
+        # `dataclasses.replace(..., task=...)` on this wrapper must also replace the task of the wrapped client update.
         object.__setattr__(self, "client_update", replace(self.client_update, task=self.task))
 
     @property
@@ -67,7 +77,7 @@ class ClippedUpdate(ClientUpdate):
 
     @property
     def at_server(self) -> ClientUpdate:
-        """Return the client update without the clip: the server's own images are not a client's."""
+        """The client update without clipping: the server's images belong to no client."""
         return self.client_update
 
     def initial_memory(self, broadcast: Tree, generator: torch.Generator) -> Tree:
@@ -84,7 +94,7 @@ class ClippedUpdate(ClientUpdate):
 
     def finish(self, broadcast: Tree, carry: Tree, data: ClientData) -> tuple[Upload, Tree]:
         upload, memory = self.client_update.finish(broadcast, carry, data)
-        return clipped(upload, broadcast, self.norm), memory
+        return clip_upload(upload, broadcast, self.norm), memory
 
     def passes(self, labeled: int, unlabeled: int) -> Passes:
         return self.client_update.passes(labeled, unlabeled)
@@ -96,34 +106,42 @@ class ClippedUpdate(ClientUpdate):
         return self.client_update.traffic(broadcast, upload)
 
 
-def clipped(upload: Upload, broadcast: Tree, norm: float) -> Upload:
-    """Return one client's upload with its update at most `norm` long: all its floating leaves together.
+def clip_upload(upload: Upload, broadcast: Tree, norm: float) -> Upload:
+    """Scale down one client's update to a Euclidean norm of at most `norm`.
 
-    The norm is that of the numbers that are sent, after they are rounded to their type. An update within the bound
-    stays as it is, bit by bit; so does what is no update.
+    The bound holds for the uploaded numbers, after they are rounded to their dtype.
+
+    Args:
+        upload: The upload of one client, leaves (...).
+        broadcast: The values that the client received.
+        norm: The largest norm of all floating-point leaves of the update together.
+
+    Returns:
+        The upload. An update within the bound is unchanged, bit by bit; so are values that are no update.
     """
-    before = tree.flatten(broadcast)
-    moved = {
-        path: (leaf, before[path]) for path, leaf in tree.flatten(upload.update).items() if leaf.is_floating_point()
+    received = tree.flatten(broadcast)
+    pairs = {
+        path: (leaf, received[path]) for path, leaf in tree.flatten(upload.update).items() if leaf.is_floating_point()
     }
-    if not moved:
+    if not pairs:
         return upload
-    length = _length([new.double() - old.double() for new, old in moved.values()])
-    # Rounding old + update to the leaves' type may lengthen an update by half an eps of what is rounded.
-    eps = max(torch.finfo(new.dtype).eps for new, _ in moved.values())
-    room = 2 * eps * (_length([old.double() for _, old in moved.values()]) + norm)
-    fits = length <= norm
-    scale = (norm - room).clamp_min(0) / torch.where(fits, torch.ones_like(length), length)
+    update_norm = _norm([new.double() - old.double() for new, old in pairs.values()])
+    # Rounding old + update to the leaves' dtype can lengthen an update by half an eps of the rounded values.
+    eps = max(torch.finfo(new.dtype).eps for new, _ in pairs.values())
+    rounding_margin = 2 * eps * (_norm([old.double() for _, old in pairs.values()]) + norm)
+    fits = update_norm <= norm
+    # The denominator is 1 where the scale is not used, so that an update of zero does not divide by zero. `where`
+    # instead of `if`: under vmap the comparison has no Python value.
+    scale = (norm - rounding_margin).clamp_min(0) / torch.where(fits, torch.ones_like(update_norm), update_norm)
 
-    def shorter(new: Tensor, old: Tensor) -> Tensor:
+    def scale_down(new: Tensor, old: Tensor) -> Tensor:
         start = old.double()
         return torch.where(fits, new, (start + scale * (new.double() - start)).to(new.dtype))
 
-    return upload._replace(
-        update=tree.replace_leaves(upload.update, {path: shorter(new, old) for path, (new, old) in moved.items()})
-    )
+    clipped_leaves = {path: scale_down(new, old) for path, (new, old) in pairs.items()}
+    return upload._replace(update=tree.replace_leaves(upload.update, clipped_leaves))
 
 
-def _length(leaves: list[Tensor]) -> Tensor:
-    """Return the Euclidean norm of leaves taken together, in the order of their elements whatever their layout."""
+def _norm(leaves: list[Tensor]) -> Tensor:
+    """Compute the Euclidean norm of all leaves together; the memory layout does not affect the order of summation."""
     return torch.stack([leaf.reshape(-1).square().sum() for leaf in leaves]).sum().sqrt()

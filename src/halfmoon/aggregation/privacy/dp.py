@@ -1,11 +1,15 @@
-"""The server half of client-level differential privacy: a noised sum in the place of every update, and its price.
+"""The server half of client-level differential privacy: replace uploads by their noised mean, within a privacy budget.
 
-DP-FedAvg with a fixed denominator (McMahan, Ramage, Talwar and Zhang 2018, Algorithm 1): the mean is (the sum of the
-clipped updates of those who answered + N(0, (z C)^2 I)) / (how many were asked), and all weights are 1. The sum is in
-float64, and every update is clipped again: what a hostile or broken client sends counts no more than another's.
+DP-FedAvg with a fixed denominator (McMahan, Ramage, Talwar and Zhang 2018, "Learning Differentially Private Recurrent
+Language Models", Algorithm 1): all weights are 1, and the mean is
 
-The noise comes from a key that depends on the server's secret and on the sum itself: a round that is played again with
-the same sum gets the same noise and tells nothing new; another sum gets noise that is independent of it.
+    (sum of the clipped updates that arrived + N(0, (z C)^2 I)) / (number of clients that received the query).
+
+The sum is in float64. The server clips every update once more, so that a hostile or broken client has no more influence
+than any other.
+
+The noise is derived from the server's secret and the sum itself. A round that is repeated after a restart, with the same
+sum, gets the same noise and reveals nothing new. A different sum gets independent noise.
 """
 
 import math
@@ -29,149 +33,197 @@ from halfmoon.core import tree
 from halfmoon.core.errors import UserError
 
 
-class Promise(NamedTuple):
-    """What is promised, and what a round is planned to be."""
+class PrivacyPlan(NamedTuple):
+    """The privacy options of a run.
 
-    clip: float  # C, the largest norm of an update
-    noise: float  # z, the noise on the sum in units of C
+    Attributes:
+        clip: C, the largest norm of an update.
+        noise: z, the noise on the sum in units of C.
+        delta: The delta at which epsilon is computed.
+        budget: The largest epsilon; None to report epsilon without a limit.
+        cohort: The number of clients in a round.
+        clients: The number of all clients.
+    """
+
+    clip: float
+    noise: float
     delta: float
-    budget: float | None  # the largest epsilon; None: it is counted alone
+    budget: float | None
     cohort: int
     clients: int
 
 
 @dataclass
 class Private(Aggregator):
-    """An aggregator that puts the noised mean in the place of every update.
+    """An aggregator that replaces the update of every client by the noised mean.
 
-    `secret` is what noise is drawn from. Raises UserError for an upload that holds more than an update and a weight,
-    and for a release that the budget does not allow.
+    Attributes:
+        plan: The privacy options.
+        secret: The server's secret, from which noise is derived.
+        ledger: The noised sums so far.
     """
 
-    promise: Promise
+    plan: PrivacyPlan
     secret: bytes
     ledger: Ledger
     _round: int = field(default=-1, init=False)
 
     def uploads(self, context: AggregationContext, upload: Upload) -> tuple[Sequence[int], Upload]:
-        """Return all answers that hold numbers, each with the noised mean of them all and the weight 1."""
+        """Replace all finite uploads by their noised mean, with weight 1; drop those that are not finite.
+
+        Raises:
+            UserError: If an upload has values other than an update and a weight, or the budget is spent.
+        """
         self._round = context.round
-        _refuse_more(context, upload)
-        places, total = clipped_sum(context, upload, self.promise.clip)
-        if not places:
-            return places, upload
-        upload = upload.map(lambda leaf: leaf[torch.tensor(places, device=leaf.device)])
-        context = context.only(places)
-        flat = np.concatenate([leaf.numpy().ravel() for leaf in total.values()])
-        mark = self._mark(context, flat)
-        self._write_down(context, mark)
-        noise = gaussians(subkey(self.secret, "noise", mark), len(flat))
-        mean = torch.from_numpy((flat + self.promise.noise * self.promise.clip * noise) / context.cohort)
-        parts = mean.split([leaf.numel() for leaf in total.values()])
+        _check_upload_content(context, upload)
+        indices, total = sum_clipped_updates(context, upload, self.plan.clip)
+        if not indices:
+            return indices, upload
+        upload = upload.map(lambda leaf: leaf[torch.tensor(indices, device=leaf.device)])
+        context = context.only(indices)
+        flat_sum = np.concatenate([leaf.numpy().ravel() for leaf in total.values()])
+        sum_hash = self._hash_sum(context, flat_sum)
+        self._record_release(context, sum_hash)
+        noise = gaussians(subkey(self.secret, "noise", sum_hash), len(flat_sum))
+        # Divided by the size of the cohort, not by the number of replies: the latter may depend on private data.
+        mean = torch.from_numpy((flat_sum + self.plan.noise * self.plan.clip * noise) / context.cohort)
+        sections = mean.split([leaf.numel() for leaf in total.values()])
         leaves = tree.flatten(upload.update)
         change = {
-            path: part.reshape(total[path].shape).to(leaves[path]) for path, part in zip(total, parts, strict=True)
+            path: section.reshape(total[path].shape).to(leaves[path])
+            for path, section in zip(total, sections, strict=True)
         }
         upload = changed(upload, context, change)
-        return places, upload._replace(weight=torch.ones_like(upload.weight))
+        return indices, upload._replace(weight=torch.ones_like(upload.weight))
 
     def row(self) -> dict[str, Any]:
         releases = [release for release in self.ledger.releases if release.round <= self._round]
-        return {"epsilon": self._epsilon(releases), "delta": self.promise.delta}
+        return {"epsilon": self._epsilon(releases), "delta": self.plan.delta}
 
     def ended(self, round: int) -> str | None:
-        """Return why `round` may not be played: it would cost more than the budget has left."""
+        """Return a sentence to stop before `round` (from 0) if it would exceed the budget, otherwise None."""
         self.ledger.check(round)
-        past, budget = self.ledger.releases, self.promise.budget
+        past = self.ledger.releases
+        budget = self.plan.budget
         if budget is None or any(release.round == round for release in past):
-            return None  # a round that was played before a kill has been paid
-        then = self._epsilon([*past, Release(round, 0, 0, self._sample(self.promise.cohort), self.promise.noise, "")])
-        if then <= budget:
+            return None  # a round that ran before a restart is in the ledger already
+        next_release = Release(
+            round=round,
+            attempt=0,
+            query=0,
+            sampled=self._sampling(self.plan.cohort),
+            noise=self.plan.noise,
+            mark="",
+        )
+        next_epsilon = self._epsilon([*past, next_release])
+        if next_epsilon <= budget:
             return None
         if not past:
             return (
-                f"dp_epsilon is {budget:g}, but the first round alone costs {then:.4g} (at delta "
-                f"{self.promise.delta:g}, {self.promise.cohort} of {self.promise.clients} clients a round): raise "
+                f"dp_epsilon is {budget:g}, but the first round alone costs {next_epsilon:.4g} (at delta "
+                f"{self.plan.delta:g}, {self.plan.cohort} of {self.plan.clients} clients a round): raise "
                 "dp_noise, or dp_epsilon."
             )
         return (
             f"the privacy budget is spent: epsilon is {self._epsilon(past):.4g} after round {round}, and another round "
-            f"would make it {then:.4g}, over dp_epsilon {budget:g} (at delta {self.promise.delta:g})."
+            f"would make it {next_epsilon:.4g}, over dp_epsilon {budget:g} (at delta {self.plan.delta:g})."
         )
 
-    def _write_down(self, context: AggregationContext, mark: bytes) -> None:
-        """Write a release into the ledger before anybody sees it; raise UserError where it would cost too much."""
-        sampled = self._sample(context.cohort) if context.random_cohort and not context.attempt else None
-        release = Release(*context[:3], sampled, self.promise.noise, mark.hex())
+    def _record_release(self, context: AggregationContext, sum_hash: bytes) -> None:
+        """Write a release to the ledger before the sum is used; raise UserError if it would exceed the budget."""
+        # A repeated round has the same cohort: it was not drawn at random for this attempt.
+        sampled = self._sampling(context.cohort) if context.random_cohort and not context.attempt else None
+        release = Release(
+            round=context.round,
+            attempt=context.attempt,
+            query=context.query,
+            sampled=sampled,
+            noise=self.plan.noise,
+            mark=sum_hash.hex(),
+        )
         if release in self.ledger:
             return
-        then = self._epsilon([*self.ledger.releases, release])
-        if self.promise.budget is not None and then > self.promise.budget:
-            what = "a round that is played again, or a site that is set aside"
+        next_epsilon = self._epsilon([*self.ledger.releases, release])
+        if self.plan.budget is not None and next_epsilon > self.plan.budget:
             raise UserError(
-                f"the privacy budget is spent: round {context.round + 1} would make epsilon {then:.4g}, over "
-                f"dp_epsilon {self.promise.budget:g}, as its cohort was not drawn anew from all clients alike "
-                f"({what}); the last checkpoint is from before it."
+                f"the privacy budget is spent: round {context.round + 1} would make epsilon {next_epsilon:.4g}, over "
+                f"dp_epsilon {self.plan.budget:g}, because its cohort is not a new random draw from all clients "
+                "(a repeated round, or an excluded site); the last checkpoint is from the round before."
             )
         self.ledger.add(release)
 
-    def _mark(self, context: AggregationContext, flat: np.ndarray) -> bytes:
-        """Return what tells a sum from any other, without telling the sum: a hash under the secret."""
-        facts = (*context[:3], context.client_update, context.cohort, f"{self.promise.clip!r} {self.promise.noise!r}")
-        return subkey(self.secret, "sum", *facts, sha256(flat.astype("<f8").tobytes()).digest())
+    def _hash_sum(self, context: AggregationContext, flat_sum: np.ndarray) -> bytes:
+        """Compute a keyed hash that identifies a sum (n,) in its query without revealing its values."""
+        return subkey(
+            self.secret,
+            "sum",
+            context.round,
+            context.attempt,
+            context.query,
+            context.client_update,
+            context.cohort,
+            f"{self.plan.clip!r} {self.plan.noise!r}",
+            sha256(flat_sum.astype("<f8").tobytes()).digest(),
+        )
 
-    def _sample(self, cohort: int) -> Sampled | None:
-        return Sampled(cohort, self.promise.clients) if cohort < self.promise.clients else None
+    def _sampling(self, cohort: int) -> Sampled | None:
+        return Sampled(cohort, self.plan.clients) if cohort < self.plan.clients else None
 
     def _epsilon(self, releases: Sequence[Release]) -> float:
-        return spent(releases, self.promise.delta)
+        return epsilon_spent(releases, self.plan.delta)
 
 
-def spent(releases: Sequence[Release], delta: float) -> float:
-    """Return epsilon of releases at `delta`.
+def epsilon_spent(releases: Sequence[Release], delta: float) -> float:
+    """Compute epsilon of releases at `delta`.
 
-    A random cohort lowers the price of one release. Of a round that released more than one sum none is lowered: they
-    are of one cohort, not of one each, and what its first sum tells of the cohort, the second could use.
+    A random cohort lowers the price of a release only if it is the only one of its round. Several releases of a round
+    have the same cohort: an observer could use what the first reveals about the cohort on the second.
     """
-    count = Counter(release.round for release in releases)
-    return accounting.epsilon(
-        [(each.noise, each.sampled if count[each.round] == 1 else None) for each in releases], delta
-    )
+    releases_in_round = Counter(release.round for release in releases)
+    priced = [
+        (release.noise, release.sampled if releases_in_round[release.round] == 1 else None) for release in releases
+    ]
+    return accounting.epsilon(priced, delta)
 
 
-def clipped_sum(context: AggregationContext, upload: Upload, clip: float) -> tuple[list[int], dict[str, Tensor]]:
-    """Return the places of the answers that are finite, and the sum of their clipped updates by path, in float64.
+def sum_clipped_updates(
+    context: AggregationContext, upload: Upload, clip: float
+) -> tuple[list[int], dict[str, Tensor]]:
+    """Clip the updates to the norm `clip` and add them up.
 
-    Updates are taken one after the other in the order of the uploads, on the CPU, so that the sum has the same bits
-    wherever the clients are.
+    Updates are added in the order of the uploads, on the CPU, so that the sum has the same bits on every device.
+
+    Returns:
+        The indices of the uploads that are finite, and the sum of their clipped updates by path, float64.
     """
-    broadcast = downlinks(context)
+    received = downlinks(context)
     flat = tree.flatten(upload.update)
     paths = sorted(update(upload, context))
     total = {path: torch.zeros(flat[path].shape[1:], dtype=torch.float64) for path in paths}
-    places: list[int] = []
-    for place in range(len(context.clients)):
-        change = {path: _row(flat[path], place) - _row(broadcast[path], place) for path in paths}
-        length = math.sqrt(math.fsum(float(leaf.reshape(-1).square().sum()) for leaf in change.values()))
-        if not math.isfinite(length):
+    indices: list[int] = []
+    for index in range(len(context.clients)):
+        change = {path: _client_values(flat[path], index) - _client_values(received[path], index) for path in paths}
+        # fsum: the norm does not depend on the order of the leaves.
+        norm = math.sqrt(math.fsum(float(leaf.reshape(-1).square().sum()) for leaf in change.values()))
+        if not math.isfinite(norm):
             continue
-        places.append(place)
-        share = clip / length if length > clip else 1.0
+        indices.append(index)
+        scale = clip / norm if norm > clip else 1.0
         for path, leaf in change.items():
-            total[path] += share * leaf
-    return places, total
+            total[path] += scale * leaf
+    return indices, total
 
 
-def _row(leaf: Tensor, place: int) -> Tensor:
-    """Return one client's slice of a leaf (k, ...), or the one of all (1, ...), in float64 on the CPU."""
-    return leaf[place if len(leaf) > 1 else 0].cpu().double()
+def _client_values(leaf: Tensor, index: int) -> Tensor:
+    """Select a client's slice of a leaf (k, ...), or the common one of a leaf (1, ...), in float64 on the CPU."""
+    return leaf[index if len(leaf) > 1 else 0].cpu().double()
 
 
-def _refuse_more(context: AggregationContext, upload: Upload) -> None:
-    """Raise UserError where an upload holds what would pass without noise."""
-    more = sorted({*upload.aux, *(set(tree.flatten(upload.update)) - set(update(upload, context)))})
-    if more:
+def _check_upload_content(context: AggregationContext, upload: Upload) -> None:
+    """Raise UserError if an upload has values other than an update and a weight: they would get no noise."""
+    extra = sorted({*upload.aux, *(set(tree.flatten(upload.update)) - set(update(upload, context)))})
+    if extra:
         raise UserError(
-            f"dp_clip cannot be used here: clients send {more[0]!r} beside their update, which would pass without "
-            "noise; choose another method, or leave its option out."
+            f"dp_clip cannot be used here: clients send {extra[0]!r} in addition to their update, and it would get no "
+            "noise; choose another method, or omit its option."
         )

@@ -1,7 +1,8 @@
-"""What a run has told of its clients so far: a line a release, on the disk before anybody sees the release.
+"""The privacy ledger: a file with one line for each noised sum of a run, on disk before the sum is used.
 
-A line's seal is the SHA-256 of the seal before it and of the line itself, so that a line that was changed or taken out
-is found. The last lines could be cut off unseen; but a round that was played has its line, and that is checked.
+Each line has a hash chain's seal, the SHA-256 of the previous seal and the line, so that a changed or removed line is
+detected. Lines missing at the end of the file have no successor to reveal this; `Ledger.check` detects them by
+comparison with the number of completed rounds.
 """
 
 from hashlib import sha256
@@ -13,15 +14,22 @@ from halfmoon.core.errors import UserError
 from halfmoon.storage import atomic_io
 
 LEDGER = "privacy.jsonl"
+"""Name of the ledger's file in a run folder."""
 
 
 class Release(NamedTuple):
-    """One noised sum: of which question, how its cohort was drawn (None: not at random), with how much noise.
+    """A noised sum that the server used.
 
-    `mark` tells it from any other sum, and says nothing of the sum to whom does not know the server's secret.
+    Attributes:
+        round: The round, from 0.
+        attempt: The number of earlier attempts at this round.
+        query: The number of earlier queries in this round.
+        sampled: The draw of the cohort, None if it was not random.
+        noise: The noise z, in units of the clipping bound.
+        mark: A keyed hash that identifies the sum and reveals nothing about it without the server's secret.
     """
 
-    round: int  # from 0
+    round: int
     attempt: int
     query: int
     sampled: Sampled | None
@@ -30,9 +38,13 @@ class Release(NamedTuple):
 
 
 class Ledger:
-    """The releases of a run, in the file `path`; one that was written down already is not written again.
+    """The noised sums of a run, loaded from and appended to a file.
 
-    Raises UserError where the file was damaged, and where it cannot be read or written.
+    Args:
+        path: The file; it may not exist yet.
+
+    Raises:
+        UserError: If the file is damaged, or cannot be read or written.
     """
 
     def __init__(self, path: Path) -> None:
@@ -41,67 +53,78 @@ class Ledger:
         self.releases: list[Release] = []
         try:
             data = atomic_io.read(path) or b""
-            whole = data.rfind(b"\n") + 1
-            # A last line without its end is of a release that a kill has stopped: nobody has seen that.
-            atomic_io.truncate(path, whole)
+            complete_bytes = data.rfind(b"\n") + 1
+            # An incomplete last line is from a process that was killed before it used the sum. Remove the line.
+            atomic_io.truncate(path, complete_bytes)
         except OSError as error:
             raise UserError(
                 f"{path}: it cannot be read ({atomic_io.error_reason(error)}); make it readable."
             ) from error
-        for number, line in enumerate(data[:whole].splitlines(keepends=True), start=1):
-            self._take(number, line)
+        for number, line in enumerate(data[:complete_bytes].splitlines(keepends=True), start=1):
+            self._load_line(number, line)
 
     def __contains__(self, release: Release) -> bool:
-        return any(release.mark == each.mark for each in self.releases)
+        return any(release.mark == recorded.mark for recorded in self.releases)
 
     def add(self, release: Release) -> None:
-        """Write a release down; it is on the disk when this returns."""
-        entry = _entry(release)
-        seal = _sealed(self._seal, entry)
+        """Append a release to the file and flush it to disk.
+
+        Raises:
+            UserError: If the file cannot be written.
+        """
+        entry = _to_entry(release)
+        seal = _compute_seal(self._seal, entry)
         try:
             atomic_io.append(self.path, atomic_io.json_line({**entry, "seal": seal}))
             atomic_io.flush_and_measure(self.path)
         except OSError as error:
             raise UserError(
-                f"{self.path}: it cannot be written ({atomic_io.error_reason(error)}); nothing was released that it does not "
-                "hold: mend that, and go on with the run."
+                f"{self.path}: it cannot be written ({atomic_io.error_reason(error)}); no sum was used that is not "
+                "recorded there: make it writable, and resume the run."
             ) from error
         self._seal = seal
         self.releases.append(release)
 
     def check(self, rounds: int) -> None:
-        """Raise UserError where one of the first `rounds` rounds, which were played, has no line."""
+        """Check that each of the first `rounds` rounds, which are complete, has a line.
+
+        Raises:
+            UserError: If a line is missing.
+        """
         numbers = {release.round for release in self.releases}
         missing = next((number for number in range(rounds) if number not in numbers), None)
         if missing is not None:
             raise UserError(
-                f"{self.path} has no line of round {missing + 1}, but the run has played {rounds}: restore the file, "
-                "or start the run again in another --run-dir; without it epsilon is not known."
+                f"{self.path} has no line of round {missing + 1}, but the run has completed {rounds}: restore the "
+                "file, or restart the run in another --run-dir; without it epsilon is not known."
             )
 
-    def _take(self, number: int, line: bytes) -> None:
-        """Take over a line of the file."""
+    def _load_line(self, number: int, line: bytes) -> None:
+        """Verify the seal of one line, counted from 1, and add its release."""
         try:
             entry = atomic_io.parse_json(line)
             seal = entry.pop("seal")
-            release = _release(entry)
+            release = _from_entry(entry)
         except (ValueError, LookupError, TypeError, AttributeError):
-            seal, release, entry = "", None, {}
+            seal = ""
+            release = None
+            entry = {}
         if (
             release is None
-            or seal != _sealed(self._seal, entry)
+            or seal != _compute_seal(self._seal, entry)
+            # The seal covers the parsed values only: a line with the same values in another spelling was changed too.
             or atomic_io.json_line({**entry, "seal": seal}) != line
         ):
             raise UserError(
-                f"{self.path}, line {number}: it was changed or damaged: restore the file, or start the run again in "
+                f"{self.path}, line {number}: it was changed or damaged: restore the file, or restart the run in "
                 "another --run-dir; without it epsilon is not known."
             )
         self._seal = seal
         self.releases.append(release)
 
 
-def _entry(release: Release) -> dict[str, Any]:
-    """Return what a line says of a release; rounds count from 1, as in metrics.jsonl."""
+def _to_entry(release: Release) -> dict[str, Any]:
+    """Convert a release to the fields of its line; rounds count from 1, as in metrics.jsonl."""
     sampled = None if release.sampled is None else list(release.sampled)
     return {
         "round": release.round + 1,
@@ -113,10 +136,17 @@ def _entry(release: Release) -> dict[str, Any]:
     }
 
 
-def _release(entry: dict[str, Any]) -> Release:
+def _from_entry(entry: dict[str, Any]) -> Release:
     sampled = None if entry["drawn"] is None else Sampled(*entry["drawn"])
-    return Release(entry["round"] - 1, entry["attempt"], entry["query"], sampled, entry["noise"], entry["mark"])
+    return Release(
+        round=entry["round"] - 1,
+        attempt=entry["attempt"],
+        query=entry["query"],
+        sampled=sampled,
+        noise=entry["noise"],
+        mark=entry["mark"],
+    )
 
 
-def _sealed(before: str, entry: dict[str, Any]) -> str:
-    return sha256(before.encode() + atomic_io.json_line(entry)).hexdigest()
+def _compute_seal(previous_seal: str, entry: dict[str, Any]) -> str:
+    return sha256(previous_seal.encode() + atomic_io.json_line(entry)).hexdigest()

@@ -45,7 +45,7 @@ def run(args: argparse.Namespace) -> int:
         raise UserError("give one of --noise and --epsilon: the other one is what is computed.")
     if noise is None:
         noise = accounting.noise_for(float(target or 0), cohort, clients, rounds, delta)
-    cost = accounting.planned(cohort, clients, rounds, noise, delta)
+    cost = accounting.planned_epsilon(cohort, clients, rounds, noise, delta)
     facts = {"clients": clients, "cohort": cohort, "rounds": rounds, "noise": noise, "delta": delta, "epsilon": cost}
     if args.json:
         print_json(facts)
