@@ -18,7 +18,7 @@ from test_contract import scene
 
 from halfmoon.aggregation import AggregationContext, Aggregator
 from halfmoon.aggregation.agreement import alignment, gram, median
-from halfmoon.aggregation.robust import ROOM, Robust, Rule, distances, finite, krum, tolerated, trimmed
+from halfmoon.aggregation.robust import COSINE_MAX_NORM, Robust, Rule, distances, finite, krum, tolerated, trimmed
 from halfmoon.api.uploads import Aux, Upload, UploadSpec
 from halfmoon.config.schema import Config
 from halfmoon.core import tree
@@ -284,7 +284,7 @@ def test_one_of_any_size_moves_the_aggregate_no_further_than_the_honest_are(rule
     assert list(places) == list(range(5))
     moved = new.update["params"]["w"] + 1
     if rule in ("clip", "cosine"):
-        longest = float(honest.norm(dim=1).max()) * (1.0 if rule == "clip" else ROOM)
+        longest = float(honest.norm(dim=1).max()) * (1.0 if rule == "clip" else COSINE_MAX_NORM)
         assert float(moved.norm(dim=1).max()) <= longest * (1 + 1e-6)
     else:
         assert bool((moved >= honest.min(0).values - 1e-6).all())

@@ -1,16 +1,17 @@
-"""Who points against the others: the clients that the rule "cosine" leaves out.
+"""Outlier detection for the rule "cosine": find clients whose updates point away from the rest of the cohort.
 
-A client has two scores, and is outside where one of them is negative and more than `SPREADS` median deviations under
-the cohort's:
+A client has two scores. It is an outlier if one of them is negative and more than `MAX_DEVIATIONS` median absolute
+deviations below the cohort's median:
 
-- the median of its cosines with the others of the round;
-- its cosine with where the others, and all who were inside in earlier rounds, go together; each round counts `HISTORY`
-  times the one after it. Sites with few labels have different classes, and so point in a few directions, in groups: an
-  update with its sign turned looks like one of another group's, until what the sites learned before is looked at.
+- agreement: the median of the cosines between its update and each other update of the round;
+- alignment: the cosine between its update and the sum of a history and the mean direction of all other clients. The
+  history is the exponentially decaying sum of the mean directions of earlier rounds without outliers. It is needed
+  because sites with few labels have different classes and form groups with different directions: in a single round, an
+  update with its sign flipped looks like one of another group.
 
-Where the cohort's median is under `ALIKE`, a client is outside from `AGAINST` under it. Parameters, statistics and
-auxiliary sums are compared apart; of fewer than `LEAST` clients nobody is outside. The history is a direction for each
-client update and part in the server's state store.
+If the cohort's median is below `MIN_AGREEMENT`, a client is an outlier from `DISAGREEMENT_MARGIN` below the median.
+Parameters, statistics and auxiliary sums are compared separately. Cohorts of fewer than `MIN_CLIENTS` have no outliers.
+The server's state store contains one history for each client update and group of leaves.
 """
 
 from collections.abc import Mapping, Sequence
@@ -24,109 +25,173 @@ from halfmoon.api.uploads import Upload
 from halfmoon.core import tree
 
 CHUNK = 2**18
-"""Coordinates of an update that are looked at together: k x CHUNK numbers in float64 are all the memory it takes."""
+"""Coordinates of an update that are processed at once, which limits the memory to k x CHUNK numbers in float64."""
 
-LEAST, SPREADS, LONG = 4, 3.0, 4.0
-"""The fewest clients of whom one can be outside; how many median deviations of cosines it is away then, or how many
-median lengths its sums have for each image."""
+MIN_CLIENTS = 4
+"""Fewest clients among which one can be an outlier."""
 
-ALIKE, AGAINST = 0.02, -0.25
-"""The median score from which a cohort agrees, and how far from it a client is outside where it does not: sites with
-other classes than the others' point elsewhere without being hostile."""
+MAX_DEVIATIONS = 3.0
+"""Median absolute deviations by which a score may be below the median."""
 
-HISTORY = 0.9
+MAX_SUM_LENGTH = 4.0
+"""Largest norm of a client's auxiliary sums per image, in multiples of the cohort's median."""
+
+MIN_AGREEMENT = 0.02
+"""Median score from which a cohort agrees on a direction."""
+
+DISAGREEMENT_MARGIN = -0.25
+"""Distance of an outlier from the median score if the cohort does not agree: the updates of honest sites with different
+classes point in different directions."""
+
+HISTORY_DECAY = 0.9
+"""Weight of a round in the history, relative to the round after it."""
+
 TINY = torch.finfo(torch.float64).tiny
+"""Lower bound of denominators: the smallest positive normal number."""
 
 Change = Mapping[str, Tensor]
 """The update of each client, {path: (k, ...)}."""
 
 
-def outside(context: AggregationContext, upload: Upload, change: Change) -> dict[int, dict[str, Any]]:
-    """Return what was measured of each client that points against the others, by its place."""
+def find_outliers(context: AggregationContext, upload: Upload, change: Change) -> dict[int, dict[str, Any]]:
+    """Find the clients that point away from the rest, and update the history of directions.
+
+    Args:
+        context: The query and its k clients; the history is in its memory.
+        upload: The uploads, leaves (k, ...). Clients of weight 0 are not compared.
+        change: The updates.
+
+    Returns:
+        By a client's index, the metrics that made it an outlier.
+    """
     voters = (upload.weight > 0).nonzero().flatten().tolist()
-    if len(voters) < LEAST:
+    if len(voters) < MIN_CLIENTS:
         return {}
     upload_spec = context.upload_spec
     aux = {name: upload.aux[name] for kind in ("sum", "mean") for name in upload_spec.names(reduce=kind)}
     sums = [leaf[voters] for leaf in tree.flatten({"aux": aux}).values() if leaf.is_floating_point()]
     outliers: dict[int, dict[str, Any]] = {}
     if sums:
-        square = gram(sums)
-        lengths = square.diagonal().sqrt() / upload.weight[voters].double().cpu()
-        outliers = _apart("sums", agreement(square), lengths > LONG * median(lengths))
-    for part, paths in groups(change, upload_spec.statistics).items():
+        inner_products = gram(sums)
+        lengths = inner_products.diagonal().sqrt() / upload.weight[voters].double().cpu()
+        too_long = lengths > MAX_SUM_LENGTH * median(lengths)
+        outliers = _low_scores("sums", agreement(inner_products), too_long)
+    for group, paths in split_paths(change, upload_spec.statistics).items():
         if paths:
-            outliers = _compared(context, part, {path: change[path][voters] for path in paths}) | outliers
-    return {voters[place]: {"client": context.clients[voters[place]], **facts} for place, facts in outliers.items()}
+            voter_leaves = {path: change[path][voters] for path in paths}
+            # If a client is an outlier in several groups, its metrics are those of the first.
+            outliers = _compare_directions(context, group, voter_leaves) | outliers
+    return {voters[index]: {"client": context.clients[voters[index]], **metrics} for index, metrics in outliers.items()}
 
 
-def _compared(context: AggregationContext, part: str, leaves: Change) -> dict[int, dict[str, Any]]:
-    """Return who is outside by a part of the updates, by place, and add the directions of the others to its history."""
-    key, count = f"direction-{context.client_update}-{part}", len(next(iter(leaves.values())))
+def _compare_directions(context: AggregationContext, group: str, leaves: Change) -> dict[int, dict[str, Any]]:
+    """Find the outliers in one group of leaves (k, ...), and add the mean direction of the others to its history."""
+    key = f"direction-{context.client_update}-{group}"
+    count = len(next(iter(leaves.values())))
     memory = None if context.memory is None else context.memory.get(key)
-    past = {path: leaf.new_zeros(leaf.shape[1:]) for path, leaf in leaves.items()}
-    past |= tree.flatten(memory or {})
-    square = gram([torch.cat([leaf, past[path].to(leaf)[None]]) for path, leaf in leaves.items()])
-    now = square[:count, :count]
-    outliers = _apart(part, alignment(square)) | _apart(part, agreement(now))
+    history = {path: leaf.new_zeros(leaf.shape[1:]) for path, leaf in leaves.items()}
+    history |= tree.flatten(memory or {})
+    # The history is one more row, after the clients: one pass computes all inner products.
+    inner_products = gram([torch.cat([leaf, history[path].to(leaf)[None]]) for path, leaf in leaves.items()])
+    between_clients = inner_products[:count, :count]
+    outliers = _low_scores(group, alignment(inner_products)) | _low_scores(group, agreement(between_clients))
     if context.memory is not None:
-        share = 1 / now.diagonal().sqrt().clamp_min(TINY)
-        share[list(outliers)] = 0
-        share /= max(1, count - len(outliers))
-        new = {path: HISTORY * past[path] + (along(share, leaf) * leaf).sum(0) for path, leaf in leaves.items()}
-        context.memory.put(key, tree.unflatten(new))
+        # The mean of unit vectors: each client counts the same, however long its update is.
+        scale = 1 / between_clients.diagonal().sqrt().clamp_min(TINY)
+        scale[list(outliers)] = 0
+        scale /= max(1, count - len(outliers))
+        new_history = {
+            path: HISTORY_DECAY * history[path] + (along(scale, leaf) * leaf).sum(0) for path, leaf in leaves.items()
+        }
+        context.memory.put(key, tree.unflatten(new_history))
     return outliers
 
 
-def _apart(part: str, scores: Tensor, long: Tensor | None = None) -> dict[int, dict[str, Any]]:
-    """Return what was measured of each client that is too far under the median score, or too long, by its place."""
+def _low_scores(group: str, scores: Tensor, too_long: Tensor | None = None) -> dict[int, dict[str, Any]]:
+    """Select the clients whose score (k,) is too far below the median, or that are `too_long` (k,).
+
+    Returns:
+        The metrics of each by index: the group, the score ("cosine") and the cohort's median ("others").
+    """
     middle = median(scores)
-    bound = min(0.0, float(middle - SPREADS * median((scores - middle).abs())))
-    if middle <= ALIKE:
-        bound = min(0.0, float(middle)) + AGAINST
-    far = scores < bound if long is None else (scores < bound) | long
-    others = round(float(middle), 4)
-    facts = [{"part": part, "cosine": round(score, 4), "others": others} for score in scores.tolist()]
-    return {place: facts[place] for place in far.nonzero().flatten().tolist()}
+    bound = min(0.0, float(middle - MAX_DEVIATIONS * median((scores - middle).abs())))
+    if middle <= MIN_AGREEMENT:
+        bound = min(0.0, float(middle)) + DISAGREEMENT_MARGIN
+    is_outlier = scores < bound if too_long is None else (scores < bound) | too_long
+    cohort_median = round(float(middle), 4)
+    rounded_scores = [round(score, 4) for score in scores.tolist()]
+    return {
+        index: {"part": group, "cosine": rounded_scores[index], "others": cohort_median}
+        for index in is_outlier.nonzero().flatten().tolist()
+    }
 
 
-def agreement(square: Tensor) -> Tensor:
-    """Return of each client the median of its cosines with the others (k,), from their inner products (k, k)."""
-    k, norms = len(square), square.diagonal().sqrt()
-    cosines = square / (norms[:, None] * norms[None, :]).clamp_min(TINY)
-    others = cosines.flatten()[1:].view(k - 1, k + 1)[:, :-1].reshape(k, k - 1)
-    return median(others.T)
+def agreement(inner_products: Tensor) -> Tensor:
+    """Compute the median cosine between each client's update and the other updates.
+
+    Args:
+        inner_products: (k, k).
+
+    Returns:
+        (k,).
+    """
+    k = len(inner_products)
+    norms = inner_products.diagonal().sqrt()
+    cosines = inner_products / (norms[:, None] * norms[None, :]).clamp_min(TINY)
+    # Remove the diagonal: it consists of every (k + 1)-th element. Without the first element, k - 1 rows of k + 1 remain,
+    # each of which ends with an element of the diagonal.
+    without_self = cosines.flatten()[1:].view(k - 1, k + 1)[:, :-1].reshape(k, k - 1)
+    return median(without_self.T)
 
 
-def alignment(square: Tensor) -> Tensor:
-    """Return of each client the cosine with what the others and the history, last of (k + 1, k + 1), share."""
-    norms, k = square.diagonal().sqrt(), len(square) - 1
-    norms[k] = 1
-    inner = square / (norms[:, None] * norms[None, :]).clamp_min(TINY)
-    rest = torch.cat([(1 - torch.eye(k, dtype=inner.dtype)) / (k - 1), torch.ones(k, 1, dtype=inner.dtype)], 1)
-    lengths = (rest @ inner @ rest.T).diagonal().clamp_min(0).sqrt()
-    return (rest @ inner).diagonal() / lengths.clamp_min(TINY)
+def alignment(inner_products: Tensor) -> Tensor:
+    """Compute the cosine between each client's update and the sum of the history and the others' mean direction.
+
+    Args:
+        inner_products: (k + 1, k + 1), of the k updates and, last, the history.
+
+    Returns:
+        (k,).
+    """
+    norms = inner_products.diagonal().sqrt()
+    k = len(inner_products) - 1
+    norms[k] = 1  # updates become unit vectors; the length of the history says how consistent it is
+    cosines = inner_products / (norms[:, None] * norms[None, :]).clamp_min(TINY)
+    # Row i has the coefficients, over clients and history, of the reference direction for client i: 1 / (k - 1) for each
+    # other client, 0 for itself, 1 for the history. All needed products then follow from the inner products.
+    others = (1 - torch.eye(k, dtype=cosines.dtype)) / (k - 1)
+    reference = torch.cat([others, torch.ones(k, 1, dtype=cosines.dtype)], 1)
+    reference_norms = (reference @ cosines @ reference.T).diagonal().clamp_min(0).sqrt()
+    return (reference @ cosines).diagonal() / reference_norms.clamp_min(TINY)
 
 
 def gram(leaves: Sequence[Tensor]) -> Tensor:
-    """Return the inner products (k, k), float64, of vectors in pieces (k, ...)."""
+    """Compute the inner products (k, k), in float64, of k vectors that are divided into leaves (k, ...)."""
     total = torch.zeros((len(leaves[0]), len(leaves[0])), dtype=torch.float64)
     for leaf in leaves:
-        for part in leaf.flatten(1).split(CHUNK, 1):
-            wide = part.double()
-            total += (wide @ wide.T).cpu()
+        for columns in leaf.flatten(1).split(CHUNK, 1):
+            columns_float64 = columns.double()
+            total += (columns_float64 @ columns_float64.T).cpu()
     return total
 
 
 def median(leaf: Tensor) -> Tensor:
-    """Return the coordinate-wise median (...) of (k, ...); of an even number the mean of the middle two."""
-    ordered, k = leaf.sort(0).values, len(leaf)
-    # Halves first: the sum of two large numbers may be none.
-    return ordered[k // 2] if k % 2 else ordered[k // 2 - 1] / 2 + ordered[k // 2] / 2
+    """Compute the coordinate-wise median (...) of (k, ...): the mean of the middle two values if k is even."""
+    ordered = leaf.sort(0).values
+    k = len(leaf)
+    if k % 2:
+        return ordered[k // 2]
+    # Halve before adding: the sum of two large numbers may overflow.
+    return ordered[k // 2 - 1] / 2 + ordered[k // 2] / 2
 
 
-def groups(change: Change, statistics: Sequence[str]) -> dict[str, list[str]]:
-    """Return the paths of the parameters, and those of the parts that are `statistics`."""
+def split_paths(change: Change, statistics: Sequence[str]) -> dict[str, list[str]]:
+    """Divide the paths of an update into "parameters" and "statistics" (such as batch norm's running means).
+
+    Args:
+        change: The updates.
+        statistics: The first components of the paths that are statistics.
+    """
     paths: dict[str, list[str]] = {"parameters": [], "statistics": []}
     for path in change:
         paths["statistics" if path.split("/")[0] in statistics else "parameters"].append(path)

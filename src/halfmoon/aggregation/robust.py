@@ -1,25 +1,31 @@
 """Robust aggregation: limit the influence of hostile or broken clients before a method averages uploads.
 
-The rules look at `update`: what clients changed of what they were sent. "clip" scales each update down to at most the
-cohort's median norm: norm bounding (Sun et al. 2019, "Can you really backdoor federated learning?"), with a bound that
-is taken anew from each cohort. "median" and "trimmed" are the coordinate-wise median and trimmed mean (Yin et al.
-2018), "krum" is the one update that is nearest to its neighbors (Blanchard et al. 2017). The last three give every
-client the one aggregate, so that a method's weights have no say: they are unweighted, as published. "cosine" leaves
-out who points against the others (`halfmoon.aggregation.agreement`), and scales down the rest to `ROOM` times the
-median norm: closer, and honest updates that are a little longer lose what they learned.
+All rules process updates, the differences between uploaded and downloaded values:
 
-Two kinds of clients have no part in a rule: those whose upload is not finite, who are left out altogether, and those
-who weigh 0, because they had nothing to learn from and sent back what they got.
+- "clip" scales each update down to at most the cohort's median norm: norm bounding (Sun et al. 2019, "Can You Really
+  Backdoor Federated Learning?"), with a bound that is computed for each cohort.
+- "cosine" removes clients that point away from the rest (`halfmoon.aggregation.agreement`), and scales the remaining
+  updates down to `COSINE_MAX_NORM` times the median norm. A tighter bound would shorten honest updates that are only a
+  little longer.
+- "median" and "trimmed" are the coordinate-wise median and trimmed mean (Yin et al. 2018, Definitions 1 and 2).
+- "krum" selects the one update that is closest to its neighbors (Blanchard et al. 2017, "Machine Learning with
+  Adversaries: Byzantine Tolerant Gradient Descent", Section 4).
 
-What an upload holds beside an update:
+The last three give every client the same aggregate, so that a method's weights have no effect: they are unweighted, as
+published.
 
-- Counts of rows ("weight") stay each client's own. They have a say under "clip" alone.
-- FedDB's mean predictions ("appu") stay too: under "clip" they decide the weights as always, under the others they
-  cannot, and its debiased averaging has no effect. "cosine" also compares auxiliary sums and means.
-- FedRGD averages its groups as always; under the rules that make one aggregate, all groups move by the same.
-- FedMatch, SemiFed and HeteroFL need single clients' models: only "clip" and "cosine" can stand before them. SemiFL
-  and HeteroFL also count statistics in a query of their own (`methods.static`), which is no update, so that no rule
-  would look at it: none can stand before them where clients count such statistics
+Two kinds of clients do not take part in a rule: clients whose upload is not finite, which are removed, and clients of
+weight 0, which had no data and returned what they received.
+
+Values other than an update:
+
+- Image counts ("weight") remain each client's. They matter under "clip" and "cosine" only.
+- FedDB's mean predictions ("appu") remain too. Under "clip" they determine the weights as usual; if all clients have the
+  same aggregate, FedDB's debiased averaging has no effect. "cosine" also compares auxiliary sums and means.
+- FedRGD averages its groups as usual; with a single aggregate, all groups change by the same amount.
+- FedMatch, SemiFed and HeteroFL need the models of single clients: only "clip" and "cosine" are possible. SemiFL
+  and HeteroFL also compute statistics in a separate query (`methods.static`), which is no update and would pass
+  unchecked: no rule is possible if clients compute such statistics
   (`halfmoon.api.method_entry.MethodEntry.robust_rule_conflict`).
 """
 
@@ -30,7 +36,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from halfmoon.aggregation.agreement import Change, gram, groups, median, outside
+from halfmoon.aggregation.agreement import Change, find_outliers, gram, median, split_paths
 from halfmoon.aggregation.base import AggregationContext, Aggregator, along, changed, mixed, update
 from halfmoon.api.uploads import Upload
 from halfmoon.core import tree
@@ -38,172 +44,211 @@ from halfmoon.core.errors import UserError
 
 Rule = Literal["clip", "cosine", "median", "trimmed", "krum"]
 
-ROOM = 1.5
-"""How many median norms "cosine" leaves of an update."""
+COSINE_MAX_NORM = 1.5
+"""Largest norm of an update under "cosine", in multiples of the cohort's median norm."""
 
 
 class Robust(Aggregator):
-    """An aggregator that lets a cohort's uploads through as `rule` leaves them.
+    """An aggregator that applies a robust rule to a cohort's uploads.
 
-    `byzantine` is the share of hostile clients that "trimmed" and "krum" expect. Its row says what was clipped, trimmed
-    or chosen in the round's last update, of how many that were counted, and whose upload was not finite.
+    Its metrics describe the last update of the round: the number of clients that were clipped, trimmed or chosen, the
+    number that were counted, the outliers, and the clients whose upload was not finite.
+
+    Args:
+        rule: The rule.
+        byzantine: The share of hostile clients that "trimmed" and "krum" expect.
     """
 
     def __init__(self, rule: Rule, byzantine: float) -> None:
-        self.rule, self.byzantine = rule, byzantine
+        self.rule = rule
+        self.byzantine = byzantine
         self._row: dict[str, Any] = {}
 
     def uploads(self, context: AggregationContext, upload: Upload) -> tuple[Sequence[int], Upload]:
-        """Return the places of the finite uploads, and these as the rule leaves them."""
+        """Apply the rule to the finite uploads, and return them with the indices of their clients."""
         change = update(upload, context)
-        # A finite upload may be so far away that the difference is not.
-        places = finite([*tree.leaves(upload.tree), *change.values()])
-        lost = [client for place, client in enumerate(context.clients) if place not in places]
-        if lost:
-            self._row["not_finite"] = sorted({*self._row.get("not_finite", ()), *lost})
-            context, upload, change = only(places, context, upload, change)
+        # The difference of two finite numbers may be infinite, so the updates are checked too.
+        indices = finite([*tree.leaves(upload.tree), *change.values()])
+        not_finite = [client for index, client in enumerate(context.clients) if index not in indices]
+        if not_finite:
+            self._row["not_finite"] = sorted({*self._row.get("not_finite", ()), *not_finite})
+            context, upload, change = select_clients(indices, context, upload, change)
         if self.rule == "cosine":
-            outliers = outside(context, upload, change)
-            inside = [place for place in range(len(places)) if place not in outliers]
+            outliers = find_outliers(context, upload, change)
             if outliers:
                 self._row["outside"] = [*self._row.get("outside", ()), *outliers.values()]
-                context, upload, change = only(inside, context, upload, change)
-                places = [places[place] for place in inside]
+                inliers = [index for index in range(len(indices)) if index not in outliers]
+                context, upload, change = select_clients(inliers, context, upload, change)
+                # The outliers are indices into the finite uploads; `indices` refers to all uploads.
+                indices = [indices[index] for index in inliers]
         voters = (upload.weight > 0).nonzero().flatten().tolist()
         if change and voters:
-            upload, measures = self._ruled(context, upload, change, voters)
-            self._row |= measures
-        return places, upload
+            upload, metrics = self._apply_rule(context, upload, change, voters)
+            self._row |= metrics
+        return indices, upload
 
     def row(self) -> dict[str, Any]:
-        row, self._row = self._row, {}
+        row = self._row
+        self._row = {}
         return row
 
-    def _ruled(
+    def _apply_rule(
         self, context: AggregationContext, upload: Upload, change: Change, voters: list[int]
     ) -> tuple[Upload, dict[str, Any]]:
+        """Apply the rule to the updates of the clients at the indices `voters`; return the uploads and metrics."""
         if self.rule in ("clip", "cosine"):
-            return clipped(context, upload, change, voters, 1.0 if self.rule == "clip" else ROOM)
-        mine = {path: leaf[voters] for path, leaf in change.items()}
+            max_norm = 1.0 if self.rule == "clip" else COSINE_MAX_NORM
+            return clip_to_median(context, upload, change, voters, max_norm)
+        voter_change = {path: leaf[voters] for path, leaf in change.items()}
+        metrics: dict[str, Any]
         if self.rule == "krum":
             hostile = tolerated(len(voters), self.byzantine)
-            place = krum(mine, hostile, context.upload_spec.statistics)
-            new = {path: leaf[place] for path, leaf in mine.items()}
-            return changed(upload, context, new), {"chosen": context.clients[voters[place]], "expected": hostile}
-        if self.rule == "median":
-            return changed(upload, context, {path: median(leaf) for path, leaf in mine.items()}), {
-                "counted": len(voters)
-            }
-        cut = share(self.byzantine, len(voters))
-        new = {path: trimmed(leaf, cut) for path, leaf in mine.items()}
-        return changed(upload, context, new), {"trimmed": 2 * cut, "counted": len(voters)}
+            selected = krum(voter_change, hostile, context.upload_spec.statistics)
+            aggregate = {path: leaf[selected] for path, leaf in voter_change.items()}
+            metrics = {"chosen": context.clients[voters[selected]], "expected": hostile}
+        elif self.rule == "median":
+            aggregate = {path: median(leaf) for path, leaf in voter_change.items()}
+            metrics = {"counted": len(voters)}
+        else:
+            cut = expected_hostile(self.byzantine, len(voters))
+            aggregate = {path: trimmed(leaf, cut) for path, leaf in voter_change.items()}
+            metrics = {"trimmed": 2 * cut, "counted": len(voters)}
+        return changed(upload, context, aggregate), metrics
 
 
 class Finite(Aggregator):
-    """An aggregator before a plain mean: an upload that is not finite ends the run, in place of all that was learned.
+    """An aggregator before a plain mean that stops the run if an upload is not finite, before it destroys the model.
 
-    `robust` says whether a robust rule could stand here instead: not where masks or noise follow.
+    Args:
+        robust: True if the error message may recommend a robust rule, which is impossible with masks or noise.
     """
 
     def __init__(self, robust: bool = True) -> None:
         self.robust = robust
 
     def uploads(self, context: AggregationContext, upload: Upload) -> tuple[Sequence[int], Upload]:
-        """Return everything as it is; raise UserError where an upload is not finite."""
-        places = finite(list(tree.leaves(upload.tree)))
-        lost = [client for place, client in enumerate(context.clients) if place not in places]
-        if lost:
+        """Return all uploads unchanged.
+
+        Raises:
+            UserError: If an upload is not finite.
+        """
+        indices = finite(list(tree.leaves(upload.tree)))
+        not_finite = [client for index, client in enumerate(context.clients) if index not in indices]
+        if not_finite:
             advice = "leave it out with --aggregation cosine, clip, median, trimmed or krum"
             if not self.robust:
                 advice = (
-                    "an aggregation that would leave it out does not go with secure_aggregation or dp_clip; play "
+                    "an aggregation that would leave it out cannot be combined with secure_aggregation or dp_clip; run "
                     "without the attack, or without them"
                 )
             raise UserError(
-                f"the upload of client {lost[0]} in round {context.round + 1} ({context.client_update}) is not finite, "
-                f"and in a mean it would spoil the model: {advice}."
+                f"the upload of client {not_finite[0]} in round {context.round + 1} ({context.client_update}) is not "
+                f"finite, and in a mean it would spoil the model: {advice}."
             )
-        return places, upload
+        return indices, upload
 
 
 def finite(leaves: Sequence[Tensor]) -> list[int]:
-    """Return the places k at which every number of some leaves (k, ...) is finite."""
-    good = torch.stack([leaf.flatten(1).isfinite().all(1) if leaf.dim() > 1 else leaf.isfinite() for leaf in leaves])
-    return good.all(0).nonzero().flatten().tolist()
+    """Return the indices of the clients for which all values of all leaves (k, ...) are finite."""
+    is_finite = torch.stack(
+        [leaf.flatten(1).isfinite().all(1) if leaf.dim() > 1 else leaf.isfinite() for leaf in leaves]
+    )
+    return is_finite.all(0).nonzero().flatten().tolist()
 
 
-def only(
-    places: Sequence[int], context: AggregationContext, upload: Upload, change: Change
+def select_clients(
+    indices: Sequence[int], context: AggregationContext, upload: Upload, change: Change
 ) -> tuple[AggregationContext, Upload, Change]:
-    """Return a question, its uploads and updates as if those at `places` alone had answered."""
-    indices = list(places)
-    change = {path: leaf[indices] for path, leaf in change.items()}
-    return context.only(indices), upload.map(lambda leaf: leaf[indices]), change
+    """Restrict a query, its uploads and its updates to the clients at these indices."""
+    selected = list(indices)
+    change = {path: leaf[selected] for path, leaf in change.items()}
+    return context.only(selected), upload.map(lambda leaf: leaf[selected]), change
 
 
-def share(byzantine: float, count: int) -> int:
-    """Return how many of `count` clients the share `byzantine` is, rounded down."""
+def expected_hostile(byzantine: float, count: int) -> int:
+    """Convert a share of hostile clients to a number of `count` clients, rounded down."""
+    # Round to 9 digits first, so that 0.29 * 100 = 28.999999999999996 becomes 29.
     return math.floor(round(byzantine * count, 9))
 
 
 def tolerated(count: int, byzantine: float) -> int:
-    """Return how many hostile clients Krum allows for among `count`: the share, or the most for which 2f + 3 <= count.
+    """Compute f, the number of hostile clients that Krum expects among `count`: the share, as far as 2 f + 3 <= count.
 
-    A configuration is refused where its whole cohort is too small; where fewer answer, Krum goes on with the most that
-    it can bear, and the row of the round says so.
+    A configuration whose whole cohort is too small for its share is refused earlier. If fewer clients respond in a
+    round, Krum continues with the largest possible f, and the round's metrics contain it.
     """
-    return max(0, min(share(byzantine, count), (count - 3) // 2))
+    return max(0, min(expected_hostile(byzantine, count), (count - 3) // 2))
 
 
-def clipped(
-    context: AggregationContext, upload: Upload, change: Change, voters: Sequence[int], room: float = 1.0
+def clip_to_median(
+    context: AggregationContext, upload: Upload, change: Change, voters: Sequence[int], max_norm: float = 1.0
 ) -> tuple[Upload, dict[str, Any]]:
-    """Return uploads whose updates are at most `room` times as long as the median one, and how many were longer.
+    """Scale updates down to at most `max_norm` times the median norm; shorter updates remain unchanged, bit by bit.
 
-    Parameters and statistics have norms and medians of their own; both medians are those of `voters`, and of an even
-    number the mean of the middle two. An update that is no longer than that keeps its bits.
+    Parameters and statistics have separate norms and medians.
+
+    Args:
+        context: The query.
+        upload: The uploads, leaves (k, ...).
+        change: The updates.
+        voters: The indices of the clients whose norms determine the medians.
+        max_norm: The bound in multiples of the median.
+
+    Returns:
+        The uploads, and the metrics: the number of clipped clients, the number of all, and the median norms.
     """
-    long = torch.zeros(len(context.clients), dtype=torch.bool)
+    is_clipped = torch.zeros(len(context.clients), dtype=torch.bool)
     medians: dict[str, float] = {}
-    for name, paths in groups(change, context.upload_spec.statistics).items():
-        if paths:
-            norms = _norms(change, paths)
-            middle = median(norms[list(voters)])
-            medians[name], bound = float(middle), room * middle
-            over, scale = norms > bound, bound / norms
-            long |= over
-            shorter = {path: change[path] * along(scale, change[path]) for path in paths}
-            upload = mixed(over, changed(upload, context, shorter), upload)
-    return upload, {"clipped": int(long.sum()), "counted": len(context.clients), "median_norm": medians}
+    for group, paths in split_paths(change, context.upload_spec.statistics).items():
+        if not paths:
+            continue
+        norms = _norms(change, paths)
+        median_norm = median(norms[list(voters)])
+        medians[group] = float(median_norm)
+        bound = max_norm * median_norm
+        exceeds = norms > bound
+        scale = bound / norms
+        is_clipped |= exceeds
+        scaled_down = {path: change[path] * along(scale, change[path]) for path in paths}
+        upload = mixed(exceeds, changed(upload, context, scaled_down), upload)
+    return upload, {"clipped": int(is_clipped.sum()), "counted": len(context.clients), "median_norm": medians}
 
 
 def trimmed(leaf: Tensor, cut: int) -> Tensor:
-    """Return the coordinate-wise mean (...) of (k, ...) without the `cut` smallest and the `cut` largest of each."""
+    """Compute the coordinate-wise mean (...) of (k, ...) without the `cut` smallest and `cut` largest values."""
     return leaf.sort(0).values[cut : len(leaf) - cut].double().mean(0).to(leaf.dtype)
 
 
 def krum(change: Change, hostile: int, statistics: Sequence[str] = ()) -> int:
-    """Return the place of the update whose k - hostile - 2 nearest others are nearest to it; of equals, the first.
+    """Select the update with the smallest sum of squared distances to its k - f - 2 nearest neighbors.
 
-    Distances are squared Euclidean ones over the parameters; statistics do not count.
+    Args:
+        change: The updates of k clients; distances are Euclidean, over the parameters.
+        hostile: f, the number of hostile clients to expect.
+        statistics: The first components of the paths that are statistics, which distances ignore.
+
+    Returns:
+        Its index; the first of several equal ones.
     """
-    square = distances(change, statistics)
-    k = len(square)
-    near = max(1, k - hostile - 2) if k > 1 else 0
-    # Of each row the smallest is the distance to itself, 0.
-    scores = square.fill_diagonal_(-1.0).sort(1).values[:, 1 : 1 + near].sum(1)
+    squared = distances(change, statistics)
+    k = len(squared)
+    neighbors = max(1, k - hostile - 2) if k > 1 else 0
+    # -1 puts each update's distance to itself first in its sorted row, where the slice skips it.
+    scores = squared.fill_diagonal_(-1.0).sort(1).values[:, 1 : 1 + neighbors].sum(1)
     return int(scores.argmin())
 
 
 def distances(change: Change, statistics: Sequence[str] = ()) -> Tensor:
-    """Return the squared distances (k, k), float64, between the updates' parameters, from their inner products."""
-    square = gram([change[path] for path in groups(change, statistics)["parameters"]])
-    own = square.diagonal()
-    # Of two numbers beyond what squares in float64 the difference is none: they are as far as can be.
-    return (own[:, None] + own[None, :] - 2 * square).clamp_min(0.0).nan_to_num(nan=math.inf, posinf=math.inf)
+    """Compute the squared distances (k, k), in float64, between the parameters of the updates."""
+    # |a - b|^2 = |a|^2 + |b|^2 - 2 a.b needs (k, k) numbers only, not (k, k, n). Rounding may make it negative.
+    inner_products = gram([change[path] for path in split_paths(change, statistics)["parameters"]])
+    squared_norms = inner_products.diagonal()
+    squared = squared_norms[:, None] + squared_norms[None, :] - 2 * inner_products
+    # Norms whose squares overflow float64 give inf - inf = NaN: treat these updates as infinitely far away.
+    return squared.clamp_min(0.0).nan_to_num(nan=math.inf, posinf=math.inf)
 
 
 def _norms(change: Change, paths: Sequence[str]) -> Tensor:
-    """Return the Euclidean norms (k,) over some leaves, in float64."""
-    each = [torch.linalg.vector_norm(change[path].flatten(1).double(), dim=1).cpu() for path in paths]
-    return torch.linalg.vector_norm(torch.stack(each), dim=0)
+    """Compute the Euclidean norm (k,) of each client's update over some leaves, in float64."""
+    leaf_norms = [torch.linalg.vector_norm(change[path].flatten(1).double(), dim=1).cpu() for path in paths]
+    return torch.linalg.vector_norm(torch.stack(leaf_norms), dim=0)
