@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from halfmoon.cli.commands.base import out_of_memory
+from halfmoon.cli.commands.base import describe_out_of_memory
 from halfmoon.cli.main import main
 from halfmoon.engine.runtime import ServerRuntime
 from halfmoon.storage.run_folder import RunFolder
@@ -92,7 +92,7 @@ def test_what_torch_says_is_understood_and_other_errors_are_not():
     """A real refusal of its allocator; a wrong shape is a mistake of the program, whose traceback is wanted."""
     with pytest.raises(RuntimeError) as refused:
         torch.empty(2**55)
-    assert out_of_memory(refused.value) is not None
-    assert out_of_memory(RuntimeError("CUDA out of memory. Tried to allocate 2 GiB")) is not None
-    assert out_of_memory(torch.OutOfMemoryError("...")) is not None
-    assert out_of_memory(RuntimeError("mat1 and mat2 shapes cannot be multiplied")) is None
+    assert describe_out_of_memory(refused.value) is not None
+    assert describe_out_of_memory(RuntimeError("CUDA out of memory. Tried to allocate 2 GiB")) is not None
+    assert describe_out_of_memory(torch.OutOfMemoryError("...")) is not None
+    assert describe_out_of_memory(RuntimeError("mat1 and mat2 shapes cannot be multiplied")) is None

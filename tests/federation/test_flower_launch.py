@@ -438,19 +438,19 @@ def query(message: Message, context: Context) -> Message:
 SERVE = """
 import sys
 from pathlib import Path
-from halfmoon.cli.commands.base import shower
+from halfmoon.cli.commands.base import line_writer
 from halfmoon.federation.transport.launch import ServerOptions, serve
 from halfmoon.federation.transport.processes import interruptible
 config, run, port, *files = sys.argv[1:]
 with interruptible():
     apps = ("toys:server", "toys:client")
-    serve(ServerOptions(Path(config), Path(run), "127.0.0.1", int(port), *map(Path, files), apps=apps), shower(False))
+    serve(ServerOptions(Path(config), Path(run), "127.0.0.1", int(port), *map(Path, files), apps=apps), line_writer(False))
 """
 
 JOIN = """
 import sys
 from pathlib import Path
-from halfmoon.cli.commands.base import shower
+from halfmoon.cli.commands.base import line_writer
 from halfmoon.federation.transport.contact import Address
 from halfmoon.federation.transport.site_process import SiteOptions, join_federation
 from halfmoon.federation.transport.processes import interruptible
@@ -458,7 +458,7 @@ port, folder, ca = sys.argv[1:]
 server, folder = Address("127.0.0.1", int(port)), Path(folder)
 site = SiteOptions(server, "site-00", folder, 3, 2, folder / "home", Path(ca), apps=("toys:server", "toys:client"))
 with interruptible():
-    join_federation(site, shower(False))
+    join_federation(site, line_writer(False))
 """
 
 

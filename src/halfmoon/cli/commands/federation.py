@@ -12,16 +12,16 @@ from typing import TYPE_CHECKING, Any
 
 from halfmoon.cli.commands.base import (
     Command,
-    Stopped,
-    actions,
-    command,
-    complain,
-    ending,
+    CommandExit,
+    add_actions,
+    add_command,
+    exit_on_interrupt,
+    line_writer,
+    parse_int,
     print_json,
-    say,
-    show,
-    shower,
-    whole,
+    print_table,
+    print_text,
+    print_warning,
 )
 from halfmoon.core.errors import UserError
 from halfmoon.sites.keys.key_folder import AUTHORITY_DAYS, DEFAULT_CERTIFICATE_DAYS, DEFAULT_LISTEN_PORT, DEFAULT_PORT
@@ -37,7 +37,7 @@ FOLDER = "FOLDER "
 def add_federation(commands: Any) -> None:
     """Add the command's parser and those of its actions."""
     about = "manage certificates and keys of a federation: make, show and replace them"
-    group = actions(commands, "federation", about)
+    group = add_actions(commands, "federation", about)
 
     init = _action(group, "init", "make a folder with all that server and sites need to know each other", FOLDER, _init)
     init.add_argument("--sites", metavar="NAME", nargs="+", default=[], help="sites that get a key made here")
@@ -75,7 +75,7 @@ _PUBLIC = "the site's public key, made at the site: no private key is ever here"
 
 
 def _action(group: Any, name: str, about: str, usage: str, do: Command) -> argparse.ArgumentParser:
-    parser = command(group, name, about, usage, do)
+    parser = add_command(group, name, about, usage, do)
     about = "a new folder" if name == "init" else "the folder that halfmoon federation init has made"
     parser.add_argument("folder", metavar="FOLDER", type=Path, help=about)
     return parser
@@ -84,8 +84,8 @@ def _action(group: Any, name: str, about: str, usage: str, do: Command) -> argpa
 def _init(args: argparse.Namespace) -> int:
     from halfmoon.sites.keys.make import create_keys
 
-    days = whole("--days", args.days, 1, AUTHORITY_DAYS)
-    port, listen = whole("--port", args.port, 1, 2**16 - 1), whole("--listen", args.listen, 1, 2**16 - 1)
+    days = parse_int("--days", args.days, 1, AUTHORITY_DAYS)
+    port, listen = parse_int("--port", args.port, 1, 2**16 - 1), parse_int("--listen", args.listen, 1, 2**16 - 1)
     change = create_keys(args.folder, args.sites, args.host, days, port, listen, args.images)
     return _tell(args, f"{change.summary['folder']} is made.", change)
 
@@ -117,7 +117,7 @@ def _rotate(args: argparse.Namespace) -> int:
     if args.site is not None:
         change = replace_site_key(args.folder, args.site, args.public_key)
         return _tell(args, f"the key of {args.site} is new; the one before never comes back.", change)
-    days = None if args.days is None else whole("--days", args.days, 1, AUTHORITY_DAYS)
+    days = None if args.days is None else parse_int("--days", args.days, 1, AUTHORITY_DAYS)
     change = renew_certificates(args.folder, args.host, days, args.ca)
     what = "the authority and the server's certificate are" if args.ca else "the server's certificate is"
     return _tell(args, f"{what} new.", change)
@@ -129,13 +129,13 @@ def _tell(args: argparse.Namespace, words: str, change: KeyChange) -> int:
     if args.json:
         print_json({**change.summary, "advice": list(change.advice)})
     else:
-        say("\n".join([words, *change.advice]))
+        print_text("\n".join([words, *change.advice]))
     try:
         warnings = Access.open(args.folder).warnings()
     except UserError as error:  # something else is wrong with the folder; what was asked for is done
         warnings = [str(error)]
     for warning in warnings:
-        complain(warning)
+        print_warning(warning)
     return 0
 
 
@@ -147,10 +147,10 @@ def _show(args: argparse.Namespace) -> int:
         print_json(result)
     else:
         hosts = ", ".join(result["hosts"]) or "this machine alone"
-        say(f"{result['folder']}: sites call {hosts}, port {result['listen']}")
-        show(["what", "runs out", "fingerprint (SHA-256)"], _rows(result))
+        print_text(f"{result['folder']}: sites call {hosts}, port {result['listen']}")
+        print_table(["what", "runs out", "fingerprint (SHA-256)"], _rows(result))
     for warning in result["warnings"]:
-        complain(warning)
+        print_warning(warning)
     return 0
 
 
@@ -173,7 +173,7 @@ HOST, RESTARTS = "127.0.0.1", 5
 def add_serve(commands: Any) -> None:
     """Add the command's parser."""
     about = "play a federation with sites over the network"
-    parser = command(commands, "serve", about, "CONFIG.toml ", _serve)
+    parser = add_command(commands, "serve", about, "CONFIG.toml ", _serve)
     parser.add_argument("config", metavar="CONFIG.toml", type=Path, help="options of a run, and a table [federation]")
     about = "the run folder, a new one or one to go on with (default: runs/NAME)"
     parser.add_argument("--run-dir", metavar="DIR", type=Path, help=about)
@@ -200,38 +200,38 @@ def _serve(args: argparse.Namespace) -> int:
     from halfmoon.federation.transport.launch import MODEL_FILE, Halted, is_finished, serve, sites_without_model
     from halfmoon.federation.transport.processes import interruptible, require_flower
 
-    port = None if args.port is None else whole("--port", args.port, 1, 2**16 - 1)
-    restarts = whole("--restarts", args.restarts, 0, 10**6)
+    port = None if args.port is None else parse_int("--port", args.port, 1, 2**16 - 1)
+    restarts = parse_int("--restarts", args.restarts, 0, 10**6)
     _agreeing(args)
     require_flower()
     plan = load_plan(args.config)
     folder = args.run_dir or plan.config.run_dir or Path("runs", plan.terms.name)
     server = _server(args, folder, port, plan.terms.sites, restarts)
-    show = shower(args.json)
+    write_line = line_writer(args.json)
     # Before anything of Flower's lies in it: a folder that holds something else is not a run's.
     host = FederationServer(plan, folder)
     host.prepare()
     for name in args.readmit or ():
         host.readmit(name)
-        show(f"{name} is let back in.")
+        write_line(f"{name} is let back in.")
     away = sites_without_model(folder)
     if is_finished(folder) and not away:
-        show(f"{folder} is finished already.")
+        write_line(f"{folder} is finished already.")
     else:
         if away:
-            show(f"{folder} is finished; it is served until {', '.join(away)} have the model (Ctrl-C ends this).")
+            write_line(f"{folder} is finished; it is served until {', '.join(away)} have the model (Ctrl-C ends this).")
             server = replace(server, redeliver=True)
         again = f"stopped; go on with: {shlex.join(['halfmoon', *args.words])}"
         try:
-            with ending(again), interruptible(), _page(args, folder, show):
-                serve(server, show)
+            with exit_on_interrupt(again), interruptible(), _page(args, folder, write_line):
+                serve(server, write_line)
         except Halted as error:
-            raise Stopped(str(error)) from error
+            raise CommandExit(str(error)) from error
     model = folder / MODEL_FILE
     if args.json:
         print_json({"folder": str(folder), "model": str(model)})
     else:
-        show(f"model: {model}")
+        write_line(f"model: {model}")
     return 0
 
 
@@ -241,7 +241,9 @@ def _page(args: argparse.Namespace, folder: Path, show: Callable[[str], None]) -
     from halfmoon.pages.server import serve_in_background
     from halfmoon.pages.watch import WatchPage
 
-    return serve_in_background(WatchPage(folder).app(), "page", whole("--page", args.page, 0, 2**16 - 1) or None, show)
+    return serve_in_background(
+        WatchPage(folder).app(), "page", parse_int("--page", args.page, 0, 2**16 - 1) or None, show
+    )
 
 
 def _agreeing(args: argparse.Namespace) -> None:

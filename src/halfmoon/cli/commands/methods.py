@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-from halfmoon.cli.commands.base import command, print_json, shower
+from halfmoon.cli.commands.base import add_command, line_writer, print_json
 from halfmoon.config.option_types import describe_type, parse_value
 from halfmoon.core.errors import UserError
 from halfmoon.storage import toml
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 def add(commands: Any) -> None:
-    parser = command(commands, "methods", "list the methods and their options", "[NAME ...] ", run)
+    parser = add_command(commands, "methods", "list the methods and their options", "[NAME ...] ", run)
     parser.add_argument("names", nargs="*", metavar="NAME", help="only these methods")
 
 
@@ -78,7 +78,7 @@ def show_methods(console: Console, entries: Sequence[MethodEntry], options: Mapp
 def add_check(commands: Any) -> None:
     """Add the command's parser."""
     about = "test a method of your own in a small federation: batching of clients, resume, messages, what leaves a site"
-    parser = command(commands, "check-method", about, "my_module:Mine ", _check)
+    parser = add_command(commands, "check-method", about, "my_module:Mine ", _check)
     parser.add_argument("method", metavar="METHOD", help="my_module:Mine, or the name of any method")
     about = "the method's options, such as threshold=0.5"
     parser.add_argument("--option", metavar="NAME=VALUE", action="append", default=[], help=about)
@@ -89,7 +89,7 @@ def add_check(commands: Any) -> None:
 def _check(args: argparse.Namespace) -> int:
     from halfmoon.contract import check
 
-    show, promises = shower(args.json), []
+    show, promises = line_writer(args.json), []
     for each in check(args.method, _options(args), args.network):
         promises.append(each)
         if not args.json:

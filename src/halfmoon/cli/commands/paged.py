@@ -7,7 +7,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from halfmoon.cli.commands.base import command, ending, print_json, progress, shower, whole
+from halfmoon.cli.commands.base import (
+    add_command,
+    exit_on_interrupt,
+    image_progress,
+    line_writer,
+    parse_int,
+    print_json,
+)
 from halfmoon.config import schema as settings
 from halfmoon.core.errors import UserError
 
@@ -35,7 +42,7 @@ def place(args: argparse.Namespace) -> int | None:
     """Return the port that was given, None for a free one; raise UserError where no page can be served."""
     from halfmoon.pages.server import require_pages
 
-    port = None if args.port is None else whole("--port", args.port, 1, 2**16 - 1)
+    port = None if args.port is None else parse_int("--port", args.port, 1, 2**16 - 1)
     if args.json:
         raise UserError(
             "--json goes with --list, which prints: a page is looked at." if "list" in args else "a page has no --json."
@@ -84,8 +91,8 @@ def run_label(args: argparse.Namespace) -> int:
     from halfmoon.pages.label import LabelOptions, open_site_to_label
     from halfmoon.pages.label import serve_label_page as label
 
-    seed = whole("--seed", args.seed, 0, 2**32 - 1)
-    count = None if args.list is None else whole("--list", args.list, 1, 10**9)
+    seed = parse_int("--seed", args.seed, 0, 2**32 - 1)
+    count = None if args.list is None else parse_int("--list", args.list, 1, 10**9)
     if count is not None and args.reader is not None:
         raise UserError("--list is the first reader's order: leave --reader out, or open the page.")
     port = place(args) if count is None else None
@@ -102,8 +109,8 @@ def run_label(args: argparse.Namespace) -> int:
     if args.model is not None and not args.model.exists():
         raise UserError(f"{args.model}: there is no such file or folder; give the folder of a finished run.")
     options = LabelOptions(args.by, seed, parse_window(args.window), args.reader)
-    with ending("the page is closed."):
-        label(site, load, classes, options, port, not args.no_browser, shower(False))
+    with exit_on_interrupt("the page is closed."):
+        label(site, load, classes, options, port, not args.no_browser, line_writer(False))
     return 0
 
 
@@ -117,12 +124,12 @@ def _list(args: argparse.Namespace, count: int, seed: int, site: Any, load: Any)
         from halfmoon.pages.background_prediction import predict_images
 
         model = load()
-        guesses, names = predict_images(model, site.folder, site.paths, progress()), model.classes
+        guesses, names = predict_images(model, site.folder, site.paths, image_progress()), model.classes
     rows = order_unlabeled(guesses, LabelStore(site, site.classes or names), seed)
     rank = rank_descending(guesses.uncertainty[rows]).tolist() if guesses is not None else []
     rows = rows[:count]
     if not args.json:
-        show = shower(False)
+        show = line_writer(False)
         for row in rows:
             show(site.paths[row])
         return 0
@@ -140,7 +147,7 @@ def _list(args: argparse.Namespace, count: int, seed: int, site: Any, load: Any)
 def add_watch(commands: Any) -> None:
     """Add the command's parser."""
     about = "follow a run, a comparison, a sweep, a federation or a site's part in the browser"
-    parser = command(commands, "watch", about, "FOLDER ", _watch)
+    parser = add_command(commands, "watch", about, "FOLDER ", _watch)
     about = "the folder of a run, a comparison, a sweep, or a server's run; or a site's folder"
     parser.add_argument("folder", metavar="FOLDER", type=Path, help=about)
     served(parser)
@@ -150,6 +157,6 @@ def _watch(args: argparse.Namespace) -> int:
     from halfmoon.pages.watch import serve_watch_page as watch
 
     port = place(args)
-    with ending("the page is closed; what it showed goes on."):
-        watch(args.folder, port, not args.no_browser, shower(False))
+    with exit_on_interrupt("the page is closed; what it showed goes on."):
+        watch(args.folder, port, not args.no_browser, line_writer(False))
     return 0

@@ -4,7 +4,7 @@ import argparse
 from typing import Any
 
 from halfmoon.api.ranges import POSITIVE
-from halfmoon.cli.commands.base import command, print_json, say
+from halfmoon.cli.commands.base import add_command, print_json, print_text
 from halfmoon.config.option_types import parse_value
 from halfmoon.config.schema import Config
 from halfmoon.core.errors import UserError
@@ -20,7 +20,9 @@ REAL = {
 def add(commands: Any) -> None:
     """Add the command's parser."""
     about = "say what a plan costs in epsilon, or how much noise an epsilon needs"
-    parser = command(commands, "privacy", about, "--clients N --cohort K --rounds T (--noise Z | --epsilon E) ", run)
+    parser = add_command(
+        commands, "privacy", about, "--clients N --cohort K --rounds T (--noise Z | --epsilon E) ", run
+    )
     for names, metavar in ((WHOLE, "N"), (REAL, "X")):
         for name, about in names.items():
             parser.add_argument(f"--{name}", metavar=metavar, help=about)
@@ -50,7 +52,7 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         print_json(facts)
         return 0
-    say(
+    print_text(
         f"{rounds} rounds with {cohort} of {clients} clients and dp_noise {noise:g}: epsilon {cost:.4g} at delta "
         f"{delta:g}, for each client's data as a whole",
     )

@@ -4,18 +4,18 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from halfmoon.cli.commands.base import checked, command, print_json, say
+from halfmoon.cli.commands.base import add_command, add_unchecked_flag, print_json, print_text
 
 PAGE = Path("report.html")
 
 
 def add(commands: Any) -> None:
     """Add the command's parser."""
-    parser = command(commands, "report", "write one page of runs, comparisons and sweeps", "RUN... ", run)
+    parser = add_command(commands, "report", "write one page of runs, comparisons and sweeps", "RUN... ", run)
     about = "the folder of a run, of a comparison or of a sweep, or a sweep.json"
     parser.add_argument("runs", metavar="RUN", nargs="+", type=Path, help=about)
     about = f"the page; CSV and LaTeX go beside it under the same name (default: {PAGE})"
-    checked(parser)
+    add_unchecked_flag(parser)
     parser.add_argument("--out", metavar="FILE", type=Path, default=PAGE, help=about)
 
 
@@ -28,5 +28,5 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         print_json({"page": page, "csv": sheet, "latex": latex, "missing": missing})
         return 0
-    say("\n".join([f"page: {page}", f"csv: {sheet}", f"latex: {latex}", *missing]))
+    print_text("\n".join([f"page: {page}", f"csv: {sheet}", f"latex: {latex}", *missing]))
     return 0

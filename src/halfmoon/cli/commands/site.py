@@ -12,18 +12,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
 from halfmoon.cli.commands.base import (
-    Stopped,
-    actions,
-    command,
-    ending,
-    option,
+    CommandExit,
+    add_actions,
+    add_command,
+    add_option,
+    exit_on_interrupt,
+    image_progress,
+    line_writer,
+    parse_int,
     print_json,
-    progress,
-    requested,
-    say,
-    show,
-    shower,
-    whole,
+    print_table,
+    print_text,
+    requested_options,
 )
 from halfmoon.cli.commands.paged import label_flags, run_label
 from halfmoon.config import schema as settings
@@ -48,40 +48,40 @@ SHOWN_SIZES = 8
 def add(commands: Any) -> None:
     """Add the command's parser and those of its actions."""
     about = "check, label and prepare a site's folder of images, join a federation, or write a data set as such folders"
-    group = actions(commands, "site", about)
+    group = add_actions(commands, "site", about)
     about = "say what is in a site folder, and whether it can take part"
-    check = command(group, "check", about, "FOLDER ", _check)
+    check = add_command(group, "check", about, "FOLDER ", _check)
     check.add_argument("folder", metavar="FOLDER", type=Path, help="images, labels.csv and perhaps classes.txt")
     check.add_argument("--classes", metavar="NAME", nargs="+", default=[], help="the classes of a federation")
     about = "a folder of test images, none of which may be in this one"
     check.add_argument("--test", metavar="FOLDER", type=Path, help=about)
 
-    prepare = command(group, "prepare", "decode the images of a site folder once", "FOLDER ", _prepare)
+    prepare = add_command(group, "prepare", "decode the images of a site folder once", "FOLDER ", _prepare)
     prepare.add_argument("folder", metavar="FOLDER", type=Path, help="images, labels.csv and perhaps classes.txt")
     _forming(prepare)
     about = "a folder for the decoded images (default: FOLDER/.halfmoon)"
     prepare.add_argument("--out", metavar="DIR", type=Path, help=about)
 
     about = "label images in the browser, the most useful first"
-    label_flags(command(group, "label", about, "FOLDER ", run_label))
+    label_flags(add_command(group, "label", about, "FOLDER ", run_label))
 
     about = "say what the sites of a federation are asked to take part in"
-    about_terms = command(group, "terms", about, "CONFIG.toml ", _terms)
+    about_terms = add_command(group, "terms", about, "CONFIG.toml ", _terms)
     about = "the server's file: options of a run, and a table [federation]"
     about_terms.add_argument("config", metavar="CONFIG.toml", type=Path, help=about)
 
     about = "take part in a federation; no image leaves the folder"
-    join_flags(command(group, "join", about, "--server HOST:PORT --site FOLDER --name NAME ", _join))
+    join_flags(add_command(group, "join", about, "--server HOST:PORT --site FOLDER --name NAME ", _join))
 
     about = "write a data set as the folders of several sites, split as a run splits it"
-    export = command(group, "export", about, "DATASET --sites K --out FOLDER ", _export)
+    export = add_command(group, "export", about, "DATASET --sites K --out FOLDER ", _export)
     export.add_argument("data", metavar="DATASET", help=settings.option_helps()["data"])
     export.add_argument("--sites", metavar="K", required=True, help="how many site folders")
     about = "the folder for all of them, new or empty, or with an unfinished export of the same sites"
     export.add_argument("--out", metavar="FOLDER", type=Path, required=True, help=about)
     export.add_argument("--config", metavar="FILE", type=Path, help="a TOML file of options; flags override it")
     for name in OPTIONS:
-        option(export, name)
+        add_option(export, name)
 
 
 def _forming(parser: argparse.ArgumentParser) -> None:
@@ -96,7 +96,7 @@ def _forming(parser: argparse.ArgumentParser) -> None:
 def _check(args: argparse.Namespace) -> int:
     from halfmoon.sites.folders import check_site
 
-    result = check_site(args.folder, progress(), classes=args.classes, tests=args.test)
+    result = check_site(args.folder, image_progress(), classes=args.classes, tests=args.test)
     if args.json:
         print_json(result.as_json())
     else:
@@ -111,36 +111,36 @@ def _show(result: Survey) -> None:
     from halfmoon.cli.console import wrapped
 
     share = f" ({result.labeled / result.readable:.1%})" if result.readable else ""
-    say(
+    print_text(
         f"{result.folder}: {result.images:,} images, {result.readable:,} readable, {result.labeled:,} labeled{share}, "
         f"{len(result.class_counts)} classes",
     )
     if result.labeled:
         rows = [[name, f"{count:,}", f"{count / result.labeled:.1%}"] for name, count in result.class_counts.items()]
-        show(["class", "labeled", "share"], rows)
+        print_table(["class", "labeled", "share"], rows)
     if result.sizes:
         rows = [[f"{h}x{w}", mode, f"{count:,}"] for (h, w, mode), count in result.sizes.items()]
         more = sum(list(result.sizes.values())[SHOWN_SIZES:])
         rest = [[f"{len(rows) - SHOWN_SIZES} others", "", f"{more:,}"]] if more else []
-        say("")
-        show(["height x width", "mode", "images"], rows[:SHOWN_SIZES] + rest)
+        print_text("")
+        print_table(["height x width", "mode", "images"], rows[:SHOWN_SIZES] + rest)
     for each in result.findings:
         _show_finding(each)
     if not result.can_take_part:
         faults = [each.kind for each in result.findings if each.blocks]
         why = f"mend this first: {'; '.join(faults)}" if faults else "no image can be read"
-        say(f"\nThis folder cannot take part: {why}.")
+        print_text(f"\nThis folder cannot take part: {why}.")
         return
-    say("\nThis folder can take part, where a federation has its labels at")
+    print_text("\nThis folder can take part, where a federation has its labels at")
     for place, methods in result.methods.items():
-        say(wrapped(Console(), f"{LABEL_LOCATIONS[place]}: {', '.join(methods)}"))
+        print_text(wrapped(Console(), f"{LABEL_LOCATIONS[place]}: {', '.join(methods)}"))
 
 
 def _show_finding(finding: Any) -> None:
     lines = finding.describe_images()
-    say(f"\n{finding.kind} ({len(lines):,}): {finding.remedy}")
+    print_text(f"\n{finding.kind} ({len(lines):,}): {finding.remedy}")
     for line in _first(lines):
-        say(f"  {line}")
+        print_text(f"  {line}")
 
 
 def _first(lines: list[str]) -> list[str]:
@@ -157,7 +157,7 @@ def _prepare(args: argparse.Namespace) -> int:
     from halfmoon.sites.folders import prepare_site
 
     how = (args.crop, parse_window(args.window))
-    result = prepare_site(args.folder, _size(args.size), _channels(args.channels), args.out, progress(), *how)
+    result = prepare_site(args.folder, _size(args.size), _channels(args.channels), args.out, image_progress(), *how)
     assert result.site.images is not None
     count, height, width, channels = result.site.images.shape
     if args.json:
@@ -172,11 +172,11 @@ def _prepare(args: argparse.Namespace) -> int:
     labeled = int((result.site.labels >= 0).sum())
     what = f"{result.decoded:,} decoded now" if result.written else "nothing had changed"
     lines = [f"{path}: {reason}" for path, reason in result.left_out.items()]
-    say(
+    print_text(
         f"{result.state_folder}: {count:,} images as {height}x{width} with {channels} channel(s), {labeled:,} labeled; {what}",
     )
     if lines:
-        say("\n  ".join([f"left out ({len(lines):,}):", *_first(lines)]))
+        print_text("\n  ".join([f"left out ({len(lines):,}):", *_first(lines)]))
     return 0
 
 
@@ -211,8 +211,8 @@ def _export(args: argparse.Namespace) -> int:
         print_json({"folder": str(args.out), "federation": str(file), "written": written, "sites": sites})
         return 0
     if not written:
-        say(f"{args.out} has these very sites already; nothing was written.")
-    say(f"the same split in the simulator: halfmoon run --config {file}")
+        print_text(f"{args.out} has these very sites already; nothing was written.")
+    print_text(f"the same split in the simulator: halfmoon run --config {file}")
     return 0
 
 
@@ -221,8 +221,8 @@ def _tell(words: str) -> None:
 
 
 def _config(args: argparse.Namespace) -> tuple[Config, int]:
-    sites = whole("--sites", args.sites, 1)
-    flags = requested(args, OPTIONS)
+    sites = parse_int("--sites", args.sites, 1)
+    flags = requested_options(args, OPTIONS)
     values = settings.load_file(args.config) if args.config else {}
     # Which clients train in a round is decided later.
     flags |= {"data": args.data, "cohort": 1}
@@ -312,16 +312,16 @@ def _join(args: argparse.Namespace) -> int:
     consent.set_accuracy_sharing(site.home, args.share_accuracy)
     left = f"{args.name} has left; the same command joins again, with all that it remembers."
     try:
-        with ending(left), interruptible():
-            join_federation(site, shower(args.json), None if args.json else terminal())
+        with exit_on_interrupt(left), interruptible():
+            join_federation(site, line_writer(args.json), None if args.json else terminal())
     except SiteFinished as over:
         if over.code:
-            raise Stopped(f"{over} This cannot change by waiting: {args.name} does not join.", over.code) from over
+            raise CommandExit(f"{over} This cannot change by waiting: {args.name} does not join.", over.code) from over
         if not args.json:
-            shower(False)(str(over))
+            line_writer(False)(str(over))
         return 0
     except Declined as error:
-        raise Stopped(f"{error} The same command asks again.") from error
+        raise CommandExit(f"{error} The same command asks again.") from error
     return 0
 
 
@@ -366,7 +366,7 @@ def _terms(args: argparse.Namespace) -> int:
     if args.json:
         print_json({"hash": offered.hash, "said": offered.sentence, "terms": json.loads(terms.text)})
         return 0
-    say(f"{offered.sentence}\n")
-    show(["option", "value", "meaning"], offered.rows)
-    say(f"\nhash: {offered.hash}")
+    print_text(f"{offered.sentence}\n")
+    print_table(["option", "value", "meaning"], offered.rows)
+    print_text(f"\nhash: {offered.hash}")
     return 0

@@ -12,18 +12,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from halfmoon.cli.commands.base import (
-    command,
-    complain,
-    layers,
-    option,
-    options,
+    add_command,
+    add_option,
+    add_options,
+    add_tracker_flag,
+    make_trackers,
+    parse_int,
     print_json,
-    requested,
-    say,
-    show,
-    tracked,
-    trackers,
-    whole,
+    print_table,
+    print_text,
+    print_warning,
+    read_layers,
+    requested_options,
 )
 from halfmoon.config import schema as settings
 from halfmoon.core.errors import UserError
@@ -44,7 +44,9 @@ PLACE = (*TIMED, "memory_cap", "checkpoint_every")
 
 def add(commands: Any) -> None:
     """Add the command's parser."""
-    parser = command(commands, "sweep", "play a table or figure of a paper (see halfmoon recipes)", "RECIPE ", _sweep)
+    parser = add_command(
+        commands, "sweep", "play a table or figure of a paper (see halfmoon recipes)", "RECIPE ", _sweep
+    )
     parser.add_argument("recipe", metavar="RECIPE", help="a recipe's name, or a TOML file of one's own")
     about = "only these cells: AXIS=VALUE,AXIS=VALUE; repeat it or an axis for more"
     parser.add_argument("--only", metavar="CELLS", action="append", default=[], help=about)
@@ -56,11 +58,11 @@ def add(commands: Any) -> None:
     parser.add_argument("--engine", choices=("local", "ray"), default="local", help=about)
     about = "the Ray cluster (default: RAY_ADDRESS, or that of this machine, or one that is started for the sweep)"
     parser.add_argument("--ray-address", metavar="HOST:PORT", help=about)
-    tracked(parser)
+    add_tracker_flag(parser)
     parser.add_argument("--dry-run", action="store_true", help="only list the runs")
     group = parser.add_argument_group("machine")
     for name in PLACE:
-        option(group, name)
+        add_option(group, name)
 
 
 def _sweep(args: argparse.Namespace) -> int:
@@ -70,11 +72,11 @@ def _sweep(args: argparse.Namespace) -> int:
 
     plan = recipe.load(args.recipe)
     scale = plan.scale(args.scale) if args.scale else None
-    jobs = whole("--jobs", args.jobs, 1)
-    over = settings.resolve_paths(requested(args, PLACE), Path())
+    jobs = parse_int("--jobs", args.jobs, 1)
+    over = settings.resolve_paths(requested_options(args, PLACE), Path())
     if jobs > 1 and args.engine == "local" and "threads" not in over:
         over["threads"] = max(1, cores() // jobs)
-    seeds = [whole("--seeds", word, 0) for word in args.seeds] if args.seeds else None
+    seeds = [parse_int("--seeds", word, 0) for word in args.seeds] if args.seeds else None
     cells = grid.cells(plan, grid.selection(plan, args.only), seeds, scale, over)
     words = shlex.join(["halfmoon", *args.words])
     folder = SweepFolder(args.out, plan, scale)
@@ -89,9 +91,9 @@ def _sweep(args: argparse.Namespace) -> int:
         print_json({"folder": str(folder.path), **facts})
     else:
         if scale is not None:
-            say(f"SCALED DOWN, not the paper's experiment: {scale.about}")
-        show(*table(facts))
-        say(f"sweep folder: {folder.path}\nas a page: halfmoon report {folder.path} --out page.html")
+            print_text(f"SCALED DOWN, not the paper's experiment: {scale.about}")
+        print_table(*table(facts))
+        print_text(f"sweep folder: {folder.path}\nas a page: halfmoon report {folder.path} --out page.html")
     return code
 
 
@@ -122,7 +124,7 @@ def _play(args: argparse.Namespace, folder: SweepFolder, cells: list[Any], jobs:
     except KeyboardInterrupt:
         if args.debug:
             raise
-        return complain("stopped; the same command goes on where it was.", 130)  # what is finished is printed
+        return print_warning("stopped; the same command goes on where it was.", 130)  # what is finished is printed
     return 1 if failed else 0
 
 
@@ -132,7 +134,7 @@ def _engine(args: argparse.Namespace, watch: Any, jobs: int, ends: ExitStack) ->
 
     if args.ray_address is not None and args.engine != "ray":
         raise UserError("--ray-address goes with --engine ray.")
-    watching = Callbacks(*trackers(args))
+    watching = Callbacks(*make_trackers(args))
     if args.engine == "ray":
         from halfmoon.studies.ray_executor import RayExecutor
 
@@ -153,14 +155,14 @@ def _list(cells: list[Any], as_json: bool) -> int:
     if as_json:
         print_json([dict(zip(("cell", "seed", "identity"), row, strict=True)) for row in rows])
     else:
-        show(("cell", "seed", "identity"), rows)
+        print_table(("cell", "seed", "identity"), rows)
     return 0
 
 
 def add_recipes(commands: Any) -> None:
     """Add the command's parser."""
     about = "list the tables and figures that sweep plays, and with --time what one costs on this machine"
-    parser = command(commands, "recipes", about, "[NAME ...] ", _recipes)
+    parser = add_command(commands, "recipes", about, "[NAME ...] ", _recipes)
     parser.add_argument("names", metavar="NAME", nargs="*", help="only these, one alone in detail; a TOML file too")
     about = "estimate the time: train one round of one cell of each row, and multiply"
     parser.add_argument("--time", action="store_true", help=about)
@@ -169,7 +171,7 @@ def add_recipes(commands: Any) -> None:
     parser.add_argument("--only", metavar="CELLS", action="append", default=[], help=about)
     group = parser.add_argument_group("machine")
     for name in TIMED:
-        option(group, name)
+        add_option(group, name)
 
 
 def _recipes(args: argparse.Namespace) -> int:
@@ -231,7 +233,7 @@ def _cost(loaded: Recipe, args: argparse.Namespace) -> dict[str, Any]:
     from halfmoon.studies.sweep_folder import machine
 
     scale = loaded.scale(args.scale) if args.scale else None
-    over = requested(args, TIMED)
+    over = requested_options(args, TIMED)
     cells = grid.cells(loaded, grid.selection(loaded, args.only), None, scale, settings.resolve_paths(over, Path()))
     rows = {
         name: {
@@ -261,42 +263,42 @@ def _show_recipes(facts: Sequence[dict[str, Any]]) -> None:
         ]
         for each in facts
     ]
-    show(["name", "title", "cells", "seeds", "scales", "what it is"], rows)
-    say("in detail: halfmoon recipes NAME; to play one: halfmoon sweep NAME")
+    print_table(["name", "title", "cells", "seeds", "scales", "what it is"], rows)
+    print_text("in detail: halfmoon recipes NAME; to play one: halfmoon sweep NAME")
 
 
 def _detail(facts: dict[str, Any]) -> None:
-    say(f"{facts['name']}: {facts['title']}\n  {facts['about']}")
+    print_text(f"{facts['name']}: {facts['title']}\n  {facts['about']}")
     if facts["reading"]:
-        say(f"  reading: {facts['reading']}")
+        print_text(f"  reading: {facts['reading']}")
     seeds = ", ".join(map(str, facts["seeds"]))
-    say(f"  {facts['cells']:,} cells, each with seeds {seeds}; cells that are alike share a run\n")
+    print_text(f"  {facts['cells']:,} cells, each with seeds {seeds}; cells that are alike share a run\n")
     for axis in facts["axes"]:
         names = [f"{value['name']}{' (with --only)' if value['extra'] else ''}" for value in axis["values"]]
-        say(f"  {axis['name']}: {', '.join(names)}")
+        print_text(f"  {axis['name']}: {', '.join(names)}")
     for name, at in facts["panels"].items():
         words = "; ".join(f"{axis} {', '.join(names)}" for axis, names in at.items())
-        say(f"  panel {name}: {words}")
+        print_text(f"  panel {name}: {words}")
     options = [f"{name} = {_text(value)}" for name, value in facts["protocol"].items()]
-    say(f"\n  protocol: {', '.join(options) or 'the defaults'}")
+    print_text(f"\n  protocol: {', '.join(options) or 'the defaults'}")
     for scale in facts["scales"]:
-        say(f"  scale {scale['name']}: {scale['about']}")
+        print_text(f"  scale {scale['name']}: {scale['about']}")
     if "cost" in facts:
         _show_cost(facts["cost"])
     else:
-        say(f"\nwhat it costs here: halfmoon recipes {facts['name']} --time")
+        print_text(f"\nwhat it costs here: halfmoon recipes {facts['name']} --time")
 
 
 def _show_cost(cost: dict[str, Any]) -> None:
     if cost["scale"]:
-        say(f"\n  SCALED DOWN, not the paper's experiment: {cost['scale']['about']}")
-    say(f"\ncost on {cost['machine']}: a round of one cell of each row was timed, and multiplied")
+        print_text(f"\n  SCALED DOWN, not the paper's experiment: {cost['scale']['about']}")
+    print_text(f"\ncost on {cost['machine']}: a round of one cell of each row was timed, and multiplied")
     rows = [
         [name, each["cell"], f"{each['seconds_per_round']:.2f}", f"{each['runs']:,}", duration(each["seconds"])]
         for name, each in cost["rows"].items()
     ]
     rows.append(["all", "", "", f"{cost['runs']:,}", duration(cost["seconds"])])
-    show([cost["of"], "timed", "s a round", "runs", "all runs"], rows)
+    print_table([cost["of"], "timed", "s a round", "runs", "all runs"], rows)
 
 
 def _text(value: Any) -> str:
@@ -307,14 +309,16 @@ def _text(value: Any) -> str:
 
 def add_tune(commands: Any, full: bool) -> None:
     """Add the command's parser; its help shows all options of a run where it is `full`."""
-    parser = command(commands, "tune", "search options of a run by validation images", "--knob NAME=VALUES ... ", _tune)
+    parser = add_command(
+        commands, "tune", "search options of a run by validation images", "--knob NAME=VALUES ... ", _tune
+    )
     about = "an option to search: NAME=LOW..HIGH or NAME=VALUE,VALUE (METHOD.NAME of a method's own); may be repeated"
     parser.add_argument("--knob", metavar="NAME=VALUES", action="append", default=[], help=about)
     parser.add_argument("--trials", metavar="N", type=int, default=20, help="trials in all (default: 20)")
     about = "seeds that each trial is played with (default: 100; leave those that you report out)"
     parser.add_argument("--seeds", metavar="N", type=int, nargs="+", default=[100], help=about)
     left_out = ("baselines", "seed")
-    options(parser, [name for name in settings.option_types() if name not in left_out], full)
+    add_options(parser, [name for name in settings.option_types() if name not in left_out], full)
 
 
 def _tune(args: argparse.Namespace) -> int:
@@ -327,7 +331,7 @@ def _tune(args: argparse.Namespace) -> int:
 
     if args.trials < 1 or min(args.seeds) < 0:
         raise UserError("--trials must be at least 1, and --seeds whole numbers from 0.")
-    values, flags, file = layers(args)
+    values, flags, file = read_layers(args)
     knobs = [Knob.parse(words) for words in args.knob or KNOBS]
     config = settings.resolve(values, flags, file)
     folder = config.run_dir or settings.next_free_folder(config, "tune")
@@ -346,9 +350,9 @@ def _tune(args: argparse.Namespace) -> int:
         ]
         for each in trials[:10]
     ]
-    show(["trial", "validation %", *names], cells)
+    print_table(["trial", "validation %", *names], cells)
     if config.budget != "none" and not (config.reference or config.steps or "steps" in names):
         words = f"Budget: what {config.method} takes by its own rule. compare gives every method the largest budget: "
-        say(words + "to search for a comparison, name the method that takes most with --reference.")
-    say(f"all trials: {folder / TABLE}\nthe best: halfmoon run --config {folder / BEST}")
+        print_text(words + "to search for a comparison, name the method that takes most with --reference.")
+    print_text(f"all trials: {folder / TABLE}\nthe best: halfmoon run --config {folder / BEST}")
     return 0

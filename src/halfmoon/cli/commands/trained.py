@@ -8,7 +8,15 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from halfmoon.cli.commands.base import command, complain, ending, print_json, say, show, shower
+from halfmoon.cli.commands.base import (
+    add_command,
+    exit_on_interrupt,
+    line_writer,
+    print_json,
+    print_table,
+    print_text,
+    print_warning,
+)
 from halfmoon.cli.commands.paged import from_outside, loader, on_device, place, served
 from halfmoon.config import schema as settings
 from halfmoon.core.errors import UserError
@@ -24,7 +32,7 @@ MOST_CLASSES = 12
 
 def add(commands: Any) -> None:
     """Add the parsers of the commands."""
-    parser = command(
+    parser = add_command(
         commands, "predict", "label the images of a folder with a trained model", "MODEL FOLDER ", _predict
     )
     _of_model(parser)
@@ -38,7 +46,7 @@ def add(commands: Any) -> None:
     _sure(parser)
 
     about = "measure a trained model on labeled images"
-    parser = command(commands, "evaluate", about, "MODEL FOLDER ", _evaluate)
+    parser = add_command(commands, "evaluate", about, "MODEL FOLDER ", _evaluate)
     _of_model(parser)
     on_device(parser)
     about = "a folder for each class, or images with a labels.csv (path,label)"
@@ -48,7 +56,7 @@ def add(commands: Any) -> None:
     _sure(parser)
 
     about = "look through a model's predictions in the browser, and correct labels"
-    parser = command(commands, "review", about, "MODEL FOLDER ", _review)
+    parser = add_command(commands, "review", about, "MODEL FOLDER ", _review)
     _of_model(parser)
     about = "images, and perhaps a labels.csv or a folder for each class"
     parser.add_argument("folder", metavar="FOLDER", type=Path, help=about)
@@ -56,13 +64,13 @@ def add(commands: Any) -> None:
     served(parser)
 
     about = "calibrate a trained model on labeled images that it was not trained on"
-    parser = command(commands, "calibrate", about, "MODEL FOLDER ", _calibrate)
+    parser = add_command(commands, "calibrate", about, "MODEL FOLDER ", _calibrate)
     _of_model(parser)
     on_device(parser)
     about = "validation images: a folder for each class, or images with a labels.csv (path,label)"
     parser.add_argument("folder", metavar="FOLDER", type=Path, help=about)
 
-    parser = command(commands, "export", "write a trained model for other programs", "MODEL ", _export)
+    parser = add_command(commands, "export", "write a trained model for other programs", "MODEL ", _export)
     _of_model(parser)
     parser.add_argument("--onnx", metavar="FILE", type=Path, help="an ONNX file (needs the extra onnx)")
     parser.add_argument("--torch", metavar="FILE", type=Path, help="a program of torch.export (.pt2)")
@@ -83,10 +91,10 @@ def _sure(parser: argparse.ArgumentParser) -> None:
 
 def _complain_unreadable(unreadable: Sequence[UnreadableImage]) -> int:
     for each in unreadable:
-        complain(f"{each.path}: {each.reason}", 1)
+        print_warning(f"{each.path}: {each.reason}", 1)
     if not unreadable:
         return 0
-    return complain(f"{len(unreadable)} image(s) could not be read; the results are of the others.", 1)
+    return print_warning(f"{len(unreadable)} image(s) could not be read; the results are of the others.", 1)
 
 
 def _predict(args: argparse.Namespace) -> int:
@@ -101,17 +109,17 @@ def _predict(args: argparse.Namespace) -> int:
     result = predict_folder(model, args.folder, args.out, args.sure, reference and reference.find_outliers)
     if reference is not None and outliers.too_many_outliers(result.outliers, result.images):
         about = f"{result.outliers:,} of {result.images:,} images look unlike those of {args.like}"
-        complain(f"{about} ({outliers.EXPECTED_OUTLIER_SHARE:.0%} of its own do): do not rely on their labels.", 0)
+        print_warning(f"{about} ({outliers.EXPECTED_OUTLIER_SHARE:.0%} of its own do): do not rely on their labels.", 0)
     if args.json:
         facts = {"out": str(result.out), "images": result.images, "sure": args.sure, "unsure": result.below_confidence}
         facts |= {"unlike": result.outliers} if reference is not None else {}
         print_json({**facts, "labels": result.labels, "unreadable": [each._asdict() for each in result.unreadable]})
     else:
-        show(["label", "images"], [[name, f"{count:,}"] for name, count in result.labels.items()])
-        say(f"unsure, below {args.sure:g}: {result.below_confidence:,} of {result.images:,} images")
+        print_table(["label", "images"], [[name, f"{count:,}"] for name, count in result.labels.items()])
+        print_text(f"unsure, below {args.sure:g}: {result.below_confidence:,} of {result.images:,} images")
         if reference is not None:
-            say(f"unlike those of {args.like}: {result.outliers:,}")
-        say(f"table: {result.out}")
+            print_text(f"unlike those of {args.like}: {result.outliers:,}")
+        print_text(f"table: {result.out}")
     return _complain_unreadable(result.unreadable)
 
 
@@ -133,7 +141,7 @@ def _evaluate(args: argparse.Namespace) -> int:
     else:
         _show_metrics(result, files)
     if result["training_images"]:
-        complain(f"{args.folder} {TRAINING_IMAGES_WARNING}", 0)
+        print_warning(f"{args.folder} {TRAINING_IMAGES_WARNING}", 0)
     return _complain_unreadable(unreadable)
 
 
@@ -142,12 +150,12 @@ def _show_metrics(result: dict[str, Any], files: Sequence[str]) -> None:
         [each["class"], *(_percent(each[name]) for name in ("precision", "recall", "f1")), f"{each['support']:,}"]
         for each in result["per_class"]
     ]
-    show(["class", "precision %", "recall %", "F1 %", "images"], rows)
+    print_table(["class", "precision %", "recall %", "F1 %", "images"], rows)
     if len(result["classes"]) <= MOST_CLASSES:
-        say("\nconfusion (rows: true class, columns: predicted class)")
+        print_text("\nconfusion (rows: true class, columns: predicted class)")
         matrix = zip(result["classes"], result["confusion"], strict=True)
-        show(["", *result["classes"]], [[name, *map(str, row)] for name, row in matrix])
-    say("\nreliability (images by the probability of their label)")
+        print_table(["", *result["classes"]], [[name, *map(str, row)] for name, row in matrix])
+    print_text("\nreliability (images by the probability of their label)")
     rows = [
         [
             f"{each['above']:.3f} to {each['to']:.3f}",
@@ -157,7 +165,7 @@ def _show_metrics(result: dict[str, Any], files: Sequence[str]) -> None:
         for each in result["reliability"]
         if each["images"]
     ]
-    show(["probability", "images", "mean probability %", "accuracy %"], rows)
+    print_table(["probability", "images", "mean probability %", "accuracy %"], rows)
     certain = result["sure"]
     among = f", accuracy among them: {_percent(certain['accuracy'])} %" if certain["share"] else ""
     lines = [
@@ -171,7 +179,7 @@ def _show_metrics(result: dict[str, Any], files: Sequence[str]) -> None:
         f"sure, from {certain['at_least']:g}: {_percent(certain['share'])} % of the images{among}",
         *(f"written: {file}" for file in files),
     ]
-    say("\n".join(lines))
+    print_text("\n".join(lines))
 
 
 def _percent(share: float | None) -> str:
@@ -183,8 +191,8 @@ def _review(args: argparse.Namespace) -> int:
 
     port = place(args)
     model = loader(args.model, args.device, args.network)()
-    with ending("the page is closed."):
-        review(model, args.model.resolve().name, args.folder, port, not args.no_browser, shower(False))
+    with exit_on_interrupt("the page is closed."):
+        review(model, args.model.resolve().name, args.folder, port, not args.no_browser, line_writer(False))
     return 0
 
 
@@ -204,9 +212,9 @@ def _calibrate(args: argparse.Namespace) -> int:
             [name, f"{each.temperature:.3f}", f"{100 * each.calibration_error:.2f}", f"{each.loss:.4f}"]
             for name, each in (("before", result.before), ("after", result.after))
         ]
-        show(["", "temperature", "calibration error %", "cross-entropy"], rows)
+        print_table(["", "temperature", "calibration error %", "cross-entropy"], rows)
         words = f"measured on the {result.images:,} images that it was fitted on; measure others with halfmoon evaluate"
-        say(f"{words}\nwritten: {result.model}")
+        print_text(f"{words}\nwritten: {result.model}")
     return _complain_unreadable(result.unreadable)
 
 
@@ -229,5 +237,5 @@ def _export(args: argparse.Namespace) -> int:
         return 0
     for name, each in result.items():
         words = f"compared on {each.images} images, the largest difference of a probability is {each.difference:.1e}"
-        say(f"{name}: {each.path} ({words})")
+        print_text(f"{name}: {each.path} ({words})")
     return 0
