@@ -20,7 +20,7 @@ from halfmoon import Config
 from halfmoon.aggregation.precision import decoded, encoded, quantized
 from halfmoon.aggregation.privacy.clipping import ClippedMethod
 from halfmoon.api.uploads import UPDATE_ONLY, Upload
-from halfmoon.contract.sites import Wire, behind
+from halfmoon.contract.sites import Wire, make_remote_runtime
 from halfmoon.core import rng, tree
 from halfmoon.core.errors import UserError
 from halfmoon.engine.sampling import Amount, Batching, Views
@@ -40,7 +40,7 @@ DRAWS = partial(rng.generator, 0, "upload")
 def single(network: Network, precision: Any) -> tuple[Any, Any, RemoteRuntime, Wire]:
     """Return a federation whose server checks the answers of its four sites."""
     method, shared = registry.make("fedavg"), task(network, torch.float32, upload_precision=precision)
-    remote, wire = behind(simulate(method, shared, cohort=4), Batching(4, 4))
+    remote, wire = make_remote_runtime(simulate(method, shared, cohort=4), Batching(4, 4))
     most = Amount(99, 99, 99, 99), 99
     remote.calls.inspection = Inspection(UploadProbe(shared, Views(), (1, 8, 8), 0), lambda *_: most, lambda _: 0)
     return method, shared, remote, wire
@@ -162,7 +162,7 @@ def test_loop_is_vmap_and_sites_send_what_the_simulation_has(name: str, precisio
         shared = simulation.base = replace(shared, upload_precision=precision)
         runtime = simulation
         if executor == "sites":
-            runtime, _ = behind(simulation, simulation.local_clients.training.batching)
+            runtime, _ = make_remote_runtime(simulation, simulation.local_clients.training.batching)
         runs[executor] = play(method, runtime, begin(method, shared), range(1))[-1].server
     before = tree.flatten(begin(method, shared))
     after = {path: leaf for path, leaf in tree.flatten(runs["loop"]).items() if path in before and leaf.numel()}

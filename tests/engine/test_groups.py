@@ -10,7 +10,7 @@ from scenes import begin, dataset, play, simulate, task
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from halfmoon.api.types import ClientUpdate, Method
-from halfmoon.contract.checks import executors_agree
+from halfmoon.contract.checks import compare_executors
 from halfmoon.engine.budget import ClientSize, batch_rule_amount
 from halfmoon.engine.groups import MAX_PADDING, WorkSize, group_clients
 from halfmoon.engine.sampling import Batching
@@ -98,7 +98,7 @@ def test_a_simulation_lifts_what_is_alike_and_answers_in_order(programs):
         simulation.local_clients.training = replace(simulation.local_clients.training, max_padding=MAX_PADDING)
         played.append(play(method, simulation, begin(method, shared), range(1))[0])
     assert programs == [[0, 2, 3, 4]]
-    assert executors_agree(*([one] for one in played)) < 1e-12
+    assert compare_executors(*([one] for one in played)) < 1e-12
 
 
 WAITING = ("_local_scalar_dense", "nonzero", "masked_select", "is_nonzero", "equal")

@@ -11,7 +11,7 @@ from torch.func import vmap
 
 from halfmoon.aggregation.privacy.clipping import ClippedMethod
 from halfmoon.api.types import Batch, ClientData, ClientUpdate, Method
-from halfmoon.contract.checks import executors_agree
+from halfmoon.contract.checks import compare_executors
 from halfmoon.core import tree
 from halfmoon.core.autodiff import grad_and_value
 from halfmoon.engine import driver
@@ -76,7 +76,7 @@ def agree(programs):
 
     def check(method: Method, *where: Any, clients: int = 4, **shared: Any) -> list[Snapshot]:
         loop, many = (rounds(method, executor, *where, **shared) for executor in ("loop", "vmap"))
-        assert executors_agree(loop, many) < CLOSE
+        assert compare_executors(loop, many) < CLOSE
         assert {len(program) for program in programs} == {clients}
         return many
 

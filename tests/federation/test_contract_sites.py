@@ -14,4 +14,4 @@ from halfmoon.methods import registry
 @pytest.mark.parametrize("name", [name for name in DISTINCT if not registry.entry(name).pooled])
 def test_sites_compute_what_a_simulation_computes(name: str, rule: str) -> None:
     """The server's tree after every round, what is reported and what is counted are equal in every bit."""
-    checks.sites_compute_the_same(row_of(name), rule, straight(name, rule))
+    checks.check_sites(row_of(name), rule, straight(name, rule))

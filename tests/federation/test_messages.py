@@ -12,7 +12,7 @@ from scenes import begin, same
 from test_contract import BATCHINGS, ROUNDS, scene, straight
 
 from halfmoon.api.uploads import Upload
-from halfmoon.contract.sites import HASH, RUN, VERSION, Wire, behind
+from halfmoon.contract.sites import HASH, RUN, VERSION, Wire, make_remote_runtime
 from halfmoon.federation.protocol.messages import (
     Acceptance,
     MalformedMessage,
@@ -36,7 +36,7 @@ REQUEST = Request(HASH, VERSION, RUN, round=0, attempt=0, query=0, client_update
 def federation(name: str, rule: str) -> tuple[Any, Any, RemoteRuntime, Wire]:
     """Return a method, its task, and the runtime of a server whose clients are sites."""
     method, shared, simulation = scene(name, rule)
-    remote, wire = behind(simulation, BATCHINGS[rule])
+    remote, wire = make_remote_runtime(simulation, BATCHINGS[rule])
     return method, shared, remote, wire
 
 

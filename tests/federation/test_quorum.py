@@ -12,7 +12,7 @@ from events import Sentences
 from scenes import begin, play, same
 from test_contract import BATCHINGS, ROUNDS, scene
 
-from halfmoon.contract.sites import HASH, VERSION, behind
+from halfmoon.contract.sites import HASH, VERSION, make_remote_runtime
 from halfmoon.core import tree
 from halfmoon.core.tree import Tree
 from halfmoon.engine.loop import TooFewReplies
@@ -93,7 +93,7 @@ def stage(tmp_path: Path) -> Make:
         method, shared, simulation = scene(name, "both", place=place, cohort=cohort)
         if isinstance(method, SemiFL):  # the statistics are asked of the cohort, whose quorum is the round's
             simulation.method = method = replace(method, sbn="cohort")
-        remote, wire = behind(simulation, BATCHINGS["both"])
+        remote, wire = make_remote_runtime(simulation, BATCHINGS["both"])
         link, heard = Link(wire.sites, tmp_path / str(len(count)), fate), list[str]()
         identity = RunIdentity(HASH, VERSION, run)
         remote.calls = SiteCalls(link, remote.names, identity, rules or Rules(min_replies=2), log=Sentences(heard))

@@ -46,7 +46,7 @@ def scene(
     name: str, rule: str, executor: str = "loop", place: str | None = None, **options: Any
 ) -> tuple[Method, Task, Simulation]:
     """Return a method, its task and its federation of unequal clients in double precision."""
-    return checks.scene(row_of(name), rule, executor, place, **options)
+    return checks.make_federation(row_of(name), rule, executor, place, **options)
 
 
 @cache
@@ -79,7 +79,7 @@ def test_loop_equals_vmap(name, rule):
 
     Under 4 + 4 with joint statistics, and under 2 + the rest with separate ones and labels by running statistics.
     """
-    checks.executors_agree(straight(name, rule), straight(name, rule, "vmap"))
+    checks.compare_executors(straight(name, rule), straight(name, rule, "vmap"))
 
 
 PLACES = {name: registry.entry(name).label_locations for name in DISTINCT}
@@ -98,7 +98,7 @@ def test_every_place_for_labels_works_in_both_executors(name, place):
     for executor in ("loop", "vmap"):
         method, shared, simulation = scene(name, "both", executor, place, client_dropout=0.4)
         played.append(play(method, simulation, begin(method, shared), range(2)))
-    checks.executors_agree(*played)
+    checks.compare_executors(*played)
     assert all(finite(one.server) for one in played[0])
     sizes = {len(one.report.cohort) for one in played[0]}
     assert sizes == {1} if registry.entry(name).pooled else min(sizes) < 3
@@ -172,17 +172,17 @@ def test_a_run_repeats_itself_and_changes_nothing_that_it_was_given(name):
     first_model = tree.map(torch.clone, model)
     server = method.start(shared, model)
     first_server = tree.map(torch.clone, server)
-    checks.repeats(straight(name, "both"), play(method, simulation, server, range(ROUNDS)))
-    checks.leaves_as_given(model, first_model)
-    checks.leaves_as_given(server, first_server)
-    checks.keeps_no_state(row_of(name), simulation, client_updates)
+    checks.check_equal_runs(straight(name, "both"), play(method, simulation, server, range(ROUNDS)))
+    checks.check_unchanged(model, first_model)
+    checks.check_unchanged(server, first_server)
+    checks.check_stateless(row_of(name), simulation, client_updates)
 
 
 @EVERY
 @pytest.mark.parametrize("executor", ["loop", "vmap"])
 def test_a_restored_run_goes_on_bit_by_bit(name, executor, tmp_path: Path):
     """Saved after round 2 and restored from the run folder: round 3 equals that of the straight run."""
-    checks.resumes(row_of(name), straight(name, "both", executor), executor, tmp_path / "run")
+    checks.check_resume(row_of(name), straight(name, "both", executor), executor, tmp_path / "run")
 
 
 @pytest.mark.parametrize("norm", ["group", "none"])
@@ -193,17 +193,17 @@ def test_a_restored_run_goes_on_bit_by_bit(name, executor, tmp_path: Path):
 def test_networks_without_statistics_go_on_after_a_checkpoint(name, options, norm, tmp_path):
     """Empty statistics leave no trace on disk: a run whose trees were written and read plays on bit by bit."""
     row, network = row_of(name, **options), SmallCNN(1, CLASSES, 4, norm)
-    runs = {executor: checks.straight(row, "both", executor, network) for executor in ("loop", "vmap")}
-    checks.executors_agree(*runs.values())
+    runs = {executor: checks.run_experiment(row, "both", executor, network) for executor in ("loop", "vmap")}
+    checks.compare_executors(*runs.values())
     for executor, run in runs.items():
-        checks.resumes(row, run, executor, tmp_path / executor, network)
+        checks.check_resume(row, run, executor, tmp_path / executor, network)
 
 
 @EVERY_ROW
 def test_a_method_is_its_hyper_parameters(name):
     """A frozen dataclass, equal to another of the same fields, with nothing in it but hashable values."""
     method = method_of(name)
-    checks.is_its_hyper_parameters(method)
+    checks.check_fields(method)
     assert hash(method) == hash(method_of(name))
     assert method == method_of(name)
 
@@ -214,7 +214,7 @@ def test_the_server_holds_tensors_and_yields_a_model(name):
     method, shared, _ = scene(name, "both")
     model = tree.to(shared.network.init(rng.generator(0, "model")), dtype=torch.float64)
     for server in (begin(method, shared), straight(name, "both")[-1].server):
-        checks.holds_tensors(method, shared, server, model)
+        checks.check_tensors(method, shared, server, model)
 
 
 @EVERY_ROW
@@ -265,4 +265,4 @@ def test_impossible_options_are_refused(name, options, words):
 def test_every_client_update_counts_its_passes(name):
     """A step looks at every image at least once, forward and backward; a client update without steps counts none."""
     method, shared, _ = scene(name, "both")
-    checks.counts_passes(method, shared)
+    checks.check_passes(method, shared)

@@ -14,7 +14,7 @@ from torch import nn
 from torch_models import TorchSmall
 
 from halfmoon.api.uploads import Upload
-from halfmoon.contract.checks import sites_compute_the_same, straight
+from halfmoon.contract.checks import check_sites, run_experiment
 from halfmoon.core import hubs, rng, tree, weight_files
 from halfmoon.core.errors import UserError
 from halfmoon.core.tree import Tree
@@ -121,9 +121,9 @@ def test_a_frozen_layer_keeps_its_statistics_and_a_trained_one_does_not(tmp_path
 def test_loop_vmap_and_messages_compute_the_same(tmp_path: Path, name: str, patterns: tuple[str, ...]) -> None:
     """Two executors to rounding, sites behind messages to the bit; what is frozen is in no message."""
     which, entry = partly(tmp_path, *patterns), registry.entry(name)
-    loop = straight(entry, "both", network=which)
-    assert furthest(straight(entry, "both", "vmap", which)[-1].server, loop[-1].server) < 1e-9
-    messages, _ = sites_compute_the_same(entry, "both", loop, which)
+    loop = run_experiment(entry, "both", network=which)
+    assert furthest(run_experiment(entry, "both", "vmap", which)[-1].server, loop[-1].server) < 1e-9
+    messages, _ = check_sites(entry, "both", loop, which)
     said = b"".join(messages)
     assert b"head" in said
     assert b"conv1" not in said

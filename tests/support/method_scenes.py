@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch_models import TorchSmall, twin
 
 from halfmoon.api.types import Batch, ClientData, ClientUpdate, Method, Task
-from halfmoon.contract.checks import executors_agree
+from halfmoon.contract.checks import compare_executors
 from halfmoon.core import tree
 from halfmoon.core.tree import Tree
 from halfmoon.data.views import Plain
@@ -80,7 +80,7 @@ def lifted(
 ) -> list[Snapshot]:
     """Return the first rounds, which are the same client by client and with clients as one program: to 1e-9."""
     loop, vmap = (rounds_of(method, shared, held, rounds=rounds, executor=each, **options) for each in ("loop", "vmap"))
-    executors_agree(loop, vmap)
+    compare_executors(loop, vmap)
     return loop
 
 

@@ -1,6 +1,6 @@
-"""What every method has to keep, as functions: the test suite calls them, and so does `halfmoon check-method`."""
+"""The contract of every method, as functions. The test suite calls them, and so does `halfmoon check-method`."""
 
-from halfmoon.contract.checks import Broken
+from halfmoon.contract.checks import BrokenPromise
 from halfmoon.contract.promises import PromiseResult, check
 
-__all__ = ["Broken", "PromiseResult", "check"]
+__all__ = ["BrokenPromise", "PromiseResult", "check"]

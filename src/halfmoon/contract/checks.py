@@ -1,4 +1,4 @@
-"""The contract, promise by promise: each function raises `Broken`, in one sentence, where a method does not keep it."""
+"""The checks of the contract: each raises `BrokenPromise`, in one sentence, for a method that does not pass."""
 
 import dataclasses
 from pathlib import Path
@@ -8,8 +8,18 @@ import torch
 
 from halfmoon.api.method_entry import MethodEntry
 from halfmoon.api.types import Method, Task
-from halfmoon.contract.scene import NETWORK, Snapshot, begin, dataset, furthest, play, same, simulate, task
-from halfmoon.contract.sites import behind
+from halfmoon.contract.sites import make_remote_runtime
+from halfmoon.contract.small_federation import (
+    NETWORK,
+    Snapshot,
+    make_dataset,
+    make_simulation,
+    make_task,
+    max_difference,
+    run_rounds,
+    start_server,
+    trees_equal,
+)
 from halfmoon.core import tree
 from halfmoon.core.tree import Tree
 from halfmoon.engine.local_clients import Executor
@@ -22,18 +32,23 @@ from halfmoon.storage.state_store import TreeStore
 
 ROUNDS = 3
 SIZES = ((5, 4), (3, 8), (6, 7), (4, 6))
-"""(labeled, unlabeled) rows of each client: no more than what makes their steps differ under both batch rules."""
+"""(labeled, unlabeled) rows of each client: few, but with unequal steps under both batch rules."""
+
 BATCHINGS = {"both": Batching(4, 4), "rest": Batching(2, "rest")}
-"""4 + 4 images a step; and 2 + the rest, with separate passes and labels by running statistics."""
+"""Batches of 4 + 4 images; and of 2 + the rest."""
+
 STATISTICS: dict[str, dict[str, Any]] = {"both": {}, "rest": {"statistics": "separate", "labeling": "running"}}
-CLOSE = 1e-9
+"""Options of the task with these batches: "rest" has separate passes, and pseudo-labels with running statistics."""
+
+TOLERANCE = 1e-9
+"""The largest difference between loop and vmap, in float64."""
 
 
-class Broken(AssertionError):
-    """A promise that a method does not keep."""
+class BrokenPromise(AssertionError):
+    """A method does not pass a check of the contract."""
 
 
-def scene(
+def make_federation(
     entry: MethodEntry,
     rule: str,
     executor: str = "loop",
@@ -41,173 +56,234 @@ def scene(
     network: Network = NETWORK,
     **options: Any,
 ) -> tuple[Method, Task, Simulation]:
-    """Return a row's method, its task and its federation of unequal clients in double precision.
+    """Make a method's federation of unequal clients in double precision.
 
-    Labels lie at `place`, by default the first that the method can use.
+    Args:
+        entry: the method.
+        rule: a key of `BATCHINGS`.
+        executor: "loop" or "vmap".
+        place: where labels are; None: the first location that the method supports.
+        network: the network.
+        options: other options of `make_simulation`.
     """
-    shared = task(network, rounds=ROUNDS, **STATISTICS[rule])
-    federation = dataset(
+    task = make_task(network, rounds=ROUNDS, **STATISTICS[rule])
+    dataset = make_dataset(
         SIZES, all_labels=entry.all_labels, pooled=entry.pooled, place=place or entry.label_locations[0]
     )
-    simulation = simulate(
-        entry.method, shared, federation, batching=BATCHINGS[rule], executor=cast(Executor, executor), **options
+    simulation = make_simulation(
+        entry.method, task, dataset, batching=BATCHINGS[rule], executor=cast(Executor, executor), **options
     )
-    return entry.method, shared, simulation
+    return entry.method, task, simulation
 
 
-def straight(entry: MethodEntry, rule: str, executor: str = "loop", network: Network = NETWORK) -> list[Snapshot]:
-    """Return the rounds of a run."""
-    method, shared, simulation = scene(entry, rule, executor, network=network)
-    return play(method, simulation, begin(method, shared), range(ROUNDS))
+def run_experiment(entry: MethodEntry, rule: str, executor: str = "loop", network: Network = NETWORK) -> list[Snapshot]:
+    """Run all rounds of a method and return the state after each of them."""
+    method, task, simulation = make_federation(entry, rule, executor, network=network)
+    return run_rounds(method, simulation, start_server(method, task), range(ROUNDS))
 
 
-def numbers(row: Any) -> list[float]:
-    """Return the numbers of a nested row in order; None counts as a number that equals only itself."""
+def flatten_numbers(row: Any) -> list[float]:
+    """Return the numbers of a nested row in the order of its keys; None becomes a number that no metric has."""
     if isinstance(row, dict):
-        return [value for key in sorted(row) for value in numbers(row[key])]
+        return [value for key in sorted(row) for value in flatten_numbers(row[key])]
     if isinstance(row, list | tuple):
-        return [value for item in row for value in numbers(item)]
+        return [value for item in row for value in flatten_numbers(item)]
     return [-1e300 if row is None else float(row)]
 
 
-def executors_agree(loop: list[Snapshot], vmap: list[Snapshot]) -> float:
-    """Compare two runs, client by client and lifted: server, memories, metrics; return the largest difference."""
-    worst = 0.0
+def compare_executors(loop: list[Snapshot], vmap: list[Snapshot]) -> float:
+    """Compare a run of clients one by one with one of vmapped clients: server, memories, metrics.
+
+    Returns:
+        The largest difference between two trees.
+    """
+    largest = 0.0
     for number, (one, many) in enumerate(zip(loop, vmap, strict=True), 1):
-        for what, ours, theirs in (("server's tree", many.server, one.server), ("memories", many.state, one.state)):
-            _same_names(what, ours, theirs)
-            worst = max(worst, gap := furthest(ours, theirs))
-            if not gap < CLOSE:
-                raise Broken(f"after round {number} the {what} of loop and vmap differ by {gap:.2g}")
+        pairs = (("server's tree", many.server, one.server), ("memories", many.state, one.state))
+        for name, vmap_tree, loop_tree in pairs:
+            _compare_names(name, vmap_tree, loop_tree)
+            difference = max_difference(vmap_tree, loop_tree)
+            largest = max(largest, difference)
+            if not difference < TOLERANCE:  # also for NaN
+                raise BrokenPromise(f"after round {number} the {name} of loop and vmap differ by {difference:.2g}")
         if many.report.cohort != one.report.cohort or many.report.cost != one.report.cost:
-            raise Broken(f"in round {number} loop and vmap report another cohort or cost")
+            raise BrokenPromise(f"in round {number} loop and vmap report another cohort or cost")
         if many.report.samples.keys() != one.report.samples.keys():
-            raise Broken(f"in round {number} loop and vmap report other samples")
-        pairs = ((many.report.samples, one.report.samples), (_used(many.report.pseudo), _used(one.report.pseudo)))
-        for ours, theirs in pairs:
-            for a, b in zip(numbers(ours), numbers(theirs), strict=True):
-                if not abs(a - b) <= CLOSE * max(1.0, abs(b)):
-                    raise Broken(f"in round {number} loop and vmap report {a} and {b}")
-    return worst
+            raise BrokenPromise(f"in round {number} loop and vmap report other samples")
+        _compare_metrics(number, many.report.samples, one.report.samples)
+        _compare_metrics(number, _comparable_quality(many.report.pseudo), _comparable_quality(one.report.pseudo))
+    return largest
 
 
-def _used(pseudo: dict[str, Any] | None) -> dict[str, Any]:
-    """Return what a report says of guesses that count; where all classes tie, rounding chooses the label of others."""
-    named = (pseudo or {}).items()
-    rows = {name: value for name, value in named if name not in ("accuracy", "per_class", "models")}
-    return rows | {name: _used(model) for name, model in (pseudo or {}).get("models", {}).items()}
+def _compare_metrics(number: int, vmap: Any, loop: Any) -> None:
+    for a, b in zip(flatten_numbers(vmap), flatten_numbers(loop), strict=True):
+        if not abs(a - b) <= TOLERANCE * max(1.0, abs(b)):
+            raise BrokenPromise(f"in round {number} loop and vmap report {a} and {b}")
 
 
-def _same_names(what: str, ours: Tree, theirs: Tree) -> None:
-    differing = sorted(tree.flatten(ours).keys() ^ tree.flatten(theirs).keys())
+def _comparable_quality(pseudo: dict[str, Any] | None) -> dict[str, Any]:
+    """Select the metrics of pseudo-labels that rounding cannot change.
+
+    Where all classes are equally likely, rounding decides the label of images whose pseudo-label is not used.
+    """
+    if pseudo is None:
+        return {}
+    row = {name: value for name, value in pseudo.items() if name not in ("accuracy", "per_class", "models")}
+    for name, model in pseudo.get("models", {}).items():
+        row[name] = _comparable_quality(model)
+    return row
+
+
+def _compare_names(subject: str, first: Tree, second: Tree) -> None:
+    differing = sorted(tree.flatten(first).keys() ^ tree.flatten(second).keys())
     if differing:
-        raise Broken(f"the {what} has {differing[0]!r} in one run and not in the other")
+        raise BrokenPromise(f"the {subject} has {differing[0]!r} in one run and not in the other")
 
 
-def repeats(one: list[Snapshot], two: list[Snapshot]) -> None:
-    """Compare two runs of one seed, bit by bit."""
+def check_equal_runs(one: list[Snapshot], two: list[Snapshot]) -> None:
+    """Check that two runs of one seed are equal bit by bit."""
     for number, (a, b) in enumerate(zip(one, two, strict=True), 1):
-        if not (same(a.server, b.server) and same(a.state, b.state) and numbers(a.report) == numbers(b.report)):
-            raise Broken(f"two runs of one seed differ after round {number}: it draws random numbers, or keeps state")
+        equal_trees = trees_equal(a.server, b.server) and trees_equal(a.state, b.state)
+        if not equal_trees or flatten_numbers(a.report) != flatten_numbers(b.report):
+            raise BrokenPromise(
+                f"two runs of one seed differ after round {number}: it draws random numbers, or keeps state"
+            )
 
 
-def resumes(entry: MethodEntry, run: list[Snapshot], executor: str, folder: Path, network: Network = NETWORK) -> None:
-    """Save after the last round but one, restore from the folder, and compare the last round bit by bit."""
-    _, halfway, whole = run
-    clients = TreeStore()
-    for state_store, trees in halfway.state.items():
-        for key, each in trees.items():
-            clients.put(f"{state_store}/{key}", each)
+def check_resume(
+    entry: MethodEntry, run: list[Snapshot], executor: str, folder: Path, network: Network = NETWORK
+) -> None:
+    """Check that a run which is resumed from a checkpoint before its last round ends in the same bits.
+
+    Args:
+        entry: the method.
+        run: the states of a run under the batch rule "both".
+        executor: "loop" or "vmap".
+        folder: a new folder for the checkpoint.
+        network: the network.
+    """
+    _, before_last, last = run
+    store = TreeStore()
+    for prefix, trees in before_last.state.items():
+        for key, stored_tree in trees.items():
+            store.put(f"{prefix}/{key}", stored_tree)
     with RunFolder.create(folder, "", "0" * 64) as run_folder:
-        run_folder.save(2, {"server": halfway.server}, {"cost": halfway.report.cost}, clients)
+        run_folder.save(2, {"server": before_last.server}, {"cost": before_last.report.cost}, store)
     with RunFolder.open(folder) as run_folder:
         loaded = run_folder.load()
     if loaded is None or loaded.round != 2:
-        raise Broken("what was saved after round 2 cannot be read")
-    method, _, simulation = scene(entry, "both", executor, network=network)
+        raise BrokenPromise("the checkpoint of round 2 cannot be read")
+    method, _, simulation = make_federation(entry, "both", executor, network=network)
     simulation.restore(loaded.clients, loaded.meta["cost"])
-    if not same(simulation.state(), halfway.state):
-        raise Broken("what clients remember is not what was saved")
-    (third,) = play(method, simulation, loaded.state["server"], range(2, ROUNDS))
-    repeats([whole], [third])
+    if not trees_equal(simulation.state(), before_last.state):
+        raise BrokenPromise("the memories of clients differ from those that were saved")
+    (resumed,) = run_rounds(method, simulation, loaded.state["server"], range(2, ROUNDS))
+    check_equal_runs([last], [resumed])
 
 
-def is_its_hyper_parameters(method: Method) -> None:
-    """A frozen dataclass with nothing in it but its fields, which can be hashed."""
+def check_fields(method: Method) -> None:
+    """Check that a method is a frozen, hashable dataclass with no attributes but its fields."""
     if not dataclasses.is_dataclass(method) or isinstance(method, type):
-        raise Broken("it is no dataclass")
+        raise BrokenPromise("it is no dataclass")
     if not method.__dataclass_params__.frozen:  # type: ignore[attr-defined]
-        raise Broken("its dataclass is not frozen")
+        raise BrokenPromise("its dataclass is not frozen")
     if set(vars(method)) != {field.name for field in dataclasses.fields(method)}:
-        raise Broken("it holds something beside its fields")
+        raise BrokenPromise("it holds something beside its fields")
     try:
         hash(method)
     except TypeError as error:
-        raise Broken(f"its fields cannot be hashed ({error})") from error
+        raise BrokenPromise(f"its fields cannot be hashed ({error})") from error
 
 
-def keeps_no_state(entry: MethodEntry, simulation: Simulation, client_updates: dict[str, Any]) -> None:
-    """After a run, method and client updates are what they were: all state is in the trees."""
+def check_stateless(entry: MethodEntry, simulation: Simulation, client_updates: dict[str, Any]) -> None:
+    """Check that a run has changed neither the method nor its client updates: all state must be in trees.
+
+    Args:
+        entry: the method.
+        simulation: its federation after the run.
+        client_updates: the client updates of the last round, by name, made before the run.
+    """
     if simulation.method != entry.method or dict(simulation.client_updates) != client_updates:
-        raise Broken("method or client updates are not what they were before the run")
+        raise BrokenPromise("method or client updates are not what they were before the run")
     for name, client_update in simulation.client_updates.items():
         if set(vars(client_update)) != {field.name for field in dataclasses.fields(client_update)}:
-            raise Broken(f"its client update {name!r} holds something beside its fields")
+            raise BrokenPromise(f"its client update {name!r} holds something beside its fields")
 
 
-def holds_tensors(method: Method, shared: Task, server: Tree, model: Tree) -> None:
-    """Every leaf is a tensor without a graph; the solution is a model that the network can evaluate."""
+def check_tensors(method: Method, task: Task, server: Tree, model: Tree) -> None:
+    """Check that the server's tree has only detached tensors, and that its solution has the shapes of `model`."""
     for path, leaf in tree.flatten(server).items():
         if not isinstance(leaf, torch.Tensor):
-            raise Broken(f"the server's {path!r} is a {type(leaf).__name__}, no tensor")
+            raise BrokenPromise(f"the server's {path!r} is a {type(leaf).__name__}, no tensor")
         if leaf.requires_grad:
-            raise Broken(f"the server's {path!r} hangs on a graph: detach it")
-    solution = method.solution(shared, server)
+            raise BrokenPromise(f"the server's {path!r} hangs on a graph: detach it")
+    solution = method.solution(task, server)
     if set(solution) != {"params", "stats"}:
-        raise Broken(f"its solution has {sorted(solution)}, not params and stats")
-    shapes = [{path: leaf.shape for path, leaf in tree.flatten(each).items()} for each in (solution, model)]
-    if shapes[0] != shapes[1]:
-        raise Broken("its solution is no model of the network: other names or shapes")
+        raise BrokenPromise(f"its solution has {sorted(solution)}, not params and stats")
+    solution_shapes = {path: leaf.shape for path, leaf in tree.flatten(solution).items()}
+    model_shapes = {path: leaf.shape for path, leaf in tree.flatten(model).items()}
+    if solution_shapes != model_shapes:
+        raise BrokenPromise("its solution is no model of the network: other names or shapes")
 
 
-def leaves_as_given(argument: Tree, copy: Tree) -> None:
-    """What a method is given is not written into."""
-    if not same(argument, copy):
-        raise Broken("it writes into a tree that it was given")
+def check_unchanged(argument: Tree, copy: Tree) -> None:
+    """Check that a tree which a method received still equals its copy."""
+    if not trees_equal(argument, copy):
+        raise BrokenPromise("it writes into a tree that it was given")
 
 
-def counts_passes(method: Method, shared: Task) -> None:
-    """A step looks at every image at least once, forward and backward; a client update without steps counts none."""
-    for name, client_update in method.client_updates(shared).items():
+def check_passes(method: Method, task: Task) -> None:
+    """Check that a step counts every image at least once, forward and backward, and an update without steps none."""
+    for name, client_update in method.client_updates(task).items():
         passes = client_update.passes(4, 6)
-        if not (min(passes) >= 4 if client_update.requirements.trains else passes == (0, 0)):
-            raise Broken(f"its client update {name!r} counts {passes} for a step of 4 + 6 images")
+        valid = min(passes) >= 4 if client_update.requirements.trains else passes == (0, 0)
+        if not valid:
+            raise BrokenPromise(f"its client update {name!r} counts {passes} for a step of 4 + 6 images")
 
 
-def sites_compute_the_same(
+def check_sites(
     entry: MethodEntry, rule: str, run: list[Snapshot], network: Network = NETWORK
 ) -> tuple[list[bytes], list[Reply]]:
-    """Play the run between sites that are sent messages, and compare all of it bit by bit.
+    """Check that sites which exchange messages compute bit for bit what a simulation computes, and send no pixels.
 
-    Return what went over the wire, and the replies in it.
+    Args:
+        entry: the method.
+        rule: a key of `BATCHINGS`.
+        run: the states of the simulated run.
+        network: the network.
+
+    Returns:
+        All messages, and the replies among them.
     """
-    method, shared, simulation = scene(entry, rule, network=network)
-    remote, wire = behind(simulation, BATCHINGS[rule])
-    server = begin(method, shared)
-    for number, there in enumerate(run):
+    method, task, simulation = make_federation(entry, rule, network=network)
+    remote, wire = make_remote_runtime(simulation, BATCHINGS[rule])
+    server = start_server(method, task)
+    for number, simulated in enumerate(run):
         remote.open(number)
         server = method.round(remote.task, server, remote)
         report = remote.close()
-        ours, theirs = ({key: [float(v) for v in s] for key, s in r.samples.items()} for r in (report, there.report))
-        same_report = report.cohort == there.report.cohort and report.cost == there.report.cost and ours == theirs
-        if not same(server, there.server):
-            raise Broken(f"after round {number + 1} sites behind messages have another server's tree than a simulation")
-        if not same_report or not same(remote.state(), {"state": there.state["state"]}):
-            raise Broken(f"in round {number + 1} sites behind messages report something else than a simulation")
+        samples, simulated_samples = (
+            {name: [float(value) for value in sample] for name, sample in each.samples.items()}
+            for each in (report, simulated.report)
+        )
+        same_report = (
+            report.cohort == simulated.report.cohort
+            and report.cost == simulated.report.cost
+            and samples == simulated_samples
+        )
+        if not trees_equal(server, simulated.server):
+            raise BrokenPromise(
+                f"after round {number + 1} sites behind messages have another server's tree than a simulation"
+            )
+        if not same_report or not trees_equal(remote.state(), {"state": simulated.state["state"]}):
+            raise BrokenPromise(f"in round {number + 1} sites behind messages report something else than a simulation")
     traffic = b"".join(wire.messages)
     for site in wire.sites.values():
         for image in site.local_clients.dataset.train.images:
-            bits = (image[0, 0].numpy().tobytes(), (image.double() / 255).numpy().tobytes()[:64])
-            if any(each in traffic for each in bits):
-                raise Broken("pixels of a site's image are in what it sends")
-    return wire.messages, [read_message(data, Reply) for data in wire.messages if b'\\"reply\\"' in data]
+            # A row of pixels as bytes, and as the numbers that a network would get.
+            first_row = image[0, 0].numpy().tobytes()
+            first_numbers = (image.double() / 255).numpy().tobytes()[:64]
+            if first_row in traffic or first_numbers in traffic:
+                raise BrokenPromise("pixels of a site's image are in what it sends")
+    replies = [read_message(data, Reply) for data in wire.messages if b'\\"reply\\"' in data]
+    return wire.messages, replies

@@ -1,10 +1,11 @@
-"""All promises of the contract for one method: what its author runs before anybody else does."""
+"""Run all checks of the contract for one method, as its author does before using it."""
 
 import tempfile
 import traceback
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,21 +13,40 @@ import torch
 
 from halfmoon.api.uploads import Upload
 from halfmoon.contract import checks
-from halfmoon.contract.checks import BATCHINGS, ROUNDS, Broken
-from halfmoon.contract.scene import CLASSES, NETWORK, Snapshot, begin, play
+from halfmoon.contract.checks import BATCHINGS, ROUNDS, BrokenPromise
+from halfmoon.contract.small_federation import (
+    CLASSES,
+    NETWORK,
+    Snapshot,
+    max_difference,
+    run_rounds,
+    start_server,
+)
 from halfmoon.core import rng, tree
-from halfmoon.federation.protocol.messages import Reply
 from halfmoon.methods import registry
 from halfmoon.models import Network
 from halfmoon.models import registry as networks
 
 LIBRARIES = (str(Path(__file__).parents[1]), str(Path(torch.__file__).parent))
-"""The folders of halfmoon and torch: an author wrote the other files of a traceback."""
+"""The folders of halfmoon and torch. Other files in a traceback are the author's."""
+
+BATCH_DESCRIPTIONS = {"both": "4 + 4 images a step", "rest": "2 + the rest, separate passes"}
+"""The batch rules `BATCHINGS` in the names of promises."""
+
+MIN_TRAINED_DISTANCE = 1e-6
+"""The least largest change of a parameter after all rounds."""
 
 
 @dataclass(frozen=True)
 class PromiseResult:
-    """One promise: what it says, whether it is kept, what was measured or is wrong, and the author's traceback."""
+    """The result of one check.
+
+    Attributes:
+        promise: what was checked.
+        kept: whether the method passes.
+        said: a measurement, or what is wrong.
+        trace: the traceback of an error in the author's code.
+    """
 
     promise: str
     kept: bool
@@ -35,106 +55,135 @@ class PromiseResult:
 
 
 def check(method: str, options: dict[str, Any] | None = None, network: str | None = None) -> Iterator[PromiseResult]:
-    """Yield every promise as it is tried, for a method by name with these options.
+    """Run all checks of a method and yield each result at once.
 
-    `network` is one from outside to try it on, for gray images of 8x8 pixels. Raise `UserError` where there is no such
-    method or network. A promise that cannot be tried because an earlier one is broken is left out.
+    A check that needs the result of a failed one is left out.
+
+    Args:
+        method: the name of the method.
+        options: its options.
+        network: the name of a custom network to test with, for gray images of 8x8 pixels.
+
+    Raises:
+        UserError: there is no such method or network.
     """
     entry = replace(registry.entry(method), method=registry.make(method, options))
-    which = NETWORK if network is None else networks.make(network, 1, CLASSES, (8, 8), "batch", None)
-    which.check((1, 8, 8))
+    if network is None:
+        test_network = NETWORK
+    else:
+        test_network = networks.make(network, 1, CLASSES, (8, 8), "batch", None)
+    test_network.check((1, 8, 8))
     runs: dict[tuple[str, str], list[Snapshot]] = {}
 
-    def tried(promise: str, function: Callable[[], Any]) -> PromiseResult:
-        try:
-            message = function()
-        except Broken as broken:
-            return PromiseResult(promise, False, str(broken))
-        except Exception as error:  # whatever an author's code does
-            words = f"it raised {type(error).__name__}{_place(error)}: {' '.join(str(error).split())[:300]}"
-            return PromiseResult(promise, False, words, "".join(traceback.format_exception(error)))
-        return PromiseResult(promise, True, message if isinstance(message, str) else "")
-
-    def execute(rule: str, executor: str) -> str:
+    def run_and_store(rule: str, executor: str) -> str:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            runs[rule, executor] = checks.straight(entry, rule, executor, which)
+            runs[rule, executor] = checks.run_experiment(entry, rule, executor, test_network)
         return f"{ROUNDS} rounds"
 
-    yield tried("its fields are its options", lambda: checks.is_its_hyper_parameters(entry.method))
+    yield _run_check("its fields are its options", partial(checks.check_fields, entry.method))
     for rule in BATCHINGS:
-        words = {"both": "4 + 4 images a step", "rest": "2 + the rest, separate passes"}[rule]
+        batches = BATCH_DESCRIPTIONS[rule]
         for executor in ("loop", "vmap"):
-            yield tried(f"plays in {executor}, {words}", lambda rule=rule, executor=executor: execute(rule, executor))
-        if {(rule, "loop"), (rule, "vmap")} <= runs.keys():
-            pair = runs[rule, "loop"], runs[rule, "vmap"]
-            yield tried(f"loop = vmap, {words}", lambda p=pair: f"within {checks.executors_agree(*p):.1e}")
+            yield _run_check(f"runs in {executor}, {batches}", partial(run_and_store, rule, executor))
+        if (rule, "loop") in runs and (rule, "vmap") in runs:
+            compare = partial(_compare_executors, runs[rule, "loop"], runs[rule, "vmap"])
+            yield _run_check(f"loop = vmap, {batches}", compare)
     if ("both", "loop") not in runs:
         return
     run = runs["both", "loop"]
-    yield tried("a run repeats itself", lambda: _again(entry, which, run))
-    yield tried("gives a model, and keeps only tensors", lambda: _tensors(entry, which, run))
-    yield tried("counts its passes", lambda: checks.counts_passes(*checks.scene(entry, "both", network=which)[:2]))
-    yield tried("trains", lambda: _trained(entry, which, run))
+    yield _run_check("a run repeats itself", partial(_check_repeated_run, entry, test_network, run))
+    yield _run_check("gives a model, and keeps only tensors", partial(_check_tensors, entry, test_network, run))
+    yield _run_check("counts its passes", partial(_check_passes, entry, test_network))
+    yield _run_check("trains", partial(_check_training, entry, test_network, run))
     for executor in ("loop", "vmap"):
         if ("both", executor) in runs:
-            each = runs["both", executor]
-            yield tried(f"resumes bit by bit in {executor}", lambda e=executor, r=each: _resumed(entry, which, e, r))
+            resume = partial(_check_resume, entry, test_network, executor, runs["both", executor])
+            yield _run_check(f"resumes bit by bit in {executor}", resume)
     if entry.pooled:
-        return
+        return  # a centralized method has no sites
     for rule in BATCHINGS:
         if (rule, "loop") in runs:
-            yield tried(
-                "sites behind messages compute the same" + (", 2 + the rest" if rule == "rest" else ""),
-                lambda rule=rule: _leaving(checks.sites_compute_the_same(entry, rule, runs[rule, "loop"], which)[1]),
-            )
+            suffix = ", 2 + the rest" if rule == "rest" else ""
+            check_sites = partial(_check_sites, entry, test_network, rule, runs[rule, "loop"])
+            yield _run_check(f"sites behind messages compute the same{suffix}", check_sites)
 
 
-def _place(error: Exception) -> str:
-    """Return the last line of the author's own code in an error's traceback, as " at FILE:LINE"."""
-    frames = [(each.filename, each.lineno) for each in traceback.extract_tb(error.__traceback__)]
-    own = [f" at {file}:{line}" for file, line in frames if not file.startswith(LIBRARIES)]
-    return own[-1] if own else ""
+def _run_check(promise: str, function: Callable[[], Any]) -> PromiseResult:
+    """Run a check, which may return a sentence about a measurement, and describe its result or its error."""
+    try:
+        message = function()
+    except BrokenPromise as error:
+        return PromiseResult(promise, kept=False, said=str(error))
+    except Exception as error:  # any error in the author's code
+        reason = " ".join(str(error).split())[:300]
+        message = f"it raised {type(error).__name__}{_author_line(error)}: {reason}"
+        trace = "".join(traceback.format_exception(error))
+        return PromiseResult(promise, kept=False, said=message, trace=trace)
+    return PromiseResult(promise, kept=True, said=message if isinstance(message, str) else "")
 
 
-def _again(entry: registry.MethodEntry, network: Network, run: list[Snapshot]) -> None:
-    """Play once more, and look at what was given, and at what is kept."""
-    method, shared, simulation = checks.scene(entry, "both", network=network)
-    client_updates = dict(method.client_updates(shared.at(ROUNDS - 1)))
-    server = begin(method, shared)
+def _author_line(error: Exception) -> str:
+    """Return the last line of the author's code in an error's traceback, as " at FILE:LINE", or ""."""
+    lines = [
+        f" at {frame.filename}:{frame.lineno}"
+        for frame in traceback.extract_tb(error.__traceback__)
+        if not frame.filename.startswith(LIBRARIES)
+    ]
+    return lines[-1] if lines else ""
+
+
+def _compare_executors(loop: list[Snapshot], vmap: list[Snapshot]) -> str:
+    return f"within {checks.compare_executors(loop, vmap):.1e}"
+
+
+def _check_repeated_run(entry: registry.MethodEntry, network: Network, run: list[Snapshot]) -> None:
+    """Check that a second run has the same bits, and that it changes neither its arguments nor the method."""
+    method, task, simulation = checks.make_federation(entry, "both", network=network)
+    client_updates = dict(method.client_updates(task.at(ROUNDS - 1)))
+    server = start_server(method, task)
     copy = tree.map(torch.clone, server)
-    checks.repeats(run, play(method, simulation, server, range(ROUNDS)))
-    checks.leaves_as_given(server, copy)
-    checks.keeps_no_state(entry, simulation, client_updates)
+    checks.check_equal_runs(run, run_rounds(method, simulation, server, range(ROUNDS)))
+    checks.check_unchanged(server, copy)
+    checks.check_stateless(entry, simulation, client_updates)
 
 
-def _tensors(entry: registry.MethodEntry, network: Network, run: list[Snapshot]) -> None:
-    method, shared, _ = checks.scene(entry, "both", network=network)
+def _check_tensors(entry: registry.MethodEntry, network: Network, run: list[Snapshot]) -> None:
+    """Check the server's trees before and after a run."""
+    method, task, _ = checks.make_federation(entry, "both", network=network)
     model = tree.to(network.init(rng.generator(0, "model")), dtype=torch.float64)
-    for server in (begin(method, shared), run[-1].server):
-        checks.holds_tensors(method, shared, server, model)
+    for server in (start_server(method, task), run[-1].server):
+        checks.check_tensors(method, task, server, model)
 
 
-def _trained(entry: registry.MethodEntry, network: Network, run: list[Snapshot]) -> str:
-    method, shared, _ = checks.scene(entry, "both", network=network)
-    before, after = (method.solution(shared, each) for each in (begin(method, shared), run[-1].server))
-    moved = checks.furthest(after["params"], before["params"])
-    if not moved > 1e-6:
-        raise Broken(f"{ROUNDS} rounds leave the model as it was")
+def _check_passes(entry: registry.MethodEntry, network: Network) -> None:
+    method, task, _ = checks.make_federation(entry, "both", network=network)
+    checks.check_passes(method, task)
+
+
+def _check_training(entry: registry.MethodEntry, network: Network, run: list[Snapshot]) -> str:
+    """Check that a run changes the parameters, and that they remain finite."""
+    method, task, _ = checks.make_federation(entry, "both", network=network)
+    before = method.solution(task, start_server(method, task))
+    after = method.solution(task, run[-1].server)
+    distance = max_difference(after["params"], before["params"])
+    if not distance > MIN_TRAINED_DISTANCE:
+        raise BrokenPromise(f"{ROUNDS} rounds leave the model as it was")
     if not all(bool(leaf.isfinite().all()) for leaf in tree.leaves(after)):
-        raise Broken(f"after {ROUNDS} rounds the model has numbers that are not finite")
-    return f"parameters move by {moved:.2g}"
+        raise BrokenPromise(f"after {ROUNDS} rounds the model has numbers that are not finite")
+    return f"parameters move by {distance:.2g}"
 
 
-def _resumed(entry: registry.MethodEntry, network: Network, executor: str, run: list[Snapshot]) -> None:
+def _check_resume(entry: registry.MethodEntry, network: Network, executor: str, run: list[Snapshot]) -> None:
     with tempfile.TemporaryDirectory() as folder:
-        checks.resumes(entry, run, executor, Path(folder) / "run", network)
+        checks.check_resume(entry, run, executor, Path(folder) / "run", network)
 
 
-def _leaving(replies: list[Reply]) -> str:
-    """Return in words what leaves a site: every part that goes up, with its bytes."""
-    parts: dict[str, int] = {}
+def _check_sites(entry: registry.MethodEntry, network: Network, rule: str, run: list[Snapshot]) -> str:
+    """Check the method with sites, and list what they upload: every part with its largest size."""
+    _, replies = checks.check_sites(entry, rule, run, network)
+    sizes: dict[str, int] = {}
     for reply in replies:
         for name, part in Upload.from_tree(reply.upload).parts.items():
-            parts[name] = max(parts.get(name, 0), tree.nbytes(part))
-    return "what leaves a site: " + ", ".join(f"{name} ({count:,} bytes)" for name, count in parts.items())
+            sizes[name] = max(sizes.get(name, 0), tree.nbytes(part))
+    return "what leaves a site: " + ", ".join(f"{name} ({count:,} bytes)" for name, count in sizes.items())

@@ -1,4 +1,4 @@
-"""The small federation once more with sites behind messages, in one process: nothing is shared but bytes."""
+"""The small federation with sites that exchange messages, in one process: they share nothing but bytes."""
 
 from collections.abc import Mapping
 
@@ -19,60 +19,79 @@ from halfmoon.federation.server.sessions import SiteResponse
 from halfmoon.federation.site.runtime import SiteRuntime
 from halfmoon.storage.state_store import StateView, TreeStore
 
-SEED, VERSION, HASH, RUN = 3, "0.1.0", "f" * 64, "0" * 32
+SEED = 3
+VERSION = "0.1.0"
+HASH = "f" * 64
+RUN = "0" * 32
 
 
-def alone(dataset: FederatedDataset, k: int) -> FederatedDataset:
-    """Return what a site has: its own rows and nobody else's, without the labels that are hidden."""
-    mine = np.flatnonzero(dataset.split.client == k)
-    labeled = dataset.split.labeled[mine]
-    labels = dataset.train.labels[mine].clone()
+def select_site(dataset: FederatedDataset, client: int) -> FederatedDataset:
+    """Return the part of a data set that one site has: its rows, without the labels of unlabeled ones."""
+    rows = np.flatnonzero(dataset.split.client == client)
+    labeled = dataset.split.labeled[rows]
+    labels = dataset.train.labels[rows].clone()
     if not dataset.all_labels:
         labels[torch.from_numpy(~labeled)] = 0
-    split = Split(np.full(len(mine), k), labeled, dataset.split.clients)
+    split = Split(np.full(len(rows), client), labeled, dataset.split.clients)
     return FederatedDataset(
-        Examples(dataset.train.images[mine], labels), split, dataset.all_labels, reuse_labeled=dataset.reuse_labeled
+        Examples(dataset.train.images[rows], labels),
+        split,
+        all_labels=dataset.all_labels,
+        reuse_labeled=dataset.reuse_labeled,
     )
 
 
-def local_clients(dataset: FederatedDataset, batching: Batching, store: TreeStore) -> LocalClients:
-    """Return what computes at a site, or at the server, with its own store."""
+def make_local_clients(dataset: FederatedDataset, batching: Batching, store: TreeStore) -> LocalClients:
+    """Make the local training of one site, or of the server, with its store."""
     state_store = StateView(store, "client/", torch.device("cpu"))
     return LocalClients(dataset, Views(), Training(batching, Budget()), SEED, state_store)
 
 
 class Wire:
-    """A link within one process; it keeps what went over it."""
+    """A connection to sites in this process that records all messages.
+
+    Attributes:
+        sites: the sites by name.
+        messages: all requests and replies, in the order in which they were sent.
+    """
 
     def __init__(self, sites: Mapping[str, SiteRuntime]) -> None:
-        """Carry messages to these sites."""
         self.sites = sites
         self.messages: list[bytes] = []
 
     def exchange(self, requests: Mapping[str, bytes], what: str) -> Mapping[str, SiteResponse]:
-        """Have each site answer, last to first: the order of replies is nobody's promise."""
+        """Deliver requests and return the replies, last site first: the server must not rely on their order."""
         self.messages += requests.values()
-        replies = {name: answer(self.sites[name], requests[name]) for name in reversed(list(requests))}
+        replies: dict[str, bytes] = {}
+        for name in reversed(list(requests)):
+            replies[name] = run_site_request(self.sites[name], requests[name])
         self.messages += replies.values()
         return {name: SiteResponse(data) for name, data in replies.items()}
 
 
-def answer(site: SiteRuntime, data: bytes) -> bytes:
-    """Answer a request as a site does."""
+def run_site_request(site: SiteRuntime, data: bytes) -> bytes:
+    """Run the request in a message at a site and return its reply as a message."""
     return write_message(site.run_request(read_message(data, Request)))
 
 
-def behind(simulation: Simulation, batching: Batching) -> tuple[RemoteRuntime, Wire]:
-    """Return the runtime of a server whose clients are sites with what the simulation's clients hold."""
-    dataset, method, shared = simulation.dataset, simulation.method, simulation.base
-    sites = {}
-    for k in range(dataset.clients):
-        own = local_clients(alone(dataset, k), batching, TreeStore())
-        sites[f"site-{k}"] = SiteRuntime(k, method, shared, own, VERSION)
-    wire, store = Wire(sites), TreeStore()
-    server = local_clients(alone(dataset, SERVER), batching, store) if simulation.labeled else None
-    remote = RemoteRuntime(
-        method, shared, Views(), SiteCalls(wire, list(sites), RunIdentity(HASH, VERSION, RUN)),
-        RuntimeSettings(simulation.size, SEED), server=server, store=store,
-    )  # fmt: skip
-    return remote, wire
+def make_remote_runtime(simulation: Simulation, batching: Batching) -> tuple[RemoteRuntime, Wire]:
+    """Make the runtime of a server whose sites have the images of a simulation's clients.
+
+    Returns:
+        The runtime, and the connection to its sites.
+    """
+    dataset = simulation.dataset
+    method = simulation.method
+    task = simulation.base
+    sites: dict[str, SiteRuntime] = {}
+    for client in range(dataset.clients):
+        local_clients = make_local_clients(select_site(dataset, client), batching, TreeStore())
+        sites[f"site-{client}"] = SiteRuntime(client, method, task, local_clients, VERSION)
+    wire = Wire(sites)
+    store = TreeStore()
+    server: LocalClients | None = None
+    if simulation.labeled:
+        server = make_local_clients(select_site(dataset, SERVER), batching, store)
+    calls = SiteCalls(wire, list(sites), RunIdentity(HASH, VERSION, RUN))
+    settings = RuntimeSettings(simulation.size, SEED)
+    return RemoteRuntime(method, task, Views(), calls, settings, server=server, store=store), wire

@@ -195,10 +195,10 @@ def update_one(
     data = _add_precomputed_views(context, client, data)
     carry = client_update.begin(broadcast, memory, data)
     initial_pseudo_labels = _initial_pseudo_labels(client_update, carry, data, len(data.u))
-    drawn = _draw(context, client, data, amount, client_update.drawable_rows(carry, data))
+    draws = _draw(context, client, data, amount, client_update.drawable_rows(carry, data))
     log = _StepLog()
     normalize = client_update.task.normalize
-    for stacked in batches([data], [drawn], context.views, normalize, context.view_images):
+    for stacked in batches([data], [draws], context.views, normalize, context.view_images):
         batch = _first_client(stacked)
         if use_channels_last:
             batch = _to_channels_last(batch)
@@ -206,7 +206,7 @@ def update_one(
         log.add(step_metrics, batch.u_rows)
     samples, step_pseudo_labels = log.summarize(context, client)
     upload, memory = client_update.finish(broadcast, carry, data)
-    _check_upload(context, client, upload, broadcast, drawn.amount.steps)
+    _check_upload(context, client, upload, broadcast, draws.amount.steps)
     traffic = client_update.traffic(broadcast, upload)
     upload = upload.map(Tensor.contiguous)
     memory = tree.contiguous(memory)
@@ -214,7 +214,7 @@ def update_one(
         upload=upload,
         memory=memory,
         samples=samples,
-        amount=drawn.amount,
+        amount=draws.amount,
         traffic=traffic,
         images_outside_steps=client_update.images_outside_steps(len(data.x), len(data.u)),
         memory_bytes=tree.nbytes(memory),
@@ -279,12 +279,12 @@ def update_many(
         return _draw(context, tasks[k].client, clients_data[k], tasks[k].amount, drawable)
 
     initial_pseudo_labels = [observe_initial_pseudo_labels(k) for k in range(len(tasks))]
-    drawn = [draw_for_client(k) for k in range(len(tasks))]
-    steps = torch.tensor([update.amount.steps for update in drawn], device=padded.y.device)
-    fewest_steps = min(update.amount.steps for update in drawn)
+    draws = [draw_for_client(k) for k in range(len(tasks))]
+    steps = torch.tensor([update.amount.steps for update in draws], device=padded.y.device)
+    fewest_steps = min(update.amount.steps for update in draws)
     take_step = lift(client_update.step)
     log = _StepLog()
-    for number, batch in enumerate(batches(clients_data, drawn, views, normalize, context.view_images)):
+    for number, batch in enumerate(batches(clients_data, draws, views, normalize, context.view_images)):
         new_carry, step_metrics = take_step(per_client, carry, batch)
         if number < fewest_steps:
             carry = new_carry
@@ -292,14 +292,14 @@ def update_many(
             # Some clients have taken all their steps: they keep their state.
             carry = vmap_clients(tree.select)(number < steps, new_carry, carry)
         log.add(step_metrics, batch.u_rows)
-    logs = [log.summarize(context, task.client, k, drawn[k].amount) for k, task in enumerate(tasks)]
+    logs = [log.summarize(context, task.client, k, draws[k].amount) for k, task in enumerate(tasks)]
     upload, memory = lift(client_update.finish)(per_client, carry, padded)
     is_finite = _is_finite(upload)  # checked for all clients at once: each check waits for the device
     results: list[ClientResult] = []
     for k, task in enumerate(tasks):
         client_upload = upload.at(k)
         received = {**broadcast, **tree.index(per_client, k)}
-        _check_upload(context, task.client, client_upload, received, drawn[k].amount.steps, is_finite)
+        _check_upload(context, task.client, client_upload, received, draws[k].amount.steps, is_finite)
         # Cloned, as a slice would keep the memories of the whole group alive.
         client_memory = tree.map(
             torch.clone, _unpad_row_memory(client_update, tree.index(memory, k), len(clients_data[k].u))
@@ -311,7 +311,7 @@ def update_many(
             upload=client_upload,
             memory=client_memory,
             samples=samples,
-            amount=drawn[k].amount,
+            amount=draws[k].amount,
             traffic=client_update.traffic(received, client_upload),
             images_outside_steps=client_update.images_outside_steps(labeled, unlabeled),
             memory_bytes=tree.nbytes(client_memory),

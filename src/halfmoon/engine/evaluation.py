@@ -240,7 +240,7 @@ class Quality:
     Attributes:
         classes: number of classes.
         threshold: the confidence from which a pseudo-label counts as confident.
-        totals: (9,) float64: number, number with known label and number correct, of all pseudo-labels, of the
+        totals: (9,) float64: number, number with a known label and number correct, of all pseudo-labels, of the
             confident ones, and of those with a weight above 0.
         per_class: (2, classes) float64: correct pseudo-labels and images by true class.
         models: the same counts for each of several models that make pseudo-labels, by name.
@@ -266,15 +266,16 @@ class Quality:
                 self.models[name] = Quality(self.classes, self.threshold, self.totals.device)
             self.models[name].add(model_pseudo, hidden)
         correct = (pseudo.label == hidden).double()
-        known = (hidden >= 0).double()
+        with_label = (hidden >= 0).double()
         all_images = torch.ones_like(correct)
         confident = (pseudo.confidence >= self.threshold).double()
         used = (pseudo.weight > 0).double()
         counts = [
-            torch.stack([subset, subset * known, subset * correct]).sum(1) for subset in (all_images, confident, used)
+            torch.stack([subset, subset * with_label, subset * correct]).sum(1)
+            for subset in (all_images, confident, used)
         ]
         self.totals += torch.cat(counts)
-        true_class = F.one_hot(hidden.clamp(min=0), self.classes).double() * known[:, None]
+        true_class = F.one_hot(hidden.clamp(min=0), self.classes).double() * with_label[:, None]
         self.per_class += torch.stack([(true_class * correct[:, None]).sum(0), true_class.sum(0)])
 
     def row(self) -> dict[str, Any] | None:
@@ -282,14 +283,14 @@ class Quality:
 
         Accuracies are over the images whose label is known. "models" has the rows of several models.
         """
-        total, known, correct, above, above_known, above_correct, used, used_known, used_correct = to_floats(
+        total, with_label, correct, above, above_known, above_correct, used, used_known, used_correct = to_floats(
             self.totals
         )
         if not total:
             return None
         correct_by_class, images_by_class = (to_floats(part) for part in self.per_class)
         row: dict[str, Any] = {
-            "accuracy": correct / known if known else None,
+            "accuracy": correct / with_label if with_label else None,
             "share_above": above / total,
             "accuracy_above": above_correct / above_known if above_known else None,
             "share_used": used / total,

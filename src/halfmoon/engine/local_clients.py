@@ -263,19 +263,19 @@ class LocalClients:
         """
         max_size = 1 if self.training.executor == "loop" else self.training.max_group_size
         waiting: dict[tuple[object, ...], list[ClientTask]] = {}
-        ready: deque[list[ClientTask]] = deque()
+        pending: deque[list[ClientTask]] = deque()
         for task in tasks:
             key = task.group_key
             waiting.setdefault(key, []).append(task)
             del task  # free the task as soon as its group has trained
             if len(waiting[key]) == max_size:
-                ready.extend(self._divide(client_update, waiting.pop(key)))
-            while ready:
-                yield ready.popleft()
+                pending.extend(self._divide(client_update, waiting.pop(key)))
+            while pending:
+                yield pending.popleft()
         while waiting:
-            ready.extend(self._divide(client_update, waiting.pop(next(iter(waiting)))))
-            while ready:
-                yield ready.popleft()
+            pending.extend(self._divide(client_update, waiting.pop(next(iter(waiting)))))
+            while pending:
+                yield pending.popleft()
 
     def _divide(self, client_update: ClientUpdate, tasks: list[ClientTask]) -> list[list[ClientTask]]:
         """Divide tasks with equal keys into groups of similar size."""

@@ -112,7 +112,7 @@ class Amount(NamedTuple):
     steps: int
     labeled: int  # images of a step
     unlabeled: int  # images of a step; 0 for an update without views of unlabeled images
-    epochs: int = 0  # if not 0: the steps are as many passes over the unlabeled rows that may be drawn
+    epochs: int = 0  # if not 0: the steps are as many passes over the unlabeled rows that may be used
 
 
 class DrawnUpdate(NamedTuple):
@@ -171,7 +171,7 @@ def draw(
         local: the client's images, without padding.
         views: the augmentations.
         requirements: what the update needs.
-        drawable: (U,) bool, the unlabeled rows that may be drawn; None: all. Without any, there are no steps.
+        drawable: (U,) bool, the unlabeled rows that may be used; None: all. Without any, there are no steps.
         seed: the seed of the run.
         path: the name of the random stream.
     """
@@ -386,7 +386,7 @@ class _StepImages(NamedTuple):
         """Compute all views for which there are draws, by name."""
         computed: dict[str, Tensor] = {}
         for name in draws[0]:
-            client_draws = [drawn[name] for drawn in draws]
+            client_draws = [parameters[name] for parameters in draws]
             computed[name] = self.compute_view(view_by_name(views, name), client_draws, normalize)
         return computed
 
@@ -395,7 +395,9 @@ class _StepImages(NamedTuple):
         selected = [images[rows.to(images.device)] for images, rows in zip(self.images, self.rows, strict=True)]
         parameters: Draws = {}
         for name in draws[0]:
-            parameters[name] = torch.cat([drawn[name][at] for drawn, at in zip(draws, self.positions, strict=True)])
+            parameters[name] = torch.cat(
+                [client_draws[name][at] for client_draws, at in zip(draws, self.positions, strict=True)]
+            )
         output = view.apply(torch.cat(selected), parameters, normalize)
         if self.padding is None:
             return torch.unflatten(output, 0, (len(self.rows), -1))

@@ -1,0 +1,160 @@
+"""A small federation to test methods: random images of 8x8 pixels, clients of unequal size, a tiny network."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from fractions import Fraction
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from halfmoon.aggregation import Aggregator
+from halfmoon.api.types import Method, Task
+from halfmoon.core import rng, tree
+from halfmoon.core.optim import Adam
+from halfmoon.core.tree import Tree
+from halfmoon.data.partition.split import SERVER, Split
+from halfmoon.engine.budget import Budget
+from halfmoon.engine.evaluation import Examples
+from halfmoon.engine.local_clients import Executor, FederatedDataset, Training
+from halfmoon.engine.runtime import RoundReport, RuntimeSettings
+from halfmoon.engine.sampling import Batching, Views
+from halfmoon.engine.simulation import Simulation
+from halfmoon.models import Network, SmallCNN
+from halfmoon.models.network import Normalize
+from halfmoon.storage.state_store import TreeStore
+
+SIZES = ((5, 11), (3, 6), (6, 14), (4, 9))
+"""(labeled, unlabeled) rows of each client: unequal, one with fewer labels than a batch of 4."""
+
+CLASSES = 4
+NETWORK = SmallCNN(1, CLASSES, 4)
+ADAM = Adam(1e-2, eps=1e-3)
+"""Adam with a large eps.
+
+A bias before a batch normalization has the gradient zero, of which rounding leaves 1e-17. At the usual eps of 1e-8 Adam
+and a proximal term amplify it (each step overshoots by lr * prox / eps) until these biases differ between executors,
+although no prediction depends on them.
+"""
+
+
+def make_examples(count: int, channels: int = 1, side: int = 8, classes: int = CLASSES, seed: int = 0) -> Examples:
+    """Make random images with random labels."""
+    generator = torch.Generator().manual_seed(seed)
+    images = torch.randint(0, 256, (count, channels, side, side), generator=generator, dtype=torch.uint8)
+    return Examples(images, torch.randint(0, classes, (count,), generator=generator))
+
+
+def make_split(sizes: Sequence[tuple[int, int]] = SIZES, seed: int = 0, place: str = "clients") -> Split:
+    """Make a split in which the rows of a client are shuffled among all rows.
+
+    Args:
+        sizes: (labeled, unlabeled) rows of each client.
+        seed: the seed of the shuffling.
+        place: where labels are. "some": clients with an odd number lose theirs. "server": the server has all labeled
+            rows.
+    """
+    client = np.concatenate([np.full(a + b, k) for k, (a, b) in enumerate(sizes)]).astype(np.int64)
+    labeled = np.concatenate([np.arange(a + b) < a for a, b in sizes])
+    if place == "server":
+        client = np.where(labeled, SERVER, client)
+    elif place == "some":
+        client = np.where(labeled & (client % 2 == 1), -1, client)  # -1: rows that no client has
+    order = np.random.default_rng(seed).permutation(len(client))
+    return Split(client[order], labeled[order], len(sizes))
+
+
+def make_dataset(
+    sizes: Sequence[tuple[int, int]] = SIZES,
+    all_labels: bool = False,
+    place: str = "clients",
+    pooled: bool = False,
+    **images: Any,
+) -> FederatedDataset:
+    """Make the images of a federation and their distribution; `images` are options of `make_examples`."""
+    train = make_examples(sum(a + b for a, b in sizes), **images)
+    return FederatedDataset(train, make_split(sizes, place=place), all_labels, pooled)
+
+
+def make_task(network: Network = NETWORK, dtype: torch.dtype = torch.float64, **shared: Any) -> Task:
+    """Make a task in double precision with Adam; `shared` are other fields of the task."""
+    normalize = Normalize((0.5,) * network.channels, (0.5,) * network.channels, dtype)
+    return replace(Task(network, ADAM, normalize), **shared)
+
+
+def make_simulation(
+    method: Method,
+    shared: Task,
+    federation: FederatedDataset | None = None,
+    *,
+    views: Views | None = None,
+    batching: Batching | None = None,
+    budget: Budget | None = None,
+    server_batching: Batching | None = None,
+    executor: Executor = "loop",
+    store: TreeStore | None = None,
+    aggregators: Sequence[Aggregator] = (),
+    **settings: Any,
+) -> Simulation:
+    """Make a simulation of the four clients, by default with cohorts of three and batches of 4 + 4 images.
+
+    Under vmap all clients train as one group. `settings` are fields of `RuntimeSettings`.
+    """
+    training = Training(
+        batching=batching or Batching(4, 4),
+        budget=budget or Budget(),
+        server_batching=server_batching,
+        executor=executor,
+        max_padding=Fraction(1),
+    )
+    runtime_settings = RuntimeSettings(**{"cohort": 3, "seed": 3, **settings})
+    return Simulation(
+        method,
+        shared,
+        federation or make_dataset(),
+        views or Views(),
+        training,
+        runtime_settings,
+        store,
+        aggregators,
+    )
+
+
+class Snapshot(NamedTuple):
+    """The state after a round."""
+
+    server: Tree
+    state: Tree  # the trees that the federation stores
+    report: RoundReport
+
+
+def start_server(method: Method, shared: Task, seed: int = 0) -> Tree:
+    """Return the server's tree before the first round."""
+    model = shared.network.init(rng.generator(seed, "model"))
+    return method.start(shared, tree.to(model, dtype=shared.normalize.dtype))
+
+
+def run_rounds(method: Method, simulation: Simulation, server: Tree, rounds: range) -> list[Snapshot]:
+    """Run rounds and return the state after each of them."""
+    snapshots: list[Snapshot] = []
+    for number in rounds:
+        simulation.open(number)
+        server = method.round(simulation.task, server, simulation)
+        snapshots.append(Snapshot(server, simulation.state(), simulation.close()))
+    return snapshots
+
+
+def trees_equal(first: Tree, second: Tree) -> bool:
+    """Check whether two trees have the same names and the same bits."""
+    a = tree.flatten(first)
+    b = tree.flatten(second)
+    return a.keys() == b.keys() and all(a[k].dtype == b[k].dtype and torch.equal(a[k], b[k]) for k in a)
+
+
+def max_difference(first: Tree, second: Tree) -> float:
+    """Compute the largest difference between two trees with the same names, relative to max(1, |second|)."""
+    a = tree.flatten(first)
+    b = tree.flatten(second)
+    assert a.keys() == b.keys()
+    differences = [float(((a[k] - b[k]).abs() / b[k].abs().clamp_min(1)).max()) for k in a if a[k].numel()]
+    return max(differences, default=0.0)
