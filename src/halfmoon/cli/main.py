@@ -153,6 +153,7 @@ def _parser(full: bool) -> tuple[base.Parser, Mapping[str, argparse.ArgumentPars
     )
     own.sites_flags(run)
     own.plan_flags(run)
+    _add_explain_flag(run)
     base.add_tracker_flag(run)
     _wide(run)
     base.add_options(run, list(settings.option_types()), full)
@@ -162,6 +163,7 @@ def _parser(full: bool) -> tuple[base.Parser, Mapping[str, argparse.ArgumentPars
     )
     compare.add_argument("--methods", nargs="+", metavar="NAME", required=True, help="the methods to compare")
     compare.add_argument("--seeds", nargs="+", metavar="N", default=["0"], help="seeds of training (default: 0)")
+    _add_explain_flag(compare)
     base.add_tracker_flag(compare)
     _wide(compare)
     base.add_options(
@@ -181,6 +183,43 @@ def _parser(full: bool) -> tuple[base.Parser, Mapping[str, argparse.ArgumentPars
     return parser, commands.choices
 
 
+def _add_explain_flag(parser: argparse.ArgumentParser) -> None:
+    about = "print the options that are not at their defaults, and which layer sets each, and exit without training"
+    parser.add_argument("--explain", action="store_true", help=about)
+
+
+def _print_explanation(
+    args: argparse.Namespace, config: Config, layers: Mapping[str, Mapping[str, Any]], fallback: str = "computed"
+) -> int:
+    """Print the options that are not at their defaults, and the layer that sets each.
+
+    Args:
+        args: the parsed command line; with `--json` the rows are printed as JSON.
+        config: the resolved configuration.
+        layers: name of a layer to its options, highest priority first.
+        fallback: the layer to name for values that are in none of `layers`.
+    """
+    from halfmoon.config.explain import Layer, explain_options  # slow to import: it loads torch
+
+    rows = explain_options(config, [Layer(name, options) for name, options in layers.items()], fallback)
+    if args.json:
+        options = []
+        for row in rows:
+            value = row.value if isinstance(row.value, bool | int | float | str | tuple) else str(row.value)
+            options.append({"option": row.name, "value": value, "layer": row.layer})
+        base.print_json({"options": options})
+        return 0
+    cells = []
+    for row in rows:
+        if isinstance(row.value, tuple):
+            text = " ".join(map(str, row.value))
+        else:
+            text = str(row.value)
+        cells.append([row.name, text, row.layer])
+    base.print_table(["option", "value", "set by"], cells)
+    return 0
+
+
 def _wide(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--wide", action="store_true", help="print all columns, also those beyond 80 characters")
 
@@ -189,6 +228,10 @@ def _run(args: argparse.Namespace) -> int:
     values, flags, file = base.read_layers(args)
     if args.sites:
         config, folders = own.rehearsal_of(args, {**values, **flags}, file)
+        if args.explain:
+            recipe = {} if args.config else own.RECIPE
+            layers = {"flag": flags, f"file {file}": values, "recipe of --sites": recipe}
+            return _print_explanation(args, config, layers)
         assert config.run_dir is not None
         from halfmoon.studies.site_rehearsal import estimate_gains, rehearse
 
@@ -205,10 +248,23 @@ def _run(args: argparse.Namespace) -> int:
         )
     own.refuse_federation(args.config, values, flags)
     if (plan := own.planned(args, flags)) is not None:
+        if args.explain:
+            return _print_explanation(args, plan.config, {"flag": flags}, "plan of the folder")
         return _play_plan(args, plan)
     if args.config is None and not {"method", "baselines"} & flags.keys():
-        flags = _main_job(flags)
-    config = settings.resolve(values, _at_once(values, flags), file)
+        recipe = _main_job(flags)
+    else:
+        recipe = flags
+    config = settings.resolve(values, _at_once(values, recipe), file)
+    if args.explain:
+        layers = {
+            "flag": flags,
+            f"file {file}": values,
+            "recipe of halfmoon run": recipe,
+            "halfmoon run": _at_once(values, {}),
+        }
+        return _print_explanation(args, config, layers)
+    flags = recipe
     if {**values, **flags}.get("method") == preset.RECOMMENDED:
         print(f"recommended with labels at {config.labels_at}: {config.method}", file=sys.stderr)
     _note(config, {**values, **flags})
@@ -290,6 +346,9 @@ def _compare(args: argparse.Namespace) -> int:
             )
     flags |= {"method": args.methods[0], "baselines": ()}
     config = settings.resolve(values, _at_once(values, flags), file)
+    if args.explain:
+        layers = {"flag": flags, f"file {file}": values, "halfmoon compare": _at_once(values, {})}
+        return _print_explanation(args, config, layers)
     folder = config.run_dir or settings.next_free_folder(config, "compare")
     from halfmoon.runs import runner
 
