@@ -1,7 +1,7 @@
-"""How SemiFL, FedDB, FedLoKe and FedMatch hand rows to clients, each rule named after what it does.
+"""Partition rules of SemiFL, FedDB, FedLoKe, FedMatch and SAGE: assign rows to clients.
 
-Every rule returns the client of each row of a part, int64 (N,), -1 for a row that nobody gets. Departures from the
-authors' code are named.
+Every rule returns the client of each row of a `RowPool`, int64 (N,); -1 for a row that no client gets. Docstrings state
+differences from the authors' code.
 """
 
 import math
@@ -15,55 +15,74 @@ from halfmoon.core.errors import UserError
 from halfmoon.data.partition.primitives import apportion, spread_by_dirichlet
 
 FEDMATCH_CLASS_PROBABILITIES = (0.50, 0.15, 0.03, 0.03, 0.03, 0.02, 0.03, 0.03, 0.03, 0.15)
-"""FedMatch's class probabilities of a client of type 0; the type moves them along."""
+"""FedMatch's class probabilities of a client of type 0. Type t has them shifted by t classes."""
 
 _MAX_FITTING_STEPS = 2000
+"""Iterations of proportional fitting."""
+
 _MIN_FRACTION = 1e-3
+"""Smallest fraction of a row that gives a client a claim to one more row of a class."""
 
 
 class RowPool(NamedTuple):
-    """What a rule shares out: rows with these labels, int (N,), among so many clients; all draws come from `draw`."""
+    """The rows that a rule divides among clients.
+
+    Attributes:
+        labels: The label of each row, int (N,).
+        names: The class names, by label.
+        clients: The number of clients.
+        draw: The generator of all random draws.
+        what: An adjective for the rows in error messages, such as "labeled".
+    """
 
     labels: np.ndarray
-    names: Sequence[str]  # of the classes, by label
+    names: Sequence[str]
     clients: int
     draw: np.random.Generator
-    what: str  # the rows, in messages
+    what: str
 
-    def check(self, least: int = 1) -> None:
-        """Raise UserError where there are fewer than `least` rows for each client."""
-        rows, clients = len(self.labels), self.clients
-        if least * clients > rows:
+    def check(self, min_rows: int = 1) -> None:
+        """Raise UserError if there are fewer than `min_rows` rows for each client."""
+        rows = len(self.labels)
+        clients = self.clients
+        if min_rows * clients > rows:
             raise UserError(
-                f"{clients} clients with at least {least} {self.what} images each need {least * clients}, but "
+                f"{clients} clients with at least {min_rows} {self.what} images each need {min_rows * clients}, but "
                 f"there are {rows}; ask for fewer clients, a smaller min_size or another share of labels."
             )
 
 
-def cut_evenly(options: SplitOptions, part: RowPool) -> np.ndarray:
-    """Give floor(rows / clients) random rows to each client and the remainder to nobody (SemiFL, NeurIPS 2022, IID).
+def cut_evenly(options: SplitOptions, row_pool: RowPool) -> np.ndarray:
+    """Give floor(rows / clients) random rows to each client, and the remainder to no client (SemiFL, NeurIPS 2022, IID).
 
     Classes are not balanced inside a client, as in the authors' code.
     """
-    part.check()
-    rows, each = len(part.labels), len(part.labels) // part.clients
+    row_pool.check()
+    rows = len(row_pool.labels)
+    size = rows // row_pool.clients
+    assigned_rows = row_pool.draw.permutation(rows)[: size * row_pool.clients]
     holder = np.full(rows, -1, np.int64)
-    holder[part.draw.permutation(rows)[: each * part.clients]] = np.repeat(np.arange(part.clients), each)
+    holder[assigned_rows] = np.repeat(np.arange(row_pool.clients), size)
     return holder
 
 
-def cut_shards(options: SplitOptions, part: RowPool) -> np.ndarray:
+def cut_shards(options: SplitOptions, row_pool: RowPool) -> np.ndarray:
     """Give each client `classes_per_client` random shards of one class each (SemiFL, NeurIPS 2022, "K classes").
 
     A class, in the order of the rows, is cut into clients * classes_per_client / classes contiguous shards; rows left
-    over go one each to its first shards. A client may draw two shards of a class, so it has at most that many classes.
-    Raise UserError where the shards of a class are no whole number or more than its rows.
+    over are added, one each, to its first shards. A client may draw two shards of a class, and then has fewer classes.
+
+    Raises:
+        UserError: If the number of shards of a class is not an integer, or exceeds its rows.
     """
-    labels, names, clients, draw, what = part
+    labels = row_pool.labels
+    names = row_pool.names
+    clients = row_pool.clients
+    draw = row_pool.draw
     per_client = options.classes_per_client
     classes = len(names)
-    shards, odd = divmod(clients * per_client, classes)
-    if odd:
+    shards, remainder = divmod(clients * per_client, classes)
+    if remainder:
         step = classes // math.gcd(classes, per_client)
         raise UserError(
             f"{clients} clients with {per_client} shards each make {clients * per_client} shards, which {classes} "
@@ -75,26 +94,29 @@ def cut_shards(options: SplitOptions, part: RowPool) -> np.ndarray:
         rows = np.flatnonzero(labels == label)
         if len(rows) < shards:
             raise UserError(
-                f"class {name} has {len(rows)} {what} images to share, fewer than its {shards} shards; ask for fewer "
+                f"class {name} has {len(rows)} {row_pool.what} images to share, fewer than its {shards} shards; ask for fewer "
                 "clients, a smaller classes_per_client or another number of labels."
             )
-        mine = order[label * shards : (label + 1) * shards] // per_client
+        # Client k gets the shards at positions k * per_client to (k + 1) * per_client - 1 of the permutation.
+        shard_clients = order[label * shards : (label + 1) * shards] // per_client
         sizes = len(rows) // shards + (np.arange(shards) < len(rows) % shards)
-        holder[rows] = np.repeat(mine, sizes)
+        holder[rows] = np.repeat(shard_clients, sizes)
     return holder
 
 
-def fill_in_turn(options: SplitOptions, part: RowPool) -> np.ndarray:
-    """Fill clients of floor(N / clients) rows one after another from class pools (FedLoKe, CIKM 2023, authors' code).
+def fill_in_turn(options: SplitOptions, row_pool: RowPool) -> np.ndarray:
+    """Fill clients one after another with floor(N / clients) rows from class pools (FedLoKe, CIKM 2023, authors' code).
 
-    For each client: q ~ Dirichlet(alpha) over the classes, round(q * size) rows of each, the rounding error on the
-    largest. What an exhausted class cannot give comes from the lowest class that has rows: late clients are no
-    Dirichlet draws. The last client takes all that is left; what it has above the others goes to nobody.
+    For each client: draw q ~ Dirichlet(alpha) over the classes and take round(q * size) rows of each class; the rounding
+    error is added to the largest. Rows that an exhausted class lacks are taken from the lowest class that has any, so
+    that the mixes of late clients are not Dirichlet draws. The last client gets the remaining rows, up to `size`.
     """
-    part.check()
-    labels, clients, draw = part.labels, part.clients, part.draw
-    pools = _shuffle_by_class(part)
-    left = np.array([len(pool) for pool in pools])
+    row_pool.check()
+    labels = row_pool.labels
+    clients = row_pool.clients
+    draw = row_pool.draw
+    pools = _shuffle_by_class(row_pool)
+    remaining = np.array([len(pool) for pool in pools])
     size = len(labels) // clients
     counts = np.zeros((clients, len(pools)), np.int64)
     for k in range(clients - 1):
@@ -104,157 +126,185 @@ def fill_in_turn(options: SplitOptions, part: RowPool) -> np.ndarray:
         if quota.min() < 0:
             # A few rows over many classes can round up to more than the largest class can take back.
             quota = apportion(shares, size).astype(np.int64)
-        amounts = np.minimum(quota, left)
-        # The lowest classes first: each gives what it has until the client is full.
-        spare = np.cumsum(left - amounts)
+        amounts = np.minimum(quota, remaining)
+        # Fill up from the lowest class: the cumulative sum, capped at the missing rows, is what classes 0 to c supply
+        # together; its differences are what each class supplies.
+        spare = np.cumsum(remaining - amounts)
         top_up = np.diff(np.minimum(spare, size - amounts.sum()), prepend=0)
         counts[k] = amounts + top_up
-        left -= counts[k]
-    counts[-1] = left
+        remaining -= counts[k]
+    counts[-1] = remaining
     holder = _assign_counts(counts, pools, len(labels))
+    # Drop random rows of the last client, which has more than `size` if clients do not divide the rows.
     holder[draw.permutation(np.flatnonzero(holder == clients - 1))[size:]] = -1
     return holder
 
 
-def fill_together(options: SplitOptions, part: RowPool) -> np.ndarray:
-    """Fill clients of floor(N / clients) rows by Dirichlet(alpha) mixes that are fitted to the class pools together.
+def fill_together(options: SplitOptions, row_pool: RowPool) -> np.ndarray:
+    """Give each client floor(N / clients) rows, with Dirichlet(alpha) mixes fitted jointly to the class pools.
 
-    `fill_in_turn` without its bias of order: the clients' mixes are drawn first, then changed as little as the
-    pools demand (`fit_counts`), so that early and late clients are alike. Fewer than `clients` rows go to nobody.
+    Unlike `fill_in_turn`, the result does not depend on the order of the clients: all mixes are drawn first, and then
+    changed as little as the pools require (`fit_counts`). Fewer than `clients` rows remain without a client.
     """
-    part.check()
-    return _assign_fitted(part, _log_dirichlet(options.dirichlet_alpha, (part.clients, len(part.names)), part.draw))
+    row_pool.check()
+    shape = (row_pool.clients, len(row_pool.names))
+    return _assign_fitted(row_pool, _log_dirichlet(options.dirichlet_alpha, shape, row_pool.draw))
 
 
-def pair_blocks(options: SplitOptions, part: RowPool, min_size: int, tries: int) -> np.ndarray:
-    """Cut the rows into even random blocks, and each of them by Dirichlet(alpha) between two clients (SAGE, CVPR 2025).
+def pair_blocks(options: SplitOptions, row_pool: RowPool, min_size: int, tries: int) -> np.ndarray:
+    """Cut the rows into random blocks of equal size, each divided by Dirichlet(alpha) between two clients (SAGE, CVPR 2025).
 
-    Inside a block every class is shared out as in `primitives.spread`, with its cap; then the sizes are made equal: the
-    larger client's surplus, rows of its highest classes, goes to the other. So alpha says little: on CIFAR-10 with 20
-    clients the exponential of a client's class entropy is 5.9, 7.2 and 7.9 at alpha 0.1, 0.5 and 1, where an ordinary
-    Dirichlet has 2.6, 5.5 and 7.0. Rows beyond clients * floor(N / clients) go to nobody. Of an odd number
-    of clients the last one has half a block for itself.
+    Inside a block each class is divided by `primitives.spread_by_dirichlet`, with its cap. Then both clients get the same
+    size: the larger one gives its surplus, rows of its highest classes, to the other. Alpha therefore has little effect:
+    on CIFAR-10 with 20 clients the exponential of a client's class entropy is 5.9, 7.2 and 7.9 at alpha 0.1, 0.5 and 1,
+    compared with 2.6, 5.5 and 7.0 for an ordinary Dirichlet partition. Rows beyond clients * floor(N / clients) get no
+    client. If the number of clients is odd, the last one gets half a block, undivided.
     """
-    part.check(max(1, min_size))
-    labels, _, clients, draw, what = part
-    each = len(labels) // clients
+    row_pool.check(max(1, min_size))
+    labels = row_pool.labels
+    clients = row_pool.clients
+    draw = row_pool.draw
+    size = len(labels) // clients
     holder = np.full(len(labels), -1, np.int64)
     order = draw.permutation(len(labels))
-    holder[order[2 * each * (clients // 2) : each * clients]] = clients - 1
+    # Empty if the number of clients is even.
+    holder[order[2 * size * (clients // 2) : size * clients]] = clients - 1
     for block in range(clients // 2):
-        rows = order[2 * each * block : 2 * each * (block + 1)]
+        rows = order[2 * size * block : 2 * size * (block + 1)]
         side = spread_by_dirichlet(
-            labels[rows], 2, options.dirichlet_alpha, draw, min_size=min_size, tries=tries, what=f"{what} images"
+            labels[rows],
+            clients=2,
+            dirichlet_alpha=options.dirichlet_alpha,
+            draw=draw,
+            min_size=min_size,
+            tries=tries,
+            what=f"{row_pool.what} images",
         )
         larger = int(side.mean() > 0.5)
-        own = np.flatnonzero(side == larger)
-        highest = own[np.argsort(labels[rows][own], kind="stable")][each:]
-        side[highest] = 1 - larger
+        larger_rows = np.flatnonzero(side == larger)
+        surplus = larger_rows[np.argsort(labels[rows][larger_rows], kind="stable")][size:]
+        side[surplus] = 1 - larger
         holder[rows] = 2 * block + side
     return holder
 
 
-def give_equal_classes(options: SplitOptions, part: RowPool) -> np.ndarray:
+def give_equal_classes(options: SplitOptions, row_pool: RowPool) -> np.ndarray:
     """Give every client the same number of rows of every class (FedMatch, ICLR 2021, batch IID).
 
-    It is the number that the smallest class allows; the rest goes to nobody. Raise UserError where a class has fewer
-    rows than there are clients.
+    The smallest class determines this number. Other rows get no client.
+
+    Raises:
+        UserError: If a class has fewer rows than there are clients.
     """
-    totals = np.bincount(part.labels, minlength=len(part.names))
-    each = int(totals.min()) // part.clients
-    if not each:
+    totals = np.bincount(row_pool.labels, minlength=len(row_pool.names))
+    rows_per_class = int(totals.min()) // row_pool.clients
+    if not rows_per_class:
         raise UserError(
-            f"class {part.names[int(totals.argmin())]} has {totals.min()} {part.what} images to share, fewer than one "
-            f"for each of {part.clients} clients; ask for fewer clients or another number of labels, or choose setting "
+            f"class {row_pool.names[int(totals.argmin())]} has {totals.min()} {row_pool.what} images to share, fewer than one "
+            f"for each of {row_pool.clients} clients; ask for fewer clients or another number of labels, or choose setting "
             "iid-iid."
         )
-    return _assign_counts(np.full((part.clients, len(totals)), each), _shuffle_by_class(part), len(part.labels))
+    return _assign_counts(
+        np.full((row_pool.clients, len(totals)), rows_per_class), _shuffle_by_class(row_pool), len(row_pool.labels)
+    )
 
 
-def give_peaked(options: SplitOptions, part: RowPool) -> np.ndarray:
+def give_peaked(options: SplitOptions, row_pool: RowPool) -> np.ndarray:
     """Give client k floor(N / clients) rows with half of them from class k mod classes (FedMatch, batch non-IID).
 
-    Counts are the expected ones of `fedmatch_class_probabilities`, fitted to the class pools where these are uneven;
-    the authors' code takes rows class by class until a pool is empty. Fewer than `clients` rows go to nobody.
+    Counts are the expected ones of `fedmatch_class_probabilities`, fitted to the class pools if these are uneven. The
+    authors' code takes rows class by class until a pool is empty. Fewer than `clients` rows remain without a client.
     """
-    part.check()
-    classes = len(part.names)
-    types = np.arange(part.clients) % classes
+    row_pool.check()
+    classes = len(row_pool.names)
+    types = np.arange(row_pool.clients) % classes
     shares = fedmatch_class_probabilities(classes)[(np.arange(classes) - types[:, None]) % classes]
-    return _assign_fitted(part, np.log(shares))
+    return _assign_fitted(row_pool, np.log(shares))
 
 
 def fedmatch_class_probabilities(classes: int) -> np.ndarray:
-    """Return the class probabilities of a client of type 0, (classes,): PEAKED for ten classes.
+    """Return the class probabilities of a client of type 0, (classes,): `FEDMATCH_CLASS_PROBABILITIES` for ten classes.
 
-    For another number: 50 to the own class, 15 to each of its two neighbors (on a circle), 20 shared evenly by the
-    others, divided by their sum, which is less than 100 where there are no others.
+    For another number of classes: weight 50 for class 0, 15 for each of its two neighbors on a circle, and 20 divided
+    evenly among the remaining classes. The weights are normalized, because few classes have no remaining ones.
     """
     if classes == len(FEDMATCH_CLASS_PROBABILITIES):
         return np.array(FEDMATCH_CLASS_PROBABILITIES)
     weights = np.zeros(classes)
     weights[2:-1] = 20 / max(1, classes - 3)
-    for place, weight in ((0, 50), (1, 15), (-1, 15)):
-        weights[place % classes] += weight
+    for offset, weight in ((0, 50), (1, 15), (-1, 15)):
+        weights[offset % classes] += weight
     return weights / weights.sum()
 
 
 def fit_counts(logs: np.ndarray, size: int, pools: np.ndarray, draw: np.random.Generator) -> np.ndarray:
-    """Return whole counts (clients, classes) near exp(logs), with rows of `size` and columns within `pools`.
+    """Compute integer counts of rows, close to the mixes exp(logs), that the class pools can supply.
 
-    The table of mixes exp(logs), whose scale is free in each row, is fitted by iterative proportional fitting (Deming
-    and Stephan 1940) to rows of `size` and columns in proportion to `pools` (classes,), the nearest such table
-    in relative entropy; in logarithms, because a mix of a small alpha underflows. Then it is rounded, clients in
-    random order, what a class is owed carried from one to the next.
+    Iterative proportional fitting (Deming and Stephan 1940) finds the table closest to exp(logs) in relative entropy
+    whose rows sum to `size` and whose columns are proportional to `pools`. It works on logarithms, because the mixes of a
+    small alpha underflow. The table is then rounded, one client after another in random order; the rounding error of a
+    class is carried over to the next client.
+
+    Args:
+        logs: The logarithms of the clients' mixes, (clients, classes), each row up to a constant.
+        size: The number of rows of each client.
+        pools: The number of rows of each class, (classes,).
+        draw: The generator for the order of the clients.
+
+    Returns:
+        int64 (clients, classes), with row sums `size` and column sums of at most `pools`.
     """
-    with np.errstate(divide="ignore"):  # an empty pool: minus infinity, no share
+    with np.errstate(divide="ignore"):  # an empty pool gives minus infinity, a share of 0
         target = np.log(pools * (size * len(logs) / pools.sum()))
     scale = np.where(pools > 0, 0.0, -np.inf)
     exact = np.zeros(logs.shape)
+    # The softmax scales the rows exactly; `scale` moves the columns until they are off by less than a tenth of a row.
     for _ in range(_MAX_FITTING_STEPS):
         exact = size * _softmax(logs + scale)
         columns = exact.sum(0)
         if np.abs(columns - np.exp(target)).max() < 0.1:
             break
-        # A class that nobody wants at all would need an infinite step.
+        # The maximum avoids an infinite step for a class of which all clients have a share of 0.
         scale = scale + target - np.log(np.maximum(columns, 1e-100))
     return _round_counts(exact, pools, draw)
 
 
 def _round_counts(exact: np.ndarray, pools: np.ndarray, draw: np.random.Generator) -> np.ndarray:
-    """Round a table (clients, classes) whose rows sum to whole numbers; keep these, and the columns within `pools`."""
+    """Round a table (clients, classes) to integers; preserve its row sums, and keep column sums within `pools`."""
     counts = np.zeros(exact.shape, np.int64)
-    left = pools.copy()
-    owed = np.zeros(exact.shape[1])
+    remaining = pools.copy()
+    owed = np.zeros(exact.shape[1])  # rounded down for earlier clients, by class
     sizes = np.round(exact.sum(1)).astype(np.int64)
     for k in draw.permutation(len(exact)):
-        amounts = np.minimum(np.floor(exact[k]).astype(np.int64), left)
-        rest = exact[k] - amounts
-        while (short := int(sizes[k] - amounts.sum())) > 0:
-            # First the classes of which the client has a fraction to round up, those that are owed most before others.
-            urgency = np.where(rest > _MIN_FRACTION, owed + rest, -len(exact) + owed)
-            open_ = np.flatnonzero(amounts < left)
-            amounts[open_[np.argsort(-urgency[open_], kind="stable")[:short]]] += 1
-            rest = exact[k] - amounts
-        owed += rest
-        left -= amounts
+        amounts = np.minimum(np.floor(exact[k]).astype(np.int64), remaining)
+        fraction = exact[k] - amounts
+        while (missing := int(sizes[k] - amounts.sum())) > 0:
+            # Round up the classes of which the client has a fraction first, in the order of the largest carried error.
+            urgency = np.where(fraction > _MIN_FRACTION, owed + fraction, -len(exact) + owed)
+            available = np.flatnonzero(amounts < remaining)
+            amounts[available[np.argsort(-urgency[available], kind="stable")[:missing]]] += 1
+            fraction = exact[k] - amounts
+        owed += fraction
+        remaining -= amounts
         counts[k] = amounts
     return counts
 
 
-def _assign_fitted(part: RowPool, logs: np.ndarray) -> np.ndarray:
-    pools, rows = _shuffle_by_class(part), len(part.labels)
-    counts = fit_counts(logs, rows // part.clients, np.array([len(pool) for pool in pools]), part.draw)
+def _assign_fitted(row_pool: RowPool, logs: np.ndarray) -> np.ndarray:
+    """Fit the mixes exp(logs) (clients, classes) to the pool, and assign random rows of each class."""
+    pools = _shuffle_by_class(row_pool)
+    rows = len(row_pool.labels)
+    counts = fit_counts(logs, rows // row_pool.clients, np.array([len(pool) for pool in pools]), row_pool.draw)
     return _assign_counts(counts, pools, rows)
 
 
-def _shuffle_by_class(part: RowPool) -> list[np.ndarray]:
-    """Return the rows of each class in random order."""
-    return [part.draw.permutation(np.flatnonzero(part.labels == label)) for label in range(len(part.names))]
+def _shuffle_by_class(row_pool: RowPool) -> list[np.ndarray]:
+    """Shuffle the rows of each class: a list of int64 arrays, by label."""
+    return [row_pool.draw.permutation(np.flatnonzero(row_pool.labels == label)) for label in range(len(row_pool.names))]
 
 
 def _assign_counts(counts: np.ndarray, pools: list[np.ndarray], rows: int) -> np.ndarray:
-    """Return the holder of each row: clients take counts (clients, classes) from the front of the pools in turn."""
+    """Assign rows from the front of each class pool to clients 0, 1, ...: counts (clients, classes), -1 for the rest."""
     holder = np.full(rows, -1, np.int64)
     for column, pool in zip(counts.T, pools, strict=True):
         holder[pool[: column.sum()]] = np.repeat(np.arange(len(counts)), column)
@@ -262,11 +312,14 @@ def _assign_counts(counts: np.ndarray, pools: list[np.ndarray], rows: int) -> np
 
 
 def _log_dirichlet(dirichlet_alpha: float, shape: tuple[int, int], draw: np.random.Generator) -> np.ndarray:
-    """Return the logarithms of Dirichlet(alpha) rows, each up to a constant.
+    """Draw logarithms of Dirichlet(alpha) rows, each up to an additive constant.
 
-    log G(a) = log G(a + 1) + log(U) / a for gamma variates (Marsaglia and Tsang 2000, section 6).
+    A Dirichlet row is a normalized row of gamma variates G(alpha). For a small alpha these underflow, so they are drawn
+    as logarithms: log G(a) = log G(a + 1) + log(U) / a (Marsaglia and Tsang 2000, section 6).
     """
-    dirichlet_alpha = max(dirichlet_alpha, 1e-9)  # one class holds all of a mix long before; the division stays finite
+    dirichlet_alpha = max(
+        dirichlet_alpha, 1e-9
+    )  # keeps the division finite; a mix is a single class far above this alpha
     boost = np.log1p(-draw.random(shape)) / dirichlet_alpha  # 1 - U is never 0
     return np.log(draw.standard_gamma(dirichlet_alpha + 1, shape)) + boost
 
@@ -277,13 +330,20 @@ def _softmax(logs: np.ndarray) -> np.ndarray:
 
 
 def drop_unlabeled(client: np.ndarray, labeled: np.ndarray, share: float, draw: np.random.Generator) -> np.ndarray:
-    """Return the holders int64 (N,), of every client's unlabeled rows only `share`, at least one; the rest nobody's.
+    """Reduce each client's unlabeled rows to a random share, at least one row; the rows of a smaller share are a subset.
 
-    Of two shares the smaller one's rows are among the larger one's.
+    Args:
+        client: The client of each row, int64 (N,).
+        labeled: The labeled rows, bool (N,).
+        share: The share of unlabeled rows to retain.
+        draw: The generator of the order in which rows are dropped.
+
+    Returns:
+        The client of each row, int64 (N,), with -1 for dropped rows.
     """
-    left = client.copy()
+    reduced = client.copy()
     order = draw.permutation(len(client))
     for k in np.unique(client[client >= 0]):
-        mine = order[(client[order] == k) & ~labeled[order]]
-        left[mine[max(1, round(share * len(mine))) :]] = -1
-    return left
+        unlabeled_rows = order[(client[order] == k) & ~labeled[order]]
+        reduced[unlabeled_rows[max(1, round(share * len(unlabeled_rows))) :]] = -1
+    return reduced

@@ -1,7 +1,7 @@
-"""Scenarios: who holds which rows and which are labeled, in the settings of FedDure, SemiFL, FedDB, FedLoKe, FedMatch.
+"""Scenarios: partition rows among clients and select the labeled ones, as in FedDure, SemiFL, FedDB, FedLoKe, FedMatch.
 
-FedDure (AAAI 2024) names its settings (labeled, unlabeled); SemiFL (NeurIPS 2022) and FedDB (IJCAI 2024) share their
-rules; FedLoKe (CIKM 2023) gives labeled and unlabeled rows one distribution; FedMatch (ICLR 2021) balances labels.
+FedDure (AAAI 2024) names its settings (labeled, unlabeled). SemiFL (NeurIPS 2022) and FedDB (IJCAI 2024) have the same
+rules. FedLoKe (CIKM 2023) has one distribution for labeled and unlabeled rows. FedMatch (ICLR 2021) balances labels.
 """
 
 import math
@@ -29,46 +29,49 @@ from halfmoon.data.partition.rules import RowPool
 from halfmoon.data.partition.split import SERVER, Split, SplitOrigin, hash_labels
 
 DEFAULT_LABELS_PER_CLASS = 5
+"""Labeled images of each class per client, on average."""
 
 
 @dataclass(frozen=True)
 class Scenario(SplitOptions):
-    """Say who holds which rows and which are labeled.
+    """Partition rows among clients and select the labeled ones.
 
-    setting: how the labeled and the unlabeled rows lie among clients:
-        iid-iid, iid-dir, dir-dir: evenly in every class (iid) or by Dirichlet (dir);
-        semifl-iid, feddb-iid: equal sizes, random classes, the remainder to nobody; labels alike, drawn apart;
-        semifl-shards: `classes_per_client` shards of one class each; labels alike, drawn apart;
-        semifl-dir, feddb-dir: by Dirichlet, labels alike, drawn apart; feddb-dir has min_size 1 where none is given;
-        fedloke: equal sizes, a Dirichlet mix for each client in turn; labels are random rows of the client's own;
-        fedloke-balanced: the same, but all clients' mixes are fitted to the classes together;
-        pair-dir: even random blocks, each shared by Dirichlet between two clients of equal size; labels alike, drawn
-            apart (SAGE);
+    Unless stated otherwise, labeled and unlabeled rows are partitioned by the same rule with independent draws.
+
+    setting: the rule that partitions labeled and unlabeled rows:
+        iid-iid, iid-dir, dir-dir: labeled and unlabeled rows evenly in every class (iid) or by Dirichlet (dir);
+        semifl-iid, feddb-iid: equal sizes, random classes, the remainder unused;
+        semifl-shards: `classes_per_client` shards of one class each;
+        semifl-dir, feddb-dir: by Dirichlet; the default of min_size is 1 for feddb-dir;
+        fedloke: equal sizes, a Dirichlet mix for each client in turn; labels for random rows of each client;
+        fedloke-balanced: the same, but the mixes of all clients are fitted to the classes jointly;
+        pair-dir: random blocks of equal size, each divided by Dirichlet between two clients of equal size (SAGE);
         fedmatch-iid: labels evenly, the same number of unlabeled rows of every class at every client;
         fedmatch-noniid: labels evenly, half of the unlabeled rows from the class of the client's number;
-        fedmatch-stream: fedmatch-noniid, the unlabeled rows seen in `stages`;
+        fedmatch-stream: fedmatch-noniid, with unlabeled rows that arrive in `stages`;
         my_module:rule, or a name of the entry point group halfmoon.splits: rule(labels, classes, scenario) returns
-        each row's client, int (N,), -1 for nobody and -2 for the server, and which rows are labeled, bool (N,)
-    clients: how many clients there are
-    dirichlet_alpha: the Dirichlet's concentration; smaller is more uneven
+        the client of each row, int (N,), -1 for none and -2 for the server, and the labeled rows, bool (N,)
+    clients: number of clients
+    dirichlet_alpha: concentration of the Dirichlet distribution; smaller is more uneven
     labels_per_class: labeled images of each class, per client on average; the pool is `clients` times as many
     label_ratio: instead of labels_per_class, the share of each class that is labeled, in (0, 1]
-    min_size: fewest rows a client may have in a Dirichlet part; None: a fifth of the mean, 1 to 10
-    cap: whether a client that holds its even share gets no further class in a Dirichlet part
-    seed: of the split alone, apart from the seed of training
-    tries: how often a Dirichlet part is drawn before giving up on min_size
-    labels: instead of labels_per_class, the labeled images in all, labels // classes of each class
-    labels_at: who holds the labeled pool: all clients, the server, or some clients, by the setting's rule
-    labeled_clients: for labels_at "some", how many clients, drawn at random, share the pool
+    min_size: fewest rows of a client in a Dirichlet partition; None: a fifth of the mean, 1 to 10
+    cap: True if a client with an even share gets no further class in a Dirichlet partition
+    seed: seed of the split, independent of the seed of training
+    tries: number of Dirichlet draws before an error about min_size
+    labels: instead of labels_per_class, the total number of labeled images, labels // classes of each class
+    labels_at: location of the labeled pool: all clients, the server, or some clients, by the setting's rule
+    labeled_clients: for labels_at "some", the number of clients, drawn at random, that have labels
     classes_per_client: shards of a client in semifl-shards
-    stages: into how many stages the unlabeled rows of every client are cut at random
-    unlabeled_share: the share of every client's unlabeled rows that it has, at least one; the others are nobody's
+    stages: number of stages into which the unlabeled rows of every client are divided at random
+    unlabeled_share: share of every client's unlabeled rows that is used, at least one row; the rest is unused
         (FedLoKe, CIKM 2023, Figure 7)
 
-    In fedloke and fedloke-balanced with labels at clients there is no pool: a labeled client marks
-    int(label_ratio * rows) of its own rows, or labels_per_class * classes; classes may be missing among them.
+    In fedloke and fedloke-balanced with labels at clients there is no pool: int(label_ratio * rows) random rows of a
+    labeled client are labeled, or labels_per_class * classes; some classes may have no label.
 
-    Raise UserError where a field is out of its range.
+    Raises:
+        UserError: If a field is out of its range.
     """
 
     clients: int = 100
@@ -78,25 +81,34 @@ class Scenario(SplitOptions):
     tries: int = 100
 
     def __post_init__(self) -> None:
-        other = self.label_ratio is not None or self.labels is not None
-        if other and self.labels_per_class == DEFAULT_LABELS_PER_CLASS:
-            # A given ratio or number takes the place of the default; a configuration file cannot say "none".
+        has_other_amount = self.label_ratio is not None or self.labels is not None
+        if has_other_amount and self.labels_per_class == DEFAULT_LABELS_PER_CLASS:
+            # A ratio or number replaces the default: a configuration file cannot set labels_per_class to None.
             object.__setattr__(self, "labels_per_class", None)
         _check_fields(self)
         _check_labels(self)
 
     def split(self, labels: np.ndarray, classes: int | Sequence[str], source: str = "") -> Split:
-        """Return the split of rows with these true `labels`, int (N,), in 0..classes-1.
+        """Draw the split of a data set.
 
-        `classes` is their number or their names (for messages), `source` the data set's name, kept in the
-        split. The labeled pool is the first rows of a permutation inside each class. Labeled and unlabeled
-        rows are disjoint and drawn from independent streams; a row has one holder or, where the setting drops a
-        remainder, none. Raise UserError where the request cannot be met.
+        The labeled pool is the first rows of a permutation inside each class. Labeled and unlabeled rows are disjoint and
+        drawn from independent streams. A row has one client or, if the setting drops a remainder, none.
+
+        Args:
+            labels: The true label of each row, int (N,), 0 to classes - 1.
+            classes: The number of classes, or their names for error messages.
+            source: The name of the data set, stored in the split.
+
+        Raises:
+            UserError: If the data set is too small for the request.
         """
         names = [str(c) for c in range(classes)] if isinstance(classes, int) else list(classes)
         totals = _class_totals(self, labels, names)
         if self.setting in _SETTING_RULES:
-            client, labeled = self._one_draw(labels, names) if self._joint else self._two_draws(labels, totals, names)
+            if self._joint:
+                client, labeled = self._draw_jointly(labels, names)
+            else:
+                client, labeled = self._draw_separately(labels, totals, names)
         else:
             client, labeled = _apply_custom_rule(self, labels, len(names))
         if self.unlabeled_share < 1:
@@ -108,15 +120,17 @@ class Scenario(SplitOptions):
 
     @property
     def _joint(self) -> bool:
-        """Whether labeled rows are marked among those that a client holds, in place of a pool."""
+        """True if labeled rows are selected from each client's rows instead of a pool."""
         return (
             self.setting in _SETTING_RULES
             and _SETTING_RULES[self.setting].labeled is None
             and self.labels_at != "server"
         )
 
-    def _two_draws(self, labels: np.ndarray, totals: np.ndarray, names: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
-        """Return client and labeled where a labeled pool and its complement are shared apart."""
+    def _draw_separately(
+        self, labels: np.ndarray, totals: np.ndarray, names: Sequence[str]
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Partition a labeled pool and its complement separately; return `client` and `labeled` of the split."""
         labeled = draw_labeled(
             labels, _count_labeled_pool(self, totals, names), named_generator(self.seed, "split", "pool")
         )
@@ -124,29 +138,29 @@ class Scenario(SplitOptions):
         by_labeled, by_unlabeled = _SETTING_RULES[self.setting]
         if self.labels_at != "server":
             assert by_labeled is not None
-            some = _draw_labeled_clients(self)
-            got = by_labeled(
-                self,
-                RowPool(labels[labeled], names, len(some), named_generator(self.seed, "split", "labeled"), "labeled"),
-            )
-            client[labeled] = np.append(some, -1)[got]  # nobody, -1, stays nobody
+            labeled_clients = _draw_labeled_clients(self)
+            draw = named_generator(self.seed, "split", "labeled")
+            positions = by_labeled(self, RowPool(labels[labeled], names, len(labeled_clients), draw, "labeled"))
+            # Positions in `labeled_clients`. The appended element translates -1 (no client) to itself.
+            client[labeled] = np.append(labeled_clients, -1)[positions]
         if not labeled.all():
             draw = named_generator(self.seed, "split", "unlabeled")
             client[~labeled] = by_unlabeled(self, RowPool(labels[~labeled], names, self.clients, draw, "unlabeled"))
         return client, labeled
 
-    def _one_draw(self, labels: np.ndarray, names: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
-        """Return client and labeled where clients mark some of their rows: both kinds have one distribution."""
+    def _draw_jointly(self, labels: np.ndarray, names: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
+        """Partition all rows, then label some of each client's: both kinds of rows have the same distribution."""
         size = len(labels) // self.clients
-        marked = _count_marked(self, size, len(names))
+        labels_per_client = _count_labels_per_client(self, size, len(names))
         draw = named_generator(self.seed, "split", "shared")
         client = _SETTING_RULES[self.setting].unlabeled(self, RowPool(labels, names, self.clients, draw, "shared"))
         labeled = np.zeros(len(labels), bool)
         draw = named_generator(self.seed, "split", "marks")
-        some = set(_draw_labeled_clients(self).tolist())
-        for k, own in enumerate(rows_by_client(client, self.clients)):
-            rows = draw.permutation(own)
-            labeled[rows[: marked if k in some else 0]] = True
+        labeled_clients = set(_draw_labeled_clients(self).tolist())
+        for k, client_rows in enumerate(rows_by_client(client, self.clients)):
+            # Drawn for every client, so that the rows of one do not depend on which other clients have labels.
+            rows = draw.permutation(client_rows)
+            labeled[rows[: labels_per_client if k in labeled_clients else 0]] = True
         return client, labeled
 
 
@@ -154,42 +168,42 @@ _Rule = Callable[[Scenario, RowPool], np.ndarray]
 
 
 class _SettingRules(NamedTuple):
-    """How a setting shares rows; without a rule for labeled ones they are marked among the others."""
+    """The rules of a setting. If `labeled` is None, labels are drawn from the rows of each client."""
 
     labeled: _Rule | None
     unlabeled: _Rule
 
 
-def _share_evenly(scenario: Scenario, part: RowPool) -> np.ndarray:
-    part.check()
-    return deal_evenly(part.labels, part.clients, part.draw)
+def _share_evenly(scenario: Scenario, row_pool: RowPool) -> np.ndarray:
+    row_pool.check()
+    return deal_evenly(row_pool.labels, row_pool.clients, row_pool.draw)
 
 
-def _share_by_dirichlet(scenario: Scenario, part: RowPool, least: int = 10) -> np.ndarray:
-    """Spread a part by Dirichlet; without a min_size clients get `least` rows, or fewer where the part is small."""
-    min_size = _min_size(scenario, part, least)
-    part.check(min_size)
+def _share_by_dirichlet(scenario: Scenario, row_pool: RowPool, default_min_size: int = 10) -> np.ndarray:
+    """Partition a pool by Dirichlet; `default_min_size` applies if the scenario has no min_size."""
+    min_size = _min_size(scenario, row_pool, default_min_size)
+    row_pool.check(min_size)
     return spread_by_dirichlet(
-        part.labels,
-        part.clients,
+        row_pool.labels,
+        row_pool.clients,
         scenario.dirichlet_alpha,
-        part.draw,
+        row_pool.draw,
         min_size=min_size,
         cap=scenario.cap,
         tries=scenario.tries,
-        what=f"{part.what} images",
+        what=f"{row_pool.what} images",
     )
 
 
-def _min_size(scenario: Scenario, part: RowPool, least: int) -> int:
+def _min_size(scenario: Scenario, row_pool: RowPool, default: int) -> int:
     if scenario.min_size is not None:
         return scenario.min_size
-    # The papers ask for 10 where the mean is 50; a fixed 10 cannot be met by smaller pools.
-    return max(1, min(least, len(part.labels) // (5 * part.clients)))
+    # The papers require 10 at a mean of 50. Smaller pools cannot fulfill a fixed 10, so it is a fifth of the mean there.
+    return max(1, min(default, len(row_pool.labels) // (5 * row_pool.clients)))
 
 
-def _share_in_pairs(scenario: Scenario, part: RowPool) -> np.ndarray:
-    return rules.pair_blocks(scenario, part, _min_size(scenario, part, 10), scenario.tries)
+def _share_in_pairs(scenario: Scenario, row_pool: RowPool) -> np.ndarray:
+    return rules.pair_blocks(scenario, row_pool, _min_size(scenario, row_pool, 10), scenario.tries)
 
 
 _SETTING_RULES: dict[str, _SettingRules] = {
@@ -200,7 +214,9 @@ _SETTING_RULES: dict[str, _SettingRules] = {
     "semifl-shards": _SettingRules(rules.cut_shards, rules.cut_shards),
     "semifl-dir": _SettingRules(_share_by_dirichlet, _share_by_dirichlet),
     "feddb-iid": _SettingRules(rules.cut_evenly, rules.cut_evenly),
-    "feddb-dir": _SettingRules(partial(_share_by_dirichlet, least=1), partial(_share_by_dirichlet, least=1)),
+    "feddb-dir": _SettingRules(
+        partial(_share_by_dirichlet, default_min_size=1), partial(_share_by_dirichlet, default_min_size=1)
+    ),
     "fedloke": _SettingRules(None, rules.fill_in_turn),
     "fedloke-balanced": _SettingRules(None, rules.fill_together),
     "pair-dir": _SettingRules(_share_in_pairs, _share_in_pairs),
@@ -211,18 +227,19 @@ _SETTING_RULES: dict[str, _SettingRules] = {
 
 
 SETTINGS = tuple(_SETTING_RULES)
-"""The rules of this package; another is named my_module:rule, or announced by an installed package."""
+"""The settings of this package. Others are my_module:rule, or entry points of installed packages."""
 
 
 def _apply_custom_rule(scenario: Scenario, labels: np.ndarray, classes: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return client and labeled as a rule from outside shares rows; raise UserError where they cannot be."""
+    """Call a custom rule and check its result; return `client` and `labeled` of the split."""
     name = scenario.setting
     try:
         client, labeled = plugins.load(name, "split")(labels=labels.copy(), classes=classes, scenario=scenario)
-        client, labeled = np.asarray(client), np.asarray(labeled)
+        client = np.asarray(client)
+        labeled = np.asarray(labeled)
     except UserError:
         raise
-    except Exception as error:  # whatever somebody else's code does
+    except Exception as error:  # custom code can raise anything
         raise UserError(f"setting {name} failed ({type(error).__name__}: {one_line(error)[:200]}).") from error
     for what, array, kind in (("client", client, "iu"), ("labeled", labeled, "b")):
         if array.shape != labels.shape or array.dtype.kind not in kind:
@@ -241,12 +258,12 @@ def _apply_custom_rule(scenario: Scenario, labels: np.ndarray, classes: int) -> 
 def _check_fields(scenario: Scenario) -> None:
     s = scenario
     if s.setting not in _SETTING_RULES and not plugins.is_plugin(s.setting, "split"):
-        *most, last = _SETTING_RULES
-        raise UserError(f"setting {s.setting!r} is unknown; choose {', '.join(most)} or {last}.")
+        *all_but_last, last = _SETTING_RULES
+        raise UserError(f"setting {s.setting!r} is unknown; choose {', '.join(all_but_last)} or {last}.")
     for name, hint in get_type_hints(SplitOptions, include_extras=True).items():
-        for each in getattr(hint, "__metadata__", ()):
-            if isinstance(each, Range):
-                each.check(name, getattr(s, name))
+        for annotation in getattr(hint, "__metadata__", ()):
+            if isinstance(annotation, Range):
+                annotation.check(name, getattr(s, name))
     at_least(1).check("tries", s.tries)
     if s.setting == "fedmatch-stream" and s.stages == 1:
         raise UserError("fedmatch-stream has only one stage, which is fedmatch-noniid; set stages to 2 or more.")
@@ -254,7 +271,7 @@ def _check_fields(scenario: Scenario) -> None:
 
 def _check_labels(scenario: Scenario) -> None:
     s = scenario
-    if sum(each is not None for each in (s.labels_per_class, s.label_ratio, s.labels)) != 1:
+    if sum(amount is not None for amount in (s.labels_per_class, s.label_ratio, s.labels)) != 1:
         raise UserError("give exactly one of labels_per_class, label_ratio and labels.")
     if s.labels_at not in get_args(LabelLocation):
         raise UserError(f"labels_at {s.labels_at!r} is unknown; choose clients, server or some.")
@@ -273,7 +290,7 @@ def _check_labels(scenario: Scenario) -> None:
 
 
 def _class_totals(scenario: Scenario, labels: np.ndarray, names: Sequence[str]) -> np.ndarray:
-    """Return how many rows each class has, int64 (classes,)."""
+    """Count the rows of each class, int64 (classes,); raise UserError if a class has none or labels are invalid."""
     if scenario.clients > len(labels):
         raise UserError(f"{scenario.clients} clients cannot share {len(labels)} images; ask for fewer clients.")
     if labels.min() < 0 or labels.max() >= len(names):
@@ -288,49 +305,54 @@ def _class_totals(scenario: Scenario, labels: np.ndarray, names: Sequence[str]) 
 
 
 def _count_labeled_pool(scenario: Scenario, totals: np.ndarray, names: Sequence[str]) -> np.ndarray:
-    """Return how many rows of each class are labeled, int64 (classes,)."""
-    clients, short = scenario.clients, int(totals.argmin())
-    most = int(totals[short])
+    """Compute the number of labeled rows of each class, int64 (classes,); raise UserError if a class is too small."""
+    clients = scenario.clients
+    smallest_class = int(totals.argmin())
+    smallest_total = int(totals[smallest_class])
     if scenario.label_ratio is not None:
         pool = np.floor(totals * scenario.label_ratio + 0.5).astype(np.int64)
-        request, remedy = f"label_ratio {scenario.label_ratio:g}", ""
+        request = f"label_ratio {scenario.label_ratio:g}"
+        remedy = ""
     elif scenario.labels is not None:
         pool = np.full(len(names), scenario.labels // len(names), np.int64)
-        request, remedy = f"labels {scenario.labels}", f"set labels to {most * len(names)} or less"
+        request = f"labels {scenario.labels}"
+        remedy = f"set labels to {smallest_total * len(names)} or less"
     else:
         assert scenario.labels_per_class is not None
         pool = np.full(len(names), math.floor(clients * scenario.labels_per_class + 0.5), np.int64)
         request = f"labels_per_class {scenario.labels_per_class:g} for {clients} clients"
         remedy = (
-            f"set labels_per_class to {_format_decimal(most / clients)} or less, or clients to "
-            f"{math.floor(most / scenario.labels_per_class)} or less"
+            f"set labels_per_class to {_format_decimal(smallest_total / clients)} or less, or clients to "
+            f"{math.floor(smallest_total / scenario.labels_per_class)} or less"
         )
-    if pool[short] > most:
+    if pool[smallest_class] > smallest_total:
         raise UserError(
-            f"{request} needs {pool[short]} labeled images of class {names[short]}, which has {most}; {remedy}."
+            f"{request} needs {pool[smallest_class]} labeled images of class {names[smallest_class]}, which has "
+            f"{smallest_total}; {remedy}."
         )
     if not pool.min():
         raise UserError(f"{request} leaves class {names[int(pool.argmin())]} without a label; ask for more labels.")
     return pool
 
 
-def _count_marked(scenario: Scenario, size: int, classes: int) -> int:
-    """Return how many of its `size` rows a labeled client marks where labels come from no pool."""
+def _count_labels_per_client(scenario: Scenario, size: int, classes: int) -> int:
+    """Compute the number of labels of a client with `size` rows, for settings without a pool of labeled rows."""
     if scenario.label_ratio is not None:
-        # The authors' int(r * n), but 0.29 * 100 is 29 here.
-        marked, request = math.floor(scenario.label_ratio * size + 1e-9), f"label_ratio {scenario.label_ratio:g}"
+        # The authors' int(r * n), except that 0.29 * 100 = 28.999999999999996 becomes 29.
+        count = math.floor(scenario.label_ratio * size + 1e-9)
+        request = f"label_ratio {scenario.label_ratio:g}"
     else:
         assert scenario.labels_per_class is not None
-        marked = math.floor(scenario.labels_per_class * classes + 0.5)
+        count = math.floor(scenario.labels_per_class * classes + 0.5)
         request = f"labels_per_class {scenario.labels_per_class:g}"
-    if not marked:
+    if not count:
         raise UserError(f"{request} labels none of the {size} images of a client; ask for more labels.")
-    if marked > size:
+    if count > size:
         raise UserError(
-            f"{request} labels {marked} images of each client, which has {size}; set labels_per_class to "
+            f"{request} labels {count} images of each client, which has {size}; set labels_per_class to "
             f"{_format_decimal(size / classes)} or less, or ask for fewer clients."
         )
-    return marked
+    return count
 
 
 def _draw_labeled_clients(scenario: Scenario) -> np.ndarray:
@@ -341,14 +363,14 @@ def _draw_labeled_clients(scenario: Scenario) -> np.ndarray:
 
 
 def _draw_stages(scenario: Scenario, client: np.ndarray, labeled: np.ndarray) -> np.ndarray | None:
-    """Return the stage of each row: a client's unlabeled rows in random order, cut into equal parts."""
+    """Draw the stage of each row, int64 (N,): each client's unlabeled rows are divided evenly, in random order."""
     stages = scenario.stages
     if stages == 1:
         return None
     draw = named_generator(scenario.seed, "split", "stages")
     stage = np.zeros(len(client), np.int64)
-    for k, own in enumerate(rows_by_client(client, scenario.clients)):
-        rows = draw.permutation(own[~labeled[own]])
+    for k, client_rows in enumerate(rows_by_client(client, scenario.clients)):
+        rows = draw.permutation(client_rows[~labeled[client_rows]])
         if len(rows) < stages:
             raise UserError(
                 f"client {k} has {len(rows)} unlabeled images, fewer than {stages} stages; ask for fewer stages, fewer "
