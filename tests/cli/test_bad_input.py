@@ -147,7 +147,7 @@ def test_a_split_of_other_data(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["run", "--split", "s.parquet", "--cohort", "2"]) == 2
     assert capsys.readouterr().err == (
         f"halfmoon: the split was made for xrays ({len(LABELS)} images), but the labels of digits differ from its "
-        "labels or stand in another order; load that data set or make a new split.\n"
+        "labels or are in another order; load that data set or make a new split.\n"
     )
     save_split(CLIENT[:-1], LABELED[:-1], "xrays", "")
     assert cli.main(["run", "--split", "s.parquet", "--cohort", "2"]) == 2

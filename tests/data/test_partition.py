@@ -269,8 +269,8 @@ def test_a_split_of_other_data_is_refused() -> None:
 @pytest.mark.parametrize(
     ("change", "metadata", "words"),
     [
-        (lambda table: table, {}, "does not say what it splits"),
-        (lambda table: table, {b"halfmoon": b"{"}, "does not say what it splits"),
+        (lambda table: table, {}, "has no metadata about the data set"),
+        (lambda table: table, {b"halfmoon": b"{"}, "has no metadata about the data set"),
         (lambda table: table.drop_columns(["labeled"]), None, r"columns must be .* but are row int64, client int64"),
         (lambda table: table.slice(1), None, "its rows are not 0 to 89 in order"),
         (lambda table: table.set_column(1, "client", pa.array([None] * 90, pa.int64())), None, "a value is missing"),

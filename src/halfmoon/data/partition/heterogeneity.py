@@ -1,7 +1,7 @@
-"""What a split is like, in numbers: sizes, class mixes, and the two imbalances of FedDure (AAAI 2024).
+"""Statistics of a split: sizes, class distributions, and the two imbalances of FedDure (AAAI 2024).
 
-Internal imbalance lies inside a client, between its labeled and its unlabeled rows; external imbalance lies
-between clients, each client's mix against the mix of all.
+Internal imbalance is the distance between the class distributions of a client's labeled and unlabeled rows. External
+imbalance is the distance between a client's class distribution and that of all clients together.
 """
 
 from collections.abc import Sequence
@@ -14,52 +14,54 @@ from halfmoon.data.partition.split import SERVER, Split
 
 
 def count_rows(split: Split, labels: np.ndarray, classes: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return rows of each client and class, labeled and unlabeled, each int64 (clients, classes).
+    """Count the rows of each client and class: labeled and unlabeled, each int64 (clients, classes).
 
-    Rows whose label nobody knows are left out.
+    Rows with an unknown label are not counted.
     """
 
-    def of(mine: np.ndarray) -> np.ndarray:
-        cells = split.client[mine] * classes + labels[mine]
+    def count_selected(selection: np.ndarray) -> np.ndarray:
+        # One bincount over the flat index of the table (clients, classes).
+        cells = split.client[selection] * classes + labels[selection]
         return np.bincount(cells, minlength=split.clients * classes).reshape(split.clients, classes)
 
     mask = (split.client >= 0) & (labels != UNKNOWN)
-    return of(mask & split.labeled), of(mask & ~split.labeled)
+    return count_selected(mask & split.labeled), count_selected(mask & ~split.labeled)
 
 
 def class_shares(numbers: np.ndarray) -> np.ndarray:
-    """Return counts (..., classes) as shares that add up to 1; a row without any count becomes NaN."""
+    """Normalize counts (..., classes) to sum to 1; rows of zeros become NaN."""
     total = numbers.sum(-1, keepdims=True)
     return np.divide(numbers, total, out=np.full(numbers.shape, np.nan), where=total > 0)
 
 
 def total_variation(p: np.ndarray, q: np.ndarray) -> np.ndarray:
-    """Return half the summed absolute difference of shares (..., classes): 0 is equal, 1 shares no class."""
+    """Compute the total variation distance between class shares (..., classes): 0 if equal, 1 without a common class."""
     return np.abs(p - q).sum(-1) / 2
 
 
 def jensen_shannon(p: np.ndarray, q: np.ndarray) -> np.ndarray:
-    """Return the Jensen-Shannon divergence (Lin 1991) of shares (..., classes) in bits, 0 to 1."""
+    """Compute the Jensen-Shannon divergence (Lin 1991) between class shares (..., classes) in bits, 0 to 1."""
     middle = (p + q) / 2
     return (_entropy(middle) - (_entropy(p) + _entropy(q)) / 2).clip(0, 1)
 
 
 def summarize(split: Split, labels: np.ndarray, classes: Sequence[str]) -> dict[str, Any]:
-    """Return the split in numbers, ready for JSON; a distance to an empty side is None and left out of means.
+    """Compute all statistics of a split, ready for JSON. Distances to an empty set are None, and not part of means.
 
-    counts: images, labeled (the server's too), unlabeled, nobody (rows that no one holds), clients, classes;
-    server: None, or the server's labeled rows (labeled, labeled_classes) with tv and js between their class mix and
-    that of the unlabeled rows of all clients;
-    stages: unlabeled rows to be seen in each stage, one number where nothing streams;
-    each: for every client labeled, unlabeled, class counts labeled_classes and unlabeled_classes, tv and js;
-    sizes: min, median, max of the clients' labeled and unlabeled rows;
-    present: mean number of classes a client has among its labeled and its unlabeled rows;
-    internal, internal_js: mean, min, max over clients of total variation and Jensen-Shannon;
-    external: the same of total variation, for labeled and unlabeled rows against those of all clients.
+    Returns:
+        counts: images, labeled (including the server's), unlabeled, nobody (rows without a client), clients, classes;
+        server: None, or counts of the server's labeled rows (labeled, labeled_classes) with tv and js between their
+        class distribution and that of the unlabeled rows of all clients;
+        stages: the number of unlabeled rows of each stage, one number without stages;
+        each: for every client labeled, unlabeled, class counts labeled_classes and unlabeled_classes, tv and js;
+        sizes: min, median, max of the clients' labeled and unlabeled rows;
+        present: the mean number of classes among a client's labeled and unlabeled rows;
+        internal, internal_js: mean, min, max over clients of total variation (tv) and Jensen-Shannon divergence (js);
+        external: the same of total variation between a client and all clients, for labeled and unlabeled rows.
     """
     labeled, unlabeled = count_rows(split, labels, len(classes))
     tv, js = _distances(labeled, unlabeled)
-    parts = {"labeled": labeled, "unlabeled": unlabeled}
+    tables = {"labeled": labeled, "unlabeled": unlabeled}
     server = _summarize_server(split, labels, unlabeled.sum(0))
     return {
         "counts": {
@@ -83,19 +85,19 @@ def summarize(split: Split, labels: np.ndarray, classes: Sequence[str]) -> dict[
             }
             for k in range(split.clients)
         ],
-        "sizes": {word: _size_range(part.sum(1)) for word, part in parts.items()},
-        "present": {word: float((part > 0).sum(1).mean()) for word, part in parts.items()},
+        "sizes": {name: _size_range(table.sum(1)) for name, table in tables.items()},
+        "present": {name: float((table > 0).sum(1).mean()) for name, table in tables.items()},
         "internal": _value_range(tv),
         "internal_js": _value_range(js),
         "external": {
-            word: _value_range(total_variation(class_shares(part), class_shares(part.sum(0))))
-            for word, part in parts.items()
+            name: _value_range(total_variation(class_shares(table), class_shares(table.sum(0))))
+            for name, table in tables.items()
         },
     }
 
 
 def _summarize_server(split: Split, labels: np.ndarray, unlabeled: np.ndarray) -> dict[str, Any] | None:
-    """Return the server's part of the summary; `unlabeled` (classes,) are the counts of all clients."""
+    """Compute the server's section of the summary; `unlabeled` (classes,) are the counts of all clients."""
     rows = split.rows(SERVER, True)
     if not rows.size:
         return None
@@ -105,7 +107,7 @@ def _summarize_server(split: Split, labels: np.ndarray, unlabeled: np.ndarray) -
 
 
 def _distances(p: np.ndarray, q: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return total variation and Jensen-Shannon divergence of the mixes of counts (..., classes)."""
+    """Compute total variation and Jensen-Shannon divergence between the distributions of counts (..., classes)."""
     return total_variation(class_shares(p), class_shares(q)), jensen_shannon(class_shares(p), class_shares(q))
 
 
@@ -117,7 +119,7 @@ def _count_stages(split: Split) -> list[int]:
 
 
 def _entropy(p: np.ndarray) -> np.ndarray:
-    # 0 log 0 is 0; NaN stays NaN.
+    # 0 log 0 = 0 by convention; NaN remains NaN.
     return -(p * np.log2(np.where(p > 0, p, 1.0))).sum(-1)
 
 

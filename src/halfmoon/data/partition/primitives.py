@@ -1,7 +1,7 @@
-"""How rows are dealt or spread among clients.
+"""Building blocks of partitions: apportionment, even and Dirichlet assignment of rows, grouped hold-out.
 
-The rules are those of FedMatch and FedDure (AAAI 2024); a Dirichlet over clients for each class goes back to
-Yurochkin et al. 2019, as do its cap and smallest size. Every draw comes from an explicit generator.
+The rules are those of FedMatch and FedDure (AAAI 2024). A Dirichlet distribution over clients for each class, its cap
+and its smallest size are from Yurochkin et al. 2019. Every draw comes from an explicit generator.
 """
 
 import hashlib
@@ -13,51 +13,63 @@ from halfmoon.core.errors import UserError
 
 
 def named_generator(seed: int, *path: str) -> np.random.Generator:
-    """Return the PCG64 generator of a seed and a path of words; other words give an independent stream."""
+    """Create the PCG64 generator of a seed and a stream name; different names give independent streams."""
     digest = hashlib.sha256("\0".join((str(seed), *path)).encode()).digest()
     return np.random.Generator(np.random.PCG64(int.from_bytes(digest, "big")))
 
 
 class GroupHoldout:
-    """Hold out rows so that a group, such as a patient, is on one side alone, over any number of draws."""
+    """Hold out rows so that no group, such as a patient, has rows on both sides, over several draws.
+
+    Attributes:
+        by_group: True for groups that are held out, False for groups that are not.
+    """
 
     def __init__(self) -> None:
-        self.by_group: dict[str, bool] = {}  # whether it is held out
+        self.by_group: dict[str, bool] = {}
 
     def draw(self, order: np.ndarray, groups: Sequence[str], count: int) -> np.ndarray:
-        """Return which of the rows in `order` are held out: the first, about `count`, each with all of its group.
+        """Select rows to hold out: the first ones of `order`, each with its whole group.
 
-        `groups` has the group of every row; one of "" is alone. A group of an earlier draw stays on its side.
+        Args:
+            order: Row numbers in random order.
+            groups: The group of every row of the data set; "" for a row without a group.
+            count: The approximate number of rows to hold out.
+
+        Returns:
+            Rows, int64. Groups of an earlier draw remain on their side.
         """
         rows: list[int] = order.tolist()
         selection = [row for row in rows if self.by_group.get(groups[row], False)]
-        together: dict[str, list[int]] = {}
+        rows_of_group: dict[str, list[int]] = {}
         for row in rows:
-            together.setdefault(groups[row], []).append(row)
+            rows_of_group.setdefault(groups[row], []).append(row)
         for row in rows:
             group = groups[row]
             if group in self.by_group:
                 continue
-            members = together[group] if group else [row]
-            # A large group would be more than the half of it too much.
-            out = len(selection) < count and (not selection or len(selection) + len(members) / 2 <= count)
-            selection += members if out else []
+            members = rows_of_group[group] if group else [row]
+            # Skip a group that would exceed `count` by more than half of its rows, unless no row is selected yet.
+            fits = not selection or len(selection) + len(members) / 2 <= count
+            held_out = len(selection) < count and fits
+            if held_out:
+                selection += members
             if group:
-                self.by_group[group] = out
+                self.by_group[group] = held_out
         return np.array(selection, np.int64)
 
 
 def apportion(weights: np.ndarray, total: int) -> np.ndarray:
-    """Return whole numbers proportional to `weights` that add up to `total` (largest remainders)."""
+    """Divide `total` into integers proportional to `weights` (largest remainder method)."""
     exact = weights * total
-    parts = exact // weights.sum()
+    amounts = exact // weights.sum()
     order = np.argsort(-(exact % weights.sum()), kind="stable")
-    parts[order[: total - int(parts.sum())]] += 1
-    return parts
+    amounts[order[: total - int(amounts.sum())]] += 1
+    return amounts
 
 
 def draw_labeled(labels: np.ndarray, counts: np.ndarray, draw: np.random.Generator) -> np.ndarray:
-    """Return which rows are labeled, bool (N,): the first counts[c] of a permutation inside each class c."""
+    """Draw the labeled rows, bool (N,): the first counts[c] of a permutation of the rows of each class c."""
     labeled = np.zeros(len(labels), bool)
     for label, count in enumerate(counts):
         labeled[draw.permutation(np.flatnonzero(labels == label))[:count]] = True
@@ -65,9 +77,10 @@ def draw_labeled(labels: np.ndarray, counts: np.ndarray, draw: np.random.Generat
 
 
 def deal_evenly(labels: np.ndarray, clients: int, draw: np.random.Generator) -> np.ndarray:
-    """Return the client of each row, int64 (N,), dealt like cards: classes in turn, shuffled inside.
+    """Assign rows to clients evenly in every class; return the client of each row, int64 (N,).
 
-    Any two clients differ by at most one row in every class, and by at most one row in all.
+    Rows, sorted by class and shuffled inside each class, are dealt to the clients in turn, like cards. Any two clients
+    differ by at most one row in every class, and by at most one row in total.
     """
     order = np.concatenate([draw.permutation(np.flatnonzero(labels == label)) for label in np.unique(labels)])
     holder = np.empty(len(labels), np.int64)
@@ -76,14 +89,20 @@ def deal_evenly(labels: np.ndarray, clients: int, draw: np.random.Generator) -> 
 
 
 def rows_by_client(client: np.ndarray, clients: int) -> list[np.ndarray]:
-    """Return the rows of each client, int64, sorted, of the client of each row (N,); looked for once for all."""
+    """Group rows by client: the sorted rows, int64, of each client.
+
+    Args:
+        client: The client of each row, (N,); negative for rows without a client.
+        clients: The number of clients.
+    """
+    # One sort for all clients; a search for each client would cost clients * N.
     order = np.argsort(client, kind="stable")
     return np.split(order, np.searchsorted(client[order], np.arange(clients + 1)))[1 : clients + 1]
 
 
 MAX_SHORT_CLIENTS = 12
-"""Clients below the smallest size in each of three draws, from which on no draw is waited for in which there are none:
-they come about as often as e^-12, one in 160,000."""
+"""Number of clients below the smallest size, in each of three draws, from which further draws are pointless: a draw
+without such clients then has a probability of about e^-12, one in 160,000."""
 
 
 def spread_by_dirichlet(
@@ -97,76 +116,97 @@ def spread_by_dirichlet(
     tries: int = 100,
     what: str = "rows",
 ) -> np.ndarray:
-    """Return the client of each row, int64 (N,), each class shared out by Dirichlet(alpha) over clients.
+    """Partition each class among clients by Dirichlet(alpha); return the client of each row, int64 (N,).
 
-    For each class: shares p ~ Dir(alpha); with `cap`, clients that already hold N / clients rows get no more;
-    p is normalised, and the class is cut at floor(cumsum(p) * rows), the last client taking the remainder.
-    All classes are redrawn while the smallest client has fewer than `min_size` rows, at most `tries` times, and at most
-    three times if `MAX_SHORT_CLIENTS` or more clients have fewer in each draw. `what` names the rows in the message.
+    For each class: draw shares p ~ Dir(alpha); with `cap`, clients that already have N / clients rows get a share of 0;
+    normalize p and cut the class at floor(cumsum(p) * rows). The last client gets the remainder.
+
+    Args:
+        labels: The label of each row, int (N,).
+        clients: The number of clients.
+        dirichlet_alpha: The concentration; smaller is more uneven.
+        draw: The generator.
+        min_size: The fewest rows of a client. All classes are redrawn until each client has as many.
+        cap: True to give no further class to clients with an even share.
+        tries: The largest number of draws; three, if `MAX_SHORT_CLIENTS` or more clients are too small in each.
+        what: The rows in error messages, such as "labeled images".
 
     Raises:
-        UserError: if no draw gives each client `min_size` rows; the message suggests values that would succeed.
+        UserError: If no draw gives each client `min_size` rows; the message suggests values that would succeed.
     """
-    best, fewest, number = -1, clients, 0
+    best_minimum = -1
+    fewest_short = clients
+    number = 0
     for number in range(1, tries + 1):
         holder = _spread_once(labels, clients, dirichlet_alpha, draw, cap)
         sizes = np.bincount(holder, minlength=clients)
         short = int((sizes < min_size).sum())
         if not short:
             return holder
-        best, fewest = max(best, int(sizes.min())), min(fewest, short)
-        if number >= 3 and fewest >= MAX_SHORT_CLIENTS:
+        best_minimum = max(best_minimum, int(sizes.min()))
+        fewest_short = min(fewest_short, short)
+        if number >= 3 and fewest_short >= MAX_SHORT_CLIENTS:
             break
-    ways = _suggest_changes(labels, clients, dirichlet_alpha, min_size, cap)
-    if best > 0:
-        ways.append(f"set min_size to {best} or less")
+    suggestions = _suggest_changes(labels, clients, dirichlet_alpha, min_size, cap)
+    if best_minimum > 0:
+        suggestions.append(f"set min_size to {best_minimum} or less")
     raise UserError(
         f"in {number} draws no split with dirichlet_alpha {dirichlet_alpha:g} gave each of {clients} clients "
-        f"{min_size} {what}; the best minimum was {best}, and {fewest} or more had fewer. {_join_suggestions(ways)}."
+        f"{min_size} {what}; the best minimum was {best_minimum}, and {fewest_short} or more had fewer. "
+        f"{_join_suggestions(suggestions)}."
     )
 
 
 def _suggest_changes(labels: np.ndarray, clients: int, dirichlet_alpha: float, min_size: int, cap: bool) -> list[str]:
-    """Return which larger alpha, and which smaller number of clients, gives everyone enough, tried in three draws."""
+    """Search a larger alpha, and a smaller number of clients, for which one of three draws gives each client enough."""
 
-    def enough(count: int, alpha: float) -> bool:
+    def succeeds(count: int, alpha: float) -> bool:
         draw = named_generator(0, "what would")
-        holders = (_spread_once(labels, count, alpha, draw, cap) for _ in range(3))
-        return any(int(np.bincount(holder, minlength=count).min()) >= min_size for holder in holders)
+        for _ in range(3):
+            holder = _spread_once(labels, count, alpha, draw, cap)
+            if int(np.bincount(holder, minlength=count).min()) >= min_size:
+                return True
+        return False
 
     alphas = (dirichlet_alpha * 2**k for k in range(1, 8))
     counts = (clients >> k for k in range(1, clients.bit_length() - 1))
-    alpha = next((each for each in alphas if enough(clients, each)), None)
-    count = next((each for each in counts if enough(each, dirichlet_alpha)), None)
-    ways = [] if alpha is None else [f"raise dirichlet_alpha to {alpha:g}"]
-    return ways if count is None else [*ways, f"ask for {count} clients"]
+    alpha = next((candidate for candidate in alphas if succeeds(clients, candidate)), None)
+    count = next((candidate for candidate in counts if succeeds(candidate, dirichlet_alpha)), None)
+    suggestions = []
+    if alpha is not None:
+        suggestions.append(f"raise dirichlet_alpha to {alpha:g}")
+    if count is not None:
+        suggestions.append(f"ask for {count} clients")
+    return suggestions
 
 
-def _join_suggestions(ways: list[str]) -> str:
-    *most, last = ways or ["ask for fewer clients"]
-    text = f"{', '.join(most)}, or {last}" if most else last
+def _join_suggestions(suggestions: list[str]) -> str:
+    *all_but_last, last = suggestions or ["ask for fewer clients"]
+    text = f"{', '.join(all_but_last)}, or {last}" if all_but_last else last
     return text[0].upper() + text[1:]
 
 
 def _spread_once(
     labels: np.ndarray, clients: int, dirichlet_alpha: float, draw: np.random.Generator, cap: bool
 ) -> np.ndarray:
+    """Draw one partition, without the check of the smallest size: the client of each row, int64 (N,)."""
     holder = np.empty(len(labels), np.int64)
     sizes = np.zeros(clients, np.int64)
     for label in np.unique(labels):
         rows = draw.permutation(np.flatnonzero(labels == label))
         shares = draw.dirichlet(np.full(clients, dirichlet_alpha))
-        # Compared in whole numbers: size >= N / clients. Some client is always below while rows are left.
-        open_ = sizes * clients < len(labels) if cap else np.ones(clients, bool)
-        shares = np.where(open_, shares, 0.0)
+        # In integers: size < N / clients. While rows remain, at least one client is below its even share.
+        below_cap = sizes * clients < len(labels) if cap else np.ones(clients, bool)
+        shares = np.where(below_cap, shares, 0.0)
         total = shares.sum()
         if total > 0:
             shares = shares / total
         else:
-            # A small alpha can leave nothing to those still below the cap. Renormalised shares of a part of the
-            # clients are Dirichlet themselves, so drawing for that part alone is the same rule.
+            # With a small alpha, the shares of all clients below the cap can underflow to 0. The normalized shares of a
+            # subset of clients have a Dirichlet distribution too, so drawing for the subset is the same rule.
             shares = np.zeros(clients)
-            shares[open_] = draw.dirichlet(np.full(int(open_.sum()), dirichlet_alpha))
+            shares[below_cap] = draw.dirichlet(np.full(int(below_cap.sum()), dirichlet_alpha))
+        # Rounding can make the sum of the shares exceed 1: the minimum keeps the cuts inside the class.
         cuts = (np.cumsum(shares)[:-1] * len(rows)).astype(np.int64)
         counts = np.diff(np.concatenate(([0], np.minimum(cuts, len(rows)), [len(rows)])))
         holder[rows] = np.repeat(np.arange(clients), counts)
