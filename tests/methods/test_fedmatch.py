@@ -18,7 +18,7 @@ from halfmoon.core.optim import SGD
 from halfmoon.core.tree import Tree
 from halfmoon.engine.sampling import Batching
 from halfmoon.methods.fedavg import FedAvg
-from halfmoon.methods.fedmatch import Disjoint, FedMatch, composed, nearest, noise, vote
+from halfmoon.methods.fedmatch import FedMatch, FedMatchClient, add_halves, nearest_clients, noise_image, vote
 from halfmoon.models import Network, SmallCNN
 from halfmoon.models.network import kernels
 
@@ -55,9 +55,9 @@ def batch_of(u: Tensor, strong: Tensor, x: Tensor | None = None, y: Tensor | Non
     return Batch(x, y, torch.arange(len(x)), {"plain": u, "weak": u, "strong": strong}, torch.arange(len(u)))
 
 
-def work_of(method: FedMatch, network: Network = LINE, helpers: int = 0, **shared: Any) -> Disjoint:
+def work_of(method: FedMatch, network: Network = LINE, helpers: int = 0, **shared: Any) -> FedMatchClient:
     """Return the client's work with so many helpers, under plain SGD."""
-    return Disjoint(task(network, optimizer=SGD(RATE), **shared), replace(method, helpers=helpers), helpers)
+    return FedMatchClient(task(network, optimizer=SGD(RATE), **shared), replace(method, helpers=helpers), helpers)
 
 
 def down_of(sigma: Tree, psi: Tree, helpers: list[Tree] | None = None, there: list[float] | None = None) -> Tree:
@@ -68,7 +68,7 @@ def down_of(sigma: Tree, psi: Tree, helpers: list[Tree] | None = None, there: li
     return broadcast
 
 
-def visit(client_update: Disjoint, broadcast: Tree, batch: Batch, memory: Tree | None = None) -> tuple[Tree, Any]:
+def visit(client_update: FedMatchClient, broadcast: Tree, batch: Batch, memory: Tree | None = None) -> tuple[Tree, Any]:
     """Return the carry and the notes after one step."""
     data = client(len(batch.x), batch.u_rows.numel(), batch.u["strong"].shape[-1])
     memory = client_update.initial_memory(broadcast, torch.Generator()) if memory is None else memory
@@ -108,12 +108,12 @@ def test_votes_by_hand():
 def test_neighbors_by_hand():
     """Clients on a line at 0, 1, 3 and 7: 1 is nearest to 0 (1), then 3 (2); of a tie the lower number."""
     known = {4: torch.tensor([0.0]), 9: torch.tensor([1.0]), 2: torch.tensor([3.0]), 11: torch.tensor([7.0])}
-    assert nearest(known, 9, 2) == [4, 2]
-    assert nearest(known, 11, 2) == [2, 9]
-    assert nearest(known, 4, 5) == [9, 2, 11]
-    assert nearest({**known, 1: torch.tensor([2.0])}, 1, 2) == [2, 9]
-    assert nearest(known, 5, 2) == []
-    assert nearest({5: torch.tensor([0.0])}, 5, 2) == []
+    assert nearest_clients(known, 9, 2) == [4, 2]
+    assert nearest_clients(known, 11, 2) == [2, 9]
+    assert nearest_clients(known, 4, 5) == [9, 2, 11]
+    assert nearest_clients({**known, 1: torch.tensor([2.0])}, 1, 2) == [2, 9]
+    assert nearest_clients(known, 5, 2) == []
+    assert nearest_clients({5: torch.tensor([0.0])}, 5, 2) == []
 
 
 def test_the_noise_is_one_fixed_image():
@@ -121,9 +121,9 @@ def test_the_noise_is_one_fixed_image():
 
     Its mean is 125 + 125 (phi(-1) - phi(1.04)) / (Phi(1.04) - Phi(-1)) = 125 + 125 * 0.00967 / 0.6922 = 126.7.
     """
-    image = noise(torch.zeros(5, 3, 32, 32, dtype=torch.uint8))
+    image = noise_image(torch.zeros(5, 3, 32, 32, dtype=torch.uint8))
     assert image.shape == (1, 3, 32, 32)
-    assert torch.equal(image, noise(torch.zeros(0, 3, 32, 32, dtype=torch.uint8)))
+    assert torch.equal(image, noise_image(torch.zeros(0, 3, 32, 32, dtype=torch.uint8)))
     assert float(image.double().mean()) == pytest.approx(126.7, abs=4 * 70 / 3072**0.5)
     inside = ((image >= 63) & (image < 192)).double().mean()  # one half deviation: (0.7038 - 0.3098) / 0.6922 = 0.569
     assert float(inside) == pytest.approx(0.569, abs=4 * (0.25 / 3072) ** 0.5)
@@ -133,7 +133,7 @@ def written(
     network: Network, sigma: Tree, psi: Tree, received: Tree, helpers: list[Tree], batch: Batch, o: FedMatch
 ) -> tuple[Tensor, int]:
     """Return L_u as the paper writes it, image by image, and how many images the client is sure of."""
-    say = lambda kernel, base, x: network.predict(composed(base, kernel), {}, x).log_softmax(-1)  # noqa: E731
+    say = lambda kernel, base, x: network.predict(add_halves(base, kernel), {}, x).log_softmax(-1)  # noqa: E731
     view, strong = batch.u[o.view], batch.u["strong"]
     own, loud = say(psi, sigma, view), say(psi, sigma, strong)
     others = [say(each, received, view).detach() for each in helpers]
@@ -189,7 +189,7 @@ def test_both_steps_are_autograds(helpers, statistics, labeling):
     carry, notes = visit(client_update, broadcast, batch)
 
     sigma = learnable(server["sigma"])
-    logits = BARE.predict(composed(sigma, server["psi"]), {}, batch.x)
+    logits = BARE.predict(add_halves(sigma, server["psi"]), {}, batch.x)
     labeled = method.labeled_weight * F.cross_entropy(logits, batch.y)
     sigma = descended(sigma, labeled)
     assert furthest(carry["sigma"], sigma) < 1e-12
@@ -288,7 +288,7 @@ def test_debiasing_turns_the_clients_own_vote():
 
 
 def finished(
-    client_update: Disjoint, broadcast: Tree, memory: Tree, sigma: Tree, psi: Tree, labeled: int = 1
+    client_update: FedMatchClient, broadcast: Tree, memory: Tree, sigma: Tree, psi: Tree, labeled: int = 1
 ) -> tuple[Tree, Tree]:
     """Return upload and memory of a visit that ends with these parts."""
     data = client(labeled)
@@ -408,7 +408,7 @@ def test_the_server_teaches_sigma_and_clients_psi():
     sigma = server["sigma"]
     for _, _, batch in steps:
         sigma = learnable(sigma)
-        logits = BARE.predict(composed(sigma, server["psi"]), {}, batch.x)
+        logits = BARE.predict(add_halves(sigma, server["psi"]), {}, batch.x)
         sigma = descended(sigma, 2.0 * F.cross_entropy(logits, batch.y))
     assert len(steps) == round(18 / 4)
     assert furthest(played.server["sigma"], sigma) < 1e-12
@@ -471,7 +471,7 @@ def test_helpers_come_every_interval_rounds_to_those_who_are_known():
             vector = simulation.state_store.get(f"embedding-{k}")
             assert vector is not None
             known[k] = (vector["vector"], spy.of("finish")[place][1]["psi"])
-            theta, image = composed(spy.of("finish")[place][1]["sigma"], known[k][1]), noise(held.train.images)
+            theta, image = add_halves(spy.of("finish")[place][1]["sigma"], known[k][1]), noise_image(held.train.images)
             said = BARE.predict(theta, {}, shared.normalize(image))[0].softmax(-1)
             torch.testing.assert_close(vector["vector"], said, rtol=1e-12, atol=1e-14)
     assert 0 in met

@@ -16,7 +16,7 @@ from halfmoon.core.optim import SGD
 from halfmoon.core.tree import Tree
 from halfmoon.engine.sampling import Batching
 from halfmoon.methods.fedavg import FedAvg
-from halfmoon.methods.fedrgd import FedRGD, grouped, mean
+from halfmoon.methods.fedrgd import FedRGD, assign_groups, mean
 from halfmoon.methods.objectives import FixMatch
 from halfmoon.models import SmallCNN
 
@@ -54,7 +54,7 @@ class Answers:
 
 def split(cohort: list[int], round: int) -> list[list[int]]:
     """Return the members of two groups."""
-    group = grouped(cohort, round, 2)
+    group = assign_groups(cohort, round, 2)
     return [[k for k in cohort if group[k] == s] for s in (0, 1)]
 
 
@@ -128,14 +128,14 @@ def test_groups_are_equal_random_and_reproducible():
     """
     together = 0
     for round in range(2000):
-        group = grouped(range(10), round, 2)
+        group = assign_groups(range(10), round, 2)
         assert sorted(group) == list(range(10))
         assert sum(group.values()) == 5
         together += group[3] == group[8]
     assert together / 2000 == pytest.approx(4 / 9, abs=4 * 0.0111)
-    assert grouped(range(10), 7, 2) == grouped(range(10), 7, 2)
-    assert sorted(grouped(range(7), 1, 3).values()) == [0, 0, 0, 1, 1, 2, 2]
-    assert sorted(grouped([5], 1, 3).values()) == [0]
+    assert assign_groups(range(10), 7, 2) == assign_groups(range(10), 7, 2)
+    assert sorted(assign_groups(range(7), 1, 3).values()) == [0, 0, 0, 1, 1, 2, 2]
+    assert sorted(assign_groups([5], 1, 3).values()) == [0]
     assert mean([]) == {}
 
 

@@ -11,7 +11,7 @@ from halfmoon.api.uploads import Upload
 from halfmoon.core import tree
 from halfmoon.core.autodiff import grad_and_value
 from halfmoon.core.tree import Tree
-from halfmoon.methods.protofssl import ProtoFSSL, distances, supports
+from halfmoon.methods.protofssl import ProtoFSSL, distances, first_of_each_class
 from halfmoon.models import SmallCNN
 
 
@@ -52,7 +52,7 @@ def test_an_episode_image_by_image(through: bool):
 
 
 def test_supports_and_distances_by_hand():
-    assert supports(torch.tensor([3, 1, 3, 3, 1, 0])).tolist() == [1, 1, 0, 0, 0, 1]
+    assert first_of_each_class(torch.tensor([3, 1, 3, 3, 1, 0])).tolist() == [1, 1, 0, 0, 0, 1]
     found = distances(torch.tensor([[1.0, 2.0]]), torch.tensor([[1.0, 0.0], [4.0, 6.0]]))
     assert found.tolist() == [[2.0, 12.5]]
 

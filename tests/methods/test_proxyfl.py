@@ -17,7 +17,7 @@ from halfmoon.core.tree import Tree
 from halfmoon.methods import registry
 from halfmoon.methods.fedavg import FedAvg
 from halfmoon.methods.objectives import ICPL
-from halfmoon.methods.proxyfl import ProxyTuning, slope, tune, widest
+from halfmoon.methods.proxyfl import ProxyTuning, compute_margin, tune, tuning_gradient
 
 
 def given() -> Batch:
@@ -121,7 +121,7 @@ def test_tuning_by_autograd_and_sgd():
     generator = torch.Generator().manual_seed(1)
     rows = torch.randn(3, 5, 4, generator=generator, dtype=torch.float64)
     mean = rows.mean(0)
-    margin = widest(mean)
+    margin = compute_margin(mean)
     distances = (mean[:, None] - mean).norm(dim=-1) + torch.eye(5).double() * 1e9
     assert margin == pytest.approx(float(distances.min(-1).values.max()), rel=1e-12)
     ours = tune(mean, rows, 10, 0.05, 4, torch.Generator().manual_seed(2))
@@ -147,11 +147,11 @@ def test_a_step_by_hand():
     """
     mean = torch.tensor([[0.0], [2.0]], dtype=torch.float64)
     q = 1 - exp(-3) / (exp(-3) + exp(-1))
-    assert widest(mean) == 2.0
-    found = slope(mean, torch.tensor([[1.0]], dtype=torch.float64), torch.tensor([0]), 2.0)
+    assert compute_margin(mean) == 2.0
+    found = tuning_gradient(mean, torch.tensor([[1.0]], dtype=torch.float64), torch.tensor([0]), 2.0)
     assert found.flatten().tolist() == pytest.approx([-q, -q], rel=1e-12)
-    assert widest(mean * 1e6) == 100.0
-    on = slope(mean, mean, torch.tensor([0, 1]), 0.0)  # a row on its own point is pushed by the other's alone
+    assert compute_margin(mean * 1e6) == 100.0
+    on = tuning_gradient(mean, mean, torch.tensor([0, 1]), 0.0)  # a row on its own point is pushed by the other's alone
     assert on.flatten().tolist() == pytest.approx([1 / (1 + exp(2)) / 2 * k for k in (1, -1)], rel=1e-12)
 
 

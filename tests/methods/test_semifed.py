@@ -18,7 +18,7 @@ from halfmoon.core.optim import SGD
 from halfmoon.core.tree import Tree
 from halfmoon.engine.sampling import Batching
 from halfmoon.methods.fedavg import FedAvg
-from halfmoon.methods.semifed import Growing, SemiFed
+from halfmoon.methods.semifed import SemiFed, SemiFedClient
 from halfmoon.models import Network, SmallCNN
 
 BARE, LINE = SmallCNN(1, CLASSES, 4, "none"), Line(classes=3)
@@ -41,9 +41,9 @@ def client(seen: Tensor, labeled: int = 1, shade: int = 0) -> ClientData:
     return ClientData(x, torch.zeros(labeled, dtype=torch.int64), u, *counts, {"plain": seen})
 
 
-def work_of(method: SemiFed, labels: bool = False, network: Network = LINE, **shared: Any) -> Growing:
+def work_of(method: SemiFed, labels: bool = False, network: Network = LINE, **shared: Any) -> SemiFedClient:
     """Return the client's work under plain SGD of rate 0.1."""
-    return Growing(task(network, optimizer=SGD(0.1), **shared), method, labels)
+    return SemiFedClient(task(network, optimizer=SGD(0.1), **shared), method, labels)
 
 
 def labeled(

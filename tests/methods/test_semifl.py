@@ -21,7 +21,7 @@ from halfmoon.engine.driver import ClientContext, update_one
 from halfmoon.engine.sampling import Amount, Batching, Views
 from halfmoon.methods.fedavg import FedAvg
 from halfmoon.methods.objectives import FixMatch
-from halfmoon.methods.semifl import Mixing, SemiFL, step_towards_mean
+from halfmoon.methods.semifl import SemiFL, SemiFLClient, step_towards_mean
 from halfmoon.models import SmallCNN
 
 PLAIN = Views(Plain(), {"plain": Plain(), "weak": Plain(), "strong": Plain()})
@@ -602,7 +602,7 @@ def test_passes_are_what_goes_through_the_network(labels, mix_weight, statistics
     shared = task(Counting(1, CLASSES, 4), statistics=statistics, labeling=labeling)
     method = SemiFL(labels=labels, mix_weight=mix_weight)
     client_update, broadcast = method.client_updates(shared)["train"], begin(method, shared)
-    assert isinstance(client_update, Mixing)
+    assert isinstance(client_update, SemiFLClient)
     batch, sweep = random_batch(5, 6)
     batch = batch._replace(u={name: batch.u[name] for name in client_update.requirements.views})
     carry = begun(client_update, broadcast, client(sweep, 5))

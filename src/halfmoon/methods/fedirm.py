@@ -1,23 +1,23 @@
-"""FedIRM (Liu et al., MICCAI 2021): classes without labels keep the relations that they have where there are labels.
+"""FedIRM (Liu et al., MICCAI 2021): class relations at unlabeled clients are matched to those at labeled clients.
 
 The relations R (classes, classes) of logits z with labels y: R_c = softmax(mean of the z_i with y_i = c / temperature),
-uniform where there is none. A labeled image teaches by cross-entropy; an unlabeled one by a mean teacher, which stays
-at its client (`TeacherClient`), and by the relations of the guesses that are sure:
+uniform for classes without an image. Labeled images are trained on with cross-entropy. Unlabeled ones follow a mean
+teacher, which is stored at its client (`MeanTeacherClient`), and the relations of confident predictions are matched:
 
     loss = mean CE(y, f(x)) + w (mean_i ||p_i - softmax teacher(weak_i)||^2 + (KL(R | S) + KL(S | R)) / 2 / classes),
 
 p = softmax f(weak2), S the relations of f(weak2) with their arg max as labels, over images with max p >= `confidence`
-and an entropy of p below `entropy`, R those of the clients with labels: each sends the mean over its steps, and the
-server averages them by rows; before the first of them the term is 0. w grows to `unlabeled_weight` as
-exp(-5 (1 - t)^2) over the first `ramp` of the rounds; in the first `warmup` of them it is 0, and a client without
-labels weighs nothing.
+and an entropy of p below `entropy`, R those of the clients with labels: each uploads the mean over its steps, and the
+server averages them by numbers of rows. Before the first R exists the term is 0. w grows to `unlabeled_weight` as
+exp(-5 (1 - t)^2) over the first `ramp` (a share) of the rounds. During the first `warmup` (a share) of the rounds it is
+0, and clients without labels have weight 0 in the average.
 
 server: params, stats, relation, related (1 once there is one).  broadcast: the same.  memory: the teacher's parameters
-and steps, the optimizer's state.  upload: params, stats, relation, related (1 with labels, else 0 and no relation),
-weight.
+and steps, the optimizer's state.  upload: params, stats, relation, related (1 with labels, else 0 and a relation of
+zeros), weight.
 
-Departures: the entropy is that of one prediction, theirs of the mean of eleven with dropout, which no network here has.
-Their labeled images come in two views with smoothed labels, and labeled clients weigh alike in R.
+Departures: the entropy is that of one prediction; the authors' is of the mean of eleven with dropout, which no network
+here has. Their labeled images have two views and smoothed labels, and their labeled clients have equal weights in R.
 """
 
 from collections.abc import Mapping
@@ -51,7 +51,18 @@ from halfmoon.models import forward
 
 @dataclass(frozen=True)
 class FedIRM(ModelAveraging):
-    """FedIRM with the settings of the authors' code, whose warm-up and ramp are 20 and 30 of 200 rounds."""
+    """FedIRM with the settings of the authors' code, whose warm-up and ramp are 20 and 30 of 200 rounds.
+
+    Attributes:
+        unlabeled_weight: final weight of the loss on unlabeled images.
+        temperature: divides mean logits in the relations.
+        confidence: predictions from this confidence on are used in the relations.
+        entropy: predictions with an entropy below it, in nats, are used in the relations.
+        decay: largest decay of the mean teacher.
+        ramp: share of the rounds over which the weight grows.
+        warmup: share of the rounds in which only labeled clients count.
+        keep_optimizer: whether clients keep the optimizer's state between rounds.
+    """
 
     method_requirements = Requirements("sum", "", ("some", "clients"))
     unlabeled_weight: float = 15.0
@@ -67,24 +78,36 @@ class FedIRM(ModelAveraging):
         return {"train": FedIRMClient(task, self)}
 
     def start(self, task: Task, model: Tree) -> Tree:
-        like, classes = next(tree.leaves(model["params"])), task.network.classes
+        like = next(tree.leaves(model["params"]))
+        classes = task.network.classes
         return {**model, "relation": like.new_zeros(classes, classes), "related": like.new_zeros(())}
 
     def round(self, task: Task, server: Tree, federation: Federation) -> Tree:
         new = federation.average("train", {"stats": {}, **server}).update
+        # Clients without labels upload zeros. The mean of "related" is the labeled clients' share of the weights, so
+        # the quotient is the mean over the labeled clients only.
         share = new["related"]
         relation = torch.where(share > 0, new["relation"] / share.clamp_min(1e-12), server["relation"])
         return {**select_model(new), "relation": relation, "related": torch.maximum(server["related"], share.sign())}
 
 
 def relations(logits: Tensor, member: Tensor, temperature: float) -> Tensor:
-    """Return R (classes, classes) of logits (n, classes), whose images are of the classes of `member` (n, classes)."""
+    """Compute the class relations R of a batch.
+
+    Args:
+        logits: (n, classes).
+        member: one-hot classes of the images, (n, classes); rows of zeros are left out.
+        temperature: divides the mean logits.
+
+    Returns:
+        R, (classes, classes); row c is the mean prediction on images of class c.
+    """
     return (member.T @ logits / member.sum(0).clamp_min(1)[:, None] / temperature).softmax(-1)
 
 
 @dataclass(frozen=True)
 class FedIRMClient(MeanTeacherClient):
-    """The client of FedIRM."""
+    """The client of FedIRM: it trains with a mean teacher and with class relations."""
 
     options: FedIRM = FedIRM()
 
@@ -96,49 +119,61 @@ class FedIRMClient(MeanTeacherClient):
         )
 
     def begin(self, broadcast: Tree, memory: Tree, data: ClientData) -> Tree:
-        nothing = torch.zeros_like(broadcast["relation"])
-        gate = nothing[0, 0] + float(self.task.round >= self.options.warmup * self.task.rounds)
-        return {**super().begin(broadcast, memory, data), "relation": nothing, "steps": nothing[0, 0], "gate": gate}
+        zeros = torch.zeros_like(broadcast["relation"])
+        zero = zeros[0, 0]
+        # 0 during the warm-up, then 1. A tensor, as a carry has tensors only.
+        gate = zero + float(self.task.round >= self.options.warmup * self.task.rounds)
+        return {**super().begin(broadcast, memory, data), "relation": zeros, "steps": zero, "gate": gate}
 
     def step(self, broadcast: Tree, carry: Tree, batch: Batch) -> tuple[Tree, StepMetrics]:
-        gradient, loss, (moments, pseudo, matrix) = grad_and_value(
-            self._loss_of, carry["params"], broadcast, carry, batch
-        )
+        gradient, loss, (moments, pseudo, matrix) = grad_and_value(self._loss, carry["params"], broadcast, carry, batch)
         new = self.advance(carry, gradient, moments)
         new |= update_teacher(carry, new["params"], self.options.decay)
+        # A sum over the steps; `finish` divides it by their number.
         new |= {"relation": carry["relation"] + matrix, "steps": carry["steps"] + 1}
         return new, StepMetrics(loss, {}, (pseudo,))
 
     def finish(self, broadcast: Tree, carry: Tree, data: ClientData) -> tuple[Upload, Tree]:
         upload, memory = super().finish(broadcast, carry, data)
         labeled = (data.labeled > 0).to(broadcast["relation"])
-        own = {"relation": labeled * carry["relation"] / carry["steps"].clamp_min(1), "related": labeled}
-        return Upload({**upload.update, **own}, upload.weight * torch.maximum(labeled, carry["gate"])), memory
+        relation = {"relation": labeled * carry["relation"] / carry["steps"].clamp_min(1), "related": labeled}
+        return Upload({**upload.update, **relation}, upload.weight * torch.maximum(labeled, carry["gate"])), memory
 
-    def _loss_of(self, params: Tree, broadcast: Tree, carry: Tree, batch: Batch) -> tuple[Tensor, tuple[Any, ...]]:
-        options, classes, joint = self.options, len(broadcast["relation"]), self.task.statistics == "joint"
+    def _loss(self, params: Tree, broadcast: Tree, carry: Tree, batch: Batch) -> tuple[Tensor, tuple[Any, ...]]:
+        """Compute the loss, and (moments, pseudo-labels, relations of the labeled images)."""
+        options = self.options
+        classes = len(broadcast["relation"])
+        joint = self.task.statistics == "joint"
         groups = (batch.x, batch.u["weak2"])
-        (labeled, z), _, moments = forward(self.task.network, params, joint, groups, real=batch.masks(1))
-        p = z.softmax(-1)
-        guess = as_pseudo_labels(p)
-        certain = mask(low_entropy_mask(z, options.entropy) * (guess.confidence >= options.confidence), batch.u_real)
-        own = relations(z, one_hot(guess.label, classes, z) * certain[:, None], options.temperature)
-        target = torch.where(
-            broadcast["related"] > 0, broadcast["relation"], own.detach()
-        )  # no gradient while there is none
-        divergence = ((target - own) * (target.log() - own.log())).sum() / 2 / classes
-        teacher = predict_with_teacher(
+        (labeled, logits), _, moments = forward(self.task.network, params, joint, groups, real=batch.masks(1))
+        p = logits.softmax(-1)
+        pseudo = as_pseudo_labels(p)
+        low_entropy = low_entropy_mask(logits, options.entropy)
+        confident = mask(low_entropy * (pseudo.confidence >= options.confidence), batch.u_real)
+        predicted_classes = one_hot(pseudo.label, classes, logits) * confident[:, None]
+        relation = relations(logits, predicted_classes, options.temperature)
+        # Without a relation of labeled clients the target is this client's, so that value and gradient are 0.
+        target = torch.where(broadcast["related"] > 0, broadcast["relation"], relation.detach())
+        # KL(R | S) + KL(S | R) = sum (R - S) (log R - log S).
+        divergence = ((target - relation) * (target.log() - relation.log())).sum() / 2 / classes
+        teacher_logits = predict_with_teacher(
             self.task, carry["teacher"], carry["stats"], batch.u["weak"], batch.u_real
-        ).softmax(-1)
-        distance_from_uniform = mean((p - teacher).square().sum(-1), batch.u_real)
+        )
+        distance_to_teacher = mean((p - teacher_logits.softmax(-1)).square().sum(-1), batch.u_real)
         weight = carry["gate"] * ramp_weight(self.task, options.unlabeled_weight, options.ramp, "sigmoid")
-        loss = labeled_cross_entropy(labeled, batch.y, batch.x_real) + weight * (distance_from_uniform + divergence)
-        member = one_hot(batch.y, classes, labeled)
-        member = member if batch.x_real is None else member * batch.x_real[:, None]
-        matrix = relations(labeled, member, options.temperature).detach()
-        return loss, (moments, guess._replace(weight=certain), matrix)
+        loss = labeled_cross_entropy(labeled, batch.y, batch.x_real) + weight * (distance_to_teacher + divergence)
+        membership = one_hot(batch.y, classes, labeled)
+        membership = membership if batch.x_real is None else membership * batch.x_real[:, None]
+        labeled_relation = relations(labeled, membership, options.temperature).detach()
+        return loss, (moments, pseudo._replace(weight=confident), labeled_relation)
 
 
 ROWS = (
-    MethodEntry("fedirm", "FedIRM", "FedIRM, MICCAI 2021", "classes keep the labeled clients' relations", FedIRM()),
+    MethodEntry(
+        "fedirm",
+        "FedIRM",
+        "FedIRM, MICCAI 2021",
+        "unlabeled clients match the labeled clients' class relations",
+        FedIRM(),
+    ),
 )

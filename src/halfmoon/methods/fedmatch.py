@@ -1,37 +1,42 @@
-"""FedMatch (Jeong et al., ICLR 2021): parameters in two parts, and clients that ask clients like them.
+"""FedMatch (Jeong et al., ICLR 2021): parameters in two parts, and pseudo-labels voted on with similar clients' models.
 
 Each kernel is theta = sigma + psi: sigma learns from labels, psi from unlabeled images, neither from the other's loss.
-A client takes first the step on L_s(sigma) = labeled_weight CE(y, f(x)), then the one on
+A client first takes a step on L_s(sigma) = labeled_weight CE(y, f(x)), then one on
 
     L_u(psi) = consistency_weight (1/H) sum_j KL(p_j || p) + unlabeled_weight CE(label, f(strong))
                + l2_weight ||sigma - psi||^2 + l1_weight ||psi||_1,
 
-over images of which its own p(un-augmented u) is sure (max p >= threshold). p_j are helpers: other clients' psi on the
-client's received sigma. `label` is what most of the client and its helpers vote for. The server hands out the H nearest
-clients of all that it has met, by the distance of their predictions on one fixed image of noise; without helpers the
-first term is gone and the label is the client's own. Labels lie at clients, or at the server: it then trains sigma at
-the beginning of a round (as the authors' code does), and psi alone goes up.
+over images on which the client's prediction p(un-augmented u) is confident (max p >= threshold). Helper j predicts p_j
+with another client's psi and the client's received sigma. `label` is the majority vote of the client and its helpers.
+The server sends the H nearest of all clients that have trained so far, by the distance of their predictions on one
+fixed noise image. In rounds without helpers the first term is absent and the label is the client's prediction. Labels
+are at clients or at the server. In the second case the server trains sigma at the beginning of a round (as in the
+authors' code), and clients upload psi only.
 
-server: sigma, psi, stats; on its state store the psi and the embedding of every client met.  broadcast: the same three,
-every `interval` rounds with helpers (H psi and who is there).  memory: sigma, psi as the server last knew them; the
-state of thresholds that run.  upload: sigma (where there are labels), psi, stats, embedding (C floats), how many
-entries changed.
+server: sigma, psi, stats; on its state store the psi and the embedding of every client that has trained.  broadcast:
+sigma, psi, stats, every `interval` rounds with helpers (H psi and a mask of those that exist).  memory: sigma, psi as
+the server last received them; the state of adaptive thresholds.  upload: sigma (with labels), psi, stats, embedding
+(C floats), the numbers of changed entries.
 
-Bytes: an entry travels where it has moved by more than `delta_threshold` from what the receiver has (the paper's sparse
-communication), as 4 bytes of index and its value; a tree of which more than half has moved travels whole. What has not
-travelled is not used either. It is this wire format that is counted; the paper gives shares of parameters.
+Bytes: an entry is sent if it differs by more than `delta_threshold` from the receiver's value (the paper's sparse
+communication), as 4 bytes of index and its value. A tree of which more than half has changed is sent without indices.
+Entries that are not sent are not used either. Traffic is counted in this wire format; the paper reports shares of
+parameters.
 
 Departures from the authors' code:
-- Biases and normalizations belong to sigma: their networks have neither (`norm` "none"; there sigma and psi are all).
-- The noise is embedded by the client, as the server knows no size of images. Normalized, its pixels are whole numbers.
-- sigma is averaged over the clients with labels; in their two scenarios all clients have some, or none.
-- Downloads below the threshold are left out; there, all server weights then overwrite them. The entries of psi that go
-  up are cut at `l1_threshold`; there, those that changed go up uncut. A first meeting is counted whole.
-- Learning rates follow the task; theirs fall to a third when a client's validation loss stops improving. At
+- Biases and normalizations belong to sigma: the authors' networks have neither (`norm` "none"; there sigma and psi are
+  all parameters).
+- The noise is embedded by the client, as the server does not know the size of images. It is an image of whole-number
+  pixels, which is then normalized like any other.
+- sigma is averaged over the clients with labels; in the authors' two scenarios all clients have some, or none.
+- Downloads below the threshold are left out; in the authors' code, all server weights then overwrite them. Uploaded
+  entries of psi are cut at `l1_threshold`; in the code, entries that changed are uploaded uncut. A client's first
+  download is counted in full.
+- Learning rates follow the task; the authors' fall to a third when a client's validation loss stops improving. At
   1 / (2 l2_weight), plain SGD sets psi to sigma in one step, and from twice that it diverges.
-- For labels at the server they set l1_weight, l1_threshold and delta_threshold to 1e-5.
+- For labels at the server the authors set l1_weight, l1_threshold and delta_threshold to 1e-5.
 
-SemiFL's tables have a version of their own: `halfmoon.methods.semifl`, `fedmatch-semifl`.
+SemiFL's tables have another version: `halfmoon.methods.semifl`, `fedmatch-semifl`.
 """
 
 from collections.abc import Mapping
@@ -78,19 +83,35 @@ from halfmoon.models import forward, track
 from halfmoon.models.network import kernels
 
 INDEX_BYTES = 4
+"""Size of the index of an entry that is sent separately."""
 
 
 @dataclass(frozen=True)
 class FedMatch:
     """FedMatch; the defaults are those of the authors' code for labels at clients (the paper's threshold is 0.85).
 
-    `helpers` is H; they come in every `interval`-th round, for that client update (1: in every round). `mean`: whether
-    the first two terms of L_u are means over the images the client is sure of, or over all. `ties`: which class wins
-    among equally many votes, the "first" by number (theirs) or the client's "own". `view` is the one that is guessed
-    on. sigma starts as the initial kernels, psi as `psi_start` times them. `delta_threshold` None: whole
-    trees travel and nothing is remembered. `debias` divides the client's own prediction by its mean over the client's
-    rows (FedDPL, FedDB Eq. 14) before it votes and is judged. `thresholding` and `threshold_decay`: of which images it
-    is sure. Raises `UserError` for a count below its least value.
+    Attributes:
+        helpers: number of helper models, H.
+        interval: helpers are sent in every `interval`-th round, for that round only; 1 sends them in every round.
+        threshold: confidence from which a pseudo-label is used.
+        labeled_weight: weight of the labeled loss.
+        consistency_weight: weight of the divergence from the helpers' predictions.
+        unlabeled_weight: weight of the cross-entropy on pseudo-labels.
+        l2_weight: weight of ||sigma - psi||^2.
+        l1_weight: weight of ||psi||_1.
+        l1_threshold: entries of psi up to this size are set to 0 in uploads and in the solution.
+        delta_threshold: change from which an entry is sent; None sends full trees and stores none at the client.
+        psi_start: psi starts as the initial kernels times this factor, sigma as the initial kernels.
+        view: view of an unlabeled image that is pseudo-labeled.
+        mean: the first two terms of L_u are means over the confident images ("used") or over all ("all").
+        ties: class that wins among equally many votes: the "first" by number (the authors' code) or the client's "own".
+        debias: divide the client's prediction by its mean over the client's rows (FedDPL, FedDB Eq. 14) before it votes
+            and before the threshold.
+        thresholding: rule that adapts the threshold.
+        threshold_decay: decay of the running means that some rules use.
+
+    Raises:
+        UserError: for negative `helpers` or an `interval` below 1.
     """
 
     helpers: int = 2
@@ -113,7 +134,7 @@ class FedMatch:
 
     @property
     def rule(self) -> Threshold:
-        """Return which guesses count."""
+        """Build the rule that selects the pseudo-labels that are used."""
         return Threshold(self.thresholding, self.threshold, self.threshold_decay)
 
     def __post_init__(self) -> None:
@@ -121,71 +142,93 @@ class FedMatch:
         check_minimum(self, 1, "interval")
 
     def requirements(self, norm: str) -> Requirements:
-        reason = "the halves of the parameters have weights of their own, and helpers are single clients' models"
+        reason = "the two halves of the parameters are weighted differently, and helpers are single clients' models"
         return Requirements(reason=reason, label_locations=ALL_LABEL_LOCATIONS, personal=True, period=self.interval)
 
     def client_updates(self, task: Task) -> Mapping[str, ClientUpdate]:
-        return {"train": Disjoint(task, self, self._due(task)), "serve": FedMatchClient(task, self)}
+        return {
+            "train": FedMatchClient(task, self, self._helpers_in_round(task)),
+            "serve": FedMatchServerUpdate(task, self),
+        }
 
     def start(self, task: Task, model: Tree) -> Tree:
         psi = tree.map(lambda leaf: leaf * self.psi_start, kernels(model["params"]))
         return {"sigma": model["params"], "psi": psi, "stats": model["stats"]}
 
     def round(self, task: Task, server: Tree, federation: Federation) -> Tree:
-        """Teach sigma where the server has labels, let the cohort train, average the parts, embed who came back."""
+        """Train sigma if the server has labels, let the cohort train, average both halves, store the cohort's psi."""
         broadcast = {"sigma": server["sigma"], "psi": server["psi"], "stats": server.get("stats", {})}
         if federation.labeled:
             broadcast = {**broadcast, **federation.query_server("serve", broadcast).update}
-        each = self._nearest(broadcast["psi"], federation) if self._due(task) else None
-        upload = federation.query("train", broadcast, each)
-        for place, client in enumerate(to_ints(federation.responders) if self.helpers else ()):
-            federation.state_store.put(f"psi-{client}", tree.index(upload.update["psi"], place))
-            federation.state_store.put(f"embedding-{client}", {"vector": upload.aux["embedding"][place]})
+        per_client = None
+        if self._helpers_in_round(task):
+            per_client = self._nearest_helpers(broadcast["psi"], federation)
+        upload = federation.query("train", broadcast, per_client)
+        if self.helpers:
+            for index, client in enumerate(to_ints(federation.responders)):
+                federation.state_store.put(f"psi-{client}", tree.index(upload.update["psi"], index))
+                federation.state_store.put(f"embedding-{client}", {"vector": upload.aux["embedding"][index]})
+        # sigma counts for clients with labels only, psi and the statistics for all.
         sigma = average_uploads(Upload({"sigma": upload.update["sigma"]}, upload.aux["labels"]), broadcast)
-        return {
-            **sigma,
-            **average_uploads(upload._replace(update={name: upload.update[name] for name in ("psi", "stats")})),
-        }
+        psi_and_stats = {name: upload.update[name] for name in ("psi", "stats")}
+        return {**sigma, **average_uploads(upload._replace(update=psi_and_stats))}
 
     def solution(self, task: Task, server: Tree) -> Tree:
-        params = composed(server["sigma"], cut(server["psi"], self.l1_threshold))
+        params = add_halves(server["sigma"], cut(server["psi"], self.l1_threshold))
         return {"params": params, "stats": server.get("stats", {})}
 
-    def _due(self, task: Task) -> int:
-        """Return how many helpers come in the task's round: all or none."""
+    def _helpers_in_round(self, task: Task) -> int:
+        """Compute the number of helpers that are sent in the task's round: all or none."""
         return 0 if (task.round + 1) % self.interval else self.helpers
 
-    def _nearest(self, psi: Tree, federation: Federation) -> Tree:
-        """Return the helpers of each client of the cohort: psi, leaves (K, H, ...), and who is "there", (K, H)."""
-        state_store, vectors = federation.state_store, dict[int, Tensor]()
+    def _nearest_helpers(self, psi: Tree, federation: Federation) -> Tree:
+        """Collect the helpers of each client of the cohort.
+
+        Returns:
+            "helpers": psi, leaves (K, H, ...), zeros for missing helpers; "there": 1 for those that exist, (K, H).
+        """
+        state_store = federation.state_store
+        embeddings: dict[int, Tensor] = {}
         for key in state_store.keys():  # noqa: SIM118
             if key.startswith("embedding-"):
-                vectors[int(key.removeprefix("embedding-"))] = (state_store.get(key) or {})["vector"]
-        neighbors = [nearest(vectors, client, self.helpers) for client in to_ints(federation.cohort)]
-        nobody = tree.zeros_like(psi)
-        there = torch.tensor([[float(k < len(own)) for k in range(self.helpers)] for own in neighbors])
-        trees = [
-            tree.stack([state_store.get(f"psi-{k}") or nobody for k in own] + [nobody] * (self.helpers - len(own)))
-            for own in neighbors
-        ]
-        return {"helpers": tree.stack(trees), "there": there.to(next(tree.leaves(psi)))}
+                embeddings[int(key.removeprefix("embedding-"))] = (state_store.get(key) or {})["vector"]
+        missing = tree.zeros_like(psi)
+        trees: list[Tree] = []
+        exists: list[list[float]] = []
+        for client in to_ints(federation.cohort):
+            neighbors = nearest_clients(embeddings, client, self.helpers)
+            found = [state_store.get(f"psi-{neighbor}") or missing for neighbor in neighbors]
+            # All clients get H trees, so that the cohort's can be stacked.
+            trees.append(tree.stack(found + [missing] * (self.helpers - len(found))))
+            exists.append([float(k < len(found)) for k in range(self.helpers)])
+        return {"helpers": tree.stack(trees), "there": torch.tensor(exists).to(next(tree.leaves(psi)))}
 
 
-def nearest(vectors: dict[int, Tensor], client: int, count: int) -> list[int]:
-    """Return up to `count` other clients by the distance of their embeddings (C,); none for a client without one."""
-    if client not in vectors:
+def nearest_clients(embeddings: dict[int, Tensor], client: int, count: int) -> list[int]:
+    """List the other clients with the nearest embeddings.
+
+    Args:
+        embeddings: embedding (C,) of each client that has trained.
+        client: the client whose neighbors are wanted.
+        count: the largest number of neighbors.
+
+    Returns:
+        Clients, the nearest first, ties by number; empty for a client without an embedding.
+    """
+    if client not in embeddings:
         return []
-    away = {
-        other: float(euclidean_norm(vector - vectors[client])) for other, vector in vectors.items() if other != client
-    }
-    return sorted(away, key=lambda other: (away[other], other))[:count]
+    distances: dict[int, float] = {}
+    for other, embedding in embeddings.items():
+        if other != client:
+            distances[other] = float(euclidean_norm(embedding - embeddings[client]))
+    return sorted(distances, key=lambda other: (distances[other], other))[:count]
 
 
 @dataclass(frozen=True)
-class FedMatchClient(ClientUpdate):
-    """The server's own training: sigma on its labels.
+class FedMatchServerUpdate(ClientUpdate):
+    """The server's training: sigma on its labels.
 
-    broadcast: sigma, psi, stats.  upload: sigma, stats.  Nothing is remembered.
+    broadcast: sigma, psi, stats.  memory: none.  upload: sigma, stats.
     """
 
     options: FedMatch = FedMatch()
@@ -210,7 +253,7 @@ class FedMatchClient(ClientUpdate):
 
 
 @dataclass(frozen=True)
-class Disjoint(ClientUpdate):
+class FedMatchClient(ClientUpdate):
     """The client of FedMatch in a round with `helpers` helpers: sigma's step, then psi's."""
 
     options: FedMatch = FedMatch()
@@ -218,35 +261,38 @@ class Disjoint(ClientUpdate):
 
     @property
     def requirements(self) -> UpdateRequirements:
-        o = self.options
-        sweep = (o.view,) if o.debias or o.rule.needs_all_rows else ()
+        options = self.options
+        predicts_all_rows = options.debias or options.rule.needs_all_rows
         aux = {"embedding": Aux(), "labels": Aux(values="mark"), "changed": Aux(values="count")}
         upload_spec = UploadSpec(("sigma", "psi", "stats"), weight="one", aux=aux)
         return UpdateRequirements(
-            (o.view, "strong"),
-            precomputed_views=sweep,
+            (options.view, "strong"),
+            precomputed_views=(options.view,) if predicts_all_rows else (),
             masks_padding=True,
-            row_memory=o.rule.row_memory,
+            row_memory=options.rule.row_memory,
             upload_spec=upload_spec,
         )
 
     def initial_memory(self, broadcast: Tree, generator: torch.Generator) -> Tree:
         state = self.options.rule.initial_memory(self.task.network.classes, next(tree.leaves(broadcast["psi"])))
-        first = {"thresholds": state} if state else {}
+        thresholds = {"thresholds": state} if state else {}
         if self.options.delta_threshold is None:
-            return first
-        parts = {name: tree.zeros_like(broadcast[name]) for name in ("sigma", "psi")}
+            return thresholds
+        model = {name: tree.zeros_like(broadcast[name]) for name in ("sigma", "psi")}
+        # "met" is 1 from the second update on: before it, the zeros are not a model that the client has received.
         met = torch.zeros((), dtype=torch.float64, device=next(tree.leaves(broadcast["psi"])).device)
-        return {**first, **parts, "met": met}
+        return {**thresholds, **model, "met": met}
 
     def begin(self, broadcast: Tree, memory: Tree, data: ClientData) -> Tree:
         received = {name: broadcast[name] for name in ("sigma", "psi")}
-        changed = {name: changes(part, part, -1.0) for name, part in received.items()}
+        changed = {name: count_changes(half, half, -1.0) for name, half in received.items()}
         if "met" in memory:
+            # Both outcomes are computed and one is selected: a branch on a tensor would forbid vmap over clients.
             met = memory["met"] > 0
-            some = {name: changes(memory[name], part, self._delta) for name, part in received.items()}
-            fresh = {name: patched(memory[name], part, self._delta) for name, part in received.items()}
-            changed, received = tree.select(met, some, changed), tree.select(met, fresh, received)
+            patch_counts = {name: count_changes(memory[name], half, self._delta) for name, half in received.items()}
+            patched = {name: apply_changes(memory[name], half, self._delta) for name, half in received.items()}
+            changed = tree.select(met, patch_counts, changed)
+            received = tree.select(met, patched, received)
         carry = {**received, "received": received, "changed": changed, "stats": broadcast["stats"]}
         carry["optimizer"] = self.task.optimizer.init(received["sigma"])
         carry["psi_optimizer"] = self.task.optimizer.init(received["psi"])
@@ -254,21 +300,23 @@ class Disjoint(ClientUpdate):
         carry["thresholds"] = {} if rule.needs_all_rows else rule.begin(memory.get("thresholds", {}), data)
         if self.requirements.precomputed_views:
             views = data.views[self.options.view]
-            guess = predict_all_rows(self.task, composed(**received), broadcast["stats"], views, data.u_real)
-            carry["prior"] = mean_prediction(guess, data.u_real)
+            params = add_halves(**received)
+            logits = predict_all_rows(self.task, params, broadcast["stats"], views, data.u_real)
+            carry["prior"] = mean_prediction(logits, data.u_real)
             if rule.needs_all_rows:
-                guess = debias_logits(guess, carry["prior"]) if self.options.debias else guess
-                carry["thresholds"] = rule.begin({}, data, guess.softmax(-1))
+                logits = debias_logits(logits, carry["prior"]) if self.options.debias else logits
+                carry["thresholds"] = rule.begin({}, data, logits.softmax(-1))
         return carry
 
     def step(self, broadcast: Tree, carry: Tree, batch: Batch) -> tuple[Tree, StepMetrics]:
         """Take sigma's step, if there are labeled images, then psi's with the new sigma."""
         labeled = torch.zeros((), dtype=next(tree.leaves(carry["psi"])).dtype, device=batch.u_rows.device)
         if len(batch.x):
-            taught, labeled = labeled_step(self.task, self.options.labeled_weight, carry, carry["psi"], batch)
-            carry = taught if batch.x_real is None else tree.select(batch.x_real.any(), taught, carry)
-        helped = self._ask_helpers(broadcast, carry, batch)
-        gradient, loss, aux = grad_and_value(self._loss, carry["psi"], carry, batch, *helped)
+            trained, labeled = labeled_step(self.task, self.options.labeled_weight, carry, carry["psi"], batch)
+            # A minibatch of padding only must not move sigma, not even by momentum or weight decay.
+            carry = trained if batch.x_real is None else tree.select(batch.x_real.any(), trained, carry)
+        helper_logits, helper_exists = self._query_helpers(broadcast, carry, batch)
+        gradient, loss, aux = grad_and_value(self._loss, carry["psi"], carry, batch, helper_logits, helper_exists)
         moments, pseudo, samples, state = aux
         psi, optimizer = self.task.optimizer.step(carry["psi"], gradient, carry["psi_optimizer"])
         stats = reduce(track, moments, carry["stats"])
@@ -276,132 +324,156 @@ class Disjoint(ClientUpdate):
         return {**carry, **new}, StepMetrics(labeled + loss, samples, pseudo)
 
     def finish(self, broadcast: Tree, carry: Tree, data: ClientData) -> tuple[Upload, Tree]:
-        received, labels = carry["received"], (data.labeled > 0).double()
+        received = carry["received"]
+        labels = (data.labeled > 0).double()
         new = {"sigma": carry["sigma"], "psi": cut(carry["psi"], self.options.l1_threshold)}
-        there = dict(carry["changed"])
+        down_counts = dict(carry["changed"])
         if self.helpers:
             helpers = [tree.index(broadcast["helpers"], k) for k in range(self.helpers)]
-            there["helpers"] = torch.stack([changes(received["psi"], each, self._delta) for each in helpers])
-        back = {name: changes(received[name], new[name], self._delta) for name in new}
-        upload = {name: patched(received[name], new[name], self._delta) for name in new}
-        image = self.task.normalize(noise(data.u)).to(data.u.device)
-        embedding = self.task.network.predict(composed(**upload), carry["stats"], image)[0].softmax(-1)
-        aux = {"embedding": embedding, "labels": labels, "changed": {"down": there, "up": back}}
+            counts = [count_changes(received["psi"], helper, self._delta) for helper in helpers]
+            down_counts["helpers"] = torch.stack(counts)
+        up_counts = {name: count_changes(received[name], new[name], self._delta) for name in new}
+        upload = {name: apply_changes(received[name], new[name], self._delta) for name in new}
+        image = self.task.normalize(noise_image(data.u)).to(data.u.device)
+        embedding = self.task.network.predict(add_halves(**upload), carry["stats"], image)[0].softmax(-1)
+        aux = {"embedding": embedding, "labels": labels, "changed": {"down": down_counts, "up": up_counts}}
         memory = {} if self.options.delta_threshold is None else {**upload, "met": torch.ones_like(labels)}
         if self.options.rule.has_memory:
             memory = {"thresholds": carry["thresholds"], **memory}
         return Upload({**upload, "stats": carry["stats"]}, torch.ones_like(labels), aux), memory
 
     def passes(self, labeled: int, unlabeled: int) -> Passes:
+        # The pseudo-labeled view is differentiated for the helpers' term, or because it shares the strong view's pass.
         shared = self.task.labeling == "batch" and self.task.statistics == "joint"
-        taught = 2 if self.helpers or shared else 1
-        return Passes(labeled + (2 + self.helpers) * unlabeled, labeled + taught * unlabeled)
+        differentiated = 2 if self.helpers or shared else 1
+        return Passes(labeled + (2 + self.helpers) * unlabeled, labeled + differentiated * unlabeled)
 
     def images_outside_steps(self, labeled: int, unlabeled: int) -> int:
+        # The noise image, and all unlabeled rows if they are predicted once.
         return 1 + (unlabeled if self.requirements.precomputed_views else 0)
 
     def traffic(self, broadcast: Tree, upload: Upload) -> tuple[int, int]:
-        counts, parts = upload.aux["changed"], ("sigma", "psi")
-        there = tree.nbytes(broadcast["stats"]) + sum(
-            self._wire(broadcast[name], counts["down"][name]) for name in parts
-        )
-        there += sum(
-            self._wire(tree.index(broadcast["helpers"], k), counts["down"]["helpers"][k])
-            for k in range(self.helpers)
-            if broadcast["there"][k] > 0
-        )
-        back = tree.nbytes(upload.update["stats"]) + upload.aux["embedding"].nbytes
-        taught = parts if upload.aux["labels"] > 0 else ("psi",)
-        return there, back + sum(self._wire(upload.update[name], counts["up"][name]) for name in taught)
+        counts = upload.aux["changed"]
+        down_bytes = tree.nbytes(broadcast["stats"])
+        for name in ("sigma", "psi"):
+            down_bytes += self._wire_bytes(broadcast[name], counts["down"][name])
+        for k in range(self.helpers):
+            if broadcast["there"][k] > 0:
+                down_bytes += self._wire_bytes(tree.index(broadcast["helpers"], k), counts["down"]["helpers"][k])
+        up_bytes = tree.nbytes(upload.update["stats"]) + upload.aux["embedding"].nbytes
+        # Without labels sigma has not changed, and the server ignores it.
+        trained = ("sigma", "psi") if upload.aux["labels"] > 0 else ("psi",)
+        for name in trained:
+            up_bytes += self._wire_bytes(upload.update[name], counts["up"][name])
+        return down_bytes, up_bytes
 
     @property
     def _delta(self) -> float:
-        """Return how far an entry has to move to travel; -1 where all do."""
+        """Change above which an entry is sent; -1 sends all."""
         return -1.0 if self.options.delta_threshold is None else self.options.delta_threshold
 
-    def _wire(self, whole: Tree, count: Tensor) -> int:
-        """Return the bytes of `count` entries of a tree, each with an index, or of the whole tree if that is less."""
-        entry = tree.nbytes(whole) // tree.numel(whole) + INDEX_BYTES
-        return min(tree.nbytes(whole), int(count) * entry)
+    def _wire_bytes(self, full: Tree, count: Tensor) -> int:
+        """Count the bytes of `count` entries of a tree, each with an index, or of the full tree if that is less."""
+        entry_bytes = tree.nbytes(full) // tree.numel(full) + INDEX_BYTES
+        return min(tree.nbytes(full), int(count) * entry_bytes)
 
-    def _loss(self, psi: Tree, carry: Tree, batch: Batch, *helped: Tensor) -> tuple[Tensor, tuple[Any, ...]]:
-        """Return L_u(psi), and (moments, pseudo-labels, samples)."""
-        o = self.options
-        strong, quiet, moments = self._outputs(composed(carry["sigma"], psi), carry["stats"], batch)
-        own = debias_logits(quiet.detach(), carry["prior"]) if o.debias else quiet.detach()
-        (label, confidence, used), state = o.rule.pseudo_label(
-            own.softmax(-1), batch.u_rows, carry["thresholds"], batch.u_real
+    def _loss(
+        self, psi: Tree, carry: Tree, batch: Batch, helper_logits: Tensor | None, helper_exists: Tensor | None
+    ) -> tuple[Tensor, tuple[Any, ...]]:
+        """Compute L_u(psi), and (moments, pseudo-labels, samples, state of the thresholds)."""
+        options = self.options
+        # sigma is a constant here, so that unlabeled images do not train it.
+        strong, plain, moments = self._outputs(add_halves(carry["sigma"], psi), carry["stats"], batch)
+        target = debias_logits(plain.detach(), carry["prior"]) if options.debias else plain.detach()
+        (label, confidence, used), state = options.rule.pseudo_label(
+            target.softmax(-1), batch.u_rows, carry["thresholds"], batch.u_real
         )
-        each = torch.zeros_like(used)
-        if self.helpers:
-            logits, there = helped
-            share = there / there.sum().clamp_min(1)
-            each = o.consistency_weight * (share[:, None] * divergence(logits, quiet)).sum(0)
-            label = vote(label, logits.argmax(-1), there, logits.shape[-1], o.ties)
-        each = each + o.unlabeled_weight * F.cross_entropy(strong, label, reduction="none")
-        count = used.sum().clamp_min(1) if o.mean == "used" else padding.count(used, batch.u_real)
-        far = tree.squared_norm(tree.map(torch.sub, psi, carry["sigma"]))
-        penalty = o.l2_weight * far + o.l1_weight * tree.sum_scalars(leaf.abs().sum() for leaf in tree.leaves(psi))
+        losses = torch.zeros_like(used)
+        if helper_logits is not None and helper_exists is not None:
+            share = helper_exists / helper_exists.sum().clamp_min(1)
+            losses = options.consistency_weight * (share[:, None] * divergence(helper_logits, plain)).sum(0)
+            label = vote(
+                label, helper_logits.argmax(-1), helper_exists, classes=helper_logits.shape[-1], ties=options.ties
+            )
+        losses = losses + options.unlabeled_weight * F.cross_entropy(strong, label, reduction="none")
+        count = used.sum().clamp_min(1) if options.mean == "used" else padding.count(used, batch.u_real)
+        squared_distance = tree.squared_norm(tree.map(torch.sub, psi, carry["sigma"]))
+        absolute_sum = tree.sum_scalars(leaf.abs().sum() for leaf in tree.leaves(psi))
+        penalty = options.l2_weight * squared_distance + options.l1_weight * absolute_sum
         pseudo = (PseudoLabels(label, confidence, used),)
-        return (each * used).sum() / count + penalty, (moments, pseudo, {"penalty": weighted_metric(penalty)}, state)
+        return (losses * used).sum() / count + penalty, (moments, pseudo, {"penalty": weighted_metric(penalty)}, state)
 
-    def _outputs(self, theta: Tree, stats: Tree, batch: Batch) -> tuple[Tensor, Tensor, list[Tree]]:
-        """Return the logits (b, classes) of strong and guessed view, and the moments."""
-        network, joint = self.task.network, self.task.statistics == "joint"
-        strong, view, real = batch.u["strong"], batch.u[self.options.view], batch.masks(2)[1:]
+    def _outputs(self, params: Tree, stats: Tree, batch: Batch) -> tuple[Tensor, Tensor, list[Tree]]:
+        """Compute the logits (b, classes) of the strong view and of the pseudo-labeled one, and the moments."""
+        network = self.task.network
+        joint = self.task.statistics == "joint"
+        strong = batch.u["strong"]
+        plain = batch.u[self.options.view]
+        real = batch.masks(2)[1:]
+        # Only the helpers' term differentiates the pseudo-labeled view; without it no graph is recorded for that view.
         if self.task.labeling == "running":
-            (loud,), _, moments = forward(network, theta, joint, (strong,), real=real[:1])
+            (strong_logits,), _, moments = forward(network, params, joint, (strong,), real=real[:1])
             with torch.set_grad_enabled(bool(self.helpers)):
-                return loud, network.predict(theta, stats, view), moments
+                return strong_logits, network.predict(params, stats, plain), moments
         if self.helpers:
-            (loud, quiet), _, moments = forward(network, theta, joint, (strong, view), real=real)
+            (strong_logits, plain_logits), _, moments = forward(network, params, joint, (strong, plain), real=real)
         else:
-            (loud,), (quiet,), moments = forward(network, theta, joint, (strong,), (view,), real)
-        return loud, quiet, moments
+            (strong_logits,), (plain_logits,), moments = forward(network, params, joint, (strong,), (plain,), real)
+        return strong_logits, plain_logits, moments
 
     @torch.no_grad()
-    def _ask_helpers(self, broadcast: Tree, carry: Tree, batch: Batch) -> tuple[Tensor, ...]:
-        """Return the helpers' logits (H, b, classes) and who is there (H,); nothing in a round without them."""
+    def _query_helpers(self, broadcast: Tree, carry: Tree, batch: Batch) -> tuple[Tensor | None, Tensor | None]:
+        """Compute the helpers' logits (H, b, classes), and a mask of those that exist (H,); None without helpers."""
         if not self.helpers:
-            return ()
-        view, received = batch.u[self.options.view], carry["received"]
-        helpers = patched(received["psi"], broadcast["helpers"], self._delta)
-        models = [composed(received["sigma"], tree.index(helpers, k)) for k in range(self.helpers)]
-        logits = [predict_with_teacher(self.task, theta, carry["stats"], view, batch.u_real) for theta in models]
+            return None, None
+        view = batch.u[self.options.view]
+        received = carry["received"]
+        # Helpers are sent sparsely, too: the client's received psi has the entries that are not sent.
+        helpers = apply_changes(received["psi"], broadcast["helpers"], self._delta)
+        logits: list[Tensor] = []
+        for k in range(self.helpers):
+            params = add_halves(received["sigma"], tree.index(helpers, k))
+            logits.append(predict_with_teacher(self.task, params, carry["stats"], view, batch.u_real))
         return torch.stack(logits), broadcast["there"].to(view.dtype)
 
 
-def composed(sigma: Tree, psi: Tree) -> Tree:
-    """Return theta: sigma + psi, where there is a psi."""
-    theta: Tree = {}
-    for name, part in sigma.items():
-        if isinstance(part, dict):
-            part = composed(cast(Tree, part), psi.get(name, {}))
-        theta[name] = part + psi[name] if name in psi and not isinstance(part, dict) else part
-    return theta
+def add_halves(sigma: Tree, psi: Tree) -> Tree:
+    """Compute the network's parameters: sigma + psi for kernels, sigma for all others."""
+    params: Tree = {}
+    for name, node in sigma.items():
+        if isinstance(node, dict):
+            params[name] = add_halves(cast(Tree, node), psi.get(name, {}))
+        else:
+            params[name] = node + psi[name] if name in psi else node
+    return params
 
 
 def cut(psi: Tree, threshold: float) -> Tree:
-    """Return psi without its entries up to `threshold`."""
+    """Set the entries of psi whose absolute value is at most `threshold` to 0."""
     return tree.map(lambda leaf: torch.where(leaf.abs() <= threshold, 0.0, leaf), psi)
 
 
-def patched(old: Tree, new: Tree, threshold: float) -> Tree:
-    """Return `old` with the entries of `new` that are further away than `threshold`, or that are no numbers."""
+def apply_changes(old: Tree, new: Tree, threshold: float) -> Tree:
+    """Replace the entries of `old` that differ from `new` by more than `threshold`, or where the difference is NaN."""
+    # `<=` is False for NaN: a diverged model reaches the other side instead of disappearing.
     return tree.map(lambda a, b: torch.where((b - a).abs() <= threshold, a, b), old, new)
 
 
-def changes(old: Tree, new: Tree, threshold: float) -> Tensor:
-    """Return how many entries `patched` takes over, as float64."""
+def count_changes(old: Tree, new: Tree, threshold: float) -> Tensor:
+    """Count the entries that `apply_changes` replaces, () float64."""
     pairs = zip(tree.leaves(old), tree.leaves(new), strict=True)
     return tree.sum_scalars((~((b - a).abs() <= threshold)).sum().double() for a, b in pairs)
 
 
 def labeled_step(task: Task, weight: float, carry: Tree, psi: Tree, batch: Batch) -> tuple[Tree, Tensor]:
-    """Return the carry after a step of "sigma" on weight * CE(y, f(x; sigma + psi)), and that loss."""
+    """Take a step of "sigma" on L_s = weight * CE(y, f(x; sigma + psi)).
+
+    Returns:
+        The carry after the step, and the loss ().
+    """
 
     def loss(sigma: Tree) -> tuple[Tensor, Tree]:
-        logits, moments = task.network.train(composed(sigma, psi), batch.x, real=batch.x_real)
+        logits, moments = task.network.train(add_halves(sigma, psi), batch.x, real=batch.x_real)
         return weight * labeled_cross_entropy(logits, batch.y, batch.x_real), moments
 
     gradient, value, moments = grad_and_value(loss, carry["sigma"])
@@ -409,20 +481,33 @@ def labeled_step(task: Task, weight: float, carry: Tree, psi: Tree, batch: Batch
     return {**carry, "sigma": sigma, "optimizer": optimizer, "stats": track(carry["stats"], moments)}, value
 
 
-def vote(own: Tensor, others: Tensor, there: Tensor, classes: int, ties: Literal["first", "own"]) -> Tensor:
-    """Return the class (b,) that most of own (b,) and others (H, b) name; `there` (H,) says which of these vote."""
-    names = torch.arange(classes, device=own.device)
-    mine = (own[..., None] == names).to(there.dtype)
-    votes = mine + (there[:, None, None] * (others[..., None] == names)).sum(0)
-    return (votes + 0.5 * mine if ties == "own" else votes).argmax(-1)
+def vote(label: Tensor, helper_labels: Tensor, exists: Tensor, classes: int, ties: Literal["first", "own"]) -> Tensor:
+    """Compute the majority vote of a client and its helpers.
+
+    Args:
+        label: the client's class for each image, (b,).
+        helper_labels: the helpers' classes, (H, b).
+        exists: 1 for helpers that vote, 0 for missing ones, (H,).
+        classes: number of classes.
+        ties: class that wins among equally many votes: the "first" by number, or the client's "own".
+
+    Returns:
+        The winning classes, (b,).
+    """
+    numbers = torch.arange(classes, device=label.device)
+    client_vote = (label[..., None] == numbers).to(exists.dtype)
+    votes = client_vote + (exists[:, None, None] * (helper_labels[..., None] == numbers)).sum(0)
+    # Half a vote more decides ties and nothing else; `argmax` resolves the others to the lowest class.
+    return (votes + 0.5 * client_vote if ties == "own" else votes).argmax(-1)
 
 
-def noise(like: Tensor) -> Tensor:
-    """Return the one image that models are compared on, uint8 (1, C, H, W) for images `like` (n, C, H, W).
+def noise_image(like: Tensor) -> Tensor:
+    """Draw the image on which models are compared, uint8 (1, C, H, W) for images `like` (n, C, H, W).
 
-    Normal pixels of mean and deviation 125, cut at 0 and 255: always the same ones, and no part of a run's randomness.
+    Its pixels are normal with mean and standard deviation 125, truncated to 0..255. They are the same in every run.
     """
     shape = tuple(like.shape[-3:])
+    # Inverse-transform sampling of the truncated normal: uniform between the two edges' quantiles.
     uniform = tensor_from_numpy(np.random.Generator(np.random.PCG64(0)).random((1, *shape)))
     low, high = (normal_cdf(torch.tensor((edge - 125) / 125, dtype=torch.float64)) for edge in (0.0, 255.0))
     pixels = 125 + 125 * normal_quantile(low + (high - low) * uniform)
@@ -431,8 +516,8 @@ def noise(like: Tensor) -> Tensor:
 
 ROWS = (
     MethodEntry("fedmatch", "FedMatch", "FedMatch, ICLR 2021",
-                "one half of the parameters learns from labels, the other from guesses that similar clients share",
+                "half of the parameters learns from labels, half from pseudo-labels that similar clients vote on",
                 FedMatch()),
     MethodEntry("fedmatch-feddpl", "FedMatch + FedDPL", "FedMatch, ICLR 2021; FedDB, IJCAI 2024",
-                "FedMatch with its own guesses divided by each client's mean prediction", FedMatch(debias=True)),
+                "FedMatch with each client's predictions divided by their mean", FedMatch(debias=True)),
 )  # fmt: skip

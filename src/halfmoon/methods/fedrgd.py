@@ -1,28 +1,28 @@
 """FedRGD, also SSFL (Zhang et al., IEEE BigData 2021): FixMatch at the clients, and averages of random groups.
 
-The round's clients fall into `groups` groups at random. Each group is averaged by itself, with plain means, and the
+The round's clients are divided into `groups` random groups. Each group is averaged with equal weights, and the groups'
 means are averaged:
 
     w_s = (w_server,s + sum_{k in s} w_k) / (|s| + 1),    w = (1/S) sum_s w_s.
 
-w_server,s is a copy of the server's model that it trains on its own labels in the same round, one for each group. Where
-the labels lie at the clients there is no such copy, and w_s = mean_{k in s} w_k. The third ingredient is GroupNorm in
-place of batch normalization: that is the network's `norm` = "group", which a configuration has to set.
+w_server,s is a copy of the server's model that the server trains on its labels in the same round, one for each group.
+With labels at the clients there is no such copy, and w_s = mean_{k in s} w_k. The third ingredient is GroupNorm in
+place of batch normalization: the network's `norm` = "group", which a configuration has to set.
 
 server: params, stats and tensors of the objective; with `return_group` also groups, leaves (S, ...).  broadcast:
 params, stats and tensors of the objective, of the mean or of the client's group.  memory: with `keep_optimizer`, the
 optimizer's state.  upload: the trained broadcast.
 
-With labels at clients, groups of equal size and one model for all, this is FedAvg with equal weights. What is then
-left of the method is GroupNorm, and, in the authors' code, that users go on from their group's mean while only server
-copies see the mean over groups: `return_group`. The default is the plain reading that the tables of later papers need;
-their own code for labels at clients does not run as it was published. Theirs is a few clients that are always there;
-where a cohort is drawn, "their group's mean" goes to the group that a client falls into next. Further departures:
-- Groups follow a hash of round and client: the same for every seed, for a method draws no random number.
+With labels at clients, groups of equal size and one model for all, this is FedAvg with equal weights. GroupNorm then
+remains of the method, and, in the authors' code, that clients start from their group's mean while only the server's
+copies start from the mean over groups: `return_group`. The default is the reading that tables of later papers need; the
+authors' code for labels at clients does not run as published. It has few clients, which are in every round. With a
+drawn cohort, a client starts from the mean of the group that it is assigned to next. Further departures:
+- Groups follow a hash of round and client: the same for every seed, as a method draws no random numbers.
 - Batch-normalization statistics, which GroupNorm does not have, are averaged like parameters.
-- Momentum survives the averaging there; here it does with `keep_optimizer`.
+- Momentum survives the averaging in the authors' code; here it does with `keep_optimizer`.
 
-SemiFL's tables have a version of their own, which is that method's loop with the weights of two groups:
+SemiFL's tables have another version, which is that method's loop with the weights of two groups:
 `halfmoon.methods.semifl`, `server_share`.
 """
 
@@ -45,11 +45,16 @@ from halfmoon.methods.objectives.pseudo_labeling import refuse_average_teacher
 
 @dataclass(frozen=True)
 class FedRGD:
-    """FedRGD around FixMatch, with `groups` random groups (the paper: 2 for 10 or 20 clients, 3 for 30, 5 for 47).
+    """FedRGD with FixMatch as the clients' objective.
 
-    `return_group`: whether a client starts from the mean of the group that it falls into, or from the mean over groups.
-    `keep_optimizer`: whether a client's momentum lives on between its rounds; a copy at the server begins afresh.
-    Raises `UserError` without a group, or for an average of the server's models as teacher: there are groups' means.
+    Attributes:
+        objective: the clients' objective.
+        groups: number of random groups (the paper: 2 for 10 or 20 clients, 3 for 30, 5 for 47).
+        return_group: whether a client starts from the mean of its group, instead of the mean over groups.
+        keep_optimizer: whether clients keep their momentum between rounds; the server's copies never do.
+
+    Raises:
+        UserError: without a group, or for an average of the server's models as teacher: the groups have several models.
     """
 
     objective: FixMatch = field(default_factory=FixMatch)
@@ -77,42 +82,44 @@ class FedRGD:
         return {**model, "groups": tree.stack([model] * self.groups)} if self.return_group else model
 
     def round(self, task: Task, server: Tree, federation: Federation) -> Tree:
-        """Let the cohort and a copy of the server's model for each group train, and average twice."""
-        model: Tree = {"stats": {}, **{name: part for name, part in server.items() if name != "groups"}}
-        group = grouped(to_ints(federation.cohort), task.round, self.groups)
+        """Let the cohort train, and a copy of the server's model for each group; average within, then over groups."""
+        model: Tree = {"stats": {}, **{name: section for name, section in server.items() if name != "groups"}}
+        group_of = assign_groups(to_ints(federation.cohort), task.round, self.groups)
         if self.return_group:
             starts: Tree = {"stats": {}, **server["groups"]}
-            mine = torch.tensor([group[k] for k in to_ints(federation.cohort)])
-            upload = federation.query("train", {}, tree.map(lambda leaf: leaf[mine], starts))
+            group_indices = torch.tensor([group_of[client] for client in to_ints(federation.cohort)])
+            upload = federation.query("train", {}, tree.map(lambda leaf: leaf[group_indices], starts))
         else:
             starts = tree.stack([model] * self.groups)
             upload = federation.query("train", model)
-        answered = [group[k] for k in to_ints(federation.responders)]
+        responder_groups = [group_of[client] for client in to_ints(federation.responders)]
         means: list[Tree] = []
         for number in range(self.groups):
-            members = [tree.index(upload.update, place) for place, own in enumerate(answered) if own == number]
+            members = [tree.index(upload.update, k) for k, group in enumerate(responder_groups) if group == number]
             if federation.labeled:
                 members.append(federation.query_server("serve", model).update)
-            means.append(mean([{name: each[name] for name in model} for each in members]))
-        there = [each for each in means if each]
-        new = mean(there)
+            # The model's sections in its order, so that the trees of clients and server can be stacked.
+            means.append(mean([{name: member[name] for name in model} for member in members]))
+        new = mean([group_mean for group_mean in means if group_mean])
         if not self.return_group:
             return new
-        # A group that nobody answered from goes on where it was.
-        return {**new, "groups": tree.stack([each or tree.index(starts, s) for s, each in enumerate(means)])}
+        # A group without a reply keeps its previous model.
+        groups = [group_mean or tree.index(starts, number) for number, group_mean in enumerate(means)]
+        return {**new, "groups": tree.stack(groups)}
 
     def solution(self, task: Task, server: Tree) -> Tree:
         return self.objective.solution({"stats": {}, **server})
 
 
-def grouped(cohort: Sequence[int], round: int, groups: int) -> dict[int, int]:
-    """Return the group of each client: by turns in the order of their hashes, so that sizes differ by one at most."""
+def assign_groups(cohort: Sequence[int], round: int, groups: int) -> dict[int, int]:
+    """Assign each client to a group, at random for each round, with group sizes that differ by at most one."""
+    # Sorting by a hash is a shuffle without random draws; the shuffled clients are dealt to the groups in turn.
     order = sorted(cohort, key=lambda client: rng.derive_seed(0, "fedrgd", round, client))
-    return {client: place % groups for place, client in enumerate(order)}
+    return {client: rank % groups for rank, client in enumerate(order)}
 
 
 def mean(trees: Sequence[Tree]) -> Tree:
-    """Return the plain mean of trees, {} of none."""
+    """Average trees with equal weights; return {} for no trees."""
     return tree.weighted_mean(tree.stack(trees), torch.ones(len(trees))) if trees else {}
 
 
@@ -120,6 +127,6 @@ ROWS = (
     MethodEntry("fedrgd", "FedRGD", "FedRGD (SSFL), IEEE BigData 2021",
                 "FixMatch, averaged in random groups; meant for norm = 'group'", FedRGD()),
     MethodEntry("fedrgd-feddpl", "FedRGD + FedDPL", "FedRGD (SSFL), IEEE BigData 2021; FedDB, IJCAI 2024",
-                "FedRGD with guesses divided by each client's mean prediction; meant for norm = 'group'",
+                "FedRGD with predictions divided by each client's mean prediction; meant for norm = 'group'",
                 FedRGD(FixMatch(debias=True))),
 )  # fmt: skip

@@ -1,24 +1,24 @@
-"""(FL)^2 (Lee et al., NeurIPS 2024): SemiFL for very few labels, by three changes, each of which has its switch.
+"""(FL)^2 (Lee et al., NeurIPS 2024): SemiFL for very few labels, by three changes, each of which can be switched off.
 
 As in `semifl`, clients label all their rows once with the received model under static batch normalization, and the
-server fine-tunes the average on its labels; nothing is mixed. With p the predictions on a client's rows,
+server fine-tunes the average on its labels. There is no mixing. With p the predictions on a client's rows,
 
-- `adaptive`: rows are kept where max p >= t q(label) / max q, t the mean of max p and q that of p over the client's
-  rows, in place of max p >= threshold (client-specific adaptive thresholding);
-- `sharpness`: the step leads down CE(f(strong), label) + sharpness_weight KL(f(strong) || f'(strong)), the second term
-  over rows with max p >= threshold alone; f' are weights from which the same rows' CE rises fastest, by ASAM (Kwon et
-  al. 2021): w + rho T^2 g / |T g| with T = |w| + eta for weights and 1 for biases. Its slope is taken at f', f is held
-  fixed (sharpness-aware consistency regularization);
-- `status_aware`: a client weighs 1 - t in the average, so that those which have learned less count for more.
+- `adaptive`: rows with max p >= t q(label) / max q are used, with t the mean of max p and q the mean of p over the
+  client's rows, instead of rows with max p >= threshold (client-specific adaptive thresholding);
+- `sharpness`: the loss is CE(f(strong), label) + sharpness_weight KL(f(strong) || f'(strong)), the second term over
+  rows with max p >= threshold only. f' is the network at weights that increase the CE of the same rows, by ASAM (Kwon
+  et al. 2021): w + rho T^2 g / |T g| with T = |w| + eta for weights and 1 for biases. The second term's gradient is
+  computed at f' with f constant (sharpness-aware consistency regularization);
+- `status_aware`: a client has the weight 1 - t in the average, so that clients that have learned less count more.
 
 server: params, stats, momentum.  broadcast: params, stats.  memory: the optimizer's state, at clients and server.
 upload: params, weight (1 - t, or 1; 0 if a client used no pseudo-label). For the statistics the model is sent once
 more, to all clients whose rows are counted (`batchnorm_stats`).
 
-Departures: the step count is the batch rule's, and clipping and schedule are the run's (the authors' code clips at 1
-and never takes a step of its cosine). Before the first round the server trains `warmup` times as long as in a round,
-theirs 10. With labels at the clients the first term takes in their labeled images, as in `semifl`; a client with labels
-that is sure of nothing learns from them alone.
+Departures: the batch rule sets the number of steps, and the run sets clipping and schedule (the authors' code clips at
+1 and never advances its cosine schedule). Before the first round the server trains `warmup` times as long as in a round
+(the authors' code: 10). With labels at the clients the first term includes their labeled images, as in `semifl`; a
+client with labels and without a confident row learns from its labels only.
 """
 
 from collections.abc import Mapping
@@ -64,10 +64,24 @@ from halfmoon.models import forward
 
 @dataclass(frozen=True)
 class FL2(ModelAveraging):
-    """(FL)^2 with the settings of the authors' code; `rho` is 0.1 (1.0 on CIFAR-100).
+    """(FL)^2 with the settings of the authors' code.
 
-    `adaptive`, `sharpness` and `status_aware` are its three parts. `sbn`: whose rows the statistics are counted over.
-    Raises `UserError` for a `warmup` below 0.
+    Attributes:
+        adaptive: use client-specific adaptive thresholds instead of `threshold`.
+        sharpness: use sharpness-aware consistency regularization.
+        status_aware: weight clients by 1 - their mean confidence.
+        threshold: confidence from which rows count in the sharpness term (and, without `adaptive`, at all).
+        rho: size of ASAM's step (the authors: 0.1, and 1.0 on CIFAR-100).
+        eta: added to the size of weights in ASAM.
+        unlabeled_weight: weight of the cross-entropy on pseudo-labels.
+        sharpness_weight: weight of the sharpness term.
+        warmup: number of times that the server trains before the first round.
+        server_momentum: momentum of the server's step towards the average.
+        sbn: rows that the batch-normalization statistics are estimated on.
+        keep_optimizer: whether clients and server keep the optimizer's state between rounds.
+
+    Raises:
+        UserError: for a negative `warmup`.
     """
 
     adaptive: bool = True
@@ -91,8 +105,8 @@ class FL2(ModelAveraging):
         return statistics_requirements(norm, self.sbn)
 
     def client_updates(self, task: Task) -> Mapping[str, ClientUpdate]:
-        own_labels = LocalTraining(task, Supervised(), keep_optimizer=self.keep_optimizer)
-        return {"train": SharpnessAware(task, self), "fine-tune": own_labels, "census": BatchNormStatistics(task)}
+        supervised = LocalTraining(task, Supervised(), keep_optimizer=self.keep_optimizer)
+        return {"train": FL2Client(task, self), "fine-tune": supervised, "census": BatchNormStatistics(task)}
 
     def start(self, task: Task, model: Tree) -> Tree:
         return {**model, "momentum": tree.zeros_like(model["params"])}
@@ -112,98 +126,126 @@ class FL2(ModelAveraging):
 
 
 @dataclass(frozen=True)
-class SharpnessAware(RoundLabelingClient):
-    """The client of (FL)^2."""
+class FL2Client(RoundLabelingClient):
+    """The client of (FL)^2: it labels its rows, then trains with sharpness-aware consistency."""
 
     options: FL2 = FL2()
 
     @property
     def requirements(self) -> UpdateRequirements:
-        keep, upload_spec = self.options.keep_optimizer, UploadSpec(("params",), (), "one")
         return UpdateRequirements(
-            ("strong",), precomputed_views=("weak",), masks_padding=True, keep_optimizer=keep, upload_spec=upload_spec
+            ("strong",),
+            precomputed_views=("weak",),
+            masks_padding=True,
+            keep_optimizer=self.options.keep_optimizer,
+            upload_spec=UploadSpec(("params",), (), "one"),
         )
 
     def begin(self, broadcast: Tree, memory: Tree, data: ClientData) -> Tree:
-        p = predict_with_running_stats(self.task, broadcast["params"], broadcast["stats"], data.views["weak"]).softmax(
-            -1
-        )
+        weak = data.views["weak"]
+        p = predict_with_running_stats(self.task, broadcast["params"], broadcast["stats"], weak).softmax(-1)
         rule = Threshold("fl2" if self.options.adaptive else "fixed", self.options.threshold)
         pseudo = rule.pseudo_label_all(p, {}, data.u_real)
+        # The learning status t: the mean confidence on the client's rows.
         status = padding.mean_or_zero(p.amax(-1), data.u_real)
         return {**super().begin(broadcast, memory, data), "status": status, "real": data.real, **pseudo._asdict()}
 
     def step(self, broadcast: Tree, carry: Tree, batch: Batch) -> tuple[Tree, StepMetrics]:
-        o, rows, params = self.options, batch.u_rows, carry["params"]
-        label, confidence, used = (carry[name][rows] for name in ("label", "confidence", "weight"))
-        used, real = padding.mask(used, batch.u_real), batch.masks(1)
-        hard = padding.mask((confidence >= o.threshold).to(used.dtype), batch.u_real)
-        network, joint = self.task.network, self.task.statistics == "joint"
+        """Take one step on the cross-entropy and, with `sharpness`, on the divergence from the perturbed network."""
+        options = self.options
+        params = carry["params"]
+        label = carry["label"][batch.u_rows]
+        confidence = carry["confidence"][batch.u_rows]
+        used = padding.mask(carry["weight"][batch.u_rows], batch.u_real)
+        confident = padding.mask((confidence >= options.threshold).to(used.dtype), batch.u_real)
+        real = batch.masks(1)
+        network = self.task.network
+        joint = self.task.statistics == "joint"
 
         def outputs(params: Tree) -> tuple[tuple[Tensor, Tensor], tuple[Any, ...]]:
             (labeled, strong), _, _ = forward(network, params, joint, (batch.x, batch.u["strong"]), real=real)
             return (labeled, strong), ()
 
-        def taught(z: Tree) -> tuple[Tensor, tuple[Any, ...]]:
-            mean = (cross_entropy_per_image(z["strong"], label) * used).sum() / used.sum().clamp_min(1)
-            return labeled_cross_entropy(z["labeled"], batch.y, batch.x_real) + o.unlabeled_weight * mean, ()
+        def training_loss(logits: Tree) -> tuple[Tensor, tuple[Any, ...]]:
+            mean = (cross_entropy_per_image(logits["strong"], label) * used).sum() / used.sum().clamp_min(1)
+            labeled_loss = labeled_cross_entropy(logits["labeled"], batch.y, batch.x_real)
+            return labeled_loss + options.unlabeled_weight * mean, ()
 
-        (labeled, strong), pull, _ = vjp(outputs, params)
-        cotangent, loss, _ = grad_and_value(taught, {"labeled": labeled, "strong": strong})
-        gradient = pull((cotangent["labeled"], cotangent["strong"]), o.sharpness)
+        # Two losses are differentiated through the same forward pass: this one and ASAM's. So the network is run once,
+        # and `backward` back-propagates the gradients of both losses in the logits.
+        (labeled, strong), backward, _ = vjp(outputs, params)
+        logit_gradient, loss, _ = grad_and_value(training_loss, {"labeled": labeled, "strong": strong})
+        # True keeps the recorded pass for the second call.
+        gradient = backward((logit_gradient["labeled"], logit_gradient["strong"]), options.sharpness)
         samples = {
             "kept": weighted_metric((carry["weight"] > 0).to(loss.dtype), carry["real"].get("u")),
             "status": weighted_metric(carry["status"]),
         }
-        if o.sharpness:
+        if options.sharpness:
 
-            def steep(z: Tree) -> tuple[Tensor, tuple[Any, ...]]:
-                return padding.mean(cross_entropy_per_image(z["z"], label) * hard, batch.u_real), ()
+            def confident_loss(logits: Tree) -> tuple[Tensor, tuple[Any, ...]]:
+                return padding.mean(cross_entropy_per_image(logits["strong"], label) * confident, batch.u_real), ()
 
-            risen, _, _ = grad_and_value(steep, {"z": strong})
-            uphill = pull((torch.zeros_like(labeled), risen["z"]), False)
-            near = tree.map(torch.add, params, ascent(params, uphill, o.rho, o.eta))
+            confident_gradient, _, _ = grad_and_value(confident_loss, {"strong": strong})
+            uphill = backward((torch.zeros_like(labeled), confident_gradient["strong"]), False)
+            perturbed = tree.map(torch.add, params, asam_step(params, uphill, options.rho, options.eta))
 
-            def apart(params: Tree) -> tuple[Tensor, tuple[Any, ...]]:
-                here = network.train(params, batch.u["strong"], real=batch.u_real)[0]
-                return padding.mean(divergence(strong, here) * hard, batch.u_real), ()
+            def sharpness_loss(params: Tree) -> tuple[Tensor, tuple[Any, ...]]:
+                logits = network.train(params, batch.u["strong"], real=batch.u_real)[0]
+                return padding.mean(divergence(strong, logits) * confident, batch.u_real), ()
 
-            flatter, distance_from_uniform, _ = grad_and_value(apart, near)
-            gradient = tree.map(lambda g, h: torch.add(g, h, alpha=o.sharpness_weight), gradient, flatter)
-            loss = loss + o.sharpness_weight * distance_from_uniform
-            samples["sharpness"] = weighted_metric(distance_from_uniform)
+            # As in SAM, the gradient at the perturbed parameters is applied to the original ones.
+            sharpness_gradient, sharpness, _ = grad_and_value(sharpness_loss, perturbed)
+            gradient = tree.map(
+                lambda g, h: torch.add(g, h, alpha=options.sharpness_weight), gradient, sharpness_gradient
+            )
+            loss = loss + options.sharpness_weight * sharpness
+            samples["sharpness"] = weighted_metric(sharpness)
         return self.advance(carry, gradient), StepMetrics(loss, samples, (PseudoLabels(label, confidence, used),))
 
     def finish(self, broadcast: Tree, carry: Tree, data: ClientData) -> tuple[Upload, Tree]:
-        mask = self.drawable_rows(carry, data)
-        trained = torch.ones_like(carry["status"]) if mask is None else mask.any() & (data.unlabeled > 0)
+        drawable = self.drawable_rows(carry, data)
+        trained = torch.ones_like(carry["status"])
+        if drawable is not None:
+            trained = drawable.any() & (data.unlabeled > 0)
         status = carry["status"] if self.options.status_aware else torch.zeros_like(carry["status"])
         _, memory = super().finish(broadcast, carry, data)
+        # At a mean confidence of 1 the weight would be 0, and a cohort of such clients would have no average.
         return Upload({"params": carry["params"]}, ((1 - status).clamp_min(1e-6) * trained).double()), memory
 
     def passes(self, labeled: int, unlabeled: int) -> Passes:
-        taught = labeled + unlabeled
+        trained = labeled + unlabeled
         if not self.options.sharpness:
-            return Passes(taught, taught)
-        return Passes(taught + unlabeled, 2 * taught + unlabeled)
+            return Passes(trained, trained)
+        # A second backward pass of the same forward pass, and both passes of the perturbed network.
+        return Passes(trained + unlabeled, 2 * trained + unlabeled)
 
 
-def ascent(params: Tree, gradient: Tree, rho: float, eta: float) -> Tree:
-    """Return ASAM's step up: rho T^2 g / |T g|, T = |w| + eta for leaves called "weight" and 1 for others."""
-    size = _sizes(params, eta)
-    scaled = tree.map(torch.mul, size, gradient)
+def asam_step(params: Tree, gradient: Tree, rho: float, eta: float) -> Tree:
+    """Compute ASAM's step uphill (Kwon et al. 2021): rho T^2 g / |T g|.
+
+    Args:
+        params: the parameters w.
+        gradient: the gradient g, a tree like `params`.
+        rho: size of the step.
+        eta: T is |w| + eta for leaves named "weight", and 1 for others.
+    """
+    scale = _asam_scale(params, eta)
+    scaled = tree.map(torch.mul, scale, gradient)
+    # The small constant keeps a gradient of 0 a step of 0.
     length = tree.squared_norm(scaled).sqrt() + 1e-16
-    return tree.map(lambda t, g: t * g * (rho / length), size, scaled)
+    return tree.map(lambda t, g: t * g * (rho / length), scale, scaled)
 
 
-def _sizes(params: Tree, eta: float) -> Tree:
-    sizes: Tree = {}
-    for name, part in params.items():
-        if isinstance(part, dict):
-            sizes[name] = _sizes(cast(Tree, part), eta)
+def _asam_scale(params: Tree, eta: float) -> Tree:
+    """Compute T of ASAM, a tree like `params`."""
+    scale: Tree = {}
+    for name, node in params.items():
+        if isinstance(node, dict):
+            scale[name] = _asam_scale(cast(Tree, node), eta)
         else:
-            sizes[name] = part.abs() + eta if name == "weight" else torch.ones_like(part)
-    return sizes
+            scale[name] = node.abs() + eta if name == "weight" else torch.ones_like(node)
+    return scale
 
 
 ROWS = (MethodEntry("fl2", "(FL)^2", "(FL)^2, NeurIPS 2024", "SemiFL for very few labels, by three changes", FL2()),)

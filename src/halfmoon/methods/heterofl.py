@@ -1,21 +1,22 @@
-"""HeteroFL (Diao, Ding and Tarokh, ICLR 2021): clients too small for the whole network train the leading part of it.
+"""HeteroFL (Diao, Ding and Tarokh, ICLR 2021): small clients train only the leading channels of the network.
 
-A client of rate r gets the leading ceil(r n) of every n hidden channels, in each leaf; image channels and classes stay
-whole. While it trains, the output of each convolution is divided by r (the Scaler), so that activations are as large as
-the whole network's, and the logits of classes that it has no image of are set to 0 (masked cross-entropy). The server
-averages each entry over the clients that hold it, all counting the same, the head's rows over those that have images of
-the class; an entry that nobody holds keeps its value. Statistics are counted anew for the whole network (`static`).
+A client of rate r receives the first ceil(r n) of every n hidden channels, in each leaf; image channels and classes are
+not reduced. While it trains, the output of each convolution is divided by r (the Scaler), so that activations are as
+large as the full network's, and the logits of classes without an image at the client are set to 0 (masked
+cross-entropy). The server averages each entry over the clients that trained it, with equal weights, and rows of the
+head over those with images of the class. Entries that no client trained keep their value. Statistics are estimated for
+the full network after each round (`batchnorm_stats`).
 
 Supervised: all rows count as labeled. With `rates` "1" and `masked` False this is FedAvg with static batch
 normalization; with `server_momentum` 0.5 and `keep_optimizer` too it is the row "HeteroFL" of SemiFL's tables.
 
-server: params, stats, and with server_momentum its buffer.  broadcast: the client's part of params.  memory: with
-`keep_optimizer` the optimizer's state.  upload: that part, trained, present (classes,), weight.  About r^2 of FedAvg's
-bytes; but the count of statistics sends the whole network to all whose rows are counted (the authors' code pools the
-data for it).
+server: params, stats, and with server_momentum its buffer.  broadcast: params, cut to the client's rate.  memory: with
+`keep_optimizer` the optimizer's state.  upload: the trained broadcast, present (classes,), weight.  About r^2 of
+FedAvg's bytes; but estimating the statistics sends the full network to all clients whose rows are counted (the authors'
+code pools the data instead).
 
-Departures: client k has the rate k modulo the number of rates for good, where the authors' code hands them out in
-blocks of clients. The mask also says whose rows of the head are averaged: without it, all clients' are.
+Departures: client k always has rate number k modulo the number of rates, where the authors' code assigns them to blocks
+of clients. `masked` also decides which clients' rows of the head are averaged: without it, those of all clients.
 """
 
 import math
@@ -47,9 +48,16 @@ from halfmoon.models import Network
 class HeteroFL(ModelAveraging):
     """HeteroFL, Algorithm 1.
 
-    `rates` are the widths, divided by "-": with "1-0.5-0.25" every third client trains the whole network, every third
-    half its channels, every third a quarter. One has to be 1, or a part of the network would never be trained; raises
-    `UserError` for others. `masked`: whether classes that a client has no image of are left to the others.
+    Attributes:
+        rates: widths, separated by "-": with "1-0.5-0.25" a third of the clients train the full network, a third half
+            of its channels, a third a quarter. One has to be 1, or some channels would never be trained.
+        masked: whether clients leave classes without an image there to other clients.
+        sbn: rows that the batch-normalization statistics are estimated on.
+        server_momentum: momentum of the server's step towards the average.
+        keep_optimizer: whether clients keep the optimizer's state between rounds.
+
+    Raises:
+        UserError: for `rates` outside (0, 1] or without a 1.
     """
 
     rates: str = "1"
@@ -59,37 +67,43 @@ class HeteroFL(ModelAveraging):
     keep_optimizer: bool = False
 
     def __post_init__(self) -> None:
-        parsed(self.rates)
+        parse_rates(self.rates)
 
     def requirements(self, norm: str) -> Requirements:
-        reason = "each parameter is averaged over the clients whose width has it and who hold its class"
+        reason = "each parameter is averaged over the clients that trained it and have images of its class"
         counts = "norm 'group' or 'none'" if norm == "batch" else ""
         return Requirements(reason=reason, label_locations=ALL_LABEL_LOCATIONS, personal=True, counts_statistics=counts)
 
     def client_updates(self, task: Task) -> Mapping[str, ClientUpdate]:
         if not task.network.sliceable:
             raise UserError(
-                "heterofl cuts networks to their leading channels, and does not know which those of an nn.Module or of "
-                "given weights are; choose a network of halfmoon without weights, or another method."
+                "heterofl cuts networks to their leading channels, and cannot identify the channels of an nn.Module or "
+                "of given weights; choose a network of halfmoon without weights, or another method."
             )
-        rates = sorted(set(parsed(self.rates)), reverse=True)
-        return {name(rate): Narrow(task, self, rate) for rate in rates} | {"census": BatchNormStatistics(task)}
+        rates = sorted(set(parse_rates(self.rates)), reverse=True)
+        training = {update_name(rate): HeteroFLClient(task, self, rate) for rate in rates}
+        return training | {"census": BatchNormStatistics(task)}
 
     def start(self, task: Task, model: Tree) -> Tree:
         return {**model, "momentum": tree.zeros_like(model["params"])} if self.server_momentum else model
 
     def round(self, task: Task, server: Tree, federation: Federation) -> Tree:
-        """Let each client train the part it can hold, and average entry by entry."""
-        rates, fixed_dims = parsed(self.rates), fixed(task.network)
-        cohort, whole = federation.cohort, tree.flatten(server["params"])
-        total, counts = tree.zeros_like(whole), tree.zeros_like(whole)
+        """Let each client train the channels of its rate, and average entry by entry."""
+        rates = parse_rates(self.rates)
+        fixed_dims = fixed_dimensions(task.network)
+        full = tree.flatten(server["params"])
+        total = tree.zeros_like(full)
+        counts = tree.zeros_like(full)
+        # One query for each rate, as the clients of a query share the shapes of their parameters.
         for rate in sorted(set(rates), reverse=True):
-            mine = torch.tensor([k for k in to_ints(cohort) if rates[k % len(rates)] == rate], dtype=torch.int64)
-            if len(mine):
-                upload = federation.query(name(rate), {"params": cut(server["params"], rate, fixed_dims)}, clients=mine)
-                if len(upload.weight):  # one of them at least has answered
-                    self._count(upload, total, counts)
-        mean = {path: torch.where(counts[path] > 0, total[path] / counts[path], old) for path, old in whole.items()}
+            members = [client for client in to_ints(federation.cohort) if rates[client % len(rates)] == rate]
+            if members:
+                broadcast = {"params": cut(server["params"], rate, fixed_dims)}
+                clients = torch.tensor(members, dtype=torch.int64)
+                upload = federation.query(update_name(rate), broadcast, clients=clients)
+                if len(upload.weight):  # no client of this rate may have replied
+                    self._add_uploads(upload, total, counts)
+        mean = {path: torch.where(counts[path] > 0, total[path] / counts[path], old) for path, old in full.items()}
         new: Tree = {"params": tree.unflatten(mean)}
         if self.server_momentum:
             params, momentum = momentum_step(server["params"], new["params"], server["momentum"], self.server_momentum)
@@ -97,35 +111,42 @@ class HeteroFL(ModelAveraging):
         stats = estimate_statistics(federation, {**new, "stats": server.get("stats", {})}, self.sbn, serving=False)
         return {**new, "stats": stats}
 
-    def _count(self, upload: Upload, total: dict[str, Tensor], counts: dict[str, Tensor]) -> None:
-        """Add the uploads (k, ...) of one rate into the leading part of the sums, and the number of their holders."""
+    def _add_uploads(self, upload: Upload, total: dict[str, Tensor], counts: dict[str, Tensor]) -> None:
+        """Add the uploads of one rate to the sums, in place.
+
+        Args:
+            upload: parameters, leaves (k, ...), of the k clients of one rate.
+            total: sum of each entry of the full network, by path; the leading entries are added to.
+            counts: number of clients that trained each entry, by path.
+        """
         for path, leaf in tree.flatten(upload.update["params"]).items():
-            there = upload.weight.to(leaf.dtype)[:, None]
+            # (k, 1), for rows of the head (k, classes): dimension 1 of a stacked leaf is its output dimension.
+            weight = upload.weight.to(leaf.dtype)[:, None]
             if path.startswith("head/") and self.masked:
-                there = there * upload.aux["present"].to(leaf.dtype)
-            there = there.reshape(*there.shape, *[1] * (leaf.dim() - 2))
-            part = tuple(slice(size) for size in leaf.shape[1:])
-            total[path][part] += (leaf * there).sum(0)
-            counts[path][part] += there.sum(0)
+                weight = weight * upload.aux["present"].to(leaf.dtype)
+            weight = weight.reshape(*weight.shape, *[1] * (leaf.dim() - 2))
+            leading = tuple(slice(size) for size in leaf.shape[1:])
+            total[path][leading] += (leaf * weight).sum(0)
+            counts[path][leading] += weight.sum(0)
 
 
 @dataclass(frozen=True)
-class Narrow(ClientUpdate):
-    """Train the leading part of the network on labeled images, and send it back."""
+class HeteroFLClient(ClientUpdate):
+    """The client of HeteroFL at one rate: it trains the leading channels on labeled images."""
 
     options: HeteroFL = field(default_factory=HeteroFL)
     rate: float = 1.0
 
     @property
     def requirements(self) -> UpdateRequirements:
-        keep, upload_spec = (
-            self.options.keep_optimizer,
-            UploadSpec(("params",), (), "one", {"present": Aux(values="mark")}),
+        upload_spec = UploadSpec(("params",), (), "one", {"present": Aux(values="mark")})
+        return UpdateRequirements(
+            masks_padding=True, keep_optimizer=self.options.keep_optimizer, upload_spec=upload_spec
         )
-        return UpdateRequirements(masks_padding=True, keep_optimizer=keep, upload_spec=upload_spec)
 
     def begin(self, broadcast: Tree, memory: Tree, data: ClientData) -> Tree:
-        counts = F.one_hot(data.y, self.task.network.classes).sum(0)  # rows beyond the client's own repeat them
+        # Padding rows repeat the client's rows, so they add no class.
+        counts = F.one_hot(data.y, self.task.network.classes).sum(0)
         present = (counts > 0) & (data.labeled > 0)
         return {**super().begin(broadcast, memory, data), "present": present}
 
@@ -139,21 +160,25 @@ class Narrow(ClientUpdate):
         return Upload({"params": carry["params"]}, weight, {"present": carry["present"].double()}), memory
 
     def _loss(self, params: Tree, present: Tensor, batch: Batch) -> tuple[Tensor, tuple[Any, ...]]:
-        logits, _ = self.task.network.train(scaled(params, self.rate), batch.x, real=batch.x_real)
+        logits, _ = self.task.network.train(scale_convolutions(params, self.rate), batch.x, real=batch.x_real)
         if self.options.masked:
             logits = torch.where(present, logits, 0.0)
         return labeled_cross_entropy(logits, batch.y, batch.x_real), ()
 
 
-def name(rate: float) -> str:
-    """Return the name of the client update at a rate."""
+def update_name(rate: float) -> str:
+    """Build the name of the client update at a rate."""
     return f"train-{rate:g}"
 
 
-def parsed(rates: str) -> tuple[float, ...]:
-    """Return the rates of "1-0.5-0.25"; raises `UserError` where one is no number in (0, 1] or none is 1."""
+def parse_rates(rates: str) -> tuple[float, ...]:
+    """Parse rates like "1-0.5-0.25".
+
+    Raises:
+        UserError: if one is not a number in (0, 1], or if none is 1.
+    """
     try:
-        values = tuple(float(each) for each in rates.split("-"))
+        values = tuple(float(rate) for rate in rates.split("-"))
     except ValueError:
         values = ()
     if not values or not all(0 < rate <= 1 for rate in values) or max(values) < 1:
@@ -164,38 +189,55 @@ def parsed(rates: str) -> tuple[float, ...]:
 
 
 @lru_cache(maxsize=8)
-def fixed(network: Network) -> dict[str, tuple[bool, ...]]:
-    """Return which dimensions of each parameter stay whole: those of image channels, classes and kernels.
+def fixed_dimensions(network: Network) -> dict[str, tuple[bool, ...]]:
+    """Mark the dimensions of each parameter that are never cut: image channels, classes and kernel sizes.
 
-    Outputs and inputs are a leaf's first two, hidden unless they change with the network's channels or classes.
+    Returns:
+        For each path one bool for each dimension, True if it is not cut.
     """
-    other = replace(network, channels=network.channels + 1, classes=network.classes + 1)
-    ours, theirs = (tree.flatten(each.init(torch.Generator())["params"]) for each in (network, other))
-    pairs = {path: zip(leaf.shape, theirs[path].shape, strict=True) for path, leaf in ours.items()}
-    return {path: tuple(d > 1 or a != b for d, (a, b) in enumerate(sizes)) for path, sizes in pairs.items()}
+    # A dimension of image channels or classes changes if the network gets one more of these; hidden ones do not. The
+    # first two dimensions are outputs and inputs, further ones are kernel sizes.
+    larger = replace(network, channels=network.channels + 1, classes=network.classes + 1)
+    leaves = tree.flatten(network.init(torch.Generator())["params"])
+    larger_leaves = tree.flatten(larger.init(torch.Generator())["params"])
+    fixed: dict[str, tuple[bool, ...]] = {}
+    for path, leaf in leaves.items():
+        sizes = zip(leaf.shape, larger_leaves[path].shape, strict=True)
+        fixed[path] = tuple(number > 1 or size != larger_size for number, (size, larger_size) in enumerate(sizes))
+    return fixed
 
 
-def cut(params: Tree, rate: float, dims: Mapping[str, tuple[bool, ...]]) -> Tree:
-    """Return the leading ceil(rate * n) entries along every dimension (n) of each leaf, all along those in `dims`."""
+def cut(params: Tree, rate: float, fixed: Mapping[str, tuple[bool, ...]]) -> Tree:
+    """Cut each leaf to the first ceil(rate * n) entries of its dimensions.
 
-    def part(path: str, leaf: Tensor) -> Tensor:
-        sizes = [n if whole else math.ceil(round(rate * n, 9)) for n, whole in zip(leaf.shape, dims[path], strict=True)]
-        return leaf[tuple(slice(size) for size in sizes)].contiguous()
+    Args:
+        params: the full network's parameters.
+        rate: share of the hidden channels.
+        fixed: dimensions that are not cut, see `fixed_dimensions`.
+    """
+    leaves: dict[str, Tensor] = {}
+    for path, leaf in tree.flatten(params).items():
+        sizes: list[int] = []
+        for n, is_fixed in zip(leaf.shape, fixed[path], strict=True):
+            # Rounding first: a product that should be whole may be slightly above it, as 0.07 * 100 is.
+            sizes.append(n if is_fixed else math.ceil(round(rate * n, 9)))
+        leaves[path] = leaf[tuple(slice(size) for size in sizes)].contiguous()
+    return tree.unflatten(leaves)
 
-    return tree.unflatten({path: part(path, leaf) for path, leaf in tree.flatten(params).items()})
 
-
-def scaled(params: Tree, rate: float) -> Tree:
-    """Return the parameters under which each convolution gives its output divided by `rate`."""
+def scale_convolutions(params: Tree, rate: float) -> Tree:
+    """Divide the parameters of each convolution by `rate`, and so its output (the Scaler)."""
     if rate == 1:
         return params
-    return {
-        layer: {**part, "conv": tree.map(lambda leaf: leaf / rate, part["conv"])} if "conv" in part else part
-        for layer, part in params.items()
-    }
+    scaled: Tree = {}
+    for name, layer in params.items():
+        if "conv" in layer:
+            layer = {**layer, "conv": tree.map(lambda leaf: leaf / rate, layer["conv"])}
+        scaled[name] = layer
+    return scaled
 
 
 ROWS = (
     MethodEntry("heterofl", "HeteroFL (all labels)", "HeteroFL, ICLR 2021",
-                "all labels, clients as wide as they can be", HeteroFL(), all_labels=True),
+                "all labels; clients train networks of different widths", HeteroFL(), all_labels=True),
 )  # fmt: skip

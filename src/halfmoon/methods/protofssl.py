@@ -1,25 +1,25 @@
-"""ProtoFSSL (Kim et al. 2022): no classifier; an image is of the class whose prototype its features are nearest to.
+"""ProtoFSSL (Kim et al. 2022): classify by the nearest class prototype in feature space, and exchange prototypes.
 
-With d(e, p) = the mean over features of (e - p)^2, a step is an episode: the first image of each class in the labeled
-minibatch is its prototype (support), the others (queries) teach:
+With d(e, p) = the mean over features of (e - p)^2, a step is an episode: the features of the first image of each class
+in the labeled minibatch are its prototype (support), and the other images (queries) are classified:
 
     loss = mean over queries CE(y, softmax(-d(e, P))) + unlabeled_weight mean over u CE(t(u), softmax(-d(e(u), P))),
 
 t = sharpen(mean over helpers h of softmax(-d(e(u), P_h))): the prototypes of up to `helpers` clients of the last round
-label the unlabeled images. After training a client takes the means of the features of all its labeled images, class by
-class, and sends them with the model. The server averages the models, all clients alike, and hands the helpers out;
-classes that one of them has not are filled with the mean of those who have.
+label the unlabeled images. After training, a client computes the mean features of its labeled images of each class, and
+uploads them with the model. The server averages the models with equal weights, and broadcasts the helpers' prototypes.
+Classes that a helper does not have are filled with the mean of the clients that have them.
 
-server: params, stats; of the last round mean (classes, features), which classes are known, helpers (H, classes,
-features), and how many are there.  broadcast: the same without the mean.  memory: none.  upload: params, stats, own
-(classes, features), present (classes,), weight (1; 0 from a client without images). A prototype of few images tells
-much of them: of one image, its features.
+server: params, stats; of the last round mean (classes, features), the known classes (classes,), helpers (H, classes,
+features), and a mask of those that exist (H,).  broadcast: the same without the mean.  memory: none.  upload: params,
+stats, own (classes, features), present (classes,), weight (1; 0 from a client without images). A prototype of few
+images reveals much about them: of one image, its features.
 
-Departures: their episodes draw 1 support and 2 query images of each class; here they are the batch rule's, and a class
-that the minibatch lacks has the helpers' mean as its prototype. The weak view is looked at. As in their code the
-target's gradient is not stopped (`through_target`). Prototypes are taken under tracked statistics. The evaluated model
-has the mean prototypes as its head: -d(e, p) is (2 e p - p^2) / features up to what all classes share. RMSprop and
-their test at the best round on validation images are the run's to say.
+Departures: the authors' episodes draw 1 support and 2 query images of each class; here the batch rule draws them, and
+a class without an image in the minibatch has the helpers' mean as its prototype. Images are shown in the weak view. As
+in the authors' code the target is differentiated (`through_target`). Prototypes are computed under running statistics.
+The evaluated model has the mean prototypes as its head: -d(e, p) is (2 e p - p^2) / features, up to a term that is the
+same for all classes. RMSprop and the authors' test at the best round on validation images are options of the run.
 """
 
 from collections.abc import Mapping
@@ -48,15 +48,22 @@ from halfmoon.core.tree import Tree
 from halfmoon.methods.averaging import average_uploads
 from halfmoon.methods.objectives.base import embed_groups, one_hot, sharpen, soft_cross_entropy, split_into_chunks
 
-FAR = 1e4
-"""The distance of a class of which nobody knows a prototype."""
+UNKNOWN_CLASS_DISTANCE = 1e4
+"""Distance to a class without a known prototype: after a softmax its probability is 0."""
 
 
 @dataclass(frozen=True)
 class ProtoFSSL:
     """ProtoFSSL with the authors' settings: 5 helpers, weight 0.3, temperature 0.5.
 
-    Raises `UserError` for fewer than one helper, and for a network without a bias in its head (`norm` "none").
+    Attributes:
+        helpers: number of clients whose prototypes are broadcast.
+        unlabeled_weight: weight of the loss on unlabeled images.
+        temperature: sharpens the helpers' mean prediction.
+        through_target: differentiate the target, too (the authors' code).
+
+    Raises:
+        UserError: for fewer than one helper, and for a network without a bias in its head (`norm` "none").
     """
 
     helpers: int = 5
@@ -72,7 +79,7 @@ class ProtoFSSL:
         return Requirements(reason=reason, label_locations=("clients",), personal=True)
 
     def client_updates(self, task: Task) -> Mapping[str, ClientUpdate]:
-        return {"train": Episodes(task, self)}
+        return {"train": ProtoFSSLClient(task, self)}
 
     def start(self, task: Task, model: Tree) -> Tree:
         head = model["params"]["head"]
@@ -83,31 +90,37 @@ class ProtoFSSL:
         return {**model, "mean": mean, "known": mean[:, 0], "helpers": helpers, "there": helpers[:, 0, 0]}
 
     def round(self, task: Task, server: Tree, federation: Federation) -> Tree:
-        """Let the cohort train with the last round's helpers, average, and keep the new ones."""
+        """Let the cohort train with the last round's helpers, average models and prototypes, select the new helpers."""
         server = {"stats": {}, **server}
-        upload = federation.query("train", {name: part for name, part in server.items() if name != "mean"})
-        new, own = average_uploads(upload, server), upload.aux["own"]
+        upload = federation.query("train", {name: section for name, section in server.items() if name != "mean"})
+        new = average_uploads(upload, server)
+        prototypes = upload.aux["own"]  # (k, classes, features)
         present = upload.aux["present"] * (upload.weight > 0)[:, None]
         share = present / present.sum(0).clamp_min(1)
         class_present = (present.sum(0) > 0)[:, None]
-        mean = torch.where(class_present, (share[..., None] * own).sum(0), server["mean"])
-        filled = torch.where(present[..., None] > 0, own, mean)
+        # A class without an image in this cohort keeps its prototype of an earlier round.
+        mean = torch.where(class_present, (share[..., None] * prototypes).sum(0), server["mean"])
+        filled = torch.where(present[..., None] > 0, prototypes, mean)
+        # The first clients of the cohort with images are the helpers: the cohort is drawn at random.
         indices = (upload.weight > 0).nonzero().flatten()[: self.helpers]
-        helpers, there = torch.zeros_like(server["helpers"]), torch.zeros_like(server["there"])
-        helpers[: len(indices)], there[: len(indices)] = filled[indices].to(helpers), 1.0
-        class_mask = torch.maximum(server["known"], class_present[:, 0].to(server["known"]))
-        return {**new, "mean": mean.to(server["mean"]), "known": class_mask, "helpers": helpers, "there": there}
+        helpers = torch.zeros_like(server["helpers"])
+        helpers[: len(indices)] = filled[indices].to(helpers)
+        exists = torch.zeros_like(server["there"])
+        exists[: len(indices)] = 1.0
+        known = torch.maximum(server["known"], class_present[:, 0].to(server["known"]))
+        return {**new, "mean": mean.to(server["mean"]), "known": known, "helpers": helpers, "there": exists}
 
     def solution(self, task: Task, server: Tree) -> Tree:
+        # -d(e, p) = (2 e p - p^2 - e^2) / features. The term e^2 is the same for all classes and is left out.
         mean = server["mean"]
-        bias = -mean.square().mean(-1) - FAR * (1 - server["known"])
+        bias = -mean.square().mean(-1) - UNKNOWN_CLASS_DISTANCE * (1 - server["known"])
         head = {"weight": 2 * mean / mean.shape[-1], "bias": bias}
         return {"params": {**server["params"], "head": head}, "stats": server.get("stats", {})}
 
 
 @dataclass(frozen=True)
-class Episodes(ClientUpdate):
-    """The client of ProtoFSSL."""
+class ProtoFSSLClient(ClientUpdate):
+    """The client of ProtoFSSL: it trains on episodes and computes the prototypes of its labeled images."""
 
     options: ProtoFSSL = ProtoFSSL()
 
@@ -122,63 +135,79 @@ class Episodes(ClientUpdate):
 
     def finish(self, broadcast: Tree, carry: Tree, data: ClientData) -> tuple[Upload, Tree]:
         head = carry["params"]["head"]["weight"]
-        own = (torch.arange(len(data.y), device=data.y.device) < data.labeled)[:, None]
-        member = one_hot(data.y, len(head), head) * own
-        count = member.sum(0)
+        # Rows from number `labeled` on are padding.
+        is_real = (torch.arange(len(data.y), device=data.y.device) < data.labeled)[:, None]
+        membership = one_hot(data.y, len(head), head) * is_real
+        count = membership.sum(0)
         total = torch.zeros_like(head)
         if len(data.x):
-            total = member.T @ torch.cat([self._features(carry, part) for part in split_into_chunks(data.x)])
-        upload = {"params": carry["params"], "stats": carry["stats"]}
-        own = {"own": total / count.clamp_min(1)[:, None], "present": (count > 0).to(head.dtype)}
-        return Upload(upload, (data.labeled + data.unlabeled > 0).double(), own), {}
+            features = [self._features(carry, images) for images in split_into_chunks(data.x)]
+            total = membership.T @ torch.cat(features)
+        model = {"params": carry["params"], "stats": carry["stats"]}
+        aux = {"own": total / count.clamp_min(1)[:, None], "present": (count > 0).to(head.dtype)}
+        return Upload(model, (data.labeled + data.unlabeled > 0).double(), aux), {}
 
     def images_outside_steps(self, labeled: int, unlabeled: int) -> int:
         return labeled
 
     @torch.no_grad()
     def _features(self, model: Tree, images: Tensor) -> Tensor:
-        """Return what the head is given (n, features) for images as they are stored, under tracked statistics."""
+        """Compute the head's input (n, features) for images as they are stored, under running statistics."""
+        # With the identity as its head the network returns its features.
         weight = model["params"]["head"]["weight"]
-        same = {"weight": torch.eye(weight.shape[1], dtype=weight.dtype, device=weight.device)}
-        params = {**model["params"], "head": same}
+        identity = {"weight": torch.eye(weight.shape[1], dtype=weight.dtype, device=weight.device)}
+        params = {**model["params"], "head": identity}
         return self.task.network.predict(params, model["stats"], self.task.normalize(images))
 
     def _loss(self, params: Tree, broadcast: Tree, batch: Batch) -> tuple[Tensor, tuple[list[Tree], PseudoLabels]]:
-        o, class_mask, there = self.options, broadcast["known"], broadcast["there"]
+        """Compute the loss of an episode, and (moments, pseudo-labels)."""
+        options = self.options
+        known = broadcast["known"]
+        exists = broadcast["there"]
         groups = (batch.x, batch.u["weak"])
         _, (labeled, unlabeled), moments = embed_groups(self.task, params, groups, batch.masks(1))
-        received = (broadcast["helpers"] * there[:, None, None]).sum(0) / there.sum().clamp_min(1)
-        support = mask(supports(batch.y), batch.x_real)
-        member = one_hot(batch.y, len(class_mask), labeled) * support[:, None]
-        here = member.sum(0) > 0
-        prototypes = torch.where(here[:, None], member.T @ labeled, received)
-        far = torch.where(here | ((class_mask > 0) & (there.sum() > 0)), 0.0, FAR)
+        # Support: the minibatch's prototypes, one image each, so the product below selects rows of features.
+        received = (broadcast["helpers"] * exists[:, None, None]).sum(0) / exists.sum().clamp_min(1)
+        support = mask(first_of_each_class(batch.y), batch.x_real)
+        membership = one_hot(batch.y, len(known), labeled) * support[:, None]
+        in_minibatch = membership.sum(0) > 0
+        prototypes = torch.where(in_minibatch[:, None], membership.T @ labeled, received)
+        has_prototype = in_minibatch | ((known > 0) & (exists.sum() > 0))
+        unknown_distance = torch.where(has_prototype, 0.0, UNKNOWN_CLASS_DISTANCE)
+        # Queries: all other labeled images. The product with 0 keeps the loss of no images differentiable.
         query = mask(1 - support, batch.x_real)
-        query_loss = cross_entropy(-distances(labeled, prototypes) - far, batch.y, reduction="none") * query
+        query_logits = -distances(labeled, prototypes) - unknown_distance
+        query_loss = cross_entropy(query_logits, batch.y, reduction="none") * query
         loss = (query_loss.sum() if len(batch.y) else labeled.sum() * 0.0) / query.sum().clamp_min(1)
-        each = torch.stack(
-            [(-distances(unlabeled, p) - FAR * (1 - class_mask)).softmax(-1) for p in broadcast["helpers"]]
-        )
-        mean = (each * there[:, None, None]).sum(0) / there.sum().clamp_min(1)
-        target = sharpen(mean, o.temperature)
-        target = target if o.through_target else target.detach()
-        taught = soft_cross_entropy(-distances(unlabeled, prototypes) - far, target, batch.u_real)
-        counts = (there.sum() > 0).to(loss.dtype)
+        # Unlabeled images: the target is the mean prediction by the helpers' prototypes.
+        predictions: list[Tensor] = []
+        for helper in broadcast["helpers"]:
+            logits = -distances(unlabeled, helper) - UNKNOWN_CLASS_DISTANCE * (1 - known)
+            predictions.append(logits.softmax(-1))
+        mean = (torch.stack(predictions) * exists[:, None, None]).sum(0) / exists.sum().clamp_min(1)
+        target = sharpen(mean, options.temperature)
+        target = target if options.through_target else target.detach()
+        unlabeled_logits = -distances(unlabeled, prototypes) - unknown_distance
+        unlabeled_loss = soft_cross_entropy(unlabeled_logits, target, batch.u_real)
+        # In the first round there are no helpers, and no loss on unlabeled images.
+        has_helpers = (exists.sum() > 0).to(loss.dtype)
         confidence, label = target.detach().max(-1)
-        pseudo = PseudoLabels(label, confidence, counts * torch.ones_like(confidence))
-        return loss + o.unlabeled_weight * counts * taught, (moments, pseudo)
+        pseudo = PseudoLabels(label, confidence, has_helpers * torch.ones_like(confidence))
+        return loss + options.unlabeled_weight * has_helpers * unlabeled_loss, (moments, pseudo)
 
 
-def supports(y: Tensor) -> Tensor:
-    """Return 1.0 (n,) for the first image of each class among labels y (n,), 0.0 for the others."""
-    place = torch.arange(len(y), device=y.device)
-    earlier = (y[:, None] == y) & (place < place[:, None])
+def first_of_each_class(y: Tensor) -> Tensor:
+    """Mark the first image of each class: 1.0 for it, 0.0 for the other labels of y (n,)."""
+    index = torch.arange(len(y), device=y.device)
+    earlier = (y[:, None] == y) & (index < index[:, None])
     return (~earlier.any(-1)).to(torch.get_default_dtype())
 
 
 def distances(features: Tensor, prototypes: Tensor) -> Tensor:
-    """Return d (n, classes), the mean squared difference of features (n, F) and prototypes (classes, F)."""
+    """Compute d (n, classes), the mean squared difference of features (n, F) and prototypes (classes, F)."""
     return (features[:, None] - prototypes).square().mean(-1)
 
 
-ROWS = (MethodEntry("protofssl", "ProtoFSSL", "Kim et al. 2022", "prototypes of classes, no classifier", ProtoFSSL()),)
+ROWS = (
+    MethodEntry("protofssl", "ProtoFSSL", "Kim et al. 2022", "class prototypes in place of a classifier", ProtoFSSL()),
+)

@@ -1,19 +1,19 @@
-"""ProxyFL (CVPR 2026): the server tunes the averaged classifier against all clients' own, as proxies of the classes.
+"""ProxyFL (CVPR 2026): the server tunes the averaged classifier with the clients' classifiers as class proxies.
 
-A row of the classifier stands for its class. After averaging, the rows W of the global classifier are tuned, so that
-every uploaded row r of class c is nearest to W_c: for `tuning_passes` passes over all rows of all clients, in batches
-of `tuning_batch`, SGD on
+Each row of the classifier is a proxy of its class. After averaging, the rows W of the global classifier are tuned, so
+that W_c is the nearest row to every uploaded row r of class c: for `tuning_passes` passes over all rows of all clients,
+in batches of `tuning_batch`, SGD on
 
     mean over the batch of CE(c, softmax_k(-|r - W_k| - margin [k = c])),
 
 margin = min(100, the largest distance of a row of the average to its nearest neighbor). The clients' half is
 `halfmoon.methods.objectives.icpl`; the tuning can follow any method that averages models.
 
-server: what the method inside keeps.  broadcast: the same as that one's.  memory: that one's.  upload: that one's; of
-it the server uses every client's classifier.
+server: as the inner method.  broadcast: as the inner method.  memory: as the inner method.  upload: as the inner
+method; the server also uses every client's classifier from it.
 
-Where paper and code differ this file follows the code, margin included: the paper contrasts each global row with local
-rows. Departures: batches follow a hash of the round; a client that weighs nothing has no say.
+If paper and code differ this file follows the code, including the margin: the paper contrasts each global row with
+local rows. Departures: batches follow a hash of the round; clients with weight 0 do not take part in the tuning.
 """
 
 from collections.abc import Mapping
@@ -42,7 +42,11 @@ from halfmoon.methods.objectives.pseudo_labeling import refuse_average_teacher
 class ProxyTuning:
     """Global proxy tuning after each round of a method whose server tree and uploads have "params" with a "head".
 
-    By default that is FedAvg of `ICPL`: ProxyFL. The authors pass 100 times (10 on CIFAR-100).
+    Attributes:
+        method: the inner method; by default FedAvg of `ICPL`, which makes this ProxyFL.
+        tuning_passes: passes over all clients' rows (the authors: 100, and 10 on CIFAR-100).
+        tuning_lr: learning rate of the tuning.
+        tuning_batch: rows in a batch of the tuning.
     """
 
     method: Method = field(default_factory=lambda: FedAvg(ICPL()))
@@ -57,7 +61,8 @@ class ProxyTuning:
             refuse_average_teacher("proxy tuning", self.method.objective)
 
     def requirements(self, norm: str) -> Requirements:
-        inner, reason = requirements_of(self.method, norm), "the classifier is tuned against each client's own"
+        inner = requirements_of(self.method, norm)
+        reason = "the classifier is tuned with each client's classifier"
         return replace(inner, aggregation="individual", reason=reason, personal=True)
 
     def client_updates(self, task: Task) -> Mapping[str, ClientUpdate]:
@@ -67,24 +72,36 @@ class ProxyTuning:
         return self.method.start(task, model)
 
     def round(self, task: Task, server: Tree, federation: Federation) -> Tree:
-        listener = Listener(federation)
-        new = self.method.round(task, server, cast(Federation, listener))
-        if not len(rows := listener.rows):
+        recorder = ClassifierRecorder(federation)
+        new = self.method.round(task, server, cast(Federation, recorder))
+        if not len(recorder.rows):
             return new
-        head, g = new["params"]["head"], rng.generator(0, "proxy-tuning", task.round)
-        tuned = tune(head["weight"].cpu(), rows.cpu(), self.tuning_passes, self.tuning_lr, self.tuning_batch, g)
+        head = new["params"]["head"]
+        # On the CPU: thousands of tiny steps, and the same result on every device.
+        tuned = tune(
+            head["weight"].cpu(),
+            recorder.rows.cpu(),
+            passes=self.tuning_passes,
+            lr=self.tuning_lr,
+            batch=self.tuning_batch,
+            generator=rng.generator(0, "proxy-tuning", task.round),
+        )
         return {**new, "params": {**new["params"], "head": {**head, "weight": tuned.to(head["weight"])}}}
 
     def solution(self, task: Task, server: Tree) -> Tree:
         return self.method.solution(task, server)
 
 
-class Listener:
-    """A federation that keeps the classifiers of the last uploads."""
+class ClassifierRecorder:
+    """A wrapper around a federation that stores the classifiers of the last uploads.
+
+    Attributes:
+        rows: classifiers of the clients with a weight above 0, (M, classes, features).
+    """
 
     def __init__(self, federation: Federation) -> None:
         self._federation = federation
-        self.rows = torch.zeros(0)  # (M, classes, features)
+        self.rows = torch.zeros(0)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._federation, name)
@@ -99,34 +116,61 @@ class Listener:
         return upload
 
     def average(self, client_update: str, broadcast: Tree) -> Upload:
+        # A federation may average without single uploads in memory; here they are needed.
         return mean_of(self.query(client_update, broadcast), UploadSpec(), broadcast, client_update)
 
 
 def tune(mean: Tensor, rows: Tensor, passes: int, lr: float, batch: int, generator: torch.Generator) -> Tensor:
-    """Return the classifier (C, F), tuned from the `mean` against the clients' `rows` (M, C, F)."""
+    """Tune the averaged classifier, so that each class's row is the nearest to that class's rows of all clients.
+
+    Args:
+        mean: the averaged classifier, (C, F).
+        rows: the clients' classifiers, (M, C, F).
+        passes: passes over all M C rows.
+        lr: learning rate.
+        batch: rows in a batch.
+        generator: shuffles the rows.
+
+    Returns:
+        The tuned classifier, (C, F).
+    """
     classes, features = mean.shape
-    margin = widest(mean)
-    points, labels = rows.reshape(-1, features), torch.arange(classes).repeat(len(rows))
+    margin = compute_margin(mean)
+    points = rows.reshape(-1, features)
+    labels = torch.arange(classes).repeat(len(rows))
     for _ in range(passes):
-        for part in torch.split(torch.randperm(len(points), generator=generator), batch):
-            mean = mean - lr * slope(mean, points[part], labels[part], margin)
+        for indices in torch.split(torch.randperm(len(points), generator=generator), batch):
+            mean = mean - lr * tuning_gradient(mean, points[indices], labels[indices], margin)
     return mean
 
 
-def widest(mean: Tensor) -> float:
-    """Return the margin: the largest distance of a row (C, F) to its nearest neighbor, at most 100."""
-    apart = torch.cdist(mean, mean, compute_mode="donot_use_mm_for_euclid_dist").fill_diagonal_(torch.inf)
-    return min(100.0, float(apart.amin(-1).max())) if len(mean) > 1 else 0.0
+def compute_margin(mean: Tensor) -> float:
+    """Compute the largest distance of a row of the classifier (C, F) to its nearest neighbor, at most 100."""
+    # The matrix-product mode of cdist is inexact for near rows, and its result depends on the machine.
+    distances = torch.cdist(mean, mean, compute_mode="donot_use_mm_for_euclid_dist").fill_diagonal_(torch.inf)
+    return min(100.0, float(distances.amin(-1).max())) if len(mean) > 1 else 0.0
 
 
-def slope(mean: Tensor, points: Tensor, labels: Tensor, margin: float) -> Tensor:
-    """Return the gradient, in the rows `mean` (C, F), of the loss of points (b, F) with labels (b,)."""
-    away = mean - points[:, None]  # (b, C, F)
-    distance = euclidean_norm(away, dim=-1)
-    own = (labels[:, None] == torch.arange(len(mean))).to(mean.dtype)
-    pull = own - (-distance - margin * own).softmax(-1)
-    unit = away / distance.clamp_min(1e-12)[..., None]  # where a point lies on a row, no direction is the nearest
-    return (pull[..., None] * unit).mean(0)
+def tuning_gradient(mean: Tensor, points: Tensor, labels: Tensor, margin: float) -> Tensor:
+    """Compute the gradient of the tuning loss in closed form.
+
+    Args:
+        mean: the classifier, (C, F).
+        points: rows of clients, (b, F).
+        labels: the points' classes, (b,).
+        margin: margin of the loss.
+
+    Returns:
+        The gradient in `mean`, (C, F).
+    """
+    difference = mean - points[:, None]  # (b, C, F)
+    distance = euclidean_norm(difference, dim=-1)
+    target = (labels[:, None] == torch.arange(len(mean))).to(mean.dtype)
+    # The logits are minus the distances, so their gradient, softmax - target, changes its sign.
+    distance_gradient = target - (-distance - margin * target).softmax(-1)
+    # A distance of 0 has no gradient: the difference is 0 and stays 0 after the division.
+    unit = difference / distance.clamp_min(1e-12)[..., None]
+    return (distance_gradient[..., None] * unit).mean(0)
 
 
 ROWS = (

@@ -1,4 +1,4 @@
-"""The catalog of methods: it collects the rows that stand in each method's own file."""
+"""The catalog of methods: collect the rows (`ROWS`) of each method's file, and build methods by name."""
 
 import importlib
 import pkgutil
@@ -28,29 +28,30 @@ ORDER = [
     "fedloke", "fml", "semifl", "semifl-feddpl", "cbafed", "twin-sight", "rscfed", "fedirm", "fl2", "fedcon",
     "heterofl", "fedmatch", "fedmatch-feddpl", "fedmatch-semifl", "fedrgd", "fedrgd-feddpl", "semifed",
 ]  # fmt: skip
-"""The order of methods in tables; one that is not named here comes last."""
+"""The order of methods in tables. Methods that are not in this list come last, by name."""
 
 RENAMED = {"tau": "threshold"}
-"""Options by their names in older versions, with those of today."""
+"""Old names of options, with the names of today."""
 
 RECOMMENDED: dict[str, str] = {
     "clients": "fedavg-soft-labels", "some": "fedavg", "server": "fl2", "features": "mixture-head",
 }  # fmt: skip
-"""What `method = "recommended"` stands for on a pretrained network's features, or else by where labels lie."""
+"""Method that `method = "recommended"` selects, by label location, or "features" on a pretrained network's features."""
 
 
 @dataclass(frozen=True)
 class Option:
-    """A hyper-parameter of a method."""
+    """A hyper-parameter of a method: its type annotation and its default."""
 
     type: Any
     default: Any
 
 
 def _rows() -> Iterator[MethodEntry]:
-    """Yield the rows of all modules of this package that have some."""
+    """Yield the rows of all modules of this package that define `ROWS`."""
     for package in (methods, objectives):
         for module in pkgutil.iter_modules(package.__path__, f"{package.__name__}."):
+            # This module is still being executed here: importing it would find no `ROWS`.
             if module.name == __name__:
                 continue
             for row in vars(importlib.import_module(module.name)).get("ROWS", ()):
@@ -58,55 +59,60 @@ def _rows() -> Iterator[MethodEntry]:
 
 
 def _entry(row: FedAvgRow) -> MethodEntry:
+    """Build the row of FedAvg around an objective. Pooled training keeps its optimizer, for it has one long update."""
     method = FedAvg(row.objective, row.prox, row.keep_optimizer or row.pooled)
     return MethodEntry(*row[:4], method, all_labels=row.all_labels, pooled=row.pooled)
 
 
-_PLACE = {name: place for place, name in enumerate(ORDER)}
-_OURS = {row.name: row for row in sorted(_rows(), key=lambda row: (_PLACE.get(row.name, len(ORDER)), row.name))}
+_RANK = {name: rank for rank, name in enumerate(ORDER)}
+_LISTED = {row.name: row for row in sorted(_rows(), key=lambda row: (_RANK.get(row.name, len(ORDER)), row.name))}
 
 _UNLISTED = {row.name: row for row in ON_FEATURES}
-"""Methods for a frozen backbone with a centered head only: `entry` has them, `names` does not."""
+"""Methods for a frozen backbone with a centered head only: `entry` finds them, `names` does not list them."""
 
 
 def names() -> list[str]:
-    """Return the names of all methods, those that installed packages announce last."""
-    return list(_OURS) + [name for name in plugins.entry_points("method") if name not in _OURS]
+    """List the names of all methods: first this package's, then those that installed packages register."""
+    return list(_LISTED) + [name for name in plugins.entry_points("method") if name not in _LISTED]
 
 
-def names_at(place: LabelLocation) -> list[str]:
-    """Return the names of this package's federated methods for few labels that can use them at this place."""
-    rows = (row for row in _OURS.values() if not row.all_labels and not row.pooled)
-    return [row.name for row in rows if place in row.label_locations]
+def names_at(location: LabelLocation) -> list[str]:
+    """List this package's federated semi-supervised methods that support labels at this location."""
+    rows = (row for row in _LISTED.values() if not row.all_labels and not row.pooled)
+    return [row.name for row in rows if location in row.label_locations]
 
 
 def ceilings() -> list[str]:
-    """Return the names of the supervised upper bounds."""
+    """List the names of the supervised upper bounds, which train on all labels."""
     return [name for name in names() if entry(name).all_labels]
 
 
 def entry(name: str) -> MethodEntry:
-    """Return a method's row; raises `UserError` with the nearest name for an unknown one.
+    """Look up a method's row in the catalog.
 
-    A method from outside has the row that it gives itself, or one made of its class: its name, the first line of its
-    docstring, and `all_labels` and `pooled` where it says them.
+    A plug-in either supplies its row, or the row is built from its class: the class name, the first line of its
+    docstring, and its attributes `all_labels` and `pooled`, if it has them.
+
+    Raises:
+        UserError: for an unknown name, with the most similar known one.
     """
-    if name in _OURS:
-        return _OURS[name]
+    if name in _LISTED:
+        return _LISTED[name]
     if name in _UNLISTED:
         return _UNLISTED[name]
     if not plugins.is_plugin(name, "method"):
-        near = suggest(name, names())
-        raise UserError(f"unknown method '{name}': {near}")
+        suggestion = suggest(name, names())
+        raise UserError(f"unknown method '{name}': {suggestion}")
     return row(name, plugins.load(name, "method"))
 
 
-def row(name: str, part: Any) -> MethodEntry:
-    """Return the row of a method from outside; raise `UserError` where it is no method.
+def row(name: str, plugin: Any) -> MethodEntry:
+    """Build the row of a plug-in. An objective becomes FedAvg with that objective, described by the objective.
 
-    An objective stands for FedAvg around it, and gives the row its own words.
+    Raises:
+        UserError: if the plug-in is not a method, an objective or a row.
     """
-    method = instance(name, part)
+    method = instance(name, plugin)
     if isinstance(method, MethodEntry):
         plugins.check_method(name, method.method)
         return replace(method, name=name)
@@ -116,24 +122,30 @@ def row(name: str, part: Any) -> MethodEntry:
     return MethodEntry(name=name, method=method, **plugins.catalog_fields(cast("type[Any]", type(core(method)))))
 
 
-def instance(name: str, part: Any) -> Any:
-    """Return the method, objective or row that a class or a function of no arguments makes; others stay as they are."""
-    return part if isinstance(part, Objective) else plugins.instantiate_method(name, part)
+def instance(name: str, plugin: Any) -> Any:
+    """Instantiate a plug-in if it is a class or a function without arguments; return instances unchanged."""
+    # Objectives are callable, so `instantiate_method` would take one for a function that builds a method.
+    return plugin if isinstance(plugin, Objective) else plugins.instantiate_method(name, plugin)
 
 
 def core(method: Any) -> Any:
-    """Return what tells a method from others: of FedAvg around an objective that objective, else the method."""
+    """Return the object that describes a method: the objective of FedAvg with a custom objective, else the method."""
     return method.objective if type(method) is FedAvg and method.objective != Supervised() else method
 
 
 def options(name: str) -> dict[str, Option]:
-    """Return the method's hyper-parameters by name, those of its objective among them."""
+    """List a method's hyper-parameters by name, including those of its objective."""
     return options_in(entry(name).method)
 
 
 def make(name: str, values: dict[str, Any] | None = None) -> Method:
-    """Return the method with `values` options in place of its defaults; raises `UserError` for an unknown one."""
-    method, values = entry(name).method, dict(values or {})
+    """Build a method with these options instead of its defaults.
+
+    Raises:
+        UserError: for an unknown method or option.
+    """
+    method = entry(name).method
+    values = dict(values or {})
     defaults = options_in(method)
     for option in sorted(set(values) - set(defaults)):
         raise UserError(f"{name} has no option '{option}': {hint(option, defaults)}")
@@ -141,14 +153,14 @@ def make(name: str, values: dict[str, Any] | None = None) -> Method:
 
 
 def hint(option: str, defaults: dict[str, Option]) -> str:
-    """Return what to say of an option that a method does not have: its new name, or the nearest of those it has."""
+    """Compose the hint for an option that a method does not have: its new name, or the most similar known one."""
     if RENAMED.get(option) in defaults:
         return f"{option} is now called {RENAMED[option]}."
-    return suggest(option, defaults) if defaults else "it has no options of its own."
+    return suggest(option, defaults) if defaults else "it has no options."
 
 
 def options_in(node: Any) -> dict[str, Option]:
-    """Return the fields of a method, and of its objective, that are options."""
+    """List the fields of a method, and of its objective or inner method, that are options."""
     table: dict[str, Option] = {}
     types = _types(cast("type[Any]", type(node)))
     for each in fields(node):
@@ -162,12 +174,12 @@ def options_in(node: Any) -> dict[str, Option]:
 
 @cache
 def _types(kind: type) -> dict[str, Any]:
-    # Python evaluates the words of every annotation anew each time, and every cell of a sweep asks.
+    # Python evaluates all annotations at each call, and every run of a sweep calls it.
     return typing.get_type_hints(kind)
 
 
 def with_options(node: Any, values: dict[str, Any]) -> Any:
-    """Return a method with these options in place of its own, its objective's among them."""
+    """Replace options of a method and of its objective or inner method; names that it does not have are ignored."""
     changes: dict[str, Any] = {}
     for each in fields(node):
         value = node.__dict__[each.name]

@@ -1,25 +1,26 @@
-"""RSCFed (Liang et al., CVPR 2022): averages of random groups, in which models far from the others count less.
+"""RSCFed (Liang et al., CVPR 2022): average random groups of clients, and weight down models that differ from a group.
 
-A labeled image teaches by cross-entropy; an unlabeled one by a mean teacher, which stays at its client:
+Labeled images are trained on with cross-entropy. Unlabeled ones follow a mean teacher, which is stored at its client:
 
     loss = mean CE(y, f(x)) + unlabeled_weight mean_i ||softmax f(weak2_i) - sharpen(softmax teacher(weak_i))||^2,
 
 teacher <- keep teacher + (1 - keep) params after its t-th step in all rounds, keep = min(decay, 1 - 1 / t). From the
-uploads of a round the server forms `groups` groups of `size` clients at random, a client in several of them perhaps.
-Each group has a mean a of its models by n, and from it weights
+uploads of a round the server forms `groups` random groups of `size` clients; a client can be in several of them. With
+n_i = rows_i, times `labeled_factor` for a client with labels, and a the mean of a group's models weighted by n, models
+have the weights
 
-    v_i = n_i exp(-beta |model_i - a| / rows_i), n_i the rows, times `labeled_factor` for a client with labels,
+    v_i = n_i exp(-beta |model_i - a| / rows_i),
 
-|.| the sum of the norms of all tensors, statistics too; beta is `beta_labeled` in a group with a labeled client. The
-group's model has the weights v, and the new one is the mean over groups.
+where |.| is the sum of the norms of all tensors, including statistics, and beta is `beta_labeled` in a group with a
+labeled client. A group's model is the mean with the weights v, and the new global model is the mean over groups.
 
 server: params, stats.  broadcast: the same.  memory: the teacher's parameters and steps, the optimizer's
 state.  upload: params, stats, weight (rows), labels (1 with labels, else 0).
 
-Departures: a client trains once in a round for all its groups, theirs for each. Groups follow a hash of the
-round. Their code applies `labeled_factor` to the sizes and again to the weights, 36 in all; here it counts once. They
-begin with a model of the labeled client. Tracked statistics of the teacher are the student's. Learning rates are one
-(theirs: 0.03 with labels, 0.021 without).
+Departures: a client trains once in a round for all its groups; in the authors' code it trains for each. Groups follow a
+hash of the round. The authors' code applies `labeled_factor` to the sizes and again to the weights, 36 in all; here it
+counts once. It starts with a model of the labeled client. The teacher's running statistics are the student's. All
+clients have the same learning rate (the authors: 0.03 with labels, 0.021 without).
 """
 
 from collections.abc import Mapping
@@ -51,10 +52,22 @@ from halfmoon.models import forward
 
 @dataclass(frozen=True)
 class RSCFed(ModelAveraging):
-    """RSCFed with the settings of the authors' code for 10 clients of which 1 has labels."""
+    """RSCFed with the settings of the authors' code for 10 clients of which 1 has labels.
+
+    Attributes:
+        groups: number of random groups.
+        size: clients in a group.
+        beta: how fast weights fall with the distance from a group's mean, in groups without a labeled client.
+        beta_labeled: the same for groups with a labeled client.
+        labeled_factor: multiplies the row counts of labeled clients.
+        unlabeled_weight: weight of the loss on unlabeled images.
+        temperature: sharpens the teacher's predictions.
+        decay: largest decay of the mean teacher.
+        keep_optimizer: whether clients keep the optimizer's state between rounds.
+    """
 
     method_requirements = Requirements(
-        reason="a client's weight depends on how far its own model is from its group's",
+        reason="a client's weight depends on the distance of its model from its group's mean",
         label_locations=("some", "clients"),
     )
     groups: int = 3
@@ -71,38 +84,52 @@ class RSCFed(ModelAveraging):
         check_minimum(self, 1, "groups", "size")
 
     def client_updates(self, task: Task) -> Mapping[str, ClientUpdate]:
-        return {"train": Following(task, self)}
+        return {"train": RSCFedClient(task, self)}
 
     def round(self, task: Task, server: Tree, federation: Federation) -> Tree:
+        """Let the cohort train, average random groups of it by distance, and average the groups."""
         server = {"stats": {}, **server}
         upload = federation.query("train", server)
         if not bool(upload.weight.sum() > 0):
             return server
-        g, means = rng.generator(0, "rscfed", task.round), list[Tree]()
+        # Groups are the same for every seed, as a method draws no random numbers of the run.
+        generator = rng.generator(0, "rscfed", task.round)
+        means: list[Tree] = []
         for _ in range(self.groups):
-            mine = torch.randperm(len(upload.weight), generator=g)[: self.size].to(upload.weight.device)
-            if bool(upload.weight[mine].sum() > 0):
-                group = tree.map(lambda leaf, m=mine: leaf[m.to(leaf.device)], upload.update)
-                shares = self.weigh(group, upload.weight[mine], upload.aux["labels"][mine])
-                means.append(tree.weighted_mean(group, shares))
+            members = torch.randperm(len(upload.weight), generator=generator)[: self.size].to(upload.weight.device)
+            if bool(upload.weight[members].sum() > 0):
+                group = tree.map(lambda leaf, index=members: leaf[index.to(leaf.device)], upload.update)
+                weights = self.group_weights(group, upload.weight[members], upload.aux["labels"][members])
+                means.append(tree.weighted_mean(group, weights))
         return tree.weighted_mean(tree.stack(means), torch.ones(len(means))) if means else server
 
-    def weigh(self, models: Tree, rows: Tensor, labels: Tensor) -> Tensor:
-        """Return v (m,) of a group's models (leaves (m, ...)) with so many `rows` (m,); who has none weighs nothing."""
+    def group_weights(self, models: Tree, rows: Tensor, labels: Tensor) -> Tensor:
+        """Compute the weights v of a group's models.
+
+        Args:
+            models: leaves (m, ...).
+            rows: number of rows of each client, (m,).
+            labels: 1 for clients with labels, else 0, (m,).
+
+        Returns:
+            The weights up to a common factor, (m,) float64; 0 for clients without rows.
+        """
         n = rows.double() * torch.where(labels > 0, self.labeled_factor, 1.0)
         center = average_uploads(Upload(models, n))
         pairs = zip(tree.leaves(models), tree.leaves(center), strict=True)
-        away = tree.sum_scalars(
+        # float64: beta is large, so rounding errors of the distances would change the weights.
+        distance = tree.sum_scalars(
             euclidean_norm((leaf - mean).flatten(1).double(), -1).to(n.device) for leaf, mean in pairs
         )
         beta = self.beta_labeled if bool((labels > 0).any()) else self.beta
-        logs = (n / n.sum()).log() - beta * away / rows.double().clamp_min(1)
-        return (logs - logs.max()).exp()  # all may be too small for a number; their shares are not
+        # In logarithms, and relative to the largest: all exp(-beta ...) may underflow to 0.
+        logs = (n / n.sum()).log() - beta * distance / rows.double().clamp_min(1)
+        return (logs - logs.max()).exp()
 
 
 @dataclass(frozen=True)
-class Following(MeanTeacherClient):
-    """The client of RSCFed."""
+class RSCFedClient(MeanTeacherClient):
+    """The client of RSCFed: it trains on labels and on its mean teacher's predictions."""
 
     options: RSCFed = RSCFed()
 
@@ -124,13 +151,23 @@ class Following(MeanTeacherClient):
         return upload._replace(aux={"labels": (data.labeled > 0).double()}), memory
 
     def _loss(self, params: Tree, carry: Tree, batch: Batch) -> tuple[Tensor, tuple[list[Tree], Tensor]]:
-        joint, groups = self.task.statistics == "joint", (batch.x, batch.u["weak2"])
+        """Compute the loss, and (moments, the teacher's sharpened predictions)."""
+        joint = self.task.statistics == "joint"
+        groups = (batch.x, batch.u["weak2"])
         (labeled, student), _, moments = forward(self.task.network, params, joint, groups, real=batch.masks(1))
-        guess = predict_with_teacher(self.task, carry["teacher"], carry["stats"], batch.u["weak"], batch.u_real)
-        target = sharpen(guess.softmax(-1), self.options.temperature)
-        apart = padding.mean((student.softmax(-1) - target).square().sum(-1), batch.u_real)
-        loss = labeled_cross_entropy(labeled, batch.y, batch.x_real) + self.options.unlabeled_weight * apart
+        teacher = predict_with_teacher(self.task, carry["teacher"], carry["stats"], batch.u["weak"], batch.u_real)
+        target = sharpen(teacher.softmax(-1), self.options.temperature)
+        distance = padding.mean((student.softmax(-1) - target).square().sum(-1), batch.u_real)
+        loss = labeled_cross_entropy(labeled, batch.y, batch.x_real) + self.options.unlabeled_weight * distance
         return loss, (moments, target)
 
 
-ROWS = (MethodEntry("rscfed", "RSCFed", "RSCFed, CVPR 2022", "averages of random groups by distance", RSCFed()),)
+ROWS = (
+    MethodEntry(
+        "rscfed",
+        "RSCFed",
+        "RSCFed, CVPR 2022",
+        "random groups of clients, weighted by distance from the group's mean",
+        RSCFed(),
+    ),
+)

@@ -1,24 +1,24 @@
-"""SemiFed (Lin, Lou, Xiong and Shahabi 2021): unlabeled images get a label for good once enough models agree on it.
+"""SemiFed (Lin, Lou, Xiong and Shahabi 2021): unlabeled images get a permanent label once enough models agree on it.
 
-At every step a client learns from labels, and its prediction on an image that RandAugment has changed follows that on
-the image itself:
+At every step a client learns from labels, and its prediction on an image augmented by RandAugment is drawn to its
+prediction on the image without augmentation:
 
     loss = mean CE(y, f(x)) + unlabeled_weight * mean KL(p(u) || p(strong(u))),    p(u) detached.
 
-Every `interval` rounds the server sends, beside the global model, the models that its clients sent last. A client's
-image on which enough of them agree, each with a confidence of `threshold` or more, joins its labeled images: from
-then on the first mean runs over it too and the second no longer does.
+Every `interval` rounds the server sends the clients' last uploaded models together with the global model. An image on
+which enough of these models agree, each with a confidence of at least `threshold`, is accepted: from then on it counts
+in the first mean and no longer in the second.
 
 server: params, stats; on its state store the last models of up to `peers` clients.  broadcast: params, stats, in
 labeling rounds also peers, leaves (n, ...): n + 1 models, all of whose bytes are counted.  memory: labels (U,), -1
-where there is none, and a mark of the rows they belong to.  upload: params, stats, weight (|labeled| + |unlabeled|).
+without one, and a hash of the rows they belong to.  upload: params, stats, weight (|labeled| + |unlabeled|).
 
-There is no public code, and the paper itself could not be had: this file follows its abstract and what others write of
-it. Not verified, hence options: `threshold` and how it moves over the rounds (`threshold_last`), `agree`, `interval`,
-`unlabeled_weight`, and whether all models or those that agree have to be confident (`confident`). With ten clients all
-models are sent (`peers`); of more clients, the models sent last are. The receiver's own last model is one of them.
-A labeled minibatch is as large as the batch rule says: accepted images are learned from where they are drawn, among the
-unlabeled ones. They are looked at in the view `view`, which in the paper is the image itself.
+There is no public code, and the paper itself was not available: this file follows its abstract and descriptions in
+other papers. Not verified, hence options: `threshold` and its change over the rounds (`threshold_last`), `agree`,
+`interval`, `unlabeled_weight`, and whether all models or only those that agree have to be confident (`confident`). Up
+to `peers` models are sent: those of all of ten clients, else the latest ones. The receiver's last model is among them.
+The batch rule sets the size of a labeled minibatch: accepted images are not added to it, but used when they are drawn
+among the unlabeled ones. Their view is `view`, which in the paper is the image without augmentation.
 """
 
 from collections.abc import Mapping
@@ -60,10 +60,18 @@ from halfmoon.models import forward
 class SemiFed(ModelAveraging):
     """SemiFed; no default is verified.
 
-    `threshold` is the confidence that a vote needs, moving in a straight line to `threshold_last` in the last round
-    (None: it stays); `agree` the share of the models that have to name one class. `confident`: "agreeing" counts
-    confident votes alone, "all" accepts an image only if every model is confident of its own vote. `peers` is how
-    many clients' models go out at most. Raises `UserError` for a share or a count that cannot be.
+    Attributes:
+        threshold: confidence that a vote needs in the first round.
+        threshold_last: confidence that a vote needs in the last round, linearly interpolated; None: `threshold`.
+        agree: share of the models that have to vote for one class, above 0.
+        confident: "agreeing" counts confident votes only; "all" accepts an image only if every model is confident.
+        interval: images are labeled in every `interval`-th round.
+        peers: largest number of clients' models that are sent.
+        unlabeled_weight: weight of the consistency loss.
+        view: view that is labeled, and that strong views are drawn to.
+
+    Raises:
+        UserError: for `interval` below 1, negative `peers`, or `agree` of 0 or less.
     """
 
     threshold: float = 0.95
@@ -89,45 +97,49 @@ class SemiFed(ModelAveraging):
         return Requirements(reason=reason, personal=True, period=self.interval)
 
     def client_updates(self, task: Task) -> Mapping[str, ClientUpdate]:
-        return {"train": Growing(task, self, self._labels(task))}
+        return {"train": SemiFedClient(task, self, self._is_labeling_round(task))}
 
     def round(self, task: Task, server: Tree, federation: Federation) -> Tree:
-        """Let the cohort train, after labeling in a labeling round, and average; keep who sent what."""
+        """Let the cohort label (in a labeling round) and train, average, and store the cohort's models."""
         broadcast = {"params": server["params"], "stats": server.get("stats", {})}
-        peers = self._last_models(federation, broadcast) if self._labels(task) else []
+        peers = self._last_models(federation, broadcast) if self._is_labeling_round(task) else []
         upload = federation.query("train", {**broadcast, "peers": tree.stack(peers)} if peers else broadcast)
         if self.peers:
-            self._put(federation, task.round, upload)
+            self._store_models(federation, task.round, upload)
         return average_uploads(upload, broadcast)
 
     def threshold_in(self, task: Task) -> float:
-        """Return the confidence that a vote needs in the task's round."""
+        """Compute the confidence that a vote needs in the task's round."""
         last = self.threshold if self.threshold_last is None else self.threshold_last
         return self.threshold + (last - self.threshold) * task.round / max(1, task.rounds - 1)
 
-    def _labels(self, task: Task) -> bool:
+    def _is_labeling_round(self, task: Task) -> bool:
         return (task.round + 1) % self.interval == 0
 
     def _last_models(self, federation: Federation, like: Tree) -> list[Tree]:
-        """Return the models that up to `peers` clients sent last, each with the names of `like`."""
-        models = [federation.state_store.get(f"model-{place}") for place in range(self.peers)]
+        """Load the last models of up to `peers` clients, with the sections of `like`."""
+        models = [federation.state_store.get(f"model-{slot}") for slot in range(self.peers)]
         return [{name: model.get(name, {}) for name in like} for model in models if model is not None]
 
-    def _put(self, federation: Federation, round: int, upload: Upload) -> None:
-        """Keep the uploads of those who answered: a newcomer takes the oldest's place."""
-        state_store, nobody = federation.state_store, torch.full((self.peers,), NO_LABEL)
-        book = state_store.get("book") or {"client": nobody, "round": nobody}
-        client, when = book["client"].tolist(), book["round"].tolist()
-        for k, number in enumerate(to_ints(federation.responders)):
-            place = client.index(number) if number in client else when.index(min(when))
-            client[place], when[place] = number, round
-            state_store.put(f"model-{place}", tree.index(upload.update, k))
-        state_store.put("book", {"client": torch.tensor(client), "round": torch.tensor(when)})
+    def _store_models(self, federation: Federation, round: int, upload: Upload) -> None:
+        """Store the responders' models. A client overwrites its previous model, a new client the oldest one."""
+        state_store = federation.state_store
+        empty = torch.full((self.peers,), -1)
+        # For each slot: the client whose model it has, and the round of that model.
+        index = state_store.get("book") or {"client": empty, "round": empty}
+        clients = index["client"].tolist()
+        rounds = index["round"].tolist()
+        for k, client in enumerate(to_ints(federation.responders)):
+            slot = clients.index(client) if client in clients else rounds.index(min(rounds))
+            clients[slot] = client
+            rounds[slot] = round
+            state_store.put(f"model-{slot}", tree.index(upload.update, k))
+        state_store.put("book", {"client": torch.tensor(clients), "round": torch.tensor(rounds)})
 
 
 @dataclass(frozen=True)
-class Growing(ClientUpdate):
-    """The client of SemiFed: label, in a round in which it `labels`, then train."""
+class SemiFedClient(ClientUpdate):
+    """The client of SemiFed: it labels images in a labeling round (`labels`), then it trains."""
 
     options: SemiFed = SemiFed()
     labels: bool = False
@@ -135,22 +147,24 @@ class Growing(ClientUpdate):
     @property
     def requirements(self) -> UpdateRequirements:
         view = self.options.view
-        sweep = (view,) if self.labels else ()
         return UpdateRequirements(
-            (view, "strong"), precomputed_views=sweep, masks_padding=True, row_memory={"labels": NO_LABEL}
+            (view, "strong"),
+            precomputed_views=(view,) if self.labels else (),
+            masks_padding=True,
+            row_memory={"labels": NO_LABEL},
         )
 
     def initial_memory(self, broadcast: Tree, generator: torch.Generator) -> Tree:
         device = next(tree.leaves(broadcast["params"])).device
-        none = torch.zeros(0, dtype=torch.int64, device=device)
-        return {"labels": none, "mark": torch.zeros((), dtype=torch.float64, device=device)}
+        no_rows = torch.zeros(0, dtype=torch.int64, device=device)
+        return {"labels": no_rows, "mark": torch.zeros((), dtype=torch.float64, device=device)}
 
     def begin(self, broadcast: Tree, memory: Tree, data: ClientData) -> Tree:
-        labels, mark = recall_row_labels({"label": memory["labels"], "mark": memory["mark"]}, data)
+        labels, row_hash = recall_row_labels({"label": memory["labels"], "mark": memory["mark"]}, data)
         if self.labels:
             accepted = self._vote(broadcast, data)
             labels = torch.where(labels == NO_LABEL, accepted, labels)
-        return {**super().begin(broadcast, memory, data), "labels": labels, "mark": mark}
+        return {**super().begin(broadcast, memory, data), "labels": labels, "mark": row_hash}
 
     def step(self, broadcast: Tree, carry: Tree, batch: Batch) -> tuple[Tree, StepMetrics]:
         gradient, loss, (moments, pseudo) = grad_and_value(self._loss, carry["params"], carry, batch)
@@ -168,50 +182,61 @@ class Growing(ClientUpdate):
         return unlabeled * (1 + self.options.peers) if self.labels else 0
 
     def _vote(self, broadcast: Tree, data: ClientData) -> Tensor:
-        """Return for each row (U,) the class that enough models name, or -1."""
-        o, images = self.options, data.views[self.options.view]
+        """Compute for each row (U,) the class for which enough models vote, or -1."""
+        options = self.options
+        images = data.views[options.view]
         peers = broadcast.get("peers", {"params": {}, "stats": {}})
         count = next((len(leaf) for leaf in tree.leaves(peers["params"])), 0)
         models = [broadcast, *(tree.index(peers, k) for k in range(count))]
-        logits = [predict_all_rows(self.task, each["params"], each["stats"], images, data.u_real) for each in models]
-        guesses = [each.softmax(-1).max(-1) for each in logits]
-        confidence, label = (torch.stack([each[part] for each in guesses]) for part in (0, 1))
-        sure = confidence >= o.threshold_in(self.task)
-        names = torch.arange(self.task.network.classes, device=label.device)
-        for_class = label[..., None] == names
-        mask = for_class & sure[..., None] if o.confident == "agreeing" else for_class
-        votes, winner = mask.sum(0).max(-1)
-        accepted = votes >= ceil(round(o.agree * len(models), 9))
-        if o.confident == "all":
-            accepted = accepted & sure.all(0)
+        confidences: list[Tensor] = []
+        labels: list[Tensor] = []
+        for model in models:
+            logits = predict_all_rows(self.task, model["params"], model["stats"], images, data.u_real)
+            model_confidence, model_label = logits.softmax(-1).max(-1)
+            confidences.append(model_confidence)
+            labels.append(model_label)
+        label = torch.stack(labels)
+        confident = torch.stack(confidences) >= options.threshold_in(self.task)
+        numbers = torch.arange(self.task.network.classes, device=label.device)
+        ballots = label[..., None] == numbers
+        if options.confident == "agreeing":
+            ballots = ballots & confident[..., None]
+        votes, winner = ballots.sum(0).max(-1)
+        # Rounding first: 0.55 * 20 is slightly above 11 in floating point, and 11 votes must be enough.
+        accepted = votes >= ceil(round(options.agree * len(models), 9))
+        if options.confident == "all":
+            accepted = accepted & confident.all(0)
         return torch.where(accepted, winner, NO_LABEL)
 
     def _loss(self, params: Tree, carry: Tree, batch: Batch) -> tuple[Tensor, tuple[Any, ...]]:
-        """Return the loss, and (moments, pseudo-labels)."""
-        network, view, strong = self.task.network, batch.u[self.options.view], batch.u["strong"]
+        """Compute the loss, and (moments, pseudo-labels)."""
+        network = self.task.network
+        view = batch.u[self.options.view]
+        groups = (batch.x, view, batch.u["strong"])
         joint = self.task.statistics == "joint"
-        (labeled, plain, loud), _, moments = forward(
-            network, params, joint, (batch.x, view, strong), real=batch.masks(2)
-        )
+        (labeled, plain, strong), _, moments = forward(network, params, joint, groups, real=batch.masks(2))
         target = plain.detach()
         if self.task.labeling == "running":
             with torch.no_grad():
                 target = network.predict(params, carry["stats"], view).detach()
         stored = carry["labels"][batch.u_rows]
-        has = padding.mask((stored != NO_LABEL).to(plain.dtype), batch.u_real)
-        without = padding.mask(1 - has, batch.u_real)
-        own = F.cross_entropy(labeled, batch.y, reduction="sum") if len(batch.x) else labeled.sum() * 0.0
-        own = own if batch.x_real is None else cross_entropy_per_image(labeled, batch.y) @ batch.x_real.to(own.dtype)
-        accepted = cross_entropy(plain, stored.clamp_min(0), reduction="none") * has
-        taught = (own + accepted.sum()) / (padding.count(batch.x, batch.x_real) + has.sum()).clamp_min(1)
-        apart = divergence(target, loud)
-        consistent = (apart * without).sum() / without.sum().clamp_min(1)
-        confidence, guess = target.softmax(-1).max(-1)
-        pseudo = PseudoLabels(torch.where(has > 0, stored, guess), confidence, has)
-        return taught + self.options.unlabeled_weight * consistent, (moments, (pseudo,))
+        is_accepted = padding.mask((stored != NO_LABEL).to(plain.dtype), batch.u_real)
+        is_open = padding.mask(1 - is_accepted, batch.u_real)
+        # The product with 0 keeps the loss a function of the parameters, so that it has a gradient.
+        label_sum = F.cross_entropy(labeled, batch.y, reduction="sum") if len(batch.x) else labeled.sum() * 0.0
+        if batch.x_real is not None:
+            label_sum = cross_entropy_per_image(labeled, batch.y) @ batch.x_real.to(label_sum.dtype)
+        # Rows without a label (-1) get class 0 for the lookup; their loss is then multiplied by 0.
+        accepted_losses = cross_entropy(plain, stored.clamp_min(0), reduction="none") * is_accepted
+        count = padding.count(batch.x, batch.x_real) + is_accepted.sum()
+        supervised = (label_sum + accepted_losses.sum()) / count.clamp_min(1)
+        consistency = (divergence(target, strong) * is_open).sum() / is_open.sum().clamp_min(1)
+        confidence, predicted = target.softmax(-1).max(-1)
+        pseudo = PseudoLabels(torch.where(is_accepted > 0, stored, predicted), confidence, is_accepted)
+        return supervised + self.options.unlabeled_weight * consistency, (moments, (pseudo,))
 
 
 ROWS = (
     MethodEntry("semifed", "SemiFed", "Lin et al. 2021",
-                "consistency, and labels for good where enough clients' models agree", SemiFed()),
+                "consistency, and permanent labels for images on which enough clients' models agree", SemiFed()),
 )  # fmt: skip

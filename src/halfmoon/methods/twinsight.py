@@ -1,19 +1,20 @@
-"""Twin-sight (Zhang et al., ICLR 2024): every client also trains a second network, without labels.
+"""Twin-sight (Zhang et al., ICLR 2024): each client trains the classifier and an unsupervised network together.
 
-The twin is the same network with a projector (two layers) in place of the head. On two views a and b of all images of a
-minibatch, labeled and not,
+The unsupervised network has the classifier's architecture, with a two-layer projector in place of the head. On two
+views a and b of all images of a minibatch, labeled and unlabeled,
 
-    loss = CE(y, classifier(a)) + contrast_weight InfoNCE(twin(a), twin(b)) + gram_weight mean (U U' - V V')^2,
+    loss = CE(y, classifier(a)) + contrast_weight InfoNCE(second(a), second(b)) + gram_weight mean (U U' - V V')^2,
 
-where InfoNCE is SimCLR's, between all 2 N projections, at `temperature`; the rows of U and V are the features of the
-twin and of the classifier on view a, each of length 1.
+where InfoNCE is SimCLR's loss between all 2 N projections, at `temperature`. The rows of U and V are the features of
+the unsupervised network and of the classifier on view a, scaled to length 1.
 
-server: params and stats, in each the twin's under "twin".  broadcast: the same.  memory: with `keep_optimizer`, the
-optimizer's state.  upload: the same as down, trained, and weight: twice FedAvg's bytes and more.
+server: params and stats, in each the unsupervised network's under "twin".  broadcast: the same.  memory: with
+`keep_optimizer`, the optimizer's state.  upload: the trained broadcast, and weight: more than twice FedAvg's bytes.
 
-Departures: the authors' code divides the Gram term by 64 xor 2 = 66 where the square of 64 must be meant: `gram_weight`
-62 is that. Its optional FreeMatch loss is left out. The projector has `hidden` and `projected` numbers, theirs 4096 and
-2048. The twin starts alike for all seeds, and is no part of the solution. Both views are weak ones.
+Departures from the authors' code: it divides the Gram term by `64 ^ 2`, in Python 66, where the square of 64 is meant;
+`gram_weight` 62 reproduces it. Its optional FreeMatch loss is left out. The projector has `hidden` and `projected`
+units, where the code has 4096 and 2048. The unsupervised network starts from the same values for all seeds, and it is
+not part of the solution. Both views are weak.
 """
 
 from collections.abc import Mapping
@@ -37,13 +38,25 @@ from halfmoon.methods.objectives.base import as_pseudo_labels, embed_groups, lab
 from halfmoon.models import track
 from halfmoon.models.network import linear
 
-TWIN, PROJECTOR = "twin", "projector"
+SECOND = "twin"
+"""Key of the unsupervised network in params and stats."""
+
+PROJECTOR = "projector"
 VIEWS = ("weak", "weak2")
 
 
 @dataclass(frozen=True)
 class TwinSight(ModelAveraging):
-    """Twin-sight with the weights and the temperature of the authors' code."""
+    """Twin-sight with the weights and the temperature of the authors' code.
+
+    Attributes:
+        contrast_weight: weight of InfoNCE.
+        gram_weight: weight of the squared difference of the Gram matrices.
+        temperature: divides the cosine similarities in InfoNCE.
+        hidden: units of the projector's first layer.
+        projected: units of the projector's second layer.
+        keep_optimizer: whether clients keep the optimizer's state between rounds.
+    """
 
     method_requirements = Requirements("sum", "", ("some", "clients"))
     contrast_weight: float = 0.5
@@ -62,28 +75,32 @@ class TwinSight(ModelAveraging):
                 "twin-sight needs one of halfmoon's networks: its second network has another head in that position."
             )
         like = model["params"]["head"]["weight"]
-        g = rng.generator(0, "twin-sight")
-        fresh = task.network.init(g)
-        twin = {**fresh["params"], "head": linear(g, like.shape[1], self.hidden)}
-        twin[PROJECTOR] = linear(g, self.hidden, self.projected)
-        params, stats = (tree.to(part, like.device, like.dtype) for part in (twin, fresh["stats"]))
-        return {"params": {**model["params"], TWIN: params}, "stats": {**model["stats"], **_named(stats)}}
+        # A method draws no random numbers of the run: the second network's start is the same for every seed.
+        generator = rng.generator(0, "twin-sight")
+        initial = task.network.init(generator)
+        second = {**initial["params"], "head": linear(generator, like.shape[1], self.hidden)}
+        second[PROJECTOR] = linear(generator, self.hidden, self.projected)
+        params = tree.to(second, like.device, like.dtype)
+        stats = tree.to(initial["stats"], like.device, like.dtype)
+        return {"params": {**model["params"], SECOND: params}, "stats": {**model["stats"], **_second_stats(stats)}}
 
     def solution(self, task: Task, server: Tree) -> Tree:
-        return {name: _without_twin(server.get(name, {})) for name in ("params", "stats")}
+        return {name: _classifier_only(server.get(name, {})) for name in ("params", "stats")}
 
 
-def _named(stats: Tree) -> Tree:
-    return {TWIN: stats} if stats else {}
+def _second_stats(stats: Tree) -> Tree:
+    """Name the second network's statistics; {} for networks without any, as flattened trees have no empty nodes."""
+    return {SECOND: stats} if stats else {}
 
 
-def _without_twin(part: Tree) -> Tree:
-    return {name: leaf for name, leaf in part.items() if name != TWIN}
+def _classifier_only(section: Tree) -> Tree:
+    """Drop the unsupervised network from params or stats."""
+    return {name: leaf for name, leaf in section.items() if name != SECOND}
 
 
 @dataclass(frozen=True)
 class TwinSightClient(ClientUpdate):
-    """The client of Twin-sight."""
+    """The client of Twin-sight: it trains the classifier and the unsupervised network on one loss."""
 
     options: TwinSight = TwinSight()
 
@@ -94,35 +111,50 @@ class TwinSightClient(ClientUpdate):
         )
 
     def step(self, broadcast: Tree, carry: Tree, batch: Batch) -> tuple[Tree, StepMetrics]:
-        gradient, loss, (passes, guess, terms) = grad_and_value(self._loss, carry["params"], batch)
-        own, twin = _without_twin(carry["stats"]), reduce(track, passes[1:], carry["stats"].get(TWIN, {}))
-        new = self.advance(carry, gradient, stats={**track(own, passes[0]), **_named(twin)})
+        gradient, loss, (passes, predictions, terms) = grad_and_value(self._loss, carry["params"], batch)
+        # The classifier makes the first pass; all further passes are the second network's.
+        classifier_stats = track(_classifier_only(carry["stats"]), passes[0])
+        second_stats = reduce(track, passes[1:], carry["stats"].get(SECOND, {}))
+        new = self.advance(carry, gradient, stats={**classifier_stats, **_second_stats(second_stats)})
         samples = {name: weighted_metric(value) for name, value in terms.items()}
-        return new, StepMetrics(loss, samples, (as_pseudo_labels(guess),))
+        return new, StepMetrics(loss, samples, (as_pseudo_labels(predictions),))
 
     def passes(self, labeled: int, unlabeled: int) -> Passes:
         return Passes(3 * (labeled + unlabeled), 3 * (labeled + unlabeled))
 
     def _loss(self, params: Tree, batch: Batch) -> tuple[Tensor, tuple[list[Tree], Tensor, dict[str, Tensor]]]:
-        """Return the loss, and (moments of the classifier and the twin, guesses of unlabeled images, its terms)."""
-        o, network, twin = self.options, self.task.network, params[TWIN]
+        """Compute the loss, and (moments of both networks' passes, predictions on unlabeled images, the two terms)."""
+        options = self.options
+        second = params[SECOND]
         a, b = (torch.cat([batch.x_views[view], batch.u[view]]) for view in VIEWS)
         real = concat(batch.masks(1))
-        logits, features, moments = network.embed(params, a, real=real)
-        views = () if real is None else (real, real)
-        hidden, (own, _), passes = embed_groups(self.task, twin, (a, b), views)
-        z = F.linear(F.relu(torch.cat(hidden)), twin[PROJECTOR]["weight"], twin[PROJECTOR]["bias"])
-        terms = {"contrast": info_nce(z, o.temperature, concat(views)), "gram": gram_distance(own, features, real)}
+        logits, features, moments = self.task.network.embed(params, a, real=real)
+        view_masks = () if real is None else (real, real)
+        hidden, (second_features, _), passes = embed_groups(self.task, second, (a, b), view_masks)
+        projections = F.linear(F.relu(torch.cat(hidden)), second[PROJECTOR]["weight"], second[PROJECTOR]["bias"])
+        terms = {
+            "contrast": info_nce(projections, options.temperature, concat(view_masks)),
+            "gram": gram_distance(second_features, features, real),
+        }
+        # Rows of `logits`: first the labeled images, then the unlabeled ones.
         loss = labeled_cross_entropy(logits[: len(batch.x)], batch.y, batch.x_real)
-        loss = loss + o.contrast_weight * terms["contrast"] + o.gram_weight * terms["gram"]
+        loss = loss + options.contrast_weight * terms["contrast"] + options.gram_weight * terms["gram"]
         return loss, ([moments, *passes], logits[len(batch.x) :].softmax(-1), terms)
 
 
 def gram_distance(one: Tensor, other: Tensor, real: Tensor | None = None) -> Tensor:
-    """Return the mean squared difference () of the cosines between all (`real`) rows of `one` and of `other` (N, F)."""
-    u, v = F.normalize(one, dim=-1), F.normalize(other, dim=-1)
-    apart = (u @ u.T - v @ v.T).square()
-    return apart.mean() if real is None else mean(row_mean(apart, real), real)
+    """Compute the mean squared difference () of two Gram matrices of normalized features.
+
+    Args:
+        one: features of a network, (N, F).
+        other: features of another network on the same images, (N, F).
+        real: (N,) bool, False where a row is padding; None if no row is.
+    """
+    u = F.normalize(one, dim=-1)
+    v = F.normalize(other, dim=-1)
+    difference = (u @ u.T - v @ v.T).square()
+    # Padding rows leave both means: the one over columns and the one over rows.
+    return difference.mean() if real is None else mean(row_mean(difference, real), real)
 
 
 def info_nce(z: Tensor, temperature: float, real: Tensor | None = None) -> Tensor:
