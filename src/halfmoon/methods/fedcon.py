@@ -1,22 +1,25 @@
-"""FedCon (Long et al. 2021): the server learns the classes, clients the features, from two views of each image.
+"""FedCon (Long et al. 2021): the server trains the classifier, clients the features, on two views of each image.
 
-The server trains f on two draws x, x' of each labeled image, with a target g that follows f and stays there:
+The server trains f on two views x, x' of each labeled image, with a target g that is a running mean of f:
 
     loss = (CE(y, f(x)) + CE(y, f(x')) + w (KL(g(x') || f(x)) + KL(g(x) || f(x')))) / 2, mean over images,
 
-w = `consistency_weight` exp(-5 (1 - t)^2), where t grows to 1 over the first `ramp` of the rounds. A client trains h,
-all of f but its head. A predictor q, of two layers with three times as many features between them, guesses what a
-target k, which follows h, makes of the other view. q and k stay at their client, and clients weigh alike:
+w = `consistency_weight` exp(-5 (1 - t)^2), where t grows to 1 over the first `ramp` (a share) of the rounds. A client
+trains h, all of f but its head. A two-layer predictor q, with a hidden layer three times as wide as the features,
+predicts the features of the other view under a target k, a running mean of h. q and k are stored at their client:
 
     loss = -(s(q(h(weak)), k(weak2)) + s(q(h(weak2)), k(weak))) / 2, mean over images, s the cosine.
+
+Clients have equal weights in the average.
 
 server: params, stats.  broadcast: the same.  memory: the target; at clients the predictor, at the server the target's
 steps.  upload: params, with the received head if there is no label, stats, weight (1, or 0 without an image).
 
-Formulas and constants are those of the authors' code. Departures: it keeps the server's target and never calls it, so
-that both sides of the KL are f's; here one is g, which starts as the mean of the models, and has a constant decay, not
-a cosine. Its clients come last in a round; here the server does, and trains once before the first. q normalizes both
-views together (theirs is 12,288 wide: three times their features of CIFAR-10). A client with labels adds mean CE(y, f).
+Formulas and constants are those of the authors' code. Departures: the code updates the server's target without ever
+evaluating it, so that both sides of the KL are f's; here one is g, which starts as the mean of the models, and has a
+constant decay, not a cosine. In the code clients train last in a round; here the server does, and it also trains once
+before the first round. q normalizes both views together (the authors' is 12,288 wide: three times their features of
+CIFAR-10). A client with labels adds mean CE(y, f).
 """
 
 from collections.abc import Mapping
@@ -62,7 +65,14 @@ PREDICTOR = "predictor"
 
 @dataclass(frozen=True)
 class FedCon(ModelAveraging):
-    """FedCon with the settings of the authors' code, whose ramp is 100 of 200 rounds."""
+    """FedCon with the settings of the authors' code, whose ramp is 100 of 200 rounds.
+
+    Attributes:
+        consistency_weight: final weight of the server's KL terms.
+        ramp: share of the rounds over which that weight grows.
+        server_decay: largest decay of the server's target.
+        target_decay: decay of the clients' targets.
+    """
 
     method_requirements = Requirements("sum", "", ("server", "clients", "some"))
     consistency_weight: float = 1.0
@@ -74,6 +84,7 @@ class FedCon(ModelAveraging):
         return {"train": FedConClient(task, self), "fine-tune": FedConServerUpdate(task, self)}
 
     def round(self, task: Task, server: Tree, federation: Federation) -> Tree:
+        """Let the cohort train and average it; the server then trains on the average."""
         model = select_model(server)
         if task.round == 0 and federation.labeled:
             model = federation.query_server("fine-tune", model).update
@@ -97,13 +108,20 @@ class FedConServerUpdate(MeanTeacherClient):
         return {**new, **update_teacher(carry, new["params"], self.options.server_decay)}, StepMetrics(loss, {}, ())
 
     def _loss(self, params: Tree, carry: Tree, batch: Batch) -> tuple[Tensor, list[Tree]]:
-        network, joint, real = self.task.network, self.task.statistics == "joint", batch.masks(0) * 2
-        (one, two), _, moments = forward(network, params, joint, (views := (batch.x, batch.x_views["weak"])), real=real)
-        _, (slow_one, slow_two), _ = forward(network, carry["teacher"], joint, (), views, real)
+        """Compute the server's loss, and the moments of f's passes."""
+        network = self.task.network
+        joint = self.task.statistics == "joint"
+        views = (batch.x, batch.x_views["weak"])
+        # `masks` returns a tuple, with no entry if no row is padding: repeated, it masks both views.
+        real = batch.masks(0) * 2
+        (one, two), _, moments = forward(network, params, joint, views, real=real)
+        # Groups in the second place are passed without gradients.
+        _, (target_one, target_two), _ = forward(network, carry["teacher"], joint, (), views, real)
         labels = labeled_cross_entropy(one, batch.y, batch.x_real) + labeled_cross_entropy(two, batch.y, batch.x_real)
-        apart = padding.mean_or_zero(divergence(slow_two, one) + divergence(slow_one, two), batch.x_real)
+        # Each view follows the target's prediction on the other one.
+        consistency = padding.mean_or_zero(divergence(target_two, one) + divergence(target_one, two), batch.x_real)
         weight = ramp_weight(self.task, self.options.consistency_weight, self.options.ramp, "sigmoid")
-        return (labels + weight * apart) / 2, moments
+        return (labels + weight * consistency) / 2, moments
 
     def passes(self, labeled: int, unlabeled: int) -> Passes:
         return Passes(4 * labeled, 2 * labeled)
@@ -122,8 +140,8 @@ class FedConClient(ClientUpdate):
         )
 
     def initial_memory(self, broadcast: Tree, generator: torch.Generator) -> Tree:
-        features = (like := _head_weight(self.task, broadcast["params"])).shape[1]
-        predictor = _new_predictor(generator, features)
+        like = _head_weight(self.task, broadcast["params"])
+        predictor = _new_predictor(generator, features=like.shape[1])
         return {"target": broadcast["params"], PREDICTOR: tree.to(predictor, like.device, like.dtype)}
 
     def begin(self, broadcast: Tree, memory: Tree, data: ClientData) -> Tree:
@@ -132,25 +150,31 @@ class FedConClient(ClientUpdate):
 
     def step(self, broadcast: Tree, carry: Tree, batch: Batch) -> tuple[Tree, StepMetrics]:
         gradient, loss, moments = grad_and_value(self._loss, carry["params"], carry, batch)
-        new, rate = self.advance(carry, gradient, moments), 1 - self.options.target_decay
+        new = self.advance(carry, gradient, moments)
+        rate = 1 - self.options.target_decay
         target = tree.map(lambda a, b: torch.lerp(a, b, rate), carry["target"], _network_params(new["params"]))
         return {**new, "target": target}, StepMetrics(loss, {}, ())
 
     def finish(self, broadcast: Tree, carry: Tree, data: ClientData) -> tuple[Upload, Tree]:
         params = tree.flatten(_network_params(carry["params"]))
+        # Without labels the head has no loss, but weight decay moves it all the same: upload the received head.
         for path in [path for path in params if path.startswith(f"{self.task.network.head}/")]:
             params[path] = torch.where(data.labeled > 0, params[path], tree.flatten(broadcast["params"])[path])
         upload = Upload({"params": tree.unflatten(params), "stats": carry["stats"]}, (data.rows > 0).double())
         return upload, {"target": carry["target"], PREDICTOR: carry["params"][PREDICTOR]}
 
     def _loss(self, params: Tree, carry: Tree, batch: Batch) -> tuple[Tensor, list[Tree]]:
-        groups, real = (batch.x,), batch.masks(0)
-        (z,), _, labeled = forward(self.task.network, _network_params(params), False, groups, real=real)
+        """Compute the client's loss, and the moments of all passes."""
+        network_params = _network_params(params)
+        (logits,), _, labeled_moments = forward(
+            self.task.network, network_params, False, (batch.x,), real=batch.masks(0)
+        )
         features, moments = self._embed_views(params, batch)
         with torch.no_grad():
             targets, _ = self._embed_views(carry["target"], batch)
-        alike = _view_similarity(_predict(params[PREDICTOR], features, batch), targets, batch)
-        return labeled_cross_entropy(z, batch.y, batch.x_real) - alike / 2, labeled + moments
+        similarity = _view_similarity(_predict(params[PREDICTOR], features, batch), targets, batch)
+        loss = labeled_cross_entropy(logits, batch.y, batch.x_real) - similarity / 2
+        return loss, labeled_moments + moments
 
     def _embed_views(self, params: Tree, batch: Batch) -> tuple[Tensor, list[Tree]]:
         """Compute the features (2 b, F) of both views of the unlabeled images, and the moments of the passes."""
@@ -173,7 +197,7 @@ def _head_weight(task: Task, params: Tree) -> Tensor:
 
 def _network_params(params: Tree) -> Tree:
     """Return the parameters of the network, without those of the predictor."""
-    return {name: part for name, part in params.items() if name != PREDICTOR}
+    return {name: layer for name, layer in params.items() if name != PREDICTOR}
 
 
 def _new_predictor(generator: torch.Generator, features: int) -> dict[str, Any]:
@@ -186,6 +210,7 @@ def _new_predictor(generator: torch.Generator, features: int) -> dict[str, Any]:
 def _predict(predictor: Tree, features: Tensor, batch: Batch) -> Tensor:
     """Apply the predictor to the features (2 b, F) of both views: linear, batch normalization, ReLU, linear."""
     run = TrainPass(predictor, "batch", real=_mask_of_both_views(batch))
+    # `norm` expects images (n, channels, height, width); features are images of one pixel.
     hidden = run.norm("first", run.linear("first", features)[:, :, None, None])
     return run.linear("last", run.relu(hidden).flatten(1))
 
@@ -197,7 +222,9 @@ def _mask_of_both_views(batch: Batch) -> Tensor | None:
 
 def _view_similarity(predicted: Tensor, targets: Tensor, batch: Batch) -> Tensor:
     """Compute s(q_1, k_2) + s(q_2, k_1), the mean over images, of the rows (2 b, F) of both views; s is the cosine."""
+    # Rolling by half the rows puts the target of the other view at each row.
     other = targets.detach().roll(len(targets) // 2, 0)
+    # A mean over 2 b rows is half the sum of the two views' means.
     return 2 * padding.mean(F.cosine_similarity(predicted, other, dim=-1), _mask_of_both_views(batch))
 
 

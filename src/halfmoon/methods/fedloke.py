@@ -2,18 +2,19 @@
 
 "Non-IID always Bad? Semi-Supervised Heterogeneous Federated Learning with Local Knowledge Enhancement" (Zhang et al.).
 A client stores a local model, which fits its distribution. A client update first mixes the global model into it
-(Eq. 2), once; then both train together: on labels, strong views for the global model and weak ones for the local, and
-on the soft guess that the OTHER makes of an unlabeled image's weak view, where its entropy is low (Eq. 9 to 14).
+(Eq. 2), once; then both train together: on labels, with strong views for the global model and weak ones for the local,
+and on the OTHER model's soft prediction on an unlabeled image's weak view, if its entropy is low (Eq. 9 to 14).
 
 server: params, stats.  broadcast: the same.  memory: params and stats of the local model, at first a copy of the
 received model.  upload: params, stats, weight; only the global model is uploaded.
 
-From the authors' released code come what the paper does not say: the local model starts as a copy (Algorithm 1, where
-each starts at random, would make Eq. 2 average unrelated networks), the round counts from 0, so the first one has no
-unsupervised loss, and the unlabeled mean runs over the minibatch (Eq. 9 and 10: over all of the client's images). Where
-they differ this file follows the paper: weights by size (Eq. 1; the code's are uniform, the same for its equal
-clients). With `statistics = "separate"` the passes are the code's, three a model, but the running statistics take in
-the weak views first. Its guards (1e-8 inside logarithms, a term that is not finite set to 0) are left out.
+Details that the paper leaves open follow the authors' released code: the local model starts as a copy (with the random
+start of Algorithm 1, Eq. 2 would average unrelated networks), rounds count from 0, so the first one has no unsupervised
+loss, and the unlabeled mean is over the minibatch (Eq. 9 and 10: over all of the client's images). If they differ this
+file follows the paper: weights by size (Eq. 1; the code's are uniform, which is the same for its clients of equal
+size). With `statistics = "separate"` the passes are the code's, three for each model, but the running statistics are
+updated with the weak views first. The code's guards (1e-8 inside logarithms, terms that are not finite set to 0) are
+left out.
 """
 
 from collections.abc import Callable, Mapping
@@ -57,19 +58,26 @@ VIEWS = {
 class FedLoKe(ModelAveraging):
     """FedLoKe, Algorithm 1; the defaults are the paper's, mu (unpublished) that of the authors' script.
 
-    `ema` is mu of Eq. 2, the share of itself that a local model retains when a client update begins: at 1 it never uses
-    the global model's parameters ("without EMA"), at 0 the global model replaces it. `delta` is the largest
-    entropy of a prediction that is used, in nats; with 0 none is used, with None all are. The unsupervised losses have
-    the weight `unlabeled_weight` * min(1, round / `ramp_rounds`), rounds from 0; 0 `ramp_rounds` is no ramp.
+    With `ema=1`, `global_labels=False` and `private="fresh"` the local models are trained only on their client's
+    labels: those of Figure 2.
 
-    The ablations of Figure 5: `local=False` has no local model, the global one is trained on its own predictions;
-    `global_labels=False` trains the local model on labels only (its images pass both models all the same, so batch
-    statistics stay comparable). `views` are Figure 6a's: all "strong", all "weak", or "none" augmented. `private`: how
-    a local model starts, as a "copy" of the first received one or, as Algorithm 1 has it, as a random network ("fresh",
-    the same for all clients). With `ema=1`, `global_labels=False` and `private="fresh"` the local models are trained
-    only on their client's labels: those of Figure 2.
+    Attributes:
+        ema: mu of Eq. 2, the share of itself that a local model retains when a client update begins. With 1 it never
+            uses the global model's parameters ("without EMA"), with 0 the global model replaces it.
+        delta: predictions with an entropy below it, in nats, are used; 0 uses none, None uses all.
+        ramp_rounds: the unsupervised losses have the weight `unlabeled_weight` * min(1, round / `ramp_rounds`), with
+            rounds from 0; 0 is no ramp.
+        unlabeled_weight: final weight of the unsupervised losses.
+        local: False has no local model: the global one is trained on its own predictions (ablation of Figure 5).
+        global_labels: False trains the local model on labels only (ablation of Figure 5). Its unlabeled images pass
+            through both models all the same, so that batch statistics are comparable.
+        views: views of Figure 6a: the paper's ("default"), all "strong", all "weak", or without augmentation ("none").
+        private: start of a local model: a "copy" of the first received model or, as in Algorithm 1, a random network
+            ("fresh"), the same for all clients.
+        weights: weight of a client's upload.
 
-    Raises `UserError` for an `ema` outside 0 to 1 or a negative `ramp_rounds`.
+    Raises:
+        UserError: for an `ema` outside 0 to 1 or a negative `ramp_rounds`.
     """
 
     ema: float = 0.9
@@ -112,62 +120,69 @@ class FedLoKeClient(ClientUpdate):
     def initial_memory(self, broadcast: Tree, generator: torch.Generator) -> Tree:
         if not self.options.local:
             return {}
-        return mutual.select_memory(
-            mutual.initial_private_model(self.task, broadcast, self.options.private, generator), "params", "stats"
-        )
+        local = mutual.initial_private_model(self.task, broadcast, self.options.private, generator)
+        return mutual.select_memory(local, "params", "stats")
 
     def begin(self, broadcast: Tree, memory: Tree, data: ClientData) -> Tree:
         received = select_model(broadcast)
         carry = {"global": mutual.init_training(self.task, received)}
         if self.options.local:
+            # Eq. 2, for the statistics as well: mu * local + (1 - mu) * global.
             fused = tree.map(lambda new, old: torch.lerp(new, old, self.options.ema), received, select_model(memory))
             carry["local"] = mutual.init_training(self.task, fused)
         return carry
 
     def step(self, broadcast: Tree, carry: Tree, batch: Batch) -> tuple[Tree, StepMetrics]:
         """Take one step of both models, each on its labels and on the other's predictions (Eq. 9 to 14)."""
-        o, lam = self.options, self.options.ramp(self.task.round)
+        options = self.options
+        ramp = options.ramp(self.task.round)  # lambda of Eq. 12
         weak_view, strong_view = self.requirements.views
-        main = self._pass(carry["global"], batch, strong_view)
-        local = self._pass(carry["local"], batch, weak_view) if o.local else main
+        # Both models process the minibatch before either takes its step. Without a local model the global one is its
+        # own teacher.
+        main = self._run_model(carry["global"], batch, strong_view)
+        local = self._run_model(carry["local"], batch, weak_view) if options.local else main
         used = {
-            "global": mutual.low_entropy_mask(main.prediction, o.delta),
-            "local": mutual.low_entropy_mask(local.prediction, o.delta),
+            "global": mutual.low_entropy_mask(main.prediction, options.delta),
+            "local": mutual.low_entropy_mask(local.prediction, options.delta),
         }
 
         def mutual_loss(teacher: Tensor, mask: Tensor, weight: Number) -> Callable[[Tensor, Tensor], Tensor]:
             def loss(labeled: Tensor, unlabeled: Tensor) -> Tensor:
-                apart = mean(mask * mutual.divergence(teacher, unlabeled), batch.u_real)
-                return labeled_cross_entropy(labeled, batch.y, batch.x_real) + weight * apart
+                divergence = mean(mask * mutual.divergence(teacher, unlabeled), batch.u_real)
+                return labeled_cross_entropy(labeled, batch.y, batch.x_real) + weight * divergence
 
             return loss
 
         new: Tree = {}
-        new["global"], loss = mutual.advance(
-            self, carry["global"], main, mutual_loss(local.prediction, used["local"], lam)
-        )
-        if o.local:
-            local_loss = mutual_loss(main.prediction, used["global"], lam if o.global_labels else 0.0)
-            new["local"], other = mutual.advance(self, carry["local"], local, local_loss)
-            loss = loss + other
-        names = ("global", "local") if o.local else ("global",)
-        teaching = "global" if o.global_labels else names[-1]  # the pseudo-labels that some model is trained on
-        teaches = {"global": lam if o.global_labels or not o.local else 0.0, "local": lam}
-        predictions = {"global": main.prediction, "local": local.prediction}
-        pseudo = {name: mutual.pseudo_labels(guess, teaches[name] * used[name]) for name, guess in predictions.items()}
+        global_loss = mutual_loss(local.prediction, used["local"], ramp)
+        new["global"], loss = mutual.advance(self, carry["global"], main, global_loss)
+        if options.local:
+            local_loss = mutual_loss(main.prediction, used["global"], ramp if options.global_labels else 0.0)
+            new["local"], local_value = mutual.advance(self, carry["local"], local, local_loss)
+            loss = loss + local_value
+        # Pseudo-labels are reported with the weight that they have in the other model's loss.
+        names = ("global", "local") if options.local else ("global",)
+        global_weight = ramp if options.global_labels or not options.local else 0.0
+        pseudo = {
+            "global": mutual.pseudo_labels(main.prediction, global_weight * used["global"]),
+            "local": mutual.pseudo_labels(local.prediction, ramp * used["local"]),
+        }
+        # The main curve is of pseudo-labels that some model is trained on: the local model's if the global's are unused.
+        reported = "global" if options.global_labels else names[-1]
         samples = {f"{name}_sure": weighted_metric(used[name], batch.u_real) for name in names}
-        return new, StepMetrics(loss, samples, (pseudo[teaching],), pseudo if o.local else {})
+        return new, StepMetrics(loss, samples, (pseudo[reported],), pseudo if options.local else {})
 
     def finish(self, broadcast: Tree, carry: Tree, data: ClientData) -> tuple[Upload, Tree]:
         upload = Upload(select_model(carry["global"]), mutual.upload_weight(data, self.options.weights))
-        return upload, (mutual.select_memory(carry["local"], "params", "stats") if self.options.local else {})
+        memory = mutual.select_memory(carry["local"], "params", "stats") if self.options.local else {}
+        return upload, memory
 
     def passes(self, labeled: int, unlabeled: int) -> Passes:
         forward, backward = count_passes(self.task, labeled + unlabeled, unlabeled)
         models = 2 if self.options.local else 1
         return Passes(models * forward, models * backward)
 
-    def _pass(self, model: Tree, batch: Batch, labeled: str) -> mutual.ModelOutputs:
+    def _run_model(self, model: Tree, batch: Batch, labeled: str) -> mutual.ModelOutputs:
         """Compute the outputs of a model on the view `labeled` of labeled images and on both unlabeled views."""
         weak_view, strong_view = self.requirements.views
         views = batch._replace(x=batch.x_views[labeled], u={"weak": batch.u[weak_view], "strong": batch.u[strong_view]})

@@ -197,10 +197,10 @@ class FedMatch:
         exists: list[list[float]] = []
         for client in to_ints(federation.cohort):
             neighbors = nearest_clients(embeddings, client, self.helpers)
-            found = [state_store.get(f"psi-{neighbor}") or missing for neighbor in neighbors]
+            helpers = [state_store.get(f"psi-{neighbor}") or missing for neighbor in neighbors]
             # All clients get H trees, so that the cohort's can be stacked.
-            trees.append(tree.stack(found + [missing] * (self.helpers - len(found))))
-            exists.append([float(k < len(found)) for k in range(self.helpers)])
+            trees.append(tree.stack(helpers + [missing] * (self.helpers - len(helpers))))
+            exists.append([float(k < len(helpers)) for k in range(self.helpers)])
         return {"helpers": tree.stack(trees), "there": torch.tensor(exists).to(next(tree.leaves(psi)))}
 
 

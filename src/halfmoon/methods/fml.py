@@ -1,15 +1,15 @@
 """FML, Federated Mutual Learning (Shen et al. 2020): a private model and the server's "meme" learn from each other.
 
 Every client stores a private model; the server's model is the meme. Each learns from the labels and from the other's
-prediction, KL(other || model), without gradient in the target, and both step at once. Here as FedLoKe (CIKM 2023) uses
-it: the models teach each other on unlabeled images, too.
+prediction, KL(other || model), without gradient in the target, and both take their steps at the same time. As in
+FedLoKe's experiments (CIKM 2023), the models also learn from each other on unlabeled images.
 
 server: params, stats.  broadcast: the same.  memory: params, stats and, with `keep_optimizer`, optimizer state of the
 private model.  upload: params, stats, weight; only the meme is uploaded.
 
-The supervised half is the paper's, and the released code's as it is meant (as published it communicates nothing).
-Departure: all private models start as the same random network, where the authors draw one for each client. Of the
-unlabeled half FedLoKe publishes neither weight, nor view, nor filter: they are fields below.
+The supervised half follows the paper, and the evident intent of the released code, which as published does not
+communicate. Departure: all private models start as the same random network; the authors draw one for each client. For
+the unlabeled half FedLoKe publishes neither weight nor view nor filter: they are options below.
 """
 
 from collections.abc import Mapping
@@ -44,12 +44,16 @@ from halfmoon.models import forward
 class FML(ModelAveraging):
     """FML. The defaults are the paper's, as far as it states them.
 
-    `private_share` is its alpha, the weight of the labels beside the meme's predictions in the private model's loss;
-    `meme_share` its beta, the same for the meme. `unlabeled_weight` weighs the divergence on unlabeled images in both
-    losses; 0 is Shen et al.'s supervised FML. These are shown in one `view`, and with `delta` only predictions with
-    an entropy below it (in nats) are used. `private`: a private model starts as a random network ("fresh") or as a
-    "copy" of the first received one; with `keep_optimizer` its momentum is retained between rounds, as in the released
-    code.
+    Attributes:
+        private_share: the paper's alpha, the share of the labels in the private model's loss on labeled images; the
+            meme's predictions have the rest.
+        meme_share: the paper's beta, the same for the meme's loss.
+        unlabeled_weight: weight of the divergence on unlabeled images in both losses; 0 is Shen et al.'s supervised FML.
+        view: view of the unlabeled images for both models.
+        delta: only predictions with an entropy below it, in nats, are used; None uses all.
+        private: start of a private model: a random network ("fresh") or a "copy" of the first received model.
+        keep_optimizer: keep the private model's momentum between rounds, as in the released code.
+        weights: weight of a client's upload.
     """
 
     private_share: float = 0.5
@@ -63,7 +67,8 @@ class FML(ModelAveraging):
 
     def __post_init__(self) -> None:
         for name in ("private_share", "meme_share"):
-            if not 0 <= (share := getattr(self, name)) <= 1:
+            share = getattr(self, name)
+            if not 0 <= share <= 1:
                 raise UserError(f"{name} is {share}: it is the labels' share of the loss, from 0 to 1.")
 
     def client_updates(self, task: Task) -> Mapping[str, ClientUpdate]:
@@ -91,38 +96,48 @@ class FMLClient(ClientUpdate):
         return {"meme": mutual.init_training(self.task, select_model(broadcast)), "private": private}
 
     def step(self, broadcast: Tree, carry: Tree, batch: Batch) -> tuple[Tree, StepMetrics]:
-        o = self.options
-        meme, private = (self._pass(carry[name], batch) for name in ("meme", "private"))
-        losses = self._mutual_loss(private, batch, o.meme_share), self._mutual_loss(meme, batch, o.private_share)
-        one, loss = mutual.advance(self, carry["meme"], meme, losses[0])
-        two, other = mutual.advance(self, carry["private"], private, losses[1])
-        new, loss = {"meme": one, "private": two}, loss + other
+        """Take one step of both models, each on its labels and on the other's predictions."""
+        options = self.options
+        # Both models process the minibatch before either takes its step, so both learn from predictions made before it.
+        meme = self._run_model(carry["meme"], batch)
+        private = self._run_model(carry["private"], batch)
+        meme_loss = self._mutual_loss(private, batch, options.meme_share)
+        private_loss = self._mutual_loss(meme, batch, options.private_share)
+        new_meme, meme_value = mutual.advance(self, carry["meme"], meme, meme_loss)
+        new_private, private_value = mutual.advance(self, carry["private"], private, private_loss)
+        new = {"meme": new_meme, "private": new_private}
+        loss = meme_value + private_value
         if not self.requirements.views:
             return new, StepMetrics(loss, {}, ())
-        predictions = {"global": meme.prediction, "local": private.prediction}
         pseudo = {
-            name: mutual.pseudo_labels(guess, mutual.low_entropy_mask(guess, o.delta))
-            for name, guess in predictions.items()
+            "global": mutual.pseudo_labels(meme.prediction, mutual.low_entropy_mask(meme.prediction, options.delta)),
+            "local": mutual.pseudo_labels(
+                private.prediction, mutual.low_entropy_mask(private.prediction, options.delta)
+            ),
         }
-        own = pseudo["local"]
-        return new, StepMetrics(loss, {"private_sure": weighted_metric(own.weight, batch.u_real)}, (own,), pseudo)
+        samples = {"private_sure": weighted_metric(pseudo["local"].weight, batch.u_real)}
+        return new, StepMetrics(loss, samples, (pseudo["local"],), pseudo)
 
     def finish(self, broadcast: Tree, carry: Tree, data: ClientData) -> tuple[Upload, Tree]:
         weight = mutual.upload_weight(data, self.options.weights)
+        # Supervised FML does not train clients without labels, so their memes are not averaged.
         weight = weight if self.requirements.views else weight * (data.labeled > 0)
         return Upload(select_model(carry["meme"]), weight), self._memory(carry["private"])
 
     def passes(self, labeled: int, unlabeled: int) -> Passes:
         return Passes(2 * (labeled + unlabeled), 2 * (labeled + unlabeled))
 
-    def _pass(self, model: Tree, batch: Batch) -> mutual.ModelOutputs:
+    def _run_model(self, model: Tree, batch: Batch) -> mutual.ModelOutputs:
         """Compute a model's outputs; its predictions are the logits of the same pass."""
         groups = (batch.x, *(batch.u[name] for name in self.requirements.views))
 
         def outputs(params: Tree) -> mutual.Outputs:
-            joint, real = self.task.statistics == "joint", batch.masks(len(self.requirements.views))
-            parts, _, moments = forward(self.task.network, params, joint, groups, real=real)
-            labeled, unlabeled = parts[0], parts[1] if self.requirements.views else parts[0][:0]
+            joint = self.task.statistics == "joint"
+            real = batch.masks(len(self.requirements.views))
+            logits, _, moments = forward(self.task.network, params, joint, groups, real=real)
+            labeled = logits[0]
+            # Supervised FML has no unlabeled images: logits of no rows.
+            unlabeled = logits[1] if self.requirements.views else labeled[:0]
             return (labeled, unlabeled), (unlabeled.detach(), moments)
 
         return mutual.run_model(outputs, model["params"])
@@ -136,8 +151,8 @@ class FMLClient(ClientUpdate):
             if len(labeled):
                 total = total + (1 - share) * mean_or_zero(mutual.divergence(teacher.labeled, labeled), batch.x_real)
             if self.requirements.views:
-                apart = mean(used * mutual.divergence(teacher.prediction, unlabeled), batch.u_real)
-                total = total + self.options.unlabeled_weight * apart
+                divergence = mean(used * mutual.divergence(teacher.prediction, unlabeled), batch.u_real)
+                total = total + self.options.unlabeled_weight * divergence
             return total
 
         return loss

@@ -82,6 +82,8 @@ def advance(
     Returns:
         The model after the step, and the loss ().
     """
+    # The network was run once, before the other model's step. The loss is differentiated in the logits only, and its
+    # gradient there is back-propagated through the stored pass.
     logits = {"labeled": outputs.labeled, "unlabeled": outputs.unlabeled}
     logit_gradient, value, _ = grad_and_value(lambda z: (loss(z["labeled"], z["unlabeled"]), ()), logits)
     gradient = outputs.backward((logit_gradient["labeled"], logit_gradient["unlabeled"]), False)

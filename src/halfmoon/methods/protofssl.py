@@ -107,8 +107,8 @@ class ProtoFSSL:
         helpers[: len(indices)] = filled[indices].to(helpers)
         exists = torch.zeros_like(server["there"])
         exists[: len(indices)] = 1.0
-        known = torch.maximum(server["known"], class_present[:, 0].to(server["known"]))
-        return {**new, "mean": mean.to(server["mean"]), "known": known, "helpers": helpers, "there": exists}
+        class_mask = torch.maximum(server["known"], class_present[:, 0].to(server["known"]))
+        return {**new, "mean": mean.to(server["mean"]), "known": class_mask, "helpers": helpers, "there": exists}
 
     def solution(self, task: Task, server: Tree) -> Tree:
         # -d(e, p) = (2 e p - p^2 - e^2) / features. The term e^2 is the same for all classes and is left out.
@@ -162,17 +162,17 @@ class ProtoFSSLClient(ClientUpdate):
     def _loss(self, params: Tree, broadcast: Tree, batch: Batch) -> tuple[Tensor, tuple[list[Tree], PseudoLabels]]:
         """Compute the loss of an episode, and (moments, pseudo-labels)."""
         options = self.options
-        known = broadcast["known"]
+        class_mask = broadcast["known"]
         exists = broadcast["there"]
         groups = (batch.x, batch.u["weak"])
         _, (labeled, unlabeled), moments = embed_groups(self.task, params, groups, batch.masks(1))
         # Support: the minibatch's prototypes, one image each, so the product below selects rows of features.
         received = (broadcast["helpers"] * exists[:, None, None]).sum(0) / exists.sum().clamp_min(1)
         support = mask(first_of_each_class(batch.y), batch.x_real)
-        membership = one_hot(batch.y, len(known), labeled) * support[:, None]
+        membership = one_hot(batch.y, len(class_mask), labeled) * support[:, None]
         in_minibatch = membership.sum(0) > 0
         prototypes = torch.where(in_minibatch[:, None], membership.T @ labeled, received)
-        has_prototype = in_minibatch | ((known > 0) & (exists.sum() > 0))
+        has_prototype = in_minibatch | ((class_mask > 0) & (exists.sum() > 0))
         unknown_distance = torch.where(has_prototype, 0.0, UNKNOWN_CLASS_DISTANCE)
         # Queries: all other labeled images. The product with 0 keeps the loss of no images differentiable.
         query = mask(1 - support, batch.x_real)
@@ -182,7 +182,7 @@ class ProtoFSSLClient(ClientUpdate):
         # Unlabeled images: the target is the mean prediction by the helpers' prototypes.
         predictions: list[Tensor] = []
         for helper in broadcast["helpers"]:
-            logits = -distances(unlabeled, helper) - UNKNOWN_CLASS_DISTANCE * (1 - known)
+            logits = -distances(unlabeled, helper) - UNKNOWN_CLASS_DISTANCE * (1 - class_mask)
             predictions.append(logits.softmax(-1))
         mean = (torch.stack(predictions) * exists[:, None, None]).sum(0) / exists.sum().clamp_min(1)
         target = sharpen(mean, options.temperature)

@@ -163,11 +163,5 @@ class RSCFedClient(MeanTeacherClient):
 
 
 ROWS = (
-    MethodEntry(
-        "rscfed",
-        "RSCFed",
-        "RSCFed, CVPR 2022",
-        "random groups of clients, weighted by distance from the group's mean",
-        RSCFed(),
-    ),
+    MethodEntry("rscfed", "RSCFed", "RSCFed, CVPR 2022", "random groups of clients, weighted by distance", RSCFed()),
 )
