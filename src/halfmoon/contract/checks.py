@@ -233,7 +233,7 @@ def check_unchanged(argument: Tree, copy: Tree) -> None:
 
 
 def check_passes(method: Method, task: Task) -> None:
-    """Check that a step counts every image at least once, forward and backward, and an update without steps none."""
+    """Check that a step counts every image once or more, forward and backward, and an update without steps none."""
     for name, client_update in method.client_updates(task).items():
         passes = client_update.passes(4, 6)
         valid = min(passes) >= 4 if client_update.requirements.trains else passes == (0, 0)

@@ -180,10 +180,10 @@ def _check_resume(entry: registry.MethodEntry, network: Network, executor: str, 
 
 
 def _check_sites(entry: registry.MethodEntry, network: Network, rule: str, run: list[Snapshot]) -> str:
-    """Check the method with sites, and list what they upload: every part with its largest size."""
+    """Check the method with sites, and list what they upload: every section with its largest size."""
     _, replies = checks.check_sites(entry, rule, run, network)
     sizes: dict[str, int] = {}
     for reply in replies:
-        for name, part in Upload.from_tree(reply.upload).parts.items():
-            sizes[name] = max(sizes.get(name, 0), tree.nbytes(part))
+        for name, leaves in Upload.from_tree(reply.upload).parts.items():
+            sizes[name] = max(sizes.get(name, 0), tree.nbytes(leaves))
     return "what leaves a site: " + ", ".join(f"{name} ({count:,} bytes)" for name, count in sizes.items())

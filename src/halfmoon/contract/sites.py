@@ -1,4 +1,4 @@
-"""The small federation with sites that exchange messages, in one process: they share nothing but bytes."""
+"""The small federation with sites that exchange messages, in one process: only bytes are shared."""
 
 from collections.abc import Mapping
 
@@ -26,7 +26,7 @@ RUN = "0" * 32
 
 
 def select_site(dataset: FederatedDataset, client: int) -> FederatedDataset:
-    """Return the part of a data set that one site has: its rows, without the labels of unlabeled ones."""
+    """Select the data of one site: its rows, without the labels of unlabeled ones."""
     rows = np.flatnonzero(dataset.split.client == client)
     labeled = dataset.split.labeled[rows]
     labels = dataset.train.labels[rows].clone()

@@ -51,7 +51,7 @@ def make_split(sizes: Sequence[tuple[int, int]] = SIZES, seed: int = 0, place: s
     Args:
         sizes: (labeled, unlabeled) rows of each client.
         seed: the seed of the shuffling.
-        place: where labels are. "some": clients with an odd number lose theirs. "server": the server has all labeled
+        place: where labels are. "some": clients with an odd number have none. "server": the server has all labeled
             rows.
     """
     client = np.concatenate([np.full(a + b, k) for k, (a, b) in enumerate(sizes)]).astype(np.int64)

@@ -39,59 +39,59 @@ class Budget:
     reference: ClientUpdate | None = None
     all_labels: bool = False
 
-    def amount(self, batching: Batching, client_update: ClientUpdate, own: ClientSize, size: ClientSize) -> Amount:
+    def amount(self, batching: Batching, client_update: ClientUpdate, rows: ClientSize, size: ClientSize) -> Amount:
         """Compute the steps and images of a client update.
 
         Args:
             batching: the batch rule.
             client_update: the update.
-            own: the rows on which the client trains under this method.
+            rows: the rows on which the client trains under this method.
             size: its rows in the split.
         """
-        amount = batch_rule_amount(batching, client_update, own)
+        amount = batch_rule_amount(batching, client_update, rows)
         if self.rule == "none" or self.reference is None or not client_update.requirements.trains or not amount.steps:
             return amount
         reference_size = size.as_labeled if self.all_labels else size
-        if client_update == self.reference and own == reference_size:
+        if client_update == self.reference and rows == reference_size:
             return amount
         target = batch_rule_amount(batching, self.reference, reference_size)
         if self.rule == "labeled-steps":
             return amount._replace(steps=target.steps, epochs=0)
-        # Images that go through the network outside of steps are part of the budget, too.
+        # Images that go through the network outside of steps count towards the budget, too.
         target_images = count_images(self.reference, target, reference_size)
-        step_images = target_images - client_update.images_outside_steps(own.labeled, own.unlabeled)
+        step_images = target_images - client_update.images_outside_steps(rows.labeled, rows.unlabeled)
         steps = step_images / images_per_step(client_update, amount)
         return amount._replace(steps=max(1, round(steps)), epochs=0)
 
 
-def batch_rule_amount(batching: Batching, client_update: ClientUpdate, own: ClientSize) -> Amount:
-    """Compute the steps and images of a client update by the batch rule alone.
+def batch_rule_amount(batching: Batching, client_update: ClientUpdate, rows: ClientSize) -> Amount:
+    """Compute the steps and images of a client update by the batch rule.
 
     Args:
         batching: the batch rule.
         client_update: the update.
-        own: the rows on which the client trains.
+        rows: the rows on which the client trains.
     """
     requirements = client_update.requirements
     if not requirements.trains:
         return Amount(steps=0, labeled=0, unlabeled=0)
-    labeled = batching.labeled_size(own.labeled)
+    labeled = batching.labeled_size(rows.labeled)
     if not requirements.views:
-        steps = batching.steps_labeled(own.labeled) if labeled else 0
+        steps = batching.steps_labeled(rows.labeled) if labeled else 0
         return Amount(steps=steps, labeled=labeled, unlabeled=0)
     epochs = requirements.labeled_epochs if labeled and not batching.steps else 1
     return Amount(
-        steps=batching.steps_both(own.labeled, own.unlabeled) * epochs,
+        steps=batching.steps_both(rows.labeled, rows.unlabeled) * epochs,
         labeled=labeled,
-        unlabeled=batching.unlabeled_size(own.labeled, own.unlabeled),
-        epochs=batching.passes(own.labeled, own.unlabeled) * epochs,
+        unlabeled=batching.unlabeled_size(rows.labeled, rows.unlabeled),
+        epochs=batching.passes(rows.labeled, rows.unlabeled) * epochs,
     )
 
 
 def find_largest_update(
     rule: Rule, batching: Batching, client_updates: Mapping[str, tuple[ClientUpdate, bool]], sizes: Sequence[ClientSize]
 ) -> str:
-    """Find the client update that costs most by the batch rule alone.
+    """Find the client update that is the most expensive under the batch rule.
 
     Args:
         rule: "forwards" compares images through the network, another rule steps.
@@ -107,29 +107,29 @@ def find_largest_update(
         client_update, all_labels = client_updates[name]
         total = 0
         for size in sizes:
-            own = size.as_labeled if all_labels else size
-            amount = batch_rule_amount(batching, client_update, own)
-            total += count_images(client_update, amount, own) if rule == "forwards" else amount.steps
+            rows = size.as_labeled if all_labels else size
+            amount = batch_rule_amount(batching, client_update, rows)
+            total += count_images(client_update, amount, rows) if rule == "forwards" else amount.steps
         return total
 
     return max(client_updates, key=total_cost)
 
 
-def count_images(client_update: ClientUpdate, amount: Amount, own: ClientSize) -> int:
+def count_images(client_update: ClientUpdate, amount: Amount, rows: ClientSize) -> int:
     """Count the images through the network in an update, in and outside of its steps, as forward passes."""
     in_steps = amount.steps * images_per_step(client_update, amount)
-    return in_steps + client_update.images_outside_steps(own.labeled, own.unlabeled)
+    return in_steps + client_update.images_outside_steps(rows.labeled, rows.unlabeled)
 
 
 def images_per_step(client_update: ClientUpdate, amount: Amount) -> int:
-    """Count the images through the network in one step, a backward pass as two forward passes; at least 1."""
+    """Count the images through the network in one step, a backward pass as two forward passes, 1 or more."""
     passes = client_update.passes(amount.labeled, amount.unlabeled)
     return max(1, passes.forward + 2 * passes.backward)
 
 
 @dataclass
 class Cost:
-    """The cost of a run so far; no field ever decreases.
+    """The cost of a run until now; no field ever decreases.
 
     Attributes:
         labeled_steps: steps of all clients.
@@ -140,7 +140,7 @@ class Cost:
         bytes_down: bytes sent to clients.
         bytes_up: bytes sent by clients.
         stored_client: bytes of the largest memory of a client between its rounds.
-        stored_server: the most bytes that the server stored between rounds.
+        stored_server: the largest number of bytes that the server stored between rounds.
     """
 
     labeled_steps: int = 0

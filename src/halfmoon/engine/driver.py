@@ -51,7 +51,7 @@ class Diverged(RuntimeError):
         self._quantity = quantity
 
     def __reduce__(self) -> "tuple[type[Diverged], tuple[int, int | None, int | None, float, str]]":
-        # Exceptions are pickled with the message alone: worker processes send the arguments instead.
+        # Exceptions are pickled with their message only: worker processes send the arguments instead.
         return type(self), (self.round, self.client, self.step, self._value, self._quantity)
 
 
@@ -172,7 +172,7 @@ def update_one(
 ) -> ClientResult:
     """Run one client's update in a plain loop, as a CPU and a site of a federation do.
 
-    On a CPU all images and weights are channels-last inside of this function. Upload and memory are contiguous again,
+    On a CPU all images and weights are channels-last inside of this function. Upload and memory are contiguous,
     so that they do not depend on how they were computed.
 
     Args:
@@ -187,7 +187,7 @@ def update_one(
         Diverged: a loss or a number of the upload is not finite, or a loss is larger than `MAX_LOSS`.
     """
     client_update = context.client_update
-    memory = tree.map(torch.clone, memory)  # the optimizer modifies it in place, and a store may own it
+    memory = tree.map(torch.clone, memory)  # the optimizer modifies it, and a store may own it
     use_channels_last = data.x.device.type == "cpu"
     if use_channels_last:
         broadcast = tree.channels_last(broadcast)
@@ -365,15 +365,15 @@ class _StepLog:
         if not self.steps or (amount is not None and amount.steps == 0):
             return {}, ()
         if amount is None:
-            own_steps: Any = slice(None)
-            own_images = slice(None)
+            step_index: Any = slice(None)
+            image_slice = slice(None)
         else:
             # Later steps repeat the client's last one, and further images of a step are padding.
-            own_steps = (slice(0, amount.steps), k)
-            own_images = slice(amount.unlabeled)
+            step_index = (slice(0, amount.steps), k)
+            image_slice = slice(amount.unlabeled)
 
         def stack(leaves: Iterable[Tensor]) -> Tensor:
-            return torch.stack(list(leaves))[own_steps]
+            return torch.stack(list(leaves))[step_index]
 
         losses = stack(metrics.loss for metrics in self.steps).detach()
         bad_steps = diverged(losses).nonzero()
@@ -390,10 +390,10 @@ class _StepLog:
 
         def join(pseudo_labels: Iterable[PseudoLabels]) -> PseudoLabels:
             fields = zip(*pseudo_labels, strict=True)
-            return PseudoLabels(*(stack(field)[:, own_images].flatten() for field in fields))
+            return PseudoLabels(*(stack(field)[:, image_slice].flatten() for field in fields))
 
         models = {name: join(metrics.models[name] for metrics in self.steps) for name in first.models}
-        rows = stack(self.rows)[:, own_images].flatten()
+        rows = stack(self.rows)[:, image_slice].flatten()
         pseudo = join(metrics.pseudo[0] for metrics in self.steps)
         return samples, (ObservedPseudoLabels(rows, pseudo, models),)
 
@@ -482,7 +482,7 @@ def _one_client(padded: ClientData, k: int) -> ClientData:
 def _pad_row_memory(client_update: ClientUpdate, memory: Tree, data: ClientData, length: int) -> Tree:
     """Pad the parts of a memory that have an entry for each unlabeled row to `length` entries.
 
-    If the client has another number of rows than at its last update, these parts start anew.
+    If the client has another number of rows than at its last update, these parts are reset.
     """
     row_memory = client_update.requirements.row_memory
     if not row_memory:
@@ -521,7 +521,7 @@ def _initial_pseudo_labels(
 def _pad(clients_data: Sequence[ClientData]) -> ClientData:
     """Stack the data of K clients; rows beyond a client's last repeat its rows from the first one.
 
-    `real` marks the rows that are not padding; it is {} if there is no padding.
+    `real` is True for rows that are not padding; it is {} if there is no padding.
     """
 
     def repeat_rows(images: Tensor, length: int) -> Tensor:

@@ -34,10 +34,10 @@ class ParallelMap(Protocol):
 
 
 MAX_CPU_PIXELS = 2**20
-"""Pixels of the images at most that a CPU evaluates in one pass."""
+"""The largest number of pixels that a CPU evaluates in one pass."""
 
 LOGIT_PIXELS = 2**16
-"""Pixels of the images at most whose activations are in a CPU's memory at the same time."""
+"""The largest number of pixels whose activations are in a CPU's memory at the same time."""
 
 BATCH_STATISTICS_IMAGES = 250
 """Consecutive test images that share batch statistics, where a model is normalized by these."""
@@ -78,20 +78,20 @@ class ModelEvaluation(NamedTuple):
         return {"accuracy": accuracy, "loss": self.loss, "per_class": self.per_class}
 
 
-def images_per_pass(images: Tensor, most: int, pixels: int = MAX_CPU_PIXELS) -> int:
+def images_per_pass(images: Tensor, limit: int, pixels: int = MAX_CPU_PIXELS) -> int:
     """Compute how many of the images (N, C, H, W) go through a network together.
 
     The activations of a thousand images of 64x64 take a gigabyte, and are no faster than those of 256.
 
     Args:
         images: the images; only their device and size matter.
-        most: the largest number, which a GPU always takes.
-        pixels: the pixels in one pass at most on a CPU.
+        limit: the largest number, which a GPU always takes.
+        pixels: the largest number of pixels in one pass on a CPU.
     """
     if images.device.type != "cpu":
-        return most
+        return limit
     height, width = images.shape[-2:]
-    return max(1, min(most, pixels // (height * width)))
+    return max(1, min(limit, pixels // (height * width)))
 
 
 @torch.no_grad()
@@ -111,7 +111,7 @@ def evaluate_model(
         model: {"params", "stats"}.
         normalize: converts uint8 images for the network.
         test: the images.
-        batch: images in one pass at most.
+        batch: the largest number of images in one pass.
         statistics: "running": normalize with the model's tracked statistics; else with the statistics of each
             `BATCH_STATISTICS_IMAGES` images.
         parallel_map: computes batches, perhaps in several processes.
@@ -174,8 +174,8 @@ def mean_prediction(
         network: the network.
         model: {"params", "stats"}.
         normalize: converts uint8 images for the network.
-        images: uint8 (N, C, H, W), N at least 1.
-        batch: images in one pass at most.
+        images: uint8 (N, C, H, W), N > 0.
+        batch: the largest number of images in one pass.
         parallel_map: computes batches, perhaps in several processes.
 
     Returns:
@@ -197,8 +197,8 @@ def _sum_probabilities(network: Network, model: Tree, normalize: Normalize, imag
 
 def _compute_logits(network: Network, params: Tree, stats: Tree, normalize: Normalize, images: Tensor) -> Tensor:
     """Compute logits (n, classes) in parts, whose activations need less memory; bit for bit those of one pass."""
-    parts = torch.split(images, images_per_pass(images, len(images), LOGIT_PIXELS))
-    return torch.cat([network.predict(params, stats, normalize(part)) for part in parts])
+    chunks = torch.split(images, images_per_pass(images, len(images), LOGIT_PIXELS))
+    return torch.cat([network.predict(params, stats, normalize(chunk)) for chunk in chunks])
 
 
 def prediction_bias(
@@ -279,7 +279,7 @@ class Quality:
         self.per_class += torch.stack([(true_class * correct[:, None]).sum(0), true_class.sum(0)])
 
     def row(self) -> dict[str, Any] | None:
-        """Return shares and accuracies as metrics.jsonl stores them; None if nothing was counted.
+        """Return shares and accuracies as metrics.jsonl stores them; None if no pseudo-label was counted.
 
         Accuracies are over the images whose label is known. "models" has the rows of several models.
         """
@@ -288,7 +288,7 @@ class Quality:
         )
         if not total:
             return None
-        correct_by_class, images_by_class = (to_floats(part) for part in self.per_class)
+        correct_by_class, images_by_class = (to_floats(counts) for counts in self.per_class)
         row: dict[str, Any] = {
             "accuracy": correct / with_label if with_label else None,
             "share_above": above / total,
@@ -341,7 +341,7 @@ def fit_temperature(network: Network, model: Tree, normalize: Normalize, images:
     """Fit the temperature of `model` = {"params", "stats"} on labeled images that it was not trained on."""
     params = tree.channels_last(model["params"])
     logits = [
-        _compute_logits(network.in_float32, params, model["stats"], normalize, part).double()
-        for part in torch.split(images.images, images_per_pass(images.images, batch))
+        _compute_logits(network.in_float32, params, model["stats"], normalize, chunk).double()
+        for chunk in torch.split(images.images, images_per_pass(images.images, batch))
     ]
     return temperature(torch.cat(logits), images.labels)

@@ -35,7 +35,7 @@ class WorkSize(NamedTuple):
     def maximum(self, other: "WorkSize") -> "WorkSize":
         """Return the size to which two clients are padded together."""
         return WorkSize(
-            Amount(*map(max, self.amount, other.amount)),
+            Amount._make(map(max, self.amount, other.amount)),
             ClientSize(
                 labeled=max(self.rows.labeled, other.rows.labeled),
                 unlabeled=max(self.rows.unlabeled, other.rows.unlabeled),
@@ -59,7 +59,7 @@ def group_clients(
         For each group the positions of its clients in `sizes`, ascending.
     """
     if len(sizes) < 2:
-        # Nothing to compare, so the update need not count its images.
+        # No other client to compare with: the update need not count its images.
         return [[position] for position in range(len(sizes))]
     images = [size.count_images(client_update) for size in sizes]
     groups: list[list[int]] = []

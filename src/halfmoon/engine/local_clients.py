@@ -125,7 +125,7 @@ class FederatedDataset:
 
     def _split_rows(self, client: int, labeled: bool, stage: int | None) -> np.ndarray:
         if self.pooled:
-            # Client -1 marks rows that no client and no server has.
+            # Rows that neither a client nor the server has are those of client -1.
             return np.flatnonzero((self.split.client != -1) & (self.split.labeled == labeled))
         return self.split.rows(client, labeled, stage)
 
@@ -140,8 +140,8 @@ class Training:
         server_batching: the same for training at the server; None: as clients.
         executor: "loop" trains clients one by one, "vmap" in groups.
         parallel_map: trains the groups (or single clients), perhaps in several processes.
-        max_group_size: clients of a group at most; None: all that fit together.
-        max_padding: share of padding in a group at most (`group_clients`).
+        max_group_size: the largest number of clients in a group; None: no limit.
+        max_padding: the largest share of padding in a group (`group_clients`).
     """
 
     batching: Batching
@@ -229,7 +229,7 @@ class LocalClients:
         """
         client_update = context.client_update
         amounts = [self._amount(client_update, client, stage) for client in clients]
-        # Asked of one client only: a first memory may be a network, which takes time to draw.
+        # Computed for one client only: a first memory may be a network, which takes time to initialize.
         first_received = {**broadcast, **tree.index(per_client, 0)}
         uses_memory = bool(first_memory(client_update, first_received, self.seed, clients[0]))
 

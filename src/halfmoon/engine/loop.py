@@ -40,7 +40,7 @@ class Experiment:
         checkpoint_every: rounds between checkpoints.
         validation: validation images of the server. With them, or with validation images of clients, the run's model
             is that of the round with the best validation accuracy.
-        ema: decay of the exponential moving average of the server's models, which is evaluated in place of the
+        ema: decay of the exponential moving average of the server's models, which is evaluated instead of the
             latest one (`tree.moving_average`); 0: no average.
         parallel_map: computes batches of test images.
     """
@@ -62,7 +62,7 @@ class _State(NamedTuple):
 
     server: Tree
     average: Tree = EMPTY  # the moving average of the server's models
-    chosen: Tree = EMPTY  # the model with the best validation accuracy so far
+    chosen: Tree = EMPTY  # the model with the best validation accuracy until now
 
     def solution(self, experiment: Experiment) -> Tree:
         """Return the model {"params", "stats"} to evaluate."""
@@ -116,10 +116,10 @@ def run_rounds(
     state, number = _start(experiment, folder, loaded, runtime.device)
     scores = _validation_scores(folder.rows())
     test: ModelEvaluation | None = None
-    ended = runtime.stop_reason(number) if number < task.rounds else None
-    if ended is not None and number == 0:
-        raise UserError(ended)
-    while number < task.rounds and ended is None:
+    stop_reason = runtime.stop_reason(number) if number < task.rounds else None
+    if stop_reason is not None and number == 0:
+        raise UserError(stop_reason)
+    while number < task.rounds and stop_reason is None:
         start_time = time.perf_counter()
         previous_model = state.solution(experiment)
         server = _run_round(experiment, number, state)
@@ -129,8 +129,8 @@ def run_rounds(
         # Validation results of clients are about the model that they received, that of the round before.
         state, scores = _keep_best(state, scores, previous_model, _validation_scores([row]))
         number += 1
-        ended = runtime.stop_reason(number) if number < task.rounds else None
-        is_last = number == task.rounds or ended is not None
+        stop_reason = runtime.stop_reason(number) if number < task.rounds else None
+        is_last = number == task.rounds or stop_reason is not None
         if number % experiment.evaluate_every == 0 or is_last:
             state, scores, test = _evaluate(experiment, state, scores, test, row)
             release_memory(tree.nbytes(server))
@@ -140,7 +140,7 @@ def run_rounds(
             release_memory(tree.nbytes(server))
         folder.time({"round": number, "seconds": round(time.perf_counter() - start_time, 4)})
         watch(row)
-    return _conclude(experiment, folder, state, scores, test, number, ended)
+    return _conclude(experiment, folder, state, scores, test, number, stop_reason)
 
 
 def _conclude(
@@ -150,7 +150,7 @@ def _conclude(
     scores: list[_ValidationScore],
     test: ModelEvaluation | None,
     number: int,
-    ended: str | None,
+    stop_reason: str | None,
 ) -> Row:
     """Evaluate the last model at the clients and build the results of `run_rounds`."""
     last_model = state.solution(experiment)
@@ -172,12 +172,12 @@ def _conclude(
         "chosen": best and {"round": best.round, "accuracy": best.accuracy},
         **_summarize_rows(folder.verified_rows(), scores),
         "correct": None if test is None else test.packed,
-        "ended": ended,
+        "ended": stop_reason,
     }
 
 
 def _run_round(experiment: Experiment, number: int, state: _State) -> Tree:
-    """Train one round, again until enough clients have replied, and return the server's new tree."""
+    """Train one round, repeatedly until enough clients have replied, and return the server's new tree."""
     runtime = experiment.runtime
     while True:
         runtime.open(number)
@@ -227,7 +227,7 @@ def _evaluate(
         row: the round's line of metrics, which is extended.
 
     Returns:
-        The new state and scores, and the test result of the best model so far.
+        The new state and scores, and the test result of the best model until now.
     """
     model = state.solution(experiment)
     images = experiment.test
@@ -253,7 +253,7 @@ def _evaluate(
 def _validation_scores(rows: list[Row]) -> list[_ValidationScore]:
     """Return the validation scores in rows of metrics.
 
-    A score is of the row's own round or, where clients validate, of the round that the result names.
+    A score is of the row's round or, where clients validate, of the round that the result names.
     """
     scores: list[_ValidationScore] = []
     for row in rows:
@@ -266,7 +266,7 @@ def _validation_scores(rows: list[Row]) -> list[_ValidationScore]:
 def _keep_best(
     state: _State, scores: list[_ValidationScore], model: Tree, latest: list[_ValidationScore]
 ) -> tuple[_State, list[_ValidationScore]]:
-    """Store a model in the state if its validation score `latest` (none or one) is the best so far."""
+    """Store a model in the state if its validation score `latest` (none or one) is the best until now."""
     if not latest:
         return state, scores
     scores = [*scores, *latest]
@@ -287,7 +287,7 @@ def _start(
         return state, 0
     _check_checkpoint(folder, loaded)
     experiment.runtime.restore(loaded.clients, loaded.meta["cost"])
-    return _State(**{name: tree.to(part, device) for name, part in loaded.state.items()}), loaded.round
+    return _State(**{name: tree.to(subtree, device) for name, subtree in loaded.state.items()}), loaded.round
 
 
 def _check_checkpoint(folder: RunFolder, loaded: LoadedCheckpoint) -> None:
@@ -299,7 +299,7 @@ def _check_checkpoint(folder: RunFolder, loaded: LoadedCheckpoint) -> None:
         and all(type(count) is int for count in cast(Row, cost).values())
     )
     has_state = loaded.state.keys() <= set(_State._fields) and all(
-        isinstance(part, dict) for part in loaded.state.values()
+        isinstance(subtree, dict) for subtree in loaded.state.values()
     )
     if not has_cost or not has_state or "server" not in loaded.state:
         raise UserError(f"{folder.path}: its checkpoint holds no state of a run; start the run again elsewhere.")
@@ -325,8 +325,8 @@ def _is_round_row(row: Row, number: int) -> bool:
 
 
 def _save(folder: RunFolder, number: int, state: _State, runtime: ServerRuntime, cost: dict[str, int]) -> None:
-    """Save the checkpoint after so many rounds, and tell the runtime that they are safe."""
-    parts = {name: part for name, part in state._asdict().items() if part or name == "server"}
+    """Save the checkpoint after so many rounds, and notify the runtime."""
+    parts = {name: subtree for name, subtree in state._asdict().items() if subtree or name == "server"}
     folder.save(number, parts, {"cost": cost}, runtime.store)
     runtime.on_checkpoint(number)
 
@@ -347,7 +347,7 @@ def _metrics_row(number: int, report: RoundReport) -> Row:
         "cost": report.cost,
     }
     optional = {"evaluation": report.evaluation, "validation": report.validation, "aggregation": report.aggregator}
-    return row | {name: part for name, part in optional.items() if part is not None}
+    return row | {name: value for name, value in optional.items() if value is not None}
 
 
 def _summarize_rows(rows: list[Row], scores: Sequence[_ValidationScore]) -> Row:

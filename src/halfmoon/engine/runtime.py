@@ -45,7 +45,7 @@ class RoundReport(NamedTuple):
     cohort: list[int]
     samples: dict[str, WeightedMetric]  # training metrics, summed over clients and steps
     pseudo: Row | None  # quality of pseudo-labels
-    cost: dict[str, int]  # of the run so far
+    cost: dict[str, int]  # of the run until now
     evaluation: Row | None = None  # of the model before this round, on test images that only clients have
     validation: Row | None = None  # the same on their validation images
     aggregator: Row | None = None  # what the aggregators report
@@ -80,8 +80,8 @@ class ServerRuntime(ABC):
     """A federation, simulated or over the network, as the round loop and methods see it.
 
     A round is `open`, any number of queries, `close`. All random numbers depend only on (seed, round, query, client).
-    A client of the cohort does not reply with probability `settings.client_dropout`, for a whole round; at least one
-    client replies. Subclasses implement `_client_rounds`, which reaches the clients.
+    A client of the cohort does not reply with probability `settings.client_dropout`, for a whole round; one client
+    or more replies. Subclasses implement `_client_rounds`, which reaches the clients.
 
     Attributes:
         method: the method that trains.
@@ -92,7 +92,7 @@ class ServerRuntime(ABC):
         responders: the clients whose uploads the last query returned, in the order of the uploads.
         store: the trees of the server's state store and of simulated clients' memories.
         aggregators: through which uploads pass, one after the other, before the method gets them.
-        cost: the cost of the run so far.
+        cost: the cost of the run until now.
     """
 
     def __init__(
@@ -136,7 +136,7 @@ class ServerRuntime(ABC):
     def prediction_bias(self, model: Tree, per_class: Sequence[float]) -> Row | None:
         """Measure the class bias of a model's predictions on the unlabeled images of this round's cohort.
 
-        This adds nothing to the cost.
+        The cost does not change.
 
         Args:
             model: {"params", "stats"}.
@@ -174,12 +174,12 @@ class ServerRuntime(ABC):
             per_client: leaves (len(clients), ...), of which each client receives its slice too.
 
         Yields:
-            The clients that reply and their results; at least one if `clients` is the cohort.
+            The clients that reply and their results; one or more if `clients` is the cohort.
         """
 
     def retry_round(self, few: TooFewReplies) -> None:
         """Prepare to retry a round that had too few replies, or raise `few`."""
-        raise few  # a simulated client that drops out would drop out again
+        raise few  # a simulated client that drops out would drop out of the retry, too
 
     def evaluate_next_round(self, model: Tree) -> None:
         """Have clients evaluate a model on their test and validation images with the next query."""
@@ -398,7 +398,7 @@ def sample_responders(recipients: Tensor, dropout: float, seed: int, round: int)
         round: the round, from 0. A client replies to all queries of a round or to none.
 
     Returns:
-        The positions in `recipients` of the clients that reply, at least one.
+        The positions in `recipients` of the clients that reply, one or more.
     """
     if not dropout:
         return torch.arange(len(recipients))
@@ -427,7 +427,7 @@ def first_of_permutation(count: int, size: int, generator: torch.Generator) -> T
         raise ValueError(f"a cohort is drawn of fewer than {UINT32_VALUES // 20} clients, not {count}")
     size = min(size, count)
     # PyTorch's Fisher-Yates shuffle: element i is exchanged with the one at i + (32-bit random number) mod (count - i).
-    # Only exchanged elements are stored: all others are still at their first position.
+    # Only exchanged elements are stored: the rest is still in its first position.
     pairs = torch.empty((size + 1) // 2, dtype=torch.int64).random_(-(2**63), None, generator=generator)
     moved: dict[int, int] = {}
     indices: list[int] = []

@@ -2,7 +2,7 @@
 
 All draws depend on (seed, round, query, client) and not on the method, so that a loop, a batched cohort and a real
 network process the same images. Labeled and unlabeled rows have separate generators: methods that use labeled images
-only get, with as many steps, the same labeled batches as others.
+only get, with as many steps, the same labeled batches as methods that use both.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -75,7 +75,7 @@ class Batching:
         return labeled if self.labeled == "all" else self.labeled
 
     def steps_both(self, labeled: int, unlabeled: int) -> int:
-        """Compute the steps of an update that uses both sets, at least 1."""
+        """Compute the steps of an update that uses both sets, 1 or more."""
         passes = self.passes(labeled, unlabeled)
         if not passes:
             return self.steps_labeled(labeled)
@@ -290,8 +290,8 @@ def batches(
 ) -> Iterator[Batch]:
     """Yield the batches of K clients step by step.
 
-    Clients with fewer images of a step are padded, which `Batch.real` marks. A client that has taken all its steps
-    repeats its last one. A client without any step gets the images of the client with most steps; the caller ignores
+    Clients with fewer images of a step are padded, for which `Batch.real` is False. A client that has taken all its steps
+    repeats its last one. A client without any step gets the images of the client with the largest number of steps; the caller ignores
     the result.
 
     Args:
@@ -339,26 +339,26 @@ def batches(
         client_mixing = [_pad_mixing(_mixing_of_steps(d, steps), d, labeled, unlabeled) for d in updates]
         mixing = {name: torch.stack([leaves[name] for leaves in client_mixing]).to(device) for name in client_mixing[0]}
         for step in range(len(steps)):
-            labeled_part = slice(step * labeled, (step + 1) * labeled)
-            unlabeled_part = slice(step * unlabeled, (step + 1) * unlabeled)
+            labeled_slice = slice(step * labeled, (step + 1) * labeled)
+            unlabeled_slice = slice(step * unlabeled, (step + 1) * unlabeled)
             step_mixing = {name: leaf[:, step] for name, leaf in mixing.items()}
             if second_batch:
-                step_mixing["second_batch_rows"] = second_rows[:, unlabeled_part]
+                step_mixing["second_batch_rows"] = second_rows[:, unlabeled_slice]
             yield Batch(
-                x=x[:, labeled_part],
-                y=y[:, labeled_part],
-                x_rows=x_rows[:, labeled_part],
-                u={name: view[:, unlabeled_part] for name, view in u.items()},
-                u_rows=u_rows[:, unlabeled_part],
-                second_batch={name: view[:, unlabeled_part] for name, view in second_batch.items()},
+                x=x[:, labeled_slice],
+                y=y[:, labeled_slice],
+                x_rows=x_rows[:, labeled_slice],
+                u={name: view[:, unlabeled_slice] for name, view in u.items()},
+                u_rows=u_rows[:, unlabeled_slice],
+                second_batch={name: view[:, unlabeled_slice] for name, view in second_batch.items()},
                 mixing=step_mixing,
-                x_views={name: view[:, labeled_part] for name, view in x_views.items()},
+                x_views={name: view[:, labeled_slice] for name, view in x_views.items()},
                 real=real,
             )
 
 
 def _real_masks(labeled_sizes: list[int], unlabeled_sizes: list[int], device: torch.device) -> dict[str, Tensor]:
-    """Mark the images of a step that are not padding: "x" (K, labeled), "u" (K, unlabeled); {} without padding."""
+    """Build the masks of images of a step that are not padding: "x" (K, labeled), "u" (K, unlabeled); {} without padding."""
     if len(set(labeled_sizes)) == 1 and len(set(unlabeled_sizes)) == 1:
         return {}
     masks: dict[str, Tensor] = {}

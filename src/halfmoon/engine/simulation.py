@@ -65,7 +65,7 @@ class Simulation(ServerRuntime):
 
         APP-U is the mean prediction on these images without augmentation; of more than `MAX_BIAS_IMAGES`, as in a
         centralized run, on a random sample. The class shares are those of all these rows, and of the labeled rows of
-        the cohort or, if it has none, of the server. Nothing is added to the cost.
+        the cohort or, if it has none, of the server. The cost does not change.
         """
         unlabeled = self._cohort_rows(labeled=False)
         labeled = self._cohort_rows(labeled=True)
@@ -122,7 +122,7 @@ class Simulation(ServerRuntime):
     def _client_rounds(
         self, context: ClientContext, clients: Sequence[int], broadcast: Tree, per_client: Tree
     ) -> ClientResults:
-        # Not zip, which keeps a reference to the last result while the next client trains.
+        # Not zip, which retains a reference to the last result while the next client trains.
         remaining = iter(clients)
         results = self.local_clients.update(context, clients, self._stage, broadcast, per_client, self._quality)
         for result in results:
