@@ -427,8 +427,8 @@ def test_a_site_that_waited_gives_its_server_time_to_know_its_key(tmp_path: Path
 )
 def test_a_site_goes_as_soon_as_its_last_answer_is_sent(tmp_path, monkeypatch, lines, lingers):
     """A site whose part is over waits for its node to send what it answers, longer where it does not say so."""
-    monkeypatch.setattr(site_process, "PARTING_SECONDS", 600.0 if lingers else 0.2)
-    monkeypatch.setattr(site_process, "LINGER_SECONDS", 0.2 if lingers else 600.0)
+    monkeypatch.setattr(site_process, "COMPLETE_SECONDS", 600.0 if lingers else 0.2)
+    monkeypatch.setattr(site_process, "INCOMPLETE_SECONDS", 0.2 if lingers else 600.0)
     monkeypatch.setattr(site_process, "POLL_SECONDS", 0.02)
     with supernode_saying("\n".join(lines), tmp_path, monkeypatch, []) as (member, _):
         consent.save_end(member.site.home, 0, "finished: the model is here")

@@ -157,7 +157,7 @@ def test_a_yes_is_written_down_and_asked_for_once(tmp_path: Path):
     person = Somebody(None, True)
     there, shown = waiting(tmp_path, person)
     for _ in range(4):
-        there._consider()
+        there._handle_offer()
     assert person.asked == 1
     assert consent.load_agreed_hashes(there.site.home) == [TERMS.hash]
     assert tuple(shown[:10]) == TERMS.summary().brief
@@ -170,14 +170,14 @@ def test_a_no_ends_the_command(tmp_path: Path):
 
     there, _ = waiting(tmp_path, Somebody(False))
     with pytest.raises(Declined, match=f"north does not take part on the terms {TERMS.hash[:8]}"):
-        there._consider()
+        there._handle_offer()
     assert consent.load_agreed_hashes(there.site.home) == []
 
 
 def test_lines_of_the_log_do_not_bury_the_question(tmp_path: Path):
     person = Somebody()
     there, _ = waiting(tmp_path, person)
-    there._consider()
+    there._handle_offer()
     there._show()
     assert person.asked == 1
     there._say("something happens")
@@ -189,7 +189,7 @@ def test_lines_of_the_log_do_not_bury_the_question(tmp_path: Path):
 def test_nobody_is_asked_without_a_terminal_or_with_a_pin(tmp_path: Path, given: dict[str, str]):
     person = Somebody(True) if given else None
     there, shown = waiting(tmp_path, person, **given)
-    there._consider()
+    there._handle_offer()
     assert consent.load_agreed_hashes(there.site.home) == []
     assert tuple(shown) == TERMS.summary().brief
     assert person is None or person.asked == 0
@@ -249,7 +249,7 @@ def test_ten_lines_say_what_leaves_to_whom_and_how_long(tmp_path: Path):
     assert not {"momentum", "Dirichlet", "batch"} & set(" ".join(brief).split())
     waits, shown = waiting(tmp_path, None)
     waits.site = replace(waits.site, all=True)
-    waits._consider()
+    waits._handle_offer()
     assert shown == TERMS.summary().format_lines()
 
 

@@ -204,7 +204,7 @@ def test_a_method_from_outside_trains_a_head_and_who_was_away_gets_the_whole_mod
     host.serve(later, 20.0)
     assert launch.sites_without_model(tmp_path / "run") == ["south"]  # finished: only read
     server = launch.ServerOptions(tmp_path / "wards.toml", tmp_path / "run", redeliver=True)
-    server.home.prepare()
+    server.processes.prepare()
     launch._write_files(server)
     host.serve(later, 20.0)
     assert launch.sites_without_model(tmp_path / "run") == []

@@ -180,8 +180,8 @@ class Slow(BaseHTTPRequestHandler):
 
 def test_an_answer_over_a_slow_link_is_sent_once(monkeypatch: pytest.MonkeyPatch):
     """Flower's client sends a request that takes longer than 30 s again, and again: here it is half a second."""
-    monkeypatch.setattr(internals, "ANSWER", 0.5)
-    monkeypatch.setattr(internals, "SLOWEST", 2**18)
+    monkeypatch.setattr(internals, "REPLY_SECONDS", 0.5)
+    monkeypatch.setattr(internals, "MIN_BYTES_PER_SECOND", 2**18)
     monkeypatch.setattr(fleet_http_connection, "FleetHttpClient", vars(fleet_http_connection)["FleetHttpClient"])
     with ThreadingHTTPServer(("127.0.0.1", 0), Slow) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()

@@ -368,7 +368,7 @@ def test_a_worker_answers_many_messages_and_one_that_dies_is_replaced(tmp_path: 
     def ask(order: str) -> Message:
         with internals.act_as_node():
             message = Message(RecordDict({"c": ConfigRecord({"order": order})}), 7, "query")
-        return internals.unpack_message(worker.answer(internals.pack_message(message), {"name": "north"}))
+        return internals.unpack_message(worker.reply_to(internals.pack_message(message), {"name": "north"}))
 
     try:
         first, second = (dict(ask(order).content["c"]) for order in ("one", "two"))

@@ -1,10 +1,11 @@
-"""Admission while a federation is served: sites' keys, registered with the SuperLink and bound to their names.
+"""Admission of sites by their keys, which are registered with the SuperLink while a federation is served.
 
-Flower knows nodes by keys and calls them by numbers. A file says which number each site's key has; the server's program
-believes no node another name than that (`halfmoon.federation.server.sessions`).
+Flower identifies nodes by keys and numbers them. A file has the number of each site's key, so that the server's program
+accepts no node under another name (`halfmoon.federation.server.sessions`).
 """
 
 import json
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -14,65 +15,94 @@ from halfmoon.federation.transport.internals import ControlApi, Node
 from halfmoon.sites.keys import Access
 from halfmoon.storage import atomic_io
 
-KEYS_FILE = "keys.json"  # the file with whose key each node has, among those of Flower's processes
-POLL_SECONDS = 3.0  # seconds between two polls of the keys and of the nodes
-HOUR = 3600.0  # seconds between two warnings of what runs out
-TIMEOUT_SECONDS = 10.0  # seconds that the SuperLink has for an answer
+KEYS_FILE = "keys.json"
+"""File in the folder of Flower's processes with the owner of each node's key."""
+
+POLL_SECONDS = 3.0
+"""Time between two polls of keys and nodes."""
+
+WARNING_SECONDS = 3600.0
+"""Time between two checks for keys and certificates that expire soon."""
+
+TIMEOUT_SECONDS = 10.0
+"""Time limit of a reply of the SuperLink."""
 
 
 def to_pem(line: bytes) -> bytes:
-    """Return a public key's line of OpenSSH as Flower compares keys; raise ValueError where it is none."""
+    """Convert a public key from OpenSSH's format to PEM, by which Flower compares keys; raises ValueError."""
     from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat, load_ssh_public_key
 
     return load_ssh_public_key(line).public_bytes(Encoding.PEM, PublicFormat.SubjectPublicKeyInfo)
 
 
 class Admission:
-    """Registers the keys of an access folder, and writes into the file `path` which node has whose key."""
+    """Register the keys of an access folder with the SuperLink, and store the owner of each node's key in a file."""
 
     def __init__(
-        self, access: Access, registry: ControlApi, path: Path, names: Sequence[str], say: Callable[[str], None],
+        self,
+        access: Access,
+        registry: ControlApi,
+        path: Path,
+        names: Sequence[str],
+        log: Callable[[str], None],
         now: Callable[[], float] = time.monotonic,
-    ) -> None:  # fmt: skip
-        self.folder, self.registry, self.path, self.names, self.say, self.now = (
-            access.folder, registry, path, names, say, now,
-        )  # fmt: skip
+    ) -> None:
+        """Prepare the admission of sites.
+
+        Args:
+            access: the access folder.
+            registry: the SuperLink's register of keys.
+            path: the file for the owners of keys.
+            names: the sites of the federation.
+            log: receives a sentence for each event.
+            now: a clock, in seconds.
+        """
+        self.folder = access.folder
+        self.registry = registry
+        self.path = path
+        self.names = names
+        self.log = log
+        self.now = now
         self._access = access
-        self._keys: dict[bytes, str] = {}
-        self._stamp: object = None
-        self._last_poll, self._last_warning = -1e9, -1e9
-        self._lines: set[str] = set()
+        self._keys: dict[bytes, str] = {}  # the site of each key in PEM
+        self._stamp: object = None  # changes with the folder
+        self._last_poll = -math.inf
+        self._last_warning = -math.inf
+        self._logged: set[str] = set()
 
     def open(self) -> None:
-        """Register the keys with a SuperLink that has just started; raise UserError where that fails."""
-        self._read()
+        """Register the keys with a SuperLink that has just started; raise `UserError` if that fails."""
+        self._read_keys()
         try:
-            self._agree()
+            self._synchronize()
         except (ConnectionError, ValueError) as error:
             raise UserError(f"the keys of {self.folder} cannot be registered with the SuperLink: {error}.") from error
         missing = [name for name in self.names if name not in self._access.sites]
         if missing:
-            self._once(f"{', '.join(missing)} of this federation cannot come in: {self.folder} has no key of theirs")
+            self._log_once(
+                f"{', '.join(missing)} of this federation cannot come in: {self.folder} has no key of theirs"
+            )
         self._warn()
 
     def poll(self) -> None:
-        """Take in what has changed, if it is time; what fails is said once, and tried again at the next poll."""
+        """Apply changes of the folder, every few seconds. A failure is logged once and retried at the next poll."""
         if self.now() - self._last_poll < POLL_SECONDS:
             return
         try:
-            self._read()
+            self._read_keys()
         except UserError as error:
-            self._once(f"who may come in stays as it was: {error}")
+            self._log_once(f"who may come in stays as it was: {error}")
         try:
-            self._agree()
+            self._synchronize()
         except ValueError as error:
-            self._once(f"Flower does not say who is registered: {error}")
+            self._log_once(f"Flower does not say who is registered: {error}")
         except ConnectionError:
-            pass  # a SuperLink that does not answer is noticed by whoever watches its process
+            pass  # the session notices a SuperLink that does not reply
         self._warn()
         self._last_poll = self.now()
 
-    def _read(self) -> None:
+    def _read_keys(self) -> None:
+        """Read the keys if the folder has changed; raise `UserError` for a damaged one."""
         stamp = self._access.stamp()
         if stamp == self._stamp:
             return
@@ -83,65 +113,70 @@ class Admission:
                 keys[to_pem(path.read_bytes())] = name
             except (OSError, ValueError) as error:
                 raise UserError(f"{path} is no public key ({error}).") from error
-        self._access, self._keys, self._stamp = access, keys, stamp
+        self._access = access
+        self._keys = keys
+        self._stamp = stamp
 
-    def _agree(self) -> None:
-        """Bring the registered keys to those of the folder: first who may not come in, then who may."""
+    def _synchronize(self) -> None:
+        """Make the registered keys those of the folder: first remove keys, then add new ones."""
         nodes = self.registry.nodes()
-        may = {node.key: node for node in nodes if node.key in self._keys}
-        before = _written(self.path)
-        self._write(may)  # before Flower is told: what a removed site answers counts no more from here on
+        admitted = {node.key: node for node in nodes if node.key in self._keys}
+        before = _read_owners(self.path)
+        # Written before Flower removes a key, so that no later reply of a removed site counts.
+        self._write_owners(admitted)
         for node in nodes:
             if node.key not in self._keys:
                 self.registry.unregister(node.number)
-                self.say(self._left(node.number, before.get(str(node.number), {}).get("name")))
-        new = [key for key in self._keys if key not in may]
+                self.log(self._describe_removal(node.number, before.get(str(node.number), {}).get("name")))
+        new = [key for key in self._keys if key not in admitted]
         for key in new:
             name = self._keys[key]
             try:
-                may[key] = Node(self.registry.register(key, name), key, "")
+                admitted[key] = Node(self.registry.register(key, name), key, "")
             except ValueError as error:
-                self._once(
+                self._log_once(
                     f"{name} cannot come in: its key was removed from this run earlier, or Flower does not take it "
                     f"({error}); give it a new one: halfmoon federation rotate {self.folder} --site {name}"
                 )
                 continue
-            self._write(may)
-            self.say(f"{name} may come in: its key is registered")
+            self._write_owners(admitted)
+            self.log(f"{name} may come in: its key is registered")
 
-    def _left(self, number: int, name: str | None) -> str:
+    def _describe_removal(self, number: int, name: str | None) -> str:
         if name is None:
             return f"node {number} was registered by others: its key is removed"
         if name in self._keys.values():
             return f"the old key of {name} is removed"
         return f"{name} may not come in any more: its key is removed"
 
-    def _write(self, may: Mapping[bytes, Node]) -> None:
-        nodes = {str(node.number): {"name": self._keys[key], "since": node.since} for key, node in sorted(may.items())}
-        if _written(self.path) == nodes and self.path.exists():
+    def _write_owners(self, admitted: Mapping[bytes, Node]) -> None:
+        nodes = {}
+        for key, node in sorted(admitted.items()):
+            nodes[str(node.number)] = {"name": self._keys[key], "since": node.since}
+        if _read_owners(self.path) == nodes and self.path.exists():
             return
         try:
             atomic_io.write_atomically(self.path, (json.dumps({"nodes": nodes}, indent=1) + "\n").encode())
-        except OSError as error:  # Flower is told all the same
-            self._once(f"{self.path} cannot be written: {atomic_io.error_reason(error)}")
+        except OSError as error:  # the keys are registered all the same
+            self._log_once(f"{self.path} cannot be written: {atomic_io.error_reason(error)}")
 
     def _warn(self) -> None:
-        """Say what runs out soon; a sentence counts the days, so it comes once a day."""
-        if self.now() - self._last_warning < HOUR:
+        """Log keys and certificates that expire soon. The sentence has the number of days, so it is logged once a day."""
+        if self.now() - self._last_warning < WARNING_SECONDS:
             return
         self._last_warning = self.now()
         try:
             warnings = self._access.warnings()
-        except (OSError, ValueError):  # of a folder that cannot be read `poll` has told
+        except (OSError, ValueError):  # `poll` has logged that the folder cannot be read
             return
-        for words in warnings:
-            self._once(words)
+        for text in warnings:
+            self._log_once(text)
 
-    def _once(self, words: str) -> None:
-        if words not in self._lines:
-            self._lines.add(words)
-            self.say(words)
+    def _log_once(self, text: str) -> None:
+        if text not in self._logged:
+            self._logged.add(text)
+            self.log(text)
 
 
-def _written(path: Path) -> dict[str, dict[str, str]]:
+def _read_owners(path: Path) -> dict[str, dict[str, str]]:
     return (atomic_io.read_json(path) or {}).get("nodes", {})

@@ -1,10 +1,11 @@
-"""The one ClientApp: whatever the method, it hands a message to the site's `SiteClient` and sends its answer back.
+"""Flower's ClientApp: passes each message to the site's `SiteClient` and returns its reply, for every method.
 
-`node_config` describes the site: "name", "folder" (of the site), "home", "device", "tests" and "validations" (folders),
-and its consent: "terms" and "methods", as in `halfmoon.federation.site.consent.Consent`; without
-"terms" its people are asked. "key" is the file of its lasting key, "site-keys" that of the keys of all sites. In a
-rehearsal, on Flower's simulation engine, it has numbers alone: the site is then the folder of that name in `run_config`
-"sites", and takes part in whatever is played there.
+`node_config` describes the site: "name", "folder" (images), "home" (state folder), "device", "tests" and "validations"
+(folders), and its consent: "terms" and "methods", as in `halfmoon.federation.site.consent.Consent`; without "terms"
+its people have to consent. "key" is the file of its long-term key, "site-keys" that of the keys of all sites.
+
+In a rehearsal, on Flower's simulation engine, `node_config` has only the client's number. The site is then the folder
+with the site's name in `run_config` "sites", and accepts all terms.
 """
 
 import os
@@ -33,39 +34,41 @@ app = ClientApp()
 @app.train()
 @app.query()
 def handle_message(message: Message, context: Context) -> Message:
-    """Return the site's answer to a message."""
-    facts = {name: str(value) for name, value in context.node_config.items()}
-    if "name" not in facts:
+    """Reply to a message of the server."""
+    options = {name: str(value) for name, value in context.node_config.items()}
+    if "name" not in options:
         config = context.run_config
-        facts |= _rehearsal_options(str(config["federation"]), str(config["sites"]), facts["partition-id"])
-    client = _open_client(tuple(facts.get(word, "") for word in OPTIONS))
+        options |= _rehearsal_options(str(config["federation"]), str(config["sites"]), options["partition-id"])
+    client = _open_client(tuple(options.get(name, "") for name in OPTIONS))
     return Message(wrap_message(client.reply_to(unwrap_message(message.content))), reply_to=message)
 
 
 @cache
 def _open_client(values: tuple[str, ...]) -> SiteClient:
-    """Return the client of these `FACTS`; a process that answers several messages opens its images once."""
-    facts = dict(zip(OPTIONS, values, strict=True))
-    paths = {word: Path(facts[word]) if facts[word] else None for word in PATHS}
-    for path in filter(None, facts["weights"].split(os.pathsep)):
-        with suppress(UserError):  # terms that want it say what is missing
+    """Open the client with these values of `OPTIONS`, once in a process that replies to several messages."""
+    options = dict(zip(OPTIONS, values, strict=True))
+    paths = {name: Path(options[name]) if options[name] else None for name in PATHS}
+    for path in filter(None, options["weights"].split(os.pathsep)):
+        with suppress(UserError):  # terms that need the file report that it is missing
             weight_files.register(Path(path))
     return SiteClient.from_folder(
-        Path(facts["folder"]),
-        facts["name"],
-        paths["home"],
-        facts["device"] or "auto",
-        paths["tests"],
-        facts["terms"],
-        tuple(facts["methods"].split()),
-        tuple(facts["trusted"].split()),
-        paths["validations"],
-        KeyFiles(paths["key"], paths["site-keys"]),
+        folder=Path(options["folder"]),
+        name=options["name"],
+        state_folder=paths["home"],
+        device=options["device"] or "auto",
+        tests=paths["tests"],
+        terms=options["terms"],
+        methods=tuple(options["methods"].split()),
+        trusted=tuple(options["trusted"].split()),
+        validations=paths["validations"],
+        keys=KeyFiles(paths["key"], paths["site-keys"]),
     )
 
 
 @cache
 def _rehearsal_options(federation: str, sites: str, number: str) -> dict[str, str]:
-    terms = load_plan(Path(federation)).terms  # of this very machine: what its file names may be loaded
-    name, trusted = terms.sites[int(number)], [plugin.part for plugin in plugin_origins(terms.config)]
+    # The file is on this machine, so the plugins that it names are trusted.
+    terms = load_plan(Path(federation)).terms
+    name = terms.sites[int(number)]
+    trusted = [plugin.part for plugin in plugin_origins(terms.config)]
     return {"name": name, "folder": str(Path(sites) / name), "terms": ANY_TERMS, "trusted": " ".join(trusted)}

@@ -1,4 +1,4 @@
-"""Where a server is, and whether it is one: asked with Python's own means before Flower tries forever."""
+"""Addresses of servers, and a check that a server replies there. Without it Flower would retry forever."""
 
 import http.client
 import ssl
@@ -9,11 +9,12 @@ from pathlib import Path
 
 from halfmoon.core.errors import UserError
 
-TIMEOUT_SECONDS = 3.0  # how long an answer is waited for
+TIMEOUT_SECONDS = 3.0
+"""Time limit of a check."""
 
 
 class ServerUnreachable(UserError):
-    """Nobody answers at an address, or not yet."""
+    """No server replies at an address, or not yet."""
 
 
 @dataclass(frozen=True)
@@ -24,13 +25,14 @@ class Address:
     port: int
 
     @classmethod
-    def parse(cls, words: str) -> "Address":
-        """Return the address in HOST:PORT; raise UserError where there is none."""
-        host, colon, port = words.rpartition(":")
-        host = host[1:-1] if host.startswith("[") and host.endswith("]") else host
-        plain = host and "/" not in host and (":" not in host or words.startswith("["))
-        if not colon or not plain or not port.isdecimal() or not 0 < int(port) < 2**16:
-            raise UserError(f"--server is {words!r}: it must be HOST:PORT, such as 192.0.2.7:9092.")
+    def parse(cls, text: str) -> "Address":
+        """Parse HOST:PORT; an IPv6 host is in brackets. Raise `UserError` for other texts."""
+        host, colon, port = text.rpartition(":")
+        if host.startswith("[") and host.endswith("]"):
+            host = host[1:-1]
+        host_is_valid = host and "/" not in host and (":" not in host or text.startswith("["))
+        if not colon or not host_is_valid or not port.isdecimal() or not 0 < int(port) < 2**16:
+            raise UserError(f"--server is {text!r}: it must be HOST:PORT, such as 192.0.2.7:9092.")
         return cls(host, int(port))
 
     def __str__(self) -> str:
@@ -38,18 +40,19 @@ class Address:
 
     @property
     def is_loopback(self) -> bool:
+        """True if only this machine can reach the address."""
         with suppress(ValueError):
             return ip_address(self.host).is_loopback
         return self.host == "localhost"
 
     @property
     def local(self) -> "Address":
-        """Return the address at which this machine reaches a server that listens here: everywhere is also here."""
+        """The address by which this machine reaches a server that listens here, also on all interfaces."""
         return Address({"0.0.0.0": "127.0.0.1", "::": "::1"}.get(self.host, self.host), self.port)
 
 
 def tls_context(ca: Path) -> ssl.SSLContext:
-    """Return what trusts the certificates that `ca` (PEM) has signed; raise UserError where the file is none."""
+    """Make a context that trusts the certificates that the authority in the PEM file `ca` signed; raises `UserError`."""
     try:
         return ssl.create_default_context(cafile=ca)
     except OSError as error:
@@ -60,7 +63,16 @@ def tls_context(ca: Path) -> ssl.SSLContext:
 
 
 def check_server(address: Address, ca: Path | None) -> None:
-    """Raise ServerUnreachable where no server answers, UserError where one does that cannot be talked to like this."""
+    """Check that a server of a federation replies.
+
+    Args:
+        address: the server.
+        ca: the authority's certificate for TLS; None for plain text.
+
+    Raises:
+        ServerUnreachable: no server replies; it may later.
+        UserError: a server replies with which no connection of this kind is possible.
+    """
     if ca is None:
         link = http.client.HTTPConnection(address.host, address.port, timeout=TIMEOUT_SECONDS)
     else:
@@ -87,7 +99,7 @@ def check_server(address: Address, ca: Path | None) -> None:
         link.close()
     if status in (http.client.BAD_GATEWAY, http.client.SERVICE_UNAVAILABLE, http.client.GATEWAY_TIMEOUT):
         raise ServerUnreachable(f"{address} is a proxy whose server does not answer ({status})")
-    if status == http.client.BAD_REQUEST and ca is None and _speaks_tls(address):  # a proxy's answer
+    if status == http.client.BAD_REQUEST and ca is None and _speaks_tls(address):  # the reply of a proxy
         raise _tls_only(address)
     if status != http.client.OK:
         raise UserError(f"something answers at {address}, but it is no server of a federation; check host and port.")
@@ -98,10 +110,11 @@ def _tls_only(address: Address) -> UserError:
 
 
 def _speaks_tls(address: Address) -> bool:
-    """Say whether a TLS handshake works at all; nothing is sent, and nobody is trusted."""
-    blind = ssl.create_default_context()
-    blind.check_hostname, blind.verify_mode = False, ssl.CERT_NONE
-    link = http.client.HTTPSConnection(address.host, address.port, timeout=TIMEOUT_SECONDS, context=blind)
+    """Check whether a TLS handshake works. The certificate is not verified, and no request is sent."""
+    unverified = ssl.create_default_context()
+    unverified.check_hostname = False
+    unverified.verify_mode = ssl.CERT_NONE
+    link = http.client.HTTPSConnection(address.host, address.port, timeout=TIMEOUT_SECONDS, context=unverified)
     try:
         link.connect()
     except OSError:

@@ -1,4 +1,4 @@
-"""Flower's Grid as a `halfmoon.federation.server.connection.Transport`: bytes in the arrays of a record."""
+"""Transport of the server over Flower's Grid: a message's bytes are the arrays of a Flower record."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -12,8 +12,10 @@ from halfmoon.federation.server.connection import NodeIdentity, TransportReply
 from halfmoon.federation.transport import internals
 from halfmoon.storage import atomic_io
 
-NAME, HEAD, BODY = "message", "head", "body"
-"""Of the record, and of the arrays in it. Flower stores equal arrays once: a model that goes to all sites is one."""
+NAME = "message"
+HEAD = "head"
+BODY = "body"
+"""Names of the record, and of the arrays in it. Flower stores equal arrays once, so a model for all sites is one."""
 
 UNREADABLE = "what it sent is no message"
 
@@ -28,30 +30,33 @@ PROBLEMS = {
     7: "it was sent another program",
     8: "its process was ended",
 }
-"""The meaning of the codes of `flwr.common.constant.ErrorCode` that can come."""
+"""Meaning of each code of `flwr.common.constant.ErrorCode` that a reply can have."""
 
 
-SMALL = 2**20
-"""Bytes of a message at most that travels as one object: each object is a request to the SuperLink, of 20 ms."""
+MAX_INLINE_BYTES = 2**20
+"""Largest message that is sent as one object. Each further object is a request to the SuperLink, of 20 ms."""
 
 
 def wrap_message(data: bytes) -> RecordDict:
-    """Return a message's content: small ones whole, others as the header and the tensors, equal for many sites."""
-    if len(data) <= SMALL:
+    """Wrap a message for Flower: a small one as one object, a larger one as two, header and tensors.
+
+    The tensors of a broadcast are equal for all sites, so Flower stores them once.
+    """
+    if len(data) <= MAX_INLINE_BYTES:
         return RecordDict({NAME: ConfigRecord({BODY: data})})
-    end = 8 + int.from_bytes(data[:8], "little")
-    parts = {HEAD: data[:end], BODY: data[end:]}
-    arrays = {
-        name: Array(dtype="uint8", shape=(len(part),), stype="halfmoon", data=part) for name, part in parts.items()
-    }
+    # The first 8 bytes are the length of the header that follows them.
+    header_end = 8 + int.from_bytes(data[:8], "little")
+    arrays = {}
+    for name, content in ((HEAD, data[:header_end]), (BODY, data[header_end:])):
+        arrays[name] = Array(dtype="uint8", shape=(len(content),), stype="halfmoon", data=content)
     return RecordDict({NAME: ArrayRecord(arrays)})
 
 
 def unwrap_message(content: RecordDict) -> bytes:
-    """Return the bytes in a message's content, none where there are none."""
-    small = content.config_records.get(NAME, {}).get(BODY)
-    if isinstance(small, bytes):
-        return small
+    """Unwrap a message of `wrap_message`; b"" if the record contains none."""
+    inline = content.config_records.get(NAME, {}).get(BODY)
+    if isinstance(inline, bytes):
+        return inline
     try:
         record = content.array_records[NAME]
         return record[HEAD].data + record[BODY].data
@@ -60,46 +65,68 @@ def unwrap_message(content: RecordDict) -> bytes:
 
 
 def read_key_owners(path: Path) -> dict[int, NodeIdentity]:
-    """Return the site of each node's key, as `halfmoon serve` wrote it down; none where it cannot be read."""
+    """Read which site owns the key of each node, as `halfmoon serve` stored it; {} if the file cannot be read."""
     nodes = (atomic_io.read_json(path) or {}).get("nodes", {})
     return {int(number): NodeIdentity(node["name"], node["since"]) for number, node in nodes.items()}
 
 
 class GridTransport:
-    """Carries bytes over a Grid, answers up to `most` bytes; the file `keys` says whose key each node has."""
+    """Send and receive bytes over a Grid (`halfmoon.federation.server.connection.Transport`).
 
-    def __init__(self, grid: Grid, keys: Path | None = None, most: int | None = None) -> None:
-        self.grid, self.keys, self.most = grid, keys, most
+    Attributes:
+        grid: Flower's Grid.
+        keys: the file of `halfmoon serve` with the owner of each node's key; None if sites have no keys.
+        max_reply_bytes: size that no reply may exceed; None for no limit.
+    """
+
+    def __init__(self, grid: Grid, keys: Path | None = None, max_reply_bytes: int | None = None) -> None:
+        self.grid = grid
+        self.keys = keys
+        self.max_reply_bytes = max_reply_bytes
         self._list: internals.MessageList | None = None
 
     def nodes(self) -> Sequence[int]:
+        """List the connected nodes; raises ConnectionError."""
         with _connecting():
             return list(self.grid.get_node_ids())
 
     def key_owners(self) -> Mapping[int, NodeIdentity] | None:
+        """Read the site of each node's key; None if sites have no keys."""
         return None if self.keys is None else read_key_owners(self.keys)
 
     def send(self, mail: Mapping[int, bytes], seconds: float, is_offer: bool) -> Mapping[int, str]:
-        """Send each node its bytes; return a ticket for each that was taken; raises ConnectionError."""
+        """Send each node its bytes.
+
+        Args:
+            mail: message by node.
+            seconds: time until Flower discards the message.
+            is_offer: whether the messages are offers of terms, not requests.
+
+        Returns:
+            The id of each accepted message, by node.
+
+        Raises:
+            ConnectionError: the SuperLink cannot be reached.
+        """
         kind = MessageType.QUERY if is_offer else MessageType.TRAIN
-        contents = {data: wrap_message(data) for data in mail.values()}  # equal bytes are made into one object
+        contents = {data: wrap_message(data) for data in mail.values()}  # equal bytes become one object
         messages = [Message(contents[data], node, kind, ttl=seconds) for node, data in mail.items()]
         with _connecting():
             message_ids = list(self.grid.push_messages(messages))
-        # Where the whole post is refused, Flower returns no ticket at all.
+        # If all messages are refused, Flower returns an empty list.
         return {node: message_id for node, message_id in zip(mail, message_ids, strict=False) if message_id}
 
     def collect(self, message_ids: Sequence[str]) -> Iterator[TransportReply]:
-        """Yield the replies to these tickets, each fetched when it is its turn; raises ConnectionError."""
+        """Yield the replies to these messages, each fetched when it is needed, so that one is in memory; raises ConnectionError."""
         with _connecting():
             if self._list is None or self._list.client is not internals.runtime_client(self.grid):
-                self._list = internals.MessageList(self.grid, self.most)
+                self._list = internals.MessageList(self.grid, self.max_reply_bytes)
             complete = self._list.with_reply(message_ids)
         for message_id in complete:
             yield from self._collect(message_id)
 
     def _collect(self, message_id: str) -> list[TransportReply]:
-        """Return the reply to a ticket, alone: one that Flower cannot put together would take others with it."""
+        """Fetch the reply to one message. Fetched together, one that Flower cannot assemble would lose the others."""
         try:
             with _connecting():
                 return [_reply(message) for message in self.grid.pull_messages([message_id])]
@@ -112,12 +139,13 @@ class GridTransport:
 def _reply(message: Message) -> TransportReply:
     message_id = message.metadata.reply_to_message_id
     if message.has_error():
-        # The reason may hold a traceback with paths of the site: its code is enough.
+        # The reason may contain a traceback with paths of the site, so only its code is used.
         return TransportReply(message_id, None, describe_error(message.error.code))
     return TransportReply(message_id, unwrap_message(message.content))
 
 
 def describe_error(code: int) -> str:
+    """Describe an error code of Flower."""
     return f"{PROBLEMS.get(code, 'nobody knows why')} (error {code} of Flower)"
 
 

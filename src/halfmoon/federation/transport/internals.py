@@ -1,9 +1,9 @@
-"""All uses of Flower that Flower does not promise to support, in one module; `NAMES` lists them.
+"""All uses of private names of Flower, in one module; `NAMES` lists them.
 
-Flower promises `flwr.app`, `flwr.clientapp`, `flwr.serverapp` and its commands. halfmoon needs more: a site's own loop
-instead of Flower's, which would execute what a server sends; the size of an answer before it is fetched; the keys of
-sites; and both apps in one process. The test of this module alone tries a new version of Flower, which pyproject.toml
-then admits.
+Flower supports `flwr.app`, `flwr.clientapp`, `flwr.serverapp` and its commands. halfmoon needs more: a loop at the site
+that, unlike Flower's, never executes a bundle of the server; the size of a reply before it is fetched; the keys of
+sites; and both apps in one process. The test of this module is enough to admit a new version of Flower in
+pyproject.toml.
 """
 
 import ssl
@@ -21,7 +21,8 @@ from halfmoon.federation.protocol.bundle import ForeignBundle
 
 T = TypeVar("T")
 
-VERSIONS = ("1.41.0", "1.42.0")  # the versions of Flower in which all of `NAMES` exists
+VERSIONS = ("1.41.0", "1.42.0")
+"""Versions of Flower in which all of `NAMES` exist."""
 
 NAMES: Mapping[str, tuple[str, ...]] = {
     "flwr.supernode.fleet_http_connection:http_request_response": (),
@@ -57,6 +58,7 @@ NAMES: Mapping[str, tuple[str, ...]] = {
 """MODULE:NAME of each use, with the parameters or attributes that are used."""
 
 UNKNOWN_KEY = "2004]"
+"""Text in the log of a node whose key the server does not know."""
 
 REASONS = {
     "CERTIFICATE_VERIFY_FAILED": "the server's certificate is not to be trusted",
@@ -70,70 +72,84 @@ REASONS = {
     "Heartbeat failed": "the server does not know this site any more",
     "told to end": "the server does not accept this site's key any more, or its process was told to end",
 }
-"""Words in the log of a node that ended, and their meaning: Flower names the reason there alone."""
+"""Reason for the end of a node, by a text in its log: Flower reports the reason only there."""
 
-SERVER_LOST, SERVER_REACHED = "Connection attempt failed", "Connection successful"
-"""Words of a node that loses its server, and reaches it again."""
+SERVER_LOST = "Connection attempt failed"
+SERVER_REACHED = "Connection successful"
+"""Texts in the log of a node that loses its server, and reaches it again."""
 
-MESSAGE_RECEIVED, REPLY_SENT = "receiving a message", "sent an answer"
-"""Words of a node about a message and its answer; it has one at a time."""
+MESSAGE_RECEIVED = "receiving a message"
+REPLY_SENT = "sent an answer"
+"""Lines in the log of a node about a message and its reply; it has one message at a time."""
 
-PIECE = 5 * 2**20
-"""Bytes into which Flower cuts an array at least; behind `halfmoon.sites.keys` nginx lets none through of over 6
-MiB."""
+MIN_PIECE_BYTES = 5 * 2**20
+"""Size of the pieces into which Flower cuts an array, or more; nginx (`halfmoon.sites.keys`) passes up to 6 MiB."""
 
-ANSWER, SLOWEST = 30.0, 2**14
-"""Seconds that a SuperLink has for an answer, as Flower gives it; and bytes a second of a link over which a request is
-still sent, for which Flower gives no time: 5 MiB at 1 Mbit/s would be sent again and again."""
+REPLY_SECONDS = 30.0
+"""Flower's time limit for a reply of a SuperLink."""
 
-PARTS = 16  # objects that a message of ours is made of, beside its pieces, and some to spare
+MIN_BYTES_PER_SECOND = 2**14
+"""Speed of the slowest supported link, by which the time limit of a large request is extended.
+
+Flower does not extend it: at 1 Mbit/s a piece of 5 MiB would time out and be re-sent forever.
+"""
+
+MAX_SMALL_OBJECTS = 16
+"""Objects of a message in addition to its pieces, with some to spare."""
 
 
-def print_line(words: str) -> None:
-    sys.stderr.write(f"{words}\n")
+def print_line(text: str) -> None:
+    """Print a line to the log of a process."""
+    sys.stderr.write(f"{text}\n")
 
 
 class Oversized(ValueError):
-    """A message of more pieces than any may have; nothing of it was fetched."""
+    """A message with too many pieces; none of them was fetched."""
 
 
 class MessageList:
-    """Asks a SuperLink once for all replies, in place of a Grid's client, and refuses those of too many pieces unread.
+    """List all available replies by one request to the SuperLink, and refuse those with too many pieces unread.
 
-    Flower has no hook for that, nor for when it tries again: a Grid without such a client is asked for each ticket.
+    It replaces functions of the Grid's client, because Flower has no hook for either. A Grid without such a client is
+    queried for each message.
     """
 
-    def __init__(self, grid: Any, most: int | None) -> None:
+    def __init__(self, grid: Any, max_reply_bytes: int | None) -> None:
+        """Replace the functions of a Grid's client; `max_reply_bytes` is None for no limit."""
         self.client = runtime_client(grid)
-        self._most = None if most is None else PARTS + most // PIECE
+        self._max_objects = None if max_reply_bytes is None else MAX_SMALL_OBJECTS + max_reply_bytes // MIN_PIECE_BYTES
         self._replies: dict[str, tuple[Any, Any]] = {}
         if self.client is not None:
             from flwr.superlink.grid import http_grid
 
             http_grid.pull_objects = pull_objects_soon  # pyright: ignore[reportPrivateImportUsage]
-            self._ask = self.client.PullMessages
-            self.client.PullMessages = self._hand
+            self._pull_messages = self.client.PullMessages
+            self.client.PullMessages = self._pull_listed_messages
 
     def with_reply(self, message_ids: Sequence[str]) -> Sequence[str]:
-        """Return the tickets whose reply has come; all of them where nobody can say."""
+        """Find the messages whose reply has arrived; all of them if the Grid has no client to query."""
         if self.client is None or not message_ids:
             return message_ids
         from flwr.proto.runtime_pb2 import PullAppMessagesRequest
 
-        answer = self._ask(PullAppMessagesRequest(message_ids=message_ids))
-        pairs = zip(answer.messages_list, answer.message_object_trees, strict=True)
+        response = self._pull_messages(PullAppMessagesRequest(message_ids=message_ids))
+        pairs = zip(response.messages_list, response.message_object_trees, strict=True)
         replies = {message.metadata.reply_to_message_id: (message, tree) for message, tree in pairs}
         self._replies |= {message_id: replies[message_id] for message_id in message_ids if message_id in replies}
         return [message_id for message_id in message_ids if message_id in self._replies]
 
-    def _hand(self, request: Any) -> Any:
-        """Answer in place of the SuperLink."""
+    def _pull_listed_messages(self, request: Any) -> Any:
+        """Respond like the SuperLink, with the replies that `with_reply` has listed."""
         from flwr.proto.runtime_pb2 import PullAppMessagesResponse
         from flwr.supercore.inflatable.inflatable_object import iterate_object_tree
 
         replies = [self._replies.pop(message_id) for message_id in request.message_ids if message_id in self._replies]
         for _, tree in replies:
-            if self._most is not None and next(islice(iterate_object_tree(tree), self._most, None), None) is not None:
+            if self._max_objects is None:
+                continue
+            # An object beyond the limit exists if the iterator still yields one after skipping `_max_objects`.
+            excess = next(islice(iterate_object_tree(tree), self._max_objects, None), None)
+            if excess is not None:
                 raise Oversized
         return PullAppMessagesResponse(
             messages_list=[message for message, _ in replies], message_object_trees=[tree for _, tree in replies]
@@ -141,7 +157,7 @@ class MessageList:
 
 
 def pull_objects_soon(object_ids: Sequence[str], pull_object_fn: Callable[[str], bytes]) -> dict[str, bytes]:
-    """Return these objects, asking for those under way again after 0.02 s to 1 s: Flower waits 1 s to 10 s."""
+    """Pull objects. One that has not arrived yet is retried after 0.02 s to 1 s, where Flower waits 1 s to 10 s."""
     from flwr.supercore.inflatable.inflatable_utils import pull_objects
 
     names = list(dict.fromkeys(object_ids))
@@ -149,12 +165,19 @@ def pull_objects_soon(object_ids: Sequence[str], pull_object_fn: Callable[[str],
 
 
 def runtime_client(grid: Any) -> Any:
+    """Get the client of a Grid of Flower; None for another implementation."""
     return getattr(grid, "_runtime_client", None)
 
 
 @dataclass
 class Packet:
-    """A message on its way: itself without content, the tree of its objects, and these as bytes by hash."""
+    """A message in transit.
+
+    Attributes:
+        message: the message without content.
+        tree: the tree of its objects.
+        objects: the objects as bytes, by hash.
+    """
 
     message: Any
     tree: Any
@@ -162,25 +185,27 @@ class Packet:
 
 
 def pack_message(message: Any) -> Packet:
-    """Return a message of this process as a packet."""
+    """Turn a message of this process into a packet."""
     from flwr.app.message import remove_content_from_message
     from flwr.supercore.inflatable.inflatable_object import get_all_nested_objects, get_object_tree
 
     set_message_id(message, message.object_id)
-    objects = {name: part.deflate() for name, part in get_all_nested_objects(message).items()}
+    objects = {name: nested.deflate() for name, nested in get_all_nested_objects(message).items()}
     return Packet(remove_content_from_message(message), get_object_tree(message), objects)
 
 
 def to_frames(packet: Packet) -> list[bytes]:
-    """Return a packet as byte strings, for a pipe."""
+    """Turn a packet into byte strings, for a pipe."""
     from flwr.common.serde import message_to_proto
 
-    heads = [message_to_proto(packet.message).SerializeToString(), packet.tree.SerializeToString()]
-    return [*heads, *(part for name, data in packet.objects.items() for part in (name.encode(), data))]
+    frames = [message_to_proto(packet.message).SerializeToString(), packet.tree.SerializeToString()]
+    for name, data in packet.objects.items():
+        frames += [name.encode(), data]
+    return frames
 
 
 def from_frames(frames: Sequence[bytes]) -> Packet:
-    """Undo `to_frames`."""
+    """Turn the byte strings of `to_frames` into the packet."""
     from flwr.common.serde import message_from_proto
     from flwr.proto import message_pb2
 
@@ -190,7 +215,7 @@ def from_frames(frames: Sequence[bytes]) -> Packet:
 
 
 def unpack_message(packet: Packet) -> Any:
-    """Return the whole message; this process may answer it from now on."""
+    """Turn a packet into the message; this process may reply to it from then on."""
     from flwr.supercore.inflatable.inflatable_utils import inflate_object_from_contents
 
     _act_for(packet.message)
@@ -200,60 +225,70 @@ def unpack_message(packet: Packet) -> Any:
 
 
 class Fleet:
-    """A site's connection to its SuperLink, made of the functions of Flower's own."""
+    """The connection of a site to its SuperLink, through the functions of Flower's connection."""
 
     def __init__(self, functions: Sequence[Any]) -> None:
         _, self._pull, self._push, self._run, self._fab, self._pull_object, self._push_object, self._confirm = functions
 
     def receive(self) -> Packet | None:
-        """Return the next message; None where there is none, or it cannot be fetched as a whole."""
+        """Receive the next message; None if there is none or it cannot be fetched completely."""
         from flwr.supercore.inflatable.inflatable_object import iterate_object_tree
         from flwr.supercore.run import RunNotRunningException
 
         try:
-            if (pair := self._pull()) is None:
-                return None
+            pair = self._pull()
         except RunNotRunningException:
             return None
+        if pair is None:
+            return None
         message, tree = pair
-        run, name = message.metadata.run_id, message.metadata.message_id
+        run = message.metadata.run_id
+        name = message.metadata.message_id
         try:
-            names = [part.object_id for part in iterate_object_tree(tree)]
+            names = [node.object_id for node in iterate_object_tree(tree)]
             objects = pull_objects_soon(names, partial(self._pull_object, run))
             self._confirm(run, name)
-        except Exception as error:  # its run is over, or the server has lost a part of it
+        except Exception as error:  # its run is over, or the server has lost an object of it
             print_line(f"cannot receive the message {name}: {type(error).__name__}: {error}")
             return None
         return Packet(message, tree, objects)
 
     def send(self, packet: Packet, seconds: float) -> bool:
-        """Send an answer that took so many seconds; return whether the server has it."""
+        """Send a reply.
+
+        Args:
+            packet: the reply.
+            seconds: how long it took.
+
+        Returns:
+            Whether the server has received it.
+        """
         from flwr.supercore.inflatable.inflatable_utils import push_object_contents_from_iterable
 
         try:
             missing, session = self._push(packet.message, packet.tree, seconds)
             push = partial(self._push_object, packet.message.metadata.run_id, session)
             push_object_contents_from_iterable(((name, packet.objects[name]) for name in missing), push)
-        except Exception as error:  # its run is over, or the server fails: it asks again where it needs to
+        except Exception as error:  # its run is over, or the server fails; it repeats the request if necessary
             print_line(f"cannot send an answer: {type(error).__name__}: {error}")
             return False
         return True
 
     def bundle(self, run: int) -> bytes | None:
-        """Return the app bundle of a run, None where that is over; raise `Foreign` for an agent of Flower's."""
+        """Fetch the app bundle of a run; None if the run is over. Raise `ForeignBundle` for an agent of Flower."""
         from flwr.supercore.run import RunNotRunningException
 
         try:
-            facts = self._run(run)
-            if "agent" in str(facts.primary_task_type).lower():
+            metadata = self._run(run)
+            if "agent" in str(metadata.primary_task_type).lower():
                 raise ForeignBundle("an agent of Flower")
-            return self._fab(facts.fab_hash, run).content
+            return self._fab(metadata.fab_hash, run).content
         except RunNotRunningException:
             return None
 
 
 def load_private_key(path: Path) -> Any:
-    """Return the key of a node; raise UserError where Flower would not take it."""
+    """Load the private key of a node; raise `UserError` for a kind of key that Flower does not support."""
     from cryptography.exceptions import UnsupportedAlgorithm
     from cryptography.hazmat.primitives.asymmetric.ec import EllipticCurvePrivateKey
     from cryptography.hazmat.primitives.serialization import load_ssh_private_key
@@ -272,13 +307,14 @@ def load_private_key(path: Path) -> Any:
 
 @contextmanager
 def connect_fleet(server: str, ca: Path | None, key: Path | None) -> Iterator[Fleet]:
-    """Connect to a SuperLink; the process ends where that does not work, and what goes wrong later is printed."""
+    """Connect to a SuperLink. Flower ends the process if that fails, and prints later failures."""
     from flwr.supernode import fleet_http_connection
     from flwr.supernode.fleet_http_client import FleetHttpClient
 
     class SlowLinkClient(FleetHttpClient):
-        def _unary_unary(self, **words: Any) -> Any:
-            return super()._unary_unary(**{"timeout": ANSWER + words["request"].ByteSize() / SLOWEST, **words})
+        def _unary_unary(self, **arguments: Any) -> Any:
+            timeout = REPLY_SECONDS + arguments["request"].ByteSize() / MIN_BYTES_PER_SECOND
+            return super()._unary_unary(**{"timeout": timeout, **arguments})
 
     fleet_http_connection.FleetHttpClient = SlowLinkClient  # pyright: ignore[reportPrivateImportUsage]
     private = None if key is None else load_private_key(key)
@@ -288,33 +324,34 @@ def connect_fleet(server: str, ca: Path | None, key: Path | None) -> Iterator[Fl
         yield Fleet(functions)
 
 
-def error_reply(message: Any, code: int, words: str) -> Packet:
-    """Return the answer to a message that was not answered, with a code of Flower's `ErrorCode`."""
+def error_reply(message: Any, code: int, reason: str) -> Packet:
+    """Make the reply to a message that failed, with a code of Flower's `ErrorCode`."""
     from flwr.app import Error, Message
 
     _act_for(message)
-    return pack_message(Message(Error(code=code, reason=words), reply_to=message))
+    return pack_message(Message(Error(code=code, reason=reason), reply_to=message))
 
 
 def _act_for(message: Any) -> None:
-    """Make this process the node that a message was sent to: Flower asks who writes an answer."""
+    """Make this process the node that a message was sent to: Flower writes the node of the process into a reply."""
     from flwr.supercore.task_identity import TaskIdentity
 
-    facts = message.metadata
-    TaskIdentity.task_id, TaskIdentity.run_id, TaskIdentity.node_id = 1, facts.run_id, facts.dst_node_id
+    TaskIdentity.task_id = 1
+    TaskIdentity.run_id = message.metadata.run_id
+    TaskIdentity.node_id = message.metadata.dst_node_id
 
 
 def app_context(message: Any, config: Mapping[str, Any]) -> Any:
-    """Return the context in which a site's app answers a message."""
+    """Make the context in which a site's app replies to a message."""
     from flwr.app import Context, RecordDict
 
-    facts = message.metadata
-    return Context(facts.run_id, facts.dst_node_id, dict(config), RecordDict(), {})
+    metadata = message.metadata
+    return Context(metadata.run_id, metadata.dst_node_id, dict(config), RecordDict(), {})
 
 
 @contextmanager
 def act_as_node() -> Iterator[None]:
-    """Let messages be made outside Flower's processes."""
+    """Allow this process to make messages, as a process of Flower may."""
     from flwr.supercore.task_identity import TaskIdentity
 
     before = TaskIdentity._task_id, TaskIdentity._run_id, TaskIdentity._node_id
@@ -326,12 +363,18 @@ def act_as_node() -> Iterator[None]:
 
 
 def set_message_id(message: Any, name: str) -> None:
-    """Give a message the number that Flower's server would give it."""
+    """Set the id of a message, as Flower's server does."""
     message.metadata.__dict__["_message_id"] = name
 
 
 class Node(NamedTuple):
-    """A node that the SuperLink knows: its number, its public key (PEM), and when its process connected."""
+    """A registered node of a SuperLink.
+
+    Attributes:
+        number: its number in Flower.
+        key: its public key in PEM.
+        since: when its process connected.
+    """
 
     number: int
     key: bytes
@@ -339,16 +382,18 @@ class Node(NamedTuple):
 
 
 class ControlApi:
-    """The nodes that a SuperLink knows; every method may raise ConnectionError, and ValueError for a refusal."""
+    """The register of nodes of a SuperLink. Every method may raise ConnectionError, and ValueError for a refusal."""
 
     def __init__(self, address: str, verify: ssl.SSLContext, seconds: float) -> None:
         from flwr.proto import control_pb2
         from flwr.supercore.control import ControlHttpClient
 
-        self._client, self._words = ControlHttpClient(address, verify=verify, timeout=seconds), control_pb2
+        self._client = ControlHttpClient(address, verify=verify, timeout=seconds)
+        self._requests = control_pb2
 
     def nodes(self) -> Sequence[Node]:
-        nodes = _call(lambda: self._client.ListNodes(self._words.ListNodesRequest()).nodes_info)
+        """List the registered nodes."""
+        nodes = _call(lambda: self._client.ListNodes(self._requests.ListNodesRequest()).nodes_info)
         return [
             Node(node.node_id, node.public_key, node.last_activated_at)
             for node in nodes
@@ -356,15 +401,16 @@ class ControlApi:
         ]
 
     def register(self, key: bytes, name: str) -> int:
-        """Register a public key (PEM), and return its node's number."""
-        request = self._words.RegisterNodeRequest(public_key=key, name=name)
+        """Register a public key (PEM) and return the number of its node."""
+        request = self._requests.RegisterNodeRequest(public_key=key, name=name)
         number = _call(lambda: self._client.RegisterNode(request).node_id)
         if not number:
             raise ValueError("the SuperLink gave it no number")
         return number
 
     def unregister(self, number: int) -> None:
-        _call(lambda: self._client.UnregisterNode(self._words.UnregisterNodeRequest(node_id=number)))
+        """Remove a node, whose key is never accepted after that."""
+        _call(lambda: self._client.UnregisterNode(self._requests.UnregisterNodeRequest(node_id=number)))
 
 
 def _call(call: Callable[[], T]) -> T:

@@ -1,4 +1,4 @@
-"""`halfmoon serve`: Flower's SuperLink and the ServerApp, started again until the run is finished."""
+"""`halfmoon serve`: run Flower's SuperLink and the ServerApp, and restart them until the run is finished."""
 
 import errno
 import json
@@ -30,37 +30,62 @@ from halfmoon.sites.keys import Access
 from halfmoon.storage import atomic_io, toml
 from halfmoon.storage.events import SERVER_LOG, EventLog, EventTail, Tail
 
-METRICS_FILE, SUMMARY_FILE, MODEL_FILE = "metrics.jsonl", "summary.json", "model.safetensors"
+METRICS_FILE = "metrics.jsonl"
+SUMMARY_FILE = "summary.json"
+MODEL_FILE = "model.safetensors"
 DELIVERY_FILE = "delivery.json"
-"""Files of a run folder, by name: `halfmoon.storage.run_folder`, which writes them, would bring torch."""
+"""Files of a run folder. `halfmoon.storage.run_folder`, which writes them, would import torch."""
 
 RUN_CONFIG = "run.toml"
-"""The file, in the folder of Flower's processes, of what the ServerApp is told."""
+"""File in the folder of Flower's processes with the options of the ServerApp."""
 
-STARTING = 60.0  # seconds until a SuperLink has to answer, or a ServerApp to have begun
-POLL_SECONDS = 0.1  # seconds between two looks at processes and logs
-CLOSING = 10.0  # seconds that a ServerApp has for its last words to Flower once its run is finished
-LONGEST_PAUSE = 10.0  # seconds of pause, at most, before what has died twice is started again
+START_SECONDS = 60.0
+"""Time limit until a SuperLink replies, or a ServerApp has started."""
 
-_WORDS, _ERROR = re.compile(r"\w"), re.compile(r"\w(Error|Exception|Exit)\b")
+POLL_SECONDS = 0.1
+"""Time between two polls of processes and events."""
+
+CLOSE_SECONDS = 10.0
+"""Time that a ServerApp has to report its end to Flower once its run is finished."""
+
+MAX_PAUSE_SECONDS = 10.0
+"""Longest pause before a program that has died twice is restarted."""
+
+_ANY_TEXT = re.compile(r"\w")
+_ERROR = re.compile(r"\w(Error|Exception|Exit)\b")
 _COLORS = re.compile(r"\x1b\[\d*m")
 _CONNECTION = "halfmoon"
 
 Outcome = Literal["finished", "link", "app"]
+"""The run is finished, the SuperLink has died, or the ServerApp has."""
 
 
 class Halted(UserError):
-    """The federation cannot go on; what it has played is in its run folder."""
+    """The federation cannot continue; its finished rounds are in its run folder."""
 
 
 @dataclass(frozen=True)
 class ServerOptions:
-    """How a federation is served: its file, its run folder, where it listens, and how often it is started again.
+    """Options of a server.
 
-    `certificate` and `key` are the server's for TLS, `ca` has the authority that signed them; without them the
-    connection is plain, which away from this machine needs `insecure`. `access` says which sites may come in, of whom
-    `sites` are those of the federation; without it any may. `restarts` is how often, without a new round in between,
-    what dies is started again. Raise UserError where these do not fit.
+    Attributes:
+        config: the federation's file.
+        run: the run folder.
+        host: address to listen at.
+        port: its port.
+        ca: certificate of the authority for TLS. Without TLS the connection is plain, which needs `insecure` unless the
+            server listens only on this machine.
+        certificate: the server's certificate.
+        key: the server's private key.
+        insecure: whether plain connections of other machines are allowed.
+        access: the sites to admit, by their keys; None admits all.
+        sites: the sites of the federation.
+        restarts: number of restarts of programs that die without a new round in between.
+        redeliver: whether a finished run is served until no site lacks its model.
+        apps: the ServerApp and the ClientApp.
+
+    Raises:
+        UserError: the options contradict each other, or a file is missing.
     """
 
     config: Path
@@ -74,7 +99,7 @@ class ServerOptions:
     access: Access | None = None
     sites: tuple[str, ...] = ()
     restarts: int = 5
-    redeliver: bool = False  # whether a finished run is served until no site lacks its model
+    redeliver: bool = False
     apps: tuple[str, str] = APPS
 
     def __post_init__(self) -> None:
@@ -99,7 +124,10 @@ class ServerOptions:
     def with_access(
         cls, config: Path, run: Path, access: Access, sites: Sequence[str], restarts: int
     ) -> "ServerOptions":
-        """Return a server that only sites with a key of `access` reach: by its proxy, so it listens here alone."""
+        """Make the options of a server behind the proxy of an access folder, which only sites with a key can reach.
+
+        The server itself listens only on this machine.
+        """
         return cls(
             config,
             run,
@@ -114,21 +142,26 @@ class ServerOptions:
 
     @property
     def address(self) -> Address:
+        """The address to listen at."""
         return Address(self.host, self.port)
 
     @property
-    def home(self) -> ProcessFolder:
+    def processes(self) -> ProcessFolder:
+        """The folder of Flower's processes."""
         return ProcessFolder(self.run / "flower")
 
 
 def superlink_arguments(server: ServerOptions) -> list[str]:
-    """Return the arguments of `flower-superlink`."""
+    """Build the arguments of `flower-superlink`."""
     files = {"--ssl-ca-certfile": server.ca, "--ssl-certfile": server.certificate, "--ssl-keyfile": server.key}
-    tls = [word for flag, path in files.items() if path is not None for word in (flag, str(path.absolute()))]
+    tls: list[str] = []
+    for flag, path in files.items():
+        if path is not None:
+            tls += [flag, str(path.absolute())]
     return [
         *("--host", server.host, "--port", str(server.port)),
-        *("--database", str(server.home.folder / "state.db")),
-        # Everything that the apps need is installed: it is what runs here.
+        *("--database", str(server.processes.folder / "state.db")),
+        # The apps run in this environment, so everything that they need is installed.
         "--disable-runtime-dependency-installation",
         *(tls or ["--insecure"]),
         *(["--enable-supernode-auth"] if server.access else []),
@@ -136,124 +169,143 @@ def superlink_arguments(server: ServerOptions) -> list[str]:
 
 
 def render_run_config(server: ServerOptions) -> str:
-    """Return what the ServerApp is told, as TOML; it stays on this machine, and is no part of the app bundle."""
-    facts = {"federation": server.config.absolute(), "run-dir": server.run.absolute()}
-    facts |= {"keys": (server.home.folder / KEYS_FILE).absolute()} if server.access else {}
-    return "".join(f"{name} = {toml.format_value(path)}\n" for name, path in facts.items())
+    """Render the options of the ServerApp as TOML. They are not in the app bundle, so no site receives them."""
+    options = {"federation": server.config.absolute(), "run-dir": server.run.absolute()}
+    if server.access:
+        options["keys"] = (server.processes.folder / KEYS_FILE).absolute()
+    return "".join(f"{name} = {toml.format_value(path)}\n" for name, path in options.items())
 
 
 def render_connection(server: ServerOptions) -> str:
-    """Return the config.toml by which `flwr` finds the SuperLink."""
-    ca = server.ca
-    safety = "insecure = true" if ca is None else f"root-certificates = {toml.format_value(ca.absolute())}"
+    """Render the config.toml by which `flwr` finds the SuperLink."""
+    if server.ca is None:
+        security = "insecure = true"
+    else:
+        security = f"root-certificates = {toml.format_value(server.ca.absolute())}"
     address = toml.format_value(str(server.address.local))
-    return f'[superlink]\ndefault = "{_CONNECTION}"\n\n[superlink.{_CONNECTION}]\naddress = {address}\n{safety}\n'
+    return f'[superlink]\ndefault = "{_CONNECTION}"\n\n[superlink.{_CONNECTION}]\naddress = {address}\n{security}\n'
 
 
 def is_finished(run: Path) -> bool:
+    """Check whether a run folder is finished."""
     return atomic_io.read_json(run / SUMMARY_FILE) is not None
 
 
 def sites_without_model(run: Path) -> list[str]:
+    """List the sites that do not have the final model of a finished run; [] for other runs."""
     names = (atomic_io.read_json(run / DELIVERY_FILE) or {}).get("lacks") if is_finished(run) else None
     return [str(name) for name in names] if isinstance(names, list) else []
 
 
 def serve(server: ServerOptions, show: Callable[[str], None]) -> None:
-    """Serve a federation until its run is finished, and leave no process; raise Halted where it cannot go on."""
+    """Serve a federation until its run is finished, and leave no process.
+
+    Args:
+        server: the options.
+        show: prints a line.
+
+    Raises:
+        Halted: the federation cannot continue.
+        UserError: another process serves the run folder, or Flower is not installed.
+    """
     require_flower()
-    home = server.home
+    processes = server.processes
     with exclusive(
-        home.folder / "serve.lock", f"{server.run} is being served by another process; wait for it, or end it."
+        processes.folder / "serve.lock", f"{server.run} is being served by another process; wait for it, or end it."
     ):
-        home.prepare()
-        home.kill_all()  # what a server left behind that was killed
+        processes.prepare()
+        processes.kill_all()  # processes of an earlier server that was killed
         _write_files(server)
         tail = EventTail(server.run)
         try:
-            _Session(server, tail, show).play()
+            _Session(server, tail, show).run()
         finally:
             for event in tail.read_events():
                 show(event.line)
 
 
 def _write_files(server: ServerOptions) -> None:
-    if server.redeliver:  # the bundle, whose hash the sites know, has no word for it
+    # The app bundle cannot have this option: its hash is in the terms.
+    if server.redeliver:
         record = atomic_io.read_json(server.run / DELIVERY_FILE) or {}
         atomic_io.write_atomically(server.run / DELIVERY_FILE, (json.dumps({**record, "again": True}) + "\n").encode())
-    app = server.home.folder / "app"
+    app = server.processes.folder / "app"
     app.mkdir(exist_ok=True)
     atomic_io.write_atomically(app / PROJECT_FILE, render_project(server.apps).encode())
-    atomic_io.write_atomically(server.home.folder / RUN_CONFIG, render_run_config(server).encode())
-    atomic_io.write_atomically(server.home.folder / "config.toml", render_connection(server).encode())
+    atomic_io.write_atomically(server.processes.folder / RUN_CONFIG, render_run_config(server).encode())
+    atomic_io.write_atomically(server.processes.folder / "config.toml", render_connection(server).encode())
     for script in (SUPERLINK, SERVER_APP):
-        server.home.log(script).write_bytes(b"")
+        server.processes.log(script).write_bytes(b"")
 
 
 class _Session:
-    """A federation that is served: the SuperLink's process, and in a file the number of Flower's run."""
+    """A served federation: the process of the SuperLink, and the number of Flower's run, which is stored in a file."""
 
     def __init__(self, server: ServerOptions, tail: EventTail, show: Callable[[str], None]) -> None:
-        self.server, self.tail, self.show = server, tail, show
-        self.home, self.log = server.home, EventLog(server.run / SERVER_LOG)
+        self.server = server
+        self.tail = tail
+        self.show = show
+        self.processes = server.processes
+        self.log = EventLog(server.run / SERVER_LOG)
         self.link: subprocess.Popen[bytes] | None = None
-        self.number = self.home.folder / "number"
-        self.failures, self.rounds = 0, _rounds(server.run)
+        self.number = self.processes.folder / "number"
+        self.failures = 0  # in a row, without a new round
+        self.rounds = _count_rounds(server.run)
         self.admission: Admission | None = None
 
-    def play(self) -> None:
+    def run(self) -> None:
+        """Run the federation until it is finished."""
         try:
             self._start()
-            while (ended := self._submit() or self._watch()) != "finished":
-                self._again(ended)
-            self._wait(lambda: not self.home.is_running(SERVER_APP), CLOSING)
+            while (outcome := self._submit() or self._watch()) != "finished":
+                self._restart(outcome)
+            self._wait(lambda: not self.processes.is_running(SERVER_APP), CLOSE_SECONDS)
             self.number.unlink(missing_ok=True)
         finally:
             stop_process(self.link)
-            self.home.kill_all()
+            self.processes.kill_all()
 
     def _start(self) -> None:
         address = self.server.address
         if _in_use(address):
             raise UserError(f"port {address.port} is taken by another process: end it, or give another --port.")
         for script in (SUPEREXEC, SUPERLINK):
-            self.home.clear_lock(script)
-        log = Tail(self.home.log(SUPERLINK))
-        self.link = self.home.start(SUPERLINK, superlink_arguments(self.server))
-        if not self._wait(self._answers, STARTING):
-            raise Halted(
-                f"the SuperLink did not start: {_last_line(log.read_lines()) or 'it said nothing'}; see {log.path}."
-            )
+            self.processes.clear_lock(script)
+        log = Tail(self.processes.log(SUPERLINK))
+        self.link = self.processes.start(SUPERLINK, superlink_arguments(self.server))
+        if not self._wait(self._replies, START_SECONDS):
+            reason = _last_line(log.read_lines()) or "it printed nothing"
+            raise Halted(f"the SuperLink did not start: {reason}; see {log.path}.")
         self._admit()
         self._forget_run()
 
     def _admit(self) -> None:
-        """Let the sites in that may come in, and no others, where they are known by their keys."""
+        """Admit the sites of the access folder and no others, if sites have keys."""
         server = self.server
         if server.access is None or server.ca is None:
             return
         registry = ControlApi(f"https://{server.address.local}", tls_context(server.ca), TIMEOUT_SECONDS)
         self.admission = Admission(
-            server.access, registry, self.home.folder / KEYS_FILE, server.sites, self._record_admission
+            server.access, registry, self.processes.folder / KEYS_FILE, server.sites, self._record_admission
         )
         self.admission.open()
         self._show()
 
     def _forget_run(self) -> None:
-        """Stop Flower's last run: it would notice in a minute, and sites would wait for the rest of its messages."""
+        """Stop the previous run of Flower. It would end only after a minute, in which sites would wait for its messages."""
         if number := atomic_io.read(self.number):
             with suppress(subprocess.TimeoutExpired):
-                self.home.flwr(["stop", number.decode(), _CONNECTION])
+                self.processes.flwr(["stop", number.decode(), _CONNECTION])
             self.number.unlink()
 
-    def _answers(self) -> bool:
+    def _replies(self) -> bool:
         with suppress(ServerUnreachable):
             check_server(self.server.address.local, self.server.ca)
             return True
         return False
 
     def _wait(self, condition: Callable[[], bool], seconds: float) -> bool:
-        """Wait until something is so; return False where the SuperLink dies first, or it takes too long."""
+        """Wait until a condition is met; return False if the SuperLink dies before, or at the time limit."""
         end = time.monotonic() + seconds
         while not condition():
             if self.link is None or self.link.poll() is not None or time.monotonic() > end:
@@ -262,12 +314,14 @@ class _Session:
         return True
 
     def _submit(self) -> Outcome | None:
-        """Give Flower a run that goes on; return what died instead, and raise Halted for a refusal."""
+        """Submit the run to Flower; return what died instead, if anything, and raise `Halted` for a refusal."""
         assert self.link is not None
-        self.home.clear_lock(SERVER_APP)
+        self.processes.clear_lock(SERVER_APP)
         with suppress(subprocess.TimeoutExpired):
-            options = ["--run-config", str(self.home.folder / RUN_CONFIG), "--format", "json"]
-            result = self.home.flwr(["run", str(self.home.folder / "app"), _CONNECTION, *options], STARTING)
+            options = ["--run-config", str(self.processes.folder / RUN_CONFIG), "--format", "json"]
+            result = self.processes.flwr(
+                ["run", str(self.processes.folder / "app"), _CONNECTION, *options], START_SECONDS
+            )
             with suppress(ValueError, LookupError, TypeError):
                 atomic_io.write_atomically(self.number, str(json.loads(result.stdout)["run-id"]).encode())
                 return None
@@ -277,33 +331,35 @@ class _Session:
         return "link"
 
     def _watch(self) -> Outcome:
-        """Show the log until something ends, and return what it was; raise Halted where the log says so."""
-        begin = time.monotonic()
-        errors = Tail(self.home.log(SERVER_APP))
+        """Show events until something ends, and return what it was; raise `Halted` if the server's program stopped."""
+        start = time.monotonic()
+        errors = Tail(self.processes.log(SERVER_APP))
         while True:
-            # Looked at before the log is read: what is dead has written its last line.
-            ended = self._ended(time.monotonic() - begin)
-            if ended is None and self.admission is not None:
+            # Checked before the events are read, so that those of a dead program are complete.
+            outcome = self._outcome(time.monotonic() - start)
+            if outcome is None and self.admission is not None:
                 self.admission.poll()
             self._show()
-            if ended is not None:
-                if ended == "app" and (reason := _last_line(errors.read_lines(), _ERROR)):
-                    self.log.record("program_failed", f"the server's program ended with: {reason}", reason=reason)
-                return ended
+            if outcome is not None:
+                if outcome == "app" and (reason := _last_line(errors.read_lines(), _ERROR)):
+                    self.log.record("program_failed", f"the server's program outcome with: {reason}", reason=reason)
+                return outcome
             time.sleep(POLL_SECONDS)
 
-    def _ended(self, seconds: float) -> Outcome | None:
+    def _outcome(self, seconds: float) -> Outcome | None:
+        """Find out what has outcome, if anything, so many seconds after the submission."""
         assert self.link is not None
-        begun = self.home.has_started(SERVER_APP)
-        silent = begun and not self.home.is_running(SERVER_APP)
+        has_started = self.processes.has_started(SERVER_APP)
         run = self.server.run
         if is_finished(run) and not (self.server.redeliver and sites_without_model(run)):
             return "finished"
-        if self.link.poll() is not None or (self.home.has_started(SUPEREXEC) and not self.home.is_running(SUPEREXEC)):
+        if self.link.poll() is not None or (
+            self.processes.has_started(SUPEREXEC) and not self.processes.is_running(SUPEREXEC)
+        ):
             return "link"
-        if silent:
+        if has_started and not self.processes.is_running(SERVER_APP):
             return "app"
-        return "link" if not begun and seconds > STARTING else None
+        return "link" if not has_started and seconds > START_SECONDS else None
 
     def _show(self) -> None:
         for event in self.tail.read_events():
@@ -314,42 +370,43 @@ class _Session:
     def _record_admission(self, text: str) -> None:
         self.log.record("admission", text)
 
-    def _again(self, died: Outcome) -> None:
-        """Start again what died; raise Halted where that was done too often in a row."""
-        rounds = _rounds(self.server.run)
+    def _restart(self, died: Outcome) -> None:
+        """Restart the program that died; raise `Halted` after too many restarts in a row."""
+        rounds = _count_rounds(self.server.run)
         self.failures = 1 if rounds > self.rounds else self.failures + 1
         self.rounds = rounds
         what = "the SuperLink" if died == "link" else "the server's program"
         if self.failures > self.server.restarts:
             times = f"{self.failures} times" if self.failures > 1 else "once"
             raise Halted(
-                f"{what} died, {times} in a row without a new round; {self.home.folder} has the logs, and "
+                f"{what} died, {times} in a row without a new round; {self.processes.folder} has the logs, and "
                 "halfmoon serve goes on with the run."
             )
         text = f"{what} died; it is started again, and the federation goes on after round {rounds}"
         self.log.record("program_restarted", text, round=rounds)
         self._show()
-        time.sleep(min(2.0 ** (self.failures - 2), LONGEST_PAUSE) if self.failures > 1 else 0)
+        if self.failures > 1:
+            time.sleep(min(2.0 ** (self.failures - 2), MAX_PAUSE_SECONDS))
         if died == "app":
             self._forget_run()
             if self.link is not None and self.link.poll() is None:
                 return
         stop_process(self.link)
-        self.home.kill_all()
+        self.processes.kill_all()
         self._start()
 
 
-def _rounds(run: Path) -> int:
+def _count_rounds(run: Path) -> int:
     return (atomic_io.read(run / METRICS_FILE) or b"").count(b"\n")
 
 
 def _in_use(address: Address) -> bool:
-    """Say whether somebody listens at an address; raise UserError where this machine does not have it."""
+    """Check whether a process listens at an address; raise `UserError` if this machine does not have the address."""
     try:
-        places = socket.getaddrinfo(address.host, address.port, type=socket.SOCK_STREAM)
-        with socket.socket(places[0][0], socket.SOCK_STREAM) as probe:
+        candidates = socket.getaddrinfo(address.host, address.port, type=socket.SOCK_STREAM)
+        with socket.socket(candidates[0][0], socket.SOCK_STREAM) as probe:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            probe.bind(places[0][4])
+            probe.bind(candidates[0][4])
     except PermissionError as error:
         raise UserError(f"port {address.port} may not be used by you: give a --port from 1024.") from error
     except OSError as error:
@@ -359,7 +416,7 @@ def _in_use(address: Address) -> bool:
     return False
 
 
-def _last_line(lines: list[str], sought: re.Pattern[str] = _WORDS) -> str:
-    """Return the last line with what is sought, without colors; nothing where there is none."""
+def _last_line(lines: list[str], pattern: re.Pattern[str] = _ANY_TEXT) -> str:
+    """Find the last line with a pattern, without colors; "" if there is none."""
     plain = [_COLORS.sub("", line).strip() for line in lines]
-    return next((line for line in reversed(plain) if sought.search(line)), "")
+    return next((line for line in reversed(plain) if pattern.search(line)), "")

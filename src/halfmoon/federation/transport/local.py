@@ -1,4 +1,4 @@
-"""Flower's two apps in one process, without a network: a rehearsal, and the proof that the adapter changes no bit."""
+"""Both apps of Flower in one process, without a network: for rehearsals, and to test that transport changes no bit."""
 
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -10,17 +10,18 @@ from flwr.serverapp import Grid
 
 from halfmoon.federation.transport import internals
 
-CRASHED = 2  # Flower's code of a ClientApp that raised
+CRASHED = 2
+"""Flower's error code of a ClientApp that raised an exception."""
 
 
 class LocalGrid(Grid):
-    """A Grid whose nodes are in this process, each with its configuration; a message is answered when it is pushed."""
+    """A Grid with nodes in this process, each with its configuration. A node replies when a message is pushed."""
 
     def __init__(self, app: ClientApp, sites: Mapping[int, Mapping[str, str]]) -> None:
         self.app = app
         self.contexts = {
-            node: Context(run_id=1, node_id=node, node_config=dict(facts), state=RecordDict(), run_config={})
-            for node, facts in sites.items()
+            node: Context(run_id=1, node_id=node, node_config=dict(config), state=RecordDict(), run_config={})
+            for node, config in sites.items()
         }
         self._replies: dict[str, Message] = {}
         self._count = 0
@@ -41,13 +42,13 @@ class LocalGrid(Grid):
         return list(self.contexts)
 
     def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
-        """Have the nodes answer, one after the other, and return the messages' numbers."""
+        """Compute the replies of the nodes, one after the other, and return the messages' ids."""
         numbers = []
         for message in messages:
             self._count += 1
             number = f"message-{self._count}"
             internals.set_message_id(message, number)
-            self._replies[number] = self._answer(message)
+            self._replies[number] = self._reply(message)
             numbers.append(number)
         return numbers
 
@@ -57,7 +58,7 @@ class LocalGrid(Grid):
     def send_and_receive(self, messages: Iterable[Message], *, timeout: float | None = None) -> Iterable[Message]:
         return self.pull_messages(self.push_messages(messages))
 
-    def _answer(self, message: Message) -> Message:
+    def _reply(self, message: Message) -> Message:
         try:
             return self.app(message, self.contexts[message.metadata.dst_node_id])
         except Exception as error:
@@ -71,18 +72,26 @@ def rehearse(
     tests: Mapping[str, Path] | None = None,
     validations: Mapping[str, Path] | None = None,
 ) -> None:
-    """Play a federation in this process through both apps; `sites`, `tests`, `validations` are folders."""
+    """Run a federation in this process through both apps.
+
+    Args:
+        federation: the federation's file.
+        run_dir: the run folder.
+        sites: the folder with a folder of images for each site.
+        tests: folders of test images, by site.
+        validations: folders of validation images, by site.
+    """
     from halfmoon.federation.server.plan import load_plan
     from halfmoon.federation.site.consent import ANY_TERMS
     from halfmoon.federation.transport import client_app, server_app
 
     names = load_plan(federation).terms.sites
     nodes = {1000 + k: {"name": name, "folder": str(sites / name), "terms": ANY_TERMS} for k, name in enumerate(names)}
-    for facts in nodes.values():
-        for word, folders in {"tests": tests, "validations": validations}.items():
-            if folders and facts["name"] in folders:
-                facts[word] = str(folders[facts["name"]])
-    config: UserConfig = {"federation": str(federation), "run-dir": str(run_dir), "patience": 0.0}
+    for config in nodes.values():
+        for option, folders in {"tests": tests, "validations": validations}.items():
+            if folders and config["name"] in folders:
+                config[option] = str(folders[config["name"]])
+    run_config: UserConfig = {"federation": str(federation), "run-dir": str(run_dir), "patience": 0.0}
     with internals.act_as_node():
-        context = Context(run_id=1, node_id=1, node_config={}, state=RecordDict(), run_config=config)
+        context = Context(run_id=1, node_id=1, node_config={}, state=RecordDict(), run_config=run_config)
         server_app.app(LocalGrid(client_app.app, nodes), context)

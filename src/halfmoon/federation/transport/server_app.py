@@ -1,7 +1,7 @@
-"""The one ServerApp: it plays the federation of the file `run_config` "federation" in the run folder "run-dir".
+"""Flower's ServerApp: runs the federation of the file `run_config` "federation" in the run folder "run-dir".
 
-Sites are waited for without end, or for `run_config` "patience" seconds. Where they are known by their keys, the file
-`run_config` "keys" says whose key each node has.
+The server waits for sites forever, or for `run_config` "patience" seconds. If sites have keys, the file `run_config`
+"keys" has the owner of each node's key.
 """
 
 import math
@@ -22,15 +22,16 @@ app = ServerApp()
 
 @app.main()
 def main(grid: Grid, context: Context) -> None:
-    """Play the rounds that are left; what stops it is the last line of its log, which begins with "stopped: "."""
-    facts = context.run_config
-    run, keys = Path(str(facts["run-dir"])), facts.get("keys") or None
+    """Run the remaining rounds. A user error is recorded as the event "stopped", with which `halfmoon serve` ends."""
+    options = context.run_config
+    run_folder = Path(str(options["run-dir"]))
+    keys = options.get("keys") or None
     try:
-        host = FederationServer(load_plan(Path(str(facts["federation"]))), run)
-        host.prepare()
-        post = GridTransport(grid, None if keys is None else Path(str(keys)), host.max_reply_bytes)
-        host.serve(post, float(facts.get("patience", math.inf)))
+        server = FederationServer(load_plan(Path(str(options["federation"]))), run_folder)
+        server.prepare()
+        transport = GridTransport(grid, None if keys is None else Path(str(keys)), server.max_reply_bytes)
+        server.serve(transport, float(options.get("patience", math.inf)))
     except UserError as error:
-        if RunFolder.exists(run):
-            EventLog(run / SERVER_LOG).record("stopped", f"stopped: {error}", reason=str(error))
+        if RunFolder.exists(run_folder):
+            EventLog(run_folder / SERVER_LOG).record("stopped", f"stopped: {error}", reason=str(error))
         raise

@@ -1,4 +1,4 @@
-"""`halfmoon site join`: the node of one site, kept alive until it is told to end; a log in plain words."""
+"""`halfmoon site join`: run the node of a site, restart it until the federation ends, and show the site's events."""
 
 import os
 import subprocess
@@ -29,51 +29,81 @@ from halfmoon.federation.transport.processes import SUPERNODE, ProcessFolder, ex
 from halfmoon.storage import atomic_io
 from halfmoon.storage.events import SITE_LOG, EventLog, EventTail, Tail
 
-POLL_SECONDS = 0.2  # seconds between two looks at processes and logs
-RECONNECT_SECONDS = 1.0  # seconds between two calls of a server that is not there
-STEADY = 30.0  # seconds after which a node counts as one that works
-ADMISSION_SECONDS = 10.0
-"""Seconds in which a server that has just come up may still have to register its sites' keys."""
-LONGEST_PAUSE = 60.0  # seconds of pause, at most, before a node that has died is started again
+POLL_SECONDS = 0.2
+"""Time between two polls of processes and events."""
 
-PARTING_SECONDS, LINGER_SECONDS = 3.0, 8.0
-"""Seconds until a site whose part is over goes: after its last answer is sent, which its server has to see before it is
-gone, and where its node does not say so."""
+RECONNECT_SECONDS = 1.0
+"""Time between two calls of a server that does not reply."""
+
+STABLE_SECONDS = 30.0
+"""Time after which a node counts as working, so that the next restart is fast."""
+
+ADMISSION_SECONDS = 10.0
+"""Time in which a server that has just started may still have to register its sites' keys."""
+
+MAX_PAUSE_SECONDS = 60.0
+"""Longest pause before a node that has died is restarted."""
+
+COMPLETE_SECONDS = 3.0
+"""Time from a site's last reply to its end, in which the server fetches the reply."""
+
+INCOMPLETE_SECONDS = 8.0
+"""Time to the end of a site whose node has not logged that the last reply was sent."""
 
 QUESTION = "Take part? [y/N] "
 
 
 class Declined(UserError):
-    """The people at a site said no."""
+    """The people of a site do not consent."""
 
 
 class SiteFinished(UserError):
-    """A site's part that is over: `code` is 0 where the federation is finished, 1 where it can never take part."""
+    """The end of a site's participation: `code` is 0 if the federation is finished, 1 if the site can never join it."""
 
-    def __init__(self, code: int, words: str) -> None:
-        super().__init__(words)
+    def __init__(self, code: int, reason: str) -> None:
+        super().__init__(reason)
         self.code = code
 
 
 class Prompt(Protocol):
-    """Somebody at a terminal."""
+    """A person at a terminal."""
 
     def ask(self, question: str) -> None:
-        """Show a question whose answer is waited for."""
+        """Show a question."""
         ...
 
     def answer(self) -> bool | None:
-        """Return whether the answer is yes, None where there is none yet."""
+        """Return True for yes, False for no, and None before the person has replied."""
         ...
 
 
 @dataclass(frozen=True)
 class SiteOptions:
-    """How a site takes part: the server, its own name and folder, and the `home` of its images and its memory.
+    """Options of a site that joins a federation.
 
-    `ca` signed the server's certificate; without it the connection is plain. `site_keys` is a file with the keys of all
-    sites, for masked sums. `terms` and `methods` are those of `halfmoon.federation.site.consent.Consent`. Raise
-    UserError where these do not fit.
+    Attributes:
+        server: the server.
+        name: name of the site.
+        folder: its images.
+        images: the number of images.
+        labeled: the number of labeled ones.
+        home: its state folder.
+        ca: certificate of the authority that signed the server's; None for a plain connection.
+        insecure: whether a plain connection to another machine is allowed.
+        key: the site's private key.
+        device: where to compute.
+        tests: folder of test images.
+        apps: the ServerApp and the ClientApp of the bundle.
+        terms: accepted terms, as in `halfmoon.federation.site.consent.Consent`.
+        methods: accepted methods, likewise.
+        trusted: plugins that may be imported.
+        weights: the site's copies of pretrained weights that a federation starts from.
+        validations: folder of images by which the server chooses the best round.
+        site_keys: file with the keys of all sites, for secure sums.
+        all: whether to show every option of the terms, not ten lines.
+
+    Raises:
+        UserError: the options contradict each other, or a file is missing.
     """
 
     server: Address
@@ -90,11 +120,11 @@ class SiteOptions:
     apps: tuple[str, str] = APPS
     terms: str = ""
     methods: tuple[str, ...] = ()
-    trusted: tuple[str, ...] = ()  # parts from outside halfmoon that may be loaded
-    weights: tuple[Path, ...] = ()  # the site's copies of files of weights that a federation starts from
+    trusted: tuple[str, ...] = ()
+    weights: tuple[Path, ...] = ()
     validations: Path | None = None
     site_keys: Path | None = None
-    all: bool = False  # whether every option of the terms is shown, not ten lines
+    all: bool = False
 
     def __post_init__(self) -> None:
         if not SITE_NAME.fullmatch(self.name):
@@ -117,7 +147,7 @@ class SiteOptions:
             what = "this is a folder; give the file of the key" if self.key.is_dir() else "there is no such file"
             raise UserError(f"--key {self.key}: {what}.")
         if self.site_keys is not None:
-            from halfmoon.federation.site.site_keys import read_keys  # slow to import: it brings torch
+            from halfmoon.federation.site.site_keys import read_keys  # imports torch, which is slow
 
             read_keys(self.site_keys)
         if self.terms and not TERMS_CHOICE.fullmatch(self.terms):
@@ -128,11 +158,12 @@ class SiteOptions:
 
     @property
     def processes(self) -> ProcessFolder:
+        """The folder of the site's processes."""
         return ProcessFolder(self.home / "flower")
 
 
 def node_options(site: SiteOptions) -> dict[str, Any]:
-    """Return all that the site's own processes are told; it stays on this machine."""
+    """Collect the options of the site's processes; they never leave this machine."""
     texts = {"name": site.name, "device": site.device, "terms": site.terms}
     texts |= {"methods": " ".join(site.methods), "trusted": " ".join(site.trusted)}
     texts["weights"] = os.pathsep.join(str(path.absolute()) for path in site.weights)
@@ -145,9 +176,17 @@ def node_options(site: SiteOptions) -> dict[str, Any]:
 
 
 def join_federation(site: SiteOptions, show: Callable[[str], None], person: Prompt | None = None) -> None:
-    """Take part until interrupted, ask `person` about the terms, and leave no process.
+    """Take part in a federation until its end or an interrupt, and leave no process.
 
-    Raise `Declined` for a no, UserError where the server cannot be talked to or the site takes part already.
+    Args:
+        site: the options.
+        show: prints a line.
+        person: decides about the terms; None if there is no terminal.
+
+    Raises:
+        Declined: the person does not consent.
+        SiteFinished: the participation is over.
+        UserError: no connection to the server is possible, or the site has joined in another process.
     """
     require_flower()
     if site.key is not None:
@@ -157,9 +196,9 @@ def join_federation(site: SiteOptions, show: Callable[[str], None], person: Prom
         folder / "join.lock", f"{site.home} is that of a site which takes part already; end that one first."
     ):
         site.processes.prepare()
-        site.processes.kill_all()  # what a site left behind that was killed
+        site.processes.kill_all()  # processes of an earlier command that was killed
         atomic_io.write_atomically(folder / NODE_FILE, atomic_io.json_line(node_options(site)))
-        consent.remove_pending(site.home)  # what another server offered, or this one before it changed
+        consent.remove_pending(site.home)  # offers of another server, or of earlier terms
         site.processes.log(SUPERNODE).write_bytes(b"")
         tail = EventTail(site.home)
         try:
@@ -170,116 +209,125 @@ def join_federation(site: SiteOptions, show: Callable[[str], None], person: Prom
 
 
 class _SiteNode:
-    """A site that takes part: its node's process, the node's log, and whether the server is lost."""
+    """The node of a site that takes part, and the state of its connection."""
 
     def __init__(self, site: SiteOptions, tail: EventTail, show: Callable[[str], None], person: Prompt | None) -> None:
-        self.site, self.tail, self.show, self.person = site, tail, show, person
-        self.home, self.log = site.processes, EventLog(site.home / SITE_LOG)
+        self.site = site
+        self.tail = tail
+        self.show = show
+        self.person = person
+        self.processes = site.processes
+        self.log = EventLog(site.home / SITE_LOG)
         self.node: subprocess.Popen[bytes] | None = None
         self.pause = RECONNECT_SECONDS
         self.lost = False
-        self.admission = 0.0  # until when a server that has come up may not know the site's key yet
-        self.over: tuple[bool, float] | None = None  # the part is over: whether the last answer is sent, since when
-        self.offer: TermsSummary | None = None  # on the screen, waiting for a yes
+        self.admission_deadline = 0.0  # until then a server that has just started may not know the site's key yet
+        # At the end of the participation: whether the last reply is sent, and since when.
+        self.over: tuple[bool, float] | None = None
+        self.offer: TermsSummary | None = None  # shown terms, which wait for consent
 
     def run_forever(self) -> None:
-        """Join, and join again."""
+        """Run the node, and restart it whenever it ends."""
         site = self.site
-        self._say(f"{site.name} ({site.images:,} images, {site.labeled:,} labeled) joins {site.server}")
+        self._record(f"{site.name} ({site.images:,} images, {site.labeled:,} labeled) joins {site.server}")
         first = True
         try:
             while True:
-                self._call(first)
+                self._wait_for_server(first)
                 first = False
                 self._run_node()
         finally:
             stop_process(self.node)
-            self.home.kill_all()
+            self.processes.kill_all()
 
-    def _call(self, strict: bool) -> None:
-        """Wait until the server answers; where it cannot be talked to, raise UserError at first, and wait later."""
+    def _wait_for_server(self, strict: bool) -> None:
+        """Wait until the server replies. If no connection is possible, raise `UserError` if `strict`, else retry."""
         while True:
             try:
                 check_server(self.site.server, self.site.ca)
                 break
             except ServerUnreachable as error:
-                words = f"{error}: waiting for it (Ctrl-C ends this)"
+                text = f"{error}: waiting for it (Ctrl-C ends this)"
             except UserError as error:
                 if strict:
                     raise
-                words = f"{error} Trying again."
+                text = f"{error} Trying again."
             if not self.lost:
-                self._say(words)
+                self._record(text)
             self.lost = True
             self._show()
             time.sleep(RECONNECT_SECONDS)
         self._connected()
 
     def _run_node(self) -> None:
-        log = Tail(self.home.log(SUPERNODE))
-        words: list[str] = []
+        log = Tail(self.processes.log(SUPERNODE))
+        lines: list[str] = []
         start = time.monotonic()
-        self.node = self.home.start(SUPERNODE, [])
+        self.node = self.processes.start(SUPERNODE, [])
         while self.node.poll() is None:
             self._show()
-            self._consider()
+            self._handle_offer()
+            # The end is read before the log, so that the log contains the message that caused the end.
             end = consent.load_end(self.site.home)
-            words = [*words, *self._read(log)][-200:]  # so it has the message that is the end
+            lines = [*lines, *self._read(log)][-200:]
             if end is not None:
-                self._leave(
-                    end, [word for word in words if word in (MESSAGE_RECEIVED, REPLY_SENT)][-1:] == [REPLY_SENT]
-                )
+                transfers = [line for line in lines if line in (MESSAGE_RECEIVED, REPLY_SENT)]
+                self._finish(end, complete=transfers[-1:] == [REPLY_SENT])
             time.sleep(POLL_SECONDS)
-        text = "\n".join([*words, *log.read_lines()])
-        if UNKNOWN_KEY in text and time.monotonic() < self.admission:
+        text = "\n".join([*lines, *log.read_lines()])
+        if UNKNOWN_KEY in text and time.monotonic() < self.admission_deadline:
             time.sleep(RECONNECT_SECONDS)
             return
-        self.pause = RECONNECT_SECONDS if time.monotonic() - start > STEADY else min(2 * self.pause, LONGEST_PAUSE)
+        if time.monotonic() - start > STABLE_SECONDS:
+            self.pause = RECONNECT_SECONDS
+        else:
+            self.pause = min(2 * self.pause, MAX_PAUSE_SECONDS)
         reason = next((meaning for sign, meaning in REASONS.items() if sign in text), f"see {log.path}")
-        self._say(f"the connection ended: {reason}; trying again in {self.pause:.0f} s")
+        self._record(f"the connection ended: {reason}; trying again in {self.pause:.0f} s")
         self._show()
         time.sleep(self.pause)
 
-    def _leave(self, end: consent.ParticipationEnd, complete: bool) -> None:
-        """Raise `Ended` once the last answer is sent and the server has had time to see it."""
+    def _finish(self, end: consent.ParticipationEnd, complete: bool) -> None:
+        """Raise `SiteFinished` once the last reply is sent and the server has had time to fetch it."""
         if self.over is None or self.over[0] != complete:
             self.over = complete, time.monotonic()
-        if time.monotonic() - self.over[1] > (PARTING_SECONDS if complete else LINGER_SECONDS):
+        if time.monotonic() - self.over[1] > (COMPLETE_SECONDS if complete else INCOMPLETE_SECONDS):
             self._show()
             raise SiteFinished(end.code, end.reason)
 
     def _read(self, log: Tail) -> list[str]:
-        """Return new lines of the node's log, and say when it loses its server and reaches it again."""
+        """Read new lines of the node's log, and record when it loses its server and reaches it again."""
         lines = log.read_lines()
         for line in lines:
             if SERVER_LOST in line and not self.lost:
                 self.lost = True
-                self._say(f"{self.site.server} does not answer any more: waiting for it (Ctrl-C ends this)")
+                self._record(f"{self.site.server} does not answer any more: waiting for it (Ctrl-C ends this)")
             elif SERVER_REACHED in line:
                 self._connected()
         return lines
 
     def _connected(self) -> None:
         if self.lost:
-            self.lost, self.admission = False, time.monotonic() + ADMISSION_SECONDS
-            self._say(f"{self.site.server} answers")
+            self.lost = False
+            self.admission_deadline = time.monotonic() + ADMISSION_SECONDS
+            self._record(f"{self.site.server} answers")
 
-    def _say(self, words: str) -> None:
-        """Write a line of the log; where the disk is full it is shown at least, and the site goes on."""
+    def _record(self, text: str) -> None:
+        """Record an event of the connection. If the disk is full it is only shown, and the site continues."""
         try:
-            self.log.record("connection", words)
+            self.log.record("connection", text)
         except OSError:
-            self.show(words)
+            self.show(text)
 
     def _show(self) -> None:
         events = self.tail.read_events()
         for event in events:
             self.show(event.line)
         if events:
-            self._ask()  # the lines stand behind the question
+            self._ask()  # the lines hide the question, so it is repeated
 
-    def _consider(self) -> None:
-        """Show terms that wait for a yes, have a person asked, and write down the answer."""
+    def _handle_offer(self) -> None:
+        """Show new terms, request consent, and store it."""
         offer = consent.load_offer(self.site.home)
         if offer != self.offer:
             self.offer = offer
@@ -289,13 +337,13 @@ class _SiteNode:
                     self.show(line)
                 self._ask()
         person = self._responder()
-        answer = None if person is None else person.answer()
-        if answer is None or self.offer is None:
+        consents = None if person is None else person.answer()
+        if consents is None or self.offer is None:
             return
-        if not answer:
+        if not consents:
             raise Declined(f"{self.site.name} does not take part on the terms {self.offer.hash[:8]}.")
         consent.save_agreement(self.site.home, self.offer.hash)
-        self._say(f"agreed to the terms {self.offer.hash}; the server asks again within half a minute")
+        self._record(f"agreed to the terms {self.offer.hash}; the server asks again within half a minute")
         self.offer = None
 
     def _responder(self) -> Prompt | None:
