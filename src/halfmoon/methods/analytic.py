@@ -1,17 +1,17 @@
-"""Heads on frozen features that are solved from sums: they do not depend on who holds which images.
+"""Heads on frozen features, solved from sums over all images: the partition into clients does not change them.
 
-Of an image's features f (F,), none negative, q = sqrt(f) and h = (q - m) / |q - m| with m the mean q of all images.
+From an image's non-negative features f (F,), q = sqrt(f) and h = (q - m) / |q - m| with m the mean q of all images.
 
 RidgeHead (AFL, CVPR 2025; Fed3R, ICML 2024): ridge regression of one-hot labels on h, from sums over labeled images.
 MixtureHead: ten rounds of EM follow. Clients send sums over their unlabeled images, weighted by soft labels; the server
 fits Gaussians of one covariance in the leading principal directions, and adds their logits to the ridge head's.
 
 server: params, stats, and in float64 head, ridge, first and second moments of h, label statistics, correction.
-broadcast: params, head, and zeros.  memory: nothing.  upload: weight 1, and in the place of the zeros sums in float64,
-of symmetric matrices the upper triangle.
+broadcast: params, head, and zeros.  memory: none.  upload: weight 1, and in place of the zeros sums in float64, of
+symmetric matrices the upper triangle.
 
 Departures: AFL and Fed3R regress on f itself without an intercept; AFL adds the strength at each client and removes it
-at the server. Here the server adds it once, to the sum, so a client of any rank is welcome.
+at the server. Here the server adds it once, to the sum, so clients need not have full-rank data.
 """
 
 from collections.abc import Mapping
@@ -35,16 +35,19 @@ from halfmoon.methods.objectives.base import split_into_chunks
 SHARPNESS = (4.0, 6.0)
 """Spread of the mixture head's logits in its first and last round."""
 
-MEMORY = 0.7
-"""How much of the correction of the class totals stays from round to round."""
+CORRECTION_DECAY = 0.7
+"""Share of the correction of the class totals that is retained from round to round."""
 
 
 @dataclass(frozen=True)
 class Sums(ClientUpdate):
-    """Send sums over a client's images, without a step; subclasses say which.
+    """Upload sums over a client's images, without a training step; subclasses define the sums.
 
-    They go up as an update of zeros that come down: so they can be masked and clipped as every update.
-    With a `basis` (F, r), orthonormal columns that span all q of a federation in one place, q is expressed in it: (r,).
+    The server sends zeros, and the sums are the update of these. So they can be masked and clipped like any update.
+
+    Attributes:
+        basis: orthonormal columns (F, r) that span all q of the federation, for a simulation that has all features in
+            one process. q is then expressed in this basis, (r,), which makes the sums smaller.
     """
 
     basis: Tensor | None = None
@@ -54,17 +57,16 @@ class Sums(ClientUpdate):
         return UpdateRequirements(trains=False, all_rows=True, upload_spec=UploadSpec(("sums",), ("sums",), "one"))
 
     def sums(self, broadcast: Tree, data: ClientData) -> Tree:
-        """Return the sums by name, float64."""
+        """Compute the sums by name, float64."""
         raise NotImplementedError
 
     def zeros(self, broadcast: Tree) -> Tree:
-        """Return the sums of no images."""
-        like, none = (
-            broadcast["head"]["center"],
-            torch.zeros((), dtype=torch.int64, device=broadcast["head"]["center"].device),
-        )
+        """Compute the sums over no images: zeros with the names and shapes of the sums."""
+        like = broadcast["head"]["center"]
+        zero = torch.zeros((), dtype=torch.int64, device=like.device)
         images = like.new_zeros(0, 1, 1, len(like))
-        return self.sums(broadcast, ClientData(images, none.new_zeros(0), images, none, none))
+        no_data = ClientData(x=images, y=zero.new_zeros(0), u=images, labeled=zero, unlabeled=zero)
+        return self.sums(broadcast, no_data)
 
     @torch.no_grad()
     def begin(self, broadcast: Tree, memory: Tree, data: ClientData) -> Tree:
@@ -80,26 +82,27 @@ class Sums(ClientUpdate):
         return labeled + unlabeled
 
     def roots(self, broadcast: Tree, images: Tensor) -> Tensor:
-        """Return q (n, F), float64."""
-        center, network = broadcast["head"]["center"], self.task.network
+        """Compute q (n, F), float64."""
+        center = broadcast["head"]["center"]
+        network = self.task.network
         if not len(images):
             return center.new_zeros(0, len(center))
-        parts = [
-            network.represent(broadcast["params"], {}, self.task.normalize(part))[1]
-            for part in split_into_chunks(images)
-        ]
-        q = torch.cat(parts).to(center.dtype).clamp_min(0).sqrt()
+        features: list[Tensor] = []
+        for chunk in split_into_chunks(images):
+            features.append(network.represent(broadcast["params"], {}, self.task.normalize(chunk))[1])
+        # float64 from here on: sums of squares over all images are solved as a linear system.
+        q = torch.cat(features).to(center.dtype).clamp_min(0).sqrt()
         return q if self.basis is None else q @ self.basis
 
     def unit(self, broadcast: Tree, images: Tensor) -> Tensor:
-        """Return h (n, F), float64."""
+        """Compute h (n, F), float64."""
         q = self.roots(broadcast, images) - broadcast["head"]["center"]
         return F.normalize(q, dim=1)
 
 
 @dataclass(frozen=True)
 class MeanSums(Sums):
-    """How many images there are, and the sum of their q."""
+    """Upload the number of images and the sum of their q."""
 
     def sums(self, broadcast: Tree, data: ClientData) -> Tree:
         q = self.roots(broadcast, torch.cat([data.x, data.u]))
@@ -108,38 +111,46 @@ class MeanSums(Sums):
 
 @dataclass(frozen=True)
 class MomentSums(Sums):
-    """First and second moments of h, of all images and of the labeled ones, by class; of h h' the upper triangle."""
+    """Upload first and second moments of h over all images, and over the labeled ones by class.
+
+    Of the symmetric sums of h h', only the upper triangle is sent.
+    """
 
     def sums(self, broadcast: Tree, data: ClientData) -> Tree:
-        x, u = self.unit(broadcast, data.x), self.unit(broadcast, data.u)
+        x = self.unit(broadcast, data.x)
+        u = self.unit(broadcast, data.u)
         y = F.one_hot(data.y, self.task.network.classes).to(x.dtype)
-        own = x.T @ x
+        labeled_second_moment = x.T @ x
         return {
             "count": (data.labeled + data.unlabeled).to(x.dtype),
             "h": x.sum(0) + u.sum(0),
-            "hh": triangle(own + u.T @ u),
+            "hh": upper_triangle(labeled_second_moment + u.T @ u),
             "label_counts": y.sum(0),
             "label_h": x.sum(0),
-            "label_hh": triangle(own),
+            "label_hh": upper_triangle(labeled_second_moment),
             "label_hy": x.T @ y,
         }
 
 
 @dataclass(frozen=True)
 class SoftSums(Sums):
-    """Soft labels r of the unlabeled images: the sum of r (K,), and of r h' (K, F)."""
+    """Upload sums over the unlabeled images with soft labels r by the current head (E step): of r (K,), r h' (K, F)."""
 
     def sums(self, broadcast: Tree, data: ClientData) -> Tree:
-        h, head = self.unit(broadcast, data.u), broadcast["head"]
+        h = self.unit(broadcast, data.u)
+        head = broadcast["head"]
         r = (h @ head["weight"].T + head["bias"]).softmax(1)
         return {"r": r.sum(0), "rh": r.T @ h}
 
 
 @dataclass(frozen=True)
 class RidgeHead:
-    """Ridge regression of one-hot labels on h with an intercept that is not penalized, `strength` for all data sets.
+    """Ridge regression of one-hot labels on h, with an intercept that is not penalized.
 
-    The first round solves it; later rounds leave it as it is.
+    The first round solves it; later rounds do not change it.
+
+    Attributes:
+        strength: weight of the penalty, the same for all data sets.
     """
 
     strength: float = 1.0
@@ -153,10 +164,13 @@ class RidgeHead:
         return {"mean": MeanSums(task), "moments": MomentSums(task)}
 
     def start(self, task: Task, model: Tree) -> Tree:
-        """Return the model, with its head in float64; raise `UserError` where the network is no frozen backbone with a
-        centered head.
+        """Add the head in float64 to the model.
+
+        Raises:
+            UserError: if the network is not a frozen backbone with a centered head.
         """
-        flat, head = tree.flatten(model["params"]), task.network.head
+        flat = tree.flatten(model["params"])
+        head = task.network.head
         if flat.keys() != {f"{head}/{name}" for name in ("weight", "bias", "center")}:
             raise UserError(
                 "the head is solved on the features of a frozen backbone that ends in a centered layer: add --network "
@@ -166,19 +180,27 @@ class RidgeHead:
         return {"params": model["params"], "stats": model["stats"], "head": values}
 
     def round(self, task: Task, server: Tree, federation: Federation) -> Tree:
-        """Ask for the mean, then for the moments, and solve; after the first round return `server`."""
+        """Query the mean, then the moments, and solve; after the first round return `server` unchanged."""
         if task.round > 0:
             return server
         server, sums = self.statistics(task, server, federation)
         return {**server, "head": {**server["head"], **solve(sums, self.strength)}}
 
     def statistics(self, task: Task, server: Tree, federation: Federation) -> tuple[Tree, Tree]:
-        """Return the server's tree with the mean as its center, and the sums of all clients' moments."""
-        sums = total(MeanSums(task), "mean", server, federation, True)
+        """Query the mean and the moments of all clients.
+
+        Returns:
+            The server's tree with the mean as its center, and the sums of all moments.
+
+        Raises:
+            UserError: if there is no labeled image.
+        """
+        sums = sum_over_clients(MeanSums(task), "mean", server, federation, serving=True)
         center = sums["q"] / sums["count"].clamp_min(1)
         server = {**server, "head": {**server["head"], "center": center}}
-        sums = total(MomentSums(task), "moments", server, federation, True)
-        sums |= {name: symmetric(sums[name], len(center)) for name in ("hh", "label_hh")}
+        # h depends on the center, so the moments need a second query.
+        sums = sum_over_clients(MomentSums(task), "moments", server, federation, serving=True)
+        sums |= {name: symmetric_matrix(sums[name], len(center)) for name in ("hh", "label_hh")}
         if not sums["label_counts"].sum() > 0:
             raise UserError(
                 "neither a client nor the server has a labeled image, or noise hides them: a head cannot be solved."
@@ -196,8 +218,11 @@ class RidgeHead:
 class MixtureHead(RidgeHead):
     """The ridge head, then `em_rounds` rounds of EM on unlabeled images.
 
-    `even_labels`: labels a class at which labels and unlabeled images are trusted alike. `directions`: principal
-    directions of the mixture. `shrinkage`: of its covariance, to a multiple of the identity.
+    Attributes:
+        even_labels: labels of a class at which labeled and unlabeled images have equal weight.
+        directions: number of principal directions that the mixture is fitted in.
+        shrinkage: share of a multiple of the identity in the mixture's covariance.
+        em_rounds: rounds of EM.
     """
 
     even_labels: float = 25.0
@@ -213,16 +238,24 @@ class MixtureHead(RidgeHead):
         if task.round > self.em_rounds:
             return server
         if task.round == 0:
-            return self._first(*self.statistics(task, server, federation))
-        return self._step(task.round - 1, server, total(SoftSums(task), "soft labels", server, federation))
+            server, sums = self.statistics(task, server, federation)
+            return self._start_em(server, sums)
+        sums = sum_over_clients(SoftSums(task), "soft labels", server, federation)
+        return self._em_step(task.round - 1, server, sums)
 
-    def _first(self, server: Tree, sums: Tree) -> Tree:
-        """Return the server's tree after the statistics: the ridge head without the labels' prior gives soft labels."""
-        n, prior = sums["count"], sums["label_counts"] / sums["label_counts"].sum()
+    def _start_em(self, server: Tree, sums: Tree) -> Tree:
+        """Start EM from the ridge head; store the moments that do not change.
+
+        The ridge head's intercept contains the labels' class frequencies. They are removed, as those of the unlabeled
+        images may differ.
+        """
+        n = sums["count"]
+        prior = sums["label_counts"] / sums["label_counts"].sum()
         moments = {"first": sums["h"] / n, "second": sums["hh"] / n}
         ridge = solve(sums, self.strength)
         ridge = unit_spread({"weight": ridge["weight"], "bias": ridge["bias"] - prior}, moments)
-        basis = directions(moments["second"], self.directions)
+        basis = principal_directions(moments["second"], self.directions)
+        # Names without "label" are of the unlabeled images: all images minus the labeled ones.
         moments |= {
             "basis": basis,
             "scatter": basis.T @ (sums["hh"] - sums["label_hh"]) @ basis,
@@ -234,36 +267,62 @@ class MixtureHead(RidgeHead):
         head = {**server["head"], **tree.map(lambda leaf: SHARPNESS[0] * leaf, ridge)}
         return {**server, "head": head, "ridge": ridge, "moments": moments, "correction": torch.zeros_like(prior)}
 
-    def _step(self, step: int, server: Tree, sums: Tree) -> Tree:
-        """Return the server's tree after a step of EM, the class totals divided out once."""
-        moments, r = server["moments"], sums["r"]
+    def _em_step(self, step: int, server: Tree, sums: Tree) -> Tree:
+        """Take the M step of EM: fit the mixture, and mix its logits with the ridge head's.
+
+        Args:
+            step: number of the step, from 0.
+            server: the server's tree.
+            sums: sums over the unlabeled images with soft labels, see `SoftSums`.
+
+        Returns:
+            The server's tree with the new head.
+        """
+        moments = server["moments"]
+        r = sums["r"]
         if not r.sum() > 0:
             return server  # no client has an unlabeled image
-        counts, basis = moments["label_counts"], moments["basis"]
+        counts = moments["label_counts"]
+        basis = moments["basis"]
+        # Weight of each labeled image, so that all of them together have `trust` / (1 - `trust`) times the weight of
+        # all unlabeled ones.
         trust = counts.mean() / (counts.mean() + self.even_labels)
         label_weight = trust / (1 - trust) * moments["unlabeled"] / counts.sum()
         mass = r + label_weight * counts
         means = (sums["rh"] @ basis + label_weight * moments["label_sums"]) / mass[:, None]
+        # The shared covariance: all second moments minus those of the class means.
         between = (means * mass[:, None]).T @ means
         covariance = (moments["scatter"] + label_weight * moments["label_scatter"] - between) / mass.sum()
         identity = torch.eye(len(covariance), dtype=r.dtype, device=r.device)
         covariance = torch.lerp(covariance, covariance.trace() / len(covariance) * identity, self.shrinkage)
-        slopes = solution(covariance, means.T)
+        # Linear discriminant analysis: weight S^-1 mu_c, bias -mu_c' S^-1 mu_c / 2, without class priors.
+        slopes = solve_linear(covariance, means.T)
         mixture = {"weight": (basis @ slopes).T, "bias": -0.5 * (means.T * slopes).sum(0)}
         mixture = unit_spread(mixture, moments)
-        both = tree.map(lambda a, b: trust * a + (1 - trust) * b, server["ridge"], mixture)
-        both = unit_spread(both, moments)
+        combined = tree.map(lambda a, b: trust * a + (1 - trust) * b, server["ridge"], mixture)
+        combined = unit_spread(combined, moments)
+        # The sharpness grows linearly from the first to the last step.
         share = min(step + 1, self.em_rounds - 1) / max(self.em_rounds - 1, 1)
         sharpness = SHARPNESS[0] + (SHARPNESS[1] - SHARPNESS[0]) * share
+        # Soft labels that are too frequent for a class lower its bias in the next round: a running mean of logarithms.
         totals = (r * len(r) / r.sum()).clamp_min(1e-9)
-        correction = MEMORY * server["correction"] - (1 - MEMORY) * totals.log()
-        head = {"weight": sharpness * both["weight"], "bias": sharpness * both["bias"] + correction}
+        correction = CORRECTION_DECAY * server["correction"] - (1 - CORRECTION_DECAY) * totals.log()
+        head = {"weight": sharpness * combined["weight"], "bias": sharpness * combined["bias"] + correction}
         return {**server, "head": {**server["head"], **head}, "correction": correction}
 
 
-def total(update: Sums, query: str, server: Tree, federation: Federation, serving: bool = False) -> Tree:
-    """Return the sums of all clients' answers, and of the server's own where `serving`; raise `UserError` where the
-    cohort is not all clients.
+def sum_over_clients(update: Sums, query: str, server: Tree, federation: Federation, serving: bool = False) -> Tree:
+    """Query all clients, and add their sums.
+
+    Args:
+        update: the client update, for the shapes of its sums.
+        query: name of the client update.
+        server: the server's tree.
+        federation: the clients.
+        serving: also add the sums over the server's images.
+
+    Raises:
+        UserError: if the cohort does not include all clients.
     """
     if len(federation.cohort) != federation.clients:
         raise UserError(
@@ -272,6 +331,7 @@ def total(update: Sums, query: str, server: Tree, federation: Federation, servin
         )
     broadcast = {"params": server["params"], "head": server["head"]}
     broadcast["sums"] = update.zeros(broadcast)
+    # All weights are 1, so the mean times the number of replies is the sum.
     mean = federation.average(query, broadcast)
     sums = tree.map(lambda leaf: leaf * len(federation.responders), mean.update["sums"])
     if serving and federation.labeled:
@@ -280,34 +340,41 @@ def total(update: Sums, query: str, server: Tree, federation: Federation, servin
 
 
 def solve(sums: Tree, strength: float) -> Tree:
-    """Return the ridge head (weight (K, F), bias (K,)) of the labeled sums."""
+    """Solve the ridge regression from the sums over labeled images.
+
+    Returns:
+        The head: "weight" (K, F) and "bias" (K,).
+    """
+    # Centering h and y removes the intercept from the system, so it is not penalized.
     n = sums["label_counts"].sum()
-    h, y = sums["label_h"] / n, sums["label_counts"] / n
+    h = sums["label_h"] / n
+    y = sums["label_counts"] / n
     scatter = sums["label_hh"] - n * torch.outer(h, h)
     scatter = scatter + strength * torch.eye(len(h), dtype=h.dtype, device=h.device)
-    weight = solution(scatter, sums["label_hy"] - n * torch.outer(h, y)).T.contiguous()
+    weight = solve_linear(scatter, sums["label_hy"] - n * torch.outer(h, y)).T.contiguous()
     return {"weight": weight, "bias": y - weight @ h}
 
 
-def solution(matrix: Tensor, right: Tensor) -> Tensor:
-    """Return x (F, K) with matrix x = right."""
+def solve_linear(matrix: Tensor, right: Tensor) -> Tensor:
+    """Solve matrix x = right for x (F, K)."""
     return cast(Tensor, torch.linalg.solve(matrix, right))  # pyright: ignore[reportUnknownMemberType]
 
 
-def directions(second: Tensor, count: int) -> Tensor:
-    """Return the `count` leading eigenvectors (F, count) of a matrix of second moments."""
+def principal_directions(second: Tensor, count: int) -> Tensor:
+    """Compute the `count` leading eigenvectors (F, count) of a matrix of second moments (F, F)."""
     vectors = cast(Tensor, torch.linalg.eigh(second)[1])  # pyright: ignore[reportUnknownMemberType]
+    # `eigh` sorts eigenvalues in ascending order.
     return vectors.flip(1)[:, :count].contiguous()
 
 
-def triangle(matrix: Tensor) -> Tensor:
-    """Return the upper triangle of a matrix (F, F), row by row, (F (F + 1) / 2,)."""
+def upper_triangle(matrix: Tensor) -> Tensor:
+    """Extract the upper triangle of a matrix (F, F), row by row, (F (F + 1) / 2,)."""
     rows, columns = torch.triu_indices(*matrix.shape, device=matrix.device)
     return matrix[rows, columns]
 
 
-def symmetric(upper: Tensor, side: int) -> Tensor:
-    """Return the symmetric matrix (side, side) of an upper triangle."""
+def symmetric_matrix(upper: Tensor, side: int) -> Tensor:
+    """Build the symmetric matrix (side, side) with this upper triangle."""
     rows, columns = torch.triu_indices(side, side, device=upper.device)
     matrix = upper.new_zeros(side, side)
     matrix[rows, columns] = upper
@@ -316,8 +383,15 @@ def symmetric(upper: Tensor, side: int) -> Tensor:
 
 
 def unit_spread(head: Tree, moments: Tree) -> Tree:
-    """Return the head with logits whose squares, centered over classes, have the mean one over all images."""
-    weight, bias = head["weight"] - head["weight"].mean(0), head["bias"] - head["bias"].mean()
+    """Scale a head so that its logits, centered over classes, have the mean square 1 over all images.
+
+    Args:
+        head: "weight" (K, F) and "bias" (K,).
+        moments: "first" (F,) and "second" (F, F) moments of h over all images.
+    """
+    weight = head["weight"] - head["weight"].mean(0)
+    bias = head["bias"] - head["bias"].mean()
+    # The mean square needs no images: E |W h + b|^2 = tr(W M2 W') + 2 (W m1) b + |b|^2.
     squares = (weight @ moments["second"] * weight).sum() + 2 * (weight @ moments["first"]) @ bias + bias @ bias
     scale = (squares / len(bias)).clamp_min(0).sqrt().clamp_min(1e-12)
     return tree.map(partial(torch.mul, 1 / scale), head)
@@ -329,4 +403,4 @@ ON_FEATURES = (
     MethodEntry("mixture-head", "Mixture head", "after AFL, CVPR 2025",
                 "a mixture of Gaussians on frozen features, from sums weighted by soft labels", MixtureHead()),
 )  # fmt: skip
-"""Rows that do not stand in `ROWS`: the contract's networks have no centered head."""
+"""Rows that are not in `ROWS`, as the networks of the contract tests have no centered head."""

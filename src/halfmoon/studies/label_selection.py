@@ -21,7 +21,7 @@ from halfmoon.core.user_cache import user_cache
 from halfmoon.data import Images
 from halfmoon.data.partition.primitives import named_generator
 from halfmoon.engine.evaluation import Examples
-from halfmoon.methods.analytic import directions
+from halfmoon.methods.analytic import principal_directions
 from halfmoon.models.efficientnet import MEAN, STD, centered
 from halfmoon.runs import factory
 from halfmoon.runs.factory import ImageSpec
@@ -247,7 +247,7 @@ def predict_images(problem: HeadProblem, model: Tree) -> tuple[np.ndarray, np.nd
     centered_values = centered(feature_values, center)
     stride = -(-len(centered_values) // SAMPLE_IMAGES)  # rounded up
     sample = centered_values[::stride].double()
-    projections = centered_values @ directions(sample.T @ sample, DIRECTIONS).float()
+    projections = centered_values @ principal_directions(sample.T @ sample, DIRECTIONS).float()
     logits = problem.task.network.predict(model["params"], {}, feature_values)
     return logits.double().softmax(-1).numpy(), projections.numpy()
 
