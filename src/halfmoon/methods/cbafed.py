@@ -90,6 +90,7 @@ class CBAFed(ModelAveraging):
         return {"train": CBAFedClient(task, self)}
 
     def start(self, task: Task, model: Tree) -> Tree:
+        # Before the first upload all classes have the same share. The first model is the saved one.
         head = model["params"]["head"]["weight"]
         return {**model, "share": head.new_full((len(head),), 1 / len(head)), "saved": dict(model)}
 
@@ -98,6 +99,7 @@ class CBAFed(ModelAveraging):
         broadcast: Tree = {"stats": {}, **{name: section for name, section in server.items() if name != "saved"}}
         new = federation.average("train", broadcast).update
         saved: Tree = {"stats": {}, **server["saved"]}
+        # Residual weight connection: every few rounds the new model is blended with the last saved blend.
         if self.residual and (task.round + 1) % self.residual_every == 0:
             saved = blend_with_saved({name: new[name] for name in ("params", "stats")}, saved, self.residual)
             new = {**new, **saved}
@@ -112,8 +114,10 @@ class CBAFed(ModelAveraging):
         Returns:
             T (classes,), and the classes in the tail, (classes,) bool.
         """
+        # The constants were chosen for 10 classes; with this factor a uniform share is 0.1 for any number of classes.
         r = share * len(share) / 10
         if self.adaptive:
+            # Frequent classes need more confidence; an uneven distribution lowers all thresholds.
             thresholds = (r + self.threshold - r.std(correction=0)).clamp_max(self.threshold_most)
         else:
             thresholds = torch.full_like(r, self.threshold)
@@ -147,6 +151,7 @@ class CBAFedClient(RoundLabelingClient):
         logits = predict_all_rows(self.task, broadcast["params"], broadcast["stats"], data.views["weak"], data.u_real)
         pseudo = self.pseudo_label(logits.softmax(-1), broadcast["share"])
         pseudo = pseudo._replace(weight=padding.mask(pseudo.weight, data.u_real))
+        # During the warm-up clients train on labels only.
         if self.task.round < self.options.warmup * self.task.rounds:
             pseudo = pseudo._replace(weight=torch.zeros_like(pseudo.weight))
         carry = {**super().begin(broadcast, memory, data), **pseudo._asdict(), "real": data.real}
@@ -168,6 +173,7 @@ class CBAFedClient(RoundLabelingClient):
         first_p, second_p = top_p.unbind(-1)
         first_class, second_class = top_class.unbind(-1)
         first_passes = first_p > thresholds[first_class]
+        # A rare class is accepted as the second choice if the first one is not confident.
         accepted = first_passes | in_tail[second_class]
         # Rows that are not accepted report the first class, with the weight 0.
         takes_second = accepted & ~first_passes
@@ -182,6 +188,7 @@ class CBAFedClient(RoundLabelingClient):
         images = carry["images"] + padding.count(batch.x, batch.x_real)
         if saved := carry["saved"]:
             model = select_model(new)
+            # Counted in images: a step may cross the end of an epoch at any image.
             interval = (carry["labeled"] * self.options.local_residual_every).clamp_min(1)
             interval_ends = (images / interval).floor() > (carry["images"] / interval).floor()
             blend = blend_with_saved(model, saved, self.options.local_residual)
@@ -192,12 +199,14 @@ class CBAFedClient(RoundLabelingClient):
     def finish(self, broadcast: Tree, carry: Tree, data: ClientData) -> tuple[Upload, Tree]:
         old_share = broadcast["share"]
         classes = len(old_share)
+        # Rows from number `labeled` on are padding.
         is_real = (torch.arange(len(data.y), device=data.y.device) < data.labeled).to(old_share)
         counts = (one_hot(data.y, classes, old_share) * is_real[:, None]).sum(0)
         counts = counts + (one_hot(carry["label"], classes, old_share) * carry["weight"][:, None]).sum(0)
         total = counts.sum()
         share = torch.where(total > 0, counts / total.clamp_min(1), old_share)
         upload, memory = super().finish(broadcast, carry, data)
+        # The weight is the number of training labels: true labels and accepted pseudo-labels.
         return Upload({**upload.update, "share": share}, total.round().double()), memory
 
     def _loss(self, params: Tree, carry: Tree, batch: Batch) -> tuple[Tensor, tuple[list[Tree], PseudoLabels]]:

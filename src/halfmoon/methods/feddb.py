@@ -131,7 +131,9 @@ class FedDB(ModelAveraging):
         if self.dma == "size":
             weights = upload.weight
         else:
+            # Algorithm 2 needs only the clients' mean predictions, no images.
             weights = aggregation_weights(upload.aux["appu"], self.dma, self.dma_steps, self.dma_lr)
+        # Clients without rows have no mean prediction, so their share goes to the others.
         new = average_uploads(upload._replace(weight=weights * (upload.weight > 0)), server)
         if not self.server_momentum:
             return new
@@ -155,6 +157,7 @@ class FedDBClient(LocalTraining):
 
     def begin(self, broadcast: Tree, memory: Tree, data: ClientData) -> Tree:
         logits = predict_all_rows(self.task, broadcast["params"], broadcast["stats"], data.views["weak"], data.u_real)
+        # The same predictions serve the pseudo-labels of the round, the prior that debiases them, and the first APP-U.
         cached = self.options.objective.cache_predictions(broadcast, data, logits)
         objective_state = self.objective.begin(self.task, memory, data, cached)
         appu = {"appu": cached["prior"], "images": torch.zeros_like(cached["prior"][0]), "rows": data.unlabeled}
@@ -172,6 +175,7 @@ class FedDBClient(LocalTraining):
     def finish(self, broadcast: Tree, carry: Tree, data: ClientData) -> tuple[Upload, Tree]:
         appu = carry["appu"]
         if self.options.accumulate == "finish":
+            # One update for the whole local training: gamma to the power of all its epochs.
             decay = self._decay(carry, carry["images"])
             views = data.views["weak"]
             logits = predict_all_rows(self.task, carry["params"], carry["stats"], views, data.u_real)
@@ -188,6 +192,7 @@ class FedDBClient(LocalTraining):
 
     def _decay(self, carry: Tree, images: Tensor | int) -> Tensor:
         """Compute gamma to the power of the number of epochs that `images` images are."""
+        # A minibatch is a fraction of an epoch, so gamma^fraction in each step is gamma after an epoch.
         epochs = images / carry["rows"].clamp_min(1).to(carry["appu"].dtype)
         return torch.full_like(epochs, self.options.gamma).pow(epochs)
 
@@ -205,6 +210,7 @@ class FedDBClient(LocalTraining):
         weight = rows[:, None]
         decay = self._decay(carry, padding.count(p, batch.u_real))
         new = decay * carry["appu"] + (1 - decay) * (p * weight).sum(0) / weight.sum().clamp_min(1)
+        # Without a used image the mean of no images would pull APP-U towards 0.
         return torch.where(weight.sum() > 0, new, carry["appu"])
 
 
@@ -228,6 +234,7 @@ def aggregation_weights(appu: Tensor, dma: DMA, steps: int = 100, lr: float = 1.
     Returns:
         Weights (K,) float64, which sum to 1.
     """
+    # float64: rounding errors would grow over the many steps.
     appu = appu.double()
     weights = torch.full_like(appu[:, 0], 1 / len(appu))
     logits = torch.zeros_like(weights)
@@ -235,8 +242,11 @@ def aggregation_weights(appu: Tensor, dma: DMA, steps: int = 100, lr: float = 1.
         return weights
     for _ in range(steps):
         if dma == "paper":
+            # As printed: the softmax is applied to weights that are already a softmax, in every step.
             weights = (weights - lr * _gradient(lambda w: distance_from_uniform(w, appu), weights)).softmax(0)
         elif dma == "released":
+            # The released loss is the mean of squares. Nesterov momentum in its first step multiplies the gradient by
+            # 1 + 0.9.
             gradient = _gradient(lambda w: distance_from_uniform(w, appu).square() / appu.shape[1], weights)
             weights = (weights - 1.9 * lr * (gradient + 0.9 * weights)).softmax(0)
         else:

@@ -206,6 +206,7 @@ def coarse_student(task: Task, params: Tree, batch: Batch) -> Student:
     network = task.network
     strong = batch.u["strong"]
     real = batch.u_real
+    # The recorded activations (`tape`) serve the tangent below: a forward-mode pass without another forward pass.
     logits, backward, tape = vjp(lambda params: network.linearize(params, strong, real), params)
 
     def tangent(direction: Tree) -> Tensor:
@@ -246,8 +247,10 @@ def local_student(
     images = torch.cat(views)
 
     def tangent(direction: Tree) -> Tensor:
+        # The local model's pass recorded no tape, so the forward pass is repeated here.
         tape = network.linearize(params, images, real)[1]
         tangents = network.tangent(params, images, tape, direction, real)
+        # Only the strong views have pseudo-labels.
         return tangents[images_before : images_before + len(strong)]
 
     def strong_backward(gradient: Tensor, again: bool) -> Tree:
@@ -274,6 +277,7 @@ def running_mean(baseline: Tree, d: Tensor, decay: float) -> Tree:
         decay: largest share of itself that the mean retains.
     """
     count = baseline["count"] + 1
+    # 1 / count until the decay is reached: there is no bias towards the initial 0.
     rate = 1 - (1 - 1 / count).clamp_max(decay)
     return {"mean": baseline["mean"] + rate.to(d.dtype) * (d - baseline["mean"]), "count": count}
 
@@ -322,6 +326,7 @@ class FedDureClient(ClientUpdate):
             classes = self.task.network.classes
             hidden = self.options.hidden
             params = {"hidden": linear(generator, classes, hidden), "out": linear(generator, hidden, 1)}
+            # The output's bias sets the initial weight of all images: sigmoid(bias).
             params["out"]["bias"] = params["out"]["bias"] + self.options.regulator_bias
             memory["regulator"] = self._init_regulator("regulator", tree.to(params, like.device, like.dtype))
         else:
@@ -336,6 +341,7 @@ class FedDureClient(ClientUpdate):
         carry = {**super().begin(broadcast, memory, data), "cached": cached}
         carry |= self.options.pseudo_labeling.begin(self.task, memory, data, cached)
         if self.options.coarse:
+            # C-reg starts from the received global model in every round; it is not stored.
             carry["coarse"] = self._init_regulator("coarse", broadcast["params"])
         if self.options.fine:
             regulator = memory["regulator"]
@@ -376,6 +382,7 @@ class FedDureClient(ClientUpdate):
             gate = gate * is_past.to(gate.dtype)
             old_regulators = {name: carry[name] for name in new_regulators}
             new_regulators = {**tree.select(is_past, new_regulators, old_regulators), "steps": carry["steps"] + 1}
+        # Eq. 7 weighs each image by m_i, and Eq. 8 adds the reward d to all images of the minibatch.
         trust = (regulation.weights + regulation.reward) * gate
 
         def loss(logits: Tree) -> tuple[Tensor, tuple[Any, ...]]:
@@ -447,6 +454,7 @@ class FedDureClient(ClientUpdate):
                 carry, batch, student, weighted_loss
             )
             regulator = new["regulator"]["params"]
+            # After F-reg's step, and as constants of the local model's loss: no gradient passes through them.
             weights = instance_weights(regulator, strong, self.options.regulator_input)  # Eq. 6
         else:
             weights = pseudo.weight
@@ -454,6 +462,8 @@ class FedDureClient(ClientUpdate):
             weights = weights / mean(weights, batch.u_real).clamp_min(1e-12)
         d = reward = torch.zeros_like(weights.mean())
         if self.options.coarse:
+            # C-reg's step with F-reg's new parameters. This is the last use of the student's graph, which is then
+            # freed.
             gradient = student.backward(weighted_loss.logit_gradient(regulator), False)  # Eq. 2
             norms["coarse_gradient"] = gradient_norm(gradient)
             new["coarse"] = self._take_step("coarse", carry["coarse"], gradient)
@@ -479,9 +489,13 @@ class FedDureClient(ClientUpdate):
         """
         regulator = carry["regulator"]
         lr = self._learning_rate("virtual")
+        # Eq. 4: a virtual step of the student. The graph is kept, as C-reg's step back-propagates through it again.
         virtual_gradient = student.backward(weighted_loss.logit_gradient(regulator["params"]), True)
         virtual = gradient_step(student.params, virtual_gradient, lr)
         labeled_gradient, _, _ = grad_and_value(lambda params: (self._labeled_loss(params, carry, batch), ()), virtual)
+        # Eq. 5 by the chain rule: the virtual parameters are student - lr * gradient(regulator), so the gradient of
+        # the labeled loss in F-reg is -lr times the derivative of that gradient along the labeled gradient. A
+        # forward-mode tangent replaces the second backward pass.
         directional = weighted_loss.regulator_gradient(regulator["params"], student.tangent(labeled_gradient))
         gradient = tree.map(lambda leaf: leaf * -lr, directional)  # Eq. 5
         norm = gradient_norm(gradient)  # before the step, which may overwrite the gradient

@@ -43,11 +43,14 @@ class FedLabel(ReceivedModelObjective):
         global_log_p = predict_with_received(task, cached, batch.u["weak"]).log_softmax(-1)
         global_confidence, global_label = global_log_p.exp().max(-1)
 
+        # Ties go to the local model.
         label = torch.where(local_confidence >= global_confidence, local_label, global_label)
         confidence = torch.maximum(local_confidence, global_confidence)
         used = (confidence >= self.threshold).to(strong.dtype)
+        # KL(q || f(strong)), with the received model's detached prediction q.
         divergence = (global_log_p.exp() * (global_log_p - strong.log_softmax(-1))).sum(-1)
         lower_confidence = torch.minimum(local_confidence, global_confidence)
+        # `confidence` is the larger of the two, so the ratio is min / max.
         ratio = torch.where(local_label == global_label, lower_confidence / confidence, 0.0)
         terms = F.cross_entropy(strong, label, reduction="none") + self.consistency_weight * ratio * divergence
 

@@ -47,6 +47,7 @@ class FixMatch(PseudoLabeling, Objective):
         labeled, strong, weak, moments = self.compute_outputs(task, params, stats, batch, cached)
         pseudo, aux = self.pseudo_label(weak, batch, aux)
         loss = cross_entropy(strong, pseudo.label, reduction="none") * pseudo.weight
+        # A mean over all images shrinks the loss while few predictions are confident; one over used images does not.
         consistency = mean(loss, batch.u_real) if self.mean == "all" else loss.sum() / pseudo.weight.sum().clamp_min(1)
         weight = ramp_weight(task, self.unlabeled_weight, self.ramp, self.ramp_shape)
         total = labeled_cross_entropy(labeled, batch.y, batch.x_real) + weight * consistency

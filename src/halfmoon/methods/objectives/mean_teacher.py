@@ -46,6 +46,7 @@ class MeanTeacher(Consistency):
         (labeled, student), _, moments = forward(
             task.network, params, task.statistics == "joint", groups, real=batch.masks(1)
         )
+        # The teacher has running statistics of its passes, as its weights differ from the student's.
         teacher_stats = aux.get("teacher_stats", {})
         teacher = predict_with_teacher(task, aux["teacher"], teacher_stats, batch.u["weak2"], batch.u_real)
         target = teacher.softmax(-1)

@@ -56,10 +56,13 @@ class MixMatch(Consistency):
         real = batch.masks(2)
         # Five groups: mixtures of labeled images and of both views, then both views once more for the pseudo-labels.
         (x, *u), weak_logits, moments = forward_and_predict(task, params, stats, images, weak, (*real, *real[1:]))
+        # One pseudo-label for both views: the mean of their predictions.
         prediction = torch.stack([logits.softmax(-1) for logits in weak_logits]).mean(0)
         q = sharpen(prediction, self.temperature)
         y = one_hot(batch.y, task.network.classes, q)
+        # Targets are mixed in the order of the images: labeled ones, then each view of the unlabeled ones.
         targets = mix_rows(torch.cat([y, q, q]), mix, order)
+        # Squared error in place of cross-entropy: it is bounded, and so less sensitive to wrong pseudo-labels.
         distance = mean((torch.cat(u).softmax(-1) - targets[len(y) :]).square(), concat(real[1:]))
         loss = self.total_loss(task, soft_cross_entropy(x, targets[: len(y)], batch.x_real), distance)
         return loss, StepResult(moments, (as_pseudo_labels(prediction),))

@@ -35,6 +35,7 @@ class PiModel(Consistency):
         groups = (batch.x, batch.u["weak"], batch.u["weak2"])
         joint = task.statistics == "joint"
         (labeled, one, two), _, moments = forward(task.network, params, joint, groups, real=batch.masks(2))
+        # Both predictions have gradients: each is drawn to the other.
         distance = mean((one.softmax(-1) - two.softmax(-1)).square(), batch.u_real)
         loss = self.total_loss(task, labeled_cross_entropy(labeled, batch.y, batch.x_real), distance)
         return loss, StepResult(moments, (as_pseudo_labels((one.softmax(-1) + two.softmax(-1)) / 2),))

@@ -43,6 +43,7 @@ class PseudoLabel(PseudoLabeling, Objective):
     def __call__(
         self, task: Task, params: Tree, stats: Tree, batch: Batch, aux: Tree = EMPTY, cached: Tree = EMPTY
     ) -> tuple[Tensor, StepResult]:
+        # The same view is trained on and predicts, so one pass serves both unless it needs running statistics.
         groups = (batch.x, batch.u["weak"])
         if self._needs_separate_pass(task):
             (labeled, logits), (prediction,), moments = forward_and_predict(

@@ -120,10 +120,12 @@ class PseudoLabeling:
             cached["received"] = self.select_teacher(broadcast)
         if logits is None:
             return cached
+        # The prior is fixed for the whole client update: it is the mean prediction of the received model.
         cached["prior"] = mean_prediction(logits, data.u_real)
         if self.labels == "round":
             cached["round_logits"] = logits
         if self.threshold_rule.needs_all_rows:
+            # Thresholds are of the predictions that they are applied to, after debiasing.
             thresholded = debias_logits(logits, cached["prior"]) if self.debias else logits
             cached["thresholds"] = self.threshold_rule.begin({}, data, thresholded.softmax(-1))
         return cached
@@ -152,11 +154,13 @@ class PseudoLabeling:
             Logits of labeled images and of strong views; detached (debiased) logits from which pseudo-labels are made,
             (b, classes); and the moments of the passes.
         """
+        # The model in training does not predict, so weak views are not part of its pass.
         if self.labels == "round" or self.teacher_is_received:
             groups = (batch.x, batch.u["strong"])
             joint = task.statistics == "joint"
             (labeled, strong), _, moments = forward(task.network, params, joint, groups, real=batch.masks(1))
             if self.labels == "round":
+                # A lookup in place of a forward pass.
                 weak = cached["round_logits"][batch.u_rows]
             else:
                 weak = predict_with_received(task, cached, batch.u["weak"])

@@ -50,10 +50,13 @@ class SAGE(ReceivedModelObjective):
         received = predict_with_received(task, cached, batch.u["weak"])
         global_confidence, global_label = received.softmax(-1).max(-1)
         gap = (local_confidence - global_confidence).abs()
+        # The share halves with each `half_gap` of difference in confidence; the bounds are the authors'.
         local_share = (-log(2) / self.half_gap * gap).exp().clamp(1e-6, 1.0)
+        # (b, 1): multiplies rows of classes below.
         local_share = torch.where(local_confidence >= self.threshold, local_share, 0.0)[:, None]
         target = local_share * one_hot(local_label, classes, weak)
         target = target + (1 - local_share) * one_hot(global_label, classes, weak)
+        # A confident local model is enough, even if the target is then mostly the global model's class.
         used = ((local_confidence >= self.threshold) | (global_confidence >= self.threshold)).to(strong.dtype)
         consistency = mean(F.cross_entropy(strong, target, reduction="none") * used, batch.u_real)
         loss = labeled_cross_entropy(labeled, batch.y, batch.x_real) + self.unlabeled_weight * consistency

@@ -73,6 +73,7 @@ class Threshold:
             return {"confidence": uniform[0].clone(), "classes": uniform}
         if self.rule == "softmatch":
             # All zeros mark a mean without any minibatch: see `_align`.
+            # SoftMatch's mean starts at the first minibatch, unlike FreeMatch's, which starts uniform.
             no_mean = torch.zeros_like(uniform)
             return {"confidence": uniform[0].clone(), "variance": like.new_ones(()), "classes": no_mean}
         if self.rule == "flexmatch":
@@ -111,6 +112,7 @@ class Threshold:
             state: the current state.
             real: (b,) bool, False for padding rows, which get the weight 0; None if no row is padding.
         """
+        # Pseudo-labels are targets: no gradient passes through them or through the thresholds.
         p = p.detach()
         if self.rule == "freematch":
             state = self._update_means(state, confidence=mean(p.max(-1).values, real), classes=row_mean(p, real))
@@ -155,14 +157,19 @@ class Threshold:
         """Compute labels, confidences and weights under a state that is up to date."""
         confidence, label = p.max(-1)
         if self.rule == "softmatch":
+            # SoftMatch: a Gaussian of the confidence below its running mean, and weight 1 above it.
             below = (confidence - state["confidence"]).clamp_max(0)
+            # The authors divide the standard deviation by 2, and so the variance by 4: 2 sigma^2 / 4 = sigma^2 / 2.
             weight = (-below.square() / (state["variance"] / 2).clamp_min(1e-12)).exp()
             return PseudoLabels(label, confidence, weight)
         threshold: Tensor | float = self.threshold
         if self.rule in ("freematch", "fl2"):
+            # FreeMatch's self-adaptive threshold: global confidence times the class's probability, relative to the
+            # largest.
             threshold = state["confidence"] * state["classes"][label] / state["classes"].max().clamp_min(1e-12)
         elif self.rule == "flexmatch":
             progress = self._class_progress(state["label"], p.shape[-1])[label].to(p.dtype)
+            # FlexMatch's convex mapping x / (2 - x) of the learning status.
             threshold = self.threshold * progress / (2 - progress)
         return PseudoLabels(label, confidence, (confidence >= threshold).to(p.dtype))
 
@@ -193,6 +200,8 @@ class Threshold:
     @staticmethod
     def _class_progress(stored: Tensor, classes: int) -> Tensor:
         """Compute FlexMatch's b (C,) from the stored labels (U,)."""
+        # From -1 on: rows without a label count like a class in the maximum (FlexMatch's warm-up), and are dropped
+        # after it.
         names = torch.arange(NO_LABEL, classes, device=stored.device)
         counts = (stored[:, None] == names).sum(0)
         return (counts / counts.max().clamp_min(1))[1:]
@@ -204,6 +213,7 @@ class Threshold:
         """
         confident = torch.where(pseudo.confidence >= self.threshold, pseudo.label, NO_LABEL)
         confident = confident if real is None else torch.where(real, confident, NO_LABEL)
+        # A comparison with all rows instead of an indexed write: duplicate indices of a write have no defined order.
         is_row = rows[:, None] == torch.arange(len(stored), device=rows.device)
         new = torch.where(is_row, confident[:, None], NO_LABEL).amax(0)
         return torch.where(new == NO_LABEL, stored, new)
@@ -219,10 +229,12 @@ def recall_row_labels(memory: Tree, data: ClientData) -> tuple[Tensor, Tensor]:
     Returns:
         The labels (U,), `NO_LABEL` for a row without one, and the hash () of the current rows.
     """
+    # Padding repeats rows of the client, and their number depends on the other clients of the cohort.
     pixels = data.u if data.u_real is None else data.u * data.u_real[:, None, None, None]
     rows_hash = pixels.sum().double()
     label = torch.full_like(data.u[:, 0, 0, 0], NO_LABEL, dtype=torch.int64)
     if len(memory["label"]) == len(label):
+        # Selected, not branched on: under vmap the hash is a batched tensor.
         label = torch.where(memory["mark"] == rows_hash, memory["label"], label)
     return label, rows_hash
 
@@ -235,6 +247,7 @@ def _mark_padding(label: Tensor, real: Tensor | None) -> Tensor:
 def _variance(values: Tensor, real: Tensor | None, default: Tensor) -> Tensor:
     """Compute the unbiased variance () of values (n,), without padding; `default` if there are fewer than two."""
     if real is None:
+        # `var` is unbiased; the masked form below is corrected by count / (count - 1).
         return values.var() if len(values) > 1 else default
     count = real.sum().to(values.dtype)
     squares = (values - mean(values, real)).square()

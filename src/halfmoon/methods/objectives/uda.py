@@ -32,6 +32,7 @@ class UDA(PseudoLabeling, Objective):
     ) -> tuple[Tensor, StepResult]:
         labeled, strong, weak, moments = self.compute_outputs(task, params, stats, batch, cached)
         pseudo, aux = self.pseudo_label(weak, batch, aux)
+        # The threshold applies to the prediction before it is sharpened.
         target = (weak / self.temperature).softmax(-1)
         consistency = mean(F.cross_entropy(strong, target, reduction="none") * pseudo.weight, batch.u_real)
         loss = labeled_cross_entropy(labeled, batch.y, batch.x_real) + self.unlabeled_weight * consistency
