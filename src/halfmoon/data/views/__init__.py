@@ -1,9 +1,9 @@
-"""Views of images: FedDure's plain, labeled, weak and strong, and other methods' strong ones, as released.
+"""Views (augmentations) of images: plain, labeled, weak and strong, as in the released code of FedDure and others.
 
-Drawing and applying are apart. `draw` takes all random numbers of n rows from one CPU generator, so that a loop,
-a batched cohort and a real network see the same views; `apply` is deterministic, runs on the device of the images,
-and treats every row alone: a slice of the rows with the same slice of the draws gives the same slice of the view.
-A large batch costs less a row than a small one.
+A view has two steps. `draw` takes all random numbers of n images from one CPU generator, so that a loop over clients, a
+batched cohort and a federation of sites get the same views. `apply` is deterministic, runs on the device of the images,
+and processes every image independently: a slice of the images with the same slice of the draws gives the same slice of
+the view. Large batches are faster per image.
 """
 
 from abc import ABC, abstractmethod
@@ -24,23 +24,29 @@ Shape = tuple[int, int, int]
 
 
 class View(Protocol):
-    """A recipe of views: hyper-parameters only, the random numbers are an argument."""
+    """An augmentation: it has hyper-parameters only; the random numbers are an argument."""
 
     def draw(self, n: int, shape: Shape, generator: torch.Generator) -> Draws:
-        """Draw for n rows of images (C, H, W): a dict of CPU tensors, every leaf (n, ...)."""
+        """Draw the random numbers for n images of shape (C, H, W): CPU tensors by name, every leaf (n, ...)."""
         ...
 
     def apply(self, images: Tensor, draws: Draws, normalize: Normalize) -> Tensor:
-        """Return the normalized view (n, C, H, W) of uint8 images (n, C, H, W), on their device.
+        """Compute the view of images.
 
-        The draws may stay on the CPU, which is where sorting them is cheapest.
+        Args:
+            images: uint8 (n, C, H, W).
+            draws: The result of `draw`; it may be on the CPU, where sorting by operation is fastest.
+            normalize: The normalization, applied last.
+
+        Returns:
+            Floats (n, C, H, W) on the images' device.
         """
         ...
 
 
 @dataclass(frozen=True)
 class Plain:
-    """The image as it is, normalized: nothing is drawn."""
+    """The image without augmentation, normalized."""
 
     def draw(self, n: int, shape: Shape, generator: torch.Generator) -> Draws:
         return {}
@@ -51,10 +57,13 @@ class Plain:
 
 @dataclass(frozen=True)
 class Labeled:
-    """Crop from black surroundings, mirror, normalize, then one box of zeros (FedDure's labeled view).
+    """FedDure's labeled view: crop with black padding, mirror, normalize, then set one box to zero.
 
-    `pad` is in pixels (None: an eighth of the shorter side), `cutout` the side of the box (None: half of it;
-    0: no box). The box's centre is uniform, the box is clipped at the border. `flip=False` never mirrors.
+    Attributes:
+        flip: True to mirror horizontally with probability 1/2.
+        pad: The padding in pixels; None: an eighth of the shorter side.
+        cutout: The side of the box in pixels; None: half of the shorter side; 0: no box. Its center is uniform, and it is
+            clipped at the border.
     """
 
     flip: bool = True
@@ -65,7 +74,7 @@ class Labeled:
         _check_cutout("Labeled", self.cutout)
 
     def draw(self, n: int, shape: Shape, generator: torch.Generator) -> Draws:
-        """Draw flip, top, left (n,) and the box's centre (n, 2) in pixels; raises UserError for a bad pad."""
+        """Draw flip, top, left (n,) and the box's center (n, 2) in pixels; raise UserError for an invalid pad."""
         draws = _draw_crop(n, shape, self.flip, self.pad, generator)
         draws["centre"] = torch.stack([torch.randint(side, (n,), generator=generator) for side in shape[1:]], dim=1)
         return draws
@@ -82,17 +91,18 @@ class Labeled:
 
 @dataclass(frozen=True)
 class Weak:
-    """Mirror with probability one half, crop from the reflected image, normalize (FedDure's T_w).
+    """FedDure's weak view T_w: mirror with probability 1/2, crop with reflection padding, normalize.
 
-    `pad` is in pixels (None: an eighth of the shorter side); `flip=False` never mirrors, for images such as
-    digits whose mirror image is another class.
+    Attributes:
+        flip: True to mirror horizontally; False for images such as digits, whose mirror image may be another class.
+        pad: The padding in pixels; None: an eighth of the shorter side.
     """
 
     flip: bool = True
     pad: int | None = None
 
     def draw(self, n: int, shape: Shape, generator: torch.Generator) -> Draws:
-        """Draw flip, top, left (n,); raises UserError for a bad pad."""
+        """Draw flip, top, left (n,); raise UserError for an invalid pad."""
         return _draw_crop(n, shape, self.flip, self.pad, generator)
 
     def apply(self, images: Tensor, draws: Draws, normalize: Normalize) -> Tensor:
@@ -101,9 +111,14 @@ class Weak:
 
 @dataclass(frozen=True)
 class RandomOperations(ABC):
-    """The weak view's mirror and crop, `operations` random operations, normalize: what strong views have in common.
+    """Base class of strong views: mirror and crop as in the weak view, apply random operations, normalize.
 
-    On gray images Color is the identity. The uint8 pixels equal Pillow's. `flip=False` as in `Weak`.
+    On gray images Color is the identity. The uint8 pixels equal Pillow's.
+
+    Attributes:
+        flip: As in `Weak`.
+        pad: As in `Weak`.
+        operations: The number of operations per image.
     """
 
     flip: bool = True
@@ -115,11 +130,10 @@ class RandomOperations(ABC):
             raise UserError(f"{type(self).__name__}.operations is {self.operations}: choose 0 or more.")
 
     def draw(self, n: int, shape: Shape, generator: torch.Generator) -> Draws:
-        """Draw flip, top, left (n,), and for each operation what `drawn_operations` does.
+        """Draw flip, top, left (n,), and the operations of each image.
 
-        `operation` numbers `pools.NAMES`, a skipped one is the Identity; `negative` takes the other direction of the
-        geometric operations and of the blends; corners are those of gray boxes. Raises UserError for a bad pad and for
-        images neither gray (1) nor RGB (3).
+        Raises:
+            UserError: If the pad is invalid, or images are neither gray (1 channel) nor RGB (3).
         """
         if shape[0] not in (1, 3):
             raise UserError(
@@ -130,27 +144,40 @@ class RandomOperations(ABC):
 
     @abstractmethod
     def drawn_operations(self, slots: tuple[int, int], shape: Shape, generator: torch.Generator) -> Draws:
-        """Draw operation and negative (n, operations), and what else the view needs of each row."""
+        """Draw the operations and their parameters.
+
+        Args:
+            slots: (n, operations).
+            shape: (C, H, W) of an image.
+            generator: The generator.
+
+        Returns:
+            operation: Numbers in `pools.OPERATION_NAMES`, of shape `slots`; Identity for one that is skipped.
+            negative: True for the other direction of geometric operations and blends, of shape `slots`.
+            Further draws of the view, such as the corners of gray boxes, each with the first axis n.
+        """
 
     @abstractmethod
     def operated(self, views: Tensor, draws: Draws) -> Tensor:
-        """Return mirrored and cropped images, uint8 (n, C, H, W), after their operations."""
+        """Apply the operations to mirrored and cropped images, uint8 (n, C, H, W)."""
 
     def apply(self, images: Tensor, draws: Draws, normalize: Normalize) -> Tensor:
         return normalize(self.pixels(images, draws))
 
     def pixels(self, images: Tensor, draws: Draws) -> Tensor:
-        """Return the view before normalization, uint8 (n, C, H, W)."""
+        """Compute the view before normalization, uint8 (n, C, H, W)."""
         return self.operated(_crop(images, _move_draws(draws, images.device), self.pad, reflect=True), draws)
 
 
 @dataclass(frozen=True)
 class Strong(RandomOperations):
-    """FedDure's T_s, RandAugmentMC of the released code: after its operations always a gray box.
+    """FedDure's strong view T_s: RandAugmentMC of the released code, followed by a gray box.
 
-    Each operation is one of 14, drawn with replacement and skipped with probability one half, its level a uniform
-    integer from 1 to `magnitude` - 1 (tenths of the largest). The box is of gray 127, `cutout` + 1 pixels a side (None:
-    half the shorter side, plus 1; 0: no box). Raises UserError for a magnitude outside 2 to 11.
+    Each operation is one of 14, drawn with replacement and skipped with probability 1/2.
+
+    Attributes:
+        magnitude: Levels are uniform integers from 1 to `magnitude` - 1, in tenths of the largest magnitude; 2 to 11.
+        cutout: The side of the box of gray 127, minus 1, in pixels; None: half of the shorter side; 0: no box.
     """
 
     magnitude: int = 10
@@ -178,11 +205,12 @@ class Strong(RandomOperations):
 
 @dataclass(frozen=True)
 class StrongSemiFL(RandomOperations):
-    """SemiFL's strong view, and FedDB's too: RandAugment(n=2, m=10) of the released code.
+    """The strong view of SemiFL and FedDB: RandAugment(n=2, m=10) of the released code.
 
-    Each operation is one of 15, drawn with replacement, skipped with probability one half, and always at its maximum
-    (`pools.SEMIFL`); Invert is Solarize, and no box comes afterwards. Translations by 100 pixels and a box of 41 leave
-    15.5 % of the views of 32x32 images without anything of the image, and 25 % get no operation. `flip=False` for SVHN.
+    Each operation is one of 15, drawn with replacement, skipped with probability 1/2, and always at its maximum
+    (`pools.SEMIFL_POOL`). Invert is implemented as Solarize, and no box follows. Because of translations by 100 pixels
+    and a box of 41, 15.5 % of the views of 32x32 images contain no pixel of the image; 25 % have no operation. Use
+    `flip=False` for SVHN.
     """
 
     def drawn_operations(self, slots: tuple[int, int], shape: Shape, generator: torch.Generator) -> Draws:
@@ -201,11 +229,14 @@ class StrongSemiFL(RandomOperations):
 class StrongFedLoKe(RandomOperations):
     """FedLoKe's strong view: torchvision's RandAugment() as the released code calls it.
 
-    Each operation is one of 14, drawn with replacement, never skipped (the Identity is one of them), at `magnitude` of
-    0 to 30, in a random direction where it has two; nearest pixels, black outside, no box (`pools.fedloke`). The pixels
-    are torchvision's on Pillow images. The authors apply it to tensors, where Color, Contrast, Sharpness and
-    AutoContrast round otherwise: 0.4 to 18 % of the values of CIFAR-10 differ by one, none by more; the other ten are
-    equal (torchvision 0.13.1). They also share one draw among the images of a batch: wrap the view in `Shared`.
+    Each operation is one of 14, including the Identity, drawn with replacement, in a random direction if it has two;
+    nearest pixels, black outside, no box (`pools.fedloke_pool`). The pixels equal torchvision's on Pillow images. The
+    authors apply it to tensors, for which Color, Contrast, Sharpness and AutoContrast round differently: 0.4 to 18 % of
+    the values of CIFAR-10 differ, all by one; the other ten operations are equal (torchvision 0.13.1). They also use the
+    same draw for all images of a batch: wrap the view in `Shared` for this.
+
+    Attributes:
+        magnitude: 0 to 30.
     """
 
     magnitude: int = 9
@@ -225,10 +256,13 @@ class StrongFedLoKe(RandomOperations):
 
 @dataclass(frozen=True)
 class Shared:
-    """Another view with one draw for every `rows` consecutive rows, the images of one step (FedLoKe's released code).
+    """A view with one draw for all images of a step, as in FedLoKe's released code.
 
-    The authors' transforms get a batch as one tensor, so all of its images are mirrored, cropped and changed alike.
-    Raises UserError for fewer than one row.
+    The authors' transforms receive a batch as one tensor, so that all of its images have the same augmentation.
+
+    Attributes:
+        view: The view.
+        rows: The number of consecutive images that have the same draw, at least 1.
     """
 
     view: View
@@ -239,10 +273,8 @@ class Shared:
             raise UserError(f"Shared.rows is {self.rows}: give the images of a step, at least 1.")
 
     def draw(self, n: int, shape: Shape, generator: torch.Generator) -> Draws:
-        """Draw as the view does for ceil(n / rows) rows and repeat each draw: every leaf (n, ...).
-
-        Raises what the view raises.
-        """
+        """Draw for ceil(n / rows) images and repeat each draw `rows` times: every leaf (n, ...)."""
+        # -(-n // rows) is the division rounded up.
         draws = self.view.draw(-(-n // self.rows), shape, generator)
         return {name: leaf.repeat_interleave(self.rows, 0)[:n] for name, leaf in draws.items()}
 
@@ -251,7 +283,7 @@ class Shared:
 
 
 def _draw_operation(pool: OperationPool, slots: tuple[int, ...], generator: torch.Generator) -> Tensor:
-    """Draw operations of a pool, uniformly by name: numbers of `OPERATION_NAMES`, of shape `slots`."""
+    """Draw operations of a pool uniformly: numbers in `OPERATION_NAMES`, of shape `slots`."""
     numbers = torch.tensor([OPERATION_NAMES.index(name) for name in pool.operations])
     return numbers[torch.randint(len(numbers), slots, generator=generator)]
 
@@ -261,8 +293,8 @@ def _skip_half(operation: Tensor, generator: torch.Generator) -> Tensor:
 
 
 def _draw_corner(slots: tuple[int, ...], shape: Shape, side: int, generator: torch.Generator) -> Tensor:
-    """Draw where gray boxes begin, (*slots, 2): half a side before a uniform centre."""
-    # The released codes clip the corner before they add the side: no box loses pixels at the top or left.
+    """Draw the first row and column of gray boxes, (*slots, 2), whose centers are uniform."""
+    # The released codes clip the corner before they add the side, so that no box is cut at the top or left.
     centre = torch.rand((*slots, 2), generator=generator) * torch.tensor(shape[1:])
     return (centre - side / 2).clamp_min_(0).long()
 

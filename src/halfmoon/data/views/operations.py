@@ -1,9 +1,8 @@
 """RandAugment's operations on uint8 batches, every pixel equal to Pillow's.
 
-The rows are sorted by operation, so that every operation and every family of operations has one slice of the
-batch: the geometric ones are one gather through index maps, the tonal ones one look-up in 256-entry tables, Color
-and Sharpness a blend with another image. `pools` says how strong they are, `tables` holds all that does not depend on
-the pixels.
+The images are sorted by operation, so that every operation and every family of operations is one slice of the batch.
+Geometric operations are one gather with index maps, tonal ones one look-up in tables of 256 entries, Color and Sharpness
+a blend with another image. `pools` defines magnitudes; `tables` contains everything that does not depend on pixels.
 """
 
 import numpy as np
@@ -36,55 +35,74 @@ def apply_operations(
     pool: OperationPool = FEDDURE_POOL,
     corner: Tensor | None = None,
 ) -> Tensor:
-    """Return images uint8 (n, C, H, W) changed by each row's operations, one after the other; all (n, operations).
+    """Apply to each image its operations, one after another.
 
-    `operation` numbers `pools.NAMES`, `level` the levels of the pool, `negative` takes the other direction of Rotate,
-    Shear, Translate and of the blends. `corner` (n, operations, 2), row and column in pixels, is where the boxes of
-    Cutout begin: a pool with Cutout raises UserError without them. On gray images Color is the identity. Leave all but
-    the images on the CPU: the rows are sorted there without waiting for the device of the images.
+    Leave all arguments except the images on the CPU: sorting them there does not wait for the images' device.
+
+    Args:
+        images: uint8 (n, C, H, W). On gray images (C = 1) Color is the identity.
+        operation: Numbers of operations in `pools.OPERATION_NAMES`, (n, operations).
+        level: Levels of the pool, (n, operations).
+        negative: True for the other direction of Rotate, Shear, Translate and blends, bool (n, operations).
+        pool: The magnitudes.
+        corner: The first row and column of each box of Cutout in pixels, (n, operations, 2).
+
+    Returns:
+        uint8 (n, C, H, W), in the order of `images`.
+
+    Raises:
+        UserError: If the pool has Cutout and `corner` is None.
     """
     kinds, levels, negatives = (leaf.cpu().numpy() for leaf in (operation, level, negative))
     if corner is None and pool.box:
-        raise UserError("operate got no corners: draw where the boxes of the pool's Cutout begin.")
+        raise UserError("apply_operations got no corners: draw the corners of Cutout's boxes, which the pool contains.")
     corners = None if corner is None else corner.cpu().numpy()
-    standing = np.arange(len(kinds))  # which row stands at each place by now
+    current_rows = np.arange(len(kinds))  # the original row of each image in its present position
     for slot in range(kinds.shape[1]):
-        order = np.argsort(kinds[standing, slot], kind="stable")
-        standing = standing[order]
+        order = np.argsort(kinds[current_rows, slot], kind="stable")
+        current_rows = current_rows[order]
         images = images.index_select(0, _to_device(order, images))
-        kind = kinds[standing, slot]
-        _apply_sorted_(images, kind, levels[standing, slot], negatives[standing, slot], pool)
-        cut = int(np.searchsorted(kind, CUTOUT))
-        if corners is not None and cut < len(kind):
-            tables.paint_gray_boxes_(images[cut:], _to_device(corners[standing[cut:], slot], images), pool.box + 1)
-    back = np.empty_like(standing)
-    back[standing] = np.arange(len(standing))
-    return images.index_select(0, _to_device(back, images))
+        kind = kinds[current_rows, slot]
+        _apply_sorted_(images, kind, levels[current_rows, slot], negatives[current_rows, slot], pool)
+        # Cutout has the highest number: its images are last.
+        first_cutout = int(np.searchsorted(kind, CUTOUT))
+        if corners is not None and first_cutout < len(kind):
+            cutout_corners = _to_device(corners[current_rows[first_cutout:], slot], images)
+            tables.paint_gray_boxes_(images[first_cutout:], cutout_corners, pool.box + 1)
+    # The inverse permutation restores the original order.
+    inverse = np.empty_like(current_rows)
+    inverse[current_rows] = np.arange(len(current_rows))
+    return images.index_select(0, _to_device(inverse, images))
 
 
 def _apply_sorted_(
     images: Tensor, kind: np.ndarray, level: np.ndarray, negative: np.ndarray, pool: OperationPool
 ) -> None:
-    """Change images (n, C, H, W), sorted by `kind`, in place; kind, level, negative (n,)."""
+    """Apply one operation to each image in place; images (n, C, H, W) are sorted by `kind`; kind, level, negative (n,)."""
     first = np.searchsorted(kind, np.arange(IDENTITY + 1)).tolist()  # the first row of every operation
     variant = negative * pool.levels + level
     if (stop := first[POSTERIZE]) > 0:
         images[:stop] = _apply_geometric(images[:stop], kind[:stop] * 2 * pool.levels + variant[:stop], first, pool)
-    start, stop = first[POSTERIZE], first[COLOR]
+    start = first[POSTERIZE]
+    stop = first[COLOR]
     if start < stop:
         rows = slice(start, stop)
-        number = tables.first_tone_tables(pool)[kind[rows] - POSTERIZE, negative[rows].astype(np.int64), level[rows]]
-        images[rows] = _apply_tonal(images[rows], number, [row - start for row in first], pool)
-    start, stop = first[COLOR], first[SHARPNESS]
+        table_number = tables.first_tone_tables(pool)[
+            kind[rows] - POSTERIZE, negative[rows].astype(np.int64), level[rows]
+        ]
+        images[rows] = _apply_tonal(images[rows], table_number, [row - start for row in first], pool)
+    start = first[COLOR]
+    stop = first[SHARPNESS]
     if start < stop and images.shape[1] == 3:
         images[start:stop] = _blend(_to_gray(images[start:stop]), images[start:stop], variant[start:stop], pool)
-    start, stop = first[SHARPNESS], first[IDENTITY]
+    start = first[SHARPNESS]
+    stop = first[IDENTITY]
     if start < stop:
         images[start:stop] = _blend(_smooth(images[start:stop]), images[start:stop], variant[start:stop], pool)
 
 
 def _apply_geometric(images: Tensor, number: np.ndarray, first: list[int], pool: OperationPool) -> Tensor:
-    """Return the images moved; `number` (n,) of index maps, `first` row of every operation."""
+    """Apply index maps; `number` (n,) are the numbers of the maps, `first` the first row of every operation."""
     size = (images.shape[2], images.shape[3])
     maps = tables.geometric_maps(pool, *size, images.device)
     moved = tables.gather_pixels(images, maps.index_select(0, _to_device(number, images)), inside=False)
@@ -99,18 +117,19 @@ def _apply_geometric(images: Tensor, number: np.ndarray, first: list[int], pool:
 
 
 def _interpolate(near: Tensor, far: Tensor, weight: Tensor) -> Tensor:
-    """Return near + weight * (far - near), uint8 (n, C, H, W), cut off; weight float64 (n, H * W)."""
+    """Compute near + weight * (far - near), truncated to uint8 (n, C, H, W); weight float64 (n, H * W)."""
     start = near.to(torch.float64)
-    # Multiplied, then added: a fused multiply-add would round differently.
+    # Separate multiplication and addition: a fused multiply-add would round differently than Pillow.
     return ((far - start) * weight.view(len(near), 1, *near.shape[2:])).add_(start).to(torch.uint8)
 
 
 def _apply_tonal(images: Tensor, number: np.ndarray, first: list[int], pool: OperationPool) -> Tensor:
-    """Return the images with their tones changed; `number` (n,) of tone tables, `first` row of every operation."""
+    """Apply tone tables; `number` (n,) are the numbers of the tables, `first` the first row of every operation."""
     pixels = images.flatten(2)
     table = _to_device(number, images)
     rows = slice(first[CONTRAST], first[AUTOCONTRAST])
     if rows.start < rows.stop:
+        # Contrast blends with the mean gray; the tables of all grays follow one another.
         table[rows] += _mean_gray(_to_gray(images[rows]))
     tones = tables.tone_tables(pool, images.device).index_select(0, table)[:, None].repeat(1, pixels.shape[1], 1)
     rows = slice(first[AUTOCONTRAST], first[EQUALIZE])
@@ -123,22 +142,25 @@ def _apply_tonal(images: Tensor, number: np.ndarray, first: list[int], pool: Ope
 
 
 def _autocontrast_tables(pixels: Tensor) -> Tensor:
-    """Return the tone tables (n, C, 256) that stretch each channel of pixels (n, C, H * W) over 0 to 255."""
-    low, high = pixels.amin(2), pixels.amax(2)
+    """Create tone tables, uint8 (n, C, 256), that stretch each channel of pixels (n, C, H * W) to 0 to 255."""
+    low = pixels.amin(2)
+    high = pixels.amax(2)
     stretch = tables.autocontrast_stretches(pixels.device)[(high - low).long()]
-    scale, step = stretch[..., :1], stretch[..., 1:]
+    scale = stretch[..., :1]
+    offset = stretch[..., 1:]  # per unit of the darkest value
     value = torch.arange(256, dtype=torch.float64, device=pixels.device)
-    # Multiplied, then added, then cut off, as Pillow does: a fused multiply-add would round differently.
-    return (value * scale + low[..., None] * step).clamp_(0, 255).to(torch.uint8)
+    # Truncated like Pillow's, and without a fused multiply-add, which would round differently.
+    return (value * scale + low[..., None] * offset).clamp_(0, 255).to(torch.uint8)
 
 
 def _equalize_tables(pixels: Tensor) -> Tensor:
-    """Return the tone tables (n, C, 256) that flatten the histogram of each channel of pixels (n, C, H * W)."""
+    """Create tone tables, uint8 (n, C, 256), that equalize the histogram of each channel of pixels (n, C, H * W)."""
     histogram = torch.zeros(*pixels.shape[:2], 256, dtype=torch.long, device=pixels.device)
     index = pixels.long()
     histogram.scatter_add_(2, index, torch.ones_like(index))
     below = histogram.cumsum(2) - histogram
-    step = below.gather(2, index.amax(2, keepdim=True)) // 255  # of the pixels darker than the brightest value
+    # Pillow's step: the number of pixels darker than the brightest value, divided by 255. For 0 the channel is unchanged.
+    step = below.gather(2, index.amax(2, keepdim=True)) // 255
     flat = (below + step // 2) // step.clamp(min=1)
     value = torch.arange(256, device=pixels.device)
     return torch.where(step > 0, flat.clamp_(max=255), value).to(torch.uint8)
@@ -150,30 +172,31 @@ def _blend(degenerate: Tensor, images: Tensor, variant: np.ndarray, pool: Operat
 
 
 def _to_gray(images: Tensor) -> Tensor:
-    """Return the luma (n, 1, H, W), whole numbers in float32: ITU-R 601 in Pillow's 16-bit fixed point."""
+    """Compute the luma (n, 1, H, W), integers in float32: ITU-R 601 in Pillow's 16-bit fixed point."""
     values = images.to(torch.float32)
     if images.shape[1] == 1:
         return values
-    # Every sum is a whole number below 2**24, so float32 loses nothing in whatever order it adds.
+    # Every sum is an integer below 2**24, which float32 represents exactly in any order of addition.
     total = values.mul_(tables.luma_weights(images.device)).sum(1, keepdim=True)
     return total.add_(32768).mul_(2.0**-16).floor_()
 
 
 def _mean_gray(gray: Tensor) -> Tensor:
-    """Return the mean value (n,) of gray images (n, 1, H, W), rounded half up."""
+    """Compute the mean value (n,) of gray images (n, 1, H, W), rounded half up."""
     total = gray.sum((1, 2, 3), dtype=torch.float64)
     return total.div_(gray[0].numel()).add_(0.5).long()
 
 
 def _smooth(images: Tensor) -> Tensor:
-    """Return the images under Pillow's SMOOTH, float32 (n, C, H, W): nine ones, four more at the centre, over 13."""
+    """Apply Pillow's SMOOTH filter, float32 (n, C, H, W): weights 1/13, and 5/13 for the center; borders are unchanged."""
     smooth = images.to(torch.float32)
+    # Two passes of additions instead of nine terms.
     across = smooth[..., :-2] + smooth[..., 1:-1] + smooth[..., 2:]
     total = across[..., :-2, :] + across[..., 1:-1, :] + across[..., 2:, :]
     centre = smooth[..., 1:-1, 1:-1]
-    # 13 is odd, so the sum is never half way between two values: 1/26 is left, far more than float32 loses.
+    # 13 is odd, so that a quotient is at least 1/26 away from a half: much more than float32's rounding error.
     centre.mul_(4).add_(total).div_(13).add_(0.5).floor_()
-    return smooth  # its border is the image's
+    return smooth  # `centre` is a view: the division changed its interior in place
 
 
 def _to_device(values: np.ndarray, images: Tensor) -> Tensor:

@@ -14,7 +14,7 @@ OPERATION_NAMES = (
     *("Posterize", "Solarize", "Brightness", "Contrast", "AutoContrast", "Equalize"),
     *("Color", "Sharpness", "Identity", "Cutout"),
 )
-"""The operations; an operation's number is its place here."""
+"""The operations; an operation's number is its index."""
 
 ROTATE, SHEAR_X, SHEAR_Y, TRANSLATE_X, TRANSLATE_Y = range(5)
 POSTERIZE, SOLARIZE, BRIGHTNESS, CONTRAST, AUTOCONTRAST, EQUALIZE, COLOR, SHARPNESS, IDENTITY, CUTOUT = range(5, 15)
@@ -22,14 +22,21 @@ POSTERIZE, SOLARIZE, BRIGHTNESS, CONTRAST, AUTOCONTRAST, EQUALIZE, COLOR, SHARPN
 
 @dataclass(frozen=True)
 class OperationPool:
-    """Which operations are drawn, each as often as it is named, and how strong they are: one entry a level.
+    """The operations of a RandAugment variant and their magnitudes, one entry per level.
 
-    `degrees` is Rotate's angle, counterclockwise; `shear` ShearX's and ShearY's in pixels a pixel; `shift` the
-    distance of TranslateX and TranslateY in sides of the image (in pixels where `pixels`), cut to whole pixels.
-    Posterize keeps `bits`, Solarize inverts from `threshold` on. Brightness, Color, Contrast and Sharpness blend with
-    `factor`, in the other direction with `opposite`: 0 gives the degenerate image, 1 the image itself, more than 1
-    leaves the degenerate image behind. `bilinear` shears mix the two nearest pixels instead of taking the nearest.
-    Cutout's gray box is `box` + 1 pixels a side.
+    Attributes:
+        operations: The operations to draw from, uniformly; one that occurs twice is twice as likely.
+        degrees: Rotate's angle, counterclockwise.
+        shear: The shear of ShearX and ShearY in pixels per pixel.
+        shift: The distance of TranslateX and TranslateY in sides of the image, truncated to whole pixels.
+        bits: The number of bits that Posterize retains.
+        threshold: The value from which Solarize inverts.
+        factor: The blending factor of Brightness, Color, Contrast and Sharpness: 0 gives the degenerate image (such as
+            gray), 1 the image itself, more than 1 the opposite of the degenerate image.
+        opposite: The factor in the negative direction.
+        pixels: True if `shift` is in pixels.
+        bilinear: True if shears interpolate between the two nearest pixels; False for the nearest pixel.
+        box: The side of Cutout's gray box minus 1, in pixels; 0 without Cutout.
     """
 
     operations: tuple[str, ...]
@@ -60,12 +67,12 @@ FEDDURE_POOL = OperationPool(
     bits=tuple(int(level * 4 / 10) + 4 for level in _TENTHS),
     threshold=tuple(256 - int(level * 256 / 10) for level in _TENTHS),
     factor=_FEDDURE_FACTOR,
-    opposite=_FEDDURE_FACTOR,  # it only ever fades
+    opposite=_FEDDURE_FACTOR,  # this variant only ever reduces color, contrast, ...
 )
 """RandAugmentMC of FedDure's released code: 14 operations, the levels 0 to 10 are tenths of the largest magnitude."""
 
 SEMIFL_POOL = OperationPool(
-    # Solarize stands twice: from 0 on it inverts every value, so it is the pool's Invert as well.
+    # Solarize occurs twice: with threshold 0 it inverts every value, so it is the pool's Invert too.
     operations=(
         *("AutoContrast", "Brightness", "Color", "Contrast", "Cutout", "Equalize", "Solarize", "Posterize"),
         *("Rotate", "Sharpness", "ShearX", "ShearY", "Solarize", "TranslateX", "TranslateY"),
@@ -83,15 +90,16 @@ SEMIFL_POOL = OperationPool(
 )
 """RandAugment(n=2, m=10) of SemiFL's released code, which FedDB's repeats: 15 operations, all at their maximum.
 
-Made for ImageNet: 100 pixels and a box of 40 leave nothing of many CIFAR images.
+Designed for ImageNet: shifts by 100 pixels and a box of 40 remove many CIFAR images completely.
 """
 
 
 @lru_cache(maxsize=32)
 def fedloke_pool(magnitude: int) -> OperationPool:
-    """Return torchvision's RandAugment pool at one of its magnitudes, 0 to 30: 14 operations, one level.
+    """Create torchvision's RandAugment pool at one of its magnitudes, 0 to 30: 14 operations, one level.
 
-    Raises UserError for another magnitude.
+    Raises:
+        UserError: For another magnitude.
     """
     if not 0 <= magnitude <= 30:
         raise UserError(f"RandAugment's magnitude is {magnitude}: choose 0 to 30.")

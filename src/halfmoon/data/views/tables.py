@@ -1,7 +1,7 @@
-"""What views need that no pixel decides: look-up tables of tones, and movements of pixels as index maps.
+"""Precomputed tables for views: look-up tables of pixel values, and geometric operations as index maps.
 
-A map says which source pixel stands at each place of the result. An image of H * W pixels has one more, number H * W,
-which stands for everything outside of it and is black; so a map needs no mask.
+An index map has, for each pixel of the result, the number (row * W + column) of the source pixel. Number H * W is an
+additional black pixel that represents everything outside the image, so that a map needs no mask.
 """
 
 import math
@@ -13,48 +13,58 @@ from torch import Tensor
 
 from halfmoon.data.views.pools import COLOR, OPERATION_NAMES, POSTERIZE, OperationPool
 
-GEOMETRIC, TONAL = range(POSTERIZE), range(POSTERIZE, COLOR)
+GEOMETRIC = range(POSTERIZE)
+"""Numbers of the operations that move pixels."""
+
+TONAL = range(POSTERIZE, COLOR)
+"""Numbers of the operations that map each pixel value to another one."""
 
 
 @lru_cache(maxsize=16)
 def blend_factors(pool: OperationPool, device: torch.device) -> Tensor:
-    """Return the blending factors by direction and level (2 * levels,), float32 as in Pillow."""
+    """Create the blending factors by direction and level, (2 * levels,), in float32 as in Pillow."""
     return torch.tensor(pool.factor + pool.opposite, dtype=torch.float32, device=device)
 
 
 @lru_cache(maxsize=16)
 def tone_tables(pool: OperationPool, device: torch.device) -> Tensor:
-    """Return all tone tables that no pixel decides, uint8 (tables, 256); `first_tone_tables` numbers them.
+    """Create the tone tables (new value by old value) that do not depend on the image, uint8 (tables, 256).
 
-    Posterize and Solarize have one a level; the blends with a gray one a direction, level and gray (256 in a row).
+    First one table per level for Posterize, then one per level for Solarize, then blends with a constant gray: for each
+    direction and level, 256 tables, one per gray value. `first_tone_tables` has their numbers.
     """
     value = torch.arange(256)
     bits = torch.tensor(pool.bits)[:, None]
+    # Posterize clears the lowest 8 - bits bits.
     posterized = value >> (8 - bits) << (8 - bits)
     solarized = torch.where(value < torch.tensor(pool.threshold)[:, None], value, 255 - value)
     blended = blend(value[:, None], value, blend_factors(pool, torch.device("cpu")).view(-1, 1, 1))
-    parts = (posterized.to(torch.uint8), solarized.to(torch.uint8), blended.flatten(0, 1))
-    return torch.cat(parts).to(device)
+    groups = (posterized.to(torch.uint8), solarized.to(torch.uint8), blended.flatten(0, 1))
+    return torch.cat(groups).to(device)
 
 
 @lru_cache(maxsize=16)
 def first_tone_tables(pool: OperationPool) -> np.ndarray:
-    """Return the number (operations, 2, levels) of the tone table of each operation in TONAL by direction and level.
+    """Compute the number of the tone table of each operation in TONAL, (operations, 2, levels), by direction and level.
 
-    Contrast's is the one of gray 0: the image's mean gray is to be added. AutoContrast and Equalize have none.
+    Brightness blends with gray 0. Contrast has the same number: the caller adds the image's mean gray to it. The numbers
+    of AutoContrast and Equalize are placeholders (0); their tables depend on the image.
     """
     variant = np.arange(2 * pool.levels).reshape(2, pool.levels)
     level = variant % pool.levels
-    posterized, solarized, blended = level, pool.levels + level, 2 * pool.levels + 256 * variant
-    nothing = np.zeros_like(level)
-    return np.stack([posterized, solarized, blended, blended, nothing, nothing])
+    posterized = level
+    solarized = pool.levels + level
+    blended = 2 * pool.levels + 256 * variant
+    placeholder = np.zeros_like(level)
+    return np.stack([posterized, solarized, blended, blended, placeholder, placeholder])
 
 
 @lru_cache(maxsize=8)
 def autocontrast_stretches(device: torch.device) -> Tensor:
-    """Return AutoContrast's scale and its offset by the darkest value, float64 (256, 2), by brightest - darkest.
+    """Create AutoContrast's scale and its offset per unit of the darkest value, float64 (256, 2).
 
-    A channel of one value stays as it is: scale 1, offset 0.
+    The first axis is the difference between the brightest and the darkest value of a channel. For 0, a channel of a
+    single value, the operation is the identity: scale 1, offset 0.
     """
     scales = [255.0 / spread for spread in range(1, 256)]
     return torch.tensor([(1.0, 0.0), *((scale, -scale) for scale in scales)], dtype=torch.float64).to(device)
@@ -62,24 +72,23 @@ def autocontrast_stretches(device: torch.device) -> Tensor:
 
 @lru_cache(maxsize=8)
 def luma_weights(device: torch.device) -> Tensor:
-    """Return the weights (3, 1, 1) of red, green and blue in Pillow's gray, in 1/65536."""
+    """Create the weights (3, 1, 1) of red, green and blue in Pillow's gray, in units of 1/65536."""
     return torch.tensor([19595.0, 38470.0, 7471.0], device=device).view(3, 1, 1)
 
 
 def blend(degenerate: Tensor, images: Tensor, factor: Tensor) -> Tensor:
-    """Return degenerate + factor * (images - degenerate) as uint8, in float32, clipped and cut off as Pillow does.
-
-    Multiplied and added apart: a fused multiply-add would round differently.
-    """
+    """Compute degenerate + factor * (images - degenerate) in float32, clipped and truncated to uint8 as in Pillow."""
     start = degenerate.to(torch.float32)
+    # Separate multiplication and addition: a fused multiply-add would round differently than Pillow.
     return ((images - start) * factor).add_(start).clamp_(0, 255).to(torch.uint8)
 
 
 @lru_cache(maxsize=16)
 def geometric_maps(pool: OperationPool, height: int, width: int, device: torch.device) -> Tensor:
-    """Return index maps (operations * 2 * levels, H * W) for `gather_pixels`: by operation, direction and level.
+    """Create index maps for `gather_pixels`, int32 (operations * 2 * levels, H * W), by operation, direction and level.
 
-    Pillow's affine transform in its nearest mode and 16.16 fixed point (Geometry.c), black outside.
+    They equal Pillow's affine transform (Geometry.c) in nearest mode, with 16.16 fixed-point coordinates and black
+    outside the image.
     """
     matrices = [
         [
@@ -93,7 +102,9 @@ def geometric_maps(pool: OperationPool, height: int, width: int, device: torch.d
     ]
     # (operations, directions, levels, 1, 1) for each of the six coefficients
     a, b, c, d, e, f = torch.tensor(matrices, dtype=torch.float64)[..., None, None].unbind(-3)
-    y, x = torch.arange(height)[:, None], torch.arange(width)
+    y = torch.arange(height)[:, None]
+    x = torch.arange(width)
+    # Source coordinates of pixel centers (x + 0.5, y + 0.5). The shift by 16 bits rounds down.
     column = (_to_fixed_point(c + a * 0.5 + b * 0.5) + _to_fixed_point(a) * x + _to_fixed_point(b) * y) >> 16
     row = (_to_fixed_point(f + d * 0.5 + e * 0.5) + _to_fixed_point(d) * x + _to_fixed_point(e) * y) >> 16
     inside = (column >= 0) & (column < width) & (row >= 0) & (row < height)
@@ -102,13 +113,15 @@ def geometric_maps(pool: OperationPool, height: int, width: int, device: torch.d
 
 @lru_cache(maxsize=16)
 def shear_maps(pool: OperationPool, height: int, width: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
-    """Return what a bilinear shear mixes: two index maps and the second's weight, all (2 * 2 * levels, H * W).
+    """Create the tables of bilinear shears: two index maps and the weight of the second, all (2 * 2 * levels, H * W).
 
-    By operation (ShearX, ShearY), direction and level. Pillow's affine transform in its bilinear mode and double
-    precision (Geometry.c), black outside: a shear leaves one coordinate alone, so two pixels are enough.
+    The first axis is operation (ShearX, ShearY), direction and level. They equal Pillow's affine transform (Geometry.c)
+    in bilinear mode and double precision, with black outside. A shear changes one coordinate only, so that two source
+    pixels instead of four determine each pixel.
     """
-    y, x = torch.arange(height)[:, None], torch.arange(width)
-    shear = torch.tensor([pool.shear, [-each for each in pool.shear]], dtype=torch.float64).view(-1, 1, 1)
+    y = torch.arange(height)[:, None]
+    x = torch.arange(width)
+    shear = torch.tensor([pool.shear, [-value for value in pool.shear]], dtype=torch.float64).view(-1, 1, 1)
     across = _neighbor_pixels((x + 0.5) + shear * (y + 0.5), width)
     down = _neighbor_pixels(shear * (x + 0.5) + (y + 0.5), height)
     outside = torch.cat([across[3], down[3]])
@@ -120,22 +133,28 @@ def shear_maps(pool: OperationPool, height: int, width: int, device: torch.devic
     return maps[0].flatten(1).to(device), maps[1].flatten(1).to(device), weight.flatten(1).to(device)
 
 
-def _neighbor_pixels(place: Tensor, length: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return the two pixels around each place, the second's weight, and whether the place is outside the image."""
-    lower = (place - 0.5).floor()
-    first, second = (pixel.clamp(0, length - 1).long() for pixel in (lower, lower + 1))
-    return first, second, (place - 0.5) - lower, (place < 0) | (place >= length)
+def _neighbor_pixels(position: Tensor, length: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Compute the two pixels around each position, the weight of the second, and a mask of positions outside."""
+    # Pixel i has its center at i + 0.5.
+    lower = (position - 0.5).floor()
+    first = lower.clamp(0, length - 1).long()
+    second = (lower + 1).clamp(0, length - 1).long()
+    weight = (position - 0.5) - lower
+    outside = (position < 0) | (position >= length)
+    return first, second, weight, outside
 
 
 def _to_fixed_point(value: Tensor) -> Tensor:
+    """Convert to 16.16 fixed point, rounded to nearest."""
     return (value * 65536.0 + 0.5).floor().long()
 
 
 def _affine_coefficients(
     pool: OperationPool, name: str, sign: int, level: int, width: int, height: int
 ) -> tuple[float, ...]:
-    """Return Pillow's six coefficients: the source of the result's (x, y) is (ax + by + c, dx + ey + f)."""
-    shear, shift = sign * pool.shear[level], sign * pool.shift[level]
+    """Compute Pillow's coefficients (a, b, c, d, e, f): pixel (x, y) of the result is (ax + by + c, dx + ey + f)."""
+    shear = sign * pool.shear[level]
+    shift = sign * pool.shift[level]
     match name:
         case "Rotate":
             return _rotation_coefficients(sign * pool.degrees[level], width, height)
@@ -150,35 +169,45 @@ def _affine_coefficients(
 
 
 def _rotation_coefficients(degrees: float, width: int, height: int) -> tuple[float, ...]:
+    """Compute the coefficients of a rotation about the center, with the roundings of Pillow's `Image.rotate`."""
     angle = -math.radians(degrees % 360)
-    cos, sin = round(math.cos(angle), 15), round(math.sin(angle), 15)
-    x, y = width / 2, height / 2
+    cos = round(math.cos(angle), 15)
+    sin = round(math.sin(angle), 15)
+    x = width / 2
+    y = height / 2
     return (cos, sin, cos * -x + sin * -y + x, -sin, cos, -sin * -x + cos * -y + y)
 
 
 def crop_maps(top: Tensor, left: Tensor, flip: Tensor, pad: int, size: tuple[int, int], reflect: bool) -> Tensor:
-    """Return the map (n, H * W) of a crop from an image padded by `pad` pixels, with a mirror where `flip`.
+    """Create the index maps (n, H * W) of random crops from padded images, combined with random mirroring.
 
-    `reflect` mirrors the image first and then crops it from its own reflection (the weak view); otherwise the
-    image is cropped from black surroundings and then mirrored (the labeled view). top, left (n,) count from the
-    padded image's corner; flip (n,) is boolean; all on the device of the map.
+    Args:
+        top: The first row of the crop in the padded image, (n,), 0 to 2 * pad.
+        left: The first column, (n,), 0 to 2 * pad.
+        flip: True to mirror the image horizontally, bool (n,).
+        pad: The padding on each side in pixels.
+        size: (H, W).
+        reflect: True to mirror the image first and crop it with reflection padding (the weak view); False to crop it
+            with black padding and mirror the crop (the labeled view).
     """
     rows, columns = _crop_tables(pad, size, reflect, top.device)
     y = rows.index_select(0, top)
     x = columns.index_select(0, left + (2 * pad + 1) * flip)
     maps = (y[:, :, None] + x[:, None, :]).flatten(1)
-    # What is outside in either direction has a number of at least H * W.
+    # Rows outside have number H * W and columns outside too, so that a sum with either is at least H * W.
     return maps if reflect else maps.clamp_(max=size[0] * size[1])
 
 
 @lru_cache(maxsize=16)
 def _crop_tables(pad: int, size: tuple[int, int], reflect: bool, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return the row's part of the pixel number by top (tops, H), and the column's by left and flip (both, W)."""
+    """Create the row term of pixel numbers by `top`, (2 pad + 1, H), and the column term by flip and `left`, (..., W)."""
     height, width = size
     offset = torch.arange(-pad, pad + 1)[:, None]
-    y, x = offset + torch.arange(height), offset + torch.arange(width)
+    y = offset + torch.arange(height)
+    x = offset + torch.arange(width)
     if reflect:
-        y, x = _reflect(y, height), _reflect(x, width)
+        y = _reflect(y, height)
+        x = _reflect(x, width)
         flipped = width - 1 - x
     else:
         y = torch.where((y >= 0) & (y < height), y, height)
@@ -188,14 +217,20 @@ def _crop_tables(pad: int, size: tuple[int, int], reflect: bool, device: torch.d
 
 
 def _reflect(position: Tensor, length: int) -> Tensor:
-    """Fold positions in (-length, 2 * length - 1) back into [0, length), the border pixel not repeated."""
+    """Fold positions in (-length, 2 * length - 1) back into [0, length) by reflection, without repeating the border pixel."""
     return length - 1 - (length - 1 - position.abs()).abs()
 
 
 def gather_pixels(images: Tensor, maps: Tensor, inside: bool) -> Tensor:
-    """Return images (n, C, H, W) whose pixel p is the source's pixel maps[:, p]; maps (n, H * W).
+    """Apply index maps to images: pixel p of the result is pixel maps[:, p] of the source.
 
-    `inside` promises that no map leaves the image, which spares a copy.
+    Args:
+        images: (n, C, H, W).
+        maps: (n, H * W).
+        inside: True if no map contains the number H * W of the black pixel, which saves a copy of the images.
+
+    Returns:
+        (n, C, H, W).
     """
     n, channels, height, width = images.shape
     source = images.reshape(n, channels, height * width)
@@ -206,25 +241,29 @@ def gather_pixels(images: Tensor, maps: Tensor, inside: bool) -> Tensor:
 
 
 def box_masks(start: Tensor, length: int, size: tuple[int, int]) -> Tensor:
-    """Return masks (n, 1, H, W), uint8 255 in the boxes from start (n, 2), rows then columns, `length` long.
+    """Create masks of square boxes, uint8 (n, 1, H, W): 255 inside and 0 outside.
 
-    Boxes may begin up to `length` before the image and are cut at its border.
+    Args:
+        start: The first row and column of each box, (n, 2). It may be as low as -length; boxes are clipped.
+        length: The side in pixels.
+        size: (H, W).
     """
     rows, columns = (_span_masks(length, side, start.device) for side in size)
-    places = start + length
-    y, x = rows.index_select(0, places[:, 0]), columns.index_select(0, places[:, 1])
+    indices = start + length  # the tables begin at start -length
+    y = rows.index_select(0, indices[:, 0])
+    x = columns.index_select(0, indices[:, 1])
     return (y[:, :, None] & x[:, None, :])[:, None]
 
 
 def paint_gray_boxes_(images: Tensor, start: Tensor, length: int) -> Tensor:
     """Set boxes of images uint8 (n, C, H, W) to gray 127, in place; start (n, 2) and `length` as in `box_masks`."""
     mask = box_masks(start, length, (images.shape[2], images.shape[3]))
-    return images.bitwise_or_(mask).bitwise_and_(~(mask & 128))  # 255, then 127
+    return images.bitwise_or_(mask).bitwise_and_(~(mask & 128))  # inside: 255, then 255 & ~128 = 127
 
 
 @lru_cache(maxsize=16)
 def _span_masks(length: int, side: int, device: torch.device) -> Tensor:
-    """Return uint8 (starts, side), 255 from each start in [-length, side) for `length` pixels."""
+    """Create one-dimensional masks, uint8 (length + side, side): 255 for `length` pixels from each start in [-length, side)."""
     start = torch.arange(-length, side)[:, None]
-    place = torch.arange(side)
-    return (((place >= start) & (place < start + length)) * 255).to(torch.uint8).to(device)
+    position = torch.arange(side)
+    return (((position >= start) & (position < start + length)) * 255).to(torch.uint8).to(device)
