@@ -191,11 +191,11 @@ def test_pickles_are_refused_unopened(tmp_path: Path, name: str | None, inside: 
 
 def test_one_set_is_not_taken_for_another(tmp_path: Path) -> None:
     cifar100(tmp_path)
-    refused(r"cifar10 is not here; expected data_batch_1.bin to data_batch_5.bin", "cifar10", tmp_path)
+    refused(r"cifar10 was not found; expected data_batch_1.bin to data_batch_5.bin", "cifar10", tmp_path)
     for part in ("train", "test"):
         for label in range(11):
             write_image(tmp_path / "cinic10" / part / f"c{label:02}" / "0.png", noise(1, 32)[0])
-    refused(r"cinic10 has 10 classes, but there are 11 here", "cinic10", tmp_path)
+    refused(r"cinic10 has 10 classes, but 11 were found", "cinic10", tmp_path)
 
 
 def test_cinic10_folders(tmp_path: Path) -> None:

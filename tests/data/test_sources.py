@@ -257,7 +257,7 @@ def test_class_names_come_from_the_file(tmp_path: Path) -> None:
 def test_the_validation_part_is_read_only_when_it_is_chosen(tmp_path: Path) -> None:
     parquet_set(tmp_path, noise(2), [0, 1])
     assert len(load(str(tmp_path)).test) == 2
-    refused(r"no validation\*.parquet beside", str(tmp_path), test="validation")
+    refused(r"no validation\*.parquet next to", str(tmp_path), test="validation")
     write_parquet(tmp_path / "validation.parquet", noise(3), [0, 1, 1])
     assert len(load(str(tmp_path), test="validation").test) == 3
 
@@ -363,7 +363,7 @@ def test_class_folders_that_do_not_fit_are_named(tmp_path: Path) -> None:
 
 
 def test_missing_parts_are_named(tmp_path: Path) -> None:
-    refused("no data set is here; expected train", str(tmp_path))
+    refused("no data set was found; expected train", str(tmp_path))
     (tmp_path / "train").mkdir()
     refused("train: it has no class folders", str(tmp_path))
     (tmp_path / "train" / "ant").mkdir()

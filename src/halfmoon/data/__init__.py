@@ -1,4 +1,4 @@
-"""Data: sources of images, scenarios of who holds them, and what a split is like."""
+"""Data: load images, partition them among clients, and describe the partition."""
 
 from halfmoon.data.images import Images, Source, hold_out, pad_source, pad_to, shrink, take_share
 from halfmoon.data.partition.heterogeneity import summarize

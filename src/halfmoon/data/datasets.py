@@ -1,4 +1,4 @@
-"""Public data sets that have a name here: what is known of them before their files are read."""
+"""Metadata of the public data sets that can be loaded by name."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -10,13 +10,23 @@ from halfmoon.storage import toml
 
 @dataclass(frozen=True)
 class DatasetInfo:
-    """What is known of a public data set before its files are read.
+    """Metadata of a public data set, known before its files are read.
 
-    `hub`, `config`: its Hugging Face repository and, where that holds several sets, which; `classes` in the order of
-    the labels; `mean`, `std`: one number a channel, of the training pixels in 0..1; `train`, `test`: numbers of
-    images; `shape`: (height, width, channels) of an image; `files`: its official files in words; `folder`: where
-    its official archive puts them; `test_part`: what the hub calls the part that evaluates; `gray`: some images are
-    gray and are made RGB; `mirror`: a mirrored image is still of its class.
+    Attributes:
+        about: A description in one line.
+        hub: The Hugging Face repository.
+        classes: The class names, by label.
+        mean: The mean of each channel of the training pixels, 0 to 1.
+        std: The standard deviation of each channel.
+        train: The number of training images.
+        test: The number of test images.
+        shape: (height, width, channels) of an image.
+        files: A description of the official files.
+        folder: The folder of these files in the official archive.
+        config: The configuration, if the repository has several.
+        test_part: The hub's name of the test part.
+        gray: True if some images are gray and must be converted to RGB.
+        mirror: True if a mirrored image has the same class.
     """
 
     about: str

@@ -1,4 +1,4 @@
-"""Whose image each file is: a patient or an object, of which no image may lie on both sides of a split."""
+"""Groups of images, such as those of one patient or object, which must not be on both sides of a split."""
 
 import re
 from collections.abc import Sequence
@@ -13,13 +13,22 @@ NO_GROUP_ON_BOTH_SIDES = "no patient or group is on both sides"
 
 
 def find_groups(paths: Sequence[Path], pattern: str | None = None) -> list[str] | None:
-    """Return the group of each file: what `pattern` finds in its folder and name, else the patient of DICOM files.
+    """Find the group of each file: the match of a pattern, or by default the patient of DICOM files.
 
-    None where nothing is known; "" is an image without a group. Raise UserError where a file does not fit the pattern.
+    Args:
+        paths: The image files.
+        pattern: A regular expression with one group, searched in "FOLDER/NAME" of each file.
+
+    Returns:
+        The group of each file, "" for none; None if no file has a group.
+
+    Raises:
+        UserError: If a file does not match the pattern.
     """
     if pattern is None:
         return dicom.find_patients(paths)
-    expression, names = compile_pattern(pattern), list[str]()
+    expression = compile_pattern(pattern)
+    names: list[str] = []
     for path in paths:
         match = expression.search("/".join(path.parts[-2:]))
         if match is None or match[1] is None:
@@ -29,7 +38,7 @@ def find_groups(paths: Sequence[Path], pattern: str | None = None) -> list[str] 
 
 
 def compile_pattern(pattern: str) -> re.Pattern[str]:
-    """Return a regular expression; raise UserError where it is none, or has not one group."""
+    """Compile a regular expression; raise UserError if it is invalid, or does not have exactly one group."""
     try:
         expression = re.compile(pattern)
     except re.error as error:
@@ -40,7 +49,7 @@ def compile_pattern(pattern: str) -> re.Pattern[str]:
 
 
 def drop_shared_groups(rows: np.ndarray, others: np.ndarray, groups: Sequence[str] | None) -> np.ndarray:
-    """Return those of the rows, int64, whose group has no row among the `others`."""
+    """Select the rows, int64, whose group has no row in `others`; rows without a group remain."""
     if groups is None:
         return rows
     names = np.array(groups)

@@ -1,4 +1,4 @@
-"""How images are brought to one form while they are decoded: size, channels, cutting, what is black and white."""
+"""Preparation of images while they are decoded: resize, crop, convert channels and intensity windows."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -10,22 +10,29 @@ from PIL import Image
 from halfmoon.core.errors import UserError
 
 MAX_PIXELS = 2**26
-"""Of one image: 8192x8192. A file of 100 kB can claim hundreds of times as many."""
+"""Largest number of pixels of an image (8192x8192). A file of 100 kB can declare hundreds of times as many."""
 
-OUTLIER_PERCENT, MAX_SAMPLED_VALUES, ROWS_PER_STRIP = 0.5, 2**22, 256
-"""Percent of the values at either end that black and white leave out; values that are looked at; rows at a time."""
+OUTLIER_PERCENT = 0.5
+"""Percentage of the darkest, and of the brightest, values that an estimated window excludes."""
+
+MAX_SAMPLED_VALUES = 2**22
+"""Largest number of values from which a window is estimated."""
+
+ROWS_PER_STRIP = 256
+"""Rows of an image that are converted at once, to limit memory."""
 
 
 @dataclass(frozen=True)
 class Preparation:
-    """What is done to an image of any size and mode; without anything it has to be right already.
+    """The conversion of images of any size and mode. By default, images are not converted and must have one shape.
 
-    size: height and width that every image gets, resampled (bilinear with antialiasing)
-    channels: 1 (gray) or 3 (RGB)
-    crop: whether the sides stay in proportion, and what is beyond the middle is cut off
-    window: the values that become black and white in images of more than 8 bits; None: the window of a DICOM
-        file, else each image's own `estimate_window`
-    group_pattern: what finds an image's group in its name (`halfmoon.data.groups`); no pixel depends on it
+    Attributes:
+        size: (height, width) of the result, resampled (bilinear with antialiasing).
+        channels: 1 (gray) or 3 (RGB).
+        crop: True to preserve the aspect ratio and crop to the center; False to stretch.
+        window: The values that become black and white in images of more than 8 bits; None: the window of a DICOM file,
+            otherwise `estimate_window` of each image.
+        group_pattern: The regular expression for an image's group (`halfmoon.data.groups`). Pixels do not depend on it.
     """
 
     size: tuple[int, int] | None = None
@@ -36,16 +43,16 @@ class Preparation:
 
     @property
     def converts(self) -> bool:
-        """Return whether images of any mode are taken."""
+        """True if images are converted."""
         return self != Preparation(group_pattern=self.group_pattern)
 
     @property
     def form(self) -> str:
-        """Return a word that is another for every other preparation; "" where nothing is done."""
+        """A string that identifies the conversion, for cache keys; "" for none."""
         return f"-{self.size}-{self.channels}-{self.crop}-{self.window}" if self.converts else ""
 
     def resized(self, image: Image.Image) -> Image.Image:
-        """Return an image in the size that it gets."""
+        """Resize an image to `size`; return it unchanged if it has this size already."""
         if self.size is None or image.size == (self.size[1], self.size[0]):
             return image
         height, width = self.size
@@ -53,16 +60,18 @@ class Preparation:
         return image.resize((width, height), Image.Resampling.BILINEAR, box=box)
 
     def applied(self, images: np.ndarray) -> np.ndarray:
-        """Return decoded images, uint8 (N, H, W, C), in this form; the same array where they have it."""
+        """Convert decoded images, uint8 (N, H, W, C), to `size` and `channels`; return the same array if they fit already."""
         count, height, width, channels = images.shape
-        size, depth = self.size or (height, width), self.channels or channels
+        size = self.size or (height, width)
+        depth = self.channels or channels
         if (height, width, channels) == (*size, depth):
             return images
         result = np.empty((count, *size, depth), np.uint8)
         for row, pixels in enumerate(images):
             image = Image.fromarray(pixels[:, :, 0] if channels == 1 else pixels)
-            image = self.resized(image if depth == channels else image.convert({1: "L", 3: "RGB"}[depth]))
-            result[row] = np.asarray(image).reshape(*size, depth)
+            if depth != channels:
+                image = image.convert({1: "L", 3: "RGB"}[depth])
+            result[row] = np.asarray(self.resized(image)).reshape(*size, depth)
         return result
 
 
@@ -70,17 +79,18 @@ UNCHANGED = Preparation()
 
 
 def center_box(height: int, width: int, tall: int, wide: int) -> tuple[float, float, float, float]:
-    """Return the largest box (left, top, right, bottom) in the middle of an image whose sides are as tall : wide."""
+    """Compute the largest centered box (left, top, right, bottom) of an image with the aspect ratio tall : wide."""
     scale = min(height / tall, width / wide)
-    left, top = (width - wide * scale) / 2, (height - tall * scale) / 2
+    left = (width - wide * scale) / 2
+    top = (height - tall * scale) / 2
     return left, top, width - left, height - top
 
 
 def estimate_window(strips: Iterable[np.ndarray], count: int) -> tuple[float, float]:
-    """Estimate the values of black and white of an image whose file names none.
+    """Estimate the values that become black and white in an image whose file does not define them.
 
-    Half a percent of the values at either end is left out, so that one bright spot does not darken the rest. An image
-    of more than `MAX_SAMPLED_VALUES` values is sampled evenly.
+    Half a percent of the values at either end is excluded, so that a bright spot does not darken the rest. An image of
+    more than `MAX_SAMPLED_VALUES` values is sampled evenly.
 
     Args:
         strips: the values of the image in pieces, in order.
@@ -89,25 +99,35 @@ def estimate_window(strips: Iterable[np.ndarray], count: int) -> tuple[float, fl
     Returns:
         The values that become black and white; white is larger.
     """
-    step, at = max(1, count // MAX_SAMPLED_VALUES), 0
-    parts, ends = [], []
+    step = max(1, count // MAX_SAMPLED_VALUES)
+    position = 0  # of the strip's first value in the image
+    samples = []
+    extremes = []
     for strip in strips:
-        parts.append(strip.reshape(-1)[-at % step :: step].copy())
-        ends += [strip.min(), strip.max()]
-        at += strip.size
-    sample = np.concatenate(parts)
+        # -position % step continues the regular grid of samples across strips. A copy, to release the strip's memory.
+        samples.append(strip.reshape(-1)[-position % step :: step].copy())
+        extremes += [strip.min(), strip.max()]
+        position += strip.size
+    sample = np.concatenate(samples)
     low = np.percentile(sample, OUTLIER_PERCENT, method="lower")
     high = np.percentile(sample, 100 - OUTLIER_PERCENT, method="higher")
     if high <= low:
-        low, high = min(ends), max(ends)
+        # Nearly all values are equal: use the full range instead.
+        low = min(extremes)
+        high = max(extremes)
     return float(low), float(high if high > low else low + 1)
 
 
 def to_eight_bits(pixels: np.ndarray, window: tuple[float, float] | None, place: str) -> np.ndarray:
-    """Return gray values of any depth (H, W) as uint8: 0 and 255 are the window's ends, or those of `estimate_window`.
+    """Convert gray values of any depth (H, W) to uint8, rounded to nearest.
 
-    Rounded to nearest; a few rows at a time, which alone are in memory as float64. Raise UserError, which names
-    `place`, without a window for values that are not finite and for those of 32 bits, which have no known range.
+    Args:
+        pixels: The values, (H, W).
+        window: The values that become 0 and 255; None to estimate them (`estimate_window`).
+        place: The file (and row), for messages.
+
+    Raises:
+        UserError: If there is no window and the values have 32 bits or are floats, whose range is unknown.
     """
     if window is None and (pixels.dtype.kind == "f" or pixels.min() < 0 or pixels.max() > 65535):
         raise UserError(
@@ -116,7 +136,7 @@ def to_eight_bits(pixels: np.ndarray, window: tuple[float, float] | None, place:
         )
     low, high = estimate_window([pixels], pixels.size) if window is None else window
     gray = np.empty(pixels.shape, np.uint8)
-    for first in range(0, len(pixels), ROWS_PER_STRIP):
+    for first in range(0, len(pixels), ROWS_PER_STRIP):  # strips, because float64 takes eight times the memory
         rows = slice(first, first + ROWS_PER_STRIP)
         scaled = np.nan_to_num((pixels[rows].astype(np.float64) - low) / (high - low))
         gray[rows] = np.floor(np.clip(scaled, 0, 1) * 255 + 0.5)
@@ -124,12 +144,12 @@ def to_eight_bits(pixels: np.ndarray, window: tuple[float, float] | None, place:
 
 
 def used_range_share(pixels: np.ndarray) -> float:
-    """Return which share of a 16-bit range the values of an image take."""
+    """Compute the share of the 16-bit range that the values of an image span."""
     return float(pixels.max() - pixels.min()) / 65535
 
 
 def parse_window(window: Any) -> tuple[float, float] | None:
-    """Return a window as given by a user; raise UserError unless it is two numbers, the second larger."""
+    """Check a window from a user; raise UserError unless it consists of two finite numbers, the second larger."""
     if window is None:
         return None
     values = tuple(window)

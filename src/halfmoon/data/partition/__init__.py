@@ -1,1 +1,1 @@
-"""Who holds which image and which are labeled: scenarios, split rules, splits and how uneven they are."""
+"""Partition of images among clients: scenarios, partition rules, splits and their statistics."""

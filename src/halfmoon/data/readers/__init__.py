@@ -1,1 +1,1 @@
-"""One module a file format, each checked: decoded images come out, or one sentence says what is wrong."""
+"""Readers of data set formats, one module per format: they return decoded images or raise a `UserError`."""
