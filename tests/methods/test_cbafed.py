@@ -1,5 +1,7 @@
 """CBAFed: thresholds, tails, shares and residual weights by hand; a visit against a torch module."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -136,3 +138,17 @@ def test_warm_up_is_for_labels_alone():
     first, second = rounds_of(method, shared, dataset(place="some"), cohort=4, rounds=2)
     assert first.report.pseudo is None or first.report.pseudo["share_used"] == 0
     assert second.report.pseudo["share_used"] > 0
+
+
+@pytest.mark.parametrize(("share", "first"), [(0.5, 5), (0.3, 3), (0.25, 3), (0.0, 0), (1.0, 10)])
+def test_the_warm_up_is_a_share_of_the_rounds(share, first):
+    """Of ten rounds, `first` is the first one (from 0) with pseudo-labels; a threshold of 0 accepts all of them."""
+    method = CBAFed(threshold=0.0, adaptive=False, warmup=share)
+    x = torch.zeros(4, 1, 8, 8, dtype=torch.uint8)
+    views = {"weak": images(4, 0)}
+    data = ClientData(x[:0], torch.zeros(0).long(), x, torch.tensor(0), torch.tensor(4), views)
+    for number in range(10):
+        shared = replace(task(rounds=10), round=number)
+        broadcast = begin(method, shared)
+        carry = method.client_updates(shared)["train"].begin(broadcast, {}, data)
+        assert carry["weight"].tolist() == [float(number >= first)] * 4

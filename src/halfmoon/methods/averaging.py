@@ -88,5 +88,6 @@ def step_towards_mean(params: Tree, mean: Upload, momentum: Tree, keep: float, s
     if not bool(mean.weight > 0):
         return params, momentum
     new = mean.update["params"]
+    # Without a share no interpolation is computed: even lerp with weight 0 may round differently.
     target = tree.map(lambda new, old: torch.lerp(new, old, share), new, params) if share else new
     return momentum_step(params, target, momentum, keep)

@@ -93,6 +93,7 @@ def sum_row_moments(task: Task, params: Tree, data: ClientData) -> Tree:
         return _sum_padded_row_moments(task, params, data, images)
     for chunk in split_into_chunks(images) if len(images) else ():
         moments = task.network.train(params, task.normalize(chunk))[1]
+        # Weighted by rows: the moments of a chunk are means, and chunks may differ by one row.
         total = total or tree.zeros_like(moments)
         total = tree.map(partial(torch.add, alpha=len(chunk)), total, moments)
     return total
@@ -141,12 +142,14 @@ def estimate_statistics(federation: Federation, server: Tree, over: Over, servin
         "cohort": (federation.cohort,),
         "server": (),
     }[over]
+    # No weights change between the groups, so the division into groups does not affect the result.
     uploads: list[Upload] = []
     for clients in client_groups:
         upload = federation.query("census", broadcast, clients=clients)
         if len(upload.weight):
             uploads.append(upload)
     if serving and federation.labeled:
+        # The server's upload gets a leading dimension, like a group of one client.
         uploads.append(federation.query_server("census", broadcast).map(lambda leaf: leaf[None]))
     rows = sum(float(upload.weight.sum()) for upload in uploads)
     if not rows:

@@ -78,6 +78,7 @@ class LocalTraining(ClientUpdate):
         gradient, loss, result = grad_and_value(self._loss, carry["params"], carry, batch)
         if self.prox:
             add_proximal = partial(torch.add, alpha=self.prox)
+            # FedProx: the gradient of prox / 2 |params - received|^2.
             gradient = tree.map(
                 lambda g, new, old: add_proximal(g, new - old), gradient, carry["params"], broadcast["params"]
             )
@@ -85,12 +86,16 @@ class LocalTraining(ClientUpdate):
         return {**new, **self.objective.after_step(carry, new["params"])}, StepMetrics(loss, {}, result.pseudo)
 
     def finish(self, broadcast: Tree, carry: Tree, data: ClientData) -> tuple[Upload, Tree]:
+        # An objective without views trains on labels only: clients without labels have trained nothing.
         weight = data.rows if self.requirements.views else data.rows * (data.labeled > 0)
         _, memory = super().finish(broadcast, carry, data)
         objective_memory = {name: carry[name] for name in self.objective.initial_memory(self.task, broadcast)}
         new = {**carry, **self.objective.finish(self.task, carry)}
         if self.counts_teacher_stats and len(data.x) + len(data.u):
+            # A tensor under vmap: a client of a cohort may have no rows, and then keeps the received statistics.
             rows = data.labeled + data.unlabeled
+            # The teacher's activations differ from the student's, so its statistics are counted over all rows at the
+            # end.
             total = sum_row_moments(self.task, carry["teacher"], data)
             mean = tree.map(lambda leaf: leaf / rows.clamp_min(1), total)
             new["teacher_stats"] = tree.select(rows > 0, mean, carry["teacher_stats"])

@@ -192,6 +192,7 @@ def labeled_cross_entropy(logits: Tensor, y: Tensor, real: Tensor | None = None)
     """
     if real is not None:
         return padding.row_weights(real, logits) @ cross_entropy_per_image(logits, y)
+    # The product with 0 keeps the loss of no images a function of the parameters, so that it has a gradient.
     return cross_entropy(logits, y) if len(y) else logits.sum() * 0.0
 
 
@@ -222,6 +223,7 @@ def update_teacher(aux: Tree, params: Tree, decay: float) -> Tree:
         The new "teacher" and "teacher_steps".
     """
     steps = aux["teacher_steps"] + 1
+    # `steps` is float64; the rate is cast to the type of each leaf only when it is used.
     rate = 1 - (1 - 1 / (steps + 1)).clamp_max(decay)
     teacher = tree.map(lambda old, new: old + rate.to(old.dtype) * (new - old), aux["teacher"], params)
     return {"teacher": teacher, "teacher_steps": steps}
@@ -242,6 +244,7 @@ def ramp_weight(task: Task, weight: float, share: float, shape: Ramp = "linear")
 
 def debias_logits(logits: Tensor, prior: Tensor) -> Tensor:
     """Compute logits (..., classes) whose softmax is proportional to softmax(logits) / prior (FedDB, Eq. 14)."""
+    # The smallest normal number: log(0) of a class that is never predicted would give infinite logits.
     return logits - prior.clamp_min(torch.finfo(prior.dtype).tiny).log()
 
 
