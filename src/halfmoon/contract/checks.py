@@ -177,6 +177,7 @@ def check_resume(
     simulation.restore(loaded.clients, loaded.meta["cost"])
     if not trees_equal(simulation.state(), before_last.state):
         raise BrokenPromise("the memories of clients differ from those that were saved")
+    # Only the last round is run: the checkpoint must contain all that it depends on.
     (resumed,) = run_rounds(method, simulation, loaded.state["server"], range(2, ROUNDS))
     check_equal_runs([last], [resumed])
 
@@ -187,6 +188,7 @@ def check_fields(method: Method) -> None:
         raise BrokenPromise("it is no dataclass")
     if not method.__dataclass_params__.frozen:  # type: ignore[attr-defined]
         raise BrokenPromise("its dataclass is not frozen")
+    # An attribute outside of the fields would be state that no checkpoint stores.
     if set(vars(method)) != {field.name for field in dataclasses.fields(method)}:
         raise BrokenPromise("it holds something beside its fields")
     try:
@@ -236,6 +238,7 @@ def check_passes(method: Method, task: Task) -> None:
     """Check that a step counts every image once or more, forward and backward, and an update without steps none."""
     for name, client_update in method.client_updates(task).items():
         passes = client_update.passes(4, 6)
+        # With fewer than 4 passes not even all labeled images would be counted.
         valid = min(passes) >= 4 if client_update.requirements.trains else passes == (0, 0)
         if not valid:
             raise BrokenPromise(f"its client update {name!r} counts {passes} for a step of 4 + 6 images")
@@ -285,5 +288,6 @@ def check_sites(
             first_numbers = (image.double() / 255).numpy().tobytes()[:64]
             if first_row in traffic or first_numbers in traffic:
                 raise BrokenPromise("pixels of a site's image are in what it sends")
+    # The kind of a message is an escaped string in its header.
     replies = [read_message(data, Reply) for data in wire.messages if b'\\"reply\\"' in data]
     return wire.messages, replies

@@ -77,7 +77,7 @@ def check(method: str, options: dict[str, Any] | None = None, network: str | Non
 
     def run_and_store(rule: str, executor: str) -> str:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
+            warnings.simplefilter("ignore")  # the federation is too small for most methods, which they report
             runs[rule, executor] = checks.run_experiment(entry, rule, executor, test_network)
         return f"{ROUNDS} rounds"
 

@@ -31,7 +31,7 @@ def select_site(dataset: FederatedDataset, client: int) -> FederatedDataset:
     labeled = dataset.split.labeled[rows]
     labels = dataset.train.labels[rows].clone()
     if not dataset.all_labels:
-        labels[torch.from_numpy(~labeled)] = 0
+        labels[torch.from_numpy(~labeled)] = 0  # a site does not know these labels
     split = Split(np.full(len(rows), client), labeled, dataset.split.clients)
     return FederatedDataset(
         Examples(dataset.train.images[rows], labels),

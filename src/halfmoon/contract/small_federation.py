@@ -60,6 +60,7 @@ def make_split(sizes: Sequence[tuple[int, int]] = SIZES, seed: int = 0, place: s
         client = np.where(labeled, SERVER, client)
     elif place == "some":
         client = np.where(labeled & (client % 2 == 1), -1, client)  # -1: rows that no client has
+    # Shuffled, so that a method which relies on the order of rows fails.
     order = np.random.default_rng(seed).permutation(len(client))
     return Split(client[order], labeled[order], len(sizes))
 

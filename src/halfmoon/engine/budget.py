@@ -52,6 +52,7 @@ class Budget:
         if self.rule == "none" or self.reference is None or not client_update.requirements.trains or not amount.steps:
             return amount
         reference_size = size.as_labeled if self.all_labels else size
+        # The reference itself retains its epochs, which may depend on the rows that it can draw.
         if client_update == self.reference and rows == reference_size:
             return amount
         target = batch_rule_amount(batching, self.reference, reference_size)

@@ -268,7 +268,7 @@ def _keep_best(
 ) -> tuple[_State, list[_ValidationScore]]:
     """Store a model in the state if its validation score `latest` (none or one) is the best until now."""
     if not latest:
-        return state, scores
+        return state, scores  # the round was not validated
     scores = [*scores, *latest]
     if max(scores) == scores[-1]:
         state = state._replace(chosen=model)
@@ -303,6 +303,7 @@ def _check_checkpoint(folder: RunFolder, loaded: LoadedCheckpoint) -> None:
     )
     if not has_cost or not has_state or "server" not in loaded.state:
         raise UserError(f"{folder.path}: its checkpoint holds no state of a run; start the run again elsewhere.")
+    # A row that was cut or lost would otherwise be noticed only when the run ends.
     rows = folder.rows()
     valid = [_is_round_row(row, number) for number, row in enumerate(rows, start=1)]
     if len(rows) != loaded.round or not all(valid):

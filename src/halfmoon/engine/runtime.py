@@ -228,7 +228,7 @@ class ServerRuntime(ABC):
         for client, result in self._train_responders(client_update, recipients, broadcast, private):
             uploads[client] = result.upload
             del result
-        upload = stack(list(uploads.values()))
+        upload = stack(list(uploads.values()))  # a copy
         responders = tuple(uploads)
         del uploads  # each upload is now stored twice: free the first copy
         if responders and self.aggregators:
@@ -363,6 +363,7 @@ class ServerRuntime(ABC):
 
     def _remove_missing(self, recipients: Tensor, nbytes: int) -> None:
         """Remove recipients that did not reply from the cohort, and count the `nbytes` that each was sent."""
+        # Clients outside of the cohort may be queried, too: these do not change it.
         missing = recipients[~torch.isin(recipients, self.responders)]
         self.cohort = self.cohort[~torch.isin(self.cohort, missing)]
         self.cost.bytes_down += len(missing) * nbytes
@@ -405,6 +406,7 @@ def sample_responders(recipients: Tensor, dropout: float, seed: int, round: int)
     draws = [float(torch.rand((), generator=rng.generator(seed, "silent", round, int(k)))) for k in recipients]
     present = [position for position, number in enumerate(draws) if number >= dropout]
     if not present:
+        # A round needs one reply: the client that was closest to replying sends it.
         present = [max(range(len(draws)), key=draws.__getitem__)]
     return torch.tensor(present)
 
