@@ -493,7 +493,7 @@ def test_a_cache_is_used_renewed_and_repaired(tmp_path: Path, monkeypatch: pytes
 def test_a_cache_that_cannot_be_written_is_said(tmp_path: Path) -> None:
     parquet_set(tmp_path / "set", [good(), good()], [0, 1])
     (tmp_path / "file").write_text("in the way")
-    refused("decoded images cannot be kept there", str(tmp_path / "set"), cache=tmp_path / "file" / "cache")
+    refused("decoded images cannot be stored there", str(tmp_path / "set"), cache=tmp_path / "file" / "cache")
 
 
 def test_a_large_set_is_decoded_once_without_being_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,7 +1,7 @@
-"""Decoded images on the disk, so that decoding is paid for once; they are mapped into memory.
+"""A cache of decoded images on disk, mapped into memory.
 
-Pixels lie in images-KEY.npy, and beside them images-KEY.json says how the pixels are spread: what is asked of them at
-every start is read there, and the pixels themselves only where somebody looks at them.
+images-KEY.npy contains the pixels, images-KEY.labels.npy the labels, and images-KEY.json the class names and pixel
+statistics, so that a start does not have to read all pixels.
 """
 
 import hashlib
@@ -24,20 +24,20 @@ from halfmoon.storage import atomic_io
 
 Decoded = tuple[Images, tuple[str, ...] | None]
 Reader = Callable[[Path | None], Decoded]
-"""Given a file that pixels are to go through, or None: into memory."""
+"""Decodes images into a file, or into memory if the argument is None."""
 
-# Part of every key: raise it when a reader starts to give other pixels.
 READER_VERSION = 3
+"""Part of every cache key. Increase it when a reader starts to produce other pixels."""
 
 NO_CACHE = Path("off")
-"""The folder of those who want nothing on the disk."""
+"""The value of `cache` to write no file."""
 
 MIN_CACHED_BYTES = 8 * 2**20
-"""Bytes of image files from which on decoding takes long enough to be paid for once."""
+"""Smallest size of the image files, in bytes, for which caching is worthwhile."""
 
 
 def load_or_decode(folder: Path | None, files: Sequence[Path], read: Reader, form: str = "") -> Decoded:
-    """Return what `read` gives for `files`, from `folder` where an earlier call wrote it, and write it there.
+    """Load decoded images from the cache, or decode them and write them to the cache.
 
     The cache key is a hash of the files' paths, sizes and modification times, and of `form`, which differs between
     readers that give different pixels for the same files. A damaged cache file is replaced.
@@ -79,13 +79,14 @@ def _load_through(folder: Path, files: Sequence[Path], read: Reader, form: str) 
     try:
         images, names = read(partial)
         spread = channel_statistics(images.images)
-        facts = {"names": names, "statistics": spread, "bytes": partial.stat().st_size}
+        metadata = {"names": names, "statistics": spread, "bytes": partial.stat().st_size}
         with write_atomically(path.with_suffix(".labels.npy")) as file:
             np.save(file, images.labels)
-        atomic_io.write_atomically(path.with_suffix(".json"), (json.dumps(facts) + "\n").encode())
+        atomic_io.write_atomically(path.with_suffix(".json"), (json.dumps(metadata) + "\n").encode())
+        # The pixels last: an entry is complete only with them.
         os.replace(partial, path)
     except OSError as error:
-        raise UserError(f"{folder}: decoded images cannot be kept there ({error}); choose another folder.") from error
+        raise UserError(f"{folder}: decoded images cannot be stored there ({error}); choose another folder.") from error
     finally:
         with suppress(OSError):
             partial.unlink(missing_ok=True)
@@ -94,14 +95,14 @@ def _load_through(folder: Path, files: Sequence[Path], read: Reader, form: str) 
 
 
 def _read_stored(path: Path) -> Decoded | None:
-    """Return what was kept, None where it is not whole."""
-    facts: Any = atomic_io.read_json(path.with_suffix(".json"))
+    """Load an entry of the cache; None if it is missing or incomplete."""
+    metadata: Any = atomic_io.read_json(path.with_suffix(".json"))
     try:
-        if path.stat().st_size != facts["bytes"]:
+        if path.stat().st_size != metadata["bytes"]:
             return None
-        os.utime(path)  # what is used stays longest
-        mean, std = (tuple(float(value) for value in each) for each in facts["statistics"])
-        names = None if facts["names"] is None else tuple(str(name) for name in facts["names"])
+        os.utime(path)  # `trim` removes the least recently used entries
+        mean, std = (tuple(float(value) for value in values) for values in metadata["statistics"])
+        names = None if metadata["names"] is None else tuple(str(name) for name in metadata["names"])
         labels = np.load(path.with_suffix(".labels.npy"), allow_pickle=False)
         return Images(memory_map(path), labels, (mean, std)), names
     except (OSError, EOFError, ValueError, KeyError, TypeError):
@@ -109,19 +110,22 @@ def _read_stored(path: Path) -> Decoded | None:
 
 
 def cache_key(files: Sequence[Path], form: str = "") -> str:
-    """Return 16 hexadecimal digits that change with `form` and the path, size or time of change of any file."""
+    """Hash `form` and the path, size and modification time of each file to 16 hexadecimal digits."""
     digest = hashlib.sha256(f"{READER_VERSION}{form}".encode())
     for path in files:
-        facts = path.stat()
-        digest.update(f"\0{os.path.abspath(path)}\0{facts.st_size}\0{facts.st_mtime_ns}".encode())
+        status = path.stat()
+        digest.update(f"\0{os.path.abspath(path)}\0{status.st_size}\0{status.st_mtime_ns}".encode())
     return digest.hexdigest()[:16]
 
 
 @contextmanager
 def write_atomically(path: Path) -> Iterator[IO[bytes]]:
-    """Give a binary file that takes the place of `path` when the block ends well, else vanishes.
+    """Open a temporary binary file that replaces `path` if the block succeeds, and is removed otherwise.
 
-    It is written in the same folder (made where missing), flushed to the disk and renamed. Raises OSError.
+    It is written in the same folder, which is created if necessary, flushed to disk and renamed.
+
+    Raises:
+        OSError: If it cannot be written.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}-", suffix=".part")
@@ -130,7 +134,7 @@ def write_atomically(path: Path) -> Iterator[IO[bytes]]:
             yield file
             file.flush()
             os.fsync(file.fileno())
-        # mkstemp files are private; a data file is as readable as its folder lets it be.
+        # mkstemp creates private files; access to data files is controlled by their folder.
         os.chmod(temporary, 0o644)
         os.replace(temporary, path)
     except BaseException:
@@ -139,23 +143,31 @@ def write_atomically(path: Path) -> Iterator[IO[bytes]]:
 
 
 def collect_rows(rows: Iterator[np.ndarray], count: int, into: Path | None) -> np.ndarray:
-    """Return `count` rows of uint8 of one shape as one array: in memory, or in a file `into` that is mapped.
+    """Collect rows of uint8 of one shape into one array, in memory or in a file that is then mapped into memory.
 
-    The rows are written to the file one by one. Raise UserError where there are none, OSError as the system does.
+    Args:
+        rows: The rows.
+        count: Their number.
+        into: The file that rows are written to one by one; None: memory.
+
+    Raises:
+        UserError: If there are no rows.
+        OSError: If the file cannot be written.
     """
     first = next(rows, None)
     if first is None:
         raise UserError("there are no images to read.")
-    shape, every = (count, *first.shape), chain([first], rows)
+    shape = (count, *first.shape)
+    all_rows = chain([first], rows)
     if into is None:
         array = np.empty(shape, np.uint8)
-        for number, row in enumerate(every):
+        for number, row in enumerate(all_rows):
             array[number] = row
         return array
     into.parent.mkdir(parents=True, exist_ok=True)
     with into.open("wb") as file:
         file.write(npy_header(shape))
-        for row in every:
+        for row in all_rows:
             file.write(row.tobytes())
         file.flush()
         os.fsync(file.fileno())
@@ -163,7 +175,7 @@ def collect_rows(rows: Iterator[np.ndarray], count: int, into: Path | None) -> n
 
 
 def npy_header(shape: tuple[int, ...]) -> bytes:
-    """Return the head of a .npy file of uint8."""
+    """Create the header of a .npy file of uint8."""
     file = io.BytesIO()
     np.lib.format.write_array_header_1_0(file, {"descr": "|u1", "fortran_order": False, "shape": shape})
     return file.getvalue()

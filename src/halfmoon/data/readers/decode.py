@@ -1,4 +1,4 @@
-"""Encoded image files (PNG, JPEG, WebP ...) into one uint8 array; errors name file and row."""
+"""Decode image files (PNG, JPEG, WebP, TIFF, BMP, DICOM) into one uint8 array; errors name file and row."""
 
 import io
 import threading
@@ -17,20 +17,23 @@ from halfmoon.data.readers.cache import collect_rows
 
 MODES = ("L", "RGB")
 FORMATS = ("PNG", "JPEG", "WEBP", "TIFF", "BMP")
-"""What is opened: no formats that start other programs (EPS) or are hardly tested."""
+"""Pillow formats that are opened: none that start other programs (EPS) or are hardly tested."""
 
 _ORIENTATION_TAG = 0x0112
-"""EXIF's tag; from 5 on it swaps height and width."""
+"""EXIF's orientation tag; values from 5 on swap height and width."""
 
 
 class _IgnoreWarnings:
-    """Ignores warnings while a thread is inside.
+    """A thread-safe context manager that ignores warnings while at least one thread is inside.
 
-    `warnings.catch_warnings`, which threads leave in another order than they came, would ignore them for good.
+    `warnings.catch_warnings` restores the filters that it found. If threads exit in another order than they entered, it
+    would restore another thread's filters and ignore all later warnings.
     """
 
     def __init__(self) -> None:
-        self._lock, self._inside, self._filters = threading.Lock(), 0, warnings.catch_warnings()
+        self._lock = threading.Lock()
+        self._inside = 0  # threads
+        self._filters = warnings.catch_warnings()
 
     def __enter__(self) -> None:
         with self._lock:
@@ -51,10 +54,15 @@ IGNORE_WARNINGS = _IgnoreWarnings()
 
 
 def decode_image(data: bytes, place: str) -> np.ndarray:
-    """Return one encoded image, uint8 (H, W, 1) for gray or (H, W, 3) for RGB, turned as its EXIF tag says.
+    """Decode an image without conversion: uint8 (H, W, 1) for gray or (H, W, 3) for RGB, rotated by its EXIF tag.
 
-    `place` names the file (and row) in messages. Raise UserError for bytes that are no image or are cut off,
-    of another format than `FORMATS`, for a mode other than L and RGB, and for an image of over `MAX_PIXELS`.
+    Args:
+        data: The file's content.
+        place: The file (and row), for messages.
+
+    Raises:
+        UserError: If the data are no complete image in one of `FORMATS`, the mode is neither L nor RGB, or the image has
+            more than `MAX_PIXELS` pixels.
     """
     image = _open(data, place)
     if "rescale" in image.info:
@@ -76,24 +84,31 @@ def decode_to_shape(
     crop: bool = False,
     window: tuple[float, float] | None = None,
 ) -> np.ndarray:
-    """Return one encoded image (PNG, JPEG, WebP, TIFF, BMP) of any size and mode as uint8 (height, width, channels).
+    """Decode an image of any size and mode and convert it to uint8 (height, width, channels).
 
-    The image is turned as its EXIF tag says, made gray (`channels` 1) or RGB (3), then resampled (bilinear with
-    antialiasing; the sides are not kept in proportion, or with `crop` what is beyond the middle is cut off). One that
-    has that size and mode keeps its exact pixels. Transparency is left out, gray of more than 8 bits is scaled to 0 and
-    255 from the `window`, a DICOM file's own, or its `extremes`, CMYK is converted without a color profile; of several
-    frames the first counts, of a DICOM file's the one that stands for it. `place` names the file in messages. Raise
-    UserError for bytes that are no image or are cut off, for an image of over `MAX_PIXELS` (or Pillow's own, lower
-    limit), and for pixels without a known range (32-bit).
+    The image is rotated by its EXIF tag, converted to gray or RGB, and resampled (bilinear with antialiasing). An image
+    that has this size and mode already has exactly its pixels. Transparency is ignored, and CMYK is converted without a
+    color profile. Of several frames the first is used, in DICOM files the representative one.
+
+    Args:
+        data: The file's content.
+        place: The file (and row), for messages.
+        height: The height of the result.
+        width: The width of the result.
+        channels: 1 (gray) or 3 (RGB).
+        crop: True to preserve the aspect ratio and crop to the center; False to stretch.
+        window: The values that become 0 and 255 for gray values of more than 8 bits; None: the window of a DICOM file,
+            otherwise `halfmoon.data.preparation.estimate_window`.
+
+    Raises:
+        UserError: If the data are no complete image, the image has more than `MAX_PIXELS` pixels (or Pillow's lower
+            limit), or the range of its pixels is unknown (32 bits).
     """
     return decode_prepared(data, place, Preparation((height, width), channels, crop, window))
 
 
 def decode_prepared(data: bytes, place: str, how: Preparation) -> np.ndarray:
-    """Return one encoded image as a preparation says, uint8 (H, W, C); without a number of channels it keeps its own.
-
-    Raise UserError as `decode_to_shape`.
-    """
+    """Decode an image and convert it as `how` defines, uint8 (H, W, C); raise UserError like `decode_to_shape`."""
     image = open_upright(data, place)
     if image.mode not in MODES or how.channels is not None:
         gray = ImageMode.getmode(image.mode).basemode == "L" or is_deep(image)
@@ -103,12 +118,13 @@ def decode_prepared(data: bytes, place: str, how: Preparation) -> np.ndarray:
 
 
 def load_pixels(image: Image.Image) -> Image.Image:
-    """Return an opened image with its pixels as they lie in the file: Pillow itself turns a TIFF."""
+    """Load the pixels of an opened image without rotation by EXIF; Pillow itself would rotate a TIFF while loading."""
+    # Remove the tag while the pixels are loaded, and restore it afterwards.
     exif = image.getexif() if image.format == "TIFF" else Image.Exif()
     tag = exif.pop(_ORIENTATION_TAG, None)
     image.load()
     if tag is not None:
-        image._size = image.im.size  # of a TIFF it is the turned one until then
+        image._size = image.im.size  # for a TIFF, Pillow has set the size after rotation
         exif[_ORIENTATION_TAG] = tag
         image.info["exif"] = exif.tobytes()
     return image
@@ -117,42 +133,46 @@ def load_pixels(image: Image.Image) -> Image.Image:
 def open_upright(
     data: bytes | BinaryIO, place: str, load: Callable[[Image.Image], Image.Image] = load_pixels
 ) -> Image.Image:
-    """Open one encoded image in its mode and depth, turned upright by its EXIF tag; raise as `decode_to_shape` does.
+    """Decode an image in its mode and depth, rotated by its EXIF tag; raise UserError like `decode_to_shape`.
 
-    `load` reads the pixels and may make them fewer: turning a large image takes its memory twice.
+    Args:
+        data: The file or its content.
+        place: The file (and row), for messages.
+        load: Loads the pixels of an opened image. It may reduce the image, because rotation doubles its memory.
     """
     image = _open(data, place, load)
     return image if "rescale" in image.info else _apply_orientation(image)
 
 
 def _apply_orientation(image: Image.Image) -> Image.Image:
-    """Return an image turned as its EXIF tag says, as it is where there is none that can be read."""
+    """Rotate an image by its EXIF tag; leave it unchanged if the tag is missing or unreadable."""
     try:
         with IGNORE_WARNINGS:
             ImageOps.exif_transpose(image, in_place=True)
-    except Exception:  # EXIF data that is no EXIF data says nothing about the image, which was read
+    except Exception:  # damaged EXIF data; the pixels were decoded successfully
         pass
     return image
 
 
 def read_header(path: Path) -> tuple[int, int, bool] | None:
-    """Return an image file's upright height and width, and whether it is gray, without decoding; None for no image."""
+    """Read height, width (after rotation) and whether an image is gray, without decoding; None if it is no image."""
     try:
         if dicom.holds_image(path):
-            facts = dicom.read_header(path, str(path))[:3]
-            return facts if all(facts[:2]) else None  # a report, or a plan of radiation
+            height, width, gray = dicom.read_header(path, str(path))[:3]
+            return (height, width, gray) if height and width else None  # None: a report or a radiotherapy plan
         with IGNORE_WARNINGS, Image.open(path, formats=FORMATS) as image:
             gray = ImageMode.getmode(image.mode).basemode == "L"
-            if image.format == "TIFF":  # Pillow says its size turned or not, as its version and the file have it
-                turned = open_upright(path.read_bytes(), str(path))
-                return turned.height, turned.width, gray
-            # A PNG's tag may stand behind its pixels, where Pillow would decode to look for it.
-            tagged = image.format != "PNG" or "exif" in image.info
-            lying = tagged and _is_sideways(image)
-            return (image.width, image.height, gray) if lying else (image.height, image.width, gray)
+            if image.format == "TIFF":  # the size before or after rotation, depending on Pillow's version and the file
+                upright = open_upright(path.read_bytes(), str(path))
+                return upright.height, upright.width, gray
+            # A PNG's tag may follow its pixels; `getexif` would decode all of them to find it.
+            may_have_tag = image.format != "PNG" or "exif" in image.info
+            if may_have_tag and _is_sideways(image):
+                return image.width, image.height, gray
+            return image.height, image.width, gray
     except MemoryError:
         raise
-    except Exception:  # as in `_open`; whoever decodes it says what is wrong
+    except Exception:  # any error, as in `_open`; decoding reports it
         return None
 
 
@@ -167,25 +187,25 @@ def _is_sideways(image: Image.Image) -> bool:
 def convert_channels(
     image: Image.Image, place: str, channels: int, window: tuple[float, float] | None = None
 ) -> Image.Image:
-    """Return an image in its own size as 8-bit gray (`channels` 1) or RGB (3); raise UserError as `decode_to_shape`."""
+    """Convert an image to 8-bit gray (`channels` 1) or RGB (3) in its size; raise UserError like `decode_to_shape`."""
     mode = {1: "L", 3: "RGB"}[channels]
     if is_deep(image):
         image = Image.fromarray(to_eight_bits(read_values(image), window_in_stored_values(image, window), place))
     try:
-        with IGNORE_WARNINGS:  # about palettes with transparency, which is left out on purpose
+        with IGNORE_WARNINGS:  # about transparency in palettes, which is ignored intentionally
             return image if image.mode == mode else image.convert(mode)
     except ValueError as error:
         raise UserError(f"{place}: an image of mode {image.mode} cannot be converted; make it gray or RGB.") from error
 
 
 def iterate_strips(image: Image.Image, rows: int = ROWS_PER_STRIP) -> Iterator[np.ndarray]:
-    """Yield an image's values a few rows at a time, as Pillow gives them away in two copies."""
+    """Yield an image's values in strips of rows, because Pillow copies the exported values twice."""
     for top in range(0, image.height, rows):
         yield np.asarray(image.crop((0, top, image.width, min(top + rows, image.height))))
 
 
 def read_values(image: Image.Image) -> np.ndarray:
-    """Return an image's values (H, W)."""
+    """Copy an image's values into an array (H, W), strip by strip."""
     values = np.empty((image.height, image.width), np.asarray(image.crop((0, 0, 1, 1))).dtype)
     for number, strip in enumerate(iterate_strips(image)):
         values[number * ROWS_PER_STRIP : number * ROWS_PER_STRIP + len(strip)] = strip
@@ -193,7 +213,7 @@ def read_values(image: Image.Image) -> np.ndarray:
 
 
 def window_in_stored_values(image: Image.Image, window: tuple[float, float] | None) -> tuple[float, float] | None:
-    """Return a window, or else the image's own, in the grays as the image has them."""
+    """Convert a window, by default the image's, from real values to the stored values of the image; None if neither."""
     window = window or image.info.get("window")
     slope, intercept = image.info.get("rescale", (1.0, 0.0))
     if window is None:
@@ -203,7 +223,7 @@ def window_in_stored_values(image: Image.Image, window: tuple[float, float] | No
 
 
 def is_deep(image: Image.Image) -> bool:
-    """Return whether an image has more than 8 bits a value."""
+    """Check whether an image has more than 8 bits per value."""
     return image.mode == "F" or image.mode.startswith("I")
 
 
@@ -214,22 +234,30 @@ def decode_all(
     how: Preparation = UNCHANGED,
     into: Path | None = None,
 ) -> np.ndarray:
-    """Return `count` encoded images, each with the place it comes from, as uint8 (count, H, W, C).
+    """Decode images into one array, uint8 (count, H, W, C).
 
-    With `rgb` a gray image gets three equal channels; sets such as Tiny ImageNet mix both modes. They go through the
-    file `into`, one by one, where there is one: the result is that file, mapped into memory.
-    Raise UserError as `decode_image` does, and where size or channels differ from the first image.
+    Args:
+        images: The content of each file, and its name for messages.
+        count: The number of images.
+        rgb: True to convert gray images to RGB: data sets such as Tiny ImageNet contain both.
+        how: The conversion.
+        into: A file that images are written to one by one; the result is then this file, mapped into memory.
+
+    Raises:
+        UserError: As in `decode_image`, and if size or channels differ from those of the first image.
     """
     return collect_rows(_decode_same_shape(images, rgb, how), count, into)
 
 
 def _decode_same_shape(images: Iterable[tuple[bytes, str]], rgb: bool, how: Preparation) -> Iterator[np.ndarray]:
-    shape, first = None, ""
+    shape = None
+    first = ""
     for data, place in images:
         pixels = decode_prepared(data, place, how) if how.converts else decode_image(data, place)
         if rgb and how.channels is None and pixels.shape[2] == 1:
             pixels = np.repeat(pixels, 3, axis=2)
-        shape, first = shape or pixels.shape, first or place
+        shape = shape or pixels.shape
+        first = first or place
         if pixels.shape != shape:
             raise UserError(
                 f"{place}: the image is {_describe_shape(pixels.shape)}, but {first} is {_describe_shape(shape)}; "
@@ -239,27 +267,27 @@ def _decode_same_shape(images: Iterable[tuple[bytes, str]], rgb: bool, how: Prep
 
 
 def _open(data: bytes | BinaryIO, place: str, load: Callable[[Image.Image], Image.Image] = load_pixels) -> Image.Image:
-    """Return an image that is read to its end; raise UserError where it is none, is cut off or is too large."""
+    """Open an image and load all of its pixels; raise UserError if it is damaged, incomplete or too large."""
     data = io.BytesIO(data) if isinstance(data, bytes) else data
     head = data.read(132)
     data.seek(0)
     if dicom.is_dicom(head):
         return load(dicom.read(data, place))
     try:
-        with IGNORE_WARNINGS:  # about odd metadata, which Pillow leaves out
+        with IGNORE_WARNINGS:  # about invalid metadata, which Pillow ignores
             image = Image.open(data, formats=FORMATS)
-            # Pillow itself only warns up to twice its limit, and what a warning does is one thing for all threads.
-            most = min(MAX_PIXELS, Image.MAX_IMAGE_PIXELS or MAX_PIXELS)
-            if image.width * image.height > most:
-                raise Image.DecompressionBombError(f"{image.width}x{image.height} pixels, of {most:,} at most")
+            # Pillow only warns up to twice its limit, and filters of warnings are shared by all threads: check it here.
+            limit = min(MAX_PIXELS, Image.MAX_IMAGE_PIXELS or MAX_PIXELS)
+            if image.width * image.height > limit:
+                raise Image.DecompressionBombError(f"{image.width}x{image.height} pixels, of {limit:,} at most")
             image = load(image)
     except Image.DecompressionBombError as error:
         raise UserError(f"{place}: the image is too large to open safely ({error}); make it smaller.") from error
-    except UnidentifiedImageError as error:  # its own words name an object in memory
+    except UnidentifiedImageError as error:  # Pillow's message contains the address of an object
         raise UserError(f"{place}: not a readable image (no known format); replace or remove it.") from error
     except MemoryError:
         raise
-    except Exception as error:  # damaged files make Pillow's readers fail in ways that it does not list
+    except Exception as error:  # damaged files make Pillow's readers raise undocumented exceptions
         raise UserError(f"{place}: not a readable image ({one_line(error)}); replace or remove it.") from error
     return image
 
