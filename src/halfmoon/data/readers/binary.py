@@ -1,4 +1,4 @@
-"""The binary version of CIFAR-10 and CIFAR-100: files of records of equal length, nothing else in them.
+"""Read the binary version of CIFAR-10 and CIFAR-100, whose files consist of records of equal length.
 
 A record is one label byte (CIFAR-10) or two, coarse then fine (CIFAR-100), and 3,072 pixel bytes: red, green and
 blue, each 32 rows of 32 (https://www.cs.toronto.edu/~kriz/cifar.html).
@@ -19,7 +19,14 @@ PIXEL_BYTES = 3 * 32 * 32
 
 @dataclass(frozen=True)
 class BinaryLayout:
-    """Say which files a set has and how many classes each label byte of a record counts; the last byte is the label."""
+    """The files and records of a data set.
+
+    Attributes:
+        train: The names of the training files.
+        test: The name of the test file.
+        names: The name of the file with class names.
+        classes: The number of classes of each label byte; the last one is the label.
+    """
 
     train: tuple[str, ...]
     test: str
@@ -38,19 +45,22 @@ PICKLES = {
     "cifar10": ("cifar-10-batches-py", ("data_batch_1", "test_batch", "batches.meta")),
     "cifar100": ("cifar-100-python", ("train", "test", "meta")),
 }
-"""The archives of the Python version: the folder they make, and files without a suffix that tell them."""
+"""The Python (pickle) versions: the folder in the archive, and the files that identify it."""
 
 
 def has_files(folder: Path, name: str) -> bool:
+    """Check whether a folder has files of the data set `name`."""
     layout = LAYOUTS[name]
     return any((folder / file).is_file() for file in (*layout.train, layout.test))
 
 
 def read(folder: Path, name: str) -> tuple[Images, Images, tuple[str, ...]]:
-    """Return train images, test images (each uint8 (N, 32, 32, 3)) and class names of the set `name`.
+    """Read train and test images, each uint8 (N, 32, 32, 3), and class names of the data set `name`.
 
-    The names are read from batches.meta.txt or fine_label_names.txt where that is there. Raise UserError where a
-    file is missing, holds no whole records or a label that no class has, or where the names are of another number.
+    Class names are read from batches.meta.txt or fine_label_names.txt if it exists.
+
+    Raises:
+        UserError: If a file is missing, incomplete, or has an invalid label, or the number of class names is wrong.
     """
     layout = LAYOUTS[name]
     missing = [file for file in (*layout.train, layout.test) if not (folder / file).is_file()]
@@ -62,9 +72,14 @@ def read(folder: Path, name: str) -> tuple[Images, Images, tuple[str, ...]]:
 
 
 def read_records(path: Path, classes: Sequence[int]) -> Images:
-    """Return the images of one file whose records begin with a label byte below each number of `classes`.
+    """Read the images of one file.
 
-    Raise UserError, with the record, where the file is cut or a label is out of range.
+    Args:
+        path: The file.
+        classes: The number of classes of each label byte of a record; the last one is the label.
+
+    Raises:
+        UserError: If the file is incomplete or a label is out of range.
     """
     try:
         data = np.frombuffer(path.read_bytes(), np.uint8)
@@ -86,12 +101,13 @@ def read_records(path: Path, classes: Sequence[int]) -> Images:
             f"{path}, record {row}: label byte {byte + 1} is {labels[row, byte]}, but there are {classes[byte]} "
             "classes, numbered from 0; download it again."
         )
+    # Stored as channels, rows, columns.
     pixels = records[:, len(classes) :].reshape(-1, 3, 32, 32).transpose(0, 2, 3, 1)
     return Images(np.ascontiguousarray(pixels), np.ascontiguousarray(labels[:, -1]))
 
 
 def refuse_pickles(folder: Path, names: Sequence[str]) -> None:
-    """Raise UserError where the folder holds the Python version of a set in `names`: pickles can run any program."""
+    """Raise UserError if a folder has the Python version of a data set in `names`: pickles can run any program."""
     for name in names:
         inside, files = PICKLES[name]
         for place in (folder, folder / inside):

@@ -1,4 +1,4 @@
-"""Data sets by name from the Hugging Face hub, through its library `datasets` (extra `hub`)."""
+"""Load data sets by name from the Hugging Face hub, with its library `datasets` (extra `hub`)."""
 
 from collections.abc import Iterator
 from importlib import import_module
@@ -21,17 +21,25 @@ LAYOUT_HINT = (
 def read(
     repository: str, test: str, config: str | None = None, rgb: bool = False, how: Preparation = UNCHANGED
 ) -> tuple[Images, Images, tuple[str, ...] | None]:
-    """Return train images, test images and class names (None where the set has none) of `owner/name`.
+    """Read train images, test images and class names (None if there are none) of a repository.
 
-    `test` is the part that evaluates, `config` which set of a repository that holds several; with `rgb` gray images
-    are made RGB.
-    Raise UserError where the library is not installed, the set cannot be fetched, or a row cannot be read.
+    Args:
+        repository: `owner/name`.
+        test: The name of the test split.
+        config: The configuration, if the repository has several.
+        rgb: True to convert gray images to RGB.
+        how: The conversion of images.
+
+    Raises:
+        UserError: If the library is not installed, the data set cannot be downloaded, or a row cannot be read.
     """
     try:
-        datasets = import_module("datasets")  # an extra, needed here only; by name, as a type checker may lack it
+        datasets = import_module(
+            "datasets"
+        )  # optional; imported by name, because it may be missing for the type checker
     except ImportError as error:
         raise UserError(
-            f"{repository} lies on the Hugging Face hub; {install_command('hub')} to fetch it, {LAYOUT_HINT}."
+            f"{repository} is on the Hugging Face hub; {install_command('hub')} to fetch it, {LAYOUT_HINT}."
         ) from error
     parts = []
     names: tuple[str, ...] | None = None
@@ -48,7 +56,7 @@ def read(
             find_column(place, rows.column_names, candidates) for candidates in (IMAGE_COLUMNS, LABEL_COLUMNS)
         )
         names = names or _class_names(rows.features[label])
-        # Undecoded, so that every image goes through the same checks as a file.
+        # Without decoding, so that every image passes the same checks as a file.
         rows = rows.cast_column(image, datasets.Image(decode=False))
         parts.append(
             Images(

@@ -1,4 +1,4 @@
-"""The idx format of MNIST and Fashion-MNIST: a big-endian header, then raw bytes, usually gzipped.
+"""Read the idx format of MNIST and Fashion-MNIST: a big-endian header, then raw bytes, usually gzipped.
 
 The format is described on the page of the MNIST database (LeCun, Cortes, Burges): two zero bytes, 0x08 for
 unsigned bytes, the number of axes, then the length of each axis as a 32-bit number.
@@ -15,13 +15,13 @@ from halfmoon.core.errors import UserError
 from halfmoon.data.images import Images
 
 MAX_UNPACKED_BYTES = 2**30
-"""Bytes that a gzip file may unpack to, for a thousandth of them can claim to; the largest set, EMNIST, has 0.64e9."""
+"""Largest size of a decompressed file, because gzip data can be a thousand times smaller. EMNIST has 0.64e9 bytes."""
 
 _CHUNK_BYTES = 2**20
 
 
 def read_idx(path: Path, axes: int) -> np.ndarray:
-    """Return the uint8 array of an idx file with that many axes; raise UserError where it is damaged."""
+    """Read an idx file of uint8 with this number of axes; raise UserError if it is damaged."""
     try:
         data = _read_gzip(path) if path.suffix == ".gz" else path.read_bytes()
     except (EOFError, OSError, zlib.error) as error:
@@ -43,14 +43,15 @@ def read_idx(path: Path, axes: int) -> np.ndarray:
             f"{path}: the header says {' x '.join(map(str, shape))} = {size} bytes, "
             f"but {len(data) - head} follow; download it again."
         )
-    if not size:  # numpy has no arrays of nothing whose other sides are too long
+    if not size:  # NumPy refuses an empty array whose other sides are too long
         return np.zeros((0,) * axes, np.uint8)
     return np.frombuffer(data, np.uint8, offset=head).reshape(shape)
 
 
 def _read_gzip(path: Path) -> bytes:
     """Decompress a gzip file; raise UserError as soon as it exceeds `MAX_UNPACKED_BYTES`."""
-    parts, size = [], 0
+    parts = []
+    size = 0
     with gzip.open(path) as file:
         while part := file.read(_CHUNK_BYTES):
             parts.append(part)
@@ -63,10 +64,11 @@ def _read_gzip(path: Path) -> bytes:
 
 
 def read_pair(folder: Path, prefix: str) -> Images:
-    """Return images and labels of `prefix` (train or t10k); raise UserError for missing or damaged files."""
+    """Read images and labels of `prefix` (train or t10k); raise UserError for missing or damaged files."""
     images_path = find_file(folder, f"{prefix}-images-idx3-ubyte")
     labels_path = find_file(folder, f"{prefix}-labels-idx1-ubyte")
-    images, labels = read_idx(images_path, 3), read_idx(labels_path, 1)
+    images = read_idx(images_path, axes=3)
+    labels = read_idx(labels_path, axes=1)
     if len(images) != len(labels):
         raise UserError(
             f"{labels_path}: it has {len(labels)} labels, but {images_path.name} has {len(images)} images; "
@@ -78,11 +80,12 @@ def read_pair(folder: Path, prefix: str) -> Images:
 
 
 def has_files(folder: Path) -> bool:
+    """Check whether a folder has idx files."""
     return any(folder.glob("train-*-idx?-ubyte*"))
 
 
 def find_file(folder: Path, stem: str) -> Path:
-    """Return the file `stem`.gz or `stem` in `folder`; raise UserError where neither is there."""
+    """Find the file `stem`.gz or `stem` in `folder`; raise UserError if neither exists."""
     for name in (f"{stem}.gz", stem):
         if (folder / name).is_file():
             return folder / name

@@ -1,4 +1,4 @@
-"""Parquet files with encoded images, as Hugging Face writes them, and the Arrow files of its save_to_disk."""
+"""Read and write parquet files with encoded images in Hugging Face's layout; read Arrow files of its save_to_disk."""
 
 import io
 import json
@@ -23,19 +23,19 @@ LABEL_COLUMNS = ("label", "labels", "fine_label")
 
 
 class ArrowFile:
-    """A file of save_to_disk, mapped into memory, with what is used here of a `pq.ParquetFile`."""
+    """A memory-mapped file of save_to_disk, with the methods of `pq.ParquetFile` that this module needs."""
 
     def __init__(self, path: Path) -> None:
-        """Open a file; raise what pyarrow raises."""
+        """Open a file; errors are those of pyarrow."""
         self.table = pa.ipc.open_stream(pa.memory_map(str(path))).read_all()
         self.schema_arrow = self.table.schema
 
     def read(self, columns: list[str]) -> pa.Table:
-        """Return some columns."""
+        """Read these columns."""
         return self.table.select(columns)
 
     def iter_batches(self, batch_size: int, columns: list[str]) -> Iterator[pa.RecordBatch]:
-        """Return some columns, so many rows at most at once."""
+        """Iterate over batches of at most `batch_size` rows of these columns."""
         return iter(self.read(columns).to_batches(batch_size))
 
 
@@ -43,7 +43,7 @@ File = pq.ParquetFile | ArrowFile
 
 
 def find_shards(folder: Path, part: str) -> list[Path]:
-    """Return the files part*.parquet of a folder, or part/data*.arrow, in order; raise UserError if one is missing."""
+    """Find the files part*.parquet of a folder, or part/data*.arrow, in order; raise UserError if one is missing."""
     inside = (folder, *(folder / name for name in ("data", "plain_text", "default", "cropped_digits", folder.name)))
     paths = next(filter(None, (sorted(place.glob(f"{part}*.parquet")) for place in inside)), [])
     paths = paths or sorted((folder / part).glob("data-*.arrow"))
@@ -60,11 +60,13 @@ def find_shards(folder: Path, part: str) -> list[Path]:
 def read_parquet(
     paths: Sequence[Path], rgb: bool = False, how: Preparation = UNCHANGED, into: Path | None = None
 ) -> tuple[Images, tuple[str, ...] | None]:
-    """Return the images of the files in order, and the class names where the files carry them (else None).
+    """Read the images of the files in order, and the class names, or None if the files do not contain them.
 
     The image column is `image` or `img` (a struct with `bytes`, or plain binary), the label column `label`,
-    `labels` or `fine_label` (integers). With `rgb` gray images are made RGB. Raise UserError, with file and row, for
-    anything that cannot be read.
+    `labels` or `fine_label` (integers). With `rgb`, gray images are converted to RGB.
+
+    Raises:
+        UserError: If a file or a row cannot be read.
     """
     opened = [(path, _open(path)) for path in paths]
     labels = np.concatenate([_read_labels(path, file) for path, file in opened])
@@ -78,7 +80,7 @@ def read_parquet(
 
 
 def find_column(place: object, names: Sequence[str], candidates: Sequence[str]) -> str:
-    """Return the first wanted column that is there; raise UserError with the columns that are."""
+    """Find the first of the candidates among the column names; raise UserError if there is none."""
     for name in candidates:
         if name in names:
             return name
@@ -90,7 +92,7 @@ def find_column(place: object, names: Sequence[str], candidates: Sequence[str]) 
 def _open(path: Path) -> File:
     try:
         file = ArrowFile(path) if path.suffix == ".arrow" else pq.ParquetFile(path)
-        _ = file.schema_arrow.names  # which may be no text
+        _ = file.schema_arrow.names  # raises UnicodeDecodeError if a name is not UTF-8
         return file
     except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
         raise UserError(
@@ -153,14 +155,14 @@ def _read_class_names(file: File, label: str) -> tuple[str, ...] | None:
 
 
 def encode_png(pixels: np.ndarray) -> bytes:
-    """Return one image, uint8 (H, W, 1 or 3), as a PNG file."""
+    """Encode an image, uint8 (H, W, 1 or 3), as a PNG file."""
     file = io.BytesIO()
     Image.fromarray(pixels[:, :, 0] if pixels.shape[2] == 1 else pixels).save(file, "PNG")
     return file.getvalue()
 
 
 def write_parquet(path: Path, rows: Sequence[tuple[bytes, int | None]], classes: Sequence[str]) -> None:
-    """Write encoded images with labels, None for an unknown one, as they are read; a file that is the same stays."""
+    """Write encoded images and labels (None if unknown) for `read_parquet`; an identical file is not rewritten."""
     kind: dict[str, Any] = {"info": {"features": {"label": {"names": list(classes)}}}}
     labels = pa.array([label for _, label in rows], pa.int64())
     table = pa.table({"image": [{"bytes": data} for data, _ in rows], "label": labels})

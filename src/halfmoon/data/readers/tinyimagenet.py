@@ -1,7 +1,7 @@
-"""Tiny ImageNet as its archive tiny-imagenet-200 has it (Stanford CS231n): 200 classes of ImageNet, 64x64.
+"""Read Tiny ImageNet in the layout of its archive tiny-imagenet-200 (Stanford CS231n): 200 classes of ImageNet, 64x64.
 
 train/WNID/images/*.JPEG are the training images, val/images/*.JPEG with val/val_annotations.txt the test images
-(those of `test` have no labels); wnids.txt lists the classes, words.txt says what a WordNet id means. Scripts often
+(those of `test` have no labels); wnids.txt lists the classes, words.txt explains WordNet ids. Scripts often
 move the images of val into class folders: val/WNID/*.JPEG is read as well.
 """
 
@@ -31,11 +31,13 @@ def has_files(folder: Path) -> bool:
 def read(
     folder: Path, test: str, cache: Path | None, how: Preparation = UNCHANGED
 ) -> tuple[Images, Images, tuple[str, ...]]:
-    """Return training images, the images of `val` (both RGB) and class names: `n01443537 goldfish`, or ids alone.
+    """Read the training images, the images of `val` (both RGB) and class names such as `n01443537 goldfish`.
 
-    Classes are numbered in the order of their sorted ids, images lie in the order of their sorted names. `test` is
-    `test` or `val`, which are the same. Raise UserError where folders, wnids.txt and val_annotations.txt disagree,
-    where one is missing, or where an image cannot be read.
+    Classes are numbered in the order of their ids, and images are sorted by name. `test` is `test` or `val`, which are
+    the same.
+
+    Raises:
+        UserError: If folders, wnids.txt and val_annotations.txt disagree, one is missing, or an image cannot be read.
     """
     if test not in ("test", "val"):
         raise UserError(f"{folder}: Tiny ImageNet has no part {test!r}, only train and val, which is the test.")
@@ -63,7 +65,7 @@ def _check_ids(path: Path, train: dict[str, list[Path]]) -> None:
 
 
 def _read_validation(folder: Path, train: dict[str, list[Path]], cache: Path | None, how: Preparation) -> Images:
-    """Return the images of `val`, labeled by the annotations, or by class folders where there are none to label."""
+    """Read the images of `val`, labeled by the annotations, or by class folders if val/images does not exist."""
     images = class_folders.list_images(folder / "val" / "images")
     if not images:
         paths = class_folders.list_classes(folder / "val")
@@ -73,11 +75,11 @@ def _read_validation(folder: Path, train: dict[str, list[Path]], cache: Path | N
     if not path.is_file():
         raise UserError(f"{path} is missing; it says which class each image of val/images has.")
     classes = _read_annotations(path, list(train))
-    there = {image.name for image in images}
-    lost = sorted(classes.keys() - there)
-    if lost:
-        raise UserError(f"{path}: it names {lost[0]}, which is not in val/images; unpack the archive again.")
-    extra = sorted(there - classes.keys())
+    names = {image.name for image in images}
+    missing = sorted(classes.keys() - names)
+    if missing:
+        raise UserError(f"{path}: it names {missing[0]}, which is not in val/images; unpack the archive again.")
+    extra = sorted(names - classes.keys())
     if extra:
         raise UserError(f"{path}: it has no line for {extra[0]} of val/images; unpack the archive again.")
     labels = np.array([classes[image.name] for image in images], np.int64)
@@ -85,7 +87,7 @@ def _read_validation(folder: Path, train: dict[str, list[Path]], cache: Path | N
 
 
 def _read_annotations(path: Path, wnids: list[str]) -> dict[str, int]:
-    """Return the label of each image that a line `name <tab> wnid <tab> ...` names (the rest is a box)."""
+    """Read the label of each image; lines are `name <tab> wnid <tab> ...`, followed by a bounding box."""
     numbers = {wnid: label for label, wnid in enumerate(wnids)}
     labels: dict[str, int] = {}
     for row, line in enumerate(_read_lines(path), 1):
