@@ -243,4 +243,4 @@ def test_the_number_of_threads_is_only_borrowed() -> None:
 
 def test_what_is_recommended_is_said(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(f"run --method recommended --labels-at server --labels 10 {TINY} --run-dir r".split()) == 0
-    assert "recommended with labels at server: fl2\n" in capsys.readouterr().err
+    assert "recommended method with labels at server: fl2\n" in capsys.readouterr().err

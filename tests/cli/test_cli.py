@@ -143,11 +143,11 @@ def test_every_option_is_a_flag_of_run(capsys: pytest.CaptureFixture[str]) -> No
 
 MISTAKES = {
     "rum": "unknown command 'rum': did you mean 'run'?",
-    "--jsn": "--jsn comes before any command: write halfmoon COMMAND --jsn, see halfmoon --help.",
+    "--jsn": "--jsn is before the command: write halfmoon COMMAND --jsn, see halfmoon --help.",
     "train --rounds 3": "unknown command 'train': did you mean 'run'?",
     "join x": "unknown command 'join': did you mean 'site join'?",
-    "predict --model runs/x images": "predict takes the model first, without --model: write halfmoon predict RUN ...",
-    "export --model=runs/x --onnx m.onnx": "export takes the model first, without --model: write halfmoon export",
+    "predict --model runs/x images": "predict has no --model, its first argument is the model: write halfmoon predict RUN ...",
+    "export --model=runs/x --onnx m.onnx": "export has no --model, its first argument is the model: write halfmoon export",
     "run --pixel-mean 0.5 0.4 0.3 x": "argument --pixel-mean: invalid float value: 'x'.",
     "run --window 1": "argument --window: expected 2 arguments.",
     "run extra": "unexpected argument 'extra'; see halfmoon run --help.",
@@ -166,12 +166,12 @@ MISTAKES = {
     "compare --methods fedavg --seeds 0 x": "--seeds is 'x': it must be whole numbers from 0.",
     f"compare --methods fedavg --seeds {'9' * 5000}": "--seeds is '9999",
     "compare --methods feddure --option hidden=3": (
-        "option 'hidden' does not say of which method: in a comparison write feddure.hidden."
+        "option 'hidden' does not name its method: in a comparison write feddure.hidden."
     ),
     "methods fedavgg": "unknown method 'fedavgg': did you mean 'fedavg'?",
     "methods --rounds 3": "unknown option '--rounds': choose one of: --debug, --help, --json.",
-    "data digits cifar10 --save s": "--save goes with one data set, not with 2.",
-    "data digits --data digits": "data sets are given twice: name them either before the flags or by --data.",
+    "data digits cifar10 --save s": "--save needs one data set, but 2 are given.",
+    "data digits --data digits": "data sets are given twice: name them either before the flags or with --data.",
     "data --split s.parquet --dirichlet-alpha 1": (
         "dirichlet_alpha and split exclude each other: the saved split has its own dirichlet_alpha; give one of them."
     ),
@@ -180,7 +180,7 @@ MISTAKES = {
     f"site export digits --sites {'9' * 5000} --out x": "--sites is '9999",
     "resume": "the following arguments are required: DIR.",
     "resume nowhere": "nowhere is not a run folder",
-    "resume x --rounds 9": "--rounds cannot change on the way: halfmoon resume goes on as the run was configured.",
+    "resume x --rounds 9": "--rounds cannot be changed: halfmoon resume continues the run with its configuration.",
 }
 
 
@@ -264,11 +264,12 @@ def test_a_module_without_its_function_is_named(fake: Fake, capsys: pytest.Captu
 
 def test_remarks_on_what_one_may_not_expect(fake: Fake, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["run", "--method", "fixmatch"]) == 0
-    assert "fixmatch is centralized: it trains on all rows in one place; fedavg-fixmatch is its federated form." in (
-        capsys.readouterr().err
+    assert (
+        "fixmatch is centralized: it trains on the images of all clients together; fedavg-fixmatch is its federated form."
+        in (capsys.readouterr().err)
     )
     assert cli.main(["run", "--method", "fedavg", "--protocol", "few-labels", "--rounds", "200"]) == 0
-    said = "protocol few-labels sets server_ema, but not beside rounds: --server-ema 0.9 keeps it."
+    said = "protocol few-labels sets server_ema, but not together with rounds; to use its value, add --server-ema 0.9."
     assert said in capsys.readouterr().err
     words = "run --method fedavg --protocol few-labels --rounds 200 --server-ema 0.9"
     assert cli.main(words.split()) == 0
@@ -293,7 +294,7 @@ def test_run_prints_json_and_resume_knows_that_it_is_over(capsys: pytest.Capture
     assert [each["method"] for each in out["comparison"]] == [each["title"] for each in out["runs"]]
     assert cli.main(["resume", "r"]) == 0
     table, said = capsys.readouterr()
-    assert said.splitlines()[-1] == "halfmoon: r is finished already; this is what came out."
+    assert said.splitlines()[-1] == "halfmoon: r is finished already; these are its results."
     assert table.splitlines()[0].split()[:3] == ["method", "last", "%"]
     percent = f"{100 * out['runs'][0]['accuracy']['last']:.2f}"
     assert table.splitlines()[1].startswith(f"{out['runs'][0]['title']}  ")
@@ -345,7 +346,7 @@ SPLITS = {
         "dir-dir (alpha 0.5), seed 0: 20 clients, 100 labeled (at the server) and 1,337 unlabeled images"
     ),
     "--setting fedloke --dirichlet-alpha 0.1": (
-        "fedloke (alpha 0.1), seed 0: 20 clients, 100 labeled and 1,320 unlabeled images; 17 left to nobody"
+        "fedloke (alpha 0.1), seed 0: 20 clients, 100 labeled and 1,320 unlabeled images; 17 assigned to no client"
     ),
     "--labels-at some --labeled-clients 1 --setting iid-iid": (
         "iid-iid, seed 0: 20 clients, 100 labeled (at 1 client) and 1,337 unlabeled images"
@@ -389,7 +390,7 @@ def test_a_split_of_ones_own_is_shown(capsys: pytest.CaptureFixture[str]) -> Non
     client = np.arange(1437) % 4 - 1
     Split(client=client, labeled=client == 0, clients=3).save(Path("own.parquet"))
     assert cli.main(["data", "--split", "own.parquet"]) == 0
-    line = "split: of your own: 3 clients, 359 labeled (at 1 client) and 718 unlabeled images; 360 left to nobody"
+    line = "split: custom: 3 clients, 359 labeled (at 1 client) and 718 unlabeled images; 360 assigned to no client"
     assert line in capsys.readouterr().out.splitlines()
 
 
@@ -436,7 +437,7 @@ def running(title: str, rounds: int) -> RunInfo:
     return RunInfo(Path("r"), Config(rounds=rounds), title)
 
 
-def drawn(watch: console.Rows) -> list[str]:
+def drawn(watch: console.LiveProgress) -> list[str]:
     """Return the lines that a watcher shows on its terminal."""
     plain = Console(file=io.StringIO(), width=watch.console.width)
     with plain.capture() as shown:
@@ -446,18 +447,18 @@ def drawn(watch: console.Rows) -> list[str]:
 
 def test_time_left_is_the_mean_pace_of_this_session() -> None:
     # Going on after round 10 of 40: 5 rounds in 20 s are 4 s a round; 25 rounds are left, so 100 s.
-    progress = console.Progress(Path("run"), "FedAvg", 40, first=10, began=1000.0)
-    assert progress.left(1001.0) is None
+    progress = console.Progress(Path("run"), "FedAvg", 40, first=10, start_time=1000.0)
+    assert progress.seconds_left(1001.0) is None
     progress.add(row(15, 0.5, 0.25))
-    assert progress.left(1020.0) == 100.0
+    assert progress.seconds_left(1020.0) == 100.0
     progress.add(row(16))
-    assert console.line(progress, 1020.0) == "FedAvg: round 16/40, accuracy 50.0 %, 1:20 left"
+    assert console.describe_progress(progress, 1020.0) == "FedAvg: round 16/40, accuracy 50.0 %, 1:20 left"
 
 
 @given(st.integers(1, 500))
 def test_a_pipe_gets_at_most_ten_lines_a_method(rounds: int) -> None:
     file = io.StringIO()
-    watch = console.Lines(Console(file=file, width=40), clock=lambda: 0.0)
+    watch = console.LineProgress(Console(file=file, width=40), clock=lambda: 0.0)
     run = running("FedDure", rounds)
     watch.begin(run)
     for number in range(1, rounds + 1):
@@ -469,8 +470,8 @@ def test_a_pipe_gets_at_most_ten_lines_a_method(rounds: int) -> None:
 
 def test_a_terminal_gets_one_live_row_a_method() -> None:
     file, now = io.StringIO(), [0.0]
-    watch = console.watcher(Console(file=file, width=110, force_terminal=True))
-    assert isinstance(watch, console.Rows)
+    watch = console.make_progress(Console(file=file, width=110, force_terminal=True))
+    assert isinstance(watch, console.LiveProgress)
     watch.clock = lambda: now[0]
     with watch:
         one, other = running("FedAvg [labeled]", 4), running("FedDure", 4)
@@ -491,7 +492,7 @@ def test_a_terminal_gets_one_live_row_a_method() -> None:
 def test_a_table_loses_nothing_on_a_narrow_terminal(width: int, ruled: bool) -> None:
     file = io.StringIO()
     screen = Console(file=file, width=width, force_terminal=True)
-    console.show(screen, ["method", "last %"], [["Fed [Dure]", "1,234.56"]])
+    console.print_table(screen, ["method", "last %"], [["Fed [Dure]", "1,234.56"]])
     shown = file.getvalue()
     assert ("─" in shown) is ruled
     assert "Fed [Dure]" in shown
@@ -501,8 +502,8 @@ def test_a_table_loses_nothing_on_a_narrow_terminal(width: int, ruled: bool) -> 
 def test_what_looks_like_a_picture_stays_as_it_is_written() -> None:
     file = io.StringIO()
     screen = Console(file=file, width=80, force_terminal=True)
-    console.say(screen, "run folder: runs/:cat:")
-    console.show(screen, [":dog:"], [["12:CD:34"]])
+    console.print_line(screen, "run folder: runs/:cat:")
+    console.print_table(screen, [":dog:"], [["12:CD:34"]])
     assert all(word in file.getvalue() for word in ("runs/:cat:", ":dog:", "12:CD:34"))
 
 
@@ -513,7 +514,7 @@ def test_durations(seconds: float | None, words: str) -> None:
 
 def test_json_on_a_pipe_shows_no_progress() -> None:
     file = io.StringIO()
-    watch = console.watcher(Console(file=file), json=True)
+    watch = console.make_progress(Console(file=file), as_json=True)
     run = running("FedDure", 1)
     watch.begin(run)
     watch.round(run, row(1, 0.5))
@@ -525,7 +526,7 @@ def test_json_on_a_pipe_shows_no_progress() -> None:
 @pytest.mark.parametrize("terminal", [False, True])
 def test_what_each_of_many_runs_would_say_is_said_once(terminal: bool) -> None:
     file = io.StringIO()
-    with console.watcher(Console(file=file, force_terminal=terminal, width=80)) as watch:
+    with console.make_progress(Console(file=file, force_terminal=terminal, width=80)) as watch:
         for words in ("batches repeat", "batches repeat", "another", "batches repeat"):
             watch.say(words)
     assert (file.getvalue().count("batches repeat"), file.getvalue().count("another")) == (1, 1)
@@ -534,8 +535,8 @@ def test_what_each_of_many_runs_would_say_is_said_once(terminal: bool) -> None:
 @pytest.mark.parametrize("width", [50, 60, 72, 80, 90, 110])
 def test_a_narrow_terminal_never_loses_the_time_that_is_left(width: int) -> None:
     """With the longest titles, epsilon and hours; columns go before the time does, and names before columns."""
-    watch = console.watcher(Console(file=io.StringIO(), width=width, force_terminal=True))
-    assert isinstance(watch, console.Rows)
+    watch = console.make_progress(Console(file=io.StringIO(), width=width, force_terminal=True))
+    assert isinstance(watch, console.LiveProgress)
     now = [0.0]
     watch.clock = lambda: now[0]
     run = running("FedProx + FixMatch without a coarse-grained regulator", 2000)
@@ -557,7 +558,7 @@ def test_methods_break_between_words_on_a_terminal(width: int) -> None:
     options = {
         each.name: "confidence_threshold = 0.95, another_long_option = false, the_last_one = 12" for each in entries
     }
-    methods.show_methods(Console(file=file, width=width, force_terminal=True, color_system=None), entries, options)
+    methods.print_methods(Console(file=file, width=width, force_terminal=True, color_system=None), entries, options)
     words = file.getvalue().replace("\n", " ")
     for each in entries:
         for word in f"{each.name} {each.title} {each.paper} {each.labels} {options[each.name]}".split():
@@ -580,7 +581,7 @@ def test_the_package_runs_as_the_command_does(
 def test_the_time_left_is_that_of_all_rows() -> None:
     """Ten rounds of a second, four of them played, one of three rows begun: 6 + 2 * 10 s, and 5 s of other work."""
     now = [0.0]
-    watch = console.Lines(Console(file=io.StringIO()), lambda: now[0], rows=3, after=5)
+    watch = console.LineProgress(Console(file=io.StringIO()), lambda: now[0], rows=3, seconds_after_runs=5)
     assert watch.all_left() is None
     run = RunInfo(Path("run"), Config(rounds=10), "one")
     watch.begin(run)

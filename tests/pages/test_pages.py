@@ -169,9 +169,9 @@ def test_the_list_is_the_order_of_the_page(tmp_path: Path, capsys: pytest.Captur
     ("flags", "words"),
     [
         (["--list", "0"], "--list is '0'"),
-        (["--list", "3", "--reader", "two"], "--list is the first reader's order"),
+        (["--list", "3", "--reader", "two"], "--list prints the first reader's order"),
         (["--port", "70000"], "--port is '70000'"),
-        (["--json"], "--json goes with --list"),
+        (["--json"], "--json needs --list"),
         (["--classes", "cat", "cow"], r"classes\.txt names other classes"),
         (["--model", "nowhere"], "nowhere: there is no such file"),
         (["--seed", "x"], "--seed is 'x'"),

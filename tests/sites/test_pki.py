@@ -427,7 +427,7 @@ def test_every_mistake_is_a_sentence_and_leaves_nothing(tmp_path, capsys, monkey
     (tmp_path / "file").touch()
     before = sorted(tmp_path.rglob("*"))
     for words, answer in (
-        ("", "needs to know what to do"),
+        ("", "needs an action"),
         ("init", "FOLDER"),
         ("init full", "is there already"),
         ("init file", "is there already"),
@@ -450,7 +450,7 @@ def test_every_mistake_is_a_sentence_and_leaves_nothing(tmp_path, capsys, monkey
         ("add-site nowhere a", "is no folder of keys"),
         ("rotate nowhere", "give --server, --ca or --site NAME"),
         ("rotate nowhere --server --site a", "one thing at a time"),
-        ("rotate nowhere --server --public-key x", "--public-key is that of a site"),
+        ("rotate nowhere --server --public-key x", "--public-key is the key of a site"),
         ("rotate nowhere --site a --days 3", "they go with --server or --ca"),
         ("remove-site nowhere", "NAME"),
     ):

@@ -227,7 +227,7 @@ def test_check_on_the_command_line_opens_no_connection(tmp_path, monkeypatch, ca
     (tmp_path / "labels.csv").write_text("path,label\na.png,q\nno.png,x\n")
     assert cli.main(["site", "check", str(tmp_path)]) == 1
     out = capsys.readouterr().out
-    assert "cannot take part: mend this first: labels that classes.txt does not have; labels without a file." in out
+    assert "cannot take part: repair this first: labels that classes.txt does not have; labels without a file." in out
 
 
 def test_long_lists_are_cut_but_not_in_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -448,7 +448,7 @@ def test_nothing_is_overwritten(tmp_path: Path, capsys: pytest.CaptureFixture[st
     exported(tmp_path / "f", *DIR)
     before = {path: path.stat().st_mtime_ns for path in (tmp_path / "f").rglob("*")}
     exported(tmp_path / "f", *DIR)
-    assert "has these very sites already; nothing was written." in capsys.readouterr().out
+    assert "has the same sites already; no file was written." in capsys.readouterr().out
     for folder, said in (
         (tmp_path / "f", "contains an export with other options"),
         (tmp_path, "is not empty, and nothing"),
@@ -492,7 +492,7 @@ def test_a_killed_export_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     [
         (
             "",
-            "site needs to know what to do: choose one of: check, export, join, label, prepare, terms.",
+            "site needs an action: choose one of: check, export, join, label, prepare, terms.",
         ),
         ("check nowhere", "nowhere: there is no such folder; give the folder of a site."),
         ("prepare nowhere", "nowhere: there is no such folder; give the folder of a site."),

@@ -116,8 +116,8 @@ def test_the_list_is_there_at_once() -> None:
     [
         (["feddure-tabel1"], "unknown recipe"),
         (["feddure-table1", "--time", "--scale", "smal"], "small"),
-        (["--time"], "--time is about one recipe"),
-        (["feddure-table1", "--scale", "small"], "--scale and --only go with --time"),
+        (["--time"], "--time needs one recipe"),
+        (["feddure-table1", "--scale", "small"], "--scale and --only need --time"),
     ],
 )
 def test_mistakes_are_one_sentence(words: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:

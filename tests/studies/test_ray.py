@@ -181,7 +181,7 @@ def test_no_ray_and_no_cluster_are_sentences(mine, monkeypatch, capsys):
         "ray start --head, or check --ray-address and RAY_ADDRESS.\n"
     )
     assert cli.main(["sweep", "mine.toml", "--ray-address", "10.0.0.1:6379"]) == 2
-    assert capsys.readouterr().err == "halfmoon: --ray-address goes with --engine ray.\n"
+    assert capsys.readouterr().err == "halfmoon: --ray-address needs --engine ray.\n"
 
 
 # On a cluster; these come last, as Ray prints to the stdout of whoever is connected

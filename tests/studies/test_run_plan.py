@@ -13,7 +13,7 @@ from PIL import Image
 import halfmoon
 from halfmoon import UserError
 from halfmoon.cli.main import main
-from halfmoon.cli.own import show_played
+from halfmoon.cli.studies import print_plan_result
 from halfmoon.core import hubs
 from halfmoon.engine.loop import Row
 from halfmoon.runs import factory
@@ -276,7 +276,7 @@ def test_without_a_decision_the_way_to_one_is_said(
     contents = scan_folder(tmp_path / "photos")
     assert contents is not None
     played = replace(make_plan({"data": "photos", "resize": 8, "network": "small", "width": 4}, contents), heads=heads)
-    show_played(played, PlanResult([], None, None), tmp_path, as_json=False)
+    print_plan_result(played, PlanResult([], None, None), tmp_path, as_json=False)
     assert words in capsys.readouterr().out
 
 

@@ -190,7 +190,7 @@ def test_a_federations_file_names_its_folders_and_their_form(tmp_path: Path) -> 
     assert command._of_federation([tmp_path], table, file) == both
     assert command._of_federation(both, table, file) == both
     assert command._form(table) == {"channels": 1, "resize": 8}
-    with pytest.raises(UserError, match=r"nroth is called as no site of wards\.toml: did you mean 'north'"):
+    with pytest.raises(UserError, match=r"the name of .*nroth is not a site of wards\.toml: did you mean 'north'"):
         command._of_federation([tmp_path / "nroth", tmp_path / "south"], table, file)
-    with pytest.raises(UserError, match=r"holds no folder east, which is a site of wards\.toml"):
+    with pytest.raises(UserError, match=r"has no folder east, which is a site of wards\.toml"):
         command._of_federation([tmp_path], {**table, "sites": ["north", "east"]}, file)

@@ -134,6 +134,6 @@ def test_whose_budget_was_searched_with(tmp_path: Path, capsys: pytest.CaptureFi
     words = "tune --method fedavg --clients 3 --cohort 2 --rounds 1 --network small --width 4 --data-share 0.2"
     where = ["--knob", "lr=1e-3,1e-2", "--trials", "1", "--run-dir", str(tmp_path / "t")]
     assert cli.main([*words.split(), *more.split(), *where]) == 0
-    assert ("Budget: what fedavg takes by its own rule." in capsys.readouterr().out) == told
+    assert ("Budget: the default steps of fedavg." in capsys.readouterr().out) == told
     best = resolve(tomllib.loads((tmp_path / "t" / "best.toml").read_text()), {})
     assert best.reference == ("feddure" if "feddure" in more else None)

@@ -1,4 +1,4 @@
-"""What a user sees while runs are played and when they are over: live rows, plain lines, tables."""
+"""Print progress of runs and results on a console: live rows on a terminal, plain lines elsewhere, and tables."""
 
 from __future__ import annotations
 
@@ -23,129 +23,186 @@ if TYPE_CHECKING:
     from halfmoon.runs.callbacks import RunInfo
 
 Row = dict[str, Any]
-BAR, BAR_WIDTH = "bar", 12  # of progress, where a terminal has room for it
-SHORTEST, GAP = 16, 2  # columns that a method's name has at least, and that lie between two columns
-STEPS = 10  # lines a method prints where there is no terminal
+
+BAR = "bar"
+"""The key of the cell with the progress bar."""
+
+BAR_COLUMNS = 12
+"""Terminal columns of the progress bar."""
+
+MIN_TITLE_COLUMNS = 16
+"""Terminal columns that the title of a method has at least."""
+
+GAP_COLUMNS = 2
+"""Terminal columns between two cells."""
+
+LINES_PER_METHOD = 10
+"""Progress lines that a method prints without a terminal."""
+
+REQUIRED_CELLS = ("round", "time")
+"""Cells of a live row that are shown on any terminal."""
 
 
 @dataclass
 class Progress:
-    """How far one method is."""
+    """Rounds, metrics and timing of one method of a run.
+
+    Attributes:
+        folder: the run folder.
+        title: the title of the method.
+        rounds: the number of rounds of the run.
+        first: the number of rounds that were finished before this process, if the run is resumed.
+        start_time: the time of its start by the clock of the console, in seconds.
+        round: the last finished round.
+        accuracy: test accuracy of the last evaluation, 0 to 1.
+        pseudo: accuracy of the pseudo-labels in the last round, 0 to 1.
+        used: share of the unlabeled images whose pseudo-label was used in the last round.
+        took: seconds of the whole method; None until it is finished.
+        aggregator: metrics of the aggregator in the last round.
+    """
 
     folder: Path
     title: str
     rounds: int
     first: int
-    began: float
+    start_time: float
     round: int = field(init=False)
-    accuracy: float | None = field(default=None, init=False)  # of the last evaluation
+    accuracy: float | None = field(default=None, init=False)
     pseudo: float | None = field(default=None, init=False)
     used: float | None = field(default=None, init=False)
-    took: float | None = field(default=None, init=False)  # seconds, once it is through
-    aggregator: Row = field(default_factory=dict, init=False)  # what stands before the method says of the last round
+    took: float | None = field(default=None, init=False)
+    aggregator: Row = field(default_factory=dict, init=False)
 
     def __post_init__(self) -> None:
         self.round = self.first
 
     def add(self, row: Row) -> None:
-        """Take over a round's line of metrics.jsonl."""
+        """Update the metrics from a round's row of metrics.jsonl."""
         self.round = row["round"]
         pseudo = row.get("pseudo") or {}
-        self.pseudo, self.used = pseudo.get("accuracy"), pseudo.get("share_used")
+        self.pseudo = pseudo.get("accuracy")
+        self.used = pseudo.get("share_used")
         self.aggregator = row.get("aggregation") or {}
+        # Rounds between two evaluations have no test metrics: the last accuracy is still the newest.
         if "test" in row:
             self.accuracy = row["test"]["accuracy"]
 
-    def left(self, now: float) -> float | None:
-        """Return the seconds this method still needs at its mean pace, None before its first round."""
+    def seconds_left(self, now: float) -> float | None:
+        """Estimate the remaining seconds from the mean time of a round; None before the first round is finished."""
+        # Rounds before a resume were not timed by this process.
         rounds = self.round - self.first
-        return (now - self.began) / rounds * (self.rounds - self.round) if rounds else None
+        if not rounds:
+            return None
+        return (now - self.start_time) / rounds * (self.rounds - self.round)
 
 
 @dataclass(eq=False)
-class Quiet:
-    """Note how far every method is, and show nothing but what has to be said.
+class NullProgress:
+    """Record the progress of every method, and print only messages.
 
-    It is a `halfmoon.runs.callbacks.Callback` that owns a part of the screen while it is entered.
+    It is a `halfmoon.runs.callbacks.Callback`, and a context manager whose subclasses use a part of the screen while
+    they are entered.
+
+    Attributes:
+        console: the console to print on.
+        clock: returns seconds.
+        rows: the number of methods that will run; 0 if it is not known.
+        seconds_after_runs: seconds of other work after the last run.
+        runs: the methods that have started, in this order.
     """
 
     console: Console
     clock: Callable[[], float] = time.monotonic
     rows: int = 0
-    after: float = 0.0
+    seconds_after_runs: float = 0.0
     runs: list[Progress] = field(default_factory=list, init=False)
-    _sentences: set[str] = field(default_factory=set, init=False)
+    _messages: set[str] = field(default_factory=set, init=False)
 
-    def __enter__(self) -> Quiet:
+    def __enter__(self) -> NullProgress:
         return self
 
     def __exit__(self, *error: object) -> None:
         return None
 
     def begin(self, run: RunInfo) -> None:
+        """Add a method that starts."""
         self.runs.append(Progress(run.folder, run.title, run.rounds, run.first, self.clock()))
 
     def round(self, run: RunInfo, row: Row) -> None:
-        self.of(run).add(row)
+        """Update the progress of a method after a round."""
+        self.find(run).add(row)
 
     def end(self, run: RunInfo, summary: Row) -> None:
-        """A method is through; a run that was over before its last round says why."""
-        progress = self.of(run)
-        progress.took = self.clock() - progress.began
+        """Mark a method as finished, and print why if it stopped before its last round."""
+        progress = self.find(run)
+        progress.took = self.clock() - progress.start_time
         if summary.get("ended"):
             self.say(f"{run.title}: {summary['ended']}")
 
-    def say(self, words: str) -> None:
-        if words not in self._sentences:  # each of many runs would say the same
-            self._sentences.add(words)
-            say(self.console, f"halfmoon: {words}")
+    def say(self, text: str) -> None:
+        """Print a message once, even if several runs report it."""
+        if text not in self._messages:
+            self._messages.add(text)
+            print_line(self.console, f"halfmoon: {text}")
 
-    def of(self, run: RunInfo) -> Progress:
-        return next(each for each in reversed(self.runs) if each.folder == run.folder)
+    def find(self, run: RunInfo) -> Progress:
+        """Return the progress of a run; of the last one if its folder was used twice."""
+        return next(progress for progress in reversed(self.runs) if progress.folder == run.folder)
 
-    def all_left(self) -> float | None:
-        """Return the seconds that all `rows` still need, and what comes `after` them; None before the first round.
+    def total_seconds_left(self) -> float | None:
+        """Estimate the seconds until all `rows` and the work after them are finished.
 
-        A row that has not begun takes as long as the others in their mean, and as many are played at once.
+        Methods that have not started get the mean time of the others, and run as many at once as run now.
+
+        Returns:
+            The estimate, or None until every method that has started has finished a round.
         """
         now = self.clock()
-        lefts = [each.left(now) for each in self.runs if each.took is None]
-        times = [left for left in lefts if left is not None]
-        if len(times) < len(lefts) or not self.runs:
+        running = [progress.seconds_left(now) for progress in self.runs if progress.took is None]
+        known = [seconds for seconds in running if seconds is not None]
+        if len(known) < len(running) or not self.runs:
             return None
-        lengths = [each.took or now - each.began + (each.left(now) or 0) for each in self.runs]
-        waiting = max(0, self.rows - len(self.runs)) * sum(lengths) / len(lengths)
-        return max(times, default=0) + waiting / max(1, len(times)) + self.after
+        totals = []
+        for progress in self.runs:
+            elapsed = now - progress.start_time
+            totals.append(progress.took or elapsed + (progress.seconds_left(now) or 0))
+        waiting_runs = max(0, self.rows - len(self.runs))
+        waiting_seconds = waiting_runs * sum(totals) / len(totals)
+        return max(known, default=0) + waiting_seconds / max(1, len(known)) + self.seconds_after_runs
 
-    def tell_guards(self, run: RunInfo) -> None:
-        """Say which defenses, privacy and attacks a run has, where it has some."""
-        guards = [f"{name} {toml_text(value)}" for name, value in security_options(run.config).items()]
-        if guards:
-            self.say(f"{run.title}: {', '.join(guards)}.")
+    def print_security_options(self, run: RunInfo) -> None:
+        """Print the defenses, privacy options and attacks of a run that has some."""
+        options = [f"{name} {toml_text(value)}" for name, value in security_options(run.config).items()]
+        if options:
+            self.say(f"{run.title}: {', '.join(options)}.")
 
 
-class Lines(Quiet):
-    """Print a plain line about every tenth of the rounds."""
+class LineProgress(NullProgress):
+    """Print a plain line after about every tenth of a method's rounds."""
 
     def begin(self, run: RunInfo) -> None:
+        """Print the security options of a method, and the round from which it is resumed."""
         super().begin(run)
         if run.first:
             self.say(f"{run.title}: going on after round {run.first} of {run.rounds}.")
-        self.tell_guards(run)
+        self.print_security_options(run)
 
     def round(self, run: RunInfo, row: Row) -> None:
+        """Print a line if this round completes the next tenth."""
         super().round(run, row)
-        now = self.of(run)
-        if now.round * STEPS // now.rounds > (now.round - 1) * STEPS // now.rounds:
-            left = self.all_left() if self.rows > 1 else None
-            whole = f"; all rows: {duration(left)} left" if left else ""
-            say(self.console, f"{line(now, self.clock())}{whole}")
+        progress = self.find(run)
+        # Integer division gives the number of complete tenths; it grows in the rounds that print.
+        tenths = progress.round * LINES_PER_METHOD // progress.rounds
+        if tenths > (progress.round - 1) * LINES_PER_METHOD // progress.rounds:
+            left = self.total_seconds_left() if self.rows > 1 else None
+            total = f"; all rows: {duration(left)} left" if left else ""
+            print_line(self.console, f"{describe_progress(progress, self.clock())}{total}")
 
 
-class Rows(Quiet):
-    """Keep one live row a method on a terminal."""
+class LiveProgress(NullProgress):
+    """Update one row for each method on a terminal."""
 
-    def __enter__(self) -> Rows:
+    def __enter__(self) -> LiveProgress:
         self._live = Live(console=self.console, get_renderable=self.table, refresh_per_second=4, transient=True)
         self._live.start(refresh=True)
         return self
@@ -154,82 +211,113 @@ class Rows(Quiet):
         self._live.stop()
 
     def begin(self, run: RunInfo) -> None:
+        """Add a row, and print the security options of the method."""
         super().begin(run)
-        self.tell_guards(run)
+        self.print_security_options(run)
 
     def table(self) -> Table:
-        """Return the rows as they are now."""
+        """Build the table of all rows at this time."""
         table = Table(box=None, pad_edge=False, caption_justify="left")
         if not self.runs:
             return table
         if self.rows > 1:
-            table.caption = f"all rows: {duration(self.all_left())} left"
-        cells = [self._cells(each) for each in self.runs]
-        names, room = fitting(cells, self.console.width)
-        table.add_column("method", no_wrap=True, overflow="ellipsis", max_width=room)
+            table.caption = f"all rows: {duration(self.total_seconds_left())} left"
+        cells = [self._cells(progress) for progress in self.runs]
+        names, title_columns = choose_cells(cells, self.console.width)
+        table.add_column("method", no_wrap=True, overflow="ellipsis", max_width=title_columns)
         if BAR in names:
             table.add_column("")
         columns = [name for name in cells[0] if name in names and name != BAR]
         for name in columns:
-            width = max(len(name), *(len(each[name]) for each in cells))
+            width = max(len(name), *(len(values[name]) for values in cells))
             table.add_column(name, justify="right", no_wrap=True, min_width=width)
-        for each, values in zip(self.runs, cells, strict=True):
-            bar = [ProgressBar(each.rounds, each.round, width=BAR_WIDTH)] if BAR in names else []
-            table.add_row(Text(each.title), *bar, *(values[name] for name in columns))
+        for progress, values in zip(self.runs, cells, strict=True):
+            row: list[Any] = [Text(progress.title)]
+            if BAR in names:
+                row.append(ProgressBar(progress.rounds, progress.round, width=BAR_COLUMNS))
+            row += [values[name] for name in columns]
+            table.add_row(*row)
         return table
 
-    def _cells(self, each: Progress) -> dict[str, str]:
-        left = f"{duration(each.left(self.clock()))} left" if each.took is None else duration(each.took)
-        values = {BAR: " " * BAR_WIDTH, "round": f"{each.round}/{each.rounds}", "accuracy": percent(each.accuracy)}
-        values |= {"pseudo-labels": percent(each.pseudo), "used": percent(each.used)}
+    def _cells(self, progress: Progress) -> dict[str, str]:
+        if progress.took is None:
+            time_text = f"{duration(progress.seconds_left(self.clock()))} left"
+        else:
+            time_text = duration(progress.took)
+        cells = {
+            BAR: " " * BAR_COLUMNS,  # reserves the width of the bar
+            "round": f"{progress.round}/{progress.rounds}",
+            "accuracy": percent(progress.accuracy),
+            "pseudo-labels": percent(progress.pseudo),
+            "used": percent(progress.used),
+        }
+        # All rows of a table have the same cells, so one private method gives the others an empty one.
         if any("epsilon" in other.aggregator for other in self.runs):
-            epsilon = each.aggregator.get("epsilon")
-            values["epsilon"] = "-" if epsilon is None else f"{epsilon:.4g}"
-        return {**values, "time": left}
+            epsilon = progress.aggregator.get("epsilon")
+            cells["epsilon"] = "-" if epsilon is None else f"{epsilon:.4g}"
+        cells["time"] = time_text
+        return cells
 
 
-def fitting(cells: Sequence[Mapping[str, str]], width: int) -> tuple[set[str], int]:
-    """Return the columns that a terminal has room for beside the methods' names, and how much room these have.
+def choose_cells(cells: Sequence[Mapping[str, str]], width: int) -> tuple[set[str], int]:
+    """Choose the cells of a live row that fit on a terminal, most important first.
 
-    Round and time are always there.
+    Args:
+        cells: the texts of every row by name of the cell.
+        width: columns of the terminal.
+
+    Returns:
+        The names of the cells, always with round and time, and the columns that are left for the methods' titles.
     """
-    columns = {"round", "time"}
-    room = width - SHORTEST
-    order = [*columns, "accuracy", "epsilon", "pseudo-labels", "used", BAR]
-    for name in order:
-        if name in cells[0]:
-            needed = GAP + max(len(name) if name != BAR else 0, *(len(each[name]) for each in cells))
-            if needed <= room or name in ("round", "time"):
-                columns.add(name)
-                room -= needed
-    return columns, max(1, SHORTEST + room)
+    chosen = set(REQUIRED_CELLS)
+    free_columns = width - MIN_TITLE_COLUMNS
+    for name in (*REQUIRED_CELLS, "accuracy", "epsilon", "pseudo-labels", "used", BAR):
+        if name not in cells[0]:
+            continue
+        heading_columns = 0 if name == BAR else len(name)  # the bar has no heading
+        needed = GAP_COLUMNS + max(heading_columns, *(len(values[name]) for values in cells))
+        if needed <= free_columns or name in REQUIRED_CELLS:
+            chosen.add(name)
+            free_columns -= needed
+    return chosen, max(1, MIN_TITLE_COLUMNS + free_columns)
 
 
-def watcher(console: Console, json: bool = False, rows: int = 0, after: float = 0.0) -> Quiet:
-    terminal = console.is_terminal and not console.is_dumb_terminal
-    return (Rows if terminal else Quiet if json else Lines)(console, rows=rows, after=after)
+def make_progress(
+    console: Console, as_json: bool = False, rows: int = 0, seconds_after_runs: float = 0.0
+) -> NullProgress:
+    """Create the progress display that suits a console: live rows on a terminal, else lines, or none for JSON."""
+    display: type[NullProgress]
+    if console.is_terminal and not console.is_dumb_terminal:
+        display = LiveProgress
+    elif as_json:
+        display = NullProgress
+    else:
+        display = LineProgress
+    return display(console, rows=rows, seconds_after_runs=seconds_after_runs)
 
 
-def line(progress: Progress, now: float) -> str:
-    """Return how far a method is, in words."""
-    parts = [f"round {progress.round}/{progress.rounds}", f"accuracy {percent(progress.accuracy)}"]
+def describe_progress(progress: Progress, now: float) -> str:
+    """Describe the progress of a method in one line."""
+    items = [f"round {progress.round}/{progress.rounds}", f"accuracy {percent(progress.accuracy)}"]
     if progress.pseudo is not None:
-        parts.append(f"pseudo-labels {percent(progress.pseudo)}")
+        items.append(f"pseudo-labels {percent(progress.pseudo)}")
     if progress.used is not None:
-        parts.append(f"used {percent(progress.used)}")
-    numbers = {name: value for name, value in progress.aggregator.items() if isinstance(value, int | float)}
-    parts += [f"{name.replace('_', ' ')} {value:.4g}" for name, value in numbers.items()]
+        items.append(f"used {percent(progress.used)}")
+    for name, value in progress.aggregator.items():
+        if isinstance(value, int | float):
+            items.append(f"{name.replace('_', ' ')} {value:.4g}")
     if progress.round < progress.rounds:
-        parts.append(f"{duration(progress.left(now))} left")
-    return f"{progress.title}: {', '.join(parts)}"
+        items.append(f"{duration(progress.seconds_left(now))} left")
+    return f"{progress.title}: {', '.join(items)}"
 
 
 def percent(share: float | None) -> str:
+    """Format a share of 0 to 1 in percent; `-` for None."""
     return "-" if share is None else f"{100 * share:.1f} %"
 
 
 def duration(seconds: float | None) -> str:
-    """Return seconds as minutes:seconds, with hours where there are some, `-` for none."""
+    """Format seconds as minutes:seconds, or hours:minutes:seconds from one hour on; `-` for None."""
     if seconds is None:
         return "-"
     minutes, rest = divmod(round(seconds), 60)
@@ -237,56 +325,73 @@ def duration(seconds: float | None) -> str:
     return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
 
 
-def show(console: Console, header: Sequence[str], rows: Sequence[Sequence[str]], wrap: bool = False) -> None:
-    """Print a table, ruled on a terminal with room for it, else plain; columns of numbers are flush right.
+def print_table(console: Console, header: Sequence[str], rows: Sequence[Sequence[str]], wrap: bool = False) -> None:
+    """Print a table with rules on a terminal that is wide enough, else as plain text; numbers are right-aligned.
 
-    With `wrap` a table of words stays ruled on a narrow terminal: all but the first column go on below themselves.
+    Args:
+        console: the console to print on.
+        header: the headings of the columns.
+        rows: the cells of each row, one for each heading.
+        wrap: print rules on a narrow terminal too, and wrap the text of all columns but the first.
     """
-    right = [all(_number(row[k]) for row in rows) for k in range(len(header))]
-    widths = [
-        max(map(len, [*name.split(), *(row[k] for row in rows if right[k])]), default=1)
-        for k, name in enumerate(header)
-    ]
+    is_number = [all(_is_number(row[column]) for row in rows) for column in range(len(header))]
+    widths = []
+    for column, heading in enumerate(header):
+        # A heading may wrap between its words, but a number has to fit on one line.
+        texts = heading.split()
+        if is_number[column]:
+            texts += [row[column] for row in rows]
+        widths.append(max(map(len, texts), default=1))
     narrow = sum(widths) + 2 * len(widths) > console.width
     if not console.is_terminal or (narrow and not wrap):
-        say(console, plain(header, rows, right))
+        print_line(console, format_plain_table(header, rows, is_number))
         return
     table = Table(box=SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
-    for name, flush, width in zip(header, right, widths, strict=True):
-        first = name == header[0]
+    for heading, flush_right, width in zip(header, is_number, widths, strict=True):
         if wrap:
-            table.add_column(Text(name), no_wrap=first)
+            table.add_column(Text(heading), no_wrap=heading == header[0])
         else:
-            table.add_column(Text(name), justify="right" if flush else "left", min_width=width)
+            table.add_column(Text(heading), justify="right" if flush_right else "left", min_width=width)
     for row in rows:
+        # Text, because rich would read brackets in a string as markup.
         table.add_row(*map(Text, row))
     console.print(table)
 
 
-def plain(header: Sequence[str], rows: Sequence[Sequence[str]], right: Sequence[bool]) -> str:
-    """Return a table as aligned text."""
-    widths = [max(len(each[k]) for each in (header, *rows)) for k in range(len(header))]
-    lines = [
-        "  ".join(
-            f"{cell:{'>' if flush else '<'}{width}}" for cell, flush, width in zip(each, right, widths, strict=True)
-        )
-        for each in (header, *rows)
-    ]
-    return "\n".join(each.rstrip() for each in lines)
+def format_plain_table(header: Sequence[str], rows: Sequence[Sequence[str]], right_aligned: Sequence[bool]) -> str:
+    """Format a table as text with aligned columns.
+
+    Args:
+        header: the headings of the columns.
+        rows: the cells of each row.
+        right_aligned: for each column, whether its cells are right-aligned.
+    """
+    lines = [header, *rows]
+    widths = [max(len(line[column]) for line in lines) for column in range(len(header))]
+    texts = []
+    for line in lines:
+        cells = []
+        for cell, flush_right, width in zip(line, right_aligned, widths, strict=True):
+            cells.append(cell.rjust(width) if flush_right else cell.ljust(width))
+        texts.append("  ".join(cells).rstrip())
+    return "\n".join(texts)
 
 
-def wrapped(console: Console, words: str) -> str:
-    """Return words behind two blanks; a terminal gets lines that end between words."""
+def wrap_text(console: Console, text: str) -> str:
+    """Indent a text by two spaces, and wrap it between words on a terminal."""
     if not console.is_terminal:
-        return f"  {words}"
-    wrap = textwrap.TextWrapper(max(20, console.width), initial_indent="  ", subsequent_indent="    ")
-    wrap.break_long_words = wrap.break_on_hyphens = False
-    return wrap.fill(words)
+        return f"  {text}"
+    wrapper = textwrap.TextWrapper(max(20, console.width), initial_indent="  ", subsequent_indent="    ")
+    # Paths and option names stay in one piece, so that they can be copied.
+    wrapper.break_long_words = False
+    wrapper.break_on_hyphens = False
+    return wrapper.fill(text)
 
 
-def say(console: Console, words: str) -> None:
-    console.print(words, markup=False, emoji=False, highlight=False, soft_wrap=True)
+def print_line(console: Console, text: str) -> None:
+    """Print a text without markup, highlighting or wrapping."""
+    console.print(text, markup=False, emoji=False, highlight=False, soft_wrap=True)
 
 
-def _number(words: str) -> bool:
-    return words[:1].isdigit() or words in ("-", "")
+def _is_number(text: str) -> bool:
+    return text[:1].isdigit() or text in ("-", "")

@@ -1,7 +1,7 @@
 """The command line: `halfmoon COMMAND`.
 
-Flags are the options of `halfmoon.config.schema` and override a TOML file. Every mistake ends in one sentence on
-stderr: exit code 2 for a mistake of the user, 1 for a run that failed, 130 for Ctrl-C.
+Flags are the options of `halfmoon.config.schema` and override a TOML file. Errors are printed to stderr in one
+sentence. Exit codes: 2 for a mistake of the user, 1 for a run that failed, 130 for Ctrl-C.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from halfmoon.cli import own
+from halfmoon.cli import studies
 from halfmoon.cli.commands import base, data, federation, methods, paged, privacy, report, site, sweep, trained
 from halfmoon.config import preset, retired
 from halfmoon.config import schema as settings
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from halfmoon.studies.plan import Plan
     from halfmoon.studies.run_plan import PlanResult
 
-Outcome = TypeVar("Outcome")
+Result = TypeVar("Result")
 
 MAIN_JOB: dict[str, Any] = {
     "baselines": ("fedavg", "fedavg-control", "fedavg-fixmatch", "fedavg-sl"),
@@ -37,18 +37,18 @@ MAIN_JOB: dict[str, Any] = {
     "options": {"labels": "round", "regulator_bias": 0.0, "fedavg-fixmatch": {"labels": "round", "threshold": 0.7},
                 "fedavg-control": {"labels": "round"}},
 }  # fmt: skip
-"""What `halfmoon run` without a method and a file sets: the recipe for digits, chosen on validation images."""
+"""Options of `halfmoon run` without a method and a file: the recipe for digits, chosen on validation images."""
 
-OTHER_DATA = ("fedavg", "fedavg-control", "fedavg-fixmatch-global", "fedavg-soft-labels", "fedavg-sl")
-"""The methods beside FedDure where `halfmoon run` names other data and no method."""
+OTHER_DATA_BASELINES = ("fedavg", "fedavg-control", "fedavg-fixmatch-global", "fedavg-soft-labels", "fedavg-sl")
+"""Baselines of `halfmoon run` with other data than the digits and without a method."""
 
-OTHERS = (
+COMMAND_BUILDERS = (
     methods.add, data.add, sweep.add_recipes, sweep.add, report.add, federation.add_federation,
     site.add, federation.add_serve, trained.add, paged.add_watch, privacy.add, methods.add_check,
 )  # fmt: skip
-"""What adds the other commands."""
+"""Functions that add the other commands, in the order of `halfmoon --help`."""
 
-OTHER_NAMES = {
+COMMAND_SYNONYMS = {
     "train": "run",
     "fit": "run",
     "simulate": "run",
@@ -66,37 +66,42 @@ OTHER_NAMES = {
     "label": "site label",
     "terms": "site terms",
 }
-"""The commands by names that other programs give them."""
+"""Names of commands in other programs, and the commands of halfmoon, for the error about an unknown command."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line and return its exit code."""
-    words = list(sys.argv[1:] if argv is None else argv)
+    arguments = list(sys.argv[1:] if argv is None else argv)
     try:
-        code = _main(words)
+        code = _run_command_line(arguments)
         sys.stdout.flush()
         return code
-    except SystemExit as done:  # argparse, after --help and --version
-        return int(done.code or 0)
+    except SystemExit as error:  # argparse, after --help and --version
+        return int(error.code or 0)
     except BrokenPipeError:
-        # Whoever read the output has seen enough; nothing may be written when Python closes stdout.
+        # The reader, such as `head`, has closed the pipe. Python flushes stdout at exit, which must not fail again.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except (base.CommandExit, UserError, RuntimeError, KeyboardInterrupt, OSError) as error:
-        if "--debug" in words and isinstance(error, base.CommandExit) and error.__cause__ is not None:
+        is_debug = "--debug" in arguments
+        if is_debug and isinstance(error, base.CommandExit) and error.__cause__ is not None:
             raise error.__cause__ from None
-        if "--debug" in words or (end := _end(error)) is None:
+        message_and_code = _describe_error(error)
+        if is_debug or message_and_code is None:
             raise
-        return base.print_warning(*end)
+        message, code = message_and_code
+        return base.print_warning(message, code)
 
 
-def _end(error: BaseException) -> tuple[str, int] | None:
+def _describe_error(error: BaseException) -> tuple[str, int] | None:
+    """Return the message and the exit code of an error, or None for a bug, whose traceback is useful."""
     if isinstance(error, base.CommandExit):
         return str(error), error.code
     if isinstance(error, UserError):
+        # A full or failing disk is reported as a UserError for its message, but is no mistake of the user.
         cause = error.__cause__
-        full = isinstance(cause, OSError) and cause.errno in (errno.ENOSPC, errno.EDQUOT, errno.EIO)
-        return str(error), 1 if full else 2
+        disk_failed = isinstance(cause, OSError) and cause.errno in (errno.ENOSPC, errno.EDQUOT, errno.EIO)
+        return str(error), 1 if disk_failed else 2
     if isinstance(error, OSError):
         return f"{error.filename or 'a file'}: {error.strerror or error}.", 1
     if isinstance(error, KeyboardInterrupt):
@@ -106,56 +111,62 @@ def _end(error: BaseException) -> tuple[str, int] | None:
     return (str(error), 1) if isinstance(error, Diverged) else None
 
 
-def _main(words: list[str]) -> int:
-    """Parse and do; every mistake is raised."""
-    parser, commands = _parser("--help-all" in words)
-    _refuse_removed_command(words, commands)
-    if words and not words[0].startswith("-") and words[0] not in commands:
-        near = OTHER_NAMES.get(words[0])
-        hint = f"did you mean {near!r}?" if near else suggest(words[0], commands)
-        raise UserError(f"unknown command {words[0]!r}: {hint}")
-    if words and words[0] in base.TRAINED and any(word.split("=")[0] == "--model" for word in words):
-        raise base.model_flag_error(words[0])
-    words = ["--help" if word == "--help-all" else word for word in words]
-    if not words:
+def _run_command_line(arguments: list[str]) -> int:
+    """Parse the arguments and run the command; raise an exception for every error."""
+    parser, commands = _build_parser("--help-all" in arguments)
+    _refuse_removed_command(arguments, commands)
+    if arguments and not arguments[0].startswith("-") and arguments[0] not in commands:
+        synonym = COMMAND_SYNONYMS.get(arguments[0])
+        hint = f"did you mean {synonym!r}?" if synonym else suggest(arguments[0], commands)
+        raise UserError(f"unknown command {arguments[0]!r}: {hint}")
+    has_model_flag = any(argument.split("=")[0] == "--model" for argument in arguments)
+    if arguments and arguments[0] in base.MODEL_COMMANDS and has_model_flag:
+        raise base.model_flag_error(arguments[0])
+    arguments = ["--help" if argument == "--help-all" else argument for argument in arguments]
+    if not arguments:
         parser.print_help()
         return 0
-    args, rest = parser.parse_known_args(words)
+    args, rest = parser.parse_known_args(arguments)
     if rest:
         raise base.unknown_argument_error(args, rest, commands)
     if args.command is None:
         raise UserError(f"no command is given: {suggest('', commands)}")
-    args.words = words
+    args.words = arguments
     return base.run_command(args, args.do)
 
 
-def _refuse_removed_command(words: Sequence[str], commands: Mapping[str, argparse.ArgumentParser]) -> None:
-    """Raise `UserError` if the first words are a removed command, or a removed action of a command."""
-    if not words or words[0].startswith("-"):
+def _refuse_removed_command(arguments: Sequence[str], commands: Mapping[str, argparse.ArgumentParser]) -> None:
+    """Raise `UserError` if the first arguments are a removed command, or a removed action of a command."""
+    if not arguments or arguments[0].startswith("-"):
         return
-    if words[0] not in commands:
-        error = retired.command_error(words[0])
-    elif len(words) > 1 and words[1] not in base.action_names(commands[words[0]]):
-        error = retired.command_error(f"{words[0]} {words[1]}")
+    if arguments[0] not in commands:
+        error = retired.command_error(arguments[0])
+    elif len(arguments) > 1 and arguments[1] not in base.action_names(commands[arguments[0]]):
+        error = retired.command_error(f"{arguments[0]} {arguments[1]}")
     else:
         error = None
     if error is not None:
         raise error
 
 
-def _parser(full: bool) -> tuple[base.Parser, Mapping[str, argparse.ArgumentParser]]:
+def _build_parser(full: bool) -> tuple[base.Parser, Mapping[str, argparse.ArgumentParser]]:
+    """Build the parser of the command line; with `full`, its help shows all options of a run.
+
+    Returns:
+        The parser, and the parser of each command by its name.
+    """
     parser = base.Parser(prog="halfmoon", description=metadata.metadata("halfmoon")["Summary"], allow_abbrev=False)
     parser.add_argument("--version", action="version", version=f"halfmoon {metadata.version('halfmoon')}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", parser_class=base.Parser)
 
     run = base.add_command(
-        commands, "run", "train a method; without --method and --config: the main job on digits", "", _run
+        commands, "run", "train a method; without --method and --config: FedDure and its baselines on digits", "", _run
     )
-    own.sites_flags(run)
-    own.plan_flags(run)
+    studies.add_sites_flag(run)
+    studies.add_plan_flags(run)
     _add_explain_flag(run)
     base.add_tracker_flag(run)
-    _wide(run)
+    _add_wide_flag(run)
     base.add_options(run, list(settings.option_types()), full)
 
     compare = base.add_command(
@@ -165,21 +176,21 @@ def _parser(full: bool) -> tuple[base.Parser, Mapping[str, argparse.ArgumentPars
     compare.add_argument("--seeds", nargs="+", metavar="N", default=["0"], help="seeds of training (default: 0)")
     _add_explain_flag(compare)
     base.add_tracker_flag(compare)
-    _wide(compare)
+    _add_wide_flag(compare)
     base.add_options(
         compare, [name for name in settings.option_types() if name not in ("method", "baselines", "seed")], full
     )
 
     sweep.add_tune(commands, full)
 
-    resume = base.add_command(commands, "resume", "go on with a run that was stopped", "DIR ", _resume)
+    resume = base.add_command(commands, "resume", "continue a run that was stopped", "DIR ", _resume)
     resume.add_argument("folder", type=Path, metavar="DIR", help="the run folder")
     base.add_unchecked_flag(resume)
     base.add_tracker_flag(resume)
-    _wide(resume)
+    _add_wide_flag(resume)
 
-    for add in OTHERS:
-        add(commands)
+    for add_command in COMMAND_BUILDERS:
+        add_command(commands)
     return parser, commands.choices
 
 
@@ -220,102 +231,125 @@ def _print_explanation(
     return 0
 
 
-def _wide(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--wide", action="store_true", help="print all columns, also those beyond 80 characters")
+def _add_wide_flag(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--wide", action="store_true", help="print all columns, also if they need more than 80 characters"
+    )
 
 
 def _run(args: argparse.Namespace) -> int:
     values, flags, file = base.read_layers(args)
     if args.sites:
-        config, folders = own.rehearsal_of(args, {**values, **flags}, file)
-        if args.explain:
-            recipe = {} if args.config else own.RECIPE
-            layers = {"flag": flags, f"file {file}": values, "recipe of --sites": recipe}
-            return _print_explanation(args, config, layers)
-        assert config.run_dir is not None
-        from halfmoon.studies.site_rehearsal import estimate_gains, rehearse
-
-        root, again = config.run_dir, "the same command goes on"
-        return _play(
-            args,
-            root,
-            lambda watch: (
-                rehearse(config, folders, root, watch),
-                estimate_gains(folders, config.group_pattern, watch),
-            ),
-            own.print_rows,
-            again,
-        )
-    own.refuse_federation(args.config, values, flags)
-    if (plan := own.planned(args, flags)) is not None:
+        return _rehearse_sites(args, values, flags, file)
+    studies.refuse_federation(args.config, values, flags)
+    if (plan := studies.make_plan(args, flags)) is not None:
         if args.explain:
             return _print_explanation(args, plan.config, {"flag": flags}, "plan of the folder")
-        return _play_plan(args, plan)
+        return _run_plan(args, plan)
     if args.config is None and not {"method", "baselines"} & flags.keys():
         recipe = _main_job(flags)
     else:
         recipe = flags
-    config = settings.resolve(values, _at_once(values, recipe), file)
+    config = settings.resolve(values, _with_processes(values, recipe), file)
     if args.explain:
         layers = {
             "flag": flags,
             f"file {file}": values,
             "recipe of halfmoon run": recipe,
-            "halfmoon run": _at_once(values, {}),
+            "halfmoon run": _with_processes(values, {}),
         }
         return _print_explanation(args, config, layers)
     flags = recipe
     if {**values, **flags}.get("method") == preset.RECOMMENDED:
-        print(f"recommended with labels at {config.labels_at}: {config.method}", file=sys.stderr)
-    _note(config, {**values, **flags})
+        print(f"recommended method with labels at {config.labels_at}: {config.method}", file=sys.stderr)
+    _print_notes(config, {**values, **flags})
     folder = config.run_dir or settings.next_free_folder(config, config.method)
     from halfmoon.runs import runner
 
     rows = 1 + len(config.baselines)
-    return _play(args, folder, lambda watch: runner.start(replace(config, run_dir=folder), watch), rows=rows)
+    return _train(args, folder, lambda callback: runner.start(replace(config, run_dir=folder), callback), rows=rows)
 
 
-def _play_plan(args: argparse.Namespace, plan: Plan) -> int:
+def _rehearse_sites(
+    args: argparse.Namespace, values: Mapping[str, Any], flags: Mapping[str, Any], file: Path | str
+) -> int:
+    """Run `halfmoon run --sites`: simulate a federation of site folders."""
+    config, folders = studies.rehearsal_config(args, {**values, **flags}, file)
+    if args.explain:
+        recipe = {} if args.config else studies.REHEARSAL_RECIPE
+        layers = {"flag": flags, f"file {file}": values, "recipe of --sites": recipe}
+        return _print_explanation(args, config, layers)
+    assert config.run_dir is not None
+    root = config.run_dir
+    from halfmoon.studies.site_rehearsal import estimate_gains, rehearse
+
+    def run(callback: Callback) -> studies.Rehearsal:
+        rows = rehearse(config, folders, root, callback)
+        return rows, estimate_gains(folders, config.group_pattern, callback)
+
+    return _train(args, root, run, studies.print_rehearsal, how_to_resume="run the same command again to continue.")
+
+
+def _run_plan(args: argparse.Namespace, plan: Plan) -> int:
+    """Print the plan of `halfmoon run --data FOLDER`, and run it unless `--plan` is given."""
     if args.plan or not args.json:
-        own.show_plan(plan, args.json)
+        studies.print_plan(plan, args.json)
     if args.plan:
         return 0
-    return _play_rows(args, plan, plan.config.run_dir or settings.next_free_folder(plan.config, plan.config.method))
+    folder = plan.config.run_dir or settings.next_free_folder(plan.config, plan.config.method)
+    return _train_plan(args, plan, folder)
 
 
-def _play_rows(args: argparse.Namespace, plan: Plan, folder: Path, again: bool = False) -> int:
+def _train_plan(args: argparse.Namespace, plan: Plan, folder: Path, resume: bool = False) -> int:
+    """Run the steps of a plan in a folder, or the remaining ones of a folder that is resumed."""
     from halfmoon.studies.run_plan import run_plan
 
-    def show(args: argparse.Namespace, folder: Path, result: PlanResult) -> None:
+    def print_result(args: argparse.Namespace, folder: Path, result: PlanResult) -> None:
         if result.outcome is not None:
             base.print_run_result(result.outcome, args.json, args.wide, result.decision)
-        own.show_played(plan, result, folder, args.json)
+        studies.print_plan_result(plan, result, folder, args.json)
 
-    return _play(
-        args, folder, lambda watch: run_plan(plan, folder, watch, again), show, "", plan.runs, plan.seconds_after_runs
+    return _train(
+        args,
+        folder,
+        lambda callback: run_plan(plan, folder, callback, resume),
+        print_result,
+        rows=plan.runs,
+        seconds_after_runs=plan.seconds_after_runs,
     )
 
 
-def _note(config: Config, requested: Mapping[str, Any]) -> None:
+def _print_notes(config: Config, requested: Mapping[str, Any]) -> None:
+    """Print warnings about a centralized method, and about values of a protocol that other options replace.
+
+    Args:
+        config: the configuration of the run.
+        requested: the options that the user set.
+    """
     from halfmoon.methods import registry
 
     if registry.entry(config.method).pooled:
         federated = f"fedavg-{config.method}"
         hint = f"; {federated} is its federated form" if federated in registry.names() else ""
-        base.print_warning(f"{config.method} is centralized: it trains on all rows in one place{hint}.")
+        base.print_warning(f"{config.method} is centralized: it trains on the images of all clients together{hint}.")
     for name, (value, cause) in preset.displaced_protocol_values(requested).items():
         flag = f"--{name.replace('_', '-')} {toml.format_text(value)}"
-        base.print_warning(f"protocol {requested['protocol']} sets {name}, but not beside {cause}: {flag} keeps it.")
+        message = f"protocol {requested['protocol']} sets {name}, but not together with {cause}"
+        base.print_warning(f"{message}; to use its value, add {flag}.")
 
 
 def _main_job(flags: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the main job's options under those of the command line; other data take the recipe for few labels."""
+    """Fill in the options of a run without a method: `MAIN_JOB`, or the recipe for few labels on other data.
+
+    Args:
+        flags: the options of the command line, which override the recipe.
+    """
     if {"protocol", "preset"} & flags.keys():
         return {"baselines": MAIN_JOB["baselines"], **flags}
     if flags.get("data", Config.data) != Config.data:
-        return {"baselines": OTHER_DATA, "protocol": "few-labels", **flags}
-    without = preset.displaced_options(flags)
-    recipe = {name: value for name, value in MAIN_JOB.items() if name not in without}
+        return {"baselines": OTHER_DATA_BASELINES, "protocol": "few-labels", **flags}
+    displaced = preset.displaced_options(flags)
+    recipe = {name: value for name, value in MAIN_JOB.items() if name not in displaced}
     return {
         **recipe,
         **flags,
@@ -323,10 +357,11 @@ def _main_job(flags: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _at_once(values: Mapping[str, Any], flags: dict[str, Any]) -> dict[str, Any]:
-    """Return the flags that play runs side by side where nothing says how many.
+def _with_processes(values: Mapping[str, Any], flags: dict[str, Any]) -> dict[str, Any]:
+    """Add `processes = "auto"` to the flags, so that runs are trained in parallel, unless the user sets a number.
 
-    A program that calls halfmoon has to say it: a process that is started imports the program's file again.
+    Only the command line does this. In a Python program each new process imports the program's file again, so there
+    the user has to choose it.
     """
     return flags if "processes" in values else {"processes": "auto", **flags}
 
@@ -334,27 +369,29 @@ def _at_once(values: Mapping[str, Any], flags: dict[str, Any]) -> dict[str, Any]
 def _compare(args: argparse.Namespace) -> int:
     values, flags, file = base.read_layers(args)
     seeds = []
-    for word in args.seeds:
-        if not word.isdecimal() or len(word) > 100:
-            raise UserError(f"--seeds is {word!r}: it must be whole numbers from 0.")
-        seeds.append(int(word))
+    for text in args.seeds:
+        # Python refuses to parse numbers of thousands of digits.
+        if not text.isdecimal() or len(text) > 100:
+            raise UserError("it must be whole numbers from 0.", option="seeds", value=repr(text))
+        seeds.append(int(text))
     for layer in (values, flags):
-        bare = [name for name, value in layer.get("options", {}).items() if not isinstance(value, Mapping)]
-        if bare:
+        without_method = [name for name, value in layer.get("options", {}).items() if not isinstance(value, Mapping)]
+        if without_method:
+            name = without_method[0]
             raise UserError(
-                f"option {bare[0]!r} does not say of which method: in a comparison write {args.methods[0]}.{bare[0]}."
+                f"option {name!r} does not name its method: in a comparison write {args.methods[0]}.{name}."
             )
     flags |= {"method": args.methods[0], "baselines": ()}
-    config = settings.resolve(values, _at_once(values, flags), file)
+    config = settings.resolve(values, _with_processes(values, flags), file)
     if args.explain:
-        layers = {"flag": flags, f"file {file}": values, "halfmoon compare": _at_once(values, {})}
+        layers = {"flag": flags, f"file {file}": values, "halfmoon compare": _with_processes(values, {})}
         return _print_explanation(args, config, layers)
     folder = config.run_dir or settings.next_free_folder(config, "compare")
     from halfmoon.runs import runner
 
     config = replace(config, run_dir=folder)
     rows = len(args.methods) * len(seeds)
-    return _play(args, folder, lambda watch: runner.compare(config, args.methods, seeds, watch), rows=rows)
+    return _train(args, folder, lambda callback: runner.compare(config, args.methods, seeds, callback), rows=rows)
 
 
 def _resume(args: argparse.Namespace) -> int:
@@ -362,57 +399,69 @@ def _resume(args: argparse.Namespace) -> int:
     from halfmoon.studies.run_plan import load_plan
 
     if (plan := load_plan(args.folder)) is not None:
-        return _play_rows(args, plan, args.folder, again=True)
-    return _play(args, args.folder, lambda watch: runner.resume(args.folder, watch))
+        return _train_plan(args, plan, args.folder, resume=True)
+    return _train(args, args.folder, lambda callback: runner.resume(args.folder, callback))
 
 
-def _outcome(args: argparse.Namespace, folder: Path, outcome: RunResult) -> None:
-    base.print_run_result(outcome, as_json=args.json, wide=args.wide)
+def _print_run_result(args: argparse.Namespace, folder: Path, result: RunResult) -> None:
+    base.print_run_result(result, as_json=args.json, wide=args.wide)
 
 
-def _play(
+def _train(
     args: argparse.Namespace,
     folder: Path,
-    play: Callable[[Callback], Outcome],
-    show: Callable[[argparse.Namespace, Path, Outcome], None] = _outcome,
-    again: str = "",
+    run: Callable[[Callback], Result],
+    print_result: Callable[[argparse.Namespace, Path, Result], None] = _print_run_result,
+    how_to_resume: str = "",
     rows: int = 0,
-    after: float = 0.0,
+    seconds_after_runs: float = 0.0,
 ) -> int:
-    """Play runs before the user's eyes and show what came out; `again`: how to go on, if not by `halfmoon resume`.
+    """Run a training with live progress and print its result.
 
-    There are so many `rows`, where that is known, and `after` seconds of other work follow.
+    Args:
+        args: the parsed command line.
+        folder: the run folder.
+        run: trains; it passes the callback on to the runs.
+        print_result: prints what `run` returns.
+        how_to_resume: advice after an interruption; "" for `halfmoon resume`.
+        rows: the number of methods and seeds that will be trained; 0 if it is not known.
+        seconds_after_runs: expected seconds of other work after the runs, for the estimated time.
+
+    Raises:
+        CommandExit: the training was interrupted, diverged, or used up the memory.
     """
     from rich.console import Console
 
-    from halfmoon.cli.console import watcher
+    from halfmoon.cli.console import make_progress
     from halfmoon.engine.driver import Diverged
     from halfmoon.runs.callbacks import Callbacks
 
-    watch = watcher(Console(stderr=True), args.json, rows, after)
+    progress = make_progress(Console(stderr=True), args.json, rows, seconds_after_runs)
     base.interrupt_on_sigterm()
-    tracking = base.make_trackers(args)
+    trackers = base.make_trackers(args)
     try:
-        with watch:
-            outcome = play(Callbacks(watch, *tracking, warn=watch.say))
+        with progress:
+            result = run(Callbacks(progress, *trackers, warn=progress.say))
     except KeyboardInterrupt as error:
-        raise base.CommandExit(f"stopped; {again or _way_back(folder) or 'nothing was saved yet.'}", 130) from error
+        advice = how_to_resume or _resume_advice(folder) or "nothing was saved yet."
+        raise base.CommandExit(f"stopped; {advice}", 130) from error
     except Diverged as error:
         raise base.CommandExit(f"{error} The run folder is {folder}.") from error
     except (MemoryError, RuntimeError) as error:
-        if (words := base.describe_out_of_memory(error)) is None:
+        message = base.describe_out_of_memory(error)
+        if message is None:
             raise
-        way_back = again or _way_back(folder)
-        intact = f"What was saved is intact: {way_back}" if way_back else "Nothing was saved yet."
-        raise base.CommandExit(f"{words} {intact}") from error
-    if not watch.runs:
-        watch.say(f"{folder} is finished already; this is what came out.")
-    show(args, folder, outcome)
+        advice = how_to_resume or _resume_advice(folder)
+        saved = f"The last checkpoint is intact: {advice}" if advice else "Nothing was saved yet."
+        raise base.CommandExit(f"{message} {saved}") from error
+    if not progress.runs:
+        progress.say(f"{folder} is finished already; these are its results.")
+    print_result(args, folder, result)
     return 0
 
 
-def _way_back(folder: Path) -> str:
-    """Return how to go on with a run that was stopped, nothing where nothing was saved."""
+def _resume_advice(folder: Path) -> str:
+    """Return the command that continues an interrupted run; "" if nothing was saved."""
     from halfmoon.storage.folder_writer import resume_command
 
     saved = any((folder / name).exists() for name in ("run.json", "comparison.json"))

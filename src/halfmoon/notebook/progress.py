@@ -17,7 +17,7 @@ from typing import Any, ParamSpec, TypeVar, get_args
 
 from rich.console import Console
 
-from halfmoon.cli.console import Progress, Quiet, Row, Rows, duration, percent
+from halfmoon.cli.console import LiveProgress, NullProgress, Progress, Row, duration, percent
 from halfmoon.config import schema
 from halfmoon.core.errors import UserError
 from halfmoon.runs.callbacks import RunInfo
@@ -34,21 +34,21 @@ def warn(words: str) -> None:
     warnings.warn(in_python(words), RuntimeWarning, stacklevel=level)
 
 
-class Silent(Quiet):
+class WarningProgress(NullProgress):
     """Show nothing, and warn."""
 
     def say(self, words: str) -> None:
         warn(words)
 
 
-class Terminal(Rows):
+class Terminal(LiveProgress):
     """Keep one live row a method on a terminal, and warn."""
 
     def say(self, words: str) -> None:
         warn(words)
 
 
-class Cell(Silent):
+class Cell(WarningProgress):
     """Keep one table below a notebook's cell."""
 
     def __init__(self, console: Console, clock: Callable[[], float] = time.monotonic) -> None:
@@ -82,7 +82,7 @@ def progress_table(runs: list[Progress], now: float) -> str:
     """Return a line a method as HTML: its bar, rounds, accuracies and time."""
     lines = []
     for each in runs:
-        left = f"{duration(each.left(now))} left" if each.took is None else duration(each.took)
+        left = f"{duration(each.seconds_left(now))} left" if each.took is None else duration(each.took)
         bar = f'<progress value="{each.round}" max="{each.rounds}" aria-label="rounds of {escape(each.title)}">'
         cells = [escape(each.title), f"{bar}</progress>", f"{each.round}/{each.rounds}", percent(each.accuracy), left]
         lines.append("".join(f"<td>{cell}</td>" for cell in cells))
@@ -90,13 +90,13 @@ def progress_table(runs: list[Progress], now: float) -> str:
     return f"<table><thead><tr>{heads}</tr></thead><tbody><tr>{'</tr><tr>'.join(lines)}</tr></tbody></table>"
 
 
-def watcher() -> Silent | Terminal | Cell:
+def watcher() -> WarningProgress | Terminal | Cell:
     """Return what shows progress here."""
     console = Console(stderr=True)
     shell = sys.modules["IPython"].get_ipython() if "IPython" in sys.modules else None
     if getattr(shell, "kernel", None) is not None:
         return Cell(console)
-    return Terminal(console) if console.is_terminal and not console.is_dumb_terminal else Silent(console)
+    return Terminal(console) if console.is_terminal and not console.is_dumb_terminal else WarningProgress(console)
 
 
 P = ParamSpec("P")

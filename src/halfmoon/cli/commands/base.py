@@ -1,4 +1,4 @@
-"""What every command is made of: a parser whose complaints are sentences, and how results are printed."""
+"""Shared parts of all commands: the argument parser, flags of run options, and printing of results."""
 
 from __future__ import annotations
 
@@ -28,44 +28,49 @@ if TYPE_CHECKING:
     from halfmoon.studies.decision import Decision
 
 
-COMMON = {
+COMMON_OPTIONS = {
     *("method", "baselines", "protocol", "data", "resize", "channels", "clients", "setting", "dirichlet_alpha"),
     *("labels", "labels_per_class", "labels_at", "cohort", "rounds", "seed", "steps", "network", "weights", "lr"),
     *("device", "run_dir"),
 }
 """The options of a run that its --help shows; --help-all shows all."""
 
-TRAINED = ("predict", "evaluate", "review", "calibrate", "export")
-"""The commands that take a model first."""
+MODEL_COMMANDS = ("predict", "evaluate", "review", "calibrate", "export")
+"""The commands whose first argument is a trained model."""
 
 Command = Callable[[argparse.Namespace], int]
-EVERY = 5.0
-"""Seconds between two lines about how far a command is."""
+PROGRESS_SECONDS = 5.0
+"""Seconds between two progress lines of a command."""
 
 
 class Parser(argparse.ArgumentParser):
-    """A parser whose complaints are `UserError`s."""
+    """An argument parser that raises `UserError` for wrong arguments."""
 
     def error(self, message: str) -> NoReturn:
-        """Raise the complaint as one sentence."""
+        """Raise argparse's message as a `UserError` of one sentence."""
         missing = re.fullmatch(r"argument (--[\w-]+)(?:/\S+)?: expected (?:one|at least one) argument", message)
         if missing:
-            kind = settings.option_types().get(missing[1][2:].replace("-", "_"))
-            what = f": it must be {describe_type(kind)}" if kind else ""
-            raise UserError(f"{missing[1]} has no value{what}.")
+            option_type = settings.option_types().get(missing[1][2:].replace("-", "_"))
+            expected = f": it must be {describe_type(option_type)}" if option_type else ""
+            raise UserError(f"{missing[1]} has no value{expected}.")
         valued = re.fullmatch(r"argument (--([\w-]+)).*: ignored explicit argument .*", message)
         if valued:
-            no = f" or --no-{valued[2]}" if "--no-" in message else ""
-            raise UserError(f"{valued[1]} takes no value: write {valued[1]}{no} alone.")
+            negation = f" or --no-{valued[2]}" if "--no-" in message else ""
+            raise UserError(f"{valued[1]} takes no value: write {valued[1]}{negation} without one.")
         raise UserError(message.removesuffix(".") + ".")
 
 
 def add_command(commands: Any, name: str, about: str, usage: str, do: Command) -> argparse.ArgumentParser:
-    """Return the parser of a new command, which `do` plays; `usage` stands between its name and its options.
+    """Add a command and return its parser.
 
-    `commands` are those of halfmoon, or the actions of a command, which `actions` gives.
+    Args:
+        commands: the commands of halfmoon, or the actions of a command, from `add_actions`.
+        name: the name of the command.
+        about: its help text in lower case, without a full stop.
+        usage: the arguments to print between its name and `[options]`, with a space at the end.
+        do: the function that runs the command and returns its exit code.
     """
-    parser = _parser(commands, name, about, usage)
+    parser = _add_parser(commands, name, about, usage)
     parser.set_defaults(do=do)
     parser.add_argument("--json", action="store_true", help="print the results as JSON")
     parser.add_argument("--debug", action="store_true", help="show where in the program an error arose")
@@ -73,18 +78,18 @@ def add_command(commands: Any, name: str, about: str, usage: str, do: Command) -
 
 
 def add_actions(commands: Any, name: str, about: str) -> Any:
-    """Return the actions of a new command, to which `command` adds; without one the command raises `UserError`."""
-    parser = _parser(commands, name, about, "ACTION ")
-    matches = parser.add_subparsers(dest="action", metavar="ACTION", parser_class=Parser, prog=f"halfmoon {name}")
+    """Add a command with actions, such as `site join`, and return the actions for `add_command`."""
+    parser = _add_parser(commands, name, about, "ACTION ")
+    actions = parser.add_subparsers(dest="action", metavar="ACTION", parser_class=Parser, prog=f"halfmoon {name}")
 
     def refuse(args: argparse.Namespace) -> NoReturn:
-        raise UserError(f"{name} needs to know what to do: {suggest('', matches.choices)}")
+        raise UserError(f"{name} needs an action: {suggest('', actions.choices)}")
 
     parser.set_defaults(do=refuse)
-    return matches
+    return actions
 
 
-def _parser(commands: Any, name: str, about: str, usage: str) -> argparse.ArgumentParser:
+def _add_parser(commands: Any, name: str, about: str, usage: str) -> argparse.ArgumentParser:
     return commands.add_parser(
         name,
         help=about,
@@ -95,115 +100,140 @@ def _parser(commands: Any, name: str, about: str, usage: str) -> argparse.Argume
 
 
 def add_option(group: Any, name: str, hidden: bool = False) -> None:
-    """Add the flag of a run's option to a parser or a group of one; without it the result has no such name."""
-    kind, default = settings.option_types()[name], getattr(Config, name)
+    """Add the flag of a run's option to a parser or an argument group.
+
+    The namespace of parsed arguments has the option only if its flag is given, so that files and protocols below it
+    can set it.
+
+    Args:
+        group: the parser or argument group.
+        name: the name of the option.
+        hidden: leave the flag out of the help.
+    """
+    option_type = settings.option_types()[name]
+    default = getattr(Config, name)
     about = settings.option_helps()[name].replace("%", "%%")
     if default not in (None, ()):
         about += f" (default: {default})"
     flag = f"--{name.replace('_', '-')}"
-    extra: dict[str, Any] = {"metavar": _metavar(kind)}
-    if kind in (bool, bool | None):
+    extra: dict[str, Any] = {"metavar": _metavar(option_type)}
+    if option_type in (bool, bool | None):
         extra = {"action": argparse.BooleanOptionalAction}
-    elif kind == tuple[str, ...]:
+    elif option_type == tuple[str, ...]:
         extra = {"metavar": "NAME", "nargs": "*"}
-    elif kind == tuple[float, ...] | None:
+    elif option_type == tuple[float, ...] | None:
         extra = {"metavar": "X", "nargs": "+", "type": float}
         if name == "window":
             extra |= {"metavar": ("LOW", "HIGH"), "nargs": 2}
     group.add_argument(flag, dest=name, default=argparse.SUPPRESS, help=argparse.SUPPRESS if hidden else about, **extra)
 
 
-def add_options(parser: argparse.ArgumentParser, names: Sequence[str], full: bool = True, own: bool = True) -> None:
-    """Add a flag for each of these options of a run; without `full` the help shows those that people use."""
+def add_options(
+    parser: argparse.ArgumentParser, names: Sequence[str], full: bool = True, method_options: bool = True
+) -> None:
+    """Add `--config` and a flag for each of these options of a run.
+
+    Args:
+        parser: the parser of the command.
+        names: the names of the options.
+        full: show all flags in the help, instead of the `COMMON_OPTIONS`.
+        method_options: also add `--option NAME=VALUE`.
+    """
     parser.add_argument("--config", metavar="FILE", type=Path, help="a TOML file of options; flags override it")
     for title, section in settings.SECTIONS.items():
         group = parser.add_argument_group(title)
         for name in settings.option_names(section):
             if name in names:
-                add_option(group, name, hidden=not full and name not in COMMON)
+                add_option(group, name, hidden=not full and name not in COMMON_OPTIONS)
     if not full:
         parser.epilog = f"These are the options most people use; all {len(names)}: {parser.prog} --help-all."
-    if own:
+    if method_options:
         group = parser.add_argument_group("options of a method (see halfmoon methods)")
-        about = "set an option of the method, or METHOD.NAME=VALUE of another; may be repeated"
+        about = "set an option of the method, or METHOD.NAME=VALUE for another method; may be repeated"
         group.add_argument("--option", metavar="NAME=VALUE", action="append", default=[], help=about)
 
 
 def requested_options(args: argparse.Namespace, names: Iterable[str]) -> dict[str, Any]:
     """Return the options of `names` that were given on the command line, by name."""
-    matches = {name: vars(args)[name] for name in names if name in vars(args)}
-    return {
-        name: settings.parse_option(name, each) if isinstance(each, str) else each for name, each in matches.items()
-    }
+    options: dict[str, Any] = {}
+    for name in names:
+        if name in vars(args):
+            value = vars(args)[name]
+            options[name] = settings.parse_option(name, value) if isinstance(value, str) else value
+    return options
 
 
 def read_layers(args: argparse.Namespace) -> tuple[dict[str, Any], dict[str, Any], Path | str]:
-    """Return the values of the file, those of the flags, and the file's name."""
+    """Return the options of the file, those of the flags, and the file's name for messages."""
     flags = requested_options(args, settings.option_types())
-    own: dict[str, Any] = {}
-    for words in getattr(args, "option", []):
-        path, sign, value = words.partition("=")
-        if not sign or not path:
-            raise UserError(f"--option {words!r} is not NAME=VALUE: write, for example, --option threshold=0.9.")
-        own[path] = _value(value)
-    if own:
-        flags["options"] = settings.merge_method_options({}, own, "--option")
+    method_options: dict[str, Any] = {}
+    for assignment in getattr(args, "option", []):
+        name, sign, value = assignment.partition("=")
+        if not sign or not name:
+            raise UserError(f"--option {assignment!r} is not NAME=VALUE: write, for example, --option threshold=0.9.")
+        method_options[name] = _parse_value(value)
+    if method_options:
+        flags["options"] = settings.merge_method_options({}, method_options, "--option")
     values = settings.load_file(args.config) if args.config else {}
     return values, settings.resolve_paths(flags, Path()), args.config or "the file"
 
 
-def _value(words: str) -> Any:
+def _parse_value(text: str) -> Any:
+    """Parse the value of a method option as TOML; a text that is no TOML scalar remains a string."""
     try:
-        value = tomllib.loads(f"value = {words}")["value"]
+        value = tomllib.loads(f"value = {text}")["value"]
     except tomllib.TOMLDecodeError:
-        return words
-    return value if isinstance(value, bool | int | float | str) else words
+        return text
+    return value if isinstance(value, bool | int | float | str) else text
 
 
-def _metavar(kind: Any) -> str:
-    words = describe_type(kind)
-    if "'" in words:
-        names = "|".join(re.findall(r"'([\w-]+)'", words))
-        return f"N|{names}" if "number" in words else names
-    return {"a whole number": "N", "a number": "X", "a path": "PATH"}.get(words, "NAME")
+def _metavar(option_type: Any) -> str:
+    """Return the placeholder of an option's value in the help, such as "N" or "iid|dir"."""
+    description = describe_type(option_type)
+    if "'" in description:
+        names = "|".join(re.findall(r"'([\w-]+)'", description))
+        return f"N|{names}" if "number" in description else names
+    return {"a whole number": "N", "a number": "X", "a path": "PATH"}.get(description, "NAME")
 
 
 def add_unchecked_flag(parser: argparse.ArgumentParser) -> None:
-    """Let a command that reads run folders take --unchecked, for those that an older halfmoon wrote."""
-    about = "read run folders without checksums as they are: nobody knows whether their files were changed"
+    """Add `--unchecked`, which reads run folders of older versions, that have no checksums."""
+    about = "read run folders without checksums, although changes of their files cannot be detected"
     parser.add_argument("--unchecked", action="store_true", help=about)
 
 
 def run_command(args: argparse.Namespace, command: Callable[[argparse.Namespace], int]) -> int:
-    """Run a command, with --unchecked on folders without checksums as well, and return its exit code."""
+    """Run a command and return its exit code; with `--unchecked`, also on folders without checksums."""
     if not getattr(args, "unchecked", False):
         return command(args)
     from halfmoon.storage import integrity
 
-    print_warning("files without a checksum are not checked: their numbers are those that the folder says now.")
+    print_warning("files without a checksum are not checked: if they were changed, the results are wrong.")
     with integrity.allow_missing_checksums():
         return command(args)
 
 
 def add_tracker_flag(parser: argparse.ArgumentParser) -> None:
-    about = "also write every round for a tracker: tensorboard, wandb or mlflow, by extras; may be repeated"
+    """Add `--tracker`."""
+    about = "also log every round to a tracker: tensorboard, wandb or mlflow (each needs its extra); may be repeated"
     parser.add_argument("--tracker", metavar="NAME", action="append", default=[], help=about)
 
 
 def make_trackers(args: argparse.Namespace) -> list[Callback]:
+    """Create a callback for each `--tracker`."""
     from halfmoon.runs.trackers import tracker
 
     return [tracker(name) for name in dict.fromkeys(args.tracker)]
 
 
 def list_flags(parser: argparse.ArgumentParser, args: argparse.Namespace) -> list[str]:
-    """Return the long flags that a parser takes, and those of its action that is given, or of all where none is."""
-    matches = [flag for action in parser._actions for flag in action.option_strings if flag.startswith("--")]
+    """List the long flags of a parser and of the action in `args`, or of all actions if none is given."""
+    flags = [flag for action in parser._actions for flag in action.option_strings if flag.startswith("--")]
     for nested in (action for action in parser._actions if isinstance(action, argparse._SubParsersAction)):
         named = getattr(args, nested.dest, None)
         for each in nested.choices.values() if named is None else [nested.choices[named]]:
-            matches += list_flags(each, args)
-    return [*dict.fromkeys(matches)]
+            flags += list_flags(each, args)
+    return [*dict.fromkeys(flags)]
 
 
 def action_names(parser: argparse.ArgumentParser) -> list[str]:
@@ -213,24 +243,31 @@ def action_names(parser: argparse.ArgumentParser) -> list[str]:
 
 
 def model_flag_error(command: str) -> UserError:
-    return UserError(f"{command} takes the model first, without --model: write halfmoon {command} RUN ...")
+    """Build the error about `--model` of a command whose first argument is the model."""
+    return UserError(f"{command} has no --model, its first argument is the model: write halfmoon {command} RUN ...")
 
 
 def unknown_argument_error(
     args: argparse.Namespace, rest: list[str], parsers: Mapping[str, argparse.ArgumentParser]
 ) -> UserError:
-    """Return the complaint about the first argument that nobody takes; `parsers` are the parsers of the commands."""
+    """Build the error about the first unknown argument.
+
+    Args:
+        args: the arguments that were parsed.
+        rest: the arguments that no parser knows.
+        parsers: the parser of each command.
+    """
     command: str | None = args.command
-    if command in TRAINED and any(word.split("=")[0] == "--model" for word in rest):
+    if command in MODEL_COMMANDS and any(argument.split("=")[0] == "--model" for argument in rest):
         return model_flag_error(command)
-    flag = next((word.split("=")[0] for word in rest if word.startswith("--")), None)
+    flag = next((argument.split("=")[0] for argument in rest if argument.startswith("--")), None)
     if flag is None:
         return UserError(f"unexpected argument {rest[0]!r}; see halfmoon {command} --help.")
     name = flag[2:].replace("-", "_")
     if command is None:
-        return UserError(f"{flag} comes before any command: write halfmoon COMMAND {flag}, see halfmoon --help.")
+        return UserError(f"{flag} is before the command: write halfmoon COMMAND {flag}, see halfmoon --help.")
     if command == "resume" and name in settings.option_types():
-        return UserError(f"{flag} cannot change on the way: halfmoon resume goes on as the run was configured.")
+        return UserError(f"{flag} cannot be changed: halfmoon resume continues the run with its configuration.")
     if command == "compare" and name in ("method", "baselines", "seed"):
         return UserError(
             f"unknown option {flag!r} of compare: did you mean '--{'seeds' if name == 'seed' else 'methods'}'?"
@@ -241,75 +278,92 @@ def unknown_argument_error(
     return error or UserError(f"unknown option {flag!r}: {suggest(flag, list_flags(parsers[command], args))}")
 
 
-def print_text(words: str) -> None:
-    """Print words as they are."""
+def print_text(text: str) -> None:
+    """Print a text to stdout without markup or wrapping."""
     from rich.console import Console
 
     from halfmoon.cli import console
 
-    console.say(Console(), words)
+    console.print_line(Console(), text)
 
 
 def print_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    """Print a table."""
+    """Print a table to stdout."""
     from rich.console import Console
 
     from halfmoon.cli import console
 
-    console.show(Console(), header, rows)
+    console.print_table(Console(), header, rows)
 
 
 def print_json(value: Any) -> None:
+    """Print a value to stdout as JSON."""
     sys.stdout.write(json.dumps(value, indent=2) + "\n")
 
 
 class CommandExit(Exception):
-    """What ends a command with a sentence on stderr and an exit code."""
+    """An exit of a command with a message on stderr.
 
-    def __init__(self, words: str, code: int = 1) -> None:
-        super().__init__(words)
+    Attributes:
+        code: the exit code.
+    """
+
+    def __init__(self, message: str, code: int = 1) -> None:
+        super().__init__(message)
         self.code = code
 
 
 @contextmanager
-def exit_on_interrupt(words: str) -> Iterator[None]:
-    """Let Ctrl-C end the command with these words."""
+def exit_on_interrupt(message: str) -> Iterator[None]:
+    """Exit with this message on Ctrl-C."""
     try:
         yield
     except KeyboardInterrupt as error:
-        raise CommandExit(words, 130) from error
+        raise CommandExit(message, 130) from error
 
 
-def print_warning(words: str, code: int = 0) -> int:
-    sys.stderr.write(f"halfmoon: {words}\n")
+def print_warning(message: str, code: int = 0) -> int:
+    """Print a message to stderr and return `code`."""
+    sys.stderr.write(f"halfmoon: {message}\n")
     return code
 
 
 def image_progress() -> Callable[[int, int], None]:
-    """Return what writes to stderr, every few seconds, how many images are done."""
+    """Create a callback (images done, images in all) that prints to stderr every `PROGRESS_SECONDS`."""
     last = time.monotonic()
 
-    def tell(count: int, of: int) -> None:
+    def print_progress(count: int, total: int) -> None:
         nonlocal last
-        if time.monotonic() - last > EVERY:
+        if time.monotonic() - last > PROGRESS_SECONDS:
             last = time.monotonic()
-            sys.stderr.write(f"halfmoon: {count:,} of {of:,} images\n")
+            sys.stderr.write(f"halfmoon: {count:,} of {total:,} images\n")
 
-    return tell
+    return print_progress
 
 
-def parse_int(flag: str, words: str, least: int, most: int | None = None) -> int:
-    """Return the number that `words` spell, the value of a flag; raise UserError where it is none in this range."""
-    number = int(words) if words.isdecimal() and len(words) <= 100 else -1  # of more digits Python makes no number
-    if number < least or (most is not None and number > most):
-        limit = "" if most is None else f" to {most}"
-        raise UserError(f"{flag} is {words!r}: it must be a whole number from {least}{limit}.")
+def parse_int(flag: str, text: str, minimum: int, maximum: int | None = None) -> int:
+    """Parse the value of a flag as an integer.
+
+    Args:
+        flag: the flag, for errors.
+        text: its value.
+        minimum: the smallest number, at least 0.
+        maximum: the largest number, or None.
+
+    Raises:
+        UserError: the value is not a number in this range.
+    """
+    # Python refuses to parse numbers of thousands of digits; -1 is below any minimum.
+    number = int(text) if text.isdecimal() and len(text) <= 100 else -1
+    if number < minimum or (maximum is not None and number > maximum):
+        limit = "" if maximum is None else f" to {maximum}"
+        raise UserError(f"{flag} is {text!r}: it must be a whole number from {minimum}{limit}.")
     return number
 
 
-def line_writer(json: bool) -> Callable[[str], None]:
-    """Return what writes a line at once: to stdout, or to stderr where stdout is kept for `--json`."""
-    stream = sys.stderr if json else sys.stdout
+def line_writer(as_json: bool) -> Callable[[str], None]:
+    """Create a function that writes a line and flushes it, to stdout, or to stderr if stdout is for JSON."""
+    stream = sys.stderr if as_json else sys.stdout
 
     def write_line(line: str) -> None:
         stream.write(f"{line}\n")
@@ -319,8 +373,13 @@ def line_writer(json: bool) -> Callable[[str], None]:
 
 
 def print_run_result(outcome: RunResult, as_json: bool, wide: bool, decision: Decision | None = None) -> None:
-    """Print the table, what was won and where all of it lies; as JSON, everything, with a `decision` where one was
-    made.
+    """Print the results of a run or a comparison.
+
+    Args:
+        outcome: the results.
+        as_json: print them as JSON.
+        wide: print all columns of the table.
+        decision: the decision of a plan, which becomes part of the JSON.
     """
     from halfmoon.methods import registry
     from halfmoon.report import tables
@@ -332,6 +391,9 @@ def print_run_result(outcome: RunResult, as_json: bool, wide: bool, decision: De
     sentence = describe_gain(outcome.summaries, registry.ceilings())
     notes = list_remarks(outcome.summaries, registry.ceilings())
     if as_json:
+        runs = []
+        for summary, path in zip(outcome.summaries, outcome.runs, strict=True):
+            runs.append({**summary, "folder": str(path)})
         print_json(
             {
                 "folder": str(outcome.folder),
@@ -342,10 +404,7 @@ def print_run_result(outcome: RunResult, as_json: bool, wide: bool, decision: De
                 "gain": sentence,
                 **({} if decision is None else {"decision": decision.as_json()}),
                 "remarks": notes,
-                "runs": [
-                    {**summary, "folder": str(path)}
-                    for summary, path in zip(outcome.summaries, outcome.runs, strict=True)
-                ],
+                "runs": runs,
             }
         )
         return
@@ -356,18 +415,22 @@ def print_run_result(outcome: RunResult, as_json: bool, wide: bool, decision: De
         print_text(paired.sentence)
     elif decision is None and len(table.lines) > 1 and len({summary["seed"] for summary in outcome.summaries}) == 1:
         print_text(ONE_SEED_HINT)
-    for words in (*([sentence] if sentence else ()), *notes):
-        print_text(words)
+    if sentence:
+        print_text(sentence)
+    for note in notes:
+        print_text(note)
     print_text(f"curves: {outcome.curves}\nrun folder: {outcome.folder}")
 
 
 def interrupt_on_sigterm() -> None:
+    """Handle SIGTERM as Ctrl-C, so that a run that is stopped by the system saves its state too."""
+    # Python allows signal handlers in the main thread only; a program may run commands in another one.
     if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGTERM, signal.default_int_handler)
 
 
 def describe_out_of_memory(error: BaseException) -> str | None:
-    """Return a sentence where an error says that memory is used up, None where it says something else."""
+    """Describe an error about memory that is used up, with advice; None for any other error."""
     if isinstance(error, MemoryError) or "DefaultCPUAllocator: can't allocate memory" in str(error):
         return "the memory of this machine is used up: take smaller batches or --executor loop, or end other programs."
     if type(error).__name__ == "OutOfMemoryError" or "CUDA out of memory" in str(error):

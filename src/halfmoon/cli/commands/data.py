@@ -1,4 +1,4 @@
-"""`halfmoon data [NAME ...]`: the images of data sets, and who holds them under a split."""
+"""`halfmoon data [NAME ...]`: print the contents of data sets and their distribution over clients."""
 
 from __future__ import annotations
 
@@ -29,30 +29,34 @@ SPLIT_OPTIONS = (
     ),
     *("validation_share", "validation_part", *settings.PARTITION_OPTIONS, "split"),
 )
-SHOWN_CLIENTS, SHOWN_CLASSES = 20, 12  # rows and columns of a table of clients
+SHOWN_CLIENTS = 20
+"""Rows of a table of clients."""
+
+SHOWN_CLASSES = 12
+"""Classes up to which a table of clients has a column for each."""
 
 
 def add(commands: Any) -> None:
     """Add the command's parser."""
-    parser = add_command(commands, "data", "show what data sets and splits hold", "[NAME ...] ", run)
+    parser = add_command(commands, "data", "show the contents of data sets and splits", "[NAME ...] ", run)
     parser.add_argument("names", nargs="*", metavar="NAME", help="data sets (default: digits)")
     parser.add_argument("--png", metavar="FILE", type=Path, help="draw clients and classes as bubbles")
     parser.add_argument("--save", metavar="FILE", type=Path, help="save the split as parquet")
-    add_options(parser, ["data", *SPLIT_OPTIONS], own=False)
+    add_options(parser, ["data", *SPLIT_OPTIONS], method_options=False)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Show data sets and splits, and write the files that are asked for."""
+    """Print data sets and splits, and write the files of `--png` and `--save`."""
     values, flags, file = read_layers(args)
     names = args.names
     if names and "data" in flags:
-        raise UserError("data sets are given twice: name them either before the flags or by --data.")
+        raise UserError("data sets are given twice: name them either before the flags or with --data.")
     if len(names) > 1 and (args.png or args.save or "split" in flags):
-        one = "--png" if args.png else "--save" if args.save else "--split"
-        raise UserError(f"{one} goes with one data set, not with {len(names)}.")
-    # How many clients train in a round is nobody's business here.
+        flag = "--png" if args.png else "--save" if args.save else "--split"
+        raise UserError(f"{flag} needs one data set, but {len(names)} are given.")
+    # The cohort does not matter here, but a default of more than all clients would be refused.
     named = [settings.resolve_paths({**flags, "cohort": 1, "data": name}, Path()) for name in names]
-    facts_of_sets = []
+    descriptions = []
     for layer in named or [{**flags, "cohort": 1}]:
         contents = _contents({**values, **layer})
         if contents is not None:
@@ -63,22 +67,22 @@ def run(args: argparse.Namespace) -> int:
                 if requested.get(each) is not None:
                     raise UserError(
                         f"--{each.replace('_', '-')} needs a split, but {contents.folder} is a site's folder, with "
-                        "labels.csv, which stays whole: leave it out."
+                        "labels.csv, which is not split: leave it out."
                     )
-            facts_of_sets.append({"name": contents.folder.name, **_holds(contents)})
+            descriptions.append({"name": contents.folder.name, **_describe_contents(contents)})
             continue
         config = settings.merge(values, layer, file)
         if config.split is not None and "data" not in {**values, **layer}:
             from halfmoon.data import Split
 
             config = replace(config, data=Split.load(config.split).origin.source or config.data)
-        facts_of_sets.append({**_facts(config, args), **_holds(contents)})
+        descriptions.append({**_describe_split(config, args), **_describe_contents(contents)})
     if args.json:
-        print_json({"data": facts_of_sets})
+        print_json({"data": descriptions})
         return 0
 
-    for facts in facts_of_sets:
-        show_data(facts)
+    for description in descriptions:
+        print_data(description)
     return 0
 
 
@@ -97,25 +101,25 @@ def _image_options(contents: FolderContents) -> dict[str, Any]:
     return image_options(contents, is_installed(PRETRAINED))
 
 
-def _holds(contents: FolderContents | None) -> dict[str, Any]:
+def _describe_contents(contents: FolderContents | None) -> dict[str, Any]:
     if contents is None:
         return {}
     rows = [[name, int((contents.labels == k).sum())] for k, name in enumerate(contents.classes)]
     return {"holds": contents.sentence, "labels": dict(rows), "trained_on": _image_options(contents)}
 
 
-def _facts(config: Config, args: argparse.Namespace) -> dict[str, Any]:
+def _describe_split(config: Config, args: argparse.Namespace) -> dict[str, Any]:
     from halfmoon.data import pad_source, shrink, summarize
     from halfmoon.runs.factory import images, split_of
 
     source = shrink(images(config), config.shrink)
     source = source if config.image_size is None else pad_source(source, config.image_size)
     split = split_of(config, source)
-    facts = summarize(split, source.train.labels, source.classes)
+    description = summarize(split, source.train.labels, source.classes)
     if args.png:
         from halfmoon.report.diagrams import draw_split
 
-        draw_split(facts, args.png)
+        draw_split(description, args.png)
     if args.save:
         split.save(args.save)
     numbers = range(len(source.classes))
@@ -129,37 +133,37 @@ def _facts(config: Config, args: argparse.Namespace) -> dict[str, Any]:
         "test_classes": [int((source.test.labels == k).sum()) for k in numbers],
         "remark": source.remark,
         "scenario": split.origin.scenario,
-        "split": facts,
+        "split": description,
         "png": args.png and str(args.png),
         "saved": args.save and str(args.save),
     }
 
 
-def show_data(facts: Mapping[str, Any]) -> None:
-    """Print what a data set and its split hold; `facts` is what `halfmoon data --json` prints of it."""
-    if "holds" in facts:
-        print_text(f"{facts['holds']}.")
-        form = [f"{facts['trained_on'].get(name, 'as it is')}" for name in ("resize", "channels")]
+def print_data(description: Mapping[str, Any]) -> None:
+    """Print the contents of a data set and its split, from the fields that `halfmoon data --json` prints."""
+    if "holds" in description:
+        print_text(f"{description['holds']}.")
+        image_spec = [f"{description['trained_on'].get(name, 'as it is')}" for name in ("resize", "channels")]
         print_text(
-            f"run --data would train on: size {form[0]}, channels {form[1]}; run --data FOLDER --plan says the rest"
+            f"run --data would train on: size {image_spec[0]}, channels {image_spec[1]}; see run --data FOLDER --plan for more"
         )
-    if "split" not in facts:
-        print_table(["class", "labels"], [[name, f"{count:,}"] for name, count in facts["labels"].items()])
+    if "split" not in description:
+        print_table(["class", "labels"], [[name, f"{count:,}"] for name, count in description["labels"].items()])
         return
-    split, scenario = facts["split"], facts["scenario"]
-    height, width, channels = facts["shape"]
+    split, scenario = description["split"], description["scenario"]
+    height, width, channels = description["shape"]
     print_text(
-        f"{facts['name']}: {facts['train']:,} training and {facts['test']:,} test images, {height}x{width}, "
-        f"{channels} channel(s), {len(facts['classes'])} classes",
+        f"{description['name']}: {description['train']:,} training and {description['test']:,} test images, {height}x{width}, "
+        f"{channels} channel(s), {len(description['classes'])} classes",
     )
-    if facts["remark"]:
-        print_text(f"{facts['remark']}.")
-    rows = zip(facts["classes"], facts["train_classes"], facts["test_classes"], strict=True)
+    if description["remark"]:
+        print_text(f"{description['remark']}.")
+    rows = zip(description["classes"], description["train_classes"], description["test_classes"], strict=True)
     print_table(["class", "train", "test"], [[name, f"{a:,}", f"{b:,}"] for name, a, b in rows])
     print_text(f"\n{_split_line(scenario, split)}")
     if len(split["stages"]) > 1:
-        parts = ", ".join(f"{count:,}" for count in split["stages"])
-        print_text(f"unlabeled images seen in {len(split['stages'])} stages, one after the other: {parts}")
+        counts = ", ".join(f"{count:,}" for count in split["stages"])
+        print_text(f"unlabeled images seen in {len(split['stages'])} stages, one after the other: {counts}")
     named = {
         "internal imbalance": split["internal"],
         "external imbalance, labeled": split["external"]["labeled"],
@@ -168,14 +172,15 @@ def show_data(facts: Mapping[str, Any]) -> None:
     spans = [[name, *(_share(span[key]) for key in ("mean", "min", "max"))] for name, span in named.items()]
     print_table(["total variation of class mixes", "mean", "min", "max"], spans)
     print_text("")
-    _show_clients(facts)
+    _print_clients(description)
     for name in ("png", "saved"):
-        if facts[name]:
-            print_text(f"{name}: {facts[name]}")
+        if description[name]:
+            print_text(f"{name}: {description[name]}")
 
 
 def _split_line(scenario: Mapping[str, Any], split: Mapping[str, Any]) -> str:
-    counts, setting = split["counts"], scenario.get("setting", "of your own")
+    counts = split["counts"]
+    setting = scenario.get("setting", "custom")
     rule = setting
     if "dir" in setting or "fedloke" in setting:
         rule += f" (alpha {scenario['dirichlet_alpha']:g})"
@@ -188,20 +193,21 @@ def _split_line(scenario: Mapping[str, Any], split: Mapping[str, Any]) -> str:
         labeled += " (at the server)"
     elif holders < counts["clients"]:
         labeled += f" (at {holders} {'client' if holders == 1 else 'clients'})"
-    nobody = f"; {counts['nobody']:,} left to nobody" if counts["nobody"] else ""
+    unassigned = f"; {counts['nobody']:,} assigned to no client" if counts["nobody"] else ""
     return (
         f"split: {rule}{seed}: {counts['clients']} clients, {labeled} and {counts['unlabeled']:,} unlabeled "
-        f"images{nobody}"
+        f"images{unassigned}"
     )
 
 
-def _show_clients(facts: Mapping[str, Any]) -> None:
-    """Print a row a client: its images, its imbalance, and labeled+unlabeled images of each class; a server's first."""
-    each, server = facts["split"]["each"], facts["split"]["server"]
-    classes = facts["classes"] if len(facts["classes"]) <= SHOWN_CLASSES else []
-    named = [(str(number), client) for number, client in enumerate(each[:SHOWN_CLIENTS])]
+def _print_clients(description: Mapping[str, Any]) -> None:
+    """Print a row for the server and each client: its images, imbalance, and labeled+unlabeled images per class."""
+    clients = description["split"]["each"]
+    server = description["split"]["server"]
+    classes = description["classes"] if len(description["classes"]) <= SHOWN_CLASSES else []
+    named = [(str(number), client) for number, client in enumerate(clients[:SHOWN_CLIENTS])]
     if server:
-        none = {"unlabeled": 0, "unlabeled_classes": [0] * len(facts["classes"])}
+        none = {"unlabeled": 0, "unlabeled_classes": [0] * len(description["classes"])}
         named.insert(0, ("server", {**server, **none}))
     rows = []
     for name, client in named:
@@ -209,8 +215,8 @@ def _show_clients(facts: Mapping[str, Any]) -> None:
         cells = [f"{labeled}+{unlabeled}" for labeled, unlabeled in pairs] if classes else []
         rows.append([name, str(client["labeled"]), str(client["unlabeled"]), _share(client["tv"]), *cells])
     print_table(["client", "labeled", "unlabeled", "internal", *classes], rows)
-    if len(each) > SHOWN_CLIENTS:
-        print_text(f"... and {len(each) - SHOWN_CLIENTS} more clients: --json and --png show them")
+    if len(clients) > SHOWN_CLIENTS:
+        print_text(f"... and {len(clients) - SHOWN_CLIENTS} more clients: --json and --png show them")
 
 
 def _share(value: float | None) -> str:

@@ -1,4 +1,4 @@
-"""`halfmoon federation`: certificates and keys of a federation; `halfmoon serve`: play it, from file to model."""
+"""`halfmoon federation`: manage certificates and keys; `halfmoon serve`: run a federation with sites."""
 
 from __future__ import annotations
 
@@ -31,7 +31,8 @@ if TYPE_CHECKING:
     from halfmoon.sites.keys.make import KeyChange
 
 
-FOLDER = "FOLDER "
+FOLDER_USAGE = "FOLDER "
+"""The usage of actions on a folder of keys."""
 
 
 def add_federation(commands: Any) -> None:
@@ -39,26 +40,30 @@ def add_federation(commands: Any) -> None:
     about = "manage certificates and keys of a federation: make, show and replace them"
     group = add_actions(commands, "federation", about)
 
-    init = _action(group, "init", "make a folder with all that server and sites need to know each other", FOLDER, _init)
+    init = _action(
+        group, "init", "make a folder with the certificates and keys of server and sites", FOLDER_USAGE, _init
+    )
     init.add_argument("--sites", metavar="NAME", nargs="+", default=[], help="sites that get a key made here")
     init.add_argument("--host", metavar="HOST", nargs="+", default=[], help=_HOSTS)
-    about = "how many images each of --sites has, as known here: no site counts for more"
+    about = "the number of images of each site, as the server knows it: it limits the weight of the site"
     init.add_argument("--images", metavar="NAME=COUNT", nargs="+", default=[], help=about)
     about = f"how long the server's certificate is valid (default: {DEFAULT_CERTIFICATE_DAYS})"
     init.add_argument("--days", metavar="N", default=str(DEFAULT_CERTIFICATE_DAYS), help=about)
-    about = f"the SuperLink's port, for this machine alone (default: {DEFAULT_PORT})"
+    about = f"the SuperLink's port, for this machine only (default: {DEFAULT_PORT})"
     init.add_argument("--port", metavar="N", default=str(DEFAULT_PORT), help=about)
     about = f"the port where nginx listens for the sites (default: {DEFAULT_LISTEN_PORT})"
     init.add_argument("--listen", metavar="N", default=str(DEFAULT_LISTEN_PORT), help=about)
 
-    more = _action(group, "add-site", "let one more site come in", "FOLDER NAME ", _add)
+    more = _action(group, "add-site", "admit one more site", "FOLDER NAME ", _add)
     more.add_argument("name", metavar="NAME", help="the site's name in the federation's file")
     more.add_argument("--public-key", metavar="FILE", type=Path, help=_PUBLIC)
 
-    less = _action(group, "remove-site", "refuse a site from now on; its key never comes back", "FOLDER NAME ", _remove)
+    less = _action(
+        group, "remove-site", "refuse a site from now on; its key is never accepted again", "FOLDER NAME ", _remove
+    )
     less.add_argument("name", metavar="NAME", help="the site's name in the federation's file")
 
-    rotate = _action(group, "rotate", "replace certificates and keys by new ones", FOLDER, _rotate)
+    rotate = _action(group, "rotate", "replace certificates and keys by new ones", FOLDER_USAGE, _rotate)
     rotate.add_argument("--server", action="store_true", help="the server's key and certificate")
     rotate.add_argument("--ca", action="store_true", help="the authority, and the server's certificate under it")
     rotate.add_argument("--site", metavar="NAME", help="the key of this site")
@@ -67,11 +72,11 @@ def add_federation(commands: Any) -> None:
     about = "how long the server's new certificate is valid (default: as before)"
     rotate.add_argument("--days", metavar="N", help=about)
 
-    _action(group, "show", "list certificates and keys, and how long they are valid", FOLDER, _show)
+    _action(group, "show", "list certificates and keys, and how long they are valid", FOLDER_USAGE, _show)
 
 
-_HOSTS = "names and addresses by which sites call the server"
-_PUBLIC = "the site's public key, made at the site: no private key is ever here"
+_HOSTS = "names and addresses at which sites reach the server"
+_PUBLIC = "the site's public key, made at the site; its private key stays there"
 
 
 def _action(group: Any, name: str, about: str, usage: str, do: Command) -> argparse.ArgumentParser:
@@ -85,23 +90,24 @@ def _init(args: argparse.Namespace) -> int:
     from halfmoon.sites.keys.make import create_keys
 
     days = parse_int("--days", args.days, 1, AUTHORITY_DAYS)
-    port, listen = parse_int("--port", args.port, 1, 2**16 - 1), parse_int("--listen", args.listen, 1, 2**16 - 1)
+    port = parse_int("--port", args.port, 1, 2**16 - 1)
+    listen = parse_int("--listen", args.listen, 1, 2**16 - 1)
     change = create_keys(args.folder, args.sites, args.host, days, port, listen, args.images)
-    return _tell(args, f"{change.summary['folder']} is made.", change)
+    return _print_change(args, f"{change.summary['folder']} is made.", change)
 
 
 def _add(args: argparse.Namespace) -> int:
     from halfmoon.sites.keys.make import add_site
 
     change = add_site(args.folder, args.name, args.public_key)
-    return _tell(args, f"{args.name} may come in.", change)
+    return _print_change(args, f"{args.name} is admitted.", change)
 
 
 def _remove(args: argparse.Namespace) -> int:
     from halfmoon.sites.keys.make import remove_site
 
     change = remove_site(args.folder, args.name)
-    return _tell(args, f"{args.name} may not come in any more, and its key never again.", change)
+    return _print_change(args, f"{args.name} is refused from now on, and its key is never accepted again.", change)
 
 
 def _rotate(args: argparse.Namespace) -> int:
@@ -111,28 +117,30 @@ def _rotate(args: argparse.Namespace) -> int:
     if renewing == (args.site is not None):
         raise UserError("rotate replaces one thing at a time: give --server, --ca or --site NAME.")
     if renewing and args.public_key is not None:
-        raise UserError("--public-key is that of a site: it goes with --site NAME.")
+        raise UserError("--public-key is the key of a site: it needs --site NAME.")
     if not renewing and (args.host or args.days is not None):
-        raise UserError("--host and --days stand in the server's certificate: they go with --server or --ca.")
+        raise UserError("--host and --days are for the server's certificate: they need --server or --ca.")
     if args.site is not None:
         change = replace_site_key(args.folder, args.site, args.public_key)
-        return _tell(args, f"the key of {args.site} is new; the one before never comes back.", change)
+        return _print_change(args, f"the key of {args.site} is new; the old one is never accepted again.", change)
     days = None if args.days is None else parse_int("--days", args.days, 1, AUTHORITY_DAYS)
     change = renew_certificates(args.folder, args.host, days, args.ca)
     what = "the authority and the server's certificate are" if args.ca else "the server's certificate is"
-    return _tell(args, f"{what} new.", change)
+    return _print_change(args, f"{what} new.", change)
 
 
-def _tell(args: argparse.Namespace, words: str, change: KeyChange) -> int:
+def _print_change(args: argparse.Namespace, message: str, change: KeyChange) -> int:
+    """Print a change of the keys with its advice, and warnings about the folder."""
     from halfmoon.sites.keys import Access
 
     if args.json:
         print_json({**change.summary, "advice": list(change.advice)})
     else:
-        print_text("\n".join([words, *change.advice]))
+        print_text("\n".join([message, *change.advice]))
     try:
         warnings = Access.open(args.folder).warnings()
-    except UserError as error:  # something else is wrong with the folder; what was asked for is done
+    except UserError as error:
+        # The change is done; another fault of the folder is only reported.
         warnings = [str(error)]
     for warning in warnings:
         print_warning(warning)
@@ -146,15 +154,15 @@ def _show(args: argparse.Namespace) -> int:
     if args.json:
         print_json(result)
     else:
-        hosts = ", ".join(result["hosts"]) or "this machine alone"
-        print_text(f"{result['folder']}: sites call {hosts}, port {result['listen']}")
-        print_table(["what", "runs out", "fingerprint (SHA-256)"], _rows(result))
+        hosts = ", ".join(result["hosts"]) or "this machine only"
+        print_text(f"{result['folder']}: sites reach {hosts}, port {result['listen']}")
+        print_table(["what", "runs out", "fingerprint (SHA-256)"], _key_rows(result))
     for warning in result["warnings"]:
         print_warning(warning)
     return 0
 
 
-def _rows(result: dict[str, Any]) -> list[list[str]]:
+def _key_rows(result: dict[str, Any]) -> list[list[str]]:
     rows = [
         [f"certificate of the {name}", f"{result[name]['left']} ({result[name]['until']})", result[name]["fingerprint"]]
         for name in ("authority", "server")
@@ -167,31 +175,34 @@ def _rows(result: dict[str, Any]) -> list[list[str]]:
     return rows
 
 
-HOST, RESTARTS = "127.0.0.1", 5
+DEFAULT_HOST = "127.0.0.1"
+
+DEFAULT_RESTARTS = 5
+"""Restarts of a process that dies, without a finished round in between."""
 
 
 def add_serve(commands: Any) -> None:
-    """Add the command's parser."""
-    about = "play a federation with sites over the network"
+    """Add the parser of `serve`."""
+    about = "run a federation with sites over the network"
     parser = add_command(commands, "serve", about, "CONFIG.toml ", _serve)
     parser.add_argument("config", metavar="CONFIG.toml", type=Path, help="options of a run, and a table [federation]")
-    about = "the run folder, a new one or one to go on with (default: runs/NAME)"
+    about = "the run folder, new or to be continued (default: runs/NAME)"
     parser.add_argument("--run-dir", metavar="DIR", type=Path, help=about)
-    about = "a folder of `halfmoon federation`: only sites with a key in it may come in, through its proxy"
+    about = "a folder of `halfmoon federation`: only sites with a key in it are admitted, through its proxy"
     parser.add_argument("--access", metavar="FOLDER", type=Path, help=about)
-    about = f"where to listen; 0.0.0.0: at every address of this machine (default: {HOST})"
+    about = f"where to listen; 0.0.0.0: at every address of this machine (default: {DEFAULT_HOST})"
     parser.add_argument("--host", metavar="HOST", help=about)
     parser.add_argument("--port", metavar="N", help=f"the port (default: {DEFAULT_PORT}, or that of --access)")
     parser.add_argument("--ca", metavar="FILE", type=Path, help="TLS: the authority that signed the certificate (PEM)")
     parser.add_argument("--certificate", metavar="FILE", type=Path, help="TLS: the certificate of this machine (PEM)")
     parser.add_argument("--key", metavar="FILE", type=Path, help="TLS: the certificate's private key (PEM)")
     parser.add_argument("--insecure", action="store_true", help="listen to other machines without TLS")
-    about = "also show the federation on a page that this machine alone can open, read only, at this port or a free one"
+    about = "also serve a read-only page about the federation to this machine, at this port or a free one"
     parser.add_argument("--page", metavar="N", nargs="?", const="0", help=about)
-    about = "let a site back in that was set aside for its unusable answers"
+    about = "readmit a site that was excluded for its invalid replies"
     parser.add_argument("--readmit", metavar="NAME", action="append", help=about)
-    about = f"how often what dies is started again without a new round in between (default: {RESTARTS})"
-    parser.add_argument("--restarts", metavar="N", default=str(RESTARTS), help=about)
+    about = f"how often a process that dies is restarted before a new round is finished (default: {DEFAULT_RESTARTS})"
+    parser.add_argument("--restarts", metavar="N", default=str(DEFAULT_RESTARTS), help=about)
 
 
 def _serve(args: argparse.Namespace) -> int:
@@ -202,28 +213,30 @@ def _serve(args: argparse.Namespace) -> int:
 
     port = None if args.port is None else parse_int("--port", args.port, 1, 2**16 - 1)
     restarts = parse_int("--restarts", args.restarts, 0, 10**6)
-    _agreeing(args)
+    _check_access_flags(args)
     require_flower()
     plan = load_plan(args.config)
     folder = args.run_dir or plan.config.run_dir or Path("runs", plan.terms.name)
-    server = _server(args, folder, port, plan.terms.sites, restarts)
+    server = _server_options(args, folder, port, plan.terms.sites, restarts)
     write_line = line_writer(args.json)
-    # Before anything of Flower's lies in it: a folder that holds something else is not a run's.
+    # Check the folder before Flower writes into it: a folder with other files is not a run folder.
     host = FederationServer(plan, folder)
     host.prepare()
     for name in args.readmit or ():
         host.readmit(name)
-        write_line(f"{name} is let back in.")
-    away = sites_without_model(folder)
-    if is_finished(folder) and not away:
+        write_line(f"{name} is readmitted.")
+    waiting_sites = sites_without_model(folder)
+    if is_finished(folder) and not waiting_sites:
         write_line(f"{folder} is finished already.")
     else:
-        if away:
-            write_line(f"{folder} is finished; it is served until {', '.join(away)} have the model (Ctrl-C ends this).")
+        if waiting_sites:
+            write_line(
+                f"{folder} is finished; it is served until {', '.join(waiting_sites)} have the model (Ctrl-C ends this)."
+            )
             server = replace(server, redeliver=True)
-        again = f"stopped; go on with: {shlex.join(['halfmoon', *args.words])}"
+        message = f"stopped; go on with: {shlex.join(['halfmoon', *args.words])}"
         try:
-            with exit_on_interrupt(again), interruptible(), _page(args, folder, write_line):
+            with exit_on_interrupt(message), interruptible(), _serve_page(args, folder, write_line):
                 serve(server, write_line)
         except Halted as error:
             raise CommandExit(str(error)) from error
@@ -235,25 +248,30 @@ def _serve(args: argparse.Namespace) -> int:
     return 0
 
 
-def _page(args: argparse.Namespace, folder: Path, show: Callable[[str], None]) -> AbstractContextManager[object]:
+def _serve_page(
+    args: argparse.Namespace, folder: Path, write_line: Callable[[str], None]
+) -> AbstractContextManager[object]:
     if args.page is None:
         return nullcontext()
     from halfmoon.pages.server import serve_in_background
     from halfmoon.pages.watch import WatchPage
 
     return serve_in_background(
-        WatchPage(folder).app(), "page", parse_int("--page", args.page, 0, 2**16 - 1) or None, show
+        WatchPage(folder).app(), "page", parse_int("--page", args.page, 0, 2**16 - 1) or None, write_line
     )
 
 
-def _agreeing(args: argparse.Namespace) -> None:
+def _check_access_flags(args: argparse.Namespace) -> None:
+    """Raise UserError for flags that contradict the folder of `--access`."""
     flags = {"--host": args.host, "--ca": args.ca, "--certificate": args.certificate, "--key": args.key}
     for flag, value in {**flags, "--insecure": args.insecure or None}.items():
         if args.access is not None and value is not None:
-            raise UserError(f"--access and {flag} contradict each other: the folder says it; leave {flag} out.")
+            raise UserError(
+                f"--access and {flag} contradict each other: the folder of --access sets it; leave {flag} out."
+            )
 
 
-def _server(
+def _server_options(
     args: argparse.Namespace, folder: Path, port: int | None, sites: Sequence[str], restarts: int
 ) -> ServerOptions:
     from halfmoon.federation.transport.launch import ServerOptions
@@ -261,12 +279,19 @@ def _server(
 
     if args.access is None:
         tls = {"ca": args.ca, "certificate": args.certificate, "key": args.key}
-        where = args.host or HOST, port or DEFAULT_PORT
-        return ServerOptions(args.config, folder, *where, **tls, insecure=args.insecure, restarts=restarts)
+        return ServerOptions(
+            args.config,
+            folder,
+            args.host or DEFAULT_HOST,
+            port or DEFAULT_PORT,
+            **tls,
+            insecure=args.insecure,
+            restarts=restarts,
+        )
     access = Access.open(args.access)
     if port not in (None, access.port):
         raise UserError(
-            f"--port is {port}, but the proxy of {args.access} calls port {access.port}: leave --port out, or make "
+            f"--port is {port}, but the proxy of {args.access} connects to port {access.port}: leave --port out, or make "
             "another folder with that port."
         )
     return ServerOptions.with_access(args.config, folder, access, sites, restarts)

@@ -1,4 +1,4 @@
-"""`halfmoon methods`: the methods and their options; `halfmoon check-method`: try one's own on a small federation."""
+"""`halfmoon methods`: list methods and their options; `halfmoon check-method`: test a method of yours."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
 
 def add(commands: Any) -> None:
+    """Add the parser of `methods`."""
     parser = add_command(commands, "methods", "list the methods and their options", "[NAME ...] ", run)
     parser.add_argument("names", nargs="*", metavar="NAME", help="only these methods")
 
@@ -29,7 +30,7 @@ def run(args: argparse.Namespace) -> int:
 
     entries = [registry.entry(name) for name in args.names or registry.names()]
     if args.json:
-        print_json([_method(each.name) for each in entries])
+        print_json([_describe_method(each.name) for each in entries])
         return 0
     options = {
         each.name: ", ".join(
@@ -39,11 +40,11 @@ def run(args: argparse.Namespace) -> int:
     }
     from rich.console import Console
 
-    show_methods(Console(), entries, options)
+    print_methods(Console(), entries, options)
     return 0
 
 
-def _method(name: str) -> dict[str, Any]:
+def _describe_method(name: str) -> dict[str, Any]:
     from halfmoon.methods import registry
 
     entry = registry.entry(name)
@@ -56,54 +57,63 @@ def _method(name: str) -> dict[str, Any]:
     return {"name": name, **about, "options": options}
 
 
-def show_methods(console: Console, entries: Sequence[MethodEntry], options: Mapping[str, str]) -> None:
-    """Print a table of methods, the centralized ones in one of their own; then each one's places and `options`."""
-    from halfmoon.cli.console import say, show, wrapped
+def print_methods(console: Console, entries: Sequence[MethodEntry], options: Mapping[str, str]) -> None:
+    """Print a table of federated and one of centralized methods, then the label locations and options of each.
+
+    Args:
+        console: the console to print on.
+        entries: the methods.
+        options: the options of each method as one text, by its name.
+    """
+    from halfmoon.cli.console import print_line, print_table, wrap_text
 
     pooled = [each for each in entries if each.pooled]
     federated = [each for each in entries if not each.pooled]
     header = ["name", "title", "labels needed", "paper"]
     for heading, group in (("", federated), ("centralized, all rows in one place:", pooled)):
         if group and heading:
-            say(console, f"\n{heading}" if federated else heading)
+            print_line(console, f"\n{heading}" if federated else heading)
         if group:
             rows = [[each.name, each.title, each.labels, each.paper] for each in group]
-            show(console, header, rows, wrap=True)
+            print_table(console, header, rows, wrap=True)
     for each in [*federated, *pooled]:
-        say(console, f"\n{each.name}: {each.about}")
-        for words in (f"labels_at: {', '.join(each.label_locations)}", options[each.name]):
-            say(console, wrapped(console, words))
+        print_line(console, f"\n{each.name}: {each.about}")
+        for text in (f"labels_at: {', '.join(each.label_locations)}", options[each.name]):
+            print_line(console, wrap_text(console, text))
 
 
 def add_check(commands: Any) -> None:
     """Add the command's parser."""
-    about = "test a method of your own in a small federation: batching of clients, resume, messages, what leaves a site"
+    about = (
+        "test your method in a small federation: batching of clients, resume, messages, and the data that sites send"
+    )
     parser = add_command(commands, "check-method", about, "my_module:Mine ", _check)
     parser.add_argument("method", metavar="METHOD", help="my_module:Mine, or the name of any method")
     about = "the method's options, such as threshold=0.5"
     parser.add_argument("--option", metavar="NAME=VALUE", action="append", default=[], help=about)
-    about = "a network of your own to try it on, for gray images of 8x8 pixels (default: the small network)"
+    about = "a network for gray images of 8x8 pixels to test it with (default: the small network)"
     parser.add_argument("--network", metavar="MODULE:MAKE", help=about)
 
 
 def _check(args: argparse.Namespace) -> int:
     from halfmoon.contract import check
 
-    show, promises = line_writer(args.json), []
+    write_line = line_writer(args.json)
+    promises = []
     for each in check(args.method, _options(args), args.network):
         promises.append(each)
         if not args.json:
-            words = f": {each.said}" if each.said else ""
-            show(f"{'kept' if each.kept else 'BROKEN':7} {each.promise}{words}")
+            detail = f": {each.said}" if each.said else ""
+            write_line(f"{'kept' if each.kept else 'BROKEN':7} {each.promise}{detail}")
             if args.debug and each.trace:
-                show(each.trace)
+                write_line(each.trace)
     broken = [each for each in promises if not each.kept]
     if args.json:
         print_json({"method": args.method, "kept": not broken, "promises": [asdict(each) for each in promises]})
     elif broken:
-        show(f"\n{args.method} breaks {len(broken)} of {len(promises)} promises.")
+        write_line(f"\n{args.method} breaks {len(broken)} of {len(promises)} promises.")
     else:
-        show(f"\n{args.method} keeps all {len(promises)} promises: it can be simulated, resumed and deployed.")
+        write_line(f"\n{args.method} keeps all {len(promises)} promises: it can be simulated, resumed and deployed.")
     return 1 if broken else 0
 
 
@@ -113,8 +123,8 @@ def _options(args: argparse.Namespace) -> dict[str, Any]:
     options = registry.options(args.method)
     values = {}
     for text in args.option:
-        name, equals, words = text.partition("=")
+        name, equals, value = text.partition("=")
         if not equals or name not in options:
             raise UserError(f"--option {text}: write NAME=VALUE, NAME one of: {', '.join(options) or '(none)'}.")
-        values[name] = parse_value(f"--option {name}", options[name].type, words)
+        values[name] = parse_value(f"--option {name}", options[name].type, value)
     return values

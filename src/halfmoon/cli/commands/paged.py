@@ -1,4 +1,4 @@
-"""The commands that serve a page to this machine's browser: `halfmoon site label` and `halfmoon watch`."""
+"""Commands that serve a page to the browser of this machine: `halfmoon site label` and `halfmoon watch`."""
 
 from __future__ import annotations
 
@@ -22,67 +22,74 @@ if TYPE_CHECKING:
     from halfmoon.sites.inference import InferenceModel
 
 
-def served(parser: argparse.ArgumentParser) -> None:
+def add_page_flags(parser: argparse.ArgumentParser) -> None:
+    """Add the flags of a command that serves a page."""
     about = "the port of the page, which only this machine can open (default: a free one)"
     parser.add_argument("--port", metavar="N", help=about)
     parser.add_argument("--no-browser", action="store_true", help="print the page's address, and open no browser")
 
 
-def from_outside(parser: argparse.ArgumentParser) -> None:
-    about = "the model's network, if it is not halfmoon's own: a model file alone never loads code"
+def add_network_flag(parser: argparse.ArgumentParser) -> None:
+    """Add `--network`, the code of a model whose network is not part of halfmoon."""
+    about = "the model's network, if it is not part of halfmoon: a model file never loads code by itself"
     parser.add_argument("--network", metavar="MODULE:MAKE", help=about)
 
 
-def on_device(parser: argparse.ArgumentParser) -> None:
+def add_device_flag(parser: argparse.ArgumentParser) -> None:
+    """Add `--device`."""
     about = "where to compute (default: auto)"
     parser.add_argument("--device", metavar="auto|cpu|cuda", default="auto", help=about)
 
 
-def place(args: argparse.Namespace) -> int | None:
-    """Return the port that was given, None for a free one; raise UserError where no page can be served."""
+def parse_page_port(args: argparse.Namespace) -> int | None:
+    """Return the port of the page, or None for a free one.
+
+    Raises:
+        UserError: the port is not valid, `--json` is given, or the extra for pages is not installed.
+    """
     from halfmoon.pages.server import require_pages
 
     port = None if args.port is None else parse_int("--port", args.port, 1, 2**16 - 1)
     if args.json:
-        raise UserError(
-            "--json goes with --list, which prints: a page is looked at." if "list" in args else "a page has no --json."
-        )
+        raise UserError("--json needs --list: a page prints nothing." if "list" in args else "a page has no --json.")
     require_pages()
     return port
 
 
-def loader(path: Path, device: str, network: str | None) -> Callable[[], InferenceModel]:
-    """Return what loads a model: slow, so it is done where nobody waits."""
-    where = settings.parse_option("device", device)
+def model_loader(path: Path, device: str, network: str | None) -> Callable[[], InferenceModel]:
+    """Create a function that loads a model. Loading is slow, so a page does it in the background."""
+    device_option = settings.parse_option("device", device)
 
     def load() -> InferenceModel:
-        from halfmoon.runs.factory import device as chosen
+        from halfmoon.runs.factory import device as torch_device
         from halfmoon.sites.inference import load_model
 
-        return load_model(path, chosen(settings.Config(device=where)), network)
+        return load_model(path, torch_device(settings.Config(device=device_option)), network)
 
     return load
 
 
-def label_flags(parser: argparse.ArgumentParser) -> None:
-    """Add the flags of the action."""
-    parser.add_argument("folder", metavar="FOLDER", type=Path, help="images, and perhaps labels.csv and classes.txt")
-    about = "the folder of a finished run, or its model.safetensors: what it is unsure of comes early (default: random)"
+def add_label_flags(parser: argparse.ArgumentParser) -> None:
+    """Add the flags of `halfmoon site label`."""
+    parser.add_argument(
+        "folder", metavar="FOLDER", type=Path, help="images, optionally with labels.csv and classes.txt"
+    )
+    about = "the folder of a finished run, or its model.safetensors: images with uncertain predictions come first (default: random)"
     parser.add_argument("--model", metavar="RUN", type=Path, help=about)
-    about = "the classes, in their order, where there is no classes.txt yet: it is written"
+    about = "the classes in their order, to write to classes.txt if the folder has none"
     parser.add_argument("--classes", metavar="NAME", nargs="+", default=(), help=about)
-    about = "also write who answered and when; without NAME the page asks"
+    about = "also record who labeled each image and when; without NAME the page asks for it"
     parser.add_argument("--by", metavar="NAME", nargs="?", const="", help=about)
-    about = "label as a second reader, into a file of your own, without a look at the labels"
+    about = "label as a second reader, into a separate file, without seeing the existing labels"
     parser.add_argument("--reader", metavar="NAME", help=about)
-    about = "show no page: print the first N images that it would show"
+    about = "print the first N images that the page would show, instead of serving it"
     parser.add_argument("--list", metavar="N", help=about)
     parser.add_argument("--seed", metavar="N", default="0", help="the seed of the order (default: 0)")
-    about = "the values of black and white in images of more than 8 bits (default: the file's own)"
+    about = "the values of black and white in images of more than 8 bits (default: those of the file)"
     parser.add_argument("--window", metavar=("LOW", "HIGH"), nargs=2, type=float, help=about)
-    from_outside(parser)
-    on_device(parser)
-    served(parser)
+    add_network_flag(parser)
+    add_device_flag(parser)
+    add_page_flags(parser)
 
 
 def run_label(args: argparse.Namespace) -> int:
@@ -94,18 +101,20 @@ def run_label(args: argparse.Namespace) -> int:
     seed = parse_int("--seed", args.seed, 0, 2**32 - 1)
     count = None if args.list is None else parse_int("--list", args.list, 1, 10**9)
     if count is not None and args.reader is not None:
-        raise UserError("--list is the first reader's order: leave --reader out, or open the page.")
-    port = place(args) if count is None else None
+        raise UserError(
+            "{list} prints the first reader's order: leave {reader} out, or open the page.", option=("list", "reader")
+        )
+    port = parse_page_port(args) if count is None else None
     if args.by is not None and (len(args.by) > 100 or any(ord(letter) < 32 for letter in args.by)):
-        raise UserError("--by is no short name of one line.")
+        raise UserError("{by} must be one line of at most 100 characters.", option="by")
     site = open_site_to_label(args.folder, args.classes)
-    load = None if args.model is None else loader(args.model, args.device, args.network)
+    load = None if args.model is None else model_loader(args.model, args.device, args.network)
     classes: tuple[str, ...] = ()
     if load is not None and not site.classes:
         model = load()
         classes, load = model.classes, lambda: model
     if count is not None:
-        return _list(args, count, seed, site, load)
+        return _print_order(args, count, seed, site, load)
     if args.model is not None and not args.model.exists():
         raise UserError(f"{args.model}: there is no such file or folder; give the folder of a finished run.")
     options = LabelOptions(args.by, seed, parse_window(args.window), args.reader)
@@ -114,49 +123,49 @@ def run_label(args: argparse.Namespace) -> int:
     return 0
 
 
-def _list(args: argparse.Namespace, count: int, seed: int, site: Any, load: Any) -> int:
+def _print_order(args: argparse.Namespace, count: int, seed: int, site: Any, load: Any) -> int:
     from halfmoon.pages.label import order_unlabeled
     from halfmoon.pages.label_order import rank_descending
     from halfmoon.pages.label_store import LabelStore
 
-    guesses, names = None, ()
+    predictions, names = None, ()
     if load is not None:
         from halfmoon.pages.background_prediction import predict_images
 
         model = load()
-        guesses, names = predict_images(model, site.folder, site.paths, image_progress()), model.classes
-    rows = order_unlabeled(guesses, LabelStore(site, site.classes or names), seed)
-    rank = rank_descending(guesses.uncertainty[rows]).tolist() if guesses is not None else []
+        predictions, names = predict_images(model, site.folder, site.paths, image_progress()), model.classes
+    rows = order_unlabeled(predictions, LabelStore(site, site.classes or names), seed)
+    rank = rank_descending(predictions.uncertainty[rows]).tolist() if predictions is not None else []
     rows = rows[:count]
     if not args.json:
-        show = line_writer(False)
+        write_line = line_writer(False)
         for row in rows:
-            show(site.paths[row])
+            write_line(site.paths[row])
         return 0
-    facts: list[dict[str, Any]] = [{"path": site.paths[row]} for row in rows]
-    if guesses is not None:
-        for row, fact, place in zip(rows, facts, rank, strict=False):
-            guess_exists = bool(guesses.mask[row])
-            fact["predicted"] = names[guesses.predicted[row]] if guess_exists else None
-            fact["uncertainty"] = float(guesses.uncertainty[row]) if guess_exists else None
-            fact["uncertainty_rank"] = place or None
-    print_json({"folder": str(site.folder), "images": facts})
+    images: list[dict[str, Any]] = [{"path": site.paths[row]} for row in rows]
+    if predictions is not None:
+        for row, image, image_rank in zip(rows, images, rank, strict=False):
+            has_prediction = bool(predictions.mask[row])
+            image["predicted"] = names[predictions.predicted[row]] if has_prediction else None
+            image["uncertainty"] = float(predictions.uncertainty[row]) if has_prediction else None
+            image["uncertainty_rank"] = image_rank or None
+    print_json({"folder": str(site.folder), "images": images})
     return 0
 
 
 def add_watch(commands: Any) -> None:
     """Add the command's parser."""
-    about = "follow a run, a comparison, a sweep, a federation or a site's part in the browser"
+    about = "follow a run, a comparison, a sweep, a federation or a site in the browser"
     parser = add_command(commands, "watch", about, "FOLDER ", _watch)
     about = "the folder of a run, a comparison, a sweep, or a server's run; or a site's folder"
     parser.add_argument("folder", metavar="FOLDER", type=Path, help=about)
-    served(parser)
+    add_page_flags(parser)
 
 
 def _watch(args: argparse.Namespace) -> int:
     from halfmoon.pages.watch import serve_watch_page as watch
 
-    port = place(args)
-    with exit_on_interrupt("the page is closed; what it showed goes on."):
+    port = parse_page_port(args)
+    with exit_on_interrupt("the page is closed; the run continues."):
         watch(args.folder, port, not args.no_browser, line_writer(False))
     return 0

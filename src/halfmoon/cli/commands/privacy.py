@@ -1,4 +1,4 @@
-"""`halfmoon privacy`: what a plan costs in epsilon, or how much noise an epsilon needs, before anything is trained."""
+"""`halfmoon privacy`: compute epsilon of a planned run, or the noise for an epsilon, without training."""
 
 import argparse
 from typing import Any
@@ -9,33 +9,33 @@ from halfmoon.config.option_types import parse_value
 from halfmoon.config.schema import Config
 from halfmoon.core.errors import UserError
 
-WHOLE = {"clients": "clients in all", "cohort": "clients that train in a round", "rounds": "rounds that are played"}
-REAL = {
+INTEGER_FLAGS = {"clients": "number of clients", "cohort": "clients that train in a round", "rounds": "rounds to train"}
+NUMBER_FLAGS = {
     "noise": "dp_noise: standard deviation of the noise on the sum of updates, in units of dp_clip",
     "delta": f"dp_delta: delta at which epsilon is counted (default: {Config.dp_delta})",
-    "epsilon": "the epsilon to keep: say how much noise that needs",
+    "epsilon": "the epsilon to stay within: prints the noise that it needs",
 }
 
 
 def add(commands: Any) -> None:
     """Add the command's parser."""
-    about = "say what a plan costs in epsilon, or how much noise an epsilon needs"
+    about = "compute epsilon of a planned run, or the noise that an epsilon needs"
     parser = add_command(
         commands, "privacy", about, "--clients N --cohort K --rounds T (--noise Z | --epsilon E) ", run
     )
-    for names, metavar in ((WHOLE, "N"), (REAL, "X")):
+    for names, metavar in ((INTEGER_FLAGS, "N"), (NUMBER_FLAGS, "X")):
         for name, about in names.items():
             parser.add_argument(f"--{name}", metavar=metavar, help=about)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print epsilon of a plan, or the noise that keeps one."""
+    """Print epsilon of a planned run, or the noise that keeps it within an epsilon."""
     from halfmoon.aggregation.privacy import accounting
 
-    plan = {name: _number(args, name, int) for name in WHOLE}
+    plan = {name: _number(args, name, int) for name in INTEGER_FLAGS}
     missing = [name for name, value in plan.items() if value is None]
     if missing:
-        raise UserError(f"--{missing[0]} is missing: give the number of {WHOLE[missing[0]]}.")
+        raise UserError(f"--{missing[0]} is missing: give the number of {INTEGER_FLAGS[missing[0]]}.")
     clients, cohort, rounds = (int(plan[name] or 0) for name in ("clients", "cohort", "rounds"))
     if cohort > clients:
         raise UserError(f"--cohort is {cohort}, but --clients is {clients}: it must be at most {clients}.")
@@ -44,13 +44,13 @@ def run(args: argparse.Namespace) -> int:
     if delta >= 1:
         raise UserError(f"--delta is {delta:g}: it must be above 0 and below 1.")
     if (noise is None) == (target is None):
-        raise UserError("give one of --noise and --epsilon: the other one is what is computed.")
+        raise UserError("give one of --noise and --epsilon: the other one is computed.")
     if noise is None:
         noise = accounting.noise_for(float(target or 0), cohort, clients, rounds, delta)
     cost = accounting.planned_epsilon(cohort, clients, rounds, noise, delta)
-    facts = {"clients": clients, "cohort": cohort, "rounds": rounds, "noise": noise, "delta": delta, "epsilon": cost}
+    result = {"clients": clients, "cohort": cohort, "rounds": rounds, "noise": noise, "delta": delta, "epsilon": cost}
     if args.json:
-        print_json(facts)
+        print_json(result)
         return 0
     print_text(
         f"{rounds} rounds with {cohort} of {clients} clients and dp_noise {noise:g}: epsilon {cost:.4g} at delta "
@@ -60,10 +60,10 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _number(args: argparse.Namespace, name: str, kind: type[int] | type[float]) -> float | None:
-    """Return the number that a flag gives, None where it is left out; raise UserError where it is none above 0."""
-    words = getattr(args, name)
-    if words is None:
+    """Parse the value of a flag, a number above 0; None if the flag is not given."""
+    text = getattr(args, name)
+    if text is None:
         return None
-    value = parse_value(f"--{name}", kind, words)
+    value = parse_value(f"--{name}", kind, text)
     POSITIVE.check(f"--{name}", value)
     return value

@@ -6,7 +6,7 @@ from typing import Any
 
 from halfmoon.cli.commands.base import add_command, add_unchecked_flag, print_json, print_text
 
-PAGE = Path("report.html")
+DEFAULT_PAGE = Path("report.html")
 
 
 def add(commands: Any) -> None:
@@ -14,13 +14,13 @@ def add(commands: Any) -> None:
     parser = add_command(commands, "report", "write one page of runs, comparisons and sweeps", "RUN... ", run)
     about = "the folder of a run, of a comparison or of a sweep, or a sweep.json"
     parser.add_argument("runs", metavar="RUN", nargs="+", type=Path, help=about)
-    about = f"the page; CSV and LaTeX go beside it under the same name (default: {PAGE})"
+    about = f"the page; CSV and LaTeX files get the same name (default: {DEFAULT_PAGE})"
     add_unchecked_flag(parser)
-    parser.add_argument("--out", metavar="FILE", type=Path, default=PAGE, help=about)
+    parser.add_argument("--out", metavar="FILE", type=Path, default=DEFAULT_PAGE, help=about)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Write the page and say where it is, and what is missing in it."""
+    """Write the page, and print its path and missing runs."""
     from halfmoon.report.writer import write_report
 
     files, missing = write_report(args.runs, args.out)

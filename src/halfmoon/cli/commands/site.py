@@ -1,4 +1,4 @@
-"""`halfmoon site`: a site's folder of images, the federations that it takes part in, data sets as such folders."""
+"""`halfmoon site`: check and prepare a site's folder of images, join a federation, export data sets as folders."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from halfmoon.cli.commands.base import (
     print_text,
     requested_options,
 )
-from halfmoon.cli.commands.paged import label_flags, run_label
+from halfmoon.cli.commands.paged import add_label_flags, run_label
 from halfmoon.config import schema as settings
 from halfmoon.config.schema import PARTITION_OPTIONS, Config
 from halfmoon.core import weight_files
@@ -35,59 +35,64 @@ if TYPE_CHECKING:
     from halfmoon.sites.folders import Survey
 
 
-OPTIONS = (
+EXPORT_OPTIONS = (
     *("data_dir", "cache", "data_share", "image_size", "shrink", *settings.IMAGE_OPTIONS),
     *(name for name in PARTITION_OPTIONS if name != "clients"),
     "split",
 )
-"""What export takes of a run's options; how many clients there are is said by --sites."""
+"""Options of a run that `site export` has; its `--sites` sets the number of clients."""
 
 SHOWN_SIZES = 8
+"""Image sizes that `site check` lists."""
 
 
 def add(commands: Any) -> None:
     """Add the command's parser and those of its actions."""
     about = "check, label and prepare a site's folder of images, join a federation, or write a data set as such folders"
     group = add_actions(commands, "site", about)
-    about = "say what is in a site folder, and whether it can take part"
+    about = "check the contents of a site folder, and whether it can take part"
     check = add_command(group, "check", about, "FOLDER ", _check)
-    check.add_argument("folder", metavar="FOLDER", type=Path, help="images, labels.csv and perhaps classes.txt")
+    check.add_argument("folder", metavar="FOLDER", type=Path, help="images, labels.csv and optionally classes.txt")
     check.add_argument("--classes", metavar="NAME", nargs="+", default=[], help="the classes of a federation")
-    about = "a folder of test images, none of which may be in this one"
+    about = "a folder of test images; check that none of them is in the site folder"
     check.add_argument("--test", metavar="FOLDER", type=Path, help=about)
 
     prepare = add_command(group, "prepare", "decode the images of a site folder once", "FOLDER ", _prepare)
-    prepare.add_argument("folder", metavar="FOLDER", type=Path, help="images, labels.csv and perhaps classes.txt")
-    _forming(prepare)
+    prepare.add_argument("folder", metavar="FOLDER", type=Path, help="images, labels.csv and optionally classes.txt")
+    _add_image_flags(prepare)
     about = "a folder for the decoded images (default: FOLDER/.halfmoon)"
     prepare.add_argument("--out", metavar="DIR", type=Path, help=about)
 
     about = "label images in the browser, the most useful first"
-    label_flags(add_command(group, "label", about, "FOLDER ", run_label))
+    add_label_flags(add_command(group, "label", about, "FOLDER ", run_label))
 
-    about = "say what the sites of a federation are asked to take part in"
+    about = "print the terms that the sites of a federation are asked to accept"
     about_terms = add_command(group, "terms", about, "CONFIG.toml ", _terms)
     about = "the server's file: options of a run, and a table [federation]"
     about_terms.add_argument("config", metavar="CONFIG.toml", type=Path, help=about)
 
     about = "take part in a federation; no image leaves the folder"
-    join_flags(add_command(group, "join", about, "--server HOST:PORT --site FOLDER --name NAME ", _join))
+    add_join_flags(add_command(group, "join", about, "--server HOST:PORT --site FOLDER --name NAME ", _join))
 
     about = "write a data set as the folders of several sites, split as a run splits it"
     export = add_command(group, "export", about, "DATASET --sites K --out FOLDER ", _export)
     export.add_argument("data", metavar="DATASET", help=settings.option_helps()["data"])
     export.add_argument("--sites", metavar="K", required=True, help="how many site folders")
-    about = "the folder for all of them, new or empty, or with an unfinished export of the same sites"
+    about = "the folder for all sites: new, empty, or with an unfinished export of the same sites"
     export.add_argument("--out", metavar="FOLDER", type=Path, required=True, help=about)
     export.add_argument("--config", metavar="FILE", type=Path, help="a TOML file of options; flags override it")
-    for name in OPTIONS:
+    for name in EXPORT_OPTIONS:
         add_option(export, name)
 
 
-def _forming(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--size", metavar="HxW", help="height and width of all images (default: their own, if one)")
-    parser.add_argument("--channels", metavar="1|3", help="1: gray, 3: RGB (default: 1 where all images are gray)")
-    about = "keep the sides in proportion, and cut off what is beyond the middle"
+def _add_image_flags(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--size",
+        metavar="HxW",
+        help="height and width of all images (default: that of the images, if it is the same for all)",
+    )
+    parser.add_argument("--channels", metavar="1|3", help="1: gray, 3: RGB (default: 1 if all images are gray)")
+    about = "keep the aspect ratio, and crop the image to its center"
     parser.add_argument("--crop", action="store_true", help=about)
     about = "values that are black and white in images of 12 and 16 bits (default: the extremes of each image)"
     parser.add_argument("--window", metavar=("LOW", "HIGH"), nargs=2, type=float, help=about)
@@ -100,15 +105,16 @@ def _check(args: argparse.Namespace) -> int:
     if args.json:
         print_json(result.as_json())
     else:
-        _show(result)
+        _print_survey(result)
     return 0 if result.can_take_part else 1
 
 
-def _show(result: Survey) -> None:
+def _print_survey(result: Survey) -> None:
+    """Print the contents of a site folder, its faults, and the methods that it can take part in."""
     from rich.console import Console
 
     from halfmoon.api.requirements import LABEL_LOCATIONS
-    from halfmoon.cli.console import wrapped
+    from halfmoon.cli.console import wrap_text
 
     share = f" ({result.labeled / result.readable:.1%})" if result.readable else ""
     print_text(
@@ -120,30 +126,30 @@ def _show(result: Survey) -> None:
         print_table(["class", "labeled", "share"], rows)
     if result.sizes:
         rows = [[f"{h}x{w}", mode, f"{count:,}"] for (h, w, mode), count in result.sizes.items()]
-        more = sum(list(result.sizes.values())[SHOWN_SIZES:])
-        rest = [[f"{len(rows) - SHOWN_SIZES} others", "", f"{more:,}"]] if more else []
+        hidden_images = sum(list(result.sizes.values())[SHOWN_SIZES:])
+        summary_row = [[f"{len(rows) - SHOWN_SIZES} more sizes", "", f"{hidden_images:,}"]] if hidden_images else []
         print_text("")
-        print_table(["height x width", "mode", "images"], rows[:SHOWN_SIZES] + rest)
+        print_table(["height x width", "mode", "images"], rows[:SHOWN_SIZES] + summary_row)
     for each in result.findings:
-        _show_finding(each)
+        _print_finding(each)
     if not result.can_take_part:
         faults = [each.kind for each in result.findings if each.blocks]
-        why = f"mend this first: {'; '.join(faults)}" if faults else "no image can be read"
+        why = f"repair this first: {'; '.join(faults)}" if faults else "no image can be read"
         print_text(f"\nThis folder cannot take part: {why}.")
         return
-    print_text("\nThis folder can take part, where a federation has its labels at")
-    for place, methods in result.methods.items():
-        print_text(wrapped(Console(), f"{LABEL_LOCATIONS[place]}: {', '.join(methods)}"))
+    print_text("\nThis folder can take part in a federation with labels at")
+    for location, methods in result.methods.items():
+        print_text(wrap_text(Console(), f"{LABEL_LOCATIONS[location]}: {', '.join(methods)}"))
 
 
-def _show_finding(finding: Any) -> None:
+def _print_finding(finding: Any) -> None:
     lines = finding.describe_images()
     print_text(f"\n{finding.kind} ({len(lines):,}): {finding.remedy}")
-    for line in _first(lines):
+    for line in _shorten(lines):
         print_text(f"  {line}")
 
 
-def _first(lines: list[str]) -> list[str]:
+def _shorten(lines: list[str]) -> list[str]:
     from halfmoon.sites.folders.site_folder import MAX_LISTED_NAMES
 
     more = (
@@ -156,18 +162,25 @@ def _prepare(args: argparse.Namespace) -> int:
     from halfmoon.data.preparation import parse_window
     from halfmoon.sites.folders import prepare_site
 
-    how = (args.crop, parse_window(args.window))
-    result = prepare_site(args.folder, _size(args.size), _channels(args.channels), args.out, image_progress(), *how)
+    result = prepare_site(
+        args.folder,
+        _parse_size(args.size),
+        _parse_channels(args.channels),
+        args.out,
+        image_progress(),
+        args.crop,
+        parse_window(args.window),
+    )
     assert result.site.images is not None
     count, height, width, channels = result.site.images.shape
     if args.json:
         left_out = [{"path": path, "reason": reason} for path, reason in result.left_out.items()]
-        facts = {
+        fields = {
             "folder": str(args.folder),
             "home": str(result.state_folder),
             "shape": [count, height, width, channels],
         }
-        print_json(facts | {"written": result.written, "decoded": result.decoded, "left_out": left_out})
+        print_json(fields | {"written": result.written, "decoded": result.decoded, "left_out": left_out})
         return 0
     labeled = int((result.site.labels >= 0).sum())
     what = f"{result.decoded:,} decoded now" if result.written else "nothing had changed"
@@ -176,23 +189,23 @@ def _prepare(args: argparse.Namespace) -> int:
         f"{result.state_folder}: {count:,} images as {height}x{width} with {channels} channel(s), {labeled:,} labeled; {what}",
     )
     if lines:
-        print_text("\n  ".join([f"left out ({len(lines):,}):", *_first(lines)]))
+        print_text("\n  ".join([f"left out ({len(lines):,}):", *_shorten(lines)]))
     return 0
 
 
-def _size(words: str | None) -> tuple[int, int] | None:
-    if words is None:
+def _parse_size(text: str | None) -> tuple[int, int] | None:
+    if text is None:
         return None
-    sides = re.fullmatch(r"(\d{1,6})x(\d{1,6})", words)
+    sides = re.fullmatch(r"(\d{1,6})x(\d{1,6})", text)
     if not sides:
-        raise UserError(f"--size is {words!r}: it must be height x width in pixels, such as 32x32.")
+        raise UserError(f"--size is {text!r}: it must be height x width in pixels, such as 32x32.")
     return int(sides[1]), int(sides[2])
 
 
-def _channels(words: str | None) -> int | None:
-    if words not in (None, "1", "3"):
-        raise UserError(f"--channels is {words!r}: it must be 1 (gray) or 3 (RGB).")
-    return words and int(words)
+def _parse_channels(text: str | None) -> int | None:
+    if text not in (None, "1", "3"):
+        raise UserError(f"--channels is {text!r}: it must be 1 (gray) or 3 (RGB).")
+    return text and int(text)
 
 
 def _export(args: argparse.Namespace) -> int:
@@ -200,31 +213,34 @@ def _export(args: argparse.Namespace) -> int:
     from halfmoon.sites.folders import export_sites
     from halfmoon.sites.folders.export import FEDERATION_FILE
 
-    config, sites = _config(args)
+    config, sites = _export_config(args)
     images = source(config)
     split = split_of(config, images)
     if split.clients != sites:
-        raise UserError(f"--sites is {sites}, but {config.split} is a split among {split.clients} clients; say that.")
-    written = export_sites(config, images, split, args.out, _tell)
+        raise UserError(
+            f"--sites is {sites}, but {config.split} is a split among {split.clients} clients: give --sites {split.clients}."
+        )
+    written = export_sites(config, images, split, args.out, _print_progress)
     file = args.out / FEDERATION_FILE
     if args.json:
         print_json({"folder": str(args.out), "federation": str(file), "written": written, "sites": sites})
         return 0
     if not written:
-        print_text(f"{args.out} has these very sites already; nothing was written.")
+        print_text(f"{args.out} has the same sites already; no file was written.")
     print_text(f"the same split in the simulator: halfmoon run --config {file}")
     return 0
 
 
-def _tell(words: str) -> None:
-    sys.stderr.write(f"halfmoon: {words}\n")
+def _print_progress(text: str) -> None:
+    sys.stderr.write(f"halfmoon: {text}\n")
 
 
-def _config(args: argparse.Namespace) -> tuple[Config, int]:
+def _export_config(args: argparse.Namespace) -> tuple[Config, int]:
+    """Build the configuration of an export, and return it with the number of sites."""
     sites = parse_int("--sites", args.sites, 1)
-    flags = requested_options(args, OPTIONS)
+    flags = requested_options(args, EXPORT_OPTIONS)
     values = settings.load_file(args.config) if args.config else {}
-    # Which clients train in a round is decided later.
+    # The cohort does not matter here, but a default of more than all clients would be refused.
     flags |= {"data": args.data, "cohort": 1}
     if "split" not in {**values, **flags}:
         flags["clients"] = sites
@@ -234,39 +250,37 @@ def _config(args: argparse.Namespace) -> tuple[Config, int]:
 DEVICES = ("auto", "cpu", "cuda")
 
 
-def join_flags(parser: argparse.ArgumentParser) -> None:
-    """Add the flags of the action."""
-    required = parser.add_argument_group("who joins what")
-    required.add_argument("--server", metavar="HOST:PORT", required=True, help="where the federation is served")
-    about = "the site folder: images, labels.csv and perhaps classes.txt"
+def add_join_flags(parser: argparse.ArgumentParser) -> None:
+    """Add the flags of `halfmoon site join`."""
+    required = parser.add_argument_group("required")
+    required.add_argument("--server", metavar="HOST:PORT", required=True, help="the address of the federation's server")
+    about = "the site folder: images, labels.csv and optionally classes.txt"
     required.add_argument("--site", metavar="FOLDER", type=Path, required=True, help=about)
     required.add_argument("--name", metavar="NAME", required=True, help="the site's name in the federation's file")
-    about = "a folder for decoded images and what is remembered between rounds (default: FOLDER/.halfmoon)"
+    about = "a folder for decoded images and the state between rounds (default: FOLDER/.halfmoon)"
     parser.add_argument("--home", metavar="DIR", type=Path, help=about)
     parser.add_argument("--ca", metavar="FILE", type=Path, help="the authority that signed the server's certificate")
     parser.add_argument("--insecure", action="store_true", help="join a server on another machine without TLS")
-    parser.add_argument("--key", metavar="FILE", type=Path, help="the site's private key, where the server wants one")
-    about = "the public keys of all sites, for masked sums (default: a site's first key is remembered)"
+    parser.add_argument("--key", metavar="FILE", type=Path, help="the site's private key, if the server requires one")
+    about = "the public keys of all sites, for masked sums (default: the first key that each site sends is stored)"
     parser.add_argument("--site-keys", metavar="FILE", type=Path, help=about)
     about = f"where to train: {', '.join(DEVICES)} (default: auto)"
     parser.add_argument("--device", metavar="DEVICE", default=DEVICES[0], help=about)
     about = "a folder of labeled images that models are tested on, and never trained on (default: none)"
     parser.add_argument("--test", metavar="FOLDER", type=Path, help=about)
-    about = "a folder of labeled images that choose the round whose model is kept, and are never trained on"
+    about = "a folder of labeled images that select the round of the stored model, and are never trained on"
     parser.add_argument("--validation", metavar="FOLDER", type=Path, help=f"{about} (default: none)")
-    about = "let the server show the accuracy on your --test images beside the mean of all sites"
+    about = "let the server publish the accuracy on your --test images next to the mean of all sites"
     parser.add_argument("--share-accuracy", action="store_true", help=about)
-    about = (
-        "the terms to take part on: the hash that halfmoon site terms shows, or 8 or more of its first digits; or any"
-    )
-    parser.add_argument("--terms", metavar="HASH|any", default="", help=f"{about} (default: you are asked)")
+    about = "the terms to accept: the hash that halfmoon site terms prints, or at least its first 8 digits; or any"
+    parser.add_argument("--terms", metavar="HASH|any", default="", help=f"{about} (default: the command asks)")
     about = "the methods to take part with (default: all)"
     parser.add_argument("--accept", metavar="METHOD", nargs="+", default=(), help=about)
-    about = "parts from outside halfmoon (my_module:Mine) that a federation may make this site load (default: none)"
+    about = "plugins (my_module:Name) that a federation may make this site load (default: none)"
     parser.add_argument("--trust", metavar="PART", nargs="+", default=(), help=about)
-    about = "your copy of the file of weights that the federation starts from (default: none)"
+    about = "your copy of the weights that the federation starts from (default: none)"
     parser.add_argument("--weights", metavar="FILE", nargs="+", type=Path, default=(), help=about)
-    about = "show every option of the terms before asking, not ten lines"
+    about = "print all options of the terms before asking, instead of ten lines"
     parser.add_argument("--all", action="store_true", help=about)
 
 
@@ -284,11 +298,11 @@ def _join(args: argparse.Namespace) -> int:
     require_flower()
     _check_methods(args.accept)
     for path in args.weights:
-        weight_files.register(path)  # one that cannot be read is told now
+        weight_files.register(path)  # raises now if the file cannot be read
     result = read_site(args.site)
     for flag, folder in {"--test": args.test, "--validation": args.validation}.items():
         if folder is not None and not (read_site(folder).labels >= 0).any():
-            raise UserError(f"{flag} {folder} has no labeled image: name some in its labels.csv.")
+            raise UserError(f"{flag} {folder} has no labeled image: label some in its labels.csv.")
     site = SiteOptions(
         server,
         args.name,
@@ -310,15 +324,16 @@ def _join(args: argparse.Namespace) -> int:
         all=args.all,
     )
     consent.set_accuracy_sharing(site.home, args.share_accuracy)
-    left = f"{args.name} has left; the same command joins again, with all that it remembers."
+    message = f"{args.name} has left; the same command joins again, with its stored state."
     try:
-        with exit_on_interrupt(left), interruptible():
+        with exit_on_interrupt(message), interruptible():
             join_federation(site, line_writer(args.json), None if args.json else terminal())
-    except SiteFinished as over:
-        if over.code:
-            raise CommandExit(f"{over} This cannot change by waiting: {args.name} does not join.", over.code) from over
+    except SiteFinished as finished:
+        if finished.code:
+            message = f"{finished} Waiting cannot change this: {args.name} does not join."
+            raise CommandExit(message, finished.code) from finished
         if not args.json:
-            line_writer(False)(str(over))
+            line_writer(False)(str(finished))
         return 0
     except Declined as error:
         raise CommandExit(f"{error} The same command asks again.") from error
@@ -328,7 +343,7 @@ def _join(args: argparse.Namespace) -> int:
 def _check_methods(names: Sequence[str]) -> None:
     if not names:
         return
-    from halfmoon.methods import registry  # slow to import: it brings torch
+    from halfmoon.methods import registry  # slow to import: it loads torch
 
     for name in names:
         if name not in registry.names():
@@ -336,25 +351,32 @@ def _check_methods(names: Sequence[str]) -> None:
 
 
 class Terminal:
-    """A person who reads `screen` and types at `keys`."""
+    """A terminal on which a person answers yes or no.
+
+    Attributes:
+        keys: the stream of typed lines.
+        screen: the stream to print on.
+    """
 
     def __init__(self, keys: TextIO, screen: TextIO) -> None:
-        self.keys, self.screen = keys, screen
+        self.keys = keys
+        self.screen = screen
 
     def ask(self, question: str) -> None:
         self.screen.write(question)
         self.screen.flush()
 
     def answer(self) -> bool | None:
-        """Return whether a line has been typed that says yes, None where none has; the end of what comes is a no."""
+        """Return True for a typed yes, False for another line or the end of the input, and None without a line."""
         if not select.select([self.keys], [], [], 0)[0]:
             return None
         return self.keys.readline().strip().lower() in ("y", "yes")
 
 
 def terminal() -> Terminal | None:
-    """Return who sits at this process' terminal, None where it has none."""
-    keys, screen = sys.stdin, sys.stdout
+    """Return the terminal of this process, or None if it has none."""
+    keys = sys.stdin
+    screen = sys.stdout
     return None if keys is None or not (keys.isatty() and screen.isatty()) else Terminal(keys, screen)
 
 

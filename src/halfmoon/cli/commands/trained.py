@@ -1,4 +1,4 @@
-"""The commands that use a trained model: predict, evaluate, review, calibrate, export."""
+"""Commands that use a trained model: predict, evaluate, review, calibrate, export."""
 
 from __future__ import annotations
 
@@ -17,16 +17,17 @@ from halfmoon.cli.commands.base import (
     print_text,
     print_warning,
 )
-from halfmoon.cli.commands.paged import from_outside, loader, on_device, place, served
+from halfmoon.cli.commands.paged import add_device_flag, add_network_flag, add_page_flags, model_loader, parse_page_port
 from halfmoon.config import schema as settings
 from halfmoon.core.errors import UserError
 
 if TYPE_CHECKING:
     from halfmoon.sites.inference.image_folder import UnreadableImage
 
-OUT = Path("predictions.csv")
+DEFAULT_TABLE = Path("predictions.csv")
+"""The file of predictions."""
 
-MOST_CLASSES = 12
+MAX_MATRIX_CLASSES = 12
 """The most classes whose confusion matrix is printed."""
 
 
@@ -35,72 +36,75 @@ def add(commands: Any) -> None:
     parser = add_command(
         commands, "predict", "label the images of a folder with a trained model", "MODEL FOLDER ", _predict
     )
-    _of_model(parser)
-    on_device(parser)
+    _add_model_argument(parser)
+    add_device_flag(parser)
     parser.add_argument("folder", metavar="FOLDER", type=Path, help="images of any size, also in folders below it")
-    parser.add_argument("--out", metavar="FILE", type=Path, default=OUT, help=f"the table (default: {OUT})")
+    parser.add_argument(
+        "--out", metavar="FILE", type=Path, default=DEFAULT_TABLE, help=f"the table (default: {DEFAULT_TABLE})"
+    )
     about = (
-        "images such as the model was made for: mark those of FOLDER that look unlike them, and warn if they are many"
+        "images like those the model was trained on: mark images of FOLDER that differ from them, and warn if many do"
     )
     parser.add_argument("--like", metavar="DIR", type=Path, help=about)
-    _sure(parser)
+    _add_confidence_flag(parser)
 
     about = "measure a trained model on labeled images"
     parser = add_command(commands, "evaluate", about, "MODEL FOLDER ", _evaluate)
-    _of_model(parser)
-    on_device(parser)
+    _add_model_argument(parser)
+    add_device_flag(parser)
     about = "a folder for each class, or images with a labels.csv (path,label)"
     parser.add_argument("folder", metavar="FOLDER", type=Path, help=about)
     about = "also write evaluation.json, classes.csv, confusion.csv, reliability.csv and reliability.png there"
     parser.add_argument("--out", metavar="DIR", type=Path, help=about)
-    _sure(parser)
+    _add_confidence_flag(parser)
 
-    about = "look through a model's predictions in the browser, and correct labels"
+    about = "check a model's predictions in the browser, and correct labels"
     parser = add_command(commands, "review", about, "MODEL FOLDER ", _review)
-    _of_model(parser)
-    about = "images, and perhaps a labels.csv or a folder for each class"
+    _add_model_argument(parser)
+    about = "images, optionally with a labels.csv or a folder for each class"
     parser.add_argument("folder", metavar="FOLDER", type=Path, help=about)
-    on_device(parser)
-    served(parser)
+    add_device_flag(parser)
+    add_page_flags(parser)
 
     about = "calibrate a trained model on labeled images that it was not trained on"
     parser = add_command(commands, "calibrate", about, "MODEL FOLDER ", _calibrate)
-    _of_model(parser)
-    on_device(parser)
+    _add_model_argument(parser)
+    add_device_flag(parser)
     about = "validation images: a folder for each class, or images with a labels.csv (path,label)"
     parser.add_argument("folder", metavar="FOLDER", type=Path, help=about)
 
     parser = add_command(commands, "export", "write a trained model for other programs", "MODEL ", _export)
-    _of_model(parser)
+    _add_model_argument(parser)
     parser.add_argument("--onnx", metavar="FILE", type=Path, help="an ONNX file (needs the extra onnx)")
     parser.add_argument("--torch", metavar="FILE", type=Path, help="a program of torch.export (.pt2)")
-    about = "a folder of real images on which the files are compared with the model, besides random ones"
+    about = "a folder of images on which the files are compared with the model, in addition to random images"
     parser.add_argument("--images", metavar="FOLDER", type=Path, help=about)
 
 
-def _of_model(parser: argparse.ArgumentParser) -> None:
+def _add_model_argument(parser: argparse.ArgumentParser) -> None:
     about = "the folder of a finished run, or its model.safetensors"
     parser.add_argument("model", metavar="MODEL", type=Path, help=about)
-    from_outside(parser)
+    add_network_flag(parser)
 
 
-def _sure(parser: argparse.ArgumentParser) -> None:
-    about = "probability from which a label counts as sure (default: 0.9)"
+def _add_confidence_flag(parser: argparse.ArgumentParser) -> None:
+    about = "probability from which a label counts as confident (default: 0.9)"
     parser.add_argument("--sure", metavar="X", type=float, default=0.9, help=about)
 
 
-def _complain_unreadable(unreadable: Sequence[UnreadableImage]) -> int:
+def _report_unreadable(unreadable: Sequence[UnreadableImage]) -> int:
+    """Print a warning for each image that could not be read; return the exit code, 1 if there is one."""
     for each in unreadable:
         print_warning(f"{each.path}: {each.reason}", 1)
     if not unreadable:
         return 0
-    return print_warning(f"{len(unreadable)} image(s) could not be read; the results are of the others.", 1)
+    return print_warning(f"{len(unreadable)} image(s) could not be read; the results are for the others.", 1)
 
 
 def _predict(args: argparse.Namespace) -> int:
     from halfmoon.sites.inference.image_folder import predict_folder
 
-    model = loader(args.model, args.device, args.network)()
+    model = model_loader(args.model, args.device, args.network)()
     reference = None
     if args.like is not None:
         from halfmoon.sites.inference import outliers
@@ -108,50 +112,52 @@ def _predict(args: argparse.Namespace) -> int:
         reference = outliers.build_reference(model, args.like)
     result = predict_folder(model, args.folder, args.out, args.sure, reference and reference.find_outliers)
     if reference is not None and outliers.too_many_outliers(result.outliers, result.images):
-        about = f"{result.outliers:,} of {result.images:,} images look unlike those of {args.like}"
-        print_warning(f"{about} ({outliers.EXPECTED_OUTLIER_SHARE:.0%} of its own do): do not rely on their labels.", 0)
+        about = f"{result.outliers:,} of {result.images:,} images differ from those of {args.like}"
+        print_warning(
+            f"{about} ({outliers.EXPECTED_OUTLIER_SHARE:.0%} of those images do): do not rely on their labels.", 0
+        )
     if args.json:
-        facts = {"out": str(result.out), "images": result.images, "sure": args.sure, "unsure": result.below_confidence}
-        facts |= {"unlike": result.outliers} if reference is not None else {}
-        print_json({**facts, "labels": result.labels, "unreadable": [each._asdict() for each in result.unreadable]})
+        fields = {"out": str(result.out), "images": result.images, "sure": args.sure, "unsure": result.below_confidence}
+        fields |= {"unlike": result.outliers} if reference is not None else {}
+        print_json({**fields, "labels": result.labels, "unreadable": [each._asdict() for each in result.unreadable]})
     else:
         print_table(["label", "images"], [[name, f"{count:,}"] for name, count in result.labels.items()])
         print_text(f"unsure, below {args.sure:g}: {result.below_confidence:,} of {result.images:,} images")
         if reference is not None:
             print_text(f"unlike those of {args.like}: {result.outliers:,}")
         print_text(f"table: {result.out}")
-    return _complain_unreadable(result.unreadable)
+    return _report_unreadable(result.unreadable)
 
 
 def _evaluate(args: argparse.Namespace) -> int:
     from halfmoon.sites.inference.measure import TRAINING_IMAGES_WARNING, evaluate_folder, write_evaluation
 
-    model = loader(args.model, args.device, args.network)()
+    model = model_loader(args.model, args.device, args.network)()
     result, unreadable = evaluate_folder(model, args.folder, args.sure)
     result["temperature"] = model.card.temperature
     files = [str(path) for path in write_evaluation(result, unreadable, args.out)] if args.out is not None else []
     if args.out is not None:
         from halfmoon.report.diagrams import draw_reliability  # Matplotlib is slow to import
 
-        picture = args.out / "reliability.png"
-        draw_reliability(result, picture)
-        files.append(str(picture))
+        diagram = args.out / "reliability.png"
+        draw_reliability(result, diagram)
+        files.append(str(diagram))
     if args.json:
         print_json({**result, "unreadable": [each._asdict() for each in unreadable], "files": files})
     else:
-        _show_metrics(result, files)
+        _print_metrics(result, files)
     if result["training_images"]:
         print_warning(f"{args.folder} {TRAINING_IMAGES_WARNING}", 0)
-    return _complain_unreadable(unreadable)
+    return _report_unreadable(unreadable)
 
 
-def _show_metrics(result: dict[str, Any], files: Sequence[str]) -> None:
+def _print_metrics(result: dict[str, Any], files: Sequence[str]) -> None:
     rows = [
         [each["class"], *(_percent(each[name]) for name in ("precision", "recall", "f1")), f"{each['support']:,}"]
         for each in result["per_class"]
     ]
     print_table(["class", "precision %", "recall %", "F1 %", "images"], rows)
-    if len(result["classes"]) <= MOST_CLASSES:
+    if len(result["classes"]) <= MAX_MATRIX_CLASSES:
         print_text("\nconfusion (rows: true class, columns: predicted class)")
         matrix = zip(result["classes"], result["confusion"], strict=True)
         print_table(["", *result["classes"]], [[name, *map(str, row)] for name, row in matrix])
@@ -189,8 +195,8 @@ def _percent(share: float | None) -> str:
 def _review(args: argparse.Namespace) -> int:
     from halfmoon.pages.review import serve_review_page as review
 
-    port = place(args)
-    model = loader(args.model, args.device, args.network)()
+    port = parse_page_port(args)
+    model = model_loader(args.model, args.device, args.network)()
     with exit_on_interrupt("the page is closed."):
         review(model, args.model.resolve().name, args.folder, port, not args.no_browser, line_writer(False))
     return 0
@@ -200,12 +206,12 @@ def _calibrate(args: argparse.Namespace) -> int:
     from halfmoon.runs.factory import device
     from halfmoon.sites.inference.measure import calibrate_model
 
-    where = device(settings.Config(device=settings.parse_option("device", args.device)))
-    result = calibrate_model(args.model, args.folder, str(where), args.network)
+    torch_device = device(settings.Config(device=settings.parse_option("device", args.device)))
+    result = calibrate_model(args.model, args.folder, str(torch_device), args.network)
     if args.json:
-        facts = {"model": str(result.model), "images": result.images, "before": asdict(result.before)}
+        fields = {"model": str(result.model), "images": result.images, "before": asdict(result.before)}
         print_json(
-            {**facts, "after": asdict(result.after), "unreadable": [each._asdict() for each in result.unreadable]}
+            {**fields, "after": asdict(result.after), "unreadable": [each._asdict() for each in result.unreadable]}
         )
     else:
         rows = [
@@ -213,14 +219,14 @@ def _calibrate(args: argparse.Namespace) -> int:
             for name, each in (("before", result.before), ("after", result.after))
         ]
         print_table(["", "temperature", "calibration error %", "cross-entropy"], rows)
-        words = f"measured on the {result.images:,} images that it was fitted on; measure others with halfmoon evaluate"
-        print_text(f"{words}\nwritten: {result.model}")
-    return _complain_unreadable(result.unreadable)
+        note = f"measured on the {result.images:,} images of the fit; measure others with halfmoon evaluate"
+        print_text(f"{note}\nwritten: {result.model}")
+    return _report_unreadable(result.unreadable)
 
 
 def _export(args: argparse.Namespace) -> int:
     if args.onnx is None and args.torch is None:
-        raise UserError("nothing is to be written: give --onnx FILE, --torch FILE or both.")
+        raise UserError("no file is given: give {onnx=FILE}, {torch=FILE} or both.", option=("onnx", "torch"))
     from halfmoon.sites.inference import load_model
     from halfmoon.sites.inference.export import export_onnx, export_torch, real_images
 
@@ -229,13 +235,15 @@ def _export(args: argparse.Namespace) -> int:
     makers = {"onnx": (export_onnx, args.onnx), "torch": (export_torch, args.torch)}
     result = {name: make(model, path, real) for name, (make, path) in makers.items() if path is not None}
     if args.json:
-        facts = {
+        fields = {
             name: {"path": str(each.path), "images": each.images, "difference": each.difference}
             for name, each in result.items()
         }
-        print_json(facts)
+        print_json(fields)
         return 0
     for name, each in result.items():
-        words = f"compared on {each.images} images, the largest difference of a probability is {each.difference:.1e}"
-        print_text(f"{name}: {each.path} ({words})")
+        comparison = (
+            f"compared on {each.images} images, the largest difference of a probability is {each.difference:.1e}"
+        )
+        print_text(f"{name}: {each.path} ({comparison})")
     return 0

