@@ -159,7 +159,7 @@ MISTAKES = {
     "run --round 3": "unknown option '--round': did you mean '--rounds'?",
     "site export digits --sites 3 --out x --seed 3": "unknown option '--seed': did you mean '--split-seed'?",
     "run --rounds": "--rounds has no value: it must be a whole number.",
-    "run --flip=3": "--flip takes no value: write --flip or --no-flip alone.",
+    "run --flip=3": "--flip takes no value: write --flip or --no-flip without one.",
     "run --option threshold": "--option 'threshold' is not NAME=VALUE: write, for example, --option threshold=0.9.",
     "compare --seeds 0": "the following arguments are required: --methods.",
     "compare --methods fedavg --seed 3": "unknown option '--seed' of compare: did you mean '--seeds'?",
@@ -582,10 +582,10 @@ def test_the_time_left_is_that_of_all_rows() -> None:
     """Ten rounds of a second, four of them played, one of three rows begun: 6 + 2 * 10 s, and 5 s of other work."""
     now = [0.0]
     watch = console.LineProgress(Console(file=io.StringIO()), lambda: now[0], rows=3, seconds_after_runs=5)
-    assert watch.all_left() is None
+    assert watch.total_seconds_left() is None
     run = RunInfo(Path("run"), Config(rounds=10), "one")
     watch.begin(run)
-    assert watch.all_left() is None
+    assert watch.total_seconds_left() is None
     now[0] = 4.0
     watch.round(run, {"round": 4})
-    assert watch.all_left() == pytest.approx(6 + 20 + 5)
+    assert watch.total_seconds_left() == pytest.approx(6 + 20 + 5)

@@ -451,7 +451,7 @@ def test_every_mistake_is_a_sentence_and_leaves_nothing(tmp_path, capsys, monkey
         ("rotate nowhere", "give --server, --ca or --site NAME"),
         ("rotate nowhere --server --site a", "one thing at a time"),
         ("rotate nowhere --server --public-key x", "--public-key is the key of a site"),
-        ("rotate nowhere --site a --days 3", "they go with --server or --ca"),
+        ("rotate nowhere --site a --days 3", "they need --server or --ca"),
         ("remove-site nowhere", "NAME"),
     ):
         assert cli.main(["federation", *words.split()]) == 2, words
