@@ -104,7 +104,8 @@ def _flatten(options: Mapping[str, Any]) -> dict[str, Any]:
     flat: dict[str, Any] = {}
     for name, value in options.items():
         if isinstance(value, Mapping):
-            flat |= {f"{name}.{option}": each for option, each in value.items()}
+            table: Mapping[str, Any] = value
+            flat |= {f"{name}.{option}": each for option, each in table.items()}
         else:
             flat[name] = value
     return flat
