@@ -192,7 +192,7 @@ def test_a_method_from_outside_trains_a_head_and_who_was_away_gets_the_whole_mod
     careful = replace(sites["north"], trusted=())
     assert "--method outside_parts:Mine" in read_message(careful.reply_to(offer), Refusal).reason
     with monkeypatch.context() as patch:
-        patch.setattr(weight_files, "_OFFERED", {})
+        patch.setattr(weight_files, "_REGISTERED", {})
         assert (
             "get it from the people who run the server" in read_message(sites["north"].reply_to(offer), Refusal).reason
         )

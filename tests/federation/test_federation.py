@@ -157,7 +157,7 @@ def test_sites_compute_the_features_of_the_simulator(method, place, play, monkey
     assert leaves
     assert not [name for name in leaves if "blocks" in name]
     site = SiteClient.from_folder(there.town.folder / "site-00", "site-00")
-    known = next(name for name in weight_files._OFFERED if name in terms)
+    known = next(name for name in weight_files._REGISTERED if name in terms)
     other = write_message(Offer(site.version, terms.replace(known, "sha256:" + "0" * 64)))
     assert "is not here" in read_message(site.reply_to(other), Refusal).reason
     monkeypatch.setitem(hubs.PRETRAINED, "efficientnet-lite0", "transformers_of_nobody")

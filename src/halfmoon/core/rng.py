@@ -1,4 +1,4 @@
-"""Named generators: every random number of a run comes from (seed, *path), never from a shared stream."""
+"""Random generators by name: every random number is a function of (seed, *path), never of a shared stream."""
 
 import hashlib
 
@@ -6,10 +6,11 @@ import torch
 
 
 def derive_seed(seed: int, *path: int | str) -> int:
-    """Return 63 bits that depend on `seed` and every part of `path`, the same on every machine."""
+    """Derive a seed of 63 bits from a seed and a path, the same on every machine."""
     text = repr((int(seed), *path)).encode()
     return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "big") >> 1
 
 
 def generator(seed: int, *path: int | str) -> torch.Generator:
+    """Make a generator with the seed of a path."""
     return torch.Generator().manual_seed(derive_seed(seed, *path))

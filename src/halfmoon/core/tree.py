@@ -1,4 +1,4 @@
-"""Trees: nested dicts whose leaves are tensors. Everything that is stored, sent or lifted is one."""
+"""Trees: nested dicts whose leaves are tensors, such as parameters, uploads and client memories."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, cast, overload
@@ -19,25 +19,27 @@ def map(function: Callable[[Tensor, Tensor, Tensor], Tensor], tree: Tree, second
 @overload
 def map(function: Callable[..., Tensor], tree: Tree, /, *others: Tree) -> Tree: ...
 def map(function: Callable[..., Tensor], tree: Tree, /, *others: Tree) -> Tree:
-    """Apply `function` to the leaves of trees of one shape."""
-    # One and two trees are spelled out: every step of every client comes through here several times.
+    """Apply `function` to corresponding leaves of trees with the same keys, and return the tree of its results."""
+    # One and two trees have code without argument lists, because every step of every client calls this several times.
     if not others:
         return {
-            key: map(function, one) if isinstance(one, dict) else function(one)  # pyright: ignore[reportUnknownArgumentType]
-            for key, one in tree.items()
+            key: map(function, value) if isinstance(value, dict) else function(value)  # pyright: ignore[reportUnknownArgumentType]
+            for key, value in tree.items()
         }
     if len(others) == 1:
-        two = others[0]
+        second = others[0]
         return {
-            key: map(function, one, two[key]) if isinstance(one, dict) else function(one, two[key])  # pyright: ignore[reportUnknownArgumentType]
-            for key, one in tree.items()
+            key: map(function, value, second[key]) if isinstance(value, dict) else function(value, second[key])  # pyright: ignore[reportUnknownArgumentType]
+            for key, value in tree.items()
         }
-    return {
-        key: map(function, one, *[other[key] for other in others])  # pyright: ignore[reportUnknownArgumentType]
-        if isinstance(one, dict)
-        else function(one, *[other[key] for other in others])
-        for key, one in tree.items()
-    }
+    result: Tree = {}
+    for key, value in tree.items():
+        other_values = [other[key] for other in others]
+        if isinstance(value, dict):
+            result[key] = map(function, value, *other_values)  # pyright: ignore[reportUnknownArgumentType]
+        else:
+            result[key] = function(value, *other_values)
+    return result
 
 
 def leaves(tree: Tree) -> Iterator[Tensor]:
@@ -59,7 +61,7 @@ def leaves_like(like: Tree, tree: Tree) -> Iterator[Tensor]:
 
 
 def flatten(tree: Tree, prefix: str = "") -> dict[str, Tensor]:
-    """Return `{"a/b/c": leaf}`; an empty dict in the tree leaves no trace."""
+    """Turn a tree into a flat dict, {"a/b/c": leaf}. Empty branches are lost."""
     flat: dict[str, Tensor] = {}
     for key, value in tree.items():
         if isinstance(value, dict):
@@ -70,7 +72,7 @@ def flatten(tree: Tree, prefix: str = "") -> dict[str, Tensor]:
 
 
 def unflatten(flat: dict[str, Tensor]) -> Tree:
-    """Undo `flatten`."""
+    """Turn a flat dict {"a/b/c": leaf} into a tree."""
     tree: Tree = {}
     for path, leaf in flat.items():
         *parents, name = path.split("/")
@@ -100,36 +102,41 @@ def replace_leaves(tree: Tree, new: Mapping[str, Any], prefix: str = "") -> Tree
 
 
 def merge(first: Tree, second: Tree) -> Tree:
-    """Return a tree with the leaves of both; a leaf that both have is the second's."""
+    """Merge two trees. A leaf that both have is taken from the second."""
     result: Tree = dict(first)
     for key, value in second.items():
-        mine = result.get(key)
-        result[key] = merge(mine, value) if isinstance(mine, dict) and isinstance(value, dict) else value  # pyright: ignore[reportUnknownArgumentType]
+        previous = result.get(key)
+        if isinstance(previous, dict) and isinstance(value, dict):
+            result[key] = merge(previous, value)  # pyright: ignore[reportUnknownArgumentType]
+        else:
+            result[key] = value
     return result
 
 
 def stack(trees: Sequence[Tree]) -> Tree:
-    """Stack K trees of one shape: every leaf gets a leading dimension K."""
-    return map(lambda *each: torch.stack(each), trees[0], *trees[1:])
+    """Stack K trees of equal shapes: every leaf gets a leading dimension K."""
+    return map(lambda *copies: torch.stack(copies), trees[0], *trees[1:])
 
 
 def index(tree: Tree, position: int) -> Tree:
+    """Select one of K stacked trees."""
     return map(lambda leaf: leaf[position], tree)
 
 
 def zeros_like(tree: Tree) -> Tree:
+    """Make a tree of zeros of the same shapes."""
     return map(torch.zeros_like, tree)
 
 
 def select(condition: Tensor, new: Tree, old: Tree) -> Tree:
+    """Choose `new` if a condition () bool is True, otherwise `old`, without a branch, as vmap requires."""
     return map(lambda a, b: torch.where(condition, a, b), new, old)
 
 
 class RunningMean:
-    """The weighted mean of trees that come one after the other; in memory are the mean and the tree that is added.
+    """Weighted mean of a stream of trees, with only the mean and the added tree in memory.
 
-    It depends on the order of the trees, as every sum of floating-point numbers does, and on nothing else. Leaves of
-    whole numbers stay those of the first tree.
+    Like every floating-point sum it depends on the order of the trees. Integer leaves are those of the first tree.
     """
 
     def __init__(self) -> None:
@@ -137,10 +144,10 @@ class RunningMean:
         self.weight = 0.0
 
     def add(self, tree: Tree, weight: float) -> None:
-        """Take in a tree, which is not kept; one that weighs 0 changes nothing."""
+        """Add a tree, of which no reference is stored. A tree of weight 0 has no effect."""
         if not self.mean:
             self.mean = map(torch.clone, tree)
-        elif weight and not self.weight:  # none before weighed anything
+        elif weight and not self.weight:  # all earlier weights are 0
             map(Tensor.copy_, self.mean, tree)
         elif weight:
             share = weight / (self.weight + weight)
@@ -149,7 +156,7 @@ class RunningMean:
 
 
 def weighted_mean(tree: Tree, weights: Tensor) -> Tree:
-    """Average stacked trees (leaves (K, ...)) with `weights` (K,), in the order 0..K-1 (`RunningMean`)."""
+    """Average stacked trees (leaves (K, ...)) with weights (K,), in the order 0 to K - 1 (`RunningMean`)."""
     mean = RunningMean()
     for position, weight in enumerate(cast("list[float]", weights.double().tolist())):  # pyright: ignore[reportUnknownMemberType]
         mean.add(index(tree, position), weight)
@@ -157,16 +164,23 @@ def weighted_mean(tree: Tree, weights: Tensor) -> Tree:
 
 
 def moving_average(average: Tree, model: Tree, round: int, keep: float) -> Tree:
-    """Return the average of a run's models after `model` of `round` (from 0): keep average + (1 - keep) model.
+    """Update a moving average of models: keep * average + (1 - keep) * model.
 
-    `keep` is at most round / (round + 1), so that the first models count alike and what was there before them not at
-    all. Tracked statistics are averaged with the same weights as the parameters that they belong to.
+    `keep` is limited to round / (round + 1), so that the first models have equal weights and the initial average has
+    none. Batch statistics are averaged with the weights of their parameters.
+
+    Args:
+        average: the average before this round.
+        model: the model after this round.
+        round: number of the round, from 0.
+        keep: share that the average retains.
     """
     new = 1 - min(keep, round / (round + 1))
     return map(lambda old, now: old + new * (now - old), average, model) if new < 1 else model
 
 
 def squared_norm(tree: Tree) -> Tensor:
+    """Compute the squared Euclidean norm () of all leaves together."""
     return sum_scalars(leaf.square().sum() for leaf in leaves(tree))
 
 
@@ -179,22 +193,25 @@ def sum_scalars(terms: Iterator[Tensor]) -> Tensor:
 
 
 def channels_last(tree: Tree) -> Tree:
-    """Lay out the 4-dimensional leaves channels-last: a CPU convolves a third faster."""
+    """Store 4-dimensional leaves in channels-last order, in which a CPU convolves a third faster."""
     return map(lambda leaf: leaf.contiguous(memory_format=torch.channels_last) if leaf.dim() == 4 else leaf, tree)
 
 
 def contiguous(tree: Tree) -> Tree:
+    """Store all leaves in the standard order."""
     return map(lambda leaf: leaf.contiguous(), tree)
 
 
 def numel(tree: Tree) -> int:
+    """Count the numbers in all leaves."""
     return sum(leaf.numel() for leaf in leaves(tree))
 
 
 def nbytes(tree: Tree) -> int:
-    """Return the number of bytes the leaves take on the wire."""
+    """Count the bytes of all leaves, as they are sent."""
     return sum(leaf.numel() * leaf.element_size() for leaf in leaves(tree))
 
 
 def to(tree: Tree, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> Tree:
+    """Move all leaves to a device, and floating-point ones to a dtype."""
     return map(lambda leaf: leaf.to(device=device, dtype=dtype if leaf.is_floating_point() else None), tree)

@@ -1,30 +1,36 @@
-"""The folder of what halfmoon can compute again: decoded images, features, converted weights."""
+"""Cache of a user: decoded images, features and converted weights, all of which can be recomputed."""
 
 import os
 from contextlib import suppress
 from pathlib import Path
 
-CAP = 10 * 2**30
-"""Bytes that one kind of files takes; beyond it those that were not used for longest go."""
+MAX_BYTES = 10 * 2**30
+"""Size of one kind of files, beyond which the least recently used ones are removed."""
 
 
 def user_cache(kind: str) -> Path:
-    """Return this user's folder for a kind of files; nothing is made."""
-    home = os.environ.get("XDG_CACHE_HOME") or os.environ.get("LOCALAPPDATA") or Path.home() / ".cache"
-    return Path(home) / "halfmoon" / kind
+    """Path of the cache for a kind of files, which need not exist."""
+    cache_home = os.environ.get("XDG_CACHE_HOME") or os.environ.get("LOCALAPPDATA") or Path.home() / ".cache"
+    return Path(cache_home) / "halfmoon" / kind
 
 
-def trim(folder: Path, keep: str = "", cap: int = CAP) -> None:
-    """Remove the least recently used files of a folder until the rest has `cap` bytes.
+def trim(folder: Path, keep: str = "", cap: int = MAX_BYTES) -> None:
+    """Remove the least recently used files of a folder until the rest has `cap` bytes or fewer.
 
-    Files whose names are equal up to the first dot go together; those of `keep` stay. A file that another process has
-    mapped stays readable there. What cannot be removed stays.
+    Files whose names are equal up to the first dot are one group, and are removed together. A file that another process
+    has mapped remains readable there. Files that cannot be removed are skipped.
+
+    Args:
+        folder: the cache.
+        keep: name of a group that is not removed.
+        cap: size in bytes.
     """
     groups: dict[str, list[tuple[float, int, Path]]] = {}
     for path in folder.iterdir():
-        with suppress(OSError):  # another process was faster
-            facts = path.stat()
-            groups.setdefault(path.name.partition(".")[0], []).append((facts.st_mtime, facts.st_size, path))
+        with suppress(OSError):  # another process has removed it
+            status = path.stat()
+            group = groups.setdefault(path.name.partition(".")[0], [])
+            group.append((status.st_mtime, status.st_size, path))
     total = sum(size for files in groups.values() for _, size, _ in files)
     for name in sorted(groups, key=lambda name: max(groups[name])):
         if total <= cap:

@@ -1,6 +1,6 @@
-"""Files of weights, known by what is in them: a federation's terms name a file's SHA-256, not where it lies.
+"""Files of pretrained weights, identified by their SHA-256: a federation's terms name the hash, not a path.
 
-A machine that takes part is given its own copy of the file, and says so here; a run's file names the path.
+Each machine of a federation has a copy of the file, whose path it registers. The config of a run names a path.
 """
 
 import hashlib
@@ -11,49 +11,52 @@ from pathlib import Path
 from halfmoon.core.errors import UserError
 
 PREFIX = "sha256:"
-"""What stands before the hash where a file is named by it."""
+"""Beginning of a name that is a hash."""
 
 NAME = re.compile(r"sha256:[0-9a-f]{64}")
-"""How a file is named by its hash."""
+"""Name of a file by its hash."""
 
-_OFFERED: dict[str, Path] = {}
+_REGISTERED: dict[str, Path] = {}
 
 
 def register(path: Path) -> str:
-    """Let this process find a file by its hash, and return that name; raise `UserError` where it cannot be read."""
+    """Register a file in this process, and return its name by hash; raise `UserError` if it cannot be read."""
     name = f"{PREFIX}{file_sha256(path)}"
-    _OFFERED[name] = path
+    _REGISTERED[name] = path
     return name
 
 
 def find(name: str) -> Path:
-    """Return the file that a path, or a hash, names; raise `UserError` where this process has none of that hash."""
+    """Find the file of a path or a hash; raise `UserError` if no file of that hash is registered."""
     if not name.startswith(PREFIX):
         return Path(name)
-    if name not in _OFFERED:
-        others = ", ".join(f"{path.name} has {each.removeprefix(PREFIX)[:16]}" for each, path in _OFFERED.items())
+    if name not in _REGISTERED:
+        hashes = [f"{path.name} has {known.removeprefix(PREFIX)[:16]}" for known, path in _REGISTERED.items()]
+        registered = f" ({', '.join(hashes)})" if hashes else ""
         raise UserError(
             f"the training starts from a file of weights with SHA-256 {name.removeprefix(PREFIX)}, which is not here"
-            f"{f' ({others})' if others else ''}",
+            f"{registered}",
             option="weights",
             hint="get it from the people who run the server, and give its path as {weights}.",
         )
-    return _OFFERED[name]
+    return _REGISTERED[name]
 
 
 def sha256_of(name: str) -> str:
+    """Get the SHA-256 of a file by its path or hash; raises `UserError`."""
     return name.removeprefix(PREFIX) if name.startswith(PREFIX) else file_sha256(Path(name))
 
 
 def display_name(name: str) -> str:
+    """Get a name for sentences, without folders."""
     return "a file" if name.startswith(PREFIX) else Path(name).name
 
 
 def file_sha256(path: Path) -> str:
-    """Return the SHA-256 of a file; raise `UserError` where it cannot be read."""
+    """Compute the SHA-256 of a file; raise `UserError` if it cannot be read."""
     try:
-        facts = path.stat()
-        return _digest(path, facts.st_size, facts.st_mtime_ns)
+        status = path.stat()
+        return _digest(path, status.st_size, status.st_mtime_ns)
     except OSError as error:
         raise UserError(
             f"weights {path} cannot be read ({error.strerror or error}): give a file of weights."
@@ -62,5 +65,6 @@ def file_sha256(path: Path) -> str:
 
 @lru_cache(maxsize=32)
 def _digest(path: Path, size: int, changed: int) -> str:
+    # Size and time of change are in the cache's key, so that a changed file is read.
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
