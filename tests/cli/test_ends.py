@@ -63,7 +63,7 @@ def test_used_up_memory_ends_with_a_sentence_and_an_intact_checkpoint(
     tmp_path, straight, monkeypatch, capsys, where, error
 ):
     closed = 0
-    close, ask = ServerRuntime.close, ServerRuntime.query
+    close, ask = ServerRuntime.close, ServerRuntime._train_responders
 
     def closing(self: ServerRuntime) -> Any:
         nonlocal closed
@@ -79,7 +79,7 @@ def test_used_up_memory_ends_with_a_sentence_and_an_intact_checkpoint(
 
     with monkeypatch.context() as patch:
         patch.setattr(ServerRuntime, "close", closing)
-        patch.setattr(ServerRuntime, "query", asking)
+        patch.setattr(ServerRuntime, "_train_responders", asking)
         assert main([*RUN.split(), str(tmp_path / "run")]) == 1
     said = capsys.readouterr().err
     assert "the memory of this machine is used up" in said
