@@ -13,6 +13,9 @@ normalization there are no statistics to improve, and the control is FedAvg on l
 
 server: params, stats.  broadcast: the same.  memory: with `keep_optimizer`,
 the optimizer's state.  upload: the trained broadcast, and weight.
+
+Departures: the control is ours, so there is no paper to depart from. A client without labels has no loss, but its upload
+counts in the average with its batch statistics, as it does in FixMatch: the two differ only in the loss.
 """
 
 from collections.abc import Mapping
@@ -67,8 +70,11 @@ class SupervisedWithUnlabeledStatistics(Objective):
 
     def passes(self, task: Task, labeled: int, unlabeled: int) -> Passes:
         if self.labels == "round":
-            return Passes(labeled + unlabeled, labeled + unlabeled)
-        return count_passes(task, labeled + unlabeled, unlabeled)
+            passes = Passes(labeled + unlabeled, labeled + unlabeled)
+        else:
+            passes = count_passes(task, labeled + unlabeled, unlabeled)
+        # With separate statistics the loss does not depend on unlabeled images, so no gradient passes through them.
+        return passes if task.statistics == "joint" else passes._replace(backward=labeled)
 
 
 @dataclass(frozen=True)
