@@ -1,4 +1,4 @@
-"""What all pictures share: a figure without global state, plain axes, and how it is saved."""
+"""Make, style and save figures without the global state of pyplot."""
 
 from pathlib import Path
 
@@ -9,27 +9,29 @@ from matplotlib.figure import Figure
 from halfmoon.core.errors import UserError
 
 DOTS_PER_INCH = 200
-"""Dots per inch of a saved picture."""
+"""Resolution of a saved figure."""
 
 GRAY = "#595959"
+"""Color of axes."""
 
 
 def new_figure(width: float, height: float) -> Figure:
-    """Return an empty figure, in inches, that belongs to nobody but the caller."""
-    picture = Figure(figsize=(width, height), layout="constrained")
-    FigureCanvasAgg(picture)
-    return picture
+    """Make an empty figure; width and height are in inches."""
+    figure = Figure(figsize=(width, height), layout="constrained")
+    FigureCanvasAgg(figure)
+    return figure
 
 
 def style_axes(axes: Axes) -> None:
+    """Remove the top and right lines of axes, and make the others gray."""
     axes.spines[["top", "right"]].set_visible(False)
     axes.spines[["left", "bottom"]].set_color(GRAY)
     axes.tick_params(labelsize=8, colors=GRAY, labelcolor="black")
 
 
-def save_figure(picture: Figure, path: Path) -> None:
-    """Save a figure as PNG; raise UserError if the file cannot be written."""
+def save_figure(figure: Figure, path: Path) -> None:
+    """Save a figure as PNG; raise `UserError` if the file cannot be written."""
     try:
-        picture.savefig(path, dpi=DOTS_PER_INCH, format="png", metadata={"Software": "halfmoon"})
+        figure.savefig(path, dpi=DOTS_PER_INCH, format="png", metadata={"Software": "halfmoon"})
     except OSError as error:
         raise UserError(f"{path}: the picture cannot be written ({error.strerror or error}).") from error

@@ -1,4 +1,4 @@
-"""The inputs of a report: sweeps as they are, and loose runs put together into one grid by what differs."""
+"""Gather the inputs of a report: sweeps, and single runs, which are arranged in a grid by the options that differ."""
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -31,27 +31,30 @@ DATA_OPTIONS = (
     *("clients", "setting", "dirichlet_alpha", "labels_per_class", "label_ratio", "labels", "labels_at"),
     *("labeled_clients", "classes_per_client", "stages", "unlabeled_share", "min_size", "split", "split_seed"),
 )
-"""The options of the data and the split; runs that differ in one of them never share a column."""
+"""Options of the data and the split. Runs that differ in one of them are in different columns."""
 
 MAX_HEADING_LINES = 2
-"""Lines of a table's head at most: where more options differ, they are put together."""
+"""Largest number of lines in a table's head. If more options differ, they are merged."""
 
 IGNORED_OPTIONS = {
     *("method", "baselines", "options", "seed", "run_dir", "data_dir", "cache", "device", "executor", "compile"),
     *("threads", "workers", "processes", "memory_cap", "checkpoint_every", "evaluate_every", "reference"),
     "seeds_together",  # run folders made before 0.3 list it, as they list `compile`
 }
-"""Options that do not change a run's numbers, are the row's, or are a seed."""
+"""Options that do not change a run's numbers, belong to the row, or are a seed."""
 
 
 def gather_studies(paths: Sequence[Path]) -> list[Study]:
-    """Return a study for each sweep, and one for all other runs together, in the order of the paths.
+    """Read a study for each sweep, and one for all other runs together, in the order of the paths.
 
-    A path is a run folder, the folder of a comparison, the folder of a sweep, or a sweep.json under any name. Raise
-    UserError if one is none of these, cannot be read, or if nothing in them is finished.
+    Args:
+        paths: run folders, folders of comparisons or of sweeps, or files like sweep.json.
+
+    Raises:
+        UserError: a path is none of these or cannot be read, or no run is finished.
     """
     studies: list[Study] = []
-    loose: list[Path] = []
+    run_paths: list[Path] = []
     for path in paths:
         if not path.exists():
             raise UserError(f"{path} does not exist; give the folder of a run, of a comparison or of a sweep.")
@@ -61,65 +64,77 @@ def gather_studies(paths: Sequence[Path]) -> list[Study]:
         if file.is_file():
             studies.append(read_sweep(file))
         else:
-            loose.append(path)
-    if loose:
-        studies.append(study_from_runs(loose))
+            run_paths.append(path)
+    if run_paths:
+        studies.append(study_from_runs(run_paths))
     if not has_numbers(studies):
-        sites = any(run.federated for study in studies for run in study.runs.values())
-        going = "halfmoon serve FILE --run-dir FOLDER" if sites else "halfmoon resume or halfmoon sweep"
+        federated = any(run.federated for study in studies for run in study.runs.values())
+        command = "halfmoon serve FILE --run-dir FOLDER" if federated else "halfmoon resume or halfmoon sweep"
         raise UserError(
-            f"{', '.join(map(str, paths))}: nothing is finished, so there is nothing to report; go on with {going}."
+            f"{', '.join(map(str, paths))}: nothing is finished, so there is nothing to report; go on with {command}."
         )
     return studies
 
 
 @dataclass(frozen=True)
 class LooseRun:
-    """A run with its seed, its method, the method's own options, and the options that may tell it from others."""
+    """A run outside of a sweep.
+
+    Attributes:
+        run: the stored run.
+        seed: its seed.
+        method: its method.
+        method_options: the options of the method.
+        options: the options of the run that may distinguish it from other runs.
+    """
 
     run: StoredRun
     seed: int
     method: str
-    own: dict[str, Any]
+    method_options: dict[str, Any]
     options: dict[str, Any]
 
     @classmethod
-    def of(cls, run: StoredRun) -> "LooseRun":
-        """Read the options of a run; raise UserError where they were changed to something else."""
+    def from_stored(cls, run: StoredRun) -> "LooseRun":
+        """Read the options of a run; raise `UserError` if a seed or options are not valid."""
         options = run.options
-        own, seed = options.get("options", {}), options.get("seed", 0)
-        if type(seed) is not int or not isinstance(own, Mapping):
+        seed = options.get("seed", 0)
+        method_options = options.get("options", {})
+        if type(seed) is not int or not isinstance(method_options, Mapping):
             raise UserError(f"{run.path / 'config.toml'} was changed: its seed or its options are none; restore it.")
-        own = {key: value for key, value in own.items() if not isinstance(value, Mapping)}
+        # Tables of options are those of other methods of the comparison.
+        method_options = {key: value for key, value in method_options.items() if not isinstance(value, Mapping)}
         rest = {key: value for key, value in options.items() if key not in IGNORED_OPTIONS}
         if isinstance(rest.get("federation"), Mapping):
             rest["federation"] = rest["federation"].get("name")
-        return cls(run, seed, str(options.get("method", run.path.name)), own, rest)
+        return cls(run, seed, str(options.get("method", run.path.name)), method_options, rest)
 
 
 def study_from_runs(paths: Sequence[Path]) -> Study:
-    """Put runs into one grid: a row a method (and its own options, where they differ), a column a different world.
+    """Arrange runs in a grid: a row for each method and its options, a column for each data set, split and setting.
 
-    An option other than those of `DATA_OPTIONS` makes columns where one row was played with several values of it. Raise
-    UserError if a path holds no run, or two different runs would be the same seed of one cell.
+    An option that is not in `DATA_OPTIONS` makes columns if one row was run with several of its values.
+
+    Raises:
+        UserError: a path has no run, or two different runs would be the same seed of one cell.
     """
     runs, notes = _read_loose_runs(paths)
     names = _name_rows(runs)
     rows = _list_rows(runs, names)
     keys = _find_column_options(runs, names)
-    places = [{key: _format_option(run.options.get(key)) for key in keys} for run in runs]
+    positions = [{key: _format_option(run.options.get(key)) for key in keys} for run in runs]
     if len(keys) > MAX_HEADING_LINES:
-        places = [_merge_axes(place) for place in places]
-    columns = list(places[0]) if places else []
+        positions = [_merge_axes(position) for position in positions]
+    columns = list(positions[0]) if positions else []
     cells: dict[tuple[str, ...], GridCell] = {}
-    for run, name, place in zip(runs, names, places, strict=True):
-        at = {"method": name} | place
-        cell = cells.setdefault(tuple(at.values()), GridCell(at, []))
-        twins = [other for other in cell.runs if other.seed == run.seed]
+    for run, name, position in zip(runs, names, positions, strict=True):
+        coordinates = {"method": name} | position
+        cell = cells.setdefault(tuple(coordinates.values()), GridCell(coordinates, []))
+        same_seed = [other for other in cell.runs if other.seed == run.seed]
         entry = _make_cell_run(run)
-        if any(other.identity != entry.identity for other in twins):
+        if any(other.identity != entry.identity for other in same_seed):
             raise UserError(f"{name} comes twice with seed {run.seed} ({run.run.path}); report one of them.")
-        if not twins:
+        if not same_seed:
             cell.runs.append(entry)
     folders = [path.name or str(path) for path in (path.resolve() for path in paths)]
     sweep = SweepFile(
@@ -128,7 +143,7 @@ def study_from_runs(paths: Sequence[Path]) -> Study:
         kind="table",
         rows="method",
         columns=columns,
-        axes=[Axis("method", rows), *(_make_axis(key, [place[key] for place in places]) for key in columns)],
+        axes=[Axis("method", rows), *(_make_axis(key, [position[key] for position in positions]) for key in columns)],
         cells=list(cells.values()),
         recipe=", ".join(folders),
         about=_describe_common(runs, keys),
@@ -138,21 +153,22 @@ def study_from_runs(paths: Sequence[Path]) -> Study:
 
 
 def _read_loose_runs(paths: Sequence[Path]) -> tuple[list[LooseRun], list[str]]:
-    """Return the runs of all folders, each once, and a note of those that a comparison has not begun."""
+    """Read the runs of all folders, each once, with a note about the runs of comparisons that have not started."""
     runs: dict[Path, StoredRun] = {}
     notes = []
     for path in paths:
         jobs = list_job_folders(path)
-        here = {run.path.resolve(): run for run in read_runs(path)}
-        runs |= {job.resolve(): here[job.resolve()] for job in jobs if job.resolve() in here} | here
-        missing = [job.name for job in jobs if job.resolve() not in here]
+        found = {run.path.resolve(): run for run in read_runs(path)}
+        # First the runs of a comparison, in the order of its methods.
+        runs |= {job.resolve(): found[job.resolve()] for job in jobs if job.resolve() in found} | found
+        missing = [job.name for job in jobs if job.resolve() not in found]
         if missing:
             notes.append(f"Not begun: {', '.join(missing)}.")
-    return _with_data_names([LooseRun.of(run) for run in runs.values()]), notes
+    return _with_data_names([LooseRun.from_stored(run) for run in runs.values()]), notes
 
 
 def _with_data_names(runs: Sequence[LooseRun]) -> list[LooseRun]:
-    """Return the runs with the names of their data sets in place of folders; equal names get a folder more."""
+    """Replace the folders of data sets by their names; for equal names the parent folder is added."""
     paths = {str(run.options["data"]) for run in runs if run.options.get("data")}
     short = Counter(dataset_name(path) for path in paths)
     names = {path: dataset_name(path, 1 if short[dataset_name(path)] == 1 else 2) for path in paths}
@@ -165,48 +181,54 @@ def _with_data_names(runs: Sequence[LooseRun]) -> list[LooseRun]:
 
 
 def common_options(study: Study) -> dict[str, Any]:
-    """Return the options that all runs of a study have alike, without those that say where and not what."""
-    runs = _with_data_names([LooseRun.of(run) for run in study.runs.values()])
+    """Collect the options that have the same value in all runs of a study, without paths and devices."""
+    runs = _with_data_names([LooseRun.from_stored(run) for run in study.runs.values()])
     first, *others = [run.options for run in runs] or [{}]
     return {key: value for key, value in first.items() if all(other.get(key) == value for other in others)}
 
 
-def _merge_axes(place: Mapping[str, str]) -> dict[str, str]:
-    """Return a column's place on two axes: the data set, and all other options in one."""
-    rest = ", ".join(f"{key} {value}" for key, value in place.items() if key != "data")
-    return {**({"data": place["data"]} if "data" in place else {}), CONFIGURATION: rest}
+def _merge_axes(position: Mapping[str, str]) -> dict[str, str]:
+    """Merge a column's position into two axes: the data set, and all other options."""
+    merged = {"data": position["data"]} if "data" in position else {}
+    merged[CONFIGURATION] = ", ".join(f"{key} {value}" for key, value in position.items() if key != "data")
+    return merged
 
 
-def _make_axis(key: str, places: Sequence[str]) -> Axis:
-    names = list(dict.fromkeys(places))
+def _make_axis(key: str, values: Sequence[str]) -> Axis:
+    names = list(dict.fromkeys(values))
     if key == CONFIGURATION:
         return Axis(key, [AxisValue(name, f"configuration {number_to_letters(n)}") for n, name in enumerate(names)])
-    # Numbers get the name of their axis wherever they are shown.
+    # A number is shown with the name of its axis.
     bare = {name for name in names if key in ("data", "setting") or is_number(name)}
     return Axis(key, [AxisValue(name, name if name in bare else f"{key} {name}") for name in names])
 
 
 def _make_title(runs: Sequence[LooseRun], rows: Sequence[str]) -> str:
-    """Return the methods, and the data sets that they were played on."""
+    """Write a title with the methods and the data sets."""
     rows = list(dict.fromkeys(rows))
     data = list(dict.fromkeys(str(run.options["data"]) for run in runs if run.options.get("data")))
-    methods = _join_words(rows) if len(rows) <= 3 else f"{len(rows)} methods"
-    return f"{methods} on {_join_words(data) if len(data) <= 3 else f'{len(data)} data sets'}" if data else methods
+    methods = _join_names(rows) if len(rows) <= 3 else f"{len(rows)} methods"
+    if not data:
+        return methods
+    return f"{methods} on {_join_names(data) if len(data) <= 3 else f'{len(data)} data sets'}"
 
 
-def _join_words(words: Sequence[str]) -> str:
-    return " and ".join([", ".join(words[:-1]), words[-1]] if len(words) > 1 else words)
+def _join_names(names: Sequence[str]) -> str:
+    if len(names) < 2:
+        return "".join(names)
+    return f"{', '.join(names[:-1])} and {names[-1]}"
 
 
 def _name_rows(runs: Sequence[LooseRun]) -> list[str]:
-    """Return a name for the row of every run: the method, with those of its own options that differ between runs."""
+    """Name the row of every run: its method, and the options of the method that differ between runs."""
     names = []
     for run in runs:
         same = [other for other in runs if other.method == run.method]
-        keys = sorted({key for other in same for key in other.own})
-        differing = [key for key in keys if len({_format_option(other.own.get(key)) for other in same}) > 1]
-        words = ", ".join(f"{key} {_format_option(run.own.get(key))}" for key in differing)
-        names.append(f"{run.method} ({words})" if words else run.method)
+        differing = []
+        for key in sorted({key for other in same for key in other.method_options}):
+            if len({_format_option(other.method_options.get(key)) for other in same}) > 1:
+                differing.append(f"{key} {_format_option(run.method_options.get(key))}")
+        names.append(f"{run.method} ({', '.join(differing)})" if differing else run.method)
     return names
 
 
@@ -220,7 +242,7 @@ def _list_rows(runs: Sequence[LooseRun], names: Sequence[str]) -> list[AxisValue
 
 
 def _find_column_options(runs: Sequence[LooseRun], names: Sequence[str]) -> list[str]:
-    """Return the options that make columns, those of the world first."""
+    """Find the options that make columns, those of data and split first."""
     columns = []
     for key in dict.fromkeys([*DATA_OPTIONS, *(key for run in runs for key in run.options)]):
         values = {(name, _format_option(run.options.get(key))) for run, name in zip(runs, names, strict=True)}
@@ -236,7 +258,7 @@ def _make_cell_run(loose: LooseRun) -> CellRun:
     if summary is None:
         return entry
     if "accuracy" not in summary or "cost" not in summary:
-        raise UserError(f"{loose.run.path / 'summary.json'} has no accuracy or no cost: it is of a split alone.")
+        raise UserError(f"{loose.run.path / 'summary.json'} has no accuracy or no cost: it is of a split only.")
     accuracy = summary["accuracy"]  # None for a federation without test images
     return replace(
         entry,
@@ -252,21 +274,23 @@ def _run_key(run: StoredRun) -> str:
 
 
 def _format_option(value: Any) -> str:
-    if isinstance(value, int) and not isinstance(value, bool):
-        return toml.format_value(value)
-    return "none" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
+    if value is None:
+        return "none"
+    if isinstance(value, bool):
+        return str(value).lower()
+    return toml.format_value(value) if isinstance(value, int) else str(value)
 
 
 def _describe_common(runs: Sequence[LooseRun], columns: Sequence[str]) -> str:
-    """Return the data, the split and the rounds that all runs share, in a sentence."""
+    """Describe the data, the split and the rounds that all runs share, in a sentence."""
     first = runs[0].options
     keys = ("data", "setting", "dirichlet_alpha", "clients", "rounds")
-    words = [
-        ("" if key in ("data", "setting") else f"{key} ") + _format_option(first[key])
-        for key in keys
-        if key in first and key not in columns
-    ]
-    return ", ".join(words) + "." if words else ""
+    texts = []
+    for key in keys:
+        if key in first and key not in columns:
+            value = _format_option(first[key])
+            texts.append(value if key in ("data", "setting") else f"{key} {value}")
+    return ", ".join(texts) + "." if texts else ""
 
 
 def _list_versions(runs: Sequence[LooseRun]) -> dict[str, str]:
@@ -278,7 +302,7 @@ def _list_versions(runs: Sequence[LooseRun]) -> dict[str, str]:
 
 
 def list_job_folders(path: Path) -> list[Path]:
-    """Return the run folders of a comparison in the order of its methods, nothing for other folders."""
+    """List the run folders of a comparison in the order of its methods; [] for other folders."""
     try:
         jobs = atomic_io.parse_json((path / "comparison.json").read_bytes())["jobs"]
         return [path / job["folder"] for job in jobs if Path(job["folder"]).parts]

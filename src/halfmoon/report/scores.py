@@ -1,4 +1,4 @@
-"""Measured beside published: means over seeds, the two-sigma rule, agreement of orderings, and costs."""
+"""Compare measured with published accuracies: means over seeds, the two-sigma rule, orderings, and costs."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -18,30 +18,39 @@ NO_DEVIATION = "neither side has a deviation: not judged"
 
 
 class PublishedComparison(NamedTuple):
-    """How a measured mean stands to the published one."""
+    """Comparison of a measured mean with the published one.
 
-    difference: float  # measured minus published, in points
-    within: bool | None  # two standard deviations; None where no deviation is known
-    note: str  # which deviations were used, "" for both
+    Attributes:
+        difference: measured minus published, in points.
+        within: whether it is within two standard deviations; None if no deviation is known.
+        note: a note if only one deviation, or none, is known; otherwise "".
+    """
+
+    difference: float
+    within: bool | None
+    note: str
 
 
 def compare_to_published(measured: MeanDeviation, published: PublishedAccuracy) -> PublishedComparison:
     """Apply the two-sigma rule, |m - p| <= 2 sqrt(s_m^2 + s_p^2), all in percent.
 
-    A deviation that is not known counts as zero beside one that is, and the note says so. Without any there is no
-    verdict.
+    If only one deviation is known the other counts as zero, with a note. Without any there is no verdict.
     """
     difference = measured.mean - published.mean
     deviations = measured.deviation, published.deviation
     if deviations == (None, None):
         return PublishedComparison(difference, None, NO_DEVIATION)
     within = abs(difference) <= 2 * math.hypot(*(deviation or 0.0 for deviation in deviations))
-    note = ONE_SEED if measured.deviation is None else NO_PUBLISHED if published.deviation is None else ""
+    note = ""
+    if measured.deviation is None:
+        note = ONE_SEED
+    elif published.deviation is None:
+        note = NO_PUBLISHED
     return PublishedComparison(difference, within, note)
 
 
 def kendall_tau(left: Sequence[float], right: Sequence[float]) -> float | None:
-    """Return Kendall's tau-b of two rankings, -1 to 1; None where one of them has nothing to order."""
+    """Compute Kendall's tau-b of two rankings, from -1 to 1; None if all values of one are equal."""
     if len(left) < 2:
         return None
     from scipy.stats import kendalltau  # slow to import
@@ -51,10 +60,10 @@ def kendall_tau(left: Sequence[float], right: Sequence[float]) -> float | None:
 
 
 def tau_interval(rows: Sequence["CellScore"]) -> tuple[float, float] | None:
-    """Return the 95 % interval of Kendall's tau-b between published and measured means; None with one seed in a row.
+    """Compute the 95 % interval of Kendall's tau-b between published and measured means; None if a row has one seed.
 
     Measured means are drawn 2,000 times from their t distributions over seeds. Published means count as exact, and
-    rows as independent, which is cautious where they share their splits.
+    rows as independent, which is conservative if they share their splits.
     """
     last = [mark.last for mark in rows]
     deviations = [mean.deviation for mean in last if mean and mean.deviation is not None]
@@ -75,44 +84,59 @@ def tau_interval(rows: Sequence["CellScore"]) -> tuple[float, float] | None:
 
 @dataclass(frozen=True)
 class CellScore:
-    """The numbers of one cell in percent; None where nothing is known."""
+    """Accuracies of one cell in percent; None if unknown.
+
+    Attributes:
+        last: accuracy at the end of the runs.
+        best: the best accuracy of the runs.
+        published: the published accuracy.
+        verdict: comparison of `last` with `published`.
+        seeds: number of finished seeds.
+        planned: number of planned seeds.
+        note: a note for the table.
+    """
 
     last: MeanDeviation | None = None
     best: MeanDeviation | None = None
     published: PublishedAccuracy | None = None
     verdict: PublishedComparison | None = None
-    seeds: int = 0  # that are finished
+    seeds: int = 0
     planned: int = 0
     note: str = ""
 
 
 @dataclass(frozen=True)
 class ScoreTable:
-    """A table of accuracies: marks by row and column, and for each column the labeled steps of its marks."""
+    """A table of accuracies.
+
+    Attributes:
+        marks: the scores by row and column.
+        steps: labeled steps of each column at which its scores were measured; None for the end of every run.
+    """
 
     marks: Mapping[tuple[str, Column], CellScore]
-    steps: Mapping[Column, float | None] | None = None  # None: at the end of every run
+    steps: Mapping[Column, float | None] | None = None
 
     def mark(self, row: str, column: Column) -> CellScore:
+        """Get the score of a cell."""
         return self.marks.get((row, column), CellScore())
 
 
 def final_scores(study: Study) -> ScoreTable:
-    """Return the accuracies at the end of every run, the last compared with the published ones."""
+    """Compute the accuracies at the end of the runs, compared with the published ones."""
     return ScoreTable(_cell_scores(study))
 
 
 def scores_at_equal_steps(study: Study) -> ScoreTable:
-    """Return the accuracies at the largest number of labeled steps that all finished runs of a column reached.
+    """Compute the accuracies at the largest number of labeled steps that all finished runs of a column reached.
 
-    There are none where the sweep compares something else.
+    The table is empty if the sweep measures something else.
     """
     if study.sweep.measure != TEST_ACCURACY:
         return ScoreTable({}, {})
     steps: dict[Column, float | None] = dict.fromkeys(study.columns)
-    for number, value in zip(
-        frame.cells_frame(study)["column"], frame.cells_frame(study)["equal_labeled_steps"], strict=True
-    ):
+    table = frame.cells_frame(study)
+    for number, value in zip(table["column"], table["equal_labeled_steps"], strict=True):
         if value is not None:
             steps[study.columns[number]] = value
     return ScoreTable(_cell_scores(study, equal=True), steps)
@@ -141,18 +165,29 @@ def _cell_scores(study: Study, equal: bool = False) -> dict[tuple[str, Column], 
 
 
 class OrderComparison(NamedTuple):
-    """The rows of a column from the best to the worst, as published and as measured, and how far they agree."""
+    """Orders of the rows of a column from the best to the worst.
+
+    Attributes:
+        published: the published order.
+        measured: the measured order.
+        kendall_tau: their agreement; None for fewer than two rows, or if all are equal.
+        interval: its 95 % interval over seeds.
+    """
 
     published: list[str]
     measured: list[str]
-    kendall_tau: float | None  # None for fewer than two rows, or where all are equal
-    interval: tuple[float, float] | None  # of 95 %, over seeds
+    kendall_tau: float | None
+    interval: tuple[float, float] | None
 
     @property
     def agreement(self) -> str:
-        """Kendall's tau with its interval, "0.37 [-0.08, 0.70]"; "" where it is undefined."""
-        interval = " [{:.2f}, {:.2f}]".format(*self.interval) if self.interval else ""
-        return "" if self.kendall_tau is None else f"{self.kendall_tau:.2f}{interval}"
+        """Kendall's tau with its interval, "0.37 [-0.08, 0.70]"; "" if it is undefined."""
+        if self.kendall_tau is None:
+            return ""
+        if self.interval is None:
+            return f"{self.kendall_tau:.2f}"
+        low, high = self.interval
+        return f"{self.kendall_tau:.2f} [{low:.2f}, {high:.2f}]"
 
 
 def compare_order(study: Study, score: ScoreTable, column: Column) -> OrderComparison:
@@ -175,11 +210,15 @@ COSTS = {
     "sent, MB": "sent",
     "seconds": "seconds",
 }
-"""The costs of a table, and their columns in `halfmoon.report.frame.cells_frame`."""
+"""Costs in a table, with their columns in `halfmoon.report.frame.cells_frame`."""
 
 
 def cost_rows(study: Study, column: Column) -> list[tuple[str, list[float | None]]]:
-    """Return by row the rounds, and each of `COSTS` in all and a round: means over seeds, None where one is unknown."""
+    """Compute the costs of each row: the rounds, and each of `COSTS` in total and per round.
+
+    Returns:
+        Title and numbers of each row; means over seeds, None if one is unknown.
+    """
     table = frame.cells_frame(study)
     table = table[table["column"].eq(study.columns.index(column)) & table["costs"].eq(True)]
     rows: list[tuple[str, list[float | None]]] = []
@@ -197,7 +236,7 @@ def cost_rows(study: Study, column: Column) -> list[tuple[str, list[float | None
 
 
 def column_headings(study: Study, columns: Sequence[Column]) -> list[list[tuple[str, list[Column]]]]:
-    """Return for each axis of the columns its headings with the columns they span; equal neighbors share one."""
+    """Compute the headings of columns: for each axis its titles, with the columns that each spans."""
     return [
         [
             (study.value_title(name, key[-1]), list(same))

@@ -1,4 +1,4 @@
-"""Data of a page's charts, made from the data frames of a study and ready for JSON; shares are percent."""
+"""Compute the data of a page's charts from the data frames of a study, as JSON values; shares are in percent."""
 
 from collections.abc import Sequence
 from operator import itemgetter
@@ -17,17 +17,18 @@ CURVE_METRICS = (
     *("accuracy", "pseudo", "above", "share_above", "share_used"),
     *("js_app_u", "js_labeled", "local_js_app_u", "local_js_labeled", "global_js_app_u", "global_js_labeled"),
 )
-"""The metrics that are drawn against rounds."""
+"""Metrics that are drawn by round."""
 COST_METRICS = ("steps", "forward", "megabytes", "seconds")
+"""Costs that can be the x axis of accuracy."""
 
 MAX_MATRIX_CLASSES = 100
-"""With more classes, the most frequent confusions stand in a list instead of a matrix."""
+"""With more classes, a list of the most frequent confusions replaces the matrix."""
 MAX_CONFUSIONS = 20
 MAX_CLIENTS = 40
 
 
 def row_styles(study: Study) -> list[JsonDict]:
-    """Return how each row of a study is drawn: title, color, dashes in pixels, marker."""
+    """Collect the style of each row of a study: title, color, dashes in pixels, marker."""
     values = study.row_values
     return [
         {"title": value.title, **style_to_json(style)}
@@ -36,8 +37,9 @@ def row_styles(study: Study) -> list[JsonDict]:
 
 
 def column_charts(study: Study, column: Column) -> JsonDict:
-    """Return all charts of one column: a dict for each row that has a run folder, and the class names."""
-    lines, classes = [], []
+    """Compute all charts of one column: a dict for each row that has a run folder, and the class names."""
+    lines: list[JsonDict] = []
+    classes: list[str] = []
     table = frame.metrics_frame(study)
     table = table[table["column"] == study.columns.index(column)]
     for number, value in enumerate(study.row_values):
@@ -51,7 +53,7 @@ def column_charts(study: Study, column: Column) -> JsonDict:
 
 
 def _row_charts(table: Any, runs: Sequence[StoredRun]) -> JsonDict:
-    """Return the charts of one row: a curve over seeds for each metric, costs, and the final state by class."""
+    """Compute the charts of one row: a curve over seeds for each metric, costs, and the final state by class."""
     tables = {
         metric: points.pivot(index="round", columns="run", values="value").dropna()
         for metric, points in table.groupby("metric")
@@ -83,14 +85,14 @@ def _last_value(run: StoredRun, part: str) -> JsonDict | None:
 
 
 def _summarize_classes(shares: Sequence[Sequence[float]], runs: int) -> JsonDict | None:
-    """Return shares by class in percent over seeds, None where a run has none or other classes."""
+    """Summarize shares by class over seeds, in percent; None if a run has none or other classes."""
     if len(shares) < runs or len({len(seed) for seed in shares}) != 1:
         return None
     return summarize_seeds([[100 * share for share in seeds] for seeds in zip(*shares, strict=True)])
 
 
 def _class_distributions(runs: Sequence[StoredRun]) -> JsonDict | None:
-    """Return the class shares at the end in percent, mean over seeds: FedDB's Figures 1 and 3."""
+    """Compute the class shares at the end in percent, mean over seeds (FedDB, Figures 1 and 3)."""
     priors = [_last_value(run, "prior") or {} for run in runs]
     names = ("accuracy", "app_u", "labeled", "unlabeled")
     bands = {
@@ -100,20 +102,31 @@ def _class_distributions(runs: Sequence[StoredRun]) -> JsonDict | None:
 
 
 def _mean_confusion(runs: Sequence[StoredRun]) -> JsonDict | None:
-    """Return the mean confusion matrix as counts, or with many classes its largest entries off the diagonal."""
+    """Compute the mean confusion matrix as counts; with many classes its largest entries off the diagonal."""
     matrices = [matrix for run in runs if (matrix := (run.summary or {}).get("confusion"))]
     if len(matrices) < len(runs):
         return None
-    size = range(len(matrices[0]))
-    mean = [[six_digits(sum(matrix[t][p] for matrix in matrices) / len(matrices)) for p in size] for t in size]
-    if len(size) <= MAX_MATRIX_CLASSES:
+    classes = range(len(matrices[0]))
+    mean: list[list[float]] = []
+    for true in classes:
+        row = [sum(matrix[true][predicted] for matrix in matrices) / len(matrices) for predicted in classes]
+        mean.append([six_digits(count) for count in row])
+    if len(classes) <= MAX_MATRIX_CLASSES:
         return {"matrix": mean}
-    wrong = sorted(((mean[t][p], t, p) for t in size for p in size if t != p and mean[t][p]), reverse=True)
-    return {"largest": [[t, p, count, six_digits(sum(mean[t]))] for count, t, p in wrong[:MAX_CONFUSIONS]]}
+    errors = []
+    for true in classes:
+        for predicted in classes:
+            if true != predicted and mean[true][predicted]:
+                errors.append((mean[true][predicted], true, predicted))
+    errors.sort(reverse=True)
+    largest = []
+    for count, true, predicted in errors[:MAX_CONFUSIONS]:
+        largest.append([true, predicted, count, six_digits(sum(mean[true]))])
+    return {"largest": largest}
 
 
 def list_classes(runs: Sequence[StoredRun]) -> list[str]:
-    """Return the names of the classes, their numbers where the runs do not say."""
+    """List the names of the classes; their numbers if the runs have no names."""
     for run in runs:
         for names in ((run.summary or {}).get("classes"), ((run.split or {}).get("counts") or {}).get("classes")):
             if names:
@@ -123,7 +136,7 @@ def list_classes(runs: Sequence[StoredRun]) -> list[str]:
 
 
 class SplitUser(NamedTuple):
-    """A run that has a split."""
+    """A run that uses a split."""
 
     column: Column
     row: str
@@ -131,7 +144,7 @@ class SplitUser(NamedTuple):
 
 
 def split_charts(study: Study) -> list[JsonDict]:
-    """Return each different split once: who uses it, and the counts of each client and class."""
+    """Compute a chart of each different split: the runs that use it, and the counts of each client and class."""
     users: list[tuple[JsonDict, list[SplitUser]]] = []
     for cell, entry in study.finished():
         run = study.run(entry)
@@ -139,30 +152,35 @@ def split_charts(study: Study) -> list[JsonDict]:
         if split is None:
             continue
         user = SplitUser(study.columns[study.column_of(cell)], cell.at[study.sweep.rows], entry.seed)
-        same = next((others for other, others in users if other == split), None)
-        if same is None:
+        same_split = next((split_users for other, split_users in users if other == split), None)
+        if same_split is None:
             users.append((split, [user]))
         else:
-            same.append(user)
-    everyone = [user for _, some in users for user in some]
-    return [_split_chart(split, some, title_users(study, some, everyone)) for split, some in users]
+            same_split.append(user)
+    all_users = [user for _, split_users in users for user in split_users]
+    charts = []
+    for split, split_users in users:
+        charts.append(_split_chart(split, split_users, title_users(study, split_users, all_users)))
+    return charts
 
 
-def title_users(study: Study, users: Sequence[SplitUser], everyone: Sequence[SplitUser]) -> str:
-    """Return who uses a split: columns, with the rows and seeds where not all of a column use it; "" for everyone."""
-    if len(users) == len(everyone):
+def title_users(study: Study, users: Sequence[SplitUser], all_users: Sequence[SplitUser]) -> str:
+    """Name the runs that use a split: columns, with rows and seeds if not all of a column use it; "" for all runs."""
+    if len(users) == len(all_users):
         return study.column_title(users[0].column) if len(study.columns) == 1 else ""
-    words = []
+    titles = []
     for column in dict.fromkeys(user.column for user in users):
-        own, others = ([user for user in some if user.column == column] for some in (users, everyone))
-        rows, seeds = dict.fromkeys(user.row for user in own), dict.fromkeys(user.seed for user in own)
-        parts = [study.column_title(column)]
-        if len(rows) < len({user.row for user in others}):
-            parts.append(" and ".join(study.value_title(study.sweep.rows, row) for row in rows))
-        if len(seeds) < len({user.seed for user in others}):
-            parts.append(f"seed {' and '.join(map(str, seeds))}")
-        words.append(", ".join(part for part in parts if part))
-    return "; ".join(words)
+        split_users = [user for user in users if user.column == column]
+        column_users = [user for user in all_users if user.column == column]
+        rows = dict.fromkeys(user.row for user in split_users)
+        seeds = dict.fromkeys(user.seed for user in split_users)
+        texts = [study.column_title(column)]
+        if len(rows) < len({user.row for user in column_users}):
+            texts.append(" and ".join(study.value_title(study.sweep.rows, row) for row in rows))
+        if len(seeds) < len({user.seed for user in column_users}):
+            texts.append(f"seed {' and '.join(map(str, seeds))}")
+        titles.append(", ".join(text for text in texts if text))
+    return "; ".join(titles)
 
 
 def _split_chart(split: JsonDict, users: Sequence[SplitUser], title: str) -> JsonDict:
@@ -183,35 +201,36 @@ def _split_chart(split: JsonDict, users: Sequence[SplitUser], title: str) -> Jso
 
 
 def line_charts(study: Study, score: ScoreTable) -> list[JsonDict]:
-    """Return for kind "lines" a panel for each combination of the axes that are neither x nor the lines.
+    """Compute the panels of a sweep of kind "lines", one for each combination of the axes that are neither x nor lines.
 
-    Every line has points {x, mean, low, high} and published ones {x, mean, deviation}, in percent.
+    Every line has points {x, mean, low, high} and published points {x, mean, deviation}, in percent.
     """
     x = study.sweep.x
     if study.sweep.kind != "lines" or x is None:
         return []
     rows = study.sweep.rows
     line_axis = rows if x != rows else next((name for name in study.column_axes if name != x), x)
-    others = [name for name in [rows, *study.column_axes] if name not in (x, line_axis)]
+    panel_axes = [name for name in [rows, *study.column_axes] if name not in (x, line_axis)]
     panels: dict[tuple[str, ...], dict[str, JsonDict]] = {}
     runs_of = dict(iter(frame.cells_frame(study).groupby(["column", "row"])))
-    places = [(number, value.name) for number in range(len(study.columns)) for value in study.row_values]
-    for number, row in places:
+    positions = [(number, value.name) for number in range(len(study.columns)) for value in study.row_values]
+    for number, row in positions:
         column = study.columns[number]
         cell = study.cell(row, column)
         if cell is None:
             continue
-        panel = panels.setdefault(tuple(study.value_title(name, cell.at[name]) for name in others), {})
+        panel = panels.setdefault(tuple(study.value_title(name, cell.at[name]) for name in panel_axes), {})
         name = cell.at[line_axis] if line_axis != x else study.sweep.title
         line = panel.setdefault(name, {"points": [], "published": []})
         shares = [share for share in runs_of[number, row]["last_percent"] if share is not None]
-        last, place = score.mark(row, column).last, float(cell.at[x])
+        last = score.mark(row, column).last
+        x_value = float(cell.at[x])
         if last:
             points = {"mean": last.mean, "low": min(shares), "high": max(shares)}
-            line["points"].append({"x": place, **{key: six_digits(value) for key, value in points.items()}})
+            line["points"].append({"x": x_value, **{key: six_digits(value) for key, value in points.items()}})
         if cell.published:
             published = {"mean": cell.published.mean, "deviation": cell.published.deviation}
-            line["published"].append({"x": place, **published})
+            line["published"].append({"x": x_value, **published})
     names = [value.name for value in study.axis(line_axis).values] if line_axis != x else [study.sweep.title]
     return [
         {

@@ -1,4 +1,4 @@
-"""Escape cells of tables against CSV formula injection: a spreadsheet would run such texts."""
+"""Escape cells of CSV files that a spreadsheet would execute as formulas."""
 
 from typing import Any
 
@@ -6,10 +6,10 @@ FORMULA_STARTS = ("=", "+", "-", "@", "\t", "\r")
 
 
 def escape_formula(cell: str) -> str:
-    """Return a cell that no spreadsheet takes for a formula: one that looks like one gets an apostrophe."""
+    """Prefix a text with an apostrophe if a spreadsheet would read it as a formula."""
     return f"'{cell}" if cell.startswith(FORMULA_STARTS) else cell
 
 
 def escape_formulas(cells: list[Any]) -> list[Any]:
-    """Return a row whose texts are `escape_formula`; numbers stay numbers."""
+    """Apply `escape_formula` to the texts of a row; numbers do not change."""
     return [escape_formula(cell) if isinstance(cell, str) else cell for cell in cells]

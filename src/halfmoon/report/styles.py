@@ -1,17 +1,17 @@
-"""Colors, dashes and markers that anybody can tell apart, for pictures and pages; a method keeps its own."""
+"""Colors, dashes and markers of lines, which color-blind readers can distinguish. A method always has the same style."""
 
 import zlib
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-# Okabe and Ito (2008), told apart under every color blindness; without their yellow, too pale for a line on white, and
-# with a violet and a gray in place of black, which can be seen on a dark page as well.
+# Okabe and Ito (2008), distinguishable under every color blindness. Their yellow is too pale for a line on white, and
+# black is invisible on a dark page: violet and gray replace them.
 _COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#6A51A3", "#737373")
 _DASHES = ((0, ()), (0, (5, 1.5)), (0, (1.5, 1.2)), (0, (6, 1.5, 1.5, 1.5)), (0, (3, 1.2, 1.2, 1.2, 1.2, 1.2)))
 _MARKERS = ("o", "s", "^", "D", "v", "P", "X", "<", ">", "*", "p", "H")
 
 DISTINCT_STYLES = 60
-"""Styles that differ in marker or dashes, whatever their color: color-blind people can tell so many apart."""
+"""Number of styles that differ in marker or dashes, which are distinguishable without color."""
 
 _METHODS_IN_ORDER = (
     *("feddure", "fedavg", "fedavg-fixmatch", "fedavg-sl", "feddb", "semifl", "fedmatch"),
@@ -23,11 +23,11 @@ _METHODS_IN_ORDER = (
     *("fedavg-fixmatch-global", "fixmatch-proxy-tuning", "sage", "proxyfl", "protofssl", "cbafed", "fl2"),
     *("fedavg-soft-labels",),
 )
-"""The methods whose styles are fixed, those that are compared most first: they differ in everything."""
+"""Methods with fixed styles. The first ones are compared often, so they differ in color, dashes and marker."""
 
 
 class LineStyle(NamedTuple):
-    """The style of one line: color, dashes (offset, lengths) and marker each tell it from its neighbors."""
+    """Style of one line: color, dashes (offset, lengths) and marker."""
 
     color: str
     dashes: tuple[int, tuple[float, ...]]
@@ -35,30 +35,32 @@ class LineStyle(NamedTuple):
 
 
 def line_style(number: int) -> LineStyle:
-    """Return the style of the line `number`; neighbors differ in all three, and 60 in marker or dashes alone."""
+    """Make the style of a number. Styles of adjacent numbers differ in everything, and 60 differ in marker or dashes."""
     return LineStyle(_COLORS[number % len(_COLORS)], _DASHES[number % len(_DASHES)], _MARKERS[number % len(_MARKERS)])
 
 
 def style_numbers(names: Sequence[str]) -> list[int]:
-    """Return the number of a style for each name, all different; a method keeps its own in every picture.
+    """Choose a different style number for each name, the same for a method in every figure.
 
-    A name is that of a method, or one with words behind it, as in `feddure (threshold 0.9)`: the first of a method has
-    its style. Names that are no method's have one by their letters. A second claim goes to the next free number.
+    A name is that of a method, optionally with options, as in `feddure (threshold 0.9)`: the first row of a method has
+    the style of the method. The number of another name is a hash. A number that is in use is replaced by a free one.
     """
-    homes = [_preferred_number(name) for name in names]
+    preferred = [_preferred_number(name) for name in names]
     numbers: list[int] = []
-    for home in homes:
-        free = (n for n in range(DISTINCT_STYLES + len(names)) if n not in numbers and n not in homes)
-        numbers.append(home if home not in numbers else next(free))
+    for number in preferred:
+        candidates = range(DISTINCT_STYLES + len(names))
+        free = (other for other in candidates if other not in numbers and other not in preferred)
+        numbers.append(number if number not in numbers else next(free))
     return numbers
 
 
 def line_styles(names: Sequence[str]) -> list[LineStyle]:
+    """Choose the style of each name (`style_numbers`)."""
     return [line_style(slot) for slot in style_numbers(names)]
 
 
 def style_to_json(style: LineStyle) -> dict[str, Any]:
-    """Return a style for a script: color, dashes in pixels, marker."""
+    """Convert a style for JavaScript: color, dashes in pixels, marker."""
     dashes = " ".join(f"{2 * length:g}" for length in style.dashes[1])
     return {"color": style.color, "dashes": dashes, "marker": style.marker}
 
@@ -67,5 +69,5 @@ def _preferred_number(name: str) -> int:
     method = name.split(" (")[0]
     if method in _METHODS_IN_ORDER:
         return _METHODS_IN_ORDER.index(method)
-    # Not hash(), which is another one in each process.
+    # Not hash(), which differs between processes.
     return len(_METHODS_IN_ORDER) + zlib.crc32(name.encode()) % (DISTINCT_STYLES - len(_METHODS_IN_ORDER))

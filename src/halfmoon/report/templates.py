@@ -1,4 +1,4 @@
-"""HTML by jinja2: whatever a template is given is escaped, unless it is `Markup`."""
+"""Render HTML by jinja2; all values are escaped except `Markup`."""
 
 from functools import cache, partial
 from importlib import resources
@@ -9,6 +9,7 @@ from markupsafe import Markup
 
 
 def read_web_file(package: str, name: str) -> str:
+    """Read a file in the folder `web` of a package."""
     return (resources.files(package) / "web" / name).read_text(encoding="utf-8")
 
 
@@ -21,7 +22,7 @@ def _environment(package: str) -> Environment:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    # Data in a script element: `tojson` leaves no `<`, `>`, `&` or quote in it, and nothing that is no JSON.
+    # For data in a script element: `tojson` escapes `<`, `>`, `&` and quotes; NaN, which is not JSON, is an error.
     environment.policies["json.dumps_kwargs"] = {"allow_nan": False, "separators": (",", ":")}
     return environment
 

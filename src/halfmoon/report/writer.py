@@ -1,4 +1,4 @@
-"""A report on the disk: the page, and beside it the same numbers as CSV and LaTeX."""
+"""Write a report: the page, and the same numbers as CSV and LaTeX."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,16 +14,23 @@ from halfmoon.storage import atomic_io
 def write_report(paths: Sequence[Path], out: Path) -> tuple[list[Path], list[str]]:
     """Write page, CSV and LaTeX of runs, comparisons and sweeps.
 
-    Return the three files and a sentence for each thing that is missing in them. Raise UserError, before anything is
-    written, if a path holds nothing to report, or `out` is no .html file in a folder that exists.
+    Args:
+        paths: their folders.
+        out: the page, a .html file in an existing folder.
+
+    Returns:
+        The three files, and a sentence for everything that is missing in them.
+
+    Raises:
+        UserError: a path has no finished run, or `out` is invalid; no file is written then.
     """
     check_output_path(out)
     studies = gather_studies(paths)
     contents = {".html": render_html(studies), ".csv": format_csv(studies), ".tex": format_latex(studies)}
     files = [out.with_suffix(suffix) if suffix != ".html" else out for suffix in contents]
-    for file, words in zip(files, contents.values(), strict=True):
+    for file, text in zip(files, contents.values(), strict=True):
         try:
-            atomic_io.write_atomically(file, words.encode(errors="replace"))
+            atomic_io.write_atomically(file, text.encode(errors="replace"))
         except OSError as error:
             raise UserError(
                 f"{file} cannot be written ({atomic_io.error_reason(error)}); choose another --out."
@@ -32,7 +39,7 @@ def write_report(paths: Sequence[Path], out: Path) -> tuple[list[Path], list[str
 
 
 def check_output_path(out: Path) -> None:
-    """Raise UserError if a page cannot be written at `out`."""
+    """Check that a page can be written at `out`; raises `UserError`."""
     if out.is_dir():
         raise UserError(f"--out {out} is a folder; name a file, such as {out / 'page.html'}.")
     if out.suffix.lower() not in (".html", ".htm"):
