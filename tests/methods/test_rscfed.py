@@ -9,6 +9,7 @@ from method_scenes import assert_same, images, local, rounds_of, small
 from scenes import begin, dataset, furthest, same, task
 
 from halfmoon.api.types import Batch
+from halfmoon.api.uploads import Upload
 from halfmoon.core import tree
 from halfmoon.core.optim import SGD
 from halfmoon.methods.rscfed import RSCFed
@@ -80,3 +81,17 @@ def test_one_group_of_all_without_distance_is_fedavg():
         servers[name] = rounds_of(method, shared, dataset(place="some"))[-1].server
     assert furthest(servers["all"], servers["twice"]) < 1e-12
     assert furthest(servers["all"], servers["single"]) > 1e-3
+
+
+def test_a_group_of_clients_without_rows_is_left_out():
+    """Groups of one of two clients, of which the first has no rows: the new model is the second one's."""
+    update = {"params": {"a": torch.tensor([[1.0], [4.0]])}, "stats": {}}
+    upload = Upload(update, torch.tensor([0.0, 3.0]), {"labels": torch.zeros(2)})
+
+    class OneUpload:
+        def query(self, client_update, broadcast):
+            return upload
+
+    server = {"params": {"a": torch.tensor([0.0])}, "stats": {}}
+    new = RSCFed(groups=8, size=1).round(task(), server, OneUpload())  # pyright: ignore[reportArgumentType]
+    assert new["params"]["a"].tolist() == [4.0]
