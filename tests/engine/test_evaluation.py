@@ -22,6 +22,7 @@ from halfmoon.engine.evaluation import (
     images_per_pass,
     mean_prediction,
     prediction_bias,
+    roc_auc,
 )
 from halfmoon.engine.loop import measured
 from halfmoon.models import SmallCNN, track
@@ -146,6 +147,27 @@ def test_quality_equals_a_count():
     assert row["accuracy_used"] == pytest.approx(right[used].mean(), rel=1e-12)
     assert row["per_class"][:-1] == pytest.approx([right[hidden == k].mean() for k in range(CLASSES - 1)], rel=1e-12)
     assert row["per_class"][-1] is None
+
+
+def test_areas_under_the_curve_of_confidence_and_weight():
+    """By hand: correct confidences 0.9, 0.6 and wrong 0.6, 0.2 give 3.5 of 4 pairs; equal weights give 0.5."""
+    quality = Quality(CLASSES, 0.7, torch.device("cpu"))
+    label, hidden = torch.tensor([0, 1, 2, 0, 1]), torch.tensor([0, 1, 0, 1, -1])
+    confidence = torch.tensor([0.9, 0.6, 0.6, 0.2, 0.99])
+    quality.add(PseudoLabels(label[:2], confidence[:2], torch.full((2,), 0.5)), hidden[:2])
+    assert quality.row()["auc_confidence"] is None, "all are correct"
+    quality.add(PseudoLabels(label[2:], confidence[2:], torch.full((3,), 0.5)), hidden[2:])
+    assert (quality.row()["auc_confidence"], quality.row()["auc_weight"]) == (3.5 / 4, 0.5)
+
+
+def test_area_under_roc_equals_scikit_learn():
+    metrics = pytest.importorskip("sklearn.metrics")
+    random = np.random.default_rng(0)
+    for _ in range(20):
+        positive = random.random(50) < 0.3
+        scores = random.choice([0.1, 0.2, 0.5, 0.7], 50)
+        if positive.any():
+            assert roc_auc(positive, scores) == pytest.approx(metrics.roc_auc_score(positive, scores), abs=1e-12)
 
 
 def test_quality_of_nothing_is_none():

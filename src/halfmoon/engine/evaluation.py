@@ -243,6 +243,8 @@ class Quality:
         totals: (9,) float64: number, number with a known label and number correct, of all pseudo-labels, of the
             confident ones, and of those with a weight above 0.
         per_class: (2, classes) float64: correct pseudo-labels and images by true class.
+        scores: (3, b) float64 of each step: whether the pseudo-label is correct, its confidence and its weight, for the
+            images with a known label.
         models: the same counts for each of several models that make pseudo-labels, by name.
     """
 
@@ -251,6 +253,7 @@ class Quality:
         self.threshold = threshold
         self.totals = torch.zeros(9, dtype=torch.float64, device=device)
         self.per_class = torch.zeros(2, classes, dtype=torch.float64, device=device)
+        self.scores: list[Tensor] = []
         self.models: dict[str, Quality] = {}
 
     def add(self, pseudo: PseudoLabels, hidden: Tensor, models: Mapping[str, PseudoLabels] = NO_PSEUDO_LABELS) -> None:
@@ -277,11 +280,14 @@ class Quality:
         self.totals += torch.cat(counts)
         true_class = F.one_hot(hidden.clamp(min=0), self.classes).double() * with_label[:, None]
         self.per_class += torch.stack([(true_class * correct[:, None]).sum(0), true_class.sum(0)])
+        scores = torch.stack([correct, pseudo.confidence.double(), pseudo.weight.double()])
+        self.scores.append(scores[:, hidden >= 0].cpu())
 
     def row(self) -> dict[str, Any] | None:
         """Return shares and accuracies as metrics.jsonl stores them; None if no pseudo-label was counted.
 
-        Accuracies are over the images whose label is known. "models" has the rows of several models.
+        Accuracies and areas under the ROC curve are over the images whose label is known. "models" has the rows of
+        several models.
         """
         total, with_label, correct, above, above_known, above_correct, used, used_known, used_correct = to_floats(
             self.totals
@@ -300,9 +306,33 @@ class Quality:
                 for hits, images in zip(correct_by_class, images_by_class, strict=True)
             ],
         }
+        correct_labels, confidences, weights = torch.cat(self.scores, dim=1).numpy()
+        row["auc_confidence"] = roc_auc(correct_labels > 0, confidences)
+        row["auc_weight"] = roc_auc(correct_labels > 0, weights)
         if self.models:
             row["models"] = {name: quality.row() for name, quality in self.models.items()}
         return row
+
+
+def roc_auc(positive: np.ndarray[Any, Any], scores: np.ndarray[Any, Any]) -> float | None:
+    """Compute the probability that a positive example has a higher score than a negative one; equal scores count half.
+
+    Args:
+        positive: bool (n,).
+        scores: float (n,).
+
+    Returns:
+        The area under the ROC curve, from 0 to 1; None if all examples are positive or all are negative.
+    """
+    positives = int(positive.sum())
+    negatives = len(positive) - positives
+    if not positives or not negatives:
+        return None
+    # Mann-Whitney: the sum of the positives' ranks, where equal scores share their mean rank.
+    _, group, sizes = np.unique(scores, return_inverse=True, return_counts=True)
+    mean_ranks = np.cumsum(sizes) - (sizes - 1) / 2
+    rank_sum = float(mean_ranks[group][positive].sum())
+    return (rank_sum - positives * (positives + 1) / 2) / (positives * negatives)
 
 
 def temperature(logits: Tensor, labels: Tensor) -> float:

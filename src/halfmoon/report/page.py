@@ -14,6 +14,7 @@ from halfmoon.storage.atomic_io import replace_nonfinite
 
 CHARTS = {
     "learning": ("accuracy", "pseudo", "above", "share_above", "share_used"),
+    "regulators": ("auc_confidence", "auc_weight", "weights_mean", "weights_spread", "reward"),
     "classes": (
         *("js_app_u", "js_labeled", "local_js_app_u", "local_js_labeled", "global_js_app_u", "global_js_labeled"),
         *("per_class", "prior"),

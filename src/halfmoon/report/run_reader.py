@@ -25,6 +25,11 @@ class _Measures(BaseModel):
     accuracy_above: FiniteNumber | None = None
     share_above: FiniteNumber | None = None
     share_used: FiniteNumber | None = None
+    auc_confidence: FiniteNumber | None = None
+    auc_weight: FiniteNumber | None = None
+    m: FiniteNumber | None = None
+    m_spread: FiniteNumber | None = None
+    d: FiniteNumber | None = None
     per_class: list[FiniteNumber | None] | None = None
 
 

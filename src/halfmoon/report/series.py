@@ -14,7 +14,8 @@ from halfmoon.report.styles import line_styles, style_to_json
 JsonDict = dict[str, Any]
 
 CURVE_METRICS = (
-    *("accuracy", "pseudo", "above", "share_above", "share_used"),
+    *("accuracy", "pseudo", "above", "share_above", "share_used", "auc_confidence", "auc_weight"),
+    *("weights_mean", "weights_spread", "reward"),
     *("js_app_u", "js_labeled", "local_js_app_u", "local_js_labeled", "global_js_app_u", "global_js_labeled"),
 )
 """Metrics that are drawn by round."""
