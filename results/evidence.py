@@ -200,7 +200,7 @@ SHORT = {"FixMatch": ("fixmatch-received", "fixmatch-global", "fixmatch-debiased
 
 GUESSING = ("fixmatch-received", "fixmatch-global", "fixmatch-debiased", "feddb", "fixmatch-feddpl")
 """The rows that take `THRESHOLD`."""
-FLOOR, CEILING = "fedavg", "fedavg-sl"
+FLOOR, CONTROL, CEILING = "fedavg", "control", "fedavg-sl"
 FLOORS = ("alone", "forest")
 
 
@@ -351,7 +351,7 @@ def write_sheet(path: Path, names: tuple[str, ...], rows: Iterable[dict[str, Any
 
 
 def table(data: str, key: str = "last") -> list[dict[str, Any]]:
-    """Return a row a method that was played, with its difference to labels alone at the same seeds.
+    """Compute a row for each method that was run, with its differences to labels only and to the control, by seed.
 
     `key` is one of `PARTS`.
     """
@@ -363,6 +363,7 @@ def table(data: str, key: str = "last") -> list[dict[str, Any]]:
             right.setdefault(line["row"], {})[line["seed"]] = correct(line) if key == "last" else None
     base = {seed: 100 * each[key] for seed, each in found.get(FLOOR, {}).items()}
     top = {seed: 100 * each[key] for seed, each in found.get(CEILING, {}).items()}
+    control = {seed: 100 * each[key] for seed, each in found.get(CONTROL, {}).items()}
     made = []
     for row in (name for name in ROWS if name in found):
         runs = found[row]
@@ -370,7 +371,8 @@ def table(data: str, key: str = "last") -> list[dict[str, Any]]:
         chosen = [100 * each["chosen"] for each in runs.values() if key == "last" and "chosen" in each]
         both = [seed for seed in last if seed in base]
         differences = [last[seed] - base[seed] for seed in both]
-        way = [top[seed] - base[seed] for seed in both if seed in top]
+        start = control if control else base
+        way = [top[seed] - start[seed] for seed in both if seed in top and seed in start]
         line: dict[str, Any] = {
             "data": data,
             "images": PARTS[key].images,
@@ -384,8 +386,16 @@ def table(data: str, key: str = "last") -> list[dict[str, Any]]:
             line["difference"] = statistics.fmean(differences)
             crossed = crossed_half([(right[row][seed], right[FLOOR][seed]) for seed in both])
             line["half"] = half_interval(differences) if crossed is None else crossed
-            if row not in (CEILING, "supervised", *FLOORS) and len(way) == len(both) and statistics.fmean(way) > 2:
-                line["share"] = statistics.fmean(differences) / statistics.fmean(way)
+        common = [seed for seed in last if seed in control]
+        if row not in (FLOOR, CONTROL) and common:
+            over_control = [last[seed] - control[seed] for seed in common]
+            line["over_control"] = statistics.fmean(over_control)
+            line["control_seeds"] = len(common)
+            crossed = crossed_half([(right[row][seed], right[CONTROL][seed]) for seed in common])
+            line["control_half"] = half_interval(over_control) if crossed is None else crossed
+        gains = [last[seed] - start[seed] for seed in last if seed in start and seed in top]
+        if row not in (FLOOR, CONTROL, CEILING, "supervised", *FLOORS) and way and statistics.fmean(way) > 2 and gains:
+            line["share"] = statistics.fmean(gains) / statistics.fmean(way)
         made.append(line)
     return made
 
@@ -424,7 +434,8 @@ def report() -> None:
     """Write the tables, the numbers behind them, and the forest plot."""
     found = {(data, key): table(data, key) for data in SETS for key in PARTS}
     found = {which: rows for which, rows in found.items() if any(row["row"] == FLOOR for row in rows)}
-    names = ("data", "images", "row", "seeds", "last", "deviation", "chosen", "difference", "half", "share")
+    names = ("data", "images", "row", "seeds", "last", "deviation", "chosen", "difference", "half", "over_control",
+             "control_half", "control_seeds", "share")  # fmt: skip
     write_sheet(SHEET, names, chain.from_iterable(found.values()))
     tables = {f"{data}{PARTS[key].words}": _markdown(rows, PARTS[key].head) for (data, key), rows in found.items()}
     tables["in short"] = _columns(_short(found, PICTURED))
@@ -450,6 +461,7 @@ def _markdown(rows: list[dict[str, Any]], head: str) -> str:
         head: [spread(row["last"], row["deviation"]) for row in rows],
         "chosen %": ["" if row["chosen"] is None else f"{row['chosen']:.1f}" for row in rows],
         "to labels only, points (95 %)": [_gain(row) for row in rows],
+        "to the control, points (95 %)": [_gain_over_control(row) for row in rows],
         "share of the way": ["" if row.get("share") is None else f"{row['share']:.0%}" for row in rows],
         "seeds": [str(row["seeds"]) for row in rows],
     }
@@ -467,11 +479,15 @@ def _short(
         line = dict(zip(("data set", "labels lie", "images"), _place(data, key), strict=True))
         line |= {"splits": str(rows[FLOOR]["seeds"])}
         line["labels only, %"] = f"{rows[FLOOR]['last']:.1f}"
+        line["control"] = _gain(rows[CONTROL]) if CONTROL in rows else ""
         for head, names in SHORT.items():
             row = next((rows[name] for name in names if name in rows), {})
-            splits = f" ({row['seeds']})" if row and row["seeds"] != rows[FLOOR]["seeds"] else ""
             share = f", {row['share']:.0%}" if "share" in row else ""
-            line[head] = _gain(row) + share + splits
+            if "over_control" in row:
+                line[head] = _gain_over_control(row) + share
+            else:
+                splits = f" ({row['seeds']})" if row and row["seeds"] != rows[FLOOR]["seeds"] else ""
+                line[head] = _gain(row) + share + splits + (" †" if row else "")
         for head, cell in line.items():
             columns.setdefault(head, []).append(cell)
     return columns
@@ -498,6 +514,13 @@ def spread(mean: float, deviation: float | None) -> str:
 def interval(difference: float, half: float | None) -> str:
     """Return a difference with its 95 % interval, where there is one, for a table."""
     return f"{difference:+.1f}" + ("" if half is None else f" [{difference - half:+.1f}, {difference + half:+.1f}]")
+
+
+def _gain_over_control(row: dict[str, Any]) -> str:
+    if "over_control" not in row:
+        return ""
+    splits = f" ({row['control_seeds']})" if row["control_seeds"] != row["seeds"] else ""
+    return interval(row["over_control"], row["control_half"]) + splits
 
 
 def _gain(row: dict[str, Any]) -> str:
