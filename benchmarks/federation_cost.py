@@ -156,7 +156,7 @@ def in_simulator(here: Place, plan: Plan, file: Path) -> Measured:
 def in_process(here: Place, plan: Plan, file: Path) -> Measured:
     """Play (ii), and count the bytes of every request for work and its reply."""
     run, total = plan.folder / "rehearsed", [0]
-    original = local.LocalGrid._answer
+    original = local.LocalGrid._reply
 
     def answered(self: local.LocalGrid, asked: Any) -> Any:
         reply = original(self, asked)
@@ -164,7 +164,7 @@ def in_process(here: Place, plan: Plan, file: Path) -> Measured:
             total[0] += len(unwrap_message(asked.content)) + len(unwrap_message(reply.content))
         return reply
 
-    with mock.patch.object(local.LocalGrid, "_answer", answered):
+    with mock.patch.object(local.LocalGrid, "_reply", answered):
         local.rehearse(file, run, file.parent)
     clients._open_client.cache_clear()  # who plays next begins anew
     return Measured(seconds(run), total[0] // plan.rounds)

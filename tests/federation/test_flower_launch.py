@@ -59,12 +59,15 @@ def authority(folder: Path) -> dict[str, Path]:
     return files
 
 
-def test_the_superlink_is_started_with_its_database_and_without_installing(tmp_path: Path):
-    """It listens where it is told; plain where there are no certificates, with all three files where there are."""
-    plain = superlink_arguments(ServerOptions(tmp_path / "f.toml", tmp_path / "run", port=9099))
-    database = str(tmp_path / "run" / "flower" / "state.db")
+def test_the_superlink_is_started_with_its_queue_and_without_installing(tmp_path: Path):
+    """It listens at the given address, without TLS if there are no certificates; its queue is in memory by default."""
+    options = ServerOptions(tmp_path / "f.toml", tmp_path / "run", port=9099)
     flag = "--disable-runtime-dependency-installation"
-    assert plain == ["--host", "127.0.0.1", "--port", "9099", "--database", database, flag, "--insecure"]
+    address = ["--host", "127.0.0.1", "--port", "9099"]
+    assert superlink_arguments(options) == [*address, "--database", ":flwr-in-memory:", flag, "--insecure"]
+    database = str(tmp_path / "run" / "flower" / "state.db")
+    on_disk = superlink_arguments(replace(options, queue="disk"))
+    assert on_disk == [*address, "--database", database, flag, "--insecure"]
     files = authority(tmp_path)
     safe = superlink_arguments(ServerOptions(tmp_path / "f.toml", tmp_path / "run", "0.0.0.0", **files))
     assert "--insecure" not in safe

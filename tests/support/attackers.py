@@ -238,7 +238,7 @@ class Besieged:
         names = list(self.running)
         for who in names:
             self.stop(who)
-        runs = [path.parent for path in self.folder.glob("*/flower/state.db")]
+        runs = [path.parent for path in self.folder.glob("*/flower/run.toml")]
         for folder in (*runs, *(self.home(who) / "flower" for who in names)):
             ProcessFolder(folder).kill_all()
         for access in self.nginx:

@@ -157,7 +157,7 @@ def quick() -> Iterator[None]:
 def recorded() -> Iterator[list[Letter]]:
     """Give a list that takes in all that crosses the grid, both ways."""
     letters: list[Letter] = []
-    original = local.LocalGrid._answer
+    original = local.LocalGrid._reply
 
     def answered(self: local.LocalGrid, message: Message) -> Message:
         reply = original(self, message)
@@ -165,7 +165,7 @@ def recorded() -> Iterator[list[Letter]]:
         return reply
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(local.LocalGrid, "_answer", answered)
+        patch.setattr(local.LocalGrid, "_reply", answered)
         yield letters
 
 
@@ -205,14 +205,14 @@ def stopping(visit, after=False, place=round_key):
 @contextmanager
 def before_each_message(do: Callable[[], None]) -> Iterator[None]:
     """Call `do` before every message to a site."""
-    original = local.LocalGrid._answer
+    original = local.LocalGrid._reply
 
     def answered(self: local.LocalGrid, message: Message) -> Message:
         do()
         return original(self, message)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(local.LocalGrid, "_answer", answered)
+        patch.setattr(local.LocalGrid, "_reply", answered)
         yield
 
 

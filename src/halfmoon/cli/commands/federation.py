@@ -203,6 +203,8 @@ def add_serve(commands: Any) -> None:
     parser.add_argument("--readmit", metavar="NAME", action="append", help=about)
     about = f"how often a process that dies is restarted before a new round is finished (default: {DEFAULT_RESTARTS})"
     parser.add_argument("--restarts", metavar="N", default=str(DEFAULT_RESTARTS), help=about)
+    about = "where messages wait: in memory (the default, faster) or on disk; rounds survive a crash in both"
+    parser.add_argument("--queue", choices=("memory", "disk"), default="memory", help=about)
 
 
 def _serve(args: argparse.Namespace) -> int:
@@ -287,6 +289,7 @@ def _server_options(
             **tls,
             insecure=args.insecure,
             restarts=restarts,
+            queue=args.queue,
         )
     access = Access.open(args.access)
     if port not in (None, access.port):
@@ -294,4 +297,4 @@ def _server_options(
             f"--port is {port}, but the proxy of {args.access} connects to port {access.port}: leave --port out, or make "
             "another folder with that port."
         )
-    return ServerOptions.with_access(args.config, folder, access, sites, restarts)
+    return ServerOptions.with_access(args.config, folder, access, sites, restarts, args.queue)

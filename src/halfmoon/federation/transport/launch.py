@@ -56,6 +56,12 @@ _ERROR = re.compile(r"\w(Error|Exception|Exit)\b")
 _COLORS = re.compile(r"\x1b\[\d*m")
 _CONNECTION = "halfmoon"
 
+Queue = Literal["memory", "disk"]
+"""Storage of a SuperLink: its memory, which is faster and smaller, or a database on the disk."""
+
+MEMORY_DATABASE = ":flwr-in-memory:"
+"""Flower's name of a database in memory."""
+
 Outcome = Literal["finished", "link", "app"]
 """The run is finished, the SuperLink has died, or the ServerApp has."""
 
@@ -82,6 +88,7 @@ class ServerOptions:
         sites: the sites of the federation.
         restarts: number of restarts of programs that die without a new round in between.
         redeliver: whether a finished run is served until no site lacks its model.
+        queue: where the SuperLink stores messages: in "memory", or on "disk".
         apps: the ServerApp and the ClientApp.
 
     Raises:
@@ -100,6 +107,7 @@ class ServerOptions:
     sites: tuple[str, ...] = ()
     restarts: int = 5
     redeliver: bool = False
+    queue: Queue = "memory"
     apps: tuple[str, str] = APPS
 
     def __post_init__(self) -> None:
@@ -122,7 +130,7 @@ class ServerOptions:
 
     @classmethod
     def with_access(
-        cls, config: Path, run: Path, access: Access, sites: Sequence[str], restarts: int
+        cls, config: Path, run: Path, access: Access, sites: Sequence[str], restarts: int, queue: Queue = "memory"
     ) -> "ServerOptions":
         """Make the options of a server behind the proxy of an access folder, which only sites with a key can reach.
 
@@ -138,6 +146,7 @@ class ServerOptions:
             access=access,
             sites=tuple(sites),
             restarts=restarts,
+            queue=queue,
         )
 
     @property
@@ -153,6 +162,9 @@ class ServerOptions:
 
 def superlink_arguments(server: ServerOptions) -> list[str]:
     """Build the arguments of `flower-superlink`."""
+    # A SuperLink that dies loses the messages of the present round. The round is repeated from the last checkpoint in
+    # either case, because a restarted ServerApp has another run of Flower.
+    database = MEMORY_DATABASE if server.queue == "memory" else str(server.processes.folder / "state.db")
     files = {"--ssl-ca-certfile": server.ca, "--ssl-certfile": server.certificate, "--ssl-keyfile": server.key}
     tls: list[str] = []
     for flag, path in files.items():
@@ -160,7 +172,7 @@ def superlink_arguments(server: ServerOptions) -> list[str]:
             tls += [flag, str(path.absolute())]
     return [
         *("--host", server.host, "--port", str(server.port)),
-        *("--database", str(server.processes.folder / "state.db")),
+        *("--database", database),
         # The apps run in this environment, so everything that they need is installed.
         "--disable-runtime-dependency-installation",
         *(tls or ["--insecure"]),
