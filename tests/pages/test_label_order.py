@@ -38,7 +38,7 @@ def test_every_open_row_comes_once():
     guesses.probabilities[[3, 8]] = np.nan
     labels = nothing(40)
     labels[[1, 2, 5]] = [0, 1, 2]
-    found = order_for_labeling(guesses, labels, labels < 0, spread=7)
+    found = order_for_labeling(guesses, labels, labels < 0, greedy_images=7)
     assert sorted(found) == sorted(set(range(40)) - {1, 2, 5})
     assert set(found[-2:]) == {3, 8}  # what the model could not see comes last
 
@@ -47,7 +47,7 @@ def test_equal_images_do_not_come_together():
     """Nine copies of the least sure image and nine others: one copy is chosen, then all the others."""
     probabilities = np.array([[0.5, 0.5]] * 9 + [[0.7, 0.3]] * 9)
     features = np.concatenate([np.zeros((9, 2)), np.arange(1, 19).reshape(9, 2)]).astype(np.float32)
-    found = order_for_labeling(Predictions(probabilities, features), nothing(18), np.ones(18, bool), spread=10)
+    found = order_for_labeling(Predictions(probabilities, features), nothing(18), np.ones(18, bool), greedy_images=10)
     assert sum(row < 9 for row in found[:10]) == 1
 
 
@@ -73,7 +73,7 @@ def test_the_starved_class_comes_first_and_classes_take_turns():
 
 def test_behind_the_spread_the_least_sure_comes_first():
     guesses = made(50)
-    found = order_for_labeling(guesses, nothing(50), np.ones(50, bool), spread=10)
+    found = order_for_labeling(guesses, nothing(50), np.ones(50, bool), greedy_images=10)
     rest = guesses.uncertainty[found[10:]]
     assert (np.diff(rest) <= 0).all()
 

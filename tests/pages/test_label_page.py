@@ -30,7 +30,7 @@ class Through:
 
     def __init__(self, count: int) -> None:
         values = np.random.default_rng(1).random((count, 3)) ** 2
-        self.classes, self.count, self.of, self.error = CLASSES, count, count, ""
+        self.classes, self.count, self.total, self.error = CLASSES, count, count, ""
         self.result = Predictions(values / values.sum(1, keepdims=True), values.astype(np.float32), CLASSES)
 
 

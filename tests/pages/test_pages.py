@@ -148,7 +148,7 @@ def test_the_command_serves_and_ends_with_ctrl_c(tmp_path: Path):
         page.send_signal(signal.SIGINT)
         out, error = page.communicate(timeout=20)
     assert page.returncode == 130
-    assert "0 answers written" in out
+    assert "0 labels written" in out
     assert error == "halfmoon: the page is closed.\n"
 
 
@@ -296,11 +296,11 @@ def test_large_images_are_decoded_one_at_a_time_and_few_requests_wait(tmp_path: 
 def test_an_image_beyond_the_bound_is_not_decoded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     Image.new("1", (9000, 8000)).save(tmp_path / "a.png")
     monkeypatch.setattr("halfmoon.pages.browser_images.open_upright", None)
-    with pytest.raises(UserError, match="9000x8000 pixels, of 67,108,864 at most"):
+    with pytest.raises(UserError, match="9000x8000 pixels, more than the limit of 67,108,864 for its format"):
         ImageCache(tmp_path).get("a.png", True)
     monkeypatch.setattr("halfmoon.pages.browser_images.MAX_DECODING_BYTES", 20 * 12000)
     Image.new("L", (200, 100)).save(tmp_path / "a.webp")
-    with pytest.raises(UserError, match="200x100 pixels, of 12,000 at most in its format"):
+    with pytest.raises(UserError, match="200x100 pixels, more than the limit of 12,000 for its format"):
         ImageCache(tmp_path).get("a.webp", True)
 
 

@@ -27,7 +27,7 @@ NAMES = ("+a.png", "b.png", "c.png", "d.png", "e.png")
 
 def through(probabilities: np.ndarray = PROBABILITIES, classes: tuple[str, ...] = CLASSES) -> Any:
     guesses = Predictions(probabilities, np.zeros((len(probabilities), 1)))
-    return SimpleNamespace(result=guesses, classes=classes, count=5, of=5, error="")
+    return SimpleNamespace(result=guesses, classes=classes, count=5, total=5, error="")
 
 
 def folder(path: Path, lines: str = "b.png,dog\nc.png,dog\n+a.png,=1+1\n") -> Path:
@@ -48,23 +48,23 @@ def asked(**said: Any) -> Any:
 
 
 def test_the_scores_are_those_of_evaluate(tmp_path: Path):
-    found = review(folder(tmp_path)).scores(asked())
+    found = review(folder(tmp_path)).get_scores(asked())
     # +a: right, 0.7; b: right, 0.9; c: ship instead of dog, 0.4.
     assert found == compute_scores(np.array([0, 1, 1]), np.array([0, 1, 2]), np.array([0.7, 0.9, 0.4]), classes=CLASSES)
     assert found["accuracy"] == 2 / 3
-    assert review(folder(tmp_path, "")).scores(asked()) == {"images": 0}
+    assert review(folder(tmp_path, "")).get_scores(asked()) == {"images": 0}
 
 
 def test_classes_that_the_model_does_not_know_are_left_out(tmp_path: Path):
     found = review(folder(tmp_path), classes=("dog", "=1+1", "cow"))
-    seen = found.predictions(asked())
-    assert [found.book.classes[n] for n in seen["predicted"][:4]] == ["dog", "=1+1", "cow", "cow"]
+    seen = found.get_predictions(asked())
+    assert [found.store.classes[n] for n in seen["predicted"][:4]] == ["dog", "=1+1", "cow", "cow"]
     assert seen["predicted"][4] == -1
-    assert found.scores(asked())["images"] == 3
+    assert found.get_scores(asked())["images"] == 3
 
 
 def test_the_table_holds_no_formula(tmp_path: Path):
-    text = review(folder(tmp_path)).table(asked()).body.decode()
+    text = review(folder(tmp_path)).get_table(asked()).body.decode()
     rows = list(csv.reader(io.StringIO(text)))
     assert tuple(rows[0]) == TABLE_COLUMNS
     assert rows[1] == ["'+a.png", "'=1+1", "0.700000", "dog", "0.200000", "'=1+1", "yes"]
@@ -79,27 +79,27 @@ def test_class_folders_become_a_labels_file_with_the_first_correction(tmp_path: 
         for n in range(2):
             Image.new("L", (8, 8), n).save(tmp_path / name / f"{n}.png")
     page = ReviewPage("a model", open_folder_to_review(tmp_path, CLASSES), through(PROBABILITIES[:4]))
-    assert page.book.foldered
-    assert list(page.book.labels) == [1, 1, 2, 2]
-    page.state(asked())  # a look at the disk leaves the names of the folders
-    assert list(page.book.labels) == [1, 1, 2, 2]
+    assert page.store.labels_from_folders
+    assert list(page.store.labels) == [1, 1, 2, 2]
+    page.get_state(asked())  # a look at the disk leaves the names of the folders
+    assert list(page.store.labels) == [1, 1, 2, 2]
     assert not (tmp_path / "labels.csv").exists()
-    page.answer(asked(row=0, label="ship", seen="dog"))
+    page.post_label(asked(row=0, label="ship", seen="dog"))
     assert read_labels(tmp_path) == {
         "dog/0.png": "ship",
         "dog/1.png": "dog",
         "ship/0.png": "ship",
         "ship/1.png": "ship",
     }
-    assert list(page.book.labels) == [2, 1, 2, 2]
+    assert list(page.store.labels) == [2, 1, 2, 2]
 
 
 def test_before_the_model_is_through_there_is_a_sentence(tmp_path: Path):
     page = review(folder(tmp_path))
-    page.guessing = through()
-    page.guessing.result = None
-    with pytest.raises(UserError, match="not through yet"):
-        page.predictions(asked())
+    page.prediction = through()
+    page.prediction.result = None
+    with pytest.raises(UserError, match="has not predicted all images yet"):
+        page.get_predictions(asked())
 
 
 @pytest.fixture

@@ -53,7 +53,7 @@ def test_one_at_a_time_and_a_killed_one_is_said(tmp_path: Path, monkeypatch: pyt
         (process,) = multiprocessing.active_children()
         process.kill()
         until_done(found)
-        assert found.words == "The training was ended before it was done: train again."
+        assert found.summary == "The training was ended before it was done: train again."
     found.stop()
 
 
@@ -64,7 +64,7 @@ def test_one_that_cannot_start_is_not_running(tmp_path: Path, monkeypatch: pytes
     for _ in range(2):
         with pytest.raises(UserError, match="The training cannot start: too many files"):
             found.begin(np.array([0, 1]), ["cat", "dog"], NONE)
-    assert (found.progress, found.words) == (None, "")
+    assert (found.progress, found.summary) == (None, "")
 
 
 def test_a_training_gives_guesses_of_what_can_be_read(tmp_path: Path):
@@ -85,7 +85,7 @@ def test_a_training_gives_guesses_of_what_can_be_read(tmp_path: Path):
     assert found.result.classes == ("0", "1")
     assert list(found.result.mask) == [n != 5 for n in range(12)]
     assert np.mean(found.result.predicted == truth) > 0.7
-    assert found.words == "Trained. Two labels of one class, or more, are needed to judge it."
+    assert found.summary == "Trained. To estimate the accuracy, at least one class needs two labels."
     found.stop()
 
 
@@ -94,5 +94,5 @@ def test_the_curve_of_earlier_pages_stays(tmp_path: Path):
     (tmp_path / ".halfmoon").mkdir()
     (tmp_path / ".halfmoon" / "trainings-labels.jsonl").write_text(json.dumps(point) + "\n")
     found = BackgroundTraining(tmp_path, ["a"], LABELS_FILE)
-    assert found.words == "40 labels: 81 % right (95 %: 70 to 92) on 24 random ones. More."
+    assert found.summary == "40 labels: 81 % right (95 %: 70 to 92) on 24 random images. More."
     assert BackgroundTraining(tmp_path, ["a"], ".halfmoon/readers/ada.csv").points == []

@@ -67,17 +67,17 @@ def test_a_run_tells_how_far_it_is_and_how_long_it_takes(tmp_path: Path):
     write_run(tmp_path / "r", 1, 0, finished=False, config="rounds = 20\n")
     run = FollowedRun(tmp_path / "r", "r")
     assert run.update()
-    facts = run.facts(time.time())
+    facts = run.describe(time.time())
     assert (facts["state"], facts["round"], facts["rounds"]) == ("running", 12, 20)
     assert facts["left"] == pytest.approx(8 * 0.5, abs=1)  # 8 rounds of half a second
     drawn = run.plot()
     assert drawn["lines"]["accuracy"]["x"] == [2, 4, 6, 8, 10, 12]
     assert drawn["lines"]["sent"]["y"] == [0.5] * 12
     assert drawn["rows"][-1]["cohort"] == 2
-    assert run.facts(time.time() + 3600)["state"] == "stopped"
+    assert run.describe(time.time() + 3600)["state"] == "stopped"
     (tmp_path / "r" / "summary.json").write_text('{"title": "T"}')
     assert run.update()
-    assert run.facts(time.time() + 3600)["state"] == "finished"
+    assert run.describe(time.time() + 3600)["state"] == "finished"
 
 
 def test_runs_are_found_in_a_run_a_comparison_and_a_sweep(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -127,7 +127,7 @@ def test_nobody_confident_a_fallen_accuracy_and_silence_are_alarms():
     assert kinds([row(n, accuracy=a) for n, a in enumerate((0.5, 0.7, 0.5, 0.5), 1)]) == ["fallen"]
     assert kinds([row(n, accuracy=a) for n, a in enumerate((0.5, 0.7, 0.5, 0.6), 1)]) == []
     (silence,) = find_alarms([row(1)], "stopped", 3 * 3600)
-    assert silence.words.startswith("no word for 3 hours")
+    assert silence.text.startswith("no progress for 3 hours")
 
 
 def test_a_ceiling_below_its_floor_is_an_alarm(tmp_path: Path):
@@ -140,7 +140,7 @@ def test_a_ceiling_below_its_floor_is_an_alarm(tmp_path: Path):
     assert find_ceiling_alarms(runs, {"feddure"}, {"fedavg"}) == []
     (alarm,) = find_ceiling_alarms(runs, {"fedavg"}, {"feddure"})
     assert alarm.kind == "ceiling"
-    assert "below labels only" in alarm.words
+    assert "below labels only" in alarm.text
 
 
 def record(folder: Path, *rows: tuple[str, str, str, dict[str, Any]], log: str = "serve.log") -> None:
@@ -201,24 +201,24 @@ def test_a_federation_that_waits_is_not_stopped(tmp_path: Path):
     beginning = [SERVER[0], *repeats]
     record(tmp_path, *beginning)
     run, now = FollowedRun(tmp_path, "r"), time.time()
-    facts = run.facts(now)
+    facts = run.describe(now)
     assert (facts["state"], facts["alarms"]) == ("waiting", [])
     assert facts["waiting"] == "waiting for sites since 2026-11-21 04:53:13: 0 of 3 are there, 2 needed"
-    assert run.facts(now + 130)["state"] == "stopped"
+    assert run.describe(now + 130)["state"] == "stopped"
     record(tmp_path, *beginning, ("04:55:43", "sites_ready", "2 of 3 sites are there", {}))
-    assert run.facts(now)["waiting"] == "", "round 1 has begun"
+    assert run.describe(now)["waiting"] == "", "round 1 has begun"
     record(tmp_path, *beginning, ("04:56:13", "round_finished", "round 1 of 10: 3 sites", {"round": 1}))
-    assert run.facts(now)["waiting"] == ""
-    assert run.facts(now + 3000)["state"] == "waiting"  # for an answer, up to round_timeout
-    assert run.facts(now + 3700)["state"] == "stopped"
+    assert run.describe(now)["waiting"] == ""
+    assert run.describe(now + 3000)["state"] == "waiting"  # for an answer, up to round_timeout
+    assert run.describe(now + 3700)["state"] == "stopped"
     run.options = {"federation": {"round_timeout": 200}}
-    assert run.facts(now + 300)["state"] == "stopped"
+    assert run.describe(now + 300)["state"] == "stopped"
     pending = {"whom": "site-01", "detail": "round 2, query 1 (train)"}
     waiting = ("04:57:13", "waiting_for_replies", "waiting for site-01: round 2, query 1 (train)", pending)
     gone = ("04:57:20", "site_disconnected", "site-01 is no longer connected", {"site": "site-01"})
     record(tmp_path, *beginning, waiting, gone)
     words = "waiting for site-01 since 2026-11-21 04:57:13: round 2, query 1 (train)"
-    assert (run.facts(now)["state"], run.facts(now)["waiting"]) == ("waiting", words)
+    assert (run.describe(now)["state"], run.describe(now)["waiting"]) == ("waiting", words)
 
 
 def test_a_run_is_stopped_when_no_process_holds_its_lock(tmp_path: Path):
@@ -227,12 +227,12 @@ def test_a_run_is_stopped_when_no_process_holds_its_lock(tmp_path: Path):
     run, now = FollowedRun(tmp_path / "r", "r"), time.time()
     run.update()
     with locks.hold(tmp_path / "r" / ".lock"):
-        assert run.facts(now + 10000)["state"] == "running"
+        assert run.describe(now + 10000)["state"] == "running"
     (tmp_path / "r" / "serve.log").write_text("")
-    assert run.facts(now + 100)["state"] == "running"
-    facts = run.facts(now + 130)
+    assert run.describe(now + 100)["state"] == "running"
+    facts = run.describe(now + 130)
     assert facts["state"] == "stopped"
-    assert "(halfmoon serve goes on)" in facts["alarms"][-1]["words"]
+    assert "continue it with halfmoon serve" in facts["alarms"][-1]["words"]
 
 
 def test_sites_that_share_their_accuracy_are_drawn_beside_the_mean(tmp_path: Path):

@@ -119,41 +119,41 @@ def test_two_books_see_each_other(tmp_path: Path):
     site = folder(tmp_path)
     one, two = (LabelStore(read_site(site), ()) for _ in range(2))
     start = two.version
-    one.answer(3, "dog", "", None)
-    assert two.facts(start)["changes"] == [[3, 1, 0]]
+    one.set_label(3, "dog", "", None)
+    assert two.describe(start)["changes"] == [[3, 1, 0]]
     with pytest.raises(LabelConflict) as refused:
-        two.answer(3, "cat", "", None)
+        two.set_label(3, "cat", "", None)
     assert refused.value.current == "dog"
-    assert (one.answers, two.answers) == (1, 0)
-    assert two.counts() == [0, 1]
+    assert (one.written_count, two.written_count) == (1, 0)
+    assert two.count_labels() == [0, 1]
 
 
 def test_not_sure_is_kept_until_there_is_an_answer(tmp_path: Path):
-    book = LabelStore(read_site(folder(tmp_path)), ())
-    book.doubt(2, True, "Ada")
+    store = LabelStore(read_site(folder(tmp_path)), ())
+    store.set_undecided(2, True, "Ada")
     assert read_labels(tmp_path, UNDECIDED_FILE) == {"2.png": "not sure"}
     assert list(np.flatnonzero(LabelStore(read_site(tmp_path), ()).undecided)) == [2]
-    book.answer(2, "cat", "", None)
+    store.set_label(2, "cat", "", None)
     assert read_labels(tmp_path, UNDECIDED_FILE) == {}
-    assert not book.undecided.any()
+    assert not store.undecided.any()
 
 
 def test_a_class_far_behind_the_others_is_starved(tmp_path: Path):
     lines = "".join(f"{n}.png,{'dog' if n else 'cat'}\n" for n in range(6))
-    book = LabelStore(read_site(folder(tmp_path, text=f"path,label\n{lines}")), ())
-    assert book.counts() == [1, 5]
-    assert book.starved() == []  # 1 of 3 on average: a third, not less
+    store = LabelStore(read_site(folder(tmp_path, text=f"path,label\n{lines}")), ())
+    assert store.count_labels() == [1, 5]
+    assert store.find_rare_classes() == []  # 1 of 3 on average: a third, not less
     (tmp_path / "labels.csv").write_text("path,label\n" + lines.replace("0.png,cat", "0.png,dog "))
-    book.refresh()
-    assert book.starved() == [0]
+    store.refresh()
+    assert store.find_rare_classes() == [0]
 
 
 def test_a_class_that_nobody_has_is_refused(tmp_path: Path):
-    book = LabelStore(read_site(folder(tmp_path)), ())
+    store = LabelStore(read_site(folder(tmp_path)), ())
     with pytest.raises(UserError, match="no class 'cow'"):
-        book.answer(0, "cow", "", None)
+        store.set_label(0, "cow", "", None)
     with pytest.raises(UserError, match="no image 6"):
-        book.answer(6, "cat", "", None)
+        store.set_label(6, "cat", "", None)
 
 
 def test_a_file_in_other_cases_is_added_to(tmp_path: Path):

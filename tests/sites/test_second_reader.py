@@ -19,13 +19,13 @@ def test_a_second_reader_sees_no_label_and_writes_none_of_the_first(tmp_path: Pa
     write_labels(tmp_path, *(LabelEdit(f"{n}.png", "sound") for n in range(3)))
     site = read_site(tmp_path)
     second = LabelPage(site, (), None, LabelOptions(reader="ada"))
-    assert (second.book.labels == -1).all()
+    assert (second.store.labels == -1).all()
     assert sorted(second.order()) == [0, 1, 2]
-    second.book.answer(0, "ill", "", None)
-    second.book.answer(1, "sound", "", None)
+    second.store.set_label(0, "ill", "", None)
+    second.store.set_label(1, "sound", "", None)
     assert read_labels(tmp_path) == {f"{n}.png": "sound" for n in range(3)}
     assert find_disagreements(tmp_path) == ["0.png"]
-    assert LabelPage(site, (), None, LabelOptions())._differing() == [0]
+    assert LabelPage(site, (), None, LabelOptions())._find_differing() == [0]
     for name in ("", "../x", "a b"):
         with pytest.raises(UserError, match="needs a name"):
             LabelPage(site, (), None, LabelOptions(reader=name))

@@ -1,1 +1,1 @@
-"""Pages for people, served on this machine alone: label a folder, review predictions, watch runs."""
+"""Pages that are served only to this machine: label a folder, review predictions, watch runs."""

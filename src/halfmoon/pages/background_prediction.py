@@ -1,4 +1,4 @@
-"""A model's probabilities and features of a folder's images, also in the background, while a page is in use."""
+"""Predict the images of a folder with a model, also in the background while a page is in use."""
 
 from __future__ import annotations
 
@@ -23,8 +23,19 @@ def predict_images(
     progress: Progress | None = None,
     stop: Callable[[], bool] = bool,
 ) -> Predictions:
-    """Return a model's guesses of the images of a folder, a batch in memory at a time; `stop` ends it early."""
-    from halfmoon.sites.inference.image_folder import read_batches  # slow to import: it brings torch
+    """Predict the images of a folder, with one batch in memory at a time.
+
+    Args:
+        model: the model.
+        folder: the folder of the images.
+        paths: N paths relative to the folder.
+        progress: receives the number of finished images and N after each batch.
+        stop: ends the loop before the next batch when it returns True.
+
+    Returns:
+        Probabilities and features of the N images. Rows of images that are unreadable or were not reached are NaN.
+    """
+    from halfmoon.sites.inference.image_folder import read_batches  # slow, because it imports torch
 
     probabilities = np.full((len(paths), len(model.classes)), np.nan)
     features = np.zeros((len(paths), 1), np.float32)
@@ -33,25 +44,42 @@ def predict_images(
             break
         if len(batch.rows):
             logits, vectors = model.represent(batch.images)
-            if features.shape[1] != vectors.shape[1]:  # the first ones
+            # The number of features is known only after the first batch.
+            if features.shape[1] != vectors.shape[1]:
                 features = np.zeros((len(paths), vectors.shape[1]), np.float32)
-            probabilities[batch.rows], features[batch.rows] = model.to_probabilities(logits), vectors
+            probabilities[batch.rows] = model.to_probabilities(logits)
+            features[batch.rows] = vectors
         if progress is not None:
             progress(min(number * model.batch, len(paths)), len(paths))
     return Predictions(probabilities, features, model.classes)
 
 
 class BackgroundPrediction:
-    """Guesses on their way: how many images are done, and what came out once all are."""
+    """The prediction of a folder's images in a thread.
+
+    Attributes:
+        count: the number of predicted images.
+        total: the number of all images.
+        result: the predictions, None until all images are predicted.
+        classes: the model's classes, () until all images are predicted.
+        error: the error message if the model failed, else "".
+    """
 
     def __init__(self, load: Callable[[], InferenceModel], folder: Path, paths: Sequence[str]) -> None:
-        """Prepare to run the model that `load` returns; `start` begins."""
-        self.count, self.of = 0, len(paths)
+        """Prepare the thread; `start` starts it.
+
+        Args:
+            load: loads the model, in the thread.
+            folder: the folder of the images.
+            paths: paths of the images relative to the folder.
+        """
+        self.count = 0
+        self.total = len(paths)
         self.result: Predictions | None = None
         self.classes: tuple[str, ...] = ()
         self.error = ""
         self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._run, args=(load, folder, paths), daemon=True)
+        self._thread = threading.Thread(target=self._predict, args=(load, folder, paths), daemon=True)
 
     def start(self) -> None:
         self._thread.start()
@@ -62,15 +90,17 @@ class BackgroundPrediction:
     def wait(self) -> None:
         self._thread.join()
 
-    def _run(self, load: Callable[[], InferenceModel], folder: Path, paths: Sequence[str]) -> None:
-        def tell(count: int, of: int) -> None:
+    def _predict(self, load: Callable[[], InferenceModel], folder: Path, paths: Sequence[str]) -> None:
+        def update_count(count: int, total: int) -> None:
             self.count = count
 
         try:
             model = load()
-            result = predict_images(model, folder, paths, tell, self._stop.is_set)
-        except Exception as error:  # the page shows it; without it, the order would silently stay random
+            result = predict_images(model, folder, paths, progress=update_count, stop=self._stop.is_set)
+        except Exception as error:
+            # The page shows the error. Otherwise the user would not notice that the order remains random.
             self.error = str(error)
             return
         if not self._stop.is_set():
-            self.classes, self.result = model.classes, result
+            self.classes = model.classes
+            self.result = result

@@ -1,6 +1,6 @@
-"""Images of a folder for a browser: small ones by the rule of training, whole ones in full depth.
+"""Encode the images of a folder for a browser: thumbnails in 8 bits as in training, full images in all their bits.
 
-Large images are decoded one at a time, and few requests wait for them, so that memory stays bounded.
+Memory is bounded: large images are decoded one at a time, and few requests may wait for them.
 """
 
 import hashlib
@@ -35,87 +35,128 @@ from halfmoon.data.readers.decode import (
 from halfmoon.sites.folders.labels import STATE_FOLDER
 from halfmoon.storage import atomic_io
 
-CACHE_BYTES = 32 * 2**20  # bytes of pictures that stay in memory, encoded
-MAX_DECODING_BYTES = 8 * MAX_PIXELS  # what the decoder of one image may take
-MAX_WAITING_IMAGES = 8  # large images that are waited for at once; any number of requests may wait for one
+THUMBNAIL_PIXELS = 160
+"""Longer side of a thumbnail."""
+
+MAX_SIDE_PIXELS = 2048
+"""Longer side of a full image; larger ones are reduced."""
+
+MIN_JPEG_PIXELS = 96
+"""Thumbnails whose longer side is larger are sent as JPEG, smaller ones without loss."""
+
+CACHE_BYTES = 32 * 2**20
+"""Encoded images that are cached in memory."""
+
+MAX_DECODING_BYTES = 8 * MAX_PIXELS
+"""Memory that the decoder of one image may need."""
+
+MAX_WAITING_IMAGES = 8
+"""Number of large images that requests may wait for at once; any number of requests may wait for the same image."""
+
+MIN_LARGE_FILE_BYTES = 2**22
+"""Files of more bytes are decoded one at a time."""
+
+MIN_LARGE_IMAGE_PIXELS = 2**20
+"""Images of more pixels are decoded one at a time."""
+
+MIN_STORED_FILE_BYTES = 2**16
+"""Thumbnails of larger files are stored on the disk; smaller files are decoded as fast."""
 
 
 class TooManyRequests(UserError):
-    """Too many large images are waited for."""
+    """Too many large images are requested at once."""
 
 
 @dataclass(frozen=True)
 class BrowserImage:
-    """An encoded image; with `read_values` red and green are the bytes of a 16-bit gray.
+    """An encoded image.
 
-    `read_values`: slope and intercept make values of these, `low` and `high` are black and white, and the modality.
+    Attributes:
+        data: a PNG or JPEG file. If `grays` is given, red and green are the high and low byte of a 16-bit gray.
+        grays: "slope" and "intercept", which convert the 16-bit grays to values; "low" and "high", the values of black
+            and white; "modality", that of DICOM. None for images of 8 bits.
     """
 
     data: bytes
     grays: dict[str, Any] | None = None
 
     @property
-    def kind(self) -> str:
+    def media_type(self) -> str:
         return "image/png" if self.data.startswith(b"\x89PNG") else "image/jpeg"
 
 
 def encode_for_browser(
     path: Path, name: str, small: bool = False, window: tuple[float, float] | None = None
 ) -> BrowserImage:
-    """Return an image file for a browser; `window` goes before the file's own.
+    """Decode an image file and encode it for a browser.
 
-    A small one is 8-bit, as training sees it. Raise UserError where it cannot be read.
+    Args:
+        path: the file.
+        name: its name in error messages.
+        small: whether to encode a thumbnail, in 8 bits as in training.
+        window: the values of black and white in a deep image, instead of those in the file.
+
+    Raises:
+        UserError: the file cannot be read.
     """
-    most = 160 if small else 2048  # pixels of the longer side
+    max_side = THUMBNAIL_PIXELS if small else MAX_SIDE_PIXELS
     try:
         with path.open("rb") as file:
-            image = open_upright(file, name, partial(_reduced, most=2 * most if small else most))
+            # Thumbnails are decoded at twice their size, so that the final resize still has pixels to average.
+            image = open_upright(file, name, partial(_load_reduced, max_side=2 * max_side if small else max_side))
     except OSError as error:
         raise UserError(f"{name}: {atomic_io.error_reason(error)}.") from error
     if is_deep(image):
         pixels = read_values(image)
-        ends = (
+        stored_window = (
             window_in_stored_values(image, window)
             or image.info.get("extremes")
             or estimate_window([pixels], pixels.size)
         )
         if not small:
-            return _packed(pixels, ends, image.info)
-        image = Image.fromarray(to_eight_bits(pixels, ends, name))
+            return _encode_grays(pixels, stored_window, image.info)
+        image = Image.fromarray(to_eight_bits(pixels, stored_window, name))
     image = convert_channels(image, name, 1 if image.mode in ("1", "L", "LA") else 3)
-    image.thumbnail((most, most), Image.Resampling.BILINEAR)
-    # Small pictures stay exact; of large ones nobody sees the difference, and they come faster.
-    return BrowserImage(_encoded(image, "JPEG" if small and max(image.size) > 96 else "PNG"))
+    image.thumbnail((max_side, max_side), Image.Resampling.BILINEAR)
+    # Small images are sent without loss. In large thumbnails the loss is invisible, and JPEG is faster to transfer.
+    file_format = "JPEG" if small and max(image.size) > MIN_JPEG_PIXELS else "PNG"
+    return BrowserImage(_encode(image, file_format))
 
 
-def _reduced(image: Image.Image, most: int) -> Image.Image:
-    """Return an opened image with its pixels, where it can its longer side about `most`, without its alpha.
+def _load_reduced(image: Image.Image, max_side: int) -> Image.Image:
+    """Load the pixels of an opened image, reduced by a whole factor if it is much larger than `max_side`.
 
-    `info` has the `estimate_window` of a deep image that was larger.
+    A reduced image has no alpha channel. A reduced deep image has the window of all its pixels in `info["extremes"]`.
     """
-    image.draft(None, (most, most))
+    image.draft(None, (max_side, max_side))
     image = load_pixels(image)
-    if is_deep(image) and max(image.size) > most:
-        less = Image.fromarray(shrink_by_mean(image, most))
-        less.info = image.info | {"extremes": estimate_window(iterate_strips(image), image.width * image.height)}
-        return less
-    factor = max(image.size) // most
+    if is_deep(image) and max(image.size) > max_side:
+        reduced = Image.fromarray(shrink_by_mean(image, max_side))
+        window = estimate_window(iterate_strips(image), image.width * image.height)
+        reduced.info = image.info | {"extremes": window}
+        return reduced
+    factor = max(image.size) // max_side
     if factor < 2 or image.mode not in ("L", "LA", "RGB", "RGBA", "CMYK"):
         return image
     if image.mode in ("LA", "RGBA"):
-        parts = [image.getchannel(name).reduce(factor) for name in image.mode[:-1]]
-        less = Image.merge(image.mode[:-1], parts)
-        less.info = image.info  # with its EXIF tags
-        return less
+        channels = [image.getchannel(name).reduce(factor) for name in image.mode[:-1]]
+        reduced = Image.merge(image.mode[:-1], channels)
+        reduced.info = image.info  # includes the EXIF orientation
+        return reduced
     return image.reduce(factor)
 
 
-def shrink_by_mean(image: Image.Image, most: int) -> np.ndarray:
-    """Return a deep image's grays (H, W) averaged over squares so that no side is longer than `most`."""
-    factor = -(-max(image.size) // most)
+def shrink_by_mean(image: Image.Image, max_side: int) -> np.ndarray:
+    """Average the grays of a deep image over squares, so that no side is longer than `max_side` pixels.
+
+    Returns:
+        The means (H, W), in the image's type. Rows and columns that do not fill a square are dropped.
+    """
+    factor = -(-max(image.size) // max_side)  # ceiling division
     if min(image.size) < factor:
         return read_values(image)
-    width, means = image.width // factor, []
+    width = image.width // factor
+    means = []
     for rows in iterate_strips(image, factor):
         if len(rows) == factor:
             squares = rows[:, : width * factor].reshape(factor, width, factor)
@@ -123,115 +164,143 @@ def shrink_by_mean(image: Image.Image, most: int) -> np.ndarray:
     return np.stack(means).astype(np.float32) if image.mode == "F" else np.rint(means).astype(rows.dtype)
 
 
-def _packed(pixels: np.ndarray, window: tuple[float, float], about: Mapping[Any, Any]) -> BrowserImage:
-    slope, intercept = about.get("rescale", (1.0, 0.0))
-    ends = sorted(end * slope + intercept for end in window)
+def _encode_grays(pixels: np.ndarray, stored_window: tuple[float, float], info: Mapping[Any, Any]) -> BrowserImage:
+    """Encode grays (H, W) as a PNG with the high byte in red and the low byte in green."""
+    slope, intercept = info.get("rescale", (1.0, 0.0))
+    low, high = sorted(end * slope + intercept for end in stored_window)
     if pixels.dtype != np.uint16:
-        low, high = float(np.nanmin(pixels)), float(np.nanmax(pixels))
-        step = (high - low) / 65535 or 1.0
-        pixels = np.nan_to_num((pixels.astype(np.float64) - low) / step).clip(0, 65535).round().astype(np.uint16)
-        slope, intercept = slope * step, intercept + slope * low
-    parts = np.stack([pixels >> 8, pixels & 255, np.zeros_like(pixels)], 2).astype(np.uint8)
-    grays = {"slope": slope, "intercept": intercept, "low": ends[0], "high": ends[1]}
-    return BrowserImage(_encoded(Image.fromarray(parts), "PNG"), {**grays, "modality": about.get("modality", "")})
+        # Spread any other type over 16 bits; slope and intercept undo it in the browser.
+        smallest = float(np.nanmin(pixels))
+        largest = float(np.nanmax(pixels))
+        step = (largest - smallest) / 65535 or 1.0
+        pixels = np.nan_to_num((pixels.astype(np.float64) - smallest) / step).clip(0, 65535).round().astype(np.uint16)
+        intercept = intercept + slope * smallest
+        slope = slope * step
+    channels = np.stack([pixels >> 8, pixels & 255, np.zeros_like(pixels)], 2).astype(np.uint8)
+    grays = {"slope": slope, "intercept": intercept, "low": low, "high": high, "modality": info.get("modality", "")}
+    return BrowserImage(_encode(Image.fromarray(channels), "PNG"), grays)
 
 
-def _encoded(image: Image.Image, form: str) -> bytes:
+def _encode(image: Image.Image, file_format: str) -> bytes:
     file = io.BytesIO()
-    image.save(file, form, quality=85, compress_level=1)
+    image.save(file, file_format, quality=85, compress_level=1)
     return file.getvalue()
 
 
 def needs_queue(path: Path, name: str) -> bool:
-    """Return whether an image has to take its turn, from its header; raise UserError if it is too large to show."""
-    large = False
+    """Decide from an image's header whether it is so large that it must be decoded one at a time.
+
+    Raises:
+        UserError: the image is too large to be shown.
+    """
+    large_file = False
     try:
-        large = path.stat().st_size > 2**22
+        large_file = path.stat().st_size > MIN_LARGE_FILE_BYTES
         if dicom.holds_image(path):
-            height, width, _, _, cost = dicom.read_header(path, name)
+            height, width, _, _, bytes_per_pixel = dicom.read_header(path, name)
         else:
             with IGNORE_WARNINGS, Image.open(path, formats=FORMATS) as image:
-                (width, height), cost = image.size, 20 if image.format == "WEBP" else 8
+                width, height = image.size
+                # Bytes that the decoder needs for a pixel.
+                bytes_per_pixel = 20 if image.format == "WEBP" else 8
     except MemoryError:
         raise
-    except Exception:  # the decoder says what is wrong
-        return large
-    most = MAX_DECODING_BYTES // cost
-    if width * height > most:
+    except Exception:  # the decoder will report the error
+        return large_file
+    max_pixels = MAX_DECODING_BYTES // bytes_per_pixel
+    if width * height > max_pixels:
         raise UserError(
-            f"{name}: the image has {width}x{height} pixels, of {most:,} at most in its format; make it smaller."
+            f"{name}: the image has {width}x{height} pixels, more than the limit of {max_pixels:,} for its format; "
+            "make it smaller."
         )
-    return large or width * height > 2**20
+    return large_file or width * height > MIN_LARGE_IMAGE_PIXELS
 
 
 class ImageCache:
-    """The pictures of a folder's images, by `window` where one is given.
+    """A cache of a folder's encoded images.
 
-    Those used last stay in memory, up to `CACHE_BYTES`; small ones of large files are kept on the disk.
+    The images used last are in memory, up to `CACHE_BYTES`. Thumbnails of large files are also stored on the disk.
+
+    Attributes:
+        folder: the folder of the images.
+        window: the values of black and white in deep images, None for those in the files.
+        bytes: the bytes in memory.
     """
 
     def __init__(self, folder: Path, window: tuple[float, float] | None = None) -> None:
-        self.folder, self.window = folder, window
-        self.bytes = 0  # in memory
-        self._cached: OrderedDict[tuple[str, bool], BrowserImage] = OrderedDict()
+        self.folder = folder
+        self.window = window
+        self.bytes = 0
+        self._images: OrderedDict[tuple[str, bool], BrowserImage] = OrderedDict()
         self._lock = threading.Lock()
-        self._turn = threading.Lock()  # for the one large image that is decoded
+        self._decoding_lock = threading.Lock()  # held while one large image is decoded
         self._waiting: Counter[tuple[str, bool]] = Counter()
 
     def get(self, path: str, small: bool) -> BrowserImage:
-        """Return a picture; raise UserError if the image cannot be read, `Busy` if too many are waited for."""
+        """Get an image, or its thumbnail, from the cache or from its file.
+
+        Args:
+            path: the path of the image relative to the folder.
+            small: whether to get its thumbnail.
+
+        Raises:
+            UserError: the image cannot be read.
+            TooManyRequests: requests wait for too many large images.
+        """
         key = (path, small)
-        if (image := self._from_cache(key)) is not None:
+        if (image := self._find(key)) is not None:
             return image
-        thumbnail = self._thumbnail(path) if small else None
+        thumbnail = self._thumbnail_path(path) if small else None
         if thumbnail is not None and (data := atomic_io.read(thumbnail)):
-            return self._cache(key, BrowserImage(data))
+            return self._store(key, BrowserImage(data))
         if not needs_queue(self.folder / path, path):
-            return self._decoded(key, thumbnail)
+            return self._decode(key, thumbnail)
         with self._lock:
             if key not in self._waiting and len(self._waiting) >= MAX_WAITING_IMAGES:
-                raise TooManyRequests(f"{path}: too many large images are requested at once; load the page again.")
+                raise TooManyRequests(f"{path}: too many large images are requested at once; reload the page.")
             self._waiting[key] += 1
         try:
-            with self._turn:
-                return self._from_cache(key) or self._decoded(key, thumbnail)
+            with self._decoding_lock:
+                # Another request may have decoded it while this one waited.
+                return self._find(key) or self._decode(key, thumbnail)
         finally:
             with self._lock:
                 self._waiting[key] -= 1
-                self._waiting += Counter()  # without those that nobody waits for
+                self._waiting += Counter()  # drops entries whose count is 0
 
-    def _thumbnail(self, path: str) -> Path | None:
-        """Return where a file's small picture is kept, None for a small file, which is decoded as fast."""
+    def _thumbnail_path(self, path: str) -> Path | None:
+        """Build the path at which a thumbnail is stored; None for files that are so small that none is stored."""
         try:
-            facts = (self.folder / path).stat()
+            status = (self.folder / path).stat()
         except OSError:
             return None
-        words = f"1 {path} {facts.st_size} {facts.st_mtime_ns} {self.window}"
-        name = hashlib.sha256(words.encode("utf-8", "surrogateescape")).hexdigest()[:24]
-        return self.folder / STATE_FOLDER / "thumbnails" / name if facts.st_size > 2**16 else None
+        # Size and time are part of the name, so that a changed file gets a new thumbnail.
+        identity = f"1 {path} {status.st_size} {status.st_mtime_ns} {self.window}"
+        name = hashlib.sha256(identity.encode("utf-8", "surrogateescape")).hexdigest()[:24]
+        return self.folder / STATE_FOLDER / "thumbnails" / name if status.st_size > MIN_STORED_FILE_BYTES else None
 
-    def _from_cache(self, key: tuple[str, bool]) -> BrowserImage | None:
+    def _find(self, key: tuple[str, bool]) -> BrowserImage | None:
         with self._lock:
-            if key in self._cached:
-                self._cached.move_to_end(key)
-            return self._cached.get(key)
+            if key in self._images:
+                self._images.move_to_end(key)
+            return self._images.get(key)
 
-    def _decoded(self, key: tuple[str, bool], thumbnail: Path | None) -> BrowserImage:
+    def _decode(self, key: tuple[str, bool], thumbnail: Path | None) -> BrowserImage:
         path, small = key
         image = encode_for_browser(self.folder / path, path, small, self.window)
         if thumbnail is not None:
-            with suppress(OSError):  # a folder that cannot be written is shown all the same
+            with suppress(OSError):  # images of a read-only folder are shown as well
                 thumbnail.parent.mkdir(parents=True, exist_ok=True)
-                part = thumbnail.with_name(f".{thumbnail.name}-{os.getpid()}-{threading.get_ident()}")
-                part.write_bytes(image.data)
-                os.replace(part, thumbnail)
-        return self._cache(key, image)
+                temporary = thumbnail.with_name(f".{thumbnail.name}-{os.getpid()}-{threading.get_ident()}")
+                temporary.write_bytes(image.data)
+                os.replace(temporary, thumbnail)
+        return self._store(key, image)
 
-    def _cache(self, key: tuple[str, bool], image: BrowserImage) -> BrowserImage:
+    def _store(self, key: tuple[str, bool], image: BrowserImage) -> BrowserImage:
         with self._lock:
-            if key not in self._cached:
-                self._cached[key] = image
+            if key not in self._images:
+                self._images[key] = image
                 self.bytes += len(image.data)
-            while self.bytes > CACHE_BYTES and len(self._cached) > 1:
-                self.bytes -= len(self._cached.popitem(last=False)[1].data)
+            while self.bytes > CACHE_BYTES and len(self._images) > 1:
+                self.bytes -= len(self._images.popitem(last=False)[1].data)
         return image

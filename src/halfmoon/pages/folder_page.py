@@ -1,4 +1,4 @@
-"""What the pages of label and review have in common: a site's labels, its pictures, and what they read of requests."""
+"""Common parts of the pages for labeling and reviewing: a site's labels and images, and parsers of requests."""
 
 from __future__ import annotations
 
@@ -21,55 +21,81 @@ if TYPE_CHECKING:
     from starlette.responses import Response
     from starlette.types import ASGIApp
 
+MAX_TEXT_CHARACTERS = 300
+"""Largest length of a text in a request."""
+
 
 class FolderPage:
-    """A page of a site's images and labels; `classes` are those to choose from, `guessing` the model's progress.
+    """A page of a site's images and labels.
 
-    `window`: the values of black and white, in place of the files' own. `table`: the file of the labels.
+    Attributes:
+        site: the site's folder.
+        prediction: the model's prediction of the images, None without a model.
+        store: the site's labels.
+        images: the site's images as the browser receives them.
     """
 
     def __init__(
         self,
         site: SiteFolder,
         classes: Sequence[str],
-        guessing: BackgroundPrediction | None,
+        prediction: BackgroundPrediction | None,
         window: tuple[float, float] | None = None,
-        table: str = LABELS_FILE,
+        labels_file: str = LABELS_FILE,
     ) -> None:
-        self.site, self.guessing = site, guessing
-        self.book = LabelStore(site, classes, table)
-        self.pictures = ImageCache(site.folder, window)
+        """Open the labels of a site.
 
-    def start(self, request: Request) -> dict[str, Any]:
-        """Return everything that a page needs when it opens."""
-        return self.state(request) | {
+        Args:
+            site: the site's folder.
+            classes: the classes to choose from, besides those of the site's files.
+            prediction: the model's prediction of the images, None without a model.
+            window: the values of black and white in deep images, instead of those in the files.
+            labels_file: name of the labels file.
+        """
+        self.site = site
+        self.prediction = prediction
+        self.store = LabelStore(site, classes, labels_file)
+        self.images = ImageCache(site.folder, window)
+
+    def get_start(self, request: Request) -> dict[str, Any]:
+        """Build the response with everything that a page needs when it opens."""
+        return self.get_state(request) | {
             "folder": self.site.folder.resolve().name,
             "paths": list(self.site.paths),
-            "labels": self.book.labels.tolist(),
-            "unsure_rows": np.flatnonzero(self.book.undecided).tolist(),
-            "foldered": self.book.foldered,
+            "labels": self.store.labels.tolist(),
+            "unsure_rows": np.flatnonzero(self.store.undecided).tolist(),
+            "foldered": self.store.labels_from_folders,
         }
 
-    def state(self, request: Request) -> dict[str, Any]:
-        """Return counts, the changes after ?since=VERSION, and the model's progress."""
+    def get_state(self, request: Request) -> dict[str, Any]:
+        """Build the response with counts, the changes after ?since=VERSION, and the model's progress."""
         since = request.query_params.get("since", "")
-        return self.facts(int(since) if since.isdecimal() else None)
+        return self.describe(int(since) if since.isdecimal() else None)
 
-    def facts(self, since: Any) -> dict[str, Any]:
-        """Return what `state` does; without a whole number as version there are no changes."""
+    def describe(self, since: Any) -> dict[str, Any]:
+        """Describe the labels and the model's progress.
+
+        Args:
+            since: the version that the page has; anything but an integer means the latest, so no changes are sent.
+        """
         model = None
-        if (guess := self.guessing) is not None:
-            model = {"done": guess.count, "of": guess.of, "ready": guess.result is not None, "error": guess.error}
-        version = since if type(since) is int else self.book.version
-        return self.book.facts(version) | {"model": model}
+        if (prediction := self.prediction) is not None:
+            model = {
+                "done": prediction.count,
+                "of": prediction.total,
+                "ready": prediction.result is not None,
+                "error": prediction.error,
+            }
+        version = since if type(since) is int else self.store.version
+        return self.store.describe(version) | {"model": model}
 
-    def image(self, request: Request) -> Response:
-        """Return the image of a request, small with ?small=1."""
+    def get_image(self, request: Request) -> Response:
+        """Build the response with an image, or with its thumbnail for ?small=1."""
         from starlette.responses import PlainTextResponse, Response
 
         path = self.site.paths[parse_row(request, len(self.site))]
         try:
-            image = self.pictures.get(path, request.query_params.get("small") == "1")
+            image = self.images.get(path, request.query_params.get("small") == "1")
         except TooManyRequests as error:
             return PlainTextResponse(str(error), 503, {"retry-after": "2"})
         except UserError as error:
@@ -77,67 +103,95 @@ class FolderPage:
         headers = {"cache-control": "private, max-age=3600"}
         if image.grays is not None:
             headers["x-grays"] = json.dumps(image.grays)
-        return Response(image.data, media_type=image.kind, headers=headers)
+        return Response(image.data, media_type=image.media_type, headers=headers)
 
-    def answer(self, request: Request) -> dict[str, Any]:
-        """Write an image's label; the first one turns labels of class folders into a labels.csv with all of them."""
+    def post_label(self, request: Request) -> dict[str, Any]:
+        """Write the label of an image.
+
+        If the labels are names of class folders, the first label creates a labels file with all of them.
+        """
         message = parse_body(request)
-        row, label, before = (
-            parse_row(message, len(self.site)),
-            parse_text(message, "label"),
-            parse_text(message, "seen"),
+        self.store.set_label(
+            row=parse_row(message, len(self.site)),
+            label=parse_text(message, "label"),
+            previous=parse_text(message, "seen"),
+            by=self.parse_annotator(message),
         )
-        self.book.answer(row, label, before, self.name_in(message))
-        return self.facts(message.get("since"))
+        return self.describe(message.get("since"))
 
-    def name_in(self, message: Mapping[str, Any]) -> str | None:
-        """Return who answers, None where nobody is named."""
+    def parse_annotator(self, message: Mapping[str, Any]) -> str | None:
+        """Get the name to record with a label; None if names are not recorded."""
         return None
 
-    def application(
-        self, page: str, title: str, gets: Mapping[str, Endpoint], posts: Mapping[str, Endpoint]
-    ) -> ASGIApp:
-        """Return the page's app: `gets` and `posts` are its own endpoints, beside those that all of them have."""
-        gets = {"/start": self.start, "/state": self.state, "/image/{row:int}": self.image, **gets}
+    def build_app(self, page: str, title: str, gets: Mapping[str, Endpoint], posts: Mapping[str, Endpoint]) -> ASGIApp:
+        """Build the app of this page.
+
+        Args:
+            page: name of the HTML file, without its ending.
+            title: what the page does; the folder's name is appended.
+            gets: endpoints of GET by path, in addition to the common ones.
+            posts: endpoints of POST by path, in addition to the common ones.
+        """
+        common = {"/start": self.get_start, "/state": self.get_state, "/image/{row:int}": self.get_image}
         title = f"{title} {self.site.folder.resolve().name}"
-        return build_app(page, title, gets, {"/answer": self.answer, **posts})
+        return build_app(page, title, {**common, **gets}, {"/answer": self.post_label, **posts})
 
     def serve(
-        self, app: ASGIApp, action: str, noun: str, port: int | None, browser: bool, say: Callable[[str], None]
+        self,
+        app: ASGIApp,
+        action: str,
+        noun: str,
+        port: int | None,
+        open_browser: bool,
+        write_line: Callable[[str], None],
     ) -> None:
-        """Serve the page until Ctrl-C, which raises KeyboardInterrupt, and say how many answers were written."""
-        if self.guessing is not None:
-            self.guessing.start()
+        """Serve the page until Ctrl-C, and report at the end how many labels were written.
+
+        Args:
+            app: the app of the page.
+            action: what the page does, printed before its address.
+            noun: the name of a written label in the report, in the singular.
+            port: the port, None for a free one.
+            open_browser: whether to open the page in a browser.
+            write_line: prints a line.
+
+        Raises:
+            KeyboardInterrupt: the user pressed Ctrl-C.
+        """
+        if self.prediction is not None:
+            self.prediction.start()
         try:
-            serve_page(app, f"{action} {self.site.folder}", port, browser, say)
+            serve_page(app, f"{action} {self.site.folder}", port, open_browser, write_line)
         finally:
-            if self.guessing is not None:
-                self.guessing.stop()
-            count = self.book.answers
-            say(f"{count} {noun if count == 1 else f'{noun}s'} written to {self.site.folder / self.book.table}.")
+            if self.prediction is not None:
+                self.prediction.stop()
+            count = self.store.written_count
+            nouns = noun if count == 1 else f"{noun}s"
+            write_line(f"{count} {nouns} written to {self.site.folder / self.store.labels_file}.")
 
 
 def parse_body(request: Request) -> dict[str, Any]:
-    """Return the JSON object that was sent; raise UserError for anything else."""
+    """Parse the JSON object in a request's body; raise `UserError` for anything else."""
     try:
         message = atomic_io.parse_json(request.state.body)
     except ValueError as error:
-        raise UserError("the request is no JSON.") from error
+        raise UserError("the request is not JSON.") from error
     if not isinstance(message, dict):
-        raise UserError("the request is no object.")
+        raise UserError("the request is not a JSON object.")
     return message
 
 
 def parse_text(message: Mapping[str, Any], name: str) -> str:
-    """Return a text of one line and 300 letters at most; raise UserError where it is none."""
+    """Get a text of one line from a message, "" if it is missing; raise `UserError` if it is not valid."""
     value = message.get(name, "")
-    if not isinstance(value, str) or len(value) > 300 or any(ord(letter) < 32 for letter in value):
-        raise UserError(f"{name} is no short text of one line.")
+    valid = isinstance(value, str) and len(value) <= MAX_TEXT_CHARACTERS and all(ord(letter) >= 32 for letter in value)
+    if not valid:
+        raise UserError(f"{name} must be one line of at most {MAX_TEXT_CHARACTERS} characters.")
     return value.strip()
 
 
 def parse_row(message: Any, count: int) -> int:
-    """Return the row that a request's path or a body names; raise UserError where there is none such."""
+    """Get the row of an image from a request's path or from a message; raise `UserError` if there is no such row."""
     row = message.get("row") if isinstance(message, dict) else message.path_params["row"]
     if type(row) is not int or not 0 <= row < count:
         raise UserError(f"there is no image {row}.")

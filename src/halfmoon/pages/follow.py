@@ -1,4 +1,4 @@
-"""Run folders while they grow: rows read once, as far as they are written, what they say so far, and what is odd."""
+"""Follow run folders while they grow: read new rows once, describe the progress, and find problems."""
 
 import statistics
 import time
@@ -13,16 +13,40 @@ from halfmoon.report.styles import line_styles, style_to_json
 from halfmoon.storage import atomic_io, locks, toml
 from halfmoon.storage.folder_writer import LOCK
 
-METRICS, TIMINGS, SUMMARY, RUN, CONFIG = "metrics.jsonl", "timings.jsonl", "summary.json", "run.json", "config.toml"
-SWEEP = "sweep.json"
-LIMIT = 200  # rows of a table at most, the last ones
-PACE = 5  # rounds by whose mean the time that is left is told
+METRICS_FILE = "metrics.jsonl"
+TIMINGS_FILE = "timings.jsonl"
+SUMMARY_FILE = "summary.json"
+RUN_FILE = "run.json"
+CONFIG_FILE = "config.toml"
+SWEEP_FILE = "sweep.json"
+COMPARISON_FILE = "comparison.json"
+
+MAX_TABLE_ROWS = 200
+"""Number of rounds in a table, the last ones."""
+
+RECENT_ROUNDS = 5
+"""Number of rounds whose mean duration gives the remaining time."""
 
 STOPPED_SECONDS = 120.0
-"""Seconds without a word after which a run is taken for stopped, where its rounds are short."""
+"""Time without new rows after which a run counts as stopped, if its rounds are short."""
 
-MAX_RUNS = 64  # runs that are followed at once at most
-QUIET = 5  # rounds in a row without a pseudo-label in use that are worth a word
+DEFAULT_ROUND_TIMEOUT_SECONDS = 3600.0
+"""Time that a server waits for a reply if its options do not set `round_timeout`."""
+
+SCAN_SECONDS = 3.0
+"""Time between two searches for new runs."""
+
+MAX_RUNS = 64
+"""Number of runs that are followed at once."""
+
+UNUSED_ROUNDS = 5
+"""Number of successive rounds without used pseudo-labels that give an alarm."""
+
+MIN_SHARE_USED = 0.005
+"""Share of used pseudo-labels below which a round counts as one without."""
+
+ACCURACY_FALL = 0.15
+"""Accuracy below the best one that gives an alarm."""
 
 QUANTITIES = {
     "accuracy": ("test", "accuracy", 100.0),
@@ -34,74 +58,98 @@ QUANTITIES = {
     "evaluation": ("evaluation", "accuracy", 100.0),
     "epsilon": ("aggregation", "epsilon", 1.0),
 }
-"""What is drawn by round: part and name in metrics.jsonl, and the factor under which it is shown."""
+"""Quantities that are drawn by round: group and name in metrics.jsonl, and the factor by which they are shown."""
 
 
 @dataclass
 class JsonLinesFile:
-    """The rows of a file of JSON lines, as far as they are whole; each is read once."""
+    """A growing file of JSON lines with a round each. Complete lines are read once.
+
+    Attributes:
+        path: the file.
+        rows: the rows so far, with increasing rounds.
+        offset: the bytes that are read.
+        stamp: size in bytes and time of change in nanoseconds at the last read.
+    """
 
     path: Path
     rows: list[dict[str, Any]] = field(default_factory=list)
-    at: int = 0
+    offset: int = 0
     stamp: tuple[int, int] = (0, 0)
 
     def update(self) -> bool:
-        """Read what was added; a file that became shorter, as when a run is resumed, is read anew."""
+        """Read the new lines; return True if the file has changed.
+
+        A file that is shorter than before, because its run was resumed, is read from the beginning.
+        """
         try:
-            facts = self.path.stat()
+            status = self.path.stat()
         except OSError:
             return False
-        stamp = (facts.st_size, facts.st_mtime_ns)
+        stamp = (status.st_size, status.st_mtime_ns)
         if stamp == self.stamp:
             return False
-        if facts.st_size < self.at:
-            self.rows, self.at = [], 0
+        if status.st_size < self.offset:
+            self.rows = []
+            self.offset = 0
         try:
             with self.path.open("rb") as file:
-                file.seek(self.at)
-                whole, end, _ = file.read().rpartition(b"\n")
+                file.seek(self.offset)
+                # The last line may be incomplete while the run writes it.
+                complete, newline, _ = file.read().rpartition(b"\n")
         except OSError:
             return False
-        for line in whole.split(b"\n") if end else ():
+        for line in complete.split(b"\n") if newline else ():
             try:
                 row = atomic_io.parse_json(line)
             except ValueError:
                 continue
             if isinstance(row, dict) and type(row.get("round")) is int:
-                # A resumed run writes its rounds again where the file was not shorter meanwhile.
+                # A resumed run repeats rounds. The file may have outgrown its old length since the last read.
                 while self.rows and self.rows[-1]["round"] >= row["round"]:
                     self.rows.pop()
                 self.rows.append(row)
-        self.at += len(whole) + len(end)
+        self.offset += len(complete) + len(newline)
         self.stamp = stamp
         return True
 
 
 class FollowedRun:
-    """One run folder; nothing in it is changed or locked."""
+    """A run folder that is read while the run writes it. The folder is neither changed nor locked.
+
+    Attributes:
+        path: the folder.
+        name: a short name of the run.
+        metrics: the rows of metrics.jsonl.
+        timings: the rows of timings.jsonl.
+        options: the options of the run, {} until they are written.
+        summary: the contents of summary.json, None until the run has finished.
+        version: a number that grows with every change.
+    """
 
     def __init__(self, path: Path, name: str) -> None:
-        """Follow the run in `path`, called `name`."""
-        self.path, self.name = path, name
-        self.metrics, self.timings = JsonLinesFile(path / METRICS), JsonLinesFile(path / TIMINGS)
+        self.path = path
+        self.name = name
+        self.metrics = JsonLinesFile(path / METRICS_FILE)
+        self.timings = JsonLinesFile(path / TIMINGS_FILE)
         self.options: dict[str, Any] = {}
         self.summary: dict[str, Any] | None = None
         self.version = 0
 
     def update(self) -> bool:
-        """Read what is new; return whether anything is."""
-        new = self.metrics.update()
-        new = self.timings.update() or new
+        """Read the files that have changed; return True if there are any."""
+        changed = self.metrics.update()
+        changed = self.timings.update() or changed
         if not self.options:
-            text = atomic_io.read(self.path / CONFIG) or b""
+            text = atomic_io.read(self.path / CONFIG_FILE) or b""
             self.options = toml.parse_or_empty(text.decode("utf-8", "replace"))
-            new = new or bool(self.options)
-        summary = atomic_io.read_json(self.path / SUMMARY)
+            changed = changed or bool(self.options)
+        summary = atomic_io.read_json(self.path / SUMMARY_FILE)
         if summary != self.summary:
-            self.summary, new = summary, True
-        self.version += new
-        return new
+            self.summary = summary
+            changed = True
+        self.version += changed
+        return changed
 
     @property
     def method(self) -> str:
@@ -109,64 +157,86 @@ class FollowedRun:
 
     @property
     def rounds(self) -> int:
-        """Return how many rounds the run has, 0 where its configuration does not say."""
+        """Number of rounds of the whole run, 0 if it is unknown."""
         value = (self.summary or self.options).get("rounds")
         return value if type(value) is int else 0
 
     @property
     def round(self) -> int:
+        """Number of finished rounds."""
         return self.metrics.rows[-1]["round"] if self.metrics.rows else 0
 
     def series(self, key: str) -> dict[int, float]:
-        """Return one of `QUANTITIES` by round, where it is a number."""
+        """Collect one of `QUANTITIES` by round, without rounds that do not have it."""
         values = {row["round"]: _quantity(row, key) for row in self.metrics.rows}
         return {round: value for round, value in values.items() if value is not None}
 
     def seconds(self) -> dict[int, float]:
-        """Return the seconds of each round that is timed."""
+        """Collect the duration of each timed round."""
         values = {row["round"]: row.get("seconds") for row in self.timings.rows}
         return {round: float(value) for round, value in values.items() if isinstance(value, int | float)}
 
     def state(self, now: float) -> tuple[str, float]:
-        """Return "finished", "running", "stopped" or "waiting", and the seconds since its last word."""
-        last = max((self.metrics.stamp[1], self.timings.stamp[1]))
+        """Determine whether the run is "finished", "running", "stopped" or "waiting".
+
+        Args:
+            now: the time in seconds since 1970.
+
+        Returns:
+            The state, and the seconds since the last change.
+        """
+        last = max(self.metrics.stamp[1], self.timings.stamp[1])
         if not last:
             try:
-                last = (self.path / RUN).stat().st_mtime_ns
+                last = (self.path / RUN_FILE).stat().st_mtime_ns
             except OSError:
                 last = 0
         age = max(0.0, now - last / 1e9)
         if self.summary is not None:
             return "finished", age
-        patience = max(STOPPED_SECONDS, 10 * max(self._pace(), default=0.0))
-        log, words = federation_events.last_event_time(self.path), federation_events.describe_wait(self.path)
-        if log is not None:
-            age = max(0.0, min(age, now - log))
-            # Of sites that are missing it says so every half minute.
-            table = self.options.get("federation")
-            value = table.get("round_timeout") if isinstance(table, dict) else None
-            timeout = float(value) if isinstance(value, int | float) else 3600.0  # of a site's answer
-            patience = STOPPED_SECONDS if words.startswith("waiting for sites") else max(patience, timeout)
-        lock = locks.is_held(self.path / LOCK)
-        if not lock and age > (patience if lock is None else STOPPED_SECONDS):
+        max_age = max(STOPPED_SECONDS, 10 * max(self._recent_seconds(), default=0.0))
+        event_time = federation_events.last_event_time(self.path)
+        wait = federation_events.describe_wait(self.path)
+        if event_time is not None:
+            age = max(0.0, min(age, now - event_time))
+            federation = self.options.get("federation")
+            value = federation.get("round_timeout") if isinstance(federation, dict) else None
+            timeout = float(value) if isinstance(value, int | float) else DEFAULT_ROUND_TIMEOUT_SECONDS
+            # A server that waits for sites repeats this event every 30 s. One that waits for replies is silent.
+            max_age = STOPPED_SECONDS if wait.startswith("waiting for sites") else max(max_age, timeout)
+        # None if the system cannot tell. A free lock means that the run has ended, but it may just be starting.
+        is_locked = locks.is_held(self.path / LOCK)
+        if not is_locked and age > (max_age if is_locked is None else STOPPED_SECONDS):
             return "stopped", age
-        return ("running" if self.metrics.rows and not words else "waiting"), age
+        return ("running" if self.metrics.rows and not wait else "waiting"), age
 
-    def _pace(self) -> list[float]:
-        return list(self.seconds().values())[-PACE:]
+    def _recent_seconds(self) -> list[float]:
+        return list(self.seconds().values())[-RECENT_ROUNDS:]
 
-    def left(self, age: float) -> float | None:
-        """Return the seconds that are left at the pace of the last rounds; None where nobody can know."""
-        recent = self._pace()
+    def seconds_left(self, age: float) -> float | None:
+        """Estimate the remaining time from the duration of the last rounds.
+
+        Args:
+            age: the seconds since the last finished round.
+
+        Returns:
+            Seconds; None if the run is finished, or the duration or number of rounds is unknown.
+        """
+        recent = self._recent_seconds()
         if self.summary is not None or not recent or self.rounds <= 0:
             return None
         return max(0.0, statistics.fmean(recent) * (self.rounds - self.round) - age)
 
-    def facts(self, now: float) -> dict[str, Any]:
-        """Return what the list of runs says of it."""
+    def describe(self, now: float) -> dict[str, Any]:
+        """Describe the run for a list of runs.
+
+        Args:
+            now: the time in seconds since 1970.
+        """
         state, age = self.state(now)
         accuracy = list((self.series("accuracy") or self.series("evaluation")).values())
-        again = "resume" if federation_events.last_event_time(self.path) is None else "serve"
+        command = "resume" if federation_events.last_event_time(self.path) is None else "serve"
+        alarms = find_alarms(self.metrics.rows, state, age, command)
         return {
             "name": self.name,
             "method": self.method,
@@ -178,31 +248,33 @@ class FollowedRun:
             "state": state,
             "waiting": federation_events.describe_wait(self.path) if state == "waiting" else "",
             "age": round(age),
-            "left": None if state != "running" else self.left(age),
+            "left": None if state != "running" else self.seconds_left(age),
             "accuracy": accuracy[-1] if accuracy else None,
             "best": max(accuracy, default=None),
-            "alarms": [each._asdict() for each in find_alarms(self.metrics.rows, state, age, again)],
+            "alarms": [alarm.to_json() for alarm in alarms],
             "version": self.version,
         }
 
     def plot(self) -> dict[str, Any]:
-        """Return its lines and the last rows of its table."""
-        uploads, seconds = _uploads(self.metrics.rows), self.seconds()
+        """Collect the curves of the run, those of its sites, and the last rows of its table."""
+        uploads = _uploaded_megabytes(self.metrics.rows)
+        seconds = self.seconds()
         curves = {key: self.series(key) for key in QUANTITIES} | {"sent": uploads, "seconds": seconds}
         lines = {key: _line(values) for key, values in curves.items() if values}
-        rows = [(row["round"], (row.get("evaluation") or {}).get("by_site") or {}) for row in self.metrics.rows]
-        names = sorted({name for _, shared in rows for name in shared})
+        by_round = [(row["round"], (row.get("evaluation") or {}).get("by_site") or {}) for row in self.metrics.rows]
+        names = sorted({name for _, accuracies in by_round for name in accuracies})
         sites = []
+        # The first style is that of the run's curve.
         for name, style in zip(names, line_styles([self.method, *names])[1:], strict=True):
-            values = {round: 100 * shared[name] for round, shared in rows if name in shared}
+            values = {round: 100 * accuracies[name] for round, accuracies in by_round if name in accuracies}
             sites.append({"look": {**style_to_json(style), "title": name}, **_line(values)})
-        table = [_row(each, uploads, seconds) for each in self.metrics.rows[-LIMIT:]]
+        table = [_table_row(row, uploads, seconds) for row in self.metrics.rows[-MAX_TABLE_ROWS:]]
         return {"lines": lines, "sites": sites, "rows": table}
 
 
 def _quantity(row: Mapping[str, Any], key: str) -> float | None:
-    part, name, factor = QUANTITIES[key]
-    value = row[part].get(name) if isinstance(row.get(part), dict) else None
+    group, name, factor = QUANTITIES[key]
+    value = row[group].get(name) if isinstance(row.get(group), dict) else None
     return value * factor if isinstance(value, int | float) and not isinstance(value, bool) else None
 
 
@@ -211,156 +283,193 @@ def _line(values: Mapping[int, float]) -> dict[str, Any]:
     return {"x": rounds, "y": [six_digits(values[round]) for round in rounds]}
 
 
-def _uploads(rows: Iterable[Mapping[str, Any]]) -> dict[int, float]:
-    """Return the megabytes that went up in each round: what left the clients."""
-    megabytes, before = {}, 0
+def _uploaded_megabytes(rows: Iterable[Mapping[str, Any]]) -> dict[int, float]:
+    """Compute the megabytes that all clients uploaded in each round, from the totals in the rows."""
+    megabytes = {}
+    previous = 0
     for row in rows:
         total = (row.get("cost") or {}).get("bytes_up")
         if isinstance(total, int):
-            megabytes[row["round"]], before = (total - before) / 1e6, total
+            megabytes[row["round"]] = (total - previous) / 1e6
+            previous = total
     return megabytes
 
 
-def _row(row: Mapping[str, Any], uploads: Mapping[int, float], seconds: Mapping[int, float]) -> dict[str, Any]:
-    """Return a line of the table: numbers, None where there is none."""
-    result: dict[str, Any] = {"round": row["round"]}
+def _table_row(row: Mapping[str, Any], uploads: Mapping[int, float], seconds: Mapping[int, float]) -> dict[str, Any]:
+    """Build a row of the table; None for missing numbers."""
+    cells: dict[str, Any] = {"round": row["round"]}
     for key in QUANTITIES:
         value = _quantity(row, key)
-        result[key] = None if value is None else six_digits(value)
+        cells[key] = None if value is None else six_digits(value)
     cohort = row.get("cohort")
-    result["cohort"] = len(cohort) if isinstance(cohort, list) else None
-    result["sent"], result["seconds"] = uploads.get(row["round"]), seconds.get(row["round"])
-    return result
+    cells["cohort"] = len(cohort) if isinstance(cohort, list) else None
+    cells["sent"] = uploads.get(row["round"])
+    cells["seconds"] = seconds.get(row["round"])
+    return cells
 
 
 def find_runs(root: Path) -> list[tuple[Path, str]]:
-    """Return the run folders at, below, or named by a folder, with short names, in their order."""
+    """Find the run folders that a folder is, has up to two levels below it, or names in its sweep.json.
+
+    Returns:
+        The folders with a short name each, those of the sweep first.
+    """
     names: dict[Path, str] = {}
-    facts = atomic_io.read_json(root / SWEEP) if (root / SWEEP).is_file() else None
-    if facts is not None:
-        for path, name in _of_sweep(root, facts):
+    sweep = atomic_io.read_json(root / SWEEP_FILE) if (root / SWEEP_FILE).is_file() else None
+    if sweep is not None:
+        for path, name in _runs_of_sweep(root, sweep):
             names.setdefault(path.resolve(), name)
-    marks = [root / RUN] if (root / RUN).is_file() else []
-    marks += sorted(root.glob(f"*/{RUN}")) + sorted(root.glob(f"*/*/{RUN}"))
-    for mark in marks:
-        where = mark.parent.relative_to(root).as_posix()
-        names.setdefault(mark.parent.resolve(), root.resolve().name if where == "." else where)
+    run_files = [root / RUN_FILE] if (root / RUN_FILE).is_file() else []
+    run_files += sorted(root.glob(f"*/{RUN_FILE}"))
+    run_files += sorted(root.glob(f"*/*/{RUN_FILE}"))
+    for run_file in run_files:
+        name = run_file.parent.relative_to(root).as_posix()
+        names.setdefault(run_file.parent.resolve(), root.resolve().name if name == "." else name)
     return list(names.items())
 
 
-def _of_sweep(root: Path, facts: Mapping[str, Any]) -> Iterable[tuple[Path, str]]:
-    """Yield the folders that a sweep.json names and that are there; a damaged entry names none."""
-    cells = facts.get("cells")
+def _runs_of_sweep(root: Path, sweep: Mapping[str, Any]) -> Iterable[tuple[Path, str]]:
+    """Yield the existing run folders of a sweep.json with their names; damaged entries are skipped."""
+    cells = sweep.get("cells")
     for cell in cells if isinstance(cells, list) else ():
         try:
-            at = ", ".join(str(value) for value in cell["at"].values())
+            coordinates = ", ".join(str(value) for value in cell["at"].values())
             for run in cell["runs"]:
                 path = root / str(run["folder"])
-                if run["folder"] and (path / RUN).is_file():
-                    yield path, f"{at}, seed {run['seed']}"
+                if run["folder"] and (path / RUN_FILE).is_file():
+                    yield path, f"{coordinates}, seed {run['seed']}"
         except (KeyError, TypeError, AttributeError):
             continue
 
 
 class Follower:
-    """All runs of a folder, found anew now and then."""
+    """All runs of a folder, including those that start later.
+
+    Attributes:
+        root: the folder.
+        runs: the followed runs by their folder.
+        left_out: the number of runs beyond `MAX_RUNS`, which are not followed.
+    """
 
     def __init__(self, root: Path) -> None:
-        """Follow the runs in and below `root`."""
         self.root = root
         self.runs: dict[Path, FollowedRun] = {}
         self.left_out = 0
         self._scan_time = 0.0
 
     def update(self) -> None:
-        """Read what is new in all runs; look for new ones every few seconds."""
+        """Read the changes of all runs, and search for new runs every few seconds."""
         now = time.monotonic()
-        if not self.runs or now - self._scan_time > 3.0:
+        if not self.runs or now - self._scan_time > SCAN_SECONDS:
             self._scan_time = now
-            pairs = find_runs(self.root)
-            self.left_out = max(0, len(pairs) - MAX_RUNS)
-            for path, name in pairs[:MAX_RUNS]:
+            found = find_runs(self.root)
+            self.left_out = max(0, len(found) - MAX_RUNS)
+            for path, name in found[:MAX_RUNS]:
                 if path not in self.runs:
                     self.runs[path] = FollowedRun(path, name)
         for run in self.runs.values():
             run.update()
 
     def planned(self) -> int:
-        """Return how many runs a sweep or a comparison plans, 0 for anything else."""
-        facts = atomic_io.read_json(self.root / SWEEP) or {}
-        cells = facts.get("cells")
+        """Count the planned runs of a sweep or a comparison; 0 for other folders."""
+        sweep = atomic_io.read_json(self.root / SWEEP_FILE) or {}
+        cells = sweep.get("cells")
         if isinstance(cells, list):
             return sum(len(cell.get("runs") or ()) for cell in cells if isinstance(cell, dict))
-        jobs = (atomic_io.read_json(self.root / "comparison.json") or {}).get("jobs")
+        jobs = (atomic_io.read_json(self.root / COMPARISON_FILE) or {}).get("jobs")
         return len(jobs) if isinstance(jobs, list) else 0
 
 
 class Alarm(NamedTuple):
-    """Something odd: which rule, and what it saw."""
+    """A problem of a run: its kind, and a text for people."""
 
     kind: str
-    words: str
+    text: str
+
+    def to_json(self) -> dict[str, str]:
+        """Convert the alarm to the fields that the page reads."""
+        return {"kind": self.kind, "words": self.text}
 
 
 def find_alarms(rows: Sequence[Mapping[str, Any]], state: str, age: float, command: str = "resume") -> list[Alarm]:
-    """Return what is odd about a run's rows; `state` and `age` (seconds since its last word) are those of its files.
+    """Find the problems of a run.
 
-    `command` goes on with it where it was stopped.
+    Args:
+        rows: the rows of its metrics.jsonl.
+        state: the state of the run, as of `FollowedRun.state`.
+        age: seconds since the last change.
+        command: the subcommand of halfmoon that continues the run.
     """
-    tested = [row["test"]["accuracy"] for row in rows if (row.get("test") or {}).get("accuracy") is not None]
-    result = [*_diverged(rows, tested)]
-    shares = [(row.get("pseudo") or {}).get("share_used") for row in rows[-QUIET:]]
-    if len(shares) == QUIET and all(share is not None and share < 0.005 for share in shares):
-        words = f"unlabeled images teach nothing: in {QUIET} rounds under 0.5 % of the pseudo-labels were used"
-        result.append(Alarm("none used", words))
-    # Far below its best for two evaluations.
-    if len(tested) >= 4 and max(tested[-2:]) < max(tested) - 0.15:
-        words = f"the accuracy fell from {100 * max(tested):.1f} to {100 * tested[-1]:.1f} %"
-        result.append(Alarm("fallen", words))
+    accuracies = [row["test"]["accuracy"] for row in rows if (row.get("test") or {}).get("accuracy") is not None]
+    alarms = [*_find_divergence(rows, accuracies)]
+    shares = [(row.get("pseudo") or {}).get("share_used") for row in rows[-UNUSED_ROUNDS:]]
+    if len(shares) == UNUSED_ROUNDS and all(share is not None and share < MIN_SHARE_USED for share in shares):
+        text = (
+            f"unlabeled images are not used: in the last {UNUSED_ROUNDS} rounds less than {100 * MIN_SHARE_USED:g} % "
+            "of the pseudo-labels were confident enough"
+        )
+        alarms.append(Alarm("none used", text))
+    # One bad evaluation may be noise; two in a row are not.
+    if len(accuracies) >= 4 and max(accuracies[-2:]) < max(accuracies) - ACCURACY_FALL:
+        text = f"the accuracy fell from {100 * max(accuracies):.1f} to {100 * accuracies[-1]:.1f} %"
+        alarms.append(Alarm("fallen", text))
     if state == "stopped":
         minutes = round(age / 60)
-        ago = f"{minutes} minutes" if minutes < 120 else f"{minutes // 60} hours"
-        words = f"no word for {ago}: it was stopped, or its machine sleeps (halfmoon {command} goes on)"
-        result.append(Alarm("stopped", words))
-    return result
+        duration = f"{minutes} minutes" if minutes < 120 else f"{minutes // 60} hours"
+        text = f"no progress for {duration}: the run was stopped, or its machine sleeps; continue it with halfmoon {command}"
+        alarms.append(Alarm("stopped", text))
+    return alarms
 
 
-def _diverged(rows: Sequence[Mapping[str, Any]], tested: Sequence[float]) -> Iterator[Alarm]:
-    """The loss is no number any more, or has stayed far above where it began while the accuracy fell."""
+def _find_divergence(rows: Sequence[Mapping[str, Any]], accuracies: Sequence[float]) -> Iterator[Alarm]:
+    """Yield an alarm if the last loss is not a number, or if losses are much larger than at first.
+
+    Args:
+        rows: the rows of metrics.jsonl.
+        accuracies: all test accuracies so far.
+    """
     losses = [row["train"]["loss"] for row in rows if isinstance(row.get("train"), dict) and "loss" in row["train"]]
     if not losses:
         return
     number = rows[-1]["round"]
     if losses[-1] is None:
-        yield Alarm("diverged", f"diverged: the loss of round {number} is no number; try a smaller lr or clip_norm")
+        yield Alarm("diverged", f"diverged: the loss of round {number} is not a number; try a smaller lr or clip_norm")
         return
     finite = [loss for loss in losses if loss is not None]
-    # Some methods weigh more and more rows: a growing loss is bad news where the accuracy is below its best.
-    worse = not tested or tested[-1] < max(tested) - 0.05
+    # Methods that use more and more pseudo-labels have growing losses, so the accuracy must have fallen as well.
+    worse = not accuracies or accuracies[-1] < max(accuracies) - 0.05
     if len(finite) >= 6 and worse and min(finite[-3:]) > 3 * max(finite[:3]) + 1:
-        yield Alarm("diverged", f"the loss rose from {finite[0]:.2f} to {finite[-1]:.2f}: it is diverging")
+        text = f"the loss rose from {finite[0]:.2f} to {finite[-1]:.2f}: the training diverges; try a smaller lr"
+        yield Alarm("diverged", text)
 
 
 def find_ceiling_alarms(runs: Sequence[FollowedRun], ceilings: set[str], floors: set[str]) -> list[Alarm]:
-    """Return an alarm for each finished upper bound that ended below the labels alone, on the same data and seed."""
-    result = []
+    """Find finished upper bounds that are worse than the lower bound on the same data and seed.
+
+    Args:
+        runs: all runs.
+        ceilings: methods that train with all labels.
+        floors: methods that train with the labeled images only.
+    """
+    alarms = []
     for high in runs:
         for low in runs:
             if high.method not in ceilings or low.method not in floors or not (high.summary and low.summary):
                 continue
             if any(high.options.get(key) != low.options.get(key) for key in ("data", "seed", "rounds", "clients")):
                 continue
-            top, bottom = (_last(each.summary) for each in (high, low))
-            if top is not None and bottom is not None and top < bottom:
-                words = (
-                    f"{high.name}: all labels end at {100 * top:.1f} %, below labels only ({100 * bottom:.1f} %): "
-                    "more rounds, or another learning rate, before anything is compared"
+            high_accuracy = _last_accuracy(high.summary)
+            low_accuracy = _last_accuracy(low.summary)
+            if high_accuracy is not None and low_accuracy is not None and high_accuracy < low_accuracy:
+                text = (
+                    f"{high.name}: all labels give {100 * high_accuracy:.1f} %, below labels only "
+                    f"({100 * low_accuracy:.1f} %): use more rounds or another learning rate before you compare methods"
                 )
-                result.append(Alarm("ceiling", words))
-    return result
+                alarms.append(Alarm("ceiling", text))
+    return alarms
 
 
-def _last(summary: Mapping[str, Any] | None) -> float | None:
+def _last_accuracy(summary: Mapping[str, Any] | None) -> float | None:
     accuracy = (summary or {}).get("accuracy")
     value = accuracy.get("last") if isinstance(accuracy, dict) else None
     return float(value) if isinstance(value, int | float) else None

@@ -1,4 +1,4 @@
-"""`halfmoon site label`: unlabeled images one after the other, the most useful first, a key for each class."""
+"""The page of `halfmoon site label`: unlabeled images one after the other, the most useful first."""
 
 from __future__ import annotations
 
@@ -35,23 +35,39 @@ if TYPE_CHECKING:
 
     from halfmoon.sites.inference.load import InferenceModel
 
-REORDER_AFTER_LABELS = 20  # answers after which the order is chosen anew
+REORDER_AFTER_LABELS = 20
+"""Number of labels after which the order is computed again."""
+
+ORDERS = ("mixed", "unsure", "random")
+"""Orders of images: uncertain ones spread over classes and features, the most uncertain first, and random."""
 
 
 @dataclass(frozen=True)
 class LabelOptions:
-    """How a folder is labeled."""
+    """Options of the labeling page.
 
-    by: str | None = None  # who answers; None: nobody is named, "": the page asks
-    seed: int = 0  # of the order
-    window: tuple[float, float] | None = None  # the values of black and white, in place of the files' own
-    reader: str | None = None  # a second one, who sees the images that have a label, and no label
+    Attributes:
+        by: name to record with each label; None to record no name, "" to ask for it in the page.
+        seed: seed of the order.
+        window: the values of black and white in deep images, instead of those in the files.
+        reader: name of a second reader, who labels the labeled images without seeing their labels.
+    """
+
+    by: str | None = None
+    seed: int = 0
+    window: tuple[float, float] | None = None
+    reader: str | None = None
 
 
 def open_site_to_label(folder: Path, classes: Sequence[str] = ()) -> SiteFolder:
-    """Return a site to label; class names that are given make a classes.txt where there is none.
+    """Open a site's folder to label it, and write the given classes to a new classes.txt.
 
-    Raise UserError where the folder cannot be read, or has another classes.txt.
+    Args:
+        folder: the folder of the images.
+        classes: the classes in their order; () for those of the folder.
+
+    Raises:
+        UserError: the folder cannot be read, or has other classes.
     """
     site = read_site(folder)
     file = folder / CLASSES_FILE
@@ -61,9 +77,9 @@ def open_site_to_label(folder: Path, classes: Sequence[str] = ()) -> SiteFolder:
         if list(site.classes) != list(classes):
             raise UserError(f"{file} names other classes ({', '.join(site.classes)}): leave --classes out.")
         return site
-    strange = [name for name in site.classes if name not in classes]
-    if strange:
-        raise UserError(f"{folder} has labels of the class {strange[0]!r}, which --classes does not name; add it.")
+    missing = [name for name in site.classes if name not in classes]
+    if missing:
+        raise UserError(f"{folder} has labels of the class {missing[0]!r}, which --classes does not name; add it.")
     if len(set(classes)) < len(classes) or not all(name.strip() == name and name for name in classes):
         raise UserError("--classes names a class twice, or has a name with blanks at its ends.")
     try:
@@ -75,147 +91,196 @@ def open_site_to_label(folder: Path, classes: Sequence[str] = ()) -> SiteFolder:
     return read_site(folder)
 
 
-ORDERS = ("mixed", "unsure", "random")
-"""Ways to order images: unsure ones spread over classes and looks, the least sure first, and by chance."""
+def order_unlabeled(
+    predictions: Predictions | None, store: LabelStore, seed: int, order: str = ORDERS[0]
+) -> np.ndarray:
+    """Order the unlabeled images, the most useful first.
+
+    Args:
+        predictions: predictions of the images, None for a random order.
+        store: the labels so far.
+        seed: the seed of the random order.
+        order: one of `ORDERS`.
+
+    Returns:
+        The rows, int64, without labeled and undecided images.
+    """
+    unlabeled = (store.labels < 0) & ~store.undecided
+    random_order = shuffle_rows(unlabeled, seed)
+    if predictions is None or order == "random":
+        return random_order
+    labels = labels_in_model_classes(predictions, store)
+    if order == "unsure":
+        return order_for_labeling(predictions, labels, unlabeled, seed, greedy_images=0)
+    return mix_in_random(order_for_labeling(predictions, labels, unlabeled, seed), random_order)
 
 
-def order_unlabeled(guesses: Predictions | None, book: LabelStore, seed: int, way: str = ORDERS[0]) -> np.ndarray:
-    """Return the rows to label, the most useful first, without those that have a label or were too hard to name."""
-    left = (book.labels < 0) & ~book.undecided
-    by_chance = shuffle_rows(left, seed)
-    if guesses is None or way == "random":
-        return by_chance
-    labels = labels_in_model_classes(guesses, book)
-    if way == "unsure":
-        return order_for_labeling(guesses, labels, left, seed, spread=0)
-    return mix_in_random(order_for_labeling(guesses, labels, left, seed), by_chance)
-
-
-def labels_in_model_classes(guesses: Predictions, book: LabelStore) -> np.ndarray:
-    """Return the labels as numbers of a model's classes, -1 for none and for those that it does not have."""
-    number = {name: n for n, name in enumerate(guesses.classes)}
-    return np.array([number.get(name, -1) for name in book.classes] + [-1])[book.labels]
+def labels_in_model_classes(predictions: Predictions, store: LabelStore) -> np.ndarray:
+    """Convert the labels to indices of the model's classes, int64 (N,); -1 for none and for unknown classes."""
+    number = {name: n for n, name in enumerate(predictions.classes)}
+    # The last entry maps the index -1, no label, to -1.
+    return np.array([number.get(name, -1) for name in store.classes] + [-1])[store.labels]
 
 
 class LabelPage(FolderPage):
-    """The page's memory: the labels, the order, and what the model makes of the images."""
+    """The state and the endpoints of the labeling page."""
 
     def __init__(
-        self, site: SiteFolder, classes: Sequence[str], guessing: BackgroundPrediction | None, options: LabelOptions
+        self, site: SiteFolder, classes: Sequence[str], prediction: BackgroundPrediction | None, options: LabelOptions
     ) -> None:
-        table = LABELS_FILE if options.reader is None else reader_labels_file(options.reader)
-        super().__init__(site, site.classes or classes, guessing, options.window, table)
-        self._again = (site.labels >= 0) & (options.reader is not None)
+        """Open the labels of a site.
+
+        Args:
+            site: the site's folder.
+            classes: the classes to choose from if the site has none.
+            prediction: the prediction of a model that the user gave, None without.
+            options: the options of the page.
+        """
+        labels_file = LABELS_FILE if options.reader is None else reader_labels_file(options.reader)
+        super().__init__(site, site.classes or classes, prediction, options.window, labels_file)
+        # A second reader labels only images that the first one has labeled.
+        self._to_relabel = (site.labels >= 0) & (options.reader is not None)
         self.options = options
         self._lock = threading.Lock()
         self._order: tuple[tuple[int, int, str], np.ndarray] | None = None
-        self.training = BackgroundTraining(site.folder, site.paths, table)
+        self.training = BackgroundTraining(site.folder, site.paths, labels_file)
 
     @property
-    def guesses(self) -> Predictions | None:
-        """Return what the last training, or else the model, makes of the images; None: not yet."""
-        return self.training.result or (self.guessing.result if self.guessing else None)
+    def predictions(self) -> Predictions | None:
+        """Predictions of the last training, otherwise those of the given model; None if there are none yet."""
+        return self.training.result or (self.prediction.result if self.prediction else None)
 
-    def facts(self, since: Any) -> dict[str, Any]:
-        """Return what every page shows; `guesses` counts what they came from, 0 as long as there are none."""
-        count = 2 * self.training.count + int(self.guesses is not None)
-        return super().facts(since) | {"training": self.training.facts(), "guesses": count}
+    def describe(self, since: Any) -> dict[str, Any]:
+        """Describe the labels, the model's progress and the training.
 
-    def order(self, way: str = ORDERS[0]) -> np.ndarray:
-        """Return the rows to label; chosen anew when the guesses come, and after every `AGAIN` labels."""
+        "guesses" is 0 without predictions, and changes when the predictions change.
+        """
+        count = 2 * self.training.count + int(self.predictions is not None)
+        return super().describe(since) | {"training": self.training.describe(), "guesses": count}
+
+    def order(self, order: str = ORDERS[0]) -> np.ndarray:
+        """Order the rows to label.
+
+        The order is computed again when the predictions change, and after every `REORDER_AFTER_LABELS` labels.
+        """
         with self._lock:
-            guesses = self.guesses
-            key = (int((self.book.labels >= 0).sum()) // REORDER_AFTER_LABELS, id(guesses), way)
+            predictions = self.predictions
+            label_count = int((self.store.labels >= 0).sum())
+            key = (label_count // REORDER_AFTER_LABELS, id(predictions), order)
             if self._order is None or self._order[0] != key:
-                rows = order_unlabeled(guesses, self.book, self.options.seed, way)
-                self._order = key, rows[self._again[rows]] if self._again.any() else rows
+                rows = order_unlabeled(predictions, self.store, self.options.seed, order)
+                if self._to_relabel.any():
+                    rows = rows[self._to_relabel[rows]]
+                self._order = key, rows
             return self._order[1]
 
-    def queue(self, request: Request) -> dict[str, Any]:
-        """Return the rows to label in the order of ?way=, and why: uncertainty, its rank, and that of `novelty`.
+    def get_queue(self, request: Request) -> dict[str, Any]:
+        """Build the response with the rows to label in the order of ?way=, and the numbers that the page shows.
 
-        A rank of 0 is unknown.
+        These are the uncertainty, its rank, and the rank of the distance to labeled images; a rank of 0 is unknown.
         """
-        way = request.query_params.get("way", ORDERS[0])
-        if way not in ORDERS:
-            raise UserError(f"there is no order {way!r}.")
-        self.book.refresh()
-        rows, guesses = self.order(way), self.guesses
-        uncertainty = far = np.full(len(rows), np.nan)
-        if guesses is not None:
-            uncertainty = guesses.uncertainty[rows]
-            far = distance_to_labeled(guesses, labels_in_model_classes(guesses, self.book))[rows]
-        values = np.round(np.nan_to_num(uncertainty), 6).tolist()
-        result = {"order": rows.tolist(), "uncertainty": values}
-        return result | {"rank": rank_descending(uncertainty).tolist(), "far": rank_descending(far).tolist()}
+        order = request.query_params.get("way", ORDERS[0])
+        if order not in ORDERS:
+            raise UserError(f"there is no order {order!r}; choose one of {', '.join(ORDERS)}.")
+        self.store.refresh()
+        rows = self.order(order)
+        predictions = self.predictions
+        uncertainty = np.full(len(rows), np.nan)
+        distance = uncertainty
+        if predictions is not None:
+            uncertainty = predictions.uncertainty[rows]
+            distance = distance_to_labeled(predictions, labels_in_model_classes(predictions, self.store))[rows]
+        return {
+            "order": rows.tolist(),
+            "uncertainty": np.round(np.nan_to_num(uncertainty), 6).tolist(),
+            "rank": rank_descending(uncertainty).tolist(),
+            "far": rank_descending(distance).tolist(),
+        }
 
-    def start(self, request: Request) -> dict[str, Any]:
-        facts = {"by": self.options.by, "notes": self.book.notes(), "differing": self._differing()}
-        return super().start(request) | self.queue(request) | facts
+    def get_start(self, request: Request) -> dict[str, Any]:
+        notes = self.store.read_notes()
+        page_fields = {"by": self.options.by, "notes": notes, "differing": self._find_differing()}
+        return super().get_start(request) | self.get_queue(request) | page_fields
 
-    def _differing(self) -> list[int]:
-        """Return the rows on which two readers disagree; a second reader does not see them."""
+    def _find_differing(self) -> list[int]:
+        """Find the rows to which two readers gave different labels; [] for a second reader, who must not see them."""
         if self.options.reader is not None:
             return []
         paths = set(find_disagreements(self.site.folder))
         return [row for row, path in enumerate(self.site.paths) if normalize_path(path) in paths]
 
-    def guess(self, request: Request) -> dict[str, Any]:
-        """Return what the model would say of an image: only asked for where the person wants to see it."""
-        row, guesses = parse_row(request, len(self.site)), self.guesses
-        if guesses is None or not guesses.mask[row]:
+    def get_prediction(self, request: Request) -> dict[str, Any]:
+        """Build the response with the predicted class of an image, which the page requests only if the user wants it."""
+        row = parse_row(request, len(self.site))
+        predictions = self.predictions
+        if predictions is None or not predictions.mask[row]:
             return {"label": "", "probability": None}
-        best = int(guesses.predicted[row])
-        return {"label": guesses.classes[best], "probability": float(guesses.probabilities[row, best])}
+        best = int(predictions.predicted[row])
+        return {"label": predictions.classes[best], "probability": float(predictions.probabilities[row, best])}
 
-    def similar(self, request: Request) -> dict[str, Any]:
-        """Return all rows, those whose features are nearest to an image's first: itself."""
-        row, guesses = parse_row(request, len(self.site)), self.guesses
-        if guesses is None or not guesses.mask[row]:
+    def get_similar(self, request: Request) -> dict[str, Any]:
+        """Build the response with all rows, sorted by the distance of their features to those of an image."""
+        row = parse_row(request, len(self.site))
+        predictions = self.predictions
+        if predictions is None or not predictions.mask[row]:
             raise UserError("Similar images need a model's features of this image: train first.")
-        return {"rows": sort_by_similarity(guesses, row).tolist()}
+        return {"rows": sort_by_similarity(predictions, row).tolist()}
 
-    def train(self, request: Request) -> dict[str, Any]:
-        """Train on what is labeled now, in the background."""
-        self.book.refresh()
-        mask = find_randomly_labeled(self.book.labels, self.book.undecided, self.options.seed)
-        self.training.begin(self.book.labels, self.book.classes, mask)
-        return self.facts(None)
+    def post_train(self, request: Request) -> dict[str, Any]:
+        """Start a training on the labels so far, in the background."""
+        self.store.refresh()
+        mask = find_randomly_labeled(self.store.labels, self.store.undecided, self.options.seed)
+        self.training.begin(self.store.labels, self.store.classes, mask)
+        return self.describe(None)
 
-    def answers(self, request: Request) -> dict[str, Any]:
-        """Write the answers to many images, all or none: `said` has [row, label, the label that was seen] of each."""
+    def post_labels(self, request: Request) -> dict[str, Any]:
+        """Write the labels of several images, all or none: "said" has [row, label, the label that was seen] of each."""
         message = parse_body(request)
-        entries = message.get("said")
-        if not isinstance(entries, list) or not all(isinstance(each, list) and len(each) == 3 for each in entries):
-            raise UserError("said is no list of [row, label, seen].")
-        named: list[dict[str, Any]] = [dict(zip(("row", "label", "seen"), each, strict=True)) for each in entries]
-        many = [
-            (parse_row(each, len(self.site)), parse_text(each, "label"), parse_text(each, "seen")) for each in named
-        ]
-        self.book.answers_of(many, self.name_in(message))
-        return self.facts(message.get("since"))
+        items = message.get("said")
+        if not isinstance(items, list) or not all(isinstance(item, list) and len(item) == 3 for item in items):
+            raise UserError("said must be a list of [row, label, seen].")
+        entries = []
+        for item in items:
+            named: dict[str, Any] = dict(zip(("row", "label", "seen"), item, strict=True))
+            row = parse_row(named, len(self.site))
+            entries.append((row, parse_text(named, "label"), parse_text(named, "seen")))
+        self.store.set_labels(entries, self.parse_annotator(message))
+        return self.describe(message.get("since"))
 
-    def note(self, request: Request) -> dict[str, Any]:
+    def post_note(self, request: Request) -> dict[str, Any]:
+        """Write a note about an image."""
         message = parse_body(request)
-        self.book.note(parse_row(message, len(self.site)), parse_text(message, "note"), self.name_in(message))
-        return self.facts(message.get("since"))
+        row = parse_row(message, len(self.site))
+        self.store.set_note(row, parse_text(message, "note"), self.parse_annotator(message))
+        return self.describe(message.get("since"))
 
-    def doubt(self, request: Request) -> dict[str, Any]:
-        """Note that an image is too hard to name, or take that back."""
+    def post_undecided(self, request: Request) -> dict[str, Any]:
+        """Record that a person could not label an image, or remove this record."""
         message = parse_body(request)
-        row, doubted = parse_row(message, len(self.site)), message.get("on")
-        if not isinstance(doubted, bool):
-            raise UserError("on is none of True, False.")
-        self.book.doubt(row, doubted, self.name_in(message))
-        return self.facts(message.get("since"))
+        row = parse_row(message, len(self.site))
+        undecided = message.get("on")
+        if not isinstance(undecided, bool):
+            raise UserError("on must be true or false.")
+        self.store.set_undecided(row, undecided, self.parse_annotator(message))
+        return self.describe(message.get("since"))
 
-    def name_in(self, message: Mapping[str, Any]) -> str | None:
+    def parse_annotator(self, message: Mapping[str, Any]) -> str | None:
         return None if self.options.by is None else parse_text(message, "by") or self.options.by
 
     def app(self) -> ASGIApp:
-        gets = {"/queue": self.queue, "/guess/{row:int}": self.guess, "/similar/{row:int}": self.similar}
-        posts = {"/answers": self.answers, "/doubt": self.doubt, "/note": self.note, "/train": self.train}
-        return self.application("label", "Label", gets, posts)
+        """Build the app of the page."""
+        gets = {
+            "/queue": self.get_queue,
+            "/guess/{row:int}": self.get_prediction,
+            "/similar/{row:int}": self.get_similar,
+        }
+        posts = {
+            "/answers": self.post_labels,
+            "/doubt": self.post_undecided,
+            "/note": self.post_note,
+            "/train": self.post_train,
+        }
+        return self.build_app("label", "Label", gets, posts)
 
 
 def serve_label_page(
@@ -224,21 +289,32 @@ def serve_label_page(
     classes: Sequence[str],
     options: LabelOptions,
     port: int | None,
-    browser: bool,
-    say: Callable[[str], None],
+    open_browser: bool,
+    write_line: Callable[[str], None],
 ) -> None:
-    """Serve the page until Ctrl-C, which raises KeyboardInterrupt; `load` returns the model, whose `classes` these are.
+    """Serve the labeling page until Ctrl-C.
 
-    Raise UserError where nobody names a class, or the port is taken.
+    Args:
+        site: the site's folder.
+        load: loads a model whose predictions order the images; None without a model.
+        classes: the classes to choose from if the site has none, those of the model.
+        options: the options of the page.
+        port: the port, None for a free one.
+        open_browser: whether to open the page in a browser.
+        write_line: prints a line.
+
+    Raises:
+        UserError: there are no classes, or the port is not available.
+        KeyboardInterrupt: the user pressed Ctrl-C.
     """
     if not (site.classes or classes):
         raise UserError(
-            f"{site.folder} does not say which classes there are: give them by --classes NAME ..., or write a "
-            f"{CLASSES_FILE} with one name a line."
+            f"{site.folder} has no classes: give them by --classes NAME ..., or write a {CLASSES_FILE} with one name "
+            "a line."
         )
-    guessing = BackgroundPrediction(load, site.folder, site.paths) if load is not None else None
-    labeling = LabelPage(site, classes, guessing, options)
+    prediction = BackgroundPrediction(load, site.folder, site.paths) if load is not None else None
+    page = LabelPage(site, classes, prediction, options)
     try:
-        labeling.serve(labeling.app(), "label", "answer", port, browser, say)
+        page.serve(page.app(), "label", "label", port, open_browser, write_line)
     finally:
-        labeling.training.stop()
+        page.training.stop()

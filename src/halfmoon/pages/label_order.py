@@ -1,23 +1,38 @@
-"""Which images to label first: those that the model is unsure of, spread over its predictions and over what they show.
+"""Order of the images to label: uncertain predictions first, spread over predicted classes and over feature space.
 
-A good batch of labels covers the data (Sener and Savarese, ICLR 2018) and asks where the model wavers (Ash et al.,
-BADGE, ICLR 2020). Here: one predicted class after the other, those with the fewest labels first, gives the image for
-which margin-uncertainty times the squared distance to everything labeled or chosen is largest.
+A good batch of labels covers the data (Sener and Savarese, ICLR 2018) and contains uncertain images (Ash et al., BADGE,
+ICLR 2020). Here the predicted classes take turns, the class with the fewest labels first. Each turn picks the image
+with the largest product of margin uncertainty and squared distance to all labeled or picked images.
 """
 
 from dataclasses import dataclass
 
 import numpy as np
 
-RANDOM_INTERVAL = 5  # one of so many images is a random one
-GREEDY_IMAGES = 600  # so many images are chosen one by one; the rest follows by uncertainty
+RANDOM_INTERVAL = 5
+"""One of so many images in the order is a random one."""
+
+GREEDY_IMAGES = 600
+"""Number of images that are picked one by one; all others follow by uncertainty."""
+
+MIN_UNCERTAINTY = 0.05
+"""Added to each uncertainty, because a model may be certain and wrong."""
+
+RANDOM_LABELED_SHARE = 0.9
+"""Share of the beginning of the random order that must be labeled, so that its labels are a random sample."""
+
+DISTANCE_BATCH_IMAGES = 256
+"""Number of labeled images whose distances to all images are in memory at once."""
 
 
 @dataclass(frozen=True, eq=False)
 class Predictions:
-    """What a model makes of N images: `probabilities` float64 (N, classes) and `features` float32 (N, F).
+    """A model's predictions for N images.
 
-    A row of an image that could not be read is NaN. `classes` are the model's.
+    Attributes:
+        probabilities: float64 (N, classes); NaN in the rows of unreadable images.
+        features: float32 (N, F), the input of the model's head.
+        classes: names of the model's classes.
     """
 
     probabilities: np.ndarray
@@ -26,12 +41,12 @@ class Predictions:
 
     @property
     def mask(self) -> np.ndarray:
-        """Return which images the model has seen, bool (N,)."""
+        """Mask of the images that have a prediction, bool (N,)."""
         return np.asarray(np.isfinite(self.probabilities).all(1))
 
     @property
     def uncertainty(self) -> np.ndarray:
-        """Return 1 - (largest probability - second largest), (N,): 0 for sure, 1 for a tie; NaN where unknown."""
+        """Margin uncertainty (N,): 1 - (largest - second largest probability), from 0 to 1; NaN without prediction."""
         if self.probabilities.shape[1] == 1:
             return np.where(self.mask, 0.0, np.nan)
         top = np.sort(self.probabilities, 1)[:, -2:]
@@ -39,125 +54,179 @@ class Predictions:
 
     @property
     def predicted(self) -> np.ndarray:
-        """Return the most probable class, int64 (N,); -1 where unknown."""
+        """Index of the most probable class, int64 (N,); -1 without prediction."""
         return np.where(self.mask, np.nan_to_num(self.probabilities).argmax(1), -1)
 
 
-def shuffle_rows(open_: np.ndarray, seed: int = 0) -> np.ndarray:
-    """Return the rows where `open_` bool (N,) is true, in an order that depends on N and the seed alone.
+def shuffle_rows(mask: np.ndarray, seed: int = 0) -> np.ndarray:
+    """Shuffle the rows where `mask`, bool (N,), is true.
 
-    So an answer takes its image out of the order and moves no other.
+    The order of two rows depends only on N and the seed. A new label removes its image and moves no other one.
     """
-    order = np.random.default_rng(seed).permutation(len(open_))
-    return order[open_[order]]
+    order = np.random.default_rng(seed).permutation(len(mask))
+    return order[mask[order]]
 
 
 def mix_in_random(order: np.ndarray, random: np.ndarray) -> np.ndarray:
-    """Return an order of rows in which every one of `EVERY` is the next of a random order of the same rows.
+    """Replace every fifth row of an order (`RANDOM_INTERVAL`) by the next row of a random order.
 
-    What was drawn at random tells how good a model is; what was chosen is harder than the rest.
+    Accuracy is estimated on the random images, because images that were picked are harder than the others.
+
+    Args:
+        order: rows, int64 (n,).
+        random: the same rows in a random order.
+
+    Returns:
+        The same rows, int64 (n,), each once.
     """
-    sources, rows = (iter(order.tolist()), iter(random.tolist())), dict[int, None]()  # rows in their order
-    for place in range(1, len(order) + 1):
-        rows[next(row for row in sources[place % RANDOM_INTERVAL == 0] if row not in rows)] = None
+    ordered_rows = iter(order.tolist())
+    random_rows = iter(random.tolist())
+    rows = dict[int, None]()  # a set with the order of insertion
+    for position in range(1, len(order) + 1):
+        source = random_rows if position % RANDOM_INTERVAL == 0 else ordered_rows
+        rows[next(row for row in source if row not in rows)] = None
     return np.array(list(rows), np.int64)
 
 
-def find_randomly_labeled(labels: np.ndarray, passed: np.ndarray, seed: int = 0) -> np.ndarray:
-    """Return which labeled rows, bool (N,), were shown because chance said so: nearly all of the first of its order.
+def find_randomly_labeled(labels: np.ndarray, undecided: np.ndarray, seed: int = 0) -> np.ndarray:
+    """Find the labeled rows that are a random sample: almost all of the beginning of the random order.
 
-    These are the rows of the longest beginning of the random order in which nine of ten have a label or were `passed`,
-    bool (N,), as too hard to name.
+    The sample is the longest beginning of the random order in which nine of ten rows are labeled or undecided.
+
+    Args:
+        labels: int64 (N,), -1 for none.
+        undecided: bool (N,), images that a person could not label.
+        seed: the seed of the random order.
+
+    Returns:
+        Mask of the labeled rows in the sample, bool (N,).
     """
     order = shuffle_rows(np.ones(len(labels), bool), seed)
-    share = np.cumsum((labels >= 0)[order] | passed[order]) / np.arange(1, len(order) + 1)
-    enough = np.flatnonzero(share >= 0.9)
+    share = np.cumsum((labels >= 0)[order] | undecided[order]) / np.arange(1, len(order) + 1)
+    ends = np.flatnonzero(share >= RANDOM_LABELED_SHARE)
+    count = ends[-1] + 1 if len(ends) else 0
     mask = np.zeros(len(labels), bool)
-    mask[order[: enough[-1] + 1 if len(enough) else 0]] = True
+    mask[order[:count]] = True
     return mask & (labels >= 0)
 
 
 def rank_descending(uncertainty: np.ndarray) -> np.ndarray:
-    """Return the rank of each uncertainty (N,), int64 (N,): 1 for the largest; 0 for NaN."""
-    places = np.argsort(-uncertainty, kind="stable")  # NaN comes last
-    ranks = np.empty(len(places), np.int64)
-    ranks[places] = np.arange(1, len(places) + 1)
+    """Rank uncertainties (N,) as int64 (N,): 1 for the largest, 0 for NaN."""
+    order = np.argsort(-uncertainty, kind="stable")  # sorts NaN to the end
+    ranks = np.empty(len(order), np.int64)
+    ranks[order] = np.arange(1, len(order) + 1)
     return np.where(np.isfinite(uncertainty), ranks, 0)
 
 
 def order_for_labeling(
-    guesses: Predictions, labels: np.ndarray, open_: np.ndarray, seed: int = 0, spread: int = GREEDY_IMAGES
+    predictions: Predictions,
+    labels: np.ndarray,
+    unlabeled: np.ndarray,
+    seed: int = 0,
+    greedy_images: int = GREEDY_IMAGES,
 ) -> np.ndarray:
-    """Return the rows to label, the most useful first: every row where `open_` bool (N,) is true, once.
+    """Order the images to label, the most useful first.
 
-    `labels` int64 (N,) are those of the model's classes that are given already, -1 for none. Images that the model has
-    not seen come last. `spread` images are chosen one by one.
+    Args:
+        predictions: predictions for N images.
+        labels: int64 (N,), the labels so far as indices of the model's classes, -1 for none.
+        unlabeled: bool (N,), the images to order.
+        seed: the seed by which ties are broken.
+        greedy_images: number of images that are picked one by one; all others follow by uncertainty.
+
+    Returns:
+        The rows where `unlabeled` is true, each once. Those without a prediction are last.
     """
-    mask = guesses.mask
-    rows = shuffle_rows(open_ & mask, seed)  # ties are broken by chance, not by name
-    blind = shuffle_rows(open_ & ~mask, seed)
-    uncertainty = guesses.uncertainty[rows]
-    places = _spread(guesses, labels, rows, min(spread, len(rows)))
-    rest = np.setdiff1d(np.arange(len(rows)), places, assume_unique=True)
+    mask = predictions.mask
+    rows = shuffle_rows(unlabeled & mask, seed)  # break ties by chance, not by file name
+    unpredicted = shuffle_rows(unlabeled & ~mask, seed)
+    uncertainty = predictions.uncertainty[rows]
+    picked = _pick_greedily(predictions, labels, rows, min(greedy_images, len(rows)))
+    rest = np.setdiff1d(np.arange(len(rows)), picked, assume_unique=True)
     rest = rest[np.argsort(-uncertainty[rest], kind="stable")]
-    return np.concatenate([rows[places], rows[rest], blind])
+    return np.concatenate([rows[picked], rows[rest], unpredicted])
 
 
-def distance_to_labeled(guesses: Predictions, labels: np.ndarray) -> np.ndarray:
-    """Return how far each image (N,) is, in features, from the nearest that has a label; NaN where nobody can tell.
+def distance_to_labeled(predictions: Predictions, labels: np.ndarray) -> np.ndarray:
+    """Compute the distance of each image to the nearest labeled image, in standardized features.
 
-    That is what `order` multiplies by the uncertainty, as it stands before the first image is chosen.
+    The square of this distance is the factor by which `order_for_labeling` multiplies the uncertainty for its first
+    pick.
+
+    Args:
+        predictions: predictions for N images.
+        labels: int64 (N,), -1 for none.
+
+    Returns:
+        Distances (N,); NaN without prediction or without any label.
     """
-    space, labeled = standardize(guesses.features, guesses.mask), np.flatnonzero((labels >= 0) & guesses.mask)
-    squares, nearest = (space**2).sum(1), np.full(len(space), np.nan)
-    for first in range(0, len(labeled), 256):
-        some = labeled[first : first + 256]
-        nearest = np.fmin(nearest, (squares[:, None] + squares[some] - 2 * space @ space[some].T).min(1))
-    return np.where(guesses.mask, np.sqrt(np.maximum(nearest, 0)), np.nan)
+    points = standardize(predictions.features, predictions.mask)
+    labeled = np.flatnonzero((labels >= 0) & predictions.mask)
+    squares = (points**2).sum(1)
+    nearest = np.full(len(points), np.nan)
+    for first in range(0, len(labeled), DISTANCE_BATCH_IMAGES):
+        batch = labeled[first : first + DISTANCE_BATCH_IMAGES]
+        # |a - b|^2 = |a|^2 + |b|^2 - 2 ab, as one matrix product
+        distances = squares[:, None] + squares[batch] - 2 * points @ points[batch].T
+        nearest = np.fmin(nearest, distances.min(1))
+    # Rounding makes some squares slightly negative.
+    return np.where(predictions.mask, np.sqrt(np.maximum(nearest, 0)), np.nan)
 
 
-def sort_by_similarity(guesses: Predictions, row: int) -> np.ndarray:
-    """Return all rows by their distance, in features, from one of them; what the model has not seen comes last."""
-    distances = _distances(guesses.features, guesses.features[row])
-    return np.argsort(np.where(guesses.mask, distances, np.inf), kind="stable")
+def sort_by_similarity(predictions: Predictions, row: int) -> np.ndarray:
+    """Sort all rows by the distance of their features to those of one row; rows without prediction are last."""
+    distances = _squared_distances(predictions.features, predictions.features[row])
+    return np.argsort(np.where(predictions.mask, distances, np.inf), kind="stable")
 
 
-def _spread(guesses: Predictions, labels: np.ndarray, rows: np.ndarray, count: int) -> np.ndarray:
-    """Return places in `rows`, `count` of them, chosen greedily."""
-    space = standardize(guesses.features, guesses.mask)
-    points, predicted = space[rows], guesses.predicted[rows]
-    weight = guesses.uncertainty[rows] + 0.05  # what the model is sure of counts a little: it may be surely wrong
-    labeled = np.flatnonzero((labels >= 0) & guesses.mask)
+def _pick_greedily(predictions: Predictions, labels: np.ndarray, rows: np.ndarray, count: int) -> np.ndarray:
+    """Pick `count` images one by one; return their positions in `rows`, int64 (count,)."""
+    all_points = standardize(predictions.features, predictions.mask)
+    points = all_points[rows]
+    predicted = predictions.predicted[rows]
+    weight = predictions.uncertainty[rows] + MIN_UNCERTAINTY
+    labeled = np.flatnonzero((labels >= 0) & predictions.mask)
     nearest = np.full(len(rows), np.inf)
     for row in labeled:
-        np.minimum(nearest, _distances(points, space[row]), out=nearest)
-    if not len(labeled) and len(rows):  # the first is the most ordinary: an outlier teaches little
-        nearest = 1 / (1e-9 + _distances(points, points.mean(0)))
-    counts = np.bincount(labels[labeled], minlength=guesses.probabilities.shape[1]).astype(float)
-    free = np.ones(len(rows), bool)
-    places = np.empty(count, np.int64)
+        np.minimum(nearest, _squared_distances(points, all_points[row]), out=nearest)
+    if not len(labeled) and len(rows):
+        # Without labels start with the image nearest to the mean, because an outlier is a poor first label.
+        nearest = 1 / (1e-9 + _squared_distances(points, points.mean(0)))
+    counts = np.bincount(labels[labeled], minlength=predictions.probabilities.shape[1]).astype(float)
+    available = np.ones(len(rows), bool)
+    picked = np.empty(count, np.int64)
     for n in range(count):
-        left = np.unique(predicted[free])
-        here = free & (predicted == left[counts[left].argmin()])  # the class with the fewest labels
-        score = np.where(here, weight * nearest, -1.0)
-        place = int(score.argmax())
-        places[n] = place
-        free[place] = False
-        counts[predicted[place]] += 1
-        distance = _distances(points, points[place])
+        classes = np.unique(predicted[available])
+        rarest_class = classes[counts[classes].argmin()]
+        score = np.where(available & (predicted == rarest_class), weight * nearest, -1.0)
+        position = int(score.argmax())
+        picked[n] = position
+        available[position] = False
+        counts[predicted[position]] += 1
+        distance = _squared_distances(points, points[position])
+        # After a first pick without labels `nearest` is not a distance, but the closeness to the mean.
         nearest = distance if n == 0 and not len(labeled) else np.minimum(nearest, distance)
-    return places
+    return picked
 
 
-def _distances(points: np.ndarray, point: np.ndarray) -> np.ndarray:
+def _squared_distances(points: np.ndarray, point: np.ndarray) -> np.ndarray:
     difference = points - point
     return np.einsum("nf,nf->n", difference, difference)
 
 
 def standardize(features: np.ndarray, mask: np.ndarray) -> np.ndarray:
-    """Return features (N, F) with mean 0 and deviation 1 over the known rows; a constant one becomes 0."""
+    """Scale each feature to mean 0 and standard deviation 1 over the rows in a mask.
+
+    Args:
+        features: (N, F).
+        mask: bool (N,).
+
+    Returns:
+        float64 (N, F); 0 for constant features and for rows that are not in the mask.
+    """
     rows = features[mask].astype(np.float64)
     if not len(rows):
         return np.zeros(features.shape)
-    mean, deviation = rows.mean(0), rows.std(0)
+    mean = rows.mean(0)
+    deviation = rows.std(0)
     return np.where(mask[:, None], (features - mean) / np.where(deviation > 1e-12, deviation, 1.0), 0.0)

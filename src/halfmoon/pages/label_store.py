@@ -1,4 +1,4 @@
-"""A folder's labels as they stand on the disk, while people answer."""
+"""The labels of a folder, in memory and on the disk, while people label it."""
 
 import threading
 from collections.abc import Sequence
@@ -21,124 +21,160 @@ from halfmoon.sites.folders.labels import (
 )
 from halfmoon.sites.folders.site_folder import LABELS_FILE, UNLABELED, SiteFolder
 
+UNDECIDED = "not sure"
+"""The entry of an undecided image in the file of undecided images."""
+
 
 class LabelStore:
-    """The labels and the not-sure marks of a site's N images, read again whenever a file has changed.
+    """The labels of a site's N images, and the images that a person could not label.
 
-    `labels` is int64 (N,), -1 for none; `unsure` bool (N,); `version` grows with every change, whoever made it.
+    Changed files are read again, as other programs may write them.
+
+    Attributes:
+        labels: int64 (N,), indices of `classes`, -1 for none.
+        undecided: bool (N,), images that a person could not label.
+        classes: names of the classes; classes in the files that are not listed are appended.
+        version: a number that grows with every change in memory or on the disk.
+        written_count: the number of labels that were written through this object.
+        labels_from_folders: whether the labels are names of class folders and no labels file exists yet.
+        labels_file: name of the labels file.
+        undecided_file: name of the file of the undecided images.
+        folder: the folder of the images.
+        paths: paths of the images relative to the folder.
     """
 
-    def __init__(self, site: SiteFolder, classes: Sequence[str], table: str = LABELS_FILE) -> None:
-        """Open the labels of a site; `classes` may name more than its files do. `table` is the file of another reader,
-        who sees nobody else's labels.
+    def __init__(self, site: SiteFolder, classes: Sequence[str], labels_file: str = LABELS_FILE) -> None:
+        """Open the labels of a site.
+
+        Args:
+            site: the site's folder.
+            classes: classes in their order; those of the site's files are appended.
+            labels_file: name of the labels file. A second reader has a separate one and does not see other labels.
         """
-        self.table = table
-        self.doubts = UNDECIDED_FILE if table == LABELS_FILE else f"{table.removesuffix('.csv')}.not-sure.csv"
+        self.labels_file = labels_file
+        if labels_file == LABELS_FILE:
+            self.undecided_file = UNDECIDED_FILE
+        else:
+            self.undecided_file = f"{labels_file.removesuffix('.csv')}.not-sure.csv"
         self.folder: Path = site.folder
         self.paths = site.paths
         self.classes = list(dict.fromkeys([*classes, *site.classes]))
         self.labels = np.full(len(site), UNLABELED, np.int64)
         self.undecided = np.zeros(len(site), bool)
         self.version = 0
-        self.answers = 0  # by this page
+        self.written_count = 0
         self._changes: list[tuple[int, int]] = []  # (version, row)
         self._rows = {normalize_path(path): row for row, path in enumerate(site.paths)}
         self._stamps: dict[str, tuple[int, ...]] = {}
         self._lock = threading.RLock()
         self.refresh()
-        # Labels that are names of folders: the first answer writes all of them, as a labels.csv alone counts then.
-        self.foldered = table == LABELS_FILE and not file_stamp(self.folder) and bool((site.labels >= 0).any())
-        if self.foldered:
+        # Labels from class folders count only while there is no labels file. Therefore the first label that a person
+        # gives writes all of them.
+        is_first_reader = labels_file == LABELS_FILE
+        self.labels_from_folders = is_first_reader and not file_stamp(self.folder) and bool((site.labels >= 0).any())
+        if self.labels_from_folders:
+            # The last entry maps the index -1 to "no label".
             numbers = np.array([self.classes.index(name) for name in site.classes] + [UNLABELED])
             self.labels = numbers[site.labels]
 
     def refresh(self) -> None:
-        """Take over what has been written since the last time; raise UserError where labels.csv is broken."""
-        with self._lock:
-            for name in (self.table, self.doubts):
-                now = file_stamp(self.folder, name)
-                if now == self._stamps.get(name):
-                    continue
-                self._replace(read_labels(self.folder, name), name)
-                self._stamps[name] = now
+        """Read the files that have changed since the last call.
 
-    def _replace(self, table: dict[str, str], name: str) -> None:
-        numbers = {normalize_text(word): number for number, word in enumerate(self.classes)}
+        Raises:
+            UserError: a file is not valid.
+        """
+        with self._lock:
+            for name in (self.labels_file, self.undecided_file):
+                stamp = file_stamp(self.folder, name)
+                if stamp == self._stamps.get(name):
+                    continue
+                self._apply_entries(read_labels(self.folder, name), name)
+                self._stamps[name] = stamp
+
+    def _apply_entries(self, entries: dict[str, str], name: str) -> None:
+        """Replace the labels, or the undecided images, by the entries of their file, and record the changed rows."""
+        is_labels_file = name == self.labels_file
+        numbers = {normalize_text(class_name): number for number, class_name in enumerate(self.classes)}
         new = np.full(len(self.paths), UNLABELED, np.int64)
-        for path, word in table.items():
+        for path, text in entries.items():
             row = self._rows.get(path)
             if row is None:
                 continue
-            if name == self.table and word not in numbers:
-                numbers[word] = len(self.classes)
-                self.classes.append(word)
-            new[row] = numbers.get(word, 0)
-        old = self.labels if name == self.table else np.where(self.undecided, 0, UNLABELED)
+            if is_labels_file and text not in numbers:
+                numbers[text] = len(self.classes)
+                self.classes.append(text)
+            new[row] = numbers.get(text, 0)  # 0 for the entries of undecided images
+        old = self.labels if is_labels_file else np.where(self.undecided, 0, UNLABELED)
         changed = np.flatnonzero(new != old)
         if not len(changed):
             return
         self.version += 1
         self._changes += [(self.version, int(row)) for row in changed]
-        if name == self.table:
+        if is_labels_file:
             self.labels = new
         else:
             self.undecided = new >= 0
 
-    def changes(self, since: int) -> list[list[int]]:
-        """Return [row, label, not sure] of every row that has changed after the version `since`."""
+    def changes_since(self, version: int) -> list[list[int]]:
+        """List [row, label, undecided] of every row that has changed after a version."""
         with self._lock:
-            rows = sorted({row for version, row in self._changes if version > since})
+            rows = sorted({row for number, row in self._changes if number > version})
             return [[row, int(self.labels[row]), int(self.undecided[row])] for row in rows]
 
-    def answer(self, row: int, label: str, previous: str, by: str | None) -> None:
-        """Write an image's label, as `answers` does."""
-        self.answers_of([(row, label, previous)], by)
+    def set_label(self, row: int, label: str, previous: str, by: str | None) -> None:
+        """Write the label of one image; see `set_labels`."""
+        self.set_labels([(row, label, previous)], by)
 
-    def answers_of(self, entries: Sequence[tuple[int, str, str]], by: str | None) -> None:
-        """Write labels, all or none, each as (row, label, what the person saw); the label "" takes one back.
+    def set_labels(self, entries: Sequence[tuple[int, str, str]], by: str | None) -> None:
+        """Write the labels of several images, all or none.
 
-        Raise Changed where one has another label by now, UserError for an unknown row or class.
+        Args:
+            entries: (row, label, the label that the person saw) of each image. The label "" removes a label.
+            by: who gives the labels, None to record no name.
+
+        Raises:
+            LabelConflict: another program has changed one of these labels.
+            UserError: there is no such row or class.
         """
         names = {"", *map(normalize_text, self.classes)}
         for _, label, _ in entries:
             if normalize_text(label) not in names:
                 raise UserError(f"there is no class {label!r} here.")
-        answers = [LabelEdit(self._path(row), label, previous, by) for row, label, previous in entries]
-        if self.foldered:
+        edits = [LabelEdit(self._path(row), label, previous, by) for row, label, previous in entries]
+        if self.labels_from_folders:
             rows = np.flatnonzero(self.labels >= 0)
-            write_labels(self.folder, *(LabelEdit(self.paths[n], self.classes[self.labels[n]]) for n in rows))
-            self.foldered = False
+            folder_labels = [LabelEdit(self.paths[n], self.classes[self.labels[n]]) for n in rows]
+            write_labels(self.folder, *folder_labels)
+            self.labels_from_folders = False
         try:
-            write_labels(self.folder, *answers, name=self.table)
+            write_labels(self.folder, *edits, name=self.labels_file)
         except LabelConflict:
             self.refresh()
             raise
-        named = [
-            LabelEdit(self.paths[row], "", "not sure") for row, label, _ in entries if label and self.undecided[row]
+        decided = [
+            LabelEdit(self.paths[row], "", UNDECIDED) for row, label, _ in entries if label and self.undecided[row]
         ]
-        if named:
-            write_labels(self.folder, *named, name=self.doubts)
-        self.answers += len(answers)
+        if decided:
+            write_labels(self.folder, *decided, name=self.undecided_file)
+        self.written_count += len(edits)
         self.refresh()
 
-    def notes(self) -> dict[int, str]:
-        """Return what people noted about images, by row."""
-        return {
-            self._rows[path]: words
-            for path, words in read_labels(self.folder, NOTES_FILE).items()
-            if path in self._rows
-        }
+    def read_notes(self) -> dict[int, str]:
+        """Read the notes that people wrote about images, by row."""
+        notes = read_labels(self.folder, NOTES_FILE)
+        return {self._rows[path]: text for path, text in notes.items() if path in self._rows}
 
-    def note(self, row: int, words: str, by: str | None) -> None:
-        """Write a note of one line about an image; "" takes it back."""
-        before = self.notes().get(row, "")
-        write_labels(self.folder, LabelEdit(self._path(row), words, before, by), name=NOTES_FILE)
+    def set_note(self, row: int, text: str, by: str | None) -> None:
+        """Write a note of one line about an image; "" removes it."""
+        previous = self.read_notes().get(row, "")
+        write_labels(self.folder, LabelEdit(self._path(row), text, previous, by), name=NOTES_FILE)
 
-    def doubt(self, row: int, on: bool, by: str | None) -> None:
-        """Note that somebody could not name an image, or take that back."""
+    def set_undecided(self, row: int, undecided: bool, by: str | None) -> None:
+        """Record that a person could not label an image, or remove this record."""
         path = self._path(row)
-        words = ("not sure", "") if on else ("", "not sure")
-        write_labels(self.folder, LabelEdit(path, words[0], words[1], by), name=self.doubts)
+        new = UNDECIDED if undecided else ""
+        previous = "" if undecided else UNDECIDED
+        write_labels(self.folder, LabelEdit(path, new, previous, by), name=self.undecided_file)
         self.refresh()
 
     def _path(self, row: int) -> str:
@@ -146,26 +182,31 @@ class LabelStore:
             raise UserError(f"there is no image {row}.")
         return self.paths[row]
 
-    def counts(self) -> list[int]:
+    def count_labels(self) -> list[int]:
+        """Count the labels of each class."""
         return np.bincount(self.labels[self.labels >= 0], minlength=len(self.classes)).tolist()
 
-    def starved(self) -> list[int]:
-        """Return the classes with fewer labels than a third of the mean, once there are two a class on average."""
-        counts = np.array(self.counts())
+    def find_rare_classes(self) -> list[int]:
+        """Find the classes with less than a third of the mean number of labels.
+
+        Returns:
+            Indices of the classes; [] before there are two labels per class on average.
+        """
+        counts = np.array(self.count_labels())
         if counts.sum() < 2 * len(counts):
             return []
         return np.flatnonzero(counts * 3 < counts.mean()).tolist()
 
-    def facts(self, since: int) -> dict[str, Any]:
-        """Return what every page shows of the labels, and what has changed after the version `since`."""
+    def describe(self, since: int) -> dict[str, Any]:
+        """Describe the labels for a page, with the changes after the version `since`."""
         self.refresh()
         with self._lock:
             return {
                 "version": self.version,
-                "changes": self.changes(since),
+                "changes": self.changes_since(since),
                 "classes": list(self.classes),
-                "counts": self.counts(),
-                "starved": self.starved(),
+                "counts": self.count_labels(),
+                "starved": self.find_rare_classes(),
                 "labeled": int((self.labels >= 0).sum()),
                 "unsure": int((self.undecided & (self.labels < 0)).sum()),
                 "total": len(self.paths),

@@ -1,4 +1,4 @@
-"""`halfmoon review`: what a model says of a folder, as a wall of images that can be sorted, checked and corrected."""
+"""The page of `halfmoon review`: a model's predictions for a folder's images, to sort, check and correct."""
 
 from __future__ import annotations
 
@@ -27,110 +27,150 @@ if TYPE_CHECKING:
     from halfmoon.sites.inference.load import InferenceModel
 
 TABLE_COLUMNS = ("path", "predicted", "probability", "runner_up", "runner_up_probability", "label", "agrees")
+"""Columns of the table of predictions."""
 
 
 def open_folder_to_review(folder: Path, classes: Sequence[str]) -> SiteFolder:
-    """Return a folder of images with its labels, which may be the names of class folders.
+    """Open a folder of images with its labels, which may be the names of class folders.
 
-    A class folder is one at the top whose name is one of `classes`, and counts where there is no labels.csv and no
-    classes.txt. Raise UserError where the folder cannot be read.
+    Args:
+        folder: the folder. Its top folders that are named like a class give labels if there is no labels.csv and no
+            classes.txt.
+        classes: the model's classes.
+
+    Raises:
+        UserError: the folder cannot be read.
     """
     site = read_site(folder)
     if find_labels_file(folder).exists() or (folder / CLASSES_FILE).exists():
         return site
     number = {name: n for n, name in enumerate(classes)}
-    tops = [path.split("/")[0] if "/" in path else "" for path in site.paths]
-    labels = np.array([number.get(top, UNLABELED) for top in tops], np.int64)
+    top_folders = [path.split("/")[0] if "/" in path else "" for path in site.paths]
+    labels = np.array([number.get(name, UNLABELED) for name in top_folders], np.int64)
     return replace(site, labels=labels, classes=tuple(classes)) if (labels >= 0).any() else site
 
 
 class ReviewPage(FolderPage):
-    """The page's memory: the predictions, and the labels as they stand."""
+    """The state and the endpoints of the review page."""
 
-    guessing: BackgroundPrediction
+    prediction: BackgroundPrediction
 
     def __init__(
-        self, model: str, site: SiteFolder, guessing: BackgroundPrediction, window: tuple[float, float] | None = None
+        self, model: str, site: SiteFolder, prediction: BackgroundPrediction, window: tuple[float, float] | None = None
     ) -> None:
-        super().__init__(site, (*site.classes, *guessing.classes), guessing, window)
+        """Open the labels of a folder.
+
+        Args:
+            model: name of the model.
+            site: the folder.
+            prediction: the model's prediction of the images.
+            window: the values of black and white in deep images, instead of those in the files.
+        """
+        super().__init__(site, (*site.classes, *prediction.classes), prediction, window)
         self.model = model
 
-    def start(self, request: Request) -> dict[str, Any]:
-        return super().start(request) | {"model_name": self.model, "by": None}
+    def get_start(self, request: Request) -> dict[str, Any]:
+        return super().get_start(request) | {"model_name": self.model, "by": None}
 
-    def guesses(self) -> Predictions:
-        """Return the model's guesses; raise UserError before they are complete."""
-        if self.guessing.result is None:
-            raise UserError("the model is not through yet.")
-        return self.guessing.result
+    def require_predictions(self) -> Predictions:
+        """Get the predictions of all images; raise `UserError` before they are complete."""
+        if self.prediction.result is None:
+            raise UserError("the model has not predicted all images yet.")
+        return self.prediction.result
 
-    def predictions(self, request: Request) -> dict[str, Any]:
-        """Return the predicted class of each image (-1: it could not be read), its probability, and the next class."""
-        guesses = self.guesses()
-        values = np.nan_to_num(guesses.probabilities)
-        order = np.argsort(-values, axis=1, kind="stable")[:, :2]
-        top = np.take_along_axis(values, order, 1)
-        own = np.array([self.book.classes.index(name) for name in self.guessing.classes])
-        predicted = np.where(guesses.mask, own[order[:, 0]], -1)
+    def get_predictions(self, request: Request) -> dict[str, Any]:
+        """Build the response with each image's predicted class (-1: unreadable), its probability and the next class."""
+        predictions = self.require_predictions()
+        probabilities = np.nan_to_num(predictions.probabilities)
+        order = np.argsort(-probabilities, axis=1, kind="stable")[:, :2]
+        top = np.take_along_axis(probabilities, order, 1)
+        # The page numbers the classes of the site and of the model together.
+        page_class = np.array([self.store.classes.index(name) for name in self.prediction.classes])
+        predicted = np.where(predictions.mask, page_class[order[:, 0]], -1)
         return {
             "predicted": predicted.tolist(),
             "probability": np.round(top[:, 0], 6).tolist(),
-            "second": own[order[:, -1]].tolist(),
-            "known": len(self.guessing.classes),
+            "second": page_class[order[:, -1]].tolist(),
+            "known": len(self.prediction.classes),
         }
 
-    def scores(self, request: Request) -> dict[str, Any]:
-        """Return accuracy, confusion and calibration over the labeled images, as `halfmoon evaluate` counts them."""
+    def get_scores(self, request: Request) -> dict[str, Any]:
+        """Build the response with accuracy, confusion and calibration over the labeled images.
+
+        The numbers are those of `halfmoon evaluate`. Labels of classes that the model does not have are left out.
+        """
         from halfmoon.sites.inference.measure import compute_scores
 
-        guesses = self.guesses()
-        self.book.refresh()
-        names = self.guessing.classes
-        number = np.array([names.index(name) if name in names else -1 for name in self.book.classes] + [-1])
-        truth = number[self.book.labels]
-        rows = np.flatnonzero((truth >= 0) & guesses.mask)
+        predictions = self.require_predictions()
+        self.store.refresh()
+        names = self.prediction.classes
+        # The last entry maps the index -1, no label, to -1.
+        model_class = np.array([names.index(name) if name in names else -1 for name in self.store.classes] + [-1])
+        truth = model_class[self.store.labels]
+        rows = np.flatnonzero((truth >= 0) & predictions.mask)
         if not len(rows):
             return {"images": 0}
-        return compute_scores(truth[rows], guesses.predicted[rows], guesses.probabilities[rows].max(1), classes=names)
+        confidence = predictions.probabilities[rows].max(1)
+        return compute_scores(truth[rows], predictions.predicted[rows], confidence, classes=names)
 
-    def table(self, request: Request) -> Response:
-        """Return all predictions as CSV: what a spreadsheet would take for a formula is text."""
+    def get_table(self, request: Request) -> Response:
+        """Build the response with all predictions as CSV; formulas are escaped for spreadsheets."""
         from starlette.responses import Response
 
         text = io.StringIO()
         writer = csv.writer(text, lineterminator="\n")
         writer.writerow(TABLE_COLUMNS)
-        predictions = self.predictions(request)
-        guesses, names = self.guesses(), self.book.classes
+        page_predictions = self.get_predictions(request)
+        predictions = self.require_predictions()
+        names = self.store.classes
         for row, path in enumerate(self.site.paths):
-            label = names[self.book.labels[row]] if self.book.labels[row] >= 0 else ""
+            label = names[self.store.labels[row]] if self.store.labels[row] >= 0 else ""
             cells = ["", "", "", ""]
-            if predictions["predicted"][row] >= 0:
-                top = np.sort(guesses.probabilities[row])[::-1]
-                second = [names[predictions["second"][row]], f"{top[1]:.6f}"] if len(top) > 1 else ["", ""]
-                cells = [names[predictions["predicted"][row]], f"{top[0]:.6f}", *second]
-            agrees = "" if not label or not cells[0] else "yes" if label == cells[0] else "no"
+            if page_predictions["predicted"][row] >= 0:
+                top = np.sort(predictions.probabilities[row])[::-1]
+                cells[:2] = [names[page_predictions["predicted"][row]], f"{top[0]:.6f}"]
+                if len(top) > 1:
+                    cells[2:] = [names[page_predictions["second"][row]], f"{top[1]:.6f}"]
+            agrees = ""
+            if label and cells[0]:
+                agrees = "yes" if label == cells[0] else "no"
             writer.writerow([escape_formula(cell) for cell in (path, *cells, label, agrees)])
-        name = "".join(
-            c if c.isascii() and (c.isalnum() or c in "-_") else "_" for c in self.site.folder.resolve().name
-        )
+        folder_name = self.site.folder.resolve().name
+        # Quotes and letters beyond ASCII are not allowed in the header.
+        name = "".join(c if c.isascii() and (c.isalnum() or c in "-_") else "_" for c in folder_name)
         headers = {"content-disposition": f'attachment; filename="predictions-{name}.csv"', "cache-control": "no-store"}
         return Response(text.getvalue().encode("utf-8", "surrogateescape"), media_type="text/csv", headers=headers)
 
     def app(self) -> ASGIApp:
-        gets = {"/predictions": self.predictions, "/scores": self.scores, "/predictions.csv": self.table}
-        return self.application("review", "Review", gets, {})
+        """Build the app of the page."""
+        gets = {"/predictions": self.get_predictions, "/scores": self.get_scores, "/predictions.csv": self.get_table}
+        return self.build_app("review", "Review", gets, {})
 
 
 def serve_review_page(
-    model: InferenceModel, name: str, folder: Path, port: int | None, browser: bool, say: Callable[[str], None]
+    model: InferenceModel,
+    name: str,
+    folder: Path,
+    port: int | None,
+    open_browser: bool,
+    write_line: Callable[[str], None],
 ) -> None:
-    """Serve the page until Ctrl-C, which raises KeyboardInterrupt.
+    """Serve the review page until Ctrl-C.
 
-    Raise UserError where the folder cannot be read or the port is taken.
+    Args:
+        model: the model.
+        name: its name.
+        folder: the folder of the images.
+        port: the port, None for a free one.
+        open_browser: whether to open the page in a browser.
+        write_line: prints a line.
+
+    Raises:
+        UserError: the folder cannot be read, or the port is not available.
+        KeyboardInterrupt: the user pressed Ctrl-C.
     """
     site = open_folder_to_review(folder, model.classes)
-    guessing = BackgroundPrediction(lambda: model, folder, site.paths)
-    guessing.classes = model.classes
-    review = ReviewPage(name, site, guessing, model.card.window)
-    review.serve(review.app(), "review", "correction", port, browser, say)
+    prediction = BackgroundPrediction(lambda: model, folder, site.paths)
+    prediction.classes = model.classes  # the page needs them before the prediction is complete
+    page = ReviewPage(name, site, prediction, model.card.window)
+    page.serve(page.app(), "review", "correction", port, open_browser, write_line)

@@ -1,4 +1,4 @@
-"""Serve a page to this machine's own browser, at one address with a secret in it.
+"""Serve a page to a browser on this machine, at an address that contains a secret token.
 
 Starlette and uvicorn (the extra "pages") are imported when a page is served, not before.
 """
@@ -30,10 +30,11 @@ if TYPE_CHECKING:
     from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 LOCAL_ADDRESS = "127.0.0.1"
-MAX_BODY_BYTES = 2**20  # bytes of a request's body at most: answers to a wall of images
+MAX_BODY_BYTES = 2**20
+"""Largest body of a request; labels of many images are sent together."""
 
 Endpoint = Callable[["Request"], Any]
-"""Takes a request and returns a response, or a value for JSON; a UserError becomes an answer with its sentence."""
+"""Receives a request and returns a response, or a value for JSON; a `UserError` becomes a response with its message."""
 
 SECURITY_HEADERS = {
     "content-security-policy": "default-src 'none'; script-src 'self'; style-src 'self' 'unsafe-inline'; "
@@ -47,7 +48,7 @@ SECURITY_HEADERS = {
 
 
 def require_pages() -> None:
-    """Raise UserError where the extra "pages" is not installed."""
+    """Raise `UserError` if the extra "pages" is not installed."""
     try:
         import starlette  # noqa: F401
         import uvicorn  # noqa: F401
@@ -56,100 +57,116 @@ def require_pages() -> None:
 
 
 class RequestGuard:
-    """Let through what comes from the page's own address: the right Host, Origin and token; the rest gets a refusal.
+    """ASGI middleware that accepts only requests from the page itself, with the right Host, Origin and token.
 
-    `port` is where the page is served. The token is the first part of every path and is taken off before `app` sees
-    it. A request that changes something must say its Origin.
+    It protects against other web pages in the same browser (DNS rebinding, cross-site requests) and against other users
+    of the machine. Requests that change something need an Origin. The token is the first part of every path; `app`
+    receives paths without it.
     """
 
     def __init__(self, app: ASGIApp, token: str, port: int) -> None:
-        """Stand before `app`."""
-        self.app, self.token = app, token.encode()
+        """Protect an app.
+
+        Args:
+            app: the app of the page.
+            token: the secret in the address.
+            port: the port at which the page is served.
+        """
+        self.app = app
+        self.token = token.encode()
         self.hosts = {f"{name}:{port}" for name in (LOCAL_ADDRESS, "localhost")}
-        if port == 80:
+        if port == 80:  # browsers leave the default port out
             self.hosts |= {LOCAL_ADDRESS, "localhost"}
         self.origins = {f"http://{host}" for host in self.hosts}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer one request."""
-        reason = self.refusal(scope)
+        """Refuse a request, or pass it to the app and add security headers to the response."""
+        reason = self.find_refusal(scope)
         if reason:
-            await _plain(send, 403, reason)
+            await _send_text(send, 403, reason)
             return
-        _, token, rest = scope["path"].split("/", 2) if scope["path"].count("/") > 1 else ("", scope["path"][1:], None)
-        if rest is None:  # without the last slash, relative addresses would lead beside the page
-            await _plain(send, 307, "", [(b"location", b"/" + token.encode() + b"/")])
+        if scope["path"].count("/") == 1:
+            # Redirect /TOKEN to /TOKEN/, because relative addresses in the page need the slash.
+            await _send_text(send, 307, "", [(b"location", b"/" + scope["path"][1:].encode() + b"/")])
             return
-        inside = {**scope, "path": f"/{rest}", "raw_path": None, "root_path": ""}
+        path = scope["path"].split("/", 2)[2]
+        inner_scope = {**scope, "path": f"/{path}", "raw_path": None, "root_path": ""}
 
-        async def headed(message: Message) -> None:
+        async def send_with_headers(message: Message) -> None:
             if message["type"] == "http.response.start":
                 names = {name for name, _ in message.get("headers", [])}
                 extra = [(k.encode(), v.encode()) for k, v in SECURITY_HEADERS.items() if k.encode() not in names]
                 message = {**message, "headers": [*message.get("headers", []), *extra]}
             await send(message)
 
-        await self.app(inside, receive, headed)
+        await self.app(inner_scope, receive, send_with_headers)
 
-    def refusal(self, scope: Scope) -> str:
-        """Return why a request is refused, "" where it is not."""
+    def find_refusal(self, scope: Scope) -> str:
+        """Find the reason why a request is refused; "" if it is accepted."""
         headers: dict[bytes, list[bytes]] = {}
         for name, value in scope["headers"]:
             headers.setdefault(name.lower(), []).append(value)
         hosts = headers.get(b"host", [])
         if len(hosts) != 1 or hosts[0].decode("latin-1").lower() not in self.hosts:
-            return "This page answers at its own address only."
-        origins = headers.get(b"origin", [])
-        changing = scope["method"] not in ("GET", "HEAD")
-        if (origins or changing) and [origin.decode("latin-1") for origin in origins] not in [
-            [own] for own in self.origins
-        ]:
-            return "This page answers to itself only."
-        site, mode = (headers.get(name, [b""])[0] for name in (b"sec-fetch-site", b"sec-fetch-mode"))
-        if site not in (b"", b"same-origin", b"none") and mode != b"navigate":
-            return "This page answers to itself only."
+            return "This page can be opened only at the address that halfmoon printed."
+        origins = [origin.decode("latin-1") for origin in headers.get(b"origin", [])]
+        is_change = scope["method"] not in ("GET", "HEAD")
+        if (origins or is_change) and not (len(origins) == 1 and origins[0] in self.origins):
+            return "This page accepts only requests from itself."
+        fetch_site = headers.get(b"sec-fetch-site", [b""])[0]
+        fetch_mode = headers.get(b"sec-fetch-mode", [b""])[0]
+        # A link from another page may open this one, but not load data from it.
+        if fetch_site not in (b"", b"same-origin", b"none") and fetch_mode != b"navigate":
+            return "This page accepts only requests from itself."
         token = scope["path"].split("/")[1].encode("utf-8", "replace") if scope["path"].startswith("/") else b""
-        if not hmac.compare_digest(token, self.token):
+        if not hmac.compare_digest(token, self.token):  # in constant time
             return "The address lacks its key: open the one that halfmoon printed."
         return ""
 
 
-async def _plain(send: Send, status: int, words: str, headers: Sequence[tuple[bytes, bytes]] = ()) -> None:
-    kind = [(b"content-type", b"text/plain; charset=utf-8"), (b"x-content-type-options", b"nosniff")]
-    await send({"type": "http.response.start", "status": status, "headers": [*kind, *headers]})
-    await send({"type": "http.response.body", "body": words.encode()})
+async def _send_text(send: Send, status: int, text: str, headers: Sequence[tuple[bytes, bytes]] = ()) -> None:
+    content = [(b"content-type", b"text/plain; charset=utf-8"), (b"x-content-type-options", b"nosniff")]
+    await send({"type": "http.response.start", "status": status, "headers": [*content, *headers]})
+    await send({"type": "http.response.body", "body": text.encode()})
 
 
 def build_app(page: str, title: str, gets: Mapping[str, Endpoint], posts: Mapping[str, Endpoint]) -> ASGIApp:
-    """Return the app of a page: the file web/`page`.html at its root, what it loads, and its own addresses.
+    """Build the app of a page: its HTML file at "/", the files that it loads below "/web/", and its endpoints.
 
-    `gets` and `posts` are endpoints by path; they run in threads.
+    Args:
+        page: name of the HTML file in the folder `web`, without its ending.
+        title: the page's title.
+        gets: endpoints of GET by path. Endpoints run in threads.
+        posts: endpoints of POST by path.
+
+    Raises:
+        UserError: the extra "pages" is not installed.
     """
     require_pages()
     from starlette.applications import Starlette
     from starlette.routing import Route
 
     routes = [
-        Route("/", lambda request: _index(page, title)),
-        Route("/web/{name}", lambda request: _asset(request.path_params["name"])),
-        *(Route(path, _endpoint(endpoint), methods=["GET"]) for path, endpoint in gets.items()),
-        *(Route(path, _endpoint(endpoint), methods=["POST"]) for path, endpoint in posts.items()),
+        Route("/", lambda request: _page_response(page, title)),
+        Route("/web/{name}", lambda request: _file_response(request.path_params["name"])),
+        *(Route(path, _to_handler(endpoint), methods=["GET"]) for path, endpoint in gets.items()),
+        *(Route(path, _to_handler(endpoint), methods=["POST"]) for path, endpoint in posts.items()),
     ]
     return Starlette(routes=routes)
 
 
-def _endpoint(endpoint: Endpoint) -> Callable[[Request], Awaitable[Response]]:
-    """Return an endpoint that reads a short body, runs in a thread, and turns the result into a response."""
+def _to_handler(endpoint: Endpoint) -> Callable[[Request], Awaitable[Response]]:
+    """Wrap an endpoint: read a body of limited size, run the endpoint in a thread, and convert its result to a response."""
     from starlette.concurrency import run_in_threadpool
     from starlette.responses import JSONResponse, Response
 
-    async def answer(request: Request) -> Response:
+    async def handle(request: Request) -> Response:
         if request.method == "POST":
             body = b""
-            async for part in request.stream():
-                body += part
+            async for chunk in request.stream():
+                body += chunk
                 if len(body) > MAX_BODY_BYTES:
-                    return JSONResponse({"error": "the request is too long."}, 413)
+                    return JSONResponse({"error": f"the request has more than {MAX_BODY_BYTES:,} bytes."}, 413)
             request.state.body = body
         try:
             result = await run_in_threadpool(endpoint, request)
@@ -161,10 +178,10 @@ def _endpoint(endpoint: Endpoint) -> Callable[[Request], Awaitable[Response]]:
             return result
         return JSONResponse(result, headers={"cache-control": "no-store"})
 
-    return answer
+    return handle
 
 
-def _index(page: str, title: str) -> Response:
+def _page_response(page: str, title: str) -> Response:
     from starlette.responses import HTMLResponse
 
     return HTMLResponse(
@@ -172,9 +189,10 @@ def _index(page: str, title: str) -> Response:
     )
 
 
-def _asset(name: str) -> Response:
+def _file_response(name: str) -> Response:
     from starlette.responses import PlainTextResponse, Response
 
+    # The drawing code of reports is shared.
     package = "halfmoon.report" if name in ("draw.js", "charts.js") else "halfmoon.pages"
     try:
         if not re.fullmatch(r"[a-z]{1,32}\.(css|js)", name):
@@ -187,12 +205,12 @@ def _asset(name: str) -> Response:
 
 
 def open_socket(port: int | None) -> socket.socket:
-    """Return a socket bound to this machine's own address, at `port` or a free one; raise UserError where it cannot."""
+    """Open a socket that only this machine can reach, at `port` or a free one; raise `UserError` if it is not available."""
     sock = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         sock.bind((LOCAL_ADDRESS, port or 0))
-        sock.listen()  # who comes before the server runs waits
+        sock.listen()  # so that connections before the start of the server wait instead of failing
     except OSError as error:
         sock.close()
         raise UserError(
@@ -201,39 +219,61 @@ def open_socket(port: int | None) -> socket.socket:
     return sock
 
 
-def serve_page(app: ASGIApp, what: str, port: int | None, browser: bool, say: Callable[[str], None]) -> None:
-    """Serve a page until Ctrl-C, which raises KeyboardInterrupt; `say` gets the address.
+def serve_page(
+    app: ASGIApp, title: str, port: int | None, open_browser: bool, write_line: Callable[[str], None]
+) -> None:
+    """Serve a page until Ctrl-C, and print its address.
 
-    Raise UserError where the port is taken.
+    Args:
+        app: the app of the page.
+        title: printed before the address.
+        port: the port, None for a free one.
+        open_browser: whether to open the page in a browser.
+        write_line: prints a line.
+
+    Raises:
+        UserError: the port is not available.
+        KeyboardInterrupt: the user pressed Ctrl-C.
     """
     with _server(app, port) as (server, sock, address):
-        say(f"{what}: {address}\nOnly this machine can open it. Ctrl-C ends it.")
-        with _open_browser(address) if browser else nullcontext():
+        write_line(f"{title}: {address}\nOnly this machine can open it. Press Ctrl-C to stop it.")
+        with _open_browser(address) if open_browser else nullcontext():
             server.run(sockets=[sock])
-    raise KeyboardInterrupt  # some versions of uvicorn return quietly
+    raise KeyboardInterrupt  # some versions of uvicorn catch it and return
 
 
 @contextmanager
 def _open_browser(address: str) -> Iterator[None]:
-    """Open the address in a browser by a private file that leads there: other users can read command lines."""
-    with tempfile.TemporaryDirectory(prefix="halfmoon-") as folder:  # readable by its owner alone
+    """Open the address in a browser through a private file, because other users can read command lines."""
+    with tempfile.TemporaryDirectory(prefix="halfmoon-") as folder:  # only the user can read it
         file = Path(folder, "open.html")
         file.write_text(f'<!doctype html><meta http-equiv="refresh" content="0;url={escape(address)}">')
+        # Without a display, webbrowser would start a text browser in this terminal.
         if sys.platform in ("win32", "darwin") or {"DISPLAY", "WAYLAND_DISPLAY"} & os.environ.keys():
-            webbrowser.open(file.as_uri())  # without a screen it would start a browser in this very terminal
+            webbrowser.open(file.as_uri())
         yield
 
 
 @contextmanager
-def serve_in_background(app: ASGIApp, what: str, port: int | None, say: Callable[[str], None]) -> Iterator[str]:
-    """Serve a page in a thread while something else is done, and give its address; `say` gets it, too.
+def serve_in_background(app: ASGIApp, title: str, port: int | None, write_line: Callable[[str], None]) -> Iterator[str]:
+    """Serve a page in a thread until the context ends, and print its address.
 
-    Raise UserError where the port is taken.
+    Args:
+        app: the app of the page.
+        title: printed before the address.
+        port: the port, None for a free one.
+        write_line: prints a line.
+
+    Yields:
+        The address.
+
+    Raises:
+        UserError: the port is not available.
     """
     with _server(app, port) as (server, sock, address):
         thread = threading.Thread(target=server.run, kwargs={"sockets": [sock]}, daemon=True)
         thread.start()
-        say(f"{what}: {address}")
+        write_line(f"{title}: {address}")
         try:
             yield address
         finally:
@@ -243,13 +283,14 @@ def serve_in_background(app: ASGIApp, what: str, port: int | None, say: Callable
 
 @contextmanager
 def _server(app: ASGIApp, port: int | None) -> Iterator[tuple[Any, socket.socket, str]]:
-    """Give uvicorn's server, its socket, and the address with a new token."""
+    """Create uvicorn's server, its socket, and the address with a new token."""
     import uvicorn
 
     with open_socket(port) as sock:
-        token, bound = secrets.token_urlsafe(18), sock.getsockname()[1]
+        token = secrets.token_urlsafe(18)
+        bound_port = sock.getsockname()[1]
         config = uvicorn.Config(
-            RequestGuard(app, token, bound),
+            RequestGuard(app, token, bound_port),
             log_level="error",
             access_log=False,
             server_header=False,
@@ -257,4 +298,4 @@ def _server(app: ASGIApp, port: int | None) -> Iterator[tuple[Any, socket.socket
             ws="none",
             timeout_graceful_shutdown=2,
         )
-        yield uvicorn.Server(config), sock, f"http://{LOCAL_ADDRESS}:{bound}/{token}/"
+        yield uvicorn.Server(config), sock, f"http://{LOCAL_ADDRESS}:{bound_port}/{token}/"

@@ -1,4 +1,4 @@
-"""Training on a folder's labels while people give more: in a process of its own, one at a time."""
+"""Train on a folder's labels while people label it: in a separate process, one training at a time."""
 
 from __future__ import annotations
 
@@ -22,133 +22,180 @@ from halfmoon.storage import atomic_io
 
 
 def run_training_process(pipe: Connection, folder: Path, paths: Sequence[str]) -> None:
-    """Answer (labels, classes, drawn at random) by (step, done, of) as it goes, by `Guesses`, and at its end by a point
-    of the curve (a dict, empty with too few labels) or by a sentence; features stay in memory.
+    """Train on the labels that the page sends, until the page closes the pipe.
+
+    Each message is (labels, classes, mask of the labels that are a random sample). The replies to it are: progress as
+    (step, count, total); the `Predictions`; and at the end either a result as a dictionary (empty with too few labels)
+    or an error message. Features remain in memory between trainings.
+
+    Args:
+        pipe: the connection to the page.
+        folder: the folder of the images.
+        paths: paths of the images relative to the folder.
     """
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the page
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the page handles Ctrl-C, and then kills this process
     import torch
 
     from halfmoon.studies import label_selection
 
-    torch.set_num_threads(1)  # images, and splits, are computed side by side
+    torch.set_num_threads(1)  # label_selection already runs images and folds in parallel
 
-    def tell(step: str, count: int, of: int) -> None:
-        pipe.send((step, count, of))
+    def send_progress(step: str, count: int, total: int) -> None:
+        pipe.send((step, count, total))
 
-    own = None
+    folder_features = None
     with suppress(EOFError):
         while True:
             labels, classes, mask = pipe.recv()
             try:
-                own = own or label_selection.folder_features(folder, paths, tell)
-                head = label_selection.head_problem(own, labels, classes)
-                values = label_selection.predict_images(head, head.solve())
+                if folder_features is None:
+                    folder_features = label_selection.folder_features(folder, paths, send_progress)
+                head = label_selection.head_problem(folder_features, labels, classes)
+                head_probabilities, head_features = label_selection.predict_images(head, head.solve())
+                # Unreadable images have no features; their rows remain NaN.
                 probabilities = np.full((len(paths), len(head.classes)), np.nan)
-                features = np.zeros((len(paths), values[1].shape[1]), np.float32)
-                probabilities[own.rows], features[own.rows] = values
+                features = np.zeros((len(paths), head_features.shape[1]), np.float32)
+                probabilities[folder_features.rows] = head_probabilities
+                features[folder_features.rows] = head_features
                 pipe.send(Predictions(probabilities, features, head.classes))
-                point = head.cross_validate(tell, mask[own.rows])
-                pipe.send({**point._asdict(), "advice": point.advice} if point else {})
+                result = head.cross_validate(send_progress, mask[folder_features.rows])
+                pipe.send({**result._asdict(), "advice": result.advice} if result else {})
             except Exception as error:
                 pipe.send(str(error) if isinstance(error, UserError) else f"The training failed: {one_line(error)}.")
 
 
 class BackgroundTraining:
-    """The trainings of a page: `count` gave guesses, the last of them `result`; `points` are of earlier pages too."""
+    """The trainings of a labeling page.
 
-    def __init__(self, folder: Path, paths: Sequence[str], table: str) -> None:
-        """Prepare to train on labels in the file `table` of a folder; nothing starts yet."""
-        self.folder, self.paths = folder, paths
-        self.count, self.error = 0, ""
+    Attributes:
+        count: the number of trainings that gave predictions.
+        result: the predictions of the last training, None before the first one.
+        progress: (step, count, total) of the running training, None if none is running.
+        error: the error message of the last training, else "".
+        points: the results of all trainings, including those of earlier pages.
+    """
+
+    def __init__(self, folder: Path, paths: Sequence[str], labels_file: str) -> None:
+        """Read the results of earlier trainings; no training starts.
+
+        Args:
+            folder: the folder of the images.
+            paths: paths of the images relative to the folder.
+            labels_file: name of the labels file. Each one has separate results.
+        """
+        self.folder = folder
+        self.paths = paths
+        self.count = 0
+        self.error = ""
         self.result: Predictions | None = None
         self.progress: tuple[str, int, int] | None = None
-        self._file = folder / STATE_FOLDER / f"trainings-{Path(table).stem}.jsonl"
-        self.points = atomic_io.read_rows(self._file)
+        self._results_file = folder / STATE_FOLDER / f"trainings-{Path(labels_file).stem}.jsonl"
+        self.points = atomic_io.read_rows(self._results_file)
         self._lock = threading.Lock()
         self._process: Any = None
         self._pipe: Any = None
-        self._began = self._ends = 0.0
+        self._step_start = 0.0
+        self._step_end = 0.0  # estimated
         self._has_point = True
 
     def begin(self, labels: np.ndarray, classes: Sequence[str], mask: np.ndarray) -> None:
-        """Train in the background, and judge by those labels that `mask`, bool (N,), says were drawn at random.
+        """Start a training in the background.
 
-        Raise UserError where a training is running, or the network is not installed.
+        Args:
+            labels: int64 (N,), indices of `classes`, -1 for none.
+            classes: names of the classes.
+            mask: bool (N,), labels that are a random sample; the accuracy is estimated on them.
+
+        Raises:
+            UserError: a training is running, there are too few labels, or the network is not installed.
         """
         ids = np.unique(labels[labels >= 0])
-        if len(ids) < 2:
-            only = f"All labels are {classes[ids[0]]!r}: label images of another class too" if len(ids) else ""
-            raise UserError(f"{only or 'No image has a label yet: label a few of every class'}, then train.")
+        if len(ids) == 0:
+            raise UserError("No image has a label yet: label a few of every class, then train.")
+        if len(ids) == 1:
+            raise UserError(f"All labels are {classes[ids[0]]!r}: label images of another class too, then train.")
         if not is_installed("efficientnet-lite0"):
             raise UserError(f"Training needs the pretrained network: {install_command('pretrained')}.")
         with self._lock:
             if self.progress is not None:
                 raise UserError("A training is running, in this tab or another: wait for its end.")
-            self.progress, self.error = ("start", 0, 0), ""
+            self.progress = ("start", 0, 0)
+            self.error = ""
         try:
             if self._process is None or not self._process.is_alive():
                 context = multiprocessing.get_context("spawn")
-                self._pipe, other = context.Pipe()
+                self._pipe, process_pipe = context.Pipe()
                 self._process = context.Process(
-                    target=run_training_process, args=(other, self.folder, self.paths), daemon=True
+                    target=run_training_process, args=(process_pipe, self.folder, self.paths), daemon=True
                 )
                 self._process.start()
-                other.close()  # so that its end is seen
+                # If this copy remained open, a killed process would not end the pipe.
+                process_pipe.close()
             self._pipe.send((labels, list(classes), mask))
         except OSError as error:
-            self._process = self.progress = None
+            self._process = None
+            self.progress = None
             raise UserError(f"The training cannot start: {atomic_io.error_reason(error)}. Try again.") from error
-        threading.Thread(target=self._follow, daemon=True).start()
+        threading.Thread(target=self._receive, daemon=True).start()
 
-    def _follow(self) -> None:
-        """Take what the process says until it is done, or dead."""
-        message: Any = "The training was ended before it was done: train again."
+    def _receive(self) -> None:
+        """Receive the replies of the process until the training has ended or the process was killed."""
+        outcome: Any = "The training was ended before it was done: train again."
         with suppress(EOFError, OSError):
             while not isinstance(reply := self._pipe.recv(), (str, dict)):
                 if isinstance(reply, Predictions):
-                    self.result, self.count = reply, self.count + 1
+                    self.result = reply
+                    self.count += 1
                 else:
-                    self._tell(reply)
-            message = reply
-        if isinstance(message, str):
-            self.error = message
-        elif message:
-            self.points.append(message)
-            with suppress(OSError):  # a folder that cannot be written shows the curve as long as the page is open
-                self._file.parent.mkdir(exist_ok=True)
-                atomic_io.append(self._file, atomic_io.json_line(message))
-        self._has_point = bool(message)
+                    self._update_progress(reply)
+            outcome = reply
+        if isinstance(outcome, str):
+            self.error = outcome
+        elif outcome:
+            self.points.append(outcome)
+            with suppress(OSError):  # in a read-only folder the curve is lost when the page closes
+                self._results_file.parent.mkdir(exist_ok=True)
+                atomic_io.append(self._results_file, atomic_io.json_line(outcome))
+        self._has_point = bool(outcome)
         self.progress = None
 
-    def _tell(self, progress: tuple[str, int, int]) -> None:
-        now, (step, count, of) = time.monotonic(), progress
+    def _update_progress(self, progress: tuple[str, int, int]) -> None:
+        now = time.monotonic()
+        step, count, total = progress
         if self.progress is None or step != self.progress[0]:
-            self._began = now
-        self._ends = now + (now - self._began) / count * (of - count) if count else 0.0
+            self._step_start = now
+        self._step_end = now + (now - self._step_start) / count * (total - count) if count else 0.0
         self.progress = progress
 
-    def facts(self) -> dict[str, Any]:
-        """Return how far it is, and what came out."""
-        return {"progress": self.progress, "error": self.error, "points": self.points, "words": self.words}
+    def describe(self) -> dict[str, Any]:
+        """Describe the progress, the last error and all results for a page."""
+        return {"progress": self.progress, "error": self.error, "points": self.points, "words": self.summary}
 
     @property
-    def words(self) -> str:
-        """Say how far a training is, or what the last one found."""
+    def summary(self) -> str:
+        """Sentence about the progress of the running training, or the result of the last one."""
         if (progress := self.progress) is not None:
-            step, count, of = progress
-            left = max(0, round(self._ends - time.monotonic()))
-            time_left = f", {left // 60}:{left % 60:02} left" if count else ""
-            return f"{step}: {count:,} of {of:,}{time_left}" if of else "starting"
+            step, count, total = progress
+            if not total:
+                return "starting"
+            seconds_left = max(0, round(self._step_end - time.monotonic()))
+            time_left = f", {seconds_left // 60}:{seconds_left % 60:02} left" if count else ""
+            return f"{step}: {count:,} of {total:,}{time_left}"
         if self.error or not (self.points or self.result):
             return self.error
         if not self._has_point:
-            return "Trained. Two labels of one class, or more, are needed to judge it."
+            return "Trained. To estimate the accuracy, at least one class needs two labels."
         point = self.points[-1]
-        ends = f"95 %: {point['low']:.0f} to {point['high']:.0f}"
-        few = ". Few were random, so all of them judge: chosen ones are harder than the rest."
-        by = few if point["judged"] == point["labels"] > point["random"] else f" on {point['judged']:,} random ones."
-        return f"{point['labels']:,} labels: {point['accuracy']:.0f} % right ({ends}){by} {point['advice']}"
+        interval = f"95 %: {point['low']:.0f} to {point['high']:.0f}"
+        accuracy = f"{point['labels']:,} labels: {point['accuracy']:.0f} % right ({interval})"
+        if point["judged"] == point["labels"] > point["random"]:
+            return (
+                f"{accuracy}, on all labels because few were drawn at random; the others are harder than average. "
+                f"{point['advice']}"
+            )
+        return f"{accuracy} on {point['judged']:,} random images. {point['advice']}"
 
     def stop(self) -> None:
+        """Kill the process."""
         if self._process is not None:
             self._process.kill()

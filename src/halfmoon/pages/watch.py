@@ -1,4 +1,4 @@
-"""`halfmoon watch`: runs, sweeps, federations and a site's own part, followed on the disk while they go on."""
+"""The page of `halfmoon watch`: runs, sweeps, federations and sites, read from the disk while they run."""
 
 from __future__ import annotations
 
@@ -12,8 +12,7 @@ from halfmoon.core.errors import UserError
 from halfmoon.pages import federation_events
 from halfmoon.pages.follow import FollowedRun, Follower, find_ceiling_alarms
 from halfmoon.pages.server import build_app, serve_page
-from halfmoon.report.styles import line_styles as styles_of
-from halfmoon.report.styles import style_to_json
+from halfmoon.report.styles import line_styles, style_to_json
 
 if TYPE_CHECKING:
     from starlette.requests import Request
@@ -21,10 +20,19 @@ if TYPE_CHECKING:
 
 
 class WatchPage:
-    """The page's memory: what has been read of the folder so far. It writes nothing."""
+    """The state and the endpoint of the watch page. It writes no files.
+
+    Attributes:
+        root: the watched folder.
+        follower: the runs in the folder.
+    """
 
     def __init__(self, root: Path) -> None:
-        """Watch a folder; raise UserError where there is nothing in it to watch, and nothing will be."""
+        """Open a folder of runs, or an empty folder in which a run may start.
+
+        Raises:
+            UserError: the folder does not exist, or has other contents.
+        """
         if not root.is_dir():
             raise UserError(
                 f"{root}: there is no such folder; give the folder of a run, a sweep, a federation or a site."
@@ -32,85 +40,99 @@ class WatchPage:
         self.root = root
         self.follower = Follower(root)
         self.follower.update()
-        self._site = federation_events.find_state_folder(root)
-        served = federation_events.last_event_time(root) is not None
-        if not self.follower.runs and self._site is None and not served and any(root.iterdir()):
-            raise UserError(f"{root} holds no run, no sweep, no federation and no site that has joined one.")
+        is_site = federation_events.find_state_folder(root) is not None
+        is_server = federation_events.last_event_time(root) is not None
+        if not self.follower.runs and not is_site and not is_server and any(root.iterdir()):
+            raise UserError(
+                f"{root} has no run, no sweep, no federation and no site that has joined one; give the folder of one."
+            )
         self._lock = threading.Lock()
         self._titles: dict[str, str] = {}
         self._ceilings: set[str] = set()
         self._floors: set[str] = set()
 
-    def learn(self) -> None:
-        """Find out what methods are called and which are bounds: slow, as it brings torch."""
+    def load_methods(self) -> None:
+        """Load the titles of the methods, and which are upper and lower bounds. Slow, because it imports torch."""
         try:
             from halfmoon.methods import registry
         except ImportError:
             return
         entries = [registry.entry(name) for name in registry.names()]
-        titles = {each.name: each.title for each in entries}
-        self._ceilings = {each.name for each in entries if each.all_labels}
-        self._floors = {each.name for each in entries if each.title.endswith("(labeled only)")}
+        titles = {entry.name: entry.title for entry in entries}
+        self._ceilings = {entry.name for entry in entries if entry.all_labels}
+        self._floors = {entry.name for entry in entries if entry.title.endswith("(labeled only)")}
         self._titles = titles
 
-    def data(self, request: Request) -> dict[str, Any]:
-        """Return the state of all runs; lines and rows only of those that the page does not have yet.
+    def get_data(self, request: Request) -> dict[str, Any]:
+        """Build the response with the state of all runs.
 
-        ?have=NAME:VERSION,... says which it has.
+        Curves and rows are sent only for runs that the page does not have in their latest version, as listed in
+        ?have=NUMBER:VERSION,...
         """
-        have = dict(part.rsplit(":", 1) for part in request.query_params.get("have", "").split(",") if ":" in part)
+        have = dict(item.rsplit(":", 1) for item in request.query_params.get("have", "").split(",") if ":" in item)
         with self._lock:
             self.follower.update()
             runs = list(self.follower.runs.values())
             now = time.time()
-            names = name_variants(runs)
-            kinds = list(dict.fromkeys(names))
-            styles = dict(zip(kinds, styles_of(kinds), strict=True))
-            facts = []
+            variants = name_variants(runs)
+            names = list(dict.fromkeys(variants))
+            styles = dict(zip(names, line_styles(names), strict=True))
+            run_views = []
             for number, run in enumerate(runs):
-                fact = run.facts(now) | {"id": number}
-                fact["title"] = self._titles.get(run.method, fact["title"])
-                fact["look"] = style_to_json(styles[names[number]])
+                view = run.describe(now) | {"id": number}
+                view["title"] = self._titles.get(run.method, view["title"])
+                view["look"] = style_to_json(styles[variants[number]])
                 if have.get(str(number)) != str(run.version):
-                    fact |= run.plot()
-                facts.append(fact)
+                    view |= run.plot()
+                run_views.append(view)
             rows = next((run.metrics.rows for run in runs if run.path == self.root.resolve()), ())
-            bounds = find_ceiling_alarms(runs, self._ceilings, self._floors)
+            alarms = find_ceiling_alarms(runs, self._ceilings, self._floors)
             return {
-                "runs": facts,
+                "runs": run_views,
                 "planned": self.follower.planned(),
                 "left_out": self.follower.left_out,
-                "alarms": [each._asdict() for each in bounds],
+                "alarms": [alarm.to_json() for alarm in alarms],
                 "federation": federation_events.federation_view(self.root, rows),
                 "site": federation_events.site_view(self.root),
             }
 
     def app(self) -> ASGIApp:
-        return build_app("watch", self.root.resolve().name, {"/data": self.data}, {})
+        """Build the app of the page."""
+        return build_app("watch", self.root.resolve().name, {"/data": self.get_data}, {})
 
 
 def name_variants(runs: Sequence[FollowedRun]) -> list[str]:
-    """Return a name for how each run is drawn: its method, and a number where one was played with several options.
+    """Name each run by its method, with a number if the method was run with several options.
 
-    Runs that differ in their seed alone are drawn alike: a method keeps its look.
+    Runs that differ only in their seed have one name, and therefore one line style.
     """
-    by_method: dict[str, list[str]] = {}
+    variants_by_method: dict[str, list[str]] = {}
     names = []
-    for each in runs:
-        own = repr(sorted((key, str(value)) for key, value in each.options.items() if key not in ("seed", "run_dir")))
-        kinds = by_method.setdefault(each.method, [])
-        if own not in kinds:
-            kinds.append(own)
-        number = kinds.index(own)
-        names.append(f"{each.method} ({number + 1})" if number else each.method)
+    for run in runs:
+        variant = repr(
+            sorted((key, str(value)) for key, value in run.options.items() if key not in ("seed", "run_dir"))
+        )
+        variants = variants_by_method.setdefault(run.method, [])
+        if variant not in variants:
+            variants.append(variant)
+        number = variants.index(variant)
+        names.append(f"{run.method} ({number + 1})" if number else run.method)
     return names
 
 
-def serve_watch_page(root: Path, port: int | None, browser: bool, say: Callable[[str], None]) -> None:
-    """Serve the page until Ctrl-C, which raises KeyboardInterrupt.
+def serve_watch_page(root: Path, port: int | None, open_browser: bool, write_line: Callable[[str], None]) -> None:
+    """Serve the watch page until Ctrl-C.
 
-    Raise UserError where there is nothing to watch or the port is taken.
+    Args:
+        root: the folder to watch.
+        port: the port, None for a free one.
+        open_browser: whether to open the page in a browser.
+        write_line: prints a line.
+
+    Raises:
+        UserError: there is nothing to watch, or the port is not available.
+        KeyboardInterrupt: the user pressed Ctrl-C.
     """
-    watching = WatchPage(root)
-    threading.Thread(target=watching.learn, daemon=True).start()
-    serve_page(watching.app(), f"watch {root}", port, browser, say)
+    page = WatchPage(root)
+    threading.Thread(target=page.load_methods, daemon=True).start()
+    serve_page(page.app(), f"watch {root}", port, open_browser, write_line)
