@@ -6,7 +6,7 @@ preset, a protocol, a recipe, a TOML file, and the flags.
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 from halfmoon.config.schema import DEFAULT_LABELS_PER_CLASS, Config, lower_layers, option_types
 from halfmoon.methods import registry
@@ -104,7 +104,7 @@ def _flatten(options: Mapping[str, Any]) -> dict[str, Any]:
     flat: dict[str, Any] = {}
     for name, value in options.items():
         if isinstance(value, Mapping):
-            table: Mapping[str, Any] = value
+            table = cast(Mapping[str, Any], value)
             flat |= {f"{name}.{option}": each for option, each in table.items()}
         else:
             flat[name] = value
