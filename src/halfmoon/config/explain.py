@@ -105,7 +105,7 @@ def _flatten(options: Mapping[str, Any]) -> dict[str, Any]:
     for name, value in options.items():
         if isinstance(value, Mapping):
             table = cast(Mapping[str, Any], value)
-            flat |= {f"{name}.{option}": each for option, each in table.items()}
+            flat |= {f"{name}.{option}": setting for option, setting in table.items()}
         else:
             flat[name] = value
     return flat

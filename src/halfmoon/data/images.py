@@ -36,7 +36,11 @@ class Images:
     groups: Sequence[str] | None = None
 
     def rows(self, selection: np.ndarray) -> "Images":
-        """Select images by row numbers or by a mask, bool (N,)."""
+        """Select images.
+
+        Args:
+            selection: row numbers, or a mask, bool (N,).
+        """
         groups = None if self.groups is None else np.array(self.groups)[selection].tolist()
         return Images(self.images[selection], self.labels[selection], groups=groups)
 

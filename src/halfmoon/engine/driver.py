@@ -39,6 +39,15 @@ class Diverged(RuntimeError):
     """
 
     def __init__(self, round: int, client: int | None, step: int | None, value: float, quantity: str = "loss") -> None:
+        """Describe the divergence.
+
+        Args:
+            round: the round, from 0.
+            client: the client; None if the model of a whole round is meant.
+            step: the client's step, from 0; None likewise.
+            value: the value that is not finite or too large.
+            quantity: name of the quantity with this value.
+        """
         where = "" if client is None or step is None else f" at client {client}, step {step + 1}"
         super().__init__(
             f"The {quantity} became {value:.6g} in round {round + 1}{where}: training stopped. "

@@ -1,1 +1,1 @@
-"""Halfmoon in Python: runs that are started, watched and looked at in a script or a notebook."""
+"""Functions and result objects for scripts and notebooks."""

@@ -1,4 +1,4 @@
-"""What people call: run, compare, sweep, resume, load_run, with keywords or a `Config`, and progress to see."""
+"""Functions of the public API: run, compare, sweep, resume, load_run; options are keywords or a `Config`."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -11,8 +11,8 @@ from halfmoon.config import schema
 from halfmoon.config.schema import Config
 from halfmoon.core.errors import UserError
 from halfmoon.methods import registry
-from halfmoon.notebook.progress import paths, python_errors, warn, watcher
-from halfmoon.notebook.results import Results, SweepResults, results_in
+from halfmoon.notebook.progress import make_progress, python_errors, to_path, warn
+from halfmoon.notebook.results import Results, SweepResults, load_results
 from halfmoon.report.paired import ONE_SEED_HINT
 from halfmoon.report.remarks import list_remarks
 from halfmoon.runs import factory, outside, runner
@@ -38,38 +38,38 @@ def run(
     minutes: float | None = None,
     **options: Any,
 ) -> Results:
-    """Train `method`, and the `baselines` of its options beside it, in a new run folder or in `run_dir`.
+    """Train a method, and the methods in the option `baselines`, in a new run folder or in `run_dir`.
 
-    Without `run_dir` each call starts anew. With it the same call again goes on where it was stopped, and reads what is
-    finished. Where `data` is a folder of images of your own, and no method, recipe or split is named, labels only and
-    the recommended method are played, and `decision` says whether unlabeled images help.
+    Each call without `run_dir` starts a new run. If `run_dir` contains an unfinished run of the same configuration, it is
+    resumed; if the run is finished, its results are read. If `data` is a folder of images, and no method, recipe or split
+    is named, labels only and the recommended method are run, and `decision` tells whether unlabeled images help.
 
     Args:
-        config: the options of the run; without it they are `options`.
-        watch: is told of each run and round.
-        method: a name, or an object of your own.
-        minutes: to which a plan for images of your own is fitted; None: 10.
-        options: those of `Config`; beside a `config` they change it.
+        config: the options of the run; None: those in `options`.
+        watch: a callback for each run and round.
+        method: a name, or an object of a custom method.
+        minutes: time limit of a plan for a folder of images; None: 10.
+        options: options of `Config`, which override those of `config`.
 
     Raises:
-        UserError: an option does not fit, or `run_dir` holds another configuration.
-        Diverged: a loss or a weight is no finite number.
+        UserError: an option is invalid, or `run_dir` contains another configuration.
+        Diverged: a loss or a weight is not finite.
     """
-    own: dict[str, Any] = {}
-    if config is None and method is None and (plan := _plan(options, minutes)) is not None:
+    method_options: dict[str, Any] = {}
+    if config is None and method is None and (plan := _plan_folder(options, minutes)) is not None:
         return _start_plan(plan, watch)
     if minutes is not None:
-        raise UserError("minutes goes with data=FOLDER, images of your own, and without a method, recipe or split.")
+        raise UserError("minutes is only for data=FOLDER, a folder of images, without a method, recipe or split.")
     if method is not None:
-        options["method"], own = outside.stated(method)
-    config = _configured(config, options, own)
+        options["method"], method_options = outside.stated(method)
+    config = _make_config(config, options, method_options)
     entry = registry.entry(config.method)
     if entry.pooled:
         warn(f"{config.method} is centralized: it trains on all rows in one place.")
-    with _watched(watch) as eyes:
-        if config.run_dir is not None and _begun(config.run_dir, config):
-            return _ended(runner.resume(config.run_dir, eyes))
-        return _ended(runner.start(config, eyes))
+    with _show_progress(watch) as callbacks:
+        if config.run_dir is not None and _contains_run(config.run_dir, config):
+            return _make_results(runner.resume(config.run_dir, callbacks))
+        return _make_results(runner.start(config, callbacks))
 
 
 @python_errors
@@ -80,30 +80,30 @@ def compare(
     watch: Callback = NULL_CALLBACK,
     **options: Any,
 ) -> Results:
-    """Train several methods, each with every seed, on the same split and cohorts. A call again does what `run` does.
+    """Train several methods, each with every seed, on the same split and cohorts. `run_dir` is used as by `run`.
 
-    The shared budget is that of `reference` or, without one, of the method that takes most by its own rule.
+    The shared budget is that of `reference` or, without one, of the method with the largest cost under the batch rule.
 
     Args:
-        methods: their names, or objects of your own, of different classes.
-        config: the options that all share; without it they are `options`.
-        seeds: of training; 3 are 0, 1 and 2.
-        watch: is told of each run and round.
-        options: those of `Config`; beside a `config` they change it.
+        methods: names, or objects of custom methods of different classes.
+        config: the options of all methods; None: those in `options`.
+        seeds: seeds of training; 3 are 0, 1 and 2.
+        watch: a callback for each run and round.
+        options: options of `Config`, which override those of `config`.
 
     Raises:
-        UserError: an option does not fit, or `run_dir` holds another comparison.
-        Diverged: a loss or a weight is no finite number.
+        UserError: an option is invalid, or `run_dir` contains another comparison.
+        Diverged: a loss or a weight is not finite.
     """
     if isinstance(methods, str):
         raise UserError(f"methods is {methods!r}: it must be a list of names.")
-    parts = [outside.stated(each) for each in methods]
-    names = [name for name, _ in parts]
+    entries = [outside.stated(method) for method in methods]
+    names = [name for name, _ in entries]
     options = {"method": names[0] if names else Config.method, "baselines": (), **options}
-    config = _configured(config, options, {name: own for name, own in parts if own})
+    config = _make_config(config, options, {name: values for name, values in entries if values})
     numbers = list(range(seeds)) if isinstance(seeds, int) else list(seeds)
-    with _watched(watch) as eyes:
-        result = _ended(runner.compare(config, names, numbers, eyes, again=True))
+    with _show_progress(watch) as callbacks:
+        result = _make_results(runner.compare(config, names, numbers, callbacks, again=True))
     if len(numbers) == 1:
         warn(ONE_SEED_HINT.replace("halfmoon compare --seeds 0 1 2 3 4", "seeds=5"))
     return result
@@ -111,35 +111,35 @@ def compare(
 
 @python_errors
 def resume(folder: Path | str, watch: Callback = NULL_CALLBACK, method: outside.OwnMethod | None = None) -> Results:
-    """Go on with a run or a comparison where it was left; what is finished is only read.
+    """Resume a run or a comparison from its last checkpoint; finished runs are read.
 
     Args:
-        folder: the run's, or the comparison's.
-        watch: is told of each run and round.
-        method: the object of your own that `run` was given, where its class cannot be imported by its name.
+        folder: the folder of the run or the comparison.
+        watch: a callback for each run and round.
+        method: the object of the custom method, if its class cannot be imported by its name.
 
     Raises:
-        UserError: nothing is there that can go on.
-        Diverged: a loss or a weight is no finite number.
+        UserError: the folder contains no run that can be resumed.
+        Diverged: a loss or a weight is not finite.
     """
-    root = paths(folder)
+    root = to_path(folder)
     if (plan := run_plan.load_plan(root)) is not None:
-        return _play_plan(plan, root, watch, again=True)
-    with _watched(watch) as eyes:
-        return _ended(runner.resume(root, eyes, method))
+        return _run_plan(plan, root, watch, resume=True)
+    with _show_progress(watch) as callbacks:
+        return _make_results(runner.resume(root, callbacks, method))
 
 
 @python_errors
 def load_run(folder: Path | str) -> Results:
-    """Return the results of a run, a comparison, a sweep or a federation, finished or not; nothing is trained.
+    """Load the results of a run, a comparison, a sweep or a federation, finished or not.
 
     Args:
-        folder: where it is.
+        folder: its folder.
 
     Raises:
-        UserError: the folder holds none of these.
+        UserError: the folder contains none of these.
     """
-    return results_in(paths(folder))
+    return load_results(to_path(folder))
 
 
 @python_errors
@@ -152,97 +152,99 @@ def sweep(
     watch: Callback = NULL_CALLBACK,
     **options: Any,
 ) -> SweepResults:
-    """Play a paper's table or figure, or a TOML file of your own. A call again goes on; a run that failed is a warning.
+    """Run the recipe of a paper's table or figure, or a custom TOML file. The same call resumes it.
+
+    A run that fails is reported by a warning.
 
     Args:
-        name: of the recipe (`halfmoon recipes` lists them), or the file.
-        only: the cells to play, by axis: {"method": ["fedavg", "feddure"]}.
-        seeds: instead of the recipe's; 2 are 0 and 1.
-        scale: the name of a smaller version.
-        out: the folder of the sweep's folder; finished runs there are read.
-        watch: is told of each run and round.
-        options: those that change no number, such as threads.
+        name: name of the recipe (`halfmoon recipes` lists them), or the file.
+        only: the cells to run, by axis: {"method": ["fedavg", "feddure"]}.
+        seeds: seeds instead of those of the recipe; 2 are 0 and 1.
+        scale: name of a smaller version.
+        out: parent of the sweep's folder; finished runs in it are read.
+        watch: a callback for each run and round.
+        options: options that change no number, such as threads.
 
     Raises:
         UserError: there is no such recipe, axis, value or scale, or an option changes numbers.
     """
     plan = recipe.load(str(name))
     size = plan.scale(scale) if scale else None
-    words = [
-        f"{axis}={value}"
-        for axis, values in (only or {}).items()
-        for value in ([values] if isinstance(values, str) else values)
-    ]
+    selections = []
+    for axis, values in (only or {}).items():
+        for value in [values] if isinstance(values, str) else values:
+            selections.append(f"{axis}={value}")
     numbers = list(range(seeds)) if isinstance(seeds, int) else seeds
     changing = sorted(options.keys() - schema.EXECUTION_OPTIONS)
     if changing:
         raise UserError(f"{changing[0]} changes a sweep's numbers: it belongs into the recipe.")
-    over = schema.resolve_paths(options, Path())
-    folder = SweepFolder(paths(out), plan, size, f"halfmoon.sweep({str(name)!r})")
-    with _watched(watch) as eyes:
-        cells = grid.cells(plan, grid.selection(plan, words), numbers, size, over)
-        for failed in run_sweep.sweep(folder, cells, executors.SerialExecutor(eyes), lambda step: None):
+    machine_options = schema.resolve_paths(options, Path())
+    folder = SweepFolder(to_path(out), plan, size, f"halfmoon.sweep({str(name)!r})")
+    with _show_progress(watch) as callbacks:
+        cells = grid.cells(plan, grid.selection(plan, selections), numbers, size, machine_options)
+        for failed in run_sweep.sweep(folder, cells, executors.SerialExecutor(callbacks), lambda step: None):
             warn(f"failed: {failed}")
     return SweepResults(folder.path)
 
 
-def _plan(options: Mapping[str, Any], minutes: float | None) -> Plan | None:
-    """Return the plan for images of one's own, None where `data` is no folder of them, or others say what is played."""
-    if not isinstance(place := options.get("data"), str | Path) or not Path(place).is_dir():
+def _plan_folder(options: Mapping[str, Any], minutes: float | None) -> Plan | None:
+    """Plan a run on a folder of images; None if `data` is not one, or if a method, recipe or split is named."""
+    data_folder = options.get("data")
+    if not isinstance(data_folder, str | Path) or not Path(data_folder).is_dir():
         return None
     return planning.plan_if_folder(schema.resolve_paths(options, Path()), minutes)
 
 
 def _start_plan(plan: Plan, watch: Callback) -> Results:
-    """Play a plan in its folder, or go on with the run on these images that is there."""
+    """Run a plan in its folder, or resume the run on these images in that folder."""
     root = plan.config.run_dir or schema.next_free_folder(plan.config, plan.config.method)
     before = run_plan.load_plan(root)
     if before is None or before.contents.folder != plan.contents.folder:
         warn(f"{plan.contents.sentence}; {dict(plan.reasons)['methods']}; about {plan.seconds / 60:.1f} minutes")
-        return _play_plan(plan, root, watch)
-    warn(f"{root} holds a run on these images: it goes on, or is read; another run_dir starts anew.")
-    return _play_plan(before, root, watch, again=True)
+        return _run_plan(plan, root, watch)
+    warn(f"{root} contains a run on these images: it is resumed or read; set another run_dir for a new run.")
+    return _run_plan(before, root, watch, resume=True)
 
 
-def _play_plan(plan: Plan, root: Path, watch: Callback, again: bool = False) -> Results:
-    """Play a plan in the folder `root`, or go on with it `again`."""
-    with _watched(watch) as eyes:
-        result = run_plan.run_plan(plan, root, eyes, again)
+def _run_plan(plan: Plan, root: Path, watch: Callback, resume: bool = False) -> Results:
+    """Run or resume a plan in a folder."""
+    with _show_progress(watch) as callbacks:
+        result = run_plan.run_plan(plan, root, callbacks, resume)
     if result.outcome is not None:
-        return _ended(result.outcome)
+        return _make_results(result.outcome)
     return Results(root, [root, *(root / BASELINES / name for name in plan.config.baselines)])
 
 
-def _configured(config: Config | None, options: dict[str, Any], own: dict[str, Any]) -> Config:
-    """Return a configuration with these options, those of its methods joined with the `own` of objects."""
+def _make_config(config: Config | None, options: dict[str, Any], method_options: dict[str, Any]) -> Config:
+    """Make a configuration from options; `method_options` are those of objects of custom methods."""
     if not isinstance(options.get("data", ""), str | Path):
         raise UserError("data must be a name or a folder: halfmoon.save_data(FOLDER, ...) writes images as one.")
-    options = {name: paths(value) if name == "run_dir" else value for name, value in options.items()}
-    options["options"] = schema.merge_method_options(
-        options.get("options", config.options if config else {}), own, "options"
-    )
-    return Config.of(**options) if config is None else replace(config, **options) if options else config
+    options = {name: to_path(value) if name == "run_dir" else value for name, value in options.items()}
+    named_options = options.get("options", config.options if config else {})
+    options["options"] = schema.merge_method_options(named_options, method_options, "options")
+    return Config.of(**options) if config is None else replace(config, **options)
 
 
 @contextmanager
-def _watched(watch: Callback) -> Iterator[Callbacks]:
-    with watcher() as screen:
+def _show_progress(watch: Callback) -> Iterator[Callbacks]:
+    """Show progress on the screen, and pass events to a callback as well."""
+    with make_progress() as screen:
         yield Callbacks(screen, watch, warn=warn)
 
 
-def _begun(root: Path, config: Config) -> bool:
-    """Return whether a folder holds a run of this configuration, with these baselines."""
+def _contains_run(root: Path, config: Config) -> bool:
+    """Check whether a folder contains a run of this configuration, with these baselines."""
     if not RunFolder.exists(root):
         return False
     with RunFolder.open(root) as folder:
         same = folder.identity == schema.identity(config, config.method)
         if same and folder.finished:
-            warn(f"{root} holds this run, finished: it is read, not played again; another run_dir starts anew.")
+            warn(f"{root} contains this run, finished: its results are read; set another run_dir for a new run.")
         return same and parsed(folder.config, root).baselines == config.baselines
 
 
-def _ended(outcome: RunResult) -> Results:
-    for words in list_remarks(outcome.summaries, registry.ceilings()):
-        if not words.startswith("Budget"):
-            warn(words)
+def _make_results(outcome: RunResult) -> Results:
+    for remark in list_remarks(outcome.summaries, registry.ceilings()):
+        if not remark.startswith("Budget"):
+            warn(remark)
     return Results(outcome.folder, outcome.runs)

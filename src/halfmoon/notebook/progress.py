@@ -1,6 +1,6 @@
-"""How far runs are, live: rows on a terminal, a table in a notebook, nothing elsewhere; remarks are Python warnings.
+"""Progress of runs: rows on a terminal, a table in a notebook, no output elsewhere. Remarks are Python warnings.
 
-Errors and remarks have the words of whoever reads them: an option is `clients=2` in Python, not `--clients 2`.
+Errors and remarks name options as Python does: `clients=2`, not `--clients 2`.
 """
 
 import re
@@ -23,33 +23,38 @@ from halfmoon.core.errors import UserError
 from halfmoon.runs.callbacks import RunInfo
 
 PACKAGE = str(Path(__file__).resolve().parents[1])
-EVERY = 0.25  # seconds between two pictures of a notebook's table
+"""Folder of halfmoon's modules."""
+
+REFRESH_SECONDS = 0.25
+"""Time between two updates of a notebook's table."""
 
 
-def warn(words: str) -> None:
-    """Warn with the line of the caller's own code, whatever of this package lies between."""
-    frame, level = sys._getframe(1), 2
+def warn(text: str) -> None:
+    """Warn with the line of the user's code that called halfmoon, not a line of halfmoon."""
+    frame = sys._getframe(1)
+    level = 2
     while frame.f_back is not None and frame.f_code.co_filename.startswith(PACKAGE):
-        frame, level = frame.f_back, level + 1
-    warnings.warn(in_python(words), RuntimeWarning, stacklevel=level)
+        frame = frame.f_back
+        level += 1
+    warnings.warn(in_python(text), RuntimeWarning, stacklevel=level)
 
 
 class WarningProgress(NullProgress):
     """Show nothing, and warn."""
 
-    def say(self, words: str) -> None:
-        warn(words)
+    def say(self, text: str) -> None:
+        warn(text)
 
 
-class Terminal(LiveProgress):
-    """Keep one live row a method on a terminal, and warn."""
+class TerminalProgress(LiveProgress):
+    """Show one live row for each method on a terminal, and warn."""
 
-    def say(self, words: str) -> None:
-        warn(words)
+    def say(self, text: str) -> None:
+        warn(text)
 
 
-class Cell(WarningProgress):
-    """Keep one table below a notebook's cell."""
+class NotebookProgress(WarningProgress):
+    """Show one table below a notebook's cell."""
 
     def __init__(self, console: Console, clock: Callable[[], float] = time.monotonic) -> None:
         super().__init__(console, clock)
@@ -63,14 +68,14 @@ class Cell(WarningProgress):
 
     def round(self, run: RunInfo, row: Row) -> None:
         super().round(run, row)
-        if self.clock() - self._last >= EVERY:
+        if self.clock() - self._last >= REFRESH_SECONDS:
             self._draw()
 
     def _draw(self) -> None:
         if not self.runs:
             return
         self._last = self.clock()
-        ipython = import_module("IPython.display")  # it is there in a notebook
+        ipython = import_module("IPython.display")  # installed in every notebook
         page = ipython.HTML(progress_table(self.runs, self._last))
         if self._handle is None:
             self._handle = ipython.display(page, display_id=True)
@@ -79,24 +84,32 @@ class Cell(WarningProgress):
 
 
 def progress_table(runs: list[Progress], now: float) -> str:
-    """Return a line a method as HTML: its bar, rounds, accuracies and time."""
+    """Render a row for each method as HTML: its bar, rounds, accuracy and time.
+
+    Args:
+        runs: the progress of each run.
+        now: the time, in seconds of the progress's clock.
+    """
     lines = []
-    for each in runs:
-        left = f"{duration(each.seconds_left(now))} left" if each.took is None else duration(each.took)
-        bar = f'<progress value="{each.round}" max="{each.rounds}" aria-label="rounds of {escape(each.title)}">'
-        cells = [escape(each.title), f"{bar}</progress>", f"{each.round}/{each.rounds}", percent(each.accuracy), left]
+    for run in runs:
+        time_text = f"{duration(run.seconds_left(now))} left" if run.took is None else duration(run.took)
+        title = escape(run.title)
+        bar = f'<progress value="{run.round}" max="{run.rounds}" aria-label="rounds of {title}"></progress>'
+        cells = [title, bar, f"{run.round}/{run.rounds}", percent(run.accuracy), time_text]
         lines.append("".join(f"<td>{cell}</td>" for cell in cells))
     heads = "".join(f"<th>{name}</th>" for name in ("method", "", "round", "accuracy", "time"))
     return f"<table><thead><tr>{heads}</tr></thead><tbody><tr>{'</tr><tr>'.join(lines)}</tr></tbody></table>"
 
 
-def watcher() -> WarningProgress | Terminal | Cell:
-    """Return what shows progress here."""
+def make_progress() -> WarningProgress | TerminalProgress | NotebookProgress:
+    """Make the progress display for a notebook, a terminal, or neither."""
     console = Console(stderr=True)
     shell = sys.modules["IPython"].get_ipython() if "IPython" in sys.modules else None
     if getattr(shell, "kernel", None) is not None:
-        return Cell(console)
-    return Terminal(console) if console.is_terminal and not console.is_dumb_terminal else WarningProgress(console)
+        return NotebookProgress(console)
+    return (
+        TerminalProgress(console) if console.is_terminal and not console.is_dumb_terminal else WarningProgress(console)
+    )
 
 
 P = ParamSpec("P")
@@ -107,34 +120,39 @@ _COMMAND = re.compile(r"(`halfmoon [^`]+`)")
 _RESUME = re.compile(r"`?halfmoon resume ([^\s`;,]+)`?(?<!\.)")
 
 
-def in_python(words: str) -> str:
-    """Return a sentence with options as Python has them; a command in backticks stays one of the shell."""
-    parts = _COMMAND.split(_RESUME.sub(r'halfmoon.resume("\1")', words))
-    return "".join(each if number % 2 else _FLAG.sub(_option, each) for number, each in enumerate(parts))
+def in_python(text: str) -> str:
+    """Replace flags in a sentence by Python's keywords; commands in backticks do not change."""
+    # Split by a pattern with a group: the odd pieces are the commands.
+    pieces = _COMMAND.split(_RESUME.sub(r'halfmoon.resume("\1")', text))
+    return "".join(piece if number % 2 else _FLAG.sub(_format_option, piece) for number, piece in enumerate(pieces))
 
 
-def _option(match: re.Match[str]) -> str:
-    name, values = match[1].replace("-", "_"), (match[2] or "").split()
+def _format_option(match: re.Match[str]) -> str:
+    name = match[1].replace("-", "_")
+    values = (match[2] or "").split()
     if values and values[0][0].islower():
         if values[0] not in _choices(name):
             return name + match[2]
         values = [f'"{values[0]}"']
-    listed = ", ".join(values)
-    return f"{name}=[{listed}]" if len(values) > 1 else f"{name}={listed}" if values else name
+    if not values:
+        return name
+    return f"{name}={values[0]}" if len(values) == 1 else f"{name}=[{', '.join(values)}]"
 
 
 def _choices(name: str) -> set[str]:
-    """Return the words that an option can be, {} where they are not listed."""
-    waiting, words = [schema.option_types().get(name)], set[str]()
-    while waiting:
-        kind = waiting.pop()
-        words |= {kind} if isinstance(kind, str) else set()
-        waiting += get_args(kind)
-    return words | (set(schema.NETWORKS) if name == "network" else set())
+    """Collect the strings that an option accepts; empty if its type does not list them."""
+    types = [schema.option_types().get(name)]
+    choices = set[str]()
+    while types:
+        option_type = types.pop()
+        if isinstance(option_type, str):
+            choices.add(option_type)
+        types += get_args(option_type)
+    return choices | (set(schema.NETWORKS) if name == "network" else set())
 
 
 def python_errors(call: Callable[P, R]) -> Callable[P, R]:
-    """Return a function whose `UserError`s name arguments, not flags."""
+    """Decorate a function so that its `UserError`s name arguments, not flags."""
 
     @wraps(call)
     def translated(*args: P.args, **options: P.kwargs) -> R:
@@ -147,6 +165,6 @@ def python_errors(call: Callable[P, R]) -> Callable[P, R]:
     return translated
 
 
-def paths(value: Any) -> Any:
-    """Return a text as a path, anything else as it is: people write folders as texts."""
+def to_path(value: Any) -> Any:
+    """Turn a string into a path; other values are returned unchanged."""
     return Path(value) if isinstance(value, str) else value

@@ -10,15 +10,15 @@ import torch
 
 from halfmoon.core.errors import UserError
 from halfmoon.data import Images
-from halfmoon.notebook.progress import paths, python_errors, warn
+from halfmoon.notebook.progress import python_errors, to_path, warn
 from halfmoon.sites.inference import export, image_folder, load, measure
 
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Model(load.InferenceModel):
-    """A trained network with its classes and the preparation of its images."""
+    """A trained network with its classes and the preparation of its images, stored in the file `path`."""
 
-    path: Path  # the model's file
+    path: Path
 
     def __repr__(self) -> str:
         network = type(self.network).__name__
@@ -27,23 +27,26 @@ class Model(load.InferenceModel):
 
     @python_errors
     def predict(self, images: np.ndarray | Images | Path | str, sure: float = 0.9) -> pd.DataFrame:
-        """Return a row an image: label, probability, sure, runner_up, runner_up_probability.
+        """Predict images: a data frame with label, probability, sure, runner_up and runner_up_probability.
 
         Args:
-            images: uint8 (N, H, W, C) of the model's size, or a folder of any sizes; then `path` comes first.
-            sure: the probability, 0..1, from which a guess is called sure.
+            images: uint8 (N, H, W, C) of the model's size, or a folder of images of any size, for which `path` is the
+                first column.
+            sure: the probability, from 0 to 1, from which a prediction is marked as sure.
 
         Raises:
-            UserError: images are of another form, or there are none.
+            UserError: images have another shape, or there are none.
         """
         image_folder.check_confidence(sure)
         if isinstance(images, str | Path):
-            folder, unreadable = Path(images), list[image_folder.UnreadableImage]()
+            folder = Path(images)
+            unreadable = list[image_folder.UnreadableImage]()
             rows = image_folder.iterate_predictions(self, folder, image_folder.list_images(folder), sure, unreadable)
             table = pd.DataFrame(rows, columns=[*image_folder.PREDICTION_COLUMNS])
             shares = ["probability", "runner_up_probability"]
             columns = {name: pd.to_numeric(table[name]) for name in shares} | {"sure": table["sure"] == "yes"}
-            return _warned(table.assign(**columns), unreadable)
+            _warn_of_unreadable(unreadable)
+            return table.assign(**columns)
         values = self.probabilities(images.images if isinstance(images, Images) else images)
         order = np.argsort(-values, axis=1, kind="stable")
         columns: dict[str, Any] = {}
@@ -57,14 +60,14 @@ class Model(load.InferenceModel):
 
     @python_errors
     def evaluate(self, images: Images | Path | str, sure: float = 0.9) -> dict[str, Any]:
-        """Return what `halfmoon evaluate` prints: accuracy, per_class, confusion, calibration_error, auc; shares 0..1.
+        """Measure accuracy, per_class, confusion, calibration_error and auc, like `halfmoon evaluate`; from 0 to 1.
 
         Args:
-            images: labeled ones: a data set's test part, or a folder.
-            sure: the probability, 0..1, from which a guess is called sure.
+            images: labeled images, such as the test images of a data set, or a folder.
+            sure: the probability, from 0 to 1, from which a prediction is marked as sure.
 
         Raises:
-            UserError: labels are missing, or no classes of the model.
+            UserError: labels are missing, or are not classes of the model.
         """
         image_folder.check_confidence(sure)
         truth, logits = self._labeled(images)
@@ -74,10 +77,10 @@ class Model(load.InferenceModel):
 
     @python_errors
     def calibrate(self, images: Images | Path | str) -> "Model":
-        """Fit the temperature, write it, and return the calibrated model; every predicted class stays as it is.
+        """Fit the temperature, store it in the file, and return the calibrated model. No predicted class changes.
 
         Args:
-            images: labeled ones that are new to the model: `Images`, or a folder.
+            images: labeled images that were not used in training: `Images`, or a folder.
 
         Raises:
             UserError: labels are missing, the model was trained on the folder, or its file cannot be written.
@@ -90,19 +93,19 @@ class Model(load.InferenceModel):
 
     @python_errors
     def export(self, file: Path | str, images: Images | None = None) -> export.ExportResult:
-        """Write a program for others, compared with the model beforehand.
+        """Export the model as a program of another library, whose outputs are compared with the model's.
 
         Args:
-            file: ends in .onnx, or in .pt2 for torch.export.
-            images: what both are compared on; without them, images of the model's data set or noise.
+            file: a file that ends in .onnx, or in .pt2 for torch.export.
+            images: images for the comparison; None for images of the model's data set, or noise.
 
         Raises:
-            UserError: the ending is another one, a package is missing, or the program computes other numbers.
+            UserError: the ending is another one, a package is missing, or the outputs differ.
         """
         makers = {".onnx": export.export_onnx, ".pt2": export.export_torch}
         make = makers.get(Path(file).suffix)
         if make is None:
-            raise UserError(f"{file} does not end in .onnx or .pt2: the end says what is written.")
+            raise UserError(f"{file} does not end in .onnx or .pt2: the ending chooses the format.")
         real = export.real_images(self) if images is None else images.images[: self.batch]
         return make(self, Path(file), real)
 
@@ -110,29 +113,28 @@ class Model(load.InferenceModel):
         if isinstance(images, Images):
             return images.labels, self.logits(images.images)
         truth, logits, unreadable = measure.compute_labeled_logits(self, Path(images))
-        _warned(None, unreadable)
+        _warn_of_unreadable(unreadable)
         return truth, logits
 
 
-def _warned(value: Any, unreadable: list[Any]) -> Any:
+def _warn_of_unreadable(unreadable: list[Any]) -> None:
     if unreadable:
         first = unreadable[0]
         warn(f"{len(unreadable)} image(s) could not be read, the first {first.path}: {first.reason}")
-    return value
 
 
 @python_errors
 def load_model(path: Path | str, device: torch.device | str = "cpu", network: str | None = None) -> Model:
-    """Return a trained model.
+    """Load a trained model.
 
     Args:
-        path: a finished run's folder, or a `model.safetensors`.
+        path: the folder of a finished run, or a `model.safetensors`.
         device: where it computes.
-        network: my_module:make of a network from outside; a file alone makes no module be imported.
+        network: my_module:make of a custom network; a file never causes the import of a module.
 
     Raises:
-        UserError: there is none, the run is not finished, or the file is damaged, of another version, or no model.
+        UserError: there is no model, the run is not finished, or the file is damaged or of another version.
     """
-    place = load.find_model_file(paths(path))
-    model = load.load_model(place, device, network)
-    return Model(model.card, model.params, model.stats, model.device, place)
+    file = load.find_model_file(to_path(path))
+    model = load.load_model(file, device, network)
+    return Model(model.card, model.params, model.stats, model.device, file)

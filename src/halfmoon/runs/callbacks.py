@@ -42,12 +42,16 @@ class Callback(Protocol):
     def end(self, run: RunInfo, summary: Row) -> None:
         """A run is through; `summary` is its summary.json, which is written already."""
 
-    def say(self, words: str) -> None:
-        """Something the user should know, in `words`."""
+    def say(self, text: str) -> None:
+        """Show a message to the user.
+
+        Args:
+            text: the message.
+        """
 
 
 class NullCallback(Callback):
-    """Say nothing of `run`, `row`, `summary` or `words`; a callback of one's own says what differs."""
+    """Say nothing of runs, rounds and messages; a callback of one's own says what differs."""
 
 
 NULL_CALLBACK = NullCallback()
@@ -80,8 +84,13 @@ class Callbacks:
     def end(self, run: RunInfo, summary: Row) -> None:
         self._tell(lambda each: each.end(run, summary))
 
-    def say(self, words: str) -> None:
-        self._tell(lambda each: each.say(words))
+    def say(self, text: str) -> None:
+        """Pass a message on.
+
+        Args:
+            text: the message.
+        """
+        self._tell(lambda each: each.say(text))
 
     def _tell(self, call: Callable[[Callback], None]) -> None:
         for each in tuple(self._left):

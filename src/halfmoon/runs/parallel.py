@@ -131,8 +131,8 @@ class _Teller:
     def end(self, run: RunInfo, summary: Row) -> None:
         _STATE["messages"].put(("end", run.folder, summary))
 
-    def say(self, words: str) -> None:
-        _STATE["messages"].put(("say", self.number, words))
+    def say(self, text: str) -> None:
+        _STATE["messages"].put(("say", self.number, text))
 
 
 def _stay() -> None:

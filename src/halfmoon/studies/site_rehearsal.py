@@ -115,9 +115,9 @@ class _RenamedRuns:
         """Forward the end of a run."""
         self.watch.end(replace(run, title=self.name), summary)
 
-    def say(self, words: str) -> None:
+    def say(self, text: str) -> None:
         """Forward a message."""
-        self.watch.say(words)
+        self.watch.say(text)
 
 
 def rehearse(

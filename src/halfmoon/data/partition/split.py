@@ -147,6 +147,9 @@ class Split:
     def check(self, source: Source) -> None:
         """Check that this split belongs to the training rows of a data set.
 
+        Args:
+            source: the data set.
+
         Raises:
             UserError: If it was drawn for other rows, or labels a row that has no label.
         """
@@ -196,6 +199,9 @@ class Split:
     @classmethod
     def load(cls, path: Path) -> "Split":
         """Load a split that `save` wrote.
+
+        Args:
+            path: its file.
 
         Raises:
             UserError: If the file is missing, damaged, or no split.
