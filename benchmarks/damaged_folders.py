@@ -31,9 +31,9 @@ def main() -> None:
     rows = ["| folder | damage | places | the same numbers | refused with a sentence |", "| --- " * 5 + "|"]
     with tempfile.TemporaryDirectory() as place:
         finished, stopped = Path(place) / "finished", Path(place) / "stopped"
-        runner.cell(Config(**t.SMALL, rounds=t.ROUNDS), finished)
+        runner.run_in_folder(Config(**t.SMALL, rounds=t.ROUNDS), finished)
         with suppress(KeyboardInterrupt):
-            runner.cell(Config(**t.SMALL, rounds=t.ROUNDS), stopped, Stop(t.ROUNDS - 1))
+            runner.run_in_folder(Config(**t.SMALL, rounds=t.ROUNDS), stopped, Stop(t.ROUNDS - 1))
         t.WANTED[:] = [t.numbers(finished)]
         for name, folder, read in (("finished", finished, t.numbers), ("stopped", stopped, t.resumed)):
             for act in t.ACTS:

@@ -35,7 +35,7 @@ def played(seed: int, attack: str, rule: str, cap: float) -> float | None:
     config = Config(**COMMON, **own, attackers=0.0 if attack == "none" else ATTACKERS)  # type: ignore[arg-type]
     with tempfile.TemporaryDirectory() as folder:
         try:
-            return 100 * runner.cell(config, Path(folder) / "run")["accuracy"]["last"]
+            return 100 * runner.run_in_folder(config, Path(folder) / "run")["accuracy"]["last"]
         except UserError:
             return None
 

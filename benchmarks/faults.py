@@ -58,10 +58,10 @@ Trial = Callable[[random.Random], str]
 def _killed(place: Path) -> Iterator[Trial]:
     """A run's process is killed at a random moment, and gone on with."""
     options = {**folders.SMALL, "rounds": folders.ROUNDS}
-    runner.cell(Config(**options), place / "straight")
+    runner.run_in_folder(Config(**options), place / "straight")
     wanted, number = folders.numbers(place / "straight"), iter(range(10**9))
     code = "import sys; from pathlib import Path; from halfmoon import Config; from halfmoon.runs import runner; "
-    code += f"print(1, flush=True); runner.cell(Config(**{options!r}), Path(sys.argv[1]))"
+    code += f"print(1, flush=True); runner.run_in_folder(Config(**{options!r}), Path(sys.argv[1]))"
 
     def trial(chance: random.Random) -> str:
         path = place / f"run-{next(number)}"
@@ -73,7 +73,7 @@ def _killed(place: Path) -> Iterator[Trial]:
         time.sleep(chance.uniform(0, 2))
         os.kill(child.pid, signal.SIGKILL)
         child.wait()
-        runner.cell(Config(**options), path)
+        runner.run_in_folder(Config(**options), path)
         assert folders.numbers(path) == wanted
         return SAME
 
@@ -96,9 +96,9 @@ def _failing(place: Path, number: int | None) -> Iterator[Trial]:
 def _damaged(place: Path, act: str) -> Iterator[Trial]:
     """A file of a finished or of a stopped run is damaged."""
     config = Config(**folders.SMALL, rounds=folders.ROUNDS)
-    runner.cell(config, place / "finished")
+    runner.run_in_folder(config, place / "finished")
     with suppress(KeyboardInterrupt):
-        runner.cell(config, place / "stopped", Stop(folders.ROUNDS - 1))
+        runner.run_in_folder(config, place / "stopped", Stop(folders.ROUNDS - 1))
     folders.WANTED[:] = [folders.numbers(place / "finished")]
 
     def trial(chance: random.Random) -> str:
@@ -153,7 +153,7 @@ def _actor(place: Path) -> Iterator[Trial]:
     import ray  # an extra
 
     options = {**folders.SMALL, "rounds": folders.ROUNDS, "executor": "loop"}
-    runner.cell(Config(**options), place / "straight")
+    runner.run_in_folder(Config(**options), place / "straight")
     wanted, number = folders.numbers(place / "straight"), iter(range(10**9))
     # Ray makes its workers nice: on a busy machine they would hardly get to compute.
     system = {"worker_niceness": 0}
@@ -166,9 +166,9 @@ def _actor(place: Path) -> Iterator[Trial]:
             killer = threading.Timer(chance.uniform(0, 0.5), _kill_actors, [killed])
             killer.start()
             with suppress(UserError):
-                runner.cell(config, path)
+                runner.run_in_folder(config, path)
             killer.join()
-            runner.cell(config, path)
+            runner.run_in_folder(config, path)
             assert folders.numbers(path) == wanted
             if killed:  # else the run was over first
                 return SAME

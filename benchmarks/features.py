@@ -165,7 +165,9 @@ def fill(data: Path, count: int, rows: bool) -> None:
         for config in configs:
             rounds = 11 if config.method == "mixture-head" else ROUNDS
             with timed(config.method):
-                runner.cell(replace(config, rounds=rounds, budget="none"), Path(place) / config.method, shared=problem)
+                runner.run_in_folder(
+                    replace(config, rounds=rounds, budget="none"), Path(place) / config.method, shared=problem
+                )
 
 
 def main() -> None:

@@ -149,7 +149,7 @@ def seconds(run: Path) -> list[float]:
 def in_simulator(here: Place, plan: Plan, file: Path) -> Measured:
     """Play (i)."""
     run = plan.folder / "simulated"
-    row = runner.cell(settings.resolve(settings.load_file(file), {}), run)
+    row = runner.run_in_folder(settings.resolve(settings.load_file(file), {}), run)
     return Measured(seconds(run), (row["cost"]["bytes_down"] + row["cost"]["bytes_up"]) // plan.rounds)
 
 

@@ -3,7 +3,7 @@
     python benchmarks/federation_parity.py [--methods feddure ...] [--rounds 3] [--out results/federation_parity]
 
 Three sites are written with `halfmoon site export digits`; each method is then played (a) by
-`halfmoon.runs.runner.cell`, as `halfmoon run` does, (b) over an in-process grid
+`halfmoon.runs.runner.run_in_folder`, as `halfmoon run` does, (b) over an in-process grid
 (`halfmoon.federation.transport.local.rehearse`), (c) on Flower's simulation engine, by a SuperLink with --simulation and
 `flwr run` (Ray; needs `flwr[simulation]`), and (d) over real processes on loopback: three `halfmoon site join` and one
 `halfmoon serve`. Every way has its own copies of the sites, so that none finds what another one's sites remember. A
@@ -189,7 +189,7 @@ def names(sites: Path) -> list[str]:
 
 def simulated(here: Place, file: Path, run: Path) -> None:
     """Play in the simulator."""
-    runner.cell(settings.resolve(settings.load_file(file), {}), run)
+    runner.run_in_folder(settings.resolve(settings.load_file(file), {}), run)
 
 
 def rehearsed(here: Place, file: Path, run: Path) -> None:

@@ -68,7 +68,7 @@ def scene(size: str, method: str, cohort: int, steps: int | None = None) -> Scen
 def chosen(size: str) -> str:
     """Return how halfmoon runs the clients of a round of this size where nobody says."""
     config, form, _ = scene(size, "fedavg", 2)
-    return factory.executor(factory.settled(config, factory.task(config, form).network, form.image))
+    return factory.executor(factory.choose_executor(config, factory.task(config, form).network, form.image))
 
 
 def ours(
@@ -80,7 +80,7 @@ def ours(
     task, views = factory.task(config, form), factory.views(config, form)
     batching, serving = factory.batch_rules(config)
     made = registry.make(config.method)
-    how = factory.executor(config), pool or map, factory.together(config)
+    how = factory.executor(config), pool or map, factory.max_vmapped_clients(config)
     training = Training(batching, Budget(), serving, *how)
     return one_round(made, Simulation(made, task, dataset, views, training, RuntimeSettings(cohort)))
 

@@ -60,7 +60,7 @@ def played(cell: Cell, data: Path, cache: Path, more: dict[str, Any]) -> dict[st
     private = {} if cell.noise is None else {"dp_clip": CLIP, "dp_noise": cell.noise}
     own = {**COMMON, "method": cell.method, "seed": cell.seed, "split_seed": cell.seed, **private, **more}
     with tempfile.TemporaryDirectory() as folder:
-        said = runner.cell(Config(**own, data_dir=data, cache=cache), Path(folder) / "run")
+        said = runner.run_in_folder(Config(**own, data_dir=data, cache=cache), Path(folder) / "run")
     epsilon = (said.get("aggregation") or {}).get("epsilon")
     seconds = round(time.process_time() - began, 1)
     return {**cell._asdict(), "epsilon": epsilon, **said["accuracy"], **more, "seconds": seconds}

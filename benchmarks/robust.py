@@ -68,7 +68,7 @@ def played(cell: Cell, data: Path, cache: Path) -> dict[str, Any]:
     config = Config(**COMMON, **own, data_dir=data, cache=cache)
     with tempfile.TemporaryDirectory() as folder:
         try:
-            said: dict[str, Any] = runner.cell(config, Path(folder) / "run")["accuracy"]
+            said: dict[str, Any] = runner.run_in_folder(config, Path(folder) / "run")["accuracy"]
         except UserError as error:
             said = {"stopped": str(error)}
     return {**cell._asdict(), **said, "seconds": round(time.process_time() - began, 1)}

@@ -280,7 +280,7 @@ def main() -> None:
         began = time.monotonic()
         fed = Soak(folder, options.seconds)
         samples, events = play(fed, options.minutes, options.seed)
-        runner.cell(settings.resolve(settings.load_file(file), {}), straight)
+        runner.run_in_folder(settings.resolve(settings.load_file(file), {}), straight)
         facts: dict[str, Any] = {
             "command": " ".join(["python benchmarks/soak.py", *sys.argv[1:]]),
             "machine": machine(), "minutes": round((time.monotonic() - began) / 60), "rounds": options.rounds,

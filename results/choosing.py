@@ -112,7 +112,7 @@ def play(data: str, place: str, rows: list[str], seeds: list[int], runs: Path, f
                 continue
             began = time.perf_counter()
             there = runs / f"{data}-{place}-{row}-{seed}"
-            summary = runner.cell(configured(data, place, row, seed, folder), there)
+            summary = runner.run_in_folder(configured(data, place, row, seed, folder), there)
             line = {"data": data, "place": place, "row": row, "seed": seed, "title": summary["title"]}
             line |= {"accuracy": summary["accuracy"]["last"], **evidence.held(there), "cost": summary["cost"]}
             line |= {"used": summary.get("measured", {}).get("used", {}).get("last")}

@@ -83,7 +83,7 @@ def play(data: str, trials: int, seeds: list[int], runs: Path, folder: Path | No
         for seed in seeds:
             if (data, method, seed) not in done:
                 config = replace(best, seed=seed, split_seed=seed, run_dir=None)
-                summary = runner.cell(config, place / f"seed{seed}")
+                summary = runner.run_in_folder(config, place / f"seed{seed}")
                 row = {"data": data, "method": method, "seed": seed, "accuracy": summary["accuracy"]["last"]}
                 append(FINAL, row)
                 print(row, flush=True)

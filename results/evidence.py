@@ -241,7 +241,7 @@ def run(data: str, row: str, seed: int, runs: Path, folder: Path | None) -> dict
     from halfmoon.runs import runner
 
     place = runs / f"{data.replace(', ', '-').replace(' ', '')}-{row}-{seed}"
-    summary = runner.cell(configured(data, row, seed, folder), place)
+    summary = runner.run_in_folder(configured(data, row, seed, folder), place)
     score = {**summary["accuracy"], **held(place), **area(data, place, folder)}
     return {"accuracy": score, "labeled_steps": summary["cost"]["labeled_steps"], "correct": summary["correct"]}
 
@@ -277,7 +277,7 @@ def floor(data: str, row: str, seed: int, folder: Path | None) -> dict[str, Any]
     from halfmoon.sites.inference.measure import area_under_roc
 
     config = configured(data, row, seed, folder)
-    with factory.computing(factory.threads(config)):
+    with factory.use_threads(factory.threads(config)):
         problem = factory.problem(config)
         split, train, test = problem.split, problem.source.train, problem.source.test
         if row == "forest":

@@ -52,7 +52,7 @@ def play(given: argparse.Namespace) -> None:
         began = time.perf_counter()
         values = {**SHARED, **METHODS[method], **line, "split_seed": seed}
         values |= {} if given.data_dir is None else {"data_dir": given.data_dir}
-        summary = runner.cell(resolve(values, {}), given.runs / "-".join(map(str, line.values())))
+        summary = runner.run_in_folder(resolve(values, {}), given.runs / "-".join(map(str, line.values())))
         line |= {"accuracy": summary["accuracy"], "cost": summary["cost"]}
         line |= {name: each["last"] for name, each in summary.get("measured", {}).items()}
         with LINES.open("a") as file:

@@ -58,7 +58,7 @@ def play(runs: Path, seeds: list[int]) -> None:
             if (row, options, seed) in done:
                 continue
             place = runs / "-".join([row, str(seed), *(f"{name}={value}" for name, value in options.items())])
-            runner.cell(configured(row, options, seed), place, tests=False)
+            runner.run_in_folder(configured(row, options, seed), place, tests=False)
             line = {"row": row, "options": options, "seed": seed, **told(place)}
             with LINES.open("a") as file:
                 file.write(json.dumps(line) + "\n")

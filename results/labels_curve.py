@@ -116,7 +116,7 @@ def play(data: str, part: str, seeds: list[int], runs: Path, folder: Path | None
         if found is None:
             found = factory.images(config)
             found = replace(found, test=found.test.rows(_evenly(len(found.test))))
-        split = factory.split_of(config, factory.fitted(config, found))
+        split = factory.split_of(config, factory.fit_to_network(config, found))
         key = where, config.rounds
         if key not in shared:
             began = time.process_time()
@@ -127,7 +127,7 @@ def play(data: str, part: str, seeds: list[int], runs: Path, folder: Path | None
             accuracy = _floor(row, problem, seed)
         else:
             place = runs / "-".join(map(str, (data, *point))).replace(" ", "_")
-            accuracy = runner.cell(config, place, shared=problem)["accuracy"]["last"]
+            accuracy = runner.run_in_folder(config, place, shared=problem)["accuracy"]["last"]
         line = [data, *point, f"{accuracy:.6f}", f"{time.process_time() - began:.2f}"]
         with LINES.open("a", newline="") as file:
             csv.writer(file, lineterminator="\n").writerows([line] if file.tell() else [NAMES, line])

@@ -222,7 +222,7 @@ def test_one_of_five_that_flips_its_signs_does_not_decide(rule: Any, least: floa
         attack="sign-flip", attackers=0.2, attack_factor=4.0, aggregation=rule, weight_cap=2.0, evaluate_every=10,
         threads=1, device="cpu",
     )  # fmt: skip
-    assert least <= runner.cell(config, tmp_path / "run")["accuracy"]["last"] <= most
+    assert least <= runner.run_in_folder(config, tmp_path / "run")["accuracy"]["last"] <= most
 
 
 def test_a_mean_of_no_numbers_is_one_sentence(tmp_path: Path, capsys: pytest.CaptureFixture[str]):

@@ -663,7 +663,7 @@ def test_a_federation_gives_the_simulators_bits_with_the_same_secret(method: str
         patch.setattr(RemoteRuntime, "open", opened)
         run = flower.play(file)
     simulated = flower.runs / f"{method}-simulated"
-    runner.cell(settings.resolve(settings.load_file(file), {}), simulated)
+    runner.run_in_folder(settings.resolve(settings.load_file(file), {}), simulated)
     assert rehearsals.bits(run) == rehearsals.bits(simulated)
     assert (run / LEDGER).read_bytes() == (simulated / LEDGER).read_bytes()
     ours, theirs = rehearsals.rows(run), rehearsals.rows(simulated)

@@ -126,7 +126,7 @@ def test_a_run_with_a_liar_stays_near_the_honest_one_with_the_cap_alone(tmp_path
 
     def moved(**options: object) -> dict[str, Tensor]:
         folder = tmp_path / str(len(list(tmp_path.iterdir())))
-        runner.cell(Config(**common, **place, **options), folder)
+        runner.run_in_folder(Config(**common, **place, **options), folder)
         return load_file(folder / "model.safetensors")
 
     attack = {"attack": "sign-flip-false-counts", "attackers": 0.2}

@@ -96,7 +96,7 @@ def play(towns: Callable[[str], Town]) -> Callable[..., Played]:
         with recorded() as letters:
             run = town.play(file)
         simulated = town.runs / f"{file.stem}-simulated"
-        runner.cell(settings.resolve(settings.load_file(file), {}), simulated)
+        runner.run_in_folder(settings.resolve(settings.load_file(file), {}), simulated)
         return Played(run, simulated, letters, town)
 
     return played

@@ -233,7 +233,7 @@ def test_noise_comes_onto_a_masked_sum_as_in_a_simulation(town: Town, method: st
         patch.setattr(FederationServer, "_secret", lambda self: b"seed 0")
         run = town.play(file)
     simulated = town.runs / f"{file.stem}-simulated"
-    runner.cell(settings.resolve(settings.load_file(file), {}), simulated)
+    runner.run_in_folder(settings.resolve(settings.load_file(file), {}), simulated)
     assert bits(run) == bits(simulated)
     told = [[row["aggregation"] for row in rows(path)] for path in (run, simulated)]
     assert told[0] == told[1]

@@ -165,7 +165,7 @@ def test_a_method_as_an_object(tmp_path: Path) -> None:
     assert one.summaries[0]["confusion"] == two.summaries[0]["confusion"]
     assert halfmoon.resume(tmp_path / "own").summaries == one.summaries
     with pytest.raises(UserError, match=r"differs from Local\(\) in more than its options"):
-        outside.stated(Local(Supervised()))
+        outside.describe_method(Local(Supervised()))
 
 
 @dataclass(frozen=True)
@@ -194,7 +194,7 @@ mine = partial(FedAvg, Entropy(0.2), prox=0.1)
 @pytest.mark.parametrize("part", [mine, FedAvg(Entropy(0.2), prox=0.1)])
 def test_fedavg_around_an_objective_goes_by_the_objective(part) -> None:
     """Its name, words and options are those of the objective; those of other objectives are refused."""
-    name, options = outside.stated(part)
+    name, options = outside.describe_method(part)
     assert name.endswith("test_plugins:Entropy")
     assert options == {"sharpness": 0.2, "prox": 0.1}
     row = registry.entry(name)

@@ -22,10 +22,10 @@ def test_a_card_says_how_images_are_made_ready(options: dict[str, Any]):
     """Sites cut and window their images as they have agreed, so who labels with the model has to do it too."""
     config = dataclasses.replace(Config(method="fedavg", resize=16), **options)
     network = registry.make("small", 1, 2, (16, 16), "batch", None)
-    federated = assembly.card(config, FORM, network, "words")
+    federated = assembly.build_card(config, FORM, network, "words")
     assert (federated.crop, federated.window) == (("crop" in options), (-100.0, 300.0) if options else None)
     assert (federated.input_size, federated.shrink, federated.image) == ((16, 16), 1, (1, 16, 16))
-    simulated = assembly.card(dataclasses.replace(config, shrink=2), FORM, network, "words", (32, 32), 1.5)
+    simulated = assembly.build_card(dataclasses.replace(config, shrink=2), FORM, network, "words", (32, 32), 1.5)
     assert (simulated.input_size, simulated.shrink, simulated.temperature) == ((32, 32), 2, 1.5)
     assert simulated.crop == federated.crop
 

@@ -46,7 +46,7 @@ def test_tiny_networks_train_as_one_program(options: dict[str, Any], wanted: str
     config = Config(**{"device": "cpu", **options})
     shared = factory.problem(config)
     image = factory.ImageSpec.of(shared.source).image
-    assert factory.settled(config, shared.task.network, image).executor == wanted
+    assert factory.choose_executor(config, shared.task.network, image).executor == wanted
     if not options:
         assert shared.task.network.count_products((1, 8, 8)) == 120_128
 
@@ -74,11 +74,11 @@ def test_a_run_goes_on_as_it_began(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         with pytest.raises(KeyboardInterrupt):
             halfmoon.run(Config(**RUN, run_dir=old), Stop())
         with pytest.raises(KeyboardInterrupt):
-            runner.cell(Config(**RUN), tmp_path / "cell", Stop())
+            runner.run_in_folder(Config(**RUN), tmp_path / "cell", Stop())
         halfmoon.resume(new)
     assert recorded(old) == recorded(tmp_path / "cell") == "auto"
     halfmoon.resume(old)
-    runner.cell(Config(**RUN), tmp_path / "cell")
+    runner.run_in_folder(Config(**RUN), tmp_path / "cell")
     assert left(new) == left(tmp_path / "vmap")
     assert left(old) == left(tmp_path / "cell") == left(tmp_path / "loop")
 

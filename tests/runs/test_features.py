@@ -13,7 +13,7 @@ from halfmoon import Config, UserError, load_model
 from halfmoon.core import tree
 from halfmoon.models.finetuned import FineTunedNetwork
 from halfmoon.runs import factory, features
-from halfmoon.runs.callbacks import NullCallback, told_of
+from halfmoon.runs.callbacks import NullCallback, feature_progress
 
 SMALL = Config(method="fedavg", rounds=1, data_share=0.2, clients=3, cohort=2, steps=2, budget="none", threads=1)
 
@@ -114,7 +114,9 @@ def test_methods_that_take_no_step_need_the_plain_view_alone(tmp_path: Path) -> 
     options = {"network": "efficientnet-lite0", "clients": 2, "data_share": 0.01, "labels_per_class": 0.5}
     config = Config(method="ridge-head", **options)
     told: list[tuple[int, int]] = []
-    heads = factory.problem(config, methods=["ridge-head"], progress=lambda *told_of: told.append(told_of))
+    heads = factory.problem(
+        config, methods=["ridge-head"], progress=lambda *feature_progress: told.append(feature_progress)
+    )
     assert heads.train.images.shape[1] == 1
     assert told[-1][0] == told[-1][1]
     both = factory.problem(config, heads.split, ["ridge-head", "fedavg"], heads.source)
@@ -130,7 +132,7 @@ def test_the_time_left_is_that_of_the_images_at_hand() -> None:
         def say(self, words: str) -> None:
             said.append(words)
 
-    tell = told_of(Watch(), lambda: float(next(times)))
+    tell = feature_progress(Watch(), lambda: float(next(times)))
     for number, count in ((16, 1000), (192, 1000), (352, 1000), (1000, 1000), (16, 500), (136, 500)):
         tell(number, count)
     assert said == [

@@ -25,7 +25,7 @@ FILES = ("model.safetensors", "metrics.jsonl", "split.parquet")
 
 def outcome(folder: Path) -> list[bytes]:
     """Play a run, or go on with one, and return the files that count."""
-    runner.cell(Config(**RUN), folder)
+    runner.run_in_folder(Config(**RUN), folder)
     return [(folder / name).read_bytes() for name in FILES]
 
 

@@ -31,7 +31,7 @@ ROUNDS = 3
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("finished") / "run"
-    runner.cell(Config(**SMALL, rounds=ROUNDS), folder)
+    runner.run_in_folder(Config(**SMALL, rounds=ROUNDS), folder)
     return folder
 
 
@@ -40,7 +40,7 @@ def stopped(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return the folder of the same run, stopped after two rounds."""
     folder = tmp_path_factory.mktemp("stopped") / "run"
     with pytest.raises(KeyboardInterrupt):
-        runner.cell(Config(**SMALL, rounds=ROUNDS), folder, Stop(ROUNDS - 1))
+        runner.run_in_folder(Config(**SMALL, rounds=ROUNDS), folder, Stop(ROUNDS - 1))
     return folder
 
 
@@ -181,7 +181,7 @@ def test_a_forged_summary_is_refused_without_its_checksum(finished: Path, tmp_pa
     if deleted == "line":
         del sums["summary.json"]
         integrity.record_checksums(folder, sums)
-    for read in (runner.resume, StoredRun.read, runner.finished):
+    for read in (runner.resume, StoredRun.read, runner.finished_summary):
         with pytest.raises(UserError, match=r"checksums\.json has no checksum of \S+, .* --unchecked"):
             read(folder)
     with integrity.allow_missing_checksums():

@@ -894,7 +894,7 @@ def test_the_tiny_scale_teaches(tmp_path: Path, name: str) -> None:
     found = loaded(name)
     only = selection(found, ["dataset=digits", TAUGHT[name]])
     (cell,) = cells(found, only, [0], found.scale("tiny"), {"device": "cpu"})
-    assert runner.cell(cell.configs[0], tmp_path)["accuracy"]["last"] > 0.3
+    assert runner.run_in_folder(cell.configs[0], tmp_path)["accuracy"]["last"] > 0.3
 
 
 def test_sweep_says_what_is_wrong(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

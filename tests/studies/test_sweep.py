@@ -316,14 +316,14 @@ def test_a_cell_that_fails_does_not_stop_the_others(mine: Path, capsys: pytest.C
     ],
 )
 def test_a_defect_costs_one_cell(mine: Path, monkeypatch: pytest.MonkeyPatch, error: RuntimeError, said: str) -> None:
-    cell = runner.cell
+    cell = runner.run_in_folder
 
     def broken(config: Config, path: Path, watch: Callback, **rest: Any) -> Row:
         if config.method == "fedavg":
             raise error
         return cell(config, path, watch, **rest)
 
-    monkeypatch.setattr(runner, "cell", broken)
+    monkeypatch.setattr(runner, "run_in_folder", broken)
     folder, steps, failed = played(mine, *MINE, scale="short")
     assert [step.failed is None for step in steps] == [False, True]
     assert len(failed) == 1

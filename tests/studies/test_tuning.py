@@ -59,7 +59,7 @@ def test_values_reach_the_configuration():
 def test_a_stopped_search_goes_on_with_the_trial_that_was_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """The third trial is stopped: its values are played next, what was played is not played again."""
     played: list[tuple[float, str]] = []
-    real = runner.cell
+    real = runner.run_in_folder
 
     def cell(config: Config, path: Path, **how: Any) -> Any:
         played.append((config.lr, config.labeled_view))
@@ -67,7 +67,7 @@ def test_a_stopped_search_goes_on_with_the_trial_that_was_stopped(tmp_path: Path
             raise KeyboardInterrupt
         return real(config, path, **how)
 
-    monkeypatch.setattr(runner, "cell", cell)
+    monkeypatch.setattr(runner, "run_in_folder", cell)
     with pytest.raises(KeyboardInterrupt):
         tune(Config(**TINY), KNOBS, 4, [100], tmp_path / "t")
     found = tune(Config(**TINY), KNOBS, 4, [100], tmp_path / "t")

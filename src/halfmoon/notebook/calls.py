@@ -17,7 +17,7 @@ from halfmoon.report.paired import ONE_SEED_HINT
 from halfmoon.report.remarks import list_remarks
 from halfmoon.runs import factory, outside, runner
 from halfmoon.runs.callbacks import NULL_CALLBACK, Callback, Callbacks
-from halfmoon.runs.jobs import parsed
+from halfmoon.runs.jobs import parse_config
 from halfmoon.runs.runner import RunResult
 from halfmoon.storage.run_folder import BASELINES, RunFolder
 from halfmoon.studies import executors, grid, recipe, run_plan, run_sweep
@@ -34,7 +34,7 @@ problem = python_errors(factory.problem)
 def run(
     config: Config | None = None,
     watch: Callback = NULL_CALLBACK,
-    method: outside.OwnMethod | str | None = None,
+    method: outside.CustomMethod | str | None = None,
     minutes: float | None = None,
     **options: Any,
 ) -> Results:
@@ -61,7 +61,7 @@ def run(
     if minutes is not None:
         raise UserError("minutes is only for data=FOLDER, a folder of images, without a method, recipe or split.")
     if method is not None:
-        options["method"], method_options = outside.stated(method)
+        options["method"], method_options = outside.describe_method(method)
     config = _make_config(config, options, method_options)
     entry = registry.entry(config.method)
     if entry.pooled:
@@ -74,7 +74,7 @@ def run(
 
 @python_errors
 def compare(
-    methods: Sequence[outside.OwnMethod | str],
+    methods: Sequence[outside.CustomMethod | str],
     config: Config | None = None,
     seeds: int | Sequence[int] = 1,
     watch: Callback = NULL_CALLBACK,
@@ -97,7 +97,7 @@ def compare(
     """
     if isinstance(methods, str):
         raise UserError(f"methods is {methods!r}: it must be a list of names.")
-    entries = [outside.stated(method) for method in methods]
+    entries = [outside.describe_method(method) for method in methods]
     names = [name for name, _ in entries]
     options = {"method": names[0] if names else Config.method, "baselines": (), **options}
     config = _make_config(config, options, {name: values for name, values in entries if values})
@@ -110,7 +110,7 @@ def compare(
 
 
 @python_errors
-def resume(folder: Path | str, watch: Callback = NULL_CALLBACK, method: outside.OwnMethod | None = None) -> Results:
+def resume(folder: Path | str, watch: Callback = NULL_CALLBACK, method: outside.CustomMethod | None = None) -> Results:
     """Resume a run or a comparison from its last checkpoint; finished runs are read.
 
     Args:
@@ -240,7 +240,7 @@ def _contains_run(root: Path, config: Config) -> bool:
         same = folder.identity == schema.identity(config, config.method)
         if same and folder.finished:
             warn(f"{root} contains this run, finished: its results are read; set another run_dir for a new run.")
-        return same and parsed(folder.config, root).baselines == config.baselines
+        return same and parse_config(folder.config, root).baselines == config.baselines
 
 
 def _make_results(outcome: RunResult) -> Results:

@@ -30,7 +30,7 @@ from halfmoon.storage.folder_writer import WriteError, resume_command
 from halfmoon.storage.run_folder import RunFolder
 
 
-def experiment(
+def build_experiment(
     config: Config, task: Task, runtime: ServerRuntime, test: Examples | None, validation: Examples | None = None
 ) -> Experiment:
     """Return what is played: a method on a task, by a runtime that asks clients, and what it is tested on."""
@@ -38,7 +38,7 @@ def experiment(
     return Experiment(runtime.method, task, runtime, test, *how)
 
 
-def names(config: Config, place: Mapping[str, Any]) -> Row:
+def summary_header(config: Config, place: Mapping[str, Any]) -> Row:
     """Return what a summary says before anything is played; `place` says where: on which split, or with which sites."""
     return {
         "method": config.method,
@@ -51,15 +51,15 @@ def names(config: Config, place: Mapping[str, Any]) -> Row:
     }
 
 
-def summary(
+def build_summary(
     config: Config, place: Mapping[str, Any], classes: Sequence[str], folder: RunFolder, results: Mapping[str, Any]
 ) -> Row:
-    """Return summary.json of a run that has played, as `names` begins it."""
+    """Return summary.json of a run that has played, as `summary_header` begins it."""
     seconds = sum(seconds for _, seconds in atomic_io.read_number_pairs(folder.path / TIMINGS, "round", "seconds"))
     used = summarize_pseudo_labels(folder.rows())
     pseudo_labels = {"pseudo_labels": {"used": used["used"]}, "most_used": used["most_used"]} if used else {}
     return {
-        **names(config, place),
+        **summary_header(config, place),
         "accuracy": results["accuracy"],
         **({"measured": results["measured"]} if results["measured"] else {}),
         **pseudo_labels,
@@ -74,7 +74,7 @@ def summary(
     }
 
 
-def card(
+def build_card(
     config: Config,
     form: ImageSpec,
     network: Network,
@@ -105,7 +105,7 @@ def card(
 SPLIT, HOLDINGS = "split.parquet", "split.json"
 
 
-def save(path: Path, split: Split, data: Source) -> None:
+def save_split(path: Path, split: Split, data: Source) -> None:
     """Write the split and what it holds; the parquet last, as a run that goes on looks for it."""
     counts = portrait(split, data.train.labels, data.classes)
     try:
@@ -118,7 +118,7 @@ def save(path: Path, split: Split, data: Source) -> None:
     split.save(path / SPLIT)
 
 
-def note(path: Path) -> None:
+def record_split_checksums(path: Path) -> None:
     """Write down the checksums of a split, where a kill has left it without them."""
     if SPLIT in integrity.read_checksums(path):
         return

@@ -104,11 +104,11 @@ class Callbacks:
                 )
 
 
-def guarded(watch: Callback) -> Callbacks:
+def isolate_failures(watch: Callback) -> Callbacks:
     return watch if isinstance(watch, Callbacks) else Callbacks(watch)
 
 
-def told_of(watch: Callback, clock: Callable[[], float] = time.monotonic) -> Callable[[int, int], None]:
+def feature_progress(watch: Callback, clock: Callable[[], float] = time.monotonic) -> Callable[[int, int], None]:
     """Return what tells a watch, every `EVERY` seconds, how many images have features, and how long the rest takes."""
     began = last = clock()
     first = math.inf  # images with features at the time `began`

@@ -116,7 +116,7 @@ def problem(
         UserError: they do not fit.
     """
     raw = images(config) if raw is None else raw
-    data = fitted(config, raw)
+    data = fit_to_network(config, raw)
     split = split_of(config, data, split)
     place, form = device(config), ImageSpec.of(data)
     batching, serving = batch_rules(config)
@@ -124,8 +124,8 @@ def problem(
     _, height, width, _ = raw.train.images.shape
     validation = None if data.validation is None else examples(data.validation, place)
     own = inputs(config, task(config, form), views(config, form), user_cache("features"), methods, progress)
-    train, test = own.trained(train), own.tested(test)
-    validation = None if validation is None else own.tested(validation)
+    train, test = own.prepare_training(train), own.prepare_test(test)
+    validation = None if validation is None else own.prepare_test(validation)
     return Problem(data, split, train, test, own.task, own.views, batching, serving, (height, width), validation)
 
 
@@ -220,10 +220,10 @@ def preparation(config: DataOptions) -> Preparation:
 
 
 def source(config: Config) -> Source:
-    return fitted(config, images(config))
+    return fit_to_network(config, images(config))
 
 
-def fitted(config: Config, data: Source) -> Source:
+def fit_to_network(config: Config, data: Source) -> Source:
     """Return images shrunk and padded as a configuration says and as its network needs, with its constants."""
     data = shrink(data, config.shrink)
     _, height, width, _ = data.train.images.shape
@@ -362,13 +362,13 @@ def device(config: MachineOptions) -> torch.device:
 
 
 def executor(config: Config) -> Executor:
-    """Return how the clients of a cohort are run; what `settled` leaves open is vmap on a GPU, the loop elsewhere."""
+    """Return the executor of a cohort's clients; "auto" is vmap on a GPU and the loop on a CPU."""
     if config.executor != "auto":
         return config.executor
     return "vmap" if device(config).type == "cuda" else "loop"
 
 
-def settled(config: Config, network: Network, image: tuple[int, int, int]) -> Config:
+def choose_executor(config: Config, network: Network, image: tuple[int, int, int]) -> Config:
     """Return the configuration of a new run: on a processor tiny networks take vmap, where nobody has said what to do.
 
     `image` is (C, H, W). How tiny is measured (`results/peers.md`) and fixed, so that a run does not depend on how busy
@@ -380,7 +380,7 @@ def settled(config: Config, network: Network, image: tuple[int, int, int]) -> Co
     return config if products is None or products > TINY else replace(config, executor="vmap")
 
 
-def together(config: Config) -> int | None:
+def max_vmapped_clients(config: Config) -> int | None:
     """Return how many clients vmap lifts at most as one program; None: as many as there are."""
     return CHUNK if device(config).type == "cpu" else None
 
@@ -407,7 +407,7 @@ def site_threads(config: Config) -> int:
 
 
 @contextmanager
-def computing(number: int) -> Iterator[None]:
+def use_threads(number: int) -> Iterator[None]:
     """Compute with so many processor threads, and leave PyTorch as it was."""
     before = torch.get_num_threads()
     torch.set_num_threads(number)

@@ -77,8 +77,8 @@ class Inputs:
 
     task: Task
     views: Views
-    trained: Callable[[Examples], Examples] = lambda images: images
-    tested: Callable[[Examples], Examples] = lambda images: images
+    prepare_training: Callable[[Examples], Examples] = lambda images: images
+    prepare_test: Callable[[Examples], Examples] = lambda images: images
 
 
 def inputs(
@@ -160,7 +160,7 @@ def _write(path: Path, chunk: Chunk, count: int, progress: Progress) -> None:
     trim(path.parent, path.stem)
 
 
-def seconds(head: FeatureHead, images: Tensor, normalize: Normalize) -> float:
+def measure_seconds_per_image(head: FeatureHead, images: Tensor, normalize: Normalize) -> float:
     """Return the seconds that the plain view of an image takes on all processors: timed on two chunks for each.
 
     `images` are repeated where there are fewer.

@@ -25,7 +25,7 @@ class Job:
     config: Config
 
 
-def parsed(words: str, root: Path) -> Config:
+def parse_config(words: str, root: Path) -> Config:
     """Return the configuration that a run folder holds; raise UserError where a federation's server has made it."""
     try:
         values = toml.parse(words)
@@ -62,7 +62,7 @@ def parse(plan: bytes, root: Path) -> list[Job]:
     """Return the jobs of a `comparison.json`."""
     try:
         facts = integrity.unseal(plan)
-        jobs = [Job(_inside(each["folder"]), parsed(str(each["config"]), root)) for each in facts["jobs"]]
+        jobs = [Job(_inside(each["folder"]), parse_config(str(each["config"]), root)) for each in facts["jobs"]]
         if not jobs:
             raise ValueError("it names no run")
     except (ValueError, LookupError, TypeError) as error:

@@ -17,11 +17,11 @@ from halfmoon.methods.objectives import Objective
 _LINE = re.compile(r"^# (.+ sha256 [0-9a-f]{64})$", re.MULTILINE)
 
 
-OwnMethod = Method | Objective | registry.MethodEntry | Callable[[], Method]
+CustomMethod = Method | Objective | registry.MethodEntry | Callable[[], Method]
 """A method as an object: itself, an objective for FedAvg, a row, or a callable such as `partial(FedAvg, Mine())`."""
 
 
-def register(method: OwnMethod) -> str:
+def register(method: CustomMethod) -> str:
     """Let this process know a method of one's own, and return the name under which it goes: my_module:Mine.
 
     FedAvg around an objective goes by the name of the objective.
@@ -54,7 +54,7 @@ def _differing(method: Any, name: str) -> dict[str, Any]:
     return options
 
 
-def stated(method: OwnMethod | str) -> tuple[str, dict[str, Any]]:
+def describe_method(method: CustomMethod | str) -> tuple[str, dict[str, Any]]:
     """Return a method's name, under which this process knows it, and the options in which an object differs."""
     if isinstance(method, str):
         return method, {}

@@ -52,7 +52,7 @@ def processes(config: Config, runs: int) -> int:
     return min(len(processors()), runs)
 
 
-def side_by_side(
+def run_in_processes(
     play: Callable[[int, Callback], Row], numbers: Sequence[int], config: Config, watch: Callback
 ) -> dict[int, Row]:
     """Play runs in several processes, and return their summaries by number; `watch` is told of all of them.

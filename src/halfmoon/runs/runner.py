@@ -34,11 +34,11 @@ from halfmoon.report.run_reader import check_finished
 from halfmoon.runs import assembly, checks, factory, outside, workers
 from halfmoon.runs.assembly import CSV, CURVES, MARKDOWN, SPLIT, RunResult, show
 from halfmoon.runs.budgets import budget, evaluation_interval, largest_of
-from halfmoon.runs.callbacks import NULL_CALLBACK, Callback, RunInfo, guarded, told_of
+from halfmoon.runs.callbacks import NULL_CALLBACK, Callback, RunInfo, feature_progress, isolate_failures
 from halfmoon.runs.factory import ImageSpec, Problem
-from halfmoon.runs.jobs import COMPARISON, Job, is_same_plan, parsed, render
+from halfmoon.runs.jobs import COMPARISON, Job, is_same_plan, parse_config, render
 from halfmoon.runs.jobs import parse as jobs_of
-from halfmoon.runs.parallel import side_by_side
+from halfmoon.runs.parallel import run_in_processes
 from halfmoon.storage import atomic_io, integrity
 from halfmoon.storage.folder_writer import CONFIG, resume_command
 from halfmoon.storage.run_folder import BASELINES, SUMMARY, RunFolder
@@ -53,7 +53,7 @@ def start(config: Config, watch: Callback = NULL_CALLBACK, shared: Problem | Non
     Raises `UserError` for a configuration or data that cannot work, before anything is written, and
     `halfmoon.engine.driver.Diverged` when a loss is not a number.
     """
-    watch = guarded(watch)
+    watch = isolate_failures(watch)
     check_methods(config)
     root = config.run_dir or next_free_folder(config, config.method)
     _refuse_taken(root, identity(config, config.method))
@@ -74,7 +74,7 @@ def compare(
     The shared budget is that of `config.reference` or, without one, of the method that takes most by its own rule.
     With `again` a folder that holds this comparison already is gone on with.
     """
-    watch = guarded(watch)
+    watch = isolate_failures(watch)
     for words, names in (("methods", methods), ("seeds", seeds)):
         if not names or len(set(names)) < len(names):
             raise UserError(f"compare needs one or more different {words}, not {', '.join(map(str, names)) or 'none'}.")
@@ -112,14 +112,17 @@ def compare(
 
 
 def resume(
-    root: Path, watch: Callback = NULL_CALLBACK, method: outside.OwnMethod | None = None, shared: Problem | None = None
+    root: Path,
+    watch: Callback = NULL_CALLBACK,
+    method: outside.CustomMethod | None = None,
+    shared: Problem | None = None,
 ) -> RunResult:
     """Go on with a run or a comparison where it was left; what is finished is neither played nor loaded again.
 
     `method` is the one of your own that `start` was given, where its class cannot be imported by its name, and `shared`
     what it was given as such.
     """
-    watch = guarded(watch)
+    watch = isolate_failures(watch)
     if method is not None:
         outside.register(method)
     plan = atomic_io.read(root / COMPARISON)
@@ -129,7 +132,7 @@ def resume(
             outside.check(job.config, each["config"], root)
     else:
         with RunFolder.open(root) as folder:
-            config = parsed(folder.config, root)
+            config = parse_config(folder.config, root)
             outside.check(config, folder.config, root)
             if identity(config, config.method) != folder.identity:
                 raise UserError(
@@ -148,7 +151,7 @@ def _stored_split(path: Path) -> Split | None:
     return Split.load(path / SPLIT) if (path / SPLIT).exists() else None
 
 
-def cell(
+def run_in_folder(
     config: Config,
     path: Path,
     watch: Callback = NULL_CALLBACK,
@@ -161,7 +164,7 @@ def cell(
     what the configuration's problem is, where it was made before.
     Raise what `start` raises, and `halfmoon.storage.folder_writer.Busy` where another process plays in that folder.
     """
-    watch = guarded(watch)
+    watch = isolate_failures(watch)
     check_methods(config)
     job = Job(".", config)
     if not _finished(path, config):
@@ -174,21 +177,21 @@ def cell(
     return _play(path, job, shared, watch)
 
 
-def portray(config: Config, path: Path) -> Row:
+def write_split(config: Config, path: Path) -> Row:
     """Make a configuration's split in the folder `path`, train nothing, and return the folder's summary.
 
-    Raise what `cell` raises.
+    Raise what `run_in_folder` raises.
     """
-    summary = finished(path)
+    summary = finished_summary(path)
     if summary is not None:
         return summary
     data = factory.source(config)
     split = factory.split_of(config, data)
     with _folder(path, config) as folder:
-        assembly.save(path, split, data)
-        assembly.note(path)
+        assembly.save_split(path, split, data)
+        assembly.record_split_checksums(path)
         summary = {
-            **assembly.names(config, {"setting": config.setting}),
+            **assembly.summary_header(config, {"setting": config.setting}),
             "classes": list(data.classes),
             "finished": True,
         }
@@ -196,7 +199,7 @@ def portray(config: Config, path: Path) -> Row:
     return summary
 
 
-def finished(path: Path) -> Row | None:
+def finished_summary(path: Path) -> Row | None:
     return integrity.read_summary(path) if RunFolder.exists(path) else None
 
 
@@ -215,7 +218,7 @@ def _settled(jobs: Sequence[Job], shared: Problem) -> list[Job]:
     networks, and did for all before there was a choice.
     """
     network, image = shared.task.network, ImageSpec.of(shared.source).image
-    return [replace(job, config=factory.settled(job.config, network, image)) for job in jobs]
+    return [replace(job, config=factory.choose_executor(job.config, network, image)) for job in jobs]
 
 
 def _alone(config: Config, name: str, reference: str, **changes: Any) -> Config:
@@ -228,7 +231,7 @@ def _shared(jobs: Sequence[Job], split: Split | None, watch: Callback, shared: P
     """Return what all jobs share; raise `UserError`, before anything is written, where a job cannot work on it."""
     if shared is None:
         methods = [job.config.method for job in jobs]
-        shared = factory.problem(jobs[0].config, split, methods=methods, progress=told_of(watch))
+        shared = factory.problem(jobs[0].config, split, methods=methods, progress=feature_progress(watch))
     checks.check(jobs, shared, watch)
     if (words := training_summary(shared.task.network)) is not None:
         watch.say(words)
@@ -252,7 +255,7 @@ def _play_jobs(root: Path, jobs: Sequence[Job], shared: Problem | None, watch: C
     waiting = [number for number in range(len(jobs)) if left[number]]
     if any(":" in job.config.method for job in jobs):
         waiting = []  # a method that was given as an object may be known to this process alone
-    rows = side_by_side(partial(_play_number, root, tuple(jobs), shared), waiting, jobs[0].config, watch)
+    rows = run_in_processes(partial(_play_number, root, tuple(jobs), shared), waiting, jobs[0].config, watch)
     for number in range(len(jobs)):
         if number not in rows:
             rows[number] = _play_number(root, jobs, shared, number, watch)
@@ -277,22 +280,22 @@ def _play(root: Path, job: Job, shared: Problem | None, watch: Callback) -> Row:
             return check_finished(summary, path / SUMMARY)
         assert shared is not None, "an unfinished job needs its data"
         if config.executor == "auto":
-            config = replace(config, executor=parsed(folder.config, path).executor)
+            config = replace(config, executor=parse_config(folder.config, path).executor)
         loaded = folder.load()
         for warning in [*(loaded.warnings if loaded else []), *([folder.remark] if folder.remark else [])]:
             watch.say(warning)
         if not (path / SPLIT).exists():
-            assembly.save(path, shared.split, shared.source)
-        assembly.note(path)
+            assembly.save_split(path, shared.split, shared.source)
+        assembly.record_split_checksums(path)
         run = RunInfo(path, config, entry.title, loaded.round if loaded else 0)
         watch.begin(run)
-        with workers.working(config) as parallel_map, factory.computing(factory.threads(config)):
+        with workers.working(config) as parallel_map, factory.use_threads(factory.threads(config)):
             experiment = _experiment(config, shared, path, parallel_map, watch)
             results = run_rounds(experiment, folder, loaded, lambda row: watch.round(run, row))
-        summary = assembly.summary(config, {"setting": config.setting}, shared.source.classes, folder, results)
+        summary = assembly.build_summary(config, {"setting": config.setting}, shared.source.classes, folder, results)
         network, model = shared.task.network.full_model(results["model"])
         form, temperature = ImageSpec.of(shared.source), _temperature(config, shared, results["model"])
-        card = assembly.card(config, form, network, to_toml(config), shared.input_size, temperature)
+        card = assembly.build_card(config, form, network, to_toml(config), shared.input_size, temperature)
         folder.finish(model, card.render(), summary)
     watch.end(run, summary)
     return summary
@@ -366,7 +369,7 @@ def _experiment(config: Config, shared: Problem, path: Path, parallel_map: Paral
             shared.serving,
             factory.executor(config),
             parallel_map,
-            factory.together(config),
+            factory.max_vmapped_clients(config),
         ),
         RuntimeSettings(
             config.cohort,
@@ -381,5 +384,5 @@ def _experiment(config: Config, shared: Problem, path: Path, parallel_map: Paral
     every = evaluation_interval(config, shared)
     if every > 1 and config.evaluate_every is None:
         watch.say(f"Test images are evaluated every {every} rounds (--evaluate-every 1: after each).")
-    method = assembly.experiment(config, task, runtime, shared.test, shared.validation)
+    method = assembly.build_experiment(config, task, runtime, shared.test, shared.validation)
     return replace(method, parallel_map=parallel_map, evaluate_every=every)

@@ -17,7 +17,7 @@ from halfmoon.runs import factory
 from halfmoon.runs.pools import Pool, Workers, answer, packed, processors, settle
 
 
-def installed() -> Any:
+def import_ray() -> Any:
     """Return Ray; raise UserError where it is not installed."""
     try:
         return import_module("ray")  # an extra, needed here only; by name, as a type checker may lack it
@@ -25,7 +25,7 @@ def installed() -> Any:
         raise UserError(f"Ray is not installed; {install_command('ray')} to use it.") from error
 
 
-def join(ray: Any, address: str | None) -> bool:
+def connect_ray(ray: Any, address: str | None) -> bool:
     """Reach the cluster at `address`, at RAY_ADDRESS, or on this machine, else start one; return whether this did so.
 
     A cluster that `ray.init` has reached before stays. Raise UserError if none answers.
@@ -56,8 +56,8 @@ class RayWorkers(Pool):
 
         Raise UserError where Ray is not installed, no cluster answers, or no machine has enough processors.
         """
-        self._ray = ray = installed()
-        self._owns_cluster = join(ray, None)
+        self._ray = ray = import_ray()
+        self._owns_cluster = connect_ray(ray, None)
         self.broken = ray.exceptions.RayError
         alive = [node["Resources"].get("CPU", 0) for node in ray.nodes() if node["Alive"]]
         free = sum(int(cpus) // threads for cpus in alive)

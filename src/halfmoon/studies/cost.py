@@ -45,7 +45,7 @@ def estimate_costs(recipe: Recipe, cells: Sequence[Cell]) -> dict[str, RowCost]:
         cells: the selected cells.
 
     Raises:
-        UserError: as `halfmoon.runs.runner.cell`.
+        UserError: as `halfmoon.runs.runner.run_in_folder`.
     """
     costs: dict[str, RowCost] = {}
     counted_runs: set[str] = set()
@@ -75,7 +75,7 @@ def measure_round_seconds(config: Config) -> float:
 def measure_seconds(config: Config, shared: Problem | None = None) -> list[float]:
     """Run a configuration in a temporary folder and return the seconds of each round."""
     with TemporaryDirectory() as folder:
-        runner.cell(config, Path(folder) / "run", shared=shared)
+        runner.run_in_folder(config, Path(folder) / "run", shared=shared)
         return [float(row["seconds"]) for row in atomic_io.read_rows(Path(folder) / "run" / TIMINGS)]
 
 

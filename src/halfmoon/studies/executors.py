@@ -70,8 +70,8 @@ def play(task: SweepTask, watch: Callback = NULL_CALLBACK) -> TaskResult:
     try:
         config = _config(task)
         if task.split_only:
-            return TaskResult(task, runner.portray(config, task.folder))
-        return TaskResult(task, runner.cell(config, task.folder, watch))
+            return TaskResult(task, runner.write_split(config, task.folder))
+        return TaskResult(task, runner.run_in_folder(config, task.folder, watch))
     except FolderInUse as error:
         return TaskResult(task, None, str(error), busy=True)
     except (UserError, Diverged) as error:

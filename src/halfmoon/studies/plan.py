@@ -205,7 +205,9 @@ def _plan_heads(options: Mapping[str, Any], contents: FolderContents, seconds_li
     image_spec = _image_spec(config, contents)
     head, task, normalize = head_task(config, image_spec)
     reading_seconds = _measure_decoding(config, contents)
-    feature_seconds = features.seconds(head, torch.zeros(1, *image_spec.image, dtype=torch.uint8), normalize)
+    feature_seconds = features.measure_seconds_per_image(
+        head, torch.zeros(1, *image_spec.image, dtype=torch.uint8), normalize
+    )
     if contents.site:
         train_count = len(contents.paths)
         test_count = contents.labeled

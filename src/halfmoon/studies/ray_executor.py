@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from halfmoon.core.errors import UserError
 from halfmoon.runs.callbacks import NULL_CALLBACK, Callback
-from halfmoon.runs.workers import installed, join
+from halfmoon.runs.workers import connect_ray, import_ray
 from halfmoon.studies.executors import TRIES, Note, SweepTask, TaskResult, play
 
 
@@ -38,8 +38,8 @@ class RayExecutor:
         Where `ray.init` was called before, that cluster is used. Raise UserError where Ray is not installed or no
         cluster answers.
         """
-        self._ray = installed()
-        self._own_connection = join(self._ray, address)
+        self._ray = import_ray()
+        self._own_connection = connect_ray(self._ray, address)
         self._share = share(self._ray.nodes(), jobs)
         self._watch = watch
 

@@ -15,9 +15,9 @@ from halfmoon.data.partition.split import Split
 from halfmoon.engine.evaluation import Examples
 from halfmoon.engine.loop import Row
 from halfmoon.runs import factory, runner
-from halfmoon.runs.callbacks import Callback, told_of
+from halfmoon.runs.callbacks import Callback, feature_progress
 from halfmoon.runs.factory import Problem
-from halfmoon.runs.jobs import parsed
+from halfmoon.runs.jobs import parse_config
 from halfmoon.runs.runner import RunResult
 from halfmoon.storage import atomic_io
 from halfmoon.storage.run_folder import BASELINES, DECISION, PLAN, RunFolder
@@ -51,7 +51,7 @@ def load_plan(root: Path) -> Plan | None:
     if record is None or not RunFolder.exists(root):
         return None
     with RunFolder.open(root) as folder:
-        config = replace(parsed(folder.config, root), baselines=tuple(record.pop("baselines")))
+        config = replace(parse_config(folder.config, root), baselines=tuple(record.pop("baselines")))
     contents = scan_folder(Path(config.data), config.group_pattern)
     if contents is None:
         raise UserError(f"{config.data}, on which {root} was trained, holds no images any more: put them back.")
@@ -84,7 +84,7 @@ def run_plan(plan: Plan, root: Path, watch: Callback, resume: bool = False) -> P
     else:
         source = replace(factory.images(config), mirror=bool(config.flip))
         split = None
-    problem = factory.problem(config, split, methods, source, told_of(watch))
+    problem = factory.problem(config, split, methods, source, feature_progress(watch))
     outcome = None
     if plan.contents.site:
         runs = _run_site_methods(config, methods, root, watch, problem)
@@ -120,7 +120,7 @@ def _run_site_methods(
     for name in methods:
         method_config = replace(config, method=name, baselines=(), reference=config.reference or config.method)
         path = root if name == config.method else root / BASELINES / name
-        summaries.append(runner.cell(method_config, path, watch, tests=False, shared=problem))
+        summaries.append(runner.run_in_folder(method_config, path, watch, tests=False, shared=problem))
     return summaries
 
 

@@ -58,7 +58,7 @@ def sweep(folder: SweepFolder, requested: Sequence[Cell], engine: Engine, tell: 
 
     tasks: dict[SweepTask, str] = {}
     for mark, (_, config) in named.items():
-        outcome = runner.finished(folder.run(mark))
+        outcome = runner.finished_summary(folder.run(mark))
         if outcome is not None:
             tell_of(mark, outcome, None, True)
         else:
@@ -76,7 +76,7 @@ def _write(folder: SweepFolder, requested: Sequence[Cell]) -> None:
     everything = _with_kept(folder, requested)
     for mark in _by_identity(everything):
         if not folder.results.get(mark, {}).get("finished"):
-            outcome = runner.finished(folder.run(mark))
+            outcome = runner.finished_summary(folder.run(mark))
             if outcome is not None:
                 folder.results[mark] = entry(outcome)
     folder.write(everything)

@@ -26,7 +26,7 @@ from halfmoon.engine.loop import Row
 from halfmoon.methods.analytic import RidgeHead
 from halfmoon.runs.callbacks import NULL_CALLBACK, Callback, RunInfo
 from halfmoon.runs.factory import preparation
-from halfmoon.runs.runner import cell
+from halfmoon.runs.runner import run_in_folder
 from halfmoon.sites.folders import SiteFolder, read_site
 from halfmoon.studies.decision import (
     FOLDS,
@@ -166,7 +166,7 @@ def rehearse(
             cohort=min(base.cohort, split.clients),
             options=base.options if method == config.method else {},
         )
-        summary = cell(row_config, root / folder_name, _RenamedRuns(watch, name))
+        summary = run_in_folder(row_config, root / folder_name, _RenamedRuns(watch, name))
         accuracy = summary["accuracy"]["chosen" if base.validation_part else "last"]
         label_count = int((split.labeled & (split.client >= 0)).sum())
         table.append(RehearsalRow(name, label_count, accuracy, rows.tests))

@@ -209,8 +209,8 @@ def _accuracy(config: Config, values: Mapping[str, Any], seeds: Sequence[int], f
     for seed in seeds:
         path = folder / f"trial-{name}" / f"seed-{seed}"
         try:
-            if runner.finished(path) is None:
-                runner.cell(replace(changed, seed=seed, run_dir=None), path, tests=False)
+            if runner.finished_summary(path) is None:
+                runner.run_in_folder(replace(changed, seed=seed, run_dir=None), path, tests=False)
         except Diverged:
             return None
         rows = [row["validation"] for row in atomic_io.read_rows(path / "metrics.jsonl") if "validation" in row]

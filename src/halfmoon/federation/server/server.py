@@ -130,7 +130,7 @@ class FederationServer:
         with self._open_folder() as folder:
             summary = folder.summary()
             if summary is None:
-                with factory.computing(factory.site_threads(self.plan.config)):
+                with factory.use_threads(factory.site_threads(self.plan.config)):
                     return self._run(folder, transport, patience)
             record = atomic_io.read_json(self.path / DELIVERY) or {}
             if record.get("again") is True and record.get("lacks"):
@@ -171,9 +171,9 @@ class FederationServer:
                 results |= {"confusion": tally.confusion.tolist(), "accuracy": _accuracy(folder, tally, results)}
 
         identity = {"federation": terms.hash, "sites": list(terms.sites)}
-        summary = assembly.summary(config, identity, terms.image_spec.classes, folder, results)
+        summary = assembly.build_summary(config, identity, terms.image_spec.classes, folder, results)
         network, model = experiment.task.network.full_model(results["model"])
-        card = assembly.card(config, terms.image_spec, network, _config_text(self.plan))
+        card = assembly.build_card(config, terms.image_spec, network, _config_text(self.plan))
         quarantined = self._quarantine().sites
         names = [name for name in terms.sites if name not in quarantined]
         # Deliver before the run is finished: afterwards Flower's server no longer answers the sites.
@@ -226,16 +226,16 @@ class FederationServer:
         device = factory.device(config)
         test = None
         if self.plan.test is not None:
-            test = model_inputs.tested(factory.examples(self._load_images(self.plan.test), device))
+            test = model_inputs.prepare_test(factory.examples(self._load_images(self.plan.test), device))
         validation = None
         if self.plan.validation is not None:
-            validation = model_inputs.tested(factory.examples(self._load_images(self.plan.validation), device))
+            validation = model_inputs.prepare_test(factory.examples(self._load_images(self.plan.validation), device))
         batching, server_batching = factory.batch_rules(config)
         budget = budgets.budget(config, task)
 
         server = None
         if self.plan.server is not None and config.labels_at == "server":
-            examples = model_inputs.trained(factory.examples(self._load_images(self.plan.server), device))
+            examples = model_inputs.prepare_training(factory.examples(self._load_images(self.plan.server), device))
             count = len(examples.labels)
             split = Split(np.full(count, SERVER), np.ones(count, bool), len(terms.sites))
             server = LocalClients(
@@ -278,7 +278,7 @@ class FederationServer:
             store,
             factory.aggregators(config, self._secret(), self.path, summed=config.secure_aggregation),
         )
-        return assembly.experiment(config, model_inputs.task, runtime, test, validation)
+        return assembly.build_experiment(config, model_inputs.task, runtime, test, validation)
 
     def _open_folder(self) -> RunFolder:
         terms = self.plan.terms

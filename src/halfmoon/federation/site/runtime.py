@@ -419,13 +419,13 @@ class SiteImages:
         converted = inputs(
             terms.config, site.task, local_clients.views, self.state_folder / "features", progress=_make_progress(log)
         )
-        train = converted.trained(local_clients.dataset.train)
+        train = converted.prepare_training(local_clients.dataset.train)
         compute_device = local_clients.dataset.train.labels.device
         held_out: dict[str, Examples] = {}
         for purpose, path in (("tests", self.tests), ("validations", self.validations)):
             if path is not None:
                 images = load_labeled_images(path, terms, self.state_folder / f"{purpose}-{image_spec_name(terms)}")
-                held_out[purpose] = converted.tested(examples(images, compute_device))
+                held_out[purpose] = converted.prepare_test(examples(images, compute_device))
         dataset = replace(local_clients.dataset, train=train)
         local_clients = replace(local_clients, dataset=dataset, views=converted.views)
         return replace(site, task=converted.task, local_clients=local_clients, held_out=HeldOut(**held_out))
