@@ -104,7 +104,7 @@ def _format_sweep(study: Study, note: str) -> str:
 
 
 def _format_column(study: Study, score: ScoreTable, column: Column) -> list[str]:
-    rows = [(value.title, score.mark(value.name, column)) for value in study.row_values]
+    rows = [(value.title, score.get(value.name, column)) for value in study.row_values]
     rows = [(title, mark) for title, mark in rows if mark.last or mark.planned]
     if not rows:
         return []

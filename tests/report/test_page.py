@@ -148,7 +148,7 @@ def test_equal_steps_of_runs(tmp_path: Path) -> None:
     (study,) = gather_studies([tmp_path / "cmp"])
     score = scores_at_equal_steps(study)
     assert score.steps == {(): 60}
-    means = [score.mark(name, ()).last for name in ("fixmatch", "feddure")]
+    means = [score.get(name, ()).last for name in ("fixmatch", "feddure")]
     assert [each.mean for each in means if each] == pytest.approx(
         [100 * accuracy_of(1, 0, 12), 100 * accuracy_of(2, 0, 4)]
     )
@@ -178,10 +178,10 @@ def test_equal_steps_without_a_folder(tmp_path: Path) -> None:
     study = read_sweep(folder / "sweep.json")
     score = scores_at_equal_steps(study)
     assert score.steps == {("iid-iid",): 60, ("dir-dir",): 60}
-    assert score.mark("fedavg", ("iid-iid",)).last == (pytest.approx(100 * accuracy_of(0, 0, 12)), None)
-    lost = score.mark("feddure", ("iid-iid",))
-    assert (lost.last, lost.note) == (None, "no evaluation up to there is known")
-    assert list_missing(study) == ["The folders of 6 of 6 finished runs are not here: no charts of those."]
+    assert score.get("fedavg", ("iid-iid",)).last == (pytest.approx(100 * accuracy_of(0, 0, 12)), None)
+    lost = score.get("feddure", ("iid-iid",))
+    assert (lost.last, lost.note) == (None, "no evaluation up to this number of steps is known")
+    assert list_missing(study) == ["The folders of 6 of 6 finished runs are missing: no charts of those."]
     assert lost.note in Reader(render_html([study])).text
 
 
@@ -192,12 +192,12 @@ def test_order_and_marks_of_a_column(study: Study) -> None:
     assert found.published == found.measured == [*reversed(METHODS.values())]
     assert found.kendall_tau == 1
     assert compare_order(study, score, ("iid-iid",)) == ([], [], None, None)
-    mark = score.mark("feddure", ("dir-dir",))
+    mark = score.get("feddure", ("dir-dir",))
     shares = [100 * accuracy_of(2, seed, 12) for seed in (0, 1)]
     assert mark.last == (pytest.approx(sum(shares) / 2), pytest.approx(abs(shares[0] - shares[1]) / math.sqrt(2)))
     assert mark.verdict.difference == pytest.approx(sum(shares) / 2 - 80)
     assert mark.verdict.within is True
-    assert score.mark("feddure", ("iid-iid",)).verdict is None
+    assert score.get("feddure", ("iid-iid",)).verdict is None
 
 
 def test_loose_runs_become_a_grid(tmp_path: Path) -> None:
@@ -264,15 +264,15 @@ def damaged(**changes: Any) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("content", "said"),
     [
-        ("{", r"sweep\.json: cannot be read"),
+        ("{", r"sweep\.json cannot be read"),
         ("[]", "has format None"),
         (json.dumps(damaged(format=2)), "has format 2, and this version of halfmoon reads format 1"),
         (json.dumps(damaged(cells="none")), "is damaged at cells"),
         (json.dumps(damaged(cells=[{"at": {"setting": "iid-iid"}, "runs": []}])), "cell 0 does not name one value"),
-        (json.dumps(damaged(cells=damaged()["cells"] * 2)), "cell 1 is there twice"),
-        (json.dumps(damaged(rows="nothing")), "'nothing' is no axis"),
+        (json.dumps(damaged(cells=damaged()["cells"] * 2)), "cell 1 has the coordinates of another cell"),
+        (json.dumps(damaged(rows="nothing")), "'nothing' is not one of its axes"),
         (json.dumps(damaged(kind="lines")), "needs an axis as x"),
-        (json.dumps(damaged(kind="lines", x="setting")), "the values of 'setting', its x, are no numbers"),
+        (json.dumps(damaged(kind="lines", x="setting")), "the values of 'setting', its x, are not numbers"),
         (json.dumps(damaged()), "nothing is finished"),
     ],
 )
@@ -297,7 +297,7 @@ def test_what_is_no_run_is_one_sentence(tmp_path: Path) -> None:
     (tmp_path / "file.txt").write_text("x")
     write_run(tmp_path / "open", 1, 0, finished=False)
     for name, said in (
-        ("empty", "holds no run"),
+        ("empty", "has no run"),
         ("nowhere", "does not exist"),
         ("file.txt", "is no run"),
         ("open", "nothing is finished"),
@@ -325,7 +325,7 @@ def test_a_folder_that_holds_another_run_by_now_is_left_out(tmp_path: Path) -> N
     facts["cells"][0]["runs"][0]["identity"] = "what it was"
     put(folder, facts)
     study = read_sweep(folder / "sweep.json")
-    assert list_missing(study) == ["The folders of 1 finished runs hold another run by now: no charts of those."]
+    assert list_missing(study) == ["The folders of 1 finished runs now contain another run: no charts of those."]
     assert len(study.runs) == 5
 
 
@@ -522,7 +522,7 @@ def test_a_federations_folder_is_reported_as_one(tmp_path: Path) -> None:
     (study,) = gather_studies([tmp_path / "fed"])
     assert common_options(study)["federation"] == "ward"
     assert [note.split(" (a federation")[0] for note in list_missing(study)] == [
-        "No picture of clients and classes, no class distributions",
+        "No chart of clients and classes, no class distributions",
         "No confusion matrix",
     ]
     line = series.column_charts(study, ())["lines"][0]["series"]["accuracy"]
@@ -665,16 +665,16 @@ LOW, MID, TOP = ("fedavg", "FedAvg (labeled only)"), ("feddure", "FedDure"), ("f
     [
         (
             ((*LOW, 0.6), (*MID, 0.7), (*TOP, 0.8)),
-            "FedDure ends highest, at 70.0 %, 10.0 points above FedAvg (labeled only). It has 10.0 of the 20.0 points "
+            "FedDure is the best with 70.0 %, 10.0 points above FedAvg (labeled only). It has 10.0 of the 20.0 points "
             "between FedAvg (labeled only) and all labels.",
         ),
-        (((*LOW, 0.6),), "FedAvg (labeled only) ends at 60.0 %."),
+        (((*LOW, 0.6),), "FedAvg (labeled only) has 60.0 %."),
         (((*LOW, 0.7), (*MID, 0.6), (*TOP, 0.8)), "No method is above FedAvg (labeled only) (70.0 %)."),
         (((*LOW, 0.7), (*MID, 0.8), (*TOP, 0.6)), "so this is no upper bound"),
-        (((*LOW, 0.7), (*MID, 0.8), (*TOP, 0.75)), "(all labels) ends below FedDure, so this is no upper"),
+        (((*LOW, 0.7), (*MID, 0.8), (*TOP, 0.75)), "(all labels) is below FedDure, so this is no upper"),
         (
             ((*LOW, 0.6), (*LOW, 0.62), (*MID, 0.7), (*MID, 0.74)),
-            "11.0 points above FedAvg (labeled only) (95 % interval -1.7 to +23.7, so 2 seeds cannot tell",
+            "11.0 points above FedAvg (labeled only) (95 % interval -1.7 to +23.7, so 2 seeds are too few",
         ),
     ],
 )
@@ -697,7 +697,7 @@ def test_the_headline_says_what_came_out_and_hides_nothing(
 
 
 def test_the_headline_of_several_columns_counts(study: Study, page: str) -> None:
-    assert write_headline(study).startswith("FedDure ends highest in all 2 columns. In the mean of the columns it is ")
+    assert write_headline(study).startswith("FedDure is the best in all 2 columns. In the mean of the columns it is ")
     assert f'<p class="headline">{write_headline(study)}</p>' in page
 
 
@@ -719,7 +719,7 @@ def test_two_unlike_runs_have_two_lines_of_head_and_a_folded_list(tmp_path: Path
     assert study.sweep.title == "FedDure on mri and digits"
     page = render_html([study])
     assert page.count('<th scope="col" colspan') == 2 * 2
-    assert "What the configurations are" in page
+    assert "<summary>Configurations</summary>" in page
     for words in (page, frame.format_csv([study]), latex.format_latex([study])):
         assert "/home/me" not in words
         assert "momentum 3" in words  # nothing that tells the two apart is lost

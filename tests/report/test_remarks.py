@@ -36,14 +36,14 @@ def three(floor: float, method: float, top: float, seed: int = 0) -> list[dict[s
 def test_the_share_of_the_way_is_said_in_a_sentence():
     said = gain(three(0.861, 0.915, 0.956))
     assert said == "FedDure gained 5.4 of the 9.5 points between FedAvg (labeled only) and FedAvg-SL (all labels)."
-    assert gain(three(0.861, 0.851, 0.956)) == "FedDure ended 1.0 points below FedAvg (labeled only)."
+    assert gain(three(0.861, 0.851, 0.956)) == "FedDure is 1.0 points below FedAvg (labeled only)."
 
 
 def test_a_method_above_all_labels_has_won_no_part_of_a_way():
     """5.6 of 2.5 points are no share: all labels were not trained to their end."""
     assert gain(three(0.7, 0.756, 0.725)) == (
-        "FedDure ended 5.6 points above FedAvg (labeled only) and 3.1 above FedAvg-SL (all labels). "
-        "All labels are no upper bound here: more rounds or another rate would be needed."
+        "FedDure is 5.6 points above FedAvg (labeled only) and 3.1 above FedAvg-SL (all labels). "
+        "All labels are no upper bound here: more rounds or another learning rate would be needed."
     )
 
 
@@ -57,11 +57,11 @@ def test_it_is_said_of_the_mean_over_the_seeds():
 def test_the_gain_is_that_over_the_control_where_it_was_run():
     assert gain([*three(0.861, 0.915, 0.956), run("fedavg-control", 0.9)]) == (
         "FedDure gained 1.5 of the 5.6 points between Labels-only control and FedAvg-SL (all labels). "
-        "Labels-only control ended 3.9 points above FedAvg (labeled only): that is the effect of unlabeled images in "
+        "Labels-only control is 3.9 points above FedAvg (labeled only): this is the effect of unlabeled images in "
         "batch normalization."
     )
     without_labels_only = [run("feddure", 0.8), run("fedavg-control", 0.9), run("fedavg-sl", 0.95)]
-    assert gain(without_labels_only) == "FedDure ended 10.0 points below Labels-only control."
+    assert gain(without_labels_only) == "FedDure is 10.0 points below Labels-only control."
 
 
 @pytest.mark.parametrize("missing", ["feddure", "fedavg", "fedavg-sl"])
@@ -85,12 +85,16 @@ def test_the_table_fits_80_columns_and_shows_the_chosen_round_where_there_is_one
 def test_the_budget_says_whose_it_is():
     runs = [run("fedavg", 0.5), run("fedavg-sl", 0.9)]
     assert list_remarks(runs, ["fedavg-sl"]) == [
-        "Budget: as many labeled steps for all as FedAvg-SL takes by its own rule."
+        "Budget: each method has as many labeled steps as FedAvg-SL by its batch rule."
     ]
     forwards = [run("fedavg", 0.5, rule="forwards"), run("fedavg-sl", 0.9, rule="forwards")]
-    assert list_remarks(forwards, ["fedavg-sl"])[0].startswith("Budget: as many images through the classifier")
+    assert list_remarks(forwards, ["fedavg-sl"])[0].startswith(
+        "Budget: each method has as many images through the classifier"
+    )
     alone = [run("fedavg", 0.5, rule="none"), run("fedavg-sl", 0.9, rule="none")]
-    assert list_remarks(alone, ["fedavg-sl"]) == ["Budget: each method took what the batch rule gives it."]
+    assert list_remarks(alone, ["fedavg-sl"]) == [
+        "Budget: each method trained for the steps that its batch rule gives."
+    ]
     assert list_remarks(runs[:1], ["fedavg-sl"]) == []
 
 
@@ -98,7 +102,7 @@ def test_a_ceiling_below_the_floor_is_said_in_the_mean_over_seeds():
     """70 and 76 are 73 in the mean, below 74; 75 and 76 are not."""
     floor = [run("fedavg", 0.74, seed=seed) for seed in (0, 1)]
     sunk = list_remarks([*floor, run("fedavg-sl", 0.70), run("fedavg-sl", 0.76, seed=1)], ["fedavg-sl"])
-    assert sunk[1].startswith("FedAvg-SL (all labels) ends at 73.0 %, not above labels alone (74.0 %)")
+    assert sunk[1].startswith("FedAvg-SL (all labels) has 73.0 %, not more than labels only (74.0 %)")
     assert "a decaying learning rate" in sunk[1]
     assert len(list_remarks([*floor, run("fedavg-sl", 0.75), run("fedavg-sl", 0.76, seed=1)], ["fedavg-sl"])) == 1
 
@@ -114,7 +118,7 @@ def test_a_method_that_is_not_above_the_commonest_class_is_said(right: float, sa
     """Six of ten test images are of one class: naming it always is right on 60 %."""
     found = list_remarks([{**run("feddure", right), "confusion": [[0, 3, 3], [0, 4, 0], [0, 0, 0]]}], [])
     assert found == (
-        ["FedDure is right on 60.0 % of the test images; always naming the commonest class would be on 60.0 %. Train "
+        ["FedDure is right on 60.0 % of the test images; always predicting the most frequent class is right on 60.0 %. Train "
          "longer, or label more images."] if said else []
     )  # fmt: skip
 

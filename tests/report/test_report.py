@@ -110,7 +110,7 @@ def test_find_takes_a_run_and_those_beside_it(tmp_path: Path) -> None:
     write_run(tmp_path / "main" / "baselines" / "a", "", None)
     assert [run.path.name for run in read_runs(tmp_path / "main")] == ["main", "a", "b"]
     (tmp_path / "empty").mkdir()
-    with pytest.raises(UserError, match="holds no run"):
+    with pytest.raises(UserError, match="has no run"):
         read_runs(tmp_path / "empty")
 
 
@@ -129,8 +129,8 @@ def test_a_table_of_three_seeds_and_of_one() -> None:
         "backward (images)",
         "sent down (MB)",
         "sent up (MB)",
-        "kept by a client (MB)",
-        "kept by the server (MB)",
+        "stored by a client (MB)",
+        "stored by the server (MB)",
         "over",
     ]
     sent = ["1.50", "23.5", "0.00400", "0"]
@@ -221,7 +221,7 @@ def test_spread_is_numpys(values: list[float]) -> None:
 
 
 def test_one_seed_twice_is_refused() -> None:
-    with pytest.raises(UserError, match="A comes twice with seed 4"):
+    with pytest.raises(UserError, match="two runs of A have the seed 4"):
         comparison_table([summary("A", 4, 0.5, 0.5), summary("A", 4, 0.6, 0.6)])
 
 
@@ -266,7 +266,7 @@ def test_curves_of_almost_nothing(tmp_path: Path, accuracies: dict[int, float]) 
 
 
 def test_a_picture_that_cannot_be_written_is_said(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="the picture cannot be written"):
+    with pytest.raises(UserError, match="the figure cannot be written"):
         draw_curves([run_of("A", 0, {1: 0.5})], tmp_path / "nowhere" / "curves.png")
 
 

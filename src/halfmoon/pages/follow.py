@@ -362,9 +362,9 @@ class Follower:
         now = time.monotonic()
         if not self.runs or now - self._scan_time > SCAN_SECONDS:
             self._scan_time = now
-            found = find_runs(self.root)
-            self.left_out = max(0, len(found) - MAX_RUNS)
-            for path, name in found[:MAX_RUNS]:
+            runs = find_runs(self.root)
+            self.left_out = max(0, len(runs) - MAX_RUNS)
+            for path, name in runs[:MAX_RUNS]:
                 if path not in self.runs:
                     self.runs[path] = FollowedRun(path, name)
         for run in self.runs.values():

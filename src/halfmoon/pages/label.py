@@ -210,7 +210,7 @@ class LabelPage(FolderPage):
         return [row for row, path in enumerate(self.site.paths) if normalize_path(path) in paths]
 
     def get_prediction(self, request: Request) -> dict[str, Any]:
-        """Build the response with the predicted class of an image, which the page requests only if the user wants it."""
+        """Build the response with the predicted class of an image, which the page shows only on request."""
         row = parse_row(request, len(self.site))
         predictions = self.predictions
         if predictions is None or not predictions.mask[row]:

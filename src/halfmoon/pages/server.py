@@ -156,7 +156,7 @@ def build_app(page: str, title: str, gets: Mapping[str, Endpoint], posts: Mappin
 
 
 def _to_handler(endpoint: Endpoint) -> Callable[[Request], Awaitable[Response]]:
-    """Wrap an endpoint: read a body of limited size, run the endpoint in a thread, and convert its result to a response."""
+    """Wrap an endpoint: read a body of limited size, run it in a thread, and convert its result to a response."""
     from starlette.concurrency import run_in_threadpool
     from starlette.responses import JSONResponse, Response
 
@@ -205,7 +205,7 @@ def _file_response(name: str) -> Response:
 
 
 def open_socket(port: int | None) -> socket.socket:
-    """Open a socket that only this machine can reach, at `port` or a free one; raise `UserError` if it is not available."""
+    """Open a socket that only this machine can reach, at `port` or a free one; raise `UserError` if it is taken."""
     sock = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:

@@ -1,4 +1,4 @@
-"""Learning curves: test accuracy, and the quality of pseudo-labels, round by round."""
+"""Draw learning curves: test accuracy and the quality of pseudo-labels, round by round."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -13,26 +13,39 @@ from matplotlib.ticker import MaxNLocator
 from halfmoon.report.figures import GRAY, new_figure, save_figure, style_axes
 from halfmoon.report.frame import METRICS
 from halfmoon.report.run_reader import StoredRun, dataset_name
-from halfmoon.report.styles import LineStyle
-from halfmoon.report.styles import line_styles as styles_of
+from halfmoon.report.styles import LineStyle, line_styles
 
-_MAX_NAMES_AT_LINES = 8  # so many names find room beside the ends of their lines; more go into a legend
+_MAX_NAMES_AT_LINES = 8
+"""Largest number of methods whose names are at the ends of their lines; for more there is a legend."""
 
 
 class SeedCurve(NamedTuple):
-    """One quantity of one method over the rounds that all its seeds measured."""
+    """One quantity of a method over the R rounds in which all of its seeds were measured.
 
-    rounds: np.ndarray  # (R,) int64
-    mean: np.ndarray  # (R,) over seeds
-    low: np.ndarray  # (R,) the smallest of the seeds
-    high: np.ndarray  # (R,) the largest
+    Attributes:
+        rounds: int64 (R,).
+        mean: mean over seeds, (R,).
+        low: the smallest of the seeds, (R,).
+        high: the largest of the seeds, (R,).
+    """
+
+    rounds: np.ndarray
+    mean: np.ndarray
+    low: np.ndarray
+    high: np.ndarray
 
 
-def seed_curve(runs: Sequence[StoredRun], part: str, name: str) -> SeedCurve:
-    """Return `row[part][name]` of the seeds of one method, over the rounds that every one of them has."""
-    each = [run.series(part, name) for run in runs]
-    rounds = sorted(set.intersection(*(set(series) for series in each)))
-    values = np.array([[series[round] for round in rounds] for series in each])
+def seed_curve(runs: Sequence[StoredRun], group: str, name: str) -> SeedCurve:
+    """Compute the mean and the range of a quantity over the seeds of a method.
+
+    Args:
+        runs: the runs of a method, at least one.
+        group: a group of metrics in metrics.jsonl, such as "test".
+        name: the name of a metric in this group.
+    """
+    curves = [run.series(group, name) for run in runs]
+    rounds = sorted(set.intersection(*(set(curve) for curve in curves)))
+    values = np.array([[curve[round] for round in rounds] for curve in curves])
     return SeedCurve(np.array(rounds, dtype=np.int64), values.mean(0), values.min(0), values.max(0))
 
 
@@ -40,74 +53,93 @@ _PANELS = {
     ("pseudo", "accuracy"): "correct pseudo-labels (%)",
     ("pseudo", "share_above"): "confident pseudo-labels (%)",
 }
-"""What stands on the right, where a method has any."""
+"""Titles of the quantities on the right side, which are drawn if a method has them."""
 
 
 def draw_curves(runs: Sequence[StoredRun], path: Path) -> None:
-    """Draw a PNG with one line a method (several seeds: their mean, in a band from the smallest to the largest).
+    """Draw a PNG with one line for each method: the mean over seeds, in a band from the smallest to the largest.
 
-    Left test accuracy; right, where a method makes any, the accuracy of its pseudo-labels and the share of them
-    that is confident (above the threshold of the diagnostics); a panel without anything above zero is left out. The
-    head says on what. Raise UserError if the picture cannot be written.
+    Test accuracy is on the left. Accuracy and share of confident pseudo-labels (above the threshold of the diagnostics)
+    are on the right, if any method has values above zero. The title names data, split, labels and seeds.
+
+    Args:
+        runs: the runs. Those with one title are seeds of one method.
+        path: the PNG file.
+
+    Raises:
+        UserError: the file cannot be written.
     """
     groups, styles = _group_by_title(runs)
-    panels = {what: lines for what in _PANELS if (lines := _groups_with_values(groups, what))}
-    beside = 0.06 * max(map(len, groups), default=0) if len(groups) <= _MAX_NAMES_AT_LINES else 0.0
+    panels = {}
+    for quantity in _PANELS:
+        panel_groups = _groups_with_values(groups, quantity)
+        if panel_groups:
+            panels[quantity] = panel_groups
+    has_legend = len(groups) > _MAX_NAMES_AT_LINES
+    # Inches for the longest name at the end of a line.
+    name_width = 0.0 if has_legend else 0.06 * max(map(len, groups), default=0)
     width = 6.0 if panels else 4.6
-    columns, rows = _legend_grid_size(list(groups), width)
-    picture = new_figure(width + beside, 3.5 if len(groups) <= _MAX_NAMES_AT_LINES else 3.5 + 0.19 * rows)
-    if runs and (words := describe_runs(runs)):
-        picture.suptitle(words, fontsize=8.5, color=GRAY, x=0.01, ha="left")
-    grid = picture.add_gridspec(max(1, len(panels)), 2 if panels else 1, width_ratios=(1.5, 1) if panels else (1,))
-    main = picture.add_subplot(grid[:, 0])
-    for place, (what, lines) in enumerate(panels.items()):
-        axes = picture.add_subplot(grid[place, 1], sharex=main)
-        _draw_quantity(axes, lines, styles, what, _PANELS[what])
-        if place + 1 < len(panels):
+    legend_columns, legend_rows = _legend_grid_size(list(groups), width)
+    figure = new_figure(width + name_width, 3.5 + 0.19 * legend_rows if has_legend else 3.5)
+    if runs and (title := describe_runs(runs)):
+        figure.suptitle(title, fontsize=8.5, color=GRAY, x=0.01, ha="left")
+    grid = figure.add_gridspec(max(1, len(panels)), 2 if panels else 1, width_ratios=(1.5, 1) if panels else (1,))
+    main = figure.add_subplot(grid[:, 0])
+    for number, (quantity, panel_groups) in enumerate(panels.items()):
+        axes = figure.add_subplot(grid[number, 1], sharex=main)
+        _draw_quantity(axes, panel_groups, styles, quantity, _PANELS[quantity])
+        if number + 1 < len(panels):
             axes.tick_params(labelbottom=False)
             axes.set_xlabel("")
-    ends = _draw_quantity(main, groups, styles, ("test", "accuracy"), "test accuracy (%)")
+    line_ends = _draw_quantity(main, groups, styles, ("test", "accuracy"), "test accuracy (%)")
     note = _describe_seeds_band(groups)
-    if len(groups) > _MAX_NAMES_AT_LINES:
-        _add_legend(picture, main, columns, note)
+    if has_legend:
+        _add_legend(figure, main, legend_columns, note)
     else:
-        _label_line_ends(main, ends, styles)
+        _label_line_ends(main, line_ends, styles)
         if note:
-            picture.supxlabel(note, fontsize=7.5, color=GRAY, x=0.01, ha="left")
-    save_figure(picture, path)
+            figure.supxlabel(note, fontsize=7.5, color=GRAY, x=0.01, ha="left")
+    save_figure(figure, path)
 
 
 def draw_metric(runs: Sequence[StoredRun], metric: str, axes: Axes) -> None:
-    """Draw a metric of `halfmoon.report.frame.METRICS` as `draw_curves` does, with a legend."""
-    part, name, factor = METRICS[metric]
-    groups, styles = _group_by_title([run for run in runs if run.series(part, name)])
+    """Draw one metric on given axes, with lines and bands as in `draw_curves` and a legend.
+
+    Args:
+        runs: the runs. Those with one title are seeds of one method.
+        metric: a name in `halfmoon.report.frame.METRICS`.
+        axes: the axes.
+    """
+    group, name, factor = METRICS[metric]
+    groups, styles = _group_by_title([run for run in runs if run.series(group, name)])
     label = f"{metric.replace('_', ' ')}{' (%)' if factor == 100 else ''}"
-    _draw_quantity(axes, groups, styles, (part, name), label, factor)
+    _draw_quantity(axes, groups, styles, (group, name), label, factor)
     if groups:
         axes.legend(frameon=False, fontsize=8, title=_describe_seeds_band(groups) or None, title_fontsize=7.5)
 
 
 def _group_by_title(runs: Sequence[StoredRun]) -> tuple[dict[str, list[StoredRun]], dict[str, LineStyle]]:
-    """Return the runs of each line, and how it is drawn."""
+    """Group runs by their title; return the runs and the style of each line."""
     groups: dict[str, list[StoredRun]] = {}
     for run in runs:
         groups.setdefault(run.title, []).append(run)
     methods = [str(group[0].options.get("method", title)) for title, group in groups.items()]
-    return groups, dict(zip(groups, styles_of(methods), strict=True))
+    return groups, dict(zip(groups, line_styles(methods), strict=True))
 
 
-def _groups_with_values(groups: dict[str, list[StoredRun]], what: tuple[str, str]) -> dict[str, list[StoredRun]]:
-    """Return the methods that have a quantity; {} where it is zero for all of them."""
-    lines = {title: seed_curve(group, *what) for title, group in groups.items()}
-    if not any(line.high.any() for line in lines.values()):
+def _groups_with_values(groups: dict[str, list[StoredRun]], quantity: tuple[str, str]) -> dict[str, list[StoredRun]]:
+    """Select the methods that have a quantity; {} if it is zero for all of them."""
+    metric_group, name = quantity
+    curves = {title: seed_curve(runs, metric_group, name) for title, runs in groups.items()}
+    if not any(curve.high.any() for curve in curves.values()):
         return {}
-    return {title: groups[title] for title, line in lines.items() if len(line.rounds)}
+    return {title: groups[title] for title, curve in curves.items() if len(curve.rounds)}
 
 
-def _add_legend(picture: Figure, main: Axes, columns: int, note: str) -> None:
-    """Put all names below the panels: too many for the ends of their lines."""
+def _add_legend(figure: Figure, main: Axes, columns: int, note: str) -> None:
+    """Add a legend below the panels, with a note as its title."""
     handles, names = main.get_legend_handles_labels()
-    picture.legend(
+    legend = figure.legend(
         handles,
         names,
         loc="outside lower left",
@@ -118,24 +150,33 @@ def _add_legend(picture: Figure, main: Axes, columns: int, note: str) -> None:
         alignment="left",
         title=note,
         title_fontproperties=FontProperties(size=7.5),
-    ).get_title().set_color(GRAY)
+    )
+    legend.get_title().set_color(GRAY)
 
 
 def separate_positions(heights: Sequence[float], gap: float) -> list[float]:
-    """Move positions as little as possible (least squares), order kept, until neighbors are `gap` apart."""
+    """Move positions until all neighbors have a minimum distance, in the same order and with least squares.
+
+    Args:
+        heights: the positions.
+        gap: the minimum distance.
+    """
     order = sorted(range(len(heights)), key=lambda n: heights[n])
-    # Shifted by their rank, "gap apart" is "not falling": pool neighbors that fall, as in isotonic regression.
+    # After subtracting rank * gap, the constraint is that positions do not decrease: isotonic regression, solved by
+    # pooling adjacent violators. Each pool is a mean and a count.
     pools: list[tuple[float, int]] = []
     for rank, n in enumerate(order):
-        mean, count = heights[n] - rank * gap, 1
+        mean = heights[n] - rank * gap
+        count = 1
         while pools and pools[-1][0] > mean:
-            before, many = pools.pop()
-            mean, count = (before * many + mean * count) / (many + count), many + count
+            last_mean, last_count = pools.pop()
+            mean = (last_mean * last_count + mean * count) / (last_count + count)
+            count = last_count + count
         pools.append((mean, count))
-    flat = [mean for mean, count in pools for _ in range(count)]
+    shifted = [mean for mean, count in pools for _ in range(count)]
     positions = [0.0] * len(heights)
     for rank, n in enumerate(order):
-        positions[n] = flat[rank] + rank * gap
+        positions[n] = shifted[rank] + rank * gap
     return positions
 
 
@@ -143,18 +184,20 @@ def _draw_quantity(
     axes: Axes,
     groups: dict[str, list[StoredRun]],
     styles: dict[str, LineStyle],
-    what: tuple[str, str],
+    quantity: tuple[str, str],
     label: str,
     factor: float = 100,
 ) -> dict[str, tuple[float, float]]:
-    """Draw one quantity of all methods, times `factor`; return where each line ends."""
+    """Draw one quantity of all methods, multiplied by `factor`; return the last point (x, y) of each line."""
+    metric_group, name = quantity
     ends: dict[str, tuple[float, float]] = {}
     for number, (title, group) in enumerate(groups.items()):
-        line = seed_curve(group, *what)
+        line = seed_curve(group, metric_group, name)
         if not len(line.rounds):
             continue
         style = styles[title]
-        every = max(1, len(line.rounds) // 7)
+        # About seven markers a line, shifted from line to line so that they do not cover each other.
+        marker_interval = max(1, len(line.rounds) // 7)
         axes.plot(
             line.rounds,
             factor * line.mean,
@@ -163,7 +206,7 @@ def _draw_quantity(
             linewidth=1.4,
             marker=style.marker,
             markersize=4,
-            markevery=(number * every // max(1, len(groups)), every),
+            markevery=(number * marker_interval // max(1, len(groups)), marker_interval),
             label=title,
         )
         if len(group) > 1:
@@ -184,19 +227,23 @@ def _draw_quantity(
 
 
 def _widen_axes(axes: Axes, span: float) -> None:
-    """Show at least two rounds and `span`, as a smaller piece only enlarges noise, and nothing below zero."""
-    left, right = _widen_range(*axes.get_xlim(), 2.0)
-    bottom, top = _widen_range(*axes.get_ylim(), span)
-    up = max(0.0, -0.03 * (top - bottom) - bottom)
+    """Widen axes to at least two rounds and `span`, because a smaller range shows only noise; start y near zero."""
+    left, right = axes.get_xlim()
+    bottom, top = axes.get_ylim()
+    left, right = _widen_range(left, right, 2.0)
+    bottom, top = _widen_range(bottom, top, span)
+    # Move the range up if more than 3 % of it would be below zero.
+    shift = max(0.0, -0.03 * (top - bottom) - bottom)
     axes.set_xlim(left, right)
-    axes.set_ylim(bottom + up, top + up)
+    axes.set_ylim(bottom + shift, top + shift)
 
 
 def _legend_grid_size(names: Sequence[str], width: float) -> tuple[int, int]:
-    """Return the columns of a legend that fit into `width` inches, and its rows with one for the note."""
+    """Compute the number of columns of a legend in `width` inches, and of its rows, including the note."""
     longest = max(map(len, names), default=0)
     columns = max(1, int(width / (0.75 + 0.055 * longest)))
-    return columns, -(-len(names) // columns) + 1
+    rows = -(-len(names) // columns)  # ceiling division
+    return columns, rows + 1
 
 
 def _widen_range(low: float, high: float, span: float) -> tuple[float, float]:
@@ -205,19 +252,19 @@ def _widen_range(low: float, high: float, span: float) -> tuple[float, float]:
 
 
 def _label_line_ends(axes: Axes, ends: dict[str, tuple[float, float]], styles: dict[str, LineStyle]) -> None:
-    """Write every method's name at the right end of its line, apart from each other, with a hair line to its end."""
+    """Write the name of each method at the end of its line, without overlaps, connected to it by a thin line."""
     if not ends:
         return
     bottom, top = axes.get_ylim()
-    axes.set_ylim(bottom, top)
-    gap = 0.062 * (top - bottom)
-    places = separate_positions([height for _, height in ends.values()], gap)
-    overshoot = max(0.0, max(places) - top)
-    for (title, (round, height)), place in zip(ends.items(), places, strict=True):
+    axes.set_ylim(bottom, top)  # so that the labels do not change the range
+    line_height = 0.062 * (top - bottom)
+    positions = separate_positions([height for _, height in ends.values()], line_height)
+    overshoot = max(0.0, max(positions) - top)
+    for (title, (round, height)), position in zip(ends.items(), positions, strict=True):
         axes.annotate(
             title,
             xy=(round, height),
-            xytext=(1.05, place - overshoot),
+            xytext=(1.05, position - overshoot),
             textcoords=axes.get_yaxis_transform(),
             color=_darken(styles[title].color),
             fontsize=8,
@@ -235,7 +282,7 @@ def _label_line_ends(axes: Axes, ends: dict[str, tuple[float, float]], styles: d
 
 
 def _darken(color: str) -> str:
-    # Thin letters need more contrast than a line.
+    """Darken a color "#rrggbb" for text, because thin letters need more contrast than lines."""
     return "#" + "".join(f"{int(int(color[n : n + 2], 16) * 0.75):02x}" for n in (1, 3, 5))
 
 
@@ -250,33 +297,39 @@ def _describe_seeds_band(groups: dict[str, list[StoredRun]]) -> str:
 def _describe_split(options: Mapping[str, Any]) -> str:
     setting = str(options.get("setting", ""))
     alpha = options.get("dirichlet_alpha")
-    parts = [setting] if setting else []
-    if alpha is not None and ("dir" in setting or "fedloke" in setting):
-        parts[-1:] = [f"{setting} (\N{GREEK SMALL LETTER ALPHA} = {alpha:g})"]
+    uses_alpha = alpha is not None and ("dir" in setting or "fedloke" in setting)
+    texts = []
+    if uses_alpha:
+        texts.append(f"{setting} (\N{GREEK SMALL LETTER ALPHA} = {alpha:g})")
+    elif setting:
+        texts.append(setting)
     if isinstance(options.get("clients"), int):
-        parts.append(f"{options['clients']} clients")
-    return ", ".join(parts)
+        texts.append(f"{options['clients']} clients")
+    return ", ".join(texts)
 
 
 def _describe_labels(runs: Sequence[StoredRun]) -> str:
-    """Return how many labels there are, "" where no run says it, or they differ."""
+    """Describe the number of labels; "" if it is unknown or differs between the runs."""
     counts = {(run.split or {}).get("counts", {}).get("labeled") for run in runs}
     (count,) = counts if len(counts) == 1 else (None,)
     return "" if count is None else f"{count:,} labels"
 
 
 def _describe_seeds(runs: Sequence[StoredRun]) -> str:
-    """Return the seeds, the first few by number."""
+    """Describe the seeds: as a range if they are consecutive, otherwise as a list."""
     numbers = {run.options.get("seed", 0) for run in runs}
     seeds = sorted(n for n in numbers if isinstance(n, int))
     if len(seeds) > 1 and seeds == list(range(seeds[0], seeds[-1] + 1)):
         return f"seeds {seeds[0]} to {seeds[-1]}"
-    return f"{'seed' if len(seeds) == 1 else 'seeds'} {', '.join(map(str, seeds))}" if seeds else ""
+    if not seeds:
+        return ""
+    return f"{'seed' if len(seeds) == 1 else 'seeds'} {', '.join(map(str, seeds))}"
 
 
 def describe_runs(runs: Sequence[StoredRun]) -> str:
-    """Return a line for a picture's head: data, split, labels and seeds, as far as all runs share them."""
-    first, *others = [run.options for run in runs]
-    shared = {key: value for key, value in first.items() if all(other.get(key) == value for other in others)}
-    parts = [dataset_name(shared["data"]) if shared.get("data") else "", _describe_split(shared)]
-    return " \N{MIDDLE DOT} ".join(part for part in [*parts, _describe_labels(runs), _describe_seeds(runs)] if part)
+    """Describe the data, split, labels and seeds that all runs share, in one line for the title of a figure."""
+    first, *rest = [run.options for run in runs]
+    shared = {key: value for key, value in first.items() if all(options.get(key) == value for options in rest)}
+    data = dataset_name(shared["data"]) if shared.get("data") else ""
+    texts = [data, _describe_split(shared), _describe_labels(runs), _describe_seeds(runs)]
+    return " \N{MIDDLE DOT} ".join(text for text in texts if text)

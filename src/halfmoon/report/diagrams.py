@@ -1,4 +1,4 @@
-"""Diagrams of a split (who holds how much of what: FedDure's Figure 3) and of a model's calibration."""
+"""Draw a split (images by client and class, as Figure 3 of FedDure) and a model's calibration."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -13,56 +13,72 @@ from halfmoon.report.figures import GRAY, new_figure, save_figure, style_axes
 from halfmoon.report.styles import line_style
 
 MAX_CLIENTS = 40
-"""At most so many clients are drawn."""
+"""Largest number of clients that are drawn."""
 
-_POINTS_PER_INCH = 72  # per inch
-_LABEL_POINTS = 8.5  # points
-_SERVER_COLUMNS = 2  # columns that a server takes: its own, and an empty one
+_POINTS_PER_INCH = 72
+_LABEL_POINTS = 8.5
+
+_SERVER_COLUMNS = 2
+"""Columns for a server: one for its images, and an empty one before the clients."""
 
 
 def bubble_areas(counts: np.ndarray, largest: float) -> np.ndarray:
-    """Return bubble areas proportional to counts; the largest count has the area `largest` (square points)."""
+    """Scale counts to bubble areas in square points; the largest count has the area `largest`."""
     top = counts.max(initial=0)
     return counts * (largest / top) if top else np.zeros(counts.shape)
 
 
 def draw_split(summary: Mapping[str, Any], path: Path) -> None:
-    """Draw a PNG of a split: clients from left to right, classes upwards, labeled images above, unlabeled below.
+    """Draw a PNG of a split, with clients as columns and classes as rows.
 
-    A server that has labeled images stands left of the clients, apart. `summary` is the dict of
-    `halfmoon.data.partition.heterogeneity.summarize`. Raise UserError if the picture cannot be written.
+    Labeled images are in the upper panel, unlabeled ones in the lower. A server with labeled images is on the left.
+
+    Args:
+        summary: the dictionary of `halfmoon.data.partition.heterogeneity.summarize`.
+        path: the PNG file.
+
+    Raises:
+        UserError: the file cannot be written.
     """
     classes: Sequence[str] = summary["counts"]["classes"]
     clients = summary["counts"]["clients"]
     numbers = pick_evenly(range(clients), MAX_CLIENTS)
     server = summary["server"]
-    before = _SERVER_COLUMNS if server else 0
-    columns = before + len(numbers)
-    height = float(np.clip(2.1 / len(classes), 0.055, 0.21))  # inches a class
-    width = float(np.clip(5.6 / columns, 0.135, 0.3))  # inches a client
-    longest = max(len(name) for name in classes)
-    picture = new_figure(max(4.0, width * columns + 1.5 + 0.055 * longest), 2 * height * len(classes) + 1.5)
-    panels = picture.subplots(2, 1, sharex=True)
-    # Many classes lie closer than a bubble needs to be seen; theirs may overlap.
-    largest = (0.95 * _POINTS_PER_INCH * min(width, max(height, 0.09))) ** 2
+    first_client = _SERVER_COLUMNS if server else 0
+    columns = first_client + len(numbers)
+    class_inches = float(np.clip(2.1 / len(classes), 0.055, 0.21))
+    client_inches = float(np.clip(5.6 / columns, 0.135, 0.3))
+    name_inches = 0.055 * max(len(name) for name in classes)
+    figure = new_figure(
+        width=max(4.0, client_inches * columns + 1.5 + name_inches), height=2 * class_inches * len(classes) + 1.5
+    )
+    panels = figure.subplots(2, 1, sharex=True)
+    # With many classes, bubbles may overlap, because smaller ones would be invisible.
+    largest = (0.95 * _POINTS_PER_INCH * min(client_inches, max(class_inches, 0.09))) ** 2
     for number, (axes, kind) in enumerate(zip(panels, ("labeled", "unlabeled"), strict=True)):
         counts = np.zeros((columns, len(classes)), np.int64)
-        counts[before:] = [summary["each"][k][f"{kind}_classes"] for k in numbers]
+        counts[first_client:] = [summary["each"][k][f"{kind}_classes"] for k in numbers]
         if server and kind == "labeled":
             counts[0] = server["labeled_classes"]
         _draw_panel(axes, counts, largest, line_style(number).color)
         axes.set_title(
             f"{kind}: {summary['counts'][kind]:,} images", fontsize=_LABEL_POINTS, loc="left", fontweight="bold"
         )
-        _label_ticks(axes.yaxis, [str(name) for name in classes], height)
-    _label_ticks(panels[1].xaxis, [str(k) for k in numbers], width / 2.2, ["server"] if server else [], before)
-    what = "client" if clients <= MAX_CLIENTS else f"client ({MAX_CLIENTS} of {clients} shown, evenly chosen)"
-    panels[1].set_xlabel(what, fontsize=_LABEL_POINTS)
-    save_figure(picture, path)
+        _label_ticks(axes.yaxis, [str(name) for name in classes], class_inches)
+    _label_ticks(
+        panels[1].xaxis,
+        [str(k) for k in numbers],
+        client_inches / 2.2,
+        leading_names=["server"] if server else [],
+        first=first_client,
+    )
+    label = "client" if clients <= MAX_CLIENTS else f"client ({MAX_CLIENTS} of {clients} shown, evenly chosen)"
+    panels[1].set_xlabel(label, fontsize=_LABEL_POINTS)
+    save_figure(figure, path)
 
 
 def _draw_panel(axes: Axes, counts: np.ndarray, largest: float, color: str) -> None:
-    """Draw counts (clients, classes), with three bubbles beside them that say what an area means."""
+    """Draw counts (clients, classes) as bubbles, with a legend of three bubbles."""
     x, y = np.nonzero(counts)
     axes.scatter(x, y, s=bubble_areas(counts, largest)[x, y], color=color, linewidth=0)
     axes.set_xlim(-0.7, counts.shape[0] - 0.3)
@@ -91,24 +107,32 @@ def _draw_panel(axes: Axes, counts: np.ndarray, largest: float, color: str) -> N
 
 
 def _round_numbers(top: int) -> list[int]:
-    """Return up to three different counts to explain areas by: the largest, about a half, about a tenth."""
+    """Choose up to three counts for the legend: the largest, about a half and about a tenth of it."""
     counts = (top, _keep_first_digit(top / 2), _keep_first_digit(top / 10))
     return sorted({n for n in counts if n >= 1}, reverse=True)
 
 
 def _keep_first_digit(number: float) -> int:
-    """Keep the first digit."""
+    """Round down to one significant digit; 0 for numbers below 1."""
     if number < 1:
         return 0
     unit = 10 ** int(np.log10(number))
     return int(number // unit * unit)
 
 
-def _label_ticks(axis: Any, names: list[str], inches: float, ahead: Sequence[str] = (), first: int = 0) -> None:
-    """Name as many ticks as have room, `inches` each, from the place `first` on; those `ahead` stand from 0 on."""
-    every = max(1, int(np.ceil(0.115 / inches)))
-    places = [*range(len(ahead)), *range(first, first + len(names), every)]
-    axis.set_ticks(places, [*ahead, *names[::every]], fontsize=7.5)
+def _label_ticks(axis: Any, names: list[str], inches: float, leading_names: Sequence[str] = (), first: int = 0) -> None:
+    """Label the ticks of an axis, and leave names out if there is too little space.
+
+    Args:
+        axis: the axis.
+        names: the names of the ticks from `first` on.
+        inches: the space for a tick.
+        leading_names: the names of the ticks from 0 on.
+        first: the position of the first of `names`.
+    """
+    interval = max(1, int(np.ceil(0.115 / inches)))
+    positions = [*range(len(leading_names)), *range(first, first + len(names), interval)]
+    axis.set_ticks(positions, [*leading_names, *names[::interval]], fontsize=7.5)
 
 
 def draw_reliability(scores: Mapping[str, Any], path: Path) -> None:
@@ -121,18 +145,24 @@ def draw_reliability(scores: Mapping[str, Any], path: Path) -> None:
         path: the PNG file.
 
     Raises:
-        UserError: if the file cannot be written.
+        UserError: the file cannot be written.
     """
     rows = [row for row in scores["reliability"] if row["images"]]
-    left, width = [row["above"] for row in rows], [row["to"] - row["above"] for row in rows]
-    picture = new_figure(4.2, 4.6)
-    above, below = picture.subplots(2, 1, sharex=True, height_ratios=(3, 1))
-    above.plot([0, 1], [0, 1], color=GRAY, linewidth=1, dashes=(4, 2), label="as often right as it says")
+    left = [row["above"] for row in rows]
+    width = [row["to"] - row["above"] for row in rows]
+    figure = new_figure(width=4.2, height=4.6)
+    above, below = figure.subplots(2, 1, sharex=True, height_ratios=(3, 1))
+    above.plot([0, 1], [0, 1], color=GRAY, linewidth=1, dashes=(4, 2), label="perfect calibration")
     bars = {"align": "edge", "edgecolor": "white", "linewidth": 0.5}
     above.bar(left, [row["accuracy"] for row in rows], width, color=line_style(0).color, label="accuracy", **bars)
     means = [row["confidence"] for row in rows]
     above.plot(
-        means, [row["accuracy"] for row in rows], "o", color=line_style(1).color, markersize=3.5, label="at the mean"
+        means,
+        [row["accuracy"] for row in rows],
+        "o",
+        color=line_style(1).color,
+        markersize=3.5,
+        label="mean of the bin",
     )
     above.set_ylabel("accuracy", fontsize=_LABEL_POINTS)
     above.set_ylim(0, 1)
@@ -145,4 +175,4 @@ def draw_reliability(scores: Mapping[str, Any], path: Path) -> None:
     below.set_xlim(0, 1)
     for axes in (above, below):
         style_axes(axes)
-    save_figure(picture, path)
+    save_figure(figure, path)

@@ -34,4 +34,4 @@ def save_figure(figure: Figure, path: Path) -> None:
     try:
         figure.savefig(path, dpi=DOTS_PER_INCH, format="png", metadata={"Software": "halfmoon"})
     except OSError as error:
-        raise UserError(f"{path}: the picture cannot be written ({error.strerror or error}).") from error
+        raise UserError(f"{path}: the figure cannot be written ({error.strerror or error}).") from error

@@ -1,4 +1,4 @@
-"""Two data frames of a study: its cells and its metrics. Tables, charts, CSV and LaTeX are made from them."""
+"""Data frames of the cells and of the metrics of a study, from which tables, charts, CSV and LaTeX are made."""
 
 from collections.abc import Iterator, Sequence
 from functools import cache
@@ -32,43 +32,52 @@ METRICS = {
     "steps": ("cost", "labeled_steps", 1.0),
     "forward": ("cost", "forward", 1.0),
 }
-"""Metrics by round: part and name in metrics.jsonl, and the factor under which a report shows them."""
+"""Metrics by round: group and name in metrics.jsonl, and the factor by which a report shows them."""
 
 COST_COLUMNS = ("labeled_steps", "labeled_images", "unlabeled_images", "forward", "backward", "bytes_down", "bytes_up",
         "stored_client", "stored_server")  # fmt: skip
+"""Costs of a run, as in its summary.json."""
+
 STUDY_COLUMNS = ("study", "paper", "item", "scale", "scale_about")
+"""Columns that describe the study, in CSV."""
+
 VALUE_COLUMNS = (
     *("seed", "finished", "failed", "last_percent", "best_percent", "best_round"),
     *("published_percent", "published_deviation", "published_note", "equal_labeled_steps", "equal_steps_percent"),
     *COST_COLUMNS,
     *("seconds", "identity"),
 )
+"""Columns that describe a run."""
 
 
 @cache
 def metrics_frame(study: Study) -> Any:
-    """Return a data frame with one line for each run, round and metric: run, row, column, seed, round, metric, value.
+    """Collect a data frame with one line for each run, round and metric.
 
-    `row` is the method or another value of the rows' axis, `column` a place in `Study.columns`. Beside `METRICS` there
-    are "megabytes" (sent so far, both ways) and "seconds" (elapsed).
+    Returns:
+        The columns are "run", "row" (the method, or another value of the rows' axis), "column" (an index of
+        `Study.columns`), "seed", "round", "metric" and "value". Metrics are `METRICS`, "megabytes" (sent so far in both
+        directions) and "seconds" (elapsed).
     """
-    lines = [
-        (entry.folder, cell.at[study.sweep.rows], study.column_of(cell), entry.seed, *point)
-        for cell, entry in study.finished()
-        if (run := study.run(entry)) is not None
-        for point in iterate_points(run)
-    ]
+    lines = []
+    for cell, entry in study.finished():
+        run = study.run(entry)
+        if run is None:
+            continue
+        for point in iterate_points(run):
+            lines.append((entry.folder, cell.at[study.sweep.rows], study.column_of(cell), entry.seed, *point))
     names = ["run", "row", "column", "seed", "round", "metric", "value"]
     return pd.DataFrame(lines, columns=names).drop_duplicates(["row", "column", "run", "round", "metric"], keep="last")
 
 
 def iterate_points(run: StoredRun) -> Iterator[tuple[int, str, float]]:
-    """Yield (round, metric, value) of a run; accuracies and shares are percent."""
+    """Iterate over the metrics of a run as (round, metric, value); accuracies and shares are in percent."""
     for row in run.rows:
-        for metric, (part, name, factor) in METRICS.items():
-            value = (row.get(part) or {}).get(name)
+        for metric, (group, name, factor) in METRICS.items():
+            value = (row.get(group) or {}).get(name)
             if value is not None:
                 yield row["round"], metric, value * factor
+        # The sites of a federation evaluate the model of an earlier round.
         evaluation = row.get("evaluation") or {}
         if not row.get("test") and evaluation.get("accuracy") is not None:
             yield evaluation["round"], "accuracy", 100 * evaluation["accuracy"]
@@ -83,21 +92,23 @@ def iterate_points(run: StoredRun) -> Iterator[tuple[int, str, float]]:
 
 @cache
 def cells_frame(study: Study) -> Any:
-    """Collect a data frame with one line for each cell and seed, and one without a seed for a cell that has no run.
+    """Collect a data frame with one line for each cell and seed, and one without a seed for a cell without runs.
 
-    The columns are `row` and `column` as in `metrics_frame`, `rounds`, `sent` (MB), `costs` (whether any is known),
-    the axes as "axis:NAME", and `VALUE_COLUMNS`. Accuracies are percent; None is unknown.
+    Returns:
+        The columns are "row" and "column" as in `metrics_frame`, "rounds", "sent" (MB), "costs" (whether any is known),
+        the axes as "axis:NAME", and `VALUE_COLUMNS`. Accuracies are in percent; None is unknown.
     """
     names = ["row", "column", "rounds", "sent", "costs"]
     names += [*(f"axis:{axis.name}" for axis in study.sweep.axes), *VALUE_COLUMNS]
     lines = []
     for cell in study.sweep.cells:
-        head = {"row": cell.at[study.sweep.rows], "column": study.column_of(cell)}
-        head |= {f"axis:{name}": value for name, value in cell.at.items()}
+        cell_values = {"row": cell.at[study.sweep.rows], "column": study.column_of(cell)}
+        cell_values |= {f"axis:{name}": value for name, value in cell.at.items()}
         if published := cell.published:
-            head |= {"published_percent": published.mean, "published_deviation": published.deviation}
-            head["published_note"] = published.note
-        lines += [{**head, **_run_values(study, entry)} for entry in cell.runs] or [head]
+            cell_values["published_percent"] = published.mean
+            cell_values["published_deviation"] = published.deviation
+            cell_values["published_note"] = published.note
+        lines += [{**cell_values, **_run_values(study, entry)} for entry in cell.runs] or [cell_values]
     table = pd.DataFrame([[line.get(name) for name in names] for line in lines], columns=names, dtype=object)
     if study.sweep.measure == TEST_ACCURACY:
         _add_equal_steps(study, table)
@@ -120,28 +131,31 @@ def _run_values(study: Study, entry: CellRun) -> dict[str, Any]:
     traffic = cost.get("bytes_down"), cost.get("bytes_up")
     values["sent"] = None if None in traffic else sum(number or 0 for number in traffic) / 1e6
     values["costs"] = bool(cost)
-    return {**values, **{name: cost.get(name) for name in COST_COLUMNS}, "seconds": entry.seconds}
+    values |= {name: cost.get(name) for name in COST_COLUMNS}
+    values["seconds"] = entry.seconds
+    return values
 
 
 def _add_equal_steps(study: Study, table: pd.DataFrame) -> None:
-    """Fill in the accuracies at the largest number of labeled steps that all finished runs of a column reached."""
+    """Set the accuracies at the largest number of labeled steps that all finished runs of a column reached."""
+    # The lines of the table: the runs of each cell, or one line for a cell without runs.
     entries = [entry for cell in study.sweep.cells for entry in cell.runs or [None]]
     curves = {
         n: _list_evaluations(entry, study.run(entry)) for n, entry in enumerate(entries) if entry and entry.finished
     }
     for column in range(len(study.columns)):
-        places = [n for n, place in enumerate(table["column"]) if place == column and n in curves]
-        steps = min((curves[n][-1][0] if curves[n] else 0 for n in places), default=0)
+        lines = [n for n, line_column in enumerate(table["column"]) if line_column == column and n in curves]
+        steps = min((curves[n][-1][0] if curves[n] else 0 for n in lines), default=0)
         if not steps:
             continue
-        for n in places:
-            share = next((share for used, share in reversed(curves[n]) if used <= steps), None)
+        for n in lines:
+            share = next((share for steps_so_far, share in reversed(curves[n]) if steps_so_far <= steps), None)
             table.at[n, "equal_labeled_steps"] = steps
             table.at[n, "equal_steps_percent"] = None if share is None else 100 * share
 
 
 def _list_evaluations(entry: CellRun, run: StoredRun | None) -> list[tuple[float, float]]:
-    """Return (labeled steps so far, test accuracy as a share) by round; of a run without its folder the end alone."""
+    """List (labeled steps so far, test accuracy as a share) by evaluation; without a run folder only the last one."""
     rows = run.rows if run else []
     pairs = [((row.get("cost") or {}).get("labeled_steps"), (row.get("test") or {}).get("accuracy")) for row in rows]
     pairs = [(steps, share) for steps, share in pairs if steps is not None and share is not None]
@@ -152,26 +166,30 @@ def _list_evaluations(entry: CellRun, run: StoredRun | None) -> list[tuple[float
 
 
 def format_csv(studies: Sequence[Study]) -> str:
-    """Return the cells of all studies, unrounded; an empty field is unknown.
+    """Format the cells of all studies as CSV, with unrounded numbers; unknown fields are empty.
 
-    An axis that is called like another column gets the prefix `axis_`. A text that a spreadsheet would take for a
-    formula gets an apostrophe.
+    An axis with the name of another column gets the prefix `axis_`. Texts that a spreadsheet would read as a formula
+    get an apostrophe.
     """
     axes = list(dict.fromkeys(axis.name for study in studies for axis in study.sweep.axes))
-    heads = {f"axis:{name}": f"axis_{name}" if name in (*STUDY_COLUMNS, *VALUE_COLUMNS) else name for name in axes}
+    headings = {f"axis:{name}": f"axis_{name}" if name in (*STUDY_COLUMNS, *VALUE_COLUMNS) else name for name in axes}
     tables = []
     for study in studies:
         sweep = study.sweep
         scale = (sweep.scale.name, sweep.scale.about) if sweep.scale else (None, None)
-        words = dict(zip(STUDY_COLUMNS, (sweep.recipe or sweep.title, sweep.paper, sweep.item, *scale), strict=True))
-        tables.append(cells_frame(study).assign(**words).astype(object))
-    table = pd.concat(tables).rename(columns=heads).reindex(columns=[*STUDY_COLUMNS, *heads.values(), *VALUE_COLUMNS])
+        texts = (sweep.recipe or sweep.title, sweep.paper, sweep.item, *scale)
+        study_values = dict(zip(STUDY_COLUMNS, texts, strict=True))
+        tables.append(cells_frame(study).assign(**study_values).astype(object))
+    columns = [*STUDY_COLUMNS, *headings.values(), *VALUE_COLUMNS]
+    table = pd.concat(tables).rename(columns=headings).reindex(columns=columns)
     header = escape_formulas(list(table.columns))
     return table.map(_format_field).to_csv(index=False, lineterminator="\n", header=header)
 
 
 def _format_field(value: Any) -> str:
-    """Return a value as CSV shows it, all digits of a number."""
+    """Format a value for CSV, with all digits of a number."""
     if isinstance(value, str):
         return escape_formula(value)
-    return "" if pd.isna(value) else str(value).lower() if isinstance(value, bool) else str(value)
+    if pd.isna(value):
+        return ""
+    return str(value).lower() if isinstance(value, bool) else str(value)

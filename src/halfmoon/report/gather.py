@@ -158,10 +158,10 @@ def _read_loose_runs(paths: Sequence[Path]) -> tuple[list[LooseRun], list[str]]:
     notes = []
     for path in paths:
         jobs = list_job_folders(path)
-        found = {run.path.resolve(): run for run in read_runs(path)}
+        by_folder = {run.path.resolve(): run for run in read_runs(path)}
         # First the runs of a comparison, in the order of its methods.
-        runs |= {job.resolve(): found[job.resolve()] for job in jobs if job.resolve() in found} | found
-        missing = [job.name for job in jobs if job.resolve() not in found]
+        runs |= {job.resolve(): by_folder[job.resolve()] for job in jobs if job.resolve() in by_folder} | by_folder
+        missing = [job.name for job in jobs if job.resolve() not in by_folder]
         if missing:
             notes.append(f"Not begun: {', '.join(missing)}.")
     return _with_data_names([LooseRun.from_stored(run) for run in runs.values()]), notes

@@ -33,6 +33,7 @@ _ESCAPES = str.maketrans(
 
 MAX_COLUMNS = 6
 """Columns of numbers that fit on a page."""
+
 MAX_ROWS = 40
 """Rows that fit on a page."""
 
@@ -40,8 +41,8 @@ MAX_ROWS = 40
 def escape_latex(text: str) -> str:
     """Escape plain text for LaTeX; a line break becomes a space.
 
-    `Styler`'s own escaping leaves Greek letters, quotation marks and signs such as ± as they are, which pdflatex cannot
-    set without further packages.
+    The escaping of `Styler` does not change Greek letters, quotes and signs such as ±, which pdflatex cannot print
+    without further packages.
     """
     return " ".join(text.split()).translate(_ESCAPES)
 
@@ -51,15 +52,15 @@ def format_latex(studies: Sequence[Study]) -> str:
 
     The text is meant for `\input`; the document needs booktabs.
     """
-    parts = ["% Tables of halfmoon report. The preamble needs \\usepackage{booktabs}.\n"]
+    blocks = ["% Tables of halfmoon report. The preamble needs \\usepackage{booktabs}.\n"]
     for study in studies:
         if study.sweep.kind == "splits":
             continue
-        parts.append(format_tables(study, final_scores(study), f"{study.measured} (\\%) of the final model"))
+        blocks.append(format_tables(study, final_scores(study), f"{study.measured} (\\%) of the final model"))
         score = scores_at_equal_steps(study)
         if any((score.steps or {}).values()):
-            parts.append(format_tables(study, score, "Test accuracy (\\%) at equal labeled steps"))
-    return "\n".join(parts)
+            blocks.append(format_tables(study, score, "Test accuracy (\\%) at equal labeled steps"))
+    return "\n".join(blocks)
 
 
 def format_tables(study: Study, score: ScoreTable, quantity: str) -> str:
@@ -74,7 +75,7 @@ def format_tables(study: Study, score: ScoreTable, quantity: str) -> str:
         quantity: the start of the caption, in LaTeX.
     """
     has_published = {
-        column: any(score.mark(row.name, column).published for row in study.row_values) for column in study.columns
+        column: any(score.get(row.name, column).published for row in study.row_values) for column in study.columns
     }
     rows = study.row_values
     pages = [
@@ -128,14 +129,14 @@ def _format_tabular(
     for column in columns:
         titles = [study.value_title(axis, name) for axis, name in zip(study.column_axes, column, strict=True)]
         escaped_titles = [escape_latex(title) for title in titles]
-        marks = [score.mark(row.name, column) for row in rows]
+        cells = [score.get(row.name, column) for row in rows]
         headings.append((*escaped_titles, "here") if names_sources else tuple(escaped_titles))
-        table.append([_format_measured(mark) for mark in marks])
+        table.append([_format_measured(cell) for cell in cells])
         if score.steps is not None:
             table[-1].append(f"{score.steps[column] or 0:,.0f}")
         if column in published_columns:
             headings.append((*escaped_titles, "paper"))
-            table.append([_format_number(format_mean(mark.published)) for mark in marks])
+            table.append([_format_number(format_mean(cell.published)) for cell in cells])
             if score.steps is not None:
                 table[-1].append("")
     index = [escape_latex(row.title) for row in rows]
@@ -169,15 +170,16 @@ def _caption(study: Study, quantity: str, score: ScoreTable, with_published: boo
         sentences.append("An asterisk: within two standard deviations of the published number.")
     if sweep.scale:
         sentences.append(rf"\textbf{{{escape_latex(describe_scale(sweep.scale))}}}")
-    unfinished = sorted({f"{m.seeds} of {m.planned}" for m in score.marks.values() if m.seeds < m.planned})
+    unfinished_cells = [cell for cell in score.scores.values() if cell.seeds < cell.planned]
+    unfinished = sorted({f"{cell.seeds} of {cell.planned}" for cell in unfinished_cells})
     if unfinished:
         sentences.append(f"Not every run is finished (seeds of a cell: {', '.join(unfinished)}).")
     return " ".join(sentences)
 
 
-def _format_measured(mark: CellScore) -> str:
-    asterisk = r"$^{\ast}$" if mark.verdict and mark.verdict.within else ""
-    return _format_number(format_mean(mark.last)) + asterisk
+def _format_measured(cell: CellScore) -> str:
+    asterisk = r"$^{\ast}$" if cell.verdict and cell.verdict.within else ""
+    return _format_number(format_mean(cell.last)) + asterisk
 
 
 def _format_number(text: str) -> str:

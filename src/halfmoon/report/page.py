@@ -1,4 +1,4 @@
-"""One self-contained HTML page of studies: tables by the templates in web/, charts drawn by the script there."""
+"""Render studies as one self-contained HTML page: templates in web/ make the tables, a script there the charts."""
 
 from collections.abc import Mapping, Sequence
 from importlib import metadata
@@ -22,11 +22,12 @@ CHARTS = {
     "confusion": ("confusion",),
     "costs": ("against",),
 }
-"""The charts of a group, by section, in their order."""
+"""Charts of a column, by section of the page, in their order."""
 
 
 def render_html(studies: Sequence[Study]) -> str:
-    """Return the page: every text escaped, no address of anything outside."""
+    """Render the page. All texts are escaped, and nothing is loaded from other addresses."""
+    # The templates call these functions by name.
     functions = (
         TableNotes,
         format_mean,
@@ -76,7 +77,7 @@ def _chart_data(study: Study) -> dict[str, Any]:
 
 
 def list_missing(study: Study) -> list[str]:
-    """Return a sentence for everything that the page cannot show, and why."""
+    """List what the page cannot show, and why, in a sentence each."""
     notes = list(study.notes)
     runs = [(_name_run(study, cell, entry.seed), entry) for cell in study.sweep.cells for entry in cell.runs]
     notes += [f"{name} failed: {entry.failed.rstrip('.')}." for name, entry in runs if entry.failed]
@@ -84,44 +85,48 @@ def list_missing(study: Study) -> list[str]:
     if unfinished:
         notes.append(f"Not finished, and left out: {_list_some(unfinished)}.")
     charts = study.sweep.kind != "splits"
-    here = [(name, run) for name, entry in runs if (run := study.run(entry)) is not None]
-    plain = [(name, run) for name, run in here if not run.federated]
+    existing = [(name, run) for name, entry in runs if (run := study.run(entry)) is not None]
+    simulated = [(name, run) for name, run in existing if not run.federated]
+    federated = [(name, run) for name, run in existing if run.federated]
     old = "made by an older version"
-    without = {
-        f"No split.json ({old}), so no picture of clients and classes": [n for n, run in plain if run.split is None],
-        f"No class distributions ({old}, or nobody has unlabeled images), so no divergences": [
-            n for n, run in plain if charts and not any(row.get("prior") for row in run.rows)
+    runs_without = {
+        f"No split.json ({old}), so no chart of clients and classes": [
+            name for name, run in simulated if run.split is None
+        ],
+        f"No class distributions ({old}, or without unlabeled images), so no divergences": [
+            name for name, run in simulated if charts and not any(row.get("prior") for row in run.rows)
         ],
         f"No confusion matrix ({old}, or without test images)": [
-            n for n, run in plain if charts and not (run.summary or {}).get("confusion")
+            name for name, run in simulated if charts and not (run.summary or {}).get("confusion")
         ],
-        "No picture of clients and classes, no class distributions (a federation: its sites keep their counts)": [
-            n for n, run in here if run.federated
+        "No chart of clients and classes, no class distributions (a federation: its sites do not send their counts)": [
+            name for name, _ in federated
         ],
         "No confusion matrix (a federation without test images at its server)": [
-            n for n, run in here if run.federated and not (run.summary or {}).get("confusion")
+            name for name, run in federated if not (run.summary or {}).get("confusion")
         ],
     }
-    for words, names in without.items():
+    for text, names in runs_without.items():
         if names:
-            notes.append(f"{words}: {'all runs' if len(names) == len(here) else _list_some(names)}.")
+            notes.append(f"{text}: {'all runs' if len(names) == len(existing) else _list_some(names)}.")
     return notes
 
 
 def _name_run(study: Study, cell: Any, seed: int) -> str:
-    words = [axis.title(cell.at[axis.name]) for axis in study.sweep.axes if len(axis.values) > 1]
-    return ", ".join([*words, f"seed {seed}"])
+    titles = [axis.title(cell.at[axis.name]) for axis in study.sweep.axes if len(axis.values) > 1]
+    return ", ".join([*titles, f"seed {seed}"])
 
 
-def _list_some(names: Sequence[str], most: int = 6) -> str:
-    return "; ".join(names[:most]) + (f"; and {len(names) - most} more" if len(names) > most else "")
+def _list_some(names: Sequence[str], max_names: int = 6) -> str:
+    rest = f"; and {len(names) - max_names} more" if len(names) > max_names else ""
+    return "; ".join(names[:max_names]) + rest
 
 
 def describe_sources(study: Study) -> dict[str, str]:
-    """Return the source of a study and its command; "" for what is not known."""
+    """Describe paper, machine, versions and command of a study; "" for unknown ones."""
     sweep = study.sweep
     return {
-        "paper": ", ".join(words for words in (sweep.paper, sweep.item) if words),
+        "paper": ", ".join(text for text in (sweep.paper, sweep.item) if text),
         "machine": _describe_machine(sweep.machine),
         "versions": ", ".join(f"{name} {version}" for name, version in sweep.versions.items()),
         "command": sweep.command,
@@ -129,50 +134,65 @@ def describe_sources(study: Study) -> dict[str, str]:
 
 
 def _describe_machine(machine: Mapping[str, Any]) -> str:
-    words = [str(machine["cpu"])] if machine.get("cpu") else []
-    words += [f"{machine['cores']} {'core' if machine['cores'] == 1 else 'cores'}"] if machine.get("cores") else []
-    words += [str(machine["gpu"]) if machine.get("gpu") else "no GPU"] if machine else []
-    return ", ".join(words)
+    if not machine:
+        return ""
+    parts = []
+    if machine.get("cpu"):
+        parts.append(str(machine["cpu"]))
+    if machine.get("cores"):
+        parts.append(f"{machine['cores']} {'core' if machine['cores'] == 1 else 'cores'}")
+    parts.append(str(machine["gpu"]) if machine.get("gpu") else "no GPU")
+    return ", ".join(parts)
 
 
 def differs_at_equal_steps(study: Study) -> bool:
-    """Return whether equal labeled steps are another matter than the runs' ends: a table that says the same is none."""
-    score, even = final_scores(study), scores_at_equal_steps(study)
-    return any(
-        even.mark(row.name, column).last != score.mark(row.name, column).last
-        for row in study.row_values
-        for column, steps in (even.steps or {}).items()
-        if steps
-    )
+    """Check whether accuracies at equal labeled steps differ from the final ones; otherwise they need no table."""
+    final_score = final_scores(study)
+    equal_score = scores_at_equal_steps(study)
+    for column, steps in (equal_score.steps or {}).items():
+        if not steps:
+            continue
+        for row in study.row_values:
+            if equal_score.get(row.name, column).last != final_score.get(row.name, column).last:
+                return True
+    return False
 
 
-def to_sentence(words: str) -> str:
-    return words[:1].upper() + words[1:] + ("" if words.endswith((".", "!", "?")) else ".")
+def to_sentence(text: str) -> str:
+    """Capitalize a text and add a full stop if it has none."""
+    end = "" if text.endswith((".", "!", "?")) else "."
+    return text[:1].upper() + text[1:] + end
 
 
 class TableNotes:
-    """Footnotes of one table: the same words share a letter."""
+    """Footnotes of one table. Equal notes share a letter.
+
+    Attributes:
+        texts: the notes in the order of their letters.
+    """
 
     def __init__(self) -> None:
-        self.words: list[str] = []
+        self.texts: list[str] = []
 
-    def mark(self, words: str) -> str:
-        """Return the letter that stands for a note."""
-        if words not in self.words:
-            self.words.append(words)
-        return number_to_letters(self.words.index(words)).lower()
+    def letter(self, text: str) -> str:
+        """Get the letter of a note, and add the note if it is new."""
+        if text not in self.texts:
+            self.texts.append(text)
+        return number_to_letters(self.texts.index(text)).lower()
 
 
-def format_sign(words: str) -> str:
-    return words.replace("-", "\N{MINUS SIGN}")
+def format_sign(text: str) -> str:
+    """Replace hyphens by minus signs."""
+    return text.replace("-", "\N{MINUS SIGN}")
 
 
 def format_points(difference: float) -> str:
+    """Format a difference in points with its sign."""
     return format_sign(f"{difference:+.2f}")
 
 
 def format_count(value: float | None) -> str:
-    """Return a number with three digits at least, a whole one without a point."""
+    """Format a number with at least three digits, a whole number without a decimal point; "" for None."""
     if value is None:
         return ""
     if value == round(value) or value >= 10_000:
@@ -181,19 +201,22 @@ def format_count(value: float | None) -> str:
 
 
 def kendall_taus(study: Study, score: ScoreTable) -> list[str]:
+    """Compute the agreement of measured and published order for each column, as text."""
     return [compare_order(study, score, column).agreement for column in study.columns]
 
 
-def describe_missing_seeds(mark: CellScore) -> str:
-    return f"{mark.seeds} of {mark.planned} seeds finished" if mark.seeds < mark.planned else ""
+def describe_missing_seeds(cell: CellScore) -> str:
+    """Describe how many seeds of a cell have finished; "" if all have."""
+    return f"{cell.seeds} of {cell.planned} seeds finished" if cell.seeds < cell.planned else ""
 
 
-def describe_published_note(mark: CellScore) -> str:
-    note = mark.published.note.rstrip(".") if mark.published else ""
+def describe_published_note(cell: CellScore) -> str:
+    """Describe the note of a cell's published number; "" without one."""
+    note = cell.published.note.rstrip(".") if cell.published else ""
     return f"in the paper: {note}" if note else ""
 
 
 def list_cell_scores(study: Study, score: ScoreTable, column: Column) -> list[tuple[str, CellScore]]:
-    """Return the title and the mark of each row of a column that has runs or a published number."""
-    marks = [(value.title, score.mark(value.name, column)) for value in study.row_values]
-    return [(title, mark) for title, mark in marks if mark.planned or mark.published]
+    """List the title and the score of each row of a column that has runs or a published number."""
+    cells = [(value.title, score.get(value.name, column)) for value in study.row_values]
+    return [(title, cell) for title, cell in cells if cell.planned or cell.published]

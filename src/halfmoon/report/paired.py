@@ -1,4 +1,4 @@
-"""Method against method: differences paired by seed, their intervals, and mean ranks over data sets."""
+"""Compare methods: differences paired by seed, their intervals, and mean ranks over data sets."""
 
 import base64
 import math
@@ -12,9 +12,13 @@ from scipy import special
 from halfmoon.report.remarks import CONTROL, LABELS_ONLY
 
 CONFIDENCE_LEVEL = 0.95
+
 ENOUGH_SEEDS = 5
-"""Seeds below which an interval is wide and says little."""
-ONE_SEED_HINT = "One seed decides nothing: halfmoon compare --seeds 0 1 2 3 4 gives each difference with its interval."
+"""Number of seeds below which intervals are wide."""
+
+ONE_SEED_HINT = (
+    "One seed is not enough to rank methods: halfmoon compare --seeds 0 1 2 3 4 gives intervals of differences."
+)
 
 
 class Difference(NamedTuple):
@@ -30,13 +34,13 @@ class Difference(NamedTuple):
 
 
 def compare_paired(
-    ours: Sequence[float], base: Sequence[float], overlap: float = 0.0, comparisons: int = 1
+    method: Sequence[float], baseline: Sequence[float], overlap: float = 0.0, comparisons: int = 1
 ) -> Difference:
     """Compare two methods on the same splits, by Student's t of the differences.
 
     Args:
-        ours: accuracy of a method on n >= 2 splits.
-        base: accuracy of the other method on the same splits, in the same order.
+        method: accuracy of the method on n >= 2 splits.
+        baseline: accuracy of the baseline on the same splits, in the same order.
         overlap: ratio of test to training size if the splits are drawn from the same images. The variance is then
             (1/n + overlap) s^2 (Nadeau and Bengio 2003, Inference for the generalization error, section 3).
         comparisons: number of comparisons that are reported together. Interval and p-value are adjusted for it
@@ -45,15 +49,17 @@ def compare_paired(
     Raises:
         ValueError: fewer than two splits, or different numbers of splits.
     """
-    if len(ours) != len(base) or len(ours) < 2:
-        raise ValueError(f"{len(ours)} and {len(base)} results cannot be paired: give the same two or more splits")
-    differences = np.asarray(ours, float) - np.asarray(base, float)
+    if len(method) != len(baseline) or len(method) < 2:
+        raise ValueError(
+            f"{len(method)} and {len(baseline)} results cannot be paired: give the same two or more splits"
+        )
+    differences = np.asarray(method, float) - np.asarray(baseline, float)
     count = len(differences)
     variance = (1 / count + overlap) * float(differences.var(ddof=1))
     return _student_t(float(differences.mean()), variance, count - 1, comparisons)
 
 
-def compare_by_image(ours: np.ndarray, base: np.ndarray, comparisons: int = 1) -> Difference:
+def compare_by_image(method: np.ndarray, baseline: np.ndarray, comparisons: int = 1) -> Difference:
     """Compare two methods by their correct predictions on the same test images, over splits and images.
 
     The interval is for new splits and new test images. A difference is the sum of a mean, a random effect of the split,
@@ -62,8 +68,8 @@ def compare_by_image(ours: np.ndarray, base: np.ndarray, comparisons: int = 1) -
     interval is never narrower than that of the splits only. `results/coverage.md` has its coverage.
 
     Args:
-        ours: whether a method is right on each of m >= 2 test images in each of n >= 2 splits, (n, m) bool.
-        base: the same for the other method.
+        method: whether the method is right on each of m >= 2 test images in each of n >= 2 splits, (n, m) bool.
+        baseline: the same for the baseline.
         comparisons: number of comparisons that are reported together (`compare_paired`).
 
     Returns:
@@ -72,10 +78,12 @@ def compare_by_image(ours: np.ndarray, base: np.ndarray, comparisons: int = 1) -
     Raises:
         ValueError: the shapes differ or are smaller.
     """
-    if ours.shape != base.shape or min(ours.shape) < 2:
-        raise ValueError(f"{ours.shape} and {base.shape} cannot be paired: give two or more splits of the same images")
-    differences = 100 * (ours.astype(float) - base)
-    n, m = differences.shape
+    if method.shape != baseline.shape or min(method.shape) < 2:
+        raise ValueError(
+            f"{method.shape} and {baseline.shape} cannot be paired: give two or more splits of the same images"
+        )
+    differences = 100 * (method.astype(float) - baseline)
+    n, m = differences.shape  # splits, images
     split_means = differences.mean(1, keepdims=True)
     image_means = differences.mean(0, keepdims=True)
     residual = differences - split_means - image_means + differences.mean()
@@ -85,6 +93,7 @@ def compare_by_image(ours: np.ndarray, base: np.ndarray, comparisons: int = 1) -
     total = max(split_square, split_square + image_square - residual_square)
     denominator = split_square**2 / (n - 1) + image_square**2 / (m - 1) + residual_square**2 / ((n - 1) * (m - 1))
     freedom = total**2 / denominator if denominator else n - 1
+    # The point estimate is the same; only the intervals of the two models differ.
     crossed = _student_t(float(differences.mean()), total / (n * m), freedom, comparisons)
     splits_only = compare_paired(split_means[:, 0].tolist(), [0.0] * n, comparisons=comparisons)
     return crossed if crossed.high > splits_only.high else splits_only
@@ -132,12 +141,12 @@ class DifferenceTable:
 
     @property
     def cells(self) -> list[list[str]]:
-        """The rows as text."""
-        return [
-            [row.method, f"{d.mean:+.1f}", f"{d.low:+.1f} to {d.high:+.1f}", f"{d.p:.3f}"]
-            for row in self.rows
-            for d in [row.difference]
-        ]
+        """Rows as text, under `headings`."""
+        rows = []
+        for row in self.rows:
+            mean, low, high, p = row.difference
+            rows.append([row.method, f"{mean:+.1f}", f"{low:+.1f} to {high:+.1f}", f"{p:.3f}"])
+        return rows
 
     @property
     def comparisons(self) -> int:
@@ -239,38 +248,48 @@ def compare_methods(summaries: Sequence[Mapping[str, Any]], ceilings: Collection
 
 
 def _read_correct(summary: Mapping[str, Any]) -> np.ndarray | None:
-    """Return which test images a run is right on at its end, bool (N,); None where that is not known."""
+    """Decode which test images the final model of a run predicts correctly, bool (N,); None if it is unknown."""
     if "correct" not in summary:
         return None
     count = sum(map(sum, summary["confusion"]))
-    right = np.unpackbits(np.frombuffer(base64.b64decode(summary["correct"]), np.uint8), count=count).astype(bool)
-    return right if abs(right.mean() - summary["accuracy"]["last"]) < 1 / (2 * count) else None
+    correct = np.unpackbits(np.frombuffer(base64.b64decode(summary["correct"]), np.uint8), count=count).astype(bool)
+    # They may be those of another model than the accuracy, such as the one of an earlier round.
+    return correct if abs(correct.mean() - summary["accuracy"]["last"]) < 1 / (2 * count) else None
 
 
 class MeanRanks(NamedTuple):
-    """Mean ranks over data sets, 1 is best, and how far apart two must be to differ."""
+    """Mean ranks of methods over data sets.
+
+    Attributes:
+        means: mean rank of each method; 1 is the best.
+        critical: the difference from which on two mean ranks differ significantly.
+        p: p-value of Friedman's test that all methods are equal.
+    """
 
     means: dict[str, float]
     critical: float
     p: float
-    """That all methods are equal, by Friedman's test."""
 
 
 def rank_methods(scores: Mapping[str, Sequence[float]]) -> MeanRanks:
-    """Rank k >= 3 methods on n >= 2 data sets, as Demsar (2006, Statistical comparisons of classifiers) advises.
+    """Rank k >= 3 methods on n >= 2 data sets (Demsar 2006, Statistical comparisons of classifiers).
 
     The critical difference is Nemenyi's at 5 %: q sqrt(k (k + 1) / (6 n)), q the studentized range over sqrt(2).
-    Raises ValueError for fewer methods or data sets.
+
+    Args:
+        scores: accuracies of each method on the same data sets in the same order.
+
+    Raises:
+        ValueError: fewer methods or data sets.
     """
     from scipy import stats  # slow to import
 
     table = np.array(list(scores.values()), float)
     count, sets = table.shape
     if count < 3 or sets < 2:
-        raise ValueError(f"{count} methods on {sets} data sets cannot be ranked: three and two are the least")
+        raise ValueError(f"{count} methods on {sets} data sets cannot be ranked: give three or more on two or more")
     means = stats.rankdata(-table, axis=0).mean(axis=1)
     q = float(stats.studentized_range.ppf(CONFIDENCE_LEVEL, count, np.inf)) / math.sqrt(2)
     p = float(stats.friedmanchisquare(*table).pvalue)
-    return MeanRanks(
-        dict(zip(scores, map(float, means), strict=True)), q * math.sqrt(count * (count + 1) / (6 * sets)), p
-    )
+    critical = q * math.sqrt(count * (count + 1) / (6 * sets))
+    return MeanRanks(dict(zip(scores, map(float, means), strict=True)), critical, p)

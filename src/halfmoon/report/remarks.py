@@ -1,4 +1,4 @@
-"""What a comparison has to say beside its numbers: whose budget it had, what was won, what keeps it from being one."""
+"""Remarks for the table of a comparison: the budget, the gain, and problems that make methods incomparable."""
 
 import statistics
 from collections.abc import Collection, Mapping, Sequence
@@ -8,16 +8,19 @@ from halfmoon.report.tables import mean_and_deviation
 
 LABELS_ONLY = "fedavg"
 """Name of the method that trains on labeled images only."""
+
 CONTROL = "fedavg-control"
 """Name of the method that trains on labeled images only, with all images in batch normalization.
 
 Gains are reported against it where it was run: the gain over labels only mixes the effect of pseudo-labels with that of
 unlabeled images in batch normalization.
 """
-NO_UPPER_BOUND = "no upper bound here: more rounds or another rate would be needed"
-"""What all labels are where something ends above them."""
+
+NO_UPPER_BOUND = "no upper bound here: more rounds or another learning rate would be needed"
+"""Description of a run with all labels that is worse than another method."""
+
 UNUSED_SHARE = 0.01
-"""Nobody passes a threshold that this share of the images, at most, has passed in every round."""
+"""Largest share of used pseudo-labels in any round at which they count as unused."""
 
 
 def summarize_pseudo_labels(rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
@@ -36,9 +39,11 @@ def summarize_pseudo_labels(rows: Sequence[Mapping[str, Any]]) -> dict[str, floa
 
 
 def list_remarks(summaries: Sequence[Mapping[str, Any]], ceilings: Collection[str]) -> list[str]:
-    """Return a sentence for each thing that a reader of several runs' table has to know.
+    """List remarks that a reader of the table of several runs should know, in a sentence each.
 
-    `ceilings` are the names of methods that have all labels.
+    Args:
+        summaries: summary.json of each run.
+        ceilings: names of the methods that train with all labels.
     """
     if len({summary["method"] for summary in summaries}) < 2:
         return [*_find_untrained(summaries), *_find_unused_pseudo_labels(summaries)]
@@ -55,32 +60,32 @@ def _describe_budget(summaries: Sequence[Mapping[str, Any]]) -> list[str]:
         (summary["budget"]["rule"], summary["budget"]["reference"]) for summary in summaries if "budget" in summary
     }
     if len(budgets) > 1 and {rule for rule, _ in budgets} != {"none"}:
-        return ["Budget: the runs had different ones."]
+        return ["Budget: it differs between the runs."]
     for rule, reference in budgets:
         if rule == "none":
-            return ["Budget: each method took what the batch rule gives it."]
-        what = {"labeled-steps": "labeled steps", "forwards": "images through the classifier"}[rule]
-        return [f"Budget: as many {what} for all as {reference} takes by its own rule."]
+            return ["Budget: each method trained for the steps that its batch rule gives."]
+        unit = {"labeled-steps": "labeled steps", "forwards": "images through the classifier"}[rule]
+        return [f"Budget: each method has as many {unit} as {reference} by its batch rule."]
     return []
 
 
 def _find_low_upper_bounds(summaries: Sequence[Mapping[str, Any]], ceilings: Collection[str]) -> list[str]:
-    """Say where all labels end below labels alone."""
+    """Remark on methods with all labels that are not above labels only."""
     floor = _mean_final_accuracy([summary for summary in summaries if summary["method"] == LABELS_ONLY])
     sentences = []
     for runs in _group_by_method([summary for summary in summaries if summary["method"] in ceilings]):
         top = _mean_final_accuracy(runs)
         if floor is not None and top is not None and top <= floor:
             sentences.append(
-                f"{runs[0]['title']} ends at {100 * top:.1f} %, not above labels alone ({100 * floor:.1f} %): there is "
-                "nothing for unlabeled images to win here, and no method can be judged. First make all labels learn: "
-                "more rounds, a larger or a decaying learning rate (schedule cosine), a wider network."
+                f"{runs[0]['title']} has {100 * top:.1f} %, not more than labels only ({100 * floor:.1f} %): unlabeled "
+                "images have no possible gain here, so methods cannot be compared. First train all labels better: more "
+                "rounds, a larger or a decaying learning rate (schedule cosine), a wider network."
             )
     return sentences
 
 
 def _find_untrained(summaries: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Say which methods are not above what the commonest class of the test images alone would give."""
+    """Remark on methods that are not better than always predicting the most frequent class of the test images."""
     sentences = []
     for runs in _group_by_method(summaries):
         end = _mean_final_accuracy(runs)
@@ -88,8 +93,8 @@ def _find_untrained(summaries: Sequence[Mapping[str, Any]]) -> list[str]:
         chance = max(counts) / sum(counts) if any(counts) else 0.0
         if end is not None and end <= chance:
             sentences.append(
-                f"{runs[0]['title']} is right on {100 * end:.1f} % of the test images; always naming the commonest "
-                f"class would be on {100 * chance:.1f} %. Train longer, or label more images."
+                f"{runs[0]['title']} is right on {100 * end:.1f} % of the test images; always predicting the most "
+                f"frequent class is right on {100 * chance:.1f} %. Train longer, or label more images."
             )
     return sentences
 
@@ -126,17 +131,17 @@ def _mean_final_accuracy(summaries: Sequence[Mapping[str, Any]]) -> float | None
 
 
 def describe_gain(summaries: Sequence[Mapping[str, Any]], ceilings: Collection[str]) -> str | None:
-    """Describe the gain of the first method with unlabeled images, as a part of the way to all labels.
+    """Describe the gain of the first method with unlabeled images, relative to the gain of all labels.
 
-    The gain is that of the last round, in the mean over seeds, and starts at the control if it was run, otherwise at
-    labels only. If both were run, a second sentence reports the gain of the control over labels only.
+    The gain is that of the last round, in the mean over seeds, over the control if it was run, otherwise over labels
+    only. If both were run, a second sentence reports the gain of the control over labels only.
 
     Args:
         summaries: summary.json of each run.
         ceilings: names of the methods that train with all labels.
 
     Returns:
-        The sentences; None if the start, the method or all labels were not run, or all labels end below the start.
+        The sentences; None if one of these methods was not run, or all labels are not better than the reference.
     """
     accuracies: dict[str, list[float]] = {}
     titles = {summary["method"]: summary["title"] for summary in summaries}
@@ -146,22 +151,22 @@ def describe_gain(summaries: Sequence[Mapping[str, Any]], ceilings: Collection[s
             accuracies.setdefault(summary["method"], []).append(100 * accuracy["last"])
     means = {name: mean_and_deviation(values).mean for name, values in accuracies.items()}
     tops = [name for name in means if name in ceilings]
-    others = [name for name in means if name not in (LABELS_ONLY, CONTROL) and name not in ceilings]
+    semi_supervised = [name for name in means if name not in (LABELS_ONLY, CONTROL) and name not in ceilings]
     base = CONTROL if CONTROL in means else LABELS_ONLY
-    if base not in means or not tops or not others:
+    if base not in means or not tops or not semi_supervised:
         return None
     top = tops[0]
-    name = others[0]
+    name = semi_supervised[0]
     possible_gain = means[top] - means[base]
     gain = means[name] - means[base]
     if possible_gain <= 0:
         return None
     seeds = f", in the mean of {len(accuracies[name])} seeds" if len(accuracies[name]) > 1 else ""
     if gain < 0:
-        sentence = f"{titles[name]} ended {-gain:.1f} points below {titles[base]}{seeds}."
+        sentence = f"{titles[name]} is {-gain:.1f} points below {titles[base]}{seeds}."
     elif gain > possible_gain:
         above_top = f"{gain - possible_gain:.1f} above {titles[top]}{seeds}"
-        sentence = f"{titles[name]} ended {gain:.1f} points above {titles[base]} and {above_top}. All labels are {NO_UPPER_BOUND}."
+        sentence = f"{titles[name]} is {gain:.1f} points above {titles[base]} and {above_top}. All labels are {NO_UPPER_BOUND}."
     else:
         sentence = (
             f"{titles[name]} gained {gain:.1f} of the {possible_gain:.1f} points between {titles[base]} and "
@@ -176,6 +181,6 @@ def _describe_control(means: Mapping[str, float], titles: Mapping[str, str]) -> 
         return ""
     gain = means[CONTROL] - means[LABELS_ONLY]
     return (
-        f" {titles[CONTROL]} ended {abs(gain):.1f} points {'above' if gain >= 0 else 'below'} {titles[LABELS_ONLY]}: "
-        "that is the effect of unlabeled images in batch normalization."
+        f" {titles[CONTROL]} is {abs(gain):.1f} points {'above' if gain >= 0 else 'below'} {titles[LABELS_ONLY]}: "
+        "this is the effect of unlabeled images in batch normalization."
     )

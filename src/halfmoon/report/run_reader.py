@@ -1,4 +1,4 @@
-"""Run folders as a reader sees them; the files are described in `halfmoon.storage.run_folder`."""
+"""Read and validate run folders; `halfmoon.storage.run_folder` describes their files."""
 
 from dataclasses import dataclass
 from functools import cache
@@ -15,7 +15,7 @@ from halfmoon.storage.folder_writer import START
 FiniteNumber = Annotated[float, Field(allow_inf_nan=False)]
 Count = Annotated[int, Field(ge=0, le=2**63)]
 
-# What a report takes from the files of a run; whatever else is in them stays as it is.
+# The classes below describe the fields that a report reads. Other fields are allowed and not checked.
 
 
 class _Measures(BaseModel):
@@ -67,7 +67,7 @@ class _Row(BaseModel):
     round: Count
     test: _Measures | None = None
     train: _Measures | None = None
-    evaluation: _Evaluation | None = None  # of a federation's sites, of the model after another round
+    evaluation: _Evaluation | None = None  # by a federation's sites, of the model of an earlier round
     aggregation: _Measures | None = None
     pseudo: _Measures | None = None
     prior: _Prior | None = None
@@ -122,16 +122,23 @@ class _Split(BaseModel):
 
 @dataclass(frozen=True)
 class StoredRun:
-    """One run, finished or not."""
+    """A run folder, of a finished or unfinished run.
+
+    Attributes:
+        path: the folder.
+        config: the text of config.toml.
+        rows: the rows of metrics.jsonl, one for each round.
+        summary: the contents of summary.json; None until the run is finished.
+    """
 
     path: Path
-    config: str  # the text of config.toml
-    rows: list[dict[str, Any]]  # metrics.jsonl, one a round
-    summary: dict[str, Any] | None  # summary.json; None while the run is not finished
+    config: str
+    rows: list[dict[str, Any]]
+    summary: dict[str, Any] | None
 
     @classmethod
     def read(cls, path: Path) -> "StoredRun":
-        """Read the folder of a run; raise UserError if it is none or a row cannot be read."""
+        """Read a run folder; raise `UserError` if it is not one, or a file is damaged."""
         try:
             config = (path / "config.toml").read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
@@ -146,8 +153,14 @@ class StoredRun:
             return str(self.summary["title"])
         return str(self.options.get("method", self.path.name))
 
-    def series(self, part: str, name: str) -> dict[int, float]:
-        values = ((row["round"], (row.get(part) or {}).get(name)) for row in self.rows)
+    def series(self, group: str, name: str) -> dict[int, float]:
+        """Collect a metric by round, without rounds that do not have it.
+
+        Args:
+            group: a group of metrics in metrics.jsonl, such as "test".
+            name: the name of a metric in this group.
+        """
+        values = [(row["round"], (row.get(group) or {}).get(name)) for row in self.rows]
         return {round: float(value) for round, value in values if value is not None}
 
     @property
@@ -156,14 +169,14 @@ class StoredRun:
 
     @property
     def head(self) -> dict[str, Any]:
-        """What run.json says: identity, and the versions of halfmoon and torch; {} where there is none."""
+        """Contents of run.json: identity, and the versions of halfmoon and torch; {} without this file."""
         return integrity.read_object(self.path / "run.json") or {}
 
     @property
     def split(self) -> dict[str, Any] | None:
         """Summary of the split (`heterogeneity.summarize`) from split.json; None if an older version made the run."""
         path = self.path / "split.json"
-        if path.exists():  # nothing else is told from it
+        if path.exists():
             integrity.check_files(self.path, path.name)
         value = read_json(path)
         return None if value is None else check_type(_Split, value, path)
@@ -173,26 +186,32 @@ class StoredRun:
         return "federation" in self.options
 
     def seconds(self) -> dict[int, float]:
-        """Return {round: seconds} of timings.jsonl; a round that was played twice counts as it was the last time."""
+        """Read the duration of each round from timings.jsonl; for a repeated round that of the last time."""
         return dict(read_number_pairs(self.path / "timings.jsonl", "round", "seconds"))
 
 
 def read_runs(root: Path) -> list[StoredRun]:
-    """Read all runs in a folder and below it, the folder's own first; raise UserError if there is none."""
-    folders = {mark.parent for mark in root.rglob("run.json")}
+    """Read all runs in a folder and below it, the highest folders first; raise `UserError` if there is none."""
+    folders = {file.parent for file in root.rglob("run.json")}
+    # Versions up to 0.2 stored pretrained weights in folders with this prefix, which are not separate runs.
     paths = sorted(
         (path for path in folders if path == root or not path.name.startswith(START)),
         key=lambda path: (len(path.parts), path),
     )
     if not paths:
-        raise UserError(f"{root} holds no run; give the folder of a run or of a comparison.")
+        raise UserError(f"{root} has no run; give the folder of a run or of a comparison.")
     return [StoredRun.read(path) for path in paths]
 
 
 def dataset_name(value: object, parts: int = 1) -> str:
-    """Return the name of a data set: of a folder its last `parts`, never the whole path of a machine."""
-    words = str(value).rstrip("/\\")
-    return "/".join(PurePath(words.replace("\\", "/")).parts[-parts:]) or words
+    """Shorten a data set to its name, or a folder to the end of its path.
+
+    Args:
+        value: a data set's name, or the path of a folder on any system.
+        parts: number of parts of the path.
+    """
+    text = str(value).rstrip("/\\")
+    return "/".join(PurePath(text.replace("\\", "/")).parts[-parts:]) or text
 
 
 def _read_summary(path: Path) -> dict[str, Any] | None:
@@ -200,9 +219,11 @@ def _read_summary(path: Path) -> dict[str, Any] | None:
         return None
     try:
         value = check_type(_Summary, parse_json(path.read_bytes()), path)
-        matrix, size = value.get("confusion") or [], len(value.get("classes") or [])
-        if any(len(row) != len(matrix) for row in matrix) or (matrix and size not in (0, len(matrix))):
-            raise ValueError("its confusion is no square of its classes")
+        confusion = value.get("confusion") or []
+        class_count = len(value.get("classes") or [])
+        is_square = all(len(row) == len(confusion) for row in confusion)
+        if not is_square or (confusion and class_count not in (0, len(confusion))):
+            raise ValueError("its confusion does not have a row and a column for each class")
     except UserError:
         raise
     except (OSError, ValueError) as error:
@@ -211,12 +232,29 @@ def _read_summary(path: Path) -> dict[str, Any] | None:
 
 
 def check_finished(summary: dict[str, Any], path: Path) -> dict[str, Any]:
-    """Return the summary of a run that was played to its end, which `path` holds; raise UserError for any other."""
+    """Check the summary of a finished run and return it unchanged.
+
+    Args:
+        summary: contents of a summary.json.
+        path: the file, for error messages.
+
+    Raises:
+        UserError: the summary is damaged, or that of an unfinished run.
+    """
     return check_type(_Final, check_type(_Summary, summary, path), path)
 
 
 def check_type(kind: Any, value: Any, path: Path) -> Any:
-    """Return a value as it is, if it is of this type; raise UserError, with file and place, for any other."""
+    """Check that the contents of a file have a type, and return them unchanged.
+
+    Args:
+        kind: a pydantic model, or a type of them.
+        value: the parsed contents.
+        path: the file, for error messages.
+
+    Raises:
+        UserError: the contents have another type.
+    """
     try:
         _adapter(kind).validate_python(value, strict=True)
     except ValidationError as error:
@@ -225,10 +263,11 @@ def check_type(kind: Any, value: Any, path: Path) -> Any:
 
 
 def damage_error(error: ValidationError, path: Path) -> UserError:
-    """Return the sentence that says where a file is damaged first."""
+    """Convert a validation error to an error that names the file and its first damaged field."""
     first = error.errors(include_url=False, include_input=False)[0]
-    where = ".".join(str(part)[:40] for part in first["loc"])
-    return UserError(f"{path} is damaged{f' at {where}' if where else ''} ({first['msg']}); restore it.")
+    location = ".".join(str(key)[:40] for key in first["loc"])
+    at_location = f" at {location}" if location else ""
+    return UserError(f"{path} is damaged{at_location} ({first['msg']}); restore it.")
 
 
 @cache

@@ -12,9 +12,9 @@ from halfmoon.report import frame
 from halfmoon.report.study import TEST_ACCURACY, Column, PublishedAccuracy, Study
 from halfmoon.report.tables import MeanDeviation, mean_if_complete
 
-ONE_SEED = "one seed: judged by the published deviation alone"
-NO_PUBLISHED = "no published deviation: judged by the measured one alone"
-NO_DEVIATION = "neither side has a deviation: not judged"
+ONE_SEED = "one seed: compared by the published deviation only"
+NO_PUBLISHED = "no published deviation: compared by the measured one only"
+NO_DEVIATION = "no deviation is known: not compared"
 
 
 class PublishedComparison(NamedTuple):
@@ -65,12 +65,12 @@ def tau_interval(rows: Sequence["CellScore"]) -> tuple[float, float] | None:
     Measured means are drawn 2,000 times from their t distributions over seeds. Published means count as exact, and
     rows as independent, which is conservative if they share their splits.
     """
-    last = [mark.last for mark in rows]
+    last = [row.last for row in rows]
     deviations = [mean.deviation for mean in last if mean and mean.deviation is not None]
-    published = np.array([mark.published.mean for mark in rows if mark.published])
+    published = np.array([row.published.mean for row in rows if row.published])
     if not len(rows) == len(deviations) == len(published) > 1:
         return None
-    seeds = np.array([mark.seeds for mark in rows])
+    seeds = np.array([row.seeds for row in rows])
     errors = np.random.default_rng(0).standard_t(seeds - 1, (2000, len(rows))) * deviations / np.sqrt(seeds)
     draws = np.array([mean.mean for mean in last if mean]) + errors
     left, right = np.triu_indices(len(rows), 1)
@@ -110,16 +110,16 @@ class ScoreTable:
     """A table of accuracies.
 
     Attributes:
-        marks: the scores by row and column.
+        scores: the scores by row and column.
         steps: labeled steps of each column at which its scores were measured; None for the end of every run.
     """
 
-    marks: Mapping[tuple[str, Column], CellScore]
+    scores: Mapping[tuple[str, Column], CellScore]
     steps: Mapping[Column, float | None] | None = None
 
-    def mark(self, row: str, column: Column) -> CellScore:
-        """Get the score of a cell."""
-        return self.marks.get((row, column), CellScore())
+    def get(self, row: str, column: Column) -> CellScore:
+        """Get the score of a cell, an empty one if there is no such cell."""
+        return self.scores.get((row, column), CellScore())
 
 
 def final_scores(study: Study) -> ScoreTable:
@@ -143,7 +143,7 @@ def scores_at_equal_steps(study: Study) -> ScoreTable:
 
 
 def _cell_scores(study: Study, equal: bool = False) -> dict[tuple[str, Column], CellScore]:
-    marks = {}
+    scores = {}
     for (row, number), runs in frame.cells_frame(study).groupby(["row", "column"]):
         column = study.columns[number]
         finished = runs[runs["finished"].eq(True)]
@@ -152,16 +152,17 @@ def _cell_scores(study: Study, equal: bool = False) -> dict[tuple[str, Column], 
         last = mean_if_complete(finished["equal_steps_percent" if equal else "last_percent"])
         cell = study.cell(row, column)
         published = cell.published if cell else None
-        marks[row, column] = CellScore(
-            last,
-            None if equal else mean_if_complete(finished["best_percent"]),
-            published,
-            compare_to_published(last, published) if last and published else None,
-            len(finished),
-            int(runs["seed"].notna().sum()),
-            "no evaluation up to there is known" if equal and len(finished) and not last else "",
+        is_unknown = equal and len(finished) > 0 and not last
+        scores[row, column] = CellScore(
+            last=last,
+            best=None if equal else mean_if_complete(finished["best_percent"]),
+            published=published,
+            verdict=compare_to_published(last, published) if last and published else None,
+            seeds=len(finished),
+            planned=int(runs["seed"].notna().sum()),
+            note="no evaluation up to this number of steps is known" if is_unknown else "",
         )
-    return marks
+    return scores
 
 
 class OrderComparison(NamedTuple):
@@ -192,10 +193,10 @@ class OrderComparison(NamedTuple):
 
 def compare_order(study: Study, score: ScoreTable, column: Column) -> OrderComparison:
     """Compare the published order of a column with the measured one, over the rows that have both."""
-    marks = {value.title: score.mark(value.name, column) for value in study.row_values}
-    both = {title: mark for title, mark in marks.items() if mark.published and mark.last}
-    published = {title: mark.published.mean for title, mark in both.items() if mark.published}
-    measured = {title: mark.last.mean for title, mark in both.items() if mark.last}
+    cells = {value.title: score.get(value.name, column) for value in study.row_values}
+    both = {title: cell for title, cell in cells.items() if cell.published and cell.last}
+    published = {title: cell.published.mean for title, cell in both.items() if cell.published}
+    measured = {title: cell.last.mean for title, cell in both.items() if cell.last}
     return OrderComparison(
         sorted(both, key=lambda title: -published[title]),
         sorted(both, key=lambda title: -measured[title]),

@@ -81,8 +81,8 @@ def _row_charts(table: Any, runs: Sequence[StoredRun]) -> JsonDict:
     }
 
 
-def _last_value(run: StoredRun, part: str) -> JsonDict | None:
-    return next((row[part] for row in reversed(run.rows) if row.get(part)), None)
+def _last_value(run: StoredRun, group: str) -> JsonDict | None:
+    return next((row[group] for row in reversed(run.rows) if row.get(group)), None)
 
 
 def _summarize_classes(shares: Sequence[Sequence[float]], runs: int) -> JsonDict | None:
@@ -224,7 +224,7 @@ def line_charts(study: Study, score: ScoreTable) -> list[JsonDict]:
         name = cell.at[line_axis] if line_axis != x else study.sweep.title
         line = panel.setdefault(name, {"points": [], "published": []})
         shares = [share for share in runs_of[number, row]["last_percent"] if share is not None]
-        last = score.mark(row, column).last
+        last = score.get(row, column).last
         x_value = float(cell.at[x])
         if last:
             points = {"mean": last.mean, "low": min(shares), "high": max(shares)}

@@ -21,30 +21,37 @@ SWEEP_FORMAT = 1
 """The version of sweep.json that is read here."""
 
 SWEEP_FILE = "sweep.json"
+
 TEST_ACCURACY = "test accuracy"
 """The measure of most sweeps."""
 
 
 @dataclass(frozen=True)
 class AxisValue:
-    """One value of an axis: its name in `Cell.at`, and how it is shown."""
+    """One value of an axis.
+
+    Attributes:
+        name: its name in `GridCell.at`.
+        title: its title in tables and charts.
+    """
 
     name: str
     title: str
 
 
 CONFIGURATION = "configuration"
-"""The axis of columns that stands for several options at once: a value's name lists them, its title is a letter."""
+"""Name of the axis that merges several options. The name of its values lists the options, the title is a letter."""
 
 
 @dataclass(frozen=True)
 class Axis:
-    """One thing that varies over a study, with its values in the order of the tables."""
+    """Something that varies over a study, such as the method, with its values in the order of the tables."""
 
     name: str
     values: list[AxisValue]
 
     def title(self, name: str) -> str:
+        """Get the title of a value."""
         return next((value.title for value in self.values if value.name == name), name)
 
 
@@ -59,7 +66,13 @@ class PublishedAccuracy:
 
 @dataclass(frozen=True)
 class RunAccuracy:
-    """The measure of a run as shares: of the final model and of the best round."""
+    """Accuracy of a run, or another measure of the sweep, as shares from 0 to 1.
+
+    Attributes:
+        last: that of the final model.
+        best: that of the best round.
+        best_round: number of this round.
+    """
 
     last: float
     best: float | None = None
@@ -68,7 +81,18 @@ class RunAccuracy:
 
 @dataclass(frozen=True)
 class CellRun:
-    """One run of a cell; `folder` is relative to the folder of sweep.json and may be absent."""
+    """One run of a cell.
+
+    Attributes:
+        seed: its seed.
+        identity: hash of its options; "" if unknown.
+        folder: path of its folder, relative to the folder of sweep.json. The folder may be missing.
+        finished: whether it has finished.
+        failed: the error message if it failed.
+        accuracy: its accuracy, None if it is not finished or has no test images.
+        cost: costs by name, as in summary.json.
+        seconds: its duration.
+    """
 
     seed: int
     identity: str = ""
@@ -82,7 +106,13 @@ class CellRun:
 
 @dataclass(frozen=True)
 class GridCell:
-    """One place of the grid: {axis: value name}, the published number, and the runs, one a seed."""
+    """One cell of the grid.
+
+    Attributes:
+        at: its coordinates, the name of a value for each axis.
+        runs: its runs, one for each seed.
+        published: the published accuracy.
+    """
 
     at: dict[str, str]
     runs: list[CellRun]
@@ -91,7 +121,7 @@ class GridCell:
 
 @dataclass(frozen=True)
 class StudyScale:
-    """How a study departs in size from the paper's experiment."""
+    """A reduced size of a paper's experiment: its name and a description."""
 
     name: str
     about: str
@@ -99,7 +129,28 @@ class StudyScale:
 
 @dataclass(frozen=True)
 class SweepFile:
-    """The content of sweep.json."""
+    """The contents of sweep.json.
+
+    Attributes:
+        format: version of the file format.
+        title: title of the study.
+        kind: how results are shown; "splits" is a study of splits without training.
+        rows: the axis of the rows.
+        columns: axes of the columns, outermost first.
+        axes: all axes.
+        cells: all cells.
+        recipe: name of the recipe.
+        paper: the paper.
+        item: table or figure of the paper.
+        about: description of the study.
+        reading: the interpretation of what the paper leaves open.
+        scale: the size of the study, None for that of the paper.
+        x: for lines, the axis of x.
+        measure: what is measured.
+        command: the command that ran the sweep.
+        machine: "cpu", "cores" and "gpu".
+        versions: versions of software by name.
+    """
 
     format: int
     title: str
@@ -123,9 +174,12 @@ class SweepFile:
 
 @dataclass(frozen=True, eq=False)
 class Study:
-    """A sweep with the run folders that are there, by `StudyCell.folder`.
+    """A sweep with its run folders.
 
-    `notes` are sentences about what is missing, as far as reading found it.
+    Attributes:
+        sweep: the contents of sweep.json.
+        runs: existing run folders by `CellRun.folder`.
+        notes: sentences about missing or replaced run folders.
     """
 
     sweep: SweepFile
@@ -133,6 +187,7 @@ class Study:
     notes: tuple[str, ...] = ()
 
     def axis(self, name: str) -> Axis:
+        """Get an axis by its name."""
         return next(axis for axis in self.sweep.axes if axis.name == name)
 
     @property
@@ -141,41 +196,44 @@ class Study:
 
     @property
     def column_axes(self) -> list[str]:
-        """The axes of the columns, outermost first: those named, then any other that varies."""
+        """Axes of the columns, outermost first: those in `SweepFile.columns`, then others with several values."""
         sweep = self.sweep
         rest = [axis.name for axis in sweep.axes if axis.name not in (sweep.rows, *sweep.columns)]
         return [*sweep.columns, *(name for name in rest if len(self.axis(name).values) > 1)]
 
     @cached_property
     def columns(self) -> list[Column]:
-        """The columns that hold a cell, in the order of their axes."""
+        """Columns that have a cell, in the order of their axes."""
         axes = self.column_axes
         ranks = [{value.name: n for n, value in enumerate(self.axis(name).values)} for name in axes]
         columns = {tuple(cell.at[name] for name in axes) for cell in self.sweep.cells}
         return sorted(columns, key=lambda key: [rank[name] for rank, name in zip(ranks, key, strict=True)])
 
     def column_of(self, cell: GridCell) -> int:
-        """Return the place of a cell's column in `columns`."""
+        """Find the index of a cell's column in `columns`."""
         return self.columns.index(tuple(cell.at[name] for name in self.column_axes))
 
     @property
     def measured(self) -> str:
+        """The measure of the sweep with a capital letter."""
         return self.sweep.measure[:1].upper() + self.sweep.measure[1:]
 
     def legend(self) -> dict[str, str]:
-        """Return the options behind the letters of configurations, {} where there are none."""
+        """Collect the options of each configuration by its letter; {} without configurations."""
         axis = next((axis for axis in self.sweep.axes if axis.name == CONFIGURATION), None)
         return {value.title: value.name for value in axis.values} if axis else {}
 
     def column_title(self, column: Column) -> str:
+        """Join the titles of a column's values."""
         return ", ".join(self.value_title(axis, name) for axis, name in zip(self.column_axes, column, strict=True))
 
     def value_title(self, axis: str, name: str) -> str:
-        """Return the title of a value; a bare number gets the name of its axis."""
+        """Get the title of a value, with the name of its axis if the title is only a number."""
         title = self.axis(axis).title(name)
         return f"{axis} {title}" if is_number(title) else title
 
     def cell(self, row: str, column: Column) -> GridCell | None:
+        """Find the cell of a row and a column."""
         return self._cells.get((row, column))
 
     @cached_property
@@ -183,33 +241,39 @@ class Study:
         return {(cell.at[self.sweep.rows], self.columns[self.column_of(cell)]): cell for cell in self.sweep.cells}
 
     def run(self, entry: CellRun) -> StoredRun | None:
-        """Return the run folder of a finished entry, None where it is not there."""
+        """Find the run folder of a finished run; None if it does not exist."""
         return self.runs.get(entry.folder) if entry.finished else None
 
     def finished(self) -> Iterator[tuple[GridCell, CellRun]]:
-        yield from ((cell, entry) for cell in self.sweep.cells for entry in cell.runs if entry.finished)
+        """Iterate over all finished runs with their cells."""
+        for cell in self.sweep.cells:
+            for entry in cell.runs:
+                if entry.finished:
+                    yield cell, entry
 
 
 def read_sweep(file: Path) -> Study:
-    """Read a sweep.json and the run folders that it names.
+    """Read a sweep.json and its run folders.
 
-    Raise UserError if the file is damaged, has another `format`, or a run folder cannot be read.
+    Raises:
+        UserError: the file is damaged or has another `format`, or a run folder cannot be read.
     """
     try:
         data = file.read_bytes()
-        head = atomic_io.parse_json(data)
-        if isinstance(head, dict):
-            head = integrity.unseal_lines(data)
+        content = atomic_io.parse_json(data)
+        if isinstance(content, dict):
+            content = integrity.unseal_lines(data)
     except (OSError, ValueError) as error:
-        raise UserError(f"{file}: cannot be read ({error}); restore it, or start the sweep again.") from error
-    if not isinstance(head, dict) or head.get("format") != SWEEP_FORMAT:
-        number = head.get("format") if isinstance(head, dict) else None
+        raise UserError(f"{file} cannot be read ({error}); restore it, or start the sweep again.") from error
+    if not isinstance(content, dict) or content.get("format") != SWEEP_FORMAT:
+        number = content.get("format") if isinstance(content, dict) else None
         raise UserError(
             f"{file} has format {number!r}, and this version of halfmoon reads format {SWEEP_FORMAT}: these results "
             "were made by another version; start the sweep again, or use that version."
         )
     try:
-        sweep = TypeAdapter(SweepFile).validate_json(json.dumps(head), strict=True)
+        # From JSON, so that lists of objects become dataclasses in strict mode as well.
+        sweep = TypeAdapter(SweepFile).validate_json(json.dumps(content), strict=True)
     except ValidationError as error:
         raise damage_error(error, file) from error
     _check_sweep(sweep, file)
@@ -217,79 +281,82 @@ def read_sweep(file: Path) -> Study:
 
 
 def _check_sweep(sweep: SweepFile, file: Path) -> None:
-    """Refuse a sweep whose parts do not belong together."""
+    """Check that axes and cells are consistent; raise `UserError` if they are not."""
     axes = {axis.name: {value.name for value in axis.values} for axis in sweep.axes}
     for name in [sweep.rows, *sweep.columns, *([sweep.x] if sweep.x else [])]:
         if name not in axes:
-            raise UserError(f"{file} is damaged: {name!r} is no axis of it; restore it.")
+            raise UserError(f"{file} is damaged: {name!r} is not one of its axes; restore it.")
     if sweep.kind == "lines":
         if sweep.x is None:
             raise UserError(f"{file} is damaged: a study of lines needs an axis as x; restore it.")
         if not all(is_number(name) for name in axes[sweep.x]):
-            raise UserError(f"{file} is damaged: the values of {sweep.x!r}, its x, are no numbers; restore it.")
-    places = set()
+            raise UserError(f"{file} is damaged: the values of {sweep.x!r}, its x, are not numbers; restore it.")
+    coordinates_so_far = set()
     for number, cell in enumerate(sweep.cells):
-        where = f"{file} is damaged: cell {number}"
+        prefix = f"{file} is damaged: cell {number}"
         if cell.at.keys() != axes.keys() or any(value not in axes[name] for name, value in cell.at.items()):
-            raise UserError(f"{where} does not name one value of each axis; restore it.")
-        place = tuple(sorted(cell.at.items()))
-        if place in places:
-            raise UserError(f"{where} is there twice; restore it.")
-        places.add(place)
+            raise UserError(f"{prefix} does not name one value of each axis; restore it.")
+        coordinates = tuple(sorted(cell.at.items()))
+        if coordinates in coordinates_so_far:
+            raise UserError(f"{prefix} has the coordinates of another cell; restore it.")
+        coordinates_so_far.add(coordinates)
         for entry in cell.runs:
             if entry.finished and sweep.kind != "splits" and (entry.accuracy is None or entry.cost is None):
-                raise UserError(f"{where}, seed {entry.seed}, is finished but has no accuracy or cost; restore it.")
+                raise UserError(f"{prefix}, seed {entry.seed}, is finished but has no accuracy or cost; restore it.")
 
 
-def is_number(word: str) -> bool:
-    """Return whether a word is a finite number."""
+def is_number(text: str) -> bool:
+    """Check whether a text is a finite number."""
     try:
-        return math.isfinite(float(word))
+        return math.isfinite(float(text))
     except ValueError:
         return False
 
 
 def number_to_letters(number: int) -> str:
-    """Return A to Z, AA, AB, ... for numbers from 0."""
-    return (number_to_letters(number // 26 - 1) if number >= 26 else "") + chr(ord("A") + number % 26)
+    """Convert a number from 0 to letters: A to Z, AA, AB, ..."""
+    prefix = number_to_letters(number // 26 - 1) if number >= 26 else ""
+    return prefix + chr(ord("A") + number % 26)
 
 
 def _read_runs(sweep: SweepFile, root: Path) -> Study:
-    """Read the folders of the finished runs, and note those that are absent or hold another run by now."""
+    """Read the folders of the finished runs, and note those that are missing or now contain another run."""
     runs: dict[str, StoredRun] = {}
-    absent, other = 0, 0
+    missing = 0
+    replaced = 0
     entries = [entry for cell in sweep.cells for entry in cell.runs if entry.finished]
     for entry in entries:
         path = root / entry.folder
         if not entry.folder or not (path / "config.toml").exists():
-            absent += 1
+            missing += 1
             continue
         run = StoredRun.read(path)
         if entry.identity and run.head.get("identity", entry.identity) != entry.identity:
-            other += 1
+            replaced += 1
             continue
         runs[entry.folder] = run
     notes = []
-    if absent:
-        notes.append(f"The folders of {absent} of {len(entries)} finished runs are not here: no charts of those.")
-    if other:
-        notes.append(f"The folders of {other} finished runs hold another run by now: no charts of those.")
+    if missing:
+        notes.append(f"The folders of {missing} of {len(entries)} finished runs are missing: no charts of those.")
+    if replaced:
+        notes.append(f"The folders of {replaced} finished runs now contain another run: no charts of those.")
     return Study(sweep, runs, tuple(notes))
 
 
 def describe_scale(scale: StudyScale | None) -> str:
-    """Return the sentence that every table of a scaled study carries, "" for the paper's own size."""
+    """Describe the size of a study, for a note at each table; "" for the paper's size."""
     if scale is None:
         return ""
     about = scale.about.rstrip(".")
-    loud = "" if "not the paper's experiment" in about else "not the paper's experiment: "
-    return f"Scale “{scale.name}”: {loud}{about}."
+    warning = "" if "not the paper's experiment" in about else "not the paper's experiment: "
+    return f"Scale “{scale.name}”: {warning}{about}."
 
 
 def has_numbers(studies: Sequence[Study]) -> bool:
-    """Return whether any study has something to show: a finished run, or for kind splits a split."""
-    return any(
-        study.sweep.kind != "splits" or any(run.split for run in study.runs.values())
-        for study in studies
-        if any(study.finished())
-    )
+    """Check whether any study has results: a finished run, or a split for studies of splits."""
+    for study in studies:
+        if not any(study.finished()):
+            continue
+        if study.sweep.kind != "splits" or any(run.split for run in study.runs.values()):
+            return True
+    return False

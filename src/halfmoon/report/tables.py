@@ -1,4 +1,4 @@
-"""The table of a comparison: accuracy and costs of every method."""
+"""The table of a comparison: accuracy and costs of every method, as Markdown, CSV and JSON."""
 
 import csv
 import io
@@ -14,50 +14,64 @@ from halfmoon.report.study import PublishedAccuracy
 
 
 class MeanDeviation(NamedTuple):
-    """Mean and sample standard deviation (n - 1) over seeds."""
+    """Mean and sample standard deviation (n - 1) over seeds; the deviation is None for one seed."""
 
     mean: float
-    deviation: float | None  # None for one seed
+    deviation: float | None
 
 
 def mean_and_deviation(values: Sequence[float]) -> MeanDeviation:
+    """Compute the mean and the sample standard deviation of at least one value."""
     return MeanDeviation(statistics.fmean(values), statistics.stdev(values) if len(values) > 1 else None)
 
 
 def mean_if_complete(values: Sequence[float | None]) -> MeanDeviation | None:
-    """Return mean and deviation over seeds, None where one is unknown: a mean over some would pass for one over all."""
+    """Compute mean and deviation over seeds; None if a value is missing, as the mean of the others would mislead."""
     numbers = [value for value in values if value is not None]
     return mean_and_deviation(numbers) if numbers and len(numbers) == len(values) else None
 
 
 def format_mean(value: MeanDeviation | PublishedAccuracy | None) -> str:
-    """Return mean ± deviation with two digits, without what is not known."""
+    """Format mean ± deviation with two digits; only the mean without a deviation, "" for None."""
     if value is None:
         return ""
     return f"{value.mean:.2f}" if value.deviation is None else f"{value.mean:.2f} ± {value.deviation:.2f}"
 
 
 class _QuantityColumn(NamedTuple):
-    key: str  # in CSV and JSON
+    """One quantity of the table.
+
+    Attributes:
+        key: name in CSV and JSON.
+        heading: heading in text and Markdown.
+        group: group of numbers in a run's summary.json.
+        name: name in this group.
+        digits: number of decimal digits; None for three significant digits.
+        missing: text for an unknown number.
+        narrow: whether it is shown in a terminal of 80 columns.
+        optional: whether it is left out if no run has it.
+    """
+
+    key: str
     heading: str
-    part: str  # of a run's summary.json
-    name: str  # in this part
-    digits: int | None  # after the point; None: as many as show three significant ones
+    group: str
+    name: str
+    digits: int | None
     missing: str = "unknown"
-    narrow: bool = False  # whether a terminal of 80 columns has room for it
-    optional: bool = False  # whether it is left out where no run has it
+    narrow: bool = False
+    optional: bool = False
 
     def values(self, summaries: Sequence[Mapping[str, Any]]) -> list[float | None]:
-        """Return the quantity of every run in the unit of the heading; None where a run did not measure it."""
-        numbers = [summary.get(self.part, {}).get(self.name) for summary in summaries]
-        if self.part in ("accuracy", "pseudo_labels"):
+        """Collect the quantity of every run in the unit of the heading; None for runs that did not measure it."""
+        numbers = [summary.get(self.group, {}).get(self.name) for summary in summaries]
+        if self.group in ("accuracy", "pseudo_labels"):
             return [None if share is None else 100 * share for share in numbers]
         if self.key.startswith("megabytes"):  # 10^6 bytes
             return [None if count is None else count / 1e6 for count in numbers]
         return numbers
 
 
-# Messages and memory of methods differ by orders of magnitude.
+# Sizes have significant instead of decimal digits, because they differ between methods by orders of magnitude.
 _COLUMNS = (
     _QuantityColumn("last_percent", "last %", "accuracy", "last", 2, narrow=True),
     _QuantityColumn("chosen_percent", "chosen %", "accuracy", "chosen", 2, narrow=True, optional=True),
@@ -68,14 +82,20 @@ _COLUMNS = (
     _QuantityColumn("backward_images", "backward (images)", "cost", "backward", 0),
     _QuantityColumn("megabytes_down", "sent down (MB)", "cost", "bytes_down", None),
     _QuantityColumn("megabytes_up", "sent up (MB)", "cost", "bytes_up", None),
-    _QuantityColumn("megabytes_client", "kept by a client (MB)", "cost", "stored_client", None, ""),
-    _QuantityColumn("megabytes_server", "kept by the server (MB)", "cost", "stored_server", None, ""),
+    _QuantityColumn("megabytes_client", "stored by a client (MB)", "cost", "stored_client", None, ""),
+    _QuantityColumn("megabytes_server", "stored by the server (MB)", "cost", "stored_server", None, ""),
 )
 
 
 @dataclass(frozen=True)
 class MethodRow:
-    """One method of a table; a quantity that not every run measured is None."""
+    """One method of a table.
+
+    Attributes:
+        method: title of the method.
+        seeds: seeds of its runs.
+        values: mean and deviation of each quantity by key; None if a run did not measure it.
+    """
 
     method: str
     seeds: tuple[int, ...]
@@ -84,10 +104,15 @@ class MethodRow:
 
 @dataclass(frozen=True)
 class ComparisonTable:
-    """A comparison, ready to be written in several ways."""
+    """The table of a comparison, for several formats.
+
+    Attributes:
+        lines: the methods.
+        wide: whether all columns are shown, or only those that fit into 80 characters.
+    """
 
     lines: tuple[MethodRow, ...]
-    wide: bool = True  # whether all columns are shown, or those that fit 80 characters
+    wide: bool = True
 
     @property
     def columns(self) -> list[_QuantityColumn]:
@@ -100,34 +125,35 @@ class ComparisonTable:
 
     @property
     def cells(self) -> list[list[str]]:
-        """The rows as text: `mean ± standard deviation` over seeds; one seed has no deviation, and it says so."""
-        seeds = ["1 seed" if len(line.seeds) == 1 else f"{len(line.seeds)} seeds" for line in self.lines]
-        return [
-            [line.method, *(_format_cell(line.values[column.key], column) for column in self.columns), count]
-            for line, count in zip(self.lines, seeds, strict=True)
-        ]
+        """Rows as text: `mean ± standard deviation` over seeds, and the number of seeds."""
+        rows = []
+        for line in self.lines:
+            numbers = [_format_cell(line.values[column.key], column) for column in self.columns]
+            seeds = "1 seed" if len(line.seeds) == 1 else f"{len(line.seeds)} seeds"
+            rows.append([line.method, *numbers, seeds])
+        return rows
 
     def as_markdown(self) -> str:
-        """Return a Markdown table."""
+        """Format the table as Markdown, with aligned columns."""
         rows = [[cell.replace("|", "\\|") for cell in row] for row in [self.headings, *self.cells]]
-        widths = [max(3, *map(len, words)) for words in zip(*rows, strict=True)]
+        widths = [max(3, *map(len, column)) for column in zip(*rows, strict=True)]
         rows.insert(1, ["-" * widths[0], *("-" * (width - 1) + ":" for width in widths[1:])])
         return "".join(f"| {' | '.join(_align(row, widths))} |\n" for row in rows)
 
     def as_csv(self) -> str:
-        """Return unrounded numbers, two columns (mean, deviation) a quantity; an empty field is unknown."""
+        """Format unrounded numbers as CSV, with columns for mean and deviation; unknown fields are empty."""
         file = io.StringIO()
         writer = csv.writer(file, lineterminator="\n")
         keys = [column.key for column in self.columns]
         writer.writerow(["method", "seeds", *(name for key in keys for name in (key, f"{key}_deviation"))])
         for line in self.lines:
             numbers = [number for key in keys for number in (line.values[key] or (None, None))]
-            words = ["" if number is None else repr(number) for number in numbers]
-            writer.writerow([escape_formula(line.method), len(line.seeds), *words])
+            fields = ["" if number is None else repr(number) for number in numbers]
+            writer.writerow([escape_formula(line.method), len(line.seeds), *fields])
         return file.getvalue()
 
     def as_json(self) -> list[dict[str, Any]]:
-        """Return unrounded numbers, one dict a method: {"method", "seeds", quantity: {"mean", "deviation"} or None}."""
+        """Collect unrounded numbers as {"method", "seeds", quantity: {"mean", "deviation"} or None} of each method."""
         return [
             {
                 "method": line.method,
@@ -139,17 +165,22 @@ class ComparisonTable:
 
 
 def comparison_table(summaries: Sequence[Mapping[str, Any]]) -> ComparisonTable:
-    """Put one line a method, in the order of the runs' summaries (summary.json), over the seeds of each.
+    """Make the table of a comparison, with the mean over seeds of each method.
 
-    Raise UserError if one method comes twice with one seed: that would be counted as two seeds.
+    Args:
+        summaries: summary.json of each run; methods are in the order of their first run.
+
+    Raises:
+        UserError: two runs have the same method and seed.
     """
     groups: dict[str, list[Mapping[str, Any]]] = {}
     for summary in summaries:
-        method, seed = summary["title"], summary["seed"]
+        method = summary["title"]
+        seed = summary["seed"]
         group = groups.setdefault(method, [])
         if any(other["seed"] == seed for other in group):
             raise UserError(
-                f"{method} comes twice with seed {seed}; compare runs of different seeds, or name them apart."
+                f"two runs of {method} have the seed {seed}; give runs with different seeds or different titles."
             )
         group.append(summary)
     lines = []
@@ -163,14 +194,15 @@ def _format_cell(value: MeanDeviation | None, column: _QuantityColumn) -> str:
     if value is None:
         return column.missing
     digits = column.digits
-    if digits is None:  # three significant ones; a large number keeps all before the point
+    if digits is None:  # three significant digits, or more for large numbers
         digits = max(0, 2 - math.floor(math.log10(value.mean))) if value.mean > 0 else 0
     text = f"{value.mean:,.{digits}f}"
-    # A cost that is equal for all seeds has no deviation worth a word; an accuracy always has one.
+    # The deviation is left out for costs that are the same for all seeds, but never for accuracies.
     if value.deviation is None or (value.deviation == 0 and column.digits != 2):
         return text
     return f"{text} ± {value.deviation:,.{digits}f}"
 
 
 def _align(row: Sequence[str], widths: Sequence[int]) -> list[str]:
-    return [row[0].ljust(widths[0]), *(cell.rjust(n) for cell, n in zip(row[1:], widths[1:], strict=True))]
+    numbers = [cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True)]
+    return [row[0].ljust(widths[0]), *numbers]
