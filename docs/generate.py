@@ -459,9 +459,9 @@ def _terms(labeled: int, unlabeled: int, letters: str) -> str:
 def recipes() -> str:
     """Return a table of the recipes that come with halfmoon: what each plays, its cells and seeds."""
     rows = []
-    for name in recipe.names():
+    for name in recipe.list_names():
         found = recipe.load(name)
-        count = len(grid.combinations(found, {}))
+        count = len(grid.list_combinations(found, {}))
         about = shorten(found.about.replace("test accuracy", "accuracy"), 60, placeholder=" ...")
         rows.append([f"`{name}`", about, str(count), str(len(found.seeds))])
     return table(["recipe", "what is run", "cells", "seeds"], rows)

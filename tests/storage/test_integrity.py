@@ -219,11 +219,11 @@ def test_a_folder_of_an_older_version_is_read_with_a_flag(finished: Path, tmp_pa
 def test_a_digit_of_a_sweep_that_another_one_took_is_found(tmp_path: Path):
     """`sweep.json` carries its checksum: flipped or cut at 100 places it is refused, by sweep and report."""
     from halfmoon.report.study import read_sweep
-    from halfmoon.studies.sweep_folder import parse
+    from halfmoon.studies.sweep_folder import parse_sweep_file
 
     path, facts = tmp_path / "sweep.json", {"format": 1, "cells": [{"accuracy": 0.9112}] * 9, "title": "a sweep"}
     whole = integrity.seal_lines(facts)
-    assert parse(whole, path) == facts
+    assert parse_sweep_file(whole, path) == facts
     chance = random.Random(5)
     for at in range(100):
         data = bytearray(whole)
@@ -231,7 +231,7 @@ def test_a_digit_of_a_sweep_that_another_one_took_is_found(tmp_path: Path):
         damaged = bytes(data) if at % 2 else whole[: chance.randrange(len(whole) - 1)]
         path.write_bytes(damaged)
         try:
-            found = parse(damaged, path)
+            found = parse_sweep_file(damaged, path)
         except UserError:
             with pytest.raises(UserError, match=r"its checksum differs|cannot be read|has format"):
                 read_sweep(path)

@@ -11,7 +11,7 @@ from halfmoon.cli import main as cli
 from halfmoon.cli.commands.sweep import duration
 from halfmoon.studies import cost, recipe
 from halfmoon.studies.cost import describe_machine
-from halfmoon.studies.grid import cells
+from halfmoon.studies.grid import build_cells
 
 RECIPE = """
 title = "Toy"
@@ -60,7 +60,7 @@ def test_a_round_is_timed_and_multiplied(toy: str, monkeypatch: pytest.MonkeyPat
     timed = []
     monkeypatch.setattr(cost, "measure_round_seconds", lambda config: timed.append(config) or 2.0)
     found = recipe.load(toy)
-    rows = cost.estimate_costs(found, cells(found, {}))
+    rows = cost.estimate_costs(found, build_cells(found, {}))
     assert {name: (row.runs, row.rounds, row.seconds) for name, row in rows.items()} == {
         "fedavg": (4, 26, 52.0),
         "same": (0, 0, 0.0),
@@ -72,13 +72,13 @@ def test_a_round_is_timed_and_multiplied(toy: str, monkeypatch: pytest.MonkeyPat
 
 def test_the_seconds_of_a_round_are_those_of_the_second(toy: str) -> None:
     found = recipe.load(toy)
-    (cell, *_) = cells(found, {"method": ("fedavg",)}, [0])
+    (cell, *_) = build_cells(found, {"method": ("fedavg",)}, [0])
     assert 0 < cost.measure_round_seconds(cell.configs[0]) < 60
 
 
 def test_nothing_is_trained_for_splits() -> None:
     found = recipe.load("feddure-figure3")
-    rows = cost.estimate_costs(found, cells(found, {"dataset": ("digits",)}, [0]))
+    rows = cost.estimate_costs(found, build_cells(found, {"dataset": ("digits",)}, [0]))
     assert {row.seconds for row in rows.values()} == {0.0}
 
 
@@ -92,7 +92,7 @@ def test_a_recipe_says_what_it_costs(toy: str, capsys: pytest.CaptureFixture[str
     assert cli.main(["recipes", toy, *only, "--scale", "more"]) == 0
     words = capsys.readouterr().out
     assert "SCALED DOWN, not the paper's experiment: ten times the rounds" in words
-    assert "a round of one cell of each row was timed" in words
+    assert "one round of one cell of each row was timed" in words
 
 
 def test_a_recipe_in_detail(toy: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -108,7 +108,7 @@ def test_the_list_is_there_at_once() -> None:
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.endswith("False\n")
     assert done.stderr == ""
-    assert all(name in done.stdout for name in recipe.names())
+    assert all(name in done.stdout for name in recipe.list_names())
 
 
 @pytest.mark.parametrize(

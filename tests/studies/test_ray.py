@@ -19,8 +19,8 @@ from halfmoon.core.errors import UserError, install_command
 from halfmoon.engine.loop import Row
 from halfmoon.runs.callbacks import NullCallback, RunInfo
 from halfmoon.studies import ray_executor
-from halfmoon.studies.executors import TRIES, SweepTask, TaskResult
-from halfmoon.studies.ray_executor import RayExecutor, Share, share
+from halfmoon.studies.executors import MAX_ATTEMPTS, SweepTask, TaskResult
+from halfmoon.studies.ray_executor import RayExecutor, RunResources, divide_resources
 from halfmoon.studies.sweep_folder import SweepFolder
 
 FEW = "amount=few"
@@ -82,7 +82,9 @@ def mine(tmp_path: Path) -> Path:
 
 
 def runs(folder: SweepFolder) -> dict[str, Path]:
-    return {run["identity"]: folder.run(run["identity"]) for cell in folder.read()["cells"] for run in cell["runs"]}
+    return {
+        run["identity"]: folder.run_path(run["identity"]) for cell in folder.read()["cells"] for run in cell["runs"]
+    }
 
 
 def kill_the_doomed(notes: Path, killed: list[tuple[int, Path, int]]) -> None:
@@ -106,12 +108,12 @@ def node(alive: bool = True, **resources: float) -> dict[str, Any]:
 def test_a_run_gets_its_share_of_the_smallest_machine() -> None:
     """16 and 8 processors, 4 runs on each: 2 a run. Four runs share two GPUs: half of one each; one gets one whole."""
     nodes = [node(CPU=16.0, GPU=4.0), node(CPU=8.0, GPU=2.0), node(False, CPU=1.0), node(memory=1.0)]
-    assert share(nodes, 4) == Share(2, 0.5)
-    assert share(nodes, 1) == Share(8, 1.0)
-    assert share(nodes, 6) == Share(1, 0.3333)  # rounded down: six of them fit into two
-    assert share([node(CPU=2.0)], 4) == Share(1, 0.0)
+    assert divide_resources(nodes, 4) == RunResources(2, 0.5)
+    assert divide_resources(nodes, 1) == RunResources(8, 1.0)
+    assert divide_resources(nodes, 6) == RunResources(1, 0.3333)  # rounded down: six of them fit into two
+    assert divide_resources([node(CPU=2.0)], 4) == RunResources(1, 0.0)
     with pytest.raises(UserError, match="no machine with processors"):
-        share([node(False, CPU=4.0), node(memory=1.0)], 1)
+        divide_resources([node(False, CPU=4.0), node(memory=1.0)], 1)
 
 
 def asked(monkeypatch: pytest.MonkeyPatch, words: str, split_only: bool = False) -> dict[str, Any]:
@@ -130,13 +132,13 @@ def asked(monkeypatch: pytest.MonkeyPatch, words: str, split_only: bool = False)
     monkeypatch.setitem(sys.modules, "ray", fake)
     done: list[TaskResult] = []
     task = SweepTask(Path("cells/abc"), words, split_only)
-    RayExecutor(jobs=2).play([task], done.append)
+    RayExecutor(jobs=2).run_tasks([task], done.append)
     assert [one.task for one in done] == [task]
     return found
 
 
 def test_a_task_asks_for_processors_and_a_gpu_by_its_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    common = {"name": "abc", "num_cpus": 2, "max_retries": TRIES - 1}
+    common = {"name": "abc", "num_cpus": 2, "max_retries": MAX_ATTEMPTS - 1}
     assert asked(monkeypatch, "") == {**common, "num_gpus": 0.5}
     assert asked(monkeypatch, 'device = "cuda"') == {**common, "num_gpus": 0.5}
     assert asked(monkeypatch, 'device = "cpu"') == {**common, "num_gpus": 0}
@@ -220,7 +222,7 @@ def test_a_killed_worker_loses_nothing(ray: Any, mine: Path, tmp_path: Path) -> 
     assert len(workers) >= 2
     assert os.getpid() not in workers
     _, steps, _ = played(mine, FEW, scale=None, seeds=(0, 1), engine=rays)
-    assert [step.before for step in steps] == [True] * 4
+    assert [step.finished_before for step in steps] == [True] * 4
     assert len(notes.read_text().splitlines()) == len(told)
 
 
@@ -245,7 +247,7 @@ def test_the_command_plays_on_ray(ray, mine, tmp_path, monkeypatch, capsys):
 def test_a_mistake_and_a_worker_that_always_dies_are_sentences(
     ray: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(ray_executor, "TRIES", 2)
+    monkeypatch.setattr(ray_executor, "MAX_ATTEMPTS", 2)
     rays, done = RayExecutor(jobs=2, watch=Deadly()), dict[str, TaskResult]()
     tasks = [
         SweepTask(tmp_path / "wrong", 'method = "fedure"\n'),
@@ -256,7 +258,7 @@ def test_a_mistake_and_a_worker_that_always_dies_are_sentences(
     def note(one: TaskResult) -> None:
         done[one.task.folder.name] = one
 
-    rays.play(tasks, note)
+    rays.run_tasks(tasks, note)
     assert done["wrong"].failed == "unknown method 'fedure': did you mean 'feddure'?"
     assert done["dead"].failed is not None
     assert done["dead"].failed.endswith("its worker died 2 times: killed, or out of memory.")

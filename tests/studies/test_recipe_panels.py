@@ -12,18 +12,18 @@ import pytest
 
 from halfmoon.config.schema import Config
 from halfmoon.studies import recipe
-from halfmoon.studies.grid import Cell, cells
+from halfmoon.studies.grid import RecipeCell, build_cells
 
 
 @cache
-def played(name: str) -> tuple[Cell, ...]:
+def played(name: str) -> tuple[RecipeCell, ...]:
     """Return the cells that a recipe plays where nothing is asked for: those of the paper."""
-    return tuple(cells(recipe.load(name), {}, [0]))
+    return tuple(build_cells(recipe.load(name), {}, [0]))
 
 
 def values(name: str, of: Callable[[Config], Any], at: dict[str, tuple[str, ...]] | None = None) -> set[Any]:
     """Return what the cells of a recipe (those at some values of axes) say of one thing."""
-    return {of(cell.configs[0]) for cell in played(name) if recipe.meets(at or {}, cell.at)}
+    return {of(cell.configs[0]) for cell in played(name) if recipe.matches_axes(at or {}, cell.at)}
 
 
 @dataclass(frozen=True)
@@ -174,7 +174,7 @@ KINDS = {"feddure-figure1": "table", "feddure-figure3": "splits", "fedloke-figur
 
 
 def test_every_figure_has_its_panels_here() -> None:
-    assert set(PANELS) == {name for name in recipe.names() if "-figure" in name}
+    assert set(PANELS) == {name for name in recipe.list_names() if "-figure" in name}
 
 
 @pytest.mark.parametrize("name", PANELS)
@@ -189,7 +189,7 @@ def test_a_recipe_plays_the_panels_of_its_caption(name: str) -> None:
             assert values(name, lambda config, option=option: getattr(config, option), at) == {value}, option
         for option, points in panel.varies.items():
             assert values(name, lambda config, option=option: getattr(config, option), at) == points, option
-        mine = [cell for cell in played(name) if recipe.meets(at, cell.at)]
+        mine = [cell for cell in played(name) if recipe.matches_axes(at, cell.at)]
         assert {cell.measure.partition(".")[0] for cell in mine} == {panel.measure}
         if name in CURVES:
             assert {cell.at[found.rows] for cell in mine} == CURVES[name]
@@ -199,14 +199,14 @@ def test_a_recipe_plays_the_panels_of_its_caption(name: str) -> None:
 def test_every_cell_of_a_figure_is_in_one_panel(name: str) -> None:
     found = recipe.load(name)
     for cell in played(name):
-        assert sum(recipe.meets(at, cell.at) for at in found.panels.values()) == 1, cell.words
+        assert sum(recipe.matches_axes(at, cell.at) for at in found.panels.values()) == 1, cell.label
 
 
 def test_figure_5_of_feddure_fixes_the_iterations_or_the_rounds() -> None:
     """(a): T local iterations in each of 200 / T rounds; (b): in each of 200 rounds."""
     for scale, rounds in ((None, 200), ("small", 40), ("tiny", 20)):
         found = recipe.load("feddure-figure5")
-        for cell in cells(found, {}, [0], found.scale(scale) if scale else None):
+        for cell in build_cells(found, {}, [0], found.scale(scale) if scale else None):
             config, iterations = cell.configs[0], int(cell.at["iterations"])
             assert config.rounds == (rounds // iterations if cell.at["fixed"] == "total" else rounds)
             assert config.epochs == iterations if scale is None else config.steps == iterations * {

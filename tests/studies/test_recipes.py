@@ -27,14 +27,14 @@ from halfmoon.runs import factory, runner
 from halfmoon.storage import toml
 from halfmoon.studies import recipe
 from halfmoon.studies.executors import SerialExecutor
-from halfmoon.studies.grid import Cell, cells, selection
-from halfmoon.studies.recipe import Recipe, lookup
-from halfmoon.studies.recipe_file import INHERITED, layered, read
-from halfmoon.studies.run_sweep import Step, sweep
+from halfmoon.studies.grid import RecipeCell, build_cells, parse_selection
+from halfmoon.studies.recipe import Recipe, find_published
+from halfmoon.studies.recipe_file import INHERITED, merge_layers, read_recipe
+from halfmoon.studies.run_sweep import RunReport, run_sweep
 from halfmoon.studies.sweep_folder import SweepFolder
 
 FOLDER = Path(str(resources.files("halfmoon"))) / "recipes"
-NAMES = recipe.names()
+NAMES = recipe.list_names()
 SCALES = (None, "small", "tiny")
 ASKED = {
     "feddure": ("table1", "table2", "figure1", "figure3", "figure4", "figure5", "figure6", "figure6cd"),
@@ -49,7 +49,7 @@ ASKED = {
     "cbafed": ("table1", "table2", "table3"),
     "twinsight": ("table1", "table2"),
 }
-"""The tables and figures of the papers that the library is to play."""
+"""The tables and figures of the papers that the library reproduces."""
 
 
 @cache
@@ -58,19 +58,19 @@ def loaded(name: str) -> Recipe:
 
 
 @cache
-def every_cell(name: str, scale: str | None) -> tuple[Cell, ...]:
+def every_cell(name: str, scale: str | None) -> tuple[RecipeCell, ...]:
     """Return all cells of a recipe with seed 0, those that are not the paper's too."""
     found = loaded(name)
     only = {axis: tuple(value.name for value in values) for axis, values in found.axes.items()}
-    return tuple(cells(found, only, [0], found.scale(scale) if scale else None))
+    return tuple(build_cells(found, only, [0], found.scale(scale) if scale else None))
 
 
-def mark(cell: Cell) -> str:
+def mark(cell: RecipeCell) -> str:
     """Return the identity of a cell's run with seed 0."""
     return identity(cell.configs[0], cell.configs[0].method)
 
 
-def cell_at(name: str, scale: str | None = None, **at: str) -> Cell:
+def cell_at(name: str, scale: str | None = None, **at: str) -> RecipeCell:
     (found,) = (cell for cell in every_cell(name, scale) if cell.at == at)
     return found
 
@@ -144,14 +144,14 @@ def test_every_when_of_a_recipe_and_every_skip_meets_a_cell(name: str) -> None:
     found = loaded(name)
     ats = [cell.at for cell in every_cell(name, None)]
     own = tomllib.loads((FOLDER / f"{name}.toml").read_text())
-    inherited = read(FOLDER / f"{name}.toml")[INHERITED]
+    inherited = read_recipe(FOLDER / f"{name}.toml")[INHERITED]
     for when in found.when[inherited[""] :]:
-        assert any(recipe.meets(when.at, at) for at in ats), when
+        assert any(recipe.matches_axes(when.at, at) for at in ats), when
     for scale, value in found.scales.items():
         for when in value.when[inherited[scale] :]:
-            assert any(recipe.meets(when.at, at) for at in ats), when
+            assert any(recipe.matches_axes(when.at, at) for at in ats), when
     for skipped in found.skip:
-        assert not any(recipe.meets(skipped, at) for at in ats)
+        assert not any(recipe.matches_axes(skipped, at) for at in ats)
     assert len(found.skip) == len(own.get("skip", ()))
 
 
@@ -343,8 +343,8 @@ def test_figure_1_of_feddure_plays_cells_of_table_1() -> None:
 
 
 def test_a_number_that_two_rows_claim_is_none() -> None:
-    assert lookup({"paper": "FedDure", "table": "1"}) is None
-    assert lookup({"paper": "FedDure", "table": "9"}) is None
+    assert find_published({"paper": "FedDure", "table": "1"}) is None
+    assert find_published({"paper": "FedDure", "table": "9"}) is None
 
 
 def test_protocols_by_hand() -> None:
@@ -374,7 +374,7 @@ def test_protocols_by_hand() -> None:
 
 
 def test_feddures_tables_play_what_the_paper_fixes() -> None:
-    """5e-4 for eta, eta_s and eta_w (Section 4.1), no bias, raw logits; the scaled-down ones play the defaults."""
+    """5e-4 for eta, eta_s and eta_w (Section 4.1), no bias, raw logits; the scaled-down ones use the defaults."""
     for name in ("feddure-table1", "feddure-table2", "feddure-figure4", "feddure-figure6cd"):
         for cell in every_cell(name, None):
             config = cell.configs[0]
@@ -438,12 +438,12 @@ def test_labels_of_some_clients_are_trained_on_as_the_authors_do() -> None:
 def test_a_recipe_names_its_sources_and_a_scale_does_not(name: str) -> None:
     """What a scale unsets is not said of its page; of the seeds' papers, sentences are quoted by their section."""
     found = loaded(name)
-    assert found.sources in found.words(None)
+    assert found.sources in found.describe_reading(None)
     quoted = found.paper in ("FedDure", "FedLoKe", "FedDB", "SemiFL")
     assert ("Section" in found.sources and "'" in found.sources) == quoted
     assert all(word in found.sources for word in ("round", "seed") if not quoted)
     for scale in found.scales.values():
-        words = found.words(scale)
+        words = found.describe_reading(scale)
         assert not found.sources or found.sources not in words
         for option in scale.set.get("unset", ()):
             assert f"{option} '" not in words, (name, scale.name)
@@ -577,7 +577,7 @@ def write(folder: Path, text: str = MINE, name: str = "mine.toml") -> Path:
 def refused(folder: Path, text: str, **more: Any) -> str:
     """Return the sentence with which a recipe, or its cells, are refused."""
     with pytest.raises(UserError) as caught:
-        cells(recipe.load(str(write(folder, text))), **{"only": {}, **more})
+        build_cells(recipe.load(str(write(folder, text))), **{"selection": {}, **more})
     assert "\n" not in str(caught.value)
     return str(caught.value)
 
@@ -585,7 +585,7 @@ def refused(folder: Path, text: str, **more: Any) -> str:
 def test_a_recipe_of_ones_own(tmp_path: Path) -> None:
     mine = recipe.load(str(write(tmp_path)))
     assert (mine.name, mine.kind, mine.columns, mine.seeds) == ("mine", "table", ("amount",), (0, 3))
-    found = cells(mine, {})
+    found = build_cells(mine, {})
     assert [cell.at for cell in found] == [
         {"method": "fedavg", "amount": "few"},
         {"method": "feddure", "amount": "few"},
@@ -594,15 +594,15 @@ def test_a_recipe_of_ones_own(tmp_path: Path) -> None:
     assert {seed: (c.seed, c.split_seed) for seed, c in found[0].configs.items()} == {0: (0, 0), 3: (3, 3)}
     assert found[0].configs[0].options == {}  # only its own method's
     assert found[1].configs[3].options == {"feddure": {"hidden": 8}}
-    assert [cell.configs[0].rounds for cell in cells(mine, {}, scale=mine.scale("half"))] == [1, 1]
-    assert [cell.configs[5].threads for cell in cells(mine, {}, [5], over={"threads": 1})] == [1, 1]
+    assert [cell.configs[0].rounds for cell in build_cells(mine, {}, scale=mine.scale("half"))] == [1, 1]
+    assert [cell.configs[5].threads for cell in build_cells(mine, {}, [5], overrides={"threads": 1})] == [1, 1]
 
 
 def test_the_order_of_the_grid_is_that_of_the_axes(tmp_path: Path) -> None:
     mine = recipe.load(str(write(tmp_path)))
-    only = selection(mine, ["amount=many,amount=few", "method=feddure,method=fedavg"])
+    only = parse_selection(mine, ["amount=many,amount=few", "method=feddure,method=fedavg"])
     assert only == {"amount": ("many", "few"), "method": ("feddure", "fedavg")}
-    assert [cell.words for cell in cells(mine, only)] == [
+    assert [cell.label for cell in build_cells(mine, only)] == [
         "method=fedavg, amount=few",
         "method=fedavg, amount=many",
         "method=feddure, amount=few",
@@ -613,14 +613,14 @@ def test_the_order_of_the_grid_is_that_of_the_axes(tmp_path: Path) -> None:
 def test_later_layers_win() -> None:
     below = {"rounds": 3, "labels": 40, "options": {"feddure": {"hidden": 8, "warmup": 1}}, "epochs": 2}
     above = {"label_ratio": 0.1, "options": {"feddure": {"warmup": 2}, "fedloke": {"ema": 0.5}}, "unset": ["epochs"]}
-    assert layered([below, above]) == {
+    assert merge_layers([below, above]) == {
         "rounds": 3,
         "label_ratio": 0.1,
         "options": {"feddure": {"hidden": 8, "warmup": 2}, "fedloke": {"ema": 0.5}},
     }
-    assert layered([{"unset": ["rounds"], "rounds": 4}]) == {"rounds": 4}
-    assert layered([{"rounds": 1}, {"rounds": 2}, {"unset": ["lr"]}]) == {"rounds": 2}
-    assert layered([]) == {}
+    assert merge_layers([{"unset": ["rounds"], "rounds": 4}]) == {"rounds": 4}
+    assert merge_layers([{"rounds": 1}, {"rounds": 2}, {"unset": ["lr"]}]) == {"rounds": 2}
+    assert merge_layers([]) == {}
 
 
 def test_layers_of_a_cell(tmp_path: Path) -> None:
@@ -635,12 +635,12 @@ set = { cohort = 4 }
 """
     text = more + MINE.replace("labels_per_class = 1 }", "labels_per_class = 1, rounds = 5 }") + over
     mine = recipe.load(str(write(tmp_path, text)))
-    only = selection(mine, ["amount=few"])
-    plain = [cell.configs[0] for cell in cells(mine, only)]
+    only = parse_selection(mine, ["amount=few"])
+    plain = [cell.configs[0] for cell in build_cells(mine, only)]
     assert [(c.rounds, c.cohort, c.labels_per_class) for c in plain] == [(7, 3, 1), (5, 2, 1)]
-    scaled = [cell.configs[0] for cell in cells(mine, only, scale=mine.scale("half"))]
+    scaled = [cell.configs[0] for cell in build_cells(mine, only, scale=mine.scale("half"))]
     assert [(c.rounds, c.cohort) for c in scaled] == [(1, 4), (1, 2)]
-    over_all = [cell.configs[0] for cell in cells(mine, only, scale=mine.scale("half"), over={"rounds": 9})]
+    over_all = [cell.configs[0] for cell in build_cells(mine, only, scale=mine.scale("half"), overrides={"rounds": 9})]
     assert [c.rounds for c in over_all] == [9, 9]
 
 
@@ -678,34 +678,34 @@ about = "a third"
     assert set(found.scales) == {"half", "third"}
     assert found.scale("half").about == "1 of 2 rounds"
     only = {"amount": ("many",)}
-    assert [(c.configs[1].rounds, c.configs[1].steps) for c in cells(found, only)] == [(6, 2), (6, 2)]
-    scaled = [cell.configs[1] for cell in cells(found, only, scale=found.scale("half"))]
+    assert [(c.configs[1].rounds, c.configs[1].steps) for c in build_cells(found, only)] == [(6, 2), (6, 2)]
+    scaled = [cell.configs[1] for cell in build_cells(found, only, scale=found.scale("half"))]
     assert [(c.rounds, c.cohort, c.steps) for c in scaled] == [(1, 1, None), (1, 2, None)]
 
 
 def test_a_recipe_may_extend_what_ships(tmp_path: Path) -> None:
     text = 'extends = "_feddure"\n[axes]\ndataset = ["digits"]\nmethod = ["fedavg"]\n[protocol]\nrounds = 3\n'
-    (cell,) = cells(recipe.load(str(write(tmp_path, text))), {"dataset": ("digits",)})
+    (cell,) = build_cells(recipe.load(str(write(tmp_path, text))), {"dataset": ("digits",)})
     assert (cell.configs[0].rounds, cell.configs[0].clients, cell.configs[0].lr) == (3, 100, 5e-4)
 
 
 def test_skipped_combinations_are_no_cells(tmp_path: Path) -> None:
     text = 'skip = [{ method = "fedavg", amount = ["many"] }]\n' + MINE
     mine = recipe.load(str(write(tmp_path, text)))
-    only = selection(mine, ["amount=few,amount=many"])
-    assert [cell.words for cell in cells(mine, only)] == [
+    only = parse_selection(mine, ["amount=few,amount=many"])
+    assert [cell.label for cell in build_cells(mine, only)] == [
         "method=fedavg, amount=few",
         "method=feddure, amount=few",
         "method=feddure, amount=many",
     ]
-    assert "none of these cells" in refused(tmp_path, text, only={"method": ("fedavg",), "amount": ("many",)})
+    assert "none of these cells" in refused(tmp_path, text, selection={"method": ("fedavg",), "amount": ("many",)})
 
 
 @pytest.mark.parametrize(
     ("old", "new", "said"),
     [
         ('rows = "method"', 'rows = "method"\nrow = 1', "mine.toml: unknown field 'row': did you mean 'rows'?"),
-        ('title = "Mine, Table 1"\n', "", "recipe mine: title is missing; docs/recipes.md says"),
+        ('title = "Mine, Table 1"\n', "", "recipe mine: title is missing; docs/recipes.md describes"),
         ("rounds = 2", "rouns = 2", "mine.toml, protocol: unknown option 'rouns': did you mean 'rounds'?"),
         ("rounds = 2", "rounds = 2.5", "cell method=fedavg, amount=few: rounds in mine is 2.5: it must be"),
         ("rounds = 2", "cohort = 9\nrounds = 2", "mine.toml is not valid TOML: Cannot overwrite a value"),
@@ -775,7 +775,7 @@ def test_what_only_may_say() -> None:
         "": "is not AXIS=VALUE",
     }.items():
         with pytest.raises(UserError, match="--only") as caught:
-            selection(found, [words])
+            parse_selection(found, [words])
         assert said in str(caught.value)
     with pytest.raises(UserError, match=r"recipe feddure-table1 has no scale 'smal': did you mean 'small'\?"):
         found.scale("smal")
@@ -787,7 +787,7 @@ def test_what_only_may_say() -> None:
 
 def test_an_axis_of_extras_alone_is_an_empty_selection(tmp_path: Path) -> None:
     text = MINE.replace('[axes.amount.few]\ntitle = "few"\nset = { labels_per_class = 1 }\n', "")
-    assert refused(tmp_path, text) == "recipe mine: nothing of axis amount is selected; name its values with --only."
+    assert refused(tmp_path, text) == "recipe mine: axis amount has no selected value; name some with --only."
 
 
 def replaced(node: Any, path: tuple[Any, ...], value: Any) -> Any:
@@ -830,7 +830,7 @@ def complaint(file: Path) -> str:
     """Return the sentence with which a recipe or its cells are refused, none where they are played."""
     try:
         found = recipe.load(str(file))
-        assert all(isinstance(c, Config) for cell in cells(found, {}) for c in cell.configs.values())
+        assert all(isinstance(c, Config) for cell in build_cells(found, {}) for c in cell.configs.values())
     except UserError as error:
         return str(error)
     return ""
@@ -859,11 +859,11 @@ def test_a_recipe_of_each_kind_is_played(tmp_path: Path, name: str, only: list[s
     """Two cells on the embedded digits at the tiny scale, two rounds long, of a table, lines, curves and splits."""
     found = loaded(name)
     scale = found.scale("tiny")
-    asked = cells(found, selection(found, ["dataset=digits", *only]), [0], scale, {"device": "cpu"})
+    asked = build_cells(found, parse_selection(found, ["dataset=digits", *only]), [0], scale, {"device": "cpu"})
     asked = [replace(cell, configs={0: replace(cell.configs[0], rounds=2)}) for cell in asked]
     assert len(asked) == 2
-    folder, steps = SweepFolder(tmp_path, found, scale), list[Step]()
-    assert sweep(folder, asked, SerialExecutor(), steps.append) == []
+    folder, steps = SweepFolder(tmp_path, found, scale), list[RunReport]()
+    assert run_sweep(folder, asked, SerialExecutor(), steps.append) == []
     facts = folder.read()
     assert {step.failed for step in steps} == {None}
     assert [run["finished"] for cell in facts["cells"] for run in cell["runs"]] == [True, True]
@@ -872,7 +872,9 @@ def test_a_recipe_of_each_kind_is_played(tmp_path: Path, name: str, only: list[s
     if name == "fedloke-figure4":  # one run, measured twice
         assert len(steps) == 1
         local, whole = (cell["runs"][0]["accuracy"]["last"] for cell in facts["cells"])
-        rows = [json.loads(line) for line in (folder.run(mark(asked[0])) / "metrics.jsonl").read_text().splitlines()]
+        rows = [
+            json.loads(line) for line in (folder.run_path(mark(asked[0])) / "metrics.jsonl").read_text().splitlines()
+        ]
         models = rows[-1]["pseudo"]["models"]
         assert (local, whole) == (models["local"]["accuracy"], models["global"]["accuracy"])
         assert local != whole
@@ -892,8 +894,8 @@ TAUGHT = {
 def test_the_tiny_scale_teaches(tmp_path: Path, name: str) -> None:
     """Three times chance on the embedded digits, in a second or two; four rounds of three steps taught nothing."""
     found = loaded(name)
-    only = selection(found, ["dataset=digits", TAUGHT[name]])
-    (cell,) = cells(found, only, [0], found.scale("tiny"), {"device": "cpu"})
+    only = parse_selection(found, ["dataset=digits", TAUGHT[name]])
+    (cell,) = build_cells(found, only, [0], found.scale("tiny"), {"device": "cpu"})
     assert runner.run_in_folder(cell.configs[0], tmp_path)["accuracy"]["last"] > 0.3
 
 

@@ -23,8 +23,8 @@ from halfmoon.runs import runner
 from halfmoon.runs.callbacks import Callback, NullCallback, RunInfo
 from halfmoon.studies import recipe
 from halfmoon.studies import run_sweep as sweep_module
-from halfmoon.studies.executors import Note, ProcessExecutor, SerialExecutor, SweepTask, TaskResult
-from halfmoon.studies.run_sweep import Step
+from halfmoon.studies.executors import ProcessExecutor, ResultCallback, SerialExecutor, SweepTask, TaskResult
+from halfmoon.studies.run_sweep import RunReport
 from halfmoon.studies.sweep_folder import SweepFolder
 
 MINE = ["amount=few"]
@@ -153,8 +153,8 @@ def test_sweep_json_is_as_it_is_described(mine: Path) -> None:
         assert step.summary == summary
         assert (folder.path / run["folder"] / "split.json").exists()
         assert len((folder.path / run["folder"] / "metrics.jsonl").read_text().splitlines()) == 2
-    assert [(step.number, step.runs, step.before) for step in steps] == [(1, 2, False), (2, 2, False)]
-    assert steps[0].words == "amount=few, method=fedavg, seed 0"
+    assert [(step.number, step.runs, step.finished_before) for step in steps] == [(1, 2, False), (2, 2, False)]
+    assert steps[0].label == "amount=few, method=fedavg, seed 0"
 
 
 def test_what_is_finished_is_not_played_again(mine: Path) -> None:
@@ -163,7 +163,7 @@ def test_what_is_finished_is_not_played_again(mine: Path) -> None:
     witness = Witness("fedavg", 1, lambda run: pytest.fail("run twice"))
     _, steps, failed = played(mine, *MINE, engine=SerialExecutor(witness))
     assert failed == []
-    assert [step.before for step in steps] == [True, True]
+    assert [step.finished_before for step in steps] == [True, True]
     assert state(folder.out / "cells") == cells_before
     assert folder.read() == facts
 
@@ -210,7 +210,7 @@ def test_cells_of_an_older_recipe_are_dropped_but_their_runs_stay(mine: Path) ->
     assert {name: after[name] for name in before} == before
     mine.write_text(changed)
     _, steps, _ = played(mine, "amount=few,method=fedavg")
-    assert [step.before for step in steps] == [True]  # its run was there all the time
+    assert [step.finished_before for step in steps] == [True]  # its run was there all the time
 
 
 def test_cells_of_equal_configuration_are_one_run(mine: Path) -> None:
@@ -225,7 +225,7 @@ def test_cells_of_equal_configuration_are_one_run(mine: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("{", "sweep.json is damaged (it is unreadable); remove it and run the sweep again: finished runs are kept."),
+        ("{", "sweep.json is damaged (it is unreadable); remove it and run the sweep again: finished runs are reused."),
         ("[]", "is damaged"),
         ("", "is damaged"),
         ('{"format": 99, "cells": []}', f"has format 99, but this halfmoon reads {SWEEP_FORMAT}; remove it"),
@@ -279,11 +279,11 @@ def test_splits_are_made_and_nothing_is_trained(mine: Path) -> None:
     ]
     before = state(made)
     _, steps, _ = played(mine, "amount=few,method=fedavg")
-    assert [step.before for step in steps] == [True]
+    assert [step.finished_before for step in steps] == [True]
     assert state(made) == before
     mine.write_text(table)
     trained, steps, _ = played(mine, "amount=few,method=fedavg")
-    assert [step.before for step in steps] == [False]
+    assert [step.finished_before for step in steps] == [False]
     assert "accuracy" in trained.read()["cells"][0]["runs"][0]
 
 
@@ -312,7 +312,7 @@ def test_a_cell_that_fails_does_not_stop_the_others(mine: Path, capsys: pytest.C
     ("error", "said"),
     [
         (RuntimeError("a shape.\nand more"), "RuntimeError: a shape; the traceback is in "),
-        (torch.OutOfMemoryError("no room"), "out of memory (no room); play fewer --jobs, or a smaller scale."),
+        (torch.OutOfMemoryError("no room"), "out of memory (no room); use fewer --jobs, or a smaller scale."),
     ],
 )
 def test_a_defect_costs_one_cell(mine: Path, monkeypatch: pytest.MonkeyPatch, error: RuntimeError, said: str) -> None:
@@ -380,22 +380,22 @@ def test_a_killed_sweep_goes_on(mine: Path, shell: Shell, straight: dict[str, by
 def test_two_sweeps_at_once_play_each_run_once(mine: Path, shell: Shell, monkeypatch: pytest.MonkeyPatch) -> None:
     """Both end well and have all cells; a run that the other one plays is waited for, not played beside it."""
     mine.write_text(RECIPE.replace("rounds = 5", "rounds = 60"))
-    monkeypatch.setattr(sweep_module, "PAUSE", 0.05)
+    monkeypatch.setattr(sweep_module, "POLL_SECONDS", 0.05)
     begun: list[int] = []
     busy: list[bool] = []
-    here: list[tuple[list[Step], list[str]]] = []
+    here: list[tuple[list[RunReport], list[str]]] = []
 
     class Looking(NullCallback):
         def begin(self, run: RunInfo) -> None:
             begun.append(run.first)
 
     class Asking(SerialExecutor):
-        def play(self, tasks: Sequence[SweepTask], note: Note) -> None:
+        def run_tasks(self, tasks: Sequence[SweepTask], note: ResultCallback) -> None:
             def noted(done: TaskResult) -> None:
                 busy.append(done.busy)
                 note(done)
 
-            super().play(tasks, noted)
+            super().run_tasks(tasks, noted)
 
     def baselines(pid: int) -> None:
         until = time.monotonic() + 300
@@ -425,7 +425,7 @@ def test_processes_play_several_at_once_and_one_that_is_killed_is_replaced(
     assert failed == []
     assert sorted(step.summary["method"] for step in steps if step.summary) == ["fedavg", "fedavg-fixmatch"]
     for step in steps:
-        assert f"method={step.summary['method']}," in step.words
+        assert f"method={step.summary['method']}," in step.label
     assert metrics(folder.out) == straight
     begun = mark.with_name("begun").read_text().splitlines()
     name = mark.read_text()

@@ -16,7 +16,7 @@ from halfmoon.core.errors import UserError
 from halfmoon.data import Images
 from halfmoon.runs import factory, runner
 from halfmoon.studies import tuning
-from halfmoon.studies.tuning import Knob, applied, tune
+from halfmoon.studies.tuning import Knob, apply_values, tune
 
 pytest.importorskip("optuna")
 TINY: dict[str, Any] = {
@@ -52,7 +52,7 @@ def test_wrong_knobs_are_refused(words, sentence):
 
 
 def test_values_reach_the_configuration():
-    config = applied(Config(method="feddure"), {"lr": 0.02, "norm": "group", "feddure.hidden": "32"})
+    config = apply_values(Config(method="feddure"), {"lr": 0.02, "norm": "group", "feddure.hidden": "32"})
     assert (config.lr, config.norm, config.options["feddure"]) == (0.02, "group", {"hidden": 32})
 
 

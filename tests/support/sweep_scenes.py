@@ -1,11 +1,11 @@
-"""A recipe of one's own with two methods, and its cells played in this process, for the tests of sweeps."""
+"""A recipe of one's own with two methods, and the training of its cells in this process, for the tests of sweeps."""
 
 from pathlib import Path
 
 from halfmoon.studies import recipe
-from halfmoon.studies.executors import Engine, SerialExecutor
-from halfmoon.studies.grid import cells, selection
-from halfmoon.studies.run_sweep import Step, sweep
+from halfmoon.studies.executors import Executor, SerialExecutor
+from halfmoon.studies.grid import build_cells, parse_selection
+from halfmoon.studies.run_sweep import RunReport, run_sweep
 from halfmoon.studies.sweep_folder import SweepFolder
 
 RECIPE = """
@@ -54,12 +54,12 @@ def played(
     *only: str,
     scale: str | None = "short",
     seeds: tuple[int, ...] = (0,),
-    engine: Engine | None = None,
+    engine: Executor | None = None,
     out: str = "out",
-) -> tuple[SweepFolder, list[Step], list[str]]:
-    """Play cells of a recipe's file in this process; return its folder, what was told, and what failed."""
+) -> tuple[SweepFolder, list[RunReport], list[str]]:
+    """Train cells of a recipe's file; return the folder, the reports of runs, and the failures."""
     found = recipe.load(str(path))
     scaled = found.scale(scale) if scale else None
-    folder, steps = SweepFolder(path.parent / out, found, scaled, "halfmoon sweep"), list[Step]()
-    asked = cells(found, selection(found, only), seeds, scaled)
-    return folder, steps, sweep(folder, asked, engine or SerialExecutor(), steps.append)
+    folder, steps = SweepFolder(path.parent / out, found, scaled, "halfmoon sweep"), list[RunReport]()
+    asked = build_cells(found, parse_selection(found, only), seeds, scaled)
+    return folder, steps, run_sweep(folder, asked, engine or SerialExecutor(), steps.append)

@@ -181,8 +181,8 @@ def sweep(
     machine_options = schema.resolve_paths(options, Path())
     folder = SweepFolder(to_path(out), plan, size, f"halfmoon.sweep({str(name)!r})")
     with _show_progress(watch) as callbacks:
-        cells = grid.cells(plan, grid.selection(plan, selections), numbers, size, machine_options)
-        for failed in run_sweep.sweep(folder, cells, executors.SerialExecutor(callbacks), lambda step: None):
+        cells = grid.build_cells(plan, grid.parse_selection(plan, selections), numbers, size, machine_options)
+        for failed in run_sweep.run_sweep(folder, cells, executors.SerialExecutor(callbacks), lambda step: None):
             warn(f"failed: {failed}")
     return SweepResults(folder.path)
 

@@ -177,7 +177,7 @@ class SweepResults(Results):
     @property
     def _cells(self) -> tuple[list[str], list[list[str]]]:
         path = self.folder / study.SWEEP_FILE
-        return sweep_folder.table(sweep_folder.parse(path.read_bytes(), path))
+        return sweep_folder.build_table(sweep_folder.parse_sweep_file(path.read_bytes(), path))
 
     def to_frame(self) -> pd.DataFrame:
         """Make the data frame of `Results.to_frame`, with a column "axis:NAME" for each axis of the sweep."""

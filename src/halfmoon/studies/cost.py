@@ -11,7 +11,7 @@ from halfmoon.runs import runner
 from halfmoon.runs.factory import Problem
 from halfmoon.storage import atomic_io
 from halfmoon.storage.checkpoints import TIMINGS
-from halfmoon.studies.grid import Cell
+from halfmoon.studies.grid import RecipeCell
 from halfmoon.studies.recipe import Recipe
 
 
@@ -37,7 +37,7 @@ class RowCost:
         return self.seconds_per_round * self.rounds
 
 
-def estimate_costs(recipe: Recipe, cells: Sequence[Cell]) -> dict[str, RowCost]:
+def estimate_costs(recipe: Recipe, cells: Sequence[RecipeCell]) -> dict[str, RowCost]:
     """Estimate the cost of each row of a recipe by its first cell. A run that several cells share counts once.
 
     Args:
@@ -62,7 +62,7 @@ def estimate_costs(recipe: Recipe, cells: Sequence[Cell]) -> dict[str, RowCost]:
         if recipe.kind != "splits":
             seconds = measure_round_seconds(next(iter(row_cells[0].configs.values())))
         costs[row] = RowCost(
-            cell=row_cells[0].words, seconds_per_round=seconds, rounds=sum(new_runs.values()), runs=len(new_runs)
+            cell=row_cells[0].label, seconds_per_round=seconds, rounds=sum(new_runs.values()), runs=len(new_runs)
         )
     return costs
 
@@ -80,7 +80,7 @@ def measure_seconds(config: Config, shared: Problem | None = None) -> list[float
 
 
 def describe_machine(machine: Mapping[str, Any]) -> str:
-    """Describe the processor or the GPU of a machine (`halfmoon.studies.sweep_folder.machine`)."""
+    """Describe the processor or the GPU of a machine (`halfmoon.studies.sweep_folder.detect_machine`)."""
     if machine["gpu"] is not None:
         return f"GPU {machine['gpu']}"
     plural = "s" if machine["cores"] > 1 else ""

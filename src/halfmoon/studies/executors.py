@@ -1,8 +1,7 @@
-"""Where the runs of a sweep are played: in this process, in several, or (`sweeps.ray_engine`) on a Ray cluster.
+"""Executors for the runs of a sweep: serial, in several processes, or on a Ray cluster (`studies.ray_executor`).
 
-A run is one `SweepTask`, which is data alone: it can be sent to another process or machine that sees the same folders.
-What a worker had played when it was killed stands in the run's folder, and whoever takes the task next goes on from
-there.
+A run is one `SweepTask`, which is only plain data, so it can be sent to another process or to a machine that shares
+the same folders. The progress of a worker that is killed is in the run's folder; the next worker resumes from there.
 """
 
 import tomllib
@@ -24,24 +23,37 @@ from halfmoon.runs.callbacks import NULL_CALLBACK, Callback
 from halfmoon.runs.pools import ready_context, terminate
 from halfmoon.storage.folder_writer import FolderInUse
 
-DEFECT = "defect.txt"
-"""Beside a run's folder, the traceback of a defect of the program that stopped it."""
+TRACEBACK_FILE = "defect.txt"
+"""End of the name of the file, next to a run's folder, with the traceback of an unexpected exception."""
 
-TRIES = 3
-"""How often a task whose worker dies is begun before it is given up."""
+MAX_ATTEMPTS = 3
+"""How often a task is started before it counts as failed because its worker died."""
 
 
 @dataclass(frozen=True)
 class SweepTask:
-    """One run: its folder, and its configuration as TOML; with `split_only` nothing but its split is made."""
+    """One run of a sweep.
+
+    Attributes:
+        folder: The run's folder.
+        config_toml: The run's configuration as TOML text.
+        split_only: Make and write the split without training.
+    """
 
     folder: Path
-    words: str
+    config_toml: str
     split_only: bool = False
 
 
 class TaskResult(NamedTuple):
-    """What became of a task: a summary, or one sentence about what is wrong; `busy` where another process plays it."""
+    """The outcome of a task.
+
+    Attributes:
+        task: The task.
+        summary: The run's summary, or None if it failed.
+        failed: The reason of a failure, one sentence.
+        busy: Another process is executing the run; the task has neither finished nor failed.
+    """
 
     task: SweepTask
     summary: dict[str, Any] | None
@@ -49,95 +61,120 @@ class TaskResult(NamedTuple):
     busy: bool = False
 
 
-Note = Callable[[TaskResult], None]
-"""Told of every task that is over, in the process that asked."""
+ResultCallback = Callable[[TaskResult], None]
+"""A function that receives the result of every task, called in the process that started the executor."""
 
 
-class Engine(Protocol):
-    """Something that plays tasks."""
+class Executor(Protocol):
+    """The interface of all executors."""
 
-    def play(self, tasks: Sequence[SweepTask], note: Note) -> None:
-        """Play all tasks, in any order; a task that fails does not stop the others."""
+    def run_tasks(self, tasks: Sequence[SweepTask], on_result: ResultCallback) -> None:
+        """Run all tasks, in any order; a task that fails does not stop the rest."""
         ...
 
 
-def _config(task: SweepTask) -> Config:
-    return resolve(tomllib.loads(task.words), {"run_dir": str(task.folder)}, task.folder / "config.toml")
+def run_task(task: SweepTask, callback: Callback = NULL_CALLBACK) -> TaskResult:
+    """Run one task in this process to its end, resuming from the state in its folder.
 
-
-def play(task: SweepTask, watch: Callback = NULL_CALLBACK) -> TaskResult:
-    """Play one task in this process to its end, from where its folder says that it was left."""
+    Expected errors become failed results, so that one failed run does not end the sweep.
+    """
     try:
-        config = _config(task)
+        config = _parse_config(task)
         if task.split_only:
             return TaskResult(task, runner.write_split(config, task.folder))
-        return TaskResult(task, runner.run_in_folder(config, task.folder, watch))
+        return TaskResult(task, runner.run_in_folder(config, task.folder, callback))
     except FolderInUse as error:
-        return TaskResult(task, None, str(error), busy=True)
+        return TaskResult(task, summary=None, failed=str(error), busy=True)
     except (UserError, Diverged) as error:
-        return TaskResult(task, None, str(error))
+        return TaskResult(task, summary=None, failed=str(error))
     except (MemoryError, torch.OutOfMemoryError) as error:
-        return TaskResult(task, None, f"out of memory ({_first_line(error)}); play fewer --jobs, or a smaller scale.")
+        reason = f"out of memory ({_first_line(error)}); use fewer --jobs, or a smaller scale."
+        return TaskResult(task, summary=None, failed=reason)
     except Exception as error:  # a defect costs one cell, not a sweep of days
-        path = task.folder.with_name(f"{task.folder.name}-{DEFECT}")
+        path = task.folder.with_name(f"{task.folder.name}-{TRACEBACK_FILE}")
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(traceback.format_exc(), encoding="utf-8")
-        return TaskResult(task, None, f"{type(error).__name__}: {_first_line(error)}; the traceback is in {path}.")
+        reason = f"{type(error).__name__}: {_first_line(error)}; the traceback is in {path}."
+        return TaskResult(task, summary=None, failed=reason)
+
+
+def _parse_config(task: SweepTask) -> Config:
+    """Parse the configuration of a task."""
+    return resolve(tomllib.loads(task.config_toml), {"run_dir": str(task.folder)}, task.folder / "config.toml")
 
 
 def _first_line(error: BaseException) -> str:
-    return (str(error).splitlines() or ["no message"])[0].removesuffix(".")
+    """Return the first line of an exception's message, without its full stop."""
+    lines = str(error).splitlines() or ["no message"]
+    return lines[0].removesuffix(".")
 
 
 class SerialExecutor:
-    """One task after another in this process; `watch` looks on."""
+    """Executor that runs one task after another in this process."""
 
-    def __init__(self, watch: Callback = NULL_CALLBACK) -> None:
-        self.watch = watch
+    def __init__(self, callback: Callback = NULL_CALLBACK) -> None:
+        """Create an executor whose runs report their progress to `callback`."""
+        self.callback = callback
 
-    def play(self, tasks: Sequence[SweepTask], note: Note) -> None:
+    def run_tasks(self, tasks: Sequence[SweepTask], on_result: ResultCallback) -> None:
+        """Run all tasks in order."""
         for task in tasks:
-            note(play(task, self.watch))
+            on_result(run_task(task, self.callback))
 
 
 class ProcessExecutor:
-    """Several tasks at once, each in a process of its own; a process that dies is replaced.
+    """Executor that runs several tasks at once, each in its process; a process that dies is replaced."""
 
-    `watch` looks on in each of these processes, so it must be possible to send it there.
-    """
+    def __init__(self, jobs: int, callback: Callback = NULL_CALLBACK) -> None:
+        """Create an executor of `jobs` processes.
 
-    def __init__(self, jobs: int, watch: Callback = NULL_CALLBACK) -> None:
+        Args:
+            jobs: The number of runs at the same time.
+            callback: Receives the progress of every run, inside the worker processes, so it must be picklable.
+        """
         self.jobs = jobs
-        self.watch = watch
+        self.callback = callback
 
-    def play(self, tasks: Sequence[SweepTask], note: Note) -> None:
-        """Play all tasks; one whose process dies (killed, out of memory) is begun again, `TRIES` times at most."""
-        left = list(tasks)
-        tries = dict.fromkeys(left, 0)
-        while left:
-            left = self._until_broken(left, tries, note)
-            for task in [task for task in left if tries[task] >= TRIES]:
-                left.remove(task)
-                note(TaskResult(task, None, f"its process died {TRIES} times: killed, or out of memory."))
+    def run_tasks(self, tasks: Sequence[SweepTask], on_result: ResultCallback) -> None:
+        """Run all tasks; retry one whose process dies (killed, out of memory), up to `MAX_ATTEMPTS` attempts."""
+        remaining = list(tasks)
+        deaths = dict.fromkeys(remaining, 0)
+        while remaining:
+            remaining = self._run_until_broken(remaining, deaths, on_result)
+            given_up = [task for task in remaining if deaths[task] >= MAX_ATTEMPTS]
+            for task in given_up:
+                remaining.remove(task)
+                reason = f"its process died {MAX_ATTEMPTS} times: killed, or out of memory."
+                on_result(TaskResult(task, summary=None, failed=reason))
 
-    def _until_broken(self, queue: Sequence[SweepTask], tries: dict[SweepTask, int], note: Note) -> list[SweepTask]:
-        """Return the tasks that were not over when a process died; none where all are over."""
+    def _run_until_broken(
+        self, queue: Sequence[SweepTask], deaths: dict[SweepTask, int], on_result: ResultCallback
+    ) -> list[SweepTask]:
+        """Run tasks in one pool until all are done or a process dies; return the tasks that are not done.
+
+        Args:
+            queue: The tasks, in the order in which they start.
+            deaths: The number of pool failures during each task; updated here.
+            on_result: Receives every result.
+        """
         waiting = list(queue)
         running: dict[Future[TaskResult], SweepTask] = {}
         with ProcessPoolExecutor(self.jobs, ready_context(__name__)) as pool:
             try:
                 while waiting or running:
+                    # Submit only as many tasks as there are processes: when the pool breaks, all submitted tasks fail,
+                    # and those that had not started must not be counted as suspects.
                     while waiting and len(running) < self.jobs:
                         task = waiting.pop(0)
-                        running[pool.submit(play, task, self.watch)] = task
+                        running[pool.submit(run_task, task, self.callback)] = task
                     for future in wait(running, return_when=FIRST_COMPLETED).done:
                         result = future.result()
                         del running[future]
-                        note(result)
+                        on_result(result)
             except BrokenProcessPool:
-                # All that ran are suspects: nobody says whose process it was.
+                # The pool does not report which process died, so all running tasks are suspects.
                 for task in running.values():
-                    tries[task] += 1
+                    deaths[task] += 1
                 return [*running.values(), *waiting]
             except BaseException:
                 terminate(pool)

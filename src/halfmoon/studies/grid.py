@@ -1,4 +1,4 @@
-"""The grid of a recipe: which cells are asked for, and the complete configuration of every run in them."""
+"""Grid of a recipe: the selected cells, and the complete configuration of every run in them."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -7,18 +7,22 @@ from itertools import product
 from halfmoon.config import schema as settings
 from halfmoon.config.schema import Config
 from halfmoon.core.errors import UserError, suggest
-from halfmoon.studies.recipe import COLUMNS, Published, Recipe, Scale, Value, lookup, meets
-from halfmoon.studies.recipe_file import Layer, layered
+from halfmoon.studies.recipe import COLUMNS, Published, Recipe, Scale, Value, find_published, matches_axes
+from halfmoon.studies.recipe_file import Layer, merge_layers
 
 Selection = Mapping[str, tuple[str, ...]]
-"""The values of some axes that are asked for."""
+"""The selected values by axis; an axis without an entry is not restricted."""
 
 
 @dataclass(frozen=True)
-class Cell:
-    """One cell of a table: its values by axis, what the paper prints there, and a configuration for every seed.
+class RecipeCell:
+    """One cell of a table: a value for every axis, and a run for every seed.
 
-    `measure` is what is compared there, one of `halfmoon.studies.recipe.MEASURES`.
+    Attributes:
+        at: The names of the values by axis.
+        published: The number that the paper prints in this cell, if there is one.
+        configs: The runs' configurations by seed.
+        measure: The quantity that the table compares, one of `halfmoon.studies.recipe.MEASURES`.
     """
 
     at: Mapping[str, str]
@@ -27,21 +31,31 @@ class Cell:
     measure: str = "test"
 
     @property
-    def words(self) -> str:
+    def label(self) -> str:
+        """The values as text: "axis=value, axis=value"."""
         return ", ".join(f"{axis}={value}" for axis, value in self.at.items())
 
 
-def selection(recipe: Recipe, words: Sequence[str]) -> Selection:
-    """Return what `--only` asks for: "axis=value,axis=value", a further value of the same axis is one more.
+def parse_selection(recipe: Recipe, texts: Sequence[str]) -> Selection:
+    """Parse the values of the option `--only`.
 
-    Raise UserError for an axis or a value that the recipe does not have.
+    Args:
+        recipe: The recipe whose axes are selected from.
+        texts: Texts of the form "axis=value,axis=value". Several values of one axis are alternatives.
+
+    Returns:
+        The selected values by axis.
+
+    Raises:
+        UserError: For an axis or a value that the recipe does not have.
     """
     selection: dict[str, list[str]] = {}
-    for part in (part.strip() for word in words for part in word.split(",")):
-        axis, sign, name = (word.strip() for word in part.partition("="))
-        if not sign or not name:
+    pairs = [pair.strip() for text in texts for pair in text.split(",")]
+    for pair in pairs:
+        axis, equal_sign, name = (piece.strip() for piece in pair.partition("="))
+        if not equal_sign or not name:
             example = ",".join(f"{axis}={values[0].name}" for axis, values in list(recipe.axes.items())[:2])
-            raise UserError(f"--only {part!r} is not AXIS=VALUE: write, for example, --only {example}.")
+            raise UserError(f"--only {pair!r} is not AXIS=VALUE: write, for example, --only {example}.")
         if axis not in recipe.axes:
             raise UserError(f"--only: recipe {recipe.name} has no axis {axis!r}: {suggest(axis, recipe.axes)}")
         values = [value.name for value in recipe.axes[axis]]
@@ -54,68 +68,97 @@ def selection(recipe: Recipe, words: Sequence[str]) -> Selection:
     return {axis: tuple(names) for axis, names in selection.items()}
 
 
-def selected_values(recipe: Recipe, only: Selection) -> dict[str, list[Value]]:
-    """Return the values of every axis that are played: those asked for, else all that are the paper's."""
-    values_of: dict[str, list[Value]] = {}
+def select_values(recipe: Recipe, selection: Selection) -> dict[str, list[Value]]:
+    """Select values of every axis: those of the selection, else all that the paper has.
+
+    Raises:
+        UserError: If no value of an axis is selected.
+    """
+    values_by_axis: dict[str, list[Value]] = {}
     for axis, values in recipe.axes.items():
-        names = only.get(axis)
-        values_of[axis] = [value for value in values if (value.name in names if names else not value.extra)]
-        if not values_of[axis]:
-            raise UserError(f"recipe {recipe.name}: nothing of axis {axis} is selected; name its values with --only.")
-    return values_of
+        names = selection.get(axis)
+        if names:
+            selected = [value for value in values if value.name in names]
+        else:
+            selected = [value for value in values if not value.extra]
+        if not selected:
+            raise UserError(f"recipe {recipe.name}: axis {axis} has no selected value; name some with --only.")
+        values_by_axis[axis] = selected
+    return values_by_axis
 
 
-def cells(
+def build_cells(
     recipe: Recipe,
-    only: Selection,
+    selection: Selection,
     seeds: Sequence[int] | None = None,
     scale: Scale | None = None,
-    over: Layer | None = None,
-) -> list[Cell]:
-    """Return the cells that are asked for, in the order of the axes; `over` are options that win over the recipe's.
+    overrides: Layer | None = None,
+) -> list[RecipeCell]:
+    """Build the selected cells with the configurations of their runs, in the order of the axes.
 
-    Raise UserError where the recipe skips all of them, and, with a cell's name, where its configuration is impossible
-    or no run could take it.
+    Args:
+        recipe: The recipe.
+        selection: The selected values.
+        seeds: The seeds; None means the recipe's.
+        scale: A scaled-down version of the recipe, or None for the full experiment.
+        overrides: Options that win over those of the recipe.
+
+    Returns:
+        The cells.
+
+    Raises:
+        UserError: If the recipe skips all of these cells; with a cell's name, if its configuration is invalid.
     """
     seeds = seeds or recipe.seeds
-    return [_cell(recipe, values, seeds, scale, over or {}) for values in combinations(recipe, only)]
+    return [
+        _build_cell(recipe, values, seeds, scale, overrides or {}) for values in list_combinations(recipe, selection)
+    ]
 
 
-def combinations(recipe: Recipe, only: Selection) -> list[tuple[Value, ...]]:
-    """Return the values of every cell that is asked for, a value of every axis, in the order of the axes.
+def list_combinations(recipe: Recipe, selection: Selection) -> list[tuple[Value, ...]]:
+    """List the values of every selected cell: tuples with one value for each axis, in the order of the axes.
 
-    Raise UserError where the recipe skips all of them.
+    Raises:
+        UserError: If the recipe skips all of these cells.
     """
-    cells = product(*selected_values(recipe, only).values())
-    result = [each for each in cells if not any(meets(when, _at(recipe, each)) for when in recipe.skip)]
-    if not result:
+    combinations: list[tuple[Value, ...]] = []
+    for values in product(*select_values(recipe, selection).values()):
+        at = _names_by_axis(recipe, values)
+        if not any(matches_axes(skipped, at) for skipped in recipe.skip):
+            combinations.append(values)
+    if not combinations:
         raise UserError(f"recipe {recipe.name} has none of these cells: they are combinations that it leaves out.")
-    return result
+    return combinations
 
 
-def _at(recipe: Recipe, values: Sequence[Value]) -> dict[str, str]:
+def _names_by_axis(recipe: Recipe, values: Sequence[Value]) -> dict[str, str]:
+    """Map axes to the names of their values in one cell."""
     return dict(zip(recipe.axes, (value.name for value in values), strict=True))
 
 
-def _cell(recipe: Recipe, values: Sequence[Value], seeds: Sequence[int], scale: Scale | None, over: Layer) -> Cell:
-    at = _at(recipe, values)
-    whens = [when for when in recipe.when if meets(when.at, at)]
-    layers = [{"evaluate_every": 1}, recipe.protocol, *(value.set for value in values), *(when.set for when in whens)]
+def _build_cell(
+    recipe: Recipe, values: Sequence[Value], seeds: Sequence[int], scale: Scale | None, overrides: Layer
+) -> RecipeCell:
+    """Build one cell: merge its options, look up its published number, and configure a run for every seed."""
+    at = _names_by_axis(recipe, values)
+    conditions = [when for when in recipe.when if matches_axes(when.at, at)]
+    # Later layers win, so the order is from the general to the specific. A sweep reports the best round, and therefore
+    # evaluates every round unless the protocol sets another interval.
+    layers: list[Layer] = [{"evaluate_every": 1}, recipe.protocol]
+    layers += [value.set for value in values]
+    layers += [when.set for when in conditions]
     if scale is not None:
-        layers += [scale.set, *(when.set for when in scale.when if meets(when.at, at))]
-    where = {"paper": recipe.paper, **recipe.published}
-    for axis, value in zip(recipe.axes, values, strict=True):
-        if value.published is not None:
-            where |= value.published
-        elif axis in COLUMNS:
-            where[axis] = value.title
-    for when in whens:
-        where |= when.published
+        layers.append(scale.set)
+        layers += [when.set for when in scale.when if matches_axes(when.at, at)]
+    layers.append(overrides)
     measure = next((value.measure for value in reversed(values) if value.measure), recipe.measure)
-    published = lookup(where) if recipe.published and measure == "test" else None  # the papers print test accuracies
-    cell = Cell(at, published, {}, measure)
+    # The papers print test accuracies, so the other measures have no published number.
+    has_published = bool(recipe.published) and measure == "test"
+    published = find_published(_published_columns(recipe, at, values)) if has_published else None
+    cell = RecipeCell(at, published, configs={}, measure=measure)
     try:
-        config = settings.merge(layered([*layers, over]), {}, recipe.name)
+        config = settings.merge(merge_layers(layers), {}, recipe.name)
+        # A recipe may have option tables of all its methods; a run's configuration has only those of its methods.
         methods = {config.method, config.reference}
         options = {
             name: value for name, value in config.options.items() if name in methods or not isinstance(value, Mapping)
@@ -123,5 +166,22 @@ def _cell(recipe: Recipe, values: Sequence[Value], seeds: Sequence[int], scale: 
         configs = {seed: replace(config, seed=seed, split_seed=seed, options=options) for seed in seeds}
         settings.check_methods(configs[seeds[0]])
     except UserError as error:
-        raise UserError(f"recipe {recipe.name}, cell {cell.words}: {error}") from error
+        raise UserError(f"recipe {recipe.name}, cell {cell.label}: {error}") from error
     return replace(cell, configs=configs)
+
+
+def _published_columns(recipe: Recipe, at: Mapping[str, str], values: Sequence[Value]) -> dict[str, str]:
+    """Collect the columns that identify the published number of a cell; later sources win.
+
+    The sources are the recipe, the cell's values in the order of the axes, and the conditions that hold in the cell.
+    """
+    columns = {"paper": recipe.paper, **recipe.published}
+    for axis, value in zip(recipe.axes, values, strict=True):
+        if value.published is not None:
+            columns |= value.published
+        elif axis in COLUMNS:
+            columns[axis] = value.title
+    for when in recipe.when:
+        if matches_axes(when.at, at):
+            columns |= when.published
+    return columns

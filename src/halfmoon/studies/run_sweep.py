@@ -1,4 +1,4 @@
-"""A sweep: play the runs of a recipe's cells that are not finished, and keep its sweep.json up to date."""
+"""Run a sweep: train every run of a recipe's cells that is not finished, and keep its sweep.json up to date."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -8,111 +8,147 @@ from typing import Any
 from halfmoon.config.schema import Config, identity, to_toml
 from halfmoon.core.errors import UserError
 from halfmoon.runs import runner
-from halfmoon.studies.executors import Engine, SweepTask, TaskResult
-from halfmoon.studies.grid import Cell, cells
-from halfmoon.studies.sweep_folder import SweepFolder, entry
+from halfmoon.studies.executors import Executor, SweepTask, TaskResult
+from halfmoon.studies.grid import RecipeCell, build_cells
+from halfmoon.studies.sweep_folder import SweepFolder, make_run_entry
 
-PAUSE = 2.0
-"""Seconds between looks at a run that another process plays."""
+POLL_SECONDS = 2.0
+"""Seconds between checks of a run that another process executes."""
 
 
 @dataclass(frozen=True)
-class Step:
-    """A run that is over, for those who look on."""
+class RunReport:
+    """A finished or failed run of a sweep, for progress displays.
+
+    Attributes:
+        number: The number of runs that are over, this one included.
+        runs: The number of runs of the sweep.
+        label: The run's cell and seed.
+        summary: The run's summary, or None if it failed.
+        failed: The reason of a failure, one sentence.
+        finished_before: The run was finished before the sweep started.
+    """
 
     number: int
     runs: int
-    words: str
+    label: str
     summary: dict[str, Any] | None
     failed: str | None
-    before: bool  # it was finished when the sweep began
+    finished_before: bool
 
 
-def sweep(folder: SweepFolder, requested: Sequence[Cell], engine: Engine, tell: Callable[[Step], None]) -> list[str]:
-    """Play what is not finished, and return one sentence for every run that failed.
+def run_sweep(
+    folder: SweepFolder,
+    requested: Sequence[RecipeCell],
+    executor: Executor,
+    on_report: Callable[[RunReport], None],
+) -> list[str]:
+    """Train the runs of the requested cells that are not finished, all cells with the first seed first.
 
-    Runs of an equal configuration are one run, whichever cell, recipe or sweep asked for them first. The cells of an
-    earlier sweep in the same folder stay in its sweep.json where the recipe still says the same of them. All cells with
-    the first seed come first.
+    Runs of equal configurations are the same run, whichever cell, recipe or sweep requested it first. Cells of an
+    earlier sweep in the same folder stay in its sweep.json if the recipe still defines them in the same way.
+
+    Args:
+        folder: The sweep's folder.
+        requested: The cells.
+        executor: Executes the runs.
+        on_report: Receives every run that is over, those that were finished before included.
+
+    Returns:
+        One sentence for every run that failed.
     """
-    named = _by_identity(requested)
-    _write(folder, requested)
-    failed: list[str] = []
-    waiting: list[SweepTask] = []
-    over = 0
+    runs = _runs_by_identity(requested)
+    _write_sweep_file(folder, requested)
+    failures: list[str] = []
+    busy_tasks: list[SweepTask] = []
+    runs_over = 0
 
-    def tell_of(mark: str, summary: dict[str, Any] | None, why: str | None, before: bool) -> None:
-        nonlocal over
-        over += 1
-        if why:
-            failed.append(f"{named[mark][0]}: {why}")
-        tell(Step(over, len(named), named[mark][0], summary, why, before))
+    def report(run_id: str, summary: dict[str, Any] | None, failed: str | None, finished_before: bool) -> None:
+        nonlocal runs_over
+        runs_over += 1
+        label, _ = runs[run_id]
+        if failed:
+            failures.append(f"{label}: {failed}")
+        on_report(RunReport(runs_over, len(runs), label, summary, failed, finished_before))
 
-    def note(outcome: TaskResult) -> None:
-        if outcome.busy:
-            waiting.append(outcome.task)
+    def record_result(result: TaskResult) -> None:
+        if result.busy:
+            busy_tasks.append(result.task)
             return
-        folder.results[tasks[outcome.task]] = entry(outcome.summary, outcome.failed)
-        _write(folder, requested)
-        tell_of(tasks[outcome.task], outcome.summary, outcome.failed, False)
+        run_id = run_ids[result.task]
+        folder.results[run_id] = make_run_entry(result.summary, result.failed)
+        _write_sweep_file(folder, requested)
+        report(run_id, result.summary, result.failed, finished_before=False)
 
-    tasks: dict[SweepTask, str] = {}
-    for mark, (_, config) in named.items():
-        outcome = runner.finished_summary(folder.run(mark))
-        if outcome is not None:
-            tell_of(mark, outcome, None, True)
+    run_ids: dict[SweepTask, str] = {}
+    for run_id, (_, config) in runs.items():
+        summary = runner.finished_summary(folder.run_path(run_id))
+        if summary is not None:
+            report(run_id, summary, failed=None, finished_before=True)
         else:
-            tasks[SweepTask(folder.run(mark), to_toml(config), folder.recipe.kind == "splits")] = mark
-    engine.play(list(tasks), note)
-    while waiting:  # another process plays these: wait for it, or take over where it was stopped
-        time.sleep(PAUSE)
-        again, waiting[:] = list(waiting), []
-        engine.play(again, note)
-    return failed
+            task = SweepTask(folder.run_path(run_id), to_toml(config), split_only=folder.recipe.kind == "splits")
+            run_ids[task] = run_id
+    executor.run_tasks(list(run_ids), record_result)
+    # Another process executes the remaining runs. Wait for it, or resume them if it was stopped: a run that it has
+    # finished returns its summary at once, and one whose folder is still locked remains busy.
+    while busy_tasks:
+        time.sleep(POLL_SECONDS)
+        retried = list(busy_tasks)
+        busy_tasks.clear()
+        executor.run_tasks(retried, record_result)
+    return failures
 
 
-def _write(folder: SweepFolder, requested: Sequence[Cell]) -> None:
-    """Write sweep.json: the cells asked for, and those that it has, as another sweep may have added some by now."""
-    everything = _with_kept(folder, requested)
-    for mark in _by_identity(everything):
-        if not folder.results.get(mark, {}).get("finished"):
-            outcome = runner.finished_summary(folder.run(mark))
-            if outcome is not None:
-                folder.results[mark] = entry(outcome)
-    folder.write(everything)
+def _write_sweep_file(folder: SweepFolder, requested: Sequence[RecipeCell]) -> None:
+    """Write sweep.json: the requested cells, and the cells in the present file, to which another sweep may have added."""
+    all_cells = _add_earlier_cells(folder, requested)
+    for run_id in _runs_by_identity(all_cells):
+        if not folder.results.get(run_id, {}).get("finished"):
+            summary = runner.finished_summary(folder.run_path(run_id))
+            if summary is not None:
+                folder.results[run_id] = make_run_entry(summary)
+    folder.write(all_cells)
 
 
-def _by_identity(requested: Sequence[Cell]) -> dict[str, tuple[str, Config]]:
-    """Return the different runs of cells with their words, those of the first seed first."""
+def _runs_by_identity(cells: Sequence[RecipeCell]) -> dict[str, tuple[str, Config]]:
+    """Map the identities of the distinct runs of some cells to label and configuration, first seed first."""
     runs: dict[str, tuple[str, Config]] = {}
-    for seed in dict.fromkeys(seed for cell in requested for seed in cell.configs):
-        for cell in requested:
+    seeds = dict.fromkeys(seed for cell in cells for seed in cell.configs)
+    for seed in seeds:
+        for cell in cells:
             if seed in cell.configs:
                 config = cell.configs[seed]
-                runs.setdefault(identity(config, config.method), (f"{cell.words}, seed {seed}", config))
+                runs.setdefault(identity(config, config.method), (f"{cell.label}, seed {seed}", config))
     return runs
 
 
-def _with_kept(folder: SweepFolder, requested: Sequence[Cell]) -> list[Cell]:
-    """Return the cells asked for and those of an earlier sweep.json, in the order of the axes.
+def _add_earlier_cells(folder: SweepFolder, requested: Sequence[RecipeCell]) -> list[RecipeCell]:
+    """Return the requested cells and those of the present sweep.json, in the order of the axes.
 
-    Kept are finished runs of cells that the recipe, as it is now, would play alike.
+    Of the present file only finished runs remain whose configurations equal those of the recipe as it is now.
     """
-    places = {tuple(cell.at.items()): cell for cell in requested}
-    for old in folder.read().get("cells", ()):
+    cells_by_values = {tuple(cell.at.items()): cell for cell in requested}
+    for entry in folder.read().get("cells", ()):
         try:
-            marks = {run["seed"]: run["identity"] for run in old["runs"] if run["finished"]}
-            only = {axis: (name,) for axis, name in dict(old["at"]).items()}
-            alike = cells(folder.recipe, only, list(marks), folder.scale) if marks else []
+            identities = {run["seed"]: run["identity"] for run in entry["runs"] if run["finished"]}
+            selection = {axis: (name,) for axis, name in dict(entry["at"]).items()}
+            rebuilt = build_cells(folder.recipe, selection, list(identities), folder.scale) if identities else []
         except (UserError, LookupError, TypeError, ValueError):
             continue  # the recipe no longer has such a cell
-        if len(alike) != 1:
+        if len(rebuilt) != 1:
             continue
-        (cell,) = alike
-        same = {seed: config for seed, config in cell.configs.items() if identity(config, config.method) == marks[seed]}
-        here = tuple(cell.at.items())
-        own = places.get(here, replace(cell, configs={}))
-        if same:
-            places[here] = replace(own, configs={**same, **own.configs})
-    order = {axis: [value.name for value in values] for axis, values in folder.recipe.axes.items()}
-    return sorted(places.values(), key=lambda cell: [order[axis].index(name) for axis, name in cell.at.items()])
+        (cell,) = rebuilt
+        unchanged = {
+            seed: config for seed, config in cell.configs.items() if identity(config, config.method) == identities[seed]
+        }
+        if unchanged:
+            values = tuple(cell.at.items())
+            present = cells_by_values.get(values, replace(cell, configs={}))
+            # A requested run may have execution options, such as threads, so its configuration wins.
+            cells_by_values[values] = replace(present, configs={**unchanged, **present.configs})
+    value_names = {axis: [value.name for value in values] for axis, values in folder.recipe.axes.items()}
+
+    def position(cell: RecipeCell) -> list[int]:
+        return [value_names[axis].index(name) for axis, name in cell.at.items()]
+
+    return sorted(cells_by_values.values(), key=position)

@@ -1,4 +1,4 @@
-"""The folder of a sweep: `sweep.json`, all that a table of it needs, written anew whenever a run is over."""
+"""Folder of a sweep: `sweep.json` has all data for a table of it, and is rewritten whenever a run is over."""
 
 import os
 import platform
@@ -13,164 +13,232 @@ from halfmoon.core.errors import UserError
 from halfmoon.report import tables
 from halfmoon.report.study import SWEEP_FILE, SWEEP_FORMAT
 from halfmoon.storage import atomic_io, integrity
-from halfmoon.studies.grid import Cell
+from halfmoon.studies.grid import RecipeCell
 from halfmoon.studies.recipe import MEASURES, Recipe, Scale
 
-CELLS, SPLITS = "cells", "splits"
+RUNS_FOLDER = "cells"
+"""Name of the folder with the runs of all sweeps."""
 
-Results = dict[str, dict[str, Any]]
-"""What became of runs, by identity: what a run's entry in sweep.json has beside its names."""
+SPLITS_FOLDER = "splits"
+"""Name of the folder with the splits that recipes of kind "splits" make."""
+
+IDENTITY_DIGITS = 16
+"""Leading hexadecimal digits of a run's identity that name its folder."""
+
+RunEntries = dict[str, dict[str, Any]]
+"""The outcomes of runs by identity: the fields of a run's entry in sweep.json that depend on its result."""
 
 
 @dataclass(frozen=True)
 class SweepFolder:
-    """`<out>/<recipe>[-<scale>]`; the runs lie in `<out>/cells`, by identity, and are shared with other sweeps.
+    """The folder `<out>/<recipe>[-<scale>]` of a sweep.
 
-    A recipe of splits trains nothing: its cells lie in `<out>/splits`, as they are no finished runs to other recipes.
+    The runs are in `<out>/cells`, named by identity, and shared with other sweeps. A recipe of kind "splits" does not
+    train: its splits are in `<out>/splits`, so that other recipes do not mistake them for finished runs.
+
+    Attributes:
+        out: The parent folder.
+        recipe: The recipe.
+        scale: The scaled-down version, or None for the full experiment.
+        command: The command that runs the sweep, for its report.
+        results: The outcomes of runs that this process knows; updated in place.
     """
 
     out: Path
     recipe: Recipe
     scale: Scale | None
     command: str = ""
-    results: Results = field(default_factory=dict)
+    results: RunEntries = field(default_factory=dict)
 
     @property
     def path(self) -> Path:
+        """The sweep's folder."""
         return self.out / (f"{self.recipe.name}-{self.scale.name}" if self.scale else self.recipe.name)
 
-    def run(self, mark: str) -> Path:
-        return self.out / (SPLITS if self.recipe.kind == "splits" else CELLS) / mark[:16]
+    def run_path(self, run_id: str) -> Path:
+        """Return the folder of the run with this identity."""
+        parent = SPLITS_FOLDER if self.recipe.kind == "splits" else RUNS_FOLDER
+        return self.out / parent / run_id[:IDENTITY_DIGITS]
 
     def read(self) -> dict[str, Any]:
-        """Return what its sweep.json says, nothing where there is none.
+        """Read sweep.json; return an empty table if there is none.
 
-        Raise UserError where it is damaged, or of another format.
+        Raises:
+            UserError: If it is damaged or has another format.
         """
         data = atomic_io.read(self.path / SWEEP_FILE)
-        return {} if data is None else parse(data, self.path / SWEEP_FILE)
+        return {} if data is None else parse_sweep_file(data, self.path / SWEEP_FILE)
 
-    def write(self, cells: Sequence[Cell]) -> None:
-        """Write sweep.json; raise UserError where the disk refuses."""
-        words = integrity.seal_lines(atomic_io.replace_nonfinite(self._facts(cells)))
+    def write(self, cells: Sequence[RecipeCell]) -> None:
+        """Write sweep.json with these cells.
+
+        Raises:
+            UserError: If the file cannot be written.
+        """
+        data = integrity.seal_lines(atomic_io.replace_nonfinite(self._contents(cells)))
         try:
             self.path.mkdir(parents=True, exist_ok=True)
-            atomic_io.write_atomically(self.path / SWEEP_FILE, words)
+            atomic_io.write_atomically(self.path / SWEEP_FILE, data)
         except OSError as error:
             raise UserError(
                 f"{self.path}: it cannot be written ({atomic_io.error_reason(error)}); choose another --out."
             ) from error
 
-    def _facts(self, cells: Sequence[Cell]) -> dict[str, Any]:
+    def _contents(self, cells: Sequence[RecipeCell]) -> dict[str, Any]:
+        """Build the contents of sweep.json."""
         recipe = self.recipe
-        present = {axis: {cell.at[axis] for cell in cells} for axis in recipe.axes}
+        axes: list[dict[str, Any]] = []
+        for axis, values in recipe.axes.items():
+            used_names = {cell.at[axis] for cell in cells}
+            used_values = [{"name": value.name, "title": value.title} for value in values if value.name in used_names]
+            axes.append({"name": axis, "values": used_values})
         return {
             "format": SWEEP_FORMAT,
             **{name: getattr(recipe, name) for name in ("title", "paper", "item", "about", "kind", "rows", "x")},
-            "reading": recipe.words(self.scale),
+            "reading": recipe.describe_reading(self.scale),
             "recipe": recipe.name,
             "measure": MEASURES[recipe.measure],
             "columns": list(recipe.columns),
             "scale": self.scale and {"name": self.scale.name, "about": self.scale.about},
-            "axes": [
-                {
-                    "name": axis,
-                    "values": [{"name": v.name, "title": v.title} for v in values if v.name in present[axis]],
-                }
-                for axis, values in recipe.axes.items()
-            ],
+            "axes": axes,
             "command": self.command,
-            "machine": machine(),
+            "machine": detect_machine(),
             "versions": {
                 **{name: metadata.version(name) for name in ("halfmoon", "torch")},
                 "python": platform.python_version(),
             },
-            "cells": [self._cell(cell) for cell in cells],
+            "cells": [self._cell_entry(cell) for cell in cells],
         }
 
-    def _cell(self, cell: Cell) -> dict[str, Any]:
+    def _cell_entry(self, cell: RecipeCell) -> dict[str, Any]:
+        """Build the entry of a cell."""
         runs = []
         for seed, config in cell.configs.items():
-            mark = identity(config, config.method)
-            folder = os.path.relpath(self.run(mark), self.path)
-            result = measured(self.results.get(mark, {"finished": False, "failed": None}), cell.measure)
-            runs.append({"seed": seed, "identity": mark, "folder": folder, **result})
+            run_id = identity(config, config.method)
+            # A relative path, so that the output folder can be moved as a whole.
+            folder = os.path.relpath(self.run_path(run_id), self.path)
+            entry = self.results.get(run_id, {"finished": False, "failed": None})
+            result = select_measure(entry, cell.measure)
+            runs.append({"seed": seed, "identity": run_id, "folder": folder, **result})
         return {"at": dict(cell.at), "published": cell.published and cell.published._asdict(), "runs": runs}
 
 
-def parse(data: bytes, path: Path) -> dict[str, Any]:
-    """Return what a sweep.json says; raise UserError where it is damaged, or of another format."""
+def parse_sweep_file(data: bytes, path: Path) -> dict[str, Any]:
+    """Parse the contents of a sweep.json.
+
+    Args:
+        data: The file's bytes.
+        path: The file, for messages.
+
+    Returns:
+        Its fields.
+
+    Raises:
+        UserError: If it is damaged or has another format.
+    """
     try:
-        facts = integrity.unseal_lines(data)
-        number = facts["format"]
+        contents = integrity.unseal_lines(data)
+        file_format = contents["format"]
     except (ValueError, LookupError, TypeError) as error:
         raise UserError(
-            f"{path} is damaged ({error}); remove it and run the sweep again: finished runs are kept."
+            f"{path} is damaged ({error}); remove it and run the sweep again: finished runs are reused."
         ) from error
-    if number != SWEEP_FORMAT:
+    if file_format != SWEEP_FORMAT:
         raise UserError(
-            f"{path} has format {number}, but this halfmoon reads {SWEEP_FORMAT}; remove it and run the sweep again: runs of "
-            "an equal configuration are kept."
+            f"{path} has format {file_format}, but this halfmoon reads {SWEEP_FORMAT}; remove it and run the sweep again: "
+            "finished runs of an equal configuration are reused."
         )
-    return facts
+    return contents
 
 
-def entry(summary: Mapping[str, Any] | None, failed: str | None = None) -> dict[str, Any]:
-    """Return what sweep.json says of a run that is over."""
+def make_run_entry(summary: Mapping[str, Any] | None, failed: str | None = None) -> dict[str, Any]:
+    """Make the entry of a run for sweep.json.
+
+    Args:
+        summary: The summary of a finished run, or None.
+        failed: The reason of a failure.
+
+    Returns:
+        The entry, without the run's seed, identity and folder.
+    """
     if summary is None:
         return {"finished": False, "failed": failed}
     names = ("accuracy", "measured", "cost", "seconds")
     return {"finished": True, "failed": None, **{name: summary[name] for name in names if name in summary}}
 
 
-def measured(result: Mapping[str, Any], measure: str) -> dict[str, Any]:
-    """Return an entry whose "accuracy" is the share that its cell compares, which may be another than the test's.
+def select_measure(entry: Mapping[str, Any], measure: str) -> dict[str, Any]:
+    """Replace the "accuracy" of a run's entry by the quantity that its cell compares.
 
-    A run without such a number has failed there.
+    Args:
+        entry: The run's entry.
+        measure: The quantity, one of `halfmoon.studies.recipe.MEASURES`.
+
+    Returns:
+        The entry; that of a failed run if the run did not record the quantity.
     """
-    data = {name: value for name, value in result.items() if name != "measured"}
-    if measure == "test" or not result["finished"]:
-        return data
-    accuracy = result.get("measured", {}).get(measure)
+    selected = {name: value for name, value in entry.items() if name != "measured"}
+    if measure == "test" or not entry["finished"]:
+        return selected
+    accuracy = entry.get("measured", {}).get(measure)
     if accuracy is None:
         return {"finished": False, "failed": f"it has recorded no {MEASURES[measure]}"}
-    return {**data, "accuracy": accuracy}
+    return {**selected, "accuracy": accuracy}
 
 
-def machine() -> dict[str, Any]:
-    """Return what this machine is: its processor, how many cores it gives, and its GPU."""
+def detect_machine() -> dict[str, Any]:
+    """Detect this machine's processor, its cores that this process may use, and its GPU."""
     import torch  # slow to import
 
     gpu = torch.cuda.get_device_name(0) if torch.cuda.is_available() else None
-    return {"cpu": _processor(), "cores": cores(), "gpu": gpu}
+    return {"cpu": _processor_name(), "cores": count_cores(), "gpu": gpu}
 
 
-def cores() -> int:
+def count_cores() -> int:
+    """Count the cores that this process may use."""
+    # In a container or a batch job the process may be bound to fewer cores than the machine has.
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def _processor() -> str:
+def _processor_name() -> str:
+    """Return the processor's model name, or its architecture if the system does not report a model."""
+    # On Linux platform.processor() returns only the architecture, or an empty text.
     for line in (atomic_io.read(Path("/proc/cpuinfo")) or b"").decode(errors="replace").splitlines():
         if line.startswith("model name"):
             return line.partition(":")[2].strip()
     return platform.processor() or platform.machine()
 
 
-def table(facts: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
-    """Return headings and rows: a cell's accuracies over seeds beside the published one, or how many splits it has."""
-    axes = [axis["name"] for axis in facts["axes"]]
-    if facts["kind"] == "splits":
-        counts = [[*(cell["at"][axis] for axis in axes), str(len(cell["runs"]))] for cell in facts["cells"]]
-        return [*axes, "splits"], counts
-    rows = []
-    for cell in facts["cells"]:
-        scores = [run["accuracy"] for run in cell["runs"] if run.get("accuracy")]
-        values = [
-            tables.mean_and_deviation([100 * each[name] for each in scores]) if scores else None
-            for name in ("last", "best")
-        ]
-        paper = cell["published"]
-        published = "" if paper is None else tables.format_mean(tables.MeanDeviation(paper["mean"], paper["deviation"]))
-        measured = [tables.format_mean(value) or "-" for value in values]
-        rows.append([*(cell["at"][axis] for axis in axes), *measured, f"{len(scores)}", published])
+def build_table(contents: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
+    """Build a text table of a sweep.
+
+    Args:
+        contents: The contents of sweep.json.
+
+    Returns:
+        Headings and rows, one row a cell: its accuracies in percent over seeds and the published one. For a recipe of
+        kind "splits", its number of splits.
+    """
+    axes = [axis["name"] for axis in contents["axes"]]
+    if contents["kind"] == "splits":
+        rows = [[*(cell["at"][axis] for axis in axes), str(len(cell["runs"]))] for cell in contents["cells"]]
+        return [*axes, "splits"], rows
+    rows = [[*(cell["at"][axis] for axis in axes), *_accuracy_texts(cell)] for cell in contents["cells"]]
     return [*axes, "last %", "best %", "seeds", "published %"], rows
+
+
+def _accuracy_texts(cell: dict[str, Any]) -> list[str]:
+    """Format a cell's last and best accuracy, its number of seeds with an accuracy, and its published accuracy."""
+    accuracies = [run["accuracy"] for run in cell["runs"] if run.get("accuracy")]
+    texts: list[str] = []
+    for name in ("last", "best"):
+        percent = [100 * accuracy[name] for accuracy in accuracies]
+        value = tables.mean_and_deviation(percent) if percent else None
+        texts.append(tables.format_mean(value) or "-")
+    texts.append(f"{len(accuracies)}")
+    paper = cell["published"]
+    if paper is None:
+        texts.append("")
+    else:
+        texts.append(tables.format_mean(tables.MeanDeviation(paper["mean"], paper["deviation"])))
+    return texts

@@ -1,8 +1,8 @@
-"""A small search over named options of a run, judged by validation images alone; a stopped one goes on.
+"""A small hyperparameter search over options of a run, by its accuracy on validation images.
 
-Optuna proposes the trials and keeps its journal in the folder; each trial is a run (or one a seed) in a folder named
-after its values, so that a trial that was stopped goes on from its checkpoint. The test images of the data set have no
-part in it: the runs have none.
+Optuna proposes the trials and stores its journal in the folder. Each trial is a run (or one for each seed) in a folder
+named after its values, so that a trial that was stopped resumes from its checkpoint. Runs of a search have no test
+images, so they cannot influence it.
 """
 
 from __future__ import annotations
@@ -32,19 +32,35 @@ from halfmoon.storage import atomic_io
 if TYPE_CHECKING:
     import optuna
 
-JOURNAL, TABLE, BEST = "journal.log", "trials.csv", "best.toml"
-SHARE = 0.2
-"""The validation share where the configuration sets none aside."""
+JOURNAL_FILE = "journal.log"
+"""Name of Optuna's journal in the folder of a search."""
 
-KNOBS = ("lr=3e-4..1e-2", "labeled_view=cutout,weak,plain", "server_ema=0,0.9")
-"""What is searched where nothing is named."""
+TABLE = "trials.csv"
+"""Name of the table of trials."""
+
+BEST = "best.toml"
+"""Name of the configuration with the best values."""
+
+DEFAULT_VALIDATION_SHARE = 0.2
+"""The validation share if the configuration has no validation images."""
+
+DEFAULT_KNOBS = ("lr=3e-4..1e-2", "labeled_view=cutout,weak,plain", "server_ema=0,0.9")
+"""The options that are searched if none is named."""
+
+LOG_SCALE_FACTOR = 10
+"""Ranges whose ends differ by this factor or more are searched on a logarithmic scale."""
 
 
 @dataclass(frozen=True)
 class Knob:
-    """An option that is searched: one of `choices`, as words, or a number from `low` to `high`.
+    """An option that is searched. The journal identifies a search by the text of its knobs, so fields keep their names.
 
-    A range of real numbers of a factor of ten or more is searched by its logarithm.
+    Attributes:
+        name: The option: "NAME", or "METHOD.NAME" for an option of a method.
+        choices: The values to choose from, as texts. If empty, the option is a number.
+        low: The smallest number.
+        high: The largest number.
+        whole: The number is an integer.
     """
 
     name: str
@@ -54,53 +70,68 @@ class Knob:
     whole: bool = False
 
     @classmethod
-    def parse(cls, words: str) -> Knob:
-        """Return the knob that NAME=LOW..HIGH or NAME=VALUE,VALUE,... spells; raise UserError for any other words."""
-        name, sign, text = words.partition("=")
+    def parse(cls, text: str) -> Knob:
+        """Parse the option `--knob`: NAME=LOW..HIGH, or NAME=VALUE,VALUE,...
+
+        Raises:
+            UserError: If the text has another form, or the option is unknown or cannot be searched.
+        """
+        name, equal_sign, values = text.partition("=")
         method, dot, option = name.rpartition(".")
         name = f"{method}{dot}{option.replace('-', '_')}"
-        if not sign or not text:
-            raise UserError(f"--knob {words!r} is not NAME=LOW..HIGH or NAME=VALUE,VALUE: write lr=1e-4..1e-2.")
-        own = "." in name
-        if not own and name not in settings.option_types():
+        if not equal_sign or not values:
+            raise UserError(f"--knob {text!r} is not NAME=LOW..HIGH or NAME=VALUE,VALUE: write lr=1e-4..1e-2.")
+        # The types of a method's options are not known here; `apply_values` checks their values.
+        is_method_option = "." in name
+        if not is_method_option and name not in settings.option_types():
             raise settings.unknown_option(name, None)
-        if name in _FIXED:
-            raise UserError(f"--knob {name}: it cannot be searched, for it says what the search is.")
-        low, dots, high = text.partition("..")
+        if name in _FIXED_OPTIONS:
+            raise UserError(f"--knob {name}: it cannot be searched, because it defines the search.")
+        low_text, dots, high_text = values.partition("..")
         if not dots:
-            choices = tuple(text.split(","))
-            for choice in choices if not own else ():
-                settings.parse_option(name, choice)
+            choices = tuple(values.split(","))
+            if not is_method_option:
+                for choice in choices:
+                    settings.parse_option(name, choice)
             return cls(name, choices)
         try:
-            ends = float(low), float(high)
+            low = float(low_text)
+            high = float(high_text)
         except ValueError as error:
-            raise UserError(f"--knob {words!r}: {text!r} is no range of numbers, such as 1e-4..1e-2.") from error
-        if not ends[0] < ends[1] or not all(map(math.isfinite, ends)):
-            raise UserError(f"--knob {words!r}: a range goes from a smaller to a larger number.")
-        kinds = () if own else union_members(settings.option_types()[name])
-        if not own and not {int, float} & set(kinds):
-            raise UserError(f"--knob {words!r}: {name} is no number; name its values: {name}=A,B.")
-        return cls(name, (), *ends, whole=int in kinds and float not in kinds)
+            raise UserError(f"--knob {text!r}: {values!r} is no range of numbers, such as 1e-4..1e-2.") from error
+        if not low < high or not math.isfinite(low) or not math.isfinite(high):
+            raise UserError(f"--knob {text!r}: a range goes from a smaller to a larger number.")
+        types = () if is_method_option else union_members(settings.option_types()[name])
+        if not is_method_option and int not in types and float not in types:
+            raise UserError(f"--knob {text!r}: {name} is no number; name its values: {name}=A,B.")
+        return cls(name, choices=(), low=low, high=high, whole=int in types and float not in types)
 
-    def ask(self, trial: optuna.Trial) -> Any:
-        """Return the value that a trial gives it."""
+    def sample(self, trial: optuna.Trial) -> Any:
+        """Sample the option's value for a trial."""
         if self.choices:
             return trial.suggest_categorical(self.name, self.choices)
         if self.whole:
             return trial.suggest_int(self.name, int(self.low), int(self.high))
-        return trial.suggest_float(self.name, self.low, self.high, log=self.low > 0 and self.high >= 10 * self.low)
+        log_scale = self.low > 0 and self.high >= LOG_SCALE_FACTOR * self.low
+        return trial.suggest_float(self.name, self.low, self.high, log=log_scale)
 
 
-_FIXED = {
+_FIXED_OPTIONS = {
     *("data", "data_dir", "cache", "method", "baselines", "seed", "split_seed", "split"),
     *("validation_share", "validation_part", "run_dir"),
 }
+"""Options that define the search, so that they cannot be searched."""
 
 
 @dataclass(frozen=True)
 class Trial:
-    """One that was played: its values, and the accuracy on validation images, a share; None where it diverged."""
+    """A finished trial.
+
+    Attributes:
+        number: Optuna's number of the trial.
+        values: The values of the knobs by name.
+        accuracy: The accuracy on validation images, from 0 to 1; None if the training diverged.
+    """
 
     number: int
     values: Mapping[str, Any]
@@ -113,52 +144,82 @@ def tune(
     trials: int,
     seeds: Sequence[int],
     folder: Path,
-    say: Callable[[str], None] = lambda words: None,
+    print_line: Callable[[str], None] = lambda line: None,
 ) -> list[Trial]:
-    """Play trials until there are so many in the folder, and return all of them, the best first.
+    """Train trials until the folder has the requested number; a search that was stopped resumes.
 
-    A trial's accuracy is that of the chosen round on the validation images, in the mean over `seeds`. Raise UserError
-    where the extra "tune" is not installed, a knob cannot be what it is to be, or the folder holds another search.
+    Args:
+        config: The configuration of all runs.
+        knobs: The options that are searched.
+        trials: The number of trials, including those that the folder has.
+        seeds: The seeds of every trial. Its accuracy is the mean over seeds of the best validation accuracy.
+        folder: The folder of the search.
+        print_line: Receives one line for every finished trial.
+
+    Returns:
+        All trials in the folder, the best first.
+
+    Raises:
+        UserError: If the extra "tune" is not installed, a value is invalid for its option, or the folder contains
+            another search.
     """
-    optuna = _optuna()
+    optuna = _import_optuna()
     if not (config.validation_share or config.validation_part):
-        config = replace(config, validation_share=SHARE)
-    marks = json.dumps([settings.to_toml(replace(config, run_dir=None)), [str(knob) for knob in knobs], list(seeds)])
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        store = optuna.storages.JournalStorage(optuna.storages.journal.JournalFileBackend(str(folder / JOURNAL)))
-    except OSError as error:
-        raise UserError(f"{folder}: it cannot be written ({atomic_io.error_reason(error)}); choose another.") from error
-    study = optuna.create_study(storage=store, study_name="halfmoon", direction="maximize", load_if_exists=True)
-    # A search that goes on draws other values than it has drawn.
-    number = rng.derive_seed(config.seed, "tune", len(study.get_trials(deepcopy=False)))
-    study.sampler = optuna.samplers.TPESampler(seed=number % 2**32)
-    if _without_retired_options(study.user_attrs.setdefault("search", marks)) != _without_retired_options(marks):
-        raise UserError(f"{folder} holds another search (other options, knobs or seeds); choose another --run-dir.")
-    study.set_user_attr("search", marks)
-    for running in study.get_trials(deepcopy=False, states=(optuna.trial.TrialState.RUNNING,)):
-        study.tell(running.number, state=optuna.trial.TrialState.FAIL)  # stopped: its values come first now
-        study.enqueue_trial(running.params)
-    while len(finished := _finished(study)) < trials:
+        config = replace(config, validation_share=DEFAULT_VALIDATION_SHARE)
+    search_id = json.dumps(
+        [settings.to_toml(replace(config, run_dir=None)), [str(knob) for knob in knobs], list(seeds)]
+    )
+    study = _open_study(optuna, folder)
+    # TPE starts from its seed in every process: with the same seed, a resumed search would repeat its first
+    # proposals. The number of trials in the journal makes the seed a new one.
+    seed = rng.derive_seed(config.seed, "tune", len(study.get_trials(deepcopy=False)))
+    study.sampler = optuna.samplers.TPESampler(seed=seed % 2**32)
+    stored_id = study.user_attrs.setdefault("search", search_id)
+    if _without_retired_options(stored_id) != _without_retired_options(search_id):
+        raise UserError(f"{folder} contains another search (other options, knobs or seeds); choose another --run-dir.")
+    study.set_user_attr("search", search_id)
+    # Optuna cannot resume a trial. Trials that were stopped count as failed, and their values are next in the queue:
+    # the new trial has the same values, hence the same run folder, and its run resumes from the checkpoint.
+    for stopped in study.get_trials(deepcopy=False, states=(optuna.trial.TrialState.RUNNING,)):
+        study.tell(stopped.number, state=optuna.trial.TrialState.FAIL)
+        study.enqueue_trial(stopped.params)
+    while len(finished := _finished_trials(study)) < trials:
         trial = study.ask()
-        values = {knob.name: knob.ask(trial) for knob in knobs}
-        accuracy = _accuracy(config, values, seeds, folder)
+        values = {knob.name: knob.sample(trial) for knob in knobs}
+        accuracy = _train_trial(config, values, seeds, folder)
         trial.set_user_attr("diverged", accuracy is None)
+        # The sampler needs a number to learn from, so a trial that diverged counts as 0.
         study.tell(trial, 0.0 if accuracy is None else accuracy)
         outcome = "diverged" if accuracy is None else f"{100 * accuracy:.2f} %"
-        say(f"trial {len(finished) + 1} of {trials}: {outcome} with {_words(values)}")
-        _write(folder, config, _finished(study), knobs)
-    _write(folder, config, finished, knobs)
+        print_line(f"trial {len(finished) + 1} of {trials}: {outcome} with {_format_values(values)}")
+        _write_results(folder, config, _finished_trials(study), knobs)
+    _write_results(folder, config, finished, knobs)
     return sorted(finished, key=lambda trial: -1.0 if trial.accuracy is None else trial.accuracy, reverse=True)
 
 
-def _without_retired_options(marks: str) -> list[Any]:
-    """Parse the description of a search; options that were removed since it was written are left out."""
-    config, *rest = json.loads(marks)
+def _open_study(optuna: Any, folder: Path) -> optuna.Study:
+    """Open the study in a folder, or create it.
+
+    Raises:
+        UserError: If the folder cannot be written.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        backend = optuna.storages.journal.JournalFileBackend(str(folder / JOURNAL_FILE))
+        storage = optuna.storages.JournalStorage(backend)
+    except OSError as error:
+        raise UserError(f"{folder}: it cannot be written ({atomic_io.error_reason(error)}); choose another.") from error
+    return optuna.create_study(storage=storage, study_name="halfmoon", direction="maximize", load_if_exists=True)
+
+
+def _without_retired_options(search_id: str) -> list[Any]:
+    """Parse the description of a search, without options that halfmoon has removed since it was written."""
+    config, *rest = json.loads(search_id)
     return [retired.strip_ignored_lines(config), *rest]
 
 
-def _optuna() -> Any:
+def _import_optuna() -> Any:
+    """Import Optuna, which is an optional dependency."""
     try:
         import optuna
     except ImportError as error:
@@ -167,31 +228,41 @@ def _optuna() -> Any:
     return optuna
 
 
-def _finished(study: optuna.Study) -> list[Trial]:
-    return [
-        Trial(trial.number, dict(trial.params), None if trial.user_attrs.get("diverged") else trial.value)
-        for trial in study.get_trials(deepcopy=False)
-        if trial.value is not None
-    ]
+def _finished_trials(study: optuna.Study) -> list[Trial]:
+    """Return the finished trials of a study, in their order."""
+    finished: list[Trial] = []
+    for trial in study.get_trials(deepcopy=False):
+        if trial.value is not None:
+            accuracy = None if trial.user_attrs.get("diverged") else trial.value
+            finished.append(Trial(trial.number, dict(trial.params), accuracy))
+    return finished
 
 
-def applied(config: Config, values: Mapping[str, Any]) -> Config:
-    """Return the configuration with the knobs at these values; raise UserError where they do not fit together."""
+def apply_values(config: Config, values: Mapping[str, Any]) -> Config:
+    """Set the values of knobs in a configuration.
+
+    Args:
+        config: The configuration.
+        values: The values by the names of knobs.
+
+    Raises:
+        UserError: If a value is invalid, or the values do not fit together.
+    """
     changes: dict[str, Any] = {}
-    options: dict[str, Any] = dict(config.options)
+    method_options: dict[str, Any] = dict(config.options)
     for name, value in values.items():
         if "." in name:
-            method, own = name.split(".", 1)
-            options[method] = {**dict(options.get(method) or {}), own: _value(value)}
+            method, option = name.split(".", 1)
+            method_options[method] = {**dict(method_options.get(method) or {}), option: _parse_value(value)}
         else:
             changes[name] = settings.parse_option(name, value) if isinstance(value, str) else value
-    changed = replace(config, **changes, options=options)
+    changed = replace(config, **changes, options=method_options)
     settings.check_methods(changed)
     return changed
 
 
-def _value(text: Any) -> Any:
-    """Return a method's option: a number, true or false where the words are one."""
+def _parse_value(text: Any) -> Any:
+    """Parse the value of a method's option: a number, true or false if the text is one, else the text."""
     if not isinstance(text, str):
         return text
     try:
@@ -201,9 +272,10 @@ def _value(text: Any) -> Any:
     return value if isinstance(value, bool | int | float) else text
 
 
-def _accuracy(config: Config, values: Mapping[str, Any], seeds: Sequence[int], folder: Path) -> float | None:
-    """Return the accuracy on validation images with these values, None where a loss was no number."""
-    changed = applied(config, values)
+def _train_trial(config: Config, values: Mapping[str, Any], seeds: Sequence[int], folder: Path) -> float | None:
+    """Train the runs of a trial; return the mean over seeds of the best validation accuracy, None if one diverged."""
+    changed = apply_values(config, values)
+    # Sorted keys: the folder of a trial must not depend on the order of the knobs.
     name = hashlib.sha256(json.dumps(dict(values), sort_keys=True).encode()).hexdigest()[:12]
     accuracies = []
     for seed in seeds:
@@ -218,32 +290,35 @@ def _accuracy(config: Config, values: Mapping[str, Any], seeds: Sequence[int], f
     return statistics.fmean(accuracies)
 
 
-def _write(folder: Path, config: Config, finished: Sequence[Trial], knobs: Sequence[Knob]) -> None:
-    """Write the log of trials as CSV, and the configuration with the best values."""
-    text = io.StringIO()
+def _write_results(folder: Path, config: Config, finished: Sequence[Trial], knobs: Sequence[Knob]) -> None:
+    """Write the table of trials as CSV, and the configuration with the best values."""
+    table = io.StringIO()
     names = [knob.name for knob in knobs]
-    writer = csv.writer(text, lineterminator="\n")
+    writer = csv.writer(table, lineterminator="\n")
     writer.writerow(["trial", "validation_accuracy", *names])
     for trial in finished:
         accuracy = "" if trial.accuracy is None else repr(trial.accuracy)
-        values = [trial.values[name] for name in names]
-        words = [escape_formula(value) if isinstance(_value(value), str) else value for value in values]
-        writer.writerow([trial.number, accuracy, *words])
-    files = {TABLE: text.getvalue()}
-    good = [trial for trial in finished if trial.accuracy is not None]
-    if good:
-        best = max(good, key=lambda trial: trial.accuracy or 0.0)
-        files[BEST] = settings.to_toml(applied(config, best.values))
+        columns = []
+        for name in names:
+            value = trial.values[name]
+            # Texts that a spreadsheet would execute as formulas are escaped; numbers stay numbers, "-1" for one.
+            columns.append(escape_formula(value) if isinstance(_parse_value(value), str) else value)
+        writer.writerow([trial.number, accuracy, *columns])
+    files = {TABLE: table.getvalue()}
+    converged = [trial for trial in finished if trial.accuracy is not None]
+    if converged:
+        best = max(converged, key=lambda trial: trial.accuracy or 0.0)
+        files[BEST] = settings.to_toml(apply_values(config, best.values))
     try:
-        for name, words in files.items():
-            atomic_io.write_atomically(folder / name, words.encode())
+        for name, text in files.items():
+            atomic_io.write_atomically(folder / name, text.encode())
     except OSError as error:
         raise UserError(
-            f"{folder}: it cannot be written ({atomic_io.error_reason(error)}); go on when it can."
+            f"{folder}: it cannot be written ({atomic_io.error_reason(error)}); when it can, run the search again to resume."
         ) from error
 
 
-def _words(values: Mapping[str, Any]) -> str:
-    return ", ".join(
-        f"{name} {value:.3g}" if isinstance(value, float) else f"{name} {value}" for name, value in values.items()
-    )
+def _format_values(values: Mapping[str, Any]) -> str:
+    """Format the values of a trial for a line of progress."""
+    texts = [f"{name} {value:.3g}" if isinstance(value, float) else f"{name} {value}" for name, value in values.items()]
+    return ", ".join(texts)

@@ -30,9 +30,9 @@ from halfmoon.core.errors import UserError
 from halfmoon.storage import toml
 
 if TYPE_CHECKING:
-    from halfmoon.studies.executors import Engine
+    from halfmoon.studies.executors import Executor
     from halfmoon.studies.recipe import Recipe
-    from halfmoon.studies.run_sweep import Step
+    from halfmoon.studies.run_sweep import RunReport
     from halfmoon.studies.sweep_folder import SweepFolder
 
 TIME_OPTIONS = ("data_dir", "cache", "device", "executor", "threads", "workers")
@@ -70,16 +70,16 @@ def add(commands: Any) -> None:
 def _sweep(args: argparse.Namespace) -> int:
     """Run the sweep; return 1 if a run failed."""
     from halfmoon.studies import grid, recipe
-    from halfmoon.studies.sweep_folder import SweepFolder, cores, table
+    from halfmoon.studies.sweep_folder import SweepFolder, build_table, count_cores
 
     plan = recipe.load(args.recipe)
     scale = plan.scale(args.scale) if args.scale else None
     jobs = parse_int("--jobs", args.jobs, 1)
     over = settings.resolve_paths(requested_options(args, EXECUTION_OPTIONS), Path())
     if jobs > 1 and args.engine == "local" and "threads" not in over:
-        over["threads"] = max(1, cores() // jobs)
+        over["threads"] = max(1, count_cores() // jobs)
     seeds = [parse_int("--seeds", text, 0) for text in args.seeds] if args.seeds else None
-    cells = grid.cells(plan, grid.selection(plan, args.only), seeds, scale, over)
+    cells = grid.build_cells(plan, grid.parse_selection(plan, args.only), seeds, scale, over)
     command = shlex.join(["halfmoon", *args.words])
     folder = SweepFolder(args.out, plan, scale)
     if args.dry_run:
@@ -94,7 +94,7 @@ def _sweep(args: argparse.Namespace) -> int:
     else:
         if scale is not None:
             print_text(f"SCALED DOWN, not the paper's experiment: {scale.about}")
-        headings, rows = table(contents)
+        headings, rows = build_table(contents)
         print_table(headings, rows)
         print_text(f"sweep folder: {folder.path}\nas a page: halfmoon report {folder.path} --out page.html")
     return code
@@ -105,18 +105,18 @@ def _run_cells(args: argparse.Namespace, folder: SweepFolder, cells: list[Any], 
     from rich.console import Console
 
     from halfmoon.cli import console as screen
-    from halfmoon.studies.run_sweep import sweep
+    from halfmoon.studies.run_sweep import run_sweep
 
     console = Console(stderr=True)
 
-    def print_step(step: Step) -> None:
-        text = f"[{step.number}/{step.runs}] {step.words}: "
+    def print_step(step: RunReport) -> None:
+        text = f"[{step.number}/{step.runs}] {step.label}: "
         if step.failed:
             text += f"failed: {step.failed}"
         elif step.summary and "accuracy" in step.summary:
             accuracy = step.summary["accuracy"]
             text += f"last {100 * accuracy['last']:.2f}, best {100 * accuracy['best']:.2f} %"
-            text += ", finished before" if step.before else f" ({screen.duration(step.summary['seconds'])})"
+            text += ", finished before" if step.finished_before else f" ({screen.duration(step.summary['seconds'])})"
         else:
             text += "finished"
         screen.print_line(console, text)
@@ -126,7 +126,7 @@ def _run_cells(args: argparse.Namespace, folder: SweepFolder, cells: list[Any], 
     try:
         # Ray prints to stdout, which is only for results.
         with redirect_stdout(sys.stderr), progress, ExitStack() as cleanup:
-            failed = sweep(folder, cells, _make_executor(args, progress, jobs, cleanup), print_step)
+            failed = run_sweep(folder, cells, _make_executor(args, progress, jobs, cleanup), print_step)
     except KeyboardInterrupt:
         if args.debug:
             raise
@@ -134,7 +134,7 @@ def _run_cells(args: argparse.Namespace, folder: SweepFolder, cells: list[Any], 
     return 1 if failed else 0
 
 
-def _make_executor(args: argparse.Namespace, progress: Any, jobs: int, cleanup: ExitStack) -> Engine:
+def _make_executor(args: argparse.Namespace, progress: Any, jobs: int, cleanup: ExitStack) -> Executor:
     """Create the executor of the runs; `cleanup` closes it."""
     from halfmoon.runs.callbacks import Callbacks
     from halfmoon.studies import executors
@@ -155,7 +155,7 @@ def _make_executor(args: argparse.Namespace, progress: Any, jobs: int, cleanup: 
 
 def _print_cells(cells: list[Any], as_json: bool) -> int:
     rows = [
-        (cell.words, str(seed), settings.identity(config, config.method)[:16])
+        (cell.label, str(seed), settings.identity(config, config.method)[:16])
         for cell in cells
         for seed, config in cell.configs.items()
     ]
@@ -186,7 +186,7 @@ def add_recipes(commands: Any) -> None:
 def _recipes(args: argparse.Namespace) -> int:
     from halfmoon.studies import recipe
 
-    loaded = [recipe.load(name) for name in args.names or recipe.names()]
+    loaded = [recipe.load(name) for name in args.names or recipe.list_names()]
     if args.time and len(loaded) != 1:
         raise UserError("--time needs one recipe: write, for example, halfmoon recipes feddure-table1 --time.")
     if not args.time and (args.scale or args.only):
@@ -222,9 +222,9 @@ def _describe_recipe(loaded: Recipe) -> dict[str, Any]:
         "paper": loaded.paper,
         "item": loaded.item,
         "about": loaded.about,
-        "reading": loaded.words(None),
+        "reading": loaded.describe_reading(None),
         "kind": loaded.kind,
-        "cells": len(grid.combinations(loaded, {})),
+        "cells": len(grid.list_combinations(loaded, {})),
         "seeds": list(loaded.seeds),
         "panels": {name: {axis: list(names) for axis, names in at.items()} for name, at in loaded.panels.items()},
         "scales": [{"name": each.name, "about": each.about} for each in loaded.scales.values()],
@@ -239,11 +239,13 @@ def _describe_recipe(loaded: Recipe) -> dict[str, Any]:
 def _estimate_cost(loaded: Recipe, args: argparse.Namespace) -> dict[str, Any]:
     """Estimate the time of the selected cells on this machine, from one timed round of each row."""
     from halfmoon.studies import cost, grid
-    from halfmoon.studies.sweep_folder import machine
+    from halfmoon.studies.sweep_folder import detect_machine
 
     scale = loaded.scale(args.scale) if args.scale else None
     over = requested_options(args, TIME_OPTIONS)
-    cells = grid.cells(loaded, grid.selection(loaded, args.only), None, scale, settings.resolve_paths(over, Path()))
+    cells = grid.build_cells(
+        loaded, grid.parse_selection(loaded, args.only), None, scale, settings.resolve_paths(over, Path())
+    )
     rows = {
         name: {
             "cell": row.cell,
@@ -254,7 +256,7 @@ def _estimate_cost(loaded: Recipe, args: argparse.Namespace) -> dict[str, Any]:
         for name, row in cost.estimate_costs(loaded, cells).items()
     }
     return {
-        "machine": cost.describe_machine(machine()),
+        "machine": cost.describe_machine(detect_machine()),
         "scale": scale and {"name": scale.name, "about": scale.about},
         "of": loaded.rows,
         "rows": rows,
@@ -335,13 +337,13 @@ def _tune(args: argparse.Namespace) -> int:
     from rich.console import Console
 
     from halfmoon.cli import console as screen
-    from halfmoon.studies.tuning import BEST, KNOBS, TABLE, Knob
+    from halfmoon.studies.tuning import BEST, DEFAULT_KNOBS, TABLE, Knob
     from halfmoon.studies.tuning import tune as search
 
     if args.trials < 1 or min(args.seeds) < 0:
         raise UserError("--trials must be at least 1, and --seeds whole numbers from 0.")
     values, flags, file = read_layers(args)
-    knobs = [Knob.parse(text) for text in args.knob or KNOBS]
+    knobs = [Knob.parse(text) for text in args.knob or DEFAULT_KNOBS]
     config = settings.resolve(values, flags, file)
     folder = config.run_dir or settings.next_free_folder(config, "tune")
     console = Console(stderr=True)
