@@ -121,7 +121,7 @@ def test_a_skipped_image_comes_back_last_on_the_wall(browser: Any, page: str) ->
 def test_the_page_says_what_the_order_is(browser: Any, page: str) -> None:
     opened(browser, page)
     way = Select(browser.find_element("id", "way"))
-    assert way.first_selected_option.text == "unsure and unlike, classes in turn"
+    assert way.first_selected_option.text == "uncertain and different, classes in turn"
     words = browser.find_element("id", "rank").text
     assert re.fullmatch(rf"uncertainty 0\.\d\d, rank [\d,]+ of {COUNT:,}", words)
     way.select_by_value("unsure")
@@ -146,7 +146,7 @@ def test_suggestions_are_off_until_asked_for(browser: Any, page: str) -> None:
     asked = "return performance.getEntriesByType('resource').filter((e) => e.name.includes('/guess/')).length"
     assert browser.execute_script(asked) == 0
     press(browser, "m")
-    until(lambda: browser.find_element("id", "suggestion").text.startswith("The model says "))
+    until(lambda: browser.find_element("id", "suggestion").text.startswith("The model predicts "))
     assert len(browser.find_elements("css selector", "#choices .suggested")) == 1
 
 
@@ -254,7 +254,7 @@ def test_what_somebody_else_answers_is_not_lost(browser: Any, page: str, folder:
     write_labels(folder, LabelEdit(first, "ship"))
     press(browser, "1")
     box = until(lambda: browser.find_elements("css selector", "dialog[open]"))[0]
-    assert "it says ship by now. Your answer is cat." in box.text
+    assert "its label is now ship. Your label is cat." in box.text
     press(browser, "\ue007")  # keep theirs
     until(lambda: not browser.find_elements("css selector", "dialog[open]"))
     assert read_labels(folder) == {first: "ship"}
@@ -307,7 +307,7 @@ def test_a_dead_program_is_said(browser: Any, folder: Path) -> None:
         opened(browser, address)
     press(browser, "1")
     notice = browser.find_element("id", "notice")
-    until(lambda: "no longer answers" in notice.text)
+    until(lambda: "no longer runs" in notice.text)
     browser.get_log("browser")
 
 

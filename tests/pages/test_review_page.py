@@ -124,7 +124,7 @@ def chosen(browser: Any, select: str, words: str) -> None:
 def test_the_wall_is_sorted_and_filtered(browser: Any, page: str) -> None:
     opened(browser, page)
     assert until(lambda: cells(browser))[0].startswith("c.png: ship · 40 %, label dog")
-    for words, first in (("the surest", "b.png"), ("the least sure", "e.png"), ("by path", "+a.png")):
+    for words, first in (("the most confident", "b.png"), ("the least confident", "e.png"), ("by path", "+a.png")):
         chosen(browser, "sort", words)
         assert cells(browser)[0].startswith(first)
     chosen(browser, "predicted", "ship")

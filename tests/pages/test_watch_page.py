@@ -349,7 +349,7 @@ def test_a_growing_run_is_followed(browser: Any, tmp_path: Path) -> None:
         browser.find_element("id", "filter").send_keys("fedavg")
         until(lambda: len(browser.find_elements("css selector", "#runs tbody tr")) == 1)
         assert browser.get_log("browser") == []
-    until(lambda: "ended in the terminal" in browser.find_element("id", "notice").text)
+    until(lambda: "stopped in the terminal" in browser.find_element("id", "notice").text)
 
 
 @needs_browser

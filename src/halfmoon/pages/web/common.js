@@ -1,4 +1,4 @@
-// What all pages share: elements, requests, shortcuts, dialogs. Texts only ever enter as text.
+// Common functions of all pages: elements, requests, shortcuts, dialogs. Texts are never parsed as HTML.
 
 export function html(name, attributes, ...children) {
   const made = document.createElement(name);
@@ -17,7 +17,7 @@ export const percent = (share, digits = 0) => `${(100 * share).toFixed(digits)} 
 
 export class Refused extends Error {
   constructor(status, said) {
-    super(said.error ?? "The page's program did not answer as it should.");
+    super(said.error ?? "The server of this page sent an invalid response.");
     this.status = status;
     this.held = said.held;
   }
@@ -29,7 +29,7 @@ export async function ask(path, sent) {
   try {
     answer = await fetch(path, options);
   } catch {
-    throw new Refused(0, { error: "halfmoon no longer answers: it was ended in the terminal. What was answered is kept." });
+    throw new Refused(0, { error: "halfmoon no longer runs: it was stopped in the terminal. All labels so far are saved." });
   }
   const said = await answer.json().catch(() => ({}));
   if (!answer.ok) throw new Refused(answer.status, said);
@@ -56,7 +56,7 @@ export function keysOf(classes) {
   return classes.map((_, n) => (n < 9 ? String(n + 1) : n === 9 ? "0" : LETTERS[n - 10] ?? ""));
 }
 
-// Call handlers by key, unless somebody types or a dialog is open.
+// Call a handler for each key, unless the focus is in a field or a dialog is open.
 export function keys(handle) {
   document.addEventListener("change", (event) => event.target.blur()); // so that the next key is a command again
   document.addEventListener("keydown", (event) => {
@@ -87,14 +87,14 @@ export function question(title, words, buttons) {
   });
 }
 
-// One button a class, with its key, its labels so far, and a mark where it is starved.
+// One button for each class, with its key, the number of its labels, and a note if it has few.
 export function choices(host, facts, { now = -1, suggested = "", press }) {
   const most = Math.max(1, ...facts.counts);
   const assigned = keysOf(facts.classes);
   host.replaceChildren(...facts.classes.map((name, n) => {
     const starved = facts.starved.includes(n);
     const key = assigned[n];
-    const side = html("span", { class: "less n" }, starved ? html("span", { class: "starved" }, "starved") : null, ` ${count(facts.counts[n])}`);
+    const side = html("span", { class: "less n" }, starved ? html("span", { class: "starved" }, "few labels") : null, ` ${count(facts.counts[n])}`);
     return html("button", {
       type: "button", class: [name === suggested ? "suggested" : "", n === now ? "now" : ""].join(" ").trim() || null, "data-class": n,
       "aria-keyshortcuts": key || null, "aria-pressed": n === now ? "true" : null, onclick: () => press(n),
@@ -102,7 +102,7 @@ export function choices(host, facts, { now = -1, suggested = "", press }) {
   }));
 }
 
-// Take over what has changed since the version that the page has.
+// Apply the changes since the version of the page.
 export function takeOver(data, facts) {
   for (const [row, label, unsure] of facts.changes) {
     data.labels[row] = label;
@@ -111,7 +111,7 @@ export function takeOver(data, facts) {
   data.facts = facts;
 }
 
-// Send an answer; where somebody else said something else meanwhile, the person decides.
+// Send a label; if another person has changed it meanwhile, ask which one to keep.
 export async function answer(data, row, label, seen) {
   const send = (before) => ask("answer", { row, label, seen: before, by: data.name ?? "", since: data.facts.version });
   try {
@@ -120,8 +120,8 @@ export async function answer(data, row, label, seen) {
   } catch (error) {
     if (error.status !== 409) throw error;
     const theirs = error.held || "no label";
-    const kept = await question("Somebody else was here", `${data.paths[row]}: it says ${theirs} by now. Your answer is ${label || "no label"}.`, [
-      ["theirs", `Keep ${theirs}`], ["mine", `Make it ${label || "no label"}`],
+    const kept = await question("Another person labeled this image", `${data.paths[row]}: its label is now ${theirs}. Your label is ${label || "no label"}.`, [
+      ["theirs", `Keep ${theirs}`], ["mine", `Change to ${label || "no label"}`],
     ]);
     if (kept !== "mine") return false;
     takeOver(data, await send(error.held));
@@ -129,14 +129,14 @@ export async function answer(data, row, label, seen) {
   }
 }
 
-// Where answers carry names and none was given, ask for it.
+// Ask for a name if labels are recorded with names and none was given.
 export function askName(data) {
   if (data.by === null) return;
   data.name = data.by || sessionStorage.getItem("name") || "";
   if (data.name) return;
   const input = html("input", { type: "text", maxlength: 100, "aria-label": "your name", required: true });
-  const form = html("form", { method: "dialog" }, html("h2", null, "Who answers?"), html("p", null, "Your name is written beside each answer in labels.csv."), input, html("div", { class: "row" }, html("button", { class: "main" }, "Begin")));
-  const box = html("dialog", { "aria-label": "Who answers?" }, form);
+  const form = html("form", { method: "dialog" }, html("h2", null, "Your name"), html("p", null, "Your name is recorded with each label in labels.csv."), input, html("div", { class: "row" }, html("button", { class: "main" }, "Start")));
+  const box = html("dialog", { "aria-label": "Your name" }, form);
   box.addEventListener("close", () => {
     data.name = input.value.trim() || "somebody";
     sessionStorage.setItem("name", data.name);

@@ -2,15 +2,15 @@ import { announce, answer, ask, askName, byId, choices, count, html, keys, keysO
 import { ARROWS, Look, tools } from "./look.js";
 import { Wall } from "./wall.js";
 
-const AGAIN = 20; // answers after which the order is asked for anew
-const EVERY = 3000; // ms between two looks at what others have written
+const AGAIN = 20; // labels after which the order is requested again
+const EVERY = 3000; // ms between two requests for labels that others have written
 
 const data = { labels: [], unsure: new Set(), order: [], paths: [], facts: null };
 const skipped = new Set(JSON.parse(sessionStorage.getItem("skipped") ?? "[]")); // also after the page is loaded again
 const done = []; // what can be undone: {row, before, after, kind}
 let row = -1;
 let since = 0;
-let busy = 0; // things that are being done, or wait
+let busy = 0; // actions that are running or waiting
 let doing = Promise.resolve();
 
 const look = new Look(byId("stage"), byId("image"), tools());
@@ -29,11 +29,11 @@ function takeOrder(found) {
   data.why = new Map(found.order.map((at, n) => [at, { uncertainty: found.uncertainty[n], rank: found.rank[n], far: found.far[n] }]));
 }
 
-// Both numbers of the order: how unsure the model is, and how unlike those with a label the image is.
+// The numbers of the order: the uncertainty, and the rank of the distance to labeled images.
 function whyOf(at) {
   const { uncertainty, rank, far } = data.why.get(at) ?? {};
   if (!rank) return "";
-  const unlike = far ? `; unlike those with a label: rank ${count(far)}` : "";
+  const unlike = far ? `; distance to labeled images: rank ${count(far)}` : "";
   return `uncertainty ${uncertainty.toFixed(2)}, rank ${count(rank)} of ${count(data.why.size)}${unlike}`;
 }
 
@@ -78,7 +78,7 @@ function draw() {
   for (const id of ["skip", "doubt"]) byId(id).disabled = row < 0;
   for (const button of host.children) button.disabled = row < 0;
   const { model, training } = facts;
-  byId("model").textContent = facts.guesses ? "" : !model ? "order: random" : model.error ? "" : `the model looks at the images: ${count(model.done)} of ${count(model.of)}`;
+  byId("model").textContent = facts.guesses ? "" : !model ? "order: random" : model.error ? "" : `the model predicts the images: ${count(model.done)} of ${count(model.of)}`;
   for (const id of ["ordering", "alike", "alike-here"]) byId(id).hidden = !facts.guesses;
   byId("suggesting").hidden = !facts.guesses && (!model || Boolean(model.error));
   byId("train").disabled = Boolean(training.progress);
@@ -92,13 +92,13 @@ function drawCurve(points) {
   const host = byId("curve");
   if (!points.length || (host.dataset.drawn === String(points.length) && host.firstChild)) return;
   const of = (name) => points.map((point) => point[name]);
-  const line = { look: { title: "right by cross-validation", color: "var(--link)" }, x: of("labels"), mean: of("accuracy"), low: of("low"), high: of("high"), bars: true, dense: true };
-  const spec = { lines: [line], title: "Percent right by cross-validation", xLabel: "labels", percent: true, exact: true, height: 150 };
+  const line = { look: { title: "correct in cross-validation", color: "var(--link)" }, x: of("labels"), mean: of("accuracy"), low: of("low"), high: of("high"), bars: true, dense: true };
+  const spec = { lines: [line], title: "Percent correct in cross-validation", xLabel: "labels", percent: true, exact: true, height: 150 };
   host.replaceChildren(lineChart(Math.max(240, host.clientWidth), spec));
   host.dataset.drawn = points.length;
 }
 
-// The image before or after in its folder, as in a series.
+// Go to the previous or next image of its folder, as in a series.
 function beside(by) {
   const folder = (at) => data.paths[at]?.split("/").slice(0, -1).join("/");
   if (row >= 0 && folder(row + by) === folder(row)) goTo(row + by);
@@ -109,7 +109,7 @@ const train = () => act(async () => {
   draw();
 }, true);
 
-// All images, those most like one first.
+// Show all images, the most similar to one first.
 const similar = (at) => act(async () => {
   if (at === undefined || at < 0) return;
   data.similar = { at, rows: (await ask(`similar/${at}`)).rows };
@@ -118,7 +118,7 @@ const similar = (at) => act(async () => {
 }, true);
 const similarHere = () => similar([...wall.chosen][0] ?? wall.rows[wall.focused]);
 
-// Do one thing at a time, and say what went wrong. What concerns the image that is shown is left out meanwhile.
+// Run one action at a time, and show its error. Actions on the shown image are dropped while another one runs.
 function act(what, waiting = false) {
   if (busy && !waiting) return;
   busy += 1;
@@ -229,7 +229,7 @@ async function suggest() {
   const { label, probability } = await ask(`guess/${at}`).catch(() => ({ label: "" }));
   if (at !== row || !byId("suggest").checked) return;
   data.suggested = label;
-  place.textContent = label ? `The model says ${label}, ${percent(probability)}.` : "The model has not seen this image.";
+  place.textContent = label ? `The model predicts ${label}, ${percent(probability)}.` : "The model has no prediction for this image.";
   draw();
 }
 
@@ -294,7 +294,7 @@ async function watch() {
     if (facts.changes.length) for (const [at] of facts.changes) wall.refresh(at);
     if (ready || facts.changes.length || facts.model?.done !== before.model?.done || facts.training.words !== before.training.words) draw();
     if (row >= 0 && !busy && facts.changes.some(([at, label]) => at === row && label >= 0) && byId("all").hidden) {
-      announce("Somebody else labeled this image.");
+      announce("Another person labeled this image.");
       next();
     }
     if (document.querySelector("#notice.fault")?.textContent.startsWith("halfmoon no longer")) notice("");
@@ -375,7 +375,7 @@ try {
   Object.assign(data, { paths: found.paths, labels: found.labels, unsure: new Set(found.unsure_rows), by: found.by, notes: found.notes, differing: found.differing, facts: found });
   takeOrder(found);
   askName(data);
-  if (found.foldered) notice("Some labels are names of class folders. Your first answer writes all of them into a labels.csv, which counts from then on.", false);
+  if (found.foldered) notice("Some labels are names of class folders. Your first label writes all of them to a labels.csv, which is used from then on.", false);
   next();
   setTimeout(watch, 700);
 } catch (error) {

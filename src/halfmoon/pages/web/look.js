@@ -1,9 +1,9 @@
-// One image at a time in full depth: window and level, zoom and pan. Nothing changes but what is seen.
+// Show one image in full depth, with window and level, zoom and pan. The file is not changed.
 
 import { byId } from "./common.js";
 
 const STEPS = [1, 1.5, 2, 3, 4, 6, 8, 12, 16];
-const KEPT = 5; // decoded images that stay in memory
+const KEPT = 5; // decoded images in memory
 
 // Center and width of the usual windows of a CT, in Hounsfield units.
 const CT = { lung: [-600, 1500], soft: [40, 400], bone: [400, 1800], brain: [40, 80] };
@@ -109,7 +109,7 @@ export class Look {
     for (const row of rows) this.decode(row).catch(() => {});
   }
 
-  // Take the window that is chosen; "own window" stays as it is from image to image.
+  // Set the chosen window; a custom one is used for the next images as well.
   preset() {
     if (!this.shown) return;
     const { low, high, slope, intercept } = this.shown;

@@ -68,7 +68,7 @@ function draw() {
   const row = wall.rows[place];
   const seen = data.seen.predicted[row];
   byId("said").replaceChildren(
-    html("b", null, seen < 0 ? "This image cannot be read." : `The model says ${name(seen)}, ${percent(data.seen.probability[row], 1)}.`), html("br"),
+    html("b", null, seen < 0 ? "This image cannot be read." : `The model predicts ${name(seen)}, ${percent(data.seen.probability[row], 1)}.`), html("br"),
     labelName(row) ? `Its label is ${labelName(row)}.` : "It has no label.", ` ${count(place + 1)} of ${count(wall.rows.length)}.`);
   choices(byId("choices"), data.facts, { now: data.labels[row], suggested: name(seen), press: correct });
   byId("before").disabled = place === 0;
@@ -124,8 +124,8 @@ async function quality() {
   }
   for (const part of document.querySelectorAll("#quality section")) part.hidden = false;
   byId("summary").textContent = `The model agrees with ${percent(found.accuracy, 1)} of ${count(found.images)} labels (balanced over classes: ${percent(found.balanced_accuracy, 1)}). ` +
-    `Its probabilities are off by ${percent(found.calibration_error, 1)} on average. It is at least ${percent(found.sure.at_least)} sure of ${percent(found.sure.share)} of these images` +
-    (found.sure.accuracy === null ? "." : `, and right in ${percent(found.sure.accuracy, 1)} of those.`);
+    `Its probabilities are off by ${percent(found.calibration_error, 1)} on average. For ${percent(found.sure.share)} of these images its confidence is at least ${percent(found.sure.at_least)}` +
+    (found.sure.accuracy === null ? "." : `; it is right on ${percent(found.sure.accuracy, 1)} of those.`);
   byId("confusion").replaceChildren(confusion(found));
   byId("calibration").replaceChildren(calibration(found));
   const cells = (each) => [each.precision, each.recall, each.f1].map((share) => html("td", null, percent(share, 1)));
@@ -164,7 +164,7 @@ function calibration({ reliability }) {
   const [left, top, side] = [44, 10, 300];
   const x = (share) => left + share * side;
   const y = (share) => top + (1 - share) * side;
-  const root = svg("svg", { viewBox: `0 0 ${left + side + 28} ${top + side + 40}`, role: "img", "aria-label": `Share that is right, by probability: ${reliability.filter((each) => each.images).map((each) => `${percent(each.confidence)} sure, ${percent(each.accuracy)} right, ${each.images} images`).join("; ")}` });
+  const root = svg("svg", { viewBox: `0 0 ${left + side + 28} ${top + side + 40}`, role: "img", "aria-label": `Share of correct predictions, by probability: ${reliability.filter((each) => each.images).map((each) => `${percent(each.confidence)} confident, ${percent(each.accuracy)} right, ${each.images} images`).join("; ")}` });
   for (const share of [0, 0.25, 0.5, 0.75, 1]) {
     root.append(svg("line", { class: "rule", x1: left, x2: x(1), y1: y(share), y2: y(share) }));
     root.append(svg("text", { x: left - 6, y: y(share) + 4, "text-anchor": "end" }, percent(share)));
@@ -174,7 +174,7 @@ function calibration({ reliability }) {
   for (const each of reliability.filter(({ images }) => images)) {
     const wide = (each.to - each.above) * side - 2;
     const bar = svg("rect", { class: "bar", x: x(each.above) + 1, width: wide, y: y(each.accuracy), height: Math.max(1, y(0) - y(each.accuracy)), "fill-opacity": 0.35 + (0.65 * each.images) / most });
-    bar.append(svg("title", {}, `${each.images} images, ${percent(each.confidence, 1)} sure on average, ${percent(each.accuracy, 1)} right`));
+    bar.append(svg("title", {}, `${each.images} images, ${percent(each.confidence, 1)} confident on average, ${percent(each.accuracy, 1)} right`));
     root.append(bar);
   }
   root.append(svg("line", { class: "ideal", x1: x(0), y1: y(0), x2: x(1), y2: y(1) }));
@@ -210,7 +210,7 @@ async function predicted() {
   for (;;) {
     const { model: progress } = await ask("state");
     if (progress.error) throw new Error(`The model cannot be used: ${progress.error}`);
-    byId("progress").textContent = progress.ready ? `${count(data.paths.length)} images, model ${data.model}` : `the model looks at the images: ${count(progress.done)} of ${count(progress.of)}`;
+    byId("progress").textContent = progress.ready ? `${count(data.paths.length)} images, model ${data.model}` : `the model predicts the images: ${count(progress.done)} of ${count(progress.of)}`;
     if (progress.ready) return ask("predictions");
     await new Promise((go) => setTimeout(go, 500));
   }

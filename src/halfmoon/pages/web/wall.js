@@ -1,8 +1,8 @@
-// A wall of images that holds only what is in sight: ten thousand scroll as fast as ten.
+// A wall of images that has elements only for visible images, so that ten thousand scroll as fast as ten.
 
 import { html } from "./common.js";
 
-const PAUSE = 70; // ms that a cell stays in sight before its image is asked for
+const PAUSE = 70; // ms that a cell is visible before its image is requested
 
 export class Wall {
   // `fill(row)` returns {alt, lines: [text or element], odd}; `open(place)` is called for a click or Enter. Where
@@ -60,7 +60,7 @@ export class Wall {
     this.changed();
   }
 
-  // The rows of those cells that can be seen whole.
+  // The rows of the completely visible cells.
   inSight() {
     const first = Math.ceil(this.host.scrollTop / this.tall) * this.columns;
     const last = Math.floor((this.host.scrollTop + this.host.clientHeight) / this.tall) * this.columns;

@@ -10,19 +10,19 @@ const CHARTS = [
   ["above", "Correct among the confident ones, %", true],
   ["share_above", "Confident pseudo-labels, %", true],
   ["share_used", "Pseudo-labels that were used, %", true],
-  ["sent", "Sent up by all clients in a round, MB", false],
-  ["seconds", "Seconds a round", false],
+  ["sent", "Uploaded by all clients in a round, MB", false],
+  ["seconds", "Seconds per round", false],
   ["epsilon", "Privacy spent: epsilon", false],
 ];
 const COLUMNS = [
-  ["round", "round", 0], ["accuracy", "accuracy %", 2], ["evaluation", "sites' accuracy %", 2], ["loss", "loss", 4], ["pseudo", "pseudo-labels right %", 2],
-  ["share_above", "confident %", 2], ["above", "right of these %", 2], ["cohort", "clients", 0], ["sent", "sent up, MB", 3], ["seconds", "seconds", 1], ["epsilon", "epsilon", 3],
+  ["round", "round", 0], ["accuracy", "accuracy %", 2], ["evaluation", "sites' accuracy %", 2], ["loss", "loss", 4], ["pseudo", "correct pseudo-labels %", 2],
+  ["share_above", "confident %", 2], ["above", "correct of these %", 2], ["cohort", "clients", 0], ["sent", "uploaded, MB", 3], ["seconds", "seconds", 1], ["epsilon", "epsilon", 3],
 ];
 
 const runs = new Map(); // by id: facts, lines, rows
 const hidden = new Set();
 const figures = new Map();
-const sizes = new ResizeObserver(() => drawCharts()); // a chart beside a new one gets narrower
+const sizes = new ResizeObserver(() => drawCharts()); // a new chart makes those next to it narrower
 const told = new Set(); // alarms that were announced
 const dark = matchMedia("(prefers-color-scheme: dark)");
 
@@ -93,7 +93,7 @@ function toggle(id) {
   drawCharts();
 }
 
-// Runs that differ in their seed alone are one line: their mean, in a band from the smallest to the largest.
+// Runs that differ only in their seed are one line: their mean, in a band from the smallest to the largest.
 function lineOf(seeds, key, weight) {
   const curves = seeds.map((run) => ({ x: run.lines[key].x, y: smooth(run.lines[key].y, weight) }));
   const x = curves.reduce((least, { x }) => (x.at(-1) < least.at(-1) ? x : least), curves[0].x);
@@ -133,7 +133,7 @@ function drawCharts() {
       byId("charts").insertBefore(figure.root, after ?? null);
     }
     const width = Math.floor(figure.plot.clientWidth);
-    // A chart is drawn again only where something changed: who looks at a value keeps it.
+    // A chart is drawn again only if it has changed, so that a tooltip remains open.
     const now = JSON.stringify([width, dark.matches, weight, lines.map((line) => [line.look, line.x.length, line.mean.at(-1)])]);
     if (now === figure.drawn || !width) continue;
     figure.drawn = now;
@@ -163,7 +163,7 @@ function drawTable() {
 function drawSites(federation) {
   byId("sites-section").hidden = !federation;
   if (!federation) return;
-  const head = ["site", "state", "last word", "at", "late", "no answer", "refused", "left out", "accuracy %"];
+  const head = ["site", "state", "last event", "time", "late", "no reply", "refused", "left out", "accuracy %"];
   const [shared = []] = [...runs.values()].map((run) => run.sites);
   byId("sites").replaceChildren(
     html("thead", null, html("tr", null, head.map((word, n) => html("th", { scope: "col", class: n < 4 ? "left" : null }, word)))),
@@ -178,9 +178,9 @@ function drawSite(site) {
   if (!site) return;
   byId("sentence").textContent = site.sentence;
   byId("table-section").hidden = !site.rows.length;
-  byId("h-table").textContent = "What this site did, and what left it";
+  byId("h-table").textContent = "Work of this site, and the data that it sent";
   byId("which").parentElement.hidden = true;
-  const head = ["round", "at", "did", "received", "sent (all that left this site)"];
+  const head = ["round", "time", "work", "received", "sent (everything that left this site)"];
   byId("table").replaceChildren(
     html("thead", null, html("tr", null, head.map((word, n) => html("th", { scope: "col", class: n ? "left" : null }, word)))),
     html("tbody", null, site.rows.toReversed().map((row) => html("tr", null, html("td", null, count(row.round)),
@@ -228,7 +228,7 @@ function draw(found) {
   if (planned > 1) byId("progress").textContent = `${finished} of ${planned} runs finished${going.length ? `, ${going.length} running${left}` : ""}`;
   else if (found.runs[0]?.waiting) byId("progress").textContent = found.runs[0].waiting;
   else if (any) byId("progress").textContent = `round ${found.runs[0].round} of ${found.runs[0].rounds}, ${found.runs[0].state}${left}`;
-  else byId("progress").textContent = found.site ? "" : "nothing has begun here yet";
+  else byId("progress").textContent = found.site ? "" : "no run has started yet";
   if (found.left_out) byId("progress").textContent += `; ${found.left_out} more are not shown`;
   drawAlarms([...found.alarms.map((each) => each.words), ...found.runs.flatMap((run) => run.alarms.map((each) => (found.runs.length > 1 ? `${label(run)}: ${each.words}` : each.words)))]);
   if (any) {
@@ -247,7 +247,7 @@ async function watch() {
     byId("fresh").textContent = `read at ${new Date().toLocaleTimeString("en-GB")}`;
     notice("");
   } catch (error) {
-    notice(error.status === 0 ? "halfmoon watch was ended in the terminal; the runs go on. What you see is what it last read." : error.message);
+    notice(error.status === 0 ? "halfmoon watch was stopped in the terminal; the runs continue. The page shows the state that it read last." : error.message);
   }
   document.body.dataset.ready = "yes";
   setTimeout(watch, document.hidden ? 5 * EVERY : EVERY);
