@@ -1,4 +1,4 @@
-"""What a network is: parameters in, logits and batch moments out; no side effect, nothing hidden."""
+"""Base class of networks: pure functions from parameters and images to logits and batch statistics."""
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, field, replace
@@ -27,28 +27,38 @@ from halfmoon.models.passes import (
 )
 
 ANY_REAL = "any real row"
-"""Beside the moments of a pass over padded rows: whether any was real, a name that no layer has; else none counts."""
+"""Key in the moments of a pass over padded rows: whether any row was real. Otherwise the moments are ignored."""
 
 
 @dataclass(frozen=True)
 class Network(ABC):
     """A classifier as a pure function.
 
-    A model is the tree {"params": ..., "stats": ...}; "stats" holds the tracked mean and variance of each batch
-    normalization and travels with the parameters. Under `norm` "group" and "none" there is nothing to track: stats and
-    moments are {}. "none" is FedMatch's: no normalization, and no bias anywhere.
+    A model is the tree {"params": ..., "stats": ...}; "stats" has the tracked mean and variance of each batch
+    normalization and is sent with the parameters. With `norm` "group" and "none" there are no statistics: stats and
+    moments are {}. "none" is FedMatch's network, without normalization and biases.
 
-    Passes read sizes from the parameters, so the leading part of every leaf is a network as well (HeteroFL).
-    `precision` is that of the products in passes over float32; trees and logits are float32 all the same.
-    Raises `UserError` for an unknown `norm`.
+    Passes read sizes from the parameters, so the first rows and columns of every leaf are a narrower network (HeteroFL).
+
+    Attributes:
+        channels: channels of images.
+        classes: number of classes.
+        width: a factor of the layers' sizes.
+        norm: kind of normalization.
+        sliceable: whether the first rows and columns of every leaf are a narrower network.
+        fixed_norm: whether the network has a fixed normalization, and `norm` cannot be chosen.
+        precision: precision of the products in passes; trees and logits are always float32.
+
+    Raises:
+        UserError: `norm` is unknown.
     """
 
     channels: int = 3
     classes: int = 10
     width: int = 64
     norm: Norm = "batch"
-    sliceable: ClassVar[bool] = True  # whether the leading part of every leaf is a network as well
-    fixed_norm: ClassVar[bool] = False  # whether `norm` is not to be chosen: the network has its own
+    sliceable: ClassVar[bool] = True
+    fixed_norm: ClassVar[bool] = False
     precision: Precision = field(default="float32", kw_only=True)
 
     def __post_init__(self) -> None:
@@ -57,39 +67,39 @@ class Network(ABC):
 
     @abstractmethod
     def init(self, generator: torch.Generator) -> Tree:
-        """Return {"params", "stats"}, drawn from `generator`."""
+        """Initialize a model {"params", "stats"} at random."""
 
     def layers(self, x: Tensor, run: ForwardPass) -> Tensor:
-        """Return what x (B, C, H, W) comes to, (B, classes), when `run` does what each layer does; "head" is last.
+        """Compute the logits (B, classes) of x (B, C, H, W), where `run` computes each layer; the last one is "head".
 
-        A network that has passes of its own needs none.
+        Networks that override the passes do not need it.
         """
         raise NotImplementedError
 
     @abstractmethod
     def check(self, shape: tuple[int, int, int]) -> None:
-        """Raise `UserError` if images of `shape` (C, H, W) do not fit."""
+        """Check that images of a shape (C, H, W) fit; raises `UserError`."""
 
     @property
     def head(self) -> str | None:
-        """Return the path of the last linear layer, None where there is no such layer."""
+        """Path of the last linear layer; None if there is no such layer."""
         return "head"
 
     def full_model(self, model: Tree) -> "tuple[Network, Tree]":
-        """Return the network and the model that is saved, of what is trained: here these are the same."""
+        """Convert a trained model to the network and the model that are saved. Subclasses add frozen parameters."""
         return self.in_float32, model
 
     @property
     def in_float32(self) -> "Network":
-        """Return the network whose products are not rounded: what is tested, saved and shipped."""
+        """The network in float32, which is evaluated, saved and exported."""
         return self if self.precision == "float32" else replace(self, precision="float32")
 
-    def _passed(self, x: Tensor, run: ForwardPass) -> Tensor:
+    def _run_layers(self, x: Tensor, run: ForwardPass) -> Tensor:
         with product_precision(self.precision, x.device):
             return to_float32(self.layers(x, run))
 
     def tree_path(self, name: str) -> str | None:
-        """Return where a tensor of a PyTorch state dict lies in the model, None where the model has no place for it.
+        """Find the path in the model of a tensor of a PyTorch state dict; None if the model has no such tensor.
 
         "block.0.weight" is params/block/0/weight, "block.1.running_var" stats/block/1/var.
         """
@@ -97,16 +107,20 @@ class Network(ABC):
         if last == "num_batches_tracked":
             return None
         kind = {"running_mean": "mean", "running_var": "var"}.get(last)
-        place = layer.replace(".", "/")
-        return f"stats/{place}/{kind}" if kind else f"params/{name.replace('.', '/')}"
+        layer_path = layer.replace(".", "/")
+        return f"stats/{layer_path}/{kind}" if kind else f"params/{name.replace('.', '/')}"
 
     def zero_moments(self, params: Tree) -> Tree:
-        """Return zeros in the shape of the moments: what a client without images has seen."""
-        biases = {name: part["norm"]["bias"] for name, part in params.items() if "norm" in part}
-        return {name: {"mean": torch.zeros_like(b), "var": torch.zeros_like(b)} for name, b in biases.items()}
+        """Make zeros of the shapes of the moments, for clients without images."""
+        moments: Tree = {}
+        for name, layer in params.items():
+            if "norm" in layer:
+                bias = layer["norm"]["bias"]
+                moments[name] = {"mean": torch.zeros_like(bias), "var": torch.zeros_like(bias)}
+        return moments
 
     def count_products(self, shape: tuple[int, int, int]) -> int | None:
-        """Return how many products one image of `shape` (C, H, W) costs forward, None where that cannot be counted."""
+        """Count the multiplications of a forward pass of one image (C, H, W); None if they cannot be counted."""
         with torch.device("meta"):
             params = self.init(torch.Generator())["params"]
         run = ProductCounter(params, self.norm)
@@ -116,55 +130,65 @@ class Network(ABC):
     def train(
         self, params: Tree, x: Tensor, settled: Tree | None = None, real: Tensor | None = None
     ) -> tuple[Tensor, Tree]:
-        """Return logits (B, classes) under batch statistics, and the moments {layer: {"mean", "var"}}.
+        """Compute logits under batch statistics, and the batch statistics.
 
-        "var" is the unbiased variance, which is what running statistics track (as in PyTorch). Layers of which
-        `settled` has statistics are normalized by these and have no moments. With a mask `real` (B,), statistics are
-        those of the real images, and logits of the others mean nothing.
+        Args:
+            params: parameters.
+            x: images (B, C, H, W).
+            settled: fixed statistics of some layers, which are normalized by these and have no moments.
+            real: (B,) bool, False for padding. Statistics are those of real images; logits of padding are undefined.
+
+        Returns:
+            Logits (B, classes), and moments {layer: {"mean", "var"}}. "var" is the unbiased variance, which running
+            statistics track, as in PyTorch.
         """
         run = TrainPass(params, self.norm, settled=settled or {}, real=real)
-        return self._passed(x, run), run.moments
+        return self._run_layers(x, run), run.moments
 
     def embed(
         self, params: Tree, x: Tensor, settled: Tree | None = None, real: Tensor | None = None
     ) -> tuple[Tensor, Tensor, Tree]:
-        """Return (logits, features, moments): what `train` does, with the features (B, F) that the head was given.
+        """Compute logits, features and moments like `train`; features (B, F) are the inputs of the head.
 
-        A second head can stand on the same pass, such as ReMixMatch's for rotations.
+        A second head can use the features of the same pass, such as ReMixMatch's for rotations.
         """
         run = TrainPass(params, self.norm, settled=settled or {}, real=real)
-        return self._passed(x, run), to_float32(run.inputs["head"]), run.moments
+        return self._run_layers(x, run), to_float32(run.inputs["head"]), run.moments
 
     def linearize(self, params: Tree, x: Tensor, real: Tensor | None = None) -> tuple[Tensor, list[Tensor]]:
-        """Return logits (B, classes) under batch statistics, and the tape from which `tangent` works."""
+        """Compute logits (B, classes) under batch statistics, and a tape of activations for `tangent`."""
         run = RecordingPass(params, self.norm, real=real)
-        return self._passed(x, run), run.tape
+        return self._run_layers(x, run), run.tape
 
     def tangent(
         self, params: Tree, x: Tensor, tape: list[Tensor], direction: Tree, real: Tensor | None = None
     ) -> Tensor:
-        """Return the derivative (B, classes) of the logits that `linearize` gave for these images, along `direction`.
+        """Compute the derivative (B, classes) of the logits of `linearize` along a direction of the parameters.
 
-        What `torch.func.jvp` gives; but the activations come from the tape, where that computes them a second time.
+        It equals that of `torch.func.jvp`, which would compute the activations again; here they are on the tape.
+
+        Args:
+            params: the parameters of `linearize`.
+            x: its images.
+            tape: its tape.
+            direction: a tree like the parameters.
+            real: its mask.
         """
-        return self._passed(x, TangentPass(params, self.norm, direction, x, iter(tape), real))
+        return self._run_layers(x, TangentPass(params, self.norm, direction, x, iter(tape), real))
 
     def predict(self, params: Tree, stats: Tree, x: Tensor) -> Tensor:
-        """Return logits (B, classes) under the tracked statistics ({} where nothing is tracked)."""
+        """Compute logits (B, classes) under the tracked statistics ({} if there are none)."""
         return self.represent(params, stats, x)[0]
 
     def represent(self, params: Tree, stats: Tree, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Return (logits, features): what `predict` does, with the features (B, F) that the head was given.
-
-        A network without a head has its logits for features.
-        """
+        """Compute logits like `predict`, and features (B, F), the inputs of the head; without a head, the logits."""
         run = EvalPass(params, self.norm, stats)
-        logits = self._passed(x, run)
+        logits = self._run_layers(x, run)
         return logits, to_float32(run.inputs.get(self.head or "", logits))
 
 
 def check_sides(name: str, shape: tuple[int, int, int], multiple: int, least: int) -> None:
-    """Raise `UserError` where a side of images (C, H, W) is below `least` or no multiple."""
+    """Check that the sides of images (C, H, W) are multiples, and not below `least`; raises `UserError`."""
     _, height, width = shape
     if min(height, width) < least or height % multiple or width % multiple:
         raise UserError(
@@ -176,11 +200,12 @@ def check_sides(name: str, shape: tuple[int, int, int], multiple: int, least: in
 def forward_tangent(
     network: Network, params: Tree, x: Tensor, direction: Tree, real: Tensor | None, refusal: str
 ) -> Tensor:
-    """Return `Network.tangent` by `torch.func.jvp`, without a tape.
+    """Compute `Network.tangent` by `torch.func.jvp`, without a tape.
 
-    Raise `UserError` with the words of `refusal`, and {} in them for PyTorch's, where a layer has no such derivative.
+    Raises:
+        UserError: a layer has no forward derivative; the message is `refusal`, with PyTorch's message in place of {}.
     """
-    # PyTorch's forward-mode of a group normalization refuses other layouts.
+    # PyTorch's forward mode of group normalization accepts only contiguous tensors.
     params, x, direction = tree.contiguous(params), x.contiguous(), tree.contiguous(direction)
     try:
         return jvp(lambda p: network.train(p, x, real=real)[0], (params,), (direction,))[1]
@@ -189,13 +214,13 @@ def forward_tangent(
 
 
 def track(stats: Tree, moments: Tree) -> Tree:
-    """Return the running statistics after one more forward pass, with PyTorch's momentum of 0.1."""
+    """Update running statistics by the moments of a pass, with PyTorch's momentum of 0.1."""
     new = tree.map(lambda old, new: torch.lerp(old, new, MOMENTUM), stats, moments)
     return new if ANY_REAL not in moments else tree.select(moments[ANY_REAL], new, stats)
 
 
 def mark_if_any_real(moments: Tree, real: Tensor | None) -> Tree:
-    """Return a pass's moments with the mark by which `track` leaves out those of no row that is `real` (B,)."""
+    """Add to a pass's moments whether any row is real (B,), so that `track` ignores a pass of padding only."""
     return moments if real is None else {**moments, ANY_REAL: real.any()}
 
 
@@ -207,62 +232,74 @@ def forward(
     frozen: tuple[Tensor, ...] = (),
     real: tuple[Tensor, ...] = (),
 ) -> tuple[list[Tensor], list[Tensor], list[Tree]]:
-    """Pass several groups of images under batch statistics, together or each alone.
+    """Compute the logits of several groups of images under batch statistics.
 
-    `taught` groups are differentiated; `frozen` ones only yield detached logits (pseudo-labels), and when each group
-    passes alone they cost no backward pass. Return (logits of taught, logits of frozen, moments of every pass in
-    the order frozen, taught). `real` has a mask of each group, `taught` first, where rows are padding.
+    Args:
+        network: the network.
+        params: its parameters.
+        joint: whether all groups share one pass and its statistics, or each group has a pass.
+        taught: groups whose logits are differentiated.
+        frozen: groups whose logits are detached, such as for pseudo-labels. In a pass of their own they need no backward
+            pass.
+        real: a mask of each group, those of `taught` first, if rows are padded.
+
+    Returns:
+        Logits of `taught`, logits of `frozen`, and the moments of every pass, in the order frozen, taught.
     """
     groups = (*taught, *frozen)
     if joint:
         logits, moments = network.train(params, torch.cat(groups), real=padding.concat(real))
-        parts = list(logits.split([len(group) for group in groups]))
-        return parts[: len(taught)], [part.detach() for part in parts[len(taught) :]], [moments]
+        by_group = list(logits.split([len(group) for group in groups]))
+        detached = [group_logits.detach() for group_logits in by_group[len(taught) :]]
+        return by_group[: len(taught)], detached, [moments]
     masks = real or (None,) * len(groups)
     passes: list[Tree] = []
-    quiet: list[Tensor] = []
+    frozen_logits: list[Tensor] = []
     with torch.no_grad():
         for group, mask in zip(frozen, masks[len(taught) :], strict=True):
             logits, moments = network.train(params, group, real=mask)
-            quiet.append(logits.detach())
+            frozen_logits.append(logits.detach())
             passes.append(moments)
-    loud: list[Tensor] = []
+    taught_logits: list[Tensor] = []
     for group, mask in zip(taught, masks[: len(taught)], strict=True):
         if not len(group):  # a client without labels
-            loud.append(group.new_zeros(0, network.classes))
+            taught_logits.append(group.new_zeros(0, network.classes))
             continue
         logits, moments = network.train(params, group, real=mask)
-        loud.append(logits)
+        taught_logits.append(logits)
         passes.append(mark_if_any_real(moments, mask))
-    return loud, quiet, passes
+    return taught_logits, frozen_logits, passes
 
 
 def kernels(params: Tree) -> Tree:
-    """Return the kernels of convolutions and linear layers: the leaves of two dimensions or more."""
-    tensors: Tree = {}
-    for name, part in params.items():
-        if isinstance(part, dict):
-            if inner := kernels(cast(Tree, part)):
-                tensors[name] = inner
-        elif part.dim() >= 2:
-            tensors[name] = part
-    return tensors
+    """Select the weights of convolutions and linear layers: the leaves of two dimensions or more."""
+    selected: Tree = {}
+    for name, value in params.items():
+        if isinstance(value, dict):
+            if inner := kernels(cast(Tree, value)):
+                selected[name] = inner
+        elif value.dim() >= 2:
+            selected[name] = value
+    return selected
 
 
 def linear(generator: torch.Generator, inputs: int, outputs: int) -> Tree:
+    """Initialize a linear layer, {"weight" (outputs, inputs), "bias" (outputs,)}."""
     return uniform(generator, (outputs, inputs), inputs)
 
 
 def affine(channels: int) -> Tree:
+    """Initialize the weight and bias of a normalization, (channels,) each."""
     return {"weight": torch.ones(channels), "bias": torch.zeros(channels)}
 
 
 def initial_stats(channels: int) -> Tree:
+    """Initialize the statistics of a batch normalization, (channels,) each."""
     return {"mean": torch.zeros(channels), "var": torch.ones(channels)}
 
 
 def uniform(generator: torch.Generator, shape: tuple[int, ...], fan_in: int) -> Tree:
-    """Draw U(-1/sqrt(fan_in), 1/sqrt(fan_in)): what Kaiming uniform with a = sqrt(5) comes to."""
+    """Draw weights from U(-1/sqrt(fan_in), 1/sqrt(fan_in)), which is Kaiming uniform with a = sqrt(5)."""
     bound = fan_in**-0.5
     return {
         "weight": torch.empty(shape).uniform_(-bound, bound, generator=generator),
@@ -272,9 +309,10 @@ def uniform(generator: torch.Generator, shape: tuple[int, ...], fan_in: int) -> 
 
 @dataclass(frozen=True)
 class Normalize:
-    """Map uint8 pixels to (x / 255 - mean) / std, one mean and one std a channel, in `dtype`.
+    """Map uint8 pixels to (x / 255 - mean) / std, with one mean and one std for each channel, in `dtype`.
 
-    Unequal numbers of means and stds, or a std that is not positive, raise UserError.
+    Raises:
+        UserError: the numbers of means and stds differ, or a std is not positive.
     """
 
     mean: tuple[float, ...] = (0.5,)
@@ -291,16 +329,17 @@ class Normalize:
             raise UserError(f"Normalize has the standard deviations {self.std}: all must be positive.")
 
     def __call__(self, images: Tensor) -> Tensor:
-        """Return float images (n, C, H, W) from uint8 images (n, C, H, W) on the same device.
+        """Normalize uint8 images (n, C, H, W) to float images on the same device.
 
-        Raises UserError for images of another type or another number of channels than `mean`.
+        Raises:
+            UserError: images have another type, or another number of channels than `mean`.
         """
         if images.dtype is not torch.uint8:
             raise UserError(f"Normalize got images of {images.dtype}: give uint8 pixels, 0 to 255.")
         channels = images.shape[1]
         if channels != len(self.mean):
             raise UserError(
-                f"Normalize holds {len(self.mean)} channel(s), the images have {channels}: "
+                f"Normalize has {len(self.mean)} channel(s), the images have {channels}: "
                 "take the mean and std of this source."
             )
         scale, shift = _constants(self.mean, self.std, self.dtype, images.device)
@@ -311,7 +350,7 @@ class Normalize:
 def _constants(
     mean: tuple[float, ...], std: tuple[float, ...], dtype: torch.dtype, device: torch.device
 ) -> tuple[Tensor, Tensor]:
-    """Return scale and shift (C, 1, 1): one multiplication and one addition a pixel, rounded once from doubles."""
+    """Compute scale and shift (C, 1, 1), rounded once from doubles: one multiplication and one addition a pixel."""
     scale = torch.tensor([1 / (255 * spread) for spread in std], dtype=dtype, device=device)
     shift = torch.tensor([-centre / spread for centre, spread in zip(mean, std, strict=True)], dtype=dtype)
     return scale.view(-1, 1, 1), shift.to(device).view(-1, 1, 1)

@@ -1,4 +1,4 @@
-"""The passes through a network: what each layer does in training, under tracked statistics, and to tangents."""
+"""Passes through a network: the computation of each layer in training, in evaluation, and for tangents."""
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
@@ -14,62 +14,70 @@ from halfmoon.core.autodiff import apply_across_clients, inside_transform, vjp
 from halfmoon.core.tree import Tree
 
 Norm = Literal["batch", "group", "none"]
-"""What stands after a convolution: batch normalization, group normalization (FedRGD), or nothing (FedMatch)."""
+"""Normalization after a convolution: batch normalization, group normalization (FedRGD), or none (FedMatch)."""
 
 Precision = Literal["float32", "bf16"]
-"""What convolutions and linear layers multiply in; all else, parameters and statistics too, stays float32."""
+"""Precision of the products in convolutions and linear layers; parameters, statistics and all else are float32."""
 
 EPS = 1e-5
 MOMENTUM = 0.1
+"""Constants of PyTorch's normalizations."""
+
 GROUPS = 32
+"""Groups of a group normalization (FedRGD)."""
 
 
 def product_precision(precision: Precision, device: torch.device) -> AbstractContextManager[Any]:
-    """Return what a pass is made in: for "bf16", where PyTorch rounds the factors of products (autocast)."""
+    """Make the context of a pass: for "bf16" PyTorch's autocast, which rounds the factors of products."""
     if precision == "float32":
         return nullcontext()
-    # Not cached: each pass uses a weight once, and a copy made without gradients must not serve a pass with some.
+    # Not cached: each pass uses a weight once, and a copy made without gradients must not be used in a pass with them.
     return torch.autocast(device.type, torch.bfloat16, cache_enabled=False)
 
 
 def is_emulated(precision: Precision, device: torch.device) -> bool:
-    """Return whether products are made in a form that the processor has no instructions for (x86 before AVX-512)."""
+    """Check whether the processor emulates the products because it has no instructions for them (x86 before AVX-512)."""
     return precision == "bf16" and device.type == "cpu" and torch.backends.cpu.get_cpu_capability() == "AVX2"
 
 
 def to_float32(z: Tensor) -> Tensor:
-    """Return activations in bfloat16 as float32, others as they are."""
+    """Convert bfloat16 activations to float32; others are returned unchanged."""
     return z.float() if z.dtype == torch.bfloat16 else z
 
 
 def group_count(channels: int) -> int:
-    """Return into how many groups `channels` are normalized: 32 (FedRGD), or the largest divisor below that there is.
+    """Choose the number of groups of a group normalization: 32 (FedRGD), or the largest smaller divisor of `channels`.
 
-    It depends on the channels that are there, so a leading part of a network (HeteroFL) runs by itself; it equals the
-    whole network with zeros elsewhere only where a group is one channel in both (up to 32 channels).
+    It depends on the channels of the tensor, so a narrower network (HeteroFL) can run by itself. Such a network equals
+    the full one with zeros elsewhere only if a group is one channel in both (up to 32 channels).
     """
     return max(count for count in range(1, min(GROUPS, channels) + 1) if channels % count == 0)
 
 
 @dataclass
 class ForwardPass:
-    """One pass through a network: what its layers do, on given parameters; `Network.layers` says in which order.
+    """One pass through a network: the computation of its layers, which `Network.layers` calls in order.
 
-    z is activations (B, C, H, W); whatever a network does besides (adding, averaging, flattening) has to be linear.
-    Sizes, kernels and biases are those of the parameters.
+    z is activations (B, C, H, W). All other operations of a network (adding, averaging, flattening) have to be linear,
+    because `TangentPass` applies them to tangents. Sizes are read from the parameters.
+
+    Attributes:
+        params: parameters of the network.
+        kind: kind of its normalizations.
+        inputs: the input of the last linear layer, by its name.
     """
 
     params: Tree
     kind: Norm
-    inputs: dict[str, Tensor] = field(default_factory=dict, kw_only=True)  # what the last linear layer was given
+    inputs: dict[str, Tensor] = field(default_factory=dict, kw_only=True)
 
     def conv(self, name: str, z: Tensor, stride: int = 1) -> Tensor:
-        """Convolve with an odd kernel, padded by half of it: height and width are divided by `stride`, rounded up."""
+        """Convolve with an odd kernel and a padding of half of it: height and width are divided by `stride`, rounded up."""
         p = self.params[name]["conv"]
         return F.conv2d(z, p["weight"], p.get("bias"), stride, padding=p["weight"].shape[-1] // 2)
 
     def norm(self, name: str, z: Tensor) -> Tensor:
-        """Normalize as the network's kind says, with weight and bias; "none" leaves z as it is."""
+        """Normalize by the network's kind, with weight and bias; with "none" z is returned unchanged."""
         if self.kind == "batch":
             return self.batch_norm(name, to_float32(z))
         return self.group_norm(name, to_float32(z)) if self.kind == "group" else z
@@ -79,27 +87,28 @@ class ForwardPass:
         raise NotImplementedError
 
     def group_norm(self, name: str, z: Tensor) -> Tensor:
-        """Normalize each group of channels of each image by itself: the same in training and evaluation."""
+        """Normalize each group of channels of each image, in training and evaluation alike."""
         p = self.params[name]["norm"]
         return F.group_norm(z, group_count(z.shape[-3]), p["weight"], p["bias"], EPS)
 
     def relu(self, z: Tensor) -> Tensor:
+        """Set negative activations to 0."""
         return F.relu(z)
 
     def pool(self, z: Tensor, size: int | list[int], stride: int | None = None, padding: int = 0) -> Tensor:
-        """Take the maximum of each window of `size`; without a stride the windows are tiles."""
+        """Compute the maximum of each window of `size`; without a stride the windows do not overlap."""
         maxima = None
         if z.device.type == "cpu":
-            maxima = apply_across_clients(lambda many: _largest(many, size, stride, padding), z)
+            maxima = apply_across_clients(lambda batch: _max_pool_on_cpu(batch, size, stride, padding), z)
         return F.max_pool2d(z, size, stride, padding) if maxima is None else maxima
 
     def layer_norm(self, name: str, z: Tensor) -> Tensor:
-        """Normalize z (..., features) over its features: the same in training and evaluation."""
+        """Normalize z (..., features) over its features, in training and evaluation alike."""
         p = self.params[name]
         return F.layer_norm(to_float32(z), z.shape[-1:], p["weight"], p["bias"], EPS)
 
     def linear(self, name: str, z: Tensor) -> Tensor:
-        """Map features (..., inputs) to (..., outputs); keep those of the last such layer, which is the head."""
+        """Map features (..., inputs) to (..., outputs), and store the inputs of the last such layer, the head."""
         self.inputs = {name: z}
         return F.linear(z, self.params[name]["weight"], self.params[name].get("bias"))
 
@@ -111,13 +120,14 @@ class EvalPass(ForwardPass):
     stats: Tree
 
     def batch_norm(self, name: str, z: Tensor) -> Tensor:
-        p, s = self.params[name]["norm"], self.stats[name]
+        p = self.params[name]["norm"]
+        s = self.stats[name]
         return F.batch_norm(z, s["mean"], s["var"], p["weight"], p["bias"], False, MOMENTUM, EPS)
 
 
 @dataclass
 class ProductCounter(ForwardPass):
-    """A pass that counts products in convolutions and linear layers, and computes none: parameters may be "meta"."""
+    """A pass that counts the products in convolutions and linear layers without computing them, also on "meta"."""
 
     products: int = 0
 
@@ -142,37 +152,44 @@ class ProductCounter(ForwardPass):
 
 @dataclass
 class TrainPass(ForwardPass):
-    """A pass under batch statistics, left in `moments`."""
+    """A pass under batch statistics.
+
+    Attributes:
+        moments: the batch statistics, after the pass.
+        settled: fixed statistics of some layers, which are not normalized by the batch.
+        real: (B,) bool, False for padding; None if there is none.
+    """
 
     moments: Tree = field(default_factory=dict)
-    settled: Tree = field(default_factory=dict)  # statistics of the layers that do not look at the batch
-    real: Tensor | None = None  # (B,) bool, the images that are no padding; None: all
+    settled: Tree = field(default_factory=dict)
+    real: Tensor | None = None
 
     def batch_norm(self, name: str, z: Tensor) -> Tensor:
-        """Normalize with the batch's own mean and variance, or with the settled ones where there are some."""
+        """Normalize by the mean and variance of the batch, or by the fixed ones of this layer."""
         if name in self.settled:
-            p, s = self.params[name]["norm"], self.settled[name]
+            p = self.params[name]["norm"]
+            s = self.settled[name]
             return F.batch_norm(z, s["mean"], s["var"], p["weight"], p["bias"], False, MOMENTUM, EPS)
         return self.normalized(name, z)[0]
 
     def normalized(self, name: str, z: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the normalized activations, the batch's mean and its inverse standard deviation (C,)."""
+        """Normalize by the batch; return the activations, the mean and the inverse standard deviation (C,)."""
         p = self.params[name]["norm"]
         out, mean, inverse, var = normalize_batch(z, self.real, p["weight"], p["bias"])
         self.moments[name] = {"mean": mean.detach(), "var": var}
         return out, mean, inverse
 
     def pool(self, z: Tensor, size: int | list[int], stride: int | None = None, padding: int = 0) -> Tensor:
-        """Take the maximum of each window, of one client as of many: images of one channel come with channels first."""
-        plain = z.device.type != "cpu" or stride is not None or inside_transform()
-        if plain or z.is_contiguous(memory_format=torch.channels_last):
+        """Compute the maximum of each window, by the same algorithm for one client as inside vmap."""
+        uses_default = z.device.type != "cpu" or stride is not None or inside_transform()
+        if uses_default or z.is_contiguous(memory_format=torch.channels_last):
             return super().pool(z, size, stride, padding)
-        return _largest(z, size, stride, padding)
+        return _max_pool_on_cpu(z, size, stride, padding)
 
 
 @dataclass
 class RecordingPass(TrainPass):
-    """A pass under batch statistics that keeps, in order, what its tangents will need: what autograd saves anyway."""
+    """A pass under batch statistics that records on a tape what `TangentPass` needs; autograd stores most of it too."""
 
     tape: list[Tensor] = field(default_factory=list)
 
@@ -194,8 +211,8 @@ class RecordingPass(TrainPass):
         return self.tape[-1]
 
     def pool(self, z: Tensor, size: int | list[int], stride: int | None = None, padding: int = 0) -> Tensor:
-        out, where = F.max_pool2d(z, size, stride, padding, return_indices=True)
-        self.tape.append(where)
+        out, indices = F.max_pool2d(z, size, stride, padding, return_indices=True)
+        self.tape.append(indices)
         return out
 
     def linear(self, name: str, z: Tensor) -> Tensor:
@@ -205,50 +222,66 @@ class RecordingPass(TrainPass):
 
 @dataclass
 class TangentPass(ForwardPass):
-    """A pass of tangents over a recorded one: z is how the activations move as the parameters move along `direction`.
+    """A pass of tangents after a recorded one: z is the derivative of the activations along `direction`.
 
-    It convolves no activation again: a layer with weights costs its two derivatives, so the pass two convolutions a
-    layer (one in the first, whose images stand still).
+    Activations are read from the tape. Each layer with weights needs two products, one for the derivative in its weights
+    and one for that in its input; the first layer needs one, because images do not change.
+
+    Attributes:
+        direction: a tree like the parameters.
+        images: the images of the recorded pass.
+        tape: its tape.
+        real: its mask.
     """
 
     direction: Tree
     images: Tensor
     tape: Iterator[Tensor]
-    real: Tensor | None = None  # (B,) bool, the images that are no padding; None: all
+    real: Tensor | None = None
 
     def conv(self, name: str, z: Tensor, stride: int = 1) -> Tensor:
         """d(w * x) = dw * x + w * dx."""
-        x, w, d = next(self.tape), self.params[name]["conv"]["weight"], self.direction[name]["conv"]
+        x = next(self.tape)
+        w = self.params[name]["conv"]["weight"]
+        d = self.direction[name]["conv"]
         padding = w.shape[-1] // 2
-        moved = F.conv2d(x, d["weight"], d.get("bias"), stride, padding)
-        return moved if z is self.images else moved.add_(F.conv2d(z, w, None, stride, padding))
+        tangent = F.conv2d(x, d["weight"], d.get("bias"), stride, padding)
+        # The first layer gets the images themselves instead of a tangent: their derivative is 0.
+        return tangent if z is self.images else tangent.add_(F.conv2d(z, w, None, stride, padding))
 
     def batch_norm(self, name: str, z: Tensor) -> Tensor:
-        """In weight and bias normalization is affine; in its input its derivative is symmetric: its own backward."""
-        w, d = self.params[name]["norm"]["weight"], self.direction[name]["norm"]
-        x, mean, inverse = next(self.tape), next(self.tape), next(self.tape)
+        """Add the derivatives in weight and bias, in which it is affine, and in the input.
+
+        The Jacobian in the input is symmetric, so PyTorch's backward computes the forward derivative.
+        """
+        w = self.params[name]["norm"]["weight"]
+        d = self.direction[name]["norm"]
+        x = next(self.tape)
+        mean = next(self.tape)
+        inverse = next(self.tape)
         if self.real is not None:
             return _masked_tangent(z, (x, mean, inverse), self.real, (w, d["weight"], d["bias"]))
-        moved = torch.native_batch_norm(x, d["weight"], d["bias"], None, None, True, MOMENTUM, EPS)[0]
+        tangent = torch.native_batch_norm(x, d["weight"], d["bias"], None, None, True, MOMENTUM, EPS)[0]
         only_input = [True, False, False]
         backward = torch.ops.aten.native_batch_norm_backward
-        return moved.add_(backward(z, x, w, None, None, mean, inverse, True, EPS, only_input)[0])
+        return tangent.add_(backward(z, x, w, None, None, mean, inverse, True, EPS, only_input)[0])
 
     def group_norm(self, name: str, z: Tensor) -> Tensor:
-        """d(w n + b) = dw n + db + w dn: the derivative of n, not that of w n, is symmetric, so its backward serves."""
-        p, d = self.params[name]["norm"], self.direction[name]["norm"]
+        """d(w n + b) = dw n + db + w dn. The Jacobian of n, not that of w n, is symmetric, so its backward is used."""
+        p = self.params[name]["norm"]
+        d = self.direction[name]["norm"]
         groups = group_count(z.shape[-3])
         n, pull, _ = vjp(lambda at: (F.group_norm(at["x"], groups, eps=EPS), ()), {"x": next(self.tape)})
         w, dw, db = (leaf[:, None, None] for leaf in (p["weight"], d["weight"], d["bias"]))
         return torch.addcmul(torch.addcmul(db, dw, n), w, pull(z, False)["x"])
 
     def relu(self, z: Tensor) -> Tensor:
-        """Where the output is 0, nothing moves."""
+        """The derivative is 0 where the output is 0."""
         return torch.ops.aten.threshold_backward(z, next(self.tape), 0)
 
     def pool(self, z: Tensor, size: int | list[int], stride: int | None = None, padding: int = 0) -> Tensor:
-        """The maxima move as the activations that they are."""
-        return _picked(z, next(self.tape))
+        """The derivative of a maximum is that of the activation at its position."""
+        return _gather_positions(z, next(self.tape))
 
     def linear(self, name: str, z: Tensor) -> Tensor:
         """d(w x) = dw x + w dx."""
@@ -256,65 +289,70 @@ class TangentPass(ForwardPass):
         return F.linear(next(self.tape), d["weight"], d.get("bias")) + F.linear(z, self.params[name]["weight"])
 
 
-def _largest(z: Tensor, size: int | list[int], stride: int | None, padding: int) -> Tensor:
-    """Return `max_pool2d` of z (B, C, H, W) on a CPU, where PyTorch takes ten times as long unless channels lie last.
+def _max_pool_on_cpu(z: Tensor, size: int | list[int], stride: int | None, padding: int) -> Tensor:
+    """Compute `max_pool2d` of z (B, C, H, W) on a CPU.
 
-    So it only says where the maxima are, of a copy with channels last.
+    PyTorch takes ten times as long unless channels are last. So it only finds the positions, in a channels-last copy.
     """
     with torch.no_grad():
-        last = z.contiguous(memory_format=torch.channels_last)
-        where = F.max_pool2d(last, size, stride, padding, return_indices=True)[1]
-    return _picked(z, where)
+        channels_last = z.contiguous(memory_format=torch.channels_last)
+        indices = F.max_pool2d(channels_last, size, stride, padding, return_indices=True)[1]
+    return _gather_positions(z, indices)
 
 
-def _picked(z: Tensor, where: Tensor) -> Tensor:
-    """Return of z (B, C, H, W) what stands at the places `where` (B, C, h, w) of each channel."""
-    return z.flatten(-2).gather(-1, where.flatten(-2)).unflatten(-1, where.shape[-2:])
+def _gather_positions(z: Tensor, indices: Tensor) -> Tensor:
+    """Select the values of z (B, C, H, W) at flat positions (B, C, h, w) in each channel."""
+    return z.flatten(-2).gather(-1, indices.flatten(-2)).unflatten(-1, indices.shape[-2:])
 
 
 def normalize_batch(
     z: Tensor, real: Tensor | None, weight: Tensor | None, bias: Tensor | None, eps: float = EPS
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return z (B, C, ...) normalized by its real rows, and their mean, inverse deviation, unbiased variance (C,).
+    """Normalize activations (B, C, ...) by the statistics of their real rows.
 
-    What stands in the other rows changes nothing; what becomes of it means nothing. Where no row is real they are not
-    scaled up: divided by the deviation of nothing, activations of a deep network would not stay numbers.
+    Padding rows have no effect, and their results are undefined. If no row is real the deviation is 1: divided by 0,
+    activations of a deep network would overflow.
+
+    Returns:
+        The normalized activations, and the mean, the inverse deviation and the unbiased variance (C,).
     """
     if real is None:
         out, mean, inverse = torch.native_batch_norm(z, weight, bias, None, None, True, MOMENTUM, eps)
         count = z.numel() // z.shape[1]
         return out, mean, inverse, (inverse.detach().pow(-2) - eps) * (count / max(count - 1, 1))
     mean = _real_mean(z, real)
-    apart = z - _broad(mean, z)
-    var = _real_mean(apart.square(), real)
+    deviations = z - _broadcast(mean, z)
+    var = _real_mean(deviations.square(), real)
     inverse = (torch.where(real.any(), var, 1.0) + eps).rsqrt()
-    scale = _broad(inverse if weight is None else inverse * weight, z)
-    out = apart * scale if bias is None else torch.addcmul(_broad(bias, z), apart, scale)
+    scale = _broadcast(inverse if weight is None else inverse * weight, z)
+    out = deviations * scale if bias is None else torch.addcmul(_broadcast(bias, z), deviations, scale)
     count = real.sum().to(var.dtype) * z[0, 0].numel()
     return out, mean, inverse, var.detach() * (count / (count - 1).clamp_min(1))
 
 
 def _masked_tangent(
-    z: Tensor, batch: tuple[Tensor, Tensor, Tensor], real: Tensor, moving: tuple[Tensor, Tensor, Tensor]
+    z: Tensor, batch: tuple[Tensor, Tensor, Tensor], real: Tensor, directions: tuple[Tensor, Tensor, Tensor]
 ) -> Tensor:
-    """Return the tangent of w n + b, n = (x - mean) inverse, as x moves along z, w along dw and b along db.
+    """Compute the tangent of w n + b, n = (x - mean) inverse, in the directions z of x, dw of w and db of b.
 
     dn = inverse (dx - mean(dx) - n mean(n dx)), the means over the real rows.
     """
-    (x, mean, inverse), (w, dw, db) = batch, moving
-    n = (x - _broad(mean, z)) * _broad(inverse, z)
-    along = _real_mean(n * z, real)
-    still = z - _broad(_real_mean(z, real), z)
-    moved = torch.addcmul(_broad(db, z), n, _broad(dw - along * inverse * w, z))
-    return torch.addcmul(moved, still, _broad(inverse * w, z))
+    x, mean, inverse = batch
+    w, dw, db = directions
+    n = (x - _broadcast(mean, z)) * _broadcast(inverse, z)
+    n_times_dx = _real_mean(n * z, real)
+    centered = z - _broadcast(_real_mean(z, real), z)
+    tangent = torch.addcmul(_broadcast(db, z), n, _broadcast(dw - n_times_dx * inverse * w, z))
+    return torch.addcmul(tangent, centered, _broadcast(inverse * w, z))
 
 
 def _real_mean(z: Tensor, real: Tensor) -> Tensor:
-    """Return the mean (C,) over the real rows of z (B, C, ...) and what stands behind its channels."""
-    each = z.mean(tuple(range(2, z.dim()))) if z.dim() > 2 else z
-    return (padding.row_weights(real, z)[:, None] * each).sum(0)  # no product of matrices: autocast would round it
+    """Compute the mean (C,) of z (B, C, ...) over its real rows and all dimensions after the channels."""
+    row_means = z.mean(tuple(range(2, z.dim()))) if z.dim() > 2 else z
+    # Not a matrix product, which autocast would round.
+    return (padding.row_weights(real, z)[:, None] * row_means).sum(0)
 
 
-def _broad(leaf: Tensor, z: Tensor) -> Tensor:
-    """Return a leaf (C,) so that it goes with z (B, C, ...)."""
+def _broadcast(leaf: Tensor, z: Tensor) -> Tensor:
+    """Reshape a leaf (C,) so that it broadcasts over z (B, C, ...)."""
     return leaf.reshape(-1, *[1] * (z.dim() - 2))
