@@ -11,7 +11,7 @@ from halfmoon.core.errors import UserError
 from halfmoon.models import registry
 from halfmoon.runs import assembly
 from halfmoon.runs.factory import ImageSpec
-from halfmoon.runs.jobs import parse
+from halfmoon.runs.jobs import parse_jobs
 from halfmoon.storage import integrity
 
 FORM = ImageSpec((1, 16, 16), ("cat", "dog"), False, (0.5,), (0.25,))
@@ -42,4 +42,4 @@ def test_a_card_says_how_images_are_made_ready(options: dict[str, Any]):
 def test_a_plan_names_folders_below_it(tmp_path: Path, jobs: list[dict[str, Any]], said: str):
     """A seal finds damage, not malice: one that is right says nothing of what stands in the file."""
     with pytest.raises(UserError, match=said):
-        parse(integrity.seal({"jobs": jobs}), tmp_path)
+        parse_jobs(integrity.seal({"jobs": jobs}), tmp_path)

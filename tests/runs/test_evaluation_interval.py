@@ -24,7 +24,7 @@ def test_the_interval_is_the_hand_counted_one(
     monkeypatch: pytest.MonkeyPatch, changes: dict[str, object], interval: int
 ):
     """360 test images against a tenth of 960 passes; FixMatch passes 30 images three times and 30 once more."""
-    monkeypatch.setattr(budgets, "SMALL_TEST", 0)
+    monkeypatch.setattr(budgets, "MIN_IMAGES_FOR_INTERVAL", 0)
     config = replace(CONFIG, **changes)
     assert budgets.evaluation_interval(config, factory.problem(config)) == interval
 
@@ -35,7 +35,7 @@ def test_small_test_sets_are_evaluated_after_each_round():
 
 def test_a_run_says_so_and_its_model_does_not_change(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     each = runner.start(replace(CONFIG, run_dir=tmp_path / "each"))
-    monkeypatch.setattr(budgets, "SMALL_TEST", 0)
+    monkeypatch.setattr(budgets, "MIN_IMAGES_FOR_INTERVAL", 0)
     rare = runner.start(replace(CONFIG, run_dir=tmp_path / "rare"))
     rows = [json.loads(line) for line in (tmp_path / "rare/metrics.jsonl").read_text().splitlines()]
     assert [row["round"] for row in rows if "test" in row] == [4, 7]

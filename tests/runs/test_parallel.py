@@ -68,5 +68,7 @@ def test_the_first_run_that_fails_ends_all(tmp_path: Path) -> None:
 def test_how_many_processes(monkeypatch: pytest.MonkeyPatch, options: dict[str, Any], runs: int, wanted: int) -> None:
     monkeypatch.setattr(parallel, "processors", lambda: [0, 1, 2])
     monkeypatch.setattr(os, "cpu_count", lambda: 3)
-    assert parallel.processes(Config(**{"processes": "auto", **options}), runs) == wanted
-    assert parallel.processes(Config(rounds=400), 4) == 1  # a program that calls halfmoon is not imported again unasked
+    assert parallel.count_processes(Config(**{"processes": "auto", **options}), runs) == wanted
+    assert (
+        parallel.count_processes(Config(rounds=400), 4) == 1
+    )  # a program that calls halfmoon is not imported again unasked

@@ -120,8 +120,8 @@ def test_several_look_on_and_one_that_raises_does_not_lose_the_run(tmp_path: Pat
     notes, broken = Notes(), Raising(2, OSError("no answer"))
     with pytest.warns(RuntimeWarning) as said:
         outcome = halfmoon.run(config(tmp_path / "run"), halfmoon.Callbacks(broken, notes))
-    words = "Raising failed while looking on (OSError: no answer); the run goes on without it."
-    assert [str(each.message) for each in said if "looking on" in str(each.message)] == [words]
+    words = "The callback Raising failed (OSError: no answer); the run continues without it."
+    assert [str(each.message) for each in said if "The callback" in str(each.message)] == [words]
     assert broken.asked == 2
     assert [told[2] for told in notes.told if told[0] == "round"] == [1, 2, 3, 4]
     assert outcome.summaries[0]["finished"]
@@ -133,10 +133,10 @@ def test_a_single_callback_is_guarded_by_every_way_to_play(tmp_path: Path) -> No
     short = {"rounds": 2, "method": "fedavg"}
     with pytest.raises(KeyboardInterrupt):
         halfmoon.run(config(tmp_path / "run", **short), Raising(1, KeyboardInterrupt()))
-    with pytest.warns(RuntimeWarning, match="goes on without it"):
+    with pytest.warns(RuntimeWarning, match="continues without it"):
         assert halfmoon.resume(tmp_path / "run", Raising(2, ValueError())).summaries[0]["finished"]
     broken = Raising(1, ValueError())
-    with pytest.warns(RuntimeWarning, match="goes on without it"):
+    with pytest.warns(RuntimeWarning, match="continues without it"):
         halfmoon.compare(["fedavg"], config(tmp_path / "both", **short), 2, broken)
     assert broken.asked == 1
 
@@ -149,8 +149,8 @@ def test_the_command_line_says_that_a_tracker_failed(monkeypatch, capsys):
     words = "run --method fedavg --rounds 2 --steps 2 --width 4 --threads 1 --tracker tensorboard --run-dir r"
     assert cli.main(words.split()) == 0
     said = capsys.readouterr().err
-    failed = "TensorBoard failed while looking on (OSError: [Errno 28] No space left on device)"
-    assert f"\nhalfmoon: {failed}; the run goes on without it.\n" in said
+    failed = "The callback TensorBoard failed (OSError: [Errno 28] No space left on device)"
+    assert f"\nhalfmoon: {failed}; the run continues without it.\n" in said
     assert "Warning" not in said
 
 

@@ -120,13 +120,13 @@ def test_a_program_that_starts_processes_runs_once(tmp_path: Path) -> None:
 def test_how_many_workers(monkeypatch: pytest.MonkeyPatch, options: dict[str, Any], wanted: int) -> None:
     monkeypatch.setattr(workers, "processors", lambda: [0, 1, 5])
     monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
-    assert workers.count(Config(device="cpu", **options)) == wanted
+    assert workers.count_workers(Config(device="cpu", **options)) == wanted
 
 
 def test_workers_are_refused_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(factory, "device", lambda config: torch.device("cuda"))
     with pytest.raises(UserError, match="workers is 2, but clients on a GPU"):
-        workers.count(Config(workers=2))
+        workers.count_workers(Config(workers=2))
 
 
 def test_a_client_trains_with_one_thread_wherever_it_trains() -> None:

@@ -111,7 +111,7 @@ def test_a_rate_that_diverges_is_a_trial_without_accuracy(tmp_path: Path, monkey
     def cell(*args: Any, **how: Any) -> Any:
         raise Diverged(0, 0, 0, float("nan"))
 
-    monkeypatch.setattr(tuning.runner, "cell", cell)
+    monkeypatch.setattr(tuning.runner, "run_in_folder", cell)
     assert [each.accuracy for each in tune(Config(**TINY), KNOBS, 1, [100], tmp_path)] == [None]
 
 

@@ -1,4 +1,7 @@
-"""What every run is made of and leaves, simulated or with sites: experiment, split, summary, card, picture, tables."""
+"""Build the experiment of a run, and write its split, summary, model card, figure and tables.
+
+Simulations and federations use the same functions.
+"""
 
 import base64
 import json
@@ -13,7 +16,7 @@ from halfmoon.config import schema as settings
 from halfmoon.config.schema import Config, count_rounds
 from halfmoon.core.errors import UserError
 from halfmoon.data import Source, Split
-from halfmoon.data import summarize as portrait
+from halfmoon.data import summarize as summarize_split
 from halfmoon.engine.evaluation import Examples
 from halfmoon.engine.loop import Experiment, Row
 from halfmoon.engine.runtime import ServerRuntime
@@ -29,101 +32,164 @@ from halfmoon.storage.checkpoints import TIMINGS
 from halfmoon.storage.folder_writer import WriteError, resume_command
 from halfmoon.storage.run_folder import RunFolder
 
+SPLIT = "split.parquet"
+SPLIT_COUNTS = "split.json"
+CURVES = "curves.png"
+CSV = "table.csv"
+MARKDOWN = "table.md"
+
 
 def build_experiment(
     config: Config, task: Task, runtime: ServerRuntime, test: Examples | None, validation: Examples | None = None
 ) -> Experiment:
-    """Return what is played: a method on a task, by a runtime that asks clients, and what it is tested on."""
-    how = (config.seed, config.evaluate_every or 1, config.checkpoint_every, validation, config.server_ema)
-    return Experiment(runtime.method, task, runtime, test, *how)
+    """Combine a runtime with the images and options that the round loop needs.
+
+    Args:
+        config: the configuration.
+        task: the network, the optimizer and the number of rounds.
+        runtime: the federation, simulated or over the network, with its method.
+        test: test images of the server, if it has any.
+        validation: validation images of the server, if it has any.
+    """
+    return Experiment(
+        method=runtime.method,
+        task=task,
+        runtime=runtime,
+        test=test,
+        seed=config.seed,
+        evaluate_every=config.evaluate_every or 1,
+        checkpoint_every=config.checkpoint_every,
+        validation=validation,
+        ema=config.server_ema,
+    )
 
 
-def summary_header(config: Config, place: Mapping[str, Any]) -> Row:
-    """Return what a summary says before anything is played; `place` says where: on which split, or with which sites."""
+def summary_header(config: Config, setting: Mapping[str, Any]) -> Row:
+    """Return the part of summary.json that is known before training.
+
+    Args:
+        config: the configuration.
+        setting: the keys that describe the split of a simulation or the sites of a federation.
+    """
+    reference = registry.entry(config.reference or config.method)
     return {
         "method": config.method,
         "title": registry.entry(config.method).title,
         "data": config.data,
-        **place,
+        **setting,
         "seed": config.seed,
         "rounds": count_rounds(config),
-        "budget": {"rule": config.budget, "reference": registry.entry(config.reference or config.method).title},
+        "budget": {"rule": config.budget, "reference": reference.title},
     }
 
 
 def build_summary(
-    config: Config, place: Mapping[str, Any], classes: Sequence[str], folder: RunFolder, results: Mapping[str, Any]
+    config: Config, setting: Mapping[str, Any], classes: Sequence[str], folder: RunFolder, results: Mapping[str, Any]
 ) -> Row:
-    """Return summary.json of a run that has played, as `summary_header` begins it."""
-    seconds = sum(seconds for _, seconds in atomic_io.read_number_pairs(folder.path / TIMINGS, "round", "seconds"))
-    used = summarize_pseudo_labels(folder.rows())
-    pseudo_labels = {"pseudo_labels": {"used": used["used"]}, "most_used": used["most_used"]} if used else {}
-    return {
-        **summary_header(config, place),
-        "accuracy": results["accuracy"],
-        **({"measured": results["measured"]} if results["measured"] else {}),
-        **pseudo_labels,
-        "cost": results["cost"],
-        "classes": list(classes),
-        "confusion": results["confusion"],
-        **({} if results["correct"] is None else {"correct": base64.b64encode(results["correct"]).decode()}),
-        "seconds": round(seconds, 1),
-        **({"defenses": defenses} if (defenses := settings.security_options(config)) else {}),
-        **{name: results[name] for name in ("aggregation", "ended") if results[name] is not None},
-        "finished": True,
-    }
+    """Build the summary.json of a run whose rounds are finished.
+
+    Args:
+        config: the configuration.
+        setting: the keys that describe the split of a simulation or the sites of a federation.
+        classes: names of the classes.
+        folder: the run's folder, with its metrics and timings.
+        results: the result of `halfmoon.engine.loop.run_rounds`.
+    """
+    summary = summary_header(config, setting)
+    summary["accuracy"] = results["accuracy"]
+    if results["measured"]:
+        summary["measured"] = results["measured"]
+    shares = summarize_pseudo_labels(folder.rows())
+    if shares:
+        summary["pseudo_labels"] = {"used": shares["used"]}
+        summary["most_used"] = shares["most_used"]
+    summary["cost"] = results["cost"]
+    summary["classes"] = list(classes)
+    summary["confusion"] = results["confusion"]
+    if results["correct"] is not None:
+        # Bits, one for each test image: comparisons pair runs by image.
+        summary["correct"] = base64.b64encode(results["correct"]).decode()
+    timings = atomic_io.read_number_pairs(folder.path / TIMINGS, "round", "seconds")
+    summary["seconds"] = round(sum(seconds for _, seconds in timings), 1)
+    defenses = settings.security_options(config)
+    if defenses:
+        summary["defenses"] = defenses
+    for name in ("aggregation", "ended"):
+        if results[name] is not None:
+            summary[name] = results[name]
+    summary["finished"] = True
+    return summary
 
 
 def build_card(
     config: Config,
-    form: ImageSpec,
+    image_spec: ImageSpec,
     network: Network,
-    words: str,
+    config_text: str,
     input_size: tuple[int, int] | None = None,
     temperature: float = 1.0,
 ) -> Card:
-    """Return what the file of a run's model says of itself; `words` is the run's config.toml.
+    """Build the metadata of a run's model file.
 
-    `input_size` is height and width of the images before anything was done to them, where they are not those of `form`.
+    Args:
+        config: the configuration.
+        image_spec: the images on which the network was trained.
+        network: the whole network, with the backbone.
+        config_text: the run's config.toml.
+        input_size: height and width of the images before they were shrunk and padded; None: those of `image_spec`.
+        temperature: the divisor of the logits.
     """
     return Card(
-        classes=form.classes,
-        image=form.image,
-        input_size=input_size or form.image[1:],
+        classes=image_spec.classes,
+        image=image_spec.image,
+        input_size=input_size or image_spec.image[1:],
         shrink=config.shrink if input_size else 1,
-        mean=form.mean,
-        std=form.std,
+        mean=image_spec.mean,
+        std=image_spec.std,
         network=network,
         method=config.method,
-        config=words,
+        config=config_text,
         crop=config.crop,
         window=preparation(config).window,
         temperature=temperature,
     )
 
 
-SPLIT, HOLDINGS = "split.parquet", "split.json"
-
-
 def save_split(path: Path, split: Split, data: Source) -> None:
-    """Write the split and what it holds; the parquet last, as a run that goes on looks for it."""
-    counts = portrait(split, data.train.labels, data.classes)
+    """Write a split and its counts into a run folder.
+
+    Args:
+        path: the run folder.
+        split: the client of each image.
+        data: the data set of the split.
+
+    Raises:
+        WriteError: the folder cannot be written.
+    """
+    counts = summarize_split(split, data.train.labels, data.classes)
     try:
-        atomic_io.write_atomically(path / HOLDINGS, (json.dumps(counts) + "\n").encode())
+        atomic_io.write_atomically(path / SPLIT_COUNTS, (json.dumps(counts) + "\n").encode())
     except OSError as error:
         raise WriteError(
-            f"{path}: {HOLDINGS} cannot be written ({atomic_io.error_reason(error)}). "
+            f"{path}: {SPLIT_COUNTS} cannot be written ({atomic_io.error_reason(error)}). "
             f"First mend that, then go on with: {resume_command(path)}"
         ) from error
+    # Last, because a run that resumes takes this file as the sign that both are there.
     split.save(path / SPLIT)
 
 
 def record_split_checksums(path: Path) -> None:
-    """Write down the checksums of a split, where a kill has left it without them."""
+    """Record the checksums of a split's files, unless they are recorded.
+
+    They may be missing in a run folder whose process was killed.
+
+    Raises:
+        WriteError: the folder cannot be written.
+    """
     if SPLIT in integrity.read_checksums(path):
         return
     try:
-        integrity.record_files(path, HOLDINGS, SPLIT)
+        integrity.record_files(path, SPLIT_COUNTS, SPLIT)
     except OSError as error:
         raise WriteError(
             f"{path}: {integrity.CHECKSUMS} cannot be written ({atomic_io.error_reason(error)}). "
@@ -131,12 +197,17 @@ def record_split_checksums(path: Path) -> None:
         ) from error
 
 
-CURVES, CSV, MARKDOWN = "curves.png", "table.csv", "table.md"
-
-
 @dataclass(frozen=True)
 class RunResult:
-    """What is left when all jobs are through; `summaries` and `runs` are in the order of the jobs."""
+    """The files and summaries of a finished run or comparison.
+
+    Attributes:
+        folder: the folder of the run or comparison.
+        summaries: the summary of each job, in order.
+        curves: the figure of the learning curves.
+        runs: the run folder of each job, in order.
+        tables: the tables as CSV and Markdown.
+    """
 
     folder: Path
     summaries: list[Row]
@@ -145,18 +216,23 @@ class RunResult:
     tables: list[Path]
 
 
-def show(outcome: RunResult) -> None:
-    """Write the picture and the tables of what came out; each is there whole or not at all."""
+def write_comparison(outcome: RunResult) -> None:
+    """Write the figure and the tables of a run or comparison, each atomically.
+
+    Raises:
+        UserError: the folder cannot be written.
+    """
     from halfmoon.report.curves import draw_curves  # Matplotlib is slow to import, and workers draw nothing
 
     table = comparison_table(outcome.summaries)
-    notes = "".join(f"\n{each}\n" for each in list_remarks(outcome.summaries, registry.ceilings()))
-    staged = outcome.curves.with_name(f".{CURVES}{atomic_io.PARTIAL}")
+    remarks = list_remarks(outcome.summaries, registry.ceilings())
+    markdown = table.as_markdown() + "".join(f"\n{remark}\n" for remark in remarks)
+    unfinished_figure = outcome.curves.with_name(f".{CURVES}{atomic_io.PARTIAL}")
     try:
-        for path, words in zip(outcome.tables, (table.as_csv(), table.as_markdown() + notes), strict=True):
-            atomic_io.write_atomically(path, words.encode())
-        draw_curves([StoredRun.read(path) for path in outcome.runs], staged)
-        staged.replace(outcome.curves)
+        for path, text in zip(outcome.tables, (table.as_csv(), markdown), strict=True):
+            atomic_io.write_atomically(path, text.encode())
+        draw_curves([StoredRun.read(path) for path in outcome.runs], unfinished_figure)
+        unfinished_figure.replace(outcome.curves)
     except OSError as error:
         raise UserError(
             f"{outcome.folder}: tables and curves cannot be written ({atomic_io.error_reason(error)}); "
@@ -164,4 +240,4 @@ def show(outcome: RunResult) -> None:
         ) from error
     finally:
         with suppress(OSError):
-            staged.unlink(missing_ok=True)
+            unfinished_figure.unlink(missing_ok=True)

@@ -1,4 +1,4 @@
-"""How much the runs of a comparison work: their shared budget, and how often that allows an evaluation."""
+"""The shared training budget of compared methods, and an evaluation interval that keeps evaluation cheap."""
 
 import math
 from collections.abc import Sequence
@@ -10,54 +10,80 @@ from halfmoon.engine.local_clients import FederatedDataset
 from halfmoon.methods import registry
 from halfmoon.runs.factory import Problem, method
 
-EVALUATION = 0.1
-"""The share of a run's work that evaluations may take, in passes through the network."""
+MAX_EVALUATION_SHARE = 0.1
+"""The largest cost of evaluation relative to training, in passes through the network."""
 
-SMALL_TEST = 1_000
-"""Test images below which every round is evaluated."""
+MIN_IMAGES_FOR_INTERVAL = 1_000
+"""With fewer test and validation images every round is evaluated."""
 
 
 def budget(config: Config, task: Task) -> Budget:
-    """Return what the client updates of a configuration's method are measured by."""
+    """Create the budget of a configuration: the rule, and the client update that sets the cost.
+
+    Args:
+        config: the configuration; its `reference` sets the cost, by default its method.
+        task: the task that the methods share.
+    """
     name = config.reference or config.method
-    return Budget(config.budget, _training(registry.make(name), task), registry.entry(name).all_labels)
+    return Budget(
+        rule=config.budget,
+        reference=_training_update(registry.make(name), task),
+        all_labels=registry.entry(name).all_labels,
+    )
 
 
-def _training(method: Method, task: Task) -> ClientUpdate:
-    """Return the client update that trains: a method's first."""
+def _training_update(method: Method, task: Task) -> ClientUpdate:
+    """Return the client update that trains: the first one of a method."""
     return next(iter(method.client_updates(task).values()))
 
 
-def largest_of(configs: Sequence[Config], shared: Problem) -> str:
-    """Return which of the configurations' methods takes most by its own rule; centralized ones have no clients."""
+def find_costliest_method(configs: Sequence[Config], shared: Problem) -> str:
+    """Find the method whose batch rule costs most; it sets the budget of a comparison.
+
+    Args:
+        configs: one configuration for each method. Centralized methods have no clients, and do not count unless there
+            are no others.
+        shared: the data and batch rule of all methods.
+    """
     client_updates: dict[str, tuple[ClientUpdate, bool]] = {}
     for config in configs:
         entry = registry.entry(config.method)
         if not entry.pooled:
-            client_updates[config.method] = (_training(method(config), shared.task), entry.all_labels)
+            update = _training_update(method(config), shared.task)
+            client_updates[config.method] = (update, entry.all_labels)
+    if not client_updates:
+        return configs[0].method
     dataset = FederatedDataset(shared.train, shared.split, reuse_labeled=configs[0].reuse_labeled)
     sizes = [dataset.split_size(client) for client in range(dataset.clients)]
-    return (
-        find_largest_update(configs[0].budget, shared.batching, client_updates, sizes)
-        if client_updates
-        else configs[0].method
-    )
+    return find_largest_update(configs[0].budget, shared.batching, client_updates, sizes)
 
 
 def evaluation_interval(config: Config, shared: Problem) -> int:
-    """Return the rounds between evaluations: those of the configuration, or as many as keep them to `EVALUATION`.
+    """Compute the number of rounds between evaluations.
 
-    The work of a round is that of the method that sets the budget, so that all rows of a comparison are evaluated in
-    the same rounds; it is counted and not timed, so that a run does not depend on the machine.
+    Without the option `evaluate_every`, evaluation costs at most `MAX_EVALUATION_SHARE` of the training. The cost of a
+    round is that of the method that sets the budget, so that all methods of a comparison are evaluated in the same
+    rounds. It is counted in images and not timed, so that a run does not depend on the machine.
+
+    Args:
+        config: the configuration.
+        shared: the data and batch rule.
     """
     images = sum(len(part.images) for part in (shared.test, shared.validation) if part is not None)
-    if config.evaluate_every is not None or images < SMALL_TEST:
+    if config.evaluate_every is not None or images < MIN_IMAGES_FOR_INTERVAL:
         return config.evaluate_every or 1
     entry = registry.entry(config.reference or config.method)
-    rule = _training(registry.make(entry.name), shared.task)
-    dataset = FederatedDataset(shared.train, shared.split, entry.all_labels, entry.pooled, config.reuse_labeled)
+    update = _training_update(registry.make(entry.name), shared.task)
+    dataset = FederatedDataset(
+        shared.train,
+        shared.split,
+        all_labels=entry.all_labels,
+        pooled=entry.pooled,
+        reuse_labeled=config.reuse_labeled,
+    )
     sizes = [dataset.training_size(client) for client in range(dataset.clients)]
-    amounts = [batch_rule_amount(shared.batching, rule, size) for size in sizes]
-    all_clients = sum(amount.steps * images_per_step(rule, amount) for amount in amounts)
-    round_cost = all_clients * min(config.cohort, len(sizes)) / len(sizes)
-    return min(config.rounds, math.ceil(images / (EVALUATION * max(round_cost, 1))))
+    amounts = [batch_rule_amount(shared.batching, update, size) for size in sizes]
+    images_of_all_clients = sum(amount.steps * images_per_step(update, amount) for amount in amounts)
+    # The expected cost of a cohort drawn uniformly from all clients.
+    images_per_round = images_of_all_clients * min(config.cohort, len(sizes)) / len(sizes)
+    return min(config.rounds, math.ceil(images / (MAX_EVALUATION_SHARE * max(images_per_round, 1))))

@@ -1,6 +1,6 @@
-"""Those who look on while runs are played: a callback of one's own, the screen, a tracker.
+"""Callbacks that follow runs while they train: user code, progress displays and trackers.
 
-What they are told stands in the run folder as well; metrics.jsonl is the source, and no watch can change it.
+Everything that they receive is also stored in the run folder. metrics.jsonl is the source; no callback can change it.
 """
 
 import math
@@ -17,110 +17,126 @@ from halfmoon.engine.loop import Row
 
 @dataclass(frozen=True)
 class RunInfo:
-    """The run that a watch is told of: one method with one seed, in its own folder."""
+    """A run that callbacks follow: one method with one seed.
 
-    folder: Path  # its own, also within a comparison
-    config: Config  # with the method and the seed of this run
-    title: str  # of the method, for people
-    first: int = 0  # rounds that were played before: 0, or those of the checkpoint it goes on from
+    Attributes:
+        folder: the run's folder; each run of a comparison has one.
+        config: the configuration, with the method and the seed of this run.
+        title: the method's name in tables and figures.
+        first: rounds that were finished before: 0, or those of the checkpoint from which the run resumes.
+    """
+
+    folder: Path
+    config: Config
+    title: str
+    first: int = 0
 
     @property
     def rounds(self) -> int:
-        """Return how many rounds the whole run has."""
+        """The number of rounds of the whole run."""
         return count_rounds(self.config)
 
 
 class Callback(Protocol):
-    """Somebody who looks on while runs are played; each call says which `run` it is about."""
+    """Follow runs while they train; `run` tells several runs apart."""
 
     def begin(self, run: RunInfo) -> None:
-        """A run begins, or goes on after round `run.first`; its folder and config.toml exist."""
+        """Handle the start of a run, or its resumption after round `run.first`; its folder and config.toml exist."""
 
     def round(self, run: RunInfo, row: Row) -> None:
-        """A round is over; `row` is its line of metrics.jsonl, which is written already."""
+        """Handle the end of a round; `row` is its line of metrics.jsonl, which is already written."""
 
     def end(self, run: RunInfo, summary: Row) -> None:
-        """A run is through; `summary` is its summary.json, which is written already."""
+        """Handle the end of a run; `summary` is its summary.json, which is already written."""
 
     def say(self, text: str) -> None:
-        """Show a message to the user.
-
-        Args:
-            text: the message.
-        """
+        """Show the user a message."""
 
 
 class NullCallback(Callback):
-    """Say nothing of runs, rounds and messages; a callback of one's own says what differs."""
+    """Ignore `run`, `row`, `summary` and `text`: a base class for callbacks that handle only some events."""
 
 
 NULL_CALLBACK = NullCallback()
-EVERY = 10.0
-"""Seconds between two words about how far features are."""
+
+FEATURE_PROGRESS_SECONDS = 10.0
+"""Seconds between two messages about the progress of feature extraction."""
 
 
-def _warn(words: str) -> None:
-    warnings.warn(words, RuntimeWarning, stacklevel=2)
+def _warn(text: str) -> None:
+    # Level 2 is the line in `Callbacks`; the message names the callback itself.
+    warnings.warn(text, RuntimeWarning, stacklevel=2)
 
 
 class Callbacks:
-    """Several `watches` at once, in their order. One that raises does not lose the run: it is told no more.
+    """Several callbacks as one, called in order. One that raises an exception is removed, and the run continues.
 
-    Each gets every `run`, `row`, `summary` and all `words`. `warn` gets the sentence that says so; by default it is a
-    Python warning. What is no `Exception`, such as
-    KeyboardInterrupt, passes: so a callback can stop a run, which can be resumed.
+    An exception that is no `Exception`, such as KeyboardInterrupt, is not caught: with it a callback can stop a run,
+    which can be resumed.
+
+    Args:
+        watches: the callbacks; each receives every `run`, `row`, `summary` and `text`.
+        warn: receives the message about a callback that failed; by default it is a Python warning.
     """
 
     def __init__(self, *watches: Callback, warn: Callable[[str], None] = _warn) -> None:
-        self._left = list(watches)
+        self._callbacks = list(watches)
         self._warn = warn
 
     def begin(self, run: RunInfo) -> None:
-        self._tell(lambda each: each.begin(run))
+        self._call(lambda callback: callback.begin(run))
 
     def round(self, run: RunInfo, row: Row) -> None:
-        self._tell(lambda each: each.round(run, row))
+        self._call(lambda callback: callback.round(run, row))
 
     def end(self, run: RunInfo, summary: Row) -> None:
-        self._tell(lambda each: each.end(run, summary))
+        self._call(lambda callback: callback.end(run, summary))
 
     def say(self, text: str) -> None:
-        """Pass a message on.
+        self._call(lambda callback: callback.say(text))
 
-        Args:
-            text: the message.
-        """
-        self._tell(lambda each: each.say(text))
-
-    def _tell(self, call: Callable[[Callback], None]) -> None:
-        for each in tuple(self._left):
+    def _call(self, event: Callable[[Callback], None]) -> None:
+        # A copy, because callbacks that fail are removed during the loop.
+        for callback in tuple(self._callbacks):
             try:
-                call(each)
+                event(callback)
             except Exception as error:
-                self._left = [other for other in self._left if other is not each]
+                self._callbacks = [other for other in self._callbacks if other is not callback]
                 self._warn(
-                    f"{type(each).__name__} failed while looking on ({type(error).__name__}: {error}); the run goes on "
-                    "without it."
+                    f"The callback {type(callback).__name__} failed ({type(error).__name__}: {error}); the run "
+                    "continues without it."
                 )
 
 
 def isolate_failures(watch: Callback) -> Callbacks:
+    """Wrap a callback so that its exceptions do not end the run."""
     return watch if isinstance(watch, Callbacks) else Callbacks(watch)
 
 
 def feature_progress(watch: Callback, clock: Callable[[], float] = time.monotonic) -> Callable[[int, int], None]:
-    """Return what tells a watch, every `EVERY` seconds, how many images have features, and how long the rest takes."""
-    began = last = clock()
-    first = math.inf  # images with features at the time `began`
+    """Create a function that reports the progress of feature extraction to a callback.
 
-    def tell(number: int, count: int) -> None:
-        nonlocal last, began, first
+    Args:
+        watch: receives a message every `FEATURE_PROGRESS_SECONDS`: the number of finished images and the time left.
+        clock: returns the time in seconds.
+
+    Returns:
+        A function of the number of images that have features and the number of all images.
+    """
+    started = clock()
+    last_message = started
+    first: float = math.inf  # images that had features at the time `started`
+
+    def report(number: int, count: int) -> None:
+        nonlocal last_message, started, first
         now = clock()
-        if number <= first:  # training images begin, or those for the test after them
-            began, first = now, number
-        elif now - last >= EVERY and number < count:
-            last = now
-            left = round((now - began) / (number - first) * (count - number))
+        # The number falls when test images follow the training images: a new measurement of the speed begins.
+        if number <= first:
+            started = now
+            first = number
+        elif now - last_message >= FEATURE_PROGRESS_SECONDS and number < count:
+            last_message = now
+            left = round((now - started) / (number - first) * (count - number))
             watch.say(f"features: {number:,} of {count:,} images, {left // 60}:{left % 60:02} left.")
 
-    return tell
+    return report

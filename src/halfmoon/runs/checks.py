@@ -1,4 +1,4 @@
-"""What is refused before anything is played, as it could only fail later."""
+"""Checks of jobs before training, for errors that would otherwise appear only in the middle of a run."""
 
 from collections.abc import Sequence
 
@@ -17,8 +17,19 @@ from halfmoon.runs.jobs import Job
 
 
 def check(jobs: Sequence[Job], shared: Problem, watch: Callback) -> None:
-    """Refuse what could only fail later: too large a cohort, a client without labels, aggregators that do not fit."""
-    config, split = jobs[0].config, shared.split
+    """Check that jobs can run on their data, and warn about slow or unusual settings.
+
+    Args:
+        jobs: the jobs; all but their methods and seeds are equal.
+        shared: their data, split and batch rule.
+        watch: receives the warnings.
+
+    Raises:
+        UserError: the cohort is too large, a method needs labels or unlabeled images where a client has none, an
+            aggregator or attack does not fit a method, or two methods have the same title.
+    """
+    config = jobs[0].config
+    split = shared.split
     if config.cohort > split.clients:
         raise UserError(f"cohort is {config.cohort}, but the split has {split.clients} clients; choose a smaller one.")
     device = factory.device(config)
@@ -30,54 +41,93 @@ def check(jobs: Sequence[Job], shared: Problem, watch: Callback) -> None:
             "gains nothing; leave it out, or take a GPU or a processor with AVX-512."
         )
     entries = [registry.entry(job.config.method) for job in jobs]
-    _refuse_one_title(entries)
-    for job, each in zip(jobs, entries, strict=True):
+    _check_titles(entries)
+    for job, entry in zip(jobs, entries, strict=True):
+        # Both raise `UserError` for options that do not fit.
         factory.method(job.config)
-        workers.count(job.config)
-        if each.pooled and job.config.attack != "none":
-            raise UserError(f"attack needs clients, but method {each.name} has all rows in one place; leave it out.")
+        workers.count_workers(job.config)
+        if entry.pooled and job.config.attack != "none":
+            raise UserError(f"attack needs clients, but method {entry.name} has all rows in one place; leave it out.")
+    _check_labels(entries, shared)
+    _check_unlabeled(entries, shared)
+    _warn_of_small_clients(entries, shared, config.labeled_batch, watch)
+
+
+def _semi_supervised(entries: Sequence[registry.MethodEntry]) -> list[registry.MethodEntry]:
+    """Select the methods that train at clients on a split of labeled and unlabeled images."""
+    return [entry for entry in entries if not entry.all_labels and not entry.pooled]
+
+
+def _count_labels(shared: Problem) -> np.ndarray:
+    """Count the labeled images of each client, (clients,)."""
+    split = shared.split
+    # Negative clients are the server and rows that belong to no client.
+    return np.bincount(split.client[split.labeled & (split.client >= 0)], minlength=split.clients)
+
+
+def _check_labels(entries: Sequence[registry.MethodEntry], shared: Problem) -> None:
+    """Check that the labels are where each method needs them."""
+    split = shared.split
     unknown = int((shared.source.train.labels == UNKNOWN).sum())
-    for each in entries if unknown else ():
-        if each.all_labels:
-            raise UserError(f"method {each.name} needs all labels, but {unknown:,} training images have none.")
-    needing = [each for each in entries if not each.all_labels and not each.pooled]
-    served = bool((split.client == SERVER).any())
-    counts = np.bincount(split.client[split.labeled & (split.client >= 0)], minlength=split.clients)
-    empty = np.flatnonzero(counts == 0)
-    place = "server" if served else "some" if len(empty) else "clients"
-    for each in needing:
-        if place == "some" and each.label_locations == ("clients",):
+    for entry in entries:
+        if unknown and entry.all_labels:
+            raise UserError(f"method {entry.name} needs all labels, but {unknown:,} training images have none.")
+    empty = np.flatnonzero(_count_labels(shared) == 0)
+    if (split.client == SERVER).any():
+        location = "server"
+    elif len(empty):
+        location = "some"
+    else:
+        location = "clients"
+    for entry in _semi_supervised(entries):
+        if location == "some" and entry.label_locations == ("clients",):
             raise UserError(
-                f"client {empty[0]} ({len(empty)} of {split.clients} in all) has no labeled image, but {each.name} "
+                f"client {empty[0]} ({len(empty)} of {split.clients} in all) has no labeled image, but {entry.name} "
                 f"needs some at every client; ask for more labels or a larger min_size, or choose one of: "
-                f"{', '.join(registry.names_at(place))}."
+                f"{', '.join(registry.names_at(location))}."
             )
-        check_label_location(each.name, place)
-    bare = [k for k in range(split.clients) if not len(split.rows(k, False))]
-    looking = [
-        each.name for each in needing if next(iter(each.method.client_updates(shared.task).values())).requirements.views
-    ]
-    if looking and bare:
-        raise UserError(
-            f"client {bare[0]} ({len(bare)} of {split.clients} in all) has no unlabeled image, but {looking[0]} needs "
-            "some at every client; ask for fewer labels or a larger min_size."
-        )
-    if served or config.labeled_batch == "all":
-        return
-    few = int(((counts > 0) & (counts < config.labeled_batch)).sum())
-    updates = [update for each in needing for update in each.method.client_updates(shared.task).values()]
-    if few and any(update.requirements.trains for update in updates):
-        watch.say(
-            f"{few} of {split.clients} clients have fewer labeled images than a batch of {config.labeled_batch}: "
-            "their images repeat within a batch."
-        )
+        check_label_location(entry.name, location)
 
 
-def _refuse_one_title(entries: Sequence[registry.MethodEntry]) -> None:
-    owners: dict[str, str] = {}
-    for each in entries:
-        if (owner := owners.setdefault(each.title, each.name)) != each.name:
+def _check_unlabeled(entries: Sequence[registry.MethodEntry], shared: Problem) -> None:
+    """Check that every client has unlabeled images if a method trains on them."""
+    split = shared.split
+    empty = [client for client in range(split.clients) if not len(split.rows(client, False))]
+    for entry in _semi_supervised(entries):
+        training_update = next(iter(entry.method.client_updates(shared.task).values()))
+        if empty and training_update.requirements.views:
             raise UserError(
-                f"{owner} and {each.name} are both called {each.title!r} in tables: make one of them a "
+                f"client {empty[0]} ({len(empty)} of {split.clients} in all) has no unlabeled image, but {entry.name} "
+                "needs some at every client; ask for fewer labels or a larger min_size."
+            )
+
+
+def _warn_of_small_clients(
+    entries: Sequence[registry.MethodEntry], shared: Problem, labeled_batch: int | str, watch: Callback
+) -> None:
+    """Report how many clients have fewer labeled images than a batch, if a method trains on such batches."""
+    served = bool((shared.split.client == SERVER).any())
+    if served or isinstance(labeled_batch, str):
+        return
+    counts = _count_labels(shared)
+    small_clients = int(((counts > 0) & (counts < labeled_batch)).sum())
+    updates = [
+        update for entry in _semi_supervised(entries) for update in entry.method.client_updates(shared.task).values()
+    ]
+    if small_clients and any(update.requirements.trains for update in updates):
+        watch.say(
+            f"{small_clients} of {shared.split.clients} clients have fewer labeled images than a batch of "
+            f"{labeled_batch}: their images repeat within a batch."
+        )
+
+
+def _check_titles(entries: Sequence[registry.MethodEntry]) -> None:
+    """Check that different methods have different titles, which identify them in tables."""
+    methods_by_title: dict[str, str] = {}
+    for entry in entries:
+        first = methods_by_title.setdefault(entry.title, entry.name)
+        if first != entry.name:
+            raise UserError(
+                f"{first} and {entry.name} are both called {entry.title!r} in tables: make one of them a "
                 "halfmoon.api.method_entry.MethodEntry with a title of its own."
             )

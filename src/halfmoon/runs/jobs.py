@@ -1,4 +1,4 @@
-"""The configuration that a run folder contains, and the jobs of a comparison."""
+"""Jobs of a run or comparison, and the files that store them: config.toml and comparison.json."""
 
 import shlex
 import tomllib
@@ -15,36 +15,57 @@ from halfmoon.storage import integrity, toml
 from halfmoon.storage.folder_writer import CONFIG
 
 COMPARISON = "comparison.json"
+"""The file with the jobs of a comparison, in its folder."""
 
 
 @dataclass(frozen=True)
 class Job:
-    """One method to play, in a folder below the root."""
+    """One method with one seed to train.
+
+    Attributes:
+        folder: the run folder, relative to the folder of the whole run or comparison.
+        config: the configuration.
+    """
 
     folder: str
     config: Config
 
 
-def parse_config(words: str, root: Path) -> Config:
-    """Return the configuration that a run folder holds; raise UserError where a federation's server has made it."""
+def parse_config(text: str, root: Path) -> Config:
+    """Parse the config.toml of a run folder.
+
+    Args:
+        text: the file.
+        root: the folder; it becomes `run_dir`, and is named in messages.
+
+    Raises:
+        UserError: the file is not valid, or the folder is that of a federation's server.
+    """
     try:
-        values = toml.parse(words)
+        values = toml.parse(text)
     except tomllib.TOMLDecodeError as error:
         raise UserError(f"{root / CONFIG} is not valid TOML: {error}; restore it, or start a new run.") from error
     if settings.FEDERATION_TABLE in values:
-        going = shlex.join(["halfmoon", "serve", "CONFIG.toml", "--run-dir", str(root)])
+        command = shlex.join(["halfmoon", "serve", "CONFIG.toml", "--run-dir", str(root)])
         raise UserError(
-            f"{root} is the run of a federation: `{going}` goes on with it, from the file it was begun with."
+            f"{root} is the run of a federation: `{command}` goes on with it, from the file it was begun with."
         )
     return resolve(values, {"run_dir": str(root)}, root / CONFIG)
 
 
-def render(jobs: Sequence[Job]) -> bytes:
+def render_jobs(jobs: Sequence[Job]) -> bytes:
+    """Write jobs as a comparison.json with a checksum; `parse_jobs` reads it."""
     return integrity.seal({"jobs": [{"folder": job.folder, "config": to_toml(job.config)} for job in jobs]})
 
 
 def is_same_plan(stored: bytes | None, plan: bytes) -> bool:
-    """Check whether a `comparison.json`, perhaps of an earlier version, holds the same jobs as `plan` of this version."""
+    """Check whether two comparison.json files contain the same jobs.
+
+    Args:
+        stored: the file in a folder, perhaps of an earlier version with options that no longer exist; None if there is
+            no file.
+        plan: the file of this version.
+    """
     if stored is None or stored == plan:
         return stored == plan
     try:
@@ -58,11 +79,19 @@ def _without_retired_options(plan: bytes) -> list[tuple[str, str]]:
     return [(str(job["folder"]), retired.strip_ignored_lines(str(job["config"]))) for job in jobs]
 
 
-def parse(plan: bytes, root: Path) -> list[Job]:
-    """Return the jobs of a `comparison.json`."""
+def parse_jobs(plan: bytes, root: Path) -> list[Job]:
+    """Parse a comparison.json.
+
+    Args:
+        plan: the file.
+        root: the folder of the comparison.
+
+    Raises:
+        UserError: the file was changed or damaged, or names a folder that is not below `root`.
+    """
     try:
-        facts = integrity.unseal(plan)
-        jobs = [Job(_inside(each["folder"]), parse_config(str(each["config"]), root)) for each in facts["jobs"]]
+        stored_jobs = integrity.unseal(plan)["jobs"]
+        jobs = [Job(_check_folder(job["folder"]), parse_config(str(job["config"]), root)) for job in stored_jobs]
         if not jobs:
             raise ValueError("it names no run")
     except (ValueError, LookupError, TypeError) as error:
@@ -73,8 +102,9 @@ def parse(plan: bytes, root: Path) -> list[Job]:
     return jobs
 
 
-def _inside(folder: Any) -> str:
-    parts = Path(folder).parts if isinstance(folder, str) and folder.isprintable() else ("..",)
-    if ".." in parts or Path(folder).is_absolute():
+def _check_folder(folder: Any) -> str:
+    """Return a folder's name; raise `ValueError` if it is no path below the folder of the comparison."""
+    is_text = isinstance(folder, str) and folder.isprintable()
+    if not is_text or ".." in Path(folder).parts or Path(folder).is_absolute():
         raise ValueError(f"{str(folder)[:40]!r} is no folder in it")
     return folder

@@ -1,4 +1,4 @@
-"""Runs with parts from outside: a method that is given as an object, and parts that are still what they were."""
+"""Runs with user code: methods passed as objects, and checks that plugins and weights have not changed."""
 
 import re
 from collections.abc import Callable
@@ -14,23 +14,28 @@ from halfmoon.methods import registry
 from halfmoon.methods.fedavg import FedAvg
 from halfmoon.methods.objectives import Objective
 
-_LINE = re.compile(r"^# (.+ sha256 [0-9a-f]{64})$", re.MULTILINE)
+_ORIGIN = re.compile(r"^# (.+ sha256 [0-9a-f]{64})$", re.MULTILINE)
+"""A comment of a run's config.toml that records the hash of a plugin or of weights."""
 
 
 CustomMethod = Method | Objective | registry.MethodEntry | Callable[[], Method]
-"""A method as an object: itself, an objective for FedAvg, a row, or a callable such as `partial(FedAvg, Mine())`."""
+"""A method as an object, an objective for FedAvg, a registry entry, or a callable such as `partial(FedAvg, Mine())`."""
 
 
 def register(method: CustomMethod) -> str:
-    """Let this process know a method of one's own, and return the name under which it goes: my_module:Mine.
+    """Register a custom method in this process, and return its name, "module:Class".
 
-    FedAvg around an objective goes by the name of the objective.
+    FedAvg with an objective has the name of the objective.
+
+    Raises:
+        UserError: it is no method.
     """
     part: Any = registry.instance("of one's own", method)
     kind = type(registry.core(part.method if isinstance(part, registry.MethodEntry) else part))
     name = f"{kind.__module__}:{kind.__qualname__}"
     if not isinstance(part, registry.MethodEntry):
-        # Its options stand beside its name: the row has the defaults, as it would in another process.
+        # The entry has default options, as in a process that imports the class; the run's file stores the others.
+        # A class without defaults is registered as it is.
         with suppress(TypeError):
             part = kind()
     registry.row(name, part)
@@ -38,53 +43,69 @@ def register(method: CustomMethod) -> str:
     return name
 
 
-def _differing(method: Any, name: str) -> dict[str, Any]:
-    """Return the options in which a method differs from the row of its name; raise `UserError` for other differences.
+def _changed_options(method: Any, name: str) -> dict[str, Any]:
+    """Find the options in which a method differs from the entry of its name.
 
-    Only numbers, words and yes or no can be written into a run's file.
+    Raises:
+        UserError: it differs in anything else. A run's file can store numbers, strings and Booleans only.
     """
-    theirs = registry.entry(name).method
-    mine, default = registry.options_in(method), registry.options_in(theirs)
-    options = {key: option.default for key, option in mine.items() if key in default and option != default[key]}
-    if registry.with_options(theirs, options) != method:
+    default_method = registry.entry(name).method
+    options = registry.options_in(method)
+    defaults = registry.options_in(default_method)
+    changed = {key: option.default for key, option in options.items() if key in defaults and option != defaults[key]}
+    if registry.with_options(default_method, changed) != method:
         raise UserError(
             f"method {name} differs from {type(registry.core(method)).__name__}() in more than its options, which a "
             "run's file could not say: give such a method a class or a MethodEntry of its own."
         )
-    return options
+    return changed
 
 
 def describe_method(method: CustomMethod | str) -> tuple[str, dict[str, Any]]:
-    """Return a method's name, under which this process knows it, and the options in which an object differs."""
+    """Return the name and changed options of a method; an object is registered in this process.
+
+    Raises:
+        UserError: it is no method, or a run's file cannot store the options in which it differs from its defaults.
+    """
     if isinstance(method, str):
         return method, {}
-    name, part = register(method), registry.instance("of one's own", method)
+    name = register(method)
+    part = registry.instance("of one's own", method)
     if isinstance(part, registry.MethodEntry):
         return name, {}
-    return name, _differing(FedAvg(part) if isinstance(part, Objective) else part, name)
+    return name, _changed_options(FedAvg(part) if isinstance(part, Objective) else part, name)
 
 
-def check(config: Config, words: str, root: Path) -> None:
-    """Raise `UserError` where a part from outside is no longer what it was when the run's file, `words`, was written.
+def check_origins(config: Config, text: str, root: Path) -> None:
+    """Check that the plugins and weights of a stored run have not changed.
 
-    `root` is named in it.
+    Args:
+        config: the run's configuration.
+        text: its config.toml, whose comments record the hashes.
+        root: the folder, for messages.
+
+    Raises:
+        UserError: a plugin or the weights are missing, or have another hash.
     """
-    lines = set(_LINE.findall(words))
-    start = initial_weights(config)
-    line = (
-        ""
-        if start is None
-        else f"weights from {weight_files.display_name(start)} sha256 {weight_files.sha256_of(start)}"
-    )
-    before = next((each for each in lines if each.startswith("weights from ")), "")
-    if line.rpartition(" ")[2] != before.rpartition(" ")[2]:
+    recorded = set(_ORIGIN.findall(text))
+    weights = initial_weights(config)
+    current = ""
+    if weights is not None:
+        current = f"weights from {weight_files.display_name(weights)} sha256 {weight_files.sha256_of(weights)}"
+    before = next((line for line in recorded if line.startswith("weights from ")), "")
+    # Only the hashes are compared: the same file may be in another folder now.
+    if current.rpartition(" ")[2] != before.rpartition(" ")[2]:
         raise UserError(
-            f"{root} was begun with the {before or 'network without weights'}, but here is {line or 'no such file'}: "
+            f"{root} was begun with the {before or 'network without weights'}, but here is {current or 'no such file'}: "
             "restore it, or start anew."
         )
-    for each in plugin_origins(config):
-        if str(each) in lines:
+    for origin in plugin_origins(config):
+        if str(origin) in recorded:
             continue
-        before = next((line for line in sorted(lines) if line.startswith(f"{each.part} from ")), None)
-        was = f"was begun with {before.rpartition(' from ')[2]}" if before else f"does not say which {each.part} it had"
-        raise UserError(f"{root} {was}, but here is {str(each).rpartition(' from ')[2]}: restore it, or start anew.")
+        first = next((line for line in sorted(recorded) if line.startswith(f"{origin.part} from ")), None)
+        if first is None:
+            difference = f"does not say which {origin.part} it had"
+        else:
+            difference = f"was begun with {first.rpartition(' from ')[2]}"
+        current = str(origin).rpartition(" from ")[2]
+        raise UserError(f"{root} {difference}, but here is {current}: restore it, or start anew.")

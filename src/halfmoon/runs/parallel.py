@@ -1,7 +1,7 @@
-"""Several runs of a comparison at once, each in a process of its own, while one process tells the user of all.
+"""Several runs of a comparison at the same time, one in each process; the main process reports their progress.
 
-The runs are the same to the last byte as those played one after another: a run draws from its seed alone, and a process
-computes with as many threads as it would alone. What they share is loaded once and sent to every process.
+Runs are equal to the last byte to those that run one after another: a run depends on its seed only, and a process
+computes with as many threads as a single run. The data is loaded once and sent to every process.
 """
 
 import os
@@ -20,112 +20,151 @@ from halfmoon.engine.loop import Row
 from halfmoon.runs.callbacks import Callback, RunInfo
 from halfmoon.runs.factory import device, threads
 from halfmoon.runs.pools import processors, ready_context, terminate
-from halfmoon.runs.workers import share
+from halfmoon.runs.workers import share_processors
 
-WORTHWHILE = 100
-"""Rounds of all runs together below which starting processes takes longer than it saves."""
+MIN_ROUNDS = 100
+"""With fewer rounds of all runs together, starting processes takes longer than it saves."""
 
-TICK = 0.1
-"""Seconds between looks at what the processes tell."""
+POLL_SECONDS = 0.1
+"""Seconds between two reads of the processes' messages."""
 
 _STATE: dict[str, Any] = {}
-"""In a process that plays runs: how it plays one, and where it tells of it."""
+"""The state of a process that trains runs: the function that trains one, and the queue of its messages."""
 
 
-class Failed(NamedTuple):
-    """What stopped a run; an error that is sent to another process loses its cause."""
+class RunFailure(NamedTuple):
+    """The error that stopped a run, with its cause: an error that is sent to another process loses its cause."""
 
     error: UserError | Diverged
     cause: BaseException | None
 
 
-def processes(config: Config, runs: int) -> int:
-    """Return in how many processes so many runs are played.
+def count_processes(config: Config, runs: int) -> int:
+    """Return the number of processes for several runs.
 
-    "auto" is one for each processor where a run computes with one thread and there is enough to do; several on one GPU,
-    or with several threads each, would only get into each other's way.
+    "auto" is one for each processor if runs compute with one thread and have enough rounds. Several runs on one GPU, or
+    with several threads each, would only slow each other down.
+
+    Args:
+        config: the configuration of the first run.
+        runs: the number of runs.
     """
     if isinstance(config.processes, int):
         return min(config.processes, runs)
-    if device(config).type != "cpu" or threads(config) > 1 or runs * config.rounds < WORTHWHILE:
+    if device(config).type != "cpu" or threads(config) > 1 or runs * config.rounds < MIN_ROUNDS:
         return 1
     return min(len(processors()), runs)
 
 
 def run_in_processes(
-    play: Callable[[int, Callback], Row], numbers: Sequence[int], config: Config, watch: Callback
+    run_job: Callable[[int, Callback], Row], numbers: Sequence[int], config: Config, watch: Callback
 ) -> dict[int, Row]:
-    """Play runs in several processes, and return their summaries by number; `watch` is told of all of them.
+    """Train runs in several processes.
 
-    `play` is sent to every process. Return {}, with nothing played, where one process is enough. Raise what the first
-    run raises that fails: the others are stopped, and can be resumed.
+    Args:
+        run_job: trains the run of a number, reports to a callback, and returns the summary. It is pickled and sent to
+            every process.
+        numbers: the numbers of the runs.
+        config: the configuration of the first run.
+        watch: receives the events of all runs.
+
+    Returns:
+        Summaries by number; {} if nothing was trained because one process is enough.
+
+    Raises:
+        UserError: a run raised it, or a process was killed. The other runs are stopped, and can be resumed.
+        Diverged: a run raised it.
     """
-    count = processes(config, len(numbers))
+    count = count_processes(config, len(numbers))
     if count < 2:
         return {}
     context = ready_context(__name__, "halfmoon.runs.runner")
-    messages, begun = context.Queue(), {number: context.Event() for number in numbers}
-    rows: dict[int, Row] = {}
+    messages = context.Queue()
+    acknowledged = {number: context.Event() for number in numbers}
+    summaries: dict[int, Row] = {}
     runs: dict[Path, RunInfo] = {}
-    with ProcessPoolExecutor(count, context, _begin, (play, messages, begun, count)) as pool:
-        waiting: dict[Future[Row | Failed], int] = {pool.submit(_play, number): number for number in numbers}
+    initial_arguments = (run_job, messages, acknowledged, count)
+    with ProcessPoolExecutor(count, context, _initialize_process, initial_arguments) as pool:
+        pending: dict[Future[Row | RunFailure], int] = {
+            pool.submit(_run_in_process, number): number for number in numbers
+        }
         try:
-            while waiting:
-                finished = wait(waiting, TICK, FIRST_COMPLETED).done
-                _tell(messages, runs, begun, watch)
+            while pending:
+                finished = wait(pending, POLL_SECONDS, FIRST_COMPLETED).done
+                _forward_messages(messages, runs, acknowledged, watch)
                 for future in finished:
-                    rows[waiting.pop(future)] = _summary(future)
+                    number = pending.pop(future)
+                    summaries[number] = _read_summary(future)
         except BaseException:
             terminate(pool)
             raise
-    _tell(messages, runs, begun, watch)  # all that was put before the processes ended
-    return rows
+    # Messages may arrive after the future of their run.
+    _forward_messages(messages, runs, acknowledged, watch)
+    return summaries
 
 
-def _summary(future: Future[Row | Failed]) -> Row:
+def _read_summary(future: Future[Row | RunFailure]) -> Row:
+    """Return the summary of a finished run, or raise the error that stopped it."""
     try:
         result = future.result()
     except BrokenProcessPool as error:
         raise UserError(
-            "a process that played a run was killed, or the memory is full: go on with the run folder, or choose fewer "
-            "--processes."
+            "a process that trained a run was killed, or the memory is full: go on with the run folder, or choose "
+            "fewer --processes."
         ) from error
-    if isinstance(result, Failed):
+    if isinstance(result, RunFailure):
         raise result.error from result.cause
     return result
 
 
-def _tell(messages: Any, runs: dict[Path, RunInfo], begun: Mapping[int, Any], watch: Callback) -> None:
+def _forward_messages(
+    messages: Any, runs: dict[Path, RunInfo], acknowledged: Mapping[int, Any], watch: Callback
+) -> None:
+    """Pass all messages in the queue to the callback.
+
+    Args:
+        messages: the queue of (event, number or run folder, content).
+        runs: the runs that have started, by folder; updated.
+        acknowledged: by number, an event to set when the callback knows of a run's start.
+        watch: the callback.
+    """
     while True:
         try:
-            kind, of, what = messages.get_nowait()
+            event, sender, content = messages.get_nowait()
         except Empty:
             return
-        if kind == "begin":
-            runs[what.folder] = what
-            watch.begin(what)
-            begun[of].set()
-        elif kind == "say":
-            watch.say(what)
+        if event == "begin":
+            runs[content.folder] = content
+            watch.begin(content)
+            acknowledged[sender].set()
+        elif event == "say":
+            watch.say(content)
+        elif event == "round":
+            watch.round(runs[sender], content)
         else:
-            getattr(watch, kind)(runs[of], what)
+            watch.end(runs[sender], content)
 
 
-class _Teller:
-    """The watch of a run in another process."""
+class _MessageCallback:
+    """Send the events of a run to the main process.
+
+    Args:
+        number: the run's number.
+    """
 
     def __init__(self, number: int) -> None:
         self.number = number
 
     def begin(self, run: RunInfo) -> None:
         _STATE["messages"].put(("begin", self.number, run))
-        begun = _STATE["begun"][self.number]
-        while not begun.wait(1.0):  # a tracker reads the folder as it is before the first round
-            _stay()
-        begun.clear()
+        acknowledged = _STATE["acknowledged"][self.number]
+        # A tracker reads the folder as it is before the first round, so the run waits for it.
+        while not acknowledged.wait(1.0):
+            _exit_if_orphaned()
+        acknowledged.clear()
 
     def round(self, run: RunInfo, row: Row) -> None:
-        _stay()
+        _exit_if_orphaned()
         _STATE["messages"].put(("round", run.folder, row))
 
     def end(self, run: RunInfo, summary: Row) -> None:
@@ -135,21 +174,27 @@ class _Teller:
         _STATE["messages"].put(("say", self.number, text))
 
 
-def _stay() -> None:
-    """End this process where the one that asked is gone: the folder must be free for whoever goes on with the run."""
+def _exit_if_orphaned() -> None:
+    """End this process if its parent is gone, so that the folder's lock is free for a process that resumes the run."""
     if os.getppid() != _STATE["parent"]:
         os._exit(1)
 
 
-def _begin(play: Callable[[int, Callback], Row], messages: Any, begun: Mapping[int, Any], count: int) -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the one that asked ends the others
-    share(count)
-    _STATE.update(play=play, messages=messages, begun=begun, parent=os.getppid())
+def _initialize_process(
+    run_job: Callable[[int, Callback], Row], messages: Any, acknowledged: Mapping[int, Any], count: int
+) -> None:
+    """Prepare a process that trains runs."""
+    # Ctrl-C reaches the whole process group; the main process handles it and ends the others.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    share_processors(count)
+    _STATE.update(run_job=run_job, messages=messages, acknowledged=acknowledged, parent=os.getppid())
 
 
-def _play(number: int) -> Row | Failed:
+def _run_in_process(number: int) -> Row | RunFailure:
+    """Train the run of a number in this process."""
     try:
-        return _STATE["play"](number, _Teller(number))
+        return _STATE["run_job"](number, _MessageCallback(number))
     except (UserError, Diverged) as error:
         cause = error.__cause__
-        return Failed(error, cause if isinstance(cause, OSError) else None)
+        # Other exceptions may not be picklable; the command line looks for the error number of an OSError.
+        return RunFailure(error, cause if isinstance(cause, OSError) else None)

@@ -32,12 +32,11 @@ from halfmoon.methods import registry
 from halfmoon.models.finetuned import training_summary
 from halfmoon.report.run_reader import check_finished
 from halfmoon.runs import assembly, checks, factory, outside, workers
-from halfmoon.runs.assembly import CSV, CURVES, MARKDOWN, SPLIT, RunResult, show
-from halfmoon.runs.budgets import budget, evaluation_interval, largest_of
+from halfmoon.runs.assembly import CSV, CURVES, MARKDOWN, SPLIT, RunResult, write_comparison
+from halfmoon.runs.budgets import budget, evaluation_interval, find_costliest_method
 from halfmoon.runs.callbacks import NULL_CALLBACK, Callback, RunInfo, feature_progress, isolate_failures
 from halfmoon.runs.factory import ImageSpec, Problem
-from halfmoon.runs.jobs import COMPARISON, Job, is_same_plan, parse_config, render
-from halfmoon.runs.jobs import parse as jobs_of
+from halfmoon.runs.jobs import COMPARISON, Job, is_same_plan, parse_config, parse_jobs, render_jobs
 from halfmoon.runs.parallel import run_in_processes
 from halfmoon.storage import atomic_io, integrity
 from halfmoon.storage.folder_writer import CONFIG, resume_command
@@ -95,9 +94,9 @@ def compare(
         _refuse_taken(root, "")
     shared = _shared(jobs, None, NULL_CALLBACK if begun else watch)
     if config.reference is None:
-        jobs = planned(largest_of([job.config for job in jobs], shared))
+        jobs = planned(find_costliest_method([job.config for job in jobs], shared))
     jobs = _settled(jobs, shared)
-    plan = render(jobs)
+    plan = render_jobs(jobs)
     if again and is_same_plan(atomic_io.read(root / COMPARISON), plan):
         return resume(root, watch)
     _refuse_taken(root, "", plan)
@@ -127,13 +126,13 @@ def resume(
         outside.register(method)
     plan = atomic_io.read(root / COMPARISON)
     if plan is not None:
-        jobs = jobs_of(plan, root)
+        jobs = parse_jobs(plan, root)
         for job, each in zip(jobs, atomic_io.parse_json(plan)["jobs"], strict=True):
-            outside.check(job.config, each["config"], root)
+            outside.check_origins(job.config, each["config"], root)
     else:
         with RunFolder.open(root) as folder:
             config = parse_config(folder.config, root)
-            outside.check(config, folder.config, root)
+            outside.check_origins(config, folder.config, root)
             if identity(config, config.method) != folder.identity:
                 raise UserError(
                     f"{root} was made by another version of halfmoon, which read its {CONFIG} differently; "
@@ -245,7 +244,7 @@ def _play_all(root: Path, jobs: Sequence[Job], shared: Problem | None, watch: Ca
     paths = [root / job.folder for job in jobs]
     outcome = RunResult(root, summaries, root / CURVES, paths, [root / CSV, root / MARKDOWN])
     if shared is not None or not all(path.exists() for path in (outcome.curves, *outcome.tables)):
-        show(outcome)
+        write_comparison(outcome)
     return outcome
 
 

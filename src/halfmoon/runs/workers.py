@@ -90,12 +90,12 @@ _SHARE = {"runs": 1}
 """How many runs are played at once on this machine's processors."""
 
 
-def share(runs: int) -> None:
+def share_processors(runs: int) -> None:
     """Take note that so many runs are played at once: each has its part of the processors."""
     _SHARE["runs"] = runs
 
 
-def count(config: Config) -> int:
+def count_workers(config: Config) -> int:
     """Return in how many processes the clients of a cohort train.
 
     "auto" is one for each processor that PyTorch would use (OMP_NUM_THREADS), where nobody has said with how many
@@ -126,7 +126,7 @@ def working(config: Config) -> Iterator[ParallelMap]:
     """
     if config.workers == "ray":
         pool: Pool = RayWorkers(config.cohort, factory.threads(config))
-    elif (number := count(config)) > 1:
+    elif (number := count_workers(config)) > 1:
         pool = Workers(number, factory.threads(config))
     else:
         yield map
