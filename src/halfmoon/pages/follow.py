@@ -148,6 +148,7 @@ class FollowedRun:
         if summary != self.summary:
             self.summary = summary
             changed = True
+        # The page requests curves again only if this number has changed.
         self.version += changed
         return changed
 
@@ -194,6 +195,7 @@ class FollowedRun:
         age = max(0.0, now - last / 1e9)
         if self.summary is not None:
             return "finished", age
+        # Rounds may be long, and nothing is written within them.
         max_age = max(STOPPED_SECONDS, 10 * max(self._recent_seconds(), default=0.0))
         event_time = federation_events.last_event_time(self.path)
         wait = federation_events.describe_wait(self.path)
@@ -324,6 +326,7 @@ def find_runs(root: Path) -> list[tuple[Path, str]]:
     run_files += sorted(root.glob(f"*/*/{RUN_FILE}"))
     for run_file in run_files:
         name = run_file.parent.relative_to(root).as_posix()
+        # Runs of the sweep have better names already.
         names.setdefault(run_file.parent.resolve(), root.resolve().name if name == "." else name)
     return list(names.items())
 
@@ -416,7 +419,7 @@ def find_alarms(rows: Sequence[Mapping[str, Any]], state: str, age: float, comma
     if state == "stopped":
         minutes = round(age / 60)
         duration = f"{minutes} minutes" if minutes < 120 else f"{minutes // 60} hours"
-        text = f"no progress for {duration}: the run was stopped, or its machine sleeps; continue it with halfmoon {command}"
+        text = f"no progress for {duration}: the run was stopped or its machine sleeps; continue it with halfmoon {command}"
         alarms.append(Alarm("stopped", text))
     return alarms
 

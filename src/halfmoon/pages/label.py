@@ -155,6 +155,7 @@ class LabelPage(FolderPage):
 
         "guesses" is 0 without predictions, and changes when the predictions change.
         """
+        # Unique for each source: 1 for the given model, 2n or 2n + 1 after n trainings.
         count = 2 * self.training.count + int(self.predictions is not None)
         return super().describe(since) | {"training": self.training.describe(), "guesses": count}
 
@@ -166,6 +167,7 @@ class LabelPage(FolderPage):
         with self._lock:
             predictions = self.predictions
             label_count = int((self.store.labels >= 0).sum())
+            # id() tells apart the predictions of different trainings.
             key = (label_count // REORDER_AFTER_LABELS, id(predictions), order)
             if self._order is None or self._order[0] != key:
                 rows = order_unlabeled(predictions, self.store, self.options.seed, order)

@@ -149,8 +149,10 @@ class LabelStore:
         try:
             write_labels(self.folder, *edits, name=self.labels_file)
         except LabelConflict:
+            # The page shows the new label and asks the person.
             self.refresh()
             raise
+        # A label ends the state "undecided".
         decided = [
             LabelEdit(self.paths[row], "", UNDECIDED) for row, label, _ in entries if label and self.undecided[row]
         ]

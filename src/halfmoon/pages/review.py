@@ -82,6 +82,7 @@ class ReviewPage(FolderPage):
         """Build the response with each image's predicted class (-1: unreadable), its probability and the next class."""
         predictions = self.require_predictions()
         probabilities = np.nan_to_num(predictions.probabilities)
+        # Stable, so that the lower class number wins a tie, as in argmax.
         order = np.argsort(-probabilities, axis=1, kind="stable")[:, :2]
         top = np.take_along_axis(probabilities, order, 1)
         # The page numbers the classes of the site and of the model together.

@@ -89,7 +89,7 @@ class RequestGuard:
             # Redirect /TOKEN to /TOKEN/, because relative addresses in the page need the slash.
             await _send_text(send, 307, "", [(b"location", b"/" + scope["path"][1:].encode() + b"/")])
             return
-        path = scope["path"].split("/", 2)[2]
+        path = scope["path"].split("/", 2)[2]  # without the token
         inner_scope = {**scope, "path": f"/{path}", "raw_path": None, "root_path": ""}
 
         async def send_with_headers(message: Message) -> None:

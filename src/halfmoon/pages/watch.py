@@ -85,6 +85,7 @@ class WatchPage:
                 if have.get(str(number)) != str(run.version):
                     view |= run.plot()
                 run_views.append(view)
+            # A server is its own run; its rows have the cohorts.
             rows = next((run.metrics.rows for run in runs if run.path == self.root.resolve()), ())
             alarms = find_ceiling_alarms(runs, self._ceilings, self._floors)
             return {

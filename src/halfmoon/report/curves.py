@@ -44,6 +44,7 @@ def seed_curve(runs: Sequence[StoredRun], group: str, name: str) -> SeedCurve:
         name: the name of a metric in this group.
     """
     curves = [run.series(group, name) for run in runs]
+    # Seeds may have been evaluated in different rounds, and a mean needs all of them.
     rounds = sorted(set.intersection(*(set(curve) for curve in curves)))
     values = np.array([[curve[round] for round in rounds] for curve in curves])
     return SeedCurve(np.array(rounds, dtype=np.int64), values.mean(0), values.min(0), values.max(0))
@@ -123,6 +124,7 @@ def _group_by_title(runs: Sequence[StoredRun]) -> tuple[dict[str, list[StoredRun
     groups: dict[str, list[StoredRun]] = {}
     for run in runs:
         groups.setdefault(run.title, []).append(run)
+    # Styles depend on the name of the method, not on its title, so that they are those of all other figures.
     methods = [str(group[0].options.get("method", title)) for title, group in groups.items()]
     return groups, dict(zip(groups, line_styles(methods), strict=True))
 
@@ -217,6 +219,7 @@ def _draw_quantity(
     axes.set_xlabel("round", fontsize=8.5)
     axes.set_title(label, fontsize=8.5, loc="left")
     axes.margins(x=0.03)
+    # Percentages are shown over at least 4 points.
     _widen_axes(axes, 4.0 if factor == 100 else 0.0)
     axes.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=6, steps=[1, 2, 5, 10]))
     axes.yaxis.set_major_locator(MaxNLocator(nbins=6, steps=[1, 2, 5, 10]))
@@ -241,6 +244,7 @@ def _widen_axes(axes: Axes, span: float) -> None:
 def _legend_grid_size(names: Sequence[str], width: float) -> tuple[int, int]:
     """Compute the number of columns of a legend in `width` inches, and of its rows, including the note."""
     longest = max(map(len, names), default=0)
+    # 0.75 inches for the sample of a line, 0.055 for a letter.
     columns = max(1, int(width / (0.75 + 0.055 * longest)))
     rows = -(-len(names) // columns)  # ceiling division
     return columns, rows + 1
@@ -259,6 +263,7 @@ def _label_line_ends(axes: Axes, ends: dict[str, tuple[float, float]], styles: d
     axes.set_ylim(bottom, top)  # so that the labels do not change the range
     line_height = 0.062 * (top - bottom)
     positions = separate_positions([height for _, height in ends.values()], line_height)
+    # Spreading may move the highest label above the axes, so all of them move down.
     overshoot = max(0.0, max(positions) - top)
     for (title, (round, height)), position in zip(ends.items(), positions, strict=True):
         axes.annotate(

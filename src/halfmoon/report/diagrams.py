@@ -49,6 +49,7 @@ def draw_split(summary: Mapping[str, Any], path: Path) -> None:
     class_inches = float(np.clip(2.1 / len(classes), 0.055, 0.21))
     client_inches = float(np.clip(5.6 / columns, 0.135, 0.3))
     name_inches = 0.055 * max(len(name) for name in classes)
+    # Both panels have the same classes; 1.5 inches are for titles, labels and the legend.
     figure = new_figure(
         width=max(4.0, client_inches * columns + 1.5 + name_inches), height=2 * class_inches * len(classes) + 1.5
     )
@@ -87,6 +88,7 @@ def _draw_panel(axes: Axes, counts: np.ndarray, largest: float, color: str) -> N
     axes.grid(color="#EEEEEE", linewidth=0.5)
     style_axes(axes)
     axes.tick_params(length=2)
+    # Marker sizes of Line2D are diameters, those of scatter are areas.
     samples = _round_numbers(int(counts.max(initial=0)))
     sizes = [np.sqrt(largest * sample / counts.max()) for sample in samples]
     handles = [
@@ -130,6 +132,7 @@ def _label_ticks(axis: Any, names: list[str], inches: float, leading_names: Sequ
         leading_names: the names of the ticks from 0 on.
         first: the position of the first of `names`.
     """
+    # A label is 0.115 inches high.
     interval = max(1, int(np.ceil(0.115 / inches)))
     positions = [*range(len(leading_names)), *range(first, first + len(names), interval)]
     axis.set_ticks(positions, [*leading_names, *names[::interval]], fontsize=7.5)

@@ -84,6 +84,7 @@ def iterate_points(run: StoredRun) -> Iterator[tuple[int, str, float]]:
         cost = row.get("cost") or {}
         if {"bytes_down", "bytes_up"} <= cost.keys():
             yield row["round"], "megabytes", (cost["bytes_down"] + cost["bytes_up"]) / 1e6
+    # Timings are per round, the metric is the time since the start.
     elapsed = 0.0
     for number, seconds in sorted(run.seconds().items()):
         elapsed += seconds
@@ -109,6 +110,7 @@ def cells_frame(study: Study) -> Any:
             cell_values["published_deviation"] = published.deviation
             cell_values["published_note"] = published.note
         lines += [{**cell_values, **_run_values(study, entry)} for entry in cell.runs] or [cell_values]
+    # As objects, so that None does not become NaN, and integers do not become floats.
     table = pd.DataFrame([[line.get(name) for name in names] for line in lines], columns=names, dtype=object)
     if study.sweep.measure == TEST_ACCURACY:
         _add_equal_steps(study, table)
@@ -145,6 +147,7 @@ def _add_equal_steps(study: Study, table: pd.DataFrame) -> None:
     }
     for column in range(len(study.columns)):
         lines = [n for n, line_column in enumerate(table["column"]) if line_column == column and n in curves]
+        # A run without evaluations makes this 0, so its column has no comparison at equal steps.
         steps = min((curves[n][-1][0] if curves[n] else 0 for n in lines), default=0)
         if not steps:
             continue

@@ -55,6 +55,7 @@ def gather_studies(paths: Sequence[Path]) -> list[Study]:
     """
     studies: list[Study] = []
     run_paths: list[Path] = []
+    # All runs outside of sweeps are one study, so that they are compared with each other.
     for path in paths:
         if not path.exists():
             raise UserError(f"{path} does not exist; give the folder of a run, of a comparison or of a sweep.")
@@ -130,6 +131,7 @@ def study_from_runs(paths: Sequence[Path]) -> Study:
     for run, name, position in zip(runs, names, positions, strict=True):
         coordinates = {"method": name} | position
         cell = cells.setdefault(tuple(coordinates.values()), GridCell(coordinates, []))
+        # The same run may be given by two paths; a different run with the same seed is an error.
         same_seed = [other for other in cell.runs if other.seed == run.seed]
         entry = _make_cell_run(run)
         if any(other.identity != entry.identity for other in same_seed):

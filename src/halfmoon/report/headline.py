@@ -71,6 +71,7 @@ def _describe_interval(study: Study, first: str, second: str, columns: int) -> s
         columns: number of columns that a seed must have; their mean is compared.
     """
     table = frame.cells_frame(study)
+    # A seed has one accuracy in each column, and counts only if both rows have all of them.
     table = table[table["last_percent"].notna()]
     first_by_seed = dict(list(table[table["row"] == first].groupby("seed")["last_percent"]))
     second_by_seed = dict(list(table[table["row"] == second].groupby("seed")["last_percent"]))
@@ -129,6 +130,7 @@ def _describe_gain(ranking: Sequence[FinalAccuracy]) -> str:
 
 
 def _describe_columns(study: Study, columns: Sequence[Sequence[FinalAccuracy]]) -> str:
+    # most_common keeps the order of the columns for equal counts.
     wins = Counter(_competitors(rows)[0].title for rows in columns)
     title, count = wins.most_common(1)[0]
     other_winners = [f"{name} in {number}" for name, number in wins.items() if name != title]

@@ -143,6 +143,7 @@ def _format_tabular(
     if score.steps is not None:
         index.append("labeled steps")
     lines = [list(line) for line in zip(*table, strict=True)]
+    # Equal adjacent headings of a level are merged by the Styler.
     frame = pd.DataFrame(lines, index=index, columns=pd.MultiIndex.from_tuples(headings))
     return frame.style.to_latex(column_format="l" + "r" * len(headings), hrules=True, multicol_align="c")
 

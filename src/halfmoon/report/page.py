@@ -57,6 +57,7 @@ def render_html(studies: Sequence[Study]) -> str:
         title=" · ".join(study.sweep.title for study in studies),
         studies=studies,
         version=metadata.version("halfmoon"),
+        # NaN and infinity are not JSON.
         data=replace_nonfinite({"studies": [_chart_data(study) for study in studies]}),
         CHARTS=CHARTS,
         COSTS=list(scores.COSTS),

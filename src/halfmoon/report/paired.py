@@ -101,6 +101,7 @@ def compare_by_image(method: np.ndarray, baseline: np.ndarray, comparisons: int 
 
 def _student_t(mean: float, variance: float, freedom: float, comparisons: int) -> Difference:
     error = math.sqrt(variance)
+    # Without any spread t is not defined: the difference is exactly zero or certainly not.
     if error == 0:
         return Difference(mean, mean, mean, float(mean == 0))
     tail = (1 - CONFIDENCE_LEVEL) / comparisons / 2
@@ -218,6 +219,7 @@ def compare_methods(summaries: Sequence[Mapping[str, Any]], ceilings: Collection
     if len(accuracies) < 2 or len(seeds) < 2:
         return None
 
+    # Predictions can be compared by image only if all runs have them for the same number of test images.
     image_counts = set()
     for by_seed in correct.values():
         for seed in seeds:

@@ -73,6 +73,7 @@ def tau_interval(rows: Sequence["CellScore"]) -> tuple[float, float] | None:
     seeds = np.array([row.seeds for row in rows])
     errors = np.random.default_rng(0).standard_t(seeds - 1, (2000, len(rows))) * deviations / np.sqrt(seeds)
     draws = np.array([mean.mean for mean in last if mean]) + errors
+    # Tau-b of each draw from the signs of all pairs. Draws have no ties, so only published ties reduce the denominator.
     left, right = np.triu_indices(len(rows), 1)
     signs = np.sign(published[left] - published[right])
     if not signs.any():
@@ -147,6 +148,7 @@ def _cell_scores(study: Study, equal: bool = False) -> dict[tuple[str, Column], 
     for (row, number), runs in frame.cells_frame(study).groupby(["row", "column"]):
         column = study.columns[number]
         finished = runs[runs["finished"].eq(True)]
+        # Federations without test images have finished runs without an accuracy.
         if not equal:
             finished = finished[finished["last_percent"].notna()]
         last = mean_if_complete(finished["equal_steps_percent" if equal else "last_percent"])

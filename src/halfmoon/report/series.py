@@ -19,13 +19,18 @@ CURVE_METRICS = (
     *("js_app_u", "js_labeled", "local_js_app_u", "local_js_labeled", "global_js_app_u", "global_js_labeled"),
 )
 """Metrics that are drawn by round."""
+
 COST_METRICS = ("steps", "forward", "megabytes", "seconds")
 """Costs that can be the x axis of accuracy."""
 
 MAX_MATRIX_CLASSES = 100
 """With more classes, a list of the most frequent confusions replaces the matrix."""
+
 MAX_CONFUSIONS = 20
+"""Length of that list."""
+
 MAX_CLIENTS = 40
+"""Largest number of clients in the chart of a split."""
 
 
 def row_styles(study: Study) -> list[JsonDict]:
@@ -55,6 +60,8 @@ def column_charts(study: Study, column: Column) -> JsonDict:
 
 def _row_charts(table: Any, runs: Sequence[StoredRun]) -> JsonDict:
     """Compute the charts of one row: a curve over seeds for each metric, costs, and the final state by class."""
+    # A row for each round and a column for each run. A mean over only some of the runs or rounds would mislead, so
+    # metrics that a run lacks, and rounds that a run lacks (dropna), are left out.
     tables = {
         metric: points.pivot(index="round", columns="run", values="value").dropna()
         for metric, points in table.groupby("metric")
@@ -64,6 +71,7 @@ def _row_charts(table: Any, runs: Sequence[StoredRun]) -> JsonDict:
         metric: summarize_curve(tables[metric]) for metric in CURVE_METRICS if metric in tables and len(tables[metric])
     }
     rounds = series.get("accuracy", {}).get("x", [])
+    # Costs are x coordinates of the accuracies, so they are needed at exactly their rounds.
     costs = {
         cost: summarize_seeds(tables[cost].loc[rounds].values)["mean"]
         for cost in COST_METRICS
@@ -119,6 +127,7 @@ def _mean_confusion(runs: Sequence[StoredRun]) -> JsonDict | None:
         for predicted in classes:
             if true != predicted and mean[true][predicted]:
                 errors.append((mean[true][predicted], true, predicted))
+    # Too many classes for a matrix: the page lists the most frequent confusions.
     errors.sort(reverse=True)
     largest = []
     for count, true, predicted in errors[:MAX_CONFUSIONS]:
@@ -153,6 +162,7 @@ def split_charts(study: Study) -> list[JsonDict]:
         if split is None:
             continue
         user = SplitUser(study.columns[study.column_of(cell)], cell.at[study.sweep.rows], entry.seed)
+        # Splits are compared by their counts: runs of different methods and seeds often share one.
         same_split = next((split_users for other, split_users in users if other == split), None)
         if same_split is None:
             users.append((split, [user]))
@@ -210,6 +220,7 @@ def line_charts(study: Study, score: ScoreTable) -> list[JsonDict]:
     if study.sweep.kind != "lines" or x is None:
         return []
     rows = study.sweep.rows
+    # If the rows are x, the first other axis gives the lines; if there is none, the study is a single line.
     line_axis = rows if x != rows else next((name for name in study.column_axes if name != x), x)
     panel_axes = [name for name in [rows, *study.column_axes] if name not in (x, line_axis)]
     panels: dict[tuple[str, ...], dict[str, JsonDict]] = {}
@@ -232,6 +243,7 @@ def line_charts(study: Study, score: ScoreTable) -> list[JsonDict]:
         if cell.published:
             published = {"mean": cell.published.mean, "deviation": cell.published.deviation}
             line["published"].append({"x": x_value, **published})
+    # All names, also those without points, so that a line has the same style in every panel.
     names = [value.name for value in study.axis(line_axis).values] if line_axis != x else [study.sweep.title]
     return [
         {

@@ -205,6 +205,7 @@ class Study:
     def columns(self) -> list[Column]:
         """Columns that have a cell, in the order of their axes."""
         axes = self.column_axes
+        # Columns are sorted by the positions of their values on the axes, not by name.
         ranks = [{value.name: n for n, value in enumerate(self.axis(name).values)} for name in axes]
         columns = {tuple(cell.at[name] for name in axes) for cell in self.sweep.cells}
         return sorted(columns, key=lambda key: [rank[name] for rank, name in zip(ranks, key, strict=True)])

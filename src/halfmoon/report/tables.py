@@ -135,6 +135,7 @@ class ComparisonTable:
 
     def as_markdown(self) -> str:
         """Format the table as Markdown, with aligned columns."""
+        # A bar would end the cell.
         rows = [[cell.replace("|", "\\|") for cell in row] for row in [self.headings, *self.cells]]
         widths = [max(3, *map(len, column)) for column in zip(*rows, strict=True)]
         rows.insert(1, ["-" * widths[0], *("-" * (width - 1) + ":" for width in widths[1:])])
