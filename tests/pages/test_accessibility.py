@@ -27,14 +27,14 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def violations(browser: Any) -> list[str]:
-    """Return what axe-core finds wrong with the page as it is: rule and places."""
+    """List the violations that axe-core finds in the current page: rule and elements."""
     found = axe.Axe().run(browser)
     assert len(found["passes"]) > 15
     return [f"{rule['id']}: {place['target']}" for rule in found["violations"] for place in rule["nodes"]]
 
 
 def check(browser: Any, address: str, ready: Callable[[], Any] = lambda: True) -> None:
-    """Hold that a page has no violation, at two widths and in both color schemes."""
+    """Check that a page has no violation, at two widths and in both color schemes."""
     for width, dark in ((1280, False), (390, True)):
         sized(browser, width, dark=dark)
         browser.get(address)

@@ -1,4 +1,4 @@
-"""What a model makes of images: the same as `Model.probabilities`, with the features that its head is given."""
+"""Predictions for pages: the same as `Model.probabilities`, with the features that its head is given."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -43,7 +43,7 @@ def test_an_image_that_cannot_be_read_is_unknown(tmp_path: Path):
     assert list(found.predicted >= 0) == [True, False, True]
 
 
-def test_guessing_says_what_went_wrong_and_how_far_it_is(tmp_path: Path):
+def test_background_prediction_reports_errors_and_progress(tmp_path: Path):
     Image.new("L", (8, 8)).save(tmp_path / "0.png")
 
     def broken() -> InferenceModel:

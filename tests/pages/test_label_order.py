@@ -33,7 +33,7 @@ def test_uncertainty_is_one_minus_the_margin():
     assert rank_descending(np.array([0.2, 0.9, np.nan, 0.5])).tolist() == [3, 1, 0, 2]
 
 
-def test_every_open_row_comes_once():
+def test_order_has_every_unlabeled_row_once():
     guesses = made()
     guesses.probabilities[[3, 8]] = np.nan
     labels = nothing(40)
@@ -43,16 +43,16 @@ def test_every_open_row_comes_once():
     assert set(found[-2:]) == {3, 8}  # what the model could not see comes last
 
 
-def test_equal_images_do_not_come_together():
-    """Nine copies of the least sure image and nine others: one copy is chosen, then all the others."""
+def test_equal_images_are_not_adjacent():
+    """Nine copies of the most uncertain image and nine others: one copy is picked, then all the others."""
     probabilities = np.array([[0.5, 0.5]] * 9 + [[0.7, 0.3]] * 9)
     features = np.concatenate([np.zeros((9, 2)), np.arange(1, 19).reshape(9, 2)]).astype(np.float32)
     found = order_for_labeling(Predictions(probabilities, features), nothing(18), np.ones(18, bool), greedy_images=10)
     assert sum(row < 9 for row in found[:10]) == 1
 
 
-def test_a_label_keeps_its_neighbors_away():
-    """Two clusters, equally unsure; the one with a label comes second."""
+def test_neighbors_of_a_labeled_image_are_later():
+    """Two clusters with equal uncertainty; the one with a label is second."""
     features = np.concatenate([draw.normal(0, 0.01, (5, 2)), draw.normal(9, 0.01, (5, 2))])
     labels = nothing(10)
     labels[0] = 0
@@ -60,7 +60,7 @@ def test_a_label_keeps_its_neighbors_away():
     assert found[0] >= 5
 
 
-def test_the_starved_class_comes_first_and_classes_take_turns():
+def test_class_with_fewest_labels_is_first_and_classes_take_turns():
     guesses = made(60)
     predicted = guesses.predicted
     labels = nothing(60)
@@ -71,7 +71,7 @@ def test_the_starved_class_comes_first_and_classes_take_turns():
     assert sorted(predicted[found[3:6]]) == [0, 1, 2]
 
 
-def test_behind_the_spread_the_least_sure_comes_first():
+def test_images_after_the_greedy_ones_are_ordered_by_uncertainty():
     guesses = made(50)
     found = order_for_labeling(guesses, nothing(50), np.ones(50, bool), greedy_images=10)
     rest = guesses.uncertainty[found[10:]]
@@ -90,19 +90,19 @@ def test_the_same_folder_gives_the_same_order():
     assert list(shuffle_rows(open_)) == [row for n, row in enumerate(before) if n != 4]
 
 
-def test_without_images_or_a_second_class_nothing_breaks():
+def test_order_without_images_or_with_one_class():
     assert len(order_for_labeling(made(), nothing(40), np.zeros(40, bool))) == 0
     one = Predictions(np.ones((4, 1)), np.zeros((4, 1)))
     assert sorted(order_for_labeling(one, nothing(4), np.ones(4, bool))) == [0, 1, 2, 3]
 
 
-def test_features_are_standardized_over_what_is_known():
+def test_features_are_standardized_over_the_mask():
     features = np.array([[1.0, 5], [3, 5], [99, 7]])
     found = standardize(features, np.array([True, True, False]))
     assert found.tolist() == [[-1, 0], [1, 0], [0, 0]]
 
 
-def test_the_nearest_comes_first_and_the_unknown_last():
+def test_similar_rows_are_sorted_by_distance_with_unknown_ones_last():
     guesses = Predictions(np.full((4, 2), 0.5), np.array([[0, 0], [3, 4], [np.nan, 0], [0, 2]], np.float32))
     guesses.probabilities[2] = np.nan
     assert sort_by_similarity(guesses, 1).tolist() == [1, 3, 0, 2]
@@ -113,8 +113,8 @@ def test_every_fifth_is_the_next_of_the_random_order():
     assert mix_in_random(chosen, random).tolist() == [0, 1, 2, 3, 11, 4, 5, 6, 7, 10, 8, 9]
 
 
-def test_labels_that_were_chosen_do_not_count_as_random():
-    """The first 20 of the random order have a label or were passed, one is skipped; 30 behind it were chosen."""
+def test_labels_of_chosen_images_are_not_a_random_sample():
+    """The first 20 of the random order have a label or are undecided, except one; 30 later ones were picked."""
     first = shuffle_rows(np.ones(400, bool), 3)
     labels, passed = nothing(400), np.zeros(400, bool)
     labels[first[:19]], passed[first[19]] = 1, True

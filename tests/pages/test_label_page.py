@@ -26,7 +26,7 @@ CLASSES = ("cat", "<b>dog</b>", "ship")
 
 
 class Through:
-    """A model that has looked at all images."""
+    """A background prediction that is complete."""
 
     def __init__(self, count: int) -> None:
         values = np.random.default_rng(1).random((count, 3)) ** 2
@@ -58,14 +58,14 @@ def shown(browser: Any) -> str:
 
 
 def pressed(browser: Any, *keys: str) -> None:
-    """Press keys one by one; each brings another image."""
+    """Press keys one by one, and wait for another image after each."""
     for key in keys:
         before = shown(browser)
         press(browser, key)
         until(lambda before=before: shown(browser) != before)
 
 
-def test_the_keyboard_alone_labels_undoes_skips_and_doubts(browser: Any, page: str, folder: Path) -> None:
+def test_keys_label_undo_skip_and_mark_undecided(browser: Any, page: str, folder: Path) -> None:
     opened(browser, page)
     assert [each.text for each in browser.find_elements("css selector", "#choices .name")] == list(CLASSES)
     first = shown(browser)
@@ -88,7 +88,7 @@ def test_the_keyboard_alone_labels_undoes_skips_and_doubts(browser: Any, page: s
     assert browser.get_log("browser") == []
 
 
-def test_a_series_is_leafed_through(browser: Any, page: str) -> None:
+def test_page_keys_show_neighbors_in_a_series(browser: Any, page: str) -> None:
     opened(browser, page)
     first = shown(browser)
     pressed(browser, "\ue00f")
@@ -97,7 +97,7 @@ def test_a_series_is_leafed_through(browser: Any, page: str) -> None:
     until(lambda: shown(browser) == first)
 
 
-def test_undo_waits_for_the_answer_that_is_on_its_way(browser: Any, page: str, folder: Path) -> None:
+def test_undo_waits_for_the_pending_label(browser: Any, page: str, folder: Path) -> None:
     opened(browser, page)
     first = shown(browser)
     browser.execute_script("for (const key of '1u') document.dispatchEvent(new KeyboardEvent('keydown', { key }))")
@@ -105,7 +105,7 @@ def test_undo_waits_for_the_answer_that_is_on_its_way(browser: Any, page: str, f
     assert (shown(browser), read_labels(folder)) == (first, {})
 
 
-def test_a_skipped_image_comes_back_last_on_the_wall(browser: Any, page: str) -> None:
+def test_skipped_image_is_last_on_the_wall(browser: Any, page: str) -> None:
     opened(browser, page)
     first = shown(browser)
     pressed(browser, "s")
@@ -118,7 +118,7 @@ def test_a_skipped_image_comes_back_last_on_the_wall(browser: Any, page: str) ->
     assert until(lambda: browser.execute_script(last)).startswith(first)
 
 
-def test_the_page_says_what_the_order_is(browser: Any, page: str) -> None:
+def test_page_shows_the_order(browser: Any, page: str) -> None:
     opened(browser, page)
     way = Select(browser.find_element("id", "way"))
     assert way.first_selected_option.text == "uncertain and different, classes in turn"
@@ -131,7 +131,7 @@ def test_the_page_says_what_the_order_is(browser: Any, page: str) -> None:
         pressed(browser, "s")
 
 
-def test_tab_and_enter_answer_too(browser: Any, page: str, folder: Path) -> None:
+def test_tab_and_enter_label(browser: Any, page: str, folder: Path) -> None:
     opened(browser, page)
     first = shown(browser)
     browser.execute_script("document.querySelectorAll('#choices button')[1].focus()")
@@ -139,7 +139,7 @@ def test_tab_and_enter_answer_too(browser: Any, page: str, folder: Path) -> None
     assert read_labels(folder) == {first: "<b>dog</b>"}
 
 
-def test_suggestions_are_off_until_asked_for(browser: Any, page: str) -> None:
+def test_suggestions_are_hidden_until_requested(browser: Any, page: str) -> None:
     opened(browser, page)
     assert not browser.find_element("id", "suggest").is_selected()
     assert not browser.find_element("id", "suggestion").is_displayed()
@@ -150,7 +150,7 @@ def test_suggestions_are_off_until_asked_for(browser: Any, page: str) -> None:
     assert len(browser.find_elements("css selector", "#choices .suggested")) == 1
 
 
-def test_zoom_and_contrast_change_what_is_seen(browser: Any, page: str) -> None:
+def test_zoom_and_contrast_change_the_image(browser: Any, page: str) -> None:
     opened(browser, page)
     image = browser.find_element("id", "image")
     wide = until(lambda: image.size["width"])
@@ -162,7 +162,7 @@ def test_zoom_and_contrast_change_what_is_seen(browser: Any, page: str) -> None:
 
 
 def canvas(browser: Any) -> np.ndarray:
-    """Return what is drawn, as a monitor would show it."""
+    """Read the drawn pixels of the canvas."""
     data = browser.execute_script("return document.getElementById('image').toDataURL('image/png')")
     return np.asarray(Image.open(io.BytesIO(base64.b64decode(data.split(",")[1]))).convert("L"))
 
@@ -175,7 +175,7 @@ def deep(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_the_pixels_shown_are_those_of_training_and_the_window_is_true(browser: Any, deep: Path) -> None:
+def test_shown_pixels_equal_those_of_training_in_any_window(browser: Any, deep: Path) -> None:
     """By its own window an image is shown as `decode_to_shape` makes it; center 1500 and width 800 is 1100 to 1900."""
     data = (deep / "a.png").read_bytes()
     with serving(LabelPage(read_site(deep), (), None, LabelOptions()).app()) as address:
@@ -230,7 +230,7 @@ def test_many_are_labeled_with_one_key_and_undone_at_once(browser: Any, page: st
     assert browser.get_log("browser") == []
 
 
-def test_a_note_stays(browser: Any, page: str, folder: Path) -> None:
+def test_note_is_stored(browser: Any, page: str, folder: Path) -> None:
     opened(browser, page)
     first = shown(browser)
     browser.find_element("id", "note").send_keys("a pacemaker\ue007")
@@ -243,7 +243,7 @@ def test_a_note_stays(browser: Any, page: str, folder: Path) -> None:
     (folder / NOTES_FILE).unlink()
 
 
-def test_what_somebody_else_answers_is_not_lost(browser: Any, page: str, folder: Path) -> None:
+def test_label_of_another_person_is_not_lost(browser: Any, page: str, folder: Path) -> None:
     opened(browser, page)
     first = shown(browser)
     # Between the page's look at the file and the key.
@@ -268,7 +268,7 @@ def test_another_tab_moves_on_when_its_image_is_labeled(browser: Any, page: str,
     assert browser.find_element("id", "progress").text.startswith("1 of")
 
 
-def test_thousands_of_images_hold_only_what_is_in_sight(browser: Any, page: str) -> None:
+def test_wall_of_thousands_has_only_visible_cells(browser: Any, page: str) -> None:
     opened(browser, page)
     press(browser, "w")
     cells = "return document.querySelectorAll('#wall .cell').length"
@@ -290,7 +290,7 @@ def test_thousands_of_images_hold_only_what_is_in_sight(browser: Any, page: str)
 
 
 @pytest.mark.parametrize(("width", "dark"), [(390, False), (1400, True)])
-def test_it_fits_a_phone_and_the_dark(browser: Any, page: str, width: int, dark: bool) -> None:
+def test_page_fits_a_phone_and_dark_mode(browser: Any, page: str, width: int, dark: bool) -> None:
     opened(browser, page, width, dark)
     assert browser.execute_script("return document.documentElement.scrollWidth") <= width
     back = browser.execute_script("return getComputedStyle(document.body).backgroundColor")
@@ -302,7 +302,7 @@ def test_it_fits_a_phone_and_the_dark(browser: Any, page: str, width: int, dark:
     assert small == 0
 
 
-def test_a_dead_program_is_said(browser: Any, folder: Path) -> None:
+def test_page_reports_a_stopped_server(browser: Any, folder: Path) -> None:
     with serving(LabelPage(read_site(folder), (), None, LabelOptions()).app()) as address:
         opened(browser, address)
     press(browser, "1")
@@ -311,7 +311,7 @@ def test_a_dead_program_is_said(browser: Any, folder: Path) -> None:
     browser.get_log("browser")
 
 
-def test_a_name_is_asked_for_once(browser: Any, folder: Path) -> None:
+def test_page_asks_once_for_a_name(browser: Any, folder: Path) -> None:
     (folder / "labels.csv").write_text("path,label\n")
     with serving(LabelPage(read_site(folder), (), None, LabelOptions(by="")).app()) as address:
         opened(browser, address)

@@ -1,4 +1,4 @@
-"""A folder is labeled through a real browser, and trained on on the way: what the order and the curve say then."""
+"""A folder is labeled in a real browser with a training in between, which changes the order and the curve."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -21,7 +21,7 @@ COUNT, WANTED = 40, 24
 
 
 class Session:
-    """A person who knows four digits, at a page."""
+    """A simulated person who labels images of four digits."""
 
     def __init__(self, browser: Any, folder: Path, truth: dict[str, str]) -> None:
         self.browser, self.folder, self.truth = browser, folder, truth

@@ -1,4 +1,4 @@
-"""What every page answers to and what it refuses, over a real connection; and the pictures that it shows."""
+"""Requests that every page accepts or refuses, over a real connection, and the images that it sends."""
 
 import http.client
 import io
@@ -83,7 +83,7 @@ def test_the_page_and_what_it_loads_come_from_its_own_address(address: str):
     assert "access-control-allow-origin" not in headers
 
 
-def test_without_the_key_nothing_is_answered(address: str):
+def test_requests_without_token_are_refused(address: str):
     """The address without its last slash leads to it."""
     token = urlsplit(address).path.strip("/")
     for path in ("/", "/start", "/wrong/start", f"/{token}x/start", f"/x/{token}/start", "//", "/%ff/"):
@@ -113,7 +113,7 @@ def test_another_origin_is_refused(address: str):
     assert get(address, Sec_Fetch_Site="cross-site", Sec_Fetch_Mode="navigate")[0] == 200
 
 
-def test_a_strange_answer_is_refused_with_a_sentence(address: str):
+def test_invalid_labels_are_refused_with_a_message(address: str):
     facts = ('"0", "label": "cat"', 'true, "label": "cat"', '4, "label": "cat"', '-1, "label": "cat"')
     facts += ('0, "label": ["cat"]', '0, "label": "a\\nb"', '0, "label": "cow"')
     bodies = [f'{{"row": {each}}}'.encode() for each in facts]
@@ -129,7 +129,7 @@ def test_nothing_else_is_served(address: str):
         assert get(address, path)[0] in (404, 422), path
 
 
-def test_a_port_in_use_is_a_sentence():
+def test_port_in_use_gives_a_message():
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
@@ -137,7 +137,7 @@ def test_a_port_in_use_is_a_sentence():
             open_socket(taken.getsockname()[1])
 
 
-def test_the_command_serves_and_ends_with_ctrl_c(tmp_path: Path):
+def test_command_serves_until_ctrl_c(tmp_path: Path):
     command = [sys.executable, "-c", "from halfmoon.cli.main import main; raise SystemExit(main())"]
     command += ["site", "label", str(site(tmp_path / "s")), "--no-browser"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as page:
@@ -152,7 +152,7 @@ def test_the_command_serves_and_ends_with_ctrl_c(tmp_path: Path):
     assert error == "halfmoon: the page is closed.\n"
 
 
-# What the command says
+# Output of the command
 
 
 def test_the_list_is_the_order_of_the_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
@@ -177,7 +177,7 @@ def test_the_list_is_the_order_of_the_page(tmp_path: Path, capsys: pytest.Captur
         (["--seed", "x"], "--seed is 'x'"),
     ],
 )
-def test_a_wrong_flag_is_a_sentence(tmp_path: Path, capsys: pytest.CaptureFixture[str], flags: list[str], words: str):
+def test_invalid_flag_gives_a_message(tmp_path: Path, capsys: pytest.CaptureFixture[str], flags: list[str], words: str):
     assert cli.main(["site", "label", str(site(tmp_path / "s")), *flags]) == 2
     assert re.search(words, capsys.readouterr().err)
 
@@ -197,7 +197,7 @@ def test_classes_are_written_once_where_there_are_none(tmp_path: Path, capsys: p
         open_site_to_label(folder, ["a", "b"])
 
 
-# Pictures
+# Images
 
 
 def opened(data: bytes) -> np.ndarray:
@@ -238,8 +238,8 @@ def test_every_mode_can_be_shown(tmp_path: Path, mode: str):
     assert max(opened(encode_for_browser(file, file.name, small=True).data).shape[:2]) == 160
 
 
-def test_small_pictures_of_large_files_are_kept_on_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """A second program decodes nothing; a changed file is decoded anew, and so is another window."""
+def test_thumbnails_of_large_files_are_stored_on_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """A second cache decodes no image; a changed file, or another window, is decoded again."""
     noise = np.random.default_rng(0).integers(0, 256, (300, 300), np.uint8)
     Image.fromarray(noise).save(tmp_path / "a.png")
     first = ImageCache(tmp_path).get("a.png", True)
@@ -251,7 +251,7 @@ def test_small_pictures_of_large_files_are_kept_on_the_disk(tmp_path: Path, monk
             other.get("a.png", True)
 
 
-def test_pictures_in_memory_are_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_images_in_memory_are_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     assert CACHE_BYTES < 2**28
     monkeypatch.setattr("halfmoon.pages.browser_images.CACHE_BYTES", 300)
     folder = site(tmp_path / "s", 20)
@@ -266,7 +266,7 @@ def test_pictures_in_memory_are_bounded(tmp_path: Path, monkeypatch: pytest.Monk
 
 
 def test_large_images_are_decoded_one_at_a_time_and_few_requests_wait(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """40 requests at once for 8 large images: one decoder at a time, `QUEUE` answers at least, the rest is refused."""
+    """40 concurrent requests for 8 large images: one decoder, at least `MAX_WAITING_IMAGES` responses, others refused."""
     for n in range(8):
         Image.new("L", (1500, 1000), n).save(tmp_path / f"{n}.png")
     pictures, running, most = ImageCache(tmp_path), 0, 0
@@ -306,7 +306,7 @@ def test_an_image_beyond_the_bound_is_not_decoded(tmp_path: Path, monkeypatch: p
 
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="the peak of memory is read from /proc")
 @pytest.mark.parametrize(("kind", "bound"), [("gray16-png", 150), ("turned-jpeg", 60), ("turned-tiff", 100)])
-def test_forty_requests_at_once_for_a_large_image_are_answered_in_little_memory(kind: str, bound: int):
+def test_forty_concurrent_requests_for_a_large_image_need_little_memory(kind: str, bound: int):
     """16 million pixels are 32 MB of 16-bit grays or 64 MB as Pillow has RGB; 40 decoders would take 2 GB.
 
     A JPEG is decoded at a quarter of its sides."""
@@ -317,7 +317,7 @@ def test_forty_requests_at_once_for_a_large_image_are_answered_in_little_memory(
     assert found["above"] < bound
 
 
-def test_a_large_turned_image_is_upright(tmp_path: Path):
+def test_large_rotated_image_is_upright(tmp_path: Path):
     """Orientation 6: the file's left column is the top row."""
     exif = Image.Exif()
     exif[0x0112] = 6

@@ -63,7 +63,7 @@ def test_classes_that_the_model_does_not_know_are_left_out(tmp_path: Path):
     assert found.get_scores(asked())["images"] == 3
 
 
-def test_the_table_holds_no_formula(tmp_path: Path):
+def test_table_has_no_formula(tmp_path: Path):
     text = review(folder(tmp_path)).get_table(asked()).body.decode()
     rows = list(csv.reader(io.StringIO(text)))
     assert tuple(rows[0]) == TABLE_COLUMNS
@@ -94,7 +94,7 @@ def test_class_folders_become_a_labels_file_with_the_first_correction(tmp_path: 
     assert list(page.store.labels) == [2, 1, 2, 2]
 
 
-def test_before_the_model_is_through_there_is_a_sentence(tmp_path: Path):
+def test_request_before_the_predictions_are_complete_gives_a_message(tmp_path: Path):
     page = review(folder(tmp_path))
     page.prediction = through()
     page.prediction.result = None
@@ -133,8 +133,8 @@ def test_the_wall_is_sorted_and_filtered(browser: Any, page: str) -> None:
 
 
 @needs_browser
-def test_a_wall_that_changes_at_once_asks_for_its_images_alone(browser: Any, page: str) -> None:
-    """Five images are drawn anew, and two remain before one was asked for: nothing lies at places 2 to 4 then."""
+def test_wall_that_changes_at_once_requests_only_its_images(browser: Any, page: str) -> None:
+    """Five images are drawn, and then two, before one was requested: positions 2 to 4 are empty then."""
     opened(browser, page)
     until(lambda: cells(browser))
     browser.execute_script(

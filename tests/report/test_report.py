@@ -90,7 +90,7 @@ def test_a_run_is_read(tmp_path: Path) -> None:
     assert done.title == "FedAvg"
 
 
-def test_what_is_no_run_is_said(tmp_path: Path) -> None:
+def test_folder_without_run_gives_a_message(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="is not a run folder"):
         StoredRun.read(tmp_path)
     path = write_run(tmp_path / "run", '{"round": 1}\nnonsense\n{"round": 3}\n', None)
@@ -104,7 +104,7 @@ def test_what_is_no_run_is_said(tmp_path: Path) -> None:
         StoredRun.read(path)
 
 
-def test_find_takes_a_run_and_those_beside_it(tmp_path: Path) -> None:
+def test_read_runs_finds_a_run_and_those_below_it(tmp_path: Path) -> None:
     write_run(tmp_path / "main", "", None)
     write_run(tmp_path / "main" / "baselines" / "b", "", None)
     write_run(tmp_path / "main" / "baselines" / "a", "", None)
@@ -150,7 +150,7 @@ def test_a_table_of_three_seeds_and_of_one() -> None:
         ((0.0, 0.0), "0"),
     ],
 )
-def test_traffic_keeps_three_digits_however_small(megabytes: tuple[float, ...], shown: str) -> None:
+def test_traffic_has_three_significant_digits(megabytes: tuple[float, ...], shown: str) -> None:
     """Digits follow the size of the mean: 2.00 and 3.00 have the mean 2.50 and s = sqrt(0.5) = 0.71."""
     made = [summary("A", seed, 0.5, 0.5) for seed in range(len(megabytes))]
     for each, sent in zip(made, megabytes, strict=True):
@@ -158,8 +158,8 @@ def test_traffic_keeps_three_digits_however_small(megabytes: tuple[float, ...], 
     assert comparison_table(made).cells[0][7] == shown
 
 
-def test_a_run_that_measured_no_memory_leaves_a_blank() -> None:
-    """Runs of the first version say nothing of what was kept; beside one that does, the mean would be of some seeds."""
+def test_memory_is_blank_if_a_run_did_not_measure_it() -> None:
+    """Runs of the first version did not measure memory; with one that did, the mean would be over some seeds only."""
     old, new = summary("A", 0, 0.5, 0.5), summary("A", 1, 0.5, 0.5)
     del old["cost"]["stored_client"], old["cost"]["stored_server"]
     for runs in ([old], [old, new]):
@@ -265,12 +265,12 @@ def test_curves_of_almost_nothing(tmp_path: Path, accuracies: dict[int, float]) 
     assert (holds(picture(tmp_path / "curves.png"), style.color) > 10) == bool(accuracies)
 
 
-def test_a_picture_that_cannot_be_written_is_said(tmp_path: Path) -> None:
+def test_figure_that_cannot_be_written_gives_a_message(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="the figure cannot be written"):
         draw_curves([run_of("A", 0, {1: 0.5})], tmp_path / "nowhere" / "curves.png")
 
 
-def test_looks_differ() -> None:
+def test_styles_differ() -> None:
     assert len({line_style(n) for n in range(120)}) == 120
     # Without color, too: marker and dashes alone.
     assert len({line_style(n)[1:] for n in range(DISTINCT_STYLES)}) == DISTINCT_STYLES >= 12
@@ -282,8 +282,8 @@ def test_looks_differ() -> None:
         assert one.marker != other.marker
 
 
-def test_a_method_keeps_its_look_in_every_picture() -> None:
-    """A method that is younger than the table has one by its letters; it gives way where that is taken."""
+def test_method_has_the_same_style_in_every_figure() -> None:
+    """A method that is not in the table has a style by its name, or another one if that is taken."""
     methods = [name for name in registry.names() if name in _METHODS_IN_ORDER]
     alone = {name: line_styles([name])[0] for name in methods}
     assert len(set(alone.values())) == len(methods) > 30  # each has its own
@@ -315,7 +315,7 @@ def test_a_panel_of_zeros_is_left_out(tmp_path: Path) -> None:
     assert picture(tmp_path / "b.png").shape[1] < one[1]
 
 
-def test_the_head_says_on_what(tmp_path: Path) -> None:
+def test_title_describes_the_runs(tmp_path: Path) -> None:
     config = 'data = "/home/me/mri/"\nsetting = "dir-dir"\ndirichlet_alpha = 0.1\nclients = 5\nseed = '
     (tmp_path / "split.json").write_text(json.dumps({"counts": {"labeled": 1200, "unlabeled": 1, "clients": 5,
         "classes": ["a"]}, "each": []}))  # fmt: skip
@@ -387,7 +387,7 @@ def columns_of(path: Path, color: str) -> list[tuple[int, int]]:
     return [(int(a), int(b) - 1) for a, b in edges.reshape(-1, 2)][:-1]
 
 
-def test_a_server_with_labels_stands_before_the_clients(tmp_path: Path) -> None:
+def test_server_with_labels_is_left_of_the_clients(tmp_path: Path) -> None:
     """Three clients, of whom none has labels: one column of labeled bubbles, left of all three of unlabeled ones.
     With labels at the last client, too, there are two, the second above that client."""
     split, path = split_of(3, ["a", "b"]), tmp_path / "bubbles.png"
@@ -406,7 +406,7 @@ def test_a_server_with_labels_stands_before_the_clients(tmp_path: Path) -> None:
     assert columns_of(path, line_style(0).color)[1:] == clients[2:]
 
 
-def test_the_legend_of_many_methods_lies_inside_the_picture(tmp_path: Path) -> None:
+def test_legend_of_many_methods_is_inside_the_figure(tmp_path: Path) -> None:
     """Names of 24 letters: a margin of white stays on all sides, and the picture grows with its legend.
     The last method has two seeds, so that the legend has its note."""
     heights = []
