@@ -277,7 +277,7 @@ def test_a_server_of_real_sites_knows_no_attack(tmp_path: Path):
     path = tmp_path / "federation.toml"
     table = '[federation]\nsites = ["a", "b"]\nclasses = ["x", "y"]\nimage = [1, 16, 16]\n'
     path.write_text(f'attack = "nan"\nattackers = 0.2\ncohort = 2\n{table}')
-    with pytest.raises(UserError, match=r"attack is 'nan' in federation.toml, but .* in simulations alone: leave"):
+    with pytest.raises(UserError, match=r"attack is 'nan' in federation.toml, but .* in simulations only: leave"):
         load_plan(path)
     path.write_text(f"cohort = 2\n{table}")
     assert load_plan(path).config.attack == "none"

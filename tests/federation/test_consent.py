@@ -180,7 +180,7 @@ def test_lines_of_the_log_do_not_bury_the_question(tmp_path: Path):
     there._handle_offer()
     there._show()
     assert person.asked == 1
-    there._say("something happens")
+    there._record("something happens")
     there._show()
     assert person.asked == 2
 
@@ -218,8 +218,8 @@ def test_what_was_said_reaches_the_process_that_answers(tmp_path: Path, monkeypa
 
     heard: list[tuple[str, tuple[str, ...]]] = []
 
-    def note(*words: Any) -> Any:
-        made = SiteClient.from_folder(*words)
+    def note(**options: Any) -> Any:
+        made = SiteClient.from_folder(**options)
         heard.append((made.consent.terms, made.consent.methods))
         raise KeyboardInterrupt
 

@@ -740,10 +740,10 @@ def test_an_answer_of_too_many_pieces_is_not_fetched():
     pytest.importorskip("flwr")
     from halfmoon.federation.transport.grid import OVERSIZED, GridTransport
 
-    post = GridTransport(street({"a": 30, "b": 30})[0], most=50_000_000)
+    post = GridTransport(street({"a": 30, "b": 30})[0], max_reply_bytes=50_000_000)
     assert list(post.collect(["a", "b"])) == [("a", b"", OVERSIZED), ("b", b"", OVERSIZED)]
     with pytest.raises(Fetched):
-        list(GridTransport(street({"a": 20})[0], most=50_000_000).collect(["a"]))
+        list(GridTransport(street({"a": 20})[0], max_reply_bytes=50_000_000).collect(["a"]))
     with pytest.raises(Fetched):
         list(GridTransport(street({"a": 30})[0]).collect(["a"]))
 

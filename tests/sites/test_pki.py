@@ -726,7 +726,7 @@ def test_names_are_those_of_a_federation(tmp_path: Path) -> None:
 def test_every_flag_and_file_is_on_the_page_of_commands(folder: Path) -> None:
     page = (Path(__file__).parents[2] / "docs" / "cli_federation.md").read_text(encoding="utf-8")
     own = page.split("## halfmoon federation\n")[1].split("\n## ")[0]
-    known = list_flags(cli._parser(True)[1]["federation"], argparse.Namespace())
+    known = list_flags(cli._build_parser(True)[1]["federation"], argparse.Namespace())
     assert len(set(known)) > 10
     assert not [flag for flag in known if not re.search(rf"`{flag}\b", own + page.split("\n## ")[0])]
     for path in folder.iterdir():

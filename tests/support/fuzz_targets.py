@@ -1070,7 +1070,7 @@ TARGETS = (
         member_answers,
         lambda: messages(asked),
         MESSAGE_WORDS,
-        loose=("join.log", "ended.json"),
+        loose=("join.log", "events.jsonl", "ended.json"),
     ),
     target(
         "reply",

@@ -159,8 +159,8 @@ class NullProgress:
         """
         now = self.clock()
         running = [progress.seconds_left(now) for progress in self.runs if progress.took is None]
-        known = [seconds for seconds in running if seconds is not None]
-        if len(known) < len(running) or not self.runs:
+        known_seconds = [seconds for seconds in running if seconds is not None]
+        if len(known_seconds) < len(running) or not self.runs:
             return None
         totals = []
         for progress in self.runs:
@@ -168,7 +168,7 @@ class NullProgress:
             totals.append(progress.took or elapsed + (progress.seconds_left(now) or 0))
         waiting_runs = max(0, self.rows - len(self.runs))
         waiting_seconds = waiting_runs * sum(totals) / len(totals)
-        return max(known, default=0) + waiting_seconds / max(1, len(known)) + self.seconds_after_runs
+        return max(known_seconds, default=0) + waiting_seconds / max(1, len(known_seconds)) + self.seconds_after_runs
 
     def print_security_options(self, run: RunInfo) -> None:
         """Print the defenses, privacy options and attacks of a run that has some."""
@@ -269,7 +269,7 @@ def choose_cells(cells: Sequence[Mapping[str, str]], width: int) -> tuple[set[st
     Returns:
         The names of the cells, always with round and time, and the columns that are left for the methods' titles.
     """
-    chosen = set(REQUIRED_CELLS)
+    names: set[str] = set(REQUIRED_CELLS)
     free_columns = width - MIN_TITLE_COLUMNS
     for name in (*REQUIRED_CELLS, "accuracy", "epsilon", "pseudo-labels", "used", BAR):
         if name not in cells[0]:
@@ -277,9 +277,9 @@ def choose_cells(cells: Sequence[Mapping[str, str]], width: int) -> tuple[set[st
         heading_columns = 0 if name == BAR else len(name)  # the bar has no heading
         needed = GAP_COLUMNS + max(heading_columns, *(len(values[name]) for values in cells))
         if needed <= free_columns or name in REQUIRED_CELLS:
-            chosen.add(name)
+            names.add(name)
             free_columns -= needed
-    return chosen, max(1, MIN_TITLE_COLUMNS + free_columns)
+    return names, max(1, MIN_TITLE_COLUMNS + free_columns)
 
 
 def make_progress(

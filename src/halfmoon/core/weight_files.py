@@ -31,7 +31,9 @@ def find(name: str) -> Path:
     if not name.startswith(PREFIX):
         return Path(name)
     if name not in _REGISTERED:
-        hashes = [f"{path.name} has {known.removeprefix(PREFIX)[:16]}" for known, path in _REGISTERED.items()]
+        hashes = [
+            f"{path.name} has {name_by_hash.removeprefix(PREFIX)[:16]}" for name_by_hash, path in _REGISTERED.items()
+        ]
         registered = f" ({', '.join(hashes)})" if hashes else ""
         raise UserError(
             f"the training starts from a file of weights with SHA-256 {name.removeprefix(PREFIX)}, which is not here"
