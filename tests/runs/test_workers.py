@@ -20,7 +20,7 @@ from halfmoon.config.schema import Config
 from halfmoon.core.errors import UserError
 from halfmoon.engine.driver import Diverged
 from halfmoon.runs import factory, workers
-from halfmoon.runs.pools import Workers, packed, unpacked
+from halfmoon.runs.pools import Workers, pack, unpack
 
 TINY: dict[str, Any] = {
     "method": "feddure", "clients": 5, "cohort": 3, "rounds": 3, "steps": 2, "width": 4, "labels_per_class": 2.0,
@@ -73,7 +73,7 @@ def test_what_a_client_raises_is_raised_here(pool: Workers) -> None:
     with pytest.raises(ValueError, match="math domain error"):
         list(pool(math.sqrt, [4.0, -1.0, 9.0]))
     error = Diverged(2, 3, 4, math.inf)
-    assert str(unpacked(packed(error))) == str(error)
+    assert str(unpack(pack(error))) == str(error)
     assert list(pool(math.sqrt, [4.0, 9.0])) == [2.0, 3.0]
 
 

@@ -1,8 +1,8 @@
-"""Pools of processes that train the clients of one cohort side by side, with the same bits as one by one.
+"""Pools of processes that train the clients of one cohort in parallel, bit for bit as one by one.
 
-A client is drawn, and trained, from (seed, round, query, client) alone, and every process computes with as many threads
-as the run would alone; results come in the order of the cohort. So a run does not depend on how many processes there
-are. They hold no state of it: the memory of a client travels with it.
+A client depends on (seed, round, query, client) only, and every process computes with as many threads as a single
+process would; results are in the order of the cohort. So a run does not depend on the number of processes. Processes
+store no state of the run: the memory of a client is sent with its task.
 """
 
 import io
@@ -32,56 +32,64 @@ from halfmoon.core.memory import retain_freed_memory
 from halfmoon.engine.evaluation import Item, Result
 
 
-class Answer(NamedTuple):
-    """The value of a function, or the error that it raised."""
+class CallResult(NamedTuple):
+    """The value of a function call, or the error that it raised."""
 
     value: Any = None
     error: BaseException | None = None
 
 
-class _Pickler(pickle.Pickler):
-    """A pickler that writes tensors of the CPU as arrays: PyTorch's own pickles cost more than a small step."""
+class _TensorPickler(pickle.Pickler):
+    """A pickler that writes tensors of the CPU as NumPy arrays: PyTorch's pickling takes longer than a small step."""
 
     def reducer_override(self, obj: Any) -> Any:
+        # NumPy has no bfloat16, and tensors with gradients or of subclasses lose their properties.
         if type(obj) is not Tensor or obj.device.type != "cpu" or obj.dtype == torch.bfloat16 or obj.requires_grad:
             return NotImplemented
         return torch.from_numpy, (np.ascontiguousarray(obj.numpy()).reshape(obj.shape),)
 
 
-def packed(value: Any) -> bytes:
-    """Return a value as bytes, for `unpacked` in a process of the same program."""
+def pack(value: Any) -> bytes:
+    """Pickle a value for `unpack` in another process of this program."""
     file = io.BytesIO()
-    _Pickler(file, protocol=5).dump(value)
+    _TensorPickler(file, protocol=5).dump(value)
     return file.getvalue()
 
 
-def unpacked(data: bytes) -> Any:
-    """Return the value of `packed`; tensors are laid out plainly."""
+def unpack(data: bytes) -> Any:
+    """Load a value of `pack`; tensors of the CPU are contiguous."""
     return pickle.loads(data)
 
 
-def answer(function: bytes, item: bytes) -> bytes:
-    """Return the packed `Answer` of a packed function of a packed item; the process that asks raises its error."""
+def call_packed(function: bytes, item: bytes) -> bytes:
+    """Call a packed function with a packed item, and return the packed `CallResult`; errors are part of it."""
     try:
-        call = unpacked(function)
-    except Exception as error:  # whatever a module does that is imported
-        why = f"{type(error).__name__}: {error}"
-        problem = UserError(
-            f"clients cannot train in processes of their own, where the method is not known ({why}): put it into a "
+        call = unpack(function)
+    except Exception as error:  # unpickling imports modules, which may raise anything
+        reason = f"{type(error).__name__}: {error}"
+        import_error = UserError(
+            f"clients cannot train in processes of their own, where the method is not known ({reason}): put it into a "
             "module that can be imported, or choose --workers 1."
         )
-        return packed(Answer(error=problem))
+        return pack(CallResult(error=import_error))
     try:
-        return packed(Answer(call(unpacked(item))))
+        return pack(CallResult(call(unpack(item))))
     except Exception as error:
+        # Not every exception can be pickled, and not every pickled one can be loaded.
         with suppress(Exception):
-            unpacked(data := packed(Answer(error=error)))
+            data = pack(CallResult(error=error))
+            unpack(data)
             return data
-        return packed(Answer(error=RuntimeError(f"{type(error).__name__}: {error}")))
+        return pack(CallResult(error=RuntimeError(f"{type(error).__name__}: {error}")))
 
 
-def settle(threads: int, processors: tuple[int, ...] = ()) -> None:
-    """Compute with so many threads, on these processors alone if any are named and the system can do it."""
+def configure_process(threads: int, processors: tuple[int, ...] = ()) -> None:
+    """Set the number of threads of this process, and the processors that it may use.
+
+    Args:
+        threads: the number of PyTorch's threads.
+        processors: numbers of the processors; (): all. Systems without processor affinity ignore them.
+    """
     torch.set_num_threads(threads)
     retain_freed_memory()
     if processors and hasattr(os, "sched_setaffinity"):
@@ -90,16 +98,17 @@ def settle(threads: int, processors: tuple[int, ...] = ()) -> None:
 
 
 def processors() -> list[int]:
+    """Return the numbers of the processors that this process may use."""
     if hasattr(os, "sched_getaffinity"):
         return sorted(os.sched_getaffinity(0))
     return list(range(os.cpu_count() or 1))
 
 
 def ready_context(*modules: str) -> BaseContext:
-    """Return how processes start that have imported these modules, without importing them once more.
+    """Return a multiprocessing context whose processes start with these modules imported.
 
-    They are not forked from this process: a copy of PyTorch's threads may hang. Where the system can, they are forked
-    from one that has imported the modules and computes nothing.
+    Processes are not forked from this one: a copy of PyTorch's threads may hang. If the system supports it, they are
+    forked from a server process that has imported the modules and computes nothing.
     """
     if "forkserver" not in get_all_start_methods():
         return get_context("spawn")
@@ -109,28 +118,39 @@ def ready_context(*modules: str) -> BaseContext:
 
 
 def terminate(pool: ProcessPoolExecutor) -> None:
+    """Terminate the processes of a pool without waiting for their tasks."""
     for process in (pool._processes or {}).values():
         process.terminate()
 
 
 class Pool(ABC):
-    """A `halfmoon.engine.evaluation.ParallelMap` of at most `number` processes, which are started with the first items."""
+    """A `halfmoon.engine.evaluation.ParallelMap` in several processes, which start with the first items.
 
-    broken: type[BaseException] = BrokenProcessPool
-    """Raised by a future whose process has ended."""
+    Attributes:
+        number: the number of processes.
+        threads: the number of threads of each process.
+        broken_error: the exception of a future whose process has ended.
+        failure_message: the error message if a process has ended.
+    """
 
-    problem = (
+    broken_error: type[BaseException] = BrokenProcessPool
+
+    failure_message = (
         "a process that trained clients was killed, or the memory is full: go on with the run folder, or choose fewer "
         "--workers."
     )
 
     def __init__(self, number: int, threads: int = 1) -> None:
-        self.number, self.threads = number, threads
+        self.number = number
+        self.threads = threads
 
     def __call__(self, function: Callable[[Item], Result], items: Iterable[Item], /) -> Iterator[Result]:
-        """Yield function(item) in the order of the items; what it raises is raised in its place.
+        """Yield function(item) in the order of the items; an exception of the function is raised at its item.
 
-        A single item is computed here. Raise UserError where a process ends: killed, or out of memory.
+        A single item is computed in this process.
+
+        Raises:
+            UserError: a process was killed, or is out of memory.
         """
         source = iter(items)
         first = list(islice(source, 2))
@@ -138,31 +158,34 @@ class Pool(ABC):
             yield from map(function, first)
             return
         source = chain(iter(first), source)
-        first = []  # or they would be held while others train
-        call, futures = self.call(function), deque[Future[bytes]]()
+        first = []  # frees the items while later ones train
+        submit = self.bind(function)
+        futures = deque[Future[bytes]]()
         while True:
-            # One more item waits than there are processes: none stands still.
-            for item in islice(source, max(0, self.number + 1 - sum(not future.done() for future in futures))):
-                futures.append(call(packed(item)))
+            # One more item is submitted than there are processes, so that no process waits for its next item. Items
+            # are read as late as possible, because each contains the images of a client.
+            unfinished = sum(not future.done() for future in futures)
+            for item in islice(source, max(0, self.number + 1 - unfinished)):
+                futures.append(submit(pack(item)))
             if not futures:
                 return
             wait([future for future in futures if not future.done()] or futures, return_when=FIRST_COMPLETED)
             while futures and futures[0].done():
                 try:
-                    result: Answer = unpacked(futures.popleft().result())
-                except self.broken as error:
-                    raise UserError(self.problem) from error
+                    result: CallResult = unpack(futures.popleft().result())
+                except self.broken_error as error:
+                    raise UserError(self.failure_message) from error
                 if result.error is not None:
                     raise result.error
                 yield result.value
 
     @abstractmethod
-    def call(self, function: Callable[[Any], Any]) -> Callable[[bytes], Future[bytes]]:
-        """Return what has a process compute the `answer` of the function for a packed item."""
+    def bind(self, function: Callable[[Any], Any]) -> Callable[[bytes], Future[bytes]]:
+        """Send a function to the processes, and return a function that submits a packed item to `call_packed`."""
 
     @abstractmethod
     def close(self) -> None:
-        """End the processes, whatever they do."""
+        """End the processes without waiting for their tasks."""
 
 
 class Workers(Pool):
@@ -170,9 +193,10 @@ class Workers(Pool):
 
     _pool: ProcessPoolExecutor | None = None
 
-    def call(self, function: Callable[[Any], Any]) -> Callable[[bytes], Future[bytes]]:
-        pool, data = self._pool or self._started(), packed(function)
-        return lambda item: pool.submit(answer, data, item)
+    def bind(self, function: Callable[[Any], Any]) -> Callable[[bytes], Future[bytes]]:
+        pool = self._pool or self._start()
+        packed_function = pack(function)
+        return lambda item: pool.submit(call_packed, packed_function, item)
 
     def close(self) -> None:
         if self._pool is not None:
@@ -180,17 +204,24 @@ class Workers(Pool):
             self._pool.shutdown(cancel_futures=True)
             self._pool = None
 
-    def _started(self) -> ProcessPoolExecutor:
-        context, here = ready_context("halfmoon.runs.runner"), processors()
-        places = context.SimpleQueue()
-        own = self.number * self.threads == len(here)  # else they would crowd on some
+    def _start(self) -> ProcessPoolExecutor:
+        """Start all processes, each on a separate group of processors if these are exactly enough."""
+        context = ready_context("halfmoon.runs.runner")
+        available = processors()
+        processor_groups = context.SimpleQueue()
+        # With more or fewer processors, fixed groups would leave some idle or overload others.
+        fits = self.number * self.threads == len(available)
         for k in range(self.number):
-            places.put(tuple(here[k * self.threads : (k + 1) * self.threads]) if own else ())
-        pool = ProcessPoolExecutor(self.number, context, _begin, (self.threads, places, sys.path))
-        # The program that started the run is not a module to be imported once more by each process.
-        main, sys.modules["__main__"] = sys.modules["__main__"], ModuleType("__main__")
+            group = available[k * self.threads : (k + 1) * self.threads]
+            processor_groups.put(tuple(group) if fits else ())
+        initial_arguments = (self.threads, processor_groups, sys.path)
+        pool = ProcessPoolExecutor(self.number, context, _initialize_process, initial_arguments)
+        # Each process would import the main program again, and so run a script without an `if __name__` guard twice.
+        main = sys.modules["__main__"]
+        sys.modules["__main__"] = ModuleType("__main__")
         try:
-            while len(pool._processes or {}) < self.number:  # each is started with something to do
+            # The executor starts a process only when a task is submitted.
+            while len(pool._processes or {}) < self.number:
                 pool.submit(os.getpid)
         finally:
             sys.modules["__main__"] = main
@@ -198,16 +229,17 @@ class Workers(Pool):
         return pool
 
 
-def _begin(threads: int, places: Any, path: list[str]) -> None:
-    """Make a process ready: it ends with the one that started it, and prints nothing where results are printed."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the process that asks, which then ends the others
+def _initialize_process(threads: int, processor_groups: Any, path: list[str]) -> None:
+    """Prepare a process: it ends with its parent, and prints to stderr, because results are printed to stdout."""
+    # Ctrl-C reaches the whole process group; the main process handles it and ends the others.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     sys.path += [folder for folder in path if folder not in sys.path]
     os.dup2(2, 1)
     parent: Any = parent_process()
 
-    def follow() -> None:
+    def exit_with_parent() -> None:
         connection.wait([parent.sentinel])
         os._exit(1)
 
-    Thread(target=follow, daemon=True).start()
-    settle(threads, places.get())
+    Thread(target=exit_with_parent, daemon=True).start()
+    configure_process(threads, processor_groups.get())

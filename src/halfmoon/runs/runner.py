@@ -1,4 +1,4 @@
-"""From a configuration to runs on disk: play every method, go on where one was stopped, draw what came out."""
+"""Start, compare and resume runs on disk, and write their figures and tables."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -45,20 +45,24 @@ from halfmoon.storage.state_store import TreeStore
 
 
 def start(config: Config, watch: Callback = NULL_CALLBACK, shared: Problem | None = None) -> RunResult:
-    """Play `config.method` and those `baselines` it in a new run folder.
+    """Train `config.method` and its `baselines` in a new run folder.
 
-    `shared` is what `halfmoon.runs.factory.problem` has made of the configuration, where it was made before.
+    Args:
+        config: the configuration.
+        watch: receives the events of all runs.
+        shared: the result of `halfmoon.runs.factory.problem` for this configuration, if it is already built.
 
-    Raises `UserError` for a configuration or data that cannot work, before anything is written, and
-    `halfmoon.engine.driver.Diverged` when a loss is not a number.
+    Raises:
+        UserError: the configuration or the data does not fit; nothing has been written.
+        Diverged: a loss is not finite.
     """
     watch = isolate_failures(watch)
     check_methods(config)
     root = config.run_dir or next_free_folder(config, config.method)
-    _refuse_taken(root, identity(config, config.method))
-    jobs = _jobs(config)
-    shared = _shared(jobs, None, watch, shared=shared)
-    return _play_all(root, _settled(jobs, shared), shared, watch)
+    _refuse_existing(root, identity(config, config.method))
+    jobs = _create_jobs(config)
+    shared = _load_shared(jobs, None, watch, shared=shared)
+    return _run_all(root, _choose_executors(jobs, shared), shared, watch)
 
 
 def compare(
@@ -68,38 +72,50 @@ def compare(
     watch: Callback = NULL_CALLBACK,
     again: bool = False,
 ) -> RunResult:
-    """Play several methods, each with every seed, on the same split and cohorts.
+    """Train several methods, each with every seed, on the same split and cohorts.
 
-    The shared budget is that of `config.reference` or, without one, of the method that takes most by its own rule.
-    With `again` a folder that holds this comparison already is gone on with.
+    The shared budget is that of `config.reference` or, without one, of the method whose batch rule costs most.
+
+    Args:
+        config: the options of all methods.
+        methods: names of the methods.
+        seeds: seeds of training.
+        watch: receives the events of all runs.
+        again: resume the comparison if the folder already contains it, instead of raising `UserError`.
+
+    Raises:
+        UserError: the configuration or the data does not fit.
+        Diverged: a loss is not finite.
     """
     watch = isolate_failures(watch)
-    for words, names in (("methods", methods), ("seeds", seeds)):
+    for title, names in (("methods", methods), ("seeds", seeds)):
         if not names or len(set(names)) < len(names):
-            raise UserError(f"compare needs one or more different {words}, not {', '.join(map(str, names)) or 'none'}.")
+            raise UserError(f"compare needs one or more different {title}, not {', '.join(map(str, names)) or 'none'}.")
 
-    def planned(reference: str) -> list[Job]:
-        return [
-            Job(folder_name(f"{m}-seed{seed}"), _alone(config, m, reference, seed=seed))
-            for m in methods
-            for seed in seeds
-        ]
+    def create_jobs(reference: str) -> list[Job]:
+        jobs = []
+        for method in methods:
+            for seed in seeds:
+                method_config = _single_method_config(config, method, reference, seed=seed)
+                jobs.append(Job(folder_name(f"{method}-seed{seed}"), method_config))
+        return jobs
 
-    jobs = planned(config.reference or methods[0])
+    jobs = create_jobs(config.reference or methods[0])
     for job in jobs:
         check_methods(job.config)
     root = config.run_dir or next_free_folder(config, "compare")
-    begun = (root / COMPARISON).exists()  # refused below, in words that need the plan
-    if not begun:
-        _refuse_taken(root, "")
-    shared = _shared(jobs, None, NULL_CALLBACK if begun else watch)
+    # An existing comparison is refused only below: whether it is this one depends on the jobs.
+    exists = (root / COMPARISON).exists()
+    if not exists:
+        _refuse_existing(root, "")
+    shared = _load_shared(jobs, None, NULL_CALLBACK if exists else watch)
     if config.reference is None:
-        jobs = planned(find_costliest_method([job.config for job in jobs], shared))
-    jobs = _settled(jobs, shared)
+        jobs = create_jobs(find_costliest_method([job.config for job in jobs], shared))
+    jobs = _choose_executors(jobs, shared)
     plan = render_jobs(jobs)
     if again and is_same_plan(atomic_io.read(root / COMPARISON), plan):
         return resume(root, watch)
-    _refuse_taken(root, "", plan)
+    _refuse_existing(root, "", plan)
     try:
         root.mkdir(parents=True, exist_ok=True)
         atomic_io.write_atomically(root / COMPARISON, plan)
@@ -107,7 +123,7 @@ def compare(
         raise UserError(
             f"{root}: the run folder cannot be made ({atomic_io.error_reason(error)}); choose another --run-dir."
         ) from error
-    return _play_all(root, jobs, shared, watch)
+    return _run_all(root, jobs, shared, watch)
 
 
 def resume(
@@ -116,10 +132,17 @@ def resume(
     method: outside.CustomMethod | None = None,
     shared: Problem | None = None,
 ) -> RunResult:
-    """Go on with a run or a comparison where it was left; what is finished is neither played nor loaded again.
+    """Resume a run or a comparison; finished runs are neither trained nor loaded again.
 
-    `method` is the one of your own that `start` was given, where its class cannot be imported by its name, and `shared`
-    what it was given as such.
+    Args:
+        root: the folder of the run or comparison.
+        watch: receives the events of all runs.
+        method: the custom method of the run, if its class cannot be imported by its name.
+        shared: the `shared` that `start` was called with, if any.
+
+    Raises:
+        UserError: the folder contains no run that can resume, or plugins, weights or the split have changed.
+        Diverged: a loss is not finite.
     """
     watch = isolate_failures(watch)
     if method is not None:
@@ -127,8 +150,8 @@ def resume(
     plan = atomic_io.read(root / COMPARISON)
     if plan is not None:
         jobs = parse_jobs(plan, root)
-        for job, each in zip(jobs, atomic_io.parse_json(plan)["jobs"], strict=True):
-            outside.check_origins(job.config, each["config"], root)
+        for job, stored_job in zip(jobs, atomic_io.parse_json(plan)["jobs"], strict=True):
+            outside.check_origins(job.config, stored_job["config"], root)
     else:
         with RunFolder.open(root) as folder:
             config = parse_config(folder.config, root)
@@ -138,14 +161,15 @@ def resume(
                     f"{root} was made by another version of halfmoon, which read its {CONFIG} differently; "
                     "start a new run instead."
                 )
-        jobs = _jobs(config)
-    if all(_finished(root / job.folder, job.config) for job in jobs):
-        return _play_all(root, jobs, None, watch)
-    split = _stored_split(root / jobs[0].folder)
-    return _play_all(root, jobs, _shared(jobs, split, watch, shared=shared), watch)
+        jobs = _create_jobs(config)
+    if all(_is_finished(root / job.folder, job.config) for job in jobs):
+        return _run_all(root, jobs, None, watch)
+    split = _load_stored_split(root / jobs[0].folder)
+    return _run_all(root, jobs, _load_shared(jobs, split, watch, shared=shared), watch)
 
 
-def _stored_split(path: Path) -> Split | None:
+def _load_stored_split(path: Path) -> Split | None:
+    """Load the split of a run folder after a check of its checksum; None if there is none yet."""
     integrity.check_files(path, SPLIT)
     return Split.load(path / SPLIT) if (path / SPLIT).exists() else None
 
@@ -157,36 +181,50 @@ def run_in_folder(
     tests: bool = True,
     shared: Problem | None = None,
 ) -> Row:
-    """Play one method in the folder `path`, or go on there, and return its summary; a finished one is only read.
+    """Train one method in a folder, or resume its run there, and return its summary.
 
-    Without `tests` no model is shown a test image: validation images alone say what it is worth. `shared` is
-    what the configuration's problem is, where it was made before.
-    Raise what `start` raises, and `halfmoon.storage.folder_writer.Busy` where another process plays in that folder.
+    Args:
+        config: the configuration.
+        path: the run folder, new or with a run of this configuration; a finished run is only read.
+        watch: receives the run's events.
+        tests: evaluate on test images; without, models are evaluated on validation images only.
+        shared: the result of `halfmoon.runs.factory.problem` for this configuration, if it is already built.
+
+    Raises:
+        UserError: the configuration or the data does not fit.
+        Diverged: a loss is not finite.
+        halfmoon.storage.folder_writer.Busy: another process trains in this folder.
     """
     watch = isolate_failures(watch)
     check_methods(config)
     job = Job(".", config)
-    if not _finished(path, config):
-        shared = _shared([job], _stored_split(path), watch, shared)
+    if not _is_finished(path, config):
+        shared = _load_shared([job], _load_stored_split(path), watch, shared)
         shared = shared if tests else replace(shared, test=None)
         if not RunFolder.exists(path):
-            (job,) = _settled([job], shared)
+            (job,) = _choose_executors([job], shared)
         if factory.device(config).type == "cpu":
             retain_freed_memory()
-    return _play(path, job, shared, watch)
+    return _run_job(path, job, shared, watch)
 
 
 def write_split(config: Config, path: Path) -> Row:
-    """Make a configuration's split in the folder `path`, train nothing, and return the folder's summary.
+    """Write the split of a configuration into a run folder without training, and return the folder's summary.
 
-    Raise what `run_in_folder` raises.
+    Args:
+        config: the configuration.
+        path: the run folder; a finished one is only read.
+
+    Raises:
+        UserError: the configuration or the data does not fit.
+        halfmoon.storage.folder_writer.Busy: another process writes into this folder.
     """
     summary = finished_summary(path)
     if summary is not None:
         return summary
     data = factory.source(config)
     split = factory.split_of(config, data)
-    with _folder(path, config) as folder:
+    with _open_folder(path, config) as folder:
         assembly.save_split(path, split, data)
         assembly.record_split_checksums(path)
         summary = {
@@ -199,189 +237,273 @@ def write_split(config: Config, path: Path) -> Row:
 
 
 def finished_summary(path: Path) -> Row | None:
+    """Read the summary of a run folder; None if it is no run folder, or its run is not finished."""
     return integrity.read_summary(path) if RunFolder.exists(path) else None
 
 
-def _jobs(config: Config) -> list[Job]:
+def _create_jobs(config: Config) -> list[Job]:
+    """Create the jobs of a run: its method, and its baselines in folders below."""
     jobs = [Job(".", config)]
+    reference = config.reference or config.method
     for name in config.baselines:
-        alone = _alone(config, name, config.reference or config.method, options=explicit_method_options(config, name))
-        jobs.append(Job(f"{BASELINES}/{folder_name(name)}", alone))
+        options = explicit_method_options(config, name)
+        baseline_config = _single_method_config(config, name, reference, options=options)
+        jobs.append(Job(f"{BASELINES}/{folder_name(name)}", baseline_config))
     return jobs
 
 
-def _settled(jobs: Sequence[Job], shared: Problem) -> list[Job]:
-    """Return the jobs of a new run with their executor chosen, where it was left open.
+def _choose_executors(jobs: Sequence[Job], shared: Problem) -> list[Job]:
+    """Choose the executor of new jobs whose option is "auto".
 
-    A run's file says what was chosen, so that it goes on as it began: "auto" in one means what it does for large
-    networks, and did for all before there was a choice.
+    The run's file stores the choice, so that a run resumes as it started. "auto" in a stored file has the meaning for
+    large networks: there was no choice when earlier versions wrote it.
     """
-    network, image = shared.task.network, ImageSpec.of(shared.source).image
+    network = shared.task.network
+    image = ImageSpec.of(shared.source).image
     return [replace(job, config=factory.choose_executor(job.config, network, image)) for job in jobs]
 
 
-def _alone(config: Config, name: str, reference: str, **changes: Any) -> Config:
-    """Return the configuration for one method of several; what a preset says of a run is written in it already."""
+def _single_method_config(config: Config, name: str, reference: str, **changes: Any) -> Config:
+    """Return the configuration of one of several methods.
+
+    Args:
+        config: the configuration of all; the options of its preset are already in it.
+        name: the method.
+        reference: the method that sets the budget.
+        changes: other options to change.
+    """
     preset = config.preset if registry.entry(name).paper_options else "none"
     return replace(config, method=name, baselines=(), preset=preset, reference=reference, **changes)
 
 
-def _shared(jobs: Sequence[Job], split: Split | None, watch: Callback, shared: Problem | None = None) -> Problem:
-    """Return what all jobs share; raise `UserError`, before anything is written, where a job cannot work on it."""
+def _load_shared(jobs: Sequence[Job], split: Split | None, watch: Callback, shared: Problem | None = None) -> Problem:
+    """Load what all jobs share, unless it is given, and check that each job can run on it.
+
+    Raises:
+        UserError: a job cannot run; nothing has been written.
+    """
     if shared is None:
         methods = [job.config.method for job in jobs]
         shared = factory.problem(jobs[0].config, split, methods=methods, progress=feature_progress(watch))
     checks.check(jobs, shared, watch)
-    if (words := training_summary(shared.task.network)) is not None:
-        watch.say(words)
+    text = training_summary(shared.task.network)
+    if text is not None:
+        watch.say(text)
     return shared
 
 
-def _play_all(root: Path, jobs: Sequence[Job], shared: Problem | None, watch: Callback) -> RunResult:
-    """Play what is not finished, job by job, and draw the curves of all; without `shared` all must be finished."""
-    rows = _play_jobs(root, jobs, shared, watch)
-    summaries = [rows[number] for number in range(len(jobs))]
-    paths = [root / job.folder for job in jobs]
-    outcome = RunResult(root, summaries, root / CURVES, paths, [root / CSV, root / MARKDOWN])
+def _run_all(root: Path, jobs: Sequence[Job], shared: Problem | None, watch: Callback) -> RunResult:
+    """Run all jobs that are not finished, and write the figure and tables of all.
+
+    Args:
+        root: the folder of the run or comparison.
+        jobs: the jobs.
+        shared: their data; None if all are finished.
+        watch: receives the events of all runs.
+    """
+    summaries_by_number = _run_jobs(root, jobs, shared, watch)
+    outcome = RunResult(
+        folder=root,
+        summaries=[summaries_by_number[number] for number in range(len(jobs))],
+        curves=root / CURVES,
+        runs=[root / job.folder for job in jobs],
+        tables=[root / CSV, root / MARKDOWN],
+    )
     if shared is not None or not all(path.exists() for path in (outcome.curves, *outcome.tables)):
         write_comparison(outcome)
     return outcome
 
 
-def _play_jobs(root: Path, jobs: Sequence[Job], shared: Problem | None, watch: Callback) -> dict[int, Row]:
-    """Return the summaries of jobs by number; what is not finished is played."""
-    left = [shared is not None and not _finished(root / job.folder, job.config) for job in jobs]
-    waiting = [number for number in range(len(jobs)) if left[number]]
+def _run_jobs(root: Path, jobs: Sequence[Job], shared: Problem | None, watch: Callback) -> dict[int, Row]:
+    """Run the jobs that are not finished, in one or several processes, and return all summaries by number."""
+    pending: list[int] = []
+    for number, job in enumerate(jobs):
+        if shared is not None and not _is_finished(root / job.folder, job.config):
+            pending.append(number)
+    # A method "module:Class" may have been passed as an object, which only this process knows.
     if any(":" in job.config.method for job in jobs):
-        waiting = []  # a method that was given as an object may be known to this process alone
-    rows = run_in_processes(partial(_play_number, root, tuple(jobs), shared), waiting, jobs[0].config, watch)
+        pending = []
+    run_number = partial(_run_numbered_job, root, tuple(jobs), shared)
+    summaries = run_in_processes(run_number, pending, jobs[0].config, watch)
     for number in range(len(jobs)):
-        if number not in rows:
-            rows[number] = _play_number(root, jobs, shared, number, watch)
-    return rows
+        if number not in summaries:
+            summaries[number] = run_number(number, watch)
+    return summaries
 
 
-def _play_number(root: Path, jobs: Sequence[Job], shared: Problem | None, number: int, watch: Callback) -> Row:
-    """Play one of several jobs, by its number."""
+def _run_numbered_job(root: Path, jobs: Sequence[Job], shared: Problem | None, number: int, watch: Callback) -> Row:
+    """Run one of several jobs; a module's function, so that it can be sent to another process."""
     if shared is not None and factory.device(jobs[number].config).type == "cpu":
         retain_freed_memory()
-    return _play(root, jobs[number], shared, watch)
+    return _run_job(root, jobs[number], shared, watch)
 
 
-def _play(root: Path, job: Job, shared: Problem | None, watch: Callback) -> Row:
-    """Play one job to its end, from its newest checkpoint if it has one."""
-    path, config = root / job.folder, job.config
+def _run_job(root: Path, job: Job, shared: Problem | None, watch: Callback) -> Row:
+    """Train one job from its latest checkpoint, or from the start, to its end.
+
+    Args:
+        root: the folder of the run or comparison.
+        job: the job.
+        shared: its data; None if it is finished.
+        watch: receives the run's events.
+
+    Returns:
+        The summary, read from the folder if the job is finished.
+    """
+    path = root / job.folder
+    config = job.config
     entry = registry.entry(config.method)
-    with _folder(path, config) as folder:
+    with _open_folder(path, config) as folder:
         summary = folder.summary()
         if summary is not None:
-            folder.checkpoints.clear()  # a kill right after the summary has left some
+            # Checkpoints remain if the process was killed right after it wrote the summary.
+            folder.checkpoints.clear()
             return check_finished(summary, path / SUMMARY)
         assert shared is not None, "an unfinished job needs its data"
+        # The stored file may name an executor where the option is "auto".
         if config.executor == "auto":
             config = replace(config, executor=parse_config(folder.config, path).executor)
-        loaded = folder.load()
-        for warning in [*(loaded.warnings if loaded else []), *([folder.remark] if folder.remark else [])]:
-            watch.say(warning)
+        checkpoint = folder.load()
+        if checkpoint is not None:
+            for warning in checkpoint.warnings:
+                watch.say(warning)
+        if folder.remark:
+            watch.say(folder.remark)
         if not (path / SPLIT).exists():
             assembly.save_split(path, shared.split, shared.source)
         assembly.record_split_checksums(path)
-        run = RunInfo(path, config, entry.title, loaded.round if loaded else 0)
+        run = RunInfo(path, config, entry.title, first=checkpoint.round if checkpoint else 0)
         watch.begin(run)
-        with workers.working(config) as parallel_map, factory.use_threads(factory.threads(config)):
-            experiment = _experiment(config, shared, path, parallel_map, watch)
-            results = run_rounds(experiment, folder, loaded, lambda row: watch.round(run, row))
+        with workers.open_workers(config) as parallel_map, factory.use_threads(factory.threads(config)):
+            experiment = _build_experiment(config, shared, path, parallel_map, watch)
+            results = run_rounds(experiment, folder, checkpoint, lambda row: watch.round(run, row))
         summary = assembly.build_summary(config, {"setting": config.setting}, shared.source.classes, folder, results)
+        # With cached features only the head was trained; the model file contains the backbone as well.
         network, model = shared.task.network.full_model(results["model"])
-        form, temperature = ImageSpec.of(shared.source), _temperature(config, shared, results["model"])
-        card = assembly.build_card(config, form, network, to_toml(config), shared.input_size, temperature)
+        card = assembly.build_card(
+            config,
+            ImageSpec.of(shared.source),
+            network,
+            to_toml(config),
+            input_size=shared.input_size,
+            temperature=_fit_temperature(config, shared, results["model"]),
+        )
         folder.finish(model, card.render(), summary)
     watch.end(run, summary)
     return summary
 
 
-def _temperature(config: Config, shared: Problem, model: Tree) -> float:
-    """Return what logits are divided by: fitted on validation images where the model is used as it was tested."""
+def _fit_temperature(config: Config, shared: Problem, model: Tree) -> float:
+    """Fit the divisor of the logits on validation images; 1 without them.
+
+    It is 1 also if tests use statistics of test batches: the model file is used with running statistics, whose logits
+    have another scale.
+    """
     if shared.validation is None or config.test_statistics != "running":
         return 1.0
     return evaluation.fit_temperature(shared.task.network, model, shared.task.normalize, shared.validation)
 
 
-def _finished(path: Path, config: Config) -> bool:
+def _is_finished(path: Path, config: Config) -> bool:
+    """Check whether a folder contains a finished run; raise `UserError` if it is one of another configuration."""
     if not RunFolder.exists(path):
         return False
-    with _folder(path, config) as folder:
+    with _open_folder(path, config) as folder:
         return folder.finished
 
 
-def _refuse_taken(root: Path, mark: str, plan: bytes = b"") -> None:
-    there = atomic_io.read(root / COMPARISON) if root.is_dir() else None
-    if there is not None:
-        of = "this" if is_same_plan(there, plan) else "another"
+def _refuse_existing(root: Path, run_identity: str, plan: bytes = b"") -> None:
+    """Raise `UserError` if a folder already contains a run or comparison.
+
+    Args:
+        root: the folder.
+        run_identity: the identity of the new run, "" for a comparison.
+        plan: the comparison.json of a new comparison.
+    """
+    stored_plan = atomic_io.read(root / COMPARISON) if root.is_dir() else None
+    if stored_plan is not None:
+        which = "this" if is_same_plan(stored_plan, plan) else "another"
         raise UserError(
-            f"{root} holds a comparison of {of} configuration; `{resume_command(root)}` goes on with it, "
+            f"{root} holds a comparison of {which} configuration; `{resume_command(root)}` goes on with it, "
             "or choose another --run-dir."
         )
-    RunFolder.refuse(root, mark)
+    RunFolder.refuse(root, run_identity)
 
 
 @contextmanager
-def _folder(path: Path, config: Config) -> Iterator[RunFolder]:
-    """Open the folder of a run, or make it."""
-    mark = identity(config, config.method)
+def _open_folder(path: Path, config: Config) -> Iterator[RunFolder]:
+    """Open the folder of a run, or create it; raise `UserError` if it is that of another configuration."""
+    run_identity = identity(config, config.method)
     if RunFolder.exists(path):
         folder = RunFolder.open(path)
-        if folder.identity != mark:
+        if folder.identity != run_identity:
             raise UserError(
-                f"{path} holds a run of another configuration ({folder.identity[:8]}, not {mark[:8]}); "
+                f"{path} holds a run of another configuration ({folder.identity[:8]}, not {run_identity[:8]}); "
                 "choose another --run-dir."
             )
     else:
-        folder = RunFolder.create(path, to_toml(config), mark)
+        folder = RunFolder.create(path, to_toml(config), run_identity)
     with folder:
         yield folder
 
 
-def _experiment(config: Config, shared: Problem, path: Path, parallel_map: ParallelMap, watch: Callback) -> Experiment:
-    """Return the experiment; what a simulation draws noise from is its seed, so that it can be played again."""
-    entry, task = registry.entry(config.method), replace(shared.task, rounds=count_rounds(config))
+def _build_experiment(
+    config: Config, shared: Problem, path: Path, parallel_map: ParallelMap, watch: Callback
+) -> Experiment:
+    """Build the simulation of a configuration and its experiment.
+
+    Args:
+        config: the configuration.
+        shared: data, split, task, views and batch rule.
+        path: the run folder, for the ledger of differential privacy.
+        parallel_map: trains clients and computes test batches, perhaps in several processes.
+        watch: receives a message if not every round is evaluated.
+    """
+    entry = registry.entry(config.method)
+    task = replace(shared.task, rounds=count_rounds(config))
     method = factory.method(config)
-    bad = hostile(shared.split.clients, config.attackers, config.seed)
-    label_flippers = frozenset(bad if config.attack == "label-flip" else ())
-    attacks = () if config.attack == "none" else (Hostile(config.attack, bad, config.seed, config.attack_factor),)
+    hostile_clients = hostile(shared.split.clients, config.attackers, config.seed)
+    attacks: tuple[Hostile, ...] = ()
+    if config.attack != "none":
+        attacks = (Hostile(config.attack, hostile_clients, config.seed, config.attack_factor),)
+    dataset = FederatedDataset(
+        shared.train,
+        shared.split,
+        all_labels=entry.all_labels,
+        pooled=entry.pooled,
+        reuse_labeled=config.reuse_labeled,
+        label_flippers=frozenset(hostile_clients if config.attack == "label-flip" else ()),
+        classes=len(shared.source.classes),
+    )
+    training = Training(
+        batching=shared.batching,
+        budget=budget(config, task),
+        server_batching=shared.serving,
+        executor=factory.executor(config),
+        parallel_map=parallel_map,
+        max_group_size=factory.max_vmapped_clients(config),
+    )
+    runtime_settings = RuntimeSettings(
+        cohort=config.cohort,
+        seed=config.seed,
+        confidence_threshold=config.confidence_threshold,
+        client_dropout=config.client_dropout,
+        client_models=config.client_models,
+    )
+    # The noise of a simulation is drawn from its seed, so that the run can be reproduced; a federation has a secret.
+    noise_seed = f"seed {config.seed}".encode()
     runtime = Simulation(
         method,
         task,
-        FederatedDataset(
-            shared.train,
-            shared.split,
-            entry.all_labels,
-            entry.pooled,
-            config.reuse_labeled,
-            label_flippers,
-            len(shared.source.classes),
-        ),
+        dataset,
         shared.views,
-        Training(
-            shared.batching,
-            budget(config, task),
-            shared.serving,
-            factory.executor(config),
-            parallel_map,
-            factory.max_vmapped_clients(config),
-        ),
-        RuntimeSettings(
-            config.cohort,
-            config.seed,
-            confidence_threshold=config.confidence_threshold,
-            client_dropout=config.client_dropout,
-            client_models=config.client_models,
-        ),
+        training,
+        runtime_settings,
         store=TreeStore(cap=config.memory_cap * 1_000_000),
-        aggregators=(*attacks, *factory.aggregators(config, f"seed {config.seed}".encode(), path)),
+        aggregators=(*attacks, *factory.aggregators(config, noise_seed, path)),
     )
-    every = evaluation_interval(config, shared)
-    if every > 1 and config.evaluate_every is None:
-        watch.say(f"Test images are evaluated every {every} rounds (--evaluate-every 1: after each).")
-    method = assembly.build_experiment(config, task, runtime, shared.test, shared.validation)
-    return replace(method, parallel_map=parallel_map, evaluate_every=every)
+    interval = evaluation_interval(config, shared)
+    if interval > 1 and config.evaluate_every is None:
+        watch.say(f"Test images are evaluated every {interval} rounds (--evaluate-every 1: after each).")
+    experiment = assembly.build_experiment(config, task, runtime, shared.test, shared.validation)
+    return replace(experiment, parallel_map=parallel_map, evaluate_every=interval)

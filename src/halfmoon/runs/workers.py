@@ -1,4 +1,4 @@
-"""In how many processes the clients of a run's cohorts train."""
+"""The number of processes that train the clients of a cohort, on this machine or in a Ray cluster."""
 
 import sys
 from collections.abc import Callable, Iterator
@@ -14,115 +14,144 @@ from halfmoon.core.errors import UserError, install_command
 from halfmoon.engine.evaluation import ParallelMap
 from halfmoon.methods import registry
 from halfmoon.runs import factory
-from halfmoon.runs.pools import Pool, Workers, answer, packed, processors, settle
+from halfmoon.runs.pools import Pool, Workers, call_packed, configure_process, pack, processors
 
 
 def import_ray() -> Any:
-    """Return Ray; raise UserError where it is not installed."""
+    """Import Ray; raise `UserError` if it is not installed."""
     try:
-        return import_module("ray")  # an extra, needed here only; by name, as a type checker may lack it
+        # By name, because a type checker may run without this optional package.
+        return import_module("ray")
     except ImportError as error:
         raise UserError(f"Ray is not installed; {install_command('ray')} to use it.") from error
 
 
 def connect_ray(ray: Any, address: str | None) -> bool:
-    """Reach the cluster at `address`, at RAY_ADDRESS, or on this machine, else start one; return whether this did so.
+    """Connect to a Ray cluster, or start one on this machine.
 
-    A cluster that `ray.init` has reached before stays. Raise UserError if none answers.
+    Args:
+        ray: the module.
+        address: the address of the cluster; None: RAY_ADDRESS, or a cluster on this machine.
+
+    Returns:
+        True if this call connected; False if `ray.init` was called before, whose connection remains.
+
+    Raises:
+        UserError: no cluster replies.
     """
     if ray.is_initialized():
         return False
     try:
         ray.init(address=address, log_to_driver=False, logging_level="ERROR")
     except (OSError, RuntimeError, ValueError) as error:
-        place, why = f" at {address}" if address else "", " ".join(str(error).split())
+        location = f" at {address}" if address else ""
+        reason = " ".join(str(error).split())
         raise UserError(
-            f"no Ray cluster answers{place} ({why}); start one with ray start --head, or check --ray-address and "
+            f"no Ray cluster answers{location} ({reason}); start one with ray start --head, or check --ray-address and "
             "RAY_ADDRESS."
         ) from error
     return True
 
 
 class RayWorkers(Pool):
-    """Processes of a Ray cluster, each with `threads` processors of one machine."""
+    """Processes of a Ray cluster, each with `threads` processors of one machine.
 
-    problem = (
+    Args:
+        number: the largest number of processes; fewer if the cluster has fewer processors.
+        threads: the number of threads of each process.
+
+    Raises:
+        UserError: Ray is not installed, no cluster replies, or no machine has enough processors.
+    """
+
+    failure_message = (
         "a process of the Ray cluster that trained clients died: killed, out of memory, or its machine is gone; go on "
         "with the run folder."
     )
 
     def __init__(self, number: int = 1, threads: int = 1) -> None:
-        """Reach the cluster that is there (`ray.init`, RAY_ADDRESS, this machine), or start one until `close`.
-
-        Raise UserError where Ray is not installed, no cluster answers, or no machine has enough processors.
-        """
         self._ray = ray = import_ray()
-        self._owns_cluster = connect_ray(ray, None)
-        self.broken = ray.exceptions.RayError
-        alive = [node["Resources"].get("CPU", 0) for node in ray.nodes() if node["Alive"]]
-        free = sum(int(cpus) // threads for cpus in alive)
-        if not free:
+        self._owns_connection = connect_ray(ray, None)
+        self.broken_error = ray.exceptions.RayError
+        processor_counts = [node["Resources"].get("CPU", 0) for node in ray.nodes() if node["Alive"]]
+        # The threads of a process share memory, so it cannot use processors of two machines.
+        available = sum(int(count) // threads for count in processor_counts)
+        if not available:
             self.close()
             raise UserError(
                 f"no machine of the Ray cluster has {threads} processors; choose fewer --threads, or start one "
                 "with: ray start --address=..."
             )
-        super().__init__(min(number, free), threads)
-        self._answer = ray.remote(num_cpus=threads, max_retries=0)(_answer)
+        super().__init__(min(number, available), threads)
+        self._remote_call = ray.remote(num_cpus=threads, max_retries=0)(_call_in_ray)
 
-    def call(self, function: Callable[[Any], Any]) -> Callable[[bytes], Future[bytes]]:
-        shared = self._ray.put(packed(function))
-        return lambda item: self._answer.remote(self.threads, sys.path, shared, item).future()
+    def bind(self, function: Callable[[Any], Any]) -> Callable[[bytes], Future[bytes]]:
+        # The function is large (it contains the data), so the cluster stores it once for all items.
+        stored_function = self._ray.put(pack(function))
+        return lambda item: self._remote_call.remote(self.threads, sys.path, stored_function, item).future()
 
     def close(self) -> None:
-        if self._owns_cluster:
+        if self._owns_connection:
             self._ray.shutdown()
-            self._owns_cluster = False
+            self._owns_connection = False
 
 
-def _answer(threads: int, path: list[str], function: bytes, item: bytes) -> bytes:
+def _call_in_ray(threads: int, path: list[str], function: bytes, item: bytes) -> bytes:
+    """Call a packed function in a process of the cluster, with the import path of the main process."""
     sys.path += [folder for folder in path if folder not in sys.path]
-    settle(threads)
-    return answer(function, item)
+    configure_process(threads)
+    return call_packed(function, item)
 
 
-_SHARE = {"runs": 1}
-"""How many runs are played at once on this machine's processors."""
+_CONCURRENT_RUNS = {"runs": 1}
+"""The number of runs that share this machine's processors."""
 
 
 def share_processors(runs: int) -> None:
-    """Take note that so many runs are played at once: each has its part of the processors."""
-    _SHARE["runs"] = runs
+    """Set the number of runs that train at the same time on this machine; each uses its share of the processors."""
+    _CONCURRENT_RUNS["runs"] = runs
 
 
 def count_workers(config: Config) -> int:
-    """Return in how many processes the clients of a cohort train.
+    """Return the number of processes that train the clients of a cohort.
 
-    "auto" is one for each processor that PyTorch would use (OMP_NUM_THREADS), where nobody has said with how many
-    threads, clients train one by one, and the network is large enough for a client to be worth sending.
+    "auto" is one for each processor that PyTorch would use (OMP_NUM_THREADS), if the option `threads` is not set,
+    clients train one by one on the CPU, and the network is so large that training a client takes longer than sending
+    it.
+
+    Raises:
+        UserError: several workers on a GPU.
     """
-    here = factory.device(config).type == "cpu"
+    on_cpu = factory.device(config).type == "cpu"
     if config.workers != "auto":
-        if config.workers != 1 and not here:
+        if config.workers != 1 and not on_cpu:
             raise UserError(
                 f"workers is {config.workers!r}, but clients on a GPU train in one process: leave workers out, or "
                 "choose device 'cpu'."
             )
         return config.cohort if config.workers == "ray" else min(config.workers, config.cohort)
     small = factory.network_name(config) == "small" or registry.entry(config.method).pooled
-    local = ":" in config.method  # given as an object, perhaps: known to this process alone
-    alone = here and factory.executor(config) == "loop"
-    if not alone or small or local or config.threads is not None:
+    # A method "module:Class" may have been passed as an object, which only this process knows.
+    custom = ":" in config.method
+    one_by_one = on_cpu and factory.executor(config) == "loop"
+    if not one_by_one or small or custom or config.threads is not None:
         return 1
-    free = min(len(processors()), torch.get_num_threads()) // _SHARE["runs"]
-    return max(1, min(free, config.cohort))
+    available = min(len(processors()), torch.get_num_threads()) // _CONCURRENT_RUNS["runs"]
+    return max(1, min(available, config.cohort))
 
 
 @contextmanager
-def working(config: Config) -> Iterator[ParallelMap]:
-    """Give what trains the clients of a run: `map`, or processes, on this machine or in a Ray cluster, until the end.
+def open_workers(config: Config) -> Iterator[ParallelMap]:
+    """Create the parallel map that trains the clients of a run, and close its processes at the end.
 
-    Raise UserError where that is impossible.
+    Args:
+        config: the configuration.
+
+    Yields:
+        The built-in `map`, or a pool of processes on this machine or in a Ray cluster.
+
+    Raises:
+        UserError: the processes cannot start.
     """
     if config.workers == "ray":
         pool: Pool = RayWorkers(config.cohort, factory.threads(config))
