@@ -102,7 +102,7 @@ def measure(options: argparse.Namespace, folder: Path) -> dict[str, float]:
     result |= {f"peak {name}, MiB": value for name, value in meter.peaks.items()}
     result |= {f"ms a {name}": 1000 * seconds / meter.calls[name] for name, seconds in meter.seconds.items()}
     result["s for all rounds"] = sum(meter.seconds.values())
-    mark = store.mark
+    mark = store.last_commit
     del store
     began = time.perf_counter()
     contents = remove_unreferenced(verify(folder / "clients", mark), len(cohorts) - 2)

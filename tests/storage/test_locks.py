@@ -117,7 +117,7 @@ def test_folders_of_keys_and_of_images_are_one_processs_without_locks_too(tmp_pa
     other = locks.acquire(keys / LOCK_FILE)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("halfmoon.sites.keys.key_folder.LOCK_TIMEOUT_SECONDS", 0.0)
-        with pytest.raises(UserError, match=r"being changed by another process.*is at work, says"):
+        with pytest.raises(UserError, match=r"being changed by another process.*is at work according to"):
             make.add_site(keys, "east")
     other.free()
     make.add_site(keys, "east")
@@ -125,7 +125,7 @@ def test_folders_of_keys_and_of_images_are_one_processs_without_locks_too(tmp_pa
     for _ in range(2):
         with (
             _lock_state_folder(home),
-            pytest.raises(UserError, match=r"being prepared.*is at work, says"),
+            pytest.raises(UserError, match=r"being prepared.*is at work according to"),
             _lock_state_folder(home),
         ):
             pass

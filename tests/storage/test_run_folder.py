@@ -564,7 +564,7 @@ def test_a_damaged_file_of_both_checkpoints_is_whole_again_from_its_copy(folder:
     _, last, said = gone_on(reopened(folder), 0)
     assert last == 3
     second = path.suffix in (".copy", ".second")
-    assert said == ([] if second else [f"clients/{name} was damaged: it is whole again from its copy."])
+    assert said == ([] if second else [f"clients/{name} was damaged and has been restored from its copy."])
     assert second or path.read_bytes() == before
 
 

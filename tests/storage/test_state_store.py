@@ -173,16 +173,16 @@ def test_settling_moves_what_was_spilled(tmp_path: Path) -> None:
     store = TreeStore(None, 50)
     store.put("a", ten(1))
     store.put("b", ten(2))
-    with pytest.raises(ValueError, match="settle it first"):
+    with pytest.raises(ValueError, match="call `use_folder` first"):
         store.commit(0)
-    store.settle(tmp_path / "clients")
-    store.settle(tmp_path / "clients")
+    store.use_folder(tmp_path / "clients")
+    store.use_folder(tmp_path / "clients")
     assert same(store.get("a"), ten(1))
     again = reread(store, store.commit(0))
     assert same(again.get("a"), ten(1))
     assert same(again.get("b"), ten(2))
-    with pytest.raises(ValueError, match="keeps its files in"):
-        store.settle(tmp_path / "elsewhere")
+    with pytest.raises(ValueError, match="has its files in"):
+        store.use_folder(tmp_path / "elsewhere")
 
 
 def memory() -> tuple[int, int]:
@@ -490,5 +490,5 @@ def test_a_manifest_that_names_what_it_must_not_is_damaged(tmp_path: Path, line:
     clients = tmp_path / "clients"
     clients.mkdir()
     (clients / "manifest.jsonl").write_bytes(line + b"\n")
-    with pytest.raises(DamagedFile, match=r"a line that says no change|no store's"):
+    with pytest.raises(DamagedFile, match=r"an invalid line|no store writes"):
         verify(clients, START.after([line + b"\n"]))

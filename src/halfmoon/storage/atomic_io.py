@@ -1,7 +1,6 @@
-"""Small files that survive a kill: written whole or not at all, locked, cut, read back line by line.
+"""Functions that write, lock, truncate and read small files, safely if the process is killed.
 
-Nothing here knows what a file means; `halfmoon.storage.run_folder` does. Everything raises OSError as the system says
-it.
+All functions raise the OSError of the system unless their documentation names another error.
 """
 
 import errno
@@ -22,12 +21,12 @@ _NO_LOCKS = {errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP}
 
 
 def read_rows(path: Path) -> list[dict[str, Any]]:
-    """Return one dict a line, without a last line that was cut off; raise UserError for a line that is no object."""
+    """Read one dict per line, without an incomplete last line; raise UserError for a line that is no object."""
     return parse_rows(read(path) or b"", path)
 
 
 def parse_rows(data: bytes, path: Path) -> list[dict[str, Any]]:
-    """Return what `read_rows` returns of these bytes, which are those of a file."""
+    """Parse the bytes of a file of rows as `read_rows` does; `path` is for error messages."""
     table = []
     for number, line in enumerate(data.split(b"\n")[:-1], start=1):
         try:
@@ -41,7 +40,7 @@ def parse_rows(data: bytes, path: Path) -> list[dict[str, Any]]:
 
 
 def read_number_pairs(path: Path, key: str, value: str) -> list[tuple[int, float]]:
-    """Return (row[key], row[value]) of a file of rows that nothing depends on; a damaged line is left out."""
+    """Read (row[key], row[value]) from a file of rows for display only; skip damaged lines."""
     pairs: list[tuple[int, float]] = []
     try:
         lines = (read(path) or b"").split(b"\n")[:-1]
@@ -57,7 +56,7 @@ def read_number_pairs(path: Path, key: str, value: str) -> list[tuple[int, float
 
 
 def parse_json(data: bytes | str) -> Any:
-    """Return what JSON says; raise ValueError for what is none, nested too deeply, or has too long a number."""
+    """Parse JSON; raise ValueError if it is invalid, nested too deeply or has too long a number."""
     try:
         return json.loads(data)
     except RecursionError as error:
@@ -69,12 +68,12 @@ def sha256(data: bytes) -> str:
 
 
 def json_line(value: dict[str, Any]) -> bytes:
-    """Return a line of JSON; the same value gives the same bytes."""
+    """Format a dict as a line of JSON; the same value gives the same bytes."""
     return (json.dumps(value) + "\n").encode()
 
 
 def replace_nonfinite(value: Any) -> Any:
-    """Return a value with None in place of the numbers that JSON does not know."""
+    """Replace NaN and infinities, which JSON does not have, with None."""
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, dict):
@@ -85,7 +84,7 @@ def replace_nonfinite(value: Any) -> Any:
 
 
 def read(path: Path) -> bytes | None:
-    """Return the bytes of a file, None where there is none."""
+    """Read the bytes of a file, None if it does not exist."""
     try:
         return path.read_bytes()
     except FileNotFoundError:
@@ -93,7 +92,7 @@ def read(path: Path) -> bytes | None:
 
 
 def read_json(path: Path) -> dict[str, Any] | None:
-    """Return the object in a file, None where there is no such file or no object in it."""
+    """Read a JSON object, None if the file does not exist or contains none."""
     try:
         value = parse_json(path.read_bytes())
     except (OSError, ValueError):
@@ -103,7 +102,7 @@ def read_json(path: Path) -> dict[str, Any] | None:
 
 @contextmanager
 def open_file(path: Path, flags: int, mode: int = 0o666) -> Iterator[int]:
-    """Give the open file's number, and close it; `mode` is that of a file which is made."""
+    """Open a file descriptor and close it at the end of the block; `mode` is for a new file."""
     handle = os.open(path, flags, mode)
     try:
         yield handle
@@ -118,13 +117,16 @@ def write_all(handle: int, data: bytes) -> None:
 
 
 def write_atomically(path: Path, data: bytes, private: bool = False) -> None:
-    """Write a file that is there whole or not at all: a partial one beside it is flushed and renamed.
+    """Write a file atomically: write and flush a temporary file in the same folder, then rename it.
 
-    A `private` one can be read by its owner alone, from its first byte on.
+    Args:
+        path: the file.
+        data: its content.
+        private: allow only the user to read the file, also while it is written.
     """
     partial = path.with_name(f".{path.name}{PARTIAL}")
     if private:
-        partial.unlink(missing_ok=True)  # one that is there keeps its mode
+        partial.unlink(missing_ok=True)  # an existing file would retain its mode
     try:
         with open_file(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600 if private else 0o666) as handle:
             write_all(handle, data)
@@ -137,13 +139,13 @@ def write_atomically(path: Path, data: bytes, private: bool = False) -> None:
 
 
 def append(path: Path, data: bytes) -> None:
-    """Add to the end of a file, which is made where it is missing."""
+    """Append to a file, which is created if it is missing."""
     with open_file(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND) as handle:
         write_all(handle, data)
 
 
 def flush_and_measure(path: Path) -> int:
-    """Bring a file to the disk and return its bytes, 0 where there is none."""
+    """Flush a file to disk and return its size in bytes, 0 if it does not exist."""
     if not path.exists():
         return 0
     with open_file(path, os.O_RDWR) as handle:
@@ -152,7 +154,7 @@ def flush_and_measure(path: Path) -> int:
 
 
 def truncate(path: Path, length: int) -> None:
-    """Take away what a file holds beyond `length` bytes."""
+    """Truncate a file to at most `length` bytes."""
     if path.exists() and path.stat().st_size > length:
         with open_file(path, os.O_RDWR) as handle:
             os.ftruncate(handle, length)
@@ -167,7 +169,7 @@ if sys.platform == "win32":
     import msvcrt
 
     def flock(handle: int, shared: bool = False) -> bool:
-        """Lock an open file until it is closed, or raise OSError at once where another process holds it."""
+        """Lock an open file until it is closed; raise OSError immediately if another process has the lock."""
         msvcrt.locking(handle, msvcrt.LK_NBLCK, 1)
         return True
 
@@ -177,9 +179,9 @@ else:
     import fcntl
 
     def flock(handle: int, shared: bool = False) -> bool:
-        """Lock an open file until it is closed, or raise OSError at once where another process holds it.
+        """Lock an open file until it is closed; raise OSError immediately if another process has the lock.
 
-        Return False where the file system has no locks: then nobody is kept out (`halfmoon.storage.locks`).
+        Return False if the file system has no locks; then no other process is excluded (`halfmoon.storage.locks`).
         """
         try:
             fcntl.flock(handle, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
@@ -190,6 +192,6 @@ else:
         return True
 
     def sync_folder(path: Path) -> None:
-        """Bring the names in a folder to the disk."""
+        """Flush the directory entries of a folder to disk, which makes a rename durable."""
         with open_file(path, os.O_RDONLY) as handle:
             os.fsync(handle)

@@ -1,7 +1,7 @@
-"""The checkpoints of a run folder: the newest two, with what clients keep and the length of the metrics.
+"""The two newest checkpoints of a run folder, with the client memory and the length of the metrics.
 
-Of a checkpoint's two files the JSON comes last and carries the checksum of the other; it commits the checkpoint. What
-the clients keep lies in a folder of its own, of which a checkpoint writes what has changed
+A checkpoint has two files. Its JSON contains the checksum of the tensors and is written last, which commits the
+checkpoint. The client memory is in a separate folder, in which a checkpoint writes only the changes
 (`halfmoon.storage.state_store`).
 """
 
@@ -25,67 +25,70 @@ from halfmoon.storage.serialization import pack, unpack
 from halfmoon.storage.state_store import TreeStore
 
 CLIENTS = "clients"
-"""The folder, in that of the run, of what clients keep."""
+"""Subfolder of the client memory in the run folder."""
 
 CHECKPOINTS = 2
-"""How many checkpoints stay: the newest and the one to fall back on."""
+"""Number of checkpoints on disk: the newest, and the previous one as a fallback."""
 
-METRICS, TIMINGS = "metrics.jsonl", "timings.jsonl"
+METRICS = "metrics.jsonl"
+TIMINGS = "timings.jsonl"
 _CHECKPOINT = re.compile(r"checkpoint-(\d{6,})\.(safetensors|json)")
 
 
 class LoadedCheckpoint(NamedTuple):
-    """A checkpoint that was read back."""
+    """A checkpoint read from disk."""
 
     round: int
     state: Tree
     meta: dict[str, Any]
-    warnings: list[str]  # one sentence each: what was damaged and skipped
+    warnings: list[str]  # one sentence per damaged checkpoint or file
     clients: StoreContents  # for `TreeStore.restore`
 
 
 class Checkpoints:
-    """Saves and loads the checkpoints in a writer's folder, and cuts `metrics`, the rows of the run, back to them."""
+    """Saves and loads the checkpoints of a run folder, and truncates the metrics of the run to a loaded checkpoint."""
 
     def __init__(self, writer: FolderWriter, metrics: integrity.HashedLog) -> None:
-        self.writer, self.metrics, self.path = writer, metrics, writer.path
+        self.writer = writer
+        self.metrics = metrics
+        self.path = writer.path
 
     def save(self, round: int, state: Tree, meta: dict[str, Any], clients: TreeStore | None = None) -> None:
-        """Write the checkpoint of a round, as `halfmoon.storage.run_folder.RunFolder.save` says."""
-        self.writer.own()
+        """Write the checkpoint of a round; see `halfmoon.storage.run_folder.RunFolder.save`."""
+        self.writer.acquire_lock()
         name = stem(round)
         self._refuse_old(round, clients is not None and clients.changed)
         data, shape = pack(state)
         with self.writer.writing(name):
             length = atomic_io.flush_and_measure(self.path / METRICS)
-        mark = self._committed(clients, round)
+        commit = self._commit_clients(clients, round)
         note = {
             "round": round,
             "tensors": atomic_io.sha256(data),
             "shape": shape,
             "metrics": length,
             "metrics_sha256": self.metrics.digest,
-            "clients": mark._asdict(),
+            "clients": commit._asdict(),
             "meta": meta,
             **versions(),
         }
-        unparsed = integrity.seal(note)
+        sealed_note = integrity.seal(note)
         if round == self.writer.saved:
-            if atomic_io.read(self.path / f"{name}.json") == unparsed:
+            if atomic_io.read(self.path / f"{name}.json") == sealed_note:
                 return
             raise ValueError(f"round {round} cannot be saved: round {round} is on disk already")
         try:
             self.writer.write(f"{name}.safetensors", data)
-            self.writer.write(f"{name}.json", unparsed)
+            self.writer.write(f"{name}.json", sealed_note)
         except WriteError:
             with suppress(OSError):
-                self._remove(round)  # a half would take the place that is missing
+                self._remove(round)  # free the disk space of the incomplete checkpoint
             raise
         self.writer.saved = round
-        self._keep(clients)
+        self._remove_old(clients)
 
-    def _keep(self, clients: TreeStore | None = None) -> None:
-        """Remove all checkpoints but the newest ones, and what only these say of the clients."""
+    def _remove_old(self, clients: TreeStore | None = None) -> None:
+        """Remove all but the newest checkpoints, and the client files that only the removed ones need."""
         with self.writer.writing("the folder"):
             rounds = self._rounds()
             for old in rounds[:-CHECKPOINTS]:
@@ -94,7 +97,7 @@ class Checkpoints:
                 clients.prune(rounds[-CHECKPOINTS:][0])
 
     def clear(self) -> None:
-        """Remove all checkpoints and what the clients keep: a finished run has nothing to go on with."""
+        """Remove all checkpoints and the client memory, which a finished run does not need."""
         with self.writer.writing("the folder"):
             for round in self._rounds():
                 self._remove(round)
@@ -102,13 +105,13 @@ class Checkpoints:
                 shutil.rmtree(self.path / CLIENTS)
 
     def load(self) -> LoadedCheckpoint | None:
-        """Return the newest checkpoint that is whole, as `halfmoon.storage.run_folder.RunFolder.load` says."""
-        self.writer.own()
+        """Load the newest intact checkpoint; see `halfmoon.storage.run_folder.RunFolder.load`."""
+        self.writer.acquire_lock()
         rounds = self._rounds()
         problems: list[tuple[int, str]] = []
         for round in reversed(rounds):
             try:
-                note, state, clients = _read(self.path, round)
+                note, state, clients = _read_checkpoint(self.path, round)
             except DamagedFile as damage:
                 problems.append((round, str(damage)))
                 continue
@@ -117,12 +120,14 @@ class Checkpoints:
                 self._remove(bad)
             self.writer.saved = round
             older = [each for each in rounds if each < round]
-            self._keep()  # a kill after a save has left others
+            self._remove_old()  # a process killed after a save may have left older ones
             with self.writer.writing(CLIENTS):
                 clients = remove_unreferenced(clients, older[-1] if older else round)
-            going = f"going on from {stem(round)}"
-            warnings = [f"{stem(bad)} is damaged ({why}); {going}." for bad, why in problems]
-            warnings += [f"{CLIENTS}/{name} was damaged: it is whole again from its copy." for name in clients.mended]
+            continued = f"going on from {stem(round)}"
+            warnings = [f"{stem(bad)} is damaged ({why}); {continued}." for bad, why in problems]
+            warnings += [
+                f"{CLIENTS}/{name} was damaged and has been restored from its copy." for name in clients.repaired
+            ]
             return LoadedCheckpoint(round, state, note["meta"], warnings + _version_warning(note), clients)
         if len(rounds) > 1 or (rounds and (self.path / f"{stem(rounds[0])}.json").exists()):
             what = "; ".join(f"{stem(bad)}: {why}" for bad, why in problems)
@@ -131,7 +136,7 @@ class Checkpoints:
                 option="run_dir",
                 hint="restore one from a backup, or start the run again in another {run_dir}.",
             )
-        # One file without its JSON is a first save that was killed: the run starts again.
+        # A single file without its JSON is from a process killed in its first save: the run starts from round 0.
         self._rewind(0, atomic_io.sha256(b""))
         for round in rounds:
             self._remove(round)
@@ -140,18 +145,18 @@ class Checkpoints:
         return None
 
     def _refuse_old(self, round: int, changed: bool) -> None:
-        """Raise ValueError for a round that is not after the newest on disk, or equal to it as far as can be known."""
+        """Raise ValueError unless the round is after the newest on disk, or is that round with unchanged clients."""
         if self.writer.saved is None:
             if self._rounds():
-                raise ValueError(f"{self.path} holds checkpoints: load the newest before saving another")
+                raise ValueError(f"{self.path} contains checkpoints: load the newest before saving another")
         elif round < self.writer.saved or (round == self.writer.saved and changed):
             raise ValueError(f"round {round} cannot be saved: round {self.writer.saved} is on disk already")
 
-    def _committed(self, clients: TreeStore | None, round: int) -> Commit:
+    def _commit_clients(self, clients: TreeStore | None, round: int) -> Commit:
         if clients is None:
             return START
         with self.writer.writing(CLIENTS):
-            clients.settle(self.path / CLIENTS)
+            clients.use_folder(self.path / CLIENTS)
             return clients.commit(round)
 
     def _rounds(self) -> list[int]:
@@ -159,7 +164,7 @@ class Checkpoints:
         return sorted({int(match[1]) for match in matches if match})
 
     def _remove(self, round: int) -> None:
-        # The JSON first: without it the other file is nothing.
+        # The JSON first: the tensors without their JSON do not count as a checkpoint.
         for suffix in ("json", "safetensors"):
             (self.path / f"{stem(round)}.{suffix}").unlink(missing_ok=True)
 
@@ -183,51 +188,51 @@ def _version_warning(note: dict[str, Any]) -> list[str]:
     return [f"the checkpoint was written by {' and '.join(changed)}; the last digits may differ from here on."]
 
 
-def _read(folder: Path, round: int) -> tuple[dict[str, Any], Tree, StoreContents]:
-    unparsed = atomic_io.read(folder / f"{stem(round)}.json")
+def _read_checkpoint(folder: Path, round: int) -> tuple[dict[str, Any], Tree, StoreContents]:
+    sealed_note = atomic_io.read(folder / f"{stem(round)}.json")
     data = atomic_io.read(folder / f"{stem(round)}.safetensors")
-    if unparsed is None:
+    if sealed_note is None:
         raise DamagedFile("it was not completed: the .json is missing")
     if data is None:
         raise DamagedFile("its .safetensors is missing")
     try:
-        note = integrity.unseal(unparsed)
+        note = integrity.unseal(sealed_note)
     except integrity.BrokenSeal as error:
         raise DamagedFile(f"its .json cannot be used: {error}") from error
     if atomic_io.sha256(data) != note.get("tensors"):
         raise DamagedFile("checksum differs")
     if "clients" not in note:
-        raise DamagedFile("an older halfmoon wrote it, which kept the clients elsewhere")
-    mark = _checked(note, round)
+        raise DamagedFile("an older halfmoon wrote it, which stored the client memory differently")
+    commit = _parse_commit(note, round)
     try:
         state = unpack(data, note["shape"])
     except (SafetensorError, LookupError, TypeError, ValueError, RuntimeError) as error:
         raise DamagedFile("its tensors are not those that its .json names") from error
-    return note, state, verify(folder / CLIENTS, mark)
+    return note, state, verify(folder / CLIENTS, commit)
 
 
-def _checked(note: dict[str, Any], round: int) -> Commit:
-    kinds = {"shape": dict, "metrics": int, "metrics_sha256": str, "meta": dict, **dict.fromkeys(versions(), str)}
-    wrong = [name for name, kind in kinds.items() if type(note.get(name)) is not kind]
+def _parse_commit(note: dict[str, Any], round: int) -> Commit:
+    types = {"shape": dict, "metrics": int, "metrics_sha256": str, "meta": dict, **dict.fromkeys(versions(), str)}
+    wrong = [name for name, expected in types.items() if type(note.get(name)) is not expected]
     if wrong or note.get("round") != round or note["metrics"] < 0:
         raise DamagedFile(f"its .json has no usable {wrong[0] if wrong else 'round and metrics'}")
-    mark = note["clients"]
-    fine = isinstance(mark, dict) and set(mark) == set(Commit._fields)
-    if not fine or type(mark["length"]) is not int or mark["length"] < 0 or type(mark["chain"]) is not str:
-        raise DamagedFile("its .json does not say what the clients keep")
-    return Commit(**mark)
+    commit = note["clients"]
+    is_commit = isinstance(commit, dict) and set(commit) == set(Commit._fields)
+    if not is_commit or type(commit["length"]) is not int or commit["length"] < 0 or type(commit["chain"]) is not str:
+        raise DamagedFile("its .json has no usable state of the clients")
+    return Commit(**commit)
 
 
 def versions() -> dict[str, str]:
-    return {"halfmoon": _own(), "torch": torch.__version__}
+    return {"halfmoon": _find_version(), "torch": torch.__version__}
 
 
 @cache
-def _own() -> str:
-    # Looked up once: finding and parsing a package's metadata takes as long as all the rest of a small checkpoint.
+def _find_version() -> str:
+    # Cached: finding and parsing a package's metadata takes as long as writing a small checkpoint.
     try:
         return version("halfmoon")
-    except PackageNotFoundError:  # run from its source
+    except PackageNotFoundError:  # run from source without installation
         return "unknown"
 
 

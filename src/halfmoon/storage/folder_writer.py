@@ -1,6 +1,6 @@
-"""Writing into a run folder: one process at a time, whole files, and one sentence where the disk refuses.
+"""Writer of a run folder: one process at a time, atomic files, and an error message that names the remedy.
 
-A file is written under a temporary name, flushed to the disk and renamed, so that a name that exists is whole.
+A file is written under a temporary name, flushed to disk and renamed, so that a file under its final name is complete.
 """
 
 import errno
@@ -12,13 +12,14 @@ from pathlib import Path
 from halfmoon.core.errors import UserError
 from halfmoon.storage import atomic_io, integrity, locks
 
-CONFIG, LOCK = "config.toml", ".lock"
+CONFIG = "config.toml"
+LOCK = ".lock"
 START = "start-seed"
 """Prefix of the folders in which versions up to 0.2 stored a start without labels (`--start`)."""
 
 
 class WriteError(UserError):
-    """The disk refused: it is full, or the folder may not be written; what was saved before is intact."""
+    """A file cannot be written, because the disk is full or the folder is not writable; older files are intact."""
 
 
 class FolderInUse(UserError):
@@ -38,9 +39,9 @@ class FolderWriter:
     def remark(self) -> str:
         return "" if self._lock is None else self._lock.remark
 
-    def own(self) -> None:
+    def acquire_lock(self) -> None:
         if self._lock is None:
-            self._lock = _locked(self.path)
+            self._lock = _lock_folder(self.path)
 
     def close(self) -> None:
         if self._lock is not None:
@@ -52,7 +53,7 @@ class FolderWriter:
             atomic_io.write_atomically(self.path / name, data)
 
     def append(self, name: str, line: bytes) -> None:
-        self.own()
+        self.acquire_lock()
         with self.writing(name):
             atomic_io.append(self.path / name, line)
 
@@ -62,7 +63,7 @@ class FolderWriter:
 
     @contextmanager
     def writing(self, what: str) -> Iterator[None]:
-        """Turn what the system says while `what` is written into an `WriteError` that says what to do."""
+        """Convert an OSError while `what` is written to a `WriteError` that names the remedy."""
         try:
             yield
         except OSError as error:
@@ -71,21 +72,21 @@ class FolderWriter:
                 if self.saved is None
                 else f"the checkpoint of round {self.saved} is intact"
             )
-            cure = "free some space" if error.errno in (errno.ENOSPC, errno.EDQUOT) else "make it writable"
+            remedy = "free some space" if error.errno in (errno.ENOSPC, errno.EDQUOT) else "make it writable"
             exists = (self.path / CONFIG).exists()
             raise WriteError(
                 f"{self.path}: {what} cannot be written ({atomic_io.error_reason(error)}); {intact}. "
-                f"First {cure}, then {f'go on with: {resume_command(self.path)}' if exists else 'start the run again.'}"
+                f"First {remedy}, then {f'go on with: {resume_command(self.path)}' if exists else 'start the run again.'}"
             ) from error
 
 
-def _locked(path: Path) -> locks.Lock:
+def _lock_folder(path: Path) -> locks.Lock:
     try:
         return locks.acquire(path / LOCK)
     except locks.LockConflict as error:
-        who = f" ({error.strerror})" if error.strerror and locks.OWNER_SUFFIX in error.strerror else ""
+        process = f" ({error.strerror})" if error.strerror and locks.OWNER_SUFFIX in error.strerror else ""
         raise FolderInUse(
-            f"another process is running in {path}{who}",
+            f"another process is running in {path}{process}",
             option="run_dir",
             hint="wait for it, or choose another {run_dir}.",
         ) from error

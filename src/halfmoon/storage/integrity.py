@@ -1,13 +1,13 @@
-"""Checksums of a run folder: every file that a number is read from is compared with one before it is believed.
+"""Checksums of a run folder, which are compared before any result is read from its files.
 
-A disk may change a bit, cut a file or lose it, and JSON and tensors can look sound all the same: one digit of an
-accuracy, one exponent of a weight. So there are
+A disk may change a bit, truncate a file or lose it, and the JSON or the tensors can still parse, with a wrong digit of an
+accuracy or a wrong exponent of a weight. Therefore a run folder has
 
 - `checksums.json`: the SHA-256 of files that are written once (the split, and at the end metrics, model and summary),
-- the seal of a JSON object: its key "sha256" is the SHA-256 of the object's own text without it (`sweep.json` too),
+- sealed JSON objects (`sweep.json` too): the key "sha256" is the SHA-256 of the object's text without this key,
 - in a checkpoint's JSON the length and the SHA-256 of `metrics.jsonl` at that round (`halfmoon.storage.run_folder`).
 
-This finds damage, not malice: whoever can write a folder can write its checksums.
+This detects damage, not tampering: a person who can write the folder can also write its checksums.
 """
 
 import hashlib
@@ -23,52 +23,53 @@ from halfmoon.storage import atomic_io
 
 CHECKSUMS = "checksums.json"
 KEY = "sha256"
-METRICS, SUMMARY = "metrics.jsonl", "summary.json"
-_NOTE = re.compile(r"checkpoint-\d{6,}\.json")
+METRICS = "metrics.jsonl"
+SUMMARY = "summary.json"
+_CHECKPOINT_NAME = re.compile(r"checkpoint-\d{6,}\.json")
 
 
 class BrokenSeal(ValueError):
-    """An object whose seal is missing or is not its own."""
+    """A sealed object has no checksum, or its checksum differs."""
 
 
-def seal(facts: Mapping[str, Any]) -> bytes:
-    """Return a line of JSON that carries the checksum of the rest of it."""
-    return atomic_io.json_line({**facts, KEY: atomic_io.sha256(atomic_io.json_line(dict(facts)))})
+def seal(content: Mapping[str, Any]) -> bytes:
+    """Format an object as one line of JSON with a checksum of its other keys."""
+    return atomic_io.json_line({**content, KEY: atomic_io.sha256(atomic_io.json_line(dict(content)))})
 
 
 def unseal(data: bytes) -> dict[str, Any]:
-    """Return the object in a line of `seal`; raise `BrokenSeal` where a bit of it is another one."""
+    """Parse a line of `seal`, without the checksum; raise `BrokenSeal` if any bit was changed."""
     try:
-        facts = atomic_io.parse_json(data)
-        checksum = facts.pop(KEY)
+        content = atomic_io.parse_json(data)
+        checksum = content.pop(KEY)
     except (ValueError, KeyError, AttributeError, TypeError) as error:
         raise BrokenSeal("it is unreadable") from error
-    # The bytes are compared, not the values: a changed blank would parse to the same values.
-    if atomic_io.sha256(atomic_io.json_line(facts)) != checksum or seal(facts) != data:
+    # Compare bytes rather than values: a changed blank would parse to the same values.
+    if atomic_io.sha256(atomic_io.json_line(content)) != checksum or seal(content) != data:
         raise BrokenSeal("its checksum differs")
-    return facts
+    return content
 
 
-def seal_lines(facts: Mapping[str, Any]) -> bytes:
-    """Return JSON over several lines that carries the checksum of the rest of it, for a file that people read."""
-    text = json.dumps(dict(facts), indent=1).encode()
-    return json.dumps({**facts, KEY: atomic_io.sha256(text)}, indent=1).encode() + b"\n"
+def seal_lines(content: Mapping[str, Any]) -> bytes:
+    """Format an object as indented JSON with a checksum of its other keys, for a file that people read."""
+    text = json.dumps(dict(content), indent=1).encode()
+    return json.dumps({**content, KEY: atomic_io.sha256(text)}, indent=1).encode() + b"\n"
 
 
 def unseal_lines(data: bytes) -> dict[str, Any]:
-    """Return the object of `seal_lines`, or one without a checksum; raise `BrokenSeal` where a bit is another one."""
+    """Parse the text of `seal_lines`, or one without a checksum; raise `BrokenSeal` if any bit was changed."""
     try:
-        facts = atomic_io.parse_json(data)
-        checksum = facts.pop(KEY, None)
+        content = atomic_io.parse_json(data)
+        checksum = content.pop(KEY, None)
     except (ValueError, AttributeError, TypeError) as error:
         raise BrokenSeal("it is unreadable") from error
-    if checksum is not None and seal_lines(facts) != data:
+    if checksum is not None and seal_lines(content) != data:
         raise BrokenSeal("its checksum differs")
-    return facts
+    return content
 
 
 def file_sha256(path: Path) -> str | None:
-    """Return the SHA-256 of a file, None where there is none; raise OSError as the system does."""
+    """Compute the SHA-256 of a file, None if it does not exist; raise OSError if it cannot be read."""
     try:
         with path.open("rb") as file:
             return hashlib.file_digest(file, "sha256").hexdigest()
@@ -77,7 +78,7 @@ def file_sha256(path: Path) -> str | None:
 
 
 def read_checksums(folder: Path) -> dict[str, str]:
-    """Return the checksums of a folder's files, by name; {} where none were written. Raise UserError for damage."""
+    """Read the checksums of a folder's files by name, {} if none were written; raise UserError if they are damaged."""
     data = atomic_io.read(folder / CHECKSUMS)
     if data is None:
         return {}
@@ -93,10 +94,10 @@ def read_checksums(folder: Path) -> dict[str, str]:
 
 
 def record_checksums(folder: Path, digests: Mapping[str, str]) -> None:
-    """Write checksums of more files of a folder down; raise OSError as the system does."""
+    """Add checksums of files to those of a folder; raise OSError if they cannot be written."""
     try:
         files = read_checksums(folder)
-    except UserError:  # it is about to be written anew
+    except UserError:  # a damaged file is replaced below
         files = {}
     atomic_io.write_atomically(folder / CHECKSUMS, seal({"files": dict(sorted({**files, **digests}.items()))}))
 
@@ -106,7 +107,7 @@ _UNCHECKED = [False]
 
 @contextmanager
 def allow_missing_checksums() -> Iterator[None]:
-    """Let files without a checksum pass in this block: those of a folder that an older version wrote."""
+    """Accept files without a checksum in this block, for folders that an older version wrote."""
     _UNCHECKED.append(True)
     try:
         yield
@@ -115,15 +116,18 @@ def allow_missing_checksums() -> Iterator[None]:
 
 
 def check_files(folder: Path, *names: str) -> None:
-    """Raise UserError where one of these files is not the one that was written, or its checksum is missing.
+    """Compare files with their checksums.
 
-    A file that is not there, and has no checksum, passes. So does any file of a run that has not begun: its checksums
-    are written before its first checkpoint.
+    A file that does not exist and has no checksum passes. So does any file of a run before its first checkpoint, since
+    checksums are written just before that.
+
+    Raises:
+        UserError: if a file is missing, unreadable or changed, or its checksum is missing.
     """
     sums_by_name = read_checksums(folder)
     for name in names:
         if name not in sums_by_name:
-            if not _UNCHECKED[-1] and (folder / name).exists() and _begun(folder):
+            if not _UNCHECKED[-1] and (folder / name).exists() and _has_checkpoint_or_summary(folder):
                 raise UserError(
                     f"{folder / CHECKSUMS} has no checksum of {name}, which may have been changed",
                     option="unchecked",
@@ -144,14 +148,14 @@ def record_files(folder: Path, *names: str) -> None:
     record_checksums(folder, {name: digest for name in names if (digest := file_sha256(folder / name))})
 
 
-def _begun(folder: Path) -> bool:
-    return (folder / SUMMARY).exists() or any(_NOTE.fullmatch(path.name) for path in folder.iterdir())
+def _has_checkpoint_or_summary(folder: Path) -> bool:
+    return (folder / SUMMARY).exists() or any(_CHECKPOINT_NAME.fullmatch(path.name) for path in folder.iterdir())
 
 
 def check_run(folder: Path) -> None:
-    """Raise UserError where configuration, summary or rows of a run are not those that were written.
+    """Check that configuration, summary and metrics of a run are unchanged; raise UserError if they are not.
 
-    Of a run that goes on, rows up to its newest checkpoint count; `run.json` has its configuration's checksum.
+    Of an unfinished run the metrics are checked up to its newest checkpoint.
     """
     if (folder / SUMMARY).exists() or SUMMARY in read_checksums(folder):
         check_files(folder, "config.toml", SUMMARY, METRICS)
@@ -159,13 +163,14 @@ def check_run(folder: Path) -> None:
     for name in ("config.toml", METRICS):
         if name in read_checksums(folder):
             check_files(folder, name)
-    notes = sorted(path.name for path in folder.glob("checkpoint-*.json") if _NOTE.fullmatch(path.name))
+    notes = sorted(path.name for path in folder.glob("checkpoint-*.json") if _CHECKPOINT_NAME.fullmatch(path.name))
     for name in reversed(notes):
         try:
             note = unseal(atomic_io.read(folder / name) or b"")
-            length, digest = int(note["metrics"]), str(note["metrics_sha256"])
+            length = int(note["metrics"])
+            digest = str(note["metrics_sha256"])
         except (BrokenSeal, LookupError, ValueError, TypeError):
-            continue  # a damaged one, or one that is being removed: the one before counts
+            continue  # damaged, or being removed by its run: use the previous one
         if atomic_io.sha256((atomic_io.read(folder / METRICS) or b"")[:length]) != digest:
             raise UserError(
                 f"{folder / METRICS} was changed since it was written (its first {length} bytes are not those that "
@@ -177,18 +182,19 @@ def check_run(folder: Path) -> None:
 
 
 def read_summary(folder: Path) -> dict[str, Any] | None:
-    """Return what a finished run's summary says, None where it is not finished; raise UserError for a changed one."""
-    facts = atomic_io.read_json(folder / SUMMARY)
-    if facts is not None:
+    """Read a finished run's summary, None if the run is unfinished; raise UserError if the file was changed."""
+    content = atomic_io.read_json(folder / SUMMARY)
+    if content is not None:
         check_files(folder, SUMMARY)
-    return facts
+    return content
 
 
 class HashedLog:
-    """A file that is only appended to, with a running hash of what this process knows to be in it."""
+    """An append-only file with a running hash of its expected content."""
 
     def __init__(self, path: Path) -> None:
-        self.path, self._hash = path, hashlib.sha256()
+        self.path = path
+        self._hash = hashlib.sha256()
 
     @property
     def digest(self) -> str:
@@ -198,7 +204,7 @@ class HashedLog:
         self._hash.update(data)
 
     def verified(self) -> bytes:
-        """Return what is in the file; raise UserError where it is not what was written."""
+        """Read the file; raise UserError if its content differs from the running hash."""
         data = atomic_io.read(self.path) or b""
         if atomic_io.sha256(data) != self.digest:
             raise UserError(
@@ -209,7 +215,15 @@ class HashedLog:
         return data
 
     def rewind(self, length: int, digest: str) -> None:
-        """Begin with the first bytes of the file as it is; raise UserError where they are not those of a checkpoint."""
+        """Reset the running hash to the file's first bytes, as recorded by a checkpoint.
+
+        Args:
+            length: bytes of the file at the checkpoint; the file may be longer.
+            digest: SHA-256 of these bytes.
+
+        Raises:
+            UserError: if the file is shorter or its bytes differ.
+        """
         data = atomic_io.read(self.path) or b""
         if len(data) < length:
             raise UserError(
@@ -231,10 +245,10 @@ _OR_RESTART = "or start the run again in another {run_dir}"
 
 
 def read_object(path: Path) -> dict[str, Any] | None:
-    """Return the object in a file with a seal or without, None where there is none or it is cut or changed."""
-    facts = atomic_io.read_json(path)
-    if facts is None or KEY not in facts:
-        return facts
+    """Read a JSON object with or without a checksum, None if it is missing, truncated or changed."""
+    content = atomic_io.read_json(path)
+    if content is None or KEY not in content:
+        return content
     try:
         return unseal(atomic_io.read(path) or b"")
     except BrokenSeal:

@@ -1,7 +1,8 @@
-"""One process a folder: by the system's lock, and where a file system has none, by a file that says who is there.
+"""Locks that give one process exclusive use of a folder, on file systems with and without `flock`.
 
-A lock of the system ends with its process, however that ends. A file does not, so that it says which process wrote it:
-one of this machine that lives no more is replaced, one of another machine has to be removed by people.
+The operating system frees its lock when the process ends. On a file system without locks an owner file stands in, which
+names the process that created it. The owner file of a dead process on this machine is replaced; one of another machine
+must be removed by hand, because its process cannot be checked from here.
 """
 
 import errno
@@ -19,16 +20,16 @@ from typing import Any
 from halfmoon.storage import atomic_io
 
 OWNER_SUFFIX = ".owner"
-"""What the file is called, behind the name of the one that cannot be locked."""
+"""Suffix of the owner file, after the name of the file that cannot be locked."""
 
 
 class LockConflict(OSError):
-    """Another process holds the lock; `str` says which, if known."""
+    """Another process has the lock; the message names it if it is known."""
 
 
 @dataclass
 class Lock:
-    """A lock that is held until `free`; `remark` says in a sentence that it is no lock of the system's."""
+    """A lock that lasts until `free`; `remark` is a warning if an owner file is used in place of a system lock."""
 
     handle: int
     owner: Path | None = None
@@ -41,7 +42,12 @@ class Lock:
 
 
 def acquire(path: Path) -> Lock:
-    """Lock a file, made where it is missing; raise `LockConflict` where another process has it, OSError as usual."""
+    """Lock a file, which is created if it is missing.
+
+    Raises:
+        LockConflict: if another process has the lock.
+        OSError: if the file cannot be opened.
+    """
     handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
     try:
         try:
@@ -50,10 +56,10 @@ def acquire(path: Path) -> Lock:
         except OSError as error:
             raise LockConflict(*error.args) from error
         owner = path.with_name(path.name + OWNER_SUFFIX)
-        _claim(owner)
+        _create_owner(owner)
         remark = (
-            f"the file system of {path.parent} has no locks: {owner.name} says that this process is the only one here; "
-            "where it is killed, the next one on this machine takes over"
+            f"the file system of {path.parent} has no locks: {owner.name} reserves the folder for this process; "
+            "if it is killed, the next process on this machine takes over"
         )
         return Lock(handle, owner, remark)
     except BaseException:
@@ -62,7 +68,11 @@ def acquire(path: Path) -> Lock:
 
 
 def is_held(path: Path) -> bool | None:
-    """Return whether a process holds the lock of a file, None where nobody can know; readers do not exclude readers."""
+    """Test whether a process has the lock of a file.
+
+    Returns:
+        True or False, or None if the file system has no locks or the file cannot be opened.
+    """
     try:
         with atomic_io.open_file(path, os.O_RDONLY) as handle:
             return False if atomic_io.flock(handle, shared=True) else None
@@ -81,7 +91,7 @@ def hold(path: Path, patience: float = 0.0) -> Iterator[Lock]:
         patience: seconds to wait for another process to free the lock.
 
     Raises:
-        LockConflict: if another process still holds the lock after that time.
+        LockConflict: if another process still has the lock after that time.
         OSError: if the file cannot be opened.
     """
     end = time.monotonic() + patience
@@ -98,62 +108,65 @@ def hold(path: Path, patience: float = 0.0) -> Iterator[Lock]:
     finally:
         lock.free()
         if patience:
-            time.sleep(0.001)  # others may wait for it: who takes it again at once would keep them out
+            time.sleep(0.001)  # let a waiting process acquire the lock before this one does so once more
 
 
-def _claim(owner: Path) -> None:
-    """Make the file that says who is there; raise `LockConflict` where a process that may live has made it."""
-    mine = json.dumps(_process(os.getpid())).encode()
+def _create_owner(owner: Path) -> None:
+    """Create the owner file of this process; raise `LockConflict` if a process that may be alive owns it."""
+    identity = json.dumps(_identify_process(os.getpid())).encode()
     while True:
         try:
             with atomic_io.open_file(owner, os.O_WRONLY | os.O_CREAT | os.O_EXCL) as handle:
-                atomic_io.write_all(handle, mine)
+                atomic_io.write_all(handle, identity)
                 os.fsync(handle)
             return
         except FileExistsError:
-            _drop_dead(owner)
+            _remove_dead_owner(owner)
 
 
-def _drop_dead(owner: Path) -> None:
-    """Remove the file of a process that is gone; raise `LockConflict` for any other."""
+def _remove_dead_owner(owner: Path) -> None:
+    """Remove the owner file of a dead process; raise `LockConflict` if its process may be alive."""
     content = atomic_io.read(owner)
     if content is None:
         return
     try:
-        facts = atomic_io.parse_json(content)
-        local = facts["host"] == socket.gethostname()
-        dead = local and _process(int(facts["process"])) != facts
+        recorded = atomic_io.parse_json(content)
+        is_local = recorded["host"] == socket.gethostname()
+        is_dead = is_local and _identify_process(int(recorded["process"])) != recorded
     except (ValueError, LookupError, TypeError, OverflowError):
-        raise LockConflict(errno.EWOULDBLOCK, f"{owner} cannot be read; where nobody is at work, remove it") from None
-    if not dead:
-        where = f"process {facts['process']} on {str(facts['host'])[:64]}"
         raise LockConflict(
-            errno.EWOULDBLOCK, f"{where} is at work, says {owner}; where that is not so, remove the file"
+            errno.EWOULDBLOCK, f"{owner} cannot be read; remove it if no process uses the folder"
+        ) from None
+    if not is_dead:
+        process = f"process {recorded['process']} on {str(recorded['host'])[:64]}"
+        raise LockConflict(
+            errno.EWOULDBLOCK, f"{process} is at work according to {owner}; if it is not running, remove the file"
         )
-    # Another may have done the same and be there by now: what was taken away is looked at before it is thrown away.
-    spare = owner.with_name(f"{owner.name}.{secrets.token_hex(4)}")
+    # Another process may have replaced the file since it was read. Rename it first, which is atomic, then compare it
+    # with the content read above, and put it back if it is a different one.
+    renamed = owner.with_name(f"{owner.name}.{secrets.token_hex(4)}")
     try:
-        os.rename(owner, spare)
+        os.rename(owner, renamed)
     except FileNotFoundError:
         return
-    if spare.read_bytes() != content:
-        os.link(spare, owner)
-        spare.unlink()
-        raise LockConflict(errno.EWOULDBLOCK, "another process was faster")
-    spare.unlink()
+    if renamed.read_bytes() != content:
+        os.link(renamed, owner)
+        renamed.unlink()
+        raise LockConflict(errno.EWOULDBLOCK, "another process acquired the lock first")
+    renamed.unlink()
 
 
-def _process(number: int) -> dict[str, Any]:
-    """Return what tells a process from all others: its machine, that machine's start, and its own."""
+def _identify_process(number: int) -> dict[str, Any]:
+    """Identify a process by host, boot of the host, process number and start time; numbers alone are reused."""
     boot = (atomic_io.read(Path("/proc/sys/kernel/random/boot_id")) or b"").decode().strip()
     try:
-        began = Path(f"/proc/{number}/stat").read_text().rpartition(")")[2].split()[19]
+        start_time = Path(f"/proc/{number}/stat").read_text().rpartition(")")[2].split()[19]
     except OSError:
-        began = "" if _lives(number) else "gone"
-    return {"host": socket.gethostname(), "boot": boot, "process": number, "began": began}
+        start_time = "" if _is_alive(number) else "gone"
+    return {"host": socket.gethostname(), "boot": boot, "process": number, "began": start_time}
 
 
-def _lives(number: int) -> bool:
+def _is_alive(number: int) -> bool:
     try:
         os.kill(number, 0)
     except OSError as error:

@@ -1,8 +1,8 @@
-"""Which file of a folder held which tree at a commit: one line a change in `manifest.jsonl`, only ever appended to.
+"""Append-only manifest of a tree store: `manifest.jsonl` records, one change per line, the file of each key.
 
-The first bytes of the manifest, as many as a commit's `Commit` says, tell what there was then: the newest line of a
-key counts. So an old commit can be read as long as the files that it names are there, and a new one costs no more
-than its changes.
+A `Commit` stores the length of the manifest at that time. Replaying the lines up to this length, where the newest line
+of a key wins, gives the store's contents at the commit. An old commit therefore stays readable as long as its files
+exist, and a new commit only writes its changes.
 """
 
 import hashlib
@@ -16,16 +16,20 @@ from typing import NamedTuple
 
 from halfmoon.storage import atomic_io
 
-MANIFEST, SECOND = "manifest.jsonl", "manifest.second"
+MANIFEST = "manifest.jsonl"
+MANIFEST_COPY = "manifest.second"
 COPY = ".copy"
-"""What the second copy of a tree's file is called beside it. A client that is idle has one file for all checkpoints,
-and the manifest is one file for all clients: damage to either would leave no checkpoint whole."""
-# What a store writes beside its manifest: nothing else in the folder is ever removed.
-_OURS = re.compile(r".+-\d{6,}\.safetensors|.+-\d{6,}\.copy|.+\.\d+\.spill|\..+" + re.escape(atomic_io.PARTIAL))
+"""Suffix of the second copy of a tree's file.
+
+All checkpoints share the file of a client that was not selected in between, and all clients share the manifest. Damage
+to one of them would make every checkpoint unusable, so each has a copy.
+"""
+# Names of the files that a store writes; no other file in the folder is ever removed.
+_STORE_FILE = re.compile(r".+-\d{6,}\.safetensors|.+-\d{6,}\.copy|.+\.\d+\.spill|\..+" + re.escape(atomic_io.PARTIAL))
 
 
 class DamagedFile(Exception):
-    """Why what was saved cannot be used, in a few words."""
+    """A saved file is damaged; the message is a short clause that states the reason."""
 
 
 class ManifestEntry(NamedTuple):
@@ -38,13 +42,13 @@ class ManifestEntry(NamedTuple):
 
 
 class Commit(NamedTuple):
-    """Where the manifest ended at a commit."""
+    """The state of the manifest at a commit."""
 
-    length: int  # bytes
-    chain: str  # SHA-256 of the last line after that of the lines before it, and so on
+    length: int  # bytes of the manifest
+    chain: str  # hash chain over the lines: SHA-256 of the previous hash followed by the line
 
     def after(self, lines: Sequence[bytes]) -> "Commit":
-        """Return the mark with more lines behind it."""
+        """Return the commit after more lines were appended."""
         chain = self.chain
         for line in lines:
             chain = atomic_io.sha256(chain.encode() + line)
@@ -52,76 +56,90 @@ class Commit(NamedTuple):
 
 
 START = Commit(0, "")
-"""The mark of a folder that holds nothing."""
+"""The commit of an empty folder."""
 
 
 class StoreContents(NamedTuple):
-    """What a folder held at a commit."""
+    """The contents of a store's folder at a commit."""
 
     folder: Path
-    mark: Commit
-    version: int  # of the last commit that changed anything; -1 where there was none
+    commit: Commit
+    version: int  # of the last commit with a change; -1 without any
     entries: dict[str, ManifestEntry]
     replaced: list[tuple[int, str]]  # (version of the commit that replaced or discarded it, file)
-    mended: tuple[str, ...] = ()  # files that were damaged, and are whole again from their second copy
+    repaired: tuple[str, ...] = ()  # damaged files that were restored from their second copy
 
 
 def format_line(version: int, key: str, entry: ManifestEntry | None) -> bytes:
-    """Return the line that says where a key's tree is from this version on; None says that it was discarded."""
+    """Format the manifest line of a key's new file; `entry` None records that the tree was discarded."""
     return atomic_io.json_line({"version": version, "key": key, **(entry._asdict() if entry else {"file": None})})
 
 
-def append(folder: Path, mark: Commit, lines: Sequence[bytes]) -> Commit:
-    """Bring lines to the disk behind those of a mark, and return the new mark. Raises OSError."""
-    for path in (folder / SECOND, folder / MANIFEST):
-        atomic_io.truncate(path, mark.length)  # what a commit that failed has left
+def append(folder: Path, commit: Commit, lines: Sequence[bytes]) -> Commit:
+    """Append lines to the manifest and its copy, and flush both to disk.
+
+    Args:
+        folder: the store's folder.
+        commit: the last commit; bytes after it are removed.
+        lines: the new lines, from `format_line`.
+
+    Returns:
+        The new commit.
+
+    Raises:
+        OSError: if the disk refuses.
+    """
+    for path in (folder / MANIFEST_COPY, folder / MANIFEST):
+        atomic_io.truncate(path, commit.length)  # remove the lines of a failed commit
         atomic_io.append(path, b"".join(lines))
         atomic_io.flush_and_measure(path)
     atomic_io.sync_folder(folder)
-    return mark.after(lines)
+    return commit.after(lines)
 
 
-def verify(folder: Path, mark: Commit) -> StoreContents:
-    """Return what a folder held at a commit; raise `DamagedFile` if a bit of it is missing or was changed.
+def verify(folder: Path, commit: Commit) -> StoreContents:
+    """Verify all files of a commit, repair damaged ones from their copies, and list the contents.
 
-    Every file is read, here and not when its tree is first asked for: only before a run goes on can it fall back to
-    the checkpoint before. It takes about as long as the disk takes to read the files once.
+    All files are read now rather than at first use, because only now can the caller fall back to an older checkpoint.
+
+    Raises:
+        DamagedFile: if a file and its copy are missing or damaged.
     """
-    mended: list[str] = []
-    lines = _lines(folder / MANIFEST, mark)
+    repaired: list[str] = []
+    lines = _read_lines(folder / MANIFEST, commit)
     if lines is None:
-        lines = _lines(folder / SECOND, mark)
+        lines = _read_lines(folder / MANIFEST_COPY, commit)
         if lines is None:
             raise DamagedFile(f"{folder.name}/{MANIFEST} was changed or cut")
-        _mend(folder / MANIFEST, b"".join(lines))
-        mended.append(MANIFEST)
-    if _lines(folder / SECOND, mark) is None:
-        _mend(folder / SECOND, b"".join(lines))
+        _repair(folder / MANIFEST, b"".join(lines))
+        repaired.append(MANIFEST)
+    if _read_lines(folder / MANIFEST_COPY, commit) is None:
+        _repair(folder / MANIFEST_COPY, b"".join(lines))
     entries: dict[str, ManifestEntry] = {}
     replaced: list[tuple[int, str]] = []
     version = -1
     for each in lines:
-        version, key, entry = _change(each)
+        version, key, entry = _parse_line(each)
         if key in entries:
             replaced.append((version, entries.pop(key).file))
         if entry is not None:
             entries[key] = entry
     for entry in entries.values():
-        if _checked(folder, entry):
-            mended.append(entry.file)
-    return StoreContents(folder, mark, version, entries, replaced, tuple(mended))
+        if _check_or_repair(folder, entry):
+            repaired.append(entry.file)
+    return StoreContents(folder, commit, version, entries, replaced, tuple(repaired))
 
 
-def _lines(path: Path, mark: Commit) -> list[bytes] | None:
+def _read_lines(path: Path, commit: Commit) -> list[bytes] | None:
     try:
-        lines = (atomic_io.read(path) or b"")[: mark.length].splitlines(keepends=True)
+        lines = (atomic_io.read(path) or b"")[: commit.length].splitlines(keepends=True)
     except OSError:
         return None
-    return lines if START.after(lines) == mark else None
+    return lines if START.after(lines) == commit else None
 
 
-def _mend(path: Path, data: bytes) -> None:
-    """Write a damaged file anew; a disk that does not take it is no worse than before."""
+def _repair(path: Path, data: bytes) -> None:
+    """Rewrite a damaged file; ignore a failing disk, because the good copy still exists."""
     with suppress(OSError):
         if path.is_dir():
             return
@@ -130,34 +148,41 @@ def _mend(path: Path, data: bytes) -> None:
 
 
 def remove_unreferenced(contents: StoreContents, version: int) -> StoreContents:
-    """Remove what a killed process has left, and return the contents for `Store.restore`.
+    """Remove files that no needed commit references, for example those of a killed process.
 
-    Kept are the files of `contents` and those that a commit from `version` on, the oldest that is still wanted, names;
-    the manifest is cut back to its mark. Raises OSError.
+    Args:
+        contents: the contents to restore; the manifest is truncated to its commit.
+        version: the oldest commit that must stay readable.
+
+    Returns:
+        The contents for `TreeStore.restore`.
+
+    Raises:
+        OSError: if the folder cannot be changed.
     """
-    replaced = [(when, file) for when, file in contents.replaced if when > version]
+    replaced = [(replaced_at, file) for replaced_at, file in contents.replaced if replaced_at > version]
     names = {entry.file for entry in contents.entries.values()} | {file for _, file in replaced}
     names |= {copy_of(file) for file in names}
     if contents.folder.is_dir():
         for path in list(contents.folder.iterdir()):
-            if _OURS.fullmatch(path.name) and path.name not in names:
+            if _STORE_FILE.fullmatch(path.name) and path.name not in names:
                 remove(path)
-        for name in (MANIFEST, SECOND):
-            atomic_io.truncate(contents.folder / name, contents.mark.length)
+        for name in (MANIFEST, MANIFEST_COPY):
+            atomic_io.truncate(contents.folder / name, contents.commit.length)
     return contents._replace(replaced=replaced)
 
 
 def remove(path: Path) -> None:
-    """Remove a file and its copy, if they are there and the system lets them go. Raises OSError."""
-    # Windows does not remove a file while it is mapped: a later sweep does.
+    """Remove a file and its copy if they exist and are not mapped. Raises OSError."""
+    # Windows refuses to remove a mapped file; `remove_unreferenced` removes it after a restart.
     for each in (path, path.with_name(copy_of(path.name))):
         with suppress(PermissionError):
             each.unlink(missing_ok=True)
 
 
 def write_copy(folder: Path, entry: ManifestEntry) -> ManifestEntry:
-    """Write the second copy of a file that is flushed; not flushed itself, as it is for damage that comes later."""
-    with suppress(OSError):  # without it a commit is as good as before
+    """Write the second copy of a flushed file; the copy is not flushed, because it only protects from later damage."""
+    with suppress(OSError):  # a commit is valid without copies
         shutil.copyfile(folder / entry.file, folder / copy_of(entry.file))
     return entry
 
@@ -166,25 +191,33 @@ def copy_of(file: str) -> str:
     return f"{file.removesuffix('.safetensors')}{COPY}"
 
 
-def _change(line: bytes) -> tuple[int, str, ManifestEntry | None]:
-    """Return what `line` has put into a line; raise `DamagedFile` for any other."""
+def _parse_line(line: bytes) -> tuple[int, str, ManifestEntry | None]:
+    """Parse a line of `format_line` into version, key and entry; raise `DamagedFile` for any other line."""
     try:
         row = atomic_io.parse_json(line)
-        version, key = row["version"], row["key"]
+        version = row["version"]
+        key = row["key"]
         entry = None if row["file"] is None else ManifestEntry(*(row[field] for field in ManifestEntry._fields))
     except (ValueError, LookupError, TypeError) as error:
-        raise DamagedFile(f"{MANIFEST} has a line that says no change") from error
-    kinds = (int, str) if entry is None else (int, str, str, str, int, int)
-    if tuple(map(type, (version, key, *(entry or ())))) != kinds:
-        raise DamagedFile(f"{MANIFEST} has a line that says no change")
-    # A file lies in the folder: a name that leads out of it is none that was written.
-    if entry is not None and (not _OURS.fullmatch(entry.file) or Path(entry.file).name != entry.file):
-        raise DamagedFile(f"{MANIFEST} names a file that is no store's")
+        raise DamagedFile(f"{MANIFEST} has an invalid line") from error
+    types = (int, str) if entry is None else (int, str, str, str, int, int)
+    if tuple(map(type, (version, key, *(entry or ())))) != types:
+        raise DamagedFile(f"{MANIFEST} has an invalid line")
+    # Reject a name with a path, which could point outside the folder.
+    if entry is not None and (not _STORE_FILE.fullmatch(entry.file) or Path(entry.file).name != entry.file):
+        raise DamagedFile(f"{MANIFEST} names a file that no store writes")
     return version, key, entry
 
 
-def _checked(folder: Path, entry: ManifestEntry) -> bool:
-    """Return whether a tree's file had to be mended from its copy; raise `DamagedFile` where both are damaged."""
+def _check_or_repair(folder: Path, entry: ManifestEntry) -> bool:
+    """Check a tree's file, and repair it from its copy if necessary.
+
+    Returns:
+        Whether the file was repaired.
+
+    Raises:
+        DamagedFile: if both the file and its copy are damaged.
+    """
     copy = folder / copy_of(entry.file)
     try:
         _check(folder, entry.file, entry)
@@ -193,11 +226,11 @@ def _checked(folder: Path, entry: ManifestEntry) -> bool:
             _check(folder, copy.name, entry)
         except DamagedFile:
             raise damage from None
-        _mend(folder / entry.file, copy.read_bytes())
+        _repair(folder / entry.file, copy.read_bytes())
         _check(folder, entry.file, entry)
         return True
     with suppress(OSError):
-        if not copy.exists() or copy.stat().st_size != entry.size:  # a kill came first
+        if not copy.exists() or copy.stat().st_size != entry.size:  # the process was killed before it wrote the copy
             shutil.copyfile(folder / entry.file, copy)
     return False
 

@@ -1,6 +1,6 @@
-"""The run folder: everything one run leaves on disk, in an order that survives being killed at any instant.
+"""The run folder: all files of one run, written in an order that survives a kill at any time.
 
-How files are written is in `halfmoon.storage.folder_writer`, what a checkpoint is in `halfmoon.storage.checkpoints`.
+`halfmoon.storage.folder_writer` writes the files, `halfmoon.storage.checkpoints` defines the checkpoints.
 """
 
 import json
@@ -17,11 +17,15 @@ from halfmoon.storage.folder_writer import CONFIG, LOCK, FolderWriter, WriteErro
 from halfmoon.storage.serialization import pack, with_seal
 from halfmoon.storage.state_store import TreeStore
 
-RUN, MODEL, SUMMARY = "run.json", "model.safetensors", "summary.json"
-# Where the runs beside a run lie: another process may begin with one of them before the folder is a run's.
-BASELINES, PLAN, DECISION = "baselines", "plan.json", "decision.json"
-# What a creation leaves that was killed before its config.toml.
-_BEGUN = {
+RUN = "run.json"
+MODEL = "model.safetensors"
+SUMMARY = "summary.json"
+# Files of the baselines of a run: another process may create some of them before the run itself exists.
+BASELINES = "baselines"
+PLAN = "plan.json"
+DECISION = "decision.json"
+# Possible files in a folder whose creation was killed before its config.toml was written.
+_CREATION_FILES = {
     BASELINES,
     LOCK,
     f"{LOCK}{locks.OWNER_SUFFIX}",
@@ -29,11 +33,11 @@ _BEGUN = {
     f".{RUN}{atomic_io.PARTIAL}",
     f".{CONFIG}{atomic_io.PARTIAL}",
 }
-_BEGUN |= {PLAN, f".{PLAN}{atomic_io.PARTIAL}", f".comparison.json{atomic_io.PARTIAL}"}
+_CREATION_FILES |= {PLAN, f".{PLAN}{atomic_io.PARTIAL}", f".comparison.json{atomic_io.PARTIAL}"}
 
 
 class RunFolder:
-    """One run on disk; the first call that writes takes the folder's lock, `close` (or the process' end) frees it."""
+    """One run on disk; the first write acquires the folder's lock, `close` (or the end of the process) frees it."""
 
     def __init__(self, path: Path, config: str, identity: str) -> None:
         """Describe a folder that exists; use `create` or `open`."""
@@ -46,19 +50,25 @@ class RunFolder:
 
     @classmethod
     def create(cls, path: Path, config: str, identity: str) -> "RunFolder":
-        """Make the folder of a new run with its `config.toml`; `identity` is a sha256 of what changes the numbers.
+        """Create the folder of a new run with its `config.toml`.
 
-        Raise UserError if the folder holds a run or anything else, is in use, or cannot be written.
+        Args:
+            path: the folder, which may exist if it is empty.
+            config: text of `config.toml`.
+            identity: SHA-256 of all options that affect results.
+
+        Raises:
+            UserError: if the folder is not empty, is in use, or cannot be written.
         """
         folder = cls(path, config, identity)
         cls.refuse(path, identity)
-        with _making(path):
+        with _report_creation_error(path):
             path.mkdir(parents=True, exist_ok=True)
-        folder.writer.own()
+        folder.writer.acquire_lock()
         try:
-            cls.refuse(path, identity)  # again: another process may have been faster
+            cls.refuse(path, identity)  # repeated under the lock: another process may have created the run since
             head = {"identity": identity, "config": atomic_io.sha256(config.encode()), **versions()}
-            # The head first: a folder with a config.toml alone may be the user's own.
+            # run.json first: a folder with only a config.toml may belong to the user.
             folder.writer.write(RUN, integrity.seal(head))
             folder.writer.write(CONFIG, config.encode())
         except BaseException:
@@ -68,16 +78,16 @@ class RunFolder:
 
     @classmethod
     def refuse(cls, path: Path, identity: str) -> None:
-        """Raise UserError where a new run cannot have this folder: it holds a run, or anything else."""
-        with _making(path):
+        """Raise UserError if the folder cannot be used for a new run, because it has a run or other files."""
+        with _report_creation_error(path):
             if not path.exists():
                 return
             if not path.is_dir():
                 raise UserError(f"{path} is a file, not a folder", option="run_dir", hint="choose another {run_dir}.")
             head = atomic_io.read_json(path / RUN)
-            others = {e.name for e in path.iterdir()} - _BEGUN
+            others = {e.name for e in path.iterdir()} - _CREATION_FILES
             if head is None or not others:
-                # Without others: empty, or a creation that was killed before its config.toml.
+                # Without other files it is empty, or its creation was killed before config.toml.
                 if others:
                     raise UserError(
                         f"{path} is not empty and holds no run", option="run_dir", hint="choose another {run_dir}."
@@ -99,12 +109,12 @@ class RunFolder:
 
     @staticmethod
     def exists(path: Path) -> bool:
-        """Return whether a run was begun here; one that was killed while its folder was made was not."""
-        return (path / RUN).exists() and not {entry.name for entry in path.iterdir()} <= _BEGUN
+        """Return True if the folder has a run, and False if it has none or its creation was killed."""
+        return (path / RUN).exists() and not {entry.name for entry in path.iterdir()} <= _CREATION_FILES
 
     @classmethod
     def open(cls, path: Path) -> "RunFolder":
-        """Open the folder of a run that exists; raise UserError if it is none or its configuration was changed."""
+        """Open the folder of an existing run; raise UserError if it has no run or its configuration was changed."""
         head = integrity.read_object(path / RUN)
         if head is not None and not cls.exists(path):
             raise UserError(f"{path}: the run was stopped before its {CONFIG} was written; start it again.")
@@ -155,46 +165,55 @@ class RunFolder:
         return atomic_io.read_rows(self.path / METRICS)
 
     def verified_rows(self) -> list[dict[str, Any]]:
-        """Return the rows of `metrics.jsonl`; raise UserError where they are not those that were written from here."""
+        """Read the rows of `metrics.jsonl`; raise UserError if another process changed the file."""
         return atomic_io.parse_rows(self.metrics.verified(), self.path / METRICS)
 
     def log(self, row: dict[str, Any]) -> None:
-        """Add a row to `metrics.jsonl`; a number that is not finite becomes null. Raise UserError if it cannot."""
+        """Add a row to `metrics.jsonl`; a number that is not finite becomes null. Raise UserError if it cannot be written."""
         line = atomic_io.json_line(atomic_io.replace_nonfinite(row))
         self.writer.append(METRICS, line)
         self.metrics.add(line)
 
     def time(self, row: dict[str, Any]) -> None:
-        """Add a row to `timings.jsonl`, which nothing depends on: where it cannot be written it is lost."""
+        """Add a row to `timings.jsonl`; ignore write errors, because no result depends on timings."""
         with suppress(WriteError):
             self.writer.append(TIMINGS, atomic_io.json_line(atomic_io.replace_nonfinite(row)))
 
     def save(self, round: int, state: Tree, meta: dict[str, Any], clients: TreeStore | None = None) -> None:
         """Write the checkpoint of a round and remove all but the last two.
 
-        `meta` is anything JSON can hold. Of `clients`, which keeps its files in this folder from now on, what has
-        changed since the last save is written. Raise UserError if the disk refuses; the checkpoints before are intact.
-        A round may be saved again only with the same content (ValueError), as no older file is ever put at risk.
+        Args:
+            round: number of the round.
+            state: the server's state.
+            meta: further values that JSON can represent.
+            clients: client memory, of which the changes since the last save are written. Its files are in this folder
+                from now on.
+
+        Raises:
+            UserError: if the disk refuses; older checkpoints are intact.
+            ValueError: if the round was saved before with other content, because existing files are never replaced.
         """
         self.checkpoints.save(round, state, meta, clients)
 
     def load(self) -> LoadedCheckpoint | None:
-        """Return the newest checkpoint that is whole and cut `metrics.jsonl` back to it; None if none was written.
+        """Load the newest intact checkpoint and truncate `metrics.jsonl` to it; None if no checkpoint was written.
 
-        Damaged checkpoints are skipped, removed and said in `warnings`; all that the clients keep is read once, as
-        there is no checkpoint to fall back on later. Raise UserError if the run is finished, all
-        checkpoints are damaged, or `metrics.jsonl` lost rows.
+        Damaged checkpoints are removed and listed in `warnings`. All client files are read now, while an older
+        checkpoint is still available as a fallback.
+
+        Raises:
+            UserError: if the run is finished, all checkpoints are damaged, or `metrics.jsonl` lost rows.
         """
         if self.finished:
-            raise UserError(f"{self.path}: the run is finished; there is nothing to go on with.")
+            raise UserError(f"{self.path}: the run is finished; it cannot be resumed.")
         return self.checkpoints.load()
 
     def finish(self, model: Tree, meta: dict[str, str], summary: dict[str, Any]) -> None:
         """Write `model.safetensors` with `meta` as its metadata, then `summary.json`, which ends the run.
 
-        What only going on would need is removed.
+        Checkpoints and client memory, which only a resume needs, are removed.
         """
-        self.writer.own()
+        self.writer.acquire_lock()
         data = with_seal(pack(model)[0], meta)
         self.writer.write(MODEL, data)
         self.writer.note({MODEL: atomic_io.sha256(data), METRICS: self.metrics.digest})
@@ -203,22 +222,22 @@ class RunFolder:
 
     def conclude(self, summary: dict[str, Any]) -> None:
         """Write `summary.json`, which ends the run."""
-        self.writer.own()
-        data = _summarized(summary)
-        # Before the summary, which ends the run: one that is there always has its checksum.
+        self.writer.acquire_lock()
+        data = _format_summary(summary)
+        # The checksum first: an existing summary must always have one.
         self.writer.note({SUMMARY: atomic_io.sha256(data), CONFIG: atomic_io.sha256(self.config.encode())})
         self.writer.write(SUMMARY, data)
 
 
-def _summarized(summary: dict[str, Any]) -> bytes:
-    """Return a summary with a key a line: a confusion of 200 classes would have 40,000 lines."""
-    parts = (f"{json.dumps(key)}: {json.dumps(value)}" for key, value in atomic_io.replace_nonfinite(summary).items())
-    return ("{\n " + ",\n ".join(parts) + "\n}\n").encode()
+def _format_summary(summary: dict[str, Any]) -> bytes:
+    """Format a summary with one key per line; indented JSON of a confusion matrix of 200 classes has 40,000 lines."""
+    lines = (f"{json.dumps(key)}: {json.dumps(value)}" for key, value in atomic_io.replace_nonfinite(summary).items())
+    return ("{\n " + ",\n ".join(lines) + "\n}\n").encode()
 
 
 @contextmanager
-def _making(path: Path) -> Iterator[None]:
-    """Say what the system does not want of a new folder."""
+def _report_creation_error(path: Path) -> Iterator[None]:
+    """Convert an OSError while a folder is created to a `WriteError`."""
     try:
         yield
     except OSError as error:

@@ -1,8 +1,7 @@
-"""A tree as the bytes of a safetensors file, and back with every bit, the order of its keys and its order in memory.
+"""Conversion of trees to safetensors files and back, with the order of keys and the memory format.
 
-safetensors keeps tensors by name, but neither the order of the names, nor empty dicts, nor how a tensor lies in
-memory. All three are part of a state: sums are taken in these orders, so a run that went on without them would
-differ in the last digits.
+safetensors stores tensors by name, but neither the order of the names, nor empty dicts, nor the memory format of a
+tensor. Sums follow these orders, so a resumed run without them would differ in the last digits.
 """
 
 import json
@@ -19,19 +18,21 @@ from halfmoon.core.tree import Tree, flatten
 from halfmoon.storage.atomic_io import parse_json
 
 SEAL = "sha256"
-"""The name, among a file's metadata, of the checksum of all the rest."""
+"""Metadata key of the checksum of the rest of the file."""
 
 
 def pack(tree: Tree) -> tuple[bytes, dict[str, Any]]:
-    """Return the bytes of the tensors and the tree's shape, which safetensors does not keep.
+    """Serialize a tree.
 
-    The shape is the tree with None at its leaves, or the order of dimensions where one lies permuted (channels last).
+    Returns:
+        The bytes of a safetensors file, and the tree's structure as JSON values: nested dicts with None for a contiguous
+        leaf and the order of dimensions for a permuted one (channels last).
     """
     return safetensors.torch.save(plain(tree)), _shape(tree)
 
 
 def unpack(data: bytes, shape: dict[str, Any]) -> Tree:
-    return _filled(safetensors.torch.load(data), shape)
+    return _fill_structure(safetensors.torch.load(data), shape)
 
 
 def pack_file(tree: Tree) -> bytes:
@@ -39,10 +40,12 @@ def pack_file(tree: Tree) -> bytes:
 
 
 def map_file(path: Path) -> Tree:
-    """Return the tree of a file of `pack_file`; raise OSError or `safetensors.SafetensorError` if there is none.
+    """Map the tree of a file of `pack_file` into memory; only permuted leaves are copied.
 
-    The leaves are mapped into memory, not read: a page comes when it is touched, and the system may take it back.
-    The mapping is private: a leaf changed in place never changes the file. Only a permuted leaf is copied.
+    The mapping is private: a leaf changed in place never changes the file.
+
+    Raises:
+        OSError, safetensors.SafetensorError: if the file is missing or damaged.
     """
     with safe_open(path, "pt") as file:
         shape = json.loads(file.metadata()["shape"])
@@ -51,11 +54,11 @@ def map_file(path: Path) -> Tree:
 
 def map_tree(path: Path, shape: dict[str, Any]) -> Tree:
     with safe_open(path, "pt") as file:
-        return _filled({name: file.get_tensor(name) for name in _paths(shape)}, shape)
+        return _fill_structure({name: file.get_tensor(name) for name in _list_paths(shape)}, shape)
 
 
 def with_metadata(data: bytes, meta: dict[str, str]) -> bytes:
-    """Put metadata into the header of a safetensors file, in place of what it may have.
+    """Put metadata into the header of a safetensors file, and replace the metadata it has.
 
     The library's own writer orders metadata by a hash that differs from process to process, and so would the file.
     """
@@ -67,23 +70,23 @@ def with_metadata(data: bytes, meta: dict[str, str]) -> bytes:
 
 
 def with_seal(data: bytes, meta: dict[str, str]) -> bytes:
-    """Return what `with_metadata` does, with the checksum of the rest of the file among the metadata."""
+    """Put metadata and a checksum of the rest of the file into the header of a safetensors file."""
     plain = with_metadata(data, meta)
     return with_metadata(data, {**meta, SEAL: _seal(plain)})
 
 
 def check_seal(data: bytes) -> bool:
-    """Say whether a file of `with_seal` is as it was written; one without a seal passes. Raise ValueError for none."""
+    """Check the checksum of a file of `with_seal`; True without a checksum. Raise ValueError for another file type."""
     header, _ = _header(data)
     checksum = header["__metadata__"].get(SEAL)
     return checksum is None or checksum == _seal(data)
 
 
 def _header(data: bytes) -> tuple[dict[str, Any], int]:
-    """Return the header of a safetensors file, and where the tensors begin; raise ValueError for what is none."""
+    """Parse the header of a safetensors file; return it with the offset of the tensors. Raise ValueError if invalid."""
     end = 8 + int.from_bytes(data[:8], "little")
     if end > len(data):
-        raise ValueError("it is cut")
+        raise ValueError("it is truncated")
     header = parse_json(data[8:end])
     if not isinstance(header, dict):
         raise ValueError("it has no header")
@@ -93,50 +96,50 @@ def _header(data: bytes) -> tuple[dict[str, Any], int]:
 
 
 def _seal(data: bytes) -> str:
-    """Return the SHA-256 of a file's header, without the seal and blanks, and of its tensors."""
+    """Compute the SHA-256 of a file's header, without checksum and padding, and of its tensors."""
     header, end = _header(data)
     meta = {name: value for name, value in header["__metadata__"].items() if name != SEAL}
-    words = json.dumps({**header, "__metadata__": meta}, sort_keys=True).encode()
-    return sha256(sha256(words).digest() + data[end:]).hexdigest()
+    text = json.dumps({**header, "__metadata__": meta}, sort_keys=True).encode()
+    return sha256(sha256(text).digest() + data[end:]).hexdigest()
 
 
 def plain(tree: Tree) -> dict[str, Tensor]:
-    """Return the leaves by path, on the CPU, in the plain order and each in its own memory."""
-    # A clone a leaf: safetensors refuses tensors that share memory.
+    """Copy the leaves to the CPU by path, each contiguous and with separate memory."""
+    # Clone each leaf: safetensors refuses tensors that share memory.
     return {
         path: leaf.detach().cpu().clone(memory_format=torch.contiguous_format) for path, leaf in flatten(tree).items()
     }
 
 
 def _shape(tree: Tree) -> dict[str, Any]:
-    return {key: _shape(value) if isinstance(value, dict) else _order(value) for key, value in tree.items()}
+    return {key: _shape(value) if isinstance(value, dict) else _dimension_order(value) for key, value in tree.items()}
 
 
-def _order(leaf: Tensor) -> list[int] | None:
+def _dimension_order(leaf: Tensor) -> list[int] | None:
     if leaf.is_contiguous():
         return None
     order = sorted(range(leaf.dim()), key=lambda d: (-leaf.stride(d), d))
     return order if leaf.permute(order).is_contiguous() else None
 
 
-def _paths(shape: dict[str, Any], prefix: str = "") -> list[str]:
+def _list_paths(shape: dict[str, Any], prefix: str = "") -> list[str]:
     paths: list[str] = []
     for key, value in shape.items():
         path = f"{prefix}{key}"
-        paths += _paths(value, f"{path}/") if isinstance(value, dict) else [path]
+        paths += _list_paths(value, f"{path}/") if isinstance(value, dict) else [path]
     return paths
 
 
-def _filled(flat: dict[str, Tensor], shape: dict[str, Any], prefix: str = "") -> Tree:
+def _fill_structure(flat: dict[str, Tensor], shape: dict[str, Any], prefix: str = "") -> Tree:
     return {
-        key: _filled(flat, value, f"{prefix}{key}/")
+        key: _fill_structure(flat, value, f"{prefix}{key}/")
         if isinstance(value, dict)
-        else _laid(flat[f"{prefix}{key}"], value)
+        else _permute_leaf(flat[f"{prefix}{key}"], value)
         for key, value in shape.items()
     }
 
 
-def _laid(leaf: Tensor, order: list[int] | None) -> Tensor:
+def _permute_leaf(leaf: Tensor, order: list[int] | None) -> Tensor:
     if order is None:
         return leaf
     return leaf.permute(order).contiguous().permute([order.index(d) for d in range(leaf.dim())])

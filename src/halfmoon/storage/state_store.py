@@ -1,12 +1,12 @@
-"""Trees by key, of which only so much is in memory: what the clients of a federation keep between their rounds.
+"""Store of client memory: trees by key, with a cap on the bytes in memory; the rest is in files.
 
-A thousand clients that keep a model of 26 MB each are 26 GB. A store holds the trees that were used last, up to a
-cap, and writes the others to files, which are mapped into memory when they are read.
+A thousand clients with a model of 26 MB each need 26 GB. A store has the most recently used trees in memory, up to a
+cap, and writes older ones to files, which are mapped into memory when they are read.
 
-A `commit` brings what has changed since the last one to the disk, for a checkpoint: one file a tree, named after its
-key and the commit and never changed again, and one line in the manifest (`halfmoon.storage.manifest`). So a commit
-costs what the clients of its rounds cost, however many there are, and the commit before stays readable until `prune`
-removes the files that only it names.
+`commit` writes the changes since the last commit to disk, for a checkpoint: one file per tree, named after its key and
+the commit and never modified afterwards, and one line in the manifest (`halfmoon.storage.manifest`). The cost of a
+commit depends on the clients that changed, not on their total number. The previous commit stays readable until `prune`
+removes its files.
 """
 
 import os
@@ -30,27 +30,34 @@ from halfmoon.storage import atomic_io, manifest, serialization
 from halfmoon.storage.manifest import START, Commit, ManifestEntry, StoreContents
 
 CAP = 2**30
-"""Bytes in memory where nobody asks for another number: 1 GiB."""
+"""Default limit of the bytes in memory: 1 GiB."""
 
 
 class TreeStore:
     """Trees by key ("17", "server", "helpers/17"), on the CPU, at most `cap` bytes of them in memory."""
 
     def __init__(self, folder: Path | None = None, cap: int = CAP) -> None:
-        """Make an empty store whose files are kept in `folder`, made at the first of them.
+        """Create an empty store.
 
-        Without a folder they go to a temporary one that is removed with the store. Raises UserError for a cap below 0.
+        Args:
+            folder: folder of the files, created with the first of them. By default a temporary folder, which is
+                removed with the store.
+            cap: maximum bytes of the trees in memory.
+
+        Raises:
+            UserError: if `cap` is below 0.
         """
         if cap < 0:
             raise UserError(f"a store cannot hold {cap} bytes in memory; give 0 (all on disk) or more.")
-        self.disk, self.cap = TreeFiles(folder), cap
-        self.mark = START
-        self._trees: OrderedDict[str, Tree] = OrderedDict()  # in memory, the least recently used first
+        self.disk = TreeFiles(folder)
+        self.cap = cap
+        self.last_commit = START
+        self._trees: OrderedDict[str, Tree] = OrderedDict()  # in memory, ordered from the oldest use to the newest
         self._sizes: dict[str, int] = {}  # bytes of every entry
-        self._bytes = Counter[str]()  # of all, and of those with keys of one prefix
-        self._files: dict[str, ManifestEntry] = {}  # where an entry's present content is on disk
-        self._last_commit: dict[str, ManifestEntry] = {}  # as of the last commit
-        self._changed: set[str] = set()  # since then
+        self._bytes = Counter[str]()  # total by key prefix; "" for all
+        self._files: dict[str, ManifestEntry] = {}  # files of current content
+        self._committed_files: dict[str, ManifestEntry] = {}  # files as of the last commit
+        self._changed: set[str] = set()  # keys that changed since the last commit
         self._replaced: list[tuple[int, str]] = []
         self._version = -1
         self.resident = 0  # bytes in memory
@@ -59,9 +66,12 @@ class TreeStore:
         return sorted(key for key in self._sizes if key.startswith(prefix))
 
     def total_bytes(self, prefix: str = "") -> int:
-        """Return the bytes of the entries, in memory or not, whose keys begin with `prefix`: "", or all up to a "/".
+        """Return the bytes of all entries whose keys begin with `prefix`, in memory or on disk.
 
-        They are counted when entries come and go, so that asking costs the same among any number of them.
+        The sums are updated on every change, so that a query takes constant time.
+
+        Args:
+            prefix: "" for all entries, or the part of a key up to and including its first "/".
         """
         if prefix and not prefix.endswith("/"):
             raise ValueError(f"bytes are counted by the part of a key up to its first '/', not by {prefix!r}")
@@ -79,10 +89,12 @@ class TreeStore:
         return bool(self._changed)
 
     def get(self, key: str) -> Tree | None:
-        """Return a tree on the CPU, None where there is none; its leaves may not be changed in place.
+        """Return a tree on the CPU, None if the key is unknown; its leaves may not be changed in place.
 
-        One that is not in memory is mapped from its file and stays there: reading does not push others out. Raises
-        UserError where the file cannot be read.
+        A tree on disk is mapped from its file and remains there, so that reading evicts no other tree.
+
+        Raises:
+            UserError: if the file cannot be read.
         """
         if key in self._trees:
             self._trees.move_to_end(key)
@@ -92,9 +104,10 @@ class TreeStore:
         return self.disk.read(key, self._files[key])
 
     def put(self, key: str, value: Tree) -> None:
-        """Keep a copy of a tree under a key, in the place of the one before; one larger than the cap goes to disk.
+        """Store a copy of a tree under a key and replace the previous one; a tree larger than the cap is written to disk.
 
-        Raises UserError where what has to make room cannot be written.
+        Raises:
+            UserError: if a tree that has to leave memory cannot be written.
         """
         self._forget(key)
         nbytes = tree.nbytes(value)
@@ -110,69 +123,89 @@ class TreeStore:
         self._changed.add(key)
 
     def discard(self, key: str) -> None:
-        """Take a tree out, if it is there."""
+        """Remove a tree if it exists."""
         self._forget(key)
-        if key in self._last_commit:
+        if key in self._committed_files:
             self._changed.add(key)
         else:
             self._changed.discard(key)
 
     def commit(self, version: int) -> Commit:
-        """Bring what has changed since the last commit to the disk, flushed, and return the mark to find it by.
+        """Write and flush all changes since the last commit; without changes no file is written.
 
-        `version` is larger than that of every commit before (ValueError) and part of the files' names. Nothing is
-        written where nothing has changed. Raises ValueError for a store without a folder, OSError as the system does.
+        Args:
+            version: number of the commit, larger than all before; the files' names contain it.
+
+        Returns:
+            The commit, from which `manifest.verify` reads the contents back.
+
+        Raises:
+            ValueError: if the store has no folder or `version` is too small.
+            OSError: if the disk refuses.
         """
         if not self._changed:
-            return self.mark
+            return self.last_commit
         folder = self.disk.folder
         if folder is None:
-            raise ValueError("a store without a folder cannot be committed: settle it first")
+            raise ValueError("a store without a folder cannot be committed: call `use_folder` first")
         if version <= self._version:
             raise ValueError(f"version {version} cannot be committed after version {self._version}")
         keys = sorted(self._changed)
         for key in keys:
             if key in self._sizes:
-                self._files[key] = manifest.write_copy(
-                    self.disk.place(), self.disk.bring(key, version, self._files.get(key), self._trees.get(key))
+                entry = self.disk.write_committed(
+                    key, version, spilled=self._files.get(key), value=self._trees.get(key)
                 )
+                self._files[key] = manifest.write_copy(self.disk.current_folder(), entry)
         lines = [manifest.format_line(version, key, self._files.get(key)) for key in keys]
         folder.mkdir(parents=True, exist_ok=True)
-        self.mark = manifest.append(folder, self.mark, lines)
-        self._replaced += [(version, self._last_commit.pop(key).file) for key in keys if key in self._last_commit]
-        self._last_commit.update({key: self._files[key] for key in keys if key in self._files})
-        self._changed, self._version = set(), version
-        return self.mark
+        self.last_commit = manifest.append(folder, self.last_commit, lines)
+        self._replaced += [
+            (version, self._committed_files.pop(key).file) for key in keys if key in self._committed_files
+        ]
+        self._committed_files.update({key: self._files[key] for key in keys if key in self._files})
+        self._changed = set()
+        self._version = version
+        return self.last_commit
 
     def prune(self, version: int) -> None:
-        """Remove the files that the commit `version` and those after it do not name. Raises OSError."""
-        for when, file in self._replaced:
-            if when <= version:
-                manifest.remove(self.disk.place() / file)
-        self._replaced = [(when, file) for when, file in self._replaced if when > version]
+        """Remove the files that only commits before `version` need. Raises OSError."""
+        for replaced_at, file in self._replaced:
+            if replaced_at <= version:
+                manifest.remove(self.disk.current_folder() / file)
+        self._replaced = [(replaced_at, file) for replaced_at, file in self._replaced if replaced_at > version]
 
-    def settle(self, folder: Path) -> None:
-        """Keep the files in `folder` from now on; those in a temporary folder move. Raises OSError.
+    def use_folder(self, folder: Path) -> None:
+        """Store the files in `folder` from now on; move those of the temporary folder there.
 
-        Raises ValueError for a store that has another folder.
+        Raises:
+            ValueError: if the store has another folder already.
+            OSError: if a file cannot be moved.
         """
-        self.disk.settle(folder, self._files.values())
+        self.disk.use_folder(folder, self._files.values())
 
     def restore(self, contents: StoreContents) -> None:
-        """Hold what `manifest.sweep` returned, in the place of everything the store held; no tree is read before `get`.
+        """Replace the contents of the store with those of a commit; `get` reads the trees later.
 
-        Raises ValueError for a store that has another folder.
+        Args:
+            contents: the result of `manifest.remove_unreferenced`.
+
+        Raises:
+            ValueError: if the store has another folder already.
         """
         for key in list(self._sizes):
             self._forget(key)
-        self.settle(contents.folder)
-        self.mark, self._version = contents.mark, contents.version
-        self._files, self._last_commit = dict(contents.entries), dict(contents.entries)
+        self.use_folder(contents.folder)
+        self.last_commit = contents.commit
+        self._version = contents.version
+        self._files = dict(contents.entries)
+        self._committed_files = dict(contents.entries)
         self._sizes = {key: entry.nbytes for key, entry in contents.entries.items()}
         self._bytes.clear()
         for key, nbytes in self._sizes.items():
             self._count(key, nbytes)
-        self._changed, self._replaced = set(), list(contents.replaced)
+        self._changed = set()
+        self._replaced = list(contents.replaced)
 
     def _forget(self, key: str) -> None:
         """Drop an entry from memory, and its file if no commit names it."""
@@ -181,7 +214,7 @@ class TreeStore:
         if self._trees.pop(key, None) is not None:
             self.resident -= self._sizes[key]
         entry = self._files.pop(key, None)
-        if entry is not None and entry != self._last_commit.get(key):
+        if entry is not None and entry != self._committed_files.get(key):
             self.disk.remove(entry)
         self._count(key, -self._sizes.pop(key))
 
@@ -194,16 +227,16 @@ class TreeStore:
 
 @dataclass(frozen=True)
 class StateView:
-    """A `halfmoon.api.types.StateStore`: the trees of a store with keys of one prefix, given out on a device."""
+    """A `halfmoon.api.types.StateStore`: the trees of a store with keys of one prefix, copied to a device."""
 
     store: TreeStore
     prefix: str
     device: torch.device
 
     def get(self, key: str) -> Tree | None:
-        """Return a copy of a tree on the device, None where there is none; raises UserError as `TreeStore.get`.
+        """Return a copy of a tree on the device, None if the key is unknown; raises UserError as `TreeStore.get`.
 
-        A copy even on the CPU: a leaf mapped from a file starts anywhere in memory, and a sum may depend on that.
+        The leaves are copied even on the CPU, because the alignment of a mapped leaf may change the bits of a sum.
         """
         state = self.store.get(self.prefix + key)
         return None if state is None else tree.map(lambda leaf: leaf.to(self.device, copy=True), state)
@@ -216,15 +249,15 @@ class StateView:
 
 
 class TreeFiles:
-    """Files in `folder`, or in a temporary one, which goes with this object, as long as there is none."""
+    """The files of a store, in its folder, or in a temporary one that is removed with this object."""
 
     def __init__(self, folder: Path | None) -> None:
         self.folder = folder
         self._temporary: Path | None = None
         self._spills = 0
 
-    def place(self) -> Path:
-        """Return where the files are now."""
+    def current_folder(self) -> Path:
+        """Return the current folder of the files; create a temporary one if no folder was given."""
         if self.folder is not None:
             return self.folder
         if self._temporary is None:
@@ -233,8 +266,8 @@ class TreeFiles:
         return self._temporary
 
     def read(self, key: str, entry: ManifestEntry) -> Tree:
-        """Return the tree in a file, mapped into memory; raise UserError where it cannot be read."""
-        path = self.place() / entry.file
+        """Map the tree of a file into memory; raise UserError if it cannot be read."""
+        path = self.current_folder() / entry.file
         try:
             return serialization.map_file(path)
         except (OSError, SafetensorError) as error:
@@ -243,30 +276,33 @@ class TreeFiles:
             ) from error
 
     def remove(self, entry: ManifestEntry) -> None:
-        manifest.remove(self.place() / entry.file)
+        manifest.remove(self.current_folder() / entry.file)
 
-    def settle(self, folder: Path, entries: Iterable[ManifestEntry]) -> None:
-        """Keep the files in `folder` from now on; these move there from the temporary one. Raises OSError.
+    def use_folder(self, folder: Path, entries: Iterable[ManifestEntry]) -> None:
+        """Store the files in `folder` from now on, and move these there from the temporary folder.
 
-        Raises ValueError where another folder was given before.
+        Raises:
+            ValueError: if another folder was given before.
+            OSError: if a file cannot be moved.
         """
         if self.folder is not None:
             if self.folder != folder:
-                raise ValueError(f"the store keeps its files in {self.folder}, not in {folder}")
+                raise ValueError(f"the store has its files in {self.folder}, not in {folder}")
             return
         for entry in entries:
             folder.mkdir(parents=True, exist_ok=True)
-            shutil.move(self.place() / entry.file, folder / entry.file)
+            shutil.move(self.current_folder() / entry.file, folder / entry.file)
         self.folder = folder
 
     def spill(self, key: str, value: Tree) -> ManifestEntry:
-        """Write a tree to a file that the next commit may take over; a crash before it loses nothing that counts.
+        """Write a tree to an unflushed file, which the next commit may rename into place.
 
-        Raises UserError where it cannot be written.
+        Raises:
+            UserError: if it cannot be written.
         """
-        # A number each: the file before may still be mapped by who has read it.
+        # Use a new name each time: a reader may still have the previous file mapped.
         self._spills += 1
-        path = self.place() / f"{_named(key)}.{self._spills}.spill"
+        path = self.current_folder() / f"{_quote_key(key)}.{self._spills}.spill"
         data = serialization.pack_file(value)
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -281,12 +317,14 @@ class TreeFiles:
             ) from error
         return ManifestEntry(path.name, atomic_io.sha256(data), len(data), tree.nbytes(value))
 
-    def bring(self, key: str, version: int, spilled: ManifestEntry | None, value: Tree | None) -> ManifestEntry:
-        """Return the file of a tree in a commit, flushed: the one it was spilled to, or a new one with `value`."""
-        name = f"{_named(key)}-{version:06d}.safetensors"
-        path = self.place() / name
+    def write_committed(
+        self, key: str, version: int, spilled: ManifestEntry | None, value: Tree | None
+    ) -> ManifestEntry:
+        """Write the flushed file of a tree for a commit: rename `spilled` if there is one, otherwise write `value`."""
+        name = f"{_quote_key(key)}-{version:06d}.safetensors"
+        path = self.current_folder() / name
         if spilled is not None:
-            _rename_flushed(self.place() / spilled.file, path)
+            _rename_flushed(self.current_folder() / spilled.file, path)
             return spilled._replace(file=name)
         assert value is not None, "it is in memory or in a file"
         data = serialization.pack_file(value)
@@ -302,7 +340,7 @@ class TreeFiles:
         return ManifestEntry(name, atomic_io.sha256(data), len(data), tree.nbytes(value))
 
 
-def _named(key: str) -> str:
+def _quote_key(key: str) -> str:
     return quote(key, safe="")
 
 

@@ -1,4 +1,4 @@
-"""TOML that is written, and read by Python's own tomllib."""
+"""Writer of TOML values, and a parser that limits tomllib to what can be written back."""
 
 import json
 import tomllib
@@ -8,17 +8,17 @@ from typing import Any
 
 
 def format_key(name: str) -> str:
-    """Return the name of an option or a table, quoted where TOML asks for it."""
+    """Format the name of an option or a table, quoted if TOML requires it."""
     bare = name and all(letter.isascii() and (letter.isalnum() or letter in "-_") for letter in name)
     return name if bare else format_value(name)
 
 
 def format_value(item: Any) -> str:
-    """Return a TOML value; raise TypeError for what TOML cannot say."""
+    """Format a TOML value; raise TypeError for a value that TOML cannot represent."""
     if isinstance(item, bool):
         return "true" if item else "false"
     if isinstance(item, int):
-        # Python writes no number of over 4,300 digits, except in hexadecimal, which TOML knows, too.
+        # Python refuses to format more than 4,300 decimal digits; hexadecimal has no limit and is valid TOML.
         return str(item) if item.bit_length() < 10_000 else hex(item)
     if isinstance(item, float):
         return repr(item)
@@ -31,31 +31,31 @@ def format_value(item: Any) -> str:
 
 
 def format_text(item: Any) -> str:
-    """Return a value as a TOML file has it, "none" for None, or as Python has it."""
+    """Format a value as TOML if possible, "none" for None, otherwise as Python's `repr`."""
     try:
         return format_value(item)
     except TypeError:
         return "none" if item is None else repr(item)
 
 
-def parse(words: str) -> dict[str, Any]:
-    """Return what TOML says; raise tomllib.TOMLDecodeError for whatever is none that Python reads."""
+def parse(text: str) -> dict[str, Any]:
+    """Parse TOML; raise tomllib.TOMLDecodeError if it is invalid or has values out of Python's range."""
     try:
-        content = tomllib.loads(words)
-        # In hexadecimal any number can be read, but not be written as Python writes numbers.
+        content = tomllib.loads(text)
+        # tomllib reads hexadecimal numbers of any length, but Python refuses to format long ones in decimal.
         str(content)
         return content
     except tomllib.TOMLDecodeError:
         raise
     except RecursionError as error:
         raise tomllib.TOMLDecodeError("values are nested too deeply") from error
-    except ValueError as error:  # too many digits, a time zone that there is not
+    except ValueError as error:  # too many digits, or an invalid time zone
         raise tomllib.TOMLDecodeError("a number or a time in it is out of range") from error
 
 
-def parse_or_empty(words: str) -> dict[str, Any]:
-    """Return what a TOML file says, {} where it is no TOML."""
+def parse_or_empty(text: str) -> dict[str, Any]:
+    """Parse TOML, {} if it is invalid."""
     try:
-        return parse(words)
+        return parse(text)
     except tomllib.TOMLDecodeError:
         return {}
